@@ -1,0 +1,56 @@
+"""hpnb: hybrid parallel training, taught in notebooks and run for real.
+
+    import hpnb
+    hpnb.launch(lambda: hpnb.rank(), ranks=4)     # a cell is a cluster: [0, 1, 2, 3]
+
+The rooms, from the ground up: ranks, record, mesh, comm, theory, plot, lesson, bench.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from hpnb import record
+from hpnb.mesh import Axis, Layout, Mesh
+from hpnb.ranks import RankError, RankInterrupt, Ranks, device, launch, rank, world_size
+
+if TYPE_CHECKING:
+    from hpnb import comm, lesson, plot, theory
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Axis",
+    "Layout",
+    "Mesh",
+    "RankError",
+    "RankInterrupt",
+    "Ranks",
+    "comm",
+    "device",
+    "launch",
+    "lesson",
+    "load_ipython_extension",
+    "plot",
+    "rank",
+    "record",
+    "theory",
+    "world_size",
+]
+
+# Loaded when first used: ranks never draw, so they need not import what draws.
+_LAZY = frozenset({"comm", "lesson", "plot", "theory"})
+
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY:
+        return importlib.import_module(f"hpnb.{name}")
+    raise AttributeError(f"module 'hpnb' has no attribute {name!r}")
+
+
+def load_ipython_extension(shell: object) -> None:
+    """`%load_ext hpnb` gives the cell magic `%%ranks`."""
+    from hpnb.ranks.magic import RanksMagics
+
+    shell.register_magics(RanksMagics)  # type: ignore[attr-defined]

@@ -1,0 +1,208 @@
+"""A Layout says how many; a Mesh says with whom.
+
+A layout arranges world_size = dp * pp * tp ranks as a box. With the default order dp is outermost and
+tp innermost, so the ranks of one tp group are neighbours (they talk most), and those of one dp group
+are furthest apart (they talk least):
+
+    rank = (dp_index * pp + pp_index) * tp + tp_index
+
+`Layout` is numbers only and works anywhere; `Mesh` makes the process groups, inside ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+
+import torch.distributed as dist
+
+AXES = ("dp", "pp", "tp")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks lie along each axis, and in which order the axes are nested.
+
+    Args:
+        dp, pp, tp: ranks along the data, pipeline and tensor axis, each at least 1.
+        order: the axes from the outermost to the innermost.
+
+    Raises:
+        ValueError: a size below 1, or an order that does not name each axis once.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    order: tuple[str, ...] = AXES
+
+    def __post_init__(self) -> None:
+        for name in AXES:
+            size = getattr(self, name)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"Layout {name}={size!r} is not a count; use 1 where an axis is not split")
+        object.__setattr__(self, "order", tuple(self.order))
+        if sorted(self.order) != sorted(AXES):
+            raise ValueError(f"Layout order={self.order!r} must name dp, pp and tp once, outermost first")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes in nesting order, outermost first."""
+        return tuple(getattr(self, name) for name in self.order)
+
+    @property
+    def world_size(self) -> int:
+        return prod(self.shape)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """{"dp": i, "pp": j, "tp": k} of `rank`."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside {self}, which has ranks 0 to {self.world_size - 1}")
+        found, rest = {}, rank
+        for name in reversed(self.order):
+            rest, found[name] = divmod(rest, getattr(self, name))
+        return {name: found[name] for name in AXES}
+
+    def rank(self, dp: int = 0, pp: int = 0, tp: int = 0) -> int:
+        """The rank at these coordinates."""
+        index = {"dp": dp, "pp": pp, "tp": tp}
+        rank = 0
+        for name in self.order:
+            size = getattr(self, name)
+            if not 0 <= index[name] < size:
+                raise ValueError(f"{name}={index[name]} is outside {self}; it goes from 0 to {size - 1}")
+            rank = rank * size + index[name]
+        return rank
+
+    def groups(self, axis: str) -> list[tuple[int, ...]]:
+        """Every group of ranks along `axis`: those that differ in that coordinate alone."""
+        if axis not in AXES:
+            raise ValueError(f"no axis {axis!r}; a Layout has dp, pp and tp")
+        others = [name for name in self.order if name != axis]
+        found = []
+        for place in product(*(range(getattr(self, name)) for name in others)):
+            fixed = dict(zip(others, place, strict=True))
+            found.append(tuple(self.rank(**fixed, **{axis: i}) for i in range(getattr(self, axis))))
+        return found
+
+    def __str__(self) -> str:
+        return "Layout(" + ", ".join(f"{name}={getattr(self, name)}" for name in self.order) + ")"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One direction of a mesh as one rank sees it.
+
+    Attributes:
+        name: "dp", "pp", "tp", or a part of one ("tp.0", "tp.1") after `split`.
+        size: ranks in this group.
+        rank: this process's place in it, 0 to size - 1.
+        group: a process group, also at size 1.
+        ranks: the global ranks of the group, in order of place.
+    """
+
+    name: str
+    size: int
+    rank: int
+    group: dist.ProcessGroup = field(repr=False, compare=False)
+    ranks: tuple[int, ...]
+
+    def split(self, *sizes: int) -> tuple[Axis, ...]:
+        """Fold this axis into a grid, outermost size first: one Axis a dimension, named "tp.0", "tp.1", ...
+
+        2D tensor parallelism folds 4 ranks into 2 x 2, 2.5D folds 8 into 2 x 2 x 2. Every rank of the axis
+        must call it with the same sizes.
+
+        Raises:
+            ValueError: the sizes do not multiply to the size of the axis.
+        """
+        if not sizes or any(size < 1 for size in sizes) or prod(sizes) != self.size:
+            wanted = " x ".join(map(str, sizes)) or "nothing"
+            raise ValueError(
+                f"axis {self.name} has {self.size} ranks and cannot be folded into {wanted} "
+                f"= {prod(sizes) if sizes else 0}; the sizes must multiply to {self.size}"
+            )
+        found = []
+        for dim, size in enumerate(sizes):
+            stride = prod(sizes[dim + 1 :])
+            index = self.rank // stride % size
+            first = self.rank - index * stride
+            members = tuple(self.ranks[first + i * stride] for i in range(size))
+            found.append(_axis(f"{self.name}.{dim}", members))
+        return tuple(found)
+
+
+class Mesh:
+    """The process groups of a Layout: `mesh.dp`, `mesh.pp`, `mesh.tp`, each an `Axis`.
+
+    Every rank of the world makes the same Mesh at the same point of the program, since making a group
+    is itself a collective.
+
+    Args:
+        layout: its world size must equal the number of ranks.
+
+    Raises:
+        ValueError: another number of ranks is running than the layout has.
+        RuntimeError: no process group is up.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "a Mesh needs running ranks: make it inside a function given to hpnb.launch or Ranks.run, "
+                "or after hpnb.launch_from_torch under torchrun"
+            )
+        world = dist.get_world_size()
+        if layout.world_size != world:
+            raise ValueError(
+                f"{layout} needs {' x '.join(map(str, layout.shape))} = {layout.world_size} ranks, "
+                f"and {world} are running; {_nearest(layout, world)}"
+            )
+        self.layout = layout
+        me = dist.get_rank()
+        self.axes: dict[str, Axis] = {}
+        for name in layout.order:
+            members = next(group for group in layout.groups(name) if me in group)
+            self.axes[name] = _axis(name, members)
+
+    @property
+    def dp(self) -> Axis:
+        return self.axes["dp"]
+
+    @property
+    def pp(self) -> Axis:
+        return self.axes["pp"]
+
+    @property
+    def tp(self) -> Axis:
+        return self.axes["tp"]
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        return {name: self.axes[name].rank for name in AXES}
+
+    def __repr__(self) -> str:
+        here = ", ".join(f"{name}={axis.rank} of {axis.size}" for name, axis in self.axes.items())
+        return f"Mesh({here})"
+
+
+def _axis(name: str, members: Sequence[int]) -> Axis:
+    # Only the members meet (use_local_synchronization), so making a mesh costs three groups a rank and
+    # not one for every group in the world.
+    group = dist.new_group(list(members), use_local_synchronization=True, group_desc=name)
+    assert isinstance(group, dist.ProcessGroup), "every rank that asks is a member"
+    return Axis(name, len(members), list(members).index(dist.get_rank()), group, tuple(members))
+
+
+def _nearest(layout: Layout, world: int) -> str:
+    """What would fit `world` ranks while keeping as much of the layout as can be kept."""
+    inner = layout.pp * layout.tp
+    if world % inner == 0:
+        fit = Layout(world // inner, layout.pp, layout.tp, layout.order)
+    elif world % layout.tp == 0:
+        fit = Layout(1, world // layout.tp, layout.tp, layout.order)
+    else:
+        fit = Layout(dp=world, order=layout.order)
+    return f"{fit} would fit, or start {layout.world_size} ranks"

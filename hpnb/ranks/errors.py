@@ -1,0 +1,136 @@
+"""RankError: which rank failed, where, and where everybody else was at that moment."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+from hpnb.ranks.last_seen import Frame, Note
+
+_OWN = re.compile(r"[/\\]hpnb[/\\]ranks[/\\](worker|last_seen|forkserver)\.py$")
+_PLUMBING = re.compile(r"[/\\](multiprocessing[/\\]\w+|threading)\.py$|^<string>$")
+_FILE = re.compile(r'File "([^"\n]+)", line (\d+)')
+
+
+class RankError(RuntimeError):
+    """A call on ranks did not end well.
+
+    Attributes:
+        rank: the rank that failed first.
+        traceback: that rank's own traceback, with source lines; for one that died, where it was last seen.
+        stacks: {rank: stack with source lines} of every rank that was alive, the failed one included.
+        error: the name of the exception's type on that rank, or "died", "timed out", "interrupted".
+    """
+
+    def __init__(
+        self,
+        summary: str,
+        *,
+        rank: int,
+        traceback: str = "",
+        stacks: dict[int, str] | None = None,
+        error: str = "",
+    ) -> None:
+        self.summary, self.rank, self.traceback, self.error = summary, rank, traceback, error
+        self.stacks = dict(stacks or {})
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        parts = [self.summary]
+        if self.traceback:
+            parts.append(f"Rank {self.rank}:\n{self.traceback.rstrip()}")
+        alike: dict[str, list[int]] = {}
+        for rank, stack in self.stacks.items():
+            if rank != self.rank and stack:
+                alike.setdefault(stack, []).append(rank)
+        for stack, ranks in alike.items():
+            who = "Rank" if len(ranks) == 1 else "Ranks"
+            parts.append(f"{who} {', '.join(map(str, ranks))}:\n{stack.rstrip()}")
+        return "\n\n".join(parts)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.summary, self.rank, self.traceback, self.stacks, self.error)
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython prints: the ranks' tracebacks, without the frames of this library."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class RankInterrupt(RankError, KeyboardInterrupt):
+    """Ctrl-C while ranks were running: a RankError that `except KeyboardInterrupt` catches too."""
+
+
+def _rebuild(
+    kind: type[RankError], summary: str, rank: int, text: str, stacks: dict[int, str], error: str
+) -> RankError:
+    return kind(summary, rank=rank, traceback=text, stacks=stacks, error=error)
+
+
+# --- stacks as text --------------------------------------------------------------------------
+
+
+def stack_text(note: Note) -> str:
+    """A note as a reader wants it: the main thread's stack with source lines, then busy other threads."""
+    parts = []
+    for name, frames in note.threads.items():
+        shown = _trim(frames)
+        if not shown or (name != "MainThread" and _idle(shown)):
+            continue
+        lines = [traceback.FrameSummary(f, n, where, lookup_line=False) for f, n, where in shown]
+        text = "".join(traceback.StackSummary.from_list(lines).format())
+        parts.append(text if name == "MainThread" else f"  thread {name}:\n{text}")
+    if not parts:
+        return ""
+    age = f"  (last seen {note.age:.1f} s ago)\n" if note.age > 1.0 else ""
+    return readable(age + "".join(parts))
+
+
+def waits_in_collective(note: Note) -> bool:
+    """True if the main thread is inside torch.distributed: it waits for others and is not to blame."""
+    main = note.threads.get("MainThread", [])
+    return any("torch" in f and "distributed" in f for f, _, _ in main[-6:])
+
+
+def readable(text: str) -> str:
+    """Name cells as IPython does, and files without this machine's folders."""
+    return _FILE.sub(lambda found: _place(found.group(1), found.group(2)), text)
+
+
+def exit_reason(code: int | None) -> str:
+    """What an exit code says, in words."""
+    if code is None:
+        return "is gone"
+    if code >= 0:
+        return f"exited with code {code} before it returned"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = "; the kernel does that when memory runs out" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"
+
+
+def _trim(frames: Sequence[Frame]) -> list[Frame]:
+    """Without the frames that start a rank and that note where it is."""
+    kept = [frame for frame in frames if not _OWN.search(frame[0])]
+    while kept and (_PLUMBING.search(kept[0][0]) or "<frozen" in kept[0][0]):
+        kept.pop(0)
+    return kept
+
+
+def _idle(frames: Sequence[Frame]) -> bool:
+    return bool(re.search(r"[/\\](threading|selectors|queue)\.py$", frames[-1][0]))
+
+
+def _place(filename: str, line: str) -> str:
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    compiler = getattr(shell, "compile", None)
+    if compiler is not None and (named := compiler.format_code_name(filename)):
+        return f"{' '.join(named)}, line {line}"
+    folders = [p for p in sys.path if p and filename.startswith(p.rstrip("/") + "/")]
+    if folders:
+        filename = filename[len(max(folders, key=len).rstrip("/")) + 1 :]
+    return f'File "{filename}", line {line}'

@@ -1,0 +1,49 @@
+"""Where am I? The three questions a function asks inside a rank; they also answer under torchrun."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class _Here:
+    """Set once by a rank's process when it starts; stays None in the caller's process."""
+
+    rank: int | None = None
+    world_size: int = 1
+    device: torch.device | None = None
+
+
+here = _Here()
+
+
+def inside_rank() -> bool:
+    """True in a process that hpnb started (and in what such a process forks)."""
+    return here.rank is not None
+
+
+def rank() -> int:
+    """This process's rank: 0 to world_size - 1; 0 outside any ranks."""
+    if here.rank is not None:
+        return here.rank
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    """How many ranks there are; 1 outside any ranks."""
+    if here.rank is not None:
+        return here.world_size
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+
+
+def device() -> torch.device:
+    """The device of this rank. Outside any ranks: this process's GPU if it has one, else the CPU."""
+    if here.device is not None:
+        return here.device
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    return torch.device("cpu")

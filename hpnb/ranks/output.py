@@ -1,0 +1,166 @@
+r"""What ranks print, shown as they print it: whole lines under their label, progress bars in place.
+
+A line that a rank has ended is shown at once. A row that it rewinds with "\r" is a bar: in a notebook all
+bars of a call share one output that is updated in place, so a stored notebook keeps their last state; in a
+terminal the latest bar stays on the last line; elsewhere only a bar's last state is printed.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+import sys
+import time
+from typing import Any
+
+_TOKENS = re.compile(r"(\n|\r|\x1b\[A)")
+_REDRAW_EVERY = 0.1  # seconds; tqdm's own pace
+
+
+class Output:
+    """Shows the output of the ranks of one call, in the cell that made the call."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, _Rows] = {}
+        self._screen = _choose_screen()
+        self._drawn = 0.0
+
+    def feed(self, rank: int, data: bytes) -> None:
+        """Take bytes that `rank` has written and show what is complete."""
+        rows = self._rows.setdefault(rank, _Rows())
+        for line in rows.feed(data):
+            self._screen.line(f"[rank {rank}] {line}")
+        if rows.bars_changed and time.monotonic() - self._drawn > _REDRAW_EVERY:
+            self._draw()
+
+    def finish(self) -> None:
+        """The call is over: show unfinished lines and the last state of every bar."""
+        for rank, rows in sorted(self._rows.items()):
+            if rest := rows.rest():
+                self._screen.line(f"[rank {rank}] {rest}")
+        self._draw()
+        self._screen.end()
+        self._rows.clear()
+
+    def _draw(self) -> None:
+        bars = [f"[rank {rank}] {bar}" for rank, rows in sorted(self._rows.items()) for bar in rows.bars]
+        if bars or any(rows.bars_changed for rows in self._rows.values()):
+            self._screen.bars(bars)
+        for rows in self._rows.values():
+            rows.bars_changed = False
+        self._drawn = time.monotonic()
+
+
+class _Rows:
+    """A very small terminal: enough to tell a finished line from a bar that will be redrawn."""
+
+    def __init__(self) -> None:
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace")
+        self._bars: dict[int, str] = {}  # row -> text, for rows that were rewound
+        self._row = 0
+        self._column: int | None = None  # in a bar that is being written; None: writing a line
+        self._line = ""
+        self.bars_changed = False
+
+    @property
+    def bars(self) -> list[str]:
+        return [text.rstrip() for _, text in sorted(self._bars.items()) if text.strip()]
+
+    def feed(self, data: bytes) -> list[str]:
+        """Lines that are now complete."""
+        lines = []
+        for token in _TOKENS.split(self._decode.decode(data)):
+            if token == "\r":
+                self._rewind()
+            elif token == "\x1b[A":
+                self._row, self._column = max(0, self._row - 1), None
+            elif token == "\n":
+                if self._line or self._row not in self._bars:
+                    lines.append(self._line)
+                    self._line = ""
+                else:  # a bar's row is left, downwards
+                    self._row += 1
+                self._column = None
+            elif token:
+                self._write(token)
+        return lines
+
+    def rest(self) -> str:
+        rest, self._line = self._line, ""
+        return rest
+
+    def _rewind(self) -> None:
+        if self._row not in self._bars:
+            self._bars[self._row] = self._line
+            self._line = ""
+        self._column = 0
+
+    def _write(self, text: str) -> None:
+        if self._column is None:  # printed between two states of a bar: a line of its own
+            self._line += text
+            return
+        old = self._bars[self._row]
+        end = self._column + len(text)
+        self._bars[self._row] = old[: self._column] + text + old[end:]
+        self._column = end
+        self.bars_changed = True
+
+
+class _Plain:
+    """Not a terminal: lines as they come, bars once at the end."""
+
+    def __init__(self) -> None:
+        self._last: list[str] = []
+
+    def line(self, text: str) -> None:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+    def bars(self, bars: list[str]) -> None:
+        self._last = bars
+
+    def end(self) -> None:
+        for bar in self._last:
+            self.line(bar)
+
+
+class _Terminal(_Plain):
+    """The latest bar stays on the last line."""
+
+    def line(self, text: str) -> None:
+        super().line("\r\x1b[2K" + text)
+
+    def bars(self, bars: list[str]) -> None:
+        super().bars(bars)
+        if bars:
+            sys.stdout.write("\r\x1b[2K" + bars[-1])
+            sys.stdout.flush()
+
+
+class _Notebook(_Plain):
+    """All bars of the call in one output that is updated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._handle: Any = None
+
+    def bars(self, bars: list[str]) -> None:
+        from IPython.display import DisplayHandle
+
+        sys.stdout.flush()
+        content = {"text/plain": "\n".join(bars)}
+        if self._handle is None:
+            self._handle = DisplayHandle()
+            self._handle.display(content, raw=True)
+        else:
+            self._handle.update(content, raw=True)
+
+    def end(self) -> None:
+        pass
+
+
+def _choose_screen() -> _Plain:
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if getattr(shell, "kernel", None) is not None:
+        return _Notebook()
+    return _Terminal() if sys.stdout.isatty() else _Plain()

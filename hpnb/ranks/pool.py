@@ -1,0 +1,282 @@
+"""`launch` and `Ranks`: the caller's side of a cell that runs on several processes.
+
+    launch(fn, ranks=4)             four processes for one call
+    with Ranks(4) as ranks:         four processes that stay, with their state
+        ranks.run(fn)
+
+A call sends the same pickle to every rank, then waits: it shows what ranks print, collects one result a
+rank, and on the first failure asks everybody where they are, stops them and raises one RankError.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from hpnb.ranks import errors, last_seen, packing, travel
+from hpnb.ranks.devices import DeviceChoice, choose_device, default_ranks
+from hpnb.ranks.errors import RankError, RankInterrupt
+from hpnb.ranks.here import here, inside_rank
+from hpnb.ranks.output import Output
+from hpnb.ranks.processes import Processes
+from hpnb.ranks.worker import Done, Failed
+
+T = TypeVar("T")
+
+_GRACE = 0.5  # seconds after a first failure in which others may report theirs
+_START_TIMEOUT = 120.0
+
+
+def launch(
+    fn: Callable[..., T],
+    *args: Any,
+    ranks: int | None = None,
+    device: str = "auto",
+    timeout: float = 300.0,
+    **kwargs: Any,
+) -> list[T]:
+    """Run `fn(*args, **kwargs)` on `ranks` processes that talk to each other; one result a rank.
+
+    Inside `fn` a process group is up, and `hpnb.rank()`, `hpnb.world_size()` and `hpnb.device()` answer.
+    Tensors, as arguments and as results, arrive on the CPU and without a graph.
+
+    Args:
+        ranks: how many processes; by default one a GPU, or 2 to 4 on a CPU.
+        device: "auto" (NCCL if there are GPUs enough, else gloo on the CPU), "cpu" or "cuda".
+        timeout: seconds after which the call fails.
+
+    Raises:
+        RankError: a rank raised, died or hung, or something could not be pickled.
+        ValueError: ranks or device cannot be had here, or this is already a rank.
+    """
+    space = travel.caller_space(sys._getframe(1).f_globals)
+    with Ranks(ranks, device, timeout) as pool:
+        return pool._run(space, pool.members, fn, args, kwargs)
+
+
+class Ranks:
+    """Processes that stay, with their state, until closed.
+
+    Args:
+        ranks, device, timeout: as for `launch`; the timeout holds for each call.
+
+    What a call binds in its globals the next call finds. After a failure the ranks are stopped, for they
+    may have parted in the middle of a collective; only when all of them failed in the same way at the same
+    line do they stay.
+    """
+
+    def __init__(self, ranks: int | None = None, device: str = "auto", timeout: float = 300.0) -> None:
+        if inside_rank():
+            raise ValueError(
+                f"rank {here.rank} of {here.world_size} cannot start ranks of its own; "
+                "call hpnb.launch from outside, or make a smaller group with hpnb.Mesh"
+            )
+        if not timeout > 0:
+            raise ValueError(f"timeout={timeout!r}: give the seconds that a call may take, more than 0")
+        self.choice: DeviceChoice = choose_device(device, default_ranks() if ranks is None else ranks)
+        self.timeout = timeout
+        self.members = tuple(range(self.choice.ranks))
+        self._names = [travel.Names() for _ in self.members]
+        self._lock = threading.Lock()
+        self._processes = Processes.start(self.choice)
+        # Dropped without being closed, or at exit: nothing stays behind.
+        self._finalizer = weakref.finalize(self, self._processes.stop)
+        self._ended: str | None = None
+        self._collect(self.members, time.monotonic() + max(timeout, _START_TIMEOUT), "start")
+
+    @property
+    def size(self) -> int:
+        return self.choice.ranks
+
+    @property
+    def alive(self) -> bool:
+        """True while calls can be made."""
+        return self._ended is None
+
+    def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
+        """Run `fn(*args, **kwargs)` on every rank; one result a rank. Raises as `launch` does."""
+        space = travel.caller_space(sys._getframe(1).f_globals)
+        return self._run(space, self.members, fn, args, kwargs)
+
+    def run_cell(
+        self,
+        text: str,
+        filename: str = "<cell>",
+        members: Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Execute source text in the __main__ of `members` (default: all); the value of its last line."""
+        code = compile(text, filename, "exec", dont_inherit=True)  # a SyntaxError is the caller's
+        content: dict[str, Any] = {"cell": text, "filename": filename}
+        names = travel.global_names(code)
+        space = sys.modules["__main__"].__dict__
+        return self._send_and_collect(space, names, content, self._checked(members), timeout)
+
+    def close(self) -> None:
+        """Let the ranks leave. They have a few seconds, then they are killed."""
+        if self._ended is None:
+            self._ended = "it was closed"
+            self._processes.dismiss()
+        self._finalizer()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{self.choice}>" if self.alive else f"<{self.size} ranks, ended: {self._ended}>"
+
+    # --- one call ---------------------------------------------------------------------------
+
+    def _run(
+        self,
+        space: dict[str, Any],
+        members: Sequence[int],
+        fn: Callable[..., T],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> list[T]:
+        if not callable(fn):
+            raise TypeError(f"a function is needed, to run on every rank, not a {type(fn).__name__}: {fn!r}")
+        own = isinstance(fn, types.FunctionType) and fn.__globals__ is space
+        names = travel.global_names(fn.__code__) if own else set()
+        return self._send_and_collect(space, names, {"fn": fn, "args": args, "kwargs": kwargs}, members, None)
+
+    def _send_and_collect(
+        self,
+        space: dict[str, Any],
+        names: set[str],
+        content: dict[str, Any],
+        members: Sequence[int],
+        timeout: float | None,
+    ) -> list[Any]:
+        with self._lock:
+            if self._ended is not None:
+                raise RuntimeError(f"these ranks have ended ({self._ended}); start new ones with hpnb.Ranks")
+            limit = self.timeout if timeout is None else timeout
+            call = packing.pack([self._names[r] for r in members], space, names, content)
+            deadline = time.monotonic() + limit
+            self._processes.send(members, call, limit)
+            return self._collect(members, deadline, f"{limit:g} s", space)
+
+    def _collect(
+        self, members: Sequence[int], deadline: float, limit: str, space: dict[str, Any] | None = None
+    ) -> list[Any]:
+        """Show output and wait until every member has answered; raise if one did not answer well."""
+        processes, output = self._processes, Output()
+        replies: dict[int, Done | Failed | None] = {}  # None: died
+        failed_at: float | None = None
+        try:
+            while waiting := [r for r in members if r not in replies]:
+                now = time.monotonic()
+                until = deadline if failed_at is None else min(deadline, failed_at + _GRACE)
+                if now >= until:
+                    break
+                for rank, reply in processes.poll(until - now, output):
+                    replies[rank] = reply
+                    if reply is None or isinstance(reply, Failed):
+                        failed_at = failed_at or time.monotonic()
+            self._learn_names(replies, space)
+            if waiting or failed_at is not None:
+                raise self._failure(members, replies, limit)
+        except KeyboardInterrupt:
+            raise self._interrupted(members, replies) from None
+        finally:
+            processes.drain(output)
+            output.finish()
+        return [travel.loads(r.result) if isinstance(r := replies[m], Done) else None for m in members]
+
+    def _learn_names(
+        self, replies: dict[int, Done | Failed | None], space: dict[str, Any] | None
+    ) -> None:
+        # A name that a rank has bound itself stays the rank's until the caller binds it anew.
+        for rank, reply in replies.items():
+            if reply is not None and space is not None:
+                self._names[rank].mark(reply.new_names, space)
+
+    # --- when it does not end well ------------------------------------------------------------
+
+    def _failure(
+        self, members: Sequence[int], replies: dict[int, Done | Failed | None], limit: str
+    ) -> RankError:
+        processes, of = self._processes, f"of {self.size}"
+        waiting = [r for r in members if r not in replies]
+        dead = [r for r in members if r in replies and replies[r] is None]
+        raised = {r: reply for r, reply in replies.items() if isinstance(reply, Failed)}
+        notes = processes.notes()
+        stacks = self._stacks(members, replies, notes)
+        if dead:
+            rank, codes = dead[0], processes.exit_codes(dead)
+            summary, error = f"rank {rank} {of} {errors.exit_reason(codes[rank])}", "died"
+            text = errors.stack_text(notes[rank]) or "  (it ended before it could note where it was)\n"
+            text = "Last seen here (most recent call last):\n" + text
+        elif raised:
+            rank = min(raised, key=lambda r: raised[r].time)
+            summary, error = f"rank {rank} {of} raised {raised[rank].summary}", raised[rank].error
+            text = errors.readable(raised[rank].traceback)
+        else:
+            rank = _to_blame(waiting, notes)
+            who = f"rank {waiting[0]}" if len(waiting) == 1 else f"ranks {', '.join(map(str, waiting))}"
+            summary, error = f"no answer from {who} {of} within {limit}", "timed out"
+            if all(errors.waits_in_collective(notes[r]) for r in waiting):
+                summary += ": all of them wait inside torch.distributed, for something that no one does"
+            else:
+                summary += f": rank {rank} was still at work"
+            text = "Stack (most recent call last):\n" + stacks[rank]
+        in_step = len(raised) == len(members) and len({reply.place for reply in raised.values()}) == 1
+        if not in_step:
+            self._stop(summary)
+        return RankError(summary, rank=rank, traceback=text, stacks=stacks, error=error)
+
+    def _interrupted(
+        self, members: Sequence[int], replies: dict[int, Done | Failed | None]
+    ) -> RankInterrupt:
+        notes = self._processes.notes()
+        stacks = self._stacks(members, replies, notes)
+        rank = _to_blame([r for r in members if r not in replies] or list(members), notes)
+        self._stop("it was interrupted")
+        summary = f"interrupted; the {self.size} ranks were stopped, and their state is gone"
+        text = "Stack (most recent call last):\n" + stacks.get(rank, "")
+        return RankInterrupt(summary, rank=rank, traceback=text, stacks=stacks, error="interrupted")
+
+    def _stacks(
+        self,
+        members: Sequence[int],
+        replies: dict[int, Done | Failed | None],
+        notes: dict[int, last_seen.Note],
+    ) -> dict[int, str]:
+        stacks = {}
+        for rank in self.members:
+            reply = replies.get(rank, notes[rank])
+            if isinstance(reply, Failed):
+                stacks[rank] = errors.readable(reply.traceback)
+            elif isinstance(reply, Done):
+                stacks[rank] = "  (has returned, and waits for the next call)\n"
+            elif rank not in members:
+                stacks[rank] = "  (was not called)\n"
+            elif isinstance(reply, last_seen.Note):
+                stacks[rank] = errors.stack_text(reply) or "  (no Python code of yours is running)\n"
+        return stacks
+
+    def _stop(self, why: str) -> None:
+        self._ended = why
+        self._finalizer()
+
+    def _checked(self, members: Sequence[int] | None) -> tuple[int, ...]:
+        chosen = self.members if members is None else tuple(members)
+        if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(self.members):
+            raise ValueError(f"ranks {list(chosen)} are not distinct members of 0 to {self.size - 1}")
+        return chosen
+
+
+def _to_blame(waiting: Sequence[int], notes: dict[int, last_seen.Note]) -> int:
+    """Of the ranks that did not answer, the first that does not itself wait for another."""
+    busy = [rank for rank in waiting if not errors.waits_in_collective(notes[rank])]
+    return (busy or list(waiting))[0]

@@ -1,0 +1,274 @@
+"""The life of one rank: forked from the server, it joins its group, runs what it is sent, and leaves.
+
+Its __main__ is an empty module that stays between calls: the namespace of a second kernel. Its standard
+output and error, C-level writes included, are one pipe to the caller.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import ctypes
+import linecache
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from hpnb.ranks import last_seen, travel, wire
+from hpnb.ranks.here import here
+
+_PR_SET_PDEATHSIG = 1
+_LINE_BUFFERED = 1
+# A collective must not give up before the caller does: the caller's time-out says where every rank is.
+_GROUP_TIMEOUT = timedelta(days=7)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a rank is told when it is forked."""
+
+    rank: int
+    world_size: int
+    device: str
+    backend: str
+    threads: int
+    store_port: int
+    caller: int  # process id
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: `body` pickles {"names", "fn", "args", "kwargs"} or {"names", "cell", "filename"}."""
+
+    body: bytes
+    sources: dict[str, str] = field(default_factory=dict)
+    cwd: str = ""
+    path: tuple[str, ...] = ()
+    environ: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Done:
+    """A call has returned: its pickled result, and the names that __main__ has gained."""
+
+    result: bytes
+    new_names: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A call has raised. `place` is the type and every (file, line): equal places mean equal steps."""
+
+    traceback: str
+    summary: str
+    error: str  # the name of the exception's type
+    place: tuple[Any, ...]
+    time: float  # time.monotonic(), which processes of one machine share
+    new_names: frozenset[str] = frozenset()
+
+
+def main(spec: dict[str, Any], fds: list[int], server_fd: int) -> None:
+    """Run as the target of a forked process; `fds` are control socket, output pipe, last-seen page."""
+    me = Spec(**spec)
+    control_fd, output_fd, page_fd = fds
+    os.setsid()
+    os.close(server_fd)
+    _die_with_parent()
+    control = socket.socket(fileno=control_fd)
+    _redirect_output(output_fd)
+    page = last_seen.Writer(page_fd)
+    _note_before_dying(page)
+    rank = _Rank(me, control, page)
+    try:
+        rank.join()
+    except BaseException as error:
+        wire.send(control, _failed(error))
+        return
+    wire.send(control, Done(travel.dumps(None), frozenset()))
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        rank.serve()
+    if dist.is_initialized() and me.device == "cuda":
+        dist.destroy_process_group()
+
+
+class _Rank:
+    def __init__(self, spec: Spec, control: socket.socket, page: last_seen.Writer) -> None:
+        self.spec, self.control, self.page = spec, control, page
+        self.main = types.ModuleType("__main__")
+        self.main.__dict__["__builtins__"] = builtins
+        sys.modules["__main__"] = self.main
+        self.known = frozenset(self.main.__dict__)
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        self.own_environ = {
+            "RANK": str(spec.rank),
+            "LOCAL_RANK": str(spec.rank),
+            "WORLD_SIZE": str(spec.world_size),
+            "LOCAL_WORLD_SIZE": str(spec.world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(spec.store_port),
+            # Ranks of one machine meet on its loopback, whatever its host name resolves to.
+            "GLOO_SOCKET_IFNAME": loopback,
+        }
+
+    def join(self) -> None:
+        """Enter the process group, and make this process look like a rank."""
+        spec = self.spec
+        os.environ.update(self.own_environ)
+        multiprocessing.set_start_method("fork", force=True)  # DataLoader workers see what this rank defined
+        torch.set_num_threads(spec.threads)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed()  # or every fork would draw the same numbers
+        device = torch.device("cuda", spec.rank) if spec.device == "cuda" else torch.device("cpu")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        here.rank, here.world_size, here.device = spec.rank, spec.world_size, device
+        dist.init_process_group(
+            spec.backend,
+            store=TCPStore("127.0.0.1", spec.store_port, timeout=_GROUP_TIMEOUT),
+            rank=spec.rank,
+            world_size=spec.world_size,
+            timeout=_GROUP_TIMEOUT,
+            device_id=device if device.type == "cuda" else None,
+        )
+
+    def serve(self) -> None:
+        """Answer calls until told to leave."""
+        while isinstance(call := wire.receive(self.control), Call):
+            reply: Done | Failed
+            try:
+                value = self._run(call)
+                if self.spec.device == "cuda":
+                    torch.cuda.synchronize()  # an asynchronous error belongs to the call that made it
+                reply = Done(self._pickled(value), self._new_names())
+            except BaseException as error:
+                reply = _failed(error, self._new_names())
+            _flush()
+            wire.send(self.control, reply)
+
+    def _run(self, call: Call) -> object:
+        self.page.note()
+        sys.path[:] = call.path
+        self._adopt(call.environ)
+        if os.getcwd() != call.cwd:
+            os.chdir(call.cwd)
+        for name, text in call.sources.items():
+            linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        content = travel.loads(call.body)
+        self.main.__dict__.update(content["names"])
+        self.known = self.known | frozenset(content["names"])
+        if "cell" in content:
+            return run_cell(content["cell"], content["filename"], self.main.__dict__)
+        fn: Callable[..., object] = content["fn"]
+        return fn(*content["args"], **content["kwargs"])
+
+    def _adopt(self, environ: dict[str, str]) -> None:
+        wanted = {**self.own_environ, **environ, **{k: self.own_environ[k] for k in _ALWAYS_OWN}}
+        for name in os.environ.keys() - wanted.keys():
+            del os.environ[name]
+        for name, value in wanted.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
+
+    def _pickled(self, value: object) -> bytes:
+        try:
+            return travel.dumps(value, travel.main_space())
+        except Exception as error:
+            raise TypeError(
+                f"rank {self.spec.rank} returned a {type(value).__name__} that cannot be pickled "
+                f"({type(error).__name__}: {error}); return numbers, tensors or plain containers of them"
+            ) from None
+
+    def _new_names(self) -> frozenset[str]:
+        names = frozenset(self.main.__dict__)
+        new, self.known = names - self.known, self.known | names
+        return new
+
+
+_ALWAYS_OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def run_cell(text: str, filename: str, namespace: dict[str, Any]) -> object:
+    """Execute a cell; like a notebook, print what its last line evaluates to, and return it."""
+    tree = ast.parse(text, filename)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, filename, "exec", dont_inherit=True), namespace)
+    if not isinstance(last, ast.Expr):
+        return None
+    value = eval(compile(ast.Expression(last.value), filename, "eval", dont_inherit=True), namespace)
+    if value is not None and not text.rstrip().endswith(";"):
+        print(repr(value))
+    return value
+
+
+def _failed(error: BaseException, new_names: frozenset[str] = frozenset()) -> Failed:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    lines = traceback.format_exception(type(error), error, trace)
+    summary = traceback.format_exception_only(error)[-1].strip()
+    frames = tuple((f.f_code.co_filename, line) for f, line in traceback.walk_tb(trace))
+    place = (type(error).__name__, frames)
+    return Failed("".join(lines), summary, type(error).__name__, place, time.monotonic(), new_names)
+
+
+# --- the process -----------------------------------------------------------------------------
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _redirect_output(fd: int) -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(nothing)
+    os.close(fd)
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    with contextlib.suppress(ValueError, AttributeError):  # C's own buffer would hold lines back
+        name = "__stdoutp" if sys.platform == "darwin" else "stdout"
+        libc = ctypes.CDLL(None)
+        libc.setvbuf(ctypes.c_void_p.in_dll(libc, name), None, _LINE_BUFFERED, 0)
+
+
+def _flush() -> None:
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        ctypes.CDLL(None).fflush(None)
+
+
+def _note_before_dying(page: last_seen.Writer) -> None:
+    """A rank that ends itself without an exception still says from where."""
+    me, leave, kill = os.getpid(), os._exit, os.kill
+
+    def noted_exit(status: int) -> None:
+        if os.getpid() == me:
+            _flush()
+            page.note()
+        leave(status)
+
+    def noted_kill(pid: int, sig: int) -> None:
+        if pid == me == os.getpid() and sig:
+            _flush()
+            page.note()
+        kill(pid, sig)
+
+    os._exit, os.kill = noted_exit, noted_kill  # type: ignore[assignment]

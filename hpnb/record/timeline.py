@@ -1,0 +1,185 @@
+"""What each rank did, and when: a Timeline is a frozen set of Events, whoever produced it.
+
+A simulator predicts Events, an executor measures them, a replay recomputes them; all three give a
+`Timeline`, and one plot draws it. `source` says which, and travels with the data into every title.
+
+    makespan         last end - first start, over all ranks
+    bubble_fraction  1 - work / (ranks * makespan)                    idle share of the whole picture
+    bubble_rate      (span - work) / span of the rank with the longest own span
+                     the definition of Qi et al. 2023 (arXiv 2401.10241, tables 5 and 9)
+
+The two differ because a rank that starts late or stops early is idle in the picture, though not
+inside its own span.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+COMPUTE_OPS = frozenset({"F", "I", "W", "B", "compute"})
+Source = Literal["simulated", "replayed from measured CPU time", "measured"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing one rank did, from `start` to `end`, in seconds.
+
+    `op` is "F" forward, "I" input gradient, "W" weight gradient, "B" an unsplit backward, "compute" for
+    work outside a schedule, or the name of a communication ("all_reduce", "send", ...). Compute has an
+    empty `axis`; communication has the axis of the mesh it ran on, and `bytes` that leave the rank.
+    `stage` and `microbatch` are -1 where they mean nothing.
+    """
+
+    rank: int
+    stage: int
+    op: str
+    microbatch: int
+    start: float
+    end: float
+    axis: str = ""
+    bytes: float = 0.0
+
+    @property
+    def duration(self) -> float:
+        return self.end - self.start
+
+    @property
+    def is_compute(self) -> bool:
+        return self.op in COMPUTE_OPS
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Events of all ranks on one clock, seconds; `source` says where they come from."""
+
+    events: tuple[Event, ...]
+    source: Source = "measured"
+
+    def __post_init__(self) -> None:
+        ordered = sorted(self.events, key=lambda e: (e.start, e.rank, e.end))
+        object.__setattr__(self, "events", tuple(ordered))
+
+    # --- the picture as a whole -------------------------------------------------------------
+
+    @cached_property
+    def by_rank(self) -> dict[int, tuple[Event, ...]]:
+        """{rank: its events in order of start}."""
+        rows: dict[int, list[Event]] = defaultdict(list)
+        for event in self.events:
+            rows[event.rank].append(event)
+        return {rank: tuple(rows[rank]) for rank in sorted(rows)}
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(self.by_rank)
+
+    @property
+    def start(self) -> float:
+        return min((e.start for e in self.events), default=0.0)
+
+    @property
+    def end(self) -> float:
+        return max((e.end for e in self.events), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first start to the last end, over all ranks."""
+        return self.end - self.start
+
+    def work(self, rank: int) -> float:
+        """Seconds that `rank` spent computing. Communication is not work."""
+        return sum(e.duration for e in self.by_rank.get(rank, ()) if e.is_compute)
+
+    def span(self, rank: int) -> float:
+        """Seconds from the first start to the last end of the computing of `rank`."""
+        own = [e for e in self.by_rank.get(rank, ()) if e.is_compute]
+        return max(e.end for e in own) - min(e.start for e in own) if own else 0.0
+
+    # --- bubbles ----------------------------------------------------------------------------
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle share of ranks x makespan: 0 is a full picture, 1 an empty one."""
+        area = len(self.by_rank) * self.makespan
+        return 1.0 - sum(self.work(rank) for rank in self.by_rank) / area if area else 0.0
+
+    @property
+    def bubble_rate(self) -> float:
+        """(span - work) / span of the rank with the longest own span, as the literature reports it."""
+        if not self.by_rank:
+            return 0.0
+        rank = max(self.by_rank, key=self.span)
+        span = self.span(rank)
+        return (span - self.work(rank)) / span if span else 0.0
+
+    # --- memory -----------------------------------------------------------------------------
+
+    def in_flight(self, rank: int) -> list[tuple[float, int]]:
+        """[(time, activations held from then on)] of `rank`, counted in chunks.
+
+        A forward takes one at its start; it is let go at the end of the last thing that needs it:
+        W where the backward is split, B where it is not.
+        """
+        steps: list[tuple[float, int]] = []
+        for event in self.by_rank.get(rank, ()):
+            if event.op == "F":
+                steps.append((event.start, 1))
+            elif event.op in ("W", "B"):
+                steps.append((event.end, -1))
+        held, curve = 0, []
+        for time, change in sorted(steps):  # at equal times the release comes first
+            held += change
+            curve.append((time, held))
+        return curve
+
+    def peak_in_flight(self, rank: int) -> int:
+        """The most activations that `rank` held at once, in chunks."""
+        return max((held for _, held in self.in_flight(rank)), default=0)
+
+    # --- other forms ------------------------------------------------------------------------
+
+    def shifted(self, to: float = 0.0) -> Timeline:
+        """The same picture with its first start at `to`."""
+        delta = to - self.start
+        moved = (replace(e, start=e.start + delta, end=e.end + delta) for e in self.events)
+        return Timeline(tuple(moved), self.source)
+
+    def select(self, ops: Iterable[str]) -> Timeline:
+        """Only the events with one of these ops."""
+        wanted = frozenset(ops)
+        return Timeline(tuple(e for e in self.events if e.op in wanted), self.source)
+
+    def to_chrome_trace(self, path: str | Path) -> Path:
+        """Write the Trace Event Format (JSON), which Perfetto and chrome://tracing open.
+
+        A rank is a process; its compute and its communication on each axis are threads of it. Times
+        are microseconds from the first start.
+        """
+        lanes = ["compute", *sorted({e.axis or "communication" for e in self.events if not e.is_compute})]
+        zero = self.start
+        trace: list[dict[str, object]] = []
+
+        def name(what: str, rank: int, tid: int, **args: object) -> None:
+            trace.append({"ph": "M", "pid": rank, "tid": tid, "name": what, "args": args})
+
+        for rank in self.by_rank:
+            name("process_name", rank, 0, name=f"rank {rank}")
+            name("process_sort_index", rank, 0, sort_index=rank)
+            for tid, lane in enumerate(lanes):
+                name("thread_name", rank, tid, name=lane)
+        for e in self.events:
+            lane = "compute" if e.is_compute else e.axis or "communication"
+            label = e.op if e.microbatch < 0 else f"{e.stage}{e.op}{e.microbatch}"
+            args = {"stage": e.stage, "microbatch": e.microbatch, "bytes": e.bytes, "source": self.source}
+            trace.append({"ph": "X", "name": label, "cat": "compute" if e.is_compute else "communication",
+                          "pid": e.rank, "tid": lanes.index(lane), "ts": (e.start - zero) * 1e6,
+                          "dur": e.duration * 1e6, "args": args})  # fmt: skip
+        path = Path(path)
+        path.write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"}), encoding="utf-8")
+        return path

@@ -1,0 +1,558 @@
+"""A cell is a cluster: results, names, output, and every way to fail."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hpnb
+from hpnb.ranks import devices
+from hpnb.ranks.forkserver import server
+
+SCALE = 2
+
+
+def scaled_rank() -> int:
+    return SCALE * hpnb.rank()
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+@dataclass
+class Batch:
+    values: torch.Tensor
+    name: str = "batch"
+
+    def total(self) -> float:
+        return float(self.values.sum()) * SCALE
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[hpnb.Ranks]:
+    with hpnb.Ranks(4, device="cpu", timeout=60) as ranks:
+        yield ranks
+
+
+def children_of(pid: int) -> list[int]:
+    """Process ids of the descendants of `pid`."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            child = int(entry.parent.name)
+            found += [child, *children_of(child)]
+    return found
+
+
+# --- results and arguments -------------------------------------------------------------------
+
+
+def test_a_collective_runs_and_results_come_one_a_rank(four: hpnb.Ranks) -> None:
+    def add(start: float, *, step: float) -> tuple[int, int, str, float]:
+        total = torch.tensor([start + step * hpnb.rank()])
+        dist.all_reduce(total)
+        return hpnb.rank(), hpnb.world_size(), str(hpnb.device()), total.item()
+
+    assert four.run(add, 1.0, step=2.0) == [(r, 4, "cpu", 16.0) for r in range(4)]
+
+
+def test_launch_takes_the_same_function() -> None:
+    assert hpnb.launch(scaled_rank, ranks=3, device="cpu", timeout=60) == [0, 2, 4]
+
+
+def test_lambdas_closures_recursion_partials_and_methods(four: hpnb.Ranks) -> None:
+    bonus = 10
+
+    def fib(n: int) -> int:
+        return n if n < 2 else fib(n - 1) + fib(n - 2)
+
+    assert four.run(lambda: hpnb.rank() + bonus) == [10, 11, 12, 13]
+    assert four.run(fib, 10) == [55] * 4
+    assert four.run(functools.partial(fib, 7)) == [13] * 4
+    assert four.run(Batch(torch.ones(3)).total) == [6.0] * 4
+
+
+def test_types_survive_the_way_there_and_back(four: hpnb.Ranks) -> None:
+    @dataclass
+    class Local:
+        rank: int
+
+    def make() -> tuple[Point, Batch, Local]:
+        return Point(hpnb.rank(), 1), Batch(torch.full((2,), float(hpnb.rank()))), Local(hpnb.rank())
+
+    for rank, (point, batch, local) in enumerate(four.run(make)):
+        assert type(point) is Point
+        assert point == (rank, 1)
+        assert type(batch) is Batch
+        assert batch.total() == 4.0 * rank
+        assert type(local) is Local
+        assert local == Local(rank)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64])
+def test_tensors_of_any_dtype_and_shape_survive(four: hpnb.Ranks, dtype: torch.dtype) -> None:
+    for shape in [(), (0, 3), (2, 3)]:
+        sent = torch.ones(shape).to(dtype).transpose(0, -1) if shape else torch.ones(()).to(dtype)
+        for back in four.run(lambda t: t, sent):
+            assert back.dtype == dtype
+            assert torch.equal(back, sent)
+
+
+def test_a_module_keeps_shared_parameters_and_loses_its_graph(four: hpnb.Ranks) -> None:
+    layer = torch.nn.Linear(3, 3, dtype=torch.float64)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+
+    def step(model: torch.nn.Linear) -> tuple[torch.nn.Linear, torch.Tensor]:
+        loss = model(torch.ones(3, dtype=torch.float64)).sum()
+        loss.backward()
+        optimizer.step()  # a captured optimizer still holds the parameters of the model that was passed
+        return model, loss
+
+    for trained, loss in four.run(step, layer):
+        assert torch.equal(trained.weight, layer.weight - 1.0)
+        assert not loss.requires_grad
+        assert trained.weight.requires_grad
+
+
+# --- names -----------------------------------------------------------------------------------
+
+
+def test_state_stays_between_runs_and_differs_by_rank(four: hpnb.Ranks) -> None:
+    def put() -> None:
+        global kept
+        kept = [hpnb.rank()]
+
+    def get() -> list[int]:
+        kept.append(7)  # type: ignore[name-defined]
+        return kept  # type: ignore[name-defined]
+
+    four.run(put)
+    assert four.run(get) == [[r, 7] for r in range(4)]
+    assert four.run(get) == [[r, 7, 7] for r in range(4)]
+
+
+def test_a_rebound_name_is_sent_again_and_another_is_not(
+    four: hpnb.Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert four.run(scaled_rank) == [0, 2, 4, 6]
+    four.run(lambda: globals().update(SCALE=100))
+    assert four.run(scaled_rank) == [0, 100, 200, 300]  # the rank's own binding stands
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 5)
+    assert four.run(scaled_rank) == [0, 5, 10, 15]
+    assert four.run(lambda: scaled_rank()) == [0, 5, 10, 15]  # through a function that calls it
+
+
+def test_a_name_that_only_some_ranks_got_reaches_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "marker", "sent", raising=False)
+    with hpnb.Ranks(2, device="cpu", timeout=60) as ranks:
+        assert ranks.run_cell("marker", members=[1]) == ["sent"]
+        assert ranks.run_cell("marker") == ["sent", "sent"]
+
+
+def test_where_the_caller_stands_is_where_ranks_stand(
+    four: hpnb.Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nearby.py").write_text("ANSWER = 42\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("HPNB_TEST", "there")
+
+    def look() -> tuple[str, str | None, int, str]:
+        import nearby  # type: ignore[import-not-found]
+
+        return os.getcwd(), os.environ.get("HPNB_TEST"), nearby.ANSWER, os.environ["RANK"]
+
+    assert four.run(look) == [(str(tmp_path), "there", 42, str(r)) for r in range(4)]
+    monkeypatch.delenv("HPNB_TEST")
+    assert four.run(lambda: os.environ.get("HPNB_TEST")) == [None] * 4
+
+
+def test_a_large_captured_value_is_named_in_a_warning(four: hpnb.Ranks) -> None:
+    table = torch.zeros(500_000)
+    with pytest.warns(UserWarning, match=r"'table' \(2\.0 MB\) is captured and copied to each of 4 ranks"):
+        four.run(lambda: table.sum().item())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        four.run(lambda t: t.sum().item(), table)  # passed on purpose
+
+
+# --- the process -----------------------------------------------------------------------------
+
+
+def test_threads_are_shared_out(four: hpnb.Ranks) -> None:
+    assert four.run(torch.get_num_threads) == [max(1, devices.usable_cores() // 4)] * 4
+
+
+def test_dataloader_workers_run_inside_ranks(four: hpnb.Ranks) -> None:
+    class Squares(torch.utils.data.Dataset[int]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, i: int) -> int:
+            return i * i
+
+    def load() -> int:
+        loader = torch.utils.data.DataLoader(Squares(), batch_size=2, num_workers=2)
+        return sum(int(batch.sum()) for batch in loader)
+
+    assert four.run(load) == [140] * 4
+
+
+def test_random_numbers_differ_between_launches() -> None:
+    def draw() -> float:
+        import random
+
+        import numpy as np
+
+        return random.random() + np.random.rand()
+
+    draws = [value for _ in range(2) for value in hpnb.launch(draw, ranks=2, device="cpu", timeout=60)]
+    assert len(set(draws)) == 4
+
+
+def test_what_cannot_be_asked_for_is_one_clear_sentence(four: hpnb.Ranks) -> None:
+    with pytest.raises(ValueError, match="ranks=0: at least 1 rank is needed"):
+        hpnb.launch(scaled_rank, ranks=0)
+    with pytest.raises(ValueError, match="device='tpu' is not known; use 'auto', 'cpu' or 'cuda'"):
+        hpnb.launch(scaled_rank, ranks=2, device="tpu")
+    too_many = torch.cuda.device_count() + 1
+    with pytest.raises(ValueError, match=f"needs {too_many} GPUs and this machine has {too_many - 1}"):
+        hpnb.launch(scaled_rank, ranks=too_many, device="cuda")
+    with pytest.raises(ValueError, match="timeout=0"):
+        hpnb.Ranks(2, timeout=0)
+    with pytest.raises(TypeError, match="a function is needed"):
+        four.run(3)  # type: ignore[arg-type]
+
+    def nested() -> str:
+        try:
+            hpnb.launch(scaled_rank, ranks=2)
+        except ValueError as error:
+            return str(error)
+        return "it started"
+
+    assert four.run(nested)[2].startswith("rank 2 of 4 cannot start ranks of its own")
+
+
+def test_auto_takes_gpus_only_when_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpus, ranks, device in [(0, 2, "cpu"), (1, 1, "cpu"), (4, 4, "cuda"), (4, 2, "cuda"), (2, 4, "cpu")]:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        choice = devices.choose_device("auto", ranks)
+        assert (choice.device, "nccl" in choice.backend) == (device, device == "cuda")
+        assert str(choice).startswith(f"{ranks} ranks on {device}")
+
+
+# --- failures --------------------------------------------------------------------------------
+
+
+def fails(fn: Callable[[], object], timeout: float = 60.0, ranks: int = 3) -> hpnb.RankError:
+    """The error of a launch, which must come within 15 s."""
+    begin = time.monotonic()
+    with pytest.raises(hpnb.RankError) as caught:
+        hpnb.launch(fn, ranks=ranks, device="cpu", timeout=timeout)
+    assert time.monotonic() - begin < 15
+    return caught.value
+
+
+def on_rank_1(act: Callable[[], object]) -> Callable[[], None]:
+    """A function that acts on rank 1, while the others wait for it in a collective."""
+
+    def run() -> None:
+        if hpnb.rank() == 1:
+            act()
+        dist.barrier()
+
+    return run
+
+
+def raise_at_once() -> None:
+    raise KeyError("no such thing")
+
+
+def exit_at_once() -> None:
+    os._exit(3)
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def call_exit() -> None:
+    sys.exit("had enough")
+
+
+def ask_for_too_much() -> None:
+    torch.empty(1 << 62, dtype=torch.uint8)
+
+
+def segfault() -> None:
+    import ctypes
+
+    ctypes.string_at(0)
+
+
+@pytest.mark.parametrize(
+    ("act", "summary", "line"),
+    [
+        (raise_at_once, "raised KeyError: 'no such thing'", 'raise KeyError("no such thing")'),
+        (exit_at_once, "exited with code 3", "os._exit(3)"),
+        (kill_self, "was killed by SIGKILL; the kernel does that when memory", "os.kill(os.getpid()"),
+        (call_exit, "raised SystemExit: had enough", 'sys.exit("had enough")'),
+        (ask_for_too_much, "allocate memory", "torch.empty(1 << 62"),
+        (segfault, "was killed by SIGSEGV", ""),
+    ],
+)
+def test_a_rank_that_fails_ends_the_call_and_all_say_where_they_were(
+    act: Callable[[], object], summary: str, line: str
+) -> None:
+    error = fails(on_rank_1(act))
+    assert error.rank == 1
+    assert "rank 1 of 3" in error.summary
+    assert summary in error.summary
+    assert line in error.traceback
+    for rank in (0, 2):
+        assert "dist.barrier()" in error.stacks[rank]
+    first = str(error)[len(error.summary) :].split("\n\n")[1]
+    assert first.startswith("Rank 1:")  # the culprit's own traceback comes before the others'
+
+
+def test_a_hang_names_the_rank_that_does_not_wait_for_others() -> None:
+    error = fails(on_rank_1(lambda: time.sleep(600)), timeout=2)
+    assert error.rank == 1
+    assert "no answer from ranks 0, 1, 2 of 3 within 2 s: rank 1 was still at work" in error.summary
+    assert "time.sleep(600)" in error.traceback
+    assert "dist.barrier()" in error.stacks[0]
+
+
+def test_a_mismatch_of_collectives_says_that_all_wait() -> None:
+    def mismatch() -> None:
+        if hpnb.rank() == 0:
+            dist.recv(torch.zeros(1), src=1)
+        else:
+            dist.recv(torch.zeros(1), src=0)
+
+    error = fails(mismatch, timeout=2, ranks=2)
+    assert "all of them wait inside torch.distributed" in error.summary
+    assert "src=1" in error.stacks[0]
+    assert "src=0" in error.stacks[1]
+
+
+def test_a_rank_killed_from_outside_was_last_seen_somewhere() -> None:
+    with hpnb.Ranks(2, device="cpu", timeout=60) as ranks:
+        pids = ranks.run(os.getpid)
+        threading.Timer(0.5, os.kill, (pids[1], signal.SIGKILL)).start()
+        with pytest.raises(hpnb.RankError) as caught:
+            ranks.run(lambda: time.sleep(60))
+        assert caught.value.rank == 1
+        assert "time.sleep(60)" in caught.value.traceback
+        with pytest.raises(RuntimeError, match="these ranks have ended"):
+            ranks.run(scaled_rank)
+
+
+def test_what_cannot_be_pickled_is_named(four: hpnb.Ranks) -> None:
+    lock = threading.Lock()
+    with pytest.raises(hpnb.RankError, match=r"argument 1 \(a lock\) cannot be pickled"):
+        four.run(lambda a, b: None, 1, lock)
+    with pytest.raises(hpnb.RankError, match=r"the captured variable lock"):
+        four.run(lambda: lock)
+    assert four.run(scaled_rank)  # nothing was sent, so nothing is lost
+
+    def give_back() -> object:
+        return (i for i in range(3))
+
+    with pytest.raises(hpnb.RankError, match=r"rank \d returned a generator that cannot be pick") as caught:
+        four.run(give_back)
+    assert set(caught.value.stacks) == {0, 1, 2, 3}
+    assert four.run(scaled_rank)  # all failed at one line: they are in step, and stay
+
+
+def test_ranks_that_part_are_stopped_and_ranks_in_step_stay() -> None:
+    def all_raise() -> None:
+        raise ValueError(f"rank {hpnb.rank()}")
+
+    def one_raises() -> None:
+        if hpnb.rank() == 0:
+            raise ValueError
+
+    with hpnb.Ranks(2, device="cpu", timeout=60) as ranks:
+        with pytest.raises(hpnb.RankError):
+            ranks.run(all_raise)
+        assert ranks.alive
+        assert ranks.run(hpnb.rank) == [0, 1]
+        with pytest.raises(hpnb.RankError, match="rank 0 of 2 raised ValueError"):
+            ranks.run(one_raises)
+        assert not ranks.alive
+
+
+SCRIPT = """
+import os, signal, subprocess, sys, time
+import hpnb
+
+class Thing:
+    def __init__(self, n): self.n = n
+
+def work(x):
+    print("working", flush=True)
+    time.sleep(x)
+    return Thing(hpnb.rank())
+"""
+
+
+def run_script(body: str, tmp_path: Path) -> subprocess.Popen[str]:
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT + textwrap.dedent(body))
+    return subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, text=True)
+
+
+def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
+    script = run_script("print([type(t) is Thing and t.n for t in hpnb.launch(work, 0, ranks=2)])", tmp_path)
+    out, _ = script.communicate(timeout=60)
+    assert script.returncode == 0
+    assert out.splitlines()[-1] == "[0, 1]"
+    assert sorted(out.splitlines()[:2]) == ["[rank 0] working", "[rank 1] working"]
+
+
+def wait_until(gone: Callable[[], bool], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not gone() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return gone()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_killing_the_caller_leaves_no_process(tmp_path: Path) -> None:
+    script = run_script("hpnb.launch(work, 600, ranks=3, device='cpu')", tmp_path)
+    assert script.stdout is not None
+    script.stdout.readline()
+    children = children_of(script.pid)
+    assert len(children) >= 4  # the server and three ranks
+    script.kill()
+    script.wait()
+    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
+    script.stdout.close()
+
+
+def test_ctrl_c_stops_the_ranks_and_is_also_a_keyboard_interrupt(tmp_path: Path) -> None:
+    body = """
+        try:
+            hpnb.launch(work, 600, ranks=2, device="cpu")
+        except KeyboardInterrupt as error:
+            print(isinstance(error, hpnb.RankError), "time.sleep(x)" in error.stacks[0])
+        print([t.n for t in hpnb.launch(work, 0, ranks=2, device="cpu")])
+    """
+    script = run_script(body, tmp_path)
+    assert script.stdout is not None
+    script.stdout.readline()
+    time.sleep(0.3)
+    script.send_signal(signal.SIGINT)
+    out, _ = script.communicate(timeout=60)
+    assert "True True" in out
+    assert out.splitlines()[-1] == "[0, 1]"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+@pytest.mark.parametrize("launches", [15, pytest.param(100, marks=pytest.mark.slow)])
+def test_launches_leak_no_descriptor_process_or_shared_memory(launches: int) -> None:
+    def count() -> tuple[int, int, int]:
+        descriptors = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), server()._process.pid))
+        shared = len([name for name in os.listdir("/dev/shm") if "torch" in name or "psm" in name])
+        return descriptors, len(children_of(os.getpid())), shared
+
+    def work() -> int:
+        loader = torch.utils.data.DataLoader(torch.arange(4), num_workers=1)  # type: ignore[arg-type]
+        return sum(int(x) for x in loader) + hpnb.rank()
+
+    hpnb.launch(work, ranks=2, device="cpu", timeout=60)
+    before = count()
+    for _ in range(launches):
+        assert hpnb.launch(work, ranks=2, device="cpu", timeout=60) == [6, 7]
+    assert count() == before
+
+
+def test_many_launches_at_once_from_several_processes(tmp_path: Path) -> None:
+    body = """
+        from concurrent.futures import ThreadPoolExecutor
+        import torch, torch.distributed as dist
+        def total():
+            t = torch.ones(1); dist.all_reduce(t); return t.item()
+        with ThreadPoolExecutor(10) as threads:
+            jobs = [threads.submit(hpnb.launch, total, ranks=2, device="cpu") for _ in range(10)]
+            print([job.result() for job in jobs] == [[2.0, 2.0]] * 10)
+    """
+    scripts = [run_script(body, tmp_path) for _ in range(2)]
+    for script in scripts:
+        out, _ = script.communicate(timeout=120)
+        assert out.splitlines()[-1] == "True"
+
+
+# --- output ----------------------------------------------------------------------------------
+
+
+def test_every_kind_of_output_appears_under_its_label(
+    four: hpnb.Ranks, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def talk() -> None:
+        import ctypes
+
+        print("from print", hpnb.rank())
+        print("from stderr", file=sys.stderr)
+        ctypes.CDLL(None).puts(b"from C")
+        os.write(1, b"unfinished")
+
+    four.run(talk)
+    out, err = capfd.readouterr()
+    for rank in range(4):
+        mine = [line for line in out.splitlines() if line.startswith(f"[rank {rank}] ")]
+        said = ["from print " + str(rank), "from stderr", "from C", "unfinished"]
+        assert [line.split("] ", 1)[1] for line in mine] == said
+    assert err == ""
+
+
+def test_a_bar_leaves_its_last_state_and_lines_beside_it_stay_whole(
+    four: hpnb.Ranks, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def bars() -> None:
+        from tqdm import tqdm
+
+        for i in tqdm(range(3), desc="outer", mininterval=0, ascii=True):
+            for _ in tqdm(range(2), desc="inner", leave=False, mininterval=0, ascii=True):
+                pass
+            print("did", i)
+
+    four.run(bars)
+    lines = capfd.readouterr().out.splitlines()
+    for rank in range(4):
+        mine = [line for line in lines if line.startswith(f"[rank {rank}] ")]
+        assert [line.split("] ")[1] for line in mine[:3]] == ["did 0", "did 1", "did 2"]
+        assert len(mine) == 4
+        assert "outer: 100%" in mine[3]
+        assert "3/3" in mine[3]
+
+
+def test_output_is_live(tmp_path: Path) -> None:
+    script = run_script("hpnb.launch(work, 3, ranks=2, device='cpu')", tmp_path)
+    assert script.stdout is not None
+    script.stdout.readline()
+    assert script.poll() is None  # printed while the ranks still sleep
+    script.communicate(timeout=60)

@@ -1,0 +1,156 @@
+"""The same, inside a real Jupyter kernel: cells, %%ranks, stored outputs, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from nbformat.v4 import new_code_cell, new_notebook
+
+
+class Kernel:
+    """A kernel that takes one cell after another, and gives back what a notebook would store."""
+
+    def __init__(self) -> None:
+        self.book = new_notebook()
+        self.client = NotebookClient(self.book, timeout=60, allow_errors=True)
+        self.client.create_kernel_manager()
+        self.client.start_new_kernel()
+        self.client.start_new_kernel_client()
+
+    def cell(self, source: str) -> Any:
+        cell = new_code_cell(source)
+        self.book.cells.append(cell)
+        try:
+            return self.client.execute_cell(cell, len(self.book.cells) - 1)
+        except CellExecutionError:
+            return cell
+
+    def text(self, source: str) -> str:
+        """All of a cell's text output."""
+        parts = []
+        for out in self.cell(source).outputs:
+            data = out.get("data", {}).get("text/plain", "")
+            parts.append(out.get("text") or data or "\n".join(out.get("traceback", [])))
+        return "".join(parts)
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    kernel = Kernel()
+    kernel.cell("import hpnb, os, time, torch, torch.distributed as dist\n%load_ext hpnb")
+    yield kernel
+    kernel.client._cleanup_kernel()
+
+
+def test_a_function_defined_in_a_cell_runs(kernel: Kernel) -> None:
+    kernel.cell("factor = 10\nclass Thing:\n    def __init__(self, n): self.n = n * factor")
+    kernel.cell("def make(): return Thing(hpnb.rank())")
+    kernel.cell("things = hpnb.launch(make, ranks=2)")
+    assert kernel.text("[type(t) is Thing and t.n for t in things]") == "[0, 10]"
+
+
+def test_an_error_shows_the_cell_and_not_the_library(kernel: Kernel) -> None:
+    shown = kernel.text(
+        "def fail():\n    if hpnb.rank() == 1:\n        return 1 / 0  # the line\n    dist.barrier()\n"
+        "hpnb.launch(fail, ranks=2)"
+    )
+    assert "RankError: rank 1 of 2 raised ZeroDivisionError" in shown
+    assert "return 1 / 0  # the line" in shown
+    assert "Cell In[" in shown
+    assert "line 3" in shown
+    assert "    dist.barrier()" in shown
+    assert "ranks/pool.py" not in shown
+    assert kernel.text("1 + 1") == "2"
+
+
+def test_ranks_magic_keeps_state_and_picks_members(kernel: Kernel) -> None:
+    assert "started 2 ranks on" in kernel.text("%%ranks 2\nmine = hpnb.rank() * factor")
+    both = kernel.text("%%ranks 2\nmine + 1")
+    assert sorted(both.splitlines()) == ["[rank 0] 1", "[rank 1] 11"]
+    assert kernel.text("%%ranks 1,\nmine").splitlines() == ["[rank 1] 10"]
+    kernel.cell("%%ranks --out gathered\nmine")
+    assert kernel.text("gathered") == "[0, 10]"
+    kernel.cell("factor = 5")
+    assert "[rank 1] 15" in kernel.text("%%ranks\nmine + factor")
+
+
+def test_a_failure_on_all_ranks_keeps_them_and_a_hang_ends_them(kernel: Kernel) -> None:
+    kernel.cell("%%ranks 2\nkept = 1")
+    shown = kernel.text("%%ranks\nx = 1\nkept / 0")
+    assert "raised ZeroDivisionError" in shown
+    assert "line 3" in shown
+    assert "kept / 0" in shown
+    assert "[rank 0] 1" in kernel.text("%%ranks\nkept")
+    begin = time.monotonic()
+    hang = "if hpnb.rank() == 0:\n    dist.barrier()\nelse:\n    time.sleep(60)"
+    shown = kernel.text("%%ranks 2 --timeout 1\n" + hang)
+    assert time.monotonic() - begin < 15
+    assert "rank 1 was still at work" in shown
+    assert "time.sleep(60)" in shown
+    assert "started 2 ranks" in kernel.text("%%ranks 2\npass")
+
+
+def test_what_the_magic_does_not_know_it_says(kernel: Kernel) -> None:
+    assert "rank 0 alone is written '0,'" in kernel.text("%%ranks 0\npass")
+    assert "give a count" in kernel.text("%%ranks two\npass")
+    assert "members of 0 to 1" in kernel.text("%%ranks 5,\npass")
+    assert "SyntaxError" in kernel.text("%%ranks 2\nx = = 1")
+
+
+def test_a_stored_bar_keeps_its_last_state_only(kernel: Kernel) -> None:
+    cell = kernel.cell(
+        "def bar():\n    from tqdm import tqdm\n    for i in tqdm(range(20), ascii=True):\n"
+        "        time.sleep(0.03)\n    print('done')\nhpnb.launch(bar, ranks=2);"
+    )
+    bars = [out for out in cell.outputs if out.output_type == "display_data"]
+    assert len(bars) == 1
+    lines = bars[0].data["text/plain"].splitlines()
+    assert [line[:8] for line in lines] == ["[rank 0]", "[rank 1]"]
+    assert all("20/20" in line for line in lines)
+    stream = "".join(out.text for out in cell.outputs if out.output_type == "stream")
+    assert sorted(stream.splitlines()) == ["[rank 0] done", "[rank 1] done"]
+    assert all(out.get("name") != "stderr" for out in cell.outputs)
+
+
+def test_an_interrupt_stops_the_ranks_and_the_kernel_stays(kernel: Kernel) -> None:
+    manager = kernel.client.km
+    assert manager is not None
+    pids = kernel.text("hpnb.launch(os.getpid, ranks=2)")
+    assert pids
+    kernel.cell("kept_here = 41")
+    timer = threading.Timer(1.5, lambda: os.kill(kernel_pid(kernel), 2))
+    timer.start()
+    begin = time.monotonic()
+    shown = kernel.text("hpnb.launch(time.sleep, 600, ranks=2)")
+    assert time.monotonic() - begin < 15
+    assert "RankInterrupt: interrupted" in shown
+    assert kernel.text("kept_here + 1") == "42"
+    assert kernel.text("hpnb.launch(hpnb.rank, ranks=2)") == "[0, 1]"
+
+
+def kernel_pid(kernel: Kernel) -> int:
+    assert kernel.client.km is not None
+    return int(kernel.client.km.provisioner.pid)
+
+
+def test_killing_the_kernel_leaves_no_process() -> None:
+    from test_ranks import children_of, wait_until
+
+    kernel = Kernel()
+    kernel.cell("import hpnb, time\npool = hpnb.Ranks(2, device='cpu')")
+    pid = kernel_pid(kernel)
+    children = children_of(pid)
+    assert len(children) >= 3
+    os.kill(pid, 9)
+    assert wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+    kernel.client._cleanup_kernel()
+
+

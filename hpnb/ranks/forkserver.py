@@ -29,7 +29,7 @@ import torch.multiprocessing
 
 from hpnb.ranks import wire
 
-# An optimizer's first step imports this, for a second of every rank's time; the server does it once, when idle.
+# An optimizer's first step imports this, a second of every rank's time; the server does it once, when idle.
 _IMPORTED_WHEN_IDLE = "torch._dynamo"
 _IDLE = 0.5  # seconds
 

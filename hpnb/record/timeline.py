@@ -15,7 +15,7 @@ inside its own span.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,7 +33,8 @@ class Event:
     `op` is "F" forward, "I" input gradient, "W" weight gradient, "B" an unsplit backward, "compute" for
     work outside a schedule, or the name of a communication ("all_reduce", "send", ...). Compute has an
     empty `axis`; communication has the axis of the mesh it ran on, and `bytes` that leave the rank.
-    `stage` and `microbatch` are -1 where they mean nothing.
+    `stage` and `microbatch` are -1 where they mean nothing. `group` names the ranks that took part in a
+    communication, itself included.
     """
 
     rank: int
@@ -44,6 +45,7 @@ class Event:
     end: float
     axis: str = ""
     bytes: float = 0.0
+    group: tuple[int, ...] = ()
 
     @property
     def duration(self) -> float:
@@ -154,6 +156,29 @@ class Timeline:
         """Only the events with one of these ops."""
         wanted = frozenset(ops)
         return Timeline(tuple(e for e in self.events if e.op in wanted), self.source)
+
+    def split_waits(self) -> Timeline:
+        """Each collective as two events: "wait" until the last of its group has come, then "move".
+
+        The k-th collective of a group is the same call on all of its ranks. A rank that comes last waits
+        for nobody, so in a group with one slow rank that rank's collective is the shortest.
+        """
+        calls: dict[tuple[object, ...], list[Event]] = defaultdict(list)
+        seen: Counter[tuple[object, ...]] = Counter()
+        kept = []
+        for e in self.events:
+            if len(e.group) < 2:
+                kept.append(e)
+                continue
+            seen[e.rank, e.axis, e.group] += 1
+            calls[e.axis, e.group, seen[e.rank, e.axis, e.group]].append(e)
+        for call in calls.values():
+            last = max(e.start for e in call)
+            for e in call:
+                met = min(max(last, e.start), e.end)
+                kept.append(replace(e, op="wait", end=met, bytes=0.0))
+                kept.append(replace(e, op="move", start=met))
+        return Timeline(tuple(kept), self.source)
 
     def to_chrome_trace(self, path: str | Path) -> Path:
         """Write the Trace Event Format (JSON), which Perfetto and chrome://tracing open.

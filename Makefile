@@ -1,0 +1,60 @@
+# What a reader and a developer type. Needs python3 (3.11 or newer), git and make; all else goes into .venv.
+# Another Python: make PYTHON=python3.12 notebooks
+
+PYTHON ?= python3
+VENV   := .venv
+STAMP  := $(VENV)/.hpnb-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help notebooks test lab clean
+
+# A kernel is this venv's Python, never one that the user has registered, and `!torchrun` in a cell is
+# this venv's torchrun. A PYTHONPATH from outside would shadow what constraints.txt pins.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+export JUPYTER_PREFER_ENV_PATH := 1
+export JUPYTER_PATH :=
+unexport PYTHONPATH
+
+help:
+	@echo "make notebooks   run the series in order; executed copies go to executed/"
+	@echo "make lab         open the notebooks in JupyterLab"
+	@echo "make test        lint, types, tests, and every notebook on the CPU"
+	@echo "make clean       remove what the others wrote, except $(VENV)"
+	@echo "The first of them makes $(VENV) and installs hpnb with its dependencies (up to 6 GB, a few minutes)."
+
+# Made once, and again when the requirements change.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v "$(PYTHON)" >/dev/null || \
+		{ echo "hpnb needs Python 3.11 or newer and there is no '$(PYTHON)'; name yours: make PYTHON=..." >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "hpnb needs Python 3.11 or newer and '$(PYTHON)' is $$("$(PYTHON)" -V 2>&1);" \
+		"name a newer one: make PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(VENV)/bin/pip || "$(PYTHON)" -m venv $(VENV)
+	@echo "Installing hpnb and its dependencies into $(VENV) (up to 6 GB the first time) ..."
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+notebooks: $(STAMP)
+	@$(VENV)/bin/python -m hpnb.lesson.execute notebooks executed
+
+lab: $(STAMP)
+	@cd notebooks && python -m jupyterlab
+
+# Every step runs even when one before it failed; the last line says which did. Nothing is fetched, and
+# nothing is written to the user's home.
+test: $(STAMP)
+	@failed=; \
+	step() { name=$$1; shift; echo "== $$name"; "$$@" || failed="$$failed $$name"; }; \
+	step lint python -m ruff check .; \
+	step types python -m mypy; \
+	step tests python -m pytest -q; \
+	if ls notebooks/*.ipynb >/dev/null 2>&1; then \
+		step notebooks env HPNB_HOME="$(CURDIR)/build/home" HF_HUB_OFFLINE=1 python -m pytest -q --timeout=0 \
+			--nbmake --nbmake-kernel=python3 --nbmake-timeout=600 notebooks; \
+	fi; \
+	if [ -n "$$failed" ]; then echo "== FAILED:$$failed"; exit 1; fi; \
+	echo "== all passed"
+
+clean:
+	rm -rf executed build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -exec rm -rf {} +

@@ -1,0 +1,119 @@
+"""Fills a Timeline: what this rank did and when, on a clock that all ranks share.
+
+    with hpnb.record.timeline() as recorder:       # on every rank: it starts with a barrier
+        with recorder.span("F", microbatch=0):
+            ...
+        comm.all_reduce(x, axis)                    # hpnb.comm reports itself
+    picture = recorder.gather()                     # on every rank: the events of all
+
+On a GPU a span is two CUDA events on the current stream, read after the block, so nothing waits for the
+device while it is recorded. When no recorder is active a span of hpnb.comm costs one comparison.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from hpnb.ranks.here import device, inside_rank, rank
+from hpnb.record.timeline import Event, Timeline
+from hpnb.record.traffic import ring_bytes
+
+_active: Recorder | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    event: Event  # without its times
+    start: torch.cuda.Event | float
+    end: torch.cuda.Event | float
+
+
+class Recorder:
+    """Collects spans of one rank. Made by `timeline()`."""
+
+    def __init__(self) -> None:
+        self._cuda = device().type == "cuda"
+        self._spans: list[_Span] = []
+        self._zero = self._meet()
+
+    @contextmanager
+    def span(
+        self,
+        op: str = "compute",
+        stage: int = -1,
+        microbatch: int = -1,
+        axis: str = "",
+        nbytes: float = 0.0,
+        group: Sequence[int] = (),
+    ) -> Iterator[None]:
+        """Record what happens inside as one Event. Times are of the device: seconds of its stream."""
+        start = self._now()
+        yield
+        event = Event(rank(), stage, op, microbatch, 0.0, 0.0, axis, nbytes, tuple(group))
+        self._spans.append(_Span(event, start, self._now()))
+
+    def events(self) -> list[Event]:
+        """This rank's events, seconds from the common zero. Waits for the device."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        return [replace(s.event, start=self._seconds(s.start), end=self._seconds(s.end)) for s in self._spans]
+
+    def gather(self) -> Timeline:
+        """The Timeline of all ranks; every rank must call it, and every rank gets it."""
+        mine = self.events()
+        if not dist.is_initialized():
+            return Timeline(tuple(mine))
+        everyone: list[list[Event]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, mine)
+        return Timeline(tuple(event for events in everyone for event in events))
+
+    def _meet(self) -> torch.cuda.Event | float:
+        """The zero of the clock: the moment after a barrier."""
+        if dist.is_initialized():
+            dist.barrier()
+        if self._cuda:
+            torch.cuda.synchronize()
+            return self._now()
+        zero = [time.perf_counter()]
+        if inside_rank():  # one machine has one monotonic clock: take the same zero on all ranks
+            dist.broadcast_object_list(zero, src=0)
+        return zero[0]
+
+    def _now(self) -> torch.cuda.Event | float:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, when: torch.cuda.Event | float) -> float:
+        if isinstance(when, float):
+            assert isinstance(self._zero, float)
+            return when - self._zero
+        assert isinstance(self._zero, torch.cuda.Event)
+        return float(self._zero.elapsed_time(when)) / 1e3
+
+
+@contextmanager
+def timeline() -> Iterator[Recorder]:
+    """Record spans, and every communication of hpnb.comm, until the block ends. Starts with a barrier."""
+    global _active
+    previous, recorder = _active, Recorder()
+    _active = recorder
+    try:
+        yield recorder
+    finally:
+        _active = previous
+
+
+def communication(op: str, axis: str, nbytes: float, group: Sequence[int]) -> AbstractContextManager[None]:
+    """A span for one communication, if somebody records; `nbytes` are of the whole, as in `ring_bytes`."""
+    if _active is None:
+        return nullcontext()
+    return _active.span(op, axis=axis, nbytes=ring_bytes(op, nbytes, len(group)), group=group)

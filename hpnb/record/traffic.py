@@ -1,0 +1,204 @@
+"""How many bytes leave this rank, and in how many calls, along each axis of the mesh.
+
+    with hpnb.record.traffic() as t:
+        step()
+    t.bytes["tp"], t.calls["tp"]
+
+Every call of torch.distributed that is made inside is counted, whoever makes it: hpnb, PyTorch, or you.
+Bytes are counted as a ring would move them, whatever algorithm the backend picks, so a count is the same
+on every machine. With p ranks in the group and n bytes (of the whole: the gathered result of a gather,
+the input of a scatter),
+
+    all-reduce                                        2 (p-1)/p n
+    gather, all-gather, (reduce-)scatter,
+    broadcast, reduce, all-to-all                       (p-1)/p n
+    send                                                        n
+    receive, barrier                                            0
+
+Patarasuk & Yuan 2009 show that no algorithm for all-reduce moves fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One call as this rank made it: `bytes` leave the rank; `peer` is the other side of a send or
+    receive (a global rank), -1 for a collective; `group` are the global ranks that take part."""
+
+    axis: str
+    op: str
+    bytes: float
+    group: tuple[int, ...]
+    peer: int = -1
+
+
+class _Tally(dict[str, float]):
+    """A count per axis; an axis that saw nothing counts 0."""
+
+    def __missing__(self, key: str) -> float:
+        return 0
+
+
+@dataclass
+class Traffic:
+    """What left this rank: bytes and calls by axis, and the messages in order.
+
+    The group of all ranks, which belongs to no axis, is counted under "world".
+    """
+
+    bytes: dict[str, float] = field(default_factory=_Tally)
+    calls: dict[str, float] = field(default_factory=_Tally)
+    messages: list[Message] = field(default_factory=list)
+
+    @property
+    def total(self) -> float:
+        """Bytes over all axes."""
+        return sum(self.bytes.values())
+
+    def add(self, message: Message) -> None:
+        self.bytes[message.axis] += message.bytes
+        self.calls[message.axis] += 1
+        self.messages.append(message)
+
+
+@contextmanager
+def traffic() -> Iterator[Traffic]:
+    """Count the communication of this rank while the block runs, backward passes included.
+
+    Counting looks at every operator, which slows the block down: do not time what you count.
+    """
+    counted = Traffic()
+    with _Counter(counted):
+        yield counted
+
+
+def ring_bytes(op: str, nbytes: float, ranks: int) -> float:
+    """Bytes that leave one of `ranks` ranks in one call; the table above. `nbytes` are of the whole."""
+    if op == "send":
+        return nbytes
+    if op in ("receive", "barrier"):
+        return 0.0
+    once = (ranks - 1) * nbytes / ranks
+    return 2 * once if op == "all_reduce" else once
+
+
+# --- reading calls off the dispatcher ----------------------------------------------------------
+
+
+def _size(value: Any) -> int:
+    """Bytes of a tensor, or of all tensors in nested lists."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return sum(_size(item) for item in value) if isinstance(value, list | tuple) else 0
+
+
+Reader = Callable[[tuple[Any, ...], int], int]  # (arguments, ranks) -> bytes of the whole
+
+
+def _of(index: int) -> Reader:
+    return lambda args, ranks: _size(args[index])
+
+
+def _times_ranks(index: int) -> Reader:
+    return lambda args, ranks: _size(args[index]) * ranks
+
+
+def _nothing(args: tuple[Any, ...], ranks: int) -> int:
+    return 0
+
+
+# operator -> (what it is called here, how to read the bytes of the whole off its arguments)
+_OPERATORS: dict[str, tuple[str, Reader]] = {
+    "c10d::allreduce_": ("all_reduce", _of(0)),
+    "c10d::allreduce_coalesced_": ("all_reduce", _of(0)),
+    "c10d::allgather_": ("all_gather", _of(0)),
+    "c10d::allgather_coalesced_": ("all_gather", _of(0)),
+    "c10d::_allgather_base_": ("all_gather", _of(0)),
+    "c10d::allgather_into_tensor_coalesced_": ("all_gather", _of(0)),
+    "c10d::reduce_scatter_": ("reduce_scatter", _of(1)),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", _of(1)),
+    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", _of(1)),
+    "c10d::broadcast_": ("broadcast", _of(0)),
+    "c10d::reduce_": ("reduce", _of(0)),
+    "c10d::gather_": ("gather", _times_ranks(1)),
+    "c10d::scatter_": ("scatter", _times_ranks(0)),
+    "c10d::alltoall_base_": ("all_to_all", _of(1)),
+    "c10d::alltoall_": ("all_to_all", _of(1)),
+    "c10d::send": ("send", _of(0)),
+    "c10d::recv_": ("receive", _of(0)),
+    "c10d::recv_any_source_": ("receive", _of(0)),
+    "c10d::barrier": ("barrier", _nothing),
+    "_c10d_functional::all_reduce": ("all_reduce", _of(0)),
+    "_c10d_functional::all_reduce_": ("all_reduce", _of(0)),
+    "_c10d_functional::all_reduce_coalesced": ("all_reduce", _of(0)),
+    "_c10d_functional::all_reduce_coalesced_": ("all_reduce", _of(0)),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", _times_ranks(0)),
+    "_c10d_functional::all_gather_into_tensor_out": ("all_gather", _times_ranks(0)),
+    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", _times_ranks(0)),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", _of(0)),
+    "_c10d_functional::reduce_scatter_tensor_out": ("reduce_scatter", _of(0)),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", _of(0)),
+    "_c10d_functional::all_to_all_single": ("all_to_all", _of(0)),
+    "_c10d_functional::broadcast": ("broadcast", _of(0)),
+    "_c10d_functional::broadcast_": ("broadcast", _of(0)),
+}
+_SILENT = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"})
+
+
+class _Counter(TorchDispatchMode):
+    """Sees every operator of this thread, and of the backward passes that it starts."""
+
+    def __init__(self, counted: Traffic) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counted = counted
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Read before the call: some backends resize or release arguments.
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func._schema.name
+            if name in _OPERATORS:
+                self._count(name, (*args, *(kwargs or {}).values()))
+            elif name not in _SILENT and "monitored" not in name:
+                raise NotImplementedError(f"record.traffic cannot count {name}; please report it")
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: tuple[Any, ...]) -> None:
+        op, whole = _OPERATORS[name]
+        group = _group(name, args)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        peer = -1
+        if op in ("send", "receive") and not name.endswith("any_source_"):
+            peer = ranks[next(a for a in args if isinstance(a, int))]
+        self.counted.add(
+            Message(_axis(group), op, ring_bytes(op, whole(args, len(ranks)), len(ranks)), ranks, peer)
+        )
+
+
+def _group(name: str, args: tuple[Any, ...]) -> dist.ProcessGroup:
+    if name.startswith("_c10d"):  # functional collectives name their group, last
+        named = next(a for a in reversed(args) if isinstance(a, str))
+        group: dist.ProcessGroup = _resolve_process_group(named)  # type: ignore[arg-type]
+        return group
+    for arg in args:
+        if type(arg).__name__ == "ScriptObject" and "ProcessGroup" in arg._type().name():
+            return dist.ProcessGroup.unbox(arg)
+    raise RuntimeError(f"{name} has no process group among its arguments")
+
+
+def _axis(group: dist.ProcessGroup) -> str:
+    # A mesh gives its groups the name of their axis. The group of everybody has a name of PyTorch's.
+    name = group.group_desc
+    return "world" if name in ("default_pg", "undefined", "") else name

@@ -1,0 +1,155 @@
+"""Every conversion of hpnb.comm against the same computation on one process, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hpnb
+from hpnb import Layout, Mesh, comm
+
+D = torch.float64
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool((a - b).norm() <= 1e-12 * (1 + b.norm()))
+
+
+def tensors(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(5)
+    return torch.randn(length, 3, dtype=D, generator=g), torch.randn(4, 3, 3, dtype=D, generator=g)
+
+
+def column_row(length: int) -> None:
+    """replicate and all_reduce: each rank multiplies by its own weight, the results add up."""
+    tp = Mesh(Layout(tp=hpnb.world_size())).tp
+    x, w = (t.clone().requires_grad_() for t in tensors(length))
+    y = comm.all_reduce(torch.tanh(comm.replicate(x, tp) @ w[tp.rank]), tp)
+    (y**2).sum().backward()
+
+    xs, ws = (t.clone().requires_grad_() for t in tensors(length))
+    ys = sum(torch.tanh(xs @ ws[r]) for r in range(tp.size))
+    assert isinstance(ys, torch.Tensor)
+    (ys**2).sum().backward()
+    assert close(y, ys)
+    assert close(x.grad, xs.grad)
+    assert close(w.grad[tp.rank], ws.grad[tp.rank])
+    assert xs.grad.norm() > 1
+
+
+def sequence(length: int) -> None:
+    """all_gather then reduce_scatter on a sharded dim, any length; gather at the end."""
+    tp = Mesh(Layout(tp=hpnb.world_size())).tp
+    full, w = tensors(length)
+    x = comm.split(full, tp, 0).clone().requires_grad_()
+    assert x.size(0) == comm.shares(length, tp.size)[tp.rank]
+    w = w.clone().requires_grad_()
+    partial = torch.tanh(comm.all_gather(x, tp, 0, total=length) @ w[tp.rank])
+    mine = comm.reduce_scatter(partial, tp, 0)
+    y = comm.gather(mine, tp, 0, total=length)
+    (y**2 * torch.arange(length)[:, None]).sum().backward()
+
+    xs, ws = full.clone().requires_grad_(), tensors(length)[1].requires_grad_()
+    ys = sum(torch.tanh(xs @ ws[r]) for r in range(tp.size))
+    assert isinstance(ys, torch.Tensor)
+    (ys**2 * torch.arange(length)[:, None]).sum().backward()
+    assert close(y, ys)
+    assert close(x.grad, comm.split(xs.grad, tp, 0))
+    assert close(w.grad[tp.rank], ws.grad[tp.rank])
+
+
+def others(length: int) -> None:
+    """split, all_to_all, broadcast, reduce and exchange, each with its backward."""
+    tp = Mesh(Layout(tp=hpnb.world_size())).tp
+    p, me = tp.size, tp.rank
+    full = torch.arange(length * 2 * p, dtype=D).reshape(length, 2 * p)
+
+    x = full.clone().requires_grad_()
+    y = comm.split(x, tp, 0)
+    (y * (me + 1)).sum().backward()
+    scale = torch.cat([torch.full((n,), r + 1.0, dtype=D) for r, n in enumerate(comm.shares(length, p))])
+    assert close(x.grad, scale[:, None].expand_as(full))
+
+    rows = torch.arange(4.0 * p * p, dtype=D).reshape(2 * p, 2 * p)
+    x = rows.chunk(p, 0)[me].clone().requires_grad_()
+    y = comm.all_to_all(x, tp, split_dim=1, concat_dim=0)
+    assert close(y, rows.chunk(p, 1)[me])
+    (y * rows.chunk(p, 1)[me]).sum().backward()
+    assert close(x.grad, rows.chunk(p, 0)[me])
+
+    x = torch.full((3,), float(me), dtype=D, requires_grad=True)
+    y = comm.broadcast(x, tp, source=p - 1)
+    assert close(y, torch.full((3,), p - 1.0, dtype=D))
+    (y * (me + 1)).sum().backward()
+    assert close(x.grad, torch.full((3,), p * (p + 1) / 2 if me == p - 1 else 0.0, dtype=D))
+
+    x = torch.full((3,), float(me), dtype=D, requires_grad=True)
+    y = comm.reduce(x, tp, to=0)
+    assert close(y, torch.full((3,), p * (p - 1) / 2 if me == 0 else 0.0, dtype=D))
+    (y * 7).sum().backward()
+    assert close(x.grad, torch.full((3,), 7.0, dtype=D))
+
+    x = torch.full((2,), float(me), dtype=D, requires_grad=True)
+    y = comm.exchange(x, tp, shift=1)
+    assert close(y, torch.full((2,), float((me - 1) % p), dtype=D))
+    (y * me).sum().backward()
+    assert close(x.grad, torch.full((2,), float((me + 1) % p), dtype=D))
+
+
+def point_to_point() -> None:
+    pp = Mesh(Layout(pp=2)).pp
+    full, w = tensors(4)
+    w = w.clone().requires_grad_()
+    if pp.rank == 0:
+        comm.send(torch.tanh(full @ w[0]), pp, to=1).backward()
+    else:
+        h = comm.receive((4, 3), pp, source=0, dtype=D)
+        (torch.tanh(h @ w[1]) ** 2).sum().backward()
+    ws = tensors(4)[1].requires_grad_()
+    (torch.tanh(torch.tanh(full @ ws[0]) @ ws[1]) ** 2).sum().backward()
+    assert close(w.grad[pp.rank], ws.grad[pp.rank])
+    assert w.grad[pp.rank].norm() > 0.1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_conversions_equal_one_process(ranks: int) -> None:
+    with hpnb.Ranks(ranks, device="cpu", timeout=60) as pool:
+        pool.run(column_row, 5)
+        for length in (4, 7, 12):  # 7 divides by none of them
+            pool.run(sequence, length)
+        pool.run(others, 7)
+
+
+def test_send_and_receive_carry_the_gradient_back() -> None:
+    hpnb.launch(point_to_point, ranks=2, device="cpu", timeout=60)
+
+
+def test_shares_differ_by_at_most_one_and_add_up() -> None:
+    assert comm.shares(25, 4) == (7, 6, 6, 6)
+    assert comm.shares(2, 4) == (1, 1, 0, 0)
+    for total in range(20):
+        for ranks in range(1, 6):
+            dealt = comm.shares(total, ranks)
+            assert sum(dealt) == total
+            assert max(dealt) - min(dealt) <= 1
+
+
+def test_what_cannot_be_split_or_reached_is_refused() -> None:
+    def messages() -> list[str]:
+        tp = Mesh(Layout(tp=2)).tp
+        found = []
+        for wrong in (
+            lambda: comm.all_to_all(torch.ones(3, 2), tp, split_dim=0, concat_dim=1),
+            lambda: comm.send(torch.ones(1), tp, to=tp.rank),
+            lambda: comm.gather(torch.ones(3), tp, 0, total=9),
+        ):
+            try:
+                wrong()
+            except ValueError as error:
+                found.append(str(error))
+        return found
+
+    split, peer, share = hpnb.launch(messages, ranks=2, device="cpu", timeout=60)[1]
+    assert "dim 0 of (3, 2) over 2 ranks; its size must be a multiple of 2" in split
+    assert "rank 1 of axis tp cannot talk to 1" in peer
+    assert "holds 3 of dim 0, but its share of 9 over 2 ranks is 4" in share

@@ -1,0 +1,369 @@
+"""The ground that the house stands on: requirements, the wheel, the Makefile, the order of the rooms."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+import yaml  # type: ignore[import-untyped]
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from hpnb.lesson import execute
+
+ROOT = Path(__file__).parents[1]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+# From top to bottom; a room imports only rooms below it, and rooms of one line do not know each other.
+HOUSE = (
+    ("lesson",),
+    ("bench",),
+    ("hybrid",),
+    ("data_parallel", "pipeline_parallel", "tensor_parallel"),
+    ("models",),
+    ("data",),
+    ("plot",),
+    ("theory",),
+    ("placement",),
+    ("gradients",),
+    ("precision",),
+    ("comm",),
+    ("mesh",),
+    ("record",),
+    ("ranks",),
+)
+LEVEL = {room: level for level, rooms in enumerate(HOUSE) for room in rooms}
+ON_TOP = {"__init__", "__main__", "doctor"}  # they open the whole house
+MAY_USE_THE_DOOR = {"lesson", "bench"}  # they use hpnb as a reader does: `import hpnb`
+
+
+def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run without a keyboard, and without what a `make` around the tests would pass on to one inside."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    return subprocess.run(
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def requirements() -> dict[str, Requirement]:
+    """Everything that pyproject.toml asks for, extras included, by canonical name."""
+    extras = PROJECT["project"]["optional-dependencies"].values()
+    lines = [*PROJECT["project"]["dependencies"], *(line for extra in extras for line in extra)]
+    parsed = [Requirement(line) for line in lines]
+    return {canonicalize_name(r.name): r for r in parsed if r.name != PROJECT["project"]["name"]}
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    found: dict[str, str] = {}
+    for line in lines:
+        if line and not line.startswith("#"):
+            name, version = line.split("==")
+            assert canonicalize_name(name) not in found, f"{name} is pinned twice"
+            found[canonicalize_name(name)] = version
+    return found
+
+
+# --- requirements ----------------------------------------------------------------------------------
+
+
+def test_environment_yml_asks_for_what_pyproject_asks_for() -> None:
+    listed = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))["dependencies"]
+    assert listed.pop() == {"pip": ["-e ."]}
+    conda = {requirement.name: requirement for requirement in map(Requirement, listed)}
+    assert conda.pop("pip").specifier == ""
+    assert str(conda.pop("python").specifier) == PROJECT["project"]["requires-python"]
+    (build,) = map(Requirement, PROJECT["build-system"]["requires"])
+    assert conda.pop(build.name).specifier == build.specifier
+    wanted = {{"torch": "pytorch"}.get(name, name): r.specifier for name, r in requirements().items()}
+    assert {name: r.specifier for name, r in conda.items()} == wanted
+
+
+def test_constraints_are_exact_and_within_the_ranges_of_pyproject() -> None:
+    pinned = pins()
+    for name, requirement in requirements().items():
+        assert name in pinned, f"constraints.txt does not pin {name}"
+        assert requirement.specifier.contains(pinned[name]), f"{requirement} forbids {pinned[name]}"
+    assert PROJECT["project"]["name"] not in pinned
+
+
+def test_constraints_are_pins_and_nothing_else() -> None:
+    """No index, no address, no path, no editable install, no build of one machine: usable anywhere."""
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        assert line.startswith("#") or re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9a-z.]*", line), line
+
+
+def test_constraints_leave_the_cuda_libraries_to_torch() -> None:
+    assert [name for name in pins() if name.startswith(("nvidia-", "cuda-"))] == []
+
+
+# --- the wheel -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: setuptools leaves its working files beside the source."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("hpnb", "tests", "notebooks"):
+        if (ROOT / name).exists():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    out = tmp_path_factory.mktemp("wheel")
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(out)]
+    done = run(sys.executable, "-m", "pip", "wheel", ".", *options, folder=source)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def test_the_wheel_has_the_library_and_nothing_else(wheel: Path) -> None:
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "hpnb").rglob("*.py")}
+    assert "hpnb/py.typed" in names
+    assert {name for name in names if name.endswith(".py")} == modules
+    assert {name.split("/")[0] for name in names} == {"hpnb"}
+
+
+def test_every_module_imports_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    code = (
+        "import sys; sys.path.insert(0, 'site'); import importlib, pkgutil, hpnb\n"
+        "for module in pkgutil.walk_packages(hpnb.__path__, 'hpnb.'): importlib.import_module(module.name)\n"
+        "print(hpnb.__file__, hpnb.__version__)"
+    )
+    done = run(sys.executable, "-c", code, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    file, version = done.stdout.splitlines()[-1].split()
+    assert (tmp_path / file).resolve().is_relative_to(tmp_path.resolve())
+    assert version == PROJECT["project"]["version"]
+
+
+# --- what is committed -----------------------------------------------------------------------------
+
+
+def committed() -> list[Path]:
+    """Files that git tracks or is about to."""
+    if shutil.which("git") is None:
+        pytest.skip("no git")
+    done = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", folder=ROOT)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in done.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+# Put together from pieces, or this file would be its own first finding.
+FOLDERS = "|".join(["work", "root", "home", "Users"])
+HOSTS = "|".join(["python" + "hosted", "py" + r"pi[\w-]*\.[a-z]", "conda" + r"\.anaconda"])
+ELSEWHERE = re.compile(rf"(?<![\w.~*)}}\]-])/(?:{FOLDERS})/\w|{HOSTS}")
+
+
+def test_no_committed_file_knows_a_machine_or_a_registry() -> None:
+    found = []
+    for path in committed():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:  # pictures
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            if match := ELSEWHERE.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {match[0]}")
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("open('/" + "home/ada/x')", True),
+        ("at /" + "root/x.py", True),
+        ("https://files.python" + "hosted.org/x", True),
+        ("~/work/x and notebooks/work/x and https://example.org/home/x", False),
+    ],
+)
+def test_the_search_for_machines_and_registries_finds_them(text: str, found: bool) -> None:
+    assert bool(ELSEWHERE.search(text)) is found
+
+
+# --- the house -------------------------------------------------------------------------------------
+
+
+def imported(tree: ast.Module, package: list[str]) -> list[tuple[int, str]]:
+    """(line, dotted name) of every import, wherever it stands; a `from` import gives each name in full."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = [*base, *(node.module.split(".") if node.module else [])]
+            found += [(node.lineno, ".".join([*module, alias.name])) for alias in node.names]
+    return found
+
+
+def upward_imports(source: Path) -> list[str]:
+    """Every import under source/hpnb that goes up, or sideways between rooms of one level, in words."""
+    found = []
+    for path in sorted((source / "hpnb").rglob("*.py")):
+        parts = path.relative_to(source).with_suffix("").parts  # ("hpnb", "ranks", "pool")
+        room, where = parts[1], path.relative_to(source).as_posix()
+        if room in ON_TOP:
+            continue
+        if room not in LEVEL:
+            found.append(f"{where}: no room of that name in the house")
+            continue
+        for line, name in imported(ast.parse(path.read_text(encoding="utf-8")), list(parts[:-1])):
+            package, _, rest = name.partition(".")
+            target = rest.split(".")[0]
+            if package != "hpnb" or target == room or target == "__version__":
+                continue
+            if target not in LEVEL:
+                allowed = room in MAY_USE_THE_DOOR and target not in ON_TOP
+            else:
+                allowed = LEVEL[target] > LEVEL[room]
+            if not allowed:
+                found.append(f"{where}:{line}: {room} imports {name}")
+    return found
+
+
+def test_a_room_imports_only_rooms_below_it() -> None:
+    assert upward_imports(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "code", "allowed"),
+    [
+        ("mesh.py", "from hpnb.ranks import rank", True),
+        ("mesh.py", "from hpnb import comm", False),
+        ("mesh.py", "from .comm import x", False),
+        ("mesh.py", "def f():\n    import hpnb.plot.timeline", False),
+        ("record/traffic.py", "if TYPE_CHECKING:\n    from hpnb.mesh import Axis", False),
+        ("record/traffic.py", "from . import timeline\nfrom .timeline import Event", True),
+        ("record/traffic.py", "from .. import ranks", True),
+        ("record/traffic.py", "from ..plot import timeline", False),
+        ("data_parallel/ddp.py", "from hpnb.pipeline_parallel import x", False),
+        ("data_parallel/ddp.py", "from hpnb.gradients import GradientSink", True),
+        ("theory/laws.py", "import hpnb", False),
+        ("theory/laws.py", "from hpnb import __version__", True),
+        ("theory/laws.py", "from hpnb import launch", False),
+        ("theory/laws.py", "from hpnb import doctor", False),
+        ("bench/launch.py", "import hpnb\nfrom hpnb import launch", True),
+        ("bench/launch.py", "from hpnb.lesson import predict", False),
+        ("lesson/ledger.py", "from hpnb.bench import launch", True),
+        ("attic.py", "", False),
+        ("doctor.py", "from hpnb.lesson import banner", True),
+    ],
+)
+def test_the_rule_of_the_house(tmp_path: Path, file: str, code: str, allowed: bool) -> None:
+    path = tmp_path / "hpnb" / file
+    path.parent.mkdir(parents=True)
+    path.write_text(code)
+    assert (upward_imports(tmp_path) == []) is allowed
+
+
+# --- the Makefile ----------------------------------------------------------------------------------
+
+
+def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    if shutil.which("make") is None:
+        pytest.skip("no make")
+    return run("make", "--no-print-directory", *arguments, folder=folder)
+
+
+def test_make_alone_says_what_there_is() -> None:
+    done = make(ROOT)
+    assert done.returncode == 0
+    for target in ("notebooks", "lab", "test", "clean"):
+        assert f"make {target} " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("python", "said"),
+    [("./old-python", "'./old-python' is Python 3.9.2"), ("./none", "there is no './none'")],
+)
+def test_make_refuses_an_old_python_in_one_sentence(tmp_path: Path, python: str, said: str) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    old = tmp_path / "old-python"
+    old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.2 || exit 1\n')
+    old.chmod(0o755)
+    done = make(tmp_path, f"PYTHON={python}", "notebooks")
+    sentence, *rest = done.stderr.splitlines()
+    assert done.returncode != 0
+    assert sentence.startswith("hpnb needs Python 3.11 or newer")
+    assert said in sentence
+    assert all(line.startswith("make") for line in rest)
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_ci_runs_make_test() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert "make test" in script.read_text()
+
+
+# --- running the series ----------------------------------------------------------------------------
+
+
+def notebook(path: Path, *cells: str) -> None:
+    content = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    content.metadata["kernelspec"] = {"name": "elsewhere", "display_name": "a kernel of someone's own"}
+    nbformat.write(content, path)
+
+
+def test_notebooks_run_in_order_with_this_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    user = tmp_path / "user" / "kernels" / "python3"
+    user.mkdir(parents=True)
+    user.joinpath("kernel.json").write_text('{"argv": ["false"], "display_name": "x", "language": "python"}')
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "user"))
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    notebook(source / "01-second.ipynb", "print('before')", "1 / 0", "print('after')")
+    notebook(source / "00-first.ipynb", "import sys, os", "print(sys.executable, os.getcwd())")
+    assert execute.main([str(source), str(target)]) == 1
+
+    output = capsys.readouterr()
+    first, second = output.out.splitlines()
+    assert re.fullmatch(r"00-first\.ipynb +\d+\.\d s  ok", first)
+    assert re.fullmatch(r"01-second\.ipynb +\d+\.\d s  FAILED", second)
+    assert output.err.splitlines() == [f"{target / '01-second.ipynb'}: ZeroDivisionError: division by zero"]
+    assert sorted(path.name for path in target.iterdir()) == ["00-first.ipynb", "01-second.ipynb"]
+
+    printed = nbformat.read(target / "00-first.ipynb", as_version=4).cells[1].outputs[0].text.split()
+    assert printed == [sys.executable, str(source)]
+    failed = nbformat.read(target / "01-second.ipynb", as_version=4).cells
+    assert failed[1].outputs[0].ename == "ZeroDivisionError"
+    assert failed[2].outputs == []
+
+
+def test_a_notebook_that_hangs_is_stopped(tmp_path: Path) -> None:
+    """The limit is the notebook's: it holds over cells that would each have stayed within it."""
+    notebook(tmp_path / "slow.ipynb", *["import time; time.sleep(2)"] * 9)
+    done = execute.execute(tmp_path / "slow.ipynb", tmp_path / "out.ipynb", timeout=3.0)
+    assert done.failure == "stopped after 3 s"
+    assert done.seconds < 15
+
+
+def test_no_notebooks_is_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in (tmp_path, tmp_path / "not yet"):
+        assert execute.main([str(folder), str(tmp_path / "out")]) == 0
+        assert capsys.readouterr().out.startswith("no notebooks")
+    with pytest.raises(SystemExit):
+        execute.main([str(tmp_path / "none.ipynb"), str(tmp_path / "out")])

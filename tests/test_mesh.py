@@ -1,0 +1,95 @@
+"""Layout: numbers that are a bijection. Mesh: groups that talk to the right ranks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hpnb
+from hpnb import Layout, Mesh
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(("dp", "pp", "tp"))))
+def test_ranks_and_coordinates_are_inverse_in_any_order(order: tuple[str, ...]) -> None:
+    layout = Layout(dp=2, pp=3, tp=4, order=order)
+    assert [layout.rank(**layout.coordinates(r)) for r in range(24)] == list(range(24))
+    for axis in order:
+        groups = layout.groups(axis)
+        assert sorted(itertools.chain(*groups)) == list(range(24))
+        for group in groups:
+            others = [{k: v for k, v in layout.coordinates(r).items() if k != axis} for r in group]
+            assert all(other == others[0] for other in others)
+            assert [layout.coordinates(r)[axis] for r in group] == list(range(getattr(layout, axis)))
+
+
+def test_tp_is_innermost_by_default_and_dp_outermost() -> None:
+    layout = Layout(dp=2, pp=2, tp=2)
+    assert layout.groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert layout.groups("pp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert layout.groups("dp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert Layout(dp=2, tp=2, order=("tp", "pp", "dp")).groups("dp") == [(0, 1), (2, 3)]
+
+
+def test_a_layout_that_cannot_be_is_refused_in_a_sentence() -> None:
+    with pytest.raises(ValueError, match="dp=0 is not a count"):
+        Layout(dp=0)
+    with pytest.raises(ValueError, match="must name dp, pp and tp once"):
+        Layout(order=("dp", "pp"))
+    with pytest.raises(ValueError, match="rank 8 is outside"):
+        Layout(2, 2, 2).coordinates(8)
+    with pytest.raises(ValueError, match="tp=2 is outside"):
+        Layout(2, 2, 2).rank(tp=2)
+    with pytest.raises(RuntimeError, match="a Mesh needs running ranks"):
+        Mesh(Layout())
+
+
+def sums_by_axis(layout: Layout) -> dict[str, float]:
+    """What an all-reduce of the rank's number gives along each axis, and along the folded tp axis."""
+    mesh = Mesh(layout)
+    axes = {name: getattr(mesh, name) for name in ("dp", "pp", "tp")}
+    if mesh.tp.size == 4:
+        axes |= {axis.name: axis for axis in mesh.tp.split(2, 2)}
+    found = {}
+    for name, axis in axes.items():
+        assert axis.ranks[axis.rank] == hpnb.rank()
+        assert dist.get_world_size(axis.group) == axis.size
+        assert dist.get_process_group_ranks(axis.group) == list(axis.ranks)
+        total = torch.tensor(float(hpnb.rank()))
+        dist.all_reduce(total, group=axis.group)
+        found[name] = total.item()
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(dp=2, tp=2), Layout(tp=4), Layout(2, 2, order=("pp", "tp", "dp")), Layout(dp=4)]
+)
+def test_every_axis_talks_to_its_own_ranks(layout: Layout) -> None:
+    for rank, found in enumerate(hpnb.launch(sums_by_axis, layout, ranks=4, device="cpu", timeout=60)):
+        for name in ("dp", "pp", "tp"):
+            assert found[name] == sum(next(g for g in layout.groups(name) if rank in g))
+        if layout.tp == 4:  # outermost first: rows are tp.1, columns tp.0
+            assert found["tp.0"] == rank % 2 * 2 + 2
+            assert found["tp.1"] == rank // 2 * 4 + 1
+
+
+def test_a_mesh_that_does_not_fit_says_what_would() -> None:
+    def messages() -> list[str]:
+        found = []
+        for layout in (Layout(dp=2, pp=2, tp=2), Layout(pp=3)):
+            try:
+                Mesh(layout)
+            except ValueError as error:
+                found.append(str(error))
+        try:
+            Mesh(Layout(tp=4)).tp.split(3, 2)
+        except ValueError as error:
+            found.append(str(error))
+        return found
+
+    too_large, uneven, grid = hpnb.launch(messages, ranks=4, device="cpu", timeout=60)[0]
+    assert "needs 2 x 2 x 2 = 8 ranks, and 4 are running; Layout(dp=1, pp=2, tp=2) would fit" in too_large
+    assert "needs 1 x 3 x 1 = 3 ranks, and 4 are running" in uneven
+    assert grid == "axis tp has 4 ranks and cannot be folded into 3 x 2 = 6; the sizes must multiply to 4"

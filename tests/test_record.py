@@ -1,0 +1,323 @@
+"""The measured side against what is known beforehand: bytes by formula, memory by hand, time by sleeping."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hpnb
+from hpnb import Layout, Mesh, comm
+from hpnb.record import CATEGORIES, Event, MemoryProfile, Timeline, ring_bytes
+
+# --- traffic ---------------------------------------------------------------------------------
+
+
+def count_each() -> dict[str, tuple[float, float, float, float]]:
+    """{call: (bytes and calls on tp, bytes and calls elsewhere)} of calls made through torch.distributed."""
+    mesh = Mesh(Layout(dp=2, tp=2))
+    g, p, me = mesh.tp.group, 2, mesh.tp.rank
+    to, root = mesh.tp.ranks[1 - me], mesh.tp.ranks[0]
+    x = torch.ones(12)  # 48 bytes
+    lists = [torch.empty(12) for _ in range(p)]
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(x, group=g),
+        "all_reduce async": lambda: dist.all_reduce(x, group=g, async_op=True).wait(),
+        "all_gather": lambda: dist.all_gather(lists, x, group=g),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(torch.empty(24), x, group=g),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(torch.empty(6), x, group=g),
+        "broadcast": lambda: dist.broadcast(x, root, group=g),
+        "reduce": lambda: dist.reduce(x, root, group=g),
+        "gather": lambda: dist.gather(x, lists if me == 0 else None, root, group=g),
+        "scatter": lambda: dist.scatter(torch.empty(12), lists if me == 0 else None, root, group=g),
+        "all_to_all_single": lambda: dist.all_to_all_single(torch.empty(12), x, group=g),
+        "send": lambda: dist.send(x, to, group=g) if me == 0 else dist.recv(x, to, group=g),
+        "barrier": lambda: dist.barrier(g),
+    }
+    found = {}
+    for name, call in calls.items():
+        with hpnb.record.traffic() as t:
+            call()
+        found[name] = (t.bytes["tp"], t.calls["tp"], t.bytes["dp"], t.total - t.bytes["tp"])
+    return found
+
+
+def test_every_collective_is_counted_by_the_formula() -> None:
+    expected = {
+        "all_reduce": 48.0,
+        "all_reduce async": 48.0,
+        "all_gather": 48.0,
+        "all_gather_into_tensor": 48.0,
+        "reduce_scatter_tensor": 24.0,
+        "broadcast": 24.0,
+        "reduce": 24.0,
+        "gather": 48.0,
+        "scatter": 48.0,
+        "all_to_all_single": 24.0,
+        "barrier": 0.0,
+    }
+    for rank, found in enumerate(hpnb.launch(count_each, ranks=4, device="cpu", timeout=60)):
+        sent = 48.0 if rank % 2 == 0 else 0.0  # the receiver sends nothing
+        assert found == {name: (n, 1, 0, 0) for name, n in {**expected, "send": sent}.items()}
+
+
+def count_comm(ranks: int) -> dict[str, tuple[dict[str, float], list[tuple[str, float]]]]:
+    """Bytes of hpnb.comm, forward and backward: what the meter counts beside what the recorder notes."""
+    axis = Mesh(Layout(pp=ranks)).pp
+    x = torch.ones(ranks * 2, ranks, dtype=torch.float64, requires_grad=True)
+    ops = {
+        "replicate": lambda: comm.replicate(x, axis),
+        "all_reduce": lambda: comm.all_reduce(x, axis),
+        "all_gather": lambda: comm.all_gather(x, axis, 0),
+        "reduce_scatter": lambda: comm.reduce_scatter(x, axis, 0),
+        "gather": lambda: comm.gather(x, axis, 0),
+        "split": lambda: comm.split(x, axis, 0),
+        "all_to_all": lambda: comm.all_to_all(x, axis, 0, 1),
+        "broadcast": lambda: comm.broadcast(x, axis),
+        "reduce": lambda: comm.reduce(x, axis),
+        "exchange": lambda: comm.exchange(x, axis),
+    }
+    found = {}
+    for name, op in ops.items():
+        with hpnb.record.timeline() as recorder, hpnb.record.traffic() as t:
+            op().sum().backward()
+        noted = [(e.op, e.bytes) for e in recorder.events()]
+        found[name] = (dict(t.bytes), noted)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_comm_moves_what_its_table_says(ranks: int) -> None:
+    n = ranks * 2 * ranks * 8.0
+    ring, share = 2 * (ranks - 1) * n / ranks, (ranks - 1) * n / ranks
+    expected = {
+        "replicate": ring,
+        "all_reduce": ring,
+        "all_gather": 2 * share * ranks,
+        "reduce_scatter": 2 * share,
+        "gather": share * ranks,
+        "split": share,
+        "all_to_all": 2 * share,
+        "broadcast": 2 * share,
+        "reduce": 2 * share,
+        "exchange": 2 * n,
+    }
+    for found in hpnb.launch(count_comm, ranks, ranks=ranks, device="cpu", timeout=60):
+        for name, (counted, noted) in found.items():
+            assert counted == {"pp": pytest.approx(expected[name], rel=1e-12)}, name
+            assert sum(nbytes for _, nbytes in noted) == pytest.approx(expected[name], rel=1e-12), name
+
+
+def test_traffic_counts_groups_of_no_mesh_as_world_and_others_of_pytorch_too() -> None:
+    def count() -> tuple[dict[str, float], dict[str, float]]:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4, bias=False))
+        with hpnb.record.traffic() as t:
+            model(torch.ones(2, 4)).sum().backward()
+            dist.all_reduce(torch.ones(2))
+        return dict(t.bytes), dict(t.calls)
+
+    for found, calls in hpnb.launch(count, ranks=2, device="cpu", timeout=60):
+        assert found["world"] == 64 + 8
+        assert calls["world"] >= 2
+
+
+def test_a_group_of_one_sends_nothing() -> None:
+    assert ring_bytes("all_reduce", 100, 1) == 0
+    assert ring_bytes("send", 100, 1) == 100
+
+
+# --- timeline --------------------------------------------------------------------------------
+
+
+def one_slow_rank() -> Timeline:
+    axis = Mesh(Layout(dp=hpnb.world_size())).dp
+    x = torch.ones(8)
+    comm.all_reduce(x, axis)  # the first call connects
+    with hpnb.record.timeline() as recorder:
+        for _ in range(2):
+            with recorder.span("compute"):
+                time.sleep(0.12 if axis.rank == 1 else 0.02)
+            comm.all_reduce(x, axis)
+    return recorder.gather()
+
+
+def test_the_slow_rank_has_the_shortest_collective() -> None:
+    timelines = hpnb.launch(one_slow_rank, ranks=3, device="cpu", timeout=60)
+    assert timelines[0] == timelines[2]
+    tl = timelines[0]
+    assert tl.ranks == (0, 1, 2)
+    assert [e.op for e in tl.by_rank[1]] == ["compute", "all_reduce"] * 2
+    reduced = {r: sum(e.duration for e in tl.by_rank[r] if e.op == "all_reduce") for r in tl.ranks}
+    assert min(reduced, key=lambda r: reduced[r]) == 1
+    assert reduced[0] > 0.15
+    split = tl.split_waits()
+    waits = {r: sum(e.duration for e in split.by_rank[r] if e.op == "wait") for r in tl.ranks}
+    moves = {r: sum(e.duration for e in split.by_rank[r] if e.op == "move") for r in tl.ranks}
+    assert waits[1] < 0.02 < 0.15 < waits[0]
+    for rank in tl.ranks:
+        assert waits[rank] + moves[rank] == pytest.approx(reduced[rank])
+    assert {e.bytes for e in split.events if e.op == "move"} == {2 * 2 / 3 * 32}
+
+
+def picture() -> Timeline:
+    """One rank works 2 of 3 s, the other 2 of 4 s; they hold two and one activations."""
+    return Timeline(
+        (
+            Event(0, 0, "F", 0, 0.0, 1.0),
+            Event(0, 0, "F", 1, 1.0, 1.5),
+            Event(0, 0, "B", 0, 2.5, 3.0),
+            Event(1, 1, "F", 0, 1.0, 2.0),
+            Event(1, 1, "I", 0, 2.0, 2.5),
+            Event(1, 1, "W", 0, 4.5, 5.0),
+            Event(1, 1, "all_reduce", -1, 5.0, 6.0, "dp", 10.0, (0, 1)),
+        ),
+        "simulated",
+    )
+
+
+def test_bubbles_and_memory_of_a_known_picture() -> None:
+    tl = picture()
+    assert tl.makespan == 6.0
+    assert tl.bubble_fraction == pytest.approx(1 - 4 / 12)
+    assert tl.bubble_rate == pytest.approx((4 - 2) / 4)  # rank 1's own span is 4, of which 2 is work
+    assert tl.peak_in_flight(0) == 2
+    assert tl.peak_in_flight(1) == 1
+    assert tl.in_flight(1) == [(1.0, 1), (5.0, 0)]  # held until W, not until I
+    assert tl.shifted(10.0).start == 10.0
+    assert Timeline(()).makespan == 0.0
+    assert Timeline(()).bubble_rate == 0.0
+
+
+def test_the_trace_is_what_perfetto_reads(tmp_path: Path) -> None:
+    trace = json.loads(picture().to_chrome_trace(tmp_path / "trace.json").read_text())
+    spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert len(spans) == 7
+    for e in spans:  # the Trace Event Format's requirements for a complete event
+        assert {"name", "cat", "ph", "ts", "dur", "pid", "tid"} <= e.keys()
+        assert isinstance(e["ts"], float)
+        assert e["dur"] >= 0
+    assert [e["name"] for e in spans if e["pid"] == 1] == ["1F0", "1I0", "1W0", "all_reduce"]
+    threads = [e for e in trace["traceEvents"] if e["name"] == "thread_name"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in threads}
+    assert {names[e["pid"], e["tid"]] for e in spans} == {"compute", "dp"}
+    first = next(e for e in spans if e["name"] == "0B0")
+    assert (first["ts"], first["dur"]) == (2.5e6, 0.5e6)
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+
+def profile_a_step(steps: int = 1) -> tuple[MemoryProfile, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    x = torch.randn(32, 64)
+    with hpnb.record.memory(model, optimizer) as recorder:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    return recorder.profile(), model
+
+
+def test_memory_by_category_is_exact_on_the_cpu() -> None:
+    profile, model = profile_a_step()
+    parameters = sum(p.nbytes for p in model.parameters())
+    assert profile.peak_of("parameters") == parameters
+    assert profile.peak_of("gradients") == parameters
+    # AdamW keeps two moments a parameter, and a count of 4 bytes a tensor.
+    assert profile.peak_of("optimizer") == 2 * parameters + 4 * 4
+    # Saved: the input, the ReLU's result (twice, as one storage), and what square saves.
+    assert profile.peak_of("activations") == 4 * (32 * 64 + 32 * 128 + 32 * 10)
+    last = profile.samples[-1]
+    assert (last.parameters, last.gradients, last.optimizer) == (parameters, parameters, 2 * parameters + 16)
+    assert last.activations == 4 * 32 * 64  # only the batch, which the caller still holds
+    assert profile.at_peak.total == profile.peak
+    assert sum(getattr(profile.at_peak, name) for name in CATEGORIES) == profile.peak
+
+
+def test_nothing_is_kept_alive_by_being_watched() -> None:
+    one, _ = profile_a_step(1)
+    three, _ = profile_a_step(3)
+    assert three.samples[-1].total == one.samples[-1].total
+    assert three.samples[-1].temporary == one.samples[-1].temporary
+
+
+def test_watching_does_not_change_what_is_computed() -> None:
+    def train(watched: bool) -> torch.Tensor:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.GELU(), nn.Linear(7, 3)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+        def step() -> None:
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.arange(10.0, dtype=torch.float64).reshape(2, 5)).square().mean().backward()
+                optimizer.step()
+
+        if watched:
+            with hpnb.record.memory(model, optimizer):
+                step()
+        else:
+            step()
+        return torch.cat([p.flatten() for p in model.parameters()])
+
+    assert torch.equal(train(True), train(False))
+
+
+def test_an_unknown_category_names_those_there_are() -> None:
+    with pytest.raises(ValueError, match="it has parameters, gradients, optimizer, activations, temporary"):
+        MemoryProfile(()).peak_of("weights")
+
+
+@pytest.mark.gpu
+def test_memory_adds_up_to_the_allocators_peak_on_cuda() -> None:
+    def measure() -> tuple[int, MemoryProfile, int]:
+        device = hpnb.device()
+        model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).to(device)
+        optimizer = torch.optim.AdamW(model.parameters())
+        x = torch.randn(512, 1024, device=device)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        step()  # workspaces and optimizer state exist from now on
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        peak = torch.cuda.max_memory_allocated()
+        with hpnb.record.memory(model, optimizer) as recorder:
+            step()
+        return peak, recorder.profile(), sum(p.nbytes for p in model.parameters())
+
+    for peak, profile, parameters in hpnb.launch(measure, ranks=2, device="cuda", timeout=120):
+        assert profile.peak == pytest.approx(peak, rel=0.01)
+        assert parameters <= profile.peak_of("parameters") <= parameters + 512 * 4
+        assert all(getattr(s, name) >= 0 for s in profile.samples for name in CATEGORIES)
+
+
+@pytest.mark.gpu
+def test_spans_on_cuda_are_of_the_device() -> None:
+    def measure() -> Timeline:
+        axis = Mesh(Layout(dp=hpnb.world_size())).dp
+        x = torch.ones(1 << 20, device=hpnb.device())
+        a = torch.ones(4096, 4096, device=hpnb.device())
+        comm.all_reduce(x, axis)
+        with hpnb.record.timeline() as recorder:
+            with recorder.span("compute"):
+                for _ in range(50 if axis.rank else 5):
+                    a @ a
+            comm.all_reduce(x, axis)
+        return recorder.gather()
+
+    tl = hpnb.launch(measure, ranks=2, device="cuda", timeout=120)[0]
+    compute, reduce = ({e.rank: e for e in tl.events if e.op == op} for op in ("compute", "all_reduce"))
+    assert compute[1].duration > 3 * compute[0].duration
+    assert reduce[0].duration > reduce[1].duration
+    assert abs(reduce[0].end - reduce[1].end) < 1e-3

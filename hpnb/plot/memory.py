@@ -1,0 +1,114 @@
+"""Where the bytes are: categories stacked over time, one panel a rank, the peak marked.
+
+    height of a band = bytes of one category
+    top of the pile  = bytes that the rank holds
+
+Thousands of samples become as many as there are pixels: each run keeps its maximum, so no peak is lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from hpnb.plot.canvas import TEXT, Key, new_figure, panel_title
+from hpnb.plot.grammar import ALARM, CATEGORY, INK, OpStyle
+from hpnb.plot.units import byte_count, bytes_unit, time_unit
+from hpnb.record import MemoryProfile
+
+MOST_POINTS = 2000  # more than there are pixels
+CAPACITY = OpStyle(ALARM, "", "capacity", "", "--")
+DEVICES = {"cpu": "measured, exact tensor bytes (CPU)", "cuda": "measured, allocator's bytes (CUDA)"}
+
+
+def memory(
+    profile: MemoryProfile,
+    *more: MemoryProfile,
+    capacity: float | None = None,
+    title: str | None = None,
+) -> Figure:
+    """Draw what each rank holds over time; all panels share both axes.
+
+    Args:
+        profile, *more: one a panel.
+        capacity: bytes of the device, drawn as a line.
+        title: a headline above everything.
+
+    Raises:
+        ValueError: a profile without samples.
+    """
+    profiles = (profile, *more)
+    if not all(p.samples for p in profiles):
+        raise ValueError("a MemoryProfile without samples cannot be drawn; record at least one step")
+    columns = 1 if len(profiles) <= 3 else 2
+    rows = -(-len(profiles) // columns)
+    top = max(max(p.peak for p in profiles), capacity or 0.0, 1.0)
+    first = min(p.samples[0].time for p in profiles)
+    longest = max(p.samples[-1].time for p in profiles) - first
+    size, unit = bytes_unit(top)
+    scale, clock = time_unit(longest)
+    held = [name for name in CATEGORY if any(p.peak_of(name) for p in profiles)]
+    keys = [Key(CATEGORY[name]) for name in reversed(held)]
+    if capacity is not None:
+        keys.append(Key(CAPACITY, "line", f"capacity {byte_count(capacity)}"))
+    tall = {1: 2.4, 2: 1.8}.get(rows, 1.5)
+    fig, axes = new_figure(
+        [tall] * rows,
+        title=title or "",
+        legend=keys,
+        columns=columns,
+        left=0.72,
+        gap=0.42,
+        between=0.4,
+        head=0.28,
+    )
+    for ax, one in zip(axes, profiles, strict=False):
+        _panel(ax, one, held, first, scale, size)
+        if capacity is not None:
+            line = ax.axhline(capacity / size, color=CAPACITY.color, linestyle=CAPACITY.line, linewidth=1.5)
+            line.set_label("capacity")
+        ax.set_xlim(0, longest / scale or 1.0)
+        ax.set_ylim(0, top / size * 1.18)
+    for i, ax in enumerate(axes):
+        ax.set_visible(i < len(profiles))
+        ax.tick_params(labelbottom=i + columns >= len(profiles), labelleft=i % columns == 0)
+        if i % columns == 0:
+            ax.set_ylabel(f"memory ({unit})")
+        if i + columns >= len(profiles):
+            ax.set_xlabel(f"time ({clock})")
+    return fig
+
+
+def thin(total: NDArray[np.float64], most: int = MOST_POINTS) -> NDArray[np.intp]:
+    """Indices of at most `most` samples: the largest total of each equal run, and the first and last."""
+    if len(total) <= most:
+        return np.arange(len(total))
+    cuts = np.linspace(0, len(total), most - 1, dtype=int)  # most - 2 runs
+    kept = [a + int(np.argmax(total[a:b])) for a, b in itertools.pairwise(cuts)]
+    return np.unique([0, *kept, len(total) - 1])
+
+
+def _panel(ax: Axes, one: MemoryProfile, held: list[str], first: float, scale: float, size: float) -> None:
+    kept = thin(np.array([s.total for s in one.samples], dtype=float))
+    samples = [one.samples[i] for i in kept]
+    time = np.array([(s.time - first) / scale for s in samples])
+    base = np.zeros(len(samples))
+    for name in held:
+        style = CATEGORY[name]
+        over = base + np.array([getattr(s, name) / size for s in samples])
+        band = ax.fill_between(time, base, over, step="post", facecolor=style.color, edgecolor=style.edge,
+                               hatch=style.hatch or None, linewidth=0.0)  # fmt: skip
+        band.set_label(name)
+        base = over
+    ax.step(time, base, where="post", color=INK, linewidth=0.9)
+
+    x, y = (one.at_peak.time - first) / scale, one.peak / size
+    ax.plot([x], [y], marker="v", markersize=6, color=INK, clip_on=False, zorder=5)
+    early = bool(x < time[-1] / 2)
+    ax.annotate(f"peak {byte_count(one.peak)}", (x, y), (7 if early else -7, 5), "data", "offset points",
+                size=TEXT, weight="bold", color=INK, ha="left" if early else "right")  # fmt: skip
+    panel_title(ax, f"rank {one.rank} · {DEVICES.get(one.device, f'measured ({one.device})')}")

@@ -1,0 +1,125 @@
+"""Who computes what, when: one row a rank, one rectangle an event.
+
+Simulated, replayed and measured timelines pass through this one function, and the title above each panel
+says which it is and which bubble it counts:
+
+    bubble="fraction"   idle share of ranks x makespan
+    bubble="rate"       idle share of the longest rank's own span
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from matplotlib.figure import Figure
+
+from hpnb.plot.canvas import WIDTH, Key, new_figure, panel_title, text_inches
+from hpnb.plot.grammar import AXIS, STYLE, axis_style, style_of
+from hpnb.plot.lanes import EXPOSED, STRIP, Lanes, chunks, draw, draw_in_flight, exposed_parts
+from hpnb.plot.units import number, time_unit
+from hpnb.record import Timeline
+
+Bubble = Literal["fraction", "rate"]
+
+
+def timeline(
+    tl: Timeline,
+    *more: Timeline,
+    in_flight: bool = False,
+    exposed: bool = False,
+    axis_labels: Mapping[int, str] | None = None,
+    names: Sequence[str] = (),
+    title: str | None = None,
+    bubble: Bubble | None = "fraction",
+    text: bool = True,
+    unit: str | None = None,
+) -> Figure:
+    """Draw timelines above each other on one axis of time, each from its own first start.
+
+    Args:
+        tl, *more: from the top down, such as predicted above measured.
+        in_flight: add a strip of the activations that each rank holds, counted in chunks.
+        exposed: hatch the part of each communication during which its rank computes nothing.
+        axis_labels: {rank: words} in place of "rank 0", such as "pp 1 tp 0".
+        names: what each timeline is, before its source.
+        title: a headline above everything.
+        bubble: which definition the panel titles count; None leaves it out.
+        text: False drops microbatch numbers and hatches, for a picture that moves with a slider.
+        unit: for abstract times, the name of one second ("forwards"); None picks s, ms or µs.
+
+    Raises:
+        ValueError: a timeline without events, or more names than timelines.
+    """
+    pictures = (tl, *more)
+    if not all(p.events for p in pictures):
+        raise ValueError("a Timeline without events cannot be drawn; record or simulate at least one step")
+    if names and len(names) != len(pictures):
+        raise ValueError(f"{len(names)} names for {len(pictures)} timelines; give one each, or none")
+    if bubble not in ("fraction", "rate", None):
+        raise ValueError(f'bubble={bubble!r} is no definition; use "fraction", "rate" or None')
+    longest = max(p.makespan for p in pictures)
+    scale, unit = (1.0, unit) if unit else time_unit(longest)
+    axes_used = _axes(pictures)
+    rows = [Lanes(p.ranks, axes_used) for p in pictures]
+    strips = [in_flight and any(e.op == "F" for e in p.events) for p in pictures]
+
+    labels = {rank: f"rank {rank}" for p in pictures for rank in p.ranks} | dict(axis_labels or {})
+    heights = []
+    for lane, strip in zip(rows, strips, strict=True):
+        heights += [lane.height, lane.strip_height] if strip else [lane.height]
+    left = 0.3 + max(text_inches(words) for words in labels.values())
+    right = STRIP if any(strips) else 0.2
+    fig, axes = new_figure(
+        heights, title=title or "", legend=_legend(pictures, text, exposed and text), left=left, right=right,
+        gap=0.33, head=0.27,
+    )  # fmt: skip
+    inch = (WIDTH - left - right) / (longest / scale or 1.0)  # inches of one unit of time
+    panels = iter(axes)
+    for i, (picture, lane, strip) in enumerate(zip(pictures, rows, strips, strict=True)):
+        ax = next(panels)
+        words = " · ".join([*names[i : i + 1], describe(picture, bubble, exposed)])
+        panel_title(ax, words, f"{number(picture.makespan / scale)} {unit}")
+        draw(ax, picture, lane, labels, scale=scale, inch=inch, text=text, exposed=exposed)
+        if strip:
+            draw_in_flight(next(panels), picture, labels, scale=scale)
+    for ax in axes:
+        ax.set_xlim(0, longest / scale or 1.0)
+        ax.tick_params(labelbottom=ax is axes[-1])
+    axes[-1].set_xlabel(f"time ({unit})")
+    return fig
+
+
+def describe(tl: Timeline, bubble: Bubble | None = "fraction", exposed: bool = False) -> str:
+    """What a title must say: "simulated · bubble 27.3 % of ranks × makespan"."""
+    shares = []
+    if bubble == "fraction":
+        shares.append(f"bubble {100 * tl.bubble_fraction:.1f} %")
+    if exposed:
+        bare = sum(end - start for rank in tl.ranks for _, start, end in exposed_parts(tl.by_rank[rank]))
+        area = len(tl.ranks) * tl.makespan
+        shares.append(f"exposed communication {100 * bare / area if area else 0.0:.1f} %")
+    words: list[str] = [tl.source]
+    if bubble == "rate":
+        words.append(f"bubble {100 * tl.bubble_rate:.1f} % of the longest rank's span")
+    if shares:
+        words.append(f"{' and '.join(shares)} of ranks × makespan")
+    return " · ".join(words)
+
+
+def _axes(pictures: Sequence[Timeline]) -> tuple[str, ...]:
+    """Mesh axes that communicate, one lane each; dp, pp, tp first, what has no axis last."""
+    found = {e.axis for p in pictures for e in p.events if not e.is_compute}
+    known = [axis for axis in AXIS if axis in found]
+    return (*known, *sorted((axis for axis in found if axis not in AXIS), key=lambda axis: (not axis, axis)))
+
+
+def _legend(pictures: Sequence[Timeline], hatch: bool, exposed: bool) -> list[Key]:
+    found = {e.op for p in pictures for e in p.events}
+    order = [*(op for op in STYLE if op in found), *sorted(found - set(STYLE))]
+    kind: Literal["box", "flat"] = "box" if hatch else "flat"
+    keys = [Key(style_of(op), kind) for op in order] + [Key(STYLE["idle"], kind)]
+    if any(len(chunks(p.by_rank[rank])) > 1 for p in pictures for rank in p.ranks):
+        keys.append(Key(STYLE["F"], "words", "paler: a later chunk"))
+    keys += [Key(axis_style(axis), "line", f"{axis} lane") for axis in _axes(pictures) if axis]
+    return [*keys, Key(EXPOSED, "hatch")] if exposed else keys

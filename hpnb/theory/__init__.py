@@ -1,0 +1,48 @@
+"""The predicted side: what a layout costs, as pure functions of shapes and rates.
+
+`communication` and `wires` price the collectives, `fit` reads a wire off measured times, `transformer` counts
+FLOPs and bytes, and `laws` puts the two together: which axis of a layout can afford which wire.
+"""
+
+from hpnb.theory.communication import (
+    ALGORITHMS,
+    OPS,
+    Plan,
+    bytes_on_busiest_rank,
+    bytes_sent,
+    cheapest,
+    knee,
+    plan,
+    ring_schedule,
+    seconds,
+    steps,
+)
+from hpnb.theory.fit import fit_wire
+from hpnb.theory.laws import dp_tokens_to_hide, pp_compute_over_communication, tp_compute_over_communication
+from hpnb.theory.transformer import Block, Matmul, model_flops, model_parameters, roofline_seconds
+from hpnb.theory.wires import WIRES, Wire
+
+__all__ = [
+    "ALGORITHMS",
+    "OPS",
+    "WIRES",
+    "Block",
+    "Matmul",
+    "Plan",
+    "Wire",
+    "bytes_on_busiest_rank",
+    "bytes_sent",
+    "cheapest",
+    "dp_tokens_to_hide",
+    "fit_wire",
+    "knee",
+    "model_flops",
+    "model_parameters",
+    "plan",
+    "pp_compute_over_communication",
+    "ring_schedule",
+    "roofline_seconds",
+    "seconds",
+    "steps",
+    "tp_compute_over_communication",
+]

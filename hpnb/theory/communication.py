@@ -1,0 +1,175 @@
+"""What a collective costs: latency a message, plus bytes over bandwidth.
+
+One message of n bytes takes alpha + n / B seconds (Hockney 1994). An algorithm that needs `steps` messages
+one after another, `serial` bytes in all, on p ranks that can each send and receive at full rate, takes
+
+    seconds = steps * alpha + serial / B                    equal shares at n = knee
+
+    all_reduce, n bytes   steps          serial bytes       bytes through the busiest rank
+    naive                 2 (p-1)        2 (p-1) n          (p-1) n          all through rank 0, one by one
+    tree                  2 ceil(log2 p) 2 ceil(log2 p) n   ceil(log2 p) n   binomial reduce, then broadcast
+    ring                  2 (p-1)        2 (p-1)/p n        2 (p-1)/p n      chunks of n/p go round twice
+    halving-doubling      2 log2 p       2 (p-1)/p n        2 (p-1)/p n      p a power of two
+
+No all-reduce gets by with fewer bytes through its busiest rank than the ring (Patarasuk & Yuan 2009). Here
+halving-doubling is never behind it; on real wires it can be, since its partners are far apart and share
+links, while a ring talks to its neighbours only. The time to add numbers is left out.
+
+Sources: Hockney, Parallel Computing 20(3), 1994. Thakur, Rabenseifner & Gropp, Int. J. High Performance
+Computing Applications 19(1), 2005. Patarasuk & Yuan, J. Parallel and Distributed Computing 69(2), 2009.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from hpnb.theory.wires import Wire
+
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce",
+       "gather", "scatter", "all_to_all", "send")  # fmt: skip
+ALGORITHMS = ("naive", "tree", "ring", "halving-doubling")
+
+
+class Plan(NamedTuple):
+    """What one algorithm does. Bytes are counted in chunks of n/p, so that every entry is a whole number."""
+
+    steps: int  # messages that must follow one another
+    serial: int  # chunks in those messages
+    port: int  # chunks into or out of the busiest rank, the larger of the two
+
+
+def _plans(op: str, p: int) -> dict[str, Plan]:
+    """Every algorithm for `op`; a ValueError where `op` or the number of ranks means nothing."""
+    if op not in OPS:
+        raise ValueError(f"no op {op!r}; there are {', '.join(OPS)}")
+    if p < 1:
+        raise ValueError(f"ranks={p} is not a count; use 1 or more")
+    hub, log = p - 1, (p - 1).bit_length()  # partners of rank 0 in a star; rounds of a binomial tree
+    # A reduce is a broadcast run backwards, a scatter a gather, a reduce-scatter an all-gather: same costs.
+    everywhere = {  # all_gather, reduce_scatter
+        "naive": Plan(2 * hub, hub + hub * p, hub * p),  # gather to rank 0, then broadcast
+        "tree": Plan(2 * log, hub + log * p, log * p),  # the same along a tree
+        "ring": Plan(hub, hub, hub),
+        "halving-doubling": Plan(log, hub, hub),
+    }
+    whole = {  # broadcast, reduce
+        "naive": Plan(hub, hub * p, hub * p),
+        "tree": Plan(log, log * p, log * p),
+        "ring": Plan(2 * hub, 2 * hub, p),  # a chain of p-1 links; p chunks follow each other down it
+        "halving-doubling": Plan(2 * log, 2 * hub, 2 * hub),  # scatter, then all_gather
+    }
+    parts = {  # gather, scatter
+        "naive": Plan(hub, hub, hub),
+        "tree": Plan(log, hub, hub),  # the last round carries half of all chunks
+        "ring": Plan(hub, hub, hub),  # every chunk walks to the root; its neighbour passes on all of them
+    }
+    plans = {
+        "all_reduce": {
+            "naive": Plan(2 * hub, 2 * hub * p, hub * p),
+            "tree": Plan(2 * log, 2 * log * p, log * p),
+            "ring": Plan(2 * hub, 2 * hub, 2 * hub),
+            "halving-doubling": Plan(2 * log, 2 * hub, 2 * hub),
+        },
+        "all_gather": everywhere,
+        "reduce_scatter": everywhere,
+        "broadcast": whole,
+        "reduce": whole,
+        "gather": parts,
+        "scatter": parts,
+        "all_to_all": {"ring": Plan(hub, hub, hub)},  # round k: straight to the rank k places further on
+        "send": {"ring": Plan(1, p, p)},  # to the next rank
+    }[op]
+    if p == 1 and op != "send":
+        plans = dict.fromkeys(plans, Plan(0, 0, 0))
+    return plans
+
+
+def plan(op: str, ranks: int, algorithm: str = "ring") -> Plan:
+    """What `algorithm` does for `op`.
+
+    Raises:
+        ValueError: `op` has no such algorithm, or halving-doubling on ranks that are no power of two.
+    """
+    plans = _plans(op, ranks)
+    if algorithm not in plans:
+        raise ValueError(f"{op} has no algorithm {algorithm!r}; it has {', '.join(plans)}")
+    if algorithm == "halving-doubling" and ranks & (ranks - 1):
+        above = 1 << ranks.bit_length()
+        raise ValueError(
+            f"halving-doubling pairs ranks at distances 1, 2, 4, ... and cannot pair {ranks}; "
+            f"{above // 2} or {above} ranks would work"
+        )
+    return plans[algorithm]
+
+
+def _check_bytes(nbytes: float) -> None:
+    if not nbytes >= 0:
+        raise ValueError(f"nbytes={nbytes} is not a size; use 0 or more")
+
+
+def bytes_sent(op: str, nbytes: float, ranks: int) -> float:
+    """Bytes that leave one rank, counted as a ring would move them, whatever algorithm ran.
+
+        all_reduce 2 (p-1)/p n        send n        every other op (p-1)/p n
+
+    n is the tensor for all_reduce, broadcast and reduce; the gathered result for all_gather and gather; the
+    whole input for reduce_scatter, scatter and all_to_all; the message for send. Divided by seconds this is
+    nccl-tests' bus bandwidth (its doc/PERFORMANCE.md), but for broadcast and reduce: there it counts the n
+    bytes of the busiest rank, and this the mean over ranks, since the end of a chain sends nothing.
+    """
+    _plans(op, ranks)  # checks the names
+    _check_bytes(nbytes)
+    if op == "send":
+        return float(nbytes)
+    return (2 if op == "all_reduce" else 1) * (ranks - 1) * nbytes / ranks
+
+
+def steps(op: str, ranks: int, algorithm: str = "ring") -> int:
+    """Messages that must follow one another."""
+    return plan(op, ranks, algorithm).steps
+
+
+def bytes_on_busiest_rank(op: str, nbytes: float, ranks: int, algorithm: str = "ring") -> float:
+    """Bytes into or out of the busiest rank, the larger of the two; seconds are at least this / bandwidth.
+
+    At p ranks a naive all_reduce puts p/2 times as many through rank 0 as a ring puts through any.
+    """
+    _check_bytes(nbytes)
+    return plan(op, ranks, algorithm).port * nbytes / ranks
+
+
+def seconds(op: str, nbytes: float, ranks: int, wire: Wire, algorithm: str = "ring") -> float:
+    """steps * latency + serial bytes / bandwidth, in seconds; `nbytes` as in `bytes_sent`."""
+    _check_bytes(nbytes)
+    way = plan(op, ranks, algorithm)
+    return way.steps * wire.latency + way.serial * nbytes / ranks / wire.bandwidth
+
+
+def knee(ranks: int, wire: Wire, op: str = "all_reduce", algorithm: str = "ring") -> float:
+    """Bytes at which latency and bandwidth cost the same; for a ring all_reduce p * latency * bandwidth.
+
+    Below it the time hardly depends on the size, so merge messages; above it merging gains little.
+    """
+    way = plan(op, ranks, algorithm)
+    if way.serial == 0:
+        raise ValueError(f"{op} on {ranks} rank moves nothing and has no knee; use 2 ranks or more")
+    return way.steps * wire.latency * wire.bandwidth * ranks / way.serial
+
+
+def cheapest(op: str, nbytes: float, ranks: int, wire: Wire) -> str:
+    """The algorithm with the fewest seconds; of equals the first in ALGORITHMS."""
+    power_of_two = ranks & (ranks - 1) == 0
+    able = [name for name in _plans(op, ranks) if power_of_two or name != "halving-doubling"]
+    return min(able, key=lambda name: seconds(op, nbytes, ranks, wire, name))
+
+
+def ring_schedule(ranks: int) -> Iterator[tuple[int, int, int]]:
+    """(step, rank, chunk): in `step`, `rank` sends `chunk` to rank + 1; 2 (p-1) steps, p sends in each.
+
+    In the first p-1 steps the receiver adds what comes (a reduce-scatter), in the rest it overwrites (an
+    all-gather). One formula does for both: what a rank received in a step is what it sends in the next.
+    """
+    for step in range(steps("all_reduce", ranks, "ring")):
+        for rank in range(ranks):
+            yield step, rank, (rank - step) % ranks

@@ -1,0 +1,663 @@
+"""A figure must draw what its data says: extents, colours, words and units are read back from the artists.
+
+pytest tests/test_plot.py
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from PIL import Image
+
+from hpnb import plot
+from hpnb.mesh import Layout
+from hpnb.plot.canvas import boxes, new_figure
+from hpnb.plot.grammar import ALARM, AXIS, CARD, CATEGORY, STYLE, ink_on
+from hpnb.plot.lanes import exposed_parts
+from hpnb.plot.memory import MOST_POINTS, thin
+from hpnb.plot.units import byte_count, bytes_unit, number, seconds, time_unit
+from hpnb.plot.waits import split_waits, totals, verdict
+from hpnb.record import CATEGORIES, Event, MemoryProfile, MemorySample, Timeline
+
+MS = 1e-3
+
+
+# --- data, and ways to read a figure back ------------------------------------------------------
+
+
+def one_f_one_b(stages: int, microbatches: int, backward: str = "B", source: str = "simulated") -> Timeline:
+    """1F1B with F = 1 ms and B = 2 ms (or I = W = 1 ms), as soon as its inputs are there."""
+    done: dict[tuple[str, int, int], float] = {}
+    queues = []
+    for rank in range(stages):
+        warm = min(stages - rank - 1, microbatches)
+        order = [("F", i) for i in range(warm)]
+        for i in range(microbatches - warm):
+            order += [("F", warm + i), ("B", i)]
+        queues.append(order + [("B", i) for i in range(microbatches - warm, microbatches)])
+    clock, events = [0.0] * stages, []
+    while any(queues):
+        for rank, queue in enumerate(queues):
+            if not queue:
+                continue
+            op, i = queue[0]
+            needs = ("F", rank - 1, i) if op == "F" else ("B", rank + 1, i)
+            if 0 <= needs[1] < stages and needs not in done:
+                continue
+            start = max(clock[rank], done.get(needs, 0.0))
+            parts = ["F"] if op == "F" else ["I", "W"] if backward == "I" else ["B", ""]
+            end = start + len(parts) * MS
+            if parts == ["I", "W"]:
+                events += [
+                    Event(rank, rank, "I", i, start, start + MS),
+                    Event(rank, rank, "W", i, start + MS, end),
+                ]
+            else:
+                events.append(Event(rank, rank, op, i, start, end))
+            clock[rank] = done[op, rank, i] = end
+            queue.pop(0)
+    return Timeline(tuple(events), source)
+
+
+def talking(source: str = "measured") -> Timeline:
+    """Rank 0 computes 10 s to 14 s and 15 s to 16 s, and reduces 13 s to 16.5 s; rank 1 sends besides."""
+    return Timeline(
+        (
+            Event(0, -1, "compute", -1, 10.0, 14.0),
+            Event(0, -1, "compute", -1, 15.0, 16.0),
+            Event(0, -1, "all_reduce", -1, 13.0, 16.5, "dp"),
+            Event(1, -1, "compute", -1, 10.0, 18.0),
+            Event(1, -1, "send", -1, 11.0, 12.0, "pp"),
+        ),
+        source,
+    )
+
+
+def profile(rank: int = 0, device: str = "cpu") -> MemoryProfile:
+    rows = [(0.0, 0), (0.01, 300), (0.03, 700), (0.04, 100)]
+    made = (MemorySample(5.0 + t, 400_000, 0, 800_000, a * 1000, 5000) for t, a in rows)
+    return MemoryProfile(tuple(made), rank, device)
+
+
+def find(ax: Axes, label: str) -> Artist:
+    (found,) = [artist for artist in ax.findobj() if artist.get_label() == label]
+    return found
+
+
+def extents(ax: Axes, label: str) -> np.ndarray:
+    """(n, 4): left, right, top, bottom of each rectangle of one op."""
+    artist = find(ax, label)
+    assert isinstance(artist, PolyCollection)
+    corners = [path.vertices for path in artist.get_paths()]
+    return np.array([[c[:, 0].min(), c[:, 0].max(), c[:, 1].min(), c[:, 1].max()] for c in corners])
+
+
+def words(fig: Figure) -> list[str]:
+    fig.canvas.draw()
+    return [t.get_text() for t in fig.findobj(Text) if t.get_visible() and t.get_text()]
+
+
+def said(fig: Figure) -> str:
+    return "\n".join(words(fig))
+
+
+def pixels(data: bytes) -> set[str]:
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    return {to_hex(np.array(rgb) / 255).upper() for _, rgb in image.getcolors(1 << 20)}
+
+
+def straggling(slow: float = 8.0) -> Timeline:
+    """Four ranks compute 20 ms, rank 2 takes `slow` ms more; the all-reduce moves for 5 ms after the last."""
+    events = []
+    for rank in range(4):
+        arrive = 20.0 + (slow if rank == 2 else 0.0)
+        events.append(Event(rank, -1, "compute", -1, 0.0, arrive * MS))
+        events.append(Event(rank, -1, "all_reduce", -1, arrive * MS, (25.0 + slow) * MS, "dp"))
+    return Timeline(tuple(events))
+
+
+SIZES = [2.0**k for k in range(6, 27)]
+TIMES = [3e-5 + n / 8e9 for n in SIZES]
+FIGURES: dict[str, Callable[[], Figure]] = {
+    "timeline": lambda: plot.timeline(
+        one_f_one_b(4, 8),
+        one_f_one_b(4, 8, "I", "replayed from measured CPU time"),
+        in_flight=True,
+        title="1F1B",
+    ),
+    "lanes": lambda: plot.timeline(talking(), exposed=True, axis_labels={0: "dp 0 pp 0", 1: "dp 0 pp 1"}),
+    "memory": lambda: plot.memory(*(profile(r) for r in range(4)), capacity=3e6, title="One step"),
+    "mesh": lambda: plot.mesh(Layout(2, 2, 4), hosts_of=8),
+    "stacked mesh": lambda: plot.mesh(Layout(2, 4, 8), hosts_of=8),
+    "compare": lambda: plot.compare(
+        {"a longer name": 1.0, "b": 1234567.0}, {"a longer name": 2.0, "b": 1e6}, "ms"
+    ),
+    "costs": lambda: plot.costs(SIZES, TIMES, (SIZES, TIMES), 240e3, {"tree": (SIZES, TIMES)}),
+    "waits": lambda: plot.waits(straggling()),
+    "tensors": lambda: plot.tensors([[1, 2, 3], [], [4]], [[10], [1234.5], [7]], "gather"),
+    "notation": plot.notation,
+}
+
+
+# --- the grammar and the card ------------------------------------------------------------------
+
+
+def test_the_names_are_the_functions() -> None:
+    for name in plot.__all__:
+        assert name in ("AXIS", "CATEGORY", "STYLE") or callable(getattr(plot, name)), name
+
+
+def test_the_grammar_tells_things_apart_by_more_than_colour() -> None:
+    assert tuple(CATEGORY) == CATEGORIES
+    assert tuple(AXIS) == ("dp", "pp", "tp")
+    for group, same in (([*"FIWB", "compute", "idle"], STYLE), (list(CATEGORY), CATEGORY)):
+        assert len({same[name].color for name in group}) == len(group)
+        hatched = [same[name].hatch for name in group if same[name].hatch]
+        assert len(set(hatched)) == len(hatched) >= 4
+    assert len({style.line for style in AXIS.values()}) == 3
+    assert (
+        len({(s.color, s.hatch) for op, s in STYLE.items() if op not in ("communication", "move")})
+        == len(STYLE) - 2
+    )
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_no_words_leave_the_card_or_meet(name: str) -> None:
+    fig = FIGURES[name]()
+    fig.canvas.draw()
+    seen = [t for t in fig.findobj(Text) if t.get_visible() and t.get_text().strip()]
+    at = [t.get_window_extent() for t in seen if t.axes is None or t.axes.get_visible()]
+    ticks = {id(t) for ax in fig.axes for t in (*ax.get_xticklabels(), *ax.get_yticklabels())}
+    whole = fig.bbox
+    for text, box in zip(seen, at, strict=True):
+        if id(text) in ticks and (box.y0 > whole.y1 or box.x0 > whole.x1):
+            continue  # a tick beyond the limits, which is not drawn
+        assert whole.x0 < box.x0 < box.x1 < whole.x1, text
+        assert whole.y0 < box.y0 < box.y1 < whole.y1, text
+    drawn = [(t, b) for t, b in zip(seen, at, strict=True) if id(t) not in ticks]
+    for (one, a), (two, b) in itertools.combinations(drawn, 2):
+        wide, tall = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
+        assert min(wide, tall) < 1.5, (one, two)
+
+
+def test_a_card_is_opaque_bordered_and_700_pixels_wide() -> None:
+    fig = plot.timeline(one_f_one_b(2, 2))
+    image = Image.open(io.BytesIO(plot.png(fig, scale=1.0, small=False)))
+    assert fig.get_facecolor() == (1.0, 1.0, 1.0, 1.0)
+    assert image.mode == "RGB"
+    assert image.width == 700
+    assert image.getpixel((20, 5)) == (255, 255, 255)
+    assert image.getpixel((0, image.height // 2)) != (255, 255, 255)
+
+
+def test_nothing_touches_pyplot() -> None:
+    for file in Path(plot.__file__).parent.glob("*.py"):
+        assert "pyplot" not in file.read_text(encoding="utf-8"), file.name
+
+
+def test_a_legend_takes_the_lines_it_needs() -> None:
+    from hpnb.plot.canvas import Key
+
+    keys = [Key(style) for style in STYLE.values()]
+    short, _ = new_figure([1.0], legend=keys[:2])
+    tall, _ = new_figure([1.0], legend=keys)
+    assert tall.get_figheight() > short.get_figheight() + 0.4
+    for x in (t.get_window_extent().x1 for t in tall.texts):
+        assert x < tall.bbox.x1
+
+
+def test_boxes_are_one_artist() -> None:
+    _, (ax,) = new_figure([1.0])
+    found = boxes(ax, [(0, 0, 1, 1), (2, 0, 3, 1)], STYLE["I"], name="I")
+    assert len(found.get_paths()) == 2
+    assert extents(ax, "I").tolist() == [[0, 1, 0, 1], [2, 5, 0, 1]]
+    assert found.get_hatch() == STYLE["I"].hatch
+
+
+def test_units() -> None:
+    assert [time_unit(t)[1] for t in (2.0, 2e-3, 2e-6, 2e-9, 0.0)] == ["s", "ms", "µs", "ns", "s"]
+    assert [bytes_unit(n)[1] for n in (2e12, 2e9, 2e6, 2e3, 2)] == ["TB", "GB", "MB", "kB", "B"]
+    assert [number(x) for x in (0, 1.2345, 12.345, 123.45, 1234.5, 5e-5, 2e7)] == [
+        "0", "1.23", "12.3", "123", "1,234", "5e-05", "2e+07",
+    ]  # fmt: skip
+    assert seconds(0.0012345) == "1.23 ms"
+    assert byte_count(1_230_000) == "1.23 MB"
+    assert byte_count(512) == "512 B"
+    assert ink_on("#FFFFFF") == "#000000"
+    assert ink_on("#004488") == "#FFFFFF"
+
+
+# --- timeline ----------------------------------------------------------------------------------
+
+
+def test_a_rectangle_an_event_where_the_event_was() -> None:
+    tl = one_f_one_b(4, 8)
+    ax = plot.timeline(tl).axes[0]
+    for op in "FB":
+        events = [e for e in tl.events if e.op == op]
+        events.sort(key=lambda e: e.rank)
+        drawn = extents(ax, op)
+        assert len(drawn) == 32
+        np.testing.assert_allclose(drawn[:, 0], [e.start * 1e3 for e in events], atol=1e-9)
+        np.testing.assert_allclose(drawn[:, 1], [e.end * 1e3 for e in events], atol=1e-9)
+        assert [row for row, _ in itertools.groupby(drawn[:, 2])] == sorted(set(drawn[:, 2]))
+        assert to_hex(find(ax, op).get_facecolor()[0]).upper() == STYLE[op].color
+        assert find(ax, op).get_hatch() == (STYLE[op].hatch or None)
+    assert ax.get_ylim()[0] > ax.get_ylim()[1]  # rank 0 on top
+    idle = extents(ax, "idle")
+    assert len(idle) == 4
+    np.testing.assert_allclose(idle[:, :2], [[0.0, 33.0]] * 4)
+    assert sorted(t.get_text() for t in ax.texts if t.get_text().isdigit()) == sorted("01234567" * 8)
+
+
+def test_a_number_is_left_out_where_it_does_not_fit() -> None:
+    short = Timeline((Event(0, 0, "F", 7, 0.0, 1.0), Event(0, 0, "B", 7, 1.0, 900.0)), "simulated")
+    assert [t.get_text() for t in plot.timeline(short).axes[0].texts if t.get_text().isdigit()] == ["7"]
+
+
+@pytest.mark.parametrize("source", ["simulated", "replayed from measured CPU time", "measured"])
+def test_the_title_names_the_source_and_the_bubble(source: str) -> None:
+    tl = one_f_one_b(4, 8, source=source)
+    assert f"{source} · bubble 27.3 % of ranks × makespan" in words(plot.timeline(tl))
+    late = talking(source)  # rank 1 is never idle in its own span
+    assert f"{source} · bubble 18.8 % of ranks × makespan" in words(plot.timeline(late))
+    assert f"{source} · bubble 0.0 % of the longest rank's span" in words(plot.timeline(late, bubble="rate"))
+    assert source in words(plot.timeline(tl, bubble=None))
+    assert "33.0 ms" in words(plot.timeline(tl))
+
+
+def test_timelines_share_one_axis_from_their_own_starts() -> None:
+    first, late = one_f_one_b(2, 2), one_f_one_b(2, 4, source="measured").shifted(7.0)
+    fig = plot.timeline(first, late, names=["predicted", "run"], title="Both")
+    above, below = fig.axes
+    assert above.get_xlim() == below.get_xlim() == pytest.approx((0.0, late.makespan * 1e3))
+    assert extents(below, "F")[:, 0].min() == pytest.approx(0.0)
+    assert extents(above, "idle")[:, 1].max() == pytest.approx(first.makespan * 1e3)
+    assert "predicted · simulated · bubble" in said(fig)
+    assert "run · measured · bubble" in said(fig)
+    assert "Both" in words(fig)
+    assert above.get_position().y0 > below.get_position().y1
+
+
+def test_the_unit_follows_the_makespan() -> None:
+    for factor, unit in ((1.0, "ms"), (1e-3, "µs"), (1e3, "s")):
+        events = tuple(Event(0, 0, "F", 0, 0.0, 5 * MS * factor) for _ in range(1))
+        assert f"time ({unit})" in words(plot.timeline(Timeline(events)))
+    assert "time (forwards)" in words(plot.timeline(talking(), unit="forwards"))
+
+
+def test_communication_has_a_lane_for_each_axis_beneath_its_rank() -> None:
+    fig = plot.timeline(talking(), axis_labels={1: "the second"})
+    ax = fig.axes[0]
+    compute, reduce, send = extents(ax, "compute"), extents(ax, "all_reduce"), extents(ax, "send")
+    np.testing.assert_allclose(reduce[0, :2], [3.0, 6.5])
+    np.testing.assert_allclose(send[0, :2], [1.0, 2.0])
+    assert compute[0, 3] <= reduce[0, 2] < reduce[0, 3] <= compute[2, 2]  # between rank 0 and rank 1
+    assert compute[2, 3] < send[0, 2]
+    assert reduce[0, 3] - reduce[0, 2] < 0.5 * (compute[0, 3] - compute[0, 2])
+    lanes = [
+        c
+        for c in ax.collections
+        if to_hex(c.get_edgecolor()[0]).upper() in (AXIS["dp"].color, AXIS["pp"].color)
+    ]
+    assert len(lanes) == 2
+    assert {"rank 0", "the second", "dp", "pp", "dp lane", "pp lane", "all-reduce", "send"} <= set(words(fig))
+
+
+def test_exposed_is_what_no_computing_hides() -> None:
+    tl = talking()
+    assert [(a, b) for _, a, b in exposed_parts(tl.by_rank[0])] == [(14.0, 15.0), (16.0, 16.5)]
+    assert exposed_parts(tl.by_rank[1]) == []
+    twice = [Event(0, -1, "send", -1, 0.0, 2.0, "pp"), Event(0, -1, "recv", -1, 1.0, 3.0, "pp")]
+    assert sum(b - a for _, a, b in exposed_parts(twice)) == pytest.approx(3.0)
+    fig = plot.timeline(tl, exposed=True)
+    np.testing.assert_allclose(extents(fig.axes[0], "exposed")[:, :2], [[4.0, 5.0], [6.0, 6.5]])
+    assert "bubble 18.8 % and exposed communication 9.4 % of ranks × makespan" in said(fig)
+
+
+def test_in_flight_draws_the_steps_and_writes_the_peaks() -> None:
+    tl = one_f_one_b(4, 8)
+    fig = plot.timeline(tl, in_flight=True)
+    assert len(fig.axes) == 2
+    curves = [path.vertices for path in find(fig.axes[1], "in flight").get_paths()]
+    heights = [curve[:, 1].max() - curve[:, 1].min() for curve in curves]
+    np.testing.assert_allclose(np.array(heights) / heights[0], [1.0, 0.75, 0.5, 0.25])
+    assert [w for w in words(fig) if w.startswith("peak")] == ["peak 4", "peak 3", "peak 2", "peak 1"]
+    held = curves[0][(curves[0][:, 0] > 3.1) & (curves[0][:, 0] < 23.9), 1]
+    assert len(held) > 5
+    assert len(set(held)) == 1  # one let go as the next is taken leaves no notch
+    assert len(plot.timeline(talking(), in_flight=True).axes) == 1  # no forward, no strip
+
+
+def test_a_later_chunk_is_paler() -> None:
+    events = [Event(0, stage, "F", 0, stage * MS, (stage + 1) * MS) for stage in (0, 2)]
+    fig = plot.timeline(Timeline((*events, Event(0, -1, "compute", -1, 3 * MS, 4 * MS)), "simulated"))
+    first, second = find(fig.axes[0], "F").get_facecolor()
+    assert to_hex(first).upper() == STYLE["F"].color
+    assert (second[:3] > first[:3]).all()
+    assert to_hex(find(fig.axes[0], "compute").get_facecolor()[0]).upper() == STYLE["compute"].color
+    assert "paler: a later chunk" in words(fig)
+
+
+def test_the_fast_mode_drops_numbers_and_hatches_only() -> None:
+    tl = one_f_one_b(4, 8)
+    ax = plot.timeline(tl, text=False).axes[0]
+    assert not [t for t in ax.texts if t.get_text().isdigit()]
+    assert all(c.get_hatch() is None for c in ax.collections)
+    np.testing.assert_allclose(extents(ax, "B"), extents(plot.timeline(tl).axes[0], "B"))
+
+
+def test_a_timeline_that_cannot_be_drawn_says_why() -> None:
+    with pytest.raises(ValueError, match="without events"):
+        plot.timeline(Timeline(()))
+    with pytest.raises(ValueError, match="2 names for 1 timelines"):
+        plot.timeline(one_f_one_b(2, 2), names=["a", "b"])
+    with pytest.raises(ValueError, match="'both' is no definition"):
+        plot.timeline(one_f_one_b(2, 2), bubble="both")
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+
+def test_memory_is_stacked_by_category_with_its_peak() -> None:
+    fig = plot.memory(profile(), profile(3, "cuda"), capacity=3e6)
+    assert len(fig.axes) == 2
+    ax = fig.axes[0]
+    tops = {}
+    for name in ("parameters", "optimizer", "activations", "temporary"):
+        band = find(ax, name)
+        assert to_hex(band.get_facecolor()[0]).upper() == CATEGORY[name].color
+        tops[name] = max(path.vertices[:, 1].max() for path in band.get_paths())
+    assert tops == pytest.approx(
+        {"parameters": 0.4, "optimizer": 1.2, "activations": 1.9, "temporary": 1.905}
+    )
+    assert not [a for a in ax.findobj() if a.get_label() == "gradients"]  # nothing held, nothing drawn
+    assert [w for w in words(fig) if w.startswith("peak")] == ["peak 1.91 MB"] * 2 or "peak 1.90 MB" in said(
+        fig
+    )
+    assert find(ax, "capacity").get_ydata()[0] == pytest.approx(3.0)
+    assert {"memory (MB)", "time (ms)", "capacity 3.00 MB"} <= set(words(fig))
+    assert "rank 0 · measured, exact tensor bytes (CPU)" in words(fig)
+    assert "rank 3 · measured, allocator's bytes (CUDA)" in words(fig)
+    (marker,) = [line for line in ax.lines if line.get_marker() == "v"]
+    assert (marker.get_xdata()[0], marker.get_ydata()[0]) == pytest.approx((30.0, 1.905))
+
+
+def test_memory_steps_and_does_not_slope() -> None:
+    path = find(plot.memory(profile()).axes[0], "activations").get_paths()[0].vertices
+    ys = path[np.isclose(path[:, 0], 30.0), 1]
+    assert {0.3, 0.7} <= set(np.round(ys - 1.2, 6))  # both heights at the one instant
+
+
+def test_thinning_keeps_every_peak() -> None:
+    total = np.zeros(100_000)
+    total[[3, 54_321, 99_990]] = [5.0, 9.0, 7.0]
+    kept = thin(total)
+    assert len(kept) <= MOST_POINTS
+    assert {0, 3, 54_321, 99_990, 99_999} <= set(kept)
+    assert (np.diff(kept) > 0).all()
+    assert thin(total[:10]).tolist() == list(range(10))
+    with pytest.raises(ValueError, match="without samples"):
+        plot.memory(MemoryProfile(()))
+
+
+# --- mesh --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(2, 2, 2), Layout(2, 2, 4), Layout(dp=4), Layout(1, 2, 3), Layout(2, 2, 2, ("tp", "pp", "dp"))],
+)
+def test_a_mesh_has_a_cell_a_rank_and_a_link_between_neighbours(layout: Layout) -> None:
+    fig = plot.mesh(layout)
+    ax = fig.axes[0]
+    centres = []
+    for rank in range(layout.world_size):
+        box = find(ax, f"rank {rank}").get_bbox()
+        inside = [t for t in ax.texts if box.contains(*t.get_position())]
+        told = sorted(t.get_text() for t in inside)
+        wanted = [f"{axis} {i}" for axis, i in layout.coordinates(rank).items()]
+        assert told in (sorted([*wanted, f"rank {rank}"]), sorted([*wanted, str(rank)]))
+        centres.append((box.y0, box.x0))
+    assert centres == sorted(centres)  # ranks read like text
+    for axis in AXIS:
+        lines = [line for line in ax.lines if line.get_label() == axis]
+        size = getattr(layout, axis)
+        assert len(lines) == layout.world_size // size * (size - 1)
+        assert all(line.get_color() == AXIS[axis].color for line in lines)
+    assert f"{layout} · {layout.world_size} ranks" in said(fig)
+
+
+def test_a_link_joins_two_ranks_of_one_group() -> None:
+    layout = Layout(2, 2, 4)
+    ax = plot.mesh(layout, hosts_of=8).axes[0]
+    cells = {rank: find(ax, f"rank {rank}").get_bbox() for rank in range(16)}
+
+    def cell_at(x: float, y: float) -> int:
+        touched = [
+            r for r, b in cells.items() if b.x0 - 1e-6 <= x <= b.x1 + 1e-6 and b.y0 - 1e-6 <= y <= b.y1 + 1e-6
+        ]
+        assert len(touched) == 1
+        return touched[0]
+
+    for axis in AXIS:
+        pairs = set()
+        for line in (line for line in ax.lines if line.get_label() == axis):
+            (x0, *_, x1), (y0, *_, y1) = line.get_xdata(), line.get_ydata()
+            pairs.add((cell_at(x0, y0), cell_at(x1, y1)))
+        assert pairs == {pair for group in layout.groups(axis) for pair in itertools.pairwise(group)}
+
+
+@pytest.mark.parametrize(("layout", "hosts_of", "borders"), [
+    (Layout(2, 2, 2), 4, 2), (Layout(2, 2, 2), 2, 4), (Layout(2, 2, 2), 8, 1), (Layout(1, 2, 3), 4, 3),
+    (Layout(2, 4, 8), 8, 8),
+])  # fmt: skip
+def test_a_host_border_holds_its_ranks_and_no_other(layout: Layout, hosts_of: int, borders: int) -> None:
+    ax = plot.mesh(layout, hosts_of=hosts_of).axes[0]
+    hosts = [p for p in ax.patches if str(p.get_label()).startswith("host")]
+    assert len(hosts) == borders
+    for host in hosts:
+        first = int(str(host.get_label()).split()[1]) * hosts_of
+        box = host.get_bbox()
+        inside = set()
+        for rank in range(layout.world_size):
+            cell = find(ax, f"rank {rank}").get_bbox()
+            if box.contains((cell.x0 + cell.x1) / 2, (cell.y0 + cell.y1) / 2):
+                inside.add(rank)
+        assert inside
+        assert inside <= set(range(first, first + hosts_of))
+
+
+def test_a_mesh_that_fits_no_page_is_refused() -> None:
+    with pytest.raises(ValueError, match="hosts_of=0"):
+        plot.mesh(Layout(2), hosts_of=0)
+    with pytest.raises(ValueError, match="1024 ranks"):
+        plot.mesh(Layout(8, 16, 8))
+    with pytest.raises(ValueError, match="32 of them in a row"):
+        plot.mesh(Layout(dp=32))
+
+
+# --- compare, costs, waits, tensors, notation --------------------------------------------------
+
+
+def test_compare_draws_pairs_and_writes_ratios() -> None:
+    fig = plot.compare(
+        {"bubble": 20.0, "bytes": 4.0, "new": 0.0}, {"bubble": 21.0, "bytes": 6.0, "new": 1.0}, "ms", "T"
+    )
+    ax = fig.axes[0]
+    hollow, filled = find(ax, "predicted bytes"), find(ax, "measured bytes")
+    assert (hollow.get_width(), filled.get_width()) == (4.0, 6.0)
+    assert to_hex(hollow.get_facecolor()).upper() == CARD
+    assert to_hex(filled.get_facecolor()).upper() != CARD
+    ratios = {t.get_text(): t for t in ax.texts if t.get_text().startswith(("×", "no"))}
+    assert list(ratios) == ["× 1.05", "× 1.50", "no ratio"]
+    assert ratios["× 1.05"].get_color() != ALARM
+    assert ratios["× 1.50"].get_color() == ALARM  # outside 0.8 to 1.25
+    assert {"ms", "T", "20.0", "21.0", "bubble", "predicted", "measured"} <= set(words(fig))
+    with pytest.raises(ValueError, match="only one has b"):
+        plot.compare({"a": 1.0}, {"a": 1.0, "b": 2.0})
+
+
+def test_costs_are_logarithmic_with_fit_and_knee() -> None:
+    sizes, times = [1e3, 1e5, 1e7], [3e-5, 5e-5, 1.3e-3]
+    fig = plot.costs(sizes, times, fit=(np.array(sizes), np.array(times)), knee=240e3, title="Bus")
+    ax = fig.axes[0]
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    points, curve = find(ax, "measured"), find(ax, "fit")
+    assert (list(points.get_xdata()), list(points.get_ydata())) == (sizes, times)
+    assert points.get_linestyle() == "None"
+    assert points.get_marker() == "o"
+    assert curve.get_linestyle() == "-"
+    assert find(ax, "knee").get_xdata()[0] == 240e3
+    assert {"latency-bound", "bandwidth-bound", "knee 240 kB", "100 kB", "1 ms", "message (bytes)"} <= set(
+        words(fig)
+    )
+    places = {t.get_text(): t.get_window_extent() for t in ax.texts}
+    knee = ax.transData.transform((240e3, 1e-3))[0]
+    assert places["latency-bound"].x1 < knee < places["bandwidth-bound"].x0
+
+
+def test_costs_draw_named_series_that_differ_in_more_than_colour() -> None:
+    curve = ([1.0, 10.0], [1e-6, 1e-5])
+    fig = plot.costs((), (), more={"ring": curve, "tree": curve, "pairs": curve})
+    lines = [find(fig.axes[0], name) for name in ("ring", "tree", "pairs")]
+    assert len({line.get_color() for line in lines}) == len({line.get_linestyle() for line in lines}) == 3
+    assert {"ring", "tree", "pairs"} <= set(words(fig))
+    assert "measured" not in words(fig)
+    for bad, match in (
+        ((), "at least one point"),
+        (([1.0], []), "1 sizes and 0"),
+        (([0.0], [1.0]), "logarithm"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            plot.costs(*(bad or ((), ())))
+
+
+def test_waits_split_a_collective_where_the_last_rank_arrives() -> None:
+    spent = totals(split_waits(straggling(), "all_reduce"))
+    assert spent[0] == pytest.approx({"compute": 20 * MS, "wait": 8 * MS, "move": 5 * MS})
+    assert spent[2] == pytest.approx({"compute": 28 * MS, "wait": 0.0, "move": 5 * MS})
+    twice = Timeline((*straggling().events, *straggling().shifted(1.0).events))  # the k-th meets the k-th
+    assert totals(split_waits(twice, "all_reduce"))[0]["wait"] == pytest.approx(16 * MS)
+
+
+def test_waits_name_the_rank_that_waits_least() -> None:
+    fig = plot.waits(straggling())
+    ax = fig.axes[0]
+    bar = find(ax, "wait 0")
+    assert (bar.get_x(), bar.get_width()) == pytest.approx((20.0, 8.0))
+    assert to_hex(bar.get_facecolor()).upper() == STYLE["wait"].color
+    (mark,) = [t for t in ax.texts if "waits least" in t.get_text()]
+    assert mark.xy[1] == 2
+    told = said(fig).replace("\n", " ")
+    assert (
+        "Rank 2 waits least, 0 ms, because it computes longest, 28.0 ms. The others wait up to 8.00 ms."
+        in told
+    )
+    assert {"time (ms)", "waiting is not moving: all-reduce · measured"} <= set(words(fig))
+    given = split_waits(straggling(), "all_reduce")
+    assert said(plot.waits(given)) == said(fig)
+
+
+def test_the_verdict_branches_on_the_data() -> None:
+    assert verdict(totals(split_waits(straggling(0.5), "all_reduce")))[0] is None
+    fig = plot.waits(straggling(0.5))
+    assert "Nobody stands out: the waits differ by 0.500 ms" in said(fig)
+    assert "waits least" not in said(fig)
+    late = {0: {"compute": 9.0, "wait": 5.0, "move": 1.0}, 1: {"compute": 4.0, "wait": 0.0, "move": 1.0}}
+    assert verdict(late)[0] == 1
+    assert "though rank 0 computes longest" in verdict(late)[1]
+    with pytest.raises(ValueError, match="this timeline has all_reduce, compute"):
+        plot.waits(straggling(), op="broadcast")
+
+
+def test_a_number_keeps_its_colour_across_a_collective() -> None:
+    fig = plot.tensors([[1, 2, 3], [], []], [[1], [2], [3]], "scatter")
+    before, after = fig.axes
+    for i in range(3):
+        one, two = find(before, f"before 0 {i}"), find(after, f"after {i} 0")
+        assert one.get_facecolor() == two.get_facecolor()
+    assert len({find(before, f"before 0 {i}").get_facecolor() for i in range(3)}) == 3
+    assert [t.get_text() for t in after.texts[:3]] == ["1", "2", "3"]
+    assert len([a for a in before.findobj() if a.get_label() == "empty"]) == 2
+    assert {"scatter", "before", "after", "nothing", "rank 2"} <= set(words(fig))
+    with pytest.raises(ValueError, match="before has 1 ranks and after 2"):
+        plot.tensors([[1]], [[1], [2]])
+    with pytest.raises(ValueError, match="no rank holds a number"):
+        plot.tensors([[]], [[]])
+
+
+def test_the_page_of_notation_has_everything() -> None:
+    told = set(words(plot.notation()))
+    for style in (*STYLE.values(), *AXIS.values(), *CATEGORY.values()):
+        assert style.label in told
+        assert style.meaning in told
+    assert {"F", "I", "W", "B", "predicted", "measured"} <= told
+
+
+# --- show --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
+    InteractiveShell.clear_instance()
+    yield InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
+    InteractiveShell.clear_instance()
+
+
+@pytest.mark.parametrize("alt", ["", "  \n"])
+def test_a_figure_without_alt_text_is_refused(alt: str) -> None:
+    with pytest.raises(ValueError, match="needs alt text"):
+        plot.show(plot.notation(), alt)
+
+
+def test_outside_a_notebook_show_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plot.show(plot.timeline(one_f_one_b(2, 2)), "alt") is None
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_notebook_gets_one_bundle_with_escaped_alt(shell: object) -> None:
+    from IPython.utils.capture import capture_output
+
+    alt = '4 ranks: "B" < 2 & F\'s'
+    fig = plot.timeline(one_f_one_b(4, 8))
+    with capture_output() as caught:
+        assert plot.show(fig, alt) is None
+    (output,) = caught.outputs
+    assert set(output.data) == {"text/html", "image/png", "text/plain"}
+    assert output.data["text/plain"] == alt
+    html = output.data["text/html"]
+    assert 'alt="4 ranks: &quot;B&quot; &lt; 2 &amp; F&#x27;s"' in html
+    assert 'width="700"' in html
+    assert "max-width:100%" in html
+    assert f"data:image/png;base64,{output.data['image/png']}" in html
+    assert base64.b64decode(output.data["image/png"])[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_picture_is_small_sharp_and_keeps_the_grammar_s_colours() -> None:
+    fig = plot.timeline(one_f_one_b(4, 8, "I"))
+    data = plot.png(fig)
+    assert len(data) < 40_000
+    assert len(data) < 0.6 * len(plot.png(fig, small=False))
+    assert Image.open(io.BytesIO(data)).width == 1120  # 1.6 device pixels a CSS pixel
+    assert {STYLE[op].color for op in "FIW"} | {CARD} <= pixels(data)
+    assert fig.dpi == 100  # left as it was
+    page = np.array([to_rgb(color) for color in pixels(plot.png(plot.notation()))])
+    for style in (*STYLE.values(), *AXIS.values(), *CATEGORY.values()):  # even on the page that has them all
+        assert np.linalg.norm(page - to_rgb(style.color), axis=1).min() < 0.1, style

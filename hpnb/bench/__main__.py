@@ -1,0 +1,22 @@
+"""`python -m hpnb.bench NAME`: measure here and now, and print a table of ratios."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m hpnb.bench", description=__doc__)
+    names = parser.add_subparsers(dest="name", required=True)
+    launch = names.add_parser("launch", help="starting processes: hpnb beside spawn and notebook_launcher")
+    launch.add_argument("--ranks", type=int, default=4)
+    launch.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    if options.name == "launch":
+        from hpnb.bench.launch import run
+
+        print(run(options.ranks, options.rounds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""How long until a function has run on N processes that form a group: hpnb beside its peers, in one run.
+
+    python -m hpnb.bench launch --ranks 4 --rounds 5
+
+The function all-reduces one number and returns. Every candidate ends with its processes gone; the row
+"hpnb.Ranks.run" is a call on processes that stay. Each candidate has a Python of its own, as it would in a
+notebook, and they take turns. torch.multiprocessing.spawn starts Python anew in every process; accelerate's
+notebook_launcher forks its own, which it can only do while CUDA has not been touched there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import spawn  # type: ignore[attr-defined]
+
+import hpnb
+from hpnb.bench.report import Row, interleave, table
+
+_TIMEOUT = 120.0  # seconds for one turn of one candidate
+_TURNS_OF_RUN = 100  # a call on processes that stay is short, so it is repeated
+
+
+def add_one() -> float:
+    """What every candidate runs: the group agrees on how many it is."""
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+
+
+# --- the candidates --------------------------------------------------------------------------
+
+
+def _hpnb(ranks: int) -> None:
+    assert hpnb.launch(add_one, ranks=ranks, device="cpu") == [ranks] * ranks
+
+
+def _accelerate(ranks: int) -> None:
+    from accelerate import notebook_launcher
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        notebook_launcher(_in_group, num_processes=ranks, use_port=str(_free_port()))
+
+
+def _in_group() -> None:
+    dist.init_process_group("gloo")  # the launcher has set the environment
+    assert add_one() == dist.get_world_size()
+    dist.destroy_process_group()
+
+
+def _spawn(ranks: int) -> None:
+    spawn(_spawned, args=(ranks, _free_port()), nprocs=ranks)
+
+
+def _spawned(rank: int, ranks: int, port: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    assert add_one() == ranks
+    dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+_CANDIDATES: dict[str, Callable[[int], None]] = {
+    "hpnb.launch": _hpnb,
+    "accelerate.notebook_launcher": _accelerate,
+    "torch.multiprocessing.spawn": _spawn,
+}
+
+
+# --- taking turns ----------------------------------------------------------------------------
+
+
+class _Turn:
+    """One candidate in a Python of its own: a line in is a turn, a line out the seconds it took."""
+
+    def __init__(self, name: str, ranks: int) -> None:
+        self.name = name
+        self.seconds: list[float] = []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "hpnb.bench.launch", name, str(ranks)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"},
+        )
+
+    def take(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        self.seconds.append(float(self._process.stdout.readline()))
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, 9)
+        self._process.wait()
+
+
+def run(ranks: int, rounds: int) -> str:
+    """The table, as text. All on the CPU: it is the processes that are compared."""
+    turns = [_Turn(name, ranks) for name in _CANDIDATES]
+    try:
+        for _ in range(rounds + 1):
+            for turn in turns:
+                turn.take()
+    finally:
+        for turn in turns:
+            turn.end()
+    rows = [Row(turn.name, tuple(turn.seconds[1:])) for turn in turns]
+    rows += [Row(f"{turn.name}, first", (turn.seconds[0],)) for turn in turns]
+    with hpnb.Ranks(ranks, device="cpu") as pool:
+        pool.run(add_one)
+        rows += interleave({"hpnb.Ranks.run": lambda: pool.run(add_one)}, _TURNS_OF_RUN)
+    return table(f"{ranks} CPU ranks, {hpnb.ranks.usable_cores()} cores, {rounds} rounds", rows)
+
+
+def _take_turns(name: str, ranks: int) -> None:
+    import faulthandler
+
+    for _ in sys.stdin:
+        faulthandler.dump_traceback_later(_TIMEOUT, exit=True)  # a candidate that hangs says where
+        begin = time.perf_counter()
+        _CANDIDATES[name](ranks)
+        print(time.perf_counter() - begin, flush=True)
+        faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    _take_turns(sys.argv[1], int(sys.argv[2]))

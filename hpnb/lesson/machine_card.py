@@ -1,0 +1,141 @@
+"""Three numbers of the machine at hand, measured once: latency, bandwidth, matmul rate; and rho.
+
+    rho = matmul FLOP/s of a rank / bytes/s that a rank sends           FLOP per byte
+
+is the exchange rate of the series: how many FLOP a rank could have done while it sent one byte. Everything
+is measured with all ranks at work, because that is how it will be used.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+import hpnb
+from hpnb.lesson.home import digest, load, save
+from hpnb.theory import Wire, fit_wire, seconds
+
+_SIZES = {
+    "cpu": tuple(1 << k for k in range(8, 24)),  # 256 B to 8 MB
+    "cuda": tuple(1 << k for k in range(10, 30)),  # 1 kB to 0.5 GB
+}
+_MATMUL = {"cpu": (512, torch.float32), "cuda": (8192, torch.bfloat16)}
+_PASSES = 3  # over all sizes, so that a busy moment does not fall on one size
+
+
+@dataclass(frozen=True)
+class MachineCard:
+    """What one machine can do with a number of ranks. Seconds, bytes/s, FLOP/s.
+
+    `sizes` and `seconds` are the all-reduces that latency and bandwidth were fitted to: bytes, and the
+    median time until the last rank was done.
+    """
+
+    hardware: str
+    device: str
+    ranks: int
+    latency: float
+    bandwidth: float
+    matmul: float
+    dtype: str
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def rho(self) -> float:
+        """FLOP that a rank could have done in the time in which it sends one byte."""
+        return self.matmul / self.bandwidth
+
+    @property
+    def wire(self) -> Wire:
+        """The wire between the ranks, for `hpnb.theory`."""
+        return Wire(self.latency, self.bandwidth, self.hardware)
+
+    def predicted(self, nbytes: float, algorithm: str = "ring") -> float:
+        """Seconds of an all-reduce of `nbytes` on this machine, by latency and bandwidth."""
+        return seconds("all_reduce", nbytes, self.ranks, self.wire, algorithm)
+
+
+def machine_card(ranks: int | None = None, device: str = "auto", refresh: bool = False) -> MachineCard:
+    """Measure this machine with `ranks` ranks, or find the card that was measured before.
+
+    A card is kept under a digest of the hardware, the ranks and the version of PyTorch. It takes a few
+    seconds; `refresh` measures anew.
+    """
+    choice = hpnb.ranks.choose_device(device, hpnb.ranks.default_ranks() if ranks is None else ranks)
+    hardware = hardware_name(choice.device, choice.ranks)
+    name = f"machine-card-{digest(hardware, choice.ranks, choice.threads, torch.__version__)}.json"
+    known = None if refresh else load(name, _parse, None)
+    if known is not None:
+        return known
+    found = hpnb.launch(measure, ranks=choice.ranks, device=choice.device, timeout=120.0)
+    sizes = _SIZES[choice.device]
+    # A collective is over when its last rank is; every rank's matmul runs at the pace of the slowest.
+    times = tuple(max(times[i] for times, _ in found) for i in range(len(sizes)))
+    wire = fit_wire(sizes, times, choice.ranks)
+    card = MachineCard(
+        hardware,
+        choice.device,
+        choice.ranks,
+        wire.latency,
+        wire.bandwidth,
+        min(rate for _, rate in found),
+        str(_MATMUL[choice.device][1]).removeprefix("torch."),
+        sizes,
+        times,
+    )
+    save(name, json.dumps(asdict(card), indent=1))
+    return card
+
+
+def _parse(text: str) -> MachineCard | None:
+    known = json.loads(text)
+    return MachineCard(**{**known, "sizes": tuple(known["sizes"]), "seconds": tuple(known["seconds"])})
+
+
+def hardware_name(device: str, ranks: int) -> str:
+    """What the ranks run on, without a host's name: "2 CPU cores" or "4 x NVIDIA H200"."""
+    if device == "cuda":
+        return f"{ranks} x {torch.cuda.get_device_name(0)}"
+    cores = hpnb.ranks.usable_cores()
+    return f"{cores} CPU core{'s' if cores > 1 else ''}"
+
+
+def measure() -> tuple[list[float], float]:
+    """On a rank: median seconds of an all-reduce of each size, and FLOP/s of a matrix product."""
+    device = hpnb.device()
+    sizes = _SIZES[device.type]
+    buffers = {n: torch.zeros(n // 4, device=device) for n in sizes}
+    runs: dict[int, list[float]] = {n: [] for n in sizes}
+    for n in sizes:  # connections and code paths are set up on first use
+        dist.all_reduce(buffers[n])
+    for _ in range(_PASSES):
+        for n in sizes:
+            repeats = max(3, min(30, (1 << 22) // n))
+            runs[n] += [_timed(partial(dist.all_reduce, buffers[n])) for _ in range(repeats)]
+    size, dtype = _MATMUL[device.type]
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    products = [_timed(partial(torch.matmul, a, b)) for _ in range(12)][2:]
+    return [statistics.median(runs[n]) for n in sizes], 2 * size**3 / statistics.median(products)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    """Seconds of one call, begun together."""
+    dist.barrier()
+    if hpnb.device().type != "cuda":
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    work()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

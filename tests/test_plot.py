@@ -146,7 +146,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     ),
     "costs": lambda: plot.costs(SIZES, TIMES, (SIZES, TIMES), 240e3, {"tree": (SIZES, TIMES)}),
     "waits": lambda: plot.waits(straggling()),
-    "tensors": lambda: plot.tensors([[1, 2, 3], [], [4]], [[10], [1234.5], [7]], "gather"),
+    "tensors": lambda: plot.tensors([[1, 2, 3], [], [4]], [[10], [1234.5], [7]], title="gather"),
     "notation": plot.notation,
 }
 
@@ -584,7 +584,7 @@ def test_the_verdict_branches_on_the_data() -> None:
 
 
 def test_a_number_keeps_its_colour_across_a_collective() -> None:
-    fig = plot.tensors([[1, 2, 3], [], []], [[1], [2], [3]], "scatter")
+    fig = plot.tensors([[1, 2, 3], [], []], [[1], [2], [3]], title="scatter")
     before, after = fig.axes
     for i in range(3):
         one, two = find(before, f"before 0 {i}"), find(after, f"after {i} 0")

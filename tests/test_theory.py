@@ -448,6 +448,7 @@ def test_laws_of_one_rank_cost_nothing() -> None:
         (lambda: theory.steps("all_reduce", 3, "halving-doubling"), "cannot pair 3; 2 or 4 ranks would work"),
         (lambda: theory.knee(1, WIRE), "all_reduce on 1 rank moves nothing and has no knee; use 2"),
         (lambda: Wire(-1e-6, 1e9), "latency -1e-06 s .* must be at least 0"),
+        (lambda: Wire(math.inf, 1e9), "latency inf s and bandwidth 1000000000.0 bytes/s cannot be"),
         (lambda: Wire(1e-6, 0), "bandwidth 0 bytes/s .* bandwidth above 0"),
         (lambda: theory.fit_wire([1, 2], [1, 2], 1), "all_reduce on 1 rank moves nothing, .*; use 2 ranks"),
         (

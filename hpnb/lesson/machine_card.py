@@ -23,7 +23,7 @@ from hpnb.lesson.home import digest, load, save
 from hpnb.theory import Wire, fit_wire, seconds
 
 _SIZES = {
-    "cpu": tuple(1 << k for k in range(8, 24)),  # 256 B to 8 MB
+    "cpu": tuple(1 << k for k in range(8, 26)),  # 256 B to 32 MB
     "cuda": tuple(1 << k for k in range(10, 30)),  # 1 kB to 0.5 GB
 }
 _MATMUL = {"cpu": (512, torch.float32), "cuda": (8192, torch.bfloat16)}

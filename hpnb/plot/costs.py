@@ -89,6 +89,9 @@ def _axes(ax: Axes) -> None:
         axis.set_major_locator(LogLocator(numticks=9))
         axis.set_minor_formatter(NullFormatter())
         axis.set_major_formatter(FuncFormatter(lambda value, _, say=words: _short(say(value))))
+    low, high = ax.get_ylim()
+    if high / low < 30:  # powers of ten alone would leave one tick or none
+        ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=9))
 
 
 def _short(words: str) -> str:
@@ -99,8 +102,10 @@ def _short(words: str) -> str:
 
 def _knee(ax: Axes, knee: float) -> None:
     low, high = ax.get_xlim()
-    low, high = min(low, knee / 3), max(high, knee * 3)
+    low, high = min(low, knee / 30), max(high, knee * 30)  # room for the words on both sides
     ax.set_xlim(low, high)
+    bottom, top = ax.get_ylim()
+    ax.set_ylim(bottom, top * (top / bottom) ** 0.12)  # and above the points
     ax.axvspan(low, knee, color="#EEF3F8", zorder=0, linewidth=0)
     line = ax.axvline(knee, color=SOFT, linestyle="--", linewidth=1.3, zorder=2)
     line.set_label("knee")

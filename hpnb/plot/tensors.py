@@ -1,4 +1,4 @@
-"""A collective in two pictures: what each rank held before, and what it holds after.
+"""A collective in pictures: what each rank held before, and what it holds after, perhaps after several.
 
 A number keeps its colour, so the eye finds where it went; a sum has a colour of its own.
 """
@@ -20,36 +20,41 @@ from hpnb.plot.grammar import CARD, INK, RULE, SOFT, ink_on, mix
 Rows = Sequence[Sequence[float]]
 
 
-def tensors(before: Rows, after: Rows, title: str | None = None) -> Figure:
+def tensors(
+    before: Rows, after: Rows, *more: Rows, names: Sequence[str] | None = None, title: str | None = None
+) -> Figure:
     """Draw one row of cells a rank, before and after, coloured by value on one scale.
 
     Args:
-        before, after: one sequence of numbers a rank; they may differ in length, and be empty.
+        before, after, more: one sequence of numbers a rank; they may differ in length, and be empty.
+        names: one for each of them; by default "before", "after", "after 2", ...
 
     Raises:
-        ValueError: the two have different numbers of ranks, or nobody holds anything.
+        ValueError: they have different numbers of ranks, or nobody holds anything.
     """
-    before, after = ([[float(v) for v in row] for row in side] for side in (before, after))
-    if len(before) != len(after) or not before:
+    stages = [[[float(v) for v in row] for row in stage] for stage in (before, after, *more)]
+    if len({len(stage) for stage in stages}) > 1 or not stages[0]:
+        counts = " and ".join(str(len(stage)) for stage in stages[1:])
         raise ValueError(
-            f"before has {len(before)} ranks and after {len(after)}; give one row a rank to both"
+            f"before has {len(stages[0])} ranks and after {counts}; give one row a rank to both"
         )
-    values = [v for side in (before, after) for row in side for v in row]
+    values = [v for stage in stages for row in stage for v in row]
     if not values:
         raise ValueError("no rank holds a number, before or after; there is nothing to draw")
+    told = list(names) if names else ["before", "after", *(f"after {i}" for i in range(2, len(stages)))]
     low, high = min(values), max(values)
-    longest = max(len(row) for side in (before, after) for row in side)
-    ranks = len(before)
+    longest = max(len(row) for stage in stages for row in stage)
+    ranks, count = len(stages[0]), len(stages)
     fig, axes = new_figure(
-        [0.4 * ranks], title=title or "", columns=2, between=0.75, left=0.7, bottom=0.15, head=0.28
+        [0.4 * ranks], title=title or "", columns=count, between=0.75, left=0.7, bottom=0.15, head=0.28
     )
-    side_width = (WIDTH - 0.7 - 0.2 - 0.75) / 2
+    side_width = (WIDTH - 0.7 - 0.2 - 0.75 * (count - 1)) / count
     cell = min(0.6, side_width / longest)
     words = {v: f"{v:.4g}" for v in values}
     wide = max(text_inches(w) for w in words.values())
     size = min(TEXT, TEXT * (cell - 0.06) / wide) if wide else TEXT
 
-    for ax, rows, name in zip(axes, (before, after), ("before", "after"), strict=True):
+    for place, (ax, rows, name) in enumerate(zip(axes, stages, told, strict=True)):
         for rank, row in enumerate(rows):
             if not row:
                 box = Rectangle((0, rank + 0.12), cell, 0.76, facecolor=CARD, edgecolor=RULE, linestyle="--")
@@ -68,10 +73,12 @@ def tensors(before: Rows, after: Rows, title: str | None = None) -> Figure:
                 if size >= 6.0:
                     ax.text((i + 0.5) * cell, rank + 0.5, words[value], size=size, color=ink_on(color),
                             ha="center", va="center")  # fmt: skip
-        _plain(ax, ranks, side_width, labels=name == "before")
+        _plain(ax, ranks, side_width, labels=place == 0)
         panel_title(ax, name)
-    axes[1].annotate("", (-0.09, 0.5), (-0.2, 0.5), "axes fraction", "axes fraction",
-                     arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.6})  # fmt: skip
+        if place:
+            far, near = -0.6 / side_width, -0.27 / side_width
+            ax.annotate("", (near, 0.5), (far, 0.5), "axes fraction", "axes fraction",
+                        arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.6})  # fmt: skip
     return fig
 
 

@@ -50,9 +50,9 @@ def usable_cores() -> int:
 
 
 def default_ranks() -> int:
-    """All GPUs where there are at least 2; on a CPU 2 to 4, as there are cores."""
+    """All GPUs where there are at least 2, else 4 on the CPU: fewer show little, whatever the cores."""
     gpus = torch.cuda.device_count()
-    return gpus if gpus >= 2 else min(4, max(2, usable_cores()))
+    return gpus if gpus >= 2 else 4
 
 
 def choose_device(device: str, ranks: int) -> DeviceChoice:

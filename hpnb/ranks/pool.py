@@ -46,7 +46,7 @@ def launch(
     Tensors, as arguments and as results, arrive on the CPU and without a graph.
 
     Args:
-        ranks: how many processes; by default one a GPU, or 2 to 4 on a CPU.
+        ranks: how many processes; by default one a GPU, or 4 on a CPU.
         device: "auto" (NCCL if there are GPUs enough, else gloo on the CPU), "cpu" or "cuda".
         timeout: seconds after which the call fails.
 

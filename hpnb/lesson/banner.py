@@ -1,0 +1,138 @@
+"""The first thing a page shows: what runs where, and whether a clock means anything here.
+
+More ranks than cores queue for the CPU, and a wall clock then measures the queue. The banner says so once,
+and `timings_mean_something` lets the cells below say it again where they branch.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from hpnb.lesson.tables import table
+from hpnb.ranks import choose_device, default_ranks, usable_cores
+
+
+@dataclass(frozen=True, repr=False)
+class Banner:
+    """Where the ranks of one page run.
+
+    Attributes:
+        ranks: how many processes.
+        device: "cpu" or "cuda".
+        backend: "gloo" or "NCCL".
+        reason: why this device.
+        devices: names of the GPUs used, as in "2 x NVIDIA L4"; "" on the CPU.
+        cores, threads: usable cores of the machine, and threads that each rank may use.
+        versions: (name, version) pairs.
+        model, data: what the page trains, and on what.
+        timings_mean_something: False where ranks share cores.
+        timings: the same as a sentence.
+        reading: a sentence of the page's own about its numbers.
+    """
+
+    ranks: int
+    device: str
+    backend: str
+    reason: str
+    devices: str
+    cores: int
+    threads: int
+    versions: tuple[tuple[str, str], ...]
+    model: str
+    data: str
+    timings_mean_something: bool
+    timings: str
+    reading: str = ""
+
+    def __repr__(self) -> str:
+        return f"<{_count(self.ranks, 'rank')} on {self.device} over {self.backend}>"
+
+    def show(self) -> None:
+        """Display it (again)."""
+        where = self.devices or f"the CPU is used, {_count(self.cores, 'core')}"
+        rows = [
+            ("ranks", f"{self.ranks}, {_count(self.threads, 'thread')} each"),
+            ("backend", self.backend),
+            ("device", f"{where}: {self.reason}"),
+            ("model", self.model),
+            ("data", self.data),
+            ("versions", ", ".join(f"{name} {version}" for name, version in self.versions)),
+            ("timings", self.timings),
+            ("reading", self.reading),
+        ]
+        table(("", ""), [row for row in rows if row[1]])
+
+
+def banner(
+    ranks: int | None = None, device: str = "auto", model: str = "", data: str = "", *, reading: str = ""
+) -> Banner:
+    """Display where this page runs, and return it: `here = lesson.banner(ranks=4)`.
+
+    Args:
+        ranks, device: as for `hpnb.launch`.
+        model: what is trained, such as "ViT, 4 blocks of 64".
+        data: where samples come from, such as "generated stand-in for CIFAR-10".
+        reading: one more sentence, about how to read this page's numbers.
+
+    Raises:
+        ValueError: ranks or device cannot be had here.
+    """
+    choice = choose_device(device, default_ranks() if ranks is None else ranks)
+    cores, cuda = usable_cores(), choice.device == "cuda"
+    honest = cuda or choice.ranks <= cores
+    if cuda:
+        timings = "one GPU a rank: times on this page are this machine's"
+    elif honest:
+        timings = f"{_count(choice.ranks, 'rank')} on {_count(cores, 'core')}: wall-clock times hold here, "
+        timings += "for this CPU"
+    else:
+        timings = "wall-clock timings on this page are contended: "
+        timings += f"{choice.ranks} ranks share {_count(cores, 'core')}; replayed figures say so"
+    here = Banner(
+        ranks=choice.ranks,
+        device=choice.device,
+        backend=choice.name,
+        reason=choice.reason.removeprefix("the CPU, "),
+        devices=_gpu_names(choice.ranks) if cuda else "",
+        cores=cores,
+        threads=choice.threads,
+        versions=_versions(),
+        model=model,
+        data=data,
+        timings_mean_something=honest,
+        timings=timings,
+        reading=reading,
+    )
+    here.show()
+    return here
+
+
+def _versions() -> tuple[tuple[str, str], ...]:
+    from hpnb import __version__
+
+    return (("hpnb", __version__), ("torch", str(torch.__version__)), ("python", platform.python_version()))
+
+
+def _gpu_names(used: int) -> str:
+    """ "4 x NVIDIA H200", asked of the driver: torch would have to start CUDA in the notebook's process."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command += ["-i", visible]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20.0, check=False)
+        names = [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []
+    except (OSError, subprocess.SubprocessError):
+        names = []
+    if len(names) < used:
+        return _count(used, "GPU")
+    return ", ".join(f"{many} x {name}" if many > 1 else name for name, many in Counter(names[:used]).items())
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,53 @@
+"""What went wrong while the loss looked healthy, and what showed it: a row for each silent failure.
+
+Every notebook that hides a fault adds its row when the reader has found it; the table grows to the end.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from hpnb.lesson.home import load, locked, save
+from hpnb.lesson.tables import table
+
+FILE = "field_guide.json"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A fault as it is met: first the symptom, then the instrument that finds it, last the cause."""
+
+    symptom: str
+    instrument: str
+    cause: str
+    notebook: str
+
+
+def add(symptom: str, instrument: str, cause: str, notebook: str) -> None:
+    """Write one row; it takes the place of the one with the same notebook and symptom."""
+    row = Row(symptom, instrument, cause, notebook)
+    with locked():
+        kept = {(each.notebook, each.symptom): each for each in _read()}
+        kept[notebook, symptom] = row
+        save(FILE, json.dumps([asdict(each) for each in kept.values()], indent=1, ensure_ascii=False) + "\n")
+
+
+def rows() -> tuple[Row, ...]:
+    """All rows, by notebook, then in the order in which they were first added."""
+    return tuple(sorted(_read(), key=lambda row: row.notebook))
+
+
+def show() -> None:
+    """Display the guide as it stands."""
+    lines = [(row.symptom, row.instrument, row.cause, row.notebook) for row in rows()]
+    note = "" if lines else "No fault has been found yet."
+    table(("symptom", "instrument", "cause", "notebook"), lines, "field guide", note)
+
+
+def _read() -> tuple[Row, ...]:
+    return load(FILE, _parse, ())
+
+
+def _parse(text: str) -> tuple[Row, ...]:
+    return tuple(Row(**fields) for fields in json.loads(text))

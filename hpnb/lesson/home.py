@@ -1,0 +1,140 @@
+"""What is remembered between notebooks lies in one folder: guesses, passed exercises, ledger, field guide.
+
+    $HPNB_HOME, else $XDG_CACHE_HOME/hpnb, else ~/.cache/hpnb
+
+Every file is written beside its place and then renamed, so it is whole or not there. A file that cannot be
+read is set aside, never overwritten, and a notebook goes on as if there were none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+T = TypeVar("T")
+
+
+def home() -> Path:
+    """The folder, made if need be; a temporary one, with a note, where it cannot be written."""
+    try:
+        folder = _wanted()
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    except (OSError, RuntimeError):  # RuntimeError: this user has no home
+        pass
+    return Path(_until_exit().name)
+
+
+def load(name: str, parse: Callable[[str], T], empty: T) -> T:
+    """`parse` of the text of home()/name; `empty` if there is none, or if it is not what `parse` reads."""
+    path = home() / name
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return empty
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError):
+        aside = next(p for k in count(1) if not (p := path.with_name(f"{name}.aside-{k}")).exists())
+        with suppress(OSError):
+            path.replace(aside)
+        print(f"note: {name} could not be read; it was set aside as {aside.name}, and an empty one begins")
+        return empty
+
+
+def save(name: str, text: str) -> None:
+    """Write home()/name in one go: a reader finds the old text or the new, whenever it looks."""
+    folder = home()
+    handle, part = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, folder / name)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(part)
+        raise
+
+
+def read_json(name: str) -> dict[str, Any]:
+    """The JSON object in home()/name; {} if there is none or it is something else."""
+    return load(name, _object, {})
+
+
+def write_json(name: str, value: Mapping[str, Any]) -> None:
+    """Write `value` as a JSON object to home()/name."""
+    save(name, json.dumps(dict(value), indent=1, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def locked() -> Iterator[None]:
+    """Read, change and write within it, and notebooks that run side by side lose nothing. Does not nest."""
+    with (home() / ".lock").open("w") as file:
+        if fcntl is not None:
+            with suppress(OSError):  # some network disks have no locks: then the last writer wins
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def digest(*parts: object) -> str:
+    """12 hex digits that are the same for the same parts in every process, and differ for others.
+
+    Args:
+        parts: bytes, dataclasses, or whatever JSON holds.
+
+    Raises:
+        TypeError: a part has no lasting form, such as an object whose repr is its address.
+    """
+    found = hashlib.sha256()
+    for part in parts:
+        raw = part if isinstance(part, bytes) else _canonical(part).encode()
+        found.update(f"{type(part).__name__} {len(raw)} ".encode())  # ("ab", "c") is not ("a", "bc")
+        found.update(raw)
+    return found.hexdigest()[:12]
+
+
+def _wanted() -> Path:
+    if named := os.environ.get("HPNB_HOME"):
+        return Path(named).expanduser().absolute()  # a notebook may change its folder
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "hpnb"
+
+
+@lru_cache(maxsize=1)
+def _until_exit() -> tempfile.TemporaryDirectory[str]:
+    print("note: the folder for what notebooks remember cannot be written; it is kept until this one ends")
+    return tempfile.TemporaryDirectory(prefix="hpnb-")
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    return value
+
+
+def _canonical(part: object) -> str:
+    return json.dumps(part, sort_keys=True, separators=(",", ":"), default=_plain)
+
+
+def _plain(part: object) -> object:
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+        return [type(part).__name__, dataclasses.asdict(part)]
+    if isinstance(part, (set, frozenset)):
+        return sorted(part, key=_canonical)
+    raise TypeError(f"a {type(part).__name__} has no digest; give bytes, a dataclass, or what JSON holds")

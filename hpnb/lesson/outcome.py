@@ -1,0 +1,183 @@
+"""A guess, a prediction and a truth, and what one makes of the three; kept in one file between notebooks.
+
+    ratio = measured / predicted
+
+An identity holds at exactly 1, a model from 0.8 to 1.25. A ranking is scored by its regret: what the first
+choice costs over the least cost, less 1. How the others are ordered is told, and costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from typing import Any, Literal, cast
+
+from hpnb.lesson.home import load, save
+from hpnb.lesson.tables import number
+
+Kind = Literal["identity", "model", "ranking"]
+Answer = float | tuple[str, ...] | None
+GOOD = (0.8, 1.25)  # as in hpnb.plot.compare
+FILE = "predictions.json"
+MISSING = "name the missing term"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One question, what the reader guessed, and what came out; None where nothing has yet.
+
+    Attributes:
+        key, question, kind, unit: as they were asked.
+        guess, predicted, truth: numbers, or names with the best first.
+        costs: of a ranking's choices.
+        seen: the guess was made when the truth had already been shown.
+    """
+
+    key: str
+    question: str
+    kind: Kind = "model"
+    unit: str = ""
+    guess: Answer = None
+    predicted: Answer = None
+    truth: Answer = None
+    costs: dict[str, float] | None = None
+    seen: bool = False
+
+    @property
+    def ratio(self) -> float | None:
+        """measured / predicted; of a ranking, cost of the first choice predicted / least cost."""
+        return self._over(self.predicted)
+
+    @property
+    def guess_ratio(self) -> float | None:
+        """measured / guess; of a ranking, cost of the reader's first choice / least cost."""
+        return self._over(self.guess)
+
+    @property
+    def regret(self) -> float | None:
+        """0 for a guess come true, 0.3 for one that is 30 % off, too high or too low."""
+        ratio = self.guess_ratio
+        if ratio is None or ratio < 0:
+            return None
+        return max(ratio, 1 / ratio) - 1 if ratio else math.inf
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the guess was right, as its kind judges; None without a guess or a truth."""
+        return self.holds(self.guess)
+
+    def holds(self, value: Answer) -> bool | None:
+        """Whether `value` is right; None if it or the truth is None."""
+        if value is None or self.truth is None:
+            return None
+        if isinstance(value, tuple):
+            return self._over(value) == 1.0
+        return holds(self.kind, value, cast(float, self.truth))
+
+    def _over(self, value: Answer) -> float | None:
+        if value is None or self.truth is None:
+            return None
+        if isinstance(value, tuple):
+            costs = self.costs or {}
+            return costs[value[0]] / min(costs.values()) if value[0] in costs else None
+        return ratio_of(value, cast(float, self.truth))
+
+
+# --- judging -----------------------------------------------------------------------------------
+
+
+def ratio_of(predicted: float, measured: float) -> float:
+    """measured / predicted; 1 if both are 0, infinite if only the prediction is."""
+    if predicted == 0:
+        return 1.0 if measured == 0 else math.inf
+    return measured / predicted
+
+
+def holds(kind: Kind, predicted: float, measured: float) -> bool:
+    """An identity: equal (whole numbers exactly, others but for rounding). A model: ratio in GOOD."""
+    if kind == "identity":
+        if float(predicted).is_integer() and float(measured).is_integer():
+            return predicted == measured
+        return math.isclose(predicted, measured, rel_tol=1e-12)
+    return GOOD[0] <= ratio_of(predicted, measured) <= GOOD[1]
+
+
+def ratio_text(ratio: float | None, kind: Kind = "model") -> str:
+    """Two decimals where they say something; of an identity, as many as tell it from 1."""
+    if ratio is None or math.isnan(ratio):
+        return "-"
+    if kind == "identity" and 0 < abs(ratio - 1) < 5e-3:
+        return next((t for d in range(3, 13) if float(t := f"{ratio:.{d}f}") != 1), "1.00")
+    return f"{ratio:.2f}" if 0.095 <= abs(ratio) < 100 else number(ratio)
+
+
+def show(answer: Answer, unit: str = "") -> str:
+    """An answer as a table holds it."""
+    if answer is None:
+        return "-"
+    return " < ".join(answer) if isinstance(answer, tuple) else number(answer, unit)
+
+
+def reading_of(outcome: Outcome) -> str:
+    """One line that says what came of the guess, and of the prediction."""
+    words = [_read(outcome, outcome.guess, "your guess")] if outcome.guess is not None else ["No guess yet"]
+    if outcome.predicted is not None:
+        words.append(_read(outcome, outcome.predicted, "the prediction"))
+    return ". ".join(w[0].upper() + w[1:] for w in words) + "."
+
+
+def _read(outcome: Outcome, value: Answer, who: str) -> str:
+    if isinstance(value, tuple):
+        return _read_ranking(outcome, value, who)
+    truth = cast(float, outcome.truth)
+    ratio = ratio_of(cast(float, value), truth)
+    right = outcome.holds(value)
+    if outcome.kind == "identity":
+        if right:
+            return f"{who} is exact"
+        gap = number(abs(truth - cast(float, value)), outcome.unit)
+        return f"{who} is off by {gap}, and an identity must hold exactly"
+    if right:
+        return f"{who} holds (ratio {ratio_text(ratio)})"
+    return f"{who} is off: measured is {ratio_text(ratio)} times that, so {MISSING}"
+
+
+def _read_ranking(outcome: Outcome, order: tuple[str, ...], who: str) -> str:
+    costs = outcome.costs or {}
+    if strange := [name for name in order if name not in costs]:
+        return f"{who} names {', '.join(strange)}, which is not among {', '.join(costs)}: it has no score"
+    best = min(costs, key=lambda name: costs[name])
+    regret = costs[order[0]] / costs[best] - 1
+    words = f"{who} puts the best first" if regret == 0 else (
+        f"{who} puts {order[0]} first, which costs {number(100 * regret, '%')} more than {best}"
+    )  # fmt: skip
+    pairs = list(combinations(order, 2))
+    right = sum(costs[a] <= costs[b] for a, b in pairs)
+    return words + (f", and has {right} of {len(pairs)} pairs in order" if pairs else "")
+
+
+# --- keeping -----------------------------------------------------------------------------------
+
+
+def read_outcomes() -> dict[str, Outcome]:
+    """{key: outcome} of everything that was kept."""
+    return load(FILE, _parse, {})
+
+
+def write_outcomes(outcomes: Mapping[str, Outcome]) -> None:
+    kept = {key: asdict(outcome) for key, outcome in outcomes.items()}
+    save(FILE, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+
+
+def _parse(text: str) -> dict[str, Outcome]:
+    return {key: _outcome(key, fields) for key, fields in json.loads(text).items()}
+
+
+def _outcome(key: str, fields: dict[str, Any]) -> Outcome:
+    for name in ("guess", "predicted", "truth"):
+        if isinstance(fields.get(name), list):
+            fields[name] = tuple(fields[name])
+    return Outcome(**{**fields, "key": key})

@@ -1,0 +1,144 @@
+"""Numbers and small tables as a page shows them: three digits, one unit, readable in light and dark.
+
+A quantity may carry its unit in its name, as an axis does: "step time (s)".
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from html import escape
+from numbers import Integral
+from typing import Any, SupportsFloat, cast
+
+Cell = str | SupportsFloat | None
+
+_LARGE = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_SMALL = ((1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
+_PREFIXED = dict.fromkeys(("B", "B/s", "FLOP", "FLOP/s", "bit", "bit/s", "Hz"), _LARGE) | {"s": _SMALL}
+_PAGE, _WRAP = 110, 40  # columns of a page of text, and of a cell where a row would be wider
+
+
+def number(value: SupportsFloat, unit: str = "") -> str:
+    """`value` with three significant digits and its unit: number(0.00123, "s") is "1.23 ms".
+
+    Bytes, FLOPs, bits, hertz and seconds take the prefix that fits (a kB is 1000 B); in any other unit
+    the value stays as it is. Counts are shown whole.
+    """
+    plain = float(value)
+    if not math.isfinite(plain):
+        text = "unknown" if math.isnan(plain) else "∞" if plain > 0 else "-∞"
+        return f"{text} {unit}".rstrip()
+    whole = isinstance(value, Integral) or unit in ("B", "FLOP", "bit")  # counts, even when held as floats
+    size, prefix = 1.0, ""
+    if unit in _PREFIXED and plain:
+        steps = _PREFIXED[unit]
+        # 999.6 would be shown as 1000, so it already takes the next prefix.
+        size, prefix = next((step for step in steps if abs(plain) >= step[0] * 0.9995), steps[-1])
+    scaled = plain / size
+    text = f"{round(scaled):,}" if whole and size == 1.0 and scaled.is_integer() else _three(scaled)
+    return f"{text} {prefix}{unit}".rstrip()
+
+
+def plain(value: SupportsFloat) -> float:
+    """A Python number: of a tensor, an array of one, a count. Whole numbers stay exact."""
+    return int(cast(Any, value)) if isinstance(value, Integral) else float(value)
+
+
+def split_unit(name: str) -> tuple[str, str]:
+    """("step time", "s") of "step time (s)"; the unit is empty where there is none."""
+    found = re.fullmatch(r"(.+?) \(([^()\s]+)\)", name)
+    return (found[1], found[2]) if found else (name, "")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], title: str = "", note: str = "") -> None:
+    """Display rows under columns: HTML in a notebook, aligned text elsewhere.
+
+    Args:
+        columns: headings; leave all of them empty for a table without a heading.
+        rows: strings as they are, numbers through `number`, None as a dash.
+        title: above the table.
+        note: a sentence beneath it.
+
+    Raises:
+        ValueError: a row has not as many cells as there are columns.
+    """
+    cells = [["-" if c is None else c if isinstance(c, str) else number(c) for c in row] for row in rows]
+    for row in cells:
+        if len(row) != len(columns):
+            raise ValueError(f"a row has {len(row)} cells for {len(columns)} columns: {row}")
+    right = [_is_numeric([row[k] for row in cells]) for k in range(len(columns))]
+    present(_html(columns, cells, right, title, note), _text(columns, cells, right, title, note))
+
+
+def present(html: str, text: str) -> None:
+    """Display both forms of one thing in IPython, which picks; print the text where there is no IPython."""
+    ipython = sys.modules.get("IPython")
+    if ipython is None or ipython.get_ipython() is None:
+        print(text)
+    else:
+        ipython.display.display({"text/html": html, "text/plain": text}, raw=True)
+
+
+def _three(value: float) -> str:
+    if value == 0:
+        return "0"
+    if not 1e-3 <= abs(value) < 1e12:
+        return f"{value:.3g}"
+    if abs(value) >= 999.5:
+        return f"{float(f'{value:.3g}'):,.0f}"
+    return f"{value:#.3g}".rstrip(".")
+
+
+def _is_numeric(column: Sequence[str]) -> bool:
+    """A column of numbers lines up on the right; a dash says nothing either way."""
+    told = [cell for cell in column if cell not in ("", "-")]
+    return bool(told) and all(re.match(r"[-+×]? ?[\d∞]", cell) for cell in told)
+
+
+def _html(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool], title: str, note: str
+) -> str:
+    # Alignment twice: JupyterLab sets every cell to the right, and GitHub drops styles. No colours: a page
+    # brings its own, for light and for dark.
+    def cell(tag: str, words: str, k: int) -> str:
+        side = "right" if right[k] else "left"
+        style = f"text-align:{side};vertical-align:top"
+        return f'<{tag} align="{side}" style="{style}">{escape(words, quote=False)}</{tag}>'
+
+    def line(tag: str, words: Sequence[str]) -> str:
+        return "<tr>" + "".join(cell(tag, each, k) for k, each in enumerate(words)) + "</tr>"
+
+    parts = [f"<p><b>{escape(title, quote=False)}</b></p>"] if title else []
+    parts.append('<table style="margin-left:0;table-layout:auto">')
+    if any(columns):
+        parts.append(f"<thead>{line('th', columns)}</thead>")
+    parts.append("<tbody>" + "".join(line("td", row) for row in rows) + "</tbody></table>")
+    if note:
+        parts.append(f"<p>{escape(note, quote=False)}</p>")
+    return "\n".join(parts)
+
+
+def _text(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool], title: str, note: str
+) -> str:
+    wide = max((sum(len(cell) + 2 for cell in row) for row in rows), default=0)
+    body = [[textwrap.wrap(cell, _WRAP if wide > _PAGE else _PAGE) or [""] for cell in row] for row in rows]
+    widths = [max(len(name), *(len(p) for row in body for p in row[k]), 0) for k, name in enumerate(columns)]
+
+    def line(words: Sequence[str]) -> str:
+        filled = zip(words, widths, right, strict=True)
+        return "  ".join(word.rjust(wide) if r else word.ljust(wide) for word, wide, r in filled).rstrip()
+
+    lines = [title] if title else []
+    if any(columns):
+        lines += [line(columns), "  ".join("-" * wide for wide in widths)]
+    for row in body:
+        for k in range(max(map(len, row), default=0)):
+            lines.append(line([parts[k] if k < len(parts) else "" for parts in row]))
+    if note:
+        lines += textwrap.wrap(note, _PAGE)
+    return "\n".join(lines)

@@ -1,0 +1,649 @@
+"""The room that only notebooks use: what it remembers, how it judges, and what it shows."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hpnb
+from hpnb import lesson
+from hpnb.lesson import Exercise, Finding, check
+from hpnb.lesson.checks import passed
+from hpnb.lesson.home import load, read_json, save, write_json
+
+asked: dict[str, Any] = importlib.import_module("hpnb.lesson.predict")._asked
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HPNB_HOME", str(tmp_path / "home"))
+    asked.clear()
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
+    """What was printed since the last call."""
+    return lambda: capsys.readouterr().out
+
+
+def test_importing_the_room_is_light_and_names_are_functions_or_modules() -> None:
+    code = (
+        "import sys; from hpnb import lesson; "
+        "print([m for m in ('matplotlib', 'ipywidgets', 'IPython', 'hpnb.plot') if m in sys.modules]); "
+        "print([callable(getattr(lesson, n)) for n in ('banner', 'predict', 'explorer', 'comparison')]); "
+        "print(type(lesson.ledger).__name__, type(lesson.field_guide).__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:3] == ["[]", "[True, True, True, True]", "module module"]
+    assert all(hasattr(lesson, name) for name in lesson.__all__)
+
+
+# --- home ----------------------------------------------------------------------------------------
+
+
+def test_home_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lesson.home() == tmp_path / "home"
+    assert lesson.home().is_dir()
+    monkeypatch.delenv("HPNB_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert lesson.home() == tmp_path / "cache" / "hpnb"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert lesson.home() == tmp_path / ".cache" / "hpnb"
+
+
+def test_a_home_that_cannot_be_made_is_replaced_for_the_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Callable[[], str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HPNB_HOME", str(tmp_path / "file"))
+    write_json("x.json", {"a": 1})
+    assert read_json("x.json") == {"a": 1}
+    assert said().count("note: ") == 1
+
+
+@pytest.mark.parametrize("text", ['{"half', "[1, 2]", "\x00"])
+def test_a_corrupt_or_foreign_file_is_set_aside_with_one_sentence(
+    home: Path, said: Callable[[], str], text: str
+) -> None:
+    home.mkdir()
+    (home / "x.json").write_text(text)
+    assert read_json("x.json") == {}
+    assert read_json("x.json") == {}
+    assert said().count("\n") == 1
+    assert (home / "x.json.aside-1").read_text() == text
+    assert str(home) not in said()
+
+
+@pytest.mark.parametrize("name", ["predictions.json", "ledger.jsonl", "field_guide.json"])
+def test_every_store_survives_a_file_of_another_shape(home: Path, said: Callable[[], str], name: str) -> None:
+    home.mkdir()
+    (home / name).write_text('{"00.a": 3}\n')
+    assert not lesson.outcomes()
+    assert not lesson.ledger.rows()
+    assert not lesson.field_guide.rows()
+    assert said().count("note: ") == 1
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(home: Path) -> None:
+    save("x.json", "old")
+    with pytest.raises(UnicodeEncodeError):
+        save("x.json", "\ud800")
+    assert load("x.json", str, "") == "old"
+    assert [path.name for path in home.iterdir()] == ["x.json"]
+
+
+def test_writers_side_by_side_lose_nothing() -> None:
+    def write(notebook: str) -> None:
+        for i in range(20):
+            lesson.field_guide.add(f"symptom {i}", "eyes", "haste", notebook)
+
+    writers = [threading.Thread(target=write, args=(n,)) for n in ("01", "02", "03")]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(30)
+    assert len(lesson.field_guide.rows()) == 60
+
+
+def test_digest_tells_parts_apart_and_is_the_same_elsewhere() -> None:
+    digest = lesson.digest
+    assert digest("a", 1, {"x": [1.5], "y": None}) == digest("a", 1, {"y": None, "x": [1.5]})
+    several = (("ab", "c"), ("a", "bc"), ("abc",), (b"abc",), (1,), ("1",), (1.0,), ([1],))
+    assert len({digest(*parts) for parts in several}) == len(several)
+    assert digest(hpnb.Layout(dp=2)) != digest(hpnb.Layout(tp=2))
+    assert digest("a", 1, {"x": {2, 1}}) == "b3f632bef7c9"
+    with pytest.raises(TypeError, match="object has no digest"):
+        digest(object())
+
+
+# --- numbers and tables --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (0.00123, "s", "1.23 ms"), (3e-10, "s", "0.300 ns"), (2.5e-6, "s", "2.50 µs"), (75.0, "s", "75.0 s"),
+        (0.9996, "s", "1.00 s"), (0, "s", "0 s"), (1_048_576, "B", "1.05 MB"), (999.0, "B", "999 B"),
+        (999_600, "B", "1.00 MB"), (312e12, "FLOP/s", "312 TFLOP/s"), (25e9, "B/s", "25.0 GB/s"),
+        (6, "steps", "6 steps"), (15.8, "%", "15.8 %"), (2 / 3, "", "0.667"), (123_456, "", "123,456"),
+        (12345.6, "", "12,300"), (-0.002, "s", "-2.00 ms"), (float("nan"), "s", "unknown s"),
+        (torch.tensor(0.5), "s", "500 ms"),
+    ],
+)  # fmt: skip
+def test_number(value: float, unit: str, text: str) -> None:
+    assert lesson.number(value, unit) == text
+
+
+def test_a_table_is_aligned_text_where_there_is_no_notebook(said: Callable[[], str]) -> None:
+    lesson.table(("name", "ms"), [("forward", 1.5), ("b", 12)], "times", "All of them.")
+    assert said() == "times\nname       ms\n-------  ----\nforward  1.50\nb          12\nAll of them.\n"
+    lesson.table(("", ""), [("ranks", None)])
+    assert said() == "ranks  -\n"
+    with pytest.raises(ValueError, match="1 cells for 2 columns"):
+        lesson.table(("a", "b"), [("x",)])
+
+
+def test_a_table_in_html_escapes_and_brings_no_colours() -> None:
+    html = importlib.import_module("hpnb.lesson.tables")._html(
+        ("<b>", "n"), [("a & b", "1")], [False, True], "t", ""
+    )
+    assert "&lt;b&gt;" in html
+    assert "a &amp; b" in html
+    assert "color" not in html
+    assert "background" not in html
+
+
+# --- the banner ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cores", "honest"), [(2, False), (4, True)])
+def test_the_banner_says_whether_clocks_mean_anything(
+    monkeypatch: pytest.MonkeyPatch, said: Callable[[], str], cores: int, honest: bool
+) -> None:
+    module = importlib.import_module("hpnb.lesson.banner")
+    monkeypatch.setattr(module, "usable_cores", lambda: cores)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    here = lesson.banner(4, model="ViT", data="generated stand-in", reading="Look at ratios.")
+    shown = said()
+    assert (here.ranks, here.device, here.backend, here.cores) == (4, "cpu", "gloo", cores)
+    assert here.timings_mean_something is honest
+    assert ("contended: 4 ranks share 2 cores; replayed figures say so" in shown) is not honest
+    assert "the CPU is used" in shown
+    assert "one GPU here, and ranks on NCCL need one each" in shown
+    for words in ("ViT", "generated stand-in", "Look at ratios.", hpnb.__version__, torch.__version__):
+        assert words in shown
+    assert repr(here) == "<4 ranks on cpu over gloo>"
+
+
+def test_the_banner_on_gpus(monkeypatch: pytest.MonkeyPatch, said: Callable[[], str]) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    answer = subprocess.CompletedProcess([], 0, stdout="Some GPU 80GB\nSome GPU 80GB\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    here = lesson.banner()
+    assert (here.ranks, here.device, here.backend, here.devices) == (2, "cuda", "NCCL", "2 x Some GPU 80GB")
+    assert here.timings_mean_something
+    answer.returncode = 1
+    assert lesson.banner().devices == "2 GPUs"
+    with pytest.raises(ValueError, match="needs 3 GPUs"):
+        lesson.banner(3, device="cuda")
+
+
+# --- predictions ---------------------------------------------------------------------------------
+
+
+def test_no_guess_is_not_yet_and_stores_nothing(home: Path, said: Callable[[], str]) -> None:
+    lesson.predict("00.a", "How long?", None, "ms")
+    assert "not yet: write your guess and run the cell again" in said()
+    assert not (home / "predictions.json").exists()
+    lesson.reveal("00.a", 4.0, predicted=5.0)
+    shown = said()
+    assert "No guess yet. The prediction holds (ratio 0.80)." in shown
+    (outcome,) = lesson.outcomes()
+    assert (outcome.guess, outcome.predicted, outcome.truth, outcome.regret) == (None, 5.0, 4.0, None)
+
+
+def test_an_earlier_guess_is_shown_and_not_used(said: Callable[[], str]) -> None:
+    lesson.predict("00.a", "How long?", 8, "ms")
+    lesson.reveal("00.a", 4.0)
+    said()
+    asked.clear()  # a new kernel
+    lesson.predict("00.a", "How long?", None, "ms")
+    assert "(your earlier guess: 8 ms)" in said()
+    lesson.reveal("00.a", 100.0)
+    shown = said()
+    assert "not yet (earlier: 8 ms)" in shown
+    assert "No guess yet." in shown
+    (outcome,) = lesson.outcomes()
+    assert (outcome.guess, outcome.truth) == (8, 4.0)  # what came of it stays
+
+
+@pytest.mark.parametrize(
+    ("guess", "truth", "reading", "met", "regret"),
+    [
+        (4.0, 5.0, "Your guess holds (ratio 1.25)", True, 0.25),
+        (4.0, 5.1, "measured is 1.27 times that, so name the missing term", False, 0.275),
+        (4.0, 1.0, "measured is 0.25 times that, so name the missing term", False, 3.0),
+    ],
+)
+def test_a_model_holds_within_a_quarter(
+    said: Callable[[], str], guess: float, truth: float, reading: str, met: bool, regret: float
+) -> None:
+    lesson.predict("00.a", "How long?", guess, "ms")
+    lesson.reveal("00.a", truth, "ms")
+    assert reading in said()
+    (outcome,) = lesson.outcomes()
+    assert outcome.met is met
+    assert outcome.regret == pytest.approx(regret)
+
+
+def test_an_identity_must_be_exact(said: Callable[[], str]) -> None:
+    lesson.predict("00.b", "Bytes?", 10**9, "B", kind="identity")
+    lesson.reveal("00.b", 10**9 + 1, predicted=10**9 + 1)
+    shown = said()
+    assert "Your guess is off by 1 B, and an identity must hold exactly. The prediction is exact." in shown
+    lesson.reveal("00.b", 10**9, predicted=10**9 + 1)
+    shown = said()
+    assert "Your guess is exact. The prediction is off by 1 B" in shown
+    assert "0.999999999" in shown  # not a 1.00 that is none
+
+
+def test_a_ranking_is_scored_by_what_its_first_choice_costs(said: Callable[[], str]) -> None:
+    costs = {"dp4": 1.2, "tp4": 2.0, "pp4": 1.0}
+    lesson.predict("08.r", "Fastest?", ["dp4", "pp4", "tp4"], kind="ranking")
+    lesson.reveal("08.r", costs, predicted=["pp4", "dp4", "tp4"])
+    shown = said()
+    assert "Your guess puts dp4 first, which costs 20.0 % more than pp4, and has 2 of 3 pairs" in shown
+    assert "puts the best first, and has 3 of 3 pairs" in shown
+    (outcome,) = lesson.outcomes()
+    assert outcome.truth == ("pp4", "dp4", "tp4")
+    assert outcome.regret == pytest.approx(0.2)
+    assert outcome.ratio == 1.0
+    assert outcome.met is False
+    lesson.predict("08.r", "Fastest?", hpnb.Layout(dp=4).__str__(), kind="ranking")
+    lesson.reveal("08.r", ["pp4", "dp4", "tp4"], costs=costs)
+    assert "which is not among dp4, tp4, pp4: it has no score" in said()
+    assert lesson.outcomes()[0].regret is None
+    with pytest.raises(ValueError, match="what each choice costs"):
+        lesson.reveal("08.r", ["pp4", "dp4"])
+
+
+def test_a_guess_made_after_the_reveal_is_marked(said: Callable[[], str]) -> None:
+    lesson.predict("00.a", "How long?", 8, "ms")
+    lesson.reveal("00.a", 4.0)
+    lesson.predict("00.a", "How long?", 8, "ms")  # the cell runs again
+    assert "had been shown" not in said()
+    lesson.predict("00.a", "How long?", 4, "ms")
+    assert "your guess: 4 ms, made after the answer had been shown" in said()
+    lesson.reveal("00.a", 4.0)
+    (outcome,) = lesson.outcomes()
+    assert (outcome.guess, outcome.seen, outcome.met) == (4, True, True)
+
+
+@pytest.mark.parametrize(
+    ("guess", "kind", "said_of_it"),
+    [
+        ("3 ms", "model", "'3 ms' is not a number; it is asked in ms"),
+        (float("nan"), "model", "is not a number"),
+        (True, "identity", "is not a number"),
+        (torch.ones(2), "model", "is not a number"),
+        (["a", "a"], "ranking", "distinct choices"),
+        (3, "ranking", "is no ranking"),
+        (3, "guess", "kind='guess' is not one of identity, model, ranking"),
+    ],
+)
+def test_a_guess_of_the_wrong_kind_is_refused(guess: Any, kind: Any, said_of_it: str) -> None:
+    with pytest.raises(ValueError, match=said_of_it):
+        lesson.predict("00.a", "How long?", guess, "ms", kind)
+    assert not lesson.outcomes()
+
+
+def test_an_answer_needs_its_question() -> None:
+    with pytest.raises(ValueError, match=r"'00\.x' in this session"):
+        lesson.reveal("00.x", 3)
+    lesson.predict("00.x", "How long?", 3, "ms")
+    with pytest.raises(ValueError, match="asked in ms and is answered in s"):
+        lesson.reveal("00.x", 0.003, "s")
+
+
+def test_comparison_reads_its_rows(said: Callable[[], str]) -> None:
+    rows = [("step (s)", 0.010, 0.020), ("sent (B)", 1024, 1024, "", "identity"), ("loss", None, 2.3)]
+    ratios = lesson.comparison(rows, title="one step")
+    assert ratios[:2] == [2.0, 1.0]
+    assert ratios[2] != ratios[2]
+    shown = said()
+    assert "step        10.0 ms   20.0 ms   2.00  name the missing term" in shown
+    assert "1.02 kB   1.02 kB   1.00  exact" in shown
+    assert "1 of 3 off: step (2.00, name the missing term)." in shown
+    lesson.comparison([("sent", 3000, 3001, "B")], "identity")
+    assert "1.0003  not equal" in said()
+    lesson.comparison([("sent", 3000, 3000, "B")], "identity")
+    assert "Every ratio is exactly 1." in said()
+    lesson.comparison([("dp", 1.0, 1.5), ("tp", 2.0, 1.0)], "ranking")
+    assert "Predicted to win was dp, which costs 50.0 % more than tp." in said()
+    lesson.comparison([("dp", 1.0, 1.0), ("tp", 2.0, 1.5)], "ranking")
+    assert "The predicted winner, dp, wins." in said()
+
+
+# --- exercises -----------------------------------------------------------------------------------
+
+
+def doubles(solution: Callable[[int], Any]) -> Sequence[Finding]:
+    return [Finding(solution(x) == 2 * x, f"{x} doubled: {solution(x)}") for x in (1, 2)]
+
+
+def on_ranks(solution: Callable[[], Any]) -> Sequence[Finding]:
+    got = hpnb.launch(solution, ranks=2)
+    return [Finding(got == [0, 1], f"ranks gave {got}")]
+
+
+TWICE = Exercise("00.1", "Double it", 5, doubles)
+RANKS = Exercise("00.2", "Say your rank", 5, on_ranks)
+
+
+def nothing(x: int) -> int: ...  # type: ignore[empty-body]
+
+
+def raising(x: int = 0) -> int:
+    """Hint: 2."""
+    raise NotImplementedError("your code")
+
+
+def returning(x: int) -> Any:
+    y = 2 * x
+    if y > 3:
+        return ...
+    return y + 1
+
+
+def returning_the_other(x: int) -> Any:
+    y = 2 * x
+    return NotImplemented if y is None else (lambda: NotImplemented)()
+
+
+def with_a_hole(x: int) -> Any:
+    factor: Any = ...
+    return [factor][0] * x
+
+
+def half_done(x: int) -> Any:
+    if x == 1:
+        return 2
+    return ...
+
+
+class Doubler:
+    def __call__(self, x: int) -> Any:
+        return ...
+
+
+STUBS = [
+    None,
+    ...,
+    nothing,
+    raising,
+    returning,
+    with_a_hole,
+    half_done,
+    partial(raising),
+    Doubler(),
+    {"f": ...},
+]
+
+
+@pytest.mark.parametrize("stub", STUBS, ids=str)
+def test_a_stub_is_not_yet(said: Callable[[], str], stub: Any) -> None:
+    verdict = check(TWICE, stub)
+    assert (verdict.status, verdict.findings) == ("not yet", ())
+    assert said() == "Exercise 00.1, Double it: not yet: write it and run this cell again (about 5 minutes)\n"
+    assert passed() == ()
+
+
+def test_a_stub_on_ranks_is_not_yet() -> None:
+    assert check(RANKS, raising).status == "not yet"
+
+
+def test_a_solution_passes_and_is_remembered(said: Callable[[], str]) -> None:
+    assert check(TWICE, lambda x: 2 * x).status == "passed"
+    assert said() == "✓ 1 doubled: 2\n✓ 2 doubled: 4\nExercise 00.1, Double it: passed\n"
+    assert check(TWICE, lambda x: 2).status == "failed"
+    assert said() == "✓ 1 doubled: 2\n✗ 2 doubled: 2\nExercise 00.1, Double it: not yet: 1 of 2 off\n"
+    assert passed() == ("00.1",)
+
+
+def test_an_index_of_dots_is_no_stub() -> None:
+    assert check(TWICE, lambda x: torch.ones(1)[...] * x).status == "failed"
+    assert check(TWICE, lambda x: (2 * torch.ones(1)[..., 0] * x).item()).status == "passed"
+
+
+def test_what_torch_lacks_is_no_stub() -> None:
+    def lacking(x: int) -> Any:
+        return torch.ones(2, dtype=torch.bfloat16, device="meta").item() or 2 * x
+
+    verdict = check(TWICE, lacking)
+    assert verdict.status == "failed"
+    assert "in lacking" in verdict.findings[0].text
+
+
+def test_an_exception_is_a_finding_with_its_own_last_lines(said: Callable[[], str]) -> None:
+    known: dict[str, int] = {}
+
+    def deep(x: int) -> Any:
+        return deep(x - 1) if x > -20 else known["no"]
+
+    verdict = check(TWICE, deep)
+    shown = said()
+    assert verdict.status == "failed"
+    assert shown.startswith("✗ it raised KeyError: 'no'\n")
+    assert 'return deep(x - 1) if x > -20 else known["no"]' in shown
+    assert "  ..." in shown
+    assert len(shown.splitlines()) < 18
+    assert "checks.py" not in shown
+    assert str(Path(__file__).parent) not in shown
+    assert check(TWICE, lambda x: sys.exit(1)).status == "failed"
+
+
+def test_an_exception_on_a_rank_shows_that_ranks_traceback(said: Callable[[], str]) -> None:
+    def fails() -> Any:
+        return 1 // hpnb.rank()
+
+    assert check(RANKS, fails).status == "failed"
+    shown = said()
+    assert shown.startswith("✗ rank 0 of 2 raised ZeroDivisionError")
+    assert "return 1 // hpnb.rank()" in shown
+
+
+def test_a_check_lets_the_reader_stop_it_and_must_check_something() -> None:
+    def stopped(x: int) -> Any:
+        raise hpnb.RankInterrupt("interrupted", rank=0)
+
+    with pytest.raises(KeyboardInterrupt):
+        check(TWICE, stopped)
+    with pytest.raises(ValueError, match="verified nothing"):
+        check(Exercise("00.3", "Nothing", 1, lambda _: []), 3)
+
+
+# --- ledger and field guide ----------------------------------------------------------------------
+
+
+def test_the_ledger_keeps_one_row_a_layout(home: Path, said: Callable[[], str]) -> None:
+    dp = hpnb.Layout(dp=4)
+    lesson.ledger.add("04", "tp4", "vit", {"step (s)": (0.01, None)}, "laptop")
+    lesson.ledger.add("01", dp, "vit", {"step (s)": (0.01, 0.05), "sent (B)": (10**6, 10**6)}, "laptop")
+    lesson.ledger.add("01", dp, "vit", {"step (s)": (0.01, 0.02), "peak (B)": (None, 3e9)}, "laptop")
+    assert len((home / "ledger.jsonl").read_text().splitlines()) == 2
+    first, second = lesson.ledger.rows()
+    assert (first.notebook, first.layout, second.notebook) == ("01", str(dp), "04")
+    assert first.quantities == {"step (s)": (0.01, 0.02), "peak (B)": (None, 3e9)}
+    lesson.ledger.show()
+    shown = said()
+    assert "20.0 ms (2.00)  3.00 GB" in shown
+    assert "10.0 ms predicted" in shown
+    assert "machine" not in shown
+    lesson.ledger.add("01", dp, "vit", {"step (s)": (0.01, 0.02)}, "server")
+    assert len(lesson.ledger.rows()) == 3
+    lesson.ledger.show()
+    assert "server" in said()
+
+
+def test_the_field_guide_grows_by_one_row_a_symptom(said: Callable[[], str]) -> None:
+    lesson.field_guide.show()
+    assert "No fault has been found yet." in said()
+    lesson.field_guide.add("replicas drift", "distance", "overflow skip not agreed", "01")
+    lesson.field_guide.add("replicas drift", "distance between replicas", "a skip that is not agreed", "01")
+    lesson.field_guide.add("a deadlock", "stacks", "order of collectives", "00")
+    assert [row.notebook for row in lesson.field_guide.rows()] == ["00", "01"]
+    lesson.field_guide.show()
+    shown = said()
+    assert "distance between replicas" in shown
+    assert "overflow" not in shown
+
+
+# --- explorers -----------------------------------------------------------------------------------
+
+
+drawn: list[bool] = []
+
+
+def sketch(ranks: int, bandwidth: float, mode: str, fast: bool) -> tuple[Any, str, dict[str, Any]]:
+    if mode == "none":
+        raise ValueError("mode 'none' moves nothing")
+    if mode == "bug":
+        raise KeyError("oops")
+    fig, (ax,) = hpnb.plot.new_figure([0.6], title=f"{ranks} ranks")
+    ax.plot([0, ranks], [0, bandwidth])
+    drawn.append(fast)
+    return (
+        fig,
+        f"a line to {ranks} & more",
+        {"time (s)": ranks / bandwidth, "ranks": ranks, "odd": ranks % 2 == 1},
+    )
+
+
+KNOBS: dict[str, lesson.Slider | lesson.Choice] = {
+    "ranks": lesson.Slider(2, 8, 4),
+    "bandwidth": lesson.Slider(1e3, 1e6, 2e3, log=True, unit="B/s"),
+    "mode": lesson.Choice(["ring", "none", "bug"]),
+}
+QUICK = lesson.Challenge("under 1 ms", lambda readings: readings["time (s)"] < 1e-3)
+
+
+def test_an_explorer_follows_its_knobs() -> None:
+    shown = lesson.explorer(sketch, KNOBS, QUICK)
+    first = shown.png
+    assert shown.values == {"ranks": 4, "bandwidth": 2e3, "mode": "ring"}
+    assert first.startswith(b"\x89PNG")
+    assert shown.readings == {"time (s)": 0.002, "ranks": 4, "odd": False}
+    assert "time <b>2.00 ms</b> · ranks <b>4</b> · odd <b>no</b>" in shown.reading
+    assert "a line to 4 &amp; more" in shown.reading
+    assert not shown.solved
+    drawn.clear()
+    shown.set(ranks=3, bandwidth=2.1e3)
+    assert shown.values["bandwidth"] == 2e3  # the nearest stop
+    assert shown.readings["ranks"] == 3
+    assert shown.png != first
+    assert drawn == [False]  # once, and in full
+    shown.set(ranks=4)
+    assert shown.png == first
+
+
+def test_a_challenge_is_judged_at_every_setting() -> None:
+    shown = lesson.explorer(sketch, KNOBS, QUICK)
+    assert shown.status == "<div>Challenge: under 1 ms: <b>not yet</b></div>"
+    shown.set(bandwidth=1e6)
+    assert shown.status == "<div>Challenge: under 1 ms: <b>met</b></div>"
+    assert shown.solved
+    shown.set(bandwidth=1e3)
+    assert "<b>not yet</b> (but met before)" in shown.status
+    assert shown.solved
+
+
+def test_an_error_while_moving_is_one_sentence_under_the_last_good_picture() -> None:
+    shown = lesson.explorer(sketch, KNOBS, QUICK)
+    first = shown.png
+    shown.set(mode="none")
+    assert shown.reading == "<div>Not at this setting: mode &#x27;none&#x27; moves nothing</div>"
+    assert shown.png == first
+    shown.set(mode="bug")
+    assert "KeyError: &#x27;oops&#x27;" in shown.reading
+    shown.set(mode="ring")
+    assert "2.00 ms" in shown.reading
+    with pytest.raises(ValueError, match="moves nothing"):  # at the first setting it is the author's
+        lesson.explorer(sketch, {**KNOBS, "mode": lesson.Choice(["none"])})
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"rank": 3}, "no knob 'rank'; there are ranks, bandwidth, mode"),
+        ({"ranks": 9}, "ranks goes from 2 to 8, not to 9"),
+        ({"bandwidth": 1}, r"bandwidth goes from 1.00 kB/s to 1.00 MB/s, not to 1"),
+        ({"mode": "tree"}, "mode is one of ring, none, bug, not 'tree'"),
+    ],
+)
+def test_a_knob_goes_only_where_it_goes(values: dict[str, Any], words: str) -> None:
+    shown = lesson.explorer(sketch, KNOBS)
+    with pytest.raises(ValueError, match=words):
+        shown.set(**values)
+    assert shown.values["ranks"] == 4
+
+
+def test_stops_of_a_slider_are_round_and_hold_its_ends_and_its_value() -> None:
+    assert lesson.Slider(1, 100, 3, log=True).stops[:8] == (1, 2, 3, 4, 5, 6, 8, 10)
+    assert lesson.Slider(1e-6, 1e-5, 2e-6, log=True).stops[:4] == (1e-6, 1.3e-6, 1.6e-6, 2e-6)
+    assert lesson.Slider(1, 256, 4, step=0.30103, log=True).stops == (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    assert lesson.Slider(0.0, 1.0, 0.33, step=0.25).stops == (0.0, 0.25, 0.33, 0.5, 0.75, 1.0)
+    for wrong in ((3, 1, 2), (1, 3, 5), (0, 10**9, 3), (0, 1, 1, 0), (0, 1, 1, None, True)):
+        with pytest.raises(ValueError, match="Slider"):
+            lesson.Slider(*wrong)
+
+
+def test_an_explorer_in_a_kernel_moves_coarsely_then_in_full(tmp_path: Path) -> None:
+    import nbformat
+    from nbformat.v4 import new_code_cell, new_notebook
+
+    from hpnb.lesson.execute import execute
+
+    cells = [
+        "import asyncio, hpnb\nfrom hpnb import lesson\n"
+        "def draw(ranks, fast):\n"
+        "    calls.append(fast)\n"
+        "    fig, (ax,) = hpnb.plot.new_figure([0.6], title=f'{ranks} ranks')\n"
+        "    return fig, f'{ranks} ranks', {'ranks': ranks}\n"
+        "calls = []\n"
+        "lesson.explorer(draw, {'ranks': lesson.Slider(2, 8, 4)})",
+        "shown = lesson.explorer(draw, {'ranks': lesson.Slider(2, 8, 4)}, static=False)\n"
+        "first = shown.png; calls.clear()\n"
+        "slider = shown.widget.children[0].children[0]\n"
+        "slider.value = 5; slider.value = 6\n"
+        "coarse, seen = shown.png, list(calls)\n"
+        "await asyncio.sleep(0.6)\n"
+        "print(seen, calls, coarse != first, shown.png != coarse, shown.readings)",
+        "def f(x): ...\n"
+        "here = lesson.banner(2)\nlesson.check(lesson.Exercise('00.1', 'f', 1, lambda f: []), f)",
+        "print([v.status for v in _oh.values() if hasattr(v, 'status') and hasattr(v, 'findings')])",
+    ]
+    nbformat.write(new_notebook(cells=[new_code_cell(cell) for cell in cells]), tmp_path / "a.ipynb")
+    assert execute(tmp_path / "a.ipynb", tmp_path / "b.ipynb").failure is None
+    first, second, third, fourth = [c.outputs for c in nbformat.read(tmp_path / "b.ipynb", 4).cells]
+    view, static = [out.data for out in first]
+    assert "application/vnd.jupyter.widget-view+json" in view
+    assert view["text/plain"] == "An explorer; its knobs are ranks. Run the notebook to move them."
+    assert '<img alt="4 ranks"' in static["text/html"]
+    assert len(second) == 2  # no static figure
+    assert second[1].text == "[True, True] [True, True, False] True True {'ranks': 6}\n"
+    assert "<table" in third[0].data["text/html"]
+    assert [out.output_type for out in third] == ["display_data", "stream"]  # nothing is shown twice
+    assert fourth[0].text == "['not yet']\n"
+    assert json.dumps(static).count(str(tmp_path)) == 0

@@ -294,8 +294,9 @@ lesson.ledger.add("00", Layout(dp=N), "all-reduce of 4 MB", {"bytes (B)": (ring,
 # right you pay for bytes. A gradient sent layer by layer sits on the left; the same gradient in a few large
 # buckets sits on the right. That is why notebook 01 buckets.
 #
-# With more ranks than cores the card describes ranks that also wait for a core, and its latency is mostly that.
-# It is still the right card for predicting this machine.
+# If your ratio is off, two terms are missing from the model most often. On a GPU it is the launch: the host needs tens
+# of microseconds to hand over a call, which only shows where the call itself is short. On a CPU with more ranks than
+# cores it is the queue for a core: most of that latency is ranks waiting to run at all.
 #
 # A ring is not always best. Its 2(n-1) latencies hurt when the tensor is small and the ranks are many. Try the
 # other algorithms, and meet the challenge without making the wire faster than it asks.
@@ -451,8 +452,8 @@ def mismatched():
 hpnb.launch(mismatched, ranks=N, timeout=3)
 
 # %% [markdown]
-# Read it from the top. *No answer from any rank*, and *all of them wait inside torch.distributed* (or, on a GPU, for
-# its result): nobody crashed, and nobody is busy. Then compare **where** they wait. Rank 0 stands in the line with
+# Read it from the top. *No answer from any rank*, and *all of them wait for others*: nobody crashed, and nobody is
+# busy. Then compare **where** they wait. Rank 0 stands in the line with
 # `gradients`, the others in the line with `metrics`. Two different collectives, each missing a member: that is the
 # signature of mismatched order. Had one rank been outside any collective, that rank would be the culprit.
 

@@ -6,8 +6,8 @@
         steps = ...
         return ...
 
-The last kind shows in the bytecode, where `...` is returned or bound; `x[...]` is neither. NotImplemented counts
-when it is returned.
+The last kind shows in the bytecode, where `...` is returned or bound; `x[...]` is neither. NotImplemented
+counts where it is returned.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import signal
 import sys
@@ -12,6 +13,7 @@ from hpnb.ranks.last_seen import Frame, Note
 
 _OWN = re.compile(r"[/\\]hpnb[/\\]ranks[/\\](worker|last_seen|forkserver)\.py$")
 _PLUMBING = re.compile(r"[/\\](multiprocessing[/\\]\w+|threading)\.py$|^<string>$")
+_WANTS_RESULT = re.compile(r"\.(item|tolist|cpu|numpy)\(|synchronize\(")
 _FILE = re.compile(r'File "([^"\n]+)", line (\d+)')
 
 
@@ -88,10 +90,13 @@ def stack_text(note: Note) -> str:
     return readable(age + "".join(parts))
 
 
-def waits_in_collective(note: Note) -> bool:
-    """True if the main thread is inside torch.distributed: it waits for others and is not to blame."""
+def waits_for_others(note: Note) -> bool:
+    """True if the main thread is inside torch.distributed, or wants a result from the GPU, where a
+    collective may be what it waits for: such a rank is not to blame."""
     main = note.threads.get("MainThread", [])
-    return any("torch" in f and "distributed" in f for f, _, _ in main[-6:])
+    if any("torch" in f and "distributed" in f for f, _, _ in main[-6:]):
+        return True
+    return bool(main) and bool(_WANTS_RESULT.search(linecache.getline(main[-1][0], main[-1][1])))
 
 
 def readable(text: str) -> str:

@@ -225,8 +225,10 @@ class Ranks:
             rank = _to_blame(waiting, notes)
             who = f"rank {waiting[0]}" if len(waiting) == 1 else f"ranks {', '.join(map(str, waiting))}"
             summary, error = f"no answer from {who} {of} within {limit}", "timed out"
-            if all(errors.waits_in_collective(notes[r]) for r in waiting):
-                summary += ": all of them wait inside torch.distributed, for something that no one does"
+            if len(waiting) < len(members):
+                summary += ", though the others have returned"
+            elif all(errors.waits_for_others(notes[r]) for r in waiting):
+                summary += ": all of them wait for others, in calls that do not match"
             else:
                 summary += f": rank {rank} was still at work"
             text = "Stack (most recent call last):\n" + stacks[rank]
@@ -278,5 +280,5 @@ class Ranks:
 
 def _to_blame(waiting: Sequence[int], notes: dict[int, last_seen.Note]) -> int:
     """Of the ranks that did not answer, the first that does not itself wait for another."""
-    busy = [rank for rank in waiting if not errors.waits_in_collective(notes[rank])]
+    busy = [rank for rank in waiting if not errors.waits_for_others(notes[rank])]
     return (busy or list(waiting))[0]

@@ -435,7 +435,6 @@ def test_what_torch_lacks_is_no_stub() -> None:
     assert verdict.status == "failed"
     assert "it raised NotImplementedError" in verdict.findings[0].text
     assert "in lacking" in verdict.findings[0].text
-    assert "checks.py" not in verdict.findings[0].text
 
 
 def test_an_exception_is_a_finding_with_its_own_last_lines(said: Callable[[], str]) -> None:
@@ -453,6 +452,10 @@ def test_an_exception_is_a_finding_with_its_own_last_lines(said: Callable[[], st
     assert len(shown.splitlines()) < 18
     assert str(Path(__file__).parent) not in shown
     assert check(TWICE, lambda x: sys.exit(1)).status == "failed"
+    short = check(Exercise("00.4", "Short", 1, lambda f: [Finding(f(), "")]), lambda: 1 // 0)
+    assert "1 // 0" in short.findings[0].text
+    assert "  ..." not in short.findings[0].text
+    assert "checks.py" not in short.findings[0].text
 
 
 def test_an_exception_on_a_rank_shows_that_ranks_traceback(said: Callable[[], str]) -> None:

@@ -143,7 +143,7 @@ def serve(fd: int, caller: int) -> None:
                 case "kill", pids:
                     wire.send(connection, _kill(ranks, pids))
                 case "codes", pids:
-                    wire.send(connection, {pid: _peek(pid) for pid in pids if pid in ranks})
+                    wire.send(connection, {pid: _peek(ranks[pid]) for pid in pids if pid in ranks})
     except (EOFError, OSError):
         pass
     finally:
@@ -204,9 +204,11 @@ def _kill(ranks: dict[int, BaseProcess], pids: list[int]) -> dict[int, int | Non
     return codes
 
 
-def _peek(pid: int) -> int | None:
+def _peek(process: BaseProcess) -> int | None:
     """A child's exit code without reaping it: its id, and so its group's, stays taken until `_kill`."""
-    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if not hasattr(os, "waitid") or process.pid is None:  # macOS before Python 3.13
+        return process.exitcode
+    found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if found is None:
         return None
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status

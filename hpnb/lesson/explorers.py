@@ -34,6 +34,7 @@ def all_reduce_cost() -> Explorer:
             more={a: (_SIZES, times) for a, times in curves.items()},
             title=f"simulated · all-reduce over {ranks} ranks, {latency:.3g} µs, {bandwidth:.3g} GB/s",
             label=f"{chosen}, {number(kilobytes * 1e3, 'B')}",
+            text=not fast,
         )
         alt = (
             f"Seconds against bytes of an all-reduce over {ranks} ranks, one line for each of "

@@ -32,6 +32,7 @@ def costs(
     title: str | None = None,
     *,
     label: str = "measured",
+    text: bool = True,
 ) -> Figure:
     """Draw measured points, a fitted curve, its knee, and further series by name.
 
@@ -42,6 +43,7 @@ def costs(
         more: {name: (bytes, seconds)}, such as one curve for each algorithm.
         title: None says what is drawn.
         label: of the points; "simulated" where nothing was timed.
+        text: False leaves out the minor ticks, for a picture that moves.
 
     Raises:
         ValueError: nothing to draw, pairs of unequal length, or a number that has no logarithm.
@@ -76,6 +78,8 @@ def costs(
     ax.set_xscale("log")
     ax.set_yscale("log")
     _axes(ax)
+    if not text:
+        ax.minorticks_off()
     if knee is not None:
         _knee(ax, knee)
     return fig

@@ -50,7 +50,8 @@ N = here.ranks
 #
 # A *rank* is one process of a group that works together. It has its own Python, its own memory and, where there
 # are enough, its own GPU. `hpnb.launch` starts the ranks, sends them the function, joins them in a process
-# group, shows what each prints under its label, and gives back one result a rank.
+# group, shows what each prints under its label, and gives back one result a rank. What carries their bytes is a
+# *backend*: NCCL between GPUs, gloo between CPUs.
 #
 # Every rank runs the *same* function. What it does differently, it decides by its rank.
 
@@ -71,7 +72,7 @@ hpnb.launch(introduce, "hello", ranks=N)
 # %%
 # %%ranks $N
 mine = torch.full((2,), float(hpnb.rank()))
-dist.is_initialized()
+mine
 
 # %%
 # %%ranks $N
@@ -81,15 +82,15 @@ mine.sum().item()
 # Each rank still has its own `mine`, and they differ. That is the whole difficulty of parallel training: there
 # is no place where all of the data is. Whatever one rank needs of another must be sent.
 #
-# **Takeaway.** Same program, own memory. A name that you bind in a cell is sent to ranks that read it and lack
-# it; a name that a rank binds stays with that rank.
+# **Takeaway.** Same program, own memory. A name that you bind here goes to the ranks that read it, again whenever you
+# rebind it; changed in place, it does not. A name that a rank binds stays there.
 #
 # ## Collectives, before and after
 #
 # Ranks could talk in pairs, by `send` and `receive`. Mostly they talk all at once, in a *collective*: a call that
 # every rank of a group makes, in the same order. With n ranks and a tensor of S bytes:
 #
-# | collective | a rank brings | a rank leaves with | bytes that leave a rank |
+# | collective | a rank brings | a rank leaves with | bytes that leave a rank, on average |
 # |---|---|---|---|
 # | broadcast | nothing, but for one who brings S | that S | (n-1)/n S |
 # | reduce-scatter | S | its share, S/n, of the sum | (n-1)/n S |
@@ -98,24 +99,25 @@ mine.sum().item()
 # | all-to-all | n pieces of S/n | one piece from everybody | (n-1)/n S |
 # | barrier | itself | the knowledge that all are there | 0 |
 #
-# The next cell runs two of them and draws what every rank really held. (`Mesh` and `Layout` name groups of
-# ranks; `dp` is the axis along which notebook 01 will split data.)
+# The next cell runs two of them and draws what every rank really held. `Layout` arranges ranks along axes, and `Mesh`
+# makes their groups; here all ranks lie along `dp`, the axis along which notebook 01 will split data. On an axis a
+# rank has a place (`axis.rank`) among `axis.size`; `axis.ranks` are the members, and `axis.group` is what
+# `torch.distributed` calls them.
 
 # %%
 def two_collectives():
     axis = Mesh(Layout(dp=hpnb.world_size())).dp
     mine = torch.arange(float(axis.size)) + 10 * axis.rank  # (n,)
     share = comm.reduce_scatter(mine, axis, dim=0)  # (1,)
-    return mine.tolist(), share.tolist(), comm.gather(share, axis, dim=0).tolist()
+    return mine.tolist(), share.tolist(), comm.all_gather(share, axis, dim=0).tolist()
 
 
-before, shares, after = zip(*hpnb.launch(two_collectives, ranks=N), strict=True)
+stages = zip(*hpnb.launch(two_collectives, ranks=N), strict=True)
+names = ("before", "after reduce-scatter", "after all-gather")
 plot.show(
-    plot.tensors(before, shares, after, names=("before", "after reduce-scatter", "after all-gather"),
-                 title="measured · what each rank holds"),
-    alt=f"Before: each of {N} ranks holds {N} numbers. After the reduce-scatter: rank r holds one number, the sum "
-    f"of column r. After the all-gather: every rank holds all {N} sums.",
-)  # fmt: skip
+    plot.tensors(*stages, names=names, title="measured · what each rank holds"),
+    alt=f"Each of {N} ranks holds {N} numbers; then one, the sum of its column; then all {N} sums.",
+)
 
 # %% [markdown]
 # From the left of the figure to its right, the two together are an **all-reduce**: every rank ends with the sum of
@@ -148,24 +150,31 @@ lesson.predict(
 # 2. *All-gather.* In n-1 more steps the finished chunks go round, replacing instead of adding.
 #
 # Each step moves one chunk of S/n bytes out of every rank, so 2(n-1) steps move 2(n-1)/n S. That is less than
-# 2 S **however many ranks there are**, and no algorithm sends fewer (Patarasuk & Yuan 2009). The price is
-# the number of steps, which grows with n; we come back to it below.
+# 2 S **however many ranks there are**; and where the ranks do the adding, no algorithm gets by with less on its
+# busiest rank (Patarasuk & Yuan 2009). The price is the number of steps, which grows with n; we come back to it below.
 #
-# `record.traffic` counts what leaves a rank, whoever makes the call. A prediction of this kind is an *identity*:
-# the ratio must be exactly 1.
+# The next cell makes the sends of a ring, and no others, under `record.traffic`, which counts every send. (A collective
+# it cannot see into: that it books as a ring would move it, whatever the backend does.) A prediction of this kind is an
+# *identity*: the ratio must be exactly 1. The figure is the first half of a real ring.
 
 # %%
 def count_bytes(values):
     axis = Mesh(Layout(dp=hpnb.world_size())).dp
-    x = torch.ones(values, device=hpnb.device())
+    chunk = torch.ones(values // axis.size, device=hpnb.device())
     with hpnb.record.traffic() as t:
-        comm.all_reduce(x, axis)
+        for _ in range(2 * (axis.size - 1)):
+            chunk = comm.exchange(chunk, axis)  # to the right, and from the left
     return t.bytes["dp"]
 
 
 sent = hpnb.launch(count_bytes, 1_000_000, ranks=N)[0]
-ring = theory.bytes_sent("all_reduce", 4_000_000, N)
-lesson.reveal("00.ring-bytes", sent, predicted=ring)
+lesson.reveal("00.ring-bytes", sent, predicted=theory.bytes_sent("all_reduce", 4_000_000, N))
+walk = exercises.ring_walk(min(N, 4))
+names = ["before", *(f"step {k}" for k in range(1, len(walk)))]
+plot.show(
+    plot.tensors(*walk, names=names, title="measured · how many ranks' parts are in each chunk"),
+    alt="Every chunk begins with one part; in each step one chunk of every rank gains one, along a diagonal.",
+)
 
 # %% [markdown]
 # ### Exercise 1: a ring all-reduce
@@ -203,7 +212,7 @@ lesson.check(exercises.ring, ring_all_reduce)
 # %% [markdown]
 # ### Exercise 2: an all-reduce from its two halves
 #
-# *Implement, 15 minutes.* Write `all_reduce(x, axis)` for a 1-D tensor of **any** length, with one
+# *Implement, 15 minutes.* Write `all_reduce(x, axis)` for a 1-D tensor of **any** length and dtype, with one
 # `dist.reduce_scatter_tensor` and one `dist.all_gather_into_tensor` on `axis.group`. Both need equal shares. The
 # check uses 12, 10 and 2 values on 3 ranks, and counts calls and bytes.
 #
@@ -235,7 +244,7 @@ lesson.check(exercises.halves, all_reduce)
 # %% [markdown]
 # ## Your machine card
 #
-# Bytes are the same everywhere; seconds are not. To first order a message of b bytes takes
+# A ring's bytes are the same everywhere; seconds are not. To first order a message of b bytes takes
 #
 # $$ t = \alpha + b / B $$
 #
@@ -243,17 +252,20 @@ lesson.check(exercises.halves, all_reduce)
 #
 # $$ t_{ring} = 2(n-1)\,\alpha + \frac{2(n-1)}{n}\,\frac{S}{B} $$
 #
-# Two numbers, then, and a third for what the ranks do besides: the rate of matrix products. Their quotient runs
-# through the whole series:
+# Two numbers, then, and a third for what the ranks do besides: the rate of matrix products. The rate over the bandwidth
+# runs through the whole series:
 #
 # $$ \rho = \frac{\text{matmul FLOP/s of a rank}}{\text{bytes/s that a rank sends}} $$
 #
 # ρ is an exchange rate: how many FLOP a rank could have done in the time it takes to send one byte. Where ρ is
 # large, talking is dear.
 #
-# Guess first. This one is a *model*: within 0.8 to 1.25 it is good, outside there is a term missing.
+# Here are yours, measured with all ranks at work. Put them into the formula and guess. This one is a *model*: within 0.8
+# to 1.25 it is good, outside there is a term missing.
 
 # %%
+card = lesson.machine_card(N)
+card.show()
 lesson.predict(
     "00.all-reduce-time",
     f"How long does an all-reduce of 4 MB over these {N} ranks take, in milliseconds?",
@@ -273,33 +285,33 @@ def time_all_reduce(values, repeats=15):
     return statistics.median(e.duration for e in recorder.events() if e.op == "all_reduce")
 
 
-card = lesson.machine_card(N)
 took = max(hpnb.launch(time_all_reduce, 1_000_000, ranks=N))
-fit = [card.predicted(nbytes) for nbytes in card.sizes]
 knee = theory.knee(N, card.wire)
+title = f"measured · all-reduce, {card.hardware}, {N} ranks"
 plot.show(
-    plot.costs(card.sizes, card.seconds, fit=(card.sizes, fit), knee=knee, title=f"measured · {card.hardware}, {N} ranks"),
-    alt=f"All-reduce time against size: flat near {lesson.number(fit[0], 's')}, rising beyond about {lesson.number(knee, 'B')}.",
+    plot.costs(card.sizes, card.seconds, fit=card.curve(), knee=knee, title=title),
+    alt=f"All-reduce time against size: flat at first, rising beyond about {lesson.number(knee, 'B')}.",
 )
-lesson.reveal("00.all-reduce-time", took * 1e3, predicted=card.predicted(4_000_000) * 1e3)
-lesson.table(
-    ("latency", "bandwidth", "matmul rate of a rank", "ρ"),
-    [(lesson.number(card.latency, "s"), lesson.number(card.bandwidth, "B/s"), lesson.number(card.matmul, "FLOP/s"), f"{card.rho:,.0f} FLOP a byte")],
-    title=f"machine card · {card.hardware}, {N} ranks, {card.dtype}",
+predicted = card.predicted(4_000_000)
+lesson.reveal("00.all-reduce-time", took * 1e3, predicted=predicted * 1e3)
+lesson.ledger.add(
+    "00", Layout(dp=N), "all-reduce of 4 MB", {"time (s)": (predicted, took)}, card.hardware
 )
-lesson.ledger.add("00", Layout(dp=N), "all-reduce of 4 MB", {"bytes (B)": (ring, sent), "time (s)": (card.predicted(4_000_000), took)}, card.hardware)
 
 # %% [markdown]
 # On the left of the **knee** the time hardly depends on the size: you pay for messages, not for bytes. On the
-# right you pay for bytes. A gradient sent layer by layer sits on the left; the same gradient in a few large
-# buckets sits on the right. That is why notebook 01 buckets.
+# right you pay for bytes. Sent tensor by tensor, the biases and norms of a model sit far on the left; the same gradient
+# in a few large buckets sits on the right. That is why notebook 01 buckets.
 #
-# If your ratio is off, two terms are missing from the model most often. On a GPU it is the launch: the host needs tens
-# of microseconds to hand over a call, which only shows where the call itself is short. On a CPU with more ranks than
-# cores it is the queue for a core: most of that latency is ranks waiting to run at all.
+# If your ratio is off: the model leaves out the adding itself, the time a host needs to hand a call to its GPU, and
+# whatever else uses cores and memory at that moment. With more ranks than cores, run it twice; if the two readings
+# differ by more than the ratio, it is noise and not a term.
 #
-# A ring is not always best. Its 2(n-1) latencies hurt when the tensor is small and the ranks are many. Try the
-# other algorithms, and meet the challenge without making the wire faster than it asks.
+# A ring is not always best: its 2(n-1) latencies hurt when the tensor is small and the ranks are many. A *tree* takes
+# 2 log₂ n messages of S; *halving-doubling* takes 2 log₂ n messages and a ring's bytes, for n a power of two. On real
+# wires its partners are far apart and share links, while a ring talks to neighbours only.
+#
+# **Challenge.** 64 ranks, 100 kB, a wire of 10 µs and 12.5 GB/s or worse: get under 200 µs.
 
 # %%
 lesson.explorers.all_reduce_cost()
@@ -311,7 +323,7 @@ lesson.explorers.all_reduce_cost()
 # which latency is at most `share` of the time. `wire.latency` is in seconds, `wire.bandwidth` in bytes/s. The check
 # tries five wires.
 #
-# Hint: at the knee the share is one half. Where is it `share`?
+# Hint: at the knee, n α B, latency is one half of the time.
 
 # %% tags=["stub-3"]
 def bucket_bytes(wire, ranks, share):
@@ -334,16 +346,19 @@ lesson.check(exercises.bucket, bucket_bytes)
 # </details>
 
 # %% [markdown]
+# **Takeaway.** Messages cost latency, bytes cost bandwidth, and the knee n α B tells which of them you pay. ρ says how
+# much computing a byte is worth.
+#
 # ## Waiting is not moving
 #
 # A profiler shows an all-reduce as one bar. Much of that bar may be no communication at all: a rank that arrives
 # early has nothing to add to until the last one comes. Here rank 1 reads from a slow disk (it sleeps, so that
-# ranks do not also fight for cores). Everybody then reduces 8 MB.
+# ranks do not also fight for cores). Everybody then reduces 8 MB. Three times; the bars below are sums over the three.
 
 # %%
 lesson.predict(
     "00.shortest-bar",
-    f"Rank 1 of {N} is slow. Which rank has the SHORTEST all-reduce bar? (one rank, as text, such as '0')",
+    f"Rank 1 of {N} is slow. Which rank has the SHORTEST all-reduce bar?",
     guess=None,
     kind="ranking",
 )
@@ -362,13 +377,13 @@ def step(slow):
 
 
 recorded = hpnb.launch(step, 1, ranks=N)[0]
-bars = {str(r): sum(e.duration for e in recorded.by_rank[r] if e.op == "all_reduce") for r in recorded.ranks}
+bars = {r: sum(e.duration for e in recorded.by_rank[r] if e.op == "all_reduce") for r in recorded.ranks}
 order = sorted(bars, key=bars.get)
 plot.show(
     plot.waits(recorded),
-    alt=f"One bar a rank, split into compute, wait and move. The shortest all-reduce is rank {order[0]}'s, {lesson.number(bars[order[0]], 's')}.",
+    alt=f"One bar a rank: compute, wait, move. The shortest all-reduce is that of rank {order[0]}.",
 )
-lesson.reveal("00.shortest-bar", order, predicted=["1"], costs=bars)
+lesson.reveal("00.shortest-bar", order, predicted=[1], costs={r: 1 + (r != order[0]) for r in order})
 
 # %% [markdown]
 # The culprit has the *shortest* all-reduce: it comes last and waits for nobody. Everybody else's bar is long, and
@@ -381,32 +396,33 @@ lesson.reveal("00.shortest-bar", order, predicted=["1"], costs=bars)
 # between two collectives stays, each collective is recomputed from the wire's latency and bandwidth.
 
 # %%
-replays = {name: lesson.replay(recorded, wire) for name, wire in theory.WIRES.items()}
+wires = {"this machine": recorded} | {w: lesson.replay(recorded, theory.WIRES[w]) for w in theory.WIRES}
 
 
 def spent(tl, op):
     return sum(e.duration for e in tl.split_waits().events if e.op == op) / len(tl.ranks)
 
 
-lesson.table(
-    ("wire", "step time", "of it waiting", "of it moving"),
-    [(name, *(lesson.number(t / 3, "s") for t in (tl.makespan, spent(tl, "wait"), spent(tl, "move"))))
-     for name, tl in {f"this machine ({recorded.source})": recorded, **replays}.items()],
-    title="per step, mean over ranks; all but the first row are simulated",
-)  # fmt: skip
+rows = []
+for name, tl in wires.items():
+    times = (tl.makespan, spent(tl, "wait"), spent(tl, "move"))
+    rows.append((f"{name}, {tl.source}", *(lesson.number(t / 3, "s") for t in times)))
+lesson.table(("wire", "step time", "of it waiting", "of it moving"), rows, title="one step, mean over ranks")
+shown = [wires[name].split_waits() for name in ("this machine", "NVLink 4")]
 plot.show(
-    plot.timeline(recorded, replays["NVLink 4"], names=("this machine", "on NVLink 4"), bubble=None),
-    alt="Two timelines on one time axis: as recorded, and the same compute replayed on NVLink 4, where the waits remain.",
+    plot.timeline(*shown, names=("this machine", "on NVLink 4"), bubble=None),
+    alt="As recorded, and the same compute replayed on NVLink 4: the moves shrink, the waits remain.",
 )
 
 # %% [markdown]
-# The moving shrinks with the wire. The waiting does not: no wire buys back a slow rank.
+# The moving shrinks with the wire. The waiting does not: no wire buys back a slow rank. (The gap between compute and
+# all-reduce is the copy that `comm` makes of its input.)
 #
 # ### Exercise 4: name the straggler
 #
 # *Diagnose, 10 minutes.* You get a `Timeline` that holds nothing but all-reduces: `tl.ranks`, and `tl.by_rank[r]`, a
 # tuple of events with `.op`, `.start`, `.end` and `.duration`. Return the rank that kept the others waiting. The check
-# makes three records of real ranks, with another slow rank each.
+# makes three records of real ranks, with a different slow rank in each.
 #
 # Hint: whose bar would you *not* have looked at?
 
@@ -430,12 +446,16 @@ lesson.check(exercises.straggler, straggler)
 # %% [markdown]
 # ## A deadlock's autopsy
 #
-# A collective is matched by *order*: the k-th call of one rank in a group meets the k-th call of every other. There
-# are no names. If rank 0 reduces gradients first and the loss second, while the others reduce the loss first, then
-# every rank waits for a call that comes later in somebody else's program. Nothing crashes. GPUs even show 100 % use,
-# since a waiting NCCL kernel spins.
+# A collective is matched by *order*: in a group, the k-th call of one rank meets the k-th call of every other. There are
+# no names.
 #
-# The next cell does this on purpose, with 3 seconds to live.
+# Swap two calls in *one* group, and the first of rank 0 meets the first of the others. With equal sizes a loss is added to
+# gradients, and nobody notices: if the gradients are 100 and the losses 1 on four ranks, and rank 0 has the two calls
+# swapped, the ranks get 301 and 103 instead of 400 and 4. Swap them in *two* groups, and each rank waits for a call that
+# comes later in somebody else's program. No rank crashes, until PyTorch's own timeout (by default 10 minutes on NCCL, 30
+# on gloo). GPUs even show 100 % use, since a waiting NCCL kernel spins.
+#
+# The next cell does the second on purpose, with 3 seconds to live.
 
 # %% tags=["raises-exception"]
 def mismatched():
@@ -456,6 +476,8 @@ hpnb.launch(mismatched, ranks=N, timeout=3)
 # busy. Then compare **where** they wait. Rank 0 stands in the line with
 # `gradients`, the others in the line with `metrics`. Two different collectives, each missing a member: that is the
 # signature of mismatched order. Had one rank been outside any collective, that rank would be the culprit.
+#
+# **Takeaway.** Do not ask who is stuck; all are. Ask in which line each one waits, and which line lacks a member.
 
 # %%
 error = sys.last_value
@@ -477,14 +499,14 @@ lesson.field_guide.show()
 # ### Exercise 5: three hangs
 #
 # *Diagnose, 20 minutes.* Each function hangs. Mend it so that **every** rank returns what its docstring says, and
-# take out its first line. The check runs each on 3 ranks with 3 seconds to live, and shows you where it stands.
+# take out the line that raises. The check runs each on 3 ranks with 3 seconds to live, and shows where each rank stood.
 #
 # Hint: ask of each call who else makes it, and how often. A receive that all wait in has nobody left to send.
 
 # %% tags=["stub-5"]
 def pass_on(axis):
     """Hand this rank's number to the next rank, and return what the previous one handed over."""
-    raise NotImplementedError  # take this line out
+    raise NotImplementedError  # take this line out once it is mended
     mine, got = torch.tensor([float(axis.rank)]), torch.empty(1)
     dist.recv(got, src=axis.ranks[axis.rank - 1], group=axis.group)
     dist.send(mine, dst=axis.ranks[(axis.rank + 1) % axis.size], group=axis.group)
@@ -493,7 +515,7 @@ def pass_on(axis):
 
 def log_mean(axis):
     """The mean of all ranks' numbers; rank 0 prints it."""
-    raise NotImplementedError  # take this line out
+    raise NotImplementedError  # take this line out once it is mended
     mean = torch.tensor(float(axis.rank))
     if axis.rank == 0:
         dist.all_reduce(mean, group=axis.group)
@@ -503,7 +525,7 @@ def log_mean(axis):
 
 def uneven_sum(axis):
     """The sum over all batches of all ranks; rank 0 has three batches, the others two."""
-    raise NotImplementedError  # take this line out
+    raise NotImplementedError  # take this line out once it is mended
     total = torch.zeros(())
     for batch in range(3 - (axis.rank > 0)):
         part = torch.tensor(batch + 1.0)

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpnb import doctor
-from hpnb.doctor import Gpu, Machine, Plan, parse_topology, plan, problems, report
-from hpnb.ranks import choose_device, devices
+from hpnb.doctor import Gpu, Machine, gpus, inspect_machine, parse_topology, plan, problems, report
+from hpnb.doctor.machine import anonymous
+from hpnb.doctor.problems import OLDEST
+from hpnb.doctor.report import WIDTH
+from hpnb.ranks import DeviceChoice, choose_device, devices
 
 GIB = 2**30
 H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, (9, 0), bf16=True, free=79 * GIB)
@@ -91,24 +93,27 @@ def found(machine: Machine, word: str) -> list[str]:
 
 
 def test_a_laptop_shares_its_cores_out_and_says_when_there_are_too_few() -> None:
-    assert plan(LAPTOP, 2) == Plan(2, "cpu", "gloo", threads=4, contended=False, reason="no GPU")
-    assert plan(LAPTOP, 8) == Plan(8, "cpu", "gloo", threads=1, contended=False, reason="no GPU")
-    two_cores = dataclasses.replace(LAPTOP, usable=2)
-    assert plan(two_cores, 4) == Plan(4, "cpu", "gloo", threads=1, contended=True, reason="no GPU")
+    assert plan(LAPTOP, 2) == DeviceChoice(2, "cpu", "gloo", threads=4, reason="no GPU here")
+    assert plan(LAPTOP, 8) == DeviceChoice(8, "cpu", "gloo", threads=1, reason="no GPU here")
+    assert "contended" not in report(LAPTOP)
+    page = report(dataclasses.replace(LAPTOP, usable=2))
+    assert "2 ranks       CPU over gloo, 1 thread each (no GPU here)\n" in page
+    assert "4 ranks       CPU over gloo, 1 thread each (no GPU here); wall clocks contended" in page
 
 
 def test_one_gpu_is_not_enough() -> None:
     machine = with_gpus(H100, cores=16)
-    assert (plan(machine, 2).device, plan(machine, 2).backend, plan(machine, 2).threads) == ("cpu", "gloo", 8)
+    assert (plan(machine, 2).device, plan(machine, 2).name, plan(machine, 2).threads) == ("cpu", "gloo", 8)
     assert found(machine, "one GPU") == ["note"]
 
 
 def test_four_gpus_take_up_to_four_ranks() -> None:
     machine = with_gpus(*[H100] * 4)
     assert problems(machine) == []
-    assert plan(machine, 4) == Plan(4, "cuda", "NCCL", threads=16, contended=False, reason="one rank a GPU")
-    assert plan(machine, 8) == Plan(
-        8, "cpu", "gloo", threads=8, contended=False, reason="4 GPUs are fewer than 8 ranks"
+    assert (plan(machine, 4).device, plan(machine, 4).name, plan(machine, 4).threads) == ("cuda", "NCCL", 16)
+    assert (plan(machine, 8).device, plan(machine, 8).name, plan(machine, 8).threads) == ("cpu", "gloo", 8)
+    assert "8 ranks       CPU over gloo, 8 threads each (4 GPUs here are fewer than the 8 ranks)" in report(
+        machine
     )
     assert "every pair: NV18 (NVLink, 18 lanes)" in report(machine)
     assert "4 x NVIDIA H100 80GB HBM3, 80.0 GiB, compute capability 9.0, bf16" in report(machine)
@@ -121,8 +126,7 @@ def test_the_plan_is_what_launch_will_choose(gpus: int, cores: int, monkeypatch:
     monkeypatch.setattr(devices, "usable_cores", lambda: cores)
     machine = with_gpus(*[H100] * gpus, cores=cores)
     for ranks in range(1, 9):
-        planned, chosen = plan(machine, ranks), choose_device("auto", ranks)
-        assert (planned.device, planned.threads) == (chosen.device, chosen.threads)
+        assert plan(machine, ranks) == choose_device("auto", ranks)
 
 
 # --- problems --------------------------------------------------------------------------------------
@@ -155,7 +159,7 @@ def test_missing_packages_stop_hpnb_unless_it_can_do_without() -> None:
 
 def test_the_oldest_versions_are_those_of_pyproject() -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    for name, oldest in doctor.OLDEST.items():
+    for name, oldest in OLDEST.items():
         assert f"{name}>={'.'.join(map(str, oldest))}" in project["dependencies"]
 
 
@@ -181,7 +185,6 @@ def test_what_else_stops_hpnb() -> None:
 
 
 def test_what_is_only_worth_a_note() -> None:
-    assert found(dataclasses.replace(LAPTOP, name_resolves=False), "does not resolve") == ["note"]
     assert found(with_gpus(T4, T4), "bf16") == ["note"]
     assert found(with_gpus(H100, T4), "differ") == ["note"]
     assert found(with_gpus(*[H100] * 4, link="SYS", peer=False), "6 pairs of GPUs") == ["note"]
@@ -225,29 +228,38 @@ def test_what_is_no_topology_says_nothing(text: str) -> None:
 def test_links_follow_the_numbers_that_torch_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA_VISIBLE_DEVICES=2,0 makes the driver's GPU 2 torch's GPU 0; an unnumbered one is left to torch."""
     text = "\tGPU0\tGPU1\tGPU2\nGPU0\t X \tPHB\tNV2\nGPU1\tPHB\t X \tSYS\nGPU2\tNV2\tSYS\t X \n"
-    monkeypatch.setattr(doctor, "_tool", lambda *command, timeout=20.0: text.splitlines())
+    numbers = "0, GPU-a\n1, GPU-b\n2, GPU-c\n"
+
+    def tool(*command: str) -> list[str]:
+        return (text if "topo" in command else numbers).splitlines()
+
+    monkeypatch.setattr(gpus, "tool", tool)
     peers = ((True, True, False), (True, True, False), (False, False, True))
-    links = doctor._links(peers, (2, 0, None))
-    assert links == ((".", "NV2", "host"), ("NV2", ".", "host"), ("host", "host", "."))
+    three = tuple(dataclasses.replace(H100, uuid=uuid) for uuid in ("c", "GPU-a", ""))
+    assert gpus.links_between(three, peers) == (
+        (".", "NV2", "host"),
+        ("NV2", ".", "host"),
+        ("host", "host", "."),
+    )
 
 
 def test_a_missing_or_failing_tool_says_nothing() -> None:
-    assert doctor._tool("no-such-tool-here", "-m") == []
-    assert doctor._tool(sys.executable, "-c", "print(1); raise SystemExit(3)") == []
-    assert doctor._tool(sys.executable, "-c", "import time; time.sleep(60)", timeout=0.2) == []
+    assert gpus.tool("no-such-tool-here", "-m") == []
+    assert gpus.tool(sys.executable, "-c", "print(1); raise SystemExit(3)") == []
+    assert gpus.tool(sys.executable, "-c", "import time; time.sleep(60)", timeout=0.2) == []
 
 
 def test_a_child_that_cannot_answer_leaves_faulty_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(doctor, "_tool", lambda *command, timeout=20.0: [])
-    machine = doctor.inspect_machine()
+    monkeypatch.setattr(gpus, "tool", lambda *command, timeout=20.0: [])
+    machine = inspect_machine()
     assert found(machine, "CUDA does not start") == ["problem", "problem"]
     assert machine.links == ()
     report(machine)
 
 
 def test_inspecting_leaves_cuda_alone() -> None:
-    doctor.inspect_machine()
+    inspect_machine()
     assert not torch.cuda.is_initialized()
 
 
@@ -255,18 +267,20 @@ def test_values_lose_the_names_of_user_and_host(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(getpass, "getuser", lambda: "ada")
     monkeypatch.setattr(socket, "gethostname", lambda: "engine1")
     monkeypatch.setattr(Path, "home", lambda: Path("/h/ada"))
-    assert doctor._anonymous("/h/ada/topo.xml") == "~/topo.xml"
-    assert doctor._anonymous("engine1:8000,ada,adamant") == "<host>:8000,<user>,adamant"
+    assert anonymous("/h/ada/topo.xml") == "~/topo.xml"
+    assert anonymous("engine1:8000,ada,adamant") == "<host>:8000,<user>,adamant"
 
 
 # --- the page --------------------------------------------------------------------------------------
 
 
-def test_the_worst_machine_still_fits_a_page() -> None:
-    gpus = [dataclasses.replace(T4, name=f"GPU of kind {k}", fault="no kernel image " * 9) for k in range(8)]
+def test_the_worst_machine_still_fits_the_width() -> None:
+    broken = [
+        dataclasses.replace(T4, name=f"GPU of kind {k}", fault="no kernel image " * 9) for k in range(8)
+    ]
     links = tuple(tuple("." if i == j else ("NV4", "SYS")[(i + j) % 2] for j in range(8)) for i in range(8))
     machine = dataclasses.replace(
-        with_gpus(*gpus, peer=False, cores=2),
+        with_gpus(*broken, peer=False, cores=2),
         links=links,
         cpu="a processor with a long name " * 9,
         memory_available=0,
@@ -274,13 +288,11 @@ def test_the_worst_machine_still_fits_a_page() -> None:
         gloo=False,
         nccl=None,
         can_fork=False,
-        name_resolves=False,
         versions=tuple((name, None) for name, _ in VERSIONS),
         environment=tuple((f"NCCL_VARIABLE_{k}", "value " * 40) for k in range(40)),
     )
     lines = report(machine).splitlines()
-    assert len(lines) <= doctor.PAGE
-    assert max(map(len, lines)) <= doctor.WIDTH
+    assert max(map(len, lines)) <= WIDTH
     assert lines[-1].strip().startswith("hpnb cannot run here yet")
 
 
@@ -305,8 +317,8 @@ def test_the_command_prints_this_machine_on_one_page() -> None:
     lines = done.stdout.splitlines()
     assert done.stderr == ""
     assert lines[0] == "hpnb doctor"
-    assert len(lines) <= doctor.PAGE
-    assert max(map(len, lines)) <= doctor.WIDTH
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= WIDTH
     assert done.returncode == int("cannot run here yet" in lines[-1])
     sections = ("This machine", "Versions", "Environment", 'What device="auto" will use', "What is wrong")
     assert [line for line in lines if line in sections] == list(sections)

@@ -266,7 +266,7 @@ def test_a_room_imports_only_rooms_below_it() -> None:
         ("bench/launch.py", "from hpnb.lesson import predict", False),
         ("lesson/ledger.py", "from hpnb.bench import launch", True),
         ("attic.py", "", False),
-        ("doctor.py", "from hpnb.lesson import banner", True),
+        ("doctor/report.py", "from hpnb.lesson import banner", True),
     ],
 )
 def test_the_rule_of_the_house(tmp_path: Path, file: str, code: str, allowed: bool) -> None:

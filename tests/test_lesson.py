@@ -233,8 +233,8 @@ def test_an_earlier_guess_is_shown_and_not_used(said: Callable[[], str]) -> None
     ("guess", "truth", "reading", "met", "regret"),
     [
         (4.0, 5.0, "Your guess holds (ratio 1.25)", True, 0.25),
-        (4.0, 5.1, "measured is 1.27 times that, so name the missing term", False, 0.275),
-        (4.0, 1.0, "measured is 0.25 times that, so name the missing term", False, 3.0),
+        (4.0, 5.1, "Your guess is off: measured is 1.27 times that.", False, 0.275),
+        (4.0, 1.0, "Your guess is off: measured is 0.25 times that.", False, 3.0),
     ],
 )
 def test_a_model_holds_within_a_quarter(
@@ -299,7 +299,9 @@ def test_a_guess_made_after_the_reveal_is_marked(said: Callable[[], str]) -> Non
         (True, "identity", "is not a number"),
         (torch.ones(2), "model", "is not a number"),
         (["a", "a"], "ranking", "distinct choices"),
-        (3, "ranking", "is no ranking"),
+        (3.5, "ranking", "is no ranking"),
+        (0, "model", "cannot be compared by a ratio; it must be above 0"),
+        (-3.0, "model", "cannot be compared by a ratio; it must be above 0"),
         (3, "guess", "kind='guess' is not one of identity, model, ranking"),
     ],
 )

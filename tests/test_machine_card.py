@@ -85,6 +85,8 @@ def test_the_explorer_of_notebook_00_can_be_solved_only_as_asked() -> None:
     assert not shown.solved  # a faster wire than the challenge allows
     shown.set(ranks=64, latency=10.0, algorithm="ring", kilobytes=100.0)
     assert not shown.solved
-    shown.set(algorithm="halving-doubling")
+    shown.set(ranks=64, latency=10.0, algorithm="tree", kilobytes=100.0, bandwidth=500.0)
+    assert not shown.solved
+    shown.set(algorithm="halving-doubling", bandwidth=12.5)
     assert shown.solved
     assert shown.readings["fastest"] == "halving-doubling"

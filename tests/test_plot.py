@@ -28,7 +28,7 @@ from hpnb.plot.grammar import ALARM, AXIS, CARD, CATEGORY, STYLE, ink_on
 from hpnb.plot.lanes import exposed_parts
 from hpnb.plot.memory import MOST_POINTS, thin
 from hpnb.plot.units import byte_count, bytes_unit, number, seconds, time_unit
-from hpnb.plot.waits import split_waits, totals, verdict
+from hpnb.plot.waits import totals, verdict
 from hpnb.record import CATEGORIES, Event, MemoryProfile, MemorySample, Timeline
 
 MS = 1e-3
@@ -229,8 +229,8 @@ def test_boxes_are_one_artist() -> None:
 def test_units() -> None:
     assert [time_unit(t)[1] for t in (2.0, 2e-3, 2e-6, 2e-9, 0.0)] == ["s", "ms", "µs", "ns", "s"]
     assert [bytes_unit(n)[1] for n in (2e12, 2e9, 2e6, 2e3, 2)] == ["TB", "GB", "MB", "kB", "B"]
-    assert [number(x) for x in (0, 1.2345, 12.345, 123.45, 1234.5, 5e-5, 2e7)] == [
-        "0", "1.23", "12.3", "123", "1,234", "5e-05", "2e+07",
+    assert [number(x) for x in (0, 1.2345, 12.345, 123.45, 999.7, 1234.5, 5e-5, 2e7)] == [
+        "0", "1.23", "12.3", "123", "1,000", "1,234", "5e-05", "2e+07",
     ]  # fmt: skip
     assert seconds(0.0012345) == "1.23 ms"
     assert byte_count(1_230_000) == "1.23 MB"
@@ -521,7 +521,7 @@ def test_costs_are_logarithmic_with_fit_and_knee() -> None:
     assert points.get_marker() == "o"
     assert curve.get_linestyle() == "-"
     assert find(ax, "knee").get_xdata()[0] == 240e3
-    assert {"latency-bound", "bandwidth-bound", "knee 240 kB", "100 kB", "1 ms", "message (bytes)"} <= set(
+    assert {"latency-bound", "bandwidth-bound", "knee 240 kB", "100 kB", "1 ms", "size (bytes)"} <= set(
         words(fig)
     )
     places = {t.get_text(): t.get_window_extent() for t in ax.texts}
@@ -546,11 +546,11 @@ def test_costs_draw_named_series_that_differ_in_more_than_colour() -> None:
 
 
 def test_waits_split_a_collective_where_the_last_rank_arrives() -> None:
-    spent = totals(split_waits(straggling(), "all_reduce"))
+    spent = totals(straggling().split_waits("all_reduce"))
     assert spent[0] == pytest.approx({"compute": 20 * MS, "wait": 8 * MS, "move": 5 * MS})
     assert spent[2] == pytest.approx({"compute": 28 * MS, "wait": 0.0, "move": 5 * MS})
     twice = Timeline((*straggling().events, *straggling().shifted(1.0).events))  # the k-th meets the k-th
-    assert totals(split_waits(twice, "all_reduce"))[0]["wait"] == pytest.approx(16 * MS)
+    assert totals(twice.split_waits("all_reduce"))[0]["wait"] == pytest.approx(16 * MS)
 
 
 def test_waits_name_the_rank_that_waits_least() -> None:
@@ -567,12 +567,12 @@ def test_waits_name_the_rank_that_waits_least() -> None:
         in told
     )
     assert {"time (ms)", "waiting is not moving: all-reduce · measured"} <= set(words(fig))
-    given = split_waits(straggling(), "all_reduce")
+    given = straggling().split_waits("all_reduce")
     assert said(plot.waits(given)) == said(fig)
 
 
 def test_the_verdict_branches_on_the_data() -> None:
-    assert verdict(totals(split_waits(straggling(0.5), "all_reduce")))[0] is None
+    assert verdict(totals(straggling(0.5).split_waits("all_reduce")))[0] is None
     fig = plot.waits(straggling(0.5))
     assert "Nobody stands out: the waits differ by 0.500 ms" in said(fig)
     assert "waits least" not in said(fig)

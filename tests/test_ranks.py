@@ -556,3 +556,18 @@ def test_output_is_live(tmp_path: Path) -> None:
     script.stdout.readline()
     assert script.poll() is None  # printed while the ranks still sleep
     script.communicate(timeout=60)
+
+
+# --- messages --------------------------------------------------------------------------------
+
+
+def test_the_message_folds_library_frames_and_the_attributes_keep_them() -> None:
+    def wrong() -> None:
+        torch.nn.Sequential(torch.nn.Linear(2, 2))(torch.ones(3))
+
+    error = fails(wrong, ranks=2)
+    assert error.traceback.count('File "torch/') >= 3
+    message = str(error).split("\n\n")[1]
+    assert "torch.nn.Sequential(torch.nn.Linear(2, 2))(torch.ones(3))" in message
+    assert message.count('File "torch/') == 1
+    assert "in forward" in message  # the innermost frame is kept

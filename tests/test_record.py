@@ -164,6 +164,29 @@ def test_the_slow_rank_has_the_shortest_collective() -> None:
     assert {e.bytes for e in split.events if e.op == "move"} == {2 * 2 / 3 * 32}
 
 
+def test_only_the_named_collectives_are_split_and_without_a_group_all_ranks_meet() -> None:
+    tl = Timeline(
+        (
+            Event(0, -1, "all_reduce", -1, 1.0, 5.0),
+            Event(1, -1, "all_reduce", -1, 3.0, 5.0),
+            Event(0, -1, "all_gather", -1, 5.0, 7.0, "tp", 8.0, (0, 1)),
+            Event(1, -1, "all_gather", -1, 6.0, 7.0, "tp", 8.0, (0, 1)),
+            Event(1, -1, "loading", -1, 7.0, 8.0),  # no collective: it meets nobody
+        )
+    )
+
+    def cut(split: Timeline, op: str) -> list[tuple[int, float, float]]:
+        return [(e.rank, e.start, e.end) for e in split.events if e.op == op]
+
+    named, every = tl.split_waits("all_reduce"), tl.split_waits()
+    assert cut(named, "wait") == [(0, 1.0, 3.0), (1, 3.0, 3.0)]
+    assert cut(named, "move") == [(0, 3.0, 5.0), (1, 3.0, 5.0)]
+    assert cut(named, "all_gather") == cut(tl, "all_gather")
+    assert cut(every, "wait") == [(0, 5.0, 6.0), (1, 6.0, 6.0)]
+    assert cut(every, "all_reduce") == cut(tl, "all_reduce")
+    assert cut(every, "loading") == cut(named, "loading") == [(1, 7.0, 8.0)]
+
+
 def picture() -> Timeline:
     """One rank works 2 of 3 s, the other 2 of 4 s; they hold two and one activations."""
     return Timeline(

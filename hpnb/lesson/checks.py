@@ -17,7 +17,7 @@ from typing import Any, Literal
 from hpnb.lesson.home import locked, read_json, write_json
 from hpnb.lesson.stubs import has_blank, is_blank, raised_by_stub
 from hpnb.ranks import RankError
-from hpnb.ranks.errors import readable
+from hpnb.ranks.errors import folded, readable
 
 FILE = "exercises.json"
 _LAST = 12  # lines of a traceback
@@ -115,13 +115,13 @@ def _verdict(exercise: Exercise, solution: Any) -> Verdict:
 def _own_words(error: BaseException) -> str:
     """What was raised, and the last lines of its own traceback, without the frames of this room."""
     if isinstance(error, RankError):
-        return f"{error.summary}\n{_tail(error.traceback)}"
+        return f"{error.summary}\n{_tail(folded(error.traceback))}"
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_ROOM):
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames, chain=False))
     summary = traceback.format_exception_only(type(error), error)[-1].strip()
-    return f"it raised {summary}\n{_tail(readable(text))}"
+    return f"it raised {summary}\n{_tail(folded(readable(text)))}"
 
 
 def _tail(text: str) -> str:

@@ -24,27 +24,26 @@ def all_reduce_cost() -> Explorer:
     ) -> tuple[Figure, str, dict[str, Any]]:
         wire = Wire(latency * 1e-6, bandwidth * 1e9)
         able = [a for a in ALGORITHMS if a != "halving-doubling" or ranks & (ranks - 1) == 0]
-        chosen = algorithm if algorithm in able else "ring"
         curves = {a: [seconds("all_reduce", n, ranks, wire, a) for n in _SIZES] for a in able}
-        took = seconds("all_reduce", kilobytes * 1e3, ranks, wire, chosen)
+        took = seconds("all_reduce", kilobytes * 1e3, ranks, wire, algorithm)
         best = cheapest("all_reduce", kilobytes * 1e3, ranks, wire)
         figure = plot.costs(
             [kilobytes * 1e3],
             [took],
             more={a: (_SIZES, times) for a, times in curves.items()},
             title=f"simulated · all-reduce over {ranks} ranks, {latency:.3g} µs, {bandwidth:.3g} GB/s",
-            label=f"{chosen}, {number(kilobytes * 1e3, 'B')}",
+            label=f"{algorithm}, {number(kilobytes * 1e3, 'B')}",
             text=not fast,
         )
         alt = (
             f"Seconds against bytes of an all-reduce over {ranks} ranks, one line for each of "
-            f"{', '.join(able)}; at {number(kilobytes * 1e3, 'B')} {chosen} takes {number(took, 's')}."
+            f"{', '.join(able)}; at {number(kilobytes * 1e3, 'B')} {algorithm} takes {number(took, 's')}."
         )
         readings = {
             "time (s)": took,
             "fastest": best,
-            "of it latency (%)": 100 * seconds("all_reduce", 0.0, ranks, wire, chosen) / took,
-            "asked": ranks == 64 and 90 <= kilobytes <= 110 and latency >= 10,
+            "of it latency (%)": 100 * seconds("all_reduce", 0.0, ranks, wire, algorithm) / took,
+            "_as_asked": ranks == 64 and 90 <= kilobytes <= 110 and latency >= 10 and bandwidth <= 12.5,
         }
         return figure, alt, readings
 
@@ -58,7 +57,7 @@ def all_reduce_cost() -> Explorer:
             "algorithm": Choice(ALGORITHMS, "ring"),
         },
         Challenge(
-            "64 ranks, 100 kB, a latency of 10 µs: under 200 µs.",
-            lambda read: bool(read["asked"]) and read["time (s)"] < 200e-6,
+            "64 ranks, 100 kB, 10 µs and 12.5 GB/s or worse: under 200 µs.",
+            lambda read: bool(read["_as_asked"]) and read["time (s)"] < 200e-6,
         ),
     )

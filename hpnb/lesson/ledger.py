@@ -85,25 +85,8 @@ class Ledger:
         return load(self.name, _parse, ())
 
 
-def add(
-    notebook: str,
-    layout: Layout | str,
-    model: str,
-    quantities: Mapping[str, tuple[SupportsFloat | None, SupportsFloat | None]],
-    machine: str = "",
-) -> None:
-    """`Ledger.add` of the series' ledger."""
-    Ledger().add(notebook, layout, model, quantities, machine)
-
-
-def rows() -> tuple[Row, ...]:
-    """All rows of the series' ledger."""
-    return Ledger().rows()
-
-
-def show() -> None:
-    """Display the series' ledger."""
-    Ledger().show()
+series = Ledger()  # the one that the notebooks share
+add, rows, show = series.add, series.rows, series.show
 
 
 def _parse(text: str) -> tuple[Row, ...]:

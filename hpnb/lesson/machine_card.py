@@ -9,6 +9,7 @@ is measured with all ranks at work, because that is how it will be used.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -17,9 +18,11 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 import hpnb
 from hpnb.lesson.home import digest, load, save
+from hpnb.lesson.tables import number, table
 from hpnb.theory import Wire, fit_wire, seconds
 
 _SIZES = {
@@ -61,6 +64,23 @@ class MachineCard:
     def predicted(self, nbytes: float, algorithm: str = "ring") -> float:
         """Seconds of an all-reduce of `nbytes` on this machine, by latency and bandwidth."""
         return seconds("all_reduce", nbytes, self.ranks, self.wire, algorithm)
+
+    def curve(self, points: int = 60) -> tuple[list[float], list[float]]:
+        """(bytes, predicted seconds) between the least and the most that was measured, for a figure."""
+        low, high = math.log(self.sizes[0]), math.log(self.sizes[-1])
+        sizes = [math.exp(low + (high - low) * i / (points - 1)) for i in range(points)]
+        return sizes, [self.predicted(nbytes) for nbytes in sizes]
+
+    def show(self) -> None:
+        """Display the numbers."""
+        columns = ("latency α", "bandwidth B", "matmul rate of a rank", "ρ")
+        row = (
+            number(self.latency, "s"),
+            number(self.bandwidth, "B/s"),
+            number(self.matmul, "FLOP/s"),
+            f"{self.rho:,.0f} FLOP a byte",
+        )
+        table(columns, [row], f"machine card · {self.hardware}, {self.ranks} ranks, {self.dtype}")
 
 
 def machine_card(ranks: int | None = None, device: str = "auto", refresh: bool = False) -> MachineCard:
@@ -116,10 +136,10 @@ def measure() -> tuple[list[float], float]:
     runs: dict[int, list[float]] = {n: [] for n in sizes}
     for n in sizes:  # connections and code paths are set up on first use
         dist.all_reduce(buffers[n])
-    for _ in range(_PASSES):
-        for n in sizes:
-            repeats = max(3, min(30, (1 << 22) // n))
-            runs[n] += [_timed(partial(dist.all_reduce, buffers[n])) for _ in range(repeats)]
+    rounds = [n for _ in range(_PASSES) for n in sizes]
+    for n in tqdm(rounds, "measuring this machine", disable=hpnb.rank() > 0, leave=False):
+        repeats = max(3, min(30, (1 << 22) // n))
+        runs[n] += [_timed(partial(dist.all_reduce, buffers[n])) for _ in range(repeats)]
     size, dtype = _MATMUL[device.type]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     products = [_timed(partial(torch.matmul, a, b)) for _ in range(12)][2:]

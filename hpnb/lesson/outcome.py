@@ -142,7 +142,9 @@ def _read(outcome: Outcome, value: Answer, who: str) -> str:
         return f"{who} is off by {gap}, and an identity must hold exactly"
     if right:
         return f"{who} holds (ratio {ratio_text(ratio)})"
-    return f"{who} is off: measured is {ratio_text(ratio)} times that, so {MISSING}"
+    # A guess has no terms; a prediction that is off lacks one.
+    advice = "" if "guess" in who.lower() else f", so {MISSING}"
+    return f"{who} is off: measured is {ratio_text(ratio)} times that{advice}"
 
 
 def _read_ranking(outcome: Outcome, order: tuple[str, ...], who: str) -> str:

@@ -65,7 +65,7 @@ def predict(key: str, question: str, guess: Guess = None, unit: str = "", kind: 
     else:
         status = f"your guess: {show(answer, unit)}"
         status += ", made after the answer had been shown" if asked.seen else ""
-    wanted = "best first" if kind == "ranking" else f"in {unit}" if unit else "a number"
+    wanted = "one or more, best first" if kind == "ranking" else f"in {unit}" if unit else "a number"
     html = f"<p><b>Predict:</b> {_safe(question)} ({_safe(wanted)})<br>{_safe(status)}</p>"
     present(html, f"Predict: {question} ({wanted})\n  {status}")
 
@@ -129,7 +129,7 @@ def _answer(value: Any, kind: Kind, unit: str, who: str) -> Answer:
     if value is None:
         return None
     if kind == "ranking":
-        choices = [value] if isinstance(value, str) else value if isinstance(value, Iterable) else []
+        choices = [value] if isinstance(value, str | int) else value if isinstance(value, Iterable) else []
         names = tuple(map(str, choices))
         if not names or len(set(names)) < len(names):
             raise ValueError(f"{who} {value!r} is no ranking: list distinct choices, the best first")
@@ -142,6 +142,8 @@ def _answer(value: Any, kind: Kind, unit: str, who: str) -> Answer:
         found = math.nan
     if not math.isfinite(found):
         raise ValueError(f"{who} {value!r} is not a number" + (f"; it is asked in {unit}" if unit else ""))
+    if kind == "model" and found <= 0 and who == "your guess":
+        raise ValueError(f"{who} {value!r} cannot be compared by a ratio; it must be above 0")
     return found
 
 

@@ -86,7 +86,7 @@ def costs(
 
 
 def _axes(ax: Axes) -> None:
-    ax.set_xlabel("message (bytes)")
+    ax.set_xlabel("size (bytes)")
     ax.set_ylabel("time")
     ax.grid(True, which="major", color=RULE, linewidth=0.7)
     for axis, words in ((ax.xaxis, units.byte_count), (ax.yaxis, units.seconds)):

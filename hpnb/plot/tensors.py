@@ -45,10 +45,11 @@ def tensors(
     low, high = min(values), max(values)
     longest = max(len(row) for stage in stages for row in stage)
     ranks, count = len(stages[0]), len(stages)
+    between = 0.75 if count < 4 else 0.45
     fig, axes = new_figure(
-        [0.4 * ranks], title=title or "", columns=count, between=0.75, left=0.7, bottom=0.15, head=0.28
+        [0.4 * ranks], title=title or "", columns=count, between=between, left=0.7, bottom=0.15, head=0.28
     )
-    side_width = (WIDTH - 0.7 - 0.2 - 0.75 * (count - 1)) / count
+    side_width = (WIDTH - 0.7 - 0.2 - between * (count - 1)) / count
     cell = min(0.6, side_width / longest)
     words = {v: f"{v:.4g}" for v in values}
     wide = max(text_inches(w) for w in words.values())
@@ -76,7 +77,7 @@ def tensors(
         _plain(ax, ranks, side_width, labels=place == 0)
         panel_title(ax, name)
         if place:
-            far, near = -0.6 / side_width, -0.27 / side_width
+            far, near = -0.8 * between / side_width, -0.36 * between / side_width
             ax.annotate("", (near, 0.5), (far, 0.5), "axes fraction", "axes fraction",
                         arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.6})  # fmt: skip
     return fig

@@ -25,7 +25,7 @@ def number(value: float) -> str:
         return "0"
     if not 1e-3 <= abs(value) < 1e6:
         return f"{value:.3g}"
-    if abs(value) >= 1000:
+    if abs(value) >= 999.5:  # which three digits would show as 1.00e+03
         return f"{value:,.0f}"
     return f"{value:#.3g}".rstrip(".")
 

@@ -7,15 +7,12 @@ The culprit has the shortest collective: everybody else waits for it, and it wai
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from dataclasses import replace
-
 from matplotlib.figure import Figure
 
 from hpnb.plot.canvas import TEXT, Key, new_figure
 from hpnb.plot.grammar import INK, STYLE, ink_on, style_of
 from hpnb.plot.units import number, time_unit
-from hpnb.record import Event, Timeline
+from hpnb.record import Timeline
 
 PARTS = ("compute", "wait", "move")
 
@@ -25,13 +22,18 @@ def waits(tl: Timeline, op: str = "all_reduce", title: str | None = None) -> Fig
 
     Args:
         tl: compute events, and either "wait" and "move" or the whole collectives named `op`, which are
-            then split here: the k-th on one rank meets the k-th on every other.
+            then split by `Timeline.split_waits`.
         op: the collective.
 
     Raises:
         ValueError: the timeline holds neither.
     """
-    split = tl if any(e.op in ("wait", "move") for e in tl.events) else split_waits(tl, op)
+    split = tl if _is_split(tl) else tl.split_waits(op)
+    if not _is_split(split):
+        found = ", ".join(sorted({e.op for e in tl.events})) or "nothing"
+        raise ValueError(
+            f'waits needs events "wait" and "move", or {op!r} to split; this timeline has {found}'
+        )
     spent = totals(split)
     most = max(sum(parts.values()) for parts in spent.values())
     scale, unit = time_unit(most)
@@ -63,26 +65,8 @@ def waits(tl: Timeline, op: str = "all_reduce", title: str | None = None) -> Fig
     return fig
 
 
-def split_waits(tl: Timeline, op: str) -> Timeline:
-    """`tl` with each event of `op` cut in two, "wait" and "move", where the last rank arrives."""
-    turn: Counter[int] = Counter()
-    meets: dict[int, list[Event]] = defaultdict(list)
-    for e in tl.events:
-        if e.op == op:
-            meets[turn[e.rank]].append(e)
-            turn[e.rank] += 1
-    if not meets:
-        found = ", ".join(sorted({e.op for e in tl.events})) or "nothing"
-        raise ValueError(
-            f'waits needs events "wait" and "move", or {op!r} to split; this timeline has {found}'
-        )
-    parts = [e for e in tl.events if e.is_compute]
-    for group in meets.values():
-        last = max(e.start for e in group)
-        for e in group:
-            cut = min(last, e.end)
-            parts += [replace(e, op="wait", end=cut), replace(e, op="move", start=cut)]
-    return Timeline(tuple(parts), tl.source)
+def _is_split(tl: Timeline) -> bool:
+    return any(e.op in ("wait", "move") for e in tl.events)
 
 
 def totals(tl: Timeline) -> dict[int, dict[str, float]]:

@@ -55,16 +55,22 @@ def default_ranks() -> int:
     return gpus if gpus >= 2 else 4
 
 
-def choose_device(device: str, ranks: int) -> DeviceChoice:
+def choose_device(
+    device: str, ranks: int, *, gpus: int | None = None, cores: int | None = None
+) -> DeviceChoice:
     """Decide for `ranks` ranks; `device` is "auto", "cpu" or "cuda".
+
+    Args:
+        gpus, cores: of a machine that is not at hand; this one's if None.
 
     Raises:
         ValueError: fewer than 1 rank, an unknown device, or more GPU ranks than GPUs.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks={ranks!r}: at least 1 rank is needed, as a whole number")
-    gpus = torch.cuda.device_count()  # asks the driver; does not initialise CUDA
-    threads = max(1, usable_cores() // ranks)
+    if gpus is None:
+        gpus = torch.cuda.device_count()  # asks the driver; does not initialise CUDA
+    threads = max(1, (usable_cores() if cores is None else cores) // ranks)
     if device == "cuda":
         if ranks > gpus:
             fits = f"ask for at most {gpus}, or" if gpus else "use"

@@ -8,12 +8,16 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from hpnb.ranks.last_seen import Frame, Note
 
 _OWN = re.compile(r"[/\\]hpnb[/\\]ranks[/\\](worker|last_seen|forkserver)\.py$")
 _PLUMBING = re.compile(r"[/\\](multiprocessing[/\\]\w+|threading)\.py$|^<string>$")
-_WANTS_RESULT = re.compile(r"\.(item|tolist|cpu|numpy)\(|synchronize\(")
+_WANTS_RESULT = re.compile(r"\.(item|tolist|cpu|numpy|wait)\(|synchronize\(")
+_ABOVE_HPNB = str(Path(__file__).parents[2])
+_FRAME = re.compile(r"  (File \"[^\"]+\"|Cell In\[\d+\]), line \d+")
+_LIBRARY = re.compile(r'  File "(torch|hpnb|numpy|transformers|torchvision|datasets|multiprocessing)/')
 _FILE = re.compile(r'File "([^"\n]+)", line (\d+)')
 
 
@@ -43,11 +47,11 @@ class RankError(RuntimeError):
     def __str__(self) -> str:
         parts = [self.summary]
         if self.traceback:
-            parts.append(f"Rank {self.rank}:\n{self.traceback.rstrip()}")
+            parts.append(f"Rank {self.rank}:\n{folded(self.traceback).rstrip()}")
         alike: dict[str, list[int]] = {}
         for rank, stack in self.stacks.items():
             if rank != self.rank and stack:
-                alike.setdefault(stack, []).append(rank)
+                alike.setdefault(folded(stack), []).append(rank)
         for stack, ranks in alike.items():
             who = "Rank" if len(ranks) == 1 else "Ranks"
             parts.append(f"{who} {', '.join(map(str, ranks))}:\n{stack.rstrip()}")
@@ -104,6 +108,28 @@ def readable(text: str) -> str:
     return _FILE.sub(lambda found: _place(found.group(1), found.group(2)), text)
 
 
+def folded(text: str) -> str:
+    """Without the frames that lead through libraries, but for the last: the reader's own lines stand out.
+
+    `RankError.traceback` and `.stacks` keep every frame; the message that is printed does not.
+    """
+    kept: list[list[str]] = []  # blocks: a frame with its source lines, or a line between frames
+    libraries = 0
+    for line in text.splitlines(keepends=True):
+        if _FRAME.match(line):
+            library = bool(_LIBRARY.match(line))
+            if library and libraries:
+                kept.pop()
+            libraries = libraries + 1 if library else 0
+            kept.append([line])
+        elif kept and line.startswith("    ") and _FRAME.match(kept[-1][0]):
+            kept[-1].append(line)
+        else:
+            libraries = 0
+            kept.append([line])
+    return "".join(line for block in kept for line in block)
+
+
 def exit_reason(code: int | None) -> str:
     """What an exit code says, in words."""
     if code is None:
@@ -135,7 +161,7 @@ def _place(filename: str, line: str) -> str:
     compiler = getattr(shell, "compile", None)
     if compiler is not None and (named := compiler.format_code_name(filename)):
         return f"{' '.join(named)}, line {line}"
-    folders = [p for p in sys.path if p and filename.startswith(p.rstrip("/") + "/")]
+    folders = [p for p in (*sys.path, _ABOVE_HPNB) if p and filename.startswith(p.rstrip("/") + "/")]
     if folders:
         filename = filename[len(max(folders, key=len).rstrip("/")) + 1 :]
     return f'File "{filename}", line {line}'

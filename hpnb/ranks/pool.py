@@ -216,7 +216,7 @@ class Ranks:
             rank, codes = dead[0], processes.exit_codes(dead)
             summary, error = f"rank {rank} {of} {errors.exit_reason(codes[rank])}", "died"
             text = errors.stack_text(notes[rank]) or "  (it ended before it could note where it was)\n"
-            text = "Last seen here (most recent call last):\n" + text
+            text = "  (last seen here)\n" + text
         elif raised:
             rank = min(raised, key=lambda r: raised[r].time)
             summary, error = f"rank {rank} {of} raised {raised[rank].summary}", raised[rank].error
@@ -231,7 +231,7 @@ class Ranks:
                 summary += ": all of them wait for others, in calls that do not match"
             else:
                 summary += f": rank {rank} was still at work"
-            text = "Stack (most recent call last):\n" + stacks[rank]
+            text = stacks[rank]
         in_step = len(raised) == len(members) and len({reply.place for reply in raised.values()}) == 1
         if not in_step:
             self._stop(summary)
@@ -245,7 +245,7 @@ class Ranks:
         rank = _to_blame([r for r in members if r not in replies] or list(members), notes)
         self._stop("it was interrupted")
         summary = f"interrupted; the {self.size} ranks were stopped, and their state is gone"
-        text = "Stack (most recent call last):\n" + stacks.get(rank, "")
+        text = stacks.get(rank, "")
         return RankInterrupt(summary, rank=rank, traceback=text, stacks=stacks, error="interrupted")
 
     def _stacks(

@@ -157,17 +157,20 @@ class Timeline:
         wanted = frozenset(ops)
         return Timeline(tuple(e for e in self.events if e.op in wanted), self.source)
 
-    def split_waits(self) -> Timeline:
+    def split_waits(self, op: str = "") -> Timeline:
         """Each collective as two events: "wait" until the last of its group has come, then "move".
 
         The k-th collective of a group is the same call on all of its ranks. A rank that comes last waits
         for nobody, so in a group with one slow rank that rank's collective is the shortest.
+
+        Args:
+            op: split only these, such as "all_reduce". One that names no group is then a call of all ranks.
         """
         calls: dict[tuple[object, ...], list[Event]] = defaultdict(list)
         seen: Counter[tuple[object, ...]] = Counter()
         kept = []
         for e in self.events:
-            if len(e.group) < 2:
+            if e.op != op if op else len(e.group) < 2:
                 kept.append(e)
                 continue
             seen[e.rank, e.axis, e.group] += 1
@@ -175,7 +178,7 @@ class Timeline:
         for call in calls.values():
             last = max(e.start for e in call)
             for e in call:
-                met = min(max(last, e.start), e.end)
+                met = min(last, e.end)
                 kept.append(replace(e, op="wait", end=met, bytes=0.0))
                 kept.append(replace(e, op="move", start=met))
         return Timeline(tuple(kept), self.source)

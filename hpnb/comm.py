@@ -19,7 +19,8 @@ arXiv 2205.05198, section 4.2.2). `gather` and `all_gather` differ only in what 
 ranks go on to compute the same, a gradient is complete already; where each uses the result in its own
 way, the gradients must be summed.
 
-Slices are as even as they can be: `shares(25, 4)` is (7, 6, 6, 6). An uneven gather pads to the largest.
+Slices are as even as they can be: `shares(25, 4)` is (7, 6, 6, 6). An uneven gather pads to the largest, and
+must be told the total. On an axis of one rank every function returns its argument itself.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from hpnb.mesh import Axis
+from hpnb.ranks.here import device as this_device
 from hpnb.record.recorder import communication
 
 Raw = Callable[[torch.Tensor], torch.Tensor]
@@ -135,10 +137,18 @@ def receive(
     source: int,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
+    requires_grad: bool | None = None,
 ) -> torch.Tensor:
-    """Receive a tensor from place `source` of the axis; backward sends its gradient there."""
+    """Receive a tensor from place `source` of the axis; backward sends its gradient there.
+
+    Args:
+        dtype, device: of what is sent; by default PyTorch's default dtype, on this rank's device.
+        requires_grad: whether the sender waits for a gradient, as it does if what it sends requires one; by
+            default if the dtype can have one.
+    """
     _check_peer(axis, source)
-    start = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
+    start = torch.zeros((), dtype=dtype, device=this_device() if device is None else device)
+    start.requires_grad_(start.dtype.is_floating_point if requires_grad is None else requires_grad)
     there = partial(_receive_like, shape=tuple(shape), dtype=start.dtype, axis=axis, source=source)
     return _pair(start, None, there, partial(_send, axis=axis, to=source))
 
@@ -165,17 +175,18 @@ class _Pair(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, there: Raw, back: Raw) -> torch.Tensor:
-        ctx.back = back
+        ctx.there, ctx.back = there, back
         return there(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.back(grads[0]), None, None
+        # A conversion again, the other way round, so that second derivatives are right too.
+        return _Pair.apply(grads[0], ctx.back, ctx.there), None, None
 
 
 def _pair(x: torch.Tensor, axis: Axis | None, there: Raw, back: Raw) -> torch.Tensor:
     if axis is not None and axis.size == 1:
-        return x  # alone on the axis there is nothing to say
+        return x  # alone on the axis there is nothing to say, and nothing is copied
     result: torch.Tensor = _Pair.apply(x, there, back)
     return result
 
@@ -214,8 +225,9 @@ def _gather(x: torch.Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> torc
     whole = rows.new_empty((axis.size * most, *rows.shape[1:]))
     with communication("all_gather", axis.name, whole.nbytes, axis.ranks):
         dist.all_gather_into_tensor(whole, rows, group=axis.group)
-    parts = [part[:size] for part, size in zip(whole.split(most), sizes, strict=True)]
-    return (whole if min(sizes) == most else torch.cat(parts)).movedim(0, dim)
+    if min(sizes) < most:
+        whole = torch.cat([part[:n] for part, n in zip(whole.split(most), sizes, strict=True)])
+    return _rows_at(whole, dim)
 
 
 def _sum_slices(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
@@ -227,7 +239,9 @@ def _sum_slices(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     mine = rows.new_empty((most, *rows.shape[1:]))
     with communication("reduce_scatter", axis.name, rows.nbytes, axis.ranks):
         dist.reduce_scatter_tensor(mine, rows, group=axis.group)
-    return mine[: sizes[axis.rank]].movedim(0, dim)
+    if sizes[axis.rank] < most:
+        mine = mine[: sizes[axis.rank]].clone()
+    return _rows_at(mine, dim)
 
 
 def _slice(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
@@ -260,6 +274,8 @@ def _receive_like(
 
 
 def _shift(x: torch.Tensor, axis: Axis, by: int) -> torch.Tensor:
+    if by % axis.size == 0:
+        return x.clone()
     x, got = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     to, source = axis.ranks[(axis.rank + by) % axis.size], axis.ranks[(axis.rank - by) % axis.size]
     with communication("send", axis.name, x.nbytes, axis.ranks):
@@ -268,6 +284,11 @@ def _shift(x: torch.Tensor, axis: Axis, by: int) -> torch.Tensor:
         for work in dist.batch_isend_irecv(both):
             work.wait()
     return got
+
+
+def _rows_at(rows: torch.Tensor, dim: int) -> torch.Tensor:
+    """`rows` with its first dim at `dim`: contiguous and no view, so it may be viewed and changed."""
+    return rows if dim in (0, -rows.dim()) else rows.movedim(0, dim).contiguous()
 
 
 def _padded(rows: torch.Tensor, size: int) -> torch.Tensor:

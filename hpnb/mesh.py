@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -112,8 +113,9 @@ class Axis:
     def split(self, *sizes: int) -> tuple[Axis, ...]:
         """Fold this axis into a grid, outermost size first: one Axis a dimension, named "tp.0", "tp.1", ...
 
-        2D tensor parallelism folds 4 ranks into 2 x 2, 2.5D folds 8 into 2 x 2 x 2. Every rank of the axis
-        must call it with the same sizes.
+        2D tensor parallelism folds 4 ranks into 2 x 2, 2.5D folds 8 into 2 x 2 x 2. Every rank of the world
+        must call it with the same sizes, those of other groups along the axis too: over NCCL a new group is
+        split off from that of all ranks.
 
         Raises:
             ValueError: the sizes do not multiply to the size of the axis.
@@ -188,12 +190,24 @@ class Mesh:
         return f"Mesh({here})"
 
 
+# Groups by world, name and members. A group holds threads, descriptors and, on a GPU, hundreds of MB until
+# the process group of all ranks goes; so a mesh that is made again gets the groups that are there.
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]]
+_groups = WeakKeyDictionary()
+
+
 def _axis(name: str, members: Sequence[int]) -> Axis:
-    # Only the members meet (use_local_synchronization), so making a mesh costs three groups a rank and
-    # not one for every group in the world.
-    group = dist.new_group(list(members), use_local_synchronization=True, group_desc=name)
-    assert isinstance(group, dist.ProcessGroup), "every rank that asks is a member"
-    return Axis(name, len(members), list(members).index(dist.get_rank()), group, tuple(members))
+    world = dist.group.WORLD
+    assert world is not None
+    known = _groups.setdefault(world, {})
+    key = (name, tuple(members))
+    if key not in known:
+        # Only the members meet (use_local_synchronization), so making a mesh costs three groups a rank and
+        # not one for every group in the world.
+        group = dist.new_group(list(members), use_local_synchronization=True, group_desc=name)
+        assert isinstance(group, dist.ProcessGroup), "every rank that asks is a member"
+        known[key] = group
+    return Axis(name, len(members), list(members).index(dist.get_rank()), known[key], tuple(members))
 
 
 def _nearest(layout: Layout, world: int) -> str:

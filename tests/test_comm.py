@@ -124,6 +124,54 @@ def test_send_and_receive_carry_the_gradient_back() -> None:
     hpnb.launch(point_to_point, ranks=2, device="cpu", timeout=60)
 
 
+def second_derivatives() -> None:
+    """The gradient of a gradient's norm, through replicate and all_reduce."""
+    tp = Mesh(Layout(tp=2)).tp
+    full, weights = tensors(3)
+
+    def penalty(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        (gradient,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad((gradient**2).sum(), x)
+        return second
+
+    x = full.clone().requires_grad_()
+    y = comm.all_reduce(torch.tanh(comm.replicate(x, tp) @ weights[tp.rank]), tp)
+    xs = full.clone().requires_grad_()
+    ys = torch.tanh(xs @ weights[0]) + torch.tanh(xs @ weights[1])
+    assert close(penalty(x, y), penalty(xs, ys))
+
+
+def results_can_be_viewed_and_changed() -> None:
+    tp = Mesh(Layout(tp=2)).tp
+    x = torch.ones(2, 4, requires_grad=True)
+    assert comm.gather(x, tp, -1).view(-1).numel() == 16
+    assert comm.reduce_scatter(x, tp, 1).view(-1).numel() == 4
+    comm.gather(x, tp, 0).relu_().sum().backward()
+    comm.reduce_scatter(x, tp, 0).mul_(2).sum().backward()
+    assert comm.exchange(x, tp, shift=2).equal(x)
+
+
+def integers_travel() -> list[int]:
+    pp = Mesh(Layout(pp=2)).pp
+    if pp.rank == 0:
+        comm.send(torch.tensor([5, 7]), pp, to=1)
+        return [5, 7]
+    return list(comm.receive((2,), pp, source=0, dtype=torch.int64).tolist())
+
+
+def meshes_share_groups() -> bool:
+    first = Mesh(Layout(dp=2))
+    return all(Mesh(Layout(dp=2)).dp.group is first.dp.group for _ in range(30))
+
+
+def test_second_derivatives_views_integers_and_many_meshes() -> None:
+    with hpnb.Ranks(2, device="cpu", timeout=60) as pool:
+        pool.run(second_derivatives)
+        pool.run(results_can_be_viewed_and_changed)
+        assert pool.run(integers_travel) == [[5, 7]] * 2
+        assert pool.run(meshes_share_groups) == [True] * 2
+
+
 def test_shares_differ_by_at_most_one_and_add_up() -> None:
     assert comm.shares(25, 4) == (7, 6, 6, 6)
     assert comm.shares(2, 4) == (1, 1, 0, 0)

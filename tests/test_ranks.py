@@ -198,6 +198,26 @@ def test_a_large_captured_value_is_named_in_a_warning(four: hpnb.Ranks) -> None:
         four.run(lambda t: t.sum().item(), table)  # passed on purpose
 
 
+shared_model = torch.nn.Linear(2, 1, bias=False)
+shared_optimizer = torch.optim.SGD(shared_model.parameters(), lr=1.0)
+
+
+def test_an_optimizer_that_is_sent_later_still_holds_its_model() -> None:
+    def look() -> float:
+        return shared_model.weight.sum().item()
+
+    def step() -> bool:
+        shared_model(torch.ones(2)).backward()
+        shared_optimizer.step()
+        return shared_optimizer.param_groups[0]["params"][0] is shared_model.weight
+
+    with hpnb.Ranks(2, device="cpu", timeout=60) as ranks:
+        (before, _) = ranks.run(look)
+        assert ranks.run(step) == [True, True]
+        assert ranks.run(look) == pytest.approx([before - 2.0] * 2)
+        assert shared_model.weight.sum().item() == pytest.approx(before)  # the caller's own is another
+
+
 # --- the process -----------------------------------------------------------------------------
 
 
@@ -240,8 +260,9 @@ def test_what_cannot_be_asked_for_is_one_clear_sentence(four: hpnb.Ranks) -> Non
     too_many = torch.cuda.device_count() + 1
     with pytest.raises(ValueError, match=f"needs {too_many} GPUs and this machine has {too_many - 1}"):
         hpnb.launch(scaled_rank, ranks=too_many, device="cuda")
-    with pytest.raises(ValueError, match="timeout=0"):
-        hpnb.Ranks(2, timeout=0)
+    for timeout in (0, -1, "5", None, float("nan")):
+        with pytest.raises(ValueError, match=f"timeout={timeout!r}: give the seconds"):
+            hpnb.Ranks(2, timeout=timeout)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a function is needed"):
         four.run(3)  # type: ignore[arg-type]
 
@@ -372,8 +393,9 @@ def test_a_rank_killed_from_outside_was_last_seen_somewhere() -> None:
 
 def test_what_cannot_be_pickled_is_named(four: hpnb.Ranks) -> None:
     lock = threading.Lock()
-    with pytest.raises(hpnb.RankError, match=r"argument 1 \(a lock\) cannot be pickled"):
+    with pytest.raises(hpnb.RankError, match=r"argument 1 \(a lock\) cannot be pickled") as caught:
         four.run(lambda a, b: None, 1, lock)
+    assert "four.run(lambda a, b: None, 1, lock)" in caught.value.traceback
     with pytest.raises(hpnb.RankError, match=r"the captured variable lock"):
         four.run(lambda: lock)
     assert four.run(scaled_rank)  # nothing was sent, so nothing is lost
@@ -384,6 +406,7 @@ def test_what_cannot_be_pickled_is_named(four: hpnb.Ranks) -> None:
     with pytest.raises(hpnb.RankError, match=r"rank \d returned a generator that cannot be pick") as caught:
         four.run(give_back)
     assert set(caught.value.stacks) == {0, 1, 2, 3}
+    assert "def give_back() -> object:" in caught.value.traceback
     assert four.run(scaled_rank)  # all failed at one line: they are in step, and stay
 
 
@@ -506,6 +529,126 @@ def test_many_launches_at_once_from_several_processes(tmp_path: Path) -> None:
         assert out.splitlines()[-1] == "True"
 
 
+# --- what users do ---------------------------------------------------------------------------
+
+
+def test_a_dead_rank_of_one_pool_does_no_harm_to_another() -> None:
+    with hpnb.Ranks(2, device="cpu", timeout=60) as a:
+        os.kill(a.run(os.getpid)[0], signal.SIGKILL)
+        with hpnb.Ranks(2, device="cpu", timeout=60) as b:
+            with pytest.raises(hpnb.RankError, match="rank 0 of 2 was killed by SIGKILL"):
+                a.run(scaled_rank)
+            assert b.run(hpnb.rank) == [0, 1]
+
+
+def test_flooding_output_does_not_outlast_the_timeout(capfd: pytest.CaptureFixture[str]) -> None:
+    def flood() -> None:
+        while True:
+            os.write(1, b"yyyyyyyyy\n" * 6000)
+
+    assert fails(flood, timeout=1, ranks=1).error == "timed out"
+    capfd.readouterr()
+
+
+def test_a_hang_that_holds_the_interpreter_still_shows_where() -> None:
+    def stuck() -> None:
+        import re
+
+        re.match(r"(a+)+$", "a" * 40 + "b")  # takes years, in C
+
+    error = fails(on_rank_1(stuck), timeout=2, ranks=2)
+    assert error.rank == 1
+    assert 're.match(r"(a+)+$"' in error.traceback
+
+
+class Unloadable:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return int, ("not a number",)
+
+
+def test_names_that_did_not_arrive_are_sent_again() -> None:
+    with hpnb.Ranks(2, device="cpu", timeout=60) as ranks:
+        with pytest.raises(hpnb.RankError, match="ValueError"):
+            ranks.run(lambda x: SCALE, Unloadable())
+        assert ranks.run(lambda: SCALE) == [SCALE] * 2
+
+
+def test_a_result_that_does_not_load_names_its_rank(four: hpnb.Ranks) -> None:
+    with pytest.raises(hpnb.RankError, match="the result of rank 0 cannot be unpickled here"):
+        four.run(lambda: Unloadable())
+
+
+@functools.lru_cache
+def remembered(x: int) -> int:
+    return x * SCALE
+
+
+def test_cached_functions_and_submodules_travel(four: hpnb.Ranks) -> None:
+    import xml.dom.minidom
+
+    def parse() -> str:
+        return xml.dom.minidom.parseString("<a/>").documentElement.tagName  # type: ignore[union-attr]
+
+    assert four.run(lambda: remembered(3)) == [3 * SCALE] * 4
+    assert four.run(parse) == ["a"] * 4
+
+
+def test_a_helper_module_launches_what_main_defines(tmp_path: Path) -> None:
+    (tmp_path / "helpers.py").write_text(
+        "import hpnb\nSCALE = 'of the helpers'\ndef twice(fn):\n    return hpnb.launch(fn, ranks=2)\n"
+    )
+    body = """
+        import helpers
+        SCALE = 3
+        def inner(): return SCALE
+        def outer(): return inner() * hpnb.rank()
+        print(helpers.twice(outer))
+    """
+    out, _ = run_script(body, tmp_path).communicate(timeout=60)
+    assert out.splitlines()[-1] == "[0, 3]"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_a_fork_of_the_caller_does_not_end_its_ranks_and_nothing_survives_a_rank(tmp_path: Path) -> None:
+    body = """
+        def leave():
+            return subprocess.Popen(["sleep", "77"], start_new_session=True).pid
+        with hpnb.Ranks(2, device="cpu") as ranks:
+            left = ranks.run(leave)
+            if (child := os.fork()) == 0:
+                sys.exit(0)  # runs the finalizers that it has inherited
+            os.waitpid(child, 0)
+            print(ranks.run(hpnb.rank))
+        print([os.path.exists(f"/proc/{pid}") for pid in left])
+    """
+    out, _ = run_script(body, tmp_path).communicate(timeout=60)
+    assert out.splitlines()[-2:] == ["[0, 1]", "[False, False]"]
+
+
+@pytest.mark.parametrize("after", [0.3, 1.0])
+def test_ctrl_c_while_ranks_start_leaves_a_caller_that_can_launch(tmp_path: Path, after: float) -> None:
+    body = f"""
+        import threading
+        threading.Timer({after}, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            hpnb.launch(time.sleep, 30, ranks=2, device="cpu")
+        except KeyboardInterrupt:
+            print("interrupted")
+        print(hpnb.launch(hpnb.rank, ranks=2, device="cpu", timeout=30))
+    """
+    out, _ = run_script(body, tmp_path).communicate(timeout=90)
+    assert out.splitlines()[-2:] == ["interrupted", "[0, 1]"]
+
+
+def test_the_environment_holds_before_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("somewhere")])  # a Path there is common, if wrong
+    wrapped = hpnb.launch(lambda: type(dist.group.WORLD).__name__, ranks=2, device="cpu", timeout=60)
+    levels = hpnb.launch(lambda: dist.get_debug_level().name, ranks=2, device="cpu", timeout=60)
+    assert levels == ["DETAIL"] * 2
+    assert wrapped
+
+
 # --- output ----------------------------------------------------------------------------------
 
 
@@ -548,6 +691,20 @@ def test_a_bar_leaves_its_last_state_and_lines_beside_it_stay_whole(
         assert len(mine) == 4
         assert "outer: 100%" in mine[3]
         assert "3/3" in mine[3]
+
+
+def test_lines_that_end_as_on_windows_are_lines(
+    four: hpnb.Ranks, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def write() -> None:
+        os.write(1, b"a,b\r")
+        time.sleep(0.05)
+        os.write(1, b"\n1,2\r\n")
+        print("end")
+
+    four.run(write)
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("[rank 2]")]
+    assert lines == ["[rank 2] a,b", "[rank 2] 1,2", "[rank 2] end"]
 
 
 def test_output_is_live(tmp_path: Path) -> None:

@@ -98,6 +98,15 @@ def test_a_failure_on_all_ranks_keeps_them_and_a_hang_ends_them(kernel: Kernel) 
     assert "started 2 ranks" in kernel.text("%%ranks 2\npass")
 
 
+def test_a_cell_need_not_pickle_its_last_value_nor_get_what_it_binds_itself(kernel: Kernel) -> None:
+    kernel.cell("import threading\ni = threading.Lock()")
+    assert "<unlocked" in kernel.text("%%ranks 2\nimport threading\nthreading.Lock()")
+    assert "[rank 0] 1" in kernel.text("%%ranks 2\nfor i in range(2): pass\ni")
+    shown = kernel.text("%%ranks 2\nraise ValueError('x')")
+    assert f"Cell In[{len(kernel.book.cells)}], line 2" in shown
+    assert "timeout=-5" in kernel.text("%%ranks 2 --timeout -5\npass")
+
+
 def test_what_the_magic_does_not_know_it_says(kernel: Kernel) -> None:
     assert "rank 0 alone is written '0,'" in kernel.text("%%ranks 0\npass")
     assert "give a count" in kernel.text("%%ranks two\npass")

@@ -36,6 +36,9 @@ def count_each() -> dict[str, tuple[float, float, float, float]]:
         "gather": lambda: dist.gather(x, lists if me == 0 else None, root, group=g),
         "scatter": lambda: dist.scatter(torch.empty(12), lists if me == 0 else None, root, group=g),
         "all_to_all_single": lambda: dist.all_to_all_single(torch.empty(12), x, group=g),
+        "uneven all_to_all": lambda: dist.all_to_all_single(
+            torch.empty(14 if me == 0 else 10), x, *([7, 7] if me == 0 else [5, 5], [7, 5]), group=g
+        ),
         "send": lambda: dist.send(x, to, group=g) if me == 0 else dist.recv(x, to, group=g),
         "barrier": lambda: dist.barrier(g),
     }
@@ -62,8 +65,9 @@ def test_every_collective_is_counted_by_the_formula() -> None:
         "barrier": 0.0,
     }
     for rank, found in enumerate(hpnb.launch(count_each, ranks=4, device="cpu", timeout=60)):
-        sent = 48.0 if rank % 2 == 0 else 0.0  # the receiver sends nothing
-        assert found == {name: (n, 1, 0, 0) for name, n in {**expected, "send": sent}.items()}
+        first = rank % 2 == 0
+        sent = {"send": 48.0 if first else 0.0, "uneven all_to_all": 20.0 if first else 28.0}
+        assert found == {name: (n, 1, 0, 0) for name, n in {**expected, **sent}.items()}
 
 
 def count_comm(ranks: int) -> dict[str, tuple[dict[str, float], list[tuple[str, float]]]]:
@@ -296,6 +300,65 @@ def test_watching_does_not_change_what_is_computed() -> None:
 def test_an_unknown_category_names_those_there_are() -> None:
     with pytest.raises(ValueError, match="it has parameters, gradients, optimizer, activations, temporary"):
         MemoryProfile(()).peak_of("weights")
+
+
+def test_gradients_set_by_hand_are_gradients_and_what_dies_later_is_not_recorded() -> None:
+    model = nn.Linear(8, 8, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    big = torch.ones(1000)
+    with hpnb.record.memory(model, optimizer) as recorder:
+        model.weight.grad = torch.ones(8, 8)  # as a split backward does, without a hook
+        optimizer.step()
+        optimizer.zero_grad()
+        big = big + 1
+    profile = recorder.profile()
+    assert profile.peak_of("gradients") == 256
+    assert profile.samples[-1].gradients == 0
+    assert profile.samples[-1].temporary == 4000
+    del big
+    assert recorder.profile() == profile
+
+
+def test_a_storage_that_is_resized_counts_as_it_is() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    with hpnb.record.memory(model) as recorder:
+        x = torch.ones(100)
+        x.untyped_storage().resize_(0)
+        x.view(-1)  # seen again
+        kept = torch.ones(5)
+    assert recorder.profile().samples[-1].temporary == kept.nbytes
+    assert recorder.profile().peak_of("temporary") == 400
+
+
+def test_an_inplace_error_is_still_an_error_while_watched() -> None:
+    layer = nn.Linear(3, 3)
+    with hpnb.record.memory(layer):
+        y = torch.sigmoid(layer(torch.ones(2, 3)))
+        z = y.square()
+        y.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.sum().backward()
+
+
+def test_dtensors_are_counted_as_what_they_are_made_of() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    def measure() -> tuple[float, int, int]:
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.Linear(8, 8, bias=False)
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+        with hpnb.record.traffic() as t:
+            whole = model.weight.redistribute(mesh, [Replicate()])
+        with hpnb.record.memory(model) as recorder:
+            whole.sum().backward()
+        profile = recorder.profile()
+        return t.total, profile.peak_of("parameters"), profile.peak_of("gradients")
+
+    for sent, parameters, gradients in hpnb.launch(measure, ranks=2, device="cpu", timeout=60):
+        assert sent == 128  # an all-gather of 256 bytes over 2 ranks
+        assert parameters == 128
+        assert gradients == 128
 
 
 @pytest.mark.gpu

@@ -99,7 +99,7 @@ def banner(
         device=choice.device,
         backend=choice.name,
         reason=choice.reason.removeprefix("the CPU, "),
-        devices=_gpu_names(choice.ranks) if cuda else "",
+        devices=gpu_names(choice.ranks) if cuda else "",
         cores=cores,
         threads=choice.threads,
         versions=_versions(),
@@ -119,7 +119,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
     return (("hpnb", __version__), ("torch", str(torch.__version__)), ("python", platform.python_version()))
 
 
-def _gpu_names(used: int) -> str:
+def gpu_names(used: int) -> str:
     """ "4 x NVIDIA H200", asked of the driver: torch would have to start CUDA in the notebook's process."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import hpnb
+from hpnb.lesson.banner import gpu_names
 from hpnb.lesson.home import digest, load, save
 from hpnb.lesson.tables import number, table
 from hpnb.theory import Wire, fit_wire, seconds
@@ -123,7 +124,7 @@ def _parse(text: str) -> MachineCard | None:
 def hardware_name(device: str, ranks: int) -> str:
     """What the ranks run on, without a host's name: "2 CPU cores" or "4 x NVIDIA H200"."""
     if device == "cuda":
-        return f"{ranks} x {torch.cuda.get_device_name(0)}"
+        return gpu_names(ranks)
     cores = hpnb.ranks.usable_cores()
     return f"{cores} CPU core{'s' if cores > 1 else ''}"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import linecache
+import math
+import os
 import re
 import signal
 import sys
@@ -10,11 +12,14 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch.distributed as dist
+
 from hpnb.ranks.last_seen import Frame, Note
 
 _OWN = re.compile(r"[/\\]hpnb[/\\]ranks[/\\](worker|last_seen|forkserver)\.py$")
 _PLUMBING = re.compile(r"[/\\](multiprocessing[/\\]\w+|threading)\.py$|^<string>$")
 _WANTS_RESULT = re.compile(r"\.(item|tolist|cpu|numpy|wait)\(|synchronize\(")
+_DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 _ABOVE_HPNB = str(Path(__file__).parents[2])
 _FRAME = re.compile(r"  (File \"[^\"]+\"|Cell In\[\d+\]), line \d+")
 _LIBRARY = re.compile(r'  File "(torch|hpnb|numpy|transformers|torchvision|datasets|multiprocessing)/')
@@ -90,7 +95,7 @@ def stack_text(note: Note) -> str:
         parts.append(text if name == "MainThread" else f"  thread {name}:\n{text}")
     if not parts:
         return ""
-    age = f"  (last seen {note.age:.1f} s ago)\n" if note.age > 1.0 else ""
+    age = f"  (last seen {note.age:.1f} s ago)\n" if 1.0 < note.age < math.inf else ""
     return readable(age + "".join(parts))
 
 
@@ -98,7 +103,7 @@ def waits_for_others(note: Note) -> bool:
     """True if the main thread is inside torch.distributed, or wants a result from the GPU, where a
     collective may be what it waits for: such a rank is not to blame."""
     main = note.threads.get("MainThread", [])
-    if any("torch" in f and "distributed" in f for f, _, _ in main[-6:]):
+    if any(f.startswith(_DISTRIBUTED) for f, _, _ in main[-6:]):
         return True
     return bool(main) and bool(_WANTS_RESULT.search(linecache.getline(main[-1][0], main[-1][1])))
 
@@ -128,6 +133,11 @@ def folded(text: str) -> str:
             libraries = 0
             kept.append([line])
     return "".join(line for block in kept for line in block)
+
+
+def is_own(filename: str) -> bool:
+    """Whether a file belongs to this library."""
+    return filename.startswith(os.path.join(_ABOVE_HPNB, "hpnb") + os.sep)
 
 
 def exit_reason(code: int | None) -> str:
@@ -161,7 +171,8 @@ def _place(filename: str, line: str) -> str:
     compiler = getattr(shell, "compile", None)
     if compiler is not None and (named := compiler.format_code_name(filename)):
         return f"{' '.join(named)}, line {line}"
-    folders = [p for p in (*sys.path, _ABOVE_HPNB) if p and filename.startswith(p.rstrip("/") + "/")]
+    known = [p for p in (*map(str, sys.path), _ABOVE_HPNB) if p]
+    folders = [p for p in known if filename.startswith(p.rstrip("/") + "/")]
     if folders:
         filename = filename[len(max(folders, key=len).rstrip("/")) + 1 :]
     return f'File "{filename}", line {line}'

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import importlib
 import os
+import queue
 import select
 import signal
 import socket
@@ -22,7 +24,9 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing
@@ -32,6 +36,8 @@ from hpnb.ranks import wire
 # An optimizer's first step imports this, a second of every rank's time; the server does it once, when idle.
 _IMPORTED_WHEN_IDLE = "torch._dynamo"
 _IDLE = 0.5  # seconds
+_START_LIMIT = 60.0  # seconds that an interrupted start may take to be undone
+_PR_SET_CHILD_SUBREAPER = 36
 
 # What a rank is likely to import anyway, and what is safe to have imported before a fork (no threads).
 _PRELOADED = ("hpnb", "numpy", "torchvision", "transformers")
@@ -41,15 +47,19 @@ _PRELOADED = ("hpnb", "numpy", "torchvision", "transformers")
 
 
 class ForkServer:
-    """The caller's handle on its server. One a process, shared by all pools; thread-safe."""
+    """The caller's handle on its server. One a process, shared by all pools and threads.
+
+    One thread owns the socket and answers requests in turn. So Ctrl-C, which strikes the main thread, never
+    tears a request from its reply, and a pool that is garbage-collected at an awkward moment only queues.
+    """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lost = False
         self._socket, theirs = socket.socketpair()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the server)
         start = f"from hpnb.ranks.forkserver import serve; serve({theirs.fileno()}, {self.pid})"
-        path = f"import sys; sys.path[:] = {[p or os.getcwd() for p in sys.path]!r}; "
+        path = f"import sys; sys.path[:] = {[str(p) or os.getcwd() for p in sys.path]!r}; "
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", path + start],
@@ -59,58 +69,78 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # neither Ctrl-C nor a kill of the kernel's group reaches it
             )
+        self._requests: queue.SimpleQueue[tuple[Future[Any], tuple[Any, ...], Sequence[Sequence[int]]] | None]
+        self._requests = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._talk, name="hpnb fork server", daemon=True)
+        self._thread.start()
 
     def spawn(self, specs: Sequence[dict[str, Any]], descriptors: Sequence[Sequence[int]]) -> list[int]:
         """Fork one rank for each spec, handing it its descriptors; returns the process ids."""
-        wanted = sorted(name for name in sys.modules if name.split(".")[0] in _PRELOADED)
-        with self._lock:
-            self._send(("spawn", list(specs), wanted))
-            for fds in descriptors:
-                wire.receive(self._socket)  # one at a time: the server says when it expects the next
-                socket.send_fds(self._socket, [b"f"], list(fds))
-            return list(self._reply())
+        wanted = sorted(name for name in list(sys.modules) if name.split(".")[0] in _PRELOADED)
+        future = self._ask(("spawn", list(specs), wanted), descriptors)
+        try:
+            return list(future.result())
+        except BaseException:
+            # Interrupted while they start: nobody will know their ids, so they go as soon as they are there.
+            future.add_done_callback(lambda done: done.exception() or self._ask(("kill", done.result())))
+            # The descriptors must stay open until the server has taken them.
+            wait([future], timeout=_START_LIMIT)
+            raise
 
     def kill(self, pids: Sequence[int]) -> None:
         """Kill these ranks and whatever they have started. Returns once none is left."""
-        self._ask("kill", list(pids))
+        future = self._ask(("kill", list(pids)))
+        if threading.current_thread() is not self._thread:  # garbage collection runs anywhere
+            future.result()
 
     def exit_codes(self, pids: Sequence[int]) -> dict[int, int | None]:
         """{pid: exit code, negative for a signal, None while it runs}."""
-        codes: dict[int, int | None] = self._ask("codes", list(pids))
+        codes: dict[int, int | None] = self._ask(("codes", list(pids))).result()
         return codes
 
     def alive(self) -> bool:
-        return self.pid == os.getpid() and self._process.poll() is None
+        return self.pid == os.getpid() and not self._lost and self._process.poll() is None
 
     def close(self) -> None:
         if self.pid == os.getpid():
+            self._requests.put(None)
+            self._thread.join(5)
+            self._lost = True
             self._socket.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(5)
-        self._errors.close()
 
-    def _ask(self, *request: object) -> Any:
-        with self._lock:
-            self._send(request)
-            return self._reply()
+    # --- the thread that owns the socket ------------------------------------------------------
 
-    def _send(self, request: object) -> None:
-        try:
-            wire.send(self._socket, request)
-        except OSError as error:
-            raise self._gone() from error
+    def _ask(self, request: tuple[Any, ...], descriptors: Sequence[Sequence[int]] = ()) -> Future[Any]:
+        future: Future[Any] = Future()
+        if self._lost:
+            future.set_exception(self._gone())
+        else:
+            self._requests.put((future, request, descriptors))
+        return future
 
-    def _reply(self) -> Any:
-        try:
-            return wire.receive(self._socket)
-        except (EOFError, OSError) as error:
-            raise self._gone() from error
+    def _talk(self) -> None:
+        while (asked := self._requests.get()) is not None:
+            future, request, descriptors = asked
+            try:
+                wire.send(self._socket, request)
+                for fds in descriptors:
+                    wire.receive(self._socket)  # one at a time: the server says when it expects the next
+                    socket.send_fds(self._socket, [b"f"], list(fds))
+                kind, reply = wire.receive(self._socket)
+            except (EOFError, OSError):
+                self._lost = True
+                future.set_exception(self._gone())
+                continue
+            if kind == "failed":
+                future.set_exception(RuntimeError(f"the server of ranks could not {request[0]}: {reply}"))
+            else:
+                future.set_result(reply)
 
     def _gone(self) -> RuntimeError:
-        said = ""
-        if not self._errors.closed:
-            self._errors.seek(0)
-            said = self._errors.read().decode(errors="replace").strip()
+        self._errors.seek(0)
+        said = self._errors.read().decode(errors="replace").strip()
         return RuntimeError("the process that starts ranks has ended" + (f":\n{said}" if said else ""))
 
 
@@ -135,19 +165,34 @@ def serve(fd: int, caller: int) -> None:
     """Answer requests until the caller is gone. `fd` is the server's end of the socket pair."""
     connection = socket.socket(fileno=fd)
     ranks: dict[int, BaseProcess] = {}
+    if sys.platform == "linux":  # what a rank leaves behind becomes a child of this process
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         while _wait(connection, caller):
-            match wire.receive(connection):
-                case "spawn", specs, modules:
-                    wire.send(connection, _spawn(ranks, specs, modules, connection))
-                case "kill", pids:
-                    wire.send(connection, _kill(ranks, pids))
-                case "codes", pids:
-                    wire.send(connection, {pid: _peek(ranks[pid]) for pid in pids if pid in ranks})
-    except (EOFError, OSError):
+            try:
+                request = wire.receive(connection)
+            except (EOFError, OSError):
+                break
+            try:
+                reply = ("done", _answer(ranks, request, connection))
+            except Exception as error:
+                reply = ("failed", f"{type(error).__name__}: {error}")
+            wire.send(connection, reply)
+    except OSError:
         pass
     finally:
         _kill(ranks, list(ranks))
+
+
+def _answer(ranks: dict[int, BaseProcess], request: tuple[Any, ...], connection: socket.socket) -> Any:
+    match request:
+        case "spawn", specs, modules:
+            return _spawn(ranks, specs, modules, connection)
+        case "kill", pids:
+            return _kill(ranks, pids)
+        case "codes", pids:
+            return {pid: _peek(ranks[pid]) for pid in pids if pid in ranks}
+    raise ValueError(f"no request {request[0]!r}")
 
 
 def _wait(connection: socket.socket, caller: int) -> bool:
@@ -190,7 +235,7 @@ def _kill(ranks: dict[int, BaseProcess], pids: list[int]) -> dict[int, int | Non
     codes: dict[int, int | None] = {}
     for pid in pids:
         if pid in ranks:
-            # The group outlives its leader while a DataLoader worker lives, and its id is not reused.
+            # The group outlives its leader while a DataLoader worker lives.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
@@ -201,14 +246,20 @@ def _kill(ranks: dict[int, BaseProcess], pids: list[int]) -> dict[int, int | Non
             process.join()
             codes[pid] = process.exitcode
             process.close()
+    if not ranks:
+        _kill_orphans()
     return codes
 
 
+def _kill_orphans() -> None:
+    """What ranks have left behind in sessions of their own; this process has become its parent."""
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if int(entry.read_text().rsplit(")", 1)[1].split()[1]) == os.getpid():
+                os.kill(int(entry.parent.name), signal.SIGKILL)
+                os.waitpid(int(entry.parent.name), 0)
+
+
 def _peek(process: BaseProcess) -> int | None:
-    """A child's exit code without reaping it: its id, and so its group's, stays taken until `_kill`."""
-    if not hasattr(os, "waitid") or process.pid is None:  # macOS before Python 3.13
-        return process.exitcode
-    found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if found is None:
-        return None
-    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+    """A child's exit code; multiprocessing may have reaped it already, when it started another."""
+    return process.exitcode

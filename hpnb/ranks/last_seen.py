@@ -4,13 +4,21 @@ A rank that is stuck in a collective cannot answer, and one that was killed cann
 notes the stack of its threads on a page that the caller shares, and the caller reads it when something
 has gone wrong. A note costs some tens of microseconds. The page has two halves written in turn, so a
 rank that dies while writing leaves the previous note whole.
+
+A rank that computes in C without letting go of the interpreter cannot write notes. Asked by a signal, its
+faulthandler answers behind the halves.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import json
+import math
 import mmap
 import os
+import re
+import signal
 import struct
 import sys
 import tempfile
@@ -20,9 +28,11 @@ from dataclasses import dataclass
 from types import FrameType
 
 _HALF = 1 << 17
+_ANSWER = 1 << 15  # room behind the halves for faulthandler
 _HEADER = struct.Struct("=qq")  # which half, its length
 _DEPTH = 120
 PERIOD = 0.1
+SIGNAL = signal.SIGUSR1
 
 Frame = tuple[str, int, str]  # file, line, function
 
@@ -42,25 +52,52 @@ def new_page() -> int:
     else:
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())
-    os.ftruncate(fd, _HEADER.size + 2 * _HALF)
+    os.ftruncate(fd, _HEADER.size + 2 * _HALF + _ANSWER)
     return fd
 
 
 def read(fd: int) -> Note:
     """The last whole note on the page."""
-    half, size = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))
-    if not size:
-        return Note(0.0, {})
-    body = json.loads(os.pread(fd, size, _HEADER.size + half * _HALF))
+    for _ in range(3):  # a header may be read while it is written
+        half, size = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))
+        if not size:
+            return Note(math.inf, {})
+        try:
+            body = json.loads(os.pread(fd, size, _HEADER.size + half * _HALF))
+            break
+        except ValueError:
+            time.sleep(0.01)
+    else:
+        return Note(math.inf, {})
     threads = {name: [(f, n, where) for f, n, where in frames] for name, frames in body["threads"].items()}
     return Note(max(0.0, time.monotonic() - body["time"]), threads)
+
+
+def ask(pid: int, fd: int) -> None:
+    """Have a rank's faulthandler write its stacks behind the halves; `read_answer` reads them."""
+    start = _HEADER.size + 2 * _HALF
+    os.pwrite(fd, bytes(_ANSWER), start)
+    os.lseek(fd, start, os.SEEK_SET)  # the offset is the rank's as well: one open file, two descriptors
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, SIGNAL)
+
+
+def read_answer(fd: int, note: Note) -> Note:
+    """What faulthandler wrote, or `note` if it has not (a stopped process writes nothing)."""
+    text = os.pread(fd, _ANSWER, _HEADER.size + 2 * _HALF).split(b"\0")[0].decode(errors="replace")
+    for block in re.split(r"^(?=(?:Current t|T)hread 0x)", text, flags=re.MULTILINE):
+        frames = [(f, int(n), where) for f, n, where in re.findall(r'File "(.*)", line (\d+) in (.*)', block)]
+        if any(f.endswith("worker.py") for f, _, _ in frames):  # the thread that runs calls
+            return Note(0.0, {"MainThread": frames[::-1]})  # innermost last
+    return note
 
 
 class Writer:
     """The rank's side: a thread that notes where all other threads are."""
 
     def __init__(self, fd: int) -> None:
-        self._page = mmap.mmap(fd, _HEADER.size + 2 * _HALF)
+        self._page = mmap.mmap(fd, _HEADER.size + 2 * _HALF + _ANSWER)
+        faulthandler.register(SIGNAL, file=fd, all_threads=True)
         self._half = 0
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._loop, name="hpnb last seen", daemon=True)
@@ -69,14 +106,16 @@ class Writer:
     def note(self) -> None:
         """Write down where every thread is now."""
         names = {t.ident: t.name for t in threading.enumerate()}
+        names[threading.main_thread().ident] = "MainThread"  # whatever it calls itself
         threads = {
             names.get(ident, str(ident)): _frames(frame)
             for ident, frame in sys._current_frames().items()
             if ident != self._thread.ident
         }
         body = json.dumps({"time": time.monotonic(), "threads": threads}).encode()
-        if len(body) > _HALF:
-            return
+        if len(body) > _HALF:  # hundreds of threads: the one that runs the call must do
+            only = {name: frames for name, frames in threads.items() if name == "MainThread"}
+            body = json.dumps({"time": time.monotonic(), "threads": only}).encode()[:_HALF]
         with self._lock:
             self._half = 1 - self._half
             start = _HEADER.size + self._half * _HALF

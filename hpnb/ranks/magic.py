@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+import sys
 from argparse import ArgumentError, ArgumentParser
 from typing import Any
 
@@ -30,6 +32,7 @@ class RanksMagics(Magics):  # type: ignore[misc]
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
         self.pool: Ranks | None = None
+        self._size: int | None = None  # of the last pool, which may have ended
 
     @cell_magic  # type: ignore[untyped-decorator]
     def ranks(self, line: str, cell: str) -> None:
@@ -43,10 +46,20 @@ class RanksMagics(Magics):  # type: ignore[misc]
         count, members = _who(options.who)
         pool = self._pool(count, options.device)
         text = "\n" + cell  # line 1 is the magic itself, so lines count as they stand in the cell
-        filename = self.shell.compile.cache(text, self.shell.execution_count)
-        results = pool.run_cell(text, filename, members, options.timeout)
+        filename = self.shell.compile.cache(text, self._number())
+        results = pool.run_cell(text, filename, members, options.timeout, wanted=bool(options.out))
         if options.out:
             self.shell.user_ns[options.out] = results
+
+    def _number(self) -> int:
+        """The number of the cell that is running, as its prompt shows it."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            kind, name = self.shell.compile.format_code_name(frame.f_code.co_filename) or ("", "")
+            if kind == "Cell" and (found := re.search(r"\d+", name)):
+                return int(found[0])
+            frame = frame.f_back  # type: ignore[assignment]
+        return int(self.shell.execution_count)
 
     def _pool(self, count: int | None, device: str) -> Ranks:
         pool = self.pool
@@ -55,7 +68,8 @@ class RanksMagics(Magics):  # type: ignore[misc]
             return pool
         if pool is not None:
             pool.close()
-        self.pool = started = Ranks(count, device)
+        self.pool = started = Ranks(count or self._size, device)
+        self._size = started.size
         print(f"started {started.choice}")
         return started
 

@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-_TOKENS = re.compile(r"(\n|\r|\x1b\[A)")
+_TOKENS = re.compile(r"(\r?\n|\r|\x1b\[A)")
 _REDRAW_EVERY = 0.1  # seconds; tqdm's own pace
 
 
@@ -28,8 +28,8 @@ class Output:
     def feed(self, rank: int, data: bytes) -> None:
         """Take bytes that `rank` has written and show what is complete."""
         rows = self._rows.setdefault(rank, _Rows())
-        for line in rows.feed(data):
-            self._screen.line(f"[rank {rank}] {line}")
+        if lines := rows.feed(data):
+            self._screen.lines([f"[rank {rank}] {line}" for line in lines])
         if rows.bars_changed and time.monotonic() - self._drawn > _REDRAW_EVERY:
             self._draw()
 
@@ -37,7 +37,7 @@ class Output:
         """The call is over: show unfinished lines and the last state of every bar."""
         for rank, rows in sorted(self._rows.items()):
             if rest := rows.rest():
-                self._screen.line(f"[rank {rank}] {rest}")
+                self._screen.lines([f"[rank {rank}] {rest}"])
         self._draw()
         self._screen.end()
         self._rows.clear()
@@ -60,6 +60,7 @@ class _Rows:
         self._row = 0
         self._column: int | None = None  # in a bar that is being written; None: writing a line
         self._line = ""
+        self._held = ""
         self.bars_changed = False
 
     @property
@@ -69,12 +70,14 @@ class _Rows:
     def feed(self, data: bytes) -> list[str]:
         """Lines that are now complete."""
         lines = []
-        for token in _TOKENS.split(self._decode.decode(data)):
+        text = self._held + self._decode.decode(data)
+        self._held = "\r" if text.endswith("\r") else ""  # it may be the half of a line's end
+        for token in _TOKENS.split(text[: len(text) - len(self._held)]):
             if token == "\r":
                 self._rewind()
             elif token == "\x1b[A":
                 self._row, self._column = max(0, self._row - 1), None
-            elif token == "\n":
+            elif token.endswith("\n"):
                 if self._line or self._row not in self._bars:
                     lines.append(self._line)
                     self._line = ""
@@ -112,23 +115,23 @@ class _Plain:
     def __init__(self) -> None:
         self._last: list[str] = []
 
-    def line(self, text: str) -> None:
-        sys.stdout.write(text + "\n")
+    def lines(self, texts: list[str]) -> None:
+        sys.stdout.write("".join(text + "\n" for text in texts))
         sys.stdout.flush()
 
     def bars(self, bars: list[str]) -> None:
         self._last = bars
 
     def end(self) -> None:
-        for bar in self._last:
-            self.line(bar)
+        self.lines(self._last)
 
 
 class _Terminal(_Plain):
     """The latest bar stays on the last line."""
 
-    def line(self, text: str) -> None:
-        super().line("\r\x1b[2K" + text)
+    def lines(self, texts: list[str]) -> None:
+        if texts:
+            super().lines(["\r\x1b[2K" + texts[0], *texts[1:]])
 
     def bars(self, bars: list[str]) -> None:
         super().bars(bars)

@@ -10,23 +10,34 @@ import contextlib
 import io
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 
-from hpnb.ranks import travel
+from hpnb.ranks import errors, travel
 from hpnb.ranks.errors import RankError
+from hpnb.ranks.names import Names
 from hpnb.ranks.worker import Call
 
 _LARGE = 1 << 20  # a captured value over 1 MB is worth a warning
 
 
+@dataclass(frozen=True)
+class Sent:
+    """What ranks know once a call has arrived: names, and numbers of modules and parameters."""
+
+    names: frozenset[str] = frozenset()
+    objects: frozenset[int] = frozenset()
+
+
 def pack(
-    known: Sequence[travel.Names], space: dict[str, Any], names: set[str], content: dict[str, Any]
-) -> Call:
-    """Pickle a call for ranks that know `known`, one a rank, and take note of what they know from now on.
+    known: Sequence[Names], space: dict[str, Any], names: set[str], content: dict[str, Any]
+) -> tuple[Call, Sent]:
+    """Pickle a call for ranks that know `known`, one a rank; also returns what goes with it.
 
     Args:
         known: what each rank has of the caller's names.
@@ -36,13 +47,20 @@ def pack(
 
     Raises:
         RankError: something does not pickle; says what.
+        ValueError: the working directory is gone.
     """
+    try:
+        cwd = os.getcwd()
+    except FileNotFoundError:
+        raise ValueError("the current directory has been deleted; os.chdir to one that exists") from None
     spaces = frozenset({id(space), id(sys.modules["__main__"].__dict__)})
     names = set(names)
+    shared = frozenset.intersection(*(frozenset(rank.objects) for rank in known))
     with _by_value(space):
         while True:
             wanted = _lacking(known, names, space)
-            pickler, body = _dump({"names": wanted, **content}, spaces)
+            everything = {"names": wanted, "end": travel.EndOfNames(), **content}
+            pickler, body = _dump(everything, spaces, shared)
             # Functions that sit inside arguments show what they read only now.
             if not _lacking(known, names | pickler.names, space).keys() - wanted.keys():
                 break
@@ -51,32 +69,34 @@ def pack(
             names |= pickler.names
         if len(body) > _LARGE:
             _warn_of_large({**wanted, **_closure(content.get("fn"))}, spaces, len(known))
-    for rank in known:
-        rank.mark(wanted, space)
-    sources = dict(pickler.sources)
+    sources, modules = dict(pickler.sources), tuple(sorted(pickler.modules))
     if "cell" in content:
         sources[content["filename"]] = content["cell"]
-    return Call(body, sources, os.getcwd(), tuple(sys.path), dict(os.environ))
+    call = Call(body, sources, modules, cwd, tuple(map(str, sys.path)), dict(os.environ))
+    return call, Sent(frozenset(wanted), frozenset(pickler.numbered))
 
 
-def _lacking(known: Sequence[travel.Names], names: set[str], space: dict[str, Any]) -> dict[str, Any]:
+def _lacking(known: Sequence[Names], names: set[str], space: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for rank in known:
         found |= rank.to_send(names, space)
     return found
 
 
-def _dump(content: dict[str, Any], spaces: frozenset[int]) -> tuple[travel.Pickler, bytes]:
+def _dump(
+    content: dict[str, Any], spaces: frozenset[int], shared: frozenset[int]
+) -> tuple[travel.Pickler, bytes]:
     file = io.BytesIO()
-    pickler = travel.Pickler(file, spaces)
+    pickler = travel.Pickler(file, spaces, shared)
     try:
         pickler.dump(content)
     except Exception as error:
-        culprit = _culprit(content, spaces)
+        here = [f for f in traceback.extract_stack() if not errors.is_own(f.filename)]
         raise RankError(
-            f"{culprit} cannot be pickled, so it cannot be sent to rank 0 or any other "
+            f"{_culprit(content, spaces)} cannot be pickled, so it cannot be sent to rank 0 or any other "
             f"({type(error).__name__}: {error}); make it inside the function that runs there",
             rank=0,
+            traceback=errors.readable("".join(traceback.StackSummary.from_list(here[-1:]).format())),
             error=type(error).__name__,
         ) from None
     return pickler, file.getvalue()

@@ -10,6 +10,7 @@ rank, and on the first failure asks everybody where they are, stops them and rai
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -22,14 +23,18 @@ from hpnb.ranks import errors, last_seen, packing, travel
 from hpnb.ranks.devices import DeviceChoice, choose_device, default_ranks
 from hpnb.ranks.errors import RankError, RankInterrupt
 from hpnb.ranks.here import here, inside_rank
+from hpnb.ranks.names import Names, caller_space, global_names
 from hpnb.ranks.output import Output
 from hpnb.ranks.processes import Processes
 from hpnb.ranks.worker import Done, Failed
 
 T = TypeVar("T")
 
+_NOTHING = packing.Sent()
+
 _GRACE = 0.5  # seconds after a first failure in which others may report theirs
 _START_TIMEOUT = 120.0
+_AT_ONCE = 0.2  # seconds within which errors of others are put down to a death
 
 
 def launch(
@@ -54,7 +59,7 @@ def launch(
         RankError: a rank raised, died or hung, or something could not be pickled.
         ValueError: ranks or device cannot be had here, or this is already a rank.
     """
-    space = travel.caller_space(sys._getframe(1).f_globals)
+    space = caller_space(sys._getframe(1).f_globals, fn)
     with Ranks(ranks, device, timeout) as pool:
         return pool._run(space, pool.members, fn, args, kwargs)
 
@@ -76,17 +81,17 @@ class Ranks:
                 f"rank {here.rank} of {here.world_size} cannot start ranks of its own; "
                 "call hpnb.launch from outside, or make a smaller group with hpnb.Mesh"
             )
-        if not timeout > 0:
-            raise ValueError(f"timeout={timeout!r}: give the seconds that a call may take, more than 0")
+        _check_timeout(timeout)
         self.choice: DeviceChoice = choose_device(device, default_ranks() if ranks is None else ranks)
         self.timeout = timeout
         self.members = tuple(range(self.choice.ranks))
-        self._names = [travel.Names() for _ in self.members]
+        self._names = [Names() for _ in self.members]
         self._lock = threading.Lock()
         self._processes = Processes.start(self.choice)
         # Dropped without being closed, or at exit: nothing stays behind.
         self._finalizer = weakref.finalize(self, self._processes.stop)
         self._ended: str | None = None
+        self._died: dict[int, float] = {}  # rank -> time.monotonic()
         self._collect(self.members, time.monotonic() + max(timeout, _START_TIMEOUT), "start")
 
     @property
@@ -100,7 +105,7 @@ class Ranks:
 
     def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
         """Run `fn(*args, **kwargs)` on every rank; one result a rank. Raises as `launch` does."""
-        space = travel.caller_space(sys._getframe(1).f_globals)
+        space = caller_space(sys._getframe(1).f_globals, fn)
         return self._run(space, self.members, fn, args, kwargs)
 
     def run_cell(
@@ -109,11 +114,18 @@ class Ranks:
         filename: str = "<cell>",
         members: Sequence[int] | None = None,
         timeout: float | None = None,
+        wanted: bool = True,
     ) -> list[Any]:
-        """Execute source text in the __main__ of `members` (default: all); the value of its last line."""
+        """Execute source text in the __main__ of `members` (default: all).
+
+        Returns:
+            The value of its last line, one a rank, if it is `wanted`; it then has to pickle.
+        """
         code = compile(text, filename, "exec", dont_inherit=True)  # a SyntaxError is the caller's
-        content: dict[str, Any] = {"cell": text, "filename": filename}
-        names = travel.global_names(code)
+        if timeout is not None:
+            _check_timeout(timeout)
+        content: dict[str, Any] = {"cell": text, "filename": filename, "wanted": wanted}
+        names = global_names(code)
         space = sys.modules["__main__"].__dict__
         return self._send_and_collect(space, names, content, self._checked(members), timeout)
 
@@ -146,7 +158,7 @@ class Ranks:
         if not callable(fn):
             raise TypeError(f"a function is needed, to run on every rank, not a {type(fn).__name__}: {fn!r}")
         own = isinstance(fn, types.FunctionType) and fn.__globals__ is space
-        names = travel.global_names(fn.__code__) if own else set()
+        names = global_names(fn.__code__) if own else set()
         return self._send_and_collect(space, names, {"fn": fn, "args": args, "kwargs": kwargs}, members, None)
 
     def _send_and_collect(
@@ -161,18 +173,27 @@ class Ranks:
             if self._ended is not None:
                 raise RuntimeError(f"these ranks have ended ({self._ended}); start new ones with hpnb.Ranks")
             limit = self.timeout if timeout is None else timeout
-            call = packing.pack([self._names[r] for r in members], space, names, content)
+            call, sent = packing.pack([self._names[r] for r in members], space, names, content)
             deadline = time.monotonic() + limit
-            self._processes.send(members, call, limit)
-            return self._collect(members, deadline, f"{limit:g} s", space)
+            try:
+                self._processes.send(members, call, limit)
+            except KeyboardInterrupt:
+                raise self._interrupted(members, {}) from None
+            return self._collect(members, deadline, f"{limit:g} s", space, sent)
 
     def _collect(
-        self, members: Sequence[int], deadline: float, limit: str, space: dict[str, Any] | None = None
+        self,
+        members: Sequence[int],
+        deadline: float,
+        limit: str,
+        space: dict[str, Any] | None = None,
+        sent: packing.Sent = _NOTHING,
     ) -> list[Any]:
         """Show output and wait until every member has answered; raise if one did not answer well."""
         processes, output = self._processes, Output()
-        replies: dict[int, Done | Failed | None] = {}  # None: died
-        failed_at: float | None = None
+        # None: died. A rank that is not called but dies takes the group with it, so it counts.
+        replies: dict[int, Done | Failed | None] = dict.fromkeys(processes.gone)
+        failed_at: float | None = time.monotonic() if replies else None
         try:
             while waiting := [r for r in members if r not in replies]:
                 now = time.monotonic()
@@ -180,10 +201,12 @@ class Ranks:
                 if now >= until:
                     break
                 for rank, reply in processes.poll(until - now, output):
-                    replies[rank] = reply
+                    replies.setdefault(rank, reply)  # a rank that has failed may die of it: the first counts
+                    if reply is None:
+                        self._died.setdefault(rank, time.monotonic())
                     if reply is None or isinstance(reply, Failed):
                         failed_at = failed_at or time.monotonic()
-            self._learn_names(replies, space)
+            self._learn_names(replies, space, sent)
             if waiting or failed_at is not None:
                 raise self._failure(members, replies, limit)
         except KeyboardInterrupt:
@@ -191,15 +214,26 @@ class Ranks:
         finally:
             processes.drain(output)
             output.finish()
-        return [travel.loads(r.result) if isinstance(r := replies[m], Done) else None for m in members]
+        return [self._loaded(m, reply) for m in members if isinstance(reply := replies[m], Done)]
+
+    def _loaded(self, rank: int, reply: Done) -> Any:
+        try:
+            return travel.loads(reply.result)
+        except Exception as error:
+            summary = f"the result of rank {rank} cannot be unpickled here ({type(error).__name__}: {error})"
+            raise RankError(summary, rank=rank, error=type(error).__name__) from error
 
     def _learn_names(
-        self, replies: dict[int, Done | Failed | None], space: dict[str, Any] | None
+        self, replies: dict[int, Done | Failed | None], space: dict[str, Any] | None, sent: packing.Sent
     ) -> None:
-        # A name that a rank has bound itself stays the rank's until the caller binds it anew.
         for rank, reply in replies.items():
-            if reply is not None and space is not None:
-                self._names[rank].mark(reply.new_names, space)
+            if reply is None or space is None:
+                continue
+            if isinstance(reply, Done) or reply.took_names:
+                self._names[rank].mark(sent.names, space)
+                self._names[rank].objects |= sent.objects
+            # A name that a rank has bound itself stays the rank's until the caller binds it anew.
+            self._names[rank].mark(reply.new_names, space)
 
     # --- when it does not end well ------------------------------------------------------------
 
@@ -208,8 +242,11 @@ class Ranks:
     ) -> RankError:
         processes, of = self._processes, f"of {self.size}"
         waiting = [r for r in members if r not in replies]
-        dead = [r for r in members if r in replies and replies[r] is None]
+        dead = [r for r, reply in replies.items() if reply is None]
         raised = {r: reply for r, reply in replies.items() if isinstance(reply, Failed)}
+        # Others fail because one dies, at about that time; who raised well before had a reason of its own.
+        first = min((reply.time for reply in raised.values()), default=math.inf)
+        dead = [r for r in dead if self._died.get(r, 0.0) - first < _AT_ONCE]
         notes = processes.notes()
         stacks = self._stacks(members, replies, notes)
         if dead:
@@ -282,3 +319,8 @@ def _to_blame(waiting: Sequence[int], notes: dict[int, last_seen.Note]) -> int:
     """Of the ranks that did not answer, the first that does not itself wait for another."""
     busy = [rank for rank in waiting if not errors.waits_for_others(notes[rank])]
     return (busy or list(waiting))[0]
+
+
+def _check_timeout(timeout: object) -> None:
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+        raise ValueError(f"timeout={timeout!r}: give the seconds that a call may take, a number above 0")

@@ -20,6 +20,8 @@ from hpnb.ranks.output import Output
 from hpnb.ranks.worker import Done, Failed, Spec
 
 _GOODBYE = 3.0  # seconds that ranks have to leave on their own
+_LONGEST_WAIT = 3600.0  # seconds; some systems refuse more
+_CHUNK = 1 << 16  # bytes, as much as a pipe holds
 
 
 @dataclass
@@ -40,6 +42,7 @@ class Processes:
     @classmethod
     def start(cls, choice: DeviceChoice) -> Processes:
         store = _local_store()
+        at = server()
         controls, outputs, pages, given = [], [], [], []
         for _ in range(choice.ranks):
             ours, theirs = socket.socketpair()
@@ -51,13 +54,15 @@ class Processes:
             outputs.append(read_end)
             pages.append(page)
             given.append((theirs.detach(), write_end, page))
+        specs = [
+            Spec(r, choice.ranks, choice.device, choice.backend, choice.threads, store.port, dict(os.environ))
+            for r in range(choice.ranks)
+        ]
         try:
-            specs = [
-                Spec(r, choice.ranks, choice.device, choice.backend, choice.threads, store.port, os.getpid())
-                for r in range(choice.ranks)
-            ]
-            at = server()
             pids = at.spawn([asdict(spec) for spec in specs], given)
+        except BaseException:
+            _close(controls, outputs, pages)
+            raise
         finally:
             for theirs_fd, write_end, _ in given:
                 os.close(theirs_fd)
@@ -70,11 +75,12 @@ class Processes:
         return made
 
     def send(self, ranks: Sequence[int], message: object, timeout: float) -> None:
-        """One pickle for all; waits at most `timeout` for a rank to take it."""
+        """One pickle for all; waits at most `timeout` for the ranks to take it."""
         body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        deadline = time.monotonic() + timeout
         for rank in ranks:
-            self.controls[rank].settimeout(timeout)
-            # One that is gone shows as such when its answer is awaited.
+            self.controls[rank].settimeout(max(0.001, deadline - time.monotonic()))
+            # One that is gone, or does not listen, shows as such when its answer is awaited.
             with contextlib.suppress(BrokenPipeError, ConnectionError, TimeoutError):
                 wire.send(self.controls[rank], body)
             self.controls[rank].setblocking(False)
@@ -82,10 +88,10 @@ class Processes:
     def poll(self, seconds: float, output: Output) -> list[tuple[int, Done | Failed | None]]:
         """Wait at most `seconds` for something to happen; replies that came, None for a rank that is gone."""
         found: list[tuple[int, Done | Failed | None]] = []
-        for key, _ in self.selector.select(max(0.0, seconds)):
+        for key, _ in self.selector.select(min(max(0.0, seconds), _LONGEST_WAIT)):
             kind, rank = key.data
             if kind == "output":
-                self._show(rank, output)
+                self._show(rank, output, _CHUNK)  # a rank that floods must not keep others from being heard
                 continue
             messages, alive = self.inboxes[rank].read(self.controls[rank])
             for message in messages:
@@ -94,15 +100,16 @@ class Processes:
             if not alive:
                 self.selector.unregister(self.controls[rank])
                 self.gone.add(rank)
-                if not messages:
-                    found.append((rank, None))
+                found.append((rank, None))
         return found
 
-    def _show(self, rank: int, output: Output) -> None:
+    def _show(self, rank: int, output: Output, most: int = 64 * _CHUNK) -> None:
         try:
-            while data := os.read(self.outputs[rank], 1 << 16):
+            while most > 0 and (data := os.read(self.outputs[rank], _CHUNK)):
                 output.feed(rank, data)
-            self.selector.unregister(self.outputs[rank])  # end of file: every writer is gone
+                most -= len(data)
+            if most > 0:
+                self.selector.unregister(self.outputs[rank])  # end of file: every writer is gone
         except (BlockingIOError, KeyError):
             pass
 
@@ -113,7 +120,14 @@ class Processes:
                 self._show(rank, output)
 
     def notes(self) -> dict[int, last_seen.Note]:
-        return {rank: last_seen.read(page) for rank, page in enumerate(self.pages)}
+        """Where every rank was last seen; one that has not been seen for a while is asked directly."""
+        notes = {rank: last_seen.read(page) for rank, page in enumerate(self.pages)}
+        silent = [r for r, note in notes.items() if note.age > 5 * last_seen.PERIOD and r not in self.gone]
+        for rank in silent:
+            last_seen.ask(self.pids[rank], self.pages[rank])
+        if silent:
+            time.sleep(last_seen.PERIOD)
+        return {**notes, **{rank: last_seen.read_answer(self.pages[rank], notes[rank]) for rank in silent}}
 
     def exit_codes(self, ranks: Sequence[int]) -> dict[int, int | None]:
         """Exit codes of ranks that are gone; the kernel may need a moment to tell."""
@@ -124,8 +138,15 @@ class Processes:
                 return {r: codes.get(self.pids[r]) for r in ranks}
             time.sleep(0.01)
 
+    @property
+    def _mine(self) -> bool:
+        # A fork of the caller has a copy of everything here, and no say over the ranks.
+        return self.server.pid == os.getpid()
+
     def dismiss(self) -> None:
         """Ask all ranks to leave, and wait a little."""
+        if not self._mine:
+            return
         left = [r for r in range(len(self.pids)) if r not in self.gone]
         self.send(left, None, 1.0)  # what is no Call ends a rank's loop
         deadline = time.monotonic() + _GOODBYE
@@ -141,14 +162,19 @@ class Processes:
         if self.stopped:
             return
         self.stopped = True
-        with contextlib.suppress(RuntimeError):  # a server that is gone has killed them already
-            self.server.kill(self.pids)
+        if self._mine:
+            with contextlib.suppress(RuntimeError):  # a server that is gone has killed them already
+                self.server.kill(self.pids)
         self.selector.close()
-        for sock in self.controls:
-            sock.close()
-        for fd in (*self.outputs, *self.pages):
-            os.close(fd)
+        _close(self.controls, self.outputs, self.pages)
         self.store = None
+
+
+def _close(controls: Sequence[socket.socket], outputs: Sequence[int], pages: Sequence[int]) -> None:
+    for sock in controls:
+        sock.close()
+    for fd in (*outputs, *pages):
+        os.close(fd)
 
 
 def _local_store() -> TCPStore:

@@ -1,39 +1,32 @@
 """How a function gets from a cell to a rank.
 
 `spawn` imports the caller's main module again, and cannot see what a cell defined; so here functions,
-lambdas, closures and classes travel by value. Two things make a rank feel like a second kernel:
-
-    globals   A function of the caller arrives with the rank's own __main__ as its globals, so what one
-              call binds there the next one finds.
-    names     The globals that a function reads are found in its bytecode (and in the functions it calls).
-              A name is sent when the rank lacks it, or when the caller has bound it anew since.
-
-What the caller's module imported from elsewhere travels by reference, as pickle always does.
+lambdas, closures and classes travel by value. A function of the caller arrives with the rank's own __main__
+as its globals, so what one call binds there the next one finds; `hpnb.ranks.names` says which of the
+caller's names go with it. What the caller's module imported from elsewhere travels by reference, as pickle
+always does.
 """
 
 from __future__ import annotations
 
-import dis
+import functools
 import io
 import itertools
 import linecache
 import os
 import pickle
 import sys
-import sysconfig
 import types
+import typing
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
 import torch
 
 from hpnb.ranks.here import inside_rank
-
-_GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "DELETE_GLOBAL", "DELETE_NAME"})
-_ABSENT = object()
-
+from hpnb.ranks.names import global_names
 
 # --- pickling --------------------------------------------------------------------------------
 
@@ -48,16 +41,32 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     text of cells that they came from, so that the receiver can print source lines.
     """
 
-    def __init__(self, file: io.BytesIO, spaces: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, file: io.BytesIO, spaces: frozenset[int] = frozenset(), known: frozenset[int] = frozenset()
+    ) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.spaces = spaces
+        self.known = known  # numbers of modules and parameters that the receiver has
+        self.numbered: set[int] = set()  # and of those that it gets now
+        self._in_names = True
         self.names: set[str] = set()
+        self.modules: set[str] = set()
         self.sources: dict[str, str] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.FunctionType) and id(obj.__globals__) in self.spaces:
             self.names |= global_names(obj.__code__)
+            self.modules |= _submodules(obj)
             return _reduce_function(obj)
+        if isinstance(obj, functools._lru_cache_wrapper) and self._is_ours(obj.__wrapped__):
+            return _make_cached, (obj.__wrapped__, obj.cache_parameters())
+        if isinstance(obj, typing.NewType):
+            return typing.NewType, (obj.__name__, obj.__supertype__)
+        if isinstance(obj, EndOfNames):
+            self._in_names = False
+            return EndOfNames, ()
+        if self._in_names and not inside_rank() and isinstance(obj, torch.nn.Module | torch.nn.Parameter):
+            return self._reduce_shared(obj)
         if isinstance(obj, types.CodeType):
             self._keep_source(obj.co_filename)
         elif type(obj) in (torch.Tensor, torch.nn.Parameter) and _is_plain(obj):
@@ -65,6 +74,27 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         elif isinstance(obj, type):
             return _reduce_class(obj, super().reducer_override)
         return super().reducer_override(obj)
+
+    def _reduce_shared(self, obj: torch.nn.Module | torch.nn.Parameter) -> Any:
+        """A module or parameter among names: once by value, from then on as the one that the rank has.
+
+        An optimizer that is sent in a later call than its model must hold the model's parameters there.
+        """
+        number = _number_object(obj)
+        if number in self.known:
+            return _object_by_number, (number,)
+        if type(obj) is torch.nn.Parameter and _is_plain(obj):
+            reduced: Any = _reduce_tensor(obj)
+        else:
+            reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if not isinstance(reduced, tuple):
+            return NotImplemented
+        self.numbered.add(number)
+        build, made, *rest = reduced
+        return _make_object, (number, build, made), *rest
+
+    def _is_ours(self, f: object) -> bool:
+        return isinstance(f, types.FunctionType) and id(f.__globals__) in self.spaces
 
     def _keep_source(self, filename: str) -> None:
         if filename not in self.sources and filename in linecache.cache and not os.path.exists(filename):
@@ -94,11 +124,38 @@ def _reduce_function(f: types.FunctionType) -> tuple[Any, ...]:
         "defaults": f.__defaults__,
         "kwdefaults": f.__kwdefaults__,
         "doc": f.__doc__,
+        "annotations": _annotations(f),
         "dict": f.__dict__,
         "closure": [_contents(cell) for cell in cells],
     }
     # The state is filled in after the function exists, so a closure may refer to its own function.
     return _make_function, made, state, None, None, _fill_function
+
+
+def _annotations(f: types.FunctionType) -> dict[str, Any]:
+    try:
+        return dict(f.__annotations__)
+    except Exception:  # from Python 3.14 on they are evaluated here, and may name what is not there
+        return {}
+
+
+def _submodules(f: types.FunctionType) -> set[str]:
+    """`xml.dom.minidom` where the function knows `xml` and uses it as xml.dom.minidom: importing xml alone
+    would not bring it along."""
+    used = set(f.__code__.co_names)
+    values = [f.__globals__.get(name) for name in global_names(f.__code__)]
+    values += [value for cell in f.__closure__ or () for value in _contents(cell)]
+    packages = [value for value in values if isinstance(value, types.ModuleType)]
+    return {
+        name
+        for package in packages
+        for name in list(sys.modules)
+        if name.startswith(package.__name__ + ".") and used.issuperset(name.split(".")[1:])
+    }
+
+
+def _make_cached(f: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(f)
 
 
 def _contents(cell: types.CellType) -> tuple[Any, ...]:
@@ -117,6 +174,7 @@ def _fill_function(f: types.FunctionType, state: dict[str, Any]) -> None:
     f.__module__ = "__main__"
     f.__qualname__, f.__doc__ = state["qualname"], state["doc"]
     f.__defaults__, f.__kwdefaults__ = state["defaults"], state["kwdefaults"]
+    f.__annotations__ = state["annotations"]
     f.__dict__.update(state["dict"])
     for cell, value in zip(f.__closure__ or (), state["closure"], strict=True):
         if value:
@@ -126,7 +184,7 @@ def _fill_function(f: types.FunctionType, state: dict[str, Any]) -> None:
 # A class that a rank got from the caller goes back as its number alone, so the caller finds its own class
 # again, untouched, and isinstance holds. Numbers are the caller's; a rank only learns them.
 _number_of: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()
-_class_of: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()
+_class_of: dict[int, type] = {}  # strongly: a rank may give back an object of a class redefined since
 _next_number = itertools.count(1)
 
 
@@ -175,86 +233,34 @@ def _make_tensor(
     return data.requires_grad_() if grad else data
 
 
-# --- names -----------------------------------------------------------------------------------
+class EndOfNames:
+    """Stands between the names of a call and its arguments, which always travel by value."""
 
 
-def global_names(code: types.CodeType) -> set[str]:
-    """Names that `code`, or code nested in it, reads from its globals."""
-    found = {step.argval for step in dis.get_instructions(code) if step.opname in _GLOBAL_OPS}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= global_names(constant)
-    return found
+_objects: dict[int, tuple[int, weakref.ref[Any]]] = {}  # the caller's: id -> number
+_object_of: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # a rank's
+_next_object = itertools.count(1)
 
 
-def caller_space(frame_globals: dict[str, Any]) -> dict[str, Any]:
-    """The namespace whose functions travel by value: the caller's module, or __main__.
-
-    A module that is installed, or hpnb itself, is importable by the ranks and travels by reference.
-    """
-    main = sys.modules["__main__"].__dict__
-    name, file = frame_globals.get("__name__", ""), frame_globals.get("__file__")
-    if frame_globals is main or name.split(".")[0] == "hpnb":
-        return main
-    installed = tuple(sysconfig.get_path(key) for key in ("stdlib", "platlib", "purelib"))
-    return main if file and os.path.abspath(file).startswith(installed) else frame_globals
+def _number_object(obj: object) -> int:
+    known = _objects.get(id(obj))
+    if known is not None and known[1]() is obj:
+        return known[0]
+    key, number = id(obj), next(_next_object)
+    _objects[key] = number, weakref.ref(obj, lambda _: _objects.pop(key, None))
+    return number
 
 
-class Names:
-    """What the ranks of a pool know of the caller's names, so that only what changed is sent."""
-
-    def __init__(self) -> None:
-        self._sent: dict[str, Callable[[], object]] = {}  # name -> the object it was bound to
-        self._inside: set[str] = set()  # names read by functions that sit inside other objects
-
-    def to_send(self, names: Iterable[str], space: dict[str, Any]) -> dict[str, Any]:
-        """Of `names`, and of what functions among their values read in turn, those the ranks lack."""
-        wanted: dict[str, Any] = {}
-        for name in _reachable({*names, *self._inside}, space):
-            sent = self._sent.get(name)
-            if sent is None or sent() is not space[name]:
-                wanted[name] = space[name]
-        return wanted
-
-    def mark(self, names: Iterable[str], space: dict[str, Any]) -> None:
-        """From now on the ranks have `names` as the caller has them bound at present."""
-        for name in names:
-            self._sent[name] = _reference(space.get(name, _ABSENT))
-
-    def mark_inside(self, names: Iterable[str]) -> None:
-        self._inside.update(names)
+def _make_object(number: int, build: Callable[..., Any], made: tuple[Any, ...]) -> Any:
+    obj = build(*made)
+    _object_of[number] = obj
+    return obj
 
 
-def _reachable(names: Iterable[str], space: dict[str, Any]) -> Iterator[str]:
-    seen: set[str] = set()
-    todo = list(names)
-    while todo:
-        name = todo.pop()
-        if name in seen or name not in space or name.startswith("__"):
-            continue
-        seen.add(name)
-        yield name
-        for f in _functions_of(space[name]):
-            if f.__globals__ is space:
-                todo.extend(global_names(f.__code__))
-
-
-def _functions_of(value: Any) -> Iterator[types.FunctionType]:
-    if isinstance(value, types.FunctionType):
-        yield value
-        if isinstance(wrapped := getattr(value, "__wrapped__", None), types.FunctionType):
-            yield wrapped
-    elif isinstance(value, type):
-        for member in vars(value).values():
-            inner = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
-            if isinstance(inner, types.FunctionType):
-                yield inner
-
-
-def _reference(value: object) -> Callable[[], object]:
-    # Held weakly where Python allows it: a model that the caller lets go must not live on in here.
-    try:
-        weak = weakref.ref(value)
-    except TypeError:
-        return lambda: value
-    return lambda: found if (found := weak()) is not None else _ABSENT
+def _object_by_number(number: int) -> Any:
+    if number not in _object_of:
+        raise LookupError(
+            "a name refers to a module or parameter that was sent before and that this rank has let go; "
+            "bind the name of its owner anew, and both are sent"
+        )
+    return _object_of[number]

@@ -10,6 +10,7 @@ import ast
 import builtins
 import contextlib
 import ctypes
+import importlib
 import linecache
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -47,7 +48,7 @@ class Spec:
     backend: str
     threads: int
     store_port: int
-    caller: int  # process id
+    environ: dict[str, str]  # the caller's
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Call:
 
     body: bytes
     sources: dict[str, str] = field(default_factory=dict)
+    modules: tuple[str, ...] = ()  # submodules that the caller has imported, as in `import xml.dom.minidom`
     cwd: str = ""
     path: tuple[str, ...] = ()
     environ: dict[str, str] = field(default_factory=dict)
@@ -66,7 +68,7 @@ class Done:
     """A call has returned: its pickled result, and the names that __main__ has gained."""
 
     result: bytes
-    new_names: frozenset[str]
+    new_names: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Failed:
     place: tuple[Any, ...]
     time: float  # time.monotonic(), which processes of one machine share
     new_names: frozenset[str] = frozenset()
+    took_names: bool = False  # whether what was sent with the call has arrived in __main__
 
 
 def main(spec: dict[str, Any], fds: list[int], server_fd: int) -> None:
@@ -98,7 +101,7 @@ def main(spec: dict[str, Any], fds: list[int], server_fd: int) -> None:
     except BaseException as error:
         wire.send(control, _failed(error))
         return
-    wire.send(control, Done(travel.dumps(None), frozenset()))
+    wire.send(control, Done(travel.dumps(None)))
     with contextlib.suppress(EOFError, BrokenPipeError):
         rank.serve()
     if dist.is_initialized() and me.device == "cuda":
@@ -127,7 +130,8 @@ class _Rank:
     def join(self) -> None:
         """Enter the process group, and make this process look like a rank."""
         spec = self.spec
-        os.environ.update(self.own_environ)
+        self._adopt(spec.environ)
+        dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # read on import, in the server
         multiprocessing.set_start_method("fork", force=True)  # DataLoader workers see what this rank defined
         torch.set_num_threads(spec.threads)
         if numpy := sys.modules.get("numpy"):
@@ -149,17 +153,19 @@ class _Rank:
         """Answer calls until told to leave."""
         while isinstance(call := wire.receive(self.control), Call):
             reply: Done | Failed
+            self.took_names = False
             try:
-                value = self._run(call)
+                value, where = self._run(call)
                 if self.spec.device == "cuda":
                     torch.cuda.synchronize()  # an asynchronous error belongs to the call that made it
-                reply = Done(self._pickled(value), self._new_names())
+                reply = self._done(value, where)
             except BaseException as error:
-                reply = _failed(error, self._new_names())
+                reply = replace(_failed(error, self._new_names()), took_names=self.took_names)
             _flush()
             wire.send(self.control, reply)
 
-    def _run(self, call: Call) -> object:
+    def _run(self, call: Call) -> tuple[object, types.CodeType | None]:
+        """The value, and the code of the function that gave it."""
         self.page.note()
         sys.path[:] = call.path
         self._adopt(call.environ)
@@ -167,13 +173,18 @@ class _Rank:
             os.chdir(call.cwd)
         for name, text in call.sources.items():
             linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        for name in call.modules:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
         content = travel.loads(call.body)
         self.main.__dict__.update(content["names"])
         self.known = self.known | frozenset(content["names"])
+        self.took_names = True
         if "cell" in content:
-            return run_cell(content["cell"], content["filename"], self.main.__dict__)
+            value = run_cell(content["cell"], content["filename"], self.main.__dict__)
+            return value if content["wanted"] else None, None
         fn: Callable[..., object] = content["fn"]
-        return fn(*content["args"], **content["kwargs"])
+        return fn(*content["args"], **content["kwargs"]), getattr(fn, "__code__", None)
 
     def _adopt(self, environ: dict[str, str]) -> None:
         wanted = {**self.own_environ, **environ, **{k: self.own_environ[k] for k in _ALWAYS_OWN}}
@@ -183,14 +194,19 @@ class _Rank:
             if os.environ.get(name) != value:
                 os.environ[name] = value
 
-    def _pickled(self, value: object) -> bytes:
+    def _done(self, value: object, code: types.CodeType | None) -> Done | Failed:
         try:
-            return travel.dumps(value, travel.main_space())
+            return Done(travel.dumps(value, travel.main_space()), self._new_names())
         except Exception as error:
-            raise TypeError(
-                f"rank {self.spec.rank} returned a {type(value).__name__} that cannot be pickled "
+            summary = (
+                f"TypeError: rank {self.spec.rank} returned a {type(value).__name__} that cannot be pickled "
                 f"({type(error).__name__}: {error}); return numbers, tensors or plain containers of them"
-            ) from None
+            )
+            made = (code.co_filename, code.co_firstlineno, code.co_name) if code else ("<cell>", 1, "<cell>")
+            stack = traceback.StackSummary.from_list([traceback.FrameSummary(*made)]).format()
+            text = "".join(stack) + summary + "\n"
+            place = ("unpicklable", made)
+            return Failed(text, summary, "TypeError", place, time.monotonic(), self._new_names(), True)
 
     def _new_names(self) -> frozenset[str]:
         names = frozenset(self.main.__dict__)
@@ -219,7 +235,11 @@ def _failed(error: BaseException, new_names: frozenset[str] = frozenset()) -> Fa
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     lines = traceback.format_exception(type(error), error, trace)
-    summary = traceback.format_exception_only(error)[-1].strip()
+    try:
+        words = str(error)
+    except Exception:
+        words = "(its message cannot be shown)"
+    summary = type(error).__name__ + (f": {words}" if words else "")
     frames = tuple((f.f_code.co_filename, line) for f, line in traceback.walk_tb(trace))
     place = (type(error).__name__, frames)
     return Failed("".join(lines), summary, type(error).__name__, place, time.monotonic(), new_names)

@@ -16,6 +16,8 @@ are logged as they come and go, and sorted into categories when the block is ove
 On the CPU the bytes are those of the tensors, exactly. On CUDA they are rounded up as the allocator does,
 each sample takes the peak that the allocator reached during its operator, and what no tensor accounts for
 (rounding of large blocks, kernels' workspaces) is temporary; so the parts add up to the allocator's peak.
+
+A view counts its whole storage. What a non-reentrant checkpoint computes again in the backward is temporary.
 """
 
 from __future__ import annotations
@@ -27,7 +29,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_leaves
 
 from hpnb.ranks.here import device as this_device
@@ -69,20 +75,22 @@ class MemoryRecorder(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._modules, self._optimizer, self._device = modules, optimizer, device
+        self._on_cuda = device.type == "cuda"
         self._begin = time.perf_counter()
         self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}  # id of a storage -> its number
-        self._bytes: list[int] = []  # by number
+        self._bytes: list[int] = []  # by number, as they are now
         self._category: list[str] = []  # by number
-        # What happened, in order: (time, number, +1 born or -1 gone) or (time, -1, allocator's peak).
+        # What happened, in order: (time, number, bytes gained) or (time, -1, the allocator's peak).
         self._log: list[tuple[float, int, int]] = []
+        self._watches = False
 
     def profile(self) -> MemoryProfile:
-        """What has been recorded so far."""
+        """What was recorded in the block."""
         held, samples = dict.fromkeys(CATEGORIES, 0), []
         for when, number, change in self._log:
             if number >= 0:
-                held[self._category[number]] += change * self._bytes[number]
-            if self._device.type != "cuda":
+                held[self._category[number]] += change
+            if not self._on_cuda:
                 samples.append(MemorySample(when, **held))
             elif number < 0:
                 tracked = sum(held.values()) - held["temporary"]
@@ -94,34 +102,39 @@ class MemoryRecorder(TorchDispatchMode):
     @contextmanager
     def _watching(self) -> Iterator[None]:
         parameters = [p for module in self._modules for p in module.parameters()]
-        if self._device.type == "cuda":
+        self._watches = True
+        if self._on_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
         for module in self._modules:
             for tensor in (*module.parameters(), *module.buffers()):
                 self._mark(tensor, "parameters")
-        for p in parameters:
-            self._mark_gradient(p)
+        self._mark_gradients(parameters)
         self._mark_state(self._optimizer)
         self._sample()
         trained = [p for p in parameters if p.requires_grad]
-        handles = [p.register_post_accumulate_grad_hook(self._mark_gradient) for p in trained]
-        if self._optimizer is not None:
+        grown = lambda p: self._mark_gradients([p])  # noqa: E731
+        handles = [p.register_post_accumulate_grad_hook(grown) for p in trained]
+        if self._optimizer is not None:  # before a step, for gradients that were set by hand
+            marks = lambda *_: self._mark_gradients(parameters)  # noqa: E731
+            handles.append(self._optimizer.register_step_pre_hook(marks))
             handles.append(self._optimizer.register_step_post_hook(lambda opt, *_: self._mark_state(opt)))
         try:
-            # The hook must not keep the tensor that it is given, or a graph would hold itself alive.
-            with torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved), self:
+            with torch.autograd.graph.saved_tensors_hooks(self._save, _restore), self:
                 yield
         finally:
             for handle in handles:
                 handle.remove()
-            for p in parameters:
-                self._mark_gradient(p)
+            self._mark_gradients(parameters)
             self._mark_state(self._optimizer)
             self._sample()
+            self._watches = False  # what dies later is none of the block's business
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(is_traceable_wrapper_subclass_type(t) for t in types):
+            return NotImplemented  # a DTensor's operator comes again, on the tensors that it is made of
+        self._sample(before=True)
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor):
@@ -129,50 +142,78 @@ class MemoryRecorder(TorchDispatchMode):
         self._sample()
         return result
 
-    def _see(self, tensor: torch.Tensor) -> int | None:
-        """The number of the tensor's storage, given on first sight; None if it is not on the device."""
+    def _see(self, tensor: torch.Tensor) -> list[int]:
+        """The numbers of the tensor's storages, given on first sight; none if it is not on the device."""
+        if is_traceable_wrapper_subclass(tensor):
+            inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+            return [n for part in inner if isinstance(part, torch.Tensor) for n in self._see(part)]
         if tensor.device.type != self._device.type or tensor.layout is not torch.strided:
-            return None
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            return None  # subclasses wrap tensors, and those are seen themselves
+            return []
         storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        if self._on_cuda:
+            size = -(-size // _CUDA_BLOCK) * _CUDA_BLOCK
         known = self._alive.get(id(storage))
         if known is not None and known[1]() is storage:
-            return known[0]
+            if size != self._bytes[known[0]]:  # storages can be resized, as FSDP does to free parameters
+                self._grow(known[0], size - self._bytes[known[0]])
+            return [known[0]]
         number = len(self._bytes)
-        size = storage.nbytes()
-        if self._device.type == "cuda":
-            size = -(-size // _CUDA_BLOCK) * _CUDA_BLOCK
-        self._bytes.append(size)
+        self._bytes.append(0)
         self._category.append("temporary")
         # A storage's Python object lives as long as the storage itself.
-        self._alive[id(storage)] = number, weakref.ref(storage, lambda _: self._write(number, -1))
-        self._write(number, 1)
-        return number
+        gone = weakref.ref(storage, lambda _: self._grow(number, -self._bytes[number]))
+        self._alive[id(storage)] = number, gone
+        self._grow(number, size)
+        return [number]
+
+    def _grow(self, number: int, change: int) -> None:
+        self._bytes[number] += change
+        self._write(number, change)
 
     def _mark(self, tensor: torch.Tensor, category: str) -> None:
-        number = self._see(tensor)
-        if number is not None and _PRIORITY[category] < _PRIORITY[self._category[number]]:
-            self._category[number] = category
+        for number in self._see(tensor):
+            if _PRIORITY[category] < _PRIORITY[self._category[number]]:
+                self._category[number] = category
 
-    def _mark_gradient(self, p: torch.Tensor) -> None:
-        if p.grad is not None:
-            self._mark(p.grad, "gradients")
+    def _mark_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        for p in parameters:
+            if p.grad is not None:
+                self._mark(p.grad, "gradients")
 
     def _mark_state(self, optimizer: torch.optim.Optimizer | None) -> None:
         for value in tree_leaves(dict(optimizer.state)) if optimizer is not None else ():
             if isinstance(value, torch.Tensor):
                 self._mark(value, "optimizer")
 
-    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _save(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         self._mark(tensor, "activations")
-        return tensor.detach()
+        # A leaf goes through as it is. Another tensor must not be kept by the hook, or a graph would hold
+        # itself alive; and autograd then cannot see that it was changed in place, so `_restore` looks.
+        return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
 
-    def _sample(self) -> None:
-        if self._device.type == "cuda":
-            allocated = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]
+    def _sample(self, before: bool = False) -> None:
+        """Write the allocator's peak since the last look; before an operator only if it has risen."""
+        if not self._on_cuda:
+            return
+        allocated = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]
+        if not before or allocated["peak"] > self._level:
             self._write(-1, allocated["peak"])
-            torch.cuda.reset_peak_memory_stats(self._device)
+        self._level = allocated["current"]
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    _level = 0  # bytes allocated at the last look
 
     def _write(self, number: int, change: int) -> None:
-        self._log.append((time.perf_counter() - self._begin, number, change))
+        if self._watches:
+            self._log.append((time.perf_counter() - self._begin, number, change))
+
+
+def _restore(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} that the backward needs was modified by an inplace "
+            f"operation: it is at version {tensor._version}, and {version} was saved"
+        )
+    return tensor

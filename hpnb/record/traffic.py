@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +150,12 @@ _OPERATORS: dict[str, tuple[str, Reader]] = {
     "_c10d_functional::reduce_scatter_tensor_out": ("reduce_scatter", _of(0)),
     "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", _of(0)),
     "_c10d_functional::all_to_all_single": ("all_to_all", _of(0)),
+    "_dtensor::shard_dim_alltoall": ("all_to_all", _of(0)),
     "_c10d_functional::broadcast": ("broadcast", _of(0)),
     "_c10d_functional::broadcast_": ("broadcast", _of(0)),
 }
-_SILENT = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"})
+_SILENT = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors",
+                     "_c10d_functional::_wrap_tensor_autograd", "c10d::check_for_nan"})  # fmt: skip
 
 
 class _Counter(TorchDispatchMode):
@@ -166,8 +168,10 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(is_traceable_wrapper_subclass_type(t) for t in types):
+            return NotImplemented  # a DTensor's operator comes again, as those that it is made of
         # Read before the call: some backends resize or release arguments.
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
             name = func._schema.name
             if name in _OPERATORS:
                 self._count(name, (*args, *(kwargs or {}).values()))
@@ -182,13 +186,24 @@ class _Counter(TorchDispatchMode):
         peer = -1
         if op in ("send", "receive") and not name.endswith("any_source_"):
             peer = ranks[next(a for a in args if isinstance(a, int))]
-        self.counted.add(
-            Message(_axis(group), op, ring_bytes(op, whole(args, len(ranks)), len(ranks)), ranks, peer)
-        )
+        sent = ring_bytes(op, whole(args, len(ranks)), len(ranks))
+        if op == "all_to_all" and (uneven := _leaving(name, args, dist.get_rank(group))) is not None:
+            sent = uneven
+        self.counted.add(Message(_axis(group), op, sent, ranks, peer))
+
+
+def _leaving(name: str, args: tuple[Any, ...], me: int) -> float | None:
+    """Bytes of an all-to-all that are not for this rank itself, where its parts differ in size."""
+    if name == "c10d::alltoall_":
+        return _size([part for rank, part in enumerate(args[1]) if rank != me])
+    tensor, splits = (args[1], args[4]) if name == "c10d::alltoall_base_" else (args[0], args[2])
+    if not isinstance(splits, list) or not splits:
+        return None
+    return float(_size(tensor) * (sum(splits) - splits[me]) / max(1, sum(splits)))
 
 
 def _group(name: str, args: tuple[Any, ...]) -> dist.ProcessGroup:
-    if name.startswith("_c10d"):  # functional collectives name their group, last
+    if name.startswith("_"):  # functional collectives name their group, last
         named = next(a for a in reversed(args) if isinstance(a, str))
         group: dist.ProcessGroup = _resolve_process_group(named)  # type: ignore[arg-type]
         return group

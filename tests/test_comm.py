@@ -17,7 +17,9 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def tensors(length: int) -> tuple[torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(5)
-    return torch.randn(length, 3, dtype=D, generator=g), torch.randn(4, 3, 3, dtype=D, generator=g)
+    made = (torch.randn(*shape, dtype=D, generator=g, device="cpu") for shape in ((length, 3), (4, 3, 3)))
+    x, w = (t.to(hpnb.device()) for t in made)
+    return x, w
 
 
 def column_row(length: int) -> None:
@@ -118,6 +120,26 @@ def test_conversions_equal_one_process(ranks: int) -> None:
         for length in (4, 7, 12):  # 7 divides by none of them
             pool.run(sequence, length)
         pool.run(others, 7)
+
+
+@pytest.mark.gpu
+def test_conversions_equal_one_process_over_nccl() -> None:
+    def run() -> None:
+        with torch.device(hpnb.device()):
+            column_row(5)
+            for length in (4, 7, 12):
+                sequence(length)
+            others(7)
+
+    def pair() -> None:
+        with torch.device(hpnb.device()):
+            point_to_point()
+            second_derivatives()
+            results_can_be_viewed_and_changed()
+            integers_travel()
+
+    hpnb.launch(run, ranks=min(4, torch.cuda.device_count()), device="cuda", timeout=120)
+    hpnb.launch(pair, ranks=2, device="cuda", timeout=120)
 
 
 def test_send_and_receive_carry_the_gradient_back() -> None:

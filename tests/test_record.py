@@ -389,6 +389,22 @@ def test_memory_adds_up_to_the_allocators_peak_on_cuda() -> None:
 
 
 @pytest.mark.gpu
+def test_what_was_freed_on_cuda_is_not_temporary() -> None:
+    def measure() -> MemoryProfile:
+        model = nn.Linear(8, 8).to(hpnb.device())
+        held = [torch.ones(1 << 27, dtype=torch.uint8, device=hpnb.device()) for _ in range(2)]
+        with hpnb.record.memory(model) as recorder:
+            torch.ones(1, device=hpnb.device())
+            held.clear()
+            torch.ones(1, device=hpnb.device())
+        return recorder.profile()
+
+    for profile in hpnb.launch(measure, ranks=2, device="cuda", timeout=120):
+        assert profile.peak > 1 << 28
+        assert profile.samples[-1].total < 1 << 26
+
+
+@pytest.mark.gpu
 def test_spans_on_cuda_are_of_the_device() -> None:
     def measure() -> Timeline:
         axis = Mesh(Layout(dp=hpnb.world_size())).dp

@@ -1,8 +1,8 @@
 """Which of the caller's names a call takes along.
 
-The globals that a function reads are found in its bytecode, and in that of the functions it calls. A name is
-sent when the rank lacks it, or when the caller has bound it anew since: `x = 2` is sent again, `x.append(2)` is
-not, and neither is a name that is bound to the very object it was bound to before.
+The globals that a function reads are found in its bytecode, and in that of the functions it calls. A name
+is sent when the rank lacks it, or when the caller has bound it anew since: `x = 2` is sent again,
+`x.append(2)` is not, and neither is a name that is bound to the very object it was bound to before.
 """
 
 from __future__ import annotations

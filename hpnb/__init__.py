@@ -3,7 +3,8 @@
     import hpnb
     hpnb.launch(lambda: hpnb.rank(), ranks=4)     # a cell is a cluster: [0, 1, 2, 3]
 
-The rooms, from the ground up: ranks, record, mesh, comm, theory, plot, lesson, bench.
+The rooms, from the ground up: ranks, record, mesh, comm, gradients, theory, plot, data_parallel, lesson,
+bench.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from hpnb.ranks import RankError, RankInterrupt, Ranks, device, launch, rank, wo
 
 if TYPE_CHECKING:
     from hpnb import comm, lesson, plot, theory
+    from hpnb.data_parallel import DataParallel
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Axis",
+    "DataParallel",
     "Layout",
     "Mesh",
     "RankError",
@@ -41,11 +44,14 @@ __all__ = [
 
 # Loaded when first used: ranks never draw, so they need not import what draws.
 _LAZY = frozenset({"comm", "lesson", "plot", "theory"})
+_FROM = {"DataParallel": "hpnb.data_parallel"}
 
 
 def __getattr__(name: str) -> object:
     if name in _LAZY:
         return importlib.import_module(f"hpnb.{name}")
+    if name in _FROM:
+        return getattr(importlib.import_module(_FROM[name]), name)
     raise AttributeError(f"module 'hpnb' has no attribute {name!r}")
 
 

@@ -11,11 +11,19 @@ def main() -> None:
     launch = names.add_parser("launch", help="starting processes: hpnb beside spawn and notebook_launcher")
     launch.add_argument("--ranks", type=int, default=4)
     launch.add_argument("--rounds", type=int, default=5)
+    replicas = names.add_parser("data-parallel", help="a training step: hpnb beside torch's DDP")
+    replicas.add_argument("--ranks", type=int, default=2)
+    replicas.add_argument("--pairs", type=int, default=15)
+    replicas.add_argument("--device", default="auto")
     options = parser.parse_args()
     if options.name == "launch":
-        from hpnb.bench.launch import run
+        from hpnb.bench import launch as launching
 
-        print(run(options.ranks, options.rounds))
+        print(launching.run(options.ranks, options.rounds))
+    else:
+        from hpnb.bench import data_parallel
+
+        print(data_parallel.run(options.ranks, options.pairs, options.device))
 
 
 if __name__ == "__main__":

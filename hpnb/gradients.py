@@ -1,0 +1,38 @@
+"""The seam between a backward and a reduction: who computes gradients tells a sink, and the sink reduces.
+
+A backward says `ready(parameter)` when nothing more will be added to that parameter's gradient in this
+step, and `finish()` when all is said. Data parallelism implements the sink; a plain backward reaches it
+through autograd's hooks (`attach`), a pipeline calls it by hand, because a hook does not fire where a weight
+gradient is computed on its own, nor knows which microbatch is the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+
+class GradientSink(Protocol):
+    """Whoever reduces gradients."""
+
+    def ready(self, parameter: torch.nn.Parameter) -> None:
+        """The gradient of `parameter` is complete on this rank."""
+
+    def finish(self) -> None:
+        """All gradients are; return once they are reduced, as far as the host is concerned."""
+
+
+def attach(
+    parameters: Iterable[torch.nn.Parameter], ready: Callable[[torch.nn.Parameter], None]
+) -> list[RemovableHandle]:
+    """Call `ready(parameter)` whenever autograd has accumulated a gradient; returns the hooks' handles."""
+    hook: Callable[..., None] = ready
+    return [p.register_post_accumulate_grad_hook(hook) for p in parameters if p.requires_grad]
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Run `call` when the backward that is under way has ended. To be used inside one of its hooks."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -1,0 +1,229 @@
+"""DataParallel against one process on the whole batch, in float64: loss, every gradient, every weight."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import hpnb
+from hpnb import Layout, Mesh
+from hpnb.data_parallel import DataParallel
+from hpnb.data_parallel.buckets import deal
+
+D = torch.float64
+LR = 0.3  # large enough that a skipped step shows
+
+
+class Branches(nn.Module):
+    """A small net with what can go wrong: a frozen layer, a layer that only some batches use, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 16, dtype=D)
+        self.frozen = nn.Linear(16, 16, dtype=D).requires_grad_(False)
+        self.norm = nn.LayerNorm(16, dtype=D)
+        self.rare = nn.Linear(16, 16, dtype=D)
+        self.never = nn.Linear(2, 2, dtype=D)
+        self.head = nn.Linear(16, 3, dtype=D)
+        self.register_buffer("offset", torch.zeros(16, dtype=D))
+
+    def forward(self, x: torch.Tensor, rare: bool = False) -> torch.Tensor:
+        h = torch.tanh(self.frozen(self.stem(x))) + self.offset
+        h = self.norm(h)
+        if rare:
+            h = h + self.rare(h)
+        return self.head(h)
+
+
+def batches(steps: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    g = torch.Generator().manual_seed(11)
+    return [(torch.randn(size, 6, dtype=D, generator=g), torch.randn(size, 3, dtype=D, generator=g))
+            for _ in range(steps)]  # fmt: skip
+
+
+def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """The largest relative distance; a tensor that hardly moves is held to the typical norm."""
+    assert found.keys() == wanted.keys()
+    typical = sum(float(t.norm()) for t in wanted.values()) / len(wanted)
+    return max(float((found[n] - wanted[n]).norm() / max(wanted[n].norm(), 0.01 * typical)) for n in wanted)
+
+
+def train(
+    model: nn.Module,
+    share: Callable[[torch.Tensor], torch.Tensor],
+    forward: Callable[..., torch.Tensor],
+    rare: Callable[[int], bool],
+    no_sync: Callable[[], object] | None = None,
+    accumulate: int = 1,
+    clip: float = 0.0,
+) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(losses, last gradients, weights) after three steps of SGD with momentum."""
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.SGD(trained.values(), lr=LR, momentum=0.9)
+    losses = []
+    for step, (x, y) in enumerate(batches(3, 24)):
+        optimizer.zero_grad()
+        total = 0.0
+        micro = list(zip(x.chunk(accumulate), y.chunk(accumulate), strict=True))
+        for i, (mx, my) in enumerate(micro):
+            wait = no_sync() if no_sync is not None and i < len(micro) - 1 else torch.enable_grad()
+            with wait:  # type: ignore[attr-defined]
+                loss = (forward(share(mx), rare(step)) - share(my)).square().sum(1).mean() / accumulate
+                loss.backward()
+            total += loss.item()
+        gradients = {n: p.grad.clone() for n, p in trained.items() if p.grad is not None}
+        if clip:
+            nn.utils.clip_grad_norm_(trained.values(), clip)
+        optimizer.step()
+        losses.append(total)
+    return losses, gradients, {n: p.detach().clone() for n, p in trained.items()}
+
+
+def compare(accumulate: int, clip: float, unused: bool, bucket_mb: float) -> tuple[float, float, float, int]:
+    """Distances of loss, gradients and weights from one process, and the number of buckets."""
+    axis = Mesh(Layout(dp=hpnb.world_size())).dp
+    torch.manual_seed(0)
+    serial = Branches()
+    if not unused:
+        serial.never.requires_grad_(False)
+    torch.manual_seed(axis.rank)  # replicas must not rely on starting equal
+    model = Branches()
+    if not unused:
+        model.never.requires_grad_(False)
+    if axis.rank == 0:
+        model.load_state_dict(serial.state_dict())
+    replica = DataParallel(model, axis, bucket_mb, find_unused_parameters=unused, check_reduction=True)
+
+    def mine(t: torch.Tensor) -> torch.Tensor:
+        return t.chunk(axis.size)[axis.rank]
+
+    # The rare layer is used by rank 0 alone in step 1, and by nobody in the last step.
+    everywhere = not unused
+    losses, gradients, weights = train(
+        model, mine, replica, lambda step: everywhere or (step == 1 and axis.rank == 0),
+        replica.no_sync, accumulate, clip,
+    )  # fmt: skip
+
+    def serially(x: torch.Tensor, rare: bool) -> torch.Tensor:
+        parts = x.chunk(axis.size)
+        return torch.cat([serial(part, everywhere or (rare and r == 0)) for r, part in enumerate(parts)])
+
+    s_losses, s_gradients, s_weights = train(
+        serial, lambda t: t, serially, lambda step: everywhere or step == 1, None, accumulate, clip
+    )
+    means = torch.tensor(losses, dtype=D)
+    torch.distributed.all_reduce(means)
+    off = float((means / axis.size - torch.tensor(s_losses, dtype=D)).norm() / torch.tensor(s_losses).norm())
+    assert all(float(g.norm()) > 0 for g in s_gradients.values())
+    return off, distance(gradients, s_gradients), distance(weights, s_weights), len(replica.reducer.buckets)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_equal_to_one_process(ranks: int) -> None:
+    with hpnb.Ranks(ranks, device="cpu", timeout=60) as pool:
+        for accumulate, clip, unused, bucket_mb in [
+            (1, 0.0, False, 25.0), (2, 0.0, False, 0.001), (1, 0.05, False, 0.001), (2, 0.05, True, 0.0005),
+        ]:  # fmt: skip
+            for loss, gradients, weights, buckets in pool.run(compare, accumulate, clip, unused, bucket_mb):
+                assert max(loss, gradients, weights) < 1e-12
+                assert (buckets > 3) == (bucket_mb < 1)
+
+
+def fail_without(what: str) -> float:
+    """How far weights are off if a part is left out: proof that the comparison would notice."""
+    axis = Mesh(Layout(dp=2)).dp
+    torch.manual_seed(0)
+    serial = Branches()
+    serial.never.requires_grad_(False)
+    model = Branches()
+    model.never.requires_grad_(False)
+    model.load_state_dict(serial.state_dict())
+    replica = DataParallel(model, axis, 0.001, average=what != "average")
+
+    def mine(t: torch.Tensor) -> torch.Tensor:
+        return t.chunk(2)[0 if what == "own samples" else axis.rank]
+
+    forward = model if what == "reduction" else replica
+    if what == "reduction":
+        for hook in replica._hooks:
+            hook.remove()
+    _, _, weights = train(model, mine, forward, lambda _: True)
+    _, _, wanted = train(serial, lambda t: t, serial, lambda _: True)
+    return distance(weights, wanted)
+
+
+@pytest.mark.parametrize("what", ["reduction", "average", "own samples"])
+def test_the_comparison_notices_what_is_left_out(what: str) -> None:
+    assert min(hpnb.launch(fail_without, what, ranks=2, device="cpu", timeout=60)) > 1e-3
+
+
+def test_unused_parameters_are_named() -> None:
+    def run() -> None:
+        replica = DataParallel(Branches(), Mesh(Layout(dp=2)).dp)
+        replica(torch.ones(2, 6, dtype=D)).sum().backward()
+
+    with pytest.raises(hpnb.RankError) as caught:
+        hpnb.launch(run, ranks=2, device="cpu", timeout=60)
+    wanted = "4 of 10 parameters got no gradient in this backward: rare.weight, rare.bias, never.weight"
+    assert wanted in caught.value.summary
+    assert "pass find_unused_parameters=True" in caught.value.summary
+
+
+def test_a_second_step_after_an_error_starts_afresh() -> None:
+    def run() -> bool:
+        model = Branches()
+        model.never.requires_grad_(False)
+        replica = DataParallel(model, Mesh(Layout(dp=2)).dp)
+        with contextlib.suppress(RuntimeError):
+            replica(torch.ones(2, 6, dtype=D)).sum().backward()
+        model.zero_grad()
+        replica(torch.ones(2, 6, dtype=D), True).sum().backward()
+        return all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+    assert hpnb.launch(run, ranks=2, device="cpu", timeout=60) == [True, True]
+
+
+def test_bytes_and_calls_are_those_of_the_buckets() -> None:
+    def run() -> tuple[float, float, int, int]:
+        axis = Mesh(Layout(dp=2)).dp
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
+        replica = DataParallel(model, axis, bucket_mb=0.01)
+        with hpnb.record.traffic() as t:
+            with replica.no_sync():
+                replica(torch.ones(1, 32)).sum().backward()
+            silent = t.total
+            replica(torch.ones(1, 32)).sum().backward()
+        parameters = sum(p.nbytes for p in model.parameters())
+        return silent, t.bytes["dp"] / parameters, int(t.calls["dp"]), len(replica.reducer.buckets)
+
+    for silent, ratio, calls, buckets in hpnb.launch(run, ranks=2, device="cpu", timeout=60):
+        assert silent == 0
+        assert ratio == 1.0  # 2 (2-1)/2
+        assert calls == buckets > 2
+
+
+def test_buffers_follow_rank_0() -> None:
+    def run() -> float:
+        axis = Mesh(Layout(dp=2)).dp
+        model = Branches()
+        replica = DataParallel(model, axis, find_unused_parameters=True)
+        model.offset.fill_(float(axis.rank + 5))  # type: ignore[operator,union-attr]
+        replica(torch.ones(2, 6, dtype=D))
+        return float(model.offset.mean())  # type: ignore[arg-type,union-attr]
+
+    assert hpnb.launch(run, ranks=2, device="cpu", timeout=60) == [5.0, 5.0]
+
+
+def test_parameters_are_dealt_into_buckets_in_order() -> None:
+    sizes = [10, 400_000, 10, 10, 400_000, 10]
+    parameters = [nn.Parameter(torch.zeros(n)) for n in sizes]
+    parameters.append(nn.Parameter(torch.zeros(10, dtype=D)))
+    buckets = deal(parameters, bucket_mb=1.2, first_mb=0.5)
+    dealt = [[p.numel() for p in b.parameters] for b in buckets]
+    assert dealt == [[10], [400_000], [10, 10], [400_000], [10], [10]]
+    with pytest.raises(ValueError, match="bucket_mb=0 must be above 0"):
+        deal(parameters, 0)

@@ -483,3 +483,32 @@ def test_refusals(call: Callable[[], object], words: str) -> None:
 def test_every_public_name_is_there() -> None:
     assert sorted(theory.__all__) == sorted(set(theory.__all__))
     assert all(hasattr(theory, name) for name in theory.__all__)
+
+
+# --- model states ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gigabytes"),  # of 7.5B parameters, stages 0 to 3: arXiv 1910.02054, table 1
+    [
+        (4, (120, 52.5, 41.3, 30)),
+        (16, (120, 35.6, 21.6, 7.5)),
+        (64, (120, 31.4, 16.6, 1.88)),
+        (256, (120, 30.4, 15.4, 0.47)),
+        (1024, (120, 30.1, 15.1, 0.12)),
+    ],
+)
+def test_model_states_are_those_that_were_published(ranks: int, gigabytes: tuple[float, ...]) -> None:
+    for stage, published in enumerate(gigabytes):
+        digits = len(str(published).partition(".")[2])
+        found = theory.model_states(7.5e9, ranks, stage).total / 1e9
+        assert abs(found - published) <= 0.5 * 10**-digits + 1e-9
+
+
+def test_model_states_by_category_and_what_they_refuse() -> None:
+    states = theory.model_states(100, 4, 2, weight_bytes=4, gradient_bytes=4, optimizer_bytes=8)
+    assert (states.parameters, states.gradients, states.optimizer) == (400, 100, 200)
+    with pytest.raises(ValueError, match="stage=4 is not one of 0, 1, 2, 3"):
+        theory.model_states(1, 1, 4)
+    with pytest.raises(ValueError, match="ranks=0 is not a count"):
+        theory.model_states(1, 0)

@@ -1,7 +1,7 @@
 """The predicted side: what a layout costs, as pure functions of shapes and rates.
 
 `communication` and `wires` price the collectives, `fit` reads a wire off measured times, `transformer` counts
-FLOPs and bytes, and `laws` puts the two together: which axis of a layout can afford which wire.
+FLOPs and bytes, `model_states` weighs what a rank must keep, and `laws` puts the two together: which axis of a layout can afford which wire.
 """
 
 from hpnb.theory.communication import (
@@ -19,6 +19,7 @@ from hpnb.theory.communication import (
 )
 from hpnb.theory.fit import fit_wire
 from hpnb.theory.laws import dp_tokens_to_hide, pp_compute_over_communication, tp_compute_over_communication
+from hpnb.theory.model_states import ModelStates, model_states
 from hpnb.theory.transformer import Block, Matmul, model_flops, model_parameters, roofline_seconds
 from hpnb.theory.wires import WIRES, Wire
 
@@ -28,6 +29,7 @@ __all__ = [
     "WIRES",
     "Block",
     "Matmul",
+    "ModelStates",
     "Plan",
     "Wire",
     "bytes_on_busiest_rank",
@@ -38,6 +40,7 @@ __all__ = [
     "knee",
     "model_flops",
     "model_parameters",
+    "model_states",
     "plan",
     "pp_compute_over_communication",
     "ring_schedule",

@@ -1,7 +1,8 @@
 """The predicted side: what a layout costs, as pure functions of shapes and rates.
 
 `communication` and `wires` price the collectives, `fit` reads a wire off measured times, `transformer` counts
-FLOPs and bytes, `model_states` weighs what a rank must keep, and `laws` puts the two together: which axis of a layout can afford which wire.
+FLOPs and bytes, `model_states` weighs what a rank must keep, and `laws` puts them together: which axis of a
+layout can afford which wire.
 """
 
 from hpnb.theory.communication import (

@@ -92,7 +92,11 @@ class Ranks:
         self._finalizer = weakref.finalize(self, self._processes.stop)
         self._ended: str | None = None
         self._died: dict[int, float] = {}  # rank -> time.monotonic()
-        self._collect(self.members, time.monotonic() + max(timeout, _START_TIMEOUT), "start")
+        try:
+            self._collect(self.members, time.monotonic() + max(timeout, _START_TIMEOUT), "start")
+        except BaseException:
+            self._finalizer()  # ranks that failed alike would stay otherwise, with nobody to call them
+            raise
 
     @property
     def size(self) -> int:

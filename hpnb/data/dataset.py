@@ -1,0 +1,106 @@
+"""A data set is rows with named fields, and a note of where they came from.
+
+    leaves = hpnb.data.beans("train")
+    len(leaves), leaves[0]["labels"], leaves.classes
+    print(leaves.describe())      # real, or generated and why: say it before you train on it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+Item = dict[str, Any]
+
+
+class Rows(Protocol):
+    """What the rooms above mean by a dataset: a length, and an item for every index below it."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the rows of a data set come from.
+
+    Attributes:
+        name: "Beans", "CIFAR-10" or "MRPC".
+        kind: "real", or "generated" by this library in its place.
+        where: of real rows, where they were found; of generated ones, why there are no real ones.
+    """
+
+    name: str
+    kind: Literal["real", "generated"]
+    where: str
+
+
+class Dataset:
+    """Rows with named fields: `dataset[i]` is a dict, made anew each time.
+
+    Args:
+        rows: every row of a split, in its own order.
+        source: where they come from.
+        classes: the class names, by label.
+        noun: what a row shows, for `describe`: "leaves".
+        size: how many of the rows to keep; None keeps all. Real rows often lie sorted by class, so what is
+            kept is drawn at random, alike on every rank.
+        image_size: side to which pictures are resized, in pixels; None leaves them as they are.
+
+    Raises:
+        ValueError: `size` is below 1 or above the number of rows.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        source: Source,
+        classes: tuple[str, ...],
+        noun: str,
+        size: int | None = None,
+        image_size: int | None = None,
+    ) -> None:
+        if size is not None and not 1 <= size <= len(rows):
+            raise ValueError(f"{source.name} has no {size} rows to give; use size=1 to {len(rows)}, or None")
+        self.rows, self.source, self.classes, self.noun = rows, source, classes, noun
+        self.image_size = image_size
+        self._kept: list[int] | None = None
+        if size is not None and size < len(rows):
+            self._kept = sorted(np.random.default_rng(0).permutation(len(rows))[:size].tolist())
+
+    def __len__(self) -> int:
+        return len(self.rows) if self._kept is None else len(self._kept)
+
+    def __getitem__(self, index: int) -> Item:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        index = range(len(self))[index]
+        row = index if self._kept is None else self._kept[index]
+        try:
+            return {name: self._ready(value) for name, value in self.rows[row].items()}
+        except OSError as error:  # what Pillow raises for a broken picture
+            place = f"row {row} of {self.source.name} from {self.source.where}"
+            raise ValueError(f"{place} cannot be read: {error}") from error
+
+    def __iter__(self) -> Iterator[Item]:
+        return (self[index] for index in range(len(self)))
+
+    def describe(self) -> str:
+        """One sentence that says what these rows are and whether they are real."""
+        count = f"{len(self):,} {self.noun}" + (f" of {len(self.rows):,}" if self._kept is not None else "")
+        if self.source.kind == "real":
+            return f"{self.source.name}: real, {count}, from {self.source.where}."
+        return f"{self.source.name}: generated stand-in, {count}; {self.source.where}."
+
+    def __repr__(self) -> str:
+        return f"<{self.describe()}>"
+
+    def _ready(self, value: Any) -> Any:
+        if not hasattr(value, "convert"):
+            return value
+        picture = value.convert("RGB")  # decodes, where the file has not been read yet
+        side = self.image_size
+        return picture if side is None or picture.size == (side, side) else picture.resize((side, side))

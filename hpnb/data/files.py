@@ -1,0 +1,172 @@
+"""Readers of the forms that the real data sets come in: each gives rows, or None where it sees no such form.
+
+    Beans      <folder>/train/bean_rust/*.jpg                the original archives, unpacked
+    CIFAR-10   <folder>/cifar-10-batches-py/data_batch_1     torchvision's layout and checksums
+    MRPC       <folder>/msr_paraphrase_train.txt             the original tables; train.tsv, dev.tsv of GLUE
+    any        <folder>/train-00000-of-00001.parquet         as on the Hugging Face hub, also below data/
+    any        <folder>/dataset_dict.json, state.json        `save_to_disk` of `datasets`
+
+A file that is there and cannot be read is an error, never a reason to go on with generated rows.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpnb.data.dataset import Item, Rows
+
+TABLES = {
+    "train": ("train.tsv", "msr_paraphrase_train.txt"),
+    "validation": ("dev.tsv", "msr_paraphrase_train.txt"),
+    "test": ("msr_paraphrase_test.txt",),
+}
+
+
+class ImageFolder:
+    """Pictures in one folder a class, as Beans was published."""
+
+    def __init__(self, folder: Path, classes: Sequence[str]) -> None:
+        from torchvision.datasets import ImageFolder as Folder
+
+        found = Folder(str(folder)).samples
+        self.samples = [(path, classes.index(Path(path).parent.name)) for path, _ in found]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Item:
+        from PIL import Image
+
+        path, label = self.samples[index]
+        return {"image_file_path": path, "image": Image.open(path), "labels": label}
+
+
+class Labelled:
+    """torchvision's (picture, label) under the names that the hub gives them."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Item:
+        picture, label = self.rows[index]
+        return {"img": picture, "label": label}
+
+
+def image_folder(folder: Path, split: str, classes: Sequence[str]) -> Rows | None:
+    """Rows {image_file_path, image, labels} of <folder>/<split>/<class>/<picture>."""
+    if not any((folder / name / classes[0]).is_dir() for name in ("train", "validation", "test")):
+        return None
+    return ImageFolder(folder / split, classes)
+
+
+def cifar_batches(folder: Path, split: str) -> Rows | None:
+    """Rows {img, label} of <folder>/cifar-10-batches-py, or of the archive beside it."""
+    from torchvision.datasets import CIFAR10
+    from torchvision.datasets.utils import check_integrity
+
+    batches, archive = folder / CIFAR10.base_folder, folder / CIFAR10.filename
+    if not batches.is_dir():
+        if not archive.is_file():
+            return None
+        if not check_integrity(str(archive), CIFAR10.tgz_md5):
+            raise ValueError(f"{archive.name} does not have the published checksum")
+        fetch_cifar(folder)
+    for name, checksum in [*CIFAR10.train_list, *CIFAR10.test_list, ("batches.meta", CIFAR10.meta["md5"])]:
+        if not check_integrity(str(batches / name), checksum):
+            raise ValueError(f"{name} is missing or does not have the published checksum")
+    return Labelled(CIFAR10(str(folder), train=split == "train"))
+
+
+def fetch_cifar(folder: Path) -> None:
+    """Unpack the archive in `folder`, or else fetch it. One rank does it, and the others wait."""
+    import fcntl
+
+    from torchvision.datasets import CIFAR10
+    from torchvision.datasets.utils import extract_archive
+
+    archive, batches = folder / CIFAR10.filename, folder / CIFAR10.base_folder
+    with open(folder / ".cifar-10.lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if batches.is_dir():
+            return
+        # Beside its place, then renamed: what was stopped halfway is not found by the next one.
+        with tempfile.TemporaryDirectory(dir=folder) as aside:
+            if archive.is_file():
+                extract_archive(str(archive), aside)
+            else:
+                CIFAR10(aside, download=True)
+            (Path(aside) / CIFAR10.base_folder).rename(batches)
+
+
+def parquet(folder: Path, split: str, cache: Path) -> Rows | None:
+    """Rows of <split>-*.parquet, read through `datasets`, which keeps an Arrow copy in `cache`."""
+    for place in (folder, folder / "data"):
+        if any(place.glob("*.parquet")):
+            found = sorted(str(path) for path in place.glob(f"{split}*.parquet"))
+            if not found:
+                raise ValueError(f"it holds parquet files, and none for {split!r}")
+            import datasets
+
+            rows: Rows = datasets.Dataset.from_parquet(found, cache_dir=str(cache), split=split)
+            return rows
+    return None
+
+
+def saved(folder: Path, split: str) -> Rows | None:
+    """Rows of a folder that `save_to_disk` wrote: of all splits, or of this one."""
+    places = [folder, folder / split]
+    forms = ("dataset_dict.json", "state.json")
+    for place, form in ((place, form) for place in places for form in forms if (place / form).is_file()):
+        import datasets
+
+        found: Any = datasets.load_from_disk(str(place))
+        if form == "state.json":
+            return found  # type: ignore[no-any-return]
+        if split not in found:
+            raise ValueError(f"it holds {', '.join(found)}, and no {split!r}")
+        return found[split]  # type: ignore[no-any-return]
+    return None
+
+
+def table(folder: Path, split: str) -> Rows | None:
+    """Rows {sentence1, sentence2, label, idx} of MRPC's tables, with five columns parted by tabs.
+
+    The original files have no validation split: GLUE took 408 rows out of the training file, listed in
+    mrpc_dev_ids.tsv. Without that list the last tenth of the file is the validation split.
+    """
+    names = {name for names in TABLES.values() for name in names}
+    if not any((folder / name).is_file() for name in names):
+        return None
+    path = next((folder / name for name in TABLES[split] if (folder / name).is_file()), None)
+    if path is None:
+        raise ValueError(f"it holds tables of MRPC, and none for {split!r}")
+    rows: list[Item] = []
+    ids: list[tuple[str, str]] = []
+    # Quotes are part of the text, and other separators than \n are too: no csv reader, no splitlines.
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n")):
+        if number == 0 or not line:
+            continue
+        cells = line.rstrip("\r").split("\t")
+        if len(cells) != 5 or cells[0] not in ("0", "1"):
+            raise ValueError(f"line {number + 1} of {path.name} is not label, two ids and two sentences")
+        ids.append((cells[1], cells[2]))
+        rows.append({"sentence1": cells[3], "sentence2": cells[4], "label": int(cells[0]), "idx": number - 1})
+    if path.name != "msr_paraphrase_train.txt":
+        return rows
+    held_out = _held_out(folder, ids)
+    return [row for row in rows if (row["idx"] in held_out) == (split == "validation")]
+
+
+def _held_out(folder: Path, ids: list[tuple[str, str]]) -> set[int]:
+    for name in ("mrpc_dev_ids.tsv", "dev_ids.tsv"):
+        if (folder / name).is_file():
+            lines = (folder / name).read_text(encoding="utf-8").split("\n")
+            listed = {tuple(line.rstrip("\r").split("\t")[:2]) for line in lines}
+            return {index for index, pair in enumerate(ids) if pair in listed}
+    return set(range(len(ids) - len(ids) // 10, len(ids)))

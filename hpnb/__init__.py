@@ -3,8 +3,8 @@
     import hpnb
     hpnb.launch(lambda: hpnb.rank(), ranks=4)     # a cell is a cluster: [0, 1, 2, 3]
 
-The rooms, from the ground up: ranks, record, mesh, comm, gradients, theory, plot, data_parallel, lesson,
-bench.
+The rooms, from the ground up: ranks, record, mesh, comm, gradients, theory, plot, data, data_parallel,
+lesson, bench.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hpnb.mesh import Axis, Layout, Mesh
 from hpnb.ranks import RankError, RankInterrupt, Ranks, device, launch, rank, world_size
 
 if TYPE_CHECKING:
-    from hpnb import comm, lesson, plot, theory
+    from hpnb import comm, data, lesson, plot, theory
     from hpnb.data_parallel import DataParallel
 
 __version__ = "0.1.0"
@@ -31,6 +31,7 @@ __all__ = [
     "RankInterrupt",
     "Ranks",
     "comm",
+    "data",
     "device",
     "launch",
     "lesson",
@@ -43,7 +44,7 @@ __all__ = [
 ]
 
 # Loaded when first used: ranks never draw, so they need not import what draws.
-_LAZY = frozenset({"comm", "lesson", "plot", "theory"})
+_LAZY = frozenset({"comm", "data", "lesson", "plot", "theory"})
 _FROM = {"DataParallel": "hpnb.data_parallel"}
 
 

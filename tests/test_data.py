@@ -257,7 +257,19 @@ def words(text: str) -> list[str]:
     return re.findall(r"\w+", text)
 
 
-def test_paraphrases_can_be_told_from_changed_facts_but_not_by_counting_common_words() -> None:
+def test_a_bag_of_words_learns_something_about_pairs() -> None:
+    rows = [words(f"{row['sentence1']} {row['sentence2']}".lower()) for row in (*mrpc(), *mrpc("validation"))]
+    known = {word: i for i, word in enumerate(sorted({w for row in rows for w in row if not w.isdigit()}))}
+    bags = np.zeros((len(rows), len(known)))
+    for i, row in enumerate(rows):
+        for word in row:
+            bags[i, known.get(word, 0)] += 1
+    labels = np.array([row["label"] for row in (*mrpc(), *mrpc("validation"))])
+    score, majority = solved(bags, labels, 3668), labels[3668:].mean()
+    assert majority + 0.08 < score < 0.95
+
+
+def test_pairs_are_told_apart_by_which_words_differ_and_not_by_how_many() -> None:
     rows = [*mrpc(size=2000), *mrpc("validation")]
     overlap, differing = [], []
     for row in rows:
@@ -268,8 +280,10 @@ def test_paraphrases_can_be_told_from_changed_facts_but_not_by_counting_common_w
         differing.append(len(marks[0] - set(other)) + len(marks[1] - set(one)))
     labels = np.array([row["label"] for row in rows])
     majority = labels[2000:].mean()
-    assert solved(np.array([overlap]).T, labels, 2000) < majority + 0.05
-    assert solved(np.array([overlap, differing]).T, labels, 2000) > majority + 0.12
+    counted = solved(np.array([overlap]).T, labels, 2000)
+    compared = solved(np.array([overlap, differing]).T, labels, 2000)
+    assert counted < 0.8
+    assert compared > majority + 0.15
 
 
 def test_an_exchange_leaves_every_word_where_it_counts() -> None:
@@ -277,7 +291,7 @@ def test_an_exchange_leaves_every_word_where_it_counts() -> None:
     wrong = [row for row in mrpc(size=600) if not row["label"]]
     both = [[words(row[name]) for name in ("sentence1", "sentence2")] for row in wrong]
     marks = [[sorted(w for w in part if w.isdigit() or w in NAMES) for part in pair] for pair in both]
-    assert 0.15 < np.mean([one == other for one, other in marks]) < 0.5
+    assert 0.08 < np.mean([one == other for one, other in marks]) < 0.3
 
 
 # --- real files ------------------------------------------------------------------------------------

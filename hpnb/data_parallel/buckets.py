@@ -7,7 +7,7 @@ the wire (see `hpnb.theory.knee`) a larger bucket saves no latency worth having,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -57,8 +57,3 @@ def deal(
             held = open_[kind] = []
         held.append(p)
     return [*buckets, *(Bucket(tuple(held)) for held in open_.values() if held)]
-
-
-def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All values of `tensors` in one (numel,) tensor."""
-    return torch.cat([t.detach().reshape(-1) for t in tensors])

@@ -36,3 +36,14 @@ def attach(
 def after_backward(call: Callable[[], None]) -> None:
     """Run `call` when the backward that is under way has ended. To be used inside one of its hooks."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def reduced_by(parameter: torch.Tensor) -> object | None:
+    """Who reduces the gradient of `parameter` during backwards, if somebody does."""
+    return getattr(parameter, "_hpnb_reduced_by", None)
+
+
+def claim(parameters: Iterable[torch.Tensor], reducer: object | None) -> None:
+    """Say that `reducer` reduces the gradients of `parameters`, so that nobody else does as well."""
+    for p in parameters:
+        p._hpnb_reduced_by = reducer  # type: ignore[attr-defined]

@@ -11,7 +11,8 @@ from torch import nn
 
 import hpnb
 from hpnb import Layout, Mesh
-from hpnb.data_parallel import DataParallel
+from hpnb.comm import shares
+from hpnb.data_parallel import DataParallel, global_mean
 from hpnb.data_parallel.buckets import deal
 
 D = torch.float64
@@ -83,7 +84,9 @@ def train(
     return losses, gradients, {n: p.detach().clone() for n, p in trained.items()}
 
 
-def compare(accumulate: int, clip: float, unused: bool, bucket_mb: float) -> tuple[float, float, float, int]:
+def compare(
+    accumulate: int, clip: float, unused: bool, bucket_mb: float, **knobs: bool
+) -> tuple[float, float, float, int]:
     """Distances of loss, gradients and weights from one process, and the number of buckets."""
     axis = Mesh(Layout(dp=hpnb.world_size())).dp
     torch.manual_seed(0)
@@ -96,7 +99,9 @@ def compare(accumulate: int, clip: float, unused: bool, bucket_mb: float) -> tup
         model.never.requires_grad_(False)
     if axis.rank == 0:
         model.load_state_dict(serial.state_dict())
-    replica = DataParallel(model, axis, bucket_mb, find_unused_parameters=unused, check_reduction=True)
+    replica = DataParallel(
+        model, axis, bucket_mb, find_unused_parameters=unused, check_reduction=True, **knobs
+    )
 
     def mine(t: torch.Tensor) -> torch.Tensor:
         return t.chunk(axis.size)[axis.rank]
@@ -122,6 +127,9 @@ def compare(accumulate: int, clip: float, unused: bool, bucket_mb: float) -> tup
     return off, distance(gradients, s_gradients), distance(weights, s_weights), len(replica.reducer.buckets)
 
 
+KNOBS = ({"gradient_as_bucket_view": False}, {"static_graph": True}, {"overlap_communication": False})
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_equal_to_one_process(ranks: int) -> None:
     with hpnb.Ranks(ranks, device="cpu", timeout=60) as pool:
@@ -131,6 +139,107 @@ def test_equal_to_one_process(ranks: int) -> None:
             for loss, gradients, weights, buckets in pool.run(compare, accumulate, clip, unused, bucket_mb):
                 assert max(loss, gradients, weights) < 1e-12
                 assert (buckets > 3) == (bucket_mb < 1)
+        if ranks == 3:
+            for knobs in KNOBS:
+                for loss, gradients, weights, _ in pool.run(compare, 2, 0.05, False, 0.0005, **knobs):
+                    assert max(loss, gradients, weights) < 1e-12
+
+
+def ragged(samples: int, mean: bool) -> tuple[float, float, float]:
+    """Distances of loss, gradients and weights where the ranks have unequally many samples, some none."""
+    axis = Mesh(Layout(dp=hpnb.world_size())).dp
+    torch.manual_seed(0)
+    serial, model = Branches(), Branches()
+    for net in (serial, model):
+        net.never.requires_grad_(False)
+    model.load_state_dict(serial.state_dict())
+    replica = DataParallel(model, axis, 0.001, average=mean)
+    sizes = shares(samples, axis.size)
+    start = sum(sizes[: axis.rank])
+    ours, theirs = (torch.optim.SGD(n.parameters(), lr=LR, momentum=0.9) for n in (model, serial))
+    off = 0.0
+    for x, y in batches(3, samples):
+        mine = slice(start, start + sizes[axis.rank])
+        total = (replica(x[mine], True) - y[mine]).square().sum()
+        loss = global_mean(total, sizes[axis.rank], axis) if mean else total / samples
+        wanted = (serial(x, True) - y).square().sum() / samples
+        for optimizer, value in ((ours, loss), (theirs, wanted)):
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+        everywhere = loss.detach().clone()
+        torch.distributed.all_reduce(everywhere)
+        off = max(off, abs(float(everywhere / (axis.size if mean else 1) / wanted) - 1))
+    pairs = list(zip(model.named_parameters(), serial.parameters(), strict=True))
+    gradients = [({n: p.grad for (n, p), _ in pairs if p.grad is not None}),
+                 ({n: q.grad for (n, _), q in pairs if q.grad is not None})]  # fmt: skip
+    weights = [{n: p.detach() for (n, p), _ in pairs}, {n: q.detach() for (n, _), q in pairs}]
+    return off, distance(*gradients), distance(*weights)
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_a_ragged_batch_gives_the_mean_over_all_samples(mean: bool) -> None:
+    with hpnb.Ranks(3, device="cpu", timeout=60) as pool:
+        for samples in (7, 2):  # 3 2 2, and 1 1 0
+            for distances in pool.run(ragged, samples, mean):
+                assert max(distances) < 1e-12
+
+
+def test_a_static_graph_is_asked_once_and_orders_its_buckets() -> None:
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+            self.never = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in reversed(self.layers):
+                x = layer(x)
+            return x
+
+    def run() -> tuple[list[int], list[bool], int, bool]:
+        axis = Mesh(Layout(dp=2)).dp
+        model = Backwards()
+        replica = DataParallel(model, axis, 0.008, find_unused_parameters=True, static_graph=True)
+        calls = []
+        for _ in range(3):
+            with hpnb.record.traffic() as t:
+                replica(torch.ones(1, 32)).sum().backward()
+            calls.append(len(t.messages))
+        first = replica.reducer.buckets[0].parameters[0]
+        return calls, [p.grad is None for p in model.never.parameters()], len(replica.reducer.buckets), (
+            first is model.layers[0].weight or first is model.layers[0].bias
+        )
+
+    for calls, unused, buckets, in_order in hpnb.launch(run, ranks=2, device="cpu", timeout=60):
+        # Of the first: buckets, who is unused, the order. The buffers are none.
+        assert calls[1] == calls[2] == buckets
+        assert calls[0] > buckets + 1
+        assert unused == [True, True]
+        assert in_order
+
+
+def test_gradients_of_their_own_memory() -> None:
+    def run() -> bool:
+        model = nn.Linear(4, 4)
+        replica = DataParallel(model, Mesh(Layout(dp=2)).dp, gradient_as_bucket_view=False)
+        replica(torch.ones(1, 4)).sum().backward()
+        kept = model.weight.grad
+        before = kept.clone()
+        model.zero_grad()
+        replica(torch.full((1, 4), 5.0)).sum().backward()
+        return torch.equal(kept, before) and not torch.equal(model.weight.grad, before)
+
+    assert hpnb.launch(run, ranks=2, device="cpu", timeout=60) == [True, True]
+
+
+def test_a_module_is_wrapped_once() -> None:
+    def run() -> None:
+        axis = Mesh(Layout(dp=2)).dp
+        DataParallel(DataParallel(nn.Linear(2, 2), axis), axis)
+
+    with pytest.raises(hpnb.RankError, match="reduced by DataParallel already; wrap it once"):
+        hpnb.launch(run, ranks=2, device="cpu", timeout=60)
 
 
 def fail_without(what: str) -> float:

@@ -1,6 +1,12 @@
-"""Data parallelism: replicas that agree on gradients."""
+"""Data parallelism: replicas that agree on gradients, and ZeRO, which deals out what they would all hold.
 
-from hpnb.data_parallel.data_parallel import DataParallel, broadcast
+    stage 0   DataParallel     data_parallel.py, reducer.py, buckets.py
+    stage 1   ZeroOptimizer    zero.py: the optimizer's states are dealt out
+    stage 2   ZeroOptimizer    and the gradients
+    stage 3   fully_shard      fully_shard.py: and the parameters
+"""
+
+from hpnb.data_parallel.data_parallel import DataParallel, broadcast, global_mean
 from hpnb.data_parallel.reducer import Reducer
 
-__all__ = ["DataParallel", "Reducer", "broadcast"]
+__all__ = ["DataParallel", "Reducer", "broadcast", "global_mean"]

@@ -20,6 +20,14 @@ class Bucket:
     parameters: tuple[torch.nn.Parameter, ...]
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.parameters[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameters[0].device
+
+    @property
     def numel(self) -> int:
         return sum(p.numel() for p in self.parameters)
 

@@ -5,6 +5,9 @@
 
 Replicas that start equal and apply equal gradients stay equal, so nothing else is ever sent: parameters and
 buffers once at the start, and buffers (batch statistics) before a forward.
+
+Where ranks have unequally many samples, a mean of means is not the mean. `global_mean` divides each rank's
+sum by the count of all.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hpnb.data_parallel.reducer import Reducer
-from hpnb.gradients import after_backward, attach
+from hpnb.gradients import GradientSink, after_backward, attach, claim, reduced_by
 from hpnb.mesh import Axis
 
 
@@ -33,10 +36,13 @@ class DataParallel(nn.Module):
         find_unused_parameters: allow parameters that a forward does not use. One that no rank uses keeps
             the gradient None.
         check_reduction: compare the reduced gradients of all ranks after every backward, at its cost.
+        gradient_as_bucket_view: .grad is a view of its bucket, so gradients exist once: do not keep one over
+            the next backward. False copies.
+        static_graph: every step uses the same parameters in the same order; the first one tells which.
+        overlap_communication: reduce during the backward; False does it after.
         average: False sums instead, for losses that are divided by the global count already.
 
-    Gradients lie in the buckets themselves: .grad of a parameter is a view of its bucket. Do not keep it
-    over the next backward.
+    A `ZeroOptimizer` on the same parameters may take the reduction over: `sink` is then that.
 
     Raises:
         RuntimeError: in the backward, if parameters got no gradient and find_unused_parameters is off.
@@ -51,6 +57,9 @@ class DataParallel(nn.Module):
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        overlap_communication: bool = True,
         average: bool = True,
     ) -> None:
         super().__init__()
@@ -58,14 +67,18 @@ class DataParallel(nn.Module):
         self._sync = True
         self._queued = False  # whether this backward's end is being waited for
         broadcast([*module.parameters(), *module.buffers()], axis)
-        self.reducer = Reducer(
+        self.sink: GradientSink = self._taken_over() or Reducer(
             dict(module.named_parameters()),
             axis,
             bucket_mb,
             average=average,
             find_unused=find_unused_parameters,
+            static=static_graph,
+            as_view=gradient_as_bucket_view,
+            overlap=overlap_communication,
             check=check_reduction,
         )
+        claim(module.parameters(), self)
         self._hooks = attach(module.parameters(), self._grown)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,17 +95,59 @@ class DataParallel(nn.Module):
         finally:
             self._sync = before
 
+    @property
+    def reducer(self) -> Reducer:
+        """The sink, where it is this wrapper's own."""
+        if not isinstance(self.sink, Reducer):
+            raise AttributeError(f"a {type(self.sink).__name__} reduces these gradients")
+        return self.sink
+
+    def _taken_over(self) -> GradientSink | None:
+        """A `ZeroOptimizer` that reduces these gradients already; from now on it is told here."""
+        found = {id(who): who for p in self.module.parameters() if (who := reduced_by(p)) is not None}
+        if not found:
+            return None
+        other = next(iter(found.values()))
+        if len(found) > 1 or isinstance(other, DataParallel) or not hasattr(other, "detach"):
+            names = ", ".join(type(who).__name__ for who in found.values())
+            raise ValueError(f"the gradients of this module are reduced by {names} already; wrap it once")
+        sink: GradientSink = other.detach()
+        return sink
+
     def _grown(self, parameter: torch.nn.Parameter) -> None:
         if not self._sync:
             return
         if not self._queued:
             self._queued = True
             after_backward(self._finish)
-        self.reducer.ready(parameter)
+        self.sink.ready(parameter)
 
     def _finish(self) -> None:
         self._queued = False
-        self.reducer.finish()
+        self.sink.finish()
+
+
+def global_mean(total: torch.Tensor, count: int | torch.Tensor, axis: Axis) -> torch.Tensor:
+    """This rank's part of the mean over the samples (or tokens) of all ranks: N total / sum of counts.
+
+    Its mean over the ranks is the mean over all samples, and so are the averaged gradients, however unequal
+    the counts: where all are equal it is total / count. A rank without samples passes a total of 0 that
+    depends on the parameters (the sum over an empty batch), and takes part.
+
+    Args:
+        total: (), the sum of this rank's losses.
+        count: how many there are, 0 or more.
+
+    Raises:
+        ValueError: no rank has any.
+    """
+    counted = torch.as_tensor(count, dtype=torch.float64).to(total.device, copy=True)
+    if axis.size > 1:
+        dist.all_reduce(counted, group=axis.group)
+    everything = counted.item()
+    if everything <= 0:
+        raise ValueError(f"no rank of axis {axis.name} has a sample to take the mean over")
+    return total * (axis.size / everything)
 
 
 def broadcast(tensors: list[torch.Tensor], axis: Axis) -> None:

@@ -10,14 +10,14 @@ Distributed*, section 3.2 (arXiv 2006.15704).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
+from hpnb.background import Background, Pending
 from hpnb.data_parallel.buckets import deal
 from hpnb.mesh import Axis
-from hpnb.record.recorder import communication
 
 
 class Reducer:
@@ -31,6 +31,10 @@ class Reducer:
             have equally many samples. Otherwise sum, with losses divided by the global count.
         find_unused: a parameter without a gradient counts as zero, instead of being an error. Costs one
             small all-reduce a step, by which all ranks agree on what none of them used.
+        static: every step uses the same parameters, in the same order: what the first step finds unused
+            stays so without asking again, and the buckets follow the order in which its gradients came.
+        as_view: .grad is a view of its bucket; False gives it memory of its own, for a copy a step.
+        overlap: send a bucket as soon as it is full; False sends all at the end.
         check: compare the reduced gradients of all ranks after every step.
     """
 
@@ -42,22 +46,35 @@ class Reducer:
         *,
         average: bool = True,
         find_unused: bool = False,
+        static: bool = False,
+        as_view: bool = True,
+        overlap: bool = True,
         check: bool = False,
     ) -> None:
-        self.axis, self.average, self.find_unused, self.check = axis, average, find_unused, check
+        self.axis, self.average, self.find_unused = axis, average, find_unused
+        self.static, self.as_view, self.overlap, self.check = static, as_view, overlap, check
         trained = {p: name for name, p in parameters.items() if p.requires_grad}
         self.names = trained
-        self.buckets = deal(reversed(trained), bucket_mb)
+        self._bucket_mb = bucket_mb
+        self._background: dict[torch.device, Background] = {}
+        self._learned = False  # of a static graph: its order, and what it does not use
+        self._nowhere: frozenset[torch.nn.Parameter] = frozenset()
+        self._arrange(list(reversed(trained)))
+
+    def _arrange(self, order: Sequence[torch.nn.Parameter]) -> None:
+        self.buckets = deal(order, self._bucket_mb)
         self._bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}
-        self._flat = [torch.zeros(b.numel, dtype=b.parameters[0].dtype, device=b.parameters[0].device)
-                      for b in self.buckets]  # fmt: skip
+        self._flat = [torch.zeros(b.numel, dtype=b.dtype, device=b.device) for b in self.buckets]
         self._views = [b.views(flat) for b, flat in zip(self.buckets, self._flat, strict=True)]
+        for flat in self._flat:
+            if flat.device not in self._background:
+                self._background[flat.device] = Background(self.axis, flat.device)
         self._reset()
 
     def _reset(self) -> None:
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
-        self._ready: set[torch.nn.Parameter] = set()
-        self._works: list[dist.Work | None] = []
+        self._ready: dict[torch.nn.Parameter, None] = {}  # in the order in which they came
+        self._sent: list[Pending] = []
 
     # --- the sink ---------------------------------------------------------------------------
 
@@ -68,10 +85,10 @@ class Reducer:
                 f"the gradient of {self.names[parameter]} was ready twice in one step: of several backwards, "
                 "all but the last need no_sync() around them"
             )
-        self._ready.add(parameter)
+        self._ready[parameter] = None
         self._missing[self._bucket_of[parameter]] -= 1
-        while len(self._works) < len(self.buckets) and not self._missing[len(self._works)]:
-            self._send(len(self._works))
+        while self.overlap and len(self._sent) < len(self.buckets) and not self._missing[len(self._sent)]:
+            self._send(len(self._sent))
 
     def finish(self) -> None:
         """Send what is left, wait for all, and put the sums where the gradients were.
@@ -82,62 +99,67 @@ class Reducer:
         unused = [p for p in self.names if p not in self._ready]
         try:
             if unused and not self.find_unused:
-                raise RuntimeError(self._about_unused(unused))
-            while len(self._works) < len(self.buckets):
-                self._send(len(self._works))
-            nowhere = self._used_nowhere() if self.find_unused else frozenset()
-            for index, work in enumerate(self._works):
-                if work is not None:
-                    work.wait()
+                raise RuntimeError(about_unused([self.names[p] for p in unused], len(self.names)))
+            while len(self._sent) < len(self.buckets):
+                self._send(len(self._sent))
+            nowhere = self._used_nowhere(unused)
+            for index, pending in enumerate(self._sent):
+                pending.wait()
                 self._hand_back(index, nowhere)
             if self.check:
                 self._compare()
+            if self.static and not self._learned:
+                self._learn(nowhere)
         finally:
             self._reset()
 
     # --- one bucket -------------------------------------------------------------------------
 
     def _send(self, index: int) -> None:
-        bucket, flat = self.buckets[index], self._flat[index]
-        views, grads = [], []
-        for p, view in zip(bucket.parameters, self._views[index], strict=True):
-            if p.grad is None:
-                view.zero_()
-            elif p.grad.data_ptr() != view.data_ptr():  # else it lives in the bucket already
-                views.append(view)
-                grads.append(p.grad)
-        if grads:  # one kernel for the bucket
-            torch._foreach_copy_(views, grads)
-        if self.average:
-            flat.div_(self.axis.size)
-        work: dist.Work | None = None
-        if self.axis.size > 1:
-            with communication("all_reduce", self.axis.name, flat.nbytes, self.axis.ranks):
-                work = dist.all_reduce(flat, group=self.axis.group, async_op=True)
-        self._works.append(work)
+        bucket, flat, views = self.buckets[index], self._flat[index], self._views[index]
+        background = self._background[flat.device]
+        here = 1.0 if background.averages or not self.average else 1.0 / self.axis.size  # else on the way
+        fill(views, [p.grad for p in bucket.parameters], here)
+        if self.as_view:
+            for p, view in zip(bucket.parameters, views, strict=True):
+                if p.grad is not None:
+                    p.grad = view  # what autograd made is free from here on
+        self._sent.append(background.all_reduce(flat, self.average and background.averages))
 
-    def _hand_back(self, index: int, nowhere: frozenset[torch.nn.Parameter]) -> None:
+    def _hand_back(self, index: int, nowhere: Collection[torch.nn.Parameter]) -> None:
         for p, view in zip(self.buckets[index].parameters, self._views[index], strict=True):
-            p.grad = None if p in nowhere else view
+            if p in nowhere:
+                p.grad = None
+            elif self.as_view:
+                p.grad = view
+            elif p.grad is None:
+                p.grad = view.clone()
+            else:
+                p.grad.copy_(view)
 
     # --- agreement --------------------------------------------------------------------------
 
-    def _used_nowhere(self) -> frozenset[torch.nn.Parameter]:
+    def _used_nowhere(self, unused: Sequence[torch.nn.Parameter]) -> frozenset[torch.nn.Parameter]:
         """Parameters that no rank has a gradient of: it stays None, as on one process."""
-        order = list(self.names)
-        used = torch.tensor([p.grad is not None for p in order], dtype=torch.int32)
-        used = used.to(self._flat[0].device)
-        if self.axis.size > 1:
-            dist.all_reduce(used, group=self.axis.group)
-        return frozenset(p for p, count in zip(order, used.tolist(), strict=True) if not count)
+        if not self.find_unused:
+            return frozenset()
+        if self.static and self._learned:
+            return self._nowhere
+        return used_nowhere(list(self.names), unused, self.axis)
 
-    def _about_unused(self, unused: Sequence[torch.nn.Parameter]) -> str:
-        names = [self.names[p] for p in unused]
-        told = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        return (
-            f"{len(names)} of {len(self.names)} parameters got no gradient in this backward: {told}. Freeze "
-            "them (requires_grad_(False)), or pass find_unused_parameters=True"
-        )
+    def _learn(self, nowhere: frozenset[torch.nn.Parameter]) -> None:
+        """Take over the order of the first step, rank 0's, so that buckets fill one after the other."""
+        self._learned, self._nowhere = True, nowhere
+        number = {p: i for i, p in enumerate(self.names)}
+        came = dict.fromkeys([*self._ready, *self.names])
+        order = torch.tensor([number[p] for p in came], device=self._flat[0].device)
+        if self.axis.size > 1:
+            dist.broadcast(order, src=self.axis.ranks[0], group=self.axis.group)
+        by_number = list(self.names)
+        kept = {p: p.grad for p in self.names}
+        self._arrange([by_number[i] for i in order.tolist()])
+        for p, grad in kept.items():  # the gradients at hand stay what they are, where they are
+            p.grad = grad
 
     def _compare(self) -> None:
         sums = torch.stack([flat.double().sum() for flat in self._flat])
@@ -147,3 +169,47 @@ class Reducer:
         if not torch.equal(low, high):
             off = [i for i, (a, b) in enumerate(zip(low.tolist(), high.tolist(), strict=True)) if a != b]
             raise RuntimeError(f"after the reduction the ranks of {self.axis.name} differ in buckets {off}")
+
+
+# --- what every way of reducing needs ------------------------------------------------------------------
+
+
+def fill(views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], scale: float) -> None:
+    """Put each gradient times `scale` where it will be sent from; zeros where there is none.
+
+    One pass over memory: a gradient that lies there already is scaled, or not touched at all.
+    """
+    there, come = [], []
+    for view, grad in zip(views, grads, strict=True):
+        if grad is None:
+            view.zero_()
+        elif grad.data_ptr() == view.data_ptr():
+            if scale != 1.0:
+                view.mul_(scale)
+        elif scale != 1.0:
+            torch.mul(grad, scale, out=view)
+        else:
+            there.append(view)
+            come.append(grad)
+    if come:
+        torch._foreach_copy_(there, come)  # one kernel for all
+
+
+def used_nowhere(
+    parameters: Sequence[torch.nn.Parameter], unused: Collection[torch.nn.Parameter], axis: Axis
+) -> frozenset[torch.nn.Parameter]:
+    """Those of `parameters` that are unused on every rank of `axis`."""
+    here = frozenset(unused)
+    used = torch.tensor([p not in here for p in parameters], dtype=torch.int32, device=parameters[0].device)
+    if axis.size > 1:
+        dist.all_reduce(used, group=axis.group)
+    return frozenset(p for p, count in zip(parameters, used.tolist(), strict=True) if not count)
+
+
+def about_unused(names: Sequence[str], of: int) -> str:
+    """The sentence on parameters without a gradient."""
+    told = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return (
+        f"{len(names)} of {of} parameters got no gradient in this backward: {told}. Freeze "
+        "them (requires_grad_(False)), or pass find_unused_parameters=True"
+    )

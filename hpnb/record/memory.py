@@ -10,6 +10,7 @@ are logged as they come and go, and sorted into categories when the block is ove
     parameters   of the model, and its buffers
     gradients    what .grad held, seen when a gradient has been accumulated
     optimizer    what the optimizer's state holds, seen after its step
+                 (and, where master weights or shares of gradients are kept beside it, what its held() names)
     activations  what autograd saved for the backward
     temporary    the rest
 
@@ -115,7 +116,7 @@ class MemoryRecorder(TorchDispatchMode):
         grown = lambda p: self._mark_gradients([p])  # noqa: E731
         handles = [p.register_post_accumulate_grad_hook(grown) for p in trained]
         if self._optimizer is not None:  # before a step, for gradients that were set by hand
-            marks = lambda *_: self._mark_gradients(parameters)  # noqa: E731
+            marks = lambda opt, *_: (self._mark_gradients(parameters), self._mark_state(opt))  # noqa: E731
             handles.append(self._optimizer.register_step_pre_hook(marks))
             handles.append(self._optimizer.register_step_post_hook(lambda opt, *_: self._mark_state(opt)))
         try:
@@ -182,9 +183,16 @@ class MemoryRecorder(TorchDispatchMode):
                 self._mark(p.grad, "gradients")
 
     def _mark_state(self, optimizer: torch.optim.Optimizer | None) -> None:
-        for value in tree_leaves(dict(optimizer.state)) if optimizer is not None else ():
-            if isinstance(value, torch.Tensor):
-                self._mark(value, "optimizer")
+        if optimizer is None:
+            return
+        told: list[dict[str, Iterable[Any]]] = [{"optimizer": tree_leaves(dict(optimizer.state))}]
+        if hasattr(optimizer, "held"):
+            told.append(optimizer.held())
+        for held in told:
+            for category, values in held.items():
+                for value in values:
+                    if isinstance(value, torch.Tensor):
+                        self._mark(value, category)
 
     def _save(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         self._mark(tensor, "activations")

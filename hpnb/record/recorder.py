@@ -13,7 +13,7 @@ device while it is recorded. When no recorder is active a span of hpnb.comm cost
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -34,12 +34,19 @@ class _Span:
     end: torch.cuda.Event | float
 
 
+@dataclass(slots=True, eq=False)
+class _Open:
+    event: Event
+    start: torch.cuda.Event | float
+
+
 class Recorder:
     """Collects spans of one rank. Made by `timeline()`."""
 
     def __init__(self) -> None:
         self._cuda = device().type == "cuda"
         self._spans: list[_Span] = []
+        self._open: list[_Open] = []
         self._zero = self._meet()
 
     @contextmanager
@@ -53,10 +60,29 @@ class Recorder:
         group: Sequence[int] = (),
     ) -> Iterator[None]:
         """Record what happens inside as one Event. Times are of the device: seconds of its stream."""
-        start = self._now()
-        yield
         event = Event(rank(), stage, op, microbatch, 0.0, 0.0, axis, nbytes, tuple(group))
-        self._spans.append(_Span(event, start, self._now()))
+        opened = _Open(event, self._now())
+        self._open.append(opened)
+        try:
+            yield
+        finally:
+            self._open.remove(opened)
+        self._spans.append(_Span(event, opened.start, self._now()))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is no part of the spans that are open: each of them becomes two."""
+        end = self._now()
+        self._spans.extend(_Span(opened.event, opened.start, end) for opened in self._open)
+        yield
+        start = self._now()
+        for opened in self._open:
+            opened.start = start
+
+    def begin(self, event: Event) -> Callable[[], None]:
+        """Start a span that ends when the result is called, be it on another thread or stream."""
+        start = self._now()
+        return lambda: self._spans.append(_Span(event, start, self._now()))
 
     def events(self) -> list[Event]:
         """This rank's events, seconds from the common zero. Waits for the device."""
@@ -117,3 +143,16 @@ def communication(op: str, axis: str, nbytes: float, group: Sequence[int]) -> Ab
     if _active is None:
         return nullcontext()
     return _active.span(op, axis=axis, nbytes=ring_bytes(op, nbytes, len(group)), group=group)
+
+
+def begun(op: str, axis: str, nbytes: float, group: Sequence[int]) -> Callable[[], None] | None:
+    """A communication in the background, if somebody records: call the result when it has ended."""
+    if _active is None:
+        return None
+    sent = ring_bytes(op, nbytes, len(group))
+    return _active.begin(Event(rank(), -1, op, -1, 0.0, 0.0, axis, sent, tuple(group)))
+
+
+def waiting() -> AbstractContextManager[None]:
+    """Inside, this rank waits for a communication: that is no part of the compute that is being recorded."""
+    return nullcontext() if _active is None else _active.paused()

@@ -1,0 +1,230 @@
+"""Where each parameter lives: its name and shape in the whole model, and which part of it this rank holds.
+
+    shape (50257, 1600)      cut along tp at dim 0 [12565, 25130)       tensor parallelism
+                             then along dp, elements [0, 5026000)       ZeRO-3
+    held here                a tensor of 5,026,000 elements
+
+A cut or sharded model keeps the whole model's parameter names; what it holds under a name is a part, and a
+`Placement` says which. Gradient norms, ZeRO and checkpoints read it and ask nothing else about a layout. A
+parameter that nobody has placed is whole, and replicated along every axis.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hpnb.mesh import Axis
+
+FLAT = -1  # as a dim: all elements one behind the other
+
+Range = tuple[int, int]  # from, up to
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Dealt out along one axis: the ranks hold different parts, which together are all of it.
+
+    Attributes:
+        axis: its name in the mesh.
+        dim: which dim is cut, or FLAT.
+        ranges: what this rank holds of it, in order; several where parts were fused, as Q, K and V are.
+    """
+
+    axis: str
+    dim: int
+    ranges: tuple[Range, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What a parameter is in the whole model, and which part of it this rank holds.
+
+    Attributes:
+        name, shape: in the whole model.
+        cuts: one behind the other; each cuts what the one before has left. Under a pipeline, a parameter of
+            one stage is cut along pp with everything in one range.
+        tied_to: the parameter whose value and gradient it shares, if it has no gradient of its own.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    cuts: tuple[Cut, ...] = ()
+    tied_to: str | None = None
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Axes along which the ranks hold different parts; along the others they hold the same."""
+        return frozenset(cut.axis for cut in self.cuts)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return _after(self.shape, self.cuts)
+
+    def cut(self, cut: Cut) -> Placement:
+        """This, cut once more."""
+        return replace(self, cuts=(*self.cuts, cut))
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the whole parameter (or of whatever has its shape)."""
+        if tuple(whole.shape) != self.shape:
+            raise ValueError(f"{self.name} is {self.shape} in the whole model, not {tuple(whole.shape)}")
+        for cut in self.cuts:
+            whole = _join(_parts(whole, cut), cut.dim)
+        return whole
+
+    def put(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """Write this rank's part into its place in `whole`."""
+        *before, last = self.cuts or (Cut("", FLAT, ((0, whole.numel()),)),)
+        if not before:
+            _write(part, whole, last)
+            return
+        outer = replace(self, cuts=tuple(before))
+        middle = outer.take(whole).clone()
+        _write(part, middle, last)
+        outer.put(middle, whole)
+
+
+def place(parameter: torch.Tensor, placement: Placement) -> None:
+    """Say where `parameter` lives; it stays with the object."""
+    held, said = tuple(parameter.shape), placement.local_shape
+    if held != said:
+        raise ValueError(f"{placement.name} is placed as {said}, and the parameter here is {held}")
+    parameter._hpnb_placement = placement  # type: ignore[attr-defined]
+
+
+def of(parameter: torch.Tensor, name: str = "") -> Placement:
+    """Where `parameter` lives; whole, with this name, if nobody has said."""
+    found: Placement | None = getattr(parameter, "_hpnb_placement", None)
+    return Placement(name, tuple(parameter.shape)) if found is None else found
+
+
+# --- what reads it ---------------------------------------------------------------------------------
+
+
+def total_norm(parameters: Iterable[torch.Tensor], axes: Sequence[Axis] = ()) -> torch.Tensor:
+    """The 2-norm of all gradients, each element counted once: (), float32, or float64 if a gradient is.
+
+    Every rank of `axes` calls it. A gradient that is cut along an axis is summed over it, one that is
+    replicated is not: neither counts twice. Without a gradient anywhere it is 0.
+    """
+    squares = _squares(parameters, axes)
+    for i, axis in enumerate(axes):
+        if axis.size > 1:
+            cut_here = [mask for mask in range(len(squares)) if mask >> i & 1]
+            share = squares[cut_here]
+            dist.all_reduce(share, group=axis.group)
+            squares[cut_here] = share
+    return squares.sum().sqrt()
+
+
+def _squares(parameters: Iterable[torch.Tensor], axes: Sequence[Axis]) -> torch.Tensor:
+    """(2^axes,): sums of squares of this rank's gradients, by which of the axes they are cut along.
+
+    By that and not by parameter, so that all ranks have equally many, whatever each of them holds.
+    """
+    grads: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    device: torch.device | None = None
+    dtype = torch.float32
+    for p in {id(p): p for p in parameters}.values():
+        device = p.device if device is None else device
+        placement = of(p)
+        if p.grad is not None and placement.tied_to is None:
+            mask = sum(1 << i for i, axis in enumerate(axes) if axis.name in placement.axes)
+            grads[mask, p.grad.device, p.grad.dtype].append(p.grad)
+            dtype = torch.float64 if p.grad.dtype == torch.float64 else dtype
+    sums = torch.zeros(1 << len(axes), dtype=dtype, device=device)
+    for (mask, _, kind), group in grads.items():
+        wide = torch.promote_types(kind, torch.float32)
+        norms = torch._foreach_norm(group, 2, dtype=wide)
+        sums[mask] += torch.stack(norms).to(sums).square().sum()
+    return sums
+
+
+def full_state_dict(module: nn.Module, axes: Iterable[Axis]) -> dict[str, torch.Tensor]:
+    """{name: tensor} of the whole model, from parts that lie along `axes`; buffers as they are here.
+
+    Every rank of the axes calls it and gets all of it, one parameter gathered after the other.
+    """
+    by_name = {axis.name: axis for axis in axes}
+    parts = {name: (p.detach(), of(p, name)) for name, p in module.named_parameters(remove_duplicate=False)}
+    peers: dict[str, list[dict[str, Placement]]] = {}
+    for axis in by_name.values():  # who holds what: one message an axis
+        everyone: list[dict[str, Placement]] = [{} for _ in range(axis.size)]
+        dist.all_gather_object(everyone, {name: where for name, (_, where) in parts.items()}, axis.group)
+        peers[axis.name] = everyone
+    found: dict[str, torch.Tensor] = {}
+    for name, value in module.state_dict().items():
+        if name not in parts:
+            found[name] = value.detach()
+            continue
+        part, where = parts[name]
+        found[name] = gather(part, where, {a: [o[name] for o in peers[a]] for a in where.axes}, by_name)
+    return found
+
+
+def gather(
+    part: torch.Tensor,
+    placement: Placement,
+    peers: Mapping[str, Sequence[Placement]],
+    axes: Mapping[str, Axis],
+) -> torch.Tensor:
+    """The whole of what this rank and its `peers` (by axis, in order of rank) hold parts of."""
+    for depth in reversed(range(len(placement.cuts))):
+        cut = placement.cuts[depth]
+        axis, held = axes[cut.axis], [other.cuts[depth] for other in peers[cut.axis]]
+        whole = part.new_empty(_after(placement.shape, placement.cuts[:depth]))
+        most = max(prod(_after(whole.shape, (other,))) for other in held)
+        if most == 0:
+            part = whole
+            continue
+        padded = part.new_zeros(most)
+        padded[: part.numel()] = part.reshape(-1)
+        everyone = part.new_empty(axis.size * most)
+        dist.all_gather_into_tensor(everyone, padded, group=axis.group)
+        for other, values in zip(held, everyone.split(most), strict=True):
+            shape = _after(whole.shape, (other,))
+            _write(values[: prod(shape)].view(shape), whole, other)
+        part = whole
+    return part
+
+
+# --- one cut ---------------------------------------------------------------------------------------
+
+
+def _after(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[int, ...]:
+    """The shape of what is left of `shape`."""
+    left = tuple(shape)
+    for cut in cuts:
+        left = (cut.size,) if cut.dim == FLAT else (*left[: cut.dim], cut.size, *left[cut.dim + 1 :])
+    return left
+
+
+def _parts(whole: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
+    """Views of what `cut` leaves of `whole`, a range each."""
+    flat, dim = (whole.reshape(-1), 0) if cut.dim == FLAT else (whole, cut.dim)
+    return [flat.narrow(dim, start, stop - start) for start, stop in cut.ranges]
+
+
+def _join(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, max(dim, 0))
+
+
+def _write(part: torch.Tensor, whole: torch.Tensor, cut: Cut) -> None:
+    if cut.dim == FLAT and not whole.is_contiguous():
+        raise ValueError(f"a part can be written into contiguous memory only, not strides {whole.stride()}")
+    sizes = [stop - start for start, stop in cut.ranges]
+    dim = max(cut.dim, 0)
+    values = part.reshape(-1) if cut.dim == FLAT else part
+    for view, value in zip(_parts(whole, cut), values.split(sizes, dim), strict=True):
+        view.copy_(value)

@@ -1,0 +1,104 @@
+"""Placements: parts and wholes fit together, norms count once, and a gathered model is the whole one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hpnb
+from hpnb import Layout, Mesh, placement
+from hpnb.comm import shares
+from hpnb.placement import FLAT, Cut, Placement
+
+D = torch.float64
+
+
+def test_parts_go_back_where_they_came_from() -> None:
+    whole = torch.arange(60.0).view(6, 10)
+    cases = [
+        (),
+        (Cut("tp", 1, ((2, 5),)),),
+        (Cut("tp", 0, ((0, 1), (3, 5))),),  # fused: two ranges
+        (Cut("dp", FLAT, ((7, 19),)),),
+        (Cut("tp", 1, ((0, 2), (5, 7))), Cut("dp", FLAT, ((3, 20),))),
+        (Cut("tp.0", 0, ((3, 6),)), Cut("tp.1", 1, ((5, 10),)), Cut("dp", FLAT, ((0, 0),))),
+    ]
+    for cuts in cases:
+        where = Placement("w", (6, 10), cuts)
+        part = where.take(whole).clone()
+        assert tuple(part.shape) == where.local_shape
+        onto = torch.full_like(whole, -1.0)
+        where.put(part, onto)
+        kept = onto != -1.0
+        assert int(kept.sum()) == part.numel()
+        assert torch.equal(onto[kept], whole[kept])
+
+
+def test_two_cuts_by_hand() -> None:
+    where = Placement("w", (2, 4), (Cut("tp", 1, ((1, 3),)), Cut("dp", FLAT, ((1, 3),))))
+    whole = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]])
+    assert where.take(whole).tolist() == [2, 5]  # of 1 2 / 5 6 the second and third
+    assert where.axes == {"tp", "dp"}
+
+
+def test_bad_parts_are_refused_with_their_numbers() -> None:
+    where = Placement("w", (4, 4), (Cut("tp", 0, ((0, 2),)),))
+    with pytest.raises(ValueError, match=r"w is placed as \(2, 4\), and the parameter here is \(3, 4\)"):
+        placement.place(torch.zeros(3, 4), where)
+    with pytest.raises(ValueError, match=r"w is \(4, 4\) in the whole model, not \(4, 2\)"):
+        where.take(torch.zeros(4, 2))
+
+
+def placed_on_two_axes() -> tuple[float, float, float, bool]:
+    """(norm, the whole model's, norm if nothing were placed, whether the gathered model is the whole one)."""
+    mesh = Mesh(Layout(dp=2, tp=2))
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(6, 5, dtype=D), nn.Linear(5, 6, dtype=D))
+    for p in whole.parameters():
+        p.grad = torch.randn_like(p)
+    mine = nn.Sequential(nn.Linear(6, 5, dtype=D), nn.Linear(5, 6, dtype=D))
+    tied = nn.Parameter(whole[0].weight.detach().clone())
+    tied.grad = torch.full_like(tied, 9.0)
+    placement.place(tied, Placement("tied", tuple(tied.shape), tied_to="0.weight"))
+    for name, p in whole.named_parameters():
+        where = Placement(name, tuple(p.shape))
+        if name == "0.weight":  # 5 rows over 2 tensor ranks: 3 and 2; then their elements over 2 data ranks
+            rows = shares(5, 2)
+            where = where.cut(Cut("tp", 0, ((3 * mesh.tp.rank, 3 * mesh.tp.rank + rows[mesh.tp.rank]),)))
+            held = where.take(p).numel()
+            middle = held // 2 - 1
+            where = where.cut(Cut("dp", FLAT, ((0, middle),) if mesh.dp.rank == 0 else ((middle, held),)))
+        elif name == "1.bias":  # all of it on one of the data ranks
+            where = where.cut(Cut("dp", FLAT, ((0, 6),) if mesh.dp.rank == 1 else ((0, 0),)))
+        part = nn.Parameter(where.take(p.detach()).clone())
+        part.grad = where.take(p.grad).clone()
+        placement.place(part, where)
+        layer, leaf = name.split(".")
+        mine.get_submodule(layer).register_parameter(leaf, part)
+    axes = (mesh.dp, mesh.tp)
+    norm = placement.total_norm([*mine.parameters(), tied], axes)
+    naive = torch.stack([p.grad.norm() for p in mine.parameters() if p.grad is not None]).norm()
+    wanted = torch.stack([p.grad.norm() for p in whole.parameters() if p.grad is not None]).norm()
+    gathered = placement.full_state_dict(mine, axes)
+    same = all(torch.equal(gathered[n], t) for n, t in whole.state_dict().items())
+    return norm.item(), wanted.item(), naive.item(), same and list(gathered) == list(whole.state_dict())
+
+
+def test_norm_and_gathering_on_two_axes() -> None:
+    for norm, wanted, naive, same in hpnb.launch(placed_on_two_axes, ranks=4, device="cpu", timeout=60):
+        assert abs(norm - wanted) < 1e-12 * wanted
+        assert abs(naive - wanted) > 1e-3 * wanted
+        assert same
+
+
+def test_the_norm_of_sixteen_bit_gradients_is_summed_in_float32() -> None:
+    p = nn.Parameter(torch.zeros(4096, dtype=torch.float16))
+    p.grad = torch.full_like(p, 300.0)  # its square, 9e4, is beyond float16's 65504
+    norm = placement.total_norm([p])
+    assert norm.dtype is torch.float32
+    assert norm.item() == pytest.approx(300.0 * 64)
+
+
+def test_the_norm_of_nothing_is_zero() -> None:
+    assert placement.total_norm([nn.Parameter(torch.ones(3))]).item() == 0.0

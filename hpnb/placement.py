@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hpnb.mesh import Axis
+from hpnb.ranks.here import device as this_device
 
 FLAT = -1  # as a dim: all elements one behind the other
 
@@ -113,7 +114,7 @@ def of(parameter: torch.Tensor, name: str = "") -> Placement:
 
 
 def total_norm(parameters: Iterable[torch.Tensor], axes: Sequence[Axis] = ()) -> torch.Tensor:
-    """The 2-norm of all gradients, each element counted once: (), float32, or float64 if a gradient is.
+    """The 2-norm of all gradients, each element counted once: (), float32, or float64 if a parameter is.
 
     Every rank of `axes` calls it. A gradient that is cut along an axis is summed over it, one that is
     replicated is not: neither counts twice. Without a gradient anywhere it is 0.
@@ -134,15 +135,15 @@ def _squares(parameters: Iterable[torch.Tensor], axes: Sequence[Axis]) -> torch.
     By that and not by parameter, so that all ranks have equally many, whatever each of them holds.
     """
     grads: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    device: torch.device | None = None
-    dtype = torch.float32
-    for p in {id(p): p for p in parameters}.values():
-        device = p.device if device is None else device
+    device = this_device()
+    dtype = torch.float32  # by parameters, for a rank may have no gradient where others have one
+    for i, p in enumerate({id(p): p for p in parameters}.values()):
+        device = p.device if i == 0 else device
+        dtype = torch.float64 if p.dtype == torch.float64 else dtype
         placement = of(p)
         if p.grad is not None and placement.tied_to is None:
             mask = sum(1 << i for i, axis in enumerate(axes) if axis.name in placement.axes)
             grads[mask, p.grad.device, p.grad.dtype].append(p.grad)
-            dtype = torch.float64 if p.grad.dtype == torch.float64 else dtype
     sums = torch.zeros(1 << len(axes), dtype=dtype, device=device)
     for (mask, _, kind), group in grads.items():
         wide = torch.promote_types(kind, torch.float32)

@@ -116,8 +116,12 @@ class MemoryRecorder(TorchDispatchMode):
         grown = lambda p: self._mark_gradients([p])  # noqa: E731
         handles = [p.register_post_accumulate_grad_hook(grown) for p in trained]
         if self._optimizer is not None:  # before a step, for gradients that were set by hand
-            marks = lambda opt, *_: (self._mark_gradients(parameters), self._mark_state(opt))  # noqa: E731
-            handles.append(self._optimizer.register_step_pre_hook(marks))
+
+            def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+                self._mark_gradients(parameters)
+                self._mark_state(optimizer)
+
+            handles.append(self._optimizer.register_step_pre_hook(before_step))
             handles.append(self._optimizer.register_step_post_hook(lambda opt, *_: self._mark_state(opt)))
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._save, _restore), self:

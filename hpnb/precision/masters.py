@@ -1,0 +1,218 @@
+"""float32 masters: copies of 16-bit weights that an optimizer steps in their place.
+
+    before a step   g32 = float(g16) * coefficient          g16 is the parameter's .grad
+    the step        w32 = step(w32, g32)                    moments are float32 too
+    after it        w16 = round(w32)                        g32 is freed
+
+Bytes a parameter with Adam: 2 (w16) + 2 (g16) + 12 (w32 and two moments), as in `hpnb.theory.model_states`,
+and 4 more (g32) for the time of a step. Micikevicius et al. 2018 (arXiv 1710.03740), section 3.1.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class Masters:
+    """Gives an optimizer masters; it stays the same object, so a scheduler made before stays attached.
+
+    Its groups keep the model's parameters, and its state stays keyed by them. A step runs on a double: the
+    same optimizer and state with masters in the places of parameters. So the groups are whole whatever
+    happens inside. A parameter as wide as `dtype` is its own master; one without a gradient is left alone.
+
+    `optimizer.state_dict()` has a third entry, "masters", by parameter number; loading it sets masters and
+    weights. From a state dict without masters they become the weights as they are.
+
+    Args:
+        optimizer: any of torch.optim, or with its hooks. State that it has already becomes `dtype`.
+        dtype: of the masters.
+
+    Attributes:
+        coefficient: gradients are multiplied by it once they are wide; 1.0 again after each step.
+
+    Raises:
+        ValueError: the optimizer has masters already; later, a step with a closure.
+    """
+
+    def __init__(self, optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> None:
+        if Masters.attached_to(optimizer) is not None:
+            raise ValueError(
+                f"this {type(optimizer).__name__} has masters already; Masters.attached_to gives them"
+            )
+        self.dtype = dtype
+        self.coefficient: float | torch.Tensor = 1.0
+        self._master: dict[torch.Tensor, torch.Tensor] = {}  # parameter -> its master
+        self._parameter: dict[torch.Tensor, torch.Tensor] = {}  # and back
+        # During a load: masters by parameter, state by master.
+        self._loaded: tuple[dict[torch.Tensor, torch.Tensor], dict[Any, Any]] = {}, {}
+        # Its hooks hold this object; a reference back would keep both until a garbage collection.
+        self._optimizer = weakref.ref(optimizer)
+        for p in parameters_of(optimizer):
+            if p.requires_grad:
+                self._make(p)
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        optimizer.register_state_dict_post_hook(self._after_state_dict)
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        optimizer.register_load_state_dict_post_hook(self._after_load)
+        vars(optimizer).update(masters=self, held=self.held)
+        if optimizer.state:
+            optimizer.load_state_dict(optimizer.state_dict())
+
+    @staticmethod
+    def attached_to(optimizer: Optimizer) -> Masters | None:
+        """The masters of `optimizer`, if it has any."""
+        found = vars(optimizer).get("masters")
+        return found if isinstance(found, Masters) else None
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What the optimizer steps in place of `parameter`: its master, or itself if it has none."""
+        return self._master.get(parameter, parameter)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take the weights as they are now. To be called when others have written them: a step undoes it."""
+        for p, master in self._master.items():
+            master.copy_(p)
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """{"optimizer": masters, "gradients": theirs, while a step runs}: what is not in optimizer.state."""
+        masters = list(self._master.values())
+        return {"optimizer": masters, "gradients": [m.grad for m in masters if m.grad is not None]}
+
+    def _make(self, p: torch.Tensor) -> torch.Tensor:
+        """The master of `p`, made on first sight: groups can be added, and frozen parameters thawed."""
+        known = self._master.get(p)
+        if known is not None or not p.is_floating_point() or p.dtype.itemsize >= self.dtype.itemsize:
+            return p if known is None else known
+        master = p.detach().to(self.dtype)
+        self._master[p], self._parameter[master] = master, p
+        return master
+
+    def _double(self, optimizer: Optimizer) -> Optimizer:
+        """`optimizer` with masters for parameters. The state of each is shared."""
+        double = object.__new__(type(optimizer))
+        vars(double).update(vars(optimizer))
+        groups = optimizer.param_groups
+        double.param_groups = [{**group, "params": [self.of(p) for p in group["params"]]} for group in groups]
+        double.state = defaultdict(dict, {self.of(p): state for p, state in optimizer.state.items()})
+        return double
+
+    # --- a step ------------------------------------------------------------------------------
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if optimizer is not self._optimizer():
+            return None  # the double, inside a step that calls its superclass's
+        if kwargs.get("closure") is not None or any(callable(a) for a in args[1:]):
+            raise ValueError(
+                f"{type(optimizer).__name__}.step(closure) cannot step masters: gradients must be there "
+                "before it; run forward and backward first, then step() without a closure"
+            )
+        self._take_gradients(optimizer)
+        return (self._double(optimizer), *args[1:]), kwargs
+
+    @torch.no_grad()
+    def _take_gradients(self, optimizer: Optimizer) -> None:
+        wide, narrow, own = [], [], []
+        for p in parameters_of(optimizer):
+            if p.grad is None:
+                self.of(p).grad = None  # there may be one left from a step that failed
+            elif (master := self._make(p)) is p:
+                own.append(p.grad)
+            else:
+                master.grad = torch.empty_like(master)
+                wide.append(master.grad)
+                narrow.append(p.grad)
+        if wide:
+            torch._foreach_copy_(wide, narrow)
+        multiply([*wide, *own], self.coefficient)
+        self.coefficient = 1.0
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if optimizer is not self._optimizer():
+            return
+        stepped = [(p, master) for p, master in self._master.items() if master.grad is not None]
+        if stepped:
+            torch._foreach_copy_([p for p, _ in stepped], [master for _, master in stepped])
+        for _, master in stepped:
+            master.grad = None
+        # What the step has noted on itself, in its groups and in its state is the optimizer's.
+        double: Optimizer = args[0]
+        noted = {k: v for k, v in vars(double).items() if k not in ("param_groups", "state")}
+        vars(optimizer).update(noted)
+        for group, new in zip(optimizer.param_groups, double.param_groups, strict=True):
+            group.update({k: v for k, v in new.items() if k != "params"})
+        optimizer.state.update({self._parameter.get(k, k): state for k, state in double.state.items()})
+
+    # --- saving and loading ------------------------------------------------------------------
+
+    def _after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        # Beside the state and not in it: Adam takes a parameter that has any state for one that has stepped.
+        numbered = _numbered(optimizer, state_dict)
+        state_dict["masters"] = {i: self._master[p] for i, p in numbered if p in self._master}
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        if optimizer is not self._optimizer():
+            return None
+        masters = state_dict.get("masters", {})
+        saved = {p: masters[i] for i, p in _numbered(optimizer, state_dict) if i in masters}
+        for p in saved:
+            self._make(p)
+        # PyTorch casts state to the dtype of its parameter, which would ruin it but for the double's.
+        double = self._double(optimizer)
+        Optimizer.load_state_dict(double, state_dict)
+        self._loaded = saved, dict(double.state)
+        return {**state_dict, "state": {}}
+
+    @torch.no_grad()
+    def _after_load(self, optimizer: Optimizer) -> None:
+        if optimizer is not self._optimizer():
+            return
+        (saved, state), self._loaded = self._loaded, ({}, {})
+        optimizer.state.update({self._parameter.get(k, k): value for k, value in state.items()})
+        for p in parameters_of(optimizer):
+            value = saved.get(p, p)
+            for target in (self.of(p), p):  # the same where there is no master
+                if target is not value:
+                    target.copy_(value)
+
+
+def _numbered(optimizer: Optimizer, state_dict: dict[str, Any]) -> list[tuple[int, torch.Tensor]]:
+    """Parameters with their numbers in the state dict, which may be of a model with fewer or more."""
+    numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
+    return list(zip(numbers, parameters_of(optimizer), strict=False))
+
+
+# --- lists of tensors ------------------------------------------------------------------------
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors by device and dtype: one kernel works on all of a kind."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        kinds[tensor.device, tensor.dtype].append(tensor)
+    return list(kinds.values())
+
+
+@torch.no_grad()
+def multiply(tensors: list[torch.Tensor], by: float | torch.Tensor) -> None:
+    """In place, by a number or a tensor () on the device; the number 1 costs nothing."""
+    if isinstance(by, torch.Tensor):
+        for group in alike(tensors):
+            torch._foreach_mul_(group, by.to(group[0].device))
+    elif by != 1.0:
+        for group in alike(tensors):
+            torch._foreach_mul_(group, by)

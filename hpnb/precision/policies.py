@@ -1,0 +1,84 @@
+"""Which dtype does what.
+
+    name        weights    matmuls    loss scale    optimizer steps
+    fp32        float32    float32    no            the weights
+    amp-fp16    float32    float16    yes           the weights
+    amp-bf16    float32    bfloat16   no            the weights
+    fp16        float16    float16    yes           float32 masters
+    bf16        bfloat16   bfloat16   no            float32 masters
+    fp64        float64    float64    no            the weights (for proofs)
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One line of the table.
+
+    Attributes:
+        weights: of parameters and their gradients.
+        compute: of matmuls; another than `weights` means autocast.
+        scaled: whether the loss needs a scale, as it does in fp16.
+    """
+
+    name: str
+    weights: torch.dtype
+    compute: torch.dtype
+    scaled: bool = False
+
+    @property
+    def masters(self) -> bool:
+        """Weights are 16 bits, so the optimizer needs float32 copies."""
+        return self.weights.itemsize == 2
+
+    def autocast(self, device: torch.device | str) -> AbstractContextManager[Any]:
+        """What a forward and its loss run in; the backward does not."""
+        if self.compute == self.weights:
+            return nullcontext()
+        return torch.autocast(torch.device(device).type, dtype=self.compute)
+
+    def cast(self, module: M) -> M:
+        """`module` with weights and floating-point buffers of this policy, changed in place."""
+        return module.to(self.weights)
+
+
+_POLICIES = {
+    p.name: p
+    for p in (
+        Policy("fp32", torch.float32, torch.float32),
+        Policy("amp-fp16", torch.float32, torch.float16, scaled=True),
+        Policy("amp-bf16", torch.float32, torch.bfloat16),
+        Policy("fp16", torch.float16, torch.float16, scaled=True),
+        Policy("bf16", torch.bfloat16, torch.bfloat16),
+        Policy("fp64", torch.float64, torch.float64),
+    )
+}
+
+
+def policy(name: str) -> Policy:
+    """The policy of this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in _POLICIES:
+        raise ValueError(f"precision={name!r} is not one of {', '.join(_POLICIES)}")
+    return _POLICIES[name]
+
+
+def best_16_bit(device: torch.device | str) -> str:
+    """bf16, or fp16 on a GPU without bf16 units: those before compute capability 8.0, as T4 and V100."""
+    device = torch.device(device)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "fp16"
+    return "bf16"

@@ -119,35 +119,34 @@ def total_norm(parameters: Iterable[torch.Tensor], axes: Sequence[Axis] = ()) ->
     Every rank of `axes` calls it. A gradient that is cut along an axis is summed over it, one that is
     replicated is not: neither counts twice. Without a gradient anywhere it is 0.
     """
-    squares = _squares(parameters, axes)
+    held = list({id(p): p for p in parameters}.values())
+    squares = _squares(held, axes)
     for i, axis in enumerate(axes):
         if axis.size > 1:
             cut_here = [mask for mask in range(len(squares)) if mask >> i & 1]
             share = squares[cut_here]
             dist.all_reduce(share, group=axis.group)
             squares[cut_here] = share
-    return squares.sum().sqrt()
+    wide = any(p.dtype == torch.float64 for p in held)
+    return squares.sum().sqrt().to(torch.float64 if wide else torch.float32)
 
 
-def _squares(parameters: Iterable[torch.Tensor], axes: Sequence[Axis]) -> torch.Tensor:
+def _squares(parameters: Sequence[torch.Tensor], axes: Sequence[Axis]) -> torch.Tensor:
     """(2^axes,): sums of squares of this rank's gradients, by which of the axes they are cut along.
 
-    By that and not by parameter, so that all ranks have equally many, whatever each of them holds.
+    By that and not by parameter, and always in float64: so all ranks have the same message, whatever each of
+    them holds.
     """
     grads: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    device = this_device()
-    dtype = torch.float32  # by parameters, for a rank may have no gradient where others have one
-    for i, p in enumerate({id(p): p for p in parameters}.values()):
-        device = p.device if i == 0 else device
-        dtype = torch.float64 if p.dtype == torch.float64 else dtype
+    for p in parameters:
         placement = of(p)
         if p.grad is not None and placement.tied_to is None:
             mask = sum(1 << i for i, axis in enumerate(axes) if axis.name in placement.axes)
             grads[mask, p.grad.device, p.grad.dtype].append(p.grad)
-    sums = torch.zeros(1 << len(axes), dtype=dtype, device=device)
+    device = parameters[0].device if parameters else this_device()
+    sums = torch.zeros(1 << len(axes), dtype=torch.float64, device=device)
     for (mask, _, kind), group in grads.items():
-        wide = torch.promote_types(kind, torch.float32)
-        norms = torch._foreach_norm(group, 2, dtype=wide)
+        norms = torch._foreach_norm(group, 2, dtype=torch.promote_types(kind, torch.float32))
         sums[mask] += torch.stack(norms).to(sums).square().sum()
     return sums
 

@@ -102,3 +102,16 @@ def test_the_norm_of_sixteen_bit_gradients_is_summed_in_float32() -> None:
 
 def test_the_norm_of_nothing_is_zero() -> None:
     assert placement.total_norm([nn.Parameter(torch.ones(3))]).item() == 0.0
+
+
+def uneven() -> float:
+    """Rank 0 has the only parameter, in float64; rank 1 has none."""
+    axis = Mesh(Layout(dp=2)).dp
+    p = nn.Parameter(torch.zeros(3, dtype=D))
+    p.grad = torch.full_like(p, 2.0)
+    placement.place(p, Placement("w", (3,), (Cut("dp", FLAT, ((0, 3),)),)))
+    return placement.total_norm([p] if axis.rank == 0 else [], [axis]).item()
+
+
+def test_a_rank_without_parameters_joins_the_norm() -> None:
+    assert hpnb.launch(uneven, ranks=2, device="cpu", timeout=60) == [pytest.approx(12**0.5)] * 2

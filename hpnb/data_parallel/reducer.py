@@ -53,17 +53,18 @@ class Reducer:
     ) -> None:
         self.axis, self.average, self.find_unused = axis, average, find_unused
         self.static, self.as_view, self.overlap, self.check = static, as_view, overlap, check
-        trained = {p: name for name, p in parameters.items() if p.requires_grad}
-        self.names = trained
+        self.names = {p: name for name, p in parameters.items() if p.requires_grad}
+        self._number = {id(p): i for i, p in enumerate(self.names)}  # a tensor's own hash is slow
         self._bucket_mb = bucket_mb
         self._background: dict[torch.device, Background] = {}
         self._learned = False  # of a static graph: its order, and what it does not use
         self._nowhere: frozenset[torch.nn.Parameter] = frozenset()
-        self._arrange(list(reversed(trained)))
+        self._arrange(list(reversed(self.names)))
 
     def _arrange(self, order: Sequence[torch.nn.Parameter]) -> None:
         self.buckets = deal(order, self._bucket_mb)
-        self._bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}
+        bucket_of = {id(p): i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}
+        self._bucket_of = [bucket_of[id(p)] for p in self.names]
         self._flat = [torch.zeros(b.numel, dtype=b.dtype, device=b.device) for b in self.buckets]
         self._views = [b.views(flat) for b, flat in zip(self.buckets, self._flat, strict=True)]
         for flat in self._flat:
@@ -73,22 +74,25 @@ class Reducer:
 
     def _reset(self) -> None:
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
-        self._ready: dict[torch.nn.Parameter, None] = {}  # in the order in which they came
+        self._ready: dict[int, None] = {}  # numbers of parameters, in the order in which they came
         self._sent: list[Pending] = []
 
     # --- the sink ---------------------------------------------------------------------------
 
     def ready(self, parameter: torch.nn.Parameter) -> None:
         """Count a gradient; send every bucket whose turn has come."""
-        if parameter in self._ready:
+        number = self._number[id(parameter)]
+        if number in self._ready:
             raise RuntimeError(
                 f"the gradient of {self.names[parameter]} was ready twice in one step: of several backwards, "
                 "all but the last need no_sync() around them"
             )
-        self._ready[parameter] = None
-        self._missing[self._bucket_of[parameter]] -= 1
-        while self.overlap and len(self._sent) < len(self.buckets) and not self._missing[len(self._sent)]:
-            self._send(len(self._sent))
+        self._ready[number] = None
+        bucket = self._bucket_of[number]
+        self._missing[bucket] -= 1
+        if self.overlap and not self._missing[bucket]:
+            while len(self._sent) < len(self.buckets) and not self._missing[len(self._sent)]:
+                self._send(len(self._sent))
 
     def finish(self) -> None:
         """Send what is left, wait for all, and put the sums where the gradients were.
@@ -96,7 +100,7 @@ class Reducer:
         Raises:
             RuntimeError: parameters without a gradient (unless `find_unused`), by name.
         """
-        unused = [p for p in self.names if p not in self._ready]
+        unused = [p for number, p in enumerate(self.names) if number not in self._ready]
         try:
             if unused and not self.find_unused:
                 raise RuntimeError(about_unused([self.names[p] for p in unused], len(self.names)))
@@ -150,16 +154,12 @@ class Reducer:
     def _learn(self, nowhere: frozenset[torch.nn.Parameter]) -> None:
         """Take over the order of the first step, rank 0's, so that buckets fill one after the other."""
         self._learned, self._nowhere = True, nowhere
-        number = {p: i for i, p in enumerate(self.names)}
-        came = dict.fromkeys([*self._ready, *self.names])
-        order = torch.tensor([number[p] for p in came], device=self._flat[0].device)
+        came = dict.fromkeys([*self._ready, *range(len(self.names))])
+        order = torch.tensor(list(came), device=self._flat[0].device)
         if self.axis.size > 1:
             dist.broadcast(order, src=self.axis.ranks[0], group=self.axis.group)
-        by_number = list(self.names)
-        kept = {p: p.grad for p in self.names}
+        by_number = list(self.names)  # the gradients at hand stay what they are, where they are
         self._arrange([by_number[i] for i in order.tolist()])
-        for p, grad in kept.items():  # the gradients at hand stay what they are, where they are
-            p.grad = grad
 
     def _compare(self) -> None:
         sums = torch.stack([flat.double().sum() for flat in self._flat])

@@ -1,0 +1,393 @@
+"""ZeRO, stages 1 and 2: no two ranks keep the same optimizer state, or the same gradient.
+
+    backward   gradients  --reduce-scatter-->  this rank's 1/N of their mean       bucket by bucket, meanwhile
+    step       optimizer on this rank's 1/N of the parameters                      its states are 1/N too
+               parameters <--all-gather--      every rank's 1/N
+
+Bytes a parameter with 16-bit weights, Adam and float32 masters, on N ranks (`hpnb.theory.model_states`):
+
+    stage 0 (DataParallel)   2 + 2 + 12
+    stage 1                  2 + 2 + 12/N      whole gradients stay, as the buffers they are sent from
+    stage 2                  2 + (2 + 12)/N    and in stage 2 a bucket of them lives until it is reduced
+
+A reduce-scatter and an all-gather move what the all-reduce of plain data parallelism moves, 2(N-1)/N.
+Rajbhandari et al. 2020, *ZeRO* (arXiv 1910.02054), sections 5 and 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+from torch.utils._pytree import tree_leaves
+
+from hpnb.background import Background
+from hpnb.data_parallel.data_parallel import DataParallel, broadcast
+from hpnb.data_parallel.reducer import Reducer, about_unused, used_nowhere
+from hpnb.data_parallel.zero_bucket import ZeroBucket
+from hpnb.data_parallel.zero_plan import (
+    check_class,
+    check_parameters,
+    in_turn,
+    names_of,
+    options,
+    replica_around,
+    treats_elements_alike,
+)
+from hpnb.data_parallel.zero_state import cut_state_dict, gather, whole_groups, whole_state
+from hpnb.gradients import GradientSink, after_backward, attach, claim
+from hpnb.mesh import Axis
+from hpnb.precision import Masters
+from hpnb.precision.masters import parameters_of
+
+UNDER_WAY = 2  # buckets of whole gradients that stage 2 has on the wire at once
+
+
+class ZeroOptimizer(Optimizer):
+    """ZeRO around any optimizer of PyTorch; to be used as one, and the model as if there were no ranks.
+
+    Args:
+        params: what any optimizer takes: parameters, named ones, or groups with options. The same on all
+            ranks; values become those of the axis's rank 0. Each parameter moves into a flat tensor.
+        optimizer_class, defaults: e.g. torch.optim.AdamW, and its options.
+        axis: the data axis, `mesh.dp`.
+        stage: 1 or 2.
+        bucket_mb: at most so many MB (2^20 bytes) travel at once.
+        average: False sums gradients instead, for losses that are divided by the global count already.
+        elementwise: whether elements are treated alike, so that a tensor may be cut anywhere; otherwise each
+            belongs to one rank. None: so for PyTorch's own except Adafactor and Muon, and for a class that
+            says `elementwise = True`.
+        cpu_offload: optimizer, masters and reduced gradients live on the CPU.
+        communication_dtype: of gradients on the wire; by default their own.
+        overlap_communication: reduce during the backward; False does it after. It must be off where several
+            ZeroOptimizers share a model whose ranks run different layers.
+        find_unused_parameters: allow parameters that a forward does not use, for a small all-reduce a
+            backward. One that no rank uses keeps its value and state.
+
+    Attributes:
+        optimizer: an optimizer_class over `pieces`: this rank's parts of the parameters, and what
+            param_groups and state are of. Their .grad are the reduced gradients, so clipping is
+            `hpnb.precision.step(zero, [axis], max_norm=...)`; a parameter's own is None after a backward.
+
+    Several backwards before a step add up. A step ends that: gradients of the next backward replace those
+    that were stepped, even if nobody called zero_grad, because `model.zero_grad()` does not reach pieces.
+    After a step that was skipped (an overflow) it is zero_grad of this optimizer that forgets them.
+
+    Around the same parameters there may be a DataParallel, made before or after. It then says when (its
+    no_sync governs); stage 1 on top of it leaves the reduction, and whole gradients, to it.
+
+    Raises:
+        ValueError: what cannot work, in one sentence.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        optimizer_class: type[Optimizer],
+        axis: Axis,
+        stage: int = 1,
+        *,
+        bucket_mb: float = 25.0,
+        average: bool = True,
+        elementwise: bool | None = None,
+        cpu_offload: bool = False,
+        communication_dtype: torch.dtype | None = None,
+        overlap_communication: bool = True,
+        find_unused_parameters: bool = False,
+        **defaults: Any,
+    ) -> None:
+        check_class(stage, optimizer_class)
+        super().__init__(params, {})  # reads them as any optimizer does
+        self._given = self.param_groups
+        everything: list[nn.Parameter] = [p for group in self._given for p in group["params"]]
+        self._numbers = {p: i for i, p in enumerate(everything)}
+        self.names = names_of(self._given)
+        check_parameters(self.names, axis)
+        leave = stage == 1 and not cpu_offload and communication_dtype is None
+        replica = replica_around(self.names, axis, leave)
+        self.axis, self.stage, self.average = axis, stage, average
+        self.find_unused, self.overlap = find_unused_parameters, overlap_communication
+        self.offload = cpu_offload
+        self.below: GradientSink | None = None  # who reduces, where whole gradients stay with DataParallel
+
+        dealt = in_turn(self._given, bucket_mb)
+        if replica is None:
+            frozen = [p for p in everything if not p.requires_grad]
+            for some in (*(b.parameters for b in dealt), frozen):  # one by one: each is copied to be sent
+                broadcast(list(some), axis)
+        alike = treats_elements_alike(optimizer_class) if elementwise is None else elementwise
+        self.buckets = [
+            ZeroBucket(b.parameters, [self.names[p] for p in b.parameters], axis, whole=not alike,
+                       keep=stage == 1, wire=communication_dtype, offload=cpu_offload)
+            for b in dealt
+        ]  # fmt: skip
+        self._bucket_of = {id(p): i for i, b in enumerate(self.buckets) for p in b.parameters}
+        self._background = {d: Background(axis, d) for d in {b.flat.device: None for b in self.buckets}}
+        self.pieces = {p: piece for b in self.buckets for p, piece in zip(b.parameters, b.pieces, strict=True)
+                       if piece is not None}  # fmt: skip
+
+        pieces = [[self.pieces[p] for p in group["params"] if p in self.pieces] for group in self._given]
+        groups = [{**options(g), "params": held} for g, held in zip(self._given, pieces, strict=True)]
+        self.optimizer = optimizer_class(groups, **defaults)
+        self.defaults = self.optimizer.defaults
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+        is_16_bit = any(p.dtype.itemsize == 2 for p in self.names)
+        self.masters = Masters(self.optimizer) if is_16_bit else None
+        self._sync, self._fresh = True, True
+        self._reset()
+        self._hooks = attach(self.names, self._grown) if replica is None else []
+        if replica is None:
+            claim(self.names, self)
+        else:
+            self._join(replica, leave)
+
+    # --- who reduces ------------------------------------------------------------------------------
+
+    def _join(self, replica: DataParallel, leave: bool) -> None:
+        """Be told by `replica` from now on; `leave` the reduction to who does it now, or take it over."""
+        if leave:
+            self.below = replica.sink
+        else:
+            assert isinstance(replica.sink, Reducer)
+            self.average, self.overlap = replica.sink.average, replica.sink.overlap
+            self.find_unused = replica.sink.find_unused
+            for p in self.names:
+                p.grad = None  # it is a view of the old reducer's memory
+        replica.sink = self
+
+    def detach(self) -> ZeroOptimizer:
+        """Leave it to others to say when a gradient is `ready`, and when a backward is to `finish`."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        claim(self.names, None)
+        return self
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate: backwards inside add to this rank's gradients and send nothing."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def _grown(self, parameter: nn.Parameter) -> None:
+        if not self._sync:
+            return
+        if not self._queued:
+            self._queued = True
+            after_backward(self.finish)
+        self.ready(parameter)
+
+    # --- the sink ---------------------------------------------------------------------------------
+
+    _queued: bool  # whether this backward's end is being waited for
+
+    def _reset(self) -> None:
+        self._queued = False
+        self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        self._ready: set[int] = set()  # ids of parameters
+        self._sent = 0
+
+    @torch.no_grad()
+    def ready(self, parameter: nn.Parameter) -> None:
+        """Count a gradient; send every bucket whose turn has come."""
+        if not self._sync:
+            return
+        if self.below is not None:
+            self.below.ready(parameter)
+            return
+        number = self._bucket_of.get(id(parameter))  # a tensor's own hash is slow
+        if number is None:
+            raise ValueError(
+                f"a gradient of shape {tuple(parameter.shape)} is to be reduced, but it is none of the "
+                f"{len(self.names)} parameters of this ZeroOptimizer; give it all that the module trains"
+            )
+        if id(parameter) in self._ready:
+            raise RuntimeError(
+                f"the gradient of {self.names[parameter]} was ready twice in one backward; with "
+                "checkpoints, use_reentrant=False"
+            )
+        self._ready.add(id(parameter))
+        self._missing[number] -= 1
+        while self.overlap and self._sent < len(self.buckets) and not self._missing[self._sent]:
+            self._send()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Send what is left, wait for all, and give pieces their gradients.
+
+        Raises:
+            RuntimeError: parameters without a gradient (unless `find_unused_parameters`), by name.
+        """
+        if not self._sync:
+            return
+        if self.below is not None:
+            self.below.finish()
+            self._cut_gradients()
+            return
+        unused = [p for p in self.names if id(p) not in self._ready and p.grad is None]
+        try:
+            if unused and not self.find_unused:
+                raise RuntimeError(about_unused([self.names[p] for p in unused], len(self.names)))
+            while self._sent < len(self.buckets):
+                self._send()
+            nowhere = used_nowhere(list(self.names), unused, self.axis) if self.find_unused else frozenset()
+            for bucket in self.buckets:
+                bucket.collect()
+            self._wait_for_copies()
+            for bucket in self.buckets:
+                bucket.hand_out(nowhere)
+            self._fresh = False
+        finally:
+            for bucket in self.buckets:
+                bucket.drop()
+            self._reset()
+
+    def _send(self) -> None:
+        if self.stage == 2 and self._sent >= UNDER_WAY:
+            self.buckets[self._sent - UNDER_WAY].collect()
+        bucket = self.buckets[self._sent]
+        bucket.start(self._background[bucket.flat.device], self.average, self._fresh)
+        self._sent += 1
+
+    def _cut_gradients(self) -> None:
+        for bucket in self.buckets:
+            bucket.cut_gradients()
+
+    def _wait_for_copies(self) -> None:
+        """The host is about to read what a GPU writes."""
+        if self.offload:
+            for device in self._background:
+                if device.type == "cuda":
+                    torch.cuda.current_stream(device).synchronize()
+
+    # --- the optimizer ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Step this rank's pieces, and give all ranks the new parameters."""
+        if closure is not None:
+            raise ValueError(
+                "ZeroOptimizer.step(closure) cannot evaluate a loss: run forward and backward first, then "
+                "step() without a closure"
+            )
+        gone = {p for bucket in self.buckets for p in bucket.moved()}
+        if moved := [n for p, n in self.names.items() if p in gone]:
+            raise RuntimeError(
+                f"{len(moved)} parameters, {moved[0]} first, have moved to other memory since this optimizer "
+                "was made, and would not be stepped: move or cast the model before it, not after"
+            )
+        if self.below is not None:
+            self._cut_gradients()
+        elif left := [n for p, n in self.names.items() if p.grad is not None]:
+            raise RuntimeError(
+                f"{len(left)} parameters, {left[0]} first, have a gradient that was not reduced: the last "
+                "backward before a step must be outside no_sync()"
+            )
+        self.optimizer.step()
+        self._gather()
+        self._fresh = True
+
+    def _gather(self) -> None:
+        pending = [bucket.gather(self._background[bucket.flat.device]) for bucket in self.buckets]
+        for one in pending:
+            one.wait()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of pieces, and what backwards under no_sync() have left on parameters."""
+        super().zero_grad(set_to_none)
+        for p in self.names:
+            if set_to_none or p.grad is None:
+                p.grad = None
+            else:
+                p.grad.detach().zero_()
+        self._fresh = set_to_none
+        self._reset()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while it is being made.
+
+        Raises:
+            ValueError: later.
+        """
+        if "optimizer" in vars(self):
+            raise ValueError("a ZeroOptimizer deals out its parameters once; make it with all its groups")
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take the parameters as they are now. To be called when others have written them: where there are
+        masters or an offload, a step would undo it."""
+        self._refresh_pieces()
+        if self.masters is not None:
+            self.masters.refresh()
+
+    def _refresh_pieces(self) -> None:
+        for bucket in self.buckets:
+            bucket.refresh()
+
+    # --- what it holds ----------------------------------------------------------------------------
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """{"optimizer": states, masters, offloaded pieces, "gradients": whole and in shares} of this rank."""
+        parts = [bucket.held() for bucket in self.buckets]
+        if self.masters is not None:
+            parts.append(self.masters.held())
+        states = [leaf for leaf in tree_leaves(dict(self.optimizer.state)) if isinstance(leaf, torch.Tensor)]
+        return {
+            "optimizer": [*states, *(t for part in parts for t in part["optimizer"])],
+            "gradients": [t for part in parts for t in part["gradients"]],
+        }
+
+    @torch.no_grad()
+    def full_gradients(self) -> list[torch.Tensor | None]:
+        """The reduced gradients whole, in the order of the parameters; None where there is none.
+
+        Every rank of the axis calls it and gets all of them.
+        """
+        without = [p for p in self.names if p not in self.pieces or self.pieces[p].grad is None]
+        nowhere = used_nowhere(list(self.names), without, self.axis)
+        found: list[torch.Tensor | None] = [None] * len(self._numbers)
+        for bucket in self.buckets:
+            parts = [None if piece is None else piece.grad for piece in bucket.pieces]
+            wholes = gather(bucket, parts, bucket.flat.dtype, self._background[bucket.flat.device])
+            for p, whole in zip(bucket.parameters, wholes, strict=True):
+                found[self._numbers[p]] = None if p in nowhere else whole
+        return found
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """What `optimizer_class` would give on one process, tensors whole and on the CPU, on every rank.
+
+        With 16-bit parameters there is a third entry, "masters", as `hpnb.precision.Masters` has. Every rank
+        of the axis calls it.
+        """
+        state, masters = whole_state(self.optimizer, self.buckets, self._numbers, self._background)
+        found = {"state": state, "param_groups": whole_groups(self.optimizer, self._given)}
+        return found if self.masters is None else {**found, "masters": masters}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a state from any number of ranks, either stage, or a plain optimizer_class.
+
+        Load the model's own state before. Masters in it set the parameters too.
+
+        Raises:
+            ValueError: it is the state of other parameters.
+        """
+        local = cut_state_dict(state_dict, self._given, self.buckets)
+        self._refresh_pieces()
+        if self.masters is None:  # pieces are wide enough to be their own
+            pieces = parameters_of(self.optimizer)
+            for i, master in local.pop("masters").items():
+                pieces[i].copy_(master)
+        self.optimizer.load_state_dict(local)
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+        self._gather()

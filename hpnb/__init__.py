@@ -3,8 +3,8 @@
     import hpnb
     hpnb.launch(lambda: hpnb.rank(), ranks=4)     # a cell is a cluster: [0, 1, 2, 3]
 
-The rooms, from the ground up: ranks, record, mesh, comm, gradients, theory, plot, data, data_parallel,
-lesson, bench.
+The rooms, from the ground up: ranks, record, mesh, comm, background, placement, precision, gradients,
+theory, plot, data, models, data_parallel, lesson, bench.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from hpnb.mesh import Axis, Layout, Mesh
 from hpnb.ranks import RankError, RankInterrupt, Ranks, device, launch, rank, world_size
 
 if TYPE_CHECKING:
-    from hpnb import comm, data, lesson, plot, theory
-    from hpnb.data_parallel import DataParallel
+    from hpnb import comm, data, lesson, models, placement, plot, precision, theory
+    from hpnb.data_parallel import DataParallel, ZeroOptimizer
+    from hpnb.data_parallel.fully_shard import fully_shard
 
 __version__ = "0.1.0"
 
@@ -30,13 +31,18 @@ __all__ = [
     "RankError",
     "RankInterrupt",
     "Ranks",
+    "ZeroOptimizer",
     "comm",
     "data",
     "device",
+    "fully_shard",
     "launch",
     "lesson",
     "load_ipython_extension",
+    "models",
+    "placement",
     "plot",
+    "precision",
     "rank",
     "record",
     "theory",
@@ -44,8 +50,8 @@ __all__ = [
 ]
 
 # Loaded when first used: ranks never draw, so they need not import what draws.
-_LAZY = frozenset({"comm", "data", "lesson", "plot", "theory"})
-_FROM = {"DataParallel": "hpnb.data_parallel"}
+_LAZY = frozenset({"comm", "data", "lesson", "models", "placement", "plot", "precision", "theory"})
+_FROM = dict.fromkeys(("DataParallel", "ZeroOptimizer", "fully_shard"), "hpnb.data_parallel")
 
 
 def __getattr__(name: str) -> object:

@@ -16,7 +16,6 @@ must be the same on all ranks. The tensors belong to the collective until `wait`
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -97,9 +96,7 @@ class Background:
             ended = begun(op, self.axis.name, nbytes, self.axis.ranks)
             work = call(False)
             assert work is not None
-            # A recorder's callback must have run before its events are read, so wait for that.
-            join = work.wait if ended is None else work.get_future().then(partial(_call, ended)).wait
-            return Pending(join)
+            return Pending(work.wait if ended is None else _until(work, ended))
         here, there = torch.cuda.current_stream(), self._stream
         there.wait_stream(here)
         with torch.cuda.stream(there):
@@ -111,8 +108,17 @@ class Background:
         return Pending(lambda: torch.cuda.current_stream().wait_event(done))
 
 
-def _call(ended: Callable[[], None], _: object) -> None:
-    ended()
+def _until(work: dist.Work, ended: Callable[[], None]) -> Callable[[], object]:
+    """Waits for `work`, and for `ended` to have been called then, be it by the thread that did the work."""
+    try:
+        return work.get_future().then(lambda _: ended()).wait
+    except RuntimeError:  # gloo's reduce-scatter has no future: take the time when it has been waited for
+
+        def join() -> None:
+            work.wait()
+            ended()
+
+        return join
 
 
 __all__ = ["Background", "Pending"]

@@ -143,8 +143,7 @@ def _squares(parameters: Sequence[torch.Tensor], axes: Sequence[Axis]) -> torch.
         if p.grad is not None and placement.tied_to is None:
             mask = sum(1 << i for i, axis in enumerate(axes) if axis.name in placement.axes)
             grads[mask, p.grad.device, p.grad.dtype].append(p.grad)
-    device = parameters[0].device if parameters else this_device()
-    sums = torch.zeros(1 << len(axes), dtype=torch.float64, device=device)
+    sums = torch.zeros(1 << len(axes), dtype=torch.float64, device=this_device())
     for (mask, _, kind), group in grads.items():
         norms = torch._foreach_norm(group, 2, dtype=torch.promote_types(kind, torch.float32))
         sums[mask] += torch.stack(norms).to(sums).square().sum()
@@ -157,6 +156,7 @@ def full_state_dict(module: nn.Module, axes: Iterable[Axis]) -> dict[str, torch.
     Every rank of the axes calls it and gets all of it, one parameter gathered after the other.
     """
     by_name = {axis.name: axis for axis in axes}
+    state = module.state_dict()  # first, for it puts a module in order whose forward was interrupted
     parts = {name: (p.detach(), of(p, name)) for name, p in module.named_parameters(remove_duplicate=False)}
     peers: dict[str, list[dict[str, Placement]]] = {}
     for axis in by_name.values():  # who holds what: one message an axis
@@ -164,7 +164,7 @@ def full_state_dict(module: nn.Module, axes: Iterable[Axis]) -> dict[str, torch.
         dist.all_gather_object(everyone, {name: where for name, (_, where) in parts.items()}, axis.group)
         peers[axis.name] = everyone
     found: dict[str, torch.Tensor] = {}
-    for name, value in module.state_dict().items():
+    for name, value in state.items():
         if name not in parts:
             found[name] = value.detach()
             continue
@@ -188,9 +188,9 @@ def gather(
         if most == 0:
             part = whole
             continue
-        padded = part.new_zeros(most)
+        padded = part.new_zeros(most, device=this_device())  # what is offloaded is on the CPU
         padded[: part.numel()] = part.reshape(-1)
-        everyone = part.new_empty(axis.size * most)
+        everyone = padded.new_empty(axis.size * most)
         dist.all_gather_into_tensor(everyone, padded, group=axis.group)
         for other, values in zip(held, everyone.split(most), strict=True):
             shape = _after(whole.shape, (other,))

@@ -64,6 +64,22 @@ def test_a_record_shows_when_they_ran_and_cuts_out_the_waiting() -> None:
     assert found[0][1] > 0.1  # it slept 0.3 s there, so this holds however slow the machine is
 
 
+def every_op() -> list[str]:
+    axis = Mesh(Layout(dp=2)).dp
+    background = Background(axis, torch.device("cpu"))
+    flat, share = torch.ones(8), torch.ones(4)
+    with hpnb.record.timeline() as recorder:
+        background.all_reduce(flat).wait()
+        background.reduce_scatter(share, flat).wait()
+        background.all_gather(flat, share).wait()
+    return [e.op for e in recorder.events() if e.end >= e.start and e.bytes > 0]
+
+
+def test_every_collective_can_be_recorded() -> None:
+    found = hpnb.launch(every_op, ranks=2, device="cpu", timeout=60)
+    assert found == [["all_reduce", "reduce_scatter", "all_gather"]] * 2
+
+
 def test_gloo_does_not_average() -> None:
     def run() -> str:
         axis = Mesh(Layout(dp=2)).dp

@@ -11,10 +11,12 @@ def main() -> None:
     launch = names.add_parser("launch", help="starting processes: hpnb beside spawn and notebook_launcher")
     launch.add_argument("--ranks", type=int, default=4)
     launch.add_argument("--rounds", type=int, default=5)
-    replicas = names.add_parser("data-parallel", help="a training step: hpnb beside torch's DDP")
+    replicas = names.add_parser("data-parallel", help="a training step: hpnb beside torch's DDP and FSDP2")
     replicas.add_argument("--ranks", type=int, default=2)
     replicas.add_argument("--pairs", type=int, default=15)
     replicas.add_argument("--device", default="auto")
+    replicas.add_argument("--contest", choices=("replicas", "stage 1", "stage 3"), action="append")
+    replicas.add_argument("--batch", type=int, default=1, help="times the smallest batch")
     options = parser.parse_args()
     if options.name == "launch":
         from hpnb.bench import launch as launching
@@ -23,7 +25,8 @@ def main() -> None:
     else:
         from hpnb.bench import data_parallel
 
-        print(data_parallel.run(options.ranks, options.pairs, options.device))
+        contests = tuple(options.contest or data_parallel.CONTESTS)
+        print(data_parallel.run(options.ranks, options.pairs, options.device, contests, options.batch))
 
 
 if __name__ == "__main__":

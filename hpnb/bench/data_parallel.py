@@ -1,75 +1,187 @@
-"""One training step with replicas: hpnb.DataParallel beside torch's DistributedDataParallel, in one run.
+"""One training step with replicas or shards: hpnb beside torch's own, in one run.
 
     python -m hpnb.bench data-parallel --ranks 2 --pairs 15
 
-Both wrap the same model, take the same batch and the same fused AdamW, and take turns on the same ranks, so
-a busy moment falls on both. A step is timed from a barrier to the last rank's end.
+    hpnb.DataParallel    beside    DistributedDataParallel
+    hpnb.ZeroOptimizer   beside    ZeroRedundancyOptimizer in DistributedDataParallel   (stage 1)
+    hpnb.fully_shard     beside    torch.distributed.fsdp.fully_shard, FSDP2            (stage 3)
+
+Both of a pair have the same model, batch, precision and AdamW, live on the same ranks, and take turns, so a
+busy moment falls on both. A step is timed from a barrier to the last rank's end. On a CPU a small ViT in
+float32; on GPUs ViT-L/16 and a GPT-2 of 0.35B parameters in bf16 (of stage 3 from float32 shards). A small
+batch shows what the host costs, a large one (`--batch 4`) what the GPU does. On GPUs the table also says by
+how much memory rises in a step above what is held between steps.
 """
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 
 import hpnb
-from hpnb import Layout, Mesh
+from hpnb import Axis, Layout, Mesh
 from hpnb.bench.report import Row, table
 
-_SHAPES = {  # hidden, layers, tokens a rank, dtype
-    "cpu": (256, 6, 256, torch.float32),
-    "cuda": (1024, 24, 16384, torch.bfloat16),
+Step = Callable[[], object]
+WARM_UP = 5  # steps of each before a clock counts
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and its batch, built anew for each candidate; `units` are what is gathered and freed as one."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[], dict[str, torch.Tensor]]
+    units: Callable[[nn.Module], nn.ModuleList]
+    dtype: torch.dtype
+
+
+def tasks(device: torch.device, batch: int = 1) -> list[Task]:
+    """What is trained on this kind of device; a rank's batch is `batch` times the smallest."""
+    f32, bf16 = torch.float32, torch.bfloat16
+    if device.type == "cpu":
+        n = 16 * batch
+        return [Task(f"laptop ViT, float32, {n} images", _vit("laptop"), _images(n, 32), _blocks, f32)]
+    n, m = 64 * batch, 8 * batch
+    return [
+        Task(f"ViT-L/16, bf16, {n} images a rank", _vit("l16"), _images(n, 224), _blocks, bf16),
+        Task(f"GPT-2 0.35B, bf16, {m} x 1024 tokens a rank", _gpt2, _tokens(m, 1024), _blocks, bf16),
+    ]
+
+
+# --- the candidates --------------------------------------------------------------------------------
+
+
+def _replicas_hpnb(task: Task, axis: Axis) -> Step:
+    module = task.build().to(task.dtype)
+    return _step(hpnb.DataParallel(module, axis), _adam(module), task)
+
+
+def _replicas_torch(task: Task, axis: Axis) -> Step:
+    module = task.build().to(task.dtype)
+    return _step(_ddp(module, axis), _adam(module), task)
+
+
+def _stage_1_hpnb(task: Task, axis: Axis) -> Step:
+    module = task.build().to(task.dtype)
+    optimizer = hpnb.ZeroOptimizer(module.parameters(), torch.optim.AdamW, axis, stage=1, **_ADAM)
+    return _step(module, optimizer, task)
+
+
+def _stage_1_torch(task: Task, axis: Axis) -> Step:
+    module = task.build().to(task.dtype)
+    optimizer = ZeroRedundancyOptimizer(
+        module.parameters(), torch.optim.AdamW, process_group=axis.group, **_ADAM
+    )
+    return _step(_ddp(module, axis), optimizer, task)
+
+
+def _stage_3_hpnb(task: Task, axis: Axis) -> Step:
+    module = task.build()
+    hpnb.fully_shard(module, axis, dtype=task.dtype)
+    return _step(module, _adam(module), task)
+
+
+def _stage_3_torch(task: Task, axis: Axis) -> Step:
+    module = task.build()
+    mesh = dist.device_mesh.DeviceMesh.from_group(axis.group, hpnb.device().type)
+    policy = MixedPrecisionPolicy(param_dtype=task.dtype)
+    for unit in task.units(module):
+        fsdp2(unit, mesh=mesh, mp_policy=policy)
+    fsdp2(module, mesh=mesh, mp_policy=policy)
+    return _step(module, _adam(module), task)
+
+
+Candidate = Callable[[Task, Axis], Step]
+CONTESTS: dict[str, tuple[Candidate, Candidate]] = {
+    "replicas": (_replicas_hpnb, _replicas_torch),
+    "stage 1": (_stage_1_hpnb, _stage_1_torch),
+    "stage 3": (_stage_3_hpnb, _stage_3_torch),
 }
+NAMES = {
+    "replicas": ("hpnb.DataParallel", "torch DDP"),
+    "stage 1": ("hpnb.ZeroOptimizer", "torch DDP + ZeroRedundancyOptimizer"),
+    "stage 3": ("hpnb.fully_shard", "torch FSDP2"),
+}
+_ADAM: dict[str, Any] = {"lr": 1e-4, "fused": True}
 
 
-def _model(device: torch.device) -> tuple[nn.Module, torch.Tensor]:
-    """Transformer-like: many small parameters beside few large ones."""
-    hidden, layers, tokens, dtype = _SHAPES[device.type]
-    torch.manual_seed(0)
-    modules = []
-    for _ in range(layers):
-        up, down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-        modules += [nn.LayerNorm(hidden), up, nn.GELU(), down]
-    model = nn.Sequential(*modules).to(device, dtype)
-    return model, torch.randn(tokens, hidden, device=device, dtype=dtype)
+def _adam(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), **_ADAM)
 
 
-def _step(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    model(x).float().square().mean().backward()
-    optimizer.step()
+def _ddp(module: nn.Module, axis: Axis) -> nn.Module:
+    return DistributedDataParallel(module, gradient_as_bucket_view=True, process_group=axis.group)
 
 
-def measure(pairs: int) -> dict[str, list[float]]:
-    """On a rank: seconds of every step, by candidate. The order within a pair alternates."""
-    device = hpnb.device()
-    axis = Mesh(Layout(dp=hpnb.world_size())).dp
-    steps: dict[str, Callable[[], None]] = {}
-    wraps: dict[str, Callable[[nn.Module], nn.Module]] = {
-        "hpnb.DataParallel": lambda m: hpnb.DataParallel(m, axis),
-        "torch DistributedDataParallel": lambda m: nn.parallel.DistributedDataParallel(
-            m, gradient_as_bucket_view=True, process_group=axis.group
-        ),
-    }
-    for name, wrap in wraps.items():
-        module, x = _model(device)
-        model = wrap(module)
-        optimizer = torch.optim.AdamW(module.parameters(), fused=True)
-        steps[name] = lambda model=model, x=x, optimizer=optimizer: _step(model, x, optimizer)  # type: ignore[misc]
-        for _ in range(5):
-            steps[name]()
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for pair in range(pairs):
-        for name in list(steps) if pair % 2 else list(steps)[::-1]:
-            seconds[name].append(_timed(steps[name], device))
-    return seconds
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, task: Task) -> Step:
+    batch = task.batch()
+    # Inputs in the dtype of the compute, as FSDP2 casts them.
+    batch = {k: v.to(task.dtype) if v.is_floating_point() else v for k, v in batch.items()}
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+
+    return step
 
 
-def _timed(step: Callable[[], None], device: torch.device) -> float:
+# --- measuring -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank saw of one candidate: seconds of its steps, and by how many bytes memory rises in one."""
+
+    seconds: tuple[float, ...]
+    rise: int
+
+
+def measure(contest: str, place: int, pairs: int, batch: int) -> tuple[str, list[Measured]]:
+    """On a rank: (the task, what was measured of hpnb's, and of torch's). The order in a pair alternates."""
+    device, axis = hpnb.device(), Mesh(Layout(dp=hpnb.world_size())).dp
+    task = tasks(device, batch)[place]
+    with _nothing_left(device):
+        steps = [candidate(task, axis) for candidate in CONTESTS[contest]]
+        for _ in range(WARM_UP):
+            for step in steps:
+                step()
+        rises = [_rise(step, device) for step in steps]
+        seconds: tuple[list[float], list[float]] = ([], [])
+        for pair in range(pairs):
+            for which in (0, 1) if pair % 2 else (1, 0):
+                seconds[which].append(_timed(steps[which], device))
+        del steps, step
+    return task.name, [Measured(tuple(s), rise) for s, rise in zip(seconds, rises, strict=True)]
+
+
+def _rise(step: Step, device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _timed(step: Step, device: torch.device) -> float:
     dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     begin = time.perf_counter()
     step()
     if device.type == "cuda":
@@ -79,15 +191,86 @@ def _timed(step: Callable[[], None], device: torch.device) -> float:
     return taken.item()
 
 
-def run(ranks: int, pairs: int, device: str = "auto") -> str:
-    """The table, as text."""
+@contextmanager
+def _nothing_left(device: torch.device) -> Iterator[None]:
+    """Hooks tie models to their wrappers in cycles; the next contest needs the memory."""
+    gc.collect()
+    yield
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def run(
+    ranks: int,
+    pairs: int,
+    device: str = "auto",
+    contests: Sequence[str] = tuple(CONTESTS),
+    batch: int = 1,
+) -> str:
+    """The tables, as text."""
     choice = hpnb.ranks.choose_device(device, ranks)
-    seconds = hpnb.launch(measure, pairs, ranks=ranks, device=device, timeout=600.0)[0]
-    rows = [Row(name, tuple(times)) for name, times in seconds.items()]
-    ours, theirs = rows[0].seconds, rows[1].seconds
-    each = Row("ratio of each pair, hpnb / torch", tuple(a / b for a, b in zip(ours, theirs, strict=True)))
-    low, high = each.quartiles
-    return (
-        table(f"{choice.ranks} ranks on {choice.device}, {pairs} pairs of steps", rows)
-        + f"\n{each.name}: median {each.median:.3f}, quartiles {low:.3f} to {high:.3f}"
-    )
+    found = []
+    with hpnb.Ranks(choice.ranks, device=choice.device, timeout=600.0) as pool:
+        for place in range(len(tasks(torch.device(choice.device)))):
+            for contest in contests:
+                name, measured = pool.run(measure, contest, place, pairs, batch)[0]
+                title = f"{name}: {choice.ranks} ranks on {choice.device}, {pairs} pairs of steps"
+                found.append(_table(title, contest, measured))
+    return "\n\n".join(found)
+
+
+def _table(title: str, contest: str, measured: list[Measured]) -> str:
+    rows = [Row(who, m.seconds) for who, m in zip(NAMES[contest], measured, strict=True)]
+    ours, theirs = measured
+    pairs = Row("", tuple(a / b for a, b in zip(ours.seconds, theirs.seconds, strict=True)))
+    low, high = pairs.quartiles
+    lines = [table(title, rows)]
+    lines.append(f"hpnb / torch, pair by pair: median {pairs.median:.3f}, quartiles {low:.3f} to {high:.3f}")
+    if ours.rise:
+        lines.append(
+            f"memory rises in a step by {ours.rise / 2**30:.2f} and {theirs.rise / 2**30:.2f} GiB: "
+            f"ratio {ours.rise / theirs.rise:.3f}"
+        )
+    return "\n".join(lines)
+
+
+# --- models ----------------------------------------------------------------------------------------
+
+
+def _vit(size: str) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        model: nn.Module = hpnb.models.vit(size, classes=10, device=hpnb.device())
+        return model.train()
+
+    return build
+
+
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"n_embd": 1024, "n_layer": 24, "n_head": 16}
+    config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+    with hpnb.device():
+        model: nn.Module = GPT2LMHeadModel(config)
+    return model.train()
+
+
+def _images(count: int, side: int) -> Callable[[], dict[str, torch.Tensor]]:
+    return lambda: {
+        "pixel_values": torch.randn(count, 3, side, side, device=hpnb.device()),
+        "labels": torch.zeros(count, dtype=torch.long, device=hpnb.device()),
+    }
+
+
+def _tokens(count: int, length: int) -> Callable[[], dict[str, torch.Tensor]]:
+    def batch() -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, 50257, (count, length), device=hpnb.device())
+        return {"input_ids": ids, "labels": ids}
+
+    return batch
+
+
+def _blocks(module: nn.Module) -> nn.ModuleList:
+    return next(m for m in module.modules() if isinstance(m, nn.ModuleList))

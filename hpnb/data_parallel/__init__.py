@@ -7,6 +7,17 @@
 """
 
 from hpnb.data_parallel.data_parallel import DataParallel, broadcast, global_mean
+from hpnb.data_parallel.fully_shard import fully_shard, load_full_state_dict, no_sync
 from hpnb.data_parallel.reducer import Reducer
+from hpnb.data_parallel.zero import ZeroOptimizer
 
-__all__ = ["DataParallel", "Reducer", "broadcast", "global_mean"]
+__all__ = [
+    "DataParallel",
+    "Reducer",
+    "ZeroOptimizer",
+    "broadcast",
+    "fully_shard",
+    "global_mean",
+    "load_full_state_dict",
+    "no_sync",
+]

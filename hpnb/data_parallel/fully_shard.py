@@ -1,0 +1,153 @@
+"""ZeRO stage 3: every rank holds 1/p of each parameter, and gathers a block just before it computes.
+
+    compute   [root][ block 0 ][ block 1 ][ block 2 ]   [ block 2' ][ block 1' ][ block 0' ]
+    gather    root 0 [   1   ]  [   2   ]      [  2  ]   [   1   ]    [   0   ]
+    reduce                                                      [  2  ]     [  1  ]    0  root
+
+While a block computes, the next one travels; behind it, its whole parameters are freed, and in the backward
+(') its gradients are summed, each rank keeping its share. With p ranks and n bytes of parameters
+
+    memory    16 n'/p bytes for n' parameters in mixed precision, and `prefetch` + 1 whole blocks at a time
+    traffic   3 (p-1)/p n: two gathers and a reduce-scatter, where replicas all-reduce 2 (p-1)/p n
+
+After Rajbhandari et al. 2020, *ZeRO* (arXiv 1910.02054), sections 5.3 and 7, and Zhao et al. 2023, *PyTorch
+FSDP* (arXiv 2304.11277). The root, which is what lies in no block, stays whole from its forward to the end of
+the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from hpnb import placement
+from hpnb.data_parallel.data_parallel import broadcast
+from hpnb.data_parallel.flat import Policy
+from hpnb.data_parallel.sharded import Sharded, of
+from hpnb.mesh import Axis
+from hpnb.ranks.here import device as this_device
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def fully_shard(
+    module: M,
+    axis: Axis,
+    *,
+    units: Iterable[nn.Module | str] | None = None,
+    dtype: torch.dtype | None = None,
+    communication_dtype: torch.dtype | None = None,
+    reshard_after_forward: bool = True,
+    prefetch: int = 1,
+    average: bool = True,
+    find_unused_parameters: bool = False,
+    cpu_offload: bool = False,
+) -> M:
+    """Deal the parameters of `module` out to the ranks of `axis`; it is changed in place and returned.
+
+    Names, order and Parameter objects stay, so an optimizer that has not stepped yet stays attached; a
+    parameter's data becomes this rank's elements (n,), and its .grad the mean over the ranks of theirs. The
+    module goes to `hpnb.device()`, unit by unit, with the values of the axis's rank 0. Buffers are whole, and
+    equal at the start only. Gradients from before are dropped, and hooks of parameters do not fire. All ranks
+    call it, and run the same units; masters (`hpnb.precision`) are made after it.
+
+    A model on the meta device gets zeros, to be filled by `load_full_state_dict`: it never exists whole.
+
+    Args:
+        axis: the data axis, `mesh.dp`.
+        units: what is gathered as one, modules or their names. By default the items of every outermost
+            nn.ModuleList, or if there is none of every outermost nn.Sequential. The rest is the root's.
+        dtype: to compute in; parameters keep theirs. Inputs of the module that are floats are converted.
+        communication_dtype: to sum gradients in; by default that in which they are computed.
+        reshard_after_forward: free a unit between its forward and its backward. False saves a third of the
+            traffic and frees nothing before the backward.
+        prefetch: how many units ahead to gather.
+        average: False sums gradients instead, for losses that are divided by the global count already.
+        find_unused_parameters: the ranks may use different parameters. Then all units are gathered at the
+            start and reduced at the end, and the ranks agree on what none used, whose gradient stays None.
+            Without it a missing gradient counts as zero if its unit has any other.
+        cpu_offload: shares, gradients and so the optimizer's step are on the CPU.
+
+    Raises:
+        ValueError: nothing to shard, or already sharded or wrapped; a unit that is not there; a dtype that is
+            no float; prefetch below 0.
+    """
+    for what, kind in (("dtype", dtype), ("communication_dtype", communication_dtype)):
+        if kind is not None and not kind.is_floating_point:
+            raise ValueError(f"{what}={kind} has no gradients; torch.bfloat16 would do")
+    if prefetch < 0:
+        raise ValueError(f"prefetch={prefetch} is not a number of units; 0 gathers each when it is needed")
+    if of(module) is not None:
+        raise ValueError(f"{type(module).__name__} is sharded already")
+    policy = Policy(this_device(), dtype, communication_dtype, average, cpu_offload)
+    _bring_buffers(module, axis, policy.device)
+    Sharded(module, axis, units, policy, prefetch, reshard_after_forward, find_unused_parameters)
+    return module
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Accumulate: backwards inside keep whole gradients on this rank; the next one outside sends their sum.
+
+    Until then they are not in .grad, and no zero_grad reaches them.
+
+    Raises:
+        ValueError: nothing in `module` is sharded.
+    """
+    states = [state for m in module.modules() if (state := of(m)) is not None]
+    if not states:
+        raise ValueError(f"nothing in {type(module).__name__} is sharded; call fully_shard first")
+    before = [state.sync for state in states]
+    for state in states:
+        state.sync = False
+    try:
+        yield
+    finally:
+        for state, sync in zip(states, before, strict=True):
+            state.sync = sync
+
+
+@torch.no_grad()
+def load_full_state_dict(module: nn.Module, full: Mapping[str, torch.Tensor]) -> None:
+    """Fill `module` from the whole model's tensors, each rank taking its parts; nothing is sent.
+
+    Args:
+        full: {name: tensor}, read one after the other, so it may be a mapping that reads files. Names are
+            those of `module.state_dict()`; of the names of a tied parameter one is enough.
+
+    Raises:
+        ValueError: a missing or unexpected name, or another shape.
+    """
+    held = module.state_dict(keep_vars=True)
+    tied: dict[int, list[str]] = {}
+    for name, value in held.items():
+        tied.setdefault(id(value), []).append(name)
+    missing = [names[0] for names in tied.values() if not any(name in full for name in names)]
+    unexpected = [name for name in full if name not in held]
+    for what, names in (("lacks", missing), ("has unexpected", unexpected)):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ValueError(f"the state {what} {', '.join(names[:5])}{more}")
+    for names in tied.values():
+        name = next(name for name in names if name in full)
+        held[name].copy_(placement.of(held[name], name).take(full[name]))
+
+
+def _bring_buffers(module: nn.Module, axis: Axis, device: torch.device) -> None:
+    lost = {name for name, buffer in module.named_buffers() if buffer.is_meta}
+    if lost and (lost := lost - module.state_dict().keys()):
+        raise ValueError(
+            f"buffer {min(lost)} is on the meta device and in no state dict, so nothing would fill it; "
+            "give it its values before"
+        )
+    for at in module.modules():
+        for key, buffer in at._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                at._buffers[key] = torch.zeros_like(buffer, device=device)
+            elif buffer is not None:
+                at._buffers[key] = buffer.to(device)
+    broadcast(list(module.buffers()), axis)

@@ -1,0 +1,73 @@
+"""The benchmarks run, and compare like with like. What they measure is never asserted."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import hpnb
+from hpnb import Layout, Mesh
+from hpnb.bench import data_parallel
+from hpnb.bench.report import Row, table
+
+
+def test_every_contest_prints_a_table() -> None:
+    found = data_parallel.run(2, pairs=2, device="cpu").split("\n\n")
+    assert len(found) == len(data_parallel.CONTESTS)
+    for text, contest in zip(found, data_parallel.CONTESTS, strict=True):
+        for name in data_parallel.NAMES[contest]:
+            assert re.search(rf"^{re.escape(name)} +[\d.]+ ms", text, re.MULTILINE)
+        assert re.search(r"pair by pair: median \d\.\d{3}, quartiles", text)
+
+
+def same_training() -> dict[str, float]:
+    """The largest relative distance of the weights of both candidates of a contest after four steps."""
+    axis = Mesh(Layout(dp=hpnb.world_size())).dp
+    task = data_parallel.tasks(torch.device("cpu"))[0]
+    found = {}
+    for contest, candidates in data_parallel.CONTESTS.items():
+        built: list[torch.nn.Module] = []
+
+        def build(kept: list[torch.nn.Module] = built) -> torch.nn.Module:
+            torch.manual_seed(0)
+            kept.append(task.build())
+            return kept[-1]
+
+        same = data_parallel.Task(task.name, build, lambda: _batch(axis.rank), task.units, task.dtype)
+        for step in [candidate(same, axis) for candidate in candidates]:
+            for _ in range(4):
+                step()
+        states = [hpnb.placement.full_state_dict(built[0], [axis]), _whole(built[1])]
+        found[contest] = max(
+            float((states[0][n] - t).norm() / t.norm().clamp(min=1e-3)) for n, t in states[1].items()
+        )
+    return found
+
+
+def _batch(rank: int) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(rank)
+    return {"pixel_values": torch.randn(4, 3, 32, 32, generator=g), "labels": torch.arange(4) + rank}
+
+
+def _whole(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in module.state_dict().items()}
+
+
+def test_both_of_a_contest_train_the_same() -> None:
+    for distances in hpnb.launch(same_training, ranks=2, device="cpu", timeout=120):
+        assert set(distances) == set(data_parallel.CONTESTS)
+        for contest, distance in distances.items():
+            assert distance < 1e-4, contest
+
+
+def test_a_table_has_ratios_to_its_first_row() -> None:
+    text = table("title", [Row("a", (0.001, 0.003, 0.002)), Row("b", (0.004,) * 3)])
+    assert text.splitlines()[2].split() == ["a", "2.00", "ms", "1.50", "to", "2.50", "ms", "1.00"]
+    assert text.splitlines()[3].split()[-1] == "2.00"
+
+
+@pytest.mark.gpu
+def test_a_contest_on_gpus_tells_memory() -> None:
+    assert "memory rises" in data_parallel.run(2, pairs=1, device="cuda", contests=["replicas"])

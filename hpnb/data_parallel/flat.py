@@ -24,6 +24,7 @@ from torch import nn
 
 from hpnb import placement
 from hpnb.background import Background, Pending
+from hpnb.data_parallel.reducer import fill
 from hpnb.data_parallel.shares import Shares
 from hpnb.mesh import Axis
 from hpnb.placement import FLAT, Cut
@@ -201,19 +202,9 @@ class Flat:
             self._gradient_views = self._layout.views(self._gradient)
         else:
             self._gradient.untyped_storage().resize_(self._gradient_bytes)
-        views, grads = [], []
-        for whole, view in zip(self.wholes, self._gradient_views, strict=True):
-            if whole.grad is None:
-                view.zero_()
-            else:
-                views.append(view)
-                grads.append(whole.grad)
-                whole.grad = None
-        if self._scale != 1.0:  # on a CPU, where one kernel for all would be no faster
-            for view, grad in zip(views, grads, strict=True):
-                torch.mul(grad, self._scale, out=view)
-        elif views:
-            torch._foreach_copy_(views, grads)
+        fill(self._gradient, self._gradient_views, [whole.grad for whole in self.wholes], self._scale)
+        for whole in self.wholes:
+            whole.grad = None
         self.holds = False
         mine = torch.empty(self._layout.share, dtype=self._sent, device=self._flat.device)
         average = self._policy.average and self._wire.averages

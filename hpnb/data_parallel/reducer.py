@@ -19,6 +19,8 @@ from hpnb.background import Background, Pending
 from hpnb.data_parallel.buckets import deal
 from hpnb.mesh import Axis
 
+SMALL = 16384  # elements of a gradient in the mean: below, calls cost more than bytes
+
 
 class Reducer:
     """A `GradientSink` that all-reduces: after `finish`, .grad is the sum (or mean) over the axis.
@@ -123,7 +125,7 @@ class Reducer:
         bucket, flat, views = self.buckets[index], self._flat[index], self._views[index]
         background = self._background[flat.device]
         here = 1.0 if background.averages or not self.average else 1.0 / self.axis.size  # else on the way
-        fill(views, [p.grad for p in bucket.parameters], here)
+        fill(flat, views, [p.grad for p in bucket.parameters], here)
         if self.as_view:
             for p, view in zip(bucket.parameters, views, strict=True):
                 if p.grad is not None:
@@ -174,25 +176,32 @@ class Reducer:
 # --- what every way of reducing needs ------------------------------------------------------------------
 
 
-def fill(views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], scale: float) -> None:
-    """Put each gradient times `scale` where it will be sent from; zeros where there is none.
+def fill(
+    flat: torch.Tensor, views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], scale: float
+) -> None:
+    """Put each gradient times `scale` into its view of `flat` (numel,); zeros where there is none.
 
-    One pass over memory: a gradient that lies there already is scaled, or not touched at all.
+    Large gradients are scaled as they are copied, in one pass over memory. Small ones are copied by one call
+    for all, and then scaled in the cache, where a second pass costs less than a call for each.
     """
+    cast = next((g.dtype for g in grads if g is not None), flat.dtype) != flat.dtype  # before it is scaled
+    small = cast or scale == 1.0 or flat.numel() <= SMALL * len(views)
     there, come = [], []
     for view, grad in zip(views, grads, strict=True):
         if grad is None:
             view.zero_()
-        elif grad.data_ptr() == view.data_ptr():
-            if scale != 1.0:
+        elif grad.data_ptr() == view.data_ptr():  # it lies there already
+            if not small:
                 view.mul_(scale)
-        elif scale != 1.0:
-            torch.mul(grad, scale, out=view)
-        else:
+        elif small:
             there.append(view)
             come.append(grad)
+        else:
+            torch.mul(grad, scale, out=view)
     if come:
-        torch._foreach_copy_(there, come)  # one kernel for all
+        torch._foreach_copy_(there, come)
+    if small and scale != 1.0:
+        flat.mul_(scale)
 
 
 def used_nowhere(

@@ -101,11 +101,7 @@ class ZeroBucket:
                 piece.grad = None if fresh else piece.grad.clone() if reused else piece.grad
         self._flat, self._share = self._buffers()
         here = 1.0 if background.averages or not average else 1.0 / self.axis.size  # else on the way
-        exact = self.wire == self.flat.dtype  # else scale what has been cast, not what will be
-        grads = [p.grad for p in self.parameters]
-        fill(self.shares.views(self._flat), grads, here if exact else 1.0)
-        if here != 1.0 and not exact:
-            self._flat.mul_(here)
+        fill(self._flat, self.shares.views(self._flat), [p.grad for p in self.parameters], here)
         for p in self.parameters:
             p.grad = None  # an unreduced gradient under that name would be a trap
         on_the_way = average and background.averages

@@ -15,7 +15,7 @@ must be the same on all ranks. The tensors belong to the collective until `wait`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,15 @@ class Pending:
             with waiting():
                 self._join()
             self._join = None
+
+
+def wait_all(pending: Iterable[Pending]) -> None:
+    """Wait for one after the other; for a recorder it is one wait."""
+    with waiting():
+        for each in pending:
+            if each._join is not None:
+                each._join()
+                each._join = None
 
 
 class Background:
@@ -121,4 +130,4 @@ def _until(work: dist.Work, ended: Callable[[], None]) -> Callable[[], object]:
         return join
 
 
-__all__ = ["Background", "Pending"]
+__all__ = ["Background", "Pending", "wait_all"]

@@ -654,3 +654,136 @@ def test_an_explorer_in_a_kernel_moves_coarsely_then_in_full(tmp_path: Path) -> 
     assert [out.output_type for out in third] == ["display_data", "stream"]  # nothing is shown twice
     assert fourth[0].text == "['not yet']\n"
     assert json.dumps(static).count(str(tmp_path)) == 0
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+def toy() -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    where = hpnb.device()
+    layers = (torch.nn.Linear(256, 256, bias=False, device=where) for _ in range(4))  # 256 kB each
+    model, x = torch.nn.Sequential(*layers), torch.randn(64, 256, device=where)
+    return model, lambda: model(x).square().mean()
+
+
+def watched_and_recorded() -> tuple[Any, Any, bool, float]:
+    axis = hpnb.Mesh(hpnb.Layout(dp=2)).dp
+    model, loss = toy()
+    alone = lesson.steps.backward(model, loss, bucket_mb=0.5, repeats=3)
+    clean = all(p.grad is None for p in model.parameters())
+    replica = hpnb.DataParallel(model, axis, bucket_mb=0.5)
+    return alone, lesson.steps.record(replica, loss, repeats=3), clean, axis.rank
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_backward_alone_says_when_each_bucket_of_data_parallel_is_full(device: str) -> None:
+    found = hpnb.launch(watched_and_recorded, ranks=2, device=device, timeout=120)
+    (alone, tl, clean, _), (_, same, _, _) = found
+    assert clean
+    assert tl == same
+    sent = [e for e in tl.by_rank[0] if e.op == "all_reduce"]
+    assert [2 * e.bytes / 2 for e in sent] == list(alone.nbytes) == [524288.0, 524288.0]  # 2 (p-1)/p is 1
+    assert 0 < alone.forward < alone.ready[0] < alone.ready[1] <= alone.end
+    assert {e.op for e in tl.events} == {"F", "B", "all_reduce"}
+    assert tl.start == 0
+    assert 0 < lesson.steps.computing(tl) <= tl.makespan
+    assert 0 <= lesson.steps.exposed(tl) < tl.makespan
+
+
+ALONE = lesson.steps.Backward(1.0, 3.0, (2.0, 3.0), (10.0, 10.0))
+
+
+def test_a_backward_is_replayed_on_any_wire() -> None:
+    wire = hpnb.theory.Wire(0.0, 5.0)  # 10 bytes over 2 ranks take 2 s
+    during, after = ALONE.on(wire, 2), ALONE.on(wire, 2, during=False)
+    assert [(e.op, e.start, e.end) for e in during.events] == [
+        ("F", 0.0, 1.0), ("B", 1.0, 3.0), ("all_reduce", 2.0, 4.0), ("all_reduce", 4.0, 6.0),
+    ]  # fmt: skip
+    assert [(e.start, e.end) for e in after.events if not e.is_compute] == [(3.0, 5.0), (5.0, 7.0)]
+    assert (ALONE.exposed(wire, 2), ALONE.exposed(wire, 2, during=False)) == (3.0, 4.0)
+    assert ALONE.share(wire, 2) == 0.5
+    assert lesson.steps.exposed(during) == 3.0
+    assert lesson.steps.exposed(after) == 4.0
+    assert (during.source, lesson.steps.computing(during)) == ("simulated", 3.0)
+    assert sum(e.bytes for e in during.events) == 20.0
+
+
+def test_what_is_exposed_is_a_mean_over_the_ranks() -> None:
+    events = [hpnb.record.Event(0, -1, "B", -1, 0.0, 2.0), hpnb.record.Event(1, -1, "B", -1, 0.0, 4.0)]
+    events += [hpnb.record.Event(rank, -1, "all_reduce", -1, 1.0, 5.0, "dp") for rank in range(2)]
+    tl = hpnb.record.Timeline(tuple(events))
+    assert (lesson.steps.exposed(tl), lesson.steps.computing(tl)) == (2.0, 3.0)  # 3 and 1; 2 and 4
+
+
+def test_distance_is_a_relative_norm_over_all_tensors() -> None:
+    a, b = [torch.tensor([0.3]), torch.tensor([0.0, 4.6])], [torch.tensor([0.0]), torch.tensor([3.0, 5.0])]
+    apart = (0.3**2 + 3**2 + 0.4**2) ** 0.5 / (3**2 + 5**2) ** 0.5
+    assert lesson.steps.distance(a, b) == pytest.approx(apart, rel=1e-6)
+    assert lesson.steps.distance(b, b) == 0.0
+    with pytest.raises(ValueError, match="zip"):
+        lesson.steps.distance(a, b[:1])
+
+
+def test_the_explorer_of_notebook_01_wants_larger_buckets_and_more_tokens() -> None:
+    shown = lesson.explorers.overlapped_backward()
+    assert not shown.solved
+    shown.set(tokens=50_000)
+    assert not shown.solved  # half of what a bucket takes is latency
+    assert shown.readings["of it latency (%)"] > 45
+    shown.set(bucket=1000.0)
+    assert not shown.solved  # one bucket, and nothing to hide behind
+    shown.set(bucket=79.0, wire="NVLink 4")
+    assert not shown.solved  # not as asked
+    shown.set(wire="Ethernet 100 Gb", tokens=63_000)
+    assert not shown.solved
+    shown.set(tokens=50_000)
+    assert shown.solved
+    assert shown.readings["exposed (%)"] < 10
+
+
+def test_the_explorer_of_notebook_01_takes_its_size_from_the_model() -> None:
+    from hpnb.lesson import explorers
+    from hpnb.models import SIZES
+
+    assert SIZES["l16"].parameters(classes=3) == explorers._VIT_L
+
+
+# --- one device's bill -----------------------------------------------------------------------------
+
+
+def billed() -> tuple[Any, ...]:
+    from hpnb.lesson import bill
+    from hpnb.models import ViTSize
+
+    size = ViTSize(hidden=32, layers=2, heads=2, mlp=128, patch=8, image=16)
+    model, loss = bill.vit_and_loss(size, 3, torch.float64)
+    value = loss(model)
+    value.backward()
+    counted = sum(p.numel() for p in model.parameters()) == size.parameters(classes=3)
+    finite = all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+    times = bill.matmul_seconds(size.block(3), torch.float32)
+    return value.dtype, value.item(), counted, finite, times, bill.memory_rate(1 << 20)
+
+
+def test_a_model_for_timing_is_whole_and_its_matmuls_are_timed() -> None:
+    ((dtype, value, counted, finite, times, rate),) = hpnb.launch(billed, ranks=1, device="cpu", timeout=60)
+    assert dtype == torch.float64
+    assert value == pytest.approx(1.1, abs=0.2)  # three classes, nothing learnt
+    assert counted
+    assert finite
+    assert list(times) == ["qkv", "scores", "weighted values", "projection", "mlp up", "mlp down"]
+    assert min(times.values()) > 0
+    assert rate > 0
+
+
+def test_no_more_ranks_are_timed_than_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hpnb.lesson import bill
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for cores, ranks in ((1, 2), (2, 2), (3, 3), (64, 4)):
+        monkeypatch.setattr(hpnb.ranks, "usable_cores", lambda cores=cores: cores)
+        assert bill.timed_ranks() == ranks
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert bill.timed_ranks() == 8
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert bill.timed_ranks() == 4  # one GPU is not enough; on the CPU there are 64 cores

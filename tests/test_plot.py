@@ -130,6 +130,10 @@ def straggling(slow: float = 8.0) -> Timeline:
 
 SIZES = [2.0**k for k in range(6, 27)]
 TIMES = [3e-5 + n / 8e9 for n in SIZES]
+KEPT = {
+    "stage 0, all of it": {"parameters": 2e6, "gradients": 2e6, "optimizer": 12e6},
+    "stage 3": {"parameters": 5e5, "gradients": 5e5, "optimizer": 3e6},
+}
 FIGURES: dict[str, Callable[[], Figure]] = {
     "timeline": lambda: plot.timeline(
         one_f_one_b(4, 8),
@@ -148,6 +152,19 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "waits": lambda: plot.waits(straggling()),
     "tensors": lambda: plot.tensors([[1, 2, 3], [], [4]], [[10], [1234.5], [7]], title="gather"),
     "notation": plot.notation,
+    "exposure": lambda: plot.exposure(
+        {"after": ([200, 800, 6400], [0.9, 0.6, 0.2]), "during": ([200, 800, 6400], [0.8, 0.3, 0.0])},
+        {"after": ([200, 800, 6400], [0.8, 0.5, 0.1]), "during": ([200, 800, 6400], [0.7, 0.2, 0.0])},
+        knee=1500.0,
+        caption="Measured on a machine of which there is much to say, so that the caption takes two lines.",
+    ),
+    "drift": lambda: plot.drift(
+        {"agreed": [1.1, 0.9, 0.8], "alone": [1.1, 0.95, 0.8]},
+        {"agreed": [0.0, 0.0, 0.0], "alone": [0.0, 1e-3, 2e-2]},
+        [2],
+        "rank 1 overflows",
+    ),
+    "states": lambda: plot.states(KEPT, KEPT),
 }
 
 
@@ -597,6 +614,89 @@ def test_a_number_keeps_its_colour_across_a_collective() -> None:
         plot.tensors([[1]], [[1], [2]])
     with pytest.raises(ValueError, match="no rank holds a number"):
         plot.tensors([[]], [[]])
+
+
+def test_exposure_tells_the_law_from_what_was_predicted_and_measured() -> None:
+    points = ([100.0, 1000.0], [0.8, 0.1])
+    fig = plot.exposure({"during": points}, {"during": ([100.0, 1000.0], [0.7, 0.2])},
+                        {"during": ([100.0, 500.0, 1000.0], [0.9, 0.0, 0.0])}, 500.0, "T", "C")  # fmt: skip
+    ax = fig.axes[0]
+    measured, predicted, law = (find(ax, f"{kind} during") for kind in ("measured", "predicted", "law"))
+    assert list(measured.get_ydata()) == pytest.approx([80.0, 10.0])
+    assert list(predicted.get_ydata()) == pytest.approx([70.0, 20.0])
+    assert list(law.get_xdata()) == [100.0, 500.0, 1000.0]
+    assert to_hex(predicted.get_markerfacecolor()).upper() == CARD
+    assert measured.get_markerfacecolor() == law.get_color() == predicted.get_markeredgecolor()
+    assert (measured.get_linestyle(), law.get_linestyle()) == ("None", "-")
+    assert find(ax, "knee").get_xdata()[0] == 500.0
+    assert ax.get_xscale() == "log"
+    assert {"T", "C", "tokens a rank", "knee 500 tokens", "hollow: predicted"} <= set(words(fig))
+    bare = plot.exposure({"a": points, "b": points})
+    assert "hollow: predicted" not in words(bare)
+    first, second = find(bare.axes[0], "measured a"), find(bare.axes[0], "measured b")
+    assert (first.get_color(), first.get_marker()) != (second.get_color(), second.get_marker())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shares", "says"),
+    [
+        ([1.0], [0.1, 0.2], "1 tokens and 2 shares"),
+        ([0.0], [0.1], "not above 0"),
+        ([1.0], [1.2], "outside 0 to 1"),
+    ],
+)
+def test_exposure_that_cannot_be_drawn_says_why(tokens: list[float], shares: list[float], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        plot.exposure({"a": (tokens, shares)})
+
+
+def test_drift_draws_equal_replicas_at_the_foot() -> None:
+    losses = {"agreed": [1.0, 0.5, 0.4], "alone": [1.0, 0.6, 0.4]}
+    fig = plot.drift(losses, {"agreed": [0.0, 0.0, 0.0], "alone": [0.0, 1e-3, 1e-2]}, [2], "overflow")
+    above, below = fig.axes
+    assert list(find(above, "loss alone").get_ydata()) == losses["alone"]
+    assert list(find(above, "loss alone").get_xdata()) == [1, 2, 3]
+    foot = below.get_ylim()[0]
+    assert list(find(below, "distance agreed").get_ydata()) == [foot] * 3
+    assert list(find(below, "distance alone").get_ydata()) == [foot, 1e-3, 1e-2]
+    assert (below.get_yscale(), above.get_yscale()) == ("log", "linear")
+    assert {"overflow", "0: equal bit for bit", "0"} <= set(words(fig))
+    assert [line.get_xdata()[0] for ax in fig.axes for line in ax.lines if line.get_label() == "mark"] == [
+        2,
+        2,
+    ]
+    assert "0: equal bit for bit" not in words(plot.drift({"a": [1.0]}, {"a": [1e-3]}))
+
+
+@pytest.mark.parametrize(
+    ("losses", "distances", "says"),
+    [
+        ({"a": [1.0]}, {"b": [1.0]}, "losses are of a, distances of b"),
+        ({"a": [1.0]}, {"a": [1.0, 2.0]}, "1 losses and 2 distances"),
+        ({"a": [float("nan")]}, {"a": [1.0]}, "must be finite"),
+    ],
+)
+def test_drift_that_cannot_be_drawn_says_why(
+    losses: dict[str, list[float]], distances: dict[str, list[float]], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        plot.drift(losses, distances)
+
+
+def test_states_are_stacked_predicted_over_measured() -> None:
+    measured = {name: {c: 1.1 * n for c, n in parts.items()} for name, parts in KEPT.items()}
+    ax = plot.states(KEPT, measured, "T").axes[0]
+    hollow, filled = find(ax, "predicted optimizer stage 3"), find(ax, "measured optimizer stage 3")
+    assert (hollow.get_x(), hollow.get_width()) == (1.0, 3.0)  # in MB, behind parameters and gradients
+    assert (filled.get_x(), filled.get_width()) == (pytest.approx(1.1), pytest.approx(3.3))
+    assert hollow.get_y() < filled.get_y()
+    assert to_hex(hollow.get_facecolor()).upper() == CARD
+    assert to_hex(filled.get_facecolor()).upper() == CATEGORY["optimizer"].color.upper()
+    assert {"16.0", "4.40", "bytes on one rank (MB)"} <= {t.get_text() for t in ax.texts} | {ax.get_xlabel()}
+    with pytest.raises(ValueError, match="only one has b"):
+        plot.states({"a": {}}, {"a": {}, "b": {}})
+    with pytest.raises(ValueError, match="no category weights"):
+        plot.states({"a": {"weights": 1.0}}, {"a": {}})
 
 
 def test_the_page_of_notation_has_everything() -> None:

@@ -512,3 +512,69 @@ def test_model_states_by_category_and_what_they_refuse() -> None:
         theory.model_states(1, 1, 4)
     with pytest.raises(ValueError, match="ranks=0 is not a count"):
         theory.model_states(1, 0)
+
+
+# --- what a backward hides ------------------------------------------------------------------------
+
+
+def test_buckets_travel_one_behind_the_other() -> None:
+    wire = Wire(latency=0.5, bandwidth=10.0)  # on 2 ranks 1 s of latency, and a tenth of a second a byte
+    found = theory.overlap([1.0, 2.0, 7.0], [10, 20, 10], 2, wire)
+    assert found.starts == (1.0, 3.0, 7.0)  # the second waits for the first, the third for its gradients
+    assert found.ends == (3.0, 6.0, 9.0)
+    assert (found.backward, found.exposed) == (7.0, 2.0)
+    assert theory.overlap([1.0, 2.0, 7.0], [10, 20, 10], 2, wire, backward=8.5).exposed == 0.5
+    assert theory.overlap([1.0, 2.0, 7.0], [10, 20, 10], 2, wire, backward=10).exposed == 0
+
+
+def test_a_bucket_that_is_full_early_keeps_its_turn() -> None:
+    found = theory.overlap([5.0, 1.0], [10, 10], 2, Wire(0.0, 10.0))
+    assert found.starts == (5.0, 6.0)
+    assert theory.overlap([], [], 2, WIRE).exposed == 0
+    with pytest.raises(ValueError, match="2 times and 1 sizes"):
+        theory.overlap([1.0, 2.0], [1], 2, WIRE)
+
+
+def test_gradients_made_at_a_constant_rate_fill_buckets_evenly() -> None:
+    assert theory.even_buckets(100, 40, 10.0) == ((4.0, 8.0, 10.0), (40, 40, 20))
+    assert theory.even_buckets(90, 30, 9.0) == ((3.0, 6.0, 9.0), (30, 30, 30))
+    assert theory.even_buckets(10, 25, 1.0) == ((1.0,), (10,))
+    ready, sizes = theory.even_buckets(0.7, 0.1, 1.0)
+    assert (len(ready), sum(sizes)) == (7, pytest.approx(0.7))
+    with pytest.raises(ValueError, match="above 0"):
+        theory.even_buckets(10, 0, 1.0)
+
+
+@pytest.mark.parametrize("buckets", [1, 2, 7, 40])
+@pytest.mark.parametrize("bandwidth", [1.0, 30.0, 1e4])
+@pytest.mark.parametrize("latency", [0.0, 0.01, 0.3])
+def test_the_closed_form_is_the_simulation_of_equal_buckets(
+    buckets: int, bandwidth: float, latency: float
+) -> None:
+    wire, backward, nbytes = Wire(latency, bandwidth), 6.0, 120.0
+    ready, sizes = theory.even_buckets(nbytes, nbytes / buckets, backward)
+    exposed = theory.exposed_seconds(backward, nbytes, buckets, 4, wire)
+    assert exposed == pytest.approx(theory.overlap(ready, sizes, 4, wire).exposed, rel=1e-9)
+
+
+def test_the_share_exposed_ends_at_the_knee_of_the_law() -> None:
+    """A step of many buckets on a wire without latency, by the simulation and by the law's own tokens."""
+    rate, parameters, ranks, gradient_bytes = 1e12, 1e8, 8, 2
+    wire = Wire(0.0, 1e10)
+    knee = theory.dp_tokens_to_hide(rate / wire.bandwidth, ranks, gradient_bytes)
+    for x in (0.1, 0.5, 0.9, 1.0, 3.0):
+        backward = 4 * x * knee * parameters / rate
+        moving = seconds_of(gradient_bytes * parameters, ranks, wire)
+        assert backward == pytest.approx(x * moving)
+        exposed = theory.exposed_seconds(backward, gradient_bytes * parameters, 10**5, ranks, wire)
+        share = exposed / (1.5 * backward + exposed)
+        assert share == pytest.approx(theory.exposed_share(x), abs=1e-4)
+        after = moving / (1.5 * backward + moving)
+        assert after == pytest.approx(theory.exposed_share(x, overlapped=False))
+    assert theory.exposed_share(0) == theory.exposed_share(0, overlapped=False) == 1
+    with pytest.raises(ValueError, match="no number of tokens"):
+        theory.exposed_share(-1)
+
+
+def seconds_of(nbytes: float, ranks: int, wire: Wire) -> float:
+    return theory.seconds("all_reduce", nbytes, ranks, wire)

@@ -535,7 +535,7 @@ def test_memory_is_what_the_formula_says(pools: dict[int, hpnb.Ranks], ranks: in
             if stage == 1:
                 assert whole >= 2 * n
             elif ranks == 4:
-                # Its share; of whole gradients one that autograd has made and two on the wire; and activations.
+                # Its share; of whole gradients one that autograd has made and two on the wire; activations.
                 # Threads of gloo let go of what they have sent a little later, on a busy machine much later.
                 assert 2 * n / ranks + of_bucket <= whole <= 2 * n / ranks + 9 * of_bucket < 2 * n
 

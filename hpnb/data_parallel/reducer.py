@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from hpnb.background import Background, Pending
+from hpnb.background import Background, Pending, wait_all
 from hpnb.data_parallel.buckets import deal
 from hpnb.mesh import Axis
 
@@ -109,8 +109,8 @@ class Reducer:
             while len(self._sent) < len(self.buckets):
                 self._send(len(self._sent))
             nowhere = self._used_nowhere(unused)
-            for index, pending in enumerate(self._sent):
-                pending.wait()
+            wait_all(self._sent)
+            for index in range(len(self.buckets)):
                 self._hand_back(index, nowhere)
             if self.check:
                 self._compare()

@@ -338,11 +338,10 @@ class ZeroOptimizer(Optimizer):
     def held(self) -> dict[str, list[torch.Tensor]]:
         """{"optimizer": states, masters, offloaded pieces, "gradients": whole and in shares} of this rank."""
         parts = [bucket.held() for bucket in self.buckets]
-        if self.masters is not None:
-            parts.append(self.masters.held())
         states = [leaf for leaf in tree_leaves(dict(self.optimizer.state)) if isinstance(leaf, torch.Tensor)]
+        masters = [] if self.masters is None else self.masters.held()["optimizer"]
         return {
-            "optimizer": [*states, *(t for part in parts for t in part["optimizer"])],
+            "optimizer": [*states, *masters, *(t for part in parts for t in part["optimizer"])],
             "gradients": [t for part in parts for t in part["gradients"]],
         }
 

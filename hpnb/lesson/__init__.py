@@ -1,11 +1,12 @@
 """What only notebooks need: a banner, the reader's predictions, exercise checks, ledgers, explorers.
 
 `lesson.banner`, `predict` and `explorer` are the functions, though submodules have the same names: a name
-imported from a submodule replaces the submodule that importing it had bound here. `lesson.ledger` and
-`lesson.field_guide` are modules. Nothing here imports matplotlib or ipywidgets before it draws.
+imported from a submodule replaces the submodule that importing it had bound here. `lesson.ledger`,
+`lesson.field_guide` and `lesson.steps` are modules. Nothing here imports matplotlib or ipywidgets before it
+draws.
 """
 
-from hpnb.lesson import explorers, field_guide, ledger
+from hpnb.lesson import explorers, field_guide, ledger, steps
 from hpnb.lesson.banner import Banner, banner
 from hpnb.lesson.checks import Exercise, Finding, Verdict, check
 from hpnb.lesson.comparison import comparison
@@ -44,5 +45,6 @@ __all__ = [
     "predict",
     "replay",
     "reveal",
+    "steps",
     "table",
 ]

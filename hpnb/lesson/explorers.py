@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from hpnb.lesson.explorer import Explorer, explorer
 from hpnb.lesson.knobs import Challenge, Choice, Slider
+from hpnb.lesson.steps import Backward
 from hpnb.lesson.tables import number
-from hpnb.theory import ALGORITHMS, Wire, cheapest, seconds
+from hpnb.theory import ALGORITHMS, WIRES, Wire, cheapest, even_buckets, seconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,5 +60,63 @@ def all_reduce_cost() -> Explorer:
         Challenge(
             "64 ranks, 100 kB, 10 µs and 12.5 GB/s or worse: under 200 µs.",
             lambda read: bool(read["_as_asked"]) and read["time (s)"] < 200e-6,
+        ),
+    )
+
+
+_VIT_L = 303_304_707  # parameters of ViT-L/16 with 3 classes
+_LEAST = 400.0  # TFLOP/s, of the challenge
+
+
+def overlapped_backward() -> Explorer:
+    """Notebook 01: a ViT-L/16 whose 16-bit gradients travel during the backward.
+
+    By bucket, tokens, matmul rate, wire and ranks. The backward makes gradients at a constant rate.
+    """
+    from hpnb import plot
+
+    def draw(
+        bucket: float, tokens: float, matmul: float, wire: str, ranks: int, fast: bool
+    ) -> tuple[Figure, str, dict[str, Any]]:
+        computing = 4 * tokens * _VIT_L / (matmul * 1e12)  # seconds of the backward
+        ready, sizes = even_buckets(2 * _VIT_L, bucket * 1e6, computing)
+        forward = computing / 2
+        step = Backward(forward, forward + computing, tuple(forward + at for at in ready), sizes)
+        tl, bare = step.on(WIRES[wire], ranks), step.share(WIRES[wire], ranks)
+        figure = plot.timeline(
+            tl,
+            exposed=True,
+            bubble=None,
+            text=not fast,
+            axis_labels={0: "each rank"},
+            title=f"ViT-L/16 on {ranks} ranks, {wire}, {len(sizes)} buckets of {number(bucket * 1e6, 'B')}",
+        )
+        alt = (
+            f"Forward and backward of one rank above its {len(sizes)} all-reduces; "
+            f"{100 * bare:.0f} % of the step is exposed communication."
+        )
+        each = seconds("all_reduce", sizes[0], ranks, WIRES[wire])
+        readings = {
+            "step (s)": tl.makespan,
+            "exposed (%)": 100 * bare,
+            "a bucket's all-reduce (s)": each,
+            "of it latency (%)": 100 * seconds("all_reduce", 0.0, ranks, WIRES[wire]) / each,
+            "ρ (FLOP/B)": f"{matmul * 1e12 / WIRES[wire].bandwidth:,.0f}",
+            "_as_asked": ranks == 64 and wire == "Ethernet 100 Gb" and matmul >= _LEAST and tokens <= 50_000,
+        }
+        return figure, alt, readings
+
+    return explorer(
+        draw,
+        {
+            "bucket": Slider(5.0, 1000.0, 25.0, log=True, unit="MB"),
+            "tokens": Slider(100.0, 1e6, 10_000.0, log=True),
+            "matmul": Slider(50.0, 1000.0, 400.0, log=True, unit="TFLOP/s"),
+            "wire": Choice(tuple(WIRES), "Ethernet 100 Gb"),
+            "ranks": Slider(2, 128, 64, 1),
+        },
+        Challenge(
+            "64 ranks, Ethernet 100 Gb, 400 TFLOP/s or more, at most 50,000 tokens: under 10 % exposed.",
+            lambda read: bool(read["_as_asked"]) and read["exposed (%)"] < 10,
         ),
     )

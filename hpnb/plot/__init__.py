@@ -7,11 +7,14 @@ submodule replaces the submodule that importing it had bound here.
 from hpnb.plot.canvas import new_figure
 from hpnb.plot.compare import compare
 from hpnb.plot.costs import costs
+from hpnb.plot.drift import drift
+from hpnb.plot.exposure import exposure
 from hpnb.plot.grammar import AXIS, CATEGORY, STYLE, OpStyle
 from hpnb.plot.memory import memory
 from hpnb.plot.mesh import mesh
 from hpnb.plot.notation import notation
 from hpnb.plot.show import png, show
+from hpnb.plot.states import states
 from hpnb.plot.tensors import tensors
 from hpnb.plot.timeline import timeline
 from hpnb.plot.waits import waits
@@ -23,12 +26,15 @@ __all__ = [
     "OpStyle",
     "compare",
     "costs",
+    "drift",
+    "exposure",
     "memory",
     "mesh",
     "new_figure",
     "notation",
     "png",
     "show",
+    "states",
     "tensors",
     "timeline",
     "waits",

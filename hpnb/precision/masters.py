@@ -82,9 +82,8 @@ class Masters:
             master.copy_(p)
 
     def held(self) -> dict[str, list[torch.Tensor]]:
-        """{"optimizer": masters, "gradients": theirs, while a step runs}: what is not in optimizer.state."""
-        masters = list(self._master.values())
-        return {"optimizer": masters, "gradients": [m.grad for m in masters if m.grad is not None]}
+        """{"optimizer": masters}: what is not in optimizer.state. Their gradients live for a step alone."""
+        return {"optimizer": list(self._master.values())}
 
     def _make(self, p: torch.Tensor) -> torch.Tensor:
         """The master of `p`, made on first sight: groups can be added, and frozen parameters thawed."""

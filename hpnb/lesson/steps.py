@@ -1,0 +1,151 @@
+"""A training step in pieces of time: what was computed when, which bucket was ready when, what was exposed.
+
+    alone = lesson.steps.backward(model, loss, bucket_mb=25)    on a rank: nothing is sent
+    alone.on(wire, ranks)                                       the same step on any wire, as a Timeline
+    lesson.steps.record(model, loss)                            a step that does send, as a Timeline of all
+
+Of several repeats the one with the median duration counts. Nothing here imports matplotlib before it draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+import hpnb
+from hpnb.data_parallel.buckets import deal
+from hpnb.gradients import attach
+from hpnb.record import Event, Timeline
+from hpnb.record.recorder import Recorder
+from hpnb.theory import Wire, overlap
+
+Loss = Callable[[], torch.Tensor]
+READY = "ready"
+
+
+@dataclass(frozen=True)
+class Backward:
+    """One step of one rank on which nothing was sent. Seconds from its start, bytes.
+
+    Attributes:
+        forward: when the forward ended.
+        end: when the backward ended.
+        ready: when each bucket of gradients was full, in the order in which they are sent.
+        nbytes: of each.
+    """
+
+    forward: float
+    end: float
+    ready: tuple[float, ...]
+    nbytes: tuple[float, ...]
+
+    def exposed(self, wire: Wire, ranks: int, during: bool = True) -> float:
+        """Seconds by which the all-reduces of the buckets prolong the step."""
+        return overlap(self._leaves(during), self.nbytes, ranks, wire, self.end).exposed
+
+    def share(self, wire: Wire, ranks: int, during: bool = True) -> float:
+        """The same as a share of the step, 0 to 1."""
+        bare = self.exposed(wire, ranks, during)
+        return bare / (self.end + bare)
+
+    def on(self, wire: Wire, ranks: int, during: bool = True) -> Timeline:
+        """The step on `wire`, as any one of `ranks` equal ranks would have it; "simulated".
+
+        Args:
+            during: send a bucket when it is full; else all of them after the backward.
+        """
+        found = overlap(self._leaves(during), self.nbytes, ranks, wire, self.end)
+        group = tuple(range(ranks))
+        events = [
+            Event(0, -1, "F", -1, 0.0, self.forward),
+            Event(0, -1, "B", -1, self.forward, self.end),
+        ]
+        for start, end, size in zip(found.starts, found.ends, self.nbytes, strict=True):
+            sent = hpnb.record.ring_bytes("all_reduce", size, ranks)
+            events.append(Event(0, -1, "all_reduce", -1, start, end, "dp", sent, group))
+        return Timeline(tuple(events), "simulated")
+
+    def _leaves(self, during: bool) -> tuple[float, ...]:
+        return self.ready if during else (self.end,) * len(self.ready)
+
+
+def backward(module: torch.nn.Module, loss: Loss, bucket_mb: float = 25.0, repeats: int = 5) -> Backward:
+    """Time a step of this rank alone, and when each bucket of `DataParallel(module, bucket_mb=...)` is full.
+
+    Call it on all ranks, so that they share cores and memory as they will later. Gradients are dropped.
+    """
+    trained = [p for p in module.parameters() if p.requires_grad]
+    buckets = deal(reversed(trained), bucket_mb)
+    where = {p: i for i, bucket in enumerate(buckets) for p in bucket.parameters}
+    found: list[Backward] = []
+    for _ in range(repeats + 1):
+        missing = [len(bucket.parameters) for bucket in buckets]
+        with hpnb.record.timeline() as recorder:
+
+            def grown(p: torch.nn.Parameter, missing: list[int] = missing, to: Recorder = recorder) -> None:
+                missing[where[p]] -= 1
+                if not missing[where[p]]:
+                    to.begin(Event(hpnb.rank(), -1, READY, where[p], 0.0, 0.0))()
+
+            hooks = attach(trained, grown)
+            try:
+                _forward_and_backward(loss, recorder)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+        module.zero_grad(set_to_none=True)
+        events = recorder.events()
+        by_op = {e.op: e for e in events if e.op != READY}
+        zero = by_op["F"].start
+        ready = {e.microbatch: e.end - zero for e in events if e.op == READY}
+        times = tuple(ready[i] for i in range(len(buckets)))
+        sizes = tuple(float(bucket.nbytes) for bucket in buckets)
+        found.append(Backward(by_op["F"].end - zero, by_op["B"].end - zero, times, sizes))
+    return sorted(found[1:], key=lambda one: one.end)[repeats // 2]
+
+
+def _forward_and_backward(loss: Loss, recorder: Recorder) -> None:
+    """One forward, "F", and one backward, "B"."""
+    with recorder.span("F"):
+        value = loss()
+    with recorder.span("B"):
+        value.backward()
+
+
+def record(module: torch.nn.Module, loss: Loss, repeats: int = 5) -> Timeline:
+    """Record forward, backward and whatever travels: the Timeline of all ranks, of the median repeat.
+
+    Every rank calls it. Gradients are dropped after each repeat.
+    """
+    found = []
+    for _ in range(repeats + 1):
+        with hpnb.record.timeline() as recorder:
+            _forward_and_backward(loss, recorder)
+        found.append(recorder.gather().shifted())
+        module.zero_grad(set_to_none=True)
+    return sorted(found[1:], key=lambda tl: tl.makespan)[repeats // 2]
+
+
+def exposed(tl: Timeline) -> float:
+    """Seconds in which a rank communicates and computes nothing, mean over the ranks."""
+    from hpnb.plot.lanes import exposed_parts
+
+    parts = (end - start for rank in tl.ranks for _, start, end in exposed_parts(tl.by_rank[rank]))
+    return sum(parts) / len(tl.ranks)
+
+
+def computing(tl: Timeline) -> float:
+    """Seconds in which a rank computes, mean over the ranks."""
+    return sum(tl.work(rank) for rank in tl.ranks) / len(tl.ranks)
+
+
+def distance(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> float:
+    """|| a - b || / || b || over all of them together, in float64."""
+    pairs = [
+        (a.detach().double().cpu(), b.detach().double().cpu()) for a, b in zip(tensors, others, strict=True)
+    ]
+    apart = sum(float((a - b).square().sum()) for a, b in pairs)
+    whole = sum(float(b.square().sum()) for _, b in pairs)
+    return (apart / whole) ** 0.5 if whole else float(apart > 0)

@@ -1,0 +1,118 @@
+"""How much of the gradients' journey a backward hides.
+
+    backward   ...  g9 g8 | g7 g6 g5 | g4 ...  g1 g0 |            bucket k is ready at r_k
+    wire              .   [ bucket 0 ][ bucket 1 ]. .[ last ]     and travels behind those before it
+
+    start_k = max(r_k, end_(k-1))       end_k = start_k + all-reduce of its bytes       exposed = end_last - T
+
+T is the end of the backward. What is *exposed* prolongs the step; the rest is hidden. With m equal buckets
+that become ready at T/m, 2T/m, ... T and take c seconds each,
+
+    exposed = max(c, m c - (m-1) T/m)
+
+The first: computing is slower, and of all buckets only the last, which has nothing left to hide behind, is in
+the open. The second: the wire is slower, and works without a pause from T/m on. As m grows and latency costs
+nothing, C = m c seconds on the wire become max(0, C - T): see `exposed_share`.
+
+Source: Li et al. 2020, *PyTorch Distributed* (arXiv 2006.15704), section 3.2, for buckets and overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from hpnb.theory.communication import seconds
+from hpnb.theory.wires import Wire
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """When each bucket travelled. Seconds, on the clock of the backward.
+
+    Attributes:
+        starts, ends: of the all-reduces, in order.
+        backward: the end of the backward.
+    """
+
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+    backward: float
+
+    @property
+    def exposed(self) -> float:
+        """Seconds from the end of the backward to the end of the last all-reduce."""
+        return max(0.0, self.ends[-1] - self.backward) if self.ends else 0.0
+
+
+def overlap(
+    ready: Sequence[float], nbytes: Sequence[float], ranks: int, wire: Wire, backward: float | None = None
+) -> Overlap:
+    """All-reduces of buckets that become ready one after the other, along one wire.
+
+    Args:
+        ready: seconds at which each is full. One that is full before its predecessor waits for it.
+        nbytes: of each bucket.
+        backward: the end of the backward; by default the last bucket ends it.
+
+    Raises:
+        ValueError: as many times as sizes are needed.
+    """
+    if len(ready) != len(nbytes):
+        raise ValueError(f"{len(ready)} times and {len(nbytes)} sizes; every bucket needs one of each")
+    starts: list[float] = []
+    ends: list[float] = []
+    for full, size in zip(ready, nbytes, strict=True):
+        starts.append(max(full, ends[-1]) if ends else full)
+        ends.append(starts[-1] + seconds("all_reduce", size, ranks, wire))
+    last = max(ready, default=0.0)
+    return Overlap(tuple(starts), tuple(ends), last if backward is None else backward)
+
+
+def even_buckets(
+    nbytes: float, bucket_bytes: float, backward: float
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """(ready, sizes) of buckets that a backward fills at a constant rate; the last one may be smaller.
+
+    Raises:
+        ValueError: a size or a time that is not above 0.
+    """
+    if not (nbytes > 0 and bucket_bytes > 0 and backward > 0):
+        raise ValueError(
+            f"{nbytes} bytes in buckets of {bucket_bytes} over {backward} s; all three must be above 0"
+        )
+    whole = int(nbytes / bucket_bytes)
+    sizes = [float(bucket_bytes)] * whole
+    if (rest := nbytes - whole * bucket_bytes) > 1e-9 * nbytes:
+        sizes.append(rest)
+    return tuple(backward * min(1.0, full / nbytes) for full in accumulate(sizes)), tuple(sizes)
+
+
+def exposed_seconds(backward: float, nbytes: float, buckets: int, ranks: int, wire: Wire) -> float:
+    """max(c, m c - (m-1) T/m): exposed of m equal buckets that become ready evenly over T seconds."""
+    if buckets < 1:
+        raise ValueError(f"buckets={buckets} is not a count; use 1 or more")
+    each = seconds("all_reduce", nbytes / buckets, ranks, wire)
+    return max(each, buckets * each - (buckets - 1) * backward / buckets)
+
+
+def exposed_share(tokens_over_knee: float, overlapped: bool = True) -> float:
+    """Share of a step (forward, backward, exposed) in which a rank only communicates, 0 to 1.
+
+    With x = tokens / `dp_tokens_to_hide`, C seconds on the wire, a backward of x C and a forward of x C / 2:
+
+        reduced after the backward     1 / (1 + 3x/2)
+        during it                      (1 - x) / (1 + x/2), and 0 from x = 1 on
+
+    No latency, and buckets so small that the last one does not count.
+    """
+    x = tokens_over_knee
+    if not x >= 0:
+        raise ValueError(f"{x} times the knee is no number of tokens; use 0 or more")
+    if not overlapped:
+        return 1 / (1 + 1.5 * x)
+    return max(0.0, (1 - x) / (1 + x / 2))
+
+
+__all__ = ["Overlap", "even_buckets", "exposed_seconds", "exposed_share", "overlap"]

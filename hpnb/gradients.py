@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 class GradientSink(Protocol):
@@ -23,6 +24,9 @@ class GradientSink(Protocol):
 
     def finish(self) -> None:
         """All gradients are; return once they are reduced, as far as the host is concerned."""
+
+    def drop(self) -> None:
+        """The backward failed: forget what it has left behind."""
 
 
 def attach(
@@ -38,12 +42,26 @@ def after_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def in_backward() -> bool:
+    """Whether a backward is under way, on this thread."""
+    try:
+        after_backward(lambda: None)
+    except RuntimeError:  # which is what autograd says outside of one
+        return False
+    return True
+
+
+# Who reduces which parameter. Not noted on the parameter itself: a copy or a saved one is nobody's.
+_claims: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
 def reduced_by(parameter: torch.Tensor) -> object | None:
     """Who reduces the gradient of `parameter` during backwards, if somebody does."""
-    return getattr(parameter, "_hpnb_reduced_by", None)
+    found: object | None = _claims.get(parameter)
+    return found
 
 
 def claim(parameters: Iterable[torch.Tensor], reducer: object | None) -> None:
     """Say that `reducer` reduces the gradients of `parameters`, so that nobody else does as well."""
     for p in parameters:
-        p._hpnb_reduced_by = reducer  # type: ignore[attr-defined]
+        _claims[p] = reducer

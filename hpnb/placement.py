@@ -120,6 +120,7 @@ def total_norm(parameters: Iterable[torch.Tensor], axes: Sequence[Axis] = ()) ->
     replicated is not: neither counts twice. Without a gradient anywhere it is 0.
     """
     held = list({id(p): p for p in parameters}.values())
+    check_axes(held, axes)
     squares = _squares(held, axes)
     for i, axis in enumerate(axes):
         if axis.size > 1:
@@ -129,6 +130,21 @@ def total_norm(parameters: Iterable[torch.Tensor], axes: Sequence[Axis] = ()) ->
             squares[cut_here] = share
     wide = any(p.dtype == torch.float64 for p in held)
     return squares.sum().sqrt().to(torch.float64 if wide else torch.float32)
+
+
+def check_axes(parameters: Iterable[torch.Tensor], axes: Sequence[Axis]) -> None:
+    """Make sure that what is asked of all of a parameter asks all who hold a part of it.
+
+    Raises:
+        ValueError: a parameter is cut along an axis that is not among `axes`.
+    """
+    known = {axis.name for axis in axes}
+    for p in parameters:
+        if missing := sorted(of(p).axes - known):
+            raise ValueError(
+                f"{of(p).name or 'a parameter'} is cut along {' and '.join(missing)}, and the axes given are "
+                f"{', '.join(sorted(known)) or 'none'}: pass mesh.{missing[0]} too"
+            )
 
 
 def _squares(parameters: Sequence[torch.Tensor], axes: Sequence[Axis]) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -336,3 +338,187 @@ def test_parameters_are_dealt_into_buckets_in_order() -> None:
     assert dealt == [[10], [400_000], [10, 10], [400_000], [10], [10]]
     with pytest.raises(ValueError, match="bucket_mb=0 must be above 0"):
         deal(parameters, 0)
+
+
+# --- what users do ---------------------------------------------------------------------------------------
+
+
+def several_backwards(
+    average: bool, quiet: bool, use: tuple[bool, ...], unused: bool
+) -> tuple[float, float]:
+    """Distances of gradients and weights; a backward for each of `use`: whether the rare layer is in it."""
+    axis = Mesh(Layout(dp=hpnb.world_size())).dp
+    torch.manual_seed(0)
+    serial, model = Branches(), Branches()
+    for net in (serial, model):
+        net.never.requires_grad_(False)
+    model.load_state_dict(serial.state_dict())
+    replica = DataParallel(model, axis, 0.001, average=average, find_unused_parameters=unused)
+    nets = (model, serial)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9) for net in nets]
+    for x, y in batches(2, 12):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for i, rare in enumerate(use):
+            mx, my = x[i::2], y[i::2]
+            ours, theirs = mx.chunk(axis.size)[axis.rank], my.chunk(axis.size)[axis.rank]
+            with replica.no_sync() if quiet and i < len(use) - 1 else contextlib.nullcontext():
+                loss = (replica(ours, rare) - theirs).square().sum() / (len(ours) if average else len(mx))
+                loss.backward()
+            ((serial(mx, rare) - my).square().sum() / len(mx)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    found = [{n: p.grad for n, p in net.named_parameters() if p.grad is not None} for net in nets]
+    weights = [{n: p.detach() for n, p in net.named_parameters()} for net in nets]
+    return distance(*found), distance(*weights)
+
+
+@pytest.mark.parametrize("use", [(True, False), (False, True), (True, True)])
+def test_several_backwards_add_up_whatever_each_uses(use: tuple[bool, ...]) -> None:
+    with hpnb.Ranks(2, device="cpu", timeout=60) as pool:
+        for average in (True, False):
+            for quiet in (True, False):
+                for distances in pool.run(several_backwards, average, quiet, use, True):
+                    assert max(distances) < 1e-12, (average, quiet)
+        for distances in pool.run(several_backwards, True, True, use, False):
+            assert max(distances) < 1e-12
+
+
+def refused(case: str) -> str:
+    """What is said of a case that cannot work; the same on every rank."""
+    axis = Mesh(Layout(dp=2)).dp
+    odd = axis.rank == 1
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.ones(2, 4)
+    try:
+        if case == "shape":
+            DataParallel(nn.Linear(2, 8) if odd else nn.Linear(4, 4), axis)
+        elif case == "frozen":
+            model[0].requires_grad_(not odd)
+            DataParallel(model, axis)
+        elif case == "options":
+            DataParallel(model, axis, 1.0 if odd else 2.0)
+        elif case == "thawed":
+            model[0].requires_grad_(False)
+            replica = DataParallel(model, axis)
+            model[0].requires_grad_(True)
+            replica(x).sum().backward()
+        elif case == "static":
+            net = Branches()
+            net.never.requires_grad_(False)
+            replica = DataParallel(net, axis, find_unused_parameters=True, static_graph=True)
+            for rare in (False, True):
+                replica(torch.ones(2, 6, dtype=D), rare).sum().backward()
+        elif case == "sparse":
+            table = nn.Embedding(4, 4, sparse=True)
+            DataParallel(table, axis)(torch.tensor([1])).sum().backward()
+        elif case == "cast":
+            replica = DataParallel(model, axis)
+            model.double()
+            replica(x.double()).sum().backward()
+        elif case == "meta":
+            DataParallel(nn.Linear(2, 2, device="meta"), axis)
+        elif case == "nothing":
+            DataParallel(model.requires_grad_(False), axis)
+        elif case == "axis":
+            DataParallel(model, "dp")  # type: ignore[arg-type]
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+REFUSALS = {
+    "shape": "rank 0 has ('weight', (4, 4), 'torch.float32', True) where rank 1 has ('weight', (8, 2)",
+    "frozen": "rank 0 has ('0.weight', (4, 4), 'torch.float32', True) where rank 1 has ('0.weight', (4, 4), "
+    "'torch.float32', False)",
+    "options": "rank 1 of axis dp was given {'bucket_mb': 1.0",
+    "thawed": "2 parameters, 0.weight first, were frozen when the module was wrapped",
+    "static": "used in this step and were not in the first",
+    "sparse": "weight has a sparse gradient",
+    "cast": "parameters were torch.float32 on cpu when wrapped, and are torch.float64",
+    "meta": "weight is on the meta device",
+    "nothing": "no parameter of this Sequential requires a gradient",
+    "axis": "axis='dp' is no axis of a mesh; use mesh.dp",
+}
+
+
+def test_what_cannot_work_is_said_on_every_rank() -> None:
+    with hpnb.Ranks(2, device="cpu", timeout=60) as pool:
+        for case, words in REFUSALS.items():
+            for said in pool.run(refused, case):
+                assert words in said, case
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        raise ArithmeticError("on purpose")
+
+
+def after_a_failure() -> float:
+    """Distance of weights from one process, where a backward fails on all ranks before the second step."""
+    axis = Mesh(Layout(dp=2)).dp
+    torch.manual_seed(0)
+    serial = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).double()
+    model = copy.deepcopy(serial)
+    replica = DataParallel(model, axis, 0.0001)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=LR) for net in (model, serial)]
+    g = torch.Generator().manual_seed(3)
+    for step in range(3):
+        x = torch.randn(4, 4, dtype=D, generator=g)
+        if step == 1:
+            hook = model[0].register_forward_hook(lambda m, i, out: Fails.apply(out))
+            with contextlib.suppress(ArithmeticError):
+                replica(x).sum().backward()
+            hook.remove()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        replica(x.chunk(2)[axis.rank]).square().mean().backward()
+        serial(x).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return distance(dict(model.state_dict()), dict(serial.state_dict()))
+
+
+def test_after_a_backward_that_failed_training_goes_on() -> None:
+    assert max(hpnb.launch(after_a_failure, ranks=2, device="cpu", timeout=60)) < 1e-12
+
+
+def habits() -> tuple[bool, bool, bool, bool]:
+    axis = Mesh(Layout(dp=2)).dp
+    model = nn.Linear(3, 3)
+    replica = DataParallel(model, axis, check_reduction=True)
+    (replica(torch.ones(1, 3)).sum() * float("inf")).backward()  # an overflow is no disagreement
+    overflowed = not bool(model.weight.grad.isfinite().all())  # type: ignore[union-attr]
+    model.zero_grad()
+    replica(torch.ones(1, 3)).square().sum().backward(create_graph=True)
+    copied = copy.deepcopy(model)
+    saved = pickle.loads(pickle.dumps(list(model.parameters())))
+    again = DataParallel(replica.detach(), axis)
+    again.zero_grad()
+    again(torch.full((1, 3), axis.rank + 1.0)).sum().backward()
+    return (
+        overflowed,
+        torch.equal(copied.weight, model.weight) and torch.equal(saved[0], model.weight),
+        torch.equal(model.weight.grad, torch.full((3, 3), 1.5)),
+        isinstance(DataParallel(copied, axis), nn.Module),
+    )
+
+
+def test_overflows_second_derivatives_copies_and_wrapping_again() -> None:
+    assert hpnb.launch(habits, ranks=2, device="cpu", timeout=60) == [(True,) * 4] * 2
+
+
+def test_what_is_frozen_later_keeps_no_gradient() -> None:
+    def run() -> tuple[bool, bool]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        replica = DataParallel(model, Mesh(Layout(dp=2)).dp)
+        model[0].requires_grad_(False)
+        replica(torch.ones(2, 4)).sum().backward()
+        return model[0].weight.grad is None, model[1].weight.grad is not None
+
+    assert hpnb.launch(run, ranks=2, device="cpu", timeout=60) == [(True, True)] * 2

@@ -764,3 +764,23 @@ def step_without_waiting(how: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("how", [{"fused": True}, {"foreach": True}])
 def test_on_a_gpu_a_clipped_step_does_not_wait_for_the_device(how: dict[str, Any]) -> None:
     assert hpnb.launch(step_without_waiting, how, ranks=2, timeout=120) == [True, True]
+
+
+def test_masters_follow_weights_that_others_write_and_keep_their_digits() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    masters = Masters(optimizer)
+    for _ in range(3):  # masters now know more than the weights
+        model.zero_grad()
+        model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    known = masters.of(model.weight).clone()
+    assert not torch.equal(known, model.weight.float())
+    with torch.no_grad():
+        model.weight[0].fill_(5.0)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert torch.equal(model.weight[0], torch.full((4,), 5.0, dtype=torch.bfloat16))
+    assert torch.equal(masters.of(model.weight)[1:], known[1:])

@@ -12,8 +12,10 @@ sum by the count of all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -21,8 +23,10 @@ import torch.distributed as dist
 from torch import nn
 
 from hpnb.data_parallel.reducer import Reducer
-from hpnb.gradients import GradientSink, after_backward, attach, claim, reduced_by
+from hpnb.gradients import GradientSink, after_backward, attach, claim, in_backward, reduced_by
 from hpnb.mesh import Axis
+
+_MESSAGE = 2**25  # bytes; a broadcast copies what it sends
 
 
 class DataParallel(nn.Module):
@@ -42,9 +46,16 @@ class DataParallel(nn.Module):
         overlap_communication: reduce during the backward; False does it after.
         average: False sums instead, for losses that are divided by the global count already.
 
-    A `ZeroOptimizer` on the same parameters may take the reduction over: `sink` is then that.
+    All ranks wrap the same model with the same options, freeze what is to be frozen before, and run several
+    wrapped models in one order. A hook of the user's that changes gradients is to be registered on the
+    parameter before, or as `register_hook`. `.module` is what to save or copy.
+
+    A `ZeroOptimizer` on the same parameters may take the reduction over: `sink` is then that, and its options
+    hold.
 
     Raises:
+        ValueError: a model without trained parameters, on the meta device, wrapped before, or not the same on
+            all ranks.
         RuntimeError: in the backward, if parameters got no gradient and find_unused_parameters is off.
     """
 
@@ -66,8 +77,12 @@ class DataParallel(nn.Module):
         self.module, self.axis, self.broadcast_buffers = module, axis, broadcast_buffers
         self._sync = True
         self._queued = False  # whether this backward's end is being waited for
-        broadcast([*module.parameters(), *module.buffers()], axis)
-        self.sink: GradientSink = self._taken_over() or Reducer(
+        _check(module, axis)
+        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        options = {"bucket_mb": bucket_mb, "average": average, "static_graph": static_graph}
+        agree(named, axis, {**options, "find_unused_parameters": find_unused_parameters})
+        broadcast(list(named.values()), axis)
+        self.sink: GradientSink = self._taken_over(average) or Reducer(
             dict(module.named_parameters()),
             axis,
             bucket_mb,
@@ -79,9 +94,16 @@ class DataParallel(nn.Module):
             check=check_reduction,
         )
         claim(module.parameters(), self)
+        self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         self._hooks = attach(module.parameters(), self._grown)
+        if not average and isinstance(self.sink, Reducer):
+            for p in self.sink.names:
+                self._hooks.append(p.register_hook(partial(self._grows, p)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._queued and not in_backward():  # an exception has ended the last one
+            self._queued = False
+            self.sink.drop()
         if self.broadcast_buffers and self.training and self._sync:
             broadcast(list(self.module.buffers()), self.axis)
         return self.module(*args, **kwargs)
@@ -95,6 +117,14 @@ class DataParallel(nn.Module):
         finally:
             self._sync = before
 
+    def detach(self) -> nn.Module:
+        """Reduce nothing from now on, and give the module back: it may be wrapped anew."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        claim(self.module.parameters(), None)
+        return self.module
+
     @property
     def reducer(self) -> Reducer:
         """The sink, where it is this wrapper's own."""
@@ -102,7 +132,7 @@ class DataParallel(nn.Module):
             raise AttributeError(f"a {type(self.sink).__name__} reduces these gradients")
         return self.sink
 
-    def _taken_over(self) -> GradientSink | None:
+    def _taken_over(self, average: bool) -> GradientSink | None:
         """A `ZeroOptimizer` that reduces these gradients already; from now on it is told here."""
         found = {id(who): who for p in self.module.parameters() if (who := reduced_by(p)) is not None}
         if not found:
@@ -110,9 +140,20 @@ class DataParallel(nn.Module):
         other = next(iter(found.values()))
         if len(found) > 1 or isinstance(other, DataParallel) or not hasattr(other, "detach"):
             names = ", ".join(type(who).__name__ for who in found.values())
-            raise ValueError(f"the gradients of this module are reduced by {names} already; wrap it once")
+            raise ValueError(
+                f"the gradients of this module are reduced by {names} already; wrap it once, or unwrap it by "
+                "detach() first"
+            )
+        if getattr(other, "average", average) != average:
+            raise ValueError(
+                f"average={average} here, and average={not average} in the {type(other).__name__} around it"
+            )
         sink: GradientSink = other.detach()
         return sink
+
+    def _grows(self, parameter: torch.nn.Parameter, _: torch.Tensor) -> None:
+        if isinstance(self.sink, Reducer):
+            self.sink.grows(parameter)
 
     def _grown(self, parameter: torch.nn.Parameter) -> None:
         if not self._sync:
@@ -124,7 +165,21 @@ class DataParallel(nn.Module):
 
     def _finish(self) -> None:
         self._queued = False
+        if thawed := [name for name, p in self._frozen.items() if p.requires_grad]:
+            raise RuntimeError(
+                f"{len(thawed)} parameters, {thawed[0]} first, were frozen when the module was wrapped and "
+                "are trained now, and nobody reduces their gradients: detach() and wrap anew"
+            )
         self.sink.finish()
+
+
+def _check(module: nn.Module, axis: Axis) -> None:
+    if not isinstance(axis, Axis):
+        raise ValueError(f"axis={axis!r} is no axis of a mesh; use mesh.dp, with mesh = hpnb.Mesh(layout)")
+    if not any(p.requires_grad for p in module.parameters()):
+        raise ValueError(f"no parameter of this {type(module).__name__} requires a gradient")
+    if meta := [name for name, p in module.named_parameters() if p.is_meta]:
+        raise ValueError(f"{meta[0]} is on the meta device; give the model memory and values before")
 
 
 def global_mean(total: torch.Tensor, count: int | torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -150,15 +205,42 @@ def global_mean(total: torch.Tensor, count: int | torch.Tensor, axis: Axis) -> t
     return total * (axis.size / everything)
 
 
-def broadcast(tensors: list[torch.Tensor], axis: Axis) -> None:
-    """Give all ranks of `axis` the values that its rank 0 has; one message a dtype and device."""
+def agree(tensors: Mapping[str, torch.Tensor], axis: Axis, options: Mapping[str, object]) -> None:
+    """Make sure that all ranks have the same tensors but for their values, and the same options.
+
+    Messages meet by order alone: ranks that differ would add up what does not belong together.
+
+    Raises:
+        ValueError: the first difference; on every rank, so that nobody is left waiting.
+    """
+    mine = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors.items()]
+    everyone: list[Any] = [None] * axis.size
+    dist.all_gather_object(everyone, (mine, dict(options)), axis.group)
+    first, wanted = everyone[0]
+    for rank, (theirs, given) in enumerate(everyone):
+        if given != wanted:
+            raise ValueError(f"rank {rank} of axis {axis.name} was given {given}, and rank 0 {wanted}")
+        for a, b in zip_longest(first, theirs):
+            if a != b:
+                raise ValueError(
+                    f"replicas differ along {axis.name}: rank 0 has {a} where rank {rank} has {b}, of "
+                    f"{len(first)} and {len(theirs)} tensors; build and freeze the same model on every rank"
+                )
+
+
+def broadcast(tensors: Sequence[torch.Tensor], axis: Axis) -> None:
+    """Give all ranks of `axis` the values that its rank 0 has, many small tensors in one message."""
     if axis.size == 1:
         return
-    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    alike: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
     for tensor in tensors:
-        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for group in alike.values():
+        messages = alike.setdefault((tensor.dtype, tensor.device), [[]])
+        if sum(t.nbytes for t in messages[-1]) > _MESSAGE:
+            messages.append([])
+        messages[-1].append(tensor.detach())
+    for group in (group for messages in alike.values() for group in messages):
         message = torch.cat([tensor.reshape(-1) for tensor in group])
         dist.broadcast(message, src=axis.ranks[0], group=axis.group)
-        for tensor, values in zip(group, message.split([t.numel() for t in group]), strict=True):
-            tensor.copy_(values.view(tensor.shape))
+        if axis.rank:
+            for tensor, values in zip(group, message.split([t.numel() for t in group]), strict=True):
+                tensor.copy_(values.view(tensor.shape))

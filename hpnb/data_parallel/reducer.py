@@ -10,6 +10,7 @@ Distributed*, section 3.2 (arXiv 2006.15704).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -59,7 +60,9 @@ class Reducer:
         self._number = {id(p): i for i, p in enumerate(self.names)}  # a tensor's own hash is slow
         self._bucket_mb = bucket_mb
         self._background: dict[torch.device, Background] = {}
-        self._learned = False  # of a static graph: its order, and what it does not use
+        self._summed: set[int] = set()  # numbers of parameters whose .grad is a sum over all ranks already
+        self._learned = False  # of a static graph: its order, and what it does not use, here and anywhere
+        self._idle: frozenset[torch.nn.Parameter] = frozenset()
         self._nowhere: frozenset[torch.nn.Parameter] = frozenset()
         self._arrange(list(reversed(self.names)))
 
@@ -81,34 +84,61 @@ class Reducer:
 
     # --- the sink ---------------------------------------------------------------------------
 
+    def grows(self, parameter: torch.nn.Parameter) -> None:
+        """Its gradient is about to be added to. Where gradients are summed, and not averaged, a sum that all
+        ranks have would be summed again: rank 0's is kept."""
+        number = self._number[id(parameter)]
+        if number in self._summed:
+            self._summed.discard(number)
+            if self.axis.rank:
+                parameter.grad = None
+
+    @torch.no_grad()
     def ready(self, parameter: torch.nn.Parameter) -> None:
-        """Count a gradient; send every bucket whose turn has come."""
+        """Count a gradient; send every bucket whose turn has come.
+
+        Raises:
+            RuntimeError: it was ready in this backward already.
+            ValueError: it is sparse.
+        """
         number = self._number[id(parameter)]
         if number in self._ready:
             raise RuntimeError(
-                f"the gradient of {self.names[parameter]} was ready twice in one step: of several backwards, "
-                "all but the last need no_sync() around them"
+                f"the gradient of {self.names[parameter]} was ready twice in one backward; with checkpoints, "
+                "use_reentrant=False"
+            )
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise ValueError(
+                f"{self.names[parameter]} has a sparse gradient, which has no place in a bucket; use "
+                "nn.Embedding(sparse=False)"
             )
         self._ready[number] = None
+        self._summed.discard(number)
         bucket = self._bucket_of[number]
         self._missing[bucket] -= 1
         if self.overlap and not self._missing[bucket]:
             while len(self._sent) < len(self.buckets) and not self._missing[len(self._sent)]:
                 self._send(len(self._sent))
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Send what is left, wait for all, and put the sums where the gradients were.
 
         Raises:
             RuntimeError: parameters without a gradient (unless `find_unused`), by name.
         """
-        unused = [p for number, p in enumerate(self.names) if number not in self._ready]
+        # What an earlier backward of this step has used has a gradient; what is frozen by now needs none.
+        silent = [p for number, p in enumerate(self.names) if number not in self._ready]
+        frozen = frozenset(p for p in silent if not p.requires_grad)
+        unused = [p for p in silent if p.grad is None and p not in frozen]
         try:
             if unused and not self.find_unused:
                 raise RuntimeError(about_unused([self.names[p] for p in unused], len(self.names)))
+            for p in silent:
+                self.grows(p)
             while len(self._sent) < len(self.buckets):
                 self._send(len(self._sent))
-            nowhere = self._used_nowhere(unused)
+            nowhere = self._used_nowhere(unused) | frozen
             wait_all(self._sent)
             for index in range(len(self.buckets)):
                 self._hand_back(index, nowhere)
@@ -117,12 +147,22 @@ class Reducer:
             if self.static and not self._learned:
                 self._learn(nowhere)
         finally:
-            self._reset()
+            self.drop()
+
+    def drop(self) -> None:
+        """Forget what a backward that failed has left behind."""
+        wait_all(self._sent)  # nothing may be filled again while it is being sent
+        self._reset()
 
     # --- one bucket -------------------------------------------------------------------------
 
     def _send(self, index: int) -> None:
         bucket, flat, views = self.buckets[index], self._flat[index], self._views[index]
+        if bucket.dtype != flat.dtype or bucket.device != flat.device:
+            raise RuntimeError(
+                f"parameters were {flat.dtype} on {flat.device} when wrapped, and are {bucket.dtype} on "
+                f"{bucket.device} now; cast or move the model before, not after"
+            )
         background = self._background[flat.device]
         here = 1.0 if background.averages or not self.average else 1.0 / self.axis.size  # else on the way
         fill(flat, views, [p.grad for p in bucket.parameters], here)
@@ -142,6 +182,8 @@ class Reducer:
                 p.grad = view.clone()
             else:
                 p.grad.copy_(view)
+            if not self.average and p.grad is not None:
+                self._summed.add(self._number[id(p)])
 
     # --- agreement --------------------------------------------------------------------------
 
@@ -150,7 +192,13 @@ class Reducer:
         if not self.find_unused:
             return frozenset()
         if self.static and self._learned:
+            if changed := frozenset(unused) ^ self._idle:
+                raise RuntimeError(
+                    f"{self.names[next(iter(changed))]} and {len(changed) - 1} more parameters are used in "
+                    "this step and were not in the first, or the other way round: leave static_graph out"
+                )
             return self._nowhere
+        self._idle = frozenset(unused)
         return used_nowhere(list(self.names), unused, self.axis)
 
     def _learn(self, nowhere: frozenset[torch.nn.Parameter]) -> None:
@@ -164,7 +212,9 @@ class Reducer:
         self._arrange([by_number[i] for i in order.tolist()])
 
     def _compare(self) -> None:
-        sums = torch.stack([flat.double().sum() for flat in self._flat])
+        real = [torch.view_as_real(flat) if flat.is_complex() else flat for flat in self._flat]
+        sums = torch.stack([flat.double().sum() for flat in real])
+        sums = sums.nan_to_num(nan=math.pi)  # nan differs from itself, and an overflow is no disagreement
         low, high = sums.clone(), sums.clone()
         dist.all_reduce(low, dist.ReduceOp.MIN, group=self.axis.group)
         dist.all_reduce(high, dist.ReduceOp.MAX, group=self.axis.group)
@@ -220,5 +270,6 @@ def about_unused(names: Sequence[str], of: int) -> str:
     told = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return (
         f"{len(names)} of {of} parameters got no gradient in this backward: {told}. Freeze "
-        "them (requires_grad_(False)), or pass find_unused_parameters=True"
+        "them (requires_grad_(False)), or pass find_unused_parameters=True; a checkpoint of the last layers "
+        "needs use_reentrant=False"
     )

@@ -26,7 +26,7 @@ from hpnb.background import Background
 from hpnb.data_parallel import units as dealing
 from hpnb.data_parallel.flat import Flat, Policy
 from hpnb.data_parallel.unit import Unit
-from hpnb.gradients import after_backward, claim
+from hpnb.gradients import after_backward, claim, in_backward
 from hpnb.mesh import Axis
 from hpnb.record.recorder import communication
 
@@ -260,7 +260,7 @@ class Sharded:
 
     def _recover(self) -> None:
         """Clear up after a forward or backward that an exception ended."""
-        if self._in_backward and not _backward_runs():
+        if self._in_backward and not in_backward():
             self._in_backward = False
             self._reducing.clear()
             for flat in self.flats:
@@ -274,14 +274,6 @@ class Sharded:
         """With shares on the CPU: what is copied from or to them has arrived, so an optimizer may step."""
         if self.policy.offload and self.policy.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-
-
-def _backward_runs() -> bool:
-    try:
-        after_backward(lambda: None)
-    except RuntimeError:  # which is what it says outside
-        return False
-    return True
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -26,8 +26,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 from torch.utils._pytree import tree_leaves
 
-from hpnb.background import Background
-from hpnb.data_parallel.data_parallel import DataParallel, broadcast
+from hpnb import placement
+from hpnb.background import Background, wait_all
+from hpnb.data_parallel.data_parallel import DataParallel, agree, broadcast
 from hpnb.data_parallel.reducer import Reducer, about_unused, used_nowhere
 from hpnb.data_parallel.zero_bucket import ZeroBucket
 from hpnb.data_parallel.zero_plan import (
@@ -43,7 +44,7 @@ from hpnb.data_parallel.zero_state import cut_state_dict, gather, whole_groups, 
 from hpnb.gradients import GradientSink, after_backward, attach, claim
 from hpnb.mesh import Axis
 from hpnb.precision import Masters
-from hpnb.precision.masters import parameters_of
+from hpnb.precision.masters import multiply, parameters_of
 
 UNDER_WAY = 2  # buckets of whole gradients that stage 2 has on the wire at once
 
@@ -71,12 +72,13 @@ class ZeroOptimizer(Optimizer):
 
     Attributes:
         optimizer: an optimizer_class over `pieces`: this rank's parts of the parameters, and what
-            param_groups and state are of. Their .grad are the reduced gradients, so clipping is
-            `hpnb.precision.step(zero, [axis], max_norm=...)`; a parameter's own is None after a backward.
+            param_groups and state are of. Their .grad are the reduced gradients; a parameter's own is None
+            after a backward. So clip by `clip_grad_norm_` of this optimizer, or `hpnb.precision.step(zero,
+            [axis], max_norm=...)`: torch's own would see nothing, or one rank's pieces.
 
     Several backwards before a step add up. A step ends that: gradients of the next backward replace those
     that were stepped, even if nobody called zero_grad, because `model.zero_grad()` does not reach pieces.
-    After a step that was skipped (an overflow) it is zero_grad of this optimizer that forgets them.
+    (With stage 1 on a DataParallel gradients are its, and add up until they are zeroed.)
 
     Around the same parameters there may be a DataParallel, made before or after. It then says when (its
     no_sync governs); stage 1 on top of it leaves the reduction, and whole gradients, to it.
@@ -108,6 +110,9 @@ class ZeroOptimizer(Optimizer):
         self._numbers = {p: i for i, p in enumerate(everything)}
         self.names = names_of(self._given)
         check_parameters(self.names, axis)
+        chosen = (optimizer_class.__name__, stage, bucket_mb, average, find_unused_parameters)
+        wanted = dict(zip(("class", "stage", "bucket_mb", "average", "find_unused"), chosen, strict=True))
+        agree({name: p for p, name in self.names.items()}, axis, wanted)
         leave = stage == 1 and not cpu_offload and communication_dtype is None
         replica = replica_around(self.names, axis, leave)
         self.axis, self.stage, self.average = axis, stage, average
@@ -139,6 +144,9 @@ class ZeroOptimizer(Optimizer):
         is_16_bit = any(p.dtype.itemsize == 2 for p in self.names)
         self.masters = Masters(self.optimizer) if is_16_bit else None
         self._sync, self._fresh = True, True
+        self._finished = False  # whether a backward has been reduced since the last step
+        self._frozen = [p for p in everything if not p.requires_grad]
+        self._note_versions()
         self._reset()
         self._hooks = attach(self.names, self._grown) if replica is None else []
         if replica is None:
@@ -148,6 +156,8 @@ class ZeroOptimizer(Optimizer):
 
     # --- who reduces ------------------------------------------------------------------------------
 
+    _step_supports_amp_scaling = True  # by this torch.amp.GradScaler leaves it to `step`, which refuses it
+
     def _join(self, replica: DataParallel, leave: bool) -> None:
         """Be told by `replica` from now on; `leave` the reduction to who does it now, or take it over."""
         if leave:
@@ -156,8 +166,11 @@ class ZeroOptimizer(Optimizer):
             assert isinstance(replica.sink, Reducer)
             self.average, self.overlap = replica.sink.average, replica.sink.overlap
             self.find_unused = replica.sink.find_unused
-            for p in self.names:
-                p.grad = None  # it is a view of the old reducer's memory
+            if any(p.grad is not None for p in self.names):
+                raise ValueError(
+                    "there are gradients already, in the memory of a DataParallel whose reduction is to be "
+                    "taken over: call zero_grad() before the ZeroOptimizer is made"
+                )
         replica.sink = self
 
     def detach(self) -> ZeroOptimizer:
@@ -228,6 +241,7 @@ class ZeroOptimizer(Optimizer):
         """
         if not self._sync:
             return
+        self._finished = True
         if self.below is not None:
             self.below.finish()
             self._cut_gradients()
@@ -249,6 +263,14 @@ class ZeroOptimizer(Optimizer):
             for bucket in self.buckets:
                 bucket.drop()
             self._reset()
+
+    def drop(self) -> None:
+        """Forget what a backward that failed has left behind."""
+        if self.below is not None:
+            self.below.drop()
+        for bucket in self.buckets:
+            bucket.drop()
+        self._reset()
 
     def _send(self) -> None:
         if self.stage == 2 and self._sent >= UNDER_WAY:
@@ -278,6 +300,18 @@ class ZeroOptimizer(Optimizer):
                 "ZeroOptimizer.step(closure) cannot evaluate a loss: run forward and backward first, then "
                 "step() without a closure"
             )
+        if getattr(self, "found_inf", None) is not None:
+            raise ValueError(
+                "torch.amp.GradScaler sees one rank's pieces, so ranks would not agree on an overflow: use "
+                "hpnb.precision.step(zero, [axis], scaler=hpnb.precision.LossScaler())"
+            )
+        if self._queued:
+            raise RuntimeError("the last backward raised before its end: zero_grad() forgets what is left")
+        if any(p.requires_grad for p in self._frozen):
+            raise RuntimeError(
+                "parameters that were frozen when this ZeroOptimizer was made are trained now, and would not "
+                "be stepped; make it anew"
+            )
         gone = {p for bucket in self.buckets for p in bucket.moved()}
         if moved := [n for p, n in self.names.items() if p in gone]:
             raise RuntimeError(
@@ -285,20 +319,48 @@ class ZeroOptimizer(Optimizer):
                 "was made, and would not be stepped: move or cast the model before it, not after"
             )
         if self.below is not None:
+            if not self._finished and any(p.grad is not None for p in self.names):
+                raise RuntimeError(
+                    "no backward since the last step was reduced: the last one must be outside no_sync()"
+                )
             self._cut_gradients()
         elif left := [n for p, n in self.names.items() if p.grad is not None]:
             raise RuntimeError(
                 f"{len(left)} parameters, {left[0]} first, have a gradient that was not reduced: the last "
                 "backward before a step must be outside no_sync()"
             )
+        if self._versions != [p._version for p in self.names]:
+            self.refresh()  # somebody has written parameters: a checkpoint, a broadcast
         self.optimizer.step()
         self._gather()
-        self._fresh = True
+        self._fresh, self._finished = True, False
+
+    def skip(self) -> None:
+        """In place of a `step` that is skipped: its gradients end here too, whoever zeroes them."""
+        self._fresh, self._finished = True, False
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip the norm of the whole gradient to `max_norm`; returns what it was, (). Every rank calls it.
+
+        torch.nn.utils.clip_grad_norm_ would see this rank's pieces alone.
+        """
+        pieces = parameters_of(self.optimizer)
+        norm = placement.total_norm(pieces, [self.axis])
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        multiply([p.grad for p in pieces if p.grad is not None], factor)
+        return norm
+
+    def _note_versions(self) -> None:
+        """Remember that parameters are as we have left them."""
+        self._versions = [p._version for p in self.names]
+        if self.masters is not None:
+            self.masters.note()
 
     def _gather(self) -> None:
         pending = [bucket.gather(self._background[bucket.flat.device]) for bucket in self.buckets]
-        for one in pending:
-            one.wait()
+        wait_all(pending)
+        self._note_versions()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of pieces, and what backwards under no_sync() have left on parameters."""
@@ -309,7 +371,7 @@ class ZeroOptimizer(Optimizer):
             else:
                 p.grad.detach().zero_()
         self._fresh = set_to_none
-        self._reset()
+        self.drop()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is being made.
@@ -323,11 +385,11 @@ class ZeroOptimizer(Optimizer):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take the parameters as they are now. To be called when others have written them: where there are
-        masters or an offload, a step would undo it."""
+        """Take the parameters as they are now. A step does it by itself when others have written them."""
         self._refresh_pieces()
         if self.masters is not None:
             self.masters.refresh()
+        self._note_versions()
 
     def _refresh_pieces(self) -> None:
         for bucket in self.buckets:

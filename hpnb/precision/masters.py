@@ -49,6 +49,7 @@ class Masters:
         self.coefficient: float | torch.Tensor = 1.0
         self._master: dict[torch.Tensor, torch.Tensor] = {}  # parameter -> its master
         self._parameter: dict[torch.Tensor, torch.Tensor] = {}  # and back
+        self._seen: dict[torch.Tensor, int] = {}  # parameter -> its version when it last was its master's
         # During a load: masters by parameter, state by master.
         self._loaded: tuple[dict[torch.Tensor, torch.Tensor], dict[Any, Any]] = {}, {}
         # Its hooks hold this object; a reference back would keep both until a garbage collection.
@@ -77,9 +78,17 @@ class Masters:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take the weights as they are now. To be called when others have written them: a step undoes it."""
+        """Take weights that others have written: a checkpoint, a broadcast. A step does it by itself.
+
+        Element by element: where a weight is its master rounded, the master knows more digits.
+        """
         for p, master in self._master.items():
-            master.copy_(p)
+            master.copy_(torch.where(p == master.to(p.dtype), master, p.to(master.dtype)))
+        self.note()
+
+    def note(self) -> None:
+        """Weights are what masters have made of them."""
+        self._seen = {p: p._version for p in self._master}
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         """{"optimizer": masters}: what is not in optimizer.state. Their gradients live for a step alone."""
@@ -91,7 +100,7 @@ class Masters:
         if known is not None or not p.is_floating_point() or p.dtype.itemsize >= self.dtype.itemsize:
             return p if known is None else known
         master = p.detach().to(self.dtype)
-        self._master[p], self._parameter[master] = master, p
+        self._master[p], self._parameter[master], self._seen[p] = master, p, p._version
         return master
 
     def _double(self, optimizer: Optimizer) -> Optimizer:
@@ -115,6 +124,8 @@ class Masters:
                 f"{type(optimizer).__name__}.step(closure) cannot step masters: gradients must be there "
                 "before it; run forward and backward first, then step() without a closure"
             )
+        if any(p._version != version for p, version in self._seen.items()):
+            self.refresh()
         self._take_gradients(optimizer)
         return (self._double(optimizer), *args[1:]), kwargs
 
@@ -144,6 +155,7 @@ class Masters:
             torch._foreach_copy_([p for p, _ in stepped], [master for _, master in stepped])
         for _, master in stepped:
             master.grad = None
+        self.note()
         # What the step has noted on itself, in its groups and in its state is the optimizer's.
         double: Optimizer = args[0]
         noted = {k: v for k, v in vars(double).items() if k not in ("param_groups", "state")}
@@ -183,6 +195,7 @@ class Masters:
             for target in (self.of(p), p):  # the same where there is no master
                 if target is not value:
                     target.copy_(value)
+        self.note()
 
 
 def _numbered(optimizer: Optimizer, state_dict: dict[str, Any]) -> list[tuple[int, torch.Tensor]]:

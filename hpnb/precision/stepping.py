@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from hpnb import comm
 from hpnb.mesh import Axis
-from hpnb.placement import total_norm
+from hpnb.placement import check_axes, total_norm
 from hpnb.precision.loss_scaler import LossScaler
 from hpnb.precision.masters import Masters, alike, multiply, parameters_of
 from hpnb.ranks.here import device as this_device
@@ -60,13 +60,17 @@ def step(
         max_norm: clip the norm of all gradients to it, as torch.nn.utils.clip_grad_norm_ does; 0 is off.
 
     Raises:
-        ValueError: max_norm is below 0.
+        ValueError: max_norm is below 0, or gradients are cut along an axis that is not in `axes`.
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm={max_norm} must be above 0, or 0 for no clipping")
+    if scaler is not None or max_norm > 0:
+        check_axes(parameters_of(optimizer), axes)
     scale = 1.0 if scaler is None else scaler.scale
     if scaler is not None and _overflow(optimizer, axes):
         scaler.update(True)
+        if hasattr(optimizer, "skip"):  # a ZeroOptimizer, whose gradients not everybody's zero_grad reaches
+            optimizer.skip()
         return StepResult(False, None, scale)
     norm: torch.Tensor | None = None
     coefficient: float | torch.Tensor = 1.0 / scale
@@ -92,7 +96,7 @@ def _overflow(optimizer: Optimizer, axes: Sequence[Axis]) -> bool:
     """
     parameters = parameters_of(optimizer)
     grads = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
-    found = torch.zeros((), device=grads[0].device if grads else this_device())
+    found = torch.zeros((), device=this_device())  # as on all ranks, whatever is offloaded or empty here
     for group in alike(grads):
         largest = torch.stack(torch._foreach_norm(group, math.inf)).max()  # nan if one is
         found += largest.isfinite().logical_not().to(found)

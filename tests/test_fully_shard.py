@@ -863,11 +863,82 @@ def test_units_are_the_items_of_the_outermost_lists() -> None:
     inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     model = nn.ModuleDict({"a": nn.ModuleList([inner, nn.ModuleList([nn.Linear(2, 2)])]), "b": inner[2]})
     units = find(model, None)
-    assert list(units) == ["a.0", "a.1"]
+    assert list(units) == ["a.0", "a.1.0"]
     dealt = {name: list(parameters) for name, parameters in deal(model, units).items()}
     tied = ["a.0.2.weight", "a.0.2.bias"]  # also under b, which is outside
     assert dealt == {
-        "": tied, "a.0": ["a.0.0.weight", "a.0.0.bias"], "a.1": ["a.1.0.weight", "a.1.0.bias"]
+        "": tied, "a.0": ["a.0.0.weight", "a.0.0.bias"], "a.1.0": ["a.1.0.weight", "a.1.0.bias"]
     }  # fmt: skip
     assert list(find(inner, None)) == ["0", "1", "2"]
     assert list(deal(inner, find(inner, None))) == ["", "0", "2"]  # what has no parameters is no unit
+
+
+# --- habits from elsewhere -----------------------------------------------------------------------------
+
+
+class Nested(nn.Module):
+    """Two lists of experts a layer: the inner lists have no forward of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(2)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = sum(torch.tanh(expert(x)) for expert in layer)  # type: ignore[assignment]
+        return x
+
+
+def test_lists_of_lists_are_sharded_by_what_computes() -> None:
+    def run() -> float:
+        axis = Mesh(Layout(dp=2)).dp
+        torch.manual_seed(0)
+        serial, model = Nested(), Nested()
+        model.load_state_dict(serial.state_dict())
+        fully_shard(model, axis)
+        x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        model(x.chunk(2)[axis.rank]).square().mean().backward()
+        serial(x).square().mean().backward()
+        for p in (*model.parameters(), *serial.parameters()):
+            with torch.no_grad():
+                p -= p.grad  # type: ignore[operator]
+        found = placement.full_state_dict(model, [axis])
+        return max(float((found[n] - t).norm() / t.norm()) for n, t in serial.state_dict().items())
+
+    assert max(hpnb.launch(run, ranks=2, device="cpu", timeout=60)) < 1e-12
+
+
+def test_what_cannot_work_is_said() -> None:
+    def run(case: str) -> str:
+        axis = Mesh(Layout(dp=2)).dp
+        odd = axis.rank == 1
+        try:
+            if case == "differ":
+                fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(2 + odd))), axis)
+            elif case == "list":
+                fully_shard(Nested(), axis, units=["layers.0"])
+            elif case == "moved":
+                model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+                fully_shard(model, axis)
+                model[1].double()
+                model(torch.ones(1, 4))
+            elif case == "sparse":
+                table = nn.Sequential(nn.Embedding(4, 4, sparse=True))
+                fully_shard(table, axis)
+                table(torch.tensor([1])).sum().backward()
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+        return ""
+
+    wanted = {
+        "differ": "replicas differ along dp: rank 0 has None where rank 1 has ('2.weight', (4, 4)",
+        "list": "unit 'layers.0' is a ModuleList, which has no forward to gather before",
+        "moved": "the data of 1.",
+        "sparse": "the gradient of 0.weight is sparse",
+    }
+    with hpnb.Ranks(2, device="cpu", timeout=60) as pool:
+        for case, words in wanted.items():
+            for said in pool.run(run, case):
+                assert words in said, (case, said)

@@ -19,6 +19,7 @@ import hpnb
 from hpnb import lesson
 from hpnb.lesson import Exercise, Finding, check
 from hpnb.lesson.checks import passed
+from hpnb.lesson.exercises import vit_data_parallel as notebook_01
 from hpnb.lesson.home import load, read_json, save, write_json
 
 asked: dict[str, Any] = importlib.import_module("hpnb.lesson.predict")._asked
@@ -480,6 +481,122 @@ def test_a_check_lets_the_reader_stop_it_and_must_check_something() -> None:
         check(Exercise("00.3", "Nothing", 1, lambda _: []), 3)
 
 
+# --- the exercises of notebook 01 ------------------------------------------------------------------
+
+
+def ragged_loss(empty: str, losses: torch.Tensor, axis: Any) -> Any:
+    """Right, but for what a rank without samples returns: before it joins the others, or after."""
+    if empty == "before" and not len(losses):
+        return torch.zeros(())
+    count = torch.tensor(float(len(losses)))
+    torch.distributed.all_reduce(count, group=axis.group)
+    if empty == "after" and not len(losses):
+        return torch.zeros(())
+    return losses.sum() * axis.size / count
+
+
+@pytest.mark.parametrize("empty", ["before", "after"])
+def test_a_rank_that_returns_no_loss_is_named_and_nobody_waits_for_it(empty: str) -> None:
+    found = check(notebook_01.ragged, partial(ragged_loss, empty)).findings
+    assert [finding.ok for finding in found] == [True] * 4 + [False]
+    assert found[-1].text.startswith("4, 1, 0 samples: rank 2, with 0 samples, returned what does not depend")
+
+
+@pytest.mark.parametrize(("value", "words"), [(1.0, "a float"), (torch.ones(1), r"a tensor of shape (1,)")])
+def test_a_loss_is_one_number(value: Any, words: str) -> None:
+    found = check(notebook_01.ragged, lambda losses, axis: value).findings
+    assert [words in finding.text for finding in found] == [True] * 3
+
+
+def test_the_bytes_of_the_ragged_mean_are_said_as_they_are() -> None:
+    right = check(notebook_01.ragged, partial(ragged_loss, ""))
+    assert right.status == "passed"
+    wanted = "2, 2, 2 samples: a rank sent 5.3 bytes, at most 10.7 (one number of 8 bytes over 3 ranks)"
+    assert right.findings[1].text == wanted
+
+    def twice(losses: torch.Tensor, axis: Any) -> Any:
+        torch.distributed.all_reduce(torch.zeros(2), group=axis.group)
+        return ragged_loss("", losses, axis)
+
+    assert [finding.ok for finding in check(notebook_01.ragged, twice).findings] == [True, False] * 3
+    own = check(notebook_01.ragged, lambda losses, axis: 1 // len(losses[2:])).findings
+    assert "raised ZeroDivisionError" in own[0].text  # the reader's own error is shown as such
+
+
+def reduce_each(
+    factor: float, parameters: Any, ranks: int, limit: int, all_reduce: Callable[..., Any]
+) -> Any:
+    """No buckets, nothing early; the sum times `factor`."""
+
+    def finish() -> None:
+        for p in parameters:
+            all_reduce(p.grad).wait()
+            p.grad *= factor
+
+    return finish
+
+
+@pytest.mark.parametrize(("factor", "asks"), [(1.0, True), (1 / 3, False), (0.5, False)])
+def test_a_sum_in_place_of_a_mean_is_asked_about(factor: float, asks: bool) -> None:
+    found = check(notebook_01.reducer, partial(reduce_each, factor)).findings
+    means = [finding for finding in found if "mean gradients" in finding.text]
+    assert [finding.text.endswith("(a sum, not the mean?)") for finding in means] == [asks] * 6
+    assert [finding.ok for finding in means] == [factor == 1 / 3] * 6
+
+
+def test_buckets_are_cut_equally_and_rounding_makes_none_more() -> None:
+    for m in (*range(1, 400), 7919):
+        assert notebook_01._cut(6e8, 6e8 / m) == m
+    assert [notebook_01._cut(100.0, size) for size in (1e9, 100.0, 99.0, 50.0, 49.9)] == [1, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("bucket", "words"),
+    [
+        (25e6, "at most 25.0 MB, so 24 equal buckets, and 1,000 tokens: 14.66 % exposed, at most 10 %"),
+        (60e3, "at most 60.0 kB, so 10,000 equal buckets, and 1,000 tokens: "),
+        (600.0, "at most 600 B, so 1,000,000 equal buckets, and 1,000 tokens: more than 20,000, which"),
+        (1e9, "at most 1.00 GB, so 1 bucket, and 1,000 tokens: "),
+    ],
+)
+def test_a_plan_is_judged_on_the_buckets_that_it_is_cut_into(bucket: float, words: str) -> None:
+    first = check(notebook_01.plan, lambda *_: (bucket, 1000.0)).findings[0]
+    assert first.text.startswith(f"NVLink 4, 4 ranks: {words}")
+    assert not first.ok
+
+
+class WholeAdam:
+    """Adam on all weights, by an all-reduce; `scale` times the mean."""
+
+    scale, name = 1.0, "optimizer"
+
+    def __init__(self, weights: torch.Tensor, axis: Any, lr: float) -> None:
+        self.weights, self.axis = weights, axis
+        setattr(self, self.name, torch.optim.Adam([weights.requires_grad_()], lr=lr))
+
+    def step(self, gradient: torch.Tensor) -> None:
+        torch.distributed.all_reduce(gradient, group=self.axis.group)
+        self.weights.grad = gradient * self.scale / self.axis.size
+        getattr(self, self.name).step()
+
+
+class SumAdam(WholeAdam):
+    scale, name = 2.0, "adam"
+
+
+def test_what_zero_lacks_is_said_in_words() -> None:
+    equal, calls, moments = (finding.text for finding in check(notebook_01.zero, WholeAdam).findings[:3])
+    assert equal.endswith("Adam on one process: equal")
+    assert calls.endswith("a step called all_reduce; one reduce_scatter and one all_gather are wanted")
+    assert moments.endswith("192 bytes of moments on a rank, target 96 bytes")
+    found = check(notebook_01.zero, SumAdam).findings
+    assert not found[0].ok
+    assert found[0].text.endswith("e-09 (in float64 rounding is 1e-16)")
+    assert found[2].text.endswith(
+        "no torch.optim.Adam in self.optimizer, so no moments on a rank, target 96 bytes"
+    )
+
+
 # --- ledger and field guide ----------------------------------------------------------------------
 
 
@@ -574,6 +691,12 @@ def test_a_challenge_is_judged_at_every_setting() -> None:
     shown.set(bandwidth=1e3)
     assert "<b>not yet</b> (but met before)" in shown.status
     assert shown.solved
+
+
+def test_a_challenge_that_ends_in_a_full_stop_is_one_sentence_with_its_status() -> None:
+    asked = lesson.Challenge("Under 1 ms, not 1.5.", QUICK.met)
+    shown = lesson.explorer(sketch, KNOBS, asked)
+    assert shown.status == "<div>Challenge: Under 1 ms, not 1.5: <b>not yet</b></div>"
 
 
 def test_an_error_while_moving_is_one_sentence_under_the_last_good_picture() -> None:
@@ -684,7 +807,7 @@ def test_a_backward_alone_says_when_each_bucket_of_data_parallel_is_full(device:
     sent = [e for e in tl.by_rank[0] if e.op == "all_reduce"]
     assert [2 * e.bytes / 2 for e in sent] == list(alone.nbytes) == [524288.0, 524288.0]  # 2 (p-1)/p is 1
     assert 0 < alone.forward < alone.ready[0] < alone.ready[1] <= alone.end
-    assert {e.op for e in tl.events} == {"F", "B", "all_reduce"}
+    assert {e.op for e in tl.events} == {"F", "B", "compute", "all_reduce"}
     assert tl.start == 0
     assert 0 < lesson.steps.computing(tl) <= tl.makespan
     assert 0 <= lesson.steps.exposed(tl) < tl.makespan
@@ -724,21 +847,43 @@ def test_distance_is_a_relative_norm_over_all_tensors() -> None:
         lesson.steps.distance(a, b[:1])
 
 
-def test_the_explorer_of_notebook_01_wants_larger_buckets_and_more_tokens() -> None:
+def test_the_explorer_of_notebook_01_wants_buckets_of_one_size_only() -> None:
     shown = lesson.explorers.overlapped_backward()
     assert not shown.solved
-    shown.set(tokens=50_000)
-    assert not shown.solved  # half of what a bucket takes is latency
-    assert shown.readings["of it latency (%)"] > 45
-    shown.set(bucket=1000.0)
-    assert not shown.solved  # one bucket, and nothing to hide behind
-    shown.set(bucket=79.0, wire="NVLink 4")
-    assert not shown.solved  # not as asked
-    shown.set(wire="Ethernet 100 Gb", tokens=63_000)
+    met = {}
+    for bucket in (25, 32, 50, 63, 75, 100, 160, 1000):
+        shown.set(tokens=50_000, bucket=bucket)
+        met[bucket] = "<b>met</b>" in shown.status
+        assert met[bucket] == (shown.readings["exposed (%)"] < 6.5)
+    assert [bucket for bucket, is_met in met.items() if is_met] == [50, 63, 75]
+    assert "under 6.5 % exposed: <b>not yet</b> (but met before)" in shown.status
+
+
+@pytest.mark.parametrize(
+    "other", [{"ranks": 63}, {"matmul": 320}, {"tokens": 51_000}, {"wire": "NVLink 4"}], ids=str
+)
+def test_the_challenge_of_notebook_01_counts_as_asked_only(other: dict[str, Any]) -> None:
+    shown = lesson.explorers.overlapped_backward()
+    shown.set(**{"bucket": 50, "tokens": 50_000, **other})
+    assert shown.readings["exposed (%)"] < 6.5
     assert not shown.solved
-    shown.set(tokens=50_000)
+    shown.set(ranks=64, matmul=400, tokens=50_000, wire="Ethernet 100 Gb")
     assert shown.solved
-    assert shown.readings["exposed (%)"] < 10
+
+
+def test_the_explorer_of_notebook_01_says_what_it_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    titles = []
+    real = hpnb.plot.timeline
+    monkeypatch.setattr(hpnb.plot, "timeline", lambda *a, **k: titles.append(k["title"]) or real(*a, **k))
+    shown = lesson.explorers.overlapped_backward()
+    shown.set(tokens=50_000, bucket=50)
+    shown.set(bucket=1000)
+    size = 2 * 303_304_707 / 2**20
+    for title, count, tokens in ((titles[0], 24, "10,000"), (titles[1], 12, "50,000")):
+        assert f"{tokens} tokens a rank at 400 TFLOP/s, {count} buckets of {size / count:.1f} MiB" in title
+    assert titles[2].endswith("one bucket")
+    assert 50_000 in shown._knobs["tokens"].stops
+    assert len(shown._knobs["tokens"].stops) >= 100
 
 
 def test_the_explorer_of_notebook_01_takes_its_size_from_the_model() -> None:

@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from PIL import Image
 
@@ -85,6 +86,17 @@ def talking(source: str = "measured") -> Timeline:
     )
 
 
+def bucketed(count: int, pause: float = 0.0) -> Timeline:
+    """A backward of 100 ms, and from 60 ms on buckets one after the other for 100 ms, on 2 ranks."""
+    events = []
+    for rank in range(2):
+        events.append(Event(rank, -1, "B", -1, 0.0, 100 * MS))
+        for k in range(count):
+            start, end = (60 + 100 * k / count) * MS, (60 + 100 * (k + 1 - pause) / count) * MS
+            events.append(Event(rank, -1, "all_reduce", -1, start, end, "dp"))
+    return Timeline(tuple(events))
+
+
 def profile(rank: int = 0, device: str = "cpu") -> MemoryProfile:
     rows = [(0.0, 0), (0.01, 300), (0.03, 700), (0.04, 100)]
     made = (MemorySample(5.0 + t, 400_000, 0, 800_000, a * 1000, 5000) for t, a in rows)
@@ -134,6 +146,7 @@ KEPT = {
     "stage 0, all of it": {"parameters": 2e6, "gradients": 2e6, "optimizer": 12e6},
     "stage 3": {"parameters": 5e5, "gradients": 5e5, "optimizer": 3e6},
 }
+LAW = ([200.0 * 1.1**k for k in range(37)], [1 / (1 + k / 9) for k in range(37)])
 FIGURES: dict[str, Callable[[], Figure]] = {
     "timeline": lambda: plot.timeline(
         one_f_one_b(4, 8),
@@ -142,6 +155,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
         title="1F1B",
     ),
     "lanes": lambda: plot.timeline(talking(), exposed=True, axis_labels={0: "dp 0 pp 0", 1: "dp 0 pp 1"}),
+    "many buckets": lambda: plot.timeline(bucketed(390), bucketed(25), exposed=True, bubble=None),
     "memory": lambda: plot.memory(*(profile(r) for r in range(4)), capacity=3e6, title="One step"),
     "mesh": lambda: plot.mesh(Layout(2, 2, 4), hosts_of=8),
     "stacked mesh": lambda: plot.mesh(Layout(2, 4, 8), hosts_of=8),
@@ -155,6 +169,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "exposure": lambda: plot.exposure(
         {"after": ([200, 800, 6400], [0.9, 0.6, 0.2]), "during": ([200, 800, 6400], [0.8, 0.3, 0.0])},
         {"after": ([200, 800, 6400], [0.8, 0.5, 0.1]), "during": ([200, 800, 6400], [0.7, 0.2, 0.0])},
+        {"after": LAW, "during": LAW},
         knee=1500.0,
         caption="Measured on a machine of which there is much to say, so that the caption takes two lines.",
     ),
@@ -165,6 +180,9 @@ FIGURES: dict[str, Callable[[], Figure]] = {
         "rank 1 overflows",
     ),
     "states": lambda: plot.states(KEPT, KEPT),
+    "states of long names": lambda: plot.states(
+        *2 * [{f"{i}: {kept}": KEPT["stage 3"] for i, kept in enumerate(("optimizer", "weights as well"))}]
+    ),
 }
 
 
@@ -342,6 +360,28 @@ def test_exposed_is_what_no_computing_hides() -> None:
     fig = plot.timeline(tl, exposed=True)
     np.testing.assert_allclose(extents(fig.axes[0], "exposed")[:, :2], [[4.0, 5.0], [6.0, 6.5]])
     assert "bubble 18.8 % and exposed communication 9.4 % of ranks × makespan" in said(fig)
+
+
+@pytest.mark.parametrize(("count", "pause"), [(25, 0.0), (390, 0.0), (390, 0.3)])
+def test_exposed_parts_that_touch_are_hatched_as_one(count: int, pause: float) -> None:
+    tl = bucketed(count, pause)
+    fig = plot.timeline(tl, exposed=True, bubble=None)
+    end = max(e.end for e in tl.events) / MS
+    np.testing.assert_allclose(extents(fig.axes[0], "exposed")[:, :2], [[100.0, end]] * 2, atol=0.1)
+    assert len(extents(fig.axes[0], "all_reduce")) == 2 * count
+    bare = sum(b - a for _, a, b in exposed_parts(tl.by_rank[0]))  # the pauses do not count
+    assert bare == pytest.approx(0.06 * (1 - pause), rel=0.02)
+    assert f"exposed communication {100 * bare / tl.makespan:.1f} %" in said(fig)
+
+
+def test_exposed_parts_stay_apart_where_the_eye_sees_a_gap_or_another_axis() -> None:
+    apart = extents(plot.timeline(bucketed(10, 0.3), exposed=True).axes[0], "exposed")
+    assert len(apart) == 2 * 6
+    np.testing.assert_allclose(apart[1:6, 0] - apart[:5, 1], 3.0)
+    two = (Event(0, -1, "send", -1, 0.0, 1.0, "pp"), Event(0, -1, "all_reduce", -1, 1.0, 2.0, "dp"))
+    drawn = extents(plot.timeline(Timeline(two), exposed=True).axes[0], "exposed")
+    assert drawn[:, :2].tolist() == [[1.0, 2.0], [0.0, 1.0]]
+    assert drawn[0, 2] < drawn[1, 2]  # dp above pp
 
 
 def test_in_flight_draws_the_steps_and_writes_the_peaks() -> None:
@@ -625,16 +665,56 @@ def test_exposure_tells_the_law_from_what_was_predicted_and_measured() -> None:
     assert list(measured.get_ydata()) == pytest.approx([80.0, 10.0])
     assert list(predicted.get_ydata()) == pytest.approx([70.0, 20.0])
     assert list(law.get_xdata()) == [100.0, 500.0, 1000.0]
-    assert to_hex(predicted.get_markerfacecolor()).upper() == CARD
+    assert predicted.get_markerfacecolor() == "none"  # hides nothing, and is not hidden
+    assert predicted.get_zorder() > measured.get_zorder()
+    assert predicted.get_markersize() > measured.get_markersize()
     assert measured.get_markerfacecolor() == law.get_color() == predicted.get_markeredgecolor()
     assert (measured.get_linestyle(), law.get_linestyle()) == ("None", "-")
     assert find(ax, "knee").get_xdata()[0] == 500.0
     assert ax.get_xscale() == "log"
-    assert {"T", "C", "tokens a rank", "knee 500 tokens", "hollow: predicted"} <= set(words(fig))
+    means = {"lines: the law", "hollow: predicted", "filled: measured"}
+    assert {"T", "C", "tokens a rank", "knee 500 tokens", *means} <= set(words(fig))
     bare = plot.exposure({"a": points, "b": points})
-    assert "hollow: predicted" not in words(bare)
+    assert means & set(words(bare)) == {"filled: measured"}
     first, second = find(bare.axes[0], "measured a"), find(bare.axes[0], "measured b")
     assert (first.get_color(), first.get_marker()) != (second.get_color(), second.get_marker())
+
+
+def test_the_legend_of_exposure_shows_each_marker_once_on_its_line() -> None:
+    points = ([100.0, 1000.0], [0.8, 0.1])
+    both = {"a": points, "b": points}
+    for fig, line, filled in (
+        (plot.exposure(both, law=both), "-", True),
+        (plot.exposure(both), "None", True),
+        (plot.exposure({}, both), "None", False),
+    ):
+        one, two = (artist for artist in fig.artists if isinstance(artist, Line2D))
+        assert (one.get_marker(), two.get_marker()) == ("o", "s")
+        assert (one.get_linestyle(), one.get_markevery(), len(one.get_xdata())) == (line, [1], 3)
+        assert one.get_markerfacecolor() == (one.get_color() if filled else "none")
+    lines = plot.exposure({}, law={"a": points}).artists
+    assert [line.get_marker() for line in lines if isinstance(line, Line2D)] == ["None"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "labels"),
+    [
+        ([100.0, 12800.0], ["100", "200", "500", "1,000", "2,000", "5,000", "10,000"]),
+        ([200.0, 900.0], ["200", "500"]),
+        ([10.0, 1e6], ["10", "100", "1,000", "10,000", "100,000", "1,000,000"]),
+        ([0.5, 4.0], ["0.5", "1", "2"]),
+    ],
+)
+def test_tokens_are_marked_at_1_2_5_where_the_labels_fit(tokens: list[float], labels: list[str]) -> None:
+    fig = plot.exposure({"a": (tokens, [0.5, 0.5])})
+    fig.canvas.draw()
+    shown = [t for t in fig.axes[0].get_xticklabels() if t.get_text()]
+    assert [t.get_text() for t in shown] == labels
+    boxes = [t.get_window_extent() for t in shown]
+    assert all(a.x1 + 5 < b.x0 for a, b in itertools.pairwise(boxes))
+    assert not fig.axes[0].xaxis.get_minorticklocs().size
+    wide = plot.exposure({"a": ([1e-3, 1e24], [0.5, 0.5])}).axes[0].get_xticklabels()
+    assert 2 <= len(wide) <= 6
 
 
 @pytest.mark.parametrize(
@@ -665,7 +745,12 @@ def test_drift_draws_equal_replicas_at_the_foot() -> None:
         2,
         2,
     ]
-    assert "0: equal bit for bit" not in words(plot.drift({"a": [1.0]}, {"a": [1e-3]}))
+    rules = [line for ax in fig.axes for line in ax.lines if line.get_label() == "mark"]
+    series = find(above, "loss alone").get_zorder()
+    assert all(1.5 < rule.get_zorder() < series for rule in rules)  # the grid has 1.5
+    assert rules[0].get_color() not in {line.get_color() for line in above.lines if line not in rules}
+    bare = plot.drift({"a": [1.0]}, {"a": [1e-3]}, [], "overflow")
+    assert {"0: equal bit for bit", "overflow"} & set(words(bare)) == set()
 
 
 @pytest.mark.parametrize(

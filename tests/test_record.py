@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -424,3 +425,19 @@ def test_spans_on_cuda_are_of_the_device() -> None:
     assert compute[1].duration > 3 * compute[0].duration
     assert reduce[0].duration > reduce[1].duration
     assert abs(reduce[0].end - reduce[1].end) < 1e-3
+
+
+def test_what_is_apart_and_what_waits_is_cut_out_of_the_spans_around_it() -> None:
+    from hpnb.record.recorder import apart, waiting
+
+    with hpnb.record.timeline() as recorder, recorder.span("B", microbatch=2):
+        with apart():
+            with waiting():
+                pass
+            with waiting():
+                pass
+    told = [(e.op, e.microbatch) for e in recorder.events()]
+    assert sorted(told) == [("B", 2)] * 2 + [("compute", -1)] * 3
+    by_start = sorted(recorder.events(), key=lambda e: e.start)
+    assert [e.op for e in by_start] == ["B", "compute", "compute", "compute", "B"]
+    assert all(a.end <= b.start for a, b in itertools.pairwise(by_start))

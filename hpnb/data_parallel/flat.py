@@ -69,7 +69,8 @@ class Flat:
         self.names, self.shares = list(named), list(named.values())
         dtype = self.shares[0].dtype
         compute = policy.dtype if policy.dtype is not None and dtype.is_floating_point else dtype
-        sent = policy.communication_dtype or compute
+        # Complex gradients travel as they are: a real dtype would drop the imaginary part.
+        sent = (policy.communication_dtype or compute) if compute.is_floating_point else compute
         itemsize = min(dtype.itemsize, compute.itemsize, sent.itemsize)
         layout = Shares(tuple(tuple(p.shape) for p in self.shares), axis.size, itemsize)
         self._share = self._start(layout, axis, policy)  # (n/p,)
@@ -92,6 +93,7 @@ class Flat:
         self._gradient_bytes, self._layout, self._sent = layout.numel * sent.itemsize, layout, sent
         self._reduced: tuple[Pending, torch.Tensor] | None = None
         self.holds = False  # gradients that have not been reduced
+        self.ready = False  # gathered, and waited for
         self._hooked: set[nn.Parameter] = set()
         self._count()
 
@@ -121,8 +123,7 @@ class Flat:
             else:
                 p.data = part
             placement.place(p, where)
-        seen = [(p, p.data_ptr()) for p in self.shares if p.numel()]
-        self._seen_at = seen[0] if seen else None
+        self._seen_at = [(p, p.data_ptr(), p.dtype) for p in self.shares if p.numel()]
         return share
 
     def refresh(self) -> None:
@@ -146,8 +147,9 @@ class Flat:
 
     def moved(self) -> str | None:
         """The name of a share that is no longer where it was put, if somebody has replaced its data."""
-        if self._seen_at is not None and self._seen_at[0].data_ptr() != self._seen_at[1]:
-            return next(n for n, p in zip(self.names, self.shares, strict=True) if p is self._seen_at[0])
+        for share, at, dtype in self._seen_at:
+            if share.data_ptr() != at or share.dtype != dtype:
+                return next(n for n, p in zip(self.names, self.shares, strict=True) if p is share)
         return None
 
     # --- parameters -------------------------------------------------------------------------
@@ -164,13 +166,14 @@ class Flat:
 
     def wait(self) -> None:
         self._pending.wait()
+        self.ready = self.is_whole
 
     def free(self) -> None:
         """Let the whole parameters go; what autograd saved are views of them, and sees them come again."""
         if self.is_whole:
             self._pending.wait()
             self._release(self._flat)
-            self.is_whole = False
+            self.is_whole = self.ready = False
 
     @staticmethod
     def _release(flat: torch.Tensor) -> None:
@@ -179,11 +182,22 @@ class Flat:
 
     # --- gradients --------------------------------------------------------------------------
 
-    def _grown(self, _: torch.Tensor) -> None:
+    def _grown(self, whole: torch.Tensor) -> None:
+        if not self.ready or (whole.grad is not None and whole.grad.is_sparse):
+            self._refuse(whole)
         self.holds = True
         self.missing -= 1
         if self.missing == 0:
             self._complete(self)
+
+    def _refuse(self, whole: torch.Tensor) -> None:
+        name = next(n for n, w in zip(self.names, self.wholes, strict=True) if w is whole)
+        if self.ready:
+            raise ValueError(f"the gradient of {name} is sparse; use nn.Embedding(sparse=False)")
+        raise RuntimeError(
+            f"the gradient of {name} came before its unit was gathered again, so it is wrong: a forward left "
+            "a tensor elsewhere (in an attribute?) that the loss uses. Return it from the forward"
+        )
 
     def drop(self) -> None:
         """Forget gradients that have not been reduced."""

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from hpnb import placement
-from hpnb.data_parallel.data_parallel import broadcast
+from hpnb.data_parallel.data_parallel import agree, broadcast
 from hpnb.data_parallel.flat import Policy
 from hpnb.data_parallel.sharded import Sharded, of
 from hpnb.mesh import Axis
@@ -55,6 +55,13 @@ def fully_shard(
     equal at the start only. Gradients from before are dropped, and hooks of parameters do not fire. All ranks
     call it, and run the same units; masters (`hpnb.precision`) are made after it.
 
+    What looks at a parameter's shape, or at all gradients, sees this rank's elements, and says nothing:
+    torch's clip_grad_norm_ and torch.amp.GradScaler would decide on each rank for itself
+    (`hpnb.precision.step` with [axis] asks all); Adafactor and Muon need whole matrices
+    (`hpnb.ZeroOptimizer` gives them); groups by p.dim() are to be made before. Call the module and not its
+    parts, return what the loss uses, and step after the backward. Blocks are not sharded one by one before,
+    as FSDP2 asks for: name them in `units`.
+
     A model on the meta device gets zeros, to be filled by `load_full_state_dict`: it never exists whole.
 
     Args:
@@ -73,8 +80,8 @@ def fully_shard(
         cpu_offload: shares, gradients and so the optimizer's step are on the CPU.
 
     Raises:
-        ValueError: nothing to shard, or already sharded or wrapped; a unit that is not there; a dtype that is
-            no float; prefetch below 0.
+        ValueError: nothing to shard, or already sharded or wrapped; a unit that is not there, or has no
+            forward; ranks whose modules differ; a dtype that is no float; prefetch below 0.
     """
     for what, kind in (("dtype", dtype), ("communication_dtype", communication_dtype)):
         if kind is not None and not kind.is_floating_point:
@@ -83,6 +90,8 @@ def fully_shard(
         raise ValueError(f"prefetch={prefetch} is not a number of units; 0 gathers each when it is needed")
     if of(module) is not None:
         raise ValueError(f"{type(module).__name__} is sharded already")
+    options = {"dtype": str(dtype), "average": average, "find_unused_parameters": find_unused_parameters}
+    agree(dict(module.named_parameters()), axis, options)
     policy = Policy(this_device(), dtype, communication_dtype, average, cpu_offload)
     _bring_buffers(module, axis, policy.device)
     Sharded(module, axis, units, policy, prefetch, reshard_after_forward, find_unused_parameters)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from hpnb.background import Background, Pending, wait_all
 from hpnb.data_parallel.buckets import deal
 from hpnb.mesh import Axis
+from hpnb.record.recorder import apart
 
 SMALL = 16384  # elements of a gradient in the mean: below, calls cost more than bytes
 
@@ -131,23 +132,24 @@ class Reducer:
         silent = [p for number, p in enumerate(self.names) if number not in self._ready]
         frozen = frozenset(p for p in silent if not p.requires_grad)
         unused = [p for p in silent if p.grad is None and p not in frozen]
-        try:
-            if unused and not self.find_unused:
-                raise RuntimeError(about_unused([self.names[p] for p in unused], len(self.names)))
-            for p in silent:
-                self.grows(p)
-            while len(self._sent) < len(self.buckets):
-                self._send(len(self._sent))
-            nowhere = self._used_nowhere(unused) | frozen
-            wait_all(self._sent)
-            for index in range(len(self.buckets)):
-                self._hand_back(index, nowhere)
-            if self.check:
-                self._compare()
-            if self.static and not self._learned:
-                self._learn(nowhere)
-        finally:
-            self.drop()
+        with apart():
+            try:
+                if unused and not self.find_unused:
+                    raise RuntimeError(about_unused([self.names[p] for p in unused], len(self.names)))
+                for p in silent:
+                    self.grows(p)
+                while len(self._sent) < len(self.buckets):
+                    self._send(len(self._sent))
+                nowhere = self._used_nowhere(unused) | frozen
+                wait_all(self._sent)
+                for index in range(len(self.buckets)):
+                    self._hand_back(index, nowhere)
+                if self.check:
+                    self._compare()
+                if self.static and not self._learned:
+                    self._learn(nowhere)
+            finally:
+                self.drop()
 
     def drop(self) -> None:
         """Forget what a backward that failed has left behind."""

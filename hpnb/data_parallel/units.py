@@ -14,28 +14,46 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from hpnb.gradients import reduced_by
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """The items of every outermost nn.ModuleList in `module`; if there is none, of every nn.Sequential."""
+    """The items of every outermost nn.ModuleList in `module`; if there is none, of every nn.Sequential.
+
+    Of an item that is only a container, and so has no forward to gather before, the items in turn.
+    """
     return list(_items(module, nn.ModuleList)) or list(_items(module, nn.Sequential))
 
 
 def _items(module: nn.Module, kind: type[nn.ModuleList] | type[nn.Sequential]) -> Iterator[nn.Module]:
     for child in module.children():
-        if isinstance(module, kind):
-            yield child
+        if isinstance(module, kind) and not isinstance(module, ParametrizationList):
+            yield from _computing(child)
         else:
             yield from _items(child, kind)
+
+
+def _computing(module: nn.Module) -> Iterator[nn.Module]:
+    if contains_only(module):
+        for child in module.children():
+            yield from _computing(child)
+    else:
+        yield module
+
+
+def contains_only(module: nn.Module) -> bool:
+    """Whether `module` is a list or dict without a forward."""
+    kinds = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    return isinstance(module, kinds) and type(module).forward is nn.Module.forward
 
 
 def find(module: nn.Module, units: Iterable[nn.Module | str] | None) -> dict[str, nn.Module]:
     """{name: module} of the units named (by module or by name; None finds the blocks), without the root.
 
     Raises:
-        ValueError: a unit that is not in the module.
+        ValueError: a unit that is not in the module, or has no forward.
     """
     names = {m: name for name, m in module.named_modules()}
     by_name = dict(module.named_modules(remove_duplicate=False))
@@ -46,6 +64,12 @@ def find(module: nn.Module, units: Iterable[nn.Module | str] | None) -> dict[str
             what = repr(unit) if isinstance(unit, str) else type(unit).__name__
             some = ", ".join(repr(name) for name in list(names.values())[1:6])
             raise ValueError(f"unit {what} is not in the module; it has {some}, ...")
+        if contains_only(it):
+            inside = ", ".join(repr(f"{names[it]}.{key}") for key in list(it._modules)[:3])
+            raise ValueError(
+                f"unit {names[it]!r} is a {type(it).__name__}, which has no forward to gather before; "
+                f"name its items instead: {inside}, ..."
+            )
         if it is not module:
             found[names[it]] = it
     return found

@@ -141,7 +141,7 @@ class Explorer:
         return figure, alt
 
     def _judged(self, status: str) -> str:
-        text = self._challenge.text if self._challenge is not None else ""
+        text = self._challenge.text.strip().removesuffix(".") if self._challenge is not None else ""
         before = " (but met before)" if status != "met" and self.solved else ""
         return f"<div>Challenge: {escape(text)}: <b>{status}</b>{before}</div>"
 

@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from hpnb.plot.canvas import SMALL, Key, new_figure, panel_title
-from hpnb.plot.grammar import ALARM, INK, RULE, SERIES, OpStyle
+from hpnb.plot.grammar import INK, RULE, SERIES, OpStyle
 
-MARK = OpStyle(ALARM, "", "mark", "", ":")
+MARK = OpStyle(INK, "", "mark", "", ":")  # no series has its colour
 
 
 def drift(
@@ -34,7 +34,7 @@ def drift(
         losses: {run: the loss of each step}.
         distances: {run: the distance between replicas after each step}, of the same runs.
         marks: steps at which something happened, drawn through both panels.
-        mark: what, for the legend.
+        mark: what, for the legend, which shows it word for word wherever there are marks, however few.
 
     Raises:
         ValueError: the two do not have the same runs and steps, or a number that cannot be drawn.
@@ -65,7 +65,8 @@ def drift(
     _logarithmic(below, [d for series in distances.values() for d in series])
     for ax in (above, below):
         for step in marks:
-            ax.axvline(step, color=MARK.color, linestyle=MARK.line, linewidth=1.2, zorder=1).set_label("mark")
+            rule = ax.axvline(step, color=MARK.color, linestyle=MARK.line, linewidth=1.4)
+            rule.set(label="mark", zorder=1.8)  # above the grid, which has 1.5, and beneath the series at 2
         ax.grid(True, which="major", color=RULE, linewidth=0.7)
         ax.set_xlim(0.5, steps + 0.5)
         ax.set_xticks([t for t in MaxNLocator(10, integer=True).tick_values(1, steps) if 1 <= t <= steps])

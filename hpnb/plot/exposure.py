@@ -2,21 +2,25 @@
 
     line      the law, in one stroke
     hollow    predicted for one number of tokens, from a backward that was measured alone
-    filled    measured
+    filled    measured; where the two agree, a dot in a ring
     knee      tokens from which on a backward covers its gradients' all-reduce
 
-Series of one name (one way of reducing) have one colour, whether predicted or measured.
+Series of one name (one way of reducing) have one colour and one marker, whether predicted or measured.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.lines import Line2D
+from matplotlib.ticker import NullFormatter, NullLocator
 
-from hpnb.plot.canvas import SMALL, Key, new_figure
+from hpnb.plot.canvas import SMALL, WIDTH, Key, new_figure, text_inches
 from hpnb.plot.grammar import CARD, INK, RULE, SERIES, SOFT, OpStyle
 from hpnb.plot.units import number
 
@@ -38,6 +42,8 @@ def exposure(
         predicted: the same names, hollow dots.
         law: the same names, lines.
         knee: tokens a rank.
+        title: a headline; it is the place to say where this was measured.
+        caption: a sentence beneath the axes.
 
     Raises:
         ValueError: nothing to draw, series of unequal length, tokens that are not above 0, or a share
@@ -52,12 +58,12 @@ def exposure(
             _check(name, tokens, shares)
     looks = {name: SERIES[i % len(SERIES)] for i, name in enumerate(names)}
     keys = [Key(OpStyle(looks[n][0], "", n, "", looks[n][2]), "line") for n in names]
-    if predicted:
-        keys.append(Key(OpStyle(SOFT, "", "hollow: predicted"), "words"))
-    if measured:
-        keys.append(Key(OpStyle(SOFT, "", "filled: measured"), "words"))
+    means = {"law": "lines: the law", "predicted": "hollow: predicted", "measured": "filled: measured"}
+    keys += [Key(OpStyle(SOFT, "", means[kind]), "words") for kind, series in kinds.items() if series]
     heading = title if title is not None else "exposed communication"
     fig, (ax,) = new_figure([2.8], title=heading, legend=keys, caption=caption, left=0.72, right=0.25)
+    if predicted or measured:
+        _mark_legend(fig, [looks[name][1] for name in names], hollow=not measured, lines=bool(law))
     for kind, series in kinds.items():
         for name, (tokens, shares) in series.items():
             color, marker, line = looks[name]
@@ -65,12 +71,12 @@ def exposure(
             artist.set_label(f"{kind} {name}")
             if kind == "law":
                 artist.set(linestyle=line, linewidth=1.8, zorder=3)
-            else:
+            else:  # hollow ones are larger and have no face, so that they hide nothing
                 hollow = kind == "predicted"
-                artist.set(linestyle="none", marker=marker, markersize=7.5, zorder=4 if hollow else 5,
-                           markerfacecolor=CARD if hollow else color,
+                artist.set(linestyle="none", marker=marker, markersize=9.5 if hollow else 6.5,
+                           zorder=5 if hollow else 4, markerfacecolor="none" if hollow else color,
                            markeredgecolor=color if hollow else CARD,
-                           markeredgewidth=1.6 if hollow else 0.8)  # fmt: skip
+                           markeredgewidth=1.5 if hollow else 0.8)  # fmt: skip
     ax.set_xscale("log")
     if knee is not None:
         _knee(ax, knee)
@@ -92,14 +98,40 @@ def _axes(ax: Axes) -> None:
     ax.set_xlabel("tokens a rank")
     ax.set_ylabel("exposed, share of the step (%)")
     ax.grid(True, which="major", color=RULE, linewidth=0.7)
-    low, high = ax.get_xlim()
-    few = high / low < 30  # powers of ten alone would leave one tick or two
-    ticks = LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=9).tick_values(low, high)
-    ax.set_xticks([tick for tick in ticks if low <= tick <= high])
+    ticks = _ticks(*ax.get_xlim(), inches=ax.get_position().width * WIDTH)
+    ax.set_xticks(ticks, [_tokens(tick) for tick in ticks])
+    ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_minor_formatter(NullFormatter())
-    ax.xaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
-    )
+
+
+def _ticks(low: float, high: float, inches: float) -> list[float]:
+    """1, 2, 5, 10, ... between the two, or the powers of ten alone, or every second one: what has room."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    every = [step * 10.0**k for k in decades for step in (1, 2, 5)]
+    for thinned in (every, *(every[:: 3 * n] for n in range(1, len(decades)))):
+        ticks = [tick for tick in thinned if low <= tick <= high]
+        wide = [text_inches(_tokens(tick)) / 2 + 0.06 for tick in ticks]
+        apart = [math.log(b / a) / math.log(high / low) * inches for a, b in pairwise(ticks)]
+        if all(a + b <= room for (a, b), room in zip(pairwise(wide), apart, strict=True)):
+            return ticks
+    return []
+
+
+def _tokens(tick: float) -> str:
+    return f"{tick:,.0f}" if tick >= 1 else f"{tick:g}"
+
+
+def _mark_legend(fig: Figure, markers: Sequence[str], hollow: bool, lines: bool) -> None:
+    """Put each series' marker in the middle of its line in the header; of `lines` there may be none."""
+    swatches = [artist for artist in fig.artists if isinstance(artist, Line2D)]
+    for swatch, marker in zip(swatches, markers, strict=True):
+        (left, right), (y, _) = np.asarray(swatch.get_data(), dtype=float)
+        swatch.set_data([left, (left + right) / 2, right], [y] * 3)
+        swatch.set(marker=marker, markevery=[1], markersize=6.5, markeredgewidth=1.5 if hollow else 0.8,
+                   markerfacecolor="none" if hollow else swatch.get_color(),
+                   markeredgecolor=swatch.get_color() if hollow else CARD)  # fmt: skip
+        if not lines:
+            swatch.set_linestyle("none")
 
 
 def _knee(ax: Axes, knee: float) -> None:

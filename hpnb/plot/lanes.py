@@ -22,6 +22,7 @@ from hpnb.record import Event, Timeline
 
 EXPOSED = OpStyle("#000000", "////", "exposed (nothing computes)")
 BETWEEN, LANE = 0.05, 0.14  # inches between rows, and of one communication lane
+TOUCH = 0.018  # inches, about a pixel: gaps below it are no gaps to the eye
 STRIP = 0.66  # inches at the right of a strip, for "peak 12"
 
 
@@ -102,7 +103,7 @@ def draw(
                     pads.append((x - wide / inch / 2, y - 0.075, wide / inch, 0.15))
                     pad_colors.append(color)
         if exposed:
-            bare += [box(start, end, row, e.axis) for e, start, end in exposed_parts(events)]
+            bare += [box(start, end, row, axis) for axis, start, end in _joined(events, TOUCH * scale / inch)]
 
     whole = [box(tl.start, tl.end, row, None) for row in range(len(tl.ranks))]
     idle = boxes(ax, whole, STYLE["idle"], name="idle", hatch=text, zorder=1, outline=False)
@@ -177,6 +178,21 @@ def exposed_parts(events: Sequence[Event]) -> list[tuple[Event, float, float]]:
         if at < e.end:
             found.append((e, at, e.end))
         busy.append((e.start, e.end))
+    return found
+
+
+def _joined(events: Sequence[Event], gap: float) -> list[tuple[str, float, float]]:
+    """(axis, start, end): exposed parts of one axis, as one where at most `gap` seconds lie between them.
+
+    Outlines of hundreds of small parts would leave nothing of the hatch.
+    """
+    found: list[tuple[str, float, float]] = []
+    for e, start, end in sorted(exposed_parts(events), key=lambda part: (part[0].axis, part[1])):
+        if found and found[-1][0] == e.axis and start - found[-1][2] <= gap:
+            axis, first, last = found.pop()
+            found.append((axis, first, max(last, end)))
+        else:
+            found.append((e.axis, start, end))
     return found
 
 

@@ -40,7 +40,8 @@ def timeline(
     Args:
         tl, *more: from the top down, such as predicted above measured.
         in_flight: add a strip of the activations that each rank holds, counted in chunks.
-        exposed: hatch the part of each communication during which its rank computes nothing.
+        exposed: hatch the parts of communication during which a rank computes nothing; parts that touch on
+            the page are hatched as one. The title counts them exactly.
         axis_labels: {rank: words} in place of "rank 0", such as "pp 1 tp 0".
         names: what each timeline is, before its source.
         title: a headline above everything.

@@ -72,12 +72,20 @@ class Recorder:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What happens inside is no part of the spans that are open: each of them becomes two."""
-        end = self._now()
-        self._spans.extend(_Span(opened.event, opened.start, end) for opened in self._open)
-        yield
-        start = self._now()
-        for opened in self._open:
-            opened.start = start
+        end, (opened, self._open) = self._now(), (self._open, [])
+        self._spans.extend(_Span(one.event, one.start, end) for one in opened)
+        try:
+            yield
+        finally:
+            start, self._open = self._now(), opened
+            for one in opened:
+                one.start = start
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What happens inside is computing, but no part of the spans that are open: one of its own."""
+        with self.paused(), self.span("compute"):
+            yield
 
     def begin(self, event: Event) -> Callable[[], None]:
         """Start a span that ends when the result is called, be it on another thread or stream."""
@@ -151,6 +159,11 @@ def begun(op: str, axis: str, nbytes: float, group: Sequence[int]) -> Callable[[
         return None
     sent = ring_bytes(op, nbytes, len(group))
     return _active.begin(Event(rank(), -1, op, -1, 0.0, 0.0, axis, sent, tuple(group)))
+
+
+def apart() -> AbstractContextManager[None]:
+    """Inside, this rank does what belongs to a communication: it packs, launches, puts results back."""
+    return nullcontext() if _active is None else _active.apart()
 
 
 def waiting() -> AbstractContextManager[None]:

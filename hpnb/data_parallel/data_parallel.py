@@ -83,6 +83,7 @@ class DataParallel(nn.Module):
         options = {"bucket_mb": bucket_mb, "average": average, "static_graph": static_graph}
         agree(named, axis, {**options, "find_unused_parameters": find_unused_parameters})
         broadcast(list(named.values()), axis)
+        self._to_send = list(module.buffers())  # to walk through the module at every forward takes time
         self.sink: GradientSink = self._taken_over(average) or Reducer(
             dict(module.named_parameters()),
             axis,
@@ -106,7 +107,7 @@ class DataParallel(nn.Module):
             self._queued = False
             self.sink.drop()
         if self.broadcast_buffers and self.training and self._sync:
-            broadcast(list(self.module.buffers()), self.axis)
+            broadcast(self._to_send, self.axis)
         return self.module(*args, **kwargs)
 
     @contextmanager

@@ -82,6 +82,7 @@ class Reducer:
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._ready: dict[int, None] = {}  # numbers of parameters, in the order in which they came
         self._sent: list[Pending] = []
+        self._absent: list[torch.nn.Parameter] = []  # what was sent as zeros, for want of a gradient
 
     # --- the sink ---------------------------------------------------------------------------
 
@@ -94,13 +95,11 @@ class Reducer:
             if self.axis.rank:
                 parameter.grad = None
 
-    @torch.no_grad()
     def ready(self, parameter: torch.nn.Parameter) -> None:
-        """Count a gradient; send every bucket whose turn has come.
+        """Count a gradient; send every bucket whose turn has come. It runs for every parameter: be short.
 
         Raises:
             RuntimeError: it was ready in this backward already.
-            ValueError: it is sparse.
         """
         number = self._number[id(parameter)]
         if number in self._ready:
@@ -108,13 +107,9 @@ class Reducer:
                 f"the gradient of {self.names[parameter]} was ready twice in one backward; with checkpoints, "
                 "use_reentrant=False"
             )
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            raise ValueError(
-                f"{self.names[parameter]} has a sparse gradient, which has no place in a bucket; use "
-                "nn.Embedding(sparse=False)"
-            )
         self._ready[number] = None
-        self._summed.discard(number)
+        if self._summed:
+            self._summed.discard(number)
         bucket = self._bucket_of[number]
         self._missing[bucket] -= 1
         if self.overlap and not self._missing[bucket]:
@@ -142,8 +137,9 @@ class Reducer:
                     self._send(len(self._sent))
                 nowhere = self._used_nowhere(unused) | frozen
                 wait_all(self._sent)
-                for index in range(len(self.buckets)):
-                    self._hand_back(index, nowhere)
+                if self._absent or nowhere or not (self.as_view and self.average):  # else all is in its place
+                    for index in range(len(self.buckets)):
+                        self._hand_back(index, nowhere)
                 if self.check:
                     self._compare()
                 if self.static and not self._learned:
@@ -158,6 +154,7 @@ class Reducer:
 
     # --- one bucket -------------------------------------------------------------------------
 
+    @torch.no_grad()
     def _send(self, index: int) -> None:
         bucket, flat, views = self.buckets[index], self._flat[index], self._views[index]
         if bucket.dtype != flat.dtype or bucket.device != flat.device:
@@ -167,7 +164,16 @@ class Reducer:
             )
         background = self._background[flat.device]
         here = 1.0 if background.averages or not self.average else 1.0 / self.axis.size  # else on the way
-        fill(flat, views, [p.grad for p in bucket.parameters], here)
+        grads = [p.grad for p in bucket.parameters]
+        for p, grad in zip(bucket.parameters, grads, strict=True):
+            if grad is None:
+                self._absent.append(p)
+            elif grad.is_sparse:
+                raise ValueError(
+                    f"{self.names[p]} has a sparse gradient, which has no place in a bucket; use "
+                    "nn.Embedding(sparse=False)"
+                )
+        fill(flat, views, grads, here)
         if self.as_view:
             for p, view in zip(bucket.parameters, views, strict=True):
                 if p.grad is not None:

@@ -14,6 +14,7 @@ import nbformat
 # image -> (notebook, how the figure's alt text begins)
 IMAGES = {
     "waiting_is_not_moving.png": ("00_ranks_and_collectives", "One bar a rank"),
+    "three_builds.png": ("01_vit_data_parallel", "Compute lanes over communication lanes"),
     "all_reduce_cost.png": ("00_ranks_and_collectives", "All-reduce time against size"),
 }
 

@@ -16,8 +16,7 @@ Rajbhandari et al. 2020, *ZeRO* (arXiv 1910.02054), sections 5 and 7.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,9 +26,9 @@ from torch.optim.optimizer import ParamsT
 from torch.utils._pytree import tree_leaves
 
 from hpnb import placement
-from hpnb.background import Background, wait_all
-from hpnb.data_parallel.data_parallel import DataParallel, agree, broadcast
-from hpnb.data_parallel.reducer import Reducer, about_unused, used_nowhere
+from hpnb.background import wait_all
+from hpnb.data_parallel.data_parallel import agree, broadcast
+from hpnb.data_parallel.reducer import used_nowhere
 from hpnb.data_parallel.zero_bucket import ZeroBucket
 from hpnb.data_parallel.zero_plan import (
     check_class,
@@ -40,16 +39,14 @@ from hpnb.data_parallel.zero_plan import (
     replica_around,
     treats_elements_alike,
 )
+from hpnb.data_parallel.zero_sink import ZeroSink
 from hpnb.data_parallel.zero_state import cut_state_dict, gather, whole_groups, whole_state
-from hpnb.gradients import GradientSink, after_backward, attach, claim
 from hpnb.mesh import Axis
 from hpnb.precision import Masters
 from hpnb.precision.masters import multiply, parameters_of
 
-UNDER_WAY = 2  # buckets of whole gradients that stage 2 has on the wire at once
 
-
-class ZeroOptimizer(Optimizer):
+class ZeroOptimizer(ZeroSink, Optimizer):
     """ZeRO around any optimizer of PyTorch; to be used as one, and the model as if there were no ranks.
 
     Args:
@@ -104,7 +101,7 @@ class ZeroOptimizer(Optimizer):
         **defaults: Any,
     ) -> None:
         check_class(stage, optimizer_class)
-        super().__init__(params, {})  # reads them as any optimizer does
+        Optimizer.__init__(self, params, {})  # reads them as any optimizer does
         self._given = self.param_groups
         everything: list[nn.Parameter] = [p for group in self._given for p in group["params"]]
         self._numbers = {p: i for i, p in enumerate(everything)}
@@ -115,10 +112,6 @@ class ZeroOptimizer(Optimizer):
         agree({name: p for p, name in self.names.items()}, axis, wanted)
         leave = stage == 1 and not cpu_offload and communication_dtype is None
         replica = replica_around(self.names, axis, leave)
-        self.axis, self.stage, self.average = axis, stage, average
-        self.find_unused, self.overlap = find_unused_parameters, overlap_communication
-        self.offload = cpu_offload
-        self.below: GradientSink | None = None  # who reduces, where whole gradients stay with DataParallel
 
         dealt = in_turn(self._given, bucket_mb)
         if replica is None:
@@ -126,13 +119,15 @@ class ZeroOptimizer(Optimizer):
             for some in (*(b.parameters for b in dealt), frozen):  # one by one: each is copied to be sent
                 broadcast(list(some), axis)
         alike = treats_elements_alike(optimizer_class) if elementwise is None else elementwise
-        self.buckets = [
+        buckets = [
             ZeroBucket(b.parameters, [self.names[p] for p in b.parameters], axis, whole=not alike,
                        keep=stage == 1, wire=communication_dtype, offload=cpu_offload)
             for b in dealt
         ]  # fmt: skip
-        self._bucket_of = {id(p): i for i, b in enumerate(self.buckets) for p in b.parameters}
-        self._background = {d: Background(axis, d) for d in {b.flat.device: None for b in self.buckets}}
+        ZeroSink.__init__(
+            self, self.names, buckets, axis, stage, average=average, overlap=overlap_communication,
+            find_unused=find_unused_parameters, offload=cpu_offload,
+        )  # fmt: skip
         self.pieces = {p: piece for b in self.buckets for p, piece in zip(b.parameters, b.pieces, strict=True)
                        if piece is not None}  # fmt: skip
 
@@ -143,152 +138,11 @@ class ZeroOptimizer(Optimizer):
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         is_16_bit = any(p.dtype.itemsize == 2 for p in self.names)
         self.masters = Masters(self.optimizer) if is_16_bit else None
-        self._sync, self._fresh = True, True
-        self._finished = False  # whether a backward has been reduced since the last step
         self._frozen = [p for p in everything if not p.requires_grad]
         self._note_versions()
-        self._reset()
-        self._hooks = attach(self.names, self._grown) if replica is None else []
-        if replica is None:
-            claim(self.names, self)
-        else:
-            self._join(replica, leave)
-
-    # --- who reduces ------------------------------------------------------------------------------
+        self._attach(replica, leave)
 
     _step_supports_amp_scaling = True  # by this torch.amp.GradScaler leaves it to `step`, which refuses it
-
-    def _join(self, replica: DataParallel, leave: bool) -> None:
-        """Be told by `replica` from now on; `leave` the reduction to who does it now, or take it over."""
-        if leave:
-            self.below = replica.sink
-        else:
-            assert isinstance(replica.sink, Reducer)
-            self.average, self.overlap = replica.sink.average, replica.sink.overlap
-            self.find_unused = replica.sink.find_unused
-            if any(p.grad is not None for p in self.names):
-                raise ValueError(
-                    "there are gradients already, in the memory of a DataParallel whose reduction is to be "
-                    "taken over: call zero_grad() before the ZeroOptimizer is made"
-                )
-        replica.sink = self
-
-    def detach(self) -> ZeroOptimizer:
-        """Leave it to others to say when a gradient is `ready`, and when a backward is to `finish`."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        claim(self.names, None)
-        return self
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate: backwards inside add to this rank's gradients and send nothing."""
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
-
-    def _grown(self, parameter: nn.Parameter) -> None:
-        if not self._sync:
-            return
-        if not self._queued:
-            self._queued = True
-            after_backward(self.finish)
-        self.ready(parameter)
-
-    # --- the sink ---------------------------------------------------------------------------------
-
-    _queued: bool  # whether this backward's end is being waited for
-
-    def _reset(self) -> None:
-        self._queued = False
-        self._missing = [len(bucket.parameters) for bucket in self.buckets]
-        self._ready: set[int] = set()  # ids of parameters
-        self._sent = 0
-
-    @torch.no_grad()
-    def ready(self, parameter: nn.Parameter) -> None:
-        """Count a gradient; send every bucket whose turn has come."""
-        if not self._sync:
-            return
-        if self.below is not None:
-            self.below.ready(parameter)
-            return
-        number = self._bucket_of.get(id(parameter))  # a tensor's own hash is slow
-        if number is None:
-            raise ValueError(
-                f"a gradient of shape {tuple(parameter.shape)} is to be reduced, but it is none of the "
-                f"{len(self.names)} parameters of this ZeroOptimizer; give it all that the module trains"
-            )
-        if id(parameter) in self._ready:
-            raise RuntimeError(
-                f"the gradient of {self.names[parameter]} was ready twice in one backward; with "
-                "checkpoints, use_reentrant=False"
-            )
-        self._ready.add(id(parameter))
-        self._missing[number] -= 1
-        while self.overlap and self._sent < len(self.buckets) and not self._missing[self._sent]:
-            self._send()
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Send what is left, wait for all, and give pieces their gradients.
-
-        Raises:
-            RuntimeError: parameters without a gradient (unless `find_unused_parameters`), by name.
-        """
-        if not self._sync:
-            return
-        self._finished = True
-        if self.below is not None:
-            self.below.finish()
-            self._cut_gradients()
-            return
-        unused = [p for p in self.names if id(p) not in self._ready and p.grad is None]
-        try:
-            if unused and not self.find_unused:
-                raise RuntimeError(about_unused([self.names[p] for p in unused], len(self.names)))
-            while self._sent < len(self.buckets):
-                self._send()
-            nowhere = used_nowhere(list(self.names), unused, self.axis) if self.find_unused else frozenset()
-            for bucket in self.buckets:
-                bucket.collect()
-            self._wait_for_copies()
-            for bucket in self.buckets:
-                bucket.hand_out(nowhere)
-            self._fresh = False
-        finally:
-            for bucket in self.buckets:
-                bucket.drop()
-            self._reset()
-
-    def drop(self) -> None:
-        """Forget what a backward that failed has left behind."""
-        if self.below is not None:
-            self.below.drop()
-        for bucket in self.buckets:
-            bucket.drop()
-        self._reset()
-
-    def _send(self) -> None:
-        if self.stage == 2 and self._sent >= UNDER_WAY:
-            self.buckets[self._sent - UNDER_WAY].collect()
-        bucket = self.buckets[self._sent]
-        bucket.start(self._background[bucket.flat.device], self.average, self._fresh)
-        self._sent += 1
-
-    def _cut_gradients(self) -> None:
-        for bucket in self.buckets:
-            bucket.cut_gradients()
-
-    def _wait_for_copies(self) -> None:
-        """The host is about to read what a GPU writes."""
-        if self.offload:
-            for device in self._background:
-                if device.type == "cuda":
-                    torch.cuda.current_stream(device).synchronize()
 
     # --- the optimizer ----------------------------------------------------------------------------
 

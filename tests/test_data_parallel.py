@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hpnb
-from hpnb import Layout, Mesh
+from hpnb import Layout, Mesh, precision
 from hpnb.comm import shares
 from hpnb.data_parallel import DataParallel, global_mean
 from hpnb.data_parallel.buckets import deal
@@ -522,3 +522,45 @@ def test_what_is_frozen_later_keeps_no_gradient() -> None:
         return model[0].weight.grad is None, model[1].weight.grad is not None
 
     assert hpnb.launch(run, ranks=2, device="cpu", timeout=60) == [(True, True)] * 2
+
+
+# --- 16 bits ---------------------------------------------------------------------------------------------
+
+
+def sixteen_bits(name: str, average: bool) -> tuple[float, float]:
+    """Relative distance of weights from one process's: of the ranks', and of the same process's in parts."""
+    axis, policy = Mesh(Layout(dp=hpnb.world_size())).dp, precision.policy(name)
+    x = torch.randn(24, 32, generator=torch.Generator().manual_seed(5))
+    y = torch.randn(24, 8, generator=torch.Generator().manual_seed(6))
+    shares_ = [slice(r * 24 // axis.size, (r + 1) * 24 // axis.size) for r in range(axis.size)]
+
+    def run(parts: list[slice], wrap: Callable[[nn.Module], nn.Module]) -> torch.Tensor:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8))
+        model = policy.cast(net)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        masters = precision.Masters(optimizer) if policy.masters else None
+        forward = wrap(model)
+        for _ in range(4):
+            optimizer.zero_grad()
+            for part in parts:
+                with policy.autocast(x.device):
+                    out = forward(x[part].to(policy.weights))
+                (nn.functional.mse_loss(out.float(), y[part]) / len(parts)).backward()
+            optimizer.step()
+        weights = [p if masters is None else masters.of(p) for p in model.parameters()]
+        return torch.cat([p.detach().double().flatten() for p in weights])
+
+    alone = run([slice(None)], lambda model: model)
+    in_parts = run(shares_, lambda model: model)
+    ranks = run([shares_[axis.rank]], lambda model: DataParallel(model, axis, 0.001, average=average))
+    return float((ranks - alone).norm() / alone.norm()), float((in_parts - alone).norm() / alone.norm())
+
+
+@pytest.mark.parametrize("name", ["bf16", "amp-bf16"])
+def test_in_16_bits_ranks_differ_as_two_orders_of_summation_do(name: str) -> None:
+    with hpnb.Ranks(3, device="cpu", timeout=60) as pool:
+        for ranks, orders in pool.run(sixteen_bits, name, True):
+            assert 0 < ranks < 3 * orders < 1e-2
+        for ranks, orders in pool.run(sixteen_bits, name, False):  # sums in place of means
+            assert ranks > 30 * orders

@@ -477,7 +477,7 @@ lesson.ledger.show()
 # last column is near 1.00, data parallelism is free.
 #
 # **Takeaway.** Data parallelism is free when each rank has more than about ρ(d-1)/d tokens to work on (g = 2): a
-# batch of 50,000 tokens feeds 30 ranks at a token knee of 1,660. The first remedy for exposed communication is a
+# batch of 50,000 tokens feeds 50 ranks at a token knee of 1,000. The first remedy for exposed communication is a
 # larger batch a rank, then larger or smaller buckets, and only then a faster wire.
 #
 # **Challenge.** A ViT-L/16 on 64 ranks of Ethernet 100 Gb, 400 TFLOP/s, at most 50,000 tokens a rank: get under 6.5 %

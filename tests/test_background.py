@@ -99,8 +99,10 @@ def test_on_gpus() -> None:
     import torch.cuda
 
     ranks = min(4, torch.cuda.device_count())
-    for summed, gathered, _, _ in hpnb.launch(three, "cuda", ranks=ranks, device="cuda", timeout=120):
-        assert summed == gathered
+    found = hpnb.launch(three, "cuda", ranks=ranks, device="cuda", timeout=120)
+    wanted = torch.tensor([own for _, _, own, _ in found]).sum(0).tolist()
+    for summed, gathered, _, _ in found:
+        assert summed == gathered == wanted
 
 
 def averaged() -> tuple[float, float]:

@@ -1,0 +1,150 @@
+"""What each rank does when, if an action takes so long: the predicted side of a pipeline.
+
+    start(a) = max( end of what the rank did before,
+                    end(n) + transfer  for every n that `a` needs,  transfer 0 on the same rank )
+    end(a)   = start(a) + duration(a)
+
+A transfer delays what it feeds and costs the ranks nothing; messages do not slow each other down. The closed
+forms in `schedules.py` come out exactly.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpnb.pipeline_parallel.schedule import Action, Schedule
+from hpnb.record.timeline import Event, Source, Timeline
+
+PerStage = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of one stage: a chunk is a stage, so a rank with two chunks takes twice that a microbatch.
+
+    Args:
+        forward: of F; one number, or one a stage.
+        input_grad: of I.
+        weight_grad: of W. A backward that is not split, B, costs both.
+        transfer: from the end of an action to when another rank can use its result.
+
+    Raises:
+        ValueError: a cost that is negative or not a number.
+    """
+
+    forward: PerStage = 1.0
+    input_grad: PerStage = 1.0
+    weight_grad: PerStage = 1.0
+    transfer: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, cost in vars(self).copy().items():
+            several = isinstance(cost, Sequence) and name != "transfer"
+            for value in cost if several else [cost]:
+                if not _is_cost(value):
+                    raise ValueError(f"{name}={cost!r}: a cost is a number of seconds, 0 or more")
+            if several:
+                object.__setattr__(self, name, tuple(cost))
+
+    def seconds(self, action: Action) -> float:
+        """What `action` costs."""
+        if action.op == "F":
+            return _of(self.forward, action.stage)
+        both = [self.input_grad] * (action.op in "IB") + [self.weight_grad] * (action.op in "WB")
+        return sum(_of(cost, action.stage) for cost in both)
+
+    def fits(self, stages: int) -> None:
+        """Make sure that there is one cost a stage, or one for all.
+
+        Raises:
+            ValueError: costs of another number of stages.
+        """
+        for name, cost in vars(self).items():
+            if isinstance(cost, Sequence) and len(cost) != stages:
+                raise ValueError(
+                    f"{name} has {len(cost)} costs and the schedule {stages} stages; "
+                    f"give {stages}, or one number for all of them"
+                )
+
+    @classmethod
+    def measured(cls, timeline: Timeline, transfer: float = 0.0) -> Costs:
+        """The median of each stage's recorded F, I and W, in seconds.
+
+        Where a stage never splits its backward, the whole B is `input_grad`, and `weight_grad` is 0.
+
+        Raises:
+            ValueError: a stage of which no forward or no backward is recorded.
+        """
+        found: dict[tuple[int, str], list[float]] = defaultdict(list)
+        for event in timeline.events:
+            if event.op in ("F", "I", "W", "B") and event.stage >= 0:
+                found[event.stage, event.op].append(event.duration)
+        if not found:
+            raise ValueError("the timeline has no F, I, W or B of any stage, so there is nothing to measure")
+        median = {what: statistics.median(durations) for what, durations in found.items()}
+        stages = range(1 + max(stage for stage, _ in found))
+        for stage in stages:
+            if (stage, "F") not in found or not {(stage, "I"), (stage, "B")} & found.keys():
+                raise ValueError(f"the timeline lacks a forward or a backward of stage {stage}")
+        return cls(
+            [median[s, "F"] for s in stages],
+            [median.get((s, "I"), median.get((s, "B"), 0.0)) for s in stages],
+            [median.get((s, "W"), 0.0) for s in stages],
+            transfer,
+        )
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """The Timeline of `schedule` if its actions cost `costs`.
+
+    Raises:
+        ScheduleError: a schedule that cannot be run.
+        ValueError: costs of another number of stages.
+    """
+    costs.fits(schedule.stages)
+    return run(schedule, costs.seconds, costs.transfer)
+
+
+def run(
+    schedule: Schedule,
+    duration: Callable[[Action], float],
+    transfer: float = 0.0,
+    source: Source = "simulated",
+) -> Timeline:
+    """The Timeline of `schedule` if each action takes `duration(action)` seconds.
+
+    Args:
+        transfer: seconds from the end of an action to when another rank can use its result.
+        source: what the Timeline says that it is.
+
+    Raises:
+        ScheduleError: a schedule that cannot be run.
+    """
+    schedule.check()
+    free: list[float] = [0] * schedule.ranks  # when each rank is done; no 0.0, which would round fractions
+    ends: dict[Action, float] = {}
+    events = []
+    for rank, _, action in schedule.order:
+        start = free[rank]
+        for need in schedule.needs(action):
+            hop = 0 if schedule.rank_of[need.stage] == rank else transfer
+            start = max(start, ends[need] + hop)
+        free[rank] = ends[action] = start + duration(action)
+        events.append(Event(rank, action.stage, action.op, action.microbatch, start, free[rank]))
+    return Timeline(tuple(events), source)
+
+
+def _of(cost: PerStage, stage: int) -> float:
+    return cost[stage] if isinstance(cost, Sequence) else cost
+
+
+def _is_cost(value: Any) -> bool:
+    try:
+        return math.isfinite(value) and value >= 0
+    except TypeError:
+        return False

@@ -1,0 +1,300 @@
+"""A backward in two parts: the gradient of the input at once, those of the weights when there is time.
+
+    y = x A + b
+    I   dx = dy A^T                     the stage before waits for it
+    W   dA += x^T dy,  db += 1^T dy     nobody waits, but the optimizer at the end of the step
+
+W is half of a backward, and fills what would be a bubble (Qi et al. 2023, *Zero Bubble Pipeline Parallelism*,
+arXiv 2401.10241, section 2). Between I and W a module holds its x and its dy.
+
+Only matmuls and convolutions are deferred (`weight_gradients.py`). Autograd computes all other gradients in
+I: those of norms, embeddings and positions, of modules that nobody knows, of weights that are used outside of
+their module's forward. That is right for every module, and computes nothing twice. It costs little: for n
+tokens the gradients of a norm are O(n h) FLOPs where those of a matmul are O(n h^2), and to defer them would
+hold two more activations.
+
+W adds to .grad in the matmul itself, with no temporary and no second pass over .grad, and so does a backward
+inside `fused`. That makes up for what the split costs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpnb.gradients import attach
+from hpnb.pipeline_parallel.weight_gradients import Piece, Rule, rule_of
+
+Ready = Callable[[nn.Parameter], None]
+
+
+def deferred_share(modules: Iterable[nn.Module]) -> float:
+    """The share of trained parameters, counted in elements, whose gradients a `SplitBackward` would defer."""
+    every, deferred = dict[nn.Parameter, int](), dict[nn.Parameter, int]()
+    for module in _distinct(modules):
+        trained = {p: p.numel() for p in module._parameters.values() if p is not None and p.requires_grad}
+        every |= trained
+        weight, bias = _registered(module)
+        if rule_of(module) is not None and _deferrable(weight, bias):
+            deferred |= {p: n for p, n in trained.items() if p is weight or p is bias}
+    return sum(deferred.values()) / max(1, sum(every.values()))
+
+
+class SplitBackward:
+    """Defers the weight gradients of `modules` and of all modules inside them.
+
+        split = SplitBackward([stage])
+        with split.deferring(key):                      # I
+            torch.autograd.backward(outputs, gradients)
+        split.weights(key)                              # W
+
+    Modules keep class, weights, names, hooks and state dict: only `forward` of the instance is another, until
+    `remove`. Outside `deferring` and `fused` backwards are as before, backwards of backwards included.
+
+    A hook of `register_post_accumulate_grad_hook` fires when the backward has been through all uses of its
+    parameter. Inside `deferring` that is before its gradient is there: use `ready`. A parameter with a hook of
+    `register_hook`, which may change its gradient, is left to autograd. W runs on the stream of I, and what I
+    was given as inputs and gradients is not to be changed in place before W.
+
+    Args:
+        least: modules whose forward and backward are fewer FLOPs than this are left to autograd. It matters to
+            `fused` alone: what the matmul saves must be more than what Python takes, which autograd's own
+            backward of a matmul does without. The same shapes always decide the same.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], least: float = 0.0) -> None:
+        self._modules, self.least = _distinct(modules), least
+        self._queues: dict[Hashable, _Queue] = {}
+        # The mode, for all threads alike: autograd has one of its own for each GPU.
+        self._adds = False  # whether a backward adds to .grad by itself,
+        self._queue: _Queue | None = None  # and, if not at once, where it puts what W needs
+        for module in self._modules:
+            rule, present = rule_of(module), module.__dict__.get("forward")
+            # A forward that somebody else has set here does more than that of the class: it stays.
+            if rule is not None and (present is None or isinstance(present, _Forward)):
+                module.forward = _Forward(module, rule, self)
+
+    def remove(self) -> None:
+        """Give the modules their own forward back."""
+        for module in self._modules:
+            present = module.__dict__.get("forward")
+            if isinstance(present, _Forward) and present.split is self:
+                del module.__dict__["forward"]
+
+    # --- I ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def deferring(self, key: Hashable, ready: Ready | None = None) -> Iterator[None]:
+        """Backwards inside leave weight gradients to `weights(key)`.
+
+        Args:
+            ready: called with each parameter that has its gradient, and does not wait for W.
+        """
+        queue = self._queues.setdefault(key, _Queue())
+
+        def told(p: nn.Parameter) -> None:
+            if ready is not None and p not in queue.waiting:
+                ready(p)
+
+        with self._adding(queue, None if ready is None else told):
+            yield
+
+    @contextmanager
+    def fused(self, ready: Ready | None = None) -> Iterator[None]:
+        """Backwards inside are not split, but add weight gradients to .grad where they compute them.
+
+        Args:
+            ready: called with each parameter once the backward has been through all its uses.
+        """
+        with self._adding(None, ready):
+            yield
+
+    @contextmanager
+    def _adding(self, queue: _Queue | None, ready: Ready | None) -> Iterator[None]:
+        before = self._adds, self._queue
+        parameters = (p for m in self._modules for p in m._parameters.values() if p is not None)
+        hooks = [] if ready is None else attach(dict.fromkeys(parameters), ready)
+        self._adds, self._queue = True, queue
+        try:
+            yield
+        finally:
+            self._adds, self._queue = before
+            for hook in hooks:
+                hook.remove()
+
+    def _take(self, piece: Piece) -> None:
+        """Add or queue `piece`."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True inside deferring or fused: what is added to .grad by hand has no graph; run "
+                "this backward outside"
+            )
+        if self._queue is None:
+            piece.add()
+        else:
+            self._queue.pieces.append(piece)
+            self._queue.waiting.update(piece.parameters)
+
+    # --- W ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def weights(self, key: Hashable, ready: Ready | None = None) -> None:
+        """Add the weight gradients that wait under `key`, in the order of I, and let go of each x and dy.
+
+        Args:
+            ready: called with each parameter when the last of its gradients under this key has been added.
+
+        Raises:
+            ValueError: there has been no `deferring(key)`, or its W is done.
+            RuntimeError: an x or dy was changed in place since.
+        """
+        queue = self._queues.pop(key, None)
+        if queue is None:
+            raise ValueError(
+                f"no weight gradients wait under {key!r}; run a backward inside deferring before"
+            )
+        while queue.pieces:
+            piece = queue.pieces.popleft()
+            piece.add()
+            parameters = piece.parameters
+            del piece
+            for p in parameters:
+                queue.waiting[p] -= 1
+                if ready is not None and not queue.waiting[p]:
+                    ready(p)
+
+    def pending(self, key: Hashable) -> set[nn.Parameter]:
+        """The parameters with gradients that wait under `key`."""
+        return set(self._queues[key].waiting) if key in self._queues else set()
+
+    def drop(self) -> None:
+        """Forget all that waits: the step has failed."""
+        self._queues.clear()
+
+    # A copy of a module computes with its own weights, and is split as the original is. One that was saved or
+    # sent to another process is on its own.
+
+    def __deepcopy__(self, _: dict[int, object]) -> SplitBackward:
+        return self
+
+    def __reduce__(self) -> tuple[type[SplitBackward], tuple[tuple[nn.Module, ...]]]:
+        return SplitBackward, ((),)
+
+
+@dataclass
+class _Queue:
+    """What waits for one W: pieces, and of each parameter how many."""
+
+    pieces: deque[Piece] = field(default_factory=deque)
+    waiting: Counter[nn.Parameter] = field(default_factory=Counter)
+
+
+# --- the seam in autograd --------------------------------------------------------------------------------
+
+
+class _Forward:
+    """Stands in for the forward of one module."""
+
+    def __init__(self, module: nn.Module, rule: Rule, split: SplitBackward) -> None:
+        self.module, self.rule, self.split = module, rule, split
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        weight, bias = _registered(self.module)
+        x: Any = args[0] if len(args) == 1 and not kwargs else None
+        if not (_plain(x) and _deferrable(weight, bias) and torch.is_grad_enabled()):
+            return type(self.module).forward(self.module, *args, **kwargs)
+        if 6.0 * x.numel() * weight.numel() < self.split.least * x.size(-1):
+            return type(self.module).forward(self.module, x)
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return _Split.apply(x, weight, bias, self, dtype)
+
+
+class _Split(torch.autograd.Function):
+    """The forward of a module. Its backward asks the split where the weight gradients go."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        home: _Forward,
+        dtype: torch.dtype | None,
+    ) -> torch.Tensor:
+        x = _autocast(x, dtype)
+        ctx.home, ctx.weight, ctx.bias = home, weight, bias  # a saved tensor may come back as another object
+        # The same in every mode, for a checkpoint counts what is saved. Not the weight as autocast makes it,
+        # which would be one more for every microbatch.
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
+        ctx.set_materialize_grads(False)
+        return home.rule.forward(home.module, x, _autocast(weight, dtype), _autocast(bias, dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if grads[0] is None:
+            return None, None, None, None, None
+        rule, module = ctx.home.rule, ctx.home.module
+        x, weight = ctx.saved_tensors
+        dy, dx, db = rule.kept(grads[0]), None, None
+        if weight is not None:
+            dx = rule.input_gradient(module, x, weight.to(x.dtype), dy)
+        bias = ctx.bias if ctx.needs_input_grad[2] else None
+        split, wanted = ctx.home.split, (ctx.weight,) if bias is None else (ctx.weight, bias)
+        if split._adds and all(map(_is_added, wanted, ctx.next_functions[1:])):
+            versions = x._version, dy._version
+            # Detached, or it would hold the graph that has made it.
+            split._take(Piece(rule, module, ctx.weight, bias, x.detach(), dy, versions))
+            return dx, None, None, None, None
+        if bias is not None:
+            db = rule.bias_gradient(dy)
+        return dx, rule.weight_gradient(module, x, ctx.weight, dy), db, None, None
+
+
+def _distinct(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    return list(dict.fromkeys(inner for module in modules for inner in module.modules()))
+
+
+_ELSEWHERE = object()
+
+
+def _registered(module: nn.Module) -> tuple[Any, Any]:
+    """Weight and bias as they are now: a sharded module exchanges them. _ELSEWHERE if they are computed from
+    other parameters, as by a weight norm."""
+    parameters = module._parameters
+    return parameters.get("weight", _ELSEWHERE), parameters.get("bias", _ELSEWHERE)
+
+
+def _deferrable(weight: Any, bias: Any) -> bool:
+    """Whether they are what a rule is for. Anything unusual is left to autograd."""
+    return (
+        type(weight) is nn.Parameter
+        and weight.requires_grad
+        and weight.is_floating_point()
+        and (bias is None or type(bias) is nn.Parameter)
+    )
+
+
+def _plain(x: Any) -> bool:
+    usual = (type(x) is torch.Tensor or type(x) is nn.Parameter) and x.layout is torch.strided
+    return usual and not torch.compiler.is_compiling()
+
+
+def _autocast(t: torch.Tensor | None, dtype: torch.dtype | None) -> Any:
+    return t if t is None or dtype is None or t.dtype == torch.float64 else t.to(dtype)
+
+
+def _is_added(parameter: nn.Parameter, edge: tuple[Any, int]) -> bool:
+    """Whether the backward that is under way is to add to .grad, with nothing in between."""
+    if parameter._backward_hooks:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(edge[0])  # False if only other gradients are asked for
+    except RuntimeError:  # inside of torch.autograd.grad, which returns them
+        return False

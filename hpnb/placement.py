@@ -12,7 +12,7 @@ parameter that nobody has placed is whole, and replicated along every axis.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -138,11 +138,14 @@ def check_axes(parameters: Iterable[torch.Tensor], axes: Sequence[Axis]) -> None
     Raises:
         ValueError: a parameter is cut along an axis that is not among `axes`.
     """
-    known = {axis.name for axis in axes}
-    for p in parameters:
-        if missing := sorted(of(p).axes - known):
+    _check_known(map(of, parameters), {axis.name for axis in axes})
+
+
+def _check_known(places: Iterable[Placement], known: Collection[str]) -> None:
+    for where in places:
+        if missing := sorted(where.axes - set(known)):
             raise ValueError(
-                f"{of(p).name or 'a parameter'} is cut along {' and '.join(missing)}, and the axes given are "
+                f"{where.name or 'a parameter'} is cut along {' and '.join(missing)}, and the axes given are "
                 f"{', '.join(sorted(known)) or 'none'}: pass mesh.{missing[0]} too"
             )
 
@@ -170,23 +173,88 @@ def full_state_dict(module: nn.Module, axes: Iterable[Axis]) -> dict[str, torch.
     """{name: tensor} of the whole model, from parts that lie along `axes`; buffers as they are here.
 
     Every rank of the axes calls it and gets all of it, one parameter gathered after the other.
+
+    Raises:
+        ValueError: a parameter is cut along an axis that is not among `axes`.
+    """
+    state, whole = wholes(module, axes)
+    return {name: whole(name) for name in state}
+
+
+def wholes(
+    module: nn.Module, axes: Iterable[Axis], *, apart: frozenset[str] = frozenset()
+) -> tuple[dict[str, torch.Tensor], Callable[[str], torch.Tensor]]:
+    """The state of `module` as it is here, and what gathers the whole tensor of a name, one at a time.
+
+    Every rank of the axes calls both, the latter for the same names in the same order.
+
+    Args:
+        apart: axes whose ranks hold different parameters, as the stages of a pipeline do: they are not asked.
+
+    Raises:
+        ValueError: a parameter is cut along an axis that is in neither, or is not on all ranks of one.
     """
     by_name = {axis.name: axis for axis in axes}
     state = module.state_dict()  # first, for it puts a module in order whose forward was interrupted
-    parts = {name: (p.detach(), of(p, name)) for name, p in module.named_parameters(remove_duplicate=False)}
+    parts, places = dict[str, torch.Tensor](), dict[str, Placement]()
+    for name, p in module.named_parameters(remove_duplicate=False):
+        where = of(p, name)
+        parts[name] = p.detach()
+        places[name] = replace(where, cuts=tuple(cut for cut in where.cuts if cut.axis not in apart))
+    _check_known(places.values(), by_name)
     peers: dict[str, list[dict[str, Placement]]] = {}
     for axis in by_name.values():  # who holds what: one message an axis
         everyone: list[dict[str, Placement]] = [{} for _ in range(axis.size)]
-        dist.all_gather_object(everyone, {name: where for name, (_, where) in parts.items()}, axis.group)
+        dist.all_gather_object(everyone, places, axis.group)
         peers[axis.name] = everyone
-    found: dict[str, torch.Tensor] = {}
-    for name, value in state.items():
+        for name, where in places.items():
+            if axis.name in where.axes and not all(name in theirs for theirs in everyone):
+                raise ValueError(
+                    f"{name} is not on all ranks of axis {axis.name}: the stages of a pipeline are put "
+                    "together by hpnb.pipeline_parallel.full_state_dict"
+                )
+
+    def whole(name: str) -> torch.Tensor:
         if name not in parts:
-            found[name] = value.detach()
-            continue
-        part, where = parts[name]
-        found[name] = gather(part, where, {a: [o[name] for o in peers[a]] for a in where.axes}, by_name)
-    return found
+            buffer: torch.Tensor = state[name]
+            return buffer.detach()
+        where = places[name]
+        return gather(parts[name], where, {a: [o[name] for o in peers[a]] for a in where.axes}, by_name)
+
+    return state, whole
+
+
+@torch.no_grad()
+def load_full_state_dict(
+    module: nn.Module, full: Mapping[str, torch.Tensor], *, strict: bool = True
+) -> None:
+    """Fill `module` from the whole model's tensors, each rank taking its parts; nothing is sent.
+
+    Args:
+        full: {name: tensor}, read one after the other, so it may be a mapping that reads files. Names are
+            those of `module.state_dict()`; of the names of a tied parameter one is enough.
+        strict: False skips names that `module` does not have, as a stage of a pipeline has some of them only.
+            What it has must be there either way.
+
+    Raises:
+        ValueError: a missing or unexpected name, or another shape.
+    """
+    held = module.state_dict(keep_vars=True)
+    tied: dict[int, list[str]] = {}
+    for name, value in held.items():
+        tied.setdefault(id(value), []).append(name)
+    for names in tied.values():  # what is tied to a parameter of another rank takes its values
+        if (home := of(held[names[0]]).tied_to) is not None and home not in held:
+            names.append(home)
+    missing = [names[0] for names in tied.values() if not any(name in full for name in names)]
+    unexpected = [name for name in full if name not in held] if strict else []
+    for what, wrong in (("lacks", missing), ("has unexpected", unexpected)):
+        if wrong:
+            more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise ValueError(f"the state {what} {', '.join(wrong[:5])}{more}")
+    for names in tied.values():
+        value = held[names[0]]
+        value.copy_(of(value, names[0]).take(full[next(name for name in names if name in full)]))
 
 
 def gather(
@@ -219,15 +287,19 @@ def gather(
 
 
 def _after(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[int, ...]:
-    """The shape of what is left of `shape`."""
+    """The shape of what is left of `shape`. A number, (), has no dim to cut and stays one."""
     left = tuple(shape)
     for cut in cuts:
+        if not left and cut.dim != FLAT:
+            continue
         left = (cut.size,) if cut.dim == FLAT else (*left[: cut.dim], cut.size, *left[cut.dim + 1 :])
     return left
 
 
 def _parts(whole: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
     """Views of what `cut` leaves of `whole`, a range each."""
+    if whole.dim() == 0 and cut.dim != FLAT:
+        return [whole]
     flat, dim = (whole.reshape(-1), 0) if cut.dim == FLAT else (whole, cut.dim)
     return [flat.narrow(dim, start, stop - start) for start, stop in cut.ranges]
 
@@ -239,6 +311,9 @@ def _join(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
 def _write(part: torch.Tensor, whole: torch.Tensor, cut: Cut) -> None:
     if cut.dim == FLAT and not whole.is_contiguous():
         raise ValueError(f"a part can be written into contiguous memory only, not strides {whole.stride()}")
+    if whole.dim() == 0 and cut.dim != FLAT:
+        whole.copy_(part)
+        return
     sizes = [stop - start for start, stop in cut.ranges]
     dim = max(cut.dim, 0)
     values = part.reshape(-1) if cut.dim == FLAT else part

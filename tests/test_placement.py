@@ -35,6 +35,24 @@ def test_parts_go_back_where_they_came_from() -> None:
         assert torch.equal(onto[kept], whole[kept])
 
 
+def test_a_number_can_be_cut_and_stays_one() -> None:
+    whole = torch.tensor(3.0)
+    for cuts, shape in (
+        ((Cut("pp", 0, ((0, 1),)),), ()),
+        ((Cut("pp", 0, ((0, 1),)), Cut("dp", FLAT, ((0, 1),))), (1,)),
+        ((Cut("dp", FLAT, ((0, 0),)), Cut("pp", 0, ((0, 0),))), (0,)),
+        ((Cut("dp", FLAT, ((0, 1),)), Cut("pp", 0, ((0, 1),))), (1,)),
+    ):
+        where = Placement("scale", (), cuts)
+        assert where.local_shape == shape
+        part = where.take(whole).clone()
+        assert part.shape == shape
+        assert part.tolist() == (3.0 if shape == () else [3.0] * shape[0])
+        onto = torch.tensor(-1.0)
+        where.put(part, onto)
+        assert onto.item() == (-1.0 if shape == (0,) else 3.0)
+
+
 def test_two_cuts_by_hand() -> None:
     where = Placement("w", (2, 4), (Cut("tp", 1, ((1, 3),)), Cut("dp", FLAT, ((1, 3),))))
     whole = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]])
@@ -115,3 +133,21 @@ def uneven() -> float:
 
 def test_a_rank_without_parameters_joins_the_norm() -> None:
     assert hpnb.launch(uneven, ranks=2, device="cpu", timeout=60) == [pytest.approx(12**0.5)] * 2
+
+
+def test_a_module_that_has_some_names_takes_those() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    placement.place(model[1].bias, Placement("1.bias", (2,), tied_to="elsewhere.bias"))
+    full = {name: torch.full_like(value, i) for i, (name, value) in enumerate(model.state_dict().items(), 1)}
+    full["2.weight"] = torch.zeros(9)  # not even of a shape that would do
+    with pytest.raises(ValueError, match=r"the state has unexpected 2\.weight"):
+        placement.load_full_state_dict(model, full)
+    assert model[0].weight.mean().item() != 1.0
+    placement.load_full_state_dict(model, full, strict=False)
+    assert [value.mean().item() for value in model.state_dict().values()] == [1.0, 2.0, 3.0, 4.0]
+    full["elsewhere.bias"] = full.pop("1.bias") + 1
+    placement.load_full_state_dict(model, full, strict=False)
+    assert model[1].bias.mean().item() == 5.0
+    del full["elsewhere.bias"]
+    with pytest.raises(ValueError, match=r"the state lacks 1\.bias"):
+        placement.load_full_state_dict(model, full, strict=False)

@@ -17,18 +17,19 @@ the backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from hpnb import placement
 from hpnb.data_parallel.data_parallel import agree, broadcast
 from hpnb.data_parallel.flat import Policy
 from hpnb.data_parallel.sharded import Sharded, of
+from hpnb.gradients import GradientSink
 from hpnb.mesh import Axis
+from hpnb.placement import load_full_state_dict as load_full_state_dict
 from hpnb.ranks.here import device as this_device
 
 M = TypeVar("M", bound=nn.Module)
@@ -98,6 +99,18 @@ def fully_shard(
     return module
 
 
+def sink(module: nn.Module) -> GradientSink:
+    """Who reduces the gradients of a module that is sharded, for a pipeline to tell: `pipe.gradients`.
+
+    Raises:
+        ValueError: `module` is not sharded.
+    """
+    state = of(module)
+    if state is None:
+        raise ValueError(f"this {type(module).__name__} is not sharded; call fully_shard first")
+    return state
+
+
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Accumulate: backwards inside keep whole gradients on this rank; the next one outside sends their sum.
@@ -118,32 +131,6 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     finally:
         for state, sync in zip(states, before, strict=True):
             state.sync = sync
-
-
-@torch.no_grad()
-def load_full_state_dict(module: nn.Module, full: Mapping[str, torch.Tensor]) -> None:
-    """Fill `module` from the whole model's tensors, each rank taking its parts; nothing is sent.
-
-    Args:
-        full: {name: tensor}, read one after the other, so it may be a mapping that reads files. Names are
-            those of `module.state_dict()`; of the names of a tied parameter one is enough.
-
-    Raises:
-        ValueError: a missing or unexpected name, or another shape.
-    """
-    held = module.state_dict(keep_vars=True)
-    tied: dict[int, list[str]] = {}
-    for name, value in held.items():
-        tied.setdefault(id(value), []).append(name)
-    missing = [names[0] for names in tied.values() if not any(name in full for name in names)]
-    unexpected = [name for name in full if name not in held]
-    for what, names in (("lacks", missing), ("has unexpected", unexpected)):
-        if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise ValueError(f"the state {what} {', '.join(names[:5])}{more}")
-    for names in tied.values():
-        name = next(name for name in names if name in full)
-        held[name].copy_(placement.of(held[name], name).take(full[name]))
 
 
 def _bring_buffers(module: nn.Module, axis: Axis, device: torch.device) -> None:

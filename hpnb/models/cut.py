@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,12 +43,14 @@ class Anatomy(ABC):
         blocks: hidden states to hidden states.
         head: from hidden states to outputs.
         tied: full names of parameters that are one and the same, the first one first.
+        causal: whether the targets are the inputs, shifted by one.
     """
 
     embedding: tuple[Part, ...]
     blocks: tuple[Part, ...]
     head: tuple[Part, ...]
     tied: tuple[tuple[str, ...], ...] = ()
+    causal: bool = field(default=False, kw_only=True)
 
     @property
     def parts(self) -> tuple[Part, ...]:

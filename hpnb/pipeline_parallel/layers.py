@@ -1,0 +1,229 @@
+"""What a pipeline is cut from: the layers of a model, none of which is ever cut itself.
+
+    nn.Sequential       its items
+    a model with an     embedding | block | block | ... | head          (`hpnb.models.anatomy`)
+      anatomy
+    Builder             layers that do not exist yet; each rank makes those of its own stages alone
+
+    hidden = None
+    for layer in layers(model):
+        hidden = layer.run(hidden, inputs)        # is what model(inputs) is
+
+Each layer knows its own modules only, so a rank that keeps some layers lets the rest of the model go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from hpnb.models import Anatomy, Part, anatomy
+
+Inputs = Any  # one microbatch: a mapping, a tensor, or a tuple or list whose first item is meant
+Kind = Literal["embedding", "block", "head", "layer"]
+_TARGETS = ("labels", "label")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One thing that is never cut: an item of a Sequential, a block, an embedding, a head.
+
+    Attributes:
+        parts: its modules under their names in the whole model; a head may be a norm and a classifier. Empty
+            as long as the layer is not built.
+        run: from what the layer before gave and this microbatch's inputs, what the next one takes: a tensor,
+            or a tuple or dict of tensors. The first layer is given None.
+        kind: "layer" where the model does not tell its layers apart.
+        causal: whether the model's targets are its inputs, shifted by one.
+        build: makes a layer that does not exist yet.
+    """
+
+    parts: tuple[Part, ...]
+    run: Callable[[Any, Inputs], Any]
+    kind: Kind = "layer"
+    causal: bool = False
+    build: Callable[[], Layer] | None = None
+
+    def built(self, device: torch.device | str | None = None) -> Layer:
+        """This layer with its modules; a new one at every call if it has to be made, on `device`."""
+        if self.build is None:
+            return self
+        with nullcontext() if device is None else torch.device(device):
+            return self.build()
+
+
+@dataclass(frozen=True)
+class Builder:
+    """A model that no process holds: `layer(i)` makes layer i, and only the rank that has it asks for it.
+
+    Args:
+        layer: makes layer i, 0 to count - 1; it takes what layer i - 1 gives, the first one `first_input`.
+        count: how many layers there are.
+        name: the weights of layer 3 are "layers.3.weight" and so on.
+        seed: layer i is drawn from seed + i, so the model is the same however it is cut. The generators of
+            the caller are left as they were.
+
+    Raises:
+        ValueError: count below 1, or no name.
+    """
+
+    layer: Callable[[int], nn.Module]
+    count: int
+    name: str = "layers"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"a Builder with count={self.count} makes nothing; use 1 or more")
+        if not self.name or not all(self.name.split(".")):
+            raise ValueError(f"name={self.name!r} is no path for the layers; 'layers' would do")
+
+
+def layers(model: nn.Module | Builder) -> tuple[Layer, ...]:
+    """The layers of `model` in the order in which its forward uses them.
+
+    Args:
+        model: an nn.Sequential, whose items are the layers (a Sequential inside is one of them); a model that
+            `hpnb.models.anatomy` knows; or a Builder.
+
+    Hooks of the model itself do not run, those of its layers do.
+
+    Raises:
+        TypeError: a model of another kind, one with a forward of its own, or one that is wrapped.
+        ValueError: a Sequential without items; a parameter or buffer that is in no layer.
+    """
+    if isinstance(model, Builder):
+        return tuple(
+            Layer((), partial(_not_built, i), build=partial(_build, model, i)) for i in range(model.count)
+        )
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+        items = [Part(name, item) for name, item in _items(model)]
+        if not items:
+            raise ValueError("this Sequential has no items; a pipeline needs one or more")
+        found = [_layer(part, first=i == 0) for i, part in enumerate(items)]
+    else:
+        found = _of_anatomy(_taken_apart(model))
+    parts = [part for layer in found for part in layer.parts]
+    kept = {f"{part.name}.{name}" for part in parts for name in part.module.state_dict()}
+    if lost := [name for name in model.state_dict() if name not in kept]:
+        names = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+        raise ValueError(
+            f"{names} lie in none of the layers of this {type(model).__name__}, and would be lost; put them "
+            "into one"
+        )
+    return tuple(found)
+
+
+def first_input(inputs: Inputs) -> Any:
+    """What the first layer of a Sequential or Builder takes of a microbatch.
+
+    A tensor is taken itself; of a tuple or list the first item; of a mapping the first entry that is not
+    "labels" or "label", since a collator may put these first.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if isinstance(inputs, Mapping):
+        inputs = [value for name, value in inputs.items() if name not in _TARGETS]
+    if isinstance(inputs, Sequence):
+        if not len(inputs):
+            raise ValueError("the batch has no entry for the first layer; put its input in front")
+        return inputs[0]
+    return inputs
+
+
+def shared(stages: Sequence[Sequence[Layer]]) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """Parameters that are one and the same under several names: {names: the stage of each}.
+
+    Names are those of the whole model, in its order. Layers that are not built share nothing.
+    """
+    found: dict[nn.Parameter, list[tuple[str, int]]] = {}
+    for stage, held in enumerate(stages):
+        for part in (part for layer in held for part in layer.parts):
+            for name, p in part.module.named_parameters(part.name, remove_duplicate=False):
+                found.setdefault(p, []).append((name, stage))
+    return {
+        tuple(name for name, _ in homes): tuple(stage for _, stage in homes)
+        for homes in found.values()
+        if len(homes) > 1
+    }
+
+
+def _taken_apart(model: nn.Module) -> Anatomy:
+    try:
+        return anatomy(model)
+    except TypeError:
+        own = " with a forward of its own" if isinstance(model, nn.Sequential) else ""
+        raise TypeError(
+            f"hpnb cannot cut a {type(model).__name__}{own}: pass an nn.Sequential, a model whose parts "
+            "hpnb.models.anatomy knows, or a hpnb.pipeline_parallel.Builder; of a wrapped model, pass the "
+            "model inside"
+        ) from None
+
+
+# --- one layer: functions and no lambdas, so that a layer can be copied, modules and all ---------------
+
+
+def _items(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
+    # named_children leaves out a module that is there a second time
+    return [(name, item) for name, item in model._modules.items() if item is not None]
+
+
+def _layer(part: Part, first: bool) -> Layer:
+    return Layer((part,), partial(_first if first else _next, part.module))
+
+
+def _first(module: nn.Module, hidden: Any, inputs: Inputs) -> Any:
+    return module(first_input(inputs))
+
+
+def _next(module: nn.Module, hidden: Any, inputs: Inputs) -> Any:
+    return module(hidden)
+
+
+def _build(builder: Builder, i: int) -> Layer:
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=gpus):
+        torch.manual_seed(builder.seed + i)
+        module = builder.layer(i)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"layer({i}) of the Builder gave a {type(module).__name__}, not an nn.Module")
+    return _layer(Part(f"{builder.name}.{i}", module), first=i == 0)
+
+
+def _not_built(i: int, hidden: Any, inputs: Inputs) -> Any:
+    raise RuntimeError(f"layer {i} of the Builder is not built; run layer.built()")
+
+
+def _of_anatomy(whole: Anatomy) -> list[Layer]:
+    """Each layer with an anatomy of its own, which holds its own parts alone."""
+    embedding = replace(whole, blocks=(), head=())
+    head = replace(whole, embedding=(), blocks=())
+    found = [Layer(whole.embedding, partial(_embed, embedding), "embedding", whole.causal)]
+    for block in whole.blocks:
+        alone = replace(whole, embedding=(), blocks=(block,), head=())
+        found.append(Layer((block,), partial(_block, alone), "block", whole.causal))
+    return [*found, Layer(whole.head, partial(_finish, head), "head", whole.causal)]
+
+
+def _embed(own: Anatomy, hidden: Any, inputs: Inputs) -> torch.Tensor:
+    if not isinstance(inputs, Mapping):
+        raise ValueError(
+            "the model takes a batch with names, such as {'pixel_values': ...}, not a "
+            f"{type(inputs).__name__}"
+        )
+    return own.embed(inputs)
+
+
+def _block(own: Anatomy, hidden: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    return own.run(own.blocks[0], hidden, inputs)
+
+
+def _finish(own: Anatomy, hidden: torch.Tensor, inputs: Inputs) -> Any:
+    return own.finish(hidden, inputs)

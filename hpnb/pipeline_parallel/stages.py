@@ -1,0 +1,225 @@
+"""What one rank of a pipeline holds: the layers of its stages, under the whole model's names.
+
+    the model    vit.embeddings | vit.layers.0 .. vit.layers.11 | vit.layernorm, classifier
+    rank 1 of 4  Stages: vit.layers.3.attention.q_proj.weight ... vit.layers.5.mlp.fc2.bias
+
+The modules are the model's own, so an optimizer that was made before stays attached; the other stages are let
+go. Each parameter is placed as cut along the pipeline's axis with all of it on this rank, so a norm over all
+ranks counts it once. A weight with homes on several stages (a tied embedding) counts in its first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from hpnb import comm, placement
+from hpnb.mesh import Axis
+from hpnb.pipeline_parallel.layers import Inputs, Layer, shared
+from hpnb.placement import Cut
+from hpnb.ranks.here import device as this_device
+
+
+@dataclass(frozen=True)
+class Tied:
+    """One weight that several stages use: each has it, and its gradient is the sum of theirs.
+
+    Attributes:
+        names: in the whole model, in its order.
+        stages: the stage of each name.
+    """
+
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
+
+
+class Stages(nn.Module):
+    """The layers of this rank's stages, on `device`. Names, values and module objects are the model's.
+
+    What is on the meta device gets memory here and zeros, to be filled by
+    `hpnb.placement.load_full_state_dict(stages, full, strict=False)`; with device="meta" it stays there, for
+    `fully_shard` to deal out. A Builder's layers are made here.
+
+    Args:
+        cut: the layers of all stages, from `hpnb.pipeline_parallel.cut`.
+        mine: the numbers of this rank's stages.
+        device: `hpnb.device()` by default.
+        axis: the pipeline's axis, `mesh.pp`; None without ranks.
+
+    Attributes:
+        units: its blocks, or its layers where the model does not tell them apart:
+            `hpnb.fully_shard(stages, mesh.dp, units=stages.units)`.
+        tied: the weights with homes on several stages, of the whole model.
+        causal: whether the model's targets are its inputs, shifted by one.
+
+    Raises:
+        ValueError: a stage that is not in the cut, or none; a buffer with homes on several stages, or on
+            the meta device and in no state dict.
+    """
+
+    def __init__(
+        self,
+        cut: Sequence[Sequence[Layer]],
+        mine: Sequence[int],
+        device: torch.device | str | None = None,
+        axis: Axis | None = None,
+    ) -> None:
+        super().__init__()
+        self.mine = tuple(sorted(set(mine)))
+        if not self.mine or self.mine[0] < 0 or self.mine[-1] >= len(cut):
+            raise ValueError(f"stages {tuple(mine)} are not among 0 to {len(cut) - 1}")
+        _check_buffers(cut)
+        homes = shared(cut)
+        self.tied = tuple(Tied(n, at) for n, at in homes.items() if len(set(at)) > 1)
+        self.causal = any(layer.causal for held in cut for layer in held)
+        target = this_device() if device is None else torch.device(device)
+        # What is still to be made is made on the CPU and moved: values drawn there are the same everywhere.
+        place = target if target.type == "meta" else None
+        self._layers = {stage: tuple(layer.built(place) for layer in cut[stage]) for stage in self.mine}
+        own = [layer for held in self._layers.values() for layer in held]
+        alike = ("block", "layer")
+        self.units = [part.module for layer in own if layer.kind in alike for part in layer.parts]
+        parts = [part for layer in own for part in layer.parts]
+        for part in parts:
+            _hang(self, part.name, part.module)
+        self.training = any(part.module.training for part in parts)
+        if target.type != "meta":
+            self._bring(target)
+        if axis is not None:
+            self._place(axis)
+
+    def forward(self, stage: int, hidden: Any, inputs: Inputs) -> Any:
+        """Run one of this rank's stages.
+
+        Args:
+            hidden: what the stage before gave; None for stage 0.
+            inputs: the microbatch, on this rank's device.
+        """
+        if stage not in self._layers:
+            raise ValueError(f"stage {stage} is not here; this rank has {', '.join(map(str, self.mine))}")
+        held = self._layers[stage]
+        if hidden is not None and held[0].parts and getattr(held[0].parts[0].module, "inplace", False):
+            hidden = tree_map(_cloned, hidden)  # what arrives is a leaf, which autograd does not let change
+        for layer in held:
+            hidden = layer.run(hidden, inputs)
+        return hidden
+
+    def trained(self, stage: int) -> list[nn.Parameter]:
+        """The trained parameters of one of this rank's stages, each once."""
+        parts = (part for layer in self._layers[stage] for part in layer.parts)
+        return list({p: None for part in parts for p in part.module.parameters() if p.requires_grad})
+
+    def _bring(self, device: torch.device) -> None:
+        lost = {name for name, buffer in self.named_buffers() if buffer.is_meta}
+        if lost := lost - self.state_dict().keys():
+            raise ValueError(
+                f"buffer {min(lost)} is on the meta device and in no state dict, so nothing would fill it; "
+                "give it its values before"
+            )
+        for p in self.parameters():
+            if p.is_meta:  # swapped, which keeps the object; .data cannot go from meta to real
+                torch.utils.swap_tensors(p, nn.Parameter(torch.zeros_like(p, device=device), p.requires_grad))
+        filled: dict[torch.Tensor, torch.Tensor] = {}
+        for module in self.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[key] = filled.setdefault(buffer, torch.zeros_like(buffer, device=device))
+        self.to(device)
+
+    def _place(self, axis: Axis) -> None:
+        first = {name: t.names[0] for t in self.tied if t.stages[0] not in self.mine for name in t.names[1:]}
+        for name, p in self.named_parameters():
+            where = placement.of(p, name)
+            shape = where.local_shape
+            cuts = [cut for cut in where.cuts if cut.axis != axis.name]
+            if axis.size > 1:
+                cuts.append(Cut(axis.name, 0, ((0, shape[0] if shape else 1),)))
+            placement.place(p, replace(where, name=name, cuts=tuple(cuts), tied_to=first.get(name)))
+
+
+def full_state_dict(stages: Stages, axis: Axis | None, axes: Iterable[Axis] = ()) -> dict[str, torch.Tensor]:
+    """{name: tensor} of the whole model on the CPU, in its order: parameters and buffers of all stages.
+
+    Every rank of the axes calls it and gets all of it, one tensor at a time. All names of a tied weight are
+    there, so the whole model takes it with strict=True.
+
+    Args:
+        axis: the pipeline's, `mesh.pp`.
+        axes: others along which parameters are cut: `mesh.dp` after `fully_shard`.
+
+    Raises:
+        ValueError: a parameter is cut along an axis that is in neither.
+    """
+    apart = frozenset() if axis is None else frozenset({axis.name})
+    others = [other for other in axes if other.name not in apart]
+    state, whole = placement.wholes(stages, others, apart=apart)
+    here = {stage: _described(stages, stage, state) for stage in stages.mine}
+    everyone = [here]
+    if axis is not None and axis.size > 1:
+        everyone = [{} for _ in range(axis.size)]
+        dist.all_gather_object(everyone, here, axis.group)
+    owners = sorted((stage, rank) for rank, theirs in enumerate(everyone) for stage in theirs)
+    found: dict[str, torch.Tensor] = {}
+    for stage, rank in owners:
+        for name, (shape, dtype) in everyone[rank][stage].items():
+            value = torch.empty(shape, dtype=dtype, device=this_device())
+            if stage in here:
+                value.copy_(whole(name))
+            if axis is not None:
+                value = comm.broadcast(value, axis, rank)
+            found[name] = value.cpu()
+    return found
+
+
+def _described(
+    stages: Stages, stage: int, state: dict[str, torch.Tensor]
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """{name: (whole shape, dtype)} of what one stage has in `state`."""
+    roots = tuple(f"{part.name}." for layer in stages._layers[stage] for part in layer.parts)
+    places = dict(stages.named_parameters(remove_duplicate=False))
+    return {
+        name: (placement.of(places.get(name, value), name).shape, value.dtype)
+        for name, value in state.items()
+        if name.startswith(roots)
+    }
+
+
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+class _Path(nn.Module):
+    """A step of a name: it holds what lies below it, and has no forward."""
+
+
+def _hang(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Make `module` a descendant of `root` by its full name."""
+    *path, leaf = name.split(".")
+    for step in path:
+        # Straight into the table, for the model may have a child whose name Stages uses for something else.
+        below = root._modules.get(step)
+        if below is None:
+            below = root._modules[step] = _Path()
+        root = below
+    root._modules[leaf] = module
+
+
+def _check_buffers(cut: Sequence[Sequence[Layer]]) -> None:
+    """A buffer in the state dict is state: two stages that change it would each go its own way."""
+    home: dict[torch.Tensor, tuple[str, int]] = {}
+    for stage, part in ((s, part) for s, held in enumerate(cut) for layer in held for part in layer.parts):
+        for name, value in part.module.state_dict(keep_vars=True).items():
+            if isinstance(value, nn.Parameter) or not isinstance(value, torch.Tensor):
+                continue
+            first, at = home.setdefault(value, (f"{part.name}.{name}", stage))
+            if at != stage:
+                raise ValueError(
+                    f"buffer {first} of stage {at} is also {part.name}.{name} of stage {stage}, and would "
+                    "have two values: cut so that one stage has both"
+                )

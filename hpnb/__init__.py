@@ -4,7 +4,7 @@
     hpnb.launch(lambda: hpnb.rank(), ranks=4)     # a cell is a cluster: [0, 1, 2, 3]
 
 The rooms, from the ground up: ranks, record, mesh, comm, background, placement, precision, gradients,
-theory, plot, data, models, data_parallel, lesson, bench.
+theory, plot, data, models, data_parallel, pipeline_parallel, lesson, bench.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from hpnb.mesh import Axis, Layout, Mesh
 from hpnb.ranks import RankError, RankInterrupt, Ranks, device, launch, rank, world_size
 
 if TYPE_CHECKING:
-    from hpnb import comm, data, lesson, models, placement, plot, precision, theory
+    from hpnb import comm, data, lesson, models, pipeline_parallel, placement, plot, precision, theory
     from hpnb.data_parallel import DataParallel, ZeroOptimizer
     from hpnb.data_parallel.fully_shard import fully_shard
+    from hpnb.pipeline_parallel import Pipeline
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ __all__ = [
     "DataParallel",
     "Layout",
     "Mesh",
+    "Pipeline",
     "RankError",
     "RankInterrupt",
     "Ranks",
@@ -40,6 +42,7 @@ __all__ = [
     "lesson",
     "load_ipython_extension",
     "models",
+    "pipeline_parallel",
     "placement",
     "plot",
     "precision",
@@ -50,8 +53,11 @@ __all__ = [
 ]
 
 # Loaded when first used: ranks never draw, so they need not import what draws.
-_LAZY = frozenset({"comm", "data", "lesson", "models", "placement", "plot", "precision", "theory"})
+_LAZY = frozenset(
+    {"comm", "data", "lesson", "models", "pipeline_parallel", "placement", "plot", "precision", "theory"}
+)
 _FROM = dict.fromkeys(("DataParallel", "ZeroOptimizer", "fully_shard"), "hpnb.data_parallel")
+_FROM["Pipeline"] = "hpnb.pipeline_parallel"
 
 
 def __getattr__(name: str) -> object:

@@ -86,6 +86,13 @@ class Background:
             alone=lambda: flat.copy_(share),
         )
 
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Pending:
+        """Give all ranks what place `source` of the axis has, in place."""
+        first = self.axis.ranks[source]
+        return self._start(
+            "broadcast", tensor.nbytes, lambda wait: dist.broadcast(tensor, first, self.axis.group, not wait)
+        )
+
     def _op(self, average: bool) -> dist.ReduceOp.RedOpType:
         if average and not self.averages and self.axis.size > 1:
             raise ValueError("gloo does not average: scale by 1/ranks what is given to it, and sum")

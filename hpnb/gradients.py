@@ -15,9 +15,19 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hpnb.mesh import Axis
+
 
 class GradientSink(Protocol):
     """Whoever reduces gradients."""
+
+    @property
+    def axis(self) -> Axis:
+        """Over whose ranks."""
+
+    @property
+    def average(self) -> bool:
+        """Whether it divides by their number; if not, it sums."""
 
     def ready(self, parameter: torch.nn.Parameter) -> None:
         """The gradient of `parameter` is complete on this rank."""

@@ -135,6 +135,20 @@ class Axis:
             found.append(_axis(f"{self.name}.{dim}", members))
         return tuple(found)
 
+    def among(self, places: Sequence[int]) -> Axis:
+        """The axis of those ranks alone that have one of `places` here; of this rank alone if it has none.
+
+        Every rank of the world must call it with the same places, as with `split`.
+
+        Raises:
+            ValueError: places that are not there, or none.
+        """
+        chosen = sorted(set(places))
+        if not chosen or chosen[0] < 0 or chosen[-1] >= self.size:
+            raise ValueError(f"places {list(places)} are not among 0 to {self.size - 1} of axis {self.name}")
+        members = tuple(self.ranks[place] for place in chosen)
+        return _axis(self.name, members if self.rank in chosen else (self.ranks[self.rank],), members)
+
 
 class Mesh:
     """The process groups of a Layout: `mesh.dp`, `mesh.pp`, `mesh.tp`, each an `Axis`.
@@ -192,15 +206,15 @@ class Mesh:
 
 # Groups by world, name and members. A group holds threads, descriptors and, on a GPU, hundreds of MB until
 # the process group of all ranks goes; so a mesh that is made again gets the groups that are there.
-_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]]
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], dist.ProcessGroup]]
 _groups = WeakKeyDictionary()
 
 
-def _axis(name: str, members: Sequence[int]) -> Axis:
+def _axis(name: str, members: Sequence[int], asked: tuple[int, ...] = ()) -> Axis:
     world = dist.group.WORLD
     assert world is not None
     known = _groups.setdefault(world, {})
-    key = (name, tuple(members))
+    key = (name, tuple(members), asked)  # what all ranks ask for alike is made, or known, on all alike
     if key not in known:
         # Only the members meet (use_local_synchronization), so making a mesh costs three groups a rank and
         # not one for every group in the world.

@@ -7,7 +7,7 @@
 """
 
 from hpnb.data_parallel.data_parallel import DataParallel, broadcast, global_mean
-from hpnb.data_parallel.fully_shard import fully_shard, load_full_state_dict, no_sync
+from hpnb.data_parallel.fully_shard import fully_shard, load_full_state_dict, no_sync, sink
 from hpnb.data_parallel.reducer import Reducer
 from hpnb.data_parallel.zero import ZeroOptimizer
 
@@ -20,4 +20,5 @@ __all__ = [
     "global_mean",
     "load_full_state_dict",
     "no_sync",
+    "sink",
 ]

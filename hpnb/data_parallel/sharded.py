@@ -248,6 +248,37 @@ class Sharded:
         anywhere = iter(counts.tolist())
         return {flat: [next(anywhere) > 0 for _ in flat.wholes] for flat in flats}
 
+    # --- as a sink, for a pipeline that says itself when a step is over --------------------------
+
+    @property
+    def average(self) -> bool:
+        return self.policy.average
+
+    def detach(self) -> Sharded:
+        """Reduce nothing at the end of a backward any more, but when `finish` is called."""
+        self.sync = False
+        return self
+
+    def ready(self, parameter: nn.Parameter) -> None:
+        """Nothing: whole gradients are kept to the end, since a unit's are sent as one."""
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Reduce what all backwards since the last time have left."""
+        for flat in self.flats:
+            if flat.holds:
+                self._reduce(flat)
+        self._settle()
+        self._meet_host()
+
+    def drop(self) -> None:
+        """The step failed."""
+        self._in_backward = self._computing = False
+        self._reducing.clear()
+        for flat in self.flats:
+            flat.drop()
+        self._release()
+
     # --- in between -------------------------------------------------------------------------
 
     def _release(self) -> None:

@@ -41,13 +41,23 @@ class _Open:
 
 
 class Recorder:
-    """Collects spans of one rank. Made by `timeline()`."""
+    """Collects spans of one rank. Made by `timeline()`.
 
-    def __init__(self) -> None:
+    Args:
+        aligned: meet all ranks now, for a common zero. Otherwise `align` does it, at any later time.
+    """
+
+    def __init__(self, aligned: bool = True) -> None:
         self._cuda = device().type == "cuda"
         self._spans: list[_Span] = []
         self._open: list[_Open] = []
-        self._zero = self._meet()
+        self._zero: torch.cuda.Event | float | None = None
+        if aligned:
+            self.align()
+
+    def align(self, group: dist.ProcessGroup | None = None) -> None:
+        """Take a common zero with all ranks (of `group`), which all call it. Times before it are negative."""
+        self._zero = self._meet(group)
 
     @contextmanager
     def span(
@@ -68,6 +78,10 @@ class Recorder:
         finally:
             self._open.remove(opened)
         self._spans.append(_Span(event, opened.start, self._now()))
+
+    def marks(self) -> int:
+        """How many spans there are: what is recorded from here on is `events(since=marks)`."""
+        return len(self._spans)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -92,11 +106,12 @@ class Recorder:
         start = self._now()
         return lambda: self._spans.append(_Span(event, start, self._now()))
 
-    def events(self) -> list[Event]:
+    def events(self, since: int = 0, until: int | None = None) -> list[Event]:
         """This rank's events, seconds from the common zero. Waits for the device."""
         if self._cuda:
             torch.cuda.synchronize()
-        return [replace(s.event, start=self._seconds(s.start), end=self._seconds(s.end)) for s in self._spans]
+        spans = self._spans[since:until]
+        return [replace(s.event, start=self._seconds(s.start), end=self._seconds(s.end)) for s in spans]
 
     def gather(self) -> Timeline:
         """The Timeline of all ranks; every rank must call it, and every rank gets it."""
@@ -107,17 +122,20 @@ class Recorder:
         dist.all_gather_object(everyone, mine)
         return Timeline(tuple(event for events in everyone for event in events))
 
-    def _meet(self) -> torch.cuda.Event | float:
+    def _meet(self, group: dist.ProcessGroup | None = None) -> torch.cuda.Event | float:
         """The zero of the clock: the moment after a barrier."""
-        if dist.is_initialized():
-            dist.barrier()
         if self._cuda:
+            for _ in range(2 if dist.is_initialized() else 0):  # the first lets all come, the second is short
+                dist.all_reduce(torch.zeros(1, device=device()), group=group)
+            zero = self._now()  # on the device's own clock, when it has left the all-reduce
             torch.cuda.synchronize()
-            return self._now()
-        zero = [time.perf_counter()]
+            return zero
+        if dist.is_initialized():
+            dist.barrier(group)
+        now = [time.perf_counter()]
         if inside_rank():  # one machine has one monotonic clock: take the same zero on all ranks
-            dist.broadcast_object_list(zero, src=0)
-        return zero[0]
+            dist.broadcast_object_list(now, group=group, group_src=0)
+        return now[0]
 
     def _now(self) -> torch.cuda.Event | float:
         if not self._cuda:
@@ -137,13 +155,24 @@ class Recorder:
 @contextmanager
 def timeline() -> Iterator[Recorder]:
     """Record spans, and every communication of hpnb.comm, until the block ends. Starts with a barrier."""
+    with recording(Recorder()) as recorder:
+        yield recorder
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[Recorder]:
+    """Until the block ends, `recorder` gets what happens: whoever recorded before sees nothing of it."""
     global _active
-    previous, recorder = _active, Recorder()
-    _active = recorder
+    previous, _active = _active, recorder
     try:
         yield recorder
     finally:
         _active = previous
+
+
+def active() -> Recorder | None:
+    """Who records, if somebody does."""
+    return _active
 
 
 def communication(op: str, axis: str, nbytes: float, group: Sequence[int]) -> AbstractContextManager[None]:

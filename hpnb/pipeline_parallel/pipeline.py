@@ -1,0 +1,270 @@
+"""Pipeline parallelism: each rank has some stages of the model, and microbatches walk through them.
+
+    pipe = hpnb.Pipeline(model, mesh.pp, schedules.make("1f1b", stages=4, microbatches=8), loss_fn)
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    result = pipe.step(batch)                      # on every rank, with the same batch
+    optimizer.step()
+
+A rank keeps its own layers and nothing of the others'. What it does, and when, is the schedule's business:
+the loss and all gradients are those of one process, whatever the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hpnb.background import Background
+from hpnb.gradients import GradientSink
+from hpnb.mesh import Axis
+from hpnb.pipeline_parallel import microbatches
+from hpnb.pipeline_parallel.completion import Completion
+from hpnb.pipeline_parallel.executor import Execution, Known
+from hpnb.pipeline_parallel.layers import Builder, layers
+from hpnb.pipeline_parallel.loss import Loss, LossFunction
+from hpnb.pipeline_parallel.partition import How, cut
+from hpnb.pipeline_parallel.peer_memory import PeerMemory
+from hpnb.pipeline_parallel.result import StepResult
+from hpnb.pipeline_parallel.schedule import Schedule
+from hpnb.pipeline_parallel.split_backward import SplitBackward
+from hpnb.pipeline_parallel.stages import Stages
+from hpnb.pipeline_parallel.ties import tie
+from hpnb.pipeline_parallel.transfers import queues
+from hpnb.ranks.here import device as this_device
+from hpnb.record.recorder import Recorder, active, recording
+
+FUSED = 1.4e11  # FLOPs: about 0.2 ms of an H100, and more than twice what Python takes for the call
+_CORRECTION = ((torch.Size(), torch.float64),)
+Gradients = GradientSink | nn.Module | Callable[[nn.Module], Any] | None
+
+
+class Pipeline:
+    """Trains `model` over the ranks of `axis`, as `schedule` says.
+
+    Args:
+        model: an nn.Sequential, a model that `hpnb.models` knows, or a `Builder`; the same on every rank. Its
+            layers here move to `hpnb.device()`, with their Parameter objects; the others are left alone, and
+            are freed when the caller lets go of the model. What is on the meta device gets zeros, to be filled
+            by `load_full_state_dict`.
+        axis: the pipeline axis, `mesh.pp`; as many ranks as the schedule has.
+        schedule: is checked here.
+        loss_fn: (outputs, inputs) of one microbatch -> (sum, count), or a scalar, which is the mean over those
+            targets of the microbatch that are not -100 (over its samples, if it has none). It is called on the
+            rank of the last stage. `inputs` are a microbatch of the batch, as it was given.
+        gradients: who reduces gradients over the replicas of a data axis: a `DataParallel` or `ZeroOptimizer`
+            made of `pipe.module`'s parameters, which then no longer listens to backwards itself; or a function
+            that makes one of the module. It may be set later.
+        cut: "uniform" over the blocks; balanced by "parameters", "flops" or measured "time"; or by hand, how
+            many layers each stage gets.
+        example: a batch, from which "flops" and "time" take a microbatch.
+        causal: whether the target of a position is that of the next one. By default as the model says.
+
+    Attributes:
+        module: this rank's layers, as an nn.Module, with the whole model's names.
+        stages: the numbers of this rank's stages.
+
+    Raises:
+        ScheduleError: the schedule cannot be run.
+        ValueError: the axis has another number of ranks, or the model cannot be cut so.
+        TypeError: a model of which nobody knows the layers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Builder,
+        axis: Axis,
+        schedule: Schedule,
+        loss_fn: LossFunction,
+        gradients: Gradients = None,
+        *,
+        cut: How = "uniform",
+        example: Any = None,
+        causal: bool | None = None,
+    ) -> None:
+        schedule.check()
+        if schedule.ranks != axis.size:
+            raise ValueError(
+                f"{schedule.name} with {schedule.stages} stages is for {schedule.ranks} ranks, and axis "
+                f"{axis.name} has {axis.size}; make it with stages={axis.size * schedule.chunks}"
+            )
+        self.axis, self.schedule, self.loss_fn = axis, schedule, loss_fn
+        self._device = this_device()
+        self.stages = schedule.stages_of(axis.rank)
+        self.module = _stages(model, axis, schedule, cut, example)
+        self.causal = bool(getattr(self.module, "causal", False)) if causal is None else causal
+        pairs = sorted(schedule.queues)
+        self._queues = queues(axis, pairs, self._device)
+        held = {stage: self.module.trained(stage) for stage in self.stages}
+        # Where nothing is split, large matmuls still add to gradients themselves (see `split_backward`).
+        fuses = schedule.splits or self._device.type == "cuda"
+        self._split = SplitBackward(self.module.modules() if fuses else (), 0.0 if schedule.splits else FUSED)
+        self._completion = Completion(
+            schedule.actions[axis.rank], held, tie(self.module, axis, schedule.rank_of)
+        )
+        self._peers = PeerMemory(axis, pairs, self._device)
+        self._known: Known = {}
+        self._seen: set[Any] = set()  # signatures of microbatches, of all stages
+        self._background = Background(axis, self._device)
+        self._forwards = _only_forwards(schedule)
+        self._corrects: bool | None = None
+        self._gradients: GradientSink | None = None
+        self.gradients = gradients
+
+    # --- a step ------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        batch: Any,
+        *,
+        forward_only: bool = False,
+        scale: float | torch.Tensor = 1.0,
+        reduce: bool = True,
+        return_outputs: bool = True,
+        record: bool = True,
+    ) -> StepResult:
+        """Forward and backward of a batch; gradients are added to .grad, weights are left alone.
+
+        Every rank of the axis calls it with the same batch; those of another replica with theirs.
+
+        Args:
+            batch: a mapping, tensor or tuple of tensors with a row a sample, on any device. Each layer that
+                looks at the inputs sees the microbatch's rows of it.
+            forward_only: no backward, and no gradients: for evaluation, with `pipe.eval()`.
+            scale: gradients are those of the loss times this (a loss scaler's; on accumulation 1/steps).
+            reduce: False accumulates: nothing is summed over the replicas.
+            return_outputs: keep the last stage's outputs, on its rank. Logits of a language model are large.
+            record: note when each action ran, for `result.timeline`.
+
+        Raises:
+            ValueError: fewer samples than microbatches, or tensors of unequally many rows.
+        """
+        schedule = self._forwards if forward_only else self.schedule
+        inputs = microbatches.split(microbatches.to_device(batch, self._device), schedule.microbatches)
+        loss = None
+        if self.is_last_stage:
+            sink = self._gradients
+            replicas = sink.axis if sink is not None else None
+            share = sink.axis.size if sink is not None and sink.average else 1  # what the sink divides by
+            loss = Loss(self.loss_fn, inputs, self._device, self.causal, replicas, scale * share)
+        recorder = (active() or Recorder(aligned=False)) if record else None
+        since = recorder.marks() if recorder is not None else 0
+        completion = None if forward_only else self._completion
+        signatures = [(forward_only, self._mode(), microbatches.signature(one)) for one in inputs]
+        new = not self._seen.issuperset(signatures) or (completion is not None and self._corrects is None)
+        run = Execution(
+            schedule, self.axis.rank, self.module, self._queues if new else self._peers.queues or self._queues,
+            inputs, signatures, self._known,
+            loss, self._corrects, completion, self._split, recorder, return_outputs,
+        )  # fmt: skip
+        if completion is not None:
+            completion.begin(reduce, self._corrects is not False)
+        try:
+            with torch.set_grad_enabled(not forward_only), recording(recorder) if recorder else nullcontext():
+                run.run()
+                if completion is not None:
+                    completion.finish()
+                    self._corrects = run.corrects
+            if new:
+                self._seen.update(signatures)
+                self._peers.fit([made.shapes + _CORRECTION for made in self._known.values()])
+        except BaseException:
+            self._split.drop()
+            if completion is not None:
+                completion.drop()
+            raise
+        value = loss.mean() if loss is not None else None
+        return StepResult(self.axis, self._share(value), run, schedule, recorder, since)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the last stage: there are the loss function and the outputs."""
+        return self.schedule.stages - 1 in self.stages
+
+    def forget(self) -> None:
+        """Learn anew what passes between stages: after parameters were frozen or thawed. On every rank."""
+        self._known.clear()
+        self._seen.clear()
+
+    # --- the module --------------------------------------------------------------------------------------
+
+    @property
+    def gradients(self) -> GradientSink | None:
+        """Who reduces gradients over the replicas, if somebody does."""
+        return self._gradients
+
+    @gradients.setter
+    def gradients(self, given: Gradients) -> None:
+        self._gradients = self._completion.sink = _sink(given, self.module)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's."""
+        return self.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's, under their names in the whole model."""
+        return self.module.named_parameters()
+
+    def train(self, mode: bool = True) -> Pipeline:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        return self.train(False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.module.zero_grad(set_to_none)
+
+    # --- inside ------------------------------------------------------------------------------------------
+
+    def _mode(self) -> tuple[bool, ...]:
+        """What besides the batch decides what passes between stages."""
+        return torch.is_grad_enabled(), self.module.training, torch.is_autocast_enabled(self._device.type)
+
+    def _share(self, value: torch.Tensor | None) -> Callable[[], torch.Tensor]:
+        """Give the loss to all ranks, beside whatever else they do; the result waits for it."""
+        loss = torch.zeros((), dtype=torch.float64, device=self._device) if value is None else value
+        last = self.schedule.rank_of[self.schedule.stages - 1]
+        pending = self._background.broadcast(loss, last)
+
+        def read() -> torch.Tensor:
+            pending.wait()
+            return loss
+
+        return read
+
+
+def _stages(model: nn.Module | Builder, axis: Axis, schedule: Schedule, how: How, example: Any) -> Stages:
+    """This rank's stages of `model`."""
+    if example is not None:
+        example = microbatches.split(example, schedule.microbatches)[0]
+    size, group = dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    everybody = Axis("world", size, dist.get_rank(), group, tuple(range(size)))
+    dealt = cut(layers(model), schedule.stages, how, example, everybody)  # replicas have to cut alike
+    return Stages(dealt, schedule.stages_of(axis.rank), this_device(), axis)
+
+
+def _only_forwards(schedule: Schedule) -> Schedule:
+    rows = [[action for action in row if action.op == "F"] for row in schedule.actions]
+    return Schedule(rows, f"{schedule.name}, forward only")
+
+
+def _sink(given: Gradients, module: nn.Module) -> GradientSink | None:
+    """Whatever was given as the sink it is, no longer listening to backwards on its own."""
+    found: Any = given
+    if found is not None and not hasattr(found, "sink") and not hasattr(found, "ready"):
+        found = found(module)
+    if hasattr(found, "detach"):
+        found.detach()
+    sink: GradientSink | None = getattr(found, "sink", found)
+    if sink is not None and not all(hasattr(sink, name) for name in ("ready", "finish", "drop", "axis")):
+        raise ValueError(
+            f"a {type(found).__name__} does not reduce gradients; pass hpnb.DataParallel(pipe.module, mesh.dp), a "
+            "hpnb.ZeroOptimizer of pipe.parameters(), or a function that makes one of the module"
+        )
+    return sink

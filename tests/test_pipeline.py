@@ -1,0 +1,577 @@
+"""Every schedule computes what one process computes: loss, all gradients, all weights, in float64."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hpnb
+from hpnb import Layout, Mesh
+from hpnb.pipeline_parallel import full_state_dict, schedules
+
+HIDDEN, TOKENS, CLASSES, LAYERS = 6, 3, 5, 8
+STEPS = 2
+EXACT = 1e-12
+
+
+# --- a model whose stages pass tensors, tuples and dicts --------------------------------------------------
+
+
+class Block(nn.Module):
+    """A residual block; `form` is what it passes on beside the hidden states."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+        self.scale = nn.Parameter(torch.ones(HIDDEN))
+        self.form = form
+
+    def forward(self, given: Any) -> Any:
+        x, mask = (
+            given.values()
+            if isinstance(given, dict)
+            else given
+            if isinstance(given, tuple)
+            else (given, None)
+        )
+        x = x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
+        if mask is not None:
+            x = x * mask
+        if self.form == "tuple":
+            return x, torch.ones_like(x[:, :, :1], requires_grad=False)
+        if self.form == "dict":
+            return {"x": x, "mask": None if mask is None else mask.detach()}
+        return x
+
+
+class Head(nn.Linear):
+    def forward(self, given: Any) -> torch.Tensor:
+        x = given["x"] if isinstance(given, dict) else given[0] if isinstance(given, tuple) else given
+        return super().forward(x).transpose(1, 2)  # (B, classes, s): a view
+
+
+def model(layers: int = LAYERS) -> nn.Sequential:
+    torch.manual_seed(0)
+    forms = itertools.cycle(["tensor", "tuple", "dict"])
+    blocks = [Block(form) for form, _ in zip(forms, range(layers - 2), strict=False)]
+    found = nn.Sequential(nn.Linear(4, HIDDEN), *blocks, Head(HIDDEN, CLASSES)).double()
+    for p in found.parameters():  # nothing at its special start
+        p.data += 0.1 * torch.randn_like(p)
+    return found
+
+
+def batch(samples: int, seed: int) -> dict[str, torch.Tensor]:
+    """Samples that differ, with unequally many targets; the third sample has none."""
+    made = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, TOKENS, 4, generator=made, dtype=torch.float64)
+    labels = torch.randint(0, CLASSES, (samples, TOKENS), generator=made)
+    labels[torch.rand(samples, TOKENS, generator=made) < 0.3] = -100
+    labels[0, 0] = 1
+    labels[2 % samples] = -100 if samples > 2 else labels[2 % samples]
+    return {"x": x, "labels": labels}
+
+
+def mean_loss(outputs: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(outputs, inputs["labels"])
+
+
+def pair_loss(outputs: torch.Tensor, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts for itself, and something else than targets: each weighs its label."""
+    weights = torch.arange(1, CLASSES + 1, dtype=outputs.dtype, device=outputs.device)
+    valid = inputs["labels"].clamp(min=0)
+    counted = weights[valid] * (inputs["labels"] >= 0)
+    return F.cross_entropy(outputs, inputs["labels"], weights, reduction="sum"), counted.sum()
+
+
+LOSSES = {"mean": mean_loss, "pair": pair_loss}
+
+
+# --- the oracle ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    stages: int
+    microbatches: int
+    ragged: bool
+    dp: int = 1
+    chunks: int = 1
+    loss: str = "mean"
+    sink: str = "replicas"
+
+    @property
+    def pp(self) -> int:
+        return self.stages // self.chunks
+
+    def batches(self, step: int) -> list[dict[str, torch.Tensor]]:
+        """One a replica."""
+        sizes = [
+            2 * self.microbatches + (self.ragged and self.microbatches > 1) + r * self.ragged
+            for r in range(self.dp)
+        ]
+        return [batch(size, 100 * step + r) for r, size in enumerate(sizes)]
+
+    def schedule(self) -> Any:
+        return schedules.make(self.name, self.stages, self.microbatches, self.chunks)
+
+
+Found = dict[str, Any]
+
+
+def serial(case: Case) -> Found:
+    """One process, the batch of all replicas, one backward."""
+    alone = model()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.3, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        parts = case.batches(step)
+        whole = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        optimizer.zero_grad()
+        found = LOSSES[case.loss](alone(whole["x"]), whole)
+        value = found[0] / found[1] if isinstance(found, tuple) else found
+        value.backward()
+        losses.append(value.item())
+        gradients = {name: p.grad.clone() for name, p in alone.named_parameters() if p.grad is not None}
+        optimizer.step()
+    return {"losses": losses, "gradients": gradients, "weights": dict(alone.state_dict())}
+
+
+def train(case: Case) -> Found | None:
+    """The same on ranks. What rank 0 of each pipeline sees of the loss, and all parts of gradients and weights."""
+    mesh = Mesh(Layout(dp=case.dp, pp=case.pp))
+    pipe = hpnb.Pipeline(model(), mesh.pp, case.schedule(), LOSSES[case.loss])
+    optimizer: torch.optim.Optimizer
+    if case.sink == "replicas":
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.3, momentum=0.9)
+        if case.dp > 1:
+            pipe.gradients = hpnb.DataParallel(pipe.module, mesh.dp, bucket_mb=1e-3)
+    elif case.sink in ("zero 1", "zero 2"):
+        optimizer = hpnb.ZeroOptimizer(
+            pipe.parameters(), torch.optim.SGD, mesh.dp, stage=int(case.sink[-1]), lr=0.3, momentum=0.9
+        )
+        pipe.gradients = optimizer
+    else:
+        hpnb.fully_shard(pipe.module, mesh.dp, units=pipe.module.units)
+        pipe.gradients = hpnb.data_parallel.sink(pipe.module)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.3, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        result = pipe.step(case.batches(step)[mesh.dp.rank])
+        losses.append(result.loss.item())
+        gradients = {n: p.grad.cpu().clone() for n, p in pipe.named_parameters() if p.grad is not None}
+        optimizer.step()
+    whole = full_state_dict(pipe.module, mesh.pp, [mesh.dp])
+    weights = {n: whole[n] for n, _ in pipe.named_parameters()}
+    return {"losses": losses, "gradients": gradients, "weights": weights}
+
+
+def run_cases(cases: list[Case]) -> list[Any]:
+    found = []
+    for case in cases:
+        torch.distributed.barrier()
+        layout = case.dp * case.pp
+        assert layout == hpnb.world_size()
+        found.append(train(case))
+    return found
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """The worst relative distance of a tensor; one that hardly moves is held to the typical norm."""
+    typical = sum(float(t.norm()) for t in b.values()) / len(b)
+    return max(float((a[n] - b[n]).norm()) / max(float(b[n].norm()), 1e-2 * typical) for n in b)
+
+
+def compare(case: Case, found: list[Found]) -> None:
+    """What the ranks found, put together, beside one process."""
+    wanted = serial(case)
+    for one in found:
+        for a, b in zip(one["losses"], wanted["losses"], strict=True):
+            assert abs(a - b) <= EXACT * abs(b), (case, a, b)
+    for what in ("gradients", "weights"):
+        if what == "gradients" and case.sink != "replicas":
+            continue
+        for replica in range(case.dp):
+            together: dict[str, torch.Tensor] = {}
+            for one in found[replica * case.pp : (replica + 1) * case.pp]:
+                together.update(one[what])
+            assert together.keys() == wanted[what].keys(), (case, what)
+            assert distance(together, wanted[what]) < EXACT, (case, what, distance(together, wanted[what]))
+
+
+# --- the sweep -------------------------------------------------------------------------------------------
+
+CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "breadth-first": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2,
+          "dualpipe-v": 2}  # fmt: skip
+
+
+def every_case() -> list[Case]:
+    found = []
+    for name, pp, m, ragged, dp in itertools.product(
+        CHUNKS, (1, 2, 3, 4), (1, 2, 3, 4, 5, 8), (False, True), (1, 2)
+    ):
+        case = Case(name, pp * CHUNKS[name], m, ragged, dp, CHUNKS[name])
+        try:
+            case.schedule()
+        except ValueError:
+            continue  # the definition does not allow it: test_schedules
+        losses, sinks = ("mean", "pair"), ("replicas", "zero 1", "zero 2", "zero 3")
+        kind = random.Random(str(case))
+        sink = kind.choice(sinks) if dp > 1 else "replicas"
+        found.append(Case(name, case.stages, m, ragged, dp, case.chunks, kind.choice(losses), sink))
+    return found
+
+
+def a_sample(seed: int, count: int) -> list[Case]:
+    """Every schedule on every number of ranks, and the rest as the seed has it."""
+    every = every_case()
+    random.Random(seed).shuffle(every)
+    first = {(case.name, case.pp): case for case in every}
+    return list(dict.fromkeys([*first.values(), *every]))[:count]
+
+
+def check_cases(cases: list[Case], device: str = "cpu") -> None:
+    by_world: dict[int, list[Case]] = {}
+    for case in cases:
+        by_world.setdefault(case.pp * case.dp, []).append(case)
+    for world, held in sorted(by_world.items()):
+        with hpnb.Ranks(world, device=device, timeout=120) as pool:
+            everyone = pool.run(run_cases, held)
+        for i, case in enumerate(held):
+            compare(case, [found[i] for found in everyone])
+
+
+def test_every_schedule_is_one_process() -> None:
+    check_cases(a_sample(seed=4, count=64))
+
+
+@pytest.mark.slow
+def test_all_of_them_are_one_process() -> None:
+    check_cases(every_case())
+
+
+@pytest.mark.gpu
+def test_on_gpus_every_schedule_is_one_process() -> None:
+    ranks = torch.cuda.device_count()
+    cases = [case for case in every_case() if case.pp * case.dp <= ranks and case.pp > 1]
+    check_cases(random.Random(5).sample(cases, 24), device="cuda")
+
+
+# --- what the sweep would not show -----------------------------------------------------------------------
+
+
+def _swap_labels(pipe: Any) -> None:
+    """The last stage takes the labels of microbatch 1 for those of 2, and the other way round."""
+    loss_fn, calls = pipe.loss_fn, itertools.count()
+    pipe.loss_fn = lambda outputs, inputs: loss_fn(outputs, pipe.parts[(0, 2, 1)[next(calls)]])
+
+
+def _skip_a_weight_gradient(pipe: Any) -> None:
+    weights, calls = pipe._split.weights, itertools.count()
+
+    def skipping(key: Any, *rest: Any) -> None:
+        if next(calls) == 1:
+            pipe._split._queues[key].pieces.pop()
+        weights(key, *rest)
+
+    pipe._split.weights = skipping
+
+
+def _mean_of_means(pipe: Any) -> None:
+    from hpnb.pipeline_parallel import loss
+
+    loss.targets = lambda inputs, causal=False: 1
+
+
+FAULTS = {
+    "none": lambda pipe: None,
+    "swap": _swap_labels,
+    "skip": _skip_a_weight_gradient,
+    "means": _mean_of_means,
+}
+
+
+def train_with(fault: str) -> Found:
+    from hpnb.pipeline_parallel import loss, microbatches
+
+    case, kept = Case("zb-h1", 2, 3, True), loss.targets
+    mesh = Mesh(Layout(pp=2))
+    pipe = hpnb.Pipeline(model(), mesh.pp, case.schedule(), mean_loss)
+    (given,) = case.batches(0)
+    pipe.parts = microbatches.split(given, 3)  # type: ignore[attr-defined]
+    FAULTS[fault](pipe)
+    try:
+        value = pipe.step(given).loss.item()
+    finally:
+        loss.targets = kept
+    return {"loss": value, "gradients": {n: p.grad for n, p in pipe.named_parameters()}}
+
+
+def test_a_fault_is_seen() -> None:
+    case = Case("zb-h1", 2, 3, True)
+    alone = model()
+    (given,) = case.batches(0)
+    value = mean_loss(alone(given["x"]), given)
+    value.backward()
+    wanted = {name: p.grad for name, p in alone.named_parameters()}
+    with hpnb.Ranks(2, device="cpu", timeout=60) as pool:
+        for fault in FAULTS:
+            found = pool.run(train_with, fault)
+            together = {**found[0]["gradients"], **found[1]["gradients"]}
+            if fault == "none":
+                assert distance(together, wanted) < EXACT
+            else:
+                assert distance(together, wanted) > 1e-3, fault
+
+
+def _vit_loss(outputs: Any, inputs: Any) -> torch.Tensor:
+    return F.cross_entropy(outputs.logits, inputs["labels"])
+
+
+def _pictures(samples: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(samples, 3, 32, 32, generator=made, dtype=torch.float64)
+    return {"pixel_values": pixels, "labels": torch.randint(0, 3, (samples,), generator=made)}
+
+
+def _vit(checkpoints: bool) -> Any:
+    size = hpnb.models.ViTSize(hidden=32, layers=5, heads=4, mlp=64, patch=8, image=32)
+    built = hpnb.models.vit(size, classes=3, seed=0).double().train()
+    if checkpoints:
+        built.gradient_checkpointing_enable()
+    return built
+
+
+def train_vit(
+    name: str, chunks: int, cut: Any, checkpoints: bool
+) -> tuple[float, dict[str, Any], dict[str, Any]]:
+    mesh = Mesh(Layout(pp=2))
+    pipe = hpnb.Pipeline(
+        _vit(checkpoints),
+        mesh.pp,
+        schedules.make(name, 2 * chunks, 4, chunks),
+        _vit_loss,
+        cut=cut,
+        example=_pictures(8),
+    )
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2):
+        optimizer.zero_grad()
+        result = pipe.step(_pictures(9, step))
+        optimizer.step()
+    outputs = result.outputs
+    shape = None if outputs is None else tuple(outputs.logits.shape)
+    return (
+        result.loss.item(),
+        full_state_dict(pipe.module, mesh.pp),
+        {"outputs": shape, "stages": pipe.stages},
+    )
+
+
+def test_a_transformers_vit_under_every_schedule_with_and_without_checkpoints() -> None:
+    alone = _vit(False)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2):
+        optimizer.zero_grad()
+        given = _pictures(9, step)
+        loss = _vit_loss(alone(pixel_values=given["pixel_values"]), given)
+        loss.backward()
+        optimizer.step()
+    wanted = alone.state_dict()
+    cuts: Any = itertools.cycle(["uniform", "parameters", "flops", "time"])
+    with hpnb.Ranks(2, device="cpu", timeout=60) as pool:
+        for (name, chunks), cut in zip(CHUNKS.items(), cuts, strict=False):
+            for checkpoints in (False, True):
+                found = pool.run(train_vit, name, chunks, cut, checkpoints)
+                for value, weights, told in found:
+                    assert abs(value - loss.item()) < EXACT, name
+                    assert distance(weights, wanted) < EXACT, (name, checkpoints)
+                    last = 2 * chunks - 1 in told["stages"]
+                    assert told["outputs"] == ((9, 3) if last else None)
+    _vit(False).load_state_dict(found[0][1])  # strict
+
+
+def more(what: str) -> Any:
+    """What is tried on two ranks, by name."""
+    mesh = Mesh(Layout(pp=2))
+    schedule = schedules.make("1f1b", 2, 3)
+    pipe = hpnb.Pipeline(model(), mesh.pp, schedule, mean_loss)
+    if what == "evaluate":
+        before = pipe.step(batch(7, 0), forward_only=True)
+        assert all(p.grad is None for p in pipe.parameters())
+        pipe.step(batch(7, 0))
+        after = pipe.step(batch(7, 0), forward_only=True)
+        assert after.loss == before.loss
+        assert all(p.grad is not None for p in pipe.parameters())
+        return before.loss.item(), before.outputs
+    if what == "lengths":  # padded to the longest: another shape in every step
+        found = []
+        for tokens in (2, 5, 3, 5, 2):
+            given = batch(7, tokens)
+            given = {key: value[:, :1].repeat_interleave(tokens, 1) for key, value in given.items()}
+            found.append(pipe.step(given).loss.item())
+        return found
+    if what == "accumulate":
+        for step in range(3):
+            pipe.step(batch(7, step), reduce=step == 2, scale=1 / 3)
+        return {n: p.grad for n, p in pipe.named_parameters()}
+    if what == "traffic":
+        pipe.step(batch(7, 0))
+        with hpnb.record.traffic() as counted:
+            pipe.step(batch(7, 0))
+        return counted.bytes["pp"]
+    if what == "timeline":
+        timeline = pipe.step(batch(7, 0)).timeline
+        return timeline.source, [
+            (e.rank, e.stage, e.op, e.microbatch) for e in timeline.events if e.is_compute
+        ]
+    raise AssertionError(what)
+
+
+def test_evaluation_lengths_accumulation_traffic_and_timeline() -> None:
+    alone = model()
+    with hpnb.Ranks(2, device="cpu", timeout=60) as pool:
+        given = batch(7, 0)
+        outputs = alone(given["x"])
+        for rank, (value, found) in enumerate(pool.run(more, "evaluate")):
+            assert abs(value - mean_loss(outputs, given).item()) < EXACT
+            assert found is None if rank == 0 else torch.allclose(found, outputs, rtol=EXACT)
+
+        for tokens, value in zip((2, 5, 3, 5, 2), pool.run(more, "lengths")[0], strict=True):
+            given = {k: v[:, :1].repeat_interleave(tokens, 1) for k, v in batch(7, tokens).items()}
+            assert abs(value - mean_loss(alone(given["x"]), given).item()) < EXACT
+
+        for step in range(3):
+            (mean_loss(alone(batch(7, step)["x"]), batch(7, step)) / 3).backward()
+        found = pool.run(more, "accumulate")
+        assert distance({**found[0], **found[1]}, {n: p.grad for n, p in alone.named_parameters()}) < EXACT
+
+        # Between layers 3 and 4 hidden states pass, and a mask of one value a token that needs no gradient;
+        # the loss goes to the other rank as a ring would send it, half of 8 bytes.
+        hidden = 8 * 7 * TOKENS * HIDDEN
+        passes = "tuple" if model()[3].form == "tuple" else model()[3].form
+        mask = {"tuple": 8 * 7 * TOKENS, "dict": 8 * 7 * TOKENS, "tensor": 0}[passes]
+        assert pool.run(more, "traffic") == [hidden + mask + 4, hidden + 4]
+
+        for source, events in pool.run(more, "timeline"):
+            assert source == (
+                "measured" if hpnb.ranks.usable_cores() >= 2 else "replayed from measured CPU time"
+            )
+            wanted = [(r, a.stage, a.op, a.microbatch) for r, row in enumerate(schedules.make("1f1b", 2, 3).actions)
+                      for a in row]  # fmt: skip
+            assert sorted(events) == sorted(wanted)
+
+
+def replayed() -> Any:
+    mesh, schedule = Mesh(Layout(pp=hpnb.world_size())), schedules.make("1f1b", hpnb.world_size(), 8)
+    pipe = hpnb.Pipeline(model(), mesh.pp, schedule, mean_loss)
+    timeline = pipe.step(batch(16, 0)).timeline
+    return timeline.source, [timeline.peak_in_flight(rank) for rank in range(mesh.pp.size)]
+
+
+def test_more_ranks_than_cores_are_replayed() -> None:
+    ranks = min(hpnb.ranks.usable_cores() + 2, 6)
+    for source, held in hpnb.launch(replayed, ranks=ranks, device="cpu", timeout=60):
+        assert source == "replayed from measured CPU time"
+        assert held == [ranks - rank for rank in range(ranks)]
+
+
+class Twice(nn.Module):
+    """A weight that is used by the first and by the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(HIDDEN, HIDDEN, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def tied_model() -> nn.Sequential:
+    torch.manual_seed(1)
+    found = nn.Sequential(
+        Twice(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), Twice()
+    ).double()
+    found[4].weight = found[0].weight
+    return found
+
+
+def squares(outputs: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    return (outputs - inputs).square().mean()
+
+
+def train_tied(name: str, chunks: int) -> tuple[dict[str, Any], float]:
+    mesh = Mesh(Layout(pp=2))
+    torch.manual_seed(mesh.pp.rank)  # copies that start apart are made equal
+    built = tied_model()
+    if mesh.pp.rank:
+        built[4].weight.data.add_(1.0)
+    pipe = hpnb.Pipeline(built, mesh.pp, schedules.make(name, 2 * chunks, 4, chunks), squares)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    for seed in range(2):
+        optimizer.zero_grad()
+        made = torch.Generator().manual_seed(seed)
+        pipe.step(torch.randn(9, HIDDEN, generator=made, dtype=torch.float64))
+        norm = hpnb.placement.total_norm(pipe.parameters(), [mesh.pp]).item()
+        optimizer.step()
+    return full_state_dict(pipe.module, mesh.pp), norm
+
+
+def test_a_weight_with_two_homes_is_one_weight() -> None:
+    alone = tied_model()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for seed in range(2):
+        optimizer.zero_grad()
+        x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        squares(alone(x), x).backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in alone.parameters()]).item()
+        optimizer.step()
+    with hpnb.Ranks(2, device="cpu", timeout=60) as pool:
+        for name, chunks in (("1f1b", 1), ("zb-h1", 1), ("zb-v", 2), ("interleaved", 2)):
+            for weights, counted in pool.run(train_tied, name, chunks):
+                assert distance(weights, alone.state_dict()) < EXACT, name
+                assert abs(counted - norm) < EXACT * norm, name
+
+
+def refuse(what: str) -> str:
+    mesh, schedule = Mesh(Layout(pp=2)), schedules.make("1f1b", 2, 4)
+    loss: Any = mean_loss
+    if what == "loss":
+        loss = lambda outputs, inputs: outputs  # noqa: E731
+    elif what == "ranks":
+        schedule = schedules.make("1f1b", 3, 4)
+    elif what == "stages":
+        schedule = schedules.make("interleaved", 20, 4, 10)
+    try:
+        pipe = hpnb.Pipeline(model(), mesh.pp, schedule, loss)
+        if what == "sink":
+            pipe.gradients = lambda module: 3
+        if what != "loss":
+            pipe.step(batch(3, 0))
+    except ValueError as error:
+        return str(error)
+    pipe.step(batch(8, 0))
+    return ""
+
+
+def test_what_cannot_work_is_said_in_a_sentence() -> None:
+    with hpnb.Ranks(2, device="cpu", timeout=60) as pool:
+        for what, words in (
+            ("batch", "3 samples cannot be split into 4 microbatches"),
+            ("ranks", "for 3 ranks, and axis pp has 2; make it with stages=2"),
+            ("stages", "20 stages need 20 layers or more, and there are 8"),
+            ("sink", "a int does not reduce gradients"),
+        ):
+            found = pool.run(refuse, what)
+            assert words in found[1], (what, found)
+        with pytest.raises(hpnb.RankError, match="return a scalar"):  # one rank fails, and takes all with it
+            pool.run(refuse, "loss")

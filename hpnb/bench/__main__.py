@@ -17,11 +17,28 @@ def main() -> None:
     replicas.add_argument("--device", default="auto")
     replicas.add_argument("--contest", choices=("replicas", "stage 1", "stage 3"), action="append")
     replicas.add_argument("--batch", type=int, default=1, help="times the smallest batch")
+    stages = names.add_parser("pipeline", help="a step over a pipeline: hpnb beside torch's schedules")
+    stages.add_argument("--ranks", type=int, default=2)
+    stages.add_argument("--pairs", type=int, default=15)
+    stages.add_argument("--device", default="auto")
+    stages.add_argument("--contest", choices=("1f1b", "interleaved", "zb-v"), action="append")
+    stages.add_argument("--microbatches", type=int, action="append")
+    stages.add_argument("--size", type=float, default=1.0, help="of a microbatch, times the usual one")
+    stages.add_argument("--bubbles", action="store_true", help="measured and simulated bubbles instead")
     options = parser.parse_args()
     if options.name == "launch":
         from hpnb.bench import launch as launching
 
         print(launching.run(options.ranks, options.rounds))
+    elif options.name == "pipeline":
+        from hpnb.bench import pipeline
+
+        given = (options.microbatches or (pipeline.SWEEP if options.bubbles else (8,)), options.size)
+        if options.bubbles:
+            print(pipeline.bubbles(options.ranks, options.device, *given))
+        else:
+            rivals = tuple(options.contest or pipeline.CONTESTS)
+            print(pipeline.run(options.ranks, options.pairs, options.device, rivals, *given))
     else:
         from hpnb.bench import data_parallel
 

@@ -1,0 +1,331 @@
+"""A training step over a pipeline: hpnb beside torch.distributed.pipelining, in one run.
+
+    python -m hpnb.bench pipeline --ranks 4 --pairs 15          step times, beside torch's schedules
+    python -m hpnb.bench pipeline --ranks 4 --bubbles           bubbles, measured and simulated
+
+    hpnb 1f1b           beside   Schedule1F1B
+    hpnb interleaved    beside   ScheduleInterleaved1F1B      2 chunks a rank
+    hpnb zb-v           beside   ScheduleZBVZeroBubble        2 chunks a rank, V-shaped
+
+Both of a pair have the same layers in the same stages, the same microbatches and the same fused AdamW, live
+on the same ranks and take turns; half of the turns are with one of them built first. A step is timed from a
+barrier to the last rank's end. On a CPU a small ViT in float32; on GPUs ViT-L/16 and a stack of GPT blocks in
+bf16. The bubble of a step is measured from the device's own times, and simulated with the medians of the same
+step's actions; what is simulated knows no transfers.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import pipelining
+
+import hpnb
+from hpnb import Axis, Layout, Mesh
+from hpnb.bench.data_parallel import WARM_UP, Measured, Step, _nothing_left, _rise, _timed
+from hpnb.bench.report import Row, table
+from hpnb.pipeline_parallel import Costs, schedules
+from hpnb.pipeline_parallel.layers import layers
+from hpnb.pipeline_parallel.partition import cut
+from hpnb.pipeline_parallel.stages import Stages
+
+CONTESTS = {"1f1b": ("Schedule1F1B", 1), "interleaved": ("ScheduleInterleaved1F1B", 2),
+            "zb-v": ("ScheduleZBVZeroBubble", 2)}  # fmt: skip
+SWEEP = (4, 8, 16, 32)  # microbatches, for bubbles
+BUBBLES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-v": 2}  # chunks a rank
+_ADAM: dict[str, Any] = {"lr": 1e-4, "fused": True}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, and batches of so many microbatches for it: (what goes in, targets)."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    enter: str  # the name of what goes in
+    dtype: torch.dtype
+
+
+def tasks(device: torch.device, size: float = 1) -> list[Task]:
+    """What is trained on this kind of device; a microbatch is `size` times the usual one."""
+    if device.type == "cpu":
+        n = max(1, int(2 * size))
+        return [Task(f"laptop ViT, float32, microbatches of {n}", _vit("laptop"), _images(n, 32),
+                     "pixel_values", torch.float32)]  # fmt: skip
+    n, b = max(1, int(128 * size)), max(1, int(4 * size))
+    return [
+        Task(f"ViT-L/16, bf16, microbatches of {n} images", _vit("l16"), _images(n, 224), "pixel_values",
+             torch.bfloat16),
+        Task(f"24 GPT blocks of 2048, bf16, microbatches of {b} x 1024", _gpt, _tokens(b), "input_ids",
+             torch.bfloat16),
+    ]  # fmt: skip
+
+
+# --- the candidates --------------------------------------------------------------------------------------
+
+
+def _hpnb(task: Task, axis: Axis, name: str, microbatches: int) -> Step:
+    pipe, batch = pipeline(task, axis, name, microbatches)
+    optimizer = torch.optim.AdamW(pipe.parameters(), **_ADAM)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        pipe.step(batch, return_outputs=False)
+        optimizer.step()
+
+    return step
+
+
+def pipeline(
+    task: Task, axis: Axis, name: str, microbatches: int
+) -> tuple[hpnb.Pipeline, dict[str, torch.Tensor]]:
+    """hpnb's, and a batch for it."""
+    chunks = {**BUBBLES, **{key: n for key, (_, n) in CONTESTS.items()}}[name]
+    schedule = schedules.make(name, axis.size * chunks, microbatches, chunks)
+    pipe = hpnb.Pipeline(
+        task.build().to(task.dtype), axis, schedule, lambda out, one: _loss(out, one["labels"])
+    )
+    entered, targets = task.batch(microbatches)
+    return pipe, {task.enter: _cast(entered, task.dtype), "labels": targets}
+
+
+def _torch(task: Task, axis: Axis, name: str, microbatches: int) -> Step:
+    kind, chunks = CONTESTS[name]
+    ours = schedules.make(name, axis.size * chunks, microbatches, chunks)
+    dealt = cut(layers(task.build().to(task.dtype)), ours.stages)
+    mine = ours.stages_of(axis.rank)
+    device = hpnb.device()
+    held = [pipelining.PipelineStage(_Stage(Stages([dealt[i]], [0], device), task.enter, i == 0), i,
+                                     ours.stages, device, group=axis.group) for i in mine]  # fmt: skip
+    kinds: Any = getattr(pipelining, kind)
+    schedule = kinds(held if chunks > 1 else held[0], microbatches, loss_fn=_loss)
+    optimizer = torch.optim.AdamW([p for stage in held for p in stage.submod.parameters()], **_ADAM)
+    entered, targets = task.batch(microbatches)
+    args = (_cast(entered, task.dtype),) if 0 in mine else ()
+    kwargs = {"target": targets} if ours.stages - 1 in mine else {}
+
+    def step() -> None:
+        optimizer.zero_grad()
+        schedule.step(*args, **kwargs)
+        optimizer.step()
+
+    return step
+
+
+class _Stage(nn.Module):
+    """The same layers, as torch's stages are called: with a tensor, for a tensor."""
+
+    def __init__(self, stages: Stages, enter: str, first: bool) -> None:
+        super().__init__()
+        self.stages, self.enter, self.first = stages, enter, first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = self.stages(0, None, {self.enter: x}) if self.first else self.stages(0, x, {})
+        found: torch.Tensor = getattr(given, "logits", given)
+        return found
+
+
+def _loss(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    logits = getattr(outputs, "logits", outputs)
+    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
+
+
+# --- measuring -------------------------------------------------------------------------------------------
+
+
+def measure(
+    contest: str, place: int, pairs: int, microbatches: int, size: float, torch_first: bool
+) -> tuple[str, list[Measured]]:
+    """On a rank: (the task, what was measured of hpnb's, and of torch's). The order in a pair alternates."""
+    device, axis = hpnb.device(), Mesh(Layout(pp=hpnb.world_size())).pp
+    task = tasks(device, size)[place]
+    with _nothing_left(device):
+        makers = (_hpnb, _torch)
+        built = {i: makers[i](task, axis, contest, microbatches) for i in ((1, 0) if torch_first else (0, 1))}
+        steps = [built[0], built[1]]
+        for _ in range(WARM_UP):
+            for step in steps:
+                step()
+        rises = [_rise(step, device) for step in steps]
+        seconds: tuple[list[float], list[float]] = ([], [])
+        for pair in range(pairs):
+            for which in (0, 1) if pair % 2 else (1, 0):
+                seconds[which].append(_timed(steps[which], device))
+        del built, steps, step
+    return task.name, [Measured(tuple(s), rise) for s, rise in zip(seconds, rises, strict=True)]
+
+
+def run(
+    ranks: int, pairs: int, device: str, contests: Sequence[str], microbatches: Sequence[int], size: float
+) -> str:
+    """The tables, as text."""
+    choice = hpnb.ranks.choose_device(device, ranks)
+    found = []
+    with hpnb.Ranks(choice.ranks, device=choice.device, timeout=600.0) as pool:
+        for place in range(len(tasks(torch.device(choice.device)))):
+            for contest in contests:
+                for m in microbatches:
+                    sizes = m, size
+                    name, first = pool.run(measure, contest, place, pairs - pairs // 2, *sizes, False)[0]
+                    every = [one for _, one in pool.run(measure, contest, place, pairs // 2, *sizes, True)]
+                    measured = [a + b for a, b in zip(first, every[0], strict=True)]
+                    title = f"{name}, {m} of them: {choice.ranks} ranks on {choice.device}, {pairs} pairs"
+                    found.append(_table(title, contest, measured))
+    return "\n\n".join(found)
+
+
+def _table(title: str, contest: str, measured: list[Measured]) -> str:
+    names = (f"hpnb {contest}", f"torch {CONTESTS[contest][0]}")
+    rows = [Row(who, m.seconds) for who, m in zip(names, measured, strict=True)]
+    ours, theirs = measured
+    pairs = Row("", tuple(a / b for a, b in zip(ours.seconds, theirs.seconds, strict=True)))
+    low, high = pairs.quartiles
+    lines = [table(title, rows)]
+    lines.append(f"hpnb / torch, pair by pair: median {pairs.median:.3f}, quartiles {low:.3f} to {high:.3f}")
+    if ours.rise:
+        lines.append(
+            f"memory rises in a step by {ours.rise / 2**30:.2f} and {theirs.rise / 2**30:.2f} GiB on rank 0"
+        )
+    return "\n".join(lines)
+
+
+# --- bubbles ---------------------------------------------------------------------------------------------
+
+
+def bubble(name: str, place: int, microbatches: int, size: float, repeats: int = 5) -> tuple[Any, ...]:
+    """On a rank, of the median step: (task, measured bubble, simulated bubble, seconds, simulated seconds,
+    seconds of a step that is recorded over one that is not)."""
+    device, axis = hpnb.device(), Mesh(Layout(pp=hpnb.world_size())).pp
+    task = tasks(device, size)[place]
+    with _nothing_left(device):
+        found = _bubble(*pipeline(task, axis, name, microbatches), device, repeats)
+    return task.name, *found
+
+
+def _bubble(pipe: hpnb.Pipeline, batch: Any, device: torch.device, repeats: int) -> tuple[float, ...]:
+    def step(record: bool) -> Any:
+        pipe.zero_grad()
+        return pipe.step(batch, return_outputs=False, record=record)
+
+    step(True), step(True)
+    timelines = [step(True).timeline.select("FIWB") for _ in range(repeats)]
+    tl = sorted(timelines, key=lambda one: one.makespan)[repeats // 2]
+    simulated = pipe.schedule.simulate(Costs.measured(tl))
+    ratios = []
+    for turn in range(repeats):
+        took = {record: _timed(partial(step, record), device) for record in (turn % 2 == 0, turn % 2 == 1)}
+        ratios.append(took[True] / took[False])
+    return (tl.bubble_fraction, simulated.bubble_fraction, tl.makespan, simulated.makespan,
+            statistics.median(ratios))  # fmt: skip
+
+
+def bubbles(ranks: int, device: str, sweep: Sequence[int], size: float) -> str:
+    """The table, as text: measured beside simulated."""
+    choice = hpnb.ranks.choose_device(device, ranks)
+    lines = []
+    with hpnb.Ranks(choice.ranks, device=choice.device, timeout=600.0) as pool:
+        for place in range(len(tasks(torch.device(choice.device)))):
+            lines.append("")
+            for name in BUBBLES:
+                for m in sweep:
+                    task, seen, told, took, would, recording = pool.run(bubble, name, place, m, size)[0]
+                    if name == "gpipe" and m == sweep[0]:
+                        lines.append(f"{task}: {choice.ranks} ranks on {choice.device}")
+                        lines.append(f"{'':12} {'m':>3} {'measured':>9} {'simulated':>9} {'points':>7} "
+                                     f"{'step':>10} {'simulated':>10} {'recording':>9}")  # fmt: skip
+                    lines.append(
+                        f"{name:12} {m:3d} {100 * seen:8.1f} % {100 * told:7.1f} % "
+                        f"{100 * (seen - told):+7.1f} "
+                        f"{took * 1e3:7.1f} ms {would * 1e3:7.1f} ms {recording:9.3f}"
+                    )
+    return "\n".join(lines[1:])
+
+
+# --- models ----------------------------------------------------------------------------------------------
+
+
+def _vit(size: str) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        model: nn.Module = hpnb.models.vit(size, classes=10, device=hpnb.device())
+        return model.train()
+
+    return build
+
+
+def _images(count: int, side: int) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+    def batch(m: int) -> tuple[torch.Tensor, torch.Tensor]:
+        where = hpnb.device()
+        return torch.randn(m * count, 3, side, side, device=where), torch.arange(m * count, device=where) % 10
+
+    return batch
+
+
+_VOCABULARY = 50304  # GPT-2's 50,257 words, padded so that the head's rows are aligned
+
+
+class _Embedding(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(_VOCABULARY, hidden), nn.Embedding(1024, hidden)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.words(ids) + self.places.weight[: ids.size(1)]  # (B, s, h)
+        return found
+
+
+class _Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): (B, s, h) in and out."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(self.norm_1(x)).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, heads, s, h / heads)
+        x = x + self.out(y.transpose(1, 2).flatten(-2))
+        found: torch.Tensor = x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
+        return found
+
+
+class _Head(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.words = nn.LayerNorm(hidden), nn.Linear(hidden, _VOCABULARY, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.words(self.norm(x)).flatten(0, 1)  # (B s, words)
+        return found
+
+
+def _gpt(hidden: int = 2048, blocks: int = 24, heads: int = 16) -> nn.Module:
+    torch.manual_seed(0)
+    with hpnb.device():
+        found = [_Block(hidden, heads) for _ in range(blocks)]
+        return nn.Sequential(_Embedding(hidden), *found, _Head(hidden))
+
+
+def _tokens(count: int) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+    def batch(m: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.randint(0, _VOCABULARY, (m * count, 1024), device=hpnb.device())
+        return ids, ids.roll(-1, 1)
+
+    return batch
+
+
+def _cast(entered: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return entered.to(dtype) if entered.is_floating_point() else entered

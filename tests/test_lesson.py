@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import json
+import re
+import statistics
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +20,16 @@ import pytest
 import torch
 
 import hpnb
-from hpnb import lesson
-from hpnb.lesson import Exercise, Finding, check
+from hpnb import lesson, pipeline_parallel
+from hpnb.lesson import Exercise, Finding, check, pipelines
 from hpnb.lesson.checks import passed
 from hpnb.lesson.exercises import vit_data_parallel as notebook_01
+from hpnb.lesson.exercises import vit_pipeline_parallel as notebook_02
 from hpnb.lesson.home import load, read_json, save, write_json
+from hpnb.models import ViTSize
+from hpnb.pipeline_parallel import schedules
+
+PUBLISHED = Path(__file__).parent / "published" / "zero_bubble.csv"
 
 asked: dict[str, Any] = importlib.import_module("hpnb.lesson.predict")._asked
 
@@ -932,3 +941,236 @@ def test_no_more_ranks_are_timed_than_there_are_cores(monkeypatch: pytest.Monkey
     assert bill.timed_ranks() == 8
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert bill.timed_ranks() == 4  # one GPU is not enough; on the CPU there are 64 cores
+
+
+# --- what a reader's schedule lives on in -----------------------------------------------------------
+
+
+def lists(name: str) -> Callable[[int, int], Any]:
+    """A function that writes the library's schedule of that name."""
+    return lambda p, m: [[str(a) for a in row] for row in schedules.make(name, p, m).actions]
+
+
+def test_a_schedule_is_kept_as_data_and_run_later(home: Path, said: Callable[[], str]) -> None:
+    assert lesson.kept("1f1b", 4, 8).name == "1f1b"
+    assert said() == "running the library's 1f1b: yours is not there\n"
+    assert lesson.keep("1f1b", lists("1f1b")) > 50
+    assert said().startswith("kept: your 1f1b, for 2, 3, 4, 8 ranks")
+    mine = lesson.kept("1f1b", 4, 8)
+    assert (mine.name, mine.actions) == ("your 1f1b", schedules.make("1f1b", 4, 8).actions)
+    assert said() == "running your 1f1b\n"
+    assert lesson.kept("1f1b", 5, 8).name == "1f1b"
+    assert "0F0 0F1 0F2 0F3 0B0" in read_json("schedules.json")["1f1b"]["4x8"][0]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lists("gpipe"),  # holds more
+        lambda p, m: [[f"{r}{op}{k}" for k in range(m) for op in "FB"] for r in range(p)],  # takes longer
+        lambda p, m: [[*row, *row] for row in lists("1f1b")(p, m)],  # cannot be run
+        lambda p, m: lists("1f1b")(p, m + 1),
+        lambda p, m: lists("1f1b")(p, m) if m < 32 else None,
+        lambda p, m: 1 / 0,
+    ],
+    ids=["gpipe", "one by one", "twice", "another size", "not always", "raises"],
+)
+def test_what_is_not_as_good_is_not_kept(said: Callable[[], str], write: Callable[[int, int], Any]) -> None:
+    assert lesson.keep("1f1b", lists("1f1b")) > 50
+    before = read_json("schedules.json")
+    said()
+    assert lesson.keep("1f1b", write) == 0
+    assert said().startswith("not kept: your 1f1b for ")
+    assert read_json("schedules.json") == before
+    assert lesson.kept("1f1b", 2, 3).name == "your 1f1b"
+
+
+def test_a_stub_keeps_nothing_and_says_nothing(said: Callable[[], str]) -> None:
+    def one_f_one_b(p: int, m: int) -> None: ...
+
+    assert lesson.keep("1f1b", one_f_one_b) == 0
+    assert said() == ""
+    assert read_json("schedules.json") == {}
+
+
+@pytest.mark.parametrize("rows", [["0F0 0B0", "1B0 1F0"], ["what"], 3])
+def test_a_kept_schedule_that_cannot_be_run_is_replaced(said: Callable[[], str], rows: Any) -> None:
+    write_json("schedules.json", {"1f1b": {"2x1": rows}})
+    assert lesson.kept("1f1b", 2, 1).name == "1f1b"
+    assert "the library's" in said()
+
+
+# --- notebook 02 -----------------------------------------------------------------------------------
+
+
+def findings(exercise: Exercise, solution: Any) -> list[str]:
+    """What was off, in words."""
+    return [finding.text for finding in check(exercise, solution).findings if not finding.ok]
+
+
+def test_a_list_that_hangs_is_told_by_its_circle() -> None:
+    def swapped(p: int, m: int) -> Any:
+        rows = lists("1f1b")(p, m)
+        if p == 4:
+            rows[1][1], rows[1][3] = rows[1][3], rows[1][1]
+        return rows
+
+    (off,) = findings(notebook_02.one_f_one_b, swapped)
+    assert "p=4, m=8: rank 1, step 1: a circle: rank 1 waits at step 1 with 1B0" in off
+    assert "[1B0]" in off
+
+
+@pytest.mark.parametrize(
+    ("exercise", "write", "words"),
+    [
+        (notebook_02.one_f_one_b, lists("gpipe"), "in flight 8, 8, 8, 8, at most 4, 3, 2, 1"),
+        (notebook_02.one_f_one_b, lambda p, m: lists("1f1b")(p, m - 1), "7 microbatches, and 4 ranks, 4 st"),
+        (notebook_02.one_f_one_b, lambda p, m: ["0F"], "no lists of actions such as .*'0F' is no action"),
+        (notebook_02.one_f_one_b, lambda p, m: 3, "no lists of actions such as"),
+        (notebook_02.place_w, lists("1f1b"), "0B0 is not split into I and W"),
+        (notebook_02.place_w, lists("zb-h2"), "in flight 7, 7, 7, 7, at most 4, 4, 4, 4"),
+        (
+            notebook_02.interleave,
+            lambda p, m: [[str(a) for a in row] for row in schedules.make("zb-v", 2 * p, m, 2).actions],
+            "stage 4 is on rank 3, not on 0",
+        ),
+    ],
+)
+def test_what_a_list_lacks_is_said_in_numbers(exercise: Exercise, write: Any, words: str) -> None:
+    assert any(re.search(words, off) for off in findings(exercise, write)), findings(exercise, write)
+
+
+def test_the_library_s_schedules_meet_the_targets_of_notebook_02() -> None:
+    def make(name: str, chunks: int = 1) -> Any:
+        return lambda p, m: schedules.make(name, chunks * p, m, chunks).actions
+
+    assert check(notebook_02.one_f_one_b, make("1f1b")).status == "passed"
+    assert check(notebook_02.interleave, make("interleaved", 2)).status == "passed"
+    assert check(notebook_02.place_w, make("zb-h1")).status == "passed"
+
+
+def test_records_to_diagnose_differ_in_what_they_say() -> None:
+    waits = {}
+    for case in (notebook_02.HEAVY, notebook_02.WIRE, notebook_02.FEW):
+        for seed in range(5):
+            tl, truth = notebook_02.record(case, seed)
+            assert truth[0] == case
+            work = {rank: tl.work(rank) for rank in tl.ranks}
+            most = max(work.values()) / statistics.median(work.values())
+            assert (most > 1.2) == (case == notebook_02.HEAVY)
+            assert (truth[1] is None) != (case == notebook_02.HEAVY)
+            assert truth[1] in (None, max(work, key=work.__getitem__))
+            assert tl.bubble_fraction > 0.25
+            waits[case, seed] = tl
+    assert waits[notebook_02.FEW, 1] == notebook_02.record(notebook_02.FEW, 1)[0]
+
+
+def test_every_job_tells_a_choice_by_cost_from_one_by_bubble_or_by_ranks() -> None:
+    answers = {"bubble": lambda job: job.batch, "one": lambda job: 1, "half": lambda job: 2.0}
+    for choose in answers.values():
+        assert check(notebook_02.choose, choose).status == "failed"
+
+    def by_ranks(job: Any) -> int:  # takes p microbatches to be held, however few there are
+        able = [m for m in range(1, job.batch + 1) if job.batch % m == 0]
+        fits = [m for m in able if job.ranks * (job.batch // m) * job.held <= job.cap]
+        return min(fits, key=lambda m: notebook_02._step(job, m))
+
+    (off,) = findings(notebook_02.choose, by_ranks)
+    assert off.startswith("fewer than ranks: m=8: a step of 496 ms, 1.07 times the shortest")
+
+
+def test_what_was_published_is_simulated_to_the_digit() -> None:
+    paper = pipelines.PUBLISHED
+    rows = csv.DictReader(line for line in PUBLISHED.read_text().splitlines() if line[0] != "#")
+    (row,) = [r for r in rows if (r["model"], r["microbatches"]) == (paper.model, str(paper.microbatches))]
+    wanted = [float(row[k]) for k in ("F", "I", "W", "transfer")]
+    assert list(vars(paper.costs).values()) == wanted
+    assert paper.stages == int(row["stages"])
+    for name, rate in paper.rates.items():
+        assert rate == float(row["rate_" + name.replace("-", "_")])
+        tl = schedules.make(name, paper.stages, paper.microbatches).simulate(paper.costs)
+        assert round(tl.bubble_rate, 4) == rate
+    assert round(100 * tl.bubble_fraction, 1) == 10.0  # zb-h2, the other bubble
+
+
+def test_the_typical_step_is_the_middle_one_or_the_replay_of_middles() -> None:
+    made = schedules.make("gpipe", 2, 2)
+    costs = [pipeline_parallel.Costs(f, 2.0, 0.0) for f in (1.0, 5.0, 2.0)]
+    measured = [replace(made.simulate(each), source="measured") for each in costs]
+    assert pipelines.typical(measured, made) == measured[2]
+    label: Any = "replayed from measured CPU time"
+    uneven = [replace(made.simulate(pipeline_parallel.Costs(each, 2.0, 0.0)), source=label)
+              for each in ([1.0, 9.0], [9.0, 1.0], [1.0, 1.0])]  # fmt: skip
+    found = pipelines.typical(uneven, made)
+    assert found == replace(made.simulate(pipeline_parallel.Costs(1.0, 2.0, 0.0)), source=label)
+
+
+def test_costs_of_half_stages_and_half_backwards_are_of_the_record() -> None:
+    tl = schedules.make("1f1b", 2, 4).simulate(pipeline_parallel.Costs([1.0, 3.0], [2.0, 6.0], 0.0))
+    whole = pipelines.stage_costs(tl)
+    assert (whole.forward, whole.input_grad, whole.weight_grad) == ((1.0, 3.0), (1.0, 3.0), (1.0, 3.0))
+    half = pipelines.stage_costs(tl, 2, 0.5)
+    assert (half.forward, half.weight_grad, half.transfer) == ((1.0,) * 4, (1.0,) * 4, 0.5)
+    assert pipelines.stage_seconds(tl) == [3.0, 9.0]
+    assert pipelines.busy(tl) == 4 * 6.0
+    assert pipelines.most_in_flight(tl) == 2
+    assert pipelines.most_in_flight(tl, 2) == 1
+
+
+def test_a_recorded_step_goes_over_any_wire() -> None:
+    made = schedules.make("gpipe", 2, 3)
+    tl = made.simulate(pipeline_parallel.Costs(1.0, 2.0, 0.0))
+    sent = hpnb.record.Event(0, -1, "send", -1, 0.0, 9.0, "pp", 10.0)
+    tl = replace(tl, events=(*tl.events, sent))
+    slower = pipelines.on_wire(tl, made, hpnb.theory.Wire(0.5, 10.0), 5.0)
+    assert slower.source == "simulated"
+    assert slower.makespan == made.simulate(pipeline_parallel.Costs(1.0, 2.0, 0.0, 1.0)).makespan
+    assert {e.op for e in slower.events} == {"F", "B"}
+    wire = hpnb.theory.Wire(0.0, 1e6)
+    after = 3.0 + hpnb.theory.exposed_seconds(2.0, 4e6, 4, 2, wire)
+    assert pipelines.data_parallel_seconds(3.0, 4e6, 2, wire) == after
+    assert pipelines.data_parallel_seconds(3.0, 4e6, 1, wire) == 3.0
+
+
+TINY = ViTSize(hidden=16, layers=4, heads=2, mlp=32, patch=8, image=16)
+
+
+def ran_and_held() -> Any:
+    made = {"gpipe": schedules.make("gpipe", 2, 4), "zb-v": schedules.make("zb-v", 4, 4, 2)}
+    cuts: Any = {"gpipe": [1, 3]}
+    found = pipelines.timed(TINY, 8, torch.float32, made, cuts, repeats=2)
+    axis = hpnb.Mesh(hpnb.Layout(pp=2)).pp
+    model, batch = pipelines.vit_and_batch(TINY, 2, torch.float32)
+    mine = [len(layer.parts) for layer in pipelines.my_layers(model, axis)]
+    return found, pipelines.held(TINY, 8, torch.float32, made["gpipe"]), mine, batch["labels"].tolist()
+
+
+def test_schedules_take_turns_on_ranks_and_what_they_hold_is_counted() -> None:
+    ranks = hpnb.launch(ran_and_held, ranks=2, device="cpu", timeout=120)
+    (found, held, mine, labels), (same, other, _, _) = ranks
+    assert list(found) == ["gpipe", "zb-v"]
+    assert {name: len(tl.select("FIWB").events) for name, tl in found.items()} == {"gpipe": 16, "zb-v": 48}
+    assert found == same
+    assert found["gpipe"].work(0) < found["gpipe"].work(1)  # one block and three
+    assert held[1:] == other[1:] == (4 * 2 * TINY.tokens * 16 * 4, 4)
+    assert held[0] > 4 * 2 * TINY.tokens * 16 * 4
+    assert len(mine) == 3  # embedding and two blocks
+    assert labels == [0, 1]
+
+
+def test_the_explorer_of_notebook_02_wants_a_fold() -> None:
+    shown = lesson.explorers.pipeline_bubble()
+    assert not shown.solved
+    assert shown.readings["bubble (%)"] == pytest.approx(30.6, abs=0.05)
+
+    def met(**values: Any) -> bool:
+        assert shown._challenge is not None
+        return shown._challenge.met(shown._draw(**{**shown.values, **values}, fast=True)[2])
+
+    assert [name for name in schedules.NAMES if met(schedule=name)] == ["zb-v", "dualpipe-v"]
+    for other in ({"transfer": 0.0}, {"weight_grad": 0.5}, {"microbatches": 9}, {"ranks": 3}):
+        assert not met(schedule="zb-v", **other), other
+    shown.set(schedule="zb-v")
+    assert shown.solved
+    shown.set(schedule="dualpipe-v", ranks=8, microbatches=8)
+    assert "Not at this setting: dualpipe-v on 8 ranks needs two microbatches a rank" in shown.reading

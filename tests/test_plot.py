@@ -180,6 +180,16 @@ FIGURES: dict[str, Callable[[], Figure]] = {
         "rank 1 overflows",
     ),
     "states": lambda: plot.states(KEPT, KEPT),
+    "u curve": lambda: plot.u_curve(
+        [1, 2, 4, 8, 16, 32, 64],
+        {
+            "ideal": [0.1] * 7,
+            "small kernels": [0.01 * k for k in range(7)],
+            "bubble": [0.3 / 2**k for k in range(7)],
+        },
+        [0.1 + 0.01 * k + 0.3 / 2**k for k in range(7)],
+        caption="Least at m = 8, where the bubble saved pays for the kernels lost; a caption of two lines.",
+    ),
     "states of long names": lambda: plot.states(
         *2 * [{f"{i}: {kept}": KEPT["stage 3"] for i, kept in enumerate(("optimizer", "weights as well"))}]
     ),
@@ -782,6 +792,39 @@ def test_states_are_stacked_predicted_over_measured() -> None:
         plot.states({"a": {}}, {"a": {}, "b": {}})
     with pytest.raises(ValueError, match="no category weights"):
         plot.states({"a": {"weights": 1.0}}, {"a": {}})
+
+
+def test_a_u_curve_stacks_its_parts_and_marks_the_least() -> None:
+    parts = {"bubble": [3 * MS, MS, MS], "ideal": [MS, MS, MS], "small kernels": [0.0, MS, 3 * MS]}
+    fig = plot.u_curve([1, 4, 16], parts, [4 * MS, 2 * MS, 6 * MS], title="T", caption="C")
+    ax = fig.axes[0]
+    ideal, kernels, bubble = (extents(ax, name) for name in ("ideal", "small kernels", "bubble"))
+    assert [list(box) for box in ideal[:, 2:]] == [[0.0, 1.0]] * 3  # ms
+    assert [list(box) for box in kernels[:, 2:]] == [[1.0, 1.0], [1.0, 2.0], [1.0, 4.0]]
+    assert [list(box) for box in bubble[:, 2:]] == [[1.0, 4.0], [2.0, 3.0], [4.0, 5.0]]
+    assert ideal[:, :2].mean(axis=1) == pytest.approx([0.0, 1.0, 2.0])
+    dots = find(ax, "predicted")
+    assert list(dots.get_ydata()) == pytest.approx([4.0, 2.0, 6.0])
+    assert dots.get_markerfacecolor() == CARD
+    assert {"T", "C", "4.00", "3.00", "5.00", "step (ms)", "microbatches", "1", "4", "16"} <= set(words(fig))
+    bold = [t.get_text() for t in fig.findobj(Text) if t.get_weight() == "bold" and t.get_text() != "T"]
+    assert sorted(bold) == ["3.00", "4"]
+    alone = plot.u_curve([1, 2], {"ideal": [1.0, 2.0]})
+    assert "predicted" not in words(alone)
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ({}, "nothing over 2 choices: the parts are ideal, small kernels, bubble"),
+        ({"waiting": [1.0, 1.0]}, "waiting over 2 choices"),
+        ({"ideal": [1.0]}, "ideal holds .1.0. for 2 choices"),
+        ({"ideal": [1.0, -1.0]}, "seconds, one each"),
+    ],
+)
+def test_a_u_curve_that_cannot_be_drawn_says_why(parts: dict[str, list[float]], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        plot.u_curve([1, 2], parts)
 
 
 def test_the_page_of_notation_has_everything() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -578,3 +579,97 @@ def test_the_share_exposed_ends_at_the_knee_of_the_law() -> None:
 
 def seconds_of(nbytes: float, ranks: int, wire: Wire) -> float:
     return theory.seconds("all_reduce", nbytes, ranks, wire)
+
+
+# --- pipelines -------------------------------------------------------------------------------------
+
+
+def simulated(name: str, ranks: int, microbatches: int, chunks: int = 1, **costs: object) -> Any:
+    from hpnb.pipeline_parallel import Costs, schedules
+
+    made = schedules.make(name, ranks * chunks, microbatches, chunks)
+    return made.simulate(Costs(**costs) if costs else Costs(1 / chunks, 1 / chunks, 1 / chunks))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 5])
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+def test_the_bubble_is_that_of_the_simulation(ranks: int, rounds: int) -> None:
+    m = rounds * ranks
+    made = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("breadth-first", 2))
+    for name, chunks in made:
+        found = simulated(name, ranks, m, chunks)
+        assert found.bubble_fraction == pytest.approx(theory.bubble(ranks, m, chunks), abs=1e-12)
+    assert theory.bubble(ranks, 1) == pytest.approx(1 - 1 / ranks)
+    assert [round(100 * theory.bubble(4, 8, v), 1) for v in (1, 2)] == [27.3, 15.8]
+
+
+@pytest.mark.parametrize("costs", [(1.0, 1.0, 1.0), (1.0, 1.25, 0.75), (2.0, 1.5, 0.5)])
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("breadth-first", 3), ("zb-h1", 1), ("zb-h2", 1)],
+)
+def test_idle_seconds_are_those_of_the_longest_span(
+    name: str, chunks: int, costs: tuple[float, float, float]
+) -> None:
+    forward, input_grad, weight_grad = (cost / chunks for cost in costs)
+    found = simulated(
+        name, 4, 16, chunks, forward=forward, input_grad=input_grad, weight_grad=weight_grad
+    )
+    rank = max(found.ranks, key=found.span)
+    idle = found.span(rank) - found.work(rank)
+    assert idle == pytest.approx(theory.idle_seconds(name, 4, *costs, chunks), abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
+@pytest.mark.parametrize("microbatches", [1, 3, 12])
+def test_in_flight_is_that_of_the_simulation(name: str, microbatches: int) -> None:
+    found = simulated(name, 4, microbatches)
+    held = [theory.in_flight(name, 4, microbatches, rank) for rank in range(4)]
+    assert [found.peak_in_flight(rank) for rank in range(4)] == held
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    forward = [1.0, 1.5, 0.5, 1.25]
+    backward = [2 * f for f in forward]
+    each = [3 * f for f in forward]
+    for m in (1, 4, 9):
+        costs = {"forward": forward, "input_grad": backward, "weight_grad": 0.0}
+        assert simulated("gpipe", 4, m, **costs).makespan == pytest.approx(theory.paced(each, m))
+        assert simulated("1f1b", 4, m, **costs).makespan <= theory.paced(each, m) + 1e-9
+    last = {"forward": forward[::-1], "input_grad": backward[::-1], "weight_grad": 0.0}
+    last["forward"], last["input_grad"] = [1.0, 1.0, 1.0, 1.5], [2.0, 2.0, 2.0, 3.0]
+    assert simulated("1f1b", 4, 9, **last).makespan == pytest.approx(theory.paced([3, 3, 3, 4.5], 9))
+    idle = 1 - sum(each) * 10**6 / (4 * theory.paced(each, 10**6))
+    assert idle == pytest.approx(1 - (sum(each) / 4) / max(each), abs=1e-5)
+
+
+def test_more_microbatches_help_up_to_a_point() -> None:
+    work, ranks, extra = 12.0, 4, 0.05
+    step = {m: theory.step_seconds(work, ranks, m, extra) for m in range(1, 100)}
+    assert step[8] == pytest.approx(
+        simulated(
+            "1f1b", ranks, 8, forward=0.125, input_grad=0.25, weight_grad=extra
+        ).makespan
+    )
+    best = theory.best_microbatches(work, ranks, extra)
+    assert best == pytest.approx((3 * 12 / (4 * 0.05)) ** 0.5)
+    assert min(step, key=step.__getitem__) in (math.floor(best), math.ceil(best))
+    assert theory.best_microbatches(work, ranks, 0.0) == math.inf
+    assert theory.best_microbatches(work, 1, extra) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: theory.bubble(0, 1), "ranks=0 is not a count"),
+        (lambda: theory.bubble(2, 0), "microbatches=0 is not a count"),
+        (lambda: theory.idle_seconds("zb-v", 2, 1, 1, 1), "'zb-v' has no closed form here; there are gpipe"),
+        (lambda: theory.in_flight("interleaved", 2, 4), "'interleaved' has no closed form here"),
+        (lambda: theory.in_flight("1f1b", 2, 4, 2), "rank=2 is not among 0 to 1"),
+        (lambda: theory.paced([], 4), "stages=0 is not a count"),
+        (lambda: theory.best_microbatches(1.0, 2, -1.0), "-1.0 s extra: both must be 0 or more"),
+    ],
+)
+def test_refusals_of_pipelines(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()

@@ -12,6 +12,7 @@ from hpnb.lesson.checks import Exercise, Finding, Verdict, check
 from hpnb.lesson.comparison import comparison
 from hpnb.lesson.explorer import Explorer, explorer
 from hpnb.lesson.home import digest, home
+from hpnb.lesson.kept import keep, kept
 from hpnb.lesson.knobs import Challenge, Choice, Slider
 from hpnb.lesson.machine_card import MachineCard, machine_card
 from hpnb.lesson.outcome import Outcome
@@ -38,6 +39,8 @@ __all__ = [
     "explorers",
     "field_guide",
     "home",
+    "keep",
+    "kept",
     "ledger",
     "machine_card",
     "number",

@@ -9,6 +9,7 @@ from hpnb.lesson.explorer import Explorer, explorer
 from hpnb.lesson.knobs import Challenge, Choice, Slider
 from hpnb.lesson.steps import Backward
 from hpnb.lesson.tables import number
+from hpnb.pipeline_parallel import Costs, schedules
 from hpnb.theory import ALGORITHMS, WIRES, Wire, cheapest, even_buckets, seconds
 
 if TYPE_CHECKING:
@@ -123,5 +124,79 @@ def overlapped_backward() -> Explorer:
         Challenge(
             "64 ranks on Ethernet 100 Gb, 400 TFLOP/s, at most 50,000 tokens a rank: under 6.5 % exposed.",
             lambda read: bool(read["_as_asked"]) and read["exposed (%)"] < 6.5,
+        ),
+    )
+
+
+_CHUNKS = {"zb-v": 2, "dualpipe-v": 2, "interleaved": 0, "breadth-first": 0}  # 0: as many as one likes
+
+
+def pipeline_bubble() -> Explorer:
+    """Notebook 02: who is idle, by schedule, ranks, microbatches, chunks, F : I : W and transfer.
+
+    Times are in forwards: a rank's whole share of the forward of one microbatch is 1, however many chunks it
+    comes in.
+    """
+    from hpnb import plot
+
+    def draw(
+        schedule: str,
+        ranks: int,
+        microbatches: int,
+        chunks: int,
+        input_grad: float,
+        weight_grad: float,
+        transfer: float,
+        fast: bool,
+    ) -> tuple[Figure, str, dict[str, Any]]:
+        v = _CHUNKS.get(schedule, 1) or chunks
+        made = schedules.make(schedule, ranks * v, microbatches, v)
+        tl = made.simulate(Costs(1 / v, input_grad / v, weight_grad / v, transfer))
+        held = max(tl.peak_in_flight(rank) for rank in tl.ranks) / v
+        share, rate = 100 * tl.bubble_fraction, 100 * tl.bubble_rate
+        pieces = "" if v == 1 else f", {v} chunks a rank"
+        figure = plot.timeline(
+            tl,
+            in_flight=True,
+            bubble=None,
+            text=not fast,
+            unit="forwards",
+            title=f"{schedule}, {ranks} ranks, {microbatches} microbatches{pieces}: bubble {share:.1f} % of "
+            f"ranks × makespan, {rate:.1f} % of the longest rank's span",
+        )
+        alt = (
+            f"{schedule} on {ranks} ranks and {microbatches} microbatches: {share:.1f} % of ranks times "
+            f"makespan is idle, and some rank holds {number(held)} microbatches at once."
+        )
+        readings = {
+            "step (forwards)": tl.makespan,
+            "bubble (%)": share,
+            "of the longest span (%)": rate,
+            "microbatches in flight": held,
+            "messages": sum(map(len, made.queues.values())),
+            "_as_asked": ranks == 4
+            and microbatches <= 8
+            and input_grad == weight_grad == 1.0
+            and transfer >= 0.1,
+        }
+        return figure, alt, readings
+
+    return explorer(
+        draw,
+        {
+            "schedule": Choice(schedules.NAMES, "1f1b"),
+            "ranks": Slider(2, 8, 4),
+            "microbatches": Slider(1, 32, 8),
+            "chunks": Slider(1, 4, 2),
+            "input_grad": Slider(0.2, 2.0, 1.0, 0.1),
+            "weight_grad": Slider(0.2, 2.0, 1.0, 0.1),
+            "transfer": Slider(0.0, 1.0, 0.1, 0.05),
+        },
+        Challenge(
+            "4 ranks, at most 8 microbatches, F = I = W, a transfer of 0.1 forwards or more: a bubble under "
+            "11 % of ranks × makespan with at most 6 microbatches in flight.",
+            lambda read: bool(read["_as_asked"])
+            and read["bubble (%)"] < 11
+            and read["microbatches in flight"] <= 6,
         ),
     )

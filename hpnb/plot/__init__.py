@@ -17,6 +17,7 @@ from hpnb.plot.show import png, show
 from hpnb.plot.states import states
 from hpnb.plot.tensors import tensors
 from hpnb.plot.timeline import timeline
+from hpnb.plot.u_curve import u_curve
 from hpnb.plot.waits import waits
 
 __all__ = [
@@ -37,5 +38,6 @@ __all__ = [
     "states",
     "tensors",
     "timeline",
+    "u_curve",
     "waits",
 ]

@@ -1,0 +1,124 @@
+"""What a pipeline costs: the bubble, activations held, the slowest stage, and how many microbatches are best.
+
+p stages work on m microbatches, each of which takes a stage t seconds forward and backward. The last stage
+starts p - 1 forwards late, the first ends p - 1 backwards after it, and in between nobody rests:
+
+    step     (m + p - 1) t                      work     m t on every rank
+    bubble   (p - 1) / (m + p - 1)              its share of ranks x time; with v chunks a rank, of t/v each,
+             (p - 1) / (v m + p - 1)            the pipeline fills v times as fast
+
+Stages that differ are paced by the slowest: the first microbatch walks through all, and the others come out
+one slowest stage apart,
+
+    step     sum of t_s + (m - 1) max t_s
+
+More microbatches make the bubble smaller, and every kernel too. If a microbatch costs a stage c seconds
+whatever its size, besides its share of the T seconds that one device takes for the whole batch,
+
+    step     (m + p - 1) (T / (p m) + c)  =  T/p  +  (p - 1) T / (p m)  +  (m + p - 1) c
+                                             ideal     bubble                small kernels
+
+which is least at m = sqrt((p - 1) T / (p c)).
+
+Sources: Huang et al. 2019 (GPipe, arXiv 1811.06965), Narayanan et al. 2021 (1F1B and interleaving, arXiv
+2104.04473, section 2.2), Qi et al. 2024 (zero bubble, arXiv 2401.10241, table 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def _check(**counts: float) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name}={count} is not a count; use 1 or more")
+
+
+def bubble(ranks: int, microbatches: int, chunks: int = 1) -> float:
+    """Idle share of ranks x makespan, (p-1)/(v m + p-1): gpipe, 1f1b, and interleaved with v chunks a rank.
+
+    Equal stages, no transfer; of interleaved, m a multiple of p. One microbatch gives 1 - 1/p.
+    """
+    _check(ranks=ranks, microbatches=microbatches, chunks=chunks)
+    return (ranks - 1) / (chunks * microbatches + ranks - 1)
+
+
+def idle_seconds(
+    name: str, ranks: int, forward: float, input_grad: float, weight_grad: float, chunks: int = 1
+) -> float:
+    """Idle seconds within the longest span of a rank, if a rank's share of a microbatch costs F, I and W.
+
+        gpipe, 1f1b                   (p-1)(F+I+W)
+        interleaved, breadth-first    (p-1)(F+I+W)/v
+        zb-h1                         (p-1)(F+I-W)
+        zb-h2                         (p-1)(F+I-2W)        each never below 0
+
+    Without transfer and with enough microbatches.
+
+    Raises:
+        ValueError: a schedule without a closed form here; `Schedule.simulate` takes any.
+    """
+    _check(ranks=ranks, chunks=chunks)
+    whole = forward + input_grad + weight_grad
+    each = {
+        "gpipe": whole,
+        "1f1b": whole,
+        "interleaved": whole / chunks,
+        "breadth-first": whole / chunks,
+        "zb-h1": whole - 2 * weight_grad,
+        "zb-h2": whole - 3 * weight_grad,
+    }
+    if name not in each:
+        raise ValueError(f"{name!r} has no closed form here; there are {', '.join(each)}")
+    return (ranks - 1) * max(0.0, each[name])
+
+
+def in_flight(name: str, ranks: int, microbatches: int, rank: int = 0) -> int:
+    """Microbatches whose activations a rank holds at once: gpipe m, 1f1b p - r, zb-h1 p, zb-h2 2p - 1.
+
+    Never more than there are. zb-v holds p as well, as 2p chunks of half a share.
+
+    Raises:
+        ValueError: a schedule without a closed form here, or no such rank.
+    """
+    _check(ranks=ranks, microbatches=microbatches)
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank={rank} is not among 0 to {ranks - 1}")
+    most = {"gpipe": microbatches, "1f1b": ranks - rank, "zb-h1": ranks, "zb-h2": 2 * ranks - 1}
+    if name not in most:
+        raise ValueError(f"{name!r} has no closed form here; there are {', '.join(most)}")
+    return min(most[name], microbatches)
+
+
+def paced(stages: Sequence[float], microbatches: int) -> float:
+    """Seconds of a step whose stages take these seconds a microbatch: their sum + (m-1) times the slowest.
+
+    Exact for gpipe where one stage is the slowest of forward and backward alike. 1f1b takes as long where
+    that is the last one, and a little less otherwise.
+
+    Raises:
+        ValueError: no stages.
+    """
+    _check(stages=len(stages), microbatches=microbatches)
+    return sum(stages) + (microbatches - 1) * max(stages)
+
+
+def step_seconds(work: float, ranks: int, microbatches: int, extra: float = 0.0) -> float:
+    """(m + p - 1)(T/(p m) + c), with T = `work` seconds of one device, c = `extra` a microbatch and stage."""
+    _check(ranks=ranks, microbatches=microbatches)
+    return (microbatches + ranks - 1) * (work / (ranks * microbatches) + extra)
+
+
+def best_microbatches(work: float, ranks: int, extra: float) -> float:
+    """sqrt((p-1) T / (p c)), where `step_seconds` is least: the bubble saved pays for the kernels lost.
+
+    Not rounded; infinite if a microbatch costs nothing extra, 0 on one rank.
+    """
+    _check(ranks=ranks)
+    if not (work >= 0 and extra >= 0):
+        raise ValueError(f"{work} s of work and {extra} s extra: both must be 0 or more")
+    if ranks == 1:
+        return 0.0
+    return math.sqrt((ranks - 1) * work / (ranks * extra)) if extra else math.inf

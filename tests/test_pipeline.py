@@ -14,7 +14,7 @@ from torch import nn
 
 import hpnb
 from hpnb import Layout, Mesh
-from hpnb.pipeline_parallel import full_state_dict, schedules
+from hpnb.pipeline_parallel import Builder, Schedule, full_state_dict, schedules
 
 HIDDEN, TOKENS, CLASSES, LAYERS = 6, 3, 5, 8
 STEPS = 2
@@ -146,7 +146,7 @@ def serial(case: Case) -> Found:
 
 
 def train(case: Case) -> Found | None:
-    """The same on ranks. What rank 0 of each pipeline sees of the loss, and all parts of gradients and weights."""
+    """The same on ranks: the loss as each sees it, and its parts of gradients and weights."""
     mesh = Mesh(Layout(dp=case.dp, pp=case.pp))
     pipe = hpnb.Pipeline(model(), mesh.pp, case.schedule(), LOSSES[case.loss])
     optimizer: torch.optim.Optimizer
@@ -466,8 +466,8 @@ def test_evaluation_lengths_accumulation_traffic_and_timeline() -> None:
             assert source == (
                 "measured" if hpnb.ranks.usable_cores() >= 2 else "replayed from measured CPU time"
             )
-            wanted = [(r, a.stage, a.op, a.microbatch) for r, row in enumerate(schedules.make("1f1b", 2, 3).actions)
-                      for a in row]  # fmt: skip
+            rows = enumerate(schedules.make("1f1b", 2, 3).actions)
+            wanted = [(r, a.stage, a.op, a.microbatch) for r, row in rows for a in row]
             assert sorted(events) == sorted(wanted)
 
 
@@ -575,3 +575,107 @@ def test_what_cannot_work_is_said_in_a_sentence() -> None:
             assert words in found[1], (what, found)
         with pytest.raises(hpnb.RankError, match="return a scalar"):  # one rank fails, and takes all with it
             pool.run(refuse, "loss")
+
+
+WRITTEN = {
+    "out of order": ["0F0 0F1 0F2 0B2 0B0 0B1", "1F2 1B2 1F0 1B0 1F1 1B1"],
+    "I and W beside B": ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1I0 1F1 1I1 1W1 1F2 1I2 1W2 1W0"],
+    "anywhere": [
+        "0F0 0F1 0F2 3F0 3F1 3F2 3B0 3B2 3B1 0B1 0B0 0B2",
+        "1F0 2F0 1F1 2F1 1F2 2F2 2B0 2B2 2I1 1I1 1W1 2W1 1B0 1B2",
+    ],
+}
+
+
+def train_written(rows: list[str], sink: bool) -> dict[str, Any]:
+    mesh = Mesh(Layout(dp=hpnb.world_size() // 2, pp=2))
+    pipe = hpnb.Pipeline(model(), mesh.pp, Schedule(rows), pair_loss)
+    if sink:
+        pipe.gradients = lambda module: hpnb.DataParallel(module, mesh.dp, average=False)
+    for _ in range(2):
+        pipe.zero_grad()
+        pipe.step(batch(7, mesh.dp.rank))
+    return {n: p.grad.cpu() for n, p in pipe.named_parameters()}
+
+
+def check_written(device: str) -> None:
+    for ranks in (2, 4):
+        alone = model()
+        parts = [batch(7, replica) for replica in range(ranks // 2)]
+        whole = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        total, count = pair_loss(alone(whole["x"]), whole)
+        (total / count).backward()
+        wanted = {n: p.grad for n, p in alone.named_parameters()}
+        with hpnb.Ranks(ranks, device=device, timeout=60) as pool:
+            for name, rows in WRITTEN.items():
+                found = pool.run(train_written, rows, ranks > 2)
+                for a, b in (found[i : i + 2] for i in range(0, ranks, 2)):
+                    assert distance({**a, **b}, wanted) < EXACT, (name, ranks)
+
+
+def test_a_list_that_somebody_wrote() -> None:
+    check_written("cpu")
+
+
+def build_and_train(on_meta: bool) -> tuple[dict[str, Any], int]:
+    mesh = Mesh(Layout(pp=2))
+
+    def layer(i: int) -> nn.Module:
+        with torch.device("meta" if on_meta else "cpu"):
+            return nn.Linear(4 if i == 0 else HIDDEN, HIDDEN, dtype=torch.float64)
+
+    builder = Builder(layer, 6)
+    pipe = hpnb.Pipeline(builder, mesh.pp, schedules.make("1f1b", 2, 3), squares_of)
+    if on_meta:
+        full = {f"layers.{i}.{n}": v for i in range(6) for n, v in drawn(i).state_dict().items()}
+        hpnb.placement.load_full_state_dict(pipe.module, full, strict=False)
+    pipe.step(batch(7, 0)["x"])
+    return {n: p.grad for n, p in pipe.named_parameters()}, sum(p.numel() for p in pipe.parameters())
+
+
+def drawn(i: int) -> nn.Module:
+    torch.manual_seed(i)  # as a Builder draws
+    return nn.Linear(4 if i == 0 else HIDDEN, HIDDEN, dtype=torch.float64)
+
+
+def squares_of(outputs: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    return outputs.square().mean()
+
+
+def test_a_model_that_no_rank_has_whole() -> None:
+    alone = nn.Sequential(*(drawn(i) for i in range(6)))
+    squares_of(alone(batch(7, 0)["x"]), torch.empty(0)).backward()
+    wanted = {f"layers.{n}": p.grad for n, p in alone.named_parameters()}
+    with hpnb.Ranks(2, device="cpu", timeout=60) as pool:
+        for on_meta in (False, True):
+            (a, here), (b, there) = pool.run(build_and_train, on_meta)
+            assert distance({**a, **b}, wanted) < EXACT
+            assert here + there == sum(p.numel() for p in alone.parameters())
+
+
+@pytest.mark.gpu
+def test_on_gpus_a_list_that_somebody_wrote() -> None:
+    check_written("cuda")
+
+
+def no_waiting() -> float:
+    mesh = Mesh(Layout(pp=hpnb.world_size()))
+    pipe = hpnb.Pipeline(model(), mesh.pp, schedules.make("zb-h1", mesh.pp.size, 8), pair_loss)
+    given = {key: value.to(hpnb.device()) for key, value in batch(16, 0).items()}
+    pipe.step(given)
+    pipe.step(given)
+    assert pipe._peers.queues or hpnb.world_size() == 1, "transfers go from memory to memory"
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")  # the host must not wait for the device
+    try:
+        result = pipe.step(given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return result.loss.item()
+
+
+@pytest.mark.gpu
+def test_on_gpus_the_host_does_not_wait() -> None:
+    total, count = pair_loss(model()(batch(16, 0)["x"]), batch(16, 0))
+    for value in hpnb.launch(no_waiting, ranks=2, device="cuda", timeout=60):
+        assert abs(value - (total / count).item()) < 1e-12

@@ -35,10 +35,10 @@ def main() -> None:
 
         given = (options.microbatches or (pipeline.SWEEP if options.bubbles else (8,)), options.size)
         if options.bubbles:
-            print(pipeline.bubbles(options.ranks, options.device, *given))
+            pipeline.bubbles(options.ranks, options.device, *given)
         else:
             rivals = tuple(options.contest or pipeline.CONTESTS)
-            print(pipeline.run(options.ranks, options.pairs, options.device, rivals, *given))
+            pipeline.run(options.ranks, options.pairs, options.device, rivals, *given)
     else:
         from hpnb.bench import data_parallel
 

@@ -16,7 +16,7 @@ step's actions; what is simulated knows no transfers.
 
 from __future__ import annotations
 
-import statistics
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -57,7 +57,7 @@ class Task:
 def tasks(device: torch.device, size: float = 1) -> list[Task]:
     """What is trained on this kind of device; a microbatch is `size` times the usual one."""
     if device.type == "cpu":
-        n = max(1, int(2 * size))
+        n = max(1, int(4 * size))
         return [Task(f"laptop ViT, float32, microbatches of {n}", _vit("laptop"), _images(n, 32),
                      "pixel_values", torch.float32)]  # fmt: skip
     n, b = max(1, int(128 * size)), max(1, int(4 * size))
@@ -85,9 +85,9 @@ def _hpnb(task: Task, axis: Axis, name: str, microbatches: int) -> Step:
 
 
 def pipeline(
-    task: Task, axis: Axis, name: str, microbatches: int
+    task: Task, axis: Axis, name: str, microbatches: int, model: nn.Module | None = None
 ) -> tuple[hpnb.Pipeline, dict[str, torch.Tensor]]:
-    """hpnb's, and a batch for it."""
+    """hpnb's, of `model` or a new one, and a batch for it."""
     chunks = {**BUBBLES, **{key: n for key, (_, n) in CONTESTS.items()}}[name]
     schedule = schedules.make(name, axis.size * chunks, microbatches, chunks)
     pipe = hpnb.Pipeline(
@@ -165,21 +165,17 @@ def measure(
 
 def run(
     ranks: int, pairs: int, device: str, contests: Sequence[str], microbatches: Sequence[int], size: float
-) -> str:
-    """The tables, as text."""
+) -> None:
+    """Print the tables, each as soon as it is there."""
     choice = hpnb.ranks.choose_device(device, ranks)
-    found = []
     with hpnb.Ranks(choice.ranks, device=choice.device, timeout=600.0) as pool:
         for place in range(len(tasks(torch.device(choice.device)))):
-            for contest in contests:
-                for m in microbatches:
-                    sizes = m, size
-                    name, first = pool.run(measure, contest, place, pairs - pairs // 2, *sizes, False)[0]
-                    every = [one for _, one in pool.run(measure, contest, place, pairs // 2, *sizes, True)]
-                    measured = [a + b for a, b in zip(first, every[0], strict=True)]
-                    title = f"{name}, {m} of them: {choice.ranks} ranks on {choice.device}, {pairs} pairs"
-                    found.append(_table(title, contest, measured))
-    return "\n\n".join(found)
+            for contest, m in itertools.product(contests, microbatches):
+                name, first = pool.run(measure, contest, place, pairs - pairs // 2, m, size, False)[0]
+                _, second = pool.run(measure, contest, place, pairs // 2, m, size, True)[0]
+                measured = [a + b for a, b in zip(first, second, strict=True)]
+                title = f"{name}, {m} of them: {choice.ranks} ranks on {choice.device}, {pairs} pairs"
+                print(_table(title, contest, measured), end="\n\n", flush=True)
 
 
 def _table(title: str, contest: str, measured: list[Measured]) -> str:
@@ -200,53 +196,64 @@ def _table(title: str, contest: str, measured: list[Measured]) -> str:
 # --- bubbles ---------------------------------------------------------------------------------------------
 
 
-def bubble(name: str, place: int, microbatches: int, size: float, repeats: int = 5) -> tuple[Any, ...]:
-    """On a rank, of the median step: (task, measured bubble, simulated bubble, seconds, simulated seconds,
-    seconds of a step that is recorded over one that is not)."""
+def bubble(place: int, sweep: Sequence[int], size: float) -> tuple[str, list[tuple[Any, ...]]]:
+    """On a rank: (task, rows); a row is (schedule, microbatches, ...) and what `_bubble` gives."""
     device, axis = hpnb.device(), Mesh(Layout(pp=hpnb.world_size())).pp
-    task = tasks(device, size)[place]
+    task, rows = tasks(device, size)[place], []
     with _nothing_left(device):
-        found = _bubble(*pipeline(task, axis, name, microbatches), device, repeats)
-    return task.name, *found
+        model = task.build().to(task.dtype)
+        for name, m in itertools.product(BUBBLES, sweep):
+            pipe, batch = pipeline(task, axis, name, m, model)
+            rows.append((name, m, *_bubble(pipe, batch, device)))
+        del model, pipe
+    return task.name, rows
 
 
-def _bubble(pipe: hpnb.Pipeline, batch: Any, device: torch.device, repeats: int) -> tuple[float, ...]:
-    def step(record: bool) -> Any:
+def _bubble(pipe: hpnb.Pipeline, batch: Any, device: torch.device, repeats: int = 3) -> tuple[float, ...]:
+    """Of the median step: measured and simulated bubble, its seconds and those simulated."""
+
+    def step() -> Any:
         pipe.zero_grad()
-        return pipe.step(batch, return_outputs=False, record=record)
+        return pipe.step(batch, return_outputs=False)
 
-    step(True), step(True)
-    timelines = [step(True).timeline.select("FIWB") for _ in range(repeats)]
+    step(), step()
+    timelines = [step().timeline.select("FIWB") for _ in range(repeats)]
     tl = sorted(timelines, key=lambda one: one.makespan)[repeats // 2]
     simulated = pipe.schedule.simulate(Costs.measured(tl))
-    ratios = []
-    for turn in range(repeats):
-        took = {record: _timed(partial(step, record), device) for record in (turn % 2 == 0, turn % 2 == 1)}
-        ratios.append(took[True] / took[False])
-    return (tl.bubble_fraction, simulated.bubble_fraction, tl.makespan, simulated.makespan,
-            statistics.median(ratios))  # fmt: skip
+    return tl.bubble_fraction, simulated.bubble_fraction, tl.makespan, simulated.makespan
 
 
-def bubbles(ranks: int, device: str, sweep: Sequence[int], size: float) -> str:
-    """The table, as text: measured beside simulated."""
+def recording(place: int, size: float, microbatches: int, pairs: int) -> list[float]:
+    """On a rank: how many times as long a recorded step takes as one that is not, pair by pair."""
+    device, axis = hpnb.device(), Mesh(Layout(pp=hpnb.world_size())).pp
+    with _nothing_left(device):
+        pipe, batch = pipeline(tasks(device, size)[place], axis, "1f1b", microbatches)
+        step = partial(pipe.step, batch, return_outputs=False)
+        step(), step()
+        ratios = []
+        for turn in range(pairs):
+            took = {record: _timed(partial(step, record=record), device)
+                    for record in ((True, False) if turn % 2 else (False, True))}  # fmt: skip
+            ratios.append(took[True] / took[False])
+        del pipe, step
+    return ratios
+
+
+def bubbles(ranks: int, device: str, sweep: Sequence[int], size: float) -> None:
+    """Print the table: measured beside simulated."""
     choice = hpnb.ranks.choose_device(device, ranks)
-    lines = []
     with hpnb.Ranks(choice.ranks, device=choice.device, timeout=600.0) as pool:
         for place in range(len(tasks(torch.device(choice.device)))):
-            lines.append("")
-            for name in BUBBLES:
-                for m in sweep:
-                    task, seen, told, took, would, recording = pool.run(bubble, name, place, m, size)[0]
-                    if name == "gpipe" and m == sweep[0]:
-                        lines.append(f"{task}: {choice.ranks} ranks on {choice.device}")
-                        lines.append(f"{'':12} {'m':>3} {'measured':>9} {'simulated':>9} {'points':>7} "
-                                     f"{'step':>10} {'simulated':>10} {'recording':>9}")  # fmt: skip
-                    lines.append(
-                        f"{name:12} {m:3d} {100 * seen:8.1f} % {100 * told:7.1f} % "
-                        f"{100 * (seen - told):+7.1f} "
-                        f"{took * 1e3:7.1f} ms {would * 1e3:7.1f} ms {recording:9.3f}"
-                    )
-    return "\n".join(lines[1:])
+            task, rows = pool.run(bubble, place, sweep, size)[0]
+            print(f"{task}: {choice.ranks} ranks on {choice.device}")
+            print(f"{'':14}m   measured simulated  points       step  simulated")
+            for name, m, seen, told, took, would in rows:
+                print(f"{name:12} {m:3d} {100 * seen:8.1f} % {100 * told:7.1f} % {100 * (seen - told):+7.1f} "
+                      f"{took * 1e3:7.1f} ms {would * 1e3:7.1f} ms")  # fmt: skip
+            pairs = Row("", tuple(pool.run(recording, place, size, 8, 15)[0]))
+            low, high = pairs.quartiles
+            print(f"recorded over not recorded, 1f1b, m 8: {pairs.median:.3f} [{low:.3f}, {high:.3f}]\n",
+                  flush=True)  # fmt: skip
 
 
 # --- models ----------------------------------------------------------------------------------------------
@@ -254,7 +261,15 @@ def bubbles(ranks: int, device: str, sweep: Sequence[int], size: float) -> str:
 
 def _vit(size: str) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        model: nn.Module = hpnb.models.vit(size, classes=10, device=hpnb.device())
+        """Drawn on the device, which takes no time."""
+        model: nn.Module = hpnb.models.vit(size, classes=10, device="meta").to_empty(device=hpnb.device())
+        with torch.no_grad():
+            for name, role in hpnb.models.roles(model).items():
+                parameter = model.get_parameter(name)
+                if role.kind == "norm" and not role.bias:
+                    parameter.fill_(1.0)
+                else:
+                    parameter.normal_(std=0.02)
         return model.train()
 
     return build

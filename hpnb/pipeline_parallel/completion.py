@@ -45,11 +45,12 @@ class Completion:
         self._before: dict[int, torch.Tensor] = {}
         self._open = Counter[int]()
         self._told: set[int] = set()
-        self._reduces = False
+        self._reduces = self._matters = False
 
     def begin(self, reduce: bool, corrects: bool) -> None:
         """A step begins. `reduce` at its end; `corrects` if its gradients may have to be multiplied."""
         self._reduces, self.correction = reduce and self.sink is not None, None
+        self._matters = self._reduces or corrects or bool(self._elsewhere)  # whether anybody has to be told
         self._open = self._homes.copy()
         self._before, self._told = {}, set()
         every = {id(p): p for held in self._parameters.values() for p in held}
@@ -65,7 +66,7 @@ class Completion:
     @contextmanager
     def during(self, action: Action, split: SplitBackward) -> Iterator[None]:
         """Around a backward B: if it completes gradients, the sink is told as they come."""
-        if self.last[action.stage] != action:
+        if self.last[action.stage] != action or not self._matters:
             with split.fused():
                 yield
             return
@@ -90,7 +91,7 @@ class Completion:
     def weights(self, action: Action, split: SplitBackward) -> None:
         """W: add the weight gradients that I has left, and tell the sink of those that are complete."""
         key = (action.stage, action.microbatch)
-        if self.last[action.stage] != action:
+        if self.last[action.stage] != action or not self._matters:
             split.weights(key)
             return
         waiting = {id(p) for p in split.pending(key)}

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ from hpnb.pipeline_parallel.loss import Loss
 from hpnb.pipeline_parallel.schedule import Action, Schedule
 from hpnb.pipeline_parallel.split_backward import SplitBackward
 from hpnb.pipeline_parallel.transfers import Arrival, Pair, Queue, Shape
+from hpnb.ranks.devices import usable_cores
+from hpnb.ranks.here import device, world_size
 from hpnb.record.recorder import Recorder
 
 AHEAD = 1  # actions whose receives are posted before their turn
@@ -74,7 +76,7 @@ class Execution:
         self._known = known
         self._told: dict[tuple[int, int], Boundary] = {}  # (stage, microbatch): what this step has learned
         self._loss, self._completion, self._split = loss, completion, split
-        self._recorder, self._keep = recorder, keep
+        self._recorder, self._keep, self._contended = recorder, keep, contended()
         self._says_whether, self.corrects = corrects is None, corrects
         self._late = _first_after_all_forwards(schedule)
         self.outputs: dict[int, Any] = {}
@@ -248,13 +250,19 @@ class Execution:
 
     @contextmanager
     def _span(self, action: Action) -> Iterator[None]:
-        spans: AbstractContextManager[None] = nullcontext()
-        if self._recorder is not None:
-            spans = self._recorder.span(action.op, action.stage, action.microbatch)
-        began = time.thread_time()
-        with spans:
+        if self._recorder is None:
             yield
-        self.cpu_seconds[action] = time.thread_time() - began
+            return
+        began = time.thread_time() if self._contended else 0.0  # a system call each
+        with self._recorder.span(action.op, action.stage, action.microbatch):
+            yield
+        if self._contended:
+            self.cpu_seconds[action] = time.thread_time() - began
+
+
+def contended() -> bool:
+    """Whether ranks share cores, so that a clock on the wall says who got one."""
+    return device().type == "cpu" and world_size() > usable_cores()
 
 
 def _run_backward(starts: Sequence[GradientEdge], grads: Sequence[torch.Tensor]) -> None:

@@ -53,12 +53,14 @@ def join(outputs: Sequence[Any]) -> Any:
     return tree_unflatten(joined, flat[0][1])
 
 
-def signature(inputs: Any) -> Hashable:
-    """What decides the shapes of everything that is computed from `inputs`."""
-    leaves, form = tree_flatten(inputs)
-    return str(form), tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
-    )
+def signatures(inputs: Sequence[Any]) -> list[Hashable]:
+    """What decides the shapes of everything that is computed from each microbatch."""
+    form = str(tree_flatten(inputs[0])[1])  # all have the same
+    return [(form, tuple(_looks(leaf) for leaf in tree_flatten(one)[0])) for one in inputs]
+
+
+def _looks(leaf: Any) -> Hashable:
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
 
 
 def samples(inputs: Any) -> int:

@@ -49,16 +49,16 @@ class Pipeline:
     Args:
         model: an nn.Sequential, a model that `hpnb.models` knows, or a `Builder`; the same on every rank. Its
             layers here move to `hpnb.device()`, with their Parameter objects; the others are left alone, and
-            are freed when the caller lets go of the model. What is on the meta device gets zeros, to be filled
-            by `load_full_state_dict`.
+            are freed when the caller lets go of the model. What is on the meta device gets zeros, to be
+            filled by `load_full_state_dict`.
         axis: the pipeline axis, `mesh.pp`; as many ranks as the schedule has.
         schedule: is checked here.
-        loss_fn: (outputs, inputs) of one microbatch -> (sum, count), or a scalar, which is the mean over those
-            targets of the microbatch that are not -100 (over its samples, if it has none). It is called on the
-            rank of the last stage. `inputs` are a microbatch of the batch, as it was given.
-        gradients: who reduces gradients over the replicas of a data axis: a `DataParallel` or `ZeroOptimizer`
-            made of `pipe.module`'s parameters, which then no longer listens to backwards itself; or a function
-            that makes one of the module. It may be set later.
+        loss_fn: (outputs, inputs) of one microbatch -> (sum, count), or a scalar, which is the mean over
+            those targets of the microbatch that are not -100 (over its samples, if it has none). It is called
+            on the rank of the last stage. `inputs` are a microbatch of the batch, as it was given.
+        gradients: who reduces gradients over the replicas of a data axis: a `DataParallel` of `pipe.module`,
+            a `ZeroOptimizer` of its parameters, the `sink` of it if it is fully sharded, or a function that
+            makes one of the module. It may be set later, and no longer listens to backwards itself.
         cut: "uniform" over the blocks; balanced by "parameters", "flops" or measured "time"; or by hand, how
             many layers each stage gets.
         example: a batch, from which "flops" and "time" take a microbatch.
@@ -154,12 +154,13 @@ class Pipeline:
         recorder = (active() or Recorder(aligned=False)) if record else None
         since = recorder.marks() if recorder is not None else 0
         completion = None if forward_only else self._completion
-        signatures = [(forward_only, self._mode(), microbatches.signature(one)) for one in inputs]
+        mode = (forward_only, *self._mode())
+        signatures = [(mode, one) for one in microbatches.signatures(inputs)]
         new = not self._seen.issuperset(signatures) or (completion is not None and self._corrects is None)
         run = Execution(
-            schedule, self.axis.rank, self.module, self._queues if new else self._peers.queues or self._queues,
-            inputs, signatures, self._known,
-            loss, self._corrects, completion, self._split, recorder, return_outputs,
+            schedule, self.axis.rank, self.module,
+            self._queues if new else self._peers.queues or self._queues, inputs, signatures,
+            self._known, loss, self._corrects, completion, self._split, recorder, return_outputs,
         )  # fmt: skip
         if completion is not None:
             completion.begin(reduce, self._corrects is not False)
@@ -264,7 +265,7 @@ def _sink(given: Gradients, module: nn.Module) -> GradientSink | None:
     sink: GradientSink | None = getattr(found, "sink", found)
     if sink is not None and not all(hasattr(sink, name) for name in ("ready", "finish", "drop", "axis")):
         raise ValueError(
-            f"a {type(found).__name__} does not reduce gradients; pass hpnb.DataParallel(pipe.module, mesh.dp), a "
-            "hpnb.ZeroOptimizer of pipe.parameters(), or a function that makes one of the module"
+            f"a {type(found).__name__} does not reduce gradients; pass hpnb.DataParallel(pipe.module, "
+            "mesh.dp), a hpnb.ZeroOptimizer of pipe.parameters(), or a function that makes one of the module"
         )
     return sink

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import hpnb.ranks
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel import microbatches
-from hpnb.pipeline_parallel.executor import Execution
+from hpnb.pipeline_parallel.executor import Execution, contended
 from hpnb.pipeline_parallel.schedule import Action, Schedule
 from hpnb.pipeline_parallel.simulate import run as replay
 from hpnb.record import Event, Timeline
@@ -77,8 +76,3 @@ class StepResult:
         events = (replace(e, rank=place[e.rank]) for events, _ in everyone for e in events)
         return Timeline(tuple(events)).shifted()
 
-
-def contended() -> bool:
-    """Whether ranks share cores, so that a clock on the wall says who got one."""
-    on_cpu = hpnb.ranks.device().type == "cpu"
-    return on_cpu and hpnb.ranks.world_size() > hpnb.ranks.usable_cores()

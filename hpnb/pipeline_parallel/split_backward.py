@@ -57,15 +57,15 @@ class SplitBackward:
     Modules keep class, weights, names, hooks and state dict: only `forward` of the instance is another, until
     `remove`. Outside `deferring` and `fused` backwards are as before, backwards of backwards included.
 
-    A hook of `register_post_accumulate_grad_hook` fires when the backward has been through all uses of its
-    parameter. Inside `deferring` that is before its gradient is there: use `ready`. A parameter with a hook of
-    `register_hook`, which may change its gradient, is left to autograd. W runs on the stream of I, and what I
-    was given as inputs and gradients is not to be changed in place before W.
+    A hook of `register_post_accumulate_grad_hook` fires when the backward has been through all uses of a
+    parameter. Inside `deferring` that is before its gradient is there: use `ready`. A parameter with a hook
+    of `register_hook`, which may change its gradient, is left to autograd. W runs on the stream of I, and
+    what I was given as inputs and gradients is not to be changed in place before W.
 
     Args:
-        least: modules whose forward and backward are fewer FLOPs than this are left to autograd. It matters to
-            `fused` alone: what the matmul saves must be more than what Python takes, which autograd's own
-            backward of a matmul does without. The same shapes always decide the same.
+        least: modules whose forward and backward are fewer FLOPs than this are left to autograd. It is for
+            `fused`: what the matmul saves must be more than what Python takes, which autograd's own backward
+            of a matmul does without. The same shapes always decide the same.
     """
 
     def __init__(self, modules: Iterable[nn.Module], least: float = 0.0) -> None:
@@ -132,8 +132,8 @@ class SplitBackward:
         """Add or queue `piece`."""
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph=True inside deferring or fused: what is added to .grad by hand has no graph; run "
-                "this backward outside"
+                "create_graph=True inside deferring or fused: what is added to .grad by hand has no graph; "
+                "run this backward outside"
             )
         if self._queue is None:
             piece.add()

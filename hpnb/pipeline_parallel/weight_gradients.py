@@ -139,7 +139,7 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.Conv2d: Convolution(2),
     nn.Conv3d: Convolution(3),
 }
-"""By exact type: a subclass may use its weight in another way. Add yours: RULES[Mine] = Matmul(turned=True)."""
+"""By exact type: a subclass may use its weight in another way. To add yours: RULES[Mine] = Matmul(True)."""
 
 
 def rule_of(module: nn.Module) -> Rule | None:

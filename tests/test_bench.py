@@ -9,7 +9,7 @@ import torch
 
 import hpnb
 from hpnb import Layout, Mesh
-from hpnb.bench import data_parallel
+from hpnb.bench import data_parallel, pipeline
 from hpnb.bench.report import Row, table
 
 
@@ -71,3 +71,50 @@ def test_a_table_has_ratios_to_its_first_row() -> None:
 @pytest.mark.gpu
 def test_a_contest_on_gpus_tells_memory() -> None:
     assert "memory rises" in data_parallel.run(2, pairs=1, device="cuda", contests=["replicas"])
+
+
+def same_pipelines() -> dict[str, tuple[float, float]]:
+    """By contest: how far the weights of this rank's stages are apart after three steps of both candidates,
+    and how far they have come."""
+    axis, task = Mesh(Layout(pp=hpnb.world_size())).pp, pipeline.tasks(torch.device("cpu"))[0]
+    found = {}
+    for contest in pipeline.CONTESTS:
+        built: list[torch.nn.Module] = []
+
+        def build(kept: list[torch.nn.Module] = built) -> torch.nn.Module:
+            torch.manual_seed(0)
+            kept.append(task.build())
+            return kept[-1]
+
+        def batch(m: int) -> tuple[torch.Tensor, torch.Tensor]:
+            torch.manual_seed(1)
+            return task.batch(m)
+
+        same = pipeline.Task(task.name, build, batch, task.enter, task.dtype)
+        for make in (pipeline._hpnb, pipeline._torch):
+            step = make(same, axis, contest, 4)
+            for _ in range(3):
+                step()
+        start = {name: p.detach() for name, p in build().named_parameters()}
+        ours, theirs = (dict(model.named_parameters()) for model in built[:2])
+        moved = [name for name, p in start.items() if not torch.equal(p, ours[name])]
+        apart = sum(float((ours[name] - theirs[name]).square().sum()) for name in start)
+        came = sum(float((ours[name] - start[name]).square().sum()) for name in moved)
+        found[contest] = apart**0.5, came**0.5
+    return found
+
+
+def test_both_pipelines_train_the_same() -> None:
+    for found in hpnb.launch(same_pipelines, ranks=2, device="cpu", timeout=120):
+        for contest, (apart, came) in found.items():
+            assert came > 0, contest
+            assert apart < 0.02 * came, (contest, apart, came)  # AdamW magnifies rounding
+
+
+def test_the_pipelines_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    pipeline.run(2, 2, "cpu", ("1f1b",), (4,), 0.25)
+    pipeline.bubbles(2, "cpu", (2,), 0.25)
+    text = capsys.readouterr().out
+    assert re.search(r"pair by pair: median \d\.\d{3}, quartiles", text)
+    for name in pipeline.BUBBLES:
+        assert re.search(rf"^{name} +2 +[\d.]+ % +[\d.]+ %", text, re.MULTILINE)

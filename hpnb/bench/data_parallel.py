@@ -16,11 +16,9 @@ GPUs the table also says by how much memory rises in a step above what is held b
 
 from __future__ import annotations
 
-import gc
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,9 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hpnb
 from hpnb import Axis, Layout, Mesh
 from hpnb.bench.report import Row, table
-
-Step = Callable[[], object]
-WARM_UP = 5  # steps of each before a clock counts
+from hpnb.bench.turns import Measured, Step, nothing_left, take_turns
 
 
 @dataclass(frozen=True)
@@ -144,68 +140,14 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, task: Task) -> Ste
 # --- measuring -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What one rank saw of one candidate: seconds of its steps, and by how many bytes memory rises in one."""
-
-    seconds: tuple[float, ...]
-    rise: int
-
-    def __add__(self, other: Measured) -> Measured:
-        return Measured(self.seconds + other.seconds, max(self.rise, other.rise))
-
-
 def measure(
     contest: str, place: int, pairs: int, batch: int, torch_first: bool
 ) -> tuple[str, list[Measured]]:
-    """On a rank: (the task, what was measured of hpnb's, and of torch's). The order in a pair alternates."""
-    device, axis = hpnb.device(), Mesh(Layout(dp=hpnb.world_size())).dp
-    task = tasks(device, batch)[place]
-    with _nothing_left(device):
-        built = {which: CONTESTS[contest][which](task, axis) for which in ((1, 0) if torch_first else (0, 1))}
-        steps = [built[0], built[1]]
-        for _ in range(WARM_UP):
-            for step in steps:
-                step()
-        rises = [_rise(step, device) for step in steps]
-        seconds: tuple[list[float], list[float]] = ([], [])
-        for pair in range(pairs):
-            for which in (0, 1) if pair % 2 else (1, 0):
-                seconds[which].append(_timed(steps[which], device))
-        del built, steps, step
-    return task.name, [Measured(tuple(s), rise) for s, rise in zip(seconds, rises, strict=True)]
-
-
-def _rise(step: Step, device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def _timed(step: Step, device: torch.device) -> float:
-    dist.barrier()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    taken = torch.tensor(time.perf_counter() - begin, dtype=torch.float64, device=device)
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return taken.item()
-
-
-@contextmanager
-def _nothing_left(device: torch.device) -> Iterator[None]:
-    """Hooks tie models to their wrappers in cycles; the next contest needs the memory."""
-    gc.collect()
-    yield
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    """On a rank: (the task, what was measured of hpnb's, and of torch's)."""
+    axis, task = Mesh(Layout(dp=hpnb.world_size())).dp, tasks(hpnb.device(), batch)[place]
+    with nothing_left():
+        found = take_turns([partial(make, task, axis) for make in CONTESTS[contest]], pairs, torch_first)
+    return task.name, found
 
 
 def run(

@@ -29,8 +29,8 @@ from torch.distributed import pipelining
 
 import hpnb
 from hpnb import Axis, Layout, Mesh
-from hpnb.bench.data_parallel import WARM_UP, Measured, Step, _nothing_left, _rise, _timed
 from hpnb.bench.report import Row, table
+from hpnb.bench.turns import Measured, Step, nothing_left, take_turns, timed
 from hpnb.pipeline_parallel import Costs, schedules
 from hpnb.pipeline_parallel.layers import layers
 from hpnb.pipeline_parallel.partition import cut
@@ -144,23 +144,11 @@ def _loss(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
 def measure(
     contest: str, place: int, pairs: int, microbatches: int, size: float, torch_first: bool
 ) -> tuple[str, list[Measured]]:
-    """On a rank: (the task, what was measured of hpnb's, and of torch's). The order in a pair alternates."""
-    device, axis = hpnb.device(), Mesh(Layout(pp=hpnb.world_size())).pp
-    task = tasks(device, size)[place]
-    with _nothing_left(device):
-        makers = (_hpnb, _torch)
-        built = {i: makers[i](task, axis, contest, microbatches) for i in ((1, 0) if torch_first else (0, 1))}
-        steps = [built[0], built[1]]
-        for _ in range(WARM_UP):
-            for step in steps:
-                step()
-        rises = [_rise(step, device) for step in steps]
-        seconds: tuple[list[float], list[float]] = ([], [])
-        for pair in range(pairs):
-            for which in (0, 1) if pair % 2 else (1, 0):
-                seconds[which].append(_timed(steps[which], device))
-        del built, steps, step
-    return task.name, [Measured(tuple(s), rise) for s, rise in zip(seconds, rises, strict=True)]
+    """On a rank: (the task, what was measured of hpnb's, and of torch's)."""
+    axis, task = Mesh(Layout(pp=hpnb.world_size())).pp, tasks(hpnb.device(), size)[place]
+    with nothing_left():
+        makers = [partial(make, task, axis, contest, microbatches) for make in (_hpnb, _torch)]
+        return task.name, take_turns(makers, pairs, torch_first)
 
 
 def run(
@@ -200,16 +188,16 @@ def bubble(place: int, sweep: Sequence[int], size: float) -> tuple[str, list[tup
     """On a rank: (task, rows); a row is (schedule, microbatches, ...) and what `_bubble` gives."""
     device, axis = hpnb.device(), Mesh(Layout(pp=hpnb.world_size())).pp
     task, rows = tasks(device, size)[place], []
-    with _nothing_left(device):
+    with nothing_left():
         model = task.build().to(task.dtype)
         for name, m in itertools.product(BUBBLES, sweep):
             pipe, batch = pipeline(task, axis, name, m, model)
-            rows.append((name, m, *_bubble(pipe, batch, device)))
+            rows.append((name, m, *_bubble(pipe, batch)))
         del model, pipe
     return task.name, rows
 
 
-def _bubble(pipe: hpnb.Pipeline, batch: Any, device: torch.device, repeats: int = 3) -> tuple[float, ...]:
+def _bubble(pipe: hpnb.Pipeline, batch: Any, repeats: int = 3) -> tuple[float, ...]:
     """Of the median step: measured and simulated bubble, its seconds and those simulated."""
 
     def step() -> Any:
@@ -226,13 +214,13 @@ def _bubble(pipe: hpnb.Pipeline, batch: Any, device: torch.device, repeats: int 
 def recording(place: int, size: float, microbatches: int, pairs: int) -> list[float]:
     """On a rank: how many times as long a recorded step takes as one that is not, pair by pair."""
     device, axis = hpnb.device(), Mesh(Layout(pp=hpnb.world_size())).pp
-    with _nothing_left(device):
+    with nothing_left():
         pipe, batch = pipeline(tasks(device, size)[place], axis, "1f1b", microbatches)
         step = partial(pipe.step, batch, return_outputs=False)
         step(), step()
         ratios = []
         for turn in range(pairs):
-            took = {record: _timed(partial(step, record=record), device)
+            took = {record: timed(partial(step, record=record))
                     for record in ((True, False) if turn % 2 else (False, True))}  # fmt: skip
             ratios.append(took[True] / took[False])
         del pipe, step

@@ -1,0 +1,87 @@
+"""Two candidates on the same ranks take turns, so that a busy moment falls on both.
+
+A step is timed from a barrier to the last rank's end. Who is built first, and so gets memory first, can be
+slower by a percent: benchmarks build them both ways round, half of the pairs each.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+Step = Callable[[], object]
+WARM_UP = 5  # steps of each before a clock counts
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank saw of one candidate: seconds of its steps, and by how many bytes memory rises in one."""
+
+    seconds: tuple[float, ...]
+    rise: int
+
+    def __add__(self, other: Measured) -> Measured:
+        return Measured(self.seconds + other.seconds, max(self.rise, other.rise))
+
+
+def take_turns(build: Sequence[Callable[[], Step]], pairs: int, last_first: bool) -> list[Measured]:
+    """On a rank: what was measured of two candidates. The order in a pair alternates.
+
+    Args:
+        build: makes each; the second one is made first if `last_first`.
+    """
+    made = {which: build[which]() for which in ((1, 0) if last_first else (0, 1))}
+    steps = [made[0], made[1]]
+    for _ in range(WARM_UP):
+        for step in steps:
+            step()
+    rises = [_rise(step) for step in steps]
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for pair in range(pairs):
+        for which in (0, 1) if pair % 2 else (1, 0):
+            seconds[which].append(timed(steps[which]))
+    return [Measured(tuple(s), rise) for s, rise in zip(seconds, rises, strict=True)]
+
+
+def timed(step: Step) -> float:
+    """Seconds from a barrier to the last rank's end."""
+    dist.barrier()
+    _synchronize()
+    begin = time.perf_counter()
+    step()
+    _synchronize()
+    taken = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+    if torch.cuda.is_initialized():
+        taken = taken.cuda()
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return taken.item()
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Hooks tie models to their wrappers in cycles; the next contest needs the memory."""
+    gc.collect()
+    yield
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _rise(step: Step) -> int:
+    if not torch.cuda.is_initialized():
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()

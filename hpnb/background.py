@@ -89,6 +89,8 @@ class Background:
     def broadcast(self, tensor: torch.Tensor, source: int) -> Pending:
         """Give all ranks what place `source` of the axis has, in place."""
         first = self.axis.ranks[source]
+        if self._stream is not None:
+            tensor.record_stream(self._stream)  # nobody may ever wait for it
         return self._start(
             "broadcast", tensor.nbytes, lambda wait: dist.broadcast(tensor, first, self.axis.group, not wait)
         )

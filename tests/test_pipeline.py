@@ -15,6 +15,7 @@ from torch import nn
 import hpnb
 from hpnb import Layout, Mesh
 from hpnb.pipeline_parallel import Builder, Schedule, full_state_dict, schedules
+from hpnb.pipeline_parallel.microbatches import split
 
 HIDDEN, TOKENS, CLASSES, LAYERS = 6, 3, 5, 8
 STEPS = 2
@@ -569,7 +570,7 @@ def test_what_cannot_work_is_said_in_a_sentence() -> None:
             ("batch", "3 samples cannot be split into 4 microbatches"),
             ("ranks", "for 3 ranks, and axis pp has 2; make it with stages=2"),
             ("stages", "20 stages need 20 layers or more, and there are 8"),
-            ("sink", "a int does not reduce gradients"),
+            ("sink", "this int does not reduce gradients"),
         ):
             found = pool.run(refuse, what)
             assert words in found[1], (what, found)
@@ -679,3 +680,111 @@ def test_on_gpus_the_host_does_not_wait() -> None:
     total, count = pair_loss(model()(batch(16, 0)["x"]), batch(16, 0))
     for value in hpnb.launch(no_waiting, ranks=2, device="cuda", timeout=60):
         assert abs(value - (total / count).item()) < 1e-12
+
+
+# --- traps that it once fell into ------------------------------------------------------------------------
+
+
+class Sometimes(nn.Module):
+    """Half of it is used only by microbatches whose first number is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.always, self.rare = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.always(x) + (self.rare(x) if x[0, 0, 0] > 0 else 0)
+
+
+ACCUMULATED = ((True,), (False, True), (True, False, True))  # whether to reduce, step by step, before a look
+
+
+def reduced_by_hand(kind: str, pair: bool, plan: tuple[bool, ...], tied: bool) -> dict[str, Any]:
+    """Gradients after several steps without zero_grad; with `tied`, of a weight with homes on two ranks."""
+    mesh = Mesh(Layout(dp=2, pp=2))
+    built = tied_model() if tied else nn.Sequential(Sometimes(), *model()).double()
+    loss: Any = (lambda y, x: ((y - x).square().sum(), len(x))) if tied else pair_loss if pair else mean_loss
+    pipe = hpnb.Pipeline(built, mesh.pp, schedules.make("zb-h1", 2, 3), loss)
+    if kind == "zero 3":
+        hpnb.fully_shard(pipe.module, mesh.dp, units=pipe.module.units, find_unused_parameters=not tied)
+        pipe.gradients = hpnb.data_parallel.sink(pipe.module)
+    else:
+        options = {"average": kind == "average", "find_unused_parameters": True}
+        pipe.gradients = hpnb.DataParallel(pipe.module, mesh.dp, **options)
+    for step, reduce in enumerate(plan):
+        given = batch(7 + mesh.dp.rank, 10 * step + mesh.dp.rank)
+        pipe.step(given["x"].repeat(1, 1, 2)[:, 0, :HIDDEN] if tied else given, reduce=reduce)
+    for p in pipe.parameters():
+        p.data.zero_() if p.grad is None else p.data.copy_(p.grad)
+    return full_state_dict(pipe.module, mesh.pp, [mesh.dp])
+
+
+def by_one_process(pair: bool, plan: tuple[bool, ...], tied: bool) -> dict[str, Any]:
+    alone = tied_model() if tied else nn.Sequential(Sometimes(), *model()).double()
+    for step in range(len(plan)):
+        total = torch.zeros((), dtype=torch.float64)
+        count: Any = 0
+        for replica in range(2):
+            given = batch(7 + replica, 10 * step + replica)
+            for one in split(given, 3):
+                if tied:
+                    x = one["x"].repeat(1, 1, 2)[:, 0, :HIDDEN]
+                    total, count = total + (alone(x) - x).square().sum(), count + len(x)
+                    continue
+                found = pair_loss(alone(one["x"]), one)
+                if not pair:
+                    valid = (one["labels"] >= 0).sum()
+                    found = F.cross_entropy(alone(one["x"]), one["labels"], reduction="sum"), valid
+                total, count = total + found[0], count + found[1]
+        (total / count).backward()
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in alone.named_parameters()}
+
+
+def test_accumulated_corrected_and_tied_gradients_under_every_sink() -> None:
+    cases = [(kind, pair, plan, False) for kind in ("average", "sum", "zero 3") for pair in (False, True)
+             for plan in ACCUMULATED]  # fmt: skip
+    cases += [(kind, True, plan, True) for kind in ("average", "zero 3") for plan in ACCUMULATED[:2]]
+    with hpnb.Ranks(4, device="cpu", timeout=60) as pool:
+        for case in cases:
+            found, wanted = pool.run(reduced_by_hand, *case)[0], by_one_process(*case[1:])
+            assert distance(found, wanted) < EXACT, case
+
+
+def trap(what: str) -> Any:
+    mesh = Mesh(Layout(dp=2, pp=1))
+    if what == "forgotten":
+        pipe = hpnb.Pipeline(model(), mesh.pp, schedules.make("zb-h1", 1, 3), mean_loss)
+        hpnb.DataParallel(pipe.module, mesh.dp)
+        return pipe.step(batch(7, 0))
+    mesh = Mesh(Layout(pp=2))
+    loss: Any = pair_loss
+    if what == "detached":
+        loss = lambda outputs, inputs: outputs.detach().mean()  # noqa: E731
+    pipe = hpnb.Pipeline(model(), mesh.pp, schedules.make("1f1b", 2, 3), loss)
+    given = batch(7, 0)
+    if what == "no targets":
+        given["labels"][:] = -100
+        pipe.loss_fn = lambda outputs, inputs: (outputs.square().sum(), outputs.numel())
+    pipe.step(given)
+    if what == "modes":  # one rank's layers in another mode than the other's
+        pipe.train(mesh.pp.rank == 0)
+        pipe.step(batch(7, 1), forward_only=True)
+        pipe.train()
+        pipe.step(batch(7, 2))
+    if what == "names":  # what is no tensor may differ from step to step
+        for step in range(3):
+            pipe.step({**batch(7, step), "step": step, "names": ["a", "b"], "who": object()})
+        return len(pipe._known)
+    return all(p.grad.isfinite().all() for p in pipe.parameters())
+
+
+def test_traps() -> None:
+    with hpnb.Ranks(2, device="cpu", timeout=60) as pool:
+        assert pool.run(trap, "no targets") == [True, True]
+        assert pool.run(trap, "modes") == [True, True]
+        assert max(pool.run(trap, "names")) == 4  # two sizes, with and without names, however many steps
+        with pytest.raises(hpnb.RankError, match=r"set pipe\.gradients to it"):
+            pool.run(trap, "forgotten")
+        with pytest.raises(hpnb.RankError, match="the loss has no gradient"):
+            pool.run(trap, "detached")

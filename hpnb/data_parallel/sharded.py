@@ -76,6 +76,8 @@ class Sharded:
         self.root = self.units[0]
         self.flats = [flat for unit in self.units for flat in unit.flats]
         claim((p for flat in self.flats for p in flat.shares), self)
+        self._whole_of = {s: (w, flat) for flat in self.flats
+                          for s, w in zip(flat.shares, flat.wholes, strict=True)}  # fmt: skip
         # Units in the order of the last forward, and before each the ones that its backward needs next.
         self._seen: list[Unit] = []
         self._order: list[Unit] = []
@@ -220,22 +222,27 @@ class Sharded:
         if not self._in_backward:
             return
         try:
-            if self.sync and self.find_unused:
-                used = self._used()
-                for flat in used:
-                    self._settle(used)
-                    flat.reduce()
-                    self._reducing.append(flat)
-                self._settle(used)
-            elif self.sync:
-                for flat in self.flats:
-                    if flat.holds:
-                        self._reduce(flat)
-                self._settle()
+            if self.sync:
+                self._reduce_all()
         finally:
             self._in_backward = False
             self._release()
         self._meet_host()
+
+    def _reduce_all(self) -> None:
+        """Reduce all gradients that are there: on all ranks those of the same flats."""
+        if self.find_unused:
+            used = self._used()
+            for flat in used:
+                self._settle(used)
+                flat.reduce()
+                self._reducing.append(flat)
+            self._settle(used)
+            return
+        for flat in self.flats:
+            if flat.holds:
+                self._reduce(flat)
+        self._settle()
 
     def _used(self) -> dict[Flat, list[bool]]:
         """For each parameter whether any rank has a gradient of it, where at least one has been trained."""
@@ -259,16 +266,19 @@ class Sharded:
         self.sync = False
         return self
 
+    def holder(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Whose gradient grows during backwards: that of the whole parameter."""
+        return self._whole_of.get(parameter, (parameter, None))[0]
+
     def ready(self, parameter: nn.Parameter) -> None:
-        """Nothing: whole gradients are kept to the end, since a unit's are sent as one."""
+        """The whole gradient is kept to the end, since a unit's are sent as one."""
+        flat = self._whole_of[parameter][1]
+        flat.holds = flat.holds or self.holder(parameter).grad is not None
 
     @torch.no_grad()
     def finish(self) -> None:
         """Reduce what all backwards since the last time have left."""
-        for flat in self.flats:
-            if flat.holds:
-                self._reduce(flat)
-        self._settle()
+        self._reduce_all()
         self._meet_host()
 
     def drop(self) -> None:

@@ -63,10 +63,11 @@ class Boundary:
         return tree_unflatten(leaves, self.form)
 
     def __str__(self) -> str:
-        return ", ".join(
+        tensors = [
             f"{tuple(shape)} {str(dtype).removeprefix('torch.')}{' with gradient' * trained}"
             for (shape, dtype), trained in zip(self.shapes, self.trained, strict=True)
-        )
+        ]
+        return ", ".join([*tensors, *(f"{other!r}" for _, other in self.others)])
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

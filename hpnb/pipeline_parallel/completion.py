@@ -39,54 +39,67 @@ class Completion:
     ) -> None:
         self.sink: GradientSink | None = None
         self.last = {a.stage: a for a in row if a.op in ("W", "B")}
-        self._parameters, self._elsewhere = parameters, elsewhere
-        self._homes = Counter(id(p) for held in parameters.values() for p in held)
         self.correction: torch.Tensor | None = None
-        self._before: dict[int, torch.Tensor] = {}
+        self._parameters, self._elsewhere = parameters, elsewhere
+        self._every = list({p: None for held in parameters.values() for p in held})
+        self._homes = Counter(id(p) for held in parameters.values() for p in held)
         self._open = Counter[int]()
         self._told: set[int] = set()
+        self._before: dict[int, torch.Tensor] = {}
+        self._empty: list[nn.Parameter] = []
         self._reduces = self._matters = False
 
     def begin(self, reduce: bool, corrects: bool) -> None:
         """A step begins. `reduce` at its end; `corrects` if its gradients may have to be multiplied."""
         self._reduces, self.correction = reduce and self.sink is not None, None
         self._matters = self._reduces or corrects or bool(self._elsewhere)  # whether anybody has to be told
-        self._open = self._homes.copy()
-        self._before, self._told = {}, set()
-        every = {id(p): p for held in self._parameters.values() for p in held}
-        for key, p in every.items():
-            if p.grad is None:
-                continue
-            if self._reduces and hasattr(self.sink, "grows"):
+        self._open, self._told, self._before = self._homes.copy(), set(), {}
+        # Where gradients grow: with ZeRO-3 those of the whole parameters, which only the sink knows.
+        holder = getattr(self.sink, "holder", lambda p: p)
+        self._held = {id(p): holder(p) for p in self._every}
+        self._home_of = {id(self._held[id(p)]): p for p in self._every}
+        self._empty = [held for held in self._held.values() if held.grad is None]
+        for p in self._every:
+            held = self._held[id(p)]
+            if held.grad is not None and hasattr(self.sink, "grows"):
                 self.sink.grows(p)  # type: ignore[union-attr]
             # What earlier steps have left is not to be multiplied, nor to be added up over its homes again.
-            if p.grad is not None and (corrects or p in self._elsewhere):
-                self._before[key], p.grad = p.grad, None
+            if held.grad is not None and (corrects or p in self._elsewhere):
+                self._before[id(p)], held.grad = held.grad, None
 
     @contextmanager
     def during(self, action: Action, split: SplitBackward) -> Iterator[None]:
-        """Around a backward B: if it completes gradients, the sink is told as they come."""
+        """Around a backward B: if it completes gradients, the sink is told as they come.
+
+        Raises:
+            RuntimeError: a gradient came twice, as it does where reentrant checkpoints share a parameter.
+        """
         if self.last[action.stage] != action or not self._matters:
             with split.fused():
                 yield
             return
-        held, told = self._parameters[action.stage], set[int]()
+        came: set[int] = set()
 
-        def complete(p: nn.Parameter) -> None:
-            if id(p) not in told:
-                told.add(id(p))
-                self._one(p)
+        def complete(held: nn.Parameter) -> None:
+            if id(held) in came:
+                raise RuntimeError(
+                    f"a gradient of shape {tuple(held.shape)} came twice in one backward; with checkpoints, "
+                    "use_reentrant=False"
+                )
+            came.add(id(held))
+            self._one(self._home_of[id(held)])
 
-        hooks = attach(held, complete)
+        here = [self._held[id(p)] for p in self._parameters[action.stage]]
+        hooks = attach(here, complete)
         try:
             with split.fused():
                 yield
         finally:
             for hook in hooks:
                 hook.remove()
-        for p in held:
-            if p.grad is not None:
-                complete(p)
+        for held in here:  # those that earlier microbatches alone have used
+            if held.grad is not None and id(held) not in came:
+                complete(held)
 
     def weights(self, action: Action, split: SplitBackward) -> None:
         """W: add the weight gradients that I has left, and tell the sink of those that are complete."""
@@ -94,34 +107,37 @@ class Completion:
         if self.last[action.stage] != action or not self._matters:
             split.weights(key)
             return
-        waiting = {id(p) for p in split.pending(key)}
+        waiting = {id(held) for held in split.pending(key)}
         for p in self._parameters[action.stage]:
-            if id(p) not in waiting and p.grad is not None:
+            held = self._held[id(p)]
+            if id(held) not in waiting and held.grad is not None:
                 self._one(p)
-        split.weights(key, self._one)
+        split.weights(key, lambda held: self._one(self._home_of[id(held)]))
 
     def finish(self) -> None:
         """All actions are done: add up what has homes on several ranks, and let the sink come to its end."""
         for p, axis in self._elsewhere.items():
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            dist.all_reduce(p.grad, group=axis.group)
+            held = self._held.get(id(p))
+            if held is None or not p.requires_grad:  # frozen, as it is on all of them
+                continue
+            if held.grad is None:
+                held.grad = torch.zeros_like(held)
+            dist.all_reduce(held.grad, group=axis.group)
             self._tell(p)
+        for p in self._every:
+            if id(p) not in self._told:  # no backward of this step has used it to the end
+                self._correct(p)
+                self._restore(p)
         if self._reduces:
             assert self.sink is not None
             self.sink.finish()
-        # What nobody was told of: it got no gradient, or (ZeRO-3) only now from whole ones kept elsewhere.
-        for p in {p: None for held in self._parameters.values() for p in held if id(p) not in self._told}:
-            self._correct(p)
-            if id(p) in self._before:
-                before = self._before.pop(id(p))
-                p.grad = before if p.grad is None else p.grad.add_(before)
 
     def drop(self) -> None:
-        """The step failed: what was there before stays."""
-        for p in (p for held in self._parameters.values() for p in held):
-            if id(p) in self._before:
-                p.grad = self._before.pop(id(p))
+        """The step failed: gradients that it began are gone; one that was there before may have grown."""
+        for held in self._empty:
+            held.grad = None
+        for p in self._every:
+            self._held[id(p)].grad = self._before.pop(id(p), self._held[id(p)].grad)
         if self.sink is not None:
             self.sink.drop()
 
@@ -133,15 +149,21 @@ class Completion:
             if p not in self._elsewhere:  # else `finish` does
                 self._tell(p)
 
-    def _correct(self, p: nn.Parameter) -> None:
-        if self.correction is not None and p.grad is not None:
-            p.grad.mul_(self.correction.to(p.grad.dtype))
-
     def _tell(self, p: nn.Parameter) -> None:
+        """Its gradient of this step is what it is to be."""
         self._told.add(id(p))
-        if id(p) in self._before:
-            assert p.grad is not None
-            p.grad.add_(self._before.pop(id(p)))
+        self._restore(p)
         if self._reduces:
             assert self.sink is not None
             self.sink.ready(p)
+
+    def _correct(self, p: nn.Parameter) -> None:
+        grad = self._held[id(p)].grad
+        if self.correction is not None and grad is not None:
+            grad.mul_(self.correction.to(grad.dtype))
+
+    def _restore(self, p: nn.Parameter) -> None:
+        """Add what earlier steps had left."""
+        held, before = self._held[id(p)], self._before.pop(id(p), None)
+        if before is not None:
+            held.grad = before if held.grad is None else held.grad.add_(before)

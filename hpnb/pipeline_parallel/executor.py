@@ -138,6 +138,10 @@ class Execution:
         start, seed = self._loss(m, outputs)
         if self._completion is not None:
             found = boundary.edges([start])
+            if not found and any(t.requires_grad for t in boundary.tensors_of(outputs)):
+                raise ValueError(
+                    "the loss has no gradient, though the outputs have: compute it from them, attached"
+                )
             self._starts[self._schedule.stages - 1, m] = found, [seed] * len(found)
 
     def _backward(self, action: Action) -> None:

@@ -24,10 +24,10 @@ import torch
 from torch import nn
 
 from hpnb.models import Anatomy, Part, anatomy
+from hpnb.pipeline_parallel.microbatches import TARGETS
 
 Inputs = Any  # one microbatch: a mapping, a tensor, or a tuple or list whose first item is meant
 Kind = Literal["embedding", "block", "head", "layer"]
-_TARGETS = ("labels", "label")
 
 
 @dataclass(frozen=True)
@@ -124,13 +124,13 @@ def first_input(inputs: Inputs) -> Any:
     """What the first layer of a Sequential or Builder takes of a microbatch.
 
     A tensor is taken itself; of a tuple or list the first item; of a mapping the first entry that is not
-    "labels" or "label", since a collator may put these first.
+    called "labels", "label", "targets" or "target", since a collator may put these first.
 
     Raises:
         ValueError: there is none.
     """
     if isinstance(inputs, Mapping):
-        inputs = [value for name, value in inputs.items() if name not in _TARGETS]
+        inputs = [value for name, value in inputs.items() if name not in TARGETS]
     if isinstance(inputs, Sequence):
         if not len(inputs):
             raise ValueError("the batch has no entry for the first layer; put its input in front")

@@ -34,6 +34,8 @@ class Loss:
         causal: see `microbatches.targets`.
         replicas: the data axis over which N is summed, if there is one.
         scale: the gradients are those of the loss times this.
+        per_target: what a loss function that counts for itself is expected to count for each target. The
+            nearer, the less gradients leave the range of 16 bits before they are corrected.
     """
 
     def __init__(
@@ -44,30 +46,34 @@ class Loss:
         causal: bool,
         replicas: Axis | None,
         scale: float | torch.Tensor,
+        per_target: float | torch.Tensor = 1.0,
     ) -> None:
         self._function, self._inputs, self._replicas, self._device = function, inputs, replicas, device
         self._counts = torch.stack([self._number(targets(one, causal)) for one in inputs])  # (m,)
         self._all = self._over_replicas(self._counts.sum())
+        self._expected = self._all.clamp(min=1)  # a batch without targets has gradients of 0
         # Of all microbatches at once: small kernels are in the way of large ones.
-        self._seed_of_sums = scale / self._all  # ()
-        self._seeds = self._seed_of_sums * self._counts  # (m,), in the dtype of the losses once that is known
+        self._seeds = scale / self._expected * self._counts  # (m,), in the dtype of losses once that is known
+        self._seed_of_sums = scale / (self._expected * per_target)  # ()
+        self._per_target = per_target
         self._values: dict[int, torch.Tensor] = {}
         self._own_counts: list[torch.Tensor] = []
         self.counts_itself: bool | None = None  # known once it has been called
+        self.counted: torch.Tensor | None = None  # for each target; known with the correction
 
     def __call__(self, microbatch: int, outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """(what to start the backward of this microbatch from, with which gradient)."""
-        found = self._function(outputs, self._inputs[microbatch])
-        itself = isinstance(found, tuple)
-        if self.counts_itself not in (None, itself):
-            raise ValueError("the loss function must return (sum, count) for every microbatch, or for none")
-        self.counts_itself = itself
-        value, own = found if isinstance(found, tuple) else (found, None)
-        if value.dim():
+        found: Any = self._function(outputs, self._inputs[microbatch])
+        value, own = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        if not isinstance(value, torch.Tensor) or value.dim() or (found is not value and own is None):
+            what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(
-                f"the loss function returned a tensor of shape {tuple(value.shape)}; return a scalar, the "
+                f"the loss function returned {type(found).__name__} of {what}; return a scalar tensor, the "
                 "mean over the microbatch's targets, or (sum, count)"
             )
+        if self.counts_itself not in (None, own is not None):
+            raise ValueError("the loss function must return (sum, count) for every microbatch, or for none")
+        self.counts_itself = own is not None
         self._values[microbatch] = value.detach()
         if own is not None:
             self._own_counts.append(self._number(own))
@@ -76,7 +82,8 @@ class Loss:
 
     def correction(self) -> torch.Tensor:
         """(), float64: N'/N, once all microbatches have been forward. All replicas call it."""
-        return self._all / self._true_count() if self.counts_itself else self._all.new_ones(())
+        self.counted = self._true_count() / self._expected
+        return self._per_target / self.counted
 
     def mean(self) -> torch.Tensor:
         """(), float64: the loss of the whole batch, of all replicas. All replicas call it."""

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from hpnb.comm import shares
 
 IGNORED = -100  # a target that does not count, as everywhere in PyTorch and transformers
-_NAMES = ("labels", "label", "targets", "target")
+TARGETS = ("labels", "label", "targets", "target")  # what they are called in a batch
 
 
 def split(batch: Any, microbatches: int) -> list[Any]:
@@ -47,7 +48,7 @@ def split(batch: Any, microbatches: int) -> list[Any]:
 
 
 def join(outputs: Sequence[Any]) -> Any:
-    """Outputs of all microbatches as one: tensors end to end along their first dim."""
+    """Outputs of all microbatches as one: tensors end to end along their first dim, scalars as (m,)."""
     flat = [tree_flatten(output) for output in outputs]
     joined = [_joined(parts) for parts in zip(*(leaves for leaves, _ in flat), strict=True)]
     return tree_unflatten(joined, flat[0][1])
@@ -60,7 +61,10 @@ def signatures(inputs: Sequence[Any]) -> list[Hashable]:
 
 
 def _looks(leaf: Any) -> Hashable:
-    return (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
+    # Not the values of other things: a name or a number may be another in every step.
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype
+    return leaf if leaf is None or isinstance(leaf, bool) else type(leaf).__name__
 
 
 def samples(inputs: Any) -> int:
@@ -86,15 +90,22 @@ def targets(inputs: Any, causal: bool = False) -> torch.Tensor | int:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """`batch` with its tensors on `device`."""
-    move = lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
+    """`batch` with its tensors and arrays on `device`; a mapping of any kind becomes a dict."""
+    if isinstance(batch, Mapping):
+        batch = dict(batch)
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            leaf = torch.from_numpy(leaf)
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+
     return tree_map(move, batch)
 
 
 def _labels(inputs: Any) -> torch.Tensor | None:
     found = None
     if isinstance(inputs, Mapping):
-        found = next((inputs[name] for name in _NAMES if name in inputs), None)
+        found = next((inputs[name] for name in TARGETS if name in inputs), None)
     elif isinstance(inputs, tuple | list) and len(inputs) > 1:
         found = inputs[-1]
     if isinstance(found, torch.Tensor) and not found.is_floating_point() and found.dtype != torch.bool:
@@ -107,4 +118,6 @@ def _has_rows(leaf: Any) -> bool:
 
 
 def _joined(parts: tuple[Any, ...]) -> Any:
-    return torch.cat(parts) if all(map(_has_rows, parts)) else parts[0]
+    if all(map(_has_rows, parts)):
+        return torch.cat(parts)
+    return torch.stack(parts) if isinstance(parts[0], torch.Tensor) else parts[0]

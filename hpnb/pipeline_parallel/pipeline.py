@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hpnb.background import Background
-from hpnb.gradients import GradientSink
+from hpnb.gradients import GradientSink, reduced_by
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel import microbatches
 from hpnb.pipeline_parallel.completion import Completion
@@ -58,7 +58,9 @@ class Pipeline:
             on the rank of the last stage. `inputs` are a microbatch of the batch, as it was given.
         gradients: who reduces gradients over the replicas of a data axis: a `DataParallel` of `pipe.module`,
             a `ZeroOptimizer` of its parameters, the `sink` of it if it is fully sharded, or a function that
-            makes one of the module. It may be set later, and no longer listens to backwards itself.
+            makes one of the module. It may be set later, and no longer listens to backwards itself. Buffers
+            are not sent: each replica has batch statistics of its own.
+        replicas: the data axis, over which targets are counted; by default that of `gradients`.
         cut: "uniform" over the blocks; balanced by "parameters", "flops" or measured "time"; or by hand, how
             many layers each stage gets.
         example: a batch, from which "flops" and "time" take a microbatch.
@@ -82,6 +84,7 @@ class Pipeline:
         loss_fn: LossFunction,
         gradients: Gradients = None,
         *,
+        replicas: Axis | None = None,
         cut: How = "uniform",
         example: Any = None,
         causal: bool | None = None,
@@ -92,26 +95,25 @@ class Pipeline:
                 f"{schedule.name} with {schedule.stages} stages is for {schedule.ranks} ranks, and axis "
                 f"{axis.name} has {axis.size}; make it with stages={axis.size * schedule.chunks}"
             )
-        self.axis, self.schedule, self.loss_fn = axis, schedule, loss_fn
+        self.axis, self.schedule, self.loss_fn, self.replicas = axis, schedule, loss_fn, replicas
         self._device = this_device()
         self.stages = schedule.stages_of(axis.rank)
         self.module = _stages(model, axis, schedule, cut, example)
         self.causal = bool(getattr(self.module, "causal", False)) if causal is None else causal
         pairs = sorted(schedule.queues)
         self._queues = queues(axis, pairs, self._device)
-        held = {stage: self.module.trained(stage) for stage in self.stages}
         # Where nothing is split, large matmuls still add to gradients themselves (see `split_backward`).
         fuses = schedule.splits or self._device.type == "cuda"
         self._split = SplitBackward(self.module.modules() if fuses else (), 0.0 if schedule.splits else FUSED)
-        self._completion = Completion(
-            schedule.actions[axis.rank], held, tie(self.module, axis, schedule.rank_of)
-        )
+        self._ties = tie(self.module, axis, schedule.rank_of)
+        self._completion = self._complete()
         self._peers = PeerMemory(axis, pairs, self._device)
         self._known: Known = {}
         self._seen: set[Any] = set()  # signatures of microbatches, of all stages
         self._background = Background(axis, self._device)
         self._forwards = _only_forwards(schedule)
         self._corrects: bool | None = None
+        self._per_target: float | torch.Tensor = 1.0
         self._gradients: GradientSink | None = None
         self.gradients = gradients
 
@@ -145,16 +147,14 @@ class Pipeline:
         """
         schedule = self._forwards if forward_only else self.schedule
         inputs = microbatches.split(microbatches.to_device(batch, self._device), schedule.microbatches)
-        loss = None
-        if self.is_last_stage:
-            sink = self._gradients
-            replicas = sink.axis if sink is not None else None
-            share = sink.axis.size if sink is not None and sink.average else 1  # what the sink divides by
-            loss = Loss(self.loss_fn, inputs, self._device, self.causal, replicas, scale * share)
+        if not forward_only:
+            self._check_sink()
+        loss = self._loss(inputs, scale) if self.is_last_stage else None
         recorder = (active() or Recorder(aligned=False)) if record else None
         since = recorder.marks() if recorder is not None else 0
         completion = None if forward_only else self._completion
-        mode = (forward_only, *self._mode())
+        # All ranks find the same here: the batch, the mode and the steps before decide it.
+        mode = forward_only, torch.is_autocast_enabled(self._device.type)
         signatures = [(mode, one) for one in microbatches.signatures(inputs)]
         new = not self._seen.issuperset(signatures) or (completion is not None and self._corrects is None)
         run = Execution(
@@ -170,6 +170,7 @@ class Pipeline:
                 if completion is not None:
                     completion.finish()
                     self._corrects = run.corrects
+            until = recorder.marks() if recorder is not None else since
             if new:
                 self._seen.update(signatures)
                 self._peers.fit([made.shapes + _CORRECTION for made in self._known.values()])
@@ -179,7 +180,9 @@ class Pipeline:
                 completion.drop()
             raise
         value = loss.mean() if loss is not None else None
-        return StepResult(self.axis, self._share(value), run, schedule, recorder, since)
+        if loss is not None and loss.counted is not None:
+            self._per_target = loss.counted
+        return StepResult(self.axis, self._share(value), run, schedule, recorder, (since, until))
 
     @property
     def is_last_stage(self) -> bool:
@@ -187,9 +190,12 @@ class Pipeline:
         return self.schedule.stages - 1 in self.stages
 
     def forget(self) -> None:
-        """Learn anew what passes between stages: after parameters were frozen or thawed. On every rank."""
+        """Learn anew what is trained and what passes between stages: after parameters were frozen or thawed,
+        on every rank. Whoever reduces gradients is to be made and set anew as well."""
         self._known.clear()
         self._seen.clear()
+        self._completion = self._complete()
+        self.gradients = None
 
     # --- the module --------------------------------------------------------------------------------------
 
@@ -222,9 +228,24 @@ class Pipeline:
 
     # --- inside ------------------------------------------------------------------------------------------
 
-    def _mode(self) -> tuple[bool, ...]:
-        """What besides the batch decides what passes between stages."""
-        return torch.is_grad_enabled(), self.module.training, torch.is_autocast_enabled(self._device.type)
+    def _complete(self) -> Completion:
+        held = {stage: self.module.trained(stage) for stage in self.stages}
+        return Completion(self.schedule.actions[self.axis.rank], held, self._ties)
+
+    def _loss(self, inputs: list[Any], scale: float | torch.Tensor) -> Loss:
+        sink = self._gradients
+        replicas = self.replicas or (sink.axis if sink is not None else None)
+        scale = scale * (sink.axis.size if sink is not None and sink.average else 1)  # the sink divides
+        return Loss(self.loss_fn, inputs, self._device, self.causal, replicas, scale, self._per_target)
+
+    def _check_sink(self) -> None:
+        """Whoever reduces at the end of every backward would reduce every microbatch's."""
+        reducers = (reduced_by(p) for p in self.parameters() if self._gradients is None)
+        if (other := next((who for who in reducers if who is not None), None)) is not None:
+            raise ValueError(
+                f"a {type(other).__name__} reduces these gradients after every backward, and there are "
+                f"{self.schedule.microbatches} in a step: set pipe.gradients to it"
+            )
 
     def _share(self, value: torch.Tensor | None) -> Callable[[], torch.Tensor]:
         """Give the loss to all ranks, beside whatever else they do; the result waits for it."""
@@ -258,14 +279,16 @@ def _only_forwards(schedule: Schedule) -> Schedule:
 def _sink(given: Gradients, module: nn.Module) -> GradientSink | None:
     """Whatever was given as the sink it is, no longer listening to backwards on its own."""
     found: Any = given
-    if found is not None and not hasattr(found, "sink") and not hasattr(found, "ready"):
+    known = hasattr(found, "sink") or hasattr(found, "ready") or isinstance(found, nn.Module)
+    if callable(found) and not known:
         found = found(module)
     if hasattr(found, "detach"):
         found.detach()
     sink: GradientSink | None = getattr(found, "sink", found)
     if sink is not None and not all(hasattr(sink, name) for name in ("ready", "finish", "drop", "axis")):
         raise ValueError(
-            f"a {type(found).__name__} does not reduce gradients; pass hpnb.DataParallel(pipe.module, "
-            "mesh.dp), a hpnb.ZeroOptimizer of pipe.parameters(), or a function that makes one of the module"
+            f"this {type(found).__name__} does not reduce gradients; pass hpnb.DataParallel(pipe.module, "
+            "mesh.dp), a hpnb.ZeroOptimizer of pipe.parameters(), hpnb.data_parallel.sink(pipe.module) "
+            "where it is fully sharded, or a function that makes one of the module"
         )
     return sink

@@ -28,11 +28,11 @@ class StepResult:
         done: Execution,
         schedule: Schedule,
         recorder: Recorder | None,
-        since: int,
+        spans: tuple[int, int],
     ) -> None:
         self._axis, self._loss, self._schedule, self._recorder = axis, loss, schedule, recorder
         self._outputs, self._cpu_seconds = done.outputs, done.cpu_seconds
-        self._range = since, recorder.marks() if recorder is not None else since
+        self._spans = spans
         self._timeline: Timeline | None = None
 
     @property
@@ -65,8 +65,9 @@ class StepResult:
     def _gather(self) -> Timeline:
         if self._recorder is None:
             raise RuntimeError("this step was not recorded; call step(batch, record=True)")
-        self._recorder.align(self._axis.group)
-        mine = self._recorder.events(*self._range), self._cpu_seconds
+        if not self._recorder.aligned:
+            self._recorder.align(self._axis.group)
+        mine = self._recorder.events(*self._spans), self._cpu_seconds
         everyone: list[tuple[list[Event], dict[Action, float]]] = [mine] * self._axis.size
         dist.all_gather_object(everyone, mine, self._axis.group)
         if contended():
@@ -75,4 +76,3 @@ class StepResult:
         place = {rank: i for i, rank in enumerate(self._axis.ranks)}
         events = (replace(e, rank=place[e.rank]) for events, _ in everyone for e in events)
         return Timeline(tuple(events)).shifted()
-

@@ -33,6 +33,5 @@ def tie(stages: Stages, axis: Axis, rank_of: Mapping[int, int]) -> dict[nn.Param
         if axis.rank in places:
             (parameter,) = {named[name] for name in tied.names if name in named}
             dist.broadcast(parameter.data, src=holders.ranks[0], group=holders.group)
-            if parameter.requires_grad:
-                found[parameter] = holders
+            found[parameter] = holders
     return found

@@ -125,6 +125,8 @@ class _Rank:
             "MASTER_PORT": str(spec.store_port),
             # Ranks of one machine meet on its loopback, whatever its host name resolves to.
             "GLOO_SOCKET_IFNAME": loopback,
+            # Streams that share a hardware queue wait for each other: let each have its own.
+            "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         }
 
     def join(self) -> None:

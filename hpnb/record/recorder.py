@@ -55,6 +55,11 @@ class Recorder:
         if aligned:
             self.align()
 
+    @property
+    def aligned(self) -> bool:
+        """Whether there is a common zero."""
+        return self._zero is not None
+
     def align(self, group: dist.ProcessGroup | None = None) -> None:
         """Take a common zero with all ranks (of `group`), which all call it. Times before it are negative."""
         self._zero = self._meet(group)

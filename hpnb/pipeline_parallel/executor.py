@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,11 +41,29 @@ Known = dict[tuple[int, Any], Boundary]  # by stage and signature of a microbatc
 Stage = Callable[[int, Any, Any], Any]  # (number, what the stage before gave, inputs) -> what this one gives
 
 
+class Plan:
+    """What one rank's part of a schedule amounts to, whatever the batch.
+
+    Attributes:
+        row: the rank's actions.
+        place: {an action whose result travels: (the pair of ranks, its place among their messages)}.
+        late: the microbatch with whose gradient the correction travels: the first one that goes back after
+            the last stage has been through all its forwards. -1 if there are forwards alone.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self.schedule, self.rank, self.row = schedule, rank, schedule.actions[rank]
+        self.place = {a: (pair, i) for pair, row in schedule.queues.items() for i, a in enumerate(row)}
+        last = schedule.stages - 1
+        ends = [a for a in schedule.actions[schedule.rank_of[last]] if a.stage == last]
+        forwards = [i for i, a in enumerate(ends) if a.op == "F"]
+        self.late = next((a.microbatch for a in ends[forwards[-1] :] if a.op in ("I", "B")), -1)
+
+
 class Execution:
-    """Runs one rank's part of `schedule` once.
+    """Runs one rank's part of a schedule once.
 
     Args:
-        rank: its place on the axis, which is its row in the schedule.
         stages: computes a stage of this rank.
         inputs: of each microbatch.
         signatures: of each microbatch's inputs.
@@ -57,8 +76,7 @@ class Execution:
 
     def __init__(
         self,
-        schedule: Schedule,
-        rank: int,
+        plan: Plan,
         stages: Stage,
         queues: Mapping[Pair, Queue],
         inputs: Sequence[Any],
@@ -71,14 +89,14 @@ class Execution:
         recorder: Recorder | None,
         keep: bool,
     ) -> None:
-        self._schedule, self._rank, self._row = schedule, rank, schedule.actions[rank]
+        self._plan, self._schedule, self._row = plan, plan.schedule, plan.row
         self._stages, self._queues, self._inputs, self._signatures = stages, queues, inputs, signatures
         self._known = known
         self._told: dict[tuple[int, int], Boundary] = {}  # (stage, microbatch): what this step has learned
         self._loss, self._completion, self._split = loss, completion, split
         self._recorder, self._keep, self._contended = recorder, keep, contended()
         self._says_whether, self.corrects = corrects is None, corrects
-        self._late = _first_after_all_forwards(schedule)
+        self._late, self._place = plan.late, plan.place
         self.outputs: dict[int, Any] = {}
         self.cpu_seconds: dict[Action, float] = {}
         # What is under way, by (stage, microbatch): where its backward starts and with which gradients, if
@@ -87,8 +105,7 @@ class Execution:
         self._leaves: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._given: dict[Action, list[torch.Tensor]] = {}  # by an action of this rank, for another of it
         self._arrivals: dict[Action, Arrival] = {}
-        self._posted = dict.fromkeys(schedule.queues, 0)
-        self._place = {a: (pair, i) for pair, row in schedule.queues.items() for i, a in enumerate(row)}
+        self._posted = dict.fromkeys(queues, 0)
 
     def run(self) -> None:
         for step, action in enumerate(self._row):
@@ -216,7 +233,7 @@ class Execution:
     def _post(self, action: Action, urgent: bool) -> None:
         """Make room for what `action` needs from another rank, and for all that is sent before it."""
         for need in self._schedule.needs(action):
-            if need not in self._place or self._place[need][0][1] != self._rank:
+            if need not in self._place or self._place[need][0][1] != self._plan.rank:
                 continue
             pair, place = self._place[need]
             row = self._schedule.queues[pair]
@@ -252,18 +269,21 @@ class Execution:
 
     # --- what is recorded ----------------------------------------------------------------------------------
 
-    @contextmanager
-    def _span(self, action: Action) -> Iterator[None]:
+    def _span(self, action: Action) -> AbstractContextManager[None]:
         if self._recorder is None:
+            return nullcontext()
+        span = self._recorder.span(action.op, action.stage, action.microbatch)
+        return self._with_cpu_time(action, span) if self._contended else span
+
+    @contextmanager
+    def _with_cpu_time(self, action: Action, span: AbstractContextManager[None]) -> Iterator[None]:
+        began = time.thread_time()
+        with span:
             yield
-            return
-        began = time.thread_time() if self._contended else 0.0  # a system call each
-        with self._recorder.span(action.op, action.stage, action.microbatch):
-            yield
-        if self._contended:
-            self.cpu_seconds[action] = time.thread_time() - began
+        self.cpu_seconds[action] = time.thread_time() - began
 
 
+@cache
 def contended() -> bool:
     """Whether ranks share cores, so that a clock on the wall says who got one."""
     return device().type == "cpu" and world_size() > usable_cores()
@@ -276,12 +296,3 @@ def _run_backward(starts: Sequence[GradientEdge], grads: Sequence[torch.Tensor])
 
 def _detached(outputs: Any) -> Any:
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, outputs)
-
-
-def _first_after_all_forwards(schedule: Schedule) -> int:
-    """The microbatch with whose gradient the correction travels: the first one that goes back after the last
-    stage has been through all its forwards. -1 if none does."""
-    last = schedule.stages - 1
-    row = [a for a in schedule.actions[schedule.rank_of[last]] if a.stage == last]
-    forwards = [i for i, a in enumerate(row) if a.op == "F"]
-    return next((a.microbatch for a in row[forwards[-1] :] if a.op in ("I", "B")), -1)

@@ -24,7 +24,7 @@ from hpnb.gradients import GradientSink, reduced_by
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel import microbatches
 from hpnb.pipeline_parallel.completion import Completion
-from hpnb.pipeline_parallel.executor import Execution, Known
+from hpnb.pipeline_parallel.executor import Execution, Known, Plan
 from hpnb.pipeline_parallel.layers import Builder, layers
 from hpnb.pipeline_parallel.loss import Loss, LossFunction
 from hpnb.pipeline_parallel.partition import How, cut
@@ -111,7 +111,8 @@ class Pipeline:
         self._known: Known = {}
         self._seen: set[Any] = set()  # signatures of microbatches, of all stages
         self._background = Background(axis, self._device)
-        self._forwards = _only_forwards(schedule)
+        self._plan = Plan(schedule, axis.rank)
+        self._forwards = Plan(_only_forwards(schedule), axis.rank)
         self._corrects: bool | None = None
         self._per_target: float | torch.Tensor = 1.0
         self._gradients: GradientSink | None = None
@@ -145,8 +146,8 @@ class Pipeline:
         Raises:
             ValueError: fewer samples than microbatches, or tensors of unequally many rows.
         """
-        schedule = self._forwards if forward_only else self.schedule
-        inputs = microbatches.split(microbatches.to_device(batch, self._device), schedule.microbatches)
+        plan = self._forwards if forward_only else self._plan
+        inputs = microbatches.split(microbatches.to_device(batch, self._device), self.schedule.microbatches)
         if not forward_only:
             self._check_sink()
         loss = self._loss(inputs, scale) if self.is_last_stage else None
@@ -158,9 +159,9 @@ class Pipeline:
         signatures = [(mode, one) for one in microbatches.signatures(inputs)]
         new = not self._seen.issuperset(signatures) or (completion is not None and self._corrects is None)
         run = Execution(
-            schedule, self.axis.rank, self.module,
-            self._queues if new else self._peers.queues or self._queues, inputs, signatures,
-            self._known, loss, self._corrects, completion, self._split, recorder, return_outputs,
+            plan, self.module, self._queues if new else self._peers.queues or self._queues,
+            inputs, signatures, self._known, loss, self._corrects, completion, self._split, recorder,
+            return_outputs,
         )  # fmt: skip
         if completion is not None:
             completion.begin(reduce, self._corrects is not False)
@@ -182,7 +183,7 @@ class Pipeline:
         value = loss.mean() if loss is not None else None
         if loss is not None and loss.counted is not None:
             self._per_target = loss.counted
-        return StepResult(self.axis, self._share(value), run, schedule, recorder, (since, until))
+        return StepResult(self.axis, self._share(value), run, plan.schedule, recorder, (since, until))
 
     @property
     def is_last_stage(self) -> bool:

@@ -406,6 +406,11 @@ def test_in_flight_draws_the_steps_and_writes_the_peaks() -> None:
     assert len(held) > 5
     assert len(set(held)) == 1  # one let go as the next is taken leaves no notch
     assert len(plot.timeline(talking(), in_flight=True).axes) == 1  # no forward, no strip
+    assert "activations in flight (microbatches)" in words(fig)
+    assert "activations in flight (chunks)" not in words(fig)
+    two = [Event(0, stage, "F", 0, stage * MS, (stage + 1) * MS) for stage in (0, 2)]
+    fig = plot.timeline(Timeline(tuple(two), "simulated"), in_flight=True)
+    assert "activations in flight (chunks)" in words(fig)
 
 
 def test_a_later_chunk_is_paler() -> None:

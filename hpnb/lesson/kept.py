@@ -36,7 +36,8 @@ def keep(name: str, write: Write) -> int:
         for p, m in ((p, m) for p in RANKS for m in MICROBATCHES):
             mine = _written(write, p, m)
             if mine is None or not _as_good(mine, schedules.make(name, p, m)):
-                print(f"not kept: your {name} for {p} ranks and {m} microbatches is not one yet")
+                many = f"{m} microbatch{'es' * (m != 1)}"
+                print(f"not kept: your {name} for {p} ranks and {many} is not one yet")
                 return 0
             found[_key(p, m)] = [" ".join(map(str, row)) for row in mine.actions]
     if found:

@@ -13,9 +13,11 @@ import gc
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 import hpnb
@@ -24,8 +26,10 @@ from hpnb.lesson.machine_card import hardware_name
 from hpnb.mesh import Axis, Layout, Mesh
 from hpnb.models import ViTSize
 from hpnb.pipeline_parallel import Action, Costs, Schedule
+from hpnb.pipeline_parallel.executor import contended
+from hpnb.pipeline_parallel.layer_costs import seconds_of
 from hpnb.pipeline_parallel.layers import Layer, layers
-from hpnb.pipeline_parallel.partition import How, cut
+from hpnb.pipeline_parallel.partition import How, balanced, cut
 from hpnb.pipeline_parallel.simulate import run
 from hpnb.record import Timeline
 from hpnb.theory import Wire, exposed_seconds, seconds
@@ -111,6 +115,32 @@ def timed(
     return {name: typical(tls, schedules[name]) for name, tls in found.items()}
 
 
+def by_cut(
+    size: ViTSize, images: int, dtype: torch.dtype, schedule: Schedule, cuts: Mapping[str, How]
+) -> tuple[dict[str, Timeline], dict[str, list[int]]]:
+    """A step of each of `cuts`, and of one by time: ({name: its step}, {name: layers of each stage}).
+
+    Every rank calls it. The first one measures each layer, forward and backward of a microbatch, while the
+    others wait; balanced, these seconds are the cut called "by time". Where ranks share cores noise is larger
+    than what a cut gains: there equal blocks count as their median, and all steps are simulated.
+    """
+    axis = Mesh(Layout(pp=hpnb.world_size())).pp
+    model, batch = vit_and_batch(size, images // schedule.microbatches, dtype)
+    all_layers = layers(model)
+    box: list[Any] = [seconds_of(all_layers, batch) if axis.rank == 0 else None]
+    dist.broadcast_object_list(box, src=axis.ranks[0], group=axis.group)
+    each: list[float] = box[0]
+    if contended():
+        blocks = [layer.kind == "block" for layer in all_layers]
+        middle = statistics.median(t for t, block in zip(each, blocks, strict=True) if block)
+        each = [middle if block else t for t, block in zip(each, blocks, strict=True)]
+    counts = {name: [len(stage) for stage in cut(all_layers, axis.size, how)] for name, how in cuts.items()}
+    counts["by time"] = list(balanced(each, axis.size))
+    if not contended():
+        return timed(size, images, dtype, dict.fromkeys(counts, schedule), counts), counts
+    return {name: from_layers(schedule, each, stages) for name, stages in counts.items()}, counts
+
+
 def held(size: ViTSize, images: int, dtype: torch.dtype, schedule: Schedule) -> tuple[float, float, int]:
     """Of one step on this rank: bytes of activations at their peak, bytes sent, and messages sent."""
     axis = Mesh(Layout(pp=hpnb.world_size())).pp
@@ -138,6 +168,19 @@ def typical(timelines: Sequence[Timeline], schedule: Schedule) -> Timeline:
         times.setdefault(Action(e.stage, e.op, e.microbatch), []).append(e.duration)  # type: ignore[arg-type]
     middle = {action: statistics.median(each) for action, each in times.items()}
     return run(schedule, middle.__getitem__, source=timelines[0].source)
+
+
+def from_layers(schedule: Schedule, each: Sequence[float], counts: Sequence[int]) -> Timeline:
+    """The step simulated from seconds of each layer's forward and backward, a third of them forward."""
+    ends = list(accumulate(counts, initial=0))
+    loads = [sum(each[start:end]) for start, end in pairwise(ends)]
+    return schedule.simulate(Costs([load / 3 for load in loads], [load * 2 / 3 for load in loads], 0.0))
+
+
+def input_over_weight(tl: Timeline) -> float:
+    """How many times as long as its weight gradients a step's input gradients take."""
+    took = {op: sum(e.duration for e in tl.events if e.op == op) for op in "IW"}
+    return took["I"] / took["W"]
 
 
 def stage_costs(tl: Timeline, chunks: int = 1, transfer: float = 0.0) -> Costs:

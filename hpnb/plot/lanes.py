@@ -127,7 +127,10 @@ def draw(
 
 
 def draw_in_flight(ax: Axes, tl: Timeline, labels: Mapping[int, str], *, scale: float) -> None:
-    """A step curve a rank: activations held, in chunks, all to one height, with each peak written."""
+    """A step curve a rank: activations held, all to one height, with each peak written.
+
+    Counted in chunks; where ranks have one each, that is in microbatches.
+    """
     ax.set_ylim(len(tl.ranks), 0)
     _name_rows(ax, tl, labels, [row + 0.6 for row in range(len(tl.ranks))])
     most = max(tl.peak_in_flight(rank) for rank in tl.ranks) or 1
@@ -150,7 +153,8 @@ def draw_in_flight(ax: Axes, tl: Timeline, labels: Mapping[int, str], *, scale: 
     filled = PolyCollection(outlines, facecolors=pale, edgecolors=style.edge, linewidths=0.9)
     filled.set_label("in flight")
     ax.add_collection(filled, autolim=False)
-    panel_title(ax, "activations in flight (chunks)")
+    pieces = any(len(chunks(tl.by_rank[rank])) > 1 for rank in tl.ranks)
+    panel_title(ax, f"activations in flight ({'chunks' if pieces else 'microbatches'})")
 
 
 def chunks(events: Sequence[Event]) -> list[int]:

@@ -87,6 +87,7 @@ def timeline(
     for ax in axes:
         ax.set_xlim(0, longest / scale or 1.0)
         ax.tick_params(labelbottom=ax is axes[-1])
+        ax.xaxis.set_visible(text or ax is axes[-1])  # ticks are slow to draw
     axes[-1].set_xlabel(f"time ({unit})")
     return fig
 

@@ -191,9 +191,9 @@ def bubble(place: int, sweep: Sequence[int], size: float) -> tuple[str, list[tup
     with nothing_left():
         model = task.build().to(task.dtype)
         for name, m in itertools.product(BUBBLES, sweep):
-            pipe, batch = pipeline(task, axis, name, m, model)
-            rows.append((name, m, *_bubble(pipe, batch)))
-        del model, pipe
+            with nothing_left():  # memory that another schedule has cut up would be sought for in a step
+                rows.append((name, m, *_bubble(*pipeline(task, axis, name, m, model))))
+        del model
     return task.name, rows
 
 
@@ -204,7 +204,7 @@ def _bubble(pipe: hpnb.Pipeline, batch: Any, repeats: int = 3) -> tuple[float, .
         pipe.zero_grad()
         return pipe.step(batch, return_outputs=False)
 
-    step(), step()
+    step(), step(), step()
     timelines = [step().timeline.select("FIWB") for _ in range(repeats)]
     tl = sorted(timelines, key=lambda one: one.makespan)[repeats // 2]
     simulated = pipe.schedule.simulate(Costs.measured(tl))

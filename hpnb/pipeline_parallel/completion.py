@@ -29,6 +29,9 @@ class Completion:
         row: this rank's actions.
         parameters: {stage: its trained parameters}, of this rank's stages.
         elsewhere: {parameter: the ranks that hold it}, for those on several; in the same order on all.
+
+    Attributes:
+        every: the trained parameters of this rank.
     """
 
     def __init__(
@@ -37,29 +40,35 @@ class Completion:
         parameters: Mapping[int, Sequence[nn.Parameter]],
         elsewhere: Mapping[nn.Parameter, Axis],
     ) -> None:
-        self.sink: GradientSink | None = None
         self.last = {a.stage: a for a in row if a.op in ("W", "B")}
         self.correction: torch.Tensor | None = None
         self._parameters, self._elsewhere = parameters, elsewhere
-        self._every = list({p: None for held in parameters.values() for p in held})
+        self.every = list({p: None for held in parameters.values() for p in held})
         self._homes = Counter(id(p) for held in parameters.values() for p in held)
         self._open = Counter[int]()
         self._told: set[int] = set()
+        self.set_sink(None)
         self._before: dict[int, torch.Tensor] = {}
         self._empty: list[nn.Parameter] = []
         self._reduces = self._matters = False
+
+    def set_sink(self, sink: GradientSink | None) -> None:
+        """Whom to tell."""
+        self.sink = sink
+        # Where gradients grow: with ZeRO-3 those of the whole parameters, which only the sink knows.
+        holder = getattr(sink, "holder", lambda p: p)
+        self._held: dict[int, nn.Parameter] = {id(p): holder(p) for p in self.every}
+        self._home_of = {id(self._held[id(p)]): p for p in self.every}
 
     def begin(self, reduce: bool, corrects: bool) -> None:
         """A step begins. `reduce` at its end; `corrects` if its gradients may have to be multiplied."""
         self._reduces, self.correction = reduce and self.sink is not None, None
         self._matters = self._reduces or corrects or bool(self._elsewhere)  # whether anybody has to be told
         self._open, self._told, self._before = self._homes.copy(), set(), {}
-        # Where gradients grow: with ZeRO-3 those of the whole parameters, which only the sink knows.
-        holder = getattr(self.sink, "holder", lambda p: p)
-        self._held = {id(p): holder(p) for p in self._every}
-        self._home_of = {id(self._held[id(p)]): p for p in self._every}
         self._empty = [held for held in self._held.values() if held.grad is None]
-        for p in self._every:
+        if len(self._empty) == len(self._held):
+            return
+        for p in self.every:
             held = self._held[id(p)]
             if held.grad is not None and hasattr(self.sink, "grows"):
                 self.sink.grows(p)  # type: ignore[union-attr]
@@ -124,7 +133,7 @@ class Completion:
                 held.grad = torch.zeros_like(held)
             dist.all_reduce(held.grad, group=axis.group)
             self._tell(p)
-        for p in self._every:
+        for p in self.every if self._matters else ():
             if id(p) not in self._told:  # no backward of this step has used it to the end
                 self._correct(p)
                 self._restore(p)
@@ -136,7 +145,7 @@ class Completion:
         """The step failed: gradients that it began are gone; one that was there before may have grown."""
         for held in self._empty:
             held.grad = None
-        for p in self._every:
+        for p in self.every:
             self._held[id(p)].grad = self._before.pop(id(p), self._held[id(p)].grad)
         if self.sink is not None:
             self.sink.drop()

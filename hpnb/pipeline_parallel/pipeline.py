@@ -11,8 +11,9 @@ the loss and all gradients are those of one process, whatever the schedule.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -166,7 +167,11 @@ class Pipeline:
         if completion is not None:
             completion.begin(reduce, self._corrects is not False)
         try:
-            with torch.set_grad_enabled(not forward_only), recording(recorder) if recorder else nullcontext():
+            with (
+                torch.set_grad_enabled(not forward_only),
+                recording(recorder) if recorder else nullcontext(),
+                _no_collection(),
+            ):
                 run.run()
                 if completion is not None:
                     completion.finish()
@@ -207,7 +212,8 @@ class Pipeline:
 
     @gradients.setter
     def gradients(self, given: Gradients) -> None:
-        self._gradients = self._completion.sink = _sink(given, self.module)
+        self._gradients = _sink(given, self.module)
+        self._completion.set_sink(self._gradients)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's."""
@@ -241,8 +247,8 @@ class Pipeline:
 
     def _check_sink(self) -> None:
         """Whoever reduces at the end of every backward would reduce every microbatch's."""
-        reducers = (reduced_by(p) for p in self.parameters() if self._gradients is None)
-        if (other := next((who for who in reducers if who is not None), None)) is not None:
+        one = self._completion.every[:1]  # they are claimed together
+        if self._gradients is None and one and (other := reduced_by(one[0])) is not None:
             raise ValueError(
                 f"a {type(other).__name__} reduces these gradients after every backward, and there are "
                 f"{self.schedule.microbatches} in a step: set pipe.gradients to it"
@@ -270,6 +276,18 @@ def _stages(model: nn.Module | Builder, axis: Axis, schedule: Schedule, how: How
     everybody = Axis("world", size, dist.get_rank(), group, tuple(range(size)))
     dealt = cut(layers(model), schedule.stages, how, example, everybody)  # replicas have to cut alike
     return Stages(dealt, schedule.stages_of(axis.rank), this_device(), axis)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python looks for garbage after the step: in the middle of it one rank would keep all others waiting."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _only_forwards(schedule: Schedule) -> Schedule:

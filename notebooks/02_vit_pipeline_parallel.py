@@ -47,7 +47,9 @@ from hpnb.pipeline_parallel import Costs, Schedule, ScheduleError, full_state_di
 N = min(4, hpnb.ranks.default_ranks())
 GPU = hpnb.ranks.choose_device("auto", N).device == "cuda"
 SMALL = ViTSize(hidden=256, layers=8, heads=8, mlp=1024, patch=8, image=32)
-SIZE, DTYPE, IMAGES = (SIZES["l16"], torch.bfloat16, 256) if GPU else (SMALL, torch.float32, 16)
+pool = hpnb.Ranks(N)  # these ranks stay to the end
+SIZE, DTYPE = (SIZES["l16"], torch.bfloat16) if GPU else (SMALL, torch.float32)
+IMAGES = pipelines.images(pool)  # on a GPU as many as make its kernels long, and fit
 M = 8  # microbatches
 EACH = IMAGES // M
 MESSAGE = EACH * SIZE.tokens * SIZE.hidden * DTYPE.itemsize  # bytes between two stages
@@ -106,7 +108,6 @@ def walk():
     return min(walks, key=lambda tl: tl.makespan), t.bytes["pp"]
 
 # %%
-pool = hpnb.Ranks(N)  # these ranks stay to the end
 found = pool.run(walk)
 walked = found[0][0]  # the quickest of six
 plot.show(

@@ -666,6 +666,9 @@ def no_waiting() -> float:
     pipe.step(given)
     pipe.step(given)
     assert pipe._peers.queues or hpnb.world_size() == 1, "transfers go from memory to memory"
+    with hpnb.record.traffic() as counted:
+        pipe.step(given)
+    assert counted.bytes["pp"] > 8 * 16 * TOKENS * HIDDEN  # hidden states, or their gradients
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")  # the host must not wait for the device
     try:

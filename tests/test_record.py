@@ -441,3 +441,13 @@ def test_what_is_apart_and_what_waits_is_cut_out_of_the_spans_around_it() -> Non
     by_start = sorted(recorder.events(), key=lambda e: e.start)
     assert [e.op for e in by_start] == ["B", "compute", "compute", "compute", "B"]
     assert all(a.end <= b.start for a, b in itertools.pairwise(by_start))
+
+
+def test_traffic_counts_what_torch_distributed_does_not_see() -> None:
+    from hpnb.record.traffic import sent
+
+    sent("pp", 1.0, (0, 1))  # nobody counts
+    with hpnb.record.traffic() as outer, hpnb.record.traffic() as inner:
+        sent("pp", 10.0, (0, 1))
+    sent("pp", 1.0, (0, 1))
+    assert (outer.bytes["pp"], inner.calls["pp"], inner.messages[0].peer) == (10.0, 1, 1)

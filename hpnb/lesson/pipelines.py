@@ -38,6 +38,27 @@ Batch = Mapping[str, torch.Tensor]
 _WARM = {"cpu": 1, "cuda": 3}  # steps before the first that counts
 
 
+_ROOM = 200e6  # bytes of a ViT-L/16's activations for one image, over all its stages, with what comes on top
+
+
+def images(pool: hpnb.Ranks) -> int:
+    """How many images a batch has here: on GPUs 1,024, 512 or 256 of ViT-L/16, what GPipe can hold at once.
+
+    Kernels of a few images are done before the host has launched the next ones, and then it is the host that
+    keeps ranks waiting.
+    """
+    least = min(pool.run(_memory))
+    if not least:
+        return 16
+    return next((n for n in (1024, 512) if n * _ROOM / len(pool.members) < least), 256)
+
+
+def _memory() -> int:
+    """Bytes of this rank's GPU; 0 on a CPU."""
+    device = hpnb.device()
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
 @dataclass(frozen=True)
 class Published:
     """One row of tables 5 and 9 of Qi et al. 2024 (arXiv 2401.10241), measured on A100s.

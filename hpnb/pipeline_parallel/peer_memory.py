@@ -27,6 +27,7 @@ import torch.distributed as dist
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel.transfers import Arrival, Pair, Queue, Shape
 from hpnb.record.recorder import begun
+from hpnb.record.traffic import sent
 
 SLOTS = 4  # messages that may lie in the receiver's memory, for each queue
 _ALIGN = 512  # bytes: where the next tensor of a message may begin
@@ -88,7 +89,7 @@ class PeerQueue:
     def __init__(self, axis: Axis, pair: Pair, memory: Any, offset: int, capacity: int) -> None:
         self.axis, self._pair, self._memory = axis, pair, memory
         self._offset, self._capacity = offset, capacity
-        self._ranks = tuple(axis.ranks[place] for place in pair)
+        self._ranks = axis.ranks[pair[0]], axis.ranks[pair[1]]
         self._stream = torch.cuda.Stream(priority=-1)
         self._count = 0  # messages that have been sent, or taken
         self._posted = 0
@@ -108,6 +109,7 @@ class PeerQueue:
             for tensor, view in zip(tensors, views, strict=True):
                 ended = begun("send", self.axis.name, tensor.nbytes, self._ranks)
                 view.copy_(tensor, non_blocking=True)
+                sent(self.axis.name, tensor.nbytes, self._ranks)
                 if ended is not None:
                     ended()
                 tensor.record_stream(self._stream)

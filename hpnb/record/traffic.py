@@ -4,7 +4,8 @@
         step()
     t.bytes["tp"], t.calls["tp"]
 
-Every call of torch.distributed that is made inside is counted, whoever makes it: hpnb, PyTorch, or you.
+Every call of torch.distributed that is made inside is counted, whoever makes it: hpnb, PyTorch, or you; and
+what hpnb's pipelines write straight into another GPU's memory.
 Bytes are counted as a ring would move them, whatever algorithm the backend picks, so a count is the same
 on every machine. With p ranks in the group and n bytes (of the whole: the gathered result of a gather,
 the input of a scatter),
@@ -79,8 +80,21 @@ def traffic() -> Iterator[Traffic]:
     Counting looks at every operator, which slows the block down: do not time what you count.
     """
     counted = Traffic()
-    with _Counter(counted):
-        yield counted
+    _counting.append(counted)
+    try:
+        with _Counter(counted):
+            yield counted
+    finally:
+        _counting.remove(counted)
+
+
+_counting: list[Traffic] = []
+
+
+def sent(axis: str, nbytes: float, group: tuple[int, int]) -> None:
+    """Count a send that torch.distributed does not see, from the first rank of `group` to the second."""
+    for counted in _counting:
+        counted.add(Message(axis, "send", nbytes, group, group[1]))
 
 
 def ring_bytes(op: str, nbytes: float, ranks: int) -> float:

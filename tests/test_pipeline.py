@@ -791,3 +791,23 @@ def test_traps() -> None:
             pool.run(trap, "forgotten")
         with pytest.raises(hpnb.RankError, match="the loss has no gradient"):
             pool.run(trap, "detached")
+
+
+def train_fused(fused: bool) -> dict[str, Any]:
+    from hpnb.pipeline_parallel.split_backward import SplitBackward
+
+    mesh = Mesh(Layout(dp=2, pp=2))
+    pipe = hpnb.Pipeline(model(), mesh.pp, schedules.make("1f1b", 2, 3), pair_loss)
+    pipe.gradients = lambda module: hpnb.DataParallel(module, mesh.dp, bucket_mb=1e-3)
+    if fused:  # as on GPUs, where matmuls are large enough for it
+        pipe._split = SplitBackward(pipe.module.modules())
+    for step in range(2):
+        pipe.step(batch(7 + mesh.dp.rank, step), reduce=step == 1)
+    return {n: p.grad for n, p in pipe.named_parameters()}
+
+
+def test_matmuls_that_add_to_gradients_themselves_change_nothing() -> None:
+    with hpnb.Ranks(4, device="cpu", timeout=60) as pool:
+        plain, fused = pool.run(train_fused, False), pool.run(train_fused, True)
+        for a, b in zip(plain, fused, strict=True):
+            assert distance(a, b) < EXACT

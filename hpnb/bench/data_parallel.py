@@ -31,8 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hpnb
 from hpnb import Axis, Layout, Mesh
-from hpnb.bench.report import Row, table
-from hpnb.bench.turns import Measured, Step, nothing_left, take_turns
+from hpnb.bench.turns import Measured, Step, nothing_left, pair_table, take_turns
 
 
 @dataclass(frozen=True)
@@ -167,23 +166,8 @@ def run(
                 _, second = pool.run(measure, contest, place, pairs // 2, batch, True)[0]
                 measured = [a + b for a, b in zip(first, second, strict=True)]
                 title = f"{name}: {choice.ranks} ranks on {choice.device}, {pairs} pairs of steps"
-                found.append(_table(title, contest, measured))
+                found.append(pair_table(title, NAMES[contest], measured))
     return "\n\n".join(found)
-
-
-def _table(title: str, contest: str, measured: list[Measured]) -> str:
-    rows = [Row(who, m.seconds) for who, m in zip(NAMES[contest], measured, strict=True)]
-    ours, theirs = measured
-    pairs = Row("", tuple(a / b for a, b in zip(ours.seconds, theirs.seconds, strict=True)))
-    low, high = pairs.quartiles
-    lines = [table(title, rows)]
-    lines.append(f"hpnb / torch, pair by pair: median {pairs.median:.3f}, quartiles {low:.3f} to {high:.3f}")
-    if ours.rise:
-        lines.append(
-            f"memory rises in a step by {ours.rise / 2**30:.2f} and {theirs.rise / 2**30:.2f} GiB: "
-            f"ratio {ours.rise / theirs.rise:.3f}"
-        )
-    return "\n".join(lines)
 
 
 # --- models ----------------------------------------------------------------------------------------

@@ -29,8 +29,8 @@ from torch.distributed import pipelining
 
 import hpnb
 from hpnb import Axis, Layout, Mesh
-from hpnb.bench.report import Row, table
-from hpnb.bench.turns import Measured, Step, nothing_left, take_turns, timed
+from hpnb.bench.report import Row
+from hpnb.bench.turns import Measured, Step, nothing_left, pair_table, take_turns, timed
 from hpnb.pipeline_parallel import Costs, schedules
 from hpnb.pipeline_parallel.layers import layers
 from hpnb.pipeline_parallel.partition import cut
@@ -163,22 +163,8 @@ def run(
                 _, second = pool.run(measure, contest, place, pairs // 2, m, size, True)[0]
                 measured = [a + b for a, b in zip(first, second, strict=True)]
                 title = f"{name}, {m} of them: {choice.ranks} ranks on {choice.device}, {pairs} pairs"
-                print(_table(title, contest, measured), end="\n\n", flush=True)
-
-
-def _table(title: str, contest: str, measured: list[Measured]) -> str:
-    names = (f"hpnb {contest}", f"torch {CONTESTS[contest][0]}")
-    rows = [Row(who, m.seconds) for who, m in zip(names, measured, strict=True)]
-    ours, theirs = measured
-    pairs = Row("", tuple(a / b for a, b in zip(ours.seconds, theirs.seconds, strict=True)))
-    low, high = pairs.quartiles
-    lines = [table(title, rows)]
-    lines.append(f"hpnb / torch, pair by pair: median {pairs.median:.3f}, quartiles {low:.3f} to {high:.3f}")
-    if ours.rise:
-        lines.append(
-            f"memory rises in a step by {ours.rise / 2**30:.2f} and {theirs.rise / 2**30:.2f} GiB on rank 0"
-        )
-    return "\n".join(lines)
+                names = (f"hpnb {contest}", f"torch {CONTESTS[contest][0]}")
+                print(pair_table(title, names, measured), end="\n\n", flush=True)
 
 
 # --- bubbles ---------------------------------------------------------------------------------------------

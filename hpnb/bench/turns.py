@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from hpnb.bench.report import Row, table
+
 Step = Callable[[], object]
 WARM_UP = 5  # steps of each before a clock counts
 
@@ -47,6 +49,22 @@ def take_turns(build: Sequence[Callable[[], Step]], pairs: int, last_first: bool
         for which in (0, 1) if pair % 2 else (1, 0):
             seconds[which].append(timed(steps[which]))
     return [Measured(tuple(s), rise) for s, rise in zip(seconds, rises, strict=True)]
+
+
+def pair_table(title: str, names: Sequence[str], measured: Sequence[Measured]) -> str:
+    """hpnb's and torch's rows as text, and what decides: the ratio of each pair, and that of memory."""
+    rows = [Row(who, m.seconds) for who, m in zip(names, measured, strict=True)]
+    ours, theirs = measured
+    pairs = Row("", tuple(a / b for a, b in zip(ours.seconds, theirs.seconds, strict=True)))
+    low, high = pairs.quartiles
+    lines = [table(title, rows)]
+    lines.append(f"hpnb / torch, pair by pair: median {pairs.median:.3f}, quartiles {low:.3f} to {high:.3f}")
+    if ours.rise:
+        lines.append(
+            f"memory rises in a step by {ours.rise / 2**30:.2f} and {theirs.rise / 2**30:.2f} GiB: "
+            f"ratio {ours.rise / theirs.rise:.3f}"
+        )
+    return "\n".join(lines)
 
 
 def timed(step: Step) -> float:

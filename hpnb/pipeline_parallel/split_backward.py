@@ -143,7 +143,6 @@ class SplitBackward:
 
     # --- W ----------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def weights(self, key: Hashable, ready: Ready | None = None) -> None:
         """Add the weight gradients that wait under `key`, in the order of I, and let go of each x and dy.
 
@@ -159,6 +158,11 @@ class SplitBackward:
             raise ValueError(
                 f"no weight gradients wait under {key!r}; run a backward inside deferring before"
             )
+        if queue.pieces:
+            self._add(queue, ready)
+
+    @torch.no_grad()
+    def _add(self, queue: _Queue, ready: Ready | None) -> None:
         while queue.pieces:
             piece = queue.pieces.popleft()
             piece.add()

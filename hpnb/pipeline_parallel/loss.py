@@ -6,9 +6,9 @@
 
 A backward begins before the last microbatch has been forward, so N must be known before anything is. Targets
 are counted in the batch (`microbatches.targets`), which is exact for means. A loss function that counts for
-itself may count something else: then backwards have started from 1/N' with N' the targets, and every gradient
-is multiplied by N'/N when it is complete. All ranks learn this `correction` with a gradient that they wait
-for anyway.
+itself may count something else: then backwards have started from 1/N', with N' the targets times what each of
+them counted in the step before, and every gradient is multiplied by N'/N when it is complete. All ranks learn
+this `correction` with a gradient that they wait for anyway.
 """
 
 from __future__ import annotations
@@ -82,8 +82,10 @@ class Loss:
 
     def correction(self) -> torch.Tensor:
         """(), float64: N'/N, once all microbatches have been forward. All replicas call it."""
-        self.counted = self._true_count() / self._expected
-        return self._per_target / self.counted
+        counted = self._true_count() / self._expected
+        # A step that has counted nothing, and whose mean is nan, is nothing to go by in the next.
+        self.counted = torch.where(counted > 0, counted, self._per_target)
+        return self._per_target / counted
 
     def mean(self) -> torch.Tensor:
         """(), float64: the loss of the whole batch, of all replicas. All replicas call it."""

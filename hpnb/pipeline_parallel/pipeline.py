@@ -39,7 +39,7 @@ from hpnb.pipeline_parallel.transfers import queues
 from hpnb.ranks.here import device as this_device
 from hpnb.record.recorder import Recorder, active, recording
 
-FUSED = 1.4e11  # FLOPs: about 0.2 ms of an H100, and more than twice what Python takes for the call
+FUSED = 1.4e11  # FLOPs: about 0.2 ms of an H200, and more than twice what Python takes for the call
 _CORRECTION = ((torch.Size(), torch.float64),)
 Gradients = GradientSink | nn.Module | Callable[[nn.Module], Any] | None
 

@@ -92,7 +92,7 @@ class Matmul(Rule):
         return dy.t().mv(_ones(dy.size(0), dy.dtype, dy.device))
 
     def add_bias_gradient(self, grad: Tensor, dy: Tensor) -> None:
-        # A sum as a product with ones: on a GPU half the time of sum(0), and it adds as well.
+        # A sum as a product with ones: on a GPU it takes half to nine tenths of sum(0)'s time, and adds.
         grad.addmv_(dy.t(), _ones(dy.size(0), dy.dtype, dy.device))
 
 

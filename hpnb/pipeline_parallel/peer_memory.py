@@ -7,8 +7,8 @@
 
 NCCL moves a message with kernels on both sides. They hold multiprocessors from when they are launched until
 the other side has come, and a matmul beside them, made for all multiprocessors, takes up to a third longer.
-Here every rank opens a few slots of its memory to the others (PyTorch's symmetric memory). They write into them,
-and signals between GPUs say when: no host waits, and a stream only for what it needs.
+Here every rank opens a few slots of its memory to the others (PyTorch's symmetric memory). They write into
+them, and signals between GPUs say when: no host waits, and a stream only for what it needs.
 
 Slots have one size, so all ranks must agree on it. The first step of a new shape therefore goes over process
 groups (`transfers.GroupQueue`), and those after it through here.

@@ -11,6 +11,7 @@ import hpnb
 from hpnb import Layout, Mesh
 from hpnb.bench import data_parallel, pipeline
 from hpnb.bench.report import Row, table
+from hpnb.pipeline_parallel import Costs, schedules
 
 
 def test_every_contest_prints_a_table() -> None:
@@ -112,9 +113,32 @@ def test_both_pipelines_train_the_same() -> None:
 
 
 def test_the_pipelines_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    pipeline.run(2, 2, "cpu", ("1f1b",), (4,), 0.25)
+    pipeline.run(2, 2, "cpu", ("1f1b", "zb-h1"), (4,), 0.25)
     pipeline.bubbles(2, "cpu", (2,), 0.25)
     text = capsys.readouterr().out
-    assert re.search(r"pair by pair: median \d\.\d{3}, quartiles", text)
+    assert len(re.findall(r"pair by pair: median \d\.\d{3}, quartiles", text)) == 2
+    rows = {"hpnb 1f1b": 1, "hpnb zb-h1 (peak in flight as 1f1b)": 1, "torch Schedule1F1B": 2}
+    for row, times in rows.items():
+        assert len(re.findall(rf"^{re.escape(row)} +[\d.]+ ms", text, re.MULTILINE)) == times, row
     for name in pipeline.BUBBLES:
         assert re.search(rf"^{name} +2 +[\d.]+ % +[\d.]+ %", text, re.MULTILINE)
+    assert "gpipe:" not in text  # its microbatches are whole on a CPU
+
+
+def test_zb_h1_contends_with_the_peak_of_1f1b() -> None:
+    for ranks, m in ((2, 8), (4, 16)):
+        made = (schedules.make(name, ranks, m).simulate(Costs()) for name in ("zb-h1", "1f1b"))
+        peaks = [max(map(tl.peak_in_flight, tl.ranks)) for tl in made]
+        assert peaks == [ranks, ranks]
+
+
+def test_gpipe_has_smaller_microbatches_where_all_of_them_would_not_fit() -> None:
+    device = torch.device("cuda")  # nothing is built
+    for place, whole in enumerate(pipeline.tasks(device)):
+        for name in pipeline.BUBBLES:
+            same = pipeline.task_for(name, device, place, 1.0).name == whole.name
+            assert same == (name != "gpipe" or whole.held_all == 1), (name, whole.name)
+        assert ("gpipe" in pipeline.bubble_title(whole)) == (whole.held_all != 1)
+    images = pipeline.task_for("gpipe", device, 0, 1.0)
+    assert images.name == pipeline.tasks(device, 0.5)[0].name
+    assert pipeline.bubble_title(pipeline.tasks(device)[0]).endswith(" (gpipe: 0.5 of that)")

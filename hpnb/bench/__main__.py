@@ -21,9 +21,9 @@ def main() -> None:
     stages.add_argument("--ranks", type=int, default=2)
     stages.add_argument("--pairs", type=int, default=15)
     stages.add_argument("--device", default="auto")
-    stages.add_argument("--contest", choices=("1f1b", "interleaved", "zb-v"), action="append")
+    stages.add_argument("--contest", choices=("1f1b", "zb-h1", "interleaved", "zb-v"), action="append")
     stages.add_argument("--microbatches", type=int, action="append")
-    stages.add_argument("--size", type=float, help="of a microbatch, times the usual one; for --bubbles 0.5")
+    stages.add_argument("--size", type=float, default=1.0, help="of a microbatch, times the usual one")
     stages.add_argument("--bubbles", action="store_true", help="measured and simulated bubbles instead")
     options = parser.parse_args()
     if options.name == "launch":
@@ -33,8 +33,7 @@ def main() -> None:
     elif options.name == "pipeline":
         from hpnb.bench import pipeline
 
-        size = options.size or (0.5 if options.bubbles else 1.0)  # GPipe holds 32 of them
-        given = (options.microbatches or (pipeline.SWEEP if options.bubbles else (8,)), size)
+        given = (options.microbatches or (pipeline.SWEEP if options.bubbles else (8,)), options.size)
         if options.bubbles:
             pipeline.bubbles(options.ranks, options.device, *given)
         else:

@@ -4,6 +4,7 @@
     python -m hpnb.bench pipeline --ranks 4 --bubbles           bubbles, measured and simulated
 
     hpnb 1f1b           beside   Schedule1F1B
+    hpnb zb-h1          beside   Schedule1F1B                 none in torch; the same peak in flight
     hpnb interleaved    beside   ScheduleInterleaved1F1B      2 chunks a rank
     hpnb zb-v           beside   ScheduleZBVZeroBubble        2 chunks a rank, V-shaped
 
@@ -11,7 +12,8 @@ Both of a pair have the same layers in the same stages, the same microbatches an
 on the same ranks and take turns; half of the turns are with one of them built first. A step is timed from a
 barrier to the last rank's end. On a CPU a small ViT in float32; on GPUs ViT-L/16 and a stack of GPT blocks in
 bf16. The bubble of a step is measured from the device's own times, and simulated with the medians of the same
-step's actions; what is simulated knows no transfers.
+step's actions; what is simulated knows no transfers. GPipe holds all microbatches until their backwards;
+where they do not fit, its are smaller (`Task.held_all`), and the table's title says so.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ from hpnb.pipeline_parallel.layers import layers
 from hpnb.pipeline_parallel.partition import cut
 from hpnb.pipeline_parallel.stages import Stages
 
-CONTESTS = {"1f1b": ("Schedule1F1B", 1), "interleaved": ("ScheduleInterleaved1F1B", 2),
-            "zb-v": ("ScheduleZBVZeroBubble", 2)}  # fmt: skip
+CONTESTS = {"1f1b": ("Schedule1F1B", 1), "zb-h1": ("Schedule1F1B", 1),
+            "interleaved": ("ScheduleInterleaved1F1B", 2), "zb-v": ("ScheduleZBVZeroBubble", 2)}  # fmt: skip
 SWEEP = (4, 8, 16, 32)  # microbatches, for bubbles
 BUBBLES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-v": 2}  # chunks a rank
 _ADAM: dict[str, Any] = {"lr": 1e-4, "fused": True}
@@ -45,13 +47,17 @@ _ADAM: dict[str, Any] = {"lr": 1e-4, "fused": True}
 
 @dataclass(frozen=True)
 class Task:
-    """A model, and batches of so many microbatches for it: (what goes in, targets)."""
+    """A model, and batches of so many microbatches for it: (what goes in, targets).
+
+    `held_all` is the share of a microbatch for a schedule that holds all of them, so that `SWEEP` fits.
+    """
 
     name: str
     build: Callable[[], nn.Module]
     batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
     enter: str  # the name of what goes in
     dtype: torch.dtype
+    held_all: float = 1.0
 
 
 def tasks(device: torch.device, size: float = 1) -> list[Task]:
@@ -63,7 +69,7 @@ def tasks(device: torch.device, size: float = 1) -> list[Task]:
     n, b = max(1, int(128 * size)), max(1, int(4 * size))
     return [
         Task(f"ViT-L/16, bf16, microbatches of {n} images", _vit("l16"), _images(n, 224), "pixel_values",
-             torch.bfloat16),
+             torch.bfloat16, held_all=0.5),
         Task(f"24 GPT blocks of 2048, bf16, microbatches of {b} x 1024", _gpt, _tokens(b), "input_ids",
              torch.bfloat16),
     ]  # fmt: skip
@@ -163,24 +169,33 @@ def run(
                 _, second = pool.run(measure, contest, place, pairs // 2, m, size, True)[0]
                 measured = [a + b for a, b in zip(first, second, strict=True)]
                 title = f"{name}, {m} of them: {choice.ranks} ranks on {choice.device}, {pairs} pairs"
-                names = (f"hpnb {contest}", f"torch {CONTESTS[contest][0]}")
+                held = " (peak in flight as 1f1b)" if contest == "zb-h1" else ""
+                names = (f"hpnb {contest}{held}", f"torch {CONTESTS[contest][0]}")
                 print(pair_table(title, names, measured), end="\n\n", flush=True)
 
 
 # --- bubbles ---------------------------------------------------------------------------------------------
 
 
-def bubble(place: int, sweep: Sequence[int], size: float) -> tuple[str, list[tuple[Any, ...]]]:
-    """On a rank: (task, rows); a row is (schedule, microbatches, ...) and what `_bubble` gives."""
+def task_for(name: str, device: torch.device, place: int, size: float) -> Task:
+    """The task under the schedule of that name: smaller for GPipe where `Task.held_all` is below 1."""
+    task = tasks(device, size)[place]
+    return tasks(device, size * task.held_all)[place] if name == "gpipe" else task
+
+
+def bubble(place: int, sweep: Sequence[int], size: float) -> list[tuple[Any, ...]]:
+    """On a rank: rows of (schedule, microbatches, ...) and what `_bubble` gives."""
     device, axis = hpnb.device(), Mesh(Layout(pp=hpnb.world_size())).pp
-    task, rows = tasks(device, size)[place], []
+    rows = []
     with nothing_left():
-        model = task.build().to(task.dtype)
+        whole = tasks(device, size)[place]
+        model = whole.build().to(whole.dtype)
         for name, m in itertools.product(BUBBLES, sweep):
+            task = task_for(name, device, place, size)
             with nothing_left():  # memory that another schedule has cut up would be sought for in a step
                 rows.append((name, m, *_bubble(*pipeline(task, axis, name, m, model))))
         del model
-    return task.name, rows
+    return rows
 
 
 def _bubble(pipe: hpnb.Pipeline, batch: Any, repeats: int = 3) -> tuple[float, ...]:
@@ -213,13 +228,18 @@ def recording(place: int, size: float, microbatches: int, pairs: int) -> list[fl
     return ratios
 
 
+def bubble_title(task: Task) -> str:
+    """The task's name, and GPipe's share of a microbatch where it is not 1."""
+    return task.name if task.held_all == 1 else f"{task.name} (gpipe: {task.held_all:g} of that)"
+
+
 def bubbles(ranks: int, device: str, sweep: Sequence[int], size: float) -> None:
     """Print the table: measured beside simulated."""
     choice = hpnb.ranks.choose_device(device, ranks)
     with hpnb.Ranks(choice.ranks, device=choice.device, timeout=600.0) as pool:
-        for place in range(len(tasks(torch.device(choice.device)))):
-            task, rows = pool.run(bubble, place, sweep, size)[0]
-            print(f"{task}: {choice.ranks} ranks on {choice.device}")
+        for place, task in enumerate(tasks(torch.device(choice.device), size)):
+            rows = pool.run(bubble, place, sweep, size)[0]
+            print(f"{bubble_title(task)}: {choice.ranks} ranks on {choice.device}")
             print(f"{'':14}m   measured simulated  points       step  simulated")
             for name, m, seen, told, took, would in rows:
                 print(f"{name:12} {m:3d} {100 * seen:8.1f} % {100 * told:7.1f} % {100 * (seen - told):+7.1f} "

@@ -1,6 +1,8 @@
 """README's figures are figures of the committed notebooks: real runs, never drawn by hand.
 
     python -m hpnb.lesson.images        # writes images/ from the outputs in notebooks/
+
+tests/test_readme.py holds each to those outputs.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import nbformat
 IMAGES = {
     "waiting_is_not_moving.png": ("00_ranks_and_collectives", "One bar a rank"),
     "three_builds.png": ("01_vit_data_parallel", "Compute lanes over communication lanes"),
+    "gpipe_predicted_and_run.png": ("02_vit_pipeline_parallel", "GPipe predicted above run"),
     "all_reduce_cost.png": ("00_ranks_and_collectives", "All-reduce time against size"),
 }
 

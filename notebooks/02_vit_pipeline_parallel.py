@@ -488,11 +488,11 @@ note = f"A step on {lost} takes, in steps on NVLink 4: " + ", ".join(f"{each} ×
 lesson.table(columns, rows, f"simulated: a step of {N} ranks on other wires", note)
 
 # %% [markdown]
-# Data parallelism sends the whole gradient, once a step; a pipeline sends activations at its cuts. Where computing over
-# sending is far above 1 a pipeline does not notice the wire, and data parallelism may take several times as long by then
-# (the line under the table): so let the pipeline be the axis that crosses hosts (04). Towards 1, 1F1B feels each
-# transfer at once, since it holds nothing that could cover one. Once a transfer takes as long as a chunk's forward,
-# interleaving loses more.
+# Data parallelism sends the whole gradient, whatever the batch; a pipeline sends activations, more of them the larger
+# it is. So a large batch hides the gradient (01), and a small one crosses hosts more cheaply as a pipeline (04). Where
+# computing over sending is far above 1 a pipeline hardly notices the wire. Towards 1, 1F1B feels each transfer at once,
+# since it holds nothing that could cover one. Once a transfer takes as long as a chunk's forward, interleaving loses
+# more.
 #
 # **Takeaway.** Smaller pieces, smaller bubble. Interleaving pays in messages and memory, ZB-H2 in memory, each of them
 # in kernels.
@@ -648,8 +648,8 @@ plot.show(
 
 # %% [markdown]
 # From the left, each doubling of m nearly halves the bubble, until (p-1) c is left of it, which no m removes. To the
-# right kernels lose more than the bubble still gives. The dots assume p + m - 1 turns of equal length; where bars stick
-# out, turns differ, and a pipeline waits for the longest.
+# right kernels lose more than the bubble still gives. The dots assume p + m - 1 turns of equal length. Where bars stick
+# out, turns differ, or are too short for a GPU's host to keep ahead: that wait counts as bubble here.
 #
 # Which m, then? 2p keeps this page's pictures small, 4p leaves a fifth idle, the root says where to stop; and memory
 # wants more, for at a fixed batch 1F1B holds p microbatches of batch/m.

@@ -6,9 +6,10 @@ import copy
 import json
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,18 +21,23 @@ import hpnb
 from hpnb.data import ImageTransform, Loader, beans
 from hpnb.models import (
     SIZES,
+    Anatomy,
+    Attention,
     Part,
     Role,
     ViTSize,
     accept_no_rows,
     anatomy,
+    attentions,
     decay_groups,
+    known,
+    register,
     roles,
     tied,
     vit,
-    vit_load,
     vit_model,
 )
+from hpnb.models.role import linear
 
 D = torch.float64
 TINY = ViTSize(hidden=16, layers=2, heads=2, mlp=64, patch=8, image=16)
@@ -318,10 +324,11 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monkey
         asked.append(local_files_only)
         raise OSError("as transformers does")
 
-    monkeypatch.setattr(vit_load.AutoConfig, "from_pretrained", refuse)
-    monkeypatch.setattr(vit_load.huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    room = "hpnb.models.pretrained"
+    monkeypatch.setattr(f"{room}.AutoConfig.from_pretrained", refuse)
+    monkeypatch.setattr(f"{room}.huggingface_hub.constants.HF_HUB_OFFLINE", False)
     for answer in (True, False):
-        monkeypatch.setattr(vit_load.find, "answers", lambda address, answer=answer: answer)
+        monkeypatch.setattr(f"{room}.find.answers", lambda address, answer=answer: answer)
         with pytest.raises(OSError, match="ada/vit is not a folder here"):
             vit(classes=3, pretrained="ada/vit")
     assert asked == [False, True]
@@ -507,6 +514,210 @@ def test_a_parameter_without_a_role_is_named() -> None:
         roles(model)
 
 
+def test_an_attention_with_fewer_heads_computes_them() -> None:
+    """The weights of heads 1 and 2 of 4, and nothing else changed but the number of heads."""
+    model = vit("laptop", classes=3, dtype=D)
+    one, whole = model.vit.layers[3].attention, copy.deepcopy(model.vit.layers[3].attention)
+    found = attentions(model)
+    assert [each.path for each in found] == [f"vit.layers.{i}.attention" for i in range(8)]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        layer = one.get_submodule(name)
+        layer.weight, layer.bias = (nn.Parameter(p[16:48].clone()) for p in (layer.weight, layer.bias))
+    one.o_proj.weight = nn.Parameter(one.o_proj.weight[:, 16:48].clone())
+    whole.o_proj.weight.data[:, :16] = whole.o_proj.weight.data[:, 48:] = 0  # heads 0 and 3 are not heard
+    found[3].resize(2)
+    assert [each.heads for each in attentions(model)] == [4, 4, 4, 2, 4, 4, 4, 4]
+    hidden = torch.randn(2, 17, 64, dtype=D)
+    out, wanted = one(hidden)[0].detach(), whole(hidden)[0].detach()
+    assert float((out - wanted).norm() / wanted.norm()) < 1e-12
+    with pytest.raises(ValueError, match=r"vit\.layers\.3\.attention cannot compute with 0 heads"):
+        found[3].resize(0)
+
+
+# --- models of your own --------------------------------------------------------------------------
+
+
+class Scale(nn.Module):
+    """A norm that divides by the root mean square."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(hidden))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * x / x.square().mean(-1, keepdim=True).add(1e-6).sqrt()
+
+
+class Mix(nn.Module):
+    """Attention with q, k and v in one nn.Linear."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.width = heads, hidden // heads
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.out = nn.Linear(hidden, hidden)
+
+    def forward(self, x: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+        folded = self.qkv(x).unflatten(-1, (3, self.heads, self.width)).movedim(2, 0)  # (3, B, s, a, d)
+        q, k, v = folded.transpose(2, 3)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2).flatten(2)
+        return self.out(mixed)  # type: ignore[no-any-return]
+
+
+class OwnBlock(nn.Module):
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.first, self.mix, self.second = Scale(hidden), Mix(hidden, heads), Scale(hidden)
+        self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+        x = x + self.mix(self.first(x), seen)
+        return x + self.down(self.up(self.second(x)).relu())  # type: ignore[no-any-return]
+
+
+class Own(nn.Module):
+    """Words in, words out; a parameter without dims sets how sharp the logits are."""
+
+    def __init__(self, hidden: int = 12, heads: int = 3, layers: int = 2) -> None:
+        super().__init__()
+        self.words, self.blocks = nn.Embedding(11, hidden), nn.ModuleList()
+        self.blocks.extend(OwnBlock(hidden, heads) for _ in range(layers))
+        self.last, self.logits = Scale(hidden), Words(hidden)
+        self.logits.table = cast(nn.Parameter, self.words.weight)
+
+    def forward(self, ids: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x, seen)
+        return self.logits(self.last(x))  # type: ignore[no-any-return]
+
+
+class Words(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.table, self.sharp = nn.Parameter(torch.empty(11, hidden)), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.sharp * x @ self.table.mT
+
+
+class OwnAnatomy(Anatomy):
+    def embed(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        return self.embedding[0].module(inputs["ids"])  # type: ignore[no-any-return]
+
+    def run(self, block: Part, hidden: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:
+        return block.module(hidden, inputs.get("seen"))  # type: ignore[no-any-return]
+
+    def finish(self, hidden: torch.Tensor, inputs: Mapping[str, Any]) -> Any:
+        last, logits = (part.module for part in self.head)
+        return logits(last(hidden))
+
+
+def own_anatomy(model: Own) -> OwnAnatomy:
+    blocks = tuple(Part(f"blocks.{i}", block) for i, block in enumerate(model.blocks))
+    head = (Part("last", model.last), Part("logits", model.logits))
+    return OwnAnatomy((Part("words", model.words),), blocks, head, tied(model), causal=True)
+
+
+def own_roles(model: Own) -> dict[str, Role]:
+    found = {"words.weight": Role("embedding", 1, vocabulary=0), "logits.sharp": Role("head", 0)}
+    for i in range(len(model.blocks)):
+        block = f"blocks.{i}"
+        found[f"{block}.first.scale"] = found[f"{block}.second.scale"] = Role("norm", 0)
+        found |= linear(f"{block}.mix.qkv", "column", units=3, fused=3)
+        found |= linear(f"{block}.mix.out", "row", units=3)
+        found |= linear(f"{block}.up", "column", units=24)
+        found |= linear(f"{block}.down", "row", units=24)
+    return found | {"last.scale": Role("norm", 0)}
+
+
+def own_attentions(model: Own) -> tuple[Attention, ...]:
+    mixes: list[tuple[str, Any]] = [(f"blocks.{i}.mix", block.mix) for i, block in enumerate(model.blocks)]
+    return tuple(Attention(path, mix.heads, partial(setattr, mix, "heads")) for path, mix in mixes)
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> type[Own]:
+    monkeypatch.setattr(known, "KNOWN", dict(known.KNOWN))
+    monkeypatch.setattr(known, "COUNT_HEADS", dict(known.COUNT_HEADS))
+    register(Own, own_anatomy, own_roles, own_attentions)
+    return Own
+
+
+def test_a_model_of_your_own_is_taken_apart_like_the_others(own: type[Own]) -> None:
+    model = own().to(D)
+    ids = torch.randint(11, (2, 7))
+    inputs = {"ids": ids, "seen": torch.ones(7, 7, dtype=torch.bool).tril()}
+    assert torch.equal(taken_apart(model, inputs), model(**inputs))
+    assert not torch.equal(taken_apart(model, {"ids": ids}), model(**inputs))
+    assert anatomy(model).tied == (("words.weight", "logits.table"),)
+    found = roles(model)
+    assert list(found) == [name for name, _ in model.named_parameters()]
+    assert (found["blocks.1.mix.qkv.weight"].units, found["blocks.1.mix.qkv.weight"].fused) == (3, 3)
+    decayed, _ = decay_groups(model, 0.1)
+    assert len(decayed["params"]) == 8
+    assert [(each.path, each.heads) for each in attentions(model)] == [
+        ("blocks.0.mix", 3),
+        ("blocks.1.mix", 3),
+    ]
+    attentions(model)[1].resize(2)
+    assert model.blocks[1].get_submodule("mix").heads == 2
+
+
+def test_a_subclass_is_what_its_nearest_class_is(own: type[Own]) -> None:
+    class Nearer(Own):
+        pass
+
+    class Another(ViTForImageClassification):  # type: ignore[misc]
+        pass
+
+    model = Nearer()
+    assert len(attentions(model)) == 2
+    register(Nearer, lambda model: own_anatomy(model), lambda model: own_roles(model))
+    assert attentions(model) == ()
+    assert len(attentions(own())) == 2
+    assert isinstance(anatomy(model), OwnAnatomy)
+    register(Nearer, own_anatomy, own_roles, own_attentions)  # as a cell that runs again
+    assert len(attentions(model)) == 2
+    register(Nearer, own_anatomy, own_roles)
+    assert attentions(model) == ()
+    assert [part.name for part in anatomy(Another(config())).head] == ["vit.layernorm", "classifier"]
+
+
+@pytest.mark.parametrize(("kind", "words"), [(Own(), "an object of class Own"), (int, "int")])
+def test_register_takes_a_class_of_modules(kind: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=f"takes a class of modules, not {words}; pass the class"):
+        register(kind, own_anatomy, own_roles)
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "words"),
+    [
+        ("blocks.0.mix.qkv.weight", Role("column", 0, 1, units=5, fused=3),
+         r"of shape \(36, 12\): 12 in each of 3 along dim 0 do not fall into 5 equal units; 4 or 6"),
+        ("blocks.0.mix.qkv.weight", Role("column", 0, 1, fused=5), "36 along dim 0 are not fused=5 equal"),
+        ("blocks.1.down.weight", Role("row", 0, 1, units=7), "24 along dim 1 .* 7 equal units; 6 or 8"),
+        ("blocks.1.down.weight", Role("row", 0), "cut by its inputs .row., but its role has no in_dim"),
+        ("blocks.1.up.bias", Role("column", 1), "has dim 0 alone, but its role says out_dim=1"),
+        ("words.weight", Role("embedding", 1, vocabulary=2), "has dims 0 to 1, .* says vocabulary=2"),
+        ("words.weight", Role("embedding", 1, -1), "has dims 0 to 1, but its role says in_dim=-1"),
+        ("last.scale", Role(cast(Any, "scale"), 0), "has the role 'scale'; use column, row, embedding, norm"),
+        ("last.scale", Role("norm", 0, units=0), "has units=0, fused=1; use 1 or more of each"),
+    ],
+)  # fmt: skip
+def test_roles_that_do_not_fit_are_refused(own: type[Own], name: str, role: Role, words: str) -> None:
+    register(own, own_anatomy, lambda model: own_roles(model) | {name: role})
+    with pytest.raises(ValueError, match=words):
+        roles(own())
+    assert len(decay_groups(own(), 0.1)) == 2  # of a model that is cut, whose shapes are no longer whole
+
+
+def test_a_parameter_of_your_own_without_a_role_is_named(own: type[Own]) -> None:
+    register(own, own_anatomy, lambda model: {"words.weight": Role("embedding", 1)})
+    with pytest.raises(ValueError, match=r"20 of 21 parameters have no role in a Own: blocks\.0\.first\.s"):
+        roles(own())
+
+
 # --- weight decay --------------------------------------------------------------------------------
 
 
@@ -639,5 +850,5 @@ def test_the_laptop_vit_learns_to_tell_leaves_apart() -> None:
 def test_names_of_the_docstring_are_there() -> None:
     assert isinstance(roles(vit(TINY, classes=3))["vit.layers.0.mlp.fc1.weight"], Role)
     assert isinstance(anatomy(vit(TINY, classes=3)).blocks[0], Part)
-    missing = [name for name in hpnb.models.__all__ if not hasattr(hpnb.models, name)]  # type: ignore[attr-defined]
+    missing = [name for name in hpnb.models.__all__ if not hasattr(hpnb.models, name)]
     assert missing == []

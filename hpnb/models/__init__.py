@@ -1,33 +1,45 @@
-"""ViT as transformers has it, where it may be cut, and what each of its weights is.
+"""ViT and GPT-2 as transformers has them, where they may be cut, and what each of their weights is.
 
     model = hpnb.models.vit("laptop", classes=3)             # a ViTForImageClassification, seeded
+    model = hpnb.models.gpt2("laptop")                       # a GPT2LMHeadModel
     found = hpnb.models.anatomy(model)
-    [block.name for block in found.blocks]                   # "vit.layers.0", ...: a pipeline cuts between
-    hpnb.models.roles(model)["vit.layers.0.mlp.fc1.weight"]  # column: tensor parallelism cuts its dim 0
+    [block.name for block in found.blocks]                   # "transformer.h.0", ...: a pipeline cuts between
+    hpnb.models.roles(model)["transformer.h.0.mlp.c_fc.weight"]    # column: tensor parallelism cuts its dim 1
+    hpnb.models.attentions(model)[0].resize(2)               # after a cut: it computes with 2 heads
     torch.optim.AdamW(hpnb.models.decay_groups(model, 0.1), lr=1e-3)
 
-    large = hpnb.models.SIZES["l16"]
-    large.parameters(classes=1000), large.training_flops(batch=64, classes=1000)    # nothing is built
+    large = hpnb.models.GPT2_SIZES["1.5b"]
+    large.parameters(), large.training_flops(batch=64)       # nothing is built
 
 The strategies read these and nothing else of a model: they never look for a weight by a piece of its name.
+`hpnb.models.register` adds a model of your own.
 """
 
+from hpnb.models.attention import Attention
 from hpnb.models.cut import Anatomy, Part, tied
-from hpnb.models.known import anatomy, decay_groups, roles
+from hpnb.models.gpt2_model import gpt2
+from hpnb.models.gpt2_size import GPT2_SIZES, GPT2Size
+from hpnb.models.known import anatomy, attentions, decay_groups, register, roles
 from hpnb.models.no_rows import accept_no_rows
 from hpnb.models.role import Role
 from hpnb.models.vit_model import vit
 from hpnb.models.vit_size import SIZES, ViTSize
 
 __all__ = [
+    "GPT2_SIZES",
     "SIZES",
     "Anatomy",
+    "Attention",
+    "GPT2Size",
     "Part",
     "Role",
     "ViTSize",
     "accept_no_rows",
     "anatomy",
+    "attentions",
     "decay_groups",
+    "gpt2",
+    "register",
     "roles",
     "tied",
     "vit",

@@ -21,12 +21,22 @@ from hpnb.models.cut import Anatomy
 def accept_no_rows(found: Anatomy) -> None:
     """Let the blocks of a model run on hidden states of 0 rows. Batches with rows pass as they are.
 
-    The blocks get hooks; their classes and their weights stay as they are. `hpnb.models.vit` has done it.
+    The blocks get hooks; their classes and their weights stay as they are. `hpnb.models.vit` and
+    `hpnb.models.gpt2` have done it.
     """
     for block in found.blocks:
         row = _OneRow()
         block.module.register_forward_pre_hook(row.before, with_kwargs=True)
         block.module.register_forward_hook(row.after)
+
+
+def without_mask(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Hook before a model's forward: an attention_mask of 0 rows, which GPT2Model cannot fold, is let go."""
+    if not _empty(kwargs.get("attention_mask")):
+        return None
+    return args, kwargs | {"attention_mask": None}
 
 
 class _OneRow:

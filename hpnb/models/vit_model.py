@@ -11,13 +11,12 @@ The class is transformers' own, unmodified. Attention is PyTorch's scaled_dot_pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from transformers import ViTConfig, ViTForImageClassification
 
+from hpnb.models.drawing import drawing
 from hpnb.models.known import anatomy
 from hpnb.models.no_rows import accept_no_rows
 from hpnb.models.vit_load import load
@@ -59,7 +58,7 @@ def vit(
         raise ValueError(f"classes={classes} leaves nothing to tell apart; use 2 or more")
     target = torch.get_default_device() if device is None else torch.device(device)
     wanted = _size(size) if size is not None or pretrained is None else None
-    with _drawing(seed), torch.device("meta" if target.type == "meta" else "cpu"):
+    with drawing(seed, target):
         if pretrained is None:
             assert wanted is not None
             shape = wanted if image_size is None else replace(wanted, image=image_size)
@@ -95,16 +94,3 @@ def _scratch(size: ViTSize, classes: int, dropout: float) -> ViTForImageClassifi
         attn_implementation="sdpa",
     )
     return ViTForImageClassification(config)
-
-
-@contextmanager
-def _drawing(seed: int) -> Iterator[None]:
-    """Draw from `seed` on the CPU and in float32, and leave generators and defaults as they were."""
-    before = torch.get_default_dtype()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds the GPUs too
-        torch.set_default_dtype(torch.float32)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)

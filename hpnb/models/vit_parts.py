@@ -4,19 +4,22 @@
     layers.0 ..     x = x + attention(norm(x));  x = x + mlp(norm(x))                         (B, s, h)
     layernorm       then the class token alone, (B, h), goes to the classifier: (B, classes)
 
-A pipeline cuts between two layers; tensor parallelism cuts the matrices in each.
+A pipeline cuts between two layers; tensor parallelism cuts the matrices in each. Weight decay leaves biases,
+norms, positions and the class token alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import ViTForImageClassification, ViTModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 
+from hpnb.models.attention import Attention, check_heads
 from hpnb.models.cut import Anatomy, Inputs, Part, tied
 from hpnb.models.role import Role, linear, norm
 
@@ -91,6 +94,17 @@ def _table(path: str, layers: int, heads: int, mlp: int) -> Iterator[tuple[str, 
     yield from norm(f"{path}layernorm")
     yield from linear(f"{path}pooler.dense", "head")
     yield from linear("classifier", "head")
+
+
+def attentions(model: ViTForImageClassification | ViTModel) -> tuple[Attention, ...]:
+    core, path = _core(model)
+    found = ((f"{path}layers.{i}.attention", block.attention) for i, block in enumerate(core.layers))
+    return tuple(Attention(name, one.num_attention_heads, partial(_resize, name, one)) for name, one in found)
+
+
+def _resize(path: str, attention: Any, heads: int) -> None:
+    check_heads(path, heads)
+    attention.num_attention_heads = heads  # its forward folds heads by their width and never asks
 
 
 def _core(model: ViTForImageClassification | ViTModel) -> tuple[ViTModel, str]:

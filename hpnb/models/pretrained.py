@@ -1,0 +1,121 @@
+"""Pretrained weights into a model with a head for the task at hand.
+
+transformers fills in at random what a checkpoint lacks, and says so in a warning among many. Here that is
+right for a new head alone; anything else is an error, and so is a block without a place in the model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import huggingface_hub.constants
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig
+from transformers.utils import logging
+
+from hpnb.data import find
+
+
+def read(
+    kind: Any,
+    source: str,
+    model_type: str,
+    prepare: Callable[[Any], None],
+    *,
+    head: Collection[str],
+    of_a_block: Callable[[str], bool],
+    attention: str = "sdpa",
+) -> Any:
+    """The model of class `kind` in `source`, a local folder or a name on the hub, in float32 on the CPU.
+
+    Args:
+        model_type: what the config must call itself.
+        prepare: looks through the config and changes it before the model is built.
+        head: names of weights that may be drawn anew.
+        of_a_block: whether a weight of the checkpoint must have a place in the model.
+
+    Raises:
+        OSError: neither a folder nor to be had from the hub.
+        ValueError: another type of model, what `prepare` raises, or weights that do not fill the model.
+    """
+    only_local = os.path.isdir(source) or _no_hub()
+    if os.path.isdir(source) and not os.path.isfile(os.path.join(source, "config.json")):
+        raise OSError(_about(source))
+    with _quiet():
+        try:
+            config = AutoConfig.from_pretrained(source, local_files_only=only_local)
+            if config.model_type != model_type:
+                raise ValueError(
+                    f"{source} holds a model of type {config.model_type}; what works is {model_type}"
+                )
+            prepare(config)
+            model, found = kind.from_pretrained(
+                source,
+                config=config,
+                dtype=torch.float32,
+                attn_implementation=attention,
+                local_files_only=only_local,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        except SafetensorError as error:
+            raise ValueError(f"the weights in {source} cannot be read ({error}); save them anew") from error
+        except OSError as error:
+            raise OSError(_about(source)) from error
+    _check_filled(source, found, head, of_a_block)
+    return model
+
+
+def check_size(source: str, there: Mapping[str, int], asked: Mapping[str, int]) -> None:
+    """Raise ValueError unless the checkpoint has all sizes that are asked for."""
+    if off := [name for name in asked if asked[name] != there[name]]:
+        told = " and ".join(f"{name}={there[name]}, not {asked[name]}" for name in off)
+        raise ValueError(f"{source} has {told}; leave size out to take it as it is")
+
+
+def _check_filled(
+    source: str, found: dict[str, Any], head: Collection[str], of_a_block: Callable[[str], bool]
+) -> None:
+    """Only a head may be drawn anew, and no block of the checkpoint may be left over."""
+    mismatched = {key if isinstance(key, str) else key[0] for key in found["mismatched_keys"]}
+    drawn = sorted((set(found["missing_keys"]) | mismatched) - set(head))
+    left = sorted(name for name in found["unexpected_keys"] if of_a_block(name))
+    for what, names in (("missing or of another shape", drawn), ("without a place", left)):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ValueError(
+                f"by the config.json of {source}, {len(names)} weights are {what}: "
+                f"{', '.join(names[:3])}{more}; config and weights must be of one model"
+            )
+
+
+def _no_hub() -> bool:
+    """Whether to look into the hub's cache alone; asked before transformers would try for minutes."""
+    return huggingface_hub.constants.HF_HUB_OFFLINE or not find.answers(huggingface_hub.constants.ENDPOINT)
+
+
+def _about(source: str) -> str:
+    if os.path.isdir(source):
+        what = "is a folder without a whole model in it"
+    else:
+        what = "is not a folder here, and neither the Hugging Face hub nor its cache gives such a model"
+    works = "give a folder that save_pretrained wrote, or leave pretrained out and train from scratch"
+    return f"{source} {what}; {works}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without bars and warnings: every rank would show them, and what matters in them is checked here."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -4,7 +4,7 @@
     hpnb.launch(lambda: hpnb.rank(), ranks=4)     # a cell is a cluster: [0, 1, 2, 3]
 
 The rooms, from the ground up: ranks, record, mesh, comm, background, placement, precision, gradients,
-theory, plot, data, models, data_parallel, pipeline_parallel, lesson, bench.
+theory, plot, data, models, data_parallel, pipeline_parallel, tensor_parallel, lesson, bench.
 """
 
 from __future__ import annotations
@@ -17,7 +17,18 @@ from hpnb.mesh import Axis, Layout, Mesh
 from hpnb.ranks import RankError, RankInterrupt, Ranks, device, launch, rank, world_size
 
 if TYPE_CHECKING:
-    from hpnb import comm, data, lesson, models, pipeline_parallel, placement, plot, precision, theory
+    from hpnb import (
+        comm,
+        data,
+        lesson,
+        models,
+        pipeline_parallel,
+        placement,
+        plot,
+        precision,
+        tensor_parallel,
+        theory,
+    )
     from hpnb.data_parallel import DataParallel, ZeroOptimizer
     from hpnb.data_parallel.fully_shard import fully_shard
     from hpnb.pipeline_parallel import Pipeline
@@ -48,13 +59,25 @@ __all__ = [
     "precision",
     "rank",
     "record",
+    "tensor_parallel",
     "theory",
     "world_size",
 ]
 
 # Loaded when first used: ranks never draw, so they need not import what draws.
 _LAZY = frozenset(
-    {"comm", "data", "lesson", "models", "pipeline_parallel", "placement", "plot", "precision", "theory"}
+    {
+        "comm",
+        "data",
+        "lesson",
+        "models",
+        "pipeline_parallel",
+        "placement",
+        "plot",
+        "precision",
+        "tensor_parallel",
+        "theory",
+    }
 )
 _FROM = dict.fromkeys(("DataParallel", "ZeroOptimizer", "fully_shard"), "hpnb.data_parallel")
 _FROM["Pipeline"] = "hpnb.pipeline_parallel"

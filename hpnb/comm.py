@@ -66,28 +66,34 @@ def gather(x: torch.Tensor, axis: Axis, dim: int, total: int | None = None) -> t
         total: the size of `dim` put together, if its slices are uneven.
     """
     sizes = _sizes(x, axis, dim, total)
-    there, back = partial(_gather, axis=axis, dim=dim, sizes=sizes), partial(_slice, axis=axis, dim=dim)
+    there, back = partial(gather_slices, axis=axis, dim=dim, sizes=sizes), partial(_slice, axis=axis, dim=dim)
     return _pair(x, axis, there, back)
 
 
 def split(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Keep this rank's slice of a replicated tensor: backward gathers the slices of the gradient."""
     sizes = shares(x.size(dim), axis.size)
-    there, back = partial(_slice, axis=axis, dim=dim), partial(_gather, axis=axis, dim=dim, sizes=sizes)
+    there, back = partial(_slice, axis=axis, dim=dim), partial(gather_slices, axis=axis, dim=dim, sizes=sizes)
     return _pair(x, axis, there, back)
 
 
 def all_gather(x: torch.Tensor, axis: Axis, dim: int, total: int | None = None) -> torch.Tensor:
     """Put the slices of `dim` together where each rank uses them in its own way: backward reduce-scatters."""
     sizes = _sizes(x, axis, dim, total)
-    there, back = partial(_gather, axis=axis, dim=dim, sizes=sizes), partial(_sum_slices, axis=axis, dim=dim)
+    there, back = (
+        partial(gather_slices, axis=axis, dim=dim, sizes=sizes),
+        partial(sum_slices, axis=axis, dim=dim),
+    )
     return _pair(x, axis, there, back)
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Sum over the ranks and keep this rank's slice of `dim`: backward all-gathers."""
     sizes = shares(x.size(dim), axis.size)
-    there, back = partial(_sum_slices, axis=axis, dim=dim), partial(_gather, axis=axis, dim=dim, sizes=sizes)
+    there, back = (
+        partial(sum_slices, axis=axis, dim=dim),
+        partial(gather_slices, axis=axis, dim=dim, sizes=sizes),
+    )
     return _pair(x, axis, there, back)
 
 
@@ -219,7 +225,8 @@ def _copy(x: torch.Tensor, axis: Axis, source: int) -> torch.Tensor:
     return x
 
 
-def _gather(x: torch.Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+def gather_slices(x: torch.Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    """Put slices of `sizes` together along `dim`, for functions with a backward of their own."""
     most = max(sizes)
     rows = _padded(x.movedim(dim, 0), most).contiguous()  # (most, ...)
     whole = rows.new_empty((axis.size * most, *rows.shape[1:]))
@@ -230,7 +237,8 @@ def _gather(x: torch.Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> torc
     return _rows_at(whole, dim)
 
 
-def _sum_slices(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+def sum_slices(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """Sum over the ranks, and keep this rank's share of `dim`, for functions with a backward of their own."""
     sizes = shares(x.size(dim), axis.size)
     most, rows = max(sizes), x.movedim(dim, 0)
     if min(sizes) < most:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
 import hpnb
 from hpnb import Layout, Mesh
-from hpnb.bench import data_parallel, pipeline
+from hpnb.bench import data_parallel, pipeline, tensor, tensor_task
 from hpnb.bench.report import Row, table
+from hpnb.bench.turns import WARM_UP
+from hpnb.models import GPT2Size, ViTSize
 from hpnb.pipeline_parallel import Costs, schedules
 
 
@@ -142,3 +145,66 @@ def test_gpipe_has_smaller_microbatches_where_all_of_them_would_not_fit() -> Non
     images = pipeline.task_for("gpipe", device, 0, 1.0)
     assert images.name == pipeline.tasks(device, 0.5)[0].name
     assert pipeline.bubble_title(pipeline.tasks(device)[0]).endswith(" (gpipe: 0.5 of that)")
+
+
+# On two ranks: torch pads 17 tokens, and 53 words are uneven.
+TINY = (ViTSize(48, 2, 4, 96, 8, 32), GPT2Size(48, 2, 4, 96, 53, 12))
+
+
+def losses_of(size: ViTSize | GPT2Size) -> dict[str, tuple[float, ...]]:
+    names = ("1d", "1d-sp", "torch", "torch-sp")
+    found = tensor.measure(tensor_task.Task(size, 6, torch.float64), names, 1, False, None)
+    assert tuple(found.measured) == names
+    return {name: one.losses for name, one in found.measured.items()}
+
+
+@pytest.mark.parametrize("size", TINY, ids=["vit", "gpt2"])
+def test_tensor_parallel_candidates_train_the_same_model(size: ViTSize | GPT2Size) -> None:
+    for losses in hpnb.launch(losses_of, size, ranks=2, device="cpu", timeout=120):
+        one = torch.tensor(losses["1d"])
+        assert one[0] - one[-1] > 1e-3  # it learns, so gradients and updates show
+        for name, others in losses.items():
+            assert len(others) == WARM_UP
+            assert (torch.tensor(others) - one).abs().max() < 1e-10 * one[0], name
+
+
+def test_tensor_parallel_steps_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tensor.run(2, 2, "cpu", ("vit",), 2, traces=str(tmp_path))
+    text = capsys.readouterr().out
+    for name in ("hpnb 1d", "hpnb 1d, sequence parallel", "torch", "torch, SequenceParallel (18 tokens)"):
+        times, ratios = r" +[\d.]+ ms +[\d.]+ to +[\d.]+", r"( +[\d.]+ \[[\d.]+, [\d.]+\]){1,2}"
+        assert re.search(rf"^{re.escape(name)}{times}{ratios} +[\d.]+ MiB", text, re.MULTILINE), (name, text)
+    assert re.search(r"^losses of the first 5 steps differ by \d\.\de-\d+", text, re.MULTILINE)
+    assert re.search(r"^left out: hpnb 2d: .*\b2\b", text, re.MULTILINE)
+    traces = sorted(path.name for path in tmp_path.iterdir())
+    assert len(traces) == 2
+    assert all(re.fullmatch(r"vit-(1d|torch)(-sp)?\.json", name) for name in traces)
+    assert len(re.findall(r"^ +[\d.]+ ms +[\d.]+% +\d+ x  \S", text, re.MULTILINE)) == 24
+
+
+def test_torch_is_left_out_where_heads_do_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
+    tensor.run(2, 1, "cpu", ("gpt2",), 1, 5, ("1d", "torch"))
+    text = capsys.readouterr().out
+    assert re.search(r"^hpnb 1d +[\d.]+ ms", text, re.MULTILINE)
+    assert "left out: torch: torch's plan cannot give 2 ranks as many of 5 heads each" in text
+    for wrong, told in ({"rounds": 0}, "rounds=0"), ({"rounds": 1, "batch": 0}, "batch=0"):
+        with pytest.raises(ValueError, match=told):
+            tensor.run(2, device="cpu", **wrong)  # type: ignore[arg-type]
+
+
+def test_ratios_are_of_the_steps_of_a_round() -> None:
+    seconds = {"1d": (1.0, 4.0, 9.0), "torch": (2.0, 8.0, 18.0), "torch-sp": (4.0, 16.0, 36.0)}
+    rank = tensor.Found({n: tensor.Measured(s, 2.0**20, 2**30, (2.0, 1.0)) for n, s in seconds.items()})
+    more = tensor.Found({n: tensor.Measured(s, 2.0**21, 2**31, (2.0, 1.5)) for n, s in seconds.items()})
+    text = tensor.report("title", tensor_task.task(torch.device("cuda"), "vit"), [[rank, more]] * 2)
+    _, heads, ours, *_ = text.splitlines()
+    assert re.search(r"over torch +over torch, SequenceParallel +leaves a rank +peak$", heads)
+    assert ours.split()[2:4] == ["4000.00", "ms"]
+    assert ours.endswith("0.500 [0.500, 0.500]           0.250 [0.250, 0.250]        2.0 MiB   2.00 GiB")
+
+
+def test_different_models_are_not_compared() -> None:
+    small = tensor_task.task(torch.device("cpu"), "vit")
+    assert tensor.apart(small, {"1d": (2.0, 1.0), "torch": (2.0, 1.5)}) == 0.25
+    with pytest.raises(RuntimeError, match=r"1d 2\.000000, torch 2\.001000"):
+        tensor.apart(small, {"1d": (2.0, 1.0), "torch": (2.001, 1.0)})

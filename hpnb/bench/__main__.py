@@ -25,6 +25,15 @@ def main() -> None:
     stages.add_argument("--microbatches", type=int, action="append")
     stages.add_argument("--size", type=float, default=1.0, help="of a microbatch, times the usual one")
     stages.add_argument("--bubbles", action="store_true", help="measured and simulated bubbles instead")
+    matrices = names.add_parser("tensor", help="a step of shared matrices: hpnb beside torch's DTensor")
+    matrices.add_argument("--ranks", type=int, default=2)
+    matrices.add_argument("--rounds", type=int, default=15)
+    matrices.add_argument("--device", default="auto")
+    matrices.add_argument("--model", choices=("vit", "gpt2"), action="append")
+    matrices.add_argument("--batch", type=int, help="images or sequences of a step, over all ranks")
+    matrices.add_argument("--heads", type=int, help="of the GPT-2; 25 is the original's")
+    matrices.add_argument("--candidate", choices=("1d", "1d-sp", "2d", "torch", "torch-sp"), action="append")
+    matrices.add_argument("--profile", metavar="FOLDER", help="traces of a step, and its longest kernels")
     options = parser.parse_args()
     if options.name == "launch":
         from hpnb.bench import launch as launching
@@ -39,6 +48,14 @@ def main() -> None:
         else:
             rivals = tuple(options.contest or pipeline.CONTESTS)
             pipeline.run(options.ranks, options.pairs, options.device, rivals, *given)
+    elif options.name == "tensor":
+        from hpnb.bench import tensor
+
+        chosen = tuple(options.candidate or tensor.CANDIDATES)
+        sizes = (options.batch, options.heads)
+        tensor.run(
+            options.ranks, options.rounds, options.device, options.model, *sizes, chosen, options.profile
+        )
     else:
         from hpnb.bench import data_parallel
 

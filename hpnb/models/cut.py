@@ -14,7 +14,7 @@ uses may end up on two stages.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +67,27 @@ class Anatomy(ABC):
     @abstractmethod
     def finish(self, hidden: torch.Tensor, inputs: Inputs) -> Any:
         """Hidden states after the last block -> the model's outputs, without a loss. Needs the head alone."""
+
+    def tokens(self, inputs: Inputs) -> tuple[int, int]:
+        """(B, s) of the hidden states that `embed` makes of this batch; sequence parallelism under a pipeline
+        asks."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say how many tokens a batch has, which sequence parallelism "
+            "under a pipeline needs to know; give it a method tokens(inputs)"
+        )
+
+
+_AROUND = "_hpnb_anatomy"
+
+
+def wrap(model: nn.Module, around: Callable[[Anatomy], Anatomy]) -> None:
+    """From now on `anatomy(model)` is `around` of what it was: a strategy has changed how the parts run."""
+    setattr(model, _AROUND, around)
+
+
+def wrapped(model: nn.Module, found: Anatomy) -> Anatomy:
+    around = model.__dict__.get(_AROUND)
+    return found if around is None else around(found)
 
 
 def tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:

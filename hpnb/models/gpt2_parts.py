@@ -66,6 +66,10 @@ class GPT2Anatomy(Anatomy):
         out: torch.Tensor = block.module(hidden, None, mask, use_cache=False, position_ids=positions)
         return out
 
+    def tokens(self, inputs: Inputs) -> tuple[int, int]:
+        rows, length = inputs["input_ids"].shape
+        return rows, length
+
     def finish(self, hidden: torch.Tensor, inputs: Inputs) -> Any:
         ln_f, *last = (part.module for part in self.head)
         hidden = ln_f(hidden)  # (B, s, h)

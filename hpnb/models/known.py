@@ -19,7 +19,7 @@ from transformers import (
 
 from hpnb.models import gpt2_parts, vit_parts
 from hpnb.models.attention import Attention
-from hpnb.models.cut import Anatomy
+from hpnb.models.cut import Anatomy, wrapped
 from hpnb.models.role import Role, check
 
 Questions = tuple[Callable[[Any], Anatomy], Callable[[Any], Mapping[str, Role]]]
@@ -80,7 +80,7 @@ def anatomy(model: nn.Module) -> Anatomy:
         TypeError: a model of another kind, or one that is wrapped.
         ValueError: a GPT-2 with cross attention.
     """
-    return KNOWN[_kind(model)][0](model)
+    return wrapped(model, KNOWN[_kind(model)][0](model))
 
 
 def roles(model: nn.Module) -> dict[str, Role]:

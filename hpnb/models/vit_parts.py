@@ -30,6 +30,7 @@ class ViTAnatomy(Anatomy):
     norm and a pooler if it has one."""
 
     classifies: bool = True
+    patch: int = 16
 
     def embed(self, inputs: Inputs) -> torch.Tensor:
         if inputs.get("attention_mask") is not None:
@@ -45,6 +46,10 @@ class ViTAnatomy(Anatomy):
     def run(self, block: Part, hidden: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         out: torch.Tensor = block.module(hidden, None)  # every patch sees every patch: no mask
         return out
+
+    def tokens(self, inputs: Inputs) -> tuple[int, int]:
+        rows, _, height, width = inputs["pixel_values"].shape
+        return rows, (height // self.patch) * (width // self.patch) + 1  # and the class token
 
     def finish(self, hidden: torch.Tensor, inputs: Inputs) -> Any:
         layernorm, *last = (part.module for part in self.head)
@@ -66,7 +71,7 @@ def anatomy(model: ViTForImageClassification | ViTModel) -> ViTAnatomy:
         head.append(Part(f"{path}pooler", core.pooler))
     blocks = (Part(f"{path}layers.{i}", block) for i, block in enumerate(core.layers))
     embedding = (Part(f"{path}embeddings", core.embeddings),)
-    return ViTAnatomy(embedding, tuple(blocks), tuple(head), tied(model), classifies)
+    return ViTAnatomy(embedding, tuple(blocks), tuple(head), tied(model), classifies, core.config.patch_size)
 
 
 def roles(model: ViTForImageClassification | ViTModel) -> dict[str, Role]:

@@ -1,0 +1,47 @@
+"""Where one step's time goes: a trace that opens in Perfetto, and the most expensive kernels as a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from hpnb.bench.turns import Step, timed
+
+_MOST = 12  # rows of the table
+_WIDTH = 96  # of a kernel's name
+
+
+def profiled(title: str, step: Step, path: Path | None) -> str:
+    """Run `step` under torch's profiler and say what took longest. All ranks call it.
+
+    Args:
+        path: of the Chrome trace; None on ranks that only take part.
+
+    Returns:
+        The 12 kernels of the GPU (operators of the CPU, without one) with the most milliseconds, or "".
+    """
+    timed(step)  # so that all ranks are here
+    if path is None:
+        timed(step)
+        return ""
+    gpu = torch.cuda.is_initialized()
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
+    with profile(activities=kinds) as seen:
+        timed(step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    seen.export_chrome_trace(str(path))
+    rows = []
+    for event in seen.key_averages():
+        if (event.device_type.name == "CUDA") == gpu and not event.is_user_annotation:
+            took = event.self_device_time_total if gpu else event.self_cpu_time_total
+            rows.append((took / 1e3, event.count, event.key))
+    whole = sum(took for took, _, _ in rows)
+    rows.sort(reverse=True)
+    lines = [f"{title}: {whole:.1f} ms in {'kernels' if gpu else 'operators'} of rank 0, trace in {path}"]
+    lines += [
+        f"{took:9.2f} ms  {took / whole:5.1%}  {count:5d} x  {name[:_WIDTH]}"
+        for took, count, name in rows[:_MOST]
+    ]
+    return "\n".join(lines)

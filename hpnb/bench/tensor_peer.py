@@ -1,0 +1,200 @@
+"""PyTorch's own tensor parallelism of a transformers ViT or GPT-2: `parallelize_module` and DTensor.
+
+    q, k, v, mlp up           ColwiseParallel
+    projection, mlp down      RowwiseParallel
+    norms                     SequenceParallel, if tokens are cut
+    attention, mlp            PrepareModuleInput, so that q, k and v share one gather and one reduction
+    words, head               RowwiseParallel, ColwiseParallel, loss_parallel
+
+Model class and values are those that hpnb gets. Outside of these layers tensors are plain ones, which costs
+the host less than DTensors. Two things have no plan in PyTorch and are given the best form that has one:
+
+- GPT-2's `Conv1D` becomes an nn.Linear. Of q, k and v, which are one weight, the rows are dealt out such
+  that a rank's slice of the whole is [q_r | k_r | v_r]: one product, as in the model itself.
+- `SequenceParallel` of plain tensors needs as many tokens on every rank. A ViT's 197 get rows of zeros
+  behind them, which nothing attends to: keys and values are cut to 197, so attention needs no mask.
+  (DTensors may be uneven, but with torch 2.11 a linear layer fails on one that has been gathered.)
+
+The gradients of norms that `SequenceParallel` leaves partial are summed by the optimizer, one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from transformers import AttentionInterface, GPT2LMHeadModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hpnb.mesh import Axis
+from hpnb.models import GPT2Size, ViTSize
+
+# Of a block: module -> (its positional arguments, its column layers, its row layer).
+_Regions = Mapping[str, tuple[int, tuple[str, ...], str]]
+_VIT: _Regions = {
+    "attention": (2, ("q_proj", "k_proj", "v_proj"), "o_proj"),
+    "mlp": (1, ("fc1",), "fc2"),
+}
+_GPT2: _Regions = {"attn": (1, ("c_attn",), "c_proj"), "mlp": (1, ("c_fc",), "c_proj")}
+
+
+def parallelize(model: nn.Module, axis: Axis, sequence_parallel: bool) -> nn.Module:
+    """Cut `model` along `axis`, in place, as PyTorch's documentation does it, and return it.
+
+    Args:
+        model: a ViTForImageClassification or a GPT2LMHeadModel without dropout, equal on all ranks.
+
+    Raises:
+        ValueError: heads, or a GPT-2's positions, that do not divide by the ranks.
+    """
+    found: Any = model
+    heads = found.config.num_attention_heads
+    if heads % axis.size:
+        raise ValueError(f"torch's plan cannot give {axis.size} ranks as many of {heads} heads each")
+    mesh = DeviceMesh.from_group(axis.group, next(model.parameters()).device.type)
+    cut = _gpt2 if isinstance(model, GPT2LMHeadModel) else _vit
+    cut(model, mesh, sequence_parallel)
+    return model
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Parameters for an optimizer: a fused one takes DTensors and tensors, but not in one group."""
+    cut: list[nn.Parameter] = []
+    whole: list[nn.Parameter] = []
+    for p in model.parameters():
+        (cut if isinstance(p, DTensor) else whole).append(p)
+    return [{"params": group} for group in (cut, whole) if group]
+
+
+def note(size: ViTSize | GPT2Size, ranks: int) -> str:
+    """What a table says of `sequence_parallel` behind its name: " (200 tokens)" where 197 do not divide."""
+    tokens = size.tokens if isinstance(size, ViTSize) else size.length
+    return f" ({tokens + -tokens % ranks} tokens)" if tokens % ranks else ""
+
+
+# --- ViT -------------------------------------------------------------------------------------------------
+
+
+def _vit(model: Any, mesh: DeviceMesh, sequence: bool) -> None:
+    core = model.vit
+    for block in core.layers:
+        parallelize_module(block, mesh, _plan(_VIT, ("layernorm_before", "layernorm_after"), sequence))
+    if not sequence:
+        return
+    tokens = core.embeddings.position_embeddings.size(1)
+    if behind := -tokens % mesh.size():
+        core.embeddings.register_forward_hook(lambda module, args, x: F.pad(x, (0, 0, 0, behind)))
+        name = f"sdpa_of_{tokens}"
+        AttentionInterface.register(name, partial(_attend_to, tokens))
+        model.set_attn_implementation(name)
+    parallelize_module(core.embeddings, mesh, _deal())
+    _gather_after(core.layernorm, mesh)
+
+
+def _attend_to(tokens: int, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+               mask: None, **options: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Attention of (b, a, s, d), whose keys and values count up to `tokens`."""
+    return sdpa_attention_forward(module, q, k[:, :, :tokens], v[:, :, :tokens], mask, **options)  # type: ignore[no-any-return]
+
+
+def _gather_after(norm: nn.Module, mesh: DeviceMesh) -> None:
+    parallelize_module(norm, mesh, SequenceParallel())
+    parallelize_module(
+        norm, mesh, PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+    )
+
+
+# --- GPT-2 -----------------------------------------------------------------------------------------------
+
+
+def _gpt2(model: Any, mesh: DeviceMesh, sequence: bool) -> None:
+    core, ranks = model.transformer, mesh.size()
+    if sequence and core.config.n_positions % ranks:
+        raise ValueError(
+            f"torch's plan cannot give {ranks} ranks as many of {core.config.n_positions} tokens each"
+        )
+    for block in core.h:
+        for parent, name, pieces in _conv1ds(block):
+            setattr(parent, name, _linear(getattr(parent, name), pieces, ranks))
+        block.attn.split_size //= ranks
+        parallelize_module(block, mesh, _plan(_GPT2, ("ln_1", "ln_2"), sequence))
+    if sequence:
+        # The model reads the sequence's length off the words, so they are DTensors up to the first block.
+        words = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False)
+        parallelize_module(core.wte, mesh, words)
+        parallelize_module(core.wpe, mesh, _deal(local=False))
+        parallelize_module(
+            core.drop, mesh, PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Shard(1))
+        )
+        parallelize_module(core.ln_f, mesh, SequenceParallel())
+    else:
+        parallelize_module(core.wte, mesh, RowwiseParallel(input_layouts=Replicate()))
+    head = ColwiseParallel(input_layouts=Shard(1) if sequence else Replicate(), use_local_output=False)
+    parallelize_module(model.lm_head, mesh, head)
+    model.lm_head.weight = core.wte.weight  # tied again: both are cut by words
+    model.loss_function = _loss
+
+
+def _conv1ds(block: Any) -> Iterator[tuple[nn.Module, str, int]]:
+    """Of a block: where each Conv1D is, and how many weights lie side by side in it."""
+    yield from ((block.attn, "c_attn", 3), (block.attn, "c_proj", 1))
+    yield from ((block.mlp, "c_fc", 1), (block.mlp, "c_proj", 1))
+
+
+def _linear(conv: Any, pieces: int, ranks: int) -> nn.Linear:
+    """The same layer with its weight (out, in); outputs are sorted by rank, and then by piece."""
+    inputs, outputs = conv.weight.shape
+    found = nn.Linear(inputs, outputs, device="meta")
+
+    def dealt(x: torch.Tensor) -> nn.Parameter:
+        return nn.Parameter(x.unflatten(0, (pieces, ranks, -1)).transpose(0, 1).flatten(0, 2).contiguous())
+
+    with torch.no_grad():
+        found.weight, found.bias = dealt(conv.weight.t()), dealt(conv.bias)
+    return found
+
+
+def _loss(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+    """The mean over the words that come next, of logits that are cut; runs inside `loss_parallel`."""
+    following = F.pad(labels, (0, 1), value=-100)[..., 1:]
+    wide = torch.promote_types(logits.dtype, torch.float32)  # as transformers computes it
+    return F.cross_entropy(logits.to(wide).flatten(0, 1), following.flatten())
+
+
+# --- plans -----------------------------------------------------------------------------------------------
+
+
+def _plan(regions: _Regions, norms: tuple[str, ...], sequence: bool) -> dict[str, Any]:
+    """Of a block: tensors go in and come out whole, or cut along the tokens."""
+    between = Shard(1) if sequence else Replicate()
+    plan: dict[str, Any] = {norm: SequenceParallel() for norm in norms} if sequence else {}
+    for path, (arguments, columns, row) in regions.items():
+        others = (None,) * (arguments - 1)
+        # Where nothing is to be gathered it still sums the gradients of q, k and v before they are reduced.
+        plan[path] = PrepareModuleInput(
+            input_layouts=(between, *others), desired_input_layouts=(Replicate(), *others)
+        )
+        plan |= {f"{path}.{column}": ColwiseParallel() for column in columns}
+        plan[f"{path}.{row}"] = RowwiseParallel(output_layouts=between)
+    return plan
+
+
+def _deal(local: bool = True) -> PrepareModuleOutput:
+    """(b, s, h) on all ranks -> this rank's tokens."""
+    return PrepareModuleOutput(
+        output_layouts=Replicate(), desired_output_layouts=Shard(1), use_local_output=local
+    )

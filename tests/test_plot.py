@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import io
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,12 +26,14 @@ from PIL import Image
 from hpnb import plot
 from hpnb.mesh import Layout
 from hpnb.plot.canvas import boxes, new_figure
+from hpnb.plot.cheapest_mode import AREAS, LOOKS
+from hpnb.plot.gradient_cliff import FOOT
 from hpnb.plot.grammar import ALARM, AXIS, CARD, CATEGORY, STYLE, ink_on
 from hpnb.plot.lanes import exposed_parts
 from hpnb.plot.memory import MOST_POINTS, thin
 from hpnb.plot.units import byte_count, bytes_unit, number, seconds, time_unit
 from hpnb.plot.waits import totals, verdict
-from hpnb.record import CATEGORIES, Event, MemoryProfile, MemorySample, Timeline
+from hpnb.record import CATEGORIES, Event, MemoryProfile, MemorySample, Message, Timeline, ring_bytes
 
 MS = 1e-3
 
@@ -103,6 +106,49 @@ def profile(rank: int = 0, device: str = "cpu") -> MemoryProfile:
     return MemoryProfile(tuple(made), rank, device)
 
 
+def errors(layers: int, fault: str) -> dict[str, dict[str, float]]:
+    """A ViT's modules from the loss down, right to rounding, and wrong from `fault` on; the first is 0."""
+    attention = ("attention.o_proj", "attention.q_proj")
+    inside = ("mlp.fc2", "mlp.fc1", "layernorm_after", *attention, "layernorm_before")
+    modules = ["classifier", "vit.layernorm"]
+    modules += [f"vit.layers.{i}.{name}" for i in reversed(range(layers)) for name in inside]
+    modules.append("vit.embeddings.patch_embeddings.projection")
+    right = {module: i % 3 * 1e-16 for i, module in enumerate(modules)}
+    at = modules.index(fault)
+    return {"right": right, "left out": right | dict.fromkeys(modules[at:], 0.3)}
+
+
+# 1d below 100 tokens a rank, 3d above, 2d where hidden is 4,096
+MAP = (
+    [2.0**k for k in range(4, 13)],
+    [256.0, 1024.0, 4096.0],
+    [["1d" if k < 7 else "3d" for k in range(4, 13)]] * 2 + [["2d"] * 9],
+)
+WON = [(32.0, 256.0, "1d"), (1000.0, 300.0, "3d"), (2000.0, 1024.0, "1d"), (100.0, 3000.0, "2d")]
+
+
+def summa(q: int, roots: bool = True) -> list[list[Message]]:
+    """What each of q x q ranks does for X W: panel t of X comes from column t, panel t of W from row t."""
+    every = []
+    for rank in range(q * q):
+        i, j = divmod(rank, q)
+        row, column = tuple(i * q + n for n in range(q)), tuple(n * q + j for n in range(q))
+        every.append([
+            Message(axis, "broadcast", ring_bytes("broadcast", n, q), group, group[t] if roots else -1)
+            for t in range(q)
+            for axis, n, group in (("tp.1", 1200.0, row), ("tp.0", 600.0, column))
+        ])  # fmt: skip
+    return every
+
+
+def cubic() -> list[list[Message]]:
+    """What each of 2 x 2 x 2 ranks does for X W."""
+    kinds = (("tp.2", "all_gather", 1), ("tp.0", "all_gather", 4), ("tp.1", "reduce_scatter", 2))
+    return [
+        [Message(axis, op, 100.0, (rank & ~bit, rank | bit)) for axis, op, bit in kinds] for rank in range(8)
+    ]
+
+
 def find(ax: Axes, label: str) -> Artist:
     (found,) = [artist for artist in ax.findobj() if artist.get_label() == label]
     return found
@@ -173,6 +219,11 @@ FIGURES: dict[str, Callable[[], Figure]] = {
         knee=1500.0,
         caption="Measured on a machine of which there is much to say, so that the caption takes two lines.",
     ),
+    "gradient cliff": lambda: plot.gradient_cliff(errors(3, "vit.layers.1.mlp.fc1"), caption="2 ranks."),
+    "long gradient cliff": lambda: plot.gradient_cliff(errors(9, "vit.layers.7.attention.o_proj")),
+    "cheapest mode": lambda: plot.cheapest_mode(*MAP, WON, title="T", caption="C"),
+    "grid steps": lambda: plot.grid_steps(summa(3), (3, 3), lambda m: f"panels along {m.axis}", caption="C"),
+    "cube steps": lambda: plot.grid_steps(cubic(), (2, 2, 2), title="T", by="call"),
     "drift": lambda: plot.drift(
         {"agreed": [1.1, 0.9, 0.8], "alone": [1.1, 0.95, 0.8]},
         {"agreed": [0.0, 0.0, 0.0], "alone": [0.0, 1e-3, 2e-2]},
@@ -781,6 +832,187 @@ def test_drift_that_cannot_be_drawn_says_why(
 ) -> None:
     with pytest.raises(ValueError, match=says):
         plot.drift(losses, distances)
+
+
+def test_a_gradient_cliff_stands_where_the_fault_is() -> None:
+    runs = errors(3, "vit.layers.1.mlp.fc1")
+    fig = plot.gradient_cliff(runs, "T", "C")
+    ax = fig.axes[0]
+    assert ax.get_yscale() == "log"
+    assert ax.get_ylim()[0] < FOOT < 1 < ax.get_ylim()[1]
+    right, wrong = find(ax, "right").get_ydata(), find(ax, "left out").get_ydata()
+    at = list(runs["right"]).index("vit.layers.1.mlp.fc1")
+    assert list(right) == [max(e, FOOT) for e in runs["right"].values()]  # 0 stands at the foot
+    assert (list(wrong[:at]), set(wrong[at:])) == (list(right[:at]), {0.3})
+    marks = [line for line in ax.lines if line.get_label() == "cliff"]
+    assert [line.get_xdata()[0] for line in marks] == [at - 0.5]
+    names = [t.get_text() for t in ax.get_xticklabels()]
+    assert names[:4] == ["classifier", "vit.layernorm", "mlp.fc2", "mlp.fc1"]
+    assert names[-1] == "projection"  # as much of a long name as fits
+    told = words(fig)
+    assert {"wrong from layer 1, mlp.fc1 on", "layer 2", "layer 1", "layer 0"} <= set(told)
+    assert {"right", "left out", "0", "1", "T", "C"} <= set(told)
+    shades = [patch for patch in ax.patches if patch.get_label().startswith("shade")]
+    assert [patch.get_label() for patch in shades] == ["shade 2", "shade 0"]
+    assert (plot.cliff(runs["right"]), plot.cliff(runs["left out"])) == (None, "vit.layers.1.mlp.fc1")
+    assert plot.cliff({"a": 1e-7, "b": 1e-3}, edge=1e-5) == "b"
+
+
+def test_a_gradient_cliff_without_a_fault_has_no_mark_and_of_many_modules_no_names() -> None:
+    runs = errors(9, "vit.layernorm")
+    fig = plot.gradient_cliff({"right": runs["right"]})
+    assert "cliff" not in {line.get_label() for line in fig.axes[0].lines}
+    told = words(fig)
+    assert not [t for t in told if t.startswith("wrong") or t == "mlp.fc1"]
+    assert {f"layer {i}" for i in range(9)} <= set(told)
+    assert "wrong from vit.layernorm on" in words(plot.gradient_cliff(runs))
+
+
+@pytest.mark.parametrize(
+    ("runs", "says"),
+    [
+        ({}, "of one run and one module at least"),
+        ({"a": {}}, "of one run and one module at least"),
+        ({"a": {"x": 1.0}, "b": {"y": 1.0}}, "not of the same modules: only one has x, y"),
+        ({"a": {"x": 1.0, "y": 1.0}, "b": {"y": 1.0, "x": 1.0}}, "they stand in another order"),
+        ({"a": {"x": float("nan")}}, "the error of x in a is nan; it must be finite"),
+        ({"a": {"x": -1.0}}, "is -1.0; it must be finite, 0 or more"),
+    ],
+)
+def test_a_gradient_cliff_that_cannot_be_drawn_says_why(runs: dict[str, dict[str, float]], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        plot.gradient_cliff(runs)
+
+
+def test_the_cheapest_mode_is_a_map_with_dots() -> None:
+    fig = plot.cheapest_mode(*MAP, WON, "T", "C")
+    ax = fig.axes[0]
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    edge = 2**6.5  # between 64 and 128 tokens
+    areas = {mode: extents(ax, f"area {mode}") for mode in ("1d", "2d", "3d")}
+    assert [len(cells) for cells in areas.values()] == [6, 9, 12]
+    assert areas["1d"][:, 1].max() == pytest.approx(edge)
+    assert areas["3d"][:, 0].min() == pytest.approx(edge)
+    assert areas["2d"][:, 2].min() == pytest.approx(2048)
+    for mode in areas:
+        area = find(ax, f"area {mode}")
+        assert isinstance(area, PolyCollection)
+        assert to_hex(area.get_facecolor()[0]).upper() == AREAS[mode].color
+        (name,) = [t for t in ax.texts if t.get_text() == mode]
+        (x, y), cells = name.get_position(), areas[mode]
+        assert any(a < x < b and c < y < d for a, b, c, d in cells), mode  # it stands in its own region
+    for mode, at in (("1d", [(32, 256), (2000, 1024)]), ("3d", [(1000, 300)]), ("2d", [(100, 3000)])):
+        dots = find(ax, f"measured {mode}")
+        assert isinstance(dots, Line2D)
+        assert list(zip(*dots.get_data(), strict=True)) == at
+        assert (dots.get_color(), dots.get_marker()) == LOOKS[mode]
+    told = set(words(fig))
+    assert {"T", "C", "1d measured fastest", "3d measured fastest", "measured: 3 of 4 as predicted"} <= told
+    assert {"tokens a rank", "hidden size", "1,024"} <= told
+    assert "2.5d measured fastest" not in told
+
+
+def test_a_small_region_is_named_in_the_legend() -> None:
+    tokens, hidden = [float(k) for k in range(1, 11)], [float(k) for k in range(1, 11)]
+    modes = [["1d"] * 10 for _ in range(10)]
+    modes[0][0] = "3d"
+    fig = plot.cheapest_mode(tokens, hidden, modes)
+    assert "3d predicted" in words(fig)
+    assert [t.get_text() for t in fig.axes[0].texts] == ["1d"]
+    assert not [t for t in words(fig) if "measured" in t]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "modes", "won", "says"),
+    [
+        ([1.0], [["1d"]] * 2, [], "tokens .1.0. must be two numbers or more"),
+        ([2.0, 1.0], [["1d"] * 2] * 2, [], "above 0 and ascending"),
+        ([1.0, 2.0], [["1d"] * 2], [], "modes has 1 rows of 2; it needs 2 of 2"),
+        ([1.0, 2.0], [["1d"], ["1d", "2d"]], [], "modes has 2 rows of 1, 2; it needs 2 of 2"),
+        ([1.0, 2.0], [["1d", "4d"]] * 2, [], "no mode 4d; there are 1d, 2d, 2.5d, 3d"),
+        ([1.0, 2.0], [["1d"] * 2] * 2, [(1.0, 1.0, "ddp")], "no mode ddp"),
+        ([1.0, 2.0], [["1d"] * 2] * 2, [(0.0, 1.0, "1d")], "measured at 0.0 tokens"),
+    ],
+)
+def test_a_map_that_cannot_be_drawn_says_why(
+    tokens: list[float], modes: list[list[str]], won: list[tuple[float, float, str]], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        plot.cheapest_mode(tokens, [1.0, 2.0], modes, won)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_grid_steps_show_the_root_of_every_panel(recorded: bool) -> None:
+    rule = None if recorded else lambda message, k: k
+    fig = plot.grid_steps(summa(3, recorded), (3, 3), lambda m: f"along {m.axis}", "T", "C", root=rule)
+    assert len(fig.axes) == 3
+    for t, ax in enumerate(fig.axes):
+        labels = {artist.get_label() for artist in ax.findobj()}
+        for i in range(3):
+            row, column = tuple(3 * i + n for n in range(3)), tuple(3 * n + i for n in range(3))
+            across = find(ax, f"broadcast tp.1 {row} root {row[t]}")
+            down = find(ax, f"broadcast tp.0 {column} root {column[t]}")
+            assert isinstance(across, Line2D)
+            assert isinstance(down, Line2D)
+            assert len(set(across.get_ydata())) == len(set(down.get_xdata())) == 1
+            assert across.get_color() != down.get_color()
+        filled = [n for n in range(9) if to_hex(find(ax, f"rank {n}").get_facecolor()).upper() != CARD]
+        assert filled == [n for n in range(9) if n // 3 == t or n % 3 == t]
+        assert [n for n in range(9) if f"half {n}" in labels] == [4 * t]  # it is the root of both
+        heads = Counter(line.get_marker() for line in ax.lines if line.get_marker() not in ("", "None"))
+        wanted = {"o": 6, ">": 3 * (2 - t), "v": 3 * (2 - t), "<": 3 * t, "^": 3 * t}
+        assert heads == Counter(wanted)
+        assert [t.get_text() for t in ax.texts if t.get_text().isdigit()] == [str(n) for n in range(9)]
+    told = words(fig)
+    assert {"step 0", "step 1", "step 2", "T", "C"} <= set(told)
+    assert {"along tp.1: broadcast", "along tp.0: broadcast"} <= set(told)
+    assert told.count("1.20 kB leave a rank") == 3  # 2/3 of 1200 + 600
+
+
+def test_grid_steps_of_a_cube_join_layers() -> None:
+    fig = plot.grid_steps(cubic(), (2, 2, 2), by="call")
+    assert len(fig.axes) == 3
+    lines = [{line.get_label() for line in ax.lines if "root" in line.get_label()} for ax in fig.axes]
+    assert lines[1] == {f"all_gather tp.0 ({n}, {n + 4}) root -1" for n in range(4)}
+    assert [len(found) for found in lines] == [4, 4, 4]
+    assert {"tp.2: all-gather", "tp.0: all-gather", "tp.1: reduce-scatter"} <= set(words(fig))
+    between = find(fig.axes[1], "all_gather tp.0 (0, 4) root -1").get_data()
+    assert len(set(between[0])) == 1  # straight down
+    assert between[1][1] - between[1][0] > 2  # beyond the rows of its own layer
+    at = {find(fig.axes[1], f"all_gather tp.0 ({n}, {n + 4}) root -1").get_xdata()[0] for n in range(4)}
+    assert len(at) == 4  # and nothing hides another
+    together = plot.grid_steps(cubic(), (2, 2, 2))
+    assert len(together.axes) == 1
+    assert {"step 0", "300 B leave a rank"} <= set(words(together))
+
+
+def reduced(to: int) -> list[list[Message]]:
+    return [[Message("tp.1", "reduce", 10.0, group, group[to])] for group in ((0, 1), (0, 1), (2, 3), (2, 3))]
+
+
+def test_a_reduce_points_at_its_root() -> None:
+    for to, head in ((0, "<"), (1, ">")):
+        ax = plot.grid_steps(reduced(to), (2, 2)).axes[0]
+        heads = [line for line in ax.lines if line.get_marker() == head]
+        assert sorted(line.get_xdata()[0] for line in heads) == [to + 0.5] * 2
+        assert find(ax, f"reduce tp.1 (0, 1) root {to}").get_linestyle() == "--"
+
+
+@pytest.mark.parametrize(
+    ("messages", "shape", "says"),
+    [
+        (summa(2), (3, 3), "a grid of 3 x 3 has 9 ranks, and 4 have messages"),
+        (summa(2, roots=False), (2, 2), "message 0 of rank 0, a broadcast along tp.1, does not say its root"),
+        ([[], [], [], []], (2, 2), "no rank has sent anything"),
+        ([*summa(2)[:3], []], (2, 2), "in step 0, ranks .1. take part in a broadcast along tp.0, and .3."),
+        ([[Message("tp", "all_reduce", 1.0, (0, 1, 2, 3))]] * 4, (2, 2), "is no line of a grid of 2 x 2"),
+    ],
+)
+def test_grid_steps_that_cannot_be_drawn_say_why(
+    messages: list[list[Message]], shape: tuple[int, ...], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        plot.grid_steps(messages, shape)
 
 
 def test_states_are_stacked_predicted_over_measured() -> None:

@@ -71,6 +71,34 @@ def test_every_collective_is_counted_by_the_formula() -> None:
         assert found == {name: (n, 1, 0, 0) for name, n in {**expected, **sent}.items()}
 
 
+def roots() -> dict[str, int]:
+    """The peer that is noted of one call each, with the second rank of a group as its root."""
+    mesh = Mesh(Layout(dp=2, tp=2))
+    g, root, me = mesh.tp.group, mesh.tp.ranks[1], mesh.tp.rank
+    x = torch.ones(4)
+    lists = [torch.empty(4) for _ in range(2)] if me == 1 else None
+    calls = {
+        "broadcast": lambda: dist.broadcast(x, root, group=g),
+        "reduce": lambda: dist.reduce(x, root, group=g),
+        "gather": lambda: dist.gather(x, lists, root, group=g),
+        "scatter": lambda: dist.scatter(torch.empty(4), lists, root, group=g),
+        "all_reduce": lambda: dist.all_reduce(x, group=g),
+    }
+    found = {}
+    for name, call in calls.items():
+        with hpnb.record.traffic() as t:
+            call()
+        (message,) = t.messages
+        found[name] = message.peer
+    return found
+
+
+def test_the_root_of_a_collective_is_noted() -> None:
+    for rank, found in enumerate(hpnb.launch(roots, ranks=4, device="cpu", timeout=60)):
+        root = rank // 2 * 2 + 1
+        assert found == {"broadcast": root, "reduce": root, "gather": root, "scatter": root, "all_reduce": -1}
+
+
 def count_comm(ranks: int) -> dict[str, tuple[dict[str, float], list[tuple[str, float]]]]:
     """Bytes of hpnb.comm, forward and backward: what the meter counts beside what the recorder notes."""
     axis = Mesh(Layout(pp=ranks)).pp

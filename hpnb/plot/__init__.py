@@ -5,11 +5,14 @@ submodule replaces the submodule that importing it had bound here.
 """
 
 from hpnb.plot.canvas import new_figure
+from hpnb.plot.cheapest_mode import cheapest_mode
 from hpnb.plot.compare import compare
 from hpnb.plot.costs import costs
 from hpnb.plot.drift import drift
 from hpnb.plot.exposure import exposure
+from hpnb.plot.gradient_cliff import cliff, gradient_cliff
 from hpnb.plot.grammar import AXIS, CATEGORY, STYLE, OpStyle
+from hpnb.plot.grid_steps import grid_steps
 from hpnb.plot.memory import memory
 from hpnb.plot.mesh import mesh
 from hpnb.plot.notation import notation
@@ -25,10 +28,14 @@ __all__ = [
     "CATEGORY",
     "STYLE",
     "OpStyle",
+    "cheapest_mode",
+    "cliff",
     "compare",
     "costs",
     "drift",
     "exposure",
+    "gradient_cliff",
+    "grid_steps",
     "memory",
     "mesh",
     "new_figure",

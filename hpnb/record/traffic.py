@@ -34,8 +34,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One call as this rank made it: `bytes` leave the rank; `peer` is the other side of a send or
-    receive (a global rank), -1 for a collective; `group` are the global ranks that take part."""
+    """One call as this rank made it: `bytes` leave the rank; `peer` is the other side of a send or receive,
+    or the root of a broadcast, reduce, gather or scatter (a global rank), else -1; `group` are the ranks
+    (global ones) that take part."""
 
     axis: str
     op: str
@@ -133,6 +134,7 @@ def _nothing(args: tuple[Any, ...], ranks: int) -> int:
 
 
 # operator -> (what it is called here, how to read the bytes of the whole off its arguments)
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")  # whose first number is the place of their root
 _OPERATORS: dict[str, tuple[str, Reader]] = {
     "c10d::allreduce_": ("all_reduce", _of(0)),
     "c10d::allreduce_coalesced_": ("all_reduce", _of(0)),
@@ -198,7 +200,8 @@ class _Counter(TorchDispatchMode):
         group = _group(name, args)
         ranks = tuple(dist.get_process_group_ranks(group))
         peer = -1
-        if op in ("send", "receive") and not name.endswith("any_source_"):
+        to_one = op in ("send", "receive") and not name.endswith("any_source_")
+        if to_one or (op in _ROOTED and name.startswith("c10d")):
             peer = ranks[next(a for a in args if isinstance(a, int))]
         sent = ring_bytes(op, whole(args, len(ranks)), len(ranks))
         if op == "all_to_all" and (uneven := _leaving(name, args, dist.get_rank(group))) is not None:

@@ -60,12 +60,12 @@ def tensor_axis() -> hpnb.Axis:
 # --- parity ---
 
 
-def parity(name: str, sequence: bool, accumulate: int, again: bool) -> float:
+def parity(name: str, sequence: bool, accumulate: int, again: bool, reentrant: bool = False) -> float:
     torch.set_num_threads(1)
     case = CASES[name]()
     model = parallelize(case.build(), tensor_axis(), "1d", sequence)
     if again:
-        model.gradient_checkpointing_enable()  # type: ignore[operator]
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
     ours = train(model, case, own_loss, full_gradients, full_state_dict, accumulate=accumulate)
     return apart(ours, serial(case, accumulate=accumulate))
 
@@ -80,6 +80,11 @@ def test_equal_to_one_process(ranks: hpnb.Ranks, name: str, sequence: bool) -> N
 @pytest.mark.parametrize("name", ["vit", "gpt2"])
 def test_accumulation_and_recomputation(four: hpnb.Ranks, name: str, sequence: bool) -> None:
     assert max(four.run(parity, name, sequence, 2, True)) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["vit", "gpt2"])
+def test_recomputation_that_reenters_autograd(four: hpnb.Ranks, name: str) -> None:
+    assert max(four.run(parity, name, True, 1, True, True)) < 1e-12
 
 
 def test_one_rank_is_the_model_itself() -> None:
@@ -120,7 +125,7 @@ def mended(what: str) -> float:
     if what == "backward all-reduce":
         column_row.Line._sum = lambda self, grad: (grad, overlap.Pending(), grad)  # type: ignore[assignment,method-assign]
     elif what == "shared gradients":
-        partial_gradients.Shared.begin = lambda self: None  # type: ignore[method-assign]
+        partial_gradients.Shared.used = lambda self, weight: weight  # type: ignore[method-assign]
     elif what == "bias on every rank":
         column_row.RowLinear.forward = lambda self, y: self.line.leave(  # type: ignore[method-assign]
             overlap.product(y, self.weight, self.bias, self.transposed)

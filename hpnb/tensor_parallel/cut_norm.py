@@ -74,35 +74,35 @@ class _CutNorm(torch.autograd.Function):
     ) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         v_j, m_j = torch.var_mean(wide, -1, correction=0)  # (...)
-        sums = torch.stack([m_j, v_j]).double()  # (2, ...)
-        sums[1] += sums[0].square()
-        m, v = _mean(sums, width)
-        v = (v - m.square()).clamp_(min=0)
-        mean, scale = m.to(wide.dtype).unsqueeze(-1), (v + eps).rsqrt().to(wide.dtype).unsqueeze(-1)
-        y = (wide - mean) * scale
+        m, v = sums = torch.stack([m_j, v_j]).double()  # (2, ...)
+        v.addcmul_(m, m)
+        _mean(sums, width)
+        exact = v.addcmul_(m, m, value=-1).clamp_(min=0).add_(eps).rsqrt_()
+        scale, shift = exact.to(wide.dtype).unsqueeze(-1), (m * exact).neg_().to(wide.dtype).unsqueeze(-1)
+        y = torch.addcmul(shift, wide, scale)  # x' of the formula
         if weight is not None:
             y = y * weight if bias is None else torch.addcmul(bias.to(y.dtype), y, weight.to(y.dtype))
         ctx.width = width
-        ctx.save_for_backward(x, weight, bias, mean, scale)
+        ctx.save_for_backward(x, weight, bias, shift, scale)
         found: torch.Tensor = y.to(_kind(x, weight, bias))
         return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, bias, mean, scale = ctx.saved_tensors
-        dy = dy.to(mean.dtype)
-        normed = (x.to(mean.dtype) - mean) * scale
+        x, weight, bias, shift, scale = ctx.saved_tensors
+        dy = dy.to(scale.dtype)
+        normed = torch.addcmul(shift, x.to(scale.dtype), scale)
         dx = d_weight = d_bias = None
         if ctx.needs_input_grad[1]:
             d_weight = (dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             d_bias = dy.flatten(0, -2).sum(0).to(bias.dtype)
         if ctx.needs_input_grad[0]:
-            d_normed = dy if weight is None else dy * weight
+            d_normed = dy.clone() if weight is None else dy * weight
             sums = torch.stack([d_normed.mean(-1), (d_normed * normed).mean(-1)])  # (2, ...)
             first, second = _mean(sums, ctx.width).unsqueeze(-1)
-            dx = ((d_normed - first - normed * second) * scale).to(x.dtype)
+            dx = d_normed.sub_(first).addcmul_(normed, second, value=-1).mul_(scale).to(x.dtype)
         return dx, d_weight, d_bias, None, None
 
 

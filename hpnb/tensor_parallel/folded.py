@@ -31,9 +31,15 @@ from hpnb.tensor_parallel import grid_checks
 from hpnb.tensor_parallel.arriving import Sent
 from hpnb.tensor_parallel.cross_entropy import IGNORED, cross_entropy
 from hpnb.tensor_parallel.cut_norm import CutNorm
-from hpnb.tensor_parallel.grid_layers import Classifier, GridLinear, Multiply, Siblings, VocabularyHead
+from hpnb.tensor_parallel.grid_layers import (
+    Classifier,
+    GridLinear,
+    Multiply,
+    Siblings,
+    VocabularyHead,
+)
 from hpnb.tensor_parallel.mode import Mode, Subject, cut_evenly, cut_units, is_transposed
-from hpnb.tensor_parallel.partial_gradients import Shared, _Together
+from hpnb.tensor_parallel.partial_gradients import Shared
 from hpnb.tensor_parallel.randomness import Randomness, drops
 from hpnb.tensor_parallel.spread import Spread
 
@@ -246,19 +252,6 @@ class Folded(Mode):
 _BY_ROWS = ("attention_mask", "position_ids")  # what an attention may be told by name, with a row each
 
 
-class RowSums(Shared):
-    """A Shared whose weights are summed outside of their block's forward too, each by itself: a layer may be
-    called alone, and reentrant checkpointing computes a block again without the block's hooks."""
-
-    def used(self, weight: torch.Tensor | None) -> torch.Tensor | None:
-        found = super().used(weight)
-        alone = weight is not None and found is weight and weight.requires_grad and torch.is_grad_enabled()
-        if not alone or not self.axes:
-            return found
-        (summed,) = _Together.apply(self.axes, weight)
-        return summed  # type: ignore[no-any-return]
-
-
 class _Sums:
     """What the layers of one block, norm or head sum together."""
 
@@ -268,7 +261,7 @@ class _Sums:
 
     def over(self, lies: Spread) -> Shared:
         """What sums gradients over the row shares of `lies`."""
-        return self._shared.setdefault(lies.rows, RowSums(lies.rows))
+        return self._shared.setdefault(lies.rows, Shared(lies.rows))
 
     def begin(self) -> None:
         for shared in self._shared.values():

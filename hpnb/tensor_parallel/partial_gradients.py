@@ -29,11 +29,8 @@ from hpnb.record.recorder import communication
 class Shared:
     """The weights of one block that are summed over `axes`, as its layers use them.
 
-        shared.begin()                     # at the start of the block's forward
-        norm(x) * shared.used(g)           # g itself outside of a block
-
-    Layers ask for a weight by itself, so a module that somebody calls on its own still works: its gradient is
-    then this rank's share.
+    shared.begin()                     # at the start of the block's forward
+    norm(x) * shared.used(g)           # outside of a block's forward g has a node and a message alone
     """
 
     def __init__(self, axes: Sequence[Axis]) -> None:
@@ -52,7 +49,13 @@ class Shared:
         self._used = {}
 
     def used(self, weight: torch.Tensor | None) -> torch.Tensor | None:
-        return weight if weight is None else self._used.get(weight, weight)  # type: ignore[call-overload]
+        if weight is None or weight in self._used:
+            return weight if weight is None else self._used[weight]  # type: ignore[index]
+        # A layer runs by itself, or once more for a backward without its block's hooks: a sum of its own.
+        if self.axes and weight.requires_grad and torch.is_grad_enabled():
+            (alone,) = _Together.apply(self.axes, weight)
+            return alone  # type: ignore[no-any-return]
+        return weight
 
 
 class _Together(torch.autograd.Function):

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,17 @@ import pytest
 import torch
 
 import hpnb
-from hpnb import lesson, pipeline_parallel
-from hpnb.lesson import Exercise, Finding, check, pipelines
+from hpnb import comm, lesson, pipeline_parallel, theory
+from hpnb.lesson import Exercise, Finding, check, pipelines, tensors
 from hpnb.lesson.checks import passed
 from hpnb.lesson.exercises import vit_data_parallel as notebook_01
 from hpnb.lesson.exercises import vit_pipeline_parallel as notebook_02
+from hpnb.lesson.exercises import vit_tensor_parallel as notebook_03
 from hpnb.lesson.home import load, read_json, save, write_json
 from hpnb.models import ViTSize
 from hpnb.pipeline_parallel import schedules
+from hpnb.record import Event, Timeline
+from hpnb.tensor_parallel import parallelize
 
 PUBLISHED = Path(__file__).parent / "published" / "zero_bubble.csv"
 
@@ -1241,3 +1245,242 @@ def test_the_explorer_of_notebook_02_opens_on_what_leans_and_wants_a_trade() -> 
     assert shown.solved
     shown.set(schedule="dualpipe-v", ranks=8, microbatches=8)
     assert "Not at this setting: dualpipe-v on 8 ranks needs two microbatches a rank" in shown.reading
+
+
+# --- notebook 03 -----------------------------------------------------------------------------------
+
+
+def whole_mlp(x: Any, A: Any, a: Any, B: Any, b: Any, axis: Any) -> Any:
+    """No part of anything: every rank does all of it."""
+    return torch.nn.functional.gelu(x @ A + a) @ B + b
+
+
+def gathered_mlp(x: Any, A: Any, a: Any, B: Any, b: Any, axis: Any) -> Any:
+    """Columns twice, put together between: exact, and more is sent."""
+    A, a, B = (w.chunk(axis.size, dim)[axis.rank] for w, dim in ((A, 1), (a, 0), (B, 1)))
+    y = comm.gather(torch.nn.functional.gelu(comm.replicate(x, axis) @ A + a), axis, 1)
+    return comm.gather(comm.replicate(y, axis) @ B, axis, 1) + b
+
+
+def whole_norm(x: Any, g: Any, norm: Any, A: Any, B: Any, axis: Any) -> Any:
+    """Gathers the tokens before the norm."""
+    A, B = A.chunk(axis.size, 1)[axis.rank], B.chunk(axis.size, 0)[axis.rank]
+    y = norm(comm.all_gather(x, axis, 0)) * comm.replicate(g, axis)
+    return x + comm.reduce_scatter(torch.nn.functional.gelu(y @ A) @ B, axis, 0)
+
+
+def all_at_once(c: Any, a: Any, b: Any, t: int, across: Any, down: Any) -> Any:
+    """The whole product in the first step."""
+    panels = [comm.broadcast(a, across, i) @ comm.broadcast(b, down, i) for i in range(2)]
+    return c + sum(panels) if t == 0 else c
+
+
+@pytest.mark.parametrize(
+    ("exercise", "answer", "words"),
+    [
+        (notebook_03.column_row, whole_mlp, "2 ranks: a rank does 1.00 of one process's FLOPs, target 0.50"),
+        (notebook_03.column_row, gathered_mlp, "3 ranks, forward: 2 all_gather, .* target 1 all_reduce"),
+        (
+            notebook_03.column_row,
+            lambda *_: 3,
+            "rank [01] of 2 returned a int, and a tensor of shape",
+        ),
+        (notebook_03.column_row, lambda x, *_: x[1:], r"of shape \(5, 12\), and shape \(6, 12\) is wanted"),
+        (notebook_03.column_row, lambda x, *_: x.detach(), "does not depend on the weights"),
+        (notebook_03.sequence, whole_norm, "3 ranks: the norm saw 12 tokens on a rank, target 4 of 12"),
+        (notebook_03.summa, all_at_once, "after step 0: the sum of 1 of 2 panels: off by"),
+        (notebook_03.summa, all_at_once, "step 1, down: 2 broadcast, 80 B a rank, target 40 B"),
+    ],
+)
+def test_what_a_cut_lacks_is_said_in_numbers(exercise: Exercise, answer: Any, words: str) -> None:
+    assert any(re.search(words, off) for off in findings(exercise, answer)), findings(exercise, answer)
+
+
+def test_a_rank_that_fails_in_an_exercise_shows_its_own_lines() -> None:
+    def broken(c: Any, a: Any, b: Any, t: int, across: Any, down: Any) -> Any:
+        return c + nonsense  # type: ignore[name-defined]  # noqa: F821
+
+    (off,) = findings(notebook_03.summa, broken)
+    assert "NameError: name 'nonsense' is not defined" in off
+
+
+def test_cliffs_to_read_are_of_real_runs_and_differ_in_what_they_say() -> None:
+    found = hpnb.launch(notebook_03.records, ranks=2, device="cpu", timeout=120)[0]
+    kinds = [truth[0] for _, truth, _ in found]
+    assert sorted(kinds) == ["backward", "backward", "forward", "own"]
+    for errors, (kind, where), off in found:
+        modules, wrong = list(errors), [m for m, error in errors.items() if error > 1e-9]
+        assert modules[0] == "classifier"
+        assert modules[-1].startswith("vit.embeddings")
+        assert all(error < 1e-12 for m, error in errors.items() if m not in wrong)
+        assert (off > 1e-6) == (kind == "forward")
+        if kind == "forward":
+            assert wrong == modules
+        elif kind == "own":
+            assert wrong == [where]
+        else:
+            first = modules.index(wrong[0])
+            assert wrong == modules[first:]
+            assert where is not None
+            assert modules[first - 1].startswith(where)
+            assert not modules[first].startswith(where)
+
+
+def test_every_job_tells_a_choice_by_time_from_one_by_memory_or_by_habit() -> None:
+    def able(job: Any) -> list[int]:
+        sizes = [t for t in range(1, job.devices + 1) if job.devices % t == 0]
+        return [t for t in sizes if notebook_03.holds(job, t) <= job.cap]
+
+    def shortest(job: Any) -> int:
+        return min(able(job), key=lambda t: notebook_03.step_seconds(job, t))
+
+    assert check(notebook_03.choose, shortest).status == "passed"
+    jobs = notebook_03._JOBS
+    assert [shortest(job) for job in jobs.values()] == [1, 4, 16, 4]
+    for choose in (lambda job: min(able(job)), lambda job: 8, lambda job: job.devices, lambda job: 1.0):
+        assert check(notebook_03.choose, choose).status == "failed"
+    (off,) = findings(notebook_03.choose, lambda job: 1 if job is jobs["does not fit"] else shortest(job))
+    assert off == "does not fit: t=1: a device holds 201 GB, at most 80.0 GB"
+
+
+def one_block() -> Any:
+    size = ViTSize(hidden=16, layers=3, heads=2, mlp=64, patch=8, image=32)
+    tl = tensors.block_timeline(size, 3, torch.float32, repeats=3)
+    sequence = tensors.block_timeline(size, 3, torch.float32, "1d+sp", repeats=1)
+    sent = [tensors.per_block(size, 3, torch.float32, "1d", cut) for cut in (False, True)]
+    batch = {"pixel_values": torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))}
+    batch["labels"] = torch.arange(3)
+    loss, right = tensors.gradients_of_one(size, batch)
+    model = parallelize(tensors.vit64(size), tensors.tensor_axis())
+    value = model(**batch).loss
+    value.backward()
+    errors = tensors.gradient_errors(model, right)
+    return tl, sequence, sent, abs(value.item() - loss), errors, size
+
+
+def test_a_block_is_recorded_with_its_weight_gradients_beside_the_sums() -> None:
+    (tl, sequence, sent, off, errors, size), (_, _, other, *_) = hpnb.launch(
+        one_block, ranks=2, device="cpu", timeout=120
+    )
+    assert off < 1e-12
+    assert max(errors.values()) < 1e-12
+    assert list(errors)[:2] == ["classifier", "vit.layernorm"]
+    assert list(errors)[2].startswith("vit.layers.2.mlp")
+    for own in tl.by_rank.values():
+        sums = [e for e in own if e.op == "all_reduce"]
+        assert len(sums) == 4
+        assert {e.bytes for e in sums} == {3 * 17 * 16 * 4}
+        assert next(e.op for e in own if e.op in "FIW") == "F"
+        weights = [e for e in own if e.op == "W"]
+        assert len(weights) == 6  # two of the MLP, four of the attention
+        assert all(e.start > sums[1].end for e in weights)
+        forward = [e for e in own if e.op == "F"]
+        assert not any(f.start < s.end and s.start < f.end for f in forward for s in sums[:2])
+        compute = sorted((e for e in own if e.is_compute), key=lambda e: e.start)
+        assert all(a.end <= b.start for a, b in pairwise(compute))
+    assert {e.op for e in sequence.events if not e.is_compute} >= {"all_gather", "reduce_scatter"}
+    sums = [e.duration for e in tl.events if e.op == "all_reduce"]
+    assert tensors.spent(tl) == pytest.approx(sum(sums) / 2)
+    assert tensors.spent(tl.split_waits(), ["wait", "move"]) == pytest.approx(sum(sums) / 2)
+    assert tensors.spent(tl, "FIW") == pytest.approx(sum(tl.work(rank) for rank in tl.ranks) / 2)
+    block = size.block(3, 4)
+    for cut, (bytes_sent, kept) in zip((False, True), sent, strict=True):
+        assert bytes_sent == theory.block_sent(block, "1d", 2, 1, cut).bytes()
+        assert kept == theory.activation_bytes(block, "1d", 2, 1, cut)
+    assert other[0] == sent[0]
+    assert other[1][1] < sent[1][1]  # 51 tokens: 26 and 25
+
+
+def test_small_gaps_between_spans_of_compute_are_closed_and_waits_stay() -> None:
+    def event(op: str, start: float, end: float) -> Event:
+        return Event(0, -1, op, -1, start, end, "" if op in "FIW" else "tp")
+
+    tl = Timeline(
+        (event("I", 0.0, 1.0), event("W", 1.001, 2.0), event("I", 2.5, 3.0), event("all_reduce", 1.0, 2.5))
+    )
+    found = tensors.closed(tl)
+    assert [(e.op, e.start, e.end) for e in found.events if e.is_compute] == [
+        ("I", 0.0, 1.001), ("W", 1.001, 2.0), ("I", 2.5, 3.0),
+    ]  # fmt: skip
+    assert [e for e in found.events if not e.is_compute] == [e for e in tl.events if not e.is_compute]
+    assert tensors.closed(tl, 0.0) == tl
+
+
+def test_modes_race_on_four_ranks_and_are_written_down() -> None:
+    with hpnb.Ranks(4, device="cpu", timeout=120) as ranks:
+        square, _, dtype = tensors.four(ranks)
+        assert square is ranks
+        assert dtype == torch.float32 or hpnb.ranks.choose_device("auto", 4).device == "cuda"
+        small = ViTSize(hidden=256, layers=8, heads=8, mlp=1024, patch=8, image=16)
+        raced = tensors.race(ranks, small, torch.float32, ("1d", "1d+sp", "2d"))
+        assert [(size.hidden, size.heads, images) for size, images in raced] == [
+            (256, 16, 8), (256, 16, 64), (64, 4, 8), (64, 4, 64),
+        ]  # fmt: skip
+        card = lesson.MachineCard("a machine", "cpu", 4, 1e-4, 1e9, 1e11, "float32", (1,), (1.0,))
+        told = tensors.predicted(raced, card, torch.float32)
+        tensors.write_down(ranks, raced, told, card, torch.float32)
+    assert all(set(times) == {"1d", "1d+sp", "2d"} and min(times.values()) > 0 for times in raced.values())
+    assert told.keys() == raced.keys()
+    (size, images), first = next(iter(told.items()))
+    block = size.block(images, 4)
+    assert first["2d"] == theory.block_seconds(block, "2d", 4, card.wire, card.matmul).total
+    assert first["1d+sp"] == theory.block_seconds(block, "1d", 4, card.wire, card.matmul, 1, True).total
+    rows = lesson.ledger.rows()
+    assert [row.model.rpartition(", ")[2] for row in rows] == ["1d", "1d+sp", "2d"]
+    for row in rows:
+        assert (row.layout, row.machine) == (str(hpnb.Layout(tp=4)), "a machine")
+        for name in ("sent (B)", "kept (B)"):
+            predicted, measured = row.quantities[name]
+            assert predicted == measured
+        assert (row.quantities["forward and backward (s)"][1] or 0.0) > 0
+
+
+def test_the_explorer_of_notebook_03_says_what_theory_says_and_no_batch_helps_1d() -> None:
+    shown = lesson.explorers.tensor_modes()
+    assert not shown.solved
+    assert shown._challenge is not None
+
+    def read(**values: Any) -> dict[str, Any]:
+        return dict(shown._draw(**{**shown.values, **values}, fast=True)[2])
+
+    block = theory.Block(8192, 64, 2048, 16)
+    took = theory.block_seconds(block, "2d", 16, theory.WIRES["NVLink 4"], 400e12)
+    assert shown.readings["computing over sending"] == took.compute / took.communication
+    assert shown.readings["sent (B)"] == theory.block_sent(block, "2d", 16).bytes()
+    assert read(mode="2.5d")["sent (B)"] == theory.block_sent(block, "2.5d", 16, 4).bytes()
+    whole = 16 * block.parameters / 16 + theory.activation_bytes(block, "1d", 16, 1, True)
+    assert read(mode="1d+sp")["kept and states (B)"] == whole
+    for other in ("1d", "1d+sp", "3d"):
+        ranks = 64 if other == "3d" else 16
+        taken = theory.block_seconds(
+            block, other[:2], ranks, theory.WIRES["NVLink 4"], 400e12, 1, other == "1d+sp"
+        )
+        assert read(mode=other, ranks=ranks)["block (s)"] == pytest.approx(taken.total)
+    met = {}
+    for mode, batch in ((mode, batch) for mode in ("1d", "1d+sp", "2d", "2.5d") for batch in (1, 8, 64)):
+        found = read(mode=mode, ranks=16, sequence=8192, batch=batch, link="InfiniBand NDR")
+        met[mode, batch] = shown._challenge.met(found)
+    assert [each for each, yes in met.items() if yes] == [("2d", 8)]
+    good = {"mode": "2d", "ranks": 16, "sequence": 8192, "batch": 8, "link": "InfiniBand NDR"}
+    for other_knob in ({"link": "NVLink 4"}, {"ranks": 4}, {"hidden": 12288}):
+        assert not shown._challenge.met(read(**{**good, **other_knob})), other_knob
+    shown.set(**good)
+    assert shown.solved
+    shown.set(ranks=8)
+    assert re.search("Not at this setting: 2d needs q x q ranks.*; 4 or 9 would do", shown.reading)
+
+
+def test_the_explorer_of_notebook_03_draws_all_that_a_block_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Timeline] = []
+    monkeypatch.setattr("hpnb.plot.timeline", lambda *tls, **_: drawn.extend(tls))
+    shown = lesson.explorers
+    monkeypatch.setattr("hpnb.lesson.explorers.explorer", lambda draw, knobs, challenge: draw)
+    draw: Any = shown.tensor_modes()
+    for mode, ranks in (("1d", 8), ("1d+sp", 8), ("2d", 16), ("2.5d", 8), ("3d", 8)):
+        drawn.clear()
+        readings = draw(mode, ranks, 1024, 256, 8, "PCIe 5 x16", True)[2]
+        tl, *beside = drawn
+        assert len(beside) == (mode != "1d")
+        assert sum(e.bytes for e in tl.events if not e.is_compute) == pytest.approx(readings["sent (B)"])
+        assert tl.makespan == pytest.approx(readings["block (s)"])
+        assert tl.source == "simulated"

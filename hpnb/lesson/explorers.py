@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from hpnb.lesson.explorer import Explorer, explorer
@@ -10,7 +11,21 @@ from hpnb.lesson.knobs import Challenge, Choice, Slider
 from hpnb.lesson.steps import Backward
 from hpnb.lesson.tables import number
 from hpnb.pipeline_parallel import Costs, schedules
-from hpnb.theory import ALGORITHMS, WIRES, Wire, cheapest, even_buckets, seconds
+from hpnb.record import Event, Timeline
+from hpnb.theory import (
+    ALGORITHMS,
+    WIRES,
+    Block,
+    Collective,
+    Wire,
+    activation_bytes,
+    block_seconds,
+    block_sent,
+    cheapest,
+    even_buckets,
+    grid_sides,
+    seconds,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -195,9 +210,123 @@ def pipeline_bubble() -> Explorer:
         Challenge(
             "4 ranks, at most 12 microbatches, F = I = W, a transfer of 0.1 forwards or more: a bubble under "
             "11 % of ranks × makespan with at most 80 messages and at most 6 microbatches in flight.",
-            lambda read: bool(read["_as_asked"])
-            and read["bubble (%)"] < 11
-            and read["messages"] <= 80
-            and read["microbatches in flight"] <= 6,
+            lambda read: (
+                bool(read["_as_asked"])
+                and read["bubble (%)"] < 11
+                and read["messages"] <= 80
+                and read["microbatches in flight"] <= 6
+            ),
         ),
     )
+
+
+_RATE = 400e12  # FLOP/s of a rank
+_LAYERS = {"qkv": ("qkv",), "projection": ("scores", "weighted values", "projection")}
+_BEFORE = ("all_gather", "broadcast")  # what a product needs; sums follow it
+
+
+def tensor_modes() -> Explorer:
+    """Notebook 03: one block in each mode of tensor parallelism, by ranks, width, tokens and link.
+
+    Every message is in line with the products: nothing is hidden. 400 TFLOP/s a rank, values of 2 bytes.
+    """
+    from hpnb import plot
+
+    def draw(
+        mode: str, ranks: int, hidden: int, sequence: int, batch: int, link: str, fast: bool
+    ) -> tuple[Figure, str, dict[str, Any]]:
+        block = Block(hidden, hidden // 128, sequence, batch)
+        tl, grid = _in_line(block, mode, ranks, WIRES[link])
+        pictures, names = [tl], [f"{mode}, {grid} ranks"]
+        if mode != "1d":
+            pictures.append(_in_line(block, "1d", ranks, WIRES[link])[0])
+            names.append("1d")
+        depth, plain = _depth(mode, ranks), mode.removesuffix("+sp")
+        sent = block_sent(block, plain, ranks, depth, mode != plain)
+        kept = activation_bytes(block, plain, ranks, depth, mode != plain)
+        copies = depth if plain == "2.5d" else 1
+        states = 16.0 * block.parameters * copies / ranks
+        took = block_seconds(block, plain, ranks, WIRES[link], _RATE, depth, mode != plain)
+        figure = plot.timeline(
+            *pictures,
+            names=names,
+            bubble=None,
+            exposed=True,
+            text=not fast,
+            axis_labels={0: "each rank"},
+            title=f"one block of {hidden:,}, {batch} x {sequence:,} tokens, over {ranks} ranks on {link}",
+        )
+        ratio = took.compute / took.communication
+        alt = (
+            f"A block by {mode} over {ranks} ranks on {link}"
+            + (", above the same by 1d" if mode != "1d" else "")
+            + f": computing takes {number(took.compute, 's')}, messages {number(took.communication, 's')}."
+        )
+        readings = {
+            "block (s)": took.total,
+            "computing over sending": ratio,
+            "sent (B)": sent.bytes(),
+            "kept and states (B)": kept + states,
+            "ρ (FLOP/B)": f"{_RATE / WIRES[link].bandwidth:,.0f}",
+            "_as_asked": ranks >= 16 and link == "InfiniBand NDR" and hidden <= 8192,
+        }
+        return figure, alt, readings
+
+    return explorer(
+        draw,
+        {
+            "mode": Choice(("1d", "1d+sp", "2d", "2.5d", "3d"), "2d"),
+            "ranks": Choice((2, 4, 8, 16, 32, 64), 16),
+            "hidden": Choice((1024, 2048, 4096, 8192, 12288, 16384), 8192),
+            "sequence": Choice((256, 1024, 2048, 8192), 2048),
+            "batch": Choice((1, 2, 4, 8, 16, 32, 64), 16),
+            "link": Choice(tuple(WIRES), "NVLink 4"),
+        },
+        Challenge(
+            "16 ranks or more on InfiniBand NDR, a width of 8,192 or less: computing at least 0.4 times as "
+            "long as sending, with at most 2 GB of states and activations of the block on a rank.",
+            lambda read: (
+                bool(read["_as_asked"])
+                and read["computing over sending"] >= 0.4
+                and read["kept and states (B)"] <= 2e9
+            ),
+        ),
+    )
+
+
+def _depth(mode: str, ranks: int) -> int:
+    """Layers of a 2.5D grid: the fewest above one that leave a square."""
+    if mode != "2.5d":
+        return 1
+    return next(
+        (d for d in range(2, ranks) if ranks % d == 0 and math.isqrt(ranks // d) ** 2 == ranks // d), 2
+    )
+
+
+def _in_line(block: Block, mode: str, ranks: int, wire: Wire) -> tuple[Timeline, str]:
+    """(one rank's block, each layer's messages around its product; the sides of the grid)."""
+    plain, depth = mode.removesuffix("+sp"), _depth(mode, ranks)
+    sent = block_sent(block, plain, ranks, depth, mode != plain)
+    flops: dict[str, int] = {m.name: m.flops for m in block.matmuls}
+    events: list[Event] = []
+    clock = 0.0
+
+    def send(found: Iterable[Collective]) -> None:
+        nonlocal clock
+        for each in found:
+            end = clock + each.seconds(wire)
+            events.append(Event(0, -1, each.op, -1, clock, end, "tp", each.bytes))
+            clock = end
+
+    for phase, op, factor in (("forward", "F", 1), ("backward", "B", 2)):
+        order = ("qkv", "projection", "mlp up", "mlp down")
+        for layer in order if phase == "forward" else order[::-1]:
+            own = [c for c in sent.collectives if (c.layer, c.phase) == (layer, phase)]
+            send(c for c in own if c.op in _BEFORE)
+            work = factor * sum(flops[name] for name in _LAYERS.get(layer, (layer,)))
+            events.append(Event(0, -1, op, -1, clock, clock + work / ranks / _RATE))
+            clock = events[-1].end
+            send(c for c in own if c.op not in _BEFORE)
+        rest = [c for c in sent.collectives if c.phase == phase and c.layer in ("norms", "vectors")]
+        send(rest)
+    return Timeline(tuple(events), "simulated"), " x ".join(map(str, grid_sides(plain, ranks, depth)))

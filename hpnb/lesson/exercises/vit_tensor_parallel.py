@@ -1,0 +1,450 @@
+"""Notebook 03: columns and rows, a cliff to read, tokens between them, SUMMA, how many ranks to cut over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import hpnb
+from hpnb import comm
+from hpnb.lesson import tensors
+from hpnb.lesson.checks import Exercise, Finding
+from hpnb.lesson.steps import distance
+from hpnb.lesson.tables import number
+from hpnb.mesh import Axis
+from hpnb.models import ViTSize
+from hpnb.record import Message, Traffic
+from hpnb.tensor_parallel import parallelize
+from hpnb.theory import WIRES, Wire, bytes_sent, exposed_seconds, seconds
+
+_TIMEOUT = 20.0
+_EXACT = 1e-12  # relative norm, float64
+_D = torch.float64
+
+
+class NotThat(Exception):
+    """What a rank returned cannot be the answer. Raised, so that ranks that wait for this one end with it."""
+
+
+def _tensor(value: Any, shape: Sequence[int], axis: Axis) -> torch.Tensor:
+    who = f"rank {axis.rank} of {axis.size} returned"
+    if not isinstance(value, torch.Tensor):
+        raise NotThat(f"{who} a {type(value).__name__}, and a tensor of shape {tuple(shape)} is wanted")
+    if value.shape != torch.Size(shape):
+        raise NotThat(f"{who} a tensor of shape {tuple(value.shape)}, and shape {tuple(shape)} is wanted")
+    return value
+
+
+def _launch(run: Callable[..., Any], *args: Any, ranks: int) -> Any:
+    """What all ranks found, or a Finding with the words of the one that gave up."""
+    try:
+        return hpnb.launch(run, *args, ranks=ranks, device="cpu", timeout=_TIMEOUT)
+    except hpnb.RankError as error:
+        if error.error != NotThat.__name__:
+            raise
+        return Finding(False, error.summary.partition(": ")[2])
+
+
+def _off(apart: float) -> str:
+    return "equal" if apart < _EXACT else f"off by {apart:.1e}"
+
+
+def _worst(distances: Sequence[float]) -> float:
+    """The largest; NaN, which compares with nothing, is worse than any number."""
+    return max(math.inf if math.isnan(apart) else apart for apart in distances)
+
+
+def _random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=_D, generator=torch.Generator().manual_seed(seed))
+
+
+def _calls(messages: Sequence[Message]) -> str:
+    """ "2 all_reduce", "1 all_gather and 1 reduce_scatter", "nothing"."""
+    counts: dict[str, int] = {}
+    for message in messages:
+        counts[message.op] = counts.get(message.op, 0) + 1
+    return " and ".join(f"{count} {op}" for op, count in counts.items()) or "nothing"
+
+
+@dataclass
+class _Ran:
+    """What one rank saw of a forward and a backward; distances to one process."""
+
+    apart: dict[str, float]
+    forward: list[Message]
+    backward: list[Message]
+    flops: float = 0.0
+
+
+def _messages(counted: Traffic) -> list[Message]:
+    return list(counted.messages)
+
+
+def _backward(loss: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> None:
+    if not loss.requires_grad:
+        raise NotThat("what was returned does not depend on the weights, so it has no gradient")
+    loss.backward()
+    for leaf in leaves.values():
+        leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+# --- columns, then rows -----------------------------------------------------------------------------
+
+_ROWS, _WIDTH = 6, 12  # of x
+
+
+def _run_mlp(mlp: Callable[..., Any]) -> _Ran:
+    axis = tensors.tensor_axis()
+    shapes = {"x": (_ROWS, _WIDTH), "A": (_WIDTH, 4 * _WIDTH), "a": (4 * _WIDTH,), "B": (4 * _WIDTH, _WIDTH)}
+    shapes["b"] = (_WIDTH,)
+    whole, mine = ({n: _random(*s, seed=i).requires_grad_() for i, (n, s) in enumerate(shapes.items())}
+                   for _ in range(2))  # fmt: skip
+    weigh = _random(_ROWS, _WIDTH, seed=9)
+    z = F.gelu(whole["x"] @ whole["A"] + whole["a"]) @ whole["B"] + whole["b"]
+    (z * weigh).sum().backward()
+    with hpnb.record.traffic() as there, FlopCounterMode(display=False) as counter:
+        found = _tensor(mlp(*mine.values(), axis), (_ROWS, _WIDTH), axis)
+    with hpnb.record.traffic() as back:
+        _backward((found * weigh).sum(), mine)
+    apart = {"the output": distance([found], [z])}
+    for name, leaf in mine.items():
+        grad = leaf.grad
+        assert grad is not None
+        if name in ("A", "a", "B"):  # each rank has its own part, and zeros elsewhere
+            grad = comm.all_reduce(grad, axis)
+        said = f"the gradient of {name}" + (", parts put together" if name in ("A", "a", "B") else "")
+        other = whole[name].grad
+        assert other is not None
+        apart[said] = distance([grad], [other])
+    products = 2 * _ROWS * _WIDTH * 4 * _WIDTH * 2
+    return _Ran(apart, _messages(there), _messages(back), counter.get_total_flops() / products)
+
+
+def _verify_mlp(mlp: Callable[..., Any]) -> Sequence[Finding]:
+    findings = []
+    for ranks in (2, 3):
+        ran = _launch(_run_mlp, mlp, ranks=ranks)
+        if isinstance(ran, Finding):
+            findings.append(Finding(False, f"{ranks} ranks: {ran.text}"))
+            continue
+        for what in ran[0].apart:
+            apart = _worst([one.apart[what] for one in ran])
+            findings.append(Finding(apart < _EXACT, f"{ranks} ranks: {what}: {_off(apart)}"))
+        wanted = bytes_sent("all_reduce", 8 * _ROWS * _WIDTH, ranks)
+        for way, messages in (("forward", ran[0].forward), ("backward", ran[0].backward)):
+            sent = sum(message.bytes for message in messages)
+            said = (
+                f"{_calls(messages)}, {number(sent, 'B')} a rank; target 1 all_reduce, {number(wanted, 'B')}"
+            )
+            right = [message.op for message in messages] == ["all_reduce"] and sent == wanted
+            findings.append(Finding(right, f"{ranks} ranks, {way}: {said}"))
+        share = max(one.flops for one in ran)
+        said = f"a rank does {share:.2f} of one process's FLOPs, target {1 / ranks:.2f}"
+        findings.append(Finding(share < 1 / ranks + 1e-9, f"{ranks} ranks: {said}"))
+    return findings
+
+
+column_row = Exercise("03.1", "columns, then rows", 20, _verify_mlp)
+
+
+# --- tokens between the matrices --------------------------------------------------------------------
+
+_TOKENS = 12
+
+
+class _Norm:
+    """A layer norm without weights, which notes how many tokens it was given."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.tokens.append(x.size(0))
+        return F.layer_norm(x, x.shape[-1:])
+
+
+def _run_block(block: Callable[..., Any]) -> tuple[_Ran, int]:
+    axis = tensors.tensor_axis()
+    share = _TOKENS // axis.size
+    own = slice(axis.rank * share, (axis.rank + 1) * share)
+    norm, weigh = _Norm(), _random(_TOKENS, _WIDTH, seed=9)
+    shapes = {"g": (_WIDTH,), "A": (_WIDTH, 4 * _WIDTH), "B": (4 * _WIDTH, _WIDTH)}
+    whole, mine = ({n: _random(*s, seed=i).requires_grad_() for i, (n, s) in enumerate(shapes.items())}
+                   for _ in range(2))  # fmt: skip
+    x = _random(_TOKENS, _WIDTH, seed=5).requires_grad_()
+    x_own = x.detach()[own].clone().requires_grad_()
+    z = x + F.gelu((F.layer_norm(x, (_WIDTH,)) * whole["g"]) @ whole["A"]) @ whole["B"]
+    (z * weigh).sum().backward()
+    with hpnb.record.traffic() as there:
+        found = block(x_own, mine["g"], norm, mine["A"], mine["B"], axis)
+        found = _tensor(found, (share, _WIDTH), axis)
+    with hpnb.record.traffic() as back:
+        _backward((found * weigh[own]).sum(), {"x": x_own, **mine})
+    grads = {name: leaf.grad for name, leaf in mine.items()}
+    apart = {"this rank's tokens of the output": distance([found], [z[own]])}
+    assert x.grad is not None
+    assert x_own.grad is not None
+    apart["the gradient of x"] = distance([x_own.grad], [x.grad[own]])
+    for name, other in whole.items():
+        grad = grads[name]
+        assert grad is not None
+        assert other.grad is not None
+        said = f"the gradient of {name}"
+        if name != "g":
+            grad, said = comm.all_reduce(grad, axis), f"{said}, parts put together"
+        apart[said] = distance([grad], [other.grad])
+    return _Ran(apart, _messages(there), _messages(back)), max(norm.tokens, default=0)
+
+
+def _verify_block(block: Callable[..., Any]) -> Sequence[Finding]:
+    findings = []
+    for ranks in (2, 3):
+        ran = _launch(_run_block, block, ranks=ranks)
+        if isinstance(ran, Finding):
+            findings.append(Finding(False, f"{ranks} ranks: {ran.text}"))
+            continue
+        for what in ran[0][0].apart:
+            apart = _worst([one.apart[what] for one, _ in ran])
+            findings.append(Finding(apart < _EXACT, f"{ranks} ranks: {what}: {_off(apart)}"))
+        one, once = ran[0][0], bytes_sent("all_reduce", 8 * _TOKENS * _WIDTH, ranks)
+        vector = bytes_sent("all_reduce", 8 * _WIDTH, ranks)
+        for way, messages, most in (
+            ("forward", one.forward, once),
+            ("backward", one.backward, once + vector),
+        ):
+            sent = sum(message.bytes for message in messages)
+            said = f"{_calls(messages)}, {number(sent, 'B')} a rank, at most {number(most, 'B')}"
+            findings.append(Finding(sent <= most + 1e-6, f"{ranks} ranks, {way}: {said}"))
+        tokens, target = max(tokens for _, tokens in ran), _TOKENS // ranks
+        said = f"the norm saw {tokens} tokens on a rank, target {target} of {_TOKENS}"
+        findings.append(Finding(tokens == target, f"{ranks} ranks: {said}"))
+    return findings
+
+
+sequence = Exercise("03.3", "norms on a share of the tokens", 20, _verify_block)
+
+
+# --- one step of SUMMA ------------------------------------------------------------------------------
+
+_GRID = (6, 4, 10)  # (6, 4) times (4, 10), in 2 x 2 blocks
+
+
+def _run_panel(panel: Callable[..., Any]) -> tuple[list[float], list[list[Message]]]:
+    """On a rank: after each step the distance to the sum so far, and what it sent."""
+    axis = tensors.tensor_axis()
+    down, across = axis.split(2, 2)
+    m, k, n = (size // 2 for size in _GRID)
+    i, j = down.rank, across.rank
+    whole_a, whole_b = _random(2 * m, 2 * k, seed=1), _random(2 * k, 2 * n, seed=2)
+    a = whole_a[i * m : (i + 1) * m, j * k : (j + 1) * k].contiguous()
+    b = whole_b[i * k : (i + 1) * k, j * n : (j + 1) * n].contiguous()
+    c, apart, sent = torch.zeros(m, n, dtype=_D), [], []
+    for t in range(2):
+        with hpnb.record.traffic() as traffic:
+            c = _tensor(panel(c, a.clone(), b.clone(), t, across, down), (m, n), axis)
+        so_far = whole_a[i * m : (i + 1) * m, : (t + 1) * k] @ whole_b[: (t + 1) * k, j * n : (j + 1) * n]
+        apart.append(distance([c], [so_far]))
+        sent.append(_messages(traffic))
+    return apart, sent
+
+
+def _verify_panel(panel: Callable[..., Any]) -> Sequence[Finding]:
+    ran = _launch(_run_panel, panel, ranks=4)
+    if isinstance(ran, Finding):
+        return [ran]
+    findings = []
+    m, k, n = (size // 2 for size in _GRID)
+    wanted = {"across": bytes_sent("broadcast", 8 * m * k, 2), "down": bytes_sent("broadcast", 8 * k * n, 2)}
+    for t in range(2):
+        apart = _worst([each[t] for each, _ in ran])
+        findings.append(
+            Finding(apart < _EXACT, f"after step {t}: the sum of {t + 1} of 2 panels: {_off(apart)}")
+        )
+        for way, name in (("across", "tp.1"), ("down", "tp.0")):
+            along = [[message for message in sent[t] if message.axis == name] for _, sent in ran]
+            most = max(sum(message.bytes for message in each) for each in along)
+            said = f"{_calls(along[0])}, {number(most, 'B')} a rank, target {number(wanted[way], 'B')}"
+            findings.append(Finding(most == wanted[way], f"step {t}, {way}: {said}"))
+    return findings
+
+
+summa = Exercise("03.4", "one step of SUMMA", 15, _verify_panel)
+
+
+# --- a cliff to read --------------------------------------------------------------------------------
+
+FORWARD, BACKWARD, OWN = "forward", "backward", "own"
+_SIZE = ViTSize(hidden=16, layers=3, heads=4, mlp=32, patch=8, image=16)
+
+
+class Mlp(nn.Module):
+    """An MLP by hand on the parts that a rank holds, with something wrong: "bias", "share" or "sum"."""
+
+    def __init__(self, old: Any, axis: Axis, wrong: str) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.axis, self.wrong = old.fc1, old.fc2, axis, wrong
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.wrong != "sum":
+            x = comm.replicate(x, self.axis)
+        y = F.linear(F.gelu(F.linear(x, self.fc1.weight, self.fc1.bias)), self.fc2.weight)
+        if self.wrong == "bias":  # added by every rank
+            return comm.all_reduce(y + self.fc2.bias, self.axis)
+        if self.wrong == "share":  # mends the output, and not the gradient
+            return comm.all_reduce(y + self.fc2.bias / self.axis.size, self.axis)
+        z: torch.Tensor = comm.all_reduce(y, self.axis) + self.fc2.bias
+        return z
+
+
+class SelfAttention(nn.Module):
+    """An attention by hand, on the heads that a rank holds, whose backward lacks its sum."""
+
+    def __init__(self, old: Any, axis: Axis, heads: int) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = old.q_proj, old.k_proj, old.v_proj, old.o_proj
+        self.axis, self.heads = axis, heads
+
+    def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        q, k, v = (
+            F.linear(x, each.weight, each.bias).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for each in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return comm.all_reduce(F.linear(y, self.o_proj.weight), self.axis) + self.o_proj.bias, None
+
+
+_FAULTS = (  # what is wrong, in which layer
+    ("sum", 1),
+    ("share", 2),
+    ("attention", 1),
+    ("bias", 0),
+)
+
+
+def records() -> list[tuple[dict[str, float], tuple[str, str | None], float]]:
+    """On ranks, of each fault: {module: error} from the loss down, what is wrong where, error of the loss."""
+    axis, found = tensors.tensor_axis(), []
+    g = torch.Generator().manual_seed(3)
+    batch = {
+        "pixel_values": torch.randn(4, 3, 16, 16, dtype=_D, generator=g),
+        "labels": torch.arange(4) % 3,
+    }
+    loss, right = tensors.gradients_of_one(_SIZE, batch)
+    for fault, layer in _FAULTS:
+        model: Any = parallelize(tensors.vit64(_SIZE), axis)
+        block, path = model.vit.layers[layer], f"vit.layers.{layer}"
+        if fault == "attention":
+            block.attention = SelfAttention(block.attention, axis, _SIZE.heads // axis.size)
+            truth: tuple[str, str | None] = (BACKWARD, f"{path}.attention")
+        else:
+            block.mlp = Mlp(block.mlp, axis, fault)
+            truth = {
+                "sum": (BACKWARD, f"{path}.mlp"),
+                "share": (OWN, f"{path}.mlp.fc2"),
+                "bias": (FORWARD, None),
+            }[fault]
+        value = model(**batch).loss
+        value.backward()
+        off = abs(float(value.detach()) - loss) / loss
+        found.append((tensors.gradient_errors(model, right), truth, off))
+    return found
+
+
+def _verify_diagnose(diagnose: Callable[[dict[str, float]], Any]) -> Sequence[Finding]:
+    findings = []
+    for count, (errors, truth, off) in enumerate(
+        hpnb.launch(records, ranks=2, device="cpu", timeout=60.0)[0], 1
+    ):
+        answer = diagnose(dict(errors))
+        answer = tuple(answer) if isinstance(answer, list) else answer
+        shown = f"record {count}, loss off by {off:.0e}"
+        findings.append(Finding(answer == truth, f"{shown}: it is {truth}, you say {answer!r}"))
+    return findings
+
+
+cliff = Exercise("03.2", "read a cliff", 15, _verify_diagnose)
+
+
+# --- how many ranks to cut over ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """A transformer that is to be trained on `devices`, t by t of them sharing each matrix.
+
+    Attributes:
+        devices: t times the replicas d.
+        layers, hidden: 12 layers hidden^2 parameters.
+        tokens: of a whole batch; each replica gets its d-th.
+        rate: matmul FLOP/s of a device.
+        wire: between any two of them.
+        cap: bytes that a device may hold of states, 16 a parameter.
+    """
+
+    devices: int
+    layers: int
+    hidden: int
+    tokens: float
+    rate: float
+    wire: Wire
+    cap: float
+
+    @property
+    def parameters(self) -> float:
+        return 12.0 * self.layers * self.hidden**2
+
+
+_BUCKETS = 24
+_SLACK = 1.01
+_JOBS = {
+    "fits, and many tokens": Job(64, 24, 2048, 2e6, 400e12, WIRES["NVLink 4"], 80e9),
+    "does not fit": Job(64, 40, 5120, 2e6, 400e12, WIRES["NVLink 4"], 80e9),
+    "few tokens, a slow wire": Job(64, 24, 8192, 8192, 400e12, WIRES["InfiniBand NDR"], 400e9),
+    "does not fit, a slow wire": Job(32, 32, 4096, 32768, 400e12, WIRES["Ethernet 100 Gb"], 60e9),
+}
+
+
+def holds(job: Job, t: int) -> float:
+    """Bytes of states on a device."""
+    return 16 * job.parameters / t
+
+
+def step_seconds(job: Job, t: int) -> float:
+    """Compute, four all-reduces a layer in line, and of the gradient's what 24 buckets leave exposed."""
+    d = job.devices // t
+    compute = 6 * job.parameters * job.tokens / job.devices / job.rate
+    activation = 2 * job.tokens / d * job.hidden
+    inside = 4 * job.layers * seconds("all_reduce", activation, t, job.wire) if t > 1 else 0.0
+    gradient = 2 * job.parameters / t
+    outside = exposed_seconds(2 / 3 * (compute + inside), gradient, _BUCKETS, d, job.wire) if d > 1 else 0.0
+    return compute + inside + outside
+
+
+def _verify_choose(choose: Callable[[Job], Any]) -> Sequence[Finding]:
+    findings = []
+    for name, job in _JOBS.items():
+        t = choose(job)
+        if isinstance(t, bool) or not isinstance(t, int) or t < 1 or job.devices % t:
+            findings.append(Finding(False, f"{name}: {t!r} does not divide {job.devices} devices"))
+            continue
+        said = f"{name}: t={t}: a device holds {number(holds(job, t), 'B')}, at most {number(job.cap, 'B')}"
+        findings.append(Finding(holds(job, t) <= job.cap, said))
+        if holds(job, t) > job.cap:
+            continue  # it is compared with those that fit
+        able = [n for n in range(1, job.devices + 1) if job.devices % n == 0 and holds(job, n) <= job.cap]
+        over = step_seconds(job, t) / min(step_seconds(job, n) for n in able)
+        said = f"{name}: t={t}: a step of {number(step_seconds(job, t), 's')}, {over:.2f} times the shortest"
+        findings.append(Finding(over <= _SLACK, f"{said} of those that fit"))
+    return findings
+
+
+choose = Exercise("03.5", "how many ranks to cut over", 20, _verify_choose)
+
+__all__ = ["Job", "choose", "cliff", "column_row", "records", "sequence", "summa"]

@@ -4,7 +4,7 @@
     hpnb.launch(lambda: hpnb.rank(), ranks=4)     # a cell is a cluster: [0, 1, 2, 3]
 
 The rooms, from the ground up: ranks, record, mesh, comm, background, placement, precision, gradients,
-theory, plot, data, models, data_parallel, pipeline_parallel, tensor_parallel, lesson, bench.
+theory, plot, data, models, data_parallel, pipeline_parallel, tensor_parallel, hybrid, lesson, bench.
 """
 
 from __future__ import annotations
@@ -31,25 +31,44 @@ if TYPE_CHECKING:
     )
     from hpnb.data_parallel import DataParallel, ZeroOptimizer
     from hpnb.data_parallel.fully_shard import fully_shard
+    from hpnb.hybrid.adam import HybridAdam
+    from hpnb.hybrid.booster import Booster
+    from hpnb.hybrid.coordinator import DistCoordinator
+    from hpnb.hybrid.launch import launch_from_torch
+    from hpnb.hybrid.plugins import HybridParallelPlugin
+    from hpnb.hybrid.presets import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+    from hpnb.hybrid.trainer import Trainer
+    from hpnb.hybrid.warmup import CosineAnnealingWarmupLR, LinearWarmupLR
     from hpnb.pipeline_parallel import Pipeline
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Axis",
+    "Booster",
+    "CosineAnnealingWarmupLR",
     "DataParallel",
+    "DistCoordinator",
+    "GeminiPlugin",
+    "HybridAdam",
+    "HybridParallelPlugin",
     "Layout",
+    "LinearWarmupLR",
+    "LowLevelZeroPlugin",
     "Mesh",
     "Pipeline",
     "RankError",
     "RankInterrupt",
     "Ranks",
+    "TorchDDPPlugin",
+    "Trainer",
     "ZeroOptimizer",
     "comm",
     "data",
     "device",
     "fully_shard",
     "launch",
+    "launch_from_torch",
     "lesson",
     "load_ipython_extension",
     "models",
@@ -81,6 +100,19 @@ _LAZY = frozenset(
 )
 _FROM = dict.fromkeys(("DataParallel", "ZeroOptimizer", "fully_shard"), "hpnb.data_parallel")
 _FROM["Pipeline"] = "hpnb.pipeline_parallel"
+_FROM |= {
+    "Booster": "hpnb.hybrid.booster",
+    "CosineAnnealingWarmupLR": "hpnb.hybrid.warmup",
+    "DistCoordinator": "hpnb.hybrid.coordinator",
+    "GeminiPlugin": "hpnb.hybrid.presets",
+    "HybridAdam": "hpnb.hybrid.adam",
+    "HybridParallelPlugin": "hpnb.hybrid.plugins",
+    "LinearWarmupLR": "hpnb.hybrid.warmup",
+    "LowLevelZeroPlugin": "hpnb.hybrid.presets",
+    "TorchDDPPlugin": "hpnb.hybrid.presets",
+    "Trainer": "hpnb.hybrid.trainer",
+    "launch_from_torch": "hpnb.hybrid.launch",
+}
 
 
 def __getattr__(name: str) -> object:

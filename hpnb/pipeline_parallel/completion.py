@@ -9,8 +9,9 @@ ranks, when these have added up what each of them has.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from hpnb.gradients import GradientSink, attach
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel.schedule import Action
 from hpnb.pipeline_parallel.split_backward import SplitBackward
+
+Gradients = GradientSink | nn.Module | Callable[[nn.Module], Any] | None
 
 
 class Completion:
@@ -40,7 +43,7 @@ class Completion:
         parameters: Mapping[int, Sequence[nn.Parameter]],
         elsewhere: Mapping[nn.Parameter, Axis],
     ) -> None:
-        self.last = {a.stage: a for a in row if a.op in ("W", "B")}
+        self.follow(row)
         self.correction: torch.Tensor | None = None
         self._parameters, self._elsewhere = parameters, elsewhere
         self.every = list({p: None for held in parameters.values() for p in held})
@@ -51,6 +54,10 @@ class Completion:
         self._before: dict[int, torch.Tensor] = {}
         self._empty: list[nn.Parameter] = []
         self._reduces = self._matters = False
+
+    def follow(self, row: Sequence[Action]) -> None:
+        """The actions of the next step, of the same stages."""
+        self.last = {a.stage: a for a in row if a.op in ("W", "B")}
 
     def set_sink(self, sink: GradientSink | None) -> None:
         """Whom to tell."""
@@ -65,13 +72,14 @@ class Completion:
         self._reduces, self.correction = reduce and self.sink is not None, None
         self._matters = self._reduces or corrects or bool(self._elsewhere)  # whether anybody has to be told
         self._open, self._told, self._before = self._homes.copy(), set(), {}
+        if (grows := getattr(self.sink, "grows", None)) is not None:
+            for p in self.every:  # those without a gradient too: what was reduced may have been zeroed since
+                grows(p)
         self._empty = [held for held in self._held.values() if held.grad is None]
         if len(self._empty) == len(self._held):
             return
         for p in self.every:
             held = self._held[id(p)]
-            if held.grad is not None and hasattr(self.sink, "grows"):
-                self.sink.grows(p)  # type: ignore[union-attr]
             # What earlier steps have left is not to be multiplied, nor to be added up over its homes again.
             if held.grad is not None and (corrects or p in self._elsewhere):
                 self._before[id(p)], held.grad = held.grad, None
@@ -176,3 +184,21 @@ class Completion:
         held, before = self._held[id(p)], self._before.pop(id(p), None)
         if before is not None:
             held.grad = before if held.grad is None else held.grad.add_(before)
+
+
+def sink_of(given: Gradients, module: nn.Module) -> GradientSink | None:
+    """Whatever was given as the sink it is, no longer listening to backwards on its own."""
+    found: Any = given
+    known = hasattr(found, "sink") or hasattr(found, "ready") or isinstance(found, nn.Module)
+    if callable(found) and not known:
+        found = found(module)
+    if hasattr(found, "detach"):
+        found.detach()
+    sink: GradientSink | None = getattr(found, "sink", found)
+    if sink is not None and not all(hasattr(sink, name) for name in ("ready", "finish", "drop", "axis")):
+        raise ValueError(
+            f"this {type(found).__name__} does not reduce gradients; pass hpnb.DataParallel(pipe.module, "
+            "mesh.dp), a hpnb.ZeroOptimizer of pipe.parameters(), hpnb.data_parallel.sink(pipe.module) "
+            "where it is fully sharded, or a function that makes one of the module"
+        )
+    return sink

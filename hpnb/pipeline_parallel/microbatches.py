@@ -28,21 +28,29 @@ def split(batch: Any, microbatches: int) -> list[Any]:
     Raises:
         ValueError: fewer samples than microbatches, or tensors that disagree on how many there are.
     """
+    rows = rows_of(batch)
+    if rows < microbatches:
+        raise ValueError(
+            f"a batch of {rows} samples cannot be split into {microbatches} microbatches; "
+            f"use a batch of at least {microbatches}, or a schedule with at most {rows} microbatches"
+        )
+    return deal(batch, microbatches)
+
+
+def deal(batch: Any, microbatches: int, multiple: int = 1) -> list[Any]:
+    """As `split`, but with fewer samples than microbatches the last ones have no rows.
+
+    Args:
+        multiple: of which all have rows but the last that has any, which takes what is left over.
+
+    Raises:
+        ValueError: tensors that disagree on how many samples there are.
+    """
     leaves, form = tree_flatten(batch)
-    rows = {leaf.size(0) for leaf in leaves if _has_rows(leaf)}
-    if not rows:
-        raise ValueError("the batch has no tensor with a first dim to split into microbatches")
-    if len(rows) > 1:
-        raise ValueError(
-            f"the tensors of the batch have {sorted(rows)} rows; each must have as many as there are samples"
-        )
-    (samples,) = rows
-    if samples < microbatches:
-        raise ValueError(
-            f"a batch of {samples} samples cannot be split into {microbatches} microbatches; "
-            f"use a batch of at least {microbatches}, or a schedule with at most {samples} microbatches"
-        )
-    sizes = list(shares(samples, microbatches))
+    rows = rows_of(batch)
+    sizes = [multiple * share for share in shares(rows // multiple, microbatches)]
+    last = max((i for i, size in enumerate(sizes) if size), default=0)
+    sizes[last] += rows % multiple
     cut = [leaf.split(sizes) if _has_rows(leaf) else [leaf] * microbatches for leaf in leaves]
     return [tree_unflatten([parts[i] for parts in cut], form) for i in range(microbatches)]
 
@@ -67,8 +75,25 @@ def _looks(leaf: Any) -> Hashable:
     return leaf if leaf is None or isinstance(leaf, bool) else type(leaf).__name__
 
 
+def rows_of(batch: Any) -> int:
+    """How many rows all tensors of a batch have.
+
+    Raises:
+        ValueError: none has a first dim, or they disagree.
+    """
+    found = {leaf.size(0) for leaf in tree_flatten(batch)[0] if _has_rows(leaf)}
+    if not found:
+        raise ValueError("the batch has no tensor with a first dim to split into microbatches")
+    if len(found) > 1:
+        raise ValueError(
+            f"the tensors of the batch have {sorted(found)} rows; each must have as many as there are samples"
+        )
+    (rows,) = found
+    return int(rows)
+
+
 def samples(inputs: Any) -> int:
-    """The rows of a microbatch."""
+    """The rows of a microbatch: those of its first tensor."""
     return next(int(leaf.size(0)) for leaf in tree_flatten(inputs)[0] if _has_rows(leaf))
 
 

@@ -141,6 +141,8 @@ class PeerQueue:
         found = []
         for (shape, dtype), place in zip(like, _places(like)[0], strict=True):
             key = (slot, shape, dtype, place)
+            if not shape.numel():  # a microbatch may have no rows
+                self._views.setdefault(key, torch.empty(shape, dtype=dtype, device="cuda"))
             if key not in self._views:
                 start = (self._offset + slot * self._capacity + place) // dtype.itemsize
                 self._views[key] = self._memory.get_buffer(self._pair[1], shape, dtype, start)

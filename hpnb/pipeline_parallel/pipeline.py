@@ -17,23 +17,23 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hpnb.background import Background
 from hpnb.gradients import GradientSink, reduced_by
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel import microbatches
-from hpnb.pipeline_parallel.completion import Completion
-from hpnb.pipeline_parallel.executor import Execution, Known, Plan
-from hpnb.pipeline_parallel.layers import Builder, layers
+from hpnb.pipeline_parallel.completion import Completion, Gradients, sink_of
+from hpnb.pipeline_parallel.executor import Execution, Known
+from hpnb.pipeline_parallel.layers import Builder
 from hpnb.pipeline_parallel.loss import Loss, LossFunction
-from hpnb.pipeline_parallel.partition import How, cut
+from hpnb.pipeline_parallel.partition import How
 from hpnb.pipeline_parallel.peer_memory import PeerMemory
+from hpnb.pipeline_parallel.plans import Plans
 from hpnb.pipeline_parallel.result import StepResult
 from hpnb.pipeline_parallel.schedule import Schedule
 from hpnb.pipeline_parallel.split_backward import SplitBackward
-from hpnb.pipeline_parallel.stages import Stages
+from hpnb.pipeline_parallel.stages import Stages, stages_of
 from hpnb.pipeline_parallel.ties import tie
 from hpnb.pipeline_parallel.transfers import queues
 from hpnb.ranks.here import device as this_device
@@ -41,7 +41,7 @@ from hpnb.record.recorder import Recorder, active, recording
 
 FUSED = 1.4e11  # FLOPs: about 0.2 ms of an H200, and more than twice what Python takes for the call
 _CORRECTION = ((torch.Size(), torch.float64),)
-Gradients = GradientSink | nn.Module | Callable[[nn.Module], Any] | None
+Split = Callable[[Any, int], list[Any]]
 
 
 class Pipeline:
@@ -51,12 +51,14 @@ class Pipeline:
         model: an nn.Sequential, a model that `hpnb.models` knows, or a `Builder`; the same on every rank. Its
             layers here move to `hpnb.device()`, with their Parameter objects; the others are left alone, and
             are freed when the caller lets go of the model. What is on the meta device gets zeros, to be
-            filled by `load_full_state_dict`.
+            filled by `load_full_state_dict`. Or `Stages` of the schedule's, such as a `Whole`.
         axis: the pipeline axis, `mesh.pp`; as many ranks as the schedule has.
-        schedule: is checked here.
+        schedule: is checked here. `pipe.schedule` may be set between steps, on every rank: to another of the
+            same name and stages, for another number of microbatches.
         loss_fn: (outputs, inputs) of one microbatch -> (sum, count), or a scalar, which is the mean over
             those targets of the microbatch that are not -100 (over its samples, if it has none). It is called
-            on the rank of the last stage. `inputs` are a microbatch of the batch, as it was given.
+            on the rank of the last stage. `inputs` are a microbatch of the batch, as it was given. It may be
+            set between steps, on every rank.
         gradients: who reduces gradients over the replicas of a data axis: a `DataParallel` of `pipe.module`,
             a `ZeroOptimizer` of its parameters, the `sink` of it if it is fully sharded, or a function that
             makes one of the module. It may be set later, and no longer listens to backwards itself. Buffers
@@ -70,6 +72,9 @@ class Pipeline:
     Attributes:
         module: this rank's layers, as an nn.Module, with the whole model's names.
         stages: the numbers of this rank's stages.
+        split: how a batch becomes microbatches, (batch, number) -> so many; it may be set.
+        per_target: what a loss function that counts for itself counts for each target, as the last step has
+            found, on the rank of the last stage; the next one begins with it. It may be set.
 
     Raises:
         ScheduleError: the schedule cannot be run.
@@ -79,7 +84,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: nn.Module | Builder,
+        model: nn.Module | Builder | Stages,
         axis: Axis,
         schedule: Schedule,
         loss_fn: LossFunction,
@@ -96,10 +101,11 @@ class Pipeline:
                 f"{schedule.name} with {schedule.stages} stages is for {schedule.ranks} ranks, and axis "
                 f"{axis.name} has {axis.size}; make it with stages={axis.size * schedule.chunks}"
             )
-        self.axis, self.schedule, self.loss_fn, self.replicas = axis, schedule, loss_fn, replicas
+        self.axis, self._loss_fn, self.replicas = axis, loss_fn, replicas
+        self.split: Split = microbatches.split
         self._device = this_device()
         self.stages = schedule.stages_of(axis.rank)
-        self.module = _stages(model, axis, schedule, cut, example)
+        self.module = stages_of(model, axis, schedule, cut, example)
         self.causal = bool(getattr(self.module, "causal", False)) if causal is None else causal
         pairs = sorted(schedule.queues)
         self._queues = queues(axis, pairs, self._device)
@@ -107,15 +113,14 @@ class Pipeline:
         fuses = schedule.splits or self._device.type == "cuda"
         self._split = SplitBackward(self.module.modules() if fuses else (), 0.0 if schedule.splits else FUSED)
         self._ties = tie(self.module, axis, schedule.rank_of)
+        self._plans = Plans(schedule, axis.rank)
         self._completion = self._complete()
         self._peers = PeerMemory(axis, pairs, self._device)
         self._known: Known = {}
         self._seen: set[Any] = set()  # signatures of microbatches, of all stages
         self._background = Background(axis, self._device)
-        self._plan = Plan(schedule, axis.rank)
-        self._forwards = Plan(_only_forwards(schedule), axis.rank)
         self._corrects: bool | None = None
-        self._per_target: float | torch.Tensor = 1.0
+        self.per_target: float | torch.Tensor = 1.0
         self._gradients: GradientSink | None = None
         self.gradients = gradients
 
@@ -147,8 +152,8 @@ class Pipeline:
         Raises:
             ValueError: fewer samples than microbatches, or tensors of unequally many rows.
         """
-        plan = self._forwards if forward_only else self._plan
-        inputs = microbatches.split(microbatches.to_device(batch, self._device), self.schedule.microbatches)
+        plan = self._plans.forwards if forward_only else self._plans.train
+        inputs = self.split(microbatches.to_device(batch, self._device), self.schedule.microbatches)
         if not forward_only:
             self._check_sink()
         loss = self._loss(inputs, scale) if self.is_last_stage else None
@@ -187,7 +192,7 @@ class Pipeline:
             raise
         value = loss.mean() if loss is not None else None
         if loss is not None and loss.counted is not None:
-            self._per_target = loss.counted
+            self.per_target = loss.counted
         return StepResult(self.axis, self._share(value), run, plan.schedule, recorder, (since, until))
 
     @property
@@ -203,6 +208,28 @@ class Pipeline:
         self._completion = self._complete()
         self.gradients = None
 
+    # --- what may be another in the next step -------------------------------------------------------------
+
+    @property
+    def schedule(self) -> Schedule:
+        """What the next step follows."""
+        return self._plans.schedule
+
+    @schedule.setter
+    def schedule(self, other: Schedule) -> None:
+        self._plans.follow(other)
+        self._completion.follow(self._plans.train.row)
+
+    @property
+    def loss_fn(self) -> LossFunction:
+        """What the next step calls."""
+        return self._loss_fn
+
+    @loss_fn.setter
+    def loss_fn(self, other: LossFunction) -> None:
+        self._loss_fn = other
+        self._corrects, self.per_target = None, 1.0  # it may count for itself, and something else
+
     # --- the module --------------------------------------------------------------------------------------
 
     @property
@@ -212,7 +239,7 @@ class Pipeline:
 
     @gradients.setter
     def gradients(self, given: Gradients) -> None:
-        self._gradients = _sink(given, self.module)
+        self._gradients = sink_of(given, self.module)
         self._completion.set_sink(self._gradients)
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -237,13 +264,13 @@ class Pipeline:
 
     def _complete(self) -> Completion:
         held = {stage: self.module.trained(stage) for stage in self.stages}
-        return Completion(self.schedule.actions[self.axis.rank], held, self._ties)
+        return Completion(self._plans.train.row, held, self._ties)
 
     def _loss(self, inputs: list[Any], scale: float | torch.Tensor) -> Loss:
         sink = self._gradients
         replicas = self.replicas or (sink.axis if sink is not None else None)
         scale = scale * (sink.axis.size if sink is not None and sink.average else 1)  # the sink divides
-        return Loss(self.loss_fn, inputs, self._device, self.causal, replicas, scale, self._per_target)
+        return Loss(self.loss_fn, inputs, self._device, self.causal, replicas, scale, self.per_target)
 
     def _check_sink(self) -> None:
         """Whoever reduces at the end of every backward would reduce every microbatch's."""
@@ -267,17 +294,6 @@ class Pipeline:
         return read
 
 
-def _stages(model: nn.Module | Builder, axis: Axis, schedule: Schedule, how: How, example: Any) -> Stages:
-    """This rank's stages of `model`."""
-    if example is not None:
-        example = microbatches.split(example, schedule.microbatches)[0]
-    size, group = dist.get_world_size(), dist.group.WORLD
-    assert group is not None
-    everybody = Axis("world", size, dist.get_rank(), group, tuple(range(size)))
-    dealt = cut(layers(model), schedule.stages, how, example, everybody)  # replicas have to cut alike
-    return Stages(dealt, schedule.stages_of(axis.rank), this_device(), axis)
-
-
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """Python looks for garbage after the step: in the middle of it one rank would keep all others waiting."""
@@ -288,26 +304,3 @@ def _no_collection() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-def _only_forwards(schedule: Schedule) -> Schedule:
-    rows = [[action for action in row if action.op == "F"] for row in schedule.actions]
-    return Schedule(rows, f"{schedule.name}, forward only")
-
-
-def _sink(given: Gradients, module: nn.Module) -> GradientSink | None:
-    """Whatever was given as the sink it is, no longer listening to backwards on its own."""
-    found: Any = given
-    known = hasattr(found, "sink") or hasattr(found, "ready") or isinstance(found, nn.Module)
-    if callable(found) and not known:
-        found = found(module)
-    if hasattr(found, "detach"):
-        found.detach()
-    sink: GradientSink | None = getattr(found, "sink", found)
-    if sink is not None and not all(hasattr(sink, name) for name in ("ready", "finish", "drop", "axis")):
-        raise ValueError(
-            f"this {type(found).__name__} does not reduce gradients; pass hpnb.DataParallel(pipe.module, "
-            "mesh.dp), a hpnb.ZeroOptimizer of pipe.parameters(), hpnb.data_parallel.sink(pipe.module) "
-            "where it is fully sharded, or a function that makes one of the module"
-        )
-    return sink

@@ -10,7 +10,7 @@ ranks counts it once. A weight with homes on several stages (a tied embedding) c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,10 @@ from torch.utils._pytree import tree_map
 
 from hpnb import comm, placement
 from hpnb.mesh import Axis
-from hpnb.pipeline_parallel.layers import Inputs, Layer, shared
+from hpnb.pipeline_parallel import microbatches
+from hpnb.pipeline_parallel.layers import Builder, Inputs, Layer, first_input, layers, shared
+from hpnb.pipeline_parallel.partition import How, cut
+from hpnb.pipeline_parallel.schedule import Schedule
 from hpnb.placement import Cut
 from hpnb.ranks.here import device as this_device
 
@@ -90,7 +93,7 @@ class Stages(nn.Module):
             _hang(self, part.name, part.module)
         self.training = any(part.module.training for part in parts)
         if target.type != "meta":
-            self._bring(target)
+            bring(self, target)
         if axis is not None:
             self._place(axis)
 
@@ -115,23 +118,6 @@ class Stages(nn.Module):
         parts = (part for layer in self._layers[stage] for part in layer.parts)
         return list({p: None for part in parts for p in part.module.parameters() if p.requires_grad})
 
-    def _bring(self, device: torch.device) -> None:
-        lost = {name for name, buffer in self.named_buffers() if buffer.is_meta}
-        if lost := lost - self.state_dict().keys():
-            raise ValueError(
-                f"buffer {min(lost)} is on the meta device and in no state dict, so nothing would fill it; "
-                "give it its values before"
-            )
-        for p in self.parameters():
-            if p.is_meta:  # swapped, which keeps the object; .data cannot go from meta to real
-                torch.utils.swap_tensors(p, nn.Parameter(torch.zeros_like(p, device=device), p.requires_grad))
-        filled: dict[torch.Tensor, torch.Tensor] = {}
-        for module in self.modules():
-            for key, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta:
-                    module._buffers[key] = filled.setdefault(buffer, torch.zeros_like(buffer, device=device))
-        self.to(device)
-
     def _place(self, axis: Axis) -> None:
         first = {name: t.names[0] for t in self.tied if t.stages[0] not in self.mine for name in t.names[1:]}
         for name, p in self.named_parameters():
@@ -141,6 +127,102 @@ class Stages(nn.Module):
             if axis.size > 1:
                 cuts.append(Cut(axis.name, 0, ((0, shape[0] if shape else 1),)))
             placement.place(p, replace(where, name=name, cuts=tuple(cuts), tied_to=first.get(name)))
+
+
+class Whole(Stages):
+    """A model as the only stage, so nothing is taken apart: any model will do that takes the batch by name.
+
+    Names, hooks and the forward are the model's own.
+
+    Args:
+        model: on its device already.
+        takes: which entries of a batch that is a mapping its forward is given, (names) -> names; by default
+            all. Of another batch it is given the first entry.
+        causal: whether its targets are its inputs, shifted by one.
+    """
+
+    model: nn.Module
+    takes: Callable[[Collection[str]], Collection[str]]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        takes: Callable[[Collection[str]], Collection[str]] = lambda names: names,
+        causal: bool = False,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.__dict__.update(model=model, takes=takes)  # not a child, whose name would be in front of all
+        for table in ("_parameters", "_buffers", "_modules"):
+            setattr(self, table, getattr(model, table))
+        self.mine, self.tied, self.units, self.causal = (0,), (), [], causal
+        self.training = model.training
+
+    def forward(self, stage: int, hidden: Any, inputs: Inputs) -> Any:
+        if not isinstance(inputs, Mapping):
+            return self.model(first_input(inputs))
+        if names := self.takes(inputs.keys()):
+            return self.model(**{name: inputs[name] for name in names})
+        return self.model(first_input(inputs))
+
+    def trained(self, stage: int) -> list[nn.Parameter]:
+        return [p for p in self.parameters() if p.requires_grad]
+
+    def train(self, mode: bool = True) -> Whole:
+        self.training = mode
+        self.model.train(mode)
+        return self
+
+
+def bring(module: nn.Module, device: torch.device) -> None:
+    """Move `module` to `device`, in place; what is on the meta device gets zeros there, and stays the same
+    Parameter, placed as it was.
+
+    Raises:
+        ValueError: a buffer on the meta device that is in no state dict.
+    """
+    lost = {name for name, buffer in module.named_buffers() if buffer.is_meta}
+    if lost and (lost := lost - module.state_dict().keys()):
+        raise ValueError(
+            f"buffer {min(lost)} is on the meta device and in no state dict, so nothing would fill it; "
+            "give it its values before"
+        )
+    for name, p in module.named_parameters():
+        if p.is_meta:  # swapped, which keeps the object; .data cannot go from meta to real
+            where = placement.of(p, name)
+            torch.utils.swap_tensors(p, nn.Parameter(torch.zeros_like(p, device=device), p.requires_grad))
+            if where.cuts:
+                placement.place(p, where)
+    filled: dict[torch.Tensor, torch.Tensor] = {}
+    for inner in module.modules():
+        for key, buffer in inner._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                inner._buffers[key] = filled.setdefault(buffer, torch.zeros_like(buffer, device=device))
+    module.to(device)
+
+
+def stages_of(
+    model: nn.Module | Builder | Stages, axis: Axis, schedule: Schedule, how: How, example: Inputs = None
+) -> Stages:
+    """This rank's stages of `model`, for `hpnb.Pipeline`; all ranks of the world call it.
+
+    Args:
+        how, example: see `hpnb.pipeline_parallel.cut`; `example` is a whole batch.
+
+    Raises:
+        ValueError: the model cannot be cut so, or is `Stages` that are not those of the schedule.
+    """
+    mine = schedule.stages_of(axis.rank)
+    if isinstance(model, Stages):
+        if model.mine != tuple(sorted(mine)):
+            raise ValueError(f"these are stages {model.mine}, and {schedule.name} gives this rank {mine}")
+        return model
+    if example is not None:
+        example = microbatches.split(example, schedule.microbatches)[0]
+    size, group = dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    everybody = Axis("world", size, dist.get_rank(), group, tuple(range(size)))
+    dealt = cut(layers(model), schedule.stages, how, example, everybody)  # replicas have to cut alike
+    return Stages(dealt, mine, this_device(), axis)
 
 
 def full_state_dict(stages: Stages, axis: Axis | None, axes: Iterable[Axis] = ()) -> dict[str, torch.Tensor]:

@@ -118,7 +118,7 @@ class GroupQueue(Talk):
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         ranks = (self._source, self._destination)
-        for tensor in (t.contiguous() for t in tensors):
+        for tensor in (t.contiguous() for t in tensors if t.numel()):  # a microbatch may have no rows
             if self._stream is None:
                 work = dist.isend(tensor, self._destination, self.group, _DATA)
                 assert work is not None
@@ -135,12 +135,14 @@ class GroupQueue(Talk):
     def post(self, like: Sequence[Shape]) -> Arrival:
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in like]
         if self._stream is None:
-            works = [dist.irecv(tensor, self._source, self.group, _DATA) for tensor in tensors]
+            full = [tensor for tensor in tensors if tensor.numel()]
+            works = [dist.irecv(tensor, self._source, self.group, _DATA) for tensor in full]
             return Arrival(tensors, lambda: [work.wait() for work in works if work is not None])
         self._stream.wait_stream(torch.cuda.current_stream())  # whose memory this was until now
         with torch.cuda.stream(self._stream):
             for tensor in tensors:
-                dist.recv(tensor, self._source, self.group)
+                if tensor.numel():
+                    dist.recv(tensor, self._source, self.group)
             arrived = self._stream.record_event()
         return Arrival(tensors, lambda: torch.cuda.current_stream().wait_event(arrived))
 

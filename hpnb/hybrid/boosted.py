@@ -1,0 +1,297 @@
+"""A model on one rank of dp x pp x tp: what `Booster.boost` returns.
+
+    without a pipeline   outputs = model(**batch); booster.backward(outputs.loss, optimizer)
+    with one             booster.execute_pipeline(data_iter, model, criterion, optimizer)
+                         which also works without, microbatch after microbatch
+
+Both reduce gradients once a step, by the same sink: the hooks of the former are quiet during the latter.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from hpnb import data_parallel
+from hpnb.data_parallel import DataParallel
+from hpnb.hybrid.losses import OwnLoss
+from hpnb.hybrid.outputs import Weigher, with_loss
+from hpnb.hybrid.plugins import HybridParallelPlugin
+from hpnb.mesh import Axis
+from hpnb.pipeline_parallel import Pipeline
+from hpnb.pipeline_parallel.microbatches import TARGETS, deal, rows_of, targets, to_device
+from hpnb.pipeline_parallel.result import StepResult
+from hpnb.pipeline_parallel.stages import Stages, Whole
+from hpnb.ranks.here import device as this_device
+
+Criterion = Callable[[Any, Any], Any]
+
+
+class Boosted(nn.Module):
+    """Wraps this rank's part of a model; its parameters have the whole model's names.
+
+    Args:
+        module: the model, or this rank's `Stages` of it.
+        axes: those along which parameters may be cut: dp, pp, and tensor parallelism's own.
+        pipe: with a pipeline; it is made when it is needed without one.
+        replica: what reduces gradients after a backward, if anything does; not with ZeRO 3, which does it
+            itself.
+        own: the model's own loss, if it need not compute it itself.
+        causal: whether its targets are its inputs, shifted by one.
+        kind, config: of the whole model, for whoever saves it.
+
+    Attributes:
+        last_step: the `StepResult` of the last `execute_pipeline`, with its timeline if it was recorded.
+        stepper: gives what stands behind the optimizer that steps it (`stepping.py`), or None.
+    """
+
+    module: nn.Module
+    _replica: DataParallel | None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plugin: HybridParallelPlugin,
+        axes: Sequence[Axis],
+        *,
+        pipe: Pipeline | None,
+        replica: DataParallel | None,
+        own: OwnLoss | None,
+        causal: bool,
+        kind: type[nn.Module],
+        config: Any,
+    ) -> None:
+        super().__init__()
+        self.__dict__.update(module=module, _replica=replica)  # no children, whose names would be in front
+        for table in ("_parameters", "_buffers", "_modules"):
+            setattr(self, table, getattr(module, table))
+        self.training = module.training
+        self.plugin, self.axes, self.causal = plugin, tuple(axes), causal
+        self.kind, self.whole_config = kind, config
+        self.last_step: StepResult | None = None
+        self._own, self._weigher, self._device = own, Weigher(plugin.mesh.dp), this_device()
+        self._pipe, self._syncs = pipe, True
+        self._criterion: Criterion | None = None
+        self.stepper: Callable[[], Any] = lambda: None
+        self._resumed: torch.Tensor | None = None
+
+    # --- a module ----------------------------------------------------------------------------------------
+
+    def unwrap(self) -> nn.Module:
+        """The model as it was given, cut in place; with a pipeline, this rank's stages of it."""
+        return self.module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if (module := self.__dict__.get("module")) is None:
+                raise
+            return getattr(module, name)
+
+    def train(self, mode: bool = True) -> Boosted:
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """This rank's parts under the whole model's names; `booster.save_model` puts them together."""
+        found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return found
+
+    # --- without a pipeline ------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs. `.loss` is the mean over the targets of all data-parallel ranks, and every
+        tensor has the gradient that this rank owes to it (`outputs.py`). All ranks call it.
+
+        Targets are counted in what it is given: entries of "labels" that are not -100 (a causal model's
+        shifted ones), samples if there are none.
+
+        Raises:
+            RuntimeError: the model is cut into stages.
+            TypeError: outputs in which hpnb finds no tensors.
+        """
+        if isinstance(self.module, Stages):
+            raise RuntimeError(
+                f"this rank has stages {self.module.mine} of the model alone; call "
+                "booster.execute_pipeline(data_iter, model, criterion, optimizer)"
+            )
+        args, kwargs = self._brought(args), self._brought(kwargs)
+        self._send_buffers()
+        label = kwargs.get("labels") if self._own is not None and kwargs.get("return_dict", True) else None
+        with self.plugin.policy.autocast(self._device):
+            runs = self._replica or self.module
+            if label is None or self._own is None:
+                outputs = runs(*args, **kwargs)
+            else:
+                outputs = runs(*args, **{name: v for name, v in kwargs.items() if name != "labels"})
+                outputs = type(outputs)(loss=self._own(outputs, label), **dict(outputs.items()))
+        named = any(name in kwargs for name in TARGETS) or not args
+        return self._weigher(outputs, self._count(kwargs if named else args))
+
+    def weighed_as_sums(self) -> AbstractContextManager[None]:
+        """A backward inside is that of a sum over this rank's targets, divided by the count of all."""
+        return self._weigher.of_a_sum()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate: backwards inside add to this rank's gradients and send nothing."""
+        before, self._syncs = self._syncs, False
+        try:
+            with self._quiet():
+                yield
+        finally:
+            self._syncs = before
+
+    def _quiet(self) -> AbstractContextManager[None]:
+        """Nobody listens to backwards."""
+        replica: DataParallel | None = self._replica
+        if replica is not None:
+            return replica.no_sync()
+        if self.plugin.zero_stage == 3 and self.plugin.pp_size == 1:
+            return data_parallel.no_sync(self.module)
+        return nullcontext()
+
+    # --- a batch in microbatches -------------------------------------------------------------------------
+
+    def run(
+        self,
+        batch: Any,
+        criterion: Criterion | None,
+        *,
+        trains: bool,
+        scale: float = 1.0,
+        keep: bool = False,
+        record: bool = False,
+    ) -> StepResult:
+        """Forward, and backward if it `trains`, of a batch by the plugin's schedule. All ranks call it.
+
+        Args:
+            criterion: (outputs, inputs) of a microbatch -> the mean over its targets, or (sum, count); None
+                is the model's own loss.
+            scale: gradients are those of the loss times this.
+            keep: keep the outputs.
+            record: note when what ran, for `.timeline`.
+        """
+        batch = self._brought(to_device(batch, self._device))
+        pipe = self._pipe or self._make_pipe()
+        pipe.split = partial(deal, multiple=self.plugin.row_shares)
+        pipe.schedule = self.plugin.schedule(self._agreed(self.plugin.microbatches(rows_of(batch))))
+        new, before = criterion or _own_loss, self._criterion
+        if getattr(new, "__code__", new) != getattr(before, "__code__", before):
+            pipe.loss_fn = self._loss  # it may count for itself, where the one before did not
+        self._criterion = new
+        if self._resumed is not None:
+            pipe.per_target, self._resumed = self._resumed, None
+        if trains:
+            self._send_buffers()
+        with self.plugin.policy.autocast(self._device), self._quiet():
+            self.last_step = pipe.step(
+                batch,
+                forward_only=not trains,
+                scale=scale,
+                reduce=self._syncs,
+                return_outputs=keep,
+                record=record,
+            )
+        return self.last_step
+
+    @property
+    def per_target(self) -> float | torch.Tensor:
+        """What a criterion that counts for itself counts for each target, as the last step has found; the
+        next one begins with it. Set it to go on where another run was."""
+        if self._resumed is not None:
+            return self._resumed
+        return 1.0 if self._pipe is None else self._pipe.per_target
+
+    @per_target.setter
+    def per_target(self, value: torch.Tensor) -> None:
+        self._resumed = value.to(self._device)
+
+    def _make_pipe(self) -> Pipeline:
+        """The whole model as the only stage."""
+        module, mesh = self.module, self.plugin.mesh
+        sink = None
+        if self.plugin.zero_stage == 3:
+            sink = data_parallel.sink(module)
+        elif self._replica is not None:
+            sink = self._replica.sink
+        told: Any = None if sink is None else SimpleNamespace(sink=sink)  # which goes on listening by itself
+        stage = Whole(module, _entries(module, self._own), self.causal)
+        pipe = Pipeline(stage, mesh.pp, self.plugin.schedule(1), self._loss, told, replicas=mesh.dp)
+        self._pipe = pipe
+        return pipe
+
+    def _loss(self, outputs: Any, inputs: Any) -> Any:
+        assert self._criterion is not None
+        if self._own is not None and isinstance(inputs, Mapping) and "labels" in inputs:
+            own, labels = self._own, inputs["labels"]
+            outputs = with_loss(outputs, lambda found: own(found, labels))
+        return self._criterion(outputs, inputs)
+
+    def _agreed(self, microbatches: int) -> int:
+        """As many on all replicas where they gather each other's parameters in each of them."""
+        plugin, axis = self.plugin, self.plugin.mesh.dp
+        if plugin.zero_stage < 3 or axis.size == 1 or plugin.num_microbatches is not None:
+            return microbatches
+        most = torch.tensor(microbatches, device=self._device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=axis.group)
+        return int(most)
+
+    # --- batches -----------------------------------------------------------------------------------------
+
+    def _brought(self, batch: Any) -> Any:
+        """On this rank's device, and what is computed with in the dtype of the weights."""
+        dtype = self.plugin.policy.weights
+
+        def cast(x: Any) -> Any:
+            return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+        batch = to_device(batch, self._device)
+        if isinstance(batch, Mapping):
+            return {n: value if n in TARGETS else tree_map(cast, value) for n, value in batch.items()}
+        if isinstance(batch, tuple | list):
+            return tuple(tree_map(cast, value) if i == 0 else value for i, value in enumerate(batch))
+        return cast(batch)
+
+    def _count(self, inputs: Any) -> torch.Tensor:
+        """(), float64: this rank's targets."""
+        count = targets(inputs, self.causal)
+        if isinstance(count, torch.Tensor):
+            return count.to(self._device, torch.float64)
+        return torch.full((), count, dtype=torch.float64, device=self._device)
+
+    @torch.no_grad()
+    def _send_buffers(self) -> None:
+        """Replicas have the first one's statistics."""
+        if self.plugin.broadcast_buffers and self.training and self._syncs:
+            data_parallel.broadcast(list(self.module.buffers()), self.plugin.mesh.dp)
+
+
+def _own_loss(outputs: Any, inputs: Any) -> Any:
+    return outputs.loss
+
+
+def _entries(module: nn.Module, own: OwnLoss | None) -> Callable[[Collection[str]], Collection[str]]:
+    """Which entries of a batch the forward of `module` takes: those that it names, or if it names none, all
+    where it takes any. No targets if the loss is computed outside."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    targets = TARGETS if own is not None else ()
+
+    def takes(names: Collection[str]) -> list[str]:
+        left = [name for name in names if name not in targets]
+        return [name for name in left if name in named] or (left if any_name else [])
+
+    return takes

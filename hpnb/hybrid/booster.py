@@ -1,0 +1,192 @@
+"""Booster: an ordinary training program, on any layout.
+
+    booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(tp_size=2, pp_size=2, num_microbatches=4))
+    model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
+    batches = iter(loader)
+    for _ in range(len(loader)):
+        optimizer.zero_grad()
+        found = booster.execute_pipeline(batches, model, criterion, optimizer)
+        optimizer.step()
+        scheduler.step()
+
+What is computed is what one process computes with the whole batch: loss, gradients, and weights. How the
+parts are put together is in compose.py.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from hpnb import comm
+from hpnb.hybrid.boosted import Boosted
+from hpnb.hybrid.booster_files import BoosterFiles, boosted_model
+from hpnb.hybrid.compose import Model, compose
+from hpnb.hybrid.plugins import HybridParallelPlugin
+from hpnb.hybrid.presets import TorchDDPPlugin
+from hpnb.hybrid.stepping import stepper_of
+
+Criterion = Callable[[Any, Any], Any]
+Boost = tuple[Boosted, Any, Any, Any, Any]
+
+
+class Booster(BoosterFiles):
+    """Parallelises models as `plugin` says, and runs their steps.
+
+    Args:
+        plugin: by default `TorchDDPPlugin()`.
+    """
+
+    def __init__(self, plugin: HybridParallelPlugin | None = None) -> None:
+        self.plugin = TorchDDPPlugin() if plugin is None else plugin
+        super().__init__()
+
+    def boost(
+        self,
+        model: Model,
+        optimizer: Optimizer | None = None,
+        criterion: Criterion | None = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+    ) -> Boost:
+        """Parallelise `model`, in place, and let `optimizer` step what is here. All ranks call it. Gradients
+        from before are dropped.
+
+        Args:
+            model: an nn.Module, the same on all ranks; on the meta device it gets zeros, to be filled by
+                `load_model`. A pipeline needs an nn.Sequential, a model that `hpnb.models` knows, or a
+                `hpnb.pipeline_parallel.Builder`; tensor parallelism one that `hpnb.models` knows.
+            optimizer: of the model's parameters; it is changed in place, and remains of its class.
+                `.last_step` then says what a step did: whether it stepped, and the norm before clipping.
+            criterion: (outputs, inputs) -> a scalar, the mean over this rank's targets, or (sum, count).
+            dataloader: see `plugin.prepare_dataloader`.
+            lr_scheduler: of `optimizer`.
+
+        Returns:
+            The five in that order; what is None stays None.
+
+        Raises:
+            ValueError, TypeError: a model, optimizer or scheduler that does not fit, in one sentence.
+        """
+        if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
+            raise ValueError("lr_scheduler is of another optimizer; make it of the one that is boosted")
+        self._check_dealt(dataloader)
+        example = _example(dataloader) if self.plugin.cut in ("flops", "time") else None
+        boosted = compose(self.plugin, model, optimizer, example)
+        return boosted, optimizer, criterion, dataloader, lr_scheduler
+
+    # --- steps -------------------------------------------------------------------------------------------
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Criterion | None = None,
+        optimizer: Optimizer | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+        *,
+        record: bool = False,
+    ) -> dict[str, Any]:
+        """Forward and backward of the next batch, microbatch by microbatch; also without a pipeline.
+
+        All ranks call it, those of one pipeline and of one tensor-parallel group with the same batch.
+        Gradients are added to what is there; `optimizer.step()` and `zero_grad()` are the caller's.
+
+        Args:
+            data_iter: gives batches: mappings, or tuples, of tensors with a row a sample, on any device.
+            criterion: (outputs, inputs) of a microbatch -> a scalar, the mean over its targets that are not
+                -100 (a causal model's shifted ones; samples if there are none), or (sum, count). None is
+                `outputs.loss`.
+            optimizer: None runs forward alone, for evaluation, without gradients.
+            return_outputs: give the outputs of the whole batch.
+            record: note when each action ran, for `model.last_step.timeline`.
+
+        Returns:
+            {"loss": (), float64, the mean over the targets of all data-parallel ranks, "outputs": ...}; None
+            where it was not asked for, and on ranks that do not have the last stage.
+        """
+        boosted = boosted_model(model)
+        scaler = None if optimizer is None else stepper_of(optimizer).scaler
+        result = boosted.run(
+            next(data_iter),
+            criterion,
+            trains=optimizer is not None,
+            scale=1.0 if scaler is None else scaler.scale,
+            keep=return_outputs,
+            record=record,
+        )
+        loss = result.loss  # all ranks take it, those that do not show it too
+        here = self.plugin.stage_manager.is_last_stage()
+        return {
+            "loss": loss if return_loss and here else None,
+            "outputs": result.outputs if return_outputs else None,
+        }
+
+    def backward(self, loss: torch.Tensor | tuple[torch.Tensor, Any], optimizer: Optimizer) -> None:
+        """Backward of a loss without a pipeline: gradients become those of the mean over all ranks' targets.
+
+        Args:
+            loss: a scalar that is made of the boosted model's outputs: `outputs.loss`, a mean over this
+                rank's targets, and whatever is linear in these, such as a share of one for each of some
+                accumulated batches. (What is made of parameters alone is added once a data-parallel rank.)
+                Or (sum over this rank's targets, count).
+
+        Raises:
+            RuntimeError: the model is cut into stages.
+        """
+        stepper = stepper_of(optimizer)
+        if self.plugin.pp_size > 1:
+            raise RuntimeError(
+                f"with pp_size={self.plugin.pp_size} a backward is part of booster.execute_pipeline"
+            )
+        scale = 1.0 if stepper.scaler is None else stepper.scaler.scale
+        if not isinstance(loss, tuple):
+            (_wide(loss) * scale).backward()
+            return
+        total, count = loss
+        counted = torch.as_tensor(count, dtype=torch.float64).to(total.device)
+        counted = comm.all_reduce(counted.detach(), self.plugin.mesh.dp)
+        with stepper.model.weighed_as_sums():
+            _wide(total).backward((scale / counted.clamp(min=1)).to(_wide(total).dtype))
+
+    def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
+        """Accumulate: backwards and execute_pipeline inside add to this rank's gradients and send nothing."""
+        return boosted_model(model).no_sync()
+
+    # --- inside ------------------------------------------------------------------------------------------
+
+    def _check_dealt(self, dataloader: Any) -> None:
+        """A DataLoader of PyTorch knows of no ranks."""
+        if not isinstance(dataloader, DataLoader) or self.plugin.dp_size == 1:
+            return
+        if isinstance(dataloader.dataset, IterableDataset):
+            return
+        if isinstance(dataloader.sampler, RandomSampler | SequentialSampler):
+            warnings.warn(
+                f"this DataLoader gives each of the {self.plugin.dp_size} data-parallel ranks all samples, "
+                "unless its dataset is dealt out; plugin.prepare_dataloader(dataset, batch_size) does it",
+                stacklevel=3,
+            )
+
+
+def _example(dataloader: Any) -> Any:
+    """A batch to measure layers with."""
+    if dataloader is None:
+        raise ValueError("cut='flops' and 'time' measure layers with a batch: pass dataloader to boost")
+    state = dataloader.state_dict() if hasattr(dataloader, "state_dict") else None
+    batch = next(iter(dataloader))
+    if state is not None:
+        dataloader.load_state_dict(state)
+    return batch
+
+
+def _wide(loss: torch.Tensor) -> torch.Tensor:
+    return loss.to(torch.promote_types(loss.dtype, torch.float32))

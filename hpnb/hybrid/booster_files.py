@@ -1,0 +1,159 @@
+"""The methods of a Booster that write and read files; what these hold is in checkpoint.py.
+
+All ranks call them, between steps, and see the same files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hpnb.hybrid import checkpoint
+from hpnb.hybrid.boosted import Boosted
+from hpnb.hybrid.checkpoint_ranks import Saving
+
+
+class BoosterFiles:
+    """What a Booster saves and loads."""
+
+    def __init__(self) -> None:
+        self._saving: Saving | None = None
+
+    def save_model(
+        self, model: nn.Module, path: str | Path, shard: bool = True, size_per_shard: int | str = "5GB"
+    ) -> None:
+        """Write the whole model as a folder, from any layout; that of a model of transformers is one that
+        from_pretrained opens. Where weights are 16 bits and have float32 masters, these are written.
+
+        No rank has all of it: weights go to the first rank one after the other, and file after file to disk.
+
+        Args:
+            shard: into several files, with an index, where it is larger than
+            size_per_shard: bytes, or text like "500MB".
+
+        Raises:
+            ValueError: `path` is a file, or size_per_shard no size.
+        """
+        self.wait()
+        checkpoint.save_model(boosted_model(model), Path(path), shard, size_per_shard)
+
+    def load_model(self, model: nn.Module, path: str | Path) -> None:
+        """Fill `model`, in any layout, from what `save_model` or save_pretrained wrote, or from a file of
+        weights by name, .safetensors or .bin; each rank reads what it needs.
+
+        Raises:
+            FileNotFoundError, ValueError: there is nothing, or what does not fit; nothing was loaded then.
+        """
+        self.wait()
+        checkpoint.load_model(boosted_model(model), Path(path))
+
+    def save_optimizer(self, optimizer: Optimizer, path: str | Path) -> None:
+        """Write its whole state as a folder, in pieces, by the names of parameters."""
+        self.wait()
+        checkpoint.save_optimizer(optimizer, Path(path))
+
+    def load_optimizer(self, optimizer: Optimizer, path: str | Path) -> None:
+        """Take it, in any layout; load the model before. It may also be a file in which torch.save put the
+        state_dict of a plain optimizer.
+
+        Raises:
+            FileNotFoundError, ValueError: there is nothing, or what does not fit; nothing was loaded then.
+        """
+        self.wait()
+        checkpoint.load_optimizer(optimizer, Path(path))
+
+    def save_lr_scheduler(self, lr_scheduler: Any, path: str | Path) -> None:
+        """Write the state of a scheduler into a file."""
+        checkpoint.save_lr_scheduler(lr_scheduler, Path(path))
+
+    def load_lr_scheduler(self, lr_scheduler: Any, path: str | Path) -> None:
+        """Take it."""
+        checkpoint.load_lr_scheduler(lr_scheduler, Path(path))
+
+    def save(
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+        extra: Any = None,
+        *,
+        background: bool = False,
+        keep: int | None = None,
+        shard: bool = True,
+        size_per_shard: int | str = "5GB",
+    ) -> Saving:
+        """Write all that a run needs to go on as one folder, which appears when it is complete: a save that
+        is killed leaves the one before.
+
+        Args:
+            dataloader: whose place in the data is kept, as `plugin.prepare_dataloader` gives it.
+            extra: what else `load` is to give back: tensors, numbers, texts, lists and dicts of them, such as
+                {"step": 500}; rank 0's is kept.
+            background: copy what the next step would change, and write while training goes on. `wait` before
+                the process group ends; what goes wrong is raised there, or by the next save.
+            keep: leave so many of the folders beside `path` that differ from it in the number at the end of
+                their names.
+            shard, size_per_shard: see `save_model`.
+
+        Returns:
+            What to `wait()` for; without `background` it is done.
+
+        Raises:
+            ValueError: what cannot be saved; `path` is a file.
+        """
+        self.wait()
+        how: dict[str, Any] = {"keep": keep, "shard": shard, "size_per_shard": size_per_shard}
+        parts = boosted_model(model), optimizer, lr_scheduler, dataloader, extra
+        self._saving = checkpoint.save(Path(path), *parts, background=background, **how)
+        return self._saving
+
+    def load(
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+    ) -> Any:
+        """Go on where `save` was, on the same layout bit for bit, or on another one.
+
+        Args:
+            path: what `save` was given, or the folder around such folders: then the newest of them.
+            optimizer, lr_scheduler, dataloader: what is None is left as it is. A loader needs the same global
+                batch.
+
+        Returns:
+            The extra of that save. Random states are set if the layout is the same.
+
+        Raises:
+            FileNotFoundError, ValueError: there is nothing, it is damaged, or does not fit; nothing was
+                loaded then.
+        """
+        self.wait()
+        return checkpoint.load(Path(path), boosted_model(model), optimizer, lr_scheduler, dataloader)
+
+    def wait(self) -> None:
+        """Until a save in the background is on the disk.
+
+        Raises:
+            Exception: what went wrong with it, once.
+        """
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.wait()
+
+
+def boosted_model(model: Any) -> Boosted:
+    """`model` itself.
+
+    Raises:
+        ValueError: it was not boosted.
+    """
+    if not isinstance(model, Boosted):
+        raise ValueError(f"this {type(model).__name__} is not boosted; pass what booster.boost returned")
+    return model

@@ -1,0 +1,231 @@
+"""Tensors and values of all ranks in one checkpoint of torch.distributed.checkpoint, whatever the layout.
+
+    exp_avg/vit.layers.0.mlp.fc1.weight    (64, 16)     rank 0 wrote rows [0, 32), rank 1 rows [32, 64)
+    random/3                               bytes        what rank 3 draws next
+
+A tensor is stored under its whole shape, in the boxes (checkpoint_boxes.py) that the ranks had; who reads
+takes the boxes that it has now out of those. PyTorch's planner sees to it that what several ranks have is
+written by one, and that the boxes fill the tensor.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import warnings
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from hpnb.hybrid.checkpoint_boxes import boxes
+from hpnb.placement import Placement
+
+_SAFE: list[Any] = [
+    Counter,
+    OrderedDict,
+    defaultdict,
+]  # what may be in a value beside tensors, numbers and containers
+
+
+@dataclass
+class Pieces:
+    """What a rank has of a state.
+
+    Attributes:
+        tensors: {key: (its place in the whole, the part)}.
+        values: {key: bytes}, see `packed`. Of what several ranks give under one key, one is written.
+    """
+
+    tensors: dict[str, tuple[Placement, torch.Tensor]] = field(default_factory=dict)
+    values: dict[str, bytes] = field(default_factory=dict)
+
+    def update(self, other: Pieces) -> None:
+        self.tensors.update(other.tensors)
+        self.values.update(other.values)
+
+
+def packed(what: str, value: Any) -> bytes:
+    """`value` as bytes that are safe to load.
+
+    Args:
+        what: how to call it.
+
+    Raises:
+        ValueError: it holds objects of other classes than tensors, numbers, texts and containers of them.
+    """
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    try:
+        unpacked(stream.getvalue())
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        thing = "an object of a class" if named is None else f"a {named[1].rpartition('.')[2]}"
+        raise ValueError(
+            f"{what} holds {thing}, which is not safe to load from a file; put tensors, numbers, texts, and "
+            "lists and dicts of them there"
+        ) from error
+    return stream.getvalue()
+
+
+def unpacked(value: bytes) -> Any:
+    """What was packed, with tensors on the CPU."""
+    with torch.serialization.safe_globals(_SAFE):
+        return torch.load(io.BytesIO(value), map_location="cpu", weights_only=True)
+
+
+def write(pieces: Pieces, folder: Path, group: dist.ProcessGroup) -> None:
+    """Write what all ranks have into `folder`; all of them call it."""
+    save({}, storage_writer=FileSystemWriter(folder), planner=_Writes(pieces), process_group=group)
+
+
+class Stored:
+    """What is in such a folder.
+
+    Attributes:
+        shapes: {key of a tensor: its whole shape}.
+        dtypes: of them.
+        values: keys of values.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+
+    def __init__(self, folder: Path, written_by: str) -> None:
+        self._folder = folder
+        try:
+            self._metadata = FileSystemReader(folder).read_metadata()
+        except Exception as error:  # a pickle of another version of PyTorch may fail in any way
+            raise ValueError(
+                f"{folder} cannot be read by PyTorch {torch.__version__} ({_first_line(error)}); it was "
+                f"written by {written_by}"
+            ) from error
+        every = self._metadata.state_dict_metadata
+        tensors = {key: told for key, told in every.items() if isinstance(told, TensorStorageMetadata)}
+        self.shapes = {key: tuple(told.size) for key, told in tensors.items()}
+        self.dtypes = {key: told.properties.dtype for key, told in tensors.items()}
+        self.values = [key for key in every if key not in tensors]
+
+    def read(
+        self,
+        tensors: Mapping[str, tuple[Placement, torch.Tensor]],
+        values: Iterable[str],
+        group: dist.ProcessGroup,
+    ) -> dict[str, Any]:
+        """Fill the tensors, each the part of the whole that its placement says, and give values by key. All
+        ranks call it, each for what it needs."""
+        planner = _Reads(tensors, values)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            reader = FileSystemReader(self._folder)
+            load({}, storage_reader=reader, planner=planner, process_group=group)
+        return planner.found
+
+
+class _Writes(DefaultSavePlanner):
+    def __init__(self, pieces: Pieces) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._values = pieces.values
+        self._boxes: dict[MetadataIndex, torch.Tensor] = {}
+        self._items = [WriteItem(MetadataIndex(k), WriteItemType.BYTE_IO) for k in pieces.values]
+        for key, (where, tensor) in pieces.tensors.items():
+            for start, view in boxes(where, tensor.detach()):
+                index = MetadataIndex(key, start)
+                chunk = ChunkStorageMetadata(torch.Size(start), view.shape)
+                told = TensorWriteData(chunk, TensorProperties(view.dtype), torch.Size(where.shape))
+                self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=told))
+                self._boxes[index] = view
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(list(self._items))
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(self._values[write_item.index.fqn])
+        return self._boxes[write_item.index]
+
+
+class _Reads(DefaultLoadPlanner):
+    def __init__(self, tensors: Mapping[str, tuple[Placement, torch.Tensor]], values: Iterable[str]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._tensors, self._values = tensors, list(values)
+        self._boxes: dict[MetadataIndex, torch.Tensor] = {}
+        self.found: dict[str, Any] = {}
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        none = torch.Size([0])
+        items = [
+            ReadItem(LoadItemType.BYTE_IO, MetadataIndex(key), none, MetadataIndex(key), none, none)
+            for key in self._values
+        ]
+        for key, (where, tensor) in self._tensors.items():
+            stored = self.metadata.state_dict_metadata[key]
+            assert isinstance(stored, TensorStorageMetadata)
+            for start, view in boxes(where, tensor):
+                self._boxes[MetadataIndex(key, start)] = view
+                items += _overlaps(key, start, view.shape, stored.chunks)
+        return LoadPlan(items)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        view = self._boxes[read_item.dest_index]
+        for dim, (start, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            view = view.narrow(dim, start, size)
+        return view
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.found[read_item.dest_index.fqn] = unpacked(value.getvalue())
+
+
+def _overlaps(
+    key: str, start: tuple[int, ...], sizes: torch.Size, chunks: Iterable[ChunkStorageMetadata]
+) -> list[ReadItem]:
+    """What to read of each stored box for one of ours."""
+    found = []
+    for chunk in chunks:
+        low = [max(a, b) for a, b in zip(start, chunk.offsets, strict=True)]
+        high = [
+            min(a + n, b + m)
+            for a, n, b, m in zip(start, sizes, chunk.offsets, chunk.sizes, strict=True)
+        ]  # fmt: skip
+        if all(a < b for a, b in zip(low, high, strict=True)):
+            found.append(
+                ReadItem(
+                    LoadItemType.TENSOR,
+                    MetadataIndex(key, start),
+                    torch.Size(a - b for a, b in zip(low, start, strict=True)),
+                    MetadataIndex(key, chunk.offsets),
+                    torch.Size(a - b for a, b in zip(low, chunk.offsets, strict=True)),
+                    torch.Size(b - a for a, b in zip(low, high, strict=True)),
+                )
+            )
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: " + str(error).strip().partition("\n")[0]

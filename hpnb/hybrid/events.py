@@ -1,0 +1,89 @@
+"""What a Trainer tells its hooks, and when.
+
+    before_fit
+      before_epoch
+        before_step
+          around_step: on_outputs, on_loss        for every microbatch, where the outputs are
+        after_step                                the optimizer has stepped
+        ...
+        before_evaluate, on_outputs, on_loss ..., after_evaluate
+      after_epoch                                 trainer.history[-1] is of this epoch
+    after_fit
+
+Hooks are called in the order of their priority, equals as they were given, on every rank: one that talks to
+other ranks may do so in every event but on_outputs and on_loss, which only the ranks of the last stage get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from hpnb.ranks.here import device
+
+if TYPE_CHECKING:
+    from hpnb.hybrid.trainer import Trainer
+
+
+class Hook:
+    """Override what you want to hear of. `trainer.step` counts the optimizer steps that are done."""
+
+    priority: ClassVar[int] = 50  # the lower, the earlier
+
+    def before_fit(self, trainer: Trainer) -> None: ...
+    def after_fit(self, trainer: Trainer) -> None: ...
+    def before_epoch(self, trainer: Trainer) -> None: ...
+    def after_epoch(self, trainer: Trainer) -> None: ...
+    def before_step(self, trainer: Trainer) -> None: ...
+    def after_step(self, trainer: Trainer) -> None: ...
+    def before_evaluate(self, trainer: Trainer) -> None: ...
+    def after_evaluate(self, trainer: Trainer) -> None: ...
+
+    @contextmanager
+    def around_step(self, trainer: Trainer) -> Iterator[None]:
+        """Forward, backward and optimizer happen inside."""
+        yield
+
+    def on_outputs(self, trainer: Trainer, outputs: Any, inputs: Any) -> None:
+        """Of one microbatch, in training and evaluation; without gradients."""
+
+    def on_loss(self, trainer: Trainer, total: torch.Tensor, count: torch.Tensor) -> None:
+        """The sum of the losses of one microbatch, and of how many targets; both (), float64."""
+
+
+class Metric(Hook):
+    """Sums of a rank, and what they say once those of all ranks are added up.
+
+    A mean of the ranks' means, or of the batches', would be wrong where they are ragged; so numerators and
+    denominators travel apart, and are divided at the end. Only ranks whose outputs count are summed: those of
+    the last stage, of each tensor-parallel group the first.
+
+    Args:
+        name: of the number in the history; evaluated, it is called "eval_" and this.
+
+    Attributes:
+        totals: (size,), float64, of this rank.
+    """
+
+    priority = 10
+    size: ClassVar[int] = 2
+    counts: ClassVar[bool] = True  # False for clocks: neither evaluated, nor kept over a resume
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.totals = torch.zeros(self.size, dtype=torch.float64)
+
+    def reset(self) -> None:
+        """Something new is measured: an epoch, or an evaluation."""
+        self.totals = torch.zeros(self.size, dtype=torch.float64, device=device())
+
+    def sums(self) -> torch.Tensor:
+        """(size,), float64: what this rank adds. Asked at the end, on every rank."""
+        return self.totals
+
+    def value(self, sums: list[float]) -> float | None:
+        """What the sums over all ranks say; None if that is nothing."""
+        return sums[0] / sums[1] if sums[1] else None

@@ -1,0 +1,183 @@
+"""Hooks for a Trainer: the learning rate, a record of the epochs, checkpoints.
+
+    from hpnb.hybrid import hooks
+    trainer = hpnb.Trainer(booster, model, optimizer, criterion, lr_scheduler, hooks=[
+        hooks.AccuracyHook(), hooks.ThroughputHook(), hooks.MetricsByEpochHook("run.json"),
+        hooks.CheckpointHook("checkpoints", every=500, best="eval_accuracy"),
+    ])
+
+What measures is in metrics.py, what records steps in recording.py; what all of them are told is in events.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from hpnb.hybrid import resuming
+from hpnb.hybrid.events import Hook, Metric
+from hpnb.hybrid.metrics import AccuracyHook, F1Hook, LossHook, ThroughputHook
+from hpnb.hybrid.recording import MemoryHook, TimelineHook
+
+if TYPE_CHECKING:
+    from hpnb.hybrid.trainer import Trainer
+
+
+class LRSchedulerHook(Hook):
+    """Steps the learning rate. A Trainer that is given an lr_scheduler has one, by step.
+
+    A step that was skipped for an overflow counts: the schedule ends when the fit does.
+
+    Args:
+        by: "step" of the optimizer, or "epoch"; a schedule made for epochs falls too fast by steps.
+    """
+
+    priority = 20
+
+    def __init__(self, scheduler: Any, by: Literal["step", "epoch"] = "step") -> None:
+        if by not in ("step", "epoch"):
+            raise ValueError(f"by={by!r} is no time to step; use 'step' or 'epoch'")
+        self.scheduler, self.by = scheduler, by
+
+    def after_step(self, trainer: Trainer) -> None:
+        if self.by == "step":
+            self.scheduler.step()
+
+    def after_epoch(self, trainer: Trainer) -> None:
+        if self.by == "epoch":
+            self.scheduler.step()
+
+
+class MetricsByEpochHook(Hook):
+    """Prints a line an epoch, where the progress bar is, and keeps all of them in a file.
+
+    Args:
+        path: a JSON file: a list with a dict an epoch.
+        show: print the line.
+
+    Attributes:
+        history: the same list, on every rank.
+    """
+
+    priority = 90
+
+    def __init__(self, path: str | Path | None = None, show: bool = True) -> None:
+        self.path, self.show = None if path is None else Path(path), show
+        self.history: list[dict[str, Any]] = []
+
+    def after_epoch(self, trainer: Trainer) -> None:
+        self.history = trainer.history
+        if not trainer.place.shows:
+            return
+        if self.show:
+            told = "  ".join(f"{name} {_told(value)}" for name, value in self.history[-1].items())
+            print(told, flush=True)
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part = self.path.with_name(self.path.name + ".part")
+            part.write_text(json.dumps(self.history, indent=1, default=float), encoding="utf-8")
+            os.replace(part, self.path)
+
+    def table(self) -> str:
+        """The history in columns; a dash where an epoch has no such figure."""
+        names = list(dict.fromkeys(name for row in self.history for name in row))
+        rows = [names, *([_told(row.get(name)) for name in names] for row in self.history)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(names))]
+        lines = (
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+        )
+        return "\n".join(lines)
+
+
+class CheckpointHook(Hook):
+    """Saves everything that `trainer.resume` needs, by booster.save.
+
+    A folder appears when it is complete, and older ones go after that: a run that is killed while it saves
+    goes on from the one before.
+
+    Args:
+        path: holds "step-00000500" and so on, and "best-..."; every rank must see it.
+        every: steps between two; None saves after each epoch.
+        best: a name in the history, such as "eval_loss": the epoch with the best is kept as well.
+        mode: whether the "min" or the "max" is best; by default the least of what ends in "loss".
+        keep: so many of the newest stay.
+        background: write while training goes on; the fit ends when all is written.
+    """
+
+    priority = 100
+
+    def __init__(
+        self,
+        path: str | Path,
+        every: int | None = None,
+        best: str | None = None,
+        mode: Literal["min", "max"] | None = None,
+        keep: int = 2,
+        background: bool = False,
+    ) -> None:
+        if every is not None and every < 1:
+            raise ValueError(f"every={every} steps is not possible; use 1 or more, or None for each epoch")
+        if keep < 1:
+            raise ValueError(f"keep={keep} would keep no checkpoint; use 1 or more")
+        self.path, self.every, self.best, self.keep = Path(path), every, best, keep
+        self.background = background
+        self._sign = 1 if (mode or ("min" if (best or "").endswith("loss") else "max")) == "min" else -1
+
+    def before_fit(self, trainer: Trainer) -> None:
+        later = [
+            folder.name for folder in resuming.saved(self.path) if resuming.step_of(folder) > trainer.step
+        ]
+        if later:
+            raise ValueError(
+                f"{self.path} has {later[-1]} already, and this run is at step {trainer.step}: resume from "
+                "it, or save to another folder"
+            )
+
+    def after_step(self, trainer: Trainer) -> None:
+        if self.every is not None and trainer.step % self.every == 0:
+            self._save(trainer, "step")
+
+    def after_epoch(self, trainer: Trainer) -> None:
+        if self.every is None:
+            self._save(trainer, "step")
+        if self.best is not None and self._is_best(trainer, self.best):
+            self._save(trainer, "best", keep=1)
+
+    def after_fit(self, trainer: Trainer) -> None:
+        trainer.booster.wait()
+
+    def _is_best(self, trainer: Trainer, name: str) -> bool:
+        row = trainer.history[-1]
+        if row.get(name) is None and not (name.startswith("eval_") and trainer.evaluates):
+            raise ValueError(f"there is no {name!r} to be best in; this epoch has {', '.join(row)}")
+        found = [self._sign * r[name] for r in trainer.history if r.get(name) is not None]
+        found = [value for value in found if not math.isnan(value)]
+        return row.get(name) is not None and self._sign * row[name] <= min(found, default=-math.inf)
+
+    def _save(self, trainer: Trainer, kind: str, keep: int | None = None) -> None:
+        folder = self.path / f"{kind}-{trainer.step:08}"
+        resuming.save(trainer, folder, keep or self.keep, self.background)
+
+
+def _told(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+__all__ = [
+    "AccuracyHook",
+    "CheckpointHook",
+    "F1Hook",
+    "Hook",
+    "LRSchedulerHook",
+    "LossHook",
+    "MemoryHook",
+    "Metric",
+    "MetricsByEpochHook",
+    "ThroughputHook",
+    "TimelineHook",
+]

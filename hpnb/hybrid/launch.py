@@ -1,0 +1,176 @@
+"""Many machines, one program: `torchrun` runs a copy of it for every rank, and each copy calls this first.
+
+    torchrun --standalone --nproc_per_node 4 train.py                                       # one machine
+    torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint first:29500 train.py
+
+A copy learns from its environment who it is: RANK of WORLD_SIZE over all machines, LOCAL_RANK of
+LOCAL_WORLD_SIZE on its own, and MASTER_ADDR and MASTER_PORT, where all of them meet.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import random
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from hpnb.ranks import DeviceChoice, choose_device
+from hpnb.ranks.here import here
+
+WHO = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+WHERE = ("MASTER_ADDR", "MASTER_PORT")
+_SEEDS = 2**32  # numpy takes no more
+
+
+def launch_from_torch(config: Any = None, backend: str | None = None, seed: int = 1024) -> None:
+    """Join the ranks that torchrun has started; then hpnb.rank(), world_size() and device() are right.
+
+    Where every rank of a machine can have a GPU it gets the one of its LOCAL_RANK, over NCCL; otherwise all
+    ranks compute on the CPU, over gloo. A program that was started without torchrun is one rank alone. A rank
+    that is in a group already, because of hpnb.launch or an earlier call, is only seeded anew.
+
+    Args:
+        config: of the old tutorials; may be left out, None or empty.
+        backend: "nccl" insists on GPUs, "gloo" on the CPU.
+        seed: of python, numpy and torch, alike on all ranks, so that they build the same model. What is to
+            differ from rank to rank (dropout) is seeded again by `Booster.boost`.
+
+    Raises:
+        ValueError: config asks for something, too few GPUs for NCCL, another backend than ranks have already,
+            or a seed outside 0 to 2**32 - 1.
+        RuntimeError: the environment has some of the variables above, and lacks others; or machines disagree.
+    """
+    if config:
+        raise ValueError(_instead(config))
+    if not 0 <= seed < _SEEDS:
+        raise ValueError(f"seed={seed} must be from 0 to {_SEEDS - 1}, which is what numpy takes")
+    if backend not in (None, "nccl", "gloo"):
+        raise ValueError(f"backend={backend!r} is not known; use 'nccl', 'gloo', or None for what fits")
+    if not dist.is_initialized():
+        _join(backend)
+    elif here.device is None:  # by somebody else's init_process_group
+        here.device = _device("cuda" if "nccl" in _backends() else "cpu")
+    if backend is not None and backend not in _backends():
+        raise ValueError(
+            f"backend={backend!r}, but the ranks are joined already over {_backends()}; leave it out"
+        )
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _join(backend: str | None) -> None:
+    told = {name: os.environ[name] for name in (*WHO, *WHERE) if name in os.environ}
+    if told.keys().isdisjoint(WHO):
+        rank, world, locals_ = 0, 1, 1
+        store: Store = HashStore()
+    else:
+        if missing := [name for name in (*WHO, *WHERE) if name not in told]:
+            raise RuntimeError(
+                f"the environment has {', '.join(told)} and lacks {', '.join(missing)}; start the program "
+                "with torchrun, which sets all of them, or with none of them set as one rank alone"
+            )
+        rank, world = int(told["RANK"]), int(told["WORLD_SIZE"])
+        locals_ = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    choice = _choose(backend, locals_)
+    if world > 1 or told.keys() >= set(WHO):
+        store, rank, world = next(rendezvous("env://", rank, world))
+        _agree(store, rank, choice)
+    if world == locals_:  # ranks of one machine meet on its loopback, whatever its host name resolves to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    # Streams that share a hardware queue wait for each other: let each have its own.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    device = _device(choice.device)
+    gpu = device if device.type == "cuda" else None
+    dist.init_process_group(choice.backend, store=store, rank=rank, world_size=world, device_id=gpu)
+    here.device = device
+    atexit.register(_leave)
+
+
+def _choose(backend: str | None, ranks: int) -> DeviceChoice:
+    gpus = torch.cuda.device_count()
+    if backend == "nccl" and gpus < ranks:
+        fits = f"--nproc_per_node {gpus}, or " if gpus else ""
+        raise ValueError(
+            f"backend='nccl' needs {ranks} GPUs for the {ranks} ranks of this machine, which has {gpus}; use "
+            f"{fits}backend='gloo'"
+        )
+    choice = choose_device("cpu" if backend == "gloo" or gpus < ranks else "cuda", ranks)
+    if backend is None and 0 < gpus < ranks and os.environ.get("LOCAL_RANK") == "0":
+        print(f"hpnb: {ranks} ranks here and {gpus} GPUs, so all of them compute on the CPU", file=sys.stderr)
+    return choice
+
+
+def _agree(store: Store, rank: int, choice: DeviceChoice) -> None:
+    """Ranks that join over different backends would wait for each other without end."""
+    if rank == 0:
+        store.set("hpnb/device", choice.device)
+    first = store.get("hpnb/device").decode()
+    if first != choice.device:
+        raise RuntimeError(
+            f"rank 0 computes on {first}, and rank {rank} has to on {choice.device}, for its machine has "
+            f"{torch.cuda.device_count()} GPUs for {choice.ranks} ranks; backend='gloo' would work on both"
+        )
+
+
+def _device(kind: str) -> torch.device:
+    if kind != "cuda":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _backends() -> str:
+    return str(dist.get_backend_config())
+
+
+def _leave() -> None:
+    """At the end of the program. After an error others may be waiting for this rank: then do not wait too."""
+    if dist.is_initialized() and here.device is not None and here.device.type == "cuda":
+        failed = getattr(sys, "last_value", None) is not None
+        if not failed:
+            dist.destroy_process_group()
+
+
+# --- the old tutorials' configuration -------------------------------------------------------------------
+
+
+def _instead(config: Any) -> str:
+    """One sentence: how to say here what `config` says."""
+    if not isinstance(config, dict):
+        return f"config={config!r} is not read: pass what it says to HybridParallelPlugin, and leave it out"
+    known: dict[str, str] = {}
+    parallel = config.get("parallel")
+    if isinstance(parallel, dict):
+        for name, value in parallel.items():
+            known.update(_sizes(str(name), value))
+    for old, new in (("NUM_MICRO_BATCHES", "num_microbatches"), ("NUM_CHUNKS", "num_model_chunks"),
+                     ("clip_grad_norm", "max_norm")):  # fmt: skip
+        if old in config:
+            known[new] = repr(config[old])
+    if "fp16" in config:
+        known["precision"] = "'fp16'"
+    plugin = ", ".join(f"{name}={value}" for name, value in known.items()) or "..."
+    return (
+        f"config with {', '.join(map(str, config))} is not read: say it by HybridParallelPlugin({plugin}), "
+        "prepare_dataloader(batch_size=...) and Trainer(accumulation=...), and leave config out"
+    )
+
+
+def _sizes(axis: str, value: Any) -> dict[str, str]:
+    """The entry of `parallel` for one axis, a size or a dict with size and mode, for the plugin."""
+    name = {"pipeline": "pp_size", "tensor": "tp_size"}.get(axis)
+    if name is None:
+        return {}  # the data axis is what is left of the ranks
+    if not isinstance(value, dict):
+        return {name: repr(value)}
+    found = {name: repr(value["size"])} if "size" in value else {}
+    return {**found, "tp_mode": repr(value["mode"])} if value.get("mode") else found

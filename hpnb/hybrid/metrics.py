@@ -1,0 +1,195 @@
+"""What is measured of a training: loss, accuracy, F1, and how fast it goes.
+
+    loss       sum of losses / number of targets
+    accuracy   right / number of targets
+    F1         2 tp / (2 tp + fp + fn)
+    speed      samples / mean seconds of the ranks
+
+each over all ranks, microbatches and batches of an epoch: exact where they are ragged (see `Metric`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+
+from hpnb.hybrid.events import Metric
+from hpnb.pipeline_parallel.microbatches import IGNORED, TARGETS, samples
+from hpnb.ranks.here import device
+
+if TYPE_CHECKING:
+    from hpnb.hybrid.trainer import Trainer
+
+
+class LossHook(Metric):
+    """The mean loss per target. A Trainer has one anyway; give it one to read its curve.
+
+    Attributes:
+        curve: the loss of every step, over all ranks; complete after each epoch, on every rank.
+    """
+
+    def __init__(self, name: str = "loss") -> None:
+        super().__init__(name)
+        self.curve: list[float] = []
+        self._step = self.totals
+        self._steps: list[torch.Tensor] = []  # of the epoch
+
+    def before_epoch(self, trainer: Trainer) -> None:
+        self._steps = []
+
+    @contextmanager
+    def around_step(self, trainer: Trainer) -> Iterator[None]:
+        self._step = torch.zeros(2, dtype=torch.float64, device=device())
+        yield
+        self._steps.append(self._step)
+
+    def on_loss(self, trainer: Trainer, total: torch.Tensor, count: torch.Tensor) -> None:
+        both = torch.stack([total, count])
+        self.totals, self._step = self.totals + both, self._step + both
+
+    def after_epoch(self, trainer: Trainer) -> None:
+        if self._steps:
+            sums = trainer.place.add_up(torch.stack(self._steps))  # (steps, 2)
+            self.curve += [total / count if count else math.nan for total, count in sums.tolist()]
+
+
+class AccuracyHook(Metric):
+    """The share of targets that have the largest logit. Targets of -100 do not count.
+
+    In a causal language model a position is held to the next one. Of soft labels (mixup) the largest is
+    right.
+    """
+
+    def __init__(self, name: str = "accuracy") -> None:
+        super().__init__(name)
+
+    def on_outputs(self, trainer: Trainer, outputs: Any, inputs: Any) -> None:
+        found, wanted = predictions(outputs, inputs, trainer.causal)
+        counts = wanted.ne(IGNORED)
+        right = (found.eq(wanted) & counts).sum()
+        self.totals = self.totals + torch.stack([right, counts.sum()])
+
+
+class F1Hook(Metric):
+    """F1 of one class against the others, as MRPC is judged by.
+
+    Args:
+        positive: the class.
+    """
+
+    size: ClassVar[int] = 3
+
+    def __init__(self, positive: int = 1, name: str = "f1") -> None:
+        super().__init__(name)
+        self.positive = positive
+
+    def on_outputs(self, trainer: Trainer, outputs: Any, inputs: Any) -> None:
+        found, wanted = predictions(outputs, inputs, trainer.causal)
+        counts = wanted.ne(IGNORED)
+        says, isso = found.eq(self.positive) & counts, wanted.eq(self.positive)
+        both = (says & isso).sum()
+        self.totals = self.totals + torch.stack([both, says.sum() - both, isso.sum() - both])
+
+    def value(self, sums: list[float]) -> float | None:
+        both, wrong, missed = sums
+        return 2 * both / (2 * both + wrong + missed) if both + wrong + missed else None
+
+
+class ThroughputHook(Metric):
+    """Samples, or tokens, that all ranks together train on in a second; what is padding is no token.
+
+    From the first step after the warm-up to the end of the epoch, loading of data and hooks included and
+    evaluations not. An epoch that is all warm-up has no figure: compilation, first collectives and the
+    allocator would make it one of something else.
+
+    Args:
+        unit: "samples" or "tokens".
+        warmup: so many steps of each fit are not measured.
+    """
+
+    size: ClassVar[int] = 3
+    counts = False
+
+    def __init__(self, unit: Literal["samples", "tokens"] = "samples", warmup: int = 3) -> None:
+        if unit not in ("samples", "tokens"):
+            raise ValueError(f"unit={unit!r} is not counted; use 'samples' or 'tokens'")
+        if warmup < 0:
+            raise ValueError(f"warmup={warmup} steps is negative; use 0 or more")
+        super().__init__(f"{unit}_per_second")
+        self.unit, self.warmup = unit, warmup
+        self._left = warmup
+        self._began: float | None = None
+        self._amount = 0
+
+    def before_fit(self, trainer: Trainer) -> None:
+        self._left = self.warmup
+
+    def before_epoch(self, trainer: Trainer) -> None:
+        self._amount, self._began = 0, None if self._left else _now()
+
+    def after_step(self, trainer: Trainer) -> None:
+        if self._began is not None:
+            self._amount += sum(map(self._in, trainer.batches))
+            return
+        self._left -= 1
+        if self._left == 0:
+            self._began = _now()
+
+    def sums(self) -> torch.Tensor:
+        seconds = 0.0 if self._began is None or not self._amount else _now() - self._began
+        return torch.tensor([self._amount, seconds, 1.0], dtype=torch.float64, device=device())
+
+    def value(self, sums: list[float]) -> float | None:
+        amount, seconds, ranks = sums
+        return amount / (seconds / ranks) if seconds else None
+
+    def _in(self, batch: Any) -> int:
+        if self.unit == "samples":
+            return samples(batch)
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        if mask is not None:
+            return int(mask.sum())
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if ids is None:
+            raise ValueError("unit='tokens' needs batches with input_ids; use unit='samples'")
+        return int(ids.numel())
+
+
+def predictions(outputs: Any, inputs: Any, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the class with the largest logit, the target), whole numbers of the same shape.
+
+    Raises:
+        ValueError: outputs without logits, or a batch without targets.
+    """
+    logits = outputs
+    if not isinstance(outputs, torch.Tensor):
+        logits = outputs["logits"] if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    wanted = inputs[-1] if isinstance(inputs, tuple | list) and len(inputs) > 1 else None
+    if isinstance(inputs, Mapping):
+        wanted = next((inputs[name] for name in TARGETS if name in inputs), None)
+    if logits is None or wanted is None:
+        lacks = f"{type(outputs).__name__} has no logits" if logits is None else "the batch has no labels"
+        raise ValueError(f"{lacks}: accuracy and F1 compare the two")
+    if wanted.is_floating_point():
+        wanted = wanted.argmax(-1)
+    found = logits.argmax(-1)
+    if causal and wanted.dim() > 1:
+        found, wanted = found[:, :-1], wanted[:, 1:]
+    if found.shape != wanted.shape:
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} do not fit targets of shape {tuple(wanted.shape)}: they "
+            "need one more dim, the classes"
+        )
+    return found, wanted
+
+
+def _now() -> float:
+    """Seconds, once the device has done what it was given."""
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,100 @@
+"""Hooks that record some steps of a training: who holds memory, and what runs when.
+
+    memory = hooks.MemoryHook(steps=[1])                  memory.profiles[1]: a MemoryProfile
+    timeline = hooks.TimelineHook(every=100)              timeline.timelines[99]: a Timeline
+
+Recording costs time, memory most of all, so only the steps that were asked for are recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from hpnb import record
+from hpnb.hybrid.events import Hook
+from hpnb.hybrid.watched import pipelines
+from hpnb.pipeline_parallel.executor import contended
+from hpnb.ranks.here import rank
+
+if TYPE_CHECKING:
+    from hpnb.hybrid.trainer import Trainer
+
+
+class MemoryHook(Hook):
+    """Records who holds memory during some steps, which it slows down.
+
+    Args:
+        steps: which; the first is 0, and has no optimizer state before it.
+
+    Attributes:
+        profiles: {step: MemoryProfile} of this rank.
+        peaks: bytes at the highest peak of each rank, after an epoch; the largest is in the history.
+    """
+
+    def __init__(self, steps: Sequence[int] = (1,)) -> None:
+        self.steps = frozenset(steps)
+        self.profiles: dict[int, record.MemoryProfile] = {}
+        self.peaks: list[int] = []
+
+    @contextmanager
+    def around_step(self, trainer: Trainer) -> Iterator[None]:
+        step = trainer.step
+        if step not in self.steps:
+            yield
+            return
+        with record.memory(trainer.model, trainer.optimizer) as recorder:
+            yield
+        self.profiles[step] = recorder.profile()
+
+    def after_epoch(self, trainer: Trainer) -> None:
+        if self.profiles:
+            self.peaks = [0] * dist.get_world_size()
+            dist.all_gather_object(self.peaks, max(p.peak for p in self.profiles.values()))
+            trainer.history[-1]["peak_bytes"] = max(self.peaks)
+
+
+class TimelineHook(Hook):
+    """Records what every rank did, and when, in every n-th step.
+
+    On a CPU with fewer cores than ranks clocks would show who got a core: there a pipeline's last batch is
+    replayed from the CPU time of its actions, and ranks are places in this rank's pipeline.
+
+    Args:
+        every: n; the steps before the n-th warm up.
+        path: a folder for traces that Perfetto opens.
+
+    Attributes:
+        timelines: {step: Timeline} of all ranks, on every rank; the first step is 0.
+    """
+
+    def __init__(self, every: int, path: str | Path | None = None) -> None:
+        if every < 1:
+            raise ValueError(f"every={every} steps is not possible; use 1 or more")
+        self.every, self.path = every, None if path is None else Path(path)
+        self.timelines: dict[int, record.Timeline] = {}
+
+    @contextmanager
+    def around_step(self, trainer: Trainer) -> Iterator[None]:
+        step = trainer.step
+        if (step + 1) % self.every:
+            yield
+            return
+        with record.timeline() as recorder:
+            trainer.records = True
+            try:
+                yield
+            finally:
+                trainer.records = False
+        if contended() and pipelines(trainer, trainer.batches[-1]):
+            found = trainer.model.last_step.timeline
+        else:
+            found = recorder.gather().shifted()
+        self.timelines[step] = found
+        if self.path is not None and rank() == 0:
+            self.path.mkdir(parents=True, exist_ok=True)
+            found.to_chrome_trace(self.path / f"step-{step:08}.json")

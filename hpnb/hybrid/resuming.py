@@ -1,0 +1,96 @@
+"""A run on disk: everything that is needed to go on as if it had never ended.
+
+    step-00000500/      booster.save: weights, optimizer, learning rates, random states, and as its extra
+                        step and epoch, place in the data, history, sums of this epoch's metrics
+
+The folder appears when all of it is there. A run goes on bit for bit on the layout that saved it; on another
+one sums have another order, and dropout draws other numbers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpnb.hybrid import atomic
+from hpnb.hybrid.checkpoint_state import random_state, set_random_state
+
+if TYPE_CHECKING:
+    from hpnb.hybrid.trainer import Trainer
+
+
+def save(trainer: Trainer, folder: Path, keep: int | None = None, background: bool = False) -> None:
+    """Write a checkpoint; `folder` appears when it is complete. Every rank calls it.
+
+    Args:
+        keep: so many of the newest folders of its kind stay.
+        background: write while training goes on.
+    """
+    trainer.booster.save(
+        folder, trainer.model, trainer.optimizer, trainer.lr_scheduler, extra=_state(trainer), keep=keep,
+        background=background,
+    )  # fmt: skip
+
+
+def _state(trainer: Trainer) -> dict[str, Any]:
+    """What the booster does not know of, the same on every rank."""
+    loader = trainer.loader
+    return {
+        "step": trainer.step,
+        "epoch": trainer.epoch,
+        "done": trainer.done,
+        "lr": trainer.lr,
+        "history": trainer.history,
+        "sums": trainer.sums([metric for metric in trainer.metrics if metric.counts]),
+        "loader": loader.state_dict() if hasattr(loader, "state_dict") else None,
+    }
+
+
+def load(trainer: Trainer, folder: Path) -> None:
+    """Take weights, optimizer and learning rates; `take_up` takes the rest. Every rank calls it."""
+    state = trainer.booster.load(folder, trainer.model, trainer.optimizer, trainer.lr_scheduler)
+    trainer.step, trainer.epoch, trainer.lr = state["step"], state["epoch"], state["lr"]
+    trainer.history[:] = state["history"]
+    # Set by the load if the layout is the same; what is drawn until the fit begins does not matter.
+    trainer.resumed = {**state, "random": random_state()}
+
+
+def take_up(trainer: Trainer) -> None:
+    """At the start of a fit: go to where the run was when it was saved, if it was resumed.
+
+    Raises:
+        ValueError: the loader cannot go there.
+    """
+    state, trainer.resumed = trainer.resumed, None
+    trainer.done, trainer.carried = 0, {}
+    if state is None:
+        return
+    if trainer.history and trainer.history[-1]["epoch"] == trainer.epoch + 1:
+        trainer.epoch += 1  # it was saved at the end of an epoch
+    elif state["done"]:
+        if state["loader"] is None or not hasattr(trainer.loader, "load_state_dict"):
+            raise ValueError(
+                f"the run was saved after {state['done']} steps of epoch {trainer.epoch + 1}, and a "
+                f"{type(trainer.loader).__name__} cannot go on from there; use plugin.prepare_dataloader"
+            )
+        trainer.loader.load_state_dict(state["loader"])
+        trainer.done = state["done"]
+        names = {metric.name for metric in trainer.metrics}
+        trainer.carried = {name: sums for name, sums in state["sums"].items() if name in names}
+    set_random_state(state["random"])
+
+
+def saved(path: Path, kind: str = "step") -> list[Path]:
+    """The complete checkpoints in `path`, oldest first."""
+    return sorted(folder for folder in atomic.complete_in(path) if folder.name.startswith(f"{kind}-"))
+
+
+def find(path: Path) -> Path | None:
+    """`path` itself if it is a checkpoint, else the newest in it."""
+    if atomic.is_complete(atomic.standing(path)):
+        return path
+    return next(iter(reversed(saved(path))), None)
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])

@@ -1,0 +1,250 @@
+"""Trainer: epochs of steps, on any layout, and hooks that are told of them (events.py).
+
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    trainer = hpnb.Trainer(booster, model, optimizer, criterion, lr_scheduler, hooks=[hooks.AccuracyHook()])
+    history = trainer.fit(train_loader, epochs=3, evaluate=test_loader)       # a dict an epoch
+    trainer.evaluate(test_loader)                                             # {"loss": ..., "accuracy": ...}
+
+A step takes `accumulation` batches, and its loss is the mean over all their targets (`watched.weights`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hpnb.hybrid import resuming
+from hpnb.hybrid.events import Hook, Metric
+from hpnb.hybrid.hooks import LRSchedulerHook
+from hpnb.hybrid.metrics import LossHook
+from hpnb.hybrid.progress import Progress, wanted
+from hpnb.hybrid.watched import Criterion, Place, Watched, is_causal, pipelines, set_epoch, span, weights
+from hpnb.pipeline_parallel.microbatches import to_device
+from hpnb.ranks.here import device
+
+Row = dict[str, Any]
+
+
+class Trainer:
+    """Trains what `booster.boost` gave.
+
+    Args:
+        booster, model, optimizer, lr_scheduler: as they came out of boost.
+        criterion: (outputs, inputs) -> the mean over the targets, or (sum, count); None is outputs.loss.
+        hooks: see events.py. A LossHook, and an LRSchedulerHook by step, are there anyway.
+        accumulation: batches a step.
+        causal: whether the target of a position is the next one; by default as the model says.
+        display_progress: a bar for each epoch; by default unless the environment has CI.
+
+    Attributes:
+        step, epoch: optimizer steps done, and the epoch that runs, from 0; there will be `epochs`.
+        history: a dict an epoch: epoch (from 1), step, lr, what metrics and evaluations say, and seconds.
+        loss: of the last step, as the booster says it; None on ranks where it is not.
+        batches: of the last step, as the loader gave them.
+        place: which rank this is.
+
+    Raises:
+        ValueError: a model that was not boosted, accumulation below 1, or two metrics of one name.
+    """
+
+    def __init__(
+        self,
+        booster: Any,
+        model: nn.Module,
+        optimizer: Optimizer,
+        criterion: Criterion | None = None,
+        lr_scheduler: Any = None,
+        hooks: Sequence[Hook] = (),
+        *,
+        accumulation: int = 1,
+        causal: bool | None = None,
+        display_progress: bool | None = None,
+    ) -> None:
+        if not hasattr(model, "unwrap"):
+            raise ValueError(f"this {type(model).__name__} is not boosted; pass what booster.boost returned")
+        if accumulation < 1:
+            raise ValueError(f"accumulation={accumulation} batches make no step; use 1 or more")
+        self.booster, self.optimizer = booster, optimizer
+        self.model: Any = model
+        self.place = Place.of(booster.plugin)
+        self._bar = wanted(self.place.shows, display_progress)
+        self.accumulation, self.causal = accumulation, is_causal(model) if causal is None else causal
+        own: list[Hook] = [] if any(isinstance(h, LossHook) for h in hooks) else [LossHook()]
+        theirs = [h.scheduler for h in hooks if isinstance(h, LRSchedulerHook)]
+        if lr_scheduler is not None and not theirs:
+            own.append(LRSchedulerHook(lr_scheduler))
+        self.lr_scheduler = theirs[0] if theirs else lr_scheduler
+        self.hooks = sorted([*own, *hooks], key=lambda hook: hook.priority)
+        self.metrics = [hook for hook in self.hooks if isinstance(hook, Metric)]
+        names = [metric.name for metric in self.metrics]
+        if len(set(names)) < len(names):
+            raise ValueError(f"metrics {', '.join(names)}: two have one name; give one of them name=...")
+        self._criterion = Watched(criterion, self)
+        self.step = self.epoch = self.epochs = 0
+        self.loss: Any = None
+        self.history: list[Row] = []
+        self.batches: list[Any] = []
+        self.evaluates = self.records = False  # whether this fit does, and whether this step is recorded
+        self.lr = float(optimizer.param_groups[0]["lr"])
+        self.loader: Any = None
+        self.done = 0
+        self.carried: dict[str, list[float]] = {}  # sums of this epoch from before a resume
+        self.resumed: Row | None = None  # the state that fit has to take up
+
+    # --- training ------------------------------------------------------------------------------------
+
+    def fit(
+        self, train_loader: Any, epochs: int, *, evaluate: Any = None, evaluate_every: int = 1
+    ) -> list[Row]:
+        """Train until `epochs` epochs are done, those before a resume included. Returns the history.
+
+        Args:
+            train_loader: what `plugin.prepare_dataloader` gives; as many batches on every rank.
+            evaluate: a loader to evaluate on after every `evaluate_every` epochs and after the last; its
+                figures get "eval_" in front of their names.
+
+        Raises:
+            ValueError: numbers below 1; a loader that cannot take up where a resumed run was.
+        """
+        if min(epochs, evaluate_every) < 1:
+            raise ValueError(f"epochs={epochs}, evaluate_every={evaluate_every}: both must be 1 or more")
+        self.epochs, self.loader, self.evaluates = epochs, train_loader, evaluate is not None
+        resuming.take_up(self)
+        self._tell("before_fit")
+        while self.epoch < epochs:
+            began = time.perf_counter()
+            row = self._train_epoch()
+            if evaluate is not None and ((self.epoch + 1) % evaluate_every == 0 or self.epoch + 1 == epochs):
+                row.update({f"eval_{name}": value for name, value in self.evaluate(evaluate).items()})
+            self.history.append({**row, "seconds": time.perf_counter() - began})
+            self._tell("after_epoch")
+            self.epoch, self.done = self.epoch + 1, 0
+        self._tell("after_fit")
+        return self.history
+
+    def _train_epoch(self) -> Row:
+        set_epoch(self.loader, self.epoch)
+        self.model.train()
+        for metric in self.metrics:
+            metric.reset()
+        self._tell("before_epoch")
+        batches = iter(self.loader)
+        steps = math.ceil(len(self.loader) / self.accumulation)
+        with Progress(self, steps, self.done, self._bar) as bar:
+            while group := list(islice(batches, self.accumulation)):
+                self._step(group)
+                bar.update()
+        values = self._values(self.metrics)
+        self.carried = {}
+        return {"epoch": self.epoch + 1, "step": self.step, "lr": self.lr, **values}
+
+    def _step(self, batches: list[Any]) -> None:
+        self.batches = batches
+        self._tell("before_step")
+        with ExitStack() as around:
+            for hook in self.hooks:
+                around.enter_context(hook.around_step(self))
+            self.optimizer.zero_grad()
+            losses = []
+            shares = weights(batches, self.causal, self.booster.plugin.dp_group)
+            for i, batch in enumerate(batches):
+                later, self._criterion.weight = i + 1 < len(batches), shares[i]
+                with self.booster.no_sync(self.model, self.optimizer) if later else nullcontext():
+                    losses.append(self._forward_backward(batch, i))
+            self.lr = float(self.optimizer.param_groups[0]["lr"])
+            with span("compute"):
+                self.optimizer.step()
+        self.loss = None if losses[0] is None else sum(losses[1:], losses[0])
+        self.step, self.done = self.step + 1, self.done + 1
+        self._tell("after_step")
+
+    def _forward_backward(self, batch: Any, number: int) -> Any:
+        """Gradients of one batch are added. Returns its loss times its weight, where it is."""
+        if pipelines(self, batch):
+            how = self.model, self._criterion, self.optimizer
+            return self.booster.execute_pipeline(iter([batch]), *how, record=self.records)["loss"]
+        batch = to_device(batch, device())
+        with span("F", number):
+            loss = self._criterion(self.model(**batch), batch)
+        with span("B", number):
+            self.booster.backward(loss, self.optimizer)
+        return loss[0].detach() / loss[1] if isinstance(loss, tuple) else loss.detach()
+
+    # --- evaluation ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, loader: Any) -> Row:
+        """What the metrics say of all batches of `loader`, over all ranks; every rank calls it.
+
+        It may be called in the middle of an epoch too: all is as before afterwards.
+        """
+        metrics = [metric for metric in self.metrics if metric.counts]
+        before = [metric.totals for metric in metrics], self.carried, self.model.training
+        self._criterion.weight, self.carried = None, {}
+        self._tell("before_evaluate")
+        for metric in metrics:
+            metric.reset()
+        self.model.eval()
+        try:
+            for batch in loader:
+                self._look_at(batch)
+            values = self._values(metrics)
+        finally:
+            totals, self.carried, training = before
+            self.model.train(training)
+            for metric, own in zip(metrics, totals, strict=True):
+                metric.totals = own
+        self._tell("after_evaluate")
+        return values
+
+    def _look_at(self, batch: Any) -> None:
+        if pipelines(self, batch):
+            self.booster.execute_pipeline(iter([batch]), self.model, self._criterion)
+        else:
+            batch = to_device(batch, device())
+            self._criterion(self.model(**batch), batch)
+
+    # --- hooks, and going on -------------------------------------------------------------------------
+
+    def _tell(self, event: str) -> None:
+        for hook in self.hooks:
+            getattr(hook, event)(self)
+
+    def sums(self, metrics: Sequence[Metric]) -> dict[str, list[float]]:
+        """The sums of each over all ranks, those from before a resume included. Waits for the device."""
+        local = torch.cat([metric.sums() for metric in metrics])
+        numbers = self.place.add_up(local).split([metric.size for metric in metrics])
+        found = {metric.name: part.tolist() for metric, part in zip(metrics, numbers, strict=True)}
+        for name, earlier in self.carried.items():
+            found[name] = [a + b for a, b in zip(found[name], earlier, strict=True)]
+        return found
+
+    def _values(self, metrics: Sequence[Metric]) -> Row:
+        sums = self.sums(metrics)
+        return {metric.name: metric.value(sums[metric.name]) for metric in metrics}
+
+    def resume(self, path: str | Path, missing_ok: bool = False) -> bool:
+        """Take up a run that a CheckpointHook has saved; `fit` then goes on, in the middle of an epoch too.
+
+        Args:
+            path: a checkpoint, or the folder of them, of which it takes the newest.
+            missing_ok: do nothing, and return False, if there is none.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        found = resuming.find(Path(path))
+        if found is None and not missing_ok:
+            raise FileNotFoundError(f"{path} has no checkpoint, which is a folder step-... that is complete")
+        if found is not None:
+            resuming.load(self, found)
+        return found is not None

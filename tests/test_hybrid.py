@@ -1,0 +1,1055 @@
+"""A Booster on any layout computes what one process computes; and all that stands around a step."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hybrid_cases import (
+    CLASSES,
+    Case,
+    Found,
+    batch,
+    build,
+    distance,
+    mean,
+    mine,
+    off,
+    sample,
+    train,
+    weights,
+)
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hpnb
+from hpnb import HybridParallelPlugin
+from hpnb.hybrid import (
+    REFUSED,
+    GeminiPlugin,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+    outputs,
+    stepping,
+)
+from hpnb.pipeline_parallel import Builder, Pipeline, schedules
+from hpnb.pipeline_parallel.microbatches import deal
+from hpnb.pipeline_parallel.stages import Whole
+
+D = torch.float64
+EXACT = {"SGD": 1e-11, "AdamW": 1e-6}  # Adam magnifies rounding where a gradient is near its epsilon
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, hpnb.Ranks]]:
+    made: dict[int, hpnb.Ranks] = {}
+    yield made
+    for pool in made.values():
+        pool.close()
+
+
+def on(pools: dict[int, hpnb.Ranks], ranks: int) -> hpnb.Ranks:
+    """A pool of so many ranks; a new one if the last was lost."""
+    if ranks not in pools:
+        pools[ranks] = hpnb.Ranks(ranks, device="cpu", timeout=120)
+    return pools[ranks]
+
+
+# --- everything with everything ----------------------------------------------------------------------------
+
+# Not left to chance: each schedule beside a data axis, each ZeRO stage beside a pipeline and tensor
+# parallelism, all three axes, a grid.
+CHOSEN = [
+    Case("gpt2", dp=2, pp=2, style="1f1b", microbatches=3, zero=1, rows=7),
+    Case("gpt2", dp=2, pp=2, style="zb-v", microbatches=3, zero=3, rows=7, loss="pair", clip=0.5),
+    Case("gpt2", dp=2, pp=2, style="zb-h2", microbatches=4, zero=2, accumulate=2, loss="mean"),
+    Case("vit", dp=2, pp=2, style="dualpipe-v", microbatches=4, zero=0, rows=5, again="full"),
+    Case("gpt2", dp=2, tp=2, sequence=True, zero=3, direct=True, loss="mean", accumulate=2, again="full"),
+    Case("gpt2", pp=2, tp=2, sequence=True, style="interleaved", chunks=2, microbatches=3, loss="pair"),
+    Case("gpt2", dp=4, zero=2, direct=True, rows=2, loss="own"),  # two ranks without samples
+    Case("gpt2", tp=4, tp_mode="2d", microbatches=3, loss="mean", again="attention"),
+    Case("vit", tp=4, tp_mode="2d", zero=1, direct=True, optimizer="AdamW"),
+    Case("gpt2 classifies", pp=4, style="zb-h1", microbatch_size=2, rows=7, clip=0.5, optimizer="AdamW"),
+]  # fmt: skip
+SAMPLE = list(dict.fromkeys([*CHOSEN, *sample(seed=11, count=56)]))
+
+
+def name(case: Case) -> str:
+    plain = Case()
+    return " ".join(
+        f"{key}={value}" for key, value in vars(case).items() if value != getattr(plain, key)
+    ).replace("kind=", "")
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=name)
+def test_is_one_process(pools: dict[int, hpnb.Ranks], case: Case) -> None:
+    try:
+        found = on(pools, case.ranks).run(train, case)
+    except hpnb.RankError:
+        pools.pop(case.ranks).close()
+        raise
+    assert off(case, found) < EXACT[case.optimizer]
+
+
+def test_the_sample_has_everything() -> None:
+    """What the title of the matrix promises, whatever the seed."""
+    assert len(SAMPLE) >= 60
+    promised: dict[str, list[Any]] = {
+        "style": list(schedules.NAMES), "zero": [0, 1, 2, 3], "loss": ["own", "mean", "pair"],
+        "sequence": [True], "tp_mode": ["1d", "2d"], "again": ["full", "attention"],
+        "kind": ["vit", "gpt2", "gpt2 classifies"], "direct": [True, False],
+    }  # fmt: skip
+    for key, values in promised.items():
+        assert {getattr(case, key) for case in SAMPLE} >= set(values), key
+    assert {case.style for case in SAMPLE if case.pp > 1} == set(schedules.NAMES)
+    for axes in (("dp", "pp"), ("dp", "tp"), ("pp", "tp")):
+        assert any(all(getattr(case, axis) > 1 for axis in axes) for case in SAMPLE), axes
+
+
+KNOBS: list[tuple[Case, dict[str, Any]]] = [
+    (Case("vit", dp=2, direct=True, accumulate=2), {"static_graph": True, "check_reduction": True}),
+    (Case("vit", dp=2, direct=True), {"gradient_as_bucket_view": True, "overlap_communication": False}),
+    (Case("gpt2", dp=2, microbatches=2, accumulate=2), {"gradient_as_bucket_view": True}),
+    (Case("gpt2", dp=2, pp=2, microbatches=2, accumulate=2), {"gradient_as_bucket_view": True}),
+    (Case("gpt2", dp=2, pp=2, microbatches=2), {"static_graph": True, "find_unused_parameters": True}),
+    (Case("vit", dp=2, zero=1, direct=True), {"cpu_offload": True, "communication_dtype": D}),
+    (Case("gpt2", dp=2, zero=2, microbatches=3), {"cpu_offload": True, "overlap_communication": False}),
+    (Case("vit", dp=2, zero=3, microbatches=2), {"cpu_offload": True, "overlap_communication": False}),
+    (Case("gpt2", dp=2, pp=2, zero=1, microbatches=2), {"find_unused_parameters": True, "cpu_offload": True}),
+    (Case("gpt2", pp=2, microbatches=2), {"cut": "parameters", "enable_all_optimization": True}),
+    (Case("vit", pp=2, microbatches=2), {"cut": [3, 1], "enable_flash_attention": True}),
+    (Case("vit", tp=2), {"enable_jit_fused": False, "enable_fused_normalization": True,
+                         "enable_sequence_overlap": True}),
+    (Case("vit", dp=2), {"enable_jit_fused": True, "broadcast_buffers": False}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "knobs"), KNOBS, ids=[str(knobs) for _, knobs in KNOBS])
+def test_knobs_change_nothing_but_the_way(
+    pools: dict[int, hpnb.Ranks], case: Case, knobs: dict[str, Any]
+) -> None:
+    assert off(case, on(pools, case.ranks).run(train, case, knobs)) < EXACT[case.optimizer]
+
+
+def sweep(cases: list[Case], device: str = "cpu") -> None:
+    pools: dict[int, hpnb.Ranks] = {}
+    for case in cases:
+        if case.ranks not in pools:
+            pools[case.ranks] = hpnb.Ranks(case.ranks, device=device, timeout=180)
+        found = pools[case.ranks].run(train, case)
+        assert off(case, found) < EXACT[case.optimizer], name(case)
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_all_three_axes_and_every_grid() -> None:
+    sweep(list(sample(seed=12, count=400, most=8, least=5))[:60])
+    sweep([
+        Case("gpt2", dp=2, pp=2, tp=2, sequence=True, zero=3, style="zb-v", microbatches=4, clip=0.5),
+        Case("gpt2", dp=2, pp=2, tp=2, zero=1, style="interleaved", chunks=2, microbatches=3, rows=7),
+        Case("vit", dp=2, tp=4, tp_mode="2d", zero=2, rows=16, microbatches=2),
+        Case("gpt2", pp=2, tp=4, tp_mode="2d", style="1f1b", microbatches=2),
+        Case("gpt2", tp=8, tp_mode="2.5d", tp_depth=2, zero=1, microbatches=2),
+        Case("gpt2", tp=8, tp_mode="3d", zero=2, microbatches=2, again="full"),
+    ])  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_on_gpus_it_is_one_process() -> None:
+    ranks = torch.cuda.device_count()
+    cases = [case for case in [*CHOSEN, *sample(seed=13, count=60)] if case.ranks <= ranks]
+    sweep(cases[:24], "cuda")
+
+
+# --- a fault would be seen ---------------------------------------------------------------------------------
+
+
+def with_fault(case: Case, fault: str) -> Found:
+    """Train with one thing broken."""
+    weigh, step, update = outputs.Weigher.__call__, Pipeline.step, stepping.BoostedOptimizer.step
+    calls = itertools.count()
+
+    def ones(self: Any, found: Any, count: torch.Tensor) -> Any:
+        return weigh(self, found, torch.ones_like(count))
+
+    def swapped(self: Any, given: Any, **how: Any) -> Any:
+        labels = given["labels"].clone()
+        labels[:2] = given["labels"][:2].flip(0)
+        return step(self, {**given, "labels": labels}, **how)
+
+    def once_less(self: Any) -> None:
+        if next(calls) != 1 or hpnb.rank():
+            update(self)
+        else:
+            self.boosted.last = hpnb.precision.StepResult(False, None, 1.0)
+
+    broken: Any = {
+        "nobody weighs": (outputs.Weigher, "__call__", lambda self, found, count: found),
+        "counts are ignored": (outputs.Weigher, "__call__", ones),
+        "samples are swapped": (Pipeline, "step", swapped),
+        "a rank does not step": (stepping.BoostedOptimizer, "step", once_less),
+    }
+    kind, name, instead = broken[fault]
+    whole = getattr(kind, name)
+    setattr(kind, name, instead)
+    try:
+        return train(case)
+    finally:
+        setattr(kind, name, whole)
+
+
+FAULTS = {
+    "nobody weighs": Case("gpt2", dp=2, direct=True, rows=7, loss="mean"),
+    "counts are ignored": Case("gpt2", dp=2, direct=True, rows=7),
+    "samples are swapped": Case("gpt2 classifies", pp=2, microbatches=4),
+    "a rank does not step": Case("vit", tp=2, direct=True),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(fault: str) -> None:
+    case = FAULTS[fault]
+    assert off(case, hpnb.launch(with_fault, case, fault, ranks=case.ranks, device="cpu")) > 1e-3
+
+
+# --- a step ------------------------------------------------------------------------------------------------
+
+
+def boosted(
+    kind: str = "vit", dropout: float = 0.0, lr: float = 0.1, **knobs: Any
+) -> tuple[Any, Any, Any, Any]:
+    torch.set_num_threads(1)
+    plugin = HybridParallelPlugin(**{"precision": "fp64", **knobs})
+    booster = hpnb.Booster(plugin=plugin)
+    model: Any = build(kind, dropout=dropout)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    return plugin, booster, model, optimizer
+
+
+def what_comes_back(style: str, chunks: int) -> dict[str, Any]:
+    plugin, booster, model, optimizer = boosted(
+        "gpt2 classifies", pp_size=2, pp_style=style, num_model_chunks=chunks, num_microbatches=3
+    )
+    given, manager = batch("gpt2 classifies", 0, 7), plugin.stage_manager
+    found = booster.execute_pipeline(iter([given]), model, mean, optimizer, True, True)
+    silent = booster.execute_pipeline(iter([given]), model, mean, optimizer, return_loss=False)
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    before = dict(booster.execute_pipeline(iter([given]), model, mean, return_outputs=True))  # forward alone
+    assert all(torch.equal(p.grad, gradients[n]) for n, p in model.named_parameters())
+    own = booster.execute_pipeline(iter([given]), model)["loss"]  # the model's own
+    return {
+        "first": manager.is_first_stage(), "last": manager.is_last_stage(), "stage": manager.stage,
+        "stages": manager.num_stages, "loss": found["loss"], "silent": silent,
+        "shape": None if found["outputs"] is None else tuple(found["outputs"].logits.shape),
+        "evaluated": before["loss"],
+        "trained": found["outputs"] is None or found["outputs"].logits.requires_grad,
+        "own": own, "names": [n for n, _ in model.named_parameters()],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("style", "chunks", "last"), [("1f1b", 1, 1), ("zb-v", 2, 0), ("interleaved", 2, 1)])
+def test_loss_and_outputs_are_where_the_last_stage_is(
+    pools: dict[int, hpnb.Ranks], style: str, chunks: int, last: int
+) -> None:
+    found = on(pools, 2).run(what_comes_back, style, chunks)
+    alone, given = build("gpt2 classifies"), batch("gpt2 classifies", 0, 7)
+    loss = mean(alone(**{n: t for n, t in given.items() if n != "labels"}), given)
+    for rank, one in enumerate(found):
+        assert one["last"] == (rank == last)
+        assert one["first"] == (rank == 0)
+        assert (one["stage"], one["stages"]) == (rank, 2)
+        assert one["silent"] == {"loss": None, "outputs": None}
+        if rank != last:
+            assert one["loss"] is one["shape"] is one["evaluated"] is one["own"] is None
+        else:
+            assert one["loss"].shape == ()
+            for value in (one["loss"], one["evaluated"], one["own"]):
+                assert float(value) == pytest.approx(loss.item(), rel=1e-14)
+            assert one["shape"] == (7, CLASSES)
+            assert not one["trained"]
+    assert {n for one in found for n in one["names"]} == {n for n, _ in alone.named_parameters()}
+
+
+def ragged_batches() -> list[float]:
+    """Other numbers of microbatches from batch to batch, down to a rank without samples; gradients add up."""
+    plugin, booster, model, optimizer = boosted(
+        "gpt2", pp_size=2, pp_style="zb-v", num_model_chunks=2, microbatch_size=2
+    )
+    losses = []
+    for step, rows in enumerate((8, 3, 1, 5)):
+        given = mine(batch("gpt2", step, rows), plugin.mesh.dp)
+        found = booster.execute_pipeline(iter([given]), model, None, optimizer)["loss"]
+        losses.append(math.nan if found is None else float(found))
+    full = {n: p.grad for n, p in model.named_parameters()}
+    return [*losses, full]  # type: ignore[list-item]
+
+
+def test_as_many_microbatches_as_the_batch_needs(pools: dict[int, hpnb.Ranks]) -> None:
+    found: list[Any] = on(pools, 4).run(ragged_batches)
+    alone = build("gpt2")
+    for step, rows in enumerate((8, 3, 1, 5)):
+        given = batch("gpt2", step, rows)
+        loss = mean(alone(**{n: t for n, t in given.items() if n != "labels"}), given)
+        loss.backward()
+        for rank in (0, 2):  # with the V both ends are there
+            assert found[rank][step] == pytest.approx(loss.item(), rel=1e-13)
+    gradients = {n: p.grad for n, p in alone.named_parameters()}
+    for one in found:
+        held = {n.replace("lm_head", "transformer.wte"): g for n, g in one[-1].items()}
+        assert distance(held, {n: gradients[n] for n in held}) < 1e-12  # type: ignore[misc]
+
+
+def direct_beside_microbatches() -> float:
+    """The two ways to run a step may take turns."""
+    worst = 0.0
+    for stage in (0, 1, 2, 3):
+        ends = []
+        for ways in ((True, False, True), (False, False, False)):
+            plugin, booster, model, optimizer = boosted("gpt2", zero_stage=stage, microbatch_size=2)
+            for step, direct in enumerate(ways):
+                given = mine(batch("gpt2", step, 6), plugin.mesh.dp)
+                optimizer.zero_grad()
+                if direct:
+                    booster.backward(model(**given).loss, optimizer)
+                else:
+                    booster.execute_pipeline(iter([given]), model, None, optimizer)
+                optimizer.step()
+            ends.append(weights(model))
+        worst = max(worst, distance(*ends))
+    return worst
+
+
+def test_both_ways_to_run_a_step_take_turns(pools: dict[int, hpnb.Ranks]) -> None:
+    assert max(on(pools, 2).run(direct_beside_microbatches)) < 1e-13
+
+
+def losses_of_all_ranks(rows: int) -> tuple[float, float, float, bool]:
+    plugin, _booster, model, _optimizer = boosted("gpt2", zero_stage=1)
+    whole = batch("gpt2", 0, rows)
+    given = mine(whole, plugin.mesh.dp)
+    with torch.no_grad():
+        quiet = float(model.eval()(**given).loss)
+    found = model.train()(**given)
+    loss = found.loss
+    wanted = mean(build("gpt2")(**{n: t for n, t in whole.items() if n != "labels"}), whole)
+    return float(loss), quiet, float(wanted), found[0] is found.loss or torch.equal(found[0], found.loss)
+
+
+def test_without_a_pipeline_the_loss_is_that_of_all_ranks(pools: dict[int, hpnb.Ranks]) -> None:
+    for rows in (5, 1):
+        for loss, quiet, expected, first in on(pools, 2).run(losses_of_all_ranks, rows):
+            assert loss == pytest.approx(expected, rel=1e-14)
+            assert quiet == pytest.approx(expected, rel=1e-14)
+            assert first  # as transformers has it
+
+
+def recorded(pp: int) -> tuple[set[str], int]:
+    _, booster, model, optimizer = boosted(pp_size=pp, num_microbatches=3)
+    booster.execute_pipeline(iter([batch("vit", 0, 6)]), model, None, optimizer, record=True)
+    events = model.last_step.timeline.events
+    return {event.op for event in events}, len(events)
+
+
+def test_a_recorded_step_has_a_timeline(pools: dict[int, hpnb.Ranks]) -> None:
+    assert on(pools, 2).run(recorded, 2) == [({"F", "B"}, 12)] * 2
+    assert hpnb.launch(recorded, 1, ranks=1, device="cpu") == [({"F", "B"}, 6)]
+
+
+# --- models of the user's own ------------------------------------------------------------------------------
+
+
+@dataclass
+class Scores:
+    logits: torch.Tensor
+    extra: int = 1
+
+
+class Classifier(nn.Module):
+    """Returns a dataclass, takes some entries of a batch, has a frozen layer, and one that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.unused = nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(8, affine=False)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> Scores:
+        return Scores(self.head(self.norm(self.frozen(self.body(x)))))
+
+
+def numbers(rows: int, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(step)
+    return torch.randn(rows, 6, generator=g), torch.randint(0, CLASSES, (rows,), generator=g)
+
+
+def scores_loss(found: Any, inputs: Any) -> torch.Tensor:
+    return F.cross_entropy(found.logits, inputs["labels"])
+
+
+def own_model(stage: int, direct: bool) -> tuple[float, list[str]]:
+    plugin = HybridParallelPlugin(precision="fp64", zero_stage=stage, find_unused_parameters=True)
+    booster = hpnb.Booster(plugin=plugin)
+    model: Any = Classifier().eval()  # the norm looks at one rank's rows
+    alone = copy.deepcopy(model).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    reference = torch.optim.SGD(alone.parameters(), lr=0.5)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    for step in range(2):
+        x, y = numbers(5, step)
+        ours = mine({"x": x, "labels": y, "index": torch.arange(5)}, plugin.mesh.dp)
+        optimizer.zero_grad()
+        if direct:
+            found = model(ours["x"])
+            assert found.extra == 1
+            booster.backward(F.cross_entropy(found.logits, ours["labels"]), optimizer)
+        else:
+            booster.execute_pipeline(iter([ours]), model, scores_loss, optimizer)
+        optimizer.step()
+        reference.zero_grad()
+        F.cross_entropy(alone(x.double()).logits, y).backward()
+        reference.step()
+    full = weights(model)
+    return distance(full, dict(alone.state_dict())), [n for n, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_model_that_hpnb_does_not_know(pools: dict[int, hpnb.Ranks], stage: int, direct: bool) -> None:
+    for apart, names in on(pools, 2).run(own_model, stage, direct):
+        assert apart < 1e-13
+        assert names == [n for n, _ in Classifier().named_parameters()]
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+def sequential(pp: int, again: Any) -> float:
+    plugin = HybridParallelPlugin(
+        precision="fp64", pp_size=pp, num_microbatches=3, activation_checkpointing=again
+    )
+    booster = hpnb.Booster(plugin=plugin)
+    model: Any = layers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    alone = layers().double()
+    reference = torch.optim.AdamW(alone.parameters(), lr=0.1)
+    for step in range(2):
+        x, y = numbers(5, step)
+        optimizer.zero_grad()
+        booster.execute_pipeline(
+            iter([(x, y)]), model, lambda out, given: F.cross_entropy(out, given[1]), optimizer
+        )
+        optimizer.step()
+        reference.zero_grad()
+        F.cross_entropy(alone(x.double()), y).backward()
+        reference.step()
+    return distance(weights(model), dict(alone.state_dict()))
+
+
+@pytest.mark.parametrize("again", [False, "full"])
+def test_layers_in_a_row_and_batches_that_are_tuples(pools: dict[int, hpnb.Ranks], again: Any) -> None:
+    assert max(on(pools, 2).run(sequential, 2, again)) < 1e-9
+    assert max(on(pools, 1).run(sequential, 1, again)) < 1e-9
+
+
+def buffers(send: bool) -> torch.Tensor:
+    plugin = HybridParallelPlugin(precision="fp32", broadcast_buffers=send, find_unused_parameters=True)
+    booster = hpnb.Booster(plugin=plugin)
+    model: Any = Classifier()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        x, y = numbers(6, 10 * step + hpnb.rank())
+        optimizer.zero_grad()
+        booster.execute_pipeline(iter([{"x": x, "labels": y}]), model, scores_loss, optimizer)
+    found: torch.Tensor = model.norm.running_mean.clone()
+    # What this rank's last batch has made of it is its own until the next step.
+    x, _ = numbers(6, 20 + hpnb.rank())
+    return found
+
+
+def test_buffers_are_those_of_the_first_rank(pools: dict[int, hpnb.Ranks]) -> None:
+    """The last step's statistics are each rank's own; what it started from was sent, or not."""
+    sent, kept = (on(pools, 2).run(buffers, send) for send in (True, False))
+    assert torch.equal(sent[0], kept[0])  # the first rank's are nobody else's business
+    assert not torch.equal(sent[1], kept[1])
+
+
+def made_by_the_rank() -> tuple[list[str], float]:
+    """Layers that exist on their own rank alone."""
+    plugin = HybridParallelPlugin(precision="fp64", pp_size=2, num_microbatches=2)
+    booster = hpnb.Booster(plugin=plugin)
+    model, *_ = booster.boost(Builder(lambda i: nn.Linear(6, 6), 4))
+    x, _ = numbers(4)
+    found = booster.execute_pipeline(iter([(x, x)]), model, lambda out, given: out.square().mean())
+    value = found["loss"]
+    return [n for n, _ in model.named_parameters()], 0.0 if value is None else float(value)
+
+
+def test_a_builder(pools: dict[int, hpnb.Ranks]) -> None:
+    (first, _), (last, value) = on(pools, 2).run(made_by_the_rank)
+    assert first == [f"layers.{i}.{what}" for i in (0, 1) for what in ("weight", "bias")]
+    assert last == [f"layers.{i}.{what}" for i in (2, 3) for what in ("weight", "bias")]
+    assert value > 0
+
+
+# --- the optimizer -----------------------------------------------------------------------------------------
+
+
+def rates(zero: int, pp: int) -> dict[str, Any]:
+    """A scheduler of before, one of after, and who changes what."""
+    model: Any = build("vit")
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.4)
+    group, kind = optimizer.param_groups[0], type(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        plugin = HybridParallelPlugin(precision="fp64", zero_stage=zero, pp_size=pp, num_microbatches=2)
+        booster = hpnb.Booster(plugin=plugin)
+        model, same, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
+        later = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        moved = []
+        for step in range(3):
+            given = mine(batch("vit", step, 8), plugin.mesh.dp)
+            booster.execute_pipeline(iter([given]), model, None, optimizer)
+            if step == 2:
+                group["lr"] = 0.0  # by a reference from before
+                before = {n: p.detach().clone() for n, p in model.named_parameters()}
+            optimizer.step()
+            optimizer.zero_grad()
+            if step < 2:
+                scheduler.step()
+                later.step()
+        moved = [n for n, p in model.named_parameters() if not torch.equal(p, before[n])]
+    return {
+        "same": same is optimizer, "kind": isinstance(optimizer, kind),
+        "rate": optimizer.param_groups[0]["lr"],
+        "steps": [g["lr"] for g in optimizer.boosted.inner.param_groups], "moved": moved,
+        "text": type(optimizer).__name__,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("zero", "pp"), [(0, 1), (1, 1), (2, 2), (3, 1)])
+def test_schedulers_stay_attached(pools: dict[int, hpnb.Ranks], zero: int, pp: int) -> None:
+    for found in on(pools, 2 * pp).run(rates, zero, pp):
+        assert found["same"]
+        assert found["kind"]
+        assert found["text"] == "AdamW"
+        assert found["rate"] == 0.0
+        assert found["steps"] == [0.0]
+        assert found["moved"] == []  # a rate of 0 stops what steps
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "replicas": {"zero_stage": 0},
+    "zero 1": {"zero_stage": 1},
+    "zero 2": {"zero_stage": 2},
+    "zero 3": {"zero_stage": 3},
+    "pipeline": {"pp_size": 2, "num_microbatches": 2},
+    "tensor": {"tp_size": 2},
+    "sequence": {"tp_size": 2, "enable_sequence_parallelism": True},
+}
+
+
+def overflowed(layout: str) -> dict[str, Any]:
+    """A gradient that is inf on the last rank alone."""
+    plugin = HybridParallelPlugin(
+        precision="fp16", hysteresis=1, initial_scale=64.0, max_norm=1.0, **LAYOUTS[layout]
+    )
+    booster = hpnb.Booster(plugin=plugin)
+    model: Any = build("vit").float()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    told: dict[str, Any] = {"stepped": [], "moved": [], "scale": []}
+    for bad in (True, False):
+        given = mine(batch("vit", 0, 4), plugin.mesh.dp)
+        optimizer.zero_grad()
+        booster.execute_pipeline(iter([given]), model, None, optimizer)
+        if bad and hpnb.rank() == hpnb.world_size() - 1:
+            held = [
+                p for g in optimizer.param_groups for p in g["params"] if p.grad is not None and p.numel()
+            ]
+            held[0].grad.view(-1)[0] = math.inf
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        optimizer.step()
+        told["stepped"].append(optimizer.last_step.stepped)
+        told["moved"].append(any(not torch.equal(p, before[n]) for n, p in model.named_parameters()))
+        told["scale"].append(optimizer.last_step.scale)
+    told["now"] = optimizer.boosted.scaler.scale
+    return told
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_overflow_on_one_rank_is_skipped_on_all(pools: dict[int, hpnb.Ranks], layout: str) -> None:
+    for told in on(pools, 2).run(overflowed, layout):
+        assert told["stepped"] == told["moved"] == [False, True]
+        assert told["scale"] == [64.0, 32.0]
+        assert told["now"] == 32.0
+
+
+def its_state(knobs: dict[str, Any]) -> dict[str, Any]:
+    """The state after two steps, and the weights after two more that begin from it on a new model."""
+    found: dict[str, Any] = {}
+    for part in ("first", "second"):
+        plugin = HybridParallelPlugin(**{"precision": "fp64", **knobs})
+        booster = hpnb.Booster(plugin=plugin)
+        model: Any = build("gpt2")
+        if part == "second":
+            model.load_state_dict(found["weights"])
+        groups: Any = [
+            {"params": [p for p in model.parameters() if p.dim() > 1]},
+            {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        optimizer: Any = torch.optim.AdamW(groups, lr=0.02)
+        model, optimizer, *_ = booster.boost(model, optimizer)
+        if part == "second":
+            optimizer.load_state_dict(found["state"])
+        for step in range(2):
+            given = mine(batch("gpt2", step + 2 * (part == "second"), 8), plugin.mesh.dp)
+            optimizer.zero_grad()
+            booster.execute_pipeline(iter([given]), model, None, optimizer)
+            optimizer.step()
+        if part == "first":
+            found["state"] = optimizer.state_dict()
+            found["weights"] = weights(model)
+    return {**found, "end": weights(model)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "knobs"),
+    [
+        (2, {"zero_stage": 0}), (2, {"zero_stage": 2}), (2, {"zero_stage": 3}),
+        (2, {"pp_size": 2, "num_microbatches": 2}), (2, {"tp_size": 2}),
+        (4, {"pp_size": 2, "zero_stage": 1, "num_microbatches": 2}), (4, {"tp_size": 2, "zero_stage": 3}),
+        (4, {"tp_size": 4, "tp_mode": "2d"}),
+    ],
+)  # fmt: skip
+def test_the_state_is_that_of_one_process(
+    pools: dict[int, hpnb.Ranks], ranks: int, knobs: dict[str, Any]
+) -> None:
+    alone = on(pools, 1).run(its_state, {})[0]
+    for found in on(pools, ranks).run(its_state, knobs):
+        mine, theirs = found["state"], alone["state"]
+        assert mine["state"].keys() == theirs["state"].keys()
+        for number, state in theirs["state"].items():
+            assert mine["state"][number].keys() == state.keys()
+            for key, value in state.items():
+                assert mine["state"][number][key].shape == value.shape
+                assert torch.allclose(mine["state"][number][key], value, rtol=1e-5, atol=1e-9), (number, key)
+        for ours, other in zip(mine["param_groups"], theirs["param_groups"], strict=True):
+            assert ours["params"] == other["params"]
+            assert ours["weight_decay"] == other["weight_decay"]
+        assert distance(found["end"], alone["end"]) < 1e-6
+    # What a boosted optimizer gives, a plain one of PyTorch takes.
+    model = build("gpt2")
+    plain = torch.optim.AdamW(
+        [{"params": [p for p in model.parameters() if p.dim() > 1]},
+         {"params": [p for p in model.parameters() if p.dim() <= 1]}])  # fmt: skip
+    plain.load_state_dict(found["state"])
+
+
+def begun_before() -> float:
+    """An optimizer that has stepped before boost goes on from there."""
+    ends = []
+    for boosts in (True, False):
+        model: Any = build("vit")
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.02)
+        for step in range(3):
+            given = batch("vit", step, 8)
+            if step == 1 and boosts:
+                plugin = HybridParallelPlugin(precision="fp64", zero_stage=2, tp_size=2)
+                booster = hpnb.Booster(plugin=plugin)
+                model, optimizer, *_ = booster.boost(model, optimizer)
+            optimizer.zero_grad()
+            if step and boosts:
+                booster.backward(model(**mine(given, plugin.mesh.dp)).loss, optimizer)
+            else:
+                mean(model(pixel_values=given["pixel_values"]), given).backward()
+            optimizer.step()
+        ends.append(weights(model) if boosts else dict(model.state_dict()))
+    return distance(*ends)
+
+
+def test_an_optimizer_that_has_stepped_goes_on(pools: dict[int, hpnb.Ranks]) -> None:
+    assert max(on(pools, 4).run(begun_before)) < 1e-6
+
+
+# --- 16 bits -----------------------------------------------------------------------------------------------
+
+
+def in_16_bits(case: Case, precision: str) -> tuple[list[float | None], dict[Any, torch.Tensor]]:
+    """Losses, and float32 masters, or the weights where there are none."""
+    torch.set_num_threads(1)
+    plugin = case.plugin(precision=precision)
+    booster = hpnb.Booster(plugin=plugin)
+    model: Any = build(case.kind).float()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    losses: list[float | None] = []
+    for _ in range(6):
+        given = mine(batch(case.kind, 0, case.rows), plugin.mesh.dp)
+        optimizer.zero_grad()
+        found = booster.execute_pipeline(iter([given]), model, None, optimizer)["loss"]
+        optimizer.step()
+        assert optimizer.last_step.stepped
+        losses.append(None if found is None else float(found))
+    assert model.plugin.policy.weights in {p.dtype for p in model.parameters()}
+    masters: dict[Any, torch.Tensor] = optimizer.state_dict().get("masters", {})
+    return losses, masters or dict(weights(model))
+
+
+def apart(a: dict[Any, torch.Tensor], b: dict[Any, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    square = sum(float((a[n].double() - b[n].double()).norm()) ** 2 for n in b)
+    return math.sqrt(square / sum(float(b[n].double().norm()) ** 2 for n in b))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "amp-bf16"])
+@pytest.mark.parametrize("kind", ["vit", "gpt2"])
+def test_16_bits_stay_within_three_times_the_serial_spread(
+    pools: dict[int, hpnb.Ranks], kind: str, precision: str
+) -> None:
+    plain = Case(kind)
+    serial = [
+        on(pools, 1).run(in_16_bits, replace(plain, microbatches=m), precision)[0][1] for m in (1, 4, 8)
+    ]
+    spread = max(apart(a, b) for a, b in itertools.combinations(serial, 2))
+    assert spread > 1e-5  # 16 bits indeed
+    for case in (
+        replace(plain, dp=2, zero=0),
+        replace(plain, dp=2, zero=2, microbatches=2),
+        replace(plain, dp=2, zero=3),
+        replace(plain, tp=2, sequence=True),
+        replace(plain, dp=2, pp=2, zero=1, style="zb-h1", microbatches=2),
+    ):
+        found = on(pools, case.ranks).run(in_16_bits, case, precision)
+        for losses, held in found:
+            assert apart(held, serial[0]) < 3 * spread, name(case)
+            known = [loss for loss in losses if loss is not None]
+            assert all(b < a for a, b in itertools.pairwise(known)), (name(case), known)
+        assert any(losses[0] is not None for losses, _ in found)
+
+
+# --- dropout -----------------------------------------------------------------------------------------------
+
+
+def drawn(seed: int | None, knobs: dict[str, Any]) -> float:
+    torch.manual_seed(40 if seed is None else 41 + hpnb.rank())
+    boosted("gpt2", dropout=0.1, seed=seed, **knobs)
+    return float(torch.rand(()))
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_dropout_differs_over_dp_and_pp_and_agrees_over_tp(
+    pools: dict[int, hpnb.Ranks], seed: int | None
+) -> None:
+    over_dp = on(pools, 4).run(drawn, seed, {"tp_size": 2})
+    over_pp = on(pools, 4).run(drawn, seed, {"tp_size": 2, "pp_size": 2, "num_microbatches": 2})
+    for a, b, c, d in (over_dp, over_pp):
+        assert a == b != c == d
+    everyone = on(pools, 4).run(drawn, seed, {"pp_size": 2, "num_microbatches": 2})
+    assert len(set(everyone)) == 4
+    assert everyone == on(pools, 4).run(drawn, seed, {"pp_size": 2, "num_microbatches": 2})
+
+
+# --- files -------------------------------------------------------------------------------------------------
+
+
+def saved(folder: str, kind: str, knobs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Train, save, load into a model on the meta device of another layout, and say what it has."""
+    plugin, booster, model, optimizer = boosted(kind, **knobs)
+    given = mine(batch(kind, 0, 8), plugin.mesh.dp)
+    booster.execute_pipeline(iter([given]), model, None, optimizer)
+    optimizer.step()
+    booster.save_model(model, Path(folder) / "model")
+    booster.save_optimizer(optimizer, Path(folder) / "optimizer.pt")
+    full = weights(model)
+    with torch.device("meta"):
+        empty = type(build(kind))(model.whole_config).double()
+    empty.tie_weights()  # type: ignore[operator]
+    other = hpnb.Booster(HybridParallelPlugin(precision="fp64", zero_stage=3, tp_size=2))
+    filled, refilled, *_ = other.boost(empty, torch.optim.SGD(empty.parameters(), lr=0.1, momentum=0.9))
+    assert all(not p.any() for p in filled.parameters())
+    other.load_model(filled, Path(folder) / "model")
+    other.load_optimizer(refilled, Path(folder) / "optimizer.pt")
+    again = weights(filled)
+    assert again.keys() >= full.keys() - {"lm_head.weight"}
+    assert all(torch.equal(again[n].float(), full[n].float()) for n in again if n in full)
+    momentum = [state["momentum_buffer"] for state in refilled.state_dict()["state"].values()]
+    assert any(t.any() for t in momentum)
+    return full
+
+
+@pytest.mark.parametrize("kind", ["vit", "gpt2"])
+def test_files(pools: dict[int, hpnb.Ranks], kind: str, tmp_path: Path) -> None:
+    knobs = {"pp_size": 2, "zero_stage": 1, "num_microbatches": 2}
+    full = on(pools, 4).run(saved, str(tmp_path), kind, knobs)[0]
+    loaded, told = type(build(kind)).from_pretrained(tmp_path / "model", output_loading_info=True)  # type: ignore[attr-defined]
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    for key, value in loaded.state_dict().items():
+        assert torch.equal(value.float(), full[key].float()), key
+
+
+# --- plugins -----------------------------------------------------------------------------------------------
+
+
+def test_a_plugin_may_be_made_before_there_are_ranks() -> None:
+    plugin = HybridParallelPlugin(tp_size=1, pp_size=2, microbatch_size=1, zero_stage=1, initial_scale=1)
+
+    def inside() -> tuple[dict[str, int], int, float, list[int]]:
+        sizes = [dist.get_world_size(g) for g in (plugin.dp_group, plugin.pp_group, plugin.tp_group)]
+        return plugin.mesh.coordinates, plugin.dp_size, plugin.scaled_lr(0.5), sizes
+
+    found = hpnb.launch(inside, ranks=4, device="cpu")
+    assert [where for where, *_ in found] == [{"dp": dp, "pp": pp, "tp": 0} for dp in (0, 1) for pp in (0, 1)]
+    assert all((size, lr, sizes) == (2, 1.0, [2, 2, 1]) for _, size, lr, sizes in found)
+    assert repr(plugin) == "HybridParallelPlugin(pp_size=2, zero_stage=1, microbatch_size=1, initial_scale=1)"
+    assert pickle.loads(pickle.dumps(plugin)).pp_size == 2
+
+
+def test_ranks_that_do_not_fit() -> None:
+    def ask() -> str:
+        with pytest.raises(ValueError) as error:
+            _ = HybridParallelPlugin(tp_size=2).mesh
+        return str(error.value)
+
+    assert (
+        "needs a multiple of 2 ranks, and 3 are running; start 2 or 4"
+        in hpnb.launch(ask, ranks=3, device="cpu")[0]
+    )
+
+
+def deals(shuffle: bool) -> tuple[list[list[int]], int, int]:
+    plugin = HybridParallelPlugin(tp_size=2)
+    loader = plugin.prepare_dataloader(
+        [{"i": i} for i in range(10)],
+        2,
+        shuffle=shuffle,
+        seed=3,
+        collate_fn=lambda items: [x["i"] for x in items],
+    )
+    loader.set_epoch(1)
+    return list(loader), len(loader), plugin.mesh.dp.rank
+
+
+def test_batch_k_is_the_same_samples_in_every_layout(pools: dict[int, hpnb.Ranks]) -> None:
+    """2 ranks of dp with 2 samples each, tensor-parallel pairs with the same ones."""
+    for shuffle in (False, True):
+        found = on(pools, 4).run(deals, shuffle)
+        assert found[0][0] == found[1][0]
+        assert found[2][0] == found[3][0]
+        together = [a + b for a, b in zip(found[0][0], found[2][0], strict=True)]
+        assert sorted(itertools.chain(*together)) == list(range(10))
+        assert all(length == 3 for _, length, _ in found)
+        assert (together[0] == [0, 1, 2, 3]) is not shuffle
+        alone = hpnb.data.Loader(list(range(10)), 4, shuffle=shuffle, seed=3, collate=list)
+        alone.set_epoch(1)
+        assert together == list(alone)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"pp_size": 2, "num_model_chunks": 2}, "1f1b has one chunk a rank: use chunks=1, not 2"),
+        ({"num_model_chunks": 2}, "1f1b has one chunk a rank"),
+        ({"pp_size": 2, "pp_style": "zb-v", "num_model_chunks": 3}, "two chunks a rank"),
+        ({"pp_size": 4, "pp_style": "dualpipe-v", "num_microbatches": 4}, "use 8 or more, not 4"),
+        ({"pp_style": "2f2b"}, "there is no schedule '2f2b'; choose one of gpipe"),
+        ({"tp_size": 3, "tp_mode": "2d"}, "3 is not of that form; 1 would do, or 4"),
+        ({"tp_size": 4, "tp_mode": "4d"}, "'4d' is no mode; use 1d, 2d, 2.5d, 3d"),
+        ({"tp_size": 8, "tp_mode": "1d", "tp_depth": 2}, "goes with tp_mode='2.5d'"),
+        ({"tp_size": 4, "tp_mode": "2d", "enable_sequence_parallelism": True}, "or use tp_mode='1d'"),
+        ({"tp_size": 2, "enable_jit_fused": True}, "leave enable_jit_fused out with tp_size=2"),
+        ({"pp_size": 2, "pp_style": "zb-h1", "enable_jit_fused": True}, "or use '1f1b' or 'interleaved'"),
+        ({"pp_size": 2, "tp_size": 2, "cut": "time"}, "use cut='parameters' with tp_size=2"),
+        ({"cpu_offload": True}, "cpu_offload go with zero_stage=1, 2 or 3"),
+        ({"communication_dtype": torch.bfloat16}, "communication_dtype go with zero_stage"),
+        ({"zero_stage": 4}, "zero_stage=4 is no stage of ZeRO; use 0, 1, 2 or 3"),
+        ({"precision": "fp8"}, "'fp8' is not one of fp32"),
+        ({"tp_size": 0}, "tp_size=0 is not a count; use 1 or more"),
+        ({"num_microbatches": 0}, "num_microbatches=0 is not a count"),
+        ({"max_norm": -1.0}, "max_norm=-1.0 must be above 0"),
+        ({"initial_scale": 0.5}, "initial_scale=0.5 must lie between min_scale=1"),
+        ({"activation_checkpointing": "some"}, "use False, 'full' or 'attention'"),
+        ({"zero_bucket_size_in_m": 0}, "zero_bucket_size_in_m=0 must be above 0"),
+    ],
+)  # fmt: skip
+def test_what_cannot_compose_is_refused_at_once(knobs: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError) as error:
+        HybridParallelPlugin(**knobs)
+    assert words in str(error.value)
+
+
+def test_every_row_of_the_table_refuses_something() -> None:
+    """And nothing that composes: the matrix above has made its plugins of the same class."""
+    marks: Any = test_what_cannot_compose_is_refused_at_once.pytestmark
+    refused = {}
+    for knobs, _ in marks[0].args[1]:
+        with pytest.raises(ValueError) as error:
+            HybridParallelPlugin(**knobs)
+        refused[str(knobs)] = str(error.value)
+    for row in REFUSED:
+        assert any(said.startswith(row.what) for said in refused.values()), row.what
+
+
+def test_plugins_with_fewer_knobs() -> None:
+    plain, dealt, sharded = TorchDDPPlugin(), LowLevelZeroPlugin(2), GeminiPlugin(precision="bf16")
+    assert [p.zero_stage for p in (plain, dealt, sharded)] == [0, 2, 3]
+    assert [p.precision for p in (plain, dealt, sharded)] == ["fp32", "fp16", "bf16"]
+    assert all(isinstance(p, HybridParallelPlugin) for p in (plain, dealt, sharded))
+    assert hpnb.Booster().plugin.precision == "fp32"
+    with pytest.raises(ValueError, match="3 is GeminiPlugin"):
+        LowLevelZeroPlugin(3)
+
+
+def test_how_many_microbatches() -> None:
+    assert HybridParallelPlugin(pp_size=2, num_microbatches=3, microbatch_size=1).microbatches(8) == 3
+    sized = HybridParallelPlugin(pp_size=2, microbatch_size=3)
+    assert [sized.microbatches(n) for n in (0, 1, 3, 4, 9)] == [1, 1, 1, 2, 3]
+    folded = HybridParallelPlugin(pp_size=2, microbatch_size=3, pp_style="dualpipe-v")
+    assert [folded.microbatches(n) for n in (0, 3, 15)] == [4, 4, 5]
+    free = HybridParallelPlugin(pp_size=2)
+    assert [free.microbatches(n) for n in (0, 5, 100)] == [1, 5, 8]
+    assert HybridParallelPlugin().microbatches(100) == 1
+
+
+# --- what is refused by boost ------------------------------------------------------------------------------
+
+
+class Whole2D(torch.optim.SGD):
+    """One that looks at whole matrices."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def refusals() -> dict[str, str]:
+    def said(kind: type[Exception], call: Any) -> str:
+        with pytest.raises(kind) as error:
+            call()
+        return str(error.value)
+
+    booster = hpnb.Booster(HybridParallelPlugin(precision="fp64", zero_stage=3))
+    piped = hpnb.Booster(HybridParallelPlugin(precision="fp64", pp_size=2, num_microbatches=2))
+    measured = hpnb.Booster(HybridParallelPlugin(pp_size=2, cut="flops"))
+    model, other = build("vit"), build("vit")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stages, _stepped, *_ = piped.boost(build("vit"))
+    given = {name: t[:4] for name, t in batch("vit", 0, 4).items()}
+    found = {
+        "model": said(TypeError, lambda: booster.boost(3)),  # type: ignore[arg-type]
+        "optimizer": said(TypeError, lambda: booster.boost(other, 3)),  # type: ignore[arg-type]
+        "foreign": said(ValueError, lambda: booster.boost(other, optimizer)),
+        "whole": said(ValueError, lambda: booster.boost(other, Whole2D(other.parameters(), lr=0.1))),
+        "unknown": said(TypeError, lambda: piped.boost(Classifier())),
+        "plain": said(ValueError, lambda: booster.execute_pipeline(iter([given]), other)),
+        "plain optimizer": said(ValueError, lambda: booster.backward(torch.zeros(()), optimizer)),
+        "stages": said(RuntimeError, lambda: stages(**given)),
+        "twice": said(ValueError, lambda: piped.boost(stages)),
+        "cut": said(ValueError, lambda: measured.boost(other)),
+    }  # fmt: skip
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    mine = torch.optim.SGD(other.parameters(), lr=0.1)
+    found["scheduler"] = said(ValueError, lambda: booster.boost(other, mine, lr_scheduler=scheduler))
+    _again, taken, *_ = booster.boost(model, optimizer)
+    found["boosted"] = said(ValueError, lambda: booster.boost(build("vit"), taken))
+    found["group"] = said(ValueError, lambda: taken.add_param_group({"params": []}))
+    found["closure"] = said(ValueError, lambda: taken.step(lambda: 0.0))
+    return found
+
+
+def test_what_boost_refuses(pools: dict[int, hpnb.Ranks]) -> None:
+    found = on(pools, 2).run(refusals)[0]
+    for key, words in {
+        "model": "takes a model, not a int", "optimizer": "takes an optimizer of torch.optim, not a int",
+        "foreign": "of this SGD are not the model's", "whole": "a Whole2D may look at whole tensors",
+        "unknown": "cannot cut a Classifier", "plain": "is not boosted", "plain optimizer": "is not boosted",
+        "stages": "call booster.execute_pipeline", "twice": "boost the model inside",
+        "cut": "pass dataloader to boost", "scheduler": "of another optimizer",
+        "boosted": "has been boosted", "group": "add the group before boost",
+        "closure": "step() without a closure",
+    }.items():  # fmt: skip
+        assert words in found[key], (key, found[key])
+
+
+def plain_loader() -> tuple[list[str], float]:
+    plugin = HybridParallelPlugin(precision="fp64", pp_size=2, num_microbatches=2, cut="flops")
+    dataset = [{name: t[i] for name, t in batch("vit", 0, 8).items()} for i in range(8)]
+    loader = plugin.prepare_dataloader(dataset, 4)
+    model: Any = build("vit")
+    model, optimizer, _, same, _ = hpnb.Booster(plugin).boost(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), dataloader=loader
+    )
+    assert same is loader
+    value = hpnb.Booster(plugin).execute_pipeline(iter(loader), model, None, optimizer)["loss"]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torchs = DataLoader(TensorDataset(torch.zeros(4, 2)), batch_size=2)
+        hpnb.Booster(HybridParallelPlugin()).boost(build("vit"), dataloader=torchs)
+    return [str(w.message) for w in told], 0.0 if value is None else float(value)
+
+
+def test_a_loader_of_torch_is_not_dealt_out(pools: dict[int, hpnb.Ranks]) -> None:
+    found = on(pools, 2).run(plain_loader)
+    for told, _ in found:
+        assert any("gives each of the 2 data-parallel ranks all samples" in words for words in told)
+    given = batch("vit", 0, 8)
+    expected = mean(build("vit")(pixel_values=given["pixel_values"][:4]), {"labels": given["labels"][:4]})
+    assert found[1][1] == pytest.approx(expected.item(), rel=1e-13)
+
+
+# --- what was added to the pipeline ------------------------------------------------------------------------
+
+
+def test_a_batch_is_dealt_out_whatever_its_size() -> None:
+    given = {"x": torch.arange(10), "name": "all"}
+    assert [len(part["x"]) for part in deal(given, 4)] == [3, 3, 2, 2]
+    assert [len(part["x"]) for part in deal(given, 4, multiple=2)] == [4, 2, 2, 2]
+    assert [len(part["x"]) for part in deal({"x": torch.arange(5)}, 4, multiple=2)] == [2, 3, 0, 0]
+    assert [len(part["x"]) for part in deal({"x": torch.arange(0)}, 2)] == [0, 0]
+    assert torch.equal(torch.cat([part["x"] for part in deal(given, 4, multiple=2)]), torch.arange(10))
+
+
+def other_schedules() -> str:
+    mesh = hpnb.Mesh(hpnb.Layout(pp=2))
+    pipe = hpnb.Pipeline(
+        layers().double(), mesh.pp, schedules.make("1f1b", 2, 4), lambda out, given: out.sum()
+    )
+    pipe.schedule = schedules.make("1f1b", 2, 2)
+    assert pipe.schedule.microbatches == 2
+    with pytest.raises(ValueError) as error:
+        pipe.schedule = schedules.make("interleaved", 4, 2, 2)
+    assert pipe.schedule.microbatches == 2
+    return str(error.value)
+
+
+def test_a_pipeline_takes_another_schedule_of_the_same_stages(pools: dict[int, hpnb.Ranks]) -> None:
+    assert "make another Pipeline for it" in on(pools, 2).run(other_schedules)[0]
+
+
+def test_a_whole_model_as_a_stage_keeps_its_names() -> None:
+    model = Classifier()
+    stage = Whole(model)
+    assert list(stage.state_dict()) == list(model.state_dict())
+    assert stage.eval() is stage
+    assert not model.training
+    assert all(a is b for a, b in zip(stage.parameters(), model.parameters(), strict=True))

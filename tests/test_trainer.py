@@ -1,0 +1,855 @@
+"""Trainer and hooks: against loops written out by hand, in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tensor_cases
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hpnb
+from hpnb.hybrid import atomic, hooks, metrics, progress, resuming
+from hpnb.hybrid.checkpoint_state import random_state, set_random_state
+from hpnb.hybrid.events import Hook
+from hpnb.hybrid.trainer import Trainer
+
+D = torch.float64
+CLASSES = 4
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[hpnb.Ranks]:
+    with hpnb.Ranks(1, device="cpu") as ranks:
+        yield ranks
+
+
+# --- a task, and a Booster of one rank ----------------------------------------------------------------------
+
+
+class Points:
+    """Samples of 6 numbers; every sixth has no label."""
+
+    def __init__(self, samples: int, seed: int = 0) -> None:
+        g = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(samples, 6, generator=g, dtype=D)
+        self.labels = torch.randint(CLASSES, (samples,), generator=g)
+        self.labels[5::6] = -100
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {"x": self.x[i], "labels": self.labels[i]}
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    loss: torch.Tensor
+
+
+class Net(nn.Module):
+    """Gives its loss, as models of transformers do."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.body = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Dropout(dropout), nn.Linear(9, CLASSES)).to(
+            D
+        )
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Output:
+        logits = self.body(x)
+        return Output(logits, F.cross_entropy(logits, labels))
+
+
+class Boosted(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def unwrap(self) -> nn.Module:
+        return self.module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+class One:
+    """The Booster of one rank: nothing is parallel."""
+
+    def __init__(self) -> None:
+        mesh = hpnb.Mesh(hpnb.Layout())
+        groups = {f"{name}_group": axis.group for name, axis in mesh.axes.items()}
+        self.plugin = SimpleNamespace(
+            pp_size=1, stage_manager=SimpleNamespace(is_last_stage=lambda: True), **groups
+        )
+        self.apart = 0
+
+    def backward(self, loss: Any, optimizer: torch.optim.Optimizer) -> None:
+        (loss[0] / loss[1] if isinstance(loss, tuple) else loss).backward()
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        self.apart += 1
+        yield
+
+    def save(self, path: Path, model: Any, optimizer: Any, scheduler: Any, **how: Any) -> None:
+        keep: int | None = how["keep"]
+        state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(),
+                 "rate": scheduler and scheduler.state_dict(), "random": random_state(),
+                 "extra": how["extra"]}  # fmt: skip
+        torch.save(state, atomic.begin(path) / "all.pt")
+        self.seal(path)
+        if keep is not None:
+            atomic.keep_newest(path, keep)
+
+    def seal(self, path: Path) -> None:
+        atomic.seal(atomic.part_of(path), {}, {})
+        atomic.commit(path)
+
+    def load(self, path: Path, model: Any, optimizer: Any, scheduler: Any) -> Any:
+        state = torch.load(atomic.find(path) / "all.pt", weights_only=False)
+        model.module.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        if scheduler is not None:
+            scheduler.load_state_dict(state["rate"])
+        set_random_state(state["random"])
+        return state["extra"]
+
+    def wait(self) -> None:
+        pass
+
+
+def make(*hooks: Hook, dropout: float = 0.0, schedule: bool = True, **options: Any) -> Trainer:
+    model = Boosted(Net(dropout))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    rate = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if schedule else None
+    return Trainer(One(), model, optimizer, None, rate, hooks, **{"display_progress": False, **options})
+
+
+def loaders(batch: int = 4, samples: int = 23) -> tuple[hpnb.data.Loader, hpnb.data.Loader]:
+    """6 batches an epoch, the last of them ragged; and others to evaluate on."""
+    train = hpnb.data.Loader(Points(samples), batch, shuffle=True, seed=3)
+    return train, hpnb.data.Loader(Points(13, seed=9), 4, shuffle=False)
+
+
+@dataclass
+class Wanted:
+    """What a loop written out by hand gives."""
+
+    rows: list[dict[str, float]]
+    curve: list[float]
+    weights: list[torch.Tensor]
+
+
+def by_hand(epochs: int, accumulation: int = 1, schedule: bool = True) -> Wanted:
+    """A step is one backward of all its samples at once."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    train = loaders()[0]
+    found = Wanted([], [], [])
+    for epoch in range(epochs):
+        train.set_epoch(epoch)
+        batches = list(train)
+        total = right = targets = 0.0
+        for start in range(0, len(batches), accumulation):
+            some = batches[start : start + accumulation]
+            whole = {name: torch.cat([b[name] for b in some]) for name in ("x", "labels")}
+            out = model(**whole)
+            optimizer.zero_grad()
+            out.loss.backward()
+            rate = optimizer.param_groups[0]["lr"]
+            optimizer.step()
+            if schedule:
+                optimizer.param_groups[0]["lr"] = rate * 0.9
+            n = int((whole["labels"] != -100).sum())
+            found.curve.append(out.loss.item())
+            total, targets = total + out.loss.item() * n, targets + n
+            right += int((out.logits.argmax(-1) == whole["labels"]).sum())
+        row = {"loss": total / targets, "accuracy": right / targets, "lr": rate, "step": len(found.curve)}
+        with torch.no_grad():
+            points = Points(13, seed=9)
+            out = model(points.x, points.labels)
+        seen = points.labels != -100
+        says, isso = (out.logits.argmax(-1) == 2) & seen, points.labels == 2
+        hits = (out.logits.argmax(-1) == points.labels)[seen].double()
+        row |= {"eval_loss": out.loss.item(), "eval_accuracy": float(hits.mean()),
+                "eval_f1": 2 * int((says & isso).sum()) / (int(says.sum()) + int(isso.sum()))}  # fmt: skip
+        found.rows.append(row)
+    found.weights = [p.detach() for p in model.parameters()]
+    return found
+
+
+def off(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True))
+
+
+# --- figures ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_a_fit_is_the_loop_by_hand(alone: hpnb.Ranks, accumulation: int) -> None:
+    """Batches are ragged and miss labels, so a mean of means would be another number."""
+
+    def fit(accumulation: int) -> tuple[list[dict[str, Any]], list[float], list[torch.Tensor], int]:
+        loss = hooks.LossHook()
+        trainer = make(hooks.AccuracyHook(), hooks.F1Hook(positive=2), loss, accumulation=accumulation)
+        train, test = loaders()
+        history = trainer.fit(train, 3, evaluate=test)
+        return history, loss.curve, [p.detach() for p in trainer.model.parameters()], trainer.booster.apart
+
+    ((history, curve, weights, apart),) = alone.run(fit, accumulation)
+    wanted = by_hand(3, accumulation)
+    assert off(weights, wanted.weights) < 1e-12
+    assert curve == pytest.approx(wanted.curve, rel=1e-12)
+    for row, right in zip(history, wanted.rows, strict=True):
+        assert {name: row[name] for name in right} == pytest.approx(right, rel=1e-12)
+    assert [row["epoch"] for row in history] == [1, 2, 3]
+    assert apart == 3 * (6 - -(-6 // accumulation))  # all but the last batch of a step
+
+
+def test_a_criterion_may_count_for_itself(alone: hpnb.Ranks) -> None:
+    def fit() -> tuple[list[dict[str, Any]], list[torch.Tensor], torch.Tensor]:
+        def doubled(outputs: Any, inputs: Any) -> tuple[torch.Tensor, Any]:
+            total = F.cross_entropy(outputs.logits, inputs["labels"], reduction="sum")
+            return total, 2 * (inputs["labels"] != -100).sum()
+
+        trainer = make(schedule=False, accumulation=2)
+        trainer = Trainer(trainer.booster, trainer.model, trainer.optimizer, doubled, accumulation=2)
+        history = trainer.fit(loaders()[0], 1)
+        return history, [p.detach() for p in trainer.model.parameters()], trainer.loss
+
+    ((history, weights, last),) = alone.run(fit)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    batches, sums, counts, loss = list(loaders()[0]), 0.0, 0, torch.zeros(())
+    for start in (0, 2, 4):
+        whole = {name: torch.cat([b[name] for b in batches[start : start + 2]]) for name in ("x", "labels")}
+        loss = model(**whole).loss / 2
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        n = 2 * int((whole["labels"] != -100).sum())
+        sums, counts = sums + loss.item() * n, counts + n
+    assert off(weights, [p.detach() for p in model.parameters()]) < 1e-12
+    assert history[0]["loss"] == pytest.approx(sums / counts, rel=1e-12)
+    assert last.item() == pytest.approx(loss.item(), rel=1e-12)
+
+
+def test_evaluate_leaves_everything_as_it_was(alone: hpnb.Ranks) -> None:
+    """In the middle of an epoch, from a hook: the epoch's own figures stay the same."""
+
+    class Often(Hook):
+        def after_step(self, trainer: Trainer) -> None:
+            before = [p.grad for p in trainer.model.parameters()]
+            found.append(trainer.evaluate(loaders()[1]))
+            assert trainer.model.training
+            assert all(a is p.grad for a, p in zip(before, trainer.model.parameters(), strict=True))
+
+    found: list[dict[str, Any]] = []
+
+    def fit(*extra: Hook) -> list[dict[str, Any]]:
+        return make(hooks.AccuracyHook(), *extra, dropout=0.5).fit(loaders()[0], 2)
+
+    def both() -> tuple[Any, ...]:
+        return fit(), fit(Often()), found
+
+    ((plain, often, seen),) = alone.run(both)
+    keys = ("loss", "accuracy", "step")
+    assert [[row[k] for k in keys] for row in plain] == [[row[k] for k in keys] for row in often]
+    assert len(seen) == 12
+    assert set(seen[0]) == {"loss", "accuracy"}
+    assert len({row["loss"] for row in seen}) == 12
+
+
+def test_what_is_evaluated_every_so_often(alone: hpnb.Ranks) -> None:
+    def fit() -> list[dict[str, Any]]:
+        train, test = loaders()
+        return make().fit(train, 5, evaluate=test, evaluate_every=2)
+
+    (history,) = alone.run(fit)
+    assert ["eval_loss" in row for row in history] == [False, True, False, True, True]
+
+
+# --- hooks --------------------------------------------------------------------------------------------------
+
+EVENTS = ("before_fit", "before_epoch", "before_step", "after_step", "before_evaluate", "after_evaluate",
+          "after_epoch", "after_fit")  # fmt: skip
+
+
+class Log(Hook):
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+        for event in EVENTS:
+            setattr(self, event, lambda trainer, event=event: log.append(f"{name} {event} {trainer.step}"))
+
+    @contextlib.contextmanager
+    def around_step(self, trainer: Trainer) -> Iterator[None]:
+        self.log.append(f"{self.name} in")
+        yield
+        self.log.append(f"{self.name} out")
+
+    def on_outputs(self, trainer: Trainer, outputs: Any, inputs: Any) -> None:
+        self.log.append(
+            f"{self.name} outputs {len(inputs['x'])} {trainer.model.training} {torch.is_grad_enabled()}"
+        )
+
+    def on_loss(self, trainer: Trainer, total: torch.Tensor, count: torch.Tensor) -> None:
+        self.log.append(f"{self.name} loss {int(count)}")
+
+
+class First(Log):
+    priority = 1
+
+
+def test_the_order_of_events(alone: hpnb.Ranks) -> None:
+    def fit() -> list[str]:
+        log: list[str] = []
+        trainer = make(Log("b", log), First("a", log), accumulation=2)
+        train = hpnb.data.Loader(Points(7), 3, shuffle=False)  # batches of 3, 3, 1
+        trainer.fit(train, 1, evaluate=hpnb.data.Loader(Points(2), 2))
+        return log
+
+    (log,) = alone.run(fit)
+    mine = [line[2:] for line in log if line.startswith("a ")]
+    assert mine == [
+        "before_fit 0", "before_epoch 0",
+        "before_step 0", "in", "outputs 3 True False", "loss 3", "outputs 3 True False", "loss 2", "out",
+        "after_step 1",
+        "before_step 1", "in", "outputs 1 True False", "loss 1", "out",
+        "after_step 2",
+        "before_evaluate 2", "outputs 2 False False", "loss 2", "after_evaluate 2",
+        "after_epoch 2", "after_fit 2",
+    ]  # fmt: skip
+    assert log[:2] == ["a before_fit 0", "b before_fit 0"]  # by priority, not as given
+    assert [line for line in log if line.endswith(("in", "out"))][:4] == ["a in", "b in", "b out", "a out"]
+
+
+def test_the_rate_is_stepped_by_step_or_by_epoch(alone: hpnb.Ranks) -> None:
+    def fit(by: Any) -> list[float]:
+        trainer = make(schedule=False)
+        rate = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizer, 0.5)
+        extra = [hooks.LRSchedulerHook(rate, by)] if by else []
+        trainer = Trainer(trainer.booster, trainer.model, trainer.optimizer, None, rate, extra)
+        return [row["lr"] for row in trainer.fit(loaders()[0], 3)]
+
+    (by_epoch,), (by_step,), (unasked,) = (alone.run(fit, by) for by in ("epoch", "step", None))
+    assert by_epoch == pytest.approx([0.3, 0.15, 0.075])
+    assert by_step == unasked == pytest.approx([0.3 * 0.5**5, 0.3 * 0.5**11, 0.3 * 0.5**17])
+
+
+def test_throughput_counts_what_comes_after_the_warmup(alone: hpnb.Ranks) -> None:
+    def fit(warmup: int, unit: Any) -> list[float | None]:
+        clock = iter(range(1000))
+        metrics._now = lambda: float(next(clock))
+        hook = hooks.ThroughputHook(unit, warmup)
+        trainer = make(hook)
+        return [row[f"{unit}_per_second"] for row in trainer.fit(loaders()[0], 2)]
+
+    # Batches of 4 4 4 4 4 3; the clock is read once where a measure begins, once where it ends.
+    assert alone.run(fit, 0, "samples") == [[23.0, 23.0]]
+    assert alone.run(fit, 2, "samples") == [[15.0, 23.0]]
+    assert alone.run(fit, 6, "samples") == [[None, 23.0]]  # nothing left in the first epoch
+    assert alone.run(fit, 99, "samples") == [[None, None]]
+    with pytest.raises(hpnb.RankError, match="unit='tokens' needs batches with input_ids"):
+        alone.run(fit, 0, "tokens")
+
+
+def judged(
+    metric: hooks.Metric, says: list[list[int]], isso: list[list[int]], causal: bool = False
+) -> float | None:
+    """What a metric says of predicted classes and labels, shown in two microbatches."""
+    trainer: Any = SimpleNamespace(causal=causal)
+    for some in (slice(0, 1), slice(1, None)):
+        logits = F.one_hot(torch.tensor(says[some]), 3).double()
+        metric.on_outputs(trainer, Output(logits, torch.zeros(())), {"labels": torch.tensor(isso[some])})
+    return metric.value(metric.totals.tolist())
+
+
+def test_accuracy_and_f1_by_hand() -> None:
+    says, isso = [[0, 1, 1, 2], [1, 1, 0, 1]], [[0, 1, 2, -100], [1, 0, 1, -100]]
+    assert judged(hooks.AccuracyHook(), says, isso) == 3 / 6
+    assert judged(hooks.F1Hook(), says, isso) == 2 * 2 / (2 * 2 + 2 + 1)  # 2 right, 2 wrong, 1 missed
+    assert judged(hooks.F1Hook(positive=2), says, isso) == 0.0
+    assert judged(hooks.F1Hook(positive=2), [[0], [0]], [[0], [1]]) is None  # not there, and not said to be
+    nothing = [[-100] * 4] * 2
+    assert judged(hooks.AccuracyHook(), says, nothing) is None
+    # Shifted: position i is held to label i + 1, and the last one to nothing.
+    assert (
+        judged(hooks.AccuracyHook(), [[1, 2, 0, 0], [0, 0, 1, 2]], [[9, 1, 2, 1], [9, 0, -100, 1]], True)
+        == 4 / 5
+    )
+
+
+def test_soft_labels_and_batches_without_names() -> None:
+    logits = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]])
+    mixed = torch.tensor([[0.4, 0.6], [0.4, 0.6], [0.0, 1.0]])
+    for inputs in ({"x": logits, "labels": mixed}, (logits, mixed.argmax(-1))):
+        found, wanted = metrics.predictions(logits, inputs, causal=False)
+        assert found.eq(wanted).tolist() == [True, False, True]
+    with pytest.raises(ValueError, match=r"logits of shape \(3, 2\) do not fit targets of shape \(2,\)"):
+        metrics.predictions(logits, (logits, torch.zeros(2, dtype=torch.long)), causal=False)
+
+
+def test_padding_is_no_token() -> None:
+    hook = hooks.ThroughputHook("tokens")
+    ids = torch.ones(2, 5, dtype=torch.long)
+    assert hook._in({"input_ids": ids}) == 10
+    assert hook._in({"input_ids": ids, "attention_mask": torch.tensor([[1] * 5, [1, 1, 0, 0, 0]])}) == 7
+
+
+def test_memory_is_recorded_in_the_steps_that_were_asked_for(alone: hpnb.Ranks) -> None:
+    def fit() -> tuple[dict[int, hpnb.record.MemoryProfile], list[int], list[dict[str, Any]], int]:
+        hook = hooks.MemoryHook(steps=[0, 3])
+        trainer = make(hook)
+        history = trainer.fit(loaders()[0], 1)
+        return hook.profiles, hook.peaks, history, sum(p.nbytes for p in trainer.model.parameters())
+
+    ((profiles, peaks, history, weights),) = alone.run(fit)
+    assert sorted(profiles) == [0, 3]
+    first, later = profiles[0], profiles[3]
+    before = [next(s for s in profile.samples if s.activations) for profile in (first, later)]
+    assert [sample.optimizer for sample in before] == [0, weights]  # no momentum before the first step
+    assert first.peak_of("gradients") == later.peak_of("gradients") == weights
+    assert peaks == [max(first.peak, later.peak)]
+    assert history[0]["peak_bytes"] == peaks[0]
+
+
+def test_every_nth_step_has_a_timeline(alone: hpnb.Ranks, tmp_path: Path) -> None:
+    def fit(path: Path) -> dict[int, hpnb.record.Timeline]:
+        hook = hooks.TimelineHook(every=2, path=path)
+        make(hook, accumulation=2).fit(loaders()[0], 2)  # 3 steps an epoch
+        return hook.timelines
+
+    (found,) = alone.run(fit, tmp_path)
+    assert sorted(found) == [1, 3, 5]
+    assert [(e.op, e.microbatch) for e in found[1].events] == [
+        ("F", 0),
+        ("B", 0),
+        ("F", 1),
+        ("B", 1),
+        ("compute", -1),
+    ]
+    assert all(a.end <= b.start for a, b in zip(found[1].events, found[1].events[1:], strict=False))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-0000000{n}.json" for n in (1, 3, 5)]
+
+
+def test_the_history_is_printed_kept_and_put_into_a_table(
+    alone: hpnb.Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fit(path: Path) -> tuple[list[dict[str, Any]], str, Any]:
+        hook = hooks.MetricsByEpochHook(path / "runs" / "one.json")
+        train, test = loaders()
+        trainer = make(hook, hooks.ThroughputHook(warmup=7))
+        trainer.fit(train, 3, evaluate=test, evaluate_every=2)
+        return hook.history, hook.table(), trainer.history
+
+    ((history, table, theirs),) = alone.run(fit, tmp_path)
+    assert history == theirs
+    assert json.loads((tmp_path / "runs" / "one.json").read_text()) == history
+    head, *lines = table.splitlines()
+    assert head.split() == ["epoch", "step", "lr", "loss", "samples_per_second", "seconds", "eval_loss"]
+    cells = [line.split() for line in lines]
+    assert [row[0] for row in cells] == ["1", "2", "3"]
+    assert [row[1] for row in cells] == ["6", "12", "18"]
+    assert cells[0][4] == cells[0][6] == "-"  # all warm-up, and not evaluated
+    assert cells[1][6] == f"{history[1]['eval_loss']:.4g}"
+    assert len({len(line) for line in (head, *lines)}) == 1
+    printed = [line for line in capfd.readouterr().out.splitlines() if "epoch" in line]
+    assert [f"loss {row['loss']:.4g}" in line for row, line in zip(history, printed, strict=True)] == [
+        True
+    ] * 3
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------
+
+
+class Stop(Hook):
+    """Ends the run at some step, as a machine that goes away would."""
+
+    priority = 1000
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def after_step(self, trainer: Trainer) -> None:
+        if trainer.step == self.at:
+            raise KeyboardInterrupt
+
+
+def run(path: Path | None, stop: int = -1, epochs: int = 3, every: int | None = 4, **options: Any) -> Any:
+    """(history without seconds, curve, weights, optimizer's state) of a run that goes on if it can."""
+    loss, extra = hooks.LossHook(), [hooks.AccuracyHook(), Stop(stop)]
+    if path is not None:
+        extra.append(hooks.CheckpointHook(path, every, **options))
+    trainer = make(loss, *extra, dropout=0.5, accumulation=2)
+    if path is not None and trainer.resume(path, missing_ok=True):
+        torch.rand(3)  # what happens in between does not matter
+    train, test = loaders(batch=2)  # 12 batches, 6 steps an epoch
+    with contextlib.suppress(KeyboardInterrupt):
+        trainer.fit(train, epochs, evaluate=test)
+    rows = [{k: v for k, v in row.items() if k != "seconds"} for row in trainer.history]
+    state = [s["momentum_buffer"] for s in trainer.optimizer.state.values()]
+    return rows, loss.curve, [p.detach() for p in trainer.model.parameters()], state
+
+
+@pytest.mark.parametrize(("stop", "every"), [(5, 4), (9, 4), (12, 4), (6, 6), (14, None), (6, None)])
+def test_a_run_goes_on_bit_for_bit(alone: hpnb.Ranks, tmp_path: Path, stop: int, every: int | None) -> None:
+    """Saved at step 4 (in epoch 1), 8, 12 (the last step of epoch 2), or after epochs; with dropout."""
+    (whole,) = alone.run(run, None)
+    ((broken, *_),) = alone.run(run, tmp_path, stop, every=every)
+    assert len(broken) < 3
+    (resumed,) = alone.run(run, tmp_path, every=every)
+    for row, right in zip(resumed[0], whole[0], strict=True):
+        assert row == pytest.approx(right, rel=1e-14)  # sums were begun by one run and ended by another
+    assert resumed[1] == whole[1][-len(resumed[1]) :]
+    for ours, theirs in zip((*resumed[2], *resumed[3]), (*whole[2], *whole[3]), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_schedule_by_epoch_goes_on_too(alone: hpnb.Ranks, tmp_path: Path) -> None:
+    def fit(path: Path, epochs: int) -> list[float]:
+        trainer = make(schedule=False)
+        rate = hooks.LRSchedulerHook(torch.optim.lr_scheduler.ExponentialLR(trainer.optimizer, 0.5), "epoch")
+        extra = [rate, hooks.CheckpointHook(path)]
+        trainer = Trainer(trainer.booster, trainer.model, trainer.optimizer, hooks=extra)
+        trainer.resume(path, missing_ok=True)
+        return [row["lr"] for row in trainer.fit(loaders()[0], epochs)]
+
+    assert alone.run(fit, tmp_path, 2) == [[0.3, 0.15]]
+    assert alone.run(fit, tmp_path, 4) == [[0.3, 0.15, 0.075, 0.0375]]
+
+
+def test_a_run_that_is_done_has_nothing_left(alone: hpnb.Ranks, tmp_path: Path) -> None:
+    (first,) = alone.run(run, tmp_path, every=None)
+    (again,) = alone.run(run, tmp_path, every=None)
+    assert again[0] == first[0]
+    assert again[1] == []
+    (more,) = alone.run(run, tmp_path, epochs=4, every=None)
+    assert [row["epoch"] for row in more[0]] == [1, 2, 3, 4]
+    assert len(more[1]) == 6
+
+
+def test_which_checkpoints_stay(alone: hpnb.Ranks, tmp_path: Path) -> None:
+    ((rows, *_),) = alone.run(run, tmp_path, every=5, best="eval_loss", keep=2)
+    best = min(rows, key=lambda row: row["eval_loss"])
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [f"best-{best['step']:08}", "step-00000010", "step-00000015"]
+    assert best["step"] == 6 * best["epoch"]
+
+
+def test_the_best_may_be_the_largest(alone: hpnb.Ranks, tmp_path: Path) -> None:
+    for mode in (None, "min"):
+        folder = tmp_path / str(mode)
+        ((rows, *_),) = alone.run(run, folder, best="accuracy", mode=mode)
+        values = [row["accuracy"] for row in rows]
+        assert len(set(values)) == 3
+        wanted = rows[values.index(max(values) if mode is None else min(values))]
+        assert [path.name for path in resuming.saved(folder, "best")] == [f"best-{wanted['step']:08}"]
+
+
+def test_a_save_that_was_cut_short_is_passed_over(alone: hpnb.Ranks, tmp_path: Path) -> None:
+    def cut_short(path: Path) -> None:
+        trainer = make(hooks.CheckpointHook(path, every=3))
+        seal = trainer.booster.seal
+
+        def dies(path: Path) -> None:
+            if trainer.step > 3:
+                raise OSError("no space left")
+            seal(path)
+
+        trainer.booster.seal = dies
+        with contextlib.suppress(OSError):
+            trainer.fit(loaders()[0], 1)
+
+    alone.run(cut_short, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000006.part"]
+    found = resuming.find(tmp_path)
+    assert found is not None
+    assert found.name == "step-00000003"
+    assert resuming.find(found) == found
+
+    def steps(path: Path) -> int:
+        trainer = make(hooks.CheckpointHook(path, every=3))
+        assert trainer.resume(path)
+        before = trainer.step
+        trainer.fit(loaders()[0], 1)
+        return before
+
+    assert alone.run(steps, tmp_path) == [3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000006"]
+
+
+def _after(path: Path) -> Trainer:
+    """A trainer that was resumed from step 4 of 6."""
+    first = make(hooks.CheckpointHook(path, every=4))
+    first.fit(loaders()[0], 1)
+    trainer = make()
+    trainer.resume(path)
+    return trainer
+
+
+# --- what cannot work ---------------------------------------------------------------------------------------
+
+
+def fresh_into_old(path: Path) -> None:
+    _after(path)
+    make(hooks.CheckpointHook(path, every=4)).fit(loaders()[0], 1)
+
+
+def other_loader(path: Path) -> None:
+    data: Any = torch.utils.data.DataLoader(Points(23), 4)  # type: ignore[arg-type]
+    _after(path).fit(data, 1)
+
+
+def other_data(path: Path) -> None:
+    _after(path).fit(hpnb.data.Loader(Points(24), 4, seed=3), 1)
+
+
+def none_there(path: Path) -> None:
+    make().resume(path)
+
+
+def not_boosted(path: Path) -> None:
+    Trainer(One(), Net(), torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+
+
+def two_of_a_name(path: Path) -> None:
+    make(hooks.AccuracyHook(), hooks.AccuracyHook())
+
+
+def no_labels(path: Path) -> None:
+    trainer = make()
+    blind = Trainer(
+        trainer.booster, trainer.model, trainer.optimizer, lambda o, i: o.loss, hooks=[hooks.AccuracyHook()]
+    )
+    batch = {"x": torch.ones(1, 6, dtype=D), "labels": torch.zeros(1, dtype=torch.long)}
+    blind._criterion(trainer.model(**batch), {"x": batch["x"]})
+
+
+def no_best(path: Path) -> None:
+    make(hooks.CheckpointHook(path, best="eval_loss")).fit(loaders()[0], 1)
+
+
+REFUSED = {
+    fresh_into_old: "has step-00000004 already, and this run is at step 0: resume from it",
+    other_loader: "saved after 4 steps of epoch 1, and a DataLoader cannot go on from there",
+    other_data: "saved with samples=23, this loader has 24",
+    none_there: "has no checkpoint, which is a folder step-...",
+    not_boosted: "this Net is not boosted; pass what booster.boost returned",
+    two_of_a_name: "metrics loss, accuracy, accuracy: two have one name",
+    no_labels: "the batch has no labels",
+    no_best: "there is no 'eval_loss' to be best in; this epoch has epoch, step, lr, loss, seconds",
+    lambda path: make(accumulation=0): "accumulation=0 batches make no step",
+    lambda path: make().fit(loaders()[0], 0): "epochs=0, evaluate_every=1: both must be 1 or more",
+    lambda path: hooks.LRSchedulerHook(None, "batch"): "use 'step' or 'epoch'",  # type: ignore[arg-type]
+    lambda path: hooks.CheckpointHook(path, every=0): "every=0 steps is not possible",
+    lambda path: hooks.CheckpointHook(path, keep=0): "keep=0 would keep no checkpoint",
+    lambda path: hooks.TimelineHook(0): "every=0 steps is not possible",
+    lambda path: hooks.ThroughputHook("words"): "use 'samples' or 'tokens'",  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize(("wrong", "said"), REFUSED.items(), ids=[said[:24] for said in REFUSED.values()])
+def test_what_cannot_work_is_said_in_a_sentence(
+    alone: hpnb.Ranks, tmp_path: Path, wrong: Any, said: str
+) -> None:
+    with pytest.raises(hpnb.RankError) as told:
+        alone.run(wrong, tmp_path)
+    assert said in str(told.value)
+
+
+# --- the bar ------------------------------------------------------------------------------------------------
+
+
+def test_who_shows_a_bar_and_that_ci_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    assert [progress.wanted(shows, None) for shows in (True, False)] == [True, False]
+    assert [progress.wanted(shows, True) for shows in (True, False)] == [True, False]
+    assert not progress.wanted(True, False)
+    monkeypatch.setenv("CI", "true")
+    assert not progress.wanted(True, None)
+    assert progress.wanted(True, True)
+
+
+def test_the_bar_goes_to_the_end_and_shows_the_loss(
+    alone: hpnb.Ranks, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fit() -> float:
+        trainer = make(display_progress=True)
+        trainer.fit(loaders()[0], 2)
+        return float(trainer.loss)
+
+    (loss,) = alone.run(fit)
+    captured = capfd.readouterr()
+    drawn = captured.out + captured.err
+    for epoch in (1, 2):
+        assert f"epoch {epoch}/2: 100%" in drawn
+    assert f"loss={loss:.4g}" in drawn
+
+
+# --- layouts ------------------------------------------------------------------------------------------------
+
+
+class Rows:
+    """The rows of one batch, as a dataset."""
+
+    def __init__(self, batch: dict[str, torch.Tensor]) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return len(self.batch["labels"])
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {name: value[i] for name, value in self.batch.items()}
+
+
+MODELS: dict[str, Any] = {
+    "vit": (tensor_cases.vit, tensor_cases.images),
+    "lm": (tensor_cases.gpt2, tensor_cases.text),
+    "classifier": (
+        lambda: tensor_cases.gpt2(classes=3),
+        lambda s, rows: tensor_cases.text(s, rows, classes=3),
+    ),
+}
+
+
+@dataclass
+class Found:
+    history: list[dict[str, Any]]
+    curve: list[float]
+    shows: bool
+    timelines: dict[int, hpnb.record.Timeline]
+    peaks: list[int]
+
+
+def on_layout(
+    name: str, how: dict[str, Any], accumulation: int, path: Path | None = None, stop: int = -1
+) -> Found:
+    """Two epochs of batches of 6, 6, 6 and 1, of which a replica may get nothing; evaluated on others."""
+    build, batch = MODELS[name]
+    plugin = hpnb.HybridParallelPlugin(precision="fp64", **how)
+    booster, model = hpnb.Booster(plugin=plugin), build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    rate = hpnb.CosineAnnealingWarmupLR(optimizer, total_steps=8, warmup_steps=3)
+    model, optimizer, _, _, rate = booster.boost(model, optimizer, lr_scheduler=rate)
+    train = plugin.prepare_dataloader(Rows(batch(0, 19)), 6 // plugin.dp_size, shuffle=True)
+    test = plugin.prepare_dataloader(Rows(batch(1, 10)), 6 // plugin.dp_size)
+    loss, timeline, memory = hooks.LossHook(), hooks.TimelineHook(every=4), hooks.MemoryHook(steps=[0])
+    extra = [hooks.AccuracyHook(), hooks.F1Hook(positive=2), Stop(stop)]
+    if path is not None:
+        extra.append(hooks.CheckpointHook(path, every=3))
+    trainer = Trainer(
+        booster, model, optimizer, None, rate, [loss, timeline, memory, *extra],
+        accumulation=accumulation, display_progress=False,
+    )  # fmt: skip
+    if path is not None:
+        trainer.resume(path, missing_ok=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        trainer.fit(train, 2, evaluate=test)
+    return Found(trainer.history, loss.curve, trainer.place.shows, timeline.timelines, memory.peaks)
+
+
+def check_same(found: Found, wanted: Found, off: float = 1e-10) -> None:
+    assert found.curve == pytest.approx(wanted.curve[-len(found.curve) :], rel=off)
+    passing = ("seconds", "peak_bytes")  # of this run alone
+    for row, right in zip(found.history, wanted.history, strict=True):
+        assert {k: v for k, v in row.items() if k not in passing} == {
+            k: v if v is None else pytest.approx(v, rel=off) for k, v in right.items() if k not in passing
+        }
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "ranks", "accumulation", "shows"),
+    [
+        ("vit", {}, 2, 1, 0),
+        ("vit", {"pp_size": 2, "microbatch_size": 2}, 2, 1, 1),
+        ("lm", {"zero_stage": 1}, 2, 2, 0),
+        ("lm", {"tp_size": 2}, 2, 2, 0),
+        ("classifier", {"pp_size": 2, "microbatch_size": 2}, 4, 2, 1),
+        pytest.param("classifier", {"pp_size": 2, "tp_size": 2}, 4, 1, 2, marks=pytest.mark.slow),
+        pytest.param("lm", {"zero_stage": 3}, 3, 2, 0, marks=pytest.mark.slow),
+        pytest.param("vit", {"pp_size": 2, "pp_style": "zb-h1", "microbatch_size": 1}, 4, 2, 1,
+                     marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_layout_trains_as_one_rank_does(
+    alone: hpnb.Ranks, name: str, how: dict[str, Any], ranks: int, accumulation: int, shows: int
+) -> None:
+    (one,) = alone.run(on_layout, name, {}, accumulation)
+    with hpnb.Ranks(ranks, device="cpu") as pool:
+        every = pool.run(on_layout, name, how, accumulation)
+    for found in every:
+        check_same(found, one)
+        assert len(found.peaks) == ranks
+        ops = {e.op for t in found.timelines.values() for e in t.events}
+        assert ops >= {"F", "B"} or ops >= {"F", "I", "W"}
+    assert len({row["loss"] for row in one.history}) == 2
+    assert min(one.curve) < max(one.curve) * 0.99  # it learns, or at least moves
+    assert [found.shows for found in every] == [rank == shows for rank in range(ranks)]
+
+
+def test_a_model_that_takes_its_input_alone_is_exact_too() -> None:
+    """An nn.Sequential on two ranks: only the criterion sees labels, some of which are missing."""
+
+    def fit(accumulation: int) -> list[dict[str, Any]]:
+        def criterion(outputs: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            return F.cross_entropy(outputs, inputs["labels"])
+
+        plugin = hpnb.TorchDDPPlugin(precision="fp64")
+        booster, model = hpnb.Booster(plugin=plugin), Net().body
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+        rate = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        boosted, *_ = booster.boost(model, optimizer, criterion, lr_scheduler=rate)
+        extra = [hooks.AccuracyHook(), hooks.F1Hook(positive=2)]
+        trainer = Trainer(booster, boosted, optimizer, criterion, rate, extra, accumulation=accumulation)
+        train = plugin.prepare_dataloader(Points(23), 2, shuffle=True, seed=3)
+        return trainer.fit(train, 2, evaluate=plugin.prepare_dataloader(Points(13, seed=9), 2))
+
+    with hpnb.Ranks(2, device="cpu") as ranks:
+        for accumulation in (1, 2):
+            wanted = by_hand(2, accumulation).rows
+            for history in ranks.run(fit, accumulation):
+                for row, right in zip(history, wanted, strict=True):
+                    assert {name: row[name] for name in right} == pytest.approx(right, rel=1e-12)
+
+
+def test_a_sample_is_counted_once_in_every_layout() -> None:
+    """By ranks whose clocks go on by a second whenever they are read: 19 samples in a second, twice."""
+
+    def fit(how: dict[str, Any]) -> list[float]:
+        clock = iter(range(1000))
+        metrics._now = lambda: float(next(clock))
+        plugin = hpnb.HybridParallelPlugin(precision="fp64", **how)
+        booster, model = hpnb.Booster(plugin=plugin), tensor_cases.vit()
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        train = plugin.prepare_dataloader(Rows(tensor_cases.images(0, 19)), 3, shuffle=True)
+        trainer = Trainer(booster, boosted, optimizer, hooks=[hooks.ThroughputHook(warmup=0)])
+        return [row["samples_per_second"] for row in trainer.fit(train, 2)]
+
+    with hpnb.Ranks(2, device="cpu") as ranks:
+        for how in ({}, {"tp_size": 2}, {"pp_size": 2, "microbatch_size": 1}):
+            assert ranks.run(fit, how) == [[19.0, 19.0]] * 2
+
+
+def test_a_run_goes_on_with_another_layout(alone: hpnb.Ranks, tmp_path: Path) -> None:
+    """Saved by two replicas in the middle of an epoch, taken up by a pipeline, in the end by one rank."""
+    (one,) = alone.run(on_layout, "classifier", {}, 1)
+    with hpnb.Ranks(2, device="cpu") as pool:
+        pool.run(on_layout, "classifier", {"zero_stage": 1}, 1, tmp_path, 4)
+        assert [path.name for path in resuming.saved(tmp_path)] == ["step-00000003"]
+        second = pool.run(on_layout, "classifier", {"pp_size": 2, "microbatch_size": 3}, 1, tmp_path, 7)
+    (last,) = alone.run(on_layout, "classifier", {}, 1, tmp_path)
+    assert [len(found.history) for found in second] == [1, 1]
+    check_same(last, one, off=1e-6)  # files may hold float32
+    assert len(last.curve) == 2

@@ -16,7 +16,7 @@
 #
 # **The question.** In notebook 01 every rank had the whole model, in 02 whole layers. Now all ranks work on the same
 # matrix at once, each on a part of it. How must it be cut so that the answer stays the same, and what does each way
-# of cutting send?
+# send?
 #
 # **You will be able to** cut an MLP and an attention over ranks by hand; count what a transformer block sends and
 # keeps in 1D, 2D, 2.5D and 3D; say from ρ and the width whether a wire can bear it; find a missing sum by reading
@@ -25,14 +25,16 @@
 # **You should know** notebooks 00 (all-reduce and its halves, ρ) and 01 (what "equal" means), and of 02 that a
 # backward computes two things, I and W.
 #
-# **Time.** 35 minutes to read; under 2 minutes to run on a laptop, and as long on 2 or 4 GPUs; 90 minutes for the
-# exercises.
+# **Time.** 35 minutes to read; under 2 minutes to run on a laptop, and on 2 or 4 GPUs; 90 minutes for the exercises.
 #
-# **Two questions to recall.** From 00: which two collectives make an all-reduce, and how many bytes leave each of n
+# **Letters.** t ranks cut a matrix by 1D, p make a grid, N run here. h is the width; b images of s tokens are M = b·s
+# tokens.
+#
+# **Two questions to recall.** From 00: which two collectives make an all-reduce, and how many bytes leave each of t
 # ranks? From 02: which part of the backward does nobody wait for?
 #
 # <details><summary>Answers</summary>
-# A reduce-scatter and an all-gather, (n-1)/n S each, so 2(n-1)/n S together. W, the gradients of the weights: only the
+# A reduce-scatter and an all-gather, (t-1)/t S each, so 2(t-1)/t S together. W, the gradients of the weights: only the
 # optimizer needs them.
 # </details>
 
@@ -61,7 +63,7 @@ pool = hpnb.Ranks(N)  # these ranks stay to the end
 # %% [markdown]
 # ## Columns, then rows
 #
-# Let x be m tokens of h numbers, to be multiplied by A. Over t ranks there are two ways to cut A:
+# Let x be m tokens of h numbers, to be multiplied by A of n columns. Over t ranks there are two ways to cut A:
 #
 # | | rank r has | it computes x_r A_r, which is | |
 # |---|---|---|---|
@@ -69,8 +71,7 @@ pool = hpnb.Ranks(N)  # these ranks stay to the end
 # | rows | h/t columns of x, and A_r of as many rows | one of t matrices whose sum is x A | cut in, a sum out |
 #
 # Put columns first and rows second, and they fit: what the first leaves cut, the second takes cut. In z = f(x A) B
-# nothing is sent between the two. There f may be anything that works on columns by themselves, as GELU works on each
-# number.
+# nothing is sent between the two. f must work on columns by themselves, as GELU works on each number.
 #
 # The other order does not: after rows there is a sum to take, and GELU(u + v) is not GELU(u) + GELU(v). The cell does
 # both, and once without the sum. `replicate` and `all_reduce` are a mirror pair: the first does nothing forward and
@@ -113,8 +114,9 @@ rows = [(way, f"{z:.0e}", f"{dx:.0e}", lesson.number(sent, "B")) for way, z, dx,
 lesson.table(("order", "z off by", "gradient of x off by", "a rank sends, both ways"), rows, f"z = GELU(x A) B on {N} ranks, float64")
 
 # %% [markdown]
-# The first two are exact but for rounding. The second sends 4.5 times as much: its sum is over 4h numbers a token,
-# not h, and x and z are cut where everybody else wants them whole. The third runs, has the right shape, and is wrong.
+# The first two are exact but for rounding. The second sends 4.5 times as much: its sums, one each way, are over 4h
+# numbers a token, not h, and x and z are cut where everybody else wants them whole. The third runs, has the right
+# shape, and is wrong.
 #
 # **Takeaway.** Columns, then rows: one all-reduce forward, one backward, each as large as x. A rank does 1/t of the
 # work and holds 1/t of both matrices.
@@ -138,7 +140,9 @@ lesson.check(exercises.column_row, mlp)
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# a is cut with the columns that it belongs to. b belongs to the sum, and is added once, after it.
+# a is cut with the columns that it belongs to. b belongs to the sum, and is added once, after it. (Before it and on
+# rank 0 alone, as the library does, gives the same z. But then autograd finds b's gradient on rank 0 only, and the
+# check says that on other ranks it is off by 1; the library puts it there by hand, `adds` below.)
 #
 # ```python
 # def mlp(x, A, a, B, b, axis):
@@ -153,22 +157,23 @@ lesson.check(exercises.column_row, mlp)
 #
 # An attention is such a pair, too. A head is a set of columns of q, k and v, and works by itself, as GELU does; the
 # output projection takes its rows. So a block has two pairs. Each sums once forward and once backward: four
-# all-reduces of b·s·h numbers, for b images of s tokens. Norms and residuals lie between the pairs, where x is whole:
-# there every rank does the same work.
+# all-reduces of b·s·h numbers. Norms and residuals lie between the pairs, where x is whole.
 #
-# **Can a wire bear it?** A rank computes 72 b s h²/t FLOPs of a block (01), and sends 8(t-1)/t b s h numbers of 2
-# bytes:
+# **Can a wire bear it?** A rank computes 72 b s h²/t FLOPs of a block (01's 6 a weight and token, of 12h² weights),
+# and sends 8(t-1)/t b s h numbers of 2 bytes:
 #
 # $$ \frac{72\,b s h^2/t}{16\,b s h\,(t-1)/t\;\rho} = \frac{4.5\,h}{(t-1)\,\rho} $$
 #
 # The last of the series' three ratios (attention's scores add the share s/6h). Neither b nor s is in it: **no batch,
 # however large, helps**. A wider model does, or fewer ranks, or a faster wire: with ρ = 1,000, eight ranks compute as
-# long as they send at h = 1,556. And where 01 sent gradients while the backward went on, here the next matmul waits
-# for each sum. Commit to both, bytes and ratio.
+# long as they send at h = 1,556. At a ratio r, with nothing hidden, t ranks are t·r/(1 + r) times as fast as one:
+# half of t at 1. And where 01 sent gradients while the backward went on, here the next matmul waits for each sum.
+# Commit to both, bytes and ratio.
 #
-# Which weight is what, the model has to say. `hpnb.models.roles` is that table, and `parallelize` reads nothing else:
-# a column keeps this rank's outputs, a row its inputs, everything else stays whole. The model's own forward does not
-# change. The cell prints ten lines of the table, and trains a cut ViT beside one process, in float64.
+# Which weight is what, the model has to say. `hpnb.models.roles` is that table; `parallelize` reads it, and which
+# modules are the blocks. A column keeps this rank's outputs, a row its inputs, everything else stays whole. The
+# model's own forward does not change. Below are ten lines of the table, and a cut ViT that trained beside one
+# process, in float64.
 
 # %%
 card = lesson.machine_card(N)
@@ -213,13 +218,19 @@ lesson.reveal("03.block-bytes", sent, predicted=4 * theory.bytes_sent("all_reduc
 
 # %% [markdown]
 # q, k and v are cut by heads: 16 heads over 3 ranks are 6, 5 and 5. A column's bias is cut with it, a row's is whole.
-# And what `full_state_dict` puts together again is the ordinary model.
+# `full_state_dict` makes the ordinary model again.
 #
-# In the forward a rank can do nothing while a sum travels. In the backward it can: W, as in 02. So the library puts
-# the weight gradients of a pair off until the sum of dx is under way. Autograd runs what is ready in the reverse
-# order of the forward. It is enough, then, to hand the layers their weights (`Later`) before x enters the pair
-# (`enter`, whose backward starts the sum) and after the place whose backward waits for it (`hold`). Here is that
-# function, and a block that ran:
+# In the forward a rank can do nothing while a sum travels. In the backward it can: W, as in 02. So the backward of a
+# pair goes:
+#
+# 1. its matmuls give dx, and note what W needs;
+# 2. `enter` starts the sum of dx, whose handle lies in a `Flight`;
+# 3. meanwhile the `Later` of each layer computes its W;
+# 4. `hold` waits for the sum.
+#
+# Autograd runs what is ready in the reverse order of the forward, so this function passes 4, 3, 2 in that order.
+# (`self.line` are the ranks, `transposed` says how a weight is stored. `adds`: a row's bias is added on rank 0,
+# before the sum.) And a block that ran:
 
 # %%
 print(inspect.getsource(column_row.Region.begin))
@@ -239,20 +250,21 @@ print(f"by the card, latency included: {matmuls / wire:.2f}; computing takes {co
       f"{100 * (1 - bare / sending):.0f} % of them is hidden")  # fmt: skip
 
 # %% [markdown]
-# Read the two lanes of a rank. In the forward computing stops twice, each time for a whole sum. In the backward W
-# (green) runs while the sum is on the wire; what W does not cover is exposed. The last line takes the ratio apart. The
-# law knows no latency. Where computing takes longer than its matmuls, norms, GELU and residuals move bytes (and every
-# rank does all the norms). Where a sum takes longer than on the card, ranks came to it at different times (waiting is
-# not moving: 00), or W took cores or multiprocessors from it.
+# In the forward computing stops twice, each time for a whole sum. In the backward W (green) runs while the sum is on
+# the wire; what W does not cover is exposed. (A message is drawn in pieces where computing beside it starts or ends.)
+# The last line takes the ratio apart. The law knows no latency. Where computing takes longer than its matmuls, the
+# host launches kernels one by one, norms, GELU and residuals move bytes, and every rank does all the norms. That
+# raises the ratio, and is no merit. Where a sum takes longer than on the card, ranks came to it at different times
+# (waiting is not moving: 00), or W took cores or multiprocessors from it.
 #
-# **Takeaway.** 1D needs h above (t-1)ρ/4.5, whatever the batch. So it stays where ρ is small: within a host.
+# **Takeaway.** 1D wants h above (t-1)ρ/4.5, whatever the batch. So it belongs where ρ is small, within a host; put in
+# your card's ρ even there.
 #
 # ### An autopsy
 #
-# A colleague writes the MLP of a block by hand. One line is missing: x goes into fc1 as it came. Forward nothing
-# changes, so the loss is right, and training starts. What is wrong is a gradient, and nobody looks at gradients. One
-# process does: the same weights and the same pictures, in float64, module by module, in the order in which the
-# backward completes them.
+# A colleague writes the MLP of a block by hand. One line is missing: x goes into fc1 as it came. The loss is right,
+# and training starts. What is wrong is a gradient, and nobody looks at those. One process shows it: the same weights
+# and pictures, in float64, module by module, in the order in which the backward completes them.
 
 # %%
 class Mlp(nn.Module):
@@ -317,8 +329,8 @@ lesson.field_guide.show()
 # gradient past the fault. That is why the loss hardly minds, and why float64 helps: 1e-16 and 1e-2 cannot be
 # confused; in bf16 they can.
 #
-# The lower figure has the second symptom, from 01: what is whole on all ranks gets different gradients, and parts.
-# The model that rank 0 saves is not the model that was trained.
+# The lower figure has the second symptom, from 01: what is whole on all ranks (these copies are its "replicas") gets
+# different gradients, and parts. The model that rank 0 saves is not the model that was trained.
 #
 # **Takeaway.** In a parallel forward errors shout; in its backward they whisper. Compare gradients, not losses.
 #
@@ -365,9 +377,9 @@ verdict
 # ## A loss without logits
 #
 # The classifier of a ViT is small, and every rank computes it. A language model's is not: V words by h, cut by
-# columns like any other. Then each rank has the logits of V/t words, and to gather n·V of them would dwarf all else.
-# But cross entropy, log Σ exp(z) - z_target, needs only three numbers a token from the others: the largest logit, the
-# sum of exponentials, and the target's logit from whoever has it.
+# columns like any other. Each rank has the logits of V/t words, and gathering them would dwarf all else. But cross
+# entropy, log Σ exp(z) - z_target, needs only three numbers a token from the others: the largest logit, the sum of
+# exponentials, and the target's logit from whoever has it.
 
 # %%
 def two_losses(n=256, words=10_007):
@@ -400,11 +412,11 @@ ratios = lesson.comparison(rows, "identity", f"256 tokens, 10,007 words, float64
 #
 # ## What lies between the pairs
 #
-# Between two pairs x is whole, so each rank does the same norms and keeps the same inputs for the backward: of the 32
-# b s h bytes that a block keeps in 16 bits, 24 are cut and 8 are not. Now recall: an all-reduce is a reduce-scatter
-# and an all-gather. Between the two each rank has finished sums of 1/t of the tokens; and norm, dropout and residual
-# work token by token. So leave x cut along the tokens, and gather it at the next pair. That is *sequence
-# parallelism*. Same bytes, and norms keep 1/t.
+# Between two pairs each rank does the same norms and keeps the same inputs for the backward: of the 32 b s h bytes
+# that a block keeps in 16 bits, 24 are cut and 8 are not. Now recall: an all-reduce is a reduce-scatter and an
+# all-gather. Between the two each rank has finished sums of 1/t of the tokens; and norm, dropout and residual work
+# token by token. So leave x cut along the tokens, and gather it at the next pair. That is *sequence parallelism*.
+# Same bytes, and of a norm's input 1/t is kept.
 
 # %%
 odd, rows = IMAGES - 1, []  # tokens that do not divide
@@ -417,17 +429,18 @@ shares = ", ".join(f"{share:,}" for share in comm.shares(odd * SIZE.tokens, N))
 ratios = lesson.comparison(rows, title=f"a block on {N} ranks; 1d+sp: {odd} x {SIZE.tokens} tokens in shares of {shares}")
 
 # %% [markdown]
-# Nearly the same bytes. The tokens of a batch lie one behind the other and are cut as they lie: 3 images of 197 over
-# 4 ranks are 148, 148, 148 and 147. A collective wants equal shares, so they travel as 4 x 148. And since a norm now
-# sees 1/t of the tokens, the gradients of its weights are parts of a sum: one small all-reduce a block. (What a
-# column layer has gathered is kept whole; Megatron-LM drops it and gathers again.)
+# Nearly the same bytes. The tokens of a batch are cut as they lie, one behind the other: 3 images of 197 over 4 ranks
+# are 148, 148, 148 and 147. They travel in equal shares, 4 x 148. And since a norm now sees 1/t of the tokens, the
+# gradients of its weights are parts of a sum: one small all-reduce a block. But what a column layer has gathered is
+# kept whole: on 4 ranks a block keeps 14 b s h bytes without, 11 with it; 8 in Megatron-LM, which drops that, too,
+# and gathers again.
 #
 # ### Exercise 3: norms on a share of the tokens
 #
 # *Implement, 20 minutes.* `x` (s/t, h) are this rank's tokens. Return x + GELU(norm(x)·g·A)·B, with norm(x)·g
 # elementwise, of these tokens alone. `norm` is given; g, A and B come whole, as in exercise 1. The check wants exact
-# output and gradients, g's too, a norm that sees s/t tokens, and no more bytes than exercise 1 sent, but for the
-# gradient of g.
+# output and gradients, g's too, a norm that sees s/t tokens, and no more bytes than exercise 1 sends for as many
+# tokens, but for the gradient of g.
 #
 # Hint: `gather` and `all_gather` do the same forward. Backward, one slices the gradient, the other sums it first
 # (`hpnb.comm` has a table). Which is right where every rank goes on with columns of its own?
@@ -443,7 +456,8 @@ lesson.check(exercises.sequence, block)
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# g is the same on all ranks, and each uses it on other tokens: `replicate` sums its gradient.
+# g is the same on all ranks, and each uses it on other tokens: `replicate` sums its gradient. (Multiplied after the
+# gather, the answer is as exact and the check content; but every rank then does all s tokens of it.)
 #
 # ```python
 # def block(x, g, norm, A, B, axis):
@@ -462,16 +476,14 @@ lesson.check(exercises.sequence, block)
 #
 # $$ C_{ij} = \sum_t A_{it}\,B_{tj} $$
 #
-# takes q steps: in step t column t sends its blocks of A across the rows, row t sends its blocks of B down the
+# takes q steps t: in step t column t sends its blocks of A across the rows, row t sends its blocks of B down the
 # columns, and everybody multiplies what came and adds it up. The next panels travel meanwhile. That is SUMMA. 2D
-# tensor parallelism is made of it: the product lies as its factors did, so there are no columns and rows here, and
-# nothing is ever whole anywhere. The backward is two more products, dA = dC Bᵀ and dB = Aᵀ dC, in which sums travel
-# too.
+# tensor parallelism is made of it: the product lies as its factors did, and nothing is ever whole anywhere. The
+# backward is two more products, dA = dC Bᵀ and dB = Aᵀ dC, in which sums travel too.
 #
 # **2.5D** stacks d such grids: each has a d-th of the tokens and all of the weights, whose gradients it sums with the
 # others, as data parallelism does. **3D** puts l x l x l ranks in a cube, gathers x along one direction and W along
-# another, and scatters the sum along the third. For M = b s tokens a block sends, in numbers that leave each of p
-# ranks,
+# another, and scatters the sum along the third. A block sends, in numbers that leave each of p ranks,
 #
 # | | p | by tokens | by weights |
 # |---|---|---|---|
@@ -480,8 +492,18 @@ lesson.check(exercises.sequence, block)
 # | 2.5d | d q² | 21 (q-1)/(d q²) · M h | (36 (q-1) + 24 (d-1)/d)/q² · h² |
 # | 3d | l³ | 39 (l-1)/l³ · M h | 36 (l-1)/l³ · h² |
 #
-# and a little for norms and biases. What a grid sends falls with p. But weights travel too, and that pays only when M
-# is large beside h. Rank the modes. (These are processes of a CPU and tiny: about bytes and exactness, not time.)
+# and a little for norms and biases.
+#
+# <details><summary>Where 21, 39 and 36 come from</summary>
+#
+# The inputs of a block's four matrices are h, h, h and 4h wide, together 7h; their outputs 3h, h, 4h and h, together
+# 9h; the matrices have 12h². SUMMA moves inputs three times, x in the forward, x (for dW) and dx in the backward:
+# 21 = 3·7. And weights three times, W forward and backward and dW: 36 = 3·12. 3D does the same, and moves outputs
+# twice, the sum y and its gradient dy: 39 = 21 + 2·9.
+# </details>
+#
+# What a grid sends falls with p. But weights travel too, and that pays only when M is large beside h. Rank the modes.
+# (Tiny processes of a CPU: about bytes and exactness, not time. Bytes under the picture are means over ranks.)
 
 # %%
 lesson.predict("03.modes", f"8 ranks, 32 images of {TINY.tokens} tokens of {TINY.hidden} numbers: which mode's block sends the fewest "
@@ -556,19 +578,20 @@ lesson.table(columns, rows, f"8 ranks; the whole model has {TINY.parameters(clas
 lesson.reveal("03.modes", seen, predicted=sorted(told, key=told.get))
 
 # %% [markdown]
-# All three compute what one process computes. And a rank of a grid keeps an eighth of *everything* that a block
-# holds, where 1D keeps norms and their inputs whole. (2.5D has its weights on each of two layers.)
+# All three compute what one process does. A rank of a grid keeps an eighth of every activation, where 1D keeps inputs
+# and outputs of norms whole. (But 2.5D has its weights on each of two layers: more parameters than 1D.)
 #
 # ### When does each win?
 #
 # Fewer bytes are not always less time. Bytes are a mean over ranks; but a broadcast takes as long as its whole panel,
-# since who receives last has waited for all of it, while in a ring all ranks send at once. In time, panels of tokens
-# cost 2D 21/q · M h numbers, and 1D's all-reduces 8 (p-1)/p · M h: 10.5 against 6 on 2 x 2 ranks, 7 against 7.1 on
-# 3 x 3. And a grid sends many messages, so that latency counts.
+# since its last receiver waits for all of it, while in a ring all ranks send at once. In time, panels of tokens cost
+# 2D 21/q · M h numbers, 1D's all-reduces 8 (p-1)/p · M h: 10.5 against 6 on 2 x 2 ranks, 7 against 7.1 on 3 x 3. And
+# on 2 x 2 ranks 2D makes 53 calls a block, 1D four.
 #
-# The first map predicts from your card's α and B which mode of 4 ranks communicates for the shortest time: 1D, by the
-# numbers above. Its dots are blocks that really ran by 1D and by 2D, in the colour of the faster. The second is a
-# prediction alone: 64 ranks on such a wire.
+# First a race; its tokens are of all ranks, the maps' of one. (Four ranks on fewer cores share them: there compare
+# modes alone.) Areas of the first map are predicted from your card's α and B: which mode of 4 ranks *communicates*
+# for the shortest time; by the numbers above 1D. Dots are measured: whether blocks by 1D or 2D took less time *in
+# all*. The second map is a prediction: 64 ranks on such a wire.
 
 # %%
 square, shape, dtype = tensors.four(pool)  # four ranks: on GPUs if there are as many
@@ -593,14 +616,30 @@ for ranks, depth, dots in ((4, 1, won), (64, 4, [])):
 tensors.write_down(square, raced, told, card, dtype)
 
 # %% [markdown]
-# What the maps leave out: computing, which is shared equally, and hiding, which is not. SUMMA's panels travel beside
-# products, and 1D's backward has W. But a grid's products come in q pieces, and small pieces are slow, as in 02. On
-# 64 ranks the answer is another one: 1D's bytes have stayed, the grids' have fallen.
+# The prediction lacks a term: calls. Where a mode takes as long for many times the tokens, it waits for the host,
+# which launches kernels and messages one by one. 2D has most of both.
 #
-# **Takeaway.** On a few ranks of one host use 1D, with tokens cut. Grids are for many ranks, and many tokens beside h.
+# The maps leave out computing, which is shared equally, and hiding, which is not: SUMMA's panels travel beside
+# products, 1D's backward has W. But a grid's products come in q pieces, and small ones are slow.
+#
+# On 64 ranks grids win almost everywhere. To the right by bytes: 1D's have stayed, theirs have fallen. To the left by
+# latency: 1D's four rings take 126 steps each, all of 3D 144. (2D's 1,414 win nowhere.) With trees (12 steps, not
+# 126) 1D would have part of the left edge.
+#
+# **Takeaway.** On four ranks of one host use 1D; cut tokens when memory is short. Grids are for many ranks.
+#
+# The explorer hides nothing: messages and products take turns, at 400 TFLOP/s, not your card's.
 #
 # **Challenge.** 16 ranks or more on InfiniBand NDR, a width of 8,192 or less: computing at least 0.4 of sending, with
 # at most 2 GB of states and activations. Why can no batch make 1D meet it?
+#
+# <details><summary>Answer</summary>
+#
+# NDR has 50 GB/s, so ρ is 8,000. At best, 16 ranks at h = 8,192, 1D has 4.5·8,192/(15·8,000) = 0.31. Scores of
+# 8,192 tokens add s/6h = 1/6 of that: 0.36. The batch is in neither. Of the 1,344 settings that such ranks, widths and
+# link leave, four meet the challenge: 2D on 16 ranks, and 2.5D on 16, 32 and 64, all with sequences of 8,192 in
+# batches of 8 to 32.
+# </details>
 
 # %%
 lesson.explorers.tensor_modes()
@@ -645,14 +684,19 @@ verdict
 #     return min((t for t in able if 16 * job.parameters / t <= job.cap), key=step)
 # ```
 #
-# With 8,192 tokens on 64 devices, replicas spend the step on gradients. Cut over 16, a gradient is a 16th.
+# With 8,192 tokens on 64 devices, replicas spend the step on gradients. Cut over 16, a gradient is a 16th. The law
+# gives 0.31 there, and 0.10 and 0.19 for the 4 ranks of the two jobs on Ethernet. So 1D sends for longer than it
+# computes, and is still the best that is left where memory or few tokens rule replicas out: the law says what 1D
+# costs, not what else there is. (A pipeline, perhaps: 02.)
 # </details>
 
 # %% [markdown]
 # ## A model of your own
 #
-# `parallelize` asks a model for its parts and its page of roles, and nothing else. Here is one that no library knows:
-# no attention, and an MLP with a gate, which is two columns and one row. Its page takes four lines.
+# Here is a model that no library knows: no attention, and an MLP with a gate, which is two columns and one row.
+# `page` gives each weight's role, `anatomy` the modules of embedding, blocks and head; `embed`, `run` and `finish`
+# are their forwards, for pipelines (02). Each of four ranks will hold more than a quarter: 1D leaves norms,
+# embedding, head and biases of rows whole, 2D halves most of them.
 
 # %%
 class Gated(nn.Module):
@@ -732,15 +776,16 @@ lesson.ledger.show()
 # ## What to remember
 #
 # - Columns, then rows: nothing is sent between them. A block makes four all-reduces of b·s·h numbers.
-# - Computing over sending is 4.5 h/((t-1)ρ). No batch helps; so 1D stays on the fastest wire.
+# - Computing over sending is 4.5 h/((t-1)ρ). No batch helps; so 1D belongs on the fastest wire.
 # - A missing sum in the backward leaves the loss right. Compare gradients with one process's, from the loss down.
 # - Cross entropy needs three numbers a token, never the logits.
-# - Sequence parallelism sends the same bytes and keeps 1/t of what lies between the pairs.
-# - Grids cut everything and send weights: they want many ranks, and many tokens beside h.
+# - Sequence parallelism sends the same bytes and keeps 1/t of what goes into norms.
+# - Grids cut every activation and send weights: they want many ranks, and many tokens beside h.
 #
 # **When not to use this.** When the model fits a device and 01's law holds: replicas send once a step, not four times
-# a block. When ranks are on different hosts: let pipelines or replicas cross (02, 04). When h is below (t-1)ρ/4.5:
-# use fewer ranks. And a grid on fewer than about 16 ranks: there 1D is as quick, and simpler.
+# a block. When ranks are on different hosts: let pipelines or replicas cross, if they can (02, 04). When h is below
+# (t-1)ρ/4.5: use fewer ranks, if they can hold the model. And 2D on fewer than 16 ranks: there 1D is quicker as a
+# rule, and simpler.
 #
 # **Papers.** Shoeybi et al. 2019, *Megatron-LM* (1909.08053). Korthikanti et al. 2022, *Reducing activation
 # recomputation in large transformer models* (2205.05198). Van de Geijn & Watts 1997, *SUMMA*. Xu et al. 2021, *An

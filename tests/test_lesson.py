@@ -418,7 +418,7 @@ STUBS = [
 ]
 
 
-@pytest.mark.parametrize("stub", STUBS, ids=str)
+@pytest.mark.parametrize("stub", STUBS, ids=[str(i) for i in range(len(STUBS))])
 def test_a_stub_is_not_yet(said: Callable[[], str], stub: Any) -> None:
     verdict = check(TWICE, stub)
     assert (verdict.status, verdict.findings) == ("not yet", ())
@@ -1326,6 +1326,26 @@ def test_cliffs_to_read_are_of_real_runs_and_differ_in_what_they_say() -> None:
             assert not modules[first].startswith(where)
 
 
+def test_a_wrong_diagnosis_is_shown_the_record_and_not_the_answer() -> None:
+    said = [re.sub("vit.layers.", "", off) for off in findings(notebook_03.cliff, lambda errors: 3)]
+    assert [re.sub(r"loss off by \S+: ", "", off).removesuffix("; you say 3") for off in said] == [
+        "record 1, first wrong is 1.layernorm_after, right down to 1.mlp.fc1, 16 of 28 wrong",
+        "record 2, first wrong is 2.mlp.fc2, right down to vit.layernorm, 1 of 28 wrong",
+        "record 3, first wrong is 1.layernorm_before, right down to 1.attention.q_proj, 11 of 28 wrong",
+        "record 4, first wrong is classifier, none is right before it, 28 of 28 wrong",
+    ]
+
+
+def test_a_drift_says_whose_copies_part() -> None:
+    from matplotlib.text import Text
+
+    for more, whose in (({}, "replicas"), ({"between": "ranks' copies"}, "ranks' copies")):
+        figure = hpnb.plot.drift({"a run": [1.0, 0.9]}, {"a run": [0.0, 1e-3]}, **more)
+        told = [text.get_text() for text in figure.findobj(Text)]
+        assert f"distance between {whose}, relative norm" in told
+        assert f"the loss, and how far apart {whose} are" in told
+
+
 def test_every_job_tells_a_choice_by_time_from_one_by_memory_or_by_habit() -> None:
     def able(job: Any) -> list[int]:
         sizes = [t for t in range(1, job.devices + 1) if job.devices % t == 0]
@@ -1336,9 +1356,28 @@ def test_every_job_tells_a_choice_by_time_from_one_by_memory_or_by_habit() -> No
 
     assert check(notebook_03.choose, shortest).status == "passed"
     jobs = notebook_03._JOBS
-    assert [shortest(job) for job in jobs.values()] == [1, 4, 16, 4]
+    assert [shortest(job) for job in jobs.values()] == [1, 4, 16, 4, 4]
+    for kind in (torch.tensor, float):  # of a whole number, and so are NumPy's, which have an index, too
+        assert check(notebook_03.choose, lambda job, kind=kind: kind(shortest(job))).status == "passed"
     for choose in (lambda job: min(able(job)), lambda job: 8, lambda job: job.devices, lambda job: 1.0):
         assert check(notebook_03.choose, choose).status == "failed"
+
+    def behind_computing_alone(job: Any) -> int:  # the sums of activations are time to hide behind, too
+        def step(t: int) -> float:
+            d = job.devices // t
+            computing = 6 * job.parameters * job.tokens / job.devices / job.rate
+            sums = 4 * job.layers * theory.seconds("all_reduce", 2 * job.tokens / d * job.hidden, t, job.wire)
+            gradient = 2 * job.parameters / t
+            return computing + sums + theory.exposed_seconds(2 / 3 * computing, gradient, 24, d, job.wire)
+
+        return min(able(job), key=step)
+
+    (off,) = findings(notebook_03.choose, behind_computing_alone)
+    assert re.match(r"fits, a slow wire: t=2: a step of .*, 1.13 times the shortest of those that fit", off)
+    for odd in (3, 0, -4, 4.5, float("nan"), True, "4", None, (4, 16)):
+        said = findings(notebook_03.choose, lambda job, odd=odd: odd)
+        wanted = f"t is {odd!r}, and it must be an int that divides 64 devices: 1, 2, 4, 8, 16, 32, 64"
+        assert said[0] == f"fits, and many tokens: {wanted}"
     (off,) = findings(notebook_03.choose, lambda job: 1 if job is jobs["does not fit"] else shortest(job))
     assert off == "does not fit: t=1: a device holds 201 GB, at most 80.0 GB"
 

@@ -27,6 +27,7 @@ def drift(
     marks: Sequence[int] = (),
     mark: str = "",
     title: str | None = None,
+    between: str = "replicas",
 ) -> Figure:
     """Draw two panels over the same steps, a line a run.
 
@@ -35,6 +36,7 @@ def drift(
         distances: {run: the distance between replicas after each step}, of the same runs.
         marks: steps at which something happened, drawn through both panels.
         mark: what, for the legend, which shows it word for word wherever there are marks, however few.
+        between: whose distance it is, for the lower panel: "ranks' copies" where tensor parallelism has them.
 
     Raises:
         ValueError: the two do not have the same runs and steps, or a number that cannot be drawn.
@@ -52,7 +54,7 @@ def drift(
             for i, n in enumerate(losses)]  # fmt: skip
     if len(marks):
         keys.append(Key(OpStyle(MARK.color, "", mark or "mark", "", MARK.line), "line"))
-    heading = title if title is not None else "the loss, and how far apart the replicas are"
+    heading = title if title is not None else f"the loss, and how far apart {between} are"
     fig, (above, below) = new_figure([1.35, 1.55], title=heading, legend=keys, gap=0.42, head=0.3, left=0.8)
     for i, name in enumerate(losses):
         color, _, line = SERIES[i % len(SERIES)]
@@ -61,7 +63,7 @@ def drift(
             artist.set_label(f"{what} {name}")
     steps = max(map(len, losses.values()))
     panel_title(above, "loss")
-    panel_title(below, "distance between replicas, relative norm")
+    panel_title(below, f"distance between {between}, relative norm")
     _logarithmic(below, [d for series in distances.values() for d in series])
     for ax in (above, below):
         for step in marks:

@@ -1,4 +1,4 @@
-"""python -m hpnb doctor"""
+"""python -m hpnb doctor; python -m hpnb train vit.toml"""
 
 from __future__ import annotations
 
@@ -18,8 +18,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m hpnb", description="Hybrid parallel training, run for real.")
     commands = parser.add_subparsers(dest="command", metavar="command")
     commands.add_parser("doctor", help="what this machine has, what hpnb will use, and what is wrong")
-    if parser.parse_args(arguments).command == "doctor":
+    train = commands.add_parser(
+        "train", help="train what a TOML file says; go on where it was, if it was begun"
+    )
+    train.add_argument("file", help="as examples/vit.toml; its comments say what there is")
+    train.add_argument("--ranks", type=int, help="processes to start, by default one a GPU, or 1")
+    train.add_argument("--set", action="append", default=[], metavar="TABLE.KEY=VALUE", dest="overrides",
+                       help="in place of what the file says; may be given again")  # fmt: skip
+    options = parser.parse_args(arguments)
+    if options.command == "doctor":
         return _doctor()
+    if options.command == "train":
+        from hpnb.hybrid.command import run
+
+        return run(options.file, options.ranks, options.overrides)
     parser.print_help()
     return 0
 

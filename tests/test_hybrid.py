@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hybrid_cases import (
     CLASSES,
+    WORDS,
     Case,
     Found,
     batch,
@@ -355,6 +356,33 @@ def test_without_a_pipeline_the_loss_is_that_of_all_ranks(pools: dict[int, hpnb.
             assert loss == pytest.approx(expected, rel=1e-14)
             assert quiet == pytest.approx(expected, rel=1e-14)
             assert first  # as transformers has it
+
+
+def sent_along_tp(direct: bool) -> list[tuple[float, float]]:
+    """(calls, bytes) of a forward, loss and backward; then of one whose logits are read."""
+    _, booster, model, optimizer = boosted("gpt2", tp_size=2)
+    given, found = batch("gpt2", 0, 8), []
+    for read in (False, True):
+
+        def loss(outputs: Any, inputs: Any, read: bool = read) -> torch.Tensor:
+            assert not read or outputs.logits.size(-1) == WORDS
+            return outputs.loss  # type: ignore[no-any-return]
+
+        with hpnb.record.traffic() as t:
+            if direct:
+                booster.backward(loss(model(**given), given), optimizer)
+            else:
+                booster.execute_pipeline(iter([given]), model, loss, optimizer)
+        found.append((t.calls["tp"], t.bytes["tp"]))
+    return found
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_the_loss_gathers_no_logits(pools: dict[int, hpnb.Ranks], direct: bool) -> None:
+    """Reading them costs one message, of 15 words a rank: half of the whole leaves each."""
+    for (calls, sent), (calls_read, sent_read) in on(pools, 2).run(sent_along_tp, direct):
+        assert calls_read == calls + 1
+        assert sent_read == sent + 8 * 6 * 15 * 8
 
 
 def recorded(pp: int) -> tuple[set[str], int]:
@@ -878,6 +906,7 @@ def test_batch_k_is_the_same_samples_in_every_layout(pools: dict[int, hpnb.Ranks
         ({"tp_size": 4, "tp_mode": "4d"}, "'4d' is no mode; use 1d, 2d, 2.5d, 3d"),
         ({"tp_size": 8, "tp_mode": "1d", "tp_depth": 2}, "goes with tp_mode='2.5d'"),
         ({"tp_size": 4, "tp_mode": "2d", "enable_sequence_parallelism": True}, "or use tp_mode='1d'"),
+        ({"tp_size": 4, "tp_mode": "2d", "loss_chunk": 64}, "leave loss_chunk out with tp_mode='2d'"),
         ({"tp_size": 2, "enable_jit_fused": True}, "leave enable_jit_fused out with tp_size=2"),
         ({"pp_size": 2, "pp_style": "zb-h1", "enable_jit_fused": True}, "or use '1f1b' or 'interleaved'"),
         ({"pp_size": 2, "tp_size": 2, "cut": "time"}, "use cut='parameters' with tp_size=2"),

@@ -21,7 +21,7 @@ def run_example(number: int, folder: Path) -> list[str]:
     script = folder / "example.py"
     script.write_text(code)
     command = [sys.executable, script]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=folder)
     assert ran.stderr == ""
     return ran.stdout.splitlines()
 
@@ -38,6 +38,29 @@ def test_the_pipeline_example_runs_and_is_right(tmp_path: Path) -> None:
     assert len(losses.split(",")) == 4
     assert len(values) == 1, "every rank reads the same loss"
     assert 0.5 < values.pop() < 2.5  # of three classes, before anything is learned: about ln 3
+
+
+def test_the_tensor_example_runs_and_is_right(tmp_path: Path) -> None:
+    (line,) = run_example(2, tmp_path)
+    ranks = re.findall(r"\(([\d.]+), (\d+), torch.Size\(\[(\d+), (\d+)\]\)\)", line)
+    assert len(ranks) == 2
+    assert len(set(ranks)) == 1, (
+        "every rank reads the same loss, sends as much, and puts together the same weight"
+    )
+    loss, sent, up, hidden = ranks[0]
+    assert 0.5 < float(loss) < 2.5
+    assert int(sent) > 0
+    assert int(up) == 4 * int(hidden)
+
+
+def test_the_hybrid_example_runs_and_is_right(tmp_path: Path) -> None:
+    *_, line = run_example(3, tmp_path)  # after the bars of epochs
+    ranks = re.findall(r"\(([\d.]+), ([\d.]+)\)", line)
+    assert len(ranks) == 8
+    assert len(set(ranks)) == 1, "every rank reads the same losses"
+    first, last = map(float, ranks[0])
+    assert last < first
+    assert (tmp_path / "vit" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", IMAGES)
@@ -57,3 +80,24 @@ def test_links_and_images_exist() -> None:
 def test_every_notebook_is_in_the_table() -> None:
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         assert f"notebooks/{path.name}" in README
+
+
+def test_the_own_model_is_the_example_that_is_run() -> None:
+    """tests/test_train.py runs it."""
+    assert (ROOT / "examples" / "own_model.py").read_text().rstrip() in README
+
+
+def test_the_run_file_is_one(tmp_path: Path) -> None:
+    from hpnb.hybrid.run_file import load
+
+    (text,) = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    assert load(path).plugin().pp_size == 2
+
+
+def test_the_table_of_what_cannot_compose_is_that_of_the_library() -> None:
+    from hpnb.hybrid import REFUSED
+
+    for refusal in REFUSED:
+        assert f"| {refusal.what} | {refusal.why} |" in README

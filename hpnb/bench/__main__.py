@@ -34,6 +34,14 @@ def main() -> None:
     matrices.add_argument("--heads", type=int, help="of the GPT-2; 25 is the original's")
     matrices.add_argument("--candidate", choices=("1d", "1d-sp", "2d", "torch", "torch-sp"), action="append")
     matrices.add_argument("--profile", metavar="FOLDER", help="traces of a step, and its longest kernels")
+    saves = names.add_parser("checkpoint", help="steps beside which a checkpoint is written")
+    saves.add_argument("--ranks", type=int, default=2)
+    saves.add_argument("--every", type=int, default=20, help="steps from save to save")
+    saves.add_argument("--rounds", type=int, default=7)
+    saves.add_argument("--device", default="auto")
+    saves.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0)
+    saves.add_argument("--hidden", type=int, default=192, help="width of the ViT")
+    saves.add_argument("--batch", type=int, default=16, help="images a rank")
     options = parser.parse_args()
     if options.name == "launch":
         from hpnb.bench import launch as launching
@@ -48,6 +56,13 @@ def main() -> None:
         else:
             rivals = tuple(options.contest or pipeline.CONTESTS)
             pipeline.run(options.ranks, options.pairs, options.device, rivals, *given)
+    elif options.name == "checkpoint":
+        from hpnb.bench import checkpoint
+
+        sizes = (options.hidden, options.batch)
+        print(
+            checkpoint.run(options.ranks, options.every, options.rounds, options.device, options.zero, *sizes)
+        )
     elif options.name == "tensor":
         from hpnb.bench import tensor
 

@@ -1,4 +1,4 @@
-"""Beans, CIFAR-10 and MRPC, or generated stand-ins for them, and a loader for every layout.
+"""Beans, CIFAR-10, MRPC and text, or generated stand-ins for them, and a loader for every layout.
 
     train = hpnb.data.beans("train", image_size=64)
     print(train.describe())                                       # real, or generated and why
@@ -7,6 +7,10 @@
     for epoch in range(3):
         loader.set_epoch(epoch)
         for batch in loader: ...                                  # {"pixel_values", "labels"}
+
+    hpnb.data.text("train", block=128)                            # rows of tokens, of real English
+
+`hpnb.data.text` is the function, though a submodule has the same name.
 """
 
 from hpnb.data.dataset import Dataset, Source
@@ -14,7 +18,8 @@ from hpnb.data.deal import Deal, Where
 from hpnb.data.images import ImageTransform, collate_images, image_batch
 from hpnb.data.loader import Loader
 from hpnb.data.sets import beans, cifar10, mrpc
-from hpnb.data.text import byte_tokenizer, collate_pairs
+from hpnb.data.text import TextDataset, text
+from hpnb.data.tokens import bpe_tokenizer, byte_tokenizer, collate_pairs, collate_texts, train_merges
 
 __all__ = [
     "Dataset",
@@ -22,12 +27,17 @@ __all__ = [
     "ImageTransform",
     "Loader",
     "Source",
+    "TextDataset",
     "Where",
     "beans",
+    "bpe_tokenizer",
     "byte_tokenizer",
     "cifar10",
     "collate_images",
     "collate_pairs",
+    "collate_texts",
     "image_batch",
     "mrpc",
+    "text",
+    "train_merges",
 ]

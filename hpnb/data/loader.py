@@ -51,7 +51,8 @@ class Loader:
         shuffle: in another order every epoch; call `set_epoch`.
         seed: of the order and of what `transform` draws; the same on all ranks.
         drop_last: leave out the last global batch where it is not full.
-        collate: a list of items to a batch of tensors; None is torch's default, or the transform's.
+        collate: a list of items to a batch of tensors; None is the transform's, else the dataset's
+            `collate` if it has one, else torch's default.
         transform: done to a loaded batch in this process, such as `ImageTransform`.
         num_workers: processes that load ahead.
         pin_memory: load into memory from which a GPU copies without waiting.
@@ -81,7 +82,8 @@ class Loader:
         ranks, rank = (1, 0) if axis is None else (axis.size, axis.rank)
         self.deal = Deal(len(dataset), batch_size, ranks, rank, shuffle, seed, drop_last)
         self.dataset, self.batch_size, self.transform = dataset, batch_size, transform
-        usual: Collate = default_collate if transform is None else transform.collate
+        own: Collate = getattr(dataset, "collate", None) or default_collate
+        usual = own if transform is None else transform.collate
         self.collate = collate or usual
         self.num_workers, self.pin_memory = num_workers, pin_memory
         self.epoch = 0

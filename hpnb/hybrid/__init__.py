@@ -9,9 +9,10 @@ stepping.py        the optimizer on one rank; optimizer_state.py: its state as o
 recompute.py       activation checkpointing
 checkpoint.py      files
 
-launch.py coordinator.py     torchrun
+launch.py coordinator.py     torchrun; lives.py and network.py: restarts and several hosts
 adam.py warmup.py            HybridAdam, schedules of learning rates
 trainer.py hooks.py          epochs, metrics, progress
+train.py                     python -m hpnb train: run_file.py, run_parts.py, stopping.py, command.py
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +35,25 @@ Told = dict[str, tuple[int, int]]  # {file: (bytes, checksum)}
 # --- writing -----------------------------------------------------------------------------------------------
 
 
-def begin(path: Path) -> Path:
+def begin(path: Path, replaces: Collection[str] | None = None) -> Path:
     """An empty folder to write into, which `commit` makes `path`.
 
+    Args:
+        replaces: what may be in a folder that is there and has no manifest; None is anything.
+
     Raises:
-        ValueError: there is a file in the way.
+        ValueError: there is a file in the way, or a folder with something else.
     """
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file, and a folder is to be written; give another path")
     _recover(path)
+    if replaces is not None and path.is_dir() and not is_complete(path):
+        others = sorted(child.name for child in path.iterdir() if child.name not in replaces)
+        if others:
+            raise ValueError(
+                f"{path} is a folder with {others[0]} in it, and no checkpoint that a new one may replace; "
+                f"give one of its own, such as {path / 'step-1'}"
+            )
     part = part_of(path)
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -94,14 +104,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def carry_over(path: Path, drops: Callable[[str], bool]) -> None:
-    """Let what is being written have the files of `path` that it lacks, but those that it `drops` by name."""
+def carry_over(path: Path, carries: Callable[[str], bool]) -> None:
+    """Let what is being written have what it lacks and `path` has, if it `carries` that name."""
     if not path.is_dir():
         return
     part = part_of(path)
     for there in path.iterdir():
         here = part / there.name
-        if here.exists() or drops(there.name):
+        if here.exists() or not carries(there.name):
             continue
         if there.is_dir():
             shutil.copytree(there, here, symlinks=True, copy_function=_link)
@@ -110,17 +120,27 @@ def carry_over(path: Path, drops: Callable[[str], bool]) -> None:
 
 
 def remove(folder: Path) -> None:
-    """The manifest first: a folder that is half gone must not look complete."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    """It loses its name first: what is half gone must not look complete."""
+    part = part_of(folder)
+    shutil.rmtree(part, ignore_errors=True)
+    os.rename(folder, part)
+    shutil.rmtree(part, ignore_errors=True)
 
 
 def keep_newest(path: Path, count: int) -> None:
     """Of the complete folders beside `path` whose names differ from its in a number at the end, leave so many
-    of those saved last."""
+    of those saved last; and nothing of what was killed while it saved or removed such a folder."""
     stem = re.sub(r"\d+$", "", path.name)
-    alike = [f for f in complete_in(path.parent) if re.sub(r"\d+$", "", f.name) == stem]
-    for folder in sorted(alike, key=_saved)[:-count]:
+
+    def alike(pattern: str, suffix: str) -> list[Path]:
+        found = [f.with_name(f.name.removesuffix(suffix)) for f in path.parent.glob(pattern)]
+        return [f for f in found if re.sub(r"\d+$", "", f.name) == stem]
+
+    for folder in alike(f"*{_OLD}", _OLD):
+        _recover(folder)
+    for folder in alike(f"*{_PART}", _PART):
+        shutil.rmtree(part_of(folder), ignore_errors=True)
+    for folder in sorted(filter(is_complete, alike("*", "")), key=_saved)[:-count]:
         remove(folder)
 
 

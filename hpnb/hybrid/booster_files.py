@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from hpnb.hybrid import checkpoint
 from hpnb.hybrid.boosted import Boosted
-from hpnb.hybrid.checkpoint_ranks import Saving
+from hpnb.hybrid.checkpoint_ranks import Copies, Saving
+from hpnb.ranks.here import device as this_device
 
 
 class BoosterFiles:
@@ -21,6 +22,7 @@ class BoosterFiles:
 
     def __init__(self) -> None:
         self._saving: Saving | None = None
+        self._copies: Copies | None = None
 
     def save_model(
         self, model: nn.Module, path: str | Path, shard: bool = True, size_per_shard: int | str = "5GB"
@@ -94,8 +96,9 @@ class BoosterFiles:
             dataloader: whose place in the data is kept, as `plugin.prepare_dataloader` gives it.
             extra: what else `load` is to give back: tensors, numbers, texts, lists and dicts of them, such as
                 {"step": 500}; rank 0's is kept.
-            background: copy what the next step would change, and write while training goes on. `wait` before
-                the process group ends; what goes wrong is raised there, or by the next save.
+            background: copy what the next step would change, and write while training goes on; the copies'
+                memory, on the CPU, is kept for the next save. `wait` before the process group ends; what goes
+                wrong is raised there, or by the next save.
             keep: leave so many of the folders beside `path` that differ from it in the number at the end of
                 their names.
             shard, size_per_shard: see `save_model`.
@@ -109,7 +112,9 @@ class BoosterFiles:
         self.wait()
         how: dict[str, Any] = {"keep": keep, "shard": shard, "size_per_shard": size_per_shard}
         parts = boosted_model(model), optimizer, lr_scheduler, dataloader, extra
-        self._saving = checkpoint.save(Path(path), *parts, background=background, **how)
+        if background:
+            how["copies"] = self._copies = Copies(this_device(), self._copies)
+        self._saving = checkpoint.save(Path(path), *parts, **how)
         return self._saving
 
     def load(

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -32,12 +33,13 @@ from hpnb.hybrid import atomic, checkpoint_parts, checkpoint_pieces, checkpoint_
 from hpnb.hybrid.boosted import Boosted
 from hpnb.hybrid.checkpoint_fill import Filling
 from hpnb.hybrid.checkpoint_pieces import Stored, packed, unpacked
-from hpnb.hybrid.checkpoint_ranks import Copies, Saving, attempt, files_group, gathered
+from hpnb.hybrid.checkpoint_ranks import Copies, Saving, attempt, begin, complete, files_group, verified
 from hpnb.pipeline_parallel import Stages
 from hpnb.pipeline_parallel import full_state_dict as over_stages
 from hpnb.ranks.here import device as this_device
 
 MODEL, STATE = "model", "state"
+_OPTIMIZER = (STATE, atomic.MANIFEST)  # what an optimizer's folder has
 Size = int | str
 
 
@@ -56,13 +58,13 @@ def save_model(model: Boosted, path: Path, shard: bool = True, size_per_shard: S
     """
     group = files_group()
     limit = checkpoint_weights.size_of(size_per_shard) if shard else None
-    attempt(lambda: atomic.begin(path) if group.rank() == 0 else None, group)
+    begin(path, group)
     parts = checkpoint_parts.parts_of(model, lambda tensor, _: tensor)
     checkpoint_weights.write(parts, atomic.part_of(path), model.kind, model.whole_config, limit, group)
 
     def end() -> None:
         if group.rank() == 0:
-            atomic.carry_over(path, checkpoint_weights.is_weights)
+            atomic.carry_over(path, lambda name: not checkpoint_weights.is_weights(name))
             atomic.commit(path)
 
     attempt(end, group)
@@ -92,12 +94,13 @@ def whole_state_dict(model: Boosted) -> dict[str, torch.Tensor]:
 
 
 def save_optimizer(optimizer: Optimizer, path: Path) -> None:
-    """Write its state, with float32 masters, and that of the loss scaler, as a folder `path`."""
+    """Write its state, with float32 masters, and that of the loss scaler, as a folder `path`, in place of one
+    that is there; its other files stay."""
     group = files_group()
-    attempt(lambda: atomic.begin(path) if group.rank() == 0 else None, group)
+    begin(path, group)
     pieces = checkpoint_state.of_optimizer(optimizer, lambda tensor: tensor, True)
     checkpoint_pieces.write(pieces, atomic.part_of(path) / STATE, group)
-    _complete(path, {}, group)
+    complete(path, {"torch": torch.__version__}, group, carries=lambda name: name not in _OPTIMIZER)
 
 
 def load_optimizer(optimizer: Optimizer, path: Path) -> None:
@@ -112,14 +115,14 @@ def load_optimizer(optimizer: Optimizer, path: Path) -> None:
         optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
         return
     group = files_group()
-    folder, told = _verified(path, group)
+    folder, told = verified(path, group)
     checkpoint_state.Loading(optimizer, _stored(folder, told, group), group).apply()
 
 
 def save_lr_scheduler(lr_scheduler: Any, path: Path) -> None:
     """Write the state of a scheduler into a file."""
     group = files_group()
-    content = packed("the lr_scheduler", lr_scheduler.state_dict())
+    content = packed("the lr_scheduler", _state_of(lr_scheduler, "lr_scheduler"))
 
     def write() -> None:
         if group.rank() == 0:
@@ -130,8 +133,18 @@ def save_lr_scheduler(lr_scheduler: Any, path: Path) -> None:
 
 
 def load_lr_scheduler(lr_scheduler: Any, path: Path) -> None:
-    """Take it."""
-    lr_scheduler.load_state_dict(unpacked(path.read_bytes()))
+    """Take it.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such file, or it is that of something else.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there; give a file that save_lr_scheduler wrote")
+    try:
+        found = unpacked(path.read_bytes())
+    except (RuntimeError, UnpicklingError, EOFError) as error:
+        raise ValueError(f"{path} is not what save_lr_scheduler wrote, or was cut short") from error
+    lr_scheduler.load_state_dict(_fitting(found, lr_scheduler, "lr_scheduler"))
 
 
 # --- all of it ----------------------------------------------------------------------------------------------
@@ -145,20 +158,19 @@ def save(
     dataloader: Any = None,
     extra: Any = None,
     *,
-    background: bool = False,
+    copies: Copies | None = None,
     keep: int | None = None,
     shard: bool = True,
     size_per_shard: Size = "5GB",
 ) -> Saving:
-    """Write everything as a folder `path`; see `Booster.save`."""
+    """Write everything as a folder `path`, with `copies` in the background; see `Booster.save`."""
     group = files_group()
     limit = checkpoint_weights.size_of(size_per_shard) if shard else None
     if keep is not None and keep < 1:
         raise ValueError(f"keep={keep} would keep no checkpoint; use 1 or more")
-    copies = Copies(this_device())
 
     def copied(tensor: torch.Tensor, soon: bool = False) -> torch.Tensor:
-        return copies.of(tensor, soon) if background else tensor
+        return tensor if copies is None else copies.of(tensor, soon)
 
     parts = checkpoint_parts.parts_of(model, copied)
     pieces = checkpoint_state.of_pipeline(model, copied)
@@ -170,21 +182,23 @@ def save(
             pieces.values[name] = packed(f"the {name}", _state_of(value, name))
     pieces.values["extra"] = packed("extra", extra)
     stepper = model.stepper()
-    copies.hold(None if stepper is None else stepper.inner)
+    if copies is not None:
+        copies.hold(None if stepper is None else stepper.inner)
     told = {"layout": layout(model), "torch": torch.__version__}
 
     def work() -> None:
         if this_device().type == "cuda":
             torch.cuda.set_device(this_device())  # of this thread
-        copies.wait()
-        attempt(lambda: atomic.begin(path) if group.rank() == 0 else None, group)
+        if copies is not None:
+            copies.wait()
+        begin(path, group, (MODEL, STATE))
         part = atomic.part_of(path)
         attempt(lambda: (part / MODEL).mkdir() if group.rank() == 0 else None, group)
         checkpoint_weights.write(parts, part / MODEL, model.kind, model.whole_config, limit, group)
         checkpoint_pieces.write(pieces, part / STATE, group)
-        _complete(path, told, group, keep)
+        complete(path, told, group, keep)
 
-    return Saving(work, background)
+    return Saving(work, background=copies is not None)
 
 
 def load(
@@ -196,7 +210,7 @@ def load(
 ) -> Any:
     """Take up what `save` wrote, and give its extra; see `Booster.load`."""
     group = files_group()
-    folder, told = _verified(path, group)
+    folder, told = verified(path, group)
     stored = _stored(folder / STATE, told, group)
     same = told.get("layout") == layout(model)
     mine = f"random/{group.rank()}"
@@ -213,15 +227,18 @@ def load(
 
     attempt(check, group)
     found = stored.read({}, wanted, group)
+    if lr_scheduler is not None:
+        rates = attempt(lambda: _fitting(found["lr_scheduler"], lr_scheduler, "lr_scheduler"), group)
     with Filling(model, folder / MODEL, group) as filling:
         loading = None if optimizer is None else checkpoint_state.Loading(optimizer, stored, group)
         if dataloader is not None:  # which refuses what does not fit
-            attempt(lambda: dataloader.load_state_dict(found["dataloader"]), group)
+            place = attempt(lambda: _fitting(found["dataloader"], dataloader, "dataloader"), group)
+            attempt(lambda: dataloader.load_state_dict(place), group)
         filling.fill()
     if loading is not None:
         loading.apply()
     if lr_scheduler is not None:
-        lr_scheduler.load_state_dict(found["lr_scheduler"])
+        lr_scheduler.load_state_dict(rates)
     if checkpoint_state.PER_TARGET in stored.shapes:
         value = torch.empty((), dtype=torch.float64)
         key = checkpoint_state.PER_TARGET
@@ -242,30 +259,6 @@ def layout(model: Boosted) -> dict[str, Any]:
 # --- inside -------------------------------------------------------------------------------------------------
 
 
-def _complete(path: Path, told: Mapping[str, Any], group: dist.ProcessGroup, keep: int | None = None) -> None:
-    """All files are written: seal what is in the part, and give it its name."""
-    part, me, size = atomic.part_of(path), group.rank(), group.size()
-    names = gathered(atomic.listing(part) if me == 0 else None, group)[0]
-    sums = attempt(lambda: {name: atomic.checksum(part / name) for name in names[me::size]}, group)
-    everyone = gathered(sums, group)
-
-    def seal() -> None:
-        if me == 0:
-            atomic.seal(part, {name: one for theirs in everyone for name, one in theirs.items()}, told)
-            atomic.commit(path)
-            if keep is not None:
-                atomic.keep_newest(path, keep)
-
-    attempt(seal, group)
-
-
-def _verified(path: Path, group: dist.ProcessGroup) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint at `path`, or the newest in it, and its manifest; its files are as they were written."""
-    folder: Path = attempt(lambda: atomic.find(path), group)
-    attempt(lambda: atomic.verify(folder, group.rank(), group.size()), group)
-    return folder, atomic.manifest(folder)
-
-
 def _stored(folder: Path, told: Mapping[str, Any], group: dist.ProcessGroup) -> Stored:
     where = folder if folder.name == STATE else folder / STATE
     stored: Stored = attempt(
@@ -274,10 +267,22 @@ def _stored(folder: Path, told: Mapping[str, Any], group: dist.ProcessGroup) -> 
     return stored
 
 
-def _state_of(value: Any, name: str) -> Any:
+def _state_of(value: Any, name: str) -> dict[str, Any]:
+    """What it says of itself, and what it is."""
     if not hasattr(value, "state_dict"):
         raise ValueError(
             f"a {type(value).__name__} as {name} has no state_dict, so it cannot go on from where it is; use "
             "plugin.prepare_dataloader, or leave it out"
         )
-    return value.state_dict()
+    return {"kind": checkpoint_state.kind_of(value), "state": value.state_dict()}
+
+
+def _fitting(found: Any, value: Any, name: str) -> Any:
+    """What `_state_of` a thing of its kind gave."""
+    own = checkpoint_state.kind_of(value)
+    kind = found.get("kind") if isinstance(found, dict) else None
+    if kind != own:
+        raise ValueError(
+            f"the {name} that was saved is a {kind}, and this is a {own}; use a {kind}, or leave it out"
+        )
+    return found["state"]

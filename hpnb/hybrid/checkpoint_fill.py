@@ -68,6 +68,9 @@ class Filling:
         try:
             self._weights, self._at = attempt(lambda: self._open(model, path, set(known)), group)
             attempt(lambda: self._check(path), group)
+            assert self._files is not None
+            files = self._files
+            attempt(lambda: files.verify(group.rank(), group.size()), group)
         except BaseException:
             self.__exit__()
             raise

@@ -53,7 +53,7 @@ def is_pretrained(kind: type[nn.Module]) -> bool:
 
 def twin(kind: Any, config: Any, dtype: torch.dtype) -> Any:
     """The whole model without memory, with a config of its own."""
-    with torch.device("meta"):
+    with quiet(), torch.device("meta"):
         made = kind(deepcopy(config)).to(dtype)
     made.tie_weights()
     return made
@@ -111,12 +111,14 @@ def _tag(number: int, dims: int) -> torch.Tensor:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the bars and warnings of transformers: every rank would show them."""
+    """Without the bars and warnings of transformers, which every rank would show; and what it draws to make a
+    model, on some ranks alone, is not drawn from what dropout draws from."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):  # models are made on the CPU
+            yield
     finally:
         logging.set_verbosity(level)
         if bars:

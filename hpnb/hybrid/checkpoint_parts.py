@@ -10,7 +10,7 @@ Where 16-bit weights have float32 masters, these are what a rank has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -22,6 +22,7 @@ from hpnb import placement
 from hpnb.data_parallel import ZeroOptimizer
 from hpnb.hybrid.boosted import Boosted
 from hpnb.hybrid.checkpoint_ranks import gathered
+from hpnb.mesh import Axis
 from hpnb.placement import Placement
 from hpnb.precision import Masters
 
@@ -81,6 +82,8 @@ def parts_of(model: Boosted, copied: Callable[[torch.Tensor, bool], torch.Tensor
             continue
         where = placement.of(value, name)
         home = homes.setdefault(id(value), where.tied_to or name)
+        if not speaks_for(where, model.axes):
+            continue
         tensor: torch.Tensor = value
         is_master = value in masters
         if is_master:
@@ -92,6 +95,15 @@ def parts_of(model: Boosted, copied: Callable[[torch.Tensor, bool], torch.Tensor
             made[id(tensor)] = copied(tensor.detach(), not isinstance(value, torch.nn.Parameter))
         found[name] = Part(along_ranks(where), home, tensor.dtype, is_master, made[id(tensor)])
     return found
+
+
+def speaks_for(where: Placement, axes: Sequence[Axis]) -> bool:
+    """Whether this rank is the one to write its part, of those of a tensor-parallel group that have the same.
+
+    Not all may: a bucket of ZeRO has matrices that tensor parallelism has cut unevenly beside vectors that it
+    has not, so the cuts along dp fall elsewhere on each of its ranks, and parts of a vector would overlap.
+    """
+    return all(axis.rank == 0 or axis.name in ("dp", "pp") or axis.name in where.axes for axis in axes)
 
 
 def along_ranks(where: Placement) -> Placement:

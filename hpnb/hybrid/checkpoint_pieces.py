@@ -15,13 +15,15 @@ import pickle
 import re
 import warnings
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
@@ -45,11 +47,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from hpnb.hybrid.checkpoint_boxes import boxes
 from hpnb.placement import Placement
 
-_SAFE: list[Any] = [
-    Counter,
-    OrderedDict,
-    defaultdict,
-]  # what may be in a value beside tensors, numbers and containers
+# What may be in a value beside tensors, numbers and plain containers.
+_SAFE: list[Any] = [Counter, OrderedDict, defaultdict]
 
 
 @dataclass
@@ -99,8 +98,13 @@ def unpacked(value: bytes) -> Any:
 
 
 def write(pieces: Pieces, folder: Path, group: dist.ProcessGroup) -> None:
-    """Write what all ranks have into `folder`; all of them call it."""
-    save({}, storage_writer=FileSystemWriter(folder), planner=_Writes(pieces), process_group=group)
+    """Write what all ranks have into `folder`; all of them call it.
+
+    Raises:
+        RuntimeError: on all ranks, what has failed on one.
+    """
+    with _one_sentence():
+        save({}, storage_writer=FileSystemWriter(folder), planner=_Writes(pieces), process_group=group)
 
 
 class Stored:
@@ -139,7 +143,7 @@ class Stored:
         """Fill the tensors, each the part of the whole that its placement says, and give values by key. All
         ranks call it, each for what it needs."""
         planner = _Reads(tensors, values)
-        with warnings.catch_warnings():
+        with _one_sentence(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             reader = FileSystemReader(self._folder)
             load({}, storage_reader=reader, planner=planner, process_group=group)
@@ -225,6 +229,16 @@ def _overlaps(
                 )
             )
     return found
+
+
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    """PyTorch tells all ranks what has failed on which, with the stacks of all, in no Exception."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items(), key=lambda one: one[0])
+        raise RuntimeError(f"rank {rank}: {_first_line(cause)}") from cause
 
 
 def _first_line(error: BaseException) -> str:

@@ -11,13 +11,16 @@ messages have a group of their own (gloo), so they meet none of training's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
+
+from hpnb.hybrid import atomic
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
@@ -62,14 +65,75 @@ def attempt(work: Callable[[], Any], group: dist.ProcessGroup) -> Any:
     return found
 
 
+# --- a folder that appears whole (atomic.py), by all ranks --------------------------------------------------
+
+
+def begin(path: Path, group: dist.ProcessGroup, replaces: Collection[str] | None = None) -> None:
+    """Make the folder that ranks write into before it is `path`."""
+    attempt(lambda: atomic.begin(path, replaces) if group.rank() == 0 else None, group)
+
+
+def complete(
+    path: Path,
+    told: Mapping[str, Any],
+    group: dist.ProcessGroup,
+    keep: int | None = None,
+    carries: Callable[[str], bool] | None = None,
+) -> None:
+    """All files are written: seal the folder with `told` in its manifest, and give it its name.
+
+    Args:
+        carries: which of the files that are at `path` stay.
+    """
+    part, me, size = atomic.part_of(path), group.rank(), group.size()
+    names = gathered(atomic.listing(part) if me == 0 else None, group)[0]
+    sums = attempt(lambda: {name: atomic.checksum(part / name) for name in names[me::size]}, group)
+    everyone = gathered(sums, group)
+
+    def seal() -> None:
+        if me == 0:
+            atomic.seal(part, {name: one for theirs in everyone for name, one in theirs.items()}, told)
+            if carries is not None:
+                atomic.carry_over(path, carries)
+            atomic.commit(path)
+            if keep is not None:
+                atomic.keep_newest(path, keep)
+
+    attempt(seal, group)
+
+
+def verified(path: Path, group: dist.ProcessGroup) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint at `path`, or the newest in it, and its manifest; its files are as they were written.
+
+    Raises:
+        FileNotFoundError, ValueError: there is none, or they are not.
+    """
+    folder: Path = attempt(lambda: atomic.find(path), group)
+    attempt(lambda: atomic.verify(folder, group.rank(), group.size()), group)
+    return folder, atomic.manifest(folder)
+
+
+# --- beside training ----------------------------------------------------------------------------------------
+
+
+_Kind = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, whether it comes from a GPU
+
+
 class Copies:
     """Copies of tensors in the memory of the CPU, for whoever writes them while training goes on.
 
+    To touch new memory takes seven times as long as to copy into memory that was touched before, and to pin
+    it longer still. So the copies of one save serve the next: a run that saves in the background keeps the
+    size of its checkpoint in the memory of the CPU.
+
     Args:
         device: where most of the tensors are.
+        before: those of a save that is done, whose memory is taken over.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, before: Copies | None = None) -> None:
+        self._free: dict[_Kind, list[torch.Tensor]] = {} if before is None else before._made
+        self._made: dict[_Kind, list[torch.Tensor]] = {}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -79,9 +143,9 @@ class Copies:
         """A copy. On a GPU it is complete after `wait`; the tensor may be changed after the optimizer's next
         step has begun, or if it is needed `soon`, at once."""
         tensor = tensor.detach()
+        made = self._memory(tensor)
         if self._stream is None or not tensor.is_cuda:
-            return tensor.clone(memory_format=torch.contiguous_format)
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            return made.copy_(tensor)
         with torch.cuda.stream(torch.cuda.current_stream() if soon else self._stream):
             made.copy_(tensor, non_blocking=True)
         if not soon:
@@ -90,6 +154,7 @@ class Copies:
 
     def hold(self, optimizer: Optimizer | None) -> None:
         """All copies have been asked for; `optimizer` shall not step before they are made."""
+        self._free = {}
         if self._stream is None:
             return
         self._events = [torch.cuda.current_stream().record_event(), self._stream.record_event()]
@@ -102,6 +167,14 @@ class Copies:
             handle.remove()
 
         handle = optimizer.register_step_pre_hook(before_step)
+
+    def _memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        kind = tuple(tensor.shape), tensor.dtype, tensor.is_cuda
+        free = self._free.get(kind)
+        pinned = tensor.is_cuda and self._stream is not None
+        made = free.pop() if free else torch.empty(kind[0], dtype=kind[1], pin_memory=pinned)
+        self._made.setdefault(kind, []).append(made)
+        return made
 
     def wait(self) -> None:
         """Until all copies are made."""

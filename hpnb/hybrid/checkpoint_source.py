@@ -8,6 +8,7 @@ pytorch_model.bin, and its index     the same as PyTorch pickles it, mapped into
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +19,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 NAMES = ("model.safetensors", "pytorch_model.bin")
+_CHECKSUMS = "hpnb.crc32"  # in the header of a safetensors file, where others keep what they like
+
+
+def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """What to put into the header of a file of these tensors, which are on the CPU."""
+    return {_CHECKSUMS: json.dumps({name: _crc(tensor) for name, tensor in tensors.items()})}
+
+
+def _crc(tensor: torch.Tensor) -> int:
+    seen: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return zlib.crc32(seen)
 
 
 class Weights(Protocol):
@@ -40,6 +52,7 @@ class Files:
         self._stack = ExitStack()
         self._slices: dict[str, Any] = {}
         self._tensors: dict[str, torch.Tensor] = {}
+        self._sums: dict[str, tuple[Any, Path, int]] = {}
         try:
             for file, wanted in _files(path).items():
                 self._open(file, wanted)
@@ -52,6 +65,7 @@ class Files:
 
     def __exit__(self, *_: object) -> None:
         self._slices.clear()
+        self._sums.clear()
         self._tensors.clear()
         self._stack.close()
 
@@ -71,12 +85,24 @@ class Files:
         found: torch.Tensor = self._slices[name][at if at else ...]
         return found
 
+    def verify(self, share: int = 0, shares: int = 1) -> None:
+        """Compare one of so many shares of the weights with the checksums that came with them, if any.
+
+        Raises:
+            ValueError: a weight is another than was written.
+        """
+        for name, (opened, file, crc) in list(self._sums.items())[share::shares]:
+            if _crc(opened.get_tensor(name)) != crc:
+                raise ValueError(f"{file} has another {name} than was written; save or copy it anew")
+
     def _open(self, file: Path, wanted: Sequence[str] | None) -> None:
         if file.suffix == ".safetensors":
             try:
                 opened: Any = self._stack.enter_context(safe_open(file, "pt"))
                 held = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            except (SafetensorError, OSError) as error:
+                told = json.loads((opened.metadata() or {}).get(_CHECKSUMS, "{}"))
+                self._sums |= {name: (opened, file, crc) for name, crc in told.items() if name in held}
+            except (SafetensorError, OSError, ValueError, AttributeError) as error:
                 raise ValueError(
                     f"{file} cannot be read ({error}); it was cut short, or is another file"
                 ) from error

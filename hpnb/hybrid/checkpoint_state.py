@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from hpnb import placement
 from hpnb.data_parallel import ZeroOptimizer
 from hpnb.hybrid.boosted import Boosted
-from hpnb.hybrid.checkpoint_parts import along_ranks
+from hpnb.hybrid.checkpoint_parts import along_ranks, speaks_for
 from hpnb.hybrid.checkpoint_pieces import Pieces, Stored, packed
 from hpnb.hybrid.checkpoint_ranks import attempt
 from hpnb.hybrid.stepping import Stepper, stepper_of
@@ -92,6 +92,8 @@ def of_optimizer(optimizer: Optimizer, copied: Copied, masters: bool) -> Pieces:
     held, found = _held(stepper), Pieces()
     known = Masters.attached_to(held.inner) if masters else None
     for name, (t, place) in held.by_name.items():
+        if placement.of(t).tied_to is not None or not speaks_for(place, stepper.axes):
+            continue
         state: dict[str, Any] = dict(held.inner.state.get(t, {}))
         if known is not None and known.of(t) is not t:
             state[MASTER] = known.of(t)
@@ -108,10 +110,16 @@ def of_optimizer(optimizer: Optimizer, copied: Copied, masters: bool) -> Pieces:
         for theirs, numbers in zip(stepper.inner.param_groups, stepper.numbering, strict=True)
     ]
     scaler = None if stepper.scaler is None else stepper.scaler.state_dict()
-    found.values[GROUPS] = packed("the optimizer", {"groups": groups, "scaler": scaler})
+    kind = kind_of(optimizer)
+    found.values[GROUPS] = packed("the optimizer", {"kind": kind, "groups": groups, "scaler": scaler})
     names = {number: (name_of(p), placement.of(p).shape) for number, p in stepper.held.items()}
     found.values[f"{NAMES}{rank()}"] = packed("the optimizer", names)
     return found
+
+
+def kind_of(thing: Any) -> str:
+    """What kind of optimizer or schedule it is, for a sentence."""
+    return type(thing).__name__
 
 
 def _options(group: Mapping[str, Any], but: Sequence[str] = ()) -> dict[str, Any]:
@@ -174,6 +182,13 @@ class Loading:
         if (said := told.pop(GROUPS, None)) is None:
             raise ValueError(
                 "the checkpoint has no state of an optimizer; leave the optimizer out to load the rest"
+            )
+        kind = kind_of(self._optimizer)
+        options = {option for group in said["groups"] for option in group["options"]}
+        if said["kind"] != kind and (lacks := sorted(self._optimizer.defaults.keys() - options)):
+            raise ValueError(
+                f"the state to be loaded is of {said['kind']}, without {lacks[0]!r}, and this is {kind}; "
+                f"load it into {said['kind']}"
             )
         names = {number: one for theirs in told.values() for number, one in theirs.items()}
         saved = [len(group["numbers"]) for group in said["groups"]]

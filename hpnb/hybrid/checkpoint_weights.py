@@ -5,7 +5,7 @@
     config.json ...                         of a model of transformers, so that from_pretrained opens it
 
 Rank 0 puts weight after weight together (checkpoint_parts.py) and writes a file when it is full, so it has
-one file in memory at a time.
+one file in memory at a time. The header of each file has the checksums of its weights, for whoever loads it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from hpnb.hybrid.checkpoint_names import describe, is_pretrained, quiet, twin
 from hpnb.hybrid.checkpoint_parts import Held, Part, held_by_all, put_together
 from hpnb.hybrid.checkpoint_ranks import agree
+from hpnb.hybrid.checkpoint_source import checksums
 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
@@ -90,7 +91,7 @@ def _write_files(
                 found[there] = whole
         if group.rank() == 0 and error is None:
             try:
-                save_file(found, folder / file, metadata={"format": "pt"})
+                save_file(found, folder / file, metadata={"format": "pt", **checksums(found)})
             except Exception as raised:
                 error = raised
     if group.rank() == 0 and error is None:

@@ -2,6 +2,7 @@
 
     the model, on the CPU or on meta
     parallelize        each matrix shared by the ranks of tp                     hpnb.tensor_parallel
+    chunk_loss         the loss so many tokens at a time                         hpnb.models
     recompute          what is let go and computed again                         recompute.py
     cast               weights in the dtype of the precision                     hpnb.precision
     Pipeline           this rank's stages of what is left                        hpnb.pipeline_parallel
@@ -33,7 +34,7 @@ from hpnb.hybrid.boosted import Boosted
 from hpnb.hybrid.losses import own_loss
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.stepping import BoostedOptimizer, Stepper
-from hpnb.models import accept_no_rows, anatomy
+from hpnb.models import accept_no_rows, anatomy, chunk_loss
 from hpnb.models.no_rows import without_mask
 from hpnb.pipeline_parallel import Builder, Pipeline
 from hpnb.pipeline_parallel.stages import bring
@@ -60,6 +61,10 @@ def compose(plugin: HybridParallelPlugin, model: Model, optimizer: Optimizer | N
             model, mesh.tp, plugin.tp_mode, plugin.enable_sequence_parallelism, plugin.tp_depth
         )
         axes += tensor_parallel.axes(model)
+    if plugin.loss_chunk:
+        # Where the last stage holds many microbatches, what each keeps counts more than what it computes.
+        holds = plugin.pp_size > 1 and plugin.pp_style not in ("1f1b", "interleaved")
+        chunk_loss(model, plugin.loss_chunk, recompute=holds)  # type: ignore[type-var]
     own = own_loss(model) if isinstance(model, nn.Module) else None
     causal = _is_causal(model)
     kind: type[Any] = type(model)

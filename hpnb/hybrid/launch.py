@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from hpnb.hybrid.lives import fresh
+from hpnb.hybrid.network import name_interface
 from hpnb.ranks import DeviceChoice, choose_device
 from hpnb.ranks.here import here
 
@@ -82,9 +84,13 @@ def _join(backend: str | None) -> None:
     choice = _choose(backend, locals_)
     if world > 1 or told.keys() >= set(WHO):
         store, rank, world = next(rendezvous("env://", rank, world))
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it outlives the ranks
+            store = fresh(store, rank, world)
         _agree(store, rank, choice)
     if world == locals_:  # ranks of one machine meet on its loopback, whatever its host name resolves to
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    else:
+        name_interface(store, rank, world)
     # Streams that share a hardware queue wait for each other: let each have its own.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     device = _device(choice.device)

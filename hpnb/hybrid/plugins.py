@@ -67,6 +67,7 @@ class HybridParallelPlugin:
             the loss scaler, with "fp16" and "amp-fp16" (`hpnb.precision.LossScaler`).
         activation_checkpointing: compute again in the backward what a block ("full") or an attention's
             softmax and its products ("attention") have made; False keeps it.
+        loss_chunk: tokens at a time for the loss of a GPT2LMHeadModel (`hpnb.models.chunk_loss`); 0 is all.
         cut: where to cut a model into stages: "uniform", "parameters", "flops", "time", or layers by stage.
         seed: of dropout. Ranks along tp draw alike, others differently: seed + dp * pp_size + pp. By default
             what `launch_from_torch`, or torch.manual_seed, was given.
@@ -114,6 +115,7 @@ class HybridParallelPlugin:
     hysteresis: int = 2
     max_scale: float = 2.0**32
     activation_checkpointing: Checkpointing = False
+    loss_chunk: int = 0
     cut: How = "uniform"
     seed: int | None = None
     _mesh: Mesh | None = field(default=None, init=False)
@@ -133,6 +135,8 @@ class HybridParallelPlugin:
         for name in ("ddp_bucket_cap_mb", "zero_bucket_size_in_m"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be above 0")
+        if not isinstance(self.loss_chunk, int) or self.loss_chunk < 0:
+            raise ValueError(f"loss_chunk={self.loss_chunk!r} is no number of tokens; use 0 for all at once")
         if self.activation_checkpointing not in (False, "full", "attention"):
             raise ValueError(
                 f"activation_checkpointing={self.activation_checkpointing!r} is not known; use False, 'full' "

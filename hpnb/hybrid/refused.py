@@ -62,6 +62,12 @@ def _sequence(p: HybridParallelPlugin) -> str | None:
     return f"leave enable_sequence_parallelism out with tp_mode={p.tp_mode!r}, or use tp_mode='1d'"
 
 
+def _chunked(p: HybridParallelPlugin) -> str | None:
+    if not p.loss_chunk or p.tp_mode == "1d":
+        return None
+    return f"leave loss_chunk out with tp_mode={p.tp_mode!r}, or use tp_mode='1d'"
+
+
 def _compiled(p: HybridParallelPlugin) -> str | None:
     if not p.enable_jit_fused:
         return None
@@ -103,6 +109,11 @@ REFUSED: tuple[Refusal, ...] = (
         "enable_sequence_parallelism with tp_mode 2d, 2.5d or 3d",
         "a grid cuts every activation over all its ranks already",
         _sequence,
+    ),
+    Refusal(
+        "loss_chunk with tp_mode 2d, 2.5d or 3d",
+        "a grid's logits are sums over ranks, made as they are cut",
+        _chunked,
     ),
     Refusal(
         "enable_jit_fused with tensor parallelism, or with a schedule that splits backwards",

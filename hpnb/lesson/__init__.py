@@ -14,6 +14,7 @@ from hpnb.lesson.explorer import Explorer, explorer
 from hpnb.lesson.home import digest, home
 from hpnb.lesson.kept import keep, kept
 from hpnb.lesson.knobs import Challenge, Choice, Slider
+from hpnb.lesson.layer_memory import LayerMemory, layer_memory, measure_layers
 from hpnb.lesson.machine_card import MachineCard, machine_card
 from hpnb.lesson.outcome import Outcome
 from hpnb.lesson.predict import outcomes, predict, reveal
@@ -27,6 +28,7 @@ __all__ = [
     "Exercise",
     "Explorer",
     "Finding",
+    "LayerMemory",
     "MachineCard",
     "Outcome",
     "Slider",
@@ -41,8 +43,10 @@ __all__ = [
     "home",
     "keep",
     "kept",
+    "layer_memory",
     "ledger",
     "machine_card",
+    "measure_layers",
     "number",
     "outcomes",
     "predict",

@@ -7,7 +7,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from hpnb.lesson.explorer import Explorer, explorer
+from hpnb.lesson.explorer_uneven import uneven_layers as uneven_layers
 from hpnb.lesson.knobs import Challenge, Choice, Slider
+from hpnb.lesson.layout_explorer import layouts_on_hosts as layouts_on_hosts
+from hpnb.lesson.sharded_explorer import sharded_step as sharded_step
 from hpnb.lesson.steps import Backward
 from hpnb.lesson.tables import number
 from hpnb.pipeline_parallel import Costs, schedules

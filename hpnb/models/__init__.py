@@ -16,6 +16,8 @@ The strategies read these and nothing else of a model: they never look for a wei
 """
 
 from hpnb.models.attention import Attention
+from hpnb.models.chunk_loss import chunk_loss
+from hpnb.models.chunked_loss import chunked_loss
 from hpnb.models.cut import Anatomy, Part, tied
 from hpnb.models.gpt2_model import gpt2
 from hpnb.models.gpt2_size import GPT2_SIZES, GPT2Size
@@ -37,6 +39,8 @@ __all__ = [
     "accept_no_rows",
     "anatomy",
     "attentions",
+    "chunk_loss",
+    "chunked_loss",
     "decay_groups",
     "gpt2",
     "register",

@@ -85,6 +85,12 @@ def wrap(model: nn.Module, around: Callable[[Anatomy], Anatomy]) -> None:
     setattr(model, _AROUND, around)
 
 
+def wrapping(model: nn.Module, around: Callable[[Anatomy], Anatomy]) -> Callable[[Anatomy], Anatomy]:
+    """`around` of what `wrap` has been told of `model` before, if it has."""
+    inner = model.__dict__.get(_AROUND)
+    return around if inner is None else lambda found: around(inner(found))
+
+
 def wrapped(model: nn.Module, found: Anatomy) -> Anatomy:
     around = model.__dict__.get(_AROUND)
     return found if around is None else around(found)

@@ -1,5 +1,6 @@
 """The measured side: Timeline, MemoryProfile and Traffic as data, and the recorders that fill them."""
 
+from hpnb.record.budget import OutOfBudget, Survivors
 from hpnb.record.memory_profile import CATEGORIES, MemoryProfile, MemorySample
 from hpnb.record.recorder import Recorder, timeline
 from hpnb.record.timeline import Event, Timeline
@@ -15,7 +16,9 @@ __all__ = [
     "MemoryRecorder",
     "MemorySample",
     "Message",
+    "OutOfBudget",
     "Recorder",
+    "Survivors",
     "Timeline",
     "Traffic",
     "memory",

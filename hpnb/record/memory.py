@@ -12,13 +12,14 @@ are logged as they come and go, and sorted into categories when the block is ove
     optimizer    what the optimizer's state holds, seen after its step
                  (and, where master weights or shares of gradients are kept beside it, what its held() names)
     activations  what autograd saved for the backward
-    temporary    the rest
+    temporary    the rest: what lives for moments, also parameters that are gathered for a block
 
 On the CPU the bytes are those of the tensors, exactly. On CUDA they are rounded up as the allocator does,
 each sample takes the peak that the allocator reached during its operator, and what no tensor accounts for
 (rounding of large blocks, kernels' workspaces) is temporary; so the parts add up to the allocator's peak.
 
 A view counts its whole storage. What a non-reentrant checkpoint computes again in the backward is temporary.
+With a `budget` the block is stopped, by an OutOfBudget, where it holds more.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from torch.utils._pytree import tree_leaves
 
 from hpnb.ranks.here import device as this_device
 from hpnb.ranks.here import rank
+from hpnb.record.budget import OutOfBudget, group
 from hpnb.record.memory_profile import CATEGORIES, MemoryProfile, MemorySample
 
 _CUDA_BLOCK = 512  # the allocator's granularity, bytes
@@ -51,16 +53,26 @@ def memory(
     model: torch.nn.Module | Iterable[torch.nn.Module],
     optimizer: torch.optim.Optimizer | None = None,
     device: torch.device | str | None = None,
+    budget: float | None = None,
 ) -> Iterator[MemoryRecorder]:
     """Record who holds memory on `device` (default: the model's) while the block runs.
 
     Watching every operator slows the block down. On CUDA the allocator's peak counters are reset.
+
+    Args:
+        budget: bytes that may be held.
+
+    Raises:
+        OutOfBudget: more than `budget` is held, at the start or after an operator.
+        ValueError: a budget that is not above 0.
     """
+    if budget is not None and not budget > 0:
+        raise ValueError(f"budget={budget!r} bytes hold nothing; it must be above 0, or None for no limit")
     modules = (model,) if isinstance(model, torch.nn.Module) else tuple(model)
     first = next((p for module in modules for p in module.parameters()), None)
     models = this_device() if first is None else first.device
     where = models if device is None else torch.device(device)
-    recorder = MemoryRecorder(modules, optimizer, where)
+    recorder = MemoryRecorder(modules, optimizer, where, budget)
     with recorder._watching():
         yield recorder
 
@@ -73,6 +85,7 @@ class MemoryRecorder(TorchDispatchMode):
         modules: tuple[torch.nn.Module, ...],
         optimizer: torch.optim.Optimizer | None,
         device: torch.device,
+        budget: float | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._modules, self._optimizer, self._device = modules, optimizer, device
@@ -81,6 +94,8 @@ class MemoryRecorder(TorchDispatchMode):
         self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}  # id of a storage -> its number
         self._bytes: list[int] = []  # by number, as they are now
         self._category: list[str] = []  # by number
+        self._form: list[tuple[tuple[int, ...], torch.dtype]] = []  # by number, as it was first seen
+        self._budget, self._held = budget, 0
         # What happened, in order: (time, number, bytes gained) or (time, -1, the allocator's peak).
         self._log: list[tuple[float, int, int]] = []
         self._watches = False
@@ -112,6 +127,12 @@ class MemoryRecorder(TorchDispatchMode):
         self._mark_gradients(parameters)
         self._mark_state(self._optimizer)
         self._sample()
+        self._begin, self._log = time.perf_counter(), [(0.0, n, change) for _, n, change in self._log]
+        try:
+            self._keep_to_budget("", "before the first operator")
+        except OutOfBudget:
+            self._watches = False
+            raise
         trained = [p for p in parameters if p.requires_grad]
         grown = lambda p: self._mark_gradients([p])  # noqa: E731
         handles = [p.register_post_accumulate_grad_hook(grown) for p in trained]
@@ -145,7 +166,27 @@ class MemoryRecorder(TorchDispatchMode):
             if isinstance(value, torch.Tensor):
                 self._see(value)
         self._sample()
+        if self._budget is not None:
+            self._keep_to_budget("after ", str(func).rpartition(".")[0] or str(func))
         return result
+
+    def _keep_to_budget(self, when: str, operator: str) -> None:
+        held = max(self._held, self._level_peak) if self._on_cuda else self._held
+        if self._budget is None or held <= self._budget:
+            return
+        budget, self._budget = self._budget, None  # once: what runs on the way out is not stopped
+        self._mark_state(self._optimizer)
+        kept = [
+            (self._category[n], self._form[n][0], str(self._form[n][1]).removeprefix("torch."), size)
+            for n, size in enumerate(self._bytes)
+            if size
+        ]
+        by_category = dict.fromkeys(CATEGORIES, 0)
+        for category, _, _, size in kept:
+            by_category[category] += size
+        by_category["temporary"] += held - sum(by_category.values())
+        sample = MemorySample(time.perf_counter() - self._begin, **by_category)
+        raise OutOfBudget(budget, sample, when + operator, group(kept))
 
     def _see(self, tensor: torch.Tensor) -> list[int]:
         """The numbers of the tensor's storages, given on first sight; none if it is not on the device."""
@@ -166,6 +207,7 @@ class MemoryRecorder(TorchDispatchMode):
         number = len(self._bytes)
         self._bytes.append(0)
         self._category.append("temporary")
+        self._form.append((tuple(tensor.shape), tensor.dtype))
         # A storage's Python object lives as long as the storage itself.
         gone = weakref.ref(storage, lambda _: self._grow(number, -self._bytes[number]))
         self._alive[id(storage)] = number, gone
@@ -174,6 +216,7 @@ class MemoryRecorder(TorchDispatchMode):
 
     def _grow(self, number: int, change: int) -> None:
         self._bytes[number] += change
+        self._held += change
         self._write(number, change)
 
     def _mark(self, tensor: torch.Tensor, category: str) -> None:
@@ -199,7 +242,9 @@ class MemoryRecorder(TorchDispatchMode):
                         self._mark(value, category)
 
     def _save(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-        self._mark(tensor, "activations")
+        # Parameters that are not the model's own are gathered ones: they are freed, and come again.
+        if not isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
+            self._mark(tensor, "activations")
         # A leaf goes through as it is. Another tensor must not be kept by the hook, or a graph would hold
         # itself alive; and autograd then cannot see that it was changed in place, so `_restore` looks.
         return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
@@ -211,10 +256,11 @@ class MemoryRecorder(TorchDispatchMode):
         allocated = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]
         if not before or allocated["peak"] > self._level:
             self._write(-1, allocated["peak"])
+            self._level_peak = allocated["peak"]
         self._level = allocated["current"]
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    _level = 0  # bytes allocated at the last look
+    _level = _level_peak = 0  # bytes allocated at the last look, and the most before it
 
     def _write(self, number: int, change: int) -> None:
         if self._watches:

@@ -2,12 +2,14 @@
 
 `communication` and `wires` price the collectives, `fit` reads a wire off measured times, `transformer` counts
 FLOPs and bytes, `model_states` weighs what a rank must keep, `overlap` says what a backward hides, `pipeline`
-what a pipeline waits for, `tensor`, `tensor_block` and `tensor_memory` what the modes of tensor parallelism
-send and hold, and `laws` puts them together: which axis of a layout can afford which wire.
+what a pipeline waits for, `uneven` what layers that are not equal cost it, `tensor`, `tensor_block` and
+`tensor_memory` what the modes of tensor parallelism send and hold, and `laws` puts them together: which axis
+of a layout can afford which wire.
 
 `hpnb.theory.overlap` is the function, though a submodule has the same name.
 """
 
+from hpnb.theory.activation_rows import ACTIVATION_ROWS, ActivationRow
 from hpnb.theory.communication import (
     ALGORITHMS,
     OPS,
@@ -22,10 +24,14 @@ from hpnb.theory.communication import (
     steps,
 )
 from hpnb.theory.fit import fit_wire
+from hpnb.theory.gathers import Gathers, ahead, gathers
 from hpnb.theory.laws import dp_tokens_to_hide, pp_compute_over_communication, tp_compute_over_communication
 from hpnb.theory.model_states import ModelStates, model_states
+from hpnb.theory.noise import fitted_wall, noise_scale, signal_and_noise, steps_at
 from hpnb.theory.overlap import Overlap, even_buckets, exposed_seconds, exposed_share, overlap
 from hpnb.theory.pipeline import best_microbatches, bubble, idle_seconds, in_flight, paced, step_seconds
+from hpnb.theory.shard_seconds import shard_seconds
+from hpnb.theory.step_memory import Moment, StepMemory, step_memory
 from hpnb.theory.tensor import Collective, Sent, grid_sides, linear_bytes, linear_sent, ranks_for
 from hpnb.theory.tensor_block import BlockSeconds, block_seconds, block_sent, cheapest_modes, shapes_sent
 from hpnb.theory.tensor_memory import (
@@ -35,23 +41,30 @@ from hpnb.theory.tensor_memory import (
     published_activation_bytes,
 )
 from hpnb.theory.transformer import Block, Matmul, model_flops, model_parameters, roofline_seconds
+from hpnb.theory.uneven import even, head_in_blocks, loads, tie_bytes, uniform_over_even
 from hpnb.theory.wires import WIRES, Wire
 
 __all__ = [
+    "ACTIVATION_ROWS",
     "ALGORITHMS",
     "OPS",
     "WIRES",
+    "ActivationRow",
     "Block",
     "BlockSeconds",
     "Collective",
+    "Gathers",
     "Matmul",
     "ModelStates",
+    "Moment",
     "Overlap",
     "Plan",
     "Sent",
+    "StepMemory",
     "Wire",
     "activation_bytes",
     "activation_terms",
+    "ahead",
     "best_microbatches",
     "block_seconds",
     "block_sent",
@@ -61,19 +74,25 @@ __all__ = [
     "cheapest",
     "cheapest_modes",
     "dp_tokens_to_hide",
+    "even",
     "even_buckets",
     "exposed_seconds",
     "exposed_share",
     "fit_wire",
+    "fitted_wall",
+    "gathers",
     "grid_sides",
+    "head_in_blocks",
     "idle_seconds",
     "in_flight",
     "knee",
     "linear_bytes",
     "linear_sent",
+    "loads",
     "model_flops",
     "model_parameters",
     "model_states",
+    "noise_scale",
     "overlap",
     "paced",
     "parameters_held",
@@ -85,7 +104,13 @@ __all__ = [
     "roofline_seconds",
     "seconds",
     "shapes_sent",
+    "shard_seconds",
+    "signal_and_noise",
+    "step_memory",
     "step_seconds",
     "steps",
+    "steps_at",
+    "tie_bytes",
     "tp_compute_over_communication",
+    "uniform_over_even",
 ]

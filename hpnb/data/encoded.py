@@ -1,0 +1,197 @@
+"""Documents as token ids, made once a machine and kept by the digest of what they were made from.
+
+    $HPNB_HOME/text-<digest>.npz      else $XDG_CACHE_HOME/hpnb, else ~/.cache/hpnb
+
+The digest is of every byte that was read, of the vocabulary or tokenizer, and of FORM: another text, size or
+rule makes another file. One process makes it and those beside it wait; a file that cannot be read is made
+again. Where the folder cannot be written each process makes its own, and they are equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpnb.data import prose
+from hpnb.data.prose import Document, Pages
+from hpnb.data.tokens import Merge, bpe_tokenizer, check_vocabulary, train_merges
+
+FORM = 1  # raise it when documents are read, split or encoded in another way
+_READ_ERRORS = (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The documents of one split, one after the other.
+
+    Attributes:
+        ids: (n,), int32: every token, with an end-of-text after each document.
+        paragraphs: (p, 2), int64: from where to where in `ids` each paragraph goes.
+        documents: (d, 2), int64: each document, without its end-of-text.
+    """
+
+    ids: torch.Tensor
+    paragraphs: torch.Tensor
+    documents: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Both splits, and the tokenizer that reads them."""
+
+    splits: dict[str, Split]
+    tokenizer: Any
+    vocabulary: int
+    end: int
+
+
+def encoded(pages: Pages, vocabulary: int, tokenizer: Any = None) -> Encoded:
+    """`pages` in tokens: of `tokenizer`, or of a BPE of `vocabulary` tokens that their "train" teaches.
+
+    Raises:
+        ValueError: too small a vocabulary, a tokenizer without an end of texts, or pages without words.
+    """
+    reads = ""
+    if tokenizer is None:
+        check_vocabulary(vocabulary)
+    else:
+        if tokenizer.eos_token_id is None:
+            raise ValueError("this tokenizer has no eos_token, which parts one text from the next; set one")
+        reads, vocabulary = tokenizer.backend_tokenizer.to_str(), len(tokenizer)
+    name = f"text-{_digest(pages, vocabulary, reads)}.npz"
+    folder = _folder()
+    with _locked(folder, name):
+        arrays = _load(folder, name)
+        if arrays is None:
+            arrays = _make(pages.documents(), vocabulary, tokenizer)
+            _save(folder, name, arrays)
+    if tokenizer is None:
+        tokenizer = bpe_tokenizer(_merges(arrays), vocabulary)
+    return Encoded(_splits(arrays), tokenizer, vocabulary, int(tokenizer.eos_token_id))
+
+
+Arrays = dict[str, np.ndarray[Any, np.dtype[Any]]]
+
+
+def _make(documents: Sequence[Document], vocabulary: int, tokenizer: Any) -> Arrays:
+    splits = prose.split(documents)
+    merges: list[Merge] = []
+    if tokenizer is None:
+        merges = train_merges((document.text for document in splits["train"]), vocabulary)
+        tokenizer = bpe_tokenizer(merges, vocabulary)
+    arrays: Arrays = {"merges": np.frombuffer(json.dumps(merges).encode(), dtype=np.uint8)}
+    for name, part in splits.items():
+        for what, values in zip(("ids", "paragraphs", "documents"), _encode(part, tokenizer), strict=True):
+            arrays[f"{name} {what}"] = values
+    return arrays
+
+
+def _encode(documents: Sequence[Document], tokenizer: Any) -> tuple[np.ndarray[Any, Any], ...]:
+    """(ids, paragraphs, documents) as `Split` has them."""
+    backend, end = tokenizer.backend_tokenizer, tokenizer.eos_token_id
+    texts = [paragraph for document in documents for paragraph in document.paragraphs]
+    *rows, between = (found.ids for found in backend.encode_batch([*texts, "\n\n"], add_special_tokens=False))
+    ids: list[int] = []
+    paragraphs, wholes = [], []
+    row = iter(rows)
+    for document in documents:
+        begin = len(ids)
+        for number in range(len(document.paragraphs)):
+            if number:
+                ids += between
+            start = len(ids)
+            ids += next(row)
+            paragraphs.append((start, len(ids)))
+        wholes.append((begin, len(ids)))
+        ids.append(end)
+    return np.array(ids, np.int32), np.array(paragraphs, np.int64), np.array(wholes, np.int64)
+
+
+def _splits(arrays: Arrays) -> dict[str, Split]:
+    def tensor(name: str) -> torch.Tensor:
+        return torch.from_numpy(arrays[name])
+
+    return {
+        name: Split(tensor(f"{name} ids"), tensor(f"{name} paragraphs"), tensor(f"{name} documents"))
+        for name in ("train", "test")
+    }
+
+
+def _merges(arrays: Arrays) -> list[Merge]:
+    return [(one, other) for one, other in json.loads(arrays["merges"].tobytes())]
+
+
+# --- the file ----------------------------------------------------------------------------------------------
+
+
+def _digest(pages: Pages, vocabulary: int, reads: str) -> str:
+    found = hashlib.sha256(f"{FORM} {vocabulary} {len(reads)} {reads}".encode())
+    for name, raw in pages.raw.items():
+        found.update(f"{name} {len(raw)} ".encode())
+        found.update(raw)
+    return found.hexdigest()[:16]
+
+
+def _folder() -> Path | None:
+    """None where it cannot be written."""
+    with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home
+        if named := os.environ.get("HPNB_HOME"):
+            folder = Path(named).expanduser()
+        else:
+            cache = os.environ.get("XDG_CACHE_HOME", "")
+            folder = (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "hpnb"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    return None
+
+
+@contextmanager
+def _locked(folder: Path | None, name: str) -> Iterator[None]:
+    if folder is None:
+        yield
+        return
+    with (folder / f".{name}.lock").open("w") as file:
+        with suppress(OSError, ImportError):  # some network disks have no locks: then several make it
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _load(folder: Path | None, name: str) -> Arrays | None:
+    if folder is None:
+        return None
+    try:
+        with np.load(folder / name, allow_pickle=False) as file:
+            arrays = {key: file[key] for key in file.files}
+        _splits(arrays), _merges(arrays)
+    except _READ_ERRORS:
+        return None
+    return arrays
+
+
+def _save(folder: Path | None, name: str, arrays: Arrays) -> None:
+    """Beside its place, then renamed: a reader finds all of it or nothing."""
+    if folder is None:
+        return
+    with suppress(OSError):  # a full disk: the next one makes it again
+        handle, part = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+            os.replace(part, folder / name)
+        finally:
+            with suppress(OSError):
+                os.unlink(part)

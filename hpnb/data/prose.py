@@ -1,0 +1,201 @@
+"""English that is on every machine with Python: the documentation in its installation. Or the reader's own.
+
+    topic with               pydoc_data/topics.py: the language reference, as `help("with")` shows it
+    module email/policy.py   the docstrings of one module of the standard library, one after the other
+    notes/monday.md          a file of the reader's: .txt, .md and .rst of a folder, or any one file
+
+A document is a topic, a module, or a file; where a file holds <|endoftext|>, each part of it is one. Its
+paragraphs are parted by an empty line. What appears word for word a second time is left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sysconfig
+import textwrap
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from platform import python_version
+
+import numpy as np
+
+from hpnb.data import pairs
+from hpnb.data.dataset import Source
+from hpnb.data.tokens import END
+
+SUFFIXES = (".txt", ".md", ".rst")
+NAME = "Python documentation"
+COMPOSED = 400  # documents, where there is nothing to read
+# Modules that are tests, tables, or programs more than they are documentation.
+_LEFT_OUT = {
+    *("site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "turtledemo"),
+    *("pydoc_data", "encodings", "tkinter", "ensurepip"),
+}
+_RULE = re.compile(r"[\s*=~^#+\-]*")  # a line that underlines a heading
+_LEAST = 200  # characters of a docstring: shorter ones say little more than the name
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text: what it is called, and its paragraphs."""
+
+    name: str
+    paragraphs: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return "\n\n".join(self.paragraphs)
+
+
+@dataclass(frozen=True)
+class Pages:
+    """What a data set is read from, before anything is made of it.
+
+    Attributes:
+        source: what these are and where they come from.
+        raw: their bytes, by name, in order.
+    """
+
+    source: Source
+    raw: Mapping[str, bytes]
+
+    def documents(self) -> list[Document]:
+        """In the order of their names.
+
+        Raises:
+            ValueError: a file that is not UTF-8, or no words in any.
+        """
+        seen: set[str] = set()
+        found = [
+            Document(name, paragraphs)
+            for name, text in self._texts()
+            if (paragraphs := _paragraphs(text, seen))
+        ]
+        if not found:
+            raise ValueError(f"{self.source.where} holds no words to read")
+        return found
+
+    def _texts(self) -> list[tuple[str, str]]:
+        found: list[tuple[str, str]] = []
+        for name, raw in self.raw.items():
+            if name.startswith("module "):
+                found.append((name, _docstrings(raw)))
+                continue
+            try:
+                text = raw.decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{name} is not UTF-8 from byte {error.start} on; convert it or leave it out"
+                ) from error
+            parts = text.split(END)
+            found += [(name if len(parts) == 1 else f"{name} {i}", part) for i, part in enumerate(parts)]
+        return found
+
+
+def python_pages() -> Pages | None:
+    """Of the Python that runs; None if its documentation was not installed."""
+    raw: dict[str, bytes] = {}
+    places = []
+    with suppress(ImportError):  # of a Python cut down
+        from pydoc_data.topics import topics
+
+        raw |= {f"topic {name}": topics[name].encode() for name in sorted(topics)}
+        places.append("the language reference")
+    root = Path(sysconfig.get_path("stdlib"))
+    modules = sorted(path.relative_to(root) for path in root.rglob("*.py")) if root.is_dir() else []
+    modules = [path for path in modules if _LEFT_OUT.isdisjoint(path.parts)]
+    if modules:
+        raw |= {f"module {path.as_posix()}": (root / path).read_bytes() for path in modules}
+        places.append("the docstrings of the standard library")
+    if not raw:
+        return None
+    return Pages(Source(NAME, "real", f"{' and '.join(places)} of Python {python_version()}"), raw)
+
+
+def own_pages(path: str | Path) -> Pages:
+    """Of a file, or of the texts in a folder and below.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    place = Path(path).expanduser()
+    if place.is_file():
+        files = [place]
+    elif place.is_dir():
+        files = sorted(
+            file for file in place.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file()
+        )
+    else:
+        raise FileNotFoundError(f"source={str(path)!r} is neither a file nor a folder")
+    if not files:
+        raise FileNotFoundError(f"{place} holds no {', '.join(SUFFIXES)}; name a folder that does, or a file")
+    names = [file.relative_to(place).as_posix() if file != place else file.name for file in files]
+    raw = {name: file.read_bytes() for name, file in zip(names, files, strict=True)}
+    count = f"{len(files):,} files" if len(files) > 1 else "1 file"
+    return Pages(Source(f"Text of {place.name}", "real", f"{count} of {place.name}"), raw)
+
+
+def composed_pages(why: str) -> Pages:
+    """Sentences as `pairs` composes them, for where there is nothing to read."""
+    raw = {}
+    for number in range(COMPOSED):
+        rng = np.random.default_rng([zlib.crc32(b"composed text"), number])
+        told = [" ".join(pairs.pair(1, rng)) for _ in range(12)]
+        raw[f"report {number:03d}"] = "\n\n".join(told).encode()
+    return Pages(Source("Composed news", "generated", why), raw)
+
+
+def split(documents: Sequence[Document]) -> dict[str, list[Document]]:
+    """ "train" and "test": a tenth of the documents, at least one, drawn by their names. Of a single document
+    the last tenth of its paragraphs.
+
+    Raises:
+        ValueError: one document of one paragraph.
+    """
+    if len(documents) == 1:
+        (only,) = documents
+        kept = len(only.paragraphs) - max(1, len(only.paragraphs) // 10)
+        if not kept:
+            raise ValueError(
+                f"{only.name} is one paragraph, which leaves nothing to test on; use a longer text"
+            )
+        parts = only.paragraphs[:kept], only.paragraphs[kept:]
+        return {
+            name: [Document(only.name, part)] for name, part in zip(("train", "test"), parts, strict=True)
+        }
+    by_lot = sorted(documents, key=lambda document: (zlib.crc32(document.name.encode()), document.name))
+    held_out = {document.name for document in by_lot[: max(1, len(documents) // 10)]}
+    return {
+        "train": [document for document in documents if document.name not in held_out],
+        "test": [document for document in documents if document.name in held_out],
+    }
+
+
+def _docstrings(source: bytes) -> str:
+    """Of a module, its classes and its functions, in the order of the file."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # a template, not a module
+        return ""
+    described = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = sorted(
+        (node for node in ast.walk(tree) if isinstance(node, described)),
+        key=lambda node: getattr(node, "lineno", 0),
+    )
+    found = [ast.get_docstring(node) or "" for node in nodes]
+    return "\n\n".join(text for text in found if len(text) >= _LEAST)
+
+
+def _paragraphs(text: str, seen: set[str]) -> tuple[str, ...]:
+    found = []
+    for part in re.split(r"\n[ \t\r]*\n", text.replace("\r\n", "\n").expandtabs()):
+        lines = [line.rstrip() for line in textwrap.dedent(part.strip("\n")).split("\n")]
+        paragraph = "\n".join(line for line in lines if not _RULE.fullmatch(line)).strip()
+        if paragraph and paragraph not in seen:
+            seen.add(paragraph)
+            found.append(paragraph)
+    return tuple(found)

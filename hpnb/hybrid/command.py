@@ -1,0 +1,103 @@
+"""`python -m hpnb train`: ranks for a run file, those of torchrun or own ones, and an exit code.
+
+0      trained, and saved
+1      a rank failed
+2      the file, or what was asked for, cannot be run; nothing was started
+130    Ctrl-C: a checkpoint was saved, unless it came twice
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from hpnb.hybrid.launch import WHO
+from hpnb.hybrid.run_file import RunFile, load
+from hpnb.ranks import RankError, RankInterrupt, launch
+
+_LONGEST = 20 * 86400.0  # seconds that a run on ranks of its own may take
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+
+
+def run(path: str, ranks: int | None = None, overrides: Sequence[str] = ()) -> int:
+    """Train what the file at `path` says. Returns the exit code.
+
+    Args:
+        ranks: how many to start; by default one a GPU, or 1. Under torchrun there are some already.
+        overrides: "layout.tp_size=2" and the like, in place of what the file says.
+    """
+    under_torchrun = os.environ.keys() >= set(WHO)
+    try:
+        file = load(path, overrides)
+        if under_torchrun:
+            if ranks is not None:
+                raise ValueError("--ranks starts ranks, and torchrun has started them; leave --ranks out")
+        else:
+            gpus = torch.cuda.device_count()
+            ranks = max(1, gpus) if ranks is None else ranks
+            if ranks < 1:
+                raise ValueError(f"--ranks {ranks} trains nothing; use 1 or more")
+            file.check_ranks(ranks)
+    except (ValueError, OSError) as error:
+        return _told(error, REFUSED)
+    if under_torchrun:
+        return _as_one_of_many(file)
+    assert ranks is not None
+    return _on_own_ranks(file, ranks, "cuda" if gpus >= ranks else "cpu")
+
+
+def _as_one_of_many(file: RunFile) -> int:
+    from hpnb.hybrid.train import train
+
+    try:
+        train(file)
+    except (ValueError, OSError) as error:
+        return _told(error, FAILED)
+    # Also if it was stopped: another code would make torchrun on other machines start the run again.
+    return 0
+
+
+def _on_own_ranks(file: RunFile, ranks: int, device: str) -> int:
+    from hpnb.hybrid.train import train
+
+    with tempfile.TemporaryDirectory() as folder, _asking(Path(folder, "stop")) as flag:
+        try:
+            found = launch(train, file, flag, ranks=ranks, device=device, timeout=_LONGEST)
+        except RankInterrupt:
+            print("hpnb train: interrupted; what was saved before is there", file=sys.stderr)
+            return INTERRUPTED
+        except RankError as error:
+            plain = error.error in ("ValueError", "OSError", "FileNotFoundError")
+            return _told(error.summary if plain else str(error), FAILED)
+    return INTERRUPTED if found[0].stopped else 0
+
+
+@contextmanager
+def _asking(flag: Path) -> Iterator[Path]:
+    """Ranks are in sessions of their own and get no Ctrl-C: the first one here touches `flag`, at which they
+    look; the second one ends them."""
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        flag.touch()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        print("\nhpnb train: stops after this step, with a checkpoint; Ctrl-C again ends it at once",
+              file=sys.stderr, flush=True)  # fmt: skip
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield flag
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _told(error: object, code: int) -> int:
+    print(f"hpnb train: {error}", file=sys.stderr, flush=True)
+    return code

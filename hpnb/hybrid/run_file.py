@@ -1,0 +1,279 @@
+"""A training run as a small TOML file, which `python -m hpnb train` runs on any number of ranks.
+
+    [model]         which model: family, size or numbers, pretrained or from scratch
+    [data]          which samples, and how many of them a data-parallel rank takes at a time
+    [layout]        the knobs of HybridParallelPlugin under their names, such as tp_size; what is left is dp
+    [training]      precision, how long, learning rate
+    [checkpoint]    where to and how often
+
+Everything that can be wrong in the file alone is said before a rank starts.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from hpnb.hybrid.plugins import HybridParallelPlugin
+from hpnb.hybrid.tables import checked, nearest, read
+from hpnb.models import GPT2_SIZES, SIZES, GPT2Size, ViTSize
+
+TASKS = {
+    "beans": "vit",
+    "cifar10": "vit",
+    "mrpc": "gpt2",
+    "text": "gpt2",
+}  # data set -> the family that reads it
+_ELSEWHERE = {"precision": "precision", "max_norm": "max_norm", "seed": "seed"}  # knobs that [training] has
+
+
+@dataclass(frozen=True)
+class ModelTable:
+    """[model]
+
+    Attributes:
+        size: a name ("laptop", "b16", "124m", ...), or a table of numbers as `ViTSize` or `GPT2Size` takes.
+        pretrained: a folder that save_pretrained wrote, or a name on the Hugging Face hub.
+        classes: of a classifier; by default those of the data.
+        vocabulary, length: tokens and positions of a GPT-2, by default those of its size.
+    """
+
+    family: Literal["vit", "gpt2"]
+    size: str | dict[str, int] | None = None
+    pretrained: str | None = None
+    classes: int | None = None
+    vocabulary: int | None = None
+    length: int | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        sizes: Mapping[str, Any] = SIZES if self.family == "vit" else GPT2_SIZES
+        if isinstance(self.size, str) and self.size not in sizes:
+            raise ValueError(
+                f"[model] size = {self.size!r} is no size of {self.family}; use {', '.join(sizes)}"
+            )
+        if self.family == "vit" and (self.length is not None or self.vocabulary is not None):
+            raise ValueError(
+                "[model] vocabulary and length are those of a gpt2; a vit takes [data] image_size"
+            )
+        _ = self.shape
+
+    @property
+    def shape(self) -> Any:
+        """The size as `hpnb.models.vit` or `gpt2` takes it: a name, a ViTSize or GPT2Size, or None."""
+        if not isinstance(self.size, dict):
+            return self.size
+        kind: type[Any] = ViTSize if self.family == "vit" else GPT2Size
+        return read(kind, self.size, "[model] size")
+
+
+@dataclass(frozen=True)
+class DataTable:
+    """[data]
+
+    Attributes:
+        batch_size: samples a data-parallel rank takes at a time.
+        image_size: side of the pictures in pixels; by default what the model is made for.
+        augment: crop and mirror at random.
+        rows: keep so many of each split; by default all.
+        kind: "auto" looks for the real rows and generates where there are none.
+        folder: where the real rows lie, by default what the environment has as DATA; a folder or file to read
+            for "text", by default the documentation of Python.
+        workers: processes that load ahead, a rank.
+    """
+
+    name: Literal["beans", "cifar10", "mrpc", "text"]
+    batch_size: int
+    image_size: int | None = None
+    augment: bool = False
+    rows: int | None = None
+    kind: Literal["auto", "real", "generated"] = "auto"
+    folder: str | None = None
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least("[data]", self, 1, "batch_size", "image_size", "rows")
+        _at_least("[data]", self, 0, "workers")
+
+
+@dataclass(frozen=True)
+class TrainingTable:
+    """[training]
+
+    Attributes:
+        epochs, steps: how long, in one of the two; steps are those of the optimizer.
+        learning_rate_scaling: "data-parallel" multiplies the rate by the data-parallel size, by which the
+            global batch grows (Goyal et al. 2017, arXiv 1706.02677, section 2.1).
+        schedule: what comes after the warm-up: half a cosine down to 0, a line down to 0, or the same rate.
+        max_norm: clip the norm of all gradients to it; 0 is off.
+        accumulation: batches a step.
+        seed: of weights, order and dropout.
+        evaluate_every: epochs.
+    """
+
+    learning_rate: float
+    epochs: int | None = None
+    steps: int | None = None
+    precision: str = "fp32"
+    learning_rate_scaling: Literal["none", "data-parallel"] = "none"
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = 0
+    weight_decay: float = 0.01
+    max_norm: float = 0.0
+    accumulation: int = 1
+    seed: int = 0
+    evaluate_every: int = 1
+
+    def __post_init__(self) -> None:
+        if (self.epochs is None) == (self.steps is None):
+            given = "neither epochs nor steps" if self.epochs is None else "both epochs and steps"
+            raise ValueError(f"[training] has {given}; give one of the two")
+        _at_least("[training]", self, 1, "epochs", "steps", "accumulation", "evaluate_every")
+        _at_least("[training]", self, 0, "warmup_steps", "weight_decay", "seed")
+        if not self.learning_rate > 0:
+            raise ValueError(
+                f"[training] learning_rate = {self.learning_rate} trains nothing; use more than 0"
+            )
+
+
+@dataclass(frozen=True)
+class CheckpointTable:
+    """[checkpoint]
+
+    Attributes:
+        dir: a folder that all ranks see; by default the name of the file without ".toml".
+        every: optimizer steps between two; by default one after each epoch.
+        keep: so many of the newest stay.
+        best: a name in the history, such as "eval_accuracy": the epoch with the best is kept as well.
+        resume: go on from the newest, if there is one.
+        background: write while training goes on.
+    """
+
+    dir: str | None = None
+    every: int | None = None
+    keep: int = 2
+    best: str | None = None
+    resume: bool = True
+    background: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least("[checkpoint]", self, 1, "every", "keep")
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """All of a file. It travels to the ranks as it is."""
+
+    model: ModelTable
+    data: DataTable
+    training: TrainingTable
+    layout: dict[str, Any] = field(default_factory=dict)
+    checkpoint: CheckpointTable = field(default_factory=CheckpointTable)
+
+    def __post_init__(self) -> None:
+        if TASKS[self.data.name] != self.model.family:
+            fits = [name for name, family in TASKS.items() if family == self.model.family]
+            raise ValueError(
+                f"[data] name = {self.data.name!r} is for a {TASKS[self.data.name]}, and [model] family is "
+                f"{self.model.family!r}, which reads {' or '.join(fits)}"
+            )
+        if self.data.name == "text" and self.model.classes is not None:
+            raise ValueError(
+                "[model] classes is of a classifier, and [data] name = 'text' trains a language model"
+            )
+        if self.model.family == "gpt2" and (self.data.augment or self.data.image_size is not None):
+            raise ValueError("[data] image_size and augment are of pictures, and a gpt2 reads texts")
+        self.plugin()  # refuses what cannot compose
+
+    def plugin(self) -> HybridParallelPlugin:
+        """A new one."""
+        own = {name: getattr(self.training, there) for name, there in _ELSEWHERE.items()}
+        return HybridParallelPlugin(**{**self.layout, **own})
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ValueError unless so many ranks fall into replicas of the model."""
+        plugin = self.plugin()
+        inner = plugin.pp_size * plugin.tp_size
+        if ranks % inner:
+            near = [n for n in (ranks // inner * inner, (ranks // inner + 1) * inner) if n]
+            raise ValueError(
+                f"[layout] pp_size = {plugin.pp_size} x tp_size = {plugin.tp_size} needs a multiple of "
+                f"{inner} ranks, and there are {ranks}; use {' or '.join(map(str, near))}"
+            )
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
+    """Read a file, with `overrides` such as "layout.tp_size=2" in place of what it says.
+
+    Raises:
+        ValueError, OSError: one sentence, which begins with the file's name.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            tables = tomllib.load(file)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: this is no TOML: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: this is no text, but TOML is: {error}") from error
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be read: {error.strerror}; give a file such as examples/vit.toml"
+        ) from error
+    for override in overrides:
+        _put(tables, override)
+    try:
+        return parse(tables, path.stem)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def parse(tables: Mapping[str, Any], name: str = "run") -> RunFile:
+    """What the tables of a file say. `name` is that of the folder of checkpoints, unless they say it.
+
+    Raises:
+        ValueError: one sentence.
+    """
+    known = [f.name for f in fields(RunFile)]
+    for table, content in tables.items():
+        if table not in known:
+            raise ValueError(f"there is no table [{table}]; {nearest(table, known)}")
+        if not isinstance(content, Mapping):
+            raise ValueError(f"{table} = {content!r} is not a table; write [{table}] and its keys below")
+    if missing := [table for table in ("model", "data", "training") if table not in tables]:
+        raise ValueError(f"the table [{missing[0]}] is missing; examples/vit.toml has one of each")
+    layout = tables.get("layout", {})
+    for knob in layout:
+        if knob in _ELSEWHERE:
+            raise ValueError(f"[layout] {knob} belongs into [training], as {_ELSEWHERE[knob]}")
+    layout = checked(HybridParallelPlugin, layout, "[layout]", leave_out=_ELSEWHERE)
+    checkpoint = {"dir": name, **tables.get("checkpoint", {})}
+    return read(RunFile, {**tables, "layout": layout, "checkpoint": checkpoint}, "the file")
+
+
+def _put(tables: dict[str, Any], override: str) -> None:
+    """Write "table.key=value" into the tables; a value that is no TOML is text."""
+    place, equals, text = override.partition("=")
+    *path, key = place.strip().split(".")
+    if not equals or len(path) < 1 or not all((*path, key)):
+        raise ValueError(f"--set {override} says nothing; write --set table.key=value, as layout.tp_size=2")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    for name in path:
+        inner = tables.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise ValueError(f"--set {override}: {name} is not a table in the file")
+        tables = inner
+    tables[key] = value
+
+
+def _at_least(where: str, table: Any, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(table, name)
+        if value is not None and not value >= least:
+            raise ValueError(f"{where} {name} = {value} is too little; use {least} or more")

@@ -1,0 +1,91 @@
+"""Ctrl-C in a training run: all ranks end the step, save, and leave; a second one ends it at once.
+
+    step k       somebody asked, or not: a sum over all ranks begins, among CPUs
+    step k + 1   it is complete long since; more than 0 stops all ranks here, after the same step
+
+So nobody waits, and no rank is left in a collective that the others never enter.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from hpnb.hybrid import resuming
+from hpnb.hybrid.events import Hook
+
+if TYPE_CHECKING:
+    from hpnb.hybrid.trainer import Trainer
+
+
+class Stopped(Exception):
+    """The run ended after a step, as it was asked to."""
+
+
+class StopHook(Hook):
+    """Saves and raises `Stopped`, on every rank, once one of them was asked to stop.
+
+    Args:
+        path: where checkpoints lie; None saves nothing.
+        keep: so many of the newest stay.
+        flag: a file that asks to stop as soon as it is there, for ranks that get no Ctrl-C of their own; by
+            default this process's SIGINT asks.
+    """
+
+    priority: ClassVar[int] = 110  # after what else is saved
+
+    def __init__(self, path: Path | None, keep: int = 2, flag: Path | None = None) -> None:
+        self.path, self.keep, self.flag = path, keep, flag
+        self._asked = False
+        self._sum: torch.Tensor | None = None
+        self._work: Any = None
+        self._before: Any = None
+
+    def before_fit(self, trainer: Trainer) -> None:
+        if self.flag is None and threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._ask)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the second one ends it
+
+    def after_step(self, trainer: Trainer) -> None:
+        if self._agreed():
+            self.release()
+            trainer.booster.wait()
+            if self.path is not None and not is_saved(self.path, trainer.step):
+                resuming.save(trainer, self.path / f"step-{trainer.step:08}", self.keep)
+            raise Stopped(f"stopped after step {trainer.step}")
+        asked = self._asked or (self.flag is not None and self.flag.exists())
+        self._sum = torch.tensor([float(asked)])
+        self._work = dist.all_reduce(self._sum, async_op=True)
+
+    def after_fit(self, trainer: Trainer) -> None:
+        self._agreed()
+        self.release()
+
+    def _agreed(self) -> bool:
+        """What the step before has begun to ask."""
+        if self._work is None:
+            return False
+        self._work.wait()
+        self._work = None
+        assert self._sum is not None
+        return bool(self._sum.item())
+
+    def release(self) -> None:
+        """SIGINT means again what it meant before."""
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            self._before = None
+
+
+def is_saved(path: Path, step: int) -> bool:
+    """Whether `path` has a complete checkpoint of this step."""
+    return any(resuming.step_of(folder) == step for folder in resuming.saved(path))

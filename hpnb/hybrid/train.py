@@ -1,0 +1,193 @@
+"""`python -m hpnb train vit.toml`: a run file (run_file.py), trained on the ranks that are there.
+
+    python -m hpnb train vit.toml --ranks 4 --set layout.tp_size=2       # starts four ranks on this machine
+    torchrun --nnodes 2 --nproc-per-node 8 ... -m hpnb train vit.toml    # is one of torchrun's
+
+    vit/                 the folder of its checkpoints
+      step-00000064/     what the run goes on from when it is started again
+      history.json       a dict an epoch
+      model/             at the end, a Hugging Face directory
+
+It is a program like any that uses hpnb; nothing here could not stand in a script of one's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hpnb.hybrid import hooks, resuming
+from hpnb.hybrid.adam import HybridAdam
+from hpnb.hybrid.booster import Booster
+from hpnb.hybrid.launch import launch_from_torch
+from hpnb.hybrid.plugins import HybridParallelPlugin
+from hpnb.hybrid.run_file import RunFile, TrainingTable
+from hpnb.hybrid.run_parts import Task, UpTo, task
+from hpnb.hybrid.stopping import StopHook, Stopped, is_saved
+from hpnb.hybrid.trainer import Row, Trainer
+from hpnb.hybrid.warmup import CosineAnnealingWarmupLR, LinearWarmupLR
+from hpnb.models import decay_groups
+from hpnb.ranks.here import device, world_size
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a run went, the same on every rank.
+
+    Attributes:
+        history: a dict an epoch, those before a resume included.
+        final: what the last evaluation says; {} if the run was stopped.
+        step: optimizer steps done.
+        resumed: the step of the checkpoint from which it went on, or None.
+        stopped: whether Ctrl-C has ended it.
+    """
+
+    history: list[Row] = field(default_factory=list)
+    final: Row = field(default_factory=dict)
+    step: int = 0
+    resumed: int | None = None
+    stopped: bool = False
+
+
+def train(file: RunFile, flag: Path | None = None, more: Sequence[hooks.Hook] = ()) -> Run:
+    """Train what `file` says; every rank calls it.
+
+    Args:
+        flag: a file that ends the run, with a checkpoint, once it is there; by default Ctrl-C does.
+        more: hooks of the caller's.
+
+    Raises:
+        ValueError, OSError: what of the file turns out not to fit: the number of ranks, sizes, data.
+    """
+    launch_from_torch(seed=file.training.seed)
+    file.check_ranks(world_size())
+    plugin, how, checkpoint = file.plugin(), file.training, file.checkpoint
+    given = task(file)
+    loader = given.loader(plugin, file.data, 0, how.seed)
+    epochs, total = _length(loader, how)
+    lr = how.learning_rate
+    if how.learning_rate_scaling == "data-parallel":
+        lr = plugin.scaled_lr(lr)
+    optimizer: Any = HybridAdam(decay_groups(given.model, how.weight_decay), lr=lr)
+    schedule = _schedule(optimizer, how, lr, total)
+    about = _about(file, plugin, given, lr, total)
+    booster = Booster(plugin=plugin)
+    model, *_ = booster.boost(given.model, optimizer, None, loader, schedule)
+
+    folder = Path(checkpoint.dir or "run").expanduser()
+    stop = StopHook(folder, checkpoint.keep, flag)
+    saves = hooks.CheckpointHook(
+        folder, checkpoint.every, checkpoint.best, keep=checkpoint.keep, background=checkpoint.background
+    )
+    told = [
+        *given.metrics,
+        hooks.ThroughputHook("tokens" if file.data.name == "text" else "samples"),
+        hooks.MetricsByEpochHook(folder / "history.json"),
+    ]
+    trainer = Trainer(booster, model, optimizer, None, schedule, [*told, saves, stop, *more],
+                      accumulation=how.accumulation)  # fmt: skip
+    say: Callable[[str], None] = _say if trainer.place.shows else _keep_quiet
+    say(about)
+    resumed = _resume(trainer, folder) if checkpoint.resume else None
+    if resumed is not None:
+        say(f"goes on from {folder / f'step-{resumed:08}'}, after {resumed} of {total} steps")
+    try:
+        test = given.loader(plugin, file.data, 1)
+        trainer.fit(loader, epochs, evaluate=test, evaluate_every=how.evaluate_every)
+    except Stopped:
+        say(f"stopped after {trainer.step} of {total} steps; the same command goes on from there")
+        return Run(trainer.history, {}, trainer.step, resumed, stopped=True)
+    finally:
+        stop.release()
+    if checkpoint.every is not None and not is_saved(folder, trainer.step):
+        resuming.save(trainer, folder / f"step-{trainer.step:08}", checkpoint.keep)
+    final = trainer.evaluate(given.loader(plugin, file.data, 2))
+    figures = "  ".join(f"{name} {value:.4g}" for name, value in final.items() if value is not None)
+    say(f"final evaluation on {len(given.splits[2]):,} rows: {figures}")
+    booster.save_model(model, folder / "model")
+    if given.tokenizer is not None and trainer.place.shows:
+        given.tokenizer.save_pretrained(folder / "model")
+    say(f"the model is in {folder / 'model'}, which from_pretrained opens")
+    return Run(trainer.history, final, trainer.step, resumed)
+
+
+# --- how long, and how fast ---------------------------------------------------------------------------------
+
+
+def _length(loader: UpTo, how: TrainingTable) -> tuple[int, int]:
+    """(epochs, steps of the optimizer in all). The last epoch of `loader` ends where the steps do."""
+    an_epoch = math.ceil(len(loader) / how.accumulation)
+    if how.steps is None:
+        assert how.epochs is not None
+        return how.epochs, how.epochs * an_epoch
+    epochs = math.ceil(how.steps / an_epoch)
+    loader.last, loader.batches = epochs - 1, (how.steps - (epochs - 1) * an_epoch) * how.accumulation
+    return epochs, how.steps
+
+
+def _schedule(optimizer: Any, how: TrainingTable, lr: float, total: int) -> Any:
+    if how.warmup_steps > total:
+        raise ValueError(f"[training] warmup_steps = {how.warmup_steps} of {total} steps in all; use fewer")
+    if how.schedule == "linear":
+        return LinearWarmupLR(optimizer, total, how.warmup_steps)
+    return CosineAnnealingWarmupLR(
+        optimizer, total, how.warmup_steps, eta_min=lr if how.schedule == "constant" else 0.0
+    )
+
+
+def _resume(trainer: Trainer, folder: Path) -> int | None:
+    """Take up the newest checkpoint, if there is one; the step it was saved at. Learning rates, decay and the
+    length of the run are what the file says now, not what it said then."""
+    schedule, groups = trainer.lr_scheduler, trainer.optimizer.param_groups
+    names = ("total_steps", "warmup_steps", "base_lrs", "eta_min")
+    said = {name: getattr(schedule, name) for name in names if hasattr(schedule, name)}
+    decays = [group["weight_decay"] for group in groups]
+    found = resuming.find(folder)
+    seen = [""] * world_size()
+    dist.all_gather_object(seen, "none" if found is None else found.name)
+    if other := next((name for name in seen if name != seen[0]), None):
+        raise ValueError(
+            f"in {folder} rank 0 sees {seen[0]} as the newest checkpoint, and rank {seen.index(other)} "
+            f"{other}: all hosts must see the same files; set [checkpoint] dir to a folder that they share"
+        )
+    if found is None:
+        return None
+    trainer.resume(found)
+    vars(schedule).update(said)
+    for group, rate, decay in zip(trainer.optimizer.param_groups, schedule.get_lr(), decays, strict=True):
+        group["lr"], group["weight_decay"] = rate, decay
+    return trainer.step
+
+
+# --- what is said -------------------------------------------------------------------------------------------
+
+
+def _about(file: RunFile, plugin: HybridParallelPlugin, given: Task, lr: float, total: int) -> str:
+    """Before the model is cut: what is trained, on what, and how it is laid out."""
+    own, how, table = file.model, file.training, file.data
+    count = sum(p.numel() for p in given.model.parameters())
+    source = f"from {own.pretrained}" if own.pretrained else "from scratch"
+    batch = table.batch_size * how.accumulation
+    where = f"{world_size()} {'GPUs' if device().type == 'cuda' else 'CPU ranks'}"
+    layout = f"dp {plugin.dp_size} x pp {plugin.pp_size} x tp {plugin.tp_size}"
+    return "\n".join(
+        (
+            f"{type(given.model).__name__}, {count:,} parameters {source}, {how.precision}",
+            given.splits[0].describe(),
+            f"{layout}, ZeRO {plugin.zero_stage}, on {where}",
+            f"{total} steps of {batch} x {plugin.dp_size} samples, learning rate {lr:g}",
+        )
+    )
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _keep_quiet(text: str) -> None:
+    pass

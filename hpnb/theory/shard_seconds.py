@@ -1,0 +1,87 @@
+"""How long a step takes with sharded states: computing, what is computed again, what the wire leaves exposed.
+
+With P parameters of w bytes on N ranks, backward T_b, forward T_f = T_b / 2, in L equal blocks:
+
+    stage 0      all-reduce of w P in buckets behind the backward        `overlap.exposed_seconds`
+    stage 1, 2   reduce-scatter behind the backward, half as much; an all-gather of w P after the step, bare
+    stage 3      forward: a gather behind each block; backward: a gather and a reduce-scatter behind each
+                 exposed = first gather + (L-1) max(0, g - T_f/L)  +  g + (L-1) max(0, g + r - T_b/L) + r
+    optimizer    1/N of its time from stage 1 on
+    again        the forward of the blocks that are computed again
+    offload      gradients down and weights up a slower link, and the step at the host's pace
+
+g and r are the gather and the reduce-scatter of a block. The root of stage 3 is gathered first and reduced
+last. Nothing here slows anything else down: what a reduction takes from the computing beside it is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hpnb.theory.communication import seconds
+from hpnb.theory.overlap import exposed_seconds
+from hpnb.theory.wires import Wire
+
+
+def shard_seconds(
+    forward: float,
+    backward: float,
+    optimizer: float,
+    *,
+    block_bytes: float,
+    root_bytes: float,
+    layers: int,
+    ranks: int,
+    stage: int,
+    wire: Wire,
+    recompute: int = 0,
+    bucket_bytes: float = 25 * 2**20,
+    link: float | None = None,
+    host_seconds: float = 0.0,
+) -> Mapping[str, float]:
+    """{part: seconds} of a step on each of `ranks` ranks.
+
+    Args:
+        forward, backward, optimizer: seconds of one rank that holds everything and sends nothing.
+        block_bytes, root_bytes: of a block's weights, and of the weights that lie in no block.
+        recompute: blocks whose forward runs again in the backward.
+        link: bytes/s between device and host, if states are offloaded; each way.
+        host_seconds: of the optimizer on the host, for all parameters.
+
+    Raises:
+        ValueError: no such stage.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage={stage!r} is not one of 0, 1, 2, 3")
+    whole = layers * block_bytes + root_bytes
+    again = forward * recompute / layers
+    behind = backward + again
+    buckets = max(1, round(whole / bucket_bytes))
+    share = 1 / ranks if stage else 1.0
+    if ranks == 1:
+        exposed = 0.0
+    elif stage == 0:
+        exposed = exposed_seconds(behind, whole, buckets, ranks, wire)
+    elif stage < 3:
+        last = seconds("reduce_scatter", whole / buckets, ranks, wire)
+        exposed = max(last, buckets * last - (buckets - 1) * behind / buckets)
+        exposed += seconds("all_gather", whole, ranks, wire)
+    else:
+        g, r = (seconds(op, block_bytes, ranks, wire) for op in ("all_gather", "reduce_scatter"))
+        ends = sum(seconds(op, root_bytes, ranks, wire) for op in ("all_gather", "reduce_scatter"))
+        exposed = (
+            2 * g
+            + r
+            + ends
+            + (layers - 1) * (max(0.0, g - forward / layers) + max(0.0, g + r - behind / layers))
+        )
+    parts = {
+        "computing": forward + backward,
+        "computing again": again,
+        "exposed": exposed,
+        "optimizer": (optimizer if link is None else host_seconds) * share,
+    }
+    if link is not None:
+        times = 4 if stage == 3 else 2  # gradients down, weights up; a share goes up for each gather
+        parts["offload"] = times * whole * share / link
+    return parts

@@ -1,0 +1,147 @@
+"""What a training step of a language model holds at its fullest: states, activations, what passes through.
+
+    start --- forward ---> turn --- backward of block L-1 ... 0 ---> end --- step --->
+              activations  |  logits                             gradients    16-bit weights: float32
+              grow         |  three times over                   have come    gradients of the masters
+
+With tokens T = b s of one rank, values of w bytes, and P parameters on N ranks, the largest of these counts:
+
+    turn      what every block keeps for its backward, L x `tensor_memory.activation_terms`, and
+              12 V T: float32 log-probabilities, and two gradients as large
+    block i   what the blocks before it keep, its own, and the gradients that flow around it
+    end       all gradients, and no activations
+    step      4 bytes more for each of this rank's parameters, where masters step 16-bit weights
+
+A block that is computed again keeps its input, w T h, and is whole again during its backward. The gradient of
+tied embeddings, w V h, is the head's first and waits for the other half to the end. In stage 3 what lies in
+no block is whole throughout, `prefetch` blocks travel beside the one that computes, and a block's whole
+gradients exist a second time while they are sent.
+
+Stages 0 and 1 keep buffers of gradients from step to step; in stages 2 and 3 a gradient lives from its
+backward to its reduction, and 1/N of it until the next step begins. Rajbhandari et al. 2020, *ZeRO*
+(arXiv 1910.02054), sections 3 and 5; Chen et al. 2016 (arXiv 1604.06174) for computing again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from hpnb.theory.model_states import model_states
+from hpnb.theory.tensor_memory import activation_terms
+from hpnb.theory.transformer import Block
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes on one rank at one moment of a step, in the categories of `hpnb.record.MemoryProfile`."""
+
+    name: str
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    temporary: float
+
+    @property
+    def total(self) -> float:
+        return float(sum(getattr(self, field.name) for field in fields(self) if field.name != "name"))
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The moments at which a step may be at its fullest, in order of time."""
+
+    moments: tuple[Moment, ...]
+
+    @property
+    def fullest(self) -> Moment:
+        return max(self.moments, key=lambda moment: moment.total)
+
+    @property
+    def peak(self) -> float:
+        """Bytes."""
+        return self.fullest.total
+
+
+def step_memory(
+    block: Block,
+    layers: int,
+    vocabulary: int,
+    positions: int,
+    ranks: int = 1,
+    stage: int = 0,
+    *,
+    recompute: int = 0,
+    offload: bool = False,
+    bucket_bytes: float = 25 * 2**20,
+    prefetch: int = 1,
+    mlp_copies: int = 5,
+    optimizer_bytes: float | None = None,
+) -> StepMemory:
+    """The memory of a step of a GPT-2 with tied embeddings on each of `ranks` ranks, with AdamW.
+
+    Args:
+        block: one block, for the rows and the row length of one rank; its bytes_per_value is of weights too.
+        stage: of ZeRO, 0 to 3.
+        recompute: how many blocks are computed again; `layers` is all of them. The first ones are.
+        offload: optimizer states, and this rank's gradients, lie elsewhere; in stage 3 its weights too.
+        bucket_bytes: of gradients that stage 2 sends at once; two buckets are under way.
+        mlp_copies: of an MLP's inner values, see `activation_terms`: 5 for the gelu that transformers' GPT-2
+            writes out in Python.
+        optimizer_bytes: a parameter: 8 for float32 weights, 12 for 16-bit ones with masters, by default.
+
+    Raises:
+        ValueError: a stage or a number that cannot be.
+    """
+    if not 0 <= recompute <= layers:
+        raise ValueError(f"recompute={recompute} of {layers} blocks; use 0 to {layers}")
+    w, h, tokens = block.bytes_per_value, block.hidden, block.batch * block.sequence
+    root = (vocabulary + positions + 2) * h  # parameters outside of blocks
+    parameters = layers * block.parameters + root
+    default = 8.0 if w >= 4 else 12.0
+    states = model_states(
+        parameters,
+        ranks,
+        stage,
+        weight_bytes=w,
+        gradient_bytes=w,
+        optimizer_bytes=default if optimizer_bytes is None else optimizer_bytes,
+    )
+    weights = 0.0 if offload and stage == 3 else states.parameters
+    gradients = 0.0 if offload and stage >= 2 else states.gradients
+    optimizer = 0.0 if offload else states.optimizer
+    one, bucket = w * block.parameters, min(bucket_bytes, w * parameters)
+
+    kept = sum(activation_terms(block, mlp_copies=mlp_copies).values())
+    head = 2 * w * tokens * h + 8 * tokens  # the last norm's input, its output, and its statistics
+    logits = 4.0 * vocabulary * tokens
+    waits = w * vocabulary * h
+    flow = w * tokens * (3 * block.mlp_ratio + 2) * h  # of an MLP's inner values three, and what goes around
+    gathered = w * root if stage == 3 else 0.0
+
+    def before(i: int) -> float:
+        """What the first i blocks keep."""
+        again = min(i, recompute)
+        return again * w * tokens * h + (i - again) * kept
+
+    def at(name: str, done: float, activations: float, temporary: float) -> Moment:
+        share = gradients if stage < 2 else done * gradients
+        return Moment(name, weights, share, optimizer, activations, temporary)
+
+    ahead = one * min(prefetch, layers) if stage == 3 else 0.0
+    found = [at("turn", 0.0, before(layers) + head + logits, 2 * logits + gathered + ahead)]
+    for i in reversed(range(layers)):
+        mine = before(i + 1) - before(i)
+        inside = kept - mine if i < recompute else 0.0
+        passing = waits + gathered + flow + inside
+        if stage == 3:
+            passing += one * (1 + min(prefetch, i)) + (4 / 3 * one if i < layers - 1 else 0.0)
+        else:
+            passing += bucket * min(2 if stage == 2 else 1, layers - 1 - i)
+        found.append(at(f"block {i}", (layers - 1 - i) / layers, before(i + 1), passing))
+    sending = 2 * bucket if stage == 2 else 2 * one if stage == 3 else 0.0
+    found.append(at("end", 1.0, 0.0, waits + gathered + sending))
+    # Masters of 16-bit weights get float32 gradients; offloaded ones get them elsewhere.
+    wide = 4.0 * parameters / (ranks if stage else 1) if w < 4 and not offload else 0.0
+    found.append(at("step", 1.0, 0.0, wide))
+    return StepMemory(tuple(found))

@@ -1,0 +1,292 @@
+"""What notebook 04 needs: traffic by pairs, a step on hosts, axes that race, a run whose layout changes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hpnb
+from hpnb import Layout, Mesh, comm, lesson, plot, theory
+from hpnb.lesson import Exercise, check, hybrid, layouts
+from hpnb.lesson.exercises import vit_hybrid_parallel as notebook_04
+from hpnb.models import ViTSize
+from hpnb.record import Message
+from hpnb.theory import WIRES
+
+AXES = ("dp", "pp", "tp")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HPNB_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+# --- who sends to whom -------------------------------------------------------------------------------
+
+
+def messages() -> list[Message]:
+    """On a rank: an all-reduce along dp, a send down pp, something tiny, something among one rank."""
+    mesh = Mesh(Layout(dp=2, pp=2, tp=1))
+    with hpnb.record.traffic() as t:
+        comm.all_reduce(torch.ones(1000), mesh.dp)
+        comm.all_reduce(torch.ones(1), mesh.dp)
+        comm.all_reduce(torch.ones(1000), mesh.tp)  # of one rank
+        if mesh.pp.rank == 0:
+            comm.send(torch.ones(500), mesh.pp, 1)
+        else:
+            comm.receive((500,), mesh.pp, 0)
+    return list(t.messages)
+
+
+def test_what_was_sent_falls_on_pairs_of_ranks() -> None:
+    found = layouts.flows(hpnb.launch(messages, ranks=4, device="cpu"), least=1000)
+    assert found == {
+        (0, 2): {"dp": 4000.0}, (2, 0): {"dp": 4000.0}, (1, 3): {"dp": 4000.0}, (3, 1): {"dp": 4000.0},
+        (0, 1): {"pp": 2000.0}, (2, 3): {"pp": 2000.0},
+    }  # fmt: skip
+    assert layouts.crossing(found, 2) == layouts.crossing(found, 2, "dp") == 16000
+    assert layouts.crossing(found, 1) == 20000
+    assert layouts.crossing(found, 4) == layouts.crossing(found, 2, "pp") == 0
+
+
+def test_a_ring_goes_on_to_the_next_of_its_group_and_a_pipeline_has_ends() -> None:
+    ring = [[Message("tp", "all_reduce", 10.0 * (rank + 1), (0, 1, 2))] for rank in range(3)]
+    assert layouts.flows(ring) == {(0, 1): {"tp": 10.0}, (1, 2): {"tp": 20.0}, (2, 0): {"tp": 30.0}}
+    assert layouts.along(Layout(tp=3), {"tp": 5.0}).keys() == {(0, 1), (1, 2), (2, 0)}
+    assert layouts.along(Layout(pp=3), {"pp": 5.0}).keys() == {(0, 1), (1, 2), (2, 1), (1, 0)}
+    both = layouts.along(Layout(dp=2, pp=2), {"dp": 1.0, "pp": 2.0})
+    assert (both[0, 2], both[0, 1]) == ({"dp": 1.0}, {"pp": 2.0})
+
+
+def test_a_step_on_hosts_is_made_of_the_wires_that_its_axes_cross() -> None:
+    job = layouts.Job(32, 4096, 5e5, 16, 4e14, 8, WIRES["NVLink 4"], WIRES["Ethernet 100 Gb"])
+    usual, worst = Layout(4, 2, 4), Layout(4, 2, 4, order=("tp", "pp", "dp"))
+    assert [job.wire(usual, axis).name for axis in AXES] == ["Ethernet 100 Gb", "NVLink 4", "NVLink 4"]
+    assert [job.wire(worst, axis).name for axis in AXES] == ["NVLink 4", "NVLink 4", "Ethernet 100 Gb"]
+    parts = job.seconds(usual)
+    assert parts["compute"] == pytest.approx(6 * job.parameters * 5e5 / 32 / 4e14)
+    assert parts["bubble"] == pytest.approx((parts["compute"] + parts["tp"]) / 16)
+    sent, p = job.sent(usual), job.parameters
+    assert sent["dp"] == pytest.approx(2 * 3 / 4 * 2 * p / 8)
+    assert sent["pp"] == pytest.approx(2 * 125000 * 4096)
+    assert sent["tp"] == pytest.approx(4 * 16 * 2 * 3 / 4 * 2 * 125000 * 4096)
+    assert job.seconds(worst)["tp"] > 20 * parts["tp"]
+    alone = job.seconds(Layout(dp=2))
+    assert alone["tp"] == alone["pp"] == alone["bubble"] == 0 < alone["dp"]
+    assert job.states(Layout(pp=2, tp=4)) == pytest.approx(16 * p / 8)
+
+
+def test_the_explorer_of_notebook_04_wants_the_pipeline_outside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = lesson.explorers.layouts_on_hosts()
+    assert not shown.solved
+    assert shown._challenge is not None
+
+    def read(**values: Any) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = shown._draw(**{**shown.values, **values}, fast=True)[2]
+        return found
+
+    orders = [" > ".join(order) for order in permutations(AXES)]
+    drawn = plot.atlas
+    monkeypatch.setattr("hpnb.plot.atlas", lambda *_, **__: None)  # readings are enough
+    assert shown.readings["step (s)"] > 5 * min(read(order=order)["step (s)"] for order in orders)
+    met = set()
+    for dp, pp, tp in (
+        (32, 1, 1),
+        (8, 4, 1),
+        (8, 2, 2),
+        (4, 8, 1),
+        (4, 4, 2),
+        (4, 2, 4),
+        (4, 1, 8),
+        (2, 4, 4),
+        (2, 2, 8),
+    ):
+        for order in orders:
+            if shown._challenge.met(read(dp=dp, pp=pp, tp=tp, order=order)):
+                met.add((dp, pp, tp, order.split(" > ")[0]))
+    assert met == {(4, 4, 2, "pp")}
+    good = {"dp": 4, "pp": 4, "tp": 2, "order": "pp > dp > tp"}
+    for other in ({"between": "InfiniBand NDR"}, {"host": 16}, {"dp": 2}):
+        assert not shown._challenge.met(read(**{**good, **other})), other
+    monkeypatch.setattr("hpnb.plot.atlas", drawn)
+    shown.set(**good)
+    assert shown.solved
+    shown.set(dp=16)
+    assert "16 x 4 x 2 are 128 ranks; 2 to 64 can be drawn" in shown.reading
+
+
+# --- exercises ---------------------------------------------------------------------------------------
+
+
+def findings(exercise: Exercise, answer: Any) -> list[str]:
+    """What is off."""
+    return [finding.text for finding in check(exercise, answer).findings if not finding.ok]
+
+
+def sends_what_it_lacks(n: int, old: int, new: int) -> list[tuple[int, int, int, int]]:
+    return [(old - 1, 0, 0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("exercise", "answer", "words"),
+    [
+        (notebook_04.coordinates, lambda rank, sizes, order: rank, "rank 0 is at .*'dp': 0.*, you say 0"),
+        (notebook_04.place, lambda job: "dp", "'dp' does not name dp, pp and tp once each"),
+        (notebook_04.place, lambda job: ("tp", "pp", "dp"), "tp > pp > dp sends .* over borders, the best"),
+        (notebook_04.reshard, lambda n, old, new: 3, "3 is no list of"),
+        (notebook_04.reshard, lambda n, old, new: [(0, 1, 2)], "is no list of"),
+        (notebook_04.reshard, lambda n, old, new: [], "rank 0 needs 0 to 6 and lacks row 3"),
+        (notebook_04.reshard, lambda n, old, new: [(9, 0, 0, 1)], "names a rank that is not there"),
+        (notebook_04.reshard, sends_what_it_lacks, "rank 3 cannot send row 0; it has 9 to 12"),
+    ],
+)
+def test_what_an_answer_lacks_is_said_in_numbers(exercise: Exercise, answer: Any, words: str) -> None:
+    assert any(re.search(words, off) for off in findings(exercise, answer)), findings(exercise, answer)
+
+
+def test_no_job_is_placed_by_loudness_alone_and_none_by_habit() -> None:
+    assert check(notebook_04.place, notebook_04.fewest).status == "passed"
+    for order in permutations(AXES):
+        assert check(notebook_04.place, lambda job, order=order: order).status == "failed"
+    loudest = check(notebook_04.place, lambda job: sorted(job.sent, key=job.sent.get))
+    assert loudest.status == "failed"
+
+
+def test_records_of_faults_fall_all_and_differ_in_what_instruments_say() -> None:
+    found = hpnb.launch(notebook_04.records, ranks=4, device="cpu", timeout=120)[0]
+    said = {fault: run for run, fault in found}
+    assert sorted(said) == ["not dealt out", "not reduced", "right", "swapped"]
+    assert all(run.losses[-1] < run.losses[0] for run in said.values())
+    assert said["right"].copies == {"dp": 0.0, "tp": 0.0} == said["not dealt out"].copies
+    assert said["swapped"].copies["dp"] > 1e-6 < said["not reduced"].copies["dp"]
+    assert [said[f].same_samples["dp"] for f in ("right", "swapped", "not reduced", "not dealt out")] == [
+        False, False, False, True,
+    ]  # fmt: skip
+    assert all(run.same_samples["tp"] for run in said.values())
+    right, swapped = said["right"].calls, said["swapped"].calls
+    assert (right["dp"], right["tp"]) == (swapped["tp"], swapped["dp"])
+    assert said["not reduced"].calls["dp"] == 0
+
+
+# --- on ranks ----------------------------------------------------------------------------------------
+
+_SMALL = ViTSize(hidden=32, layers=4, heads=4, mlp=64, patch=8, image=16)
+
+
+def test_axes_race_and_what_they_send_is_as_predicted() -> None:
+    card = lesson.MachineCard("a machine", "cpu", 2, 1e-4, 1e9, 1e11, "float32", (1,), (1.0,))
+    with hpnb.Ranks(2, device="cpu", timeout=120) as ranks:
+        raced = hybrid.race(ranks, _SMALL, 8, torch.float32, 4, card)
+    assert list(raced) == ["dp", "pp", "tp"]
+    slow = replace(card.wire, bandwidth=1e5)
+    for axis, step in raced.items():
+        assert step.bytes == step.told, axis
+        assert step.computing > 0
+        assert step.predicted(card.wire) < step.predicted(slow)
+        assert step.on(card.wire) < step.on(slow)
+    whole, sums = (
+        4 * _SMALL.parameters(classes=3),
+        4 * 4 * theory.seconds("all_reduce", 8 * 5 * 32 * 4, 2, slow),
+    )
+    assert raced["dp"].on(slow) > theory.seconds("all_reduce", whole, 2, slow) * 0.99
+    assert raced["tp"].on(slow) == pytest.approx(sums, rel=0.2)
+    hybrid.write_down(raced, "a ViT", card)
+    rows = lesson.ledger.rows()
+    assert [row.layout for row in rows] == [str(Layout(**{axis: 2})) for axis in AXES]
+    assert all(row.quantities["sent (B)"][0] == row.quantities["sent (B)"][1] for row in rows)
+
+
+def part_along_tp() -> tuple[float, float]:
+    mesh = Mesh(Layout(dp=2, tp=2))
+    own = [torch.full((3,), 1.0 + 0.5 * mesh.tp.rank), torch.ones(2)]
+    return hybrid.spread(own, mesh.dp), hybrid.spread(own, mesh.tp)
+
+
+def test_copies_are_compared_along_one_axis() -> None:
+    for along_dp, along_tp in hpnb.launch(part_along_tp, ranks=4, device="cpu"):
+        assert along_dp == 0
+        assert along_tp == pytest.approx((3 * 0.25 / 5) ** 0.5)
+
+
+def test_a_run_goes_on_on_another_layout_and_is_one_process_s(tmp_path: Path) -> None:
+    train, test = (
+        hpnb.data.beans(split, size=24, image_size=16, kind="generated") for split in ("train", "test")
+    )
+    recipe = hybrid.Recipe(_SMALL, train, test, batch=8, epochs=2)
+    ways: Sequence[Any] = (
+        (4, 1, {"tp_size": 2, "pp_size": 2, "num_microbatches": 2}),
+        (2, 2, {"zero_stage": 2}),
+    )
+    losses: list[float] = []
+    for ranks, until, knobs in ways:
+        found = hpnb.launch(
+            hybrid.leg, recipe, until, str(tmp_path / "run"), knobs, ranks=ranks, device="cpu"
+        )
+        leg, row = hybrid.curve(found)
+        assert len(leg) == 3
+        losses += leg
+    alone, last = hybrid.by_one(recipe, str(tmp_path / "one"))
+    assert losses == pytest.approx(alone, rel=1e-6)
+    assert row["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
+    assert row["eval_accuracy"] == last["eval_accuracy"]
+    assert hybrid.by_one(recipe, str(tmp_path / "never")) == (alone, last)  # kept
+    assert not (tmp_path / "never").exists()
+
+
+# --- figures -----------------------------------------------------------------------------------------
+
+
+def test_an_atlas_has_a_square_for_each_pair_and_says_what_crosses() -> None:
+    flows = layouts.along(Layout(2, 2, 2), {"dp": 3e6, "pp": 2e3, "tp": 9e6})
+    fig = plot.atlas({"a": flows, "b": flows}, 4, {"compute": 1.0, "tp": 0.5}, title="t")
+    (squares,) = [c for c in fig.axes[0].collections if c.get_label() == "bytes"]
+    assert len(squares.get_paths()) == len(flows) == 24
+    words = [text.get_text() for text in fig.axes[0].texts]
+    assert {axis: words.count(axis) for axis in AXES} == {"dp": 8, "pp": 8, "tp": 8}
+    assert fig.axes[0].get_xlabel() == "receiver\n24.0 MB of 96.0 MB cross"
+    faces = [tuple(color) for color in squares.get_facecolor()]
+    assert len(set(faces)) == 3
+    assert len(fig.axes) == 3  # the bar
+    plain = plot.atlas({"a": flows}, 4, text=False)
+    assert not [t for t in plain.axes[0].texts if t.get_text() in AXES]
+    for wrong in ({}, {"a": {}}, dict.fromkeys("abcd", flows)):
+        with pytest.raises(ValueError, match="panel"):
+            plot.atlas(wrong, 4)
+    with pytest.raises(ValueError, match="host=0"):
+        plot.atlas({"a": flows}, 0)
+    with pytest.raises(ValueError, match="no part 'wait'"):
+        plot.atlas({"a": flows}, 4, {"wait": 1.0})
+
+
+def test_lines_of_axes_over_a_slower_wire() -> None:
+    fig = plot.slow_wire([1, 10, 100], {"dp": [0.1, 0.1, 0.9], "tp": [0.1, 0.3, 2.0]}, {"dp": 0.11})
+    lines = {line.get_label(): line for line in fig.axes[0].get_lines()}
+    assert list(lines["tp"].get_ydata()) == [0.1, 0.3, 2.0]  # s
+    assert "dp as it ran" in lines
+    assert {t.get_text() for t in fig.axes[0].texts} == {"dp  9.00x", "tp  20.0x"}
+    for wrong in (([1], {"dp": [1.0]}), ([1, 2], {"dp": [1.0]}), ([1, 2], {"dp": [1.0, 0.0]}), ([1, 2], {})):
+        with pytest.raises(ValueError, match="above 0"):
+            plot.slow_wire(*wrong)
+
+
+def test_a_loss_curve_takes_the_colour_of_its_layout() -> None:
+    fig = plot.by_layout([("dp 2", [3.0, 2.0]), ("tp 2", [1.5, 1.0])], [3.0, 2.0, 1.5, 1.0])
+    lines = {line.get_label(): line for line in fig.axes[0].get_lines()}
+    assert list(lines["tp 2"].get_ydata()) == [2.0, 1.5, 1.0]  # from the last step before
+    assert list(lines["tp 2"].get_xdata()) == [2, 3, 4]
+    assert lines["dp 2"].get_color() != lines["tp 2"].get_color()
+    assert list(lines["one process"].get_ydata()) == [3.0, 2.0, 1.5, 1.0]
+    for legs, alone, words in (([], [], "0 legs"), ([("a", [1.0])], [1.0, 2.0], "one process has 2"),
+                               ([("a", [float("nan")])], [], "not finite")):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            plot.by_layout(legs, alone)

@@ -1,0 +1,278 @@
+"""Text: real English without a network, the vocabulary it teaches, rows that lose nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hpnb
+from hpnb.data import Loader, bpe_tokenizer, byte_tokenizer, collate_texts, encoded, prose, text
+
+WORDS = 300
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Twenty short documents in two folders, and what is not to be read."""
+    place = tmp_path / "notes"
+    (place / "old").mkdir(parents=True)
+    for number in range(20):
+        lines = [
+            f"Note {number} says in its paragraph {part} {'over and ' * part}over that it is {number * part}."
+            for part in range(4)
+        ]
+        name = f"{'old/' if number % 3 else ''}{number:02d}.{'md' if number % 2 else 'txt'}"
+        (place / name).write_text("\n\n".join(lines), encoding="utf-8")
+    (place / "picture.png").write_bytes(b"\x89PNG\xff")
+    return place
+
+
+def words_of(dataset: hpnb.data.TextDataset) -> str:
+    return str(dataset.tokenizer.decode(torch.cat([row["input_ids"] for row in dataset])))
+
+
+# --- what is read ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def read() -> list[prose.Document]:
+    """What Python's documentation is read as, while the data set of it is made for all tests."""
+    found: list[prose.Document] = []
+    plain = encoded._make
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            encoded, "_make", lambda documents, *how: found.extend(documents) or plain(documents, *how)
+        )
+        text("train")
+    return found
+
+
+def test_python_brings_english_enough_to_learn_from(read: list[prose.Document]) -> None:
+    train, test = text("train"), text("test")
+    assert train.describe().startswith("Python documentation: real, ")
+    assert "language reference" in train.describe()
+    assert train.tokens > 400_000
+    assert 10 < train.tokens / test.tokens < 30
+    assert (train.vocabulary, train.end) == (509, 508)
+    ids = torch.stack([row["input_ids"] for row in train])
+    assert int(ids.min()) >= 0
+    assert int(ids.max()) == 508
+    found = words_of(train)
+    assert found.count(" the ") > 10_000  # English, and not tables
+    assert len(found.encode()) / train.tokens > 1.9  # merges are worth it
+    names = [document.name for document in read]
+    assert {"topic strings", "module difflib.py", "module email/policy.py"} <= set(names)
+    assert not any("test" in name.split("/") for name in names)
+
+
+def test_it_is_made_once_and_what_is_kept_broken_is_made_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv("HPNB_HOME", str(home))
+    first = text(source=folder, vocabulary=WORDS, block=16)
+    (kept,) = home.glob("text-*.npz")
+    monkeypatch.setattr(hpnb.data.encoded, "_make", None)  # nothing is made: it was kept
+    assert torch.equal(text(source=folder, vocabulary=WORDS, block=16)[3]["input_ids"], first[3]["input_ids"])
+    monkeypatch.undo()
+    monkeypatch.setenv("HPNB_HOME", str(home))
+    kept.write_bytes(kept.read_bytes()[:-40])
+    assert torch.equal(text(source=folder, vocabulary=WORDS, block=16)[3]["input_ids"], first[3]["input_ids"])
+    (folder / "00.txt").write_text("Another text of a few words, which is long enough.")
+    text(source=folder, vocabulary=WORDS, block=16)
+    assert len(list(home.glob("text-*.npz"))) == 2
+    monkeypatch.setenv("HPNB_HOME", "/proc/no/such/place")  # which cannot be written
+    text(source=folder, vocabulary=WORDS, block=16)
+
+
+SAME = """
+import sys, hashlib, hpnb
+d = hpnb.data.text(source=sys.argv[1], vocabulary=400, block=16)
+print(hashlib.sha256(b"".join(row["input_ids"].numpy().tobytes() for row in d)).hexdigest())
+"""
+
+
+def test_every_process_learns_the_same_vocabulary(folder: Path, tmp_path: Path) -> None:
+    own = {"HPNB_HOME": str(tmp_path), "RAYON_NUM_THREADS": "1", "PYTHONHASHSEED": "5"}
+    run = [sys.executable, "-c", SAME, str(folder)]
+    found = subprocess.run(run, env=os.environ | own, capture_output=True, text=True, check=True).stdout
+    here = b"".join(
+        row["input_ids"].numpy().tobytes() for row in text(source=folder, vocabulary=400, block=16)
+    )
+    assert found.strip() == hashlib.sha256(here).hexdigest()
+
+
+def test_documents_are_files_parts_and_modules(folder: Path, tmp_path: Path) -> None:
+    documents = prose.own_pages(folder).documents()
+    assert [d.name for d in documents][:3] == ["00.txt", "03.md", "06.txt"]
+    assert len(documents) == 20
+    assert all(len(d.paragraphs) == 4 for d in documents)
+    parts = tmp_path / "parts"
+    parts.write_text(
+        "A heading\n=====\n\nOne text.  \n\n\n   Indented\n   alike.<|endoftext|>Another.\r\n\r\nOne text."
+    )
+    first, second = prose.own_pages(parts).documents()
+    assert first.paragraphs == ("A heading", "One text.", "Indented\nalike.")
+    assert second.paragraphs == ("Another.",)  # the rest was there before
+
+
+def test_splits_share_no_document(folder: Path) -> None:
+    documents = prose.own_pages(folder).documents()
+    parts = prose.split(documents)
+    assert len(parts["test"]) == 2
+    assert sorted(d.name for part in parts.values() for d in part) == sorted(d.name for d in documents)
+    fewer = prose.split(documents[:2])
+    assert [len(fewer[name]) for name in ("train", "test")] == [1, 1]
+    (alone,) = documents[:1]
+    train, test = (prose.split([alone])[name][0].paragraphs for name in ("train", "test"))
+    assert train + test == alone.paragraphs
+    assert test
+
+
+def test_without_documentation_sentences_are_composed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prose, "python_pages", lambda: None)
+    found = text(block=64, vocabulary=WORDS, size=20)
+    assert found.describe().startswith("Composed news: generated stand-in, 20 blocks of 64 tokens of ")
+    assert "without pydoc_data" in found.describe()
+    with pytest.raises(FileNotFoundError, match=r"was not found: .* kind='generated' gives a stand-in"):
+        text(kind="real")
+
+
+# --- rows --------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_the_documents_end_to_end(folder: Path) -> None:
+    found = text(source=folder, vocabulary=WORDS, block=16)
+    whole = "<|endoftext|>".join(d.text for d in prose.split(prose.own_pages(folder).documents())["train"])
+    assert (whole + "<|endoftext|>").startswith(words_of(found))
+    assert len(whole) - len(words_of(found)) < 16 * 20  # less than a block is left out
+    assert all(len(row["input_ids"]) == 16 and torch.equal(row["input_ids"], row["labels"]) for row in found)
+    assert found.tokens == 16 * len(found)
+    again = text(source=folder, vocabulary=WORDS, block=17, overlap=1)
+    assert torch.equal(
+        torch.cat([row["labels"][1:] for row in again]), again.rows.ids[1 : 1 + 16 * len(again)]
+    )
+
+
+@pytest.mark.parametrize("rows", ["paragraph", "document"])
+@pytest.mark.parametrize("block", [9, 64])
+def test_ragged_rows_hold_every_token(folder: Path, rows: Any, block: int) -> None:
+    found = text(source=folder, vocabulary=WORDS, block=block, rows=rows)
+    documents = prose.split(prose.own_pages(folder).documents())["train"]
+    wanted = (
+        [d.text for d in documents] if rows == "document" else [p for d in documents for p in d.paragraphs]
+    )
+    assert words_of(found).replace("<|endoftext|>", "|").rstrip("|").split("|") == wanted
+    lengths = {len(row["input_ids"]) for row in found}
+    assert max(lengths) <= block
+    assert len(lengths) > 1
+    assert found.tokens == sum(len(row["input_ids"]) for row in found)
+
+
+def test_ragged_rows_are_padded_by_their_loader(folder: Path) -> None:
+    found = text(source=folder, vocabulary=WORDS, block=64, rows="paragraph")
+    batch = next(iter(Loader(found, 4, shuffle=False)))
+    lengths = [len(found[i]["input_ids"]) for i in range(4)]
+    assert len(set(lengths)) > 2
+    assert batch["input_ids"].shape == (4, max(lengths))
+    assert batch["attention_mask"].sum(1).tolist() == lengths
+    for row, length in enumerate(lengths):
+        assert torch.equal(batch["labels"][row, :length], found[row]["input_ids"])
+        assert set(batch["labels"][row, length:].tolist()) <= {-100}
+        assert set(batch["input_ids"][row, length:].tolist()) <= {found.end}
+    assert collate_texts(7)([found[0]])["labels"].min() >= 0
+    packed = next(iter(Loader(text(source=folder, vocabulary=WORDS, block=16), 3)))
+    assert {name: tuple(t.shape) for name, t in packed.items()} == {"input_ids": (3, 16), "labels": (3, 16)}
+
+
+def test_all_ranks_read_the_same_and_share_the_batch(folder: Path, tmp_path: Path) -> None:
+    home = str(tmp_path / "home")  # empty: the ranks meet at its lock
+
+    def rows(source: str, home: str) -> tuple[int, torch.Tensor]:
+        os.environ["HPNB_HOME"] = home
+        found = hpnb.data.text(source=source, vocabulary=300, block=16)
+        axis = hpnb.Mesh(hpnb.Layout(dp=2)).dp
+        return len(found), next(iter(hpnb.data.Loader(found, 3, axis, seed=1)))["input_ids"]
+
+    (n, first), (m, second) = hpnb.launch(rows, str(folder), home, ranks=2, timeout=60)
+    assert n == m
+    assert len(list(Path(home).glob("text-*.npz"))) == 1
+    alone = next(iter(Loader(text(source=folder, vocabulary=300, block=16), 6, seed=1)))["input_ids"]
+    assert torch.equal(torch.cat([first, second]), alone)
+
+
+def test_data_sets_of_text_travel(folder: Path) -> None:
+    found = text(source=folder, vocabulary=WORDS, rows="document", size=3)
+    there = pickle.loads(pickle.dumps(found))
+    assert words_of(there) == words_of(found)
+    assert there.tokens == found.tokens
+    assert repr(there) == f"<{found.describe()}>"
+
+
+# --- the vocabulary ----------------------------------------------------------------------------------------
+
+
+def test_ids_are_dealt_out_as_in_gpt2(folder: Path) -> None:
+    found = text(source=folder, vocabulary=WORDS, block=16).tokenizer
+    assert found("!Az ~\n", add_special_tokens=False)["input_ids"][:2] == [0, 32]
+    assert (len(found), found.eos_token_id, found.pad_token_id) == (WORDS, WORDS - 1, WORDS - 1)
+    for words in ("naïve 日本 \x00", " it is over", "a\n\n\nb"):
+        assert found.decode(found(words)["input_ids"]) == words
+    by_hand = bpe_tokenizer([("t", "h"), ("th", "e")], 259)
+    assert by_hand("the")["input_ids"] == [257]
+    assert by_hand("th")["input_ids"] == [256]
+    assert byte_tokenizer()("the")["input_ids"] == [83, 71, 68]
+
+
+def test_a_tokenizer_of_ones_own(folder: Path) -> None:
+    found = text(source=folder, block=16, tokenizer=byte_tokenizer())
+    assert (found.vocabulary, found.end) == (257, 50256)
+    assert int(found[0]["input_ids"].max()) < 256
+    ids = torch.cat([row["input_ids"] for row in found])
+    assert (ids == 50256).sum() >= 15
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"split": "validation"}, "text has no split 'validation'; it has train, test"),
+        ({"rows": "line"}, "rows='line' is none of"),
+        ({"block": 1}, "block=1 leaves no next token"),
+        ({"overlap": 128}, "overlap=128 with rows='block'; use 0 to 127"),
+        ({"rows": "document", "overlap": 1}, "overlap=1 with rows='document'"),
+        ({"vocabulary": 256}, "vocabulary=256 does not hold 256 bytes .* use 257 or more"),
+        ({"block": 100_000}, r"the 'train' split of Text of notes has \d+ tokens, which make no block"),
+        ({"kind": "generated"}, "kind='generated' reads no source"),
+        ({"kind": "some"}, "kind='some' is none of"),
+        ({"size": 10**6}, "Text of notes has no 1000000 rows to give"),
+    ],
+)
+def test_what_is_not_to_be_had_is_one_sentence(folder: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        text(**{"source": folder, **options})
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="is neither a file nor a folder"):
+        text(source=tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"holds no \.txt, \.md, \.rst"):
+        text(source=tmp_path)
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 from byte 3 on"):
+        text(source=tmp_path)
+    (tmp_path / "a.txt").write_text(" \n\n")
+    with pytest.raises(ValueError, match="holds no words to read"):
+        text(source=tmp_path)
+    (tmp_path / "a.txt").write_text("One paragraph.")
+    with pytest.raises(ValueError, match=r"a\.txt is one paragraph, which leaves nothing to test on"):
+        text(source=tmp_path)
+    with pytest.raises(ValueError, match=r"3 merges, 256 bytes .* use 260 or more"):
+        bpe_tokenizer([("a", "b"), ("c", "d"), ("e", "f")], 258)

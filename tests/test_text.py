@@ -43,11 +43,12 @@ def words_of(dataset: hpnb.data.TextDataset) -> str:
 
 
 @pytest.fixture(scope="module")
-def read() -> list[prose.Document]:
-    """What Python's documentation is read as, while the data set of it is made for all tests."""
+def read(tmp_path_factory: pytest.TempPathFactory) -> list[prose.Document]:
+    """What Python's documentation is read as, while a data set of it is made where there was none."""
     found: list[prose.Document] = []
     plain = encoded._make
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HPNB_HOME", str(tmp_path_factory.mktemp("home")))
         patch.setattr(
             encoded, "_make", lambda documents, *how: found.extend(documents) or plain(documents, *how)
         )

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     )
     from hpnb.data_parallel import DataParallel, ZeroOptimizer
     from hpnb.data_parallel.fully_shard import fully_shard
-    from hpnb.hybrid.adam import HybridAdam
     from hpnb.hybrid.booster import Booster
-    from hpnb.hybrid.coordinator import DistCoordinator
-    from hpnb.hybrid.launch import launch_from_torch
+    from hpnb.hybrid.hosts.coordinator import DistCoordinator
+    from hpnb.hybrid.hosts.launch import launch_from_torch
     from hpnb.hybrid.plugins import HybridParallelPlugin
     from hpnb.hybrid.presets import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
-    from hpnb.hybrid.trainer import Trainer
-    from hpnb.hybrid.warmup import CosineAnnealingWarmupLR, LinearWarmupLR
+    from hpnb.hybrid.training.adam import HybridAdam
+    from hpnb.hybrid.training.trainer import Trainer
+    from hpnb.hybrid.training.warmup import CosineAnnealingWarmupLR, LinearWarmupLR
     from hpnb.pipeline_parallel import Pipeline
 
 __version__ = "0.1.0"
@@ -102,16 +102,16 @@ _FROM = dict.fromkeys(("DataParallel", "ZeroOptimizer", "fully_shard"), "hpnb.da
 _FROM["Pipeline"] = "hpnb.pipeline_parallel"
 _FROM |= {
     "Booster": "hpnb.hybrid.booster",
-    "CosineAnnealingWarmupLR": "hpnb.hybrid.warmup",
-    "DistCoordinator": "hpnb.hybrid.coordinator",
+    "CosineAnnealingWarmupLR": "hpnb.hybrid.training.warmup",
+    "DistCoordinator": "hpnb.hybrid.hosts.coordinator",
     "GeminiPlugin": "hpnb.hybrid.presets",
-    "HybridAdam": "hpnb.hybrid.adam",
+    "HybridAdam": "hpnb.hybrid.training.adam",
     "HybridParallelPlugin": "hpnb.hybrid.plugins",
-    "LinearWarmupLR": "hpnb.hybrid.warmup",
+    "LinearWarmupLR": "hpnb.hybrid.training.warmup",
     "LowLevelZeroPlugin": "hpnb.hybrid.presets",
     "TorchDDPPlugin": "hpnb.hybrid.presets",
-    "Trainer": "hpnb.hybrid.trainer",
-    "launch_from_torch": "hpnb.hybrid.launch",
+    "Trainer": "hpnb.hybrid.training.trainer",
+    "launch_from_torch": "hpnb.hybrid.hosts.launch",
 }
 
 

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import nn
 
 import hpnb
-from hpnb.hybrid import atomic, booster, checkpoint, checkpoint_weights  # noqa: F401 (before the forks)
+from hpnb.hybrid import booster  # noqa: F401 (before the forks)
+from hpnb.hybrid.checkpoint import atomic, checkpoint, weights  # noqa: F401
 
 LIVES, RANKS = 25, 2
 # Calls by which files come and go, before which a life may end: a function, and what is in its arguments; or
@@ -120,7 +121,7 @@ class Calls:
 
     def end_at(self, point: tuple[str, str | int]) -> None:
         name, which = point
-        place: Any = {"rmtree": shutil, "save_file": checkpoint_weights}.get(name, os)
+        place: Any = {"rmtree": shutil, "save_file": weights}.get(name, os)
         call = getattr(place, name)
 
         def watched(*args: Any, **kwargs: Any) -> Any:

@@ -25,7 +25,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import hpnb
 from hpnb.bench import checkpoint as bench
-from hpnb.hybrid import atomic, checkpoint_weights
+from hpnb.hybrid.checkpoint import atomic
+from hpnb.hybrid.checkpoint import weights as written
 
 Weights = dict[str, torch.Tensor]
 Pools = dict[int, hpnb.Ranks]
@@ -706,13 +707,13 @@ def beside_training(case: Case, folder: Path, knobs: dict[str, Any]) -> tuple[bo
     run = begin(case, **knobs)
     run.step(0, case.kind)
     held = threading.Event()
-    write = checkpoint_weights.write
+    write = written.write
 
     def slowly(*args: Any) -> None:
         held.wait(60)
         write(*args)
 
-    checkpoint_weights.write = slowly  # type: ignore[assignment]
+    written.write = slowly  # type: ignore[assignment]
     try:
         box = [(weights(run.model), run.optimizer.state_dict())]
         dist.broadcast_object_list(box)  # ranks have statistics of their own, and the first one's are saved
@@ -723,7 +724,7 @@ def beside_training(case: Case, folder: Path, knobs: dict[str, Any]) -> tuple[bo
         held.set()
         run.booster.wait()
     finally:
-        checkpoint_weights.write = write
+        written.write = write
     run.booster.load(folder / "step-1", run.model, run.optimizer)
     as_it_was = same(box[0], (weights(run.model), run.optimizer.state_dict()))
     for step in (2, 9, 10):  # whose copies lie where those of the first have lain

@@ -27,7 +27,7 @@ from torch.distributed import HashStore, Store
 
 import hpnb
 from hpnb import theory
-from hpnb.hybrid import lives, network
+from hpnb.hybrid.hosts import lives, network
 
 ROOT = Path(__file__).parents[1]
 TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -61,9 +61,9 @@ import json, os, signal, sys
 from pathlib import Path
 import torch.distributed as dist
 import hpnb
-from hpnb.hybrid.events import Hook
-from hpnb.hybrid.run_file import load
-from hpnb.hybrid.train import train
+from hpnb.hybrid.training.events import Hook
+from hpnb.hybrid.command.run_file import load
+from hpnb.hybrid.command.train import train
 
 file, folder = load(sys.argv[1]), Path(sys.argv[2])
 first, last, killed = map(int, sys.argv[3:])
@@ -245,9 +245,9 @@ def unbroken(tables: str) -> dict[str, Any]:
     """One process alone, which nobody kills."""
     import tomllib
 
-    from hpnb.hybrid.events import Hook
-    from hpnb.hybrid.run_file import parse
-    from hpnb.hybrid.train import train
+    from hpnb.hybrid.command.run_file import parse
+    from hpnb.hybrid.command.train import train
+    from hpnb.hybrid.training.events import Hook
 
     curve: list[float] = []
 

@@ -22,9 +22,10 @@ from transformers import GPT2LMHeadModel, ViTForImageClassification
 
 import hpnb
 from hpnb.__main__ import main
-from hpnb.hybrid import command, resuming
-from hpnb.hybrid.run_file import RunFile, load, parse
-from hpnb.hybrid.train import Run, train
+from hpnb.hybrid.command import command
+from hpnb.hybrid.command.run_file import RunFile, load, parse
+from hpnb.hybrid.command.train import Run, train
+from hpnb.hybrid.training import resuming
 
 ROOT = Path(__file__).parents[1]
 VIT = {"hidden": 16, "layers": 2, "heads": 2, "mlp": 32, "patch": 8, "image": 16}

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import hpnb
-from hpnb.hybrid import atomic, hooks, metrics, progress, resuming
-from hpnb.hybrid.checkpoint_state import random_state, set_random_state
-from hpnb.hybrid.events import Hook
-from hpnb.hybrid.trainer import Trainer
+from hpnb.hybrid.checkpoint import atomic
+from hpnb.hybrid.checkpoint.state import random_state, set_random_state
+from hpnb.hybrid.training import hooks, metrics, progress, resuming
+from hpnb.hybrid.training.events import Hook
+from hpnb.hybrid.training.trainer import Trainer
 
 D = torch.float64
 CLASSES = 4

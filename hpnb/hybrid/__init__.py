@@ -7,12 +7,11 @@ compose.py         in which order a model is parallelised
 boosted.py         the model on one rank; outputs.py and losses.py: the loss of all ranks
 stepping.py        the optimizer on one rank; optimizer_state.py: its state as one process would have it
 recompute.py       activation checkpointing
-checkpoint.py      files
 
-launch.py coordinator.py     torchrun; lives.py and network.py: restarts and several hosts
-adam.py warmup.py            HybridAdam, schedules of learning rates
-trainer.py hooks.py          epochs, metrics, progress
-train.py                     python -m hpnb train: run_file.py, run_parts.py, stopping.py, command.py
+checkpoint/        weights as Hugging Face writes them, all other state in pieces; atomic, of any layout
+training/          Trainer and its hooks, metrics, progress; HybridAdam, schedules of learning rates
+hosts/             torchrun: launch_from_torch, DistCoordinator, restarts, several hosts
+command/           python -m hpnb train: a TOML file, and the run that it asks for
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hpnb.hybrid.adam import HybridAdam
     from hpnb.hybrid.boosted import Boosted
     from hpnb.hybrid.booster import Booster
-    from hpnb.hybrid.coordinator import DistCoordinator
-    from hpnb.hybrid.launch import launch_from_torch
+    from hpnb.hybrid.hosts.coordinator import DistCoordinator
+    from hpnb.hybrid.hosts.launch import launch_from_torch
     from hpnb.hybrid.plugins import HybridParallelPlugin
     from hpnb.hybrid.presets import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
     from hpnb.hybrid.refused import REFUSED
     from hpnb.hybrid.stage_manager import StageManager
-    from hpnb.hybrid.trainer import Trainer
-    from hpnb.hybrid.warmup import CosineAnnealingWarmupLR, LinearWarmupLR
+    from hpnb.hybrid.training.adam import HybridAdam
+    from hpnb.hybrid.training.trainer import Trainer
+    from hpnb.hybrid.training.warmup import CosineAnnealingWarmupLR, LinearWarmupLR
 
 __all__ = [
     "REFUSED",
@@ -55,17 +54,17 @@ _FROM = {
     "REFUSED": "refused",
     "Boosted": "boosted",
     "Booster": "booster",
-    "CosineAnnealingWarmupLR": "warmup",
-    "DistCoordinator": "coordinator",
+    "CosineAnnealingWarmupLR": "training.warmup",
+    "DistCoordinator": "hosts.coordinator",
     "GeminiPlugin": "presets",
-    "HybridAdam": "adam",
+    "HybridAdam": "training.adam",
     "HybridParallelPlugin": "plugins",
-    "LinearWarmupLR": "warmup",
+    "LinearWarmupLR": "training.warmup",
     "LowLevelZeroPlugin": "presets",
     "StageManager": "stage_manager",
     "TorchDDPPlugin": "presets",
-    "Trainer": "trainer",
-    "launch_from_torch": "launch",
+    "Trainer": "training.trainer",
+    "launch_from_torch": "hosts.launch",
 }
 
 

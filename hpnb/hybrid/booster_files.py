@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hpnb.hybrid import checkpoint
 from hpnb.hybrid.boosted import Boosted
-from hpnb.hybrid.checkpoint_ranks import Copies, Saving
+from hpnb.hybrid.checkpoint import checkpoint
+from hpnb.hybrid.checkpoint.ranks import Copies, Saving
 from hpnb.ranks.here import device as this_device
 
 

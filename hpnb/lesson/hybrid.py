@@ -20,7 +20,7 @@ import torch
 import hpnb
 from hpnb import comm, placement
 from hpnb.data import ImageTransform
-from hpnb.hybrid import hooks
+from hpnb.hybrid.training import hooks
 from hpnb.lesson import bill, ledger, pipelines, steps, tensors
 from hpnb.lesson.home import digest, load, save
 from hpnb.lesson.machine_card import MachineCard

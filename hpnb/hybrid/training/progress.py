@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 if TYPE_CHECKING:
-    from hpnb.hybrid.trainer import Trainer
+    from hpnb.hybrid.training.trainer import Trainer
 
 _EVERY = 0.5  # seconds: reading a loss waits for the GPU
 

@@ -25,7 +25,7 @@ import torch
 from hpnb.ranks.here import device
 
 if TYPE_CHECKING:
-    from hpnb.hybrid.trainer import Trainer
+    from hpnb.hybrid.training.trainer import Trainer
 
 
 class Hook:

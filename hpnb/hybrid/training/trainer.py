@@ -22,12 +22,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hpnb.hybrid import resuming
-from hpnb.hybrid.events import Hook, Metric
-from hpnb.hybrid.hooks import LRSchedulerHook
-from hpnb.hybrid.metrics import LossHook
-from hpnb.hybrid.progress import Progress, wanted
-from hpnb.hybrid.watched import Criterion, Place, Watched, is_causal, pipelines, set_epoch, span, weights
+from hpnb.hybrid.training import resuming
+from hpnb.hybrid.training.events import Hook, Metric
+from hpnb.hybrid.training.hooks import LRSchedulerHook
+from hpnb.hybrid.training.metrics import LossHook
+from hpnb.hybrid.training.progress import Progress, wanted
+from hpnb.hybrid.training.watched import (
+    Criterion,
+    Place,
+    Watched,
+    is_causal,
+    pipelines,
+    set_epoch,
+    span,
+    weights,
+)
 from hpnb.pipeline_parallel.microbatches import to_device
 from hpnb.ranks.here import device
 

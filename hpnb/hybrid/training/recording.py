@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from hpnb import record
-from hpnb.hybrid.events import Hook
-from hpnb.hybrid.watched import pipelines
+from hpnb.hybrid.training.events import Hook
+from hpnb.hybrid.training.watched import pipelines
 from hpnb.pipeline_parallel.executor import contended
 from hpnb.ranks.here import rank
 
 if TYPE_CHECKING:
-    from hpnb.hybrid.trainer import Trainer
+    from hpnb.hybrid.training.trainer import Trainer
 
 
 class MemoryHook(Hook):

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
-from hpnb.hybrid.events import Metric
+from hpnb.hybrid.training.events import Metric
 from hpnb.pipeline_parallel.microbatches import IGNORED, TARGETS, samples
 from hpnb.ranks.here import device
 
 if TYPE_CHECKING:
-    from hpnb.hybrid.trainer import Trainer
+    from hpnb.hybrid.training.trainer import Trainer
 
 
 class LossHook(Metric):

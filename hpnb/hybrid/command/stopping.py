@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from hpnb.hybrid import resuming
-from hpnb.hybrid.events import Hook
+from hpnb.hybrid.training import resuming
+from hpnb.hybrid.training.events import Hook
 
 if TYPE_CHECKING:
-    from hpnb.hybrid.trainer import Trainer
+    from hpnb.hybrid.training.trainer import Trainer
 
 
 class Stopped(Exception):

@@ -27,7 +27,7 @@ from hpnb.ranks.here import device
 from hpnb.record.recorder import active
 
 if TYPE_CHECKING:
-    from hpnb.hybrid.trainer import Trainer
+    from hpnb.hybrid.training.trainer import Trainer
 
 Criterion = Callable[[Any, Any], Any]
 

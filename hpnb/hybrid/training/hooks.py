@@ -1,6 +1,6 @@
 """Hooks for a Trainer: the learning rate, a record of the epochs, checkpoints.
 
-    from hpnb.hybrid import hooks
+    from hpnb.hybrid.training import hooks
     trainer = hpnb.Trainer(booster, model, optimizer, criterion, lr_scheduler, hooks=[
         hooks.AccuracyHook(), hooks.ThroughputHook(), hooks.MetricsByEpochHook("run.json"),
         hooks.CheckpointHook("checkpoints", every=500, best="eval_accuracy"),
@@ -17,13 +17,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hpnb.hybrid import resuming
-from hpnb.hybrid.events import Hook, Metric
-from hpnb.hybrid.metrics import AccuracyHook, F1Hook, LossHook, ThroughputHook
-from hpnb.hybrid.recording import MemoryHook, TimelineHook
+from hpnb.hybrid.training import resuming
+from hpnb.hybrid.training.events import Hook, Metric
+from hpnb.hybrid.training.metrics import AccuracyHook, F1Hook, LossHook, ThroughputHook
+from hpnb.hybrid.training.recording import MemoryHook, TimelineHook
 
 if TYPE_CHECKING:
-    from hpnb.hybrid.trainer import Trainer
+    from hpnb.hybrid.training.trainer import Trainer
 
 
 class LRSchedulerHook(Hook):

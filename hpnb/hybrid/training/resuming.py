@@ -12,11 +12,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpnb.hybrid import atomic
-from hpnb.hybrid.checkpoint_state import random_state, set_random_state
+from hpnb.hybrid.checkpoint import atomic
+from hpnb.hybrid.checkpoint.state import random_state, set_random_state
 
 if TYPE_CHECKING:
-    from hpnb.hybrid.trainer import Trainer
+    from hpnb.hybrid.training.trainer import Trainer
 
 
 def save(trainer: Trainer, folder: Path, keep: int | None = None, background: bool = False) -> None:

@@ -1,0 +1,1 @@
+"""`python -m hpnb train run.toml`: command.py is where to begin."""

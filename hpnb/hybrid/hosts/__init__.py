@@ -1,0 +1,1 @@
+"""Processes that torchrun starts, on one host or several: launch.py is where to begin."""

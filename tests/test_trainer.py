@@ -800,15 +800,25 @@ def test_a_layout_trains_as_one_rank_does(
     assert [found.shows for found in every] == [rank == shows for rank in range(ranks)]
 
 
-def test_a_model_that_takes_its_input_alone_is_exact_too() -> None:
-    """An nn.Sequential on two ranks: only the criterion sees labels, some of which are missing."""
+class InputAlone(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
 
-    def fit(accumulation: int) -> list[dict[str, Any]]:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def test_a_model_that_takes_its_input_alone_is_exact_too() -> None:
+    """An nn.Sequential, or a module of one's own, on two ranks: only the criterion sees labels, some of which
+    are missing."""
+
+    def fit(accumulation: int, named: bool) -> list[dict[str, Any]]:
         def criterion(outputs: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
             return F.cross_entropy(outputs, inputs["labels"])
 
         plugin = hpnb.TorchDDPPlugin(precision="fp64")
-        booster, model = hpnb.Booster(plugin=plugin), Net().body
+        booster, model = hpnb.Booster(plugin=plugin), InputAlone(Net().body) if named else Net().body
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
         rate = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         boosted, *_ = booster.boost(model, optimizer, criterion, lr_scheduler=rate)
@@ -818,9 +828,9 @@ def test_a_model_that_takes_its_input_alone_is_exact_too() -> None:
         return trainer.fit(train, 2, evaluate=plugin.prepare_dataloader(Points(13, seed=9), 2))
 
     with hpnb.Ranks(2, device="cpu") as ranks:
-        for accumulation in (1, 2):
+        for accumulation, named in ((1, False), (2, False), (2, True)):
             wanted = by_hand(2, accumulation).rows
-            for history in ranks.run(fit, accumulation):
+            for history in ranks.run(fit, accumulation, named):
                 for row, right in zip(history, wanted, strict=True):
                     assert {name: row[name] for name in right} == pytest.approx(right, rel=1e-12)
 

@@ -12,6 +12,7 @@ which is 1 / batches where they are alike, and exact where they are ragged or pa
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -116,11 +117,17 @@ def weights(batches: Sequence[Any], causal: bool, group: dist.ProcessGroup) -> S
 
 
 def pipelines(trainer: Trainer, batch: Any) -> bool:
-    """Whether a batch goes through execute_pipeline: if the model is cut into stages, or if its forward takes
-    the input alone, and would not see how many targets there are.
+    """Whether a batch goes through execute_pipeline: if the model is cut into stages, or if its forward does
+    not take all entries of the batch by their names, the labels above all; execute_pipeline keeps those back.
     """
-    takes_names = not isinstance(trainer.model.unwrap(), nn.Sequential)
-    return trainer.booster.plugin.pp_size > 1 or not (takes_names and isinstance(batch, Mapping))
+    if trainer.booster.plugin.pp_size > 1 or not isinstance(batch, Mapping):
+        return True
+    inner = trainer.model.unwrap()
+    if isinstance(inner, nn.Sequential):
+        return True
+    taken = inspect.signature(inner.forward).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in taken.values()) or all(name in taken for name in batch)
+    return not takes_all
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

@@ -6,7 +6,7 @@ VENV   := .venv
 STAMP  := $(VENV)/.hpnb-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help notebooks test lab clean
+.PHONY: help notebooks outputs test lab clean
 
 # A kernel is this venv's Python, never one that the user has registered, and `!torchrun` in a cell is
 # this venv's torchrun. A PYTHONPATH from outside would shadow what constraints.txt pins.
@@ -17,6 +17,7 @@ unexport PYTHONPATH
 
 help:
 	@echo "make notebooks   run the series in order; executed copies go to executed/"
+	@echo "make outputs     run the series on this machine's GPUs and write the pages as they are committed"
 	@echo "make lab         open the notebooks in JupyterLab"
 	@echo "make test        lint, types, tests, and every notebook on the CPU"
 	@echo "make clean       remove what the others wrote, except $(VENV)"
@@ -36,6 +37,12 @@ $(STAMP): pyproject.toml constraints.txt
 
 notebooks: $(STAMP)
 	@$(VENV)/bin/python -m hpnb.lesson.execute notebooks executed
+
+# On a GPU machine without network there may be no $(VENV), but an environment that has all of pyproject.toml:
+# make OUTPUTS_PYTHON=python3 outputs. Nothing is looked up on the hub, so that the pages can be made again.
+OUTPUTS_PYTHON ?= $(VENV)/bin/python
+outputs: $(if $(filter $(VENV)/%,$(OUTPUTS_PYTHON)),$(STAMP))
+	@HF_HUB_OFFLINE=1 $(OUTPUTS_PYTHON) -m hpnb.lesson.committed --all
 
 lab: $(STAMP)
 	@cd notebooks && python -m jupyterlab

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import tempfile
+from collections import defaultdict
 
 import pytest
 
@@ -17,17 +19,37 @@ os.environ["MPLBACKEND"] = "Agg"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run full sweeps")
+    parser.addoption("--draw", type=int, default=1, help="which cases of sweeps are run without --slow")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--slow"):
         _skip(items, "slow", "a full sweep; run it with --slow")
+        named = any("::" in argument for argument in config.args)  # whoever names a test wants it
+        if not named and (left_out := _not_drawn(items, config.getoption("--draw"))):
+            items[:] = [item for item in items if item not in left_out]
+            config.hook.pytest_deselected(items=list(left_out))
     if any("gpu" in item.keywords for item in items):
         import torch
 
         gpus = torch.cuda.device_count()  # asks the driver; CUDA stays uninitialised, so ranks can be forked
         if gpus < 2:
             _skip(items, "gpu", f"needs at least 2 CUDA GPUs; here: {gpus}")
+
+
+def _not_drawn(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
+    """Of each test marked `sampled(n)`, all cases but n that the seed draws; the same in every worker."""
+    sweeps: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            sweeps[item.nodeid.partition("[")[0]].append(item)
+    left_out: set[pytest.Item] = set()
+    for name, cases in sweeps.items():
+        marker = cases[0].get_closest_marker("sampled")
+        assert marker is not None
+        drawn = random.Random(f"{name} {seed}").sample(cases, min(marker.args[0], len(cases)))
+        left_out |= set(cases) - set(drawn)
+    return left_out
 
 
 def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:

@@ -181,6 +181,7 @@ def name(case: Case) -> str:
     return "-".join([case.kind, f"{case.dp}x{case.pp}x{case.tp}", *filter(None, ways)])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", SAVED, ids=map(name, SAVED))
 def test_a_saved_model_is_an_ordinary_one(pools: Pools, case: Case, tmp_path: Path) -> None:
     whole = on(pools, case.ranks).run(save_whole, case, tmp_path / "model")[0]
@@ -291,6 +292,7 @@ ON_THE_SAME = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("case", "knobs"), ON_THE_SAME, ids=[name(case) for case, _ in ON_THE_SAME])
 def test_on_the_same_layout_it_goes_on_bit_for_bit(
     pools: Pools, case: Case, knobs: dict[str, Any], tmp_path: Path
@@ -333,6 +335,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
 def test_on_other_layouts_it_goes_on_too(pools: Pools, chain: list[Case], tmp_path: Path) -> None:
     """What is loaded is what was saved, to the bit; and three steps later all is as on one process."""
@@ -367,6 +370,7 @@ def masters_of(case: Case, folder: Path, precision: str) -> tuple[Weights, Weigh
     return weights(run.model), {called[id(order[number])]: t for number, t in numbered.items()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "case",
     [
@@ -397,6 +401,7 @@ def take(case: Case, path: Path, step: bool = False) -> Weights:
     return weights(run.model)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",
     [
@@ -606,6 +611,7 @@ def sound(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("wrong", DAMAGED)
 def test_what_does_not_fit_is_said_on_all_ranks_and_nothing_is_loaded(
     pools: Pools, sound: Path, wrong: str, tmp_path: Path
@@ -688,6 +694,7 @@ def onto_a_full_disk(folder: Path, full: int, background: bool) -> tuple[str, bo
     return said, as_good, run.booster.load(folder, run.model, run.optimizer) == "better"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("full", "background"), [(0, False), (1, False), (2, True)])
 def test_a_full_disk_on_one_rank_is_said_on_all(
     pools: Pools, full: int, background: bool, tmp_path: Path
@@ -738,6 +745,7 @@ def beside_training(case: Case, folder: Path, knobs: dict[str, Any]) -> tuple[bo
     return was_under_way, as_it_was, sorted(file.name for file in folder.iterdir())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "knobs"),
     [(Case("vit", dp=2, tp=2, zero=2), {"precision": "bf16"}),

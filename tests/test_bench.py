@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from hpnb.models import GPT2Size, ViTSize
 from hpnb.pipeline_parallel import Costs, schedules
 
 
-def test_every_contest_prints_a_table() -> None:
+def replicas_are_printed(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     found = data_parallel.run(2, pairs=2, device="cpu").split("\n\n")
     assert len(found) == len(data_parallel.CONTESTS)
     for text, contest in zip(found, data_parallel.CONTESTS, strict=True):
@@ -115,7 +116,7 @@ def test_both_pipelines_train_the_same() -> None:
             assert apart < 0.02 * came, (contest, apart, came)  # AdamW magnifies rounding
 
 
-def test_the_pipelines_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def pipelines_are_printed(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     pipeline.run(2, 2, "cpu", ("1f1b", "zb-h1"), (4,), 0.25)
     pipeline.bubbles(2, "cpu", (2,), 0.25)
     text = capsys.readouterr().out
@@ -158,6 +159,7 @@ def losses_of(size: ViTSize | GPT2Size) -> dict[str, tuple[float, ...]]:
     return {name: one.losses for name, one in found.measured.items()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", TINY, ids=["vit", "gpt2"])
 def test_tensor_parallel_candidates_train_the_same_model(size: ViTSize | GPT2Size) -> None:
     for losses in hpnb.launch(losses_of, size, ranks=2, device="cpu", timeout=120):
@@ -168,18 +170,26 @@ def test_tensor_parallel_candidates_train_the_same_model(size: ViTSize | GPT2Siz
             assert (torch.tensor(others) - one).abs().max() < 1e-10 * one[0], name
 
 
-def test_tensor_parallel_steps_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    tensor.run(2, 2, "cpu", ("vit",), 2, traces=str(tmp_path))
+def matrices_are_printed(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    tensor.run(2, 2, "cpu", ("vit",), 2, traces=str(folder))
     text = capsys.readouterr().out
     for name in ("hpnb 1d", "hpnb 1d, sequence parallel", "torch", "torch, SequenceParallel (18 tokens)"):
         times, ratios = r" +[\d.]+ ms +[\d.]+ to +[\d.]+", r"( +[\d.]+ \[[\d.]+, [\d.]+\]){1,2}"
         assert re.search(rf"^{re.escape(name)}{times}{ratios} +[\d.]+ MiB", text, re.MULTILINE), (name, text)
     assert re.search(r"^losses of the first 5 steps differ by \d\.\de-\d+", text, re.MULTILINE)
     assert re.search(r"^left out: hpnb 2d: .*\b2\b", text, re.MULTILINE)
-    traces = sorted(path.name for path in tmp_path.iterdir())
+    traces = sorted(path.name for path in folder.iterdir())
     assert len(traces) == 2
     assert all(re.fullmatch(r"vit-(1d|torch)(-sp)?\.json", name) for name in traces)
     assert len(re.findall(r"^ +[\d.]+ ms +[\d.]+% +\d+ x  \S", text, re.MULTILINE)) == 24
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("printed", [replicas_are_printed, pipelines_are_printed, matrices_are_printed])
+def test_a_benchmark_prints_its_table(
+    printed: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    printed(capsys, tmp_path)
 
 
 def test_torch_is_left_out_where_heads_do_not_divide(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ import nbformat
 # image -> (notebook, how the figure's alt text begins)
 IMAGES = {
     "waiting_is_not_moving.png": ("00_ranks_and_collectives", "One bar a rank"),
+    "memory_by_category.png": ("01_vit_data_parallel", "Memory over a step by category"),
     "three_builds.png": ("01_vit_data_parallel", "Compute lanes over communication lanes"),
     "gpipe_predicted_and_run.png": ("02_vit_pipeline_parallel", "GPipe predicted above run"),
     "all_reduce_cost.png": ("00_ranks_and_collectives", "All-reduce time against size"),

@@ -47,6 +47,10 @@ outputs: $(if $(filter $(VENV)/%,$(OUTPUTS_PYTHON)),$(STAMP))
 lab: $(STAMP)
 	@cd notebooks && python -m jupyterlab
 
+# Two at once: the ranks of one test wait for each other while those of the other compute. Tests of a file stay
+# together, and share their ranks.
+WORKERS ?= 2
+
 # Every step runs even when one before it failed; the last line says which did. Nothing is fetched, and
 # nothing is written to the user's home.
 test: $(STAMP)
@@ -54,9 +58,9 @@ test: $(STAMP)
 	step() { name=$$1; shift; echo "== $$name"; "$$@" || failed="$$failed $$name"; }; \
 	step lint python -m ruff check .; \
 	step types python -m mypy; \
-	step tests python -m pytest -q; \
+	step tests python -m pytest -q -n $(WORKERS) --dist loadfile; \
 	if ls notebooks/*.ipynb >/dev/null 2>&1; then \
-		step notebooks env HPNB_HOME="$(CURDIR)/build/home" HF_HUB_OFFLINE=1 python -m pytest -q --timeout=0 \
+		step notebooks env HPNB_HOME="$(CURDIR)/build/home" HF_HUB_OFFLINE=1 python -m pytest -q --timeout=0 -n $(WORKERS) \
 			--nbmake --nbmake-kernel=python3 --nbmake-timeout=600 notebooks; \
 	fi; \
 	if [ -n "$$failed" ]; then echo "== FAILED:$$failed"; exit 1; fi; \

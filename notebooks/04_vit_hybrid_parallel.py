@@ -15,8 +15,9 @@
 # # Which axis deserves the fast wire?
 #
 # **The question.** You know three ways to share a training step: samples (dp), layers (pp), matrices (tp). Large models
-# use all three at once. A machine has two kinds of wire: fast ones inside a host, slow ones between hosts. Which axis
-# gets the fast wire, and how are the three put together so that the answer stays the same?
+# use all three at once. A cluster has two kinds of wire: fast ones inside a host (one machine with several devices),
+# slow ones between hosts. Which axis gets the fast wire, and how are the three put together so that the answer stays
+# the same?
 #
 # **You will be able to** compare the axes by one number each; predict and record who sends to whom, and place axes so
 # that little crosses a host's border; assemble the three by hand, and by `Booster`; count a gradient norm once; find
@@ -130,9 +131,10 @@ lesson.check(exercises.coordinates, coordinates)
 # %% [markdown]
 # ### Your step on a slower wire
 #
-# Now measured, and then moved. All your ranks train the same batch along dp, along pp, along tp. What was computed is
-# recorded; what was sent is put on a wire of a tenth, of a hundredth of the bandwidth, as if the ranks stood on
-# different hosts. (InfiniBand has about a tenth of NVLink's bandwidth, Ethernet a fortieth.) Commit to an order first.
+# Now measured, and then moved. All your ranks train the same batch along dp, along pp (1F1B, 8 microbatches), along tp.
+# What was computed is recorded; what was sent is put on a wire of a tenth, of a hundredth of the bandwidth, as if the
+# ranks stood on different hosts. (InfiniBand has about a tenth of NVLink's bandwidth, Ethernet a fortieth.) Commit to
+# an order first.
 
 # %%
 lesson.predict("04.slow-wire", f"{N} ranks, {IMAGES} images, a wire with a tenth of the bandwidth of yours: which of dp, pp and tp "
@@ -160,20 +162,22 @@ hybrid.write_down(raced, name, card)
 # got less of it; under tp each rank does all of the norms.
 #
 # Read the lines from left to right. tp bends first: all that it sends is in line. dp is flat as long as the backward
-# covers it, then as steep. pp stays flat: it pays its bubble everywhere, and for the wire next to nothing. Where the
-# lines cross, the best axis changes: **on a fast wire the bubble is what costs, on a slow one the bytes.**
+# covers it, then it rises too. pp stays flat: it pays for its bubble and its small microbatches everywhere, and for the
+# wire next to nothing. Where the lines cross, the best axis changes: **on a fast wire bubble and small pieces are what
+# costs, on a slow one the bytes.**
 #
 # **Takeaway.** tp gets the fast wire. pp can do with any. dp takes what is left, as long as a rank has tokens enough.
 #
 # ## A traffic atlas
 #
-# Which squares of a machine are hot, then? `record.traffic` notes every message of every rank: the axis, the bytes that
-# leave the rank, who takes part. A send goes to its peer. In a collective each rank passes its bytes on to the next of
-# its group, the last to the first, for bytes are counted as a ring would move them; in groups of two there is no other
-# way. So a step becomes a table of senders and receivers.
+# Who sends how much to whom, then? `record.traffic` notes every message of every rank: the axis, the bytes that leave
+# the rank, who takes part. A send goes to its peer. In a collective each rank passes its bytes on to the next of its
+# group, the last to the first, for bytes are counted as a ring would move them; in groups of two there is no other way.
+# So a step becomes a table of senders and receivers; a square that is *hot* holds many bytes.
 #
-# Eight ranks, 2 x 2 x 2, on two hosts of four. The axes can be nested in any order; whichever is outermost crosses
-# the border. `assemble` is the whole of it: four lines, which the next section takes apart.
+# Eight ranks, 2 x 2 x 2, on two hosts of four; the model is tiny, of 4 blocks, and each replica has half of the images.
+# The axes can be nested in any order; whichever is outermost crosses the border. `assemble` is the whole of it: four
+# lines, which the next section takes apart.
 
 # %%
 ORDERS = (("dp", "pp", "tp"), ("pp", "dp", "tp"), ("tp", "pp", "dp"))
@@ -218,13 +222,23 @@ lesson.reveal("04.border", over, predicted=sorted(told, key=told.get))
 # %% [markdown]
 # The same step three times, the same bytes in all; only where they fall differs. tp belongs inside a host. Of the
 # others pp sends fewest, so fewest bytes cross with pp outermost, which is how Megatron-LM nests them. hpnb nests dp
-# outermost, for gradients travel while the rank computes, and few bytes are not yet little time: with a long
-# backward dp costs nothing where pp's hops are in line. With many microbatches it is the reverse. Count before you choose.
+# outermost, for gradients travel while the rank computes, and few bytes are not yet little time: with a long backward
+# dp costs nothing where pp's hops are in line. With many microbatches it is the reverse: dp has 1/m of the backward to
+# hide behind, and hops hide behind other microbatches. Count before you choose.
 #
-# The explorer counts for a model of 6.4 billion parameters. It opens with tp across the border.
+# The explorer counts for a model of 6.4 billion parameters, 500,000 tokens a step, 16 microbatches and 400 TFLOP/s a
+# rank. It opens with tp across the border.
 #
 # **Challenge.** 32 ranks in hosts of 8, NVLink 4 inside, Ethernet 100 Gb between, at most 16 GB of states a rank: a step of at
 # most 1.3 times its computing. What crosses in your answer, and why is the same with dp outermost too slow?
+#
+# <details><summary>Answer</summary>
+#
+# dp 4 x pp 4 x tp 2 with pp outermost takes 1.27 times its computing, the only sizes and place of pp that do. pp's 49
+# GB cross the border; dp and tp stay inside a host. With dp outermost 77 GB cross, and gradients have a sixteenth of
+# the backward to hide behind: 0.14 s of them are exposed beside 1.51 s of computing, and the step takes 1.34 times
+# that.
+# </details>
 
 # %%
 lesson.explorers.layouts_on_hosts()
@@ -266,7 +280,7 @@ lesson.check(exercises.place, place)
 # </details>
 
 # %% [markdown]
-# ## Ten lines, and five
+# ## Put together by hand, and by Booster
 #
 # Why do `assemble`'s lines stand in this order? Each strategy works on what the one before has left. Tensor parallelism
 # goes first, for it needs to know whole matrices. The pipeline takes this rank's blocks of the cut model, and neither knows
@@ -274,9 +288,9 @@ lesson.check(exercises.place, place)
 # peer. Data parallelism comes last: the replicas of *this stage's cut part* sum their gradients, and the pipeline tells
 # them when one is complete (in the last microbatch's backward, and not before).
 #
-# One thing nobody can do alone is to clip: the norm is that of all gradients, on all ranks. So it is asked along all three
-# axes. Here are the ten lines, and then five: `Booster` does the same for any training script. Both are held against
-# one process, in float64.
+# One thing nobody can do alone is to clip: the norm is that of all gradients, on all ranks. So it is asked along all
+# three axes. Here is a step by hand, and then by `Booster`, which does the same for any training script. Both are held
+# against one process, in float64.
 
 # %%
 def by_hand(batch):
@@ -333,8 +347,8 @@ lesson.table(("way", "loss", "norm before clipping", "weights"), rows, "off from
 assert max(max(off) for each in found for off in each.values()) < 1e-12
 
 # %% [markdown]
-# Rounding, and nothing else. What the five lines add is what you would forget: seeds for dropout, loss scaling, buffers, ZeRO,
-# checkpoints. What cannot compose is refused before anything runs.
+# Rounding, and nothing else. What `Booster` adds is what you would forget: seeds for dropout, loss scaling, buffers,
+# ZeRO, checkpoints. What cannot compose is refused before anything runs.
 #
 # ### An autopsy
 #
@@ -379,9 +393,9 @@ lesson.field_guide.add(
 lesson.field_guide.show()
 
 # %% [markdown]
-# It trains. Every rank's loss is finite, and falls, for what the ranks compute together is *some* function of two batches with
-# enough weights to learn them by heart. It is no ViT. Put its parts together, and the model that you would save has never
-# been run by anybody.
+# It trains. The loss is finite, and falls, for what the ranks compute together is *some* function of two batches with
+# enough weights to learn them by heart. It is no ViT. Put its parts together, and the model that you would save has
+# never been run by anybody.
 #
 # Two instruments see it at once, with no second run to compare. The copies: norms and embeddings are whole on all ranks and
 # must stay equal; along the axis that is now cut they get gradients of different samples. And the atlas: hot squares in dp's

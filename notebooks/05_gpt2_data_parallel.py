@@ -66,9 +66,10 @@ pool = hpnb.Ranks(N)  # these ranks stay to the end
 # has 1,557,611,200 of them. That is 24.9 GB before the first token, and a card of 24 GB is a common one.
 #
 # So the page gives every rank a *budget* of 24 GB; on a laptop, where the model is smaller, the same share of it.
-# `hpnb.record.memory(..., budget=...)` counts the bytes of all tensors after every operator and raises when there
-# are more. (On GPUs it counts what the allocator has handed out. A real card fails a little earlier, when free memory
-# is in pieces that do not fit.) Here is notebook 01's code, with GPT-2 in the place of the ViT. Commit first.
+# `hpnb.record.memory(..., budget=...)` counts the bytes of all tensors after every operator and raises when there are
+# more; the error lists the *survivors*, the tensors that were alive at that moment. (On GPUs it counts what the
+# allocator has handed out. A real card fails a little earlier, when free memory is in pieces that do not fit.) Here is
+# notebook 01's code, with GPT-2 in the place of the ViT. Commit first.
 
 # %%
 lesson.predict("05.states", f"{PARAMETERS:,} parameters in {str(DTYPE)[6:]} with AdamW, stage 0: how many bytes of states has each "
@@ -95,13 +96,14 @@ rows = [(str(each), each.category, lesson.number(each.nbytes, "B")) for each in 
 lesson.table(("survivors", "held as", "bytes"), rows, f"out of budget {stopped.operator}", str(stopped) + ".")
 
 # %% [markdown]
-# Read the list of survivors as you would a crash report: shape, number, owner. The matrices of the blocks are there three
-# or four times over: as weights, gradients, and as much as there already is of Adam's moments. What shape are the
-# activations? There are none. In float32 the run had survived a forward and a backward, and it died in the very first
-# `optimizer.step()`, where the moments come into being. (With 16-bit weights the masters are made before; then it may
-# die sooner.) Nothing is wrong with the batch, so a smaller batch does not help.
+# Read the list of survivors as you would a crash report: shape, number, owner. The matrices of the blocks are there
+# three or four times over: as weights, gradients, and as much as there already is of Adam's moments. What shape are the
+# activations? There are next to none. In float32 the run had survived a forward and a backward, and it died in the very
+# first `optimizer.step()`, where the moments come into being. (With 16-bit weights the masters are made before; then it
+# may die sooner.) Nothing is wrong with the batch, so a smaller batch does not help.
 #
-# (Gradients lie in buckets, each under the shape of the first that was seen in it.)
+# (Gradients lie in buckets. A bucket is listed whole, under the shape of the first gradient that was seen in it; so
+# such a row has more bytes than its shapes make.)
 #
 # **Takeaway.** The first step is not the fullest; the second is. A run that survives its first backward proves nothing.
 #
@@ -117,7 +119,8 @@ lesson.table(("survivors", "held as", "bytes"), rows, f"out of budget {stopped.o
 # - **step.** With masters, every gradient once more in float32.
 #
 # `theory.step_memory` is this list, in numbers. Which one wins depends on how states are kept. Recomputing: a block
-# drops what its forward made, keeps its input, and runs its forward again in the backward. That is six lines:
+# drops what its forward made, keeps its input, and runs its forward again in the backward. That is five lines, with
+# PyTorch's `checkpoint`; tables and figures call it `+ again`, where every block does it:
 
 # %%
 print(inspect.getsource(shards.compute_again))
@@ -144,14 +147,15 @@ print(f"within {lesson.number(BUDGET, 'B')}: {', '.join(map(str, fitting)) or 'n
 
 # %% [markdown]
 # Each panel reads from the left, and has a clock of its own: recording slows a step by what it records. Blue and green
-# are there all the time, and shrink from stage to stage. Red is flat in stages 0 and 1, where buffers of gradients stay;
-# in stage 2 it grows during the backward, so that it is smallest when activations are largest. That is more than the
-# formula of 01 gives it credit for. In stage 3 weights come and go as grey: gathered for a block, and freed.
+# are there all the time; ranks divide green from stage 1 on, and blue in stage 3. Red is flat in stages 0 and 1, where
+# buffers of gradients stay; in stage 2 it grows during the backward, so that it is smallest when activations are
+# largest. That is more than the formula of 01 gives it credit for. In stage 3 weights come and go as grey: gathered for
+# a block, and freed.
 #
 # Computing again takes away yellow. Grey teeth remain, one for each block that is whole for the time of its backward;
-# and the peak leaves the turn. Look at stage 3 with it: what is left is the embedding, which stays whole, and at its
-# end gradients. With many words and few blocks, 12 V T is the next to go: `hpnb.models.chunk_loss(model, 1024)` never
-# has more than 1,024 rows of logits.
+# and the peak moves to a later moment (the table names the one that the formula finds fullest). Look at stage 3 with
+# it: what is left is the embedding, which stays whole, and at its end gradients. With many words and few blocks, 12 V T
+# is the next to go: `hpnb.models.chunk_loss(model, 1024)` never has more than 1,024 rows of logits.
 #
 # **Takeaway.** States are divided by ranks, activations by recomputing, logits by chunks. Ask *when* a run is fullest,
 # then divide what is there.
@@ -159,8 +163,8 @@ print(f"within {lesson.number(BUDGET, 'B')}: {', '.join(map(str, fitting)) or 'n
 # ### Exercise 1: bytes of any stage
 #
 # *Implement, 10 minutes; it returns to 01.* Return `{"parameters": .., "gradients": .., "optimizer": ..}`, the bytes on
-# one rank between two steps. The check wants the twenty numbers of the ZeRO paper's table 1, and byte for byte what is
-# recorded of a small GPT-2 on 2 ranks.
+# one rank between two steps. The last three arguments are bytes a parameter, undivided. The check wants the twenty
+# numbers of the ZeRO paper's table 1, and byte for byte what is recorded of a small GPT-2 on 2 ranks.
 #
 # Hint: stage 1 deals out one of the three, stage 2 two.
 
@@ -224,9 +228,11 @@ for way in (Way(2), Way(3, -1)):
 
 # %% [markdown]
 # Bytes are predicted to a few per cent, seconds are not: where the table says "name the missing term", read it so.
-# The model lets communication hide for free; on a CPU copying and adding take the very cores that compute (01). It
-# knows neither the copies into buckets nor the hooks of every block, which many small blocks pay for. And it takes
-# computing again for exactly one forward.
+# Above 1: the model lets communication hide for free; on a CPU copying and adding take the very cores that compute
+# (01). It knows neither the copies into buckets nor the hooks of every block, which many small blocks pay for. And it
+# takes computing again for exactly one forward. Below 1: the prediction starts from a step without messages, timed at
+# another moment than the rest. If the machine was slower then, all predictions are too long, and only their order still
+# says something.
 #
 # A frontier is read from the budget's line. Right of it a point is of no use, however quick. Left of it take the
 # lowest: usually the *least* sharding that fits. A point that is above and to the right of another one is never
@@ -274,7 +280,8 @@ lesson.check(exercises.again, choose)
 # ### Who waits for a gather
 #
 # Stage 3 is only cheap if blocks arrive before they are needed. Six of XL's blocks, 8,192 tokens a rank, on 8 ranks of
-# InfiniBand, simulated by `theory.gathers`: gathered on demand, and one block ahead.
+# InfiniBand NDR, simulated by `theory.gathers`: gathered on demand (`prefetch 0`), and one block ahead (`prefetch 1`).
+# The gradients' reduce-scatters are left out.
 
 # %%
 block, wire = XL.block(8), theory.WIRES["InfiniBand NDR"]
@@ -291,6 +298,10 @@ plot.show(
 )  # fmt: skip
 
 # %% [markdown]
+# On demand a block waits for each gather: 37.7 ms. One ahead the wire works while blocks compute: 26.2 ms, and only the
+# first gather is exposed, for a gather takes less than a block's forward. (Twelve uses need eleven gathers: the last
+# block is still whole when its backward begins.)
+#
 # ### Exercise 3: gathers that keep nobody waiting
 #
 # *Design, 25 minutes.* `step.uses` are blocks in the order in which they compute: 0 to L-1, then back. Return a list
@@ -350,9 +361,10 @@ ratios = lesson.comparison(rows, title=f"the largest model of width {SIZE.hidden
 lesson.reveal("05.largest", deepest[Way(3, -1)][1], predicted=deepest[Way(3, -1)][0])
 
 # %% [markdown]
-# With stage 3 and everything computed again, a block costs 16/N bytes a parameter and w T h for its input. With N
-# large only the second is left, and what no stage divides: one whole block, the whole embedding, the activations of
-# one block. Those are the limits of data parallelism in memory. They are far away: a block of 12,288 is 3.6 GB.
+# With stage 3 and everything computed again, a block costs 16/N bytes a parameter and w T h for its input. With N large
+# only the second is left, and what no stage divides: one whole block, the whole embedding, the activations of one
+# block. Those are the limits of data parallelism in memory. They are far away: a block as wide as GPT-3's, 12,288, has
+# 3.6 GB of weights in 16 bits.
 #
 # ### An autopsy
 #
@@ -402,6 +414,14 @@ lesson.field_guide.show()
 # **Challenge.** Your devices have 80 GB: 30 billion parameters or more, in bf16, on at most 64 ranks of InfiniBand
 # NDR, with at most 1,000,000 tokens a step. It must fit, and a step may take 1.25 times its computing. Why is stage 2 out
 # of the question whatever else you turn?
+#
+# <details><summary>Answer</summary>
+#
+# In stage 2 each rank keeps all 60 GB of weights. What is left has room for 8 rows on 64 ranks only if every block is
+# computed again, a third more; and each step gathers 60 GB when nothing computes, 1.2 s, another third. That is 1.65
+# times the computing, and no other setting of stage 2 that fits does better. In stage 3 the same 64 ranks and 8 rows,
+# with half of the blocks computed again, hold 65 GB and take 1.19.
+# </details>
 
 # %%
 lesson.explorers.sharded_step()
@@ -410,8 +430,9 @@ lesson.explorers.sharded_step()
 # ## The batch wall
 #
 # So memory does not stop replicas. What does? By 01 each rank needs its token knee, ρ(d-1)/d tokens, or it waits for
-# the wire. So more ranks means larger batches; and a larger batch must be worth it. A gradient over B samples is
-# the true gradient G plus noise, E|g_B|² = |G|² + tr(Σ)/B. The batch at which both are equally long,
+# the wire. So more ranks means larger batches; and a larger batch must be worth it. A gradient over B samples is the
+# true gradient G plus noise, E|g_B|² = |G|² + tr(Σ)/B, with Σ the covariance of the gradients of single samples. The
+# batch at which both are equally long,
 #
 # $$ B_{noise} = \mathrm{tr}(\Sigma) / |G|^2, $$
 #
@@ -450,16 +471,18 @@ far = max(scale / fitted[1], fitted[1] / scale)
 print(f"the norms' scale and the fitted one differ by a factor of {far:.1f}" + ("" if far > 2 else ": here they agree"))
 
 # %% [markdown]
-# The wall is real: over this range of batches steps fall less and less, and rows to the same loss rise. Where it stands is another
-# matter. Compare the two lines, and the two halves of the same log. What the scale assumes, and what is not so:
+# The price is real: where doubling the batch divides the steps by less than two, rows to the same loss rise. Where the
+# wall stands is another matter. Compare the two lines with the dots, their two scales (dotted, if inside the figure)
+# with each other, and the two halves of the same log. What the scale assumes, and what is not so:
 #
 # - **SGD at its best learning rate for each batch.** This is AdamW, which divides each gradient by its own size, so the
 #   noise in large coordinates weighs no more than in small ones. Its rate here goes with √B, by a rule, not tuned.
 # - **Curvature alike in all directions.** If it is not, what counts is tr(HΣ)/GᵀHG.
-# - **One number.** It is small at the start and grows as the loss falls; a mean over a run is a mean of that. McCandlish et
-#   al. speak of the order of magnitude and claim no more. Shallue et al. found that what a batch buys differs widely from
-#   workload to workload, and that learning rates must be tuned for each. Merrill et al. measure the critical batch of
-#   language models directly, since the assumptions behind the scale are strong: near 0 at the start, then rising, then level.
+# - **One number.** It is small at the start and grows as the loss falls; a mean over a run is a mean of that.
+#   McCandlish et al. speak of the order of magnitude and claim no more. Shallue et al. found that what a batch buys
+#   differs widely from workload to workload, and that learning rates must be tuned for each. Merrill et al. measure the
+#   *critical batch* of language models (B_crit: beyond it a larger one hardly helps) directly, since the assumptions
+#   behind the scale are strong: near 0 at the start, then rising, then level.
 # - **A difference of two noisy numbers.** With few ranks |g_b|² and |g_B|² are close; |G|² may come out negative. Average both over
 #   many steps, and divide last.
 #
@@ -502,9 +525,10 @@ verdict
 # %% [markdown]
 # ## Stop here?
 #
-# Three walls then, and all three are numbers that you have. Memory: stage 3 with recomputing holds any model whose
-# largest block and embedding fit. The wire: T tokens a rank, the knee. The batch: B_crit tokens in all. So at most
-# B_crit / T ranks are of use.
+# Three walls then, and all three are numbers that you have. Memory: on enough ranks stage 3 with recomputing holds any
+# model whose largest block, embedding and inputs of blocks fit. The wire: T tokens a rank, the knee. The batch: B_crit
+# tokens in all, the critical batch, of which the noise scale is a rough estimate. So at most B_crit / T ranks are of
+# use.
 
 # %%
 rows = []
@@ -516,10 +540,10 @@ lesson.table(columns, rows, "how far replicas go before the batch stops them")
 lesson.ledger.show()
 
 # %% [markdown]
-# GPT-3 was trained with batches of 3.2 million tokens (Brown et al. 2020). On a fast wire that is work for hundreds of
-# replicas, and many models need no more than this notebook. Go on when a block does not fit (07), when the wire between
-# hosts makes the knee larger than the batch can feed (06: a pipeline sends little), or when you have more devices than
-# B_crit / T.
+# GPT-3 was trained with batches of 3.2 million tokens (Brown et al. 2020). By the table that is work for 400 replicas
+# on InfiniBand NDR, and many models need no more than this notebook. Go on when a block does not fit (07), when the
+# wire between hosts makes the knee larger than the batch can feed (06: a pipeline sends little), or when you have more
+# devices than B_crit / T.
 #
 # ## What to remember
 #

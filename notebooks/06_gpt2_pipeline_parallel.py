@@ -63,9 +63,10 @@ pool = hpnb.Ranks(N)  # these ranks stay to the end
 # %% [markdown]
 # ## Uniform loses
 #
-# Start with what you have. `train` is the cell of 02 in which your 1F1B trained a ViT, with three words changed: the
-# model, its data, and the loss, which asks each position for the next word. The cut is 02's too: as many blocks for each
-# rank, the embedding with the first, the head with the last. (Until you have written your 1F1B the library's stands in.)
+# Start with what you have. `train` is the cell of 02 in which your 1F1B trained a ViT, with three things changed: the
+# model, its data, and the loss, which asks each position for the next word. The cut is 02's too: as many blocks for
+# each rank, the embedding with the first, the head with the last. (Until you have written your 1F1B the library's
+# stands in.)
 #
 # Two things may break: the answer and the time. Commit to the second. With equal stages 02's formula gives (p-1)/(m+p-1).
 
@@ -110,7 +111,8 @@ print("a microbatch takes the ranks " + ", ".join(lesson.number(each, "s") for e
 #
 # ## The skyline
 #
-# How heavy is a head? A block computes 24 h² + 4 s h FLOPs a token forward, the logits of V words 2 h V. In blocks that is
+# How heavy is a head? A block computes 24 h² + 4 s h FLOPs a token forward, the logits of V words 2 h V. In blocks (for
+# the table V = 50,257, s = 1,024) that is
 #
 # $$ a = \frac{V}{12\,h + 2\,s} $$
 #
@@ -119,7 +121,7 @@ print("a microbatch takes the ranks " + ", ".join(lesson.number(each, "s") for e
 # | 124M | 768 | 12 | 4.5 | 3.7 |
 # | 355M | 1,024 | 24 | 3.5 | 7.8 |
 # | 774M | 1,280 | 36 | 2.9 | 13.5 |
-# | 1.5B | 1,600 | 48 | 2.4 | 21.2 |
+# | 1.5B | 1,600 | 48 | 2.4 | 21.3 |
 #
 # Dealt out evenly the last of p stages has L/p + a blocks where (L+a)/p would be fair: the step is longer by the factor
 #
@@ -159,8 +161,8 @@ plot.show(
 )
 
 # %% [markdown]
-# **Takeaway.** A pipeline is as fast as its heaviest stage, and GPT-2's head makes the uniform cut the heavy one. Measure
-# layers, then cut.
+# **Takeaway.** A pipeline is as fast as its heaviest stage, and under a uniform cut GPT-2's head makes the last stage
+# the heaviest. Measure layers, then cut.
 #
 # ### Exercise 1: an optimal partition
 #
@@ -243,9 +245,10 @@ plot.show(
 # %% [markdown]
 # (A mark says how many blocks a cut leaves there; by parameters the stages before are another story.)
 #
-# To the right of the least the last stage sets the pace, and each block more costs a step m times that block. To the left
-# the others do, and there a block is shared by p - 1 ranks: the curve is flatter. So if you must err, give the last rank
-# too little.
+# To the right of the least the last stage sets the pace, and each block more costs a step m times that block. To the
+# left the others do, and there a block is shared by p - 1 ranks: the curve is flatter. So if you must err, give the
+# last rank too little. (The prediction knows only what layers took when they were measured; a run has the machine's
+# noise too, most where ranks share cores. Steps that differ by less than two runs of the same cut do are equally long.)
 #
 # By parameters the fullest rank holds the least, whatever the time: the cut for a model that does not fit otherwise
 # (05). FLOPs come near to time as long as products decide; they miss the softmax, the
@@ -302,9 +305,10 @@ lesson.field_guide.add(
 lesson.field_guide.show()
 
 # %% [markdown]
-# The upper panel is the symptom, or rather there is none: two tables are one weight more to train with, and the loss even
-# falls faster. The lower panel is the instrument. The price comes at the end. GPT-2 has one table; whoever loads the
-# checkpoint keeps one home, and the table above says what the model is then worth.
+# The upper panel is the symptom, or rather there is none: two tables are one weight more to train with, and the loss
+# even falls faster. The lower panel is the instrument. The price comes at the end. GPT-2 has one table; whoever loads
+# the checkpoint keeps one home, and the table above says what the model is then worth: compare with what was trained.
+# (If one home comes out at the loss of the right run, that is luck.)
 #
 # Rank 0 sends V·h numbers for the tie, and h for each token: in a step of V tokens they are equal. With small batches
 # the tie is the largest message of the pipeline. It is sent once a step, when both homes are complete.
@@ -314,10 +318,10 @@ lesson.field_guide.show()
 #
 # ### Exercise 2: one weight, two homes
 #
-# *Implement, 15 minutes.* Every rank calls `tie(weight, axis)` before the first step; `weight` is its home, or None in the
-# middle. Return a function `add()`, which every rank calls after each backward and before the optimizer. The two homes
-# begin with different values. The check trains on 2 and 3 ranks beside one process, wants equal weights after three
-# steps, and ranks in the middle that send nothing.
+# *Implement, 15 minutes.* Every rank calls `tie(weight, axis)` before the first step; `weight` is its home, or None in
+# the middle. Return a function `add()`, which every rank calls after each backward and before the optimizer. The two
+# homes begin with different values, and rank 0's are the right ones. The check trains on 2 and 3 ranks beside one
+# process, wants equal weights after three steps, and ranks in the middle that send nothing.
 #
 # Hint: `axis.among(places)` is the axis of these ranks alone, and every rank must call it. `comm.broadcast(x, axis,
 # source)` and `comm.all_reduce(x, axis)` return what they have made.
@@ -418,8 +422,8 @@ note = f"Targets in the {M} microbatches: {', '.join(map(str, counts))}; {ragged
 lesson.table(("mean over", "loss", "gradients off one process's by", "a target weighs"), rows, "one batch, three losses", note)
 
 # %% [markdown]
-# Nothing crashes, and the three losses look alike. The gradients do not. "Pads count" goes further wrong as training goes
-# on, for pads are easily learned: its loss looks *better*.
+# Nothing crashes, and the three losses look alike. The gradients do not. "Pads count" is off most, and its loss looks
+# *better*: pads are easily learned, so as training goes on it will look better still.
 #
 # ### Exercise 4: the exact token mean
 #
@@ -487,17 +491,26 @@ plot.show(
 )
 
 # %% [markdown]
-# Predicted from the skyline: F as measured, I and W half a backward each. The ratio says what that leaves out: W is
-# matmuls alone, I has everything else, and both apart take longer than one backward. (Put these in, and the note's
-# ratios are near 1.) Where I is much longer than W, ZB-H1 gains little, for it idles (p-1)(F+I-W). The V needs no such
-# luck; its thin stages need a good cut.
+# Predicted from the skyline: F as measured, I and W half a backward each. Start with 1f1b's ratio: it has no I and W,
+# so what is off there is noise, or a machine that was slower or quicker when layers were measured, and all four share
+# it. What the others have beyond it is what the prediction leaves out: W is matmuls alone, I has everything else, and
+# both apart take longer than one backward. (Put these in, and the note's ratios are near 1.) Where I is much longer
+# than W, ZB-H1 gains little, for it idles (p-1)(F+I-W). The V needs no such luck; its thin stages need a good cut.
 #
-# Compare the last rank's memory under 1f1b and zb-h1: the difference is logits' gradients that wait for W.
+# Compare the last rank's memory under 1f1b and zb-h1: part of the difference is logits' gradients that wait for W, the
+# rest what the layers of that rank keep for theirs.
 #
 # **Takeaway.** A schedule is chosen with the costs and the memory of its stages, not by its name.
 #
 # **Challenge.** A head of 4.5 blocks or more on 24 blocks, 4 ranks, at most 8 microbatches: a bubble under 10 % with at
 # most 4.5 microbatches in flight. Then watch "as fast as so many devices" while you add ranks.
+#
+# <details><summary>Answer</summary>
+#
+# `dualpipe-v`, cut by time, with 8 microbatches and the head at 4.5: 9.2 % idle, 4.5 in flight, as fast as 3.6 devices.
+# No other schedule does it; `zb-v` idles 11.8 %. More ranks buy less and less: 8 ranks of `zb-v` are as fast as 4.4
+# devices, and (24.1 + 4.5)/4.5 = 6.4 is the limit.
+# </details>
 
 # %%
 lesson.explorers.uneven_layers()

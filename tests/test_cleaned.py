@@ -61,9 +61,9 @@ def test_what_belongs_to_a_machine_is_taken_out(text: str, left: str) -> None:
 @pytest.mark.parametrize(
     "piece", [".", "x", "/x", "/", "a/tmp", " 0x", "x@y", "data:", "\x1b[3m", "/" + "tmp/"]
 )
-def test_a_megabyte_on_one_line_is_cleaned_at_once(piece: str) -> None:
+def test_a_long_line_is_cleaned_in_linear_time(piece: str) -> None:
     start = time.process_time()
-    said(piece * (1_000_000 // len(piece)))
+    said(piece * (200_000 // len(piece)))  # squared that would be hours
     assert time.process_time() - start < 10
 
 

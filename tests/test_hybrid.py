@@ -661,6 +661,7 @@ def its_state(knobs: dict[str, Any]) -> dict[str, Any]:
     return {**found, "end": weights(model)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("ranks", "knobs"),
     [

@@ -130,6 +130,7 @@ def test_another_seed_draws_other_numbers() -> None:
     assert all(a != b for a, b in zip(first[0], second[0], strict=True))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("code", "told", "said"),
     [

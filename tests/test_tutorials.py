@@ -308,6 +308,7 @@ for epoch in range(NUM_EPOCHS):
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pipeline", [2, 1])
 def test_gpt2_with_zero(tmp_path: Path, pipeline: int) -> None:
     falls(losses(torchrun(tmp_path, 2, GPT2_HYBRID, str(pipeline))), steps=2 * pipeline)

@@ -179,6 +179,10 @@ def main(folder: Path, seed: int) -> None:
         os.killpg(pids[0], signal.SIGKILL)
         for pid in pids:
             os.waitpid(pid, 0)
+        while len(message := os.read(hears, _MESSAGE.size)) == _MESSAGE.size:  # what it did until it died
+            kind, number, _ = _MESSAGE.unpack(message)
+            saved = number if kind == SAVED else saved
+            begun = number if kind == BEGUN else begun
         os.close(hears)
         good = found in (least, least + 1) if life else found == 0
         how = f"{point}" if point else f"{moment:.2f} of {takes:.3f} s"

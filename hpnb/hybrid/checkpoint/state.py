@@ -37,6 +37,7 @@ from hpnb.ranks.here import device, rank
 
 Copied = Callable[[torch.Tensor], torch.Tensor]
 GROUPS, NAMES, MASTER, VALUE = "optimizer", "names/", "master", "value/"
+COUNTERS = "optimizer/counters/"  # all of a rank in one: a file has a cost for each thing that is in it
 PER_TARGET = "pipeline/per_target"
 _HOW = (
     "fused",
@@ -90,6 +91,7 @@ def of_optimizer(optimizer: Optimizer, copied: Copied, masters: bool) -> Pieces:
     """
     stepper = stepper_of(optimizer)
     held, found = _held(stepper), Pieces()
+    counters: dict[str, torch.Tensor] = {}
     known = Masters.attached_to(held.inner) if masters else None
     for name, (t, place) in held.by_name.items():
         if placement.of(t).tied_to is not None or not speaks_for(place, stepper.axes):
@@ -103,6 +105,8 @@ def of_optimizer(optimizer: Optimizer, copied: Copied, masters: bool) -> Pieces:
                 found.values[VALUE + label] = packed(f"the state of {name}", value)
             elif _as_large(key, value.shape, t.shape):
                 found.tensors[label] = place, copied(value)
+            elif not value.dim():
+                counters[label] = value
             else:
                 found.tensors[label] = Placement(label, tuple(value.shape)), copied(value)
     groups = [
@@ -112,8 +116,20 @@ def of_optimizer(optimizer: Optimizer, copied: Copied, masters: bool) -> Pieces:
     scaler = None if stepper.scaler is None else stepper.scaler.state_dict()
     kind = kind_of(optimizer)
     found.values[GROUPS] = packed("the optimizer", {"kind": kind, "groups": groups, "scaler": scaler})
+    found.values[f"{COUNTERS}{rank()}"] = packed("the optimizer", _brought(counters))
     names = {number: (name_of(p), placement.of(p).shape) for number, p in stepper.held.items()}
     found.values[f"{NAMES}{rank()}"] = packed("the optimizer", names)
+    return found
+
+
+def _brought(counters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All of them from the device at once."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+    for label, value in counters.items():
+        kinds.setdefault((value.dtype, value.device), []).append(label)
+    found: dict[str, torch.Tensor] = {}
+    for labels in kinds.values():
+        found |= zip(labels, torch.stack([counters[label] for label in labels]).cpu().unbind(), strict=True)
     return found
 
 
@@ -143,7 +159,11 @@ class Loading:
         self._state: dict[str, dict[str, Any]] = {name: {} for name in self._held.by_name}
         into: dict[str, tuple[Placement, torch.Tensor]] = attempt(lambda: dict(self._memory(stored)), group)
         values = [label for label in stored.values if label.startswith(VALUE) and self._is_here(label)]
-        for label, value in stored.read(into, values, group).items():
+        values += [label for label in stored.values if label.startswith(COUNTERS)]
+        found = stored.read(into, values, group)
+        for counters in [found.pop(label) for label in list(found) if label.startswith(COUNTERS)]:
+            found |= {label: value for label, value in counters.items() if self._is_here(label)}
+        for label, value in found.items():
             key, _, name = label.removeprefix(VALUE).partition("/")
             self._state[name][key] = value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import random
 import shutil
@@ -19,7 +20,12 @@ os.environ["MPLBACKEND"] = "Agg"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run full sweeps")
-    parser.addoption("--draw", type=int, default=1, help="which cases of sweeps are run without --slow")
+    today = datetime.datetime.now(datetime.UTC).date().toordinal()  # so days after each other draw others
+    parser.addoption("--draw", type=int, default=today, help="which cases of sweeps are run without --slow")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"sweeps: {'all' if config.getoption('--slow') else '--draw ' + str(config.getoption('--draw'))}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

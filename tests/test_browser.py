@@ -102,6 +102,7 @@ def browser(tmp_path: Path) -> Iterator[Any]:
         driver.quit()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("path", [path for path in EXPLORED if path.exists()], ids=lambda path: path.stem)
 def test_a_reader_runs_it_and_moves_a_slider(lab: str, browser: Any, path: Path) -> None:
     browser.get(f"{lab}/lab/tree/{path.name}?reset")

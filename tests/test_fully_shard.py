@@ -226,6 +226,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_equal_to_one_process(ranks: int) -> None:
     with hpnb.Ranks(ranks, device="cpu", timeout=60) as pool:
@@ -244,6 +245,7 @@ def two() -> Iterator[hpnb.Ranks]:
         yield pool
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("alone", [False, True])
 def test_equal_to_one_process_on_two(two: hpnb.Ranks, alone: bool) -> None:
     assert off(two, alone) == {}

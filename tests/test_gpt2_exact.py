@@ -102,6 +102,7 @@ def uneven(sequence: bool) -> tuple[float, tuple[int, int]]:
     return apart(ours, serial(found, steps=1)), (attention.heads, len(words))  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("ranks", "sequence", "shares"),
     [
@@ -143,6 +144,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_dropout_is_reproducible_and_the_same_when_computed_again(four: hpnb.Ranks, layout: str) -> None:
     run = partial(four.run, dropped, **LAYOUTS[layout])

@@ -111,6 +111,7 @@ def parities(grid: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("grid", GRIDS)
 def test_equal_to_one_process(eight: hpnb.Ranks, grid: str) -> None:
     for rank, found in enumerate(eight.run(parities, grid)):
@@ -176,6 +177,7 @@ def broken(what: str) -> float:
     return parity(lm_case(**SMALL), grid)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "what",
     [
@@ -404,6 +406,7 @@ def masks(grid: str) -> tuple[list[Any], bool, float]:
     return [before.tolist(), inside.tolist()], repeats and other, apart_by
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("grid", GRIDS)
 def test_dropout(eight: hpnb.Ranks, grid: str) -> None:
     found = eight.run(masks, grid)
@@ -466,6 +469,7 @@ def _same(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("grid", GRIDS)
 def test_whole_logits(eight: hpnb.Ranks, grid: str) -> None:
     for offs in eight.run(logits_of, grid):

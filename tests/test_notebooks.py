@@ -36,6 +36,7 @@ def test_a_notebook_is_in_step_with_its_text(path: Path) -> None:
     assert paired.differences(path) == []
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
 @real
 def test_a_notebook_keeps_the_rules(path: Path, rule: Callable[[Any], list[str]]) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
+
+from hpnb.bench.whole import options as whole
 
 
 def main() -> None:
@@ -42,8 +46,29 @@ def main() -> None:
     saves.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0)
     saves.add_argument("--hidden", type=int, default=192, help="width of the ViT")
     saves.add_argument("--batch", type=int, default=16, help="images a rank")
+    texts = names.add_parser("gpt2-xl", help="whole programs of a GPT-2 of 1.5B, for each layout")
+    whole.arguments(texts, "gpt2-xl")
+    images = names.add_parser("vit-l16", help="whole programs of ViT-L/16, for each layout")
+    whole.arguments(images, "vit-l16")
+    tables = names.add_parser("table", help="the README's tables, of the newest results")
+    tables.add_argument("--results", type=Path, help="a folder; by default hpnb/bench/results")
     options = parser.parse_args()
-    if options.name == "launch":
+    try:
+        _run(options)
+    except ValueError as error:
+        sys.exit(f"python -m hpnb.bench {options.name}: {error}")
+
+
+def _run(options: argparse.Namespace) -> None:
+    if options.name in ("gpt2-xl", "vit-l16"):
+        from hpnb.bench.whole import run
+
+        run.main(options.name, options)
+    elif options.name == "table":
+        from hpnb.bench.whole import files
+
+        print(files.table(options.results or files.RESULTS))
+    elif options.name == "launch":
         from hpnb.bench import launch as launching
 
         print(launching.run(options.ranks, options.rounds))

@@ -52,20 +52,23 @@ _VIT: _Regions = {
 _GPT2: _Regions = {"attn": (1, ("c_attn",), "c_proj"), "mlp": (1, ("c_fc",), "c_proj")}
 
 
-def parallelize(model: nn.Module, axis: Axis, sequence_parallel: bool) -> nn.Module:
+def parallelize(model: nn.Module, axis: Axis | DeviceMesh, sequence_parallel: bool) -> nn.Module:
     """Cut `model` along `axis`, in place, as PyTorch's documentation does it, and return it.
 
     Args:
         model: a ViTForImageClassification or a GPT2LMHeadModel without dropout, equal on all ranks.
+        axis: or a mesh of one dim, as a larger one's `mesh["tp"]`.
 
     Raises:
         ValueError: heads, or a GPT-2's positions, that do not divide by the ranks.
     """
     found: Any = model
     heads = found.config.num_attention_heads
-    if heads % axis.size:
-        raise ValueError(f"torch's plan cannot give {axis.size} ranks as many of {heads} heads each")
-    mesh = DeviceMesh.from_group(axis.group, next(model.parameters()).device.type)
+    ranks = axis.size if isinstance(axis, Axis) else axis.size()
+    if heads % ranks:
+        raise ValueError(f"torch's plan cannot give {ranks} ranks as many of {heads} heads each")
+    where = next(model.parameters()).device.type
+    mesh = DeviceMesh.from_group(axis.group, where) if isinstance(axis, Axis) else axis
     cut = _gpt2 if isinstance(model, GPT2LMHeadModel) else _vit
     cut(model, mesh, sequence_parallel)
     return model

@@ -1,0 +1,255 @@
+"""One layout: its programs are built, take turns, and are let go; one that fails costs its own row alone.
+
+    wave       hpnb's, and as many peers as fit in memory beside them: A B C | B C A | C A B ...
+    next wave  hpnb's best, and the peers that are left
+    in turn    a peer that fits beside nobody: hpnb's best, the peer, hpnb's best, the peer, each built anew
+
+Ranks that part in the middle of a collective are lost, so after a failure others are started, and what lived
+is built again.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import hpnb
+from hpnb import RankError
+from hpnb.bench.whole import measure
+from hpnb.bench.whole.found import Entry, LayoutFound
+from hpnb.bench.whole.layouts import Shape
+from hpnb.bench.whole.measure import Begun
+from hpnb.bench.whole.task import Task
+
+_TOLERANCE = {16: 2e-3, 32: 1e-5}  # of the first losses: weights begin alike, and batches are the same
+_ROOM = 0.93  # of a GPU's memory: the rest is NCCL's, and lies between tensors
+_MEMORY = ("OutOfMemoryError", "out of memory", "OUT_OF_MEMORY")
+Say = Callable[[str], None]
+
+
+class Pools:
+    """Ranks that stay from layout to layout, and are started again where they were lost."""
+
+    def __init__(self, device: str, timeout: float) -> None:
+        self.device, self.timeout = device, timeout
+        self._pool: hpnb.Ranks | None = None
+
+    def of(self, ranks: int) -> hpnb.Ranks:
+        if self._pool is None or not self._pool.alive or self._pool.size != ranks:
+            self.close()
+            self._pool = hpnb.Ranks(ranks, device=self.device, timeout=self.timeout)
+        return self._pool
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = None
+
+
+@contextmanager
+def pools(device: str, timeout: float) -> Iterator[Pools]:
+    made = Pools(device, timeout)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+class Contest:
+    """Of one layout.
+
+    Args:
+        names: of candidates, hpnb's in front.
+        traces: a folder for Chrome traces of the fastest of either side of each wave.
+        say: takes what is worth a line while it runs.
+    """
+
+    def __init__(
+        self, among: Pools, task: Task, layout: str, shape: Shape, names: Sequence[str], rounds: int,
+        traces: str | None, say: Say,
+    ) -> None:  # fmt: skip
+        self.among, self.task, self.layout, self.shape = among, task, layout, shape
+        self.rounds, self.traces, self.say = rounds, traces, say
+        self.left, self.crowded = list(names), list[str]()
+        self.entries = {name: Entry(name, name.startswith("hpnb")) for name in names}
+        self.facts: dict[str, Begun] = {}
+        self.waves: list[dict[str, list[float]]] = []
+        self.retries = 0
+        self.live: list[str] = []
+        self._pool: hpnb.Ranks | None = None
+
+    def run(self) -> LayoutFound:
+        """All waves."""
+        self._call(measure.drop)
+        matmul = min(self._call(measure.matmul_rate, self.task.bits))
+        while self.left:
+            self._fill()
+            self._rounds(self.rounds)
+            if self.left and self.live and len(self.live) == 1 and not self._fits():
+                self.crowded.append(self.left.pop(0))
+            self._keep(self._anchor() if self.left else None)
+        for name in self.crowded:
+            self._in_turn(name)
+        self._keep(None)
+        units, flops = self.task.units, float(self.task.flops)
+        return LayoutFound(self.layout, self.shape.ranks, self.task.unit, units, flops, matmul,
+                           tuple(self._compared()), tuple(self.waves), self.retries)  # fmt: skip
+
+    # --- who lives ---------------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """Begin programs as long as there is room, hpnb's best so far first."""
+        anchor = self._anchor()
+        if anchor is not None and anchor not in self.live:
+            self._begin(anchor)
+        while self.left and (not self.live or self._fits()):
+            name, beside = self.left.pop(0), bool(self.live)
+            if (
+                not self._begin(name)
+                and beside
+                and any(word in self.entries[name].failed for word in _MEMORY)
+            ):
+                self.crowded.append(name)
+
+    def _begin(self, name: str) -> bool:
+        """Whether it lives now; if not, its entry says why."""
+        self._note(name, failed="")
+        try:
+            begun = self._call(measure.begin, self.task, self.shape, name)
+        except RankError as error:
+            self._failed(name, error)
+            return False
+        worst = max(begun, key=lambda one: one.peak)
+        if worst.refused:
+            self._note(name, failed=worst.refused)
+            return False
+        self.facts[name] = worst
+        self._note(name, losses=worst.losses, held=worst.held, peak=worst.peak)
+        self.live.append(name)
+        return True
+
+    def _failed(self, name: str, error: RankError) -> None:
+        """Its entry says so. If ranks were lost, who has lived there and was not measured is left to do."""
+        self._note(name, failed=_sentence(error))
+        self.say(f"{self.layout}, {name}: {_sentence(error)}")
+        others = [one for one in self.live if one != name]
+        if self.lost:
+            known = self._measured()
+            self.left[:0] = [one for one in others if one not in known]
+            others = []
+        self._keep(*others)
+
+    def _fits(self) -> bool:
+        """Whether one more is likely to: it is taken for as large as the largest."""
+        known = [self.facts[name] for name in self.live]
+        most = max(one.peak for one in known)
+        return not most or sum(one.held for one in known) + 1.15 * most < _ROOM * known[0].total
+
+    def _keep(self, *names: str | None) -> None:
+        self.live = [one for one in self.live if one in names]
+        self._call(measure.drop, tuple(self.live))
+
+    def _in_turn(self, name: str) -> None:
+        """A program that fits beside nobody, and hpnb's best."""
+        anchor, halves = self._anchor(), (self.rounds - self.rounds // 2, self.rounds // 2)
+        whole: dict[str, list[float]] = {}
+        for rounds in halves:
+            for one in ([anchor, name] if anchor else [name]) if rounds else []:
+                self._keep()
+                if not self._begin(one) or not self._rounds(rounds):
+                    return
+                for who, seconds in self.waves.pop().items():
+                    whole.setdefault(who, []).extend(seconds)
+        self.waves.append(whole)
+
+    # --- rounds ------------------------------------------------------------------------------------------
+
+    def _rounds(self, rounds: int) -> bool:
+        """One step of each that lives a round; another one begins each time. Whether all went well."""
+        new = [name for name in self.live if name not in self._measured()]
+        if not new and not self.crowded:
+            return False
+        wave: dict[str, list[float]] = {name: [] for name in self.live}
+        turn, name = list(self.live), self.live[0]
+        try:
+            before = self._call(measure.retries)
+            for _ in range(rounds):
+                for name in turn:
+                    wave[name].append(self._call(measure.one_step, name)[0])
+                turn = [*turn[1:], turn[0]]
+            after = self._call(measure.retries)
+            self.waves.append(wave)
+            self.retries = max(self.retries, *(b - a for a, b in zip(before, after, strict=True)))
+            for name in (one for one in new if self.entries[one].ours):
+                self._note(name, bubble=self._call(measure.bubble, name)[0])
+            self._profiles(new)
+        except RankError as error:
+            self._failed(name, error)
+            return False
+        return True
+
+    def _profiles(self, names: Sequence[str]) -> None:
+        """Of the fastest of either side."""
+        for ours in (True, False) if self.traces is not None else ():
+            if mine := [name for name in names if self.entries[name].ours == ours]:
+                name = min(mine, key=self._median)
+                path = f"{self.traces}/{self.task.what}-{self.layout}-{_file(name)}.json"
+                self.say(self._call(measure.profile, name, f"{self.layout}, {name}", path)[0])
+
+    def _anchor(self) -> str | None:
+        """hpnb's fastest so far."""
+        ours = [
+            name for name in self._measured() if self.entries[name].ours and not self.entries[name].failed
+        ]
+        return min(ours, key=self._median, default=None)
+
+    def _measured(self) -> list[str]:
+        return list(dict.fromkeys(name for wave in self.waves for name in wave))
+
+    def _median(self, name: str) -> float:
+        return statistics.median(second for wave in self.waves for second in wave.get(name, ()))
+
+    # --- what is said ------------------------------------------------------------------------------------
+
+    def _compared(self) -> Iterator[Entry]:
+        """Entries, of which those that compute another model have failed."""
+        known = measure.candidates(self.task.what, self.shape)
+        anchor = self._anchor()
+        for name, entry in self.entries.items():
+            if anchor is None or entry.failed or not known[name].same:
+                yield entry
+                continue
+            pairs = list(zip(self.entries[anchor].losses, entry.losses, strict=True))
+            apart = [abs(a - b) > _TOLERANCE[self.task.bits] * abs(a) for a, b in pairs]
+            if any(apart):
+                step = apart.index(True)
+                told = (
+                    f"the loss of step {step} is {pairs[step][1]:.6f}, that of {anchor} {pairs[step][0]:.6f}"
+                )
+                entry = replace(entry, failed=f"it does not train the same: {told}")
+            yield entry
+
+    def _note(self, name: str, **facts: Any) -> None:
+        self.entries[name] = replace(self.entries[name], **facts)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the ranks of the last call are gone."""
+        return self._pool is None or not self._pool.alive
+
+    def _call(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        self._pool = pool = self.among.of(self.shape.ranks)
+        return pool.run(fn, *args)
+
+
+def _sentence(error: RankError) -> str:
+    """The first line of what a rank said, without its frames."""
+    lines = [line.strip() for line in error.summary.splitlines() if line.strip()]
+    return " ".join(lines)[:300]
+
+
+def _file(name: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in name).strip("-")

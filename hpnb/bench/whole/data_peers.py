@@ -1,0 +1,225 @@
+"""PyTorch's programs of one GPU and of data parallelism: DDP, ZeroRedundancyOptimizer, FSDP2.
+
+    one            the model itself
+    DDP            DistributedDataParallel, gradients as views of buckets, a static graph
+    ZeRO 1         DDP and ZeroRedundancyOptimizer
+    ZeRO 2         FSDP2 that keeps what it has gathered until the backward (reshard_after_forward=False)
+    ZeRO 3         FSDP2
+
+Microbatches, where a batch does not fit at once, are accumulated before anything is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import hpnb
+from hpnb.bench.whole import forms
+from hpnb.bench.whole.forms import Compiled, Steps
+from hpnb.bench.whole.layouts import Shape
+from hpnb.bench.whole.program import Program
+from hpnb.bench.whole.task import CLASSES, Feed, Task
+
+Around = Callable[[], AbstractContextManager[Any]]
+
+
+def alone(how: Compiled, task: Task, shape: Shape) -> Program:
+    """The model on one GPU, with masters."""
+    model: Any = task.build().to(forms.narrow(task))
+    forms.use_loss(model, how)
+    forms.compile_parts(model, how)
+    return accumulating(task, shape, _whole(model, how), forms.adamw(model.parameters(), task.lr))
+
+
+def alone_autocast(how: Compiled, task: Task, shape: Shape) -> Program:
+    """The model on one GPU, with float32 weights."""
+    model: Any = task.build()
+    forms.use_loss(model, how)
+    forms.compile_parts(model, how)
+    optimizer = forms.adamw(model.parameters(), task.lr)
+    return accumulating(task, shape, _whole(model, how), optimizer, around=lambda: forms.autocast(task))
+
+
+def ddp(how: Compiled, task: Task, shape: Shape) -> Program:
+    """DDP of bf16 weights with masters: gradients travel as bf16."""
+    model: Any = task.build().to(forms.narrow(task))
+    forms.use_loss(model, how)
+    forms.compile_parts(model, how)
+    wrapped = replicated(model, task.parts(shape) == 1)
+    return accumulating(task, shape, _whole(wrapped, how), forms.adamw(model.parameters(), task.lr), wrapped)
+
+
+def ddp_autocast(how: Compiled, task: Task, shape: Shape) -> Program:
+    """DDP of float32 weights; gradients are compressed to bf16 on their way."""
+    model: Any = task.build()
+    forms.use_loss(model, how)
+    forms.compile_parts(model, how)
+    wrapped = _compressed(task, replicated(model, task.parts(shape) == 1))
+    optimizer = forms.adamw(model.parameters(), task.lr)
+    runs, around = _whole(wrapped, how), lambda: forms.autocast(task)
+    return accumulating(task, shape, runs, optimizer, wrapped, around=around)
+
+
+def zero_1(task: Task, shape: Shape) -> Program:
+    """DDP, and an optimizer whose states are dealt out."""
+    model: Any = task.build()
+    forms.use_loss(model, "blocks")
+    forms.compile_parts(model, "blocks")
+    wrapped = _compressed(task, replicated(model, False))  # it steps views that a static graph forbids
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=task.lr, fused=True
+    )
+    return accumulating(task, shape, wrapped, optimizer, wrapped, around=lambda: forms.autocast(task))
+
+
+def fsdp(reshard: bool, sharded: bool, task: Task, shape: Shape) -> Program:
+    """FSDP2.
+
+    Args:
+        reshard: let gathered parameters go after the forward.
+        sharded: False keeps replicas, by a mesh of (dp, 1).
+    """
+    model: Any = task.build()
+    forms.use_loss(model, "blocks")
+    forms.compile_parts(model, "blocks")
+    mesh = mesh_of(("dp",), (shape.dp,)) if sharded else mesh_of(("dp", "one"), (shape.dp, 1))
+    shard(task, model, mesh, reshard)
+    return accumulating(task, shape, model, forms.adamw(model.parameters(), task.lr), model)
+
+
+def timm(how: Compiled, task: Task, shape: Shape) -> Program:
+    """timm's ViT of the same shape in DDP, with masters.
+
+    Raises:
+        ValueError: timm is not installed, or it has no ViT of this size.
+    """
+    try:
+        import timm as library  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        raise ValueError("timm is not installed here, so its ViT is not measured") from None
+    if getattr(task.size, "image", None) != 224:
+        raise ValueError("timm has a ViT-L/16 of 224 pixels, and not this size")
+    torch.manual_seed(0)
+    model = _Classifier(library.create_model("vit_large_patch16_224", num_classes=CLASSES))
+    model = model.to(hpnb.device(), forms.narrow(task))
+    if how == "blocks" and hpnb.device().type == "cuda":
+        for block in model.inner.blocks:
+            block.compile(dynamic=False)
+    optimizer = forms.adamw(model.parameters(), task.lr)
+    wrapped = replicated(model, True) if shape.dp > 1 else model
+    return accumulating(task, shape, _whole(wrapped, how), optimizer, wrapped)
+
+
+# --- what they are made of -----------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=8)
+def mesh_of(names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
+    """All programs of a layout share its groups."""
+    return init_device_mesh(hpnb.device().type, sizes, mesh_dim_names=names)
+
+
+def replicated(model: nn.Module, static: bool, group: dist.ProcessGroup | None = None) -> nn.Module:
+    return DistributedDataParallel(
+        model, process_group=group, gradient_as_bucket_view=True, static_graph=static
+    )
+
+
+def _compressed(task: Task, wrapped: Any) -> Any:
+    if task.bits == 16:
+        wrapped.register_comm_hook(None, bf16_compress_hook)
+    return wrapped
+
+
+def shard(task: Task, model: nn.Module, mesh: DeviceMesh, reshard: bool) -> None:
+    """In place: each block by itself, and the rest."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if task.bits == 16 else None)
+    for block in forms.blocks(model):
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+
+
+def _whole(model: Any, how: Compiled) -> Any:
+    return torch.compile(model, dynamic=False) if how == "whole" and hpnb.device().type == "cuda" else model
+
+
+def accumulating(
+    task: Task,
+    shape: Shape,
+    runs: Any,
+    optimizer: Steps,
+    sends: Any = None,
+    around: Around = nullcontext,
+    within: Around = nullcontext,
+) -> Program:
+    """A step: microbatch after microbatch, of which the last one's backward sends gradients.
+
+    Args:
+        runs: is called with a microbatch and gives outputs with a loss.
+        sends: the DDP or FSDP2 module that is not to send before.
+        around: each forward; `within`: forward and backward.
+    """
+    parts, dtype = task.parts(shape), next(runs.parameters()).dtype
+    coordinate = hpnb.rank() // (shape.pp * shape.tp)  # of dp, which is outermost
+    feed, seen = Feed(task, coordinate, shape.dp), list[torch.Tensor]()
+
+    def quiet(last: bool) -> AbstractContextManager[Any]:
+        if isinstance(sends, DistributedDataParallel):
+            return nullcontext() if last else sends.no_sync()
+        if hasattr(sends, "set_requires_gradient_sync"):
+            sends.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        losses = []
+        for i, part in enumerate(feed.split(parts)):
+            with quiet(i == parts - 1), within():
+                with around():
+                    loss = runs(**forms.inputs(part, dtype)).loss / parts
+                loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        seen[:] = losses
+
+    def loss() -> float:
+        return mean(torch.stack([_number(one) for one in seen]).sum())
+
+    return Program(step, loss, feed)
+
+
+def _number(loss: torch.Tensor) -> torch.Tensor:
+    whole: Any = loss
+    return (whole.full_tensor() if hasattr(whole, "full_tensor") else loss).double()
+
+
+def mean(loss: torch.Tensor, ranks: int | None = None) -> float:
+    """Over those ranks that have a loss, by default all; several may have the same one."""
+    total = loss.detach().double().clone()
+    dist.all_reduce(total)
+    return total.item() / (ranks or dist.get_world_size())
+
+
+class _Classifier(nn.Module):
+    """An image model as transformers' are called."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=F.cross_entropy(self.inner(pixel_values).float(), labels))

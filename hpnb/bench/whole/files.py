@@ -1,0 +1,95 @@
+"""Files of results: JSON, a file a run, dated, stamped with the commit; the README's table is made of them.
+
+hpnb/bench/results/2026-01-31T0915-gpt2-xl-0123abcd.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hpnb.bench.whole.found import Run
+from hpnb.bench.whole.rows import markdown
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def commit() -> str:
+    """Of the code that runs: 8 digits, with a + behind them where files differ from it; or "unknown"."""
+    try:
+        head = _git("rev-parse", "--short=8", "HEAD")
+        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def _git(*what: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *what]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    return done.stdout.strip()
+
+
+def write(run: Run, where: str | Path) -> Path:
+    """Into a file, or into a folder under a name that says when and what. Written whole or not at all.
+
+    Returns:
+        The file.
+    """
+    path = Path(where)
+    if path.suffix != ".json":
+        path = path / f"{run.date[:16].replace(':', '')}-{run.what}-{run.commit}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, draft = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump(run.as_json(), file, indent=1)
+        file.write("\n")
+    Path(draft).chmod(0o644)
+    Path(draft).replace(path)
+    return path
+
+
+def read(folder: Path = RESULTS) -> list[Run]:
+    """All runs of a folder, the oldest first.
+
+    Raises:
+        ValueError: a file that is no result; it says which.
+    """
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            found.append(Run.of_json(json.loads(path.read_text(encoding="utf-8"))))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path.name} is no file of results ({type(error).__name__}: {error})") from None
+    return sorted(found, key=lambda run: run.date)
+
+
+def newest(runs: Sequence[Run]) -> list[Run]:
+    """One for each key: every layout as it was measured last. Runs of another day or commit are not mixed in
+    unless they alone have a layout; then the table says so in its last line.
+    """
+    merged: dict[str, Run] = {}
+    stamps: dict[str, dict[str, str]] = {}
+    for run in runs:  # the oldest first
+        before = merged.get(run.key)
+        layouts = {**(before.layouts if before else {}), **run.layouts}
+        stamps.setdefault(run.key, {}).update(dict.fromkeys(run.layouts, run.commit))
+        known = list(dict.fromkeys(stamps[run.key][name] for name in layouts))
+        merged[run.key] = replace(run, layouts=layouts, commit=" and ".join(known) or run.commit)
+    return [merged[key] for key in sorted(merged)]
+
+
+def table(folder: Path = RESULTS) -> str:
+    """The README's tables, of the newest results.
+
+    Raises:
+        ValueError: there are none, or a file that is none.
+    """
+    runs = [run for run in newest(read(folder)) if run.layouts]
+    if not runs:
+        raise ValueError(f"{folder} has no results; `python -m hpnb.bench gpt2-xl --out FOLDER` writes some")
+    return "\n\n".join(markdown(run) for run in runs)

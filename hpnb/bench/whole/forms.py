@@ -1,0 +1,122 @@
+"""In which precision, and how compiled, PyTorch's programs run: each in the form that serves it best.
+
+    masters     bf16 weights, and AdamW over float32 copies of them: what hpnb does, in plain PyTorch
+    autocast    float32 weights, products in bf16; gradients are float32, and travel as bf16 with DDP
+    FSDP2       float32 shards, gathered and reduced as bf16: MixedPrecisionPolicy
+
+PyTorch's optimizers have no masters, so the first takes 20 lines of one's own. The blocks are compiled one by
+one, or the model whole; the loss is compiled either way. On a CPU all is float32, and nothing is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import hpnb
+from hpnb.bench.whole.task import Task
+
+Compiled = Literal["blocks", "whole", "no"]
+
+
+class Steps(Protocol):
+    """What a program needs of an optimizer."""
+
+    def step(self) -> Any: ...
+
+    def zero_grad(self) -> Any: ...
+
+
+class MasterAdamW:
+    """AdamW over float32 copies of 16-bit weights; of a DTensor it steps this rank's share."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        self.parameters = list(parameters)
+        self.narrow = [local(p.detach()) for p in self.parameters]
+        self.wide = [p.float() for p in self.narrow]  # bf16 to float32, so these are copies
+        self.inner = torch.optim.AdamW(self.wide, lr=lr, fused=True)
+
+    def zero_grad(self) -> None:
+        for p in self.parameters:
+            p.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        given, wide = [gradient(p) for p in self.parameters], [torch.empty_like(p) for p in self.wide]
+        for p, grad in zip(self.wide, wide, strict=True):
+            p.grad = grad
+        torch._foreach_copy_(wide, given)
+        self.inner.step()
+        self.inner.zero_grad()
+        torch._foreach_copy_(self.narrow, self.wide)
+
+
+def local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+@torch.no_grad()
+def gradient(p: nn.Parameter) -> torch.Tensor:
+    """Of this rank's share, in place of `p.grad`; what is partial, as sequence parallelism leaves it, is
+    summed."""
+    assert p.grad is not None
+    if isinstance(p, DTensor) and isinstance(p.grad, DTensor):
+        p.grad = p.grad.redistribute(placements=p.placements)
+    return local(p.grad)
+
+
+def adamw(parameters: Iterable[nn.Parameter], lr: float) -> Steps:
+    """Fused, with masters for 16 bits. A fused step takes DTensors of one mesh at a time."""
+    given = list(parameters)
+    if given[0].dtype == torch.bfloat16:
+        return MasterAdamW(given, lr)
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for p in given:
+        groups.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+    return torch.optim.AdamW([{"params": group} for group in groups.values()], lr=lr, fused=True)
+
+
+def narrow(task: Task) -> torch.dtype:
+    """Of weights with masters."""
+    return torch.bfloat16 if task.bits == 16 else torch.float32
+
+
+def autocast(task: Task) -> torch.autocast:
+    return torch.autocast(hpnb.device().type, torch.bfloat16, enabled=task.bits == 16)
+
+
+def blocks(model: nn.Module) -> nn.ModuleList:
+    """Of the transformer."""
+    return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+
+
+def compile_parts(model: Any, how: Compiled) -> None:
+    """The blocks, in place, and a language model's loss, of which float32 logits are then never stored."""
+    if hpnb.device().type != "cuda" or how == "no":
+        return
+    if how == "blocks":
+        for block in blocks(model):
+            block.compile(dynamic=False)
+
+
+def use_loss(model: Any, how: Compiled) -> None:
+    """Give a GPT-2 the loss below, compiled where blocks are; a ViT keeps its own."""
+    if model.config.model_type == "gpt2":
+        compiles = hpnb.device().type == "cuda" and how == "blocks"
+        model.loss_function = torch.compile(causal_loss, dynamic=False) if compiles else causal_loss
+
+
+def causal_loss(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+    """The mean over the words that come next: logits (B, s, V), labels (B, s)."""
+    following = F.pad(labels, (0, 1), value=-100)[..., 1:]
+    return F.cross_entropy(logits.float().flatten(0, 1), following.flatten())
+
+
+def inputs(batch: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Pixels in the dtype of the weights."""
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}

@@ -1,0 +1,138 @@
+"""What was measured, as data: printed at once, written to a file, and read again for the README's table.
+
+A ratio is one of speeds, hpnb's over the peer's, so above 1 hpnb is ahead. It is taken round by round: both
+have taken a step within the same second, on the same ranks.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hpnb.bench.report import Row
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One program in one layout.
+
+    Attributes:
+        losses: of the first steps.
+        held, peak: bytes of the rank with most, between steps and at most; 0 without a GPU.
+        bubble: measured and simulated idle share of a pipeline.
+        failed: why there are no times, in a sentence.
+    """
+
+    name: str
+    ours: bool
+    losses: tuple[float, ...] = ()
+    held: int = 0
+    peak: int = 0
+    bubble: tuple[float, float] | None = None
+    failed: str = ""
+
+
+@dataclass(frozen=True)
+class LayoutFound:
+    """One layout.
+
+    Attributes:
+        ranks: that share a step.
+        unit, units: what a step has: tokens or images, over all ranks.
+        flops: of a step, over all ranks.
+        matmul: FLOP/s of products alone, the least of all ranks, in the same run.
+        waves: seconds of steps, {name: one a round}, of programs that took turns.
+        retries: of the allocator during the rounds, the most of a rank; above 0 memory was too tight.
+    """
+
+    layout: str
+    ranks: int
+    unit: str
+    units: int
+    flops: float
+    matmul: float
+    entries: tuple[Entry, ...]
+    waves: tuple[dict[str, list[float]], ...] = ()
+    retries: int = 0
+
+    def seconds(self, name: str) -> float | None:
+        """The median of a program's steps."""
+        found = [second for wave in self.waves for second in wave.get(name, ())]
+        return statistics.median(found) if found else None
+
+    def fastest(self, ours: bool) -> Entry | None:
+        """hpnb's best program, or the best peer; those that failed do not count."""
+        ran = [
+            e for e in self.entries if e.ours == ours and not e.failed and self.seconds(e.name) is not None
+        ]
+        return min(ran, key=lambda e: self.seconds(e.name) or 0.0, default=None)
+
+    def ratio(self, ours: str, peer: str) -> tuple[float, float, float] | None:
+        """(median, lower and upper quartile) of how many times as fast as the peer; None if never side by
+        side."""
+        pairs = [
+            theirs / mine
+            for wave in self.waves
+            if ours in wave and peer in wave
+            for mine, theirs in zip(wave[ours], wave[peer], strict=True)
+        ]
+        return (Row("", tuple(pairs)).median, *Row("", tuple(pairs)).quartiles) if pairs else None
+
+    def per_gpu(self, name: str) -> float:
+        """Tokens or images a second, of one rank."""
+        return self.units / (self.seconds(name) or float("nan")) / self.ranks
+
+    def tflops(self, name: str) -> float:
+        """TFLOP/s of one rank; what is computed again does not count."""
+        return self.flops / (self.seconds(name) or float("nan")) / self.ranks / 1e12
+
+    def share(self, name: str) -> float:
+        """Of the rate of products alone."""
+        return self.tflops(name) * 1e12 / self.matmul
+
+
+@dataclass
+class Run:
+    """One call of `python -m hpnb.bench gpt2-xl`, and where and when.
+
+    Attributes:
+        key: runs of equal keys measure the same thing, and belong in one table.
+        scaling: {candidate: {ranks: units a second and rank}}.
+        losses: {layout: distance from one GPU's losses}, and the distance that is allowed.
+    """
+
+    what: str
+    key: str
+    title: str
+    date: str
+    commit: str
+    device: str
+    ranks: int
+    versions: dict[str, str]
+    layouts: dict[str, LayoutFound] = field(default_factory=dict)
+    scaling: dict[str, dict[str, float]] = field(default_factory=dict)
+    losses: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"format": 1, **asdict(self)}
+
+    @classmethod
+    def of_json(cls, given: dict[str, Any]) -> Run:
+        """The run of a file.
+
+        Raises:
+            ValueError: not such a file.
+        """
+        if given.get("format") != 1:
+            raise ValueError(f"format {given.get('format')!r} of results is not known; 1 is")
+        rest = {name: value for name, value in given.items() if name not in ("format", "layouts")}
+        return cls(**rest, layouts={name: _layout(one) for name, one in given["layouts"].items()})
+
+
+def _layout(given: dict[str, Any]) -> LayoutFound:
+    entries = tuple(
+        Entry(**{**e, "losses": tuple(e["losses"]), "bubble": tuple(e["bubble"]) if e["bubble"] else None})
+        for e in given["entries"]
+    )
+    return LayoutFound(**{**given, "entries": entries, "waves": tuple(given["waves"])})

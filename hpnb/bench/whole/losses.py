@@ -1,0 +1,33 @@
+"""Do all layouts train as one GPU does? The losses of 50 steps, each with a batch of its own.
+
+    distance of two runs     ||a - b|| / ||a||, over the losses of all steps
+    what is allowed          3 x that of one GPU's from itself with rows in the opposite order
+
+In 16 bits no two orders of summation give the same losses, so a layout may be as far off as an order is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+ALLOWED = 3.0
+
+
+def distance(a: Sequence[float], b: Sequence[float]) -> float:
+    """||a - b|| / ||a||.
+
+    Raises:
+        ValueError: of unequally many steps.
+    """
+    if len(a) != len(b):
+        raise ValueError(f"losses of {len(a)} and of {len(b)} steps cannot be compared")
+    return math.dist(a, b) / math.hypot(*a)
+
+
+def line(layout: str, name: str, far: float, noise: float) -> str:
+    """What is printed of a layout, given its distance and that of the opposite order."""
+    said = "coincide" if far <= ALLOWED * noise else "TOO FAR APART"
+    return (
+        f"{layout:10} {name:34} {far:.2e}   {far / noise if noise else math.inf:6.2f} x the order's: {said}"
+    )

@@ -1,0 +1,232 @@
+"""PyTorch's pipelines: torch.distributed.pipelining over stages of transformers' model, and what they lack.
+
+    pp         stages of bf16 weights with masters
+    dp x pp    the same stages in DDP, or of float32 shards in FSDP2; pipelining sends nothing before the last
+               microbatch
+    tp x pp    stages of a model that `parallelize_module` has cut
+
+Stages have the layers that hpnb's have. The last one computes the loss of its microbatch, so that no logits
+pass through the schedule. GPT-2's table of words is embedding and head, on two stages: pipelining knows
+nothing of it, so both have a copy, and their gradients are summed after the schedule, as Megatron does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import hpnb
+from hpnb.bench import tensor_peer
+from hpnb.bench.whole import forms
+from hpnb.bench.whole.data_peers import mean, mesh_of, replicated, shard
+from hpnb.bench.whole.layouts import Shape
+from hpnb.bench.whole.program import Program
+from hpnb.bench.whole.task import Feed, Task
+from hpnb.bench.whole.tensor_peers import by_words
+from hpnb.models import GPT2Size
+
+CHUNKS = {"Schedule1F1B": 1, "ScheduleInterleaved1F1B": 2, "ScheduleZBVZeroBubble": 2}
+_AXES = ("dp", "pp", "tp")
+Replicas = Literal["ddp", "fsdp"]
+
+
+def pipelined(
+    kind: str, replicas: Replicas, how: forms.Compiled, sequence: bool, task: Task, shape: Shape
+) -> Program:
+    """A program of the schedule `kind`, one of `CHUNKS`.
+
+    Args:
+        replicas: what stages of several replicas are wrapped in.
+        how: "blocks" compiles them, for schedules that do not split backwards.
+        sequence: SequenceParallel too, along tp.
+
+    Raises:
+        ValueError: heads or tokens that do not divide.
+    """
+    chunks, parts = CHUNKS[kind], task.parts(shape)
+    mesh = mesh_of(_AXES, (shape.dp, shape.pp, shape.tp))
+    place, count = mesh["pp"].get_local_rank(), shape.pp * chunks
+    there_and_back = kind == "ScheduleZBVZeroBubble"
+    second = count - 1 - place if there_and_back else place + shape.pp
+    mine = [place, second][:chunks]
+    wide = shape.dp > 1 and replicas == "fsdp"
+    made = _stages(task, mesh, mine, count, wide, sequence, how)
+    tie = _Tie(mesh, made, there_and_back) if isinstance(task.size, GPT2Size) else None
+    held: list[Any] = list(made.values())
+    if wide:
+        for stage in held:
+            shard(task, stage, mesh["dp"], reshard=False)
+    elif shape.dp > 1:
+        held = [replicated(stage, False, mesh["dp"].get_group()) for stage in held]
+    optimizer = forms.adamw([p for stage in made.values() for p in stage.parameters()], task.lr)
+    coordinate = mesh["dp"].get_local_rank()
+    feed, seen = Feed(task, coordinate, shape.dp), list[torch.Tensor]()
+    dtype = forms.narrow(task)
+    rows = task.batch // shape.dp // parts
+    stages = [
+        _stage(task, module, i, count, rows, mesh, sequence) for i, module in zip(made, held, strict=True)
+    ]
+    kinds: Any = getattr(pipelining, kind)
+    schedule = kinds(stages if chunks > 1 else stages[0], parts, loss_fn=_first)
+    enters = 0 in made
+    ends = count - 1 in made
+
+    def step() -> None:
+        optimizer.zero_grad()
+        given = forms.inputs(feed.batch, dtype)
+        labels = given.pop("labels")
+        args = tuple(given.values()) if enters else ()
+        told = {"labels": labels, "target": labels, "losses": seen} if ends else {}
+        seen.clear()
+        with by_words(task)() if shape.tp > 1 else nullcontext():
+            schedule.step(*args, **told)
+        if tie is not None:
+            tie.sum()
+        optimizer.step()
+
+    def loss() -> float:
+        there = torch.stack([one.detach().double() for one in seen]).mean() if ends else torch.zeros(())
+        return mean(there.to(hpnb.device()), shape.dp * shape.tp)
+
+    return Program(step, loss, feed)
+
+
+# --- stages ----------------------------------------------------------------------------------------------
+
+
+class Stage(nn.Module):
+    """Some layers of a model: rows or hidden states in, hidden states or a loss (1,) out."""
+
+    def __init__(self, model: Any, layers: range, last: int) -> None:
+        super().__init__()
+        self.causal = model.config.model_type == "gpt2"
+        core = model.transformer if self.causal else model.vit
+        found = core.h if self.causal else core.layers
+        self.first, self.last = layers.start == 0, layers.stop == last
+        self.blocks = nn.ModuleList([found[i - 1] for i in layers if 0 < i < last - 1])
+        if self.first and self.causal:
+            self.words, self.places, self.drop = core.wte, core.wpe, core.drop
+        elif self.first:
+            self.embeddings = core.embeddings
+        if self.last:
+            self.norm, self.head = (
+                (core.ln_f, model.lm_head) if self.causal else (core.layernorm, model.classifier)
+            )
+            if self.causal:  # a copy of the table of words
+                weight = self.head.weight
+                self.head.weight = nn.Parameter(weight.detach().clone())
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        if self.first and self.causal:
+            places = torch.arange(x.size(1), device=x.device).unsqueeze(0)
+            x = self.drop(self.words(x) + self.places(places))  # (b, s, h)
+        elif self.first:
+            x = self.embeddings(x)
+        for block in self.blocks:
+            x = block(x)
+        if not self.last:
+            return x
+        assert labels is not None
+        x = self.norm(x)
+        if self.causal:
+            loss = self.loss(self.head(x), labels)
+        else:
+            loss = F.cross_entropy(self.head(x[:, 0]).float(), labels)
+        loss = loss.to_local() if isinstance(loss, DTensor) else loss
+        return loss + loss.new_zeros(1)  # (1,), and no view, which FSDP2 warns of
+
+    loss = staticmethod(forms.causal_loss)
+
+
+def _stages(
+    task: Task, mesh: DeviceMesh, mine: Sequence[int], count: int, wide: bool, sequence: bool,
+    how: forms.Compiled,
+) -> dict[int, Stage]:  # fmt: skip
+    """Those of the numbers `mine`; the rest of the model is let go."""
+    model: Any = task.build()
+    if not wide:
+        model = model.to(forms.narrow(task))
+    if mesh["tp"].size() > 1:
+        tensor_peer.parallelize(model, mesh["tp"], sequence)
+    ends = list(pairwise(accumulate(task.cut(count), initial=0)))
+    found = {i: Stage(model, range(*ends[i]), ends[-1][1]) for i in mine}
+    for stage in found.values():
+        forms.compile_parts(stage, how)
+        if stage.last and stage.causal and hpnb.device().type == "cuda" and mesh["tp"].size() == 1:
+            stage.loss = torch.compile(forms.causal_loss, dynamic=False)
+    return found
+
+
+def _stage(
+    task: Task, module: nn.Module, index: int, count: int, rows: int, mesh: DeviceMesh, sequence: bool
+) -> pipelining.PipelineStage:
+    """With its shapes told, so that nothing is run to find them."""
+    size, dtype = task.size, forms.narrow(task)
+    length = size.length if isinstance(size, GPT2Size) else size.tokens
+    ranks = mesh["tp"].size() if sequence else 1
+    between = torch.empty(
+        rows, -(-length // ranks), size.hidden, dtype=dtype, device="meta", requires_grad=True
+    )
+    enters: torch.Tensor = between
+    if index == 0 and isinstance(size, GPT2Size):
+        enters = torch.empty(rows, length, dtype=torch.long, device="meta")
+    elif index == 0:
+        enters = torch.empty(rows, 3, size.image, size.image, dtype=dtype, device="meta")  # type: ignore[union-attr]
+    leaves = torch.empty(1, device="meta", requires_grad=True) if index == count - 1 else between
+    return pipelining.PipelineStage(
+        module, index, count, hpnb.device(), input_args=(enters,), output_args=(leaves,),
+        group=mesh["pp"].get_group(),
+    )  # fmt: skip
+
+
+def _first(loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The last stage's output is the loss. A view of it could not be detached, as ZBV wants to."""
+    return loss.mean()
+
+
+class _Tie:
+    """Sums the gradients of the table of words over the stages that have a copy of it."""
+
+    def __init__(self, mesh: DeviceMesh, made: dict[int, Stage], there_and_back: bool) -> None:
+        self.ends = [stage for stage in made.values() if stage.first or stage.last]
+        # A group is made by all ranks, or by none: with a V both copies are on the first rank.
+        self.group = None if there_and_back else _pairs(tuple(map(tuple, _columns(mesh).tolist())))
+
+    def sum(self) -> None:
+        grads = [
+            forms.gradient(table.weight)
+            for stage in self.ends
+            for table in [stage.words if stage.first else stage.head]
+        ]
+        if len(grads) == 2:
+            grads[0].add_(grads[1])
+            grads[1].copy_(grads[0])
+        elif grads:
+            dist.all_reduce(grads[0], group=self.group)
+
+
+def _columns(mesh: DeviceMesh) -> torch.Tensor:
+    """(dp tp, pp): the ranks of every pipeline."""
+    return mesh.mesh.movedim(1, -1).flatten(0, 1)
+
+
+@lru_cache(maxsize=4)
+def _pairs(columns: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+    """The group of this pipeline's first and last rank. All ranks call it."""
+    mine: dist.ProcessGroup | None = None
+    for column in columns:
+        group: Any = dist.new_group([column[0], column[-1]])
+        if hpnb.rank() in column:
+            mine = group
+    return mine

@@ -1,0 +1,102 @@
+"""Tables of what was found: as text while a run goes on, and as Markdown for the README."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpnb.bench.whole.found import Entry, LayoutFound, Run
+
+_WIDTH = 54
+
+
+def head(unit: str) -> str:
+    """Of the rows below."""
+    return (
+        f"{'':{_WIDTH}} {'step':>11} {unit + '/s/GPU':>14} {'TFLOP/s/GPU':>12} {'of matmul':>10} "
+        f"{'peak':>10} {'bubble':>8} {'simulated':>10}   hpnb's speed over it"
+    )
+
+
+def rows(found: LayoutFound) -> list[str]:
+    """A row for each program of a layout; then hpnb's best over the best peer."""
+    lines = [f"{found.layout}: products alone {found.matmul / 1e12:.4g} TFLOP/s"]
+    best, peer = found.fastest(ours=True), found.fastest(ours=False)
+    for entry in found.entries:
+        name = f"  {entry.name}"
+        seconds = found.seconds(entry.name)
+        if entry.failed or seconds is None:
+            lines.append(f"{name:{_WIDTH}} {entry.failed or 'its rounds were lost with others'}")
+            continue
+        bubble = ["-", "-"] if entry.bubble is None else [f"{100 * part:.1f} %" for part in entry.bubble]
+        line = (
+            f"{name:{_WIDTH}} {seconds * 1e3:8.2f} ms {_amount(found.per_gpu(entry.name)):>14} "
+            f"{found.tflops(entry.name):12.4g} {found.share(entry.name):10.1%} {_gib(entry.peak):>10} "
+            f"{bubble[0]:>8} {bubble[1]:>10}"
+        )
+        if best is not None and not entry.ours:
+            line += f"   {_ratio(found, best, entry)}"
+        lines.append(line)
+    if best is not None and peer is not None:
+        lines.append(f"  {best.name} over {peer.name}: {_ratio(found, best, peer)}")
+    if found.retries:
+        lines.append(
+            f"  the allocator ran out of memory {found.retries} times during the rounds: times are too long"
+        )
+    return lines
+
+
+def families(layouts: Sequence[LayoutFound]) -> list[str]:
+    """hpnb's layouts of data parallelism over the best peer of all of them, by medians."""
+    family = [f for f in layouts if f.layout[:2] in ("dp", "ze") and "x" not in f.layout]
+    peers = [(f, peer) for f in family if (peer := f.fastest(ours=False)) is not None]
+    if len(family) < 2 or not peers:
+        return []
+    where, best = max(peers, key=lambda pair: pair[0].per_gpu(pair[1].name))
+    lines = [f"over the best peer of these layouts, {best.name} of {where.layout}:"]
+    for f in family:
+        if (mine := f.fastest(ours=True)) is not None:
+            lines.append(f"  {f.layout:8} {f.per_gpu(mine.name) / where.per_gpu(best.name):.3f}")
+    return lines
+
+
+def markdown(run: Run) -> str:
+    """The README's table of a run, with where it was measured."""
+    unit = next(iter(run.layouts.values())).unit if run.layouts else "tokens"
+    heads = ["layout", "hpnb", f"{unit}/s/GPU", "TFLOP/s/GPU", "of matmul", "peak", "bubble (simulated)",
+             "best peer", "TFLOP/s/GPU", "peak", "hpnb / peer"]  # fmt: skip
+    lines = [f"{run.title}; {run.ranks} x {run.device}.", "", _line(heads), _line(["---"] * len(heads))]
+    for found in run.layouts.values():
+        best, peer = found.fastest(ours=True), found.fastest(ours=False)
+        mine, theirs = [""] * 6, ["none ran", "", "", ""]
+        if best is not None:
+            said = best.name.removeprefix("hpnb").lstrip(", ") or "as is"
+            bubble = "" if best.bubble is None else f"{best.bubble[0]:.1%} ({best.bubble[1]:.1%})"
+            mine = [said, _amount(found.per_gpu(best.name)), f"{found.tflops(best.name):.4g}",
+                    f"{found.share(best.name):.0%}", _gib(best.peak), bubble]  # fmt: skip
+        if peer is not None:
+            ratio = "" if best is None else _ratio(found, best, peer)
+            theirs = [peer.name, f"{found.tflops(peer.name):.4g}", _gib(peer.peak), ratio]
+        lines.append(_line([found.layout, *mine, *theirs]))
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    lines += ["", f"Measured {run.date[:10]} at {run.commit}, with {versions}."]
+    return "\n".join(lines)
+
+
+def _ratio(found: LayoutFound, ours: Entry, peer: Entry) -> str:
+    """Round by round where both took turns; else of medians."""
+    ratio = found.ratio(ours.name, peer.name)
+    if ratio is not None:
+        return f"{ratio[0]:.3f} [{ratio[1]:.3f}, {ratio[2]:.3f}]"
+    return f"{found.per_gpu(ours.name) / found.per_gpu(peer.name):.3f} (of medians)"
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _gib(held: int) -> str:
+    return f"{held / 2**30:.1f} GiB" if held else "-"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

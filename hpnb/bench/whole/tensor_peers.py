@@ -1,0 +1,54 @@
+"""PyTorch's programs of tensor parallelism: `parallelize_module` (../tensor_peer.py), and FSDP2 around it.
+
+tp         bf16 weights with masters, the head cut by words with loss_parallel, blocks compiled
+dp x tp    the same plan of float32 weights on a mesh of two dims, sharded by FSDP2 along dp
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch.distributed.tensor.parallel import loss_parallel
+
+from hpnb.bench import tensor_peer
+from hpnb.bench.whole import forms
+from hpnb.bench.whole.data_peers import accumulating, mesh_of, shard
+from hpnb.bench.whole.forms import Compiled
+from hpnb.bench.whole.layouts import Shape
+from hpnb.bench.whole.program import Program
+from hpnb.bench.whole.task import Task
+from hpnb.models import GPT2Size
+
+
+def parallelized(how: Compiled, sequence: bool, task: Task, shape: Shape) -> Program:
+    """All ranks share each matrix.
+
+    Raises:
+        ValueError: heads or tokens that do not divide.
+    """
+    mesh = mesh_of(("tp",), (shape.tp,))
+    model = tensor_peer.parallelize(task.build().to(forms.narrow(task)), mesh, sequence)
+    forms.compile_parts(model, how)
+    optimizer = forms.adamw(model.parameters(), task.lr)
+    return accumulating(task, shape, model, optimizer, within=by_words(task))
+
+
+def sharded(how: Compiled, sequence: bool, task: Task, shape: Shape) -> Program:
+    """tp innermost, and FSDP2 along dp.
+
+    Raises:
+        ValueError: heads or tokens that do not divide.
+    """
+    mesh = mesh_of(("dp", "tp"), (shape.dp, shape.tp))
+    model = tensor_peer.parallelize(task.build(), mesh["tp"], sequence)
+    forms.compile_parts(model, how)
+    shard(task, model, mesh["dp"], reshard=False)
+    optimizer = forms.adamw(model.parameters(), task.lr)
+    return accumulating(task, shape, model, optimizer, model, within=by_words(task))
+
+
+def by_words(task: Task) -> Callable[[], AbstractContextManager[Any]]:
+    """What forward and backward of logits that are cut run in; a ViT's are whole."""
+    return loss_parallel if isinstance(task.size, GPT2Size) else nullcontext

@@ -1,0 +1,468 @@
+"""Whole programs, hpnb's beside PyTorch's: all train the same model, one that fails costs its own row, and
+the README's table is made of files. What they measure is never asserted."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hpnb
+from hpnb.bench import __main__ as command
+from hpnb.bench.whole import contest, files, forms, layouts, losses, measure, ours, peers, rows, task
+from hpnb.bench.whole.found import Entry, LayoutFound, Run
+from hpnb.bench.whole.layouts import Shape
+from hpnb.bench.whole.measure import Begun
+from hpnb.bench.whole.program import Candidate, Program
+
+STEPS = 3
+RATE = 1e-2  # at which so few steps of AdamW are seen in the loss
+
+
+def tiny(what: task.What = "gpt2-xl", ranks: int = 2, **sizes: Any) -> task.Task:
+    """Of few layers and microbatches: a test has no time for more."""
+    made = task.task(what, "cpu", ranks, tiny=True, batch=2 * ranks, **sizes)
+    return replace(made, size=replace(made.size, hidden=32, mlp=64, layers=4), microbatches=2, lr=RATE)
+
+
+# --- all programs train the same -------------------------------------------------------------------------
+
+
+def losses_of(of: task.Task, names: list[str], which: str) -> dict[str, dict[str, list[float]]]:
+    """By layout and program, the losses of the first steps, of programs whose names have `which` in them."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for layout in names:
+        shape = layouts.shape(layout, hpnb.world_size())
+        found[layout] = {}
+        for name, candidate in measure.candidates(of.what, shape).items():
+            if candidate.same and re.search(which, name):
+                program, seen = candidate.build(of, shape), []
+                for step in range(STEPS):
+                    program.feed.turn(step)
+                    program.step()
+                    seen.append(program.loss())
+                found[layout][name] = seen
+    return found
+
+
+def alone(of: task.Task) -> list[float]:
+    """The same steps in plain PyTorch: the whole batch, no microbatches, no ranks."""
+    model: Any = of.build()
+    forms.use_loss(model, "no")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=of.lr)
+    found = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(**of.draw(step)).loss
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def check(found: list[dict[str, dict[str, list[float]]]], truth: list[float], programs: int) -> None:
+    """All ranks saw the losses of one process, and there were that many programs."""
+    assert abs(truth[0] - truth[-1]) > 0.01 * truth[0]  # it learns, so gradients and updates show
+    for layouts_of_rank in found:
+        assert sum(map(len, layouts_of_rank.values())) == programs
+        for layout, by_name in layouts_of_rank.items():
+            for name, seen in by_name.items():
+                assert seen == pytest.approx(truth, rel=2e-5), (layout, name)
+
+
+# ScheduleZBVZeroBubble of older releases sends itself a message, which gloo cannot.
+NOT_HERE = "" if torch.__version__ >= "2.15" else "ZBV|"
+# Forms that differ on a GPU alone are one program here.
+ALL = rf"^(?!.*({NOT_HERE}autocast|model compiled|eager))"
+SOME = rf"^(?!.*({NOT_HERE}autocast|model compiled|eager|zb-h1|interleaved))"
+
+
+def all_on_two_ranks() -> None:
+    of = tiny()
+    names = ["dp2", "zero1", "zero2", "zero3", "pp2", "tp2"]
+    found = hpnb.launch(losses_of, of, names, SOME, ranks=2, device="cpu", timeout=250)
+    check(found, _truth(of), 3 + 3 + 2 + 2 + (4 if NOT_HERE else 5) + 4)
+
+
+def two_axes_on_four_ranks() -> None:
+    of = tiny(ranks=4)
+    which = "^hpnb 1f1b|^hpnb, seq|Schedule1F1B, FSDP2$|SequenceParallel$"
+    names = ["dp2xpp2", "dp2xtp2", "tp2xpp2"]
+    found = hpnb.launch(losses_of, of, names, which, ranks=4, device="cpu", timeout=250)
+    check(found, _truth(of), 2 + 2 + 3)
+
+
+def images_on_two_ranks() -> None:
+    of = tiny("vit-l16")
+    which = "^hpnb 1f1b$|Schedule1F1B|^hpnb, seq|SequenceParallel$"
+    found = hpnb.launch(losses_of, of, ["pp2", "tp2"], which, ranks=2, device="cpu", timeout=250)
+    check(found, _truth(of), 2 + 2)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("trained", [all_on_two_ranks, two_axes_on_four_ranks, images_on_two_ranks])
+def test_all_programs_train_as_one_process(trained: Callable[[], None]) -> None:
+    trained()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["gpt2-xl", "vit-l16"])
+def test_every_program_of_four_ranks_trains_as_one_process(what: task.What) -> None:
+    of = replace(tiny(what, 4), microbatches=4, batch=16)
+    of = replace(of, size=replace(of.size, layers=8))
+    names, truth = [name for name in layouts.names(4) if name != "one"], _truth(of)
+    for found in hpnb.launch(losses_of, of, names, ALL, ranks=4, device="cpu", timeout=1200):
+        for layout, by_name in found.items():
+            for name, seen in by_name.items():
+                assert seen == pytest.approx(truth, rel=2e-5), (layout, name)
+
+
+def _truth(of: task.Task) -> list[float]:
+    return hpnb.launch(alone, of, ranks=1, device="cpu", timeout=100)[0]
+
+
+def test_masters_keep_what_16_bits_lose() -> None:
+    torch.manual_seed(0)
+    wide = nn.Linear(8, 8)
+    narrow = nn.Linear(8, 8).to(torch.bfloat16)
+    with torch.no_grad():
+        for p, q in zip(wide.parameters(), narrow.parameters(), strict=True):
+            p.copy_(q)
+    optimizers = forms.adamw(wide.parameters(), 1e-4), forms.adamw(narrow.parameters(), 1e-4)
+    assert isinstance(optimizers[1], forms.MasterAdamW)
+    for step in range(20):
+        for p, q in zip(wide.parameters(), narrow.parameters(), strict=True):
+            q.grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(step)).to(q.dtype)
+            p.grad = q.grad.float()
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, q in zip(wide.parameters(), narrow.parameters(), strict=True):
+        assert torch.equal(p.to(torch.bfloat16), q)
+
+
+# --- who lives with whom ---------------------------------------------------------------------------------
+
+
+class FakePool:
+    """Ranks that answer as `Machine` says."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine, self.alive, self.size = machine, True, 2
+        self.live: list[str] = []
+
+    def run(self, fn: Any, *args: Any) -> list[Any]:
+        answer = getattr(self.machine, fn.__name__)(self, *args)
+        return [answer, answer]
+
+    def close(self) -> None: ...
+
+
+class Machine:
+    """Programs in memory: {name: gigabytes between steps}, and as many again in a step.
+
+    Args:
+        breaks: names that take the ranks with them when they begin; they say what.
+    """
+
+    def __init__(self, held: dict[str, int], total: int = 1000, breaks: dict[str, str] | None = None) -> None:
+        self.held, self.total, self.breaks = held, total, breaks or {}
+        self.begun: list[str] = []
+        self.steps: list[str] = []
+        self.pool = FakePool(self)
+
+    def of(self, ranks: int) -> FakePool:
+        if not self.pool.alive:
+            self.pool = FakePool(self)
+        return self.pool
+
+    def begin(self, pool: FakePool, of: task.Task, shape: Shape, name: str) -> Begun:
+        self.begun.append(name)
+        if name in self.breaks or (
+            sum(self.held[one] for one in pool.live) + 2 * self.held[name] > self.total
+        ):
+            pool.alive = False
+            said = self.breaks.get(name, "OutOfMemoryError: CUDA out of memory")
+            raise hpnb.RankError(f"rank 1 of 2 raised {said}", rank=1)
+        pool.live.append(name)
+        return Begun(
+            (5.0,) * measure.WARM_UP,
+            self.held[name] * self.alike,
+            2 * self.held[name] * self.alike,
+            self.total,
+        )
+
+    alike = 1  # 0: nobody says what they hold
+
+    def drop(self, pool: FakePool, kept: tuple[str, ...] = ()) -> None:
+        pool.live = [name for name in pool.live if name in kept]
+
+    def one_step(self, pool: FakePool, name: str) -> float:
+        assert name in pool.live
+        self.steps.append(name)
+        return {"hpnb": 1.0, "hpnb b": 3.0}.get(name, 2.0)
+
+    def matmul_rate(self, pool: FakePool, bits: int) -> float:
+        return 1e12
+
+    def retries(self, pool: FakePool) -> int:
+        return 0
+
+    def bubble(self, pool: FakePool, name: str) -> None: ...
+
+
+def contend(machine: Machine, monkeypatch: pytest.MonkeyPatch, rounds: int = 4) -> LayoutFound:
+    def never(of: task.Task, shape: Shape) -> Program:
+        raise AssertionError("nothing is built here")
+
+    known = {name: Candidate(name, never) for name in machine.held}
+    monkeypatch.setattr(measure, "candidates", lambda *_: known)
+    made: Any = machine
+    return contest.Contest(made, tiny(), "dp2", Shape(dp=2), list(known), rounds, None, lambda _: None).run()
+
+
+def test_programs_that_fit_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine({"hpnb": 1, "a": 1, "b": 1})
+    found = contend(machine, monkeypatch)
+    assert machine.steps == [
+        *("hpnb", "a", "b"),
+        *("a", "b", "hpnb"),
+        *("b", "hpnb", "a"),
+        *("hpnb", "a", "b"),
+    ]
+    assert [list(wave) for wave in found.waves] == [["hpnb", "a", "b"]]
+    assert found.ratio("hpnb", "a") == (2.0, 2.0, 2.0)
+
+
+def test_those_that_do_not_fit_come_in_waves_beside_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine({"hpnb b": 10, "hpnb": 10, "a": 10, "b": 10, "c": 10}, total=50)
+    found = contend(machine, monkeypatch)
+    assert [set(wave) for wave in found.waves] == [{"hpnb b", "hpnb", "a"}, {"hpnb", "b", "c"}]
+    assert all(len(seconds) == 4 for wave in found.waves for seconds in wave.values())
+    assert not any(entry.failed for entry in found.entries)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_one_that_fits_beside_nobody_is_built_in_turn(monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
+    machine = Machine({"hpnb": 20, "large": 24, "a": 5}, total=50)
+    machine.alike = int(told)  # whether it is foreseen, or tried
+    found = contend(machine, monkeypatch, rounds=5)
+    assert not any(entry.failed for entry in found.entries)
+    assert found.ratio("hpnb", "large") == (2.0, 2.0, 2.0)
+    assert machine.begun.count("large") == (2 if told else 3)
+    assert {len(wave["large"]) for wave in found.waves if "large" in wave} == {5}
+    assert found.ratio("hpnb", "a") == (2.0, 2.0, 2.0)
+
+
+def test_one_that_breaks_its_ranks_costs_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine({"hpnb": 1, "a": 1, "broken": 1, "b": 1}, breaks={"broken": "ValueError: it is broken"})
+    found = contend(machine, monkeypatch)
+    failed = {entry.name: entry.failed for entry in found.entries if entry.failed}
+    assert failed == {"broken": "rank 1 of 2 raised ValueError: it is broken"}
+    assert found.ratio("hpnb", "a") == found.ratio("hpnb", "b") == (2.0, 2.0, 2.0)
+    assert machine.begun.count("broken") == 1
+    assert "broken" in "\n".join(rows.rows(found))
+    nobody = contend(Machine({"hpnb": 1, "a": 1}, breaks={"hpnb": "it is broken"}), monkeypatch)
+    assert nobody.fastest(ours=True) is None
+    assert nobody.seconds("a") == 2.0
+
+
+def test_a_program_that_trains_otherwise_is_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(Machine):
+        def begin(self, pool: FakePool, of: task.Task, shape: Shape, name: str) -> Begun:
+            begun = super().begin(pool, of, shape, name)
+            seen = (5.0, 5.0, 4.9, 5.0, 5.0)
+            return replace(begun, losses=seen) if name == "a" else begun
+
+    found = contend(Other({"hpnb": 1, "a": 1, "b": 1}), monkeypatch)
+    assert [entry.name for entry in found.entries if entry.failed] == ["a"]
+    assert "the loss of step 2 is 4.900000, that of hpnb 5.000000" in found.entries[1].failed
+    best = found.fastest(ours=False)
+    assert best is not None
+    assert best.name == "b"
+
+
+# --- what is counted, and asked for ----------------------------------------------------------------------
+
+
+def test_flops_and_units_are_those_of_the_formula() -> None:
+    of = task.task("gpt2-xl", "cuda", 4)
+    b, s, n, h, v = 64, 1024, 48, 1600, 50257
+    assert of.flops == pytest.approx(72 * b * s * n * h**2 * (1 + s / (6 * h) + v / (12 * n * h)), rel=1e-12)
+    assert (of.units, of.on_one(4).batch, of.bits) == (65536, 16, 16)
+    images = task.task("vit-l16", "cuda", 4)
+    s, n, h = 197, 24, 1024
+    blocks = 512 * n * 3 * (24 * s * h**2 + 4 * s**2 * h)
+    ends = 512 * (2 * 2 * 196 * 3 * 16**2 * h + 3 * 2 * h * 1000)
+    assert images.flops == blocks + ends
+    assert images.units == 512
+    found = LayoutFound(
+        "dp4", 4, "tokens", 100, 8e12, 4e12, (Entry("hpnb", True),), ({"hpnb": [2.0, 1.0, 0.5]},)
+    )
+    assert (found.per_gpu("hpnb"), found.tflops("hpnb"), found.share("hpnb")) == (25.0, 2.0, 0.5)
+
+
+def test_both_sides_have_the_same_cut_and_all_layers() -> None:
+    for what in ("gpt2-xl", "vit-l16"):
+        of = task.task(what, "cuda", 4)
+        for stages in (4, 8):
+            assert sum(of.cut(stages)) == of.size.layers + 2
+    assert task.task("gpt2-xl", "cuda", 4).cut(4) == [
+        13,
+        13,
+        13,
+        11,
+    ]  # 12, 13, 13, 10 blocks: the head weighs 2.4
+
+
+def test_layouts_by_name() -> None:
+    assert layouts.shape("dp2xpp2", 4) == Shape(dp=2, pp=2)
+    assert [layouts.shape(name, 4).kind for name in layouts.names(4)] == [
+        *("one", "dp", "zero1", "zero2", "zero3", "pp", "tp", "dp-pp", "dp-tp", "tp-pp")
+    ]
+    for name, ranks, told in (("dp8", 4, "of 8 ranks, and there are 4"), ("xx4", 4, "no layout")):
+        with pytest.raises(ValueError, match=told):
+            layouts.shape(name, ranks)
+    for kind in (layouts.shape(name, 4) for name in layouts.names(4)):
+        assert ours.candidates(kind)
+        assert peers.candidates("gpt2-xl", kind)
+
+
+def ask(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr("sys.argv", ["hpnb.bench", *arguments])
+    command.main()
+
+
+def test_what_cannot_be_measured_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong, told in (
+        (["--rounds", "0"], "rounds=0 measures nothing"),
+        (["--ranks", "4", "--batch", "6"], "a batch of 6 cannot be dealt out evenly to 4 ranks"),
+        (["--ranks", "2", "--layouts", "dp3"], "dp3 is of 3 ranks, and there are 2"),
+        (
+            ["--ranks", "2", "--layouts", "pp2", "--microbatches", "3"],
+            "6 or a multiple of it|3 or a multiple",
+        ),
+        (["--heads", "7"], "64 does not divide into 7 heads"),
+    ):
+        with pytest.raises(SystemExit, match=told):
+            ask(monkeypatch, "gpt2-xl", "--device", "cpu", *wrong)
+
+
+def test_a_run_is_printed_and_written_and_becomes_a_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    chosen = ["--layouts", "pp2", "--candidates", "hpnb 1f1b,Schedule1F1B", "--microbatches", "2"]
+    traces = ["--profile", str(tmp_path / "traces")]
+    ask(monkeypatch, "gpt2-xl", "--device", "cpu", "--ranks", "2", "--rounds", "2", "--out", str(tmp_path),
+        "--commit", "0123abcd", *chosen, *traces)  # fmt: skip
+    text = capsys.readouterr().out
+    times = r" +[\d.]+ ms +[\d.,]+ +\S+ +[\d.]+%"
+    assert re.search(rf"^  hpnb 1f1b{times} +- +[\d.]+ % +[\d.]+ %$", text, re.MULTILINE), text
+    assert re.search(rf"^  Schedule1F1B{times} .* [\d.]+ \[[\d.]+, [\d.]+\]$", text, re.MULTILINE), text
+    assert re.search(r"^  hpnb 1f1b over Schedule1F1B: ", text, re.MULTILINE)
+    assert len(list((tmp_path / "traces").glob("gpt2-xl-pp2-*.json"))) == 2
+    (path,) = tmp_path.glob("*.json")
+    (run,) = files.read(tmp_path)
+    assert path.name == f"{run.date[:16].replace(':', '')}-gpt2-xl-0123abcd.json"
+    found = run.layouts["pp2"]
+    assert json.loads(path.read_text()) == json.loads(json.dumps(run.as_json()))
+    assert {name: len(seconds) for name, seconds in found.waves[0].items()} == {
+        "hpnb 1f1b": 2,
+        "Schedule1F1B": 2,
+    }
+    ask(monkeypatch, "table", "--results", str(tmp_path))
+    table = capsys.readouterr().out
+    ratio = found.ratio("hpnb 1f1b", "Schedule1F1B")
+    assert ratio is not None
+    assert f"| pp2 | 1f1b | {rows._amount(found.per_gpu('hpnb 1f1b'))} |" in table
+    assert f"{ratio[0]:.3f} [{ratio[1]:.3f}, {ratio[2]:.3f}] |" in table
+    assert run.commit in table
+
+
+def test_losses_of_layouts_are_held_to_another_order_of_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ask(monkeypatch, "gpt2-xl", "--device", "cpu", "--ranks", "2", "--batch", "8", "--rows", "2",
+        "--losses", "3", "--layouts", "dp2", "--out", str(tmp_path / "found.json"))  # fmt: skip
+    assert re.search(
+        r"^dp2 +hpnb +\d\.\d\de-\d\d +[\d.]+ x the order's", capsys.readouterr().out, re.MULTILINE
+    )
+    (run,) = files.read(tmp_path)
+    assert len(run.losses["serial"]) == 3
+    assert 0 < run.losses["order"] < 1e-5
+    assert 0 <= run.losses["layouts"]["dp2 hpnb"]["distance"] < 1e-5
+    assert losses.distance([3.0, 4.0], [3.0, 5.0]) == 0.2
+    with pytest.raises(ValueError, match="2 and of 1 steps"):
+        losses.distance([1.0, 1.0], [1.0])
+    assert losses.line("dp4", "hpnb", 3e-4, 1e-4).endswith("3.00 x the order's: coincide")
+    assert losses.line("dp4", "hpnb", 3.1e-4, 1e-4).endswith("TOO FAR APART")
+
+
+@pytest.mark.slow
+def test_speeds_on_more_ranks_are_held_to_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ask(monkeypatch, "vit-l16", "--device", "cpu", "--ranks", "2", "--rounds", "2", "--scaling", "--out",
+        str(tmp_path))  # fmt: skip
+    assert len(re.findall(r"^[12] GPUs  .* [\d.]+ of one's$", capsys.readouterr().out, re.MULTILINE)) == 4
+    (run,) = files.read(tmp_path)
+    assert {side: list(by) for side, by in run.scaling.items()} == {
+        "hpnb": ["1", "2"],
+        "best peer": ["1", "2"],
+    }
+
+
+# --- tables of files -------------------------------------------------------------------------------------
+
+
+def result(date: str, commit: str, key: str = "k", **seconds: float) -> Run:
+    """hpnb takes what is said, and its peer twice that."""
+    layouts_found = {
+        layout: LayoutFound(
+            layout, 4, "tokens", 4000, 8e12, 4e12,
+            (Entry("hpnb zb-v", True, peak=2**30, bubble=(0.1, 0.09)), Entry("DDP", False, peak=2**31)),
+            ({"hpnb zb-v": [second] * 3, "DDP": [2 * second] * 3},),
+        )
+        for layout, second in seconds.items()
+    }  # fmt: skip
+    return Run("gpt2-xl", key, "a model", date, commit, "a GPU", 4, {"torch": "2.15.0"}, layouts_found)
+
+
+def test_the_table_has_the_newest_run_of_each_layout(tmp_path: Path) -> None:
+    files.write(result("2026-01-02T00:00:00+00:00", "bbbb", dp4=1.0), tmp_path)
+    files.write(result("2026-01-01T00:00:00+00:00", "aaaa", dp4=7.0, pp4=2.0), tmp_path)
+    files.write(result("2026-01-01T00:00:00+00:00", "cccc", key="other", dp4=4.0), tmp_path)
+    first, second = (part.splitlines() for part in files.table(tmp_path).split("\n\na model"))
+    assert [line for line in first if line.startswith("| dp4")] == [
+        "| dp4 | zb-v | 1,000 | 2 | 50% | 1.0 GiB | 10.0% (9.0%) | DDP | 1 | 2.0 GiB | 2.000 [2.000, 2.000] |"
+    ]
+    assert [line.split(" | ")[2] for line in first if line.startswith("| pp4")] == ["500"]
+    assert first[-1] == "Measured 2026-01-02 at bbbb and aaaa, with torch 2.15.0."
+    assert [line.split(" | ")[2] for line in second if line.startswith("| dp4")] == ["250"]
+
+
+def test_files_that_are_no_results_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no results"):
+        files.table(tmp_path)
+    for number, text in enumerate(("{", "{}", '{"format": 2}', '{"format": 1, "what": "x"}', "[]")):
+        (tmp_path / "wrong.json").write_text(text)
+        with pytest.raises(ValueError, match=r"wrong\.json is no file of results"):
+            files.read(tmp_path)
+        assert number < 5
+    (tmp_path / "wrong.json").unlink()
+    assert files.write(result("2026-01-01", "a", dp4=1.0), tmp_path / "named.json").name == "named.json"
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_what_the_repository_keeps_can_be_read() -> None:
+    for run in files.read():
+        assert run.layouts or run.losses or run.scaling, run.date
+        for found in run.layouts.values():
+            assert all(math.isfinite(s) for wave in found.waves for seconds in wave.values() for s in seconds)

@@ -3,6 +3,7 @@
     the model, on the CPU or on meta
     parallelize        each matrix shared by the ranks of tp                     hpnb.tensor_parallel
     chunk_loss         the loss so many tokens at a time                         hpnb.models
+    compile_blocks     blocks, or what lies between their linears                compiling.py
     recompute          what is let go and computed again                         recompute.py
     cast               weights in the dtype of the precision                     hpnb.precision
     Pipeline           this rank's stages of what is left                        hpnb.pipeline_parallel
@@ -27,13 +28,13 @@ from torch.optim import Optimizer
 
 from hpnb import data_parallel, placement, tensor_parallel
 from hpnb.data_parallel import DataParallel
-from hpnb.data_parallel.units import blocks
 from hpnb.data_parallel.zero_plan import treats_elements_alike
-from hpnb.hybrid import recompute, stepping
+from hpnb.hybrid import compiling, recompute, stepping
 from hpnb.hybrid.boosted import Boosted
 from hpnb.hybrid.losses import own_loss
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.stepping import BoostedOptimizer, Stepper
+from hpnb.hybrid.training.adam import HybridAdam
 from hpnb.models import accept_no_rows, anatomy, chunk_loss
 from hpnb.models.no_rows import without_mask
 from hpnb.pipeline_parallel import Builder, Pipeline
@@ -70,11 +71,10 @@ def compose(plugin: HybridParallelPlugin, model: Model, optimizer: Optimizer | N
     kind: type[Any] = type(model)
     config = getattr(model, "config", None)
     if isinstance(model, nn.Module):
+        if _compiles(plugin):
+            compiling.compile_blocks(model, whole=_in_one_piece(plugin))
         recompute.again(model, plugin.activation_checkpointing)
         plugin.policy.cast(model)
-        if _compiles(plugin):
-            for block in blocks(model):
-                block.forward = torch.compile(block.forward)
     pipe: Pipeline | None = None
     if plugin.pp_size > 1 or isinstance(model, Builder):
         first = plugin.schedule(plugin.num_microbatches or plugin.least_microbatches)
@@ -95,6 +95,7 @@ def compose(plugin: HybridParallelPlugin, model: Model, optimizer: Optimizer | N
     )
     if optimizer is not None:
         assert inner is not None
+        _flatten(plugin, inner)
         stepper = Stepper(inner, axes, plugin.scaler(), plugin.max_norm, numbering, held, boosted)
         stepping.adopt(optimizer, stepper)
         boosted.stepper = weakref.ref(stepper)
@@ -229,12 +230,26 @@ def _fuse(optimizer: Optimizer) -> None:
 
 
 def _compiles(plugin: HybridParallelPlugin) -> bool:
-    """On GPUs, where it is asked for; or all is, and it composes."""
-    if this_device().type != "cuda":
-        return False
+    """Where it is asked for; with all that is fast, only on GPUs."""
+    asked = plugin.enable_jit_fused or (plugin.enable_all_optimization and this_device().type == "cuda")
+    return asked and compiling.backend() is not None
+
+
+def _in_one_piece(plugin: HybridParallelPlugin) -> bool:
+    """Whether a block may be one node of autograd, with nothing sent inside."""
     splits = plugin.pp_size > 1 and plugin.schedule(plugin.least_microbatches).splits
-    composes = plugin.tp_size == 1 and plugin.zero_stage < 3 and not splits
-    return plugin.enable_jit_fused or (plugin.enable_all_optimization and composes)
+    return plugin.tp_size == 1 and not splits
+
+
+def _flatten(plugin: HybridParallelPlugin, inner: Optimizer) -> None:
+    """Adam in one pass, where weights have masters."""
+    masters = Masters.attached_to(inner)
+    asked = plugin.enable_all_optimization or plugin.enable_jit_fused
+    if masters is None or not asked or plugin.cpu_offload:  # a CPU has PyTorch's fused kernel
+        return
+    kinds = (torch.optim.Adam, torch.optim.AdamW, HybridAdam)
+    # ZeRO's shares stay where they are gathered from.
+    masters.flatten(kinds, backend=compiling.backend(), moves=plugin.zero_stage == 0)
 
 
 def _is_causal(model: Model) -> bool:

@@ -51,10 +51,12 @@ class HybridParallelPlugin:
         tp_mode, tp_depth: "1d", "2d", "2.5d" or "3d", and the depth of "2.5d".
         enable_sequence_parallelism: cut what lies between the matrices along the tokens (1d).
         enable_sequence_overlap: taken for what it says, which is always done.
-        enable_all_optimization: all of the next three that compose with the rest, and a fused Adam on GPUs.
+        enable_all_optimization: the next three, on GPUs, and Adam in one pass over memory: for 16-bit weights
+            that of `hpnb.precision.flat_adam` (on CPUs too), else PyTorch's fused kernel.
         enable_fused_normalization: PyTorch's LayerNorm is one kernel, so there is nothing to do.
         enable_flash_attention: scaled_dot_product_attention of PyTorch, which chooses the kernel.
-        enable_jit_fused: torch.compile, block by block, on GPUs; on CPUs it costs more than it saves.
+        enable_jit_fused: torch.compile on GPUs, of whole blocks, or between linears if tp_size > 1 or the
+            schedule splits backwards (`hpnb.hybrid.compiling`); and Adam as above.
         max_norm: clip the norm of all gradients to it; 0 is off.
         broadcast_buffers, ddp_bucket_cap_mb, find_unused_parameters, check_reduction,
             gradient_as_bucket_view, static_graph: of `hpnb.DataParallel`; find_unused_parameters also with

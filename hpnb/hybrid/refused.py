@@ -68,16 +68,6 @@ def _chunked(p: HybridParallelPlugin) -> str | None:
     return f"leave loss_chunk out with tp_mode={p.tp_mode!r}, or use tp_mode='1d'"
 
 
-def _compiled(p: HybridParallelPlugin) -> str | None:
-    if not p.enable_jit_fused:
-        return None
-    if p.tp_size > 1:
-        return f"leave enable_jit_fused out with tp_size={p.tp_size}"
-    if p.pp_size > 1 and p.schedule(p.least_microbatches).splits:
-        return f"leave enable_jit_fused out with pp_style={p.pp_style!r}, or use '1f1b' or 'interleaved'"
-    return None
-
-
 def _measured(p: HybridParallelPlugin) -> str | None:
     if p.cut not in ("flops", "time") or p.tp_size == 1 or p.pp_size == 1:
         return None
@@ -114,12 +104,6 @@ REFUSED: tuple[Refusal, ...] = (
         "loss_chunk with tp_mode 2d, 2.5d or 3d",
         "a grid's logits are sums over ranks, made as they are cut",
         _chunked,
-    ),
-    Refusal(
-        "enable_jit_fused with tensor parallelism, or with a schedule that splits backwards",
-        "a compiled block is one node of autograd: it cannot be split into I and W, and what its ranks send "
-        "each other is inside",
-        _compiled,
     ),
     Refusal(
         "cut='flops' or 'time' with tensor parallelism",

@@ -32,6 +32,7 @@ from hpnb.gradients import attach
 from hpnb.pipeline_parallel.weight_gradients import Piece, Rule, rule_of
 
 Ready = Callable[[nn.Parameter], None]
+COMPILED = "_hpnb_compiled"  # set on a module that is compiled as a whole, and so is one node of autograd
 
 
 def deferred_share(modules: Iterable[nn.Module]) -> float:
@@ -74,7 +75,11 @@ class SplitBackward:
         # The mode, for all threads alike: autograd has one of its own for each GPU.
         self._adds = False  # whether a backward adds to .grad by itself,
         self._queue: _Queue | None = None  # and, if not at once, where it puts what W needs
+        # Of no use in what is compiled, and each of them would make PyTorch compile its block anew.
+        compiled = {inner for m in self._modules if hasattr(m, COMPILED) for inner in m.modules()}
         for module in self._modules:
+            if module in compiled:
+                continue
             rule, present = rule_of(module), module.__dict__.get("forward")
             # A forward that somebody else has set here does more than that of the class: it stays.
             if rule is not None and (present is None or isinstance(present, _Forward)):

@@ -5,18 +5,21 @@
     after it        w16 = round(w32)                        g32 is freed
 
 Bytes a parameter with Adam: 2 (w16) + 2 (g16) + 12 (w32 and two moments), as in `hpnb.theory.model_states`,
-and 4 more (g32) for the time of a step. Micikevicius et al. 2018 (arXiv 1710.03740), section 3.1.
+and 4 more (g32) for the time of a step; `flatten` does without (`flat_adam.py`). Micikevicius et al. 2018
+(arXiv 1710.03740), section 3.1.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
+
+from hpnb.precision.flat_adam import FlatAdam
 
 
 class Masters:
@@ -52,6 +55,7 @@ class Masters:
         self._seen: dict[torch.Tensor, int] = {}  # parameter -> its version when it last was its master's
         # During a load: masters by parameter, state by master.
         self._loaded: tuple[dict[torch.Tensor, torch.Tensor], dict[Any, Any]] = {}, {}
+        self._flat: FlatAdam | None = None  # steps what it can, and the optimizer the rest
         # Its hooks hold this object; a reference back would keep both until a garbage collection.
         self._optimizer = weakref.ref(optimizer)
         for p in parameters_of(optimizer):
@@ -75,6 +79,44 @@ class Masters:
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
         """What the optimizer steps in place of `parameter`: its master, or itself if it has none."""
         return self._master.get(parameter, parameter)
+
+    @torch.no_grad()
+    def flatten(
+        self,
+        kinds: Iterable[type[Optimizer]] = (Adam, AdamW),
+        *,
+        backend: str | None = None,
+        moves: bool = False,
+    ) -> None:
+        """Lay masters and moments end to end, and step Adam's in one pass, as `flat_adam.py` says. What a
+        group asks for beyond it (amsgrad, a tensor lr, ...), and an optimizer that is none of `kinds`, is
+        stepped as before. State dicts stay what they are.
+
+        Args:
+            kinds: classes, without their subclasses, whose step is Adam's or AdamW's.
+            backend: of torch.compile for the pass, such as "inductor"; None leaves it to eager PyTorch.
+            moves: weights move into a flat tensor too. Not where somebody else counts on where they lie.
+        """
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        self._flat = FlatAdam(kinds, backend, moves)
+        self._gather(optimizer)
+        self._flat.loaded(optimizer)
+        self.note()
+
+    @torch.no_grad()
+    def _gather(self, optimizer: Optimizer) -> None:
+        """Flat masters for what has others, or none yet: groups can be added, and parameters thawed."""
+        assert self._flat is not None
+        for group in optimizer.param_groups:
+            if self._flat.takes(optimizer, group):
+                narrow = [p for p in self._flat.new(group) if self._make(p) is not p]
+                for p, master in self._flat.gather(narrow, self.dtype).items():
+                    old = self._master[p]
+                    del self._parameter[old]
+                    master.copy_(old)
+                    self._master[p], self._parameter[master] = master, p
+                    self._seen[p] = p._version
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -103,12 +145,14 @@ class Masters:
         self._master[p], self._parameter[master], self._seen[p] = master, p, p._version
         return master
 
-    def _double(self, optimizer: Optimizer) -> Optimizer:
+    def _double(self, optimizer: Optimizer, without: Collection[torch.Tensor] = ()) -> Optimizer:
         """`optimizer` with masters for parameters. The state of each is shared."""
         double = object.__new__(type(optimizer))
         vars(double).update(vars(optimizer))
         groups = optimizer.param_groups
-        double.param_groups = [{**group, "params": [self.of(p) for p in group["params"]]} for group in groups]
+        double.param_groups = [
+            {**group, "params": [self.of(p) for p in group["params"] if p not in without]} for group in groups
+        ]
         double.state = defaultdict(dict, {self.of(p): state for p, state in optimizer.state.items()})
         return double
 
@@ -126,14 +170,18 @@ class Masters:
             )
         if any(p._version != version for p, version in self._seen.items()):
             self.refresh()
-        self._take_gradients(optimizer)
-        return (self._double(optimizer), *args[1:]), kwargs
+        stepped: set[torch.Tensor] = set()
+        if self._flat is not None:
+            self._gather(optimizer)
+            stepped = self._flat.step(optimizer, self.coefficient)
+        self._take_gradients(optimizer, stepped)
+        return (self._double(optimizer, stepped), *args[1:]), kwargs
 
     @torch.no_grad()
-    def _take_gradients(self, optimizer: Optimizer) -> None:
+    def _take_gradients(self, optimizer: Optimizer, stepped: Collection[torch.Tensor]) -> None:
         wide, narrow, own = [], [], []
         for p in parameters_of(optimizer):
-            if p.grad is None:
+            if p.grad is None or p in stepped:
                 self.of(p).grad = None  # there may be one left from a step that failed
             elif (master := self._make(p)) is p:
                 own.append(p.grad)
@@ -195,6 +243,8 @@ class Masters:
             for target in (self.of(p), p):  # the same where there is no master
                 if target is not value:
                     target.copy_(value)
+        if self._flat is not None:
+            self._flat.loaded(optimizer)
         self.note()
 
 

@@ -137,8 +137,10 @@ lesson.check(exercises.coordinates, coordinates)
 # an order first.
 
 # %%
-lesson.predict("04.slow-wire", f"{N} ranks, {IMAGES} images, a wire with a tenth of the bandwidth of yours: which of dp, pp and tp "
-               "has the shortest step?", guess=None, kind="ranking")  # fmt: skip
+lesson.predict("04.slow-wire", f"{N} ranks, {IMAGES} images, in 8 microbatches under pp, a wire with a tenth of the bandwidth of "
+               "yours: which of dp, pp and tp has the shortest step?", guess=None, kind="ranking")  # fmt: skip
+
+# %%
 raced = hybrid.race(pool, SIZE, IMAGES, DTYPE, 8, card)
 rows = [(f"{axis}, sent by a rank", step.told, step.bytes, "B", "identity") for axis, step in raced.items()]
 rows += [(f"{axis}, step", step.predicted(card.wire), step.seconds, "s") for axis, step in raced.items()]
@@ -376,7 +378,7 @@ runs = {"right": eight.run(train, False), "dp and tp swapped": eight.run(train, 
 losses, apart = ({run: [step[i] for step in ranks[0][0]] for run, ranks in runs.items()} for i in (0, 1))
 ends = ", ".join(f"{run} {series[0]:.2f} to {series[-1]:.2f}" for run, series in losses.items())
 plot.show(
-    plot.drift(losses, apart, title="measured · 8 ranks: the loss, and copies of norms and embeddings"),
+    plot.drift(losses, apart, title="measured · 8 ranks: the loss, and copies of norms and embeddings", between="copies"),
     alt=f"Losses: {ends}; both fall. The copies stay equal if right, and part from the first step if swapped.",
 )
 maps = {run: layouts.flows([messages for _, messages in ranks], 1024) for run, ranks in runs.items()}

@@ -124,8 +124,8 @@ lesson.table(("survivors", "held as", "bytes"), rows, f"out of budget {stopped.o
 
 # %%
 print(inspect.getsource(shards.compute_again))
-lesson.predict("05.fullest", f"{TOKENS} tokens a rank, {N} ranks. Of stages 0 to 3, which have a peak within "
-               f"{lesson.number(BUDGET, 'B')}? Answer with how many.", guess=None, kind="identity")  # fmt: skip
+lesson.predict("05.fullest", f"{TOKENS} tokens a rank, {N} ranks. How many of stages 0 to 3 have a peak within "
+               f"{lesson.number(BUDGET, 'B')}?", guess=None, kind="identity")  # fmt: skip
 WAYS = [Way(stage, again) for again in (0, -1) for stage in range(4)] + [Way(3, -1, True)] * GPU
 found = {way: pool.run(shards.weighed, SIZE, ROWS, DTYPE, way, BUCKET)[0] for way in WAYS}
 told = {way: shards.predicted(SIZE, ROWS, DTYPE, way, N, BUCKET) for way in WAYS}
@@ -292,9 +292,9 @@ plans = {f"prefetch {ahead}": theory.ahead(uses, ahead) for ahead in (0, 1)}
 ran = {which: theory.gathers(uses, computing, [gather] * 6, [2 * block.parameters] * 6, plan) for which, plan in plans.items()}
 plot.show(
     plot.timeline(*(shards.gather_timeline(one, uses, 8) for one in ran.values()), names=list(ran), exposed=True, bubble=None,
-                  axis_labels={0: "each rank"}),
+                  axis_labels={0: "each rank"}, title="six blocks of GPT-2 1.5B in one step, over their gathers"),
     alt=f"Two steps of six blocks over their gathers. On demand blocks wait {lesson.number(ran['prefetch 0'].stall, 's')} in all, "
-    f"one ahead {lesson.number(ran['prefetch 1'].stall, 's')}.",
+    f"one ahead {lesson.number(ran['prefetch 1'].stall, 's')} after the first gather.",
 )  # fmt: skip
 
 # %% [markdown]
@@ -461,7 +461,7 @@ halves = [theory.noise_scale(middle.small[i::2], middle.big[i::2], middle.batch 
 laws = {f"by norms: {scale:.0f} rows": (fewest, scale), f"fitted to the dots: {fitted[1]:.1f} rows": fitted}
 plot.show(
     plot.batch_wall(batches, steps, laws, title=f"measured · {N} ranks, a small GPT-2 to a test loss of 5",
-                    caption=f"The norms of odd and even steps alone give {halves[0]:.0f} and {halves[1]:.0f} rows."),
+                    caption=f"The norms of odd and even steps alone give {halves[0]:.0f} and {halves[1]:.0f} rows. The test loss is read every 5 steps."),
     alt=f"Steps and rows to the loss over the batch: {', '.join(f'{b} rows {s} steps' for b, s in zip(batches, steps, strict=True))}.",
 )  # fmt: skip
 rows = [(f"batch of {b} rows, steps", theory.steps_at(b, fewest, scale), s) for b, s in list(zip(batches, steps, strict=True))[:-1]]

@@ -36,7 +36,6 @@ def test_a_notebook_is_in_step_with_its_text(path: Path) -> None:
     assert paired.differences(path) == []
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
 @real
 def test_a_notebook_keeps_the_rules(path: Path, rule: Callable[[Any], list[str]]) -> None:
@@ -44,6 +43,7 @@ def test_a_notebook_keeps_the_rules(path: Path, rule: Callable[[Any], list[str]]
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.sampled(4)
 @real
 def test_exercises_tell_right_from_wrong(path: Path, tmp_path: Path) -> None:
     assert unproven(paired.read(path), path.stem, WRONG, tmp_path) == []

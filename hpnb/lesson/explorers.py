@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from hpnb.lesson.explorer import Explorer, explorer
+from hpnb.lesson.explorer_choice import layout_choice as layout_choice
+from hpnb.lesson.explorer_kept import kept_by_rank as kept_by_rank
 from hpnb.lesson.explorer_uneven import uneven_layers as uneven_layers
 from hpnb.lesson.knobs import Challenge, Choice, Slider
 from hpnb.lesson.layout_explorer import layouts_on_hosts as layouts_on_hosts

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from hpnb.plot.canvas import SMALL, Key, new_figure, panel_title
 from hpnb.plot.grammar import CARD, INK, RULE, SERIES, SOFT, OpStyle
@@ -65,6 +65,7 @@ def batch_wall(
         ax.set_xlim(low, high)
         ax.set_xticks(list(batches), [number(b) if b % 1 else f"{b:,.0f}" for b in batches])
         ax.xaxis.set_minor_locator(NullLocator())
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
         ax.yaxis.set_minor_formatter(NullFormatter())
         ax.grid(True, which="both", axis="y", color=RULE, linewidth=0.6)

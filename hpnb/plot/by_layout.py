@@ -23,6 +23,7 @@ def by_layout(
     alone: Sequence[float] = (),
     title: str | None = None,
     caption: str = "",
+    whose: str = "one process",
 ) -> Figure:
     """Draw the losses of `legs` one behind the other.
 
@@ -30,6 +31,7 @@ def by_layout(
         legs: (words for the layout, the loss of each of its steps), in order.
         alone: the losses of one process, drawn beneath.
         caption: a sentence beneath the axes.
+        whose: what `alone` is called, where it is of another run.
 
     Raises:
         ValueError: nothing to draw, a loss that is not finite, or another number of losses for one process.
@@ -43,14 +45,14 @@ def by_layout(
         raise ValueError("a loss is not finite, and cannot be drawn")
     keys = [Key(OpStyle(INK, "", "the run, in the colour of its layout"), "line")]
     if alone:
-        keys.append(Key(ONE, "line", "one process"))
+        keys.append(Key(ONE, "line", whose))
     heading = title if title is not None else "one run, several layouts"
     fig, (ax,) = new_figure([2.3], title=heading, legend=keys, caption=caption, left=0.72, head=0.62)
     if alone:
         (line,) = ax.plot(
             range(1, len(alone) + 1), alone, color=ONE.color, linewidth=6.0, solid_capstyle="round"
         )
-        line.set_label("one process")
+        line.set_label(whose)
     starts = list(accumulate((len(losses) for _, losses in legs), initial=0))
     for i, (name, losses) in enumerate(legs):
         color, _, style = SERIES[i % len(SERIES)]

@@ -1,0 +1,337 @@
+"""Notebook 07: heads, words and masks that do not divide; its pictures, its explorer, its checks."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import hpnb
+from hpnb import comm, lesson, plot, theory
+from hpnb.lesson import masks, tensors, undivided
+from hpnb.lesson.exercises import gpt2_tensor_parallel as exercises
+from hpnb.models import GPT2_SIZES, GPT2Size
+from hpnb.theory import Block
+
+TINY = GPT2Size(hidden=20, layers=2, heads=5, mlp=80, vocabulary=37, length=12)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPNB_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture(scope="module")
+def three() -> Any:
+    with hpnb.Ranks(3, device="cpu", timeout=60) as pool:
+        yield pool
+
+
+# --- theory ------------------------------------------------------------------------------------------------
+
+
+def test_a_block_takes_as_long_as_the_page_says() -> None:
+    block = GPT2_SIZES["1.5b"].block()
+    told = {2: (1.04, 1.016), 3: (1.08, 1.032), 4: (1.12, 1.048), 5: (1.0, 1.0), 8: (1.28, 1.111)}
+    for t, (attention, whole) in told.items():
+        assert theory.over_even(25, t) == pytest.approx(attention)
+        assert theory.block_over_even(block, t) == pytest.approx(whole, abs=5e-4)
+        h, s = block.hidden, block.sequence
+        assert theory.block_over_even(block, t) == pytest.approx(
+            1 + (2 * h + s) / (6 * h + s) * (attention - 1)
+        )
+    assert theory.recomputed_share(block, "attention") == pytest.approx(0.032, abs=5e-4)
+    assert theory.recomputed_share(block, "full") == pytest.approx(1 / 3)
+    assert theory.recomputed_share(block, "") == 0
+
+
+@pytest.mark.parametrize("row", theory.ACTIVATION_ROWS, ids=lambda row: row.name)
+def test_parts_of_what_is_kept_add_up_to_the_published_formula(row: theory.ActivationRow) -> None:
+    block = Block(160, 10, 96, 2)
+    for t in (1, 2, 5):
+        assert sum(theory.kept_parts(row, block, t).values()) == pytest.approx(row.published(block, t))
+    uneven, even = (sum(theory.kept_parts(row, block, 4, even).values()) for even in (False, True))
+    assert uneven > even if row.parallel else uneven == even
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: theory.over_even(3, 4), "3 units cannot be dealt out to 4 ranks; use 1 to 3"),
+        (lambda: theory.sequence_sent("tree", 8, 8, 2), "no way 'tree'; there are Megatron, Ulysses, ring"),
+        (lambda: plot.dropped({}, ["a"]), "masks of no run"),
+        (lambda: plot.dropped({"a": []}, ["b"]), "a has masks of 0 places, and there are 1"),
+        (lambda: plot.dropped({"a": [plot.Masks([[0]], [[0, 1]], True)]}, ["b"]), "two equal"),
+        (lambda: plot.stacked({}), "0 rows of 0 parts"),
+        (lambda: plot.stacked({"a": {"x": -1.0}}), "a holds {'x': -1.0}: each must be a number of B"),
+        (lambda: plot.vocabulary([1], {"a": [1.0]}, {}), "predicted are a, counted none"),
+        (lambda: plot.vocabulary([1, 2], {"a": [1.0]}, {"a": {}}), "a has 1 predictions for 2 vocabularies"),
+    ],
+)
+def test_bad_numbers_get_a_sentence(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+# --- on ranks ----------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_words_are_those_predicted(three: hpnb.Ranks) -> None:
+    sent = three.run(undivided.around, TINY, 2, torch.float32)
+    assert set(sent) == {theory.vocabulary_sent(TINY.block(2, bytes_per_value=4), 3)}
+    for words, (gathered, reduced, off) in three.run(undivided.losses, 5, (37, 509))[0].items():
+        assert gathered == theory.gathered_sent(5, words, 3)
+        assert reduced == theory.loss_sent(5, 3)
+        assert off < 1e-6
+
+
+def test_the_fullest_rank_computes_more(three: hpnb.Ranks) -> None:
+    size = replace(TINY, hidden=250, mlp=1000, length=64)  # 2, 2 and 1 heads
+    took = three.run(undivided.computing, size, 2, torch.float32)[0]
+    assert len(took) == 3
+    assert all(set(each) == {"attention", "MLP"} and min(each.values()) > 0 for each in took)
+    assert took[2]["attention"] < max(took[0]["attention"], took[1]["attention"])
+
+
+def own(heads: int, rank: int, ranks: int) -> int:
+    h = 4 * heads
+    columns, rows, mine = undivided.own_heads(torch.zeros(h, 3 * h), torch.zeros(h, h), heads, ranks, rank)
+    assert columns.shape == (h, 12 * mine)
+    assert rows.shape == (4 * mine, h)
+    return mine
+
+
+def test_heads_are_dealt_out_whole() -> None:
+    assert [own(25, rank, 4) for rank in range(4)] == [7, 6, 6, 6]
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+def compared() -> tuple[tuple[float, float], tuple[float, float]]:
+    axis = tensors.tensor_axis()
+    x = undivided.drawn(6, 4)
+    right = undivided.compared(doubled, doubled, x)
+    wrong = undivided.compared(lambda mine: 2 * comm.all_gather(mine, axis, 0)[:2], doubled, x)
+    return right, wrong
+
+
+def test_ways_are_compared_over_all_ranks(three: hpnb.Ranks) -> None:
+    for right, (off, sent) in three.run(compared):
+        assert right == (0.0, 0.0)
+        assert off > 0.1  # on every rank, though the first has the right tokens
+        assert sent == 2 * theory.bytes_sent("all_gather", 6 * 4 * 8, 3)
+
+
+def test_a_layer_keeps_what_is_predicted_where_heads_do_not_divide() -> None:
+    size = replace(TINY, hidden=80, mlp=320, length=48)
+    found = undivided.kept(size, 2, 2, device="cpu")
+    assert len(found) == len(theory.ACTIVATION_ROWS)
+    for one in found:
+        assert one.measured == pytest.approx(one.predicted, rel=0.01), one.name
+    assert found[1].measured > 1.1 * found[1].published  # 3 of 5 heads
+
+
+def test_what_is_computed_again_is_counted() -> None:
+    found = undivided.again(TINY, 2)
+    assert found["full"][1] == pytest.approx(found["full"][0])
+    told, counted = found["attention"]
+    assert counted == pytest.approx(told / 2)  # the product with v is not needed for its backward
+
+
+# --- masks -------------------------------------------------------------------------------------------------
+
+
+def seen(three: hpnb.Ranks, policy: str, sequence: bool = False) -> dict[str, float]:
+    first, *_, last = three.run(masks.drawn, policy, 0.5, sequence)
+    return {place: masks.apart(first[place][0, :40], last[place][0, :40]) for place in masks.PLACES}
+
+
+def test_only_the_right_policy_draws_by_the_layout(three: hpnb.Ranks) -> None:
+    half = pytest.approx(0.5, abs=0.1)
+    assert seen(three, "right") == {"attention": half, "MLP": 0.0}
+    assert seen(three, "right", sequence=True) == {"attention": half, "MLP": half}
+    assert seen(three, "a seed each") == {"attention": half, "MLP": half}
+    assert seen(three, "one seed") == {"attention": 0.0, "MLP": half}  # 2 heads drew more than 1
+
+
+def test_the_slope_is_the_gradients_only_if_masks_are_right(three: hpnb.Ranks) -> None:
+    slopes = {policy: three.run(masks.slope, policy) for policy in masks.POLICIES}
+    assert slopes["right"] == pytest.approx([1.0] * 3, abs=1e-5)
+    assert all(abs(slope - 1) > 0.01 for policy in masks.POLICIES[1:] for slope in slopes[policy])
+
+
+def test_copies_part_unless_masks_are_right(three: hpnb.Ranks) -> None:
+    batches = [
+        {"input_ids": torch.randint(509, (2, 16), generator=torch.Generator().manual_seed(i))}
+        for i in range(4)
+    ]
+    test = {**batches[-1], "labels": batches[-1]["input_ids"]}
+    for policy in masks.POLICIES:
+        found = three.run(masks.trained, policy, batches[:3], test)
+        gap = max(gaps[-1] for _, gaps, _ in found)
+        assert gap == 0 if policy == "right" else gap > 1e-6
+        for losses, _, (tested, saved) in found:
+            assert len(losses) == 3
+            assert tested == pytest.approx(saved, rel=1e-5 if policy == "right" else 0.05)
+
+
+# --- pictures and the explorer -----------------------------------------------------------------------------
+
+
+def test_an_xor_that_is_not_as_it_should_be_is_framed() -> None:
+    a, b = [[0, 1], [1, -1]], [[0, 1], [0, -1]]
+    assert plot.Masks(a, a, True).right
+    assert plot.Masks(a, b, False).differ == pytest.approx(1 / 3)
+    fig = plot.dropped({"one": [plot.Masks(a, a, True), plot.Masks(a, b, True)]}, ["here", "there"])
+    assert [ax.get_xlabel() for ax in fig.axes] == ["", "", "equal", "", "", "33 % differ"]
+    assert [ax.xaxis.label.get_fontweight() for ax in fig.axes][-1] == "bold"
+    assert len(fig.axes) == 6
+
+
+def test_bars_stack_and_ticks_stand_where_they_should() -> None:
+    rows = {"a": {"x": 1e6, "y": 2e6}, "b": {"y": 5e5}}
+    fig = plot.stacked(rows, {"a": 3.1e6}, limit=2e6, chosen="b")
+    (ax,) = fig.axes
+    found = {each.get_label(): each for each in ax.collections}
+    ends = [path.vertices[:, 0].max() for path in found["y"].get_paths()]
+    assert ends == pytest.approx([3.0, 0.5])  # MB
+    ticks = [line.get_xdata()[0] for line in ax.get_lines() if line.get_label() == "measured"]
+    assert ticks == pytest.approx([3.1])
+    assert [label.get_fontweight() for label in ax.get_yticklabels()] == ["normal", "bold"]
+    assert ax.get_xlim()[1] == pytest.approx(1.04 * 3.1)
+    assert plot.stacked(rows, reach=1e6).axes[0].get_xlim()[1] == pytest.approx(1.04)
+
+
+def test_vocabularies_are_drawn_on_two_logarithmic_axes() -> None:
+    words = [100, 1000]
+    fig = plot.vocabulary(words, {"a": [10.0, 100.0]}, {"a": {200: 20.0}}, {"GPT-2": 500})
+    (ax,) = fig.axes
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    assert [t.get_text() for t in ax.texts] == ["GPT-2"]
+
+
+def test_the_explorer_wants_a_t_that_divides_tokens_cut_and_attention_again() -> None:
+    shown = lesson.explorers.kept_by_rank()
+    assert not shown.solved
+    assert shown._challenge is not None
+
+    def met(**values: Any) -> bool:
+        read = shown._draw(**{**shown.values, **values}, fast=True)[2]
+        assert shown._challenge is not None
+        return shown._challenge.met(read)
+
+    asked = {"heads": 25, "vocabulary": 50257, "tokens": 8192}
+    every = itertools.product((4, 5, 8), ("whole", "cut"), ("nothing", "attention", "blocks"))
+    good = [each for each in every if met(**asked, ranks=each[0], between=each[1], recomputed=each[2])]
+    assert good == [(5, "cut", "attention")]
+    assert not met(**{**asked, "tokens": 4096}, ranks=5, between="cut", recomputed="attention")
+    with pytest.raises(ValueError, match="5 heads cannot be dealt out to 8 ranks"):
+        met(heads=5, ranks=8)
+
+
+# --- exercises ---------------------------------------------------------------------------------------------
+
+
+def off(exercise: lesson.Exercise, answer: Any) -> list[str]:
+    return [finding.text for finding in exercise.verify(answer) if not finding.ok]
+
+
+def fused(qkv: Any, bias: Any, out: Any, heads: int, axis: Any) -> Any:
+    """Q | K | V cut as one matrix."""
+    d, mine = out.size(0) // heads, comm.shares(heads, axis.size)
+    first = d * sum(mine[: axis.rank])
+    width = d * mine[axis.rank]
+    return (
+        qkv[:, 3 * first : 3 * (first + width)],
+        bias[3 * first : 3 * (first + width)],
+        out[first : first + width],
+    )
+
+
+def gathered(logits: Any, targets: Any, first: int, axis: Any) -> Any:
+    whole = comm.gather(logits, axis, 1, total=37)
+    return F.cross_entropy(whole, targets, ignore_index=-100, reduction="sum"), (targets != -100).sum()
+
+
+def overflowing(logits: Any, targets: Any, first: int, axis: Any) -> Any:
+    counts, own = targets != -100, targets - first
+    here = counts & (own >= 0) & (own < logits.size(1))
+    z = torch.where(here, logits.gather(1, own.where(here, 0)[:, None])[:, 0], 0.0)
+    S = comm.all_reduce(logits.exp().sum(1), axis)
+    return torch.where(counts, S.log() - comm.all_reduce(z, axis), 0.0).sum(), counts.sum()
+
+
+def one_pair(record: Any) -> str:
+    """Ranks 0 and 1 alone."""
+    for place, found in record.masks.items():
+        equal = bool((found[:, 0] == found[:, 1]).all())
+        if (found[0] == found[1]).all():
+            return "repeats"
+        if equal == record.cut[place]:
+            return "agrees" if equal else "differs"
+    return "right"
+
+
+counter = itertools.count()
+
+
+@pytest.mark.parametrize(
+    ("exercise", "answer", "words"),
+    [
+        (exercises.share, fused, "12 heads over 2 ranks: the output beside one process's is off by"),
+        (exercises.share, lambda *_: 3, "returned int, and .columns, their bias, rows. are wanted"),
+        (exercises.share, lambda *given: given[:3], "dealt out as .12, 12., 24 in all"),
+        (exercises.loss, gathered, "2 ranks: 912 B leave a rank for 6 tokens, at most 144 B"),
+        (exercises.loss, overflowing, "2 ranks, some are -100: the sum: off by"),
+        (exercises.loss, lambda logits, *_: logits.sum(), "returned Tensor, and .sum, count. is wanted"),
+        (exercises.loss, lambda logits, *_: (logits, 1), "a sum of shape .6, 1[0-9]., with a gradient"),
+        (exercises.read, one_pair, "record 5, .*it is 'agrees'"),
+        (exercises.policy, lambda base, where, site, step: next(counter), "asked twice it says 0 and 1"),
+        (exercises.policy, lambda base, where, site, step: -1, "it returned -1, and a generator takes"),
+        (exercises.policy, lambda base, where, site, step: base, "cut along tp: .* of masks do not"),
+        (exercises.kept, lambda layer: None, "no parallelism: s 1024, b 1, h 1600, a 25, t 1: None"),
+        (exercises.kept, lambda layer: 34.0 * layer.s * layer.b * layer.h, "0.298 times the formula"),
+    ],
+)  # fmt: skip
+def test_what_an_answer_lacks_is_said_in_numbers(exercise: lesson.Exercise, answer: Any, words: str) -> None:
+    found = off(exercise, answer)
+    assert any(re.search(words, text) for text in found), found
+
+
+def test_records_of_masks_differ_only_in_what_is_wrong() -> None:
+    truths = [truth for truth, *_ in exercises._RECORDS]
+    assert set(truths) == {exercises.RIGHT, exercises.DIFFERS, exercises.AGREES, exercises.REPEATS}
+    for _, seeds, sequence in exercises._RECORDS:
+        record = exercises.record_of(seeds, sequence)
+        assert record.cut["attention"]
+        assert record.cut["MLP"] == sequence
+        for found in record.masks.values():
+            assert found.shape[:2] == (3, 4)
+            assert 0.05 < float(found.double().mean()) < 0.15
+
+
+def largest() -> float:
+    m = torch.tensor([float(hpnb.rank())])
+    dist.all_reduce(m, dist.ReduceOp.MAX)
+    return float(m)
+
+
+def test_max_is_counted_as_a_reduction(three: hpnb.Ranks) -> None:
+    """The check of exercise 2 counts calls: this is one of its three."""
+
+    def counted() -> list[str]:
+        with hpnb.record.traffic() as t:
+            largest()
+        return [message.op for message in t.messages]
+
+    assert three.run(counted) == [["all_reduce"]] * 3

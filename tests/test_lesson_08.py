@@ -1,0 +1,252 @@
+"""Notebook 08: a step predicted and put together, its figures, guesses added up, what its checks say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hpnb
+from hpnb import lesson, plot, theory
+from hpnb.lesson import contest, finetuned, regret, step_parts
+from hpnb.lesson.exercises import gpt2_hybrid_parallel as exercises
+from hpnb.lesson.outcome import Outcome
+from hpnb.models import GPT2Size
+from hpnb.pipeline_parallel import Costs, schedules
+from hpnb.record import Event, Timeline
+from hpnb.theory import LayerCost, LayoutPlan, LayoutTask, Wire, layout_bytes, layout_memory, layout_parts
+
+SMALL = GPT2Size(hidden=20, layers=4, heads=5, mlp=80, vocabulary=101, length=16)
+FREE = Wire(0.0, 1e30)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPNB_HOME", str(tmp_path / "home"))
+
+
+def task(**other: Any) -> LayoutTask:
+    """Four equal blocks, ends that cost nothing, a free wire; rows of 16 tokens."""
+    known = {
+        "block": SMALL.block(1, None, 4), "layers": 4, "vocabulary": 101, "rows": 8, "parameter": 0.0,
+        "each": LayerCost(0.0, 1.0), "ends": LayerCost(0.0, 0.0), "inside": FREE,
+    }  # fmt: skip
+    return LayoutTask(**{**known, **other})
+
+
+# --- a step, predicted -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "plan", [LayoutPlan(4), LayoutPlan(2, 1, 2), LayoutPlan(1, 1, 4), LayoutPlan(1, 4, 1, 8)]
+)
+def test_what_divides_evenly_takes_a_rank_its_share(plan: LayoutPlan) -> None:
+    parts = layout_parts(task(), plan)
+    assert parts["computing"] == pytest.approx(8 * 4 / 4)
+    assert [parts["exposed tp"], parts["exposed dp"]] == pytest.approx([0, 0], abs=1e-20)
+
+
+@pytest.mark.parametrize(("style", "share"), [("1f1b", 1.0), ("zb-h1", 1 / 3)])
+def test_the_bubble_is_the_simulators(style: str, share: float) -> None:
+    parts = layout_parts(task(), LayoutPlan(1, 4, 1, 8, style=style))
+    schedule = schedules.make(style, 4, 8)
+    tl = schedule.simulate(Costs(1 / 3, 1 / 3, 1 / 3))
+    assert parts["bubble"] == pytest.approx(3 * share)
+    assert sum(parts.values()) == pytest.approx(tl.makespan)
+
+
+def test_a_heavy_head_idles_the_others() -> None:
+    even, heavy = (
+        layout_parts(task(ends=LayerCost(0.0, each)), LayoutPlan(1, 4, 1, 8)) for each in (0.0, 2.0)
+    )
+    assert heavy["computing"] == pytest.approx(even["computing"] + 8 * 2 / 4)
+    assert heavy["bubble"] == pytest.approx(4 + 2 + 7 * 3 - heavy["computing"])  # sum + 7 largest, less work
+
+
+def test_a_fixed_cost_is_paid_for_each_microbatch() -> None:
+    each = LayerCost(0.5, 1.0)
+    few, many = (layout_parts(task(each=each), LayoutPlan(1, 4, 1, m))["computing"] for m in (2, 8))
+    assert many - few == pytest.approx(6 * 0.5)
+
+
+def test_bytes_and_memory_are_what_is_recorded() -> None:
+    """On two ranks, each axis alone; bytes exactly, memory as a model."""
+    rows = 8
+    made = task(rows=rows)
+    plans = [LayoutPlan(2), LayoutPlan(2, zero=3), LayoutPlan(1, 2, 1, 4), LayoutPlan(1, 1, 2)]
+    loose = {(2, 0): 2e-2, (1, 3): 2e-3}  # norms are whole on ranks of tp; shares of odd sizes are padded
+    with hpnb.Ranks(2, device="cpu") as pool:
+        for plan in plans:
+            ran = contest.run(pool, SMALL, rows, torch.float32, plan, FREE, repeats=1)
+            exact = ran.bytes / layout_bytes(made, plan)
+            assert exact == pytest.approx(1.0, abs=loose.get((plan.tp, plan.zero), 1e-9)), plan
+            assert 0.6 < ran.peak / layout_memory(made, plan) < 1.4, plan
+            assert all(took >= 0 for took in ran.parts.values())
+            assert ran.seconds == pytest.approx(sum(ran.parts.values()))
+            assert (ran.parts["bubble"] > 0) == (plan.pp > 1) or ran.source == "measured"
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: LayoutPlan(0), "dp=0, pp=1"),
+        (lambda: LayoutPlan(zero=4), "zero=4 is no stage"),
+        (lambda: LayoutPlan(style="gpipes"), "'gpipes' has no closed form"),
+        (lambda: layout_parts(task(), LayoutPlan(3)), "8 rows do not go into 3 pipelines"),
+        (lambda: layout_parts(task(), LayoutPlan(1, 8, 1, 8)), "4 blocks of 5 heads are too few"),
+        (lambda: layout_parts(task(), LayoutPlan(1, 2, 1, 8, 1)), "deals out over dp"),
+        (lambda: layout_parts(task(), LayoutPlan(2, 2, 1, 4, 3)), "gathers weights for each microbatch"),
+    ],
+)
+def test_bad_plans_get_a_sentence(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_layouts_of_four_ranks() -> None:
+    found = theory.layout_plans(task(), 4, 2, (0, 1))
+    assert {str(plan) for plan in found} == {
+        "dp 4", "dp 4, ZeRO 1", "dp 2 x tp 2", "dp 2 x tp 2, ZeRO 1", "dp 2 x pp 2", "dp 2 x pp 2, ZeRO 1",
+        "tp 4", "pp 2 x tp 2", "pp 4",
+    }  # fmt: skip
+    assert {plan.microbatches for plan in found if plan.pp == 4} == {4}
+
+
+# --- a step, taken apart -----------------------------------------------------------------------------
+
+
+def test_parts_of_a_recorded_step_add_up() -> None:
+    """Two ranks: what computing does not cover is tp's, then dp's, then idle."""
+    events = (
+        Event(0, 0, "F", 0, 0.0, 2.0),
+        Event(0, -1, "all_reduce", -1, 2.0, 3.0, "tp", 8.0, (0, 1)),
+        Event(0, 0, "B", 0, 3.0, 6.0),
+        Event(0, -1, "all_reduce", -1, 5.0, 8.0, "dp", 8.0, (0, 2)),
+        Event(0, -1, "optimizer", -1, 9.0, 10.0),
+        Event(1, 0, "F", 0, 1.0, 2.0),
+        Event(1, 0, "B", 0, 2.0, 6.0),
+        Event(1, -1, "compute", -1, 6.0, 7.0),
+    )
+    parts = step_parts.parts_of(Timeline(events))
+    assert parts == pytest.approx(
+        {"computing": 5.0, "exposed tp": 0.5, "exposed dp": 1.5, "optimizer": 0.5, "bubble": 2.5}
+    )
+
+
+# --- figures -----------------------------------------------------------------------------------------
+
+
+def test_a_waterfall_ends_where_its_parts_do() -> None:
+    measured = {
+        "dp 2": {"computing": 0.02, "exposed dp": 0.01},
+        "tp 2": {"computing": 0.02, "exposed tp": 0.03},
+    }
+    fig = plot.waterfall(measured, {"tp 2": {"computing": 0.03, "exposed tp": 0.03}})
+    bars: dict[Any, Any] = {bar.get_label(): bar for bar in fig.axes[0].patches}
+    bar = bars["tp 2, exposed tp"]
+    assert (bar.get_x(), bar.get_width()) == pytest.approx((20, 30))
+    ticks = [line.get_xdata()[0] for line in fig.axes[0].lines]
+    assert max(ticks) == pytest.approx(60)
+    with pytest.raises(ValueError, match="has no part waiting"):
+        plot.waterfall({"dp 2": {"waiting": 1.0}})
+    with pytest.raises(ValueError, match="no layout"):
+        plot.waterfall({})
+
+
+def test_a_frontier_has_what_nobody_beats() -> None:
+    points = {"a": (1.0, 1.0), "b": (2.0, 3.0), "c": (3.0, 2.0), "d": (4.0, 4.0), "e": (2.0, 2.0)}
+    assert plot.frontier_of(points) == ["a", "b", "d"]
+    fig = plot.choices(points, points, {"b": "yours"}, capacity=3.5)
+    (ring,) = (line for line in fig.axes[0].lines if line.get_label() == "chosen: b")
+    assert (ring.get_xdata()[0], ring.get_ydata()[0]) == (2.0, 3.0)
+    with pytest.raises(ValueError, match="f is not among a, b"):
+        plot.choices(points, chosen={"f": ""})
+    with pytest.raises(ValueError, match="finite and above 0"):
+        plot.choices({"a": (0.0, 1.0)})
+
+
+def test_the_explorers_challenge_is_hard_and_can_be_met() -> None:
+    found = lesson.explorers.layout_choice()
+    assert not found.solved
+    found.set(dp=4, pp=2, tp=4, microbatches=4, zero=1, cap=16)
+    assert found.solved
+
+
+# --- regret ------------------------------------------------------------------------------------------
+
+
+def test_regret_counts_guesses_that_were_made_in_time() -> None:
+    told = [
+        Outcome("01.a", "?", "model", guess=2.0, predicted=3.0, truth=3.0),
+        Outcome(
+            "01.b",
+            "?",
+            "ranking",
+            guess=("x",),
+            predicted=("y",),
+            truth=("y", "x"),
+            costs={"x": 1.2, "y": 1.0},
+        ),
+        Outcome("02.a", "?", "model", guess=None, predicted=1.0, truth=2.0),
+        Outcome("02.b", "?", "identity", guess=4.0, predicted=4.0, truth=4.0, seen=True),
+        Outcome("08.a", "?", "model", guess=1.0),
+    ]
+    score = regret.display(told)
+    assert (score.asked, score.guessed, score.held) == (4, 2, 0)
+    assert sorted(score.regrets) == pytest.approx([0.2, 0.5])
+    assert [each.key for each in regret.of_predictions(told)] == ["02.a"]
+    assert regret.display([]).typical is None
+
+
+# --- a run, killed -----------------------------------------------------------------------------------
+
+
+def test_a_rank_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
+    recipe = finetuned.recipe(pairs=96, test=16)
+    with pytest.raises(hpnb.RankError, match="killed by SIGKILL"):
+        hpnb.launch(
+            finetuned.leg, recipe, {}, folder=str(tmp_path), every=2, dies_at=3, ranks=2, device="cpu"
+        )
+    before = finetuned.logged(str(tmp_path))
+    with hpnb.Ranks(2, device="cpu") as pool:
+        after = finetuned.curve(pool.run(finetuned.leg, recipe, {}, folder=str(tmp_path)))
+        whole = finetuned.curve(pool.run(finetuned.leg, recipe, {}))
+    assert list(before) == [1, 2, 3]
+    assert list(before.values()) == list(whole.losses[:3])
+    assert after.losses == whole.losses[2:]
+    assert set(whole.rows) == {48}
+    assert max(whole.lrs) == 2 * recipe.lr  # dp 2, and steps of 48 rows for 24
+
+
+# --- exercises ---------------------------------------------------------------------------------------
+
+
+def test_planted_tables_differ_in_what_is_to_be_said() -> None:
+    causes = [cause for _, _, cause in exercises.tables()]
+    assert sorted(causes) == ["kernels", "norms", "stages", "wire"]
+
+
+def test_three_jobs_want_three_plans() -> None:
+    best = []
+    for given in exercises._JOBS.values():
+        found = exercises.able(given)
+        best.append(str(min(found, key=lambda plan: plan.ranks * given.seconds(plan))))
+        assert all(exercises.within(given, plan) for plan in found)
+    assert len(set(best)) == 3
+
+
+def statuses(findings: Sequence[lesson.Finding]) -> list[bool]:
+    return [finding.ok for finding in findings]
+
+
+def test_choices_are_judged() -> None:
+    def replicas(job: exercises.Job) -> LayoutPlan:
+        return LayoutPlan(job.ranks)
+
+    found = exercises.choose.verify(replicas)
+    assert statuses(found) == [False, False, False] or statuses(found)[1:] == [False, False]
+    assert "more than 16" in found[1].text
+    assert statuses(exercises.choose.verify(lambda job: "dp 8")) == [False] * 3

@@ -48,7 +48,7 @@ lab: $(STAMP)
 	@cd notebooks && python -m jupyterlab
 
 # Two at once: the ranks of one test wait for each other while those of the other compute. Tests of a file stay
-# together, and share their ranks.
+# together, and share their ranks; in the order of names the long ones do not come last.
 WORKERS ?= 2
 
 # Every step runs even when one before it failed; the last line says which did. Nothing is fetched, and
@@ -58,7 +58,7 @@ test: $(STAMP)
 	step() { name=$$1; shift; echo "== $$name"; "$$@" || failed="$$failed $$name"; }; \
 	step lint python -m ruff check .; \
 	step types python -m mypy; \
-	step tests python -m pytest -q -n $(WORKERS) --dist loadfile; \
+	step tests python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder; \
 	if ls notebooks/*.ipynb >/dev/null 2>&1; then \
 		step notebooks env HPNB_HOME="$(CURDIR)/build/home" HF_HUB_OFFLINE=1 python -m pytest -q --timeout=0 -n $(WORKERS) \
 			--nbmake --nbmake-kernel=python3 --nbmake-timeout=600 notebooks; \

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hpnb
+from hpnb.bench.weights import draw_weights
 from hpnb.models import GPT2_SIZES, SIZES, GPT2Size, ViTSize
 
 CLASSES = 10
@@ -47,14 +48,7 @@ class Task:
             model = hpnb.models.vit(size, classes=CLASSES, **options)  # type: ignore[arg-type]
         else:
             model = hpnb.models.gpt2(size, **options)  # type: ignore[arg-type]
-        model.to_empty(device=hpnb.device()).tie_weights()
-        torch.manual_seed(0)
-        with torch.no_grad():
-            table = hpnb.models.roles(model)
-            for name, parameter in model.named_parameters():
-                parameter.normal_(std=0.02)
-                if table[name].kind == "norm" and not table[name].bias:
-                    parameter.add_(1.0)
+        draw_weights(model)
         return model  # type: ignore[no-any-return]
 
     def batch(self) -> dict[str, torch.Tensor]:

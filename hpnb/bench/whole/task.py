@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 import hpnb
+from hpnb.bench.weights import draw_weights
 from hpnb.bench.whole.layouts import Shape
 from hpnb.models import GPT2_SIZES, SIZES, GPT2Size, ViTSize
 from hpnb.pipeline_parallel.partition import balanced
@@ -117,14 +118,7 @@ class Task:
             made = hpnb.models.vit(self.size, classes=CLASSES, device="meta")
         with torch.device("meta"):  # without the hooks by which hpnb's accepts batches of no rows
             model = type(made)(made.config)
-        model.to_empty(device=hpnb.device()).tie_weights()
-        torch.manual_seed(0)
-        with torch.no_grad():
-            table = hpnb.models.roles(model)
-            for name, parameter in model.named_parameters():
-                parameter.normal_(std=0.02)
-                if table[name].kind == "norm" and not table[name].bias:
-                    parameter.add_(1.0)
+        draw_weights(model)
         return model.train()  # type: ignore[no-any-return]
 
     def draw(self, step: int) -> dict[str, torch.Tensor]:

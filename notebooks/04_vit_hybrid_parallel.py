@@ -183,7 +183,7 @@ hybrid.write_down(raced, name, card)
 
 # %%
 ORDERS = (("dp", "pp", "tp"), ("pp", "dp", "tp"), ("tp", "pp", "dp"))
-IMAGES8, M = 32, 4
+IMAGES8, M = 32, 2
 lesson.predict("04.border", f"8 ranks, {IMAGES8} images of {TINY.tokens} tokens of {TINY.hidden} float64 numbers in {M} microbatches, "
                f"{TINY.parameters(classes=3):,} parameters: which of dp, pp, tp sends the fewest bytes when it crosses?",
                guess=None, kind="ranking")  # fmt: skip
@@ -535,12 +535,13 @@ lesson.check(exercises.norm, norm)
 # start on the same batches.
 
 # %%
-recipe = hybrid.Recipe(ViTSize(48, 4, 4, 192, 8, 32), leaves, hpnb.data.beans("validation", image_size=32))
-LEGS = {"8 ranks: dp 2 x pp 2 x tp 2": (8, 1, {"pp_size": 2, "tp_size": 2, "num_microbatches": 2}),
-        "4 ranks: dp 2 x tp 2, ZeRO 2": (4, 2, {"tp_size": 2, "zero_stage": 2}),
-        "2 ranks: pp 2, ZB-H1": (2, 4, {"pp_size": 2, "num_microbatches": 4, "pp_style": "zb-h1"})}  # fmt: skip
+train_rows, test_rows = map(hybrid.in_memory, (leaves, hpnb.data.beans("validation", image_size=32)))
+recipe = hybrid.Recipe(ViTSize(48, 4, 4, 192, 8, 32), train_rows, test_rows)
+LEGS = {"8 ranks: dp 2 x pp 2 x tp 2": (eight, 1, {"pp_size": 2, "tp_size": 2, "num_microbatches": 2}),
+        "4 ranks: dp 2 x tp 2, ZeRO 2": (hpnb.Ranks(4, device="cpu"), 2, {"tp_size": 2, "zero_stage": 2}),
+        "2 ranks: pp 2, ZB-H1": (hpnb.Ranks(2, device="cpu"), 4, {"pp_size": 2, "num_microbatches": 4, "pp_style": "zb-h1"})}  # fmt: skip
 with tempfile.TemporaryDirectory() as folder:
-    legs = {leg: hybrid.curve(hpnb.launch(hybrid.leg, recipe, until, f"{folder}/run", knobs, ranks=ranks, device="cpu"))
+    legs = {leg: hybrid.curve(ranks.run(hybrid.leg, recipe, until, f"{folder}/run", knobs))
             for leg, (ranks, until, knobs) in LEGS.items()}  # fmt: skip
     alone, last = hybrid.by_one(recipe, f"{folder}/one")
 losses = [loss for series, _ in legs.values() for loss in series]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ import torch.nn.functional as F
 from hybrid_cases import Case, off, train
 
 import hpnb
-from hpnb.models import GPT2Size, chunk_loss, chunked_loss, gpt2
+from hpnb.hybrid import compiling
+from hpnb.models import GPT2Size, chunk_loss, chunked_loss, gpt2, softmax_passes
 from hpnb.models.chunked_loss import ChunkedHead
+
+chunked = sys.modules["hpnb.models.chunked_loss"]  # a function has its name in the package
 
 D = torch.float64
 N, H, V = 23, 6, 31
@@ -49,6 +53,38 @@ def test_it_is_the_loss_of_all_logits(chunk: int, recompute: bool) -> None:
     assert abs(float((found - wanted).detach() / wanted.detach())) < 1e-12
     assert apart(ours.grad, hidden.grad) < 1e-12
     assert apart(own_weight.grad, weight.grad) < 1e-12
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_columns_that_are_no_words_and_two_passes_change_nothing(
+    rows: int, backend: str | None, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: 31 words become 32 rows of the weight, and logits become their gradient in place."""
+    torch.compiler.reset()  # PyTorch counts compilations
+    monkeypatch.setattr(chunked, "ROWS", {"cpu": rows})
+    for dtype, close in ((D, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+        hidden, weight, targets = operands(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        wanted = F.cross_entropy((hidden @ weight.t()).to(wide), targets, reduction="sum")
+        (wanted * 0.3).backward()
+        ours, own_weight, _ = operands(dtype)
+        found = chunked_loss(ours, own_weight, targets, 5, recompute=recompute, backend=backend)
+        (found * 0.3).backward()
+        assert found.dtype == wide
+        assert abs(float((found - wanted).detach() / wanted.detach())) < close
+        assert apart(ours.grad, hidden.grad) < close
+        assert apart(own_weight.grad, weight.grad) < close
+
+
+def test_a_column_taken_for_a_word_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "ROWS", {"cpu": 8})
+    monkeypatch.setattr(softmax_passes, "_wide", lambda logits, words: logits.clone())
+    hidden, weight, targets = operands()
+    wanted = F.cross_entropy(hidden @ weight.t(), targets, reduction="sum")
+    found = chunked_loss(hidden, weight, targets, 5, backend="eager")
+    assert abs(float((found - wanted).detach() / wanted.detach())) > 1e-4
 
 
 def test_a_gradient_may_be_asked_of_one_alone() -> None:
@@ -230,6 +266,21 @@ def test_every_layout_is_one_process_with_all_its_logits(cases: tuple[Case, ...]
     with hpnb.Ranks(cases[0].ranks, timeout=120) as ranks:
         for case in cases:
             assert off(case, ranks.run(train, case, {"loss_chunk": 5})) < 1e-11, case
+
+
+def test_compiled_it_is_one_process_too() -> None:
+    """Words cut over ranks whose three numbers are combined; 53 words as 27 and 26, each with rows to 32."""
+
+    def fast(case: Case) -> Any:
+        compiling.ON_CPUS, chunked.ROWS = "aot_eager", {"cpu": 16}
+        try:
+            return train(case, {"loss_chunk": 5, "enable_jit_fused": True})
+        finally:
+            compiling.ON_CPUS, chunked.ROWS = None, {}
+
+    with hpnb.Ranks(2, timeout=120) as ranks:
+        for case in (TWO[0], TWO[3], TWO[6], TWO[7]):
+            assert off(case, ranks.run(fast, case)) < 1e-11, case
 
 
 def test_a_chunk_that_is_forgotten_shows(monkeypatch: pytest.MonkeyPatch) -> None:

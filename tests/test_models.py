@@ -28,6 +28,7 @@ from hpnb.models import (
     ViTSize,
     accept_no_rows,
     anatomy,
+    as_products,
     attentions,
     decay_groups,
     known,
@@ -37,6 +38,7 @@ from hpnb.models import (
     vit,
     vit_model,
 )
+from hpnb.models.patches import PatchProduct
 from hpnb.models.role import linear
 
 D = torch.float64
@@ -169,6 +171,35 @@ def test_the_meta_device_holds_shapes_alone() -> None:
     assert {(p.device.type, p.dtype) for p in asked.parameters()} == {("meta", torch.bfloat16)}
     assert asked.get_parameter("vit.embeddings.position_embeddings").shape == (1, 24 * 24 + 1, 768)
     assert same(elsewhere, vit(TINY, classes=3))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("rows", "height", "width"), [(2, 12, 8), (3, 14, 11), (0, 8, 8)])
+def test_patches_by_a_product_are_the_convolution(bias: bool, rows: int, height: int, width: int) -> None:
+    made = nn.Conv2d(3, 5, kernel_size=(4, 2), stride=(4, 2), bias=bias, dtype=D)
+    other = copy.deepcopy(made)
+    as_products(other)
+    x = torch.randn(rows, 3, height, width, dtype=D, requires_grad=True)
+    found, ways = [], torch.randn(rows, 5, height // 4, width // 2, dtype=D)
+    for conv in (made, other):
+        y = conv(x)
+        found.append([y, *torch.autograd.grad((y * ways).sum(), [x, *conv.parameters()])])
+    assert type(other) is not nn.Conv2d
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_other_convolutions_stay_what_they_are() -> None:
+    padded = nn.Conv2d(3, 4, kernel_size=4, stride=4, padding=1)
+    grouped = nn.Conv2d(4, 4, kernel_size=2, stride=2, groups=2)
+    overlapping = nn.Conv2d(3, 4, kernel_size=4, stride=2)
+    for conv in (padded, grouped, overlapping):
+        as_products(conv)
+        assert type(conv) is nn.Conv2d
+    model = vit(TINY, classes=3)
+    as_products(model)
+    changed = [name for name, module in model.named_modules() if isinstance(module, PatchProduct)]
+    assert changed == ["vit.embeddings.patch_embeddings.projection"]
 
 
 def test_the_loss_of_images_keeps_float64() -> None:

@@ -274,8 +274,9 @@ class Boosted(nn.Module):
     @torch.no_grad()
     def _send_buffers(self) -> None:
         """Replicas have the first one's statistics."""
-        if self.plugin.broadcast_buffers and self.training and self._syncs:
-            data_parallel.broadcast(list(self.module.buffers()), self.plugin.mesh.dp)
+        dp = self.plugin.mesh.dp
+        if dp.size > 1 and self.plugin.broadcast_buffers and self.training and self._syncs:
+            data_parallel.broadcast(list(self.module.buffers()), dp)
 
 
 def _own_loss(outputs: Any, inputs: Any) -> Any:

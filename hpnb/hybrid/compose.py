@@ -4,6 +4,7 @@
     parallelize        each matrix shared by the ranks of tp                     hpnb.tensor_parallel
     chunk_loss         the loss so many tokens at a time                         hpnb.models
     compile_blocks     blocks, or what lies between their linears                compiling.py
+    as_products        patches by a matrix product in place of a convolution     hpnb.models
     recompute          what is let go and computed again                         recompute.py
     cast               weights in the dtype of the precision                     hpnb.precision
     Pipeline           this rank's stages of what is left                        hpnb.pipeline_parallel
@@ -35,7 +36,7 @@ from hpnb.hybrid.losses import own_loss
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.stepping import BoostedOptimizer, Stepper
 from hpnb.hybrid.training.adam import HybridAdam
-from hpnb.models import accept_no_rows, anatomy, chunk_loss
+from hpnb.models import accept_no_rows, anatomy, as_products, chunk_loss
 from hpnb.models.no_rows import without_mask
 from hpnb.pipeline_parallel import Builder, Pipeline
 from hpnb.pipeline_parallel.stages import bring
@@ -65,7 +66,8 @@ def compose(plugin: HybridParallelPlugin, model: Model, optimizer: Optimizer | N
     if plugin.loss_chunk:
         # Where the last stage holds many microbatches, what each keeps counts more than what it computes.
         holds = plugin.pp_size > 1 and plugin.pp_style not in ("1f1b", "interleaved")
-        chunk_loss(model, plugin.loss_chunk, recompute=holds)  # type: ignore[type-var]
+        backend = compiling.backend() if _compiles(plugin) else None
+        chunk_loss(model, plugin.loss_chunk, recompute=holds, backend=backend)  # type: ignore[type-var]
     own = own_loss(model) if isinstance(model, nn.Module) else None
     causal = _is_causal(model)
     kind: type[Any] = type(model)
@@ -73,6 +75,8 @@ def compose(plugin: HybridParallelPlugin, model: Model, optimizer: Optimizer | N
     if isinstance(model, nn.Module):
         if _compiles(plugin):
             compiling.compile_blocks(model, whole=_in_one_piece(plugin))
+            if _in_one_piece(plugin):  # a backward in two parts defers the weight gradients of a Conv2d
+                as_products(model)
         recompute.again(model, plugin.activation_checkpointing)
         plugin.policy.cast(model)
     pipe: Pipeline | None = None

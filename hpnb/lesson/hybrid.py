@@ -19,7 +19,7 @@ import torch
 
 import hpnb
 from hpnb import comm, placement
-from hpnb.data import ImageTransform
+from hpnb.data import Dataset, ImageTransform
 from hpnb.hybrid.training import hooks
 from hpnb.lesson import bill, ledger, pipelines, steps, tensors
 from hpnb.lesson.home import digest, load, save
@@ -210,6 +210,11 @@ class LossByStep(hooks.Hook):
     def after_step(self, trainer: Any) -> None:
         if trainer.loss is not None:
             self.losses.append(float(trainer.loss))
+
+
+def in_memory(leaves: Dataset) -> Dataset:
+    """The same rows, drawn or decoded once: else each epoch does it again, and so does each rank of a stage."""
+    return Dataset(list(leaves), leaves.source, leaves.classes, leaves.noun)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from hpnb.models.gpt2_model import gpt2
 from hpnb.models.gpt2_size import GPT2_SIZES, GPT2Size
 from hpnb.models.known import anatomy, attentions, decay_groups, register, roles
 from hpnb.models.no_rows import accept_no_rows
+from hpnb.models.patches import as_products
 from hpnb.models.role import Role
 from hpnb.models.vit_model import vit
 from hpnb.models.vit_size import SIZES, ViTSize
@@ -38,6 +39,7 @@ __all__ = [
     "ViTSize",
     "accept_no_rows",
     "anatomy",
+    "as_products",
     "attentions",
     "chunk_loss",
     "chunked_loss",

@@ -16,8 +16,9 @@ from torch import nn
 from transformers import GPT2LMHeadModel
 from transformers.utils import ModelOutput
 
-from hpnb.models.chunked_loss import IGNORED, ChunkedHead, Total, cross_entropy_sum
+from hpnb.models.chunked_loss import ChunkedHead, Total, cross_entropy_sum
 from hpnb.models.cut import Anatomy, Inputs, Part, wrap, wrapping
+from hpnb.models.softmax_passes import IGNORED, Words
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -37,7 +38,7 @@ class LossOnly(ModelOutput):  # type: ignore[misc]
         )
 
 
-def chunk_loss(model: M, chunk: int, recompute: bool = False) -> M:
+def chunk_loss(model: M, chunk: int, recompute: bool = False, backend: Any = None) -> M:
     """Let `model` compute its loss `chunk` tokens at a time, in place, wherever it is given labels to train.
 
     Done after `hpnb.tensor_parallel.parallelize(model, ...)`, if at all, and before a pipeline or
@@ -45,6 +46,7 @@ def chunk_loss(model: M, chunk: int, recompute: bool = False) -> M:
 
     Args:
         recompute: see `chunked_loss`; for schedules that hold many microbatches on the last stage.
+        backend: of torch.compile for the cross entropy, such as "inductor"; None compiles nothing.
 
     Raises:
         TypeError: not a GPT2LMHeadModel.
@@ -63,30 +65,38 @@ def chunk_loss(model: M, chunk: int, recompute: bool = False) -> M:
             f"an output layer of shape {tuple(head.weight.shape)} is cut along its width of "
             f"{model.config.n_embd}, and its logits are sums over ranks; use tensor parallelism of mode '1d'"
         )
-    _Chunks(model, chunk, recompute)
+    _Chunks(model, chunk, recompute, backend)
     return model
+
+
+class _OfCutLogits:
+    """The summed loss of a rank's logits (c, V / t), or whatever somebody has given the model for a loss."""
+
+    def __init__(self, given: Any, vocabulary: int) -> None:
+        self.given, self.vocabulary = given, vocabulary
+        self.words: Words | None = getattr(given, "words", None)
+
+    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.given(
+            logits, None, vocab_size=self.vocabulary, num_items_in_batch=1, shift_labels=targets
+        )
+        return found
 
 
 class _Chunks:
     """What stands around a model and its output layer."""
 
-    def __init__(self, model: Any, chunk: int, recompute: bool) -> None:
+    def __init__(self, model: Any, chunk: int, recompute: bool, backend: Any) -> None:
         self.given = vars(model).get("_loss_function")  # of logits that are cut, or anybody's own
-        self.words = model.config.vocab_size
-        self.total: Total = cross_entropy_sum if self.given is None else self.of_cut_logits
-        self.head = model.lm_head.forward = ChunkedHead(model.lm_head, chunk, self.total, recompute)
+        self.total: Total = cross_entropy_sum
+        if self.given is not None:
+            self.total = _OfCutLogits(self.given, model.config.vocab_size)
+        head = ChunkedHead(model.lm_head, chunk, self.total, recompute, backend)
+        self.head = model.lm_head.forward = head
         model.loss_function = self.loss
         model.register_forward_pre_hook(self.before, with_kwargs=True)
         model.register_forward_hook(self.after, with_kwargs=True, always_call=True)
         wrap(model, wrapping(model, self.around))
-
-    def of_cut_logits(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The summed loss of this rank's (c, V / t) logits."""
-        assert self.given is not None
-        found: torch.Tensor = self.given(
-            logits, None, vocab_size=self.words, num_items_in_batch=1, shift_labels=targets
-        )
-        return found
 
     def loss(
         self,

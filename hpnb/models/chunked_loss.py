@@ -5,7 +5,7 @@
     for each c of n / chunk:
         logits_c = hidden_c W^T              (chunk, V)        forgotten before the next chunk
         loss    += sum of cross entropies of logits_c
-        dlogits  = softmax(logits_c) - targets
+        dlogits  = softmax(logits_c) - targets                 in their place (`softmax_passes.py`)
         dhidden_c = dlogits W                (chunk, h)
         dW      += dlogits^T hidden_c        (V, h), in float32 at least
 
@@ -16,6 +16,10 @@ microbatches stay between their forward and their backward that is a dW each: `r
 hidden, and makes the logits again, for 8 n h V FLOPs in place of 6 n h V.
 
     hpnb.models.chunk_loss(model, 1024)      # model(input_ids=ids, labels=ids).loss as before, in less memory
+
+Products of 16 bits run on tensor cores at full speed where rows are multiples of 16 bytes; 50,257 words are
+odd, and take 8 times as long on an H200 (97 and 765 TFLOP/s). So on a GPU W gets rows of zeros up to a
+multiple of 64, whose logits count for nothing.
 
 The output layer computes the loss inside its own forward, so hooks, ZeRO's shares, a tied weight and the cut
 of a vocabulary stand as they are: to all of them it is a layer whose output is one number.
@@ -31,7 +35,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-IGNORED = -100
+from hpnb.models.softmax_passes import IGNORED, Words, loss_and_gradient
+
+ROWS = {"cuda": 64}  # of W: a multiple of it where logits are computed
 Total = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (logits (c, V), targets (c,)) -> (), their sum
 
 
@@ -48,6 +54,7 @@ def chunked_loss(
     chunk: int,
     total: Total = cross_entropy_sum,
     recompute: bool = False,
+    backend: Any = None,
 ) -> torch.Tensor:
     """(), the summed loss of logits hidden W^T, of which at most `chunk` rows exist at a time.
 
@@ -55,8 +62,10 @@ def chunked_loss(
         hidden: (n, h).
         weight: (V, h), or this rank's words of it.
         targets: (n,); -100 counts for nothing.
-        total: the loss of one chunk. It may talk to other ranks: all of them have the same chunks.
+        total: the loss of one chunk. It may talk to other ranks: all of them have the same chunks. One that
+            has `Words` as its attribute `words` is the cross entropy of these of them.
         recompute: compute the logits again in the backward, in place of keeping dW.
+        backend: of torch.compile, such as "inductor", for cross entropies; None leaves them to eager PyTorch.
 
     Raises:
         ValueError: shapes that do not fit, or a chunk below 1.
@@ -71,7 +80,7 @@ def chunked_loss(
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(kind))
-    found: torch.Tensor = _ChunkedLoss.apply(hidden, weight, targets, chunk, total, recompute)
+    found: torch.Tensor = _ChunkedLoss.apply(hidden, weight, targets, chunk, total, recompute, backend)
     return found
 
 
@@ -85,11 +94,12 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk: int,
         total: Total,
         recompute: bool,
+        backend: Any,
     ) -> torch.Tensor:
-        ctx.facts = chunk, total, recompute
+        ctx.facts = chunk, total, recompute, backend
         wants = ctx.needs_input_grad[:2]
         now = (False, False) if recompute else wants
-        loss, d_hidden, d_weight = _through(hidden, weight, targets, chunk, total, now)
+        loss, d_hidden, d_weight = _through(hidden, weight, targets, chunk, total, backend, now)
         if recompute:
             ctx.save_for_backward(hidden, weight, targets)
         else:
@@ -101,18 +111,18 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,) = grads
-        chunk, total, recompute = ctx.facts
+        chunk, total, recompute, backend = ctx.facts
         if recompute:
             hidden, weight, targets = ctx.saved_tensors
             kind = weight.dtype
             _, d_hidden, d_weight = _through(
-                hidden, weight, targets, chunk, total, ctx.needs_input_grad[:2], grad
+                hidden, weight, targets, chunk, total, backend, ctx.needs_input_grad[:2], grad
             )
         else:
             (d_hidden, d_weight), kind = ctx.saved_tensors, ctx.kind
             d_hidden = None if d_hidden is None else d_hidden * grad.to(d_hidden.dtype)
             d_weight = None if d_weight is None else d_weight * grad.to(d_weight.dtype)
-        return d_hidden, None if d_weight is None else d_weight.to(kind), None, None, None, None
+        return d_hidden, None if d_weight is None else d_weight.to(kind), *(None,) * 5
 
 
 def _through(
@@ -121,19 +131,23 @@ def _through(
     targets: torch.Tensor,
     chunk: int,
     total: Total,
+    backend: Any,
     wants: tuple[bool, bool],
     grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(loss, dhidden, dW), of which those are None that nobody wants; times `grad` if it is given."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
+    wide, words = torch.promote_types(hidden.dtype, torch.float32), len(weight)
     used = weight.to(hidden.dtype)  # under autocast, once for all chunks
+    if more := -words % ROWS.get(hidden.device.type, 1):
+        used = F.pad(used, (0, 0, 0, more))  # (V', h)
     d_hidden = torch.empty_like(hidden) if wants[0] else None
-    d_weight = torch.zeros_like(weight, dtype=wide) if wants[1] else None
+    d_weight = torch.zeros_like(used, dtype=wide) if wants[1] else None
     loss = hidden.new_zeros((), dtype=wide)
     for start in range(0, len(hidden), chunk):
         part = hidden[start : start + chunk]
         with torch.autocast(hidden.device.type, enabled=False):
-            value, d_logits = _one(part @ used.t(), targets[start : start + chunk], total, any(wants))
+            of = targets[start : start + chunk]
+            value, d_logits = _one(part @ used.t(), words, of, total, backend, any(wants))  # (c, V')
         loss += value.to(wide)
         if d_logits is None:
             continue
@@ -141,34 +155,49 @@ def _through(
             d_logits *= grad
         if d_hidden is not None:
             torch.mm(d_logits, used, out=d_hidden[start : start + chunk])
-        if d_weight is not None and d_weight.dtype == part.dtype:
-            d_weight.addmm_(d_logits.t(), part)
-        elif d_weight is not None:
-            d_weight += d_logits.t() @ part
-    return loss, d_hidden, d_weight
+        if d_weight is not None:
+            _add_product(d_weight, d_logits.t(), part)
+    return loss, d_hidden, None if d_weight is None else d_weight[:words]
 
 
 def _one(
-    logits: torch.Tensor, targets: torch.Tensor, total: Total, trains: bool
+    logits: torch.Tensor, words: int, targets: torch.Tensor, total: Total, backend: Any, trains: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(loss, dlogits) of one chunk (c, V); the logits are lost."""
+    """(loss, dlogits) of one chunk (c, V'), of which V are words; the logits are lost."""
     if not trains:
         with torch.no_grad():
-            return total(logits, targets), None
-    if total is not cross_entropy_sum:
+            return total(logits[:, :words], targets), None
+    here: Words | None = getattr(total, "words", None)
+    if backend is not None and (here is not None or total is cross_entropy_sum):
+        with torch.no_grad():
+            return loss_and_gradient(logits, words, targets, here, backend), logits
+    more, dtype = logits.size(1) - words, logits.dtype
+    if total is cross_entropy_sum:
+        with torch.no_grad():  # in place, where autograd would keep four such tensors
+            logs = F.log_softmax(logits[:, :words].to(torch.promote_types(dtype, torch.float32)), -1)
+            del logits
+            value = F.nll_loss(logs, targets, ignore_index=IGNORED, reduction="sum")
+            counted = targets != IGNORED
+            d_logits = logs.exp_()
+            at = targets.masked_fill(~counted, 0).unsqueeze(1)
+            d_logits.scatter_add_(1, at, d_logits.new_full((1, 1), -1.0).expand_as(at))
+            d_logits = d_logits.mul_(counted.unsqueeze(1)).to(dtype)
+    else:
+        given = logits[:, :words].detach().requires_grad_()
         with torch.enable_grad():
-            value = total(logits.requires_grad_(), targets)
-        return value.detach(), torch.autograd.grad(value, logits)[0]
-    dtype = logits.dtype
-    with torch.no_grad():  # in place, where autograd would keep four such tensors
-        logs = F.log_softmax(logits.to(torch.promote_types(dtype, torch.float32)), -1)
-        del logits
-        loss = F.nll_loss(logs, targets, ignore_index=IGNORED, reduction="sum")
-        counted = targets != IGNORED
-        d_logits = logs.exp_()
-        at = targets.masked_fill(~counted, 0).unsqueeze(1)
-        d_logits.scatter_add_(1, at, d_logits.new_full((1, 1), -1.0).expand_as(at))
-        return loss, d_logits.mul_(counted.unsqueeze(1)).to(dtype)
+            value = total(given, targets)
+        value, d_logits = value.detach(), torch.autograd.grad(value, given)[0]
+    return value, F.pad(d_logits, (0, more)) if more else d_logits
+
+
+def _add_product(to: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """to += a b, summed in the dtype of `to`."""
+    if to.dtype == a.dtype:
+        to.addmm_(a, b)
+    elif to.is_cuda:
+        torch.addmm(to, a, b, out_dtype=to.dtype, out=to)
+    else:  # PyTorch has no such product on a CPU
+        to += a @ b
 
 
 # --- in a model ----------------------------------------------------------------------------------------
@@ -180,13 +209,19 @@ class ChunkedHead:
     Args:
         head: without a bias; its weight is (V, h).
         chunk: tokens at a time.
-        total: see `chunked_loss`.
+        total, recompute, backend: see `chunked_loss`.
     """
 
     def __init__(
-        self, head: nn.Module, chunk: int, total: Total = cross_entropy_sum, recompute: bool = False
+        self,
+        head: nn.Module,
+        chunk: int,
+        total: Total = cross_entropy_sum,
+        recompute: bool = False,
+        backend: Any = None,
     ) -> None:
-        self.head, self.chunk, self.total, self.recompute = head, chunk, total, recompute
+        self.head, self.chunk, self.total = head, chunk, total
+        self.recompute, self.backend = recompute, backend
         self.targets: torch.Tensor | None = None
 
     def tell(self, labels: torch.Tensor | None) -> None:
@@ -210,5 +245,5 @@ class ChunkedHead:
         weight: Any = self.head.weight
         targets = self.targets.to(hidden.device).flatten()
         return chunked_loss(
-            hidden.flatten(0, 1), weight, targets, self.chunk, self.total, recompute=self.recompute
+            hidden.flatten(0, 1), weight, targets, self.chunk, self.total, self.recompute, self.backend
         )

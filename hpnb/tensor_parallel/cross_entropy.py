@@ -27,9 +27,8 @@ import torch.distributed as dist
 
 from hpnb.comm import shares
 from hpnb.mesh import Axis
+from hpnb.models.softmax_passes import IGNORED, Words
 from hpnb.record.recorder import communication
-
-IGNORED = -100  # as torch.nn.functional.cross_entropy has it
 
 
 def cross_entropy(
@@ -80,6 +79,23 @@ def cross_entropy(
         z_loss,
     )
     return losses.sum(), (targets != ignore_index).sum()
+
+
+def own_words(axis: Axis, vocabulary: int) -> Words | None:
+    """Of this rank, for passes over logits in place (`hpnb.models.chunked_loss`); None if ranks have none."""
+    if vocabulary < axis.size:
+        return None
+
+    def combine(
+        most: torch.Tensor, total: torch.Tensor, at: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        own = most.clone()
+        _reduce(most, axis, dist.ReduceOp.MAX)
+        sums = torch.stack([total * (own - most).exp(), at])  # (2, n)
+        _reduce(sums, axis, dist.ReduceOp.SUM)
+        return most, sums[0], sums[1]
+
+    return Words(sum(shares(vocabulary, axis.size)[: axis.rank]), combine)
 
 
 class _CrossEntropy(torch.autograd.Function):

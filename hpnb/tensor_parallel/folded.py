@@ -25,11 +25,12 @@ from torch import nn
 
 from hpnb.mesh import Axis
 from hpnb.models import Role
+from hpnb.models.softmax_passes import IGNORED
 from hpnb.placement import Cut
 from hpnb.ranks.here import device as this_device
 from hpnb.tensor_parallel import grid_checks
 from hpnb.tensor_parallel.arriving import Sent
-from hpnb.tensor_parallel.cross_entropy import IGNORED, cross_entropy
+from hpnb.tensor_parallel.cross_entropy import cross_entropy
 from hpnb.tensor_parallel.cut_norm import CutNorm
 from hpnb.tensor_parallel.grid_layers import (
     Classifier,

@@ -26,6 +26,7 @@ from hpnb.comm import shares
 from hpnb.mesh import Axis
 from hpnb.models import Anatomy, Role
 from hpnb.models.attention import Attention
+from hpnb.models.softmax_passes import Words
 from hpnb.placement import Cut
 
 Place = Literal["embedding", "block", "head"]
@@ -117,6 +118,10 @@ class Mode(ABC):
             targets: (b, s) of the whole batch, equal on all ranks.
             options: of `hpnb.tensor_parallel.cross_entropy`.
         """
+
+    def words(self, vocabulary: int) -> Words | None:
+        """This rank's, if its loss is the cross entropy of all rows and of these words."""
+        return None
 
     @abstractmethod
     def whole_logits(self, logits: torch.Tensor, words: int) -> torch.Tensor:

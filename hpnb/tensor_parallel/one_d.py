@@ -21,10 +21,11 @@ from torch import nn
 from hpnb import comm
 from hpnb.mesh import Axis
 from hpnb.models import Role
+from hpnb.models.softmax_passes import Words
 from hpnb.placement import Cut
 from hpnb.ranks.here import device as this_device
 from hpnb.tensor_parallel.column_row import ColumnLinear, Line, Region, RowLinear
-from hpnb.tensor_parallel.cross_entropy import cross_entropy
+from hpnb.tensor_parallel.cross_entropy import cross_entropy, own_words
 from hpnb.tensor_parallel.mode import Mode, Subject, cut_evenly, cut_units, is_transposed
 from hpnb.tensor_parallel.partial_gradients import Shared
 from hpnb.tensor_parallel.randomness import Randomness, drops
@@ -210,6 +211,9 @@ class OneD(Mode):
         self, logits: torch.Tensor, targets: torch.Tensor, words: int, **options: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return cross_entropy(logits, targets, self.axis, words, **options)  # type: ignore[arg-type]
+
+    def words(self, vocabulary: int) -> Words | None:
+        return own_words(self.axis, vocabulary)
 
     def whole_logits(self, logits: torch.Tensor, words: int) -> torch.Tensor:
         return comm.gather(logits, self.axis, -1, words)

@@ -27,9 +27,9 @@ from hpnb import placement
 from hpnb.mesh import Axis
 from hpnb.models import Role, anatomy, attentions, roles
 from hpnb.models.cut import Inputs, wrap
+from hpnb.models.softmax_passes import IGNORED
 from hpnb.placement import Placement
 from hpnb.ranks.here import device as this_device
-from hpnb.tensor_parallel.cross_entropy import IGNORED
 from hpnb.tensor_parallel.cut_anatomy import around
 from hpnb.tensor_parallel.mode import Mode, Place, Subject
 from hpnb.tensor_parallel.modes import make
@@ -234,6 +234,7 @@ def _keep_logits_cut(model: Any, how: Mode, words: int) -> Callable[[Any, Inputs
         )
         return total / (count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
 
+    vars(loss)["words"] = how.words(words)
     model.loss_function = loss
 
     def after(module: nn.Module, args: Any, outputs: Any) -> Any:

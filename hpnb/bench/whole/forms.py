@@ -105,16 +105,23 @@ def compile_parts(model: Any, how: Compiled) -> None:
 
 
 def use_loss(model: Any, how: Compiled) -> None:
-    """Give a GPT-2 the loss below, compiled where blocks are; a ViT keeps its own."""
+    """Give a GPT-2 or a ViT a loss below, a GPT-2's compiled where blocks are."""
     if model.config.model_type == "gpt2":
         compiles = hpnb.device().type == "cuda" and how == "blocks"
         model.loss_function = torch.compile(causal_loss, dynamic=False) if compiles else causal_loss
+    else:
+        model.loss_function = class_loss
 
 
 def causal_loss(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
     """The mean over the words that come next: logits (B, s, V), labels (B, s)."""
     following = F.pad(labels, (0, 1), value=-100)[..., 1:]
     return F.cross_entropy(logits.float().flatten(0, 1), following.flatten())
+
+
+def class_loss(labels: torch.Tensor, logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """The mean over images, in float32: of bf16 logits transformers' own is a multiple of 1/32 around 7."""
+    return F.cross_entropy(logits.float(), labels)
 
 
 def inputs(batch: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:

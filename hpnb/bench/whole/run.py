@@ -29,7 +29,7 @@ def main(what: What, options: argparse.Namespace) -> Run:
     """
     if options.rounds < 1:
         raise ValueError(f"rounds={options.rounds} measures nothing; use 1 or more")
-    choice = hpnb.ranks.choose_device(options.device, options.ranks)
+    choice = hpnb.ranks.choose_device(_device(options.device, options.ranks), options.ranks)
     tiny = options.size == "tiny" or (options.size is None and choice.device == "cpu")
     of = task(
         what, choice.device, options.ranks, tiny=tiny, batch=options.batch, rows=options.rows,
@@ -134,6 +134,11 @@ def _losses(run: Run, of: Task, shapes: dict[str, Shape], options: argparse.Name
 
 
 # --- what surrounds it -----------------------------------------------------------------------------------
+
+
+def _device(asked: str, ranks: int) -> str:
+    """A GPU that is the only one is measured too; elsewhere it would leave one rank apart from the rest."""
+    return "cuda" if asked == "auto" and 1 == ranks <= torch.cuda.device_count() else asked
 
 
 def _begin(what: What, of: Task, ranks: int, commit: str, among: Pools) -> Run:

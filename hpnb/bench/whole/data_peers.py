@@ -86,7 +86,7 @@ def zero_1(task: Task, shape: Shape) -> Program:
     return accumulating(task, shape, wrapped, optimizer, wrapped, around=lambda: forms.autocast(task))
 
 
-def fsdp(reshard: bool, sharded: bool, task: Task, shape: Shape) -> Program:
+def fsdp(how: Compiled, reshard: bool, sharded: bool, task: Task, shape: Shape) -> Program:
     """FSDP2.
 
     Args:
@@ -94,8 +94,8 @@ def fsdp(reshard: bool, sharded: bool, task: Task, shape: Shape) -> Program:
         sharded: False keeps replicas, by a mesh of (dp, 1).
     """
     model: Any = task.build()
-    forms.use_loss(model, "blocks")
-    forms.compile_parts(model, "blocks")
+    forms.use_loss(model, how)
+    forms.compile_parts(model, how)
     mesh = mesh_of(("dp",), (shape.dp,)) if sharded else mesh_of(("dp", "one"), (shape.dp, 1))
     shard(task, model, mesh, reshard)
     return accumulating(task, shape, model, forms.adamw(model.parameters(), task.lr), model)

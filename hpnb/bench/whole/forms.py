@@ -5,7 +5,9 @@
     FSDP2       float32 shards, gathered and reduced as bf16: MixedPrecisionPolicy
 
 PyTorch's optimizers have no masters, so the first takes 20 lines of one's own. The blocks are compiled one by
-one, or the model whole; the loss is compiled either way. On a CPU all is float32, and nothing is compiled.
+one, or the model whole; the loss is compiled either way. Of GPT-2 there is a third form, blocks one by one
+and the output layer in one piece with the loss, of which PyTorch's programs seldom think: only then does the
+compiler see that rows of 50,257 words are odd, and pads them. On a CPU all is float32, nothing is compiled.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch.distributed.tensor import DTensor
 import hpnb
 from hpnb.bench.whole.task import Task
 
-Compiled = Literal["blocks", "whole", "no"]
+Compiled = Literal["blocks", "head", "whole", "no"]  # "head": blocks, and the output layer with the loss
 
 
 class Steps(Protocol):
@@ -99,7 +101,7 @@ def compile_parts(model: Any, how: Compiled) -> None:
     """The blocks, in place, and a language model's loss, of which float32 logits are then never stored."""
     if hpnb.device().type != "cuda" or how == "no":
         return
-    if how == "blocks":
+    if how in ("blocks", "head"):
         for block in blocks(model):
             block.compile(dynamic=False)
 
@@ -107,8 +109,10 @@ def compile_parts(model: Any, how: Compiled) -> None:
 def use_loss(model: Any, how: Compiled) -> None:
     """Give a GPT-2 or a ViT a loss below, a GPT-2's compiled where blocks are."""
     if model.config.model_type == "gpt2":
-        compiles = hpnb.device().type == "cuda" and how == "blocks"
-        model.loss_function = torch.compile(causal_loss, dynamic=False) if compiles else causal_loss
+        if how == "head":
+            model.loss_function = with_loss(model.lm_head)
+        else:
+            model.loss_function = compiled(causal_loss) if how == "blocks" else causal_loss
     else:
         model.loss_function = class_loss
 
@@ -117,6 +121,26 @@ def causal_loss(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.T
     """The mean over the words that come next: logits (B, s, V), labels (B, s)."""
     following = F.pad(labels, (0, 1), value=-100)[..., 1:]
     return F.cross_entropy(logits.float().flatten(0, 1), following.flatten())
+
+
+def with_loss(head: Any) -> Any:
+    """The loss of hidden states, which `head` from now on leaves as they are: compiled, both as one."""
+    both = compiled(_head_and_loss)
+    head.forward = _as_it_is
+    return lambda hidden, labels, **_: both(hidden, head.weight, labels)
+
+
+def _head_and_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return causal_loss(F.linear(hidden, weight), labels)
+
+
+def _as_it_is(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden
+
+
+def compiled(function: Any) -> Any:
+    """On a GPU."""
+    return torch.compile(function, dynamic=False) if hpnb.device().type == "cuda" else function
 
 
 def class_loss(labels: torch.Tensor, logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

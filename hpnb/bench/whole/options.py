@@ -17,7 +17,7 @@ def arguments(parser: argparse.ArgumentParser, what: str) -> None:
     add("--size", choices=("full", "tiny"), help="tiny is for a CPU, and the default there")
     usual = ",".join(layouts.names(4))
     add("--layouts", type=_names, help=f"a part of them: {usual}")
-    add("--candidates", type=_names, help="programs whose names contain one of these: hpnb,DDP")
+    add("--candidates", type=_names, help="programs of these names, or whose names contain one: hpnb,DDP")
     add("--thorough", action="store_true", help="more forms of the peers, and schedules of hpnb")
     add("--batch", type=int, help="of a step, over all ranks")
     add("--rows", type=int, help="of a forward without a pipeline; a larger share is taken in microbatches")

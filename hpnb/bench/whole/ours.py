@@ -14,11 +14,12 @@ from hpnb.bench.whole.task import Feed, Task
 from hpnb.pipeline_parallel import Costs
 
 _REPEATS = 3  # steps that are recorded, of which the median one counts
-_STYLES: dict[str, dict[str, Any]] = {
-    "1f1b": {},
-    "zb-v": {"num_model_chunks": 2},
-    "zb-h1": {},
-    "interleaved": {"num_model_chunks": 2},
+_SCHEDULES: dict[str, dict[str, Any]] = {
+    "1f1b": {"pp_style": "1f1b"},
+    "interleaved": {"pp_style": "interleaved", "num_model_chunks": 2},
+    "interleaved in 4 chunks": {"pp_style": "interleaved", "num_model_chunks": 4},
+    "zb-v": {"pp_style": "zb-v", "num_model_chunks": 2},
+    "zb-h1": {"pp_style": "zb-h1"},
 }
 
 
@@ -28,10 +29,10 @@ def candidates(shape: Shape) -> list[Candidate]:
     if shape.tp > 1:
         ways = [(", sequence parallel", {"enable_sequence_parallelism": True}, False), ("", {}, shape.pp > 1)]
     if shape.pp > 1:
-        slow = {"zb-h1", "interleaved"} if shape.kind != "pp" else {"interleaved"}
+        seldom = {"zb-h1"} if shape.kind == "pp" else {"zb-h1", "zb-v", "interleaved"}
         ways = [
-            (f" {style}{name}", {"pp_style": style, **chunks, **knobs}, extra or style in slow)
-            for style, chunks in _STYLES.items()
+            (f" {schedule}{name}", {**how, **knobs}, extra or schedule in seldom)
+            for schedule, how in _SCHEDULES.items()
             for name, knobs, extra in ways
         ]
     return [Candidate(f"hpnb{name}", partial(build, knobs), extra=extra) for name, knobs, extra in ways]

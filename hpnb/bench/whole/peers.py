@@ -29,7 +29,7 @@ def candidates(what: What, shape: Shape) -> list[Candidate]:
             Candidate(f"{name}, {said} compiled", partial(data_peers.timm, how), same=False, extra=extra)
             for said, how, extra in ways
         )]  # fmt: skip
-    return found
+    return [*found, *_HEADS.get(shape.kind, [])] if what == "gpt2-xl" else found
 
 
 def _one() -> list[Candidate]:
@@ -46,7 +46,7 @@ def _replicas() -> list[Candidate]:
     return [
         Candidate("DDP, blocks compiled", partial(data_peers.ddp, "blocks")),
         Candidate("DDP, autocast, blocks compiled", partial(data_peers.ddp_autocast, "blocks")),
-        Candidate("FSDP2 of replicas", partial(data_peers.fsdp, False, False), extra=True),
+        Candidate("FSDP2 of replicas", partial(data_peers.fsdp, "blocks", False, False), extra=True),
         Candidate("DDP, model compiled", partial(data_peers.ddp, "whole"), extra=True),
         Candidate("DDP, autocast, model compiled", partial(data_peers.ddp_autocast, "whole"), extra=True),
     ]
@@ -55,14 +55,14 @@ def _replicas() -> list[Candidate]:
 def _pipelines(replicas: pipeline_peers.Replicas, behind: str = "") -> list[Candidate]:
     """1F1B, interleaved and ZBV. A compiled block is one node of autograd, which ZBV cannot split; and in a
     ZBV of DDP's stages the gradients of replicas are not summed as they should: losses part after a step."""
-    ways: list[tuple[str, forms.Compiled, bool]] = [
-        ("Schedule1F1B", "blocks", False),
-        ("ScheduleInterleaved1F1B", "blocks", bool(behind)),
-        ("ScheduleZBVZeroBubble", "no", bool(behind)),
+    ways: list[tuple[str, int, forms.Compiled, bool]] = [
+        ("Schedule1F1B", 1, "blocks", False),
+        ("ScheduleInterleaved1F1B", 2, "blocks", bool(behind)),
+        ("ScheduleZBVZeroBubble", 2, "no", bool(behind)),
     ]
     return [
-        Candidate(kind + behind, partial(pipeline_peers.pipelined, kind, replicas, how, False), extra=more)
-        for kind, how, more in ways
+        Candidate(kind + behind, partial(pipeline_peers.pipelined, kind, n, replicas, how, False), extra=more)
+        for kind, n, how, more in ways
         if not (how == "no" and behind == ", DDP")
     ]
 
@@ -75,7 +75,7 @@ def _both() -> list[Candidate]:
     return [
         Candidate(
             f"{kind}, parallelize_module{_SP if sequence else ''}{', eager' if how == 'no' else ''}",
-            partial(pipeline_peers.pipelined, kind, "ddp", how, sequence),
+            partial(pipeline_peers.pipelined, kind, 1, "ddp", how, sequence),
             extra=extra,
         )
         for sequence, how, extra in ways
@@ -103,13 +103,29 @@ _PEERS = {
     "dp": _replicas(),
     "zero1": [
         Candidate("DDP with ZeroRedundancyOptimizer", data_peers.zero_1),
-        Candidate(_KEPT, partial(data_peers.fsdp, False, True)),
+        Candidate(_KEPT, partial(data_peers.fsdp, "blocks", False, True)),
     ],
-    "zero2": [Candidate(_KEPT, partial(data_peers.fsdp, False, True))],
-    "zero3": [Candidate(_FSDP, partial(data_peers.fsdp, True, True))],
+    "zero2": [Candidate(_KEPT, partial(data_peers.fsdp, "blocks", False, True))],
+    "zero3": [Candidate(_FSDP, partial(data_peers.fsdp, "blocks", True, True))],
     "pp": _pipelines("ddp"),
     "dp-pp": [*_pipelines("fsdp", ", FSDP2"), *_pipelines("ddp", ", DDP")],
     "tp": _shared(over=False),
     "dp-tp": _shared(over=True),
     "tp-pp": _both(),
+}
+
+_HEAD = ", head and loss as one"
+_HEADS = {
+    "one": [Candidate(f"torch{_HEAD}", partial(data_peers.alone, "head"))],
+    "dp": [Candidate(f"DDP{_HEAD}", partial(data_peers.ddp, "head"))],
+    "zero2": [Candidate(f"{_KEPT}{_HEAD}", partial(data_peers.fsdp, "head", False, True))],
+    "zero3": [Candidate(f"{_FSDP}{_HEAD}", partial(data_peers.fsdp, "head", True, True))],
+    "pp": [
+        Candidate(f"{kind}{said}{_HEAD}", partial(pipeline_peers.pipelined, kind, n, "ddp", "head", False))
+        for kind, n, said in (
+            ("Schedule1F1B", 1, ""),
+            ("ScheduleInterleaved1F1B", 2, ""),
+            ("ScheduleInterleaved1F1B", 4, " in 4 chunks"),
+        )
+    ],
 }

@@ -36,30 +36,29 @@ from hpnb.bench.whole.task import Feed, Task
 from hpnb.bench.whole.tensor_peers import by_words
 from hpnb.models import GPT2Size
 
-CHUNKS = {"Schedule1F1B": 1, "ScheduleInterleaved1F1B": 2, "ScheduleZBVZeroBubble": 2}
 _AXES = ("dp", "pp", "tp")
 Replicas = Literal["ddp", "fsdp"]
 
 
 def pipelined(
-    kind: str, replicas: Replicas, how: forms.Compiled, sequence: bool, task: Task, shape: Shape
+    kind: str, chunks: int, replicas: Replicas, how: forms.Compiled, sequence: bool, task: Task, shape: Shape
 ) -> Program:
-    """A program of the schedule `kind`, one of `CHUNKS`.
+    """A program of the schedule `kind`: Schedule1F1B, ScheduleInterleaved1F1B or ScheduleZBVZeroBubble.
 
     Args:
+        chunks: stages of a rank; 1 for the first of them, and 2 for the last.
         replicas: what stages of several replicas are wrapped in.
-        how: "blocks" compiles them, for schedules that do not split backwards.
+        how: "blocks" and "head" compile them, for schedules that do not split backwards.
         sequence: SequenceParallel too, along tp.
 
     Raises:
         ValueError: heads or tokens that do not divide.
     """
-    chunks, parts = CHUNKS[kind], task.parts(shape)
+    parts = task.parts(shape)
     mesh = mesh_of(_AXES, (shape.dp, shape.pp, shape.tp))
     place, count = mesh["pp"].get_local_rank(), shape.pp * chunks
     there_and_back = kind == "ScheduleZBVZeroBubble"
-    second = count - 1 - place if there_and_back else place + shape.pp
-    mine = [place, second][:chunks]
+    mine = [place, count - 1 - place] if there_and_back else list(range(place, count, shape.pp))
     wide = shape.dp > 1 and replicas == "fsdp"
     made = _stages(task, mesh, mine, count, wide, sequence, how)
     tie = _Tie(mesh, made, there_and_back) if isinstance(task.size, GPT2Size) else None
@@ -146,7 +145,7 @@ class Stage(nn.Module):
         loss = loss.to_local() if isinstance(loss, DTensor) else loss
         return loss + loss.new_zeros(1)  # (1,), and no view, which FSDP2 warns of
 
-    loss = staticmethod(forms.causal_loss)
+    loss: Any = staticmethod(forms.causal_loss)
 
 
 def _stages(
@@ -163,8 +162,8 @@ def _stages(
     found = {i: Stage(model, range(*ends[i]), ends[-1][1]) for i in mine}
     for stage in found.values():
         forms.compile_parts(stage, how)
-        if stage.last and stage.causal and hpnb.device().type == "cuda" and mesh["tp"].size() == 1:
-            stage.loss = torch.compile(forms.causal_loss, dynamic=False)
+        if stage.last and stage.causal and mesh["tp"].size() == 1:
+            stage.loss = forms.with_loss(stage.head) if how == "head" else forms.compiled(forms.causal_loss)
     return found
 
 

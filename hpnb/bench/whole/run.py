@@ -6,7 +6,7 @@ import argparse
 import datetime
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -72,11 +72,12 @@ def _contests(
 def _contest(
     of: Task, layout: str, shape: Shape, options: argparse.Namespace, among: Pools
 ) -> LayoutFound | None:
+    known = measure.candidates(of.what, shape)
     chosen = [
         one.name
-        for one in measure.candidates(of.what, shape).values()
+        for one in known.values()
         if (options.thorough or not one.extra or options.candidates)
-        and (not options.candidates or any(part in one.name for part in options.candidates))
+        and _asked(one.name, options.candidates, known)
     ]
     if not chosen:
         print(f"{layout}: no program has a name with {' or '.join(options.candidates)}", flush=True)
@@ -121,7 +122,7 @@ def _losses(run: Run, of: Task, shapes: dict[str, Shape], options: argparse.Name
         if shape.ranks == 1:
             continue
         known = [c.name for c in measure.candidates(of.what, shape).values() if c.ours]
-        for name in [n for n in known if _asked(n, options.candidates)] if options.thorough else known[:1]:
+        for name in [n for n in known if _asked(n, options.candidates, known)] if options.thorough else known[:1]:
             try:
                 found = among.of(shape.ranks).run(measure.losses, of, shape, name, steps)[0]
             except RankError as error:
@@ -162,8 +163,9 @@ def _write(run: Run, options: argparse.Namespace) -> None:
         files.write(run, options.out)
 
 
-def _asked(name: str, parts: Iterable[str] | None) -> bool:
-    return not parts or any(part in name for part in parts)
+def _asked(name: str, parts: Iterable[str] | None, known: Collection[str]) -> bool:
+    """By a part of its name; what is a whole name means that program alone."""
+    return not parts or any(part == name if part in known else part in name for part in parts)
 
 
 def _say(text: Any) -> None:

@@ -19,7 +19,7 @@ help:
 	@echo "make notebooks   run the series in order; executed copies go to executed/"
 	@echo "make outputs     run the series on this machine's GPUs and write the pages as they are committed"
 	@echo "make lab         open the notebooks in JupyterLab"
-	@echo "make test        lint, types, tests, and every notebook on the CPU"
+	@echo "make test        lint, types, tests, and today's four notebooks on the CPU"
 	@echo "make clean       remove what the others wrote, except $(VENV)"
 	@echo "The first of them makes $(VENV) and installs hpnb with its dependencies (up to 6 GB, a few minutes)."
 
@@ -51,6 +51,9 @@ lab: $(STAMP)
 # together, and share their ranks; in the order of names the long ones do not come last.
 WORKERS ?= 2
 
+# Four a day, the next four tomorrow; NOTEBOOKS=notebooks runs all of them, and so does `make notebooks`.
+NOTEBOOKS ?= $(shell "$(PYTHON)" tests/todays.py 4 notebooks/*.ipynb)
+
 # Every step runs even when one before it failed; the last line says which did. Nothing is fetched, and
 # nothing is written to the user's home.
 test: $(STAMP)
@@ -61,7 +64,7 @@ test: $(STAMP)
 	step tests python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder; \
 	if ls notebooks/*.ipynb >/dev/null 2>&1; then \
 		step notebooks env HPNB_HOME="$(CURDIR)/build/home" HF_HUB_OFFLINE=1 python -m pytest -q --timeout=0 -n $(WORKERS) \
-			--nbmake --nbmake-kernel=python3 --nbmake-timeout=600 notebooks; \
+			--nbmake --nbmake-kernel=python3 --nbmake-timeout=600 $(NOTEBOOKS); \
 	fi; \
 	if [ -n "$$failed" ]; then echo "== FAILED:$$failed"; exit 1; fi; \
 	echo "== all passed"

@@ -535,8 +535,8 @@ lesson.check(exercises.norm, norm)
 # start on the same batches.
 
 # %%
-train_rows, test_rows = map(hybrid.in_memory, (leaves, hpnb.data.beans("validation", image_size=32)))
-recipe = hybrid.Recipe(ViTSize(48, 4, 4, 192, 8, 32), train_rows, test_rows)
+others = hpnb.data.beans("validation", image_size=32)
+recipe = hybrid.Recipe(ViTSize(48, 2, 4, 192, 8, 32), *map(hybrid.in_memory, (leaves, others)))
 LEGS = {"8 ranks: dp 2 x pp 2 x tp 2": (eight, 1, {"pp_size": 2, "tp_size": 2, "num_microbatches": 2}),
         "4 ranks: dp 2 x tp 2, ZeRO 2": (hpnb.Ranks(4, device="cpu"), 2, {"tp_size": 2, "zero_stage": 2}),
         "2 ranks: pp 2, ZB-H1": (hpnb.Ranks(2, device="cpu"), 4, {"pp_size": 2, "num_microbatches": 4, "pp_style": "zb-h1"})}  # fmt: skip

@@ -27,7 +27,8 @@
 #
 # **Time.** 30 minutes to read; under 2 minutes to run on a laptop, and as long on 2 or 4 GPUs; 90 minutes for the exercises.
 #
-# **Letters.** t ranks share a model of a heads, V words and width h; b rows of s tokens are n = b·s tokens.
+# **Letters.** t ranks share a model of a heads, V words and width h; b rows of s tokens are n = b·s tokens. *Heads* are an
+# attention's; *the* head is the last layer, which has a logit for each of the V words.
 #
 # **Two questions to recall.** From 03: which all-reduces does a block make? From 06: what is a head of V words worth in
 # blocks?
@@ -63,8 +64,8 @@ pool = hpnb.Ranks(N)  # these ranks stay to the end
 # ## Run it unchanged
 #
 # In 03 you cut a matrix by `w.chunk(axis.size, dim)[axis.rank]`: columns of the first, rows of the second. Do the same to an
-# attention of 25 heads. GPT-2 holds q, k and v in one matrix (h, 3h), so there are three ways to read the recipe. Which of
-# them gives the right output?
+# attention of 25 heads. GPT-2 holds q, k and v in one matrix Q | K | V of (h, 3h), so this line can be used in two ways: on
+# that matrix, or on q, k and v each. A third way forgets the line, and gives each rank whole heads. Which output is right?
 
 # %%
 def by_hand(heads=25, d=8, s=32):
@@ -92,15 +93,19 @@ def by_hand(heads=25, d=8, s=32):
 lesson.table(("cut by", "rank 0 has heads", "output off by"), pool.run(by_hand)[0], f"an attention of 25 heads of 8 on {N} ranks, float64")
 
 # %% [markdown]
-# The first fails aloud: a slice of Q | K | V is a bit of each, and no head is a sixth of anything. The second runs, has the
-# right shape, and is wrong. The matrix divides; the *head* does not. Each rank took some columns of every head, and a
-# score q·k is a sum over all of them: softmax of a part is no part of a softmax.
+# (The middle column: how many heads rank 0 computes, and how wide each of them then is. It should be 8.)
+#
+# The first fails aloud: a slice of Q | K | V is mostly Q on the first rank and mostly V on the last, and its width is no
+# number of heads. The second runs wherever h divides by t, has the right shape, and is wrong. The matrix divides; the
+# *head* does not. A rank has the columns of some whole heads and of a piece of one, and takes them for 25 narrow ones.
+# It would not help to give everybody a piece of every head: a score q·k is a sum over all columns of a head, and a softmax
+# of parts is not a part of the softmax.
 #
 # (One could sum scores over ranks, before softmax. That is an all-reduce of b·a·s² numbers in place of b·s·h: s/d times as
 # many, for heads d wide. In GPT-2 16 times.)
 #
-# What does the library do? Below is 03's training cell with two words changed, model and data. 5 heads, 509 words, and one
-# table that is both embedding and head.
+# What does the library do? Below is 03's training cell with model and data changed: 5 heads, 509 words, and one table that is
+# both embedding and head.
 
 # %%
 def train(texts):
@@ -127,8 +132,8 @@ rows = [(f"rank {r}", f"{c_attn}", f"{c_attn[1] // 60}", f"{table}") for r, (*_,
 lesson.table(("", "q | k | v", "heads", "words"), rows, "a GPT-2 of 100, with 5 heads of 20 and 509 words")
 
 # %% [markdown]
-# Exact. Nothing was padded, and nobody has half a head: what is uneven is dealt out unevenly. That has a price, and it is the
-# next section. And dropout was 0; that has a section of its own.
+# Exact. Nothing was padded, and nobody has half a head: what is uneven is dealt out unevenly. The next section has the
+# price. And dropout was 0 here; it has a section of its own.
 #
 # ## Uneven heads
 #
@@ -146,8 +151,10 @@ lesson.table(("", "q | k | v", "heads", "words"), rows, "a GPT-2 of 100, with 5 
 # | 5 | 5, 5, 5, 5, 5 | 1.00 | 1.000 |
 # | 8 | 4, 3, 3, 3, 3, 3, 3, 3 | 1.28 | 1.111 |
 #
-# Megatron-LM wants t to divide a, so people pad 25 heads to 28, 7 on each rank. Is dealing out 25 quicker? No: all wait for
-# the 7. It saves the others' memory and work, and no time.
+# Megatron-LM wants t to divide a, so people pad 25 heads to 28, 7 on each of 4 ranks. Is dealing out 25 quicker? No: all wait
+# for the 7. It saves the others' memory and work, and no time.
+#
+# Commit. (Here and below the answer comes with the cell that asks: write your guess into it before you run it.)
 
 # %%
 lesson.predict("07.block", f"{SIZE.heads} heads over {N} ranks, width {SIZE.hidden}, {SIZE.length} tokens a row: how many times the mean "
@@ -168,20 +175,21 @@ ratios = lesson.comparison([("attention of rank 0, over the mean", dealt[0] * N 
                             ("a head on rank 0, over a head elsewhere", 1, took[0]["attention"] / dealt[0] / a_head)])  # fmt: skip
 
 # %% [markdown]
-# (Ranks that share cores would measure each other. There one of them computes each rank's share in turn.)
+# A tick is where the bar would end if the attention's seconds went by heads alone, and the MLP's were equal. (Ranks that
+# share cores would measure each other. There one of them computes each rank's share in turn.)
 #
-# A block's ratio is near 1 whatever happens, so read the last row: the seconds of a head. Where a head costs *less* on the
-# fullest rank, a part of attention does not go by heads: what every rank does with x, launches, and on GPUs tiles of a
-# product that 6 heads do not fill either. Unevenness then costs less than the formula says.
+# A block's ratio is near 1 whatever happens, so read the last row: the seconds of one head. Where a head costs *less* on the
+# fullest rank, a part of the attention does not go by heads: what every rank does with x, launches of kernels, and on GPUs
+# a product computed in tiles, of which 6 heads may need as many as 7. Unevenness then costs less than the formula says.
 #
 # **Takeaway.** Uneven is exact and costs t⌈a/t⌉/a on attention alone. Choose t among divisors of the heads if you can: 5, for
 # 25.
 #
 # ### Exercise 1: deal out heads
 #
-# *Implement, 15 minutes.* Write `share(qkv, bias, out, heads, axis)`: this rank's columns of `qkv` (h, 3h), which is Q | K | V,
-# their part of `bias` (3h,), and its rows of `out` (h, h). The check runs causal attention with them on 2 and 4 ranks, with 12,
-# 25 and 23 heads. It wants the exact output, and nobody with more heads than ⌈a/t⌉.
+# *Implement, 15 minutes.* Write `share(qkv, bias, out, heads, axis)`. Return three tensors: this rank's columns of `qkv`
+# (h, 3h), which is Q | K | V, their part of `bias` (3h,), and its rows of `out` (h, h). The check runs causal attention with
+# them on 2 and 4 ranks, with 12, 25 and 23 heads. It wants the exact output, and nobody with more heads than ⌈a/t⌉.
 #
 # Hint: `comm.shares(25, 4)` is (7, 6, 6, 6); where does rank r begin?
 
@@ -209,16 +217,17 @@ lesson.check(exercises.share, share)
 # %% [markdown]
 # ## A loss in three numbers
 #
-# 50,257 = 29 · 1733: no t that anyone uses divides it. The library deals out 12,565 + 12,564 + 12,564 + 12,564 words. Others
-# pad the table to 50,304, a multiple of 128, and then 47 words that do not exist must be kept out of the softmax: with
-# logits of 0 they make the first loss too large by log(50,304/50,257) = 0.0009, which nobody would see.
+# 50,257 = 29 · 1733: no t that anyone uses divides it. To 4 ranks the library deals out 12,565 + 12,564 + 12,564 + 12,564
+# words. Others pad the table to 50,304, a multiple of 128, and then 47 words that do not exist must be kept out of the
+# softmax: with logits of 0 they make the first loss too large by log(50,304/50,257) = 0.0009, which nobody would see.
 #
-# 03 showed why no rank needs the others' logits: the largest, the sum of exponentials, the target's logit, three numbers a
-# token. In a whole model a cut vocabulary also sums what was looked up (a rank finds zeros for words that it does not have),
-# and on the way back the gradient of the head's input. And it has a detail: GPT-2 asks position i for word i + 1, so a row of
-# 1,024 has 1,023 targets. The last position stays, with a target that is ignored, and n = b·s.
+# 03 showed why no rank needs the others' logits. Three numbers a token are enough: the largest logit, the sum of
+# exponentials, the target's logit. In a whole model there are two more sums, of b·s·h numbers each. Forward, of the words
+# that were looked up: a rank finds zeros for those that it does not have. Backward, of the gradient of the head's input.
+# And there is a detail: GPT-2 asks position i for word i + 1, so a row of 1,024 has 1,023 targets. The last position stays,
+# with a target that is ignored, so the loss is of all n = b·s.
 #
-# Commit to a step's bytes around the blocks. The loss's numbers are float32, whatever the others.
+# Commit to the bytes of a step. The loss's numbers are float32, whatever the others are.
 
 # %%
 lesson.predict("07.words-bytes", f"{ROWS} x {SIZE.length} tokens of {SIZE.hidden} numbers of {DTYPE.itemsize} bytes, {SIZE.vocabulary:,} words: "
@@ -246,18 +255,20 @@ plot.show(
 )  # fmt: skip
 
 # %% [markdown]
-# The ratio is V/6 on any number of ranks, whatever the batch. Memory goes the same way: a rank holds logits of V/t words. What
-# a pipeline could not do (06), make the head thinner, tensor parallelism does at the price of two activations.
+# The ratio is V/6 on any number of ranks, whatever the batch (half of it where logits would travel in 16 bits). Memory goes
+# the same way: a rank holds logits of V/t words. What a pipeline could not do (06), make the head thinner, tensor
+# parallelism does, for two all-reduces of an activation.
 #
 # **Takeaway.** Cut the vocabulary, never gather logits. (`outputs.logits` gathers when you read it; `outputs.loss` never
 # does.)
 #
 # ### Exercise 2: a loss of cut words
 #
-# *Implement, 25 minutes; it returns to 03 and 06.* Write `loss(logits, targets, first, axis)`: (the sum of all losses, how many
-# targets count). `logits` (n, words of this rank) begin with word `first`; `targets` (n,) are whole, and -100 counts for
-# nothing. V is 37. The check wants one process's sum and gradients in float64, on 2 and 3 ranks; at most three calls
-# forward, none backward; also where logits are in the ten thousands, and where nothing counts.
+# *Implement, 25 minutes; it returns to 03 and 06.* Write `loss(logits, targets, first, axis)`. Return (the sum of all losses,
+# how many targets count). `logits` (n, words of this rank) begin with word `first`; `targets` (n,) are whole, and one of -100
+# counts for nothing. V is 37. The check wants one process's sum and gradients in float64, on 2 and 3 ranks, with three
+# numbers a token in at most three calls forward, and none backward; also where logits are in the ten thousands, and where
+# no target counts.
 #
 # Hint: `comm.all_reduce` sums, and its backward sends nothing; for the largest `dist.all_reduce(m, dist.ReduceOp.MAX,
 # axis.group)`, on something detached. Whose is target -100?
@@ -299,11 +310,13 @@ lesson.check(exercises.loss, loss)
 # | of attention's probabilities | cut by heads: apart | cut by heads: apart |
 # | after attention, after the MLP | replicated: alike | cut by tokens: apart |
 #
-# The same line of the model is in both columns. So a seed is not a property of a rank, nor of a module: it belongs to a
-# layout. Two simple policies come to mind. *A seed each*: `torch.manual_seed(7 + rank)`. *One seed*: `torch.manual_seed(7)`
-# everywhere. Below is what rank 0 and the last rank drop, for p = 1/2.
+# In the last row one line of the model must draw alike in one layout and apart in the other. So who draws alike is no
+# property of a rank, nor of a module: it belongs to the layout. Two simple policies come to mind. *A seed each*:
+# `torch.manual_seed(7 + rank)`. *One seed*: `torch.manual_seed(7)` everywhere. Below is what rank 0 and the last rank drop,
+# for p = 1/2. XOR is what one of the two drops and the other keeps: nothing if they draw alike, half if they draw apart.
 #
-# **A puzzle.** With one seed all ranks draw from the same numbers. How can its MLP be as it is?
+# **A puzzle.** With one seed all generators start alike. Then rank 0 draws masks for its heads, and the last rank for its
+# own. What will you see of the attention, and what after the MLP?
 
 # %%
 cases = {"right": ("right", False), "a seed each": ("a seed each", False), "one seed": ("one seed", False),
@@ -322,15 +335,16 @@ if not shown["one seed"][1].differ:
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# 5 heads do not divide. Rank 0 has one head more than the last, so it draws more numbers for its attention; from then on a
-# CPU's generators stand at different places, and nothing replicated is alike any more. (A GPU's counts rounds: with
-# tensors as small as these all ranks take one, and stay together by luck.) With heads that divide, one seed gives alike
-# everywhere: the heads of different ranks share masks, and neither loss nor gradient shows it.
+# Attention: the first heads of both ranks share a mask, though they are different heads. After the MLP: 5 heads do not
+# divide, and rank 0 has one more than the last, so it draws more numbers. From then on a CPU's generators stand at
+# different places, and nothing replicated is alike any more. (A GPU's generator counts rounds of threads: with tensors as
+# small as these all ranks take one, and stay together by luck.) With heads that divide, one seed gives alike everywhere.
+# Then heads of different ranks share masks, and neither loss nor gradient shows it.
 # </details>
 #
 # `hpnb.tensor_parallel.randomness` starts from one seed on all ranks and lends each a state of its own, a hash of the
 # common state and the rank, while it draws for what is cut. Afterwards the common state is put back, so it does not matter
-# who drew how often. Seeds that differ are refused:
+# who drew how many numbers. Seeds that differ are refused:
 
 # %%
 def seeded_apart():
@@ -347,9 +361,10 @@ except hpnb.RankError as error:
 # %% [markdown]
 # ### An autopsy
 #
-# Now train with the two wrong policies, the check switched off. The first columns of the table are what one looks at while
-# training. XOR is from the bitmaps. The last column is a second instrument: walk a little along the gradient, both ways,
-# with the same masks, and see whether the loss changes as the gradient says.
+# Now train with the two wrong policies, the check switched off. Losses are what one looks at while training. "Of the saved
+# model" is the test loss of what rank 0 would save; "copies apart" is how far copies of norms and positions are from rank 0's
+# in the end. XOR is from the bitmaps. The last column is a second instrument: walk a little along the gradient, both ways,
+# with the same masks. It is the change of the loss over what the gradient told, so it should be 1.
 
 # %%
 rows, runs = [], {policy: pool.run(masks.trained, policy, texts[:32], texts[32]) for policy in masks.POLICIES}
@@ -371,19 +386,20 @@ lesson.field_guide.show()
 # %% [markdown]
 # The losses tell nothing. Where the MLP's masks differ, what is wrong is what the loss is *of*. Each rank has its own copy of
 # the residual stream, with holes of its own, and the all-reduces mix what was computed from different copies. The backward
-# believes that there is one. So the gradient is that of no function: the slope is not 1. And as in 03 the copies of norms
-# get different gradients and part, so the model that is saved depends on who saves it. (03's cliff does not find this:
-# without dropout all gradients are exact.)
+# believes that there is one copy. So the gradient is that of no function: the slope is not 1. And as in 03 the copies of
+# norms get different gradients and part, so the model that is saved depends on who saves it. Where masks of different heads
+# agree, nothing but XOR shows it: that is a function with its gradient, only not the one that you asked for. (03's cliff
+# finds neither: without dropout all gradients are exact.)
 #
 # **Takeaway.** For each dropout ask how its activation lies. Replicated: draw alike. Cut: draw apart. And nobody's next
 # draw may depend on how much another has drawn.
 #
 # ### Exercise 3: read the masks
 #
-# *Diagnose, 15 minutes.* You get a record of a run on 4 ranks. `record.cut[place]` says whether an activation is cut;
-# `record.masks[place]` is (steps, ranks, elements) of bool, True is dropped, p = 0.1. Return "right", or what is wrong
-# somewhere: "differs" (ranks that must draw alike do not), "agrees" (any two ranks that must draw apart share a mask),
-# "repeats" (a rank draws the same at every step).
+# *Diagnose, 15 minutes.* You get a record of a run on 4 ranks, with one fault at most. `record.cut[place]` says whether an
+# activation is cut; `record.masks[place]` is (steps, ranks, elements) of bool, True is dropped, p = 0.1. Return "right", or
+# what is wrong somewhere: "differs" (ranks that must draw alike do not), "agrees" (two ranks that must draw apart share a
+# mask), "repeats" (ranks draw the same at every step).
 #
 # Hint: with p = 0.1 two masks that were drawn apart have 82 % of their elements in common.
 
@@ -418,10 +434,10 @@ lesson.check(exercises.read, read)
 # %% [markdown]
 # ### Exercise 4: a policy of seeds
 #
-# *Design, 20 minutes.* Write `seed_of(base, where, site, step)`: the seed, 0 to 2⁶³ - 1, of a generator that draws one mask.
+# *Design, 20 minutes.* Write `seed_of(base, where, site, step)`. Return the seed, 0 to 2⁶³ - 1, of a generator for one mask.
 # `where.dp` and `where.tp` are the rank's coordinates, `site.index` numbers the model's dropouts, `site.cut` says whether the
-# activation is cut along tp. The check draws masks on 2 x 4 ranks, 6 sites, some steps and 3 base seeds. Alike where
-# replicated, apart where cut; apart along dp, between sites, steps and bases. The function has no memory, so a block that
+# activation is cut along tp. The check draws masks on 2 x 4 ranks, 6 sites, some steps and 3 base seeds. It wants them alike where
+# replicated and apart where cut; apart along dp, between sites, steps and bases. The function has no memory, so a block that
 # is computed again drops the same.
 #
 # Hint: sums meet: 7 + rank 1 is 8 + rank 0. `hashlib.blake2b(data, digest_size=7)` does not.
@@ -449,19 +465,21 @@ lesson.check(exercises.policy, seed_of)
 # %% [markdown]
 # ## What the sequence keeps
 #
-# Memory now: what does a layer keep from forward to backward, in 16 bits? Count it, in units of b·s·h bytes.
+# Memory now: what does a layer, which is a block, keep from forward to backward, in 16 bits? Count it, in units of b·s·h bytes.
 #
 # - Attention: its input 2; q, k and v 6; what goes into the projection 2; a dropout mask 1.
 # - The MLP: its input 2; what goes into GELU 8, and what comes out 8; a mask 1.
-# - Two norms: their inputs, 2 each. So far 34, and 24 of it lies inside the pairs: q, k, v, the projection's input, GELU.
+# - Two norms: their inputs, 2 each. So far 34 (03 had no masks, and counted 32). Of it 24 lies inside the pairs of columns
+#   and rows: q, k, v, the projection's input, both sides of GELU.
 # - Scores, where no kernel fuses attention: softmax 2, mask 1, what dropout leaves 2, for each of a·s²·b: together 5as/h.
 #
 # So 34 + 5as/h, for GPT-2 XL 34 + 80. Tensor parallelism cuts what lies inside the pairs, and scores. Sequence
-# parallelism cuts the rest. Computing attention a second time in the backward drops all scores for 4bs²h FLOPs, 3.2 % of a
-# step in GPT-2 XL; computing the whole block again keeps its input alone, for a third of a step.
+# parallelism cuts the rest. Computing scores a second time in the backward (*selective recomputation*) keeps none of them,
+# for 4bs²h FLOPs, 3.2 % of a step in GPT-2 XL; computing the whole block again keeps its input alone, for a third of a step.
 #
-# The paper has six rows; below they are predicted and measured, for the rank with the most heads. (GELU in one kernel and
-# attention product by product, as in the paper. A flash kernel writes no scores at all.)
+# Korthikanti et al. put this into a table of six rows. Below they are predicted and measured, for the rank with the most
+# heads. (GELU is one kernel and attention goes product by product, as in theirs; a flash kernel writes no scores at all. The
+# last two rows are counted on a small model on the CPU, whose s/h is that of GPT-2 XL.)
 
 # %%
 lesson.predict("07.kept", f"{N} ranks share a layer by tensor parallelism alone: what share of its activations does a rank keep?",
@@ -480,12 +498,13 @@ plot.show(
 print("measured over the published formula alone:", ", ".join(f"{one.measured / one.published:.2f}" for one in layers))
 
 # %% [markdown]
-# Every byte has a name. And attention computed again costs half of what the formula says: the backward wants softmax and
-# masks, PyTorch stops as soon as it has them, and the product with v is never made.
+# Every byte has a name. One row is off: attention computed again costs half of what the formula says. The backward wants
+# softmax and masks, PyTorch stops as soon as it has them, and the product with v is never made.
 #
-# The last line is the published formula by itself. What it lacks has three causes. The first rank has more heads than a
-# t-th, so more scores. Inputs of columns stay whole here, where Megatron-LM gathers them again. And a CPU keeps masks in 2
-# bytes, not 1. (Norms' statistics are the rest; `lesson.layer_memory` lists all.)
+# The last line has the six rows once more, over the published formula by itself. What that lacks has three causes. The
+# first rank has more heads than a t-th, so more scores. Under sequence parallelism inputs of columns stay whole here, where
+# Megatron-LM cuts them and gathers them again. And on a CPU masks take 2 bytes, not 1. (Norms' statistics are the rest;
+# `lesson.layer_memory` lists all.)
 #
 # Perhaps you guessed 1/t. Ten of the 34 do not care about t: that is why sequence parallelism exists.
 #
@@ -494,9 +513,9 @@ print("measured over the published formula alone:", ", ".join(f"{one.measured / 
 #
 # ### Exercise 5: activation bytes
 #
-# *Implement, 15 minutes.* Write `kept(layer)`: bytes of a layer on each rank by the published formula, heads dividing. `layer.s`,
-# `.b`, `.h`, `.a` and `.t` as above, `.sequence` (whether tokens are cut), `.recompute` ("", "attention" or "full"). The check
-# compares all six rows of the published table, at three shapes.
+# *Implement, 15 minutes.* Write `kept(layer)`: bytes of a layer on each rank by the published formula, with heads that divide.
+# `layer.s`, `.b`, `.h`, `.a` and `.t` are as above, `.sequence` says whether tokens are cut, `.recompute` is "", "attention" or
+# "full". The check compares all six rows of the published table, at three shapes.
 #
 # Hint: three numbers, 10, 24 and 5as/h; who divides which?
 
@@ -525,7 +544,8 @@ verdict
 # ```
 # </details>
 #
-# The explorer puts all of it together: 48 blocks by the published formula, on the first rank, and logits at 6 bytes each.
+# The explorer puts all of it together: 48 blocks by the published formula, on the first rank, and logits at 6 bytes each (2,
+# and 4 for their softmax). `between` says whether tokens are whole or cut between the pairs.
 #
 # **Challenge.** 25 heads, 50,257 words, a row of 8,192 tokens: at most 5 GB kept, at most 20 % of the FLOPs computed again, and
 # no rank more than 2 % over an even share.
@@ -540,10 +560,12 @@ lesson.explorers.kept_by_rank()
 # meet all before it, and there they differ.
 #
 # - **Megatron**: gather x, each rank does *its heads* for all tokens, scatter the sum. Weights are cut.
-# - **Ulysses**: each rank has q, k, v of its tokens and all heads; an all-to-all swaps, all tokens of *some heads*; another
-#   swaps back. Weights are whole.
-# - **Ring**: q stays, k and v *go round*. Softmax over parts needs the largest and the sum of exponentials so far: the same
-#   numbers as the loss above. Weights are whole.
+# - **Ulysses**: each rank computes q, k and v of its tokens, for all heads. An all-to-all (00) turns this into all tokens of
+#   *some heads*; after the attention another one turns it back. Weights are whole.
+# - **Ring**: q stays, k and v *go round*, from rank to rank. A softmax over parts needs the largest and the sum of
+#   exponentials so far: the same numbers as the loss above. Weights are whole.
+#
+# The next cell has all three; the cell after it asks.
 
 # %%
 def ways(heads, s=64, d=8):
@@ -591,11 +613,12 @@ lesson.table(("", "off by", "sends, predicted", "sends", "ratio", "25 heads"), r
 lesson.reveal("07.names", {way: sent for way, (_, sent) in even.items()}, predicted=sorted(told, key=told.get))
 
 # %% [markdown]
-# Ulysses sends the least, 8(t-1)/t² · n h numbers against 4(t-1)/t: it moves a t-th at a time. But it cuts by heads like
-# Megatron, and wants them to divide: its messages are equal parts. (At t = 2 all three send the same.) The ring knows no
-# heads. Its ranks divide tokens, and with a causal mask unequally: the last rank needs all keys, the first its own.
-# (Autograd kept here what came by, and sent gradients back; the published ring sends k and v round once more in the
-# backward, and keeps its own only.)
+# Ulysses sends the least, 8(t-1)/t² · n h numbers; the two others send 4(t-1)/t · n h. It moves q, k, v and the output, and
+# on the way back their gradients, but of each rank's t-th of the tokens only. (At t = 2 all three send the same.) It cuts by
+# heads like Megatron, but it wants them to divide: its messages are equal parts. The ring knows no heads. Its ranks have
+# equally many tokens, but with a causal mask not equal work: the last rank needs all keys, the first its own. (Here
+# autograd kept the k and v that came by, and sent gradients back. The published ring keeps its own only, and sends k and v
+# round once more in the backward.)
 #
 # What the table leaves out: under Ulysses and ring every rank has all weights and a gradient of them, which is to be summed
 # as in data parallelism (01). They are ways to cut *long sequences*; tensor parallelism is one to cut *weights*. They
@@ -616,10 +639,10 @@ lesson.ledger.show()
 # - A matrix divides, a head does not. Deal out whole heads; the fullest rank sets the pace, on attention alone.
 # - Padding heads takes as long as uneven ones. A t that divides them takes less.
 # - A loss of cut words: largest, sum, target's logit. V/6 times fewer bytes than logits.
-# - Dropout: alike where replicated, apart where cut. Sequence parallelism turns the one into the other.
+# - Dropout: alike where replicated, apart where cut. Sequence parallelism makes some of the first into the second.
 # - A wrong seed leaves the loss healthy. XOR the masks.
 # - A layer keeps 34 + 5as/h. t divides 24 and the scores, sequence parallelism the other 10.
-# - Megatron and Ulysses end at the number of heads, the ring at the number of tokens.
+# - Megatron and Ulysses can use as many ranks as there are heads, the ring as many as there are tokens.
 #
 # **When not to use this.** With a small vocabulary and few ranks a whole head is simpler (a ViT's classifier: 03). Where 25 heads
 # meet 8 ranks a fifth of the attention idles: take 5, or a pipeline (06). Compute again only what memory asks for: with a

@@ -29,7 +29,7 @@
 # **Two questions to recall.** From 04: why does tp get the fast wire? From 06: which stage decides how long a step takes?
 #
 # <details><summary>Answers</summary>
-# Its all-reduces are in line, four times a block and microbatch: nothing hides them. The heaviest one, each microbatch anew.
+# Its all-reduces are in line, four times a block and microbatch: nothing hides them. The heaviest, once for each microbatch.
 # </details>
 
 # %% tags=["setup"]
@@ -60,21 +60,22 @@ here = lesson.banner(N, model=name, data=recipe.train.describe(),
 # Start with what you have. In 04 `layouts.Job` put the three laws together: blocks of 12 h², one rate for all matmuls,
 # values of 2 bytes. Here it is unchanged, with this page's GPT-2 and your machine card, for every layout of your ranks.
 #
-# What does it not know? A head and a loss (06). An optimizer. That a kernel on two rows takes longer than half as long as one
-# on four. So this page has a second one, `theory.layout_parts`. It measures *one rank alone*: a block, and the two
-# ends, with few rows and with more, as a line c + k·rows; and AdamW, a parameter. The rest is arithmetic. With m microbatches of r
-# rows, L blocks, p stages, t ranks of tp:
+# What does it not know? A head and a loss (06). An optimizer. That two rows take more than half the time of four, for every
+# kernel has a cost that does not go by rows. So this page has a second prediction. `contest.rates` measures what *one rank
+# alone* takes: for a block, and for the two ends (embedding; head and loss), with few rows and with more, which makes a line
+# c + k·rows each; and AdamW's time for a parameter. The rest is arithmetic, `theory.layout_parts`. With m microbatches of
+# r rows in each pipeline, L blocks, p stages, t ranks of tp, a step of a mean rank has five parts:
 #
-# | part | of a mean rank |
+# | part | seconds |
 # |---|---|
 # | computing | m (L (c + k r/t) + ends) / p |
-# | exposed tp | (4 L + 2) m/p all-reduces of an activation, in line |
+# | exposed tp | (4 L + 2) m/p all-reduces of an activation, in line; the 2 are the vocabulary's (07) |
 # | bubble | Σ stages + (m-1) · largest stage + hops, less the two above |
 # | exposed dp | what buckets leave of the gradient after the last microbatch's backward |
-# | optimizer | the parameters that it steps |
+# | optimizer | of the parameters that the rank steps |
 #
 # Memory is counted likewise, `theory.layout_memory`: states by ZeRO (05); of every block what its backward needs, for as many
-# microbatches as a rank has in flight (02); and three times the logits, on the last stage. The fullest rank counts.
+# microbatches as a rank has in flight (02); and three times the logits (05), on the last stage. The fullest rank counts.
 #
 # Nothing is fitted to the layouts: none has run yet.
 
@@ -95,7 +96,8 @@ lesson.table(("layout", "step, by 04", "step, by this page", "fullest rank", f"f
 
 # %% [markdown]
 # Now commit, twice. First the fastest of all. Then the one that you would train on, if every device had the budget in the last
-# column: it must fit. Guess from the laws, from the ledger of the notebooks before, or from this table.
+# column: it must fit. Guess from the laws, from the ledger of the notebooks before, or from this table. A guess is a name as it
+# stands in the first column, such as `guess="dp 4, ZeRO 3"`, or a list of names with the best first.
 
 # %%
 names = ", ".join(told)
@@ -105,13 +107,13 @@ lesson.predict("08.choice", f"The same, if a device has {lesson.number(BUDGET, '
 # %% [markdown]
 # ## Fine-tune on MRPC
 #
-# Before they race, do the layouts compute the right thing? Here is a whole training run on all three axes: 2 x 2 x 2, 8 ranks. A
-# classifier reads two sentences and says whether they mean the same. GPT-2 has no padding token of its own, rows are
-# padded to the longest, and the answer is read at each row's last word; microbatches of one step have different
-# shapes. None of this changes the five lines of 04.
+# Before they race, a whole training run on all three axes: 2 x 2 x 2, 8 ranks. A classifier reads two sentences and says
+# whether they mean the same. GPT-2 has no padding token of its own; rows are padded to the longest, so microbatches of one step
+# have different shapes; and the answer is read at each row's last word. None of this changes the five lines of 04.
 #
-# `finetuned.leg` is those five lines, a Trainer, accuracy and F1. Two pairs in three are paraphrases, so a model that always says
-# yes is right that often: look at both numbers beside it.
+# `finetuned.leg` is those five lines, a Trainer, accuracy and F1 (the harmonic mean of two shares: how many of its yeses are
+# right, and how many of the paraphrases it finds). Two pairs in three are paraphrases, so a model that always says yes is right
+# that often. Look at accuracy and F1 beside that model's.
 
 # %%
 KNOBS = {"pp_size": 2, "tp_size": 2, "num_microbatches": 2}
@@ -126,13 +128,13 @@ note = f"With {len(recipe.test)} pairs an accuracy is known to {noise:.3f}: this
 lesson.table(("model", "accuracy", "F1"), rows, f"{len(whole.losses)} steps from scratch on {len(recipe.train)} pairs, loss {whole.losses[0]:.3f} to {whole.losses[-1]:.3f}", note)
 
 # %% [markdown]
-# F1 rewards saying yes: always yes already has a high one. Report both, and the majority.
+# F1 rewards saying yes: always yes already has a high one. Report both, and what the majority would have.
 #
 # ### An autopsy
 #
 # One process was tuned for 24 rows a step and a learning rate of 2e-3. Two replicas give 48 rows, so the rate may be doubled
-# (Goyal et al.; it is a rule of thumb). A colleague's script says `lr * dist.get_world_size()`. With data parallelism
-# alone that was the same thing, for years. On this mesh it is not. Does the loss tell?
+# (Goyal et al.; a rule of thumb, found for SGD). A colleague's script says `lr * dist.get_world_size()`. With data
+# parallelism alone that was the same thing, for years. On this mesh it is not. Does the loss tell?
 
 # %%
 wrong = finetuned.curve(eight.run(finetuned.leg, recipe, KNOBS, scale=8.0))
@@ -154,10 +156,10 @@ lesson.field_guide.add(
 )
 
 # %% [markdown]
-# Both losses are finite, and both fall. Seen alone, the second is a run like any other: warm-up and clipping hide what is wrong, and a
-# small model that learns little from few pairs surprises nobody. How high a rate a model bears nobody can say beforehand; but the factor
-# grows with every stage and every cut that you add, so what was tuned on few ranks fails on many, and the model is
-# blamed. The instrument needs no second run: log rows and rate, and divide. The last column is 1, or it is p·t.
+# Both losses are finite, and both fall. Seen alone, the second is a run like any other: warm-up and clipping hide what is wrong,
+# and a small model that learns little from few pairs surprises nobody. Nobody can say beforehand how high a rate a model bears.
+# But the factor grows with every stage and every cut that you add, so what was tuned on few ranks fails on many, and the model
+# is blamed. The instrument needs no second run: log rows and rate, and divide. The last column should be 1; here it is p·t.
 # `plugin.scaled_lr(lr)` multiplies by dp.
 #
 # **Takeaway.** pp and tp change who computes, not what a step is. Whatever follows the batch follows dp alone: learning rate,
@@ -167,7 +169,7 @@ lesson.field_guide.add(
 #
 # Long runs lose ranks. The same run again, saving every 10 steps; and rank 5 is killed (SIGKILL: no exception, no farewell) after
 # step 14. The seven others stand in a collective with somebody who is no longer there. Then eight others take up what is on
-# the disk, up to the end of the first epoch.
+# the disk, up to the end of the first epoch. (Write your guess before you run the cell: the answer comes with it.)
 
 # %%
 lesson.predict("08.twice", "Saved every 10 steps, killed after step 14: how many steps are computed twice?", guess=None, unit="steps", kind="identity")
@@ -197,21 +199,23 @@ plot.show(
 )  # fmt: skip
 
 # %% [markdown]
-# Equal to the last bit, the lost steps too: order of samples, momenta, learning rate and random states were saved, and sums run in the
-# same order on the same layout. A save is a folder that appears when it is complete, so a kill during a save leaves the one before.
+# Equal to the last bit, the lost steps too: order of samples, momenta, learning rate and random states were saved, and sums run
+# in the same order on the same layout. (The checkpoint is larger than weights and moments: for so small a model the headers of its
+# files count, and each rank's random states.) A save is a folder that appears when it is complete, so a kill during a save
+# leaves the one before.
 #
-# How often should one save? Too seldom loses steps, too often spends them. 09 derives the balance.
+# How often should one save? Too seldom loses steps, too often spends time. 09 derives the balance.
 #
 # **Takeaway.** A run that is not equal after a resume has lost something. Ask for equality, not for "similar".
 #
 # ### Exercise 1: resume on another layout
 #
-# *Implement, 20 minutes.* The hosts you get back are others. Write `save(run, folder)` and `resume(run, folder)`; every rank
-# calls them. `run` has `.booster`, `.model`, `.optimizer`, `.scheduler` and `.loader`, whose batches are of 8 rows over all
-# ranks. `resume` gets a fresh run on another layout, with other weights. The check trains three steps on one layout
+# *Implement, 20 minutes.* The hosts that you get back are others. Write `save(run, folder)` and `resume(run, folder)`; every
+# rank calls them. `run` has `.booster`, `.model`, `.optimizer`, `.scheduler` and `.loader`, whose batches are of 8 rows over
+# all ranks. `resume` gets a fresh run on another layout, with other weights. The check trains three steps on one layout
 # and four on the next, and wants all seven losses of one process, to 1e-6.
 #
-# Hint: what did the Trainer save for you? Four things besides the weights have changed since the start.
+# Hint: what did the Trainer save for you besides weights? Read `help(hpnb.Booster.save)` and `.load`.
 
 # %% tags=["stub-1"]
 def save(run, folder):
@@ -246,9 +250,10 @@ lesson.check(exercises.moved, {"save": save, "resume": resume})
 # Now they race: every layout trains the same rows of the same GPT-2. Your 1F1B of 02 runs where the pipeline is longest (the
 # library's stands in until it is written), beside ZB-H1.
 #
-# From a recorded step the five parts are read off: computing; what tp and dp leave uncovered; the optimizer; the rest is bubble. With
-# fewer cores than ranks a clock would show who got a core. Then the CPU time of each action is replayed, and each
-# recorded message travels on your card's wire: computing is tested against its prediction there, messages are not.
+# From a recorded step the five parts are read off: computing; what tp and dp send while nothing is computed; the optimizer; the
+# rest is bubble. With fewer cores than ranks a clock would show who got a core. There the title says "replayed": the CPU time of
+# each action is put through the simulator, and each recorded message travels on your card's wire. Then computing is tested
+# against its prediction, and the time of messages is not.
 
 # %%
 mine = lesson.kept("1f1b", N, ROWS // EACH)
@@ -282,20 +287,22 @@ lesson.table(columns, rows, f"{N} ranks, {source}; pp {N} runs {mine.name}", "In
 lesson.reveal("08.fastest", seen, predicted=sorted(told, key=lambda each: sum(told[each].values())))
 
 # %% [markdown]
-# Read a row from the left. Bytes are all but identities: where no matrix is cut the ratio is exactly 1, and with tp a little more, for
-# norms and biases are whole on its ranks and are reduced by each. Memory is a model within about a fifth: it knows which stage is
-# fullest, and how many microbatches wait there; not what passes through in between.
+# Begin with what each rank sends and holds. Bytes are all but identities: with dp and pp alone the ratio is 1, and with tp it is
+# off by a fraction of a percent. (Norms and biases are whole on tp's ranks, and each reduces them; and messages under 1 kB are not
+# counted.) Memory is a model within about a fifth: it knows which stage is fullest, and how many microbatches wait there; not
+# what passes through in between.
 #
-# Then time, part by part. The first tick says whether a rank's *share* was right. Under tp it comes out longer: every rank does all of
-# the norms and residuals, and its matmuls are thinner. ZB-H1's bubble is predicted with F = I = W and a split that costs nothing;
-# 06 has told you what both are worth. What is left of dp depends on how many buckets are ready early. If all bars are off by one
-# factor, it was the one rank: it was measured while the machine did something else. On GPUs look at the same places, for other reasons:
-# launches, and clocks that fall when all run.
+# Then time, part by part. The first tick says whether computing was right. Where tp takes longer, every rank does all of the
+# norms and residuals, and its matmuls are thinner; most so where microbatches are small too. ZB-H1's bubble is predicted with
+# F = I = W and a split that costs nothing; 02 told what both are worth. What is left of dp depends on how many buckets are ready
+# early. And if all bars are off by one factor, look at the rank alone: it may have been measured while the machine did something
+# else. On GPUs look at the same places, for other reasons: launches, and clocks that fall when all ranks run.
 #
-# A ranking needs less than this. It is right as long as errors are smaller than the gaps. Look where two bars are close: there the
-# order is noise, and it does not matter.
+# A ranking needs less than this. It is right as long as errors are smaller than gaps. Where two bars are close their order may be
+# wrong, and little is lost.
 #
-# Last, the choice. Speed is up, memory to the right; a layout is worth a look only if no other one is faster and holds less.
+# Last, the choice. Speed is up, memory to the right. The line is the frontier: off it a layout is not worth a look, for another
+# one is as fast and holds less, or is faster and holds no more.
 
 # %%
 fitting = {each: took for each, took in seen.items() if ran[each].peak <= BUDGET}
@@ -320,20 +327,21 @@ for times in (0.01, 0.1, 10):
     print(f"on a wire of {times:g} times the bandwidth it would be {min(guesses, key=guesses.get)} (predicted)")
 
 # %% [markdown]
-# **Which to choose, and why.** Replicas, if they fit: they compute in large pieces, and speak once. If they do not, look for what is too
-# large. States: ZeRO, then stages. Activations: stages hold fewer microbatches, tp holds parts. tp where the wire is
-# fast and a stage still does not fit; a pipeline where it is slow. Then the smallest m whose bubble you can bear, for every
-# microbatch costs its kernels.
+# **Which to choose, and why.** Replicas, if they fit: they compute in large pieces, and speak once. If they do not, look for what
+# is too large. States: ZeRO, then stages. Activations: small microbatches, of which a pipeline holds p at most; then tp, which
+# holds parts. tp where the wire is fast and a stage still does not fit; a pipeline where it is slow. Then the smallest m whose
+# bubble you can bear, for every microbatch pays for its kernels.
 #
 # **Takeaway.** One rank, measured alone, ranks the layouts. Trust the order where the gaps are larger than the ratios, and measure
 # the two or three that are close.
 #
 # ### Exercise 2: explain the worst prediction
 #
-# *Diagnose, 20 minutes.* You get `rows`, a table as above, of a machine that has one thing more than the prediction. Of each row you have
-# `row.plan` (dp, pp, tp, microbatches), and seconds `row.predicted[part]` and `row.measured[part]`. Return three words: the layout that is
-# off by the largest factor, `str(plan)`; the part that makes the most of it; and why: "wire" (slower than the card says), "stages" (not
-# equal), "norms" (whole on each rank of tp), or "kernels" (each microbatch costs more than its rows).
+# *Diagnose, 20 minutes.* You get `rows`, a table as above, of a machine with one cost that the prediction lacks. Of each row you
+# have `row.plan` (.dp, .pp, .tp, .microbatches), and seconds `row.predicted[part]` and `row.measured[part]`; parts are called as in
+# the table at the top. Return three words: the layout that is off by the largest factor, `str(row.plan)`; the part of it that is
+# off by the most seconds; and why: "wire" (slower than the card says), "stages" (not equal), "norms" (whole on each rank of tp),
+# or "kernels" (each microbatch costs more than its rows). The check has four tables.
 #
 # Hint: a part may be off by a large factor and few microseconds. Two of the four make *computing* longer: on which layouts?
 
@@ -373,10 +381,11 @@ verdict
 # %% [markdown]
 # ### Exercise 3: choose under three budgets
 #
-# *Design, 20 minutes; it returns to 05.* GPT-2 XL, three jobs. `job.ranks` there are, `job.memory` bytes a device, and a step may take
-# `job.deadline` seconds. Return the `LayoutPlan(dp, pp, tp, microbatches, zero)` with the fewest rank-seconds, `plan.ranks *
-# job.seconds(plan)`, within all three; ranks may stay unused. `job.held(plan)` are bytes of the fullest rank, `job.refused(plan)` says
-# why a plan cannot be run (None if it can), `job.rows` are to be dealt out. The check allows a regret of 5 %.
+# *Design, 20 minutes; it returns to 05.* GPT-2 XL is to be trained in three jobs. Each has three budgets: `job.ranks` devices, of
+# `job.memory` bytes, and `job.deadline` seconds for a step of `job.rows` rows. Return the `LayoutPlan(dp, pp, tp, microbatches,
+# zero)` within all three that takes the fewest rank-seconds, `plan.ranks * job.seconds(plan)`; ranks may stay unused.
+# `job.held(plan)` are bytes of the fullest rank, `job.refused(plan)` says why a plan cannot be run (None if it can). The check
+# allows a regret of 5 %: so much more than the fewest.
 #
 # Hint: sizes that divide `job.ranks` are enough. What may m be? More microbatches also make each of them smaller to hold.
 
@@ -409,8 +418,8 @@ lesson.check(exercises.choose, choose)
 # </details>
 
 # %% [markdown]
-# **Challenge.** The same by hand: 32 ranks or more of 16 GB, in hosts of 8 with Ethernet between them. It must fit, and use 45 % of the
-# devices' FLOPs. You start with replicas alone. What eats the rest?
+# **Challenge.** The same by hand: 32 ranks or more of 16 GB (the knob is `cap`), in hosts of 8 with Ethernet between them. It must
+# fit, and use 45 % of the devices' FLOPs. You start with replicas alone. What eats the rest?
 
 # %%
 lesson.explorers.layout_choice()
@@ -419,8 +428,8 @@ lesson.explorers.layout_choice()
 # ## Your regret
 #
 # You have been asked since 00. A number that is 30 % off has a regret of 30 %; a ranking's is what its first choice costs over the
-# best. A guess that you made after you had seen the answer does not count, and none that you left blank. Below it, what this
-# series' own formulas got wrong on your machine, and the ledger: every layout that ran.
+# best. A guess that you made after you had seen the answer does not count, nor does a blank. Below it is what this series' own
+# formulas got wrong on your machine, and the ledger: every layout that ran.
 
 # %%
 score = regret.display()
@@ -438,7 +447,8 @@ lesson.ledger.show()
 #
 # ## Debug an unknown run
 #
-# Each notebook left a fault that a loss does not show. Here they are together. The instrument is never the loss.
+# Most notebooks left a fault that a loss does not show. Here are those of the notebooks that you ran. The instrument is never
+# the loss.
 
 # %%
 lesson.field_guide.show()
@@ -446,12 +456,14 @@ lesson.field_guide.show()
 # %% [markdown]
 # ### Exercise 4: unknown runs
 #
-# *Diagnose, 15 minutes.* Three runs with a fault, and one without. Each made ten steps and was resumed after `run.resumed` of them.
-# `run.layout` has .dp, .pp, .tp; `run.alone` are (rows, learning rate) that one process was tuned for; of each step there are
-# `run.losses`, `run.rows`, `run.rates`, `run.samples` (numbers of its rows) and `run.moved` (how far the weights went, over the rate).
-# Return "right", "learning rate", "momenta" (they were lost) or "samples" (seen again too soon). The check runs all four on 2 ranks.
+# *Diagnose, 15 minutes.* Three runs with a fault, and one without. Each made ten steps and was resumed after `run.resumed` of
+# them. `run.layout` has .dp, .pp, .tp; `run.alone` are (rows, learning rate) that one process was tuned for. Of each step there
+# are `run.losses`, `run.rows`, `run.rates`, `run.samples` (a set: the numbers of its rows) and `run.moved` (how far the weights
+# went, a norm, over the rate). Return "right", "learning rate", "momenta" (they were lost) or "samples" (seen again too soon).
+# There is more data than ten steps need. The check runs all four on 2 ranks.
 #
-# Hint: fresh moments make Adam's first step ±rate in every weight, whatever the gradient. Where have you seen such a step?
+# Hint: fresh moments make Adam's first step ±rate in every weight, whatever the gradient. That is a long one. Which step was so
+# at the start, and which would be again?
 
 # %% tags=["stub-4"]
 def diagnose(run):
@@ -480,12 +492,12 @@ lesson.check(exercises.diagnose, diagnose)
 # %% [markdown]
 # ## What to remember
 #
-# - A step is five parts. One rank measured alone, and a wire, give all of them for every layout.
+# - A step has five parts. One rank measured alone, and the wires, give all of them for every layout.
 # - Rankings survive errors that numbers do not. Measure what is close.
 # - Replicas if they fit; then deal out states; then stages; then tp, inside a host.
 # - Fewer ranks may be cheaper: count rank-seconds, not seconds.
 # - What follows the batch follows dp alone. Rows over rows, rate over rate: the quotient is 1.
-# - A resumed run is equal bit for bit on its layout, and to rounding on any other. Everything else is a loss.
+# - A resumed run is equal bit for bit on its layout, and to rounding on any other. Else something was lost.
 # - Report accuracy beside the majority's, and F1 beside that of always yes.
 #
 # **When not to use this.** When a run is short, any layout that fits will do. When rows differ much in length, or the wire is

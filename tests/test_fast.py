@@ -49,13 +49,13 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     [
         # All blocks share one compilation of each piece; a ragged microbatch needs another.
         ("vit", True, 0.0, False, (6, 6, 4, 3), 2),
-        ("vit", False, 0.1, False, (6, 6), 4),
-        ("gpt2", False, 0.1, "full", (6, 6), 4),
-        pytest.param("vit", False, 0.0, False, (6, 4, 3), 8, marks=pytest.mark.slow),
+        ("vit", False, 0.1, False, (6, 6), 1),
+        ("gpt2", False, 0.1, "full", (6, 6), 1),
+        pytest.param("vit", False, 0.0, False, (6, 4, 3), 2, marks=pytest.mark.slow),
         pytest.param("gpt2", True, 0.1, False, (6, 4, 1, 6), 3, marks=pytest.mark.slow),
         pytest.param("gpt2", True, 0.0, "full", (6, 4, 3), 2, marks=pytest.mark.slow),
         pytest.param("vit", True, 0.0, "attention", (6, 4, 3), 2, marks=pytest.mark.slow),
-        pytest.param("gpt2", False, 0.1, False, (6, 4, 1, 6), 12, marks=pytest.mark.slow),
+        pytest.param("gpt2", False, 0.1, False, (6, 4, 1, 6), 3, marks=pytest.mark.slow),
     ],
 )
 def test_compiled_blocks_compute_the_same(

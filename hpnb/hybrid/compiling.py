@@ -1,14 +1,17 @@
 """torch.compile for the blocks of a model: each as a whole, or what lies between its linears.
 
     whole      [ norm, q k v, attention, o, add, norm, up, gelu, down, add ]               one graph a block
-    between    [ norm ], q k v, attention, o, [ dropout, add, norm ], up, [ gelu ], down, [ dropout, add ]
+    between    norm, q k v, attention, o, [ dropout, add, norm ], up, gelu, down, dropout, add
 
 A compiled block is one node of autograd. So where a schedule splits backwards into I and W, or where ranks of
 a tensor axis send to each other inside a block, linears stay as they are, with their hooks, and what is in
 brackets is compiled: a kernel each, forward and backward. The rest between two linears is one kernel already
-(an attention) or none (reshapes are views). GPT-2's gelu is eight kernels in eager PyTorch, and keeps several
-tensors (B, s, 4h) for the backward; compiled it is one, and keeps its input. A norm's backward takes two, of
-which that for weight and bias is slow: 83 us for 16,384 x 1600 on an H200, where its input is read in 12.
+(norm, attention, add) or none (reshapes are views). transformers writes GPT-2's gelu as eight kernels, which
+keep several (B, s, 4h) for the backward; PyTorch has the same function as one, which keeps its input.
+
+Less is compiled here than could be. A call of something compiled takes the host longer than that of a kernel,
+and between linears the host is soon the slower of the two: with norms, gelu and adds compiled too, a step of
+24 small blocks on two ranks took it 160 ms in place of 99.
 
 All blocks of a model share a compilation. Another kind of call needs another: training and evaluation; with a
 mask and without; a single row; other numbers of rows or tokens than the first, for all of which PyTorch makes
@@ -31,6 +34,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.activations import NewGELUActivation
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.vit.modeling_vit import ViTLayer
 
@@ -55,7 +59,7 @@ def compile_blocks(model: nn.Module, whole: bool) -> None:
         whole: each as one piece; otherwise between linears, in GPT-2 and ViT. Blocks of another model then
             stay as they are.
     """
-    regions = Regions(_compiled(_forward), _compiled(_norm), _compiled(_add), _compiled(_add_and_norm))
+    regions = Regions(_compiled(_forward), _compiled(_add_and_norm))
     for block in blocks(model):
         if whole:
             setattr(block, COMPILED, True)
@@ -81,10 +85,6 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs)
 
 
-def _norm(x: torch.Tensor, weight: Any, bias: Any, eps: float) -> torch.Tensor:
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-
 def _add(x: torch.Tensor, residual: torch.Tensor, p: float | None) -> torch.Tensor:
     """residual + dropout(x)."""
     return residual + (x if p is None else F.dropout(x, p))
@@ -100,11 +100,9 @@ def _add_and_norm(
 
 @dataclass(frozen=True)
 class Regions:
-    """Compiled for one model: the forward of any module, and the three above."""
+    """Compiled for one model: the forward of any module, and the above."""
 
     forward: Callable[..., Any]
-    norm: Callable[..., torch.Tensor]
-    add: Callable[..., torch.Tensor]
     add_and_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -115,14 +113,14 @@ class Regions:
 
 
 class AddNorm(nn.LayerNorm):
-    """A norm that may be given the residual too, so that its own hooks lend it the weights that it uses."""
+    """A norm that is given the residual too, so that its own hooks lend it the weights that it uses."""
 
     regions: Regions
 
     def forward(self, x: torch.Tensor, residual: Any = None, p: float | None = None) -> Any:
         """(..., h) twice -> residual + dropout(x), and the norm of that; of x alone, its norm."""
         if residual is None:
-            return self.regions.norm(x, self.weight, self.bias, self.eps)
+            return super().forward(x)
         return self.regions.add_and_norm(x, residual, p, self.weight, self.bias, self.eps)
 
 
@@ -143,7 +141,7 @@ class GPT2Between(GPT2Block):  # type: ignore[misc]
         kwargs |= {"past_key_values": past_key_values, "attention_mask": attention_mask}
         attended = self.attn(self.ln_1(x), **kwargs)[0]
         x, normed = _join(self.regions, self.ln_2, attended, x, self.attn.resid_dropout)
-        return self.regions.add(self.mlp(normed), x, _share(self.mlp.dropout))
+        return _add(self.mlp(normed), x, _share(self.mlp.dropout))
 
 
 class ViTBetween(ViTLayer):  # type: ignore[misc]
@@ -154,7 +152,7 @@ class ViTBetween(ViTLayer):  # type: ignore[misc]
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         attended = self.attention(self.layernorm_before(x), *args, **kwargs)[0]
         x, normed = _join(self.regions, self.layernorm_after, attended, x, self.dropout)
-        return self.regions.add(self.mlp(normed), x, _share(self.dropout))
+        return _add(self.mlp(normed), x, _share(self.dropout))
 
 
 class Later(nn.Dropout):
@@ -167,24 +165,23 @@ class Later(nn.Dropout):
 def _gpt2(block: Any, regions: Regions) -> None:
     block.__class__, block.regions = GPT2Between, regions
     block.attn.resid_dropout.__class__ = block.mlp.dropout.__class__ = Later
-    block.mlp.act.forward = partial(regions.forward, block.mlp.act)
-    _use(regions, block.ln_1, block.ln_2)
+    if type(block.mlp.act) is NewGELUActivation:
+        block.mlp.act.forward = partial(F.gelu, approximate="tanh")
+    _use(regions, block.ln_2)
 
 
 def _vit(block: Any, regions: Regions) -> None:
     block.__class__, block.regions = ViTBetween, regions
-    block.mlp.activation_fn.forward = partial(regions.forward, block.mlp.activation_fn)
-    _use(regions, block.layernorm_before, block.layernorm_after)
+    _use(regions, block.layernorm_after)
 
 
 _BETWEEN: dict[type[nn.Module], Callable[[Any, Regions], None]] = {GPT2Block: _gpt2, ViTLayer: _vit}
 
 
-def _use(regions: Regions, *norms: Any) -> None:
-    for norm in norms:
-        if type(norm) is nn.LayerNorm:  # a grid's is cut along the width, and sends
-            norm.__class__ = AddNorm
-            vars(norm).update(regions=regions)
+def _use(regions: Regions, norm: Any) -> None:
+    if type(norm) is nn.LayerNorm:  # a grid's is cut along the width, and sends
+        norm.__class__ = AddNorm
+        vars(norm).update(regions=regions)
 
 
 def _join(
@@ -193,7 +190,7 @@ def _join(
     if isinstance(norm, AddNorm):
         joined: tuple[torch.Tensor, torch.Tensor] = norm(x, residual, _share(drop))
         return joined
-    hidden = regions.add(x, residual, _share(drop))
+    hidden = _add(x, residual, _share(drop))
     return hidden, norm(hidden)
 
 

@@ -122,7 +122,8 @@ def _losses(run: Run, of: Task, shapes: dict[str, Shape], options: argparse.Name
         if shape.ranks == 1:
             continue
         known = [c.name for c in measure.candidates(of.what, shape).values() if c.ours]
-        for name in [n for n in known if _asked(n, options.candidates, known)] if options.thorough else known[:1]:
+        asked = [name for name in known if _asked(name, options.candidates, known)]
+        for name in asked if options.thorough else known[:1]:
             try:
                 found = among.of(shape.ranks).run(measure.losses, of, shape, name, steps)[0]
             except RankError as error:

@@ -119,6 +119,10 @@ class Task:
         with torch.device("meta"):  # without the hooks by which hpnb's accepts batches of no rows
             model = type(made)(made.config)
         draw_weights(model)
+        if self.bits == 16:  # or programs with 16-bit weights would begin elsewhere than those with float32
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.copy_(p.bfloat16())
         return model.train()  # type: ignore[no-any-return]
 
     def draw(self, step: int) -> dict[str, torch.Tensor]:

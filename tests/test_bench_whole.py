@@ -217,15 +217,31 @@ class Machine:
 
     def bubble(self, pool: FakePool, name: str) -> None: ...
 
+    def profile(self, pool: FakePool, name: str, title: str, path: str) -> str:
+        return f"kernels of {name}"
 
-def contend(machine: Machine, monkeypatch: pytest.MonkeyPatch, rounds: int = 4) -> LayoutFound:
+
+def fails(pool: FakePool, lost: bool) -> None:
+    """A rank raises, and ends the others with it if they are `lost`."""
+    pool.alive = not lost
+    raise hpnb.RankError("rank 1 of 2 raised RuntimeError: it broke", rank=1)
+
+
+def contend(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, rounds: int = 4, traces: str | None = None,
+    said: list[str] | None = None,
+) -> LayoutFound:  # fmt: skip
+    """What is found; lines are added to `said`."""
+    said = [] if said is None else said
+
     def never(of: task.Task, shape: Shape) -> Program:
         raise AssertionError("nothing is built here")
 
     known = {name: Candidate(name, never) for name in machine.held}
     monkeypatch.setattr(measure, "candidates", lambda *_: known)
     made: Any = machine
-    return contest.Contest(made, tiny(), "dp2", Shape(dp=2), list(known), rounds, None, lambda _: None).run()
+    of, shape = tiny(), Shape(dp=2)
+    return contest.Contest(made, of, "dp2", shape, list(known), rounds, traces, said.append).run()
 
 
 def test_programs_that_fit_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +275,8 @@ def test_one_that_fits_beside_nobody_is_built_in_turn(monkeypatch: pytest.Monkey
     assert machine.begun.count("large") == (2 if told else 3)
     assert {len(wave["large"]) for wave in found.waves if "large" in wave} == {5}
     assert found.ratio("hpnb", "a") == (2.0, 2.0, 2.0)
+    alone = [wave for wave in found.waves if list(wave) == ["hpnb"]]
+    assert [len(wave["hpnb"]) for wave in alone] == ([5] if told else [])
 
 
 def test_one_that_breaks_its_ranks_costs_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +290,116 @@ def test_one_that_breaks_its_ranks_costs_its_own_row(monkeypatch: pytest.MonkeyP
     nobody = contend(Machine({"hpnb": 1, "a": 1}, breaks={"hpnb": "it is broken"}), monkeypatch)
     assert nobody.fastest(ours=True) is None
     assert nobody.seconds("a") == 2.0
+
+
+def test_peers_of_a_later_wave_are_beside_hpnb_after_one_broke(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {"hpnb": 10, "a": 10, "broken": 10, "b": 10}
+    found = contend(Machine(held, total=40, breaks={"broken": "it is broken"}), monkeypatch)
+    assert [entry.name for entry in found.entries if entry.failed] == ["broken"]
+    assert [set(wave) for wave in found.waves] == [{"hpnb", "a"}, {"hpnb", "b"}]
+    assert found.ratio("hpnb", "b") == (2.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_step_that_fails_costs_its_own_row(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+    class Breaks(Machine):
+        def one_step(self, pool: FakePool, name: str) -> float:
+            if name == "a" and self.steps.count("hpnb") == 3:
+                fails(pool, lost)
+            return super().one_step(pool, name)
+
+    found = contend(Breaks({"hpnb": 1, "a": 1, "b": 1}), monkeypatch)
+    assert {entry.name: entry.failed for entry in found.entries if entry.failed} == {
+        "a": "rank 1 of 2 raised RuntimeError: it broke"
+    }
+    assert [(set(wave), len(wave["b"])) for wave in found.waves] == [({"hpnb", "b"}, 4)]
+
+
+@pytest.mark.parametrize("step", [True, False])
+@pytest.mark.parametrize("half", [1, 2])
+def test_hpnb_keeps_its_times_when_it_fails_in_turn(
+    monkeypatch: pytest.MonkeyPatch, half: int, step: bool
+) -> None:
+    """As does the large peer: what is lost is at most that they took turns."""
+
+    class Breaks(Machine):
+        def begin(self, pool: FakePool, of: task.Task, shape: Shape, name: str) -> Begun:
+            if name == "hpnb" and self.begun.count(name) == half and not step:
+                fails(pool, lost=True)
+            return super().begin(pool, of, shape, name)
+
+        def one_step(self, pool: FakePool, name: str) -> float:
+            if name == "hpnb" and self.begun.count(name) == half + 1 and step:
+                fails(pool, lost=True)
+            return super().one_step(pool, name)
+
+    said: list[str] = []
+    found = contend(Breaks({"hpnb": 20, "large": 24}, total=50), monkeypatch, rounds=5, said=said)
+    assert not any(entry.failed for entry in found.entries)
+    assert "dp2, hpnb: rank 1 of 2 raised RuntimeError: it broke" in said
+    counts = [{name: len(seconds) for name, seconds in wave.items()} for wave in found.waves]
+    if half == 1:
+        assert counts == [{"hpnb": 5}, {"large": 5}]
+        assert "2.000 (of medians)" in "\n".join(rows.rows(found))
+    else:
+        assert counts == [{"hpnb": 5}, {"hpnb": 3, "large": 3}]
+        assert found.ratio("hpnb", "large") == (2.0, 2.0, 2.0)
+
+
+def test_hpnb_keeps_its_times_when_it_fails_in_a_later_wave(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Once(Machine):
+        def begin(self, pool: FakePool, of: task.Task, shape: Shape, name: str) -> Begun:
+            if name == "hpnb" and name in self.begun:
+                fails(pool, lost=True)
+            return super().begin(pool, of, shape, name)
+
+    held = {"hpnb": 10, "a": 10, "broken": 10, "b": 10}
+    found = contend(Once(held, total=40, breaks={"broken": "it is broken"}), monkeypatch)
+    assert [entry.name for entry in found.entries if entry.failed] == ["broken"]
+    assert [set(wave) for wave in found.waves] == [{"hpnb", "a"}, {"b"}]
+
+
+@pytest.mark.parametrize("lost", [True, False])
+@pytest.mark.parametrize("question", ["profile", "bubble"])
+def test_a_profile_that_fails_costs_no_row(
+    monkeypatch: pytest.MonkeyPatch, question: str, lost: bool
+) -> None:
+    machine = Machine({"hpnb": 10, "a": 10, "b": 10}, total=40)
+    monkeypatch.setattr(machine, question, lambda pool, *_: fails(pool, lost))
+    said: list[str] = []
+    found = contend(machine, monkeypatch, traces="traces", said=said)
+    assert not any(entry.failed for entry in found.entries)
+    assert [set(wave) for wave in found.waves] == [{"hpnb", "a"}, {"hpnb", "b"}]
+    assert "dp2, hpnb: rank 1 of 2 raised RuntimeError: it broke" in said
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_profile_that_fails_is_told_of_the_one_that_was_profiled(
+    monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    class Breaks(Machine):
+        def profile(self, pool: FakePool, name: str, title: str, path: str) -> str:
+            if name == "hpnb":
+                fails(pool, lost)
+            return super().profile(pool, name, title, path)
+
+    said: list[str] = []
+    contend(Breaks({"hpnb": 1, "hpnb b": 1, "a": 1}), monkeypatch, traces="traces", said=said)
+    told = ["dp2, hpnb: rank 1 of 2 raised RuntimeError: it broke"]
+    assert [line for line in said if line] == (told if lost else [*told, "kernels of a"])
+
+
+@pytest.mark.parametrize("which", ["hpnb", "a"])
+def test_losses_that_are_no_numbers_are_told(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+    class Other(Machine):
+        def begin(self, pool: FakePool, of: task.Task, shape: Shape, name: str) -> Begun:
+            begun = super().begin(pool, of, shape, name)
+            return replace(begun, losses=(5.0, math.nan, 5.0, 5.0, 5.0)) if name == which else begun
+
+    found = contend(Other({"hpnb": 1, "a": 1, "b": 1}), monkeypatch)
+    assert {entry.name: entry.failed for entry in found.entries if entry.failed} == {
+        which: "the loss of step 1 is nan"
+    }
 
 
 def test_a_program_that_trains_otherwise_is_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,6 +435,13 @@ def test_flops_and_units_are_those_of_the_formula() -> None:
         "dp4", 4, "tokens", 100, 8e12, 4e12, (Entry("hpnb", True),), ({"hpnb": [2.0, 1.0, 0.5]},)
     )
     assert (found.per_gpu("hpnb"), found.tflops("hpnb"), found.share("hpnb")) == (25.0, 2.0, 0.5)
+
+
+def test_products_are_large_on_a_gpu_and_of_the_precision_that_is_measured() -> None:
+    assert measure._products(True, 16) == (8192, 16, torch.bfloat16)
+    assert measure._products(True, 32) == (8192, 16, torch.float32)
+    assert measure._products(False, 32) == (512, 4, torch.float32)
+    assert measure.matmul_rate(32) > 0
 
 
 def test_both_sides_have_the_same_cut_and_all_layers() -> None:
@@ -448,6 +583,23 @@ def test_the_table_has_the_newest_run_of_each_layout(tmp_path: Path) -> None:
     assert [line.split(" | ")[2] for line in first if line.startswith("| pp4")] == ["500"]
     assert first[-1] == "Measured 2026-01-02 at bbbb and aaaa, with torch 2.15.0."
     assert [line.split(" | ")[2] for line in second if line.startswith("| dp4")] == ["250"]
+
+
+def test_a_table_names_each_column_once() -> None:
+    heads = rows.markdown(result("2026-01-01", "a", dp4=1.0)).splitlines()[2].strip("| ").split(" | ")
+    assert len(set(heads)) == len(heads) == 11
+    assert heads[7:] == ["best peer", "the peer's TFLOP/s/GPU", "the peer's peak", "hpnb / peer"]
+
+
+def test_layouts_of_data_parallelism_are_held_to_their_best_peer() -> None:
+    run = result("2026-01-01", "a", dp4=1.0, zero3=2.0, dp4xtp1=4.0, pp4=0.1, dp2xpp2=0.1)
+    assert rows.families(list(run.layouts.values())) == [
+        "over the best peer of these layouts, DDP of dp4:",
+        "  dp4      2.000",
+        "  zero3    1.000",
+        "  dp4xtp1  0.500",
+    ]
+    assert rows.families(list(result("2026-01-01", "a", dp4=1.0, pp4=1.0).layouts.values())) == []
 
 
 def test_files_that_are_no_results_are_named(tmp_path: Path) -> None:

@@ -5,11 +5,12 @@
     in turn    a peer that fits beside nobody: hpnb's best, the peer, hpnb's best, the peer, each built anew
 
 Ranks that part in the middle of a collective are lost, so after a failure others are started, and what lived
-is built again.
+is built again. Times that a program has stay, whatever becomes of it later.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import hpnb
-from hpnb import RankError
+from hpnb import RankError, RankInterrupt
 from hpnb.bench.whole import measure
 from hpnb.bench.whole.found import Entry, LayoutFound
 from hpnb.bench.whole.layouts import Shape
@@ -62,7 +63,11 @@ class Contest:
     """Of one layout.
 
     Args:
+        among: the ranks on which programs live.
+        task: what all of them train.
+        layout, shape: its name, and the ranks along each axis.
         names: of candidates, hpnb's in front.
+        rounds: steps of each program that count.
         traces: a folder for Chrome traces of the fastest of either side of each wave.
         say: takes what is worth a line while it runs.
     """
@@ -79,6 +84,7 @@ class Contest:
         self.waves: list[dict[str, list[float]]] = []
         self.retries = 0
         self.live: list[str] = []
+        self.gone: set[str] = set()  # they have times, and failed when others were to be held to them
         self._pool: hpnb.Ranks | None = None
 
     def run(self) -> LayoutFound:
@@ -87,10 +93,11 @@ class Contest:
         matmul = min(self._call(measure.matmul_rate, self.task.bits))
         while self.left:
             self._fill()
-            self._rounds(self.rounds)
+            while any(name not in self._measured() for name in self.live) and not self._rounds(self.rounds):
+                pass  # one failed, and those that are left begin again
             if self.left and self.live and len(self.live) == 1 and not self._fits():
                 self.crowded.append(self.left.pop(0))
-            self._keep(self._anchor() if self.left else None)
+            self._keep(self._partner() if self.left else None)
         for name in self.crowded:
             self._in_turn(name)
         self._keep(None)
@@ -102,10 +109,12 @@ class Contest:
 
     def _fill(self) -> None:
         """Begin programs as long as there is room, hpnb's best so far first."""
-        anchor = self._anchor()
-        if anchor is not None and anchor not in self.live:
-            self._begin(anchor)
-        while self.left and (not self.live or self._fits()):
+        while self.left:
+            anchor = self._partner()
+            if anchor is not None and anchor not in self.live:  # its ranks were lost
+                self._begin(anchor)
+            if self.live and not self._fits():
+                return
             name, beside = self.left.pop(0), bool(self.live)
             if (
                 not self._begin(name)
@@ -115,26 +124,33 @@ class Contest:
                 self.crowded.append(name)
 
     def _begin(self, name: str) -> bool:
-        """Whether it lives now; if not, its entry says why."""
+        """Whether it lives now; if not, its entry says why, unless there are times in it."""
         self._note(name, failed="")
         try:
             begun = self._call(measure.begin, self.task, self.shape, name)
         except RankError as error:
-            self._failed(name, error)
+            self._failed(name, _sentence(error))
             return False
         worst = max(begun, key=lambda one: one.peak)
-        if worst.refused:
-            self._note(name, failed=worst.refused)
+        if wrong := worst.refused or _not_finite(worst.losses):
+            self._failed(name, wrong)
             return False
         self.facts[name] = worst
         self._note(name, losses=worst.losses, held=worst.held, peak=worst.peak)
         self.live.append(name)
         return True
 
-    def _failed(self, name: str, error: RankError) -> None:
-        """Its entry says so. If ranks were lost, who has lived there and was not measured is left to do."""
-        self._note(name, failed=_sentence(error))
-        self.say(f"{self.layout}, {name}: {_sentence(error)}")
+    def _failed(self, name: str, why: str) -> None:
+        """Its entry says so. One that has times keeps them, and is not built again."""
+        if name in self._measured():
+            self.gone.add(name)
+        else:
+            self._note(name, failed=why)
+        self._let_go(name, why)
+
+    def _let_go(self, name: str, why: str) -> None:
+        """It lives no more. If ranks were lost, who has lived there and was not measured is left to do."""
+        self.say(f"{self.layout}, {name}: {why}")
         others = [one for one in self.live if one != name]
         if self.lost:
             known = self._measured()
@@ -154,24 +170,32 @@ class Contest:
 
     def _in_turn(self, name: str) -> None:
         """A program that fits beside nobody, and hpnb's best."""
-        anchor, halves = self._anchor(), (self.rounds - self.rounds // 2, self.rounds // 2)
+        anchor, halves = self._partner(), (self.rounds - self.rounds // 2, self.rounds // 2)
         whole: dict[str, list[float]] = {}
         for rounds in halves:
             for one in ([anchor, name] if anchor else [name]) if rounds else []:
-                self._keep()
-                if not self._begin(one) or not self._rounds(rounds):
+                seconds = self._alone(one, rounds)
+                if seconds is None and one == name:
                     return
-                for who, seconds in self.waves.pop().items():
-                    whole.setdefault(who, []).extend(seconds)
+                if seconds is None:  # of hpnb's best
+                    if whole:  # the rounds that both have stand
+                        self.waves.append(whole)
+                    else:
+                        self._in_turn(name)  # alone
+                    return
+                whole.setdefault(one, []).extend(seconds)
         self.waves.append(whole)
+
+    def _alone(self, name: str, rounds: int) -> list[float] | None:
+        """Seconds of a program that has the ranks to itself; None if it failed."""
+        self._keep()
+        return self.waves.pop()[name] if self._begin(name) and self._rounds(rounds) else None
 
     # --- rounds ------------------------------------------------------------------------------------------
 
     def _rounds(self, rounds: int) -> bool:
-        """One step of each that lives a round; another one begins each time. Whether all went well."""
+        """One step of each that lives a round; another one begins each time. Whether all have times."""
         new = [name for name in self.live if name not in self._measured()]
-        if not new and not self.crowded:
-            return False
         wave: dict[str, list[float]] = {name: [] for name in self.live}
         turn, name = list(self.live), self.live[0]
         try:
@@ -181,14 +205,14 @@ class Contest:
                     wave[name].append(self._call(measure.one_step, name)[0])
                 turn = [*turn[1:], turn[0]]
             after = self._call(measure.retries)
-            self.waves.append(wave)
-            self.retries = max(self.retries, *(b - a for a, b in zip(before, after, strict=True)))
-            for name in (one for one in new if self.entries[one].ours):
-                self._note(name, bubble=self._call(measure.bubble, name)[0])
-            self._profiles(new)
         except RankError as error:
-            self._failed(name, error)
+            self._failed(name, _sentence(error))
             return False
+        self.waves.append(wave)
+        self.retries = max(self.retries, *(b - a for a, b in zip(before, after, strict=True)))
+        for name in (one for one in new if self.entries[one].ours):
+            self._note(name, bubble=self._beside(measure.bubble, name))
+        self._profiles(new)
         return True
 
     def _profiles(self, names: Sequence[str]) -> None:
@@ -197,7 +221,17 @@ class Contest:
             if mine := [name for name in names if self.entries[name].ours == ours]:
                 name = min(mine, key=self._median)
                 path = f"{self.traces}/{self.task.what}-{self.layout}-{_file(name)}.json"
-                self.say(self._call(measure.profile, name, f"{self.layout}, {name}", path)[0])
+                self.say(self._beside(measure.profile, name, f"{self.layout}, {name}", path) or "")
+
+    def _beside(self, fn: Callable[..., Any], name: str, *args: Any) -> Any:
+        """What is asked besides its times. It costs no row: a failure is said, and None is the answer."""
+        if name not in self.live:  # an earlier question has cost the ranks
+            return None
+        try:
+            return self._call(fn, name, *args)[0]
+        except RankError as error:
+            self._let_go(name, _sentence(error))
+            return None
 
     def _anchor(self) -> str | None:
         """hpnb's fastest so far."""
@@ -205,6 +239,11 @@ class Contest:
             name for name in self._measured() if self.entries[name].ours and not self.entries[name].failed
         ]
         return min(ours, key=self._median, default=None)
+
+    def _partner(self) -> str | None:
+        """Beside whom others are measured."""
+        anchor = self._anchor()
+        return None if anchor in self.gone else anchor
 
     def _measured(self) -> list[str]:
         return list(dict.fromkeys(name for wave in self.waves for name in wave))
@@ -223,7 +262,7 @@ class Contest:
                 yield entry
                 continue
             pairs = list(zip(self.entries[anchor].losses, entry.losses, strict=True))
-            apart = [abs(a - b) > _TOLERANCE[self.task.bits] * abs(a) for a, b in pairs]
+            apart = [not abs(a - b) <= _TOLERANCE[self.task.bits] * abs(a) for a, b in pairs]
             if any(apart):
                 step = apart.index(True)
                 told = (
@@ -242,13 +281,22 @@ class Contest:
 
     def _call(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         self._pool = pool = self.among.of(self.shape.ranks)
-        return pool.run(fn, *args)
+        try:
+            return pool.run(fn, *args)
+        except RankInterrupt:  # Ctrl-C, and no failure of a program
+            raise KeyboardInterrupt from None
 
 
 def _sentence(error: RankError) -> str:
     """The first line of what a rank said, without its frames."""
     lines = [line.strip() for line in error.summary.splitlines() if line.strip()]
     return " ".join(lines)[:300]
+
+
+def _not_finite(losses: Sequence[float]) -> str:
+    """A sentence about the first that is NaN or infinite; empty if none is."""
+    found = (step for step, loss in enumerate(losses) if not math.isfinite(loss))
+    return next((f"the loss of step {step} is {losses[step]}" for step in found), "")
 
 
 def _file(name: str) -> str:

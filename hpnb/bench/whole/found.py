@@ -1,7 +1,8 @@
 """What was measured, as data: printed at once, written to a file, and read again for the README's table.
 
-A ratio is one of speeds, hpnb's over the peer's, so above 1 hpnb is ahead. It is taken round by round: both
-have taken a step within the same second, on the same ranks.
+A ratio is one of speeds, hpnb's over the peer's, so above 1 hpnb is ahead. It is taken round by round, on the
+same ranks: both have taken that step shortly one after the other. Two that do not fit in memory beside each
+other are further apart: each was built anew for half of its rounds.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class LayoutFound:
         return min(ran, key=lambda e: self.seconds(e.name) or 0.0, default=None)
 
     def ratio(self, ours: str, peer: str) -> tuple[float, float, float] | None:
-        """(median, lower and upper quartile) of how many times as fast as the peer; None if never side by
-        side."""
+        """(median, lower and upper quartile) of how many times as fast as the peer, over the rounds of waves
+        that have both; None if there are none."""
         pairs = [
             theirs / mine
             for wave in self.waves
@@ -99,7 +100,8 @@ class Run:
     Attributes:
         key: runs of equal keys measure the same thing, and belong in one table.
         scaling: {candidate: {ranks: units a second and rank}}.
-        losses: {layout: distance from one GPU's losses}, and the distance that is allowed.
+        losses: {"steps": how many, "serial": one GPU's, "order": how far from it they are with rows in
+            the opposite order, "layouts": {"dp4 hpnb": {"distance": from serial, "losses": ...}}}; or empty.
     """
 
     what: str

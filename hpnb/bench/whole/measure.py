@@ -105,7 +105,11 @@ def profile(name: str, title: str, path: str) -> str:
 
 
 def losses(task: Task, shape: Shape, name: str, steps: int, backwards: bool = False) -> list[float]:
-    """Of a program of hpnb's from its first step on, each with a batch of its own."""
+    """Of a program of hpnb's from its first step on, each with a batch of its own.
+
+    Args:
+        backwards: rows of every batch in the opposite order, which changes nothing but the order of sums.
+    """
     drop()
     program = candidates(task.what, shape)[name].build(task, shape)
     program.feed.backwards = backwards
@@ -120,7 +124,7 @@ def losses(task: Task, shape: Shape, name: str, steps: int, backwards: bool = Fa
 def matmul_rate(bits: int) -> float:
     """FLOP/s of large square products on this device, all ranks at once: the median of 7 bursts."""
     gpu = torch.cuda.is_initialized()
-    n, times, dtype = (8192, 16, torch.bfloat16) if gpu and bits == 16 else (512, 4, torch.float32)
+    n, times, dtype = _products(gpu, bits)
     a, b = (torch.randn(n, n, device=hpnb.device(), dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
 
@@ -139,6 +143,11 @@ def matmul_rate(bits: int) -> float:
             torch.cuda.synchronize()
         rates.append(2 * n**3 * times / (time.perf_counter() - begin))
     return statistics.median(rates)
+
+
+def _products(gpu: bool, bits: int) -> tuple[int, int, torch.dtype]:
+    """Their size, how many there are in a burst, and of what."""
+    return *((8192, 16) if gpu else (512, 4)), torch.bfloat16 if bits == 16 else torch.float32
 
 
 def device_name() -> str:

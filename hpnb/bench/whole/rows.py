@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpnb.bench.whole.found import Entry, LayoutFound, Run
+from hpnb.bench.whole.layouts import shape
 
 _WIDTH = 54
 
@@ -47,7 +48,8 @@ def rows(found: LayoutFound) -> list[str]:
 
 def families(layouts: Sequence[LayoutFound]) -> list[str]:
     """hpnb's layouts of data parallelism over the best peer of all of them, by medians."""
-    family = [f for f in layouts if f.layout[:2] in ("dp", "ze") and "x" not in f.layout]
+    kinds = ("dp", "zero1", "zero2", "zero3")
+    family = [f for f in layouts if shape(f.layout, f.ranks).kind in kinds]
     peers = [(f, peer) for f in family if (peer := f.fastest(ours=False)) is not None]
     if len(family) < 2 or not peers:
         return []
@@ -63,7 +65,7 @@ def markdown(run: Run) -> str:
     """The README's table of a run, with where it was measured."""
     unit = next(iter(run.layouts.values())).unit if run.layouts else "tokens"
     heads = ["layout", "hpnb", f"{unit}/s/GPU", "TFLOP/s/GPU", "of matmul", "peak", "bubble (simulated)",
-             "best peer", "TFLOP/s/GPU", "peak", "hpnb / peer"]  # fmt: skip
+             "best peer", "the peer's TFLOP/s/GPU", "the peer's peak", "hpnb / peer"]  # fmt: skip
     lines = [f"{run.title}; {run.ranks} x {run.device}.", "", _line(heads), _line(["---"] * len(heads))]
     for found in run.layouts.values():
         best, peer = found.fastest(ours=True), found.fastest(ours=False)

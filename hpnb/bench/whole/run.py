@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import hpnb
-from hpnb import RankError
+from hpnb import RankError, RankInterrupt
 from hpnb.bench.whole import files, layouts, losses, measure, rows
 from hpnb.bench.whole.contest import Contest, Pools, pools
 from hpnb.bench.whole.found import LayoutFound, Run
@@ -126,6 +126,8 @@ def _losses(run: Run, of: Task, shapes: dict[str, Shape], options: argparse.Name
         for name in asked if options.thorough else known[:1]:
             try:
                 found = among.of(shape.ranks).run(measure.losses, of, shape, name, steps)[0]
+            except RankInterrupt:
+                raise KeyboardInterrupt from None
             except RankError as error:
                 print(f"{layout:10} {name:34} {error.summary.splitlines()[0]}", flush=True)
                 continue

@@ -82,18 +82,19 @@ def by_hand(heads=25, d=8, s=32):
             "whole heads": undivided.own_heads(qkv, out, heads, axis.size, axis.rank)}  # fmt: skip
     found = []
     for way, (columns, rows, mine) in ways.items():
+        has = f"{mine}, each {rows.size(0) / mine:.4g} wide"
         try:
             z = comm.all_reduce(undivided.attention(x @ columns, mine) @ rows, axis)
-            found.append((way, f"{mine} of {rows.size(0) / mine:g}", f"{steps.distance([z], [right]):.0e}"))
+            found.append((way, has, f"{steps.distance([z], [right]):.0e}"))
         except RuntimeError as error:
-            found.append((way, f"{mine} of {rows.size(0) / mine:.4g}", " ".join(str(error).split()[:9]) + " ..."))
+            found.append((way, has, " ".join(str(error).split()[:9]) + " ..."))
     return found
 
 
 lesson.table(("cut by", "rank 0 has heads", "output off by"), pool.run(by_hand)[0], f"an attention of 25 heads of 8 on {N} ranks, float64")
 
 # %% [markdown]
-# (The middle column: how many heads rank 0 computes, and how wide each of them then is. It should be 8.)
+# (A head should be 8 wide.)
 #
 # The first fails aloud: a slice of Q | K | V is mostly Q on the first rank and mostly V on the last, and its width is no
 # number of heads. The second runs wherever h divides by t, has the right shape, and is wrong. The matrix divides; the
@@ -106,6 +107,8 @@ lesson.table(("cut by", "rank 0 has heads", "output off by"), pool.run(by_hand)[
 #
 # What does the library do? Below is 03's training cell with model and data changed: 5 heads, 509 words, and one table that is
 # both embedding and head.
+#
+# At its end the cell asks what uneven heads will cost. Write your guess into it before you read on.
 
 # %%
 def train(texts):
@@ -125,11 +128,13 @@ def train(texts):
     held = (tuple(w.shape) for w in (model.transformer.h[0].attn.c_attn.weight, model.transformer.wte.weight))
     return losses[1].item(), *off, *held
 
-# %%
+
 ran = pool.run(train, texts[:3])
 print(f"loss {ran[0][0]:.3f}; off one process's by {ran[0][1]:.0e}, weights after three steps by {ran[0][2]:.0e}")
 rows = [(f"rank {r}", f"{c_attn}", f"{c_attn[1] // 60}", f"{table}") for r, (*_, c_attn, table) in enumerate(ran)]
 lesson.table(("", "q | k | v", "heads", "words"), rows, "a GPT-2 of 100, with 5 heads of 20 and 509 words")
+lesson.predict("07.block", f"{SIZE.heads} heads over {N} ranks, width {SIZE.hidden}, {SIZE.length} tokens a row: how many times the mean "
+               "of all ranks does the fullest compute on a block?", guess=None)  # fmt: skip
 
 # %% [markdown]
 # Exact. Nothing was padded, and nobody has half a head: what is uneven is dealt out unevenly. The next section has the
@@ -154,18 +159,16 @@ lesson.table(("", "q | k | v", "heads", "words"), rows, "a GPT-2 of 100, with 5 
 # Megatron-LM wants t to divide a, so people pad 25 heads to 28, 7 on each of 4 ranks. Is dealing out 25 quicker? No: all wait
 # for the 7. It saves the others' memory and work, and no time.
 #
-# Commit. (Here and below the answer comes with the cell that asks: write your guess into it before you run it.)
+# Now measured, part by part:
 
 # %%
-lesson.predict("07.block", f"{SIZE.heads} heads over {N} ranks, width {SIZE.hidden}, {SIZE.length} tokens a row: how many times the mean "
-               "of all ranks does the fullest compute on a block?", guess=None)  # fmt: skip
 took = pool.run(undivided.computing, SIZE, ROWS, DTYPE)[0]
 dealt = comm.shares(SIZE.heads, N)
 mean = {part: sum(each[part] for each in took) / N for part in ("attention", "MLP")}
 told = {f"rank {r}, {dealt[r]} heads": mean["attention"] * dealt[r] * N / SIZE.heads + mean["MLP"] for r in range(N)}
 fullest = sum(took[0].values()) / sum(mean.values())
 plot.show(
-    plot.stacked(dict(zip(told, took, strict=True)), told, "s", "by its share of the mean",
+    plot.stacked(dict(zip(told, took, strict=True)), told, "s", "predicted by heads alone",
                  title=f"measured · computing one block, {'' if GPU else 'CPU time, '}forward and backward"),
     alt="What each rank computes; of the mean attention " + ", ".join(f"{each['attention'] / mean['attention']:.2f}" for each in took) + ".",
 )  # fmt: skip
@@ -233,6 +236,8 @@ lesson.check(exercises.share, share)
 lesson.predict("07.words-bytes", f"{ROWS} x {SIZE.length} tokens of {SIZE.hidden} numbers of {DTYPE.itemsize} bytes, {SIZE.vocabulary:,} words: "
                f"how many bytes leave each of {N} ranks in a step because the vocabulary is cut?", guess=None, unit="B",
                kind="identity")  # fmt: skip
+
+# %%
 sent = pool.run(undivided.around, SIZE, ROWS, DTYPE)[0]
 n, V = ROWS * SIZE.length, [509 * 2 ** (k / 2) for k in range(18)]
 lesson.reveal("07.words-bytes", sent, predicted=theory.vocabulary_sent(BLOCK, N))
@@ -241,11 +246,9 @@ logits = theory.gathered_sent(n, SIZE.vocabulary, N, DTYPE.itemsize)
 rows = [("words that are looked up", activation), ("gradient of the head's input", activation), ("the loss", theory.loss_sent(n, N)),
         ("in place of the loss: gathered logits", logits)]  # fmt: skip
 lesson.table(("what", "leaves a rank"), [(what, lesson.number(nbytes, "B")) for what, nbytes in rows])
-
-# %%
 found = pool.run(undivided.losses, 16, (509, 4001, 50_257, 128_256))[0]
-counted = {"gather the logits": {words: sent / 16 for words, (sent, *_) in found.items()},
-           "three reductions": {words: sent / 16 for words, (_, sent, _) in found.items()}}  # fmt: skip
+counted = {"gather the logits": {words: whole / 16 for words, (whole, *_) in found.items()},
+           "three reductions": {words: three / 16 for words, (_, three, _) in found.items()}}  # fmt: skip
 lines = {"gather the logits": [theory.bytes_sent("all_gather", 4 * words, N) for words in V], "three reductions": [theory.loss_sent(1, N)] * len(V)}
 times, off = counted["gather the logits"][50_257] / counted["three reductions"][50_257], max(off for *_, off in found.values())
 plot.show(
@@ -478,16 +481,20 @@ lesson.check(exercises.policy, seed_of)
 # for 4bs²h FLOPs, 3.2 % of a step in GPT-2 XL; computing the whole block again keeps its input alone, for a third of a step.
 #
 # Korthikanti et al. put this into a table of six rows. Below they are predicted and measured, for the rank with the most
-# heads. (GELU is one kernel and attention goes product by product, as in theirs; a flash kernel writes no scores at all. The
-# last two rows are counted on a small model on the CPU, whose s/h is that of GPT-2 XL.)
+# heads. (GELU is one kernel and attention goes product by product, as in theirs; a flash kernel writes no scores at all.) A
+# second table has what is computed again, counted on a small model on the CPU, whose s/h is that of GPT-2 XL.
 
 # %%
 lesson.predict("07.kept", f"{N} ranks share a layer by tensor parallelism alone: what share of its activations does a rank keep?",
                guess=None, unit="%")  # fmt: skip
+
+# %%
 layers = undivided.kept(SIZE, 1, N)
 rows = [(f"{one.name} (B)", one.predicted, one.measured) for one in layers]
-rows += [(f"computed again, {what} (%)", 100 * told, 100 * counted) for what, (told, counted) in pool.run(undivided.again, SMALL, 1)[0].items()]
-ratios = lesson.comparison(rows, title=f"a layer of {SIZE.hidden}, {SIZE.heads} heads, {SIZE.length} tokens, on the first of {N} ranks")
+lesson.comparison(rows, title=f"a layer of {SIZE.hidden}, {SIZE.heads} heads, {SIZE.length} tokens, on the first of {N} ranks")
+again = pool.run(undivided.again, SMALL, 1)[0]
+rows = [(f"{what} (%)", 100 * told, 100 * counted) for what, (told, counted) in again.items()]
+lesson.comparison(rows, title=f"computed again, of a step's FLOPs: a layer of {SMALL.hidden}, {SMALL.heads} heads, {SMALL.length} tokens")
 whole, cut = layers[:2]
 lesson.reveal("07.kept", 100 * cut.measured / whole.measured, predicted=100 * cut.predicted / whole.predicted)
 plot.show(
@@ -498,13 +505,13 @@ plot.show(
 print("measured over the published formula alone:", ", ".join(f"{one.measured / one.published:.2f}" for one in layers))
 
 # %% [markdown]
-# Every byte has a name. One row is off: attention computed again costs half of what the formula says. The backward wants
-# softmax and masks, PyTorch stops as soon as it has them, and the product with v is never made.
+# Every byte has a name. In the second table one row is off: attention computed again costs half of what the formula says.
+# The backward wants softmax and masks, PyTorch stops as soon as it has them, and the product with v is never made.
 #
-# The last line has the six rows once more, over the published formula by itself. What that lacks has three causes. The
-# first rank has more heads than a t-th, so more scores. Under sequence parallelism inputs of columns stay whole here, where
-# Megatron-LM cuts them and gathers them again. And on a CPU masks take 2 bytes, not 1. (Norms' statistics are the rest;
-# `lesson.layer_memory` lists all.)
+# The line under the figure has the six rows once more, over the published formula by itself. What that lacks has three
+# causes. The first rank has more heads than a t-th, so more scores. Under sequence parallelism inputs of columns stay whole
+# here, where Megatron-LM cuts them and gathers them again. And on a CPU masks take 2 bytes, not 1. (Norms' statistics are the
+# rest; `lesson.layer_memory` lists all.)
 #
 # Perhaps you guessed 1/t. Ten of the 34 do not care about t: that is why sequence parallelism exists.
 #
@@ -565,7 +572,10 @@ lesson.explorers.kept_by_rank()
 # - **Ring**: q stays, k and v *go round*, from rank to rank. A softmax over parts needs the largest and the sum of
 #   exponentials so far: the same numbers as the loss above. Weights are whole.
 #
-# The next cell has all three; the cell after it asks.
+# Of the next two cells the first asks, and the second has all three.
+
+# %%
+lesson.predict("07.names", "megatron, ulysses, ring: on 4 ranks, which sends the fewest bytes in one attention?", guess=None, kind="ranking")
 
 # %%
 def ways(heads, s=64, d=8):
@@ -602,8 +612,7 @@ def ways(heads, s=64, d=8):
             found[way.__name__] = str(error)
     return found
 
-# %%
-lesson.predict("07.names", "megatron, ulysses, ring: on 4 ranks, which sends the fewest bytes in one attention?", guess=None, kind="ranking")
+
 with hpnb.Ranks(4, device="cpu") as four:
     even, odd = (four.run(ways, heads)[0] for heads in (24, 25))
 told = {way.lower(): theory.sequence_sent(way, 64, 24 * 8, 4, 8) for way in theory.SEQUENCE_WAYS}

@@ -96,11 +96,12 @@ lesson.table(("layout", "step, by 04", "step, by this page", "fullest rank", f"f
 
 # %% [markdown]
 # Now commit, twice. First the fastest of all. Then the one that you would train on, if every device had the budget in the last
-# column: it must fit. Guess from the laws, from the ledger of the notebooks before, or from this table. A guess is a name as it
-# stands in the first column, such as `guess="dp 4, ZeRO 3"`, or a list of names with the best first.
+# column; one that does not fit counts as ten times the slowest that does. Guess from the laws, from the ledger of the
+# notebooks before, or from this table. A guess is a name as it stands in the first column, such as `guess="dp 4, ZeRO 3"`, or
+# a list of names with the best first.
 
 # %%
-names = ", ".join(told)
+names = "; ".join(told)
 lesson.predict("08.fastest", f"{names}: which has the shortest step?", guess=None, kind="ranking")
 lesson.predict("08.choice", f"The same, if a device has {lesson.number(BUDGET, 'B')}: which is the fastest that fits?", guess=None, kind="ranking")
 
@@ -144,8 +145,8 @@ for run, leg in {"times dp": whole, "times the world's size": wrong}.items():
     third = len(leg.losses) // 3
     losses = ", ".join(f"{sum(leg.losses[i * third : (i + 1) * third]) / third:.3f}" for i in range(3))
     rows.append((run, losses, f"{leg.last['eval_accuracy']:.3f}", f"{leg.last['eval_f1']:.3f}", f"{more:g}", f"{faster:.3g}", f"{faster / more:.3g}"))
-apart = abs(accuracy - wrong.last["eval_accuracy"]) / noise
-note = f"The accuracies are {apart:.1f} times their uncertainty apart" + (": not even they tell." if apart < 2 else ".")
+apart = abs(accuracy - wrong.last["eval_accuracy"]) / (2**0.5 * noise)  # a difference has the noise of two
+note = f"The difference of accuracies is {apart:.1f} times its uncertainty" + (": not even they tell." if apart < 2 else ".")
 columns = ("learning rate", "loss, by thirds", "accuracy", "F1", "rows / one process's", "rate / one process's", "quotient")
 lesson.table(columns, rows, "two runs on 2 x 2 x 2", note)
 lesson.field_guide.add(
@@ -169,10 +170,12 @@ lesson.field_guide.add(
 #
 # Long runs lose ranks. The same run again, saving every 10 steps; and rank 5 is killed (SIGKILL: no exception, no farewell) after
 # step 14. The seven others stand in a collective with somebody who is no longer there. Then eight others take up what is on
-# the disk, up to the end of the first epoch. (Write your guess before you run the cell: the answer comes with it.)
+# the disk, up to the end of the first epoch.
 
 # %%
 lesson.predict("08.twice", "Saved every 10 steps, killed after step 14: how many steps are computed twice?", guess=None, unit="steps", kind="identity")
+
+# %%
 with tempfile.TemporaryDirectory() as folder:
     try:
         hpnb.launch(finetuned.leg, recipe, KNOBS, folder=folder, dies_at=14, ranks=8, device="cpu")
@@ -194,7 +197,7 @@ plot.show(
     plot.by_layout([(f"until rank {died.rank} was killed", list(before.values())[:resumed]), ("resumed by eight others", after.losses)],
                    whole.losses[: len(same)], title="measured · a run that lost a rank, over the one that did not",
                    caption=f"All {len(same)} losses are equal bit for bit, and so are those of the {len(before) - resumed} steps that were lost.",
-                   whose="the run that nobody killed"),
+                   whose="the run that nobody killed", run="the run, leg by leg"),
     alt=f"The loss of {len(same)} steps; the resumed run lies on the unbroken one, bit for bit.",
 )  # fmt: skip
 
@@ -320,7 +323,8 @@ plot.show(
                  {picked: "yours" if picked == yours else "predicted"}, BUDGET, f"{source} · {N} ranks: memory and speed", words),
     alt=f"Tokens a second against memory for {len(ran)} layouts, with a budget of {lesson.number(BUDGET, 'B')}. {words}",
 )  # fmt: skip
-lesson.reveal("08.choice", fitting or seen, predicted=sorted(able, key=lambda each: sum(told[each].values())) or None)
+costs = {**dict.fromkeys(ran, 10 * max(fitting.values())), **fitting} if fitting else seen
+lesson.reveal("08.choice", sorted(fitting or seen, key=costs.get), costs=costs, predicted=sorted(able, key=lambda each: sum(told[each].values())) or None)
 for times in (0.01, 0.1, 10):
     there = contest.task(SIZE, ROWS, DTYPE, rates, replace(card.wire, bandwidth=card.wire.bandwidth * times))
     guesses = {str(p): sum(theory.layout_parts(there, p).values()) for p in plans}
@@ -458,9 +462,9 @@ lesson.field_guide.show()
 #
 # *Diagnose, 15 minutes.* Three runs with a fault, and one without. Each made ten steps and was resumed after `run.resumed` of
 # them. `run.layout` has .dp, .pp, .tp; `run.alone` are (rows, learning rate) that one process was tuned for. Of each step there
-# are `run.losses`, `run.rows`, `run.rates`, `run.samples` (a set: the numbers of its rows) and `run.moved` (how far the weights
-# went, a norm, over the rate). Return "right", "learning rate", "momenta" (they were lost) or "samples" (seen again too soon).
-# There is more data than ten steps need. The check runs all four on 2 ranks.
+# are `run.losses`, `run.rows`, `run.rates`, `run.samples` (a set: the numbers of its rows) and `run.moved` (how far rank 0's
+# weights went, a norm, over the rate). Return "right", "learning rate", "momenta" (they were lost) or "samples" (seen again too
+# soon). There is more data than ten steps need. The check runs all four on 2 ranks.
 #
 # Hint: fresh moments make Adam's first step ±rate in every weight, whatever the gradient. That is a long one. Which step was so
 # at the start, and which would be again?

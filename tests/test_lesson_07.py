@@ -218,6 +218,7 @@ def test_vocabularies_are_drawn_on_two_logarithmic_axes() -> None:
     (ax,) = fig.axes
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
     assert [t.get_text() for t in ax.texts] == ["GPT-2"]
+    assert ax.get_ylabel() == "bytes a token that leave a rank"
 
 
 def test_the_explorer_wants_a_t_that_divides_tokens_cut_and_attention_again() -> None:
@@ -271,6 +272,21 @@ def overflowing(logits: Any, targets: Any, first: int, axis: Any) -> Any:
     return torch.where(counts, S.log() - comm.all_reduce(z, axis), 0.0).sum(), counts.sum()
 
 
+def silent(logits: Any, targets: Any, first: int, axis: Any) -> Any:
+    return logits.sum(), (targets != -100).sum()
+
+
+def sums(base: int, where: Any, site: Any, step: int) -> int:
+    """They meet: site 1 on rank 0 draws as site 0 on rank 1 of a cut site, and step 1 as the next site."""
+    return base + step + int(site.index) + 100 * int(where.dp) + (int(where.tp) if site.cut else 0)
+
+
+def seeded_by_sum(base: int, where: Any, site: Any, step: int) -> int:
+    """Base 1 begins where base 0 stands after a step."""
+    tp = where.tp if site.cut else 9
+    return 10**6 * (base + step) + 1000 * int(site.index) + 10 * int(where.dp) + int(tp) * 100
+
+
 def one_pair(record: Any) -> str:
     """Ranks 0 and 1 alone."""
     for place, found in record.masks.items():
@@ -293,12 +309,16 @@ counter = itertools.count()
         (exercises.share, lambda *given: given[:3], "dealt out as .12, 12., 24 in all"),
         (exercises.loss, gathered, "2 ranks: 912 B leave a rank for 6 tokens, at most 144 B"),
         (exercises.loss, overflowing, "2 ranks, some are -100: the sum: off by"),
+        (exercises.loss, silent, "2 ranks: nothing leaves a rank, and no rank has all words"),
         (exercises.loss, lambda logits, *_: logits.sum(), "returned Tensor, and .sum, count. is wanted"),
         (exercises.loss, lambda logits, *_: (logits, 1), "a sum of shape .6, 1[0-9]., with a gradient"),
         (exercises.read, one_pair, "record 5, .*it is 'agrees'"),
         (exercises.policy, lambda base, where, site, step: next(counter), "asked twice it says 0 and 1"),
         (exercises.policy, lambda base, where, site, step: -1, "it returned -1, and a generator takes"),
         (exercises.policy, lambda base, where, site, step: base, "cut along tp: .* of masks do not"),
+        (exercises.policy, sums, "other sites and steps, on any ranks: .* of masks do not"),
+        (exercises.policy, seeded_by_sum, "another base seed, .* do not, such as seeds 0 and 1, "
+         ".dp 0, tp 0, site 0, step 1. and .dp 0, tp 0, site 0, step 0."),
         (exercises.kept, lambda layer: None, "no parallelism: s 1024, b 1, h 1600, a 25, t 1: None"),
         (exercises.kept, lambda layer: 34.0 * layer.s * layer.b * layer.h, "0.298 times the formula"),
     ],
@@ -306,6 +326,20 @@ counter = itertools.count()
 def test_what_an_answer_lacks_is_said_in_numbers(exercise: lesson.Exercise, answer: Any, words: str) -> None:
     found = off(exercise, answer)
     assert any(re.search(words, text) for text in found), found
+
+
+def test_a_policy_that_lacks_nothing_but_the_base_is_told_so() -> None:
+    assert len(off(exercises.policy, seeded_by_sum)) == 1
+
+
+def test_the_table_has_no_row_for_every_layer() -> None:
+    whole = exercises.Layer(1024, 1, 1600, 25)
+    again = replace(whole, t=4, recompute="full")
+    assert exercises.published(again) == 2 * 1024 * 1600  # an input, whole on each of t ranks
+    cut = {"sequence": True}
+    for none in (replace(whole, **cut), replace(again, **cut), replace(whole, recompute="some")):
+        with pytest.raises(ValueError, match="no row of the table has t="):
+            exercises.published(none)
 
 
 def test_records_of_masks_differ_only_in_what_is_wrong() -> None:

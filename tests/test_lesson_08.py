@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from matplotlib.text import Text
 
 import hpnb
 from hpnb import lesson, plot, theory
@@ -173,6 +175,8 @@ def test_the_explorers_challenge_is_hard_and_can_be_met() -> None:
     assert not found.solved
     found.set(dp=4, pp=2, tp=4, microbatches=4, zero=1, cap=16)
     assert found.solved
+    said = [text.get_text() for text in found._draw(**found.values, fast=True)[0].findobj(Text)]
+    assert any(text.startswith("predicted · GPT-2 XL on 32 ranks") for text in said)
 
 
 # --- regret ------------------------------------------------------------------------------------------
@@ -236,6 +240,30 @@ def test_three_jobs_want_three_plans() -> None:
         best.append(str(min(found, key=lambda plan: plan.ranks * given.seconds(plan))))
         assert all(exercises.within(given, plan) for plan in found)
     assert len(set(best)) == 3
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ([1.0, 1.0, 9.0, 1.0, 1.0], "step 3 is off by .* .before the move."),
+        ([1.0, 1.0, 1.0, 9.0, 1.0], "step 4 is off by .* weights, or the samples"),
+        ([1.0, 1.0, 1.0, 1.0, 9.0], "step 5 is off by .* momenta, or the learning rate"),
+        ([1.0] * 4, "there are 4, and 5 of one process"),
+    ],
+)
+def test_a_loss_that_is_off_gets_a_hint(losses: list[float], words: str) -> None:
+    found = exercises._equal("losses", losses, [1.0] * 5)
+    assert not found.ok
+    assert re.search(words, found.text)
+
+
+def test_how_far_weights_went_is_a_norm() -> None:
+    model = torch.nn.Linear(2, 1)
+    before = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        model.weight += torch.tensor([[3.0, 0.0]])
+        model.bias += 4.0
+    assert exercises._moved(model, before) == pytest.approx(5.0)
 
 
 def statuses(findings: Sequence[lesson.Finding]) -> list[bool]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.text import Text
 
 import hpnb
 from hpnb import Layout, Mesh, comm, lesson, plot, theory
@@ -286,6 +287,10 @@ def test_a_loss_curve_takes_the_colour_of_its_layout() -> None:
     assert list(lines["tp 2"].get_xdata()) == [2, 3, 4]
     assert lines["dp 2"].get_color() != lines["tp 2"].get_color()
     assert list(lines["one process"].get_ydata()) == [3.0, 2.0, 1.5, 1.0]
+    assert any("in the colour of its layout" in text.get_text() for text in fig.findobj(Text))
+    one = plot.by_layout([("killed", [3.0, 2.0]), ("resumed", [1.5])], run="leg by leg")  # of one layout
+    assert any("leg by leg" in text.get_text() for text in one.findobj(Text))
+    assert not any("in the colour of its layout" in text.get_text() for text in one.findobj(Text))
     for legs, alone, words in (([], [], "0 legs"), ([("a", [1.0])], [1.0, 2.0], "one process has 2"),
                                ([("a", [float("nan")])], [], "not finite")):  # fmt: skip
         with pytest.raises(ValueError, match=words):

@@ -62,7 +62,7 @@ def layout_choice() -> Explorer:
             points,
             chosen={name: "" if fits else "does not fit"},
             capacity=cap * 1e9,
-            title=f"simulated · GPT-2 XL on {plan.ranks} ranks in hosts of {HOST}: layouts to choose from",
+            title=f"predicted · GPT-2 XL on {plan.ranks} ranks in hosts of {HOST}: layouts to choose from",
             text=not fast,
             labels=("predicted", ""),
         )

@@ -7,7 +7,7 @@ A policy is what generators do between ranks:
 
     "right"          hpnb's: alike where an activation is replicated, apart where it is cut
     "a seed each"    every rank has its own: apart everywhere
-    "one seed"       all have the same, and nobody does more: alike everywhere
+    "one seed"       all have the same, and nobody does more: alike as long as all draw as many
 
 Two places are looked at, in the first block: the attention's probabilities, cut by heads whatever the layout,
 and the MLP's output, which is replicated, or cut along tokens with sequence parallelism.

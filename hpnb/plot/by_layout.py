@@ -24,6 +24,7 @@ def by_layout(
     title: str | None = None,
     caption: str = "",
     whose: str = "one process",
+    run: str = "the run, in the colour of its layout",
 ) -> Figure:
     """Draw the losses of `legs` one behind the other.
 
@@ -32,6 +33,7 @@ def by_layout(
         alone: the losses of one process, drawn beneath.
         caption: a sentence beneath the axes.
         whose: what `alone` is called, where it is of another run.
+        run: what the legend calls the run, where legs are no layouts.
 
     Raises:
         ValueError: nothing to draw, a loss that is not finite, or another number of losses for one process.
@@ -43,7 +45,7 @@ def by_layout(
         raise ValueError(f"one process has {len(alone)} losses, and the legs together {len(series)}")
     if not all(math.isfinite(loss) for loss in (*series, *alone)):
         raise ValueError("a loss is not finite, and cannot be drawn")
-    keys = [Key(OpStyle(INK, "", "the run, in the colour of its layout"), "line")]
+    keys = [Key(OpStyle(INK, "", run), "line")]
     if alone:
         keys.append(Key(ONE, "line", whose))
     heading = title if title is not None else "one run, several layouts"

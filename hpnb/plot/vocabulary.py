@@ -72,5 +72,5 @@ def vocabulary(
     ax.grid(True, which="major", color=RULE, linewidth=0.7)
     ax.set_axisbelow(True)
     ax.set_xlabel("words", size=TEXT)
-    ax.set_ylabel("a token, from each rank", size=TEXT)
+    ax.set_ylabel("bytes a token that leave a rank", size=TEXT)
     return fig

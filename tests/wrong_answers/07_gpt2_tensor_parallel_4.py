@@ -1,3 +1,5 @@
-# Sums meet: site 1 on rank 0 draws as site 0 on rank 1 of a cut site, and step 1 as the next site.
+# ruff: noqa: F821
+# A hash of a sum: a run with base 1 drops at its first step what one with base 0 drops at its second.
 def seed_of(base, where, site, step):
-    return base + step + site.index + 100 * where.dp + (where.tp if site.cut else 0)
+    told = (base + step, site.index, where.dp, where.tp if site.cut else -1)
+    return int.from_bytes(hashlib.blake2b(repr(told).encode(), digest_size=7).digest(), "little")

@@ -14,7 +14,6 @@ from torch import nn
 import hpnb
 from hpnb import theory
 from hpnb.lesson.checks import Exercise, Finding
-from hpnb.lesson.steps import distance
 from hpnb.lesson.tables import number
 from hpnb.mesh import Layout
 from hpnb.models import GPT2_SIZES, GPT2Size
@@ -37,6 +36,7 @@ class Job:
         memory: bytes of a device.
         deadline: seconds that a step may take.
         rows: of a whole batch, of 1,024 tokens each.
+        task: what a step of it computes, sends and steps, as `theory.layout_parts` takes it.
     """
 
     ranks: int
@@ -81,10 +81,10 @@ _JOBS = {
 def able(given: Job) -> list[LayoutPlan]:
     """Every plan within the three budgets."""
     found = []
-    powers = [n for n in range(1, given.ranks + 1) if given.ranks % n == 0]
-    for dp in powers:
-        for pp in powers:
-            for tp in (t for t in powers if dp * pp * t <= given.ranks):
+    sizes = [n for n in range(1, given.ranks + 1) if given.ranks % n == 0]
+    for dp in sizes:
+        for pp in sizes:
+            for tp in (t for t in sizes if dp * pp * t <= given.ranks):
                 counts = [m for m in range(1, given.rows + 1) if given.rows % (dp * m) == 0]
                 for m in counts if pp > 1 else [1]:
                     for zero in (0, 1, 2, 3) if dp > 1 else (0,):
@@ -247,10 +247,14 @@ def _equal(what: str, losses: Sequence[float], alone: Sequence[float]) -> Findin
     return Finding(False, f"{what}: step {where + 1} is off by {gaps[where]:.0e} ({_hint(where)})")
 
 
+_HINTS = {  # an update shows in the loss of the step after it
+    3: "the first after the move: weights, or the samples",
+    4: "the second: momenta, or the learning rate",
+}
+
+
 def _hint(step: int) -> str:
-    return {3: "the first after the move: weights, or the samples", 4: "the second: momenta"}.get(
-        step, "before the move" if step < 3 else "later: the learning rate"
-    )
+    return _HINTS.get(step, "before the move" if step < 3 else "later: the learning rate")
 
 
 def _whole() -> list[float]:
@@ -345,7 +349,8 @@ class Record:
         alone: (rows of a step, learning rate) that one process was tuned for.
         losses, rows, rates: of each step; rows over all ranks.
         samples: of each step, the numbers of its rows.
-        moved: of each step, how far the weights went, over its learning rate; a norm.
+        moved: of each step, how far rank 0's weights went (with tp its part of them), over its learning
+            rate; a norm.
         resumed: how many steps there were before.
     """
 
@@ -390,7 +395,7 @@ def _recorded(fault: str) -> Record:
         optimizer.step()
         losses.append(float(found["loss"]))
         samples.append(frozenset(numbers))
-        moved.append(_norm(model, before) / (_BASE * scale))
+        moved.append(_moved(model, before) / (_BASE * scale))
     layout = Layout(dp=plugin.dp_size, tp=plugin.tp_size)
     return Record(
         layout, (_ROWS, _BASE), tuple(losses), (rows,) * len(losses), (_BASE * scale,) * len(losses),
@@ -398,11 +403,10 @@ def _recorded(fault: str) -> Record:
     )  # fmt: skip
 
 
-def _norm(model: nn.Module, before: Sequence[torch.Tensor]) -> float:
-    """How far this rank's weights have gone."""
-    after = list(model.parameters())
-    whole = math.sqrt(sum(float(t.square().sum()) for t in before))
-    return distance(after, before) * whole
+def _moved(model: nn.Module, before: Sequence[torch.Tensor]) -> float:
+    """How far the weights that this rank has went, a norm."""
+    pairs = zip(model.parameters(), before, strict=True)
+    return math.sqrt(sum(float((p.detach() - old).square().sum()) for p, old in pairs))
 
 
 def _verify_diagnose(diagnose: Callable[[Record], Any]) -> Sequence[Finding]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import hpnb
 from hpnb import comm
 from hpnb.lesson import tensors
 from hpnb.lesson.checks import Exercise, Finding
+from hpnb.lesson.exercises.on_ranks import EXACT, NotThat, calls_of, launched, normal, off_by, worst_of
 from hpnb.lesson.steps import distance
 from hpnb.lesson.tables import number
 from hpnb.mesh import Axis
@@ -25,13 +25,7 @@ from hpnb.record import Message, Traffic
 from hpnb.tensor_parallel import parallelize
 from hpnb.theory import WIRES, Wire, bytes_sent, exposed_seconds, seconds
 
-_TIMEOUT = 20.0
-_EXACT = 1e-12  # relative norm, float64
 _D = torch.float64
-
-
-class NotThat(Exception):
-    """What a rank returned cannot be the answer. Raised, so that ranks that wait for this one end with it."""
 
 
 def _tensor(value: Any, shape: Sequence[int], axis: Axis) -> torch.Tensor:
@@ -41,37 +35,6 @@ def _tensor(value: Any, shape: Sequence[int], axis: Axis) -> torch.Tensor:
     if value.shape != torch.Size(shape):
         raise NotThat(f"{who} a tensor of shape {tuple(value.shape)}, and shape {tuple(shape)} is wanted")
     return value
-
-
-def _launch(run: Callable[..., Any], *args: Any, ranks: int) -> Any:
-    """What all ranks found, or a Finding with the words of the one that gave up."""
-    try:
-        return hpnb.launch(run, *args, ranks=ranks, device="cpu", timeout=_TIMEOUT)
-    except hpnb.RankError as error:
-        if error.error != NotThat.__name__:
-            raise
-        return Finding(False, error.summary.partition(": ")[2])
-
-
-def _off(apart: float) -> str:
-    return "equal" if apart < _EXACT else f"off by {apart:.1e}"
-
-
-def _worst(distances: Sequence[float]) -> float:
-    """The largest; NaN, which compares with nothing, is worse than any number."""
-    return max(math.inf if math.isnan(apart) else apart for apart in distances)
-
-
-def _random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=_D, generator=torch.Generator().manual_seed(seed))
-
-
-def _calls(messages: Sequence[Message]) -> str:
-    """ "2 all_reduce", "1 all_gather and 1 reduce_scatter", "nothing"."""
-    counts: dict[str, int] = {}
-    for message in messages:
-        counts[message.op] = counts.get(message.op, 0) + 1
-    return " and ".join(f"{count} {op}" for op, count in counts.items()) or "nothing"
 
 
 @dataclass
@@ -105,9 +68,9 @@ def _run_mlp(mlp: Callable[..., Any]) -> _Ran:
     axis = tensors.tensor_axis()
     shapes = {"x": (_ROWS, _WIDTH), "A": (_WIDTH, 4 * _WIDTH), "a": (4 * _WIDTH,), "B": (4 * _WIDTH, _WIDTH)}
     shapes["b"] = (_WIDTH,)
-    whole, mine = ({n: _random(*s, seed=i).requires_grad_() for i, (n, s) in enumerate(shapes.items())}
+    whole, mine = ({n: normal(*s, seed=i).requires_grad_() for i, (n, s) in enumerate(shapes.items())}
                    for _ in range(2))  # fmt: skip
-    weigh = _random(_ROWS, _WIDTH, seed=9)
+    weigh = normal(_ROWS, _WIDTH, seed=9)
     z = F.gelu(whole["x"] @ whole["A"] + whole["a"]) @ whole["B"] + whole["b"]
     (z * weigh).sum().backward()
     with hpnb.record.traffic() as there, FlopCounterMode(display=False) as counter:
@@ -131,19 +94,18 @@ def _run_mlp(mlp: Callable[..., Any]) -> _Ran:
 def _verify_mlp(mlp: Callable[..., Any]) -> Sequence[Finding]:
     findings = []
     for ranks in (2, 3):
-        ran = _launch(_run_mlp, mlp, ranks=ranks)
+        ran = launched(_run_mlp, mlp, ranks=ranks)
         if isinstance(ran, Finding):
             findings.append(Finding(False, f"{ranks} ranks: {ran.text}"))
             continue
         for what in ran[0].apart:
-            apart = _worst([one.apart[what] for one in ran])
-            findings.append(Finding(apart < _EXACT, f"{ranks} ranks: {what}: {_off(apart)}"))
+            apart = worst_of([one.apart[what] for one in ran])
+            findings.append(Finding(apart < EXACT, f"{ranks} ranks: {what}: {off_by(apart)}"))
         wanted = bytes_sent("all_reduce", 8 * _ROWS * _WIDTH, ranks)
         for way, messages in (("forward", ran[0].forward), ("backward", ran[0].backward)):
             sent = sum(message.bytes for message in messages)
-            said = (
-                f"{_calls(messages)}, {number(sent, 'B')} a rank; target 1 all_reduce, {number(wanted, 'B')}"
-            )
+            said = f"{calls_of(messages)}, {number(sent, 'B')} a rank"
+            said += f"; target 1 all_reduce, {number(wanted, 'B')}"
             right = [message.op for message in messages] == ["all_reduce"] and sent == wanted
             findings.append(Finding(right, f"{ranks} ranks, {way}: {said}"))
         share = max(one.flops for one in ran)
@@ -175,11 +137,11 @@ def _run_block(block: Callable[..., Any]) -> tuple[_Ran, int]:
     axis = tensors.tensor_axis()
     share = _TOKENS // axis.size
     own = slice(axis.rank * share, (axis.rank + 1) * share)
-    norm, weigh = _Norm(), _random(_TOKENS, _WIDTH, seed=9)
+    norm, weigh = _Norm(), normal(_TOKENS, _WIDTH, seed=9)
     shapes = {"g": (_WIDTH,), "A": (_WIDTH, 4 * _WIDTH), "B": (4 * _WIDTH, _WIDTH)}
-    whole, mine = ({n: _random(*s, seed=i).requires_grad_() for i, (n, s) in enumerate(shapes.items())}
+    whole, mine = ({n: normal(*s, seed=i).requires_grad_() for i, (n, s) in enumerate(shapes.items())}
                    for _ in range(2))  # fmt: skip
-    x = _random(_TOKENS, _WIDTH, seed=5).requires_grad_()
+    x = normal(_TOKENS, _WIDTH, seed=5).requires_grad_()
     x_own = x.detach()[own].clone().requires_grad_()
     z = x + F.gelu((F.layer_norm(x, (_WIDTH,)) * whole["g"]) @ whole["A"]) @ whole["B"]
     (z * weigh).sum().backward()
@@ -207,13 +169,13 @@ def _run_block(block: Callable[..., Any]) -> tuple[_Ran, int]:
 def _verify_block(block: Callable[..., Any]) -> Sequence[Finding]:
     findings = []
     for ranks in (2, 3):
-        ran = _launch(_run_block, block, ranks=ranks)
+        ran = launched(_run_block, block, ranks=ranks)
         if isinstance(ran, Finding):
             findings.append(Finding(False, f"{ranks} ranks: {ran.text}"))
             continue
         for what in ran[0][0].apart:
-            apart = _worst([one.apart[what] for one, _ in ran])
-            findings.append(Finding(apart < _EXACT, f"{ranks} ranks: {what}: {_off(apart)}"))
+            apart = worst_of([one.apart[what] for one, _ in ran])
+            findings.append(Finding(apart < EXACT, f"{ranks} ranks: {what}: {off_by(apart)}"))
         one, once = ran[0][0], bytes_sent("all_reduce", 8 * _TOKENS * _WIDTH, ranks)
         vector = bytes_sent("all_reduce", 8 * _WIDTH, ranks)
         for way, messages, most in (
@@ -221,7 +183,7 @@ def _verify_block(block: Callable[..., Any]) -> Sequence[Finding]:
             ("backward", one.backward, once + vector),
         ):
             sent = sum(message.bytes for message in messages)
-            said = f"{_calls(messages)}, {number(sent, 'B')} a rank, at most {number(most, 'B')}"
+            said = f"{calls_of(messages)}, {number(sent, 'B')} a rank, at most {number(most, 'B')}"
             findings.append(Finding(sent <= most + 1e-6, f"{ranks} ranks, {way}: {said}"))
         tokens, target = max(tokens for _, tokens in ran), _TOKENS // ranks
         said = f"the norm saw {tokens} tokens on a rank, target {target} of {_TOKENS}"
@@ -243,7 +205,7 @@ def _run_panel(panel: Callable[..., Any]) -> tuple[list[float], list[list[Messag
     down, across = axis.split(2, 2)
     m, k, n = (size // 2 for size in _GRID)
     i, j = down.rank, across.rank
-    whole_a, whole_b = _random(2 * m, 2 * k, seed=1), _random(2 * k, 2 * n, seed=2)
+    whole_a, whole_b = normal(2 * m, 2 * k, seed=1), normal(2 * k, 2 * n, seed=2)
     a = whole_a[i * m : (i + 1) * m, j * k : (j + 1) * k].contiguous()
     b = whole_b[i * k : (i + 1) * k, j * n : (j + 1) * n].contiguous()
     c, apart, sent = torch.zeros(m, n, dtype=_D), [], []
@@ -257,21 +219,21 @@ def _run_panel(panel: Callable[..., Any]) -> tuple[list[float], list[list[Messag
 
 
 def _verify_panel(panel: Callable[..., Any]) -> Sequence[Finding]:
-    ran = _launch(_run_panel, panel, ranks=4)
+    ran = launched(_run_panel, panel, ranks=4)
     if isinstance(ran, Finding):
         return [ran]
     findings = []
     m, k, n = (size // 2 for size in _GRID)
     wanted = {"across": bytes_sent("broadcast", 8 * m * k, 2), "down": bytes_sent("broadcast", 8 * k * n, 2)}
     for t in range(2):
-        apart = _worst([each[t] for each, _ in ran])
+        apart = worst_of([each[t] for each, _ in ran])
         findings.append(
-            Finding(apart < _EXACT, f"after step {t}: the sum of {t + 1} of 2 panels: {_off(apart)}")
+            Finding(apart < EXACT, f"after step {t}: the sum of {t + 1} of 2 panels: {off_by(apart)}")
         )
         for way, name in (("across", "tp.1"), ("down", "tp.0")):
             along = [[message for message in sent[t] if message.axis == name] for _, sent in ran]
             most = max(sum(message.bytes for message in each) for each in along)
-            said = f"{_calls(along[0])}, {number(most, 'B')} a rank, target {number(wanted[way], 'B')}"
+            said = f"{calls_of(along[0])}, {number(most, 'B')} a rank, target {number(wanted[way], 'B')}"
             findings.append(Finding(most == wanted[way], f"step {t}, {way}: {said}"))
     return findings
 

@@ -578,7 +578,7 @@ def test_the_table_has_the_newest_run_of_each_layout(tmp_path: Path) -> None:
     files.write(result("2026-01-01T00:00:00+00:00", "cccc", key="other", dp4=4.0), tmp_path)
     first, second = (part.splitlines() for part in files.table(tmp_path).split("\n\na model"))
     assert [line for line in first if line.startswith("| dp4")] == [
-        "| dp4 | zb-v | 1,000 | 2 | 50% | 1.0 GiB | 10.0% (9.0%) | DDP | 1 | 2.0 GiB | 2.000 [2.000, 2.000] |"
+        "| dp4 | zb-v | 1,000 | 2 | 50% | 1.0 GiB | 10.0% (9.0%) | DDP: 1, 2.0 GiB, 2.000 [2.000, 2.000] |"
     ]
     assert [line.split(" | ")[2] for line in first if line.startswith("| pp4")] == ["500"]
     assert first[-1] == "Measured 2026-01-02 at bbbb and aaaa, with torch 2.15.0."
@@ -587,8 +587,8 @@ def test_the_table_has_the_newest_run_of_each_layout(tmp_path: Path) -> None:
 
 def test_a_table_names_each_column_once() -> None:
     heads = rows.markdown(result("2026-01-01", "a", dp4=1.0)).splitlines()[2].strip("| ").split(" | ")
-    assert len(set(heads)) == len(heads) == 11
-    assert heads[7:] == ["best peer", "the peer's TFLOP/s/GPU", "the peer's peak", "hpnb / peer"]
+    assert len(set(heads)) == len(heads) == 8
+    assert heads[7:] == ["PyTorch's programs: TFLOP/s/GPU, peak, hpnb's speed over it"]
 
 
 def test_layouts_of_data_parallelism_are_held_to_their_best_peer() -> None:

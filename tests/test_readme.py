@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hpnb.bench.whole import files
 from hpnb.lesson.images import IMAGES, figure
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +69,13 @@ def test_images_are_figures_of_the_committed_notebooks(name: str) -> None:
     notebook, alt = IMAGES[name]
     committed = figure(ROOT / "notebooks" / f"{notebook}.ipynb", alt)
     assert (ROOT / "images" / name).read_bytes() == committed, "run python -m hpnb.lesson.images"
+
+
+def test_tables_of_whole_programs_are_those_of_the_results() -> None:
+    tables = re.split(r"\n\n(?=gpt2-xl: |vit-l16: )", files.table(files.RESULTS).strip())
+    assert tables
+    for table in tables:
+        assert table in README, table.splitlines()[0]
 
 
 def test_links_and_images_exist() -> None:

@@ -65,23 +65,31 @@ def markdown(run: Run) -> str:
     """The README's table of a run, with where it was measured."""
     unit = next(iter(run.layouts.values())).unit if run.layouts else "tokens"
     heads = ["layout", "hpnb", f"{unit}/s/GPU", "TFLOP/s/GPU", "of matmul", "peak", "bubble (simulated)",
-             "best peer", "the peer's TFLOP/s/GPU", "the peer's peak", "hpnb / peer"]  # fmt: skip
+             "PyTorch's programs: TFLOP/s/GPU, peak, hpnb's speed over it"]  # fmt: skip
     lines = [f"{run.title}; {run.ranks} x {run.device}.", "", _line(heads), _line(["---"] * len(heads))]
     for found in run.layouts.values():
-        best, peer = found.fastest(ours=True), found.fastest(ours=False)
-        mine, theirs = [""] * 6, ["none ran", "", "", ""]
+        best, mine = found.fastest(ours=True), [""] * 6
         if best is not None:
             said = best.name.removeprefix("hpnb").lstrip(", ") or "as is"
             bubble = "" if best.bubble is None else f"{best.bubble[0]:.1%} ({best.bubble[1]:.1%})"
             mine = [said, _amount(found.per_gpu(best.name)), f"{found.tflops(best.name):.4g}",
                     f"{found.share(best.name):.0%}", _gib(best.peak), bubble]  # fmt: skip
-        if peer is not None:
-            ratio = "" if best is None else _ratio(found, best, peer)
-            theirs = [peer.name, f"{found.tflops(peer.name):.4g}", _gib(peer.peak), ratio]
-        lines.append(_line([found.layout, *mine, *theirs]))
+        lines.append(_line([found.layout, *mine, _beside(found, best)]))
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     lines += ["", f"Measured {run.date[:10]} at {run.commit}, with {versions}."]
     return "\n".join(lines)
+
+
+def _beside(found: LayoutFound, best: Entry | None) -> str:
+    """All peers that ran, the fastest first."""
+    ran = [one for one in found.entries if not one.ours and not one.failed and found.seconds(one.name)]
+    ran.sort(key=lambda one: found.per_gpu(one.name), reverse=True)
+    said = []
+    for one in ran:
+        ratio = "" if best is None else f", {_ratio(found, best, one)}"
+        said.append(f"{one.name}: {found.tflops(one.name):.4g}, {_gib(one.peak)}{ratio}")
+    apart = any(not one.ours and "train the same" in one.failed for one in found.entries)
+    return "<br>".join(said) or ("none that trains the same" if apart else "none ran")
 
 
 def _ratio(found: LayoutFound, ours: Entry, peer: Entry) -> str:

@@ -6,7 +6,7 @@ VENV   := .venv
 STAMP  := $(VENV)/.hpnb-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help notebooks outputs test lab clean
+.PHONY: help notebooks outputs bench test lab clean
 
 # A kernel is this venv's Python, never one that the user has registered, and `!torchrun` in a cell is
 # this venv's torchrun. A PYTHONPATH from outside would shadow what constraints.txt pins.
@@ -18,6 +18,7 @@ unexport PYTHONPATH
 help:
 	@echo "make notebooks   run the series in order; executed copies go to executed/"
 	@echo "make outputs     run the series on this machine's GPUs and write the pages as they are committed"
+	@echo "make bench       hpnb beside PyTorch's programs on this machine's GPUs, layout by layout: files, and tables of them"
 	@echo "make lab         open the notebooks in JupyterLab"
 	@echo "make test        lint, types, tests, and today's four notebooks on the CPU"
 	@echo "make clean       remove what the others wrote, except $(VENV)"
@@ -43,6 +44,13 @@ notebooks: $(STAMP)
 OUTPUTS_PYTHON ?= $(VENV)/bin/python
 outputs: $(if $(filter $(VENV)/%,$(OUTPUTS_PYTHON)),$(STAMP))
 	@HF_HUB_OFFLINE=1 $(OUTPUTS_PYTHON) -m hpnb.lesson.committed --all
+
+# A file of results a run, in the package; a layout that fails costs its own row. Half an hour on four GPUs.
+RANKS ?= 4
+bench: $(if $(filter $(VENV)/%,$(OUTPUTS_PYTHON)),$(STAMP))
+	@$(OUTPUTS_PYTHON) -m hpnb.bench gpt2-xl --ranks $(RANKS) --out hpnb/bench/results
+	@$(OUTPUTS_PYTHON) -m hpnb.bench vit-l16 --ranks $(RANKS) --out hpnb/bench/results
+	@$(OUTPUTS_PYTHON) -m hpnb.bench table
 
 lab: $(STAMP)
 	@cd notebooks && python -m jupyterlab

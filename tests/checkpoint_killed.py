@@ -1,6 +1,7 @@
 """Lives of a run that saves again and again and is killed: what is left always loads, and is whole.
 
-    python checkpoint_killed.py FOLDER SEED
+    python checkpoint_killed.py FOLDER SEED           whole checkpoints, 25 lives
+    python checkpoint_killed.py FOLDER SEED model     save_model alone, each in place of the one before, 16
 
 A life is two ranks. They load the newest checkpoint, say what is in it, and save one after the other until
 SIGKILL strikes both, as when a machine is taken away: at some moment of a save, by a clock; or at one of the
@@ -27,7 +28,7 @@ import hpnb
 from hpnb.hybrid import booster  # noqa: F401 (before the forks)
 from hpnb.hybrid.checkpoint import atomic, checkpoint, weights  # noqa: F401
 
-LIVES, RANKS = 25, 2
+RANKS = 2
 # Calls by which files come and go, before which a life may end: a function, and what is in its arguments; or
 # the how manieth of a save it is.
 POINTS: list[tuple[str, str | int]] = [
@@ -43,6 +44,16 @@ POINTS: list[tuple[str, str | int]] = [
     ("rmtree", "last.old"),
     ("rename", ".part."),  # one that is not kept goes
     ("rmtree", "step-"),
+]
+POINTS_OF_A_MODEL: list[tuple[str, str | int]] = [
+    ("mkdir", "model.part"),
+    ("save_file", "model-00001"),
+    ("save_file", "model-00002"),
+    ("fsync", 1),
+    ("fsync", 3),
+    ("rename", "model.old"),
+    ("rename", "model.part "),
+    ("rmtree", "model.old"),
 ]
 STRIKES = (3, 4)  # which saves of a life: one takes the place of the newest, one has a place of its own
 _MESSAGE = struct.Struct("=cqd")
@@ -61,8 +72,12 @@ def set_to(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Non
             state["momentum_buffer"].fill_(step - i / 8)
 
 
+def holds(model: nn.Module, step: int) -> bool:
+    return all(bool((p == step + i / 8).all()) for i, p in enumerate(model.parameters()))
+
+
 def is_at(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> bool:
-    weights = all(bool((p == step + i / 8).all()) for i, p in enumerate(model.parameters()))
+    weights = holds(model, step)
     states = [s["momentum_buffer"] for s in optimizer.state.values()]
     return weights and bool(states) and all(bool((s == step - i / 8).all()) for i, s in enumerate(states))
 
@@ -70,7 +85,9 @@ def is_at(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> bool
 # --- a rank -------------------------------------------------------------------------------------------------
 
 
-def rank_of_a_life(life: int, rank: int, root: Path, say: int, point: tuple[str, str | int] | None) -> None:
+def rank_of_a_life(
+    life: int, rank: int, root: Path, say: int, point: tuple[str, str | int] | None, alone: bool
+) -> None:
     def tell(kind: bytes, number: int = 0, value: float = 0.0) -> None:
         if rank == 0:
             os.write(say, _MESSAGE.pack(kind, number, value))
@@ -87,7 +104,12 @@ def rank_of_a_life(life: int, rank: int, root: Path, say: int, point: tuple[str,
     )
     optimizer.step()
     step = 0
-    if atomic.newest(root) is not None:
+    if alone and atomic.standing(root / "model").is_dir():
+        run.load_model(model, root / "model")
+        step = int(next(model.parameters()).flatten()[0])
+        if not holds(model, step):
+            tell(BAD, step)
+    elif not alone and atomic.newest(root) is not None:
         step = run.load(root, model, optimizer)["step"]
         if not is_at(model, optimizer, step):
             tell(BAD, step)
@@ -102,8 +124,11 @@ def rank_of_a_life(life: int, rank: int, root: Path, say: int, point: tuple[str,
         path = root / ("last" if calls.save in (2, 3) else f"step-{step}")
         tell(BEGUN, step)
         began = time.perf_counter()
-        run.save(path, model, optimizer, extra={"step": step}, keep=2, size_per_shard=2000,
-                 background=life % 3 == 2)  # fmt: skip
+        if alone:
+            run.save_model(model, root / "model", size_per_shard=2000)
+        else:
+            run.save(path, model, optimizer, extra={"step": step}, keep=2, size_per_shard=2000,
+                     background=life % 3 == 2)  # fmt: skip
         run.wait()
         tell(SAVED, step, time.perf_counter() - began)
     if point is not None:
@@ -137,13 +162,14 @@ class Calls:
 # --- who kills ----------------------------------------------------------------------------------------------
 
 
-def main(folder: Path, seed: int) -> None:
+def main(folder: Path, seed: int, alone: bool) -> None:
+    lives, points = (16, POINTS_OF_A_MODEL) if alone else (25, POINTS)
     torch.set_num_threads(1)
     draw, root = random.Random(seed), folder / "run"
     root.mkdir(parents=True)
     takes, least = 0.05, 0
-    for life in range(LIVES + 1):
-        point = POINTS[life // 2] if life % 2 and life // 2 < len(POINTS) else None
+    for life in range(lives + 1):
+        point = points[life // 2] if life % 2 and life // 2 < len(points) else None
         hears, says = os.pipe()
         pids = []
         for rank in range(RANKS):
@@ -152,7 +178,7 @@ def main(folder: Path, seed: int) -> None:
                 os.setpgid(0, 0 if rank == 0 else pids[0])
                 os.close(hears)
                 try:
-                    rank_of_a_life(life, rank, root, says, point)
+                    rank_of_a_life(life, rank, root, says, point, alone)
                 except BaseException as error:
                     print(f"life {life}, rank {rank}: {type(error).__name__}: {error}", flush=True)
                 os._exit(1)
@@ -167,7 +193,7 @@ def main(folder: Path, seed: int) -> None:
                 print(f"life {life}: step {number} is not whole", flush=True)
             elif kind == FOUND:
                 found = saved = begun = number
-                if life == LIVES:
+                if life == lives:
                     break
             elif kind == BEGUN:
                 begun = number
@@ -192,4 +218,4 @@ def main(folder: Path, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), alone="model" in sys.argv[3:])

@@ -770,17 +770,30 @@ def test_the_benchmark_takes_turns(pools: Pools, tmp_path: Path) -> None:
     assert all(one.wall > one.held > 0 and one.cpu > 0 for way in bench.WAYS[1:] for one in windows[way])
 
 
-def test_a_run_that_is_killed_has_its_last_checkpoint(tmp_path: Path) -> None:
-    """25 times, at moments of a clock and at every phase of a save (checkpoint_killed.py)."""
-    program = [sys.executable, str(Path(__file__).with_name("checkpoint_killed.py")), str(tmp_path), "1"]
+def killed(folder: Path, *what: str) -> list[str]:
+    """What is left of each of its lives."""
+    program = [sys.executable, str(Path(__file__).with_name("checkpoint_killed.py")), str(folder), "1", *what]
     ended = subprocess.run(program, capture_output=True, text=True, timeout=200)
     lives = ended.stdout.splitlines()
     assert ended.returncode == 0, ended.stderr
-    assert len(lives) == 26, ended.stdout
+    assert len(lives) == (17 if what else 26), ended.stdout
     assert all("as it should" in life and "NOT" not in life for life in lives), ended.stdout
-    left = [life.partition("left ")[2] for life in lives]
+    assert any("killed at 0" in life for life in lives)  # by a clock
+    return [life.partition("left ")[2] for life in lives]
+
+
+def test_a_model_that_is_killed_while_it_is_saved_is_the_one_before(tmp_path: Path) -> None:
+    """16 times, each in place of the last: what loads is wholly the old one or wholly the new."""
+    left = killed(tmp_path, "model")
+    assert any("'model', 'model.part'" in names for names in left)  # killed while it was written
+    assert any("'model.old'" in names and "'model'" not in names for names in left)  # between the two renames
+    assert any("'model', 'model.old'" in names for names in left)  # after them
+
+
+def test_a_run_that_is_killed_has_its_last_checkpoint(tmp_path: Path) -> None:
+    """25 times, at moments of a clock and at every phase of a save (checkpoint_killed.py)."""
+    left = killed(tmp_path)
     assert any("'last.part'" in names and "'last'" in names for names in left)  # killed while it was written
     assert any("'last.old'" in names and "'last'" not in names for names in left)  # between the two renames
     assert any("'last.old'" in names and "'last'" in names for names in left)  # after them
-    assert any("killed at 0" in life for life in lives)
     assert left[-1].count("step-") <= 4  # two that are kept, one more or half of one; earlier halves are gone

@@ -150,7 +150,7 @@ def exit_reason(code: int | None) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    hint = "; the kernel does that when memory runs out" if name == "SIGKILL" else ""
+    hint = "; if nobody sent it, memory ran out" if name == "SIGKILL" else ""
     return f"was killed by {name}{hint}"
 
 

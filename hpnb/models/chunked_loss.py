@@ -164,13 +164,14 @@ def _one(
     logits: torch.Tensor, words: int, targets: torch.Tensor, total: Total, backend: Any, trains: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(loss, dlogits) of one chunk (c, V'), of which V are words; the logits are lost."""
-    if not trains:
-        with torch.no_grad():
-            return total(logits[:, :words], targets), None
     here: Words | None = getattr(total, "words", None)
     if backend is not None and (here is not None or total is cross_entropy_sum):
         with torch.no_grad():
-            return loss_and_gradient(logits, words, targets, here, backend), logits
+            value = loss_and_gradient(logits, words, targets, here, backend, trains)
+        return value, logits if trains else None
+    if not trains:
+        with torch.no_grad():
+            return total(logits[:, :words], targets), None
     more, dtype = logits.size(1) - words, logits.dtype
     if total is cross_entropy_sum:
         with torch.no_grad():  # in place, where autograd would keep four such tensors

@@ -41,9 +41,9 @@ class Words:
 
 
 def loss_and_gradient(
-    logits: torch.Tensor, words: int, targets: torch.Tensor, here: Words | None, backend: Any
+    logits: torch.Tensor, words: int, targets: torch.Tensor, here: Words | None, backend: Any, trains: bool
 ) -> torch.Tensor:
-    """(), the summed loss of `logits` (c, V'), which become its gradient.
+    """(), the summed loss of `logits` (c, V'), which become its gradient if it `trains`.
 
     Args:
         words: V, how many of the V' columns are words; of the others the gradient is 0.
@@ -60,7 +60,8 @@ def loss_and_gradient(
         most, total, at = here.combine(most, total, at)
     log_sum = most + total.log()
     loss = torch.where(counted, log_sum - at, 0.0).sum()
-    second(logits, own, words, torch.where(counted, log_sum, torch.inf))  # exp(z - inf) is 0
+    if trains:
+        second(logits, own, words, torch.where(counted, log_sum, torch.inf))  # exp(z - inf) is 0
     return loss
 
 

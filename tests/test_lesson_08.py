@@ -14,6 +14,7 @@ from matplotlib.text import Text
 import hpnb
 from hpnb import lesson, plot, theory
 from hpnb.lesson import contest, finetuned, regret, step_parts
+from hpnb.lesson.exercises import gpt2_hybrid_layouts
 from hpnb.lesson.exercises import gpt2_hybrid_parallel as exercises
 from hpnb.lesson.outcome import Outcome
 from hpnb.models import GPT2Size
@@ -235,7 +236,7 @@ def test_planted_tables_differ_in_what_is_to_be_said() -> None:
 
 def test_three_jobs_want_three_plans() -> None:
     best = []
-    for given in exercises._JOBS.values():
+    for given in gpt2_hybrid_layouts._JOBS.values():
         found = exercises.able(given)
         best.append(str(min(found, key=lambda plan: plan.ranks * given.seconds(plan))))
         assert all(exercises.within(given, plan) for plan in found)

@@ -457,6 +457,15 @@ def test_both_sides_have_the_same_cut_and_all_layers() -> None:
     ]  # 12, 13, 13, 10 blocks: the head weighs 2.4
 
 
+def test_microbatches_are_no_more_than_memory_asks_for() -> None:
+    of = task.task("gpt2-xl", "cuda", 4)  # 64 rows, 16 of a forward on a GPU that has all layers
+    wanted = {"dp4": 1, "zero3": 1, "tp4": 1, "dp2xtp2": 1, "pp4": 16, "dp2xpp2": 8, "tp2xpp2": 8}
+    assert {name: of.parts(layouts.shape(name, 4)) for name in wanted} == wanted
+    fewer = task.task("gpt2-xl", "cuda", 4, rows=4)
+    assert [fewer.parts(layouts.shape(name, 4)) for name in ("dp4", "tp4", "dp2xtp2")] == [4, 4, 4]
+    assert task.task("gpt2-xl", "cuda", 4, rows=1).parts(layouts.shape("tp4", 4)) == 16
+
+
 def test_layouts_by_name() -> None:
     assert layouts.shape("dp2xpp2", 4) == Shape(dp=2, pp=2)
     assert [layouts.shape(name, 4).kind for name in layouts.names(4)] == [

@@ -20,7 +20,7 @@ def arguments(parser: argparse.ArgumentParser, what: str) -> None:
     add("--candidates", type=_names, help="programs of these names, or whose names contain one: hpnb,DDP")
     add("--thorough", action="store_true", help="more forms of the peers, and schedules of hpnb")
     add("--batch", type=int, help="of a step, over all ranks")
-    add("--rows", type=int, help="of a forward without a pipeline; a larger share is taken in microbatches")
+    add("--rows", type=int, help="of a forward without a pipeline, times tp; more come in microbatches")
     add("--microbatches", type=int, default=0, help="of a pipeline; by default 4 a rank of it")
     if what == "gpt2-xl":
         add("--heads", type=int, help="20 as the published peers by default; 25 is the original's")

@@ -43,7 +43,8 @@ class Task:
     Attributes:
         what: "gpt2-xl" or "vit-l16".
         batch: images or sequences of a step, over all ranks.
-        rows: of one forward at most, where there is no pipeline.
+        rows: of one forward at most, where there is no pipeline; t ranks that share all layers take t times
+            as many, for each holds a t-th of what they leave.
         bits: 16 is bf16 with float32 masters where the program can have them, 32 is float32.
         loss_chunk: tokens at a time of hpnb's loss; 0 is all of them.
         microbatches: of a pipeline; 0 is `MICROBATCHES` a rank of it.
@@ -100,7 +101,7 @@ class Task:
             ValueError: rows that do not divide.
         """
         mine = self.batch // shape.dp
-        fitting = math.ceil(mine / self.rows)
+        fitting = math.ceil(mine / (self.rows * shape.tp))
         parts = fitting if shape.pp == 1 else self.microbatches or MICROBATCHES * shape.pp
         if self.batch % shape.dp or mine % parts:
             raise ValueError(

@@ -123,13 +123,17 @@ def mended(what: str) -> float:
 
     case = lm_case()
     if what == "backward all-reduce":
-        column_row.Line._sum = lambda self, grad: (grad, overlap.Pending(), grad)  # type: ignore[assignment,method-assign]
+        column_row.Line._sum = lambda self, grad: (grad, overlap.Pending(), grad)  # type: ignore[method-assign]
     elif what == "shared gradients":
         partial_gradients.Shared.used = lambda self, weight: weight  # type: ignore[method-assign]
     elif what == "bias on every rank":
-        column_row.RowLinear.forward = lambda self, y: self.line.leave(  # type: ignore[method-assign]
-            overlap.product(y, self.weight, self.bias, self.transposed)
-        )
+        plain = column_row.RowLinear.__init__
+
+        def adds(self: Any, *args: Any) -> None:
+            plain(self, *args)
+            self.adds = True
+
+        column_row.RowLinear.__init__ = adds  # type: ignore[method-assign]
     model = parallelize(case.build(), tensor_axis(), "1d", what == "shared gradients")
     return apart(train(model, case, own_loss, full_gradients, full_state_dict), serial(case))
 
@@ -493,13 +497,11 @@ def order(sequence: bool) -> list[str]:
     told(Background, "all_reduce", "send")
     told(Background, "reduce_scatter", "send")
     told(Pending, "wait", "wait")
-    plain = overlap._Later.backward
-    overlap._Later.backward = staticmethod(lambda *a: (done.append("weight"), plain(*a))[1])  # type: ignore[assignment]
+    told(overlap.Owed, "gradients", "weight")
     block = hpnb.models.anatomy(model).blocks[1].module
     shape = (1, comm.shares(8 * 17, 4)[hpnb.rank()], 48) if sequence else (8, 17, 48)
     hidden = torch.randn(shape, dtype=D, requires_grad=True)
     block(hidden, None).sum().backward()
-    overlap._Later.backward = plain  # type: ignore[method-assign]
     return done
 
 

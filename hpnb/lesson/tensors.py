@@ -31,6 +31,7 @@ from hpnb.models import SIZES, ViTSize
 from hpnb.record import Timeline
 from hpnb.record.recorder import Recorder, recording
 from hpnb.tensor_parallel import full_gradients, parallelize
+from hpnb.tensor_parallel.overlap import Owed
 from hpnb.theory import Block
 
 Batch = Mapping[str, torch.Tensor]
@@ -73,7 +74,7 @@ def record(model: nn.Module, forward: Callable[[], torch.Tensor], repeats: int =
     found = []
     for _ in range(_WARM[hpnb.device().type] + repeats):
         recorder = _Apart()
-        with recording(recorder), _weight_gradients(model, recorder):
+        with recording(recorder), _weight_gradients(recorder):
             with recorder.span("F"):
                 y = forward()
             seed = torch.ones_like(y)
@@ -101,32 +102,19 @@ def closed(tl: Timeline, gap: float = 1 / 300) -> Timeline:
 
 
 @contextmanager
-def _weight_gradients(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+def _weight_gradients(recorder: Recorder) -> Iterator[None]:
     """Inside, gradients that were put off are "W"."""
-    handles = []
+    plain = Owed.gradients
 
-    def watch(layer: Any, args: Any, output: Any) -> None:
-        later = getattr(layer, "later", None)
-        node = None if later is None else later.weight.grad_fn
-        if node is None:
-            return
-        stack = ExitStack()
+    def gradients(owed: Owed, weight: bool, bias: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        with recorder.paused(), recorder.span("W"):
+            return plain(owed, weight, bias)
 
-        def begin(*_: Any) -> None:
-            stack.enter_context(recorder.paused())
-            stack.enter_context(recorder.span("W"))
-
-        node.register_prehook(begin)
-        node.register_hook(lambda *_: stack.close())
-
-    for module in model.modules():
-        if hasattr(module, "later"):
-            handles.append(module.register_forward_hook(watch))
+    Owed.gradients = gradients  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        Owed.gradients = plain  # type: ignore[method-assign]
 
 
 def blocks(

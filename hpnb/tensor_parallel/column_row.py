@@ -29,21 +29,19 @@ A row's bias is added once: by the first rank, inside its matmul, before the sum
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from hpnb import comm
-from hpnb.background import Background, Pending
+from hpnb.background import Background
 from hpnb.comm import gather_slices, shares, sum_slices
 from hpnb.gradients import in_backward
 from hpnb.mesh import Axis
 from hpnb.record.recorder import communication
-from hpnb.tensor_parallel.overlap import Flight, Later, enter, hold, matmul, product
+from hpnb.tensor_parallel.overlap import ALONE, Entry, Exit, Lent, Sending, begin, matmul, product
 
 TOKENS = 1  # the dim of (1, b s, h) that sequence parallelism cuts
 _REMEMBERED = 10_000  # inputs of blocks; many more than are ever kept for a backward
@@ -61,6 +59,8 @@ class Line:
         self.axis, self.sequence, self.shape = axis, sequence and axis.size > 1, (0, 0)
         self._background = Background(axis, device)
         self._shapes: dict[tuple[int, int], tuple[int, int]] = {}
+        self._enter = Entry(lambda x: x, self._sum)
+        self._leave = Exit(self._all_reduce, lambda dz: dz)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -104,34 +104,35 @@ class Line:
 
     # --- into a pair, and out of it ----------------------------------------------------------------------
 
-    def enter(self, x: torch.Tensor, flight: Flight) -> torch.Tensor:
-        """Into a pair: (b, s, h), or (1, b s/t, h), -> (b, s, h). Backward leaves its sum in `flight`."""
+    def entry(self) -> Entry:
+        """Into a pair: (b, s, h), or (1, b s/t, h), -> (b, s, h); backward sums."""
         if self.axis.size == 1:
-            return x
+            return ALONE
         if not self.sequence:
-            return enter(x, flight, lambda whole: whole, self._sum)
+            return self._enter
         shape, sizes = self.shape, self.sizes
-        return enter(
-            x,
-            flight,
+        return Entry(
             lambda own: gather_slices(own, self.axis, TOKENS, sizes).view(*shape, -1),
             lambda grad: self._scatter(grad, sizes),
         )
 
-    def leave(self, z: torch.Tensor) -> torch.Tensor:
-        """Out of a pair: this rank's part of a sum, (b, s, h) -> (b, s, h) or (1, b s/t, h); `z` is lost."""
+    def exit(self) -> Exit | None:
+        """Out of a pair: a rank's part of a sum, (b, s, h), which is lost, -> (b, s, h) or (1, b s/t, h)."""
         if self.axis.size == 1:
-            return z
-        left: torch.Tensor = _Leave.apply(z, self)
-        return left
+            return None
+        if not self.sequence:
+            return self._leave
+        shape, sizes = self.shape, self.sizes
+        return Exit(
+            lambda z: sum_slices(z.flatten(0, 1).unsqueeze(0), self.axis, TOKENS),
+            lambda dz: gather_slices(dz, self.axis, TOKENS, sizes).view(*shape, -1),
+        )
 
-    def _sum(self, grad: torch.Tensor) -> tuple[torch.Tensor, Pending, torch.Tensor]:
+    def _sum(self, grad: torch.Tensor) -> Sending:
         grad = grad.contiguous()
         return grad, self._background.all_reduce(grad), grad
 
-    def _scatter(
-        self, grad: torch.Tensor, sizes: tuple[int, ...]
-    ) -> tuple[torch.Tensor, Pending, torch.Tensor]:
+    def _scatter(self, grad: torch.Tensor, sizes: tuple[int, ...]) -> Sending:
         """(b, s, h) -> (1, b s/t, h)."""
         most, flat = max(sizes), grad.reshape(-1, grad.size(-1))  # (b s, h)
         if min(sizes) < most:
@@ -140,24 +141,11 @@ class Line:
         pending = self._background.reduce_scatter(mine, flat)
         return mine[: sizes[self.axis.rank]].unsqueeze(0), pending, flat
 
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, z: torch.Tensor, line: Line) -> torch.Tensor:
-        ctx.axis, ctx.shape, ctx.sizes = line.axis, z.shape, line.sizes if line.sequence else ()
-        if line.sequence:
-            return sum_slices(z.flatten(0, 1).unsqueeze(0), line.axis, TOKENS)
+    def _all_reduce(self, z: torch.Tensor) -> torch.Tensor:
         z = z.contiguous()
-        with communication("all_reduce", line.axis.name, z.nbytes, line.axis.ranks):
-            dist.all_reduce(z, group=line.axis.group)  # in place: z was made a moment ago, for this alone
-        return z.view_as(z)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dz: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if not ctx.sizes:
-            return dz, None
-        return gather_slices(dz, ctx.axis, TOKENS, ctx.sizes).view(ctx.shape), None
+        with communication("all_reduce", self.axis.name, z.nbytes, self.axis.ranks):
+            dist.all_reduce(z, group=self.axis.group)  # in place: z was made a moment ago, for this alone
+        return z
 
 
 # --- the layers ------------------------------------------------------------------------------------------
@@ -170,13 +158,13 @@ class _Cut(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, old: nn.Module, transposed: bool) -> None:
+    def __init__(self, old: nn.Module, transposed: bool, adds: bool = True) -> None:
         super().__init__()
-        self.transposed = transposed
+        self.transposed, self.adds = transposed, adds
         self.register_parameter("weight", old.get_parameter("weight"))
         self.register_parameter("bias", getattr(old, "bias", None))
         self.train(old.training)
-        self.later: Later | None = None  # set while a region's forward is under way
+        self.lent: Lent | None = None  # while a region's forward is under way
 
     def extra_repr(self) -> str:
         shape = tuple(self.weight.shape) if self.transposed else tuple(self.weight.shape[::-1])
@@ -187,8 +175,8 @@ class ColumnLinear(_Cut):
     """Columns of A: (..., in) -> (..., out of this rank), and no message; its region has sent x around."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.later is not None:
-            return matmul(x, self.later)
+        if self.lent is not None:
+            return matmul(x, self.lent)
         return product(x, self.weight, self.bias, self.transposed)
 
 
@@ -196,16 +184,18 @@ class RowLinear(_Cut):
     """Rows of B: (..., in of this rank) -> (..., out), summed over the ranks."""
 
     def __init__(self, old: nn.Module, transposed: bool, line: Line) -> None:
-        super().__init__(old, transposed)
+        super().__init__(old, transposed, adds=line.axis.rank == 0)
         self.line = line
 
     def forward(self, y: torch.Tensor) -> torch.Tensor:
-        made = self.later or Later(self.weight, self.bias, self.transposed, self.line.axis.rank == 0)
-        return self.line.leave(matmul(y, made))
+        lent = self.lent
+        if lent is None:
+            y, (lent,) = begin(y, [self], ALONE)
+        return matmul(y, lent, self.line.exit())
 
 
 class Region:
-    """What lies between `enter` and the `leave` of its row layers: an attention, or an MLP.
+    """What lies between the entry and the exit of a pair: an attention, or an MLP.
 
     Attributes:
         layers: its column and row layers, in the order of their use.
@@ -216,15 +206,11 @@ class Region:
 
     def begin(self, x: torch.Tensor) -> torch.Tensor:
         """x as the region's forward takes it."""
-        if not torch.is_grad_enabled() or self.line.axis.size == 1:
-            return self.line.enter(x, Flight())
-        flight = Flight()
-        x = hold(x, flight)
-        for layer in self.layers:
-            adds = isinstance(layer, ColumnLinear) or self.line.axis.rank == 0
-            layer.later = Later(layer.weight, layer.bias, layer.transposed, adds)
-        return self.line.enter(x, flight)
+        entered, lent = begin(x, self.layers, self.line.entry())
+        for layer, each in zip(self.layers, lent, strict=True):
+            layer.lent = each
+        return entered
 
     def end(self) -> None:
         for layer in self.layers:
-            layer.later = None
+            layer.lent = None

@@ -18,7 +18,7 @@ unexport PYTHONPATH
 help:
 	@echo "make notebooks   run the series in order; executed copies go to executed/"
 	@echo "make outputs     run the series on this machine's GPUs and write the pages as they are committed"
-	@echo "make bench       hpnb beside PyTorch's programs on this machine's GPUs, layout by layout: files, and tables of them"
+	@echo "make bench       hpnb beside PyTorch's programs on this machine's GPUs, layout by layout: files, tables and a chart of them"
 	@echo "make lab         open the notebooks in JupyterLab"
 	@echo "make test        lint, types, tests, and today's four notebooks on the CPU"
 	@echo "make clean       remove what the others wrote, except $(VENV)"
@@ -51,6 +51,7 @@ bench: $(if $(filter $(VENV)/%,$(OUTPUTS_PYTHON)),$(STAMP))
 	@$(OUTPUTS_PYTHON) -m hpnb.bench gpt2-xl --ranks $(RANKS) --out hpnb/bench/results
 	@$(OUTPUTS_PYTHON) -m hpnb.bench vit-l16 --ranks $(RANKS) --out hpnb/bench/results
 	@$(OUTPUTS_PYTHON) -m hpnb.bench table
+	@$(OUTPUTS_PYTHON) -m hpnb.bench chart
 
 lab: $(STAMP)
 	@cd notebooks && python -m jupyterlab

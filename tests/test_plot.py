@@ -31,6 +31,7 @@ from hpnb.plot.gradient_cliff import FOOT
 from hpnb.plot.grammar import ALARM, AXIS, CARD, CATEGORY, STYLE, ink_on
 from hpnb.plot.lanes import exposed_parts
 from hpnb.plot.memory import MOST_POINTS, thin
+from hpnb.plot.standings import OURS, Bar, Group, Panel
 from hpnb.plot.units import byte_count, bytes_unit, number, seconds, time_unit
 from hpnb.plot.waits import totals, verdict
 from hpnb.record import CATEGORIES, Event, MemoryProfile, MemorySample, Message, Timeline, ring_bytes
@@ -193,6 +194,15 @@ KEPT = {
     "stage 3": {"parameters": 5e5, "gradients": 5e5, "optimizer": 3e6},
 }
 LAW = ([200.0 * 1.1**k for k in range(37)], [1 / (1 + k / 9) for k in range(37)])
+RACE = Group(
+    "dp2xtp2",
+    (
+        Bar("ours of a name that is longer than its bar", 194.0, "28% of it", ours=True),
+        Bar("another of a name that is longer than its bar", 73.5, "2.677 [2.576, 2.750]"),
+        Bar("one", 500.0, "0.968 [0.963, 0.987]"),
+    ),
+    ceiling=690.0,
+)
 FIGURES: dict[str, Callable[[], Figure]] = {
     "timeline": lambda: plot.timeline(
         one_f_one_b(4, 8),
@@ -240,6 +250,12 @@ FIGURES: dict[str, Callable[[], Figure]] = {
         },
         [0.1 + 0.01 * k + 0.3 / 2**k for k in range(7)],
         caption="Least at m = 8, where the bubble saved pays for the kernels lost; a caption of two lines.",
+    ),
+    "standings": lambda: plot.standings(
+        [Panel("A", (RACE, Group("alone", (Bar("nobody", None),))), ("its sizes",)), Panel("B", (RACE,))],
+        "TFLOP/s",
+        "speed over it",
+        caption="C",
     ),
     "states of long names": lambda: plot.states(
         *2 * [{f"{i}: {kept}": KEPT["stage 3"] for i, kept in enumerate(("optimizer", "weights as well"))}]
@@ -1031,6 +1047,39 @@ def test_states_are_stacked_predicted_over_measured() -> None:
         plot.states({"a": {"weights": 1.0}}, {"a": {}})
 
 
+def test_standings_draw_a_bar_a_row_under_one_scale() -> None:
+    fig = FIGURES["standings"]()
+    above, below = fig.axes
+    assert above.get_xlim() == below.get_xlim()
+    for bar in RACE.bars:
+        for ax in fig.axes:
+            drawn = find(ax, f"dp2xtp2, {bar.name}")
+            assert drawn.get_width() == bar.value
+            assert (to_hex(drawn.get_facecolor()).upper() == OURS.color) == bar.ours
+    assert list(find(below, "dp2xtp2, ceiling").get_xdata()) == [690.0, 690.0]
+    tops = [find(below, f"dp2xtp2, {bar.name}").get_y() for bar in RACE.bars]
+    assert tops == sorted(tops)
+    assert below.yaxis_inverted()
+    assert {"A", "its sizes", "nobody", "28% of it", "194", "73.5", "TFLOP/s", "C"} <= set(words(fig))
+    beside = {t.get_text(): t.xy[0] for t in above.texts if t.get_text().endswith("than its bar")}
+    assert sorted(beside.values()) == [0.0, 194.0]  # ours is dark, and its name stands behind it
+    assert "ceiling" not in words(plot.standings([Panel("a", (Group("g", (Bar("b", 1.0),)),))]))
+
+
+@pytest.mark.parametrize(
+    ("groups", "says"),
+    [
+        ((), "1 panels of 0 groups"),
+        ((Group("g", ()),), "of 1 bar or more"),
+        ((Group("g", (Bar("b", float("nan")),)),), "a bar of nan"),
+        ((Group("g", (Bar("b", 1.0),), ceiling=-1.0),), r"a bar of -1\.0"),
+    ],
+)
+def test_standings_that_cannot_be_drawn_say_why(groups: tuple[Group, ...], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        plot.standings([Panel("a", groups)])
+
+
 def test_a_u_curve_stacks_its_parts_and_marks_the_least() -> None:
     parts = {"bubble": [3 * MS, MS, MS], "ideal": [MS, MS, MS], "small kernels": [0.0, MS, 3 * MS]}
     fig = plot.u_curve([1, 4, 16], parts, [4 * MS, 2 * MS, 6 * MS], title="T", caption="C")
@@ -1123,6 +1172,8 @@ def test_a_picture_is_small_sharp_and_keeps_the_grammar_s_colours() -> None:
     assert Image.open(io.BytesIO(data)).width == 1120  # 1.6 device pixels a CSS pixel
     assert {STYLE[op].color for op in "FIW"} | {CARD} <= pixels(data)
     assert fig.dpi == 100  # left as it was
+    assert Image.open(io.BytesIO(data)).info == {}
+    assert Image.open(io.BytesIO(plot.png(fig, text={"Source": "a run"}))).info == {"Source": "a run"}
     page = np.array([to_rgb(color) for color in pixels(plot.png(plot.notation()))])
     for style in (*STYLE.values(), *AXIS.values(), *CATEGORY.values()):  # even on the page that has them all
         assert np.linalg.norm(page - to_rgb(style.color), axis=1).min() < 0.1, style

@@ -1,4 +1,4 @@
-"""`python -m hpnb.bench NAME`: measure here and now, and print a table of ratios."""
+"""`python -m hpnb.bench NAME`: measure here and now, and print a table of ratios; or show recorded ones."""
 
 from __future__ import annotations
 
@@ -52,6 +52,10 @@ def main() -> None:
     whole.arguments(images, "vit-l16")
     tables = names.add_parser("table", help="the README's tables, of the newest results")
     tables.add_argument("--results", type=Path, help="a folder; by default hpnb/bench/results")
+    charts = names.add_parser("chart", help="the same results as the README's picture")
+    charts.add_argument("--results", type=Path, help="a folder; by default hpnb/bench/results")
+    charts.add_argument("--out", type=Path, metavar="FILE", help="a PNG; by default images/layouts.png")
+    charts.add_argument("--peers", type=int, help="of a layout; by default the fastest 3, or as many as fit")
     options = parser.parse_args()
     try:
         _run(options)
@@ -68,6 +72,12 @@ def _run(options: argparse.Namespace) -> None:
         from hpnb.bench.whole import files
 
         print(files.table(options.results or files.RESULTS))
+    elif options.name == "chart":
+        from hpnb.bench.whole import chart, files
+
+        path = options.out or chart.PICTURE
+        made = chart.write(path, options.results or files.RESULTS, options.peers)
+        print(f"{path}  from {', '.join(made.sources)}")
     elif options.name == "launch":
         from hpnb.bench import launch as launching
 

@@ -28,6 +28,7 @@ from hpnb.plot.show import png, show
 from hpnb.plot.skyline import Built, skyline
 from hpnb.plot.slow_wire import slow_wire
 from hpnb.plot.stacked import stacked
+from hpnb.plot.standings import standings
 from hpnb.plot.states import states
 from hpnb.plot.step_bill import step_bill
 from hpnb.plot.tensors import tensors
@@ -70,6 +71,7 @@ __all__ = [
     "skyline",
     "slow_wire",
     "stacked",
+    "standings",
     "states",
     "step_bill",
     "tensors",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import io
 import sys
+from collections.abc import Mapping
 from html import escape
 
 import numpy as np
@@ -15,6 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from hpnb.plot.canvas import DPI
 
@@ -46,11 +48,12 @@ def bundle(fig: Figure, alt: str) -> dict[str, str]:
     return {"text/html": image, "image/png": data, "text/plain": alt}
 
 
-def png(fig: Figure, scale: float = 1.6, small: bool = True) -> bytes:
+def png(fig: Figure, scale: float = 1.6, small: bool = True, text: Mapping[str, str] | None = None) -> bytes:
     """`fig` as PNG, `scale` device pixels a CSS pixel.
 
     Args:
         small: reduce it to a palette, a third of the bytes; False is quicker, for a picture that moves.
+        text: {keyword: words} that travel inside the file, where nobody sees them.
     """
     before = fig.dpi
     fig.set_dpi(DPI * scale)
@@ -60,11 +63,13 @@ def png(fig: Figure, scale: float = 1.6, small: bool = True) -> bytes:
         pixels = np.asarray(canvas.buffer_rgba())[..., :3]  # type: ignore[no-untyped-call]  # (H, W, 3), opaque
     finally:
         fig.set_dpi(before)
-    out = io.BytesIO()
+    out, inside = io.BytesIO(), PngInfo()
+    for keyword, words in (text or {}).items():
+        inside.add_text(keyword, words)
     if small:
-        _flat(pixels).save(out, "PNG", optimize=True)
+        _flat(pixels).save(out, "PNG", optimize=True, pnginfo=inside)
     else:
-        Image.fromarray(np.ascontiguousarray(pixels)).save(out, "PNG", compress_level=1)
+        Image.fromarray(np.ascontiguousarray(pixels)).save(out, "PNG", compress_level=1, pnginfo=inside)
     return out.getvalue()
 
 

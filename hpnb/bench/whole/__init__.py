@@ -14,7 +14,7 @@ data_peers.py, pipeline_peers.py, tensor_peers.py     and what they are made of
 measure.py        on a rank: programs that live side by side
 contest.py        one layout: who fits in memory with whom, rounds, failures
 found.py          what was measured, as data
-rows.py           tables of it; files.py: files of it, in ../results
+rows.py           tables of it; files.py: files of it, in ../results; chart.py: the README's picture of them
 losses.py         do all layouts train as one GPU does?
 run.py            what a command does; options.py: what can be asked for
 """

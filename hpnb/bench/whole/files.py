@@ -1,4 +1,5 @@
-"""Files of results: JSON, a file a run, dated, stamped with the commit; the README's table is made of them.
+"""Files of results: JSON, a file a run, dated, stamped with the commit; the README's table and chart are made
+of them.
 
 hpnb/bench/results/2026-01-31T0915-gpt2-xl-0123abcd.json
 """
@@ -9,7 +10,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,13 +60,24 @@ def read(folder: Path = RESULTS) -> list[Run]:
     Raises:
         ValueError: a file that is no result; it says which.
     """
-    found = []
+    return list(named(folder).values())
+
+
+def named(folder: Path = RESULTS) -> dict[str, Run]:
+    """`read`, by the names of the files."""
+    found = {}
     for path in sorted(folder.glob("*.json")):
         try:
-            found.append(Run.of_json(json.loads(path.read_text(encoding="utf-8"))))
+            found[path.name] = Run.of_json(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path.name} is no file of results ({type(error).__name__}: {error})") from None
-    return sorted(found, key=lambda run: run.date)
+    return dict(sorted(found.items(), key=lambda one: one[1].date))
+
+
+def sources(found: Mapping[str, Run], key: str) -> list[str]:
+    """The files of `named` that `newest` takes the layouts of a key from, the oldest first."""
+    last = {layout: name for name, run in found.items() if run.key == key for layout in run.layouts}
+    return [name for name in found if name in last.values()]
 
 
 def newest(runs: Sequence[Run]) -> list[Run]:
@@ -91,5 +103,10 @@ def table(folder: Path = RESULTS) -> str:
     """
     runs = [run for run in newest(read(folder)) if run.layouts]
     if not runs:
-        raise ValueError(f"{folder} has no results; `python -m hpnb.bench gpt2-xl --out FOLDER` writes some")
+        raise ValueError(nothing(folder))
     return "\n\n".join(markdown(run) for run in runs)
+
+
+def nothing(folder: Path) -> str:
+    """What is said of a folder without results."""
+    return f"{folder} has no results; `python -m hpnb.bench gpt2-xl --out FOLDER` writes some"

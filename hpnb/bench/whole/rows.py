@@ -35,10 +35,10 @@ def rows(found: LayoutFound) -> list[str]:
             f"{bubble[0]:>8} {bubble[1]:>10}"
         )
         if best is not None and not entry.ours:
-            line += f"   {_ratio(found, best, entry)}"
+            line += f"   {ratio(found, best, entry)}"
         lines.append(line)
     if best is not None and peer is not None:
-        lines.append(f"  {best.name} over {peer.name}: {_ratio(found, best, peer)}")
+        lines.append(f"  {best.name} over {peer.name}: {ratio(found, best, peer)}")
     if found.retries:
         lines.append(
             f"  the allocator ran out of memory {found.retries} times during the rounds: times are too long"
@@ -82,21 +82,30 @@ def markdown(run: Run) -> str:
 
 def _beside(found: LayoutFound, best: Entry | None) -> str:
     """All peers that ran, the fastest first."""
-    ran = [one for one in found.entries if not one.ours and not one.failed and found.seconds(one.name)]
-    ran.sort(key=lambda one: found.per_gpu(one.name), reverse=True)
     said = []
-    for one in ran:
-        ratio = "" if best is None else f", {_ratio(found, best, one)}"
-        said.append(f"{one.name}: {found.tflops(one.name):.4g}, {_gib(one.peak)}{ratio}")
+    for one in peers(found):
+        beside = "" if best is None else f", {ratio(found, best, one)}"
+        said.append(f"{one.name}: {found.tflops(one.name):.4g}, {_gib(one.peak)}{beside}")
+    return "<br>".join(said) or no_peers(found)
+
+
+def peers(found: LayoutFound) -> list[Entry]:
+    """All of PyTorch's programs that ran, the fastest first."""
+    ran = [one for one in found.entries if not one.ours and not one.failed and found.seconds(one.name)]
+    return sorted(ran, key=lambda one: found.per_gpu(one.name), reverse=True)
+
+
+def no_peers(found: LayoutFound) -> str:
+    """What is said where there are none."""
     apart = any(not one.ours and "train the same" in one.failed for one in found.entries)
-    return "<br>".join(said) or ("none that trains the same" if apart else "none ran")
+    return "none that trains the same" if apart else "none ran"
 
 
-def _ratio(found: LayoutFound, ours: Entry, peer: Entry) -> str:
-    """Round by round where both took turns; else of medians."""
-    ratio = found.ratio(ours.name, peer.name)
-    if ratio is not None:
-        return f"{ratio[0]:.3f} [{ratio[1]:.3f}, {ratio[2]:.3f}]"
+def ratio(found: LayoutFound, ours: Entry, peer: Entry) -> str:
+    """How many times as fast as the peer, round by round where both took turns; else of medians."""
+    rounds = found.ratio(ours.name, peer.name)
+    if rounds is not None:
+        return f"{rounds[0]:.3f} [{rounds[1]:.3f}, {rounds[2]:.3f}]"
     return f"{found.per_gpu(ours.name) / found.per_gpu(peer.name):.3f} (of medians)"
 
 

@@ -1,0 +1,139 @@
+"""The README's table of layouts as a picture, made of the same files: `python -m hpnb.bench chart`.
+
+Of each task the run on most GPUs; of each layout hpnb's best program above the fastest of PyTorch's. What it
+shows is in the PNG once more as text, with the names of the files, so a test can tell whether it is stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from hpnb import plot
+from hpnb.bench.whole import files, layouts, rows
+from hpnb.bench.whole.found import LayoutFound, Run
+from hpnb.plot.standings import Bar, Group, Panel
+from hpnb.plot.units import number
+
+PICTURE = Path("images/layouts.png")
+PEERS = 3  # of a layout at most; the table has all
+ROWS = 50  # a longer picture is not seen as a whole, so it has fewer peers
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What is drawn.
+
+    Attributes:
+        sources: names of the files whose figures it shows.
+    """
+
+    panels: tuple[Panel, ...]
+    caption: str
+    sources: tuple[str, ...]
+
+    def figure(self) -> Figure:
+        return plot.standings(
+            self.panels, "TFLOP/s/GPU", "hpnb's speed over it",
+            ("hpnb's best program", "PyTorch's programs", "matmul alone, in the same run"),
+            "hpnb beside PyTorch's own programs, layout by layout", self.caption,
+        )  # fmt: skip
+
+    def words(self) -> str:
+        """What it shows, a line a layout."""
+        lines = []
+        for panel in self.panels:
+            lines.append(f"{panel.title}; {'; '.join(panel.notes)}")
+            lines += [_line(group) for group in panel.groups]
+        return "\n".join([*lines, self.caption])
+
+    def text(self) -> dict[str, str]:
+        """What the PNG says of itself."""
+        drawn = f"matplotlib {matplotlib.__version__}"
+        return {"Source": ", ".join(self.sources), "Description": self.words(), "Software": drawn}
+
+
+def chart(folder: Path = files.RESULTS, peers: int | None = None) -> Chart:
+    """Of the newest results of a folder.
+
+    Args:
+        peers: how many of a layout; None for up to PEERS, as ROWS allow.
+
+    Raises:
+        ValueError: there are no results, a file that is none, or fewer than one peer is asked for.
+    """
+    if peers is not None and peers < 1:
+        raise ValueError(f"peers={peers} leaves nobody to be held to; use 1 or more")
+    named = files.named(folder)
+    runs = chosen(list(named.values()))
+    if not runs:
+        raise ValueError(files.nothing(folder))
+    ran = [len(rows.peers(found)) for run in runs for found in run.layouts.values()]
+    peers = peers or _fitting(ran)
+    said = "Speed over it: median [quartiles] of rounds in which both took turns; above 1 hpnb is faster."
+    if max(ran) > peers:
+        few = "the fastest" if peers == 1 else f"the {peers} fastest"
+        said += f" Of PyTorch's programs {few} of a layout."
+    sources = dict.fromkeys(name for run in runs for name in files.sources(named, run.key))
+    return Chart(tuple(panel(run, peers) for run in runs), said, tuple(sources))
+
+
+def chosen(runs: Sequence[Run]) -> list[Run]:
+    """Of each task the run on most GPUs, among `files.newest` of all; of several the newest."""
+    best: dict[str, Run] = {}
+    for run in sorted(files.newest(runs), key=lambda one: (one.ranks, one.date)):
+        if run.layouts:
+            best[run.what] = run
+    return [best[what] for what in sorted(best)]
+
+
+def panel(run: Run, peers: int) -> Panel:
+    """Rows of a run, in the usual order of layouts."""
+    usual = layouts.names(run.ranks)
+    order = sorted(run.layouts, key=lambda name: usual.index(name) if name in usual else len(usual))
+    notes = (run.title.removeprefix(f"{run.what}: "),
+             f"measured {run.date[:10]} at {run.commit}, with torch {run.versions['torch']}")  # fmt: skip
+    groups = tuple(_group(run.layouts[name], peers) for name in order)
+    return Panel(f"{run.what} on {run.ranks} x {run.device}", groups, notes)
+
+
+def write(path: Path = PICTURE, folder: Path = files.RESULTS, peers: int | None = None) -> Chart:
+    """Draw `chart` into a PNG."""
+    made = chart(folder, peers)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(plot.png(made.figure(), text=made.text()))
+    return made
+
+
+def _fitting(ran: Sequence[int]) -> int:
+    """How many peers a layout has room for, where so many ran in each; a line says it where none did."""
+    for peers in range(PEERS, 1, -1):
+        if sum(1 + max(1, min(peers, all_of_them)) for all_of_them in ran) <= ROWS:
+            return peers
+    return 1
+
+
+def _group(found: LayoutFound, peers: int) -> Group:
+    best, ran = found.fastest(ours=True), rows.peers(found)
+    bars = [Bar("hpnb: none ran", None, ours=True)]
+    if best is not None:
+        share = f"{found.share(best.name):.0%} of matmul"
+        bars = [Bar(best.name, found.tflops(best.name), share, ours=True)]
+    for one in ran[:peers]:
+        beside = rows.ratio(found, best, one) if best is not None else ""
+        bars.append(Bar(one.name, found.tflops(one.name), beside))
+    if not ran:
+        bars.append(Bar(f"PyTorch: {rows.no_peers(found)}", None))
+    return Group(found.layout, tuple(bars), found.matmul / 1e12)
+
+
+def _line(group: Group) -> str:
+    shown = (
+        bar.name if bar.value is None else f"{bar.name} {number(bar.value)} {bar.words}".rstrip()
+        for bar in group.bars
+    )
+    return f"{group.name}: {'; '.join(shown)}; matmul {number(group.ceiling or 0.0)}"

@@ -21,7 +21,10 @@ import torch
 import torch.distributed as dist
 
 from hpnb.mesh import Axis
+from hpnb.peer_sums import peer_sums
 from hpnb.record.recorder import begun, waiting
+
+LARGE = 2**20  # bytes: below, a message of many signals takes longer than one kernel of NCCL
 
 
 class Pending:
@@ -50,18 +53,27 @@ def wait_all(pending: Iterable[Pending]) -> None:
 class Background:
     """Starts collectives along `axis` for tensors on `device`.
 
+    Args:
+        copy_engines: on GPUs of one machine large all-reduces go by their copy engines (`hpnb.peer_sums`).
+            All ranks ask for it alike.
+
     Attributes:
+        copies: what sums by copy engines; None where NCCL or gloo does.
         averages: whether the backend divides by the number of ranks on the way (NCCL does). Otherwise whoever
             fills the buffer scales it, which costs nothing in the copy that it makes anyway.
     """
 
-    def __init__(self, axis: Axis, device: torch.device) -> None:
+    def __init__(self, axis: Axis, device: torch.device, copy_engines: bool = False) -> None:
         self.axis = axis
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.averages = self._stream is not None
+        self.copies = peer_sums(axis, device) if copy_engines else None
 
     def all_reduce(self, flat: torch.Tensor, average: bool = False) -> Pending:
         """Sum `flat` over the ranks, in place; `average` divides by their number."""
+        copies = self.copies if flat.nbytes >= LARGE else None
+        if copies is not None:
+            return self._start("all_reduce", flat.nbytes, lambda _: copies.all_reduce(flat, average))
         op = self._op(average)
         return self._start(
             "all_reduce", flat.nbytes, lambda wait: dist.all_reduce(flat, op, self.axis.group, not wait)

@@ -38,6 +38,8 @@ HOUSE = (
     ("precision",),
     ("placement",),
     ("background",),
+    ("peer_sums",),
+    ("peers",),
     ("comm",),
     ("mesh",),
     ("record",),

@@ -45,6 +45,8 @@ class DataParallel(nn.Module):
             the next backward. False copies.
         static_graph: every step uses the same parameters in the same order; the first one tells which.
         overlap_communication: reduce during the backward; False does it after.
+        copy_engines: on GPUs of one machine, reduce by their copy engines and not by kernels, which take
+            multiprocessors from the matmuls of the backward (`hpnb.peer_sums`).
         average: False sums instead, for losses that are divided by the global count already.
 
     All ranks wrap the same model with the same options, freeze what is to be frozen before, and run several
@@ -72,6 +74,7 @@ class DataParallel(nn.Module):
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
         overlap_communication: bool = True,
+        copy_engines: bool = False,
         average: bool = True,
     ) -> None:
         super().__init__()
@@ -80,7 +83,8 @@ class DataParallel(nn.Module):
         self._queued = False  # whether this backward's end is being waited for
         _check(module, axis)
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        options = {"bucket_mb": bucket_mb, "average": average, "static_graph": static_graph}
+        options = {"bucket_mb": bucket_mb, "average": average, "static_graph": static_graph,
+                   "copy_engines": copy_engines}  # fmt: skip
         agree(named, axis, {**options, "find_unused_parameters": find_unused_parameters})
         broadcast(list(named.values()), axis)
         self._to_send = list(module.buffers())  # to walk through the module at every forward takes time
@@ -94,6 +98,7 @@ class DataParallel(nn.Module):
             as_view=gradient_as_bucket_view,
             overlap=overlap_communication,
             check=check_reduction,
+            copy_engines=copy_engines,
         )
         claim(module.parameters(), self)
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}

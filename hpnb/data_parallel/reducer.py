@@ -40,6 +40,7 @@ class Reducer:
         as_view: .grad is a view of its bucket; False gives it memory of its own, for a copy a step.
         overlap: send a bucket as soon as it is full; False sends all at the end.
         check: compare the reduced gradients of all ranks after every step.
+        copy_engines: of `Background`.
     """
 
     def __init__(
@@ -54,9 +55,11 @@ class Reducer:
         as_view: bool = True,
         overlap: bool = True,
         check: bool = False,
+        copy_engines: bool = False,
     ) -> None:
         self.axis, self.average, self.find_unused = axis, average, find_unused
         self.static, self.as_view, self.overlap, self.check = static, as_view, overlap, check
+        self._copy_engines = copy_engines
         self.names = {p: name for name, p in parameters.items() if p.requires_grad}
         self._number = {id(p): i for i, p in enumerate(self.names)}  # a tensor's own hash is slow
         self._bucket_mb = bucket_mb
@@ -75,7 +78,7 @@ class Reducer:
         self._views = [b.views(flat) for b, flat in zip(self.buckets, self._flat, strict=True)]
         for flat in self._flat:
             if flat.device not in self._background:
-                self._background[flat.device] = Background(self.axis, flat.device)
+                self._background[flat.device] = Background(self.axis, flat.device, self._copy_engines)
         self._reset()
 
     def _reset(self) -> None:

@@ -154,6 +154,7 @@ def _replicate(
             gradient_as_bucket_view=plugin.gradient_as_bucket_view,
             static_graph=plugin.static_graph,
             overlap_communication=plugin.overlap_communication,
+            copy_engines=plugin.ddp_copy_engines,
             average=False,
         )
     if pipe is not None:

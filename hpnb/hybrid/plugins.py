@@ -60,7 +60,7 @@ class HybridParallelPlugin:
         max_norm: clip the norm of all gradients to it; 0 is off.
         broadcast_buffers, ddp_bucket_cap_mb, find_unused_parameters, check_reduction,
             gradient_as_bucket_view, static_graph: of `hpnb.DataParallel`; find_unused_parameters also with
-            ZeRO.
+            ZeRO. ddp_copy_engines: its copy_engines.
         zero_bucket_size_in_m: million elements that travel at once with ZeRO 1 and 2.
         cpu_offload: ZeRO's shares and its optimizer live on the CPU.
         communication_dtype: gradients travel in it with ZeRO; by default in their own.
@@ -106,6 +106,7 @@ class HybridParallelPlugin:
     check_reduction: bool = False
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
+    ddp_copy_engines: bool = False
     zero_bucket_size_in_m: float = 12.0
     cpu_offload: bool = False
     communication_dtype: torch.dtype | None = None

@@ -26,6 +26,8 @@ _SCHEDULES: dict[str, dict[str, Any]] = {
 def candidates(shape: Shape) -> list[Candidate]:
     """What hpnb enters for a layout; several where the best is not known beforehand."""
     ways: list[tuple[str, dict[str, Any], bool]] = [("", {}, False)]
+    if shape.kind == "dp":
+        ways.append((" by copy engines", {"ddp_copy_engines": True}, True))
     if shape.tp > 1:
         ways = [(", sequence parallel", {"enable_sequence_parallelism": True}, False), ("", {}, shape.pp > 1)]
     if shape.pp > 1:

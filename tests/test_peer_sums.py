@@ -1,0 +1,165 @@
+"""Sums by copies: the same as an all-reduce's, whatever the length, slot after slot, and nobody overtakes."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import hpnb
+from hpnb import Axis, Layout, Mesh, peer_sums
+from hpnb.background import Background
+from hpnb.peer_sums import PeerSums, bytes_needed
+
+
+class Shared:
+    """Memory of ranks that are threads. A signal is one flag, as on GPUs: set when clear, taken when set."""
+
+    def __init__(self, ranks: int) -> None:
+        self.bytes = [torch.full((bytes_needed(ranks),), 255, dtype=torch.uint8) for _ in range(ranks)]
+        self.flags: set[tuple[int, int, int]] = set()
+        self.changed = threading.Condition()
+
+    def until(self, ready: Callable[[], bool], change: Callable[[], None]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(ready, 20), "a signal that never comes"
+            change()
+            self.changed.notify_all()
+
+
+class OneRank:
+    """What one of them sees; it dawdles before everything it does, as a rank that lags."""
+
+    def __init__(self, shared: Shared, rank: int, seed: int) -> None:
+        self.shared, self.rank, self.random = shared, rank, random.Random(f"{rank} {seed}")
+
+    def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
+        if self.random.random() < 0.3:
+            time.sleep(self.random.random() * 0.003)
+        whole = self.shared.bytes[rank].view(dtype)
+        return whole[storage_offset : storage_offset + torch.Size(sizes).numel()].view(sizes)
+
+    def put_signal(self, dst_rank: int, channel: int = 0) -> None:
+        flag = (self.rank, dst_rank, channel)
+        self.shared.until(lambda: flag not in self.shared.flags, lambda: self.shared.flags.add(flag))
+
+    def wait_signal(self, src_rank: int, channel: int = 0) -> None:
+        flag = (src_rank, self.rank, channel)
+        self.shared.until(lambda: flag in self.shared.flags, lambda: self.shared.flags.remove(flag))
+
+
+def summed(ranks: int, flats: list[list[torch.Tensor]], average: bool, seed: int) -> list[list[torch.Tensor]]:
+    """flats[rank][i] all-reduced one after the other, on threads."""
+    shared = Shared(ranks)
+    found = [[flat.clone() for flat in own] for own in flats]
+    failed: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        axis = Axis("dp", ranks, rank, None, tuple(range(ranks)))  # type: ignore[arg-type]
+        sums = PeerSums(axis, OneRank(shared, rank, seed))
+        try:
+            for flat in found[rank]:
+                sums.all_reduce(flat, average)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if failed:
+        raise failed[0]
+    return found
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_sums, "PLACE", 64)
+
+
+def drawn(ranks: int, lengths: list[int], dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    g = torch.Generator().manual_seed(len(lengths))
+    return [[torch.randn(n, generator=g).to(dtype) for n in lengths] for _ in range(ranks)]
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_it_is_an_all_reduce(small: None, ranks: int, average: bool) -> None:
+    flats = drawn(ranks, [8, 31, 1, 200, 64, 7], torch.float64)  # a part, a ragged one, pieces in all slots
+    for own in summed(ranks, flats, average, 0):
+        for i, flat in enumerate(own):
+            wanted = sum(other[i] for other in flats) / (ranks if average else 1)
+            assert torch.allclose(flat, wanted, rtol=1e-14, atol=1e-15)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_rank_has_the_same_bits_and_16_bits_are_rounded_once(small: None, seed: int) -> None:
+    flats = drawn(4, [50] * 12, torch.bfloat16)
+    found = summed(4, flats, True, seed)
+    for i in range(12):
+        exact = torch.stack([own[i].double() for own in flats]).mean(0)
+        assert torch.equal(found[0][i], exact.bfloat16())
+        assert all(torch.equal(own[i], found[0][i]) for own in found[1:])
+
+
+def counted() -> tuple[float, float]:
+    sums = PeerSums(Axis("dp", 2, 0, None, (4, 6)), Alone(2))  # type: ignore[arg-type]
+    with hpnb.record.traffic() as t:
+        sums.all_reduce(torch.ones(10))
+    return t.bytes["dp"], 2 * 1 / 2 * 40
+
+
+class Alone(OneRank):
+    """Of a rank whose peers are always ready."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(Shared(ranks), 0, 0)
+
+    def put_signal(self, dst_rank: int, channel: int = 0) -> None:
+        pass
+
+    def wait_signal(self, src_rank: int, channel: int = 0) -> None:
+        pass
+
+
+def test_bytes_are_counted(small: None) -> None:
+    assert counted() == (40.0, 40.0)
+
+
+def test_on_cpus_there_are_none() -> None:
+    assert hpnb.launch(none, ranks=2, device="cpu", timeout=60) == [True, True]
+
+
+def none() -> bool:
+    axis = Mesh(Layout(dp=2)).dp
+    return peer_sums.peer_sums(axis, torch.device("cpu")) is None
+
+
+def beside_nccl() -> float:
+    """How far both are apart, over many messages with matmuls beside them."""
+    axis, device = Mesh(Layout(dp=hpnb.world_size())).dp, hpnb.device()
+    copies, nccl = Background(axis, device, copy_engines=True), Background(axis, device)
+    assert copies.copies, "no peer access here"
+    g = torch.Generator(device).manual_seed(axis.rank)
+    busy, apart = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16), 0.0
+    for step in range(30):
+        flat = torch.randn(2**18 + 4_000_003 * (step % 4), generator=g, device=device)
+        other = flat.clone()
+        first, second = copies.all_reduce(flat, True), nccl.all_reduce(other, True)
+        for _ in range(20):
+            busy = (busy @ busy).clamp(-1, 1)
+        first.wait(), second.wait()
+        apart = max(apart, float((flat - other).abs().max()))
+    return apart
+
+
+@pytest.mark.gpu
+def test_beside_nccl() -> None:
+    ranks = min(4, torch.cuda.device_count())
+    assert max(hpnb.launch(beside_nccl, ranks=ranks, device="cuda", timeout=120)) < 1e-5

@@ -4,20 +4,20 @@ Starting Python and importing torch takes seconds a rank; a fork of a process th
 milliseconds. The caller's own process cannot be forked once CUDA is up in it (nor safely while it has
 threads), so a server stands beside it: single-threaded, never told about CUDA, in a session of its own.
 
-The server answers requests over a socket pair. When the caller is gone, by whatever means, the server
-reads end-of-file, kills the process group of every rank, and leaves.
+The server answers requests over a socket pair; `serving.py` is its side. It starts with the first ranks. In
+the kernel of a notebook it may start earlier, by `start_ahead`: then kernel and server import at the same
+time, rather than one after the other. Ranks must not notice. Modules read the environment while they are
+imported, so a server that stood ready while the notebook changed os.environ, sys.path or its folder is
+replaced by one that starts with the first ranks.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
-import importlib
+import multiprocessing
 import os
 import queue
-import select
-import signal
 import socket
 import subprocess
 import sys
@@ -25,25 +25,16 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
-import torch.multiprocessing
-
 from hpnb.ranks import wire
+from hpnb.ranks.here import in_notebook
 
-# An optimizer's first step imports this, a second of every rank's time; the server does it once, when idle.
-_IMPORTED_WHEN_IDLE = "torch._dynamo"
-_IDLE = 0.5  # seconds
 _START_LIMIT = 60.0  # seconds that an interrupted start may take to be undone
-_PR_SET_CHILD_SUBREAPER = 36
 
 # What a rank is likely to import anyway, and what is safe to have imported before a fork (no threads).
 _PRELOADED = ("hpnb", "numpy", "torchvision", "transformers")
-
-
-# --- the caller's side -----------------------------------------------------------------------
+_NEVER_PRELOADED = "hpnb.plot"  # ranks do not draw
 
 
 class ForkServer:
@@ -56,10 +47,12 @@ class ForkServer:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._lost = False
+        self._used = False
+        self._environ, self._path, self._folder = dict(os.environ), _search_path(), os.getcwd()
         self._socket, theirs = socket.socketpair()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the server)
-        start = f"from hpnb.ranks.forkserver import serve; serve({theirs.fileno()}, {self.pid})"
-        path = f"import sys; sys.path[:] = {[str(p) or os.getcwd() for p in sys.path]!r}; "
+        start = f"from hpnb.ranks.serving import serve; serve({theirs.fileno()}, {self.pid})"
+        path = f"import sys; sys.path[:] = {self._path!r}; "
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", path + start],
@@ -74,10 +67,30 @@ class ForkServer:
         self._thread = threading.Thread(target=self._talk, name="hpnb fork server", daemon=True)
         self._thread.start()
 
+    def prepare(self, modules: Sequence[str]) -> None:
+        """Import these before ranks are wanted. Returns at once."""
+        self._ask(("import", list(modules)))
+
+    def is_as_new(self) -> bool:
+        """Whether ranks find in it what they would find in a server that starts now; True once it has any.
+
+        Imports set variables, too, and the same ones there as here: those are no difference.
+        """
+        if self._used:
+            return True
+        if (self._path, self._folder) != (_search_path(), os.getcwd()):
+            return False
+        began, now = self._environ, dict(os.environ)
+        try:
+            there = self._ask(("environ",)).result()
+        except RuntimeError:  # it has ended
+            return False
+        return all(now.get(name) in (began.get(name), there.get(name)) for name in {*began, *now})
+
     def spawn(self, specs: Sequence[dict[str, Any]], descriptors: Sequence[Sequence[int]]) -> list[int]:
         """Fork one rank for each spec, handing it its descriptors; returns the process ids."""
-        wanted = sorted(name for name in list(sys.modules) if name.split(".")[0] in _PRELOADED)
-        future = self._ask(("spawn", list(specs), wanted), descriptors)
+        self._used = True
+        future = self._ask(("spawn", list(specs), _loaded()), descriptors)
         try:
             return list(future.result())
         except BaseException:
@@ -103,6 +116,8 @@ class ForkServer:
 
     def close(self) -> None:
         if self.pid == os.getpid():
+            if not self._used:
+                self._process.kill()  # no ranks to look after, and it may be importing for seconds
             self._requests.put(None)
             self._thread.join(5)
             self._lost = True
@@ -149,117 +164,37 @@ _server_lock = threading.Lock()
 
 
 def server() -> ForkServer:
-    """This process's server, started on first use and again if it was lost."""
+    """This process's server, started on first use and again if it was lost or is out of date."""
     global _server
     with _server_lock:
+        if _server is not None and _server.alive() and not _server.is_as_new():
+            _server.close()
         if _server is None or not _server.alive():
             _server = ForkServer()
             atexit.register(_server.close)
         return _server
 
 
-# --- the server's side -----------------------------------------------------------------------
+def start_ahead(*modules: str) -> None:
+    """In the kernel of a notebook: start the server, which imports `modules` while the caller goes on.
+
+    Anywhere else (a script, a test, a rank, under torchrun) nothing starts before ranks are wanted.
+    """
+    global _server
+    if not in_notebook() or multiprocessing.parent_process() is not None:
+        return
+    with _server_lock:
+        if _server is None:
+            _server = ForkServer()
+            atexit.register(_server.close)
+            _server.prepare([*_loaded(), *modules])
 
 
-def serve(fd: int, caller: int) -> None:
-    """Answer requests until the caller is gone. `fd` is the server's end of the socket pair."""
-    connection = socket.socket(fileno=fd)
-    ranks: dict[int, BaseProcess] = {}
-    if sys.platform == "linux":  # what a rank leaves behind becomes a child of this process
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    try:
-        while _wait(connection, caller):
-            try:
-                request = wire.receive(connection)
-            except (EOFError, OSError):
-                break
-            try:
-                reply = ("done", _answer(ranks, request, connection))
-            except Exception as error:
-                reply = ("failed", f"{type(error).__name__}: {error}")
-            wire.send(connection, reply)
-    except OSError:
-        pass
-    finally:
-        _kill(ranks, list(ranks))
+def _loaded() -> list[str]:
+    """What the caller has imported and ranks are likely to want."""
+    likely = [name for name in list(sys.modules) if name.split(".")[0] in _PRELOADED]
+    return sorted(name for name in likely if not f"{name}.".startswith(f"{_NEVER_PRELOADED}."))
 
 
-def _answer(ranks: dict[int, BaseProcess], request: tuple[Any, ...], connection: socket.socket) -> Any:
-    match request:
-        case "spawn", specs, modules:
-            return _spawn(ranks, specs, modules, connection)
-        case "kill", pids:
-            return _kill(ranks, pids)
-        case "codes", pids:
-            return {pid: _peek(ranks[pid]) for pid in pids if pid in ranks}
-    raise ValueError(f"no request {request[0]!r}")
-
-
-def _wait(connection: socket.socket, caller: int) -> bool:
-    # A child of the caller may have inherited its end of the pair and keep it open: look for the
-    # caller itself as well.
-    while not select.select([connection], [], [], _IDLE)[0]:
-        if os.getppid() != caller:
-            return False
-        if _IMPORTED_WHEN_IDLE not in sys.modules:
-            with contextlib.suppress(Exception):
-                importlib.import_module(_IMPORTED_WHEN_IDLE)
-    return True
-
-
-def _spawn(
-    ranks: dict[int, BaseProcess], specs: list[dict[str, Any]], modules: list[str], connection: socket.socket
-) -> list[int]:
-    for name in modules:
-        if name not in sys.modules:
-            with contextlib.suppress(Exception):  # what cannot be imported here, the rank will miss itself
-                importlib.import_module(name)
-    from hpnb.ranks.worker import main
-
-    context = torch.multiprocessing.get_context("fork")
-    pids = []
-    for spec in specs:
-        wire.send(connection, "next")
-        _, fds, _, _ = socket.recv_fds(connection, 1, 8)
-        process = context.Process(target=main, args=(spec, fds, connection.fileno()))
-        process.start()
-        for fd in fds:
-            os.close(fd)
-        assert process.pid is not None
-        ranks[process.pid] = process
-        pids.append(process.pid)
-    return pids
-
-
-def _kill(ranks: dict[int, BaseProcess], pids: list[int]) -> dict[int, int | None]:
-    codes: dict[int, int | None] = {}
-    for pid in pids:
-        if pid in ranks:
-            # The group outlives its leader while a DataLoader worker lives.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # it may not have made its group yet
-    for pid in pids:
-        process = ranks.pop(pid, None)
-        if process is not None:
-            process.join()
-            codes[pid] = process.exitcode
-            process.close()
-    if not ranks:
-        _kill_orphans()
-    return codes
-
-
-def _kill_orphans() -> None:
-    """What ranks have left behind in sessions of their own; this process has become its parent."""
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            if int(entry.read_text().rsplit(")", 1)[1].split()[1]) == os.getpid():
-                os.kill(int(entry.parent.name), signal.SIGKILL)
-                os.waitpid(int(entry.parent.name), 0)
-
-
-def _peek(process: BaseProcess) -> int | None:
-    """A child's exit code; multiprocessing may have reaped it already, when it started another."""
-    return process.exitcode
+def _search_path() -> list[str]:
+    return [str(p) or os.getcwd() for p in sys.path]

@@ -1,8 +1,12 @@
-"""Where am I? The three questions a function asks inside a rank; they also answer under torchrun."""
+"""Where am I? The three questions a function asks inside a rank; they also answer under torchrun.
+
+And two that the rooms ask: is this a rank, is this the kernel of a notebook?
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +28,12 @@ here = _Here()
 def inside_rank() -> bool:
     """True in a process that hpnb started (and in what such a process forks)."""
     return here.rank is not None
+
+
+def in_notebook() -> bool:
+    """True in the kernel of a notebook; not in a terminal, IPython's included."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return getattr(shell, "kernel", None) is not None
 
 
 def rank() -> int:

@@ -13,6 +13,8 @@ import sys
 import time
 from typing import Any
 
+from hpnb.ranks.here import in_notebook
+
 _TOKENS = re.compile(r"(\r?\n|\r|\x1b\[A)")
 _REDRAW_EVERY = 0.1  # seconds; tqdm's own pace
 
@@ -163,7 +165,6 @@ class _Notebook(_Plain):
 
 
 def _choose_screen() -> _Plain:
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if getattr(shell, "kernel", None) is not None:
+    if in_notebook():
         return _Notebook()
     return _Terminal() if sys.stdout.isatty() else _Plain()

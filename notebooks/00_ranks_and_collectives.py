@@ -305,9 +305,10 @@ lesson.ledger.add("00", Layout(dp=N), f"all-reduce of {megabytes} MB", times, ca
 # right you pay for bytes. Sent tensor by tensor, the biases and norms of a model sit far on the left; the same gradient
 # in a few large buckets sits on the right. That is why notebook 01 buckets.
 #
-# If your ratio is off: the model leaves out the adding itself, the time a host needs to hand a call to its GPU, caches
-# that a large tensor does not fit, and whatever else uses cores and memory at that moment. With more ranks than cores, run it twice; if the two readings
-# differ by more than the ratio, it is noise and not a term.
+# If your ratio is off: the model leaves out the adding itself, the time a host needs to hand a call to its GPU, caches that a
+# large tensor does not fit, and whatever else uses cores and memory at that moment. With more ranks than cores, run it twice; if
+# the two readings differ by more than the ratio, it is noise and not a term. (The cell also wrote a row into the *ledger*: what
+# ran, measured and over predicted. It grows through the notebooks, and 08 reads it.)
 #
 # A ring is not always best: its 2(n-1) latencies hurt when the tensor is small and the ranks are many. A *tree* takes
 # 2 log₂ n messages of S; *halving-doubling* takes 2 log₂ n messages and a ring's bytes, for n a power of two. On real
@@ -353,9 +354,11 @@ lesson.check(exercises.bucket, bucket_bytes)
 #
 # ## Waiting is not moving
 #
-# A profiler shows an all-reduce as one bar. Much of that bar may be no communication at all: a rank that arrives
-# early has nothing to add to until the last one comes. Here rank 1 reads from a slow disk (it sleeps, so that
-# ranks do not also fight for cores). Everybody then reduces 8 MB. Three times; the bars below are sums over the three.
+# A profiler shows an all-reduce as one bar. Much of that bar may be no communication at all: a rank that arrives early
+# has nothing to add to until the last one comes. Here rank 1 reads from a slow disk (it sleeps, so that ranks do not
+# also fight for cores). Everybody then reduces 8 MB. Three times; the bars below are sums over the three. The guess is
+# a *ranking*, and is scored by its *regret*: how much more your first choice costs than the best one. (Here a wrong
+# rank costs twice a right one.)
 
 # %%
 lesson.predict(
@@ -420,8 +423,9 @@ plot.show(
 )
 
 # %% [markdown]
-# The moving changes with the wire. The waiting does not: no wire buys back a slow rank. (A gap between compute and
-# all-reduce is the copy that `comm` makes of its input.)
+# The moving changes with the wire. The waiting does not: no wire buys back a slow rank. The simulated rows are the
+# formula alone, so compare them with each other; the measured row has, besides, what a call costs on a real machine.
+# (A gap between compute and all-reduce is the copy that `comm` makes of its input.)
 #
 # ### Exercise 4: name the straggler
 #
@@ -482,7 +486,8 @@ hpnb.launch(mismatched, ranks=N, timeout=3)
 # `gradients`, the others in the line with `metrics`. Two different collectives, each missing a member: that is the
 # signature of mismatched order. Had one rank been outside any collective, that rank would be the culprit.
 #
-# **Takeaway.** Do not ask who is stuck; all are. Ask in which line each one waits, and which line lacks a member.
+# **Takeaway.** Do not ask who is stuck; all are. Ask in which line each one waits, and which line lacks a member. The
+# next cell begins a *field guide* with it: symptom, instrument, cause. Each notebook adds a row.
 
 # %%
 error = sys.last_value

@@ -271,10 +271,11 @@ print(f"{calls} messages of {gradient / calls / 1e3:.0f} kB in the mean; the kne
 
 # %% [markdown]
 # (It sums: the division by d is left out.) The bytes are right and the messages are wrong. Most tensors of a model
-# are biases and norms, far left of the wire's knee of 00; on a fast wire (see the line above) even the largest weight
-# may be. You pay latency for each and move little. Hence *buckets*: gradients are laid end to end until so many bytes
-# are full, and travel together. A larger bucket has less latency, but leaves later; and whatever its size, the
-# **last** bucket is full when the backward ends, and has nothing left to hide behind.
+# are biases and norms, far left of the wire's knee (00; α, and with it the knee, differs from run to run); on a fast
+# wire (see the line above) even the largest weight may be. You pay latency for each and move little. Hence *buckets*:
+# gradients are laid end to end until so many bytes are full, and travel together. A larger bucket has less latency,
+# but leaves later; and whatever its size, the **last** bucket is full when the backward ends, and has nothing left to
+# hide behind.
 #
 # What a step waits for after its backward is *exposed*; the rest is hidden. Three builds of the same step:
 
@@ -322,15 +323,15 @@ plot.show(
 )
 
 # %% [markdown]
-# The prediction takes a backward measured alone, asks when each bucket is full, and sends one behind the other with
-# the α and B of your card. It lacks what the grey "compute" bars show: packing gradients, launching each send, putting
-# results back. And it lacks what sharing costs. Before you call hidden communication free, compare "computing" with the
-# row "alone", and read the line under the table: an all-reduce that hides still uses something. On a GPU it takes
-# processors and memory bandwidth from the backward; on a CPU the adding and copying takes the very cores. What a build
-# hides, it may give back as slower computing.
+# The prediction takes a backward measured alone, asks when each bucket is full, and sends one behind the other with the
+# α and B of your card. It lacks what the grey "compute" bars show: packing gradients, launching each send, putting
+# results back. (On a GPU the wire hides behind A's hundreds of launches: hardly exposed, and slowest.) And it lacks
+# what sharing costs. Before you call hidden communication free, compare "computing" with the row "alone", and read the
+# line under the table: an all-reduce that hides still uses something. On a GPU it takes processors and memory bandwidth
+# from the backward; on a CPU the adding and copying takes the very cores. What a build hides, it may give back as
+# slower computing.
 #
-# A backward that was measured alone can be replayed on wires that you do not have. The second figure does it for
-# build C, as one of 8 ranks.
+# The second figure replays build C's backward on other wires, as one of 8 ranks.
 #
 # ### Exercise 2: a bucketed reducer
 #
@@ -476,7 +477,7 @@ lesson.ledger.show()
 # count as computing, and much is sent meanwhile. So a small share is not yet a fast step. The table is: where the
 # last column is near 1.00, data parallelism is free.
 #
-# **Takeaway.** Data parallelism is free when each rank has more than about ρ(d-1)/d tokens to work on (g = 2): a
+# **Takeaway.** Gradients can hide from about ρ(d-1)/d tokens a rank on (g = 2), and with more, hiding costs less: a
 # batch of 50,000 tokens feeds 50 ranks at a token knee of 1,000. The first remedy for exposed communication is a
 # larger batch a rank, then larger or smaller buckets, and only then a faster wire.
 #
@@ -787,7 +788,7 @@ lesson.check(exercises.zero, Zero1)
 # - 6 FLOPs a weight and token, 16 bytes a parameter. Data parallelism divides the first bill and not the second.
 # - Equal means: as close to one process as that process is to itself in another order.
 # - Send while you compute, in buckets above the knee. The last bucket is always exposed.
-# - It is free from about ρ(d-1)/d g/2 tokens a rank on, whatever the model's size, with buckets above d α B.
+# - It can be free from about ρ(d-1)/d g/2 tokens a rank on, whatever the model's size, with buckets above d α B.
 # - Hidden is not free: compare step times, not lanes.
 # - Replicas exchange gradients, and weights only at the start: what parts them stays. Measure their distance.
 # - ZeRO 1 and 2 cost no extra bytes. Stage 3 costs half as many again, and divides all states.

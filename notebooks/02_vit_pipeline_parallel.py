@@ -26,8 +26,8 @@
 # **Time.** 35 minutes to read; under 2 minutes to run on a laptop, and as long on 2 or 4 GPUs; 100 minutes for the
 # exercises.
 #
-# **Two questions to recall.** From 00: how long does a message of b bytes take? From 01: after how many tokens on a rank
-# is data parallelism free, and what is in none of that law?
+# **Two questions to recall.** From 00: how long does a message of b bytes take? From 01: from how many tokens a rank on
+# can data parallelism be free, and which size is not in that law?
 #
 # <details><summary>Answers</summary>
 # α + b/B; at the knee, α B bytes for a single message, both terms cost the same. From about ρ(d-1)/d tokens on (16-bit
@@ -121,8 +121,8 @@ ratios = lesson.comparison([("idle (%)", 100 * (1 - 1 / N), 100 * walked.bubble_
 # %% [markdown]
 # 2(p-1) messages of b s h numbers: each cut is crossed twice. Each rank works once forward and once backward, and waits
 # for all others meanwhile. Idle is 1 - 1/p of ranks x *makespan*, the time from the first start to the last end. You
-# bought p devices and run at the speed of one. (So on a laptop this clock is honest, however few the cores.) Its name is
-# naive model parallelism, and where a model fits no other way it is still useful.
+# bought p devices and run at the speed of one. (So on a laptop this clock is honest, however few the cores.) This is
+# naive model parallelism: still useful where a model fits no other way.
 #
 # **Takeaway.** A pipeline sends little, and only between neighbours. What it wastes is time.
 #
@@ -454,14 +454,15 @@ for each, tl in ran.items():
     lesson.ledger.add("02", Layout(pp=N), f"{name}, {each}", step, pipelines.hardware(N))
 
 # %% [markdown]
-# (11 half-chunks in flight count as 5.5.) A ratio above 1 has two causes. Smaller pieces cost: a chunk's kernels are
-# smaller, and I and W apart are slower than one backward (each goes through the same layers). Nor is I half a backward:
-# attention's own matmuls, norms and activations have no W. ZB-H1 pays (p-1)(I-W) for that; ZB-H2 has slack, ZB-V some.
-# The note predicts again with what F, I and W really took. A schedule wins if it saves more idle time than it adds work.
+# (11 chunks in flight, each half a stage, count as 5.5.) A ratio above 1 has two causes. Smaller pieces cost: a chunk's
+# kernels are smaller, and I and W apart are slower than one backward (each goes through the same layers). Nor is I half
+# a backward: attention's own matmuls, norms and activations have no W. ZB-H1 pays (p-1)(I-W) for that; ZB-H2 has slack,
+# ZB-V some. The note predicts again with what F, I and W really took. A schedule wins if it saves more idle time than it
+# adds work.
 #
-# **And the bytes?** A stage of l/p blocks computes 72 b s h² l/p FLOPs a microbatch: 6 a token for each of a block's 12
-# h² weights (01). A stage in the middle sends twice b s h numbers of 2 bytes, one at an end half of that. With ρ FLOPs
-# a byte, computing over sending is
+# **And the bytes?** A stage of l/p of the l blocks computes 72 b s h² l/p FLOPs a microbatch: 6 a token for each of a
+# block's 12 h² weights (01). A stage in the middle sends twice b s h numbers of 2 bytes, one at an end half of that.
+# With ρ FLOPs a byte, computing over sending is
 #
 # $$ \frac{72\,b s h^2\,(l/p)}{4\,b s h\;\rho} = \frac{18\,h\,(l/p)}{\rho} $$
 #
@@ -566,10 +567,10 @@ plot.show(
 )
 
 # %% [markdown]
-# The formula is exact for GPipe; 1F1B takes up to 10 % less here, the earlier the heavy stage. In the picture the heavy
-# rank has no gaps in the middle, and everyone else has one in each microbatch. Too few microbatches leave gaps at both
-# ends. A ViT's blocks are equal, and its head is light, so "uniform" is already good. In GPT-2 the head weighs several
-# blocks: see 06.
+# The formula is exact for GPipe; 1F1B takes up to 10 % less here, the earlier the heavy stage. In the picture, whose
+# label counts blocks alone, the heavy rank has no gaps in the middle, and everyone else has one in each microbatch. Too
+# few microbatches leave gaps at both ends. A ViT's blocks are equal, and its head is light, so "uniform" is already
+# good. In GPT-2 the head weighs several blocks: see 06.
 #
 # ### Exercise 4: what is wrong with this step
 #

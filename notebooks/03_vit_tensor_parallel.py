@@ -27,8 +27,7 @@
 #
 # **Time.** 35 minutes to read; under 2 minutes to run on a laptop, and on 2 or 4 GPUs; 90 minutes for the exercises.
 #
-# **Letters.** t ranks cut a matrix by 1D, p make a grid, N run here. h is the width; b images of s tokens are M = b·s
-# tokens.
+# **Letters.** t ranks cut a matrix by 1D, p make a grid, N run here. h is the width; b images have s tokens each.
 #
 # **Two questions to recall.** From 00: which two collectives make an all-reduce, and how many bytes leave each of t
 # ranks? From 02: which part of the backward does nobody wait for?
@@ -476,10 +475,10 @@ lesson.check(exercises.sequence, block)
 #
 # $$ C_{ij} = \sum_t A_{it}\,B_{tj} $$
 #
-# takes q steps t: in step t column t sends its blocks of A across the rows, row t sends its blocks of B down the
-# columns, and everybody multiplies what came and adds it up. The next panels travel meanwhile. That is SUMMA. 2D
-# tensor parallelism is made of it: the product lies as its factors did, and nothing is ever whole anywhere. The
-# backward is two more products, dA = dC Bᵀ and dB = Aᵀ dC, in which sums travel too.
+# takes q steps, counted by t: in step t column t sends its blocks of A across the rows, row t sends its blocks of B
+# down the columns, and everybody multiplies what came and adds it up. The next panels travel meanwhile. That is
+# SUMMA. 2D tensor parallelism is made of it: the product lies as its factors did, and nothing is ever whole anywhere.
+# The backward is two more products, dA = dC Bᵀ and dB = Aᵀ dC, in which sums travel too.
 #
 # **2.5D** stacks d such grids: each has a d-th of the tokens and all of the weights, whose gradients it sums with the
 # others, as data parallelism does. **3D** puts l x l x l ranks in a cube, gathers x along one direction and W along
@@ -487,10 +486,10 @@ lesson.check(exercises.sequence, block)
 #
 # | | p | by tokens | by weights |
 # |---|---|---|---|
-# | 1d | any | 8 (p-1)/p · M h | |
-# | 2d | q² | 21 (q-1)/q² · M h | 36 (q-1)/q² · h² |
-# | 2.5d | d q² | 21 (q-1)/(d q²) · M h | (36 (q-1) + 24 (d-1)/d)/q² · h² |
-# | 3d | l³ | 39 (l-1)/l³ · M h | 36 (l-1)/l³ · h² |
+# | 1d | any | 8 (p-1)/p · b·s·h | |
+# | 2d | q² | 21 (q-1)/q² · b·s·h | 36 (q-1)/q² · h² |
+# | 2.5d | d q² | 21 (q-1)/(d q²) · b·s·h | (36 (q-1) + 24 (d-1)/d)/q² · h² |
+# | 3d | l³ | 39 (l-1)/l³ · b·s·h | 36 (l-1)/l³ · h² |
 #
 # and a little for norms and biases.
 #
@@ -502,8 +501,8 @@ lesson.check(exercises.sequence, block)
 # twice, the sum y and its gradient dy: 39 = 21 + 2·9.
 # </details>
 #
-# What a grid sends falls with p. But weights travel too, and that pays only when M is large beside h. Rank the modes.
-# (Tiny processes of a CPU: about bytes and exactness, not time. Bytes under the picture are means over ranks.)
+# What a grid sends falls with p. But weights travel too, and that pays only when tokens are many beside h. Rank the
+# modes. (Tiny processes of a CPU: about bytes and exactness, not time. Bytes under the picture are means over ranks.)
 
 # %%
 lesson.predict("03.modes", f"8 ranks, 32 images of {TINY.tokens} tokens of {TINY.hidden} numbers: which mode's block sends the fewest "
@@ -585,8 +584,8 @@ lesson.reveal("03.modes", seen, predicted=sorted(told, key=told.get))
 #
 # Fewer bytes are not always less time. Bytes are a mean over ranks; but a broadcast takes as long as its whole panel,
 # since its last receiver waits for all of it, while in a ring all ranks send at once. In time, panels of tokens cost
-# 2D 21/q · M h numbers, 1D's all-reduces 8 (p-1)/p · M h: 10.5 against 6 on 2 x 2 ranks, 7 against 7.1 on 3 x 3. And
-# on 2 x 2 ranks 2D makes 53 calls a block, 1D four.
+# 2D 21/q · b·s·h numbers, 1D's all-reduces 8 (p-1)/p · b·s·h: 10.5 against 6 on 2 x 2 ranks, 7 against 7.1 on 3 x 3.
+# And on 2 x 2 ranks 2D makes 53 calls a block, 1D four.
 #
 # First a race; its tokens are of all ranks, the maps' of one. (Four ranks on fewer cores share them: there compare
 # modes alone.) Areas of the first map are predicted from your card's α and B: which mode of 4 ranks *communicates*
@@ -782,10 +781,9 @@ lesson.ledger.show()
 # - Sequence parallelism sends the same bytes and keeps 1/t of what goes into norms.
 # - Grids cut every activation and send weights: they want many ranks, and many tokens beside h.
 #
-# **When not to use this.** When the model fits a device and 01's law holds: replicas send once a step, not four times
-# a block. When ranks are on different hosts: let pipelines or replicas cross, if they can (02, 04). When h is below
-# (t-1)ρ/4.5: use fewer ranks, if they can hold the model. And 2D on fewer than 16 ranks: there 1D is quicker as a
-# rule, and simpler.
+# **When not to use this.** When replicas will do (01): they send once a step, not four times a block. When ranks are
+# on different hosts: let pipelines or replicas cross, if they can (02, 04). When h is below (t-1)ρ/4.5: use fewer
+# ranks, if they can hold the model. And 2D on fewer than 16 ranks: there 1D is quicker as a rule, and simpler.
 #
 # **Papers.** Shoeybi et al. 2019, *Megatron-LM* (1909.08053). Korthikanti et al. 2022, *Reducing activation
 # recomputation in large transformer models* (2205.05198). Van de Geijn & Watts 1997, *SUMMA*. Xu et al. 2021, *An

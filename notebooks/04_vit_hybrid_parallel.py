@@ -163,10 +163,12 @@ hybrid.write_down(raced, name, card)
 # multiprocessors from the backward; a pipeline's microbatches are small matmuls, and ranks of a CPU wait for whoever
 # got less of it; under tp each rank does all of the norms.
 #
-# Read the lines from left to right. tp bends first: all that it sends is in line. dp is flat as long as the backward
-# covers it, then it rises too. pp stays flat: it pays for its bubble and its small microbatches everywhere, and for the
-# wire next to nothing. Where the lines cross, the best axis changes: **on a fast wire bubble and small pieces are what
-# costs, on a slow one the bytes.**
+# Read the lines from left to right. tp rises from the start: all that it sends is in line. dp is flat as long as the
+# backward covers it; then it rises as steeply, or more. How soon depends on the tokens of a rank: a laptop's batch
+# has few, so there dp's shelter is short, and dp may end worst (the table above has 64 images a rank). pp stays flat:
+# it pays for its bubble and its small microbatches everywhere, and for the wire next to nothing, until computing over
+# sending comes near 1 (02's table of wires). Where the lines cross, the best axis changes: **on a fast wire bubble
+# and small pieces are what costs, on a slow one the bytes.**
 #
 # **Takeaway.** tp gets the fast wire. pp can do with any. dp takes what is left, as long as a rank has tokens enough.
 #
@@ -449,7 +451,7 @@ lesson.check(exercises.diagnose, diagnose)
 # |---|---|---|---|
 # | a matrix that is cut | equal | one stage has it | parts |
 # | a norm, an embedding | equal | one stage has it | equal |
-# | a tied weight | equal | two stages have it | parts |
+# | a tied weight (one table at both ends of a GPT-2: 06) | equal | two stages have it | parts |
 # | anything under ZeRO 3 | parts | one stage has it | as above |
 #
 # Sum the squares of all ranks, and what is equal on several counts several times. Sum only those of your own, and each rank

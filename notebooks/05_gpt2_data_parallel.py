@@ -69,7 +69,8 @@ pool = hpnb.Ranks(N)  # these ranks stay to the end
 # `hpnb.record.memory(..., budget=...)` counts the bytes of all tensors after every operator and raises when there are
 # more; the error lists the *survivors*, the tensors that were alive at that moment. (On GPUs it counts what the
 # allocator has handed out. A real card fails a little earlier, when free memory is in pieces that do not fit.) Here is
-# notebook 01's code, with GPT-2 in the place of the ViT. Commit first.
+# notebook 01's code, with GPT-2 in the place of the ViT. (A *stage*, 0 to 3, is ZeRO's on this page, not a
+# pipeline's.) Commit first.
 
 # %%
 lesson.predict("05.states", f"{PARAMETERS:,} parameters in {str(DTYPE)[6:]} with AdamW, stage 0: how many bytes of states has each "
@@ -115,7 +116,8 @@ lesson.table(("survivors", "held as", "bytes"), rows, f"out of budget {stopped.o
 #   outputs, q, k and v, attention's output, and *five* copies of the MLP's 4h, since GPT-2's GELU is written out in
 #   Python (a fused one keeps two). And the head: float32 log-probabilities and two gradients of them, 12 V T bytes.
 # - **block i.** Backward of block i: the blocks below still hold theirs; gradients pile up.
-# - **end.** All gradients, no activations. The gradient of the tied embedding has waited here since the head.
+# - **end.** All gradients, no activations. GPT-2's head and embedding are one table (*tied*: 06), whose
+#   gradient has waited here since the head.
 # - **step.** With masters, every gradient once more in float32.
 #
 # `theory.step_memory` is this list, in numbers. Which one wins depends on how states are kept. Recomputing: a block
@@ -299,8 +301,8 @@ plot.show(
 
 # %% [markdown]
 # On demand a block waits for each gather: 37.7 ms. One ahead the wire works while blocks compute: 26.2 ms, and only the
-# first gather is exposed, for a gather takes less than a block's forward. (Twelve uses need eleven gathers: the last
-# block is still whole when its backward begins.)
+# first gather is exposed, for a gather takes less than a block's forward. (Paler is a later block. Twelve uses need
+# eleven gathers: the last block is still whole when its backward begins.)
 #
 # ### Exercise 3: gathers that keep nobody waiting
 #

@@ -458,9 +458,10 @@ lesson.check(exercises.tokens, token_loss)
 # %% [markdown]
 # ## Your schedule at real costs
 #
-# 02 compared schedules with F = I = W. Here stages have recorded costs, nearly equal in sum by the cut, and F, I and W are
-# what they are. Two chunks a rank make stages half as long, and the head is as long as ever: whatever has more, thinner
-# stages is harder to balance. (A V has both ends on rank 0, so there a short first stage may stand beside the head.)
+# 02 compared schedules on equal stages, and its exercises had F = I = W. Here stages have recorded costs, nearly equal in
+# sum by the cut, and F, I and W are what they are. Two chunks a rank make stages half as long, and the head is as long as
+# ever: whatever has more, thinner stages is harder to balance. (A V has both ends on rank 0, so there a short first stage
+# may stand beside the head.)
 #
 # Memory is unequal too. A split backward holds on to the gradient of each layer's output until W, and the last layer's
 # output are the logits: b·s·V numbers for each microbatch whose W lags.

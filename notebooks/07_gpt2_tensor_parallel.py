@@ -28,7 +28,8 @@
 # **Time.** 30 minutes to read; under 2 minutes to run on a laptop, and as long on 2 or 4 GPUs; 90 minutes for the exercises.
 #
 # **Letters.** t ranks share a model of a heads, V words and width h; b rows of s tokens are n = b·s tokens. *Heads* are an
-# attention's; *the* head is the last layer, which has a logit for each of the V words.
+# attention's; *the* head is the last layer, which has a logit for each of the V words. (06 wrote a for the weight of that
+# head in blocks; here a counts heads.)
 #
 # **Two questions to recall.** From 03: which all-reduces does a block make? From 06: what is a head of V words worth in
 # blocks?
@@ -258,9 +259,9 @@ plot.show(
 )  # fmt: skip
 
 # %% [markdown]
-# The ratio is V/6 on any number of ranks, whatever the batch (half of it where logits would travel in 16 bits). Memory goes
-# the same way: a rank holds logits of V/t words. What a pipeline could not do (06), make the head thinner, tensor
-# parallelism does, for two all-reduces of an activation.
+# It is 03's V/6, whatever ranks and batch (half of it where logits would travel in 16 bits). Memory goes the same way: a
+# rank holds logits of V/t words. What a pipeline could not do (06), make the head thinner, tensor parallelism does, for two
+# all-reduces of an activation.
 #
 # **Takeaway.** Cut the vocabulary, never gather logits. (`outputs.logits` gathers when you read it; `outputs.loss` never
 # does.)

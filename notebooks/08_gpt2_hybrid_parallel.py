@@ -57,8 +57,9 @@ here = lesson.banner(N, model=name, data=recipe.train.describe(),
 # %% [markdown]
 # ## Rank the layouts
 #
-# Start with what you have. In 04 `layouts.Job` put the three laws together: blocks of 12 h², one rate for all matmuls,
-# values of 2 bytes. Here it is unchanged, with this page's GPT-2 and your machine card, for every layout of your ranks.
+# Start with what you have. 04's explorer put the three laws together, in `layouts.Job`: blocks of 12 h², one rate for
+# all matmuls, values of 2 bytes. Here it is unchanged, with this page's GPT-2 and your machine card, for every layout
+# of your ranks.
 #
 # What does it not know? A head and a loss (06). An optimizer. That two rows take more than half the time of four, for every
 # kernel has a cost that does not go by rows. So this page has a second prediction. `contest.rates` measures what *one rank
@@ -431,9 +432,10 @@ lesson.explorers.layout_choice()
 # %% [markdown]
 # ## Your regret
 #
-# You have been asked since 00. A number that is 30 % off has a regret of 30 %; a ranking's is what its first choice costs over the
-# best. A guess that you made after you had seen the answer does not count, nor does a blank. Below it is what this series' own
-# formulas got wrong on your machine, and the ledger: every layout that ran.
+# You have been asked since 00. A number that is 30 % off has a regret of 30 %; a ranking's is what its first choice costs over
+# the best. A guess that you made after you had seen the answer does not count, nor does a blank. Below it is what this series'
+# own formulas got wrong on your machine, and the ledger: every layout that ran. (All three are read from what you guessed and
+# ran, so a page that is only read has little to show.)
 
 # %%
 score = regret.display()
@@ -451,8 +453,16 @@ lesson.ledger.show()
 #
 # ## Debug an unknown run
 #
-# Most notebooks left a fault that a loss does not show. Here are those of the notebooks that you ran. The instrument is never
-# the loss.
+# Each notebook left a fault, most of them behind a healthy loss. Here are those of the notebooks that you ran. The instrument
+# is never the loss.
+#
+# <details><summary>All nine instruments, if you only read</summary>
+#
+# 00: the line in which each rank waits. 01: the distance between replicas. 02: `Schedule.check()`, before anything runs.
+# 03: gradients beside one process's, from the loss down. 04: the traffic atlas, and copies of norms along each axis.
+# 05: survivors of a budget, by shape. 06: the distance between the two homes of a tied weight. 07: dropout masks, XOR over
+# ranks. 08: rows and rate, each over one process's.
+# </details>
 
 # %%
 lesson.field_guide.show()

@@ -223,13 +223,13 @@ lesson.reveal("03.block-bytes", sent, predicted=4 * theory.bytes_sent("all_reduc
 # pair goes:
 #
 # 1. its matmuls give dx, and note what W needs;
-# 2. `enter` starts the sum of dx, whose handle lies in a `Flight`;
-# 3. meanwhile the `Later` of each layer computes its W;
-# 4. `hold` waits for the sum.
+# 2. where the pair began, the sum of dx is started;
+# 3. meanwhile each layer's W is computed from the notes;
+# 4. then the sum is waited for.
 #
-# Autograd runs what is ready in the reverse order of the forward, so this function passes 4, 3, 2 in that order.
-# (`self.line` are the ranks, `transposed` says how a weight is stored. `adds`: a row's bias is added on rank 0,
-# before the sum.) And a block that ran:
+# Autograd runs what is ready in the reverse order of the forward. So all this is set up where x comes in, by the
+# function below (`self.line` are the ranks, `self.layers` the pair), and `hpnb/tensor_parallel/overlap.py` has the
+# rest. And a block that ran:
 
 # %%
 print(inspect.getsource(column_row.Region.begin))

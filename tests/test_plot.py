@@ -487,7 +487,7 @@ def test_a_later_chunk_is_paler() -> None:
     assert to_hex(first).upper() == STYLE["F"].color
     assert (second[:3] > first[:3]).all()
     assert to_hex(find(fig.axes[0], "compute").get_facecolor()[0]).upper() == STYLE["compute"].color
-    assert "paler: a later chunk" in words(fig)
+    assert "paler: a later chunk or block" in words(fig)
 
 
 def test_the_fast_mode_drops_numbers_and_hatches_only() -> None:

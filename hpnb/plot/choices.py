@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hpnb.plot.canvas import SMALL, Key, new_figure
+from hpnb.plot.canvas import SMALL, Key, new_figure, text_inches
 from hpnb.plot.grammar import ALARM, CARD, INK, RULE, SERIES, SOFT, OpStyle
 from hpnb.plot.memory import CAPACITY
 from hpnb.plot.units import byte_count, bytes_unit
@@ -119,7 +119,7 @@ def _name(
     picks: Mapping[str, str],
     text: bool,
 ) -> None:
-    """Words beside the dots, each where it covers no other: above its dot, else below, else further away."""
+    """Words beside the dots, each where it covers no other: above, else below, else further, with a line."""
     (left, right), (low, high) = ax.get_xlim(), ax.get_ylim()
     fig = ax.figure
     wide = ax.get_position().width * fig.get_figwidth() * 72  # type: ignore[union-attr]
@@ -137,7 +137,8 @@ def _name(
             continue
         words = f"{name} ({picks[name]})" if picks.get(name) else name
         x, y = at[name]
-        length = 4.3 * len(words)
+        bold = name in picks
+        length = 72 * text_inches(words, SMALL, "bold" if bold else "normal")
         spots = [(7, 5), (7, -13), (-7 - length, 5), (-7 - length, -13), (7, 17), (7, -25), (-7 - length, 17),
                  (-7 - length, -25), (7, 29), (7, -37), (-7 - length, 29)]  # fmt: skip
         for dx, dy in spots:
@@ -149,8 +150,9 @@ def _name(
             continue  # no room: the table has it
         taken.append(box)
         behind = {"facecolor": CARD, "edgecolor": "none", "alpha": 0.7, "pad": 0.6}
-        ax.annotate(words, points[name], (dx, dy), "data", "offset points", size=SMALL,
-                    color=INK if name in picks else SOFT, weight="bold" if name in picks else "normal",
+        far = {"arrowstyle": "-", "color": RULE, "linewidth": 0.7} if abs(dy) > 13 else None
+        ax.annotate(words, points[name], (dx, dy), "data", "offset points", size=SMALL, arrowprops=far,
+                    color=INK if bold else SOFT, weight="bold" if bold else "normal",
                     zorder=6, bbox=behind)  # fmt: skip
 
 

@@ -122,6 +122,6 @@ def _legend(pictures: Sequence[Timeline], hatch: bool, exposed: bool) -> list[Ke
     kind: Literal["box", "flat"] = "box" if hatch else "flat"
     keys = [Key(style_of(op), kind) for op in order] + [Key(STYLE["idle"], kind)]
     if any(len(chunks(p.by_rank[rank])) > 1 for p in pictures for rank in p.ranks):
-        keys.append(Key(STYLE["F"], "words", "paler: a later chunk"))
+        keys.append(Key(STYLE["F"], "words", "paler: a later chunk or block"))
     keys += [Key(axis_style(axis), "line", f"{axis} lane") for axis in _axes(pictures) if axis]
     return [*keys, Key(EXPOSED, "hatch")] if exposed else keys

@@ -42,6 +42,7 @@ class PeerSums:
         self.axis, self._memory = axis, memory
         self._others = [place for place in range(axis.size) if place != axis.rank]
         self._turns = count()
+        self._views: dict[tuple[object, ...], torch.Tensor] = {}  # messages come in few shapes
 
     def all_reduce(self, flat: torch.Tensor, average: bool = False) -> None:
         """Sum `flat` (n,) over the ranks, in place, on the current stream; or take the mean."""
@@ -77,16 +78,21 @@ class PeerSums:
 
     def _place(self, rank: int, slot: int, place: int, like: torch.Tensor) -> torch.Tensor:
         """A place in a rank's memory, as long as `like`."""
-        per = PLACE // like.element_size()
-        return self._memory.get_buffer(
-            rank, tuple(like.shape), like.dtype, (slot * 2 * self.axis.size + place) * per
-        )
+        return self._view(rank, slot, place, like.dtype, (like.numel(),))
 
     def _places(self, slot: int, like: torch.Tensor) -> torch.Tensor:
         """This rank's versions, (t, n) for a part `like` (n,)."""
-        size, per = self.axis.size, PLACE // like.element_size()
-        whole = self._memory.get_buffer(self.axis.rank, (size, per), like.dtype, slot * 2 * size * per)
-        return whole[:, : like.numel()]
+        every = (self.axis.size, PLACE // like.element_size())
+        return self._view(self.axis.rank, slot, 0, like.dtype, every)[:, : like.numel()]
+
+    def _view(
+        self, rank: int, slot: int, place: int, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        key = (rank, slot, place, dtype, shape)
+        if key not in self._views:
+            start = (slot * 2 * self.axis.size + place) * (PLACE // dtype.itemsize)
+            self._views[key] = self._memory.get_buffer(rank, shape, dtype, start)
+        return self._views[key]
 
 
 def bytes_needed(ranks: int) -> int:

@@ -33,18 +33,18 @@ class Shared:
 
 
 class OneRank:
-    """What one of them sees; it dawdles before everything it does, as a rank that lags."""
+    """What one of them sees; it dawdles before it signals, as a rank that lags."""
 
     def __init__(self, shared: Shared, rank: int, seed: int) -> None:
         self.shared, self.rank, self.random = shared, rank, random.Random(f"{rank} {seed}")
 
     def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
-        if self.random.random() < 0.3:
-            time.sleep(self.random.random() * 0.003)
         whole = self.shared.bytes[rank].view(dtype)
         return whole[storage_offset : storage_offset + torch.Size(sizes).numel()].view(sizes)
 
     def put_signal(self, dst_rank: int, channel: int = 0) -> None:
+        if self.random.random() < 0.3:
+            time.sleep(self.random.random() * 0.003)
         flag = (self.rank, dst_rank, channel)
         self.shared.until(lambda: flag not in self.shared.flags, lambda: self.shared.flags.add(flag))
 

@@ -527,6 +527,14 @@ lesson.table(columns, rows, "idle share; published in arXiv 2401.10241")
 #
 # **Challenge.** 4 ranks, at most 12 microbatches, F = I = W, a transfer of 0.1 forwards or more: under 11 % of ranks ×
 # makespan with at most 80 messages and at most 6 microbatches in flight.
+#
+# <details><summary>Answer</summary>
+#
+# `zb-h1` with 12 microbatches and a transfer of 0.1: 10.4 %, 72 messages, 4 in flight. Nothing else does it. Of 12
+# microbatches `zb-h2` idles 8.4 % and holds 7, the two V's 7.2 % and send 144 messages; two interleaved chunks send 168 and
+# still idle 14.1 %. With 6 microbatches ZB-H2 and ZB-V keep both limits, and idle 15.9 and 13.0 %. So few messages and
+# little memory are paid for with microbatches: 11 are too few (11.3 %).
+# </details>
 
 # %%
 lesson.explorers.pipeline_bubble()

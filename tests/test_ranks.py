@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 import subprocess
@@ -389,6 +390,36 @@ def test_a_rank_killed_from_outside_was_last_seen_somewhere() -> None:
         assert "time.sleep(60)" in caught.value.traceback
         with pytest.raises(RuntimeError, match="these ranks have ended"):
             ranks.run(scaled_rank)
+
+
+def test_a_thread_is_walked_while_it_runs_and_left_alone() -> None:
+    from hpnb.ranks.last_seen import walk
+
+    done = threading.Event()
+
+    def dïve(depth: int) -> int:  # deeper than a note shows, and named as not every encoding can
+        return dïve(depth - 1) + 1 if depth else 0
+
+    def dives() -> None:
+        while not done.is_set():
+            dïve(200)
+
+    thread = threading.Thread(target=dives)
+    thread.start()
+    try:
+        assert thread.ident is not None
+        found = [walk(thread.ident) for _ in range(2000)]
+    finally:
+        done.set()
+        thread.join()
+    assert max(map(len, found)) > 100
+    for frames in found:
+        names = [name for _, _, name in frames]
+        deep = names.count("dïve")
+        assert names[-deep:] == ["dïve"] * deep if deep else True  # innermost last, and nothing between
+        assert all(line > 0 and Path(file).is_file() for file, line, _ in frames[:3])
+    assert gc.isenabled()
+    assert walk(thread.ident) == []  # it has ended
 
 
 def test_what_cannot_be_pickled_is_named(four: hpnb.Ranks) -> None:

@@ -2,7 +2,7 @@
 
 A rank that is stuck in a collective cannot answer, and one that was killed cannot speak. So every rank
 notes the stack of its threads on a page that the caller shares, and the caller reads it when something
-has gone wrong. A note costs some tens of microseconds. The page has two halves written in turn, so a
+has gone wrong. A note costs some tenths of a millisecond. The page has two halves written in turn, so a
 rank that dies while writing leaves the previous note whole.
 
 A rank that computes in C without letting go of the interpreter cannot write notes. Asked by a signal, its
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import json
 import math
 import mmap
@@ -24,13 +25,18 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FrameType
+from itertools import accumulate, chain, starmap
+from operator import attrgetter, itemgetter
+from types import CodeType, FrameType
 
 _HALF = 1 << 17
 _ANSWER = 1 << 15  # room behind the halves for faulthandler
 _HEADER = struct.Struct("=qq")  # which half, its length
-_DEPTH = 120
+_OUTWARD = ("f_back",) * 120  # steps, at most
+_WHERE: Callable[[object], tuple[CodeType, int | None]] = attrgetter("f_code", "f_lineno")
 PERIOD = 0.1
 SIGNAL = signal.SIGUSR1
 
@@ -108,9 +114,9 @@ class Writer:
         names = {t.ident: t.name for t in threading.enumerate()}
         names[threading.main_thread().ident] = "MainThread"  # whatever it calls itself
         threads = {
-            names.get(ident, str(ident)): _frames(frame)
-            for ident, frame in sys._current_frames().items()
-            if ident != self._thread.ident
+            names.get(ident, str(ident)): frames
+            for ident in list(chain.from_iterable(_at_once()))
+            if ident != self._thread.ident and (frames := walk(ident))
         }
         body = json.dumps({"time": time.monotonic(), "threads": threads}).encode()
         if len(body) > _HALF:  # hundreds of threads: the one that runs the call must do
@@ -128,9 +134,27 @@ class Writer:
             self.note()
 
 
-def _frames(frame: FrameType | None) -> list[Frame]:
-    found: list[Frame] = []
-    while frame is not None and len(found) < _DEPTH:
-        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return found[::-1]
+def walk(ident: int) -> list[Frame]:
+    """The frames of a running thread, innermost last; none if it has ended.
+
+    All of it is one call into C, which no other thread interrupts. Between two steps of a loop in Python the
+    thread would run on, and CPython 3.11 has been seen to follow `f_back` into memory that was something else
+    by then: the rank died of its own diary. faulthandler is no way out: it reads a thread that is being born
+    before there is anything to read.
+    """
+    found: deque[tuple[CodeType, int | None]] = deque()
+    collects = gc.isenabled()
+    gc.disable()  # what it finalizes may be written in Python, and lets others run
+    try:
+        found.extend(map(_WHERE, accumulate(chain(map(itemgetter(ident), _at_once()), _OUTWARD), getattr)))
+    except (AttributeError, KeyError):  # past the outermost frame is None; a thread that has ended has none
+        pass
+    finally:
+        if collects:
+            gc.enable()
+    return [(code.co_filename, line or 0, code.co_name) for code, line in reversed(found)]
+
+
+def _at_once() -> Iterator[dict[int, FrameType]]:
+    """The innermost frames of all threads by number, looked up when C asks for them and let go there."""
+    return starmap(sys._current_frames, [()])

@@ -8,8 +8,11 @@ gradient is computed on its own, nor knows which microbatch is the last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
+from functools import partial
+from types import MethodType
 from typing import Protocol
+from weakref import WeakMethod, ref
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -42,9 +45,27 @@ class GradientSink(Protocol):
 def attach(
     parameters: Iterable[torch.nn.Parameter], ready: Callable[[torch.nn.Parameter], None]
 ) -> list[RemovableHandle]:
-    """Call `ready(parameter)` whenever autograd has accumulated a gradient; returns the hooks' handles."""
+    """Call `ready(parameter)` whenever autograd has accumulated a gradient; returns the hooks' handles.
+
+    A method is held weakly: the garbage collector does not look into these hooks, so parameters whose hook
+    leads back to them would never be freed. When its object has been let go and nobody else has claimed the
+    parameter, the backward raises a RuntimeError.
+    """
     hook: Callable[..., None] = ready
+    if isinstance(ready, MethodType):
+        hook = partial(_call_back, WeakMethod(ready), type(ready.__self__).__name__)
     return [p.register_post_accumulate_grad_hook(hook) for p in parameters if p.requires_grad]
+
+
+def _call_back(method: WeakMethod[Callable[..., None]], whose: str, parameter: torch.nn.Parameter) -> None:
+    ready = method()
+    if ready is not None:
+        ready(parameter)
+    elif reduced_by(parameter) is None:
+        raise RuntimeError(
+            f"the {whose} that was to reduce the gradients of these parameters has been let go: keep it as "
+            "long as they are trained, or call its detach() before"
+        )
 
 
 def after_backward(call: Callable[[], None]) -> None:
@@ -62,16 +83,16 @@ def in_backward() -> bool:
 
 
 # Who reduces which parameter. Not noted on the parameter itself: a copy or a saved one is nobody's.
-_claims: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_claims: MutableMapping[torch.Tensor, ref[object] | None] = WeakIdKeyDictionary()
 
 
 def reduced_by(parameter: torch.Tensor) -> object | None:
     """Who reduces the gradient of `parameter` during backwards, if somebody does."""
-    found: object | None = _claims.get(parameter)
-    return found
+    found = _claims.get(parameter)
+    return None if found is None else found()
 
 
 def claim(parameters: Iterable[torch.Tensor], reducer: object | None) -> None:
     """Say that `reducer` reduces the gradients of `parameters`, so that nobody else does as well."""
     for p in parameters:
-        _claims[p] = reducer
+        _claims[p] = None if reducer is None else ref(reducer)

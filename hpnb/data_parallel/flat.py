@@ -26,6 +26,7 @@ from hpnb import placement
 from hpnb.background import Background, Pending
 from hpnb.data_parallel.reducer import fill
 from hpnb.data_parallel.shares import Shares
+from hpnb.gradients import attach
 from hpnb.mesh import Axis
 from hpnb.placement import FLAT, Cut
 
@@ -140,7 +141,7 @@ class Flat:
         trained = [w for w in self.wholes if w.requires_grad]
         for whole in trained:
             if whole not in self._hooked:
-                whole.register_post_accumulate_grad_hook(self._grown)
+                attach([whole], self._grown)
                 self._hooked.add(whole)
         self.trains, self.has_frozen = len(trained), len(trained) < len(self.wholes)
         self.missing = self.trains

@@ -20,6 +20,7 @@ import sys
 import time
 import traceback
 import types
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -141,6 +142,8 @@ class _Rank:
         device = torch.device("cuda", spec.rank) if spec.device == "cuda" else torch.device("cpu")
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            # Said once, by the thread of autograd, which has no context before its first product.
+            warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current")
         here.rank, here.world_size, here.device = spec.rank, spec.world_size, device
         dist.init_process_group(
             spec.backend,

@@ -103,8 +103,10 @@ def write(pieces: Pieces, folder: Path, group: dist.ProcessGroup) -> None:
     Raises:
         RuntimeError: on all ranks, what has failed on one.
     """
+    # Nothing to copy ahead: what comes from a GPU has been copied, and CPU ranks need no context on one.
+    writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
     with _one_sentence():
-        save({}, storage_writer=FileSystemWriter(folder), planner=_Writes(pieces), process_group=group)
+        save({}, storage_writer=writer, planner=_Writes(pieces), process_group=group)
 
 
 class Stored:

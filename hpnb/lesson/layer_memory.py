@@ -11,7 +11,7 @@ whoever holds it. So a layer's input counts once, as the output of the layer bef
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +118,7 @@ def _held(size: GPT2Size, batch: int, row: ActivationRow, fused_attention: bool,
     from hpnb.tensor_parallel import parallelize
 
     attention = "sdpa" if fused_attention else "eager"
+    torch.manual_seed(0)  # GPUs' generators begin each with a state of its own
     model: Any = models.gpt2(size, dropout=0.1, attention=attention, dtype=torch.bfloat16)
     for block in model.transformer.h:
         if fused_gelu:
@@ -130,10 +131,32 @@ def _held(size: GPT2Size, batch: int, row: ActivationRow, fused_attention: bool,
     recompute.again(model, row.recompute or False)
     model.to(hpnb.device())
     ids = torch.zeros(batch, size.length, dtype=torch.long, device=hpnb.device())
+    if hpnb.device().type == "cuda":
+        return _allocated(lambda: model.transformer(input_ids=ids).last_hidden_state)
     with record.memory(model) as recorder:
         outputs = model.transformer(input_ids=ids).last_hidden_state
-        dist.barrier()
-        gc.collect()  # so that no message, and no cycle, holds a tensor any more
+        _settle()
     assert outputs.requires_grad
     last = recorder.profile().samples[-1]
     return last.activations + last.temporary
+
+
+def _allocated(forward: Callable[[], torch.Tensor]) -> int:
+    """What the allocator has handed out for a forward and not taken back; a recorder's samples are peaks."""
+    with torch.no_grad():
+        forward()  # kernels' workspaces, which stay
+    _settle()
+    before = torch.cuda.memory_allocated()
+    outputs = forward()
+    _settle()
+    assert outputs.requires_grad
+    return torch.cuda.memory_allocated() - before
+
+
+def _settle() -> None:
+    """Until no message, and no cycle, holds a tensor any more."""
+    dist.barrier()
+    if hpnb.device().type == "cuda":
+        torch.cuda.synchronize()
+    gc.collect()
+    torch.empty(1, device=hpnb.device())  # so that the allocator takes back what other streams have let go

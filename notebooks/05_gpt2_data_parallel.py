@@ -370,15 +370,17 @@ lesson.reveal("05.largest", deepest[Way(3, -1)][1], predicted=deepest[Way(3, -1)
 #
 # ### An autopsy
 #
-# A colleague's run, stage 2, fits its card by the prediction, with some room. The loss is healthy. After a few steps the
-# run is dead. Every step starts from the same states. What is new?
+# A colleague's run, each rank by itself, fits its card with some room. The loss is healthy. After a few steps the run is
+# dead. Every step starts from the same states. What is new?
 
 # %%
-def train(budget, steps=12):
-    built, log, stopped = shards.build(SIZE, ROWS, DTYPE, Way(2), BUCKET), [], None
+def train(room, steps=12):
+    built, log, stopped = shards.by_itself(SIZE, ROWS, DTYPE), [], None
     built.step()
+    with built.recording() as healthy:
+        built.step()
     try:
-        with built.recording(budget):
+        with built.recording(healthy.profile().peak + room):
             for _ in range(steps):
                 built.optimizer.zero_grad()
                 outputs = built.wrapped(**built.batch)
@@ -391,8 +393,7 @@ def train(budget, steps=12):
 
 
 logits = DTYPE.itemsize * SIZE.vocabulary * TOKENS
-lent = found[Way(2)].profile.peak + 4.5 * logits
-losses, stopped = pool.run(train, lent)[0]
+losses, stopped = pool.run(train, 4.5 * logits)[0]
 assert stopped is not None
 print("losses:", *(f"{loss:.2f}" for loss in losses), f"and then out of budget, in step {len(losses) + 1}")
 rows = [(str(each), each.category, lesson.number(each.nbytes, "B")) for each in stopped.survivors if SIZE.vocabulary in each.shape]
@@ -408,8 +409,8 @@ lesson.field_guide.show()
 # %% [markdown]
 # The shape gives it away: tokens x words, which no gradient and no optimizer has. A step at its turn needs it three
 # times, and once more for the logits; the others are one for each step that is over. `outputs` holds the logits, and the
-# list, meant for a plot of losses, holds `outputs`. One step was predicted rightly; that a step leaves nothing
-# behind was not. The cure is `log.append(outputs.loss.item())`.
+# list, meant for a plot of losses, holds `outputs`. That one step fits had been seen; that a step leaves
+# nothing behind had not. The cure is `log.append(outputs.loss.item())`.
 #
 # **Takeaway.** When memory grows from step to step, look for a shape that is there as often as there were steps.
 #

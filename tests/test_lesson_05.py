@@ -88,7 +88,7 @@ def test_who_runs_out_is_stopped_once_and_what_it_held_is_named() -> None:
 
 def _peaks(ways: list[Way], rows: int) -> list[tuple[int, MemorySample]]:
     found = [shards.weighed(SIZE, rows, torch.float32, way, 0.25, repeats=0).profile for way in ways]
-    return [(p.peak, p.samples[-1]) for p in found if p is not None]
+    return [(p.peak, p.samples[-1]) for p in found]
 
 
 @pytest.mark.parametrize("rows", [1, 8])

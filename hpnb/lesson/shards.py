@@ -26,7 +26,7 @@ from hpnb import theory
 from hpnb.lesson.machine_card import MachineCard
 from hpnb.mesh import Axis, Layout, Mesh
 from hpnb.models import GPT2Size, anatomy, roles
-from hpnb.record import Event, MemoryProfile, MemoryRecorder, OutOfBudget, Timeline
+from hpnb.record import Event, MemoryProfile, MemoryRecorder, Timeline
 from hpnb.theory import StepMemory
 
 _WARM = {"cpu": 1, "cuda": 3}  # steps before the first that counts
@@ -59,11 +59,10 @@ class Way:
 
 @dataclass(frozen=True)
 class Weighed:
-    """One way on one rank: seconds of a step, and its memory or what stopped it."""
+    """One way on one rank: seconds of a step, and its memory."""
 
     seconds: float
-    profile: MemoryProfile | None
-    stopped: OutOfBudget | None
+    profile: MemoryProfile
 
 
 # --- on a rank -------------------------------------------------------------------------------------
@@ -120,6 +119,15 @@ def build(size: GPT2Size, rows: int, dtype: torch.dtype, way: Way, bucket_mb: fl
     return Built(model, wrapped, optimizer, batch)
 
 
+def by_itself(size: GPT2Size, rows: int, dtype: torch.dtype) -> Built:
+    """In training on this rank alone: nothing is sent."""
+    model, batch = gpt2_and_batch(size, rows, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if dtype.itemsize == 2:
+        hpnb.precision.Masters(optimizer)
+    return Built(model, model, optimizer, batch)
+
+
 @dataclass(frozen=True)
 class Built:
     """A model in training on this rank; `wrapped` is what is called."""
@@ -144,13 +152,11 @@ def weighed(
     dtype: torch.dtype,
     way: Way,
     bucket_mb: float,
-    budget: float | None = None,
     repeats: int = 3,
 ) -> Weighed:
     """Seconds of a step, the median, and its memory. Every rank calls it.
 
     Args:
-        budget: bytes; a step that holds more is stopped, and `stopped` says where.
         repeats: steps that are timed, after the first ones.
     """
     built = build(size, rows, dtype, way, bucket_mb)
@@ -159,13 +165,17 @@ def weighed(
         with hpnb.record.timeline() as recorder, recorder.span():
             built.step()
         took.append(recorder.gather().makespan)
-    found = _watched(built, budget)
-    return replace(found, seconds=statistics.median(took[-repeats:]) if repeats else 0.0)
+    with built.recording() as watcher:
+        built.step()
+    return Weighed(statistics.median(took[-repeats:]) if repeats else 0.0, watcher.profile())
 
 
 def fits(size: GPT2Size, rows: int, dtype: torch.dtype, way: Way, bucket_mb: float, budget: float) -> bool:
-    """Whether a second step stays within `budget` bytes: all states are there. Every rank calls it."""
-    return weighed(size, rows, dtype, way, bucket_mb, budget, repeats=0).stopped is None
+    """Whether a second step stays within `budget` bytes: all states are there. Every rank calls it.
+
+    It is not stopped where it does not: peaks of GPUs differ a little, and who stops leaves others waiting.
+    """
+    return weighed(size, rows, dtype, way, bucket_mb, repeats=0).profile.peak <= budget
 
 
 def alone(size: GPT2Size, rows: int, dtype: torch.dtype, repeats: int = 5) -> tuple[float, float, float]:
@@ -173,20 +183,17 @@ def alone(size: GPT2Size, rows: int, dtype: torch.dtype, repeats: int = 5) -> tu
 
     Every rank calls it, so that they share cores and memory as they will later.
     """
-    model, batch = gpt2_and_batch(size, rows, dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    if dtype.itemsize == 2:
-        hpnb.precision.Masters(optimizer)
+    built = by_itself(size, rows, dtype)
     took: dict[str, list[float]] = {"F": [], "B": [], "compute": []}
     for _ in range(_WARM[hpnb.device().type] + repeats):
         with hpnb.record.timeline() as recorder:
             with recorder.span("F"):
-                loss = model(**batch).loss
+                loss = built.model(**built.batch).loss
             with recorder.span("B"):
                 loss.backward()
             with recorder.span():
-                optimizer.step()
-            optimizer.zero_grad()
+                built.optimizer.step()
+            built.optimizer.zero_grad()
         events = recorder.gather().events
         for op, times in took.items():
             times.append(max(e.duration for e in events if e.op == op))
@@ -196,15 +203,6 @@ def alone(size: GPT2Size, rows: int, dtype: torch.dtype, repeats: int = 5) -> tu
 
 def _axis() -> Axis:
     return Mesh(Layout(dp=hpnb.world_size())).dp
-
-
-def _watched(built: Built, budget: float | None) -> Weighed:
-    try:
-        with built.recording(budget) as recorder:
-            built.step()
-    except OutOfBudget as error:
-        return Weighed(0.0, None, error.with_traceback(None))  # frames would keep the tensors
-    return Weighed(0.0, recorder.profile(), None)
 
 
 # --- predicted -------------------------------------------------------------------------------------

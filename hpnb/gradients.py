@@ -43,29 +43,36 @@ class GradientSink(Protocol):
 
 
 def attach(
-    parameters: Iterable[torch.nn.Parameter], ready: Callable[[torch.nn.Parameter], None]
+    parameters: Iterable[torch.nn.Parameter],
+    ready: Callable[[torch.nn.Parameter], None],
+    keep: bool = True,
 ) -> list[RemovableHandle]:
     """Call `ready(parameter)` whenever autograd has accumulated a gradient; returns the hooks' handles.
 
-    A method is held weakly: the garbage collector does not look into these hooks, so parameters whose hook
-    leads back to them would never be freed. When its object has been let go and nobody else has claimed the
-    parameter, the backward raises a RuntimeError.
+    The garbage collector does not look into these hooks: parameters whose hook leads back to them would never
+    be freed. So a method is held weakly here, and its object by a hook of another kind, on one parameter,
+    into which the collector does look: both stay for as long as the parameters do, and go together.
+
+    Args:
+        keep: False where something else keeps the object.
     """
-    hook: Callable[..., None] = ready
-    if isinstance(ready, MethodType):
-        hook = partial(_call_back, WeakMethod(ready), type(ready.__self__).__name__)
-    return [p.register_post_accumulate_grad_hook(hook) for p in parameters if p.requires_grad]
+    trained = [p for p in parameters if p.requires_grad]
+    if not isinstance(ready, MethodType):
+        hook: Callable[..., None] = ready
+        return [p.register_post_accumulate_grad_hook(hook) for p in trained]
+    handles = [p.register_post_accumulate_grad_hook(partial(_call_back, WeakMethod(ready))) for p in trained]
+    if keep and trained:
+        handles.append(trained[0].register_hook(partial(_keep, ready.__self__)))
+    return handles
 
 
-def _call_back(method: WeakMethod[Callable[..., None]], whose: str, parameter: torch.nn.Parameter) -> None:
-    ready = method()
-    if ready is not None:
+def _call_back(method: WeakMethod[Callable[..., None]], parameter: torch.nn.Parameter) -> None:
+    if (ready := method()) is not None:
         ready(parameter)
-    elif reduced_by(parameter) is None:
-        raise RuntimeError(
-            f"the {whose} that was to reduce the gradients of these parameters has been let go: keep it as "
-            "long as they are trained, or call its detach() before"
-        )
+
+
+def _keep(_: object, gradient: torch.Tensor) -> None:
+    """A hook that leaves the gradient as it is."""
 
 
 def after_backward(call: Callable[[], None]) -> None:

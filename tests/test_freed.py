@@ -86,6 +86,24 @@ def two() -> Any:
         yield ranks
 
 
+def kept_by_nobody() -> tuple[float, bool]:
+    """(a gradient by a wrapper to which no name is left, whether it was there without its module)."""
+    axis = Mesh(Layout(dp=hpnb.world_size())).dp
+    module = torch.nn.Linear(1, 1, bias=False)
+    replica = weakref.ref(hpnb.DataParallel(module, axis))
+    gc.collect()
+    module(torch.tensor([[1.0 + hpnb.rank()]])).sum().backward()
+    assert module.weight.grad is not None
+    found = module.weight.grad.item()
+    del module
+    gc.collect()
+    return found, replica() is not None
+
+
+def test_a_wrapper_that_nobody_keeps_reduces_and_goes_with_its_module(two: hpnb.Ranks) -> None:
+    assert two.run(kept_by_nobody) == [(1.5, False)] * 2
+
+
 @pytest.mark.parametrize("how", WRAPPED)
 def test_a_wrapped_model_is_freed(two: hpnb.Ranks, how: str) -> None:
     for alive, count in two.run(left, wrapped, how):

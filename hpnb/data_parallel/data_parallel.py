@@ -50,9 +50,8 @@ class DataParallel(nn.Module):
         average: False sums instead, for losses that are divided by the global count already.
 
     All ranks wrap the same model with the same options, freeze what is to be frozen before, and run several
-    wrapped models in one order. Keep the wrapper as long as the module is trained: its hooks go with it. A
-    hook of the user's that changes gradients is to be registered on the parameter before, or as
-    `register_hook`. `.module` is what to save or copy.
+    wrapped models in one order. A hook of the user's that changes gradients is to be registered on the
+    parameter before, or as `register_hook`. `.module` is what to save or copy.
 
     A `ZeroOptimizer` on the same parameters may take the reduction over: `sink` is then that, and its options
     hold.

@@ -141,7 +141,7 @@ class Flat:
         trained = [w for w in self.wholes if w.requires_grad]
         for whole in trained:
             if whole not in self._hooked:
-                attach([whole], self._grown)
+                attach([whole], self._grown, keep=False)  # hooks of the module do
                 self._hooked.add(whole)
         self.trains, self.has_frozen = len(trained), len(trained) < len(self.wholes)
         self.missing = self.trains

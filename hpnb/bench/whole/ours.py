@@ -28,7 +28,6 @@ def candidates(shape: Shape) -> list[Candidate]:
     ways: list[tuple[str, dict[str, Any], bool]] = [("", {}, False)]
     if shape.kind == "dp":
         ways.append((" by copy engines", {"ddp_copy_engines": True}, True))
-        ways += [(f" in buckets of {n} MB", {"ddp_bucket_cap_mb": n}, True) for n in (100, 400)]
     if shape.tp > 1:
         ways = [(", sequence parallel", {"enable_sequence_parallelism": True}, False), ("", {}, shape.pp > 1)]
     if shape.pp > 1:

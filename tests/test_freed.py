@@ -104,6 +104,7 @@ def test_a_wrapper_that_nobody_keeps_reduces_and_goes_with_its_module(two: hpnb.
     assert two.run(kept_by_nobody) == [(1.5, False)] * 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", WRAPPED)
 def test_a_wrapped_model_is_freed(two: hpnb.Ranks, how: str) -> None:
     for alive, count in two.run(left, wrapped, how):
@@ -111,6 +112,7 @@ def test_a_wrapped_model_is_freed(two: hpnb.Ranks, how: str) -> None:
         assert count > 20
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", BOOSTED)
 def test_a_boosted_model_is_freed(two: hpnb.Ranks, how: str) -> None:
     for alive, count in two.run(left, boosted, how):

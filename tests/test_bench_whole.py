@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,19 @@ from torch import nn
 
 import hpnb
 from hpnb.bench import __main__ as command
-from hpnb.bench.whole import contest, files, forms, layouts, losses, measure, ours, peers, rows, task
+from hpnb.bench.whole import (
+    contest,
+    data_peers,
+    files,
+    forms,
+    layouts,
+    losses,
+    measure,
+    ours,
+    peers,
+    rows,
+    task,
+)
 from hpnb.bench.whole.found import Entry, LayoutFound, Run
 from hpnb.bench.whole.layouts import Shape
 from hpnb.bench.whole.measure import Begun
@@ -111,6 +125,47 @@ def images_on_two_ranks() -> None:
 @pytest.mark.parametrize("trained", [all_on_two_ranks, two_axes_on_four_ranks, images_on_two_ranks])
 def test_all_programs_train_as_one_process(trained: Callable[[], None]) -> None:
     trained()
+
+
+class Images(nn.Module):
+    """In place of timm's ViT, which begins with other values than everybody else's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(3, task.CLASSES)])
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](pixels.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class Hidden(data_peers.Classifier):
+    """DDP finds no tensor in what this returns."""
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> Any:
+        return SimpleNamespace(loss=super().forward(pixel_values, labels).loss)
+
+
+def begun_with_timm(hidden: bool) -> Begun:
+    of = tiny("vit-l16")
+    size: Any = of.size
+    of = replace(of, size=replace(size, image=224, patch=112))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "timm", SimpleNamespace(create_model=lambda *_, **__: Images()))
+        if hidden:
+            patch.setattr(data_peers, "Classifier", Hidden)
+        begun = measure.begin(of, Shape(dp=2), "timm, DDP, blocks compiled")
+        measure.drop()
+    return begun
+
+
+def test_a_program_whose_ranks_train_by_themselves_is_no_peer() -> None:
+    """DDP says nothing when it reduces nothing, and losses are means over ranks."""
+    with hpnb.Ranks(2, device="cpu") as pool:
+        for one in pool.run(begun_with_timm, False):
+            assert not one.refused
+            assert len(one.losses) == measure.WARM_UP
+        for one in pool.run(begun_with_timm, True):
+            assert one.refused == "2 of 2 weights differ between ranks: gradients were not summed"
 
 
 @pytest.mark.slow

@@ -142,15 +142,22 @@ def _held(size: GPT2Size, batch: int, row: ActivationRow, fused_attention: bool,
 
 
 def _allocated(forward: Callable[[], torch.Tensor]) -> int:
-    """What the allocator has handed out for a forward and not taken back; a recorder's samples are peaks."""
+    """What a forward has asked the allocator for and not given back; a recorder's samples are peaks.
+
+    Not `memory_allocated`: of a cached block that is less than 1 MiB too large, all counts as handed out.
+    """
     with torch.no_grad():
         forward()  # kernels' workspaces, which stay
     _settle()
-    before = torch.cuda.memory_allocated()
+    before = _asked_for()
     outputs = forward()
     _settle()
     assert outputs.requires_grad
-    return torch.cuda.memory_allocated() - before
+    return _asked_for() - before
+
+
+def _asked_for() -> int:
+    return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
 
 def _settle() -> None:

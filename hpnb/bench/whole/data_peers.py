@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from transformers.modeling_outputs import ImageClassifierOutput
 
 import hpnb
 from hpnb.bench.whole import forms
@@ -114,7 +114,7 @@ def timm(how: Compiled, task: Task, shape: Shape) -> Program:
     if getattr(task.size, "image", None) != 224:
         raise ValueError("timm has a ViT-L/16 of 224 pixels, and not this size")
     torch.manual_seed(0)
-    model = _Classifier(library.create_model("vit_large_patch16_224", num_classes=CLASSES))
+    model = Classifier(library.create_model("vit_large_patch16_224", num_classes=CLASSES))
     model = model.to(hpnb.device(), forms.narrow(task))
     if how == "blocks" and hpnb.device().type == "cuda":
         for block in model.inner.blocks:
@@ -199,7 +199,8 @@ def accumulating(
     def loss() -> float:
         return mean(torch.stack([_number(one) for one in seen]).sum())
 
-    return Program(step, loss, feed)
+    replicas = runs.parameters if isinstance(sends, DistributedDataParallel) else tuple
+    return Program(step, loss, feed, replicas=replicas)
 
 
 def _number(loss: torch.Tensor) -> torch.Tensor:
@@ -214,12 +215,16 @@ def mean(loss: torch.Tensor, ranks: int | None = None) -> float:
     return total.item() / (ranks or dist.get_world_size())
 
 
-class _Classifier(nn.Module):
-    """An image model as transformers' are called."""
+class Classifier(nn.Module):
+    """An image model as transformers' are called.
+
+    What it returns must be a container that PyTorch looks into: DDP with a static graph reduces nothing if it
+    finds no tensor in the first output, and says nothing.
+    """
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
         self.inner = inner
 
-    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
-        return SimpleNamespace(loss=F.cross_entropy(self.inner(pixel_values).float(), labels))
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> ImageClassifierOutput:
+        return ImageClassifierOutput(loss=F.cross_entropy(self.inner(pixel_values).float(), labels))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import hpnb
 from hpnb.bench.kernels import profiled
@@ -61,6 +62,8 @@ def begin(task: Task, shape: Shape, name: str, warm_up: int = WARM_UP) -> Begun:
         program.feed.turn(step)
         program.step()
         losses.append(program.loss())
+    if apart := _apart(program):
+        return Begun(refused=apart)
     _live[name] = program
     if not gpu:
         return Begun(tuple(losses))
@@ -70,6 +73,18 @@ def begin(task: Task, shape: Shape, name: str, warm_up: int = WARM_UP) -> Begun:
     torch.cuda.synchronize()
     held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
     return Begun(tuple(losses), held, peak, torch.cuda.mem_get_info()[1])
+
+
+def _apart(program: Program) -> str:
+    """A sentence about replicas that differ: losses are means over all ranks, and would hardly show it."""
+    held = [tensor.detach().double().sum() for tensor in program.replicas()]
+    if not held:
+        return ""
+    low, high = torch.stack(held), torch.stack(held)
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    dist.all_reduce(high, dist.ReduceOp.MAX)
+    apart = int((low != high).sum())
+    return f"{apart} of {len(held)} weights differ between ranks: gradients were not summed" if apart else ""
 
 
 def drop(kept: tuple[str, ...] = ()) -> None:

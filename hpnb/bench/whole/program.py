@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+import torch
 
 from hpnb.bench.whole.layouts import Shape
 from hpnb.bench.whole.task import Feed, Task
@@ -18,12 +20,14 @@ class Program:
         loss: of the last step, the mean over the batch of all ranks; all ranks call it.
         feed: the batch at hand.
         bubble: measured and simulated idle share of one more step, which is recorded; where there is one.
+        replicas: what is the same on every rank, if gradients are summed; where the program says so.
     """
 
     step: Callable[[], object]
     loss: Callable[[], float]
     feed: Feed
     bubble: Callable[[], tuple[float, float]] | None = None
+    replicas: Callable[[], Iterable[torch.Tensor]] = tuple
 
 
 @dataclass(frozen=True)

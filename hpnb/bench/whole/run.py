@@ -111,7 +111,7 @@ def _scaling(run: Run, of: Task, options: argparse.Namespace, among: Pools) -> N
 
 
 def _losses(run: Run, of: Task, shapes: dict[str, Shape], options: argparse.Namespace, among: Pools) -> None:
-    """Of hpnb's first program of each layout."""
+    """Of hpnb's first program of each layout; or of those that are asked for by name, peers too."""
     steps, one = options.losses, Shape()
     serial, other = (among.of(1).run(measure.losses, of, one, "hpnb", steps, way)[0] for way in (False, True))
     noise = losses.distance(serial, other)
@@ -121,9 +121,12 @@ def _losses(run: Run, of: Task, shapes: dict[str, Shape], options: argparse.Name
     for layout, shape in shapes.items():
         if shape.ranks == 1:
             continue
-        known = [c.name for c in measure.candidates(of.what, shape).values() if c.ours]
-        asked = [name for name in known if _asked(name, options.candidates, known)]
-        for name in asked if options.thorough else known[:1]:
+        known = measure.candidates(of.what, shape)
+        same = [one for one in known.values() if one.same]
+        ours = [one.name for one in same if one.ours]
+        asked = [one.name for one in same if _asked(one.name, options.candidates, known)]
+        chosen = asked if options.candidates else ours if options.thorough else ours[:1]
+        for name in chosen:
             try:
                 found = among.of(shape.ranks).run(measure.losses, of, shape, name, steps)[0]
             except RankInterrupt:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 from functools import partial
 from types import MethodType
 from typing import Protocol
-from weakref import WeakMethod, ref
+from weakref import ref
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -60,15 +60,17 @@ def attach(
     if not isinstance(ready, MethodType):
         hook: Callable[..., None] = ready
         return [p.register_post_accumulate_grad_hook(hook) for p in trained]
-    handles = [p.register_post_accumulate_grad_hook(partial(_call_back, WeakMethod(ready))) for p in trained]
+    weakly: Callable[..., None] = partial(_call_back, ref(ready.__self__), ready.__func__)
+    handles = [p.register_post_accumulate_grad_hook(weakly) for p in trained]
     if keep and trained:
         handles.append(trained[0].register_hook(partial(_keep, ready.__self__)))
     return handles
 
 
-def _call_back(method: WeakMethod[Callable[..., None]], parameter: torch.nn.Parameter) -> None:
-    if (ready := method()) is not None:
-        ready(parameter)
+def _call_back(held: ref[object], ready: Callable[..., None], parameter: torch.nn.Parameter) -> None:
+    """What a WeakMethod would do, which is written in Python: this runs for every parameter of a backward."""
+    if (owner := held()) is not None:
+        ready(owner, parameter)
 
 
 def _keep(_: object, gradient: torch.Tensor) -> None:

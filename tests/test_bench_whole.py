@@ -646,8 +646,23 @@ def test_the_table_has_the_newest_run_of_each_layout(tmp_path: Path) -> None:
         "| dp4 | zb-v | 1,000 | 2 | 50% | 1.0 GiB | 10.0% (9.0%) | DDP: 1, 2.0 GiB, 2.000 [2.000, 2.000] |"
     ]
     assert [line.split(" | ")[2] for line in first if line.startswith("| pp4")] == ["500"]
-    assert first[-1] == "Measured 2026-01-02 at bbbb and aaaa, with torch 2.15.0."
+    assert first[-1] == "Measured until 2026-01-02 at bbbb and aaaa, with torch 2.15.0."
     assert [line.split(" | ")[2] for line in second if line.startswith("| dp4")] == ["250"]
+
+
+def test_a_table_tells_of_losses_that_another_run_has_compared(tmp_path: Path) -> None:
+    files.write(result("2026-01-02T00:00:00+00:00", "bbbb", dp4=1.0), tmp_path)
+    compared = result("2026-01-01T00:00:00+00:00", "aaaa")
+    compared.losses = {"steps": 50, "serial": [], "order": 2e-6,
+                       "layouts": {"tp4 hpnb": {"distance": 3e-6, "losses": []}}}  # fmt: skip
+    files.write(compared, tmp_path)
+    measured, _, told = files.table(tmp_path).splitlines()[-3:]
+    assert measured == "Measured 2026-01-02 at bbbb, with torch 2.15.0."
+    assert told.endswith("tp4 hpnb 1.50.")
+    later = result("2026-01-03T00:00:00+00:00", "cccc")
+    later.losses = compared.losses
+    files.write(later, tmp_path)
+    assert files.table(tmp_path).splitlines()[-3] == measured  # no layout was measured on that day
 
 
 def test_a_table_names_each_column_once() -> None:

@@ -96,7 +96,7 @@ def panel(run: Run, peers: int) -> Panel:
     usual = layouts.names(run.ranks)
     order = sorted(run.layouts, key=lambda name: usual.index(name) if name in usual else len(usual))
     notes = (run.title.removeprefix(f"{run.what}: "),
-             f"measured {run.date[:10]} at {run.commit}, with torch {run.versions['torch']}")  # fmt: skip
+             f"measured {rows.stamp(run)}, with torch {run.versions['torch']}")  # fmt: skip
     groups = tuple(_group(run.layouts[name], peers) for name in order)
     return Panel(f"{run.what} on {run.ranks} x {run.device}", groups, notes)
 

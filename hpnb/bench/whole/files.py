@@ -81,8 +81,8 @@ def sources(found: Mapping[str, Run], key: str) -> list[str]:
 
 
 def newest(runs: Sequence[Run]) -> list[Run]:
-    """One for each key: every layout as it was measured last. Runs of another day or commit are not mixed in
-    unless they alone have a layout; then the table says so in its last line.
+    """One for each key: every layout as it was measured last, and so losses and scaling. Runs of another day
+    or commit are not mixed in unless they alone have a layout; then the table says so in its last lines.
     """
     merged: dict[str, Run] = {}
     stamps: dict[str, dict[str, str]] = {}
@@ -91,7 +91,13 @@ def newest(runs: Sequence[Run]) -> list[Run]:
         layouts = {**(before.layouts if before else {}), **run.layouts}
         stamps.setdefault(run.key, {}).update(dict.fromkeys(run.layouts, run.commit))
         known = list(dict.fromkeys(stamps[run.key][name] for name in layouts))
-        merged[run.key] = replace(run, layouts=layouts, commit=" and ".join(known) or run.commit)
+        merged[run.key] = replace(
+            before if before and not run.layouts else run,
+            layouts=layouts,
+            commit=" and ".join(known) or run.commit,
+            losses=run.losses or (before.losses if before else {}),
+            scaling=run.scaling or (before.scaling if before else {}),
+        )
     return [merged[key] for key in sorted(merged)]
 
 

@@ -27,8 +27,13 @@ def distance(a: Sequence[float], b: Sequence[float]) -> float:
     return math.dist(a, b) / math.hypot(*a)
 
 
+def times(far: float, noise: float) -> float:
+    """How many times as far as another order is."""
+    return far / max(noise, LAST_DIGIT)
+
+
 def line(layout: str, name: str, far: float, noise: float) -> str:
     """What is printed of a layout, given its distance and that of the opposite order."""
-    times = far / max(noise, LAST_DIGIT)
-    said = "coincide" if times <= ALLOWED * (1 + 1e-9) else "TOO FAR APART"
-    return f"{layout:10} {name:34} {far:.2e}   {times:6.2f} x the order's: {said}"
+    often = times(far, noise)
+    said = "coincide" if often <= ALLOWED * (1 + 1e-9) else "TOO FAR APART"
+    return f"{layout:10} {name:34} {far:.2e}   {often:6.2f} x the order's: {said}"

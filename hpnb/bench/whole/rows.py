@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hpnb.bench.whole.found import Entry, LayoutFound, Run
 from hpnb.bench.whole.layouts import shape
+from hpnb.bench.whole.losses import times
 
 _WIDTH = 54
 
@@ -76,8 +77,18 @@ def markdown(run: Run) -> str:
                     f"{found.share(best.name):.0%}", _gib(best.peak), bubble]  # fmt: skip
         lines.append(_line([found.layout, *mine, _beside(found, best)]))
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
-    lines += ["", f"Measured {run.date[:10]} at {run.commit}, with {versions}."]
+    lines += ["", f"Measured {stamp(run)}, with {versions}."]
+    if run.losses:
+        far = ((name, found["distance"]) for name, found in run.losses["layouts"].items())
+        told = "; ".join(f"{name} {times(apart, run.losses['order']):.2f}" for name, apart in far)
+        lines += ["", f"Losses of {run.losses['steps']} steps are so many times as far from one GPU's as its "
+                  f"own with rows in another order: {told}."]  # fmt: skip
     return "\n".join(lines)
+
+
+def stamp(run: Run) -> str:
+    """When and at which commit; the last day, where there are several."""
+    return f"{'until ' if ' and ' in run.commit else ''}{run.date[:10]} at {run.commit}"
 
 
 def _beside(found: LayoutFound, best: Entry | None) -> str:

@@ -60,8 +60,8 @@ lab: $(STAMP)
 # together, and share their ranks; in the order of names the long ones do not come last.
 WORKERS ?= 2
 
-# Four a day, the next four tomorrow; NOTEBOOKS=notebooks runs all of them, and so does `make notebooks`.
-NOTEBOOKS ?= $(shell "$(PYTHON)" tests/todays.py 4 notebooks/*.ipynb)
+# Three a day, the next three tomorrow; NOTEBOOKS=notebooks runs all of them, and so does `make notebooks`.
+NOTEBOOKS ?= $(shell "$(PYTHON)" tests/todays.py 3 notebooks/*.ipynb)
 
 # Every step runs even when one before it failed; the last line says which did. Nothing is fetched, and
 # nothing is written to the user's home.

@@ -226,7 +226,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_equal_to_one_process(ranks: int) -> None:
     with hpnb.Ranks(ranks, device="cpu", timeout=60) as pool:

@@ -14,7 +14,10 @@ import pytest
 import hpnb
 from hpnb.ranks import forkserver
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc"),
+    pytest.mark.sampled(3, of="servers that start ahead"),  # each starts interpreters that import everything
+]
 
 AS_A_KERNEL = """
 import os, sys, time

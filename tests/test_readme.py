@@ -27,11 +27,13 @@ def run_example(number: int, folder: Path) -> list[str]:
     return ran.stdout.splitlines()
 
 
+@pytest.mark.sampled(2, of="examples")
 def test_the_library_example_runs_and_is_right(tmp_path: Path) -> None:
     # 3 values of 4 bytes over 2 ranks: 2 (2-1)/2 x 12
     assert run_example(0, tmp_path) == [str([(3.0, 12.0)] * 4)]
 
 
+@pytest.mark.sampled(2, of="examples")
 def test_the_pipeline_example_runs_and_is_right(tmp_path: Path) -> None:
     bubble, losses = run_example(1, tmp_path)
     assert bubble == f"{3 / 11:.3f}"
@@ -41,6 +43,7 @@ def test_the_pipeline_example_runs_and_is_right(tmp_path: Path) -> None:
     assert 0.5 < values.pop() < 2.5  # of three classes, before anything is learned: about ln 3
 
 
+@pytest.mark.sampled(2, of="examples")
 def test_the_tensor_example_runs_and_is_right(tmp_path: Path) -> None:
     (line,) = run_example(2, tmp_path)
     ranks = re.findall(r"\(([\d.]+), (\d+), torch.Size\(\[(\d+), (\d+)\]\)\)", line)
@@ -54,6 +57,7 @@ def test_the_tensor_example_runs_and_is_right(tmp_path: Path) -> None:
     assert int(up) == 4 * int(hidden)
 
 
+@pytest.mark.sampled(2, of="examples")
 def test_the_hybrid_example_runs_and_is_right(tmp_path: Path) -> None:
     *_, line = run_example(3, tmp_path)  # after the bars of epochs
     ranks = re.findall(r"\(([\d.]+), ([\d.]+)\)", line)

@@ -159,6 +159,7 @@ booster.save_model(model, sys.argv[1], shard=True)
 """
 
 
+@pytest.mark.sampled(1, of="ViT")
 def test_vit_in_a_pipeline(tmp_path: Path) -> None:
     falls(losses(torchrun(tmp_path, 2, VIT_PIPELINE, str(tmp_path / "saved"))), steps=2)
     saved, told = ViTForImageClassification.from_pretrained(tmp_path / "saved", output_loading_info=True)
@@ -451,5 +452,6 @@ for epoch in range(NUM_EPOCH):
 """
 
 
+@pytest.mark.sampled(1, of="ViT")
 def test_vit_on_tensor_and_pipeline_ranks(tmp_path: Path) -> None:
     falls(losses(torchrun(tmp_path, 4, VIT_HYBRID)), steps=2)

@@ -244,6 +244,7 @@ SGD_CASES = {
 EVERYWHERE = ("unused, accumulated, clipped", "ragged", "whole", "replica before")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_equal_to_one_process(pools: dict[int, hpnb.Ranks], ranks: int) -> None:
     for name in SGD_CASES if ranks in (2, 4) else EVERYWHERE:

@@ -120,10 +120,11 @@ def profile(name: str, title: str, path: str) -> str:
 
 
 def losses(task: Task, shape: Shape, name: str, steps: int, backwards: bool = False) -> list[float]:
-    """Of a program of hpnb's from its first step on, each with a batch of its own.
+    """Of a program from its first step on, each with a batch of its own.
 
     Args:
-        backwards: rows of every batch in the opposite order, which changes nothing but the order of sums.
+        backwards: rows of every batch in the opposite order, which changes nothing but the order of sums; of
+            hpnb's programs.
     """
     drop()
     program = candidates(task.what, shape)[name].build(task, shape)

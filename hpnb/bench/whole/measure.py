@@ -123,8 +123,7 @@ def losses(task: Task, shape: Shape, name: str, steps: int, backwards: bool = Fa
     """Of a program from its first step on, each with a batch of its own.
 
     Args:
-        backwards: rows of every batch in the opposite order, which changes nothing but the order of sums; of
-            hpnb's programs.
+        backwards: rows of every batch in the opposite order, which changes nothing but the order of sums.
     """
     drop()
     program = candidates(task.what, shape)[name].build(task, shape)

@@ -103,7 +103,7 @@ def all_on_two_ranks() -> None:
     of = tiny()
     names = ["dp2", "zero1", "zero2", "zero3", "pp2", "tp2"]
     found = hpnb.launch(losses_of, of, names, SOME, ranks=2, device="cpu", timeout=250)
-    check(found, _truth(of), 5 + 3 + 3 + 3 + (6 if NOT_HERE else 7) + 4)
+    check(found, _truth(of), 5 + 4 + 3 + 3 + (6 if NOT_HERE else 7) + 4)
 
 
 def two_axes_on_four_ranks() -> None:

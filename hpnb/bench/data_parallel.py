@@ -80,8 +80,9 @@ def _stage_1_hpnb(task: Task, axis: Axis) -> Step:
 def _stage_1_torch(task: Task, axis: Axis) -> Step:
     module = task.build().to(task.dtype)
     optimizer = ZeroRedundancyOptimizer(
-        module.parameters(), torch.optim.AdamW, process_group=axis.group, **_ADAM
-    )
+        module.parameters(), torch.optim.AdamW, process_group=axis.group,
+        parameters_as_bucket_view=True, **_ADAM,  # else each parameter is a message of its own
+    )  # fmt: skip
     return _step(_ddp(module, axis), optimizer, task)
 
 

@@ -118,6 +118,7 @@ _HEAD = ", head and loss as one"
 _HEADS = {
     "one": [Candidate(f"torch{_HEAD}", partial(data_peers.alone, "head"))],
     "dp": [Candidate(f"DDP{_HEAD}", partial(data_peers.ddp, "head"))],
+    "zero1": [Candidate(f"{_KEPT}{_HEAD}", partial(data_peers.fsdp, "head", False, True))],
     "zero2": [Candidate(f"{_KEPT}{_HEAD}", partial(data_peers.fsdp, "head", False, True))],
     "zero3": [Candidate(f"{_FSDP}{_HEAD}", partial(data_peers.fsdp, "head", True, True))],
     "pp": [

@@ -128,7 +128,7 @@ class Background:
             assert work is not None
             return Pending(work.wait if ended is None else _until(work, ended))
         # `torch.cuda.stream` asks for the stream of no device in particular, for which PyTorch looks through
-        # its environment: twice a bucket, a sixth of what the host does for one.
+        # its environment: twice a bucket, a sixth of its host time under a profiler.
         there, index = self._stream, self._stream.device_index
         here = torch.cuda.current_stream(index)
         there.wait_stream(here)

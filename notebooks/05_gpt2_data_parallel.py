@@ -232,7 +232,7 @@ for way in (Way(2), Way(3, -1)):
 # Bytes are predicted to a few per cent, seconds are not: where the table says "name the missing term", read it so.
 # Above 1: the model lets communication hide for free; on a CPU copying and adding take the very cores that compute
 # (01). It knows neither the copies into buckets nor the hooks of every block, which many small blocks pay for. On a GPU
-# with few tokens the host is the missing term: it launches more slowly than the device computes, and each hook, bucket and
+# with few tokens the host is part of it: it launches more slowly than the device computes, and each hook, bucket and
 # message is one more thing to launch. And it takes computing again for exactly one forward. Below 1: the prediction starts from a step without messages, timed at
 # another moment than the rest. If the machine was slower then, all predictions are too long, and only their order still
 # says something.

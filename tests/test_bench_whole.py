@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import hpnb
 from hpnb.bench import __main__ as command
@@ -67,13 +68,13 @@ def losses_of(of: task.Task, names: list[str], which: str) -> dict[str, dict[str
     return found
 
 
-def alone(of: task.Task) -> list[float]:
+def alone(of: task.Task, steps: int = STEPS) -> list[float]:
     """The same steps in plain PyTorch: the whole batch, no microbatches, no ranks."""
     model: Any = of.build()
     forms.use_loss(model, "no")
     optimizer = torch.optim.AdamW(model.parameters(), lr=of.lr)
     found = []
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
         loss = model(**of.draw(step)).loss
         loss.backward()
@@ -103,15 +104,15 @@ def all_on_two_ranks() -> None:
     of = tiny()
     names = ["dp2", "zero1", "zero2", "zero3", "pp2", "tp2"]
     found = hpnb.launch(losses_of, of, names, SOME, ranks=2, device="cpu", timeout=250)
-    check(found, _truth(of), 5 + 4 + 3 + 3 + (6 if NOT_HERE else 7) + 4)
+    check(found, _truth(of), 5 + 5 + 3 + 3 + (6 if NOT_HERE else 7) + 6)
 
 
 def two_axes_on_four_ranks() -> None:
     of = tiny(ranks=4)
-    which = "^hpnb 1f1b|^hpnb, seq|Schedule1F1B, FSDP2$|SequenceParallel$"
+    which = "^hpnb 1f1b|^hpnb, seq|Schedule1F1B, FSDP2$|SequenceParallel(, head and loss as one)?$"
     names = ["dp2xpp2", "dp2xtp2", "tp2xpp2"]
     found = hpnb.launch(losses_of, of, names, which, ranks=4, device="cpu", timeout=250)
-    check(found, _truth(of), 2 + 2 + 3)
+    check(found, _truth(of), 2 + 3 + 4)
 
 
 def images_on_two_ranks() -> None:
@@ -166,6 +167,45 @@ def test_a_program_whose_ranks_train_by_themselves_is_no_peer() -> None:
             assert len(one.losses) == measure.WARM_UP
         for one in pool.run(begun_with_timm, True):
             assert one.refused == "2 of 2 weights differ between ranks: gradients were not summed"
+
+
+def said_of_stages() -> list[str]:
+    """Of two stages with two replicas each: of those of one stage a weight differs."""
+    mesh = data_peers.mesh_of(("dp", "pp"), (2, 2))
+
+    def of(weights: list[float]) -> str:
+        made = [torch.tensor(x) for x in weights]
+        group = mesh["dp"].get_group()
+        none: Any = None
+        return measure._apart(Program(none, none, none, replicas=lambda: made, among=group))
+
+    stage, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    return [of([1.0 + stage, 2.0]), of([1.0 + stage, float(replica * stage)]), of([])]
+
+
+def test_replicas_of_a_stage_are_held_to_each_other_and_all_ranks_know() -> None:
+    told = "1 of 2 weights differ between ranks: gradients were not summed"
+    assert hpnb.launch(said_of_stages, ranks=4, device="cpu") == [["", told, ""]] * 4
+
+
+def summed_gradients() -> list[list[float]]:
+    """Norms, as SequenceParallel leaves them, one that is cut, and a plain one; taken twice."""
+    mesh, mine = data_peers.mesh_of(("tp",), (2,)), float(hpnb.rank() + 1)
+    made: list[nn.Parameter] = []
+    for placement, grad in ((Replicate(), Partial()), (Replicate(), Partial()), (Shard(0), Shard(0))):
+        p = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [placement]))
+        p.grad = DTensor.from_local(torch.full((2,), mine + 10 * len(made)), mesh, [grad])
+        made.append(p)
+    made.append(nn.Parameter(torch.zeros(2)))
+    made[-1].grad = torch.full((2,), mine)
+    forms.gradients(made)
+    return [x.tolist() for x in forms.gradients(made)]
+
+
+def test_gradients_of_norms_are_summed_once() -> None:
+    first, second = hpnb.launch(summed_gradients, ranks=2, device="cpu")
+    assert first == [[3.0, 3.0], [23.0, 23.0], [21.0, 21.0], [1.0, 1.0]]
+    assert second == [[3.0, 3.0], [23.0, 23.0], [22.0, 22.0], [2.0, 2.0]]
 
 
 @pytest.mark.slow
@@ -284,7 +324,7 @@ def fails(pool: FakePool, lost: bool) -> None:
 
 def contend(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, rounds: int = 4, traces: str | None = None,
-    said: list[str] | None = None,
+    said: list[str] | None = None, reference: tuple[float, ...] = (), again: bool = False,
 ) -> LayoutFound:  # fmt: skip
     """What is found; lines are added to `said`."""
     said = [] if said is None else said
@@ -296,7 +336,9 @@ def contend(
     monkeypatch.setattr(measure, "candidates", lambda *_: known)
     made: Any = machine
     of, shape = tiny(), Shape(dp=2)
-    return contest.Contest(made, of, "dp2", shape, list(known), rounds, traces, said.append).run()
+    return contest.Contest(
+        made, of, "dp2", shape, list(known), rounds, traces, said.append, reference, again
+    ).run()
 
 
 def test_programs_that_fit_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,6 +360,38 @@ def test_those_that_do_not_fit_come_in_waves_beside_the_fastest(monkeypatch: pyt
     assert [set(wave) for wave in found.waves] == [{"hpnb b", "hpnb", "a"}, {"hpnb", "b", "c"}]
     assert all(len(seconds) == 4 for wave in found.waves for seconds in wave.values())
     assert not any(entry.failed for entry in found.entries)
+
+
+def test_the_best_meet_once_more_and_the_peer_is_built_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Later(Machine):
+        """What is built anew is faster."""
+
+        def one_step(self, pool: FakePool, name: str) -> float:
+            return super().one_step(pool, name) / self.begun.count(name)
+
+    machine = Later({"hpnb b": 10, "hpnb": 10, "a": 10, "b": 10}, total=50)
+    found = contend(machine, monkeypatch, again=True)
+    assert machine.begun == ["hpnb b", "hpnb", "a", "b", "a", "hpnb"]
+    assert [set(wave) for wave in found.waves] == [{"hpnb b", "hpnb", "a"}, {"hpnb", "b"}, {"a", "hpnb"}]
+    assert found.waves[-1] == {"a": [1.0] * 4, "hpnb": [0.5] * 4}
+    assert found.seconds("hpnb") == 1.0
+    assert found.shown("hpnb") == found.seconds("hpnb", beside="a") == 0.75
+    assert found.shown("b") == found.seconds("b") == 2.0
+
+
+@pytest.mark.parametrize("lost", ["a", "hpnb"])
+def test_times_stay_if_one_fails_when_the_best_meet_once_more(
+    monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    class Once(Machine):
+        def begin(self, pool: FakePool, of: task.Task, shape: Shape, name: str) -> Begun:
+            if name == lost and name in self.begun:
+                fails(pool, lost=True)
+            return super().begin(pool, of, shape, name)
+
+    found = contend(Once({"hpnb": 1, "a": 1}), monkeypatch, again=True)
+    assert not any(entry.failed for entry in found.entries)
+    assert [set(wave) for wave in found.waves] == [{"hpnb", "a"}]
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -470,6 +544,27 @@ def test_a_program_that_trains_otherwise_is_no_peer(monkeypatch: pytest.MonkeyPa
     best = found.fastest(ours=False)
     assert best is not None
     assert best.name == "b"
+
+
+def test_hpnb_is_held_to_the_plain_model_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = (5.0, 5.0, 5.0, 4.9, 5.0)
+    found = contend(Machine({"hpnb": 1, "a": 1}), monkeypatch, reference=truth)
+    told = "it does not train the same: the loss of step 3 is 5.000000, that of the plain model 4.900000"
+    assert [entry.failed for entry in found.entries] == [told, told]
+
+
+def test_the_plain_model_is_run_once_for_all_layouts_of_a_task() -> None:
+    of, said = tiny(), list[str]()
+    with contest.pools("cpu", 60) as among:
+        plain = among.reference(of, 2, said.append)
+        (truth,) = hpnb.launch(alone, of, measure.WARM_UP, ranks=1, device="cpu")
+        assert plain == pytest.approx(truth, rel=2e-5)
+        pool = among.of(2)
+        assert among.reference(of, 2, said.append) is plain
+        assert among.of(2) is pool
+        assert among.reference(replace(of, rows=-1), 2, said.append) == ()
+    assert len(said) == 1
+    assert said[0].startswith("without the losses of the plain model: rank ")
 
 
 # --- what is counted, and asked for ----------------------------------------------------------------------

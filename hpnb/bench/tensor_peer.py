@@ -15,7 +15,7 @@ the host less than DTensors. Two things have no plan in PyTorch and are given th
   behind them, which nothing attends to: keys and values are cut to 197, so attention needs no mask.
   (DTensors may be uneven, but with torch 2.11 a linear layer fails on one that has been gathered.)
 
-The gradients of norms that `SequenceParallel` leaves partial are summed by the optimizer, one by one.
+The gradients of norms that `SequenceParallel` leaves partial are summed by the optimizer.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     PrepareModuleOutput,
     RowwiseParallel,
@@ -49,15 +50,21 @@ _VIT: _Regions = {
     "attention": (2, ("q_proj", "k_proj", "v_proj"), "o_proj"),
     "mlp": (1, ("fc1",), "fc2"),
 }
+_WORDS = 64  # of which a rank has a multiple, if the table is padded
 _GPT2: _Regions = {"attn": (1, ("c_attn",), "c_proj"), "mlp": (1, ("c_fc",), "c_proj")}
 
 
-def parallelize(model: nn.Module, axis: Axis | DeviceMesh, sequence_parallel: bool) -> nn.Module:
+def parallelize(
+    model: nn.Module, axis: Axis | DeviceMesh, sequence_parallel: bool, whole_loss: bool = False
+) -> nn.Module:
     """Cut `model` along `axis`, in place, as PyTorch's documentation does it, and return it.
 
     Args:
         model: a ViTForImageClassification or a GPT2LMHeadModel without dropout, equal on all ranks.
         axis: or a mesh of one dim, as a larger one's `mesh["tp"]`.
+        whole_loss: of a GPT-2, leave to the loss function what the output layer does. It gets hidden states
+            as a DTensor, whole on every rank, and the table of words, cut and with rows of zeros behind it
+            so that every rank has a multiple of 64 (`hidden_words`).
 
     Raises:
         ValueError: heads, or a GPT-2's positions, that do not divide by the ranks.
@@ -69,9 +76,18 @@ def parallelize(model: nn.Module, axis: Axis | DeviceMesh, sequence_parallel: bo
         raise ValueError(f"torch's plan cannot give {ranks} ranks as many of {heads} heads each")
     where = next(model.parameters()).device.type
     mesh = DeviceMesh.from_group(axis.group, where) if isinstance(axis, Axis) else axis
-    cut = _gpt2 if isinstance(model, GPT2LMHeadModel) else _vit
-    cut(model, mesh, sequence_parallel)
+    if isinstance(model, GPT2LMHeadModel):
+        _gpt2(model, mesh, sequence_parallel, whole_loss)
+    else:
+        _vit(model, mesh, sequence_parallel)
     return model
+
+
+def hidden_words(words: int, mesh: DeviceMesh, device: torch.device) -> DTensor:
+    """(padded words,), cut: what is added to logits so that words that do not exist have no share."""
+    added = torch.zeros(words + -words % (_WORDS * mesh.size()), device=device)
+    added[words:] = -torch.inf
+    return distribute_tensor(added, mesh, [Shard(0)])
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -124,12 +140,15 @@ def _gather_after(norm: nn.Module, mesh: DeviceMesh) -> None:
 # --- GPT-2 -----------------------------------------------------------------------------------------------
 
 
-def _gpt2(model: Any, mesh: DeviceMesh, sequence: bool) -> None:
+def _gpt2(model: Any, mesh: DeviceMesh, sequence: bool, whole_loss: bool) -> None:
     core, ranks = model.transformer, mesh.size()
     if sequence and core.config.n_positions % ranks:
         raise ValueError(
             f"torch's plan cannot give {ranks} ranks as many of {core.config.n_positions} tokens each"
         )
+    if whole_loss:
+        words = core.wte.weight.detach()
+        core.wte.weight = nn.Parameter(F.pad(words, (0, 0, 0, -len(words) % (_WORDS * ranks))))
     for block in core.h:
         for parent, name, pieces in _conv1ds(block):
             setattr(parent, name, _linear(getattr(parent, name), pieces, ranks))
@@ -137,8 +156,8 @@ def _gpt2(model: Any, mesh: DeviceMesh, sequence: bool) -> None:
         parallelize_module(block, mesh, _plan(_GPT2, ("ln_1", "ln_2"), sequence))
     if sequence:
         # The model reads the sequence's length off the words, so they are DTensors up to the first block.
-        words = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False)
-        parallelize_module(core.wte, mesh, words)
+        table = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False)
+        parallelize_module(core.wte, mesh, table)
         parallelize_module(core.wpe, mesh, _deal(local=False))
         parallelize_module(
             core.drop, mesh, PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Shard(1))
@@ -146,7 +165,10 @@ def _gpt2(model: Any, mesh: DeviceMesh, sequence: bool) -> None:
         parallelize_module(core.ln_f, mesh, SequenceParallel())
     else:
         parallelize_module(core.wte, mesh, RowwiseParallel(input_layouts=Replicate()))
-    head = ColwiseParallel(input_layouts=Shard(1) if sequence else Replicate(), use_local_output=False)
+    enters = Shard(1) if sequence else Replicate()
+    head: ParallelStyle = ColwiseParallel(input_layouts=enters, use_local_output=False)
+    if whole_loss:
+        head = PrepareModuleInput(input_layouts=(enters,), desired_input_layouts=(Replicate(),))
     parallelize_module(model.lm_head, mesh, head)
     model.lm_head.weight = core.wte.weight  # tied again: both are cut by words
     model.loss_function = _loss

@@ -3,6 +3,8 @@
     wave       hpnb's, and as many peers as fit in memory beside them: A B C | B C A | C A B ...
     next wave  hpnb's best, and the peers that are left
     in turn    a peer that fits beside nobody: hpnb's best, the peer, hpnb's best, the peer, each built anew
+    again      hpnb's best and the best peer once more, the peer built first: who is built first has memory
+               first, and of several the best so far was lucky too
 
 Ranks that part in the middle of a collective are lost, so after a failure others are started, and what lived
 is built again. Times that a program has stay, whatever becomes of it later.
@@ -37,12 +39,23 @@ class Pools:
     def __init__(self, device: str, timeout: float) -> None:
         self.device, self.timeout = device, timeout
         self._pool: hpnb.Ranks | None = None
+        self._plain: dict[Task, tuple[float, ...]] = {}
 
     def of(self, ranks: int) -> hpnb.Ranks:
         if self._pool is None or not self._pool.alive or self._pool.size != ranks:
             self.close()
             self._pool = hpnb.Ranks(ranks, device=self.device, timeout=self.timeout)
         return self._pool
+
+    def reference(self, task: Task, ranks: int, say: Say) -> tuple[float, ...]:
+        """The first losses of the plain model, for all layouts of a task; none where it does not fit."""
+        if task not in self._plain:
+            try:
+                self._plain[task] = tuple(self.of(ranks).run(measure.reference, task)[0])
+            except RankError as error:
+                say(f"without the losses of the plain model: {_sentence(error)}")
+                self._plain[task] = ()
+        return self._plain[task]
 
     def close(self) -> None:
         if self._pool is not None:
@@ -68,16 +81,20 @@ class Contest:
         layout, shape: its name, and the ranks along each axis.
         names: of candidates, hpnb's in front.
         rounds: steps of each program that count.
+        reference: the first losses of the plain model, to which all programs are held; without them, to
+            hpnb's best.
+        again: whether the best of both sides meet once more.
         traces: a folder for Chrome traces of the fastest of either side of each wave.
         say: takes what is worth a line while it runs.
     """
 
     def __init__(
         self, among: Pools, task: Task, layout: str, shape: Shape, names: Sequence[str], rounds: int,
-        traces: str | None, say: Say,
+        traces: str | None, say: Say, reference: Sequence[float] = (), again: bool = False,
     ) -> None:  # fmt: skip
         self.among, self.task, self.layout, self.shape = among, task, layout, shape
         self.rounds, self.traces, self.say = rounds, traces, say
+        self.reference, self.again = tuple(reference), again
         self.left, self.crowded = list(names), list[str]()
         self.entries = {name: Entry(name, name.startswith("hpnb")) for name in names}
         self.facts: dict[str, Begun] = {}
@@ -100,6 +117,8 @@ class Contest:
             self._keep(self._partner() if self.left else None)
         for name in self.crowded:
             self._in_turn(name)
+        if self.again:
+            self._once_more()
         self._keep(None)
         units, flops = self.task.units, float(self.task.flops)
         return LayoutFound(self.layout, self.shape.ranks, self.task.unit, units, flops, matmul,
@@ -191,6 +210,15 @@ class Contest:
         self._keep()
         return self.waves.pop()[name] if self._begin(name) and self._rounds(rounds) else None
 
+    def _once_more(self) -> None:
+        """The best of both sides, built in the opposite order; times that they have stay, should one fail."""
+        mine, peer = self._partner(), self._fastest(ours=False)
+        if mine is None or peer is None or peer in self.crowded:
+            return
+        self._keep()
+        if self._begin(peer) and self._fits() and self._begin(mine):
+            self._rounds(self.rounds)
+
     # --- rounds ------------------------------------------------------------------------------------------
 
     def _rounds(self, rounds: int) -> bool:
@@ -233,17 +261,15 @@ class Contest:
             self._let_go(name, _sentence(error))
             return None
 
-    def _anchor(self) -> str | None:
-        """hpnb's fastest so far."""
-        ours = [
-            name for name in self._measured() if self.entries[name].ours and not self.entries[name].failed
-        ]
-        return min(ours, key=self._median, default=None)
+    def _fastest(self, ours: bool) -> str | None:
+        """Of a side, so far."""
+        ran = [name for name in self._measured() if self.entries[name].ours == ours]
+        ran = [name for name in ran if not self.entries[name].failed and name not in self.gone]
+        return min(ran, key=self._median, default=None)
 
     def _partner(self) -> str | None:
-        """Beside whom others are measured."""
-        anchor = self._anchor()
-        return None if anchor in self.gone else anchor
+        """Beside whom others are measured: hpnb's fastest so far."""
+        return self._fastest(ours=True)
 
     def _measured(self) -> list[str]:
         return list(dict.fromkeys(name for wave in self.waves for name in wave))
@@ -254,20 +280,21 @@ class Contest:
     # --- what is said ------------------------------------------------------------------------------------
 
     def _compared(self) -> Iterator[Entry]:
-        """Entries, of which those that compute another model have failed."""
+        """Entries, of which those that compute another model have failed, hpnb's too."""
         known = measure.candidates(self.task.what, self.shape)
-        anchor = self._anchor()
+        mine = self._fastest(ours=True)
+        truth = self.reference or (self.entries[mine].losses if mine else ())
+        whose = "the plain model" if self.reference else mine
         for name, entry in self.entries.items():
-            if anchor is None or entry.failed or not known[name].same:
+            if not truth or entry.failed or not known[name].same:
                 yield entry
                 continue
-            pairs = list(zip(self.entries[anchor].losses, entry.losses, strict=True))
+            pairs = list(zip(truth, entry.losses, strict=True))
             apart = [not abs(a - b) <= _TOLERANCE[self.task.bits] * abs(a) for a, b in pairs]
             if any(apart):
                 step = apart.index(True)
-                told = (
-                    f"the loss of step {step} is {pairs[step][1]:.6f}, that of {anchor} {pairs[step][0]:.6f}"
-                )
+                right, wrong = pairs[step]
+                told = f"the loss of step {step} is {wrong:.6f}, that of {whose} {right:.6f}"
                 entry = replace(entry, failed=f"it does not train the same: {told}")
             yield entry
 

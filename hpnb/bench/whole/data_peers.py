@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_outputs import ImageClassifierOutput
@@ -74,11 +74,11 @@ def ddp_autocast(how: Compiled, task: Task, shape: Shape) -> Program:
     return accumulating(task, shape, runs, optimizer, wrapped, around=around)
 
 
-def zero_1(task: Task, shape: Shape) -> Program:
+def zero_1(how: Compiled, task: Task, shape: Shape) -> Program:
     """DDP, and an optimizer whose states are dealt out."""
     model: Any = task.build()
-    forms.use_loss(model, "blocks")
-    forms.compile_parts(model, "blocks")
+    forms.use_loss(model, how)
+    forms.compile_parts(model, how)
     wrapped = _compressed(task, replicated(model, False))  # it steps views that a static graph forbids
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=task.lr, fused=True
@@ -98,7 +98,8 @@ def fsdp(how: Compiled, reshard: bool, sharded: bool, task: Task, shape: Shape) 
     forms.compile_parts(model, how)
     mesh = mesh_of(("dp",), (shape.dp,)) if sharded else mesh_of(("dp", "one"), (shape.dp, 1))
     shard(task, model, mesh, reshard)
-    return accumulating(task, shape, model, forms.adamw(model.parameters(), task.lr), model)
+    optimizer = forms.adamw(model.parameters(), task.lr)
+    return accumulating(task, shape, model, optimizer, model, reshard=reshard)
 
 
 def timm(how: Compiled, task: Task, shape: Shape) -> Program:
@@ -146,11 +147,11 @@ def _compressed(task: Task, wrapped: Any) -> Any:
 
 
 def shard(task: Task, model: nn.Module, mesh: DeviceMesh, reshard: bool) -> None:
-    """In place: each block by itself, and the rest."""
+    """In place: each block by itself, and the rest, which the backward needs first: it stays gathered."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if task.bits == 16 else None)
     for block in forms.blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
 def _whole(model: Any, how: Compiled) -> Any:
@@ -165,6 +166,7 @@ def accumulating(
     sends: Any = None,
     around: Around = nullcontext,
     within: Around = nullcontext,
+    reshard: bool = True,
 ) -> Program:
     """A step: microbatch after microbatch, of which the last one's backward sends gradients.
 
@@ -172,16 +174,19 @@ def accumulating(
         runs: is called with a microbatch and gives outputs with a loss.
         sends: the DDP or FSDP2 module that is not to send before.
         around: each forward; `within`: forward and backward.
+        reshard: let FSDP2's parameters go after every backward, and not after the last alone.
     """
     parts, dtype = task.parts(shape), next(runs.parameters()).dtype
-    coordinate = hpnb.rank() // (shape.pp * shape.tp)  # of dp, which is outermost
+    coordinate = hpnb.rank() // (shape.pp * shape.tp) % shape.dp  # of dp, which is outermost
     feed, seen = Feed(task, coordinate, shape.dp), list[torch.Tensor]()
 
     def quiet(last: bool) -> AbstractContextManager[Any]:
         if isinstance(sends, DistributedDataParallel):
             return nullcontext() if last else sends.no_sync()
-        if hasattr(sends, "set_requires_gradient_sync"):
+        if isinstance(sends, FSDPModule) and parts > 1:
             sends.set_requires_gradient_sync(last)
+            if not reshard:
+                sends.set_reshard_after_backward(last)
         return nullcontext()
 
     def step() -> None:

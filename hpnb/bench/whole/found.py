@@ -57,10 +57,22 @@ class LayoutFound:
     waves: tuple[dict[str, list[float]], ...] = ()
     retries: int = 0
 
-    def seconds(self, name: str) -> float | None:
-        """The median of a program's steps."""
+    def seconds(self, name: str, beside: str | None = None) -> float | None:
+        """The median of a program's steps.
+
+        Args:
+            beside: of those alone that it took in turns with this one, if there are any. A GPU is faster at
+                one time than at another, and only so do speeds of two say what their ratio says.
+        """
         found = [second for wave in self.waves for second in wave.get(name, ())]
-        return statistics.median(found) if found else None
+        both = [second for wave in self.waves if beside in wave for second in wave.get(name, ())]
+        return statistics.median(both or found) if found else None
+
+    def shown(self, name: str) -> float | None:
+        """Seconds of a step as tables show them: hpnb's best beside the best peer, and that beside it."""
+        best = [one.name for one in map(self.fastest, (True, False)) if one is not None]
+        other = next((one for one in best if one != name), None) if name in best else None
+        return self.seconds(name, other)
 
     def fastest(self, ours: bool) -> Entry | None:
         """hpnb's best program, or the best peer; those that failed do not count."""
@@ -82,11 +94,11 @@ class LayoutFound:
 
     def per_gpu(self, name: str) -> float:
         """Tokens or images a second, of one rank."""
-        return self.units / (self.seconds(name) or float("nan")) / self.ranks
+        return self.units / (self.shown(name) or float("nan")) / self.ranks
 
     def tflops(self, name: str) -> float:
         """TFLOP/s of one rank; what is computed again does not count."""
-        return self.flops / (self.seconds(name) or float("nan")) / self.ranks / 1e12
+        return self.flops / (self.shown(name) or float("nan")) / self.ranks / 1e12
 
     def share(self, name: str) -> float:
         """Of the rate of products alone."""

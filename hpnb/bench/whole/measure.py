@@ -14,7 +14,7 @@ import torch.distributed as dist
 import hpnb
 from hpnb.bench.kernels import profiled
 from hpnb.bench.turns import nothing_left, timed
-from hpnb.bench.whole import ours, peers
+from hpnb.bench.whole import data_peers, forms, ours, peers
 from hpnb.bench.whole.layouts import Shape
 from hpnb.bench.whole.program import Candidate, Program
 from hpnb.bench.whole.task import Task, What
@@ -57,11 +57,7 @@ def begin(task: Task, shape: Shape, name: str, warm_up: int = WARM_UP) -> Begun:
         program = candidate.build(task, shape)
     except ValueError as refused:
         return Begun(refused=str(refused))
-    losses = []
-    for step in range(warm_up):
-        program.feed.turn(step)
-        program.step()
-        losses.append(program.loss())
+    losses = _first(program, warm_up)
     if apart := _apart(program):
         return Begun(refused=apart)
     _live[name] = program
@@ -76,15 +72,22 @@ def begin(task: Task, shape: Shape, name: str, warm_up: int = WARM_UP) -> Begun:
 
 
 def _apart(program: Program) -> str:
-    """A sentence about replicas that differ: losses are means over all ranks, and would hardly show it."""
-    held = [tensor.detach().double().sum() for tensor in program.replicas()]
-    if not held:
-        return ""
-    low, high = torch.stack(held), torch.stack(held)
-    dist.all_reduce(low, dist.ReduceOp.MIN)
-    dist.all_reduce(high, dist.ReduceOp.MAX)
-    apart = int((low != high).sum())
-    return f"{apart} of {len(held)} weights differ between ranks: gradients were not summed" if apart else ""
+    """A sentence about replicas that differ: losses are means over all ranks, and would hardly show it. All
+    ranks get one, or none; pipelines compare stage by stage."""
+    held = [forms.local(tensor.detach()).double().sum() for tensor in program.replicas()]
+    low, high = (torch.stack(held) if held else torch.zeros(1, device=hpnb.device()) for _ in range(2))
+    dist.all_reduce(low, dist.ReduceOp.MIN, group=program.among)
+    dist.all_reduce(high, dist.ReduceOp.MAX, group=program.among)
+    counts = torch.stack([(low != high).sum(), torch.tensor(len(held), device=low.device)])
+    dist.all_reduce(counts, dist.ReduceOp.MAX)
+    apart, known = counts.tolist()
+    return f"{apart} of {known} weights differ between ranks: gradients were not summed" if apart else ""
+
+
+def reference(task: Task, steps: int = WARM_UP) -> list[float]:
+    """The first losses of the plain model: every rank takes the whole batch, and nobody sends anything."""
+    drop()
+    return _first(data_peers.alone("blocks", task, Shape()), steps)
 
 
 def drop(kept: tuple[str, ...] = ()) -> None:
@@ -128,6 +131,10 @@ def losses(task: Task, shape: Shape, name: str, steps: int, backwards: bool = Fa
     drop()
     program = candidates(task.what, shape)[name].build(task, shape)
     program.feed.backwards = backwards
+    return _first(program, steps)
+
+
+def _first(program: Program, steps: int) -> list[float]:
     found = []
     for step in range(steps):
         program.feed.turn(step)

@@ -96,6 +96,9 @@ def build(knobs: dict[str, Any], task: Task, shape: Shape, backwards: bool = Fal
         simulated = plugin.schedule(parts).simulate(Costs.measured(tl))
         return tl.bubble_fraction, simulated.bubble_fraction
 
-    if shape.pp > 1:
-        return Program(microbatches, loss, feed, bubble)
-    return Program(whole if parts == 1 else microbatches, loss, feed)
+    def replicas() -> list[torch.Tensor]:
+        return list(model.parameters()) if shape.dp > 1 and shape.zero < 3 else []
+
+    group = plugin.mesh.dp.group if shape.dp > 1 else None
+    steps = microbatches if shape.pp > 1 or parts > 1 else whole
+    return Program(steps, loss, feed, bubble if shape.pp > 1 else None, replicas, group)

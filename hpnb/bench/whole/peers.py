@@ -14,26 +14,31 @@ from hpnb.bench.whole.task import What
 
 _FSDP = "FSDP2"
 _KEPT = "FSDP2 without resharding"
+_HEAD = ", head and loss as one"  # of a language model
 _SP = ", SequenceParallel"
+_CUT: list[tuple[str, forms.Compiled, bool]] = [
+    (_SP + _HEAD, "head", True), (_HEAD, "head", False), (_SP, "blocks", True), ("", "blocks", False),
+    (_SP + ", eager", "no", True), (", eager", "no", False),
+]  # fmt: skip
 
 
 def candidates(what: What, shape: Shape) -> list[Candidate]:
     """All of a layout, the likely best in front; none where PyTorch has no program."""
     found = _PEERS.get(shape.kind, [])
-    if what == "vit-l16" and shape.kind in ("one", "dp"):
+    if what == "gpt2-xl":
+        return found
+    found = [one for one in found if not one.name.endswith(_HEAD)]
+    if shape.kind in ("one", "dp"):
         name = "timm" if shape.kind == "one" else "timm, DDP"
-        ways: list[tuple[str, forms.Compiled, bool]] = [
-            ("model", "whole", False), ("blocks", "blocks", True),
-        ]  # fmt: skip
-        found = [*found, *(
-            Candidate(f"{name}, {said} compiled", partial(data_peers.timm, how), same=False, extra=extra)
-            for said, how, extra in ways
-        )]  # fmt: skip
-    return [*found, *_HEADS.get(shape.kind, [])] if what == "gpt2-xl" else found
+        whole, blocks = partial(data_peers.timm, "whole"), partial(data_peers.timm, "blocks")
+        found.append(Candidate(f"{name}, model compiled", whole, same=False))
+        found.append(Candidate(f"{name}, blocks compiled", blocks, same=False, extra=True))
+    return found
 
 
 def _one() -> list[Candidate]:
     return [
+        Candidate("torch" + _HEAD, partial(data_peers.alone, "head")),
         Candidate("torch, blocks compiled", partial(data_peers.alone, "blocks")),
         Candidate(
             "torch, autocast, blocks compiled", partial(data_peers.alone_autocast, "blocks"), extra=True
@@ -44,57 +49,59 @@ def _one() -> list[Candidate]:
 
 def _replicas() -> list[Candidate]:
     return [
+        Candidate("DDP" + _HEAD, partial(data_peers.ddp, "head")),
         Candidate("DDP, blocks compiled", partial(data_peers.ddp, "blocks")),
-        Candidate("DDP, autocast, blocks compiled", partial(data_peers.ddp_autocast, "blocks")),
+        Candidate("DDP, autocast, blocks compiled", partial(data_peers.ddp_autocast, "blocks"), extra=True),
         Candidate("FSDP2 of replicas", partial(data_peers.fsdp, "blocks", False, False), extra=True),
         Candidate("DDP, model compiled", partial(data_peers.ddp, "whole"), extra=True),
         Candidate("DDP, autocast, model compiled", partial(data_peers.ddp_autocast, "whole"), extra=True),
     ]
 
 
+def _sharded(name: str, reshard: bool) -> list[Candidate]:
+    return [
+        Candidate(name + _HEAD, partial(data_peers.fsdp, "head", reshard, True)),
+        Candidate(name, partial(data_peers.fsdp, "blocks", reshard, True)),
+    ]
+
+
 def _pipelines(replicas: pipeline_peers.Replicas, behind: str = "") -> list[Candidate]:
     """1F1B, interleaved and ZBV. A compiled block is one node of autograd, which ZBV cannot split; and in a
     ZBV of DDP's stages the gradients of replicas are not summed as they should: losses part after a step."""
-    ways: list[tuple[str, int, forms.Compiled, bool]] = [
-        ("Schedule1F1B", 1, "blocks", False),
-        ("ScheduleInterleaved1F1B", 2, "blocks", bool(behind)),
-        ("ScheduleZBVZeroBubble", 2, "no", bool(behind)),
+    ways: list[tuple[str, int, str, forms.Compiled, bool]] = [
+        ("Schedule1F1B", 1, _HEAD, "head", False),
+        ("ScheduleInterleaved1F1B", 2, _HEAD, "head", bool(behind)),
+        ("ScheduleInterleaved1F1B", 4, " in 4 chunks" + _HEAD, "head", bool(behind)),
+        ("Schedule1F1B", 1, "", "blocks", False),
+        ("ScheduleInterleaved1F1B", 2, "", "blocks", bool(behind)),
+        ("ScheduleZBVZeroBubble", 2, "", "no", bool(behind)),
     ]
     return [
-        Candidate(kind + behind, partial(pipeline_peers.pipelined, kind, n, replicas, how, False), extra=more)
-        for kind, n, how, more in ways
+        Candidate(
+            kind + behind + said, partial(pipeline_peers.pipelined, kind, n, replicas, how, False), extra=more
+        )
+        for kind, n, said, how, more in ways
         if not (how == "no" and behind == ", DDP")
     ]
 
 
 def _both() -> list[Candidate]:
-    kind = "Schedule1F1B"
-    ways: list[tuple[bool, forms.Compiled, bool]] = [
-        (True, "blocks", False), (True, "no", False), (False, "blocks", True),
-    ]  # fmt: skip
+    name, kind = "Schedule1F1B, parallelize_module", "Schedule1F1B"
     return [
         Candidate(
-            f"{kind}, parallelize_module{_SP if sequence else ''}{', eager' if how == 'no' else ''}",
-            partial(pipeline_peers.pipelined, kind, 1, "ddp", how, sequence),
-            extra=extra,
+            name + said, partial(pipeline_peers.pipelined, kind, 1, "ddp", how, sequence), extra=how == "no"
         )
-        for sequence, how, extra in ways
+        for said, how, sequence in _CUT
     ]
 
 
 def _shared(over: bool) -> list[Candidate]:
     build = tensor_peers.sharded if over else tensor_peers.parallelized
     name = "FSDP2 x parallelize_module" if over else "parallelize_module"
-    ways: list[tuple[bool, forms.Compiled, bool]] = [
-        (True, "blocks", False), (True, "no", False), (False, "blocks", True), (False, "no", True),
-    ]  # fmt: skip
+    ways = [*_CUT, (f"{_SP}, async{_HEAD}", "async", True)]
     return [
-        Candidate(
-            f"{name}{_SP if sequence else ''}{', eager' if how == 'no' else ''}",
-            partial(build, how, sequence),
-            extra=extra,
-        )
-        for sequence, how, extra in ways
+        Candidate(name + said, partial(build, how, sequence), extra=how in ("no", "async"))
+        for said, how, sequence in ways
     ]
 
 
@@ -102,31 +109,15 @@ _PEERS = {
     "one": _one(),
     "dp": _replicas(),
     "zero1": [
-        Candidate("DDP with ZeroRedundancyOptimizer", data_peers.zero_1),
-        Candidate(_KEPT, partial(data_peers.fsdp, "blocks", False, True)),
+        Candidate("DDP with ZeroRedundancyOptimizer" + _HEAD, partial(data_peers.zero_1, "head"), extra=True),
+        Candidate("DDP with ZeroRedundancyOptimizer", partial(data_peers.zero_1, "blocks")),
+        *_sharded(_KEPT, False),
     ],
-    "zero2": [Candidate(_KEPT, partial(data_peers.fsdp, "blocks", False, True))],
-    "zero3": [Candidate(_FSDP, partial(data_peers.fsdp, "blocks", True, True))],
+    "zero2": _sharded(_KEPT, False),
+    "zero3": _sharded(_FSDP, True),
     "pp": _pipelines("ddp"),
     "dp-pp": [*_pipelines("fsdp", ", FSDP2"), *_pipelines("ddp", ", DDP")],
     "tp": _shared(over=False),
     "dp-tp": _shared(over=True),
     "tp-pp": _both(),
-}
-
-_HEAD = ", head and loss as one"
-_HEADS = {
-    "one": [Candidate(f"torch{_HEAD}", partial(data_peers.alone, "head"))],
-    "dp": [Candidate(f"DDP{_HEAD}", partial(data_peers.ddp, "head"))],
-    "zero1": [Candidate(f"{_KEPT}{_HEAD}", partial(data_peers.fsdp, "head", False, True))],
-    "zero2": [Candidate(f"{_KEPT}{_HEAD}", partial(data_peers.fsdp, "head", False, True))],
-    "zero3": [Candidate(f"{_FSDP}{_HEAD}", partial(data_peers.fsdp, "head", True, True))],
-    "pp": [
-        Candidate(f"{kind}{said}{_HEAD}", partial(pipeline_peers.pipelined, kind, n, "ddp", "head", False))
-        for kind, n, said in (
-            ("Schedule1F1B", 1, ""),
-            ("ScheduleInterleaved1F1B", 2, ""),
-            ("ScheduleInterleaved1F1B", 4, " in 4 chunks"),
-        )
-    ],
 }

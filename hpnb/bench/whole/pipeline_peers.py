@@ -98,7 +98,8 @@ def pipelined(
         there = torch.stack([one.detach().double() for one in seen]).mean() if ends else torch.zeros(())
         return mean(there.to(hpnb.device()), shape.dp * shape.tp)
 
-    return Program(step, loss, feed)
+    alike = [p for stage in held for p in stage.parameters()] if shape.dp > 1 and not wide else []
+    return Program(step, loss, feed, replicas=lambda: alike, among=mesh["dp"].get_group())
 
 
 # --- stages ----------------------------------------------------------------------------------------------
@@ -156,14 +157,19 @@ def _stages(
     model: Any = task.build()
     if not wide:
         model = model.to(forms.narrow(task))
-    if mesh["tp"].size() > 1:
-        tensor_peer.parallelize(model, mesh["tp"], sequence)
+    tp, words = mesh["tp"], getattr(model.config, "vocab_size", 0)
+    whole = how == "head" and words > 0
+    if tp.size() > 1:
+        tensor_peer.parallelize(model, tp, sequence, whole)
     ends = list(pairwise(accumulate(task.cut(count), initial=0)))
     found = {i: Stage(model, range(*ends[i]), ends[-1][1]) for i in mine}
     for stage in found.values():
         forms.compile_parts(stage, how)
-        if stage.last and stage.causal and mesh["tp"].size() == 1:
-            stage.loss = forms.with_loss(stage.head) if how == "head" else forms.compiled(forms.causal_loss)
+        if stage.last and whole:
+            behind = tensor_peer.hidden_words(words, tp, hpnb.device()) if tp.size() > 1 else None
+            stage.loss = forms.with_loss(stage.head, behind)
+        elif stage.last and stage.causal and (tp.size() == 1 or how != "no"):
+            stage.loss = forms.compiled(forms.causal_loss)
     return found
 
 
@@ -203,11 +209,7 @@ class _Tie:
         self.group = None if there_and_back else _pairs(tuple(map(tuple, _columns(mesh).tolist())))
 
     def sum(self) -> None:
-        grads = [
-            forms.gradient(table.weight)
-            for stage in self.ends
-            for table in [stage.words if stage.first else stage.head]
-        ]
+        grads = forms.gradients((stage.words if stage.first else stage.head).weight for stage in self.ends)
         if len(grads) == 2:
             grads[0].add_(grads[1])
             grads[1].copy_(grads[0])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from hpnb.bench.whole.layouts import Shape
 from hpnb.bench.whole.task import Feed, Task
@@ -20,7 +21,9 @@ class Program:
         loss: of the last step, the mean over the batch of all ranks; all ranks call it.
         feed: the batch at hand.
         bubble: measured and simulated idle share of one more step, which is recorded; where there is one.
-        replicas: what is the same on every rank, if gradients are summed; where the program says so.
+        replicas: what is the same on every rank of `among`, if gradients are summed; where the program says
+            so.
+        among: ranks along dp; None for all.
     """
 
     step: Callable[[], object]
@@ -28,6 +31,7 @@ class Program:
     feed: Feed
     bubble: Callable[[], tuple[float, float]] | None = None
     replicas: Callable[[], Iterable[torch.Tensor]] = tuple
+    among: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def rows(found: LayoutFound) -> list[str]:
     best, peer = found.fastest(ours=True), found.fastest(ours=False)
     for entry in found.entries:
         name = f"  {entry.name}"
-        seconds = found.seconds(entry.name)
+        seconds = found.shown(entry.name)
         if entry.failed or seconds is None:
             lines.append(f"{name:{_WIDTH}} {entry.failed or 'its rounds were lost with others'}")
             continue

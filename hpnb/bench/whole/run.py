@@ -59,7 +59,8 @@ def _contests(
 ) -> None:
     print(rows.head(of.unit), flush=True)
     for layout, shape in shapes.items():
-        found = _contest(_of(of, shape, options.ranks), layout, shape, options, among)
+        task = _of(of, shape, options.ranks)
+        found = _contest(task, layout, shape, options, among, again=True)
         if found is None:
             continue
         run.layouts[layout] = found
@@ -70,7 +71,7 @@ def _contests(
 
 
 def _contest(
-    of: Task, layout: str, shape: Shape, options: argparse.Namespace, among: Pools
+    of: Task, layout: str, shape: Shape, options: argparse.Namespace, among: Pools, again: bool = False
 ) -> LayoutFound | None:
     known = measure.candidates(of.what, shape)
     chosen = [
@@ -83,7 +84,10 @@ def _contest(
         print(f"{layout}: no program has a name with {' or '.join(options.candidates)}", flush=True)
         return None
     began = time.monotonic()
-    found = Contest(among, of, layout, shape, chosen, options.rounds, options.profile, _say).run()
+    plain = among.reference(of, shape.ranks, _say)
+    found = Contest(
+        among, of, layout, shape, chosen, options.rounds, options.profile, _say, plain, again
+    ).run()
     _say(f"{layout} took {time.monotonic() - began:.0f} s")
     return found
 

@@ -2,6 +2,9 @@
 
 tp         bf16 weights with masters, the head cut by words with loss_parallel, blocks compiled
 dp x tp    the same plan of float32 weights on a mesh of two dims, sharded by FSDP2 along dp
+
+Of GPT-2 blocks and loss are compiled. With head and loss as one the table of words is padded first: 50,257
+rows cannot be dealt out evenly, and products of odd rows are slow.
 """
 
 from __future__ import annotations
@@ -10,8 +13,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from torch import nn
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
+import hpnb
 from hpnb.bench import tensor_peer
 from hpnb.bench.whole import forms
 from hpnb.bench.whole.data_peers import accumulating, mesh_of, shard
@@ -29,8 +36,7 @@ def parallelized(how: Compiled, sequence: bool, task: Task, shape: Shape) -> Pro
         ValueError: heads or tokens that do not divide.
     """
     mesh = mesh_of(("tp",), (shape.tp,))
-    model = tensor_peer.parallelize(task.build().to(forms.narrow(task)), mesh, sequence)
-    forms.compile_parts(model, how)
+    model = _cut(how, sequence, task.build().to(forms.narrow(task)), mesh)
     optimizer = forms.adamw(model.parameters(), task.lr)
     return accumulating(task, shape, model, optimizer, within=by_words(task))
 
@@ -42,11 +48,26 @@ def sharded(how: Compiled, sequence: bool, task: Task, shape: Shape) -> Program:
         ValueError: heads or tokens that do not divide.
     """
     mesh = mesh_of(("dp", "tp"), (shape.dp, shape.tp))
-    model = tensor_peer.parallelize(task.build(), mesh["tp"], sequence)
-    forms.compile_parts(model, how)
+    model = _cut(how, sequence, task.build(), mesh["tp"])
     shard(task, model, mesh["dp"], reshard=False)
     optimizer = forms.adamw(model.parameters(), task.lr)
-    return accumulating(task, shape, model, optimizer, model, within=by_words(task))
+    return accumulating(task, shape, model, optimizer, model, within=by_words(task), reshard=False)
+
+
+def _cut(how: Compiled, sequence: bool, model: Any, mesh: DeviceMesh) -> nn.Module:
+    words = getattr(model.config, "vocab_size", 0)
+    whole = how in ("head", "async") and words > 0
+    if how == "async" and hpnb.device().type == "cuda":
+        enable_symm_mem_for_group(mesh.get_group().group_name)
+    tensor_peer.parallelize(model, mesh, sequence, whole)
+    if whole:
+        model.loss_function = forms.with_loss(
+            model.lm_head, tensor_peer.hidden_words(words, mesh, hpnb.device())
+        )
+    elif words and how != "no":
+        model.loss_function = forms.compiled(forms.causal_loss)
+    forms.compile_parts(model, how)
+    return model  # type: ignore[no-any-return]
 
 
 def by_words(task: Task) -> Callable[[], AbstractContextManager[Any]]:

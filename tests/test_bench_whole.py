@@ -96,8 +96,8 @@ def check(found: list[dict[str, dict[str, list[float]]]], truth: list[float], pr
 # ScheduleZBVZeroBubble of older releases sends itself a message, which gloo cannot.
 NOT_HERE = "" if torch.__version__ >= "2.15" else "ZBV|"
 # Forms that differ on a GPU alone are one program here.
-ALL = rf"^(?!.*({NOT_HERE}autocast|model compiled|eager))"
-SOME = rf"^(?!.*({NOT_HERE}autocast|model compiled|eager|zb-h1|interleaved|4 chunks))"
+ALL = rf"^(?!.*({NOT_HERE}autocast|model compiled|eager|async))"
+SOME = rf"^(?!.*({NOT_HERE}autocast|model compiled|eager|async|zb-h1|interleaved|4 chunks))"
 
 
 def all_on_two_ranks() -> None:

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -57,8 +56,6 @@ def sharded(how: Compiled, sequence: bool, task: Task, shape: Shape) -> Program:
 def _cut(how: Compiled, sequence: bool, model: Any, mesh: DeviceMesh) -> nn.Module:
     words = getattr(model.config, "vocab_size", 0)
     whole = how in ("head", "async") and words > 0
-    if how == "async" and hpnb.device().type == "cuda":
-        enable_symm_mem_for_group(mesh.get_group().group_name)
     tensor_peer.parallelize(model, mesh, sequence, whole)
     if whole:
         model.loss_function = forms.with_loss(

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -136,14 +135,6 @@ class Axis:
             found.append(_axis(f"{self.name}.{dim}", members))
         return tuple(found)
 
-    def beside(self) -> Axis:
-        """The same ranks with a group for what they send while they compute. Along tp NCCL is given more
-        multiprocessors than it asks for (`_options`), which would be missing there.
-
-        Every rank of the world must call it, as with `split`.
-        """
-        return self if _options(self.name) is None else _axis(self.name, self.ranks, _BESIDE)
-
     def among(self, places: Sequence[int]) -> Axis:
         """The axis of those ranks alone that have one of `places` here; of this rank alone if it has none.
 
@@ -217,8 +208,6 @@ class Mesh:
 # the process group of all ranks goes; so a mesh that is made again gets the groups that are there.
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], dist.ProcessGroup]]
 _groups = WeakKeyDictionary()
-_BESIDE = (-1,)  # asked for by `beside`, and no places
-_CTAS = 64  # blocks of NCCL's kernels, as many as it can have
 
 
 def _axis(name: str, members: Sequence[int], asked: tuple[int, ...] = ()) -> Axis:
@@ -229,24 +218,10 @@ def _axis(name: str, members: Sequence[int], asked: tuple[int, ...] = ()) -> Axi
     if key not in known:
         # Only the members meet (use_local_synchronization), so making a mesh costs three groups a rank and
         # not one for every group in the world.
-        group = dist.new_group(
-            list(members), use_local_synchronization=True, group_desc=name,
-            pg_options=None if asked == _BESIDE else _options(name),
-        )  # fmt: skip
+        group = dist.new_group(list(members), use_local_synchronization=True, group_desc=name)
         assert isinstance(group, dist.ProcessGroup), "every rank that asks is a member"
         known[key] = group
     return Axis(name, len(members), list(members).index(dist.get_rank()), known[key], tuple(members))
-
-
-def _options(name: str) -> Any:
-    """Of NCCL, along tp: inside a block nothing computes while ranks gather and sum, so its kernels may have
-    more multiprocessors than it takes by itself. On two H200s it takes 24 (NCCL 2.28); with 64 a gather of
-    105 MB takes 0.83 of the time. None along other axes, whose messages travel beside a backward."""
-    if not name.startswith("tp") or dist.get_backend() != "nccl":
-        return None
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.min_ctas = options.config.max_ctas = _CTAS
-    return options
 
 
 def _nearest(layout: Layout, world: int) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import hpnb
-from hpnb import Layout, Mesh, mesh
+from hpnb import Layout, Mesh
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(("dp", "pp", "tp"))))
@@ -94,17 +93,3 @@ def test_a_mesh_that_does_not_fit_says_what_would() -> None:
     assert "needs 2 x 2 x 2 = 8 ranks, and 4 are running; Layout(dp=1, pp=2, tp=2) would fit" in too_large
     assert "needs 1 x 3 x 1 = 3 ranks, and 4 are running" in uneven
     assert grid == "axis tp has 4 ranks and cannot be folded into 3 x 2 = 6; the sizes must multiply to 4"
-
-
-def test_nccl_may_take_more_multiprocessors_along_tp_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = SimpleNamespace(min_ctas=-1, max_ctas=-1)
-    options = SimpleNamespace(Options=lambda: SimpleNamespace(config=config))
-    monkeypatch.setattr(mesh.dist, "ProcessGroupNCCL", options, raising=False)
-    monkeypatch.setattr(mesh.dist, "get_backend", lambda: "gloo")
-    assert mesh._options("tp") is None
-    monkeypatch.setattr(mesh.dist, "get_backend", lambda: "nccl")
-    assert mesh._options("dp") is mesh._options("pp") is None
-    assert config.min_ctas == -1
-    for name in ("tp", "tp.0"):
-        assert mesh._options(name).config is config
-        assert config.min_ctas == config.max_ctas == 64

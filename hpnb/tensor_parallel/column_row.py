@@ -57,7 +57,7 @@ class Line:
 
     def __init__(self, axis: Axis, sequence: bool, device: torch.device) -> None:
         self.axis, self.sequence, self.shape = axis, sequence and axis.size > 1, (0, 0)
-        self._background = Background(axis.beside(), device)
+        self._background = Background(axis, device)
         self._shapes: dict[tuple[int, int], tuple[int, int]] = {}
         self._enter = Entry(lambda x: x, self._sum)
         self._leave = Exit(self._all_reduce, lambda dz: dz)

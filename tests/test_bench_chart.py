@@ -164,7 +164,7 @@ def test_what_failed_has_no_bar(of: LayoutFound, drawn: dict[str, float], says: 
     assert says in made.words()
 
 
-def test_of_each_task_the_most_ranks_and_the_newest_of_each_layout(tmp_path: Path) -> None:
+def test_of_each_task_the_most_layouts_and_the_newest_of_each(tmp_path: Path) -> None:
     slow, quick = {"hpnb": 2.0, "a": 2.0}, {"hpnb": 1.0, "a": 1.0}
     written(
         tmp_path,
@@ -172,6 +172,8 @@ def test_of_each_task_the_most_ranks_and_the_newest_of_each_layout(tmp_path: Pat
         old=result(found("dp8", quick), found("pp8", quick), ranks=8, key="8", date="2026-01-01"),
         older=result(found("pp8", slow), ranks=8, key="8", date="2025-12-31"),
         narrow=result(found("dp4", quick), date="2026-01-03"),
+        wider=result(found("dp16", quick), ranks=16, key="16"),
+        as_many=result(*(found(name, slow) for name in ("dp2", "pp2", "tp2")), ranks=2, key="2"),
         images=result(found("one", quick), what="vit-l16", key="v", ranks=1),
         losses=replace(result(ranks=16, key="16"), losses={"steps": 2}),
     )
@@ -235,3 +237,26 @@ def test_the_command_draws_a_png_that_names_its_files(
     ):
         with pytest.raises(SystemExit, match=told):
             ask(monkeypatch, *wrong)
+
+
+def test_what_is_withdrawn_is_neither_drawn_nor_in_the_table(tmp_path: Path) -> None:
+    quick, slow = {"hpnb": 1.0, "a": 1.0}, {"hpnb": 2.0, "a": 2.0}
+    written(
+        tmp_path,
+        before=result(found("dp4", slow), found("tp4", slow), date="2026-01-01"),
+        after=result(found("dp4", quick), found("tp4", quick), date="2026-01-02"),
+    )
+    (tmp_path / files.WITHDRAWN).write_text('{"after.json": {"dp4": "peers were slowed down"}}')
+    (panel,) = chart.chart(tmp_path).panels
+    assert [(group.name, group.bars[0].value) for group in panel.groups] == [("dp4", 0.5), ("tp4", 1.0)]
+    assert chart.chart(tmp_path).sources == ("before.json", "after.json")
+    assert re.findall(r"^\| (\w+) \| as is \| [\d,]+ \| (\S+)", files.table(tmp_path), re.MULTILINE) == [
+        ("dp4", "0.5"), ("tp4", "1"),
+    ]  # fmt: skip
+    for wrong, told in (
+        ('{"after.json": {"pp4": ""}}', "pp4 of after"),
+        ('{"no.json": {"dp4": ""}}', "dp4 of no"),
+    ):
+        (tmp_path / files.WITHDRAWN).write_text(wrong)
+        with pytest.raises(ValueError, match=told):
+            files.read(tmp_path)

@@ -1,7 +1,8 @@
 """The README's table of layouts as a picture, made of the same files: `python -m hpnb.bench chart`.
 
-Of each task the run on most GPUs; of each layout hpnb's best program above the fastest of PyTorch's. What it
-shows is in the PNG once more as text, with the names of the files, so a test can tell whether it is stale.
+Of each task the runs that cover most layouts; of each layout hpnb's best program above the fastest of
+PyTorch's. What it shows is in the PNG once more as text, with the names of the files, so a test can tell
+whether it is stale.
 """
 
 from __future__ import annotations
@@ -83,9 +84,10 @@ def chart(folder: Path = files.RESULTS, peers: int | None = None) -> Chart:
 
 
 def chosen(runs: Sequence[Run]) -> list[Run]:
-    """Of each task the run on most GPUs, among `files.newest` of all; of several the newest."""
+    """Of each task that which covers most layouts, among `files.newest` of all; of several the one on most
+    GPUs, and the newest."""
     best: dict[str, Run] = {}
-    for run in sorted(files.newest(runs), key=lambda one: (one.ranks, one.date)):
+    for run in sorted(files.newest(runs), key=lambda one: (len(one.layouts), one.ranks, one.date)):
         if run.layouts:
             best[run.what] = run
     return [best[what] for what in sorted(best)]

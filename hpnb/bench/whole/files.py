@@ -18,6 +18,7 @@ from hpnb.bench.whole.found import Run
 from hpnb.bench.whole.rows import markdown
 
 RESULTS = Path(__file__).parents[1] / "results"
+WITHDRAWN = "withdrawn.json"
 
 
 def commit() -> str:
@@ -64,14 +65,33 @@ def read(folder: Path = RESULTS) -> list[Run]:
 
 
 def named(folder: Path = RESULTS) -> dict[str, Run]:
-    """`read`, by the names of the files."""
+    """`read`, by the names of the files. Layouts that have been withdrawn are not in them."""
     found = {}
-    for path in sorted(folder.glob("*.json")):
+    wrong = withdrawn(folder)
+    for path in sorted(set(folder.glob("*.json")) - {folder / WITHDRAWN}):
         try:
-            found[path.name] = Run.of_json(json.loads(path.read_text(encoding="utf-8")))
+            run = Run.of_json(json.loads(path.read_text(encoding="utf-8")))
+            left = {name: one for name, one in run.layouts.items() if name not in wrong.get(path.name, {})}
+            found[path.name] = replace(run, layouts=left)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path.name} is no file of results ({type(error).__name__}: {error})") from None
     return dict(sorted(found.items(), key=lambda one: one[1].date))
+
+
+def withdrawn(folder: Path = RESULTS) -> dict[str, dict[str, str]]:
+    """{file: {layout: why it does not count}}: the files themselves stay as they were written.
+
+    Raises:
+        ValueError: a file or a layout that is not there.
+    """
+    path = folder / WITHDRAWN
+    told: dict[str, dict[str, str]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for name, layouts in told.items():
+        file = folder / name
+        there = json.loads(file.read_text(encoding="utf-8"))["layouts"] if file.exists() else {}
+        if unknown := [layout for layout in layouts if layout not in there]:
+            raise ValueError(f"{WITHDRAWN} withdraws {', '.join(unknown)} of {name}, which has none")
+    return told
 
 
 def sources(found: Mapping[str, Run], key: str) -> list[str]:

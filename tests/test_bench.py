@@ -84,6 +84,8 @@ def same_pipelines() -> dict[str, tuple[float, float]]:
     axis, task = Mesh(Layout(pp=hpnb.world_size())).pp, pipeline.tasks(torch.device("cpu"))[0]
     found = {}
     for contest in pipeline.CONTESTS:
+        if contest == "zb-v" and torch.__version__ < "2.15":
+            continue  # ScheduleZBVZeroBubble of older releases sends itself a message, which gloo cannot
         built: list[torch.nn.Module] = []
 
         def build(kept: list[torch.nn.Module] = built) -> torch.nn.Module:

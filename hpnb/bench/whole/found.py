@@ -113,7 +113,8 @@ class Run:
         key: runs of equal keys measure the same thing, and belong in one table.
         scaling: {candidate: {ranks: units a second and rank}}.
         losses: {"steps": how many, "serial": one GPU's, "order": how far from it they are with rows in
-            the opposite order, "layouts": {"dp4 hpnb": {"distance": from serial, "losses": ...}}}; or empty.
+            the opposite order, "parts": {"2": how far a plain model is from itself with sums in two parts},
+            "layouts": {"dp4 hpnb": {"distance": from serial, "losses": ...}}}; or empty.
     """
 
     what: str

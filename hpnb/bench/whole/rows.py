@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hpnb.bench.whole.found import Entry, LayoutFound, Run
 from hpnb.bench.whole.layouts import shape
@@ -79,11 +79,22 @@ def markdown(run: Run) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     lines += ["", f"Measured {stamp(run)}, with {versions}."]
     if run.losses:
-        far = ((name, found["distance"]) for name, found in run.losses["layouts"].items())
-        told = "; ".join(f"{name} {times(apart, run.losses['order']):.2f}" for name, apart in far)
         lines += ["", f"Losses of {run.losses['steps']} steps are so many times as far from one GPU's as its "
-                  f"own with rows in another order: {told}."]  # fmt: skip
+                  f"own with rows in another order: {'; '.join(_losses(run))}."]  # fmt: skip
+        if run.losses.get("parts"):
+            lines[-1] += " Sums in parts: one GPU adds its products up as ranks of tp do, each part rounded."
     return "\n".join(lines)
+
+
+def _losses(run: Run) -> Iterator[str]:
+    """Of each layout: in multiples of what another order of rows does, and with tp of sums in parts."""
+    order, parts = run.losses["order"], run.losses.get("parts", {})
+    for name, found in run.losses["layouts"].items():
+        said = f"{name} {times(found['distance'], order):.2f}"
+        tp = shape(name.split()[0], run.ranks).tp
+        if str(tp) in parts:
+            said += f" ({times(found['distance'], parts[str(tp)]):.2f} of sums in {tp} parts)"
+        yield said
 
 
 def stamp(run: Run) -> str:

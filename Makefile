@@ -20,7 +20,7 @@ help:
 	@echo "make outputs     run the series on this machine's GPUs and write the pages as they are committed"
 	@echo "make bench       hpnb beside PyTorch's programs on this machine's GPUs, layout by layout: files, tables and a chart of them"
 	@echo "make lab         open the notebooks in JupyterLab"
-	@echo "make test        lint, types, tests, and today's four notebooks on the CPU"
+	@echo "make test        lint, types, tests, and today's three notebooks on the CPU"
 	@echo "make clean       remove what the others wrote, except $(VENV)"
 	@echo "The first of them makes $(VENV) and installs hpnb with its dependencies (up to 6 GB, a few minutes)."
 

@@ -4,7 +4,7 @@
     autocast    float32 weights, products in bf16; gradients are float32, and travel as bf16 with DDP
     FSDP2       float32 shards, gathered and reduced as bf16: MixedPrecisionPolicy
 
-PyTorch's optimizers have no masters, so the first takes 20 lines of one's own. The blocks are compiled one by
+PyTorch's optimizers have no masters, so the first takes 30 lines of one's own. The blocks are compiled one by
 one, or the model whole; the loss is compiled either way. Of GPT-2 there is a third form, blocks one by one
 and the output layer in one piece with the loss, of which PyTorch's programs seldom think: only then does the
 compiler see that rows of 50,257 words are odd, and pads them. On a CPU all is float32, nothing is compiled.

@@ -25,7 +25,6 @@ from hpnb.bench.whole import (
     data_peers,
     files,
     forms,
-    in_parts,
     layouts,
     losses,
     measure,
@@ -37,6 +36,7 @@ from hpnb.bench.whole import (
 from hpnb.bench.whole.found import Entry, LayoutFound, Run
 from hpnb.bench.whole.layouts import Shape
 from hpnb.bench.whole.measure import Begun
+from hpnb.bench.whole.other_order import OtherOrder, turned
 from hpnb.bench.whole.program import Candidate, Program
 
 STEPS = 3
@@ -703,73 +703,66 @@ def test_losses_of_layouts_are_held_to_another_order_of_rows(
     assert losses.line("dp4", "hpnb", 4e-7, 0.0).endswith("TOO FAR APART")
 
 
-def test_losses_of_tp_are_held_to_sums_in_as_many_parts_too(
+def test_losses_of_tp_are_held_to_another_order_of_units_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     ask(monkeypatch, "gpt2-xl", "--device", "cpu", "--ranks", "2", "--batch", "8", "--rows", "2",
         "--losses", "3", "--layouts", "tp2", "--candidates", "sequence parallel",
         "--out", str(tmp_path / "found.json"))  # fmt: skip
     said = capsys.readouterr().out
-    assert re.search(r"^one GPU, eager: sums in 2 parts are \d\.\d\de-\d\d away$", said, re.MULTILINE)
-    assert re.search(r"^tp2 .* x the order's, [\d.]+ x that of sums in parts: coincide$", said, re.MULTILINE)
+    assert re.search(r"^the opposite order of heads and units is \d\.\d\de-\d\d away$", said, re.MULTILINE)
+    assert re.search(r"^tp2 .* x the order's, [\d.]+ x that of units: ", said, re.MULTILINE)
     (run,) = files.read(tmp_path)
-    assert list(run.losses["parts"]) == ["2"]
-    assert 0 < run.losses["parts"]["2"] < 1e-5
+    assert 0 < run.losses["units"] < 1e-5
     judged = [losses.line("tp2", "hpnb", far, 1e-5, 4e-5) for far in (1.2e-4, 1.3e-4)]
-    assert judged[0].endswith("12.00 x the order's, 3.00 x that of sums in parts: coincide")
+    assert judged[0].endswith("12.00 x the order's, 3.00 x that of units: coincide")
     assert judged[1].endswith("TOO FAR APART")
     assert losses.line("tp2", "hpnb", 6e-5, 4e-5, 1e-5).endswith("coincide")  # the larger counts
 
 
-def test_a_table_tells_of_sums_in_parts_where_they_are_known() -> None:
+def test_a_table_tells_of_another_order_of_units_where_it_is_known() -> None:
     run = result("2026-01-01", "a", tp4=1.0)
     far = {name: {"distance": 9e-5, "losses": []} for name in ("tp4 hpnb, sequence parallel", "dp4 hpnb")}
     run.losses = {"steps": 50, "serial": [], "order": 1e-5, "layouts": far}
-    before = "tp4 hpnb, sequence parallel 9.00; dp4 hpnb 9.00."
-    assert rows.markdown(run).endswith(before)
-    run.losses["parts"] = {}
-    assert rows.markdown(run).endswith(before)
-    run.losses["parts"] = {"4": 3e-5}
-    told = rows.markdown(run).splitlines()[-1]
-    assert "tp4 hpnb, sequence parallel 9.00 (3.00 of sums in 4 parts); dp4 hpnb 9.00. Sums in parts:" in told
+    assert rows.markdown(run).endswith("tp4 hpnb, sequence parallel 9.00; dp4 hpnb 9.00.")
+    run.losses["units"] = 3e-5
+    told = rows.markdown(run)
+    assert told.endswith("parallel 9.00 (3.00 of another order of heads and units); dp4 hpnb 9.00.")
 
 
-def summed(what: task.What, parts: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Loss and gradients of a model with five heads."""
+def other_order(what: task.What) -> tuple[float, float, list[list[float]]]:
+    """A model and the same turned, in float64: how far losses and what is not turned are apart; turned once
+    more, how far it is from itself; and a head of q and a unit, before and after."""
     of = tiny(what)
     size: Any = replace(of.size, hidden=40, heads=5, mlp=40, layers=2)
-    model: Any = replace(of, size=size).build().to(dtype)
-    if parts > 1:
-        in_parts.in_parts(model, parts)
-    forms.use_loss(model, "no")
-    loss = model(**forms.inputs(replace(of, size=size).draw(0), dtype)).loss
-    loss.backward()
-    return [loss.detach(), *(p.grad for p in model.parameters())]
-
-
-def held_to_whole(what: task.What) -> list[float]:
-    """In float64 how far sums in two and three parts are from whole ones; in bf16, at least one of them."""
-    whole, narrow = summed(what, 1, torch.float64), summed(what, 1, torch.bfloat16)
-    far = []
-    for parts in (2, 3):
-        pairs = zip(whole, summed(what, parts, torch.float64), strict=True)
-        far.append(max(float((a - b).abs().max()) for a, b in pairs))
-    pairs = zip(narrow, summed(what, 2, torch.bfloat16), strict=True)
-    return [*far, max(float((a - b).abs().max()) for a, b in pairs)]
+    of = replace(of, size=size)
+    plain: Any = of.build().double()
+    made: Any = OtherOrder.of(of).build().double()
+    for model in (plain, made):
+        forms.use_loss(model, "no")
+        model(**forms.inputs(of.draw(0), torch.float64)).loss.backward()
+    alike = [name for name, _ in plain.named_parameters() if "attn" not in name and "attention" not in name]
+    alike = [name for name in alike if ".mlp." not in name]
+    grads = [dict(model.named_parameters()) for model in (plain, made)]
+    far = max(float((grads[0][name].grad - grads[1][name].grad).abs().max()) for name in alike)
+    gpt2 = what == "gpt2-xl"
+    firsts = [model.transformer.h[0] if gpt2 else model.vit.layers[0] for model in (plain, made)]
+    ends = [
+        [float((b.attn.c_attn.weight if gpt2 else b.attention.q_proj.weight.t())[3, n]) for n in (1, 33)]
+        + [float((b.mlp.c_fc.weight if gpt2 else b.mlp.fc1.weight.t())[3, n]) for n in (0, 39)]
+        for b in firsts
+    ]
+    turned(made)
+    back = max(float((a - b).abs().max()) for a, b in zip(plain.parameters(), made.parameters(), strict=True))
+    return far, back, ends
 
 
 @pytest.mark.parametrize("what", ["gpt2-xl", "vit-l16"])
-def test_sums_in_parts_are_the_same_sums(what: task.What) -> None:
-    ((two, three, narrow),) = hpnb.launch(held_to_whole, what, ranks=1, device="cpu")
-    assert max(two, three) < 1e-12
-    assert narrow > 1e-6  # parts are rounded
-
-
-def test_there_are_no_more_parts_than_heads() -> None:
-    config = SimpleNamespace(num_attention_heads=5)
-    model: Any = SimpleNamespace(config=config)
-    with pytest.raises(ValueError, match="5 heads cannot be summed in 6 parts; use 1 to 5"):
-        in_parts.in_parts(model, 6)
+def test_another_order_of_units_is_the_same_function(what: task.What) -> None:
+    ((far, back, (before, after)),) = hpnb.launch(other_order, what, ranks=1, device="cpu")
+    assert far < 1e-12
+    assert back == 0.0
+    assert after == [before[1], before[0], before[3], before[2]]  # heads of 8: 1 and 33 are second of 0 and 4
 
 
 @pytest.mark.slow

@@ -15,6 +15,6 @@ measure.py        on a rank: programs that live side by side
 contest.py        one layout: who fits in memory with whom, rounds, failures
 found.py          what was measured, as data
 rows.py           tables of it; files.py: files of it, in ../results; chart.py: the README's picture of them
-losses.py         do all layouts train as one GPU does? in_parts.py: a GPU that sums as ranks of tp do
+losses.py         do all layouts train as one GPU does? other_order.py: one GPU that sums otherwise
 run.py            what a command does; options.py: what can be asked for
 """

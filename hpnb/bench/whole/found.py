@@ -113,7 +113,7 @@ class Run:
         key: runs of equal keys measure the same thing, and belong in one table.
         scaling: {candidate: {ranks: units a second and rank}}.
         losses: {"steps": how many, "serial": one GPU's, "order": how far from it they are with rows in
-            the opposite order, "parts": {"2": how far a plain model is from itself with sums in two parts},
+            the opposite order, "units": the same with heads and units, where there was tp,
             "layouts": {"dp4 hpnb": {"distance": from serial, "losses": ...}}}; or empty.
     """
 

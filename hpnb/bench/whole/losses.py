@@ -2,7 +2,7 @@
 
     distance of two runs     ||a - b|| / ||a||, over the losses of all steps
     what is allowed          3 x that of one GPU's from itself with sums in another order:
-                             rows in the opposite one; and for tp, products added up in t parts (`in_parts`)
+                             of rows; and for tp, of heads and units of MLPs (`other_order`)
 
 In 16 bits no two orders of summation give the same losses, so a layout may be as far off as an order is.
 Where two orders happen to agree, the last digit of a float32 stands in for their distance.
@@ -33,12 +33,12 @@ def times(far: float, noise: float) -> float:
     return far / max(noise, LAST_DIGIT)
 
 
-def line(layout: str, name: str, far: float, noise: float, parts: float = 0.0) -> str:
+def line(layout: str, name: str, far: float, noise: float, units: float = 0.0) -> str:
     """What is printed of a layout, given its distance and that of the opposite order of rows.
 
     Args:
-        parts: with tp, that of sums in parts. The larger of the two counts.
+        units: with tp, that of the opposite order of heads and units. The larger of the two counts.
     """
-    said = "coincide" if times(far, max(noise, parts)) <= ALLOWED * (1 + 1e-9) else "TOO FAR APART"
-    beside = f", {times(far, parts):.2f} x that of sums in parts" if parts else ""
+    said = "coincide" if times(far, max(noise, units)) <= ALLOWED * (1 + 1e-9) else "TOO FAR APART"
+    beside = f", {times(far, units):.2f} x that of units" if units else ""
     return f"{layout:10} {name:34} {far:.2e}   {times(far, noise):6.2f} x the order's{beside}: {said}"

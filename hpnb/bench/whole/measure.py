@@ -15,7 +15,6 @@ import hpnb
 from hpnb.bench.kernels import profiled
 from hpnb.bench.turns import nothing_left, timed
 from hpnb.bench.whole import data_peers, forms, ours, peers
-from hpnb.bench.whole.in_parts import InParts
 from hpnb.bench.whole.layouts import Shape
 from hpnb.bench.whole.program import Candidate, Program
 from hpnb.bench.whole.task import Task, What
@@ -133,13 +132,6 @@ def losses(task: Task, shape: Shape, name: str, steps: int, backwards: bool = Fa
     program = candidates(task.what, shape)[name].build(task, shape)
     program.feed.backwards = backwards
     return _first(program, steps)
-
-
-def losses_in_parts(task: Task, parts: int, steps: int) -> list[float]:
-    """Of the plain model on one rank, which adds its products up in so many parts (`in_parts`). It is not
-    compiled: a compiler may fuse what is to be rounded."""
-    drop()
-    return _first(data_peers.alone("no", InParts.of(task, parts), Shape()), steps)
 
 
 def _first(program: Program, steps: int) -> list[float]:

@@ -81,19 +81,17 @@ def markdown(run: Run) -> str:
     if run.losses:
         lines += ["", f"Losses of {run.losses['steps']} steps are so many times as far from one GPU's as its "
                   f"own with rows in another order: {'; '.join(_losses(run))}."]  # fmt: skip
-        if run.losses.get("parts"):
-            lines[-1] += " Sums in parts: one GPU adds its products up as ranks of tp do, each part rounded."
     return "\n".join(lines)
 
 
 def _losses(run: Run) -> Iterator[str]:
-    """Of each layout: in multiples of what another order of rows does, and with tp of sums in parts."""
-    order, parts = run.losses["order"], run.losses.get("parts", {})
+    """Of each layout: in multiples of what another order of rows does, and with tp of heads and units."""
     for name, found in run.losses["layouts"].items():
-        said = f"{name} {times(found['distance'], order):.2f}"
-        tp = shape(name.split()[0], run.ranks).tp
-        if str(tp) in parts:
-            said += f" ({times(found['distance'], parts[str(tp)]):.2f} of sums in {tp} parts)"
+        said = f"{name} {times(found['distance'], run.losses['order']):.2f}"
+        if "units" in run.losses and shape(name.split()[0], run.ranks).tp > 1:
+            said += (
+                f" ({times(found['distance'], run.losses['units']):.2f} of another order of heads and units)"
+            )
         yield said
 
 

@@ -18,6 +18,7 @@ from hpnb.bench.whole import files, layouts, losses, measure, rows
 from hpnb.bench.whole.contest import Contest, Pools, pools
 from hpnb.bench.whole.found import LayoutFound, Run
 from hpnb.bench.whole.layouts import Shape
+from hpnb.bench.whole.other_order import OtherOrder
 from hpnb.bench.whole.task import Task, What, task
 
 
@@ -121,12 +122,12 @@ def _losses(run: Run, of: Task, shapes: dict[str, Shape], options: argparse.Name
     noise = losses.distance(serial, other)
     print(f"one GPU: {serial[0]:.4f} to {serial[-1]:.4f} in {steps} steps; the opposite order of rows is "
           f"{noise:.2e} away", flush=True)  # fmt: skip
-    run.losses = {"steps": steps, "serial": serial, "order": noise, "parts": {}, "layouts": {}}
-    parts: dict[str, float] = run.losses["parts"]
-    for tp in sorted({shape.tp for shape in shapes.values()} - {1}):
-        ways = (among.of(1).run(measure.losses_in_parts, of, n, steps)[0] for n in (1, tp))
-        parts[str(tp)] = losses.distance(*ways)
-        print(f"one GPU, eager: sums in {tp} parts are {parts[str(tp)]:.2e} away", flush=True)
+    run.losses = {"steps": steps, "serial": serial, "order": noise, "layouts": {}}
+    units = 0.0
+    if any(shape.tp > 1 for shape in shapes.values()):
+        turned = among.of(1).run(measure.losses, OtherOrder.of(of), one, "hpnb", steps)[0]
+        run.losses["units"] = units = losses.distance(serial, turned)
+        print(f"the opposite order of heads and units is {units:.2e} away", flush=True)
     for layout, shape in shapes.items():
         if shape.ranks == 1:
             continue
@@ -145,7 +146,7 @@ def _losses(run: Run, of: Task, shapes: dict[str, Shape], options: argparse.Name
                 continue
             far = losses.distance(serial, found)
             run.losses["layouts"][f"{layout} {name}"] = {"distance": far, "losses": found}
-            print(losses.line(layout, name, far, noise, parts.get(str(shape.tp), 0.0)), flush=True)
+            print(losses.line(layout, name, far, noise, units if shape.tp > 1 else 0.0), flush=True)
             _write(run, options)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import hpnb
 from hpnb import Layout, Mesh
-from hpnb.bench import data_parallel, pipeline, tensor, tensor_task
+from hpnb.bench import data_parallel, pipeline, tensor, tensor_task, turns
 from hpnb.bench.report import Row, table
 from hpnb.bench.turns import WARM_UP
 from hpnb.models import GPT2Size, ViTSize
@@ -220,3 +222,19 @@ def test_different_models_are_not_compared() -> None:
     assert tensor.apart(small, {"1d": (2.0, 1.0), "torch": (2.0, 1.5)}) == 0.25
     with pytest.raises(RuntimeError, match=r"1d 2\.000000, torch 2\.001000"):
         tensor.apart(small, {"1d": (2.0, 1.0), "torch": (2.001, 1.0)})
+
+
+def test_no_garbage_is_collected_inside_a_timed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
+    seen: list[bool] = []
+    assert turns.timed(lambda: seen.append(gc.isenabled())) >= 0
+
+    def fails() -> None:
+        seen.append(gc.isenabled())
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        turns.timed(fails)
+    assert seen == [False, False]
+    assert gc.isenabled()

@@ -65,6 +65,7 @@ def losses_of(of: task.Task, names: list[str], which: str) -> dict[str, dict[str
                     program.feed.turn(step)
                     program.step()
                     seen.append(program.loss())
+                assert not measure._apart(program), (layout, name)
                 found[layout][name] = seen
     return found
 

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -52,9 +53,12 @@ def tiny(what: task.What = "gpt2-xl", ranks: int = 2, **sizes: Any) -> task.Task
 # --- all programs train the same -------------------------------------------------------------------------
 
 
-def losses_of(of: task.Task, names: list[str], which: str) -> dict[str, dict[str, list[float]]]:
+Losses = dict[str, dict[str, list[float]]]
+
+
+def losses_of(of: task.Task, names: list[str], which: str) -> Losses:
     """By layout and program, the losses of the first steps, of programs whose names have `which` in them."""
-    found: dict[str, dict[str, list[float]]] = {}
+    found: Losses = {}
     for layout in names:
         shape = layouts.shape(layout, hpnb.world_size())
         found[layout] = {}
@@ -85,7 +89,7 @@ def alone(of: task.Task, steps: int = STEPS) -> list[float]:
     return found
 
 
-def check(found: list[dict[str, dict[str, list[float]]]], truth: list[float], programs: int) -> None:
+def check(found: list[Losses], truth: list[float], programs: int) -> None:
     """All ranks saw the losses of one process, and there were that many programs."""
     assert abs(truth[0] - truth[-1]) > 0.01 * truth[0]  # it learns, so gradients and updates show
     for layouts_of_rank in found:
@@ -102,10 +106,29 @@ ALL = rf"^(?!.*({NOT_HERE}autocast|model compiled|eager|async))"
 SOME = rf"^(?!.*({NOT_HERE}autocast|model compiled|eager|async|zb-h1|interleaved|4 chunks))"
 
 
+def both_sides(of: task.Task, names: list[str], which: str, ranks: int) -> list[Losses]:
+    """hpnb's programs, and on ranks of their own PyTorch's.
+
+    Of those a rank has died of a damaged heap within a backward, once in some hundred runs, and neither
+    valgrind nor checked memory says why. So they may begin once more, with a warning; hpnb's may not.
+    """
+    ours, theirs = rf"^(?=hpnb).*({which})", rf"^(?!hpnb).*({which})"
+    given = {"ranks": ranks, "device": "cpu", "timeout": 250}
+    mine = hpnb.launch(losses_of, of, names, ours, **given)
+    try:
+        peers_found = hpnb.launch(losses_of, of, names, theirs, **given)
+    except hpnb.RankError as error:
+        if "was killed by SIG" not in error.summary:
+            raise
+        warnings.warn(f"PyTorch's programs began once more: {error.summary}", stacklevel=2)
+        peers_found = hpnb.launch(losses_of, of, names, theirs, **given)
+    return [{name: a[name] | b[name] for name in names} for a, b in zip(mine, peers_found, strict=True)]
+
+
 def all_on_two_ranks() -> None:
     of = tiny()
     names = ["dp2", "zero1", "zero2", "zero3", "pp2", "tp2"]
-    found = hpnb.launch(losses_of, of, names, SOME, ranks=2, device="cpu", timeout=250)
+    found = both_sides(of, names, SOME, 2)
     check(found, _truth(of), 5 + 5 + 3 + 3 + (6 if NOT_HERE else 7) + 6)
 
 
@@ -113,14 +136,14 @@ def two_axes_on_four_ranks() -> None:
     of = tiny(ranks=4)
     which = "^hpnb 1f1b|^hpnb, seq|Schedule1F1B, FSDP2$|SequenceParallel(, head and loss as one)?$"
     names = ["dp2xpp2", "dp2xtp2", "tp2xpp2"]
-    found = hpnb.launch(losses_of, of, names, which, ranks=4, device="cpu", timeout=250)
+    found = both_sides(of, names, which, 4)
     check(found, _truth(of), 2 + 3 + 4)
 
 
 def images_on_two_ranks() -> None:
     of = tiny("vit-l16")
     which = "^hpnb 1f1b$|Schedule1F1B|^hpnb, seq|SequenceParallel$"
-    found = hpnb.launch(losses_of, of, ["pp2", "tp2"], which, ranks=2, device="cpu", timeout=250)
+    found = both_sides(of, ["pp2", "tp2"], which, 2)
     check(found, _truth(of), 2 + 2)
 
 

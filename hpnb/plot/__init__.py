@@ -7,6 +7,7 @@ submodule replaces the submodule that importing it had bound here.
 from hpnb.plot.atlas import atlas
 from hpnb.plot.batch_wall import batch_wall
 from hpnb.plot.by_layout import by_layout
+from hpnb.plot.calibration import calibration
 from hpnb.plot.canvas import new_figure
 from hpnb.plot.cheapest_mode import cheapest_mode
 from hpnb.plot.choices import choices, frontier_of
@@ -16,10 +17,12 @@ from hpnb.plot.drift import drift
 from hpnb.plot.dropped import Masks, dropped
 from hpnb.plot.exposure import exposure
 from hpnb.plot.frontier import frontier
+from hpnb.plot.goodput import goodput
 from hpnb.plot.gradient_cliff import cliff, gradient_cliff
 from hpnb.plot.grammar import AXIS, CATEGORY, STYLE, OpStyle
 from hpnb.plot.grid_steps import grid_steps
 from hpnb.plot.last_cut import last_cut
+from hpnb.plot.layout_map import layout_map
 from hpnb.plot.memory import memory
 from hpnb.plot.mesh import mesh
 from hpnb.plot.notation import notation
@@ -48,6 +51,7 @@ __all__ = [
     "atlas",
     "batch_wall",
     "by_layout",
+    "calibration",
     "cheapest_mode",
     "choices",
     "cliff",
@@ -58,9 +62,11 @@ __all__ = [
     "exposure",
     "frontier",
     "frontier_of",
+    "goodput",
     "gradient_cliff",
     "grid_steps",
     "last_cut",
+    "layout_map",
     "memory",
     "mesh",
     "new_figure",

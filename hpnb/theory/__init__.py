@@ -6,12 +6,15 @@ what a pipeline waits for, `uneven` what layers that are not equal cost it, `ten
 `tensor_memory` what the modes of tensor parallelism send and hold, and `laws` puts them together: which axis
 of a layout can afford which wire. `step_memory`, `shard_seconds` and `gathers` are what a step of sharded
 data parallelism holds, takes and waits for, `noise` says how large a batch helps, and `undivided` what heads
-and words that do not divide cost.
+and words that do not divide cost. `cluster` plans for thousands of GPUs, `failures` says how often to save
+there, `experts` what experts send, `published` has the runs that these are held to; their names are used with
+the module's, as `theory.cluster.best_plan`.
 
 `hpnb.theory.overlap` is the function, though a submodule has the same name; and so are the first three of
 these.
 """
 
+from hpnb.theory import cluster, experts, failures, published
 from hpnb.theory.activation_rows import ACTIVATION_ROWS, ActivationRow
 from hpnb.theory.communication import (
     ALGORITHMS,
@@ -107,11 +110,14 @@ __all__ = [
     "bytes_sent",
     "cheapest",
     "cheapest_modes",
+    "cluster",
     "dp_tokens_to_hide",
     "even",
     "even_buckets",
+    "experts",
     "exposed_seconds",
     "exposed_share",
+    "failures",
     "fit_wire",
     "fitted_wall",
     "gathered_sent",
@@ -140,6 +146,7 @@ __all__ = [
     "parameters_held",
     "plan",
     "pp_compute_over_communication",
+    "published",
     "published_activation_bytes",
     "ranks_for",
     "recomputed_share",

@@ -1,0 +1,280 @@
+"""The planner for clusters, failures and experts: held to published runs, the simulator, bytes counted."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import hpnb
+from hpnb import comm, theory
+from hpnb.pipeline_parallel import Costs, schedules
+from hpnb.theory import Wire, bytes_sent, cluster, experts, failures
+from hpnb.theory.cluster import (
+    CLUSTER_PARTS,
+    Cluster,
+    ClusterPlan,
+    GPTRun,
+    cluster_memory,
+    cluster_parts,
+)
+from hpnb.theory.failures import Failures
+from hpnb.theory.published import DGX_A100, DGX_H100, LLAMA_3_EACH, MEGATRON, PublishedRun
+
+FREE = Wire(0.0, 1e40)
+IDEAL = Cluster(8, 8, 1e12, 1e12, 1e40, FREE, FREE, 8)  # where matmuls alone cost anything
+SMALL = GPTRun(64, 8, 8, 16, 32, 128)
+
+
+def on(gpus: int, given: Cluster = DGX_A100, **other: float | Wire) -> Cluster:
+    return replace(given, gpus=gpus, **other)  # type: ignore[arg-type]
+
+
+def step(run: GPTRun, given: Cluster, plan: ClusterPlan) -> float:
+    return sum(cluster_parts(run, given, plan).values())
+
+
+# --- published runs ----------------------------------------------------------------------------------
+
+
+def test_the_published_rows_are_the_file() -> None:
+    lines = (Path(__file__).parent / "published" / "megatron_sc21.csv").read_text().splitlines()
+    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    assert len(rows) == len(MEGATRON)
+    for row, one in zip(rows, MEGATRON, strict=True):
+        assert one.name == f"{row['params_B']}B"
+        found = (one.run.heads, one.run.hidden, one.run.layers, one.tp, one.pp, one.gpus, one.run.batch)
+        columns = ("heads", "hidden", "layers", "tp", "pp", "gpus", "batch")
+        assert found == tuple(int(row[key]) for key in columns)
+        assert one.tflops == float(row["tflops_per_gpu"])
+        assert round(one.run.parameters / 1e9, 1) == float(row["params_B"])
+        assert one.plan.gpus == one.gpus
+        assert cluster_memory(one.run, one.plan) < DGX_A100.memory  # it did run there
+
+
+@pytest.mark.parametrize("known", MEGATRON, ids=lambda one: one.name)
+def test_one_published_row_predicts_the_others_within_a_tenth(known: PublishedRun) -> None:
+    fitted = cluster.calibrated(on(known.gpus), known.run, known.plan, known.tflops)
+    assert cluster.tflops(known.run, fitted, known.plan) == pytest.approx(known.tflops, rel=1e-9)
+    for other in MEGATRON:
+        predicted = cluster.tflops(other.run, on(other.gpus, fitted), other.plan)
+        assert predicted == pytest.approx(other.tflops, rel=0.1), other.name
+
+
+def test_calibration_finds_the_share_that_was_planted() -> None:
+    for one in MEGATRON:
+        planted = on(one.gpus, DGX_H100, share=0.4321)
+        measured = cluster.tflops(one.run, planted, one.plan)
+        found = cluster.calibrated(on(one.gpus, DGX_H100), one.run, one.plan, measured)
+        assert found.share == pytest.approx(0.4321, rel=1e-9)
+        assert replace(found, share=1.0) == on(one.gpus, DGX_H100)
+    with pytest.raises(ValueError, match="more than the peak of 312"):
+        cluster.calibrated(on(32), MEGATRON[0].run, MEGATRON[0].plan, 400.0)
+
+
+# --- the seven parts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    "plan", [ClusterPlan(8), ClusterPlan(1, 1, 8), ClusterPlan(2, 2, 2), ClusterPlan(1, 8)], ids=str
+)
+def test_matmuls_are_the_model_s_flops_dealt_out(plan: ClusterPlan, recompute: bool) -> None:
+    run = replace(SMALL, recompute=recompute)
+    parts = cluster_parts(run, IDEAL, plan)
+    assert tuple(parts) == CLUSTER_PARTS
+    assert parts["matmuls"] == pytest.approx(run.flops / 8 / 1e12)
+    rest = {part: took for part, took in parts.items() if part not in ("matmuls", "bubble")}
+    assert max(rest.values()) < 1e-20
+    assert cluster.tflops(run, IDEAL, ClusterPlan(8)) == pytest.approx(1.0)  # the peak, and no more
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (4, 1), (2, 2), (4, 2), (2, 4)])
+def test_the_bubble_is_the_simulator_s(stages: int, chunks: int) -> None:
+    run = replace(SMALL, vocabulary=0, batch=8)
+    plan = ClusterPlan(1, stages, 1, 1, chunks)
+    parts = cluster_parts(run, on(stages, IDEAL), plan)
+    name = "1f1b" if chunks == 1 else "interleaved"
+    tl = schedules.make(name, stages * chunks, 8, chunks).simulate(Costs(1.0, 1.0, 1.0))
+    assert parts["bubble"] / sum(parts.values()) == pytest.approx(tl.bubble_fraction)
+
+
+def test_stages_wait_for_the_one_with_the_logits() -> None:
+    heavy = replace(SMALL, vocabulary=10**5)
+    parts = cluster_parts(heavy, on(2, IDEAL), ClusterPlan(1, 2))
+    logits = 6 * 32 * 64 * 10**5 / 1e12  # of one row
+    block = (parts["matmuls"] * 2 / 16 - logits) / 8
+    assert parts["bubble"] + parts["matmuls"] == pytest.approx(16 * (4 * block + logits) + 4 * block)
+
+
+@pytest.mark.parametrize(("recompute", "calls"), [(False, 4), (True, 6)])
+def test_bytes_of_each_axis(recompute: bool, calls: int) -> None:
+    run, wire = replace(SMALL, recompute=recompute), Wire(0.0, 1.0)  # seconds are bytes
+    given = replace(IDEAL, inside=wire, between=wire)
+    parts = cluster_parts(run, given, ClusterPlan(2, 2, 2))
+    activation = 2.0 * 32 * 64 * 8  # of the 8 rows that a pipeline sees
+    assert parts["tp"] == pytest.approx(calls * 8 / 2 * bytes_sent("all_reduce", activation, 2))
+    assert parts["pp"] == pytest.approx(2 * (activation / 2 + bytes_sent("all_gather", activation, 2)))
+    assert parts["dp"] == pytest.approx(bytes_sent("all_reduce", 2 * run.parameters / 4, 2))
+
+
+def test_bytes_that_no_matmul_moves() -> None:
+    given, one = replace(IDEAL, gpus=1, memory_bandwidth=1.0), ClusterPlan()
+    values, scores = 16 * 32 * 64 * 8, 16 * 32**2 * 8 * 8
+    for recompute, fused, wanted in (
+        (False, False, 96 * values + 32 * scores),
+        (True, False, 134 * values + 45 * scores),
+        (True, True, 134 * values),
+    ):
+        run = replace(SMALL, recompute=recompute, fused_attention=fused)
+        assert cluster_parts(run, given, one)["memory"] == pytest.approx(wanted)
+    cut = cluster_parts(replace(SMALL, recompute=False), on(4, given), ClusterPlan(1, 1, 4))["memory"]
+    assert cut == pytest.approx((56 + 40 / 4) * values + 32 * scores / 4)  # norms and dropouts are whole
+    plans = [ClusterPlan(4, zero=zero) for zero in (0, 1)]
+    optimizer = [cluster_parts(SMALL, on(4, given), plan)["optimizer"] for plan in plans]
+    assert optimizer == pytest.approx([28 * SMALL.parameters, 7 * SMALL.parameters])
+
+
+def test_a_ring_between_hosts_has_its_share_of_the_cards() -> None:
+    given = on(64, cards=4)  # 4 cards of 25 GB/s for 8 GPUs of 300
+    assert given.wire(8, 8) is given.inside
+    assert given.wire(4, 4) is given.inside
+    assert given.wire(64, 8).bandwidth == 100e9
+    assert given.wire(64, 1).bandwidth == 12.5e9
+    assert given.wire(6, 6).bandwidth == 75e9  # six of eight: some of its groups lie in two hosts
+    assert given.wire(64, 8).latency == given.between.latency
+    assert on(64, between=Wire(1e-5, 1e12)).wire(64, 8).bandwidth == 300e9  # never faster than within
+    lies = [cluster._lies(ClusterPlan(4, 2, 4), axis, 8) for axis in ("tp", "pp", "dp")]
+    assert lies == [(4, 4), (8, 1), (32, 1)]
+    assert cluster._lies(ClusterPlan(16, 1, 2), "dp", 8) == (32, 4)
+    assert cluster._lies(ClusterPlan(2, 1, 16), "tp", 8) == (16, 8)
+
+
+def test_tp_falls_off_a_cliff_where_a_host_ends() -> None:
+    run, slow = MEGATRON[2].run, on(512, cards=1)
+    ticks = [step(run, slow, ClusterPlan(512 // t // 8, 8, t)) for t in (4, 8, 16)]
+    assert ticks[2] > 2 * max(ticks[:2])
+    wide = on(512, host=16, cards=1)
+    assert step(run, wide, ClusterPlan(4, 8, 16)) < 1.5 * ticks[1]
+
+
+# --- memory, refusals and the search -----------------------------------------------------------------
+
+
+def test_memory_is_states_and_blocks_in_flight() -> None:
+    block = theory.Block(64, 8, 32)
+    whole = replace(SMALL, recompute=False)
+    plan = ClusterPlan(1, 2, 2)
+    kept = 2 * 4 * theory.published_activation_bytes(block, 2)
+    states = 16 * (8 * 12 * 64**2 / 4 + 128 * 64 / 2)
+    assert cluster_memory(whole, plan) == pytest.approx(states + kept)
+    inputs = 2 * 4 * 2 * 32 * 64 + theory.published_activation_bytes(block, 2)
+    assert cluster_memory(SMALL, plan) == pytest.approx(states + inputs)
+    chunks = inputs + 0.25 * 2 * 4 * 2 * 32 * 64  # 1 + (p-1)/(p v)
+    assert cluster_memory(SMALL, replace(plan, chunks=2)) == pytest.approx(states + chunks)
+    dealt = cluster_memory(SMALL, ClusterPlan(4, 2, 2, zero=1))
+    assert dealt == pytest.approx(states * (4 + 12 / 4) / 16 + inputs)
+    fused = replace(whole, fused_attention=True)
+    assert cluster_memory(whole, plan) - cluster_memory(fused, plan) == 2 * 4 * 5 * 8 * 32**2 / 2
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        (ClusterPlan(4), "is of 4 GPUs, and the cluster has 8"),
+        (ClusterPlan(8, rows=3), "16 rows do not go into 8 pipelines of microbatches of 3"),
+        (ClusterPlan(1, 8, 1, chunks=2), "2 chunks want blocks that divide by 16"),
+        (ClusterPlan(8, chunks=2), "2 chunks want"),
+        (ClusterPlan(8, zero=2), "ZeRO 0 or 1"),
+        (ClusterPlan(0), "counts must be 1 or more"),
+    ],
+)
+def test_what_cannot_be_run_is_told_in_a_sentence(plan: ClusterPlan, told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        cluster_parts(SMALL, IDEAL, plan)
+    with pytest.raises(ValueError, match="tp 6 neither divides a host of 8"):
+        cluster_parts(replace(SMALL, heads=6), on(6, IDEAL), ClusterPlan(1, 1, 6))
+    with pytest.raises(ValueError, match="8 heads and 8 blocks cannot be dealt out to tp 16"):
+        cluster_parts(SMALL, on(16, IDEAL), ClusterPlan(1, 1, 16))
+
+
+def test_the_best_plan_is_the_best_of_all() -> None:
+    run, given = MEGATRON[3].run, on(512, share=0.6)
+    brute = [
+        plan
+        for pp in range(1, 81)
+        for tp in range(1, 97)
+        for v in range(1, 41)
+        if 512 % (pp * tp) == 0
+        and cluster.refused(run, given, plan := ClusterPlan(512 // pp // tp, pp, tp, 1, v)) is None
+        and cluster_memory(run, plan) <= given.memory
+    ]
+    found = cluster.best_plan(run, given)
+    assert found in brute
+    assert step(run, given, found) == min(step(run, given, plan) for plan in brute)
+    with pytest.raises(ValueError, match=r"no layout of 64 GPUs fits 20 GB: the smallest holds \d+ GB"):
+        cluster.best_plan(run, on(64, memory=20e9))
+
+
+# --- failures ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("given", [Failures(11000.0, 60.0, 600.0), Failures(2000.0, 300.0, 300.0)])
+def test_the_formula_is_what_is_played_through(given: Failures, times: float) -> None:
+    interval = times * failures.save_interval(given)
+    played = failures.simulated_share(given, interval, 20_000, seed=1)
+    assert played == pytest.approx(failures.trained_share(given, interval), rel=0.02)
+
+
+def test_the_square_root_is_best_where_saves_are_short() -> None:
+    given = Failures(10_000.0, 5.0, 100.0)
+    interval = failures.save_interval(given)
+    assert interval == pytest.approx(math.sqrt(2 * 5.0 * 10_000.0))
+    best = max(failures.trained_share(given, interval * 1.01**k) for k in range(-100, 101))
+    assert failures.trained_share(given, interval) > 0.9999 * best
+    off = [failures.trained_share(given, interval * times) for times in (0.5, 2.0)]
+    assert max(off) < 0.995 * best
+
+
+def test_a_failure_in_a_restart_begins_it_anew() -> None:
+    given = Failures(10.0, 0.0, 50.0)  # most restarts do not end
+    played = failures.simulated_share(given, 1.0, 200_000)
+    assert played == pytest.approx(failures.trained_share(given, 1.0), rel=0.05)
+    assert failures.trained_share(Failures(1.0, 0.0, 1e6), 1.0) == 0.0
+
+
+def test_failures_that_cannot_be_are_refused() -> None:
+    for wrong in (lambda: Failures(0.0, 1.0), lambda: Failures(1.0, -1.0),
+                  lambda: failures.mean_between(0, 1.0),
+                  lambda: failures.trained_share(Failures(1.0, 1.0), 0.0),
+                  lambda: failures.simulated_share(Failures(1.0, 1.0), 1.0, 0)):  # fmt: skip
+        with pytest.raises(ValueError, match="above 0"):
+            wrong()
+    assert failures.mean_between(16384, LLAMA_3_EACH) == pytest.approx(54 * 86400 / 419)
+
+
+# --- experts -----------------------------------------------------------------------------------------
+
+
+def routed(chosen: int) -> float:
+    """Bytes that leave this rank for 12 tokens of 8 float64 values, to experts and back, both ways."""
+    axis = hpnb.Mesh(hpnb.Layout(tp=hpnb.world_size())).tp
+    x = torch.ones(chosen * 12, 8, dtype=torch.float64, requires_grad=True)
+    with hpnb.record.traffic() as seen:
+        there = comm.all_to_all(x, axis, 0, 1)
+        comm.all_to_all(2 * there, axis, 1, 0).sum().backward()
+    return seen.bytes["tp"]
+
+
+def test_bytes_of_experts_are_those_of_four_exchanges() -> None:
+    found = hpnb.launch(routed, 2, ranks=2, device="cpu")
+    assert found == [experts.experts_sent(12, 8, 2, 2, 8)] * 2
+    assert experts.experts_sent(12, 8, 4) == pytest.approx(2 * bytes_sent("all_reduce", 2 * 12 * 8, 4))
+    with pytest.raises(ValueError, match="1 expert or more"):
+        experts.experts_sent(1, 1, 2, 0)

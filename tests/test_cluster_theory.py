@@ -179,6 +179,8 @@ def test_memory_is_states_and_blocks_in_flight() -> None:
     assert cluster_memory(SMALL, replace(plan, chunks=2)) == pytest.approx(states + chunks)
     dealt = cluster_memory(SMALL, ClusterPlan(4, 2, 2, zero=1))
     assert dealt == pytest.approx(states * (4 + 12 / 4) / 16 + inputs)
+    alone = [cluster_memory(replace(SMALL, vocabulary=words), ClusterPlan()) for words in (0, 128)]
+    assert alone[1] - alone[0] == 16 * 128 * 64 + 6 * 32 * 128  # the table; float32 logits, 16-bit gradient
     fused = replace(whole, fused_attention=True)
     assert cluster_memory(whole, plan) - cluster_memory(fused, plan) == 2 * 4 * 5 * 8 * 32**2 / 2
 
@@ -190,6 +192,7 @@ def test_memory_is_states_and_blocks_in_flight() -> None:
         (ClusterPlan(8, rows=3), "16 rows do not go into 8 pipelines of microbatches of 3"),
         (ClusterPlan(1, 8, 1, chunks=2), "2 chunks want blocks that divide by 16"),
         (ClusterPlan(8, chunks=2), "2 chunks want"),
+        (ClusterPlan(2, 4, 1, rows=4, chunks=2), "and microbatches that divide by 4"),
         (ClusterPlan(8, zero=2), "ZeRO 0 or 1"),
         (ClusterPlan(0), "counts must be 1 or more"),
     ],
@@ -275,6 +278,7 @@ def routed(chosen: int) -> float:
 def test_bytes_of_experts_are_those_of_four_exchanges() -> None:
     found = hpnb.launch(routed, 2, ranks=2, device="cpu")
     assert found == [experts.experts_sent(12, 8, 2, 2, 8)] * 2
-    assert experts.experts_sent(12, 8, 4) == pytest.approx(2 * bytes_sent("all_reduce", 2 * 12 * 8, 4))
+    by_tp = 2 * bytes_sent("all_reduce", 2 * 4 * 12 * 8, 4)  # the tokens of all four ranks, twice
+    assert by_tp / experts.experts_sent(12, 8, 4, 2) == pytest.approx(4 / 2)
     with pytest.raises(ValueError, match="1 expert or more"):
         experts.experts_sent(1, 1, 2, 0)

@@ -94,6 +94,12 @@ def test_every_notebook_is_in_the_table() -> None:
         assert f"notebooks/{path.name}" in README
 
 
+def test_the_planner_of_readme_says_what_readme_says(tmp_path: Path) -> None:
+    (line,) = run_example(4, tmp_path)
+    assert line == "dp 24 x pp 16 x tp 4, 5 chunks: 153 TFLOP/s a GPU"
+    assert f"# {line}" in README
+
+
 def test_the_own_model_is_the_example_that_is_run() -> None:
     """tests/test_train.py runs it."""
     assert (ROOT / "examples" / "own_model.py").read_text().rstrip() in README

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from hpnb.lesson.cluster_explorer import cluster_layouts as cluster_layouts
 from hpnb.lesson.explorer import Explorer, explorer
 from hpnb.lesson.explorer_choice import layout_choice as layout_choice
 from hpnb.lesson.explorer_kept import kept_by_rank as kept_by_rank

@@ -19,6 +19,7 @@ IMAGES = {
     "memory_by_category.png": ("01_vit_data_parallel", "Memory over a step by category"),
     "three_builds.png": ("01_vit_data_parallel", "Compute lanes over communication lanes"),
     "gpipe_predicted_and_run.png": ("02_vit_pipeline_parallel", "GPipe predicted above run"),
+    "cliff_at_the_host.png": ("09_plan_at_scale", "Ethernet 100 Gb, a card a host"),
     "all_reduce_cost.png": ("00_ranks_and_collectives", "All-reduce time against size"),
 }
 

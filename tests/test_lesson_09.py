@@ -1,0 +1,213 @@
+"""Notebook 09: what it plans with, its figures, what its checks and its explorer say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from hpnb import lesson, plot
+from hpnb.bench.whole import files
+from hpnb.lesson import planned
+from hpnb.lesson.exercises import plan_at_scale as exercises
+from hpnb.theory import seconds
+from hpnb.theory.cluster import Cluster, ClusterPlan, GPTRun, best_plan, cluster_parts
+from hpnb.theory.published import MEGATRON
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPNB_HOME", str(tmp_path / "home"))
+
+
+def step(run: GPTRun, given: Cluster, plan: ClusterPlan) -> float:
+    return sum(cluster_parts(run, given, plan).values())
+
+
+# --- what it plans with ------------------------------------------------------------------------------
+
+
+def test_clusters_have_the_cards_of_their_network() -> None:
+    one, each = (planned.cluster(512, f"Ethernet 100 Gb, a card a {of}", 16) for of in ("host", "GPU"))
+    assert (one.cards, each.cards, one.host) == (1, 16, 16)
+    assert one.wire(512, 16).bandwidth == 12.5e9
+    assert each.wire(512, 16).bandwidth == 200e9
+    assert one.share == planned.fitted().share
+    with pytest.raises(ValueError, match="no network 'Token Ring'; there are HDR"):
+        planned.cluster(8, "Token Ring")
+
+
+def test_a_planner_without_borders_agrees_with_what_is_known_and_chooses_badly() -> None:
+    right, mistaken = planned.ratios(), planned.ratios(mistaken=True)
+    assert right["1.7B"] == pytest.approx(1.0)
+    assert mistaken["1.7B"] == pytest.approx(1.0)
+    worst = [max(abs(ratio - 1) for ratio in each.values()) for each in (right, mistaken)]
+    assert worst[1] < worst[0] < 0.1
+    run, given = planned.MODELS["39.1B"], planned.cluster(512, "Ethernet 100 Gb, a card a host")
+    assert planned.borderless(given).wire(512, 1).bandwidth == given.inside.bandwidth
+    theirs, ours = best_plan(run, planned.borderless(given)), best_plan(run, given)
+    assert step(run, planned.borderless(given), theirs) < step(run, given, ours)  # it promises more
+    assert step(run, given, theirs) > 1.4 * step(run, given, ours)
+
+
+def test_halving_tells_what_a_step_rests_on() -> None:
+    run, given = planned.MODELS["39.1B"], planned.cluster(512)
+    plan = best_plan(run, given)
+    found = planned.halved({"it": (run, given, plan)})
+    parts = cluster_parts(run, given, plan)
+    total = sum(parts.values())
+    more = (parts["memory"] + parts["optimizer"]) / total
+    assert found["memory bandwidth"]["it"] - 1 == pytest.approx(more, rel=0.1)  # the bubble has some as well
+    assert found["memory bandwidth"]["it"] - 1 >= more
+    assert found["share of peak"]["it"] > found["link inside a host"]["it"] > 1
+    whole = planned.halved({"it": (MEGATRON[0].run, replace(given, gpus=8, host=8), ClusterPlan(8))})
+    assert whole["network between hosts"]["it"] == 1.0
+
+
+def test_own_runs_are_those_that_the_package_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = planned.own_runs()
+    assert found["one"].predicted == pytest.approx(found["one"].measured)
+    assert {"dp2", "tp2", "pp2"} <= set(found)
+    assert found["dp2"].bubbles == (0.0, 0.0)
+    assert min(found["pp2"].bubbles) > 0
+    kept = next(run for run in files.newest(files.read()) if (run.what, run.ranks) == ("gpt2-xl", 2))
+    for name, one in found.items():
+        best = kept.layouts[name].fastest(True)
+        assert best is not None
+        assert one.measured == kept.layouts[name].tflops(best.name)
+    monkeypatch.setattr(files, "read", list)
+    with pytest.raises(ValueError, match="keeps no results of GPT-2 XL"):
+        planned.own_runs()
+
+
+# --- figures -----------------------------------------------------------------------------------------
+
+
+def words(figure: Figure) -> list[str]:
+    return [text.get_text() for ax in figure.axes for text in ax.texts]
+
+
+def test_points_are_where_they_are_and_the_fitted_one_is_hollow() -> None:
+    points = {"a": (100.0, 100.0), "b": (120.0, 115.0), "c": (150.0, 120.0)}
+    figure = plot.calibration(points, "a", caption="said")
+    (ax,) = figure.axes
+    dots = {line.get_label(): line for line in ax.lines if line.get_label() in points}
+    for name, (published, predicted) in points.items():
+        assert [dots[name].get_xdata()[0], dots[name].get_ydata()[0]] == [published, predicted]  # type: ignore[index]
+        assert (dots[name].get_markerfacecolor() == "#FFFFFF") == (name == "a")
+    assert "1 of 2 blind ones within 10 %" in words(figure)
+    assert "c, ratio 1.250" in words(figure)
+    with pytest.raises(ValueError, match="'d' is no point; there are a, b, c"):
+        plot.calibration(points, "d")
+    with pytest.raises(ValueError, match="must be above 0"):
+        plot.calibration({"a": (0.0, 1.0)}, "a")
+
+
+CELLS = {(1, 1): (4.0, False), (2, 1): (8.0, True), (1, 8): (6.0, True), (2, 16): (60.0, True)}
+
+
+def test_a_map_rings_the_fastest_that_fits_and_ends_the_host() -> None:
+    figure = plot.layout_map(CELLS, 8, {"yours": (2, 1)}, caption="said")
+    (ax,) = figure.axes
+    rings = {str(p.get_label()): p.get_xy() for p in ax.patches if isinstance(p, Rectangle)}
+    assert rings == {"fastest that fits, 6.00 s": (1, 0), "yours": (0, 1)}
+    (border,) = [line for line in ax.lines if line.get_label() == "a host ends"]
+    assert border.get_xdata()[0] == 2  # type: ignore[index]
+    assert words(figure) == ["4.00", "8.00", "6.00", "60.0"]
+    full = next(c for c in ax.collections if c.get_label() == "out of memory")
+    assert len(full.get_paths()) == 1
+    colors = next(c for c in ax.collections if c.get_label() == "layouts").get_facecolors()  # type: ignore[attr-defined]
+    assert tuple(colors[2]) > tuple(colors[1]) > tuple(colors[3])  # the fastest is the lightest
+    assert words(plot.layout_map(CELLS, 8, text=False)) == []
+    nothing = plot.layout_map({(1, 1): (4.0, False)}, 8)
+    assert not [p for p in nothing.axes[0].patches if "fastest" in str(p.get_label())]
+    with pytest.raises(ValueError, match="a map of no layouts"):
+        plot.layout_map({}, 8)
+    with pytest.raises(ValueError, match=r"yours is at pp x tp \(3, 3\), where no layout"):
+        plot.layout_map(CELLS, 8, {"yours": (3, 3)})
+
+
+def test_curves_of_what_failures_leave() -> None:
+    above, below = {"a": ([1, 10], [1.0, 0.5])}, {"b": ([5, 50], [0.2, 0.4])}
+    figure = plot.goodput(above, below, {"b": ([7], [0.3])}, {"b": 20})
+    drawn = [[np.asarray(line.get_xydata()).tolist() for line in ax.lines] for ax in figure.axes]
+    assert drawn[0] == [[[1, 100], [10, 50]]]
+    assert drawn[1][:2] == [[[5, 20], [50, 40]], [[7, 30]]]
+    assert [x for x, _ in drawn[1][2]] == [20, 20]
+    with pytest.raises(ValueError, match="a has 2 places and 1 shares"):
+        plot.goodput({"a": ([1, 2], [1.0])}, {}, {}, {})
+    with pytest.raises(ValueError, match="c is no curve below; there are b"):
+        plot.goodput({}, {"b": ([1], [1.0])}, {"c": ([1], [1.0])}, {})
+
+
+# --- what its checks say -----------------------------------------------------------------------------
+
+
+def said(exercise: lesson.Exercise, answer: Callable[..., Any]) -> list[str]:
+    return [finding.text for finding in exercise.verify(answer) if not finding.ok]
+
+
+def test_the_check_of_a_fit_says_what_is_off() -> None:
+    given = exercises.JOBS["145.6B on 1,024 GPUs of 40 GB"]
+    assert given.refused(ClusterPlan(1)) is not None
+    published = said(exercises.fit, lambda job: ClusterPlan(job.gpus // 64, 8, 8))
+    assert any("over the best, at most 5 %" in text for text in published)
+    assert any("GB, more than 40.0 GB" in text for text in published)
+    assert all("is no ClusterPlan" in text for text in said(exercises.fit, lambda job: 8))
+    assert "is of 1 GPUs" in said(exercises.fit, lambda job: ClusterPlan())[0]
+
+
+def test_the_check_of_a_halved_link_wants_cause_and_winner() -> None:
+    tables = exercises.weeks()
+    assert {what for *_, what in tables} == {"inside", "between", "matmuls"}
+    moved = [min(rows, key=lambda r: r.before) != min(rows, key=lambda r: r.after) for _, rows, _ in tables]
+    assert sum(moved) == 3
+    old = said(exercises.halved, lambda rows: ("between", min(rows, key=lambda row: row.before).plan))
+    assert len(old) == 2 + 3
+    assert "inside, and it is something else" not in " ".join(old)
+    assert "is not a pair (what, plan)" in said(exercises.halved, lambda rows: "inside")[0]
+    assert "is not among the rows" in " ".join(said(exercises.halved, lambda rows: ("inside", None)))
+
+
+def test_the_check_of_saves_wants_seconds() -> None:
+    assert "is no number of seconds above 0" in said(exercises.saves, lambda run: None)[0]
+    assert len(said(exercises.saves, lambda run: 3600.0)) == 3
+    found = said(exercises.saves, lambda run: 0.5 * (2 * run.failures.save * run.failures.between) ** 0.5)
+    assert len(found) == 3
+    assert "4,000 failures" in found[0]
+
+
+def test_the_explorers_challenge_is_hard_and_can_be_met() -> None:
+    found = lesson.explorers.cluster_layouts()
+    assert not found.solved
+    for knobs in ({"batch": 2304}, {"recompute": "no"}, {"zero": 1}, {"host": 16}, {"batch": 9216}):
+        found.set(**{"batch": 512, "recompute": "yes", "zero": 0, "host": 8, **knobs})
+        assert not found.solved, knobs
+    found.set(batch=2304, recompute="no", zero=0, host=8)
+    assert found.solved
+    assert found.readings["FLOP utilisation (%)"] == pytest.approx(35.4, abs=0.05)
+    assert found.readings["layout"] == "dp 16 x pp 16 x tp 8"
+    assert found.readings["memory (B)"] == pytest.approx(66e9, rel=0.01)
+
+
+def test_numbers_of_the_prose() -> None:
+    """What 09 says in words, where no caption computes it."""
+    run, given = planned.MODELS["145.6B"], planned.cluster(1536)
+    steps = [step(run, given, ClusterPlan(24, pp, tp, 1, 5)) for pp, tp in ((16, 4), (8, 8))]
+    assert steps[1] / steps[0] == pytest.approx(1.025, abs=0.001)
+    rho = given.share * given.peak / given.inside.bandwidth
+    assert rho == pytest.approx(645, rel=0.01)
+    assert 4 * 8192 / (7 * rho) == pytest.approx(7, abs=0.3)
+    slow = given.share * given.peak / 12.5e9
+    assert slow == pytest.approx(15_500, rel=0.01)
+    assert 4 * 8192 / (15 * slow) == pytest.approx(0.14, abs=0.005)
+    message = 2 * 2048 * 8192
+    wire = planned.cluster(512).wire(16, 8)
+    assert wire.bandwidth == 200e9
+    assert 30 * wire.latency / seconds("all_reduce", message, 16, wire) == pytest.approx(0.5, abs=0.03)

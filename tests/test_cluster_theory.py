@@ -149,10 +149,19 @@ def test_a_ring_between_hosts_has_its_share_of_the_cards() -> None:
     assert given.wire(6, 6).bandwidth == 75e9  # six of eight: some of its groups lie in two hosts
     assert given.wire(64, 8).latency == given.between.latency
     assert on(64, between=Wire(1e-5, 1e12)).wire(64, 8).bandwidth == 300e9  # never faster than within
-    lies = [cluster._lies(ClusterPlan(4, 2, 4), axis, 8) for axis in ("tp", "pp", "dp")]
-    assert lies == [(4, 4), (8, 1), (32, 1)]
-    assert cluster._lies(ClusterPlan(16, 1, 2), "dp", 8) == (32, 4)
-    assert cluster._lies(ClusterPlan(2, 1, 16), "tp", 8) == (16, 8)
+    lies = [cluster._lies(ClusterPlan(4, 2, 4), axis, given) for axis in ("tp", "pp", "dp")]
+    assert lies == [(4, 4), (8, 2), (32, 1)]
+    assert cluster._lies(ClusterPlan(16, 1, 2), "dp", given) == (32, 4)
+    assert cluster._lies(ClusterPlan(2, 1, 16), "tp", given) == (16, 8)
+
+
+@pytest.mark.parametrize(
+    ("cards", "tp", "each"),
+    [(8, 1, 1), (8, 8, 1), (4, 2, 1), (4, 8, 1 / 2), (1, 1, 1), (1, 4, 1 / 4), (1, 8, 1 / 8), (1, 16, 1 / 8)],
+)
+def test_ranks_that_send_across_a_border_divide_its_cards(cards: int, tp: int, each: float) -> None:
+    given, plan = on(16 * tp, cards=cards), ClusterPlan(1, 16, tp)
+    assert given.wire(*cluster._lies(plan, "pp", given)).bandwidth == each * 25e9
 
 
 def test_tp_falls_off_a_cliff_where_a_host_ends() -> None:

@@ -38,7 +38,7 @@ def cluster_layouts() -> Explorer:
         figure = plot.layout_map(
             {at: (step[at], held[at] <= given.memory) for at in plans},
             host,
-            title=f"predicted · seconds of a step: {model}, {gpus:,} A100s, {network}",
+            title=f"predicted · seconds: {model}, {gpus:,} A100s, {network}",
             text=not fast,
         )
         useful = replace(run, recompute=False).flops

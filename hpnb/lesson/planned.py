@@ -1,6 +1,7 @@
 """What notebook 09 plans with: clusters by name, a fitted planner, this library's own runs, numbers halved.
 
     planned.fitted()         DGX A100s whose matmuls reach what one published row says
+    planned.cluster(512)     so many of these, with another network if one is named
     planned.own_runs()       {layout: (plan, TFLOP/s)} of GPT-2 XL as `python -m hpnb.bench` measured it
     planned.halved(...)      what each number of a cluster is worth: halved, what becomes of each step?
 """
@@ -30,15 +31,23 @@ MODELS = {one.name: one.run for one in MEGATRON}
 HGX_H200 = replace(DGX_H100, memory=141e9, memory_bandwidth=4.8e12)
 
 
-@lru_cache(maxsize=8)
-def fitted(row: int = 0) -> Cluster:
-    """DGX A100s; matmuls reach the share of the peak that explains the published row of that number."""
+@lru_cache(maxsize=16)
+def fitted(row: int = 0, mistaken: bool = False) -> Cluster:
+    """DGX A100s; matmuls reach the share of the peak that explains the published row of that number.
+
+    Args:
+        mistaken: all is `borderless`, and fitted as such.
+    """
     one = MEGATRON[row]
-    return calibrated(replace(DGX_A100, gpus=one.gpus), one.run, one.plan, one.tflops)
+    given = replace(DGX_A100, gpus=one.gpus)
+    return calibrated(borderless(given) if mistaken else given, one.run, one.plan, one.tflops)
 
 
-def cluster(gpus: int, network: str = "HDR, a card a GPU", host: int = 8, memory: float = 80e9) -> Cluster:
-    """`fitted`, of so many GPUs in hosts of `host`, with a network of NETWORKS.
+def cluster(
+    gpus: int, network: str = "HDR, a card a GPU", host: int = 8, memory: float = 80e9, mistaken: bool = False
+) -> Cluster:
+    """`fitted`, of so many GPUs in hosts of `host`, with a network of NETWORKS; or what the mistaken planner
+    takes that for.
 
     Raises:
         ValueError: no such network.
@@ -47,7 +56,9 @@ def cluster(gpus: int, network: str = "HDR, a card a GPU", host: int = 8, memory
         raise ValueError(f"no network {network!r}; there are {', '.join(NETWORKS)}")
     card, each = NETWORKS[network]
     cards = round(each * host) or 1
-    return replace(fitted(), gpus=gpus, host=host, between=card, cards=cards, memory=memory)
+    base = fitted(mistaken=mistaken)
+    given = replace(base, gpus=gpus, host=host, between=card, cards=cards, memory=memory)
+    return borderless(given) if mistaken else given
 
 
 def borderless(given: Cluster) -> Cluster:
@@ -57,10 +68,7 @@ def borderless(given: Cluster) -> Cluster:
 
 def ratios(row: int = 0, mistaken: bool = False) -> dict[str, float]:
     """{row's name: published over predicted}, the planner fitted to one row."""
-    base = fitted(row)
-    if mistaken:
-        one = MEGATRON[row]
-        base = calibrated(borderless(base), one.run, one.plan, one.tflops)
+    base = fitted(row, mistaken)
     return {one.name: one.tflops / predicted(one, base) for one in MEGATRON}
 
 

@@ -1,8 +1,9 @@
 """A planner for clusters: what a step of a GPT takes on a thousand GPUs, which layout is best, what it holds.
 
-A cluster is numbers from datasheets, and one that stands on none: the share of its peak that matmuls reach,
-fitted to one measured run (`calibrated`). A layout dp x pp x tp = d x p x t takes a batch through d pipelines
-in m microbatches of b rows, a GPU having v chunks of the model. Of a mean rank a step has seven parts:
+A cluster is numbers from datasheets, two latencies, and one number that stands nowhere: the share of its peak
+that matmuls reach, fitted to one measured run (`calibrated`). A layout dp x pp x tp = d x p x t takes a batch
+through d pipelines in m microbatches of b rows, a GPU having v chunks of the model. Of a mean rank a step has
+seven parts:
 
     matmuls     blocks and logits / (p t), over share x peak
     memory      bytes of norms, dropouts, gelu and softmax, which are no matmuls, over memory bandwidth
@@ -19,8 +20,8 @@ Bytes of 16-bit values and 1-byte masks that no matmul moves, forward + backward
     per score, a s^2 b            product 2 + 2, softmax 4 + 6, dropout 5 + 5, products 2 + 6  13 + 19, / t
 
 A forward that is computed again moves its bytes again; a fused attention moves no scores. What is left out:
-what small kernels cost whatever their size, so microbatches of one row look best; stragglers; the network's
-other users.
+what kernels cost whatever their size, so microbatches of one row look best; sums of words, of logits and of a
+tied table; hops while the pipeline fills and drains; stragglers; the network's other users.
 
 After Narayanan et al. 2021 (arXiv 2104.04473): section 2 for the bubble, 3 for the trade, 4.1 for the hops.
 """
@@ -68,7 +69,8 @@ class Cluster:
         """What a ring sees whose ranks lie within `span` consecutive ones, `near` of them in each host.
 
         A ring enters and leaves a host once. All rings of a host share its cards, so one has as many of them
-        as it has members there: near/host of all. It is never faster than within a host.
+        as it has members there: near/host of all. It is never faster than within a host. Sends are no rings:
+        for them `near` says how many ranks of a host there are for each one that sends across its border.
         """
         if self.host % span == 0:
             return self.inside
@@ -170,7 +172,7 @@ def cluster_parts(run: GPTRun, cluster: Cluster, plan: ClusterPlan) -> dict[str,
     # of one block and microbatch
     matmuls = (forwards + 2) * block.forward_flops / t / rate
     memory = _moved(run, block, t) / cluster.memory_bandwidth
-    wires = {axis: cluster.wire(*_lies(plan, axis, cluster.host)) for axis in ("tp", "pp", "dp")}
+    wires = {axis: cluster.wire(*_lies(plan, axis, cluster)) for axis in ("tp", "pp", "dp")}
     sums = 2 * (forwards + 1) * seconds("all_reduce", activation, t, wires["tp"])
 
     # of one microbatch and stage
@@ -201,12 +203,13 @@ def _moved(run: GPTRun, block: Block, t: int) -> float:
     return values * (both(*_WHOLE) + both(*_CUT) / t) + scores * both(*_SCORES) / t
 
 
-def _lies(plan: ClusterPlan, axis: str, host: int) -> tuple[int, int]:
-    """(consecutive ranks that a group of the axis spans, its members in a host)."""
-    inner = plan.pp * plan.tp
+def _lies(plan: ClusterPlan, axis: str, cluster: Cluster) -> tuple[int, int]:
+    """(consecutive ranks that a group of the axis spans, its members in a host), as `Cluster.wire` wants."""
+    inner, host = plan.pp * plan.tp, cluster.host
     return {
         "tp": (plan.tp, min(plan.tp, host)),
-        "pp": (inner, 1),  # each rank sends by itself, so it has its own share of the cards
+        # only the t ranks of one stage cross a border at a time; and no message takes more than one card
+        "pp": (inner, max(1, min(host // min(plan.tp, host), host // cluster.cards))),
         "dp": (plan.gpus, max(1, host // inner)),
     }[axis]
 

@@ -9,7 +9,7 @@ where n are the rank's own tokens. Were one such layer cut by tp over the same r
 tokens of all, 4 (p-1)/p (p n) h w bytes: p/k times as many. Of k n tokens through 8 h^2 weights a rank
 computes 48 k n h^2 FLOPs, so with values of 2 bytes computing over sending is 6 h p / ((p-1) rho), whatever
 k and E are, and p times what it is for the same layer under tp.
-Lepikhin et al. 2020 (GShard, arXiv 2006.16668), section 3.2; Fedus et al. 2021 (Switch, arXiv 2101.03961).
+Lepikhin et al. 2020 (GShard, arXiv 2006.16668); Fedus et al. 2021 (Switch, arXiv 2101.03961).
 """
 
 from __future__ import annotations

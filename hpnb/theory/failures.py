@@ -9,7 +9,7 @@ lost, and a restart takes R. Saves take D, one after every T of training. To fir
 
 which is least at T = sqrt(2 D M), where saves and losses cost the same: sqrt(2 D / M) together (Young 1974,
 Communications of the ACM 17(9)). For failures that come by chance, at the same rate at every moment, the time
-that an interval takes is known exactly (Daly 2006, Future Generation Computer Systems 22, section 2):
+that an interval takes is known exactly (Daly 2006, Future Generation Computer Systems 22(3)):
 
     training / time  =  T / (M e^(R/M) (e^((T + D)/M) - 1))
 """

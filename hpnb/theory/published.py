@@ -26,7 +26,7 @@ class PublishedRun:
 
     @property
     def plan(self) -> ClusterPlan:
-        """With the number of chunks that is fastest: the table says interleaved, and not how often."""
+        """Microbatches of one row, and the chunks that are fastest at the peak: the table says neither."""
         cluster = replace(DGX_A100, gpus=self.gpus)
         plans = cluster_plans(self.run, cluster)
         return fastest(self.run, cluster, (one for one in plans if (one.pp, one.tp) == (self.pp, self.tp)))
@@ -50,4 +50,4 @@ MEGATRON = tuple(
 LLAMA_3_EACH = 54 * 86400 * 16384 / 419
 # Narayanan et al. 2021 (arXiv 2104.04473, section 5.10): a model of 1e12 parameters has a checkpoint of
 # 13.8 TB, and 384 hosts wrote theirs at 273 GB/s.
-CHECKPOINT_BYTES, WRITTEN = 13.8, 273e9  # a parameter; bytes/s
+CHECKPOINT_BYTES, WRITTEN, WRITERS = 13.8, 273e9, 384 * 8  # a parameter; bytes/s, of so many GPUs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -21,8 +22,8 @@ from hpnb.theory.cluster import (
     cluster_parts,
     refused,
 )
-from hpnb.theory.failures import Failures, mean_between, save_interval, simulated_share
-from hpnb.theory.published import CHECKPOINT_BYTES, LLAMA_3_EACH, WRITTEN
+from hpnb.theory.failures import Failures, mean_between, save_interval, trained_share
+from hpnb.theory.published import CHECKPOINT_BYTES, LLAMA_3_EACH, WRITERS, WRITTEN
 
 # --- fit a model into a cluster ----------------------------------------------------------------------
 
@@ -107,13 +108,20 @@ class Row:
 
 
 def weeks() -> list[tuple[str, list[Row], str]]:
-    """Four clusters on which one thing is half as fast since last week: (words, rows, what)."""
-    found = []
+    """Clusters on which one thing is half as fast since last week: (words, rows in no order, what).
+
+    No threshold of seconds or of slowness tells the causes apart: rows of tp 1 slow by as much in the second
+    as in the fourth, and the most in the sixth is the most in the fifth.
+    """
+    found, shuffle = [], random.Random(9).shuffle
     for model, gpus, batch, network, what in (
         ("39.1B", 256, 256, "HDR, a card a GPU", BETWEEN),
-        ("39.1B", 256, 256, "HDR, a card a GPU", INSIDE),
+        ("39.1B", 256, 1536, "HDR, a card a GPU", BETWEEN),
+        ("39.1B", 1024, 256, "HDR, a card a GPU", INSIDE),
+        ("7.5B", 128, 256, "HDR, a card a GPU", INSIDE),
         ("39.1B", 512, 512, "Ethernet 100 Gb, a card a GPU", MATMULS),
-        ("7.5B", 256, 512, "Ethernet 100 Gb, a card a host", BETWEEN),
+        ("7.5B", 512, 256, "Ethernet 100 Gb, a card a host", BETWEEN),
+        ("7.5B", 256, 1536, "Ethernet 100 Gb, a card a host", BETWEEN),
     ):
         run, given = replace(planned.MODELS[model], batch=batch), planned.cluster(gpus, network)
         today = {
@@ -122,12 +130,13 @@ def weeks() -> list[tuple[str, list[Row], str]]:
             MATMULS: replace(given, share=given.share / 2),
         }[what]
         rows = []
-        for pp, tp in product((2, 4, 8, 16), (1, 2, 4, 8)):
+        for pp, tp in product((1, 2, 4, 8, 16), (1, 2, 4, 8)):
             plan = ClusterPlan(gpus // pp // tp, pp, tp, zero=1)
             if refused(run, given, plan) is None and cluster_memory(run, plan) <= given.memory:
                 seconds = [sum(cluster_parts(run, one, plan).values()) for one in (given, today)]
                 rows.append(Row(plan, *seconds))
-        found.append((f"{model} on {gpus} GPUs, {network}", rows, what))
+        shuffle(rows)
+        found.append((f"{model}, {batch:,} rows on {gpus:,} GPUs, {network}", rows, what))
     return found
 
 
@@ -173,7 +182,6 @@ class Saved:
         each: seconds in which one GPU stops the run once, on average.
         parameters: of the model.
         bytes_each: of a checkpoint, a parameter.
-        written: bytes/s that the file system takes from all hosts together.
         restart: seconds from a failure until training goes on.
     """
 
@@ -181,8 +189,12 @@ class Saved:
     each: float
     parameters: float
     bytes_each: float = CHECKPOINT_BYTES
-    written: float = WRITTEN
     restart: float = 300.0
+
+    @property
+    def written(self) -> float:
+        """Bytes/s that the file system takes from all hosts together: of few hosts less than it could."""
+        return WRITTEN * min(1.0, self.gpus / WRITERS)
 
     @property
     def failures(self) -> Failures:
@@ -195,21 +207,21 @@ _SAVED = {
     "145.6B on 1,536 GPUs": Saved(1536, LLAMA_3_EACH, 145.6e9),
     "529.6B on 16,384 GPUs": Saved(16384, LLAMA_3_EACH, 529.6e9),
 }
-_PLAYED = 4000  # failures
+_NEAR = 1.01  # of the time that must be lost: first order passes, and more exact formulas do
 
 
 def _verify_saves(interval: Callable[[Saved], Any]) -> Sequence[Finding]:
     findings = []
     for name, run in _SAVED.items():
         found, given = interval(run), run.failures
+        young = save_interval(given)
         if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
             findings.append(Finding(False, f"{name}: {found!r} is no number of seconds above 0"))
             continue
-        wanted = save_interval(given)
-        lost = [1 - simulated_share(given, each, _PLAYED, seed=9) for each in (float(found), wanted)]
-        words = f"{name}: saving every {number(found, 's')} loses {100 * lost[0]:.2f} % of the time"
-        words += f" over {_PLAYED:,} failures, and every {number(wanted, 's')} {100 * lost[1]:.2f} %"
-        findings.append(Finding(abs(found / wanted - 1) <= 0.02, words))
+        least = min(1 - trained_share(given, young * (0.5 + n / 200)) for n in range(201))
+        lost = 1 - trained_share(given, float(found))
+        words = f"{name}: saving every {number(found, 's')} loses {100 * lost:.2f} % of the time"
+        findings.append(Finding(lost <= _NEAR * least, f"{words}, at best {100 * least:.2f} %"))
     return findings
 
 

@@ -26,7 +26,7 @@ from torch import nn
 
 import hpnb
 from hpnb.hybrid import booster  # noqa: F401 (before the forks)
-from hpnb.hybrid.checkpoint import atomic, checkpoint, weights  # noqa: F401
+from hpnb.hybrid.checkpoint import atomic, checkpoint, save_weights  # noqa: F401
 
 RANKS = 2
 # Calls by which files come and go, before which a life may end: a function, and what is in its arguments; or
@@ -146,7 +146,7 @@ class Calls:
 
     def end_at(self, point: tuple[str, str | int]) -> None:
         name, which = point
-        place: Any = {"rmtree": shutil, "save_file": weights}.get(name, os)
+        place: Any = {"rmtree": shutil, "save_file": save_weights}.get(name, os)
         call = getattr(place, name)
 
         def watched(*args: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import hpnb
 from hpnb.bench import checkpoint as bench
 from hpnb.hybrid.checkpoint import atomic
-from hpnb.hybrid.checkpoint import weights as written
+from hpnb.hybrid.checkpoint import save_weights as written
 
 Weights = dict[str, torch.Tensor]
 Pools = dict[int, hpnb.Ranks]

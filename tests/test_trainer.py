@@ -18,7 +18,7 @@ from torch import nn
 
 import hpnb
 from hpnb.hybrid.checkpoint import atomic
-from hpnb.hybrid.checkpoint.state import random_state, set_random_state
+from hpnb.hybrid.checkpoint.training_state import random_state, set_random_state
 from hpnb.hybrid.training import hooks, metrics, progress, resuming
 from hpnb.hybrid.training.events import Hook
 from hpnb.hybrid.training.trainer import Trainer

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hpnb.hybrid.boosted import Boosted
 from hpnb.hybrid.checkpoint import checkpoint
-from hpnb.hybrid.checkpoint.ranks import Copies, Saving
+from hpnb.hybrid.checkpoint.agreement import Copies, Saving
 from hpnb.ranks.here import device as this_device
 
 

@@ -7,11 +7,11 @@
       state/           the optimizer by parameters' names, schedule, place in the data, random states
       manifest.json    every file with its size and checksum; written last
 
-    parts.py, weights.py, names.py     model/ from parts on all ranks
-    source.py, fill.py                 and back, each reading what it needs
-    state.py, pieces.py, boxes.py      state/ in pieces, gathered by nobody
-    ranks.py                           agreement, and writing beside training
-    atomic.py                          a killed save leaves the one before
+    gather_weights.py, save_weights.py, hf_names.py     model/ from parts on all ranks
+    weight_files.py, load_weights.py                   and back, each reading what it needs
+    training_state.py, dcp.py, chunks.py               state/ in pieces, gathered by nobody
+    agreement.py                                       agreement, and writing beside training
+    atomic.py                                          a killed save leaves the one before
 
 Resumed on the layout that saved it a run goes on bit for bit, between two steps; on another layout sums have
 another order and dropout draws other numbers. All ranks call all functions, and see the same files.
@@ -30,10 +30,10 @@ from torch.optim import Optimizer
 
 from hpnb import placement
 from hpnb.hybrid.boosted import Boosted
-from hpnb.hybrid.checkpoint import atomic, parts, pieces, state, weights
-from hpnb.hybrid.checkpoint.fill import Filling
-from hpnb.hybrid.checkpoint.pieces import Stored, packed, unpacked
-from hpnb.hybrid.checkpoint.ranks import Copies, Saving, attempt, begin, complete, files_group, verified
+from hpnb.hybrid.checkpoint import atomic, dcp, gather_weights, save_weights, training_state
+from hpnb.hybrid.checkpoint.agreement import Copies, Saving, attempt, begin, complete, files_group, verified
+from hpnb.hybrid.checkpoint.dcp import Stored, packed, unpacked
+from hpnb.hybrid.checkpoint.load_weights import Filling
 from hpnb.pipeline_parallel import Stages
 from hpnb.pipeline_parallel import full_state_dict as over_stages
 from hpnb.ranks.here import device as this_device
@@ -57,14 +57,14 @@ def save_model(model: Boosted, path: Path, shard: bool = True, size_per_shard: S
         ValueError: `path` is a file, or size_per_shard no size.
     """
     group = files_group()
-    limit = weights.size_of(size_per_shard) if shard else None
+    limit = save_weights.size_of(size_per_shard) if shard else None
     begin(path, group)
-    held = parts.parts_of(model, lambda tensor, _: tensor)
-    weights.write(held, atomic.part_of(path), model.kind, model.whole_config, limit, group)
+    held = gather_weights.parts_of(model, lambda tensor, _: tensor)
+    save_weights.write(held, atomic.part_of(path), model.kind, model.whole_config, limit, group)
 
     def end() -> None:
         if group.rank() == 0:
-            atomic.carry_over(path, lambda name: not weights.is_weights(name))
+            atomic.carry_over(path, lambda name: not save_weights.is_weights(name))
             atomic.commit(path)
 
     attempt(end, group)
@@ -98,8 +98,8 @@ def save_optimizer(optimizer: Optimizer, path: Path) -> None:
     that is there; its other files stay."""
     group = files_group()
     begin(path, group)
-    stored = state.of_optimizer(optimizer, lambda tensor: tensor, True)
-    pieces.write(stored, atomic.part_of(path) / STATE, group)
+    stored = training_state.of_optimizer(optimizer, lambda tensor: tensor, True)
+    dcp.write(stored, atomic.part_of(path) / STATE, group)
     complete(path, {"torch": torch.__version__}, group, carries=lambda name: name not in _OPTIMIZER)
 
 
@@ -116,7 +116,7 @@ def load_optimizer(optimizer: Optimizer, path: Path) -> None:
         return
     group = files_group()
     folder, told = verified(path, group)
-    state.Loading(optimizer, _stored(folder, told, group), group).apply()
+    training_state.Loading(optimizer, _stored(folder, told, group), group).apply()
 
 
 def save_lr_scheduler(lr_scheduler: Any, path: Path) -> None:
@@ -165,18 +165,18 @@ def save(
 ) -> Saving:
     """Write everything as a folder `path`, with `copies` in the background; see `Booster.save`."""
     group = files_group()
-    limit = weights.size_of(size_per_shard) if shard else None
+    limit = save_weights.size_of(size_per_shard) if shard else None
     if keep is not None and keep < 1:
         raise ValueError(f"keep={keep} would keep no checkpoint; use 1 or more")
 
     def copied(tensor: torch.Tensor, soon: bool = False) -> torch.Tensor:
         return tensor if copies is None else copies.of(tensor, soon)
 
-    held = parts.parts_of(model, copied)
-    stored = state.of_pipeline(model, copied)
-    stored.update(state.of_random())
+    held = gather_weights.parts_of(model, copied)
+    stored = training_state.of_pipeline(model, copied)
+    stored.update(training_state.of_random())
     if optimizer is not None:
-        stored.update(state.of_optimizer(optimizer, copied, False))
+        stored.update(training_state.of_optimizer(optimizer, copied, False))
     for name, value in (("lr_scheduler", lr_scheduler), ("dataloader", dataloader)):
         if value is not None:
             stored.values[name] = packed(f"the {name}", _state_of(value, name))
@@ -194,8 +194,8 @@ def save(
         begin(path, group, (MODEL, STATE))
         part = atomic.part_of(path)
         attempt(lambda: (part / MODEL).mkdir() if group.rank() == 0 else None, group)
-        weights.write(held, part / MODEL, model.kind, model.whole_config, limit, group)
-        pieces.write(stored, part / STATE, group)
+        save_weights.write(held, part / MODEL, model.kind, model.whole_config, limit, group)
+        dcp.write(stored, part / STATE, group)
         complete(path, told, group, keep)
 
     return Saving(work, background=copies is not None)
@@ -230,7 +230,7 @@ def load(
     if lr_scheduler is not None:
         rates = attempt(lambda: _fitting(found["lr_scheduler"], lr_scheduler, "lr_scheduler"), group)
     with Filling(model, folder / MODEL, group) as filling:
-        loading = None if optimizer is None else state.Loading(optimizer, stored, group)
+        loading = None if optimizer is None else training_state.Loading(optimizer, stored, group)
         if dataloader is not None:  # which refuses what does not fit
             place = attempt(lambda: _fitting(found["dataloader"], dataloader, "dataloader"), group)
             attempt(lambda: dataloader.load_state_dict(place), group)
@@ -239,13 +239,13 @@ def load(
         loading.apply()
     if lr_scheduler is not None:
         lr_scheduler.load_state_dict(rates)
-    if state.PER_TARGET in stored.shapes:
+    if training_state.PER_TARGET in stored.shapes:
         value = torch.empty((), dtype=torch.float64)
-        key = state.PER_TARGET
+        key = training_state.PER_TARGET
         stored.read({key: (placement.Placement(key, ()), value)}, [], group)
         model.per_target = value
     if same:
-        state.set_random_state(found[mine])
+        training_state.set_random_state(found[mine])
     return found["extra"]
 
 
@@ -274,12 +274,12 @@ def _state_of(value: Any, name: str) -> dict[str, Any]:
             f"a {type(value).__name__} as {name} has no state_dict, so it cannot go on from where it is; use "
             "plugin.prepare_dataloader, or leave it out"
         )
-    return {"kind": state.kind_of(value), "state": value.state_dict()}
+    return {"kind": training_state.kind_of(value), "state": value.state_dict()}
 
 
 def _fitting(found: Any, value: Any, name: str) -> Any:
     """What `_state_of` a thing of its kind gave."""
-    own = state.kind_of(value)
+    own = training_state.kind_of(value)
     kind = found.get("kind") if isinstance(found, dict) else None
     if kind != own:
         raise ValueError(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpnb.hybrid.checkpoint import atomic
-from hpnb.hybrid.checkpoint.state import random_state, set_random_state
+from hpnb.hybrid.checkpoint.training_state import random_state, set_random_state
 
 if TYPE_CHECKING:
     from hpnb.hybrid.training.trainer import Trainer

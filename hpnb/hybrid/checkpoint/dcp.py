@@ -3,7 +3,7 @@
     exp_avg/vit.layers.0.mlp.fc1.weight    (64, 16)     rank 0 wrote rows [0, 32), rank 1 rows [32, 64)
     random/3                               bytes        what rank 3 draws next
 
-A tensor is stored under its whole shape, in the boxes (boxes.py) that the ranks had; who reads
+A tensor is stored under its whole shape, in the boxes (chunks.py) that the ranks had; who reads
 takes the boxes that it has now out of those. PyTorch's planner sees to it that what several ranks have is
 written by one, and that the boxes fill the tensor.
 """
@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from hpnb.hybrid.checkpoint.boxes import boxes
+from hpnb.hybrid.checkpoint.chunks import boxes
 from hpnb.placement import Placement
 
 # What may be in a value beside tensors, numbers and plain containers.

@@ -1,6 +1,6 @@
 """Weights from a disk into whatever part of a model this rank has.
 
-    names     those on the disk to those in the model (names.py)
+    names     those on the disk to those in the model (hf_names.py)
     check     on all ranks, before anything is written: nothing missing, nothing unexpected, the same shapes
     fill      each parameter, buffer and float32 master by its boxes; nothing is sent
 
@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from hpnb import placement
 from hpnb.hybrid.boosted import Boosted
-from hpnb.hybrid.checkpoint.boxes import boxes
-from hpnb.hybrid.checkpoint.names import describe, is_pretrained, quiet
-from hpnb.hybrid.checkpoint.parts import along_ranks, masters_of
-from hpnb.hybrid.checkpoint.ranks import attempt, gathered
-from hpnb.hybrid.checkpoint.source import Files, Loaded, Weights
+from hpnb.hybrid.checkpoint.agreement import attempt, gathered
+from hpnb.hybrid.checkpoint.chunks import boxes
+from hpnb.hybrid.checkpoint.gather_weights import along_ranks, masters_of
+from hpnb.hybrid.checkpoint.hf_names import describe, is_pretrained, quiet
+from hpnb.hybrid.checkpoint.weight_files import Files, Loaded, Weights
 from hpnb.placement import Placement
 
 

@@ -26,7 +26,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from hpnb.hybrid.checkpoint.ranks import attempt, gathered
+from hpnb.hybrid.checkpoint.agreement import attempt, gathered
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
     model-00001-of-00003.safetensors ...    and model.safetensors.index.json, which says where each weight is
     config.json ...                         of a model of transformers, so that from_pretrained opens it
 
-Rank 0 puts weight after weight together (parts.py) and writes a file when it is full, so it has
+Rank 0 puts weight after weight together (gather_weights.py) and writes a file when it is full, so it has
 one file in memory at a time. The header of each file has the checksums of its weights, for whoever loads it.
 """
 
@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from hpnb.hybrid.checkpoint.names import describe, is_pretrained, quiet, twin
-from hpnb.hybrid.checkpoint.parts import Held, Part, held_by_all, put_together
-from hpnb.hybrid.checkpoint.ranks import agree
-from hpnb.hybrid.checkpoint.source import checksums
+from hpnb.hybrid.checkpoint.agreement import agree
+from hpnb.hybrid.checkpoint.gather_weights import Held, Part, held_by_all, put_together
+from hpnb.hybrid.checkpoint.hf_names import describe, is_pretrained, quiet, twin
+from hpnb.hybrid.checkpoint.weight_files import checksums
 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"

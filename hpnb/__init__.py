@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from hpnb import record
-from hpnb.mesh import Axis, Layout, Mesh
+from hpnb.mesh import Axis, Layout, Mesh, ParallelLayout
 from hpnb.ranks import RankError, RankInterrupt, Ranks, device, launch, rank, world_size
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ __all__ = [
     "LinearWarmupLR",
     "LowLevelZeroPlugin",
     "Mesh",
+    "ParallelLayout",
     "Pipeline",
     "RankError",
     "RankInterrupt",

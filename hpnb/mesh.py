@@ -1,4 +1,4 @@
-"""A Layout says how many; a Mesh says with whom.
+"""A Layout says how many ranks each axis has; a ParallelLayout adds how they train; a Mesh says with whom.
 
 A layout arranges world_size = dp * pp * tp ranks as a box. With the default order dp is outermost and
 tp innermost, so the ranks of one tp group are neighbours (they talk most), and those of one dp group
@@ -6,7 +6,7 @@ are furthest apart (they talk least):
 
     rank = (dp_index * pp + pp_index) * tp + tp_index
 
-`Layout` is numbers only and works anywhere; `Mesh` makes the process groups, inside ranks.
+`Layout` and `ParallelLayout` are numbers only and work anywhere; `Mesh` makes process groups, inside ranks.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 AXES = ("dp", "pp", "tp")
+TP_MODES = ("1d", "2d", "2.5d", "3d")
+Recomputation = Literal[False, "full", "attention"]
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in AXES:
-            size = getattr(self, name)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            if not _is_count(size := getattr(self, name)):
                 raise ValueError(f"Layout {name}={size!r} is not a count; use 1 where an axis is not split")
         object.__setattr__(self, "order", tuple(self.order))
         if sorted(self.order) != sorted(AXES):
@@ -90,6 +92,111 @@ class Layout:
 
     def __str__(self) -> str:
         return "Layout(" + ", ".join(f"{name}={getattr(self, name)}" for name in self.order) + ")"
+
+
+@dataclass(frozen=True)
+class ParallelLayout(Layout):
+    """A whole training layout: how many ranks lie along each axis, and how a step runs on them.
+
+    This is the one description of a layout. The planner searches over it, the benchmarks name their layouts
+    by it, and the plugin's fields can be read from it. It is a `Layout`, so `Mesh(layout)`,
+    `hpnb.plot.mesh(layout)` and everything else that takes a `Layout` takes it as well; `mesh_layout` is the
+    plain `Layout`, for comparing or printing the sizes alone.
+
+        ParallelLayout(dp=2, pp=4, num_microbatches=8, zero_stage=1, schedule="zb-h1")
+
+    Args:
+        dp, pp, tp: ranks along each axis.
+        num_microbatches: microbatches of a step in each pipeline. It wins over
+        microbatch_size: samples of a microbatch; see `count_microbatches` for what happens without either.
+        zero_stage: 0 replicates; 1 shards optimizer state over dp, 2 also gradients, 3 also weights.
+        schedule: name of the pipeline schedule (`hpnb.pipeline_parallel.schedules`).
+        chunks: model chunks (stages) on each rank of a pipeline.
+        recomputation: what the backward recomputes: nothing (False), whole blocks ("full") or the attention's
+            softmax and its products ("attention").
+        sequence_parallel: split along the tokens what lies between the tensor-parallel matrices (1d only).
+        tp_mode, tp_depth: "1d", "2d", "2.5d" or "3d" tensor parallelism, and the depth of "2.5d".
+        order: the axes from the outermost to the innermost.
+
+    What does not compose is refused by whoever runs the layout, since that depends on the model as well.
+
+    Raises:
+        ValueError: a count below 1, a ZeRO stage that is not 0, 1, 2 or 3, or an unknown mode.
+    """
+
+    num_microbatches: int | None = None
+    zero_stage: int = 0
+    microbatch_size: int | None = field(default=None, kw_only=True)
+    schedule: str = field(default="1f1b", kw_only=True)
+    chunks: int = field(default=1, kw_only=True)
+    recomputation: Recomputation = field(default=False, kw_only=True)
+    sequence_parallel: bool = field(default=False, kw_only=True)
+    tp_mode: str = field(default="1d", kw_only=True)
+    tp_depth: int = field(default=1, kw_only=True)
+    order: tuple[str, ...] = field(default=AXES, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_microbatches", "microbatch_size", "chunks", "tp_depth"):
+            value = getattr(self, name)
+            optional = name in ("num_microbatches", "microbatch_size")
+            if not (_is_count(value) or (optional and value is None)):
+                raise ValueError(f"{name}={value!r} is not a count; use 1 or more")
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ValueError(f"zero_stage={self.zero_stage!r} is no stage of ZeRO; use 0, 1, 2 or 3")
+        if self.recomputation not in (False, "full", "attention"):
+            raise ValueError(f"recomputation={self.recomputation!r}; use False, 'full' or 'attention'")
+        if self.tp_mode not in TP_MODES:
+            raise ValueError(f"tp_mode={self.tp_mode!r}; use one of {', '.join(TP_MODES)}")
+
+    @property
+    def mesh_layout(self) -> Layout:
+        """The sizes and their order alone."""
+        return Layout(self.dp, self.pp, self.tp, self.order)
+
+    @property
+    def chunks_per_rank(self) -> int:
+        """`chunks`; but the V-shaped schedules have two chunks a rank even if `chunks` is left at 1."""
+        return 2 if self.schedule in ("zb-v", "dualpipe-v") and self.chunks == 1 else self.chunks
+
+    @property
+    def min_microbatches(self) -> int:
+        """The fewest microbatches with which the schedule works."""
+        return 2 * self.pp if self.schedule == "dualpipe-v" else 1
+
+    def count_microbatches(self, samples: int) -> int:
+        """Number of microbatches of a batch of so many samples, which one pipeline trains in a step.
+
+        Where neither field names a number, a pipeline gets `MICROBATCHES_PER_STAGE` for each of its ranks,
+        and at most one a sample; without a pipeline the batch is not split.
+        """
+        if self.num_microbatches is not None:
+            return self.num_microbatches
+        if self.microbatch_size is not None:
+            count = -(-samples // self.microbatch_size)
+        else:
+            count = 1 if self.pp == 1 else min(samples, MICROBATCHES_PER_STAGE * self.pp)
+        return max(count, self.min_microbatches)
+
+    def __str__(self) -> str:
+        """As people say it: "dp 2 x pp 4, zb-h1, ZeRO 1"; axes of size 1 and usual values are left out."""
+        sizes = [f"{axis} {size}" for axis in AXES if (size := getattr(self, axis)) > 1]
+        extras = [
+            (self.tp_mode != "1d", f"tensor parallelism {self.tp_mode}"),
+            (self.schedule != "1f1b", self.schedule),
+            (self.chunks > 1, f"{self.chunks} chunks"),
+            (self.zero_stage > 0, f"ZeRO {self.zero_stage}"),
+            (self.recomputation, f"recomputation {self.recomputation}"),
+            (self.sequence_parallel, "sequence parallel"),
+        ]
+        return ", ".join([" x ".join(sizes) or "1 rank", *(text for shown, text in extras if shown)])
+
+
+MICROBATCHES_PER_STAGE = 4  # 1F1B with four microbatches a stage idles for a fifth of its step
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 @dataclass(frozen=True)

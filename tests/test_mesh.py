@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import hpnb
-from hpnb import Layout, Mesh
+from hpnb import Layout, Mesh, ParallelLayout
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(("dp", "pp", "tp"))))
@@ -44,6 +44,43 @@ def test_a_layout_that_cannot_be_is_refused_in_a_sentence() -> None:
         Layout(2, 2, 2).rank(tp=2)
     with pytest.raises(RuntimeError, match="a Mesh needs running ranks"):
         Mesh(Layout())
+
+
+def test_a_parallel_layout_is_a_layout_that_also_says_how_a_step_runs() -> None:
+    layout = ParallelLayout(2, 4, 1, 8, 1, schedule="zb-h1", order=("tp", "pp", "dp"))
+    assert isinstance(layout, Layout)
+    assert layout.mesh_layout == Layout(2, 4, 1, ("tp", "pp", "dp"))
+    assert layout.groups("dp") == layout.mesh_layout.groups("dp")
+    assert layout.world_size == 8
+    assert str(layout) == "dp 2 x pp 4, zb-h1, ZeRO 1"
+    assert str(ParallelLayout()) == "1 rank"
+
+
+@pytest.mark.parametrize(
+    ("layout", "samples", "microbatches"),
+    [
+        (ParallelLayout(dp=4), 6, 1),
+        (ParallelLayout(pp=2), 64, 8),
+        (ParallelLayout(pp=4), 6, 6),
+        (ParallelLayout(pp=2, microbatch_size=4), 10, 3),
+        (ParallelLayout(pp=2, num_microbatches=5, microbatch_size=4), 10, 5),
+        (ParallelLayout(pp=4, microbatch_size=4, schedule="dualpipe-v"), 4, 8),
+    ],
+    ids=str,
+)
+def test_microbatches_of_a_batch(layout: ParallelLayout, samples: int, microbatches: int) -> None:
+    assert layout.count_microbatches(samples) == microbatches
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"dp": 0}, {"num_microbatches": 0}, {"microbatch_size": True}, {"chunks": None}, {"zero_stage": 4},
+     {"recomputation": True}, {"tp_mode": "4d"}, {"tp_depth": 0}],
+    ids=str,
+)  # fmt: skip
+def test_a_parallel_layout_refuses_values_by_the_name_of_their_field(field: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(field))):
+        ParallelLayout(**field)  # type: ignore[arg-type]
 
 
 def sums_by_axis(layout: Layout) -> dict[str, float]:

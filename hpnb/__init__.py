@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from hpnb.data_parallel import DataParallel, ZeroOptimizer
     from hpnb.data_parallel.fully_shard import fully_shard
     from hpnb.hybrid.booster import Booster
-    from hpnb.hybrid.hosts.coordinator import DistCoordinator
-    from hpnb.hybrid.hosts.launch import launch_from_torch
     from hpnb.hybrid.plugins import HybridParallelPlugin
     from hpnb.hybrid.presets import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
-    from hpnb.hybrid.training.adam import HybridAdam
+    from hpnb.hybrid.torchrun.coordinator import DistCoordinator
+    from hpnb.hybrid.torchrun.launch_from_torch import launch_from_torch
+    from hpnb.hybrid.training.hybrid_adam import HybridAdam
+    from hpnb.hybrid.training.lr_schedulers import CosineAnnealingWarmupLR, LinearWarmupLR
     from hpnb.hybrid.training.trainer import Trainer
-    from hpnb.hybrid.training.warmup import CosineAnnealingWarmupLR, LinearWarmupLR
     from hpnb.pipeline_parallel import Pipeline
 
 __version__ = "0.1.0"
@@ -103,16 +103,16 @@ _FROM = dict.fromkeys(("DataParallel", "ZeroOptimizer", "fully_shard"), "hpnb.da
 _FROM["Pipeline"] = "hpnb.pipeline_parallel"
 _FROM |= {
     "Booster": "hpnb.hybrid.booster",
-    "CosineAnnealingWarmupLR": "hpnb.hybrid.training.warmup",
-    "DistCoordinator": "hpnb.hybrid.hosts.coordinator",
+    "CosineAnnealingWarmupLR": "hpnb.hybrid.training.lr_schedulers",
+    "DistCoordinator": "hpnb.hybrid.torchrun.coordinator",
     "GeminiPlugin": "hpnb.hybrid.presets",
-    "HybridAdam": "hpnb.hybrid.training.adam",
+    "HybridAdam": "hpnb.hybrid.training.hybrid_adam",
     "HybridParallelPlugin": "hpnb.hybrid.plugins",
-    "LinearWarmupLR": "hpnb.hybrid.training.warmup",
+    "LinearWarmupLR": "hpnb.hybrid.training.lr_schedulers",
     "LowLevelZeroPlugin": "hpnb.hybrid.presets",
     "TorchDDPPlugin": "hpnb.hybrid.presets",
     "Trainer": "hpnb.hybrid.training.trainer",
-    "launch_from_torch": "hpnb.hybrid.hosts.launch",
+    "launch_from_torch": "hpnb.hybrid.torchrun.launch_from_torch",
 }
 
 

@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command == "doctor":
         return _doctor()
     if options.command == "train":
-        from hpnb.hybrid.command.command import run
+        from hpnb.hybrid.train_command.main import run
 
         return run(options.file, options.ranks, options.overrides)
     parser.print_help()

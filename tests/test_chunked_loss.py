@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from hybrid_cases import Case, off, train
 
 import hpnb
-from hpnb.hybrid import compiling
+from hpnb.hybrid import compile_blocks
 from hpnb.models import GPT2Size, chunk_loss, chunked_loss, gpt2, softmax_passes
 from hpnb.models.chunked_loss import ChunkedHead
 
@@ -272,11 +272,11 @@ def test_compiled_it_is_one_process_too() -> None:
     """Words cut over ranks whose three numbers are combined; 53 words as 27 and 26, each with rows to 32."""
 
     def fast(case: Case) -> Any:
-        compiling.ON_CPUS, chunked.ROWS = "aot_eager", {"cpu": 16}
+        compile_blocks.ON_CPUS, chunked.ROWS = "aot_eager", {"cpu": 16}
         try:
             return train(case, {"loss_chunk": 5, "enable_jit_fused": True})
         finally:
-            compiling.ON_CPUS, chunked.ROWS = None, {}
+            compile_blocks.ON_CPUS, chunked.ROWS = None, {}
 
     with hpnb.Ranks(2, timeout=120) as ranks:
         for case in (TWO[0], TWO[3], TWO[6], TWO[7]):

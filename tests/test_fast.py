@@ -14,7 +14,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 import hpnb
 from hpnb import precision
-from hpnb.hybrid import HybridAdam, compiling, recompute
+from hpnb.hybrid import HybridAdam, compile_blocks, recompute
 from hpnb.pipeline_parallel.split_backward import SplitBackward
 from hpnb.precision import Masters, flat_adam
 
@@ -36,7 +36,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
         found.append(graph)
         return aot_eager(graph, inputs)
 
-    monkeypatch.setattr(compiling, "ON_CPUS", backend)
+    monkeypatch.setattr(compile_blocks, "ON_CPUS", backend)
     return found
 
 
@@ -69,7 +69,7 @@ def test_compiled_blocks_compute_the_same(
 ) -> None:
     layers = 9  # more than PyTorch compiles one function for
     plain, fast = (build(kind, layers=layers, dropout=dropout, hidden=8) for _ in range(2))
-    compiling.compile_blocks(fast, whole)
+    compile_blocks.compile_blocks(fast, whole)
     recompute.again(fast, again)
     split = SplitBackward(fast.modules(), least=1e18 if whole else 0.0)
     for step, size in enumerate(rows):
@@ -95,9 +95,9 @@ def test_compiled_blocks_compute_the_same(
 
 def test_a_wrong_region_is_noticed(graphs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above sees what happens between the linears."""
-    monkeypatch.setattr(compiling, "_add", lambda x, residual, p: residual + 1.001 * x)
+    monkeypatch.setattr(compile_blocks, "_add", lambda x, residual, p: residual + 1.001 * x)
     plain, fast = (build("vit", layers=1, hidden=8) for _ in range(2))
-    compiling.compile_blocks(fast, whole=False)
+    compile_blocks.compile_blocks(fast, whole=False)
     given = batch("vit", 0, 2)
     a, b = (mean(model(pixel_values=given["pixel_values"]), given) for model in (plain, fast))
     assert abs(float(a.detach() - b.detach())) > 1e-9
@@ -108,20 +108,20 @@ def test_other_models_and_other_forwards(graphs: list[Any]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     x = torch.randn(3, 4)
     wanted = model(x)
-    compiling.compile_blocks(model, whole=False)
+    compile_blocks.compile_blocks(model, whole=False)
     assert torch.equal(model(x), wanted)
     assert not graphs
     own = model[0].forward
     model[0].forward = lambda x: own(x) + 1
     wanted = model(x)
-    compiling.compile_blocks(model, whole=True)
+    compile_blocks.compile_blocks(model, whole=True)
     assert torch.equal(model(x), wanted)
     assert len(graphs) == 2
     assert torch.equal(copy.deepcopy(model)(x), wanted)
 
 
 def on_ranks(case: Case, knobs: dict[str, Any], backend: str = "aot_eager") -> Found:
-    from hpnb.hybrid import compiling as here
+    from hpnb.hybrid import compile_blocks as here
 
     here.ON_CPUS = backend
     return train(case, {"enable_jit_fused": True, **knobs})
@@ -175,8 +175,8 @@ def test_compiled_on_gpus_it_is_one_process() -> None:
 
 
 def test_cpus_compile_nothing_unless_told() -> None:
-    assert compiling.ON_CPUS is None
-    assert compiling.backend() is None
+    assert compile_blocks.ON_CPUS is None
+    assert compile_blocks.backend() is None
 
 
 # --- Adam in one pass ------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from torch.distributed import HashStore, Store
 
 import hpnb
 from hpnb import theory
-from hpnb.hybrid.hosts import lives, network
+from hpnb.hybrid.torchrun import network_interface, restart_store
 
 ROOT = Path(__file__).parents[1]
 TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -62,8 +62,8 @@ from pathlib import Path
 import torch.distributed as dist
 import hpnb
 from hpnb.hybrid.training.events import Hook
-from hpnb.hybrid.command.run_file import load
-from hpnb.hybrid.command.train import train
+from hpnb.hybrid.train_command.run_file import load
+from hpnb.hybrid.train_command.train import train
 
 file, folder = load(sys.argv[1]), Path(sys.argv[2])
 first, last, killed = map(int, sys.argv[3:])
@@ -245,8 +245,8 @@ def unbroken(tables: str) -> dict[str, Any]:
     """One process alone, which nobody kills."""
     import tomllib
 
-    from hpnb.hybrid.command.run_file import parse
-    from hpnb.hybrid.command.train import train
+    from hpnb.hybrid.train_command.run_file import parse
+    from hpnb.hybrid.train_command.train import train
     from hpnb.hybrid.training.events import Hook
 
     curve: list[float] = []
@@ -263,11 +263,11 @@ def unbroken(tables: str) -> dict[str, Any]:
 
 
 def test_the_interface_that_leads_to_an_address() -> None:
-    assert network.address_towards("127.0.0.1") == "127.0.0.1"
-    assert network.address_towards("nowhere.invalid") is None
+    assert network_interface.address_towards("127.0.0.1") == "127.0.0.1"
+    assert network_interface.address_towards("nowhere.invalid") is None
     if sys.platform == "linux":
-        assert network.interface_of("127.0.0.1") == "lo"
-    assert network.interface_of("192.0.2.1") is None  # nobody's, by RFC 5737
+        assert network_interface.interface_of("127.0.0.1") == "lo"
+    assert network_interface.interface_of("192.0.2.1") is None  # nobody's, by RFC 5737
 
 
 # --- a store without a past ---------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def live(store: Store, late: dict[int, float], world: int = 3) -> list[Store]:
 
     def come(rank: int) -> None:
         time.sleep(late.get(rank, 0.0))
-        found[rank] = lives.fresh(store, rank, world, patience=20.0)
+        found[rank] = restart_store.fresh(store, rank, world, patience=20.0)
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in range(world)]
     for thread in threads:
@@ -303,5 +303,5 @@ def test_ranks_that_are_started_again_find_nothing_of_those_before() -> None:
 def test_a_life_that_ends_while_it_begins_is_no_obstacle() -> None:
     store = HashStore()
     with pytest.raises(RuntimeError, match=r"rank 1 has waited 0.1 s for all of 3 ranks"):
-        lives.fresh(store, 1, 3, patience=0.1)
+        restart_store.fresh(store, 1, 3, patience=0.1)
     assert len(live(store, {1: 0.1})) == 3

@@ -41,8 +41,8 @@ from hpnb.hybrid import (
     GeminiPlugin,
     LowLevelZeroPlugin,
     TorchDDPPlugin,
-    outputs,
-    stepping,
+    boosted_optimizer,
+    global_loss,
 )
 from hpnb.pipeline_parallel import Builder, Pipeline, schedules
 from hpnb.pipeline_parallel.microbatches import deal
@@ -180,7 +180,7 @@ def test_on_gpus_it_is_one_process() -> None:
 
 def with_fault(case: Case, fault: str) -> Found:
     """Train with one thing broken."""
-    weigh, step, update = outputs.Weigher.__call__, Pipeline.step, stepping.BoostedOptimizer.step
+    weigh, step, update = global_loss.Weigher.__call__, Pipeline.step, boosted_optimizer.BoostedOptimizer.step
     calls = itertools.count()
 
     def ones(self: Any, found: Any, count: torch.Tensor) -> Any:
@@ -198,10 +198,10 @@ def with_fault(case: Case, fault: str) -> Found:
             self.boosted.last = hpnb.precision.StepResult(False, None, 1.0)
 
     broken: Any = {
-        "nobody weighs": (outputs.Weigher, "__call__", lambda self, found, count: found),
-        "counts are ignored": (outputs.Weigher, "__call__", ones),
+        "nobody weighs": (global_loss.Weigher, "__call__", lambda self, found, count: found),
+        "counts are ignored": (global_loss.Weigher, "__call__", ones),
         "samples are swapped": (Pipeline, "step", swapped),
-        "a rank does not step": (stepping.BoostedOptimizer, "step", once_less),
+        "a rank does not step": (boosted_optimizer.BoostedOptimizer, "step", once_less),
     }
     kind, name, instead = broken[fault]
     whole = getattr(kind, name)

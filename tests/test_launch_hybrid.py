@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import hpnb
-from hpnb.hybrid.hosts.launch import launch_from_torch
+from hpnb.hybrid.torchrun.launch_from_torch import launch_from_torch
 
 D = torch.float64
 ROOT = Path(__file__).parents[1]

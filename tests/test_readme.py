@@ -106,7 +106,7 @@ def test_the_own_model_is_the_example_that_is_run() -> None:
 
 
 def test_the_run_file_is_one(tmp_path: Path) -> None:
-    from hpnb.hybrid.command.run_file import load
+    from hpnb.hybrid.train_command.run_file import load
 
     (text,) = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
     path = tmp_path / "run.toml"

@@ -22,9 +22,9 @@ from transformers import GPT2LMHeadModel, ViTForImageClassification
 
 import hpnb
 from hpnb.__main__ import main
-from hpnb.hybrid.command import command
-from hpnb.hybrid.command.run_file import RunFile, load, parse
-from hpnb.hybrid.command.train import Run, train
+from hpnb.hybrid.train_command import main as train_main
+from hpnb.hybrid.train_command.run_file import RunFile, load, parse
+from hpnb.hybrid.train_command.train import Run, train
 from hpnb.hybrid.training import resuming
 
 ROOT = Path(__file__).parents[1]
@@ -133,7 +133,7 @@ def test_a_file_that_is_none(
 ) -> None:
     path = tmp_path / "run.toml"
     path.write_text(text)
-    assert main(["train", str(path)]) == command.REFUSED
+    assert main(["train", str(path)]) == train_main.REFUSED
     (sentence,) = capsys.readouterr().err.splitlines()
     assert sentence.startswith(f"hpnb train: {path}: ")
     assert said in sentence
@@ -156,13 +156,13 @@ def test_what_cannot_run_starts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(written(tmp_path, layout__tp_size=2))
-    monkeypatch.setattr(command, "launch", None)  # calling it would raise
-    assert main(["train", str(tmp_path / "none.toml")]) == command.REFUSED
-    assert main(["train", path, "--ranks", "3"]) == command.REFUSED
-    assert main(["train", path, "--ranks", "0"]) == command.REFUSED
+    monkeypatch.setattr(train_main, "launch", None)  # calling it would raise
+    assert main(["train", str(tmp_path / "none.toml")]) == train_main.REFUSED
+    assert main(["train", path, "--ranks", "3"]) == train_main.REFUSED
+    assert main(["train", path, "--ranks", "0"]) == train_main.REFUSED
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.setenv(name, "1")
-    assert main(["train", path, "--ranks", "2"]) == command.REFUSED
+    assert main(["train", path, "--ranks", "2"]) == train_main.REFUSED
     none, three, zero, both = capsys.readouterr().err.splitlines()
     assert "none.toml cannot be read: No such file" in none
     assert "pp_size = 1 x tp_size = 2 needs a multiple of 2 ranks, and there are 3; use 2 or 4" in three
@@ -359,7 +359,7 @@ def test_ctrl_c_saves_and_a_second_command_goes_on(tmp_path: Path, capfd: pytest
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    assert main(["train", path, "--ranks", "2", "--set", "checkpoint.every=1000"]) == command.INTERRUPTED
+    assert main(["train", path, "--ranks", "2", "--set", "checkpoint.every=1000"]) == train_main.INTERRUPTED
     assert signal.getsignal(signal.SIGINT) is before
     said = capfd.readouterr()
     assert "stops after this step, with a checkpoint" in said.err
@@ -376,7 +376,7 @@ def test_ctrl_c_saves_and_a_second_command_goes_on(tmp_path: Path, capfd: pytest
 
 def test_what_a_rank_refuses_is_one_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = str(written(tmp_path, model__pretrained=str(tmp_path)))
-    assert main(["train", path, "--ranks", "1"]) == command.FAILED
+    assert main(["train", path, "--ranks", "1"]) == train_main.FAILED
     (sentence,) = capfd.readouterr().err.splitlines()
     assert f"{tmp_path} is a folder without a whole model in it" in sentence
 

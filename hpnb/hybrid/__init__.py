@@ -1,17 +1,17 @@
-"""All of it: data, pipeline and tensor parallelism composed, and what a training program needs around them.
+"""Hybrid parallelism: data, pipeline and tensor parallelism in one Booster, and a training program around it.
 
-plugins.py         HybridParallelPlugin: what to parallelise; presets.py has it with fewer knobs
-refused.py         what cannot compose, and why
-booster.py         Booster: boost, execute_pipeline, backward, files
-compose.py         in which order a model is parallelised
-boosted.py         the model on one rank; outputs.py and losses.py: the loss of all ranks
-stepping.py        the optimizer on one rank; optimizer_state.py: its state as one process would have it
-recompute.py       activation checkpointing
+plugins.py             HybridParallelPlugin: what to parallelize; presets.py has it with fewer knobs
+refused.py             which options cannot be combined, and why
+booster.py             Booster: boost, execute_pipeline, backward; booster_files.py: its files
+parallelize_model.py   the order in which the strategies are applied to a model
+boosted_model.py       the model on one rank; global_loss.py and losses.py: the loss over all ranks
+boosted_optimizer.py   the optimizer on one rank; optimizer_state.py: its state in one process's terms
+compile_blocks.py      torch.compile for a model's blocks; recompute.py: activation checkpointing
 
-checkpoint/        weights as Hugging Face writes them, all other state in pieces; atomic, of any layout
-training/          Trainer and its hooks, metrics, progress; HybridAdam, schedules of learning rates
-hosts/             torchrun: launch_from_torch, DistCoordinator, restarts, several hosts
-command/           python -m hpnb train: a TOML file, and the run that it asks for
+checkpoint/            weights in Hugging Face's format, all other state in shards; atomic, from any layout
+training/              Trainer and its hooks, metrics, progress bars; HybridAdam, learning-rate schedulers
+torchrun/              launch_from_torch, DistCoordinator, restarts, several nodes
+train_command/         python -m hpnb train: the TOML run file, and the run that it describes
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hpnb.hybrid.boosted import Boosted
+    from hpnb.hybrid.boosted_model import Boosted
     from hpnb.hybrid.booster import Booster
-    from hpnb.hybrid.hosts.coordinator import DistCoordinator
-    from hpnb.hybrid.hosts.launch import launch_from_torch
     from hpnb.hybrid.plugins import HybridParallelPlugin
     from hpnb.hybrid.presets import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
     from hpnb.hybrid.refused import REFUSED
     from hpnb.hybrid.stage_manager import StageManager
-    from hpnb.hybrid.training.adam import HybridAdam
+    from hpnb.hybrid.torchrun.coordinator import DistCoordinator
+    from hpnb.hybrid.torchrun.launch_from_torch import launch_from_torch
+    from hpnb.hybrid.training.hybrid_adam import HybridAdam
+    from hpnb.hybrid.training.lr_schedulers import CosineAnnealingWarmupLR, LinearWarmupLR
     from hpnb.hybrid.training.trainer import Trainer
-    from hpnb.hybrid.training.warmup import CosineAnnealingWarmupLR, LinearWarmupLR
 
 __all__ = [
     "REFUSED",
@@ -52,19 +52,19 @@ __all__ = [
 # Each file is read when a name of it is asked for: to launch takes no transformers.
 _FROM = {
     "REFUSED": "refused",
-    "Boosted": "boosted",
+    "Boosted": "boosted_model",
     "Booster": "booster",
-    "CosineAnnealingWarmupLR": "training.warmup",
-    "DistCoordinator": "hosts.coordinator",
+    "CosineAnnealingWarmupLR": "training.lr_schedulers",
+    "DistCoordinator": "torchrun.coordinator",
     "GeminiPlugin": "presets",
-    "HybridAdam": "training.adam",
+    "HybridAdam": "training.hybrid_adam",
     "HybridParallelPlugin": "plugins",
-    "LinearWarmupLR": "training.warmup",
+    "LinearWarmupLR": "training.lr_schedulers",
     "LowLevelZeroPlugin": "presets",
     "StageManager": "stage_manager",
     "TorchDDPPlugin": "presets",
     "Trainer": "training.trainer",
-    "launch_from_torch": "hosts.launch",
+    "launch_from_torch": "torchrun.launch_from_torch",
 }
 
 

@@ -10,7 +10,7 @@
         scheduler.step()
 
 What is computed is what one process computes with the whole batch: loss, gradients, and weights. How the
-parts are put together is in compose.py.
+parts are put together is in parallelize_model.py.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from hpnb import comm
-from hpnb.hybrid.boosted import Boosted
+from hpnb.hybrid.boosted_model import Boosted
+from hpnb.hybrid.boosted_optimizer import stepper_of
 from hpnb.hybrid.booster_files import BoosterFiles, boosted_model
-from hpnb.hybrid.compose import Model, compose
+from hpnb.hybrid.parallelize_model import Model, parallelize_model
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.presets import TorchDDPPlugin
-from hpnb.hybrid.stepping import stepper_of
 
 Criterion = Callable[[Any, Any], Any]
 Boost = tuple[Boosted, Any, Any, Any, Any]
@@ -79,7 +79,7 @@ class Booster(BoosterFiles):
             raise ValueError("lr_scheduler is of another optimizer; make it of the one that is boosted")
         self._check_dealt(dataloader)
         example = _example(dataloader) if self.plugin.cut in ("flops", "time") else None
-        boosted = compose(self.plugin, model, optimizer, example)
+        boosted = parallelize_model(self.plugin, model, optimizer, example)
         return boosted, optimizer, criterion, dataloader, lr_scheduler
 
     # --- steps -------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hpnb.hybrid.boosted import Boosted
+from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.checkpoint import checkpoint
 from hpnb.hybrid.checkpoint.agreement import Copies, Saving
 from hpnb.ranks.here import device as this_device

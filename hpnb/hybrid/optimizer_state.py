@@ -21,7 +21,7 @@ from hpnb.mesh import Axis
 from hpnb.placement import Placement
 
 if TYPE_CHECKING:
-    from hpnb.hybrid.stepping import Stepper
+    from hpnb.hybrid.boosted_optimizer import Stepper
 
 State = dict[str, Any]
 MASTER = "hpnb.master"  # a master travels with the state of its parameter, and is saved beside it

@@ -56,7 +56,7 @@ class HybridParallelPlugin:
         enable_fused_normalization: PyTorch's LayerNorm is one kernel, so there is nothing to do.
         enable_flash_attention: scaled_dot_product_attention of PyTorch, which chooses the kernel.
         enable_jit_fused: torch.compile on GPUs, of whole blocks, or between linears if tp_size > 1 or the
-            schedule splits backwards (`hpnb.hybrid.compiling`); and Adam as above.
+            schedule splits backwards (`hpnb.hybrid.compile_blocks`); and Adam as above.
         max_norm: clip the norm of all gradients to it; 0 is off.
         broadcast_buffers, ddp_bucket_cap_mb, find_unused_parameters, check_reduction,
             gradient_as_bucket_view, static_graph: of `hpnb.DataParallel`; find_unused_parameters also with

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from hpnb import placement
-from hpnb.hybrid.boosted import Boosted
+from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.checkpoint import atomic, dcp, gather_weights, save_weights, training_state
 from hpnb.hybrid.checkpoint.agreement import Copies, Saving, attempt, begin, complete, files_group, verified
 from hpnb.hybrid.checkpoint.dcp import Stored, packed, unpacked

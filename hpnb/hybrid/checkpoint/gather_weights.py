@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hpnb import placement
 from hpnb.data_parallel import ZeroOptimizer
-from hpnb.hybrid.boosted import Boosted
+from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.checkpoint.agreement import gathered
 from hpnb.mesh import Axis
 from hpnb.placement import Placement

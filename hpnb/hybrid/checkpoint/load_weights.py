@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hpnb import placement
-from hpnb.hybrid.boosted import Boosted
+from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.checkpoint.agreement import attempt, gathered
 from hpnb.hybrid.checkpoint.chunks import boxes
 from hpnb.hybrid.checkpoint.gather_weights import along_ranks, masters_of

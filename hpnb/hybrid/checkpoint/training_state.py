@@ -26,11 +26,11 @@ from torch.optim import Optimizer
 
 from hpnb import placement
 from hpnb.data_parallel import ZeroOptimizer
-from hpnb.hybrid.boosted import Boosted
+from hpnb.hybrid.boosted_model import Boosted
+from hpnb.hybrid.boosted_optimizer import Stepper, stepper_of
 from hpnb.hybrid.checkpoint.agreement import attempt
 from hpnb.hybrid.checkpoint.dcp import Pieces, Stored, packed
 from hpnb.hybrid.checkpoint.gather_weights import along_ranks, speaks_for
-from hpnb.hybrid.stepping import Stepper, stepper_of
 from hpnb.placement import Placement
 from hpnb.precision import Masters
 from hpnb.ranks.here import device, rank

@@ -6,7 +6,7 @@
         hooks.CheckpointHook("checkpoints", every=500, best="eval_accuracy"),
     ])
 
-What measures is in metrics.py, what records steps in recording.py; what all of them are told is in events.py.
+Metrics are in metrics.py, hooks that record steps in recording_hooks.py, and the events in events.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hpnb.hybrid.training import resuming
 from hpnb.hybrid.training.events import Hook, Metric
 from hpnb.hybrid.training.metrics import AccuracyHook, F1Hook, LossHook, ThroughputHook
-from hpnb.hybrid.training.recording import MemoryHook, TimelineHook
+from hpnb.hybrid.training.recording_hooks import MemoryHook, TimelineHook
 
 if TYPE_CHECKING:
     from hpnb.hybrid.training.trainer import Trainer

@@ -5,7 +5,7 @@
     history = trainer.fit(train_loader, epochs=3, evaluate=test_loader)       # a dict an epoch
     trainer.evaluate(test_loader)                                             # {"loss": ..., "accuracy": ...}
 
-A step takes `accumulation` batches, and its loss is the mean over all their targets (`watched.weights`).
+A step takes `accumulation` batches, and its loss is the mean over all their targets (`accumulation.weights`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hpnb.hybrid.training import resuming
-from hpnb.hybrid.training.events import Hook, Metric
-from hpnb.hybrid.training.hooks import LRSchedulerHook
-from hpnb.hybrid.training.metrics import LossHook
-from hpnb.hybrid.training.progress import Progress, wanted
-from hpnb.hybrid.training.watched import (
+from hpnb.hybrid.training.accumulation import (
     Criterion,
     Place,
     Watched,
@@ -37,6 +33,10 @@ from hpnb.hybrid.training.watched import (
     span,
     weights,
 )
+from hpnb.hybrid.training.events import Hook, Metric
+from hpnb.hybrid.training.hooks import LRSchedulerHook
+from hpnb.hybrid.training.metrics import LossHook
+from hpnb.hybrid.training.progress import Progress, wanted
 from hpnb.pipeline_parallel.microbatches import to_device
 from hpnb.ranks.here import device
 

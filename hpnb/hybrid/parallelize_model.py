@@ -3,16 +3,16 @@
     the model, on the CPU or on meta
     parallelize        each matrix shared by the ranks of tp                     hpnb.tensor_parallel
     chunk_loss         the loss so many tokens at a time                         hpnb.models
-    compile_blocks     blocks, or what lies between their linears                compiling.py
+    compile_blocks     blocks, or what lies between their linears                compile_blocks.py
     as_products        patches by a matrix product in place of a convolution     hpnb.models
     recompute          what is let go and computed again                         recompute.py
     cast               weights in the dtype of the precision                     hpnb.precision
     Pipeline           this rank's stages of what is left                        hpnb.pipeline_parallel
     replicas, shares   who reduces their gradients over dp, told by the above    hpnb.data_parallel
-    optimizer          steps what is here, with float32 masters of 16 bits       stepping.py
+    optimizer          steps what is here, with float32 masters of 16 bits       boosted_optimizer.py
 
-Nothing is computed here: each line is a call. Losses are divided by the targets of all ranks (`outputs.py`),
-so every sum over dp is a sum, and never a mean.
+Nothing is computed here: each line is a call. Losses are divided by the targets of all ranks
+(`global_loss.py`), so every sum over dp is a sum, and never a mean.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from torch.optim import Optimizer
 from hpnb import data_parallel, placement, tensor_parallel
 from hpnb.data_parallel import DataParallel
 from hpnb.data_parallel.zero_plan import treats_elements_alike
-from hpnb.hybrid import compiling, recompute, stepping
-from hpnb.hybrid.boosted import Boosted
+from hpnb.hybrid import boosted_optimizer, compile_blocks, recompute
+from hpnb.hybrid.boosted_model import Boosted
+from hpnb.hybrid.boosted_optimizer import BoostedOptimizer, Stepper
 from hpnb.hybrid.losses import own_loss
 from hpnb.hybrid.plugins import HybridParallelPlugin
-from hpnb.hybrid.stepping import BoostedOptimizer, Stepper
-from hpnb.hybrid.training.adam import HybridAdam
+from hpnb.hybrid.training.hybrid_adam import HybridAdam
 from hpnb.models import accept_no_rows, anatomy, as_products, chunk_loss
 from hpnb.models.no_rows import without_mask
 from hpnb.pipeline_parallel import Builder, Pipeline
@@ -46,7 +46,9 @@ from hpnb.ranks.here import device as this_device
 Model = nn.Module | Builder
 
 
-def compose(plugin: HybridParallelPlugin, model: Model, optimizer: Optimizer | None, example: Any) -> Boosted:
+def parallelize_model(
+    plugin: HybridParallelPlugin, model: Model, optimizer: Optimizer | None, example: Any
+) -> Boosted:
     """Parallelise `model` as `plugin` says, and make `optimizer` step it, in place.
 
     Args:
@@ -66,7 +68,7 @@ def compose(plugin: HybridParallelPlugin, model: Model, optimizer: Optimizer | N
     if plugin.loss_chunk:
         # Where the last stage holds many microbatches, what each keeps counts more than what it computes.
         holds = plugin.pp_size > 1 and plugin.pp_style not in ("1f1b", "interleaved")
-        backend = compiling.backend() if _compiles(plugin) else None
+        backend = compile_blocks.backend() if _compiles(plugin) else None
         chunk_loss(model, plugin.loss_chunk, recompute=holds, backend=backend)  # type: ignore[type-var]
     own = own_loss(model) if isinstance(model, nn.Module) else None
     causal = _is_causal(model)
@@ -74,7 +76,7 @@ def compose(plugin: HybridParallelPlugin, model: Model, optimizer: Optimizer | N
     config = getattr(model, "config", None)
     if isinstance(model, nn.Module):
         if _compiles(plugin):
-            compiling.compile_blocks(model, whole=_in_one_piece(plugin))
+            compile_blocks.compile_blocks(model, whole=_in_one_piece(plugin))
             if _in_one_piece(plugin):  # a backward in two parts defers the weight gradients of a Conv2d
                 as_products(model)
         recompute.again(model, plugin.activation_checkpointing)
@@ -92,7 +94,7 @@ def compose(plugin: HybridParallelPlugin, model: Model, optimizer: Optimizer | N
     for name, p in module.named_parameters():  # which thereby know their names
         placement.place(p, placement.of(p, name))
 
-    numbering, held = ([], {}) if optimizer is None else stepping.keep(optimizer, _by_id(module))
+    numbering, held = ([], {}) if optimizer is None else boosted_optimizer.keep(optimizer, _by_id(module))
     replica, inner = _replicate(module, plugin, pipe, optimizer)
     boosted = Boosted(
         module, plugin, axes, pipe=pipe, replica=replica, own=own, causal=causal, kind=kind, config=config
@@ -101,7 +103,7 @@ def compose(plugin: HybridParallelPlugin, model: Model, optimizer: Optimizer | N
         assert inner is not None
         _flatten(plugin, inner)
         stepper = Stepper(inner, axes, plugin.scaler(), plugin.max_norm, numbering, held, boosted)
-        stepping.adopt(optimizer, stepper)
+        boosted_optimizer.adopt(optimizer, stepper)
         boosted.stepper = weakref.ref(stepper)
         if state is not None:
             optimizer.load_state_dict(state)
@@ -128,10 +130,10 @@ def _replicate(
         )
         if pipe is not None:
             pipe.gradients = data_parallel.sink(module)
-        return None, None if optimizer is None else stepping.plain(optimizer, wide)
+        return None, None if optimizer is None else boosted_optimizer.plain(optimizer, wide)
     inner: Optimizer | None = None
     if optimizer is not None and stage and trained:
-        inner = stepping.dealt_out(
+        inner = boosted_optimizer.dealt_out(
             optimizer,
             axis,
             stage,
@@ -161,7 +163,7 @@ def _replicate(
         pipe.gradients = inner if inner is not None else replica  # type: ignore[assignment]
         replica = None
     if optimizer is not None and inner is None:
-        inner = stepping.plain(optimizer, wide)
+        inner = boosted_optimizer.plain(optimizer, wide)
     return replica, inner
 
 
@@ -237,7 +239,7 @@ def _fuse(optimizer: Optimizer) -> None:
 def _compiles(plugin: HybridParallelPlugin) -> bool:
     """Where it is asked for; with all that is fast, only on GPUs."""
     asked = plugin.enable_jit_fused or (plugin.enable_all_optimization and this_device().type == "cuda")
-    return asked and compiling.backend() is not None
+    return asked and compile_blocks.backend() is not None
 
 
 def _in_one_piece(plugin: HybridParallelPlugin) -> bool:
@@ -254,7 +256,7 @@ def _flatten(plugin: HybridParallelPlugin, inner: Optimizer) -> None:
         return
     kinds = (torch.optim.Adam, torch.optim.AdamW, HybridAdam)
     # ZeRO's shares stay where they are gathered from.
-    masters.flatten(kinds, backend=compiling.backend(), moves=plugin.zero_stage == 0)
+    masters.flatten(kinds, backend=compile_blocks.backend(), moves=plugin.zero_stage == 0)
 
 
 def _is_causal(model: Model) -> bool:

@@ -22,15 +22,15 @@ from typing import Any
 import torch.distributed as dist
 
 from hpnb.hybrid.booster import Booster
-from hpnb.hybrid.command.run_file import RunFile, TrainingTable
-from hpnb.hybrid.command.run_parts import Task, UpTo, task
-from hpnb.hybrid.command.stopping import StopHook, Stopped, is_saved
-from hpnb.hybrid.hosts.launch import launch_from_torch
 from hpnb.hybrid.plugins import HybridParallelPlugin
+from hpnb.hybrid.torchrun.launch_from_torch import launch_from_torch
+from hpnb.hybrid.train_command.interrupt import StopHook, Stopped, is_saved
+from hpnb.hybrid.train_command.run_file import RunFile, TrainingTable
+from hpnb.hybrid.train_command.run_task import Task, UpTo, task
 from hpnb.hybrid.training import hooks, resuming
-from hpnb.hybrid.training.adam import HybridAdam
+from hpnb.hybrid.training.hybrid_adam import HybridAdam
+from hpnb.hybrid.training.lr_schedulers import CosineAnnealingWarmupLR, LinearWarmupLR
 from hpnb.hybrid.training.trainer import Row, Trainer
-from hpnb.hybrid.training.warmup import CosineAnnealingWarmupLR, LinearWarmupLR
 from hpnb.models import decay_groups
 from hpnb.ranks.here import device, world_size
 

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_map
 
 from hpnb import data_parallel
 from hpnb.data_parallel import DataParallel
+from hpnb.hybrid.global_loss import Weigher, with_loss
 from hpnb.hybrid.losses import OwnLoss
-from hpnb.hybrid.outputs import Weigher, with_loss
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel import Pipeline
@@ -51,7 +51,7 @@ class Boosted(nn.Module):
 
     Attributes:
         last_step: the `StepResult` of the last `execute_pipeline`, with its timeline if it was recorded.
-        stepper: gives what stands behind the optimizer that steps it (`stepping.py`), or None.
+        stepper: gives what stands behind the optimizer that steps it (`boosted_optimizer.py`), or None.
     """
 
     module: nn.Module
@@ -112,7 +112,7 @@ class Boosted(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs. `.loss` is the mean over the targets of all data-parallel ranks, and every
-        tensor has the gradient that this rank owes to it (`outputs.py`). All ranks call it.
+        tensor has the gradient that this rank owes to it (`global_loss.py`). All ranks call it.
 
         Targets are counted in what it is given: entries of "labels" that are not -100 (a causal model's
         shifted ones), samples if there are none.

@@ -22,8 +22,8 @@ from torch import nn
 
 from hpnb import data, models
 from hpnb.data.dataset import Dataset
-from hpnb.hybrid.command.run_file import DataTable, RunFile
 from hpnb.hybrid.plugins import HybridParallelPlugin
+from hpnb.hybrid.train_command.run_file import DataTable, RunFile
 from hpnb.hybrid.training.events import Metric
 from hpnb.hybrid.training.metrics import AccuracyHook, F1Hook
 from hpnb.ranks.here import device

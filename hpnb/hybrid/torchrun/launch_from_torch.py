@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from hpnb.hybrid.hosts.lives import fresh
-from hpnb.hybrid.hosts.network import name_interface
+from hpnb.hybrid.torchrun.network_interface import name_interface
+from hpnb.hybrid.torchrun.restart_store import fresh
 from hpnb.ranks import DeviceChoice, choose_device
 from hpnb.ranks.here import here
 

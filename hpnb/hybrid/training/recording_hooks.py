@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from hpnb import record
+from hpnb.hybrid.training.accumulation import pipelines
 from hpnb.hybrid.training.events import Hook
-from hpnb.hybrid.training.watched import pipelines
 from hpnb.pipeline_parallel.executor import contended
 from hpnb.ranks.here import rank
 

@@ -19,8 +19,8 @@ from types import FrameType
 
 import torch
 
-from hpnb.hybrid.command.run_file import RunFile, load
-from hpnb.hybrid.hosts.launch import WHO
+from hpnb.hybrid.torchrun.launch_from_torch import WHO
+from hpnb.hybrid.train_command.run_file import RunFile, load
 from hpnb.ranks import RankError, RankInterrupt, launch
 
 _LONGEST = 20 * 86400.0  # seconds that a run on ranks of its own may take
@@ -55,7 +55,7 @@ def run(path: str, ranks: int | None = None, overrides: Sequence[str] = ()) -> i
 
 
 def _as_one_of_many(file: RunFile) -> int:
-    from hpnb.hybrid.command.train import train
+    from hpnb.hybrid.train_command.train import train
 
     try:
         train(file)
@@ -66,7 +66,7 @@ def _as_one_of_many(file: RunFile) -> int:
 
 
 def _on_own_ranks(file: RunFile, ranks: int, device: str) -> int:
-    from hpnb.hybrid.command.train import train
+    from hpnb.hybrid.train_command.train import train
 
     with tempfile.TemporaryDirectory() as folder, _asking(Path(folder, "stop")) as flag:
         try:

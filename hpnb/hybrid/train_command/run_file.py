@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from hpnb.hybrid.command.tables import checked, nearest, read
 from hpnb.hybrid.plugins import HybridParallelPlugin
+from hpnb.hybrid.train_command.tables import checked, nearest, read
 from hpnb.models import GPT2_SIZES, SIZES, GPT2Size, ViTSize
 
 TASKS = {

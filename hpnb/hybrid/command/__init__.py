@@ -1,1 +1,0 @@
-"""`python -m hpnb train run.toml`: command.py is where to begin."""

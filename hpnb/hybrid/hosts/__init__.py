@@ -1,1 +1,0 @@
-"""Processes that torchrun starts, on one host or several: launch.py is where to begin."""

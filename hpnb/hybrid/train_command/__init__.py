@@ -1,0 +1,1 @@
+"""`python -m hpnb train run.toml`: main.py is the entry."""

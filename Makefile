@@ -37,13 +37,13 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 notebooks: $(STAMP)
-	@$(VENV)/bin/python -m hpnb.lesson.execute notebooks executed
+	@$(VENV)/bin/python -m hpnb.lesson.pages.execute notebooks executed
 
 # On a GPU machine without network there may be no $(VENV), but an environment that has all of pyproject.toml:
 # make OUTPUTS_PYTHON=python3 outputs. Nothing is looked up on the hub, so that the pages can be made again.
 OUTPUTS_PYTHON ?= $(VENV)/bin/python
 outputs: $(if $(filter $(VENV)/%,$(OUTPUTS_PYTHON)),$(STAMP))
-	@HF_HUB_OFFLINE=1 $(OUTPUTS_PYTHON) -m hpnb.lesson.committed --all
+	@HF_HUB_OFFLINE=1 $(OUTPUTS_PYTHON) -m hpnb.lesson.pages.committed --all
 
 # A file of results a run, in the package; a layout that fails costs its own row. Half an hour on four GPUs.
 RANKS ?= 4

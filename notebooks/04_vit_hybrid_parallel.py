@@ -40,19 +40,19 @@ from dataclasses import replace
 import torch, torch.distributed as dist
 import hpnb
 from hpnb import Layout, Mesh, comm, lesson, placement, plot, precision, theory
-from hpnb.lesson import bill, hybrid, layouts, pipelines, steps, tensors
+from hpnb.lesson.programs import device_timing, host_traffic, step_timing, vit_hybrid, vit_pipeline, vit_tensor
 from hpnb.lesson.exercises import vit_hybrid_parallel as exercises
 from hpnb.models import SIZES, ViTSize
 from hpnb.pipeline_parallel import full_state_dict, schedules
 from hpnb.tensor_parallel import parallelize
 from hpnb.theory import WIRES
 
-N = min(4, bill.timed_ranks())  # on a CPU no more than cores, so that a clock means something
+N = min(4, device_timing.timed_ranks())  # on a CPU no more than cores, so that a clock means something
 GPU = hpnb.ranks.choose_device("auto", N).device == "cuda"
 SMALL, TINY = ViTSize(256, 8, 8, 1024, 8, 32), ViTSize(64, 4, 8, 256, 8, 32)
 SIZE, DTYPE = (SIZES["l16"], torch.bfloat16) if GPU else (SMALL, torch.float32)
 pool, eight = hpnb.Ranks(N), hpnb.Ranks(8, device="cpu")  # these ranks stay to the end
-IMAGES = hybrid.images(pool)
+IMAGES = vit_hybrid.images(pool)
 name = f"ViT, {SIZE.layers} blocks of {SIZE.hidden}, {str(DTYPE)[6:]}, {IMAGES} images of {SIZE.tokens} tokens"
 leaves = hpnb.data.beans("train", size=1024, image_size=32)
 here = lesson.banner(N, model=name, data=leaves.describe(),
@@ -141,7 +141,7 @@ lesson.predict("04.slow-wire", f"{N} ranks, {IMAGES} images, in 8 microbatches u
                "yours: which of dp, pp and tp has the shortest step?", guess=None, kind="ranking")  # fmt: skip
 
 # %%
-raced = hybrid.race(pool, SIZE, IMAGES, DTYPE, 8, card)
+raced = vit_hybrid.race(pool, SIZE, IMAGES, DTYPE, 8, card)
 rows = [(f"{axis}, sent by a rank", step.told, step.bytes, "B", "identity") for axis, step in raced.items()]
 rows += [(f"{axis}, step", step.predicted(card.wire), step.seconds, "s") for axis, step in raced.items()]
 ratios = lesson.comparison(rows, title=f"{N} ranks along one axis; predicted: a rank's share measured alone, and the card's wire")
@@ -156,7 +156,7 @@ plot.show(
 )  # fmt: skip
 tenth = {axis: curve[8] for axis, curve in curves.items()}
 lesson.reveal("04.slow-wire", tenth, predicted=sorted(raced, key=lambda axis: raced[axis].predicted(wires[8])))
-hybrid.write_down(raced, name, card)
+vit_hybrid.write_down(raced, name, card)
 
 # %% [markdown]
 # The bytes are identities. The times are models, and where a ratio is off, name the term: dp's buckets take cores or
@@ -192,15 +192,15 @@ lesson.predict("04.border", f"8 ranks, {IMAGES8} images of {TINY.tokens} tokens 
 
 
 def assemble(dp, pp, tp):
-    model = parallelize(tensors.vit64(TINY), tp)  # each matrix shared by the ranks of tp
-    pipe = hpnb.Pipeline(model, pp, schedules.make("1f1b", pp.size, M), pipelines.loss)  # of that, this rank's stage
+    model = parallelize(vit_tensor.vit64(TINY), tp)  # each matrix shared by the ranks of tp
+    pipe = hpnb.Pipeline(model, pp, schedules.make("1f1b", pp.size, M), vit_pipeline.loss)  # of that, this rank's stage
     pipe.gradients = hpnb.DataParallel(pipe.module, dp)  # who sums its gradients, bucket by bucket
     return pipe
 
 
 def sent_in(order):
     mesh = Mesh(Layout(dp=2, pp=2, tp=2, order=order))
-    pipe, batch = assemble(mesh.dp, mesh.pp, mesh.tp), hybrid.share(hybrid.leaf_batch(leaves, IMAGES8), mesh.dp)
+    pipe, batch = assemble(mesh.dp, mesh.pp, mesh.tp), vit_hybrid.share(vit_hybrid.leaf_batch(leaves, IMAGES8), mesh.dp)
     pipe.step(batch)  # the first one exchanges shapes, too
     with hpnb.record.traffic() as t:
         pipe.step(batch)
@@ -208,7 +208,7 @@ def sent_in(order):
 
 # %%
 ran = {order: eight.run(sent_in, order) for order in ORDERS}
-seen = {order: layouts.flows([messages for messages, _ in found], least=1024) for order, found in ran.items()}
+seen = {order: host_traffic.flows([messages for messages, _ in found], least=1024) for order, found in ran.items()}
 plot.show(
     plot.atlas({f"{' > '.join(order)}": flows for order, flows in seen.items()}, host=4,
                title="measured · 8 ranks on two hosts of 4: bytes of a step"),
@@ -218,7 +218,7 @@ message = IMAGES8 // 2 // M * TINY.tokens * TINY.hidden * 8  # bytes of a microb
 told = {"dp": sum(theory.bytes_sent("all_reduce", 8 * held, 2) for _, held in ran[ORDERS[0]]),
         "pp": 4 * 2 * M * message,  # four pipelines, there and back
         "tp": 8 * TINY.layers // 2 * 4 * M * theory.bytes_sent("all_reduce", message, 2)}  # fmt: skip
-over = {order[0]: layouts.crossing(flows, 4) for order, flows in seen.items()}
+over = {order[0]: host_traffic.crossing(flows, 4) for order, flows in seen.items()}
 rows = [(f"{axis} outermost, over the border", told[axis], over[axis], "B") for axis in told]
 ratios = lesson.comparison(rows, "identity", "what crosses, all ranks together (messages above 1 kB)")
 lesson.reveal("04.border", over, predicted=sorted(told, key=told.get))
@@ -299,7 +299,7 @@ lesson.check(exercises.place, place)
 # %%
 def by_hand(batch):
     mesh = Mesh(Layout(dp=2, pp=2, tp=2))
-    pipe, mine = assemble(mesh.dp, mesh.pp, mesh.tp), hybrid.share(batch, mesh.dp)
+    pipe, mine = assemble(mesh.dp, mesh.pp, mesh.tp), vit_hybrid.share(batch, mesh.dp)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05, momentum=0.9)
     for _ in range(3):
         optimizer.zero_grad()
@@ -310,19 +310,19 @@ def by_hand(batch):
 
 def by_booster(batch):
     plugin = hpnb.HybridParallelPlugin(tp_size=2, pp_size=2, num_microbatches=M, max_norm=1.0, precision="fp64")
-    booster, model = hpnb.Booster(plugin=plugin), tensors.vit64(TINY)
+    booster, model = hpnb.Booster(plugin=plugin), vit_tensor.vit64(TINY)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     model, optimizer, *_ = booster.boost(model, optimizer)
     for _ in range(3):
         optimizer.zero_grad()
-        found = booster.execute_pipeline(iter([hybrid.share(batch, plugin.mesh.dp)]), model, optimizer=optimizer)
+        found = booster.execute_pipeline(iter([vit_hybrid.share(batch, plugin.mesh.dp)]), model, optimizer=optimizer)
         optimizer.step()
     weights = full_state_dict(model.unwrap(), plugin.mesh.pp, [plugin.mesh.dp, plugin.mesh.tp])
     return found["loss"], optimizer.last_step.norm, weights
 
 
 def by_one(batch):
-    model = tensors.vit64(TINY)
+    model = vit_tensor.vit64(TINY)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for _ in range(3):
         optimizer.zero_grad()
@@ -334,14 +334,14 @@ def by_one(batch):
 
 # %%
 def three_ways():
-    batch = hybrid.leaf_batch(leaves, IMAGES8)
+    batch = vit_hybrid.leaf_batch(leaves, IMAGES8)
     loss, norm, weights = by_one(batch)
     off = {}
     for way in (by_hand, by_booster):
         mine = way(batch)
         value = loss if mine[0] is None else mine[0]  # the last stage has it
-        off[way.__name__] = [steps.distance([a], [b]) for a, b in ((value, loss), (mine[1], norm))]
-        off[way.__name__].append(steps.distance([mine[2][n] for n in weights], weights.values()))
+        off[way.__name__] = [step_timing.distance([a], [b]) for a, b in ((value, loss), (mine[1], norm))]
+        off[way.__name__].append(step_timing.distance([mine[2][n] for n in weights], weights.values()))
     return off
 
 
@@ -365,12 +365,12 @@ def train(swapped):
     mesh = Mesh(Layout(dp=2, pp=2, tp=2))
     pipe = assemble(mesh.tp, mesh.pp, mesh.dp) if swapped else assemble(mesh.dp, mesh.pp, mesh.tp)
     optimizer, log = torch.optim.AdamW(pipe.parameters(), lr=1e-3), []
-    batch = hybrid.share(hybrid.leaf_batch(leaves, IMAGES8), mesh.dp)
+    batch = vit_hybrid.share(vit_hybrid.leaf_batch(leaves, IMAGES8), mesh.dp)
     for _ in range(16):
         optimizer.zero_grad()
         loss = pipe.step(batch).loss.item()
         optimizer.step()
-        log.append((loss, max(hybrid.spread(hybrid.uncut(pipe.module), axis) for axis in (mesh.dp, mesh.tp))))
+        log.append((loss, max(vit_hybrid.spread(vit_hybrid.uncut(pipe.module), axis) for axis in (mesh.dp, mesh.tp))))
     with hpnb.record.traffic() as t:
         pipe.step(batch)
     return log, t.messages
@@ -383,7 +383,7 @@ plot.show(
     plot.drift(losses, apart, title="measured · 8 ranks: the loss, and copies of norms and embeddings", between="copies"),
     alt=f"Losses: {ends}; both fall. The copies stay equal if right, and part from the first step if swapped.",
 )
-maps = {run: layouts.flows([messages for _, messages in ranks], 1024) for run, ranks in runs.items()}
+maps = {run: host_traffic.flows([messages for _, messages in ranks], 1024) for run, ranks in runs.items()}
 plot.show(
     plot.atlas(maps, host=4, title="measured · 8 ranks on two hosts of 4: where the bytes fall"),
     alt="The two atlases; if swapped, the hot squares lie across the border, in the colour of dp.",
@@ -462,7 +462,7 @@ lesson.check(exercises.diagnose, diagnose)
 def norms():
     mesh = Mesh(Layout(dp=2, pp=2, tp=2))
     pipe = assemble(mesh.dp, mesh.pp, mesh.tp)
-    pipe.step(hybrid.share(hybrid.leaf_batch(leaves, IMAGES8), mesh.dp))
+    pipe.step(vit_hybrid.share(vit_hybrid.leaf_batch(leaves, IMAGES8), mesh.dp))
     own = sum(p.grad.square().sum() for p in pipe.parameters())
     everybody, half = own.clone(), own.clone()
     dist.all_reduce(everybody)
@@ -474,8 +474,8 @@ def norms():
 
 
 def norm_of_one():
-    model = tensors.vit64(TINY)
-    model(**hybrid.leaf_batch(leaves, IMAGES8)).loss.backward()
+    model = vit_tensor.vit64(TINY)
+    model(**vit_hybrid.leaf_batch(leaves, IMAGES8)).loss.backward()
     return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
 
 
@@ -538,14 +538,14 @@ lesson.check(exercises.norm, norm)
 
 # %%
 others = hpnb.data.beans("validation", image_size=32)
-recipe = hybrid.Recipe(ViTSize(48, 2, 4, 192, 8, 32), *map(hybrid.in_memory, (leaves, others)))
+recipe = vit_hybrid.Recipe(ViTSize(48, 2, 4, 192, 8, 32), *map(vit_hybrid.in_memory, (leaves, others)))
 LEGS = {"8 ranks: dp 2 x pp 2 x tp 2": (eight, 1, {"pp_size": 2, "tp_size": 2, "num_microbatches": 2}),
         "4 ranks: dp 2 x tp 2, ZeRO 2": (hpnb.Ranks(4, device="cpu"), 2, {"tp_size": 2, "zero_stage": 2}),
         "2 ranks: pp 2, ZB-H1": (hpnb.Ranks(2, device="cpu"), 4, {"pp_size": 2, "num_microbatches": 4, "pp_style": "zb-h1"})}  # fmt: skip
 with tempfile.TemporaryDirectory() as folder:
-    legs = {leg: hybrid.curve(ranks.run(hybrid.leg, recipe, until, f"{folder}/run", knobs))
+    legs = {leg: vit_hybrid.curve(ranks.run(vit_hybrid.leg, recipe, until, f"{folder}/run", knobs))
             for leg, (ranks, until, knobs) in LEGS.items()}  # fmt: skip
-    alone, last = hybrid.by_one(recipe, f"{folder}/one")
+    alone, last = vit_hybrid.by_one(recipe, f"{folder}/one")
 losses = [loss for series, _ in legs.values() for loss in series]
 off = max(abs(a - b) / b for a, b in zip(losses, alone, strict=True))
 plot.show(

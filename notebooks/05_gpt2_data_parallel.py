@@ -43,19 +43,19 @@ from dataclasses import replace
 import torch
 import hpnb
 from hpnb import Layout, Mesh, lesson, plot, theory
-from hpnb.lesson import bill, noise, shards
+from hpnb.lesson.programs import device_timing, gpt2_zero, gradient_noise
 from hpnb.lesson.exercises import gpt2_data_parallel as exercises
-from hpnb.lesson.shards import Way
+from hpnb.lesson.programs.gpt2_zero import Way
 from hpnb.models import GPT2_SIZES, GPT2Size
 
-N = min(4, bill.timed_ranks())  # on a CPU no more than cores, so that a clock means something
+N = min(4, device_timing.timed_ranks())  # on a CPU no more than cores, so that a clock means something
 GPU = hpnb.ranks.choose_device("auto", N).device == "cuda"
 XL, SMALL = GPT2_SIZES["1.5b"], GPT2Size(192, 12, 6, 768, 1511, 64)  # a head as heavy beside its blocks as XL's
 SIZE, DTYPE, BUCKET, ROWS = (XL, torch.bfloat16, 25.0, 2) if GPU else (SMALL, torch.float32, 2.0, 2)
 PARAMETERS, TOKENS = SIZE.parameters(), ROWS * SIZE.length
 BUDGET = 24e9 * PARAMETERS / XL.parameters()  # a 24 GB card for XL, and the same share of it for a smaller model
 name = f"GPT-2, {SIZE.layers} blocks of {SIZE.hidden}, {PARAMETERS / 1e6:,.1f} M parameters, {str(DTYPE)[6:]}, {TOKENS} tokens a rank"
-english = hpnb.data.text("train", vocabulary=noise.SIZE.vocabulary, block=noise.SIZE.length)
+english = hpnb.data.text("train", vocabulary=gradient_noise.SIZE.vocabulary, block=gradient_noise.SIZE.length)
 here = lesson.banner(N, model=name, data=english.describe(), reading=f"every rank has a budget of {lesson.number(BUDGET, 'B')}")
 pool = hpnb.Ranks(N)  # these ranks stay to the end
 
@@ -78,7 +78,7 @@ lesson.predict("05.states", f"{PARAMETERS:,} parameters in {str(DTYPE)[6:]} with
 
 
 def unchanged():
-    model, batch = shards.gpt2_and_batch(SIZE, ROWS, DTYPE)
+    model, batch = gpt2_zero.gpt2_and_batch(SIZE, ROWS, DTYPE)
     replica = hpnb.DataParallel(model, Mesh(Layout(dp=hpnb.world_size())).dp, BUCKET)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if DTYPE.itemsize == 2:
@@ -125,12 +125,12 @@ lesson.table(("survivors", "held as", "bytes"), rows, f"out of budget {stopped.o
 # PyTorch's `checkpoint`; tables and figures call it `+ again`, where every block does it:
 
 # %%
-print(inspect.getsource(shards.compute_again))
+print(inspect.getsource(gpt2_zero.compute_again))
 lesson.predict("05.fullest", f"{TOKENS} tokens a rank, {N} ranks. How many of stages 0 to 3 have a peak within "
                f"{lesson.number(BUDGET, 'B')}?", guess=None, kind="identity")  # fmt: skip
 WAYS = [Way(stage, again) for again in (0, -1) for stage in range(4)] + [Way(3, -1, True)] * GPU
-found = {way: pool.run(shards.weighed, SIZE, ROWS, DTYPE, way, BUCKET)[0] for way in WAYS}
-told = {way: shards.predicted(SIZE, ROWS, DTYPE, way, N, BUCKET) for way in WAYS}
+found = {way: pool.run(gpt2_zero.weighed, SIZE, ROWS, DTYPE, way, BUCKET)[0] for way in WAYS}
+told = {way: gpt2_zero.predicted(SIZE, ROWS, DTYPE, way, N, BUCKET) for way in WAYS}
 
 # %%
 shown = [Way(0), Way(1), Way(2), Way(3), Way(0, -1), Way(3, -1)]
@@ -203,8 +203,8 @@ lesson.check(exercises.kept, kept)
 # %%
 card = lesson.machine_card(N)
 card.show()
-base = pool.run(shards.alone, SIZE, ROWS, DTYPE)[0]
-parts = {way: shards.predicted_seconds(SIZE, DTYPE, way, card, base, BUCKET, link=25e9) for way in WAYS}
+base = pool.run(gpt2_zero.alone, SIZE, ROWS, DTYPE)[0]
+parts = {way: gpt2_zero.predicted_seconds(SIZE, DTYPE, way, card, base, BUCKET, link=25e9) for way in WAYS}
 lesson.predict("05.quickest", f"Of the ways that fit ({', '.join(map(str, fitting))}), which has the shortest step?",
                guess=None, kind="ranking")  # fmt: skip
 
@@ -294,7 +294,7 @@ computing = [forward] * 6 + [2 * forward] * 6
 plans = {f"prefetch {ahead}": theory.ahead(uses, ahead) for ahead in (0, 1)}
 ran = {which: theory.gathers(uses, computing, [gather] * 6, [2 * block.parameters] * 6, plan) for which, plan in plans.items()}
 plot.show(
-    plot.timeline(*(shards.gather_timeline(one, uses, 8) for one in ran.values()), names=list(ran), exposed=True, bubble=None,
+    plot.timeline(*(gpt2_zero.gather_timeline(one, uses, 8) for one in ran.values()), names=list(ran), exposed=True, bubble=None,
                   axis_labels={0: "each rank"}, title="six blocks of GPT-2 1.5B in one step, over their gathers"),
     alt=f"Two steps of six blocks over their gathers. On demand blocks wait {lesson.number(ran['prefetch 0'].stall, 's')} in all, "
     f"one ahead {lesson.number(ran['prefetch 1'].stall, 's')} after the first gather.",
@@ -347,7 +347,7 @@ lesson.check(exercises.order, plan)
 # %% [markdown]
 # ## The largest model
 #
-# Now turn it round: keep width, rows and budget, and add blocks. Where does each way stop? `shards.largest` asks
+# Now turn it round: keep width, rows and budget, and add blocks. Where does each way stop? `gpt2_zero.largest` asks
 # `step_memory`; the search then trains for two steps at that depth, under the enforced budget, and goes on until one
 # block more raises `OutOfBudget`.
 
@@ -356,8 +356,8 @@ lesson.predict("05.largest", f"Blocks of {SIZE.hidden}, {N} ranks, stage 3, ever
                f"{lesson.number(BUDGET, 'B')}?", guess=None, unit="blocks")  # fmt: skip
 rows, deepest = [], {}
 for way in (Way(0), Way(3, -1)):
-    guess = shards.largest(SIZE, ROWS, DTYPE, way, N, BUCKET, BUDGET)
-    deepest[way] = guess, shards.largest_found(pool, SIZE, ROWS, DTYPE, way, BUCKET, BUDGET, guess)
+    guess = gpt2_zero.largest(SIZE, ROWS, DTYPE, way, N, BUCKET, BUDGET)
+    deepest[way] = guess, gpt2_zero.largest_found(pool, SIZE, ROWS, DTYPE, way, BUCKET, BUDGET, guess)
     for what, unit, count in (("blocks", "", lambda n: n), ("parameters", "", lambda n: replace(SIZE, layers=n).parameters())):
         rows.append((f"{way}, {what}", *(count(n) for n in deepest[way]), unit))
 ratios = lesson.comparison(rows, title=f"the largest model of width {SIZE.hidden} within {lesson.number(BUDGET, 'B')}, {N} ranks")
@@ -376,7 +376,7 @@ lesson.reveal("05.largest", deepest[Way(3, -1)][1], predicted=deepest[Way(3, -1)
 
 # %%
 def train(room, steps=12):
-    built, log, stopped = shards.by_itself(SIZE, ROWS, DTYPE), [], None
+    built, log, stopped = gpt2_zero.by_itself(SIZE, ROWS, DTYPE), [], None
     built.step()
     with built.recording() as healthy:
         built.step()
@@ -450,10 +450,10 @@ lesson.explorers.sharded_step()
 # the smallest batch is doubled, by what is the number of steps divided?
 
 # %%
-print(inspect.getsource(noise.two_norms))
+print(inspect.getsource(gradient_noise.two_norms))
 lesson.predict("05.doubling", f"From {N} rows to {2 * N} a batch: what is the ratio of steps, before over after?", guess=None)
-rows, test = noise.rows_of("train"), noise.rows_of("test", 32)
-runs = [pool.run(noise.train, rows, test, each, 5.0)[0] for each in (1, 2, 4, 8, 16)]
+rows, test = gradient_noise.rows_of("train"), gradient_noise.rows_of("test", 32)
+runs = [pool.run(gradient_noise.train, rows, test, each, 5.0)[0] for each in (1, 2, 4, 8, 16)]
 
 # %%
 middle = runs[2]

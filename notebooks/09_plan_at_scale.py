@@ -40,7 +40,7 @@ import numpy as np
 import torch
 import hpnb
 from hpnb import Layout, comm, lesson, plot, theory
-from hpnb.lesson import planned
+from hpnb.lesson.programs import cluster_planning
 from hpnb.lesson.exercises import plan_at_scale as exercises
 from hpnb.theory.cluster import ClusterPlan, best_plan, by_cut, cluster_memory, cluster_parts
 from hpnb.theory.failures import Failures, mean_between, save_interval, simulated_share, trained_share
@@ -96,8 +96,8 @@ print(inspect.getsource(theory.cluster.Cluster.wire))
 lesson.predict("09.worst", "Fitted to 1.7B on 32 GPUs: by how many percent is the worst of the four others off?", guess=None, unit="%")
 
 # %%
-base = planned.fitted()
-points = {one.name: (one.tflops, planned.predicted(one, base)) for one in MEGATRON}
+base = cluster_planning.fitted()
+points = {one.name: (one.tflops, cluster_planning.predicted(one, base)) for one in MEGATRON}
 off = {name: 100 * abs(published / predicted - 1) for name, (published, predicted) in points.items()}
 plot.show(
     plot.calibration(points, MEGATRON[0].name, title="published by Narayanan et al. 2021, and predicted from one of the runs",
@@ -114,7 +114,7 @@ lesson.reveal("09.worst", max(off.values()))
 
 # %%
 columns = [one.name for one in MEGATRON]
-rows = [(one.name, f"{100 * planned.fitted(i).share:.0f} %", *(f"{ratio:.3f}" for ratio in planned.ratios(i).values())) for i, one in enumerate(MEGATRON)]
+rows = [(one.name, f"{100 * cluster_planning.fitted(i).share:.0f} %", *(f"{ratio:.3f}" for ratio in cluster_planning.ratios(i).values())) for i, one in enumerate(MEGATRON)]
 lesson.table(("fitted to", "share of peak", *columns), rows, "published over predicted, whichever row is known")
 parts = {one.name: cluster_parts(one.run, replace(base, gpus=one.gpus), one.plan) for one in MEGATRON}
 rows = [(name, *(f"{100 * took / sum(each.values()):.1f} %" for took in each.values())) for name, each in parts.items()]
@@ -135,7 +135,7 @@ lesson.table(("run", *theory.cluster.CLUSTER_PARTS), rows, "share of a step, pre
 # nothing recomputed. Fitted to one GPU, it predicts what two do.
 
 # %%
-own = planned.own_runs()
+own = cluster_planning.own_runs()
 ratios = lesson.comparison([(f"{name}: {one.plan}", one.predicted, one.measured, "TFLOP/s") for name, one in own.items() if name != "one"], title="GPT-2 XL on two H200s, TFLOP/s of a GPU")
 far = min((name for name in own if name != "one"), key=lambda name: own[name].measured / own[name].predicted)
 predicted, measured = own[far].bubbles
@@ -161,10 +161,10 @@ print(f"furthest off: {far}, {own[far].measured / own[far].predicted:.2f} of its
 lesson.predict("09.cut", "39.1B, 1,024 A100s in hosts of 8, one Ethernet card a host: 'pp 8 x tp 2', 'pp 8 x tp 8', 'pp 4 x tp 4', 'pp 16 x tp 8' or 'pp 4 x tp 16'?", guess=None, kind="ranking")
 
 # %%
-run, gpus = replace(planned.MODELS["39.1B"], batch=512), 1024
+run, gpus = replace(cluster_planning.MODELS["39.1B"], batch=512), 1024
 maps = {}
 for network in ("HDR, a card a GPU", "Ethernet 100 Gb, a card a host"):
-    given = planned.cluster(gpus, network)
+    given = cluster_planning.cluster(gpus, network)
     maps[network] = {cut: (step(run, given, plan), cluster_memory(run, plan) <= given.memory) for cut, plan in by_cut(run, given).items()}
     able = {cut: took for cut, (took, fits) in maps[network].items() if fits}
     cut = min(able, key=able.get)
@@ -235,9 +235,9 @@ lesson.check(exercises.fit, fit)
 # looks wrong. It is fitted as ours was, held to the same published runs, and asked for the second map.
 
 # %%
-given, believed = (planned.cluster(gpus, "Ethernet 100 Gb, a card a host", mistaken=wrong) for wrong in (False, True))
+given, believed = (cluster_planning.cluster(gpus, "Ethernet 100 Gb, a card a host", mistaken=wrong) for wrong in (False, True))
 planners = {"right": given, "mistaken": believed}
-rows = [("right", *(f"{ratio:.3f}" for ratio in planned.ratios().values())), ("mistaken", *(f"{ratio:.3f}" for ratio in planned.ratios(mistaken=True).values()))]
+rows = [("right", *(f"{ratio:.3f}" for ratio in cluster_planning.ratios().values())), ("mistaken", *(f"{ratio:.3f}" for ratio in cluster_planning.ratios(mistaken=True).values()))]
 worst = {row[0]: max(abs(float(ratio) - 1) for ratio in row[1:]) for row in rows}
 lesson.table(("planner", *columns), rows, "published over predicted", f"The worst is {100 * worst['right']:.1f} % off with the right one, {100 * worst['mistaken']:.1f} % with the mistaken one.")
 chosen = {who: best_plan(run, each) for who, each in planners.items()}
@@ -254,9 +254,9 @@ lesson.table(("planner", "its winner for 39.1B, 1,024 GPUs, one Ethernet card a 
 
 # %%
 for who, each in planners.items():
-    fit_to = planned.fitted(mistaken=who == "mistaken")
+    fit_to = cluster_planning.fitted(mistaken=who == "mistaken")
     jobs = {one.name: (one.run, replace(fit_to, gpus=one.gpus), one.plan) for one in MEGATRON}
-    worth = planned.halved({**jobs, "its winner": (run, each, chosen[who])})
+    worth = cluster_planning.halved({**jobs, "its winner": (run, each, chosen[who])})
     felt = {words: max(by[name] for name in columns) - 1 for words, by in worth.items()}
     rows = [(words, f"{100 * felt[words]:.1f} %", f"{100 * (by['its winner'] - 1):.1f} %", "yes" if felt[words] > worst[who] else "no") for words, by in worth.items()]
     lesson.table(("halve the", "longer: the known run that feels it most", "longer: its winner", "would the known runs have told?"), rows, f"the {who} planner",

@@ -22,7 +22,7 @@ import nbformat
 from nbformat.v4 import new_code_cell, new_notebook
 from notebook_parts import code_cells, exercises, tags
 
-from hpnb.lesson.execute import execute
+from hpnb.lesson.pages.execute import execute
 
 EXPECTED = {"stub": "not yet", "solution": "passed", "wrong": "failed"}
 

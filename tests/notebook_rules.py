@@ -1,6 +1,6 @@
 """What a machine can check of a notebook's rules: each is a function from a notebook to complaints.
 
-RULES has them by name. A rule that needs no notebook but its two files is `hpnb.lesson.paired.differences`.
+RULES has them by name. The rule about a notebook's two files is `hpnb.lesson.pages.paired.differences`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from notebook_parts import (
     tags,
 )
 
-from hpnb.lesson.committed import is_stale
+from hpnb.lesson.pages.committed import is_stale
 
 WORDS, CELLS, FIGURES, SECTIONS = 3000, 25, 8, 7
 MEDIAN_LINES, LINES = 10, 40

@@ -15,8 +15,8 @@ import pytest
 import torch
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from hpnb.lesson import cleaned
-from hpnb.lesson.cleaned import clean
+from hpnb.lesson.pages import clean_outputs
+from hpnb.lesson.pages.clean_outputs import clean
 
 HOME = "/" + "home"  # in pieces, or this file would name a machine
 
@@ -124,9 +124,9 @@ def widget_book(size: int) -> Any:
         ids["box"]: {"state": {"children": [f"IPY_MODEL_{ids['slider']}"]}},
     }
     nb = nbformat.from_dict(book("1"))
-    view = {cleaned.VIEW: {"model_id": ids["box"]}, "text/plain": "VBox()"}
+    view = {clean_outputs.VIEW: {"model_id": ids["box"]}, "text/plain": "VBox()"}
     nb.cells[1].outputs = [nbformat.from_dict(new_output("display_data", view))]
-    nb.metadata["widgets"] = nbformat.from_dict({cleaned.STATE: {"state": state}})
+    nb.metadata["widgets"] = nbformat.from_dict({clean_outputs.STATE: {"state": state}})
     return nb
 
 
@@ -134,11 +134,11 @@ def test_small_widgets_are_kept_with_numbers_for_names() -> None:
     nb = widget_book(10)
     clean(nb)
     slider, box = "0" * 32, "0" * 31 + "1"
-    assert nb.metadata["widgets"][cleaned.STATE]["state"] == {
+    assert nb.metadata["widgets"][clean_outputs.STATE]["state"] == {
         slider: {"state": {"text": "~/x.........."}},
         box: {"state": {"children": [f"IPY_MODEL_{slider}"]}},
     }
-    assert nb.cells[1].outputs[0].data[cleaned.VIEW]["model_id"] == box
+    assert nb.cells[1].outputs[0].data[clean_outputs.VIEW]["model_id"] == box
     once = copy.deepcopy(nb)
     clean(nb)
     assert nb == once

@@ -14,8 +14,8 @@ import torch
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from todays import todays
 
-from hpnb.lesson import committed, paired
-from hpnb.lesson.committed import digest, hardware_here, is_stale, stamp
+from hpnb.lesson.pages import committed, paired
+from hpnb.lesson.pages.committed import digest, hardware_here, is_stale, stamp
 
 TEXT = """\
 # %% [markdown]

@@ -22,13 +22,14 @@ import torch
 
 import hpnb
 from hpnb import comm, lesson, pipeline_parallel, theory
-from hpnb.lesson import Exercise, Finding, check, pipelines, tensors
-from hpnb.lesson.checks import passed
+from hpnb.lesson import Exercise, Finding, check
 from hpnb.lesson.exercises import vit_data_parallel as notebook_01
 from hpnb.lesson.exercises import vit_pipeline_parallel as notebook_02
 from hpnb.lesson.exercises import vit_tensor_parallel as notebook_03
 from hpnb.lesson.exercises import vit_tensor_ranks
+from hpnb.lesson.exercises.checker import passed
 from hpnb.lesson.home import load, read_json, save, write_json
+from hpnb.lesson.programs import vit_pipeline, vit_tensor
 from hpnb.models import ViTSize
 from hpnb.pipeline_parallel import schedules
 from hpnb.record import Event, Timeline
@@ -36,7 +37,7 @@ from hpnb.tensor_parallel import parallelize
 
 PUBLISHED = Path(__file__).parent / "published" / "zero_bubble.csv"
 
-asked: dict[str, Any] = importlib.import_module("hpnb.lesson.predict")._asked
+asked: dict[str, Any] = importlib.import_module("hpnb.lesson.predictions.predict")._asked
 
 
 @pytest.fixture(autouse=True)
@@ -757,7 +758,7 @@ def test_an_explorer_in_a_kernel_moves_coarsely_then_in_full(tmp_path: Path) -> 
     import nbformat
     from nbformat.v4 import new_code_cell, new_notebook
 
-    from hpnb.lesson.execute import execute
+    from hpnb.lesson.pages.execute import execute
 
     cells = [
         "import asyncio, hpnb\nfrom hpnb import lesson\n"
@@ -911,17 +912,17 @@ def test_the_explorer_of_notebook_01_takes_its_size_from_the_model() -> None:
 
 
 def billed() -> tuple[Any, ...]:
-    from hpnb.lesson import bill
+    from hpnb.lesson.programs import device_timing
     from hpnb.models import ViTSize
 
     size = ViTSize(hidden=32, layers=2, heads=2, mlp=128, patch=8, image=16)
-    model, loss = bill.vit_and_loss(size, 3, torch.float64)
+    model, loss = device_timing.vit_and_loss(size, 3, torch.float64)
     value = loss(model)
     value.backward()
     counted = sum(p.numel() for p in model.parameters()) == size.parameters(classes=3)
     finite = all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
-    times = bill.matmul_seconds(size.block(3), torch.float32)
-    return value.dtype, value.item(), counted, finite, times, bill.memory_rate(1 << 20)
+    times = device_timing.matmul_seconds(size.block(3), torch.float32)
+    return value.dtype, value.item(), counted, finite, times, device_timing.memory_rate(1 << 20)
 
 
 def test_a_model_for_timing_is_whole_and_its_matmuls_are_timed() -> None:
@@ -936,16 +937,16 @@ def test_a_model_for_timing_is_whole_and_its_matmuls_are_timed() -> None:
 
 
 def test_no_more_ranks_are_timed_than_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hpnb.lesson import bill
+    from hpnb.lesson.programs import device_timing
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for cores, ranks in ((1, 2), (2, 2), (3, 3), (64, 4)):
         monkeypatch.setattr(hpnb.ranks, "usable_cores", lambda cores=cores: cores)
-        assert bill.timed_ranks() == ranks
+        assert device_timing.timed_ranks() == ranks
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    assert bill.timed_ranks() == 8
+    assert device_timing.timed_ranks() == 8
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert bill.timed_ranks() == 4  # one GPU is not enough; on the CPU there are 64 cores
+    assert device_timing.timed_ranks() == 4  # one GPU is not enough; on the CPU there are 64 cores
 
 
 # --- what a reader's schedule lives on in -----------------------------------------------------------
@@ -1113,7 +1114,7 @@ def test_every_job_tells_a_choice_by_cost_from_one_by_bubble_or_by_ranks() -> No
 
 
 def test_what_was_published_is_simulated_to_the_digit() -> None:
-    paper = pipelines.PUBLISHED
+    paper = vit_pipeline.PUBLISHED
     rows = csv.DictReader(line for line in PUBLISHED.read_text().splitlines() if line[0] != "#")
     (row,) = [r for r in rows if (r["model"], r["microbatches"]) == (paper.model, str(paper.microbatches))]
     wanted = [float(row[k]) for k in ("F", "I", "W", "transfer")]
@@ -1130,31 +1131,31 @@ def test_the_typical_step_is_the_middle_one_or_the_replay_of_middles() -> None:
     made = schedules.make("gpipe", 2, 2)
     costs = [pipeline_parallel.Costs(f, 2.0, 0.0) for f in (1.0, 5.0, 2.0)]
     measured = [replace(made.simulate(each), source="measured") for each in costs]
-    assert pipelines.typical(measured, made) == measured[2]
+    assert vit_pipeline.typical(measured, made) == measured[2]
     label: Any = "replayed from measured CPU time"
     uneven = [replace(made.simulate(pipeline_parallel.Costs(each, 2.0, 0.0)), source=label)
               for each in ([1.0, 9.0], [9.0, 1.0], [1.0, 1.0])]  # fmt: skip
-    found = pipelines.typical(uneven, made)
+    found = vit_pipeline.typical(uneven, made)
     assert found == replace(made.simulate(pipeline_parallel.Costs(1.0, 2.0, 0.0)), source=label)
 
 
 def test_costs_of_half_stages_and_half_backwards_are_of_the_record() -> None:
     tl = schedules.make("1f1b", 2, 4).simulate(pipeline_parallel.Costs([1.0, 3.0], [2.0, 6.0], 0.0))
-    whole = pipelines.stage_costs(tl)
+    whole = vit_pipeline.stage_costs(tl)
     assert (whole.forward, whole.input_grad, whole.weight_grad) == ((1.0, 3.0), (1.0, 3.0), (1.0, 3.0))
-    half = pipelines.stage_costs(tl, 2, 0.5)
+    half = vit_pipeline.stage_costs(tl, 2, 0.5)
     assert (half.forward, half.weight_grad, half.transfer) == ((1.0,) * 4, (1.0,) * 4, 0.5)
-    assert pipelines.stage_seconds(tl) == [3.0, 9.0]
-    assert pipelines.busy(tl) == 4 * 6.0
-    assert pipelines.most_in_flight(tl) == 2
-    assert pipelines.most_in_flight(tl, 2) == 1
+    assert vit_pipeline.stage_seconds(tl) == [3.0, 9.0]
+    assert vit_pipeline.busy(tl) == 4 * 6.0
+    assert vit_pipeline.most_in_flight(tl) == 2
+    assert vit_pipeline.most_in_flight(tl, 2) == 1
     split = schedules.make("zb-h1", 2, 4).simulate(pipeline_parallel.Costs(1.0, [1.0, 2.0], [0.5, 0.25]))
-    assert pipelines.input_over_weight(split) == 4.0
+    assert vit_pipeline.input_over_weight(split) == 4.0
 
 
 def test_a_step_is_simulated_from_seconds_of_its_layers() -> None:
     made = schedules.make("1f1b", 2, 4)
-    tl = pipelines.from_layers(made, [3.0, 6.0, 9.0], [1, 2])
+    tl = vit_pipeline.from_layers(made, [3.0, 6.0, 9.0], [1, 2])
     assert tl == made.simulate(pipeline_parallel.Costs([1.0, 5.0], [2.0, 10.0], 0.0))
     assert tl.source == "simulated"
 
@@ -1164,14 +1165,14 @@ def test_a_recorded_step_goes_over_any_wire() -> None:
     tl = made.simulate(pipeline_parallel.Costs(1.0, 2.0, 0.0))
     sent = hpnb.record.Event(0, -1, "send", -1, 0.0, 9.0, "pp", 10.0)
     tl = replace(tl, events=(*tl.events, sent))
-    slower = pipelines.on_wire(tl, made, hpnb.theory.Wire(0.5, 10.0), 5.0)
+    slower = vit_pipeline.on_wire(tl, made, hpnb.theory.Wire(0.5, 10.0), 5.0)
     assert slower.source == "simulated"
     assert slower.makespan == made.simulate(pipeline_parallel.Costs(1.0, 2.0, 0.0, 1.0)).makespan
     assert {e.op for e in slower.events} == {"F", "B"}
     wire = hpnb.theory.Wire(0.0, 1e6)
     after = 3.0 + hpnb.theory.exposed_seconds(2.0, 4e6, 4, 2, wire)
-    assert pipelines.data_parallel_seconds(3.0, 4e6, 2, wire) == after
-    assert pipelines.data_parallel_seconds(3.0, 4e6, 1, wire) == 3.0
+    assert vit_pipeline.data_parallel_seconds(3.0, 4e6, 2, wire) == after
+    assert vit_pipeline.data_parallel_seconds(3.0, 4e6, 1, wire) == 3.0
 
 
 TINY = ViTSize(hidden=16, layers=4, heads=2, mlp=32, patch=8, image=16)
@@ -1182,16 +1183,16 @@ def ran_and_held() -> Any:
     cuts: Any = {"gpipe": [1, 3]}
     with pytest.MonkeyPatch.context() as patch:  # processor time, which a busy machine does not make longer
         patch.setattr("hpnb.pipeline_parallel.executor.usable_cores", lambda: 1)
-        found = pipelines.timed(TINY, 8, torch.float32, made, cuts, repeats=2)
+        found = vit_pipeline.timed(TINY, 8, torch.float32, made, cuts, repeats=2)
     axis = hpnb.Mesh(hpnb.Layout(pp=2)).pp
-    model, batch = pipelines.vit_and_batch(TINY, 2, torch.float32)
-    mine = [len(layer.parts) for layer in pipelines.my_layers(model, axis)]
-    return found, pipelines.held(TINY, 8, torch.float32, made["gpipe"]), mine, batch["labels"].tolist()
+    model, batch = vit_pipeline.vit_and_batch(TINY, 2, torch.float32)
+    mine = [len(layer.parts) for layer in vit_pipeline.my_layers(model, axis)]
+    return found, vit_pipeline.held(TINY, 8, torch.float32, made["gpipe"]), mine, batch["labels"].tolist()
 
 
 def cut_three_ways() -> Any:
     cuts: Any = {"uniform": "uniform", "heavy": [1, 3]}
-    return pipelines.by_cut(TINY, 8, torch.float32, schedules.make("1f1b", 2, 4), cuts)
+    return vit_pipeline.by_cut(TINY, 8, torch.float32, schedules.make("1f1b", 2, 4), cuts)
 
 
 @pytest.mark.parametrize("cores", [1, 2])
@@ -1388,16 +1389,16 @@ def test_every_job_tells_a_choice_by_time_from_one_by_memory_or_by_habit() -> No
 
 def one_block() -> Any:
     size = ViTSize(hidden=16, layers=3, heads=2, mlp=64, patch=8, image=32)
-    tl = tensors.block_timeline(size, 3, torch.float32, repeats=3)
-    sequence = tensors.block_timeline(size, 3, torch.float32, "1d+sp", repeats=1)
-    sent = [tensors.per_block(size, 3, torch.float32, "1d", cut) for cut in (False, True)]
+    tl = vit_tensor.block_timeline(size, 3, torch.float32, repeats=3)
+    sequence = vit_tensor.block_timeline(size, 3, torch.float32, "1d+sp", repeats=1)
+    sent = [vit_tensor.per_block(size, 3, torch.float32, "1d", cut) for cut in (False, True)]
     batch = {"pixel_values": torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))}
     batch["labels"] = torch.arange(3)
-    loss, right = tensors.gradients_of_one(size, batch)
-    model = parallelize(tensors.vit64(size), tensors.tensor_axis())
+    loss, right = vit_tensor.gradients_of_one(size, batch)
+    model = parallelize(vit_tensor.vit64(size), vit_tensor.tensor_axis())
     value = model(**batch).loss
     value.backward()
-    errors = tensors.gradient_errors(model, right)
+    errors = vit_tensor.gradient_errors(model, right)
     return tl, sequence, sent, abs(value.item() - loss), errors, size
 
 
@@ -1423,9 +1424,9 @@ def test_a_block_is_recorded_with_its_weight_gradients_beside_the_sums() -> None
         assert all(a.end <= b.start for a, b in pairwise(compute))
     assert {e.op for e in sequence.events if not e.is_compute} >= {"all_gather", "reduce_scatter"}
     sums = [e.duration for e in tl.events if e.op == "all_reduce"]
-    assert tensors.spent(tl) == pytest.approx(sum(sums) / 2)
-    assert tensors.spent(tl.split_waits(), ["wait", "move"]) == pytest.approx(sum(sums) / 2)
-    assert tensors.spent(tl, "FIW") == pytest.approx(sum(tl.work(rank) for rank in tl.ranks) / 2)
+    assert vit_tensor.spent(tl) == pytest.approx(sum(sums) / 2)
+    assert vit_tensor.spent(tl.split_waits(), ["wait", "move"]) == pytest.approx(sum(sums) / 2)
+    assert vit_tensor.spent(tl, "FIW") == pytest.approx(sum(tl.work(rank) for rank in tl.ranks) / 2)
     block = size.block(3, 4)
     for cut, (bytes_sent, kept) in zip((False, True), sent, strict=True):
         assert bytes_sent == theory.block_sent(block, "1d", 2, 1, cut).bytes()
@@ -1441,27 +1442,27 @@ def test_small_gaps_between_spans_of_compute_are_closed_and_waits_stay() -> None
     tl = Timeline(
         (event("I", 0.0, 1.0), event("W", 1.001, 2.0), event("I", 2.5, 3.0), event("all_reduce", 1.0, 2.5))
     )
-    found = tensors.closed(tl)
+    found = vit_tensor.closed(tl)
     assert [(e.op, e.start, e.end) for e in found.events if e.is_compute] == [
         ("I", 0.0, 1.001), ("W", 1.001, 2.0), ("I", 2.5, 3.0),
     ]  # fmt: skip
     assert [e for e in found.events if not e.is_compute] == [e for e in tl.events if not e.is_compute]
-    assert tensors.closed(tl, 0.0) == tl
+    assert vit_tensor.closed(tl, 0.0) == tl
 
 
 def test_modes_race_on_four_ranks_and_are_written_down() -> None:
     with hpnb.Ranks(4, device="cpu", timeout=120) as ranks:
-        square, _, dtype = tensors.four(ranks)
+        square, _, dtype = vit_tensor.four(ranks)
         assert square is ranks
         assert dtype == torch.float32 or hpnb.ranks.choose_device("auto", 4).device == "cuda"
         small = ViTSize(hidden=256, layers=8, heads=8, mlp=1024, patch=8, image=16)
-        raced = tensors.race(ranks, small, torch.float32, ("1d", "1d+sp", "2d"))
+        raced = vit_tensor.race(ranks, small, torch.float32, ("1d", "1d+sp", "2d"))
         assert [(size.hidden, size.heads, images) for size, images in raced] == [
             (256, 16, 8), (256, 16, 64), (64, 4, 8), (64, 4, 64),
         ]  # fmt: skip
         card = lesson.MachineCard("a machine", "cpu", 4, 1e-4, 1e9, 1e11, "float32", (1,), (1.0,))
-        told = tensors.predicted(raced, card, torch.float32)
-        tensors.write_down(ranks, raced, told, card, torch.float32)
+        told = vit_tensor.predicted(raced, card, torch.float32)
+        vit_tensor.write_down(ranks, raced, told, card, torch.float32)
     assert all(set(times) == {"1d", "1d+sp", "2d"} and min(times.values()) > 0 for times in raced.values())
     assert told.keys() == raced.keys()
     (size, images), first = next(iter(told.items()))

@@ -15,10 +15,11 @@ from torch import nn
 
 import hpnb
 from hpnb import plot, theory
-from hpnb.lesson import noise, sharded_explorer, shards
-from hpnb.lesson.checks import check
 from hpnb.lesson.exercises import gpt2_data_parallel as exercises
-from hpnb.lesson.shards import Way
+from hpnb.lesson.exercises.checker import check
+from hpnb.lesson.explorers import sharded_step
+from hpnb.lesson.programs import gpt2_zero, gradient_noise
+from hpnb.lesson.programs.gpt2_zero import Way
 from hpnb.mesh import Layout, Mesh
 from hpnb.models import GPT2Size
 from hpnb.record import MemoryProfile, MemorySample, OutOfBudget
@@ -87,7 +88,7 @@ def test_who_runs_out_is_stopped_once_and_what_it_held_is_named() -> None:
 
 
 def _peaks(ways: list[Way], rows: int) -> list[tuple[int, MemorySample]]:
-    found = [shards.weighed(SIZE, rows, torch.float32, way, 0.25, repeats=0).profile for way in ways]
+    found = [gpt2_zero.weighed(SIZE, rows, torch.float32, way, 0.25, repeats=0).profile for way in ways]
     return [(p.peak, p.samples[-1]) for p in found]
 
 
@@ -96,7 +97,7 @@ def test_step_memory_is_what_is_recorded(two: hpnb.Ranks, rows: int) -> None:
     ways = [Way(stage, again) for again in (0, -1) for stage in range(4)] + [Way(2, 2)]
     ways = ways if rows == 8 else [Way(0), Way(3, -1)]
     for way, (peak, end) in zip(ways, two.run(_peaks, ways, rows)[0], strict=True):
-        told = shards.predicted(SIZE, rows, torch.float32, way, 2, 0.25)
+        told = gpt2_zero.predicted(SIZE, rows, torch.float32, way, 2, 0.25)
         assert 0.8 <= peak / told.peak <= 1.25, f"{way}: {peak / MB:.2f} MB, predicted {told.peak / MB:.2f}"
         if rows == 8 and not way.again and way.stage < 3:
             assert peak / told.peak == pytest.approx(1.0, abs=0.03), str(way)
@@ -125,12 +126,12 @@ def test_each_measure_moves_its_own_term() -> None:
 
 
 def test_the_largest_model_is_the_last_that_fits(two: hpnb.Ranks) -> None:
-    budget = shards.predicted(SIZE, 2, torch.float32, Way(2), 2, 0.25).peak * 1.3
-    count = shards.largest(SIZE, 2, torch.float32, Way(2), 2, 0.25, budget)
+    budget = gpt2_zero.predicted(SIZE, 2, torch.float32, Way(2), 2, 0.25).peak * 1.3
+    count = gpt2_zero.largest(SIZE, 2, torch.float32, Way(2), 2, 0.25, budget)
     for layers, fits in ((count, True), (count + 1, False)):
         size = GPT2Size(64, layers, 4, 256, 401, 32)
-        assert (shards.predicted(size, 2, torch.float32, Way(2), 2, 0.25).peak <= budget) is fits
-    found = shards.largest_found(two, SIZE, 2, torch.float32, Way(2), 0.25, budget, count)
+        assert (gpt2_zero.predicted(size, 2, torch.float32, Way(2), 2, 0.25).peak <= budget) is fits
+    found = gpt2_zero.largest_found(two, SIZE, 2, torch.float32, Way(2), 0.25, budget, count)
     assert abs(found - count) <= 1
 
 
@@ -138,7 +139,7 @@ def test_blocks_that_are_computed_again_give_the_same_gradients() -> None:
     grads = []
     for count in (0, 2, 4):
         model: Any = hpnb.models.gpt2(SIZE, dtype=torch.float64)
-        shards.compute_again(model, count)
+        gpt2_zero.compute_again(model, count)
         ids = torch.arange(64).view(2, 32)
         model(input_ids=ids).logits.square().mean().backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
@@ -233,7 +234,7 @@ def _norms() -> tuple[float, float, float, float, float]:
     axis, draw = Mesh(Layout(dp=hpnb.world_size())).dp, torch.Generator().manual_seed(0)
     x = torch.randn(8, 5, generator=draw, dtype=torch.float64)
     model, alone = _Quadratic(), _Quadratic()
-    small, big = noise.two_norms(model, axis, {"x": x[axis.rank :: axis.size]})
+    small, big = gradient_noise.two_norms(model, axis, {"x": x[axis.rank :: axis.size]})
     alone(x).loss.backward()
     assert model.w.grad is not None
     assert alone.w.grad is not None
@@ -256,10 +257,10 @@ def test_two_norms_are_before_and_after_the_all_reduce(two: hpnb.Ranks) -> None:
 
 def test_training_stops_at_its_target(two: hpnb.Ranks) -> None:
     rows = torch.arange(32)[None].repeat(8, 1)  # one sentence: soon known by heart
-    run = two.run(noise.train, rows, rows[:2], 2, 3.0, 60)[0]
+    run = two.run(gradient_noise.train, rows, rows[:2], 2, 3.0, 60)[0]
     assert (run.batch, run.reached, run.steps < 60) == (4, True, True)
     assert len(run.small) == len(run.big) == run.steps
-    assert not two.run(noise.train, rows, rows[:2], 1, 0.0, 5)[0].reached
+    assert not two.run(gradient_noise.train, rows, rows[:2], 1, 0.0, 5)[0].reached
 
 
 # --- figures ---------------------------------------------------------------------------------
@@ -307,7 +308,7 @@ def test_step_bill() -> None:
 
 
 def test_the_challenge_has_an_answer_and_it_is_not_stage_2() -> None:
-    explorer = sharded_explorer.sharded_step()
+    explorer = sharded_step.sharded_step()
     assert not explorer.solved
     for stage, again, rows in ((2, 0.5, 4), (2, 1.0, 8), (3, 0.0, 8)):
         explorer.set(billions=32, stage=stage, again=again, rows=rows)
@@ -318,7 +319,7 @@ def test_the_challenge_has_an_answer_and_it_is_not_stage_2() -> None:
 
 @pytest.mark.parametrize("billions", [0.1, 1.5, 13.0, 175.0])
 def test_shapes_have_the_size_that_is_asked_for(billions: float) -> None:
-    layers, hidden = sharded_explorer.shape(billions)
+    layers, hidden = sharded_step.shape(billions)
     assert 0.85 <= 12 * layers * hidden**2 / (billions * 1e9) <= 1.2
     assert hidden % 128 == 0
 

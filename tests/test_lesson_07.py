@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 import hpnb
 from hpnb import comm, lesson, plot, theory
-from hpnb.lesson import masks, tensors, undivided
 from hpnb.lesson.exercises import gpt2_tensor_parallel as exercises
+from hpnb.lesson.programs import dropout_masks, gpt2_tensor, vit_tensor
 from hpnb.models import GPT2_SIZES, GPT2Size
 from hpnb.theory import Block
 
@@ -85,9 +85,9 @@ def test_bad_numbers_get_a_sentence(call: Callable[[], object], words: str) -> N
 
 
 def test_bytes_of_words_are_those_predicted(three: hpnb.Ranks) -> None:
-    sent = three.run(undivided.around, TINY, 2, torch.float32)
+    sent = three.run(gpt2_tensor.around, TINY, 2, torch.float32)
     assert set(sent) == {theory.vocabulary_sent(TINY.block(2, bytes_per_value=4), 3)}
-    for words, (gathered, reduced, off) in three.run(undivided.losses, 5, (37, 509))[0].items():
+    for words, (gathered, reduced, off) in three.run(gpt2_tensor.losses, 5, (37, 509))[0].items():
         assert gathered == theory.gathered_sent(5, words, 3)
         assert reduced == theory.loss_sent(5, 3)
         assert off < 1e-6
@@ -95,7 +95,7 @@ def test_bytes_of_words_are_those_predicted(three: hpnb.Ranks) -> None:
 
 def test_the_fullest_rank_computes_more(three: hpnb.Ranks) -> None:
     size = replace(TINY, hidden=250, mlp=1000, length=64)  # 2, 2 and 1 heads
-    took = three.run(undivided.computing, size, 2, torch.float32)[0]
+    took = three.run(gpt2_tensor.computing, size, 2, torch.float32)[0]
     assert len(took) == 3
     assert all(set(each) == {"attention", "MLP"} and min(each.values()) > 0 for each in took)
     assert took[2]["attention"] < max(took[0]["attention"], took[1]["attention"])
@@ -103,7 +103,7 @@ def test_the_fullest_rank_computes_more(three: hpnb.Ranks) -> None:
 
 def own(heads: int, rank: int, ranks: int) -> int:
     h = 4 * heads
-    columns, rows, mine = undivided.own_heads(torch.zeros(h, 3 * h), torch.zeros(h, h), heads, ranks, rank)
+    columns, rows, mine = gpt2_tensor.own_heads(torch.zeros(h, 3 * h), torch.zeros(h, h), heads, ranks, rank)
     assert columns.shape == (h, 12 * mine)
     assert rows.shape == (4 * mine, h)
     return mine
@@ -118,10 +118,10 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
 
 
 def compared() -> tuple[tuple[float, float], tuple[float, float]]:
-    axis = tensors.tensor_axis()
-    x = undivided.drawn(6, 4)
-    right = undivided.compared(doubled, doubled, x)
-    wrong = undivided.compared(lambda mine: 2 * comm.all_gather(mine, axis, 0)[:2], doubled, x)
+    axis = vit_tensor.tensor_axis()
+    x = gpt2_tensor.drawn(6, 4)
+    right = gpt2_tensor.compared(doubled, doubled, x)
+    wrong = gpt2_tensor.compared(lambda mine: 2 * comm.all_gather(mine, axis, 0)[:2], doubled, x)
     return right, wrong
 
 
@@ -134,7 +134,7 @@ def test_ways_are_compared_over_all_ranks(three: hpnb.Ranks) -> None:
 
 def test_a_layer_keeps_what_is_predicted_where_heads_do_not_divide() -> None:
     size = replace(TINY, hidden=80, mlp=320, length=48)
-    found = undivided.kept(size, 2, 2, device="cpu")
+    found = gpt2_tensor.kept(size, 2, 2, device="cpu")
     assert len(found) == len(theory.ACTIVATION_ROWS)
     for one in found:
         assert one.measured == pytest.approx(one.predicted, rel=0.01), one.name
@@ -142,7 +142,7 @@ def test_a_layer_keeps_what_is_predicted_where_heads_do_not_divide() -> None:
 
 
 def test_what_is_computed_again_is_counted() -> None:
-    found = undivided.again(TINY, 2)
+    found = gpt2_tensor.again(TINY, 2)
     assert found["full"][1] == pytest.approx(found["full"][0])
     told, counted = found["attention"]
     assert counted == pytest.approx(told / 2)  # the product with v is not needed for its backward
@@ -152,8 +152,11 @@ def test_what_is_computed_again_is_counted() -> None:
 
 
 def seen(three: hpnb.Ranks, policy: str, sequence: bool = False) -> dict[str, float]:
-    first, *_, last = three.run(masks.drawn, policy, 0.5, sequence)
-    return {place: masks.apart(first[place][0, :40], last[place][0, :40]) for place in masks.PLACES}
+    first, *_, last = three.run(dropout_masks.drawn, policy, 0.5, sequence)
+    return {
+        place: dropout_masks.apart(first[place][0, :40], last[place][0, :40])
+        for place in dropout_masks.PLACES
+    }
 
 
 def test_only_the_right_policy_draws_by_the_layout(three: hpnb.Ranks) -> None:
@@ -165,9 +168,9 @@ def test_only_the_right_policy_draws_by_the_layout(three: hpnb.Ranks) -> None:
 
 
 def test_the_slope_is_the_gradients_only_if_masks_are_right(three: hpnb.Ranks) -> None:
-    slopes = {policy: three.run(masks.slope, policy) for policy in masks.POLICIES}
+    slopes = {policy: three.run(dropout_masks.slope, policy) for policy in dropout_masks.POLICIES}
     assert slopes["right"] == pytest.approx([1.0] * 3, abs=1e-5)
-    assert all(abs(slope - 1) > 0.01 for policy in masks.POLICIES[1:] for slope in slopes[policy])
+    assert all(abs(slope - 1) > 0.01 for policy in dropout_masks.POLICIES[1:] for slope in slopes[policy])
 
 
 def test_copies_part_unless_masks_are_right(three: hpnb.Ranks) -> None:
@@ -176,8 +179,8 @@ def test_copies_part_unless_masks_are_right(three: hpnb.Ranks) -> None:
         for i in range(4)
     ]
     test = {**batches[-1], "labels": batches[-1]["input_ids"]}
-    for policy in masks.POLICIES:
-        found = three.run(masks.trained, policy, batches[:3], test)
+    for policy in dropout_masks.POLICIES:
+        found = three.run(dropout_masks.trained, policy, batches[:3], test)
         gap = max(gaps[-1] for _, gaps, _ in found)
         assert gap == 0 if policy == "right" else gap > 1e-6
         for losses, _, (tested, saved) in found:

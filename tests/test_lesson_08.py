@@ -13,10 +13,11 @@ from matplotlib.text import Text
 
 import hpnb
 from hpnb import lesson, plot, theory
-from hpnb.lesson import contest, finetuned, regret, step_parts
 from hpnb.lesson.exercises import gpt2_hybrid_layouts
 from hpnb.lesson.exercises import gpt2_hybrid_parallel as exercises
-from hpnb.lesson.outcome import Outcome
+from hpnb.lesson.predictions import regret
+from hpnb.lesson.predictions.outcome import Outcome
+from hpnb.lesson.programs import gpt2_hybrid, paraphrases, step_breakdown
 from hpnb.models import GPT2Size
 from hpnb.pipeline_parallel import Costs, schedules
 from hpnb.record import Event, Timeline
@@ -83,7 +84,7 @@ def test_bytes_and_memory_are_what_is_recorded() -> None:
     loose = {(2, 0): 2e-2, (1, 3): 2e-3}  # norms are whole on ranks of tp; shares of odd sizes are padded
     with hpnb.Ranks(2, device="cpu") as pool:
         for plan in plans:
-            ran = contest.run(pool, SMALL, rows, torch.float32, plan, FREE, repeats=1)
+            ran = gpt2_hybrid.run(pool, SMALL, rows, torch.float32, plan, FREE, repeats=1)
             exact = ran.bytes / layout_bytes(made, plan)
             assert exact == pytest.approx(1.0, abs=loose.get((plan.tp, plan.zero), 1e-9)), plan
             assert 0.6 < ran.peak / layout_memory(made, plan) < 1.4, plan
@@ -133,7 +134,7 @@ def test_parts_of_a_recorded_step_add_up() -> None:
         Event(1, 0, "B", 0, 2.0, 6.0),
         Event(1, -1, "compute", -1, 6.0, 7.0),
     )
-    parts = step_parts.parts_of(Timeline(events))
+    parts = step_breakdown.parts_of(Timeline(events))
     assert parts == pytest.approx(
         {"computing": 5.0, "exposed tp": 0.5, "exposed dp": 1.5, "optimizer": 0.5, "bubble": 2.5}
     )
@@ -210,15 +211,15 @@ def test_regret_counts_guesses_that_were_made_in_time() -> None:
 
 
 def test_a_rank_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
-    recipe = finetuned.recipe(pairs=96, test=16)
+    recipe = paraphrases.recipe(pairs=96, test=16)
     with pytest.raises(hpnb.RankError, match="killed by SIGKILL"):
         hpnb.launch(
-            finetuned.leg, recipe, {}, folder=str(tmp_path), every=2, dies_at=3, ranks=2, device="cpu"
+            paraphrases.leg, recipe, {}, folder=str(tmp_path), every=2, dies_at=3, ranks=2, device="cpu"
         )
-    before = finetuned.logged(str(tmp_path))
+    before = paraphrases.logged(str(tmp_path))
     with hpnb.Ranks(2, device="cpu") as pool:
-        after = finetuned.curve(pool.run(finetuned.leg, recipe, {}, folder=str(tmp_path)))
-        whole = finetuned.curve(pool.run(finetuned.leg, recipe, {}))
+        after = paraphrases.curve(pool.run(paraphrases.leg, recipe, {}, folder=str(tmp_path)))
+        whole = paraphrases.curve(pool.run(paraphrases.leg, recipe, {}))
     assert list(before) == [1, 2, 3]
     assert list(before.values()) == list(whole.losses[:3])
     assert after.losses == whole.losses[2:]

@@ -14,8 +14,8 @@ from matplotlib.patches import Rectangle
 
 from hpnb import lesson, plot
 from hpnb.bench.whole import files
-from hpnb.lesson import planned
 from hpnb.lesson.exercises import plan_at_scale as exercises
+from hpnb.lesson.programs import cluster_planning
 from hpnb.theory import seconds
 from hpnb.theory.cluster import Cluster, ClusterPlan, GPTRun, best_plan, cluster_parts, tflops
 from hpnb.theory.published import MEGATRON
@@ -34,28 +34,30 @@ def step(run: GPTRun, given: Cluster, plan: ClusterPlan) -> float:
 
 
 def test_clusters_have_the_cards_of_their_network() -> None:
-    one, each = (planned.cluster(512, f"Ethernet 100 Gb, a card a {of}", 16) for of in ("host", "GPU"))
+    one, each = (
+        cluster_planning.cluster(512, f"Ethernet 100 Gb, a card a {of}", 16) for of in ("host", "GPU")
+    )
     assert (one.cards, each.cards, one.host) == (1, 16, 16)
     assert one.wire(512, 16).bandwidth == 12.5e9
     assert each.wire(512, 16).bandwidth == 200e9
-    assert one.share == planned.fitted().share
+    assert one.share == cluster_planning.fitted().share
     with pytest.raises(ValueError, match="no network 'Token Ring'; there are HDR"):
-        planned.cluster(8, "Token Ring")
+        cluster_planning.cluster(8, "Token Ring")
 
 
 SLOW = "Ethernet 100 Gb, a card a host"
 
 
 def test_a_planner_without_borders_agrees_with_what_is_known_and_chooses_badly() -> None:
-    right, mistaken = planned.ratios(), planned.ratios(mistaken=True)
+    right, mistaken = cluster_planning.ratios(), cluster_planning.ratios(mistaken=True)
     assert right["1.7B"] == pytest.approx(1.0)
     assert mistaken["1.7B"] == pytest.approx(1.0)
     worst = [max(abs(ratio - 1) for ratio in each.values()) for each in (right, mistaken)]
     assert worst[1] < worst[0] < 0.1
-    run = replace(planned.MODELS["39.1B"], batch=512)
-    given, believed = (planned.cluster(1024, SLOW, mistaken=wrong) for wrong in (False, True))
+    run = replace(cluster_planning.MODELS["39.1B"], batch=512)
+    given, believed = (cluster_planning.cluster(1024, SLOW, mistaken=wrong) for wrong in (False, True))
     assert believed.wire(1024, 1).bandwidth == given.inside.bandwidth
-    assert believed.share == planned.fitted(mistaken=True).share != given.share
+    assert believed.share == cluster_planning.fitted(mistaken=True).share != given.share
     theirs, ours = best_plan(run, believed), best_plan(run, given)
     assert step(run, believed, theirs) < step(run, given, ours)  # it promises more
     assert step(run, given, theirs) > 2 * step(run, given, ours)
@@ -63,29 +65,31 @@ def test_a_planner_without_borders_agrees_with_what_is_known_and_chooses_badly()
 
 @pytest.mark.parametrize("mistaken", [False, True])
 def test_either_planner_shows_what_the_known_runs_would_not_notice(mistaken: bool) -> None:
-    base = planned.fitted(mistaken=mistaken)
-    found = planned.halved({one.name: (one.run, replace(base, gpus=one.gpus), one.plan) for one in MEGATRON})
-    off = max(abs(ratio - 1) for ratio in planned.ratios(mistaken=mistaken).values())
+    base = cluster_planning.fitted(mistaken=mistaken)
+    found = cluster_planning.halved(
+        {one.name: (one.run, replace(base, gpus=one.gpus), one.plan) for one in MEGATRON}
+    )
+    off = max(abs(ratio - 1) for ratio in cluster_planning.ratios(mistaken=mistaken).values())
     unnoticed = [words for words, by in found.items() if max(by.values()) - 1 < off]
     assert unnoticed == ["network between hosts"]
 
 
 def test_halving_tells_what_a_step_rests_on() -> None:
-    run, given = planned.MODELS["39.1B"], planned.cluster(512)
+    run, given = cluster_planning.MODELS["39.1B"], cluster_planning.cluster(512)
     plan = best_plan(run, given)
-    found = planned.halved({"it": (run, given, plan)})
+    found = cluster_planning.halved({"it": (run, given, plan)})
     parts = cluster_parts(run, given, plan)
     total = sum(parts.values())
     more = (parts["memory"] + parts["optimizer"]) / total
     assert found["memory bandwidth"]["it"] - 1 == pytest.approx(more, rel=0.1)  # the bubble has some as well
     assert found["memory bandwidth"]["it"] - 1 >= more
     assert found["share of peak"]["it"] > found["link inside a host"]["it"] > 1
-    whole = planned.halved({"it": (MEGATRON[0].run, replace(given, gpus=8, host=8), ClusterPlan(8))})
+    whole = cluster_planning.halved({"it": (MEGATRON[0].run, replace(given, gpus=8, host=8), ClusterPlan(8))})
     assert whole["network between hosts"]["it"] == 1.0
 
 
 def test_own_runs_are_those_that_the_package_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = planned.own_runs()
+    found = cluster_planning.own_runs()
     assert found["one"].predicted == pytest.approx(found["one"].measured)
     assert {"dp2", "tp2", "pp2"} <= set(found)
     assert found["dp2"].bubbles == (0.0, 0.0)
@@ -97,7 +101,7 @@ def test_own_runs_are_those_that_the_package_keeps(monkeypatch: pytest.MonkeyPat
         assert one.measured == kept.layouts[name].tflops(best.name)
     monkeypatch.setattr(files, "read", list)
     with pytest.raises(ValueError, match="keeps no results of GPT-2 XL"):
-        planned.own_runs()
+        cluster_planning.own_runs()
 
 
 # --- figures -----------------------------------------------------------------------------------------
@@ -237,7 +241,7 @@ def test_the_explorers_challenge_is_hard_and_can_be_met() -> None:
 
 def test_numbers_of_the_prose() -> None:
     """What 09 says in words, where no caption computes it."""
-    run, given = planned.MODELS["145.6B"], planned.cluster(1536)
+    run, given = cluster_planning.MODELS["145.6B"], cluster_planning.cluster(1536)
     steps = [step(run, given, ClusterPlan(24, pp, tp, 1, 5)) for pp, tp in ((16, 4), (8, 8))]
     assert steps[1] / steps[0] == pytest.approx(1.025, abs=0.001)
     rho = given.share * given.peak / given.inside.bandwidth
@@ -247,7 +251,7 @@ def test_numbers_of_the_prose() -> None:
     assert slow == pytest.approx(15_500, rel=0.01)
     assert 4 * 8192 / (15 * slow) == pytest.approx(0.14, abs=0.005)
     one = MEGATRON[4]
-    whole = replace(planned.fitted(), gpus=one.gpus)
+    whole = replace(cluster_planning.fitted(), gpus=one.gpus)
     once = tflops(one.run, whole, replace(one.plan, chunks=1))
     assert 100 * (one.tflops / once - 1) == pytest.approx(11, abs=0.5)
     parts = cluster_parts(one.run, whole, one.plan)
@@ -255,6 +259,6 @@ def test_numbers_of_the_prose() -> None:
     words = 6 * 2048 * one.run.hidden * one.run.vocabulary / one.tp / (whole.share * whole.peak)
     assert one.run.batch / one.plan.dp * words * 34 / 35 / parts["bubble"] == pytest.approx(0.5, abs=0.05)
     message = 2 * 2048 * 8192
-    wire = planned.cluster(512).wire(16, 8)
+    wire = cluster_planning.cluster(512).wire(16, 8)
     assert wire.bandwidth == 200e9
     assert 30 * wire.latency / seconds("all_reduce", message, 16, wire) == pytest.approx(0.5, abs=0.03)

@@ -15,8 +15,9 @@ from matplotlib.text import Text
 
 import hpnb
 from hpnb import Layout, Mesh, comm, lesson, plot, theory
-from hpnb.lesson import Exercise, check, hybrid, layouts
+from hpnb.lesson import Exercise, check
 from hpnb.lesson.exercises import vit_hybrid_parallel as notebook_04
+from hpnb.lesson.programs import host_traffic, vit_hybrid
 from hpnb.models import ViTSize
 from hpnb.record import Message
 from hpnb.theory import WIRES
@@ -48,27 +49,27 @@ def messages() -> list[Message]:
 
 
 def test_what_was_sent_falls_on_pairs_of_ranks() -> None:
-    found = layouts.flows(hpnb.launch(messages, ranks=4, device="cpu"), least=1000)
+    found = host_traffic.flows(hpnb.launch(messages, ranks=4, device="cpu"), least=1000)
     assert found == {
         (0, 2): {"dp": 4000.0}, (2, 0): {"dp": 4000.0}, (1, 3): {"dp": 4000.0}, (3, 1): {"dp": 4000.0},
         (0, 1): {"pp": 2000.0}, (2, 3): {"pp": 2000.0},
     }  # fmt: skip
-    assert layouts.crossing(found, 2) == layouts.crossing(found, 2, "dp") == 16000
-    assert layouts.crossing(found, 1) == 20000
-    assert layouts.crossing(found, 4) == layouts.crossing(found, 2, "pp") == 0
+    assert host_traffic.crossing(found, 2) == host_traffic.crossing(found, 2, "dp") == 16000
+    assert host_traffic.crossing(found, 1) == 20000
+    assert host_traffic.crossing(found, 4) == host_traffic.crossing(found, 2, "pp") == 0
 
 
 def test_a_ring_goes_on_to_the_next_of_its_group_and_a_pipeline_has_ends() -> None:
     ring = [[Message("tp", "all_reduce", 10.0 * (rank + 1), (0, 1, 2))] for rank in range(3)]
-    assert layouts.flows(ring) == {(0, 1): {"tp": 10.0}, (1, 2): {"tp": 20.0}, (2, 0): {"tp": 30.0}}
-    assert layouts.along(Layout(tp=3), {"tp": 5.0}).keys() == {(0, 1), (1, 2), (2, 0)}
-    assert layouts.along(Layout(pp=3), {"pp": 5.0}).keys() == {(0, 1), (1, 2), (2, 1), (1, 0)}
-    both = layouts.along(Layout(dp=2, pp=2), {"dp": 1.0, "pp": 2.0})
+    assert host_traffic.flows(ring) == {(0, 1): {"tp": 10.0}, (1, 2): {"tp": 20.0}, (2, 0): {"tp": 30.0}}
+    assert host_traffic.along(Layout(tp=3), {"tp": 5.0}).keys() == {(0, 1), (1, 2), (2, 0)}
+    assert host_traffic.along(Layout(pp=3), {"pp": 5.0}).keys() == {(0, 1), (1, 2), (2, 1), (1, 0)}
+    both = host_traffic.along(Layout(dp=2, pp=2), {"dp": 1.0, "pp": 2.0})
     assert (both[0, 2], both[0, 1]) == ({"dp": 1.0}, {"pp": 2.0})
 
 
 def test_a_step_on_hosts_is_made_of_the_wires_that_its_axes_cross() -> None:
-    job = layouts.Job(32, 4096, 5e5, 16, 4e14, 8, WIRES["NVLink 4"], WIRES["Ethernet 100 Gb"])
+    job = host_traffic.Job(32, 4096, 5e5, 16, 4e14, 8, WIRES["NVLink 4"], WIRES["Ethernet 100 Gb"])
     usual, worst = Layout(4, 2, 4), Layout(4, 2, 4, order=("tp", "pp", "dp"))
     assert [job.wire(usual, axis).name for axis in AXES] == ["Ethernet 100 Gb", "NVLink 4", "NVLink 4"]
     assert [job.wire(worst, axis).name for axis in AXES] == ["NVLink 4", "NVLink 4", "Ethernet 100 Gb"]
@@ -187,7 +188,7 @@ _SMALL = ViTSize(hidden=32, layers=4, heads=4, mlp=64, patch=8, image=16)
 def test_axes_race_and_what_they_send_is_as_predicted() -> None:
     card = lesson.MachineCard("a machine", "cpu", 2, 1e-4, 1e9, 1e11, "float32", (1,), (1.0,))
     with hpnb.Ranks(2, device="cpu", timeout=120) as ranks:
-        raced = hybrid.race(ranks, _SMALL, 8, torch.float32, 4, card)
+        raced = vit_hybrid.race(ranks, _SMALL, 8, torch.float32, 4, card)
     assert list(raced) == ["dp", "pp", "tp"]
     slow = replace(card.wire, bandwidth=1e5)
     for axis, step in raced.items():
@@ -201,7 +202,7 @@ def test_axes_race_and_what_they_send_is_as_predicted() -> None:
     )
     assert raced["dp"].on(slow) > theory.seconds("all_reduce", whole, 2, slow) * 0.99
     assert raced["tp"].on(slow) == pytest.approx(sums, rel=0.2)
-    hybrid.write_down(raced, "a ViT", card)
+    vit_hybrid.write_down(raced, "a ViT", card)
     rows = lesson.ledger.rows()
     assert [row.layout for row in rows] == [str(Layout(**{axis: 2})) for axis in AXES]
     assert all(row.quantities["sent (B)"][0] == row.quantities["sent (B)"][1] for row in rows)
@@ -210,7 +211,7 @@ def test_axes_race_and_what_they_send_is_as_predicted() -> None:
 def part_along_tp() -> tuple[float, float]:
     mesh = Mesh(Layout(dp=2, tp=2))
     own = [torch.full((3,), 1.0 + 0.5 * mesh.tp.rank), torch.ones(2)]
-    return hybrid.spread(own, mesh.dp), hybrid.spread(own, mesh.tp)
+    return vit_hybrid.spread(own, mesh.dp), vit_hybrid.spread(own, mesh.tp)
 
 
 def test_copies_are_compared_along_one_axis() -> None:
@@ -223,7 +224,7 @@ def test_a_run_goes_on_on_another_layout_and_is_one_process_s(tmp_path: Path) ->
     train, test = (
         hpnb.data.beans(split, size=24, image_size=16, kind="generated") for split in ("train", "test")
     )
-    recipe = hybrid.Recipe(_SMALL, train, test, batch=8, epochs=2)
+    recipe = vit_hybrid.Recipe(_SMALL, train, test, batch=8, epochs=2)
     ways: Sequence[Any] = (
         (4, 1, {"tp_size": 2, "pp_size": 2, "num_microbatches": 2}),
         (2, 2, {"zero_stage": 2}),
@@ -231,16 +232,16 @@ def test_a_run_goes_on_on_another_layout_and_is_one_process_s(tmp_path: Path) ->
     losses: list[float] = []
     for ranks, until, knobs in ways:
         found = hpnb.launch(
-            hybrid.leg, recipe, until, str(tmp_path / "run"), knobs, ranks=ranks, device="cpu"
+            vit_hybrid.leg, recipe, until, str(tmp_path / "run"), knobs, ranks=ranks, device="cpu"
         )
-        leg, row = hybrid.curve(found)
+        leg, row = vit_hybrid.curve(found)
         assert len(leg) == 3
         losses += leg
-    alone, last = hybrid.by_one(recipe, str(tmp_path / "one"))
+    alone, last = vit_hybrid.by_one(recipe, str(tmp_path / "one"))
     assert losses == pytest.approx(alone, rel=1e-6)
     assert row["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
     assert row["eval_accuracy"] == last["eval_accuracy"]
-    assert hybrid.by_one(recipe, str(tmp_path / "never")) == (alone, last)  # kept
+    assert vit_hybrid.by_one(recipe, str(tmp_path / "never")) == (alone, last)  # kept
     assert not (tmp_path / "never").exists()
 
 
@@ -248,7 +249,7 @@ def test_a_run_goes_on_on_another_layout_and_is_one_process_s(tmp_path: Path) ->
 
 
 def test_an_atlas_has_a_square_for_each_pair_and_says_what_crosses() -> None:
-    flows = layouts.along(Layout(2, 2, 2), {"dp": 3e6, "pp": 2e3, "tp": 9e6})
+    flows = host_traffic.along(Layout(2, 2, 2), {"dp": 3e6, "pp": 2e3, "tp": 9e6})
     fig = plot.atlas({"a": flows, "b": flows}, 4, {"compute": 1.0, "tp": 0.5}, title="t")
     (squares,) = [c for c in fig.axes[0].collections if c.get_label() == "bytes"]
     assert len(squares.get_paths()) == len(flows) == 24

@@ -14,7 +14,7 @@ from notebook_exercises import unproven
 from notebook_fake import ANSWERS, MUTATIONS, TEXT, code
 from notebook_rules import RULES
 
-from hpnb.lesson import committed, paired
+from hpnb.lesson.pages import committed, paired
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

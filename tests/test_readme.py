@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpnb.bench.whole import files
-from hpnb.lesson.images import IMAGES, figure
+from hpnb.lesson.pages.readme_images import IMAGES, figure
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -72,7 +72,7 @@ def test_the_hybrid_example_runs_and_is_right(tmp_path: Path) -> None:
 def test_images_are_figures_of_the_committed_notebooks(name: str) -> None:
     notebook, alt = IMAGES[name]
     committed = figure(ROOT / "notebooks" / f"{notebook}.ipynb", alt)
-    assert (ROOT / "images" / name).read_bytes() == committed, "run python -m hpnb.lesson.images"
+    assert (ROOT / "images" / name).read_bytes() == committed, "run python -m hpnb.lesson.pages.readme_images"
 
 
 def test_tables_of_whole_programs_are_those_of_the_results() -> None:

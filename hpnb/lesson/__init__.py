@@ -1,26 +1,33 @@
-"""What only notebooks need: a banner, the reader's predictions, exercise checks, ledgers, explorers.
+"""What only notebooks need, sorted by kind.
 
-`lesson.banner`, `predict` and `explorer` are the functions, though submodules have the same names: a name
-imported from a submodule replaces the submodule that importing it had bound here. `lesson.ledger`,
-`lesson.field_guide` and `lesson.steps` are modules. Nothing here imports matplotlib or ipywidgets before it
-draws.
+    predictions/    the reader's guesses: predict, reveal, comparison, regret
+    explorers/      formulas with knobs, one for each notebook
+    exercises/      the checker, and the oracles of each notebook's exercises
+    programs/       what each notebook runs on its ranks
+    pages/          the commands that run, clean and commit notebooks; no notebook imports them
+
+`lesson.ledger`, `field_guide`, `explorers` and `outcome` are modules, the rest functions and classes. Nothing here imports matplotlib or ipywidgets before it draws.
 """
 
-from hpnb.lesson import ahead as ahead  # isort: skip  # it has the server of ranks import at the same time
+# ruff: noqa: E402
+from hpnb.ranks.forkserver import start_ahead
 
-from hpnb.lesson import explorers, field_guide, ledger, steps
+start_ahead("hpnb.lesson")  # the rank server imports transformers while this process does
+
+from hpnb.lesson import explorers, field_guide, ledger
 from hpnb.lesson.banner import Banner, banner
-from hpnb.lesson.checks import Exercise, Finding, Verdict, check
-from hpnb.lesson.comparison import comparison
-from hpnb.lesson.explorer import Explorer, explorer
+from hpnb.lesson.exercises.checker import Exercise, Finding, Verdict, check
+from hpnb.lesson.exercises.reader_schedules import keep, kept
+from hpnb.lesson.explorers.explorer import Explorer, explorer
+from hpnb.lesson.explorers.knobs import Challenge, Choice, Slider
 from hpnb.lesson.home import digest, home
-from hpnb.lesson.kept import keep, kept
-from hpnb.lesson.knobs import Challenge, Choice, Slider
-from hpnb.lesson.layer_memory import LayerMemory, layer_memory, measure_layers
 from hpnb.lesson.machine_card import MachineCard, machine_card
-from hpnb.lesson.outcome import Outcome
-from hpnb.lesson.predict import outcomes, predict, reveal
-from hpnb.lesson.replay import replay
+from hpnb.lesson.predictions import outcome
+from hpnb.lesson.predictions.comparison import comparison
+from hpnb.lesson.predictions.outcome import Outcome
+from hpnb.lesson.predictions.predict import outcomes, predict, reveal
+from hpnb.lesson.programs.layer_memory import LayerMemory, layer_memory, measure_layers
+from hpnb.lesson.programs.replay import replay
 from hpnb.lesson.tables import number, table
 
 __all__ = [
@@ -50,10 +57,10 @@ __all__ = [
     "machine_card",
     "measure_layers",
     "number",
+    "outcome",
     "outcomes",
     "predict",
     "replay",
     "reveal",
-    "steps",
     "table",
 ]

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, SupportsFloat
 
 from hpnb.lesson.home import load, locked, save
-from hpnb.lesson.outcome import ratio_of, ratio_text
+from hpnb.lesson.predictions.outcome import ratio_of, ratio_text
 from hpnb.lesson.tables import number, plain, split_unit, table
 from hpnb.mesh import Layout
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import hpnb
-from hpnb.lesson.checks import Exercise, Finding
+from hpnb.lesson.exercises.checker import Exercise, Finding
 from hpnb.mesh import Layout, Mesh
 from hpnb.models import GPT2Size
 from hpnb.theory import Gathers, gathers

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpnb import theory
-from hpnb.lesson.checks import Exercise, Finding
+from hpnb.lesson.exercises.checker import Exercise, Finding
 from hpnb.lesson.tables import number
 from hpnb.models import GPT2_SIZES
 from hpnb.theory import WIRES, LayerCost, LayoutPlan, LayoutTask

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hpnb
-from hpnb.lesson.checks import Exercise, Finding
+from hpnb.lesson.exercises.checker import Exercise, Finding
 from hpnb.lesson.exercises.gpt2_hybrid_layouts import Job, Row, able, choose, job, tables, within, worst
 from hpnb.mesh import Layout
 from hpnb.models import GPT2Size

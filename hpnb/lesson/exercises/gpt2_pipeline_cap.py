@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hpnb.lesson.checks import Exercise, Finding
+from hpnb.lesson.exercises.checker import Exercise, Finding
 from hpnb.lesson.exercises.vit_pipeline_parallel import _read as read
 from hpnb.lesson.tables import number
 from hpnb.pipeline_parallel import Costs, Schedule, schedules

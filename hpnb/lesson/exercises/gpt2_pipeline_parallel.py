@@ -15,9 +15,9 @@ from torch import nn
 import hpnb
 from hpnb import Layout, Mesh
 from hpnb.hybrid.losses import causal
-from hpnb.lesson.checks import Exercise, Finding
+from hpnb.lesson.exercises.checker import Exercise, Finding
 from hpnb.lesson.exercises.gpt2_pipeline_cap import JOBS, Job, beat, family
-from hpnb.lesson.steps import distance
+from hpnb.lesson.programs.step_timing import distance
 from hpnb.lesson.tables import number
 from hpnb.mesh import Axis
 from hpnb.models import GPT2Size

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpnb.lesson.checks import Exercise, Finding
+from hpnb.lesson.exercises.checker import Exercise, Finding
 from hpnb.lesson.tables import number
 from hpnb.theory import ACTIVATION_ROWS, Block
 

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 
 import hpnb
 from hpnb import comm
-from hpnb.lesson import tensors
-from hpnb.lesson.checks import Exercise, Finding
+from hpnb.lesson.exercises.checker import Exercise, Finding
 from hpnb.lesson.exercises.gpt2_tensor_kept import Layer, kept, published
-from hpnb.lesson.exercises.on_ranks import EXACT, NotThat, calls_of, launched, normal, off_by, worst_of
-from hpnb.lesson.steps import distance
+from hpnb.lesson.exercises.rank_checks import EXACT, NotThat, calls_of, launched, normal, off_by, worst_of
+from hpnb.lesson.programs import vit_tensor
+from hpnb.lesson.programs.gpt2_tensor import attention
+from hpnb.lesson.programs.step_timing import distance
 from hpnb.lesson.tables import number
-from hpnb.lesson.undivided import attention
 from hpnb.record import Message
 
 # --- heads -------------------------------------------------------------------------------------------
@@ -29,7 +29,7 @@ _TOKENS = 6
 
 def _run_share(share: Callable[..., Any], heads: int) -> tuple[int, float]:
     """On a rank: (heads that it got, how far the summed output is from one process's)."""
-    axis, h = tensors.tensor_axis(), heads * _WIDTH
+    axis, h = vit_tensor.tensor_axis(), heads * _WIDTH
     x, qkv, bias, out = (
         normal(*shape, seed=i) for i, shape in enumerate([(_TOKENS, h), (h, 3 * h), (3 * h,), (h, h)])
     )
@@ -91,7 +91,7 @@ class _Loss:
 
 
 def _run_losses(loss: Callable[..., Any]) -> dict[str, _Loss]:
-    axis, found = tensors.tensor_axis(), {}
+    axis, found = vit_tensor.tensor_axis(), {}
     for k, (name, (asked, scale)) in enumerate(_LOSSES.items()):
         targets = torch.tensor(asked)
         whole = (scale * normal(len(asked), _VOCABULARY, seed=k)).requires_grad_()

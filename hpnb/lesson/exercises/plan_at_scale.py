@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from hpnb.lesson import planned
-from hpnb.lesson.checks import Exercise, Finding
+from hpnb.lesson.exercises.checker import Exercise, Finding
+from hpnb.lesson.programs import cluster_planning
 from hpnb.lesson.tables import number
 from hpnb.theory import Wire
 from hpnb.theory.cluster import (
@@ -61,12 +61,12 @@ class Job:
         return refused(self.run, self.cluster, plan)
 
 
-_GPT3, _SMALLER = planned.MODELS["145.6B"], planned.MODELS["39.1B"]
+_GPT3, _SMALLER = cluster_planning.MODELS["145.6B"], cluster_planning.MODELS["39.1B"]
 JOBS = {
-    "145.6B on 1,536 GPUs of 80 GB": Job(_GPT3, planned.cluster(1536)),
-    "145.6B on 1,024 GPUs of 40 GB": Job(_GPT3, planned.cluster(1024, memory=40e9)),
+    "145.6B on 1,536 GPUs of 80 GB": Job(_GPT3, cluster_planning.cluster(1536)),
+    "145.6B on 1,024 GPUs of 40 GB": Job(_GPT3, cluster_planning.cluster(1024, memory=40e9)),
     "39.1B on 512 GPUs of 40 GB, one Ethernet card a host": Job(
-        _SMALLER, planned.cluster(512, "Ethernet 100 Gb, a card a host", memory=40e9)
+        _SMALLER, cluster_planning.cluster(512, "Ethernet 100 Gb, a card a host", memory=40e9)
     ),
 }
 
@@ -123,7 +123,10 @@ def weeks() -> list[tuple[str, list[Row], str]]:
         ("7.5B", 512, 256, "Ethernet 100 Gb, a card a host", BETWEEN),
         ("7.5B", 256, 1536, "Ethernet 100 Gb, a card a host", BETWEEN),
     ):
-        run, given = replace(planned.MODELS[model], batch=batch), planned.cluster(gpus, network)
+        run, given = (
+            replace(cluster_planning.MODELS[model], batch=batch),
+            cluster_planning.cluster(gpus, network),
+        )
         today = {
             INSIDE: replace(given, inside=_half(given.inside)),
             BETWEEN: replace(given, between=_half(given.between)),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import hpnb
 from hpnb import Layout, Mesh, comm
-from hpnb.lesson.checks import Exercise, Finding
+from hpnb.lesson.exercises.checker import Exercise, Finding
 from hpnb.mesh import Axis
 from hpnb.record import Timeline
 from hpnb.theory import WIRES, Wire, seconds
@@ -146,9 +146,7 @@ def _verify_hangs(mended: Sequence[Callable[..., Any]]) -> Sequence[Finding]:
     cases = (("pass_on", _expected_ring), ("log_mean", _expected_mean), ("uneven_sum", _expected_total))
     for (name, expected), function in zip(cases, mended, strict=True):
         try:
-            found = hpnb.launch(
-                _run_mended, function, expected, ranks=3, device="cpu", timeout=_HANG_TIMEOUT
-            )
+            found = hpnb.launch(_run_mended, function, expected, ranks=3, device="cpu", timeout=_HANG_TIMEOUT)
         except hpnb.RankError as error:
             if error.error == "NotImplementedError":
                 untouched.append(error)

@@ -15,8 +15,8 @@ from torch import nn
 import hpnb
 from hpnb import Layout, Mesh
 from hpnb.data import Loader
-from hpnb.lesson.checks import Exercise, Finding
-from hpnb.lesson.steps import distance
+from hpnb.lesson.exercises.checker import Exercise, Finding
+from hpnb.lesson.programs.step_timing import distance
 from hpnb.lesson.tables import number
 from hpnb.mesh import Axis
 from hpnb.theory import WIRES, Wire, bytes_sent, even_buckets, overlap

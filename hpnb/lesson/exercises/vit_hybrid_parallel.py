@@ -12,9 +12,9 @@ import torch
 
 import hpnb
 from hpnb import comm
-from hpnb.lesson import hybrid, layouts, tensors
-from hpnb.lesson.checks import Exercise, Finding
-from hpnb.lesson.steps import distance
+from hpnb.lesson.exercises.checker import Exercise, Finding
+from hpnb.lesson.programs import host_traffic, vit_hybrid, vit_tensor
+from hpnb.lesson.programs.step_timing import distance
 from hpnb.lesson.tables import number
 from hpnb.mesh import AXES, Layout, Mesh
 from hpnb.models import GPT2Size, ViTSize
@@ -72,7 +72,7 @@ class Place:
 
     def flows(self, order: Sequence[str]) -> dict[tuple[int, int], float]:
         """{(sender, receiver): bytes} if the axes are nested in `order`, outermost first."""
-        found = layouts.along(Layout(**self.sizes, order=tuple(order)), self.sent)
+        found = host_traffic.along(Layout(**self.sizes, order=tuple(order)), self.sent)
         return {pair: sum(by.values()) for pair, by in found.items()}
 
 
@@ -147,9 +147,11 @@ def records() -> list[tuple[Run, str]]:
     found = []
     for fault in (SWAPPED, NOT_DEALT, RIGHT, NOT_REDUCED):
         dp, tp = (mesh.tp, mesh.dp) if fault == SWAPPED else (mesh.dp, mesh.tp)
-        batch = {n: t[:4] for n, t in whole.items()} if fault == NOT_DEALT else hybrid.share(whole, mesh.dp)
+        batch = (
+            {n: t[:4] for n, t in whole.items()} if fault == NOT_DEALT else vit_hybrid.share(whole, mesh.dp)
+        )
         numbers = batch.pop("number")
-        model: Any = parallelize(tensors.vit64(_TINY), tp)
+        model: Any = parallelize(vit_tensor.vit64(_TINY), tp)
         wrapped = model if fault == NOT_REDUCED else hpnb.DataParallel(model, dp)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses: list[float] = []
@@ -162,11 +164,11 @@ def records() -> list[tuple[Run, str]]:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        copies = hybrid.uncut(model)
+        copies = vit_hybrid.uncut(model)
         axes = (mesh.dp, mesh.tp)
-        same = {axis.name: hybrid.spread([numbers.double()], axis) == 0 for axis in axes}
+        same = {axis.name: vit_hybrid.spread([numbers.double()], axis) == 0 for axis in axes}
         found.append(
-            (Run(tuple(losses), same, {a.name: hybrid.spread(copies, a) for a in axes}, calls), fault)
+            (Run(tuple(losses), same, {a.name: vit_hybrid.spread(copies, a) for a in axes}, calls), fault)
         )
     return found
 
@@ -199,7 +201,7 @@ def _model_and_batch(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
             "pixel_values": torch.randn(8, 3, 16, 16, dtype=_D, generator=draw),
             "labels": torch.arange(8) % 3,
         }
-        return tensors.vit64(_TINY), batch
+        return vit_tensor.vit64(_TINY), batch
     ids = torch.randint(0, 29, (8, 6), generator=draw)
     size = GPT2Size(hidden=16, layers=2, heads=4, mlp=32, vocabulary=29, length=8)
     return hpnb.models.gpt2(size, dtype=_D), {"input_ids": ids, "labels": ids}
@@ -225,7 +227,7 @@ def _norms(norm: Callable[..., Any]) -> dict[str, tuple[float, float, int, float
         booster = hpnb.Booster(plugin=plugin)
         boosted: Any
         boosted, optimizer, *_ = booster.boost(model, optimizer)
-        given = hybrid.share(batch, plugin.mesh.dp)
+        given = vit_hybrid.share(batch, plugin.mesh.dp)
         booster.execute_pipeline(iter([given]), boosted, None, optimizer)
         held = [p for p in boosted.parameters() if p.grad is not None]
         with hpnb.record.traffic() as counted:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpnb.lesson.checks import Exercise, Finding
+from hpnb.lesson.exercises.checker import Exercise, Finding
 from hpnb.lesson.tables import number
 from hpnb.pipeline_parallel import Action, Costs, Schedule, ScheduleError, schedules
 from hpnb.pipeline_parallel.simulate import run

@@ -13,11 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hpnb
 from hpnb import comm
-from hpnb.lesson import tensors
-from hpnb.lesson.checks import Exercise, Finding
-from hpnb.lesson.exercises.on_ranks import EXACT, NotThat, calls_of, launched, normal, off_by, worst_of
+from hpnb.lesson.exercises.checker import Exercise, Finding
+from hpnb.lesson.exercises.rank_checks import EXACT, NotThat, calls_of, launched, normal, off_by, worst_of
 from hpnb.lesson.exercises.vit_tensor_ranks import Job, choose
-from hpnb.lesson.steps import distance
+from hpnb.lesson.programs import vit_tensor
+from hpnb.lesson.programs.step_timing import distance
 from hpnb.lesson.tables import number
 from hpnb.mesh import Axis
 from hpnb.models import ViTSize
@@ -65,7 +65,7 @@ _ROWS, _WIDTH = 6, 12  # of x
 
 
 def _run_mlp(mlp: Callable[..., Any]) -> _Ran:
-    axis = tensors.tensor_axis()
+    axis = vit_tensor.tensor_axis()
     shapes = {"x": (_ROWS, _WIDTH), "A": (_WIDTH, 4 * _WIDTH), "a": (4 * _WIDTH,), "B": (4 * _WIDTH, _WIDTH)}
     shapes["b"] = (_WIDTH,)
     whole, mine = ({n: normal(*s, seed=i).requires_grad_() for i, (n, s) in enumerate(shapes.items())}
@@ -134,7 +134,7 @@ class _Norm:
 
 
 def _run_block(block: Callable[..., Any]) -> tuple[_Ran, int]:
-    axis = tensors.tensor_axis()
+    axis = vit_tensor.tensor_axis()
     share = _TOKENS // axis.size
     own = slice(axis.rank * share, (axis.rank + 1) * share)
     norm, weigh = _Norm(), normal(_TOKENS, _WIDTH, seed=9)
@@ -201,7 +201,7 @@ _GRID = (6, 4, 10)  # (6, 4) times (4, 10), in 2 x 2 blocks
 
 def _run_panel(panel: Callable[..., Any]) -> tuple[list[float], list[list[Message]]]:
     """On a rank: after each step the distance to the sum so far, and what it sent."""
-    axis = tensors.tensor_axis()
+    axis = vit_tensor.tensor_axis()
     down, across = axis.split(2, 2)
     m, k, n = (size // 2 for size in _GRID)
     i, j = down.rank, across.rank
@@ -294,15 +294,15 @@ _FAULTS = (  # what is wrong, in which layer
 
 def records() -> list[tuple[dict[str, float], tuple[str, str | None], float]]:
     """On ranks, of each fault: {module: error} from the loss down, what is wrong where, error of the loss."""
-    axis, found = tensors.tensor_axis(), []
+    axis, found = vit_tensor.tensor_axis(), []
     g = torch.Generator().manual_seed(3)
     batch = {
         "pixel_values": torch.randn(4, 3, 16, 16, dtype=_D, generator=g),
         "labels": torch.arange(4) % 3,
     }
-    loss, right = tensors.gradients_of_one(_SIZE, batch)
+    loss, right = vit_tensor.gradients_of_one(_SIZE, batch)
     for fault, layer in _FAULTS:
-        model: Any = parallelize(tensors.vit64(_SIZE), axis)
+        model: Any = parallelize(vit_tensor.vit64(_SIZE), axis)
         block, path = model.vit.layers[layer], f"vit.layers.{layer}"
         if fault == "attention":
             block.attention = SelfAttention(block.attention, axis, _SIZE.heads // axis.size)
@@ -317,7 +317,7 @@ def records() -> list[tuple[dict[str, float], tuple[str, str | None], float]]:
         value = model(**batch).loss
         value.backward()
         off = abs(float(value.detach()) - loss) / loss
-        found.append((tensors.gradient_errors(model, right), truth, off))
+        found.append((vit_tensor.gradient_errors(model, right), truth, off))
     return found
 
 

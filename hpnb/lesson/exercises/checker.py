@@ -1,0 +1,129 @@
+"""Exercise checks: run what the reader wrote against an oracle, and say what is off.
+
+An Exercise's `verify` takes the reader's function (or object) and gives Findings. `check` prints them and
+never raises for what the reader wrote: an exception in it is a finding with its own last lines, and a stub
+is "not yet". A stub is what raises NotImplementedError (on a rank too), returns `...`, or still holds one.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hpnb.lesson.exercises.stubs import has_blank, is_blank, raised_by_stub
+from hpnb.lesson.home import locked, read_json, write_json
+from hpnb.ranks import RankError
+from hpnb.ranks.errors import folded, readable
+
+FILE = "exercises.json"
+_LAST = 12  # lines of a traceback
+_ROOM = str(Path(__file__).parents[1])  # frames in here are not the reader's
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at, and what was found; `text` is a sentence with the numbers in it."""
+
+    ok: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """What is asked of the reader.
+
+    Attributes:
+        key: notebook and number, such as "00.1".
+        title: as in its heading.
+        minutes: a time budget.
+        verify: what the reader wrote -> findings; it may raise what that raises.
+    """
+
+    key: str
+    title: str
+    minutes: float
+    verify: Callable[[Any], Sequence[Finding]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a check ended. "not yet" is a stub, "failed" is an attempt."""
+
+    status: Literal["passed", "failed", "not yet"]
+    findings: tuple[Finding, ...] = ()
+
+    def _ipython_display_(self) -> None:
+        """Nothing: `check` has printed it."""
+
+
+def check(exercise: Exercise, solution: Any) -> Verdict:
+    """Verify `solution`, print each finding and a closing line, and remember the exercise if it passed.
+
+    Args:
+        solution: the reader's function or object, or a dict or tuple of several.
+
+    Raises:
+        KeyboardInterrupt: the reader has seen enough.
+    """
+    verdict = _verdict(exercise, solution)
+    for finding in verdict.findings:
+        mark = "✓" if finding.ok else "✗"
+        print(f"{mark} " + finding.text.strip().replace("\n", "\n  "))
+    if verdict.status == "passed":
+        with locked():
+            write_json(FILE, {**read_json(FILE), exercise.key: exercise.title})
+        closing = "passed"
+    elif verdict.status == "not yet":
+        closing = f"not yet: write it and run this cell again (about {exercise.minutes:g} minutes)"
+    else:
+        off = sum(not finding.ok for finding in verdict.findings)
+        closing = f"not yet: {off} of {len(verdict.findings)} off"
+    print(f"Exercise {exercise.key}, {exercise.title}: {closing}")
+    return verdict
+
+
+def passed() -> tuple[str, ...]:
+    """Keys of the exercises that were passed, in all notebooks."""
+    return tuple(sorted(read_json(FILE)))
+
+
+def _verdict(exercise: Exercise, solution: Any) -> Verdict:
+    if is_blank(solution):
+        return Verdict("not yet")
+    try:
+        findings = tuple(exercise.verify(solution))
+    except KeyboardInterrupt:  # RankInterrupt too, which is also a RankError
+        raise
+    except (Exception, SystemExit) as error:
+        if raised_by_stub(error) or has_blank(solution):
+            return Verdict("not yet")
+        return Verdict("failed", (Finding(False, _own_words(error)),))
+    if not findings:
+        raise ValueError(f"exercise {exercise.key} verified nothing, so nothing can pass it")
+    if all(finding.ok for finding in findings):
+        return Verdict("passed", findings)
+    return Verdict("not yet") if has_blank(solution) else Verdict("failed", findings)
+
+
+# --- what the reader's code raised -----------------------------------------------------------------
+
+
+def _own_words(error: BaseException) -> str:
+    """What was raised, and the last lines of its own traceback, without the frames of this room."""
+    if isinstance(error, RankError):
+        return f"{error.summary}\n{_tail(folded(error.traceback))}"
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_ROOM):
+        frames = frames.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frames, chain=False))
+    summary = traceback.format_exception_only(type(error), error)[-1].strip()
+    return f"it raised {summary}\n{_tail(folded(readable(text)))}"
+
+
+def _tail(text: str) -> str:
+    lines = [line for line in text.rstrip().splitlines() if not re.match(r"Traceback \(most", line)]
+    return "\n".join(["  ..."] * (len(lines) > _LAST) + lines[-_LAST:])

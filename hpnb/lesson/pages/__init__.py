@@ -1,0 +1,1 @@
+"""Commands that run, clean, pair and commit notebooks. No notebook imports them."""

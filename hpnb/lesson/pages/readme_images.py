@@ -1,0 +1,51 @@
+"""README's figures are figures of the committed notebooks: real runs, never drawn by hand.
+
+    python -m hpnb.lesson.pages.readme_images        # writes images/ from the outputs in notebooks/
+
+tests/test_readme.py holds each to those outputs.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+from pathlib import Path
+
+import nbformat
+
+# image -> (notebook, how the figure's alt text begins)
+IMAGES = {
+    "waiting_is_not_moving.png": ("00_ranks_and_collectives", "One bar a rank"),
+    "memory_by_category.png": ("01_vit_data_parallel", "Memory over a step by category"),
+    "three_builds.png": ("01_vit_data_parallel", "Compute lanes over communication lanes"),
+    "gpipe_predicted_and_run.png": ("02_vit_pipeline_parallel", "GPipe predicted above run"),
+    "cliff_at_the_host.png": ("09_plan_at_scale", "Ethernet 100 Gb, a card a host"),
+    "all_reduce_cost.png": ("00_ranks_and_collectives", "All-reduce time against size"),
+}
+
+
+def figure(notebook: Path, alt: str) -> bytes:
+    """The PNG of the notebook's figure whose alt text begins with `alt`.
+
+    Raises:
+        LookupError: the notebook's outputs hold no such figure.
+    """
+    for cell in nbformat.read(notebook, as_version=4).cells:
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if "image/png" in data and data.get("text/plain", "").startswith(alt):
+                return base64.b64decode(data["image/png"])
+    raise LookupError(f"{notebook.name} has no figure whose alt text begins with {alt!r}")
+
+
+def main(root: Path) -> None:
+    """Write every image of README below `root`."""
+    for name, (notebook, alt) in IMAGES.items():
+        path = root / "images" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(figure(root / "notebooks" / f"{notebook}.ipynb", alt))
+        print(f"images/{name}  from {notebook}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path())

@@ -1,0 +1,158 @@
+"""The reader commits, then sees: `predict` records a guess, `reveal` draws it beside the truth.
+
+    lesson.predict("00.ring-bytes", "What leaves a rank, of 4 in a ring, for 1 MB?", None, "B", "identity")
+    lesson.reveal("00.ring-bytes", t.bytes["dp"], predicted=2 * 3 / 4 * 1e6)
+
+A guess is never filled in for the reader. One from an earlier run is shown as such, and one made after the
+truth had been shown is marked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from html import escape
+from typing import Any, SupportsFloat, get_args
+
+from hpnb.lesson.home import locked
+from hpnb.lesson.predictions.outcome import (
+    Answer,
+    Kind,
+    Outcome,
+    ratio_text,
+    read_outcomes,
+    reading_of,
+    show,
+    write_outcomes,
+)
+from hpnb.lesson.tables import number, plain, present, table
+
+Guess = SupportsFloat | str | Iterable[Any] | None
+
+_asked: dict[str, Outcome] = {}  # by this process: what lies in the file alone comes from an earlier one
+
+
+def predict(key: str, question: str, guess: Guess = None, unit: str = "", kind: Kind = "model") -> None:
+    """Ask `question` and record the reader's guess; None is "not yet" and records nothing.
+
+    Args:
+        key: notebook and name, such as "00.ring-bytes".
+        guess: a number in `unit`; for a ranking, choices with the best first.
+        kind: "identity" (exact), "model" (0.8 to 1.25 of it) or "ranking" (scored by regret).
+
+    Raises:
+        ValueError: the guess is not of its kind.
+    """
+    if kind not in get_args(Kind):
+        raise ValueError(f"kind={kind!r} is not one of {', '.join(get_args(Kind))}")
+    answer = _answer(guess, kind, unit, "your guess")
+    asked = Outcome(key, question, kind, unit, answer)
+    with locked():
+        stored = read_outcomes()
+        before = stored.get(key)
+        if answer is not None:
+            kept = asked
+            if before is not None and before.truth is not None and (before.kind, before.unit) == (kind, unit):
+                asked = replace(asked, seen=before.seen or before.guess != answer)
+                kept = replace(before, question=question, guess=answer, seen=asked.seen)
+            write_outcomes({**stored, key: kept})
+    _asked[key] = asked
+    if answer is None:
+        status = "not yet: write your guess and run the cell again"
+        if before is not None and before.guess is not None:
+            status += f" (your earlier guess: {show(before.guess, before.unit)})"
+    else:
+        status = f"your guess: {show(answer, unit)}"
+        status += ", made after the answer had been shown" if asked.seen else ""
+    wanted = "one or more, best first" if kind == "ranking" else f"in {unit}" if unit else "a number"
+    html = f"<p><b>Predict:</b> {_safe(question)} ({_safe(wanted)})<br>{_safe(status)}</p>"
+    present(html, f"Predict: {question} ({wanted})\n  {status}")
+
+
+def reveal(
+    key: str,
+    truth: SupportsFloat | Sequence[Any] | Mapping[Any, float],
+    unit: str | None = None,
+    predicted: SupportsFloat | Sequence[Any] | None = None,
+    costs: Mapping[Any, float] | None = None,
+) -> None:
+    """Show the guess of `key` beside the prediction and the truth, read the row, and keep the outcome.
+
+    Args:
+        truth: a number in the unit of the question; for a ranking the choices in order, or {choice: cost}.
+        unit: to be checked against the question's.
+        predicted: what a formula or a simulation said.
+        costs: what each choice of a ranking costs; the least is best.
+
+    Raises:
+        ValueError: nothing was asked under `key`, or the answer does not fit the question.
+    """
+    asked = _asked.get(key)
+    if asked is None:
+        raise ValueError(f"nothing was asked under {key!r} in this session: run the cell that predicts it")
+    if unit is not None and unit != asked.unit:
+        raise ValueError(f"{key} was asked in {asked.unit or 'no unit'} and is answered in {unit or 'none'}")
+    if asked.kind == "ranking":
+        asked = replace(asked, costs=_costs(key, truth if isinstance(truth, Mapping) else costs))
+        truth = sorted(truth, key=truth.__getitem__) if isinstance(truth, Mapping) else truth
+    done = replace(
+        asked,
+        truth=_answer(truth, asked.kind, asked.unit, "the truth"),
+        predicted=_answer(predicted, asked.kind, asked.unit, "the prediction"),
+    )
+    _asked[key] = done
+    with locked():
+        stored = read_outcomes()
+        before = stored.get(key)
+        if done.guess is not None or before is None or before.guess is None:
+            write_outcomes({**stored, key: done})  # else what came of an earlier guess stays
+    guess = show(done.guess, done.unit)
+    if done.guess is None:
+        guess = "not yet"
+        if before is not None and before.guess is not None:
+            guess += f" (earlier: {show(before.guess, before.unit)})"
+    last, score = "ratio", ratio_text(done.guess_ratio if done.predicted is None else done.ratio, done.kind)
+    if done.kind == "ranking":
+        last, score = "your regret", "-" if done.regret is None else number(100 * done.regret, "%")
+    row = (guess, show(done.predicted, done.unit), show(done.truth, done.unit), score)
+    table(("your guess", "predicted", "measured", last), [row], done.question, reading_of(done))
+
+
+def outcomes() -> tuple[Outcome, ...]:
+    """Everything revealed or guessed so far, in all notebooks, by key."""
+    return tuple(outcome for _, outcome in sorted(read_outcomes().items()))
+
+
+def _answer(value: Any, kind: Kind, unit: str, who: str) -> Answer:
+    """`value` as it is kept: a number, or for a ranking distinct names."""
+    if value is None:
+        return None
+    if kind == "ranking":
+        choices = [value] if isinstance(value, str | int) else value if isinstance(value, Iterable) else []
+        names = tuple(map(str, choices))
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"{who} {value!r} is no ranking: list distinct choices, the best first")
+        return names
+    try:
+        if isinstance(value, (str, bool)):
+            raise TypeError
+        found = plain(value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of many elements
+        found = math.nan
+    if not math.isfinite(found):
+        raise ValueError(f"{who} {value!r} is not a number" + (f"; it is asked in {unit}" if unit else ""))
+    if kind == "model" and found <= 0 and who == "your guess":
+        raise ValueError(f"{who} {value!r} cannot be compared by a ratio; it must be above 0")
+    return found
+
+
+def _costs(key: str, costs: Mapping[Any, float] | None) -> dict[str, float]:
+    told = {str(name): float(cost) for name, cost in (costs or {}).items()}
+    if not told or not all(cost > 0 and math.isfinite(cost) for cost in told.values()):
+        raise ValueError(f"{key} is scored by what each choice costs, above 0: costs={{choice: cost}}")
+    return told
+
+
+def _safe(text: str) -> str:
+    return escape(text, quote=False)

@@ -1,0 +1,1 @@
+"""What notebooks run on their ranks: models to time, recorded steps, and the predictions beside them."""

@@ -29,7 +29,7 @@ from hpnb.lesson.exercises import vit_tensor_parallel as notebook_03
 from hpnb.lesson.exercises import vit_tensor_ranks
 from hpnb.lesson.exercises.checker import passed
 from hpnb.lesson.home import load, read_json, save, write_json
-from hpnb.lesson.programs import vit_pipeline, vit_tensor
+from hpnb.lesson.programs import step_timing, vit_pipeline, vit_tensor
 from hpnb.models import ViTSize
 from hpnb.pipeline_parallel import schedules
 from hpnb.record import Event, Timeline
@@ -807,10 +807,10 @@ def toy() -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
 def watched_and_recorded() -> tuple[Any, Any, bool, float]:
     axis = hpnb.Mesh(hpnb.Layout(dp=2)).dp
     model, loss = toy()
-    alone = lesson.steps.backward(model, loss, bucket_mb=0.5, repeats=3)
+    alone = step_timing.backward(model, loss, bucket_mb=0.5, repeats=3)
     clean = all(p.grad is None for p in model.parameters())
     replica = hpnb.DataParallel(model, axis, bucket_mb=0.5)
-    return alone, lesson.steps.record(replica, loss, repeats=3), clean, axis.rank
+    return alone, step_timing.record(replica, loss, repeats=3), clean, axis.rank
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -824,11 +824,11 @@ def test_a_backward_alone_says_when_each_bucket_of_data_parallel_is_full(device:
     assert 0 < alone.forward < alone.ready[0] < alone.ready[1] <= alone.end
     assert {e.op for e in tl.events} == {"F", "B", "compute", "all_reduce"}
     assert tl.start == 0
-    assert 0 < lesson.steps.computing(tl) <= tl.makespan
-    assert 0 <= lesson.steps.exposed(tl) < tl.makespan
+    assert 0 < step_timing.computing(tl) <= tl.makespan
+    assert 0 <= step_timing.exposed(tl) < tl.makespan
 
 
-ALONE = lesson.steps.Backward(1.0, 3.0, (2.0, 3.0), (10.0, 10.0))
+ALONE = step_timing.Backward(1.0, 3.0, (2.0, 3.0), (10.0, 10.0))
 
 
 def test_a_backward_is_replayed_on_any_wire() -> None:
@@ -840,9 +840,9 @@ def test_a_backward_is_replayed_on_any_wire() -> None:
     assert [(e.start, e.end) for e in after.events if not e.is_compute] == [(3.0, 5.0), (5.0, 7.0)]
     assert (ALONE.exposed(wire, 2), ALONE.exposed(wire, 2, during=False)) == (3.0, 4.0)
     assert ALONE.share(wire, 2) == 0.5
-    assert lesson.steps.exposed(during) == 3.0
-    assert lesson.steps.exposed(after) == 4.0
-    assert (during.source, lesson.steps.computing(during)) == ("simulated", 3.0)
+    assert step_timing.exposed(during) == 3.0
+    assert step_timing.exposed(after) == 4.0
+    assert (during.source, step_timing.computing(during)) == ("simulated", 3.0)
     assert sum(e.bytes for e in during.events) == 20.0
 
 
@@ -850,16 +850,16 @@ def test_what_is_exposed_is_a_mean_over_the_ranks() -> None:
     events = [hpnb.record.Event(0, -1, "B", -1, 0.0, 2.0), hpnb.record.Event(1, -1, "B", -1, 0.0, 4.0)]
     events += [hpnb.record.Event(rank, -1, "all_reduce", -1, 1.0, 5.0, "dp") for rank in range(2)]
     tl = hpnb.record.Timeline(tuple(events))
-    assert (lesson.steps.exposed(tl), lesson.steps.computing(tl)) == (2.0, 3.0)  # 3 and 1; 2 and 4
+    assert (step_timing.exposed(tl), step_timing.computing(tl)) == (2.0, 3.0)  # 3 and 1; 2 and 4
 
 
 def test_distance_is_a_relative_norm_over_all_tensors() -> None:
     a, b = [torch.tensor([0.3]), torch.tensor([0.0, 4.6])], [torch.tensor([0.0]), torch.tensor([3.0, 5.0])]
     apart = (0.3**2 + 3**2 + 0.4**2) ** 0.5 / (3**2 + 5**2) ** 0.5
-    assert lesson.steps.distance(a, b) == pytest.approx(apart, rel=1e-6)
-    assert lesson.steps.distance(b, b) == 0.0
+    assert step_timing.distance(a, b) == pytest.approx(apart, rel=1e-6)
+    assert step_timing.distance(b, b) == 0.0
     with pytest.raises(ValueError, match="zip"):
-        lesson.steps.distance(a, b[:1])
+        step_timing.distance(a, b[:1])
 
 
 def test_the_explorer_of_notebook_01_wants_buckets_of_one_size_only() -> None:

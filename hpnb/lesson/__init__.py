@@ -6,7 +6,8 @@
     programs/       what each notebook runs on its ranks
     pages/          the commands that run, clean and commit notebooks; no notebook imports them
 
-`lesson.ledger`, `field_guide`, `explorers` and `outcome` are modules, the rest functions and classes. Nothing here imports matplotlib or ipywidgets before it draws.
+`lesson.ledger`, `field_guide`, `explorers` and `outcome` are modules, the rest functions and classes. Nothing
+here imports matplotlib or ipywidgets before it draws.
 """
 
 # ruff: noqa: E402

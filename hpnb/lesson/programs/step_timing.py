@@ -1,8 +1,8 @@
 """A training step in pieces of time: what was computed when, which bucket was ready when, what was exposed.
 
-    alone = lesson.steps.backward(model, loss, bucket_mb=25)    on a rank: nothing is sent
+    alone = step_timing.backward(model, loss, bucket_mb=25)      on a rank: nothing is sent
     alone.on(wire, ranks)                                       the same step on any wire, as a Timeline
-    lesson.steps.record(model, loss)                            a step that does send, as a Timeline of all
+    step_timing.record(model, loss)                            a step that does send, as a Timeline of all
 
 Of several repeats the one with the median duration counts. Nothing here imports matplotlib before it draws.
 """

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpnb import files
 from hpnb.data import prose
 from hpnb.data.prose import Document, Pages
 from hpnb.data.tokens import Merge, bpe_tokenizer, check_vocabulary, train_merges
@@ -70,12 +69,15 @@ def encoded(pages: Pages, vocabulary: int, tokenizer: Any = None) -> Encoded:
             raise ValueError("this tokenizer has no eos_token, which parts one text from the next; set one")
         reads, vocabulary = tokenizer.backend_tokenizer.to_str(), len(tokenizer)
     name = f"text-{_digest(pages, vocabulary, reads)}.npz"
-    folder = _folder()
-    with _locked(folder, name):
-        arrays = _load(folder, name)
-        if arrays is None:
-            arrays = _make(pages.documents(), vocabulary, tokenizer)
-            _save(folder, name, arrays)
+    folder = files.writable_home()
+    if folder is None:
+        arrays = _make(pages.documents(), vocabulary, tokenizer)
+    else:
+        with files.locked(folder / f".{name}.lock"):
+            kept = _load(folder / name)
+            arrays = _make(pages.documents(), vocabulary, tokenizer) if kept is None else kept
+            if kept is None:
+                _save(folder / name, arrays)
     if tokenizer is None:
         tokenizer = bpe_tokenizer(_merges(arrays), vocabulary)
     return Encoded(_splits(arrays), tokenizer, vocabulary, int(tokenizer.eos_token_id))
@@ -143,38 +145,9 @@ def _digest(pages: Pages, vocabulary: int, reads: str) -> str:
     return found.hexdigest()[:16]
 
 
-def _folder() -> Path | None:
-    """None where it cannot be written."""
-    with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home
-        if named := os.environ.get("HPNB_HOME"):
-            folder = Path(named).expanduser()
-        else:
-            cache = os.environ.get("XDG_CACHE_HOME", "")
-            folder = (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "hpnb"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK | os.X_OK):
-            return folder
-    return None
-
-
-@contextmanager
-def _locked(folder: Path | None, name: str) -> Iterator[None]:
-    if folder is None:
-        yield
-        return
-    with (folder / f".{name}.lock").open("w") as file:
-        with suppress(OSError, ImportError):  # some network disks have no locks: then several make it
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _load(folder: Path | None, name: str) -> Arrays | None:
-    if folder is None:
-        return None
+def _load(path: Path) -> Arrays | None:
     try:
-        with np.load(folder / name, allow_pickle=False) as file:
+        with np.load(path, allow_pickle=False) as file:
             arrays = {key: file[key] for key in file.files}
         _splits(arrays), _merges(arrays)
     except _READ_ERRORS:
@@ -182,16 +155,10 @@ def _load(folder: Path | None, name: str) -> Arrays | None:
     return arrays
 
 
-def _save(folder: Path | None, name: str, arrays: Arrays) -> None:
-    """Beside its place, then renamed: a reader finds all of it or nothing."""
-    if folder is None:
-        return
+def _save(path: Path, arrays: Arrays) -> None:
+    def write(draft: Path) -> None:
+        with draft.open("wb") as file:  # a name without .npz would get one
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+
     with suppress(OSError):  # a full disk: the next one makes it again
-        handle, part = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
-            os.replace(part, folder / name)
-        finally:
-            with suppress(OSError):
-                os.unlink(part)
+        files.replace_file(path, write)

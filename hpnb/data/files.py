@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpnb.data.dataset import Item, Rows
+from hpnb.files import locked
 
 TABLES = {
     "train": ("train.tsv", "msr_paraphrase_train.txt"),
@@ -85,14 +86,11 @@ def cifar_batches(folder: Path, split: str) -> Rows | None:
 
 def fetch_cifar(folder: Path) -> None:
     """Unpack the archive in `folder`, or else fetch it. One rank does it, and the others wait."""
-    import fcntl
-
     from torchvision.datasets import CIFAR10
     from torchvision.datasets.utils import extract_archive
 
     archive, batches = folder / CIFAR10.filename, folder / CIFAR10.base_folder
-    with open(folder / ".cifar-10.lock", "w", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folder / ".cifar-10.lock"):
         if batches.is_dir():
             return
         # Beside its place, then renamed: what was stopped halfway is not found by the next one.

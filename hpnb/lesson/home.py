@@ -2,8 +2,8 @@
 
     $HPNB_HOME, else $XDG_CACHE_HOME/hpnb, else ~/.cache/hpnb
 
-Every file is written beside its place and then renamed, so it is whole or not there. A file that cannot be
-read is set aside, never overwritten, and a notebook goes on as if there were none.
+Every file is replaced in one step (hpnb/files.py). A file that cannot be read is renamed, never overwritten,
+and the notebook continues as if there were none.
 """
 
 from __future__ import annotations
@@ -11,33 +11,22 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
+from hpnb import files
 
 T = TypeVar("T")
 
 
 def home() -> Path:
     """The folder, made if need be; a temporary one, with a note, where it cannot be written."""
-    try:
-        folder = _wanted()
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK | os.X_OK):
-            return folder
-    except (OSError, RuntimeError):  # RuntimeError: this user has no home
-        pass
-    return Path(_until_exit().name)
+    return files.writable_home() or Path(_until_exit().name)
 
 
 def load(name: str, parse: Callable[[str], T], empty: T) -> T:
@@ -56,19 +45,8 @@ def load(name: str, parse: Callable[[str], T], empty: T) -> T:
 
 
 def save(name: str, text: str) -> None:
-    """Write home()/name in one go: a reader finds the old text or the new, whenever it looks."""
-    folder = home()
-    handle, part = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, folder / name)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(part)
-        raise
+    """Replace home()/name by `text` in one step: whoever reads sees the old text or the new."""
+    files.write_text(home() / name, text)
 
 
 def read_json(name: str) -> dict[str, Any]:
@@ -81,14 +59,9 @@ def write_json(name: str, value: Mapping[str, Any]) -> None:
     save(name, json.dumps(dict(value), indent=1, ensure_ascii=False) + "\n")
 
 
-@contextmanager
-def locked() -> Iterator[None]:
-    """Read, change and write within it, and notebooks that run side by side lose nothing. Does not nest."""
-    with (home() / ".lock").open("w") as file:
-        if fcntl is not None:
-            with suppress(OSError):  # some network disks have no locks: then the last writer wins
-                fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def locked() -> AbstractContextManager[None]:
+    """Read, change and write within it: notebooks that run side by side lose nothing. It does not nest."""
+    return files.locked(home() / ".lock")
 
 
 def digest(*parts: object) -> str:
@@ -100,19 +73,12 @@ def digest(*parts: object) -> str:
     Raises:
         TypeError: a part has no lasting form, such as an object whose repr is its address.
     """
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for part in parts:
         raw = part if isinstance(part, bytes) else _canonical(part).encode()
-        found.update(f"{type(part).__name__} {len(raw)} ".encode())  # ("ab", "c") is not ("a", "bc")
-        found.update(raw)
-    return found.hexdigest()[:12]
-
-
-def _wanted() -> Path:
-    if named := os.environ.get("HPNB_HOME"):
-        return Path(named).expanduser().absolute()  # a notebook may change its folder
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "hpnb"
+        sha.update(f"{type(part).__name__} {len(raw)} ".encode())  # ("ab", "c") is not ("a", "bc")
+        sha.update(raw)
+    return sha.hexdigest()[:12]
 
 
 @lru_cache(maxsize=1)

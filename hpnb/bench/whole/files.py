@@ -7,15 +7,14 @@ hpnb/bench/results/2026-01-31T0915-gpt2-xl-0123abcd.json
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from hpnb.bench.whole.found import Run
 from hpnb.bench.whole.rows import markdown
+from hpnb.files import write_text
 
 RESULTS = Path(__file__).parents[1] / "results"
 WITHDRAWN = "withdrawn.json"
@@ -46,12 +45,7 @@ def write(run: Run, where: str | Path) -> Path:
     if path.suffix != ".json":
         path = path / f"{run.date[:16].replace(':', '')}-{run.what}-{run.commit}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(run.as_json(), file, indent=1)
-        file.write("\n")
-    Path(draft).chmod(0o644)
-    Path(draft).replace(path)
+    write_text(path, json.dumps(run.as_json(), indent=1) + "\n")
     return path
 
 

@@ -24,6 +24,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from hpnb.files import sync, write_text
+
 MANIFEST = "manifest.json"
 KIND, VERSION = "hpnb checkpoint", 1
 _BLOCK = 1 << 22  # bytes of a file that are read at once
@@ -83,25 +85,7 @@ def seal(folder: Path, told: Mapping[str, tuple[int, int]], more: Mapping[str, A
     """Write the manifest: `folder` is complete."""
     files = {name: list(told[name]) for name in sorted(told)}
     content = {"kind": KIND, "version": VERSION, "saved": time.time_ns(), **more, "files": files}
-    text = json.dumps(content, indent=1)
-    write_file(folder / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
-
-
-def write_file(path: Path, write: Callable[[Path], object]) -> None:
-    """A single file, which is there wholly or not at all."""
-    part = path.with_name(path.name + _PART)
-    write(part)
-    sync(part)
-    os.replace(part, path)
-
-
-def sync(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    write_text(folder / MANIFEST, json.dumps(content, indent=1))
 
 
 def carry_over(path: Path, carries: Callable[[str], bool]) -> None:

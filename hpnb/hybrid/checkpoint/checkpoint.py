@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from hpnb import placement
+from hpnb.files import replace_file
 from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.checkpoint import atomic, dcp, gather_weights, save_weights, training_state
 from hpnb.hybrid.checkpoint.agreement import Copies, Saving, attempt, begin, complete, files_group, verified
@@ -127,7 +128,7 @@ def save_lr_scheduler(lr_scheduler: Any, path: Path) -> None:
     def write() -> None:
         if group.rank() == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
-            atomic.write_file(path, lambda part: part.write_bytes(content))
+            replace_file(path, lambda draft: draft.write_bytes(content))
 
     attempt(write, group)
 

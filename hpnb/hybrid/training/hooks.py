@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from hpnb.files import write_text
 from hpnb.hybrid.training import resuming
 from hpnb.hybrid.training.events import Hook, Metric
 from hpnb.hybrid.training.metrics import AccuracyHook, F1Hook, LossHook, ThroughputHook
@@ -77,9 +77,7 @@ class MetricsByEpochHook(Hook):
             print(told, flush=True)
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            part = self.path.with_name(self.path.name + ".part")
-            part.write_text(json.dumps(self.history, indent=1, default=float), encoding="utf-8")
-            os.replace(part, self.path)
+            write_text(self.path, json.dumps(self.history, indent=1, default=float))
 
     def table(self) -> str:
         """The history in columns; a dash where an epoch has no such figure."""

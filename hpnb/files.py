@@ -1,6 +1,6 @@
 """Files that other processes may read at any moment: replaced in one step, changed by one process at a time.
 
-    replace_file(path, write)     write beside `path`, force to the disk, rename: readers see the old or the new
+    replace_file(path, write)     write beside `path`, force to the disk, rename: the old contents or the new
     locked(path)                  one process at a time; the others wait
     writable_home()               the folder of everything kept between runs:
                                   $HPNB_HOME, else $XDG_CACHE_HOME/hpnb, else ~/.cache/hpnb

@@ -47,7 +47,7 @@ from hpnb.lesson.programs import device_timing, step_timing, vit_tensor
 from hpnb.lesson.exercises import vit_tensor_parallel as exercises
 from hpnb.models import SIZES, Anatomy, Part, ViTSize
 from hpnb.models.role import linear, norm
-from hpnb.tensor_parallel import column_row, full_gradients, full_state_dict, parallelize, summa
+from hpnb.tensor_parallel import full_gradients, full_state_dict, parallelize, summa, tp_1d_linear
 
 N = min(4, device_timing.timed_ranks())  # on a CPU no more than cores, so that a clock means something
 GPU = hpnb.ranks.choose_device("auto", N).device == "cuda"
@@ -228,11 +228,11 @@ lesson.reveal("03.block-bytes", sent, predicted=4 * theory.bytes_sent("all_reduc
 # 4. then the sum is waited for.
 #
 # Autograd runs what is ready in the reverse order of the forward. So all this is set up where x comes in, by the
-# function below (`self.line` are the ranks, `self.layers` the pair), and `hpnb/tensor_parallel/overlap.py` has the
+# function below (`self.line` are the ranks, `self.layers` the pair), and `hpnb/tensor_parallel/async_all_reduce.py` has the
 # rest. And a block that ran:
 
 # %%
-print(inspect.getsource(column_row.Region.begin))
+print(inspect.getsource(tp_1d_linear.ParallelRegion.begin))
 tl = pool.run(vit_tensor.block_timeline, SIZE, IMAGES, DTYPE)[0]
 sending, computing, bare = vit_tensor.spent(tl), vit_tensor.spent(tl, "FIW"), step_timing.exposed(tl)
 moving = vit_tensor.spent(tl.split_waits(), ["move"])
@@ -513,7 +513,7 @@ def product(q, m=96):
     down, across = vit_tensor.tensor_axis().split(q, q)
     a, b = (torch.randn(m, m) for _ in range(2))  # this rank's blocks
     with hpnb.record.traffic() as t:
-        summa.ab(a, b, summa.Square(down, across, hpnb.device()))
+        summa.ab(a, b, summa.SummaGrid(down, across, hpnb.device()))
     return t.messages
 
 

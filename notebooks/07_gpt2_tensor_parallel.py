@@ -346,7 +346,7 @@ if not shown["one seed"][1].differ:
 # Then heads of different ranks share masks, and neither loss nor gradient shows it.
 # </details>
 #
-# `hpnb.tensor_parallel.randomness` starts from one seed on all ranks and lends each a state of its own, a hash of the
+# `hpnb.tensor_parallel.dropout_rng` starts from one seed on all ranks and lends each a state of its own, a hash of the
 # common state and the rank, while it draws for what is cut. Afterwards the common state is put back, so it does not matter
 # who drew how many numbers. Seeds that differ are refused:
 

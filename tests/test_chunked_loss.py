@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from typing import Any
 
 import pytest
@@ -14,10 +13,15 @@ from hybrid_cases import Case, off, train
 
 import hpnb
 from hpnb.hybrid import compile_blocks
-from hpnb.models import GPT2Size, chunk_loss, chunked_loss, gpt2, softmax_passes
-from hpnb.models.chunked_loss import ChunkedHead
-
-chunked = sys.modules["hpnb.models.chunked_loss"]  # a function has its name in the package
+from hpnb.models import (
+    GPT2Size,
+    chunk_loss,
+    chunked_cross_entropy,
+    gpt2,
+    in_place_cross_entropy,
+    linear_cross_entropy,
+)
+from hpnb.models.linear_cross_entropy import ChunkedHead
 
 D = torch.float64
 N, H, V = 23, 6, 31
@@ -48,7 +52,7 @@ def test_it_is_the_loss_of_all_logits(chunk: int, recompute: bool) -> None:
     wanted = F.cross_entropy(hidden @ weight.t(), targets, reduction="sum")
     (wanted * 0.3).backward()
     ours, own_weight, _ = operands()
-    found = chunked_loss(ours, own_weight, targets, chunk, recompute=recompute)
+    found = chunked_cross_entropy(ours, own_weight, targets, chunk, recompute=recompute)
     (found * 0.3).backward()
     assert abs(float((found - wanted).detach() / wanted.detach())) < 1e-12
     assert apart(ours.grad, hidden.grad) < 1e-12
@@ -63,14 +67,14 @@ def test_columns_that_are_no_words_and_two_passes_change_nothing(
 ) -> None:
     """As on a GPU: 31 words become 32 rows of the weight, and logits become their gradient in place."""
     torch.compiler.reset()  # PyTorch counts compilations
-    monkeypatch.setattr(chunked, "ROWS", {"cpu": rows})
+    monkeypatch.setattr(linear_cross_entropy, "ROWS", {"cpu": rows})
     for dtype, close in ((D, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
         hidden, weight, targets = operands(dtype)
         wide = torch.promote_types(dtype, torch.float32)
         wanted = F.cross_entropy((hidden @ weight.t()).to(wide), targets, reduction="sum")
         (wanted * 0.3).backward()
         ours, own_weight, _ = operands(dtype)
-        found = chunked_loss(ours, own_weight, targets, 5, recompute=recompute, backend=backend)
+        found = chunked_cross_entropy(ours, own_weight, targets, 5, recompute=recompute, backend=backend)
         (found * 0.3).backward()
         assert found.dtype == wide
         assert abs(float((found - wanted).detach() / wanted.detach())) < close
@@ -79,11 +83,11 @@ def test_columns_that_are_no_words_and_two_passes_change_nothing(
 
 
 def test_a_column_taken_for_a_word_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "ROWS", {"cpu": 8})
-    monkeypatch.setattr(softmax_passes, "_wide", lambda logits, words: logits.clone())
+    monkeypatch.setattr(linear_cross_entropy, "ROWS", {"cpu": 8})
+    monkeypatch.setattr(in_place_cross_entropy, "_wide", lambda logits, words: logits.clone())
     hidden, weight, targets = operands()
     wanted = F.cross_entropy(hidden @ weight.t(), targets, reduction="sum")
-    found = chunked_loss(hidden, weight, targets, 5, backend="eager")
+    found = chunked_cross_entropy(hidden, weight, targets, 5, backend="eager")
     assert abs(float((found - wanted).detach() / wanted.detach())) > 1e-4
 
 
@@ -91,18 +95,18 @@ def test_a_gradient_may_be_asked_of_one_alone() -> None:
     for frozen in (0, 1):
         given = operands()
         given[frozen].requires_grad_(False)
-        chunked_loss(*given, 4).backward()
+        chunked_cross_entropy(*given, 4).backward()
         assert given[frozen].grad is None
         assert float(given[1 - frozen].grad.norm()) > 0  # type: ignore[union-attr]
     with torch.no_grad():
-        assert not chunked_loss(*operands(), 4).requires_grad
+        assert not chunked_cross_entropy(*operands(), 4).requires_grad
 
 
 def test_no_token_and_no_target_count_nothing() -> None:
     hidden, weight, targets = operands()
     for some, of in ((hidden[:0], targets[:0]), (hidden, torch.full_like(targets, -100))):
         weight.grad = hidden.grad = None
-        found = chunked_loss(some, weight, of, 4)
+        found = chunked_cross_entropy(some, weight, of, 4)
         found.backward()
         assert float(found) == 0
         assert float(weight.grad.norm()) == 0  # type: ignore[union-attr]
@@ -113,7 +117,7 @@ def test_weight_gradients_of_16_bits_are_summed_in_32() -> None:
     n = 512
     hidden = torch.full((n, 8), 1 / 64, dtype=torch.bfloat16)
     weight = torch.zeros(4, 8, dtype=torch.bfloat16, requires_grad=True)
-    chunked_loss(hidden, weight, torch.zeros(n, dtype=torch.long), 1).backward()
+    chunked_cross_entropy(hidden, weight, torch.zeros(n, dtype=torch.long), 1).backward()
     wanted = torch.full((4, 8), n / 64 / 4)
     wanted[0] -= n / 64
     assert apart(weight.grad, wanted) < 1e-3
@@ -126,7 +130,7 @@ def test_weight_gradients_of_16_bits_are_summed_in_32() -> None:
 def test_autocast_computes_in_16_bits_and_gives_gradients_of_32() -> None:
     hidden, weight, targets = operands(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        found = chunked_loss(hidden, weight, targets, 4)
+        found = chunked_cross_entropy(hidden, weight, targets, 4)
     found.backward()
     ours = hidden.detach().bfloat16(), weight.detach().bfloat16().requires_grad_()
     wanted = F.cross_entropy((ours[0] @ ours[1].t()).float(), targets, reduction="sum")
@@ -141,9 +145,9 @@ def test_shapes_that_do_not_fit() -> None:
     with pytest.raises(
         ValueError, match=r"hidden \(23, 6\), weight \(31, 6\) and targets \(22,\) do not fit"
     ):
-        chunked_loss(hidden, weight, targets[1:], 4)
+        chunked_cross_entropy(hidden, weight, targets[1:], 4)
     with pytest.raises(ValueError, match="chunk=0 is no number of tokens"):
-        chunked_loss(hidden, weight, targets, 0)
+        chunked_cross_entropy(hidden, weight, targets, 0)
 
 
 # --- a model -----------------------------------------------------------------------------------------------
@@ -168,7 +172,7 @@ def test_a_model_gives_its_loss_and_no_logits() -> None:
     found = chunked(**batch)
     found.loss.backward()
     assert abs(float(found.loss - wanted)) < 1e-12
-    for ours, theirs in zip(chunked.parameters(), model.parameters(), strict=True):
+    for ours, theirs in zip(linear_cross_entropy.parameters(), model.parameters(), strict=True):
         if float(theirs.grad.norm()) > 1e-9:  # type: ignore[union-attr]
             assert apart(ours.grad, theirs.grad) < 1e-12
     assert not hasattr(found, "logits")
@@ -234,7 +238,9 @@ def test_what_waits_for_the_backward() -> None:
     for recompute in (False, True):
         hidden, weight, targets = operands(torch.float32)
         with hpnb.record.memory([]) as recorder:
-            waiting = [chunked_loss(hidden, weight, targets, 4, recompute=recompute) for _ in range(3)]
+            waiting = [
+                chunked_cross_entropy(hidden, weight, targets, 4, recompute=recompute) for _ in range(3)
+            ]
         held[recompute] = recorder.profile().samples[-1].activations
         assert len(waiting) == 3
     extra = held[False] - held[True]

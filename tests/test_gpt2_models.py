@@ -27,7 +27,7 @@ from hpnb.models import (
     GPT2_SIZES,
     GPT2Size,
     Role,
-    accept_no_rows,
+    accept_empty_batch,
     anatomy,
     attentions,
     decay_groups,
@@ -718,8 +718,8 @@ def test_no_rows_give_gradients_of_zero(attention: str, recompute: bool, classes
 def test_a_model_made_elsewhere_can_be_taught_to_accept_no_rows() -> None:
     model, none = GPT2Model(config()), {"input_ids": tokens(0, 5)}
     with pytest.raises(RuntimeError):
-        model(**none)  # if transformers ever does it, accept_no_rows can go
-    accept_no_rows(anatomy(model))
+        model(**none)  # if transformers ever does it, accept_empty_batch can go
+    accept_empty_batch(anatomy(model))
     assert model(**none).last_hidden_state.shape == (0, 5, 12)
 
 

@@ -29,10 +29,10 @@ from transformers import ViTModel
 import hpnb
 from hpnb import Axis, Layout, Mesh, comm, placement, record
 from hpnb.tensor_parallel import axes, full_gradients, full_state_dict, parallelize
-from hpnb.tensor_parallel.grid_layers import Classifier
-from hpnb.tensor_parallel.partial_gradients import Shared
-from hpnb.tensor_parallel.spread import Spread
-from hpnb.tensor_parallel.summa import Square, ab, abt, atb
+from hpnb.tensor_parallel.activation_layout import ActivationLayout
+from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
+from hpnb.tensor_parallel.summa import SummaGrid, ab, abt, atb
+from hpnb.tensor_parallel.tp_grid_layers import GridClassifier
 
 D = torch.float64
 # mode, depth, ranks of the tensor axis
@@ -157,23 +157,23 @@ def _norm_of_a_part(norm: Any, x: torch.Tensor) -> torch.Tensor:
 
 def broken(what: str) -> float:
     from hpnb import background
-    from hpnb.tensor_parallel import cut_norm, folded, spread
+    from hpnb.tensor_parallel import activation_layout, sharded_layer_norm, tp_grid
 
     grid = "2.5d"
     if what == "mask of the first rows":
         grid = "3d"
-        folded.Folded._own_mask = lambda self, attention, args, kwargs: (  # type: ignore[method-assign]
+        tp_grid.GridMode._own_mask = lambda self, attention, args, kwargs: (  # type: ignore[method-assign]
             args,
             kwargs | {"attention_mask": self.hidden.mine(kwargs["attention_mask"])},
         )
     elif what == "vectors not summed":
-        Shared.used = lambda self, weight: weight  # type: ignore[method-assign]
+        ReplicatedGradSum.used = lambda self, weight: weight  # type: ignore[method-assign]
     elif what == "depth not summed":
         background.Background.all_reduce = lambda *_: background.Pending()  # type: ignore[method-assign]
     elif what == "norm of a part":
-        cut_norm.CutNorm.forward = _norm_of_a_part  # type: ignore[assignment,method-assign]
+        sharded_layer_norm.ShardedLayerNorm.forward = _norm_of_a_part  # type: ignore[assignment,method-assign]
     elif what == "targets of the first rows":
-        spread.Spread.mine = lambda self, x: x[: x.size(0) // self.shares]  # type: ignore[method-assign]
+        activation_layout.ActivationLayout.mine = lambda self, x: x[: x.size(0) // self.shares]  # type: ignore[method-assign]
     return parity(lm_case(**SMALL), grid)
 
 
@@ -198,7 +198,7 @@ def test_what_is_broken_shows(what: str) -> None:
 def products() -> tuple[float, dict[str, float], dict[str, float]]:
     """On 3 x 3: the largest error, and bytes across and down of one of each."""
     down, across = tensor_axis(9).split(3, 3)
-    grid = Square(down, across, hpnb.device())
+    grid = SummaGrid(down, across, hpnb.device())
     g = torch.Generator().manual_seed(1)
     a, b = (torch.randn(*shape, dtype=D, generator=g) for shape in ((12, 15), (15, 6)))
     words = comm.shares(7, 3)  # 3, 2, 2
@@ -245,7 +245,7 @@ def test_products(nine: hpnb.Ranks) -> None:
 
 def linear_traffic(grid: str, transposed: bool) -> dict[str, float]:
     """One layer, 10 in and 6 out on a rank (an l-th of them in 3d), forward and backward."""
-    from hpnb.tensor_parallel import cubic, summa_layers
+    from hpnb.tensor_parallel import tp_2d_linear, tp_3d_matmul
 
     _, depth, ranks = GRIDS[grid]
     axis = tensor_axis(ranks)
@@ -254,16 +254,16 @@ def linear_traffic(grid: str, transposed: bool) -> dict[str, float]:
     if grid == "3d":
         rows, into, out = axis.split(2, 2, 2)
         weight = torch.randn((5, 6) if transposed else (3, 10), requires_grad=True)
-        cube = cubic.Directions(rows, into, out, hpnb.device())
+        cube = tp_3d_matmul.MatmulAxes3D(rows, into, out, hpnb.device())
         with record.traffic() as t:
-            (y,) = cubic.linear(x, [weight], [bias], cube, 0, transposed)
+            (y,) = tp_3d_matmul.linear(x, [weight], [bias], cube, 0, transposed)
             y.sum().backward()
     else:
         *deep, down, across = axis.split(*([2] * (2 if depth == 1 else 3)))
-        square = Square(down, across, hpnb.device(), deep[0] if deep else None)
+        square = SummaGrid(down, across, hpnb.device(), deep[0] if deep else None)
         weight = torch.randn((10, 6) if transposed else (6, 10), requires_grad=True)
         with record.traffic() as t:
-            (y,) = summa_layers.linear(x, [weight], [bias], square, transposed)
+            (y,) = tp_2d_linear.linear(x, [weight], [bias], square, transposed)
             y.sum().backward()
     assert y.shape == (3, 5, 6)
     assert x.grad is not None
@@ -505,14 +505,14 @@ def odds(grid: str) -> dict[str, float]:
     with torch.inference_mode():
         found["inference"] = abs(float(model(**batch).loss / causal_loss(plain(**batch), batch)) - 1)
     # A large mean beside a small spread, in float32: the variance keeps its digits.
-    from hpnb.tensor_parallel.cut_norm import CutNorm
+    from hpnb.tensor_parallel.sharded_layer_norm import ShardedLayerNorm
 
     width = model._hpnb_tensor_parallel.hidden.width
     whole, x = nn.LayerNorm(32), 1000 + torch.randn(7, 32, generator=torch.Generator().manual_seed(2))
     exact = F.layer_norm(x.double(), (32,)).chunk(width.size, -1)[width.rank]
     mine = x.chunk(width.size, -1)[width.rank]
     part = nn.LayerNorm(32 // width.size)
-    found["large mean"] = _off(CutNorm(part, width, None)(mine).double(), exact)
+    found["large mean"] = _off(ShardedLayerNorm(part, width, None)(mine).double(), exact)
     found["large mean, one rank"] = _off(whole(x).double(), F.layer_norm(x.double(), (32,)))
     return found
 
@@ -531,15 +531,15 @@ def two_layers() -> float:
     """A head of two layers: the second takes what the first gives, which is whole."""
     axis = tensor_axis(4)
     down, across = axis.split(2, 2)
-    lies = Spread((down,), across)
+    lies = ActivationLayout((down,), across)
     g = torch.Generator().manual_seed(4)
     x = torch.randn(6, 8, dtype=D, generator=g)
     whole = [_same(nn.Linear(8, 8)), _same(nn.Linear(8, 3))]
-    mine: list[Classifier] = []
+    mine: list[GridClassifier] = []
     for linear in (_same(nn.Linear(8, 8)), _same(nn.Linear(8, 3))):
         assert isinstance(linear, nn.Linear)
         linear.weight.data = linear.weight.data.chunk(2, 1)[across.rank].clone()
-        mine.append(Classifier(linear, False, lies, Shared(lies.rows)))
+        mine.append(GridClassifier(linear, False, lies, ReplicatedGradSum(lies.rows)))
     wanted, found = x, lies.mine(x).chunk(2, 1)[across.rank].clone().requires_grad_()
     given = found
     for theirs, ours in zip(whole, mine, strict=True):

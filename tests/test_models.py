@@ -26,19 +26,19 @@ from hpnb.models import (
     Part,
     Role,
     ViTSize,
-    accept_no_rows,
+    accept_empty_batch,
     anatomy,
-    as_products,
     attentions,
     decay_groups,
     known,
     register,
     roles,
     tied,
+    use_patch_matmul,
     vit,
     vit_model,
 )
-from hpnb.models.patches import PatchProduct
+from hpnb.models.patch_matmul import PatchProduct
 from hpnb.models.role import linear
 
 D = torch.float64
@@ -178,7 +178,7 @@ def test_the_meta_device_holds_shapes_alone() -> None:
 def test_patches_by_a_product_are_the_convolution(bias: bool, rows: int, height: int, width: int) -> None:
     made = nn.Conv2d(3, 5, kernel_size=(4, 2), stride=(4, 2), bias=bias, dtype=D)
     other = copy.deepcopy(made)
-    as_products(other)
+    use_patch_matmul(other)
     x = torch.randn(rows, 3, height, width, dtype=D, requires_grad=True)
     found, ways = [], torch.randn(rows, 5, height // 4, width // 2, dtype=D)
     for conv in (made, other):
@@ -194,10 +194,10 @@ def test_other_convolutions_stay_what_they_are() -> None:
     grouped = nn.Conv2d(4, 4, kernel_size=2, stride=2, groups=2)
     overlapping = nn.Conv2d(3, 4, kernel_size=4, stride=2)
     for conv in (padded, grouped, overlapping):
-        as_products(conv)
+        use_patch_matmul(conv)
         assert type(conv) is nn.Conv2d
     model = vit(TINY, classes=3)
-    as_products(model)
+    use_patch_matmul(model)
     changed = [name for name, module in model.named_modules() if isinstance(module, PatchProduct)]
     assert changed == ["vit.embeddings.patch_embeddings.projection"]
 
@@ -839,19 +839,19 @@ def test_models_with_hooks_are_copied_and_pickled() -> None:
 def test_a_model_made_elsewhere_can_be_taught_to_accept_no_rows() -> None:
     model = ViTModel(config())
     with pytest.raises(RuntimeError):
-        model(images(0, 16))  # if transformers ever does it, accept_no_rows can go
-    accept_no_rows(anatomy(model))
-    accept_no_rows(anatomy(model))  # twice is no harm
+        model(images(0, 16))  # if transformers ever does it, accept_empty_batch can go
+    accept_empty_batch(anatomy(model))
+    accept_empty_batch(anatomy(model))  # twice is no harm
     assert model(images(0, 16)).last_hidden_state.shape == (0, 5, 16)
     assert model(images(2, 16)).last_hidden_state.shape == (2, 5, 16)
 
 
 def test_a_gpt2_block_could_be_given_no_rows_too() -> None:
     """Masks come by name and with as many rows."""
-    from hpnb.models.no_rows import _OneRow
+    from hpnb.models.empty_batch import _PlaceholderSample
 
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11, n_positions=6))
-    block, row = model.transformer.h[0], _OneRow()
+    block, row = model.transformer.h[0], _PlaceholderSample()
     block.register_forward_pre_hook(row.before, with_kwargs=True)
     block.register_forward_hook(row.after)
     hidden = torch.zeros(0, 6, 8, requires_grad=True)

@@ -18,7 +18,7 @@ from torch import nn
 import hpnb
 from hpnb import Axis, Layout, Mesh, placement
 from hpnb.models import Anatomy, Part, ViTSize, tied, vit
-from hpnb.models.known import KNOWN
+from hpnb.models.registry import REGISTERED
 from hpnb.pipeline_parallel.layer_costs import flops_of, parameters_of, seconds_of
 from hpnb.pipeline_parallel.layers import Builder, Layer, first_input, layers
 from hpnb.pipeline_parallel.partition import balanced, cut, uniform
@@ -365,14 +365,14 @@ class Language(nn.Module):
 
 
 def known() -> None:
-    from hpnb.models.known import KNOWN  # a rank's own, and not the copy that travels with this file
+    from hpnb.models.registry import REGISTERED  # a rank's own, and not the copy that travels with this file
 
-    KNOWN[Language] = (Language.anatomy, cast(Any, None))
+    REGISTERED[Language] = (Language.anatomy, cast(Any, None))
 
 
 @pytest.fixture
 def language(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(KNOWN, Language, (Language.anatomy, cast(Any, None)))
+    monkeypatch.setitem(REGISTERED, Language, (Language.anatomy, cast(Any, None)))
 
 
 def test_an_anatomy_is_causal_if_it_says_so(language: None) -> None:

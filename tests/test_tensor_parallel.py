@@ -119,21 +119,21 @@ def test_lengths_do_not_mix(four: hpnb.Ranks) -> None:
 
 def mended(what: str) -> float:
     """Parity with one thing broken."""
-    from hpnb.tensor_parallel import column_row, overlap, partial_gradients
+    from hpnb.tensor_parallel import async_all_reduce, layernorm_grads, tp_1d_linear
 
     case = lm_case()
     if what == "backward all-reduce":
-        column_row.Line._sum = lambda self, grad: (grad, overlap.Pending(), grad)  # type: ignore[method-assign]
+        tp_1d_linear.SequenceSharding._sum = lambda self, grad: (grad, async_all_reduce.Pending(), grad)  # type: ignore[method-assign]
     elif what == "shared gradients":
-        partial_gradients.Shared.used = lambda self, weight: weight  # type: ignore[method-assign]
+        layernorm_grads.ReplicatedGradSum.used = lambda self, weight: weight  # type: ignore[method-assign]
     elif what == "bias on every rank":
-        plain = column_row.RowLinear.__init__
+        plain = tp_1d_linear.RowParallelLinear.__init__
 
         def adds(self: Any, *args: Any) -> None:
             plain(self, *args)
             self.adds = True
 
-        column_row.RowLinear.__init__ = adds  # type: ignore[method-assign]
+        tp_1d_linear.RowParallelLinear.__init__ = adds  # type: ignore[method-assign]
     model = parallelize(case.build(), tensor_axis(), "1d", what == "shared gradients")
     return apart(train(model, case, own_loss, full_gradients, full_state_dict), serial(case))
 
@@ -484,7 +484,7 @@ def test_masks_are_the_same_when_computed_again(four: hpnb.Ranks, sequence: bool
 def order(sequence: bool) -> list[str]:
     """What a backward of one block does, one after the other."""
     from hpnb.background import Background, Pending
-    from hpnb.tensor_parallel import overlap
+    from hpnb.tensor_parallel import async_all_reduce
 
     done: list[str] = []
 
@@ -497,7 +497,7 @@ def order(sequence: bool) -> list[str]:
     told(Background, "all_reduce", "send")
     told(Background, "reduce_scatter", "send")
     told(Pending, "wait", "wait")
-    told(overlap.Owed, "gradients", "weight")
+    told(async_all_reduce.DeferredWeightGrad, "gradients", "weight")
     block = hpnb.models.anatomy(model).blocks[1].module
     shape = (1, comm.shares(8 * 17, 4)[hpnb.rank()], 48) if sequence else (8, 17, 48)
     hidden = torch.randn(shape, dtype=D, requires_grad=True)

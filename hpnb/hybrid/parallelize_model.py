@@ -4,7 +4,7 @@
     parallelize        each matrix shared by the ranks of tp                     hpnb.tensor_parallel
     chunk_loss         the loss so many tokens at a time                         hpnb.models
     compile_blocks     blocks, or what lies between their linears                compile_blocks.py
-    as_products        patches by a matrix product in place of a convolution     hpnb.models
+    use_patch_matmul    patches by a matrix product in place of a convolution     hpnb.models
     recompute          what is let go and computed again                         recompute.py
     cast               weights in the dtype of the precision                     hpnb.precision
     Pipeline           this rank's stages of what is left                        hpnb.pipeline_parallel
@@ -36,8 +36,8 @@ from hpnb.hybrid.boosted_optimizer import BoostedOptimizer, Stepper
 from hpnb.hybrid.losses import own_loss
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.training.hybrid_adam import HybridAdam
-from hpnb.models import accept_no_rows, anatomy, as_products, chunk_loss
-from hpnb.models.no_rows import without_mask
+from hpnb.models import accept_empty_batch, anatomy, chunk_loss, use_patch_matmul
+from hpnb.models.empty_batch import without_mask
 from hpnb.pipeline_parallel import Builder, Pipeline
 from hpnb.pipeline_parallel.stages import bring
 from hpnb.precision import Masters
@@ -78,7 +78,7 @@ def parallelize_model(
         if _compiles(plugin):
             compile_blocks.compile_blocks(model, whole=_in_one_piece(plugin))
             if _in_one_piece(plugin):  # a backward in two parts defers the weight gradients of a Conv2d
-                as_products(model)
+                use_patch_matmul(model)
         recompute.again(model, plugin.activation_checkpointing)
         plugin.policy.cast(model)
     pipe: Pipeline | None = None
@@ -218,10 +218,10 @@ def _accept_no_rows(model: nn.Module) -> None:
         found = anatomy(model)
     except TypeError:  # a model that hpnb does not know copes by itself, or says that it does not
         return
-    hooks = found.blocks[0].module._forward_pre_hooks.values()
-    if any(inspect.getmodule(getattr(h, "__func__", h)) is inspect.getmodule(accept_no_rows) for h in hooks):
+    hooks, module = found.blocks[0].module._forward_pre_hooks.values(), inspect.getmodule(accept_empty_batch)
+    if any(inspect.getmodule(getattr(h, "__func__", h)) is module for h in hooks):
         return
-    accept_no_rows(found)
+    accept_empty_batch(found)
     core = getattr(model, "transformer", None)
     if core is not None:
         core.register_forward_pre_hook(without_mask, with_kwargs=True)

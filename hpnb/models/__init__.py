@@ -16,14 +16,14 @@ The strategies read these and nothing else of a model: they never look for a wei
 """
 
 from hpnb.models.attention import Attention
-from hpnb.models.chunk_loss import chunk_loss
-from hpnb.models.chunked_loss import chunked_loss
-from hpnb.models.cut import Anatomy, Part, tied
+from hpnb.models.empty_batch import accept_empty_batch
+from hpnb.models.gpt2_chunked_loss import chunk_loss
 from hpnb.models.gpt2_model import gpt2
 from hpnb.models.gpt2_size import GPT2_SIZES, GPT2Size
-from hpnb.models.known import anatomy, attentions, decay_groups, register, roles
-from hpnb.models.no_rows import accept_no_rows
-from hpnb.models.patches import as_products
+from hpnb.models.linear_cross_entropy import chunked_cross_entropy
+from hpnb.models.model_anatomy import Anatomy, Part, tied
+from hpnb.models.patch_matmul import use_patch_matmul
+from hpnb.models.registry import anatomy, attentions, decay_groups, register, roles
 from hpnb.models.role import Role
 from hpnb.models.vit_model import vit
 from hpnb.models.vit_size import SIZES, ViTSize
@@ -37,16 +37,16 @@ __all__ = [
     "Part",
     "Role",
     "ViTSize",
-    "accept_no_rows",
+    "accept_empty_batch",
     "anatomy",
-    "as_products",
     "attentions",
     "chunk_loss",
-    "chunked_loss",
+    "chunked_cross_entropy",
     "decay_groups",
     "gpt2",
     "register",
     "roles",
     "tied",
+    "use_patch_matmul",
     "vit",
 ]

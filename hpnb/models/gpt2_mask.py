@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers.masking_utils import create_causal_mask
 
-from hpnb.models.cut import Inputs
+from hpnb.models.model_anatomy import Inputs
 
 
 class CausalMask:

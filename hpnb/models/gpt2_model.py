@@ -16,11 +16,11 @@ from dataclasses import replace
 import torch
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
-from hpnb.models.drawing import drawing
+from hpnb.models.empty_batch import accept_empty_batch, without_mask
 from hpnb.models.gpt2_load import load
 from hpnb.models.gpt2_size import GPT2_SIZES, GPT2Size
-from hpnb.models.known import anatomy
-from hpnb.models.no_rows import accept_no_rows, without_mask
+from hpnb.models.registry import anatomy
+from hpnb.models.seeded_init import drawing
 
 END_OF_TEXT = 50256  # in GPT-2's vocabulary, of which it is the last
 
@@ -81,7 +81,7 @@ def gpt2(
             raise ValueError(f"the meta device holds no values of {pretrained}; leave pretrained out there")
         else:
             model = load(pretrained, classes, vocabulary, length, dropout, attention, wanted)
-    accept_no_rows(anatomy(model))
+    accept_empty_batch(anatomy(model))
     model.transformer.register_forward_pre_hook(without_mask, with_kwargs=True)
     return model.to(device=target, dtype=dtype or torch.float32).train()
 

@@ -16,9 +16,9 @@ from dataclasses import replace
 import torch
 from transformers import ViTConfig, ViTForImageClassification
 
-from hpnb.models.drawing import drawing
-from hpnb.models.known import anatomy
-from hpnb.models.no_rows import accept_no_rows
+from hpnb.models.empty_batch import accept_empty_batch
+from hpnb.models.registry import anatomy
+from hpnb.models.seeded_init import drawing
 from hpnb.models.vit_load import load
 from hpnb.models.vit_size import SIZES, ViTSize
 
@@ -67,7 +67,7 @@ def vit(
             raise ValueError(f"the meta device holds no values of {pretrained}; leave pretrained out there")
         else:
             model = load(pretrained, classes, image_size, dropout, wanted)
-    accept_no_rows(anatomy(model))
+    accept_empty_batch(anatomy(model))
     return model.to(device=target, dtype=dtype or torch.float32).train()
 
 

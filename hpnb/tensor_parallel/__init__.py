@@ -2,12 +2,21 @@
 
     model = hpnb.tensor_parallel.parallelize(model, mesh.tp, mode="1d", sequence_parallel=True)
 
-Where to read what: `column_row.py` (1D and sequence parallelism), `vocabulary.py` and `cross_entropy.py` (a
-vocabulary that is cut), `summa.py` and `grid.py` (2D and 2.5D), `cube.py` (3D), `overlap.py` (communication
-beside weight gradients), `partial_gradients.py`, `randomness.py` (dropout), `parallelize.py`.
+What to read for what:
+
+    tp_1d.py, tp_1d_linear.py                Megatron's column- and row-parallel layers, sequence parallelism
+    async_all_reduce.py                      the backward's all-reduce overlaps the weight gradients
+    tp_2d.py, summa.py, tp_2d_linear.py      2D and 2.5D: SUMMA products on a q x q grid, and their autograd
+    tp_3d.py, tp_3d_matmul.py                3D: the matrix product on an l x l x l cube
+    tp_grid.py, tp_grid_layers.py            what 2D, 2.5D and 3D have in common
+    async_weight_grads.py                    weight gradients that are summed while the backward goes on
+    vocab_embedding.py                       an embedding that is sharded along the vocabulary
+    vocab_cross_entropy.py                   the loss of logits that are sharded along the vocabulary
+    sharded_layer_norm.py, layernorm_grads.py     norms of a sharded width; gradients of replicated norms
+    dropout_rng.py                           random states of dropout
+    parallelize.py                           all of this applied to a model
 """
 
-from hpnb.tensor_parallel.cross_entropy import cross_entropy
 from hpnb.tensor_parallel.parallelize import (
     axes,
     full_gradients,
@@ -15,6 +24,7 @@ from hpnb.tensor_parallel.parallelize import (
     load_full_state_dict,
     parallelize,
 )
+from hpnb.tensor_parallel.vocab_cross_entropy import cross_entropy
 
 __all__ = [
     "axes",

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from hpnb.models.cut import Anatomy, Inputs, Part
+from hpnb.models.model_anatomy import Anatomy, Inputs, Part
 
 
 @dataclass(frozen=True)
-class CutAnatomy(Anatomy):
+class TensorParallelAnatomy(Anatomy):
     """An anatomy around another.
 
     Attributes:
@@ -56,8 +56,8 @@ def around(
     inner: Anatomy,
     begin: Callable[[int, int], None] | None,
     outputs: Callable[[Any, Inputs], Any] | None,
-) -> CutAnatomy:
-    return CutAnatomy(
+) -> TensorParallelAnatomy:
+    return TensorParallelAnatomy(
         inner.embedding, inner.blocks, inner.head, inner.tied, causal=inner.causal, inner=inner, begin=begin,
         outputs=outputs,
     )  # fmt: skip

@@ -26,14 +26,14 @@ from hpnb.comm import shares
 from hpnb.mesh import Axis
 from hpnb.models import Anatomy, Role
 from hpnb.models.attention import Attention
-from hpnb.models.softmax_passes import Words
+from hpnb.models.in_place_cross_entropy import VocabShard
 from hpnb.placement import Cut
 
 Place = Literal["embedding", "block", "head"]
 
 
 @dataclass(frozen=True)
-class Subject:
+class SplitModel:
     """The model that is being cut.
 
     Attributes:
@@ -71,7 +71,7 @@ class Subject:
 _NO_WORDS = Role("head", out_dim=0)
 
 
-class Mode(ABC):
+class TensorParallelMode(ABC):
     """How one model lies on the ranks of one axis.
 
     Attributes:
@@ -83,7 +83,7 @@ class Mode(ABC):
     axes: tuple[Axis, ...]
 
     @abstractmethod
-    def check(self, subject: Subject) -> None:
+    def check(self, subject: SplitModel) -> None:
         """Raises ValueError if something cannot be cut so: the numbers, and the nearest layout that works."""
 
     @abstractmethod
@@ -91,11 +91,11 @@ class Mode(ABC):
         """The part of a weight that this rank holds; () is all of it."""
 
     @abstractmethod
-    def layer(self, path: str, old: nn.Module, subject: Subject) -> nn.Module | None:
+    def layer(self, path: str, old: nn.Module, subject: SplitModel) -> nn.Module | None:
         """What takes the place of `old`, whose weights are cut already; None leaves it."""
 
     @abstractmethod
-    def connect(self, subject: Subject) -> None:
+    def connect(self, subject: SplitModel) -> None:
         """Hook the model up, after its layers have been exchanged."""
 
     @property
@@ -119,19 +119,19 @@ class Mode(ABC):
             options: of `hpnb.tensor_parallel.cross_entropy`.
         """
 
-    def words(self, vocabulary: int) -> Words | None:
+    def words(self, vocabulary: int) -> VocabShard | None:
         """This rank's, if its loss is the cross entropy of all rows and of these words."""
         return None
 
     @abstractmethod
-    def whole_logits(self, logits: torch.Tensor, words: int) -> torch.Tensor:
+    def gather_logits(self, logits: torch.Tensor, words: int) -> torch.Tensor:
         """Logits of all words and rows, on all ranks; gathers."""
 
 
 # --- what all modes share ----------------------------------------------------------------------------------
 
 
-def cut_units(axis: Axis, role: Role, dim: int, size: int) -> Cut:
+def split_units(axis: Axis, role: Role, dim: int, size: int) -> Cut:
     """A cut along `dim` that leaves units whole: 25 heads over 4 ranks are 7, 6, 6 and 6 of them.
 
     A fused weight (q, k and v side by side) is cut in each of its parts.
@@ -145,7 +145,7 @@ def cut_units(axis: Axis, role: Role, dim: int, size: int) -> Cut:
     return Cut(axis.name, dim, tuple((part * width + start, part * width + stop) for part in range(fused)))
 
 
-def cut_evenly(axis: Axis, dim: int, size: int) -> Cut:
+def split_evenly(axis: Axis, dim: int, size: int) -> Cut:
     """A cut along `dim`, where any row may be the first: the first ranks have one more if it is uneven."""
     share = shares(size, axis.size)
     start = sum(share[: axis.rank])

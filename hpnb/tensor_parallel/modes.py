@@ -11,18 +11,18 @@ from __future__ import annotations
 from math import isqrt
 
 from hpnb.mesh import Axis
-from hpnb.tensor_parallel.mode import Mode
+from hpnb.tensor_parallel.mode import TensorParallelMode
 
 NAMES = ("1d", "2d", "2.5d", "3d")
 
 
-def make(mode: str, axis: Axis, sequence_parallel: bool = False, depth: int = 1) -> Mode:
+def make(mode: str, axis: Axis, sequence_parallel: bool = False, depth: int = 1) -> TensorParallelMode:
     """The mode of that name on `axis`. All ranks call it: it makes the groups of a grid.
 
     Raises:
         ValueError: no such mode, options that it does not have, or a number of ranks that it cannot use.
     """
-    from hpnb.tensor_parallel.one_d import OneD
+    from hpnb.tensor_parallel.tp_1d import TensorParallel1D
 
     if mode not in NAMES:
         raise ValueError(f"no tensor-parallel mode {mode!r}; use {', '.join(NAMES)}")
@@ -31,17 +31,17 @@ def make(mode: str, axis: Axis, sequence_parallel: bool = False, depth: int = 1)
     if depth > 1 and mode != "2.5d":
         raise ValueError(f"mode {mode!r} has no depth; depth={depth} goes with mode='2.5d'")
     if mode == "1d":
-        return OneD(axis, sequence_parallel)
+        return TensorParallel1D(axis, sequence_parallel)
     if sequence_parallel:
         raise ValueError(
             f"mode {mode!r} cuts every activation over all ranks already; sequence_parallel goes with "
             "mode='1d'"
         )
     check_ranks(mode, axis.size, depth)
-    from hpnb.tensor_parallel.cube import Cube
-    from hpnb.tensor_parallel.grid import Grid
+    from hpnb.tensor_parallel.tp_2d import TensorParallel2D
+    from hpnb.tensor_parallel.tp_3d import TensorParallel3D
 
-    return Cube(axis) if mode == "3d" else Grid(axis, depth)
+    return TensorParallel3D(axis) if mode == "3d" else TensorParallel2D(axis, depth)
 
 
 def check_ranks(mode: str, ranks: int, depth: int = 1) -> None:

@@ -26,14 +26,14 @@ from torch import nn
 from hpnb import placement
 from hpnb.mesh import Axis
 from hpnb.models import Role, anatomy, attentions, roles
-from hpnb.models.cut import Inputs, wrap
-from hpnb.models.softmax_passes import IGNORED
+from hpnb.models.in_place_cross_entropy import IGNORE_INDEX
+from hpnb.models.model_anatomy import Inputs, wrap
 from hpnb.placement import Placement
 from hpnb.ranks.here import device as this_device
 from hpnb.tensor_parallel.cut_anatomy import around
-from hpnb.tensor_parallel.mode import Mode, Place, Subject
+from hpnb.tensor_parallel.lazy_logits import lazily
+from hpnb.tensor_parallel.mode import Place, SplitModel, TensorParallelMode
 from hpnb.tensor_parallel.modes import make
-from hpnb.tensor_parallel.outputs import lazily
 
 _MODE = "_hpnb_tensor_parallel"
 
@@ -158,14 +158,14 @@ def load_full_state_dict(model: nn.Module, full: Mapping[str, torch.Tensor]) -> 
 # --- the pieces ---
 
 
-def _mode(model: nn.Module) -> Mode | None:
+def _mode(model: nn.Module) -> TensorParallelMode | None:
     for module in model.modules():
         if (how := module.__dict__.get(_MODE)) is not None:
             return how  # type: ignore[no-any-return]
     return None
 
 
-def _subject(model: nn.Module) -> Subject:
+def _subject(model: nn.Module) -> SplitModel:
     found, table = anatomy(model), roles(model)
     places: dict[str, Place] = {}
     places |= {part.name: "embedding" for part in found.embedding}
@@ -177,7 +177,7 @@ def _subject(model: nn.Module) -> Subject:
         path, _, attribute = name.rpartition(".")
         place = next(places[part] for part in places if path == part or path.startswith(part + "."))
         layers.setdefault(path, (place, {}))[1][attribute] = by_parameter[p]
-    return Subject(
+    return SplitModel(
         model=model,
         anatomy=found,
         attentions=attentions(model),
@@ -188,7 +188,7 @@ def _subject(model: nn.Module) -> Subject:
     )
 
 
-def _cut(subject: Subject, axis: Axis, how: Mode) -> None:
+def _cut(subject: SplitModel, axis: Axis, how: TensorParallelMode) -> None:
     """Leave each parameter this rank's part, which is on this rank's device unless it is on meta."""
     for name, p in subject.model.named_parameters():
         if p.grad is not None:
@@ -207,7 +207,7 @@ def _cut(subject: Subject, axis: Axis, how: Mode) -> None:
             placement.place(p, place)
 
 
-def _keep_logits_cut(model: Any, how: Mode, words: int) -> Callable[[Any, Inputs], Any]:
+def _keep_logits_cut(model: Any, how: TensorParallelMode, words: int) -> Callable[[Any, Inputs], Any]:
     """Gives what a pipeline's last stage does to the outputs of its head."""
 
     def loss(
@@ -215,7 +215,7 @@ def _keep_logits_cut(model: Any, how: Mode, words: int) -> Callable[[Any, Inputs
         labels: torch.Tensor,
         vocab_size: int | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
-        ignore_index: int = IGNORED,
+        ignore_index: int = IGNORE_INDEX,
         shift_labels: torch.Tensor | None = None,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
@@ -238,12 +238,12 @@ def _keep_logits_cut(model: Any, how: Mode, words: int) -> Callable[[Any, Inputs
     model.loss_function = loss
 
     def after(module: nn.Module, args: Any, outputs: Any) -> Any:
-        return lazily(outputs, lambda logits: how.whole_logits(logits, words))
+        return lazily(outputs, lambda logits: how.gather_logits(logits, words))
 
     def of_a_stage(outputs: Any, inputs: Inputs) -> Any:
         labels = inputs.get("labels")
         of = None if labels is None else lambda logits: loss(logits, labels)
-        return lazily(outputs, lambda logits: how.whole_logits(logits, words), of)
+        return lazily(outputs, lambda logits: how.gather_logits(logits, words), of)
 
     model.register_forward_hook(after)
     return of_a_stage

@@ -42,7 +42,7 @@ from hpnb.background import Background, Pending
 from hpnb.mesh import Axis
 
 
-class Wire(Background):
+class PanelAxis(Background):
     """The collectives that panels need, along one direction of the grid."""
 
     def reduce(self, tensor: torch.Tensor, to: int) -> Pending:
@@ -55,7 +55,7 @@ class Wire(Background):
         )
 
 
-class Square:
+class SummaGrid:
     """q x q ranks, seen from one of them, and what is common to the layers of a 2.5D grid.
 
     Args:
@@ -70,14 +70,14 @@ class Square:
     def __init__(self, down: Axis, across: Axis, device: torch.device, depth: Axis | None = None) -> None:
         if down.size != across.size:
             raise ValueError(f"{down.size} x {across.size} ranks are no square; use q x q")
-        self.down, self.across, self.size = Wire(down, device), Wire(across, device), down.size
+        self.down, self.across, self.size = PanelAxis(down, device), PanelAxis(across, device), down.size
         self.depth = Background(depth, device) if depth is not None and depth.size > 1 else None
 
 
 # --- the three products --------------------------------------------------------------------------------
 
 
-def ab(a: torch.Tensor, b: torch.Tensor, grid: Square, bias: torch.Tensor | None = None) -> torch.Tensor:
+def ab(a: torch.Tensor, b: torch.Tensor, grid: SummaGrid, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Block (i, j) of A B, without autograd.
 
     Args:
@@ -85,7 +85,7 @@ def ab(a: torch.Tensor, b: torch.Tensor, grid: Square, bias: torch.Tensor | None
         bias: (n of j,), added once to each row; equal along i.
     """
     c: torch.Tensor | None = None
-    for _, (left, right) in in_turn(grid.size, Panels(a, grid.across, 1), Panels(b, grid.down, 0)):
+    for _, (left, right) in iterate_panels(grid.size, Panels(a, grid.across, 1), Panels(b, grid.down, 0)):
         if c is None:
             c = left @ right if bias is None else torch.addmm(bias, left, right)
         else:
@@ -94,28 +94,32 @@ def ab(a: torch.Tensor, b: torch.Tensor, grid: Square, bias: torch.Tensor | None
     return c
 
 
-def abt(a: torch.Tensor, b: torch.Tensor, grid: Square, sizes: Sequence[int] | None = None) -> torch.Tensor:
+def abt(
+    a: torch.Tensor, b: torch.Tensor, grid: SummaGrid, sizes: Sequence[int] | None = None
+) -> torch.Tensor:
     """Block (i, j) of A B^T, without autograd: (m of i, n of j).
 
     Args:
         a: (m of i, k of j); b: (n of i, k of j).
         sizes: n of each i, if they differ.
     """
-    sums = Sums(grid.across)
-    for t, (right,) in in_turn(grid.size, Panels(b, grid.down, 0, sizes)):
+    sums = PanelSums(grid.across)
+    for t, (right,) in iterate_panels(grid.size, Panels(b, grid.down, 0, sizes)):
         sums.add(a @ right.t(), t)
     return sums.own()
 
 
-def atb(a: torch.Tensor, b: torch.Tensor, grid: Square, sizes: Sequence[int] | None = None) -> torch.Tensor:
+def atb(
+    a: torch.Tensor, b: torch.Tensor, grid: SummaGrid, sizes: Sequence[int] | None = None
+) -> torch.Tensor:
     """Block (i, j) of A^T B, without autograd: (m of i, n of j).
 
     Args:
         a: (k of i, m of j); b: (k of i, n of j).
         sizes: m of each j, if they differ.
     """
-    sums = Sums(grid.down)
-    for t, (left,) in in_turn(grid.size, Panels(a, grid.across, 1, sizes)):
+    sums = PanelSums(grid.down)
+    for t, (left,) in iterate_panels(grid.size, Panels(a, grid.across, 1, sizes)):
         sums.add(left.t() @ b, t)
     return sums.own()
 
@@ -124,7 +128,7 @@ def gradients(
     dy: torch.Tensor,
     x: torch.Tensor,
     w: torch.Tensor,
-    grid: Square,
+    grid: SummaGrid,
     for_x: bool,
     for_w: bool,
     transposed: bool,
@@ -135,9 +139,9 @@ def gradients(
     """
     if not for_x and not for_w:
         return None, None
-    sums_x, sums_w = Sums(grid.across), Sums(grid.down)
+    sums_x, sums_w = PanelSums(grid.across), PanelSums(grid.down)
     panels = ([Panels(w, grid.down, 0)] if for_x else []) + ([Panels(x, grid.across, 1)] if for_w else [])
-    for t, (first, *rest) in in_turn(grid.size, *panels):
+    for t, (first, *rest) in iterate_panels(grid.size, *panels):
         if for_x:
             sums_x.add(dy @ first.t(), t)
         if for_w:
@@ -158,7 +162,9 @@ class Panels:
         sizes: of that dim, by place.
     """
 
-    def __init__(self, block: torch.Tensor, wire: Wire, dim: int, sizes: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, block: torch.Tensor, wire: PanelAxis, dim: int, sizes: Sequence[int] | None = None
+    ) -> None:
         self._turned = not block.is_contiguous() and block.t().is_contiguous()
         self._own = block.t() if self._turned else block.contiguous()
         self._wire, self._dim, self._sizes = wire, 1 - dim if self._turned else dim, sizes
@@ -185,7 +191,7 @@ class Panels:
         return self._buffers[which][: shape[0] * shape[1]].view(shape)
 
 
-def in_turn(steps: int, *panels: Panels) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
+def iterate_panels(steps: int, *panels: Panels) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
     """(t, panels t), while panels t + 1 are on their way."""
     coming = [source.start(0) for source in panels]
     given = []  # this rank's own, which it need not wait for to use
@@ -202,10 +208,10 @@ def in_turn(steps: int, *panels: Panels) -> Iterator[tuple[int, tuple[torch.Tens
         pending.wait()
 
 
-class Sums:
+class PanelSums:
     """Sums over a row or column of the grid, each on its way to its owner while the next one is computed."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: PanelAxis) -> None:
         self._wire = wire
         self._mine: torch.Tensor | None = None
         self._last: tuple[torch.Tensor, Pending] | None = None  # its memory is lent until it has arrived

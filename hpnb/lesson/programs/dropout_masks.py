@@ -28,7 +28,7 @@ from hpnb.lesson.programs import gpt2_pipeline, tied_weights, vit_tensor
 from hpnb.lesson.programs.step_timing import distance
 from hpnb.models import GPT2_SIZES
 from hpnb.tensor_parallel import full_state_dict, parallelize
-from hpnb.tensor_parallel.randomness import Randomness
+from hpnb.tensor_parallel.dropout_rng import DropoutRng
 
 POLICIES = ("right", "a seed each", "one seed")
 PLACES = ("attention", "MLP")
@@ -50,7 +50,7 @@ def _leave_alone(made: Any) -> None:
     mode = next(
         vars(m)["_hpnb_tensor_parallel"] for m in made.modules() if "_hpnb_tensor_parallel" in vars(m)
     )
-    randomness: Randomness = mode.randomness
+    randomness: DropoutRng = mode.randomness
     randomness.own = lambda: None  # type: ignore[method-assign]
 
 

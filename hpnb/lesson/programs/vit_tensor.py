@@ -5,7 +5,7 @@
     pool.run(tensors.block_seconds, SIZE, 16, torch.float32, modes)[0]    seconds, modes taking turns
 
 In a Timeline from here I is all of the backward that somebody upstream waits for, W the gradients of matrices
-that were put off (`hpnb.tensor_parallel.overlap`). Nothing here imports matplotlib before it draws.
+that were put off (`hpnb.tensor_parallel.async_all_reduce`). Nothing here imports matplotlib before it draws.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hpnb.models import SIZES, ViTSize
 from hpnb.record import Timeline
 from hpnb.record.recorder import Recorder, recording
 from hpnb.tensor_parallel import full_gradients, parallelize
-from hpnb.tensor_parallel.overlap import Owed
+from hpnb.tensor_parallel.async_all_reduce import DeferredWeightGrad
 from hpnb.theory import Block
 
 Batch = Mapping[str, torch.Tensor]
@@ -105,17 +105,19 @@ def closed(tl: Timeline, gap: float = 1 / 300) -> Timeline:
 @contextmanager
 def _weight_gradients(recorder: Recorder) -> Iterator[None]:
     """Inside, gradients that were put off are "W"."""
-    plain = Owed.gradients
+    plain = DeferredWeightGrad.gradients
 
-    def gradients(owed: Owed, weight: bool, bias: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def gradients(
+        deferred: DeferredWeightGrad, weight: bool, bias: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         with recorder.paused(), recorder.span("W"):
-            return plain(owed, weight, bias)
+            return plain(deferred, weight, bias)
 
-    Owed.gradients = gradients  # type: ignore[assignment,method-assign]
+    DeferredWeightGrad.gradients = gradients  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
-        Owed.gradients = plain  # type: ignore[method-assign]
+        DeferredWeightGrad.gradients = plain  # type: ignore[method-assign]
 
 
 def blocks(

@@ -21,20 +21,25 @@ from torch import nn
 from hpnb import comm
 from hpnb.mesh import Axis
 from hpnb.models import Role
-from hpnb.models.softmax_passes import Words
+from hpnb.models.in_place_cross_entropy import VocabShard
 from hpnb.placement import Cut
 from hpnb.ranks.here import device as this_device
-from hpnb.tensor_parallel.column_row import ColumnLinear, Line, Region, RowLinear
-from hpnb.tensor_parallel.cross_entropy import cross_entropy, own_words
-from hpnb.tensor_parallel.mode import Mode, Subject, cut_evenly, cut_units, is_transposed
-from hpnb.tensor_parallel.partial_gradients import Shared
-from hpnb.tensor_parallel.randomness import Randomness, drops
-from hpnb.tensor_parallel.vocabulary import VocabularyEmbedding
+from hpnb.tensor_parallel.dropout_rng import DropoutRng, drops
+from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
+from hpnb.tensor_parallel.mode import SplitModel, TensorParallelMode, is_transposed, split_evenly, split_units
+from hpnb.tensor_parallel.tp_1d_linear import (
+    ColumnParallelLinear,
+    ParallelRegion,
+    RowParallelLinear,
+    SequenceSharding,
+)
+from hpnb.tensor_parallel.vocab_cross_entropy import cross_entropy, vocab_shard
+from hpnb.tensor_parallel.vocab_embedding import VocabParallelEmbedding
 
 _SHAPE = "hpnb_shape"
 
 
-class OneD(Mode):
+class TensorParallel1D(TensorParallelMode):
     """Columns, then rows, over all ranks of one axis."""
 
     name = "1d"
@@ -42,12 +47,12 @@ class OneD(Mode):
     def __init__(self, axis: Axis, sequence_parallel: bool) -> None:
         self.axes = (axis,)
         self.axis = axis
-        self.line = Line(axis, sequence_parallel, this_device())
-        self.randomness = Randomness(axis, this_device())
+        self.line = SequenceSharding(axis, sequence_parallel, this_device())
+        self.randomness = DropoutRng(axis, this_device())
 
     # --- weights -----------------------------------------------------------------------------------------
 
-    def check(self, subject: Subject) -> None:
+    def check(self, subject: SplitModel) -> None:
         for attention in subject.attentions:
             self._enough(attention.heads, "heads", attention.path)
         for name, role in subject.roles.items():
@@ -67,9 +72,9 @@ class OneD(Mode):
         if not _is_cut(role):
             return ()
         if role.vocabulary is not None:
-            return (cut_evenly(self.axis, role.vocabulary, shape[role.vocabulary]),)
+            return (split_evenly(self.axis, role.vocabulary, shape[role.vocabulary]),)
         assert role.cut_dim is not None
-        return (cut_units(self.axis, role, role.cut_dim, shape[role.cut_dim]),)
+        return (split_units(self.axis, role, role.cut_dim, shape[role.cut_dim]),)
 
     @property
     def begin(self) -> Callable[[int, int], None] | None:
@@ -80,7 +85,7 @@ class OneD(Mode):
 
     # --- layers ------------------------------------------------------------------------------------------
 
-    def layer(self, path: str, old: nn.Module, subject: Subject) -> nn.Module | None:
+    def layer(self, path: str, old: nn.Module, subject: SplitModel) -> nn.Module | None:
         place, roles = subject.layers[path]
         role = roles.get("weight")
         if role is None or self.axis.size == 1:
@@ -88,17 +93,17 @@ class OneD(Mode):
         if role.vocabulary is not None:
             if place == "embedding":
                 assert isinstance(old, nn.Embedding)
-                return VocabularyEmbedding(old, subject.words_of(path), self.axis)
-            return ColumnLinear(old, is_transposed(roles))
+                return VocabParallelEmbedding(old, subject.words_of(path), self.axis)
+            return ColumnParallelLinear(old, is_transposed(roles))
         if role.kind == "column":
-            return ColumnLinear(old, is_transposed(roles))
+            return ColumnParallelLinear(old, is_transposed(roles))
         if role.kind == "row":
-            return RowLinear(old, is_transposed(roles), self.line)
+            return RowParallelLinear(old, is_transposed(roles), self.line)
         return None
 
     # --- hooks -------------------------------------------------------------------------------------------
 
-    def connect(self, subject: Subject) -> None:
+    def connect(self, subject: SplitModel) -> None:
         if self.axis.size == 1:
             return
         draws = drops(subject.model)
@@ -115,13 +120,13 @@ class OneD(Mode):
         words = subject.words
         for path, (place, _) in subject.layers.items():
             head = subject.model.get_submodule(path)
-            if place == "head" and isinstance(head, ColumnLinear):
+            if place == "head" and isinstance(head, ColumnParallelLinear):
                 if not self.line.sequence:
                     self._region(head, [head])
                 if not subject.lazy:
                     _after(head, lambda z: comm.gather(z, self.axis, -1, words))
 
-    def _connect_block(self, name: str, block: nn.Module, subject: Subject, draws: bool) -> None:
+    def _connect_block(self, name: str, block: nn.Module, subject: SplitModel, draws: bool) -> None:
         paths = [path for path in subject.layers if path.startswith(name + ".")]
         if self.line.sequence:
             self._share(name, paths, subject)
@@ -137,14 +142,14 @@ class OneD(Mode):
         else:
             for path in paths:
                 layer = subject.model.get_submodule(path)
-                if isinstance(layer, ColumnLinear):
+                if isinstance(layer, ColumnParallelLinear):
                     _after(layer, lambda y: self._draw_alone(block, y))
-                elif isinstance(layer, RowLinear):
+                elif isinstance(layer, RowParallelLinear):
                     _before(layer, lambda y: self._draw_alike(y))
         block.register_forward_pre_hook(lambda *_: self.randomness.forget(), prepend=True)
         block.register_forward_hook(lambda *_: self.randomness.common(), always_call=True)
 
-    def _tell_shape(self, block: nn.Module, subject: Subject) -> None:
+    def _tell_shape(self, block: nn.Module, subject: SplitModel) -> None:
         """Where transformers checkpoints a block, it keeps the block's keyword arguments, and runs its
         forward again without the block's own hooks: so the attention in it is told by a keyword."""
 
@@ -174,25 +179,25 @@ class OneD(Mode):
         self.randomness.common()
         return x
 
-    def _region(self, parent: nn.Module, layers: Sequence[ColumnLinear | RowLinear]) -> None:
-        region = Region(self.line, layers)
+    def _region(self, parent: nn.Module, layers: Sequence[ColumnParallelLinear | RowParallelLinear]) -> None:
+        region = ParallelRegion(self.line, layers)
         _before(parent, region.begin)
         parent.register_forward_hook(lambda *_: region.end(), always_call=True)
 
-    def _share(self, part: str, paths: Sequence[str], subject: Subject) -> None:
+    def _share(self, part: str, paths: Sequence[str], subject: SplitModel) -> None:
         """Send the gradients of what `part` has whole together, and lend its norms what they use."""
-        shared = Shared([self.axis])
+        shared = ReplicatedGradSum([self.axis])
         owner = subject.model.get_submodule(part)
         for path in paths:
             module = subject.model.get_submodule(path)
             whole = [name for name, role in subject.layers[path][1].items() if not _is_cut(role)]
-            if not isinstance(module, ColumnLinear | RowLinear):  # these see all tokens
+            if not isinstance(module, ColumnParallelLinear | RowParallelLinear):  # these see all tokens
                 shared.homes += [(module, name) for name in whole]
                 _lend(module, whole, shared)
         owner.register_forward_pre_hook(lambda *_: shared.begin(), prepend=True)
         owner.register_forward_hook(lambda *_: shared.end(), always_call=True)
 
-    def _last_norm(self, subject: Subject) -> str:
+    def _last_norm(self, subject: SplitModel) -> str:
         norms = [
             path
             for path, (place, roles) in subject.layers.items()
@@ -212,10 +217,10 @@ class OneD(Mode):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return cross_entropy(logits, targets, self.axis, words, **options)  # type: ignore[arg-type]
 
-    def words(self, vocabulary: int) -> Words | None:
-        return own_words(self.axis, vocabulary)
+    def words(self, vocabulary: int) -> VocabShard | None:
+        return vocab_shard(self.axis, vocabulary)
 
-    def whole_logits(self, logits: torch.Tensor, words: int) -> torch.Tensor:
+    def gather_logits(self, logits: torch.Tensor, words: int) -> torch.Tensor:
         return comm.gather(logits, self.axis, -1, words)
 
 
@@ -225,16 +230,16 @@ def _is_cut(role: Role) -> bool:
 
 def _pairs(
     model: nn.Module, block: nn.Module, paths: Sequence[str]
-) -> Iterator[tuple[nn.Module, list[ColumnLinear | RowLinear]]]:
+) -> Iterator[tuple[nn.Module, list[ColumnParallelLinear | RowParallelLinear]]]:
     """Where to send around: each module with one row and its columns; else each column by itself."""
-    found: dict[str, list[ColumnLinear | RowLinear]] = {}
+    found: dict[str, list[ColumnParallelLinear | RowParallelLinear]] = {}
     for path in paths:
         layer = model.get_submodule(path)
-        if isinstance(layer, ColumnLinear | RowLinear):
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
             found.setdefault(path.rpartition(".")[0], []).append(layer)
     for parent, layers in found.items():
-        rows = [layer for layer in layers if isinstance(layer, RowLinear)]
-        columns = [layer for layer in layers if isinstance(layer, ColumnLinear)]
+        rows = [layer for layer in layers if isinstance(layer, RowParallelLinear)]
+        columns = [layer for layer in layers if isinstance(layer, ColumnParallelLinear)]
         module = model.get_submodule(parent)
         if len(rows) == 1 and columns and module is not block:
             yield module, layers
@@ -260,7 +265,7 @@ def _after(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) ->
     module.register_forward_hook(lambda module, args, output: change(output))
 
 
-def _lend(module: nn.Module, names: Sequence[str], shared: Shared) -> None:
+def _lend(module: nn.Module, names: Sequence[str], shared: ReplicatedGradSum) -> None:
     """During a forward of `module`, its weights are those that `shared` has for it."""
     own: dict[str, nn.Parameter] = {}
 

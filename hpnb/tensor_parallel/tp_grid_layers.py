@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from hpnb.comm import all_reduce, split
-from hpnb.tensor_parallel.arriving import Sent, awaited
-from hpnb.tensor_parallel.overlap import product
-from hpnb.tensor_parallel.partial_gradients import Shared
-from hpnb.tensor_parallel.spread import Spread
+from hpnb.tensor_parallel.activation_layout import ActivationLayout
+from hpnb.tensor_parallel.async_all_reduce import product
+from hpnb.tensor_parallel.async_weight_grads import PendingWeightGrads, await_weight_grads
+from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
 
 
-class Multiply(Protocol):
+class GridProduct(Protocol):
     """X W + b for each of some layers: (x, weights as stored, biases, transposed, sent) -> a y each."""
 
     def __call__(
@@ -33,7 +33,7 @@ class Multiply(Protocol):
         weights: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor | None],
         transposed: bool,
-        sent: Sent | None,
+        sent: PendingWeightGrads | None,
     ) -> tuple[torch.Tensor, ...]: ...
 
 
@@ -44,7 +44,7 @@ class GridLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, old: nn.Module, siblings: Siblings) -> None:
+    def __init__(self, old: nn.Module, siblings: SharedInputLinears) -> None:
         super().__init__()
         self.register_parameter("weight", old.get_parameter("weight"))
         self.register_parameter("bias", getattr(old, "bias", None))
@@ -59,7 +59,7 @@ class GridLinear(nn.Module):
         return f"block={tuple(self.weight.shape)}, bias={self.bias is not None}"
 
 
-class Siblings:
+class SharedInputLinears:
     """Layers of one module that are asked for the same x, one after the other.
 
     Args:
@@ -68,11 +68,13 @@ class Siblings:
         later: whether sums of their weights' gradients are left on their way while a block's backward runs.
     """
 
-    def __init__(self, multiply: Multiply, shared: Shared, transposed: bool, later: bool) -> None:
+    def __init__(
+        self, multiply: GridProduct, shared: ReplicatedGradSum, transposed: bool, later: bool
+    ) -> None:
         self.layers: list[GridLinear] = []
         self._multiply, self._shared, self._transposed, self._later = multiply, shared, transposed, later
         self._weights: tuple[torch.Tensor, ...] = ()
-        self._sent: Sent | None = None
+        self._sent: PendingWeightGrads | None = None
         self._x: torch.Tensor | None = None
         self._results: dict[GridLinear, torch.Tensor] = {}
 
@@ -80,7 +82,7 @@ class Siblings:
         """A block's forward begins."""
         self.end()
         if self._later:
-            self._weights, self._sent = awaited([layer.weight for layer in self.layers])
+            self._weights, self._sent = await_weight_grads([layer.weight for layer in self.layers])
 
     def end(self) -> None:
         self._weights, self._sent, self._x, self._results = (), None, None, {}
@@ -97,7 +99,7 @@ class Siblings:
         return y
 
 
-class Classifier(nn.Module):
+class GridClassifier(nn.Module):
     """Takes the place of an nn.Linear with few outputs, whose weight is cut along its inputs already:
     (rows, ..., h of this rank) -> (b, ..., c), whole on all ranks. So another one may follow: it takes
     (b, ..., h) too.
@@ -109,7 +111,9 @@ class Classifier(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, old: nn.Module, transposed: bool, lies: Spread, shared: Shared) -> None:
+    def __init__(
+        self, old: nn.Module, transposed: bool, lies: ActivationLayout, shared: ReplicatedGradSum
+    ) -> None:
         super().__init__()
         self.register_parameter("weight", old.get_parameter("weight"))
         self.register_parameter("bias", getattr(old, "bias", None))
@@ -128,14 +132,14 @@ class Classifier(nn.Module):
         return z if self.bias is None else z + self.bias
 
 
-class VocabularyHead(nn.Module):
+class GridVocabHead(nn.Module):
     """Takes the place of an output layer with a logit a word, whose table is cut already:
     (rows, ..., h of this rank) -> (rows, ..., words of this rank).
 
     Args:
         multiply: (x, table, sent) -> logits.
         shared: sums the gradient of a bias over the row shares.
-        later: as for Siblings.
+        later: as for SharedInputLinears.
     """
 
     weight: nn.Parameter
@@ -144,8 +148,8 @@ class VocabularyHead(nn.Module):
     def __init__(
         self,
         old: nn.Module,
-        multiply: Callable[[torch.Tensor, torch.Tensor, Sent | None], torch.Tensor],
-        shared: Shared,
+        multiply: Callable[[torch.Tensor, torch.Tensor, PendingWeightGrads | None], torch.Tensor],
+        shared: ReplicatedGradSum,
         later: bool,
     ) -> None:
         super().__init__()
@@ -155,7 +159,7 @@ class VocabularyHead(nn.Module):
         self._multiply, self._shared, self._later = multiply, shared, later
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        (table,), sent = awaited([self.weight]) if self._later else ((self.weight,), None)
+        (table,), sent = await_weight_grads([self.weight]) if self._later else ((self.weight,), None)
         z = self._multiply(x, table, sent)
         bias = self._shared.used(self.bias)
         return z if bias is None else z + bias

@@ -19,14 +19,14 @@ from transformers import (
 
 from hpnb.models import gpt2_parts, vit_parts
 from hpnb.models.attention import Attention
-from hpnb.models.cut import Anatomy, wrapped
+from hpnb.models.model_anatomy import Anatomy, wrapped
 from hpnb.models.role import Role, check
 
 Questions = tuple[Callable[[Any], Anatomy], Callable[[Any], Mapping[str, Role]]]
 Attentions = Callable[[Any], tuple[Attention, ...]]
 M = TypeVar("M", bound=nn.Module)
 
-KNOWN: dict[type[nn.Module], Questions] = {
+REGISTERED: dict[type[nn.Module], Questions] = {
     ViTForImageClassification: (vit_parts.anatomy, vit_parts.roles),
     ViTModel: (vit_parts.anatomy, vit_parts.roles),
     GPT2LMHeadModel: (gpt2_parts.anatomy, gpt2_parts.roles),
@@ -67,7 +67,7 @@ def register(
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         given = kind.__name__ if isinstance(kind, type) else f"an object of class {type(kind).__name__}"
         raise TypeError(f"register takes a class of modules, not {given}; pass the class, not a model")
-    KNOWN[kind] = (anatomy, roles)
+    REGISTERED[kind] = (anatomy, roles)
     COUNT_HEADS.pop(kind, None)
     if attentions is not None:
         COUNT_HEADS[kind] = attentions
@@ -80,7 +80,7 @@ def anatomy(model: nn.Module) -> Anatomy:
         TypeError: a model of another kind, or one that is wrapped.
         ValueError: a GPT-2 with cross attention.
     """
-    return wrapped(model, KNOWN[_kind(model)][0](model))
+    return wrapped(model, REGISTERED[_kind(model)][0](model))
 
 
 def roles(model: nn.Module) -> dict[str, Role]:
@@ -131,7 +131,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def _roles(model: nn.Module) -> dict[str, Role]:
-    table = KNOWN[_kind(model)][1](model)
+    table = REGISTERED[_kind(model)][1](model)
     names = [name for name, _ in model.named_parameters()]
     if strange := [name for name in names if name not in table]:
         told = ", ".join(strange[:3]) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
@@ -145,9 +145,9 @@ def _roles(model: nn.Module) -> dict[str, Role]:
 def _kind(model: nn.Module) -> type[nn.Module]:
     """The registered class that is nearest to the model's own."""
     for kind in type(model).__mro__:
-        if kind in KNOWN:
+        if kind in REGISTERED:
             return kind
-    *names, last = (kind.__name__ for kind in KNOWN)
+    *names, last = (kind.__name__ for kind in REGISTERED)
     raise TypeError(
         f"hpnb does not know the parts of a {type(model).__name__}; it knows those of {', '.join(names)} and "
         f"{last} (of a wrapped model, pass the model inside; hpnb.models.register adds another kind)"

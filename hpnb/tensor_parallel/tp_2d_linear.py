@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from hpnb.tensor_parallel.arriving import Sent, tokens
-from hpnb.tensor_parallel.summa import Panels, Square, Sums, ab, abt, gradients, in_turn
+from hpnb.tensor_parallel.async_weight_grads import PendingWeightGrads, tokens
+from hpnb.tensor_parallel.summa import Panels, PanelSums, SummaGrid, ab, abt, gradients, iterate_panels
 
 # --- a linear layer, X W + b ---------------------------------------------------------------------------
 
@@ -25,9 +25,9 @@ def linear(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
-    grid: Square,
+    grid: SummaGrid,
     transposed: bool,
-    sent: Sent | None = None,
+    sent: PendingWeightGrads | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """X W + b for each of some layers with the same X, which is sent around once for all of them.
 
@@ -52,19 +52,19 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        grid: Square,
+        grid: SummaGrid,
         transposed: bool,
-        sent: Sent | None,
+        sent: PendingWeightGrads | None,
         layers: int,
         *parameters: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         weights, biases = parameters[:layers], parameters[layers:]
-        ctx.kind, x = x.dtype, as_computed(x)
+        ctx.kind, x = x.dtype, cast_for_autocast(x)
         ctx.grid, ctx.transposed, ctx.sent = grid, transposed, sent
         ctx.save_for_backward(x, *weights)
         ctx.sizes = [w.size(1 if transposed else 0) for w in weights if w is not None]
-        w = side_by_side(weights, transposed, x.dtype)  # (in, out) of all layers
-        y = ab(x.flatten(0, -2), w, grid, joined_biases(biases, ctx.sizes, x))
+        w = concat_weights(weights, transposed, x.dtype)  # (in, out) of all layers
+        y = ab(x.flatten(0, -2), w, grid, concat_biases(biases, ctx.sizes, x))
         found: tuple[torch.Tensor, ...] = y.view(*x.shape[:-1], y.size(-1)).split(ctx.sizes, -1)
         return found
 
@@ -74,13 +74,13 @@ class _Linear(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         grid, layers = ctx.grid, len(weights)
         dy = (dys[0] if layers == 1 else torch.cat(dys, -1)).to(x.dtype).flatten(0, -2)
-        flat, w = x.flatten(0, -2), side_by_side(weights, ctx.transposed, x.dtype)
+        flat, w = x.flatten(0, -2), concat_weights(weights, ctx.transposed, x.dtype)
         needs = ctx.needs_input_grad[5:]
         dx, dw = gradients(dy, flat, w, grid, ctx.needs_input_grad[0], any(needs[:layers]), ctx.transposed)
         d_weights: Sequence[torch.Tensor | None] = (None,) * layers
         if dw is not None:
             parts = dw.split(ctx.sizes, 1 if ctx.transposed else 0)
-            d_weights = over_depth(dw, parts, weights, grid, ctx.sent)
+            d_weights = sum_over_depth(dw, parts, weights, grid, ctx.sent)
         d_biases: list[torch.Tensor | None] = [None] * layers
         if any(needs[layers:]):
             d_biases = list(dy.sum(0).split(ctx.sizes))
@@ -92,7 +92,11 @@ class _Linear(torch.autograd.Function):
 
 
 def logits(
-    x: torch.Tensor, table: torch.Tensor, grid: Square, words: Sequence[int], sent: Sent | None = None
+    x: torch.Tensor,
+    table: torch.Tensor,
+    grid: SummaGrid,
+    words: Sequence[int],
+    sent: PendingWeightGrads | None = None,
 ) -> torch.Tensor:
     """X E^T: (rows of i, ..., h of j) and E (V of i, h of j) -> (rows of i, ..., V of j).
 
@@ -110,11 +114,11 @@ class _Logits(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         table: torch.Tensor,
-        grid: Square,
+        grid: SummaGrid,
         words: tuple[int, ...],
-        sent: Sent | None,
+        sent: PendingWeightGrads | None,
     ) -> torch.Tensor:
-        ctx.kind, x = x.dtype, as_computed(x)
+        ctx.kind, x = x.dtype, cast_for_autocast(x)
         ctx.grid, ctx.words, ctx.sent = grid, words, sent
         ctx.save_for_backward(x, table)
         z = abt(x.flatten(0, -2), table.to(x.dtype), grid, words)
@@ -126,11 +130,11 @@ class _Logits(torch.autograd.Function):
         x, table = ctx.saved_tensors
         grid, for_x, for_e = ctx.grid, ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         dz, flat = dz.to(x.dtype).flatten(0, -2), x.flatten(0, -2)
-        sums, dx = Sums(grid.down), torch.zeros_like(flat) if for_x else None
+        sums, dx = PanelSums(grid.down), torch.zeros_like(flat) if for_x else None
         panels = [Panels(dz, grid.across, 1, ctx.words)]
         if dx is not None:
             panels.append(Panels(table.to(x.dtype), grid.down, 0, ctx.words))
-        for t, (dz_t, *e_t) in in_turn(grid.size, *panels):
+        for t, (dz_t, *e_t) in iterate_panels(grid.size, *panels):
             if dx is not None:
                 dx.addmm_(dz_t, e_t[0])
             if for_e:
@@ -138,20 +142,20 @@ class _Logits(torch.autograd.Function):
         de = None
         if for_e:
             whole = sums.own()
-            (de,) = over_depth(whole, (whole,), (table,), grid, ctx.sent)
+            (de,) = sum_over_depth(whole, (whole,), (table,), grid, ctx.sent)
         return None if dx is None else dx.view(x.shape).to(ctx.kind), de, None, None, None
 
 
 # --- what both use, and 3D too -------------------------------------------------------------------------
 
 
-def as_computed(x: torch.Tensor) -> torch.Tensor:
+def cast_for_autocast(x: torch.Tensor) -> torch.Tensor:
     """x in the type of autocast's matmuls, if that is on."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-def side_by_side(
+def concat_weights(
     weights: Sequence[torch.Tensor | None], transposed: bool, dtype: torch.dtype
 ) -> torch.Tensor:
     """(in, out of all layers) of weights as they are stored; of one layer a view."""
@@ -160,7 +164,7 @@ def side_by_side(
     return stored if transposed else stored.t()
 
 
-def joined_biases(
+def concat_biases(
     biases: Sequence[torch.Tensor | None], sizes: Sequence[int], x: torch.Tensor
 ) -> torch.Tensor | None:
     """(out of all layers,), 0 where a layer has none; None if none has."""
@@ -170,12 +174,12 @@ def joined_biases(
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def over_depth(
+def sum_over_depth(
     whole: torch.Tensor,
     parts: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
-    grid: Square,
-    sent: Sent | None,
+    grid: SummaGrid,
+    sent: PendingWeightGrads | None,
 ) -> Sequence[torch.Tensor | None]:
     """Gradients summed over depth; or the start of that, and tokens."""
     if grid.depth is None:

@@ -34,16 +34,16 @@ from hpnb.comm import all_reduce, shares
 from hpnb.mesh import Axis
 from hpnb.models import Role
 from hpnb.placement import Cut
-from hpnb.tensor_parallel.arriving import Sent
-from hpnb.tensor_parallel.cubic import Directions, linear
-from hpnb.tensor_parallel.folded import Folded
-from hpnb.tensor_parallel.grid_layers import Multiply
-from hpnb.tensor_parallel.mode import cut_evenly, cut_units
-from hpnb.tensor_parallel.spread import Spread
-from hpnb.tensor_parallel.vocabulary import VocabularyEmbedding
+from hpnb.tensor_parallel.activation_layout import ActivationLayout
+from hpnb.tensor_parallel.async_weight_grads import PendingWeightGrads
+from hpnb.tensor_parallel.mode import split_evenly, split_units
+from hpnb.tensor_parallel.tp_3d_matmul import MatmulAxes3D, linear
+from hpnb.tensor_parallel.tp_grid import GridMode
+from hpnb.tensor_parallel.tp_grid_layers import GridProduct
+from hpnb.tensor_parallel.vocab_embedding import VocabParallelEmbedding
 
 
-class Cube(Folded):
+class TensorParallel3D(GridMode):
     """l x l x l ranks. All ranks of the world make it at once.
 
     Raises:
@@ -57,10 +57,10 @@ class Cube(Folded):
         super().__init__(axis)
         self.side = round(axis.size ** (1 / 3))
         self.axes = self.a, self.b, self.c = axis.split(self.side, self.side, self.side)
-        self.hidden = Spread((self.a, self.c), self.b)
-        self.inner = self.logits = Spread((self.a, self.b), self.c)
-        self.column = Directions(self.a, self.b, self.c, self.device)
-        self.row = Directions(self.a, self.c, self.b, self.device)
+        self.hidden = ActivationLayout((self.a, self.c), self.b)
+        self.inner = self.logits = ActivationLayout((self.a, self.b), self.c)
+        self.column = MatmulAxes3D(self.a, self.b, self.c, self.device)
+        self.row = MatmulAxes3D(self.a, self.c, self.b, self.device)
 
     def describe(self) -> str:
         return f"3d grid ({self.side} x {self.side} x {self.side})"
@@ -76,24 +76,24 @@ class Cube(Folded):
     def matrix(self, role: Role, shape: Sequence[int]) -> tuple[Cut, ...]:
         assert role.in_dim is not None
         at, to = (self.hidden, self.inner) if role.kind == "column" else (self.inner, self.hidden)
-        into = cut_evenly(at.width, role.in_dim, shape[role.in_dim])
+        into = split_evenly(at.width, role.in_dim, shape[role.in_dim])
         if role.kind == "row":
-            out = cut_evenly(to.width, role.out_dim, shape[role.out_dim])
+            out = split_evenly(to.width, role.out_dim, shape[role.out_dim])
         else:
-            out = cut_units(to.width, role, role.out_dim, shape[role.out_dim])
+            out = split_units(to.width, role, role.out_dim, shape[role.out_dim])
         dim = self.again(role)
         left = {role.in_dim: into.size, role.out_dim: out.size}[dim]
-        return into, out, cut_evenly(self.a, dim, left)
+        return into, out, split_evenly(self.a, dim, left)
 
     def table(self, words: int, width: int, shape: Sequence[int]) -> tuple[Cut, ...]:
-        outer = cut_evenly(self.c, words, shape[words])
-        inner = cut_evenly(self.a, words, outer.size)
-        return outer, inner, cut_evenly(self.b, width, shape[width])
+        outer = split_evenly(self.c, words, shape[words])
+        inner = split_evenly(self.a, words, outer.size)
+        return outer, inner, split_evenly(self.b, width, shape[width])
 
     def embedding(self, old: nn.Embedding, words: int) -> nn.Module:
-        return CubeEmbedding(old, words, self.c, self.a)
+        return VocabParallelEmbedding3D(old, words, self.c, self.a)
 
-    def multiply(self, role: Role) -> Multiply:
+    def multiply(self, role: Role) -> GridProduct:
         cube, dim = self.column if role.kind == "column" else self.row, self.again(role)
 
         def product(
@@ -101,22 +101,24 @@ class Cube(Folded):
             weights: Sequence[torch.Tensor],
             biases: Sequence[torch.Tensor | None],
             transposed: bool,
-            sent: Sent | None,
+            sent: PendingWeightGrads | None,
         ) -> tuple[torch.Tensor, ...]:
             return linear(x, weights, biases, cube, dim, transposed, sent)
 
         return product
 
-    def multiply_words(self, words: int) -> Callable[[torch.Tensor, torch.Tensor, Sent | None], torch.Tensor]:
+    def multiply_words(
+        self, words: int
+    ) -> Callable[[torch.Tensor, torch.Tensor, PendingWeightGrads | None], torch.Tensor]:
         pieces = shares(shares(words, self.side)[self.c.rank], self.side)
 
-        def product(x: torch.Tensor, table: torch.Tensor, sent: Sent | None) -> torch.Tensor:
+        def product(x: torch.Tensor, table: torch.Tensor, sent: PendingWeightGrads | None) -> torch.Tensor:
             return linear(x, [table], [None], self.column, 0, False, sent, pieces)[0]
 
         return product
 
 
-class CubeEmbedding(VocabularyEmbedding):
+class VocabParallelEmbedding3D(VocabParallelEmbedding):
     """Words cut over one axis and, what is left, over another: ids (...) -> (..., h), equal on both."""
 
     def __init__(self, old: nn.Embedding, words: int, outer: Axis, inner: Axis) -> None:

@@ -25,27 +25,27 @@ from torch import nn
 
 from hpnb.mesh import Axis
 from hpnb.models import Role
-from hpnb.models.softmax_passes import IGNORED
+from hpnb.models.in_place_cross_entropy import IGNORE_INDEX
 from hpnb.placement import Cut
 from hpnb.ranks.here import device as this_device
-from hpnb.tensor_parallel import grid_checks
-from hpnb.tensor_parallel.arriving import Sent
-from hpnb.tensor_parallel.cross_entropy import cross_entropy
-from hpnb.tensor_parallel.cut_norm import CutNorm
-from hpnb.tensor_parallel.grid_layers import (
-    Classifier,
+from hpnb.tensor_parallel import tp_grid_checks
+from hpnb.tensor_parallel.activation_layout import ActivationLayout
+from hpnb.tensor_parallel.async_weight_grads import PendingWeightGrads
+from hpnb.tensor_parallel.dropout_rng import DropoutRng, drops
+from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
+from hpnb.tensor_parallel.mode import SplitModel, TensorParallelMode, is_transposed, split_evenly, split_units
+from hpnb.tensor_parallel.sharded_layer_norm import ShardedLayerNorm
+from hpnb.tensor_parallel.tp_grid_layers import (
+    GridClassifier,
     GridLinear,
-    Multiply,
-    Siblings,
-    VocabularyHead,
+    GridProduct,
+    GridVocabHead,
+    SharedInputLinears,
 )
-from hpnb.tensor_parallel.mode import Mode, Subject, cut_evenly, cut_units, is_transposed
-from hpnb.tensor_parallel.partial_gradients import Shared
-from hpnb.tensor_parallel.randomness import Randomness, drops
-from hpnb.tensor_parallel.spread import Spread
+from hpnb.tensor_parallel.vocab_cross_entropy import cross_entropy
 
 
-class Folded(Mode):
+class GridMode(TensorParallelMode):
     """A mode on an axis that is folded into a grid.
 
     Attributes:
@@ -55,16 +55,16 @@ class Folded(Mode):
         later: whether gradients of matrices are still on their way when a layer's backward ends.
     """
 
-    hidden: Spread
-    inner: Spread
-    logits: Spread
+    hidden: ActivationLayout
+    inner: ActivationLayout
+    logits: ActivationLayout
     later: bool
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self.device = this_device()
         self._sums: dict[str, _Sums] = {}  # by the path of the block, norm or head
-        self._siblings: dict[str, Siblings] = {}  # column layers by their module
+        self._siblings: dict[str, SharedInputLinears] = {}  # column layers by their module
 
     # --- what a subclass says --------------------------------------------------------------------------
 
@@ -77,11 +77,13 @@ class Folded(Mode):
         """The part of a table of words, with `words` and `width` its dims."""
 
     @abstractmethod
-    def multiply(self, role: Role) -> Multiply:
+    def multiply(self, role: Role) -> GridProduct:
         """How X W + b is computed for a column or a row."""
 
     @abstractmethod
-    def multiply_words(self, words: int) -> Callable[[torch.Tensor, torch.Tensor, Sent | None], torch.Tensor]:
+    def multiply_words(
+        self, words: int
+    ) -> Callable[[torch.Tensor, torch.Tensor, PendingWeightGrads | None], torch.Tensor]:
         """How logits are computed from hidden states and this rank's part of a table of words."""
 
     @abstractmethod
@@ -98,34 +100,34 @@ class Folded(Mode):
 
     # --- weights ---------------------------------------------------------------------------------------
 
-    def check(self, subject: Subject) -> None:
+    def check(self, subject: SplitModel) -> None:
         if self.axis.size > 1:
-            grid_checks.check(self, subject)
+            tp_grid_checks.check(self, subject)
 
     def cuts(self, role: Role, shape: Sequence[int]) -> tuple[Cut, ...]:
         if self.axis.size == 1 or not shape:
             return ()
         if role.vocabulary is not None:
             if role.bias:
-                return (cut_evenly(self.logits.width, 0, shape[0]),)
+                return (split_evenly(self.logits.width, 0, shape[0]),)
             width = role.out_dim if role.in_dim is None else role.in_dim
             return self.table(role.vocabulary, width, shape)
         if role.kind in ("column", "row") and not role.bias:
             return self.matrix(role, shape)
         if role.kind == "column":
-            return (cut_units(self.inner.width, role, 0, shape[0]),)
+            return (split_units(self.inner.width, role, 0, shape[0]),)
         if role.kind == "head":
             if role.in_dim is None:
                 return ()
-            return (cut_evenly(self.hidden.width, role.in_dim, shape[role.in_dim]),)
-        return (cut_evenly(self.hidden.width, role.out_dim, shape[role.out_dim]),)
+            return (split_evenly(self.hidden.width, role.in_dim, shape[role.in_dim]),)
+        return (split_evenly(self.hidden.width, role.out_dim, shape[role.out_dim]),)
 
     def heads(self, total: int) -> int:
         return total // self.inner.width.size
 
     # --- layers ----------------------------------------------------------------------------------------
 
-    def layer(self, path: str, old: nn.Module, subject: Subject) -> nn.Module | None:
+    def layer(self, path: str, old: nn.Module, subject: SplitModel) -> nn.Module | None:
         place, roles = subject.layers[path]
         role = roles.get("weight")
         if role is None or self.axis.size == 1:
@@ -136,37 +138,39 @@ class Folded(Mode):
         sums = self._sums_of(path, subject)
         if role.vocabulary is not None:
             shared, multiply = sums.over(self.logits), self.multiply_words(subject.words_of(path))
-            return _told(shared, VocabularyHead(old, multiply, shared, self.later), "bias")
+            return _told(shared, GridVocabHead(old, multiply, shared, self.later), "bias")
         if role.kind == "norm":
             assert isinstance(old, nn.LayerNorm)
             if place == "embedding":  # rows are whole there, and so are gradients
-                return CutNorm(old, self.hidden.width, None)
+                return ShardedLayerNorm(old, self.hidden.width, None)
             shared = sums.over(self.hidden)
-            return _told(shared, CutNorm(old, self.hidden.width, shared), "weight", "bias")
+            return _told(shared, ShardedLayerNorm(old, self.hidden.width, shared), "weight", "bias")
         if role.kind in ("column", "row"):
             shared = sums.over(self.inner if role.kind == "column" else self.hidden)
             siblings = self._siblings_of(path, role, is_transposed(roles), shared, sums)
             return _told(shared, GridLinear(old, siblings), "bias")
         if role.kind == "head":
             shared = sums.over(self.hidden)
-            return _told(shared, Classifier(old, is_transposed(roles), self.hidden, shared), "weight")
+            return _told(shared, GridClassifier(old, is_transposed(roles), self.hidden, shared), "weight")
         return None
 
-    def _siblings_of(self, path: str, role: Role, transposed: bool, shared: Shared, sums: _Sums) -> Siblings:
+    def _siblings_of(
+        self, path: str, role: Role, transposed: bool, shared: ReplicatedGradSum, sums: _Sums
+    ) -> SharedInputLinears:
         """Whom a layer is computed with: the columns of one module, or itself alone."""
         family = path.rpartition(".")[0] if role.kind == "column" else path
         if family not in self._siblings:
-            self._siblings[family] = Siblings(self.multiply(role), shared, transposed, self.later)
+            self._siblings[family] = SharedInputLinears(self.multiply(role), shared, transposed, self.later)
             sums.siblings.append(self._siblings[family])
         return self._siblings[family]
 
-    def _sums_of(self, path: str, subject: Subject) -> _Sums:
+    def _sums_of(self, path: str, subject: SplitModel) -> _Sums:
         part = next(p.name for p in subject.anatomy.parts if path == p.name or path.startswith(p.name + "."))
         return self._sums.setdefault(part, _Sums())
 
     # --- hooks -----------------------------------------------------------------------------------------
 
-    def connect(self, subject: Subject) -> None:
+    def connect(self, subject: SplitModel) -> None:
         if self.axis.size == 1:
             return
         model = subject.model
@@ -183,7 +187,7 @@ class Folded(Mode):
         elif (words := subject.words) is not None and not subject.lazy:
             *_, head = (path for path, (place, _) in subject.layers.items() if place == "head")
             model.get_submodule(head).register_forward_hook(
-                lambda module, args, logits: self.whole_logits(logits, words)
+                lambda module, args, logits: self.gather_logits(logits, words)
             )
 
     def _deal(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -221,15 +225,15 @@ class Folded(Mode):
         named = {name: own(kwargs[name]) for name in _BY_ROWS if name in kwargs}
         return (*args[:1], *beside), {**kwargs, **named}
 
-    def _draw(self, subject: Subject) -> None:
-        inside = Randomness(self.axis, self.device)
-        before = Randomness(self.hidden.width, self.device)
+    def _draw(self, subject: SplitModel) -> None:
+        inside = DropoutRng(self.axis, self.device)
+        before = DropoutRng(self.hidden.width, self.device)
         places = [(part, before) for part in subject.anatomy.embedding]
         places += [(block, inside) for block in subject.anatomy.blocks]
         for part, randomness in places:
             module = subject.model.get_submodule(part.name)
 
-            def begin(module: nn.Module = module, randomness: Randomness = randomness) -> None:
+            def begin(module: nn.Module = module, randomness: DropoutRng = randomness) -> None:
                 randomness.forget()
                 if module.training:
                     randomness.own()
@@ -244,9 +248,9 @@ class Folded(Mode):
         own, width = self.logits.mine(targets), self.logits.width
         total, _ = cross_entropy(logits, own, width, words, **options)  # type: ignore[arg-type]
         # Targets are whole here: there is nothing to ask the others.
-        return self.logits.over_rows(total), (targets != options.get("ignore_index", IGNORED)).sum()
+        return self.logits.over_rows(total), (targets != options.get("ignore_index", IGNORE_INDEX)).sum()
 
-    def whole_logits(self, logits: torch.Tensor, words: int) -> torch.Tensor:
+    def gather_logits(self, logits: torch.Tensor, words: int) -> torch.Tensor:
         return self.logits.whole(logits, words)
 
 
@@ -257,12 +261,12 @@ class _Sums:
     """What the layers of one block, norm or head sum together."""
 
     def __init__(self) -> None:
-        self.siblings: list[Siblings] = []
-        self._shared: dict[tuple[Axis, ...], Shared] = {}
+        self.siblings: list[SharedInputLinears] = []
+        self._shared: dict[tuple[Axis, ...], ReplicatedGradSum] = {}
 
-    def over(self, lies: Spread) -> Shared:
+    def over(self, lies: ActivationLayout) -> ReplicatedGradSum:
         """What sums gradients over the row shares of `lies`."""
-        return self._shared.setdefault(lies.rows, Shared(lies.rows))
+        return self._shared.setdefault(lies.rows, ReplicatedGradSum(lies.rows))
 
     def begin(self) -> None:
         for shared in self._shared.values():
@@ -277,7 +281,7 @@ class _Sums:
             siblings.end()
 
 
-def _told(shared: Shared, module: nn.Module, *names: str) -> nn.Module:
+def _told(shared: ReplicatedGradSum, module: nn.Module, *names: str) -> nn.Module:
     """`module`, whose weights of these names `shared` sums."""
     shared.homes += [(module, name) for name in names]
     return module

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpnb.models.cut import Anatomy
+from hpnb.models.model_anatomy import Anatomy
 
 
-def accept_no_rows(found: Anatomy) -> None:
+def accept_empty_batch(found: Anatomy) -> None:
     """Let the blocks of a model run on hidden states of 0 rows. Batches with rows pass as they are.
 
     The blocks get hooks; their classes and their weights stay as they are. `hpnb.models.vit` and
     `hpnb.models.gpt2` have done it.
     """
     for block in found.blocks:
-        row = _OneRow()
+        row = _PlaceholderSample()
         block.module.register_forward_pre_hook(row.before, with_kwargs=True)
         block.module.register_forward_hook(row.after)
 
@@ -39,7 +39,7 @@ def without_mask(
     return args, kwargs | {"attention_mask": None}
 
 
-class _OneRow:
+class _PlaceholderSample:
     """Remembers, from before a block to after it, whether it lent the block a row."""
 
     def __init__(self) -> None:

@@ -27,10 +27,10 @@ from torch.autograd.function import once_differentiable
 
 from hpnb.mesh import Axis
 from hpnb.record.recorder import communication
-from hpnb.tensor_parallel.partial_gradients import Shared
+from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
 
 
-class CutNorm(nn.Module):
+class ShardedLayerNorm(nn.Module):
     """Takes the place of an nn.LayerNorm over h, whose weights are cut already.
 
     Args:
@@ -41,7 +41,7 @@ class CutNorm(nn.Module):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
-    def __init__(self, old: nn.LayerNorm, width: Axis, shared: Shared | None) -> None:
+    def __init__(self, old: nn.LayerNorm, width: Axis, shared: ReplicatedGradSum | None) -> None:
         super().__init__()
         self.eps, self.width, self.shared = old.eps, width, shared
         self.register_parameter("weight", old.weight)
@@ -55,14 +55,14 @@ class CutNorm(nn.Module):
             weight, bias = self.shared.used(weight), self.shared.used(bias)
         if self.width.size == 1:
             return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)
-        normed: torch.Tensor = _CutNorm.apply(x, weight, bias, self.width, self.eps)
+        normed: torch.Tensor = _ShardedLayerNorm.apply(x, weight, bias, self.width, self.eps)
         return normed
 
     def extra_repr(self) -> str:
         return f"ranks={self.width.size}, eps={self.eps}"
 
 
-class _CutNorm(torch.autograd.Function):
+class _ShardedLayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

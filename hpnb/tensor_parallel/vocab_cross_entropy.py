@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from hpnb.comm import shares
 from hpnb.mesh import Axis
-from hpnb.models.softmax_passes import IGNORED, Words
+from hpnb.models.in_place_cross_entropy import IGNORE_INDEX, VocabShard
 from hpnb.record.recorder import communication
 
 
@@ -37,7 +37,7 @@ def cross_entropy(
     axis: Axis,
     vocabulary: int,
     *,
-    ignore_index: int = IGNORED,
+    ignore_index: int = IGNORE_INDEX,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +81,7 @@ def cross_entropy(
     return losses.sum(), (targets != ignore_index).sum()
 
 
-def own_words(axis: Axis, vocabulary: int) -> Words | None:
+def vocab_shard(axis: Axis, vocabulary: int) -> VocabShard | None:
     """Of this rank, for passes over logits in place (`hpnb.models.chunked_loss`); None if ranks have none."""
     if vocabulary < axis.size:
         return None
@@ -95,7 +95,7 @@ def own_words(axis: Axis, vocabulary: int) -> Words | None:
         _reduce(sums, axis, dist.ReduceOp.SUM)
         return most, sums[0], sums[1]
 
-    return Words(sum(shares(vocabulary, axis.size)[: axis.rank]), combine)
+    return VocabShard(sum(shares(vocabulary, axis.size)[: axis.rank]), combine)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -18,7 +18,7 @@ from hpnb.mesh import Axis
 
 
 @dataclass(frozen=True)
-class Spread:
+class ActivationLayout:
     """Hidden states, or logits, of one model on one grid.
 
     Attributes:

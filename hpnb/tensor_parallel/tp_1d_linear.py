@@ -41,13 +41,22 @@ from hpnb.comm import gather_slices, shares, sum_slices
 from hpnb.gradients import in_backward
 from hpnb.mesh import Axis
 from hpnb.record.recorder import communication
-from hpnb.tensor_parallel.overlap import ALONE, Entry, Exit, Lent, Sending, begin, matmul, product
+from hpnb.tensor_parallel.async_all_reduce import (
+    NO_COMMUNICATION,
+    ForwardWeights,
+    RegionEntry,
+    RegionExit,
+    StartedCollective,
+    begin,
+    matmul,
+    product,
+)
 
 TOKENS = 1  # the dim of (1, b s, h) that sequence parallelism cuts
 _REMEMBERED = 10_000  # inputs of blocks; many more than are ever kept for a backward
 
 
-class Line:
+class SequenceSharding:
     """The ranks of one axis, one behind the other, and how activations lie on them between two pairs.
 
     Attributes:
@@ -59,8 +68,8 @@ class Line:
         self.axis, self.sequence, self.shape = axis, sequence and axis.size > 1, (0, 0)
         self._background = Background(axis, device)
         self._shapes: dict[tuple[int, int], tuple[int, int]] = {}
-        self._enter = Entry(lambda x: x, self._sum)
-        self._leave = Exit(self._all_reduce, lambda dz: dz)
+        self._enter = RegionEntry(lambda x: x, self._sum)
+        self._leave = RegionExit(self._all_reduce, lambda dz: dz)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -104,35 +113,35 @@ class Line:
 
     # --- into a pair, and out of it ----------------------------------------------------------------------
 
-    def entry(self) -> Entry:
+    def entry(self) -> RegionEntry:
         """Into a pair: (b, s, h), or (1, b s/t, h), -> (b, s, h); backward sums."""
         if self.axis.size == 1:
-            return ALONE
+            return NO_COMMUNICATION
         if not self.sequence:
             return self._enter
         shape, sizes = self.shape, self.sizes
-        return Entry(
+        return RegionEntry(
             lambda own: gather_slices(own, self.axis, TOKENS, sizes).view(*shape, -1),
             lambda grad: self._scatter(grad, sizes),
         )
 
-    def exit(self) -> Exit | None:
+    def exit(self) -> RegionExit | None:
         """Out of a pair: a rank's part of a sum, (b, s, h), which is lost, -> (b, s, h) or (1, b s/t, h)."""
         if self.axis.size == 1:
             return None
         if not self.sequence:
             return self._leave
         shape, sizes = self.shape, self.sizes
-        return Exit(
+        return RegionExit(
             lambda z: sum_slices(z.flatten(0, 1).unsqueeze(0), self.axis, TOKENS),
             lambda dz: gather_slices(dz, self.axis, TOKENS, sizes).view(*shape, -1),
         )
 
-    def _sum(self, grad: torch.Tensor) -> Sending:
+    def _sum(self, grad: torch.Tensor) -> StartedCollective:
         grad = grad.contiguous()
         return grad, self._background.all_reduce(grad), grad
 
-    def _scatter(self, grad: torch.Tensor, sizes: tuple[int, ...]) -> Sending:
+    def _scatter(self, grad: torch.Tensor, sizes: tuple[int, ...]) -> StartedCollective:
         """(b, s, h) -> (1, b s/t, h)."""
         most, flat = max(sizes), grad.reshape(-1, grad.size(-1))  # (b s, h)
         if min(sizes) < most:
@@ -164,14 +173,14 @@ class _Cut(nn.Module):
         self.register_parameter("weight", old.get_parameter("weight"))
         self.register_parameter("bias", getattr(old, "bias", None))
         self.train(old.training)
-        self.lent: Lent | None = None  # while a region's forward is under way
+        self.lent: ForwardWeights | None = None  # while a region's forward is under way
 
     def extra_repr(self) -> str:
         shape = tuple(self.weight.shape) if self.transposed else tuple(self.weight.shape[::-1])
         return f"in={shape[0]}, out={shape[1]}, bias={self.bias is not None}"
 
 
-class ColumnLinear(_Cut):
+class ColumnParallelLinear(_Cut):
     """Columns of A: (..., in) -> (..., out of this rank), and no message; its region has sent x around."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -180,28 +189,30 @@ class ColumnLinear(_Cut):
         return product(x, self.weight, self.bias, self.transposed)
 
 
-class RowLinear(_Cut):
+class RowParallelLinear(_Cut):
     """Rows of B: (..., in of this rank) -> (..., out), summed over the ranks."""
 
-    def __init__(self, old: nn.Module, transposed: bool, line: Line) -> None:
+    def __init__(self, old: nn.Module, transposed: bool, line: SequenceSharding) -> None:
         super().__init__(old, transposed, adds=line.axis.rank == 0)
         self.line = line
 
     def forward(self, y: torch.Tensor) -> torch.Tensor:
         lent = self.lent
         if lent is None:
-            y, (lent,) = begin(y, [self], ALONE)
+            y, (lent,) = begin(y, [self], NO_COMMUNICATION)
         return matmul(y, lent, self.line.exit())
 
 
-class Region:
+class ParallelRegion:
     """What lies between the entry and the exit of a pair: an attention, or an MLP.
 
     Attributes:
         layers: its column and row layers, in the order of their use.
     """
 
-    def __init__(self, line: Line, layers: Iterable[ColumnLinear | RowLinear]) -> None:
+    def __init__(
+        self, line: SequenceSharding, layers: Iterable[ColumnParallelLinear | RowParallelLinear]
+    ) -> None:
         self.line, self.layers = line, tuple(layers)
 
     def begin(self, x: torch.Tensor) -> torch.Tensor:

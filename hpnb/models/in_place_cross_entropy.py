@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-IGNORED = -100  # as torch.nn.functional.cross_entropy has it
+IGNORE_INDEX = -100  # as torch.nn.functional.cross_entropy has it
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Words:
+class VocabShard:
     """Which of the words a rank has.
 
     Attributes:
@@ -41,7 +41,12 @@ class Words:
 
 
 def loss_and_gradient(
-    logits: torch.Tensor, words: int, targets: torch.Tensor, here: Words | None, backend: Any, trains: bool
+    logits: torch.Tensor,
+    words: int,
+    targets: torch.Tensor,
+    here: VocabShard | None,
+    backend: Any,
+    trains: bool,
 ) -> torch.Tensor:
     """(), the summed loss of `logits` (c, V'), which become its gradient if it `trains`.
 
@@ -52,7 +57,7 @@ def loss_and_gradient(
         backend: of torch.compile; None runs the passes as they are.
     """
     first, second = (_first, _second) if backend is None else _compiled(backend)
-    counted = targets != IGNORED
+    counted = targets != IGNORE_INDEX
     own = targets if here is None else targets - here.first
     own = own.masked_fill(~counted | (own < 0) | (own >= words), -1)  # -1: no column of this rank
     most, total, at = first(logits, own, words)

@@ -33,11 +33,11 @@ from torch.autograd.function import once_differentiable
 
 from hpnb.background import Background, Pending
 from hpnb.mesh import Axis
-from hpnb.tensor_parallel.arriving import Sent, tokens
-from hpnb.tensor_parallel.summa_layers import as_computed, joined_biases
+from hpnb.tensor_parallel.async_weight_grads import PendingWeightGrads, tokens
+from hpnb.tensor_parallel.tp_2d_linear import cast_for_autocast, concat_biases
 
 
-class Directions:
+class MatmulAxes3D:
     """l x l x l ranks, as one linear layer meets them: see above."""
 
     def __init__(self, rows: Axis, into: Axis, out: Axis, device: torch.device) -> None:
@@ -48,10 +48,10 @@ def linear(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
-    cube: Directions,
+    cube: MatmulAxes3D,
     dim: int,
     transposed: bool,
-    sent: Sent | None = None,
+    sent: PendingWeightGrads | None = None,
     pieces: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """X W + b for each of some layers with the same X, which is gathered once for all of them.
@@ -77,16 +77,16 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        cube: Directions,
+        cube: MatmulAxes3D,
         dim: int,
         transposed: bool,
-        sent: Sent | None,
+        sent: PendingWeightGrads | None,
         pieces: Sequence[int] | None,
         layers: int,
         *parameters: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         weights = [w for w in parameters[:layers] if w is not None]
-        ctx.kind, x = x.dtype, as_computed(x)
+        ctx.kind, x = x.dtype, cast_for_autocast(x)
         ctx.cube, ctx.sent = cube, sent
         ctx.blocks = _Blocks([tuple(w.shape) for w in weights], cube.rows, dim, transposed, pieces)
         ctx.save_for_backward(x, *weights)
@@ -97,7 +97,7 @@ class _Linear(torch.autograd.Function):
         part = flat_x @ ctx.blocks.matrix(flat_w)  # (rows of i, out of j), to be summed over k
         y, y_there = _scatter(part, cube.into)
         y_there.wait()
-        bias = joined_biases(parameters[layers:], ctx.blocks.outs, x)
+        bias = concat_biases(parameters[layers:], ctx.blocks.outs, x)
         y = y if bias is None else y.add_(bias)
         found: tuple[torch.Tensor, ...] = y.view(*x.shape[:-1], y.size(-1)).split(ctx.blocks.outs, -1)
         return found

@@ -23,18 +23,20 @@ from torch.autograd.function import once_differentiable
 
 from hpnb.background import Pending
 
-Sent = list[tuple[Sequence[torch.Tensor], Pending]]
+PendingWeightGrads = list[tuple[Sequence[torch.Tensor], Pending]]
 """Gradients of some weights, a tensor each, and what to wait for before they may be used."""
 
 
-def awaited(weights: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Sent | None]:
+def await_weight_grads(
+    weights: Sequence[torch.Tensor],
+) -> tuple[tuple[torch.Tensor, ...], PendingWeightGrads | None]:
     """The weights to use in the forward that begins, and where its backward leaves what it has sent.
 
     Where no gradient will be asked for: the weights themselves, and None.
     """
     if not torch.is_grad_enabled() or not any(w.requires_grad for w in weights):
         return tuple(weights), None
-    sent: Sent = []
+    sent: PendingWeightGrads = []
     return _Await.apply(sent, *weights), sent
 
 
@@ -45,7 +47,7 @@ def tokens(weights: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
 
 class _Await(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sent: Sent, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, sent: PendingWeightGrads, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.sent, ctx.kinds = sent, [w.dtype for w in weights]
         ctx.set_materialize_grads(False)
         return tuple(w.view_as(w) for w in weights)

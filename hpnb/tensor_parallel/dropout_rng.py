@@ -4,7 +4,7 @@
     cut           every rank drops elements of its own, or heads 0, 4, 8, ... would share one mask
 
 All ranks of an axis are seeded alike (`torch.manual_seed(seed)` on each), and draw alike: that is right for
-what is replicated. `Randomness.own` lends PyTorch's generator a state of this rank's own. It follows from the
+what is replicated. `DropoutRng.own` lends PyTorch's generator a state of this rank's own. It follows from the
 state that all have in common and from the rank: so the generator remains all there is to seed, to save and to
 restore, and activation checkpointing, which sets it back, sees the same masks again.
 
@@ -24,7 +24,7 @@ from torch import nn
 from hpnb.mesh import Axis
 
 
-class Randomness:
+class DropoutRng:
     """One for a model: whether this rank draws by itself at the moment.
 
     Args:

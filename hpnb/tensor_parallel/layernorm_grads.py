@@ -26,7 +26,7 @@ from hpnb.mesh import Axis
 from hpnb.record.recorder import communication
 
 
-class Shared:
+class ReplicatedGradSum:
     """The weights of one block that are summed over `axes`, as its layers use them.
 
     shared.begin()                     # at the start of the block's forward

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from hpnb.models import Role
-from hpnb.tensor_parallel.mode import Subject
+from hpnb.tensor_parallel.mode import SplitModel
 
 if TYPE_CHECKING:
-    from hpnb.tensor_parallel.folded import Folded
+    from hpnb.tensor_parallel.tp_grid import GridMode
 
 
-def check(mode: Folded, subject: Subject) -> None:
+def check(mode: GridMode, subject: SplitModel) -> None:
     """Raises ValueError, with the numbers and what comes nearest, if `subject` cannot be cut so."""
     width, inner = mode.hidden.width.size, mode.inner.width.size
     for attention in subject.attentions:
@@ -56,7 +56,7 @@ def _check_word_bias(path: str, bias: Role) -> None:
         raise ValueError(f"{path}.bias has a value a word, and its role must say so: vocabulary=0")
 
 
-def _check_norm(mode: Folded, path: str, module: nn.Module, subject: Subject) -> None:
+def _check_norm(mode: GridMode, path: str, module: nn.Module, subject: SplitModel) -> None:
     if not isinstance(module, nn.LayerNorm):
         raise ValueError(
             f"{path} is a {type(module).__name__}, and a {mode.describe()}, which cuts the width, knows only "
@@ -74,7 +74,7 @@ def _check_norm(mode: Folded, path: str, module: nn.Module, subject: Subject) ->
         )
 
 
-def _divides(mode: Folded, path: str, size: int, what: str, by: int) -> None:
+def _divides(mode: GridMode, path: str, size: int, what: str, by: int) -> None:
     if size % by:
         below, above = size // by * by, (size // by + 1) * by
         near = f"{below} or {above}" if below else str(above)

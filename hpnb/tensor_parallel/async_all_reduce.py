@@ -29,27 +29,27 @@ from torch.autograd.function import once_differentiable
 
 from hpnb.background import Pending
 
-Sending = tuple[torch.Tensor, Pending, torch.Tensor]
+StartedCollective = tuple[torch.Tensor, Pending, torch.Tensor]
 """A collective that has begun: what will be its result, what to wait for, and what is being sent."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class RegionEntry:
     """What is done to x on its way into a region, and to its gradient on its way out."""
 
     forward: Callable[[torch.Tensor], torch.Tensor]
-    backward: Callable[[torch.Tensor], Sending]
+    backward: Callable[[torch.Tensor], StartedCollective]
 
 
 @dataclass(frozen=True)
-class Exit:
+class RegionExit:
     """What is done to z on its way out of a region, and to its gradient on its way in."""
 
     forward: Callable[[torch.Tensor], torch.Tensor]
     backward: Callable[[torch.Tensor], torch.Tensor]
 
 
-ALONE = Entry(lambda x: x, lambda grad: (grad, Pending(), grad))
+NO_COMMUNICATION = RegionEntry(lambda x: x, lambda grad: (grad, Pending(), grad))
 
 
 class Layer(Protocol):
@@ -67,7 +67,7 @@ class Layer(Protocol):
 
 
 @dataclass(frozen=True)
-class Owed:
+class DeferredWeightGrad:
     """What the gradients of a layer's weight and bias will be made of.
 
     Attributes:
@@ -95,27 +95,35 @@ class Owed:
 
 
 @dataclass(frozen=True)
-class Lent:
+class ForwardWeights:
     """A layer's weight and bias for one forward; their gradients come from `begin`."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     adds: bool
-    owed: Owed
+    owed: DeferredWeightGrad
 
 
-def begin(x: torch.Tensor, layers: Sequence[Layer], entry: Entry) -> tuple[torch.Tensor, list[Lent]]:
+def begin(
+    x: torch.Tensor, layers: Sequence[Layer], entry: RegionEntry
+) -> tuple[torch.Tensor, list[ForwardWeights]]:
     """x as it is inside, and what `layers` are to use there."""
-    owed = [Owed(layer.transposed, layer.weight.dtype) for layer in layers]
+    owed = [DeferredWeightGrad(layer.transposed, layer.weight.dtype) for layer in layers]
     held = [p for layer in layers for p in (layer.weight, layer.bias)]
     entered, *inside = _Begin.apply(x, entry, owed, *held)
     pairs = zip(layers, inside[::2], inside[1::2], owed, strict=True)
-    return entered, [Lent(weight, bias, layer.adds, owes) for layer, weight, bias, owes in pairs]
+    return entered, [ForwardWeights(weight, bias, layer.adds, owes) for layer, weight, bias, owes in pairs]
 
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, entry: Entry, owed: list[Owed], *held: torch.Tensor | None) -> Any:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        entry: RegionEntry,
+        owed: list[DeferredWeightGrad],
+        *held: torch.Tensor | None,
+    ) -> Any:
         ctx.entry, ctx.owed = entry, owed
         ctx.set_materialize_grads(False)
         entered = entry.forward(x)
@@ -137,7 +145,7 @@ class _Begin(torch.autograd.Function):
         return None if dx is None else dx.contiguous(), None, None, *(grad for pair in found for grad in pair)
 
 
-def matmul(x: torch.Tensor, layer: Lent, leaving: Exit | None = None) -> torch.Tensor:
+def matmul(x: torch.Tensor, layer: ForwardWeights, leaving: RegionExit | None = None) -> torch.Tensor:
     """x A + b, (..., in) -> (..., out), whose backward gives the gradient of x alone.
 
     Args:
@@ -155,8 +163,8 @@ class _Matmul(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         adds: bool,
-        owed: Owed,
-        leaving: Exit | None,
+        owed: DeferredWeightGrad,
+        leaving: RegionExit | None,
     ) -> torch.Tensor:
         ctx.owed, ctx.leaving, ctx.kind = owed, leaving, x.dtype
         if torch.is_autocast_enabled(x.device.type):

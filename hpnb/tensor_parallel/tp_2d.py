@@ -33,17 +33,17 @@ from hpnb.comm import shares
 from hpnb.mesh import Axis
 from hpnb.models import Role
 from hpnb.placement import Cut
-from hpnb.tensor_parallel.arriving import Sent
-from hpnb.tensor_parallel.folded import Folded
-from hpnb.tensor_parallel.grid_layers import Multiply
-from hpnb.tensor_parallel.mode import cut_evenly, cut_units
-from hpnb.tensor_parallel.spread import Spread
-from hpnb.tensor_parallel.summa import Square
-from hpnb.tensor_parallel.summa_layers import linear, logits
-from hpnb.tensor_parallel.vocabulary import VocabularyEmbedding
+from hpnb.tensor_parallel.activation_layout import ActivationLayout
+from hpnb.tensor_parallel.async_weight_grads import PendingWeightGrads
+from hpnb.tensor_parallel.mode import split_evenly, split_units
+from hpnb.tensor_parallel.summa import SummaGrid
+from hpnb.tensor_parallel.tp_2d_linear import linear, logits
+from hpnb.tensor_parallel.tp_grid import GridMode
+from hpnb.tensor_parallel.tp_grid_layers import GridProduct
+from hpnb.tensor_parallel.vocab_embedding import VocabParallelEmbedding
 
 
-class Grid(Folded):
+class TensorParallel2D(GridMode):
     """q x q ranks, "tp.0" down and "tp.1" across; with a depth "tp.0" is that, "tp.1" down and "tp.2" across.
 
     All ranks of the world make it at once.
@@ -58,8 +58,8 @@ class Grid(Folded):
         self.axes = axis.split(depth, q, q) if depth > 1 else axis.split(q, q)
         *deep, self.down, self.across = self.axes
         self.name, self.depth, self.q = "2.5d" if depth > 1 else "2d", depth, q
-        self.square = Square(self.down, self.across, self.device, deep[0] if deep else None)
-        self.hidden = self.inner = self.logits = Spread((*deep, self.down), self.across)
+        self.square = SummaGrid(self.down, self.across, self.device, deep[0] if deep else None)
+        self.hidden = self.inner = self.logits = ActivationLayout((*deep, self.down), self.across)
         self.later = depth > 1
 
     def describe(self) -> str:
@@ -71,29 +71,31 @@ class Grid(Folded):
 
     def matrix(self, role: Role, shape: Sequence[int]) -> tuple[Cut, ...]:
         assert role.in_dim is not None
-        into = cut_evenly(self.down, role.in_dim, shape[role.in_dim])
+        into = split_evenly(self.down, role.in_dim, shape[role.in_dim])
         if role.kind == "row":
-            return into, cut_evenly(self.across, role.out_dim, shape[role.out_dim])
-        return into, cut_units(self.across, role, role.out_dim, shape[role.out_dim])
+            return into, split_evenly(self.across, role.out_dim, shape[role.out_dim])
+        return into, split_units(self.across, role, role.out_dim, shape[role.out_dim])
 
     def table(self, words: int, width: int, shape: Sequence[int]) -> tuple[Cut, ...]:
-        return cut_evenly(self.down, words, shape[words]), cut_evenly(self.across, width, shape[width])
+        return split_evenly(self.down, words, shape[words]), split_evenly(self.across, width, shape[width])
 
     def embedding(self, old: nn.Embedding, words: int) -> nn.Module:
-        return VocabularyEmbedding(old, words, self.down)
+        return VocabParallelEmbedding(old, words, self.down)
 
-    def multiply(self, role: Role) -> Multiply:
+    def multiply(self, role: Role) -> GridProduct:
         def summa(
             x: torch.Tensor,
             weights: Sequence[torch.Tensor],
             biases: Sequence[torch.Tensor | None],
             transposed: bool,
-            sent: Sent | None,
+            sent: PendingWeightGrads | None,
         ) -> tuple[torch.Tensor, ...]:
             return linear(x, weights, biases, self.square, transposed, sent)
 
         return summa
 
-    def multiply_words(self, words: int) -> Callable[[torch.Tensor, torch.Tensor, Sent | None], torch.Tensor]:
+    def multiply_words(
+        self, words: int
+    ) -> Callable[[torch.Tensor, torch.Tensor, PendingWeightGrads | None], torch.Tensor]:
         share = shares(words, self.q)
         return lambda x, table, sent: logits(x, table, self.square, share, sent)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def as_products(model: nn.Module) -> None:
+def use_patch_matmul(model: nn.Module) -> None:
     """Let all such convolutions of `model` compute a product, in place. Names, weights and hooks stay."""
     for module in model.modules():
         if type(module) is nn.Conv2d and _side_by_side(module):

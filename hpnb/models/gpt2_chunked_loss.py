@@ -1,4 +1,4 @@
-"""A GPT-2 whose training forward gives its loss and no logits (`chunked_loss.py`), whole or cut.
+"""A GPT-2 whose training forward gives its loss and no logits (`linear_cross_entropy.py`), whole or cut.
 
 model = hpnb.models.chunk_loss(hpnb.models.gpt2("124m"), 1024)
 model(input_ids=ids, labels=ids).loss.backward()          # at no time more than 1,024 rows of logits
@@ -16,9 +16,9 @@ from torch import nn
 from transformers import GPT2LMHeadModel
 from transformers.utils import ModelOutput
 
-from hpnb.models.chunked_loss import ChunkedHead, Total, cross_entropy_sum
-from hpnb.models.cut import Anatomy, Inputs, Part, wrap, wrapping
-from hpnb.models.softmax_passes import IGNORED, Words
+from hpnb.models.in_place_cross_entropy import IGNORE_INDEX, VocabShard
+from hpnb.models.linear_cross_entropy import ChunkedHead, Total, cross_entropy_sum
+from hpnb.models.model_anatomy import Anatomy, Inputs, Part, wrap, wrapping
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -45,7 +45,7 @@ def chunk_loss(model: M, chunk: int, recompute: bool = False, backend: Any = Non
     `fully_shard`.
 
     Args:
-        recompute: see `chunked_loss`; for schedules that hold many microbatches on the last stage.
+        recompute: see `chunked_cross_entropy`; for schedules that hold many microbatches on the last stage.
         backend: of torch.compile for the cross entropy, such as "inductor"; None compiles nothing.
 
     Raises:
@@ -74,7 +74,7 @@ class _OfCutLogits:
 
     def __init__(self, given: Any, vocabulary: int) -> None:
         self.given, self.vocabulary = given, vocabulary
-        self.words: Words | None = getattr(given, "words", None)
+        self.words: VocabShard | None = getattr(given, "words", None)
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.given(
@@ -108,9 +108,9 @@ class _Chunks:
     ) -> torch.Tensor:
         """As transformers calls it. Of what the output layer gives: the sum, or logits (B, s, V)."""
         if logits.dim():
-            targets = F.pad(labels, (0, 1), value=IGNORED)[:, 1:].to(logits.device)
+            targets = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].to(logits.device)
             logits = self.total(logits.flatten(0, 1), targets.flatten())
-        count = (labels[:, 1:] != IGNORED).sum().clamp(min=1)
+        count = (labels[:, 1:] != IGNORE_INDEX).sum().clamp(min=1)
         return logits / (count if num_items_in_batch is None else num_items_in_batch)
 
     # --- the whole model ---------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
     for each c of n / chunk:
         logits_c = hidden_c W^T              (chunk, V)        forgotten before the next chunk
         loss    += sum of cross entropies of logits_c
-        dlogits  = softmax(logits_c) - targets                 in their place (`softmax_passes.py`)
+        dlogits  = softmax(logits_c) - targets                 in their place (`in_place_cross_entropy.py`)
         dhidden_c = dlogits W                (chunk, h)
         dW      += dlogits^T hidden_c        (V, h), in float32 at least
 
@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from hpnb.models.softmax_passes import IGNORED, Words, loss_and_gradient
+from hpnb.models.in_place_cross_entropy import IGNORE_INDEX, VocabShard, loss_and_gradient
 
 ROWS = {"cuda": 64}  # of W: a multiple of it where logits are computed
 Total = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (logits (c, V), targets (c,)) -> (), their sum
@@ -44,10 +44,10 @@ Total = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (logits (c, V), 
 def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The sum of cross entropies, in float32 at least; of no target it is 0."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
-def chunked_loss(
+def chunked_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
@@ -164,7 +164,7 @@ def _one(
     logits: torch.Tensor, words: int, targets: torch.Tensor, total: Total, backend: Any, trains: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(loss, dlogits) of one chunk (c, V'), of which V are words; the logits are lost."""
-    here: Words | None = getattr(total, "words", None)
+    here: VocabShard | None = getattr(total, "words", None)
     if backend is not None and (here is not None or total is cross_entropy_sum):
         with torch.no_grad():
             value = loss_and_gradient(logits, words, targets, here, backend, trains)
@@ -177,8 +177,8 @@ def _one(
         with torch.no_grad():  # in place, where autograd would keep four such tensors
             logs = F.log_softmax(logits[:, :words].to(torch.promote_types(dtype, torch.float32)), -1)
             del logits
-            value = F.nll_loss(logs, targets, ignore_index=IGNORED, reduction="sum")
-            counted = targets != IGNORED
+            value = F.nll_loss(logs, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+            counted = targets != IGNORE_INDEX
             d_logits = logs.exp_()
             at = targets.masked_fill(~counted, 0).unsqueeze(1)
             d_logits.scatter_add_(1, at, d_logits.new_full((1, 1), -1.0).expand_as(at))
@@ -210,7 +210,7 @@ class ChunkedHead:
     Args:
         head: without a bias; its weight is (V, h).
         chunk: tokens at a time.
-        total, recompute, backend: see `chunked_loss`.
+        total, recompute, backend: see `chunked_cross_entropy`.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class ChunkedHead:
 
     def tell(self, labels: torch.Tensor | None) -> None:
         """The next forwards are of these labels (B, s), position i asked for label i + 1; or of none."""
-        self.targets = None if labels is None else F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+        self.targets = None if labels is None else F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
 
     @property
     def gives_loss(self) -> bool:
@@ -245,6 +245,6 @@ class ChunkedHead:
             )
         weight: Any = self.head.weight
         targets = self.targets.to(hidden.device).flatten()
-        return chunked_loss(
+        return chunked_cross_entropy(
             hidden.flatten(0, 1), weight, targets, self.chunk, self.total, self.recompute, self.backend
         )

@@ -19,7 +19,7 @@ from hpnb.comm import all_reduce, shares
 from hpnb.mesh import Axis
 
 
-class VocabularyEmbedding(nn.Module):
+class VocabParallelEmbedding(nn.Module):
     """Rows of an embedding, of which this rank has some: ids (...) -> (..., h), equal on all ranks.
 
     Args:

@@ -172,7 +172,7 @@ def test_a_model_gives_its_loss_and_no_logits() -> None:
     found = chunked(**batch)
     found.loss.backward()
     assert abs(float(found.loss - wanted)) < 1e-12
-    for ours, theirs in zip(linear_cross_entropy.parameters(), model.parameters(), strict=True):
+    for ours, theirs in zip(chunked.parameters(), model.parameters(), strict=True):
         if float(theirs.grad.norm()) > 1e-9:  # type: ignore[union-attr]
             assert apart(ours.grad, theirs.grad) < 1e-12
     assert not hasattr(found, "logits")

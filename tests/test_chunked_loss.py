@@ -278,11 +278,11 @@ def test_compiled_it_is_one_process_too() -> None:
     """Words cut over ranks whose three numbers are combined; 53 words as 27 and 26, each with rows to 32."""
 
     def fast(case: Case) -> Any:
-        compile_blocks.ON_CPUS, chunked.ROWS = "aot_eager", {"cpu": 16}
+        compile_blocks.ON_CPUS, linear_cross_entropy.ROWS = "aot_eager", {"cpu": 16}
         try:
             return train(case, {"loss_chunk": 5, "enable_jit_fused": True})
         finally:
-            compile_blocks.ON_CPUS, chunked.ROWS = None, {}
+            compile_blocks.ON_CPUS, linear_cross_entropy.ROWS = None, {}
 
     with hpnb.Ranks(2, timeout=120) as ranks:
         for case in (TWO[0], TWO[3], TWO[6], TWO[7]):

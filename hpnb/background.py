@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from hpnb.mesh import Axis
-from hpnb.peer_sums import peer_sums
 from hpnb.record.recorder import begun, waiting
+from hpnb.symmetric_all_reduce import make_symmetric_all_reduce
 
 LARGE = 2**20  # bytes: below, a message of many signals takes longer than one kernel of NCCL
 
@@ -54,8 +54,8 @@ class Background:
     """Starts collectives along `axis` for tensors on `device`.
 
     Args:
-        copy_engines: on GPUs of one machine large all-reduces go by their copy engines (`hpnb.peer_sums`).
-            All ranks ask for it alike.
+        copy_engines: on GPUs of one machine large all-reduces go by their copy engines
+            (`hpnb.symmetric_all_reduce`). All ranks ask for it alike.
 
     Attributes:
         copies: what sums by copy engines; None where NCCL or gloo does.
@@ -67,7 +67,7 @@ class Background:
         self.axis = axis
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.averages = self._stream is not None
-        self.copies = peer_sums(axis, device) if copy_engines else None
+        self.copies = make_symmetric_all_reduce(axis, device) if copy_engines else None
 
     def all_reduce(self, flat: torch.Tensor, average: bool = False) -> Pending:
         """Sum `flat` over the ranks, in place; `average` divides by their number."""

@@ -14,7 +14,7 @@ from tensor_cases import apart, lm_case, own_loss, serial
 from tensor_cases import train as train_cut
 
 import hpnb
-from hpnb.hybrid.losses import causal
+from hpnb.hybrid.model_loss import causal
 from hpnb.tensor_parallel import full_gradients, full_state_dict, parallelize
 
 STYLES = tuple(CHUNKS)

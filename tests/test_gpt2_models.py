@@ -552,7 +552,7 @@ def test_anatomies_are_copied_and_pickled() -> None:
 def test_a_pipeline_takes_a_gpt2_apart() -> None:
     """Without running one: its layers are the anatomy's, and on meta, where FLOPs are counted, they run."""
     from hpnb.pipeline_parallel.layer_costs import flops_of
-    from hpnb.pipeline_parallel.layers import layers, shared
+    from hpnb.pipeline_parallel.layers import layers, shared_parameters
 
     inputs = batches()["padded right"]
     for classes in (None, 4):
@@ -560,7 +560,7 @@ def test_a_pipeline_takes_a_gpt2_apart() -> None:
         flops = flops_of(found, inputs)
         assert 3 * sum(flops) == TINY.training_flops(3, 8, classes)
         assert all(layer.causal is (classes is None) for layer in found)
-    homes = shared([[layer] for layer in layers(gpt2(TINY))])
+    homes = shared_parameters([[layer] for layer in layers(gpt2(TINY))])
     assert homes == {("transformer.wte.weight", "lm_head.weight"): (0, 3)}
 
 

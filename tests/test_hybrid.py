@@ -45,8 +45,8 @@ from hpnb.hybrid import (
     global_loss,
 )
 from hpnb.pipeline_parallel import Builder, Pipeline, schedules
-from hpnb.pipeline_parallel.microbatches import deal
-from hpnb.pipeline_parallel.stages import Whole
+from hpnb.pipeline_parallel.microbatches import split_batch
+from hpnb.pipeline_parallel.stages import WholeModel
 
 D = torch.float64
 EXACT = {"SGD": 1e-11, "AdamW": 1e-6}  # Adam magnifies rounding where a gradient is near its epsilon
@@ -1051,11 +1051,15 @@ def test_a_loader_of_torch_is_not_dealt_out(pools: dict[int, hpnb.Ranks]) -> Non
 
 def test_a_batch_is_dealt_out_whatever_its_size() -> None:
     given = {"x": torch.arange(10), "name": "all"}
-    assert [len(part["x"]) for part in deal(given, 4)] == [3, 3, 2, 2]
-    assert [len(part["x"]) for part in deal(given, 4, multiple=2)] == [4, 2, 2, 2]
-    assert [len(part["x"]) for part in deal({"x": torch.arange(5)}, 4, multiple=2)] == [2, 3, 0, 0]
-    assert [len(part["x"]) for part in deal({"x": torch.arange(0)}, 2)] == [0, 0]
-    assert torch.equal(torch.cat([part["x"] for part in deal(given, 4, multiple=2)]), torch.arange(10))
+
+    def sizes(samples: int, microbatches: int, **how: Any) -> list[int]:
+        return [len(part["x"]) for part in split_batch({"x": torch.arange(samples)}, microbatches, **how)]
+
+    assert sizes(10, 4) == [3, 3, 2, 2]
+    assert sizes(10, 4, multiple=2, allow_empty=True) == [4, 2, 2, 2]
+    assert sizes(5, 4, multiple=2, allow_empty=True) == [2, 3, 0, 0]
+    assert sizes(0, 2, allow_empty=True) == [0, 0]
+    assert torch.equal(torch.cat([part["x"] for part in split_batch(given, 4, multiple=2)]), torch.arange(10))
 
 
 def other_schedules() -> str:
@@ -1077,7 +1081,7 @@ def test_a_pipeline_takes_another_schedule_of_the_same_stages(pools: dict[int, h
 
 def test_a_whole_model_as_a_stage_keeps_its_names() -> None:
     model = Classifier()
-    stage = Whole(model)
+    stage = WholeModel(model)
     assert list(stage.state_dict()) == list(model.state_dict())
     assert stage.eval() is stage
     assert not model.training

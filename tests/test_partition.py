@@ -22,7 +22,7 @@ from hpnb.models.registry import REGISTERED
 from hpnb.pipeline_parallel.layer_costs import flops_of, parameters_of, seconds_of
 from hpnb.pipeline_parallel.layers import Builder, Layer, first_input, layers
 from hpnb.pipeline_parallel.partition import balanced, cut, uniform
-from hpnb.pipeline_parallel.stages import Stages, Tied, full_state_dict
+from hpnb.pipeline_parallel.stages import Stages, TiedWeight, full_state_dict
 from hpnb.placement import Cut
 
 D = torch.float64
@@ -511,7 +511,7 @@ def test_the_rest_of_the_model_goes() -> None:
 def test_tied_weights_are_found(language: None) -> None:
     model = Language()
     dealt = cut(layers(model), 3)
-    wanted = (Tied(("wte.weight", "out.weight"), (0, 2)),)
+    wanted = (TiedWeight(("wte.weight", "out.weight"), (0, 2)),)
     for rank in range(3):
         mine = Stages(cut(layers(copy.deepcopy(model)), 3), (rank,), "cpu", fake(3, rank))
         assert mine.tied == wanted
@@ -529,14 +529,14 @@ def test_tied_weights_are_found(language: None) -> None:
 
     items = tower()
     assert Stages(cut(layers(items), 8), (0,), "cpu").tied == (
-        Tied(("twice.weight", "again.weight"), (2, 5)),
-        Tied(("twice.bias", "again.bias"), (2, 5)),
+        TiedWeight(("twice.weight", "again.weight"), (2, 5)),
+        TiedWeight(("twice.bias", "again.bias"), (2, 5)),
     )
     assert Stages(cut(layers(items), 2, [6, 2]), (0,), "cpu").tied == ()
     one = nn.Linear(2, 2, bias=False)
     thrice = nn.Sequential(nn.Sequential(one, one), nn.ReLU(), one)
     assert Stages(cut(layers(thrice), 3), (0,), "cpu").tied == (
-        Tied(("0.0.weight", "0.1.weight", "2.weight"), (0, 0, 2)),
+        TiedWeight(("0.0.weight", "0.1.weight", "2.weight"), (0, 0, 2)),
     )
 
     def run(hidden: Any, inputs: Any) -> Any:
@@ -544,7 +544,7 @@ def test_tied_weights_are_found(language: None) -> None:
 
     first, last = (Part("a.x", nn.ReLU()), Part("b.y", one)), (Part("a.z", one),)
     crossed = Stages([[Layer(first, run)], [], [Layer(last, run)]], (0, 2), "cpu", fake(2, 0))
-    assert crossed.tied == (Tied(("b.y.weight", "a.z.weight"), (0, 2)),)
+    assert crossed.tied == (TiedWeight(("b.y.weight", "a.z.weight"), (0, 2)),)
     assert [name for name, _ in crossed.named_parameters()] == ["a.z.weight"]  # which is not its first home
     assert placement.of(one.weight).tied_to is None
 

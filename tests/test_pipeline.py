@@ -15,7 +15,7 @@ from torch import nn
 import hpnb
 from hpnb import Layout, Mesh
 from hpnb.pipeline_parallel import Builder, Schedule, full_state_dict, schedules
-from hpnb.pipeline_parallel.microbatches import split
+from hpnb.pipeline_parallel.microbatches import split_batch
 
 HIDDEN, TOKENS, CLASSES, LAYERS = 6, 3, 5, 8
 STEPS = 2
@@ -290,7 +290,7 @@ def _skip_a_weight_gradient(pipe: Any) -> None:
 def _mean_of_means(pipe: Any) -> None:
     from hpnb.pipeline_parallel import loss
 
-    loss.targets = lambda inputs, causal=False: 1
+    loss.count_targets = lambda inputs, causal=False: 1
 
 
 FAULTS = {
@@ -304,16 +304,16 @@ FAULTS = {
 def train_with(fault: str) -> Found:
     from hpnb.pipeline_parallel import loss, microbatches
 
-    case, kept = Case("zb-h1", 2, 3, True), loss.targets
+    case, kept = Case("zb-h1", 2, 3, True), loss.count_targets
     mesh = Mesh(Layout(pp=2))
     pipe = hpnb.Pipeline(model(), mesh.pp, case.schedule(), mean_loss)
     (given,) = case.batches(0)
-    pipe.parts = microbatches.split(given, 3)  # type: ignore[attr-defined]
+    pipe.parts = microbatches.split_batch(given, 3)  # type: ignore[attr-defined]
     FAULTS[fault](pipe)
     try:
         value = pipe.step(given).loss.item()
     finally:
-        loss.targets = kept
+        loss.count_targets = kept
     return {"loss": value, "gradients": {n: p.grad for n, p in pipe.named_parameters()}}
 
 
@@ -730,7 +730,7 @@ def by_one_process(pair: bool, plan: tuple[bool, ...], tied: bool) -> dict[str, 
         count: Any = 0
         for replica in range(2):
             given = batch(7 + replica, 10 * step + replica)
-            for one in split(given, 3):
+            for one in split_batch(given, 3):
                 if tied:
                     x = one["x"].repeat(1, 1, 2)[:, 0, :HIDDEN]
                     total, count = total + (alone(x) - x).square().sum(), count + len(x)

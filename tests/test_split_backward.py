@@ -1008,7 +1008,7 @@ class Own(nn.Linear):
 
 
 def test_rules_are_by_exact_type_and_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Doubled(weight_gradients.Matmul):
+    class Doubled(weight_gradients.MatmulRule):
         def forward(self, module: Any, x: Any, weight: Any, bias: Any) -> torch.Tensor:
             return super().forward(module, x, 2 * weight, bias)
 

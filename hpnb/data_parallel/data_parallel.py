@@ -46,7 +46,7 @@ class DataParallel(nn.Module):
         static_graph: every step uses the same parameters in the same order; the first one tells which.
         overlap_communication: reduce during the backward; False does it after.
         copy_engines: on GPUs of one machine, reduce by their copy engines and not by kernels, which take
-            multiprocessors from the matmuls of the backward (`hpnb.peer_sums`).
+            multiprocessors from the matmuls of the backward (`hpnb.symmetric_all_reduce`).
         average: False sums instead, for losses that are divided by the global count already.
 
     All ranks wrap the same model with the same options, freeze what is to be frozen before, and run several

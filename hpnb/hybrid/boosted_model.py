@@ -24,13 +24,19 @@ from torch.utils._pytree import tree_map
 from hpnb import data_parallel
 from hpnb.data_parallel import DataParallel
 from hpnb.hybrid.global_loss import Weigher, with_loss
-from hpnb.hybrid.losses import OwnLoss
+from hpnb.hybrid.model_loss import OwnLoss
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel import Pipeline
-from hpnb.pipeline_parallel.microbatches import TARGETS, deal, rows_of, targets, to_device
-from hpnb.pipeline_parallel.result import StepResult
-from hpnb.pipeline_parallel.stages import Stages, Whole
+from hpnb.pipeline_parallel.microbatches import (
+    TARGET_NAMES,
+    batch_size,
+    count_targets,
+    split_batch,
+    to_device,
+)
+from hpnb.pipeline_parallel.stages import Stages, WholeModel
+from hpnb.pipeline_parallel.step_result import PipelineStepResult
 from hpnb.ranks.here import device as this_device
 
 Criterion = Callable[[Any, Any], Any]
@@ -50,7 +56,7 @@ class Boosted(nn.Module):
         kind, config: of the whole model, for whoever saves it.
 
     Attributes:
-        last_step: the `StepResult` of the last `execute_pipeline`, with its timeline if it was recorded.
+        last_step: the result of the last `execute_pipeline`, with its timeline if it was recorded.
         stepper: gives what stands behind the optimizer that steps it (`boosted_optimizer.py`), or None.
     """
 
@@ -77,7 +83,7 @@ class Boosted(nn.Module):
         self.training = module.training
         self.plugin, self.axes, self.causal = plugin, tuple(axes), causal
         self.kind, self.whole_config = kind, config
-        self.last_step: StepResult | None = None
+        self.last_step: PipelineStepResult | None = None
         self._own, self._weigher, self._device = own, Weigher(plugin.mesh.dp), this_device()
         self._pipe, self._syncs = pipe, True
         self._criterion: Criterion | None = None
@@ -123,7 +129,7 @@ class Boosted(nn.Module):
         """
         if isinstance(self.module, Stages):
             raise RuntimeError(
-                f"this rank has stages {self.module.mine} of the model alone; call "
+                f"this rank has stages {self.module.numbers} of the model alone; call "
                 "booster.execute_pipeline(data_iter, model, criterion, optimizer)"
             )
         args, kwargs = self._brought(args), self._brought(kwargs)
@@ -136,7 +142,7 @@ class Boosted(nn.Module):
             else:
                 outputs = runs(*args, **{name: v for name, v in kwargs.items() if name != "labels"})
                 outputs = type(outputs)(loss=self._own(outputs, label), **dict(outputs.items()))
-        named = any(name in kwargs for name in TARGETS) or not args
+        named = any(name in kwargs for name in TARGET_NAMES) or not args
         return self._weigher(outputs, self._count(kwargs if named else args))
 
     def weighed_as_sums(self) -> AbstractContextManager[None]:
@@ -173,7 +179,7 @@ class Boosted(nn.Module):
         scale: float = 1.0,
         keep: bool = False,
         record: bool = False,
-    ) -> StepResult:
+    ) -> PipelineStepResult:
         """Forward, and backward if it `trains`, of a batch by the plugin's schedule. All ranks call it.
 
         Args:
@@ -185,8 +191,8 @@ class Boosted(nn.Module):
         """
         batch = self._brought(to_device(batch, self._device))
         pipe = self._pipe or self._make_pipe()
-        pipe.split = partial(deal, multiple=self.plugin.row_shares)
-        pipe.schedule = self.plugin.schedule(self._agreed(self.plugin.microbatches(rows_of(batch))))
+        pipe.split = partial(split_batch, allow_empty=True, multiple=self.plugin.row_shares)
+        pipe.schedule = self.plugin.schedule(self._agreed(self.plugin.microbatches(batch_size(batch))))
         new, before = criterion or _own_loss, self._criterion
         if getattr(new, "__code__", new) != getattr(before, "__code__", before):
             pipe.loss_fn = self._loss  # it may count for itself, where the one before did not
@@ -227,7 +233,7 @@ class Boosted(nn.Module):
         elif self._replica is not None:
             sink = self._replica.sink
         told: Any = None if sink is None else SimpleNamespace(sink=sink)  # which goes on listening by itself
-        stage = Whole(module, _entries(module, self._own), self.causal)
+        stage = WholeModel(module, _entries(module, self._own), self.causal)
         pipe = Pipeline(stage, mesh.pp, self.plugin.schedule(1), self._loss, told, replicas=mesh.dp)
         self._pipe = pipe
         return pipe
@@ -259,14 +265,14 @@ class Boosted(nn.Module):
 
         batch = to_device(batch, self._device)
         if isinstance(batch, Mapping):
-            return {n: value if n in TARGETS else tree_map(cast, value) for n, value in batch.items()}
+            return {n: value if n in TARGET_NAMES else tree_map(cast, value) for n, value in batch.items()}
         if isinstance(batch, tuple | list):
             return tuple(tree_map(cast, value) if i == 0 else value for i, value in enumerate(batch))
         return cast(batch)
 
     def _count(self, inputs: Any) -> torch.Tensor:
         """(), float64: this rank's targets."""
-        count = targets(inputs, self.causal)
+        count = count_targets(inputs, self.causal)
         if isinstance(count, torch.Tensor):
             return count.to(self._device, torch.float64)
         return torch.full((), count, dtype=torch.float64, device=self._device)
@@ -289,7 +295,7 @@ def _entries(module: nn.Module, own: OwnLoss | None) -> Callable[[Collection[str
     parameters = inspect.signature(module.forward).parameters.values()
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    targets = TARGETS if own is not None else ()
+    targets = TARGET_NAMES if own is not None else ()
 
     def takes(names: Collection[str]) -> list[str]:
         left = [name for name in names if name not in targets]

@@ -33,13 +33,13 @@ from hpnb.data_parallel.zero_plan import treats_elements_alike
 from hpnb.hybrid import boosted_optimizer, compile_blocks, recompute
 from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.boosted_optimizer import BoostedOptimizer, Stepper
-from hpnb.hybrid.losses import own_loss
+from hpnb.hybrid.model_loss import own_loss
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.training.hybrid_adam import HybridAdam
 from hpnb.models import accept_empty_batch, anatomy, chunk_loss, use_patch_matmul
 from hpnb.models.empty_batch import without_mask
 from hpnb.pipeline_parallel import Builder, Pipeline
-from hpnb.pipeline_parallel.stages import bring
+from hpnb.pipeline_parallel.stages import move_module
 from hpnb.precision import Masters
 from hpnb.ranks.here import device as this_device
 
@@ -88,7 +88,7 @@ def parallelize_model(
         if isinstance(model, Builder):
             plugin.policy.cast(pipe.module)
     elif plugin.zero_stage < 3:  # which brings it unit by unit
-        bring(model, this_device())
+        move_module(model, this_device())
     module = model if pipe is None else pipe.module
     assert isinstance(module, nn.Module)
     for name, p in module.named_parameters():  # which thereby know their names

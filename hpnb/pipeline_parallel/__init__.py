@@ -13,7 +13,7 @@ pipeline.py         Pipeline: what a training loop calls
 executor.py         one rank's list, action by action
 split_backward.py   I and W
 transfers.py        from rank to rank
-boundary.py, microbatches.py, loss.py, completion.py, ties.py, result.py
+boundary.py, microbatches.py, loss.py, grad_ready.py, tied_weights.py, step_result.py
 """
 
 from __future__ import annotations

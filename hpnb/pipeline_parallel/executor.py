@@ -27,11 +27,11 @@ from torch.utils._pytree import tree_map
 
 from hpnb.pipeline_parallel import boundary
 from hpnb.pipeline_parallel.boundary import Boundary
-from hpnb.pipeline_parallel.completion import Completion
+from hpnb.pipeline_parallel.grad_ready import GradReady
 from hpnb.pipeline_parallel.loss import Loss
 from hpnb.pipeline_parallel.schedule import Action, Schedule
 from hpnb.pipeline_parallel.split_backward import SplitBackward
-from hpnb.pipeline_parallel.transfers import Arrival, Pair, Queue, Shape
+from hpnb.pipeline_parallel.transfers import Arrival, MessageQueue, Pair, Shape
 from hpnb.ranks.devices import usable_cores
 from hpnb.ranks.here import device, world_size
 from hpnb.record.recorder import Recorder
@@ -41,7 +41,7 @@ Known = dict[tuple[int, Any], Boundary]  # by stage and signature of a microbatc
 Stage = Callable[[int, Any, Any], Any]  # (number, what the stage before gave, inputs) -> what this one gives
 
 
-class Plan:
+class RankSchedule:
     """What one rank's part of a schedule amounts to, whatever the batch.
 
     Attributes:
@@ -60,7 +60,7 @@ class Plan:
         self.late = next((a.microbatch for a in ends[forwards[-1] :] if a.op in ("I", "B")), -1)
 
 
-class Execution:
+class StepExecution:
     """Runs one rank's part of a schedule once.
 
     Args:
@@ -76,15 +76,15 @@ class Execution:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RankSchedule,
         stages: Stage,
-        queues: Mapping[Pair, Queue],
+        queues: Mapping[Pair, MessageQueue],
         inputs: Sequence[Any],
         signatures: Sequence[Any],
         known: Known,
         loss: Loss | None,
         corrects: bool | None,
-        completion: Completion | None,
+        completion: GradReady | None,
         split: SplitBackward,
         recorder: Recorder | None,
         keep: bool,

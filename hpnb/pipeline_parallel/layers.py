@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from hpnb.models import Anatomy, Part, anatomy
-from hpnb.pipeline_parallel.microbatches import TARGETS
+from hpnb.pipeline_parallel.microbatches import TARGET_NAMES
 
 Inputs = Any  # one microbatch: a mapping, a tensor, or a tuple or list whose first item is meant
 Kind = Literal["embedding", "block", "head", "layer"]
@@ -130,7 +130,7 @@ def first_input(inputs: Inputs) -> Any:
         ValueError: there is none.
     """
     if isinstance(inputs, Mapping):
-        inputs = [value for name, value in inputs.items() if name not in TARGETS]
+        inputs = [value for name, value in inputs.items() if name not in TARGET_NAMES]
     if isinstance(inputs, Sequence):
         if not len(inputs):
             raise ValueError("the batch has no entry for the first layer; put its input in front")
@@ -138,7 +138,7 @@ def first_input(inputs: Inputs) -> Any:
     return inputs
 
 
-def shared(stages: Sequence[Sequence[Layer]]) -> dict[tuple[str, ...], tuple[int, ...]]:
+def shared_parameters(stages: Sequence[Sequence[Layer]]) -> dict[tuple[str, ...], tuple[int, ...]]:
     """Parameters that are one and the same under several names: {names: the stage of each}.
 
     Names are those of the whole model, in its order. Layers that are not built share nothing.

@@ -5,7 +5,7 @@
     d loss / d mean_m = n_m / N     where it gives a mean, of n_m targets
 
 A backward begins before the last microbatch has been forward, so N must be known before anything is. Targets
-are counted in the batch (`microbatches.targets`), which is exact for means. A loss function that counts for
+are counted in the batch (`count_targets`), which is exact for means. A loss function that counts for
 itself may count something else: then backwards have started from 1/N', with N' the targets times what each of
 them counted in the step before, and every gradient is multiplied by N'/N when it is complete. All ranks learn
 this `correction` with a gradient that they wait for anyway.
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hpnb.mesh import Axis
-from hpnb.pipeline_parallel.microbatches import targets
+from hpnb.pipeline_parallel.microbatches import count_targets
 
 LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, Any]]
 
@@ -31,7 +31,7 @@ class Loss:
     Args:
         function: (outputs, inputs) of a microbatch -> (sum, count), or the mean over its targets.
         inputs: of each microbatch.
-        causal: see `microbatches.targets`.
+        causal: see `microbatches.count_targets`.
         replicas: the data axis over which N is summed, if there is one.
         scale: the gradients are those of the loss times this.
         per_target: what a loss function that counts for itself is expected to count for each target. The
@@ -49,7 +49,7 @@ class Loss:
         per_target: float | torch.Tensor = 1.0,
     ) -> None:
         self._function, self._inputs, self._replicas, self._device = function, inputs, replicas, device
-        self._counts = torch.stack([self._number(targets(one, causal)) for one in inputs])  # (m,)
+        self._counts = torch.stack([self._number(count_targets(one, causal)) for one in inputs])  # (m,)
         self._all = self._over_replicas(self._counts.sum())
         self._expected = self._all.clamp(min=1)  # a batch without targets has gradients of 0
         # Of all microbatches at once: small kernels are in the way of large ones.

@@ -1,10 +1,10 @@
-"""A batch in microbatches, and how many targets each of them has.
+"""A batch is split into microbatches, and the targets of each are counted.
 
-    batch (B, ...)  ->  m microbatches of B/m samples, the first ones one more where it is uneven
+    batch (B, ...)  ->  m microbatches of B/m samples; where that is uneven, the first ones have one more
     loss            =   sum over microbatches and replicas of (sum of losses) / (count of all targets)
 
-A mean of means is not the mean: with 5 samples in 2 microbatches the third sample would count 1/6 and the
-fourth 1/4. So a mean over a microbatch is weighted by its count, and one division by that of all ends it.
+A mean of means is not the mean: with 5 samples in 2 microbatches the third sample would weigh 1/6 and the
+fourth 1/4. So each microbatch's mean is weighted by its count, and divided once by the count of all.
 """
 
 from __future__ import annotations
@@ -18,100 +18,91 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from hpnb.comm import shares
 
-IGNORED = -100  # a target that does not count, as everywhere in PyTorch and transformers
-TARGETS = ("labels", "label", "targets", "target")  # what they are called in a batch
+IGNORE_INDEX = -100  # a target that does not count, as everywhere in PyTorch and transformers
+TARGET_NAMES = ("labels", "label", "targets", "target")  # what targets are called in a batch
 
 
-def split(batch: Any, microbatches: int) -> list[Any]:
-    """`batch`, m times, with its share of every tensor's first dim; what is no tensor goes to all.
-
-    Raises:
-        ValueError: fewer samples than microbatches, or tensors that disagree on how many there are.
-    """
-    rows = rows_of(batch)
-    if rows < microbatches:
-        raise ValueError(
-            f"a batch of {rows} samples cannot be split into {microbatches} microbatches; "
-            f"use a batch of at least {microbatches}, or a schedule with at most {rows} microbatches"
-        )
-    return deal(batch, microbatches)
-
-
-def deal(batch: Any, microbatches: int, multiple: int = 1) -> list[Any]:
-    """As `split`, but with fewer samples than microbatches the last ones have no rows.
+def split_batch(batch: Any, microbatches: int, *, multiple: int = 1, allow_empty: bool = False) -> list[Any]:
+    """Split every tensor of `batch` along its first dim; values that are no tensors go to all microbatches.
 
     Args:
-        multiple: of which all have rows but the last that has any, which takes what is left over.
+        multiple: the size of every microbatch is a multiple of this; the last one that has samples also takes
+            the remainder.
+        allow_empty: with fewer samples than microbatches, give the last ones no samples.
 
     Raises:
-        ValueError: tensors that disagree on how many samples there are.
+        ValueError: fewer samples than microbatches, or tensors that disagree on how many samples there are.
     """
+    samples = batch_size(batch)
+    if samples < microbatches and not allow_empty:
+        raise ValueError(
+            f"a batch of {samples} samples cannot be split into {microbatches} microbatches; "
+            f"use a batch of at least {microbatches}, or a schedule with at most {samples} microbatches"
+        )
     leaves, form = tree_flatten(batch)
-    rows = rows_of(batch)
-    sizes = [multiple * share for share in shares(rows // multiple, microbatches)]
+    sizes = [multiple * share for share in shares(samples // multiple, microbatches)]
     last = max((i for i, size in enumerate(sizes) if size), default=0)
-    sizes[last] += rows % multiple
-    cut = [leaf.split(sizes) if _has_rows(leaf) else [leaf] * microbatches for leaf in leaves]
-    return [tree_unflatten([parts[i] for parts in cut], form) for i in range(microbatches)]
+    sizes[last] += samples % multiple
+    columns = [leaf.split(sizes) if _has_samples(leaf) else [leaf] * microbatches for leaf in leaves]
+    return [tree_unflatten([column[i] for column in columns], form) for i in range(microbatches)]
 
 
-def join(outputs: Sequence[Any]) -> Any:
-    """Outputs of all microbatches as one: tensors end to end along their first dim, scalars as (m,)."""
+def join_outputs(outputs: Sequence[Any]) -> Any:
+    """Join the outputs of all microbatches: tensors along their first dim, scalars into a tensor (m,)."""
     flat = [tree_flatten(output) for output in outputs]
-    joined = [_joined(parts) for parts in zip(*(leaves for leaves, _ in flat), strict=True)]
+    joined = [_join_leaves(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
     return tree_unflatten(joined, flat[0][1])
 
 
-def signatures(inputs: Sequence[Any]) -> list[Hashable]:
+def signatures(microbatches: Sequence[Any]) -> list[Hashable]:
     """What decides the shapes of everything that is computed from each microbatch."""
-    form = str(tree_flatten(inputs[0])[1])  # all have the same
-    return [(form, tuple(_looks(leaf) for leaf in tree_flatten(one)[0])) for one in inputs]
+    form = str(tree_flatten(microbatches[0])[1])  # all have the same
+    return [(form, tuple(_leaf_signature(leaf) for leaf in tree_flatten(m)[0])) for m in microbatches]
 
 
-def _looks(leaf: Any) -> Hashable:
-    # Not the values of other things: a name or a number may be another in every step.
+def _leaf_signature(leaf: Any) -> Hashable:
+    # The type of other values and not the values: a name or a number may differ in every step.
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype
     return leaf if leaf is None or isinstance(leaf, bool) else type(leaf).__name__
 
 
-def rows_of(batch: Any) -> int:
-    """How many rows all tensors of a batch have.
+def batch_size(batch: Any) -> int:
+    """How many samples a batch has: the size of the first dim of all its tensors.
 
     Raises:
-        ValueError: none has a first dim, or they disagree.
+        ValueError: no tensor has a first dim, or they disagree.
     """
-    found = {leaf.size(0) for leaf in tree_flatten(batch)[0] if _has_rows(leaf)}
-    if not found:
+    sizes = {leaf.size(0) for leaf in tree_flatten(batch)[0] if _has_samples(leaf)}
+    if not sizes:
         raise ValueError("the batch has no tensor with a first dim to split into microbatches")
-    if len(found) > 1:
+    if len(sizes) > 1:
         raise ValueError(
-            f"the tensors of the batch have {sorted(found)} rows; each must have as many as there are samples"
+            f"the tensors of the batch have {sorted(sizes)} rows; each must have as many as there are samples"
         )
-    (rows,) = found
-    return int(rows)
+    return int(sizes.pop())
 
 
-def samples(inputs: Any) -> int:
-    """The rows of a microbatch: those of its first tensor."""
-    return next(int(leaf.size(0)) for leaf in tree_flatten(inputs)[0] if _has_rows(leaf))
+def count_samples(inputs: Any) -> int:
+    """The samples of a microbatch: the size of the first dim of its first tensor."""
+    return next(int(leaf.size(0)) for leaf in tree_flatten(inputs)[0] if _has_samples(leaf))
 
 
-def targets(inputs: Any, causal: bool = False) -> torch.Tensor | int:
+def count_targets(inputs: Any, causal: bool = False) -> torch.Tensor | int:
     """How many targets a loss over this microbatch is the mean of: those that are not -100.
 
     Targets are the entry of a mapping called "labels" ("label", "target", "targets"), or the last tensor of a
-    tuple, if they are whole numbers; else every sample counts one.
+    tuple, if they are integers; without such an entry every sample counts one.
 
     Args:
-        causal: the target of a position is the next position's, so the first of each row is none.
+        causal: the target of a position is the next position's, so the first of each sequence is none.
     """
-    found = _labels(inputs)
-    if found is None:
-        return samples(inputs)
-    if causal and found.dim() > 1:
-        found = found[:, 1:]
-    return found.ne(IGNORED).sum()
+    labels = _find_labels(inputs)
+    if labels is None:
+        return count_samples(inputs)
+    if causal and labels.dim() > 1:
+        labels = labels[:, 1:]
+    return labels.ne(IGNORE_INDEX).sum()
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -127,22 +118,22 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return tree_map(move, batch)
 
 
-def _labels(inputs: Any) -> torch.Tensor | None:
-    found = None
+def _find_labels(inputs: Any) -> torch.Tensor | None:
+    labels = None
     if isinstance(inputs, Mapping):
-        found = next((inputs[name] for name in TARGETS if name in inputs), None)
+        labels = next((inputs[name] for name in TARGET_NAMES if name in inputs), None)
     elif isinstance(inputs, tuple | list) and len(inputs) > 1:
-        found = inputs[-1]
-    if isinstance(found, torch.Tensor) and not found.is_floating_point() and found.dtype != torch.bool:
-        return found if found.dim() else None
+        labels = inputs[-1]
+    if isinstance(labels, torch.Tensor) and not labels.is_floating_point() and labels.dtype != torch.bool:
+        return labels if labels.dim() else None
     return None
 
 
-def _has_rows(leaf: Any) -> bool:
+def _has_samples(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
-def _joined(parts: tuple[Any, ...]) -> Any:
-    if all(map(_has_rows, parts)):
-        return torch.cat(parts)
-    return torch.stack(parts) if isinstance(parts[0], torch.Tensor) else parts[0]
+def _join_leaves(leaves: tuple[Any, ...]) -> Any:
+    if all(map(_has_samples, leaves)):
+        return torch.cat(leaves)
+    return torch.stack(leaves) if isinstance(leaves[0], torch.Tensor) else leaves[0]

@@ -23,18 +23,18 @@ from hpnb.background import Background
 from hpnb.gradients import GradientSink, reduced_by
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel import microbatches
-from hpnb.pipeline_parallel.completion import Completion, Gradients, sink_of
-from hpnb.pipeline_parallel.executor import Execution, Known
+from hpnb.pipeline_parallel.executor import Known, StepExecution
+from hpnb.pipeline_parallel.grad_ready import Gradients, GradReady, sink_of
 from hpnb.pipeline_parallel.layers import Builder
 from hpnb.pipeline_parallel.loss import Loss, LossFunction
 from hpnb.pipeline_parallel.partition import How
-from hpnb.pipeline_parallel.peer_memory import PeerMemory
-from hpnb.pipeline_parallel.plans import Plans
-from hpnb.pipeline_parallel.result import StepResult
+from hpnb.pipeline_parallel.rank_schedule import RankSchedules
 from hpnb.pipeline_parallel.schedule import Schedule
 from hpnb.pipeline_parallel.split_backward import SplitBackward
-from hpnb.pipeline_parallel.stages import Stages, stages_of
-from hpnb.pipeline_parallel.ties import tie
+from hpnb.pipeline_parallel.stages import Stages, build_stages
+from hpnb.pipeline_parallel.step_result import PipelineStepResult
+from hpnb.pipeline_parallel.symmetric_transfers import SymmetricTransfers
+from hpnb.pipeline_parallel.tied_weights import tie_weights
 from hpnb.pipeline_parallel.transfers import queues
 from hpnb.ranks.here import device as this_device
 from hpnb.record.recorder import Recorder, active, recording
@@ -102,20 +102,20 @@ class Pipeline:
                 f"{axis.name} has {axis.size}; make it with stages={axis.size * schedule.chunks}"
             )
         self.axis, self._loss_fn, self.replicas = axis, loss_fn, replicas
-        self.split: Split = microbatches.split
+        self.split: Split = microbatches.split_batch
         self._device = this_device()
         self.stages = schedule.stages_of(axis.rank)
-        self.module = stages_of(model, axis, schedule, cut, example)
+        self.module = build_stages(model, axis, schedule, cut, example)
         self.causal = bool(getattr(self.module, "causal", False)) if causal is None else causal
         pairs = sorted(schedule.queues)
         self._queues = queues(axis, pairs, self._device)
         # Where nothing is split, large matmuls still add to gradients themselves (see `split_backward`).
         fuses = schedule.splits or self._device.type == "cuda"
         self._split = SplitBackward(self.module.modules() if fuses else (), 0.0 if schedule.splits else FUSED)
-        self._ties = tie(self.module, axis, schedule.rank_of)
-        self._plans = Plans(schedule, axis.rank)
+        self._ties = tie_weights(self.module, axis, schedule.rank_of)
+        self._plans = RankSchedules(schedule, axis.rank)
         self._completion = self._complete()
-        self._peers = PeerMemory(axis, pairs, self._device)
+        self._peers = SymmetricTransfers(axis, pairs, self._device)
         self._known: Known = {}
         self._seen: set[Any] = set()  # signatures of microbatches, of all stages
         self._background = Background(axis, self._device)
@@ -135,7 +135,7 @@ class Pipeline:
         reduce: bool = True,
         return_outputs: bool = True,
         record: bool = True,
-    ) -> StepResult:
+    ) -> PipelineStepResult:
         """Forward and backward of a batch; gradients are added to .grad, weights are left alone.
 
         Every rank of the axis calls it with the same batch; those of another replica with theirs.
@@ -164,7 +164,7 @@ class Pipeline:
         mode = forward_only, torch.is_autocast_enabled(self._device.type)
         signatures = [(mode, one) for one in microbatches.signatures(inputs)]
         new = not self._seen.issuperset(signatures) or (completion is not None and self._corrects is None)
-        run = Execution(
+        run = StepExecution(
             plan, self.module, self._queues if new else self._peers.queues or self._queues,
             inputs, signatures, self._known, loss, self._corrects, completion, self._split, recorder,
             return_outputs,
@@ -193,7 +193,7 @@ class Pipeline:
         value = loss.mean() if loss is not None else None
         if loss is not None and loss.counted is not None:
             self.per_target = loss.counted
-        return StepResult(self.axis, self._share(value), run, plan.schedule, recorder, (since, until))
+        return PipelineStepResult(self.axis, self._share(value), run, plan.schedule, recorder, (since, until))
 
     @property
     def is_last_stage(self) -> bool:
@@ -262,9 +262,9 @@ class Pipeline:
 
     # --- inside ------------------------------------------------------------------------------------------
 
-    def _complete(self) -> Completion:
+    def _complete(self) -> GradReady:
         held = {stage: self.module.trained(stage) for stage in self.stages}
-        return Completion(self._plans.train.row, held, self._ties)
+        return GradReady(self._plans.train.row, held, self._ties)
 
     def _loss(self, inputs: list[Any], scale: float | torch.Tensor) -> Loss:
         sink = self._gradients

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from hpnb.gradients import attach
-from hpnb.pipeline_parallel.weight_gradients import Piece, Rule, rule_of
+from hpnb.pipeline_parallel.weight_gradients import DeferredGradient, WeightGradientRule, rule_of
 
 Ready = Callable[[nn.Parameter], None]
 COMPILED = "_hpnb_compiled"  # set on a module that is compiled as a whole, and so is one node of autograd
@@ -133,7 +133,7 @@ class SplitBackward:
             for hook in hooks:
                 hook.remove()
 
-    def _take(self, piece: Piece) -> None:
+    def _take(self, piece: DeferredGradient) -> None:
         """Add or queue `piece`."""
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -200,7 +200,7 @@ class SplitBackward:
 class _Queue:
     """What waits for one W: pieces, and of each parameter how many."""
 
-    pieces: deque[Piece] = field(default_factory=deque)
+    pieces: deque[DeferredGradient] = field(default_factory=deque)
     waiting: Counter[nn.Parameter] = field(default_factory=Counter)
 
 
@@ -210,7 +210,7 @@ class _Queue:
 class _Forward:
     """Stands in for the forward of one module."""
 
-    def __init__(self, module: nn.Module, rule: Rule, split: SplitBackward) -> None:
+    def __init__(self, module: nn.Module, rule: WeightGradientRule, split: SplitBackward) -> None:
         self.module, self.rule, self.split = module, rule, split
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -259,7 +259,7 @@ class _Split(torch.autograd.Function):
         if split._adds and all(map(_is_added, wanted, ctx.next_functions[1:])):
             versions = x._version, dy._version
             # Detached, or it would hold the graph that has made it.
-            split._take(Piece(rule, module, ctx.weight, bias, x.detach(), dy, versions))
+            split._take(DeferredGradient(rule, module, ctx.weight, bias, x.detach(), dy, versions))
             return dx, None, None, None, None
         if bias is not None:
             db = rule.bias_gradient(dy)

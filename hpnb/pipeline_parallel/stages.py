@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from hpnb import comm, placement
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel import microbatches
-from hpnb.pipeline_parallel.layers import Builder, Inputs, Layer, first_input, layers, shared
+from hpnb.pipeline_parallel.layers import Builder, Inputs, Layer, first_input, layers, shared_parameters
 from hpnb.pipeline_parallel.partition import How, cut
 from hpnb.pipeline_parallel.schedule import Schedule
 from hpnb.placement import Cut
@@ -30,7 +30,7 @@ from hpnb.ranks.here import device as this_device
 
 
 @dataclass(frozen=True)
-class Tied:
+class TiedWeight:
     """One weight that several stages use: each has it, and its gradient is the sum of theirs.
 
     Attributes:
@@ -51,7 +51,7 @@ class Stages(nn.Module):
 
     Args:
         cut: the layers of all stages, from `hpnb.pipeline_parallel.cut`.
-        mine: the numbers of this rank's stages.
+        numbers: those of this rank's stages.
         device: `hpnb.device()` by default.
         axis: the pipeline's axis, `mesh.pp`; None without ranks.
 
@@ -69,22 +69,22 @@ class Stages(nn.Module):
     def __init__(
         self,
         cut: Sequence[Sequence[Layer]],
-        mine: Sequence[int],
+        numbers: Sequence[int],
         device: torch.device | str | None = None,
         axis: Axis | None = None,
     ) -> None:
         super().__init__()
-        self.mine = tuple(sorted(set(mine)))
-        if not self.mine or self.mine[0] < 0 or self.mine[-1] >= len(cut):
-            raise ValueError(f"stages {tuple(mine)} are not among 0 to {len(cut) - 1}")
+        self.numbers = tuple(sorted(set(numbers)))
+        if not self.numbers or self.numbers[0] < 0 or self.numbers[-1] >= len(cut):
+            raise ValueError(f"stages {tuple(numbers)} are not among 0 to {len(cut) - 1}")
         _check_buffers(cut)
-        homes = shared(cut)
-        self.tied = tuple(Tied(n, at) for n, at in homes.items() if len(set(at)) > 1)
+        homes = shared_parameters(cut)
+        self.tied = tuple(TiedWeight(n, at) for n, at in homes.items() if len(set(at)) > 1)
         self.causal = any(layer.causal for held in cut for layer in held)
         target = this_device() if device is None else torch.device(device)
         # What is still to be made is made on the CPU and moved: values drawn there are the same everywhere.
         place = target if target.type == "meta" else None
-        self._layers = {stage: tuple(layer.built(place) for layer in cut[stage]) for stage in self.mine}
+        self._layers = {stage: tuple(layer.built(place) for layer in cut[stage]) for stage in self.numbers}
         own = [layer for held in self._layers.values() for layer in held]
         alike = ("block", "layer")
         self.units = [part.module for layer in own if layer.kind in alike for part in layer.parts]
@@ -93,7 +93,7 @@ class Stages(nn.Module):
             _hang(self, part.name, part.module)
         self.training = any(part.module.training for part in parts)
         if target.type != "meta":
-            bring(self, target)
+            move_module(self, target)
         if axis is not None:
             self._place(axis)
 
@@ -119,7 +119,8 @@ class Stages(nn.Module):
         return list({p: None for part in parts for p in part.module.parameters() if p.requires_grad})
 
     def _place(self, axis: Axis) -> None:
-        first = {name: t.names[0] for t in self.tied if t.stages[0] not in self.mine for name in t.names[1:]}
+        elsewhere = [tied for tied in self.tied if tied.stages[0] not in self.numbers]
+        first = {name: tied.names[0] for tied in elsewhere for name in tied.names[1:]}
         for name, p in self.named_parameters():
             where = placement.of(p, name)
             shape = where.local_shape
@@ -129,7 +130,7 @@ class Stages(nn.Module):
             placement.place(p, replace(where, name=name, cuts=tuple(cuts), tied_to=first.get(name)))
 
 
-class Whole(Stages):
+class WholeModel(Stages):
     """A model as the only stage, so nothing is taken apart: any model will do that takes the batch by name.
 
     Names, hooks and the forward are the model's own.
@@ -154,7 +155,7 @@ class Whole(Stages):
         self.__dict__.update(model=model, takes=takes)  # not a child, whose name would be in front of all
         for table in ("_parameters", "_buffers", "_modules"):
             setattr(self, table, getattr(model, table))
-        self.mine, self.tied, self.units, self.causal = (0,), (), [], causal
+        self.numbers, self.tied, self.units, self.causal = (0,), (), [], causal
         self.training = model.training
 
     def forward(self, stage: int, hidden: Any, inputs: Inputs) -> Any:
@@ -167,13 +168,13 @@ class Whole(Stages):
     def trained(self, stage: int) -> list[nn.Parameter]:
         return [p for p in self.parameters() if p.requires_grad]
 
-    def train(self, mode: bool = True) -> Whole:
+    def train(self, mode: bool = True) -> WholeModel:
         self.training = mode
         self.model.train(mode)
         return self
 
 
-def bring(module: nn.Module, device: torch.device) -> None:
+def move_module(module: nn.Module, device: torch.device) -> None:
     """Move `module` to `device`, in place; what is on the meta device gets zeros there, and stays the same
     Parameter, placed as it was.
 
@@ -200,7 +201,7 @@ def bring(module: nn.Module, device: torch.device) -> None:
     module.to(device)
 
 
-def stages_of(
+def build_stages(
     model: nn.Module | Builder | Stages, axis: Axis, schedule: Schedule, how: How, example: Inputs = None
 ) -> Stages:
     """This rank's stages of `model`, for `hpnb.Pipeline`; all ranks of the world call it.
@@ -211,18 +212,20 @@ def stages_of(
     Raises:
         ValueError: the model cannot be cut so, or is `Stages` that are not those of the schedule.
     """
-    mine = schedule.stages_of(axis.rank)
+    numbers = schedule.stages_of(axis.rank)
     if isinstance(model, Stages):
-        if model.mine != tuple(sorted(mine)):
-            raise ValueError(f"these are stages {model.mine}, and {schedule.name} gives this rank {mine}")
+        if model.numbers != tuple(sorted(numbers)):
+            raise ValueError(
+                f"these are stages {model.numbers}, and {schedule.name} gives this rank {numbers}"
+            )
         return model
     if example is not None:
-        example = microbatches.split(example, schedule.microbatches)[0]
+        example = microbatches.split_batch(example, schedule.microbatches)[0]
     size, group = dist.get_world_size(), dist.group.WORLD
     assert group is not None
     everybody = Axis("world", size, dist.get_rank(), group, tuple(range(size)))
     dealt = cut(layers(model), schedule.stages, how, example, everybody)  # replicas have to cut alike
-    return Stages(dealt, mine, this_device(), axis)
+    return Stages(dealt, numbers, this_device(), axis)
 
 
 def full_state_dict(stages: Stages, axis: Axis | None, axes: Iterable[Axis] = ()) -> dict[str, torch.Tensor]:
@@ -241,7 +244,7 @@ def full_state_dict(stages: Stages, axis: Axis | None, axes: Iterable[Axis] = ()
     apart = frozenset() if axis is None else frozenset({axis.name})
     others = [other for other in axes if other.name not in apart]
     state, whole = placement.wholes(stages, others, apart=apart)
-    here = {stage: _described(stages, stage, state) for stage in stages.mine}
+    here = {stage: _described(stages, stage, state) for stage in stages.numbers}
     everyone = [here]
     if axis is not None and axis.size > 1:
         everyone = [{} for _ in range(axis.size)]

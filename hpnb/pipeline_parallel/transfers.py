@@ -43,7 +43,7 @@ class Arrival:
         return list(self._tensors)
 
 
-class Talk:
+class HostMessages:
     """Small objects between the hosts at both ends of a queue, over gloo: where shapes are not known yet."""
 
     def __init__(self, axis: Axis, pair: Pair) -> None:
@@ -89,7 +89,7 @@ class Talk:
             return pickle.loads(words.numpy().tobytes())
 
 
-class Queue(Protocol):
+class MessageQueue(Protocol):
     """Messages from one place of an axis to another, in order."""
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -108,7 +108,7 @@ class Queue(Protocol):
         """Wait for what the host has to wait for: that gloo has read what it sends."""
 
 
-class GroupQueue(Talk):
+class GroupQueue(HostMessages):
     """A queue over a process group: NCCL's on GPUs, gloo's on CPUs."""
 
     def __init__(self, axis: Axis, pair: Pair, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -147,7 +147,7 @@ class GroupQueue(Talk):
         return Arrival(tensors, lambda: torch.cuda.current_stream().wait_event(arrived))
 
 
-def queues(axis: Axis, pairs: Collection[Pair], device: torch.device) -> dict[Pair, Queue]:
+def queues(axis: Axis, pairs: Collection[Pair], device: torch.device) -> dict[Pair, MessageQueue]:
     """The queues of `pairs` that begin or end here. All ranks of the world call it with the same pairs."""
     if device.type != "cuda":
         return {pair: GroupQueue(axis, pair, axis.group, device) for pair in pairs if axis.rank in pair}

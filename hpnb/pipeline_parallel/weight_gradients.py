@@ -25,7 +25,7 @@ from torch import nn
 Tensor = torch.Tensor
 
 
-class Rule(ABC):
+class WeightGradientRule(ABC):
     """Forward and gradients of a module whose parameters are called weight and bias (or None).
 
     Everything has the dtype of `x`. `dy` is the gradient of the output as `kept` returns it.
@@ -61,7 +61,7 @@ class Rule(ABC):
 
 
 @dataclass(frozen=True)
-class Matmul(Rule):
+class MatmulRule(WeightGradientRule):
     """y = x A + b. The weight is A (in, out), or with `turned` its transpose (out, in), as in nn.Linear."""
 
     turned: bool
@@ -97,7 +97,7 @@ class Matmul(Rule):
 
 
 @dataclass(frozen=True)
-class Convolution(Rule):
+class ConvolutionRule(WeightGradientRule):
     """nn.Conv1d, nn.Conv2d and nn.Conv3d, which have so many `dims` of space."""
 
     dims: int
@@ -133,34 +133,36 @@ class Convolution(Rule):
         return t if t.dim() == self.dims + 2 else t.unsqueeze(0)
 
 
-RULES: dict[type[nn.Module], Rule] = {
-    nn.Linear: Matmul(turned=True),
-    nn.Conv1d: Convolution(1),
-    nn.Conv2d: Convolution(2),
-    nn.Conv3d: Convolution(3),
+RULES: dict[type[nn.Module], WeightGradientRule] = {
+    nn.Linear: MatmulRule(turned=True),
+    nn.Conv1d: ConvolutionRule(1),
+    nn.Conv2d: ConvolutionRule(2),
+    nn.Conv3d: ConvolutionRule(3),
 }
-"""By exact type: a subclass may use its weight in another way. To add yours: RULES[Mine] = Matmul(True)."""
+"""By exact type, since a subclass may use its weight in another way. Add yours: RULES[YourLinear] = ..."""
 
 
-def rule_of(module: nn.Module) -> Rule | None:
+def rule_of(module: nn.Module) -> WeightGradientRule | None:
     """The rule for `module`, or None."""
-    found = RULES.get(type(module))
-    if isinstance(found, Convolution) and (module.padding_mode != "zeros" or isinstance(module.padding, str)):
+    rule = RULES.get(type(module))
+    if isinstance(rule, ConvolutionRule) and (
+        module.padding_mode != "zeros" or isinstance(module.padding, str)
+    ):
         return None  # which pads by an operator of its own
     transformers = sys.modules.get("transformers.pytorch_utils")  # not imported for this
-    if found is None and transformers is not None and type(module) is transformers.Conv1D:
-        return Matmul(turned=False)
-    return found
+    if rule is None and transformers is not None and type(module) is transformers.Conv1D:
+        return MatmulRule(turned=False)
+    return rule
 
 
 # --- one use of a module ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class DeferredGradient:
     """What the weight gradients of one use of a module are made of."""
 
-    rule: Rule
+    rule: WeightGradientRule
     module: nn.Module
     weight: nn.Parameter
     bias: nn.Parameter | None  # None if there is none, or it is frozen

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hpnb.models import anatomy
-from hpnb.pipeline_parallel.microbatches import targets
+from hpnb.pipeline_parallel.microbatches import count_targets
 from hpnb.ranks.here import device
 from hpnb.record.recorder import active
 
@@ -85,7 +85,7 @@ class Watched:
         return weighted if count is None else (weighted, count)
 
     def _show(self, outputs: Any, inputs: Any, value: torch.Tensor, count: Any) -> None:
-        known = targets(inputs, self._trainer.causal) if count is None else count
+        known = count_targets(inputs, self._trainer.causal) if count is None else count
         n = torch.as_tensor(known, dtype=torch.float64, device=value.device)
         # The mean over no targets is nan; it counts nothing.
         total = value.double() if count is not None else torch.where(n > 0, value.double() * n, 0.0)
@@ -110,7 +110,7 @@ def weights(batches: Sequence[Any], causal: bool, group: dist.ProcessGroup) -> S
     """Of each batch in its step, (); None is 1. Every rank of `group`, the data axis, calls it."""
     if len(batches) == 1:
         return [None]
-    counts = [torch.as_tensor(targets(batch, causal)) for batch in batches]
+    counts = [torch.as_tensor(count_targets(batch, causal)) for batch in batches]
     n = torch.stack([count.to(device(), torch.float64) for count in counts])  # (batches,)
     dist.all_reduce(n, group=group)
     return (n / n.sum().clamp(min=1)).unbind()

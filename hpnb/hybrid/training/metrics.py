@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from hpnb.hybrid.training.events import Metric
-from hpnb.pipeline_parallel.microbatches import IGNORED, TARGETS, samples
+from hpnb.pipeline_parallel.microbatches import IGNORE_INDEX, TARGET_NAMES, count_samples
 from hpnb.ranks.here import device
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class AccuracyHook(Metric):
 
     def on_outputs(self, trainer: Trainer, outputs: Any, inputs: Any) -> None:
         found, wanted = predictions(outputs, inputs, trainer.causal)
-        counts = wanted.ne(IGNORED)
+        counts = wanted.ne(IGNORE_INDEX)
         right = (found.eq(wanted) & counts).sum()
         self.totals = self.totals + torch.stack([right, counts.sum()])
 
@@ -90,7 +90,7 @@ class F1Hook(Metric):
 
     def on_outputs(self, trainer: Trainer, outputs: Any, inputs: Any) -> None:
         found, wanted = predictions(outputs, inputs, trainer.causal)
-        counts = wanted.ne(IGNORED)
+        counts = wanted.ne(IGNORE_INDEX)
         says, isso = found.eq(self.positive) & counts, wanted.eq(self.positive)
         both = (says & isso).sum()
         self.totals = self.totals + torch.stack([both, says.sum() - both, isso.sum() - both])
@@ -150,7 +150,7 @@ class ThroughputHook(Metric):
 
     def _in(self, batch: Any) -> int:
         if self.unit == "samples":
-            return samples(batch)
+            return count_samples(batch)
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
         if mask is not None:
             return int(mask.sum())
@@ -171,7 +171,7 @@ def predictions(outputs: Any, inputs: Any, causal: bool) -> tuple[torch.Tensor, 
         logits = outputs["logits"] if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
     wanted = inputs[-1] if isinstance(inputs, tuple | list) and len(inputs) > 1 else None
     if isinstance(inputs, Mapping):
-        wanted = next((inputs[name] for name in TARGETS if name in inputs), None)
+        wanted = next((inputs[name] for name in TARGET_NAMES if name in inputs), None)
     if logits is None or wanted is None:
         lacks = f"{type(outputs).__name__} has no logits" if logits is None else "the batch has no labels"
         raise ValueError(f"{lacks}: accuracy and F1 compare the two")

@@ -14,7 +14,7 @@ from torch import nn
 
 import hpnb
 from hpnb import Layout, Mesh
-from hpnb.hybrid.losses import causal
+from hpnb.hybrid.model_loss import causal
 from hpnb.lesson.exercises.checker import Exercise, Finding
 from hpnb.lesson.exercises.gpt2_pipeline_cap import JOBS, Job, beat, family
 from hpnb.lesson.programs.step_timing import distance
@@ -22,7 +22,7 @@ from hpnb.lesson.tables import number
 from hpnb.mesh import Axis
 from hpnb.models import GPT2Size
 from hpnb.pipeline_parallel import full_state_dict, schedules
-from hpnb.pipeline_parallel.microbatches import IGNORED, split, targets
+from hpnb.pipeline_parallel.microbatches import IGNORE_INDEX, count_targets, split_batch
 from hpnb.pipeline_parallel.partition import balanced
 from hpnb.theory import bytes_sent, loads
 
@@ -275,7 +275,7 @@ def ragged(lengths: Sequence[int], seed: int = 0) -> dict[str, torch.Tensor]:
     return {
         "input_ids": ids,
         "attention_mask": keep.long(),
-        "labels": batch["labels"].masked_fill(~keep, IGNORED),
+        "labels": batch["labels"].masked_fill(~keep, IGNORE_INDEX),
     }
 
 
@@ -310,7 +310,7 @@ def _run_tokens(token_loss: TokenLoss) -> dict[str, tuple[tuple[float, float], l
         right["lm_head.weight"] = right["transformer.wte.weight"]  # a name of its own on the last rank
         mine = [(p.grad, right[n]) for n, p in pipe.named_parameters()]
         off = distance([a for a, _ in mine if a is not None], [b for _, b in mine if b is not None])
-        counts = [int(targets(each, causal=True)) for each in split(batch, 2)]
+        counts = [int(count_targets(each, causal=True)) for each in split_batch(batch, 2)]
         found[name] = (distance([result.loss], [value]), off), counts
     return found
 

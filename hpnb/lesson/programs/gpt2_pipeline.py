@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import hpnb
-from hpnb.hybrid.losses import causal
+from hpnb.hybrid.model_loss import causal
 from hpnb.lesson.programs.vit_pipeline import typical
 from hpnb.mesh import Layout, Mesh
 from hpnb.models import GPT2Size, roles

@@ -17,7 +17,7 @@ from hpnb.lesson.programs import gpt2_pipeline
 from hpnb.lesson.programs.step_timing import distance
 from hpnb.mesh import Axis, Layout, Mesh
 from hpnb.models import GPT2Size
-from hpnb.pipeline_parallel.microbatches import split, targets
+from hpnb.pipeline_parallel.microbatches import count_targets, split_batch
 
 Batch = Mapping[str, torch.Tensor]
 TABLE, HEAD = "transformer.wte.weight", "lm_head.weight"
@@ -65,7 +65,7 @@ def gradients_off(pipe: hpnb.Pipeline, alone: nn.Module) -> float:
 
 def asked(batch: Batch, microbatches: int) -> list[int]:
     """How many targets each microbatch of a batch of texts has."""
-    return [int(targets(each, causal=True)) for each in split(batch, microbatches)]
+    return [int(count_targets(each, causal=True)) for each in split_batch(batch, microbatches)]
 
 
 def sent(size: GPT2Size, rows: int, dtype: torch.dtype, run: gpt2_pipeline.Run) -> dict[str, float]:

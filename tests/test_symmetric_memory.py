@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import hpnb
-from hpnb import Axis, Layout, Mesh, peer_sums
+from hpnb import Axis, Layout, Mesh, symmetric_all_reduce
 from hpnb.background import Background
-from hpnb.peer_sums import PeerSums, bytes_needed
+from hpnb.symmetric_all_reduce import SymmetricAllReduce, bytes_needed
 
 
 class Shared:
@@ -61,7 +61,7 @@ def summed(ranks: int, flats: list[list[torch.Tensor]], average: bool, seed: int
 
     def work(rank: int) -> None:
         axis = Axis("dp", ranks, rank, None, tuple(range(ranks)))  # type: ignore[arg-type]
-        sums = PeerSums(axis, OneRank(shared, rank, seed))
+        sums = SymmetricAllReduce(axis, OneRank(shared, rank, seed))
         try:
             for flat in found[rank]:
                 sums.all_reduce(flat, average)
@@ -80,7 +80,7 @@ def summed(ranks: int, flats: list[list[torch.Tensor]], average: bool, seed: int
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_sums, "PLACE", 64)
+    monkeypatch.setattr(symmetric_all_reduce, "PLACE", 64)
 
 
 def drawn(ranks: int, lengths: list[int], dtype: torch.dtype) -> list[list[torch.Tensor]]:
@@ -109,7 +109,7 @@ def test_every_rank_has_the_same_bits_and_16_bits_are_rounded_once(small: None, 
 
 
 def counted() -> tuple[float, float]:
-    sums = PeerSums(Axis("dp", 2, 0, None, (4, 6)), Alone(2))  # type: ignore[arg-type]
+    sums = SymmetricAllReduce(Axis("dp", 2, 0, None, (4, 6)), Alone(2))  # type: ignore[arg-type]
     with hpnb.record.traffic() as t:
         sums.all_reduce(torch.ones(10))
     return t.bytes["dp"], 2 * 1 / 2 * 40
@@ -134,7 +134,7 @@ def test_bytes_are_counted(small: None) -> None:
 
 def test_on_cpus_there_are_none() -> None:
     axis = Axis("dp", 2, 0, None, (0, 1))  # type: ignore[arg-type]
-    assert peer_sums.peer_sums(axis, torch.device("cpu")) is None
+    assert symmetric_all_reduce.make_symmetric_all_reduce(axis, torch.device("cpu")) is None
 
 
 def beside_nccl() -> float:

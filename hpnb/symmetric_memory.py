@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hpnb.mesh import Axis
 
 
-class Memory(Protocol):
+class SymmetricMemory(Protocol):
     """What all ranks of an axis have opened, as one of them sees it; ranks are places on the axis.
 
     A signal is set by one rank for another, on a channel, and taken once; all of it is work on the current
@@ -34,7 +34,7 @@ class Memory(Protocol):
         """Wait until a rank has told, and take it."""
 
 
-def share_a_machine(axis: Axis, device: torch.device) -> bool:
+def have_one_gpu_each(axis: Axis, device: torch.device) -> bool:
     """Whether all ranks are on one host, each with a GPU of its own. All of them ask together."""
     mine = (socket.gethostname(), device.index)
     everyone: list[tuple[str, int]] = [mine] * axis.size
@@ -42,11 +42,11 @@ def share_a_machine(axis: Axis, device: torch.device) -> bool:
     return len({host for host, _ in everyone}) == 1 and len({index for _, index in everyone}) == axis.size
 
 
-def open_memory(axis: Axis, nbytes: int, device: torch.device) -> Memory | None:
+def open_symmetric_memory(axis: Axis, nbytes: int, device: torch.device) -> SymmetricMemory | None:
     """So many bytes on every rank; None, on all of them, where one could not. All of them ask together."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    memory: Memory | None = None
+    memory: SymmetricMemory | None = None
     error = ""
     try:
         own = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
@@ -58,4 +58,4 @@ def open_memory(axis: Axis, nbytes: int, device: torch.device) -> Memory | None:
     return None if any(errors) else memory
 
 
-__all__ = ["Memory", "open_memory", "share_a_machine"]
+__all__ = ["SymmetricMemory", "have_one_gpu_each", "open_symmetric_memory"]

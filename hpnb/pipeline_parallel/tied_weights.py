@@ -15,7 +15,7 @@ from hpnb.mesh import Axis
 from hpnb.pipeline_parallel.stages import Stages
 
 
-def tie(stages: Stages, axis: Axis, rank_of: Mapping[int, int]) -> dict[nn.Parameter, Axis]:
+def tie_weights(stages: Stages, axis: Axis, rank_of: Mapping[int, int]) -> dict[nn.Parameter, Axis]:
     """{parameter of this rank: the ranks that hold it}, for those on several; they take the first's value.
 
     Every rank of the world calls it, with stages of the same cut: a new group is a matter of all.

@@ -6,11 +6,11 @@ has been learned of shapes stay: they depend on where stages lie, not on how man
 
 from __future__ import annotations
 
-from hpnb.pipeline_parallel.executor import Plan
+from hpnb.pipeline_parallel.executor import RankSchedule
 from hpnb.pipeline_parallel.schedule import Schedule
 
 
-class Plans:
+class RankSchedules:
     """Made once a schedule, and kept.
 
     Args:
@@ -24,7 +24,7 @@ class Plans:
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self._rank = rank
-        self._made: dict[Schedule, tuple[Plan, Plan]] = {}
+        self._made: dict[Schedule, tuple[RankSchedule, RankSchedule]] = {}
         self._take(schedule)
 
     def follow(self, other: Schedule) -> None:
@@ -49,8 +49,8 @@ class Plans:
 
     def _take(self, schedule: Schedule) -> None:
         if schedule not in self._made:
-            forwards = Plan(_only_forwards(schedule), self._rank)
-            self._made[schedule] = Plan(schedule, self._rank), forwards
+            forwards = RankSchedule(_only_forwards(schedule), self._rank)
+            self._made[schedule] = RankSchedule(schedule, self._rank), forwards
         self.schedule = schedule
         self.train, self.forwards = self._made[schedule]
 

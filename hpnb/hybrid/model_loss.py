@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import GPT2ForSequenceClassification, GPT2LMHeadModel, ViTForImageClassification
 
-from hpnb.pipeline_parallel.microbatches import IGNORED
+from hpnb.pipeline_parallel.microbatches import IGNORE_INDEX
 
 OwnLoss = Callable[[Any, torch.Tensor], torch.Tensor]  # (outputs, labels) -> (), the mean over the targets
 
@@ -60,8 +60,8 @@ def classification(config: Any, outputs: Any, labels: torch.Tensor) -> torch.Ten
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     targets = targets.to(logits.device)
-    total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-    return total / (targets != IGNORED).sum().clamp(min=1)
+    total = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    return total / (targets != IGNORE_INDEX).sum().clamp(min=1)
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:

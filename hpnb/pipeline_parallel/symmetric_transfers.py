@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from hpnb.mesh import Axis
-from hpnb.pipeline_parallel.transfers import Arrival, Pair, Queue, Shape
+from hpnb.pipeline_parallel.transfers import Arrival, MessageQueue, Pair, Shape
 from hpnb.record.recorder import begun
 from hpnb.record.traffic import sent
 
@@ -33,7 +33,7 @@ SLOTS = 4  # messages that may lie in the receiver's memory, for each queue
 _ALIGN = 512  # bytes: where the next tensor of a message may begin
 
 
-class PeerMemory:
+class SymmetricTransfers:
     """Slots in the memory of every rank of `axis`. All its ranks make it, and ask it to `fit`, together.
 
     Attributes:
@@ -42,7 +42,7 @@ class PeerMemory:
 
     def __init__(self, axis: Axis, pairs: Collection[Pair], device: torch.device) -> None:
         self.axis, self.device, self._pairs = axis, device, sorted(pairs)
-        self.queues: dict[Pair, Queue] = {}
+        self.queues: dict[Pair, MessageQueue] = {}
         self._capacity = 0
         self._works = device.type == "cuda" and axis.size > 1 and _share_a_machine(axis, device)
 
@@ -58,7 +58,7 @@ class PeerMemory:
         self._capacity = max(sizes)
         memory = self._open()
         if memory is not None:
-            self.queues = {pair: PeerQueue(self.axis, pair, memory, self._offset(pair), self._capacity)
+            self.queues = {pair: SymmetricQueue(self.axis, pair, memory, self._offset(pair), self._capacity)
                            for pair in self._pairs if self.axis.rank in pair}  # fmt: skip
 
     def _offset(self, pair: Pair) -> int:
@@ -83,7 +83,7 @@ class PeerMemory:
         return memory if self._works else None
 
 
-class PeerQueue:
+class SymmetricQueue:
     """Messages from one place of `axis` to another, in order; see `transfers.Queue`."""
 
     def __init__(self, axis: Axis, pair: Pair, memory: Any, offset: int, capacity: int) -> None:

@@ -25,7 +25,7 @@ from hpnb.pipeline_parallel.split_backward import SplitBackward
 Gradients = GradientSink | nn.Module | Callable[[nn.Module], Any] | None
 
 
-class Completion:
+class GradReady:
     """Knows which action completes which gradients on this rank, and tells the sink.
 
     Args:

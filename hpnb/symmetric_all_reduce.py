@@ -23,22 +23,22 @@ from itertools import count
 import torch
 
 from hpnb.mesh import Axis
-from hpnb.peers import Memory, open_memory, share_a_machine
 from hpnb.record.traffic import sent
+from hpnb.symmetric_memory import SymmetricMemory, have_one_gpu_each, open_symmetric_memory
 
 PLACE = 2**23  # bytes of a part
 SLOTS = 2
 _EMPTY, _VERSION, _SUM = (SLOTS * what for what in range(3))  # channels, one a slot
 
 
-class PeerSums:
+class SymmetricAllReduce:
     """All-reduces along `axis`. All its ranks make it together, and call it in one order.
 
     Args:
         memory: that of all ranks, `bytes_needed(t)` on each.
     """
 
-    def __init__(self, axis: Axis, memory: Memory) -> None:
+    def __init__(self, axis: Axis, memory: SymmetricMemory) -> None:
         self.axis, self._memory = axis, memory
         self._others = [place for place in range(axis.size) if place != axis.rank]
         self._turns = count()
@@ -100,12 +100,12 @@ def bytes_needed(ranks: int) -> int:
     return SLOTS * 2 * ranks * PLACE
 
 
-def peer_sums(axis: Axis, device: torch.device) -> PeerSums | None:
+def make_symmetric_all_reduce(axis: Axis, device: torch.device) -> SymmetricAllReduce | None:
     """For the GPUs of `axis`, if one machine has them and lets them; else None, on all ranks alike."""
-    if device.type != "cuda" or axis.size == 1 or not share_a_machine(axis, device):
+    if device.type != "cuda" or axis.size == 1 or not have_one_gpu_each(axis, device):
         return None
-    memory = open_memory(axis, bytes_needed(axis.size), device)
-    return None if memory is None else PeerSums(axis, memory)
+    memory = open_symmetric_memory(axis, bytes_needed(axis.size), device)
+    return None if memory is None else SymmetricAllReduce(axis, memory)
 
 
-__all__ = ["PLACE", "PeerSums", "bytes_needed", "peer_sums"]
+__all__ = ["PLACE", "SymmetricAllReduce", "bytes_needed", "make_symmetric_all_reduce"]

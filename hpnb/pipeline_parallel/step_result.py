@@ -11,21 +11,21 @@ import torch.distributed as dist
 
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel import microbatches
-from hpnb.pipeline_parallel.executor import Execution, contended
+from hpnb.pipeline_parallel.executor import StepExecution, contended
 from hpnb.pipeline_parallel.schedule import Action, Schedule
 from hpnb.pipeline_parallel.simulate import run as replay
 from hpnb.record import Event, Timeline
 from hpnb.record.recorder import Recorder
 
 
-class StepResult:
+class PipelineStepResult:
     """Of `Pipeline.step`."""
 
     def __init__(
         self,
         axis: Axis,
         loss: Callable[[], torch.Tensor],
-        done: Execution,
+        done: StepExecution,
         schedule: Schedule,
         recorder: Recorder | None,
         spans: tuple[int, int],
@@ -45,7 +45,7 @@ class StepResult:
         """What the last stage gave, microbatches end to end; None on ranks that do not have it."""
         if not self._outputs:
             return None
-        return microbatches.join([self._outputs[m] for m in sorted(self._outputs)])
+        return microbatches.join_outputs([self._outputs[m] for m in sorted(self._outputs)])
 
     @property
     def timeline(self) -> Timeline:

@@ -105,7 +105,7 @@ class Stages(nn.Module):
             inputs: the microbatch, on this rank's device.
         """
         if stage not in self._layers:
-            raise ValueError(f"stage {stage} is not here; this rank has {', '.join(map(str, self.mine))}")
+            raise ValueError(f"stage {stage} is not here; this rank has {', '.join(map(str, self.numbers))}")
         held = self._layers[stage]
         if hidden is not None and held[0].parts and getattr(held[0].parts[0].module, "inplace", False):
             hidden = tree_map(_cloned, hidden)  # what arrives is a leaf, which autograd does not let change

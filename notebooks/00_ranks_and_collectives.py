@@ -289,7 +289,7 @@ def time_all_reduce(values, repeats=9):
 
 
 took = max(hpnb.launch(time_all_reduce, megabytes * 250_000, ranks=N))
-knee = theory.knee(N, card.wire)
+knee = theory.knee(N, card.link)
 title = f"measured · all-reduce, {card.hardware}, {N} ranks"
 plot.show(
     plot.costs(card.sizes, card.seconds, fit=card.curve(), knee=knee, title=title),
@@ -411,7 +411,7 @@ lesson.reveal("00.shortest-bar", order, predicted=[1], costs=costs)
 
 # %%
 wires = {"this machine": recorded}
-wires |= {name: lesson.replay(recorded, wire) for name, wire in theory.WIRES.items()}
+wires |= {name: lesson.replay(recorded, wire) for name, wire in theory.LINKS.items()}
 
 
 def spent(tl, op):

@@ -266,7 +266,7 @@ def count_messages():
 sent, calls = pool.run(count_messages)[0]
 gradient = 4 * SIZES["laptop"].parameters(classes=3)
 lesson.reveal("01.step-bytes", sent, predicted=theory.bytes_sent("all_reduce", gradient, N))
-knee = theory.knee(N, card.wire)
+knee = theory.knee(N, card.link)
 print(f"{calls} messages of {gradient / calls / 1e3:.0f} kB in the mean; the knee of this wire is {knee / 1e3:,.0f} kB")
 
 # %% [markdown]
@@ -296,7 +296,7 @@ def measure(size, images, bucket_mb, during):
 # %%
 builds = {key: pool.run(measure, SIZE, FEW, mb, during)[0] for key, (_, mb, during) in BUILDS.items()}
 quickest = min(alone.end for alone, _ in builds.values())  # the same compute in all three
-told = {key: quickest + alone.exposed(card.wire, N, BUILDS[key][2]) for key, (alone, _) in builds.items()}
+told = {key: quickest + alone.exposed(card.link, N, BUILDS[key][2]) for key, (alone, _) in builds.items()}
 seen = {key: tl.makespan for key, (_, tl) in builds.items()}
 rows = [("alone", "-", lesson.number(quickest, "s"), "-", "-", lesson.number(quickest, "s"))]
 for key, (_, tl) in builds.items():
@@ -315,8 +315,8 @@ plot.show(
 )
 lesson.reveal("01.builds", seen, predicted=sorted(told, key=told.get))
 alone = builds["C"][0]
-wires = {wire: alone.on(theory.WIRES[wire], 8) for wire in ("NVLink 4", "InfiniBand NDR", "Ethernet 100 Gb")}
-shares = ", ".join(f"{wire} {100 * alone.share(theory.WIRES[wire], 8):.0f} %" for wire in wires)
+wires = {wire: alone.on(theory.LINKS[wire], 8) for wire in ("NVLink 4", "InfiniBand NDR", "Ethernet 100 Gb")}
+shares = ", ".join(f"{wire} {100 * alone.share(theory.LINKS[wire], 8):.0f} %" for wire in wires)
 plot.show(
     plot.timeline(*wires.values(), names=list(wires), exposed=True, bubble=None, axis_labels={0: "each rank"}),
     alt=f"The recorded backward with simulated all-reduces on three wires. Exposed: {shares}.",
@@ -449,7 +449,7 @@ for images in SWEEP:
 columns = ("images", "tokens a rank", "alone", "reduced after", "during", "during / alone")
 lesson.table(columns, rows, f"forward and backward, {weights / 1e6:,.0f} M parameters, {N} ranks: free is 1.00")
 measured = shares_of(lambda alone, tl, during: step_timing.exposed(tl) / tl.makespan)
-predicted = shares_of(lambda alone, tl, during: alone.share(card.wire, N, during))
+predicted = shares_of(lambda alone, tl, during: alone.share(card.link, N, during))
 slower = moving * card.bandwidth / theory.bytes_sent("all_reduce", g * weights, N)
 words = f"The backward reaches {pace / card.matmul:.2f} of the card's matmul rate; the all-reduces take {slower:.2f} times what "
 words += f"their bytes take on the card's wire. Together: {slower * pace / card.matmul:.2f} times the knee predicted."
@@ -461,7 +461,7 @@ alone, tl = builds["C"]
 sent = sum(event.bytes for event in tl.by_rank[0] if not event.is_compute)
 quantities = {"sent (B)": (theory.bytes_sent("all_reduce", g * PARAMETERS, N), sent),
               "states (B)": (16 * PARAMETERS, states),
-              "forward and backward (s)": (alone.on(card.wire, N).makespan, tl.makespan)}  # fmt: skip
+              "forward and backward (s)": (alone.on(card.link, N).makespan, tl.makespan)}  # fmt: skip
 lesson.ledger.add("01", Layout(dp=N), f"{name}, {FEW} images a rank", quantities, card.hardware)
 lesson.ledger.show()
 

@@ -474,7 +474,7 @@ for each, tl in ran.items():
 pace = SIZE.training_flops(IMAGES, classes=3) / N / vit_pipeline.busy(ran["1f1b"])  # FLOP/s of a stage
 gradient = DTYPE.itemsize * SIZE.parameters(classes=3)
 rows, slowed = [], {}
-wires = {**theory.WIRES, "Ethernet 1 Gb": theory.Wire(100e-6, 1e9 / 8)}
+wires = {**theory.LINKS, "Ethernet 1 Gb": theory.Link(100e-6, 1e9 / 8)}
 for key, wire in wires.items():
     law = theory.pp_compute_over_communication(SIZE.hidden, SIZE.layers / N, pace / wire.bandwidth, SIZE.tokens)
     times = {each: vit_pipeline.on_wire(ran[each], made[each], wire, MESSAGE).makespan for each in ("1f1b", "interleaved", "zb-v")}
@@ -667,7 +667,7 @@ plot.show(
 #
 # *Design, 15 minutes; it returns to 00.* Write `choose(job)`: the m, a divisor of `job.batch`, of the shortest 1F1B
 # step such that rank 0 holds at most `job.cap` bytes. With b = batch/m samples, a forward takes `job.launch + b *
-# job.forward`, a backward `job.launch + 2 * b * job.forward`, and a message b * `job.message` bytes along `job.wire`.
+# job.forward`, a backward `job.launch + 2 * b * job.forward`, and a message b * `job.message` bytes along `job.link`.
 # One sample's activations in a stage are `job.held` bytes; stages are `job.ranks`. The check allows 1 % over the
 # shortest of those that fit.
 #
@@ -689,7 +689,7 @@ lesson.check(exercises.choose, choose)
 # def choose(job):
 #     def step(m):
 #         b = job.batch // m
-#         hop = theory.seconds("send", b * job.message, 2, job.wire)
+#         hop = theory.seconds("send", b * job.message, 2, job.link)
 #         costs = Costs(job.launch + b * job.forward, job.launch + 2 * b * job.forward, 0.0, hop)
 #         return schedules.make("1f1b", job.ranks, m).simulate(costs).makespan
 #

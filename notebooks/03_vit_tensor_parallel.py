@@ -243,7 +243,7 @@ plot.show(
 )
 law = theory.tp_compute_over_communication(SIZE.hidden, N, card.rho, SIZE.tokens) * 2 / DTYPE.itemsize
 lesson.reveal("03.ratio", computing / sending, predicted=law)
-matmuls, wire = BLOCK.training_flops / N / card.matmul, theory.block_sent(BLOCK, "1d", N).seconds(card.wire)
+matmuls, wire = BLOCK.training_flops / N / card.matmul, theory.block_sent(BLOCK, "1d", N).seconds(card.link)
 print(f"by the card, latency included: {matmuls / wire:.2f}; computing takes {computing / matmuls:.2f} times its matmuls, the four "
       f"all-reduces {sending / wire:.2f} times what the card says, {moving / wire:.2f} once the last rank has come; "
       f"{100 * (1 - bare / sending):.0f} % of them is hidden")  # fmt: skip
@@ -604,7 +604,7 @@ lesson.table(columns, rows, f"a block on 4 ranks, {card.hardware}: forward and b
 won = [(images * size.tokens / 4, size.hidden, min(("1d", "2d"), key=seconds.get)) for (size, images), seconds in raced.items()]
 tokens, hidden = ([2.0 ** (k / 4) for k in range(*ends)] for ends in ((16, 64), (22, 57)))
 for ranks, depth, dots in ((4, 1, won), (64, 4, [])):
-    modes = theory.cheapest_modes(tokens, hidden, ranks, card.wire, depth, bytes_per_value=dtype.itemsize)
+    modes = theory.cheapest_modes(tokens, hidden, ranks, card.link, depth, bytes_per_value=dtype.itemsize)
     cells = [mode for row in modes for mode in row]
     areas = ", ".join(f"{mode} {100 * cells.count(mode) / len(cells):.0f} %" for mode in dict.fromkeys(cells))
     source = f"measured · {ranks} ranks" if dots else f"predicted · {ranks} ranks on such a wire"
@@ -650,7 +650,7 @@ lesson.explorers.tensor_modes()
 # `job.hidden`. Return t: so many of them share each matrix by 1D, the rest are d = devices/t replicas. A device holds
 # `16 * job.parameters / t` bytes of states, at most `job.cap`. A step is its computing (6 FLOPs a parameter and
 # token, over all devices at `job.rate`), plus four all-reduces a layer over t ranks of `2 * job.tokens / d *
-# job.hidden` bytes along `job.wire`, in line, plus what a gradient of `2 * job.parameters / t` bytes in 24 buckets
+# job.hidden` bytes along `job.link`, in line, plus what a gradient of `2 * job.parameters / t` bytes in 24 buckets
 # leaves exposed over d ranks, behind two thirds of all that. The check allows 1 % over the shortest step of those
 # that fit.
 #
@@ -665,7 +665,7 @@ def choose(job):
 # %% tags=["check-5"]
 verdict = lesson.check(exercises.choose, choose)
 if verdict.status == "passed" and "card" in vars():
-    print("eight such devices, ViT-L/16, 50,000 tokens: t =", choose(exercises.Job(8, 24, 1024, 5e4, card.matmul, card.wire, 80e9)))
+    print("eight such devices, ViT-L/16, 50,000 tokens: t =", choose(exercises.Job(8, 24, 1024, 5e4, card.matmul, card.link, 80e9)))
 verdict
 
 # %% [markdown]
@@ -676,8 +676,8 @@ verdict
 #     def step(t):
 #         d = job.devices // t
 #         busy = 6 * job.parameters * job.tokens / job.devices / job.rate
-#         busy += 4 * job.layers * theory.seconds("all_reduce", 2 * job.tokens / d * job.hidden, t, job.wire)
-#         return busy + theory.exposed_seconds(2 / 3 * busy, 2 * job.parameters / t, 24, d, job.wire)
+#         busy += 4 * job.layers * theory.seconds("all_reduce", 2 * job.tokens / d * job.hidden, t, job.link)
+#         return busy + theory.exposed_seconds(2 / 3 * busy, 2 * job.parameters / t, 24, d, job.link)
 #
 #     able = [t for t in range(1, job.devices + 1) if job.devices % t == 0]
 #     return min((t for t in able if 16 * job.parameters / t <= job.cap), key=step)

@@ -45,7 +45,7 @@ from hpnb.lesson.exercises import vit_hybrid_parallel as exercises
 from hpnb.models import SIZES, ViTSize
 from hpnb.pipeline_parallel import full_state_dict, schedules
 from hpnb.tensor_parallel import parallelize
-from hpnb.theory import WIRES
+from hpnb.theory import LINKS
 
 N = min(4, device_timing.timed_ranks())  # on a CPU no more than cores, so that a clock means something
 GPU = hpnb.ranks.choose_device("auto", N).device == "cuda"
@@ -83,7 +83,7 @@ card = lesson.machine_card(N)
 card.show()
 VIT, TOKENS, RANKS = SIZES["l16"], 64 * SIZES["l16"].tokens, 8
 rhos = {f"here, ρ = {card.rho:,.0f}": card.rho}
-rhos |= {f"{wire}, ρ = {4e14 / WIRES[wire].bandwidth:,.0f}": 4e14 / WIRES[wire].bandwidth
+rhos |= {f"{wire}, ρ = {4e14 / LINKS[wire].bandwidth:,.0f}": 4e14 / LINKS[wire].bandwidth
          for wire in ("NVLink 4", "InfiniBand NDR", "Ethernet 100 Gb")}  # fmt: skip
 laws = {"dp": lambda rho: TOKENS / theory.dp_tokens_to_hide(rho, RANKS),
         "pp": lambda rho: theory.pp_compute_over_communication(VIT.hidden, VIT.layers / RANKS, rho),
@@ -143,10 +143,10 @@ lesson.predict("04.slow-wire", f"{N} ranks, {IMAGES} images, in 8 microbatches u
 # %%
 raced = vit_hybrid.race(pool, SIZE, IMAGES, DTYPE, 8, card)
 rows = [(f"{axis}, sent by a rank", step.told, step.bytes, "B", "identity") for axis, step in raced.items()]
-rows += [(f"{axis}, step", step.predicted(card.wire), step.seconds, "s") for axis, step in raced.items()]
+rows += [(f"{axis}, step", step.predicted(card.link), step.seconds, "s") for axis, step in raced.items()]
 ratios = lesson.comparison(rows, title=f"{N} ranks along one axis; predicted: a rank's share measured alone, and the card's wire")
 slower = [10 ** (k / 8) for k in range(17)]
-wires = [replace(card.wire, bandwidth=card.wire.bandwidth / times) for times in slower]
+wires = [replace(card.link, bandwidth=card.link.bandwidth / times) for times in slower]
 curves = {axis: [step.on(wire) for wire in wires] for axis, step in raced.items()}
 worst = {axis: curve[-1] / curve[0] for axis, curve in curves.items()}
 plot.show(

@@ -283,16 +283,16 @@ lesson.check(exercises.again, choose)
 # ### Who waits for a gather
 #
 # Stage 3 is only cheap if blocks arrive before they are needed. Six of XL's blocks, 8,192 tokens a rank, on 8 ranks of
-# InfiniBand NDR, simulated by `theory.gathers`: gathered on demand (`prefetch 0`), and one block ahead (`prefetch 1`).
+# InfiniBand NDR, simulated by `theory.simulate_gathers`: gathered on demand (`prefetch 0`), and one block ahead (`prefetch 1`).
 # The gradients' reduce-scatters are left out.
 
 # %%
-block, wire = XL.block(8), theory.WIRES["InfiniBand NDR"]
+block, wire = XL.block(8), theory.LINKS["InfiniBand NDR"]
 forward, gather = block.forward_flops / 400e12, theory.seconds("all_gather", 2 * block.parameters, 8, wire)
 uses = [*range(6), *reversed(range(6))]
 computing = [forward] * 6 + [2 * forward] * 6
-plans = {f"prefetch {ahead}": theory.ahead(uses, ahead) for ahead in (0, 1)}
-ran = {which: theory.gathers(uses, computing, [gather] * 6, [2 * block.parameters] * 6, plan) for which, plan in plans.items()}
+plans = {f"prefetch {ahead}": theory.prefetch_plan(uses, ahead) for ahead in (0, 1)}
+ran = {which: theory.simulate_gathers(uses, computing, [gather] * 6, [2 * block.parameters] * 6, plan) for which, plan in plans.items()}
 plot.show(
     plot.timeline(*(gpt2_zero.gather_timeline(one, uses, 8) for one in ran.values()), names=list(ran), exposed=True, bubble=None,
                   axis_labels={0: "each rank"}, title="six blocks of GPT-2 1.5B in one step, over their gathers"),
@@ -536,7 +536,7 @@ verdict
 
 # %%
 rows = []
-for wire, link in theory.WIRES.items():
+for wire, link in theory.LINKS.items():
     knee = theory.dp_tokens_to_hide(400e12 / link.bandwidth, 1024)
     rows.append((wire, f"{knee:,.0f}", *(f"{batch / knee:,.0f}" for batch in (0.5e6, 4e6))))
 columns = ("wire", "token knee of stage 0 (bf16, 400 TFLOP/s)", "ranks of use at 0.5 M tokens", "at 4 M tokens")

@@ -85,12 +85,12 @@ here = lesson.banner(N, model=name, data=recipe.train.describe(),
 card, pool = lesson.machine_card(N), hpnb.Ranks(N)  # these ranks stay to the end
 card.show()
 rates = pool.run(gpt2_hybrid.rates, SIZE, EACH, 4 * EACH, DTYPE)[0]
-task = gpt2_hybrid.task(SIZE, ROWS, DTYPE, rates, card.wire)
+task = gpt2_hybrid.task(SIZE, ROWS, DTYPE, rates, card.link)
 plans = theory.layout_plans(task, N, EACH)
 plans += [LayoutPlan(N, zero=3), LayoutPlan(1, N, 1, ROWS // EACH, style="zb-h1")]
 told = {str(plan): theory.layout_parts(task, plan) for plan in plans}
 held = {str(plan): theory.layout_memory(task, plan) for plan in plans}
-job = host_traffic.Job(SIZE.layers, SIZE.hidden, task.tokens, ROWS // EACH, rates.matmul, N, card.wire, card.wire)
+job = host_traffic.Job(SIZE.layers, SIZE.hidden, task.tokens, ROWS // EACH, rates.matmul, N, card.link, card.link)
 old = {str(p): sum(job.seconds(Layout(p.dp, p.pp, p.tp)).values()) for p in plans if not p.zero and p.style == "1f1b"}
 rows = [(n, lesson.number(old[n], "s") if n in old else "-", lesson.number(sum(told[n].values()), "s"), lesson.number(held[n], "B"),
          "yes" if held[n] <= BUDGET else "no") for n in told]  # fmt: skip
@@ -265,7 +265,7 @@ mine = lesson.kept("1f1b", N, ROWS // EACH)
 ran = {}
 for plan in plans:
     longest = mine if plan.pp == N and plan.style == "1f1b" else None
-    ran[str(plan)] = gpt2_hybrid.run(pool, SIZE, ROWS, DTYPE, plan, card.wire, longest)
+    ran[str(plan)] = gpt2_hybrid.run(pool, SIZE, ROWS, DTYPE, plan, card.link, longest)
 order = sorted(ran, key=lambda each: ran[each].seconds)
 seen = {each: ran[each].seconds for each in order}
 first, ours = order[0], min(told, key=lambda each: sum(told[each].values()))
@@ -328,7 +328,7 @@ plot.show(
 costs = {**dict.fromkeys(ran, 10 * max(fitting.values())), **fitting} if fitting else seen
 lesson.reveal("08.choice", sorted(fitting or seen, key=costs.get), costs=costs, predicted=sorted(able, key=lambda each: sum(told[each].values())) or None)
 for times in (0.01, 0.1, 10):
-    there = gpt2_hybrid.task(SIZE, ROWS, DTYPE, rates, replace(card.wire, bandwidth=card.wire.bandwidth * times))
+    there = gpt2_hybrid.task(SIZE, ROWS, DTYPE, rates, replace(card.link, bandwidth=card.link.bandwidth * times))
     guesses = {str(p): sum(theory.layout_parts(there, p).values()) for p in plans}
     print(f"on a wire of {times:g} times the bandwidth it would be {min(guesses, key=guesses.get)} (predicted)")
 

@@ -44,7 +44,7 @@ from hpnb.lesson.programs import cluster_planning
 from hpnb.lesson.exercises import plan_at_scale as exercises
 from hpnb.theory.cluster import ClusterPlan, best_plan, by_cut, cluster_memory, cluster_parts
 from hpnb.theory.failures import Failures, mean_between, save_interval, simulated_share, trained_share
-from hpnb.theory.published import LLAMA_3_EACH, MEGATRON
+from hpnb.theory.published_runs import LLAMA_3_EACH, MEGATRON
 
 here = lesson.banner(2, model="GPTs of 1.7 to 530 billion parameters, planned and not trained", data="published runs; this library's own benchmark",
                      reading="predicted and published: nothing here depends on this machine but one count of bytes")  # fmt: skip
@@ -75,13 +75,13 @@ def step(run, given, plan):
 print(inspect.getsource(cluster_parts))
 
 # %% [markdown]
-# One line hides a cliff: `cluster.wire`. A ring that leaves a host leaves it once and enters it once, however many of its members live
+# One line hides a cliff: `cluster.link`. A ring that leaves a host leaves it once and enters it once, however many of its members live
 # there. So a ring with 8 members on a host of 8 has all of the host's cards to itself. A ring with one member there (dp, when a replica
 # fills a host) shares them with seven others, which run at the same time. A send between stages is no ring: the t ranks of one stage
 # share the cards of their host.
 
 # %%
-print(inspect.getsource(theory.cluster.Cluster.wire))
+print(inspect.getsource(theory.cluster.Cluster.link))
 
 # %% [markdown]
 # ## Calibrate on one row, predict four blind

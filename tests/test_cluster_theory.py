@@ -14,7 +14,7 @@ import torch
 import hpnb
 from hpnb import comm, theory
 from hpnb.pipeline_parallel import Costs, schedules
-from hpnb.theory import Wire, bytes_sent, cluster, experts, failures
+from hpnb.theory import Link, bytes_sent, cluster, experts, failures
 from hpnb.theory.cluster import (
     CLUSTER_PARTS,
     Cluster,
@@ -24,14 +24,14 @@ from hpnb.theory.cluster import (
     cluster_parts,
 )
 from hpnb.theory.failures import Failures
-from hpnb.theory.published import DGX_A100, DGX_H100, LLAMA_3_EACH, MEGATRON, PublishedRun
+from hpnb.theory.published_runs import DGX_A100, DGX_H100, LLAMA_3_EACH, MEGATRON, PublishedRun
 
-FREE = Wire(0.0, 1e40)
+FREE = Link(0.0, 1e40)
 IDEAL = Cluster(8, 8, 1e12, 1e12, 1e40, FREE, FREE, 8)  # where matmuls alone cost anything
 SMALL = GPTRun(64, 8, 8, 16, 32, 128)
 
 
-def on(gpus: int, given: Cluster = DGX_A100, **other: float | Wire) -> Cluster:
+def on(gpus: int, given: Cluster = DGX_A100, **other: float | Link) -> Cluster:
     return replace(given, gpus=gpus, **other)  # type: ignore[arg-type]
 
 
@@ -114,8 +114,8 @@ def test_stages_wait_for_the_one_with_the_logits() -> None:
 
 @pytest.mark.parametrize(("recompute", "calls"), [(False, 4), (True, 6)])
 def test_bytes_of_each_axis(recompute: bool, calls: int) -> None:
-    run, wire = replace(SMALL, recompute=recompute), Wire(0.0, 1.0)  # seconds are bytes
-    given = replace(IDEAL, inside=wire, between=wire)
+    run, link = replace(SMALL, recompute=recompute), Link(0.0, 1.0)  # seconds are bytes
+    given = replace(IDEAL, inside=link, between=link)
     parts = cluster_parts(run, given, ClusterPlan(2, 2, 2))
     activation = 2.0 * 32 * 64 * 8  # of the 8 rows that a pipeline sees
     assert parts["tp"] == pytest.approx(calls * 8 / 2 * bytes_sent("all_reduce", activation, 2))
@@ -142,13 +142,13 @@ def test_bytes_that_no_matmul_moves() -> None:
 
 def test_a_ring_between_hosts_has_its_share_of_the_cards() -> None:
     given = on(64, cards=4)  # 4 cards of 25 GB/s for 8 GPUs of 300
-    assert given.wire(8, 8) is given.inside
-    assert given.wire(4, 4) is given.inside
-    assert given.wire(64, 8).bandwidth == 100e9
-    assert given.wire(64, 1).bandwidth == 12.5e9
-    assert given.wire(6, 6).bandwidth == 75e9  # six of eight: some of its groups lie in two hosts
-    assert given.wire(64, 8).latency == given.between.latency
-    assert on(64, between=Wire(1e-5, 1e12)).wire(64, 8).bandwidth == 300e9  # never faster than within
+    assert given.link(8, 8) is given.inside
+    assert given.link(4, 4) is given.inside
+    assert given.link(64, 8).bandwidth == 100e9
+    assert given.link(64, 1).bandwidth == 12.5e9
+    assert given.link(6, 6).bandwidth == 75e9  # six of eight: some of its groups lie in two hosts
+    assert given.link(64, 8).latency == given.between.latency
+    assert on(64, between=Link(1e-5, 1e12)).link(64, 8).bandwidth == 300e9  # never faster than within
     lies = [cluster._lies(ClusterPlan(4, 2, 4), axis, given) for axis in ("tp", "pp", "dp")]
     assert lies == [(4, 4), (8, 2), (32, 1)]
     assert cluster._lies(ClusterPlan(16, 1, 2), "dp", given) == (32, 4)
@@ -161,7 +161,7 @@ def test_a_ring_between_hosts_has_its_share_of_the_cards() -> None:
 )
 def test_ranks_that_send_across_a_border_divide_its_cards(cards: int, tp: int, each: float) -> None:
     given, plan = on(16 * tp, cards=cards), ClusterPlan(1, 16, tp)
-    assert given.wire(*cluster._lies(plan, "pp", given)).bandwidth == each * 25e9
+    assert given.link(*cluster._lies(plan, "pp", given)).bandwidth == each * 25e9
 
 
 def test_tp_falls_off_a_cliff_where_a_host_ends() -> None:

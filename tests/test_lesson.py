@@ -832,7 +832,7 @@ ALONE = step_timing.Backward(1.0, 3.0, (2.0, 3.0), (10.0, 10.0))
 
 
 def test_a_backward_is_replayed_on_any_wire() -> None:
-    wire = hpnb.theory.Wire(0.0, 5.0)  # 10 bytes over 2 ranks take 2 s
+    wire = hpnb.theory.Link(0.0, 5.0)  # 10 bytes over 2 ranks take 2 s
     during, after = ALONE.on(wire, 2), ALONE.on(wire, 2, during=False)
     assert [(e.op, e.start, e.end) for e in during.events] == [
         ("F", 0.0, 1.0), ("B", 1.0, 3.0), ("all_reduce", 2.0, 4.0), ("all_reduce", 4.0, 6.0),
@@ -1165,11 +1165,11 @@ def test_a_recorded_step_goes_over_any_wire() -> None:
     tl = made.simulate(pipeline_parallel.Costs(1.0, 2.0, 0.0))
     sent = hpnb.record.Event(0, -1, "send", -1, 0.0, 9.0, "pp", 10.0)
     tl = replace(tl, events=(*tl.events, sent))
-    slower = vit_pipeline.on_wire(tl, made, hpnb.theory.Wire(0.5, 10.0), 5.0)
+    slower = vit_pipeline.on_wire(tl, made, hpnb.theory.Link(0.5, 10.0), 5.0)
     assert slower.source == "simulated"
     assert slower.makespan == made.simulate(pipeline_parallel.Costs(1.0, 2.0, 0.0, 1.0)).makespan
     assert {e.op for e in slower.events} == {"F", "B"}
-    wire = hpnb.theory.Wire(0.0, 1e6)
+    wire = hpnb.theory.Link(0.0, 1e6)
     after = 3.0 + hpnb.theory.exposed_seconds(2.0, 4e6, 4, 2, wire)
     assert vit_pipeline.data_parallel_seconds(3.0, 4e6, 2, wire) == after
     assert vit_pipeline.data_parallel_seconds(3.0, 4e6, 1, wire) == 3.0
@@ -1370,9 +1370,9 @@ def test_every_job_tells_a_choice_by_time_from_one_by_memory_or_by_habit() -> No
         def step(t: int) -> float:
             d = job.devices // t
             computing = 6 * job.parameters * job.tokens / job.devices / job.rate
-            sums = 4 * job.layers * theory.seconds("all_reduce", 2 * job.tokens / d * job.hidden, t, job.wire)
+            sums = 4 * job.layers * theory.seconds("all_reduce", 2 * job.tokens / d * job.hidden, t, job.link)
             gradient = 2 * job.parameters / t
-            return computing + sums + theory.exposed_seconds(2 / 3 * computing, gradient, 24, d, job.wire)
+            return computing + sums + theory.exposed_seconds(2 / 3 * computing, gradient, 24, d, job.link)
 
         return min(able(job), key=step)
 
@@ -1467,8 +1467,8 @@ def test_modes_race_on_four_ranks_and_are_written_down() -> None:
     assert told.keys() == raced.keys()
     (size, images), first = next(iter(told.items()))
     block = size.block(images, 4)
-    assert first["2d"] == theory.block_seconds(block, "2d", 4, card.wire, card.matmul).total
-    assert first["1d+sp"] == theory.block_seconds(block, "1d", 4, card.wire, card.matmul, 1, True).total
+    assert first["2d"] == theory.block_seconds(block, "2d", 4, card.link, card.matmul).total
+    assert first["1d+sp"] == theory.block_seconds(block, "1d", 4, card.link, card.matmul, 1, True).total
     rows = lesson.ledger.rows()
     assert [row.model.rpartition(", ")[2] for row in rows] == ["1d", "1d+sp", "2d"]
     for row in rows:
@@ -1488,7 +1488,7 @@ def test_the_explorer_of_notebook_03_says_what_theory_says_and_no_batch_helps_1d
         return dict(shown._draw(**{**shown.values, **values}, fast=True)[2])
 
     block = theory.Block(8192, 64, 2048, 16)
-    took = theory.block_seconds(block, "2d", 16, theory.WIRES["NVLink 4"], 400e12)
+    took = theory.block_seconds(block, "2d", 16, theory.LINKS["NVLink 4"], 400e12)
     assert shown.readings["computing over sending"] == took.compute / took.communication
     assert shown.readings["sent (B)"] == theory.block_sent(block, "2d", 16).bytes()
     assert read(mode="2.5d")["sent (B)"] == theory.block_sent(block, "2.5d", 16, 4).bytes()
@@ -1497,7 +1497,7 @@ def test_the_explorer_of_notebook_03_says_what_theory_says_and_no_batch_helps_1d
     for other in ("1d", "1d+sp", "3d"):
         ranks = 64 if other == "3d" else 16
         taken = theory.block_seconds(
-            block, other[:2], ranks, theory.WIRES["NVLink 4"], 400e12, 1, other == "1d+sp"
+            block, other[:2], ranks, theory.LINKS["NVLink 4"], 400e12, 1, other == "1d+sp"
         )
         assert read(mode=other, ranks=ranks)["block (s)"] == pytest.approx(taken.total)
     met = {}

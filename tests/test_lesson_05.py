@@ -23,7 +23,7 @@ from hpnb.lesson.programs.gpt2_zero import Way
 from hpnb.mesh import Layout, Mesh
 from hpnb.models import GPT2Size
 from hpnb.record import MemoryProfile, MemorySample, OutOfBudget
-from hpnb.theory import WIRES, Block
+from hpnb.theory import LINKS, Block
 
 MB = 1_000_000.0
 SIZE = GPT2Size(hidden=64, layers=4, heads=4, mlp=256, vocabulary=401, length=32)
@@ -152,18 +152,19 @@ def test_blocks_that_are_computed_again_give_the_same_gradients() -> None:
 
 def _seconds(stage: int, ranks: int = 8, wire: str = "InfiniBand NDR", **more: Any) -> dict[str, float]:
     return dict(theory.shard_seconds(0.1, 0.2, 0.03, block_bytes=5e7, root_bytes=1e8, layers=20, ranks=ranks,
-                                     stage=stage, wire=WIRES[wire], **more))  # fmt: skip
+                                     stage=stage, link=LINKS[wire], **more))  # fmt: skip
 
 
 def test_shard_seconds() -> None:
     assert _seconds(0, ranks=1) == {"computing": pytest.approx(0.3), "computing again": 0.0, "exposed": 0.0,
                                     "optimizer": 0.03}  # fmt: skip
     assert _seconds(2)["optimizer"] == pytest.approx(0.03 / 8)
-    assert _seconds(2)["exposed"] > theory.seconds("all_gather", 1.1e9, 8, WIRES["InfiniBand NDR"])
+    assert _seconds(2)["exposed"] > theory.seconds("all_gather", 1.1e9, 8, LINKS["InfiniBand NDR"])
     assert _seconds(3)["exposed"] < _seconds(2)["exposed"]  # behind blocks, while they last
     assert _seconds(3, wire="Ethernet 10 Gb")["exposed"] > _seconds(2, wire="Ethernet 10 Gb")["exposed"]
     assert _seconds(0, recompute=10)["computing again"] == pytest.approx(0.05)
-    assert _seconds(2, link=25e9, host_seconds=0.8)["offload"] == pytest.approx(2 * 1.1e9 / 8 / 25e9)
+    offload = _seconds(2, host_bandwidth=25e9, host_seconds=0.8)["offload"]
+    assert offload == pytest.approx(2 * 1.1e9 / 8 / 25e9)
     with pytest.raises(ValueError, match="stage=4"):
         _seconds(4)
 
@@ -176,10 +177,10 @@ USES = [0, 1, 2, 2, 1, 0]
 def test_gathers_by_hand() -> None:
     """Blocks of 1 s forward and 2 s backward, gathers of 0.5 s."""
     computing, rest = [1.0, 1.0, 1.0, 2.0, 2.0, 2.0], ([0.5] * 3, [1.0] * 3)
-    late = theory.gathers(USES, computing, *rest, theory.ahead(USES, 0))
+    late = theory.simulate_gathers(USES, computing, *rest, theory.prefetch_plan(USES, 0))
     assert late.ends[-1] == pytest.approx(9 + 5 * 0.5)  # the middle one is not gathered twice
     assert (late.stall, late.most) == (pytest.approx(4 * 0.5), 1.0)
-    early = theory.gathers(USES, computing, *rest, theory.ahead(USES, 1))
+    early = theory.simulate_gathers(USES, computing, *rest, theory.prefetch_plan(USES, 1))
     assert early.ends[-1] == pytest.approx(9.5)
     assert (early.stall, early.most, len(early.gathers)) == (0.0, 2.0, 5)
 
@@ -194,7 +195,7 @@ def test_gathers_by_hand() -> None:
 )
 def test_a_plan_that_cannot_run_is_refused(starts: list[list[int]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        theory.gathers(USES, [1.0] * 6, [0.5] * 3, [1.0] * 3, starts)
+        theory.simulate_gathers(USES, [1.0] * 6, [0.5] * 3, [1.0] * 3, starts)
 
 
 # --- the noise scale -------------------------------------------------------------------------

@@ -21,10 +21,10 @@ from hpnb.lesson.programs import gpt2_hybrid, paraphrases, step_breakdown
 from hpnb.models import GPT2Size
 from hpnb.pipeline_parallel import Costs, schedules
 from hpnb.record import Event, Timeline
-from hpnb.theory import LayerCost, LayoutPlan, LayoutTask, Wire, layout_bytes, layout_memory, layout_parts
+from hpnb.theory import LayerCost, LayoutPlan, LayoutTask, Link, layout_bytes, layout_memory, layout_parts
 
 SMALL = GPT2Size(hidden=20, layers=4, heads=5, mlp=80, vocabulary=101, length=16)
-FREE = Wire(0.0, 1e30)
+FREE = Link(0.0, 1e30)
 
 
 @pytest.fixture(autouse=True)

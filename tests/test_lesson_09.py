@@ -18,7 +18,7 @@ from hpnb.lesson.exercises import plan_at_scale as exercises
 from hpnb.lesson.programs import cluster_planning
 from hpnb.theory import seconds
 from hpnb.theory.cluster import Cluster, ClusterPlan, GPTRun, best_plan, cluster_parts, tflops
-from hpnb.theory.published import MEGATRON
+from hpnb.theory.published_runs import MEGATRON
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +38,8 @@ def test_clusters_have_the_cards_of_their_network() -> None:
         cluster_planning.cluster(512, f"Ethernet 100 Gb, a card a {of}", 16) for of in ("host", "GPU")
     )
     assert (one.cards, each.cards, one.host) == (1, 16, 16)
-    assert one.wire(512, 16).bandwidth == 12.5e9
-    assert each.wire(512, 16).bandwidth == 200e9
+    assert one.link(512, 16).bandwidth == 12.5e9
+    assert each.link(512, 16).bandwidth == 200e9
     assert one.share == cluster_planning.fitted().share
     with pytest.raises(ValueError, match="no network 'Token Ring'; there are HDR"):
         cluster_planning.cluster(8, "Token Ring")
@@ -56,7 +56,7 @@ def test_a_planner_without_borders_agrees_with_what_is_known_and_chooses_badly()
     assert worst[1] < worst[0] < 0.1
     run = replace(cluster_planning.MODELS["39.1B"], batch=512)
     given, believed = (cluster_planning.cluster(1024, SLOW, mistaken=wrong) for wrong in (False, True))
-    assert believed.wire(1024, 1).bandwidth == given.inside.bandwidth
+    assert believed.link(1024, 1).bandwidth == given.inside.bandwidth
     assert believed.share == cluster_planning.fitted(mistaken=True).share != given.share
     theirs, ours = best_plan(run, believed), best_plan(run, given)
     assert step(run, believed, theirs) < step(run, given, ours)  # it promises more
@@ -259,6 +259,6 @@ def test_numbers_of_the_prose() -> None:
     words = 6 * 2048 * one.run.hidden * one.run.vocabulary / one.tp / (whole.share * whole.peak)
     assert one.run.batch / one.plan.dp * words * 34 / 35 / parts["bubble"] == pytest.approx(0.5, abs=0.05)
     message = 2 * 2048 * 8192
-    wire = cluster_planning.cluster(512).wire(16, 8)
+    wire = cluster_planning.cluster(512).link(16, 8)
     assert wire.bandwidth == 200e9
     assert 30 * wire.latency / seconds("all_reduce", message, 16, wire) == pytest.approx(0.5, abs=0.03)

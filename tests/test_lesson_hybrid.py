@@ -20,7 +20,7 @@ from hpnb.lesson.exercises import vit_hybrid_parallel as notebook_04
 from hpnb.lesson.programs import host_traffic, vit_hybrid
 from hpnb.models import ViTSize
 from hpnb.record import Message
-from hpnb.theory import WIRES
+from hpnb.theory import LINKS
 
 AXES = ("dp", "pp", "tp")
 
@@ -69,10 +69,10 @@ def test_a_ring_goes_on_to_the_next_of_its_group_and_a_pipeline_has_ends() -> No
 
 
 def test_a_step_on_hosts_is_made_of_the_wires_that_its_axes_cross() -> None:
-    job = host_traffic.Job(32, 4096, 5e5, 16, 4e14, 8, WIRES["NVLink 4"], WIRES["Ethernet 100 Gb"])
+    job = host_traffic.Job(32, 4096, 5e5, 16, 4e14, 8, LINKS["NVLink 4"], LINKS["Ethernet 100 Gb"])
     usual, worst = Layout(4, 2, 4), Layout(4, 2, 4, order=("tp", "pp", "dp"))
-    assert [job.wire(usual, axis).name for axis in AXES] == ["Ethernet 100 Gb", "NVLink 4", "NVLink 4"]
-    assert [job.wire(worst, axis).name for axis in AXES] == ["NVLink 4", "NVLink 4", "Ethernet 100 Gb"]
+    assert [job.link(usual, axis).name for axis in AXES] == ["Ethernet 100 Gb", "NVLink 4", "NVLink 4"]
+    assert [job.link(worst, axis).name for axis in AXES] == ["NVLink 4", "NVLink 4", "Ethernet 100 Gb"]
     parts = job.seconds(usual)
     assert parts["compute"] == pytest.approx(6 * job.parameters * 5e5 / 32 / 4e14)
     assert parts["bubble"] == pytest.approx((parts["compute"] + parts["tp"]) / 16)
@@ -190,12 +190,12 @@ def test_axes_race_and_what_they_send_is_as_predicted() -> None:
     with hpnb.Ranks(2, device="cpu", timeout=120) as ranks:
         raced = vit_hybrid.race(ranks, _SMALL, 8, torch.float32, 4, card)
     assert list(raced) == ["dp", "pp", "tp"]
-    slow = replace(card.wire, bandwidth=1e5)
+    slow = replace(card.link, bandwidth=1e5)
     for axis, step in raced.items():
         assert step.bytes == step.told, axis
         assert step.computing > 0
-        assert step.predicted(card.wire) < step.predicted(slow)
-        assert step.on(card.wire) < step.on(slow)
+        assert step.predicted(card.link) < step.predicted(slow)
+        assert step.on(card.link) < step.on(slow)
     whole, sums = (
         4 * _SMALL.parameters(classes=3),
         4 * 4 * theory.seconds("all_reduce", 8 * 5 * 32 * 4, 2, slow),

@@ -9,9 +9,9 @@ import pytest
 from hpnb import lesson
 from hpnb.lesson.home import home
 from hpnb.record import Event, Timeline
-from hpnb.theory import Wire, fit_wire, seconds
+from hpnb.theory import Link, fit_link, seconds
 
-WIRE = Wire(latency=0.5, bandwidth=10.0)
+WIRE = Link(latency=0.5, bandwidth=10.0)
 
 
 def collective(rank: int, start: float, end: float, group: tuple[int, ...], op: str = "all_reduce") -> Event:
@@ -67,7 +67,7 @@ def test_a_card_is_measured_once_and_makes_sense(tmp_path: Path, monkeypatch: py
     assert len(card.sizes) == len(card.seconds) > 10
     assert card.rho == card.matmul / card.bandwidth
     assert min(card.seconds) > 0
-    fitted = fit_wire(card.sizes, card.seconds, 2)
+    fitted = fit_link(card.sizes, card.seconds, 2)
     assert (card.latency, card.bandwidth) == (fitted.latency, fitted.bandwidth)
     assert card.predicted(1e6) == seconds("all_reduce", 1e6, 2, fitted)
     (file,) = home().glob("machine-card-*.json")

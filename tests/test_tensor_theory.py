@@ -19,7 +19,7 @@ import hpnb
 from hpnb import models, theory
 from hpnb.mesh import Layout, Mesh
 from hpnb.models import GPT2Size, ViTSize
-from hpnb.theory import Block, Wire
+from hpnb.theory import Block, Link
 
 H, HEADS, MLP, ROWS, TOKENS = 24, 6, 96, 8, 17
 BLOCK = Block(H, HEADS, TOKENS, ROWS, MLP // H, bytes_per_value=4)
@@ -79,7 +79,7 @@ def test_three_dimensions_gather_and_scatter() -> None:
 def test_one_rank_sends_nothing(mode: str) -> None:
     for sequence_parallel in (False, True) if mode == "1d" else (False,):
         sent = theory.block_sent(BLOCK, mode, 1, sequence_parallel=sequence_parallel)
-        assert (sent.bytes(), sent.calls, sent.seconds(Wire(1.0, 1.0))) == (0, 0, 0)
+        assert (sent.bytes(), sent.calls, sent.seconds(Link(1.0, 1.0))) == (0, 0, 0)
     assert theory.linear_bytes(mode, 10, 6, 8, 1) == 0
 
 
@@ -152,8 +152,8 @@ def test_the_nearest_ranks_that_work(mode: str, ranks: int, depth: int, near: tu
         (lambda: theory.ranks_for("2d", 8, 2), "mode '2d' has no depth; depth=2 goes with '2.5d'"),
         (lambda: theory.activation_bytes(BLOCK, "2d", 4, 1, True), "sequence_parallel goes with '1d'"),
         (lambda: theory.block_sent(BLOCK, "3d", 8, 1, True), "mode '3d' cuts every activation anyway"),
-        (lambda: theory.block_seconds(BLOCK, "1d", 2, Wire(0, 1), 0), "flop_rate=0 FLOP/s gives no time"),
-        (lambda: theory.cheapest_modes([1], [8], 6, Wire(0, 1), modes=["2d"]), "none of 2d can use 6 ranks"),
+        (lambda: theory.block_seconds(BLOCK, "1d", 2, Link(0, 1), 0), "flop_rate=0 FLOP/s gives no time"),
+        (lambda: theory.cheapest_modes([1], [8], 6, Link(0, 1), modes=["2d"]), "none of 2d can use 6 ranks"),
     ],
 )
 def test_refusals(call: Callable[[], object], says: str) -> None:
@@ -166,9 +166,9 @@ def test_refusals(call: Callable[[], object], says: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_one_dimension_computes_4_5_h_over_what_it_sends(ranks: int) -> None:
-    block, wire, flop_rate = Block(1024, 16, 197, 32), Wire(0.0, 1e11), 5e13
-    found = theory.block_seconds(block, "1d", ranks, wire, flop_rate)
-    rho = flop_rate / wire.bandwidth
+    block, link, flop_rate = Block(1024, 16, 197, 32), Link(0.0, 1e11), 5e13
+    found = theory.block_seconds(block, "1d", ranks, link, flop_rate)
+    rho = flop_rate / link.bandwidth
     wanted = theory.tp_compute_over_communication(1024, ranks, rho, 197)
     assert found.compute / found.communication == pytest.approx(wanted)
     assert wanted == pytest.approx(4.5 * 1024 / ((ranks - 1) * rho), rel=0.04)
@@ -181,34 +181,34 @@ def test_one_dimension_computes_4_5_h_over_what_it_sends(ranks: int) -> None:
 def test_seconds_are_hops_calls_and_bytes() -> None:
     sent = theory.block_sent(BLOCK, "1d", 4)  # 4 all-reduces
     n = ROWS * TOKENS * H * 4
-    assert sent.seconds(Wire(1.0, math.inf)) == 4 * 2 * 3
-    assert sent.seconds(Wire(0.0, math.inf), call=1.0) == sent.calls == 4
-    assert sent.seconds(Wire(0.0, 1.0)) == sent.bytes() == 4 * 2 * 3 / 4 * n
-    one = theory.seconds("all_reduce", n, 4, Wire(1e-3, 1e6))
-    assert sent.seconds(Wire(1e-3, 1e6)) == pytest.approx(4 * one)
+    assert sent.seconds(Link(1.0, math.inf)) == 4 * 2 * 3
+    assert sent.seconds(Link(0.0, math.inf), call=1.0) == sent.calls == 4
+    assert sent.seconds(Link(0.0, 1.0)) == sent.bytes() == 4 * 2 * 3 / 4 * n
+    one = theory.seconds("all_reduce", n, 4, Link(1e-3, 1e6))
+    assert sent.seconds(Link(1e-3, 1e6)) == pytest.approx(4 * one)
 
 
 def test_a_panel_passes_each_link_of_a_chain_once() -> None:
     (panels, *_) = theory.linear_sent("2d", 27, 6, 12, 9, bytes_per_value=1).collectives
     assert (panels.op, panels.count, panels.nbytes) == ("broadcast", 3, 18)
-    assert panels.seconds(Wire(1.0, 1.0)) == 3 * (2 * 1 + 18)  # 2 hops, then 18 bytes at 1 byte a second
+    assert panels.seconds(Link(1.0, 1.0)) == 3 * (2 * 1 + 18)  # 2 hops, then 18 bytes at 1 byte a second
 
 
 def test_the_cheapest_mode_is_that_with_the_fewest_seconds() -> None:
-    tokens, hidden, wire = [1.0, 32.0, 512.0, 8192.0, 65536.0], [64, 512, 4096], Wire(0.0, 1e11)
-    found = theory.cheapest_modes(tokens, hidden, 64, wire, depth=4, call=1e-5)
+    tokens, hidden, link = [1.0, 32.0, 512.0, 8192.0, 65536.0], [64, 512, 4096], Link(0.0, 1e11)
+    found = theory.cheapest_modes(tokens, hidden, 64, link, depth=4, call=1e-5)
     for h, row in zip(hidden, found, strict=True):
         for n, mode in zip(tokens, row, strict=True):
             seconds = {
-                m: theory.shapes_sent(64 * n, h, 4 * h, m, 64, d).seconds(wire, 1e-5)
+                m: theory.shapes_sent(64 * n, h, 4 * h, m, 64, d).seconds(link, 1e-5)
                 for m, d in (("1d", 1), ("2d", 1), ("2.5d", 4), ("3d", 1))
             }
             assert seconds[mode] == pytest.approx(min(seconds.values()), rel=1e-9)
     assert {mode for row in found for mode in row} >= {"1d", "2.5d", "3d"}
     assert found[0][0] == "1d"  # few calls win where there is little to send
-    alone = theory.cheapest_modes(tokens, hidden, 6, wire)  # 6 ranks make no grid
+    alone = theory.cheapest_modes(tokens, hidden, 6, link)  # 6 ranks make no grid
     assert {mode for row in alone for mode in row} == {"1d"}
-    assert theory.cheapest_modes([1.0], [64], 4, wire, modes=["2d"]) == (("2d",),)
+    assert theory.cheapest_modes([1.0], [64], 4, link, modes=["2d"]) == (("2d",),)
 
 
 # --- what is kept ----------------------------------------------------------------------------------

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpnb import theory
-from hpnb.theory import Block, Wire
+from hpnb.theory import Block, Link
 
 # --- the oracle: every message of every algorithm, executed on sets of contributions --------------
 
 Round = list[tuple[int, int, list[int]]]  # (from, to, chunks), all at once
 State = list[list[frozenset[int]]]  # [rank][chunk] = whose contributions the sum holds
-WIRE = Wire(latency=2e-6, bandwidth=1e9)
+WIRE = Link(latency=2e-6, bandwidth=1e9)
 
 
 def backwards(rounds: list[Round]) -> list[Round]:
@@ -184,7 +184,7 @@ def test_the_table_of_the_docstring_at_eight_ranks() -> None:
     busiest = [theory.bytes_on_busiest_rank("all_reduce", n, 8, a) for a in theory.ALGORITHMS]
     assert busiest == [7 * n, 3 * n, 1.75 * n, 1.75 * n]
     assert busiest[0] / busiest[2] == 8 / 2
-    free = Wire(0.0, 1.0)  # serial bytes alone
+    free = Link(0.0, 1.0)  # serial bytes alone
     serial = [theory.seconds("all_reduce", n, 8, free, a) for a in theory.ALGORITHMS]
     assert serial == [14 * n, 6 * n, 14e6, 14e6]
     assert [theory.steps("all_reduce", 5, a) for a in ("naive", "tree", "ring")] == [8, 6, 8]
@@ -204,12 +204,12 @@ def test_knee_splits_evenly_and_no_plan_beats_its_busiest_rank(op: str, algorith
         n = theory.knee(p, WIRE, op, algorithm)
         latency = theory.steps(op, p, algorithm) * WIRE.latency
         assert theory.seconds(op, n, p, WIRE, algorithm) == pytest.approx(2 * latency, rel=1e-12)
-        wait = theory.seconds(op, n, p, Wire(0.0, WIRE.bandwidth), algorithm)
+        wait = theory.seconds(op, n, p, Link(0.0, WIRE.bandwidth), algorithm)
         assert wait >= theory.bytes_on_busiest_rank(op, n, p, algorithm) / WIRE.bandwidth * (1 - 1e-12)
 
 
 def test_knee_of_a_ring_is_p_latency_bandwidth() -> None:
-    assert theory.knee(8, Wire(5e-6, 100e9)) == pytest.approx(8 * 5e-6 * 100e9)
+    assert theory.knee(8, Link(5e-6, 100e9)) == pytest.approx(8 * 5e-6 * 100e9)
 
 
 def test_cheapest() -> None:
@@ -230,7 +230,7 @@ def test_cheapest() -> None:
 
 
 def test_wires_are_in_bytes_one_way() -> None:
-    gigabytes = {name: round(wire.bandwidth / 1e9, 2) for name, wire in theory.WIRES.items()}
+    gigabytes = {name: round(link.bandwidth / 1e9, 2) for name, link in theory.LINKS.items()}
     assert gigabytes == {
         "NVLink 4": 450,
         "PCIe 5 x16": 63.02,
@@ -238,10 +238,10 @@ def test_wires_are_in_bytes_one_way() -> None:
         "Ethernet 100 Gb": 12.5,
         "Ethernet 10 Gb": 1.25,
     }
-    assert all(wire.name == name and 1e-6 <= wire.latency <= 1e-4 for name, wire in theory.WIRES.items())
+    assert all(link.name == name and 1e-6 <= link.latency <= 1e-4 for name, link in theory.LINKS.items())
 
 
-# --- fitting a wire -------------------------------------------------------------------------------
+# --- fitting a link -------------------------------------------------------------------------------
 
 SIZES = [0.0, *(2.0**k for k in range(3, 31, 3))]  # an empty message takes latency alone
 
@@ -249,9 +249,9 @@ SIZES = [0.0, *(2.0**k for k in range(3, 31, 3))]  # an empty message takes late
 @pytest.mark.parametrize(("op", "algorithm"), PAIRS)
 def test_fit_recovers_a_planted_wire(op: str, algorithm: str) -> None:
     for p in counts(algorithm):
-        planted = Wire(7e-6, 23e9)
+        planted = Link(7e-6, 23e9)
         times = [theory.seconds(op, n, p, planted, algorithm) for n in SIZES]
-        fitted = theory.fit_wire(SIZES, times, p, op, algorithm, name="mine")
+        fitted = theory.fit_link(SIZES, times, p, op, algorithm, name="mine")
         assert fitted.latency == pytest.approx(7e-6, rel=1e-9)
         assert fitted.bandwidth == pytest.approx(23e9, rel=1e-9)
         assert fitted.name == "mine"
@@ -259,16 +259,16 @@ def test_fit_recovers_a_planted_wire(op: str, algorithm: str) -> None:
 
 def test_fit_weighs_small_and_large_messages_alike() -> None:
     noise = np.random.default_rng(0).uniform(0.9, 1.1, size=(400, len(SIZES)))
-    for planted in (Wire(7e-6, 23e9), Wire(1e-3, 1e8)):
+    for planted in (Link(7e-6, 23e9), Link(1e-3, 1e8)):
         times = [theory.seconds("all_reduce", n, 4, planted) for n in SIZES]
-        fits = [theory.fit_wire(SIZES, list(np.multiply(times, row)), 4) for row in noise]
+        fits = [theory.fit_link(SIZES, list(np.multiply(times, row)), 4) for row in noise]
         assert np.mean([f.latency for f in fits]) == pytest.approx(planted.latency, rel=0.02)
         assert np.mean([f.bandwidth for f in fits]) == pytest.approx(planted.bandwidth, rel=0.02)
         assert max(abs(f.latency / planted.latency - 1) for f in fits) < 0.1
 
 
-def loss(wire: Wire, sizes: list[float], times: list[float]) -> float:
-    return sum((theory.seconds("send", n, 2, wire) / t - 1) ** 2 for n, t in zip(sizes, times, strict=True))
+def loss(link: Link, sizes: list[float], times: list[float]) -> float:
+    return sum((theory.seconds("send", n, 2, link) / t - 1) ** 2 for n, t in zip(sizes, times, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -276,13 +276,13 @@ def loss(wire: Wire, sizes: list[float], times: list[float]) -> float:
     [([1e3, 2e3, 4e3], [1.0, 2.5, 5.5], "latency"), ([1e3, 2e3, 4e3], [3.0, 2.0, 1.5], "bandwidth")],
 )
 def test_fit_keeps_both_terms_non_negative(sizes: list[float], times: list[float], zero: str) -> None:
-    fitted = theory.fit_wire(sizes, times, 2, "send")
+    fitted = theory.fit_link(sizes, times, 2, "send")
     if zero == "latency":
         assert fitted.latency == 0
-        nearby = [Wire(0.0, fitted.bandwidth * f) for f in (0.999, 1.001)] + [Wire(1e-3, fitted.bandwidth)]
+        nearby = [Link(0.0, fitted.bandwidth * f) for f in (0.999, 1.001)] + [Link(1e-3, fitted.bandwidth)]
     else:
         assert fitted.bandwidth == math.inf
-        nearby = [Wire(fitted.latency * f, math.inf) for f in (0.999, 1.001)] + [Wire(fitted.latency, 1e7)]
+        nearby = [Link(fitted.latency * f, math.inf) for f in (0.999, 1.001)] + [Link(fitted.latency, 1e7)]
     assert all(loss(other, sizes, times) > loss(fitted, sizes, times) for other in nearby)
 
 
@@ -448,17 +448,17 @@ def test_laws_of_one_rank_cost_nothing() -> None:
         (lambda: theory.steps("all_reduce", 6, "halving-doubling"), "cannot pair 6; 4 or 8 ranks would work"),
         (lambda: theory.steps("all_reduce", 3, "halving-doubling"), "cannot pair 3; 2 or 4 ranks would work"),
         (lambda: theory.knee(1, WIRE), "all_reduce on 1 rank moves nothing and has no knee; use 2"),
-        (lambda: Wire(-1e-6, 1e9), "latency -1e-06 s .* must be at least 0"),
-        (lambda: Wire(math.inf, 1e9), "latency inf s and bandwidth 1000000000.0 bytes/s cannot be"),
-        (lambda: Wire(1e-6, 0), "bandwidth 0 bytes/s .* bandwidth above 0"),
-        (lambda: theory.fit_wire([1, 2], [1, 2], 1), "all_reduce on 1 rank moves nothing, .*; use 2 ranks"),
+        (lambda: Link(-1e-6, 1e9), "latency -1e-06 s .* must be at least 0"),
+        (lambda: Link(math.inf, 1e9), "latency inf s and bandwidth 1000000000.0 bytes/s cannot be"),
+        (lambda: Link(1e-6, 0), "bandwidth 0 bytes/s .* bandwidth above 0"),
+        (lambda: theory.fit_link([1, 2], [1, 2], 1), "all_reduce on 1 rank moves nothing, .*; use 2 ranks"),
         (
-            lambda: theory.fit_wire([1, 2], [1], 2),
+            lambda: theory.fit_link([1, 2], [1], 2),
             r"2 sizes \(2 different\) and 1 times .* one time for each",
         ),
-        (lambda: theory.fit_wire([8, 8], [1, 2], 2), r"2 sizes \(1 different\) .* at least 2 different"),
-        (lambda: theory.fit_wire([1, 2], [0, 1], 2), r"times from 0\.0 s cannot be fitted; .* times above 0"),
-        (lambda: theory.fit_wire([1, 2], [1, math.inf], 2), "all of them finite"),
+        (lambda: theory.fit_link([8, 8], [1, 2], 2), r"2 sizes \(1 different\) .* at least 2 different"),
+        (lambda: theory.fit_link([1, 2], [0, 1], 2), r"times from 0\.0 s cannot be fitted; .* times above 0"),
+        (lambda: theory.fit_link([1, 2], [1, math.inf], 2), "all of them finite"),
         (lambda: Block(1600, 24, 128), "hidden 1600 does not divide into 24 heads; 20 or 25 would work"),
         (lambda: Block(8, 9, 128), "hidden 8 does not divide into 9 heads; 4 or 8 would work"),
         (lambda: Block(7, 3, 1), "hidden 7 does not divide into 3 heads; 1 or 7 would work"),
@@ -519,17 +519,17 @@ def test_model_states_by_category_and_what_they_refuse() -> None:
 
 
 def test_buckets_travel_one_behind_the_other() -> None:
-    wire = Wire(latency=0.5, bandwidth=10.0)  # on 2 ranks 1 s of latency, and a tenth of a second a byte
-    found = theory.overlap([1.0, 2.0, 7.0], [10, 20, 10], 2, wire)
+    link = Link(latency=0.5, bandwidth=10.0)  # on 2 ranks 1 s of latency, and a tenth of a second a byte
+    found = theory.overlap([1.0, 2.0, 7.0], [10, 20, 10], 2, link)
     assert found.starts == (1.0, 3.0, 7.0)  # the second waits for the first, the third for its gradients
     assert found.ends == (3.0, 6.0, 9.0)
     assert (found.backward, found.exposed) == (7.0, 2.0)
-    assert theory.overlap([1.0, 2.0, 7.0], [10, 20, 10], 2, wire, backward=8.5).exposed == 0.5
-    assert theory.overlap([1.0, 2.0, 7.0], [10, 20, 10], 2, wire, backward=10).exposed == 0
+    assert theory.overlap([1.0, 2.0, 7.0], [10, 20, 10], 2, link, backward=8.5).exposed == 0.5
+    assert theory.overlap([1.0, 2.0, 7.0], [10, 20, 10], 2, link, backward=10).exposed == 0
 
 
 def test_a_bucket_that_is_full_early_keeps_its_turn() -> None:
-    found = theory.overlap([5.0, 1.0], [10, 10], 2, Wire(0.0, 10.0))
+    found = theory.overlap([5.0, 1.0], [10, 10], 2, Link(0.0, 10.0))
     assert found.starts == (5.0, 6.0)
     assert theory.overlap([], [], 2, WIRE).exposed == 0
     with pytest.raises(ValueError, match="2 times and 1 sizes"):
@@ -552,22 +552,22 @@ def test_gradients_made_at_a_constant_rate_fill_buckets_evenly() -> None:
 def test_the_closed_form_is_the_simulation_of_equal_buckets(
     buckets: int, bandwidth: float, latency: float
 ) -> None:
-    wire, backward, nbytes = Wire(latency, bandwidth), 6.0, 120.0
+    link, backward, nbytes = Link(latency, bandwidth), 6.0, 120.0
     ready, sizes = theory.even_buckets(nbytes, nbytes / buckets, backward)
-    exposed = theory.exposed_seconds(backward, nbytes, buckets, 4, wire)
-    assert exposed == pytest.approx(theory.overlap(ready, sizes, 4, wire).exposed, rel=1e-9)
+    exposed = theory.exposed_seconds(backward, nbytes, buckets, 4, link)
+    assert exposed == pytest.approx(theory.overlap(ready, sizes, 4, link).exposed, rel=1e-9)
 
 
 def test_the_share_exposed_ends_at_the_knee_of_the_law() -> None:
-    """A step of many buckets on a wire without latency, by the simulation and by the law's own tokens."""
+    """A step of many buckets on a link without latency, by the simulation and by the law's own tokens."""
     rate, parameters, ranks, gradient_bytes = 1e12, 1e8, 8, 2
-    wire = Wire(0.0, 1e10)
-    knee = theory.dp_tokens_to_hide(rate / wire.bandwidth, ranks, gradient_bytes)
+    link = Link(0.0, 1e10)
+    knee = theory.dp_tokens_to_hide(rate / link.bandwidth, ranks, gradient_bytes)
     for x in (0.1, 0.5, 0.9, 1.0, 3.0):
         backward = 4 * x * knee * parameters / rate
-        moving = seconds_of(gradient_bytes * parameters, ranks, wire)
+        moving = seconds_of(gradient_bytes * parameters, ranks, link)
         assert backward == pytest.approx(x * moving)
-        exposed = theory.exposed_seconds(backward, gradient_bytes * parameters, 10**5, ranks, wire)
+        exposed = theory.exposed_seconds(backward, gradient_bytes * parameters, 10**5, ranks, link)
         share = exposed / (1.5 * backward + exposed)
         assert share == pytest.approx(theory.exposed_share(x), abs=1e-4)
         after = moving / (1.5 * backward + moving)
@@ -577,8 +577,8 @@ def test_the_share_exposed_ends_at_the_knee_of_the_law() -> None:
         theory.exposed_share(-1)
 
 
-def seconds_of(nbytes: float, ranks: int, wire: Wire) -> float:
-    return theory.seconds("all_reduce", nbytes, ranks, wire)
+def seconds_of(nbytes: float, ranks: int, link: Link) -> float:
+    return theory.seconds("all_reduce", nbytes, ranks, link)
 
 
 # --- pipelines -------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import hpnb
 from hpnb.lesson.banner import gpu_names
 from hpnb.lesson.home import digest, load, save
 from hpnb.lesson.tables import number, table
-from hpnb.theory import Wire, fit_wire, seconds
+from hpnb.theory import Link, fit_link, seconds
 
 _SIZES = {
     "cpu": tuple(1 << k for k in range(8, 26)),  # 256 B to 32 MB
@@ -58,13 +58,13 @@ class MachineCard:
         return self.matmul / self.bandwidth
 
     @property
-    def wire(self) -> Wire:
-        """The wire between the ranks, for `hpnb.theory`."""
-        return Wire(self.latency, self.bandwidth, self.hardware)
+    def link(self) -> Link:
+        """The link between the ranks, for `hpnb.theory`."""
+        return Link(self.latency, self.bandwidth, self.hardware)
 
     def predicted(self, nbytes: float, algorithm: str = "ring") -> float:
         """Seconds of an all-reduce of `nbytes` on this machine, by latency and bandwidth."""
-        return seconds("all_reduce", nbytes, self.ranks, self.wire, algorithm)
+        return seconds("all_reduce", nbytes, self.ranks, self.link, algorithm)
 
     def curve(self, points: int = 60) -> tuple[list[float], list[float]]:
         """(bytes, predicted seconds) between the least and the most that was measured, for a figure."""
@@ -100,13 +100,13 @@ def machine_card(ranks: int | None = None, device: str = "auto", refresh: bool =
     sizes = _SIZES[choice.device]
     # A collective is over when its last rank is; every rank's matmul runs at the pace of the slowest.
     times = tuple(max(times[i] for times, _ in found) for i in range(len(sizes)))
-    wire = fit_wire(sizes, times, choice.ranks)
+    link = fit_link(sizes, times, choice.ranks)
     card = MachineCard(
         hardware,
         choice.device,
         choice.ranks,
-        wire.latency,
-        wire.bandwidth,
+        link.latency,
+        link.bandwidth,
         min(rate for _, rate in found),
         str(_MATMUL[choice.device][1]).removeprefix("torch."),
         sizes,

@@ -1,37 +1,43 @@
 """The predicted side: what a layout costs, as pure functions of shapes and rates.
 
-`communication` and `wires` price the collectives, `fit` reads a wire off measured times, `transformer` counts
-FLOPs and bytes, `model_states` weighs what a rank must keep, `overlap` says what a backward hides, `pipeline`
-what a pipeline waits for, `uneven` what layers that are not equal cost it, `tensor`, `tensor_block` and
-`tensor_memory` what the modes of tensor parallelism send and hold, and `laws` puts them together: which axis
-of a layout can afford which wire. `step_memory`, `shard_seconds` and `gathers` are what a step of sharded
-data parallelism holds, takes and waits for, `noise` says how large a batch helps, and `undivided` what heads
-and words that do not divide cost. `cluster` plans for thousands of GPUs, `failures` says how often to save
-there, `experts` what experts send, `published` has the runs that these are held to; their names are used with
-the module's, as `theory.cluster.best_plan`.
+    links, fit_link, communication      latency and bandwidth; what a collective costs; a link fitted to times
+    transformer, model_states           FLOPs and bytes of a block; weights, gradients, optimizer state
+    overlap, compute_over_communication what a backward hides; which axis can afford which link
+    pipeline, uneven_stages             bubbles; what a heavy head and a tied embedding cost a pipeline
+    tensor_layer, tensor_block          messages of a linear layer and of a block in 1D, 2D, 2.5D and 3D
+    tensor_memory, activation_table     activations and parameters on a rank; the published table of activations
+    uneven_shards                       heads and vocabularies that do not divide
+    step_memory, zero_step_time         memory and time of a step with ZeRO
+    zero3_prefetch, gradient_noise      when ZeRO-3's all-gathers arrive; how large a batch helps
+    layout_step, cluster                the time of a step on any layout; a planner for thousands of GPUs
+    failures, experts, published_runs   how often to save; mixtures of experts; what others have measured
 
-`hpnb.theory.overlap` is the function, though a submodule has the same name; and so are the first three of
-these.
+Names of the last four modules are used with the module's, as in `theory.cluster.best_plan`. The name
+`hpnb.theory.overlap` is the function, although a submodule has the same name.
 """
 
-from hpnb.theory import cluster, experts, failures, published
-from hpnb.theory.activation_rows import ACTIVATION_ROWS, ActivationRow
+from hpnb.theory import cluster, experts, failures, published_runs
+from hpnb.theory.activation_table import ACTIVATION_ROWS, ActivationRow
 from hpnb.theory.communication import (
     ALGORITHMS,
     OPS,
-    Plan,
+    CollectiveCost,
     bytes_on_busiest_rank,
     bytes_sent,
     cheapest,
+    collective_cost,
     knee,
-    plan,
     ring_schedule,
     seconds,
     steps,
 )
-from hpnb.theory.fit import fit_wire
-from hpnb.theory.gathers import Gathers, ahead, gathers
-from hpnb.theory.laws import dp_tokens_to_hide, pp_compute_over_communication, tp_compute_over_communication
+from hpnb.theory.compute_over_communication import (
+    dp_tokens_to_hide,
+    pp_compute_over_communication,
+    tp_compute_over_communication,
+)
+from hpnb.theory.fit_link import fit_link
+from hpnb.theory.gradient_noise import fitted_wall, noise_scale, signal_and_noise, steps_at
 from hpnb.theory.layout_step import (
     FILLING,
     STEP_PARTS,
@@ -43,14 +49,13 @@ from hpnb.theory.layout_step import (
     layout_parts,
     layout_plans,
 )
+from hpnb.theory.links import LINKS, Link
 from hpnb.theory.model_states import ModelStates, model_states
-from hpnb.theory.noise import fitted_wall, noise_scale, signal_and_noise, steps_at
 from hpnb.theory.overlap import Overlap, even_buckets, exposed_seconds, exposed_share, overlap
 from hpnb.theory.pipeline import best_microbatches, bubble, idle_seconds, in_flight, paced, step_seconds
-from hpnb.theory.shard_seconds import shard_seconds
 from hpnb.theory.step_memory import Moment, StepMemory, step_memory
-from hpnb.theory.tensor import Collective, Sent, grid_sides, linear_bytes, linear_sent, ranks_for
 from hpnb.theory.tensor_block import BlockSeconds, block_seconds, block_sent, cheapest_modes, shapes_sent
+from hpnb.theory.tensor_layer import Collective, Messages, grid_sides, linear_bytes, linear_sent, ranks_for
 from hpnb.theory.tensor_memory import (
     activation_bytes,
     activation_terms,
@@ -58,7 +63,7 @@ from hpnb.theory.tensor_memory import (
     published_activation_bytes,
 )
 from hpnb.theory.transformer import Block, Matmul, model_flops, model_parameters, roofline_seconds
-from hpnb.theory.undivided import (
+from hpnb.theory.uneven_shards import (
     SEQUENCE_WAYS,
     attention_share,
     block_over_even,
@@ -70,36 +75,36 @@ from hpnb.theory.undivided import (
     sequence_sent,
     vocabulary_sent,
 )
-from hpnb.theory.uneven import even, head_in_blocks, loads, tie_bytes, uniform_over_even
-from hpnb.theory.wires import WIRES, Wire
+from hpnb.theory.uneven_stages import even, head_in_blocks, loads, tie_bytes, uniform_over_even
+from hpnb.theory.zero3_prefetch import GatherTimeline, prefetch_plan, simulate_gathers
+from hpnb.theory.zero_step_time import shard_seconds
 
 __all__ = [
     "ACTIVATION_ROWS",
     "ALGORITHMS",
     "FILLING",
+    "LINKS",
     "OPS",
     "SEQUENCE_WAYS",
     "STEP_PARTS",
-    "WIRES",
     "ActivationRow",
     "Block",
     "BlockSeconds",
     "Collective",
-    "Gathers",
+    "CollectiveCost",
+    "GatherTimeline",
     "LayerCost",
     "LayoutPlan",
     "LayoutTask",
+    "Link",
     "Matmul",
+    "Messages",
     "ModelStates",
     "Moment",
     "Overlap",
-    "Plan",
-    "Sent",
     "StepMemory",
-    "Wire",
     "activation_bytes",
     "activation_terms",
-    "ahead",
     "attention_share",
     "best_microbatches",
     "block_over_even",
@@ -111,6 +116,7 @@ __all__ = [
     "cheapest",
     "cheapest_modes",
     "cluster",
+    "collective_cost",
     "dp_tokens_to_hide",
     "even",
     "even_buckets",
@@ -118,10 +124,9 @@ __all__ = [
     "exposed_seconds",
     "exposed_share",
     "failures",
-    "fit_wire",
+    "fit_link",
     "fitted_wall",
     "gathered_sent",
-    "gathers",
     "grid_sides",
     "head_in_blocks",
     "idle_seconds",
@@ -144,10 +149,10 @@ __all__ = [
     "overlap",
     "paced",
     "parameters_held",
-    "plan",
     "pp_compute_over_communication",
-    "published",
+    "prefetch_plan",
     "published_activation_bytes",
+    "published_runs",
     "ranks_for",
     "recomputed_share",
     "ring_schedule",
@@ -157,6 +162,7 @@ __all__ = [
     "shapes_sent",
     "shard_seconds",
     "signal_and_noise",
+    "simulate_gathers",
     "step_memory",
     "step_seconds",
     "steps",

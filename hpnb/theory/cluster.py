@@ -33,9 +33,9 @@ from dataclasses import dataclass, replace
 
 from hpnb.theory.communication import seconds
 from hpnb.theory.layout_step import stage_blocks
+from hpnb.theory.links import Link
 from hpnb.theory.model_states import model_states
 from hpnb.theory.transformer import Block, model_flops, model_parameters
-from hpnb.theory.wires import Wire
 
 CLUSTER_PARTS = ("matmuls", "memory", "tp", "bubble", "pp", "dp", "optimizer")
 _WHOLE, _CUT, _SCORES = (22, 34), (16, 24), (13, 19)  # bytes, forward and backward
@@ -60,12 +60,12 @@ class Cluster:
     peak: float
     memory: float
     memory_bandwidth: float
-    inside: Wire
-    between: Wire
+    inside: Link
+    between: Link
     cards: int
     share: float = 1.0
 
-    def wire(self, span: int, near: int) -> Wire:
+    def link(self, span: int, near: int) -> Link:
         """What a ring sees whose ranks lie within `span` consecutive ones, `near` of them in each host.
 
         A ring enters and leaves a host once. All rings of a host share its cards, so one has as many of them
@@ -172,22 +172,22 @@ def cluster_parts(run: GPTRun, cluster: Cluster, plan: ClusterPlan) -> dict[str,
     # of one block and microbatch
     matmuls = (forwards + 2) * block.forward_flops / t / rate
     memory = _moved(run, block, t) / cluster.memory_bandwidth
-    wires = {axis: cluster.wire(*_lies(plan, axis, cluster)) for axis in ("tp", "pp", "dp")}
-    sums = 2 * (forwards + 1) * seconds("all_reduce", activation, t, wires["tp"])
+    links = {axis: cluster.link(*_lies(plan, axis, cluster)) for axis in ("tp", "pp", "dp")}
+    sums = 2 * (forwards + 1) * seconds("all_reduce", activation, t, links["tp"])
 
     # of one microbatch and stage
     logits = 6 * plan.rows * run.sequence * run.hidden * run.vocabulary / t / rate
     stages = [n * (matmuls + memory + sums) for n in stage_blocks(run.layers, p)]
     stages[-1] += logits
     span = m * max(stages) + (sum(stages) - max(stages)) / v
-    hop = seconds("send", activation / t, 2, wires["pp"]) + seconds("all_gather", activation, t, wires["tp"])
+    hop = seconds("send", activation / t, 2, links["pp"]) + seconds("all_gather", activation, t, links["tp"])
     return {
         "matmuls": m * (run.layers * matmuls + logits) / p,
         "memory": m * run.layers * memory / p,
         "tp": m * run.layers * sums / p,
         "bubble": span - m * sum(stages) / p,
         "pp": 2 * m * v * hop if p > 1 else 0.0,
-        "dp": seconds("all_reduce", 2 * held, d, wires["dp"]),
+        "dp": seconds("all_reduce", 2 * held, d, links["dp"]),
         "optimizer": _ADAM * held / (d if plan.zero else 1) / cluster.memory_bandwidth,
     }
 
@@ -204,7 +204,7 @@ def _moved(run: GPTRun, block: Block, t: int) -> float:
 
 
 def _lies(plan: ClusterPlan, axis: str, cluster: Cluster) -> tuple[int, int]:
-    """(consecutive ranks that a group of the axis spans, its members in a host), as `Cluster.wire` wants."""
+    """(consecutive ranks that a group of the axis spans, its members in a host), as `Cluster.link` wants."""
     inner, host = plan.pp * plan.tp, cluster.host
     return {
         "tp": (plan.tp, min(plan.tp, host)),

@@ -12,7 +12,7 @@ one after another, `serial` bytes in all, on p ranks that can each send and rece
     halving-doubling      2 log2 p       2 (p-1)/p n        2 (p-1)/p n      p a power of two
 
 No all-reduce gets by with fewer bytes through its busiest rank than the ring (Patarasuk & Yuan 2009). Here
-halving-doubling is never behind it; on real wires it can be, since its partners are far apart and share
+halving-doubling is never behind it; on real links it can be, since its partners are far apart and share
 links, while a ring talks to its neighbours only. The time to add numbers is left out.
 
 Sources: Hockney, Parallel Computing 20(3), 1994. Thakur, Rabenseifner & Gropp, Int. J. High Performance
@@ -24,14 +24,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from hpnb.theory.wires import Wire
+from hpnb.theory.links import Link
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce",
        "gather", "scatter", "all_to_all", "send")  # fmt: skip
 ALGORITHMS = ("naive", "tree", "ring", "halving-doubling")
 
 
-class Plan(NamedTuple):
+class CollectiveCost(NamedTuple):
     """What one algorithm does. Bytes are counted in chunks of n/p, so that every entry is a whole number."""
 
     steps: int  # messages that must follow one another
@@ -39,7 +39,7 @@ class Plan(NamedTuple):
     port: int  # chunks into or out of the busiest rank, the larger of the two
 
 
-def _plans(op: str, p: int) -> dict[str, Plan]:
+def _costs(op: str, p: int) -> dict[str, CollectiveCost]:
     """Every algorithm for `op`; a ValueError where `op` or the number of ranks means nothing."""
     if op not in OPS:
         raise ValueError(f"no op {op!r}; there are {', '.join(OPS)}")
@@ -48,28 +48,28 @@ def _plans(op: str, p: int) -> dict[str, Plan]:
     hub, log = p - 1, (p - 1).bit_length()  # partners of rank 0 in a star; rounds of a binomial tree
     # A reduce is a broadcast run backwards, a scatter a gather, a reduce-scatter an all-gather: same costs.
     everywhere = {  # all_gather, reduce_scatter
-        "naive": Plan(2 * hub, hub + hub * p, hub * p),  # gather to rank 0, then broadcast
-        "tree": Plan(2 * log, hub + log * p, log * p),  # the same along a tree
-        "ring": Plan(hub, hub, hub),
-        "halving-doubling": Plan(log, hub, hub),
+        "naive": CollectiveCost(2 * hub, hub + hub * p, hub * p),  # gather to rank 0, then broadcast
+        "tree": CollectiveCost(2 * log, hub + log * p, log * p),  # the same along a tree
+        "ring": CollectiveCost(hub, hub, hub),
+        "halving-doubling": CollectiveCost(log, hub, hub),
     }
     whole = {  # broadcast, reduce
-        "naive": Plan(hub, hub * p, hub * p),
-        "tree": Plan(log, log * p, log * p),
-        "ring": Plan(2 * hub, 2 * hub, p),  # a chain of p-1 links; p chunks follow each other down it
-        "halving-doubling": Plan(2 * log, 2 * hub, 2 * hub),  # scatter, then all_gather
+        "naive": CollectiveCost(hub, hub * p, hub * p),
+        "tree": CollectiveCost(log, log * p, log * p),
+        "ring": CollectiveCost(2 * hub, 2 * hub, p),  # p chunks follow each other down a chain
+        "halving-doubling": CollectiveCost(2 * log, 2 * hub, 2 * hub),  # scatter, then all_gather
     }
     parts = {  # gather, scatter
-        "naive": Plan(hub, hub, hub),
-        "tree": Plan(log, hub, hub),  # the last round carries half of all chunks
-        "ring": Plan(hub, hub, hub),  # every chunk walks to the root; its neighbour passes on all of them
+        "naive": CollectiveCost(hub, hub, hub),
+        "tree": CollectiveCost(log, hub, hub),  # the last round carries half of all chunks
+        "ring": CollectiveCost(hub, hub, hub),  # a neighbour of the root passes on all
     }
-    plans = {
+    costs = {
         "all_reduce": {
-            "naive": Plan(2 * hub, 2 * hub * p, hub * p),
-            "tree": Plan(2 * log, 2 * log * p, log * p),
-            "ring": Plan(2 * hub, 2 * hub, 2 * hub),
-            "halving-doubling": Plan(2 * log, 2 * hub, 2 * hub),
+            "naive": CollectiveCost(2 * hub, 2 * hub * p, hub * p),
+            "tree": CollectiveCost(2 * log, 2 * log * p, log * p),
+            "ring": CollectiveCost(2 * hub, 2 * hub, 2 * hub),
+            "halving-doubling": CollectiveCost(2 * log, 2 * hub, 2 * hub),
         },
         "all_gather": everywhere,
         "reduce_scatter": everywhere,
@@ -77,30 +77,30 @@ def _plans(op: str, p: int) -> dict[str, Plan]:
         "reduce": whole,
         "gather": parts,
         "scatter": parts,
-        "all_to_all": {"ring": Plan(hub, hub, hub)},  # round k: straight to the rank k places further on
-        "send": {"ring": Plan(1, p, p)},  # to the next rank
+        "all_to_all": {"ring": CollectiveCost(hub, hub, hub)},  # round k: to the rank k places on
+        "send": {"ring": CollectiveCost(1, p, p)},  # to the next rank
     }[op]
     if p == 1 and op != "send":
-        plans = dict.fromkeys(plans, Plan(0, 0, 0))
-    return plans
+        costs = dict.fromkeys(costs, CollectiveCost(0, 0, 0))
+    return costs
 
 
-def plan(op: str, ranks: int, algorithm: str = "ring") -> Plan:
+def collective_cost(op: str, ranks: int, algorithm: str = "ring") -> CollectiveCost:
     """What `algorithm` does for `op`.
 
     Raises:
         ValueError: `op` has no such algorithm, or halving-doubling on ranks that are no power of two.
     """
-    plans = _plans(op, ranks)
-    if algorithm not in plans:
-        raise ValueError(f"{op} has no algorithm {algorithm!r}; it has {', '.join(plans)}")
+    costs = _costs(op, ranks)
+    if algorithm not in costs:
+        raise ValueError(f"{op} has no algorithm {algorithm!r}; it has {', '.join(costs)}")
     if algorithm == "halving-doubling" and ranks & (ranks - 1):
         above = 1 << ranks.bit_length()
         raise ValueError(
             f"halving-doubling pairs ranks at distances 1, 2, 4, ... and cannot pair {ranks}; "
             f"{above // 2} or {above} ranks would work"
         )
-    return plans[algorithm]
+    return costs[algorithm]
 
 
 def _check_bytes(nbytes: float) -> None:
@@ -118,7 +118,7 @@ def bytes_sent(op: str, nbytes: float, ranks: int) -> float:
     nccl-tests' bus bandwidth (its doc/PERFORMANCE.md), but for broadcast and reduce: there it counts the n
     bytes of the busiest rank, and this the mean over ranks, since the end of a chain sends nothing.
     """
-    _plans(op, ranks)  # checks the names
+    _costs(op, ranks)  # checks the names
     _check_bytes(nbytes)
     if op == "send":
         return float(nbytes)
@@ -127,7 +127,7 @@ def bytes_sent(op: str, nbytes: float, ranks: int) -> float:
 
 def steps(op: str, ranks: int, algorithm: str = "ring") -> int:
     """Messages that must follow one another."""
-    return plan(op, ranks, algorithm).steps
+    return collective_cost(op, ranks, algorithm).steps
 
 
 def bytes_on_busiest_rank(op: str, nbytes: float, ranks: int, algorithm: str = "ring") -> float:
@@ -136,32 +136,32 @@ def bytes_on_busiest_rank(op: str, nbytes: float, ranks: int, algorithm: str = "
     At p ranks a naive all_reduce puts p/2 times as many through rank 0 as a ring puts through any.
     """
     _check_bytes(nbytes)
-    return plan(op, ranks, algorithm).port * nbytes / ranks
+    return collective_cost(op, ranks, algorithm).port * nbytes / ranks
 
 
-def seconds(op: str, nbytes: float, ranks: int, wire: Wire, algorithm: str = "ring") -> float:
+def seconds(op: str, nbytes: float, ranks: int, link: Link, algorithm: str = "ring") -> float:
     """steps * latency + serial bytes / bandwidth, in seconds; `nbytes` as in `bytes_sent`."""
     _check_bytes(nbytes)
-    way = plan(op, ranks, algorithm)
-    return way.steps * wire.latency + way.serial * nbytes / ranks / wire.bandwidth
+    way = collective_cost(op, ranks, algorithm)
+    return way.steps * link.latency + way.serial * nbytes / ranks / link.bandwidth
 
 
-def knee(ranks: int, wire: Wire, op: str = "all_reduce", algorithm: str = "ring") -> float:
+def knee(ranks: int, link: Link, op: str = "all_reduce", algorithm: str = "ring") -> float:
     """Bytes at which latency and bandwidth cost the same; for a ring all_reduce p * latency * bandwidth.
 
     Below it the time hardly depends on the size, so merge messages; above it merging gains little.
     """
-    way = plan(op, ranks, algorithm)
+    way = collective_cost(op, ranks, algorithm)
     if way.serial == 0:
         raise ValueError(f"{op} on {ranks} rank moves nothing and has no knee; use 2 ranks or more")
-    return way.steps * wire.latency * wire.bandwidth * ranks / way.serial
+    return way.steps * link.latency * link.bandwidth * ranks / way.serial
 
 
-def cheapest(op: str, nbytes: float, ranks: int, wire: Wire) -> str:
+def cheapest(op: str, nbytes: float, ranks: int, link: Link) -> str:
     """The algorithm with the fewest seconds; of equals the first in ALGORITHMS."""
     power_of_two = ranks & (ranks - 1) == 0
-    able = [name for name in _plans(op, ranks) if power_of_two or name != "halving-doubling"]
-    return min(able, key=lambda name: seconds(op, nbytes, ranks, wire, name))
+    able = [name for name in _costs(op, ranks) if power_of_two or name != "halving-doubling"]
+    return min(able, key=lambda name: seconds(op, nbytes, ranks, link, name))
 
 
 def ring_schedule(ranks: int) -> Iterator[tuple[int, int, int]]:

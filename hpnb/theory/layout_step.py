@@ -25,12 +25,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hpnb.theory.communication import bytes_sent, seconds
+from hpnb.theory.links import Link
 from hpnb.theory.model_states import model_states
 from hpnb.theory.overlap import exposed_seconds
 from hpnb.theory.pipeline import in_flight, paced
 from hpnb.theory.tensor_memory import activation_bytes
 from hpnb.theory.transformer import Block
-from hpnb.theory.wires import Wire
 
 STEP_PARTS = ("computing", "bubble", "exposed tp", "exposed dp", "optimizer")
 FILLING = {"gpipe": 1.0, "1f1b": 1.0, "zb-h1": 1 / 3}  # of 1F1B's filling and draining, with F = I = W
@@ -98,7 +98,7 @@ class LayoutTask:
         parameter: seconds of the optimizer's step, a parameter.
         buckets: of a gradient, at least.
         host: ranks of a host; tp neighbours are closest, dp's farthest apart.
-        inside, between: the wire of a rank within its host, and to another one.
+        inside, between: the link of a rank within its host, and to another one.
     """
 
     block: Block
@@ -108,8 +108,8 @@ class LayoutTask:
     each: LayerCost
     ends: LayerCost
     parameter: float
-    inside: Wire
-    between: Wire | None = None
+    inside: Link
+    between: Link | None = None
     host: int = 1 << 30
     buckets: int = 1
 
@@ -142,7 +142,7 @@ class LayoutTask:
             return f"ZeRO {plan.zero} deals out over dp, and there is one replica"
         return "ZeRO 3 gathers weights for each microbatch" if plan.zero == 3 and plan.pp > 1 else None
 
-    def wire(self, plan: LayoutPlan, axis: str) -> Wire:
+    def link(self, plan: LayoutPlan, axis: str) -> Link:
         """That of the axis's slowest hop, with dp outermost and tp innermost."""
         span = {"tp": plan.tp, "pp": plan.pp * plan.tp, "dp": plan.ranks}[axis]
         inside = span <= self.host or self.between is None
@@ -167,14 +167,14 @@ def layout_parts(task: LayoutTask, plan: LayoutPlan) -> dict[str, float]:
     p, t, m, rows = plan.pp, plan.tp, plan.microbatches, task.rows / plan.dp / plan.microbatches
     value = task.block.bytes_per_value
     message = rows * task.block.sequence * task.block.hidden * value
-    sums = seconds("all_reduce", message, t, task.wire(plan, "tp")) if t > 1 else 0.0
+    sums = seconds("all_reduce", message, t, task.link(plan, "tp")) if t > 1 else 0.0
     block, ends = task.each(rows, 1 / t), task.ends(rows, 1 / t)
     stages = [n * (block + 4 * sums) for n in stage_blocks(task.layers, p)]
     stages[0] += sums
     stages[-1] += ends + sums
     computing = m * (task.layers * block + ends) / p
     inline = (4 * task.layers + _HEADS) * m * sums / p
-    hops = 2 * (p - 1) * seconds("send", message, 2, task.wire(plan, "pp")) if p > 1 else 0.0
+    hops = 2 * (p - 1) * seconds("send", message, 2, task.link(plan, "pp")) if p > 1 else 0.0
     span = paced(stages, m) + hops
     idle = span - computing - inline - (1 - FILLING[plan.style]) * (p - 1) / p * sum(stages)
     held = task.parameters / (p * t)
@@ -191,16 +191,16 @@ def _exposed(task: LayoutTask, plan: LayoutPlan, gradient: float, stage: float) 
     """Seconds that gradients, and weights under ZeRO, stick out. `stage`: of one microbatch, both ways."""
     if plan.dp == 1:
         return 0.0
-    wire, d, behind = task.wire(plan, "dp"), plan.dp, 2 / 3 * stage
+    link, d, behind = task.link(plan, "dp"), plan.dp, 2 / 3 * stage
     buckets = max(task.buckets, round(gradient / BUCKET))
     if plan.zero == 0:
-        return exposed_seconds(behind, gradient, buckets, d, wire)
-    last = seconds("reduce_scatter", gradient / buckets, d, wire)
+        return exposed_seconds(behind, gradient, buckets, d, link)
+    last = seconds("reduce_scatter", gradient / buckets, d, link)
     reduced = max(last, buckets * last - (buckets - 1) * behind / buckets)
     if plan.zero < 3:
-        return reduced + seconds("all_gather", gradient, d, wire)
+        return reduced + seconds("all_gather", gradient, d, link)
     n = task.layers
-    g, r = (seconds(op, gradient / (n + 1), d, wire) for op in ("all_gather", "reduce_scatter"))
+    g, r = (seconds(op, gradient / (n + 1), d, link) for op in ("all_gather", "reduce_scatter"))
     return 2 * g + r + n * (max(0.0, g - stage / 3 / n) + max(0.0, g + r - behind / n))
 
 

@@ -1,7 +1,7 @@
 """How much of the gradients' journey a backward hides.
 
     backward   ...  g9 g8 | g7 g6 g5 | g4 ...  g1 g0 |            bucket k is ready at r_k
-    wire              .   [ bucket 0 ][ bucket 1 ]. .[ last ]     and travels behind those before it
+    link              .   [ bucket 0 ][ bucket 1 ]. .[ last ]     and travels behind those before it
 
     start_k = max(r_k, end_(k-1))       end_k = start_k + all-reduce of its bytes       exposed = end_last - T
 
@@ -11,8 +11,8 @@ that become ready at T/m, 2T/m, ... T and take c seconds each,
     exposed = max(c, m c - (m-1) T/m)
 
 The first: computing is slower, and of all buckets only the last, which has nothing left to hide behind, is in
-the open. The second: the wire is slower, and works without a pause from T/m on. As m grows and latency costs
-nothing, C = m c seconds on the wire become max(0, C - T): see `exposed_share`.
+the open. The second: the link is slower, and works without a pause from T/m on. As m grows and latency costs
+nothing, C = m c seconds on the link become max(0, C - T): see `exposed_share`.
 
 Source: Li et al. 2020, *PyTorch Distributed* (arXiv 2006.15704), section 3.2, for buckets and overlap.
 """
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from hpnb.theory.communication import seconds
-from hpnb.theory.wires import Wire
+from hpnb.theory.links import Link
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Overlap:
 
 
 def overlap(
-    ready: Sequence[float], nbytes: Sequence[float], ranks: int, wire: Wire, backward: float | None = None
+    ready: Sequence[float], nbytes: Sequence[float], ranks: int, link: Link, backward: float | None = None
 ) -> Overlap:
-    """All-reduces of buckets that become ready one after the other, along one wire.
+    """All-reduces of buckets that become ready one after the other, along one link.
 
     Args:
         ready: seconds at which each is full. One that is full before its predecessor waits for it.
@@ -65,7 +65,7 @@ def overlap(
     ends: list[float] = []
     for full, size in zip(ready, nbytes, strict=True):
         starts.append(max(full, ends[-1]) if ends else full)
-        ends.append(starts[-1] + seconds("all_reduce", size, ranks, wire))
+        ends.append(starts[-1] + seconds("all_reduce", size, ranks, link))
     last = max(ready, default=0.0)
     return Overlap(tuple(starts), tuple(ends), last if backward is None else backward)
 
@@ -89,18 +89,18 @@ def even_buckets(
     return tuple(backward * min(1.0, full / nbytes) for full in accumulate(sizes)), tuple(sizes)
 
 
-def exposed_seconds(backward: float, nbytes: float, buckets: int, ranks: int, wire: Wire) -> float:
+def exposed_seconds(backward: float, nbytes: float, buckets: int, ranks: int, link: Link) -> float:
     """max(c, m c - (m-1) T/m): exposed of m equal buckets that become ready evenly over T seconds."""
     if buckets < 1:
         raise ValueError(f"buckets={buckets} is not a count; use 1 or more")
-    each = seconds("all_reduce", nbytes / buckets, ranks, wire)
+    each = seconds("all_reduce", nbytes / buckets, ranks, link)
     return max(each, buckets * each - (buckets - 1) * backward / buckets)
 
 
 def exposed_share(tokens_over_knee: float, overlapped: bool = True) -> float:
     """Share of a step (forward, backward, exposed) in which a rank only communicates, 0 to 1.
 
-    With x = tokens / `dp_tokens_to_hide`, C seconds on the wire, a backward of x C and a forward of x C / 2:
+    With x = tokens / `dp_tokens_to_hide`, C seconds on the link, a backward of x C and a forward of x C / 2:
 
         reduced after the backward     1 / (1 + 3x/2)
         during it                      (1 - x) / (1 + x/2), and 0 from x = 1 on

@@ -23,12 +23,24 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hpnb.theory.tensor import MODES, Collective, Kind, Phase, Sent, grid_sides, kept, linear_sent, ranks_for
+from hpnb.theory.links import Link
+from hpnb.theory.tensor_layer import (
+    MODES,
+    Collective,
+    Kind,
+    Messages,
+    Phase,
+    grid_sides,
+    linear_sent,
+    ranks_for,
+    sent_collectives,
+)
 from hpnb.theory.transformer import Block
-from hpnb.theory.wires import Wire
 
 
-def block_sent(block: Block, mode: str, ranks: int, depth: int = 1, sequence_parallel: bool = False) -> Sent:
+def block_sent(
+    block: Block, mode: str, ranks: int, depth: int = 1, sequence_parallel: bool = False
+) -> Messages:
     """All messages of a block's forward and backward, in a model between others of its kind.
 
     Args:
@@ -54,7 +66,7 @@ def shapes_sent(
     depth: int = 1,
     sequence_parallel: bool = False,
     bytes_per_value: int = 2,
-) -> Sent:
+) -> Messages:
     """`block_sent` of numbers alone: rows are tokens of the whole batch, mlp the neurons of the MLP."""
     sides = grid_sides(mode, ranks, depth, sequence_parallel)
     found: list[Collective] = []
@@ -71,7 +83,7 @@ def shapes_sent(
         ).collectives  # fmt: skip
     found += _norms(mode, rows, sides, bytes_per_value)
     found += _vectors(mode, hidden, mlp, sides, sequence_parallel, bytes_per_value)
-    return kept(found)
+    return sent_collectives(found)
 
 
 def _norms(mode: str, rows: float, sides: tuple[int, ...], size: int) -> Iterator[Collective]:
@@ -132,7 +144,7 @@ def block_seconds(
     block: Block,
     mode: str,
     ranks: int,
-    wire: Wire,
+    link: Link,
     flop_rate: float,
     depth: int = 1,
     sequence_parallel: bool = False,
@@ -148,9 +160,9 @@ def block_seconds(
     whatever the batch: `tp_compute_over_communication`, which adds attention.
 
     Args:
-        wire: as one rank sees it, of all axes of the grid alike.
+        link: as one rank sees it, of all axes of the grid alike.
         flop_rate: FLOP/s of a rank's matmuls, at the sizes that they are cut to.
-        call: seconds of a call whatever its size, besides the wire's latency; see `Sent.seconds`.
+        call: seconds of a call whatever its size, besides the link's latency; see `Messages.seconds`.
 
     Raises:
         ValueError: a rate that is not above 0, or ranks that the mode cannot use.
@@ -158,14 +170,14 @@ def block_seconds(
     if not flop_rate > 0:
         raise ValueError(f"flop_rate={flop_rate} FLOP/s gives no time; it must be above 0")
     sent = block_sent(block, mode, ranks, depth, sequence_parallel)
-    return BlockSeconds(block.training_flops / ranks / flop_rate, sent.seconds(wire, call))
+    return BlockSeconds(block.training_flops / ranks / flop_rate, sent.seconds(link, call))
 
 
 def cheapest_modes(
     tokens: Sequence[float],
     hidden: Sequence[int],
     ranks: int,
-    wire: Wire,
+    link: Link,
     depth: int = 1,
     *,
     mlp_ratio: int = 4,
@@ -194,7 +206,7 @@ def cheapest_modes(
     def seconds(mode: str, rows: float, h: int) -> float:
         return shapes_sent(
             rows, h, mlp_ratio * h, mode, ranks, deep[mode], bytes_per_value=bytes_per_value
-        ).seconds(wire, call)
+        ).seconds(link, call)
 
     found = []
     for h in hidden:

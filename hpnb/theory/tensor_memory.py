@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from hpnb.comm import shares
-from hpnb.theory.tensor import grid_sides
+from hpnb.theory.tensor_layer import grid_sides
 from hpnb.theory.transformer import Block
 
 

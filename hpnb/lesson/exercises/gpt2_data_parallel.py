@@ -14,7 +14,7 @@ import hpnb
 from hpnb.lesson.exercises.checker import Exercise, Finding
 from hpnb.mesh import Layout, Mesh
 from hpnb.models import GPT2Size
-from hpnb.theory import Gathers, gathers
+from hpnb.theory import GatherTimeline, simulate_gathers
 
 _TIMEOUT = 60.0
 
@@ -260,13 +260,13 @@ STEPS = {
 }
 
 
-def run_plan(step: Step, plan: Sequence[Sequence[int]]) -> Gathers:
+def run_plan(step: Step, plan: Sequence[Sequence[int]]) -> GatherTimeline:
     """The simulation that judges a plan.
 
     Raises:
         ValueError: it computes with a block that is not whole, or gathers one that is.
     """
-    return gathers(step.uses, step.computing, step.moving, step.sizes, plan)
+    return simulate_gathers(step.uses, step.computing, step.moving, step.sizes, plan)
 
 
 def _verify_order(plan: Callable[[Step], Any]) -> Sequence[Finding]:

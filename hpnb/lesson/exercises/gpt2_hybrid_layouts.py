@@ -10,7 +10,7 @@ from hpnb import theory
 from hpnb.lesson.exercises.checker import Exercise, Finding
 from hpnb.lesson.tables import number
 from hpnb.models import GPT2_SIZES
-from hpnb.theory import WIRES, LayerCost, LayoutPlan, LayoutTask
+from hpnb.theory import LINKS, LayerCost, LayoutPlan, LayoutTask
 
 # --- a layout under three budgets -------------------------------------------------------------------
 
@@ -53,8 +53,8 @@ def job(ranks: int, memory: float, deadline: float, rows: int, host: int = 8, be
     head = LayerCost(1e-4, 6 * size.length * size.hidden * size.vocabulary / rate)
     each = LayerCost(1e-4, block.training_flops / rate)
     task = LayoutTask(
-        block, size.layers, size.vocabulary, rows, each, head, 28 / 3e12, WIRES["NVLink 4"],
-        WIRES[between] if between else None, host,
+        block, size.layers, size.vocabulary, rows, each, head, 28 / 3e12, LINKS["NVLink 4"],
+        LINKS[between] if between else None, host,
     )  # fmt: skip
     return Job(ranks, memory, deadline, rows, task)
 
@@ -139,7 +139,7 @@ NORMS, KERNELS, STAGES, WIRE = "norms", "kernels", "stages", "wire"
 def tables() -> list[tuple[str, list[Row], str]]:
     """Four tables, each of a machine that has one thing more than the prediction: (words, rows, what)."""
     plain = job(4, 80e9, 9.0, 32)
-    slow = theory.Wire(8 * WIRES["NVLink 4"].latency, WIRES["NVLink 4"].bandwidth / 8)
+    slow = theory.Link(8 * LINKS["NVLink 4"].latency, LINKS["NVLink 4"].bandwidth / 8)
     task = plain.task
     machines: dict[str, Callable[[LayoutPlan], Mapping[str, float]]] = {
         WIRE: lambda plan: theory.layout_parts(replace(task, inside=slow), plan),

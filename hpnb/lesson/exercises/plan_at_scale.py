@@ -12,7 +12,7 @@ from typing import Any
 from hpnb.lesson.exercises.checker import Exercise, Finding
 from hpnb.lesson.programs import cluster_planning
 from hpnb.lesson.tables import number
-from hpnb.theory import Wire
+from hpnb.theory import Link
 from hpnb.theory.cluster import (
     Cluster,
     ClusterPlan,
@@ -23,7 +23,7 @@ from hpnb.theory.cluster import (
     refused,
 )
 from hpnb.theory.failures import Failures, mean_between, save_interval, trained_share
-from hpnb.theory.published import CHECKPOINT_BYTES, LLAMA_3_EACH, WRITERS, WRITTEN
+from hpnb.theory.published_runs import CHECKPOINT_BYTES, LLAMA_3_EACH, WRITERS, WRITTEN
 
 # --- fit a model into a cluster ----------------------------------------------------------------------
 
@@ -143,8 +143,8 @@ def weeks() -> list[tuple[str, list[Row], str]]:
     return found
 
 
-def _half(wire: Wire) -> Wire:
-    return replace(wire, bandwidth=wire.bandwidth / 2)
+def _half(link: Link) -> Link:
+    return replace(link, bandwidth=link.bandwidth / 2)
 
 
 def _verify_halved(diagnose: Callable[[list[Row]], Any]) -> Sequence[Finding]:

@@ -14,7 +14,7 @@ from hpnb import Layout, Mesh, comm
 from hpnb.lesson.exercises.checker import Exercise, Finding
 from hpnb.mesh import Axis
 from hpnb.record import Timeline
-from hpnb.theory import WIRES, Wire, seconds
+from hpnb.theory import LINKS, Link, seconds
 
 _TIMEOUT = 20.0
 _HANG_TIMEOUT = 3.0
@@ -209,15 +209,15 @@ straggler = Exercise("00.4", "name the straggler", 10, _verify_straggler)
 # --- 3: how large a bucket -------------------------------------------------------------------
 
 
-def _latency_share(nbytes: float, ranks: int, wire: Wire) -> float:
-    return seconds("all_reduce", 0.0, ranks, wire) / seconds("all_reduce", nbytes, ranks, wire)
+def _latency_share(nbytes: float, ranks: int, link: Link) -> float:
+    return seconds("all_reduce", 0.0, ranks, link) / seconds("all_reduce", nbytes, ranks, link)
 
 
-def _verify_bucket(bucket: Callable[[Wire, int, float], Any]) -> Sequence[Finding]:
+def _verify_bucket(bucket: Callable[[Link, int, float], Any]) -> Sequence[Finding]:
     findings = []
-    cases = zip(WIRES.items(), ((8, 0.1), (4, 0.5), (64, 0.05), (16, 0.2), (3, 0.1)), strict=False)
-    for (name, wire), (ranks, share) in cases:
-        answer = bucket(wire, ranks, share)
+    cases = zip(LINKS.items(), ((8, 0.1), (4, 0.5), (64, 0.05), (16, 0.2), (3, 0.1)), strict=False)
+    for (name, link), (ranks, share) in cases:
+        answer = bucket(link, ranks, share)
         text = f"{name}, {ranks} ranks, latency at most {share:.0%}"
         try:
             nbytes = float(answer)
@@ -226,8 +226,8 @@ def _verify_bucket(bucket: Callable[[Wire, int, float], Any]) -> Sequence[Findin
         if not 0 < nbytes < math.inf:
             findings.append(Finding(False, f"{text}: {answer!r} is not a size in bytes"))
             continue
-        got = _latency_share(nbytes, ranks, wire)
-        smaller = _latency_share(0.98 * nbytes, ranks, wire)
+        got = _latency_share(nbytes, ranks, link)
+        smaller = _latency_share(0.98 * nbytes, ranks, link)
         reading = f"{text}: a bucket of {nbytes:.3g} bytes has {got:.1%}"
         if got <= share * (1 + 1e-6) and smaller <= share:
             reading += ", but a smaller one would do"

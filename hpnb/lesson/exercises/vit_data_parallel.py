@@ -19,7 +19,7 @@ from hpnb.lesson.exercises.checker import Exercise, Finding
 from hpnb.lesson.programs.step_timing import distance
 from hpnb.lesson.tables import number
 from hpnb.mesh import Axis
-from hpnb.theory import WIRES, Wire, bytes_sent, even_buckets, overlap
+from hpnb.theory import LINKS, Link, bytes_sent, even_buckets, overlap
 
 _TIMEOUT = 20.0
 _EXACT = 1e-12  # relative norm, float64
@@ -193,34 +193,34 @@ def _cut(nbytes: float, bucket: float) -> int:
     return max(1, math.ceil(nbytes / bucket * (1 - 1e-9)))
 
 
-def _share(wire: Wire, ranks: int, rate: float, parameters: float, buckets: int, tokens: float) -> float:
+def _share(link: Link, ranks: int, rate: float, parameters: float, buckets: int, tokens: float) -> float:
     """Exposed share of a step of which the forward is half the backward, by simulation."""
     backward = 4 * tokens * parameters / rate
     ready, sizes = even_buckets(2 * parameters, 2 * parameters / buckets, backward)
-    bare = overlap(ready, sizes, ranks, wire).exposed
+    bare = overlap(ready, sizes, ranks, link).exposed
     return bare / (1.5 * backward + bare)
 
 
-def _fewest(wire: Wire, ranks: int, rate: float, parameters: float) -> float:
+def _fewest(link: Link, ranks: int, rate: float, parameters: float) -> float:
     """The fewest tokens with which some equal buckets expose at most _SHARE, by bisection."""
     fewest = math.inf
     for buckets in sorted({round(1.15**k) for k in range(45)}):
         low, high = 1.0, 1e9
         while high / low > 1.001:
             middle = math.sqrt(low * high)
-            fits = _share(wire, ranks, rate, parameters, buckets, middle) <= _SHARE
+            fits = _share(link, ranks, rate, parameters, buckets, middle) <= _SHARE
             low, high = (low, middle) if fits else (middle, high)
         fewest = min(fewest, high)
     return fewest
 
 
-def _verify_plan(plan: Callable[[Wire, int, float, float], Any]) -> Sequence[Finding]:
+def _verify_plan(plan: Callable[[Link, int, float, float], Any]) -> Sequence[Finding]:
     findings = []
     cases = (("NVLink 4", 4, 600e12), ("InfiniBand NDR", 32, 400e12), ("Ethernet 100 Gb", 64, 400e12),
              ("Ethernet 10 Gb", 8, 20e12))  # fmt: skip
     for name, ranks, rate in cases:
-        wire, parameters = WIRES[name], 3e8
-        answer = plan(wire, ranks, rate, parameters)
+        link, parameters = LINKS[name], 3e8
+        answer = plan(link, ranks, rate, parameters)
         text = f"{name}, {ranks} ranks"
         try:
             bucket, tokens = (float(value) for value in answer)
@@ -235,10 +235,10 @@ def _verify_plan(plan: Callable[[Wire, int, float, float], Any]) -> Sequence[Fin
         if buckets > _MOST:
             findings.append(Finding(False, f"{said}: more than {_MOST:,}, which would be latency alone"))
             continue
-        bare = _share(wire, ranks, rate, parameters, buckets, tokens)
+        bare = _share(link, ranks, rate, parameters, buckets, tokens)
         fits, limit = round(bare, 4) <= _SHARE, f"at most {100 * _SHARE:.0f} %"  # judged as it is shown
         findings.append(Finding(fits, f"{said}: {100 * bare:.2f} % exposed, {limit}"))
-        over = tokens / _fewest(wire, ranks, rate, parameters)
+        over = tokens / _fewest(link, ranks, rate, parameters)
         said = f"{text}: {tokens:,.0f} tokens are {over:,.2f} times the fewest that do"
         findings.append(Finding(over <= _SLACK, f"{said}, at most {_SLACK}"))
     return findings

@@ -12,7 +12,7 @@ from hpnb.lesson.tables import number
 from hpnb.pipeline_parallel import Action, Costs, Schedule, ScheduleError, schedules
 from hpnb.pipeline_parallel.simulate import run
 from hpnb.record import Timeline
-from hpnb.theory import WIRES, Wire, seconds
+from hpnb.theory import LINKS, Link, seconds
 
 Write = Callable[[int, int], Any]  # (ranks, microbatches) -> a list of actions a rank
 _NEAR = 1e-9
@@ -185,7 +185,7 @@ class Job:
         forward: seconds of one sample's forward in one stage; the backward takes twice that.
         launch: seconds that an action takes besides, whatever its size.
         message: bytes of one sample between two stages.
-        wire: between them.
+        link: between them.
         held: bytes of one sample's activations in one stage.
         cap: bytes of activations that a rank may hold.
     """
@@ -195,23 +195,23 @@ class Job:
     forward: float
     launch: float
     message: float
-    wire: Wire
+    link: Link
     held: float
     cap: float
 
 
 _SLACK = 1.01
 _JOBS = {
-    "launches that cost": Job(64, 4, 1e-3, 0.6e-3, 4e5, WIRES["NVLink 4"], 50e6, 8e9),
-    "little memory": Job(64, 4, 1e-3, 2e-3, 4e5, WIRES["NVLink 4"], 50e6, 0.7e9),
-    "a wire with latency": Job(48, 6, 0.2e-3, 10e-6, 4e5, Wire(1e-3, 2e9), 20e6, 8e9),
-    "fewer than ranks": Job(24, 8, 1e-3, 12e-3, 4e5, WIRES["InfiniBand NDR"], 50e6, 1.3e9),
+    "launches that cost": Job(64, 4, 1e-3, 0.6e-3, 4e5, LINKS["NVLink 4"], 50e6, 8e9),
+    "little memory": Job(64, 4, 1e-3, 2e-3, 4e5, LINKS["NVLink 4"], 50e6, 0.7e9),
+    "a link with latency": Job(48, 6, 0.2e-3, 10e-6, 4e5, Link(1e-3, 2e9), 20e6, 8e9),
+    "fewer than ranks": Job(24, 8, 1e-3, 12e-3, 4e5, LINKS["InfiniBand NDR"], 50e6, 1.3e9),
 }
 
 
 def _step(job: Job, m: int) -> float:
     b = job.batch // m
-    hop = seconds("send", b * job.message, 2, job.wire)
+    hop = seconds("send", b * job.message, 2, job.link)
     costs = Costs(job.launch + b * job.forward, job.launch + 2 * b * job.forward, 0.0, hop)
     return schedules.make("1f1b", job.ranks, m).simulate(costs).makespan
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpnb.lesson.exercises.checker import Exercise, Finding
 from hpnb.lesson.tables import number
-from hpnb.theory import WIRES, Wire, exposed_seconds, seconds
+from hpnb.theory import LINKS, Link, exposed_seconds, seconds
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Job:
         layers, hidden: 12 layers hidden^2 parameters.
         tokens: of a whole batch; each replica gets its d-th.
         rate: matmul FLOP/s of a device.
-        wire: between any two of them.
+        link: between any two of them.
         cap: bytes that a device may hold of states, 16 a parameter.
     """
 
@@ -30,7 +30,7 @@ class Job:
     hidden: int
     tokens: float
     rate: float
-    wire: Wire
+    link: Link
     cap: float
 
     @property
@@ -41,11 +41,11 @@ class Job:
 _BUCKETS = 24
 _SLACK = 1.01
 _JOBS = {
-    "fits, and many tokens": Job(64, 24, 2048, 2e6, 400e12, WIRES["NVLink 4"], 80e9),
-    "does not fit": Job(64, 40, 5120, 2e6, 400e12, WIRES["NVLink 4"], 80e9),
-    "few tokens, a slow wire": Job(64, 24, 8192, 8192, 400e12, WIRES["InfiniBand NDR"], 400e9),
-    "fits, a slow wire": Job(64, 24, 2048, 65536, 400e12, WIRES["Ethernet 100 Gb"], 80e9),
-    "does not fit, a slow wire": Job(32, 32, 4096, 32768, 400e12, WIRES["Ethernet 100 Gb"], 60e9),
+    "fits, and many tokens": Job(64, 24, 2048, 2e6, 400e12, LINKS["NVLink 4"], 80e9),
+    "does not fit": Job(64, 40, 5120, 2e6, 400e12, LINKS["NVLink 4"], 80e9),
+    "few tokens, a slow wire": Job(64, 24, 8192, 8192, 400e12, LINKS["InfiniBand NDR"], 400e9),
+    "fits, a slow wire": Job(64, 24, 2048, 65536, 400e12, LINKS["Ethernet 100 Gb"], 80e9),
+    "does not fit, a slow wire": Job(32, 32, 4096, 32768, 400e12, LINKS["Ethernet 100 Gb"], 60e9),
 }
 
 
@@ -59,9 +59,9 @@ def step_seconds(job: Job, t: int) -> float:
     d = job.devices // t
     compute = 6 * job.parameters * job.tokens / job.devices / job.rate
     activation = 2 * job.tokens / d * job.hidden
-    inside = 4 * job.layers * seconds("all_reduce", activation, t, job.wire) if t > 1 else 0.0
+    inside = 4 * job.layers * seconds("all_reduce", activation, t, job.link) if t > 1 else 0.0
     gradient = 2 * job.parameters / t
-    outside = exposed_seconds(2 / 3 * (compute + inside), gradient, _BUCKETS, d, job.wire) if d > 1 else 0.0
+    outside = exposed_seconds(2 / 3 * (compute + inside), gradient, _BUCKETS, d, job.link) if d > 1 else 0.0
     return compute + inside + outside
 
 

@@ -20,10 +20,10 @@ from hpnb.pipeline_parallel import Costs, schedules
 from hpnb.record import Event, Timeline
 from hpnb.theory import (
     ALGORITHMS,
-    WIRES,
+    LINKS,
     Block,
     Collective,
-    Wire,
+    Link,
     activation_bytes,
     block_seconds,
     block_sent,
@@ -46,7 +46,7 @@ def all_reduce_cost() -> Explorer:
     def draw(
         ranks: int, kilobytes: float, latency: float, bandwidth: float, algorithm: str, fast: bool
     ) -> tuple[Figure, str, dict[str, Any]]:
-        wire = Wire(latency * 1e-6, bandwidth * 1e9)
+        wire = Link(latency * 1e-6, bandwidth * 1e9)
         able = [a for a in ALGORITHMS if a != "halving-doubling" or ranks & (ranks - 1) == 0]
         curves = {a: [seconds("all_reduce", n, ranks, wire, a) for n in _SIZES] for a in able}
         took = seconds("all_reduce", kilobytes * 1e3, ranks, wire, algorithm)
@@ -107,7 +107,7 @@ def overlapped_backward() -> Explorer:
         ready, sizes = even_buckets(2 * _VIT_L, 2 * _VIT_L / count, computing)
         forward = computing / 2
         step = Backward(forward, forward + computing, tuple(forward + at for at in ready), sizes)
-        tl, bare = step.on(WIRES[wire], ranks), step.share(WIRES[wire], ranks)
+        tl, bare = step.on(LINKS[wire], ranks), step.share(LINKS[wire], ranks)
         dealt = f"{count} buckets of {number(sizes[0] / 2**20, 'MiB')}" if count > 1 else "one bucket"
         figure = plot.timeline(
             tl,
@@ -122,13 +122,13 @@ def overlapped_backward() -> Explorer:
             f"Forward and backward of one rank above the all-reduces of {dealt}; "
             f"{100 * bare:.1f} % of the step is exposed communication."
         )
-        each = seconds("all_reduce", sizes[0], ranks, WIRES[wire])
+        each = seconds("all_reduce", sizes[0], ranks, LINKS[wire])
         readings = {
             "step (s)": tl.makespan,
             "exposed (%)": 100 * bare,
             "a bucket's all-reduce (s)": each,
-            "of it latency (%)": 100 * seconds("all_reduce", 0.0, ranks, WIRES[wire]) / each,
-            "ρ (FLOP/B)": f"{matmul * 1e12 / WIRES[wire].bandwidth:,.0f}",
+            "of it latency (%)": 100 * seconds("all_reduce", 0.0, ranks, LINKS[wire]) / each,
+            "ρ (FLOP/B)": f"{matmul * 1e12 / LINKS[wire].bandwidth:,.0f}",
             "_as_asked": (ranks, wire, matmul) == (64, "Ethernet 100 Gb", 400) and tokens <= 50_000,
         }
         return figure, alt, readings
@@ -139,7 +139,7 @@ def overlapped_backward() -> Explorer:
             "bucket": Slider(5.0, 1000.0, 25.0, log=True, unit="MiB"),
             "tokens": Slider(1_000, 100_000, 10_000, 1_000),
             "matmul": Slider(50.0, 1000.0, 400.0, log=True, unit="TFLOP/s"),
-            "wire": Choice(tuple(WIRES), "Ethernet 100 Gb"),
+            "wire": Choice(tuple(LINKS), "Ethernet 100 Gb"),
             "ranks": Slider(2, 128, 64, 1),
         },
         Challenge(
@@ -242,17 +242,17 @@ def tensor_modes() -> Explorer:
         mode: str, ranks: int, hidden: int, sequence: int, batch: int, link: str, fast: bool
     ) -> tuple[Figure, str, dict[str, Any]]:
         block = Block(hidden, hidden // 128, sequence, batch)
-        tl, grid = _in_line(block, mode, ranks, WIRES[link])
+        tl, grid = _in_line(block, mode, ranks, LINKS[link])
         pictures, names = [tl], [f"{mode}, {grid} ranks"]
         if mode != "1d":
-            pictures.append(_in_line(block, "1d", ranks, WIRES[link])[0])
+            pictures.append(_in_line(block, "1d", ranks, LINKS[link])[0])
             names.append("1d")
         depth, plain = _depth(mode, ranks), mode.removesuffix("+sp")
         sent = block_sent(block, plain, ranks, depth, mode != plain)
         kept = activation_bytes(block, plain, ranks, depth, mode != plain)
         copies = depth if plain == "2.5d" else 1
         states = 16.0 * block.parameters * copies / ranks
-        took = block_seconds(block, plain, ranks, WIRES[link], _RATE, depth, mode != plain)
+        took = block_seconds(block, plain, ranks, LINKS[link], _RATE, depth, mode != plain)
         figure = plot.timeline(
             *pictures,
             names=names,
@@ -273,7 +273,7 @@ def tensor_modes() -> Explorer:
             "computing over sending": ratio,
             "sent (B)": sent.bytes(),
             "kept and states (B)": kept + states,
-            "ρ (FLOP/B)": f"{_RATE / WIRES[link].bandwidth:,.0f}",
+            "ρ (FLOP/B)": f"{_RATE / LINKS[link].bandwidth:,.0f}",
             "_as_asked": ranks >= 16 and link == "InfiniBand NDR" and hidden <= 8192,
         }
         return figure, alt, readings
@@ -286,7 +286,7 @@ def tensor_modes() -> Explorer:
             "hidden": Choice((1024, 2048, 4096, 8192, 12288, 16384), 8192),
             "sequence": Choice((256, 1024, 2048, 8192), 2048),
             "batch": Choice((1, 2, 4, 8, 16, 32, 64), 16),
-            "link": Choice(tuple(WIRES), "NVLink 4"),
+            "link": Choice(tuple(LINKS), "NVLink 4"),
         },
         Challenge(
             "16 ranks or more on InfiniBand NDR, a width of 8,192 or less: computing at least 0.4 times as "
@@ -309,7 +309,7 @@ def _depth(mode: str, ranks: int) -> int:
     )
 
 
-def _in_line(block: Block, mode: str, ranks: int, wire: Wire) -> tuple[Timeline, str]:
+def _in_line(block: Block, mode: str, ranks: int, wire: Link) -> tuple[Timeline, str]:
     """(one rank's block, each layer's messages around its product; the sides of the grid)."""
     plain, depth = mode.removesuffix("+sp"), _depth(mode, ranks)
     sent = block_sent(block, plain, ranks, depth, mode != plain)

@@ -16,7 +16,7 @@ from hpnb.theory import (
     model_flops,
     recomputed_share,
 )
-from hpnb.theory.activation_rows import Recompute
+from hpnb.theory.activation_table import Recompute
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,7 +9,7 @@ from hpnb.lesson.explorers.explorer import Explorer, explorer
 from hpnb.lesson.explorers.knobs import Challenge, Choice, Slider
 from hpnb.lesson.tables import number
 from hpnb.models import GPT2_SIZES
-from hpnb.theory import WIRES, LayerCost, LayoutPlan, LayoutTask, layout_memory, layout_parts, layout_plans
+from hpnb.theory import LINKS, LayerCost, LayoutPlan, LayoutTask, layout_memory, layout_parts, layout_plans
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,9 +25,9 @@ def xl() -> LayoutTask:
     block = size.block()
     head = LayerCost(1e-4, 6 * size.length * size.hidden * size.vocabulary / RATE)
     each = LayerCost(1e-4, block.training_flops / RATE)
-    between = WIRES[BETWEEN]
+    between = LINKS[BETWEEN]
     return LayoutTask(
-        block, size.layers, size.vocabulary, ROWS, each, head, 28 / 3e12, WIRES["NVLink 4"], between, HOST
+        block, size.layers, size.vocabulary, ROWS, each, head, 28 / 3e12, LINKS["NVLink 4"], between, HOST
     )
 
 

@@ -10,7 +10,7 @@ from hpnb.lesson.explorers.knobs import Challenge, Choice
 from hpnb.lesson.programs import host_traffic
 from hpnb.lesson.tables import number
 from hpnb.mesh import AXES, Layout
-from hpnb.theory import WIRES
+from hpnb.theory import LINKS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,7 +21,7 @@ _LAYERS, _HIDDEN, _TOKENS, _MICROBATCHES, _RATE = 32, 4096, 500_000, 16, 400e12
 
 
 def layouts_on_hosts() -> Explorer:
-    """Notebook 04: which axis crosses a host's border, by sizes, order, host and both wires.
+    """Notebook 04: which axis crosses a host's border, by sizes, order, host and both links.
 
     A transformer of 32 blocks of 4,096 (6.4e9 parameters), 500,000 tokens a step, 16 microbatches where there
     is a pipeline, 400 TFLOP/s a rank; `host_traffic.Job` says how a step is counted.
@@ -35,7 +35,7 @@ def layouts_on_hosts() -> Explorer:
         if not 2 <= layout.world_size <= MOST:
             raise ValueError(f"{dp} x {pp} x {tp} are {layout.world_size} ranks; 2 to {MOST} can be drawn")
         job = host_traffic.Job(
-            _LAYERS, _HIDDEN, _TOKENS, _MICROBATCHES, _RATE, host, WIRES[inside], WIRES[between]
+            _LAYERS, _HIDDEN, _TOKENS, _MICROBATCHES, _RATE, host, LINKS[inside], LINKS[between]
         )
         sent, parts = job.sent(layout), job.seconds(layout)
         usual = Layout(dp, pp, tp)
@@ -76,8 +76,8 @@ def layouts_on_hosts() -> Explorer:
             "tp": Choice((1, 2, 4, 8, 16), 4),
             "order": Choice(ORDERS, "tp > pp > dp"),  # opens on tp across the border
             "host": Choice((1, 2, 4, 8, 16), 8),
-            "inside": Choice(tuple(WIRES), "NVLink 4"),
-            "between": Choice(tuple(WIRES), "Ethernet 100 Gb"),
+            "inside": Choice(tuple(LINKS), "NVLink 4"),
+            "between": Choice(tuple(LINKS), "Ethernet 100 Gb"),
         },
         Challenge(
             "32 ranks in hosts of 8, NVLink 4 inside and Ethernet 100 Gb between, at most 16 GB of states on "

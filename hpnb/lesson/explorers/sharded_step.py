@@ -8,14 +8,14 @@ from hpnb.lesson.explorers.explorer import Explorer, explorer
 from hpnb.lesson.explorers.knobs import Challenge, Choice, Slider
 from hpnb.lesson.tables import number
 from hpnb.record import CATEGORIES
-from hpnb.theory import WIRES, Block, shard_seconds, step_memory
+from hpnb.theory import LINKS, Block, shard_seconds, step_memory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _RATE = {"bf16": 400e12, "float32": 50e12}  # FLOP/s
 _WIDTH = {"bf16": 2, "float32": 4}
-LINKS = {"none": 0.0, "PCIe 4": 25e9, "PCIe 5": 50e9, "NVLink-C2C": 400e9}  # bytes/s each way
+HOST_BANDWIDTHS = {"none": 0.0, "PCIe 4": 25e9, "PCIe 5": 50e9, "NVLink-C2C": 400e9}  # bytes/s each way
 _VOCABULARY, _ROW, _CAPACITY, _HEAD = 50_257, 1024, 80e9, 128
 _MEMORY, _HOST = 3e12, 200e9  # bytes/s of the device's memory and of the host's
 
@@ -41,7 +41,7 @@ def sharded_step() -> Explorer:
         layers, hidden = shape(billions)
         width, rate = _WIDTH[precision], _RATE[precision]
         block = Block(hidden, hidden // _HEAD, _ROW, rows, bytes_per_value=width)
-        recompute, link = round(again * layers), LINKS[offload]
+        recompute, host_bandwidth = round(again * layers), HOST_BANDWIDTHS[offload]
         root = (_VOCABULARY + _ROW + 2) * hidden
         parameters = layers * block.parameters + root
         memory = step_memory(
@@ -52,14 +52,14 @@ def sharded_step() -> Explorer:
             ranks,
             stage,
             recompute=recompute,
-            offload=bool(link),
+            offload=bool(host_bandwidth),
             mlp_copies=2,
         )
         forward = (layers * block.forward_flops + 2 * rows * _ROW * hidden * _VOCABULARY) / rate
         spent = shard_seconds(
             forward, 2 * forward, 28 * parameters / _MEMORY, block_bytes=width * block.parameters,
-            root_bytes=width * root, layers=layers, ranks=ranks, stage=stage, wire=WIRES[wire],
-            recompute=recompute, link=link or None, host_seconds=28 * parameters / _HOST,
+            root_bytes=width * root, layers=layers, ranks=ranks, stage=stage, link=LINKS[wire],
+            recompute=recompute, host_bandwidth=host_bandwidth or None, host_seconds=28 * parameters / _HOST,
         )  # fmt: skip
         full, took = memory.fullest, sum(spent.values())
         figure = plot.step_bill(
@@ -96,8 +96,8 @@ def sharded_step() -> Explorer:
             "stage": Choice((0, 1, 2, 3), 1),
             "again": Slider(0.0, 1.0, 0.0, 0.25),
             "rows": Choice((1, 2, 4, 8, 16, 32), 4),
-            "wire": Choice(tuple(WIRES), "InfiniBand NDR"),
-            "offload": Choice(tuple(LINKS), "none"),
+            "wire": Choice(tuple(LINKS), "InfiniBand NDR"),
+            "offload": Choice(tuple(HOST_BANDWIDTHS), "none"),
             "precision": Choice(tuple(_RATE), "bf16"),
         },
         Challenge(

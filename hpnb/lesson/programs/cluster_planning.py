@@ -14,11 +14,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from hpnb.bench.whole import files
-from hpnb.theory import Wire
+from hpnb.theory import Link
 from hpnb.theory.cluster import Cluster, ClusterPlan, GPTRun, calibrated, cluster_parts, tflops
-from hpnb.theory.published import DGX_A100, DGX_H100, MEGATRON, PublishedRun
+from hpnb.theory.published_runs import DGX_A100, DGX_H100, MEGATRON, PublishedRun
 
-HDR, ETHERNET = DGX_A100.between, Wire(30e-6, 12.5e9, "Ethernet 100 Gb")
+HDR, ETHERNET = DGX_A100.between, Link(30e-6, 12.5e9, "Ethernet 100 Gb")
 NETWORKS = {
     "HDR, a card a GPU": (HDR, 1.0),
     "Ethernet 100 Gb, a card a GPU": (ETHERNET, 1.0),
@@ -140,8 +140,8 @@ def halved(jobs: Mapping[str, tuple[GPTRun, Cluster, ClusterPlan]]) -> dict[str,
         found[words] = {}
         for job, (run, given, plan) in jobs.items():
             value: Any = getattr(given, name)
-            wire = isinstance(value, Wire)
-            half: Any = replace(value, bandwidth=value.bandwidth / 2) if wire else value / 2
+            link = isinstance(value, Link)
+            half: Any = replace(value, bandwidth=value.bandwidth / 2) if link else value / 2
             less = replace(given, **{name: half})
             slow, step = (sum(cluster_parts(run, one, plan).values()) for one in (less, given))
             found[words][job] = slow / step

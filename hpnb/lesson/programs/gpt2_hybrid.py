@@ -1,8 +1,8 @@
 """What notebook 08 runs on its ranks: one GPT-2 on many layouts, and where each millisecond of a step went.
 
     rates = pool.run(contest.rates, SIZE, 2, 32, torch.float32)[0]      what one rank alone takes
-    task = contest.task(SIZE, 32, torch.float32, rates, card.wire)      for predictions
-    contest.run(pool, SIZE, 32, torch.float32, plan, card.wire)         Ran: seconds by part, bytes, memory
+    task = contest.task(SIZE, 32, torch.float32, rates, card.link)      for predictions
+    contest.run(pool, SIZE, 32, torch.float32, plan, card.link)         Ran: seconds by part, bytes, memory
 
 **Measured.** With a core, or a GPU, for each rank the parts are read off a recorded step, whose spans of
 computing end where the rank itself carries a communication (notebook 03): what is not covered by computing is
@@ -10,7 +10,7 @@ tp's, dp's, or idle, in that order.
 
 **Replayed.** With fewer cores than ranks a clock would show who got a core. There each action's CPU time is
 taken, of the same step, and put together by the simulator of schedules; every message that was recorded
-travels on `wire`. Then computing and the optimizer are measured, and messages are not.
+travels on `link`. Then computing and the optimizer are measured, and messages are not.
 
 Nothing here imports matplotlib before it draws.
 """
@@ -35,7 +35,7 @@ from hpnb.models import GPT2Size
 from hpnb.pipeline_parallel import Action, Schedule, schedules
 from hpnb.pipeline_parallel.executor import contended
 from hpnb.record.recorder import recording
-from hpnb.theory import LayerCost, LayoutPlan, LayoutTask, Wire
+from hpnb.theory import LayerCost, LayoutPlan, LayoutTask, Link
 
 _WARM = {"cpu": 1, "cuda": 3}  # steps before the first that counts
 _LEAST = 1024.0  # bytes: smaller messages are counts and losses
@@ -123,11 +123,11 @@ def _timed(work: Callable[[], Any]) -> float:
     return recorder.events()[0].duration
 
 
-def task(size: GPT2Size, rows: int, dtype: torch.dtype, found: Rates, wire: Wire) -> LayoutTask:
+def task(size: GPT2Size, rows: int, dtype: torch.dtype, found: Rates, link: Link) -> LayoutTask:
     """For `hpnb.theory.layout_parts` and `layout_memory`."""
     block = size.block(1, None, dtype.itemsize)
     return LayoutTask(
-        block, size.layers, size.vocabulary, rows, found.each, found.ends, found.parameter, wire,
+        block, size.layers, size.vocabulary, rows, found.each, found.ends, found.parameter, link,
         buckets=_BUCKETS,
     )  # fmt: skip
 
@@ -207,14 +207,14 @@ def run(
     rows: int,
     dtype: torch.dtype,
     plan: LayoutPlan,
-    wire: Wire,
+    link: Link,
     schedule: Schedule | None = None,
     repeats: int = 2,
 ) -> Ran:
     """Train a few steps of `rows` rows on one layout.
 
     Args:
-        wire: on which messages travel where the step is replayed.
+        link: on which messages travel where the step is replayed.
         schedule: of plan.pp ranks and plan.microbatches microbatches, in place of the library's.
     """
     seen: list[Seen] = pool.run(_on_rank, size, rows, dtype, plan, schedule, repeats)
@@ -224,4 +224,4 @@ def run(
         tl = sorted(seen[0].timelines, key=lambda one: one.makespan)[(repeats - 1) // 2]
         return Ran(plan, parts_of(tl), sent, peak, tl.source)
     used = schedule or schedules.make(plan.style, plan.pp, plan.microbatches)
-    return Ran(plan, replayed(seen, plan, used, wire), sent, peak, "replayed from measured CPU time")
+    return Ran(plan, replayed(seen, plan, used, link), sent, peak, "replayed from measured CPU time")

@@ -227,7 +227,7 @@ def predicted_seconds(
     bucket_mb: float,
     link: float | None = None,
 ) -> Mapping[str, float]:
-    """{part: seconds} of a step, from what one rank alone takes and the card's wire.
+    """{part: seconds} of a step, from what one rank alone takes and the card's link.
 
     Args:
         base: what `alone` gave.
@@ -241,15 +241,15 @@ def predicted_seconds(
         layers=size.layers,
         ranks=card.ranks,
         stage=way.stage,
-        wire=card.wire,
+        link=card.link,
         recompute=way.blocks(size),
         bucket_bytes=bucket_mb * 2**20,
-        link=link if way.offload else None,
+        host_bandwidth=link if way.offload else None,
         host_seconds=28.0 * size.parameters() / HOST_RATE,
     )
 
 
-def gather_timeline(found: theory.Gathers, uses: Sequence[int], ranks: int) -> Timeline:
+def gather_timeline(found: theory.GatherTimeline, uses: Sequence[int], ranks: int) -> Timeline:
     """A simulated step of stage 3 as one of its ranks has it: computing above gathers."""
     half, group = len(uses) // 2, tuple(range(ranks))
     spans = zip(uses, found.starts, found.ends, strict=True)

@@ -7,7 +7,7 @@
 **From a rank's bytes to pairs of ranks.** `hpnb.record.traffic` knows what left a rank and who took part. A
 send goes to its peer. In a collective a rank passes all that it sends on to the next of its group, the last
 one to the first: that is the ring in which the bytes are counted. Among two ranks there is no other way;
-among more a library may take another, and then these pairs are the ring's and not the wire's.
+among more a library may take another, and then these pairs are the ring's and not the link's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from hpnb.mesh import AXES, Layout
 from hpnb.record import Message
-from hpnb.theory import Wire, bytes_sent, exposed_seconds, seconds
+from hpnb.theory import Link, bytes_sent, exposed_seconds, seconds
 
 Flows = dict[tuple[int, int], dict[str, float]]
 """{(sender, receiver): {axis: bytes}}"""
@@ -88,7 +88,7 @@ class Job:
         microbatches: of each pipeline.
         rate: matmul FLOP/s of a rank.
         host: ranks of a host.
-        inside, between: the wire of a rank to another one of its host, and of another host.
+        inside, between: the link of a rank to another one of its host, and of another host.
     """
 
     layers: int
@@ -97,8 +97,8 @@ class Job:
     microbatches: int
     rate: float
     host: int
-    inside: Wire
-    between: Wire
+    inside: Link
+    between: Link
 
     @property
     def parameters(self) -> float:
@@ -118,7 +118,7 @@ class Job:
             "tp": 4 * self.layers / layout.pp * bytes_sent("all_reduce", activation, layout.tp),
         }
 
-    def wire(self, layout: Layout, axis: str) -> Wire:
+    def link(self, layout: Layout, axis: str) -> Link:
         """That of the slowest hop of the axis: a ring is as quick as that."""
         groups = layout.groups(axis)
         crosses = any(rank // self.host != group[0] // self.host for group in groups for rank in group)
@@ -134,12 +134,12 @@ class Job:
         own = self.tokens / layout.dp
         compute = 6 * self.parameters * self.tokens / layout.world_size / self.rate
         each = 2 * own / m * self.hidden
-        wires = {axis: self.wire(layout, axis) for axis in AXES}
-        sums = 4 * self.layers / layout.pp * m * seconds("all_reduce", each, layout.tp, wires["tp"])
-        hops = 2 * (layout.pp - 1) * seconds("send", each, 2, wires["pp"]) if layout.pp > 1 else 0.0
+        links = {axis: self.link(layout, axis) for axis in AXES}
+        sums = 4 * self.layers / layout.pp * m * seconds("all_reduce", each, layout.tp, links["tp"])
+        hops = 2 * (layout.pp - 1) * seconds("send", each, 2, links["pp"]) if layout.pp > 1 else 0.0
         bubble = (layout.pp - 1) / m * (compute + sums)
         gradient = 2 * self.parameters / (layout.pp * layout.tp)
         buckets = max(1, round(gradient / 25e6))
         behind = 2 / 3 * (compute + sums) / m
-        bare = exposed_seconds(behind, gradient, buckets, layout.dp, wires["dp"]) if layout.dp > 1 else 0.0
+        bare = exposed_seconds(behind, gradient, buckets, layout.dp, links["dp"]) if layout.dp > 1 else 0.0
         return {"compute": compute, "tp": sums, "bubble": bubble, "pp": hops, "dp": bare}

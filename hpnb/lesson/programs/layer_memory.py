@@ -22,7 +22,7 @@ from torch import nn
 import hpnb
 from hpnb import record
 from hpnb.lesson.tables import number, table
-from hpnb.theory.activation_rows import ACTIVATION_ROWS, ActivationRow
+from hpnb.theory.activation_table import ACTIVATION_ROWS, ActivationRow
 
 if TYPE_CHECKING:  # hpnb.lesson is there at once, without transformers
     from hpnb.models import GPT2Size

@@ -1,8 +1,8 @@
-"""The same step on another wire: recorded compute, recomputed communication.
+"""The same step on another link: recorded compute, recomputed communication.
 
 Each rank repeats what it recorded: its compute takes as long as it took, and so does what lay between two
 events. A communication begins when the last of its group has come and takes what `hpnb.theory` says of the
-new wire. What comes out is a Timeline like any other, labelled "simulated".
+new link. What comes out is a Timeline like any other, labelled "simulated".
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections import Counter, deque
 from dataclasses import replace
 
 from hpnb.record import Event, Timeline, ring_bytes
-from hpnb.theory import OPS, Wire, seconds
+from hpnb.theory import OPS, Link, seconds
 
 
-def replay(recorded: Timeline, wire: Wire, algorithm: str = "ring") -> Timeline:
-    """What `recorded` would have been if its ranks had been joined by `wire`.
+def replay(recorded: Timeline, link: Link, algorithm: str = "ring") -> Timeline:
+    """What `recorded` would have been if its ranks had been joined by `link`.
 
     Args:
         recorded: events of all ranks, as `hpnb.record.timeline` collects them.
-        wire: latency in seconds a message, bandwidth in bytes/s a rank.
+        link: latency in seconds a message, bandwidth in bytes/s a rank.
         algorithm: of the all-reduces; other collectives go round a ring.
 
     Raises:
@@ -50,7 +50,7 @@ def replay(recorded: Timeline, wire: Wire, algorithm: str = "ring") -> Timeline:
                 break  # this rank goes on when the others have come
             begin = max(e.start for e in call.values())
             for other, e in call.items():
-                clock[other] = begin + _cost(e, wire, algorithm)
+                clock[other] = begin + _cost(e, link, algorithm)
                 done.append(replace(e, end=clock[other]))
                 ready.append(other)
             break
@@ -63,10 +63,10 @@ def replay(recorded: Timeline, wire: Wire, algorithm: str = "ring") -> Timeline:
     return Timeline(tuple(done), "simulated")
 
 
-def _cost(event: Event, wire: Wire, algorithm: str) -> float:
+def _cost(event: Event, link: Link, algorithm: str) -> float:
     ranks = len(event.group)
     op = "send" if event.op == "receive" else event.op
     if op not in OPS:  # a barrier: an all-reduce of nothing
-        return seconds("all_reduce", 0.0, ranks, wire)
+        return seconds("all_reduce", 0.0, ranks, link)
     whole = event.bytes / ring_bytes(op, 1.0, ranks)
-    return seconds(op, whole, ranks, wire, algorithm if op == "all_reduce" else "ring")
+    return seconds(op, whole, ranks, link, algorithm if op == "all_reduce" else "ring")

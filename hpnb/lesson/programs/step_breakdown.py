@@ -1,7 +1,7 @@
 """Where the seconds of a recorded step went: of a Timeline of all ranks, or put together from CPU times.
 
     step_parts.parts_of(timeline)                      {"computing": ..., "bubble": ..., ...}
-    step_parts.replayed(seen, plan, schedule, wire)    the same where ranks shared cores
+    step_parts.replayed(seen, plan, schedule, link)    the same where ranks shared cores
 
 Both give seconds by `hpnb.theory.STEP_PARTS`, mean over the ranks, which add up to the step.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hpnb.pipeline_parallel import Action, Schedule
 from hpnb.pipeline_parallel.simulate import run as simulate
 from hpnb.record import Event, Message, Timeline, ring_bytes
-from hpnb.theory import STEP_PARTS, LayoutPlan, Wire, seconds
+from hpnb.theory import STEP_PARTS, LayoutPlan, Link, seconds
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def parts_of(tl: Timeline) -> dict[str, float]:
     return {**mean, "bubble": max(0.0, tl.makespan - sum(mean.values()))}
 
 
-def replayed(seen: Sequence[Seen], plan: LayoutPlan, schedule: Schedule, wire: Wire) -> dict[str, float]:
-    """The parts of a step put together from CPU times, with every recorded message on `wire`."""
+def replayed(seen: Sequence[Seen], plan: LayoutPlan, schedule: Schedule, link: Link) -> dict[str, float]:
+    """The parts of a step put together from CPU times, with every recorded message on `link`."""
     p, m = plan.pp, plan.microbatches
     by_stage = [[each for each in seen if each.coordinates["pp"] == stage] for stage in range(p)]
     took: dict[Action, list[float]] = {}
@@ -60,9 +60,9 @@ def replayed(seen: Sequence[Seen], plan: LayoutPlan, schedule: Schedule, wire: W
             for action, cost in step.items():
                 took.setdefault(action, []).append(cost)
     middle = {action: statistics.median(costs) for action, costs in took.items()}
-    inline = [_mean(_seconds(each, "tp", wire) for each in group) for group in by_stage]
+    inline = [_mean(_seconds(each, "tp", link) for each in group) for group in by_stage]
     sends = [x.bytes for each in seen for x in each.messages if x.axis == "pp" and x.op == "send"]
-    hop = seconds("send", max(sends), 2, wire) if sends else 0.0
+    hop = seconds("send", max(sends), 2, link) if sends else 0.0
 
     def duration(action: Action) -> float:
         return middle[action] + (0.0 if action.op == "W" else inline[action.stage] / (2 * m))
@@ -73,7 +73,7 @@ def replayed(seen: Sequence[Seen], plan: LayoutPlan, schedule: Schedule, wire: W
         own = [e for e in tl.events if e.stage == stage]
         behind = [e.duration for e in own if e.op in "IWB" and e.microbatch == m - 1]
         ends.append(
-            max(e.end for e in own) + _mean(_bare(each, plan, sum(behind), wire) for each in by_stage[stage])
+            max(e.end for e in own) + _mean(_bare(each, plan, sum(behind), link) for each in by_stage[stage])
         )
     computing = sum(middle.values()) / p
     tp = sum(inline) / p
@@ -89,7 +89,7 @@ def replayed(seen: Sequence[Seen], plan: LayoutPlan, schedule: Schedule, wire: W
     }
 
 
-def _seconds(seen: Seen, axis: str, wire: Wire, ops: tuple[str, ...] = ()) -> float:
+def _seconds(seen: Seen, axis: str, link: Link, ops: tuple[str, ...] = ()) -> float:
     """Of this rank's messages along `axis`, one after the other."""
     total = 0.0
     for x in seen.messages:
@@ -99,17 +99,17 @@ def _seconds(seen: Seen, axis: str, wire: Wire, ops: tuple[str, ...] = ()) -> fl
             and len(x.group) > 1
             and x.op not in ("send", "receive")
         ):
-            total += seconds(x.op, x.bytes / ring_bytes(x.op, 1.0, len(x.group)), len(x.group), wire)
+            total += seconds(x.op, x.bytes / ring_bytes(x.op, 1.0, len(x.group)), len(x.group), link)
     return total
 
 
-def _bare(seen: Seen, plan: LayoutPlan, behind: float, wire: Wire) -> float:
+def _bare(seen: Seen, plan: LayoutPlan, behind: float, link: Link) -> float:
     """Seconds of dp's messages that stick out of a backward of `behind` seconds."""
     if plan.dp == 1:
         return 0.0
     reduced = [x for x in seen.messages if x.axis == "dp" and x.op in ("all_reduce", "reduce_scatter")]
-    total = _seconds(seen, "dp", wire, ("all_reduce", "reduce_scatter"))
-    gathered = _seconds(seen, "dp", wire, ("all_gather",))
+    total = _seconds(seen, "dp", link, ("all_reduce", "reduce_scatter"))
+    gathered = _seconds(seen, "dp", link, ("all_gather",))
     n = max(1, len(reduced))
     first = max(total / n, total - (n - 1) * behind / n)
     if plan.zero == 3:  # a gather of each unit hides behind the one before, forward and backward

@@ -1,7 +1,7 @@
 """A training step in pieces of time: what was computed when, which bucket was ready when, what was exposed.
 
     alone = step_timing.backward(model, loss, bucket_mb=25)      on a rank: nothing is sent
-    alone.on(wire, ranks)                                       the same step on any wire, as a Timeline
+    alone.on(link, ranks)                                       the same step on any link, as a Timeline
     step_timing.record(model, loss)                            a step that does send, as a Timeline of all
 
 Of several repeats the one with the median duration counts. Nothing here imports matplotlib before it draws.
@@ -19,7 +19,7 @@ from hpnb.data_parallel.buckets import deal
 from hpnb.gradients import attach
 from hpnb.record import Event, Timeline
 from hpnb.record.recorder import Recorder
-from hpnb.theory import Wire, overlap
+from hpnb.theory import Link, overlap
 
 Loss = Callable[[], torch.Tensor]
 READY = "ready"
@@ -41,22 +41,22 @@ class Backward:
     ready: tuple[float, ...]
     nbytes: tuple[float, ...]
 
-    def exposed(self, wire: Wire, ranks: int, during: bool = True) -> float:
+    def exposed(self, link: Link, ranks: int, during: bool = True) -> float:
         """Seconds by which the all-reduces of the buckets prolong the step."""
-        return overlap(self._leaves(during), self.nbytes, ranks, wire, self.end).exposed
+        return overlap(self._leaves(during), self.nbytes, ranks, link, self.end).exposed
 
-    def share(self, wire: Wire, ranks: int, during: bool = True) -> float:
+    def share(self, link: Link, ranks: int, during: bool = True) -> float:
         """The same as a share of the step, 0 to 1."""
-        bare = self.exposed(wire, ranks, during)
+        bare = self.exposed(link, ranks, during)
         return bare / (self.end + bare)
 
-    def on(self, wire: Wire, ranks: int, during: bool = True) -> Timeline:
-        """The step on `wire`, as any one of `ranks` equal ranks would have it; "simulated".
+    def on(self, link: Link, ranks: int, during: bool = True) -> Timeline:
+        """The step on `link`, as any one of `ranks` equal ranks would have it; "simulated".
 
         Args:
             during: send a bucket when it is full; else all of them after the backward.
         """
-        found = overlap(self._leaves(during), self.nbytes, ranks, wire, self.end)
+        found = overlap(self._leaves(during), self.nbytes, ranks, link, self.end)
         group = tuple(range(ranks))
         events = [
             Event(0, -1, "F", -1, 0.0, self.forward),

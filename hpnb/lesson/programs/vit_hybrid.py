@@ -31,7 +31,7 @@ from hpnb.models import ViTSize
 from hpnb.pipeline_parallel import schedules
 from hpnb.record import Timeline
 from hpnb.tensor_parallel import parallelize
-from hpnb.theory import Wire, bytes_sent, exposed_seconds, seconds
+from hpnb.theory import Link, bytes_sent, exposed_seconds, seconds
 
 _BUCKETS = 8  # of a gradient, at least: with one alone nothing could be hidden
 _ROUNDS = 3
@@ -61,16 +61,16 @@ class Step:
         computing: of it, mean over the ranks.
         bytes: that a rank sends, mean over the ranks.
         told: the same, predicted.
-        predicted: seconds on a wire, from one rank's share of the batch measured alone.
-        on: seconds of the recorded step on a wire; simulated.
+        predicted: seconds on a link, from one rank's share of the batch measured alone.
+        on: seconds of the recorded step on a link; simulated.
     """
 
     seconds: float
     computing: float
     bytes: float
     told: float
-    predicted: Callable[[Wire], float]
-    on: Callable[[Wire], float]
+    predicted: Callable[[Link], float]
+    on: Callable[[Link], float]
 
 
 def race(
@@ -111,24 +111,24 @@ def race(
             step_timing.computing(replicas),
             sent_dp,
             bytes_sent("all_reduce", whole, n),
-            lambda wire: share + exposed_seconds(2 / 3 * share, whole, buckets, n, wire),
-            lambda wire: share + alone.exposed(wire, n),
+            lambda link: share + exposed_seconds(2 / 3 * share, whole, buckets, n, link),
+            lambda link: share + alone.exposed(link, n),
         ),
         "pp": Step(
             pipeline.makespan,
             vit_pipeline.busy(pipeline),
             sent_pp,
             2 * (n - 1) / n * activation,
-            lambda wire: turns * share + 2 * (n - 1) * seconds("send", message, 2, wire),
-            lambda wire: vit_pipeline.on_wire(pipeline, schedule, wire, message).makespan,
+            lambda link: turns * share + 2 * (n - 1) * seconds("send", message, 2, link),
+            lambda link: vit_pipeline.on_wire(pipeline, schedule, link, message).makespan,
         ),
         "tp": Step(
             matrices.makespan,
             vit_tensor.spent(matrices, "FIW"),
             sent_tp,
             sums * bytes_sent("all_reduce", activation, n),
-            lambda wire: share + sums * seconds("all_reduce", activation, n, wire),
-            lambda wire: replay(matrices, wire).makespan,
+            lambda link: share + sums * seconds("all_reduce", activation, n, link),
+            lambda link: replay(matrices, link).makespan,
         ),
     }
 
@@ -169,7 +169,7 @@ def write_down(raced: Mapping[str, Step], name: str, card: MachineCard) -> None:
     """A row of the ledger for each axis."""
     layouts = {"dp": Layout(dp=card.ranks), "pp": Layout(pp=card.ranks), "tp": Layout(tp=card.ranks)}
     for axis, step in raced.items():
-        took = (step.predicted(card.wire), step.seconds)
+        took = (step.predicted(card.link), step.seconds)
         quantities = {"sent (B)": (step.told, step.bytes), "step (s)": took}
         ledger.add("04", layouts[axis], name, quantities, card.hardware)
 

@@ -32,7 +32,7 @@ from hpnb.pipeline_parallel.layers import Layer, layers
 from hpnb.pipeline_parallel.partition import How, balanced, cut
 from hpnb.pipeline_parallel.simulate import run
 from hpnb.record import Timeline
-from hpnb.theory import Wire, exposed_seconds, seconds
+from hpnb.theory import Link, exposed_seconds, seconds
 
 Batch = Mapping[str, torch.Tensor]
 _WARM = {"cpu": 1, "cuda": 3}  # steps before the first that counts
@@ -239,14 +239,14 @@ def most_in_flight(tl: Timeline, chunks: int = 1) -> float:
     return max(tl.peak_in_flight(rank) for rank in tl.ranks) / chunks
 
 
-def on_wire(tl: Timeline, schedule: Schedule, wire: Wire, message: float) -> Timeline:
-    """The recorded step with messages of `message` bytes on `wire`; "simulated"."""
+def on_wire(tl: Timeline, schedule: Schedule, link: Link, message: float) -> Timeline:
+    """The recorded step with messages of `message` bytes on `link`; "simulated"."""
     took = {(e.stage, e.op, e.microbatch): e.duration for e in tl.events}
-    hop = seconds("send", message, 2, wire)
+    hop = seconds("send", message, 2, link)
     return run(schedule, lambda a: took[a.stage, a.op, a.microbatch], hop)
 
 
-def data_parallel_seconds(compute: float, gradient: float, ranks: int, wire: Wire) -> float:
+def data_parallel_seconds(compute: float, gradient: float, ranks: int, link: Link) -> float:
     """Seconds of a step in which the ranks hold replicas: `compute`, and what 25 MB buckets leave exposed.
 
     Args:
@@ -254,7 +254,7 @@ def data_parallel_seconds(compute: float, gradient: float, ranks: int, wire: Wir
         gradient: bytes of the whole model's.
     """
     buckets = max(4, round(gradient / 25e6))
-    return compute + exposed_seconds(compute * 2 / 3, gradient, buckets, ranks, wire)
+    return compute + exposed_seconds(compute * 2 / 3, gradient, buckets, ranks, link)
 
 
 def hardware(ranks: int) -> str:

@@ -284,7 +284,7 @@ def race(square: hpnb.Ranks, shape: ViTSize, dtype: torch.dtype, modes: Sequence
 
 
 def predicted(raced: Raced, card: MachineCard, dtype: torch.dtype) -> Raced:
-    """The same by `theory.block_seconds`: matmuls at the card's rate, messages on its wire, none hidden."""
+    """The same by `theory.block_seconds`: matmuls at the card's rate, messages on its link, none hidden."""
     return {
         (size, images): {
             mode: _block_seconds(size.block(images, dtype.itemsize), mode, card) for mode in modes
@@ -295,7 +295,7 @@ def predicted(raced: Raced, card: MachineCard, dtype: torch.dtype) -> Raced:
 
 def _block_seconds(block: Block, mode: str, card: MachineCard) -> float:
     plain = mode.removesuffix("+sp")
-    return theory.block_seconds(block, plain, card.ranks, card.wire, card.matmul, 1, mode != plain).total
+    return theory.block_seconds(block, plain, card.ranks, card.link, card.matmul, 1, mode != plain).total
 
 
 def write_down(square: hpnb.Ranks, raced: Raced, told: Raced, card: MachineCard, dtype: torch.dtype) -> None:

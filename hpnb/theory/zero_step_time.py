@@ -1,4 +1,4 @@
-"""How long a step takes with sharded states: computing, what is computed again, what the wire leaves exposed.
+"""How long a step takes with sharded states: computing, what is computed again, what the link leaves exposed.
 
 With P parameters of w bytes on N ranks, backward T_b, forward T_f = T_b / 2, in L equal blocks:
 
@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hpnb.theory.communication import seconds
+from hpnb.theory.links import Link
 from hpnb.theory.overlap import exposed_seconds
-from hpnb.theory.wires import Wire
 
 
 def shard_seconds(
@@ -33,10 +33,10 @@ def shard_seconds(
     layers: int,
     ranks: int,
     stage: int,
-    wire: Wire,
+    link: Link,
     recompute: int = 0,
     bucket_bytes: float = 25 * 2**20,
-    link: float | None = None,
+    host_bandwidth: float | None = None,
     host_seconds: float = 0.0,
 ) -> Mapping[str, float]:
     """{part: seconds} of a step on each of `ranks` ranks.
@@ -45,7 +45,7 @@ def shard_seconds(
         forward, backward, optimizer: seconds of one rank that holds everything and sends nothing.
         block_bytes, root_bytes: of a block's weights, and of the weights that lie in no block.
         recompute: blocks whose forward runs again in the backward.
-        link: bytes/s between device and host, if states are offloaded; each way.
+        host_bandwidth: bytes/s between device and host, if states are offloaded; each way.
         host_seconds: of the optimizer on the host, for all parameters.
 
     Raises:
@@ -61,14 +61,14 @@ def shard_seconds(
     if ranks == 1:
         exposed = 0.0
     elif stage == 0:
-        exposed = exposed_seconds(behind, whole, buckets, ranks, wire)
+        exposed = exposed_seconds(behind, whole, buckets, ranks, link)
     elif stage < 3:
-        last = seconds("reduce_scatter", whole / buckets, ranks, wire)
+        last = seconds("reduce_scatter", whole / buckets, ranks, link)
         exposed = max(last, buckets * last - (buckets - 1) * behind / buckets)
-        exposed += seconds("all_gather", whole, ranks, wire)
+        exposed += seconds("all_gather", whole, ranks, link)
     else:
-        g, r = (seconds(op, block_bytes, ranks, wire) for op in ("all_gather", "reduce_scatter"))
-        ends = sum(seconds(op, root_bytes, ranks, wire) for op in ("all_gather", "reduce_scatter"))
+        g, r = (seconds(op, block_bytes, ranks, link) for op in ("all_gather", "reduce_scatter"))
+        ends = sum(seconds(op, root_bytes, ranks, link) for op in ("all_gather", "reduce_scatter"))
         exposed = (
             2 * g
             + r
@@ -79,9 +79,9 @@ def shard_seconds(
         "computing": forward + backward,
         "computing again": again,
         "exposed": exposed,
-        "optimizer": (optimizer if link is None else host_seconds) * share,
+        "optimizer": (optimizer if host_bandwidth is None else host_seconds) * share,
     }
-    if link is not None:
+    if host_bandwidth is not None:
         times = 4 if stage == 3 else 2  # gradients down, weights up; a share goes up for each gather
-        parts["offload"] = times * whole * share / link
+        parts["offload"] = times * whole * share / host_bandwidth
     return parts

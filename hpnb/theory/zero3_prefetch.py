@@ -3,7 +3,7 @@
     compute   .. [ 0 ][ 1 ][ 2 ][ 2' ][ 1' ][ 0' ]        uses: forwards 0 1 2, then backwards 2' 1' 0'
     gather    [0][ 1 ][ 2 ]     [ 1  ][ 0  ]              each asked for when some use begins
 
-A use begins when the one before has ended, and what it asks for queues on one wire; it computes once its own
+A use begins when the one before has ended, and what it asks for queues on one link; it computes once its own
 block is whole. After it the block is freed, unless the next use is of the same block. A use that waits for
 its block is a *stall*; the first cannot help it.
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Gathers:
+class GatherTimeline:
     """What became of a plan. Seconds, and bytes of whole blocks.
 
     Attributes:
@@ -46,13 +46,13 @@ class Gathers:
         return sum(self.stalls[1:])
 
 
-def gathers(
+def simulate_gathers(
     uses: Sequence[int],
     computing: Sequence[float],
     moving: Sequence[float],
     sizes: Sequence[float],
     starts: Sequence[Sequence[int]],
-) -> Gathers:
+) -> GatherTimeline:
     """Run a plan.
 
     Args:
@@ -67,16 +67,16 @@ def gathers(
     """
     if len(starts) != len(uses):
         raise ValueError(f"{len(starts)} lists of gathers for {len(uses)} uses; every use needs one")
-    clock = wire = held = most = 0.0
+    clock = link = held = most = 0.0
     there: dict[int, float] = {}  # block -> when it is whole
     began, ended, log = [], [], []
     for k, block in enumerate(uses):
         for other in starts[k]:
             if other in there:
                 raise ValueError(f"use {k} gathers block {other}, which is whole already")
-            begin = max(clock, wire)
-            wire = there[other] = begin + moving[other]
-            log.append((other, begin, wire))
+            begin = max(clock, link)
+            link = there[other] = begin + moving[other]
+            log.append((other, begin, link))
             held += sizes[other]
             most = max(most, held)
         if block not in there:
@@ -87,10 +87,10 @@ def gathers(
         if k + 1 == len(uses) or uses[k + 1] != block:
             del there[block]
             held -= sizes[block]
-    return Gathers(tuple(began), tuple(ended), tuple(log), most)
+    return GatherTimeline(tuple(began), tuple(ended), tuple(log), most)
 
 
-def ahead(uses: Sequence[int], prefetch: int = 1) -> list[list[int]]:
+def prefetch_plan(uses: Sequence[int], prefetch: int = 1) -> list[list[int]]:
     """The plan that keeps `prefetch` gathers ahead of the computing, in the order of `uses`.
 
     A block that is still whole is not gathered ahead: it will be freed first.

@@ -27,8 +27,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hpnb.theory.communication import bytes_sent, plan
-from hpnb.theory.wires import Wire
+from hpnb.theory.communication import bytes_sent, collective_cost
+from hpnb.theory.links import Link
 
 MODES = ("1d", "2d", "2.5d", "3d")
 Phase = Literal["forward", "backward"]
@@ -60,7 +60,7 @@ class Collective:
         """What leaves a rank in all calls."""
         return self.count * bytes_sent(self.op, self.nbytes, self.ranks)
 
-    def seconds(self, wire: Wire, call: float = 0.0) -> float:
+    def seconds(self, link: Link, call: float = 0.0) -> float:
         """Of all calls, one after the other, each of which takes `call` seconds whatever its size.
 
         A ring, as `hpnb.theory.seconds` has it. A broadcast or a reduce is a chain of p-1 links that is kept
@@ -69,13 +69,13 @@ class Collective:
         if self.op in ("broadcast", "reduce"):
             steps, serial = self.ranks - 1, float(self.ranks)
         else:
-            steps, serial = plan(self.op, self.ranks)[:2]
-        moving = serial * self.nbytes / self.ranks / wire.bandwidth
-        return self.count * (call + steps * wire.latency + moving)
+            steps, serial = collective_cost(self.op, self.ranks)[:2]
+        moving = serial * self.nbytes / self.ranks / link.bandwidth
+        return self.count * (call + steps * link.latency + moving)
 
 
 @dataclass(frozen=True)
-class Sent:
+class Messages:
     """What one rank sends, message by message; on one rank nothing."""
 
     collectives: tuple[Collective, ...]
@@ -96,14 +96,14 @@ class Sent:
     def calls(self) -> int:
         return sum(c.count for c in self.collectives)
 
-    def seconds(self, wire: Wire, call: float = 0.0) -> float:
+    def seconds(self, link: Link, call: float = 0.0) -> float:
         """One call after the other, none hidden behind compute.
 
         Args:
             call: seconds of a call whatever its size. Where launching costs more than hops, as on the GPUs of
-                one host, let the wire have no latency, and this be the time of a call with a few bytes.
+                one host, let the link have no latency, and this be the time of a call with a few bytes.
         """
-        return sum(c.seconds(wire, call) for c in self.collectives)
+        return sum(c.seconds(link, call) for c in self.collectives)
 
 
 # --- which ranks -----------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def linear_sent(
     sequence_parallel: bool = False,
     bytes_per_value: int = 2,
     layer: str = "linear",
-) -> Sent:
+) -> Messages:
     """Messages of X W, (rows, inputs) times (inputs, outputs), forward and backward.
 
     Layers with the same X, such as q, k and v, are one.
@@ -191,7 +191,7 @@ def linear_sent(
         found = _cube(rows, inputs, outputs, sides[0], kind)
     else:
         found = _summa(rows, inputs, outputs, sides[-1], depth)
-    return kept(replace(c, layer=layer, nbytes=c.nbytes * bytes_per_value) for c in found)
+    return sent_collectives(replace(c, layer=layer, nbytes=c.nbytes * bytes_per_value) for c in found)
 
 
 def linear_bytes(
@@ -248,6 +248,6 @@ def _cube(rows: float, inputs: float, outputs: float, side: int, kind: Kind) -> 
     yield Collective("", "backward", "weights", "reduce_scatter", 0, side, w)
 
 
-def kept(collectives: Iterable[Collective]) -> Sent:
+def sent_collectives(collectives: Iterable[Collective]) -> Messages:
     """Those that say something to somebody."""
-    return Sent(tuple(c for c in collectives if c.ranks > 1))
+    return Messages(tuple(c for c in collectives if c.ranks > 1))

@@ -1,4 +1,4 @@
-"""Three ratios that say which axis of a layout can afford which wire.
+"""Three ratios that say which axis of a layout can afford which link.
 
     rho = matmul FLOP/s over bus bytes/s, both measured:   how many FLOPs a rank does while it sends a byte
 

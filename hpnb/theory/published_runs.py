@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hpnb.theory.cluster import Cluster, ClusterPlan, GPTRun, cluster_plans, fastest
-from hpnb.theory.wires import Wire
+from hpnb.theory.links import Link
 
 # Datasheets: peak of 16-bit matmuls without sparsity, memory and its bandwidth, each direction of NVLink, and
-# one network card a GPU. Latencies are orders of magnitude, as in WIRES.
-DGX_A100 = Cluster(8, 8, 312e12, 80e9, 2.039e12, Wire(3e-6, 300e9, "NVLink 3"), Wire(10e-6, 25e9, "HDR"), 8)
-DGX_H100 = Cluster(8, 8, 989e12, 80e9, 3.35e12, Wire(3e-6, 450e9, "NVLink 4"), Wire(10e-6, 50e9, "NDR"), 8)
+# one network card a GPU. Latencies are orders of magnitude, as in LINKS.
+DGX_A100 = Cluster(8, 8, 312e12, 80e9, 2.039e12, Link(3e-6, 300e9, "NVLink 3"), Link(10e-6, 25e9, "HDR"), 8)
+DGX_H100 = Cluster(8, 8, 989e12, 80e9, 3.35e12, Link(3e-6, 450e9, "NVLink 4"), Link(10e-6, 50e9, "NDR"), 8)
 
 
 @dataclass(frozen=True)

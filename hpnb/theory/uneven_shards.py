@@ -25,7 +25,7 @@ Tokens. One attention between cut tokens, forward and backward, x of n h numbers
 from __future__ import annotations
 
 from hpnb.comm import shares
-from hpnb.theory.activation_rows import ActivationRow, Recompute
+from hpnb.theory.activation_table import ActivationRow, Recompute
 from hpnb.theory.communication import bytes_sent
 from hpnb.theory.transformer import Block
 

@@ -1,4 +1,4 @@
-"""From measured times to a Wire: least squares for its two numbers.
+"""From measured times to a Link: least squares for its two numbers.
 
     minimise  sum over i of (predicted_i / measured_i - 1)^2      over latency >= 0 and 1 / bandwidth >= 0
     predicted_i = steps * latency + serial_i / bandwidth          linear in both
@@ -15,19 +15,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hpnb.theory.communication import plan
-from hpnb.theory.wires import Wire
+from hpnb.theory.communication import collective_cost
+from hpnb.theory.links import Link
 
 
-def fit_wire(
+def fit_link(
     sizes: Sequence[float],
     seconds: Sequence[float],
     ranks: int,
     op: str = "all_reduce",
     algorithm: str = "ring",
     name: str = "",
-) -> Wire:
-    """The Wire that explains measured times best.
+) -> Link:
+    """The Link that explains measured times best.
 
     Args:
         sizes: bytes, as `nbytes` in `bytes_sent`; at least two different ones.
@@ -36,9 +36,9 @@ def fit_wire(
     Raises:
         ValueError: nothing to tell latency from bandwidth by, or a time that is not positive.
     """
-    way = plan(op, ranks, algorithm)
+    way = collective_cost(op, ranks, algorithm)
     if way.serial == 0:
-        raise ValueError(f"{op} on {ranks} rank moves nothing, so no wire can be fitted; use 2 ranks or more")
+        raise ValueError(f"{op} on {ranks} rank moves nothing, so no link can be fitted; use 2 ranks or more")
     if len(sizes) != len(seconds) or len(set(sizes)) < 2:
         raise ValueError(
             f"{len(sizes)} sizes ({len(set(sizes))} different) and {len(seconds)} times do not make a line; "
@@ -58,4 +58,4 @@ def fit_wire(
         latency, per_byte = 0.0, terms[:, 1].sum() / scale[1] ** 2
     elif per_byte < 0:
         latency, per_byte = terms[:, 0].sum() / scale[0] ** 2, 0.0
-    return Wire(float(latency), float(1 / per_byte) if per_byte > 0 else math.inf, name)
+    return Link(float(latency), float(1 / per_byte) if per_byte > 0 else math.inf, name)

@@ -5,7 +5,7 @@
     overlap, compute_over_communication what a backward hides; which axis can afford which link
     pipeline, uneven_stages             bubbles; what a heavy head and a tied embedding cost a pipeline
     tensor_layer, tensor_block          messages of a linear layer and of a block in 1D, 2D, 2.5D and 3D
-    tensor_memory, activation_table     activations and parameters on a rank; the published table of activations
+    tensor_memory, activation_table     activations and parameters on a rank; the published activation table
     uneven_shards                       heads and vocabularies that do not divide
     step_memory, zero_step_time         memory and time of a step with ZeRO
     zero3_prefetch, gradient_noise      when ZeRO-3's all-gathers arrive; how large a batch helps

@@ -6,7 +6,7 @@ VENV   := .venv
 STAMP  := $(VENV)/.hpnb-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help notebooks outputs bench test lab clean
+.PHONY: help notebooks outputs bench test test-all lab clean
 
 # A kernel is this venv's Python, never one that the user has registered, and `!torchrun` in a cell is
 # this venv's torchrun. A PYTHONPATH from outside would shadow what constraints.txt pins.
@@ -20,7 +20,8 @@ help:
 	@echo "make outputs     run the series on this machine's GPUs and write the pages as they are committed"
 	@echo "make bench       hpnb beside PyTorch's programs on this machine's GPUs, layout by layout: files, tables and a chart of them"
 	@echo "make lab         open the notebooks in JupyterLab"
-	@echo "make test        lint, types, tests, and today's three notebooks on the CPU"
+	@echo "make test        lint, types, tests and all notebooks on the CPU: what continuous integration runs"
+	@echo "make test-all    the same with every case of the sweeps, of which make test draws some"
 	@echo "make clean       remove what the others wrote, except $(VENV)"
 	@echo "The first of them makes $(VENV) and installs hpnb with its dependencies (up to 6 GB, a few minutes)."
 
@@ -60,8 +61,8 @@ lab: $(STAMP)
 # together, and share their ranks; in the order of names the long ones do not come last.
 WORKERS ?= 2
 
-# Three a day, the next three tomorrow; NOTEBOOKS=notebooks runs all of them, and so does `make notebooks`.
-NOTEBOOKS ?= $(shell "$(PYTHON)" tests/todays.py 3 notebooks/*.ipynb)
+# SWEEPS=--slow runs every case of every sweep; without it a fixed seed draws some of each.
+SWEEPS ?=
 
 # Every step runs even when one before it failed; the last line says which did. Nothing is fetched, and
 # nothing is written to the user's home.
@@ -70,13 +71,16 @@ test: $(STAMP)
 	step() { name=$$1; shift; echo "== $$name"; "$$@" || failed="$$failed $$name"; }; \
 	step lint python -m ruff check .; \
 	step types python -m mypy; \
-	step tests python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder; \
+	step tests python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SWEEPS); \
 	if ls notebooks/*.ipynb >/dev/null 2>&1; then \
 		step notebooks env HPNB_HOME="$(CURDIR)/build/home" HF_HUB_OFFLINE=1 python -m pytest -q --timeout=0 -n $(WORKERS) \
-			--nbmake --nbmake-kernel=python3 --nbmake-timeout=600 $(NOTEBOOKS); \
+			--nbmake --nbmake-kernel=python3 --nbmake-timeout=600 notebooks; \
 	fi; \
 	if [ -n "$$failed" ]; then echo "== FAILED:$$failed"; exit 1; fi; \
 	echo "== all passed"
+
+test-all:
+	@$(MAKE) test SWEEPS=--slow
 
 clean:
 	rm -rf executed build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

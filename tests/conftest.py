@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import random
 import shutil
@@ -10,6 +9,9 @@ import tempfile
 from collections import defaultdict
 
 import pytest
+
+# The seed that draws the cases of sweeps: fixed, so that a commit that passes today passes tomorrow.
+SEED = 0
 
 # Before anything imports transformers or matplotlib, which read these once.
 _home = tempfile.mkdtemp(prefix="hpnb-tests-")
@@ -20,8 +22,7 @@ os.environ["MPLBACKEND"] = "Agg"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run full sweeps")
-    today = datetime.datetime.now(datetime.UTC).date().toordinal()  # so days after each other draw others
-    parser.addoption("--draw", type=int, default=today, help="which cases of sweeps are run without --slow")
+    parser.addoption("--draw", type=int, default=SEED, help="which cases of sweeps are run without --slow")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

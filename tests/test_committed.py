@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
-from todays import todays
 
 from hpnb.lesson.pages import committed, paired
 from hpnb.lesson.pages.committed import digest, hardware_here, is_stale, stamp
@@ -185,12 +184,3 @@ def test_names_that_are_none_are_refused(path: Path) -> None:
     for arguments in ([], ["notebooks/01_y.py"]):
         with pytest.raises(SystemExit):
             committed.main(arguments)
-
-
-def test_notebooks_take_turns_and_all_come_around() -> None:
-    names = [f"{i:02d}" for i in range(9)]
-    days = [todays(4, names, day) for day in range(700000, 700009)]
-    assert all(len(set(of_a_day)) == 4 for of_a_day in days)
-    assert {name for of_a_day in days[:3] for name in of_a_day} == set(names)
-    assert sorted(name for of_a_day in days for name in of_a_day) == sorted(4 * names)
-    assert todays(9, names, 5) == names

@@ -3,8 +3,9 @@
     import hpnb
     hpnb.launch(lambda: hpnb.rank(), ranks=4)     # a cell is a cluster: [0, 1, 2, 3]
 
-The rooms, from the ground up: ranks, record, mesh, comm, background, placement, precision, gradients,
-theory, plot, data, models, data_parallel, pipeline_parallel, tensor_parallel, hybrid, lesson, bench.
+The rooms, from the ground up: ranks, record, mesh, comm, background, placement, grad_norm, precision,
+gradients, theory, plot, data, models, data_parallel, pipeline_parallel, tensor_parallel, hybrid, lesson,
+bench.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
         theory,
     )
     from hpnb.data_parallel import DataParallel, ZeroOptimizer
-    from hpnb.data_parallel.fully_shard import fully_shard
+    from hpnb.data_parallel.fsdp import fully_shard
     from hpnb.hybrid.booster import Booster
     from hpnb.hybrid.plugins import HybridParallelPlugin
     from hpnb.hybrid.presets import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin

@@ -11,7 +11,6 @@ parameter that nobody has placed is whole, and replicated along every axis.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -96,7 +95,7 @@ class Placement:
         outer.put(middle, whole)
 
 
-def place(parameter: torch.Tensor, placement: Placement) -> None:
+def set_placement(parameter: torch.Tensor, placement: Placement) -> None:
     """Say where `parameter` lives; it stays with the object."""
     held, said = tuple(parameter.shape), placement.local_shape
     if held != said:
@@ -104,7 +103,7 @@ def place(parameter: torch.Tensor, placement: Placement) -> None:
     parameter._hpnb_placement = placement  # type: ignore[attr-defined]
 
 
-def of(parameter: torch.Tensor, name: str = "") -> Placement:
+def placement_of(parameter: torch.Tensor, name: str = "") -> Placement:
     """Where `parameter` lives; whole, with this name, if nobody has said."""
     found: Placement | None = getattr(parameter, "_hpnb_placement", None)
     return Placement(name, tuple(parameter.shape)) if found is None else found
@@ -113,32 +112,13 @@ def of(parameter: torch.Tensor, name: str = "") -> Placement:
 # --- what reads it ---------------------------------------------------------------------------------
 
 
-def total_norm(parameters: Iterable[torch.Tensor], axes: Sequence[Axis] = ()) -> torch.Tensor:
-    """The 2-norm of all gradients, each element counted once: (), float32, or float64 if a parameter is.
-
-    Every rank of `axes` calls it. A gradient that is cut along an axis is summed over it, one that is
-    replicated is not: neither counts twice. Without a gradient anywhere it is 0.
-    """
-    held = list({id(p): p for p in parameters}.values())
-    check_axes(held, axes)
-    squares = _squares(held, axes)
-    for i, axis in enumerate(axes):
-        if axis.size > 1:
-            cut_here = [mask for mask in range(len(squares)) if mask >> i & 1]
-            share = squares[cut_here]
-            dist.all_reduce(share, group=axis.group)
-            squares[cut_here] = share
-    wide = any(p.dtype == torch.float64 for p in held)
-    return squares.sum().sqrt().to(torch.float64 if wide else torch.float32)
-
-
 def check_axes(parameters: Iterable[torch.Tensor], axes: Sequence[Axis]) -> None:
     """Make sure that what is asked of all of a parameter asks all who hold a part of it.
 
     Raises:
         ValueError: a parameter is cut along an axis that is not among `axes`.
     """
-    _check_known(map(of, parameters), {axis.name for axis in axes})
+    _check_known(map(placement_of, parameters), {axis.name for axis in axes})
 
 
 def _check_known(places: Iterable[Placement], known: Collection[str]) -> None:
@@ -150,25 +130,6 @@ def _check_known(places: Iterable[Placement], known: Collection[str]) -> None:
             )
 
 
-def _squares(parameters: Sequence[torch.Tensor], axes: Sequence[Axis]) -> torch.Tensor:
-    """(2^axes,): sums of squares of this rank's gradients, by which of the axes they are cut along.
-
-    By that and not by parameter, and always in float64: so all ranks have the same message, whatever each of
-    them holds.
-    """
-    grads: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    for p in parameters:
-        placement = of(p)
-        if p.grad is not None and placement.tied_to is None:
-            mask = sum(1 << i for i, axis in enumerate(axes) if axis.name in placement.axes)
-            grads[mask, p.grad.device, p.grad.dtype].append(p.grad)
-    sums = torch.zeros(1 << len(axes), dtype=torch.float64, device=this_device())
-    for (mask, _, kind), group in grads.items():
-        norms = torch._foreach_norm(group, 2, dtype=torch.promote_types(kind, torch.float32))
-        sums[mask] += torch.stack(norms).to(sums).square().sum()
-    return sums
-
-
 def full_state_dict(module: nn.Module, axes: Iterable[Axis]) -> dict[str, torch.Tensor]:
     """{name: tensor} of the whole model, from parts that lie along `axes`; buffers as they are here.
 
@@ -177,11 +138,11 @@ def full_state_dict(module: nn.Module, axes: Iterable[Axis]) -> dict[str, torch.
     Raises:
         ValueError: a parameter is cut along an axis that is not among `axes`.
     """
-    state, whole = wholes(module, axes)
+    state, whole = full_tensors(module, axes)
     return {name: whole(name) for name in state}
 
 
-def wholes(
+def full_tensors(
     module: nn.Module, axes: Iterable[Axis], *, apart: frozenset[str] = frozenset()
 ) -> tuple[dict[str, torch.Tensor], Callable[[str], torch.Tensor]]:
     """The state of `module` as it is here, and what gathers the whole tensor of a name, one at a time.
@@ -198,7 +159,7 @@ def wholes(
     state = module.state_dict()  # first, for it puts a module in order whose forward was interrupted
     parts, places = dict[str, torch.Tensor](), dict[str, Placement]()
     for name, p in module.named_parameters(remove_duplicate=False):
-        where = of(p, name)
+        where = placement_of(p, name)
         parts[name] = p.detach()
         places[name] = replace(where, cuts=tuple(cut for cut in where.cuts if cut.axis not in apart))
     _check_known(places.values(), by_name)
@@ -219,7 +180,7 @@ def wholes(
             buffer: torch.Tensor = state[name]
             return buffer.detach()
         where = places[name]
-        return gather(parts[name], where, {a: [o[name] for o in peers[a]] for a in where.axes}, by_name)
+        return gather_full(parts[name], where, {a: [o[name] for o in peers[a]] for a in where.axes}, by_name)
 
     return state, whole
 
@@ -244,7 +205,7 @@ def load_full_state_dict(
     for name, value in held.items():
         tied.setdefault(id(value), []).append(name)
     for names in tied.values():  # what is tied to a parameter of another rank takes its values
-        if (home := of(held[names[0]]).tied_to) is not None and home not in held:
+        if (home := placement_of(held[names[0]]).tied_to) is not None and home not in held:
             names.append(home)
     missing = [names[0] for names in tied.values() if not any(name in full for name in names)]
     unexpected = [name for name in full if name not in held] if strict else []
@@ -254,10 +215,10 @@ def load_full_state_dict(
             raise ValueError(f"the state {what} {', '.join(wrong[:5])}{more}")
     for names in tied.values():
         value = held[names[0]]
-        value.copy_(of(value, names[0]).take(full[next(name for name in names if name in full)]))
+        value.copy_(placement_of(value, names[0]).take(full[next(name for name in names if name in full)]))
 
 
-def gather(
+def gather_full(
     part: torch.Tensor,
     placement: Placement,
     peers: Mapping[str, Sequence[Placement]],

@@ -39,11 +39,13 @@ import tempfile
 from dataclasses import replace
 import torch, torch.distributed as dist
 import hpnb
-from hpnb import Layout, Mesh, comm, lesson, placement, plot, precision, theory
+from hpnb import Layout, Mesh, comm, lesson, plot, precision, theory
+from hpnb.grad_norm import total_norm
 from hpnb.lesson.programs import device_timing, host_traffic, step_timing, vit_hybrid, vit_pipeline, vit_tensor
 from hpnb.lesson.exercises import vit_hybrid_parallel as exercises
 from hpnb.models import SIZES, ViTSize
 from hpnb.pipeline_parallel import full_state_dict, schedules
+from hpnb.placement import placement_of
 from hpnb.tensor_parallel import parallelize
 from hpnb.theory import LINKS
 
@@ -468,8 +470,8 @@ def norms():
     dist.all_reduce(everybody)
     for axis in (mesh.pp, mesh.tp):
         dist.all_reduce(half, group=axis.group)
-    once = placement.total_norm(pipe.parameters(), [mesh.dp, mesh.pp, mesh.tp])
-    places = {n: "".join(f"{a:>4}" for a in sorted(placement.of(p).axes)) for n, p in pipe.module.named_parameters()}
+    once = total_norm(pipe.parameters(), [mesh.dp, mesh.pp, mesh.tp])
+    places = {n: "".join(f"{a:>4}" for a in sorted(placement_of(p).axes)) for n, p in pipe.module.named_parameters()}
     return own.sqrt().item(), everybody.sqrt().item(), half.sqrt().item(), once.item(), places
 
 
@@ -493,8 +495,8 @@ lesson.table(("what is summed", "norm", "times one process's"), [(way, f"{n:.6f}
 # ### Exercise 4: a norm counted once
 #
 # *Implement, 20 minutes.* Return the norm of all gradients, the same on every rank. `parameters` are those that this rank
-# holds and that have a `.grad`; `axes` are dp, pp and tp. `placement.of(p).axes` are the names of those along which the ranks
-# hold different parts of p; `placement.of(p).tied_to` is not None where p's gradient is counted already, on another stage. The
+# holds and that have a `.grad`; `axes` are dp, pp and tp. `placement_of(p).axes` are the names of those along which the ranks
+# hold different parts of p; `placement_of(p).tied_to` is not None where p's gradient is counted already, on another stage. The
 # check wants one process's norm for a ViT, a GPT-2 with a tied embedding over two stages, and ZeRO 3, with at most three small messages.
 #
 # Hint: what is equal on c ranks may count 1/c on each of them. Then a plain sum over all ranks is right.
@@ -514,7 +516,7 @@ lesson.check(exercises.norm, norm)
 # def norm(parameters, axes):
 #     squares = torch.zeros((), dtype=torch.float64)
 #     for p in parameters:
-#         where, copies = placement.of(p), 1
+#         where, copies = placement_of(p), 1
 #         for axis in axes:
 #             copies *= 1 if axis.name in where.axes else axis.size
 #         if where.tied_to is None:

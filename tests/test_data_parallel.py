@@ -15,7 +15,7 @@ import hpnb
 from hpnb import Layout, Mesh, precision
 from hpnb.comm import shares
 from hpnb.data_parallel import DataParallel, global_mean
-from hpnb.data_parallel.buckets import deal
+from hpnb.data_parallel.buckets import assign_buckets
 
 D = torch.float64
 LR = 0.3  # large enough that a skipped step shows
@@ -333,11 +333,11 @@ def test_parameters_are_dealt_into_buckets_in_order() -> None:
     sizes = [10, 400_000, 10, 10, 400_000, 10]
     parameters = [nn.Parameter(torch.zeros(n)) for n in sizes]
     parameters.append(nn.Parameter(torch.zeros(10, dtype=D)))
-    buckets = deal(parameters, bucket_mb=1.2, first_mb=0.5)
+    buckets = assign_buckets(parameters, bucket_mb=1.2, first_mb=0.5)
     dealt = [[p.numel() for p in b.parameters] for b in buckets]
     assert dealt == [[10], [400_000], [10, 10], [400_000], [10], [10]]
     with pytest.raises(ValueError, match="bucket_mb=0 must be above 0"):
-        deal(parameters, 0)
+        assign_buckets(parameters, 0)
 
 
 # --- what users do ---------------------------------------------------------------------------------------

@@ -16,9 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import hpnb
 from hpnb import Layout, Mesh, placement, precision
-from hpnb.data_parallel import DataParallel, sharded
-from hpnb.data_parallel.fully_shard import fully_shard, load_full_state_dict, no_sync
+from hpnb.data_parallel import DataParallel, fsdp_hooks
+from hpnb.data_parallel.fsdp import fully_shard, load_full_state_dict, no_sync
+from hpnb.data_parallel.fsdp_hooks import FSDPState, fsdp_state_of
 from hpnb.mesh import Axis
+from hpnb.placement import gather_full, placement_of
 from hpnb.theory import model_states
 
 D = torch.float64
@@ -105,10 +107,10 @@ def whole_gradients(model: nn.Module, axis: Axis | None) -> Tensors:
     found = {}
     for name, p in shares.items():
         assert p.grad is not None
-        where = placement.of(p, name)
+        where = placement_of(p, name)
         everyone: list[Any] = [None] * axis.size
         torch.distributed.all_gather_object(everyone, where, axis.group)
-        found[name] = placement.gather(p.grad, where, {axis.name: everyone}, {axis.name: axis})
+        found[name] = gather_full(p.grad, where, {axis.name: everyone}, {axis.name: axis})
     return found
 
 
@@ -267,10 +269,10 @@ def test_equal_to_one_process_on_gpus() -> None:
 
 def broken(what: str) -> float:
     """The distance, or inf for an error, when a part is left out."""
-    from hpnb.data_parallel.flat import Flat
-    from hpnb.data_parallel.sharded import Sharded
+    from hpnb.data_parallel.flat_params import FlatParam
+    from hpnb.data_parallel.fsdp_hooks import FSDPState
 
-    def only_once(self: Flat) -> None:
+    def only_once(self: FlatParam) -> None:
         whole_now = self.is_whole or getattr(self, "_was", False)
         self._was = True  # type: ignore[attr-defined]
         if whole_now and not self.is_whole:
@@ -280,32 +282,32 @@ def broken(what: str) -> float:
         else:
             start(self)
 
-    def early(self: Flat, whole: torch.Tensor) -> None:
+    def early(self: FlatParam, whole: torch.Tensor) -> None:
         first, self.holds = self.missing == self.trains, True
         self.missing = 0 if first else -1
         if first:
             self._complete(self)
 
-    def frees(self: Sharded, unit: Any, grad: torch.Tensor) -> None:
+    def frees(self: FSDPState, unit: Any, grad: torch.Tensor) -> None:
         before(self, unit, grad)
         unit.free()
 
-    start, before, grown = Flat.start, Sharded._before_backward, Flat._grown
+    start, before, grown = FlatParam.start, FSDPState._before_backward, FlatParam._grown
     options = {}
     try:
         if what == "second gather":
-            Flat.start = only_once  # type: ignore[method-assign]
+            FlatParam.start = only_once  # type: ignore[method-assign]
         elif what == "all gradients":
-            Flat._grown = early  # type: ignore[method-assign]
+            FlatParam._grown = early  # type: ignore[method-assign]
         elif what == "whole until used":
-            Sharded._before_backward = frees  # type: ignore[method-assign]
+            FSDPState._before_backward = frees  # type: ignore[method-assign]
         elif what == "average":
             options = {"average": False}
         return compare("plain", options, {})
     except RuntimeError:
         return float("inf")
     finally:
-        Flat.start, Sharded._before_backward, Flat._grown = start, before, grown  # type: ignore[method-assign]
+        FlatParam.start, FSDPState._before_backward, FlatParam._grown = start, before, grown  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("what", ["second gather", "all gradients", "whole until used", "average"])
@@ -349,7 +351,7 @@ def compare_transformers(which: str) -> tuple[float, int]:
             it(**{k: v[share] for k, v in batch.items()}).logits.square().mean().backward()
             optimizer.step()
         weights.append(placement.full_state_dict(it, [axis] if it is model else []))
-    state = sharded.of(model)
+    state = fsdp_state_of(model)
     assert state is not None
     return distance(weights[1], weights[0]), len(state.units)
 
@@ -370,7 +372,7 @@ def generate() -> tuple[list[int], list[int], int]:
     ids = batch["input_ids"][:1, :4]
     found = [it.eval().generate(ids, max_new_tokens=6, do_sample=False).tolist()[0]  # type: ignore[operator]
              for it in (serial, model)]  # fmt: skip
-    state = sharded.of(model)
+    state = fsdp_state_of(model)
     assert state is not None
     return found[0], found[1], sum(f._flat.untyped_storage().nbytes() for f in state.flats)
 
@@ -497,7 +499,7 @@ def test_bytes_are_those_of_two_gathers_and_a_reduce_scatter(two: hpnb.Ranks) ->
     assert hpnb.launch(count_bytes, {}, ranks=4, device="cpu", timeout=60) == [[3, 3, 1]] * 4
 
 
-def whole_units(state: sharded.Sharded) -> tuple[int, ...]:
+def whole_units(state: FSDPState) -> tuple[int, ...]:
     """Which units, without the root, have memory for their whole parameters."""
     units = enumerate(state.units[1:])
     return tuple(i for i, u in units if any(f._flat.untyped_storage().nbytes() for f in u.flats))
@@ -506,7 +508,7 @@ def whole_units(state: sharded.Sharded) -> tuple[int, ...]:
 class Whole(TorchDispatchMode):
     """How many units are whole at once, at any operator."""
 
-    def __init__(self, state: sharded.Sharded) -> None:
+    def __init__(self, state: FSDPState) -> None:
         super().__init__()
         self.state, self.most = state, 0
 
@@ -525,7 +527,7 @@ def count_whole(prefetch: int, frozen: bool) -> list[int]:
         for block in list(model.blocks)[1:]:
             block.weight.requires_grad_(False)  # type: ignore[union-attr,operator]
     fully_shard(model, axis, prefetch=prefetch)
-    state = sharded.of(model)
+    state = fsdp_state_of(model)
     assert state is not None
     found = []
     for _ in range(2):
@@ -552,7 +554,7 @@ def pairs() -> list[tuple[int, ...]]:
     """Which two units are whole together, in turn, in a second step."""
     axis, model = dp(), Tower()
     fully_shard(model, axis)
-    state = sharded.of(model)
+    state = fsdp_state_of(model)
     assert state is not None
     found: list[tuple[int, ...]] = []
 
@@ -856,23 +858,24 @@ def test_tensors_are_found_in_what_modules_return() -> None:
 
     a, b, c = (torch.ones(n) for n in (1, 2, 3))
     output = {"x": [Output(a, (b, None, types.MappingProxyType({"c": c})))], "y": "text"}
-    assert [len(t) for t in sharded._tensors(output)] == [1, 2, 3]
+    assert [len(t) for t in fsdp_hooks._tensors(output)] == [1, 2, 3]
 
 
 def test_units_are_the_items_of_the_outermost_lists() -> None:
-    from hpnb.data_parallel.units import deal, find
+    from hpnb.data_parallel.fsdp_units import assign_parameters, find_units
 
     inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     model = nn.ModuleDict({"a": nn.ModuleList([inner, nn.ModuleList([nn.Linear(2, 2)])]), "b": inner[2]})
-    units = find(model, None)
+    units = find_units(model, None)
     assert list(units) == ["a.0", "a.1.0"]
-    dealt = {name: list(parameters) for name, parameters in deal(model, units).items()}
+    dealt = {name: list(parameters) for name, parameters in assign_parameters(model, units).items()}
     tied = ["a.0.2.weight", "a.0.2.bias"]  # also under b, which is outside
     assert dealt == {
         "": tied, "a.0": ["a.0.0.weight", "a.0.0.bias"], "a.1.0": ["a.1.0.weight", "a.1.0.bias"]
     }  # fmt: skip
-    assert list(find(inner, None)) == ["0", "1", "2"]
-    assert list(deal(inner, find(inner, None))) == ["", "0", "2"]  # what has no parameters is no unit
+    assert list(find_units(inner, None)) == ["0", "1", "2"]
+    assigned = assign_parameters(inner, find_units(inner, None))
+    assert list(assigned) == ["", "0", "2"]  # what has no parameters is no unit
 
 
 # --- habits from elsewhere -----------------------------------------------------------------------------

@@ -27,7 +27,8 @@ from torch import nn
 from transformers import ViTModel
 
 import hpnb
-from hpnb import Axis, Layout, Mesh, comm, placement, record
+from hpnb import Axis, Layout, Mesh, comm, record
+from hpnb.grad_norm import total_norm
 from hpnb.tensor_parallel import axes, full_gradients, full_state_dict, parallelize
 from hpnb.tensor_parallel.activation_layout import ActivationLayout
 from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
@@ -500,7 +501,7 @@ def odds(grid: str) -> dict[str, float]:
     assert ours.keys() == wanted.keys()
     found["frozen"] = max(_off(ours[n], g) for n, g in wanted.items())
     norm = nn.utils.get_total_norm(wanted.values())
-    found["norm"] = abs(float(placement.total_norm(model.parameters(), axes(model)) / norm) - 1)
+    found["norm"] = abs(float(total_norm(model.parameters(), axes(model)) / norm) - 1)
     # Inputs without a gradient of their own, for a forward alone.
     with torch.inference_mode():
         found["inference"] = abs(float(model(**batch).loss / causal_loss(plain(**batch), batch)) - 1)

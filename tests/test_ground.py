@@ -36,6 +36,7 @@ HOUSE = (
     ("theory",),
     ("gradients",),
     ("precision",),
+    ("grad_norm",),
     ("placement",),
     ("background",),
     ("symmetric_all_reduce",),

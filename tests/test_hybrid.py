@@ -195,7 +195,7 @@ def with_fault(case: Case, fault: str) -> Found:
         if next(calls) != 1 or hpnb.rank():
             update(self)
         else:
-            self.boosted.last = hpnb.precision.StepResult(False, None, 1.0)
+            self.boosted.last = hpnb.precision.OptimizerStepResult(False, None, 1.0)
 
     broken: Any = {
         "nobody weighs": (global_loss.Weigher, "__call__", lambda self, found, count: found),

@@ -17,13 +17,14 @@ from torch import nn
 
 import hpnb
 from hpnb import Axis, Layout, Mesh, placement
+from hpnb.grad_norm import total_norm
 from hpnb.models import Anatomy, Part, ViTSize, tied, vit
 from hpnb.models.registry import REGISTERED
 from hpnb.pipeline_parallel.layer_costs import flops_of, parameters_of, seconds_of
 from hpnb.pipeline_parallel.layers import Builder, Layer, first_input, layers
 from hpnb.pipeline_parallel.partition import balanced, cut, uniform
 from hpnb.pipeline_parallel.stages import Stages, TiedWeight, full_state_dict
-from hpnb.placement import Cut
+from hpnb.placement import Cut, placement_of, set_placement
 
 D = torch.float64
 TINY = ViTSize(hidden=16, layers=5, heads=2, mlp=64, patch=8, image=16)
@@ -431,7 +432,7 @@ def test_each_rank_has_its_own_and_says_so(which: int, stages: int) -> None:
         for name, value in mine.state_dict().items():
             assert torch.equal(value, left.pop(name))
         for name, p in mine.named_parameters():
-            where = placement.of(p, "nobody")
+            where = placement_of(p, "nobody")
             assert where.name == name
             assert where.shape == tuple(p.shape)
             every = (0, p.shape[0] if p.dim() else 1)
@@ -448,13 +449,13 @@ def test_each_rank_has_its_own_and_says_so(which: int, stages: int) -> None:
 def test_a_placement_from_before_stays() -> None:
     rows = Cut("tp", 0, ((2, 4),))
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    placement.place(model[1].weight, placement.Placement("1.weight", (4, 2), (rows,)))
+    set_placement(model[1].weight, placement.Placement("1.weight", (4, 2), (rows,)))
     for _ in range(2):  # and the same once more
         Stages(cut(layers(model), 2), (1,), "cpu", fake(2, 1))
-        where = placement.of(model[1].weight)
+        where = placement_of(model[1].weight)
         assert where == placement.Placement("1.weight", (4, 2), (rows, Cut("pp", 0, ((0, 2),))))
     Stages(cut(layers(model), 1), (0,), "cpu", fake(1, 0))
-    assert placement.of(model[1].weight).cuts == (rows,)
+    assert placement_of(model[1].weight).cuts == (rows,)
 
 
 def test_units_modes_and_trained() -> None:
@@ -517,12 +518,12 @@ def test_tied_weights_are_found(language: None) -> None:
         assert mine.tied == wanted
         if rank != 1:
             name = wanted[0].names[rank // 2]
-            where = placement.of(mine.get_parameter(name))
+            where = placement_of(mine.get_parameter(name))
             assert where.name == name
             assert where.tied_to == (None if rank == 0 else "wte.weight")
     both = Stages(dealt, (0, 2), "cpu", fake(2, 0))  # a rank with both homes, as in V-shaped schedules
-    assert placement.of(model.wte.weight).tied_to is None
-    assert placement.of(model.wte.weight).name == "wte.weight"
+    assert placement_of(model.wte.weight).tied_to is None
+    assert placement_of(model.wte.weight).name == "wte.weight"
     assert [name for name, _ in both.named_parameters() if "out" in name or "wte" in name] == ["wte.weight"]
     assert both.trained(0)[0] is both.trained(2)[-1]
     assert Stages([layers(model)], (0,), "cpu").tied == ()  # one stage has all
@@ -546,7 +547,7 @@ def test_tied_weights_are_found(language: None) -> None:
     crossed = Stages([[Layer(first, run)], [], [Layer(last, run)]], (0, 2), "cpu", fake(2, 0))
     assert crossed.tied == (TiedWeight(("b.y.weight", "a.z.weight"), (0, 2)),)
     assert [name for name, _ in crossed.named_parameters()] == ["a.z.weight"]  # which is not its first home
-    assert placement.of(one.weight).tied_to is None
+    assert placement_of(one.weight).tied_to is None
 
 
 def test_batch_statistics_have_one_home() -> None:
@@ -583,7 +584,7 @@ def test_a_builder_makes_what_a_rank_has() -> None:
         assert made == [2 * rank, 2 * rank + 1]
         assert sum(p.numel() for p in mine.parameters()) == 2 * 72
         assert all(torch.equal(value, whole[name]) for name, value in mine.state_dict().items())
-        assert placement.of(next(mine.parameters())).name == f"net.layers.{2 * rank}.0.weight"
+        assert placement_of(next(mine.parameters())).name == f"net.layers.{2 * rank}.0.weight"
         hidden = mine(rank, hidden, x)
     assert torch.equal(hidden, alone(0, None, x))
     for how in ("parameters", "flops", "time"):
@@ -636,7 +637,7 @@ def test_an_optimizer_from_before_stays_attached(language: None) -> None:
     with torch.device("meta"):
         still = Stages(cut(layers(Language()), 2), (0,), "meta", fake(2, 0))
     assert all(p.is_meta for p in still.parameters())
-    assert placement.of(still.get_parameter("wte.weight")).axes == {"pp"}
+    assert placement_of(still.get_parameter("wte.weight")).axes == {"pp"}
 
 
 def test_a_buffer_that_nothing_fills_is_refused() -> None:
@@ -692,9 +693,9 @@ def gathered(
     if shard == "meta":
         placement.load_full_state_dict(mine, serial.state_dict(), strict=False)
     for name, p in mine.named_parameters():
-        where = placement.of(p)
+        where = placement_of(p)
         p.grad = where.take(grads[name]).clone()
-    norm = placement.total_norm(mine.parameters(), axes).item()
+    norm = total_norm(mine.parameters(), axes).item()
     wanted = torch.stack([p.grad.norm() for p in serial.parameters() if p.grad is not None]).norm().item()
     found = full_state_dict(mine, mesh.pp, axes if shard else ())
     same = all(torch.equal(found[name], value) for name, value in serial.state_dict().items())

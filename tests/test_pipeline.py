@@ -14,6 +14,7 @@ from torch import nn
 
 import hpnb
 from hpnb import Layout, Mesh
+from hpnb.grad_norm import total_norm
 from hpnb.pipeline_parallel import Builder, Schedule, full_state_dict, schedules
 from hpnb.pipeline_parallel.microbatches import split_batch
 
@@ -522,7 +523,7 @@ def train_tied(name: str, chunks: int) -> tuple[dict[str, Any], float]:
         optimizer.zero_grad()
         made = torch.Generator().manual_seed(seed)
         pipe.step(torch.randn(9, HIDDEN, generator=made, dtype=torch.float64))
-        norm = hpnb.placement.total_norm(pipe.parameters(), [mesh.pp]).item()
+        norm = total_norm(pipe.parameters(), [mesh.pp]).item()
         optimizer.step()
     return full_state_dict(pipe.module, mesh.pp), norm
 

@@ -9,7 +9,8 @@ from torch import nn
 import hpnb
 from hpnb import Layout, Mesh, placement
 from hpnb.comm import shares
-from hpnb.placement import FLAT, Cut, Placement
+from hpnb.grad_norm import total_norm
+from hpnb.placement import FLAT, Cut, Placement, set_placement
 
 D = torch.float64
 
@@ -63,7 +64,7 @@ def test_two_cuts_by_hand() -> None:
 def test_bad_parts_are_refused_with_their_numbers() -> None:
     where = Placement("w", (4, 4), (Cut("tp", 0, ((0, 2),)),))
     with pytest.raises(ValueError, match=r"w is placed as \(2, 4\), and the parameter here is \(3, 4\)"):
-        placement.place(torch.zeros(3, 4), where)
+        set_placement(torch.zeros(3, 4), where)
     with pytest.raises(ValueError, match=r"w is \(4, 4\) in the whole model, not \(4, 2\)"):
         where.take(torch.zeros(4, 2))
 
@@ -78,7 +79,7 @@ def placed_on_two_axes() -> tuple[float, float, float, bool]:
     mine = nn.Sequential(nn.Linear(6, 5, dtype=D), nn.Linear(5, 6, dtype=D))
     tied = nn.Parameter(whole[0].weight.detach().clone())
     tied.grad = torch.full_like(tied, 9.0)
-    placement.place(tied, Placement("tied", tuple(tied.shape), tied_to="0.weight"))
+    set_placement(tied, Placement("tied", tuple(tied.shape), tied_to="0.weight"))
     for name, p in whole.named_parameters():
         where = Placement(name, tuple(p.shape))
         if name == "0.weight":  # 5 rows over 2 tensor ranks: 3 and 2; then their elements over 2 data ranks
@@ -91,11 +92,11 @@ def placed_on_two_axes() -> tuple[float, float, float, bool]:
             where = where.cut(Cut("dp", FLAT, ((0, 6),) if mesh.dp.rank == 1 else ((0, 0),)))
         part = nn.Parameter(where.take(p.detach()).clone())
         part.grad = where.take(p.grad).clone()
-        placement.place(part, where)
+        set_placement(part, where)
         layer, leaf = name.split(".")
         mine.get_submodule(layer).register_parameter(leaf, part)
     axes = (mesh.dp, mesh.tp)
-    norm = placement.total_norm([*mine.parameters(), tied], axes)
+    norm = total_norm([*mine.parameters(), tied], axes)
     naive = torch.stack([p.grad.norm() for p in mine.parameters() if p.grad is not None]).norm()
     wanted = torch.stack([p.grad.norm() for p in whole.parameters() if p.grad is not None]).norm()
     gathered = placement.full_state_dict(mine, axes)
@@ -113,13 +114,13 @@ def test_norm_and_gathering_on_two_axes() -> None:
 def test_the_norm_of_sixteen_bit_gradients_is_summed_in_float32() -> None:
     p = nn.Parameter(torch.zeros(4096, dtype=torch.float16))
     p.grad = torch.full_like(p, 300.0)  # its square, 9e4, is beyond float16's 65504
-    norm = placement.total_norm([p])
+    norm = total_norm([p])
     assert norm.dtype is torch.float32
     assert norm.item() == pytest.approx(300.0 * 64)
 
 
 def test_the_norm_of_nothing_is_zero() -> None:
-    assert placement.total_norm([nn.Parameter(torch.ones(3))]).item() == 0.0
+    assert total_norm([nn.Parameter(torch.ones(3))]).item() == 0.0
 
 
 def uneven() -> float:
@@ -127,8 +128,8 @@ def uneven() -> float:
     axis = Mesh(Layout(dp=2)).dp
     p = nn.Parameter(torch.zeros(3, dtype=D))
     p.grad = torch.full_like(p, 2.0)
-    placement.place(p, Placement("w", (3,), (Cut("dp", FLAT, ((0, 3),)),)))
-    return placement.total_norm([p] if axis.rank == 0 else [], [axis]).item()
+    set_placement(p, Placement("w", (3,), (Cut("dp", FLAT, ((0, 3),)),)))
+    return total_norm([p] if axis.rank == 0 else [], [axis]).item()
 
 
 def test_a_rank_without_parameters_joins_the_norm() -> None:
@@ -137,7 +138,7 @@ def test_a_rank_without_parameters_joins_the_norm() -> None:
 
 def test_a_module_that_has_some_names_takes_those() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    placement.place(model[1].bias, Placement("1.bias", (2,), tied_to="elsewhere.bias"))
+    set_placement(model[1].bias, Placement("1.bias", (2,), tied_to="elsewhere.bias"))
     full = {name: torch.full_like(value, i) for i, (name, value) in enumerate(model.state_dict().items(), 1)}
     full["2.weight"] = torch.zeros(9)  # not even of a shape that would do
     with pytest.raises(ValueError, match=r"the state has unexpected 2\.weight"):

@@ -24,6 +24,7 @@ import hpnb
 from hpnb import Layout, Mesh
 from hpnb.pipeline_parallel import weight_gradients
 from hpnb.pipeline_parallel.split_backward import SplitBackward, deferred_share
+from hpnb.placement import full_tensors
 
 D = torch.float64
 pytestmark = [
@@ -1073,7 +1074,7 @@ def sharded(way: str, first: bool) -> float:
             with split.fused() if way == "fused" and net is model else nullcontext():
                 net(part).square().mean().backward()
             optimizer.step()
-    whole = hpnb.placement.wholes(model, [axis])[1]
+    whole = full_tensors(model, [axis])[1]
     return max(float((whole(n) - p).norm() / p.norm()) for n, p in serial.named_parameters())
 
 

@@ -26,7 +26,8 @@ from torch import nn
 from transformers.modeling_outputs import ImageClassifierOutput, SequenceClassifierOutput
 
 import hpnb
-from hpnb import Layout, Mesh, comm, placement, record, tensor_parallel
+from hpnb import Layout, Mesh, comm, record, tensor_parallel
+from hpnb.placement import placement_of
 from hpnb.tensor_parallel import cross_entropy, full_gradients, full_state_dict, parallelize
 
 D = torch.float64
@@ -285,7 +286,7 @@ def block_traffic(sequence: bool) -> tuple[float, int, int]:
     hidden = hidden.clone().requires_grad_()
     with record.traffic() as t:
         second(hidden, None).square().sum().backward()
-    vectors = sum(p.numel() for p in second.parameters() if not placement.of(p).cuts) * 8
+    vectors = sum(p.numel() for p in second.parameters() if not placement_of(p).cuts) * 8
     own = [m.bytes for m in t.messages if m.op == "all_reduce"] if sequence else []
     return t.bytes["tp"] - sum(own), len(own), vectors
 

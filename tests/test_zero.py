@@ -15,9 +15,11 @@ from torch import nn
 import hpnb
 from hpnb import Layout, Mesh, placement, precision
 from hpnb.data_parallel import DataParallel
-from hpnb.data_parallel.buckets import deal
+from hpnb.data_parallel.buckets import assign_buckets
 from hpnb.data_parallel.zero import ZeroOptimizer
-from hpnb.data_parallel.zero_plan import in_turn, treats_elements_alike
+from hpnb.data_parallel.zero_checks import assign_buckets_in_backward_order, treats_elements_alike
+from hpnb.grad_norm import total_norm
+from hpnb.placement import set_placement
 from hpnb.theory import model_states
 
 D = torch.float64
@@ -178,7 +180,7 @@ def trained(case: Case, steps: Iterator[int] | range, state: Any = None) -> tupl
             gradients = zero.full_gradients()
             zero.step()
         elif case.clip:
-            norm = placement.total_norm([p for g in zero.param_groups for p in g["params"]], [axis])
+            norm = total_norm([p for g in zero.param_groups for p in g["params"]], [axis])
             full = [g for g in zero.full_gradients() if g is not None]
             assert torch.allclose(norm, nn.utils.get_total_norm(full), rtol=1e-13, atol=0)
             precision.step(zero, [axis], max_norm=case.clip)
@@ -625,10 +627,10 @@ def test_fewer_elements_than_ranks(pools: dict[int, hpnb.Ranks]) -> None:
 def test_buckets_of_all_groups_in_the_order_of_the_backward() -> None:
     weights = [nn.Parameter(torch.zeros(200_000)) for _ in range(4)]
     biases = [nn.Parameter(torch.zeros(10)) for _ in range(4)]
-    dealt = in_turn([{"params": weights}, {"params": biases}], bucket_mb=1.0)
+    dealt = assign_buckets_in_backward_order([{"params": weights}, {"params": biases}], bucket_mb=1.0)
     assert [len(b.parameters) for b in dealt] == [1, 1, 1, 4, 1]
     assert dealt[0].parameters[0] is weights[3]
-    assert [len(b.parameters) for b in deal(reversed([*weights, *biases]), 1.0)] == [5, 1, 1, 1]
+    assert [len(b.parameters) for b in assign_buckets(reversed([*weights, *biases]), 1.0)] == [5, 1, 1, 1]
 
 
 def test_bad_input_gets_a_sentence(pools: dict[int, hpnb.Ranks]) -> None:
@@ -677,7 +679,7 @@ def test_bad_input_gets_a_sentence(pools: dict[int, hpnb.Ranks]) -> None:
         refused(lambda: make([*part.parameters(), nn.Parameter(torch.ones(1))]))
         cut = nn.Parameter(torch.ones(2))
         where = placement.Placement("w", (4,), (placement.Cut("dp", 0, ((0, 2),)),))
-        placement.place(cut, where)
+        set_placement(cut, where)
         refused(lambda: make([cut]))
         return said
 

@@ -1,13 +1,13 @@
-"""Data parallelism: replicas that agree on gradients, and ZeRO, which deals out what they would all hold.
+"""Data parallelism: replicas that sum their gradients, and ZeRO, which shards what they would replicate.
 
-    stage 0   DataParallel     data_parallel.py, reducer.py, buckets.py
-    stage 1   ZeroOptimizer    the optimizer's states are dealt out: zero.py, zero_sink.py, zero_bucket.py
-    stage 2   ZeroOptimizer    and the gradients
-    stage 3   fully_shard      and the parameters: fully_shard.py, sharded.py, unit.py, flat.py
+    ZeRO stage 0   DataParallel     everything is replicated: ddp.py, reducer.py, buckets.py
+    ZeRO stage 1   ZeroOptimizer    optimizer state is sharded: zero.py, zero_reduce_scatter.py, zero_bucket.py
+    ZeRO stage 2   ZeroOptimizer    gradients too
+    ZeRO stage 3   fully_shard      parameters too: fsdp.py, fsdp_hooks.py, fsdp_units.py, flat_params.py
 """
 
-from hpnb.data_parallel.data_parallel import DataParallel, broadcast, global_mean
-from hpnb.data_parallel.fully_shard import fully_shard, load_full_state_dict, no_sync, sink
+from hpnb.data_parallel.ddp import DataParallel, broadcast, global_mean
+from hpnb.data_parallel.fsdp import fully_shard, load_full_state_dict, no_sync, sink
 from hpnb.data_parallel.reducer import Reducer
 from hpnb.data_parallel.zero import ZeroOptimizer
 

@@ -41,7 +41,7 @@ class Bucket:
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
 
-def deal(
+def assign_buckets(
     parameters: Iterable[torch.nn.Parameter], bucket_mb: float, first_mb: float = 1.0
 ) -> list[Bucket]:
     """Deal parameters, in the order given, into buckets of at most `bucket_mb` (2^20 bytes each).

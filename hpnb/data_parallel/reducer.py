@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hpnb.background import Background, Pending, wait_all
-from hpnb.data_parallel.buckets import deal
+from hpnb.data_parallel.buckets import assign_buckets
 from hpnb.mesh import Axis
 from hpnb.record.recorder import apart
 
@@ -71,7 +71,7 @@ class Reducer:
         self._arrange(list(reversed(self.names)))
 
     def _arrange(self, order: Sequence[torch.nn.Parameter]) -> None:
-        self.buckets = deal(order, self._bucket_mb)
+        self.buckets = assign_buckets(order, self._bucket_mb)
         bucket_of = {id(p): i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}
         self._bucket_of = [bucket_of[id(p)] for p in self.names]
         self._flat = [torch.zeros(b.numel, dtype=b.dtype, device=b.device) for b in self.buckets]

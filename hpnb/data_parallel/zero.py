@@ -25,28 +25,28 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 from torch.utils._pytree import tree_leaves
 
-from hpnb import placement
 from hpnb.background import wait_all
-from hpnb.data_parallel.data_parallel import agree, broadcast
+from hpnb.data_parallel.ddp import agree, broadcast
 from hpnb.data_parallel.reducer import used_nowhere
 from hpnb.data_parallel.zero_bucket import ZeroBucket
-from hpnb.data_parallel.zero_plan import (
+from hpnb.data_parallel.zero_checks import (
+    assign_buckets_in_backward_order,
     check_class,
     check_parameters,
-    in_turn,
-    names_of,
-    options,
+    group_options,
+    names_of_parameters,
     replica_around,
     treats_elements_alike,
 )
-from hpnb.data_parallel.zero_sink import ZeroSink
+from hpnb.data_parallel.zero_reduce_scatter import ZeroReduceScatter
 from hpnb.data_parallel.zero_state import cut_state_dict, gather, whole_groups, whole_state
+from hpnb.grad_norm import total_norm
 from hpnb.mesh import Axis
 from hpnb.precision import Masters
 from hpnb.precision.masters import multiply, parameters_of
 
 
-class ZeroOptimizer(ZeroSink, Optimizer):
+class ZeroOptimizer(ZeroReduceScatter, Optimizer):
     """ZeRO around any optimizer of PyTorch; to be used as one, and the model as if there were no ranks.
 
     Args:
@@ -105,7 +105,7 @@ class ZeroOptimizer(ZeroSink, Optimizer):
         self._given = self.param_groups
         everything: list[nn.Parameter] = [p for group in self._given for p in group["params"]]
         self._numbers = {p: i for i, p in enumerate(everything)}
-        self.names = names_of(self._given)
+        self.names = names_of_parameters(self._given)
         check_parameters(self.names, axis)
         chosen = (optimizer_class.__name__, stage, bucket_mb, average, find_unused_parameters)
         wanted = dict(zip(("class", "stage", "bucket_mb", "average", "find_unused"), chosen, strict=True))
@@ -113,7 +113,7 @@ class ZeroOptimizer(ZeroSink, Optimizer):
         leave = stage == 1 and not cpu_offload and communication_dtype is None
         replica = replica_around(self.names, axis, leave)
 
-        dealt = in_turn(self._given, bucket_mb)
+        dealt = assign_buckets_in_backward_order(self._given, bucket_mb)
         if replica is None:
             frozen = [p for p in everything if not p.requires_grad]
             for some in (*(b.parameters for b in dealt), frozen):  # one by one: each is copied to be sent
@@ -124,7 +124,7 @@ class ZeroOptimizer(ZeroSink, Optimizer):
                        keep=stage == 1, wire=communication_dtype, offload=cpu_offload)
             for b in dealt
         ]  # fmt: skip
-        ZeroSink.__init__(
+        ZeroReduceScatter.__init__(
             self, self.names, buckets, axis, stage, average=average, overlap=overlap_communication,
             find_unused=find_unused_parameters, offload=cpu_offload,
         )  # fmt: skip
@@ -132,7 +132,7 @@ class ZeroOptimizer(ZeroSink, Optimizer):
                        if piece is not None}  # fmt: skip
 
         pieces = [[self.pieces[p] for p in group["params"] if p in self.pieces] for group in self._given]
-        groups = [{**options(g), "params": held} for g, held in zip(self._given, pieces, strict=True)]
+        groups = [{**group_options(g), "params": held} for g, held in zip(self._given, pieces, strict=True)]
         self.optimizer = optimizer_class(groups, **defaults)
         self.defaults = self.optimizer.defaults
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
@@ -200,7 +200,7 @@ class ZeroOptimizer(ZeroSink, Optimizer):
         torch.nn.utils.clip_grad_norm_ would see this rank's pieces alone.
         """
         pieces = parameters_of(self.optimizer)
-        norm = placement.total_norm(pieces, [self.axis])
+        norm = total_norm(pieces, [self.axis])
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         multiply([p.grad for p in pieces if p.grad is not None], factor)
         return norm

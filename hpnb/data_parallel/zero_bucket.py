@@ -17,8 +17,9 @@ from torch import nn
 from hpnb import placement
 from hpnb.background import Background, Pending
 from hpnb.data_parallel.reducer import fill
-from hpnb.data_parallel.shares import shares_of
+from hpnb.data_parallel.shard_layout import shard_layout_of
 from hpnb.mesh import Axis
+from hpnb.placement import placement_of, set_placement
 
 
 class ZeroBucket:
@@ -50,7 +51,7 @@ class ZeroBucket:
         first = parameters[0]
         self.parameters, self.axis = tuple(parameters), axis
         self.wire = first.dtype if wire is None else wire
-        self.shares = shares_of(parameters, axis.size, whole)
+        self.shares = shard_layout_of(parameters, axis.size, whole)
         self.flat = torch.zeros(self.shares.numel, dtype=first.dtype, device=first.device)
         for p, view in zip(parameters, self.shares.views(self.flat), strict=True):
             view.copy_(p.detach())
@@ -76,13 +77,13 @@ class ZeroBucket:
         start, stop = span
         if start == stop:
             return None
-        where = placement.of(p, name)
+        where = placement_of(p, name)
         if self.shares.whole and p.dim():
             cut = placement.Cut(self.axis.name, 0, ((0, p.shape[0]),))  # all of it, and nothing elsewhere
         else:
             cut = placement.Cut(self.axis.name, placement.FLAT, (span,))
         piece = nn.Parameter(view)
-        placement.place(piece, where.cut(cut))
+        set_placement(piece, where.cut(cut))
         return piece
 
     def views(self, share: torch.Tensor) -> list[torch.Tensor]:

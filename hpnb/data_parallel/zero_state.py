@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from hpnb.background import Background
 from hpnb.data_parallel.zero_bucket import ZeroBucket
-from hpnb.data_parallel.zero_plan import options
+from hpnb.data_parallel.zero_checks import group_options
 
 State = dict[str, Any]
 MASTER = "hpnb.master"  # a master travels with the state of its parameter, and is saved beside it
@@ -118,7 +118,7 @@ def whole_groups(optimizer: Optimizer, given: Sequence[Mapping[str, Any]]) -> li
     for whole, group in zip(given, optimizer.param_groups, strict=True):
         last = first + len(whole["params"])
         names = {"param_names": whole["param_names"]} if "param_names" in whole else {}
-        found.append({**options(group), **names, "params": list(range(first, last))})
+        found.append({**group_options(group), **names, "params": list(range(first, last))})
         first = last
     return found
 
@@ -155,7 +155,7 @@ def cut_state_dict(
                 if number in state_dict.get("masters", {}):
                     masters |= {count: _cut({MASTER: state_dict["masters"][number]}, *places[p])[MASTER]}
                 count += 1
-        groups.append({**options(theirs), "params": list(range(first, count))})
+        groups.append({**group_options(theirs), "params": list(range(first, count))})
     return {"state": state, "param_groups": groups, "masters": masters}
 
 

@@ -25,7 +25,7 @@ from hpnb import precision
 from hpnb.data_parallel import ZeroOptimizer
 from hpnb.hybrid import optimizer_state
 from hpnb.mesh import Axis
-from hpnb.precision import LossScaler, Masters, StepResult
+from hpnb.precision import LossScaler, Masters, OptimizerStepResult
 
 
 @dataclass
@@ -50,12 +50,12 @@ class Stepper:
     numbering: list[list[int]]
     held: dict[int, nn.Parameter]
     model: Any
-    last: StepResult | None = None
+    last: OptimizerStepResult | None = None
 
 
 class BoostedOptimizer(Optimizer):
-    """The methods of a boosted optimizer. `optimizer.last_step` is the `StepResult` of its last step: whether
-    it stepped, the norm before clipping, the scale."""
+    """The methods of a boosted optimizer. `optimizer.last_step` is its last step's `OptimizerStepResult`:
+    whether it stepped, the norm before clipping, the scale."""
 
     boosted: Stepper
 
@@ -75,7 +75,7 @@ class BoostedOptimizer(Optimizer):
     step._wrapped_by_lr_sched = step.hooked = True  # type: ignore[attr-defined]
 
     @property
-    def last_step(self) -> StepResult | None:
+    def last_step(self) -> OptimizerStepResult | None:
         return self.boosted.last
 
     def zero_grad(self, set_to_none: bool = True) -> None:

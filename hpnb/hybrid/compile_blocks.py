@@ -38,7 +38,7 @@ from transformers.activations import NewGELUActivation
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.vit.modeling_vit import ViTLayer
 
-from hpnb.data_parallel.units import blocks
+from hpnb.data_parallel.fsdp_units import find_blocks
 from hpnb.pipeline_parallel.split_backward import COMPILED
 from hpnb.ranks.here import device as this_device
 
@@ -60,7 +60,7 @@ def compile_blocks(model: nn.Module, whole: bool) -> None:
             stay as they are.
     """
     regions = Regions(_compiled(_forward), _compiled(_add_and_norm))
-    for block in blocks(model):
+    for block in find_blocks(model):
         if whole:
             setattr(block, COMPILED, True)
             own = vars(block).get("forward")  # somebody has given it another

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hpnb import placement
 from hpnb.mesh import Axis
-from hpnb.placement import Placement
+from hpnb.placement import Placement, gather_full, placement_of
 
 if TYPE_CHECKING:
     from hpnb.hybrid.boosted_optimizer import Stepper
@@ -47,7 +46,7 @@ def whole(stepper: Stepper) -> State:
             if isinstance(value, torch.Tensor):
                 if where.cuts and _as_large(key, value, p):
                     others = {name: [theirs[number] for theirs in peers[name]] for name in where.axes}
-                    value = placement.gather(value.to(p.device), where, others, axes)
+                    value = gather_full(value.to(p.device), where, others, axes)
                 state[key] = value.detach().to("cpu", copy=True)
         if state:
             found[number] = state
@@ -93,7 +92,7 @@ def part(stepper: Stepper, given: Mapping[str, Any]) -> State:
 
 def _place(stepper: Stepper, number: int) -> Placement:
     """Where a parameter's state lies. A ZeroOptimizer puts its own cuts along dp together by itself."""
-    where = placement.of(stepper.held[number])
+    where = placement_of(stepper.held[number])
     return replace(where, cuts=tuple(cut for cut in where.cuts if cut.axis != _PIPELINE))
 
 

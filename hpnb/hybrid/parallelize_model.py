@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from hpnb import data_parallel, placement, tensor_parallel
+from hpnb import data_parallel, tensor_parallel
 from hpnb.data_parallel import DataParallel
-from hpnb.data_parallel.zero_plan import treats_elements_alike
+from hpnb.data_parallel.zero_checks import treats_elements_alike
 from hpnb.hybrid import boosted_optimizer, compile_blocks, recompute
 from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.boosted_optimizer import BoostedOptimizer, Stepper
@@ -40,6 +40,7 @@ from hpnb.models import accept_empty_batch, anatomy, chunk_loss, use_patch_matmu
 from hpnb.models.empty_batch import without_mask
 from hpnb.pipeline_parallel import Builder, Pipeline
 from hpnb.pipeline_parallel.stages import move_module
+from hpnb.placement import placement_of, set_placement
 from hpnb.precision import Masters
 from hpnb.ranks.here import device as this_device
 
@@ -92,7 +93,7 @@ def parallelize_model(
     module = model if pipe is None else pipe.module
     assert isinstance(module, nn.Module)
     for name, p in module.named_parameters():  # which thereby know their names
-        placement.place(p, placement.of(p, name))
+        set_placement(p, placement_of(p, name))
 
     numbering, held = ([], {}) if optimizer is None else boosted_optimizer.keep(optimizer, _by_id(module))
     replica, inner = _replicate(module, plugin, pipe, optimizer)

@@ -25,7 +25,7 @@ from hpnb.hybrid.stage_manager import StageManager
 from hpnb.mesh import Layout, Mesh
 from hpnb.pipeline_parallel import Schedule, schedules
 from hpnb.pipeline_parallel.partition import How
-from hpnb.precision import LossScaler, Policy, policy
+from hpnb.precision import LossScaler, PrecisionPolicy, policy
 from hpnb.ranks.here import device as this_device
 from hpnb.ranks.here import world_size
 
@@ -203,7 +203,7 @@ class HybridParallelPlugin:
     # --- what follows from the numbers -------------------------------------------------------------------
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> PrecisionPolicy:
         """Which dtype does what."""
         return policy(self.precision)
 

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from hpnb.data_parallel.units import blocks
+from hpnb.data_parallel.fsdp_units import find_blocks
 from hpnb.hybrid.plugins import Checkpointing
 
 RECOMPUTED = "hpnb_recomputed"  # what transformers is to call it
@@ -45,7 +45,7 @@ def _blocks(model: nn.Module) -> None:
         enable = getattr(model, new, None) or getattr(model, old)
         enable({"use_reentrant": False})
         return
-    for block in blocks(model) or [model]:
+    for block in find_blocks(model) or [model]:
         plain = block.forward
 
         def forward(*args: Any, own: nn.Module = block, plain: Any = plain, **kwargs: Any) -> Any:

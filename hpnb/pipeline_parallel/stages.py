@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from hpnb import comm, placement
+from hpnb import comm
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel import microbatches
 from hpnb.pipeline_parallel.layers import Builder, Inputs, Layer, first_input, layers, shared_parameters
 from hpnb.pipeline_parallel.partition import How, cut
 from hpnb.pipeline_parallel.schedule import Schedule
-from hpnb.placement import Cut
+from hpnb.placement import Cut, full_tensors, placement_of, set_placement
 from hpnb.ranks.here import device as this_device
 
 
@@ -122,12 +122,12 @@ class Stages(nn.Module):
         elsewhere = [tied for tied in self.tied if tied.stages[0] not in self.numbers]
         first = {name: tied.names[0] for tied in elsewhere for name in tied.names[1:]}
         for name, p in self.named_parameters():
-            where = placement.of(p, name)
+            where = placement_of(p, name)
             shape = where.local_shape
             cuts = [cut for cut in where.cuts if cut.axis != axis.name]
             if axis.size > 1:
                 cuts.append(Cut(axis.name, 0, ((0, shape[0] if shape else 1),)))
-            placement.place(p, replace(where, name=name, cuts=tuple(cuts), tied_to=first.get(name)))
+            set_placement(p, replace(where, name=name, cuts=tuple(cuts), tied_to=first.get(name)))
 
 
 class WholeModel(Stages):
@@ -189,10 +189,10 @@ def move_module(module: nn.Module, device: torch.device) -> None:
         )
     for name, p in module.named_parameters():
         if p.is_meta:  # swapped, which keeps the object; .data cannot go from meta to real
-            where = placement.of(p, name)
+            where = placement_of(p, name)
             torch.utils.swap_tensors(p, nn.Parameter(torch.zeros_like(p, device=device), p.requires_grad))
             if where.cuts:
-                placement.place(p, where)
+                set_placement(p, where)
     filled: dict[torch.Tensor, torch.Tensor] = {}
     for inner in module.modules():
         for key, buffer in inner._buffers.items():
@@ -243,7 +243,7 @@ def full_state_dict(stages: Stages, axis: Axis | None, axes: Iterable[Axis] = ()
     """
     apart = frozenset() if axis is None else frozenset({axis.name})
     others = [other for other in axes if other.name not in apart]
-    state, whole = placement.wholes(stages, others, apart=apart)
+    state, whole = full_tensors(stages, others, apart=apart)
     here = {stage: _described(stages, stage, state) for stage in stages.numbers}
     everyone = [here]
     if axis is not None and axis.size > 1:
@@ -269,7 +269,7 @@ def _described(
     roots = tuple(f"{part.name}." for layer in stages._layers[stage] for part in layer.parts)
     places = dict(stages.named_parameters(remove_duplicate=False))
     return {
-        name: (placement.of(places.get(name, value), name).shape, value.dtype)
+        name: (placement_of(places.get(name, value), name).shape, value.dtype)
         for name, value in state.items()
         if name.startswith(roots)
     }

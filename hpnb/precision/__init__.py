@@ -17,7 +17,7 @@ range of float32 and needs no scale.
 
 from hpnb.precision.loss_scaler import LossScaler
 from hpnb.precision.masters import Masters
-from hpnb.precision.policies import Policy, best_16_bit, policy
-from hpnb.precision.stepping import StepResult, step
+from hpnb.precision.policies import PrecisionPolicy, best_16_bit, policy
+from hpnb.precision.stepping import OptimizerStepResult, step
 
-__all__ = ["LossScaler", "Masters", "Policy", "StepResult", "best_16_bit", "policy", "step"]
+__all__ = ["LossScaler", "Masters", "OptimizerStepResult", "PrecisionPolicy", "best_16_bit", "policy", "step"]

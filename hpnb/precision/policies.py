@@ -22,7 +22,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
-class Policy:
+class PrecisionPolicy:
     """One line of the table.
 
     Attributes:
@@ -55,17 +55,17 @@ class Policy:
 _POLICIES = {
     p.name: p
     for p in (
-        Policy("fp32", torch.float32, torch.float32),
-        Policy("amp-fp16", torch.float32, torch.float16, scaled=True),
-        Policy("amp-bf16", torch.float32, torch.bfloat16),
-        Policy("fp16", torch.float16, torch.float16, scaled=True),
-        Policy("bf16", torch.bfloat16, torch.bfloat16),
-        Policy("fp64", torch.float64, torch.float64),
+        PrecisionPolicy("fp32", torch.float32, torch.float32),
+        PrecisionPolicy("amp-fp16", torch.float32, torch.float16, scaled=True),
+        PrecisionPolicy("amp-bf16", torch.float32, torch.bfloat16),
+        PrecisionPolicy("fp16", torch.float16, torch.float16, scaled=True),
+        PrecisionPolicy("bf16", torch.bfloat16, torch.bfloat16),
+        PrecisionPolicy("fp64", torch.float64, torch.float64),
     )
 }
 
 
-def policy(name: str) -> Policy:
+def policy(name: str) -> PrecisionPolicy:
     """The policy of this name.
 
     Raises:

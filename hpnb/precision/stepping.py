@@ -17,15 +17,16 @@ import torch
 from torch.optim import Optimizer
 
 from hpnb import comm
+from hpnb.grad_norm import total_norm
 from hpnb.mesh import Axis
-from hpnb.placement import check_axes, total_norm
+from hpnb.placement import check_axes
 from hpnb.precision.loss_scaler import LossScaler
 from hpnb.precision.masters import Masters, alike, multiply, parameters_of
 from hpnb.ranks.here import device as this_device
 
 
 @dataclass(frozen=True)
-class StepResult:
+class OptimizerStepResult:
     """What `step` did.
 
     Attributes:
@@ -46,7 +47,7 @@ def step(
     *,
     scaler: LossScaler | None = None,
     max_norm: float = 0.0,
-) -> StepResult:
+) -> OptimizerStepResult:
     """Unscale, clip and step, or skip; to be called in place of `optimizer.step()`.
 
     Every rank of `axes` calls it. After a skipped step weights and state are as they were, and gradients stay
@@ -71,7 +72,7 @@ def step(
         scaler.update(True)
         if hasattr(optimizer, "skip"):  # a ZeroOptimizer, whose gradients not everybody's zero_grad reaches
             optimizer.skip()
-        return StepResult(False, None, scale)
+        return OptimizerStepResult(False, None, scale)
     norm: torch.Tensor | None = None
     coefficient: float | torch.Tensor = 1.0 / scale
     if max_norm > 0:
@@ -85,7 +86,7 @@ def step(
     optimizer.step()
     if scaler is not None:
         scaler.update(False)
-    return StepResult(True, norm, scale)
+    return OptimizerStepResult(True, norm, scale)
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from hpnb.mesh import Axis
 from hpnb.models import Role, anatomy, attentions, roles
 from hpnb.models.in_place_cross_entropy import IGNORE_INDEX
 from hpnb.models.model_anatomy import Inputs, wrap
-from hpnb.placement import Placement
+from hpnb.placement import Placement, gather_full, placement_of, set_placement
 from hpnb.ranks.here import device as this_device
 from hpnb.tensor_parallel.cut_anatomy import around
 from hpnb.tensor_parallel.lazy_logits import lazily
@@ -119,7 +119,7 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     along = {axis.name: axis for axis in axes(model)}
     held = {name: p for name, p in model.named_parameters() if p.grad is not None}
-    places = {name: placement.of(p, name) for name, p in held.items()}
+    places = {name: placement_of(p, name) for name, p in held.items()}
     peers: dict[str, list[dict[str, Placement]]] = {}
     for axis in along.values():
         peers[axis.name] = [{} for _ in range(axis.size)]
@@ -128,7 +128,7 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     for name, p in held.items():
         assert p.grad is not None
         others = {a: [theirs[name] for theirs in peers[a]] for a in places[name].axes}
-        found[name] = placement.gather(p.grad, places[name], others, along)
+        found[name] = gather_full(p.grad, places[name], others, along)
     return found
 
 
@@ -150,7 +150,7 @@ def load_full_state_dict(model: nn.Module, full: Mapping[str, torch.Tensor]) -> 
             if p is not None and p.is_meta:
                 if p not in made:
                     made[p] = nn.Parameter(torch.empty_like(p, device=this_device()), p.requires_grad)
-                    placement.place(made[p], placement.of(p, name))
+                    set_placement(made[p], placement_of(p, name))
                 module._parameters[name] = made[p]
     placement.load_full_state_dict(model, full)
 
@@ -204,7 +204,7 @@ def _cut(subject: SplitModel, axis: Axis, how: TensorParallelMode) -> None:
         part = place.take(whole)
         p.data = part.clone() if place.cuts else part
         if place.cuts:
-            placement.place(p, place)
+            set_placement(p, place)
 
 
 def _keep_logits_cut(model: Any, how: TensorParallelMode, words: int) -> Callable[[Any, Inputs], Any]:

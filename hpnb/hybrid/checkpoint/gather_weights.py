@@ -18,12 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpnb import placement
 from hpnb.data_parallel import ZeroOptimizer
 from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.checkpoint.agreement import gathered
 from hpnb.mesh import Axis
-from hpnb.placement import Placement
+from hpnb.placement import Placement, placement_of
 from hpnb.precision import Masters
 
 
@@ -60,13 +59,13 @@ def masters_of(model: Boosted) -> dict[torch.Tensor, tuple[torch.Tensor, Placeme
         found: dict[torch.Tensor, tuple[torch.Tensor, Placement] | None] = {}
         for p in inner.names:
             piece = inner.pieces.get(p)
-            found[p] = None if piece is None else (inner.masters.of(piece), placement.of(piece))
+            found[p] = None if piece is None else (inner.masters.of(piece), placement_of(piece))
         return found
     masters = Masters.attached_to(inner)
     if masters is None:
         return {}
     every = (p for group in inner.param_groups for p in group["params"])
-    return {p: (masters.of(p), placement.of(p)) for p in every if masters.of(p) is not p}
+    return {p: (masters.of(p), placement_of(p)) for p in every if masters.of(p) is not p}
 
 
 def parts_of(model: Boosted, copied: Callable[[torch.Tensor, bool], torch.Tensor]) -> dict[str, Part]:
@@ -80,7 +79,7 @@ def parts_of(model: Boosted, copied: Callable[[torch.Tensor, bool], torch.Tensor
     for name, value in model.module.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             continue
-        where = placement.of(value, name)
+        where = placement_of(value, name)
         home = homes.setdefault(id(value), where.tied_to or name)
         if not speaks_for(where, model.axes):
             continue

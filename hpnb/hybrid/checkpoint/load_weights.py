@@ -19,14 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpnb import placement
 from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.checkpoint.agreement import attempt, gathered
 from hpnb.hybrid.checkpoint.chunks import boxes
 from hpnb.hybrid.checkpoint.gather_weights import along_ranks, masters_of
 from hpnb.hybrid.checkpoint.hf_names import describe, is_pretrained, quiet
 from hpnb.hybrid.checkpoint.weight_files import Files, Loaded, Weights
-from hpnb.placement import Placement
+from hpnb.placement import Placement, placement_of
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ def _wanted(model: Boosted) -> list[_Wanted]:
             values[id(value)] = value
     found = []
     for key, value in values.items():
-        where = placement.of(value, names[key][0])
+        where = placement_of(value, names[key][0])
         tied = [] if where.tied_to is None else [where.tied_to]  # to a weight of another rank
         into = [(where, value.detach())]
         if (master := masters.get(value)) is not None:

@@ -24,14 +24,13 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from hpnb import placement
 from hpnb.data_parallel import ZeroOptimizer
 from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.boosted_optimizer import Stepper, stepper_of
 from hpnb.hybrid.checkpoint.agreement import attempt
 from hpnb.hybrid.checkpoint.dcp import Pieces, Stored, packed
 from hpnb.hybrid.checkpoint.gather_weights import along_ranks, speaks_for
-from hpnb.placement import Placement
+from hpnb.placement import Placement, placement_of
 from hpnb.precision import Masters
 from hpnb.ranks.here import device, rank
 
@@ -68,12 +67,12 @@ def _held(stepper: Stepper) -> _Held:
     if isinstance(inner, ZeroOptimizer):  # which has states of pieces, on some ranks none
         tensors = [inner.pieces[p] for p in stepper.held.values() if p in inner.pieces]
         inner = inner.optimizer
-    return _Held(inner, {name_of(t): (t, along_ranks(placement.of(t))) for t in tensors})
+    return _Held(inner, {name_of(t): (t, along_ranks(placement_of(t))) for t in tensors})
 
 
 def name_of(p: torch.Tensor) -> str:
     """What a parameter is called in the whole model; a tied one by its first name."""
-    where = placement.of(p)
+    where = placement_of(p)
     return where.tied_to or where.name
 
 
@@ -94,7 +93,7 @@ def of_optimizer(optimizer: Optimizer, copied: Copied, masters: bool) -> Pieces:
     counters: dict[str, torch.Tensor] = {}
     known = Masters.attached_to(held.inner) if masters else None
     for name, (t, place) in held.by_name.items():
-        if placement.of(t).tied_to is not None or not speaks_for(place, stepper.axes):
+        if placement_of(t).tied_to is not None or not speaks_for(place, stepper.axes):
             continue
         state: dict[str, Any] = dict(held.inner.state.get(t, {}))
         if known is not None and known.of(t) is not t:
@@ -117,7 +116,7 @@ def of_optimizer(optimizer: Optimizer, copied: Copied, masters: bool) -> Pieces:
     kind = kind_of(optimizer)
     found.values[GROUPS] = packed("the optimizer", {"kind": kind, "groups": groups, "scaler": scaler})
     found.values[f"{COUNTERS}{rank()}"] = packed("the optimizer", _brought(counters))
-    names = {number: (name_of(p), placement.of(p).shape) for number, p in stepper.held.items()}
+    names = {number: (name_of(p), placement_of(p).shape) for number, p in stepper.held.items()}
     found.values[f"{NAMES}{rank()}"] = packed("the optimizer", names)
     return found
 
@@ -220,7 +219,7 @@ class Loading:
             )
         for number, p in self._stepper.held.items():
             at = next(i for i, numbers in enumerate(self._stepper.numbering) if number in numbers)
-            name, shape = name_of(p), placement.of(p).shape
+            name, shape = name_of(p), placement_of(p).shape
             there = dict(names[n] for n in said["groups"][at]["numbers"] if n in names).get(name)
             if there is None or tuple(there) != shape:
                 what = "no" if there is None else f"shape {tuple(there)}, and not {shape}, for"

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 import hpnb
-from hpnb import placement
 from hpnb.lesson.programs import gpt2_pipeline, tied_weights, vit_tensor
 from hpnb.lesson.programs.step_timing import distance
 from hpnb.models import GPT2_SIZES
+from hpnb.placement import placement_of
 from hpnb.tensor_parallel import full_state_dict, parallelize
 from hpnb.tensor_parallel.dropout_rng import DropoutRng
 
@@ -104,10 +104,10 @@ def slope(policy: str, step: float = 1e-4) -> float:
     for name, p in made.named_parameters():
         assert p.grad is not None
         d = p.grad.clone()
-        if not placement.of(p, name).cuts:
+        if not placement_of(p, name).cuts:
             hpnb.data_parallel.broadcast([d], axis)  # one weight, so one direction: the first rank's
         along.append((p, d))
-        if placement.of(p, name).cuts or axis.rank == 0:
+        if placement_of(p, name).cuts or axis.rank == 0:
             said += (d * d).sum()
     dist.all_reduce(said, group=axis.group)
     there = []

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 import hpnb
-from hpnb.data_parallel.buckets import deal
+from hpnb.data_parallel.buckets import assign_buckets
 from hpnb.gradients import attach
 from hpnb.record import Event, Timeline
 from hpnb.record.recorder import Recorder
@@ -77,7 +77,7 @@ def backward(module: torch.nn.Module, loss: Loss, bucket_mb: float = 25.0, repea
     Call it on all ranks, so that they share cores and memory as they will later. Gradients are dropped.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
-    buckets = deal(reversed(trained), bucket_mb)
+    buckets = assign_buckets(reversed(trained), bucket_mb)
     where = {p: i for i, bucket in enumerate(buckets) for p in bucket.parameters}
     found: list[Backward] = []
     for _ in range(repeats + 1):

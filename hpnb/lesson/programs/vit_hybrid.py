@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import hpnb
-from hpnb import comm, placement
+from hpnb import comm
 from hpnb.data import Dataset, ImageTransform
 from hpnb.hybrid.training import hooks
 from hpnb.lesson import ledger
@@ -29,6 +29,7 @@ from hpnb.lesson.programs.replay import replay
 from hpnb.mesh import Layout, Mesh
 from hpnb.models import ViTSize
 from hpnb.pipeline_parallel import schedules
+from hpnb.placement import placement_of
 from hpnb.record import Timeline
 from hpnb.tensor_parallel import parallelize
 from hpnb.theory import Link, bytes_sent, exposed_seconds, seconds
@@ -201,7 +202,7 @@ def spread(copies: Sequence[torch.Tensor], axis: hpnb.Axis) -> float:
 
 def uncut(module: torch.nn.Module) -> list[torch.Tensor]:
     """Parameters that are whole on this rank: norms, embeddings, biases of rows. A stage's count, too."""
-    return [p for p in module.parameters() if not placement.of(p).axes - {"pp"}]
+    return [p for p in module.parameters() if not placement_of(p).axes - {"pp"}]
 
 
 # --- a run whose layout changes ---------------------------------------------------------------------

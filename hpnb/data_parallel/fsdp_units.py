@@ -11,15 +11,18 @@ long as any unit computes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
+import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from hpnb.data_parallel.flat_params import FlatParam
 from hpnb.gradients import reduced_by
 
 
-def blocks(module: nn.Module) -> list[nn.Module]:
+def find_blocks(module: nn.Module) -> list[nn.Module]:
     """The items of every outermost nn.ModuleList in `module`; if there is none, of every nn.Sequential.
 
     Of an item that is only a container, and so has no forward to gather before, the items in turn.
@@ -49,7 +52,7 @@ def contains_only(module: nn.Module) -> bool:
     return isinstance(module, kinds) and type(module).forward is nn.Module.forward
 
 
-def find(module: nn.Module, units: Iterable[nn.Module | str] | None) -> dict[str, nn.Module]:
+def find_units(module: nn.Module, units: Iterable[nn.Module | str] | None) -> dict[str, nn.Module]:
     """{name: module} of the units named (by module or by name; None finds the blocks), without the root.
 
     Raises:
@@ -58,7 +61,7 @@ def find(module: nn.Module, units: Iterable[nn.Module | str] | None) -> dict[str
     names = {m: name for name, m in module.named_modules()}
     by_name = dict(module.named_modules(remove_duplicate=False))
     found: dict[str, nn.Module] = {}
-    for unit in blocks(module) if units is None else units:
+    for unit in find_blocks(module) if units is None else units:
         it = by_name.get(unit) if isinstance(unit, str) else unit
         if it is None or it not in names:
             what = repr(unit) if isinstance(unit, str) else type(unit).__name__
@@ -75,7 +78,7 @@ def find(module: nn.Module, units: Iterable[nn.Module | str] | None) -> dict[str
     return found
 
 
-def deal(
+def assign_parameters(
     module: nn.Module, units: dict[str, nn.Module], sharded: frozenset[nn.Module] = frozenset()
 ) -> dict[str, dict[str, nn.Parameter]]:
     """{name of the unit: {name of the parameter: parameter}}, in the order of the module; the root is "".
@@ -119,3 +122,71 @@ def deal(
         assert owner is not None
         dealt[owner][name] = p
     return {name: parameters for name, parameters in dealt.items() if parameters or not name}
+
+
+class FSDPUnit:
+    """What is gathered and freed as one.
+
+    Args:
+        parameters: {name: parameter}, to be split into flats: one a dtype, trained and frozen apart.
+        modules: all that may hold one of them under some name, its own and others.
+        make: makes a flat, given its parameters and what to call when they all have gradients.
+        complete: called in a backward when all gradients of one of the flats have come.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        modules: Sequence[nn.Module],
+        make: Callable[[Mapping[str, nn.Parameter], Callable[[FlatParam], None]], FlatParam],
+        complete: Callable[[FSDPUnit, FlatParam], None],
+    ) -> None:
+        kinds: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
+        for name, p in parameters.items():
+            kinds.setdefault((p.dtype, p.requires_grad), {})[name] = p
+        self.flats = tuple(make(kind, partial(complete, self)) for kind in kinds.values())
+        whole_of = {s: w for flat in self.flats for s, w in zip(flat.shares, flat.wholes, strict=True)}
+        self._places = [
+            (module._parameters, key, p, whole_of[p])
+            for module in modules
+            for key, p in module._parameters.items()
+            if p in whole_of
+        ]
+        self.inside = False  # whether the module has its whole parameters
+        self.uses = 0  # forwards whose backward has not gone through it
+
+    @property
+    def has_frozen(self) -> bool:
+        return any(flat.has_frozen for flat in self.flats)
+
+    @property
+    def missing(self) -> int:
+        """How many gradients this backward has not brought yet."""
+        return sum(flat.missing for flat in self.flats)
+
+    def start(self) -> None:
+        """Start to gather."""
+        for flat in self.flats:
+            flat.start()
+
+    def enter(self) -> None:
+        """From here on the module has its whole parameters. `start` was called before."""
+        for flat in self.flats:
+            flat.wait()
+        if not self.inside:
+            self.inside = True
+            for flat in self.flats:
+                flat.refresh()
+            for parameters, key, _, whole in self._places:
+                parameters[key] = whole
+
+    def leave(self) -> None:
+        """From here on the module has its shares."""
+        if self.inside:
+            self.inside = False
+            for parameters, key, share, _ in self._places:
+                parameters[key] = share
+
+    def free(self) -> None:
+        for flat in self.flats:
+            flat.free()

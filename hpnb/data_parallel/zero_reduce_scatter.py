@@ -19,17 +19,17 @@ import torch
 from torch import nn
 
 from hpnb.background import Background
-from hpnb.data_parallel.data_parallel import DataParallel
+from hpnb.data_parallel.ddp import DataParallel
 from hpnb.data_parallel.reducer import Reducer, about_unused, used_nowhere
 from hpnb.data_parallel.zero_bucket import ZeroBucket
 from hpnb.gradients import GradientSink, after_backward, attach, claim
 from hpnb.mesh import Axis
 
 UNDER_WAY = 2  # buckets of whole gradients that stage 2 has on the wire at once
-Self = TypeVar("Self", bound="ZeroSink")
+Self = TypeVar("Self", bound="ZeroReduceScatter")
 
 
-class ZeroSink:
+class ZeroReduceScatter:
     """Reduces the gradients of `names` into the pieces of `buckets`.
 
     Args:

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hpnb import placement
 from hpnb.data_parallel.reducer import Reducer
 from hpnb.gradients import GradientSink, after_backward, attach, claim, in_backward, reduced_by
 from hpnb.mesh import Axis
+from hpnb.placement import placement_of
 
 _MESSAGE = 2**25  # bytes; a broadcast copies what it sends
 
@@ -221,7 +221,7 @@ def agree(tensors: Mapping[str, torch.Tensor], axis: Axis, options: Mapping[str,
         ValueError: the first difference; on every rank, so that nobody is left waiting.
     """
     # Shapes are those in the whole model: what is cut along this axis already differs.
-    mine = [(n, placement.of(t, n).shape, str(t.dtype), t.requires_grad) for n, t in tensors.items()]
+    mine = [(n, placement_of(t, n).shape, str(t.dtype), t.requires_grad) for n, t in tensors.items()]
     everyone: list[Any] = [None] * axis.size
     dist.all_gather_object(everyone, (mine, dict(options)), axis.group)
     first, wanted = everyone[0]

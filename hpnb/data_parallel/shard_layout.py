@@ -23,7 +23,7 @@ ALIGNED = 16  # bytes: where a matrix begins elsewhere, kernels cannot load it i
 
 
 @dataclass(frozen=True)
-class Shares:
+class ShardLayout:
     """Where each tensor lies in the flat one. Numbers are elements.
 
     Attributes:
@@ -103,6 +103,6 @@ class Shares:
         return found
 
 
-def shares_of(tensors: Sequence[torch.Tensor], ranks: int, whole: bool = False) -> Shares:
+def shard_layout_of(tensors: Sequence[torch.Tensor], ranks: int, whole: bool = False) -> ShardLayout:
     """The shares of `tensors`, which are of one dtype."""
-    return Shares(tuple(tuple(t.shape) for t in tensors), ranks, tensors[0].element_size(), whole)
+    return ShardLayout(tuple(tuple(t.shape) for t in tensors), ranks, tensors[0].element_size(), whole)

@@ -24,9 +24,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from hpnb.data_parallel.data_parallel import agree, broadcast
-from hpnb.data_parallel.flat import Policy
-from hpnb.data_parallel.sharded import Sharded, of
+from hpnb.data_parallel.ddp import agree, broadcast
+from hpnb.data_parallel.flat_params import FSDPPolicy
+from hpnb.data_parallel.fsdp_hooks import FSDPState, fsdp_state_of
 from hpnb.gradients import GradientSink
 from hpnb.mesh import Axis
 from hpnb.placement import load_full_state_dict as load_full_state_dict
@@ -89,13 +89,13 @@ def fully_shard(
             raise ValueError(f"{what}={kind} has no gradients; torch.bfloat16 would do")
     if prefetch < 0:
         raise ValueError(f"prefetch={prefetch} is not a number of units; 0 gathers each when it is needed")
-    if of(module) is not None:
+    if fsdp_state_of(module) is not None:
         raise ValueError(f"{type(module).__name__} is sharded already")
     options = {"dtype": str(dtype), "average": average, "find_unused_parameters": find_unused_parameters}
     agree(dict(module.named_parameters()), axis, options)
-    policy = Policy(this_device(), dtype, communication_dtype, average, cpu_offload)
+    policy = FSDPPolicy(this_device(), dtype, communication_dtype, average, cpu_offload)
     _bring_buffers(module, axis, policy.device)
-    Sharded(module, axis, units, policy, prefetch, reshard_after_forward, find_unused_parameters)
+    FSDPState(module, axis, units, policy, prefetch, reshard_after_forward, find_unused_parameters)
     return module
 
 
@@ -105,7 +105,7 @@ def sink(module: nn.Module) -> GradientSink:
     Raises:
         ValueError: `module` is not sharded.
     """
-    state = of(module)
+    state = fsdp_state_of(module)
     if state is None:
         raise ValueError(f"this {type(module).__name__} is not sharded; call fully_shard first")
     return state
@@ -120,7 +120,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: nothing in `module` is sharded.
     """
-    states = [state for m in module.modules() if (state := of(m)) is not None]
+    states = [state for m in module.modules() if (state := fsdp_state_of(m)) is not None]
     if not states:
         raise ValueError(f"nothing in {type(module).__name__} is sharded; call fully_shard first")
     before = [state.sync for state in states]

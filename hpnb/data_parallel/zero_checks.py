@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from hpnb import placement
-from hpnb.data_parallel.buckets import Bucket, deal
-from hpnb.data_parallel.data_parallel import DataParallel
+from hpnb.data_parallel.buckets import Bucket, assign_buckets
+from hpnb.data_parallel.ddp import DataParallel
 from hpnb.data_parallel.reducer import Reducer
 from hpnb.gradients import reduced_by
 from hpnb.mesh import Axis
+from hpnb.placement import placement_of
 
 Group = Mapping[str, Any]
 
@@ -31,7 +31,7 @@ def treats_elements_alike(optimizer_class: type[Optimizer]) -> bool:
     return inspect.unwrap(optimizer_class.step) in {inspect.unwrap(known.step) for known in ELEMENTWISE}
 
 
-def in_turn(groups: Sequence[Group], bucket_mb: float) -> list[Bucket]:
+def assign_buckets_in_backward_order(groups: Sequence[Group], bucket_mb: float) -> list[Bucket]:
     """The groups' trained parameters in buckets, in the order in which these will be full.
 
     That is a guess: a group may be spread over the model, as all biases are, and is then complete when the
@@ -41,13 +41,13 @@ def in_turn(groups: Sequence[Group], bucket_mb: float) -> list[Bucket]:
     for group in reversed(groups):
         trained = [p for p in group["params"] if p.requires_grad]
         seen = 0
-        for bucket in deal(reversed(trained), bucket_mb):
+        for bucket in assign_buckets(reversed(trained), bucket_mb):
             seen += len(bucket.parameters)
             turns.append((seen / len(trained), bucket))
     return [bucket for _, bucket in sorted(turns, key=lambda turn: turn[0])]  # which keeps equals in order
 
 
-def names_of(groups: Iterable[Group]) -> dict[nn.Parameter, str]:
+def names_of_parameters(groups: Iterable[Group]) -> dict[nn.Parameter, str]:
     """{trained parameter: what to call it}."""
     found: dict[nn.Parameter, str] = {}
     count = 0
@@ -59,7 +59,7 @@ def names_of(groups: Iterable[Group]) -> dict[nn.Parameter, str]:
     return found
 
 
-def options(group: Group) -> dict[str, Any]:
+def group_options(group: Group) -> dict[str, Any]:
     """All of a group but its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
@@ -94,7 +94,7 @@ def check_parameters(names: Mapping[nn.Parameter, str], axis: Axis) -> None:
                 f"{name} of shape {tuple(p.shape)} is on the meta device; give it memory (to_empty) and "
                 "values before ZeRO deals it out"
             )
-        if axis.name in placement.of(p).axes:
+        if axis.name in placement_of(p).axes:
             raise ValueError(
                 f"{name} of shape {tuple(p.shape)} is cut along {axis.name} already; ZeRO deals out what is "
                 "replicated along its axis"

@@ -23,9 +23,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hpnb.background import Background
-from hpnb.data_parallel import units as dealing
-from hpnb.data_parallel.flat import Flat, Policy
-from hpnb.data_parallel.unit import Unit
+from hpnb.data_parallel.flat_params import FlatParam, FSDPPolicy
+from hpnb.data_parallel.fsdp_units import FSDPUnit, assign_parameters, find_units
 from hpnb.gradients import after_backward, claim, in_backward
 from hpnb.mesh import Axis
 from hpnb.record.recorder import communication
@@ -33,13 +32,13 @@ from hpnb.record.recorder import communication
 _KEY = "_hpnb_sharded"
 
 
-def of(module: nn.Module) -> Sharded | None:
+def fsdp_state_of(module: nn.Module) -> FSDPState | None:
     """What shards `module`, if `fully_shard` was called for it."""
-    found: Sharded | None = module.__dict__.get(_KEY)
+    found: FSDPState | None = module.__dict__.get(_KEY)
     return found
 
 
-class Sharded:
+class FSDPState:
     """Gathers and frees the units of one module around their forwards and backwards."""
 
     def __init__(
@@ -47,7 +46,7 @@ class Sharded:
         module: nn.Module,
         axis: Axis,
         units: Iterable[nn.Module | str] | None,
-        policy: Policy,
+        policy: FSDPPolicy,
         prefetch: int,
         reshard: bool,
         find_unused: bool,
@@ -56,21 +55,21 @@ class Sharded:
         self.find_unused, self.reshard = find_unused, reshard and not find_unused
         self.sync = True
         self._computing = self._in_backward = False
-        self._reducing: list[Flat] = []
+        self._reducing: list[FlatParam] = []
 
-        sharded = frozenset(m for m in module.modules() if of(m) is not None)
-        named = dealing.find(module, units)
-        dealt = dealing.deal(module, named, sharded)
+        sharded = frozenset(m for m in module.modules() if fsdp_state_of(m) is not None)
+        named = find_units(module, units)
+        dealt = assign_parameters(module, named, sharded)
         if not any(dealt.values()):
             raise ValueError(f"{type(module).__name__} has no parameters to shard")
         wire, everywhere = Background(axis, policy.device), list(module.modules())
 
-        def make(parameters: Mapping[str, nn.Parameter], complete: Callable[[Flat], None]) -> Flat:
-            return Flat(parameters, axis, wire, policy, complete)
+        def make(parameters: Mapping[str, nn.Parameter], complete: Callable[[FlatParam], None]) -> FlatParam:
+            return FlatParam(parameters, axis, wire, policy, complete)
 
         self.units = []
         for name, parameters in dealt.items():
-            unit = Unit(parameters, everywhere, make, self._complete)
+            unit = FSDPUnit(parameters, everywhere, make, self._complete)
             self.units.append(unit)
             self._hook(named[name] if name else module, unit)
         self.root = self.units[0]
@@ -79,19 +78,19 @@ class Sharded:
         self._whole_of = {s: (w, flat) for flat in self.flats
                           for s, w in zip(flat.shares, flat.wholes, strict=True)}  # fmt: skip
         # Units in the order of the last forward, and before each the ones that its backward needs next.
-        self._seen: list[Unit] = []
-        self._order: list[Unit] = []
-        self._next_back: dict[Unit, list[Unit]] = {}
+        self._seen: list[FSDPUnit] = []
+        self._order: list[FSDPUnit] = []
+        self._next_back: dict[FSDPUnit, list[FSDPUnit]] = {}
         module.register_state_dict_pre_hook(lambda *_: self._recover())
         module.__dict__[_KEY] = self
 
-    def _hook(self, module: nn.Module, unit: Unit) -> None:
+    def _hook(self, module: nn.Module, unit: FSDPUnit) -> None:
         module.register_forward_pre_hook(partial(self._before_forward, unit), prepend=True, with_kwargs=True)
         module.register_forward_hook(partial(self._after_forward, unit), always_call=True)
 
     # --- forward ----------------------------------------------------------------------------
 
-    def _before_forward(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before_forward(self, unit: FSDPUnit, _: nn.Module, args: Any, kwargs: Any) -> Any:
         if unit is self.root:
             self._recover()
         if self._in_backward:  # a checkpoint computes it again
@@ -99,7 +98,7 @@ class Sharded:
             return None
         if unit is self.root:
             self._begin()
-        ahead: list[Unit] = []
+        ahead: list[FSDPUnit] = []
         if self._computing:
             at = len(self._seen)
             self._seen.append(unit)
@@ -125,7 +124,7 @@ class Sharded:
         for unit in self.units:
             unit.uses = 0
 
-    def _after_forward(self, unit: Unit, _: nn.Module, __: Any, output: Any) -> None:
+    def _after_forward(self, unit: FSDPUnit, _: nn.Module, __: Any, output: Any) -> None:
         if self._in_backward:
             return  # its backward follows at once
         unit.leave()
@@ -149,20 +148,20 @@ class Sharded:
             self._release()
             self._meet_host()
 
-    def _learn(self, order: list[Unit]) -> None:
+    def _learn(self, order: list[FSDPUnit]) -> None:
         self._order, self._next_back = order, {}
         for at, unit in enumerate(order):
             back = [u for u in reversed(order[1:at] if at else order[1:]) if u is not unit]
             self._next_back[unit] = back[: self.prefetch]
 
-    def _gather(self, unit: Unit, ahead: Iterable[Unit]) -> None:
+    def _gather(self, unit: FSDPUnit, ahead: Iterable[FSDPUnit]) -> None:
         # Before the unit's own kernels are launched, for the wire waits for what was launched before it.
         unit.start()
         for other in ahead:
             other.start()
         unit.enter()
 
-    def _watch_inputs(self, unit: Unit, inputs: Any) -> None:
+    def _watch_inputs(self, unit: FSDPUnit, inputs: Any) -> None:
         """What is frozen has no gradient whose coming says that the backward is through; its inputs have."""
         waited = [t for t in _tensors(inputs) if t.requires_grad]
         left = len(waited)
@@ -184,14 +183,14 @@ class Sharded:
 
     # --- backward ---------------------------------------------------------------------------
 
-    def _before_backward(self, unit: Unit, _: torch.Tensor) -> None:
+    def _before_backward(self, unit: FSDPUnit, _: torch.Tensor) -> None:
         if self._in_backward and unit.inside:  # the gradient of another output has come before
             return
         self._in_backward = True
         after_backward(self._end)
         self._gather(unit, self._next_back.get(unit, ()))
 
-    def _complete(self, unit: Unit, flat: Flat) -> None:
+    def _complete(self, unit: FSDPUnit, flat: FlatParam) -> None:
         """All gradients of `flat` have come."""
         if not self._in_backward:
             self._in_backward = True
@@ -200,19 +199,19 @@ class Sharded:
         if self.sync and not self.find_unused:
             self._reduce(flat)
 
-    def _let_go(self, unit: Unit) -> None:
+    def _let_go(self, unit: FSDPUnit) -> None:
         """Free a unit whose backward is through."""
         through = unit.missing == 0 and (unit.uses <= 0 or not unit.has_frozen)
         if through and unit is not self.root and not self.find_unused:
             unit.leave()
             unit.free()
 
-    def _reduce(self, flat: Flat) -> None:
+    def _reduce(self, flat: FlatParam) -> None:
         self._settle()  # whole gradients of one unit travel at a time
         flat.reduce()
         self._reducing.append(flat)
 
-    def _settle(self, used: Mapping[Flat, list[bool]] | None = None) -> None:
+    def _settle(self, used: Mapping[FlatParam, list[bool]] | None = None) -> None:
         while self._reducing:
             flat = self._reducing.pop()
             flat.finish(None if used is None else used[flat])
@@ -244,7 +243,7 @@ class Sharded:
                 self._reduce(flat)
         self._settle()
 
-    def _used(self) -> dict[Flat, list[bool]]:
+    def _used(self) -> dict[FlatParam, list[bool]]:
         """For each parameter whether any rank has a gradient of it, where at least one has been trained."""
         flats = [flat for flat in self.flats if flat.trains]
         flags = [whole.grad is not None for flat in flats for whole in flat.wholes]
@@ -261,7 +260,7 @@ class Sharded:
     def average(self) -> bool:
         return self.policy.average
 
-    def detach(self) -> Sharded:
+    def detach(self) -> FSDPState:
         """Reduce nothing at the end of a backward any more, but when `finish` is called."""
         self.sync = False
         return self

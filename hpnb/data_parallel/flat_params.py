@@ -22,17 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hpnb import placement
 from hpnb.background import Background, Pending
 from hpnb.data_parallel.reducer import fill
-from hpnb.data_parallel.shares import Shares
+from hpnb.data_parallel.shard_layout import ShardLayout
 from hpnb.gradients import attach
 from hpnb.mesh import Axis
-from hpnb.placement import FLAT, Cut
+from hpnb.placement import FLAT, Cut, placement_of, set_placement
 
 
 @dataclass(frozen=True)
-class Policy:
+class FSDPPolicy:
     """In which form parameters and gradients travel.
 
     Attributes:
@@ -50,7 +49,7 @@ class Policy:
     offload: bool = False
 
 
-class Flat:
+class FlatParam:
     """Parameters that are gathered by one call: those of a unit that have one dtype, trained or frozen.
 
     Args:
@@ -63,8 +62,8 @@ class Flat:
         named: Mapping[str, nn.Parameter],
         axis: Axis,
         wire: Background,
-        policy: Policy,
-        complete: Callable[[Flat], None],
+        policy: FSDPPolicy,
+        complete: Callable[[FlatParam], None],
     ) -> None:
         self._wire, self._policy, self._complete = wire, policy, complete
         self.names, self.shares = list(named), list(named.values())
@@ -73,7 +72,7 @@ class Flat:
         # Complex gradients travel as they are: a real dtype would drop the imaginary part.
         sent = (policy.communication_dtype or compute) if compute.is_floating_point else compute
         itemsize = min(dtype.itemsize, compute.itemsize, sent.itemsize)
-        layout = Shares(tuple(tuple(p.shape) for p in self.shares), axis.size, itemsize)
+        layout = ShardLayout(tuple(tuple(p.shape) for p in self.shares), axis.size, itemsize)
         self._share = self._start(layout, axis, policy)  # (n/p,)
 
         flat = torch.empty(layout.numel, dtype=compute, device=policy.device)
@@ -98,7 +97,7 @@ class Flat:
         self._hooked: set[nn.Parameter] = set()
         self._count()
 
-    def _start(self, layout: Shares, axis: Axis, policy: Policy) -> torch.Tensor:
+    def _start(self, layout: ShardLayout, axis: Axis, policy: FSDPPolicy) -> torch.Tensor:
         """Make parameters into shares with the values of rank 0; returns what the shares are views of."""
         dtype, home = self.shares[0].dtype, torch.device("cpu") if policy.offload else policy.device
         if all(p.is_meta for p in self.shares):
@@ -117,13 +116,13 @@ class Flat:
         parts = share.split(self._cut_at)[1::2]
         pieces = layout.pieces(axis.rank)
         for name, p, part, piece in zip(self.names, self.shares, parts, pieces, strict=True):
-            where = placement.of(p, name).cut(Cut(axis.name, FLAT, (piece,)))
+            where = placement_of(p, name).cut(Cut(axis.name, FLAT, (piece,)))
             p.grad = None
             if p.is_meta:  # .data cannot change from meta to real; swapping keeps the object too
                 torch.utils.swap_tensors(p, nn.Parameter(part, p.requires_grad))
             else:
                 p.data = part
-            placement.place(p, where)
+            set_placement(p, where)
         self._seen_at = [(p, p.data_ptr(), p.dtype) for p in self.shares if p.numel()]
         return share
 
@@ -256,7 +255,7 @@ class Flat:
             torch._foreach_add_(olds, news)
 
 
-def _cuts(layout: Shares, rank: int) -> list[int]:
+def _cuts(layout: ShardLayout, rank: int) -> list[int]:
     """Sizes that split a share into what lies between the pieces, and the pieces, in turn."""
     sizes, at = [], 0
     for start, shape, (begin, end) in zip(layout.offsets, layout.shapes, layout.pieces(rank), strict=True):

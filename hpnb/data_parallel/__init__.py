@@ -1,9 +1,9 @@
 """Data parallelism: replicas that sum their gradients, and ZeRO, which shards what they would replicate.
 
-    ZeRO stage 0   DataParallel     everything is replicated: ddp.py, reducer.py, buckets.py
-    ZeRO stage 1   ZeroOptimizer    optimizer state is sharded: zero.py, zero_reduce_scatter.py, zero_bucket.py
-    ZeRO stage 2   ZeroOptimizer    gradients too
-    ZeRO stage 3   fully_shard      parameters too: fsdp.py, fsdp_hooks.py, fsdp_units.py, flat_params.py
+    stage 0   DataParallel     everything is replicated: ddp.py, reducer.py, buckets.py
+    stage 1   ZeroOptimizer    optimizer state is sharded: zero.py, zero_reduce_scatter.py, zero_bucket.py
+    stage 2   ZeroOptimizer    gradients too
+    stage 3   fully_shard      parameters too: fsdp.py, fsdp_hooks.py, fsdp_units.py, flat_params.py
 """
 
 from hpnb.data_parallel.ddp import DataParallel, broadcast, global_mean

@@ -127,8 +127,8 @@ def __getattr__(name: str) -> object:
 
 def load_ipython_extension(shell: object) -> None:
     """`%load_ext hpnb` gives the cell magic `%%ranks`."""
+    from hpnb.ranks.cell_magic import RanksMagics
     from hpnb.ranks.forkserver import start_ahead
-    from hpnb.ranks.magic import RanksMagics
 
     start_ahead()
     shell.register_magics(RanksMagics)  # type: ignore[attr-defined]

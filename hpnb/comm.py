@@ -19,8 +19,9 @@ arXiv 2205.05198, section 4.2.2). `gather` and `all_gather` differ only in what 
 ranks go on to compute the same, a gradient is complete already; where each uses the result in its own
 way, the gradients must be summed.
 
-Slices are as even as they can be: `shares(25, 4)` is (7, 6, 6, 6). An uneven gather pads to the largest, and
-must be told the total. On an axis of one rank every function returns its argument itself.
+Slices are as even as they can be (`split_sizes.py`): 25 heads over 4 ranks are 7, 6, 6 and 6. An uneven
+gather pads to the largest slice and needs the total. On an axis of one rank every function returns its
+argument.
 """
 
 from __future__ import annotations
@@ -33,16 +34,12 @@ import torch
 import torch.distributed as dist
 
 from hpnb.mesh import Axis
-from hpnb.ranks.here import device as this_device
+from hpnb.ranks.current_rank import device as this_device
 from hpnb.record.recorder import communication
+from hpnb.split_sizes import split_range as split_range
+from hpnb.split_sizes import split_sizes as split_sizes
 
 Raw = Callable[[torch.Tensor], torch.Tensor]
-
-
-def shares(total: int, ranks: int) -> tuple[int, ...]:
-    """How `total` things are dealt out to `ranks` ranks: the first ones get one more where it is uneven."""
-    least, more = divmod(total, ranks)
-    return tuple(least + (rank < more) for rank in range(ranks))
 
 
 # --- one kind of tensor into another ---------------------------------------------------------
@@ -72,7 +69,7 @@ def gather(x: torch.Tensor, axis: Axis, dim: int, total: int | None = None) -> t
 
 def split(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Keep this rank's slice of a replicated tensor: backward gathers the slices of the gradient."""
-    sizes = shares(x.size(dim), axis.size)
+    sizes = split_sizes(x.size(dim), axis.size)
     there, back = partial(_slice, axis=axis, dim=dim), partial(gather_slices, axis=axis, dim=dim, sizes=sizes)
     return _pair(x, axis, there, back)
 
@@ -89,7 +86,7 @@ def all_gather(x: torch.Tensor, axis: Axis, dim: int, total: int | None = None) 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Sum over the ranks and keep this rank's slice of `dim`: backward all-gathers."""
-    sizes = shares(x.size(dim), axis.size)
+    sizes = split_sizes(x.size(dim), axis.size)
     there, back = (
         partial(sum_slices, axis=axis, dim=dim),
         partial(gather_slices, axis=axis, dim=dim, sizes=sizes),
@@ -239,7 +236,7 @@ def gather_slices(x: torch.Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -
 
 def sum_slices(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Sum over the ranks, and keep this rank's share of `dim`, for functions with a backward of their own."""
-    sizes = shares(x.size(dim), axis.size)
+    sizes = split_sizes(x.size(dim), axis.size)
     most, rows = max(sizes), x.movedim(dim, 0)
     if min(sizes) < most:
         rows = torch.cat([_padded(part, most) for part in rows.split(sizes)])
@@ -253,7 +250,7 @@ def sum_slices(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 
 def _slice(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    sizes = shares(x.size(dim), axis.size)
+    sizes = split_sizes(x.size(dim), axis.size)
     return x.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank]).clone()
 
 
@@ -305,7 +302,7 @@ def _padded(rows: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _sizes(x: torch.Tensor, axis: Axis, dim: int, total: int | None) -> tuple[int, ...]:
-    sizes = shares(x.size(dim) * axis.size if total is None else total, axis.size)
+    sizes = split_sizes(x.size(dim) * axis.size if total is None else total, axis.size)
     if sizes[axis.rank] != x.size(dim):
         raise ValueError(
             f"rank {axis.rank} of axis {axis.name} holds {x.size(dim)} of dim {dim}, but its share of "

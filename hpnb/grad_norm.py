@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hpnb.mesh import Axis
 from hpnb.placement import check_axes, placement_of
-from hpnb.ranks.here import device as this_device
+from hpnb.ranks.current_rank import device as this_device
 
 
 def total_norm(parameters: Iterable[torch.Tensor], axes: Sequence[Axis] = ()) -> torch.Tensor:

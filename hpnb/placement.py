@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hpnb.mesh import Axis
-from hpnb.ranks.here import device as this_device
+from hpnb.ranks.current_rank import device as this_device
 
 FLAT = -1  # as a dim: all elements one behind the other
 

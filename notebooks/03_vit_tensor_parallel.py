@@ -385,7 +385,7 @@ def two_losses(n=256, words=10_007):
     axis, draw = vit_tensor.tensor_axis(), torch.Generator().manual_seed(0)
     logits = torch.randn(n, words, dtype=torch.float64, generator=draw)
     targets = torch.randint(words, (n,), generator=draw)
-    share = comm.shares(words, axis.size)  # uneven, and that is all right
+    share = comm.split_sizes(words, axis.size)  # uneven, and that is all right
     first = sum(share[: axis.rank])
     mine = logits[:, first : first + share[axis.rank]]
     with hpnb.record.traffic() as gathered:
@@ -424,7 +424,7 @@ for mode, sequence in (("1d", False), ("1d+sp", True)):
     block = SIZE.block(odd, DTYPE.itemsize)
     rows.append((f"{mode}, sent", theory.block_sent(block, "1d", N, 1, sequence).bytes(), sent, "B", "identity"))
     rows.append((f"{mode}, kept", theory.activation_bytes(block, "1d", N, 1, sequence), kept, "B", "model"))
-shares = ", ".join(f"{share:,}" for share in comm.shares(odd * SIZE.tokens, N))
+shares = ", ".join(f"{share:,}" for share in comm.split_sizes(odd * SIZE.tokens, N))
 ratios = lesson.comparison(rows, title=f"a block on {N} ranks; 1d+sp: {odd} x {SIZE.tokens} tokens in shares of {shares}")
 
 # %% [markdown]

@@ -557,7 +557,7 @@ plot.show(
 )  # fmt: skip
 rows = [(leg, row["epoch"], *(f"{row[each]:.4f}" for each in ("loss", "eval_loss", "eval_accuracy")))
         for leg, row in [*((leg, row) for leg, (_, row) in legs.items()), ("one process", last)]]  # fmt: skip
-share = max(hpnb.data.sets.BEANS_COUNTS["validation"]) / len(recipe.test)
+share = max(hpnb.data.beans_cifar10_mrpc.BEANS_COUNTS["validation"]) / len(recipe.test)
 lesson.table(("layout", "epoch", "loss", "validation loss", "accuracy"), rows, f"Beans, {len(leaves):,} leaves to train, {len(recipe.test)} to validate",
              f"Always saying the commonest class would give {share:.2f}; with {len(recipe.test)} leaves an accuracy is known to 0.04 or so.")  # fmt: skip
 assert off < 1e-6
@@ -574,7 +574,7 @@ assert last["eval_accuracy"] > 0.5
 # ### Exercise 5: other shares of a tensor
 #
 # *Implement, 20 minutes.* How does a tensor get from four shares to three? Its `n` rows are dealt over ranks 0 to old-1, as
-# evenly as can be (`comm.shares(n, old)`: the first ranks get one more). They are to be dealt over 0 to new-1. Return the
+# evenly as can be (`comm.split_sizes(n, old)`: the first ranks get one more). They are to be dealt over 0 to new-1. Return the
 # messages: a list of `(source, target, start, stop)`, rows of the whole tensor that source has and target lacks. The check
 # carries them out, and lets no row travel that need not.
 #
@@ -594,7 +594,7 @@ lesson.check(exercises.reshard, moves)
 # ```python
 # def moves(n, old, new):
 #     def ends(ranks):
-#         sizes = comm.shares(n, ranks)
+#         sizes = comm.split_sizes(n, ranks)
 #         return [(sum(sizes[:r]), sum(sizes[: r + 1])) for r in range(ranks)]
 #
 #     found = []

@@ -164,7 +164,7 @@ lesson.predict("07.block", f"{SIZE.heads} heads over {N} ranks, width {SIZE.hidd
 
 # %%
 took = pool.run(gpt2_tensor.computing, SIZE, ROWS, DTYPE)[0]
-dealt = comm.shares(SIZE.heads, N)
+dealt = comm.split_sizes(SIZE.heads, N)
 mean = {part: sum(each[part] for each in took) / N for part in ("attention", "MLP")}
 told = {f"rank {r}, {dealt[r]} heads": mean["attention"] * dealt[r] * N / SIZE.heads + mean["MLP"] for r in range(N)}
 fullest = sum(took[0].values()) / sum(mean.values())
@@ -195,7 +195,7 @@ ratios = lesson.comparison([("attention of rank 0, over the mean", dealt[0] * N 
 # (h, 3h), which is Q | K | V, their part of `bias` (3h,), and its rows of `out` (h, h). The check runs causal attention with
 # them on 2 and 4 ranks, with 12, 25 and 23 heads. It wants the exact output, and nobody with more heads than ⌈a/t⌉.
 #
-# Hint: `comm.shares(25, 4)` is (7, 6, 6, 6); where does rank r begin?
+# Hint: `comm.split_sizes(25, 4)` is (7, 6, 6, 6); where does rank r begin?
 
 # %% tags=["stub-1"]
 def share(qkv, bias, out, heads, axis):
@@ -210,7 +210,7 @@ lesson.check(exercises.share, share)
 #
 # ```python
 # def share(qkv, bias, out, heads, axis):
-#     dealt, d = comm.shares(heads, axis.size), out.size(0) // heads
+#     dealt, d = comm.split_sizes(heads, axis.size), out.size(0) // heads
 #     first = d * sum(dealt[: axis.rank])
 #     mine = slice(first, first + d * dealt[axis.rank])
 #     columns = torch.cat([part[:, mine] for part in qkv.chunk(3, 1)], 1)

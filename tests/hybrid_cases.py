@@ -14,9 +14,9 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadMo
 
 import hpnb
 from hpnb import models, placement
-from hpnb.comm import shares
 from hpnb.models import ViTSize
 from hpnb.pipeline_parallel import Stages, full_state_dict
+from hpnb.split_sizes import split_sizes
 
 D = torch.float64
 STEPS = 3
@@ -126,7 +126,7 @@ class Case:
     @property
     def may_be_empty(self) -> bool:
         """Whether there are ranks, or microbatches, without samples."""
-        share = shares(self.rows, self.dp)
+        share = split_sizes(self.rows, self.dp)
         plugin = self.plugin()
         return min(share) < max(plugin.microbatches(rows) for rows in share)
 
@@ -184,7 +184,7 @@ def wanted(case: Case) -> Found:
 
 
 def mine(given: Batch, axis: hpnb.Axis) -> Batch:
-    sizes = shares(len(given["labels"]), axis.size)
+    sizes = split_sizes(len(given["labels"]), axis.size)
     start = sum(sizes[: axis.rank])
     return {name: t[start : start + sizes[axis.rank]] for name, t in given.items()}
 

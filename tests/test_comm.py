@@ -44,7 +44,7 @@ def sequence(length: int) -> None:
     tp = Mesh(Layout(tp=hpnb.world_size())).tp
     full, w = tensors(length)
     x = comm.split(full, tp, 0).clone().requires_grad_()
-    assert x.size(0) == comm.shares(length, tp.size)[tp.rank]
+    assert x.size(0) == comm.split_sizes(length, tp.size)[tp.rank]
     w = w.clone().requires_grad_()
     partial = torch.tanh(comm.all_gather(x, tp, 0, total=length) @ w[tp.rank])
     mine = comm.reduce_scatter(partial, tp, 0)
@@ -69,7 +69,7 @@ def others(length: int) -> None:
     x = full.clone().requires_grad_()
     y = comm.split(x, tp, 0)
     (y * (me + 1)).sum().backward()
-    scale = torch.cat([torch.full((n,), r + 1.0, dtype=D) for r, n in enumerate(comm.shares(length, p))])
+    scale = torch.cat([torch.full((n,), r + 1.0, dtype=D) for r, n in enumerate(comm.split_sizes(length, p))])
     assert close(x.grad, scale[:, None].expand_as(full))
 
     rows = torch.arange(4.0 * p * p, dtype=D).reshape(2 * p, 2 * p)
@@ -195,11 +195,11 @@ def test_second_derivatives_views_integers_and_many_meshes() -> None:
 
 
 def test_shares_differ_by_at_most_one_and_add_up() -> None:
-    assert comm.shares(25, 4) == (7, 6, 6, 6)
-    assert comm.shares(2, 4) == (1, 1, 0, 0)
+    assert comm.split_sizes(25, 4) == (7, 6, 6, 6)
+    assert comm.split_sizes(2, 4) == (1, 1, 0, 0)
     for total in range(20):
         for ranks in range(1, 6):
-            dealt = comm.shares(total, ranks)
+            dealt = comm.split_sizes(total, ranks)
             assert sum(dealt) == total
             assert max(dealt) - min(dealt) <= 1
 

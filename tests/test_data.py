@@ -38,11 +38,11 @@ from hpnb.data import (
     cifar10,
     collate_images,
     collate_pairs,
-    find,
+    find_dataset,
     image_batch,
     mrpc,
 )
-from hpnb.data.pairs import DAYS, FIRMS, PEOPLE, PLACES, TEAMS
+from hpnb.data.synthetic_sentences import DAYS, FIRMS, PEOPLE, PLACES, TEAMS
 
 LOAD = {"beans": beans, "cifar10": cifar10, "mrpc": mrpc}
 LEAVES = ("angular_leaf_spot", "bean_rust", "healthy")
@@ -55,7 +55,7 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    find.answers.cache_clear()
+    find_dataset.answers.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -451,7 +451,7 @@ def test_cifar_is_fetched_into_data_where_there_is_a_network(
         monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{server.server_port}/{archive.name}")
         assert cifar10().source.kind == "generated"  # HF_HUB_OFFLINE is set
         monkeypatch.delenv("HF_HUB_OFFLINE")
-        monkeypatch.setattr(find, "answers", lambda address: "toronto" in address)
+        monkeypatch.setattr(find_dataset, "answers", lambda address: "toronto" in address)
         monkeypatch.setattr(CIFAR10, "tgz_md5", "0" * 32)
         assert "fetching it failed (File not found or corrupted)" in cifar10().source.where
         monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
@@ -556,7 +556,7 @@ def test_the_cache_of_the_hub_is_used_without_a_network(
     monkeypatch.setenv(variable, str(tmp_path / "kept"))
     source = tmp_path / "train.parquet"
     write_parquet(table_of_leaves(), source)
-    with find._quietly():
+    with find_dataset._quietly():
         Parquet(
             cache_dir=str(cache),
             dataset_name="beans",
@@ -566,7 +566,7 @@ def test_the_cache_of_the_hub_is_used_without_a_network(
         ).download_and_prepare()
     (cache / "beans").rename(cache / "AI-Lab-Makerere___beans")  # as if from the hub
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setattr(find, "answers", lambda address: False)  # no network, and nobody said so
+    monkeypatch.setattr(find_dataset, "answers", lambda address: False)  # no network, and nobody said so
     rows = beans(kind="real")
     assert [row["labels"] for row in rows] == [0, 1, 2, 0]
     assert rows.source.where == "AI-Lab-Makerere/beans on the Hugging Face hub"
@@ -580,7 +580,7 @@ def test_the_cache_of_the_hub_is_used_without_a_network(
 
 def test_a_host_that_never_answers_costs_seconds_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setattr(find, "PATIENCE", 0.3)
+    monkeypatch.setattr(find_dataset, "PATIENCE", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         start = time.perf_counter()

@@ -13,9 +13,9 @@ from torch import nn
 
 import hpnb
 from hpnb import Layout, Mesh, precision
-from hpnb.comm import shares
 from hpnb.data_parallel import DataParallel, global_mean
 from hpnb.data_parallel.buckets import assign_buckets
+from hpnb.split_sizes import split_sizes
 
 D = torch.float64
 LR = 0.3  # large enough that a skipped step shows
@@ -156,7 +156,7 @@ def ragged(samples: int, mean: bool) -> tuple[float, float, float]:
         net.never.requires_grad_(False)
     model.load_state_dict(serial.state_dict())
     replica = DataParallel(model, axis, 0.001, average=mean)
-    sizes = shares(samples, axis.size)
+    sizes = split_sizes(samples, axis.size)
     start = sum(sizes[: axis.rank])
     ours, theirs = (torch.optim.SGD(n.parameters(), lr=LR, momentum=0.9) for n in (model, serial))
     off = 0.0

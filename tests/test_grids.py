@@ -202,7 +202,7 @@ def products() -> tuple[float, dict[str, float], dict[str, float]]:
     grid = SummaGrid(down, across, hpnb.device())
     g = torch.Generator().manual_seed(1)
     a, b = (torch.randn(*shape, dtype=D, generator=g) for shape in ((12, 15), (15, 6)))
-    words = comm.shares(7, 3)  # 3, 2, 2
+    words = comm.split_sizes(7, 3)  # 3, 2, 2
     z, x = (torch.randn(*shape, dtype=D, generator=g) for shape in ((12, 7), (12, 15)))
     table = torch.randn(7, 15, dtype=D, generator=g)
 
@@ -211,7 +211,7 @@ def products() -> tuple[float, dict[str, float], dict[str, float]]:
         return m[top : top + height, left : left + width].contiguous()
 
     def _place(size: int, at: int) -> tuple[int, int]:
-        share = comm.shares(size, 3)
+        share = comm.split_sizes(size, 3)
         return sum(share[:at]), share[at]
 
     worst = 0.0
@@ -374,9 +374,9 @@ def test_memory_of_weights(eight: hpnb.Ranks, grid: str) -> None:
         assert in_vit == 2 * block + embedding + 2 * 16 // 2 + 5 * 16 // 2 + 5
         block = (4 * 16 * 16 + 2 * 16 * 64) // by + (4 * 16 + 5 * 16 + 64) // 2
         if grid == "3d":
-            words = comm.shares(comm.shares(53, 2)[place[2]], 2)[place[0]]
+            words = comm.split_sizes(comm.split_sizes(53, 2)[place[2]], 2)[place[0]]
         else:
-            words = comm.shares(53, 2)[place[-2]]
+            words = comm.split_sizes(53, 2)[place[-2]]
         assert in_gpt2 == 2 * block + (words + 24) * 8 + 2 * 16 // 2
 
 

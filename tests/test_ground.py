@@ -45,7 +45,7 @@ HOUSE = (
     ("mesh",),
     ("record",),
     ("ranks",),
-    ("files",),
+    ("files", "split_sizes"),
 )
 LEVEL = {room: level for level, rooms in enumerate(HOUSE) for room in rooms}
 ON_TOP = {"__init__", "__main__", "doctor"}  # they open the whole house

@@ -252,7 +252,7 @@ def off(exercise: lesson.Exercise, answer: Any) -> list[str]:
 
 def fused(qkv: Any, bias: Any, out: Any, heads: int, axis: Any) -> Any:
     """Q | K | V cut as one matrix."""
-    d, mine = out.size(0) // heads, comm.shares(heads, axis.size)
+    d, mine = out.size(0) // heads, comm.split_sizes(heads, axis.size)
     first = d * sum(mine[: axis.rank])
     width = d * mine[axis.rank]
     return (

@@ -506,7 +506,7 @@ def cut_block(model: ViTForImageClassification, hidden: torch.Tensor, ranks: int
         if role.cut_dim is None:
             return value if not role.bias or role.kind != "row" or rank == 0 else torch.zeros_like(value)
         width = value.size(role.cut_dim) // role.units
-        counts = hpnb.comm.shares(role.units, ranks)
+        counts = hpnb.comm.split_sizes(role.units, ranks)
         return value.narrow(role.cut_dim, sum(counts[:rank]) * width, counts[rank] * width)
 
     def apply(path: str, x: torch.Tensor, rank: int) -> torch.Tensor:

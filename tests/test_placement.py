@@ -8,9 +8,9 @@ from torch import nn
 
 import hpnb
 from hpnb import Layout, Mesh, placement
-from hpnb.comm import shares
 from hpnb.grad_norm import total_norm
 from hpnb.placement import FLAT, Cut, Placement, set_placement
+from hpnb.split_sizes import split_sizes
 
 D = torch.float64
 
@@ -83,7 +83,7 @@ def placed_on_two_axes() -> tuple[float, float, float, bool]:
     for name, p in whole.named_parameters():
         where = Placement(name, tuple(p.shape))
         if name == "0.weight":  # 5 rows over 2 tensor ranks: 3 and 2; then their elements over 2 data ranks
-            rows = shares(5, 2)
+            rows = split_sizes(5, 2)
             where = where.cut(Cut("tp", 0, ((3 * mesh.tp.rank, 3 * mesh.tp.rank + rows[mesh.tp.rank]),)))
             held = where.take(p).numel()
             middle = held // 2 - 1

@@ -159,7 +159,7 @@ def losses(options: dict[str, Any], words: int) -> tuple[float, float]:
                              label_smoothing=options.get("label_smoothing", 0.0))  # fmt: skip
     wanted = wanted + z_loss * whole.logsumexp(-1)[targets != -100].square().sum()
     wanted.backward()
-    share = comm.shares(words, axis.size)
+    share = comm.split_sizes(words, axis.size)
     first = sum(share[: axis.rank])
     own = logits[..., first : first + share[axis.rank]].clone().requires_grad_()
     total, count = cross_entropy(own, targets, axis, words, **options)
@@ -183,7 +183,7 @@ def test_cross_entropy(four: hpnb.Ranks, options: dict[str, float], words: int) 
 
 def no_targets() -> tuple[float, int, float]:
     axis = tensor_axis()
-    logits = torch.randn(2, 3, comm.shares(9, axis.size)[axis.rank], dtype=D, requires_grad=True)
+    logits = torch.randn(2, 3, comm.split_sizes(9, axis.size)[axis.rank], dtype=D, requires_grad=True)
     total, count = cross_entropy(logits, torch.full((2, 3), -100), axis, 9)
     total.backward()
     assert logits.grad is not None
@@ -196,7 +196,7 @@ def test_no_targets_count_for_nothing(four: hpnb.Ranks) -> None:
 
 def refused_losses() -> list[str]:
     axis, said = tensor_axis(), []
-    own = comm.shares(9, axis.size)[axis.rank]
+    own = comm.split_sizes(9, axis.size)[axis.rank]
     for logits, targets, options in (
         (torch.randn(2, own + 1), torch.zeros(2, dtype=torch.long), {}),
         (torch.randn(2, own), torch.zeros(3, dtype=torch.long), {}),
@@ -280,7 +280,7 @@ def block_traffic(sequence: bool) -> tuple[float, int, int]:
     second = found.blocks[1].module
     hidden = torch.randn(8, 17, 48, dtype=D)
     if sequence:
-        hidden = hidden.view(1, -1, 48)[:, : comm.shares(8 * 17, axis.size)[axis.rank]]
+        hidden = hidden.view(1, -1, 48)[:, : comm.split_sizes(8 * 17, axis.size)[axis.rank]]
         with torch.no_grad():
             model(**images(0))  # so that the shape is known
     hidden = hidden.clone().requires_grad_()
@@ -500,7 +500,7 @@ def order(sequence: bool) -> list[str]:
     told(Pending, "wait", "wait")
     told(async_all_reduce.DeferredWeightGrad, "gradients", "weight")
     block = hpnb.models.anatomy(model).blocks[1].module
-    shape = (1, comm.shares(8 * 17, 4)[hpnb.rank()], 48) if sequence else (8, 17, 48)
+    shape = (1, comm.split_sizes(8 * 17, 4)[hpnb.rank()], 48) if sequence else (8, 17, 48)
     hidden = torch.randn(shape, dtype=D, requires_grad=True)
     block(hidden, None).sum().backward()
     return done

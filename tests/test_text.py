@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import hpnb
-from hpnb.data import Loader, bpe_tokenizer, byte_tokenizer, collate_texts, encoded, prose, text
+from hpnb.data import Loader, bpe_tokenizer, byte_tokenizer, collate_texts, text, text_sources, token_cache
 
 WORDS = 300
 
@@ -43,20 +43,20 @@ def words_of(dataset: hpnb.data.TextDataset) -> str:
 
 
 @pytest.fixture(scope="module")
-def read(tmp_path_factory: pytest.TempPathFactory) -> list[prose.Document]:
+def read(tmp_path_factory: pytest.TempPathFactory) -> list[text_sources.Document]:
     """What Python's documentation is read as, while a data set of it is made where there was none."""
-    found: list[prose.Document] = []
-    plain = encoded._make
+    found: list[text_sources.Document] = []
+    plain = token_cache._make
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HPNB_HOME", str(tmp_path_factory.mktemp("home")))
         patch.setattr(
-            encoded, "_make", lambda documents, *how: found.extend(documents) or plain(documents, *how)
+            token_cache, "_make", lambda documents, *how: found.extend(documents) or plain(documents, *how)
         )
         text("train")
     return found
 
 
-def test_python_brings_english_enough_to_learn_from(read: list[prose.Document]) -> None:
+def test_python_brings_english_enough_to_learn_from(read: list[text_sources.Document]) -> None:
     train, test = text("train"), text("test")
     assert train.describe().startswith("Python documentation: real, ")
     assert "language reference" in train.describe()
@@ -81,7 +81,7 @@ def test_it_is_made_once_and_what_is_kept_broken_is_made_again(
     monkeypatch.setenv("HPNB_HOME", str(home))
     first = text(source=folder, vocabulary=WORDS, block=16)
     (kept,) = home.glob("text-*.npz")
-    monkeypatch.setattr(hpnb.data.encoded, "_make", None)  # nothing is made: it was kept
+    monkeypatch.setattr(hpnb.data.token_cache, "_make", None)  # nothing is made: it was kept
     assert torch.equal(text(source=folder, vocabulary=WORDS, block=16)[3]["input_ids"], first[3]["input_ids"])
     monkeypatch.undo()
     monkeypatch.setenv("HPNB_HOME", str(home))
@@ -112,7 +112,7 @@ def test_every_process_learns_the_same_vocabulary(folder: Path, tmp_path: Path) 
 
 
 def test_documents_are_files_parts_and_modules(folder: Path, tmp_path: Path) -> None:
-    documents = prose.own_pages(folder).documents()
+    documents = text_sources.own_pages(folder).documents()
     assert [d.name for d in documents][:3] == ["00.txt", "03.md", "06.txt"]
     assert len(documents) == 20
     assert all(len(d.paragraphs) == 4 for d in documents)
@@ -120,26 +120,26 @@ def test_documents_are_files_parts_and_modules(folder: Path, tmp_path: Path) -> 
     parts.write_text(
         "A heading\n=====\n\nOne text.  \n\n\n   Indented\n   alike.<|endoftext|>Another.\r\n\r\nOne text."
     )
-    first, second = prose.own_pages(parts).documents()
+    first, second = text_sources.own_pages(parts).documents()
     assert first.paragraphs == ("A heading", "One text.", "Indented\nalike.")
     assert second.paragraphs == ("Another.",)  # the rest was there before
 
 
 def test_splits_share_no_document(folder: Path) -> None:
-    documents = prose.own_pages(folder).documents()
-    parts = prose.split(documents)
+    documents = text_sources.own_pages(folder).documents()
+    parts = text_sources.split(documents)
     assert len(parts["test"]) == 2
     assert sorted(d.name for part in parts.values() for d in part) == sorted(d.name for d in documents)
-    fewer = prose.split(documents[:2])
+    fewer = text_sources.split(documents[:2])
     assert [len(fewer[name]) for name in ("train", "test")] == [1, 1]
     (alone,) = documents[:1]
-    train, test = (prose.split([alone])[name][0].paragraphs for name in ("train", "test"))
+    train, test = (text_sources.split([alone])[name][0].paragraphs for name in ("train", "test"))
     assert train + test == alone.paragraphs
     assert test
 
 
 def test_without_documentation_sentences_are_composed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prose, "python_pages", lambda: None)
+    monkeypatch.setattr(text_sources, "python_pages", lambda: None)
     found = text(block=64, vocabulary=WORDS, size=20)
     assert found.describe().startswith("Composed news: generated stand-in, 20 blocks of 64 tokens of ")
     assert "without pydoc_data" in found.describe()
@@ -152,7 +152,8 @@ def test_without_documentation_sentences_are_composed(monkeypatch: pytest.Monkey
 
 def test_blocks_are_the_documents_end_to_end(folder: Path) -> None:
     found = text(source=folder, vocabulary=WORDS, block=16)
-    whole = "<|endoftext|>".join(d.text for d in prose.split(prose.own_pages(folder).documents())["train"])
+    documents = text_sources.split(text_sources.own_pages(folder).documents())["train"]
+    whole = "<|endoftext|>".join(document.text for document in documents)
     assert (whole + "<|endoftext|>").startswith(words_of(found))
     assert len(whole) - len(words_of(found)) < 16 * 20  # less than a block is left out
     assert all(len(row["input_ids"]) == 16 and torch.equal(row["input_ids"], row["labels"]) for row in found)
@@ -167,7 +168,7 @@ def test_blocks_are_the_documents_end_to_end(folder: Path) -> None:
 @pytest.mark.parametrize("block", [9, 64])
 def test_ragged_rows_hold_every_token(folder: Path, rows: Any, block: int) -> None:
     found = text(source=folder, vocabulary=WORDS, block=block, rows=rows)
-    documents = prose.split(prose.own_pages(folder).documents())["train"]
+    documents = text_sources.split(text_sources.own_pages(folder).documents())["train"]
     wanted = (
         [d.text for d in documents] if rows == "document" else [p for d in documents for p in d.paragraphs]
     )

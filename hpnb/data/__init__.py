@@ -13,13 +13,13 @@
 `hpnb.data.text` is the function, though a submodule has the same name.
 """
 
+from hpnb.data.beans_cifar10_mrpc import beans, cifar10, mrpc
 from hpnb.data.dataset import Dataset, Source
-from hpnb.data.deal import Deal, Where
+from hpnb.data.distributed_sampler import Deal, Where
 from hpnb.data.images import ImageTransform, collate_images, image_batch
 from hpnb.data.loader import Loader
-from hpnb.data.sets import beans, cifar10, mrpc
-from hpnb.data.text import TextDataset, text
-from hpnb.data.tokens import bpe_tokenizer, byte_tokenizer, collate_pairs, collate_texts, train_merges
+from hpnb.data.text_dataset import TextDataset, text
+from hpnb.data.tokenizer import bpe_tokenizer, byte_tokenizer, collate_pairs, collate_texts, train_merges
 
 __all__ = [
     "Dataset",

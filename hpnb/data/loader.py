@@ -1,4 +1,4 @@
-"""Batches for every rank of a layout, and the same ones in every layout (the rule is in deal.py).
+"""Batches for every rank of a layout, the same ones in every layout (distributed_sampler.py has the rule).
 
     loader = Loader(dataset, 32, mesh.dp, seed=0, collate=collate_images)
     for epoch in range(epochs):
@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from hpnb.data.dataset import Rows
-from hpnb.data.deal import Deal, Where
+from hpnb.data.distributed_sampler import Deal, Where
 
 Collate = Callable[[list[Any]], Any]  # items to a batch
 

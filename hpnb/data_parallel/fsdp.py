@@ -30,7 +30,7 @@ from hpnb.data_parallel.fsdp_hooks import FSDPState, fsdp_state_of
 from hpnb.gradients import GradientSink
 from hpnb.mesh import Axis
 from hpnb.placement import load_full_state_dict as load_full_state_dict
-from hpnb.ranks.here import device as this_device
+from hpnb.ranks.current_rank import device as this_device
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -37,7 +37,7 @@ from hpnb.pipeline_parallel.microbatches import (
 )
 from hpnb.pipeline_parallel.stages import Stages, WholeModel
 from hpnb.pipeline_parallel.step_result import PipelineStepResult
-from hpnb.ranks.here import device as this_device
+from hpnb.ranks.current_rank import device as this_device
 
 Criterion = Callable[[Any, Any], Any]
 

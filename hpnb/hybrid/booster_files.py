@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.checkpoint import checkpoint
 from hpnb.hybrid.checkpoint.agreement import Copies, Saving
-from hpnb.ranks.here import device as this_device
+from hpnb.ranks.current_rank import device as this_device
 
 
 class BoosterFiles:

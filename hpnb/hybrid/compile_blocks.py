@@ -40,7 +40,7 @@ from transformers.models.vit.modeling_vit import ViTLayer
 
 from hpnb.data_parallel.fsdp_units import find_blocks
 from hpnb.pipeline_parallel.split_backward import COMPILED
-from hpnb.ranks.here import device as this_device
+from hpnb.ranks.current_rank import device as this_device
 
 ON_CPUS: Any = None  # the backend of torch.compile there, where compiling costs more than it saves
 

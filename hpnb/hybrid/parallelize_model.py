@@ -42,7 +42,7 @@ from hpnb.pipeline_parallel import Builder, Pipeline
 from hpnb.pipeline_parallel.stages import move_module
 from hpnb.placement import placement_of, set_placement
 from hpnb.precision import Masters
-from hpnb.ranks.here import device as this_device
+from hpnb.ranks.current_rank import device as this_device
 
 Model = nn.Module | Builder
 

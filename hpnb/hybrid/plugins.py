@@ -26,8 +26,8 @@ from hpnb.mesh import Layout, Mesh
 from hpnb.pipeline_parallel import Schedule, schedules
 from hpnb.pipeline_parallel.partition import How
 from hpnb.precision import LossScaler, PrecisionPolicy, policy
-from hpnb.ranks.here import device as this_device
-from hpnb.ranks.here import world_size
+from hpnb.ranks.current_rank import device as this_device
+from hpnb.ranks.current_rank import world_size
 
 Checkpointing = Literal[False, "full", "attention"]
 FILL = 4  # microbatches a rank of a pipeline, where nobody says: a fifth of a 1F1B step is then idle

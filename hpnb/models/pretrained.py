@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig
 from transformers.utils import logging
 
-from hpnb.data import find
+from hpnb.data import find_dataset
 
 
 def read(
@@ -95,7 +95,8 @@ def _check_filled(
 
 def _no_hub() -> bool:
     """Whether to look into the hub's cache alone; asked before transformers would try for minutes."""
-    return huggingface_hub.constants.HF_HUB_OFFLINE or not find.answers(huggingface_hub.constants.ENDPOINT)
+    hub = huggingface_hub.constants
+    return hub.HF_HUB_OFFLINE or not find_dataset.answers(hub.ENDPOINT)
 
 
 def _about(source: str) -> str:

@@ -32,8 +32,8 @@ from hpnb.pipeline_parallel.loss import Loss
 from hpnb.pipeline_parallel.schedule import Action, Schedule
 from hpnb.pipeline_parallel.split_backward import SplitBackward
 from hpnb.pipeline_parallel.transfers import Arrival, MessageQueue, Pair, Shape
+from hpnb.ranks.current_rank import device, world_size
 from hpnb.ranks.devices import usable_cores
-from hpnb.ranks.here import device, world_size
 from hpnb.record.recorder import Recorder
 
 AHEAD = 1  # actions whose receives are posted before their turn

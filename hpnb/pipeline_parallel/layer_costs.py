@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpnb.pipeline_parallel.layers import Inputs, Layer
-from hpnb.ranks.here import device as this_device
+from hpnb.ranks.current_rank import device as this_device
 
 _WARM_UP = 2
 

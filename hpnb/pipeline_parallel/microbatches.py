@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from hpnb.comm import shares
+from hpnb.split_sizes import split_sizes
 
 IGNORE_INDEX = -100  # a target that does not count, as everywhere in PyTorch and transformers
 TARGET_NAMES = ("labels", "label", "targets", "target")  # what targets are called in a batch
@@ -40,7 +40,7 @@ def split_batch(batch: Any, microbatches: int, *, multiple: int = 1, allow_empty
             f"use a batch of at least {microbatches}, or a schedule with at most {samples} microbatches"
         )
     leaves, form = tree_flatten(batch)
-    sizes = [multiple * share for share in shares(samples // multiple, microbatches)]
+    sizes = [multiple * share for share in split_sizes(samples // multiple, microbatches)]
     last = max((i for i, size in enumerate(sizes) if size), default=0)
     sizes[last] += samples % multiple
     columns = [leaf.split(sizes) if _has_samples(leaf) else [leaf] * microbatches for leaf in leaves]

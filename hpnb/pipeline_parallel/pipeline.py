@@ -36,7 +36,7 @@ from hpnb.pipeline_parallel.step_result import PipelineStepResult
 from hpnb.pipeline_parallel.symmetric_transfers import SymmetricTransfers
 from hpnb.pipeline_parallel.tied_weights import tie_weights
 from hpnb.pipeline_parallel.transfers import queues
-from hpnb.ranks.here import device as this_device
+from hpnb.ranks.current_rank import device as this_device
 from hpnb.record.recorder import Recorder, active, recording
 
 FUSED = 1.4e11  # FLOPs: about 0.2 ms of an H200, and more than twice what Python takes for the call

@@ -26,7 +26,7 @@ from hpnb.pipeline_parallel.layers import Builder, Inputs, Layer, first_input, l
 from hpnb.pipeline_parallel.partition import How, cut
 from hpnb.pipeline_parallel.schedule import Schedule
 from hpnb.placement import Cut, full_tensors, placement_of, set_placement
-from hpnb.ranks.here import device as this_device
+from hpnb.ranks.current_rank import device as this_device
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from hpnb.mesh import Axis
 from hpnb.placement import check_axes
 from hpnb.precision.loss_scaler import LossScaler
 from hpnb.precision.masters import Masters, alike, multiply, parameters_of
-from hpnb.ranks.here import device as this_device
+from hpnb.ranks.current_rank import device as this_device
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Run a function on N processes, from a cell. Knows nothing of models or meshes."""
 
+from hpnb.ranks.current_rank import device, rank, world_size
 from hpnb.ranks.devices import DeviceChoice, choose_device, default_ranks, usable_cores
 from hpnb.ranks.errors import RankError, RankInterrupt
-from hpnb.ranks.here import device, rank, world_size
 from hpnb.ranks.pool import Ranks, launch
 
 __all__ = [

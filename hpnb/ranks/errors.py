@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hpnb.ranks.last_seen import Frame, Note
 
-_OWN = re.compile(r"[/\\]hpnb[/\\]ranks[/\\](worker|last_seen|serving)\.py$")
+_OWN = re.compile(r"[/\\]hpnb[/\\]ranks[/\\](worker|last_seen|forkserver_process)\.py$")
 _PLUMBING = re.compile(r"[/\\](multiprocessing[/\\]\w+|threading)\.py$|^<string>$")
 _WANTS_RESULT = re.compile(r"\.(item|tolist|cpu|numpy|wait)\(|synchronize\(")
 _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep

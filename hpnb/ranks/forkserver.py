@@ -4,11 +4,10 @@ Starting Python and importing torch takes seconds a rank; a fork of a process th
 milliseconds. The caller's own process cannot be forked once CUDA is up in it (nor safely while it has
 threads), so a server stands beside it: single-threaded, never told about CUDA, in a session of its own.
 
-The server answers requests over a socket pair; `serving.py` is its side. It starts with the first ranks. In
-the kernel of a notebook it may start earlier, by `start_ahead`: then kernel and server import at the same
-time, rather than one after the other. Ranks must not notice. Modules read the environment while they are
-imported, so a server that stood ready while the notebook changed os.environ, sys.path or its folder is
-replaced by one that starts with the first ranks.
+The server answers requests over a socket pair; `forkserver_process.py` is its side. It starts with the first
+ranks. In the kernel of a notebook it may start earlier, by `start_ahead`: then kernel and server import at
+the same time. Ranks must not notice. Modules read the environment while they are imported, so a server that
+stood ready while the notebook changed os.environ, sys.path or its folder is replaced by a new one.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
-from hpnb.ranks import wire
-from hpnb.ranks.here import in_notebook
+from hpnb.ranks.current_rank import in_notebook
+from hpnb.ranks.messages import receive_message, send_message
 
 _START_LIMIT = 60.0  # seconds that an interrupted start may take to be undone
 
@@ -51,7 +50,7 @@ class ForkServer:
         self._environ, self._path, self._folder = dict(os.environ), _search_path(), os.getcwd()
         self._socket, theirs = socket.socketpair()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the server)
-        start = f"from hpnb.ranks.serving import serve; serve({theirs.fileno()}, {self.pid})"
+        start = f"from hpnb.ranks.forkserver_process import serve; serve({theirs.fileno()}, {self.pid})"
         path = f"import sys; sys.path[:] = {self._path!r}; "
         with theirs:
             self._process = subprocess.Popen(
@@ -139,11 +138,11 @@ class ForkServer:
         while (asked := self._requests.get()) is not None:
             future, request, descriptors = asked
             try:
-                wire.send(self._socket, request)
+                send_message(self._socket, request)
                 for fds in descriptors:
-                    wire.receive(self._socket)  # one at a time: the server says when it expects the next
+                    receive_message(self._socket)  # one at a time: the server says when it expects the next
                     socket.send_fds(self._socket, [b"f"], list(fds))
-                kind, reply = wire.receive(self._socket)
+                kind, reply = receive_message(self._socket)
             except (EOFError, OSError):
                 self._lost = True
                 future.set_exception(self._gone())

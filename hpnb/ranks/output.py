@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-from hpnb.ranks.here import in_notebook
+from hpnb.ranks.current_rank import in_notebook
 
 _TOKENS = re.compile(r"(\r?\n|\r|\x1b\[A)")
 _REDRAW_EVERY = 0.1  # seconds; tqdm's own pace

@@ -19,18 +19,18 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from hpnb.ranks import errors, last_seen, packing, travel
+from hpnb.ranks import errors, last_seen, pack_call, serialize_function
+from hpnb.ranks.caller_globals import Names, caller_space, global_names
+from hpnb.ranks.current_rank import current, inside_rank
 from hpnb.ranks.devices import DeviceChoice, choose_device, default_ranks
 from hpnb.ranks.errors import RankError, RankInterrupt
-from hpnb.ranks.here import here, inside_rank
-from hpnb.ranks.names import Names, caller_space, global_names
 from hpnb.ranks.output import Output
 from hpnb.ranks.processes import Processes
 from hpnb.ranks.worker import Done, Failed
 
 T = TypeVar("T")
 
-_NOTHING = packing.Sent()
+_NOTHING = pack_call.Sent()
 
 _GRACE = 0.5  # seconds after a first failure in which others may report theirs
 _START_TIMEOUT = 120.0
@@ -78,7 +78,7 @@ class Ranks:
     def __init__(self, ranks: int | None = None, device: str = "auto", timeout: float = 300.0) -> None:
         if inside_rank():
             raise ValueError(
-                f"rank {here.rank} of {here.world_size} cannot start ranks of its own; "
+                f"rank {current.rank} of {current.world_size} cannot start ranks of its own; "
                 "call hpnb.launch from outside, or make a smaller group with hpnb.Mesh"
             )
         _check_timeout(timeout)
@@ -177,7 +177,7 @@ class Ranks:
             if self._ended is not None:
                 raise RuntimeError(f"these ranks have ended ({self._ended}); start new ones with hpnb.Ranks")
             limit = self.timeout if timeout is None else timeout
-            call, sent = packing.pack([self._names[r] for r in members], space, names, content)
+            call, sent = pack_call.pack([self._names[r] for r in members], space, names, content)
             deadline = time.monotonic() + limit
             try:
                 self._processes.send(members, call, limit)
@@ -191,7 +191,7 @@ class Ranks:
         deadline: float,
         limit: str,
         space: dict[str, Any] | None = None,
-        sent: packing.Sent = _NOTHING,
+        sent: pack_call.Sent = _NOTHING,
     ) -> list[Any]:
         """Show output and wait until every member has answered; raise if one did not answer well."""
         processes, output = self._processes, Output()
@@ -222,13 +222,13 @@ class Ranks:
 
     def _loaded(self, rank: int, reply: Done) -> Any:
         try:
-            return travel.loads(reply.result)
+            return serialize_function.loads(reply.result)
         except Exception as error:
             summary = f"the result of rank {rank} cannot be unpickled here ({type(error).__name__}: {error})"
             raise RankError(summary, rank=rank, error=type(error).__name__) from error
 
     def _learn_names(
-        self, replies: dict[int, Done | Failed | None], space: dict[str, Any] | None, sent: packing.Sent
+        self, replies: dict[int, Done | Failed | None], space: dict[str, Any] | None, sent: pack_call.Sent
     ) -> None:
         for rank, reply in replies.items():
             if reply is None or space is None:

@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass, field
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from hpnb.ranks import last_seen, wire
+from hpnb.ranks import last_seen
 from hpnb.ranks.devices import DeviceChoice
 from hpnb.ranks.forkserver import ForkServer, server
+from hpnb.ranks.messages import Inbox, send_message
 from hpnb.ranks.output import Output
 from hpnb.ranks.worker import Done, Failed, Spec
 
@@ -35,7 +36,7 @@ class Processes:
     outputs: list[int]
     pages: list[int]
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    inboxes: list[wire.Inbox] = field(default_factory=list)
+    inboxes: list[Inbox] = field(default_factory=list)
     gone: set[int] = field(default_factory=set)
     stopped: bool = False
 
@@ -69,7 +70,7 @@ class Processes:
                 os.close(write_end)
         made = cls(at, store, pids, controls, outputs, pages)
         for rank in range(choice.ranks):
-            made.inboxes.append(wire.Inbox())
+            made.inboxes.append(Inbox())
             made.selector.register(controls[rank], selectors.EVENT_READ, ("control", rank))
             made.selector.register(outputs[rank], selectors.EVENT_READ, ("output", rank))
         return made
@@ -82,7 +83,7 @@ class Processes:
             self.controls[rank].settimeout(max(0.001, deadline - time.monotonic()))
             # One that is gone, or does not listen, shows as such when its answer is awaited.
             with contextlib.suppress(BrokenPipeError, ConnectionError, TimeoutError):
-                wire.send(self.controls[rank], body)
+                send_message(self.controls[rank], body)
             self.controls[rank].setblocking(False)
 
     def poll(self, seconds: float, output: Output) -> list[tuple[int, Done | Failed | None]]:

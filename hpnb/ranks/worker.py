@@ -30,8 +30,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from hpnb.ranks import last_seen, travel, wire
-from hpnb.ranks.here import here
+from hpnb.ranks import last_seen, serialize_function
+from hpnb.ranks.current_rank import current
+from hpnb.ranks.messages import receive_message, send_message
 
 _PR_SET_PDEATHSIG = 1
 _LINE_BUFFERED = 1
@@ -100,9 +101,9 @@ def main(spec: dict[str, Any], fds: list[int], server_fd: int) -> None:
     try:
         rank.join()
     except BaseException as error:
-        wire.send(control, _failed(error))
+        send_message(control, _failed(error))
         return
-    wire.send(control, Done(travel.dumps(None)))
+    send_message(control, Done(serialize_function.dumps(None)))
     with contextlib.suppress(EOFError, BrokenPipeError):
         rank.serve()
     if dist.is_initialized() and me.device == "cuda":
@@ -144,7 +145,7 @@ class _Rank:
             torch.cuda.set_device(device)
             # Said once, by the thread of autograd, which has no context before its first product.
             warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current")
-        here.rank, here.world_size, here.device = spec.rank, spec.world_size, device
+        current.rank, current.world_size, current.device = spec.rank, spec.world_size, device
         dist.init_process_group(
             spec.backend,
             store=TCPStore("127.0.0.1", spec.store_port, timeout=_GROUP_TIMEOUT),
@@ -156,7 +157,7 @@ class _Rank:
 
     def serve(self) -> None:
         """Answer calls until told to leave."""
-        while isinstance(call := wire.receive(self.control), Call):
+        while isinstance(call := receive_message(self.control), Call):
             reply: Done | Failed
             self.took_names = False
             try:
@@ -167,7 +168,7 @@ class _Rank:
             except BaseException as error:
                 reply = replace(_failed(error, self._new_names()), took_names=self.took_names)
             _flush()
-            wire.send(self.control, reply)
+            send_message(self.control, reply)
 
     def _run(self, call: Call) -> tuple[object, types.CodeType | None]:
         """The value, and the code of the function that gave it."""
@@ -181,7 +182,7 @@ class _Rank:
         for name in call.modules:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
-        content = travel.loads(call.body)
+        content = serialize_function.loads(call.body)
         self.main.__dict__.update(content["names"])
         self.known = self.known | frozenset(content["names"])
         self.took_names = True
@@ -201,7 +202,7 @@ class _Rank:
 
     def _done(self, value: object, code: types.CodeType | None) -> Done | Failed:
         try:
-            return Done(travel.dumps(value, travel.main_space()), self._new_names())
+            return Done(serialize_function.dumps(value, serialize_function.main_space()), self._new_names())
         except Exception as error:
             summary = (
                 f"TypeError: rank {self.spec.rank} returned a {type(value).__name__} that cannot be pickled "

@@ -1,13 +1,13 @@
 """The measured side: Timeline, MemoryProfile and Traffic as data, and the recorders that fill them."""
 
-from hpnb.record.budget import OutOfBudget, Survivors
+from hpnb.record.memory_budget import OutOfBudget, Survivors
 from hpnb.record.memory_profile import CATEGORIES, MemoryProfile, MemorySample
 from hpnb.record.recorder import Recorder, timeline
 from hpnb.record.timeline import Event, Timeline
 from hpnb.record.traffic import Message, Traffic, ring_bytes, traffic
 
 # Last, for the name of a recorder is also the name of its file.
-from hpnb.record.memory import MemoryRecorder, memory  # isort: skip
+from hpnb.record.memory_recorder import MemoryRecorder, memory  # isort: skip
 
 __all__ = [
     "CATEGORIES",

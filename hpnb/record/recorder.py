@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from hpnb.ranks.here import device, inside_rank, rank
+from hpnb.ranks.current_rank import device, inside_rank, rank
 from hpnb.record.timeline import Event, Timeline
 from hpnb.record.traffic import ring_bytes
 

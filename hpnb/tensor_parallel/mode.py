@@ -22,12 +22,12 @@ from typing import Literal
 import torch
 from torch import nn
 
-from hpnb.comm import shares
 from hpnb.mesh import Axis
 from hpnb.models import Anatomy, Role
 from hpnb.models.attention import Attention
 from hpnb.models.in_place_cross_entropy import VocabShard
 from hpnb.placement import Cut
+from hpnb.split_sizes import split_sizes
 
 Place = Literal["embedding", "block", "head"]
 
@@ -139,7 +139,7 @@ def split_units(axis: Axis, role: Role, dim: int, size: int) -> Cut:
     fused = role.fused if dim == role.out_dim else 1
     width = size // fused  # of one of q, k and v
     unit = width // role.units
-    share = shares(role.units, axis.size)
+    share = split_sizes(role.units, axis.size)
     start = sum(share[: axis.rank]) * unit
     stop = start + share[axis.rank] * unit
     return Cut(axis.name, dim, tuple((part * width + start, part * width + stop) for part in range(fused)))
@@ -147,7 +147,7 @@ def split_units(axis: Axis, role: Role, dim: int, size: int) -> Cut:
 
 def split_evenly(axis: Axis, dim: int, size: int) -> Cut:
     """A cut along `dim`, where any row may be the first: the first ranks have one more if it is uneven."""
-    share = shares(size, axis.size)
+    share = split_sizes(size, axis.size)
     start = sum(share[: axis.rank])
     return Cut(axis.name, dim, ((start, start + share[axis.rank]),))
 

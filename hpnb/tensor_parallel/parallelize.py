@@ -29,7 +29,7 @@ from hpnb.models import Role, anatomy, attentions, roles
 from hpnb.models.in_place_cross_entropy import IGNORE_INDEX
 from hpnb.models.model_anatomy import Inputs, wrap
 from hpnb.placement import Placement, gather_full, placement_of, set_placement
-from hpnb.ranks.here import device as this_device
+from hpnb.ranks.current_rank import device as this_device
 from hpnb.tensor_parallel.cut_anatomy import around
 from hpnb.tensor_parallel.lazy_logits import lazily
 from hpnb.tensor_parallel.mode import Place, SplitModel, TensorParallelMode

@@ -23,7 +23,7 @@ from hpnb.mesh import Axis
 from hpnb.models import Role
 from hpnb.models.in_place_cross_entropy import VocabShard
 from hpnb.placement import Cut
-from hpnb.ranks.here import device as this_device
+from hpnb.ranks.current_rank import device as this_device
 from hpnb.tensor_parallel.dropout_rng import DropoutRng, drops
 from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
 from hpnb.tensor_parallel.mode import SplitModel, TensorParallelMode, is_transposed, split_evenly, split_units
@@ -81,7 +81,7 @@ class TensorParallel1D(TensorParallelMode):
         return self.line.begin if self.line.sequence else None
 
     def heads(self, total: int) -> int:
-        return comm.shares(total, self.axis.size)[self.axis.rank]
+        return comm.split_sizes(total, self.axis.size)[self.axis.rank]
 
     # --- layers ------------------------------------------------------------------------------------------
 

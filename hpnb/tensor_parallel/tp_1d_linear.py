@@ -37,10 +37,11 @@ from torch import nn
 
 from hpnb import comm
 from hpnb.background import Background
-from hpnb.comm import gather_slices, shares, sum_slices
+from hpnb.comm import gather_slices, sum_slices
 from hpnb.gradients import in_backward
 from hpnb.mesh import Axis
 from hpnb.record.recorder import communication
+from hpnb.split_sizes import split_sizes
 from hpnb.tensor_parallel.async_all_reduce import (
     NO_COMMUNICATION,
     ForwardWeights,
@@ -74,7 +75,7 @@ class SequenceSharding:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Tokens of each rank."""
-        return shares(self.shape[0] * self.shape[1], self.axis.size)
+        return split_sizes(self.shape[0] * self.shape[1], self.axis.size)
 
     def begin(self, rows: int, length: int) -> None:
         """A forward begins on a batch of so many rows of so many tokens."""

@@ -29,10 +29,10 @@ from math import isqrt
 import torch
 from torch import nn
 
-from hpnb.comm import shares
 from hpnb.mesh import Axis
 from hpnb.models import Role
 from hpnb.placement import Cut
+from hpnb.split_sizes import split_sizes
 from hpnb.tensor_parallel.activation_layout import ActivationLayout
 from hpnb.tensor_parallel.async_weight_grads import PendingWeightGrads
 from hpnb.tensor_parallel.mode import split_evenly, split_units
@@ -97,5 +97,5 @@ class TensorParallel2D(GridMode):
     def multiply_words(
         self, words: int
     ) -> Callable[[torch.Tensor, torch.Tensor, PendingWeightGrads | None], torch.Tensor]:
-        share = shares(words, self.q)
+        share = split_sizes(words, self.q)
         return lambda x, table, sent: logits(x, table, self.square, share, sent)

@@ -30,10 +30,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hpnb.comm import all_reduce, shares
+from hpnb.comm import all_reduce
 from hpnb.mesh import Axis
 from hpnb.models import Role
 from hpnb.placement import Cut
+from hpnb.split_sizes import split_sizes
 from hpnb.tensor_parallel.activation_layout import ActivationLayout
 from hpnb.tensor_parallel.async_weight_grads import PendingWeightGrads
 from hpnb.tensor_parallel.mode import split_evenly, split_units
@@ -110,7 +111,7 @@ class TensorParallel3D(GridMode):
     def multiply_words(
         self, words: int
     ) -> Callable[[torch.Tensor, torch.Tensor, PendingWeightGrads | None], torch.Tensor]:
-        pieces = shares(shares(words, self.side)[self.c.rank], self.side)
+        pieces = split_sizes(split_sizes(words, self.side)[self.c.rank], self.side)
 
         def product(x: torch.Tensor, table: torch.Tensor, sent: PendingWeightGrads | None) -> torch.Tensor:
             return linear(x, [table], [None], self.column, 0, False, sent, pieces)[0]
@@ -123,7 +124,7 @@ class VocabParallelEmbedding3D(VocabParallelEmbedding):
 
     def __init__(self, old: nn.Embedding, words: int, outer: Axis, inner: Axis) -> None:
         super().__init__(old, words, outer)
-        share = shares(self.own, inner.size)
+        share = split_sizes(self.own, inner.size)
         self.inner, self.first, self.own = inner, self.first + sum(share[: inner.rank]), share[inner.rank]
         padding = old.padding_idx
         here = padding is not None and self.first <= padding < self.first + self.own

@@ -27,7 +27,7 @@ from hpnb.mesh import Axis
 from hpnb.models import Role
 from hpnb.models.in_place_cross_entropy import IGNORE_INDEX
 from hpnb.placement import Cut
-from hpnb.ranks.here import device as this_device
+from hpnb.ranks.current_rank import device as this_device
 from hpnb.tensor_parallel import tp_grid_checks
 from hpnb.tensor_parallel.activation_layout import ActivationLayout
 from hpnb.tensor_parallel.async_weight_grads import PendingWeightGrads

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpnb.comm import shares
 from hpnb.mesh import Axis
 from hpnb.models.in_place_cross_entropy import IGNORE_INDEX, VocabShard
 from hpnb.record.recorder import communication
+from hpnb.split_sizes import split_sizes
 
 
 def cross_entropy(
@@ -44,7 +44,7 @@ def cross_entropy(
     """The summed loss of all tokens, and how many of them count: two numbers, equal on all ranks of `axis`.
 
     Args:
-        logits: (..., V of this rank), of the words that `hpnb.comm.shares(vocabulary, ranks)` gives it; at
+        logits: (..., V of this rank), of the words that `split_sizes(vocabulary, ranks)` gives it; at
             least float32 is computed in.
         targets: (...), equal on all ranks; `ignore_index` counts for nothing.
         label_smoothing: share of the target's weight that is spread over all words, 0 to 1.
@@ -54,7 +54,7 @@ def cross_entropy(
         ValueError: logits that are not this rank's share, targets of another shape, or a smoothing outside
             of 0 to 1.
     """
-    share = shares(vocabulary, axis.size)
+    share = split_sizes(vocabulary, axis.size)
     if logits.size(-1) != share[axis.rank]:
         raise ValueError(
             f"rank {axis.rank} of axis {axis.name} has the logits of {logits.size(-1)} words; its share of "
@@ -95,7 +95,7 @@ def vocab_shard(axis: Axis, vocabulary: int) -> VocabShard | None:
         _reduce(sums, axis, dist.ReduceOp.SUM)
         return most, sums[0], sums[1]
 
-    return VocabShard(sum(shares(vocabulary, axis.size)[: axis.rank]), combine)
+    return VocabShard(sum(split_sizes(vocabulary, axis.size)[: axis.rank]), combine)
 
 
 class _CrossEntropy(torch.autograd.Function):

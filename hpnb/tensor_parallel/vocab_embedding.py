@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hpnb.comm import all_reduce, shares
+from hpnb.comm import all_reduce
 from hpnb.mesh import Axis
+from hpnb.split_sizes import split_sizes
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -38,7 +39,7 @@ class VocabParallelEmbedding(nn.Module):
                 "words: each of them needs to see all words at once"
             )
         self.axis, self.words = axis, words
-        share = shares(words, axis.size)
+        share = split_sizes(words, axis.size)
         self.first, self.own = sum(share[: axis.rank]), share[axis.rank]
         padding = old.padding_idx
         here = padding is not None and self.first <= padding < self.first + self.own

@@ -25,7 +25,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from hpnb.comm import shares
+from hpnb.split_sizes import split_sizes
 from hpnb.theory.tensor_layer import grid_sides
 from hpnb.theory.transformer import Block
 
@@ -80,8 +80,8 @@ def activation_terms(
     tokens, between, heads, width = float(block.batch * block.sequence), 0.0, float(block.heads), 1
     if mode == "1d":
         # tokens of a rank between two pairs of matrices
-        between = float(shares(block.batch * block.sequence, ranks)[0]) if sequence_parallel else tokens
-        heads, inner = float(shares(block.heads, ranks)[0]), float(shares(mlp, ranks)[0])
+        between = float(split_sizes(block.batch * block.sequence, ranks)[0]) if sequence_parallel else tokens
+        heads, inner = float(split_sizes(block.heads, ranks)[0]), float(split_sizes(mlp, ranks)[0])
     else:
         width = sides[-1]
         between = tokens = tokens * width / ranks  # rows are cut over all other axes
@@ -174,7 +174,7 @@ def _numel(
         """Deal out `dim`, in whole units, to the ranks along one dim of the grid."""
         if dim is not None and shape:
             whole = units or left[dim]
-            left[dim] = left[dim] // whole * shares(whole, sides[along])[place[along]]
+            left[dim] = left[dim] // whole * split_sizes(whole, sides[along])[place[along]]
 
     if mode == "1d":
         if role.vocabulary is not None:

@@ -24,7 +24,7 @@ Tokens. One attention between cut tokens, forward and backward, x of n h numbers
 
 from __future__ import annotations
 
-from hpnb.comm import shares
+from hpnb.split_sizes import split_sizes
 from hpnb.theory.activation_table import ActivationRow, Recompute
 from hpnb.theory.communication import bytes_sent
 from hpnb.theory.transformer import Block
@@ -41,7 +41,7 @@ def over_even(units: int, ranks: int) -> float:
     """
     if not 1 <= ranks <= units:
         raise ValueError(f"{units} units cannot be dealt out to {ranks} ranks; use 1 to {units}")
-    return ranks * shares(units, ranks)[0] / units
+    return ranks * split_sizes(units, ranks)[0] / units
 
 
 def attention_share(block: Block) -> float:
@@ -84,7 +84,7 @@ def recomputed_share(block: Block, recompute: Recompute) -> float:
 
 def gathered_sent(tokens: int, vocabulary: int, ranks: int, bytes_per_value: int = 4) -> float:
     """Bytes that leave a rank if the logits of `tokens` are put together; uneven shares are padded."""
-    words = ranks * shares(vocabulary, ranks)[0]
+    words = ranks * split_sizes(vocabulary, ranks)[0]
     return bytes_sent("all_gather", tokens * words * bytes_per_value, ranks)
 
 

@@ -37,7 +37,7 @@ from hpnb.hybrid.checkpoint.dcp import Stored, packed, unpacked
 from hpnb.hybrid.checkpoint.load_weights import Filling
 from hpnb.pipeline_parallel import Stages
 from hpnb.pipeline_parallel import full_state_dict as over_stages
-from hpnb.ranks.here import device as this_device
+from hpnb.ranks.current_rank import device as this_device
 
 MODEL, STATE = "model", "state"
 _OPTIMIZER = (STATE, atomic.MANIFEST)  # what an optimizer's folder has

@@ -32,7 +32,7 @@ from hpnb.hybrid.checkpoint.dcp import Pieces, Stored, packed
 from hpnb.hybrid.checkpoint.gather_weights import along_ranks, speaks_for
 from hpnb.placement import Placement, placement_of
 from hpnb.precision import Masters
-from hpnb.ranks.here import device, rank
+from hpnb.ranks.current_rank import device, rank
 
 Copied = Callable[[torch.Tensor], torch.Tensor]
 GROUPS, NAMES, MASTER, VALUE = "optimizer", "names/", "master", "value/"

@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from hpnb.hybrid.torchrun.network_interface import name_interface
 from hpnb.hybrid.torchrun.restart_store import fresh
 from hpnb.ranks import DeviceChoice, choose_device
-from hpnb.ranks.here import here
+from hpnb.ranks.current_rank import current
 
 WHO = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 WHERE = ("MASTER_ADDR", "MASTER_PORT")
@@ -57,8 +57,8 @@ def launch_from_torch(config: Any = None, backend: str | None = None, seed: int 
         raise ValueError(f"backend={backend!r} is not known; use 'nccl', 'gloo', or None for what fits")
     if not dist.is_initialized():
         _join(backend)
-    elif here.device is None:  # by somebody else's init_process_group
-        here.device = _device("cuda" if "nccl" in _backends() else "cpu")
+    elif current.device is None:  # by somebody else's init_process_group
+        current.device = _device("cuda" if "nccl" in _backends() else "cpu")
     if backend is not None and backend not in _backends():
         raise ValueError(
             f"backend={backend!r}, but the ranks are joined already over {_backends()}; leave it out"
@@ -96,7 +96,7 @@ def _join(backend: str | None) -> None:
     device = _device(choice.device)
     gpu = device if device.type == "cuda" else None
     dist.init_process_group(choice.backend, store=store, rank=rank, world_size=world, device_id=gpu)
-    here.device = device
+    current.device = device
     atexit.register(_leave)
 
 
@@ -140,7 +140,7 @@ def _backends() -> str:
 
 def _leave() -> None:
     """At the end of the program. After an error others may be waiting for this rank: then do not wait too."""
-    if dist.is_initialized() and here.device is not None and here.device.type == "cuda":
+    if dist.is_initialized() and current.device is not None and current.device.type == "cuda":
         failed = getattr(sys, "last_value", None) is not None
         if not failed:
             dist.destroy_process_group()

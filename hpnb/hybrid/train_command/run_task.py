@@ -26,7 +26,7 @@ from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.train_command.run_file import DataTable, RunFile
 from hpnb.hybrid.training.events import Metric
 from hpnb.hybrid.training.metrics import AccuracyHook, F1Hook
-from hpnb.ranks.here import device
+from hpnb.ranks.current_rank import device
 
 Splits = tuple[Dataset, Dataset, Dataset]
 

@@ -32,7 +32,7 @@ from hpnb.hybrid.training.hybrid_adam import HybridAdam
 from hpnb.hybrid.training.lr_schedulers import CosineAnnealingWarmupLR, LinearWarmupLR
 from hpnb.hybrid.training.trainer import Row, Trainer
 from hpnb.models import decay_groups
-from hpnb.ranks.here import device, world_size
+from hpnb.ranks.current_rank import device, world_size
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch import nn
 
 from hpnb.models import anatomy
 from hpnb.pipeline_parallel.microbatches import count_targets
-from hpnb.ranks.here import device
+from hpnb.ranks.current_rank import device
 from hpnb.record.recorder import active
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from hpnb.ranks.here import device
+from hpnb.ranks.current_rank import device
 
 if TYPE_CHECKING:
     from hpnb.hybrid.training.trainer import Trainer

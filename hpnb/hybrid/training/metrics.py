@@ -20,7 +20,7 @@ import torch
 
 from hpnb.hybrid.training.events import Metric
 from hpnb.pipeline_parallel.microbatches import IGNORE_INDEX, TARGET_NAMES, count_samples
-from hpnb.ranks.here import device
+from hpnb.ranks.current_rank import device
 
 if TYPE_CHECKING:
     from hpnb.hybrid.training.trainer import Trainer

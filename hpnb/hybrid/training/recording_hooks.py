@@ -19,7 +19,7 @@ from hpnb import record
 from hpnb.hybrid.training.accumulation import pipelines
 from hpnb.hybrid.training.events import Hook
 from hpnb.pipeline_parallel.executor import contended
-from hpnb.ranks.here import rank
+from hpnb.ranks.current_rank import rank
 
 if TYPE_CHECKING:
     from hpnb.hybrid.training.trainer import Trainer

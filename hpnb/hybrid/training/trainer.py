@@ -38,7 +38,7 @@ from hpnb.hybrid.training.hooks import LRSchedulerHook
 from hpnb.hybrid.training.metrics import LossHook
 from hpnb.hybrid.training.progress import Progress, wanted
 from hpnb.pipeline_parallel.microbatches import to_device
-from hpnb.ranks.here import device
+from hpnb.ranks.current_rank import device
 
 Row = dict[str, Any]
 

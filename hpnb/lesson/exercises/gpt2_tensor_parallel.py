@@ -95,7 +95,7 @@ def _run_losses(loss: Callable[..., Any]) -> dict[str, _Loss]:
     for k, (name, (asked, scale)) in enumerate(_LOSSES.items()):
         targets = torch.tensor(asked)
         whole = (scale * normal(len(asked), _VOCABULARY, seed=k)).requires_grad_()
-        share = comm.shares(_VOCABULARY, axis.size)
+        share = comm.split_sizes(_VOCABULARY, axis.size)
         first = sum(share[: axis.rank])
         own = whole.detach()[:, first : first + share[axis.rank]].clone().requires_grad_()
         right = F.cross_entropy(whole, targets, ignore_index=IGNORED, reduction="sum")

@@ -264,7 +264,7 @@ _RESHARDS = ((12, 4, 2), (10, 3, 4), (7, 2, 7), (9, 3, 3), (25, 4, 3))
 
 
 def _ranges(rows: int, ranks: int) -> list[range]:
-    sizes = comm.shares(rows, ranks)
+    sizes = comm.split_sizes(rows, ranks)
     return [range(sum(sizes[:r]), sum(sizes[: r + 1])) for r in range(ranks)]
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hpnb.comm import shares
 from hpnb.lesson.explorers.explorer import Explorer, explorer
 from hpnb.lesson.explorers.knobs import Challenge, Choice, Slider
 from hpnb.lesson.tables import number
+from hpnb.split_sizes import split_sizes
 from hpnb.theory import (
     ActivationRow,
     Block,
@@ -106,5 +106,5 @@ def _kept(block: Block, vocabulary: int, ranks: int, between: str, recompute: Re
     parts = kept_parts(row, block, ranks, even=False)
     return {
         **{part: LAYERS * nbytes for part, nbytes in parts.items()},
-        "logits": float(LOGIT * block.sequence * block.batch * shares(vocabulary, ranks)[0]),
+        "logits": float(LOGIT * block.sequence * block.batch * split_sizes(vocabulary, ranks)[0]),
     }

@@ -62,7 +62,7 @@ def own_heads(
     qkv: torch.Tensor, out: torch.Tensor, heads: int, ranks: int, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Of weights (h, 3 h), which are Q | K | V, and (h, h): (this rank's columns, its rows, its heads)."""
-    share = comm.shares(heads, ranks)
+    share = comm.split_sizes(heads, ranks)
     d = out.size(0) // heads
     mine = slice(d * sum(share[:rank]), d * sum(share[: rank + 1]))
     columns = torch.cat([each[:, mine] for each in qkv.chunk(3, 1)], 1)
@@ -101,7 +101,8 @@ def _cpu_seconds(model: Any, x: torch.Tensor, ranks: int, repeats: int) -> list[
     """The least of the repeats: what shares a core can only add. Shares take turns."""
     block, config = model.transformer.h[0], model.config
     width = config.n_embd // config.n_head
-    heads, neurons = comm.shares(config.n_head, ranks), comm.shares(block.mlp.c_fc.weight.size(1), ranks)
+    heads = comm.split_sizes(config.n_head, ranks)
+    neurons = comm.split_sizes(block.mlp.c_fc.weight.size(1), ranks)
     modules: dict[tuple[str, int], nn.Module] = {}
     for own in set(heads):
         attention = copy.deepcopy(block.attn)
@@ -161,7 +162,7 @@ def losses(tokens: int, vocabularies: Sequence[int]) -> dict[int, tuple[float, f
     """
     axis, found = vit_tensor.tensor_axis(), {}
     for words in vocabularies:
-        share = comm.shares(words, axis.size)
+        share = comm.split_sizes(words, axis.size)
         draw = torch.Generator().manual_seed(axis.rank)
         mine = torch.randn(tokens, share[axis.rank], generator=draw).to(hpnb.device()).requires_grad_()
         targets = (torch.arange(tokens, device=hpnb.device()) * 31) % words

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 @dataclass
-class _Here:
+class _CurrentRank:
     """Set once by a rank's process when it starts; stays None in the caller's process."""
 
     rank: int | None = None
@@ -22,12 +22,12 @@ class _Here:
     device: torch.device | None = None
 
 
-here = _Here()
+current = _CurrentRank()
 
 
 def inside_rank() -> bool:
     """True in a process that hpnb started (and in what such a process forks)."""
-    return here.rank is not None
+    return current.rank is not None
 
 
 def in_notebook() -> bool:
@@ -38,22 +38,22 @@ def in_notebook() -> bool:
 
 def rank() -> int:
     """This process's rank: 0 to world_size - 1; 0 outside any ranks."""
-    if here.rank is not None:
-        return here.rank
+    if current.rank is not None:
+        return current.rank
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
     """How many ranks there are; 1 outside any ranks."""
-    if here.rank is not None:
-        return here.world_size
+    if current.rank is not None:
+        return current.world_size
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
 def device() -> torch.device:
     """The device of this rank. Outside any ranks: this process's GPU if it has one, else the CPU."""
-    if here.device is not None:
-        return here.device
+    if current.device is not None:
+        return current.device
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     return torch.device("cpu")

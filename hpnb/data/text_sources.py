@@ -23,9 +23,9 @@ from platform import python_version
 
 import numpy as np
 
-from hpnb.data import pairs
+from hpnb.data import synthetic_sentences
 from hpnb.data.dataset import Source
-from hpnb.data.tokens import END
+from hpnb.data.tokenizer import END
 
 SUFFIXES = (".txt", ".md", ".rst")
 NAME = "Python documentation"
@@ -140,11 +140,11 @@ def own_pages(path: str | Path) -> Pages:
 
 
 def composed_pages(why: str) -> Pages:
-    """Sentences as `pairs` composes them, for where there is nothing to read."""
+    """Sentences as `synthetic_sentences` composes them, for where there is nothing to read."""
     raw = {}
     for number in range(COMPOSED):
         rng = np.random.default_rng([zlib.crc32(b"composed text"), number])
-        told = [" ".join(pairs.pair(1, rng)) for _ in range(12)]
+        told = [" ".join(synthetic_sentences.pair(1, rng)) for _ in range(12)]
         raw[f"report {number:03d}"] = "\n\n".join(told).encode()
     return Pages(Source("Composed news", "generated", why), raw)
 

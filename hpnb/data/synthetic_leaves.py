@@ -18,7 +18,7 @@ import math
 import numpy as np
 from PIL import Image, ImageDraw
 
-from hpnb.data.texture import Colour, Point, canvas, finish, jitter, noise
+from hpnb.data.synthetic_texture import Colour, Point, canvas, finish, jitter, noise
 
 CLASSES = ("angular_leaf_spot", "bean_rust", "healthy")
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import cloudpickle
 
-from hpnb.ranks import errors, travel
+from hpnb.ranks import errors, serialize_function
+from hpnb.ranks.caller_globals import Names
 from hpnb.ranks.errors import RankError
-from hpnb.ranks.names import Names
 from hpnb.ranks.worker import Call
 
 _LARGE = 1 << 20  # a captured value over 1 MB is worth a warning
@@ -59,7 +59,7 @@ def pack(
     with _by_value(space):
         while True:
             wanted = _lacking(known, names, space)
-            everything = {"names": wanted, "end": travel.EndOfNames(), **content}
+            everything = {"names": wanted, "end": serialize_function.EndOfNames(), **content}
             pickler, body = _dump(everything, spaces, shared)
             # Functions that sit inside arguments show what they read only now.
             if not _lacking(known, names | pickler.names, space).keys() - wanted.keys():
@@ -85,9 +85,9 @@ def _lacking(known: Sequence[Names], names: set[str], space: dict[str, Any]) -> 
 
 def _dump(
     content: dict[str, Any], spaces: frozenset[int], shared: frozenset[int]
-) -> tuple[travel.Pickler, bytes]:
+) -> tuple[serialize_function.Pickler, bytes]:
     file = io.BytesIO()
-    pickler = travel.Pickler(file, spaces, shared)
+    pickler = serialize_function.Pickler(file, spaces, shared)
     try:
         pickler.dump(content)
     except Exception as error:
@@ -111,7 +111,7 @@ def _culprit(content: dict[str, Any], spaces: frozenset[int]) -> str:
     parts += [(f"the captured variable {name}", value) for name, value in _closure(fn).items()]
     for what, value in parts:
         try:
-            travel.dumps(value, spaces)
+            serialize_function.dumps(value, spaces)
         except Exception:
             return f"{what} (a {type(value).__name__})"
     return f"the function {getattr(fn, '__name__', fn)!r}"
@@ -131,7 +131,7 @@ def _closure(fn: Any) -> dict[str, Any]:
 
 def _warn_of_large(values: dict[str, Any], spaces: frozenset[int], ranks: int) -> None:
     for name, value in values.items():
-        size = len(travel.dumps(value, spaces))
+        size = len(serialize_function.dumps(value, spaces))
         if size > _LARGE:
             warnings.warn(
                 f"{name!r} ({size / 1e6:.1f} MB) is captured and copied to each of {ranks} ranks; "

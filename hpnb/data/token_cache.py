@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from hpnb import files
-from hpnb.data import prose
-from hpnb.data.prose import Document, Pages
-from hpnb.data.tokens import Merge, bpe_tokenizer, check_vocabulary, train_merges
+from hpnb.data import text_sources
+from hpnb.data.text_sources import Document, Pages
+from hpnb.data.tokenizer import Merge, bpe_tokenizer, check_vocabulary, train_merges
 
 FORM = 1  # raise it when documents are read, split or encoded in another way
 _READ_ERRORS = (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError)
@@ -87,7 +87,7 @@ Arrays = dict[str, np.ndarray[Any, np.dtype[Any]]]
 
 
 def _make(documents: Sequence[Document], vocabulary: int, tokenizer: Any) -> Arrays:
-    splits = prose.split(documents)
+    splits = text_sources.split(documents)
     merges: list[Merge] = []
     if tokenizer is None:
         merges = train_merges((document.text for document in splits["train"]), vocabulary)

@@ -2,7 +2,7 @@
 
 `spawn` imports the caller's main module again, and cannot see what a cell defined; so here functions,
 lambdas, closures and classes travel by value. A function of the caller arrives with the rank's own __main__
-as its globals, so what one call binds there the next one finds; `hpnb.ranks.names` says which of the
+as its globals, so what one call binds there the next one finds; `hpnb.ranks.caller_globals` says which of the
 caller's names go with it. What the caller's module imported from elsewhere travels by reference, as pickle
 always does.
 """
@@ -25,8 +25,8 @@ from typing import Any
 import cloudpickle
 import torch
 
-from hpnb.ranks.here import inside_rank
-from hpnb.ranks.names import global_names
+from hpnb.ranks.caller_globals import global_names
+from hpnb.ranks.current_rank import inside_rank
 
 # --- pickling --------------------------------------------------------------------------------
 

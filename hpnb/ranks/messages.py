@@ -10,14 +10,14 @@ from typing import Any
 _HEADER = struct.Struct("!Q")
 
 
-def send(sock: socket.socket, message: object) -> None:
+def send_message(sock: socket.socket, message: object) -> None:
     """Send one message, waiting as long as the socket's timeout allows."""
     body = message if isinstance(message, bytes) else pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     sock.sendall(_HEADER.pack(len(body)))
     sock.sendall(body)
 
 
-def receive(sock: socket.socket) -> Any:
+def receive_message(sock: socket.socket) -> Any:
     """Wait for one message.
 
     Raises:

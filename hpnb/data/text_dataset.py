@@ -22,11 +22,11 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from hpnb.data import prose
+from hpnb.data import text_sources
+from hpnb.data.beans_cifar10_mrpc import Kind
 from hpnb.data.dataset import Dataset, Item, Source
-from hpnb.data.encoded import Encoded, encoded
-from hpnb.data.sets import Kind
-from hpnb.data.tokens import collate_texts
+from hpnb.data.token_cache import Encoded, encoded
+from hpnb.data.tokenizer import collate_texts
 
 Cut = Literal["block", "paragraph", "document"]
 LAPTOP = 509  # tokens of the laptop's GPT-2
@@ -162,19 +162,20 @@ def _item(ids: torch.Tensor) -> Item:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def _pages(kind: Kind, source: str | Path | None) -> prose.Pages:
+def _pages(kind: Kind, source: str | Path | None) -> text_sources.Pages:
     if kind not in get_args(Kind):
         raise ValueError(f"kind={kind!r} is none of 'auto', 'real' and 'generated'")
     if source is not None:
         if kind == "generated":
             raise ValueError("kind='generated' reads no source; leave one of them out")
-        return prose.own_pages(source)
+        return text_sources.own_pages(source)
     if kind == "generated":
-        return prose.composed_pages("the documentation of Python was not looked for")
-    found = prose.python_pages()
+        return text_sources.composed_pages("the documentation of Python was not looked for")
+    found = text_sources.python_pages()
     if found is None:
         why = "this Python was installed without pydoc_data and without the sources of its standard library"
         if kind == "real":
-            raise FileNotFoundError(f"{prose.NAME} was not found: {why}; kind='generated' gives a stand-in")
-        return prose.composed_pages(why)
+            hint = "kind='generated' gives a stand-in"
+            raise FileNotFoundError(f"{text_sources.NAME} was not found: {why}; {hint}")
+        return text_sources.composed_pages(why)
     return found

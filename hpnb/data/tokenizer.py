@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hpnb.data.dataset import Item
-from hpnb.data.deal import Batch
+from hpnb.data.distributed_sampler import Batch
 
 END = "<|endoftext|>"
 IGNORED = -100  # a label that no loss counts

@@ -13,7 +13,7 @@ import math
 import numpy as np
 from PIL import Image, ImageDraw
 
-from hpnb.data.texture import Colour, Pixels, Point, canvas, finish, noise
+from hpnb.data.synthetic_texture import Colour, Pixels, Point, canvas, finish, noise
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SHAPES = ("cross", "ring", "chevron", "triangle", "star", "bone", "disc", "horseshoe", "half disc", "square")

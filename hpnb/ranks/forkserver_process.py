@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.multiprocessing
 
-from hpnb.ranks import wire
+from hpnb.ranks.messages import receive_message, send_message
 
 # An optimizer's first step imports this, a second of every rank's time; the server does it once, when idle.
 _IMPORTED_WHEN_IDLE = "torch._dynamo"
@@ -37,14 +37,14 @@ def serve(fd: int, caller: int) -> None:
     try:
         while _wait(connection, caller):
             try:
-                request = wire.receive(connection)
+                request = receive_message(connection)
             except (EOFError, OSError):
                 break
             try:
                 reply = ("done", _answer(ranks, request, connection))
             except Exception as error:
                 reply = ("failed", f"{type(error).__name__}: {error}")
-            wire.send(connection, reply)
+            send_message(connection, reply)
     except OSError:
         pass
     finally:
@@ -94,7 +94,7 @@ def _spawn(
     context = torch.multiprocessing.get_context("fork")
     pids = []
     for spec in specs:
-        wire.send(connection, "next")
+        send_message(connection, "next")
         _, fds, _, _ = socket.recv_fds(connection, 1, 8)
         process = context.Process(target=main, args=(spec, fds, connection.fileno()))
         process.start()

@@ -38,9 +38,9 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from hpnb.ranks.here import device as this_device
-from hpnb.ranks.here import rank
-from hpnb.record.budget import OutOfBudget, group
+from hpnb.ranks.current_rank import device as this_device
+from hpnb.ranks.current_rank import rank
+from hpnb.record.memory_budget import OutOfBudget, group
 from hpnb.record.memory_profile import CATEGORIES, MemoryProfile, MemorySample
 
 _CUDA_BLOCK = 512  # the allocator's granularity, bytes

@@ -1,6 +1,6 @@
 """Where the real data sets are looked for, and what is said when they are not there.
 
-    1. $DATA                the folder that the reader named (its forms: files.py)
+    1. $DATA                the folder that the reader named (its forms: dataset_formats.py)
     2. the network          CIFAR-10 goes into $DATA through torchvision; everything else to the hub's cache
     3. the hub's cache      $HF_DATASETS_CACHE, else $HF_HOME/datasets
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from hpnb.data import files
+from hpnb.data import dataset_formats
 from hpnb.data.dataset import Rows
 
 PATIENCE = 3.0  # seconds that a host has to answer
@@ -133,7 +133,8 @@ def _below(data: Path, wanted: Wanted, split: str) -> tuple[Rows, str] | None:
             rows = wanted.own_form(folder, split)
             if rows is None and name:
                 with _quietly():
-                    rows = files.saved(folder, split) or files.parquet(folder, split, cache())
+                    rows = dataset_formats.saved(folder, split)
+                    rows = rows or dataset_formats.parquet(folder, split, cache())
                     rows = rows and _checked(rows, wanted)
         except Exception as error:  # each library has its own; the reader needs the place and the reason
             why = f"cannot be read: {_short(error)}; mend or remove it"

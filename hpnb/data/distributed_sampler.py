@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hpnb.comm import shares
+from hpnb.split_sizes import split_sizes
 
 Batch = dict[str, Any]
 
@@ -89,7 +89,7 @@ class Deal:
     def share(self, epoch: int, batch: int) -> list[int]:
         """The rank's samples of it."""
         block = self.block(epoch, batch)
-        sizes = shares(len(block), self.ranks)
+        sizes = split_sizes(len(block), self.ranks)
         start = sum(sizes[: self.rank])
         return block[start : start + sizes[self.rank]]
 

@@ -868,6 +868,36 @@ def test_ranks_that_do_not_fit() -> None:
     )
 
 
+def mesh_on_one_rank(plugin: HybridParallelPlugin) -> list[str]:
+    """Rank 0 alone looks at everything that a plugin shows; the others come later."""
+    seen: list[str] = []
+    for candidate in (plugin, HybridParallelPlugin(tp_size=2, zero_stage=1)):
+        if hpnb.rank() == 0:
+            seen += [repr(candidate), repr(candidate.mesh), str(candidate.layout)]
+            seen.append(str(candidate.stage_manager.is_last_stage()))
+            assert dist.get_world_size(candidate.tp_group) == candidate.tp_size
+    dist.barrier()
+    return seen
+
+
+def test_one_rank_may_look_at_a_plugin() -> None:
+    """No property is a collective: the groups are there since the plugin was made, or has arrived."""
+    sent = HybridParallelPlugin(pp_size=2, num_microbatches=2)
+    seen, nothing = hpnb.launch(mesh_on_one_rank, sent, ranks=2, device="cpu", timeout=30)
+    assert seen[1] == "Mesh(dp=0 of 1, pp=0 of 2, tp=0 of 1)"
+    assert seen[4:7] == [
+        "HybridParallelPlugin(tp_size=2, zero_stage=1)",
+        "Mesh(dp=0 of 1, pp=0 of 1, tp=0 of 2)",
+        "tp 2, ZeRO 1",
+    ]
+    assert nothing == []
+
+
+def test_without_ranks_a_plugin_says_how_to_get_groups() -> None:
+    with pytest.raises(RuntimeError, match=r"plugin.connect\(\) on every rank"):
+        _ = HybridParallelPlugin().mesh
+
+
 def deals(shuffle: bool) -> tuple[list[list[int]], int, int]:
     plugin = HybridParallelPlugin(tp_size=2)
     loader = plugin.prepare_dataloader(
@@ -905,7 +935,7 @@ def test_batch_k_is_the_same_samples_in_every_layout(pools: dict[int, hpnb.Ranks
         ({"pp_size": 4, "pp_style": "dualpipe-v", "num_microbatches": 4}, "use 8 or more, not 4"),
         ({"pp_style": "2f2b"}, "there is no schedule '2f2b'; choose one of gpipe"),
         ({"tp_size": 3, "tp_mode": "2d"}, "3 is not of that form; 1 would do, or 4"),
-        ({"tp_size": 4, "tp_mode": "4d"}, "'4d' is no mode; use 1d, 2d, 2.5d, 3d"),
+        ({"tp_size": 4, "tp_mode": "4d"}, "tp_mode='4d'; use one of 1d, 2d, 2.5d, 3d"),
         ({"tp_size": 8, "tp_mode": "1d", "tp_depth": 2}, "goes with tp_mode='2.5d'"),
         ({"tp_size": 4, "tp_mode": "2d", "enable_sequence_parallelism": True}, "or use tp_mode='1d'"),
         ({"tp_size": 4, "tp_mode": "2d", "loss_chunk": 64}, "leave loss_chunk out with tp_mode='2d'"),

@@ -191,7 +191,7 @@ class Boosted(nn.Module):
         """
         batch = self._brought(to_device(batch, self._device))
         pipe = self._pipe or self._make_pipe()
-        pipe.split = partial(split_batch, allow_empty=True, multiple=self.plugin.row_shares)
+        pipe.split = partial(split_batch, allow_empty=True, multiple=self.plugin.row_multiple)
         pipe.schedule = self.plugin.schedule(self._agreed(self.plugin.microbatches(batch_size(batch))))
         new, before = criterion or _own_loss, self._criterion
         if getattr(new, "__code__", new) != getattr(before, "__code__", before):

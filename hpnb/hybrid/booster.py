@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -38,7 +39,7 @@ Boost = tuple[Boosted, Any, Any, Any, Any]
 
 
 class Booster(BoosterFiles):
-    """Parallelises models as `plugin` says, and runs their steps.
+    """Parallelizes models as `plugin` says, and runs their steps. Every rank makes one.
 
     Args:
         plugin: by default `TorchDDPPlugin()`.
@@ -47,6 +48,8 @@ class Booster(BoosterFiles):
     def __init__(self, plugin: HybridParallelPlugin | None = None) -> None:
         self.plugin = TorchDDPPlugin() if plugin is None else plugin
         super().__init__()
+        if dist.is_initialized():
+            self.plugin.connect()
 
     def boost(
         self,

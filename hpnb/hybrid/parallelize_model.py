@@ -56,7 +56,8 @@ def parallelize_model(
         example: a batch, for cut="flops" and "time".
     """
     _check(model, optimizer)
-    mesh, axes = plugin.mesh, [plugin.mesh.dp, plugin.mesh.pp]
+    mesh = plugin.connect()
+    axes = [mesh.dp, mesh.pp]
     state = optimizer.state_dict() if optimizer is not None and optimizer.state else None
     if isinstance(model, nn.Module):
         _prepare(model, plugin, optimizer)

@@ -1,19 +1,20 @@
-"""The hybrid plugin with fewer knobs, for data parallelism alone: one plugin a family of stages.
+"""The hybrid plugin with fewer options, for data parallelism alone.
 
 TorchDDPPlugin()              replicas, float32                         zero_stage 0
-LowLevelZeroPlugin(stage=2)   optimizer states dealt out, gradients     zero_stage 1 or 2
-GeminiPlugin()                parameters dealt out too                  zero_stage 3
+LowLevelZeroPlugin(stage=2)   optimizer state and gradients sharded     zero_stage 1 or 2
+GeminiPlugin()                parameters sharded as well                zero_stage 3
 """
 
 from __future__ import annotations
 
 import torch
 
-from hpnb.hybrid.plugins import Checkpointing, HybridParallelPlugin
+from hpnb.hybrid.plugins import HybridParallelPlugin
+from hpnb.mesh import Recomputation
 
 
 class TorchDDPPlugin(HybridParallelPlugin):
-    """Every data-parallel rank has the whole model. Knobs as in `HybridParallelPlugin`."""
+    """Every data-parallel rank has the whole model. Options as in `HybridParallelPlugin`."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class TorchDDPPlugin(HybridParallelPlugin):
 
 
 class LowLevelZeroPlugin(HybridParallelPlugin):
-    """ZeRO stage 1 or 2. Knobs as in `HybridParallelPlugin`.
+    """ZeRO stage 1 or 2. Options as in `HybridParallelPlugin`.
 
     Raises:
         ValueError: another stage.
@@ -89,7 +90,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
 
 
 class GeminiPlugin(HybridParallelPlugin):
-    """ZeRO stage 3: parameters are dealt out too. Knobs as in `HybridParallelPlugin`."""
+    """ZeRO stage 3: parameters are sharded too. Options as in `HybridParallelPlugin`."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class GeminiPlugin(HybridParallelPlugin):
         max_norm: float = 0.0,
         communication_dtype: torch.dtype | None = None,
         cpu_offload: bool = False,
-        activation_checkpointing: Checkpointing = False,
+        activation_checkpointing: Recomputation = False,
         seed: int | None = None,
     ) -> None:
         super().__init__(

@@ -21,12 +21,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from hpnb.data_parallel.fsdp_units import find_blocks
-from hpnb.hybrid.plugins import Checkpointing
+from hpnb.mesh import Recomputation
 
 RECOMPUTED = "hpnb_recomputed"  # what transformers is to call it
 
 
-def again(model: nn.Module, what: Checkpointing) -> None:
+def again(model: nn.Module, what: Recomputation) -> None:
     """Let `model` compute again what is said, in place.
 
     Raises:

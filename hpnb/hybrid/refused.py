@@ -1,20 +1,17 @@
-"""What cannot compose, and why: one table, which `HybridParallelPlugin` goes through before any rank runs.
+"""Which options cannot be combined, and why: one table that `HybridParallelPlugin` checks before ranks run.
 
-A row is (what, why, found): `found(plugin)` is the sentence with the numbers at hand, or None. Whatever
-stands in no row composes: data x pipeline x tensor parallelism of every mode x sequence parallelism x ZeRO 0
-to 3 x every schedule x every precision x accumulation x clipping x activation checkpointing.
+A row is (what, why, find): `find(options)` is the sentence with the numbers at hand, or None. Everything that
+is in no row composes: data x pipeline x tensor parallelism of every mode x sequence parallelism x ZeRO 0 to 3
+x every schedule x every precision x accumulation x clipping x activation checkpointing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from hpnb.hybrid.plugin_options import PluginOptions
 from hpnb.pipeline_parallel import schedules
-
-if TYPE_CHECKING:
-    from hpnb.hybrid.plugins import HybridParallelPlugin
 
 
 @dataclass(frozen=True)
@@ -23,62 +20,60 @@ class Refusal:
 
     Attributes:
         what, why: as a table shows them.
-        found: of a plugin, what is wrong and what would work; None if nothing is.
+        find: takes the options; returns what is wrong and what would work, or None.
     """
 
     what: str
     why: str
-    found: Callable[[HybridParallelPlugin], str | None]
+    find: Callable[[PluginOptions], str | None]
 
 
-def _schedule(p: HybridParallelPlugin) -> str | None:
-    given = p.num_microbatches if p.pp_size > 1 and p.num_microbatches else p.least_microbatches
+def _check_schedule(o: PluginOptions) -> str | None:
+    microbatches = o.num_microbatches if o.pp_size > 1 and o.num_microbatches else o.least_microbatches
     try:
-        schedules.make(p.pp_style, p.pp_size * p.chunks, given, p.chunks)
+        schedules.make(o.pp_style, o.pp_size * o.chunks, microbatches, o.chunks)
     except ValueError as error:
-        return f"pp_style={p.pp_style!r}, pp_size={p.pp_size}, num_model_chunks={p.num_model_chunks}: {error}"
+        return f"pp_style={o.pp_style!r}, pp_size={o.pp_size}, num_model_chunks={o.num_model_chunks}: {error}"
     return None
 
 
-def _grid(p: HybridParallelPlugin) -> str | None:
-    if p.tp_mode == "1d" and p.tp_depth == 1:
+def _check_grid(o: PluginOptions) -> str | None:
+    if o.tp_mode == "1d" and o.tp_depth == 1:
         return None
-    from hpnb.tensor_parallel.modes import NAMES, check_ranks
+    from hpnb.tensor_parallel.modes import check_ranks
 
-    if p.tp_mode not in NAMES:
-        return f"tp_mode={p.tp_mode!r} is no mode; use {', '.join(NAMES)}"
-    if p.tp_depth > 1 and p.tp_mode != "2.5d":
-        return f"tp_depth={p.tp_depth} goes with tp_mode='2.5d', not {p.tp_mode!r}"
+    if o.tp_depth > 1 and o.tp_mode != "2.5d":
+        return f"tp_depth={o.tp_depth} goes with tp_mode='2.5d', not {o.tp_mode!r}"
     try:
-        check_ranks(p.tp_mode, p.tp_size, p.tp_depth)
+        check_ranks(o.tp_mode, o.tp_size, o.tp_depth)
     except ValueError as error:
-        return f"tp_size={p.tp_size}: {error}"
+        return f"tp_size={o.tp_size}: {error}"
     return None
 
 
-def _sequence(p: HybridParallelPlugin) -> str | None:
-    if not p.enable_sequence_parallelism or p.tp_mode == "1d":
+def _check_sequence_parallelism(o: PluginOptions) -> str | None:
+    if not o.enable_sequence_parallelism or o.tp_mode == "1d":
         return None
-    return f"leave enable_sequence_parallelism out with tp_mode={p.tp_mode!r}, or use tp_mode='1d'"
+    return f"leave enable_sequence_parallelism out with tp_mode={o.tp_mode!r}, or use tp_mode='1d'"
 
 
-def _chunked(p: HybridParallelPlugin) -> str | None:
-    if not p.loss_chunk or p.tp_mode == "1d":
+def _check_loss_chunk(o: PluginOptions) -> str | None:
+    if not o.loss_chunk or o.tp_mode == "1d":
         return None
-    return f"leave loss_chunk out with tp_mode={p.tp_mode!r}, or use tp_mode='1d'"
+    return f"leave loss_chunk out with tp_mode={o.tp_mode!r}, or use tp_mode='1d'"
 
 
-def _measured(p: HybridParallelPlugin) -> str | None:
-    if p.cut not in ("flops", "time") or p.tp_size == 1 or p.pp_size == 1:
+def _check_measured_cut(o: PluginOptions) -> str | None:
+    if o.cut not in ("flops", "time") or o.tp_size == 1 or o.pp_size == 1:
         return None
-    return f"use cut='parameters' with tp_size={p.tp_size}, or say how many layers each stage gets"
+    return f"use cut='parameters' with tp_size={o.tp_size}, or say how many layers each stage gets"
 
 
-def _replicated(p: HybridParallelPlugin) -> str | None:
-    if p.zero_stage:
+def _check_zero_options(o: PluginOptions) -> str | None:
+    if o.zero_stage:
         return None
-    given = {"cpu_offload": p.cpu_offload, "communication_dtype": p.communication_dtype is not None}
-    if names := [name for name, on in given.items() if on]:
+    switches = {"cpu_offload": o.cpu_offload, "communication_dtype": o.communication_dtype is not None}
+    if names := [name for name, on in switches.items() if on]:
         return f"{' and '.join(names)} go with zero_stage=1, 2 or 3"
     return None
 
@@ -88,31 +83,31 @@ REFUSED: tuple[Refusal, ...] = (
         "a pp_style whose definition does not allow the stages, chunks or microbatches",
         "1f1b, gpipe, zb-h1 and zb-h2 have one chunk a rank, zb-v and dualpipe-v two; dualpipe-v needs two "
         "microbatches a rank",
-        _schedule,
+        _check_schedule,
     ),
     Refusal(
         "a tp_mode on a number of ranks that is not of its form",
         "2d needs q x q, 2.5d depth x q x q, 3d l x l x l",
-        _grid,
+        _check_grid,
     ),
     Refusal(
         "enable_sequence_parallelism with tp_mode 2d, 2.5d or 3d",
         "a grid cuts every activation over all its ranks already",
-        _sequence,
+        _check_sequence_parallelism,
     ),
     Refusal(
         "loss_chunk with tp_mode 2d, 2.5d or 3d",
         "a grid's logits are sums over ranks, made as they are cut",
-        _chunked,
+        _check_loss_chunk,
     ),
     Refusal(
         "cut='flops' or 'time' with tensor parallelism",
         "one rank measures for all, and the layers of one rank alone do not run",
-        _measured,
+        _check_measured_cut,
     ),
     Refusal(
         "cpu_offload or communication_dtype without ZeRO",
         "replicas sum whole gradients, as they are and where they are",
-        _replicated,
+        _check_zero_options,
     ),
 )

@@ -55,7 +55,7 @@ SIZE, DTYPE, BUCKET, ROWS = (XL, torch.bfloat16, 25.0, 2) if GPU else (SMALL, to
 PARAMETERS, TOKENS = SIZE.parameters(), ROWS * SIZE.length
 BUDGET = 24e9 * PARAMETERS / XL.parameters()  # a 24 GB card for XL, and the same share of it for a smaller model
 name = f"GPT-2, {SIZE.layers} blocks of {SIZE.hidden}, {PARAMETERS / 1e6:,.1f} M parameters, {str(DTYPE)[6:]}, {TOKENS} tokens a rank"
-english = hpnb.data.text("train", vocabulary=gradient_noise.SIZE.vocabulary, block=gradient_noise.SIZE.length)
+english = hpnb.data.text("train", vocabulary=gradient_noise.SIZE.vocab_size, block=gradient_noise.SIZE.length)
 here = lesson.banner(N, model=name, data=english.describe(), reading=f"every rank has a budget of {lesson.number(BUDGET, 'B')}")
 pool = hpnb.Ranks(N)  # these ranks stay to the end
 
@@ -393,11 +393,11 @@ def train(room, steps=12):
     return [outputs.loss.item() for outputs in log], stopped
 
 
-logits = DTYPE.itemsize * SIZE.vocabulary * TOKENS
+logits = DTYPE.itemsize * SIZE.vocab_size * TOKENS
 losses, stopped = pool.run(train, 4.5 * logits)[0]
 assert stopped is not None
 print("losses:", *(f"{loss:.2f}" for loss in losses), f"and then out of budget, in step {len(losses) + 1}")
-rows = [(str(each), each.category, lesson.number(each.nbytes, "B")) for each in stopped.survivors if SIZE.vocabulary in each.shape]
+rows = [(str(each), each.category, lesson.number(each.nbytes, "B")) for each in stopped.survivors if SIZE.vocab_size in each.shape]
 lesson.table(("survivors with a side of V words", "held as", "bytes"), rows, f"out of budget {stopped.operator}")
 lesson.field_guide.add(
     "the loss falls, memory between steps grows, and a run that fitted is out of memory after some steps",

@@ -51,12 +51,12 @@ from hpnb.pipeline_parallel.partition import balanced, uniform
 
 N, M = min(4, hpnb.ranks.default_ranks()), 8  # ranks, microbatches
 GPU = hpnb.ranks.choose_device("auto", N).device == "cuda"
-SMALL = GPT2Size(hidden=128, layers=13, heads=4, mlp=512, vocabulary=8009, length=48)
+SMALL = GPT2Size(hidden=128, layers=13, heads=4, mlp=512, vocab_size=8009, length=48)
 SIZE, DTYPE, EACH = (GPT2_SIZES["1.5b"], torch.bfloat16, 4) if GPU else (SMALL, torch.float32, 2)
 ROWS = EACH * M
 english = hpnb.data.text("train", block=64)  # packed; 509 words
 texts = list(islice(hpnb.data.Loader(english, 16), 40))  # the same batches on every rank
-name = f"GPT-2, {SIZE.layers} blocks of {SIZE.hidden}, {SIZE.vocabulary:,} words, {str(DTYPE)[6:]}, {ROWS} rows of {SIZE.length} in {M} microbatches"
+name = f"GPT-2, {SIZE.layers} blocks of {SIZE.hidden}, {SIZE.vocab_size:,} words, {str(DTYPE)[6:]}, {ROWS} rows of {SIZE.length} in {M} microbatches"
 here = lesson.banner(N, model=name, data=english.describe())
 pool = hpnb.Ranks(N)  # these ranks stay to the end
 
@@ -135,7 +135,7 @@ print("a microbatch takes the ranks " + ", ".join(lesson.number(each, "s") for e
 
 # %%
 sky = pool.run(gpt2_pipeline.measured, SIZE, EACH, DTYPE)[0]
-law = theory.head_in_blocks(SIZE.block(), SIZE.vocabulary)
+law = theory.head_in_blocks(SIZE.block(), SIZE.vocab_size)
 told = sky.step(mine, cuts["uniform"])  # simulated with what the layers took
 rows = [("head, products (blocks)", law, sky.head - sky.loss / sky.block), ("head and loss (blocks)", law, sky.head),
         ("step (s)", told.makespan, ran.makespan), ("bubble (%)", 100 * told.bubble_fraction, 100 * ran.bubble_fraction)]
@@ -266,7 +266,7 @@ plot.show(
 # these two ranks, once a step. Commit to its bytes. (Compare: activations cross every cut for each microbatch.)
 
 # %%
-lesson.predict("06.tie-bytes", f"a table of {SIZE.vocabulary:,} x {SIZE.hidden} numbers of {DTYPE.itemsize} bytes: what do all {N} ranks "
+lesson.predict("06.tie-bytes", f"a table of {SIZE.vocab_size:,} x {SIZE.hidden} numbers of {DTYPE.itemsize} bytes: what do all {N} ranks "
                "together send for the tie, a step?", guess=None, unit="B", kind="identity")  # fmt: skip
 
 
@@ -287,7 +287,7 @@ def train_tied(tied, texts):
 
 # %%
 sent = pool.run(tied_weights.sent, SIZE, ROWS, DTYPE, (mine, cuts["by time"]))
-lesson.reveal("06.tie-bytes", sum(each["tie"] for each in sent), predicted=theory.tie_bytes(SIZE.vocabulary, SIZE.hidden, DTYPE.itemsize))
+lesson.reveal("06.tie-bytes", sum(each["tie"] for each in sent), predicted=theory.tie_bytes(SIZE.vocab_size, SIZE.hidden, DTYPE.itemsize))
 print("activations and their gradients, a step: " + lesson.number(sum(each["activations"] for each in sent), "B"))
 runs = {"added up": pool.run(train_tied, True, texts)[0], "never added up": pool.run(train_tied, False, texts)[0]}
 losses, apart = ({case: [step[i] for step in log] for case, (log, *_) in runs.items()} for i in (0, 1))

@@ -52,12 +52,12 @@ from hpnb.tensor_parallel import full_state_dict, parallelize
 
 N = min(4, hpnb.ranks.default_ranks())
 GPU = hpnb.ranks.choose_device("auto", N).device == "cuda"
-SMALL = GPT2Size(hidden=400, layers=2, heads=25, mlp=1600, vocabulary=12_601, length=256)  # 25 narrow heads
+SMALL = GPT2Size(hidden=400, layers=2, heads=25, mlp=1600, vocab_size=12_601, length=256)  # 25 narrow heads
 SIZE, DTYPE, ROWS = (GPT2_SIZES["1.5b"], torch.bfloat16, 4) if GPU else (SMALL, torch.float32, 1)
 BLOCK = SIZE.block(ROWS, bytes_per_value=DTYPE.itemsize)
 english = hpnb.data.text("train", block=64)  # 509 words
 texts = list(islice(hpnb.data.Loader(english, 8), 33))  # the same batches on every rank
-name = f"GPT-2, blocks of {SIZE.hidden} in {SIZE.heads} heads, {SIZE.vocabulary:,} words, {str(DTYPE)[6:]}, {ROWS} x {SIZE.length} tokens"
+name = f"GPT-2, blocks of {SIZE.hidden} in {SIZE.heads} heads, {SIZE.vocab_size:,} words, {str(DTYPE)[6:]}, {ROWS} x {SIZE.length} tokens"
 here = lesson.banner(N, model=name, data=english.describe())
 pool = hpnb.Ranks(N)  # these ranks stay to the end
 
@@ -234,7 +234,7 @@ lesson.check(exercises.share, share)
 # Commit to the bytes of a step. The loss's numbers are float32, whatever the others are.
 
 # %%
-lesson.predict("07.words-bytes", f"{ROWS} x {SIZE.length} tokens of {SIZE.hidden} numbers of {DTYPE.itemsize} bytes, {SIZE.vocabulary:,} words: "
+lesson.predict("07.words-bytes", f"{ROWS} x {SIZE.length} tokens of {SIZE.hidden} numbers of {DTYPE.itemsize} bytes, {SIZE.vocab_size:,} words: "
                f"how many bytes leave each of {N} ranks in a step because the vocabulary is cut?", guess=None, unit="B",
                kind="identity")  # fmt: skip
 
@@ -243,7 +243,7 @@ sent = pool.run(gpt2_tensor.around, SIZE, ROWS, DTYPE)[0]
 n, V = ROWS * SIZE.length, [509 * 2 ** (k / 2) for k in range(18)]
 lesson.reveal("07.words-bytes", sent, predicted=theory.vocabulary_sent(BLOCK, N))
 activation = theory.bytes_sent("all_reduce", n * SIZE.hidden * DTYPE.itemsize, N)
-logits = theory.gathered_sent(n, SIZE.vocabulary, N, DTYPE.itemsize)
+logits = theory.gathered_sent(n, SIZE.vocab_size, N, DTYPE.itemsize)
 rows = [("words that are looked up", activation), ("gradient of the head's input", activation), ("the loss", theory.loss_sent(n, N)),
         ("in place of the loss: gathered logits", logits)]  # fmt: skip
 lesson.table(("what", "leaves a rank"), [(what, lesson.number(nbytes, "B")) for what, nbytes in rows])

@@ -47,10 +47,10 @@ from hpnb.theory import LayoutPlan
 
 N = min(4, hpnb.ranks.default_ranks())
 GPU = hpnb.ranks.choose_device("auto", N).device == "cuda"
-XL, SMALL = GPT2_SIZES["1.5b"], GPT2Size(hidden=120, layers=8, heads=5, mlp=480, vocabulary=1009, length=64)
+XL, SMALL = GPT2_SIZES["1.5b"], GPT2Size(hidden=120, layers=8, heads=5, mlp=480, vocab_size=1009, length=64)
 SIZE, DTYPE, ROWS, EACH = (XL, torch.bfloat16, 16, 2) if GPU else (SMALL, torch.float32, 16, 2)
 BUDGET = 24e9 * SIZE.parameters() / XL.parameters()  # a 24 GB card for XL, and the same share for a smaller model
-name = f"GPT-2, {SIZE.layers} blocks of {SIZE.hidden}, {SIZE.vocabulary:,} words, {str(DTYPE)[6:]}, {ROWS} rows of {SIZE.length} a step"
+name = f"GPT-2, {SIZE.layers} blocks of {SIZE.hidden}, {SIZE.vocab_size:,} words, {str(DTYPE)[6:]}, {ROWS} rows of {SIZE.length} a step"
 recipe = paraphrases.recipe()  # MRPC, and a GPT-2 of two blocks with its own byte-level BPE
 here = lesson.banner(N, model=name, data=recipe.train.describe(),
                      reading="cells with 8 ranks run tiny, on the CPU: they are about equality, not time")  # fmt: skip

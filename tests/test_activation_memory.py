@@ -13,7 +13,7 @@ from hpnb.models import GPT2Size
 from hpnb.theory import ACTIVATION_ROWS, ActivationRow, Block, published_activation_bytes
 
 PUBLISHED = Path(__file__).parent / "published" / "activation_memory.csv"
-SIZE = GPT2Size(hidden=160, layers=3, heads=10, mlp=640, vocabulary=64, length=96)
+SIZE = GPT2Size(hidden=160, layers=3, heads=10, mlp=640, vocab_size=64, length=96)
 
 
 def test_formulas_are_the_published_ones() -> None:
@@ -78,7 +78,7 @@ def test_the_table(measured: dict[str, LayerMemory], capsys: pytest.CaptureFixtu
 @pytest.mark.gpu
 def test_on_gpus() -> None:
     """Masks of a byte, statistics of four; the allocator rounds blocks up to 512 bytes."""
-    size = GPT2Size(hidden=768, layers=3, heads=12, mlp=3072, vocabulary=64, length=256)
+    size = GPT2Size(hidden=768, layers=3, heads=12, mlp=3072, vocab_size=64, length=256)
     for fused in (False, True):
         for one in measure_layers(size, 4, 2, fused_attention=fused):
             assert one.ratio == pytest.approx(1.0, abs=0.05), one

@@ -152,7 +152,7 @@ def test_shapes_that_do_not_fit() -> None:
 
 # --- a model -----------------------------------------------------------------------------------------------
 
-SIZE = GPT2Size(hidden=20, layers=2, heads=5, mlp=80, vocabulary=53, length=16)
+SIZE = GPT2Size(hidden=20, layers=2, heads=5, mlp=80, vocab_size=53, length=16)
 
 
 def rows() -> dict[str, torch.Tensor]:
@@ -211,7 +211,7 @@ def test_what_keeps_its_logits() -> None:
 def peak(chunk: int, recompute: bool = False) -> int:
     """Bytes above parameters and gradients, of one step of a model with more words than anything."""
     n, words = 512, 4001
-    model = gpt2(GPT2Size(hidden=16, layers=1, heads=2, mlp=64, vocabulary=words, length=n))
+    model = gpt2(GPT2Size(hidden=16, layers=1, heads=2, mlp=64, vocab_size=words, length=n))
     ids = torch.randint(0, words, (1, n), generator=torch.Generator().manual_seed(1))
     if chunk:
         chunk_loss(model, chunk, recompute)

@@ -40,7 +40,7 @@ from hpnb.models.gpt2_parts import GPT2Anatomy
 from hpnb.theory.transformer import model_flops
 
 D = torch.float64
-TINY = GPT2Size(hidden=12, layers=2, heads=3, mlp=48, vocabulary=31, length=10)
+TINY = GPT2Size(hidden=12, layers=2, heads=3, mlp=48, vocab_size=31, length=10)
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def test_sizes_are_those_that_were_released() -> None:
     }
     for size in list(GPT2_SIZES.values())[1:]:
         assert size.hidden // size.heads == 64
-        assert (size.vocabulary, size.length) == (50257, 1024)
+        assert (size.vocab_size, size.length) == (50257, 1024)
 
 
 @pytest.mark.parametrize("classes", [None, 5])
@@ -121,10 +121,10 @@ def test_flops_are_those_that_torch_counts(
 ) -> None:
     model = gpt2(size, classes=classes, attention="eager")  # spelled out: a fused backward repeats some
     with FlopCounterMode(display=False) as counted:
-        model(tokens(batch, length or size.length, size.vocabulary)).logits.sum().backward()
+        model(tokens(batch, length or size.length, size.vocab_size)).logits.sum().backward()
     assert size.training_flops(batch, length, classes) == counted.get_total_flops()
     if classes is None and size.mlp == 4 * size.hidden:
-        told = model_flops(size.layers, size.hidden, size.vocabulary, length or size.length, batch)
+        told = model_flops(size.layers, size.hidden, size.vocab_size, length or size.length, batch)
         assert size.training_flops(batch, length) == told
 
 
@@ -133,8 +133,8 @@ def test_a_size_refuses_what_does_not_divide() -> None:
         GPT2Size(60, 2, 4, 130, 31, 8)
     with pytest.raises(ValueError, match="hidden 64 does not divide into 5 heads; 2 or 4 would work"):
         GPT2Size(64, 2, 5, 256, 31, 8)
-    with pytest.raises(ValueError, match="GPT2Size vocabulary=0 is not a size"):
-        replace(TINY, vocabulary=0)
+    with pytest.raises(ValueError, match="GPT2Size vocab_size=0 is not a size"):
+        replace(TINY, vocab_size=0)
 
 
 # --- building ------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_what_is_built_is_plain_and_ready_to_train() -> None:
 
 def test_what_ends_a_text_pads_a_classifier() -> None:
     for vocabulary, end in ((50257, 50256), (50304, 50256), (509, 508)):
-        found = gpt2(TINY, classes=2, vocabulary=vocabulary, device="meta").config
+        found = gpt2(TINY, classes=2, vocab_size=vocabulary, device="meta").config
         assert (found.pad_token_id, found.eos_token_id, found.vocab_size) == (end, end, vocabulary)
 
 
@@ -259,7 +259,7 @@ def test_a_language_model_comes_back_as_it_was_saved(
     assert {m.p for m in model.modules() if isinstance(m, nn.Dropout)} == {0.0}
     assert model.config._attn_implementation == "sdpa"
     assert gpt2(pretrained=source, attention="eager").config._attn_implementation == "eager"
-    assert gpt2(TINY, pretrained=source, dtype=D, vocabulary=31).dtype == D
+    assert gpt2(TINY, pretrained=source, dtype=D, vocab_size=31).dtype == D
     model.save_pretrained(tmp_path)
     again, found = GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(found.values())
@@ -336,8 +336,8 @@ def test_the_first_positions_are_kept(folders: Path, tmp_path: Path) -> None:
         ({}, {"tie_word_embeddings": False}, "1 weights are missing .*: lm_head.weight"),
         ({}, {"add_cross_attention": True}, "has cross attention, which cannot be cut"),
         ({"size": "laptop"}, {}, "hidden=12, not 100 and layers=2, not 4 .* leave size out"),
-        ({"size": TINY, "vocabulary": 30}, {}, "has vocabulary=31, not 30; leave size out"),
-        ({"vocabulary": 30}, {}, "has vocabulary=31, not 30; leave vocabulary out"),
+        ({"size": TINY, "vocab_size": 30}, {}, "has vocab_size=31, not 30; leave size out"),
+        ({"vocab_size": 30}, {}, "has vocab_size=31, not 30; leave vocab_size out"),
         ({"classes": 2}, {"eos_token_id": None}, "names no token that pads and no single one that ends"),
         ({"classes": 2}, {"pad_token_id": 31}, "pads with token 31, but has tokens 0 to 30"),
     ],
@@ -652,7 +652,7 @@ def cut(module: nn.Module, path: str, table: dict[str, Role], keep: slice, one_o
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("counts", [(2, 2), (1, 3), (1, 1, 2)])
 def test_shards_with_their_own_heads_compute_the_attention(attention: str, counts: tuple[int, ...]) -> None:
-    size = GPT2Size(hidden=24, layers=2, heads=4, mlp=48, vocabulary=31, length=10)
+    size = GPT2Size(hidden=24, layers=2, heads=4, mlp=48, vocab_size=31, length=10)
     model = stirred(gpt2(size, dtype=D, attention=attention))
     hidden = torch.randn(2, 7, 24, dtype=D)
     wanted = model.transformer.h[1].attn(hidden)[0].detach()
@@ -729,7 +729,7 @@ def test_pairs_of_sentences_go_through_a_classifier() -> None:
         {"sentence1": "another sentence", "sentence2": "and a longer one", "label": 0},
     ]
     batch = collate_pairs(byte_tokenizer())(items)
-    model = gpt2("laptop", classes=2, vocabulary=50257, dtype=D)
+    model = gpt2("laptop", classes=2, vocab_size=50257, dtype=D)
     whole = model(**batch).logits
     alone = model(**collate_pairs(byte_tokenizer())(items[:1])).logits  # without padding
     assert float((whole[0] - alone[0]).detach().abs().max()) < 1e-12

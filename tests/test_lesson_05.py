@@ -26,7 +26,7 @@ from hpnb.record import MemoryProfile, MemorySample, OutOfBudget
 from hpnb.theory import LINKS, Block
 
 MB = 1_000_000.0
-SIZE = GPT2Size(hidden=64, layers=4, heads=4, mlp=256, vocabulary=401, length=32)
+SIZE = GPT2Size(hidden=64, layers=4, heads=4, mlp=256, vocab_size=401, length=32)
 
 
 @pytest.fixture(scope="module")

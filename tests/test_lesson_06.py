@@ -21,7 +21,7 @@ from hpnb.pipeline_parallel import schedules
 from hpnb.pipeline_parallel.partition import balanced
 from hpnb.record import Timeline
 
-SMALL = GPT2Size(hidden=16, layers=4, heads=2, mlp=32, vocabulary=101, length=8)
+SMALL = GPT2Size(hidden=16, layers=4, heads=2, mlp=32, vocab_size=101, length=8)
 FLAT = Skyline(("embedding", "block", "block", "head"), (0.1, 1.0, 1.2, 2.0), (0.1, 2.0, 2.2, 4.0), 1.5)
 
 
@@ -36,8 +36,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_head_in_blocks_is_the_closed_form() -> None:
     for size, blocks in (("124m", 4.46), ("355m", 3.51), ("774m", 2.89), ("1.5b", 2.37)):
         shape = GPT2_SIZES[size]
-        found = theory.head_in_blocks(shape.block(3), shape.vocabulary)
-        assert found == pytest.approx(shape.vocabulary / (12 * shape.hidden + 2 * shape.length))
+        found = theory.head_in_blocks(shape.block(3), shape.vocab_size)
+        assert found == pytest.approx(shape.vocab_size / (12 * shape.hidden + 2 * shape.length))
         assert found == pytest.approx(blocks, abs=0.005)
 
 
@@ -109,7 +109,7 @@ def test_layers_are_timed_and_cuts_take_turns() -> None:
     assert share["last"] > share["first"]
     assert all(held > 0 for *_, held, _ in found)
     ties = [sent["tie"] for *_, sent in found]
-    assert sum(ties) == theory.tie_bytes(SMALL.vocabulary, SMALL.hidden, 4)
+    assert sum(ties) == theory.tie_bytes(SMALL.vocab_size, SMALL.hidden, 4)
     hop = 2 * SMALL.length * SMALL.hidden * 4  # bytes of a microbatch of 2 rows between stages
     assert [sent["activations"] for *_, sent in found] == [2 * hop, 2 * hop]
 

@@ -21,7 +21,7 @@ from hpnb.lesson.programs import dropout_masks, gpt2_tensor, vit_tensor
 from hpnb.models import GPT2_SIZES, GPT2Size
 from hpnb.theory import Block
 
-TINY = GPT2Size(hidden=20, layers=2, heads=5, mlp=80, vocabulary=37, length=12)
+TINY = GPT2Size(hidden=20, layers=2, heads=5, mlp=80, vocab_size=37, length=12)
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from hpnb.pipeline_parallel import Costs, schedules
 from hpnb.record import Event, Timeline
 from hpnb.theory import LayerCost, LayoutPlan, LayoutTask, Link, layout_bytes, layout_memory, layout_parts
 
-SMALL = GPT2Size(hidden=20, layers=4, heads=5, mlp=80, vocabulary=101, length=16)
+SMALL = GPT2Size(hidden=20, layers=4, heads=5, mlp=80, vocab_size=101, length=16)
 FREE = Link(0.0, 1e30)
 
 

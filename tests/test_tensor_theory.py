@@ -270,7 +270,7 @@ def build(kind: str, layers: int, meta: bool = False) -> nn.Module:
         size = ViTSize(hidden=H, layers=layers, heads=HEADS, mlp=MLP, patch=8, image=32)
         model = models.vit(size, classes=5, device=where)
     else:
-        shape = GPT2Size(hidden=H, layers=layers, heads=HEADS, mlp=MLP, vocabulary=53, length=TOKENS)
+        shape = GPT2Size(hidden=H, layers=layers, heads=HEADS, mlp=MLP, vocab_size=53, length=TOKENS)
         model = models.gpt2(shape, device=where)
     return model
 

@@ -29,7 +29,7 @@ from hpnb.hybrid.training import resuming
 
 ROOT = Path(__file__).parents[1]
 VIT = {"hidden": 16, "layers": 2, "heads": 2, "mlp": 32, "patch": 8, "image": 16}
-GPT2 = {"hidden": 16, "layers": 2, "heads": 2, "mlp": 32, "vocabulary": 300, "length": 32}
+GPT2 = {"hidden": 16, "layers": 2, "heads": 2, "mlp": 32, "vocab_size": 300, "length": 32}
 Tables = dict[str, Any]
 
 

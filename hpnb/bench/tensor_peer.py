@@ -41,6 +41,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import AttentionInterface, GPT2LMHeadModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.mesh import Axis
 from hpnb.models import GPT2Size, ViTSize
 
@@ -195,7 +196,7 @@ def _linear(conv: Any, pieces: int, ranks: int) -> nn.Linear:
 
 def _loss(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
     """The mean over the words that come next, of logits that are cut; runs inside `loss_parallel`."""
-    following = F.pad(labels, (0, 1), value=-100)[..., 1:]
+    following = F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
     wide = torch.promote_types(logits.dtype, torch.float32)  # as transformers computes it
     return F.cross_entropy(logits.to(wide).flatten(0, 1), following.flatten())
 

@@ -37,7 +37,7 @@ class Task:
         if isinstance(size, ViTSize):
             what, batch = f"ViT, {size.tokens} tokens", f"{self.count} images"
         else:
-            what, batch = f"GPT-2, {size.vocabulary} words", f"{self.count} x {size.length} tokens"
+            what, batch = f"GPT-2, {size.vocab_size} words", f"{self.count} x {size.length} tokens"
         return f"{what}, {size.layers} blocks of {size.hidden}, {size.heads} heads, {kind}, {batch}"
 
     def build(self) -> nn.Module:
@@ -59,7 +59,7 @@ class Task:
             pixels = torch.randn(self.count, 3, size.image, size.image, device=where)
             labels = torch.arange(self.count, device=where) % CLASSES
             return {"pixel_values": pixels.to(self.dtype), "labels": labels}
-        ids = torch.randint(0, size.vocabulary, (self.count, size.length), device=where)
+        ids = torch.randint(0, size.vocab_size, (self.count, size.length), device=where)
         return {"input_ids": ids, "labels": ids}
 
 

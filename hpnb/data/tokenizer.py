@@ -21,7 +21,7 @@ from hpnb.data.dataset import Item
 from hpnb.data.distributed_sampler import Batch
 
 END = "<|endoftext|>"
-IGNORED = -100  # a label that no loss counts
+IGNORE_INDEX = -100  # a label that no loss counts, as everywhere in PyTorch and transformers
 BYTES = 256
 
 Merge = tuple[str, str]
@@ -134,7 +134,7 @@ def collate_texts(pad: int) -> Callable[[Sequence[Item]], Batch]:
 
 
 def _texts(items: Sequence[Item], pad: int) -> Batch:
-    filled = {"input_ids": pad, "attention_mask": 0, "labels": IGNORED}
+    filled = {"input_ids": pad, "attention_mask": 0, "labels": IGNORE_INDEX}
     size = (len(items), max(len(item["input_ids"]) for item in items))
     found = {name: torch.full(size, value) for name, value in filled.items()}
     for row, item in enumerate(items):

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import GPT2ForSequenceClassification, GPT2LMHeadModel, ViTForImageClassification
 
-from hpnb.pipeline_parallel.microbatches import IGNORE_INDEX
+from hpnb.data.tokenizer import IGNORE_INDEX
 
 OwnLoss = Callable[[Any, torch.Tensor], torch.Tensor]  # (outputs, labels) -> (), the mean over the targets
 

@@ -16,7 +16,8 @@ from torch import nn
 from transformers import GPT2LMHeadModel
 from transformers.utils import ModelOutput
 
-from hpnb.models.in_place_cross_entropy import IGNORE_INDEX, VocabShard
+from hpnb.data.tokenizer import IGNORE_INDEX
+from hpnb.models.in_place_cross_entropy import VocabShard
 from hpnb.models.linear_cross_entropy import ChunkedHead, Total, cross_entropy_sum
 from hpnb.models.model_anatomy import Anatomy, Inputs, Part, wrap, wrapping
 
@@ -72,13 +73,13 @@ def chunk_loss(model: M, chunk: int, recompute: bool = False, backend: Any = Non
 class _OfCutLogits:
     """The summed loss of a rank's logits (c, V / t), or whatever somebody has given the model for a loss."""
 
-    def __init__(self, given: Any, vocabulary: int) -> None:
-        self.given, self.vocabulary = given, vocabulary
+    def __init__(self, given: Any, vocab_size: int) -> None:
+        self.given, self.vocab_size = given, vocab_size
         self.words: VocabShard | None = getattr(given, "words", None)
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.given(
-            logits, None, vocab_size=self.vocabulary, num_items_in_batch=1, shift_labels=targets
+            logits, None, vocab_size=self.vocab_size, num_items_in_batch=1, shift_labels=targets
         )
         return found
 

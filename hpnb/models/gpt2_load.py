@@ -23,7 +23,7 @@ _OLD_MASKS = (".attn.bias", ".attn.masked_bias")
 def load(
     source: str,
     classes: int | None,
-    vocabulary: int | None,
+    vocab_size: int | None,
     length: int | None,
     dropout: float,
     attention: str,
@@ -33,7 +33,7 @@ def load(
 
     Args:
         classes: None for a language model, else how many outputs the classifier has.
-        vocabulary, wanted: what it must have, positions aside; None takes any.
+        vocab_size, wanted: what it must have, positions aside; None takes any.
         length: how many positions are kept; None keeps all.
 
     Raises:
@@ -46,7 +46,7 @@ def load(
         if wanted is not None:
             asked = {name: size for name, size in vars(wanted).items() if name != "length"}
             pretrained.check_size(source, vars(GPT2Size.of(config)), asked)
-        _check(source, config, vocabulary, length)
+        _check(source, config, vocab_size, length)
         config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = dropout
         config.use_cache = False
         if classes is not None:
@@ -69,12 +69,12 @@ def load(
     return model
 
 
-def _check(source: str, config: Any, vocabulary: int | None, length: int | None) -> None:
+def _check(source: str, config: Any, vocab_size: int | None, length: int | None) -> None:
     if config.add_cross_attention:
         raise ValueError(f"{source} has cross attention, which cannot be cut; use a GPT-2 without it")
-    if vocabulary is not None and vocabulary != config.vocab_size:
-        told = f"{source} has vocabulary={config.vocab_size}, not {vocabulary}"
-        raise ValueError(f"{told}; leave vocabulary out to take it as it is")
+    if vocab_size is not None and vocab_size != config.vocab_size:
+        told = f"{source} has vocab_size={config.vocab_size}, not {vocab_size}"
+        raise ValueError(f"{told}; leave vocab_size out to take it as it is")
     if length is not None and not 1 <= length <= config.n_positions:
         raise ValueError(f"{source} has positions for 1 to {config.n_positions} tokens, not for {length}")
 

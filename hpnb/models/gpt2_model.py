@@ -29,7 +29,7 @@ def gpt2(
     size: str | GPT2Size | None = None,
     *,
     classes: int | None = None,
-    vocabulary: int | None = None,
+    vocab_size: int | None = None,
     length: int | None = None,
     pretrained: str | None = None,
     dropout: float = 0.0,
@@ -46,7 +46,7 @@ def gpt2(
         classes: how many outputs a classifier of texts has; None for a language model. A classifier reads the
             last token of a row that is not config.pad_token_id, by default the one that ends a text: 50256,
             or the last of a smaller vocabulary.
-        vocabulary: how many tokens there are; by default those of the size, or of `pretrained`.
+        vocab_size: how many tokens there are; by default those of the size, or of `pretrained`.
         length: how many positions, the most tokens of a row; by default as the size or `pretrained` has them.
             Of pretrained positions the first are kept.
         pretrained: a folder that save_pretrained wrote, or a name on the Hugging Face hub. Its classifier is
@@ -70,8 +70,8 @@ def gpt2(
         raise ValueError(f"attention={attention!r} is not known here; use 'sdpa' or 'eager'")
     target = torch.get_default_device() if device is None else torch.device(device)
     wanted = _size(size) if size is not None or pretrained is None else None
-    if wanted is not None and vocabulary is not None:
-        wanted = replace(wanted, vocabulary=vocabulary)
+    if wanted is not None and vocab_size is not None:
+        wanted = replace(wanted, vocab_size=vocab_size)
     with drawing(seed, target):
         if pretrained is None:
             assert wanted is not None
@@ -80,7 +80,7 @@ def gpt2(
         elif target.type == "meta":
             raise ValueError(f"the meta device holds no values of {pretrained}; leave pretrained out there")
         else:
-            model = load(pretrained, classes, vocabulary, length, dropout, attention, wanted)
+            model = load(pretrained, classes, vocab_size, length, dropout, attention, wanted)
     accept_empty_batch(anatomy(model))
     model.transformer.register_forward_pre_hook(without_mask, with_kwargs=True)
     return model.to(device=target, dtype=dtype or torch.float32).train()
@@ -98,13 +98,13 @@ def _size(size: str | GPT2Size | None) -> GPT2Size:
 def _scratch(
     size: GPT2Size, classes: int | None, dropout: float, attention: str
 ) -> GPT2LMHeadModel | GPT2ForSequenceClassification:
-    end = min(END_OF_TEXT, size.vocabulary - 1)
+    end = min(END_OF_TEXT, size.vocab_size - 1)
     config = GPT2Config(
         n_embd=size.hidden,
         n_layer=size.layers,
         n_head=size.heads,
         n_inner=size.mlp,
-        vocab_size=size.vocabulary,
+        vocab_size=size.vocab_size,
         n_positions=size.length,
         bos_token_id=end,
         eos_token_id=end,

@@ -1,6 +1,6 @@
 """How large a GPT-2 is, in numbers alone: nothing is built to count its parameters and FLOPs.
 
-              hidden  layers  heads    mlp  vocabulary  length   parameters
+              hidden  layers  heads    mlp  vocab_size  length   parameters
     laptop       100       4      5    400         509     128         0.5 M
     124m         768      12     12   3072       50257    1024         124 M
     355m        1024      24     16   4096       50257    1024         355 M
@@ -27,7 +27,7 @@ class GPT2Size:
     Attributes:
         hidden, layers, heads: of the transformer; a head is hidden / heads wide.
         mlp: neurons of an MLP, a multiple of hidden.
-        vocabulary: how many tokens there are.
+        vocab_size: how many tokens there are.
         length: positions, the most tokens that a row may have.
 
     Raises:
@@ -38,7 +38,7 @@ class GPT2Size:
     layers: int
     heads: int
     mlp: int
-    vocabulary: int
+    vocab_size: int
     length: int
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class GPT2Size:
 
         The output layer is the table of words and counts once. A classifier adds c h.
         """
-        embedding = (self.vocabulary + self.length) * self.hidden
+        embedding = (self.vocab_size + self.length) * self.hidden
         head = 2 * self.hidden + (classes or 0) * self.hidden
         return embedding + self.layers * self.block().parameters + head
 
@@ -77,7 +77,7 @@ class GPT2Size:
             length: tokens of a row, by default as many as there are positions.
         """
         length = self.length if length is None else length
-        outputs = self.vocabulary if classes is None else classes
+        outputs = self.vocab_size if classes is None else classes
         blocks = self.layers * self.block(batch, length).training_flops
         return blocks + 3 * (2 * batch * length * self.hidden * outputs)
 
@@ -95,9 +95,9 @@ class GPT2Size:
 
 
 GPT2_SIZES = {
-    "laptop": GPT2Size(hidden=100, layers=4, heads=5, mlp=400, vocabulary=509, length=128),
-    "124m": GPT2Size(hidden=768, layers=12, heads=12, mlp=3072, vocabulary=50257, length=1024),
-    "355m": GPT2Size(hidden=1024, layers=24, heads=16, mlp=4096, vocabulary=50257, length=1024),
-    "774m": GPT2Size(hidden=1280, layers=36, heads=20, mlp=5120, vocabulary=50257, length=1024),
-    "1.5b": GPT2Size(hidden=1600, layers=48, heads=25, mlp=6400, vocabulary=50257, length=1024),
+    "laptop": GPT2Size(hidden=100, layers=4, heads=5, mlp=400, vocab_size=509, length=128),
+    "124m": GPT2Size(hidden=768, layers=12, heads=12, mlp=3072, vocab_size=50257, length=1024),
+    "355m": GPT2Size(hidden=1024, layers=24, heads=16, mlp=4096, vocab_size=50257, length=1024),
+    "774m": GPT2Size(hidden=1280, layers=36, heads=20, mlp=5120, vocab_size=50257, length=1024),
+    "1.5b": GPT2Size(hidden=1600, layers=48, heads=25, mlp=6400, vocab_size=50257, length=1024),
 }

@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-IGNORE_INDEX = -100  # as torch.nn.functional.cross_entropy has it
+from hpnb.data.tokenizer import IGNORE_INDEX
+
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 

@@ -35,7 +35,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from hpnb.models.in_place_cross_entropy import IGNORE_INDEX, VocabShard, loss_and_gradient
+from hpnb.data.tokenizer import IGNORE_INDEX
+from hpnb.models.in_place_cross_entropy import VocabShard, loss_and_gradient
 
 ROWS = {"cuda": 64}  # of W: a multiple of it where logits are computed
 Total = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (logits (c, V), targets (c,)) -> (), their sum

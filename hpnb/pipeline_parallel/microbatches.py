@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.split_sizes import split_sizes
 
-IGNORE_INDEX = -100  # a target that does not count, as everywhere in PyTorch and transformers
 TARGET_NAMES = ("labels", "label", "targets", "target")  # what targets are called in a batch
 
 

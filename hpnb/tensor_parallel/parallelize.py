@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from hpnb import placement
+from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.mesh import Axis
 from hpnb.models import Role, anatomy, attentions, roles
-from hpnb.models.in_place_cross_entropy import IGNORE_INDEX
 from hpnb.models.model_anatomy import Inputs, wrap
 from hpnb.placement import Placement, gather_full, placement_of, set_placement
 from hpnb.ranks.current_rank import device as this_device

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.mesh import Axis
 from hpnb.models import Role
-from hpnb.models.in_place_cross_entropy import IGNORE_INDEX
 from hpnb.placement import Cut
 from hpnb.ranks.current_rank import device as this_device
 from hpnb.tensor_parallel import tp_grid_checks

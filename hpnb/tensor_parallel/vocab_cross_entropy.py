@@ -25,8 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.mesh import Axis
-from hpnb.models.in_place_cross_entropy import IGNORE_INDEX, VocabShard
+from hpnb.models.in_place_cross_entropy import VocabShard
 from hpnb.record.recorder import communication
 from hpnb.split_sizes import split_sizes
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import hpnb
 from hpnb.bench.whole.task import Task
+from hpnb.data.tokenizer import IGNORE_INDEX
 
 # "head": blocks, and the output layer with the loss; "async": as well, and products overlap their gathers
 Compiled = Literal["blocks", "head", "async", "whole", "no"]
@@ -153,7 +154,7 @@ def use_loss(model: Any, how: Compiled) -> None:
 
 def causal_loss(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
     """The mean over the words that come next: logits (B, s, V), labels (B, s)."""
-    following = F.pad(labels, (0, 1), value=-100)[..., 1:]
+    following = F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
     return F.cross_entropy(logits.float().flatten(0, 1), following.flatten())
 
 

@@ -32,7 +32,7 @@ What = Literal["gpt2-xl", "vit-l16"]
 MICROBATCHES = 4  # a rank of a pipeline: 16 on four, as the published peers
 HEADS = 20
 CLASSES = 1000
-_TINY_GPT2 = GPT2Size(hidden=64, layers=8, heads=4, mlp=256, vocabulary=251, length=16)
+_TINY_GPT2 = GPT2Size(hidden=64, layers=8, heads=4, mlp=256, vocab_size=251, length=16)
 _TINY_VIT = ViTSize(hidden=64, layers=8, heads=4, mlp=256, patch=8, image=32)
 
 
@@ -64,7 +64,7 @@ class Task:
     def title(self) -> str:
         size = self.size
         if isinstance(size, GPT2Size):
-            words, batch = f"{size.vocabulary} words", f"{self.batch} x {size.length} tokens"
+            words, batch = f"{size.vocab_size} words", f"{self.batch} x {size.length} tokens"
         else:
             words, batch = f"{size.tokens} tokens", f"{self.batch} images"
         kind = "bf16" if self.bits == 16 else "float32"
@@ -133,9 +133,9 @@ class Task:
         if isinstance(self.size, GPT2Size):
             share = torch.rand((self.batch, self.size.length), generator=g, device=where)
             ids = (
-                share * math.log(self.size.vocabulary)
+                share * math.log(self.size.vocab_size)
             ).exp().long() - 1  # (B, s), word k as often as 1 / k
-            ids = ids.clamp(0, self.size.vocabulary - 1)
+            ids = ids.clamp(0, self.size.vocab_size - 1)
             return {"input_ids": ids, "labels": ids}
         side = self.size.image
         labels = torch.randint(0, CLASSES, (self.batch,), generator=g, device=where)
@@ -147,7 +147,7 @@ class Task:
         size = self.size
         block = size.block()
         if isinstance(size, GPT2Size):
-            head = 2.0 * size.length * size.hidden * size.vocabulary
+            head = 2.0 * size.length * size.hidden * size.vocab_size
         else:
             head = 2.0 * size.hidden * CLASSES
         return list(balanced([0.0, *[float(block.forward_flops)] * size.layers, head], stages))

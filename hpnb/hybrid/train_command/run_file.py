@@ -38,14 +38,14 @@ class ModelTable:
         size: a name ("laptop", "b16", "124m", ...), or a table of numbers as `ViTSize` or `GPT2Size` takes.
         pretrained: a folder that save_pretrained wrote, or a name on the Hugging Face hub.
         classes: of a classifier; by default those of the data.
-        vocabulary, length: tokens and positions of a GPT-2, by default those of its size.
+        vocab_size, length: tokens and positions of a GPT-2, by default those of its size.
     """
 
     family: Literal["vit", "gpt2"]
     size: str | dict[str, int] | None = None
     pretrained: str | None = None
     classes: int | None = None
-    vocabulary: int | None = None
+    vocab_size: int | None = None
     length: int | None = None
     dropout: float = 0.0
 
@@ -55,9 +55,9 @@ class ModelTable:
             raise ValueError(
                 f"[model] size = {self.size!r} is no size of {self.family}; use {', '.join(sizes)}"
             )
-        if self.family == "vit" and (self.length is not None or self.vocabulary is not None):
+        if self.family == "vit" and (self.length is not None or self.vocab_size is not None):
             raise ValueError(
-                "[model] vocabulary and length are those of a gpt2; a vit takes [data] image_size"
+                "[model] vocab_size and length are those of a gpt2; a vit takes [data] image_size"
             )
         _ = self.shape
 

@@ -152,7 +152,7 @@ def _gpt2(file: RunFile, classes: int | None) -> tuple[Any, Any]:
     model = models.gpt2(
         own.shape,
         classes=classes,
-        vocabulary=own.vocabulary,
+        vocab_size=own.vocab_size,
         length=own.length,
         pretrained=own.pretrained,
         dropout=own.dropout,

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
+from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.hybrid.training.events import Metric
-from hpnb.pipeline_parallel.microbatches import IGNORE_INDEX, TARGET_NAMES, count_samples
+from hpnb.pipeline_parallel.microbatches import TARGET_NAMES, count_samples
 from hpnb.ranks.current_rank import device
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ _TIMEOUT = 60.0
 # GB on a device for 7.5e9 parameters: Rajbhandari et al. 2020 (arXiv 1910.02054), table 1.
 PUBLISHED = {4: (120, 52.5, 41.3, 30.0), 16: (120, 35.6, 21.6, 7.5), 64: (120, 31.4, 16.6, 1.88),
              256: (120, 30.4, 15.4, 0.47), 1024: (120, 30.1, 15.1, 0.12)}  # fmt: skip
-_TINY = GPT2Size(hidden=32, layers=2, heads=2, mlp=128, vocabulary=62, length=32)  # everything divides by 2
+_TINY = GPT2Size(hidden=32, layers=2, heads=2, mlp=128, vocab_size=62, length=32)  # everything divides by 2
 
 
 def _keep(stage: int) -> dict[str, int]:
@@ -38,7 +38,7 @@ def _keep(stage: int) -> dict[str, int]:
     else:
         wrapped = hpnb.fully_shard(model, axis) if stage == 3 else hpnb.DataParallel(model, axis)
         optimizer = torch.optim.AdamW(model.parameters())
-    ids = torch.arange(_TINY.length)[None] % _TINY.vocabulary
+    ids = torch.arange(_TINY.length)[None] % _TINY.vocab_size
 
     def step() -> None:
         optimizer.zero_grad()

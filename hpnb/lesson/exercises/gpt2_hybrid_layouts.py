@@ -50,10 +50,10 @@ def job(ranks: int, memory: float, deadline: float, rows: int, host: int = 8, be
     """Of GPT-2 XL at 400 TFLOP/s a rank; a layer's kernels take 0.1 ms a microbatch whatever its rows."""
     size = GPT2_SIZES["1.5b"]
     block, rate = size.block(), 400e12
-    head = LayerCost(1e-4, 6 * size.length * size.hidden * size.vocabulary / rate)
+    head = LayerCost(1e-4, 6 * size.length * size.hidden * size.vocab_size / rate)
     each = LayerCost(1e-4, block.training_flops / rate)
     task = LayoutTask(
-        block, size.layers, size.vocabulary, rows, each, head, 28 / 3e12, LINKS["NVLink 4"],
+        block, size.layers, size.vocab_size, rows, each, head, 28 / 3e12, LINKS["NVLink 4"],
         LINKS[between] if between else None, host,
     )  # fmt: skip
     return Job(ranks, memory, deadline, rows, task)

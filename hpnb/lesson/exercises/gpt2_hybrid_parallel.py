@@ -18,7 +18,7 @@ from hpnb.mesh import Layout
 from hpnb.models import GPT2Size
 
 _TIMEOUT = 120.0
-_TINY = GPT2Size(hidden=20, layers=2, heads=5, mlp=40, vocabulary=61, length=16)
+_TINY = GPT2Size(hidden=20, layers=2, heads=5, mlp=40, vocab_size=61, length=16)
 _BASE, _ROWS = 2e-3, 8  # what one process was tuned for: learning rate, rows of a step
 
 
@@ -57,7 +57,7 @@ class Rows:
 
     def __init__(self, count: int = 64) -> None:
         draw = torch.Generator().manual_seed(5)
-        self.words = torch.randint(0, _TINY.vocabulary - 1, (count, 8), generator=draw)
+        self.words = torch.randint(0, _TINY.vocab_size - 1, (count, 8), generator=draw)
 
     def __len__(self) -> int:
         return len(self.words)

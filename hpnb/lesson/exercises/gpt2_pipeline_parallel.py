@@ -14,6 +14,7 @@ from torch import nn
 
 import hpnb
 from hpnb import Layout, Mesh
+from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.hybrid.model_loss import causal
 from hpnb.lesson.exercises.checker import Exercise, Finding
 from hpnb.lesson.exercises.gpt2_pipeline_cap import JOBS, Job, beat, family
@@ -22,13 +23,13 @@ from hpnb.lesson.tables import number
 from hpnb.mesh import Axis
 from hpnb.models import GPT2Size
 from hpnb.pipeline_parallel import full_state_dict, schedules
-from hpnb.pipeline_parallel.microbatches import IGNORE_INDEX, count_targets, split_batch
+from hpnb.pipeline_parallel.microbatches import count_targets, split_batch
 from hpnb.pipeline_parallel.partition import balanced
 from hpnb.theory import bytes_sent, loads
 
 _TIMEOUT = 20.0
 _EXACT = 1e-12  # relative norm, float64
-TINY = GPT2Size(hidden=12, layers=3, heads=3, mlp=24, vocabulary=37, length=10)
+TINY = GPT2Size(hidden=12, layers=3, heads=3, mlp=24, vocab_size=37, length=10)
 
 
 def _off(apart: float) -> str:
@@ -125,7 +126,7 @@ def tiny(tied: bool = True) -> Any:
 
 def tiny_batch(rows: int, seed: int) -> dict[str, torch.Tensor]:
     made = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, TINY.vocabulary, (rows, TINY.length), generator=made)
+    ids = torch.randint(0, TINY.vocab_size, (rows, TINY.length), generator=made)
     return {"input_ids": ids, "labels": ids}
 
 
@@ -180,7 +181,7 @@ def _verify_tie(tie: Tie) -> Sequence[Finding]:
         homes_apart, apart = (_worst(off[i] for off, _ in found) for i in (0, 1))
         findings.append(Finding(homes_apart < _EXACT, f"{text}: the two homes are {_off(homes_apart)}"))
         findings.append(Finding(apart < _EXACT, f"{text}: weights beside one process's are {_off(apart)}"))
-        most = bytes_sent("all_reduce", TINY.vocabulary * TINY.hidden * 8, 2)
+        most = bytes_sent("all_reduce", TINY.vocab_size * TINY.hidden * 8, 2)
         sent = [max(each) for _, each in found]
         wanted = [most if rank in (0, ranks - 1) else 0.0 for rank in range(ranks)]
         words = ", ".join(number(s, "B") for s in sent)
@@ -271,7 +272,7 @@ def ragged(lengths: Sequence[int], seed: int = 0) -> dict[str, torch.Tensor]:
     """Rows of so many tokens, padded on the right with the last word and labels of -100."""
     batch = tiny_batch(len(lengths), seed)
     keep = torch.arange(TINY.length) < torch.tensor(lengths).unsqueeze(1)  # (B, s)
-    ids = batch["input_ids"].masked_fill(~keep, TINY.vocabulary - 1)
+    ids = batch["input_ids"].masked_fill(~keep, TINY.vocab_size - 1)
     return {
         "input_ids": ids,
         "attention_mask": keep.long(),

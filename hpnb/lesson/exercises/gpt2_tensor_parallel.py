@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import hpnb
 from hpnb import comm
+from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.lesson.exercises.checker import Exercise, Finding
 from hpnb.lesson.exercises.gpt2_tensor_kept import Layer, kept, published
 from hpnb.lesson.exercises.rank_checks import EXACT, NotThat, calls_of, launched, normal, off_by, worst_of
@@ -73,12 +74,11 @@ share = Exercise("07.1", "deal out heads", 15, _verify_share)
 # --- a loss of cut words -------------------------------------------------------------------------------
 
 _VOCABULARY = 37
-IGNORED = -100
 _LOSSES = {
     "all targets count": ([0, 36, 12, 13, 18, 25], 1.0),
-    "some are -100": ([5, IGNORED, 36, IGNORED, 0, 20], 1e4),  # exp of such logits is infinite
-    "all words of one rank": ([1, 2, 3, 1, IGNORED, 2], 1.0),
-    "none counts": ([IGNORED] * 6, 1.0),
+    "some are -100": ([5, IGNORE_INDEX, 36, IGNORE_INDEX, 0, 20], 1e4),  # exp of such logits is infinite
+    "all words of one rank": ([1, 2, 3, 1, IGNORE_INDEX, 2], 1.0),
+    "none counts": ([IGNORE_INDEX] * 6, 1.0),
 }  # targets, and how large logits are
 
 
@@ -98,7 +98,7 @@ def _run_losses(loss: Callable[..., Any]) -> dict[str, _Loss]:
         share = comm.split_sizes(_VOCABULARY, axis.size)
         first = sum(share[: axis.rank])
         own = whole.detach()[:, first : first + share[axis.rank]].clone().requires_grad_()
-        right = F.cross_entropy(whole, targets, ignore_index=IGNORED, reduction="sum")
+        right = F.cross_entropy(whole, targets, ignore_index=IGNORE_INDEX, reduction="sum")
         right.backward()
         with hpnb.record.traffic() as there:
             pair = loss(own, targets.clone(), first, axis)
@@ -143,7 +143,7 @@ def _verify_loss(loss: Callable[..., Any]) -> Sequence[Finding]:
             for what in each[0].apart:
                 apart = worst_of([one.apart[what] for one in each])
                 findings.append(Finding(apart < EXACT, f"{ranks} ranks, {name}: {what}: {off_by(apart)}"))
-            counts, true = {one.count for one in each}, len(asked) - asked.count(IGNORED)
+            counts, true = {one.count for one in each}, len(asked) - asked.count(IGNORE_INDEX)
             words = ", ".join(f"{count:g}" for count in sorted(counts))
             said = f"{ranks} ranks, {name}: the count is {words}, and {true} targets count"
             findings.append(Finding(counts == {float(true)}, said))

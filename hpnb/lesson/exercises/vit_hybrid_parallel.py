@@ -203,7 +203,7 @@ def _model_and_batch(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
         }
         return vit_tensor.vit64(_TINY), batch
     ids = torch.randint(0, 29, (8, 6), generator=draw)
-    size = GPT2Size(hidden=16, layers=2, heads=4, mlp=32, vocabulary=29, length=8)
+    size = GPT2Size(hidden=16, layers=2, heads=4, mlp=32, vocab_size=29, length=8)
     return hpnb.models.gpt2(size, dtype=_D), {"input_ids": ids, "labels": ids}
 
 

@@ -23,11 +23,11 @@ def xl() -> LayoutTask:
     layer's kernels take 0.1 ms a microbatch, whatever its rows."""
     size = GPT2_SIZES["1.5b"]
     block = size.block()
-    head = LayerCost(1e-4, 6 * size.length * size.hidden * size.vocabulary / RATE)
+    head = LayerCost(1e-4, 6 * size.length * size.hidden * size.vocab_size / RATE)
     each = LayerCost(1e-4, block.training_flops / RATE)
     between = LINKS[BETWEEN]
     return LayoutTask(
-        block, size.layers, size.vocabulary, ROWS, each, head, 28 / 3e12, LINKS["NVLink 4"], between, HOST
+        block, size.layers, size.vocab_size, ROWS, each, head, 28 / 3e12, LINKS["NVLink 4"], between, HOST
     )
 
 

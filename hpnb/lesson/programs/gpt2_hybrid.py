@@ -127,7 +127,7 @@ def task(size: GPT2Size, rows: int, dtype: torch.dtype, found: Rates, link: Link
     """For `hpnb.theory.layout_parts` and `layout_memory`."""
     block = size.block(1, None, dtype.itemsize)
     return LayoutTask(
-        block, size.layers, size.vocabulary, rows, found.each, found.ends, found.parameter, link,
+        block, size.layers, size.vocab_size, rows, found.each, found.ends, found.parameter, link,
         buckets=_BUCKETS,
     )  # fmt: skip
 

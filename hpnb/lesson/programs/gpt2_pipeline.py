@@ -113,7 +113,7 @@ def drawn_on(size: GPT2Size, dtype: torch.dtype, where: torch.device) -> torch.n
 def words(size: GPT2Size, rows: int) -> Batch:
     """`rows` of `size.length` random words, on this rank's device; for timing."""
     made = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, size.vocabulary, (rows, size.length), generator=made).to(hpnb.device())
+    ids = torch.randint(0, size.vocab_size, (rows, size.length), generator=made).to(hpnb.device())
     return {"input_ids": ids, "labels": ids}
 
 

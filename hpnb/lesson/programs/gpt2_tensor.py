@@ -241,7 +241,7 @@ def kept(size: GPT2Size, rows: int, ranks: int, device: str = "auto") -> list[Ke
     Call it in the notebook's process: it starts ranks of its own.
     """
     block, found = size.block(rows), []
-    for one in measure_layers(replace(size, vocabulary=64), rows, ranks, device=device):
+    for one in measure_layers(replace(size, vocab_size=64), rows, ranks, device=device):
         count = ranks if one.row.parallel else 1
         more = theory.over_even(block.heads, count)
         own = (more if "attention" in name else 1.0 for name in one.terms)
@@ -261,7 +261,7 @@ def again(size: GPT2Size, rows: int) -> dict[str, tuple[float, float]]:
     for what in ("", "attention", "full"):
         found = []
         for layers in (1, 2):
-            model = build(replace(size, layers=layers, vocabulary=64), dropout=0.1, device="cpu")
+            model = build(replace(size, layers=layers, vocab_size=64), dropout=0.1, device="cpu")
             recompute.again(model, what or False)  # type: ignore[arg-type]
             ids = torch.zeros(rows, size.length, dtype=torch.long)
             with FlopCounterMode(display=False) as counter:

@@ -83,7 +83,7 @@ def gpt2_and_batch(size: GPT2Size, rows: int, dtype: torch.dtype) -> tuple[Any, 
                 parameter.fill_(0.0 if role.bias else 1.0)
             else:
                 parameter.normal_(std=0.02)
-    ids = torch.randint(size.vocabulary, (rows, size.length), device=where)
+    ids = torch.randint(size.vocab_size, (rows, size.length), device=where)
     return model, {"input_ids": ids, "labels": ids}
 
 
@@ -213,7 +213,7 @@ def predicted(
 ) -> StepMemory:
     """What a step holds at its fullest on each of `ranks` ranks, by `theory.step_memory`."""
     return theory.step_memory(
-        size.block(rows, None, dtype.itemsize), size.layers, size.vocabulary, size.length, ranks, way.stage,
+        size.block(rows, None, dtype.itemsize), size.layers, size.vocab_size, size.length, ranks, way.stage,
         recompute=way.blocks(size), offload=way.offload, bucket_bytes=bucket_mb * 2**20,
     )  # fmt: skip
 

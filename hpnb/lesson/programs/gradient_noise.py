@@ -17,7 +17,7 @@ import hpnb
 from hpnb.mesh import Axis, Layout, Mesh
 from hpnb.models import GPT2Size
 
-SIZE = GPT2Size(hidden=64, layers=2, heads=4, mlp=256, vocabulary=509, length=32)
+SIZE = GPT2Size(hidden=64, layers=2, heads=4, mlp=256, vocab_size=509, length=32)
 RATE, ROWS = 1.4e-3, 8  # the learning rate at so many rows
 EVERY = 5  # steps between two looks at the test loss
 
@@ -42,7 +42,7 @@ class Run:
 
 def rows_of(split: str, size: int | None = None) -> torch.Tensor:
     """(n, 32) tokens of English, for `SIZE`."""
-    text = hpnb.data.text(split, size, vocabulary=SIZE.vocabulary, block=SIZE.length)
+    text = hpnb.data.text(split, size, vocabulary=SIZE.vocab_size, block=SIZE.length)
     return torch.stack([text[i]["input_ids"] for i in range(len(text))])
 
 

@@ -1,6 +1,6 @@
 """What one layer of GPT-2 keeps for its backward: published, predicted and measured, row by row.
 
-    size = hpnb.models.GPT2Size(hidden=160, layers=3, heads=5, mlp=640, vocabulary=64, length=96)
+    size = hpnb.models.GPT2Size(hidden=160, layers=3, heads=5, mlp=640, vocab_size=64, length=96)
     found = hpnb.lesson.measure_layers(size, batch=2, ranks=2)
     hpnb.lesson.programs.layer_memory(found)
 

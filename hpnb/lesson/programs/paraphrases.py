@@ -55,7 +55,7 @@ def recipe(pairs: int = 960, test: int = 408) -> Recipe:
     train = hpnb.data.mrpc("train", pairs)
     texts = (f"{row['sentence1']}\n{row['sentence2']}" for row in train)
     merges = tuple(hpnb.data.train_merges(texts, WORDS))
-    size = GPT2Size(hidden=40, layers=2, heads=5, mlp=160, vocabulary=WORDS, length=128)
+    size = GPT2Size(hidden=40, layers=2, heads=5, mlp=160, vocab_size=WORDS, length=128)
     return Recipe(size, merges, train, hpnb.data.mrpc("validation", test))
 
 
@@ -93,7 +93,7 @@ def leg(
         dies_at: the step after which rank 5, or the last one, is killed.
     """
     torch.set_num_threads(1)  # tensors are small, and threads that wait for each other take others' cores
-    tokenizer = hpnb.data.bpe_tokenizer(recipe.merges, recipe.size.vocabulary)
+    tokenizer = hpnb.data.bpe_tokenizer(recipe.merges, recipe.size.vocab_size)
     collate = hpnb.data.collate_pairs(tokenizer, recipe.size.length)
     plugin = hpnb.HybridParallelPlugin(precision="fp64", max_norm=recipe.max_norm, seed=0, **knobs)
     booster = hpnb.Booster(plugin=plugin)

@@ -1,12 +1,13 @@
-"""Memory of the GPUs of one machine that they open to each other: PyTorch's symmetric memory.
+"""Memory that the GPUs of one node open to each other: PyTorch's symmetric memory.
 
-Every rank of an axis opens as many bytes. The others write there by their copy engines, which take no
-multiprocessor from the matmuls, and signals between GPUs say when: no host waits.
+Every rank of an axis opens the same number of bytes. The others write there with their copy engines, which
+take no multiprocessor from the matmuls. Signals between GPUs order the copies, so no process waits.
 """
 
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -18,44 +19,55 @@ from hpnb.mesh import Axis
 class SymmetricMemory(Protocol):
     """What all ranks of an axis have opened, as one of them sees it; ranks are places on the axis.
 
-    A signal is set by one rank for another, on a channel, and taken once; all of it is work on the current
-    stream.
+    A signal is set by one rank for another on a channel, and cleared by the wait for it. Both are work on the
+    current stream.
     """
 
     def get_buffer(
         self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype, storage_offset: int = 0
     ) -> torch.Tensor:
-        """A rank's memory, from so many elements on, as a tensor."""
+        """A view of a rank's memory as a tensor of `sizes`, from `storage_offset` elements on."""
 
     def put_signal(self, dst_rank: int, channel: int = 0) -> None:
-        """Tell a rank, once it has taken what it was told before on this channel."""
+        """Signal a rank, once it has cleared the signal before on this channel."""
 
     def wait_signal(self, src_rank: int, channel: int = 0) -> None:
-        """Wait until a rank has told, and take it."""
+        """Wait for a rank's signal, and clear it."""
 
 
-def have_one_gpu_each(axis: Axis, device: torch.device) -> bool:
-    """Whether all ranks are on one host, each with a GPU of its own. All of them ask together."""
-    mine = (socket.gethostname(), device.index)
-    everyone: list[tuple[str, int]] = [mine] * axis.size
-    dist.all_gather_object(everyone, mine, axis.group)
-    return len({host for host, _ in everyone}) == 1 and len({index for _, index in everyone}) == axis.size
+def share_a_node(axis: Axis, device: torch.device) -> bool:
+    """Whether all ranks of `axis` are on one node, each with its own GPU. All of them call it."""
+    place = (socket.gethostname(), device.index)
+    places: list[tuple[str, int]] = [place] * axis.size
+    dist.all_gather_object(places, place, axis.group)
+    return len({host for host, _ in places}) == 1 and len({index for _, index in places}) == axis.size
 
 
 def open_symmetric_memory(axis: Axis, nbytes: int, device: torch.device) -> SymmetricMemory | None:
-    """So many bytes on every rank; None, on all of them, where one could not. All of them ask together."""
+    """Open `nbytes` on every rank of `axis`; None on all of them if one rank could not. All of them call it.
+
+    The ranks agree after the allocation and before the rendezvous, in which they wait for each other: a rank
+    that could not allocate would leave the others there.
+    """
     from torch.distributed import _symmetric_memory as symmetric
 
     memory: SymmetricMemory | None = None
-    error = ""
-    try:
-        own = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
-        memory = symmetric.rendezvous(own, axis.group)
-    except RuntimeError as raised:
-        error = str(raised)
-    errors: list[str] = [""] * axis.size
-    dist.all_gather_object(errors, error, axis.group)
-    return None if any(errors) else memory
+    allocation: torch.Tensor | None = None
+    with suppress(RuntimeError):  # an OutOfMemoryError is one
+        allocation = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+    if not _all_ranks(allocation is not None, axis):
+        return None
+    assert allocation is not None
+    with suppress(RuntimeError):
+        memory = symmetric.rendezvous(allocation, axis.group)
+    return memory if _all_ranks(memory is not None, axis) else None
 
 
-__all__ = ["SymmetricMemory", "have_one_gpu_each", "open_symmetric_memory"]
+def _all_ranks(succeeded: bool, axis: Axis) -> bool:
+    """Whether every rank of `axis` succeeded."""
+    answers = [succeeded] * axis.size
+    dist.all_gather_object(answers, succeeded, axis.group)
+    return all(answers)
+
+
+__all__ = ["SymmetricMemory", "open_symmetric_memory", "share_a_node"]

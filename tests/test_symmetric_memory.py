@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import hpnb
-from hpnb import Axis, Layout, Mesh, symmetric_all_reduce
+from hpnb import Axis, Layout, Mesh, symmetric_all_reduce, symmetric_memory
 from hpnb.background import Background
+from hpnb.pipeline_parallel import symmetric_transfers
 from hpnb.symmetric_all_reduce import SymmetricAllReduce, bytes_needed
 
 
@@ -135,6 +137,59 @@ def test_bytes_are_counted(small: None) -> None:
 def test_on_cpus_there_are_none() -> None:
     axis = Axis("dp", 2, 0, None, (0, 1))  # type: ignore[arg-type]
     assert symmetric_all_reduce.make_symmetric_all_reduce(axis, torch.device("cpu")) is None
+
+# --- opening the memory ----------------------------------------------------------------------------------
+
+
+def open_with_fault(fault: str, failing: int) -> bool:
+    """Whether rank gets memory where `fault` strikes rank `failing`; PyTorch's two calls are replaced."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    axis = Mesh(Layout(dp=hpnb.world_size())).dp
+
+    def allocate(nbytes: int, **_: Any) -> torch.Tensor:
+        if fault == "allocate" and axis.rank == failing:
+            raise torch.OutOfMemoryError("no room for the slots")
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def rendezvous(memory: torch.Tensor, group: Any) -> object:
+        torch.distributed.barrier(group)  # all ranks have to come
+        if fault == "rendezvous" and axis.rank == failing:
+            raise RuntimeError("no peer access")
+        return object()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmetric, "empty", allocate)
+        patch.setattr(symmetric, "rendezvous", rendezvous)
+        return symmetric_memory.open_symmetric_memory(axis, 64, torch.device("cpu")) is not None
+
+
+def test_memory_that_one_rank_cannot_open_is_opened_by_none() -> None:
+    with hpnb.Ranks(2, device="cpu", timeout=20) as pool:
+        assert pool.run(open_with_fault, "none", 0) == [True, True]
+        for fault, failing in (("allocate", 0), ("allocate", 1), ("rendezvous", 1)):
+            assert pool.run(open_with_fault, fault, failing) == [False, False], (fault, failing)
+
+
+def test_queues_whose_slots_cannot_grow_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their slots are too small for the messages to come, so one would overwrite the next."""
+    memories = [OneRank(Shared(2), 0, 0), None]
+    monkeypatch.setattr(symmetric_transfers, "share_a_node", lambda axis, device: True)
+    monkeypatch.setattr(symmetric_transfers, "open_symmetric_memory", lambda *_: memories.pop(0))
+    monkeypatch.setattr(dist, "all_gather_object", lambda into, value, group: into.__setitem__(0, value))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda **_: None)
+    axis = Axis("pp", 2, 0, None, (0, 1))  # type: ignore[arg-type]
+    transfers = symmetric_transfers.SymmetricTransfers(axis, [(0, 1), (1, 0)], torch.device("cuda"))
+    transfers.reserve([[(torch.Size([8]), torch.float32)]])
+    assert transfers.queues.keys() == {(0, 1), (1, 0)}
+    transfers.reserve([[(torch.Size([8]), torch.float32)]])  # fits: nothing is opened anew
+    assert transfers.queues
+    transfers.reserve([[(torch.Size([8000]), torch.float32)]])
+    assert not transfers.queues
+    transfers.reserve([[(torch.Size([9000]), torch.float32)]])  # nobody tries again
+    assert not transfers.queues
+    assert not memories
 
 
 def beside_nccl() -> float:

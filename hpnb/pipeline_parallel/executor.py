@@ -203,7 +203,7 @@ class StepExecution:
         if known is None:
             self._told[action.stage, action.microbatch] = made
             if action in self._place:
-                self._queues[self._place[action][0]].tell(made)
+                self._queues[self._place[action][0]].send_object(made)
         elif known != made:
             raise ValueError(
                 f"stage {action.stage} gave {made} for a microbatch like one for which it gave {known}; "
@@ -217,7 +217,7 @@ class StepExecution:
         if message.op == "F":
             passed = self._boundary(s, m)
             if passed is None and urgent:
-                passed = self._told[s, m] = queue.hear()
+                passed = self._told[s, m] = queue.receive_object()
             return None if passed is None else passed.shapes
         passed = self._boundary(s - 1, m)
         if passed is None:
@@ -227,7 +227,7 @@ class StepExecution:
         if self._says_whether:
             if not urgent:
                 return None
-            self.corrects = queue.hear()
+            self.corrects = queue.receive_object()
         return [*passed.gradients, *[(torch.Size(), torch.float64)] * bool(self.corrects)]
 
     def _post(self, action: Action, urgent: bool) -> None:
@@ -252,7 +252,7 @@ class StepExecution:
             return
         queue = self._queues[self._place[action][0]]
         if self._says_whether and action.op != "F" and action.microbatch == self._late:
-            queue.tell(self.corrects)
+            queue.send_object(self.corrects)
         queue.send(tensors)
 
     def _take(self, message: Action) -> list[torch.Tensor]:

@@ -35,7 +35,7 @@ from hpnb.pipeline_parallel.stages import Stages, build_stages
 from hpnb.pipeline_parallel.step_result import PipelineStepResult
 from hpnb.pipeline_parallel.symmetric_transfers import SymmetricTransfers
 from hpnb.pipeline_parallel.tied_weights import tie_weights
-from hpnb.pipeline_parallel.transfers import queues
+from hpnb.pipeline_parallel.transfers import make_queues
 from hpnb.ranks.current_rank import device as this_device
 from hpnb.record.recorder import Recorder, active, recording
 
@@ -108,7 +108,7 @@ class Pipeline:
         self.module = build_stages(model, axis, schedule, cut, example)
         self.causal = bool(getattr(self.module, "causal", False)) if causal is None else causal
         pairs = sorted(schedule.queues)
-        self._queues = queues(axis, pairs, self._device)
+        self._queues = make_queues(axis, pairs, self._device)
         # Where nothing is split, large matmuls still add to gradients themselves (see `split_backward`).
         fuses = schedule.splits or self._device.type == "cuda"
         self._split = SplitBackward(self.module.modules() if fuses else (), 0.0 if schedule.splits else FUSED)
@@ -184,7 +184,7 @@ class Pipeline:
             until = recorder.marks() if recorder is not None else since
             if new:
                 self._seen.update(signatures)
-                self._peers.fit([made.shapes + _CORRECTION for made in self._known.values()])
+                self._peers.reserve([made.shapes + _CORRECTION for made in self._known.values()])
         except BaseException:
             self._split.drop()
             if completion is not None:

@@ -1,22 +1,21 @@
-"""Transfers between GPUs of one machine by their copy engines: no multiprocessor is taken from the matmuls.
+"""Transfers between the GPUs of one node by their copy engines, which take no multiprocessor from matmuls.
 
-    sender, on a stream of its own             receiver, on its compute stream
+    sender, on a separate stream               receiver, on its compute stream
     wait for "free" of slot k mod n            wait for "arrived" of slot k mod n
     copy engine: y -> slot                     slot -> x
     signal "arrived"                           signal "free"
 
-NCCL moves a message with kernels on both sides. They hold multiprocessors from when they are launched until
-the other side has come, and a matmul beside them, made for all multiprocessors, takes up to a third longer.
-Here every rank opens a few slots of its memory to the others (PyTorch's symmetric memory). They write into
-them, and signals between GPUs say when: no host waits, and a stream only for what it needs.
+NCCL moves a message with kernels on both sides. They hold multiprocessors from their launch until the other
+side has come, and a matmul that runs beside them, tuned for all multiprocessors, takes up to a third longer.
+Here every rank opens a few slots of its memory to the others (`hpnb.symmetric_memory`). They write into the
+slots, and signals between GPUs say when: no process waits, and a stream waits only for what it needs.
 
-Slots have one size, so all ranks must agree on it. The first step of a new shape therefore goes over process
-groups (`transfers.GroupQueue`), and those after it through here.
+All slots have one size, so all ranks must agree on it. The first step with a new shape therefore goes over
+process groups (`transfers.GroupQueue`), and the later ones through here.
 """
 
 from __future__ import annotations
 
-import socket
 from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -28,80 +27,81 @@ from hpnb.mesh import Axis
 from hpnb.pipeline_parallel.transfers import Arrival, MessageQueue, Pair, Shape
 from hpnb.record.recorder import begun
 from hpnb.record.traffic import sent
+from hpnb.symmetric_memory import SymmetricMemory, open_symmetric_memory, share_a_node
 
-SLOTS = 4  # messages that may lie in the receiver's memory, for each queue
-_ALIGN = 512  # bytes: where the next tensor of a message may begin
+SLOTS = 4  # messages of one queue that may lie in the receiver's memory
+_ALIGN = 512  # bytes: tensors of a message begin at multiples of it
 
 
 class SymmetricTransfers:
-    """Slots in the memory of every rank of `axis`. All its ranks make it, and ask it to `fit`, together.
+    """Slots in the memory of every rank of `axis`. All its ranks construct it, and call `reserve`, together.
 
     Attributes:
-        queues: as `transfers.queues` gives them; none before `fit`, and none where it cannot be done.
+        queues: as `transfers.make_queues` gives them. Empty before `reserve`, and where the GPUs cannot open
+            slots that are large enough: then all messages have to go over process groups.
     """
 
     def __init__(self, axis: Axis, pairs: Collection[Pair], device: torch.device) -> None:
         self.axis, self.device, self._pairs = axis, device, sorted(pairs)
         self.queues: dict[Pair, MessageQueue] = {}
-        self._capacity = 0
-        self._works = device.type == "cuda" and axis.size > 1 and _share_a_machine(axis, device)
+        self._slot_bytes = 0
+        self._available = device.type == "cuda" and axis.size > 1 and share_a_node(axis, device)
 
-    def fit(self, messages: Sequence[Sequence[Shape]]) -> None:
-        """Make slots large enough for `messages`, which are those that this rank sends or receives."""
-        if not self._works:
+    def reserve(self, messages: Sequence[Sequence[Shape]]) -> None:
+        """Make the slots large enough for `messages`, the ones that this rank sends or receives."""
+        if not self._available:
             return
         sizes: list[int] = [0] * self.axis.size
-        dist.all_gather_object(sizes, max((_places(m)[1] for m in messages), default=0), self.axis.group)
-        if max(sizes) <= self._capacity:
+        needed = max((_message_layout(message)[1] for message in messages), default=0)
+        dist.all_gather_object(sizes, needed, self.axis.group)
+        if max(sizes) <= self._slot_bytes:
             return
-        torch.cuda.synchronize()  # what lies in the slots of before has been taken
-        self._capacity = max(sizes)
-        memory = self._open()
-        if memory is not None:
-            self.queues = {pair: SymmetricQueue(self.axis, pair, memory, self._offset(pair), self._capacity)
-                           for pair in self._pairs if self.axis.rank in pair}  # fmt: skip
+        torch.cuda.synchronize()  # every message in the old slots has been taken
+        self._slot_bytes = max(sizes)
+        # The old queues go in any case: in slots that are too small one message would overwrite the next.
+        old_queues, self.queues = self.queues, {}
+        most_senders = max(len(self._senders_to(place)) for place in range(self.axis.size))
+        memory = open_symmetric_memory(self.axis, most_senders * SLOTS * self._slot_bytes, self.device)
+        del old_queues  # their memory was held until the new one was there
+        if memory is None:
+            self._available = False
+            return
+        for pair in self._pairs:
+            if self.axis.rank in pair:
+                # Where the slots of this queue begin in its receiver's memory.
+                offset = self._senders_to(pair[1]).index(pair[0]) * SLOTS * self._slot_bytes
+                self.queues[pair] = SymmetricQueue(self.axis, pair, memory, offset, self._slot_bytes)
 
-    def _offset(self, pair: Pair) -> int:
-        """Where the slots of a queue begin in its receiver's memory."""
-        senders = [source for source, destination in self._pairs if destination == pair[1]]
-        return senders.index(pair[0]) * SLOTS * self._capacity
-
-    def _open(self) -> Any:
-        """The memory of all ranks; None, on all of them, where one could not."""
-        from torch.distributed import _symmetric_memory as symmetric
-
-        most = max(sum(1 for _, to in self._pairs if to == place) for place in range(self.axis.size))
-        memory, error = None, ""
-        try:
-            own = symmetric.empty(most * SLOTS * self._capacity, dtype=torch.uint8, device=self.device)
-            memory = symmetric.rendezvous(own, self.axis.group)
-        except RuntimeError as raised:
-            error = str(raised)
-        errors: list[str] = [""] * self.axis.size
-        dist.all_gather_object(errors, error, self.axis.group)
-        self._works = not any(errors)
-        return memory if self._works else None
+    def _senders_to(self, place: int) -> list[int]:
+        return [source for source, destination in self._pairs if destination == place]
 
 
 class SymmetricQueue:
-    """Messages from one place of `axis` to another, in order; see `transfers.Queue`."""
+    """Messages from one place of `axis` to another, in order; see `transfers.MessageQueue`.
 
-    def __init__(self, axis: Axis, pair: Pair, memory: Any, offset: int, capacity: int) -> None:
+    Args:
+        offset: bytes before its slots in the receiver's memory.
+        slot_bytes: the size of one slot.
+    """
+
+    def __init__(
+        self, axis: Axis, pair: Pair, memory: SymmetricMemory, offset: int, slot_bytes: int
+    ) -> None:
         self.axis, self._pair, self._memory = axis, pair, memory
-        self._offset, self._capacity = offset, capacity
+        self._offset, self._slot_bytes = offset, slot_bytes
         self._ranks = axis.ranks[pair[0]], axis.ranks[pair[1]]
         self._stream = torch.cuda.Stream(priority=-1)
-        self._count = 0  # messages that have been sent, or taken
+        self._count = 0  # messages sent so far, or taken
         self._posted = 0
         self._coming: deque[tuple[list[torch.Tensor], Sequence[Shape]]] = deque()
         self._views: dict[Any, torch.Tensor] = {}
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send them, once what was computed so far is done."""
+        """Send them as soon as the work launched so far is done."""
         if not tensors:
             return
         slot, receiver = self._count % SLOTS, self._pair[1]
-        views = self._slot(slot, [(t.shape, t.dtype) for t in tensors])
+        views = self._slot_views(slot, [(t.shape, t.dtype) for t in tensors])
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             if self._count >= SLOTS:
@@ -116,47 +116,47 @@ class SymmetricQueue:
             self._memory.put_signal(receiver, _arrived(slot))
         self._count += 1
 
-    def post(self, like: Sequence[Shape]) -> Arrival:
-        """Tensors of these shapes and dtypes are coming."""
+    def post(self, shapes: Sequence[Shape]) -> Arrival:
+        """Expect tensors of these shapes and dtypes."""
         tensors: list[torch.Tensor] = []
-        if not like:
+        if not shapes:
             return Arrival(tensors, lambda: None)
         self._posted += 1
-        self._coming.append((tensors, like))
+        self._coming.append((tensors, shapes))
         number = self._posted
         return Arrival(tensors, lambda: self._take(number))
 
     def _take(self, number: int) -> None:
-        """Take messages out of their slots, in the order in which they were sent, up to this one."""
+        """Copy messages out of their slots, in the order in which they were sent, up to this one."""
         sender = self._pair[0]
         while self._count < number:
-            slot, (tensors, like) = self._count % SLOTS, self._coming.popleft()
+            slot, (tensors, shapes) = self._count % SLOTS, self._coming.popleft()
             self._memory.wait_signal(sender, _arrived(slot))
-            tensors.extend(view.clone() for view in self._slot(slot, like))
+            tensors.extend(view.clone() for view in self._slot_views(slot, shapes))
             self._memory.put_signal(sender, _free(slot))
             self._count += 1
 
-    def _slot(self, slot: int, like: Sequence[Shape]) -> list[torch.Tensor]:
+    def _slot_views(self, slot: int, shapes: Sequence[Shape]) -> list[torch.Tensor]:
         """The tensors of a message in the receiver's memory."""
-        found = []
-        for (shape, dtype), place in zip(like, _places(like)[0], strict=True):
-            key = (slot, shape, dtype, place)
-            if not shape.numel():  # a microbatch may have no rows
+        views = []
+        for (shape, dtype), start in zip(shapes, _message_layout(shapes)[0], strict=True):
+            key = (slot, shape, dtype, start)
+            if not shape.numel():  # a microbatch may have no samples
                 self._views.setdefault(key, torch.empty(shape, dtype=dtype, device="cuda"))
             if key not in self._views:
-                start = (self._offset + slot * self._capacity + place) // dtype.itemsize
-                self._views[key] = self._memory.get_buffer(self._pair[1], shape, dtype, start)
-            found.append(self._views[key])
-        return found
+                elements = (self._offset + slot * self._slot_bytes + start) // dtype.itemsize
+                self._views[key] = self._memory.get_buffer(self._pair[1], shape, dtype, elements)
+            views.append(self._views[key])
+        return views
 
-    def tell(self, what: Any) -> None:
+    def send_object(self, value: Any) -> None:
         raise RuntimeError("shapes are not known yet: this step has to go over process groups")
 
-    def hear(self) -> Any:
+    def receive_object(self) -> Any:
         raise RuntimeError("shapes are not known yet: this step has to go over process groups")
 
     def flush(self) -> None:
-        """Nothing is left to the host."""
+        """Nothing is left for the process to wait for."""
 
 
 def _arrived(slot: int) -> int:
@@ -167,18 +167,10 @@ def _free(slot: int) -> int:
     return SLOTS + slot
 
 
-def _places(like: Sequence[Shape]) -> tuple[list[int], int]:
-    """Where in a slot each tensor begins, and how many bytes the message has."""
-    places, end = [], 0
-    for shape, dtype in like:
-        places.append(end)
+def _message_layout(shapes: Sequence[Shape]) -> tuple[list[int], int]:
+    """(the byte at which each tensor begins in a slot, bytes of the message)."""
+    starts, end = [], 0
+    for shape, dtype in shapes:
+        starts.append(end)
         end += -(-shape.numel() * dtype.itemsize // _ALIGN) * _ALIGN
-    return places, end
-
-
-def _share_a_machine(axis: Axis, device: torch.device) -> bool:
-    """Whether all ranks are on one host, and their GPUs can write into each other's memory."""
-    mine = (socket.gethostname(), device.index)
-    everyone: list[tuple[str, int]] = [mine] * axis.size
-    dist.all_gather_object(everyone, mine, axis.group)
-    return len({host for host, _ in everyone}) == 1 and len({index for _, index in everyone}) == axis.size
+    return starts, end

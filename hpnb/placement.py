@@ -75,6 +75,10 @@ class Placement:
         """This, cut once more."""
         return replace(self, cuts=(*self.cuts, cut))
 
+    def without(self, axis: str) -> Placement:
+        """This, without its cuts along `axis`."""
+        return replace(self, cuts=tuple(cut for cut in self.cuts if cut.axis != axis))
+
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of the whole parameter (or of whatever has its shape)."""
         if tuple(whole.shape) != self.shape:

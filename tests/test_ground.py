@@ -37,6 +37,7 @@ HOUSE = (
     ("gradients",),
     ("precision",),
     ("grad_norm",),
+    ("optimizer_state",),
     ("placement",),
     ("background",),
     ("symmetric_all_reduce",),

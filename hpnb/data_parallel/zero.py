@@ -16,7 +16,7 @@ Rajbhandari et al. 2020, *ZeRO* (arXiv 1910.02054), sections 5 and 7.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -33,15 +33,21 @@ from hpnb.data_parallel.zero_checks import (
     assign_buckets_in_backward_order,
     check_class,
     check_parameters,
-    group_options,
     names_of_parameters,
     replica_around,
     treats_elements_alike,
 )
 from hpnb.data_parallel.zero_reduce_scatter import ZeroReduceScatter
-from hpnb.data_parallel.zero_state import cut_state_dict, gather, whole_groups, whole_state
 from hpnb.grad_norm import total_norm
 from hpnb.mesh import Axis
+from hpnb.optimizer_state import (
+    build_state_dict,
+    gather_states,
+    group_options,
+    local_states,
+    split_state_dict,
+)
+from hpnb.placement import Placement
 from hpnb.precision import Masters
 from hpnb.precision.masters import multiply, parameters_of
 
@@ -272,7 +278,7 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
         found: list[torch.Tensor | None] = [None] * len(self._numbers)
         for bucket in self.buckets:
             parts = [None if piece is None else piece.grad for piece in bucket.pieces]
-            wholes = gather(bucket, parts, bucket.flat.dtype, self._background[bucket.flat.device])
+            wholes = bucket.gather_pieces(parts, bucket.flat.dtype, self._background[bucket.flat.device])
             for p, whole in zip(bucket.parameters, wholes, strict=True):
                 found[self._numbers[p]] = None if p in nowhere else whole
         return found
@@ -284,9 +290,23 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
         With 16-bit parameters there is a third entry, "masters", as `hpnb.precision.Masters` has. Every rank
         of the axis calls it.
         """
-        state, masters = whole_state(self.optimizer, self.buckets, self._numbers, self._background)
-        found = {"state": state, "param_groups": whole_groups(self.optimizer, self._given)}
-        return found if self.masters is None else {**found, "masters": masters}
+        states = local_states(self.optimizer.state_dict(), list(self._shard_placements(self.pieces)))
+        groups = []
+        for group, made_with, numbers in zip(self.param_groups, self._given, self._numbering, strict=True):
+            names = {"param_names": made_with["param_names"]} if "param_names" in made_with else {}
+            groups.append({**group_options(group), **names, "params": numbers})
+        gathered = gather_states(states, self._shard_placements(self.names), [self.axis])
+        return build_state_dict(gathered, groups, self.masters is not None)
+
+    @property
+    def _numbering(self) -> list[list[int]]:
+        """The numbers of all parameters, by group."""
+        return [[self._numbers[p] for p in group["params"]] for group in self._given]
+
+    def _shard_placements(self, parameters: Collection[nn.Parameter]) -> dict[int, Placement]:
+        """{number: what this rank holds of the parameter}, group by group."""
+        by_parameter = {p: where for bucket in self.buckets for p, where in bucket.shard_placements().items()}
+        return {n: by_parameter[p] for p, n in self._numbers.items() if p in parameters}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -297,7 +317,7 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
         Raises:
             ValueError: it is the state of other parameters.
         """
-        local = cut_state_dict(state_dict, self._given, self.buckets)
+        local = split_state_dict(state_dict, self._numbering, self._shard_placements(self.pieces))
         self._refresh_pieces()
         if self.masters is None:  # pieces are wide enough to be their own
             pieces = parameters_of(self.optimizer)

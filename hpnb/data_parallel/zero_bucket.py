@@ -77,14 +77,23 @@ class ZeroBucket:
         start, stop = span
         if start == stop:
             return None
-        where = placement_of(p, name)
-        if self.shares.whole and p.dim():
-            cut = placement.Cut(self.axis.name, 0, ((0, p.shape[0]),))  # all of it, and nothing elsewhere
-        else:
-            cut = placement.Cut(self.axis.name, placement.FLAT, (span,))
         piece = nn.Parameter(view)
-        set_placement(piece, where.cut(cut))
+        set_placement(piece, placement_of(p, name).cut(self._cut(p, span)))
         return piece
+
+    def _cut(self, p: nn.Parameter, span: tuple[int, int]) -> placement.Cut:
+        """The elements of `p` that this rank holds, which may be none."""
+        start, stop = span
+        if self.shares.whole and p.dim() and start < stop:
+            return placement.Cut(self.axis.name, 0, ((0, p.shape[0]),))  # all of it, and nothing elsewhere
+        return placement.Cut(self.axis.name, placement.FLAT, (span,))
+
+    def shard_placements(self) -> dict[nn.Parameter, placement.Placement]:
+        """{parameter: which elements of it, as it is on this rank, belong to this rank's piece}."""
+        return {
+            p: placement.Placement("", tuple(p.shape), (self._cut(p, span),))
+            for p, span in zip(self.parameters, self.ranges, strict=True)
+        }
 
     def views(self, share: torch.Tensor) -> list[torch.Tensor]:
         """Of (share,) one view a parameter: its piece, as the optimizer sees it."""
@@ -160,6 +169,18 @@ class ZeroBucket:
         if self.home is not self.mine:
             self.mine.copy_(self.home, non_blocking=True)
         return background.all_gather(self.flat, self.mine)
+
+    def gather_pieces(
+        self, pieces: Sequence[torch.Tensor | None], dtype: torch.dtype, background: Background
+    ) -> list[torch.Tensor]:
+        """One full tensor per parameter, from what every rank has for its pieces. All ranks call it."""
+        share = torch.zeros(self.shares.share, dtype=dtype, device=self.flat.device)
+        for view, piece in zip(self.views(share), pieces, strict=True):
+            if piece is not None:
+                view.copy_(piece.view_as(view))
+        flat = share.new_empty(self.shares.numel)
+        background.all_gather(flat, share).wait()
+        return self.shares.views(flat)
 
     def refresh(self) -> None:
         """Take offloaded pieces from the parameters as they are."""

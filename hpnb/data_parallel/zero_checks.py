@@ -59,11 +59,6 @@ def names_of_parameters(groups: Iterable[Group]) -> dict[nn.Parameter, str]:
     return found
 
 
-def group_options(group: Group) -> dict[str, Any]:
-    """All of a group but its parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
 # --- what is refused -----------------------------------------------------------------------------------
 
 

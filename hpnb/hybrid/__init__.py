@@ -5,7 +5,7 @@ refused.py             which options cannot be combined, and why
 booster.py             Booster: boost, execute_pipeline, backward; booster_files.py: its files
 parallelize_model.py   the order in which the strategies are applied to a model
 boosted_model.py       the model on one rank; global_loss.py and model_loss.py: the loss over all ranks
-boosted_optimizer.py   the optimizer on one rank; optimizer_state.py: its state in one process's terms
+boosted_optimizer.py   the optimizer on one rank (../optimizer_state.py: its state in one process's terms)
 compile_blocks.py      torch.compile for a model's blocks; recompute.py: activation checkpointing
 
 checkpoint/            weights in Hugging Face's format, all other state in shards; atomic, from any layout

@@ -23,8 +23,16 @@ from torch.optim import Optimizer
 
 from hpnb import precision
 from hpnb.data_parallel import ZeroOptimizer
-from hpnb.hybrid import optimizer_state
 from hpnb.mesh import Axis
+from hpnb.optimizer_state import (
+    build_state_dict,
+    gather_states,
+    group_options,
+    local_states,
+    merge_stages,
+    split_state_dict,
+)
+from hpnb.placement import placement_of
 from hpnb.precision import LossScaler, Masters, OptimizerStepResult
 
 
@@ -84,7 +92,19 @@ class BoostedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state as one process would have it: whole tensors, on the CPU, by the numbers that parameters
         had before boost. Every rank calls it and gets all of it."""
-        return optimizer_state.whole(self.boosted)
+        own = self.boosted
+        placements = {number: placement_of(p).without("pp") for number, p in own.held.items()}
+        local = own.inner.state_dict()
+        states = local_states(local, list(own.held))
+        states = gather_states(states, placements, [axis for axis in own.axes if axis.name != "pp"])
+        for axis in own.axes:
+            if axis.name == "pp":  # whose ranks have other parameters, not shards of the same ones
+                states = merge_stages(states, axis)
+        groups = [
+            {**group_options(group), "params": numbers}
+            for group, numbers in zip(own.inner.param_groups, own.numbering, strict=True)
+        ]
+        return build_state_dict(states, groups, "masters" in local)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take such a state, of any layout or none; each rank takes its parts. Load the model before.
@@ -92,7 +112,9 @@ class BoostedOptimizer(Optimizer):
         Raises:
             ValueError: it is the state of other parameters, or of other groups of them.
         """
-        self.boosted.inner.load_state_dict(optimizer_state.part(self.boosted, state_dict))
+        placements = {number: placement_of(p).without("pp") for number, p in self.boosted.held.items()}
+        local = split_state_dict(state_dict, self.boosted.numbering, placements)
+        self.boosted.inner.load_state_dict(local)
         self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:

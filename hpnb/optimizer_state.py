@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from hpnb.mesh import Axis
 from hpnb.placement import FLAT, Placement, gather_full
-from hpnb.ranks.here import device as this_device
+from hpnb.ranks.current_rank import device as this_device
 
 State = dict[str, Any]  # of one parameter, or a whole state dict
 MASTER = "hpnb.master"  # the key of a master among the states of its parameter

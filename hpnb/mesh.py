@@ -20,6 +20,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from hpnb.ranks.process_group import new_group
+
 AXES = ("dp", "pp", "tp")
 TP_MODES = ("1d", "2d", "2.5d", "3d")
 Recomputation = Literal[False, "full", "attention"]
@@ -323,11 +325,7 @@ def _axis(name: str, members: Sequence[int], asked: tuple[int, ...] = ()) -> Axi
     known = _groups.setdefault(world, {})
     key = (name, tuple(members), asked)  # what all ranks ask for alike is made, or known, on all alike
     if key not in known:
-        # Only the members meet (use_local_synchronization), so making a mesh costs three groups a rank and
-        # not one for every group in the world.
-        group = dist.new_group(list(members), use_local_synchronization=True, group_desc=name)
-        assert isinstance(group, dist.ProcessGroup), "every rank that asks is a member"
-        known[key] = group
+        known[key] = new_group(members, name)
     return Axis(name, len(members), list(members).index(dist.get_rank()), known[key], tuple(members))
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,14 @@ import torch.distributed as dist
 
 import hpnb
 from hpnb import Layout, Mesh, ParallelLayout
+from hpnb.hybrid.checkpoint.agreement import files_group
+from hpnb.ranks.process_group import collective_timeout
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[hpnb.Ranks]:
+    with hpnb.Ranks(4, device="cpu", timeout=60) as ranks:
+        yield ranks
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(("dp", "pp", "tp"))))
@@ -103,8 +114,8 @@ def sums_by_axis(layout: Layout) -> dict[str, float]:
 @pytest.mark.parametrize(
     "layout", [Layout(dp=2, tp=2), Layout(tp=4), Layout(2, 2, order=("pp", "tp", "dp")), Layout(dp=4)]
 )
-def test_every_axis_talks_to_its_own_ranks(layout: Layout) -> None:
-    for rank, found in enumerate(hpnb.launch(sums_by_axis, layout, ranks=4, device="cpu", timeout=60)):
+def test_every_axis_talks_to_its_own_ranks(four: hpnb.Ranks, layout: Layout) -> None:
+    for rank, found in enumerate(four.run(sums_by_axis, layout)):
         for name in ("dp", "pp", "tp"):
             assert found[name] == sum(next(g for g in layout.groups(name) if rank in g))
         if layout.tp == 4:  # outermost first: rows are tp.1, columns tp.0
@@ -112,7 +123,7 @@ def test_every_axis_talks_to_its_own_ranks(layout: Layout) -> None:
             assert found["tp.1"] == rank // 2 * 4 + 1
 
 
-def test_a_mesh_that_does_not_fit_says_what_would() -> None:
+def test_a_mesh_that_does_not_fit_says_what_would(four: hpnb.Ranks) -> None:
     def messages() -> list[str]:
         found = []
         for layout in (Layout(dp=2, pp=2, tp=2), Layout(pp=3)):
@@ -126,7 +137,39 @@ def test_a_mesh_that_does_not_fit_says_what_would() -> None:
             found.append(str(error))
         return found
 
-    too_large, uneven, grid = hpnb.launch(messages, ranks=4, device="cpu", timeout=60)[0]
+    too_large, uneven, grid = four.run(messages)[0]
     assert "needs 2 x 2 x 2 = 8 ranks, and 4 are running; Layout(dp=1, pp=2, tp=2) would fit" in too_large
     assert "needs 1 x 3 x 1 = 3 ranks, and 4 are running" in uneven
     assert grid == "axis tp has 4 ranks and cannot be folded into 3 x 2 = 6; the sizes must multiply to 4"
+
+
+# --- time-outs -------------------------------------------------------------------------------
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    backend: Any = group._get_backend(torch.device("cpu"))
+    return float(backend.options._timeout.total_seconds())
+
+
+def group_timeouts() -> dict[str, float]:
+    """{group: seconds} of every group that hpnb makes on a CPU."""
+    mesh = Mesh(Layout(tp=4))
+    axes = (mesh.dp, mesh.pp, mesh.tp, *mesh.tp.split(2, 2), mesh.tp.among([0, 1, 2]))
+    groups = {axis.name + str(axis.ranks): axis.group for axis in axes} | {"files": files_group()}
+    return {name: timeout_of(group) for name, group in groups.items()}
+
+
+def test_no_collective_of_a_launch_gives_up_before_the_launch(four: hpnb.Ranks) -> None:
+    for timeouts in four.run(group_timeouts):
+        assert len(timeouts) == 7
+        assert min(timeouts.values()) >= 24 * 3600, timeouts  # torch's defaults are 600 and 1800
+
+
+def test_smaller_groups_inherit_the_timeout_of_a_program_that_made_its_own_ranks() -> None:
+    seconds = timedelta(seconds=77)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=seconds)
+    try:
+        assert collective_timeout() == seconds
+        assert timeout_of(Mesh(Layout()).tp.group) == timeout_of(files_group()) == 77
+    finally:
+        dist.destroy_process_group()

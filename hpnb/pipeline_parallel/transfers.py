@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from hpnb.mesh import Axis
+from hpnb.ranks.process_group import new_group
 from hpnb.record.recorder import begun, waiting
 
 Pair = tuple[int, int]  # places on the axis: from, to
@@ -155,9 +156,7 @@ def _pair_groups(
             members = sorted(axis.ranks[place] for place in pair or (axis.rank,))
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             options.config.max_ctas = CTAS
-            group = dist.new_group(members, backend="nccl", pg_options=options, group_desc=axis.name,
-                                   use_local_synchronization=True)  # fmt: skip
-            assert isinstance(group, dist.ProcessGroup), "every rank that asks is a member"
+            group = new_group(members, axis.name, backend="nccl", options=options)
             if pair is not None:
                 _connect(axis, pair, group, device)
                 groups[pair] = group

@@ -23,7 +23,6 @@ import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,11 +32,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from hpnb.ranks import last_seen, serialize_function
 from hpnb.ranks.current_rank import current
 from hpnb.ranks.messages import receive_message, send_message
+from hpnb.ranks.process_group import LONGER_THAN_ANY_LAUNCH
 
 _PR_SET_PDEATHSIG = 1
 _LINE_BUFFERED = 1
-# A collective must not give up before the caller does: the caller's time-out says where every rank is.
-_GROUP_TIMEOUT = timedelta(days=7)
 
 
 @dataclass(frozen=True)
@@ -148,10 +146,10 @@ class _Rank:
         current.rank, current.world_size, current.device = spec.rank, spec.world_size, device
         dist.init_process_group(
             spec.backend,
-            store=TCPStore("127.0.0.1", spec.store_port, timeout=_GROUP_TIMEOUT),
+            store=TCPStore("127.0.0.1", spec.store_port, timeout=LONGER_THAN_ANY_LAUNCH),
             rank=spec.rank,
             world_size=spec.world_size,
-            timeout=_GROUP_TIMEOUT,
+            timeout=LONGER_THAN_ANY_LAUNCH,
             device_id=device if device.type == "cuda" else None,
         )
 

@@ -35,6 +35,7 @@ from hpnb.bench.whole.program import Program
 from hpnb.bench.whole.task import Feed, Task
 from hpnb.bench.whole.tensor_peers import by_words
 from hpnb.models import GPT2Size
+from hpnb.ranks.process_group import collective_timeout
 
 _AXES = ("dp", "pp", "tp")
 Replicas = Literal["ddp", "fsdp"]
@@ -227,7 +228,7 @@ def _pairs(columns: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
     """The group of this pipeline's first and last rank. All ranks call it."""
     mine: dist.ProcessGroup | None = None
     for column in columns:
-        group: Any = dist.new_group([column[0], column[-1]])
+        group: Any = dist.new_group([column[0], column[-1]], timeout=collective_timeout())
         if hpnb.rank() in column:
             mine = group
     return mine

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from hpnb.hybrid.checkpoint import atomic
+from hpnb.ranks.process_group import new_group
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
@@ -30,9 +31,7 @@ def files_group() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None, "a Booster has made a mesh"
     if world not in _groups:
-        made = dist.new_group(backend="gloo", group_desc="files")
-        assert isinstance(made, dist.ProcessGroup)
-        _groups[world] = made
+        _groups[world] = new_group(None, "files", backend="gloo")
     return _groups[world]
 
 

@@ -43,7 +43,7 @@ from hpnb.lesson.programs import gpt2_hybrid, host_traffic, paraphrases
 from hpnb.lesson.predictions import regret
 from hpnb.lesson.exercises import gpt2_hybrid_parallel as exercises
 from hpnb.models import GPT2_SIZES, GPT2Size
-from hpnb.theory import LayoutPlan
+from hpnb import ParallelLayout
 
 N = min(4, hpnb.ranks.default_ranks())
 GPU = hpnb.ranks.choose_device("auto", N).device == "cuda"
@@ -86,12 +86,12 @@ card, pool = lesson.machine_card(N), hpnb.Ranks(N)  # these ranks stay to the en
 card.show()
 rates = pool.run(gpt2_hybrid.rates, SIZE, EACH, 4 * EACH, DTYPE)[0]
 task = gpt2_hybrid.task(SIZE, ROWS, DTYPE, rates, card.link)
-plans = theory.layout_plans(task, N, EACH)
-plans += [LayoutPlan(N, zero=3), LayoutPlan(1, N, 1, ROWS // EACH, style="zb-h1")]
+plans = theory.task_layouts(task, N, EACH)
+plans += [ParallelLayout(N, zero_stage=3), ParallelLayout(1, N, 1, ROWS // EACH, schedule="zb-h1")]
 told = {str(plan): theory.layout_parts(task, plan) for plan in plans}
 held = {str(plan): theory.layout_memory(task, plan) for plan in plans}
 job = host_traffic.Job(SIZE.layers, SIZE.hidden, task.tokens, ROWS // EACH, rates.matmul, N, card.link, card.link)
-old = {str(p): sum(job.seconds(Layout(p.dp, p.pp, p.tp)).values()) for p in plans if not p.zero and p.style == "1f1b"}
+old = {str(p): sum(job.seconds(Layout(p.dp, p.pp, p.tp)).values()) for p in plans if not p.zero_stage and p.schedule == "1f1b"}
 rows = [(n, lesson.number(old[n], "s") if n in old else "-", lesson.number(sum(told[n].values()), "s"), lesson.number(held[n], "B"),
          "yes" if held[n] <= BUDGET else "no") for n in told]  # fmt: skip
 lesson.table(("layout", "step, by 04", "step, by this page", "fullest rank", f"fits {lesson.number(BUDGET, 'B')}"), rows, f"predicted, {N} ranks, before any layout has run")
@@ -264,7 +264,7 @@ lesson.check(exercises.moved, {"save": save, "resume": resume})
 mine = lesson.kept("1f1b", N, ROWS // EACH)
 ran = {}
 for plan in plans:
-    longest = mine if plan.pp == N and plan.style == "1f1b" else None
+    longest = mine if plan.pp == N and plan.schedule == "1f1b" else None
     ran[str(plan)] = gpt2_hybrid.run(pool, SIZE, ROWS, DTYPE, plan, card.link, longest)
 order = sorted(ran, key=lambda each: ran[each].seconds)
 seen = {each: ran[each].seconds for each in order}
@@ -344,7 +344,7 @@ for times in (0.01, 0.1, 10):
 # ### Exercise 2: explain the worst prediction
 #
 # *Diagnose, 20 minutes.* You get `rows`, a table as above, of a machine with one cost that the prediction lacks. Of each row you
-# have `row.plan` (.dp, .pp, .tp, .microbatches), and seconds `row.predicted[part]` and `row.measured[part]`; parts are called as in
+# have `row.plan` (.dp, .pp, .tp, .num_microbatches), and seconds `row.predicted[part]` and `row.measured[part]`; parts are called as in
 # the table at the top. Return three words: the layout that is off by the largest factor, `str(row.plan)`; the part of it that is
 # off by the most seconds; and why: "wire" (slower than the card says), "stages" (not equal), "norms" (whole on each rank of tp),
 # or "kernels" (each microbatch costs more than its rows). The check has four tables.
@@ -359,7 +359,7 @@ def explain(rows):
 # %% tags=["check-2"]
 verdict = lesson.check(exercises.worst, explain)
 if verdict.status == "passed" and "ran" in vars():
-    print("on this page:", explain([exercises.Row(one.plan, told[each], one.parts) for each, one in ran.items() if not one.plan.zero]))
+    print("on this page:", explain([exercises.Row(one.plan, told[each], one.parts) for each, one in ran.items() if not one.plan.zero_stage]))
 verdict
 
 # %% [markdown]
@@ -378,8 +378,8 @@ verdict
 #     part = max(worst.measured, key=lambda p: abs(worst.measured[p] - worst.predicted[p]))
 #     if part != "computing":
 #         return str(worst.plan), part, "stages" if part == "bubble" else "wire"
-#     cut = max(computing(row) for row in rows if row.plan.microbatches == 1 and row.plan.tp > 1)
-#     dealt = max(computing(row) for row in rows if row.plan.microbatches > 1 and row.plan.tp == 1)
+#     cut = max(computing(row) for row in rows if row.plan.num_microbatches == 1 and row.plan.tp > 1)
+#     dealt = max(computing(row) for row in rows if row.plan.num_microbatches > 1 and row.plan.tp == 1)
 #     return str(worst.plan), part, "norms" if cut > dealt else "kernels"
 # ```
 # </details>
@@ -388,8 +388,8 @@ verdict
 # ### Exercise 3: choose under three budgets
 #
 # *Design, 20 minutes; it returns to 05.* GPT-2 XL is to be trained in three jobs. Each has three budgets: `job.ranks` devices, of
-# `job.memory` bytes, and `job.deadline` seconds for a step of `job.rows` rows. Return the `LayoutPlan(dp, pp, tp, microbatches,
-# zero)` within all three that takes the fewest rank-seconds, `plan.ranks * job.seconds(plan)`; ranks may stay unused.
+# `job.memory` bytes, and `job.deadline` seconds for a step of `job.rows` rows. Return the `ParallelLayout(dp, pp, tp, num_microbatches,
+# zero_stage)` within all three that takes the fewest rank-seconds, `plan.world_size * job.seconds(plan)`; ranks may stay unused.
 # `job.held(plan)` are bytes of the fullest rank, `job.refused(plan)` says why a plan cannot be run (None if it can). The check
 # allows a regret of 5 %: so much more than the fewest.
 #
@@ -415,11 +415,11 @@ lesson.check(exercises.choose, choose)
 #     counts = [m for m in range(1, job.rows + 1) if job.rows % m == 0]
 #     able = []
 #     for dp, pp, tp, m, zero in product(sizes, sizes, sizes, counts, range(4)):
-#         plan = LayoutPlan(dp, pp, tp, m if pp > 1 else 1, zero)
-#         if plan.ranks <= job.ranks and job.refused(plan) is None and job.held(plan) <= job.memory:
+#         plan = ParallelLayout(dp, pp, tp, m if pp > 1 else 1, zero)
+#         if plan.world_size <= job.ranks and job.refused(plan) is None and job.held(plan) <= job.memory:
 #             if job.seconds(plan) <= job.deadline:
 #                 able.append(plan)
-#     return min(able, key=lambda plan: plan.ranks * job.seconds(plan))
+#     return min(able, key=lambda plan: plan.world_size * job.seconds(plan))
 # ```
 # </details>
 

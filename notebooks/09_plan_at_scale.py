@@ -42,8 +42,10 @@ import hpnb
 from hpnb import Layout, comm, lesson, plot, theory
 from hpnb.lesson.programs import cluster_planning
 from hpnb.lesson.exercises import plan_at_scale as exercises
-from hpnb.theory.cluster import ClusterPlan, best_plan, by_cut, cluster_memory, cluster_parts
+from hpnb import ParallelLayout
+from hpnb.theory.cluster import cluster_memory, cluster_parts
 from hpnb.theory.failures import Failures, mean_between, save_interval, simulated_share, trained_share
+from hpnb.theory.planner import best_by_cut, best_layout
 from hpnb.theory.published_runs import LLAMA_3_EACH, MEGATRON
 
 here = lesson.banner(2, model="GPTs of 1.7 to 530 billion parameters, planned and not trained", data="published runs; this library's own benchmark",
@@ -165,7 +167,7 @@ run, gpus = replace(cluster_planning.MODELS["39.1B"], batch=512), 1024
 maps = {}
 for network in ("HDR, a card a GPU", "Ethernet 100 Gb, a card a host"):
     given = cluster_planning.cluster(gpus, network)
-    maps[network] = {cut: (step(run, given, plan), cluster_memory(run, plan) <= given.memory) for cut, plan in by_cut(run, given).items()}
+    maps[network] = {cut: (step(run, given, plan), cluster_memory(run, plan) <= given.memory) for cut, plan in best_by_cut(run, given).items()}
     able = {cut: took for cut, (took, fits) in maps[network].items() if fits}
     cut = min(able, key=able.get)
     beyond = min(took for (_, tp), took in able.items() if tp > given.host)
@@ -194,7 +196,7 @@ lesson.reveal("09.cut", {each: slow[each] for each in ("pp 8 x tp 2", "pp 8 x tp
 #
 # ### Exercise 1: fit 145.6B
 #
-# *Design, 20 minutes.* Write `fit(job)`: a `ClusterPlan(dp, pp, tp, chunks=v, zero=0 or 1)` for all of `job.gpus`, which fits in
+# *Design, 20 minutes.* Write `fit(job)`: a `ParallelLayout(dp, pp, tp, chunks=v, zero_stage=0 or 1)` for all of `job.gpus`, which fits in
 # `job.memory` bytes a GPU and takes at most 5 % longer than the best. `job.seconds(plan)` and `job.held(plan)` are this page's;
 # `job.refused(plan)` says why a plan cannot be run, None if it can; `job.run` has `.layers` and `.heads`. There are three jobs.
 #
@@ -218,7 +220,7 @@ lesson.check(exercises.fit, fit)
 # def fit(job):
 #     able = []
 #     for tp, pp, chunks in product(range(1, job.run.heads + 1), range(1, job.run.layers + 1), range(1, 11)):
-#         plan = ClusterPlan(job.gpus // (pp * tp), pp, tp, chunks=chunks, zero=1)
+#         plan = ParallelLayout(job.gpus // (pp * tp), pp, tp, chunks=chunks, zero_stage=1)
 #         if job.refused(plan) is None and job.held(plan) <= job.memory:
 #             able.append(plan)
 #     return min(able, key=job.seconds)
@@ -240,7 +242,7 @@ planners = {"right": given, "mistaken": believed}
 rows = [("right", *(f"{ratio:.3f}" for ratio in cluster_planning.ratios().values())), ("mistaken", *(f"{ratio:.3f}" for ratio in cluster_planning.ratios(mistaken=True).values()))]
 worst = {row[0]: max(abs(float(ratio) - 1) for ratio in row[1:]) for row in rows}
 lesson.table(("planner", *columns), rows, "published over predicted", f"The worst is {100 * worst['right']:.1f} % off with the right one, {100 * worst['mistaken']:.1f} % with the mistaken one.")
-chosen = {who: best_plan(run, each) for who, each in planners.items()}
+chosen = {who: best_layout(run, each) for who, each in planners.items()}
 rows = [(who, str(plan), lesson.number(step(run, planners[who], plan), "s"), lesson.number(step(run, given, plan), "s")) for who, plan in chosen.items()]
 loss = step(run, given, chosen["mistaken"]) / step(run, given, chosen["right"])
 lesson.table(("planner", "its winner for 39.1B, 1,024 GPUs, one Ethernet card a host", "it promises", "that takes, counted with the border"), rows, "", f"The mistaken choice costs {loss:.2f} times the right one.")

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 import hpnb
-from hpnb import comm, theory
+from hpnb import ParallelLayout, comm, theory
 from hpnb.pipeline_parallel import Costs, schedules
-from hpnb.theory import Link, bytes_sent, cluster, experts, failures
+from hpnb.theory import Link, bytes_sent, cluster, experts, failures, planner
 from hpnb.theory.cluster import (
     CLUSTER_PARTS,
     Cluster,
-    ClusterPlan,
     GPTRun,
     cluster_memory,
     cluster_parts,
@@ -35,7 +34,7 @@ def on(gpus: int, given: Cluster = DGX_A100, **other: float | Link) -> Cluster:
     return replace(given, gpus=gpus, **other)  # type: ignore[arg-type]
 
 
-def step(run: GPTRun, given: Cluster, plan: ClusterPlan) -> float:
+def step(run: GPTRun, given: Cluster, plan: ParallelLayout) -> float:
     return sum(cluster_parts(run, given, plan).values())
 
 
@@ -53,7 +52,7 @@ def test_the_published_rows_are_the_file() -> None:
         assert found == tuple(int(row[key]) for key in columns)
         assert one.tflops == float(row["tflops_per_gpu"])
         assert round(one.run.parameters / 1e9, 1) == float(row["params_B"])
-        assert one.plan.gpus == one.gpus
+        assert one.plan.world_size == one.gpus
         assert cluster_memory(one.run, one.plan) < DGX_A100.memory  # it did run there
 
 
@@ -82,22 +81,24 @@ def test_calibration_finds_the_share_that_was_planted() -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
-    "plan", [ClusterPlan(8), ClusterPlan(1, 1, 8), ClusterPlan(2, 2, 2), ClusterPlan(1, 8)], ids=str
+    "plan",
+    [ParallelLayout(8), ParallelLayout(tp=8), ParallelLayout(2, 2, 2), ParallelLayout(pp=8)],
+    ids=str,
 )
-def test_matmuls_are_the_model_s_flops_dealt_out(plan: ClusterPlan, recompute: bool) -> None:
+def test_matmuls_are_the_model_s_flops_dealt_out(plan: ParallelLayout, recompute: bool) -> None:
     run = replace(SMALL, recompute=recompute)
     parts = cluster_parts(run, IDEAL, plan)
     assert tuple(parts) == CLUSTER_PARTS
     assert parts["matmuls"] == pytest.approx(run.flops / 8 / 1e12)
     rest = {part: took for part, took in parts.items() if part not in ("matmuls", "bubble")}
     assert max(rest.values()) < 1e-20
-    assert cluster.tflops(run, IDEAL, ClusterPlan(8)) == pytest.approx(1.0)  # the peak, and no more
+    assert cluster.tflops(run, IDEAL, ParallelLayout(8)) == pytest.approx(1.0)  # the peak, and no more
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (4, 1), (2, 2), (4, 2), (2, 4)])
 def test_the_bubble_is_the_simulator_s(stages: int, chunks: int) -> None:
-    run = replace(SMALL, vocabulary=0, batch=8)
-    plan = ClusterPlan(1, stages, 1, 1, chunks)
+    run = replace(SMALL, vocab_size=0, batch=8)
+    plan = ParallelLayout(pp=stages, chunks=chunks)
     parts = cluster_parts(run, on(stages, IDEAL), plan)
     name = "1f1b" if chunks == 1 else "interleaved"
     tl = schedules.make(name, stages * chunks, 8, chunks).simulate(Costs(1.0, 1.0, 1.0))
@@ -105,8 +106,8 @@ def test_the_bubble_is_the_simulator_s(stages: int, chunks: int) -> None:
 
 
 def test_stages_wait_for_the_one_with_the_logits() -> None:
-    heavy = replace(SMALL, vocabulary=10**5)
-    parts = cluster_parts(heavy, on(2, IDEAL), ClusterPlan(1, 2))
+    heavy = replace(SMALL, vocab_size=10**5)
+    parts = cluster_parts(heavy, on(2, IDEAL), ParallelLayout(1, 2))
     logits = 6 * 32 * 64 * 10**5 / 1e12  # of one row
     block = (parts["matmuls"] * 2 / 16 - logits) / 8
     assert parts["bubble"] + parts["matmuls"] == pytest.approx(16 * (4 * block + logits) + 4 * block)
@@ -116,7 +117,7 @@ def test_stages_wait_for_the_one_with_the_logits() -> None:
 def test_bytes_of_each_axis(recompute: bool, calls: int) -> None:
     run, link = replace(SMALL, recompute=recompute), Link(0.0, 1.0)  # seconds are bytes
     given = replace(IDEAL, inside=link, between=link)
-    parts = cluster_parts(run, given, ClusterPlan(2, 2, 2))
+    parts = cluster_parts(run, given, ParallelLayout(2, 2, 2))
     activation = 2.0 * 32 * 64 * 8  # of the 8 rows that a pipeline sees
     assert parts["tp"] == pytest.approx(calls * 8 / 2 * bytes_sent("all_reduce", activation, 2))
     assert parts["pp"] == pytest.approx(2 * (activation / 2 + bytes_sent("all_gather", activation, 2)))
@@ -124,7 +125,7 @@ def test_bytes_of_each_axis(recompute: bool, calls: int) -> None:
 
 
 def test_bytes_that_no_matmul_moves() -> None:
-    given, one = replace(IDEAL, gpus=1, memory_bandwidth=1.0), ClusterPlan()
+    given, one = replace(IDEAL, gpus=1, memory_bandwidth=1.0), ParallelLayout()
     values, scores = 16 * 32 * 64 * 8, 16 * 32**2 * 8 * 8
     for recompute, fused, wanted in (
         (False, False, 96 * values + 32 * scores),
@@ -133,9 +134,9 @@ def test_bytes_that_no_matmul_moves() -> None:
     ):
         run = replace(SMALL, recompute=recompute, fused_attention=fused)
         assert cluster_parts(run, given, one)["memory"] == pytest.approx(wanted)
-    cut = cluster_parts(replace(SMALL, recompute=False), on(4, given), ClusterPlan(1, 1, 4))["memory"]
+    cut = cluster_parts(replace(SMALL, recompute=False), on(4, given), ParallelLayout(1, 1, 4))["memory"]
     assert cut == pytest.approx((56 + 40 / 4) * values + 32 * scores / 4)  # norms and dropouts are whole
-    plans = [ClusterPlan(4, zero=zero) for zero in (0, 1)]
+    plans = [ParallelLayout(4, zero_stage=zero) for zero in (0, 1)]
     optimizer = [cluster_parts(SMALL, on(4, given), plan)["optimizer"] for plan in plans]
     assert optimizer == pytest.approx([28 * SMALL.parameters, 7 * SMALL.parameters])
 
@@ -149,10 +150,10 @@ def test_a_ring_between_hosts_has_its_share_of_the_cards() -> None:
     assert given.link(6, 6).bandwidth == 75e9  # six of eight: some of its groups lie in two hosts
     assert given.link(64, 8).latency == given.between.latency
     assert on(64, between=Link(1e-5, 1e12)).link(64, 8).bandwidth == 300e9  # never faster than within
-    lies = [cluster._lies(ClusterPlan(4, 2, 4), axis, given) for axis in ("tp", "pp", "dp")]
+    lies = [cluster._group_span(ParallelLayout(4, 2, 4), axis, given) for axis in ("tp", "pp", "dp")]
     assert lies == [(4, 4), (8, 2), (32, 1)]
-    assert cluster._lies(ClusterPlan(16, 1, 2), "dp", given) == (32, 4)
-    assert cluster._lies(ClusterPlan(2, 1, 16), "tp", given) == (16, 8)
+    assert cluster._group_span(ParallelLayout(16, 1, 2), "dp", given) == (32, 4)
+    assert cluster._group_span(ParallelLayout(2, 1, 16), "tp", given) == (16, 8)
 
 
 @pytest.mark.parametrize(
@@ -160,16 +161,16 @@ def test_a_ring_between_hosts_has_its_share_of_the_cards() -> None:
     [(8, 1, 1), (8, 8, 1), (4, 2, 1), (4, 8, 1 / 2), (1, 1, 1), (1, 4, 1 / 4), (1, 8, 1 / 8), (1, 16, 1 / 8)],
 )
 def test_ranks_that_send_across_a_border_divide_its_cards(cards: int, tp: int, each: float) -> None:
-    given, plan = on(16 * tp, cards=cards), ClusterPlan(1, 16, tp)
-    assert given.link(*cluster._lies(plan, "pp", given)).bandwidth == each * 25e9
+    given, plan = on(16 * tp, cards=cards), ParallelLayout(1, 16, tp)
+    assert given.link(*cluster._group_span(plan, "pp", given)).bandwidth == each * 25e9
 
 
 def test_tp_falls_off_a_cliff_where_a_host_ends() -> None:
     run, slow = MEGATRON[2].run, on(512, cards=1)
-    ticks = [step(run, slow, ClusterPlan(512 // t // 8, 8, t)) for t in (4, 8, 16)]
+    ticks = [step(run, slow, ParallelLayout(512 // t // 8, 8, t)) for t in (4, 8, 16)]
     assert ticks[2] > 2 * max(ticks[:2])
     wide = on(512, host=16, cards=1)
-    assert step(run, wide, ClusterPlan(4, 8, 16)) < 1.5 * ticks[1]
+    assert step(run, wide, ParallelLayout(4, 8, 16)) < 1.5 * ticks[1]
 
 
 # --- memory, refusals and the search -----------------------------------------------------------------
@@ -178,7 +179,7 @@ def test_tp_falls_off_a_cliff_where_a_host_ends() -> None:
 def test_memory_is_states_and_blocks_in_flight() -> None:
     block = theory.Block(64, 8, 32)
     whole = replace(SMALL, recompute=False)
-    plan = ClusterPlan(1, 2, 2)
+    plan = ParallelLayout(1, 2, 2)
     kept = 2 * 4 * theory.published_activation_bytes(block, 2)
     states = 16 * (8 * 12 * 64**2 / 4 + 128 * 64 / 2)
     assert cluster_memory(whole, plan) == pytest.approx(states + kept)
@@ -186,9 +187,9 @@ def test_memory_is_states_and_blocks_in_flight() -> None:
     assert cluster_memory(SMALL, plan) == pytest.approx(states + inputs)
     chunks = inputs + 0.25 * 2 * 4 * 2 * 32 * 64  # 1 + (p-1)/(p v)
     assert cluster_memory(SMALL, replace(plan, chunks=2)) == pytest.approx(states + chunks)
-    dealt = cluster_memory(SMALL, ClusterPlan(4, 2, 2, zero=1))
+    dealt = cluster_memory(SMALL, ParallelLayout(4, 2, 2, zero_stage=1))
     assert dealt == pytest.approx(states * (4 + 12 / 4) / 16 + inputs)
-    alone = [cluster_memory(replace(SMALL, vocabulary=words), ClusterPlan()) for words in (0, 128)]
+    alone = [cluster_memory(replace(SMALL, vocab_size=words), ParallelLayout()) for words in (0, 128)]
     assert alone[1] - alone[0] == 16 * 128 * 64 + 6 * 32 * 128  # the table; float32 logits, 16-bit gradient
     fused = replace(whole, fused_attention=True)
     assert cluster_memory(whole, plan) - cluster_memory(fused, plan) == 2 * 4 * 5 * 8 * 32**2 / 2
@@ -197,22 +198,28 @@ def test_memory_is_states_and_blocks_in_flight() -> None:
 @pytest.mark.parametrize(
     ("plan", "told"),
     [
-        (ClusterPlan(4), "is of 4 GPUs, and the cluster has 8"),
-        (ClusterPlan(8, rows=3), "16 rows do not go into 8 pipelines of microbatches of 3"),
-        (ClusterPlan(1, 8, 1, chunks=2), "2 chunks want blocks that divide by 16"),
-        (ClusterPlan(8, chunks=2), "2 chunks want"),
-        (ClusterPlan(2, 4, 1, rows=4, chunks=2), "and microbatches that divide by 4"),
-        (ClusterPlan(8, zero=2), "ZeRO 0 or 1"),
-        (ClusterPlan(0), "counts must be 1 or more"),
+        (ParallelLayout(4), "4 GPUs, and the cluster has 8"),
+        (ParallelLayout(8, microbatch_size=3), "batch of 16 cannot be split over 8"),
+        (ParallelLayout(1, 8, 1, chunks=2), "blocks that divide by 16"),
+        (ParallelLayout(8, chunks=2), "chunks=2"),
+        (ParallelLayout(2, 4, 1, microbatch_size=4, chunks=2), "microbatches that divide by 4"),
+        (ParallelLayout(8, zero_stage=2), "ZeRO 0 and 1"),
+        (ParallelLayout(8, schedule="zb-h1"), "1f1b and interleaved"),
+        (ParallelLayout(8, recomputation="full"), "recomputation='full'"),
     ],
 )
-def test_what_cannot_be_run_is_told_in_a_sentence(plan: ClusterPlan, told: str) -> None:
+def test_what_cannot_be_run_is_told_in_a_sentence(plan: ParallelLayout, told: str) -> None:
     with pytest.raises(ValueError, match=re.escape(told)):
         cluster_parts(SMALL, IDEAL, plan)
-    with pytest.raises(ValueError, match="tp 6 neither divides a host of 8"):
-        cluster_parts(replace(SMALL, heads=6), on(6, IDEAL), ClusterPlan(1, 1, 6))
-    with pytest.raises(ValueError, match="8 heads and 8 blocks cannot be dealt out to tp 16"):
-        cluster_parts(SMALL, on(16, IDEAL), ClusterPlan(1, 1, 16))
+    with pytest.raises(ValueError, match="tp=6 neither"):
+        cluster_parts(replace(SMALL, heads=6), on(6, IDEAL), ParallelLayout(1, 1, 6))
+    with pytest.raises(ValueError, match="8 heads cannot be sharded 16 ways"):
+        cluster_parts(SMALL, on(16, IDEAL), ParallelLayout(1, 1, 16))
+
+
+def layout(dp: int, pp: int, tp: int, chunks: int) -> ParallelLayout:
+    schedule = "1f1b" if chunks == 1 else "interleaved"
+    return ParallelLayout(dp, pp, tp, microbatch_size=1, schedule=schedule, chunks=chunks)
 
 
 def test_the_best_plan_is_the_best_of_all() -> None:
@@ -223,14 +230,14 @@ def test_the_best_plan_is_the_best_of_all() -> None:
         for tp in range(1, 97)
         for v in range(1, 41)
         if 512 % (pp * tp) == 0
-        and cluster.refused(run, given, plan := ClusterPlan(512 // pp // tp, pp, tp, 1, v)) is None
+        and cluster.refusal(run, given, plan := layout(512 // pp // tp, pp, tp, v)) is None
         and cluster_memory(run, plan) <= given.memory
     ]
-    found = cluster.best_plan(run, given)
+    found = planner.best_layout(run, given)
     assert found in brute
     assert step(run, given, found) == min(step(run, given, plan) for plan in brute)
-    with pytest.raises(ValueError, match=r"no layout of 64 GPUs fits 20 GB: the smallest holds \d+ GB"):
-        cluster.best_plan(run, on(64, memory=20e9))
+    with pytest.raises(ValueError, match=r"no layout of 64 GPUs fits 20 GB: the smallest takes \d+ GB"):
+        planner.best_layout(run, on(64, memory=20e9))
 
 
 # --- failures ----------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from matplotlib.text import Text
 
 import hpnb
-from hpnb import lesson, plot, theory
+from hpnb import ParallelLayout, lesson, plot, theory
 from hpnb.lesson.exercises import gpt2_hybrid_layouts
 from hpnb.lesson.exercises import gpt2_hybrid_parallel as exercises
 from hpnb.lesson.predictions import regret
@@ -21,7 +21,7 @@ from hpnb.lesson.programs import gpt2_hybrid, paraphrases, step_breakdown
 from hpnb.models import GPT2Size
 from hpnb.pipeline_parallel import Costs, schedules
 from hpnb.record import Event, Timeline
-from hpnb.theory import LayerCost, LayoutPlan, LayoutTask, Link, layout_bytes, layout_memory, layout_parts
+from hpnb.theory import LayerCost, LayoutTask, Link, layout_bytes, layout_memory, layout_parts
 
 SMALL = GPT2Size(hidden=20, layers=4, heads=5, mlp=80, vocab_size=101, length=16)
 FREE = Link(0.0, 1e30)
@@ -35,8 +35,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def task(**other: Any) -> LayoutTask:
     """Four equal blocks, ends that cost nothing, a free wire; rows of 16 tokens."""
     known = {
-        "block": SMALL.block(1, None, 4), "layers": 4, "vocabulary": 101, "rows": 8, "parameter": 0.0,
-        "each": LayerCost(0.0, 1.0), "ends": LayerCost(0.0, 0.0), "inside": FREE,
+        "block": SMALL.block(1, None, 4), "layers": 4, "vocab_size": 101, "batch": 8, "optimizer_cost": 0.0,
+        "block_cost": LayerCost(0.0, 1.0), "ends_cost": LayerCost(0.0, 0.0), "inside": FREE,
     }  # fmt: skip
     return LayoutTask(**{**known, **other})
 
@@ -45,9 +45,9 @@ def task(**other: Any) -> LayoutTask:
 
 
 @pytest.mark.parametrize(
-    "plan", [LayoutPlan(4), LayoutPlan(2, 1, 2), LayoutPlan(1, 1, 4), LayoutPlan(1, 4, 1, 8)]
+    "plan", [ParallelLayout(4), ParallelLayout(2, 1, 2), ParallelLayout(1, 1, 4), ParallelLayout(1, 4, 1, 8)]
 )
-def test_what_divides_evenly_takes_a_rank_its_share(plan: LayoutPlan) -> None:
+def test_what_divides_evenly_takes_a_rank_its_share(plan: ParallelLayout) -> None:
     parts = layout_parts(task(), plan)
     assert parts["computing"] == pytest.approx(8 * 4 / 4)
     assert [parts["exposed tp"], parts["exposed dp"]] == pytest.approx([0, 0], abs=1e-20)
@@ -55,7 +55,7 @@ def test_what_divides_evenly_takes_a_rank_its_share(plan: LayoutPlan) -> None:
 
 @pytest.mark.parametrize(("style", "share"), [("1f1b", 1.0), ("zb-h1", 1 / 3)])
 def test_the_bubble_is_the_simulators(style: str, share: float) -> None:
-    parts = layout_parts(task(), LayoutPlan(1, 4, 1, 8, style=style))
+    parts = layout_parts(task(), ParallelLayout(1, 4, 1, 8, schedule=style))
     schedule = schedules.make(style, 4, 8)
     tl = schedule.simulate(Costs(1 / 3, 1 / 3, 1 / 3))
     assert parts["bubble"] == pytest.approx(3 * share)
@@ -64,7 +64,7 @@ def test_the_bubble_is_the_simulators(style: str, share: float) -> None:
 
 def test_a_heavy_head_idles_the_others() -> None:
     even, heavy = (
-        layout_parts(task(ends=LayerCost(0.0, each)), LayoutPlan(1, 4, 1, 8)) for each in (0.0, 2.0)
+        layout_parts(task(ends_cost=LayerCost(0.0, each)), ParallelLayout(1, 4, 1, 8)) for each in (0.0, 2.0)
     )
     assert heavy["computing"] == pytest.approx(even["computing"] + 8 * 2 / 4)
     assert heavy["bubble"] == pytest.approx(4 + 2 + 7 * 3 - heavy["computing"])  # sum + 7 largest, less work
@@ -72,21 +72,22 @@ def test_a_heavy_head_idles_the_others() -> None:
 
 def test_a_fixed_cost_is_paid_for_each_microbatch() -> None:
     each = LayerCost(0.5, 1.0)
-    few, many = (layout_parts(task(each=each), LayoutPlan(1, 4, 1, m))["computing"] for m in (2, 8))
+    few, many = (layout_parts(task(block_cost=each), ParallelLayout(1, 4, 1, m))["computing"] for m in (2, 8))
     assert many - few == pytest.approx(6 * 0.5)
 
 
 def test_bytes_and_memory_are_what_is_recorded() -> None:
     """On two ranks, each axis alone; bytes exactly, memory as a model."""
     rows = 8
-    made = task(rows=rows)
-    plans = [LayoutPlan(2), LayoutPlan(2, zero=3), LayoutPlan(1, 2, 1, 4), LayoutPlan(1, 1, 2)]
+    made = task(batch=rows)
+    plans = [ParallelLayout(2), ParallelLayout(2, zero_stage=3), ParallelLayout(1, 2, 1, 4)]
+    plans.append(ParallelLayout(tp=2))
     loose = {(2, 0): 2e-2, (1, 3): 2e-3}  # norms are whole on ranks of tp; shares of odd sizes are padded
     with hpnb.Ranks(2, device="cpu") as pool:
         for plan in plans:
             ran = gpt2_hybrid.run(pool, SMALL, rows, torch.float32, plan, FREE, repeats=1)
             exact = ran.bytes / layout_bytes(made, plan)
-            assert exact == pytest.approx(1.0, abs=loose.get((plan.tp, plan.zero), 1e-9)), plan
+            assert exact == pytest.approx(1.0, abs=loose.get((plan.tp, plan.zero_stage), 1e-9)), plan
             assert 0.6 < ran.peak / layout_memory(made, plan) < 1.4, plan
             assert all(took >= 0 for took in ran.parts.values())
             assert ran.seconds == pytest.approx(sum(ran.parts.values()))
@@ -94,29 +95,28 @@ def test_bytes_and_memory_are_what_is_recorded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("layout", "words"),
     [
-        (lambda: LayoutPlan(0), "dp=0, pp=1"),
-        (lambda: LayoutPlan(zero=4), "zero=4 is no stage"),
-        (lambda: LayoutPlan(style="gpipes"), "'gpipes' has no closed form"),
-        (lambda: layout_parts(task(), LayoutPlan(3)), "8 rows do not go into 3 pipelines"),
-        (lambda: layout_parts(task(), LayoutPlan(1, 8, 1, 8)), "4 blocks of 5 heads are too few"),
-        (lambda: layout_parts(task(), LayoutPlan(1, 2, 1, 8, 1)), "deals out over dp"),
-        (lambda: layout_parts(task(), LayoutPlan(2, 2, 1, 4, 3)), "gathers weights for each microbatch"),
+        (ParallelLayout(schedule="zb-v"), "zb-v with 2 chunks"),
+        (ParallelLayout(tp=4, tp_mode="2d"), "tp_mode='2d'"),
+        (ParallelLayout(3), "batch of 8 .* 3 pipelines"),
+        (ParallelLayout(1, 8, 1, 8), "4 blocks of 5 heads"),
+        (ParallelLayout(1, 2, 1, 8, 1), "dp=1"),
+        (ParallelLayout(2, 2, 1, 4, 3), "ZeRO 3"),
     ],
 )
-def test_bad_plans_get_a_sentence(call: Callable[[], object], words: str) -> None:
+def test_layouts_that_cannot_be_predicted_are_refused(layout: ParallelLayout, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        call()
+        layout_parts(task(), layout)
 
 
 def test_layouts_of_four_ranks() -> None:
-    found = theory.layout_plans(task(), 4, 2, (0, 1))
+    found = theory.task_layouts(task(), 4, 2, (0, 1))
     assert {str(plan) for plan in found} == {
         "dp 4", "dp 4, ZeRO 1", "dp 2 x tp 2", "dp 2 x tp 2, ZeRO 1", "dp 2 x pp 2", "dp 2 x pp 2, ZeRO 1",
         "tp 4", "pp 2 x tp 2", "pp 4",
     }  # fmt: skip
-    assert {plan.microbatches for plan in found if plan.pp == 4} == {4}
+    assert {plan.num_microbatches for plan in found if plan.pp == 4} == {4}
 
 
 # --- a step, taken apart -----------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def test_three_jobs_want_three_plans() -> None:
     best = []
     for given in gpt2_hybrid_layouts._JOBS.values():
         found = exercises.able(given)
-        best.append(str(min(found, key=lambda plan: plan.ranks * given.seconds(plan))))
+        best.append(str(min(found, key=lambda plan: plan.world_size * given.seconds(plan))))
         assert all(exercises.within(given, plan) for plan in found)
     assert len(set(best)) == 3
 
@@ -273,8 +273,8 @@ def statuses(findings: Sequence[lesson.Finding]) -> list[bool]:
 
 
 def test_choices_are_judged() -> None:
-    def replicas(job: exercises.Job) -> LayoutPlan:
-        return LayoutPlan(job.ranks)
+    def replicas(job: exercises.Job) -> ParallelLayout:
+        return ParallelLayout(job.ranks)
 
     found = exercises.choose.verify(replicas)
     assert statuses(found) == [False, False, False] or statuses(found)[1:] == [False, False]

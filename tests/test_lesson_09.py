@@ -12,12 +12,13 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from hpnb import lesson, plot
+from hpnb import ParallelLayout, lesson, plot
 from hpnb.bench.whole import files
 from hpnb.lesson.exercises import plan_at_scale as exercises
 from hpnb.lesson.programs import cluster_planning
 from hpnb.theory import seconds
-from hpnb.theory.cluster import Cluster, ClusterPlan, GPTRun, best_plan, cluster_parts, tflops
+from hpnb.theory.cluster import Cluster, GPTRun, cluster_parts, tflops
+from hpnb.theory.planner import best_layout
 from hpnb.theory.published_runs import MEGATRON
 
 
@@ -26,7 +27,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPNB_HOME", str(tmp_path / "home"))
 
 
-def step(run: GPTRun, given: Cluster, plan: ClusterPlan) -> float:
+def step(run: GPTRun, given: Cluster, plan: ParallelLayout) -> float:
     return sum(cluster_parts(run, given, plan).values())
 
 
@@ -58,7 +59,7 @@ def test_a_planner_without_borders_agrees_with_what_is_known_and_chooses_badly()
     given, believed = (cluster_planning.cluster(1024, SLOW, mistaken=wrong) for wrong in (False, True))
     assert believed.link(1024, 1).bandwidth == given.inside.bandwidth
     assert believed.share == cluster_planning.fitted(mistaken=True).share != given.share
-    theirs, ours = best_plan(run, believed), best_plan(run, given)
+    theirs, ours = best_layout(run, believed), best_layout(run, given)
     assert step(run, believed, theirs) < step(run, given, ours)  # it promises more
     assert step(run, given, theirs) > 2 * step(run, given, ours)
 
@@ -76,7 +77,7 @@ def test_either_planner_shows_what_the_known_runs_would_not_notice(mistaken: boo
 
 def test_halving_tells_what_a_step_rests_on() -> None:
     run, given = cluster_planning.MODELS["39.1B"], cluster_planning.cluster(512)
-    plan = best_plan(run, given)
+    plan = best_layout(run, given)
     found = cluster_planning.halved({"it": (run, given, plan)})
     parts = cluster_parts(run, given, plan)
     total = sum(parts.values())
@@ -84,7 +85,9 @@ def test_halving_tells_what_a_step_rests_on() -> None:
     assert found["memory bandwidth"]["it"] - 1 == pytest.approx(more, rel=0.1)  # the bubble has some as well
     assert found["memory bandwidth"]["it"] - 1 >= more
     assert found["share of peak"]["it"] > found["link inside a host"]["it"] > 1
-    whole = cluster_planning.halved({"it": (MEGATRON[0].run, replace(given, gpus=8, host=8), ClusterPlan(8))})
+    whole = cluster_planning.halved(
+        {"it": (MEGATRON[0].run, replace(given, gpus=8, host=8), ParallelLayout(8))}
+    )
     assert whole["network between hosts"]["it"] == 1.0
 
 
@@ -173,12 +176,12 @@ def said(exercise: lesson.Exercise, answer: Callable[..., Any]) -> list[str]:
 
 def test_the_check_of_a_fit_says_what_is_off() -> None:
     given = exercises.JOBS["145.6B on 1,024 GPUs of 40 GB"]
-    assert given.refused(ClusterPlan(1)) is not None
-    published = said(exercises.fit, lambda job: ClusterPlan(job.gpus // 64, 8, 8))
+    assert given.refused(ParallelLayout(1)) is not None
+    published = said(exercises.fit, lambda job: ParallelLayout(job.gpus // 64, 8, 8))
     assert any("over the best, at most 5 %" in text for text in published)
     assert any("GB, more than 40.0 GB" in text for text in published)
-    assert all("is no ClusterPlan" in text for text in said(exercises.fit, lambda job: 8))
-    assert "is of 1 GPUs" in said(exercises.fit, lambda job: ClusterPlan())[0]
+    assert all("is no ParallelLayout" in text for text in said(exercises.fit, lambda job: 8))
+    assert "is for 1 GPUs" in said(exercises.fit, lambda job: ParallelLayout())[0]
 
 
 def test_the_check_of_a_halved_link_wants_cause_and_winner() -> None:
@@ -242,7 +245,7 @@ def test_the_explorers_challenge_is_hard_and_can_be_met() -> None:
 def test_numbers_of_the_prose() -> None:
     """What 09 says in words, where no caption computes it."""
     run, given = cluster_planning.MODELS["145.6B"], cluster_planning.cluster(1536)
-    steps = [step(run, given, ClusterPlan(24, pp, tp, 1, 5)) for pp, tp in ((16, 4), (8, 8))]
+    steps = [step(run, given, ParallelLayout(24, pp, tp, chunks=5)) for pp, tp in ((16, 4), (8, 8))]
     assert steps[1] / steps[0] == pytest.approx(1.025, abs=0.001)
     rho = given.share * given.peak / given.inside.bandwidth
     assert rho == pytest.approx(645, rel=0.01)

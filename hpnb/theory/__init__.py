@@ -9,14 +9,15 @@
     uneven_shards                       heads and vocabularies that do not divide
     step_memory, zero_step_time         memory and time of a step with ZeRO
     zero3_prefetch, gradient_noise      when ZeRO-3's all-gathers arrive; how large a batch helps
-    layout_step, cluster                the time of a step on any layout; a planner for thousands of GPUs
+    layout_step, cluster, planner       a step on any layout, from one rank or datasheets; the best one
     failures, experts, published_runs   how often to save; mixtures of experts; what others have measured
 
-Names of the last four modules are used with the module's, as in `theory.cluster.best_plan`. The name
-`hpnb.theory.overlap` is the function, although a submodule has the same name.
+Names of `cluster`, `planner` and the last three are used with the module's, as in
+`theory.planner.best_layout`. The name `hpnb.theory.overlap` is the function, although a submodule has the
+same name.
 """
 
-from hpnb.theory import cluster, experts, failures, published_runs
+from hpnb.theory import cluster, experts, failures, planner, published_runs
 from hpnb.theory.activation_table import ACTIVATION_ROWS, ActivationRow
 from hpnb.theory.communication import (
     ALGORITHMS,
@@ -39,20 +40,26 @@ from hpnb.theory.compute_over_communication import (
 from hpnb.theory.fit_link import fit_link
 from hpnb.theory.gradient_noise import fitted_wall, noise_scale, signal_and_noise, steps_at
 from hpnb.theory.layout_step import (
-    FILLING,
     STEP_PARTS,
     LayerCost,
-    LayoutPlan,
     LayoutTask,
     layout_bytes,
     layout_memory,
     layout_parts,
-    layout_plans,
 )
 from hpnb.theory.links import LINKS, Link
 from hpnb.theory.model_states import ModelStates, model_states
 from hpnb.theory.overlap import Overlap, even_buckets, exposed_seconds, exposed_share, overlap
-from hpnb.theory.pipeline import best_microbatches, bubble, idle_seconds, in_flight, paced, step_seconds
+from hpnb.theory.pipeline import (
+    best_microbatches,
+    bubble,
+    idle_seconds,
+    in_flight,
+    paced,
+    pipeline_parts,
+    step_seconds,
+)
+from hpnb.theory.planner import task_layouts
 from hpnb.theory.step_memory import Moment, StepMemory, step_memory
 from hpnb.theory.tensor_block import BlockSeconds, block_seconds, block_sent, cheapest_modes, shapes_sent
 from hpnb.theory.tensor_layer import Collective, Messages, grid_sides, linear_bytes, linear_sent, ranks_for
@@ -82,7 +89,6 @@ from hpnb.theory.zero_step_time import shard_seconds
 __all__ = [
     "ACTIVATION_ROWS",
     "ALGORITHMS",
-    "FILLING",
     "LINKS",
     "OPS",
     "SEQUENCE_WAYS",
@@ -94,7 +100,6 @@ __all__ = [
     "CollectiveCost",
     "GatherTimeline",
     "LayerCost",
-    "LayoutPlan",
     "LayoutTask",
     "Link",
     "Matmul",
@@ -136,7 +141,6 @@ __all__ = [
     "layout_bytes",
     "layout_memory",
     "layout_parts",
-    "layout_plans",
     "linear_bytes",
     "linear_sent",
     "loads",
@@ -149,6 +153,8 @@ __all__ = [
     "overlap",
     "paced",
     "parameters_held",
+    "pipeline_parts",
+    "planner",
     "pp_compute_over_communication",
     "prefetch_plan",
     "published_activation_bytes",
@@ -167,6 +173,7 @@ __all__ = [
     "step_seconds",
     "steps",
     "steps_at",
+    "task_layouts",
     "tie_bytes",
     "tp_compute_over_communication",
     "uniform_over_even",

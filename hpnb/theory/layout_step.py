@@ -1,267 +1,232 @@
-"""A step of a GPT-2 on any layout, in five parts, and what its fullest rank holds: what one ranks layouts by.
+"""The step of a GPT-2 on any layout, predicted from one rank: five parts of its time, its bytes, its memory.
 
-A layout is dp x pp x tp = d x p x t ranks. A batch of B rows goes through d pipelines in m microbatches of
-r = B/(d m) rows. On one rank alone a block takes c + k r seconds for a microbatch, forward and backward, and
-so do the two ends (embedding, head and loss) together, with constants of their own: c is what small kernels
-cost whatever their size, k is work, of which tp does a t-th. Then, of a mean rank,
+A layout dp x pp x tp = d x p x t sends a batch of B samples through d pipelines, in m microbatches of r =
+B/(d m) samples. On one rank alone a block takes c + k r seconds for a microbatch, forward and backward, and
+so do the two ends (embedding, head and loss) together, with constants of their own. c is what small kernels
+cost whatever their size; k r is work, and tp shards it t ways. For L blocks the mean rank then takes
 
     computing     m (L (c + k r/t) + ends) / p
-    exposed tp    (4 L + 2) m / p all-reduces of r s h values, in line
-    bubble        sum of stages + (m-1) largest stage + 2 (p-1) hops, less the two above
-    exposed dp    buckets of the gradient behind the backward of the last microbatch
-    optimizer     of the parameters that the rank steps
+    exposed tp    (4 L + 2) m / p all-reduces of r s h values, one after the other
+    bubble        sum of stages + (m-1) largest stage + 2 (p-1) hops, less the two above (`pipeline_parts`)
+    exposed dp    gradient buckets, behind the backward of the last microbatch
+    optimizer     of the parameters that the rank updates
 
-Memory is counted at the fullest rank: states by ZeRO, activations of the microbatches in flight (1F1B: p - r
-of them on rank r), and three times the logits, in float32, on the last.
+Memory is that of the fullest rank: weights, gradients and optimizer state by ZeRO stage, the activations of
+the microbatches in flight (1F1B: p - r of them on rank r), and three times the logits in float32 on the last
+stage.
 
-What is left out shows as a ratio: norms and dropout, which every rank of tp does whole; what communication
-takes from the computing beside it; stages that wait for each other for reasons of the machine's.
-Narayanan et al. 2021 (arXiv 2104.04473), sections 2 and 3, weigh the axes against each other in this way.
+The model leaves three things out, and they show as a ratio: norms and dropout, which every tp rank computes
+in full; what communication takes from the computing beside it; and stages that wait for each other because of
+the machine. Narayanan et al. 2021 (arXiv 2104.04473), sections 2 and 3, weigh the axes against each other
+this way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hpnb.mesh import ParallelLayout
 from hpnb.theory.communication import bytes_sent, seconds
 from hpnb.theory.links import Link
 from hpnb.theory.model_states import model_states
-from hpnb.theory.overlap import exposed_seconds
-from hpnb.theory.pipeline import in_flight, paced
+from hpnb.theory.overlap import exposed_seconds, zero3_exposed_seconds
+from hpnb.theory.pipeline import FILL, in_flight, pipeline_parts
 from hpnb.theory.tensor_memory import activation_bytes
 from hpnb.theory.transformer import Block
 
 STEP_PARTS = ("computing", "bubble", "exposed tp", "exposed dp", "optimizer")
-FILLING = {"gpipe": 1.0, "1f1b": 1.0, "zb-h1": 1 / 3}  # of 1F1B's filling and draining, with F = I = W
-BUCKET = 25 * 2**20
-_HEADS = 2  # all-reduces of tp at the ends: of looked-up words forward, of the head's input backward
-
-
-@dataclass(frozen=True)
-class LayoutPlan:
-    """A layout, and how a step goes through it.
-
-    Attributes:
-        microbatches: of each pipeline; 1 without one.
-        zero: stage of ZeRO over dp. Stage 3 is for plans without a pipeline.
-        style: of the schedule, one of FILLING.
-    """
-
-    dp: int = 1
-    pp: int = 1
-    tp: int = 1
-    microbatches: int = 1
-    zero: int = 0
-    style: str = "1f1b"
-
-    def __post_init__(self) -> None:
-        if min(self.dp, self.pp, self.tp, self.microbatches) < 1:
-            raise ValueError(f"dp={self.dp}, pp={self.pp}, tp={self.tp}, microbatches={self.microbatches}: "
-                             "each must be 1 or more")  # fmt: skip
-        if self.zero not in (0, 1, 2, 3):
-            raise ValueError(f"zero={self.zero!r} is no stage of ZeRO; use 0, 1, 2 or 3")
-        if self.style not in FILLING:
-            raise ValueError(f"style={self.style!r} has no closed form here; use {', '.join(FILLING)}")
-
-    @property
-    def ranks(self) -> int:
-        return self.dp * self.pp * self.tp
-
-    def __str__(self) -> str:
-        sizes = {"dp": self.dp, "pp": self.pp, "tp": self.tp}
-        words = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 rank"
-        words += f", {self.style}" if self.style != "1f1b" else ""
-        return words + (f", ZeRO {self.zero}" if self.zero else "")
+BUCKET_BYTES = 25 * 2**20
+_END_REDUCES = 2  # all-reduces of tp at the ends: of embedded tokens forward, of the head's input gradient
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Seconds of `rows` rows on one rank: fixed + row x rows."""
+    """Seconds of `samples` samples on one rank: fixed + per_sample x samples."""
 
     fixed: float
-    row: float
+    per_sample: float
 
-    def __call__(self, rows: float, share: float = 1.0) -> float:
-        return self.fixed + self.row * rows * share
+    def __call__(self, samples: float, share: float = 1.0) -> float:
+        return self.fixed + self.per_sample * samples * share
 
 
 @dataclass(frozen=True)
 class LayoutTask:
-    """What is trained, and on what.
+    """What is trained, and on which machine.
 
     Attributes:
-        block: shape of one, for one row of a batch; its bytes_per_value is of weights and values.
-        layers, vocabulary: of the model; embedding and head are one table.
-        rows: of a whole batch.
-        each, ends: seconds of a block, and of embedding, head and loss together, forward and backward.
-        parameter: seconds of the optimizer's step, a parameter.
-        buckets: of a gradient, at least.
-        host: ranks of a host; tp neighbours are closest, dp's farthest apart.
-        inside, between: the link of a rank within its host, and to another one.
+        block: shape of a block for one sample; its bytes_per_value is that of weights and values alike.
+        layers, vocab_size: of the model; embedding and head share one table.
+        batch: samples of the whole batch.
+        block_cost, ends_cost: seconds of a block, and of embedding, head and loss, forward and backward.
+        optimizer_cost: seconds of the optimizer's step for each parameter.
+        inside, between: the link of a rank within its node, and to another node.
+        ranks_per_node: ranks of a node; tp neighbours are closest, dp neighbours farthest apart.
+        buckets: the fewest buckets of a gradient.
     """
 
     block: Block
     layers: int
-    vocabulary: int
-    rows: int
-    each: LayerCost
-    ends: LayerCost
-    parameter: float
+    vocab_size: int
+    batch: int
+    block_cost: LayerCost
+    ends_cost: LayerCost
+    optimizer_cost: float
     inside: Link
     between: Link | None = None
-    host: int = 1 << 30
+    ranks_per_node: int = 1 << 30
     buckets: int = 1
 
     @property
-    def table(self) -> int:
-        """Parameters that lie in no block."""
-        return (self.vocabulary + self.block.sequence + 2) * self.block.hidden
+    def root_parameters(self) -> int:
+        """Parameters outside the blocks: both embeddings and the last norm."""
+        return (self.vocab_size + self.block.sequence + 2) * self.block.hidden
 
     @property
     def parameters(self) -> int:
-        return self.layers * self.block.parameters + self.table
+        return self.layers * self.block.parameters + self.root_parameters
 
     @property
     def flops(self) -> float:
         """Matmul FLOPs of a step."""
-        head = 6 * self.rows * self.block.sequence * self.block.hidden * self.vocabulary
-        return self.layers * replace(self.block, batch=self.rows).training_flops + head
+        head = 6 * self.tokens * self.block.hidden * self.vocab_size
+        return self.layers * replace(self.block, batch=self.batch).training_flops + head
 
     @property
     def tokens(self) -> int:
-        return self.rows * self.block.sequence
+        return self.batch * self.block.sequence
 
-    def refused(self, plan: LayoutPlan) -> str | None:
-        """Why the plan cannot be run; None if it can."""
-        if self.rows % (plan.dp * plan.microbatches):
-            return f"{self.rows} rows do not go into {plan.dp} pipelines x {plan.microbatches} microbatches"
-        if plan.pp > self.layers or plan.tp > self.block.heads:
-            return f"{self.layers} blocks of {self.block.heads} heads are too few for {plan}"
-        if plan.zero and plan.dp == 1:
-            return f"ZeRO {plan.zero} deals out over dp, and there is one replica"
-        return "ZeRO 3 gathers weights for each microbatch" if plan.zero == 3 and plan.pp > 1 else None
+    def refusal(self, layout: ParallelLayout) -> str | None:
+        """Why the layout cannot be run or predicted; None if it can."""
+        m, zero = self.microbatches(layout), layout.zero_stage
+        if layout.schedule not in FILL or layout.chunks_per_rank > 1:
+            return f"{layout.schedule} with {layout.chunks_per_rank} chunks has no closed form here"
+        if (why := unmodelled(layout)) is not None:
+            return why
+        if self.batch % (layout.dp * m):
+            return f"a batch of {self.batch} cannot be split into {layout.dp} pipelines x {m} microbatches"
+        if layout.pp > self.layers or layout.tp > self.block.heads:
+            return f"{self.layers} blocks of {self.block.heads} heads are too few for {layout}"
+        if zero and layout.dp == 1:
+            return f"ZeRO {zero} shards over dp, and dp=1"
+        return "ZeRO 3 gathers weights for every microbatch" if zero == 3 and layout.pp > 1 else None
 
-    def link(self, plan: LayoutPlan, axis: str) -> Link:
-        """That of the axis's slowest hop, with dp outermost and tp innermost."""
-        span = {"tp": plan.tp, "pp": plan.pp * plan.tp, "dp": plan.ranks}[axis]
-        inside = span <= self.host or self.between is None
-        return self.inside if inside or self.between is None else self.between
+    def microbatches(self, layout: ParallelLayout) -> int:
+        """Microbatches of each pipeline."""
+        return layout.count_microbatches(self.batch // layout.dp)
+
+    def link(self, layout: ParallelLayout, axis: str) -> Link:
+        """The link of the axis's slowest hop, with dp outermost and tp innermost."""
+        span = {"tp": layout.tp, "pp": layout.pp * layout.tp, "dp": layout.world_size}[axis]
+        return self.inside if self.between is None or span <= self.ranks_per_node else self.between
+
+
+def unmodelled(layout: ParallelLayout) -> str | None:
+    """A sentence if the layout uses what no prediction of a step here knows."""
+    plain = ParallelLayout()
+    for name in ("order", "tp_mode", "sequence_parallel", "recomputation"):
+        if getattr(layout, name) != getattr(plain, name):
+            return f"{name}={getattr(layout, name)!r} is not part of this prediction"
+    return None
 
 
 def stage_blocks(layers: int, stages: int) -> tuple[int, ...]:
-    """As hpnb's uniform cut deals them out: what does not divide goes to stages in the middle."""
+    """Blocks of each stage, as hpnb's uniform partition has them: the remainder goes to the middle."""
     least, more = divmod(layers, stages)
     start = (stages - more) // 2
     return tuple(least + (start <= stage < start + more) for stage in range(stages))
 
 
-def layout_parts(task: LayoutTask, plan: LayoutPlan) -> dict[str, float]:
+def layout_parts(task: LayoutTask, layout: ParallelLayout) -> dict[str, float]:
     """{part: seconds} of a step, mean over the ranks; their sum is the step.
 
     Raises:
-        ValueError: the plan cannot be run.
+        ValueError: the layout cannot be run.
     """
-    if (why := task.refused(plan)) is not None:
-        raise ValueError(f"{plan}: {why}")
-    p, t, m, rows = plan.pp, plan.tp, plan.microbatches, task.rows / plan.dp / plan.microbatches
-    value = task.block.bytes_per_value
-    message = rows * task.block.sequence * task.block.hidden * value
-    sums = seconds("all_reduce", message, t, task.link(plan, "tp")) if t > 1 else 0.0
-    block, ends = task.each(rows, 1 / t), task.ends(rows, 1 / t)
-    stages = [n * (block + 4 * sums) for n in stage_blocks(task.layers, p)]
-    stages[0] += sums
-    stages[-1] += ends + sums
-    computing = m * (task.layers * block + ends) / p
-    inline = (4 * task.layers + _HEADS) * m * sums / p
-    hops = 2 * (p - 1) * seconds("send", message, 2, task.link(plan, "pp")) if p > 1 else 0.0
-    span = paced(stages, m) + hops
-    idle = span - computing - inline - (1 - FILLING[plan.style]) * (p - 1) / p * sum(stages)
-    held = task.parameters / (p * t)
-    return {
-        "computing": computing,
-        "bubble": max(idle, 0.0) if p > 1 else 0.0,
-        "exposed tp": inline,
-        "exposed dp": _exposed(task, plan, value * held, sum(stages) / p),
-        "optimizer": task.parameter * held / (plan.dp if plan.zero else 1),
-    }
+    if (why := task.refusal(layout)) is not None:
+        raise ValueError(f"{layout}: {why}")
+    p, t, m = layout.pp, layout.tp, task.microbatches(layout)
+    samples, value = task.batch / layout.dp / m, task.block.bytes_per_value
+    message = samples * task.block.sequence * task.block.hidden * value
+    reduce = seconds("all_reduce", message, t, task.link(layout, "tp")) if t > 1 else 0.0
+    hop = seconds("send", message, 2, task.link(layout, "pp")) if p > 1 else 0.0
+    block = task.block_cost(samples, 1 / t)
+    stages = [{"computing": n * block, "exposed tp": 4 * n * reduce} for n in stage_blocks(task.layers, p)]
+    stages[0]["exposed tp"] += reduce
+    stages[-1]["exposed tp"] += reduce
+    stages[-1]["computing"] += task.ends_cost(samples, 1 / t)
+    parts = pipeline_parts(stages, m, layout.schedule, hop=hop)
+    stage_seconds = sum(sum(stage.values()) for stage in stages) / p
+    parameters = task.parameters / (p * t)
+    parts["exposed dp"] = _exposed_dp(task, layout, value * parameters, stage_seconds)
+    parts["optimizer"] = task.optimizer_cost * parameters / (layout.dp if layout.zero_stage else 1)
+    return {part: parts[part] for part in STEP_PARTS}
 
 
-def _exposed(task: LayoutTask, plan: LayoutPlan, gradient: float, stage: float) -> float:
-    """Seconds that gradients, and weights under ZeRO, stick out. `stage`: of one microbatch, both ways."""
-    if plan.dp == 1:
-        return 0.0
-    link, d, behind = task.link(plan, "dp"), plan.dp, 2 / 3 * stage
-    buckets = max(task.buckets, round(gradient / BUCKET))
-    if plan.zero == 0:
-        return exposed_seconds(behind, gradient, buckets, d, link)
-    last = seconds("reduce_scatter", gradient / buckets, d, link)
-    reduced = max(last, buckets * last - (buckets - 1) * behind / buckets)
-    if plan.zero < 3:
-        return reduced + seconds("all_gather", gradient, d, link)
-    n = task.layers
-    g, r = (seconds(op, gradient / (n + 1), d, link) for op in ("all_gather", "reduce_scatter"))
-    return 2 * g + r + n * (max(0.0, g - stage / 3 / n) + max(0.0, g + r - behind / n))
-
-
-def layout_bytes(task: LayoutTask, plan: LayoutPlan) -> float:
-    """Bytes that leave a rank in a step, mean over the ranks: activations, gradients, weights, the tie.
-
-    Without what is small: losses, counts, and of cut logits nothing but the three sums of each token.
-    """
-    p, t, d, value = plan.pp, plan.tp, plan.dp, task.block.bytes_per_value
-    activation = task.tokens / d * task.block.hidden * value  # of all microbatches
-    tp = (4 * task.layers + _HEADS) / p * bytes_sent("all_reduce", activation, t)
-    tp += (
-        3 / p * bytes_sent("all_reduce", 4.0 * (task.tokens - task.rows) / d, t)
-    )  # a row's last asks nothing
-    pp = 2 * (p - 1) / p * activation
-    # In a pipeline both ends hold the table of words, sum its gradient, and either is reduced over dp.
-    words = value * task.vocabulary * task.block.hidden / t
-    tie = 2 / p * bytes_sent("all_reduce", words, 2) if p > 1 else 0.0
-    gradient = value * task.parameters / (p * t) + (words / p if p > 1 else 0.0)
-    times = 3 if plan.zero == 3 else 2
-    again = value * task.table if plan.zero == 3 else 0.0  # what lies in no block is gathered once
-    return tp + pp + tie + bytes_sent("all_gather", times * gradient - again, d)
-
-
-def layout_memory(task: LayoutTask, plan: LayoutPlan) -> float:
-    """Bytes at the peak of the fullest rank, with AdamW."""
-    p, t, m, w = plan.pp, plan.tp, plan.microbatches, task.block.bytes_per_value
-    rows = max(1, round(task.rows / plan.dp / m))
-    micro = replace(task.block, batch=rows)
-    tokens = rows * micro.sequence
-    kept = activation_bytes(micro, "1d", t, mlp_copies=5)
-    words = task.vocabulary * micro.hidden / t
-    logits = 4.0 * task.vocabulary * tokens / t
-    found = []
-    for stage, blocks in enumerate(stage_blocks(task.layers, p)):
-        last = stage == p - 1
-        held = blocks * task.block.parameters / t + (words if last or stage == 0 else 0)
-        held += micro.sequence * micro.hidden if stage == 0 else 0
-        states = model_states(held, plan.dp, plan.zero, weight_bytes=w, gradient_bytes=w,
-                              optimizer_bytes=8 if w >= 4 else 12).total  # fmt: skip
-        flying = in_flight(plan.style, p, m, stage) if p > 1 else 1
-        inputs = w * tokens * micro.hidden
-        activations = flying * (blocks * kept + inputs)
-        turn = 3 * logits + 2 * inputs if last else 0.0
-        whole = w * (task.table + 2 * task.block.parameters) if plan.zero == 3 else 0.0
-        found.append(states + max(activations + turn, w * words if last or stage == 0 else 0.0) + whole)
-    return max(found)
-
-
-def layout_plans(
-    task: LayoutTask, ranks: int, microbatch_rows: int, zero: Sequence[int] = (0,)
-) -> list[LayoutPlan]:
-    """All layouts of `ranks` ranks that can be run, microbatches of `microbatch_rows` rows in pipelines.
+def _exposed_dp(task: LayoutTask, layout: ParallelLayout, gradient: float, stage_seconds: float) -> float:
+    """Exposed seconds of gradients, and of weights under ZeRO.
 
     Args:
-        zero: which stages of ZeRO are tried.
+        gradient: bytes on a rank.
+        stage_seconds: of one microbatch on one stage, forward and backward.
     """
-    found = []
-    for dp in (n for n in range(ranks, 0, -1) if ranks % n == 0):
-        for pp in (n for n in range(1, ranks // dp + 1) if ranks // dp % n == 0):
-            m = max(1, task.rows // dp // microbatch_rows) if pp > 1 else 1
-            made = [LayoutPlan(dp, pp, ranks // dp // pp, m, stage) for stage in zero]
-            found += [plan for plan in made if task.refused(plan) is None]
-    return found
+    if layout.dp == 1:
+        return 0.0
+    link, d, backward, n = task.link(layout, "dp"), layout.dp, 2 / 3 * stage_seconds, task.layers
+    buckets = max(task.buckets, round(gradient / BUCKET_BYTES))
+    if layout.zero_stage == 0:
+        return exposed_seconds(backward, gradient, buckets, d, link)
+    if layout.zero_stage < 3:
+        scattered = exposed_seconds(backward, gradient, buckets, d, link, "reduce_scatter")
+        return scattered + seconds("all_gather", gradient, d, link)
+    gather, scatter = (seconds(op, gradient / (n + 1), d, link) for op in ("all_gather", "reduce_scatter"))
+    return zero3_exposed_seconds(gather, scatter, stage_seconds / 3 / n, backward / n, n)
+
+
+def layout_bytes(task: LayoutTask, layout: ParallelLayout) -> float:
+    """Bytes that leave a rank in a step, mean over the ranks: activations, gradients, weights, the tied
+    table.
+
+    Small messages are left out: losses, counts, and of sharded logits all but three numbers a token.
+    """
+    p, t, d, value = layout.pp, layout.tp, layout.dp, task.block.bytes_per_value
+    activation = task.tokens / d * task.block.hidden * value  # of all microbatches
+    predicting = (task.tokens - task.batch) / d  # the last token of a sample predicts nothing
+    tp = (4 * task.layers + _END_REDUCES) / p * bytes_sent("all_reduce", activation, t)
+    tp += 3 / p * bytes_sent("all_reduce", 4.0 * predicting, t)
+    pp = 2 * (p - 1) / p * activation
+    # In a pipeline both ends hold the tied table. They sum its gradient, and each reduces it over dp.
+    table = value * task.vocab_size * task.block.hidden / t
+    tied = 2 / p * bytes_sent("all_reduce", table, 2) if p > 1 else 0.0
+    gradient = value * task.parameters / (p * t) + (table / p if p > 1 else 0.0)
+    passes = 3 if layout.zero_stage == 3 else 2
+    root = value * task.root_parameters if layout.zero_stage == 3 else 0.0  # is gathered once, not twice
+    return tp + pp + tied + bytes_sent("all_gather", passes * gradient - root, d)
+
+
+def layout_memory(task: LayoutTask, layout: ParallelLayout) -> float:
+    """Bytes at the peak of the fullest rank, with AdamW."""
+    p, t, m, width = layout.pp, layout.tp, task.microbatches(layout), task.block.bytes_per_value
+    microbatch = replace(task.block, batch=max(1, round(task.batch / layout.dp / m)))
+    tokens = microbatch.batch * microbatch.sequence
+    block_activations = activation_bytes(microbatch, "1d", t, mlp_copies=5)
+    table = task.vocab_size * microbatch.hidden / t
+    logits, inputs = 4.0 * task.vocab_size * tokens / t, width * tokens * microbatch.hidden
+    peaks = []
+    for stage, blocks in enumerate(stage_blocks(task.layers, p)):
+        first, last = stage == 0, stage == p - 1
+        parameters = blocks * task.block.parameters / t + (table if first or last else 0)
+        parameters += microbatch.sequence * microbatch.hidden if first else 0
+        states = model_states(
+            parameters, layout.dp, layout.zero_stage,
+            weight_bytes=width, gradient_bytes=width, optimizer_bytes=8 if width >= 4 else 12,
+        ).total  # fmt: skip
+        flying = in_flight(layout.schedule, p, m, stage) if p > 1 else 1
+        activations = flying * (blocks * block_activations + inputs)
+        turn = 3 * logits + 2 * inputs if last else 0.0
+        gathered = (
+            width * (task.root_parameters + 2 * task.block.parameters) if layout.zero_stage == 3 else 0.0
+        )
+        table_gradient = width * table if first or last else 0.0
+        peaks.append(states + max(activations + turn, table_gradient) + gathered)
+    return max(peaks)

@@ -89,12 +89,36 @@ def even_buckets(
     return tuple(backward * min(1.0, full / nbytes) for full in accumulate(sizes)), tuple(sizes)
 
 
-def exposed_seconds(backward: float, nbytes: float, buckets: int, ranks: int, link: Link) -> float:
-    """max(c, m c - (m-1) T/m): exposed of m equal buckets that become ready evenly over T seconds."""
+def exposed_seconds(
+    backward: float, nbytes: float, buckets: int, ranks: int, link: Link, op: str = "all_reduce"
+) -> float:
+    """max(c, m c - (m-1) T/m): exposed seconds of m equal buckets that become ready evenly over T seconds.
+
+    Args:
+        op: the collective of each bucket: "all_reduce", or "reduce_scatter" with ZeRO 1 and 2.
+    """
     if buckets < 1:
         raise ValueError(f"buckets={buckets} is not a count; use 1 or more")
-    each = seconds("all_reduce", nbytes / buckets, ranks, link)
-    return max(each, buckets * each - (buckets - 1) * backward / buckets)
+    bucket_seconds = seconds(op, nbytes / buckets, ranks, link)
+    return max(bucket_seconds, buckets * bucket_seconds - (buckets - 1) * backward / buckets)
+
+
+def zero3_exposed_seconds(
+    gather: float, scatter: float, forward: float, backward: float, blocks: int
+) -> float:
+    """Exposed seconds of ZeRO-3: 2 g + r + n (max(0, g - F) + max(0, g + r - B)).
+
+    The first gather of the forward, the first of the backward and the last reduce-scatter have no computing
+    to hide behind. Each of the n other blocks gathers behind the forward of one block, and gathers and
+    reduce-scatters behind the backward of one.
+
+    Args:
+        gather, scatter: seconds of one block's all-gather and reduce-scatter, g and r.
+        forward, backward: seconds of one block, F and B.
+        blocks: n.
+    """
+    bare = max(0.0, gather - forward) + max(0.0, gather + scatter - backward)
+    return 2 * gather + scatter + blocks * bare
 
 
 def exposed_share(tokens_over_knee: float, overlapped: bool = True) -> float:
@@ -115,4 +139,4 @@ def exposed_share(tokens_over_knee: float, overlapped: bool = True) -> float:
     return max(0.0, (1 - x) / (1 + x / 2))
 
 
-__all__ = ["Overlap", "even_buckets", "exposed_seconds", "exposed_share", "overlap"]
+__all__ = ["Overlap", "even_buckets", "exposed_seconds", "exposed_share", "overlap", "zero3_exposed_seconds"]

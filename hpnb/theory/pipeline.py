@@ -27,7 +27,7 @@ Sources: Huang et al. 2019 (GPipe, arXiv 1811.06965), Narayanan et al. 2021 (1F1
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def _check(**counts: float) -> None:
@@ -103,6 +103,46 @@ def paced(stages: Sequence[float], microbatches: int) -> float:
     """
     _check(stages=len(stages), microbatches=microbatches)
     return sum(stages) + (microbatches - 1) * max(stages)
+
+
+FILL = {"gpipe": 1.0, "1f1b": 1.0, "zb-h1": 1 / 3}
+"""{schedule: its filling and draining, over that of 1F1B with as many chunks, where F = I = W}"""
+
+
+def pipeline_parts(
+    stages: Sequence[Mapping[str, float]],
+    microbatches: int,
+    schedule: str = "1f1b",
+    chunks: int = 1,
+    hop: float = 0.0,
+) -> dict[str, float]:
+    """{part: seconds} of a step through a pipeline, mean over its stages, and last the "bubble".
+
+    Every prediction of a step in `hpnb.theory` is put together here. A stage that takes t_s seconds a
+    microbatch works for m t_s, so the mean of a part is m / p times its sum over the stages. The step takes
+
+        span = sum of t_s + (m-1) max t_s + 2 (p-1) hops
+
+    and what it takes beyond the mean work is the bubble. With v chunks a rank, filling and draining cost a
+    v-th: (sum of t_s - max t_s) (1 - 1/v) less. ZB-H1 fills bubbles with weight gradients: 2/3 (p-1)/p sum of
+    t_s less.
+
+    Args:
+        stages: {part: seconds} of one microbatch, forward and backward, for each stage.
+        schedule: one of FILL.
+        hop: seconds of one message between two stages.
+
+    Raises:
+        ValueError: no stages or microbatches, or a schedule without a closed form here.
+    """
+    if schedule not in FILL:
+        raise ValueError(f"schedule={schedule!r} has no closed form here; use {', '.join(FILL)}")
+    p, totals = len(stages), [sum(parts.values()) for parts in stages]
+    span = paced(totals, microbatches) + 2 * (p - 1) * hop
+    span -= (1 - 1 / chunks) * (sum(totals) - max(totals)) + (1 - FILL[schedule]) * (p - 1) / p * sum(totals)
+    names = dict.fromkeys(name for parts in stages for name in parts)
+    means = {name: microbatches * sum(parts.get(name, 0.0) for parts in stages) / p for name in names}
+    return {**means, "bubble": max(span - sum(means.values()), 0.0) if p > 1 else 0.0}
 
 
 def step_seconds(work: float, ranks: int, microbatches: int, extra: float = 0.0) -> float:

@@ -1,11 +1,13 @@
-"""Figures that others have published, for a planner to be fitted to and held to; each with its source."""
+"""What others have measured and published: the planner is fitted to one run and checked by the others."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hpnb.theory.cluster import Cluster, ClusterPlan, GPTRun, cluster_plans, fastest
+from hpnb.mesh import ParallelLayout
+from hpnb.theory.cluster import Cluster, GPTRun
 from hpnb.theory.links import Link
+from hpnb.theory.planner import cluster_layouts, fastest
 
 # Datasheets: peak of 16-bit matmuls without sparsity, memory and its bandwidth, each direction of NVLink, and
 # one network card a GPU. Latencies are orders of magnitude, as in LINKS.
@@ -15,7 +17,7 @@ DGX_H100 = Cluster(8, 8, 989e12, 80e9, 3.35e12, Link(3e-6, 450e9, "NVLink 4"), L
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A run that others have measured: `tflops` a GPU, recomputed FLOPs counted."""
+    """A run that others have measured: `tflops` of a GPU, recomputed FLOPs included."""
 
     name: str
     run: GPTRun
@@ -25,11 +27,12 @@ class PublishedRun:
     tflops: float
 
     @property
-    def plan(self) -> ClusterPlan:
-        """Microbatches of one row, and the chunks that are fastest at the peak: the table says neither."""
+    def plan(self) -> ParallelLayout:
+        """Its layout. The table does not name microbatches and chunks: one sample, and the fastest number."""
         cluster = replace(DGX_A100, gpus=self.gpus)
-        plans = cluster_plans(self.run, cluster)
-        return fastest(self.run, cluster, (one for one in plans if (one.pp, one.tp) == (self.pp, self.tp)))
+        layouts = cluster_layouts(self.run, cluster)
+        cut = (self.pp, self.tp)
+        return fastest(self.run, cluster, (layout for layout in layouts if (layout.pp, layout.tp) == cut))
 
 
 # Narayanan et al. 2021 (arXiv 2104.04473), table 1, every second row: A100 of 80 GB, sequences of 2,048, a

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 
 from hpnb.theory.communication import seconds
 from hpnb.theory.links import Link
-from hpnb.theory.overlap import exposed_seconds
+from hpnb.theory.overlap import exposed_seconds, zero3_exposed_seconds
 
 
 def shard_seconds(
@@ -63,18 +63,12 @@ def shard_seconds(
     elif stage == 0:
         exposed = exposed_seconds(behind, whole, buckets, ranks, link)
     elif stage < 3:
-        last = seconds("reduce_scatter", whole / buckets, ranks, link)
-        exposed = max(last, buckets * last - (buckets - 1) * behind / buckets)
+        exposed = exposed_seconds(behind, whole, buckets, ranks, link, "reduce_scatter")
         exposed += seconds("all_gather", whole, ranks, link)
     else:
         g, r = (seconds(op, block_bytes, ranks, link) for op in ("all_gather", "reduce_scatter"))
         ends = sum(seconds(op, root_bytes, ranks, link) for op in ("all_gather", "reduce_scatter"))
-        exposed = (
-            2 * g
-            + r
-            + ends
-            + (layers - 1) * (max(0.0, g - forward / layers) + max(0.0, g + r - behind / layers))
-        )
+        exposed = ends + zero3_exposed_seconds(g, r, forward / layers, behind / layers, layers - 1)
     parts = {
         "computing": forward + backward,
         "computing again": again,

@@ -9,8 +9,9 @@ from typing import Any
 from hpnb import theory
 from hpnb.lesson.exercises.checker import Exercise, Finding
 from hpnb.lesson.tables import number
+from hpnb.mesh import ParallelLayout
 from hpnb.models import GPT2_SIZES
-from hpnb.theory import LINKS, LayerCost, LayoutPlan, LayoutTask
+from hpnb.theory import LINKS, LayerCost, LayoutTask
 
 # --- a layout under three budgets -------------------------------------------------------------------
 
@@ -33,17 +34,17 @@ class Job:
     rows: int
     task: LayoutTask
 
-    def seconds(self, plan: LayoutPlan) -> float:
+    def seconds(self, plan: ParallelLayout) -> float:
         """Of a step, by `theory.layout_parts`."""
         return sum(theory.layout_parts(self.task, plan).values())
 
-    def held(self, plan: LayoutPlan) -> float:
+    def held(self, plan: ParallelLayout) -> float:
         """Bytes of the fullest rank, by `theory.layout_memory`."""
         return theory.layout_memory(self.task, plan)
 
-    def refused(self, plan: LayoutPlan) -> str | None:
+    def refused(self, plan: ParallelLayout) -> str | None:
         """Why the plan cannot be run; None if it can."""
-        return self.task.refused(plan)
+        return self.task.refusal(plan)
 
 
 def job(ranks: int, memory: float, deadline: float, rows: int, host: int = 8, between: str = "") -> Job:
@@ -66,7 +67,7 @@ _JOBS = {
 }
 
 
-def able(given: Job) -> list[LayoutPlan]:
+def able(given: Job) -> list[ParallelLayout]:
     """Every plan within the three budgets."""
     found = []
     sizes = [n for n in range(1, given.ranks + 1) if given.ranks % n == 0]
@@ -76,15 +77,15 @@ def able(given: Job) -> list[LayoutPlan]:
                 counts = [m for m in range(1, given.rows + 1) if given.rows % (dp * m) == 0]
                 for m in counts if pp > 1 else [1]:
                     for zero in (0, 1, 2, 3) if dp > 1 else (0,):
-                        plan = LayoutPlan(dp, pp, tp, m, zero)
+                        plan = ParallelLayout(dp, pp, tp, m, zero)
                         if given.refused(plan) is None and within(given, plan):
                             found.append(plan)
     return found
 
 
-def within(given: Job, plan: LayoutPlan) -> bool:
+def within(given: Job, plan: ParallelLayout) -> bool:
     """Whether a plan keeps to all three budgets."""
-    fits = plan.ranks <= given.ranks and given.held(plan) <= given.memory
+    fits = plan.world_size <= given.ranks and given.held(plan) <= given.memory
     return fits and given.seconds(plan) <= given.deadline
 
 
@@ -92,18 +93,18 @@ def _verify_choose(choose: Callable[[Job], Any]) -> Sequence[Finding]:
     findings = []
     for name, given in _JOBS.items():
         plan = choose(given)
-        if not isinstance(plan, LayoutPlan):
-            findings.append(Finding(False, f"{name}: {plan!r} is no LayoutPlan"))
+        if not isinstance(plan, ParallelLayout):
+            findings.append(Finding(False, f"{name}: {plan!r} is no ParallelLayout"))
             continue
         if (why := given.refused(plan)) is not None:
-            findings.append(Finding(False, f"{name}: {plan}, m {plan.microbatches}: {why}"))
+            findings.append(Finding(False, f"{name}: {plan}, m {given.task.microbatches(plan)}: {why}"))
             continue
-        said = (f"{name}: {plan}, m {plan.microbatches}, {plan.ranks} ranks, "
+        said = (f"{name}: {plan}, m {given.task.microbatches(plan)}, {plan.world_size} ranks, "
                 f"{number(given.held(plan), 'B')}, {number(given.seconds(plan), 's')}")  # fmt: skip
         broken = [
             words
             for good, words in (
-                (plan.ranks <= given.ranks, f"more than {given.ranks} ranks"),
+                (plan.world_size <= given.ranks, f"more than {given.ranks} ranks"),
                 (given.held(plan) <= given.memory, f"more than {number(given.memory, 'B')}"),
                 (given.seconds(plan) <= given.deadline, f"longer than {number(given.deadline, 's')}"),
             )
@@ -112,8 +113,8 @@ def _verify_choose(choose: Callable[[Job], Any]) -> Sequence[Finding]:
         if broken:
             findings.append(Finding(False, f"{said}: {', '.join(broken)}"))
             continue
-        least = min(each.ranks * given.seconds(each) for each in able(given))
-        regret = plan.ranks * given.seconds(plan) / least - 1
+        least = min(each.world_size * given.seconds(each) for each in able(given))
+        regret = plan.world_size * given.seconds(plan) / least - 1
         findings.append(Finding(regret <= 0.05, f"{said}: regret {100 * regret:.1f} %, at most 5 %"))
     return findings
 
@@ -128,7 +129,7 @@ choose = Exercise("08.3", "choose under three budgets", 20, _verify_choose)
 class Row:
     """A layout: seconds of each part of its step, predicted and measured, mean over the ranks."""
 
-    plan: LayoutPlan
+    plan: ParallelLayout
     predicted: Mapping[str, float]
     measured: Mapping[str, float]
 
@@ -141,16 +142,16 @@ def tables() -> list[tuple[str, list[Row], str]]:
     plain = job(4, 80e9, 9.0, 32)
     slow = theory.Link(8 * LINKS["NVLink 4"].latency, LINKS["NVLink 4"].bandwidth / 8)
     task = plain.task
-    machines: dict[str, Callable[[LayoutPlan], Mapping[str, float]]] = {
+    machines: dict[str, Callable[[ParallelLayout], Mapping[str, float]]] = {
         WIRE: lambda plan: theory.layout_parts(replace(task, inside=slow), plan),
         KERNELS: lambda plan: theory.layout_parts(
-            replace(task, each=replace(task.each, fixed=12 * task.each.fixed)), plan
+            replace(task, block_cost=replace(task.block_cost, fixed=12 * task.block_cost.fixed)), plan
         ),
         STAGES: lambda plan: _with_bubble(theory.layout_parts(task, plan), plan, 0.9),
         NORMS: lambda plan: _with_norms(theory.layout_parts(task, plan), plan),
     }
     found: list[tuple[str, list[Row], str]] = []
-    plans = theory.layout_plans(task, 4, 2)
+    plans = theory.task_layouts(task, 4, 2)
     for cause, machine in machines.items():
         rows = []
         for plan in plans:
@@ -161,11 +162,11 @@ def tables() -> list[tuple[str, list[Row], str]]:
     return found
 
 
-def _with_norms(parts: Mapping[str, float], plan: LayoutPlan) -> dict[str, float]:
+def _with_norms(parts: Mapping[str, float], plan: ParallelLayout) -> dict[str, float]:
     return {**parts, "computing": parts["computing"] * (1 + 0.35 * (plan.tp - 1))}
 
 
-def _with_bubble(parts: Mapping[str, float], plan: LayoutPlan, more: float) -> dict[str, float]:
+def _with_bubble(parts: Mapping[str, float], plan: ParallelLayout, more: float) -> dict[str, float]:
     extra = more * parts["computing"] * (plan.pp - 1) / plan.pp
     return {**parts, "bubble": parts["bubble"] + extra}
 

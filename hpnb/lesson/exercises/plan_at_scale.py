@@ -12,17 +12,17 @@ from typing import Any
 from hpnb.lesson.exercises.checker import Exercise, Finding
 from hpnb.lesson.programs import cluster_planning
 from hpnb.lesson.tables import number
+from hpnb.mesh import ParallelLayout
 from hpnb.theory import Link
 from hpnb.theory.cluster import (
     Cluster,
-    ClusterPlan,
     GPTRun,
-    best_plan,
     cluster_memory,
     cluster_parts,
-    refused,
+    refusal,
 )
 from hpnb.theory.failures import Failures, mean_between, save_interval, trained_share
+from hpnb.theory.planner import best_layout
 from hpnb.theory.published_runs import CHECKPOINT_BYTES, LLAMA_3_EACH, WRITERS, WRITTEN
 
 # --- fit a model into a cluster ----------------------------------------------------------------------
@@ -48,17 +48,17 @@ class Job:
     def memory(self) -> float:
         return self.cluster.memory
 
-    def seconds(self, plan: ClusterPlan) -> float:
+    def seconds(self, plan: ParallelLayout) -> float:
         """Of a step."""
         return sum(cluster_parts(self.run, self.cluster, plan).values())
 
-    def held(self, plan: ClusterPlan) -> float:
+    def held(self, plan: ParallelLayout) -> float:
         """Bytes of the fullest rank."""
         return cluster_memory(self.run, plan)
 
-    def refused(self, plan: ClusterPlan) -> str | None:
+    def refused(self, plan: ParallelLayout) -> str | None:
         """Why the plan cannot be run, memory aside; None if it can."""
-        return refused(self.run, self.cluster, plan)
+        return refusal(self.run, self.cluster, plan)
 
 
 _GPT3, _SMALLER = cluster_planning.MODELS["145.6B"], cluster_planning.MODELS["39.1B"]
@@ -75,15 +75,15 @@ def _verify_fit(fit: Callable[[Job], Any]) -> Sequence[Finding]:
     findings = []
     for name, job in JOBS.items():
         plan = fit(job)
-        if not isinstance(plan, ClusterPlan):
-            findings.append(Finding(False, f"{name}: {plan!r} is no ClusterPlan"))
+        if not isinstance(plan, ParallelLayout):
+            findings.append(Finding(False, f"{name}: {plan!r} is no ParallelLayout"))
         elif (why := job.refused(plan)) is not None:
             findings.append(Finding(False, f"{name}: {why}"))
         elif job.held(plan) > job.memory:
             held = f"{number(job.held(plan), 'B')}, more than {number(job.memory, 'B')}"
             findings.append(Finding(False, f"{name}: {plan} holds {held}"))
         else:
-            best = min(job.seconds(best_plan(job.run, job.cluster, zero)) for zero in (0, 1))
+            best = min(job.seconds(best_layout(job.run, job.cluster, zero)) for zero in (0, 1))
             more = job.seconds(plan) / best - 1
             words = f"{name}: {plan} takes {number(job.seconds(plan), 's')}, {100 * more:.1f} % over the best"
             findings.append(Finding(more <= 0.05, f"{words}, at most 5 %"))
@@ -102,7 +102,7 @@ INSIDE, BETWEEN, MATMULS = "inside", "between", "matmuls"
 class Row:
     """A layout: seconds of a step as measured last week, and today. It fits."""
 
-    plan: ClusterPlan
+    plan: ParallelLayout
     before: float
     after: float
 
@@ -134,8 +134,8 @@ def weeks() -> list[tuple[str, list[Row], str]]:
         }[what]
         rows = []
         for pp, tp in product((1, 2, 4, 8, 16), (1, 2, 4, 8)):
-            plan = ClusterPlan(gpus // pp // tp, pp, tp, zero=1)
-            if refused(run, given, plan) is None and cluster_memory(run, plan) <= given.memory:
+            plan = ParallelLayout(gpus // pp // tp, pp, tp, zero_stage=1)
+            if refusal(run, given, plan) is None and cluster_memory(run, plan) <= given.memory:
                 seconds = [sum(cluster_parts(run, one, plan).values()) for one in (given, today)]
                 rows.append(Row(plan, *seconds))
         shuffle(rows)

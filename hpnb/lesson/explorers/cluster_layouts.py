@@ -9,7 +9,8 @@ from hpnb.lesson.explorers.explorer import Explorer, explorer
 from hpnb.lesson.explorers.knobs import Challenge, Choice
 from hpnb.lesson.programs import cluster_planning
 from hpnb.lesson.tables import number
-from hpnb.theory.cluster import by_cut, cluster_memory, cluster_parts, fastest
+from hpnb.theory.cluster import cluster_memory, cluster_parts
+from hpnb.theory.planner import best_by_cut, fastest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,7 +28,7 @@ def cluster_layouts() -> Explorer:
     ) -> tuple[Figure, str, dict[str, Any]]:
         run = replace(cluster_planning.MODELS[model], batch=batch, recompute=recompute == "yes")
         given = cluster_planning.cluster(gpus, network, host)
-        plans = by_cut(run, given, zero)
+        plans = best_by_cut(run, given, zero)
         if not plans:
             raise ValueError(f"{batch} rows and {gpus} GPUs: no layout of {model} can be run")
         step = {cut: sum(cluster_parts(run, given, plan).values()) for cut, plan in plans.items()}

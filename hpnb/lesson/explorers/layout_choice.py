@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from hpnb.lesson.explorers.explorer import Explorer, explorer
 from hpnb.lesson.explorers.knobs import Challenge, Choice, Slider
 from hpnb.lesson.tables import number
+from hpnb.mesh import ParallelLayout
 from hpnb.models import GPT2_SIZES
-from hpnb.theory import LINKS, LayerCost, LayoutPlan, LayoutTask, layout_memory, layout_parts, layout_plans
+from hpnb.theory import LINKS, LayerCost, LayoutTask, layout_memory, layout_parts, task_layouts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,7 +38,7 @@ def _others(ranks: int) -> dict[str, tuple[float, float]]:
     task = xl()
     return {
         str(plan): (layout_memory(task, plan), task.tokens / sum(layout_parts(task, plan).values()))
-        for plan in layout_plans(task, ranks, 2, (0, 1))
+        for plan in task_layouts(task, ranks, 2, (0, 1))
     }
 
 
@@ -48,34 +49,35 @@ def layout_choice() -> Explorer:
     def draw(
         dp: int, pp: int, tp: int, microbatches: int, zero: int, cap: float, fast: bool
     ) -> tuple[Figure, str, dict[str, Any]]:
-        plan, task = LayoutPlan(dp, pp, tp, microbatches if pp > 1 else 1, zero), xl()
-        if not 2 <= plan.ranks <= MOST:
-            raise ValueError(f"{plan.ranks} ranks; use 2 to {MOST}")
-        if (why := task.refused(plan)) is not None:
+        plan, task = ParallelLayout(dp, pp, tp, microbatches if pp > 1 else 1, zero), xl()
+        if not 2 <= plan.world_size <= MOST:
+            raise ValueError(f"{plan.world_size} ranks; use 2 to {MOST}")
+        if (why := task.refusal(plan)) is not None:
             raise ValueError(f"{plan}: {why}")
         parts, held = layout_parts(task, plan), layout_memory(task, plan)
         step = sum(parts.values())
-        name = f"{plan}, m {plan.microbatches}"
-        points = {**_others(plan.ranks), name: (held, task.tokens / step)}
+        name = f"{plan}, m {task.microbatches(plan)}"
+        points = {**_others(plan.world_size), name: (held, task.tokens / step)}
         fits = held <= cap * 1e9
         figure = plot.choices(
             points,
             chosen={name: "" if fits else "does not fit"},
             capacity=cap * 1e9,
-            title=f"predicted · GPT-2 XL on {plan.ranks} ranks in hosts of {HOST}: layouts to choose from",
+            title=f"predicted · GPT-2 XL on {plan.world_size} ranks in hosts of {HOST}: "
+            "layouts to choose from",
             text=not fast,
             labels=("predicted", ""),
         )
         alt = (
-            f"Layouts of {plan.ranks} ranks by memory and tokens a second; {name} holds {number(held, 'B')} "
-            f"and takes {number(step, 's')} a step."
+            f"Layouts of {plan.world_size} ranks by memory and tokens a second; {name} "
+            f"holds {number(held, 'B')} and takes {number(step, 's')} a step."
         )
         readings = {
             "step (s)": step,
             **{f"{part} (%)": 100 * parts[part] / step for part in parts if part != "optimizer"},
             "memory (B)": held,
-            "FLOP utilisation (%)": 100 * task.flops / step / plan.ranks / RATE,
-            "_ranks": plan.ranks,
+            "FLOP utilisation (%)": 100 * task.flops / step / plan.world_size / RATE,
+            "_ranks": plan.world_size,
             "_cap": cap,
             "_fits": fits,
         }

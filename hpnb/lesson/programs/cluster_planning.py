@@ -14,8 +14,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from hpnb.bench.whole import files
+from hpnb.mesh import ParallelLayout
 from hpnb.theory import Link
-from hpnb.theory.cluster import Cluster, ClusterPlan, GPTRun, calibrated, cluster_parts, tflops
+from hpnb.theory.cluster import Cluster, GPTRun, calibrated, cluster_parts, tflops
 from hpnb.theory.published_runs import DGX_A100, DGX_H100, MEGATRON, PublishedRun
 
 HDR, ETHERNET = DGX_A100.between, Link(30e-6, 12.5e9, "Ethernet 100 Gb")
@@ -83,7 +84,7 @@ def predicted(one: PublishedRun, base: Cluster) -> float:
 class OwnRun(NamedTuple):
     """A layout of GPT-2 XL on two GPUs: TFLOP/s a GPU, no FLOPs recomputed; idle shares of a pipeline."""
 
-    plan: ClusterPlan
+    plan: ParallelLayout
     predicted: float
     measured: float
     bubbles: tuple[float, float]  # predicted, measured
@@ -103,11 +104,11 @@ def own_runs() -> dict[str, OwnRun]:
     whole = GPTRun(1600, 48, 20, 32, 1024, 50257, recompute=False, fused_attention=True)
     half = replace(whole, batch=16)
     plans = {
-        "one": (half, ClusterPlan(rows=16)),
-        "dp2": (whole, ClusterPlan(2, rows=16)),
-        "zero1": (whole, ClusterPlan(2, rows=16, zero=1)),
-        "tp2": (whole, ClusterPlan(1, 1, 2, 32)),
-        "pp2": (whole, ClusterPlan(1, 2, 1, 4, 4)),
+        "one": (half, ParallelLayout(microbatch_size=16)),
+        "dp2": (whole, ParallelLayout(2, microbatch_size=16)),
+        "zero1": (whole, ParallelLayout(2, microbatch_size=16, zero_stage=1)),
+        "tp2": (whole, ParallelLayout(tp=2, microbatch_size=32)),
+        "pp2": (whole, ParallelLayout(pp=2, microbatch_size=4, chunks=4)),
     }
     fastest = {name: best for name, each in found.layouts.items() if (best := each.fastest(True))}
     measured = {name: found.layouts[name].tflops(best.name) for name, best in fastest.items()}
@@ -115,7 +116,7 @@ def own_runs() -> dict[str, OwnRun]:
     runs = {}
     for name, (run, plan) in plans.items():
         if name in fastest:
-            given = replace(base, gpus=plan.gpus)
+            given = replace(base, gpus=plan.world_size)
             parts = cluster_parts(run, given, plan)
             idle = fastest[name].bubble
             bubbles = (parts["bubble"] / sum(parts.values()), idle[0] if idle else 0.0)
@@ -133,7 +134,7 @@ _NUMBERS = {
 }
 
 
-def halved(jobs: Mapping[str, tuple[GPTRun, Cluster, ClusterPlan]]) -> dict[str, dict[str, float]]:
+def halved(jobs: Mapping[str, tuple[GPTRun, Cluster, ParallelLayout]]) -> dict[str, dict[str, float]]:
     """{number: {job: its step with that number halved, over its step}}, each number by itself."""
     found: dict[str, dict[str, float]] = {}
     for words, name in _NUMBERS.items():

@@ -31,11 +31,12 @@ from hpnb.hybrid import HybridParallelPlugin
 from hpnb.lesson.programs import gpt2_pipeline
 from hpnb.lesson.programs.step_breakdown import Seen, parts_of, replayed
 from hpnb.lesson.programs.vit_tensor import _Apart
+from hpnb.mesh import ParallelLayout
 from hpnb.models import GPT2Size
 from hpnb.pipeline_parallel import Action, Schedule, schedules
 from hpnb.pipeline_parallel.executor import contended
 from hpnb.record.recorder import recording
-from hpnb.theory import LayerCost, LayoutPlan, LayoutTask, Link
+from hpnb.theory import LayerCost, LayoutTask, Link
 
 _WARM = {"cpu": 1, "cuda": 3}  # steps before the first that counts
 _LEAST = 1024.0  # bytes: smaller messages are counts and losses
@@ -63,7 +64,7 @@ class Ran:
         source: "measured" or "replayed from measured CPU time".
     """
 
-    plan: LayoutPlan
+    plan: ParallelLayout
     parts: Mapping[str, float]
     bytes: float
     peak: float
@@ -147,13 +148,18 @@ class _WithSchedule(HybridParallelPlugin):
 
 
 def _on_rank(
-    size: GPT2Size, rows: int, dtype: torch.dtype, plan: LayoutPlan, schedule: Schedule | None, repeats: int
+    size: GPT2Size,
+    rows: int,
+    dtype: torch.dtype,
+    plan: ParallelLayout,
+    schedule: Schedule | None,
+    repeats: int,
 ) -> Seen:
     gc.collect()  # what a layout before has built may still be there
     precision = "bf16" if dtype == torch.bfloat16 else "fp32"
     plugin = _WithSchedule(
-        tp_size=plan.tp, pp_size=plan.pp, zero_stage=plan.zero, precision=precision, pp_style=plan.style,
-        num_microbatches=plan.microbatches, ddp_bucket_cap_mb=_bucket_mb(size, dtype, plan), seed=0,
+        tp_size=plan.tp, pp_size=plan.pp, zero_stage=plan.zero_stage, precision=precision,
+        pp_style=plan.schedule, num_microbatches=plan.num_microbatches, ddp_bucket_cap_mb=_bucket_mb(size, dtype, plan), seed=0,
     )  # fmt: skip
     plugin.given = schedule
     booster = hpnb.Booster(plugin=plugin)
@@ -193,7 +199,7 @@ def _on_rank(
     return Seen(seen.coordinates, seen.actions, seen.optimizer, seen.timelines, sent, memory.profile().peak)
 
 
-def _bucket_mb(size: GPT2Size, dtype: torch.dtype, plan: LayoutPlan) -> float:
+def _bucket_mb(size: GPT2Size, dtype: torch.dtype, plan: ParallelLayout) -> float:
     whole = dtype.itemsize * size.parameters() / plan.pp / plan.tp
     return min(25.0, whole / _BUCKETS / 2**20)
 
@@ -206,7 +212,7 @@ def run(
     size: GPT2Size,
     rows: int,
     dtype: torch.dtype,
-    plan: LayoutPlan,
+    plan: ParallelLayout,
     link: Link,
     schedule: Schedule | None = None,
     repeats: int = 2,
@@ -215,7 +221,7 @@ def run(
 
     Args:
         link: on which messages travel where the step is replayed.
-        schedule: of plan.pp ranks and plan.microbatches microbatches, in place of the library's.
+        schedule: of plan.pp ranks and the plan's number of microbatches, in place of the library's.
     """
     seen: list[Seen] = pool.run(_on_rank, size, rows, dtype, plan, schedule, repeats)
     sent = sum(m.bytes for each in seen for m in each.messages) / len(seen)
@@ -223,5 +229,5 @@ def run(
     if seen[0].timelines:
         tl = sorted(seen[0].timelines, key=lambda one: one.makespan)[(repeats - 1) // 2]
         return Ran(plan, parts_of(tl), sent, peak, tl.source)
-    used = schedule or schedules.make(plan.style, plan.pp, plan.microbatches)
+    used = schedule or schedules.make(plan.schedule, plan.pp, plan.count_microbatches(rows // plan.dp))
     return Ran(plan, replayed(seen, plan, used, link), sent, peak, "replayed from measured CPU time")

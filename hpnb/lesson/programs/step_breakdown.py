@@ -12,10 +12,11 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from hpnb.mesh import ParallelLayout
 from hpnb.pipeline_parallel import Action, Schedule
 from hpnb.pipeline_parallel.simulate import run as simulate
 from hpnb.record import Event, Message, Timeline, ring_bytes
-from hpnb.theory import STEP_PARTS, LayoutPlan, Link, seconds
+from hpnb.theory import STEP_PARTS, Link, seconds
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,9 @@ def parts_of(tl: Timeline) -> dict[str, float]:
     return {**mean, "bubble": max(0.0, tl.makespan - sum(mean.values()))}
 
 
-def replayed(seen: Sequence[Seen], plan: LayoutPlan, schedule: Schedule, link: Link) -> dict[str, float]:
+def replayed(seen: Sequence[Seen], plan: ParallelLayout, schedule: Schedule, link: Link) -> dict[str, float]:
     """The parts of a step put together from CPU times, with every recorded message on `link`."""
-    p, m = plan.pp, plan.microbatches
+    p, m = plan.pp, schedule.microbatches
     by_stage = [[each for each in seen if each.coordinates["pp"] == stage] for stage in range(p)]
     took: dict[Action, list[float]] = {}
     for each in seen:  # which all know the whole pipeline that they are in
@@ -103,7 +104,7 @@ def _seconds(seen: Seen, axis: str, link: Link, ops: tuple[str, ...] = ()) -> fl
     return total
 
 
-def _bare(seen: Seen, plan: LayoutPlan, behind: float, link: Link) -> float:
+def _bare(seen: Seen, plan: ParallelLayout, behind: float, link: Link) -> float:
     """Seconds of dp's messages that stick out of a backward of `behind` seconds."""
     if plan.dp == 1:
         return 0.0
@@ -112,7 +113,7 @@ def _bare(seen: Seen, plan: LayoutPlan, behind: float, link: Link) -> float:
     gathered = _seconds(seen, "dp", link, ("all_gather",))
     n = max(1, len(reduced))
     first = max(total / n, total - (n - 1) * behind / n)
-    if plan.zero == 3:  # a gather of each unit hides behind the one before, forward and backward
+    if plan.zero_stage == 3:  # a gather of each unit hides behind the one before, forward and backward
         return total / n + gathered / n + max(0.0, total + gathered - 1.5 * behind)
     return first + gathered
 

@@ -54,7 +54,7 @@ def test_uniform_over_even_is_what_steps_of_many_microbatches_come_to(
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: theory.head_in_blocks(SMALL.block(), 0), "vocabulary=0 is no number of words"),
+        (lambda: theory.head_in_blocks(SMALL.block(), 0), "vocab_size=0"),
         (lambda: theory.uniform_over_even(3, 1.0, 4), "3 blocks and a head of 1.0 on 4 stages"),
         (lambda: theory.loads([1.0, 2.0], (1, 2)), r"\[1, 2\] adds up to 3, and there are 2 layers"),
         (lambda: theory.even(2, 3), "2 blocks cannot be dealt out to 3 stages"),

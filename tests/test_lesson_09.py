@@ -259,7 +259,7 @@ def test_numbers_of_the_prose() -> None:
     assert 100 * (one.tflops / once - 1) == pytest.approx(11, abs=0.5)
     parts = cluster_parts(one.run, whole, one.plan)
     assert parts["bubble"] / sum(parts.values()) == pytest.approx(0.08, abs=0.005)
-    words = 6 * 2048 * one.run.hidden * one.run.vocabulary / one.tp / (whole.share * whole.peak)
+    words = 6 * 2048 * one.run.hidden * one.run.vocab_size / one.tp / (whole.share * whole.peak)
     assert one.run.batch / one.plan.dp * words * 34 / 35 / parts["bubble"] == pytest.approx(0.5, abs=0.05)
     message = 2 * 2048 * 8192
     wire = cluster_planning.cluster(512).link(16, 8)

@@ -66,7 +66,7 @@ class StepMemory:
 def step_memory(
     block: Block,
     layers: int,
-    vocabulary: int,
+    vocab_size: int,
     positions: int,
     ranks: int = 1,
     stage: int = 0,
@@ -96,7 +96,7 @@ def step_memory(
     if not 0 <= recompute <= layers:
         raise ValueError(f"recompute={recompute} of {layers} blocks; use 0 to {layers}")
     w, h, tokens = block.bytes_per_value, block.hidden, block.batch * block.sequence
-    root = (vocabulary + positions + 2) * h  # parameters outside of blocks
+    root = (vocab_size + positions + 2) * h  # parameters outside of blocks
     parameters = layers * block.parameters + root
     default = 8.0 if w >= 4 else 12.0
     states = model_states(
@@ -114,8 +114,8 @@ def step_memory(
 
     kept = sum(activation_terms(block, mlp_copies=mlp_copies).values())
     head = 2 * w * tokens * h + 8 * tokens  # the last norm's input, its output, and its statistics
-    logits = 4.0 * vocabulary * tokens
-    waits = w * vocabulary * h
+    logits = 4.0 * vocab_size * tokens
+    waits = w * vocab_size * h
     flow = w * tokens * (3 * block.mlp_ratio + 2) * h  # of an MLP's inner values three, and what goes around
     gathered = w * root if stage == 3 else 0.0
 

@@ -126,16 +126,16 @@ def roofline_seconds(flops: float, nbytes: float, flop_rate: float, byte_rate: f
     return max(flops / flop_rate, nbytes / byte_rate)
 
 
-def model_parameters(layers: int, hidden: int, vocabulary: int, sequence: int) -> int:
+def model_parameters(layers: int, hidden: int, vocab_size: int, sequence: int) -> int:
     """P = 12 l h^2 (1 + 13/(12 h) + (V + s)/(12 l h)): blocks, token and position embeddings.
 
     Narayanan et al. 2021, section 5. The output layer is the token embedding; a last norm is not counted.
     """
-    return layers * (12 * hidden**2 + 13 * hidden) + (vocabulary + sequence) * hidden
+    return layers * (12 * hidden**2 + 13 * hidden) + (vocab_size + sequence) * hidden
 
 
 def model_flops(
-    layers: int, hidden: int, vocabulary: int, sequence: int, batch: int, recompute: bool = False
+    layers: int, hidden: int, vocab_size: int, sequence: int, batch: int, recompute: bool = False
 ) -> int:
     """Matmul FLOPs of one training step of a GPT, the logits' among them.
 
@@ -146,4 +146,4 @@ def model_flops(
     recomputed, so 6 B s h V in both.
     """
     forward = Block(hidden, heads=1, sequence=sequence, batch=batch).forward_flops  # heads cost no FLOPs
-    return layers * (4 if recompute else 3) * forward + 6 * batch * sequence * hidden * vocabulary
+    return layers * (4 if recompute else 3) * forward + 6 * batch * sequence * hidden * vocab_size

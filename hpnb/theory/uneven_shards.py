@@ -82,10 +82,10 @@ def recomputed_share(block: Block, recompute: Recompute) -> float:
     return again[recompute] / block.training_flops
 
 
-def gathered_sent(tokens: int, vocabulary: int, ranks: int, bytes_per_value: int = 4) -> float:
+def gathered_sent(tokens: int, vocab_size: int, ranks: int, bytes_per_value: int = 4) -> float:
     """Bytes that leave a rank if the logits of `tokens` are put together; uneven shares are padded."""
-    words = ranks * split_sizes(vocabulary, ranks)[0]
-    return bytes_sent("all_gather", tokens * words * bytes_per_value, ranks)
+    padded = ranks * split_sizes(vocab_size, ranks)[0]
+    return bytes_sent("all_gather", tokens * padded * bytes_per_value, ranks)
 
 
 def loss_sent(tokens: int, ranks: int, bytes_per_value: int = 4) -> float:

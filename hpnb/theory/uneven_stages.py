@@ -26,15 +26,15 @@ from hpnb.theory.communication import bytes_sent
 from hpnb.theory.transformer import Block
 
 
-def head_in_blocks(block: Block, vocabulary: int) -> float:
-    """FLOPs of the logits of `vocabulary` words, in those of `block`; products alone.
+def head_in_blocks(block: Block, vocab_size: int) -> float:
+    """FLOPs of the logits of `vocab_size` tokens, in those of `block`; products alone.
 
     Raises:
         ValueError: a vocabulary below 1.
     """
-    if vocabulary < 1:
-        raise ValueError(f"vocabulary={vocabulary} is no number of words; use 1 or more")
-    return 2 * block.batch * block.sequence * block.hidden * vocabulary / block.forward_flops
+    if vocab_size < 1:
+        raise ValueError(f"vocab_size={vocab_size} is no number of tokens; use 1 or more")
+    return 2 * block.batch * block.sequence * block.hidden * vocab_size / block.forward_flops
 
 
 def uniform_over_even(blocks: int, head: float, stages: int) -> float:
@@ -52,9 +52,9 @@ def uniform_over_even(blocks: int, head: float, stages: int) -> float:
     return 1 + head * (stages - 1) / (blocks + head)
 
 
-def tie_bytes(vocabulary: int, hidden: int, bytes_per_value: int, homes: int = 2) -> float:
+def tie_bytes(vocab_size: int, hidden: int, bytes_per_value: int, homes: int = 2) -> float:
     """Bytes that all homes of a tied table together send a step: one all-reduce of its gradient."""
-    return homes * bytes_sent("all_reduce", vocabulary * hidden * bytes_per_value, homes)
+    return homes * bytes_sent("all_reduce", vocab_size * hidden * bytes_per_value, homes)
 
 
 def even(blocks: int, stages: int) -> tuple[int, ...]:

@@ -159,7 +159,8 @@ def _on_rank(
     precision = "bf16" if dtype == torch.bfloat16 else "fp32"
     plugin = _WithSchedule(
         tp_size=plan.tp, pp_size=plan.pp, zero_stage=plan.zero_stage, precision=precision,
-        pp_style=plan.schedule, num_microbatches=plan.num_microbatches, ddp_bucket_cap_mb=_bucket_mb(size, dtype, plan), seed=0,
+        pp_style=plan.schedule, num_microbatches=plan.num_microbatches,
+        ddp_bucket_cap_mb=_bucket_mb(size, dtype, plan), seed=0,
     )  # fmt: skip
     plugin.given = schedule
     booster = hpnb.Booster(plugin=plugin)

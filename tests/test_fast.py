@@ -70,7 +70,7 @@ def test_compiled_blocks_compute_the_same(
     layers = 9  # more than PyTorch compiles one function for
     plain, fast = (build(kind, layers=layers, dropout=dropout, hidden=8) for _ in range(2))
     compile_blocks.compile_blocks(fast, whole)
-    recompute.again(fast, again)
+    recompute.enable_recomputation(fast, again)
     split = SplitBackward(fast.modules(), least=1e18 if whole else 0.0)
     for step, size in enumerate(rows):
         given = batch(kind, 0, size)

@@ -1,30 +1,31 @@
-"""torch.compile for the blocks of a model: each as a whole, or what lies between its linears.
+"""torch.compile for the blocks of a model: each as a whole, or only what lies between its linears.
 
     whole      [ norm, q k v, attention, o, add, norm, up, gelu, down, add ]               one graph a block
     between    norm, q k v, attention, o, [ dropout, add, norm ], up, gelu, down, dropout, add
 
-A compiled block is one node of autograd. So where a schedule splits backwards into I and W, or where ranks of
-a tensor axis send to each other inside a block, linears stay as they are, with their hooks, and what is in
-brackets is compiled: a kernel each, forward and backward. The rest between two linears is one kernel already
-(norm, attention, add) or none (reshapes are views). transformers writes GPT-2's gelu as eight kernels, which
-keep several (B, s, 4h) for the backward; PyTorch has the same function as one, which keeps its input.
+A compiled block is one autograd node. That rules out a schedule that splits the backward into I and W, and
+tensor-parallel ranks that send messages inside a block. There the linears and their hooks stay as they are,
+and only what is in brackets is compiled, into one kernel for the forward and one for the backward. Everything
+else between two linears is one kernel already (norm, attention, add) or none (views). transformers writes
+GPT-2's gelu as eight kernels, which keep several (B, s, 4h) for the backward. PyTorch's own gelu is one
+kernel that keeps its input, so it is used instead.
 
-Less is compiled here than could be. A call of something compiled takes the host longer than that of a kernel,
-and between linears the host is soon the slower of the two: with norms, gelu and adds compiled too, a step of
-24 small blocks on two ranks took it 160 ms in place of 99.
+We compile no more than that, because a call of a compiled function costs the CPU more than launching a
+kernel, and between linears the CPU is soon the slower of the two. With norms, gelu and adds compiled too, a
+step of 24 small blocks on two ranks took it 160 ms instead of 99.
 
-All blocks of a model share a compilation. Another kind of call needs another: training and evaluation; with a
-mask and without; a single row; other numbers of rows or tokens than the first, for all of which PyTorch makes
-one graph (a ragged last microbatch costs that once, and full ones keep theirs). Beyond eight kinds
-(torch._dynamo.config.recompile_limit) PyTorch warns, and computes new ones uncompiled.
+All blocks of a model share one compilation. A different kind of call needs another one: training and
+evaluation, with a mask and without, a single sample, another number of samples or tokens than the first (one
+graph serves all of those, so a ragged last microbatch costs one compilation). Beyond eight kinds
+(torch._dynamo.config.recompile_limit) PyTorch warns and runs new ones uncompiled.
 
-Hooks around a block run outside of what is compiled: those that gather and free it (ZeRO 3), that deal out
-tokens, that lend a row to an empty batch.
+Hooks of a block run outside the compiled region: ZeRO-3's gathers, those that scatter tokens, and those that
+give an empty batch one sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -42,31 +43,32 @@ from hpnb.data_parallel.fsdp_units import find_blocks
 from hpnb.pipeline_parallel.split_backward import COMPILED
 from hpnb.ranks.current_rank import device as this_device
 
-ON_CPUS: Any = None  # the backend of torch.compile there, where compiling costs more than it saves
+ON_CPUS: Any = None  # backend of torch.compile on CPUs, where compiling costs more than it saves
 
 _number = count()
 
 
 def backend() -> Any:
-    """What torch.compile is to use on this rank's device; None does not compile."""
+    """The backend of torch.compile for this rank's device. None means: do not compile."""
     return "inductor" if this_device().type == "cuda" else ON_CPUS
 
 
-def compile_blocks(model: nn.Module, whole: bool) -> None:
+def compile_blocks(model: nn.Module, whole: bool, blocks: Sequence[nn.Module] | None = None) -> None:
     """Compile the blocks of `model`, in place.
 
     Args:
-        whole: each as one piece; otherwise between linears, in GPT-2 and ViT. Blocks of another model then
-            stay as they are.
+        whole: compile each block as one piece; otherwise only between linears, in GPT-2 and ViT. Blocks of
+            other models, and blocks whose forward somebody has replaced, then stay as they are.
+        blocks: which; by default those of the model.
     """
-    regions = Regions(_compiled(_forward), _compiled(_add_and_norm))
-    for block in find_blocks(model):
+    regions = Regions(_compiled(_run_forward), _compiled(_add_and_norm))
+    for block in find_blocks(model) if blocks is None else blocks:
+        replaced = vars(block).get("forward")
         if whole:
             setattr(block, COMPILED, True)
-            own = vars(block).get("forward")  # somebody has given it another
-            block.forward = partial(regions.forward, block) if own is None else _compiled(own)
-        elif type(block) in _BETWEEN:
-            _BETWEEN[type(block)](block, regions)
+            block.forward = partial(regions.forward, block) if replaced is None else _compiled(replaced)
+        elif type(block) in _BETWEEN_LINEARS and replaced is None:
+            _BETWEEN_LINEARS[type(block)](block, regions)
 
 
 def _compiled(function: Callable[..., Any]) -> Any:
@@ -81,7 +83,7 @@ def _compiled(function: Callable[..., Any]) -> Any:
 # --- what is compiled ------------------------------------------------------------------------------------
 
 
-def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _run_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs)
 
 
@@ -107,92 +109,97 @@ class Regions:
 
 
 # --- blocks whose linears are left alone -----------------------------------------------------------------
-#
-# An object is given another class, a subclass of its own: names, weights and hooks stay, and transformers
-# goes on to checkpoint its forward.
 
 
 class AddNorm(nn.LayerNorm):
-    """A norm that is given the residual too, so that its own hooks lend it the weights that it uses."""
+    """Takes the place of a LayerNorm, and can add the residual as well: norm(residual + dropout(x)).
 
-    regions: Regions
+    It has the tables of the norm that it replaces, with its parameters, names and hooks. So hooks that swap
+    the norm's weights during a forward work here too.
+    """
+
+    def __init__(self, norm: nn.LayerNorm, regions: Regions) -> None:
+        nn.Module.__init__(self)
+        vars(self).update(vars(norm))
+        self.regions = regions
 
     def forward(self, x: torch.Tensor, residual: Any = None, p: float | None = None) -> Any:
-        """(..., h) twice -> residual + dropout(x), and the norm of that; of x alone, its norm."""
+        """(..., h) twice -> residual + dropout(x), and its norm; of x alone, its norm."""
         if residual is None:
             return super().forward(x)
         return self.regions.add_and_norm(x, residual, p, self.weight, self.bias, self.eps)
 
 
-class GPT2Between(GPT2Block):  # type: ignore[misc]
-    """A GPT2Block without cross attention, which hpnb takes nowhere."""
-
-    regions: Regions
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        past_key_values: Any = None,
-        attention_mask: Any = None,
-        encoder_hidden_states: Any = None,
-        encoder_attention_mask: Any = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        kwargs |= {"past_key_values": past_key_values, "attention_mask": attention_mask}
-        attended = self.attn(self.ln_1(x), **kwargs)[0]
-        x, normed = _join(self.regions, self.ln_2, attended, x, self.attn.resid_dropout)
-        return _add(self.mlp(normed), x, _share(self.mlp.dropout))
-
-
-class ViTBetween(ViTLayer):  # type: ignore[misc]
-    """A ViTLayer."""
-
-    regions: Regions
-
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        attended = self.attention(self.layernorm_before(x), *args, **kwargs)[0]
-        x, normed = _join(self.regions, self.layernorm_after, attended, x, self.dropout)
-        return _add(self.mlp(normed), x, _share(self.dropout))
-
-
-class Later(nn.Dropout):
-    """A dropout that a region does, when the residual is added."""
+class DeferredDropout(nn.Dropout):
+    """Takes the place of a dropout that is applied later, together with the add of the residual."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
+    @property
+    def active_p(self) -> float | None:
+        """The probability while training; None where nothing is dropped."""
+        return self.p if self.training and self.p else None
 
-def _gpt2(block: Any, regions: Regions) -> None:
-    block.__class__, block.regions = GPT2Between, regions
-    block.attn.resid_dropout.__class__ = block.mlp.dropout.__class__ = Later
+
+def _run_gpt2_block(
+    block: Any,
+    x: torch.Tensor,
+    past_key_values: Any = None,
+    attention_mask: Any = None,
+    encoder_hidden_states: Any = None,
+    encoder_attention_mask: Any = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """The forward of a GPT2Block without cross attention, which hpnb does not support."""
+    kwargs |= {"past_key_values": past_key_values, "attention_mask": attention_mask}
+    attended = block.attn(block.ln_1(x), **kwargs)[0]
+    x, normed = _join(block.ln_2, attended, x, block.attn.resid_dropout.active_p)
+    return _add(block.mlp(normed), x, block.mlp.dropout.active_p)
+
+
+def _run_vit_layer(block: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The forward of a ViTLayer."""
+    attended = block.attention(block.layernorm_before(x), *args, **kwargs)[0]
+    p = block.dropout.p if block.training and block.dropout.p else None
+    x, normed = _join(block.layernorm_after, attended, x, p)
+    return _add(block.mlp(normed), x, p)
+
+
+def _compile_gpt2_block(block: Any, regions: Regions) -> None:
+    block.attn.resid_dropout = _defer(block.attn.resid_dropout)
+    block.mlp.dropout = _defer(block.mlp.dropout)
     if type(block.mlp.act) is NewGELUActivation:
         block.mlp.act.forward = partial(F.gelu, approximate="tanh")
-    _use(regions, block.ln_2)
+    block.ln_2 = _with_add(block.ln_2, regions)
+    block.forward = partial(_run_gpt2_block, block)
 
 
-def _vit(block: Any, regions: Regions) -> None:
-    block.__class__, block.regions = ViTBetween, regions
-    _use(regions, block.layernorm_after)
+def _compile_vit_layer(block: Any, regions: Regions) -> None:
+    block.layernorm_after = _with_add(block.layernorm_after, regions)
+    block.forward = partial(_run_vit_layer, block)
 
 
-_BETWEEN: dict[type[nn.Module], Callable[[Any, Regions], None]] = {GPT2Block: _gpt2, ViTLayer: _vit}
+_BETWEEN_LINEARS: dict[type[nn.Module], Callable[[Any, Regions], None]] = {
+    GPT2Block: _compile_gpt2_block,
+    ViTLayer: _compile_vit_layer,
+}
 
 
-def _use(regions: Regions, norm: Any) -> None:
-    if type(norm) is nn.LayerNorm:  # a grid's is cut along the width, and sends
-        norm.__class__ = AddNorm
-        vars(norm).update(regions=regions)
+def _defer(dropout: nn.Dropout) -> DeferredDropout:
+    return DeferredDropout(dropout.p).train(dropout.training)
+
+
+def _with_add(norm: Any, regions: Regions) -> nn.Module:
+    # A grid's norm is another class: it is sharded along the width, and sends messages.
+    return AddNorm(norm, regions) if type(norm) is nn.LayerNorm else norm
 
 
 def _join(
-    regions: Regions, norm: nn.Module, x: torch.Tensor, residual: torch.Tensor, drop: nn.Dropout
+    norm: nn.Module, x: torch.Tensor, residual: torch.Tensor, p: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if isinstance(norm, AddNorm):
-        joined: tuple[torch.Tensor, torch.Tensor] = norm(x, residual, _share(drop))
+        joined: tuple[torch.Tensor, torch.Tensor] = norm(x, residual, p)
         return joined
-    hidden = _add(x, residual, _share(drop))
+    hidden = _add(x, residual, p)
     return hidden, norm(hidden)
-
-
-def _share(drop: nn.Dropout) -> float | None:
-    return drop.p if drop.training and drop.p else None

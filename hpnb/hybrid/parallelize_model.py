@@ -81,7 +81,7 @@ def parallelize_model(
             compile_blocks.compile_blocks(model, whole=_in_one_piece(plugin))
             if _in_one_piece(plugin):  # a backward in two parts defers the weight gradients of a Conv2d
                 use_patch_matmul(model)
-        recompute.again(model, plugin.activation_checkpointing)
+        recompute.enable_recomputation(model, plugin.activation_checkpointing)
         plugin.policy.cast(model)
     pipe: Pipeline | None = None
     if plugin.pp_size > 1 or isinstance(model, Builder):

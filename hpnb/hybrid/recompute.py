@@ -1,15 +1,16 @@
-"""Activation checkpointing: a forward lets go of what it made, and makes it again when the backward needs it.
+"""Activation checkpointing: the forward drops activations, and the backward recomputes them.
 
-    "full"         a block keeps its input alone, (B, s, h), for a third more FLOPs
-    "attention"    softmax(q k^T) v keeps q, k and v, and nothing of (B, heads, s, s): that is most of the
-                   memory where no flash kernel is used, for a few per cent of the FLOPs
+    "full"         a block keeps only its input, (B, s, h), and costs a third more FLOPs
+    "attention"    softmax(q k^T) v keeps q, k and v, but nothing of (B, heads, s, s). Without a flash kernel
+                   that is most of the memory, for a few per cent of the FLOPs
 
-Dropout draws the same again. Chen et al. 2016 (arXiv 1604.06174); Korthikanti et al. 2022 (arXiv 2205.05198),
-section 5.
+Dropout draws the same mask again. Chen et al. 2016 (arXiv 1604.06174); Korthikanti et al. 2022 (arXiv
+2205.05198), section 5.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,44 +24,47 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from hpnb.data_parallel.fsdp_units import find_blocks
 from hpnb.mesh import Recomputation
 
-RECOMPUTED = "hpnb_recomputed"  # what transformers is to call it
+RECOMPUTED = "hpnb_recomputed"  # the name under which transformers finds the recomputed attention
 
 
-def again(model: nn.Module, what: Recomputation) -> None:
-    """Let `model` compute again what is said, in place.
+def enable_recomputation(
+    model: nn.Module, what: Recomputation, blocks: Sequence[nn.Module] | None = None
+) -> None:
+    """Let `model` recompute what `what` names, in place.
+
+    Args:
+        blocks: the modules that "full" recomputes; by default the model's blocks.
 
     Raises:
-        ValueError: "attention" of a model that is not transformers'.
+        ValueError: "attention" for a model that is not from transformers.
     """
     if what == "attention":
-        _attention(model)
-    elif what == "full":
-        _blocks(model)
-
-
-def _blocks(model: nn.Module) -> None:
-    if isinstance(model, PreTrainedModel):
-        # Renamed on its way to transformers 6.
+        _recompute_attention(model)
+    elif what == "full" and blocks is None and isinstance(model, PreTrainedModel):
+        # The method is renamed on its way to transformers 6.
         new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
         enable = getattr(model, new, None) or getattr(model, old)
         enable({"use_reentrant": False})
-        return
-    for block in find_blocks(model) or [model]:
-        plain = block.forward
-
-        def forward(*args: Any, own: nn.Module = block, plain: Any = plain, **kwargs: Any) -> Any:
-            if not own.training or not torch.is_grad_enabled():
-                return plain(*args, **kwargs)
-            return checkpoint(partial(plain, **kwargs), *args, use_reentrant=False)
-
-        block.forward = forward
+    elif what == "full":
+        for block in (find_blocks(model) or [model]) if blocks is None else blocks:
+            _recompute_block(block)
 
 
-def _attention(model: nn.Module) -> None:
+def _recompute_block(block: nn.Module) -> None:
+    block.forward = partial(_run_recomputed, block, block.forward)  # a partial, so that deepcopy follows it
+
+
+def _run_recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not block.training or not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)
+
+
+def _recompute_attention(model: nn.Module) -> None:
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"activation_checkpointing='attention' finds none in a {type(model).__name__}, which is no model "
-            "of transformers; use 'full'"
+            f"activation_checkpointing='attention' finds no attention in a {type(model).__name__}, which is "
+            "not a model of transformers; use 'full'"
         )
     AttentionInterface.register(RECOMPUTED, _recomputed)
     AttentionMaskInterface.register(RECOMPUTED, sdpa_mask)

@@ -262,7 +262,7 @@ def again(size: GPT2Size, rows: int) -> dict[str, tuple[float, float]]:
         found = []
         for layers in (1, 2):
             model = build(replace(size, layers=layers, vocab_size=64), dropout=0.1, device="cpu")
-            recompute.again(model, what or False)  # type: ignore[arg-type]
+            recompute.enable_recomputation(model, what or False)  # type: ignore[arg-type]
             ids = torch.zeros(rows, size.length, dtype=torch.long)
             with FlopCounterMode(display=False) as counter:
                 model.transformer(input_ids=ids).last_hidden_state.sum().backward()

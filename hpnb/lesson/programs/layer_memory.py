@@ -128,7 +128,7 @@ def _held(size: GPT2Size, batch: int, row: ActivationRow, fused_attention: bool,
     if row.parallel:
         mesh = hpnb.Mesh(hpnb.Layout(tp=hpnb.world_size()))
         parallelize(model, mesh.tp, "1d", row.sequence)
-    recompute.again(model, row.recompute or False)
+    recompute.enable_recomputation(model, row.recompute or False)
     model.to(hpnb.device())
     ids = torch.zeros(batch, size.length, dtype=torch.long, device=hpnb.device())
     if hpnb.device().type == "cuda":

@@ -1,32 +1,30 @@
-"""The knobs of an explorer, and what it asks of the reader: plain data that knows its widget.
+"""The knobs of an explorer: plain data that makes its own widget.
 
-A slider has stops, and a widget that offers just these. A slider over a range would round its first value
-to a stop of its own, and the picture would no longer be the one at the value that the page names.
+A Slider has stops, and its widget offers just these. A widget over a range would round the first value to a stop
+of its own, and the picture would not be the one at the value that the page names.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from hpnb.lesson.tables import number
 
-_STYLE = {"description_width": "initial"}
-_LAYOUT = {"width": "330px"}
-MOST = 1000  # stops
+MAX_STOPS = 1000
 
 
 @dataclass(frozen=True)
 class Slider:
-    """A number from `low` to `high`; whole if low, high and value are (and step, where it is not log).
+    """A number from `low` to `high`; an integer if low, high and value are (and step, where it is not log).
 
     Args:
         value: where it starts; always a stop, as low and high are.
-        step: between stops, by default 1 for whole numbers and else a hundredth of the way. On a
-            logarithmic slider it is of the exponent of 10, by default 0.1: 1, 1.3, 1.6, 2, 2.5, 3.2, 4, ...
+        step: between stops, by default 1 for integers and else a hundredth of the way. On a logarithmic slider
+            it is of the exponent of 10, by default 0.1: 1, 1.3, 1.6, 2, 2.5, 3.2, 4, ...
         log: stops at equal ratios.
         unit: of the numbers, for `lesson.number`.
     """
@@ -42,14 +40,14 @@ class Slider:
         if not self.low < self.high or (self.log and self.low <= 0):
             above = ", and above 0 to be logarithmic" if self.log else ""
             raise ValueError(f"Slider({self.low}, {self.high}): low must be less than high{above}")
-        if not (self._step > 0 and (self._ends[1] - self._ends[0]) / self._step <= MOST):
-            raise ValueError(f"Slider step={self._step:g} must be above 0 and give at most {MOST} stops")
+        if not (self._step > 0 and (self._ends[1] - self._ends[0]) / self._step <= MAX_STOPS):
+            raise ValueError(f"Slider step={self._step:g} must be above 0 and give at most {MAX_STOPS} stops")
         self.nearest("a Slider", self.value)
 
     @property
-    def whole(self) -> bool:
+    def is_integer(self) -> bool:
         steps = () if self.step is None or self.log else (self.step,)
-        return all(isinstance(each, int) for each in (self.low, self.high, self.value, *steps))
+        return all(isinstance(value, int) for value in (self.low, self.high, self.value, *steps))
 
     @property
     def _ends(self) -> tuple[float, float]:
@@ -59,7 +57,7 @@ class Slider:
     def _step(self) -> float:
         if self.step is not None:
             return self.step
-        return 0.1 if self.log else 1 if self.whole else (self.high - self.low) / 100
+        return 0.1 if self.log else 1 if self.is_integer else (self.high - self.low) / 100
 
     @cached_property
     def stops(self) -> tuple[float, ...]:
@@ -69,12 +67,12 @@ class Slider:
             # Counted from 1, so that powers of ten are stops; two digits tell those in between apart.
             first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
             digits = 2 if self.step is None else 6
-            found = [float(f"{10 ** (k * step):.{digits}g}") for k in range(first, last + 1)]
+            stops = [float(f"{10 ** (k * step):.{digits}g}") for k in range(first, last + 1)]
         else:
-            found = [float(f"{low + k * step:.10g}") for k in range(int((high - low) / step + 1e-9) + 1)]
-        if self.whole:
-            found = [round(each) for each in found]
-        inside = {each for each in found if self.low <= each <= self.high}
+            stops = [float(f"{low + k * step:.10g}") for k in range(int((high - low) / step + 1e-9) + 1)]
+        if self.is_integer:
+            stops = [round(stop) for stop in stops]
+        inside = {stop for stop in stops if self.low <= stop <= self.high}
         return tuple(sorted(inside | {self.low, self.value, self.high}))
 
     def nearest(self, name: str, value: Any) -> float:
@@ -88,13 +86,8 @@ class Slider:
     def control(self, name: str) -> Any:
         import ipywidgets
 
-        return ipywidgets.SelectionSlider(
-            description=name.replace("_", " "),
-            options=[(number(stop, self.unit), stop) for stop in self.stops],
-            value=self.value,
-            style=_STYLE,
-            layout=_LAYOUT,
-        )
+        options = [(number(stop, self.unit), stop) for stop in self.stops]
+        return ipywidgets.SelectionSlider(options=options, value=self.value, **_style(name))
 
 
 @dataclass(frozen=True)
@@ -121,18 +114,10 @@ class Choice:
     def control(self, name: str) -> Any:
         import ipywidgets
 
-        return ipywidgets.Dropdown(
-            description=name.replace("_", " "),
-            options=[(str(option), option) for option in self.options],
-            value=self.value,
-            style=_STYLE,
-            layout=_LAYOUT,
-        )
+        options = [(str(option), option) for option in self.options]
+        return ipywidgets.Dropdown(options=options, value=self.value, **_style(name))
 
 
-@dataclass(frozen=True)
-class Challenge:
-    """What to reach with the knobs, in words, and whether readings reach it."""
-
-    text: str
-    met: Callable[[Mapping[str, Any]], bool]
+def _style(name: str) -> dict[str, Any]:
+    style, layout = {"description_width": "initial"}, {"width": "330px"}
+    return {"description": name.replace("_", " "), "style": style, "layout": layout}

@@ -1,0 +1,67 @@
+"""The explorer of notebook 00: how long an all-reduce takes, by ranks, bytes, latency and bandwidth."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
+from hpnb.lesson.explorers.knobs import Choice, Slider
+from hpnb.lesson.tables import number
+from hpnb.theory import ALGORITHMS, Wire, cheapest, seconds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_SIZES = tuple(10 ** (k / 4) for k in range(8, 37))  # 100 B to 1 GB
+
+KNOBS = {
+    "ranks": Slider(2, 64, 8, 1),
+    "kilobytes": Slider(0.1, 1e6, 100.0, log=True, unit="kB"),
+    "latency": Slider(1.0, 100.0, 10.0, log=True, unit="µs"),
+    "bandwidth": Slider(0.1, 500.0, 12.5, log=True, unit="GB/s"),
+    "algorithm": Choice(ALGORITHMS, "ring"),
+}
+CHALLENGE = Challenge(
+    "64 ranks, 100 kB, 10 µs and 12.5 GB/s or worse: under 200 µs.",
+    lambda at: (
+        (at["ranks"] == 64 and 90 <= at["kilobytes"] <= 110 and at["latency"] >= 10)
+        and (at["bandwidth"] <= 12.5 and at["time (s)"] < 200e-6)
+    ),
+)
+
+
+def all_reduce_cost() -> Explorer:
+    """Notebook 00: how long an all-reduce takes, by ranks, bytes, latency, bandwidth and algorithm."""
+    return Explorer(KNOBS, _readings, CHALLENGE).display()
+
+
+def _readings(
+    ranks: int, kilobytes: float, latency: float, bandwidth: float, algorithm: str
+) -> tuple[dict[str, Any], Draw]:
+    wire, nbytes = Wire(latency * 1e-6, bandwidth * 1e9), kilobytes * 1e3
+    took = seconds("all_reduce", nbytes, ranks, wire, algorithm)
+    readings = {
+        "time (s)": took,
+        "fastest": cheapest("all_reduce", nbytes, ranks, wire),
+        "of it latency (%)": 100 * seconds("all_reduce", 0.0, ranks, wire, algorithm) / took,
+    }
+
+    def draw(fast: bool) -> tuple[Figure, str]:
+        from hpnb import plot
+
+        algorithms = [a for a in ALGORITHMS if a != "halving-doubling" or ranks & (ranks - 1) == 0]
+        curves = {a: (_SIZES, [seconds("all_reduce", n, ranks, wire, a) for n in _SIZES]) for a in algorithms}
+        figure = plot.costs(
+            [nbytes],
+            [took],
+            more=curves,
+            title=f"simulated · all-reduce over {ranks} ranks, {latency:.3g} µs, {bandwidth:.3g} GB/s",
+            label=f"{algorithm}, {number(nbytes, 'B')}",
+            text=not fast,
+        )
+        return figure, (
+            f"Seconds against bytes of an all-reduce over {ranks} ranks, one line for each of "
+            f"{', '.join(algorithms)}; at {number(nbytes, 'B')} {algorithm} takes {number(took, 's')}."
+        )
+
+    return readings, draw

@@ -1,0 +1,82 @@
+"""The explorer of notebook 01: gradient buckets of a ViT-L/16 that travel during the backward."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
+from hpnb.lesson.explorers.knobs import Choice, Slider
+from hpnb.lesson.programs.step_timing import Backward
+from hpnb.lesson.tables import number
+from hpnb.theory import WIRES, even_buckets, seconds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PARAMETERS = 303_304_707  # of ViT-L/16 with 3 classes
+GRADIENT_BYTES = 2 * PARAMETERS
+
+KNOBS = {
+    "bucket": Slider(5.0, 1000.0, 25.0, log=True, unit="MiB"),
+    "tokens": Slider(1_000, 100_000, 10_000, 1_000),
+    "matmul": Slider(50.0, 1000.0, 400.0, log=True, unit="TFLOP/s"),
+    "wire": Choice(tuple(WIRES), "Ethernet 100 Gb"),
+    "ranks": Slider(2, 128, 64, 1),
+}
+CHALLENGE = Challenge(
+    "64 ranks on Ethernet 100 Gb, 400 TFLOP/s, at most 50,000 tokens a rank: under 6.5 % exposed.",
+    lambda at: (
+        (at["ranks"], at["wire"], at["matmul"]) == (64, "Ethernet 100 Gb", 400)
+        and (at["tokens"] <= 50_000 and at["exposed (%)"] < 6.5)
+    ),
+)
+
+
+def overlapped_backward() -> Explorer:
+    """Notebook 01: a ViT-L/16 whose 16-bit gradients travel during the backward.
+
+    By bucket, tokens, matmul rate, wire and ranks. The backward makes gradients at a constant rate. The knob is
+    the most that a bucket may hold, in MiB (2^20 bytes), which `DataParallel(bucket_mb=)` means too; the
+    gradients are split into as few equal buckets as that allows.
+    """
+    return Explorer(KNOBS, _readings, CHALLENGE).display()
+
+
+def _readings(
+    bucket: float, tokens: int, matmul: float, wire: str, ranks: int
+) -> tuple[dict[str, Any], Draw]:
+    backward = 4 * tokens * PARAMETERS / (matmul * 1e12)  # seconds
+    forward, link = backward / 2, WIRES[wire]
+    count = math.ceil(GRADIENT_BYTES / (bucket * 2**20))
+    ready, sizes = even_buckets(GRADIENT_BYTES, GRADIENT_BYTES / count, backward)
+    step = Backward(forward, forward + backward, tuple(forward + at for at in ready), sizes)
+    tl, exposed = step.on(link, ranks), step.share(link, ranks)
+    bucket_seconds = seconds("all_reduce", sizes[0], ranks, link)
+    readings = {
+        "step (s)": tl.makespan,
+        "exposed (%)": 100 * exposed,
+        "a bucket's all-reduce (s)": bucket_seconds,
+        "of it latency (%)": 100 * seconds("all_reduce", 0.0, ranks, link) / bucket_seconds,
+        "ρ (FLOP/B)": f"{matmul * 1e12 / link.bandwidth:,.0f}",
+    }
+
+    def draw(fast: bool) -> tuple[Figure, str]:
+        from hpnb import plot
+
+        buckets = f"{count} buckets of {number(sizes[0] / 2**20, 'MiB')}" if count > 1 else "one bucket"
+        figure = plot.timeline(
+            tl,
+            exposed=True,
+            bubble=None,
+            text=not fast,
+            axis_labels={0: "each rank"},
+            title=f"ViT-L/16, {ranks} ranks on {wire}, {tokens:,} tokens a rank at {number(matmul)} TFLOP/s, "
+            f"{buckets}",
+        )
+        return figure, (
+            f"Forward and backward of one rank above the all-reduces of {buckets}; "
+            f"{100 * exposed:.1f} % of the step is exposed communication."
+        )
+
+    return readings, draw

@@ -1,0 +1,134 @@
+"""The explorer of notebook 03: one transformer block in each mode of tensor parallelism."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
+from hpnb.lesson.explorers.knobs import Choice
+from hpnb.lesson.tables import number
+from hpnb.record import Event, Timeline
+from hpnb.theory import (
+    WIRES,
+    Block,
+    Collective,
+    Wire,
+    activation_bytes,
+    block_seconds,
+    block_sent,
+    grid_sides,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_RATE = 400e12  # FLOP/s of a rank
+_MATMULS = {"qkv": ("qkv",), "projection": ("scores", "weighted values", "projection")}
+_BEFORE_MATMUL = ("all_gather", "broadcast")  # sums follow it
+
+KNOBS = {
+    "mode": Choice(("1d", "1d+sp", "2d", "2.5d", "3d"), "2d"),
+    "ranks": Choice((2, 4, 8, 16, 32, 64), 16),
+    "hidden": Choice((1024, 2048, 4096, 8192, 12288, 16384), 8192),
+    "sequence": Choice((256, 1024, 2048, 8192), 2048),
+    "batch": Choice((1, 2, 4, 8, 16, 32, 64), 16),
+    "link": Choice(tuple(WIRES), "NVLink 4"),
+}
+CHALLENGE = Challenge(
+    "16 ranks or more on InfiniBand NDR, a width of 8,192 or less: computing at least 0.4 times as "
+    "long as sending, with at most 2 GB of states and activations of the block on a rank.",
+    lambda at: (
+        (at["ranks"] >= 16 and at["link"] == "InfiniBand NDR" and at["hidden"] <= 8192)
+        and (at["computing over sending"] >= 0.4 and at["kept and states (B)"] <= 2e9)
+    ),
+)
+
+
+def tensor_modes() -> Explorer:
+    """Notebook 03: one block in each mode of tensor parallelism, by ranks, width, tokens and link.
+
+    Every message waits for the matmul before it: nothing overlaps. 400 TFLOP/s a rank, values of 2 bytes.
+    """
+    return Explorer(KNOBS, _readings, CHALLENGE).display()
+
+
+def _readings(
+    mode: str, ranks: int, hidden: int, sequence: int, batch: int, link: str
+) -> tuple[dict[str, Any], Draw]:
+    block = Block(hidden, hidden // 128, sequence, batch)
+    grid_mode, sequence_parallel = mode.removesuffix("+sp"), mode.endswith("+sp")
+    depth = _depth(mode, ranks)
+    shape = (grid_mode, ranks, depth, sequence_parallel)
+    activations = activation_bytes(block, *shape)
+    states = 16.0 * block.parameters * (depth if grid_mode == "2.5d" else 1) / ranks
+    took = block_seconds(block, grid_mode, ranks, WIRES[link], _RATE, depth, sequence_parallel)
+    readings = {
+        "block (s)": took.total,
+        "computing over sending": took.compute / took.communication,
+        "sent (B)": block_sent(block, *shape).bytes(),
+        "kept and states (B)": activations + states,
+        "ρ (FLOP/B)": f"{_RATE / WIRES[link].bandwidth:,.0f}",
+    }
+
+    def draw(fast: bool) -> tuple[Figure, str]:
+        from hpnb import plot
+
+        sides = " x ".join(map(str, grid_sides(grid_mode, ranks, depth)))
+        timelines, names = [_timeline(block, mode, ranks, WIRES[link])], [f"{mode}, {sides} ranks"]
+        if mode != "1d":
+            timelines.append(_timeline(block, "1d", ranks, WIRES[link]))
+            names.append("1d")
+        figure = plot.timeline(
+            *timelines,
+            names=names,
+            bubble=None,
+            exposed=True,
+            text=not fast,
+            axis_labels={0: "each rank"},
+            title=f"one block of {hidden:,}, {batch} x {sequence:,} tokens, over {ranks} ranks on {link}",
+        )
+        return figure, (
+            f"A block by {mode} over {ranks} ranks on {link}"
+            + (", above the same by 1d" if mode != "1d" else "")
+            + f": computing takes {number(took.compute, 's')}, messages {number(took.communication, 's')}."
+        )
+
+    return readings, draw
+
+
+def _depth(mode: str, ranks: int) -> int:
+    """Layers of a 2.5D grid: the fewest above one that leave a square."""
+    if mode != "2.5d":
+        return 1
+    depths = (d for d in range(2, ranks) if ranks % d == 0 and math.isqrt(ranks // d) ** 2 == ranks // d)
+    return next(depths, 2)
+
+
+def _timeline(block: Block, mode: str, ranks: int, wire: Wire) -> Timeline:
+    """One rank's block: the messages of each layer before and after its matmuls, nothing overlapped."""
+    grid_mode = mode.removesuffix("+sp")
+    sent = block_sent(block, grid_mode, ranks, _depth(mode, ranks), mode != grid_mode)
+    flops: dict[str, int] = {m.name: m.flops for m in block.matmuls}
+    events: list[Event] = []
+    clock = 0.0
+
+    def send(collectives: Iterable[Collective]) -> None:
+        nonlocal clock
+        for collective in collectives:
+            end = clock + collective.seconds(wire)
+            events.append(Event(0, -1, collective.op, -1, clock, end, "tp", collective.bytes))
+            clock = end
+
+    for phase, op, factor in (("forward", "F", 1), ("backward", "B", 2)):
+        order = ("qkv", "projection", "mlp up", "mlp down")
+        for layer in order if phase == "forward" else order[::-1]:
+            of_layer = [c for c in sent.collectives if (c.layer, c.phase) == (layer, phase)]
+            send(c for c in of_layer if c.op in _BEFORE_MATMUL)
+            work = factor * sum(flops[name] for name in _MATMULS.get(layer, (layer,)))
+            events.append(Event(0, -1, op, -1, clock, clock + work / ranks / _RATE))
+            clock = events[-1].end
+            send(c for c in of_layer if c.op not in _BEFORE_MATMUL)
+        send(c for c in sent.collectives if c.phase == phase and c.layer in ("norms", "vectors"))
+    return Timeline(tuple(events), "simulated")

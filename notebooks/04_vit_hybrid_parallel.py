@@ -210,7 +210,7 @@ def sent_in(order):
 
 # %%
 ran = {order: eight.run(sent_in, order) for order in ORDERS}
-seen = {order: host_traffic.flows([messages for messages, _ in found], least=1024) for order, found in ran.items()}
+seen = {order: host_traffic.recorded_traffic([messages for messages, _ in found], least=1024) for order, found in ran.items()}
 plot.show(
     plot.atlas({f"{' > '.join(order)}": flows for order, flows in seen.items()}, host=4,
                title="measured · 8 ranks on two hosts of 4: bytes of a step"),
@@ -220,7 +220,7 @@ message = IMAGES8 // 2 // M * TINY.tokens * TINY.hidden * 8  # bytes of a microb
 told = {"dp": sum(theory.bytes_sent("all_reduce", 8 * held, 2) for _, held in ran[ORDERS[0]]),
         "pp": 4 * 2 * M * message,  # four pipelines, there and back
         "tp": 8 * TINY.layers // 2 * 4 * M * theory.bytes_sent("all_reduce", message, 2)}  # fmt: skip
-over = {order[0]: host_traffic.crossing(flows, 4) for order, flows in seen.items()}
+over = {order[0]: host_traffic.crossing_bytes(flows, 4) for order, flows in seen.items()}
 rows = [(f"{axis} outermost, over the border", told[axis], over[axis], "B") for axis in told]
 ratios = lesson.comparison(rows, "identity", "what crosses, all ranks together (messages above 1 kB)")
 lesson.reveal("04.border", over, predicted=sorted(told, key=told.get))
@@ -385,7 +385,7 @@ plot.show(
     plot.drift(losses, apart, title="measured · 8 ranks: the loss, and copies of norms and embeddings", between="copies"),
     alt=f"Losses: {ends}; both fall. The copies stay equal if right, and part from the first step if swapped.",
 )
-maps = {run: host_traffic.flows([messages for _, messages in ranks], 1024) for run, ranks in runs.items()}
+maps = {run: host_traffic.recorded_traffic([messages for _, messages in ranks], 1024) for run, ranks in runs.items()}
 plot.show(
     plot.atlas(maps, host=4, title="measured · 8 ranks on two hosts of 4: where the bytes fall"),
     alt="The two atlases; if swapped, the hot squares lie across the border, in the colour of dp.",

@@ -58,7 +58,7 @@ here = lesson.banner(N, model=name, data=recipe.train.describe(),
 # %% [markdown]
 # ## Rank the layouts
 #
-# Start with what you have. 04's explorer put the three laws together, in `host_traffic.Job`: blocks of 12 h², one rate for
+# Start with what you have. 04's explorer put the three laws together, in `host_traffic.HostedTransformer`: blocks of 12 h², one rate for
 # all matmuls, values of 2 bytes. Here it is unchanged, with this page's GPT-2 and your machine card, for every layout
 # of your ranks.
 #
@@ -90,7 +90,7 @@ plans = theory.task_layouts(task, N, EACH)
 plans += [ParallelLayout(N, zero_stage=3), ParallelLayout(1, N, 1, ROWS // EACH, schedule="zb-h1")]
 told = {str(plan): theory.layout_parts(task, plan) for plan in plans}
 held = {str(plan): theory.layout_memory(task, plan) for plan in plans}
-job = host_traffic.Job(SIZE.layers, SIZE.hidden, task.tokens, ROWS // EACH, rates.matmul, N, card.link, card.link)
+job = host_traffic.HostedTransformer(SIZE.layers, SIZE.hidden, task.tokens, ROWS // EACH, rates.matmul, N, card.link, card.link)
 old = {str(p): sum(job.seconds(Layout(p.dp, p.pp, p.tp)).values()) for p in plans if not p.zero_stage and p.schedule == "1f1b"}
 rows = [(n, lesson.number(old[n], "s") if n in old else "-", lesson.number(sum(told[n].values()), "s"), lesson.number(held[n], "B"),
          "yes" if held[n] <= BUDGET else "no") for n in told]  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import importlib
-import json
 import re
 import statistics
 import subprocess
@@ -57,7 +56,7 @@ def test_importing_the_room_is_light_and_names_are_functions_or_modules() -> Non
     code = (
         "import sys; from hpnb import lesson; "
         "print([m for m in ('matplotlib', 'ipywidgets', 'IPython', 'hpnb.plot') if m in sys.modules]); "
-        "print([callable(getattr(lesson, n)) for n in ('banner', 'predict', 'explorer', 'comparison')]); "
+        "print([callable(getattr(lesson, n)) for n in ('banner', 'predict', 'Explorer', 'comparison')]); "
         "print(type(lesson.ledger).__name__, type(lesson.field_guide).__name__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -649,151 +648,6 @@ def test_the_field_guide_grows_by_one_row_a_symptom(said: Callable[[], str]) -> 
     assert "overflow" not in shown
 
 
-# --- explorers -----------------------------------------------------------------------------------
-
-
-drawn: list[bool] = []
-
-
-def sketch(ranks: int, bandwidth: float, mode: str, fast: bool) -> tuple[Any, str, dict[str, Any]]:
-    if mode == "none":
-        raise ValueError("mode 'none' moves nothing")
-    if mode == "bug":
-        raise KeyError("oops")
-    fig, (ax,) = hpnb.plot.new_figure([0.6], title=f"{ranks} ranks")
-    ax.plot([0, ranks], [0, bandwidth])
-    drawn.append(fast)
-    return (
-        fig,
-        f"a line to {ranks} & more",
-        {"time (s)": ranks / bandwidth, "ranks": ranks, "odd": ranks % 2 == 1},
-    )
-
-
-KNOBS: dict[str, lesson.Slider | lesson.Choice] = {
-    "ranks": lesson.Slider(2, 8, 4),
-    "bandwidth": lesson.Slider(1e3, 1e6, 2e3, log=True, unit="B/s"),
-    "mode": lesson.Choice(["ring", "none", "bug"]),
-}
-QUICK = lesson.Challenge("under 1 ms", lambda readings: readings["time (s)"] < 1e-3)
-
-
-def test_an_explorer_follows_its_knobs() -> None:
-    shown = lesson.explorer(sketch, KNOBS, QUICK)
-    first = shown.png
-    assert shown.values == {"ranks": 4, "bandwidth": 2e3, "mode": "ring"}
-    assert first.startswith(b"\x89PNG")
-    assert shown.readings == {"time (s)": 0.002, "ranks": 4, "odd": False}
-    assert "time <b>2.00 ms</b> · ranks <b>4</b> · odd <b>no</b>" in shown.reading
-    assert "a line to 4 &amp; more" in shown.reading
-    assert not shown.solved
-    drawn.clear()
-    shown.set(ranks=3, bandwidth=2.1e3)
-    assert shown.values["bandwidth"] == 2e3  # the nearest stop
-    assert shown.readings["ranks"] == 3
-    assert shown.png != first
-    assert drawn == [False]  # once, and in full
-    shown.set(ranks=4)
-    assert shown.png == first
-
-
-def test_a_challenge_is_judged_at_every_setting() -> None:
-    shown = lesson.explorer(sketch, KNOBS, QUICK)
-    assert shown.status == "<div>Challenge: under 1 ms: <b>not yet</b></div>"
-    shown.set(bandwidth=1e6)
-    assert shown.status == "<div>Challenge: under 1 ms: <b>met</b></div>"
-    assert shown.solved
-    shown.set(bandwidth=1e3)
-    assert "<b>not yet</b> (but met before)" in shown.status
-    assert shown.solved
-
-
-def test_a_challenge_that_ends_in_a_full_stop_is_one_sentence_with_its_status() -> None:
-    asked = lesson.Challenge("Under 1 ms, not 1.5.", QUICK.met)
-    shown = lesson.explorer(sketch, KNOBS, asked)
-    assert shown.status == "<div>Challenge: Under 1 ms, not 1.5: <b>not yet</b></div>"
-
-
-def test_an_error_while_moving_is_one_sentence_under_the_last_good_picture() -> None:
-    shown = lesson.explorer(sketch, KNOBS, QUICK)
-    first = shown.png
-    shown.set(mode="none")
-    assert shown.reading == "<div>Not at this setting: mode &#x27;none&#x27; moves nothing</div>"
-    assert shown.png == first
-    shown.set(mode="bug")
-    assert "KeyError: &#x27;oops&#x27;" in shown.reading
-    shown.set(mode="ring")
-    assert "2.00 ms" in shown.reading
-    with pytest.raises(ValueError, match="moves nothing"):  # at the first setting it is the author's
-        lesson.explorer(sketch, {**KNOBS, "mode": lesson.Choice(["none"])})
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"rank": 3}, "no knob 'rank'; there are ranks, bandwidth, mode"),
-        ({"ranks": 9}, "ranks goes from 2 to 8, not to 9"),
-        ({"bandwidth": 1}, r"bandwidth goes from 1.00 kB/s to 1.00 MB/s, not to 1"),
-        ({"mode": "tree"}, "mode is one of ring, none, bug, not 'tree'"),
-    ],
-)
-def test_a_knob_goes_only_where_it_goes(values: dict[str, Any], words: str) -> None:
-    shown = lesson.explorer(sketch, KNOBS)
-    with pytest.raises(ValueError, match=words):
-        shown.set(**values)
-    assert shown.values["ranks"] == 4
-
-
-def test_stops_of_a_slider_are_round_and_hold_its_ends_and_its_value() -> None:
-    assert lesson.Slider(1, 100, 3, log=True).stops[:8] == (1, 2, 3, 4, 5, 6, 8, 10)
-    assert lesson.Slider(1e-6, 1e-5, 2e-6, log=True).stops[:4] == (1e-6, 1.3e-6, 1.6e-6, 2e-6)
-    assert lesson.Slider(1, 256, 4, step=0.30103, log=True).stops == (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    assert lesson.Slider(0.0, 1.0, 0.33, step=0.25).stops == (0.0, 0.25, 0.33, 0.5, 0.75, 1.0)
-    for wrong in ((3, 1, 2), (1, 3, 5), (0, 10**9, 3), (0, 1, 1, 0), (0, 1, 1, None, True)):
-        with pytest.raises(ValueError, match="Slider"):
-            lesson.Slider(*wrong)
-
-
-def test_an_explorer_in_a_kernel_moves_coarsely_then_in_full(tmp_path: Path) -> None:
-    import nbformat
-    from nbformat.v4 import new_code_cell, new_notebook
-
-    from hpnb.lesson.pages.execute import execute
-
-    cells = [
-        "import asyncio, hpnb\nfrom hpnb import lesson\n"
-        "def draw(ranks, fast):\n"
-        "    calls.append(fast)\n"
-        "    fig, (ax,) = hpnb.plot.new_figure([0.6], title=f'{ranks} ranks')\n"
-        "    return fig, f'{ranks} ranks', {'ranks': ranks}\n"
-        "calls = []\n"
-        "lesson.explorer(draw, {'ranks': lesson.Slider(2, 8, 4)})",
-        "shown = lesson.explorer(draw, {'ranks': lesson.Slider(2, 8, 4)}, static=False)\n"
-        "first = shown.png; calls.clear()\n"
-        "slider = shown.widget.children[0].children[0]\n"
-        "slider.value = 5; slider.value = 6\n"
-        "coarse, seen = shown.png, list(calls)\n"
-        "await asyncio.sleep(0.6)\n"
-        "print(seen, calls, coarse != first, shown.png != coarse, shown.readings)",
-        "def f(x): ...\n"
-        "here = lesson.banner(2)\nlesson.check(lesson.Exercise('00.1', 'f', 1, lambda f: []), f)",
-        "print([v.status for v in _oh.values() if hasattr(v, 'status') and hasattr(v, 'findings')])",
-    ]
-    nbformat.write(new_notebook(cells=[new_code_cell(cell) for cell in cells]), tmp_path / "a.ipynb")
-    assert execute(tmp_path / "a.ipynb", tmp_path / "b.ipynb").failure is None
-    first, second, third, fourth = [c.outputs for c in nbformat.read(tmp_path / "b.ipynb", 4).cells]
-    view, static = [out.data for out in first]
-    assert "application/vnd.jupyter.widget-view+json" in view
-    assert view["text/plain"] == "An explorer; its knobs are ranks. Run the notebook to move them."
-    assert '<img alt="4 ranks"' in static["text/html"]
-    assert len(second) == 2  # no static figure
-    assert second[1].text == "[True, True] [True, True, False] True True {'ranks': 6}\n"
-    assert "<table" in third[0].data["text/html"]
-    assert [out.output_type for out in third] == ["display_data", "stream"]  # nothing is shown twice
-    assert fourth[0].text == "['not yet']\n"
-    assert json.dumps(static).count(str(tmp_path)) == 0
-
-
 # --- steps ---------------------------------------------------------------------------------------
 
 
@@ -860,52 +714,6 @@ def test_distance_is_a_relative_norm_over_all_tensors() -> None:
     assert step_timing.distance(b, b) == 0.0
     with pytest.raises(ValueError, match="zip"):
         step_timing.distance(a, b[:1])
-
-
-def test_the_explorer_of_notebook_01_wants_buckets_of_one_size_only() -> None:
-    shown = lesson.explorers.overlapped_backward()
-    assert not shown.solved
-    met = {}
-    for bucket in (25, 32, 50, 63, 75, 100, 160, 1000):
-        shown.set(tokens=50_000, bucket=bucket)
-        met[bucket] = "<b>met</b>" in shown.status
-        assert met[bucket] == (shown.readings["exposed (%)"] < 6.5)
-    assert [bucket for bucket, is_met in met.items() if is_met] == [50, 63, 75]
-    assert "under 6.5 % exposed: <b>not yet</b> (but met before)" in shown.status
-
-
-@pytest.mark.parametrize(
-    "other", [{"ranks": 63}, {"matmul": 320}, {"tokens": 51_000}, {"wire": "NVLink 4"}], ids=str
-)
-def test_the_challenge_of_notebook_01_counts_as_asked_only(other: dict[str, Any]) -> None:
-    shown = lesson.explorers.overlapped_backward()
-    shown.set(**{"bucket": 50, "tokens": 50_000, **other})
-    assert shown.readings["exposed (%)"] < 6.5
-    assert not shown.solved
-    shown.set(ranks=64, matmul=400, tokens=50_000, wire="Ethernet 100 Gb")
-    assert shown.solved
-
-
-def test_the_explorer_of_notebook_01_says_what_it_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    titles = []
-    real = hpnb.plot.timeline
-    monkeypatch.setattr(hpnb.plot, "timeline", lambda *a, **k: titles.append(k["title"]) or real(*a, **k))
-    shown = lesson.explorers.overlapped_backward()
-    shown.set(tokens=50_000, bucket=50)
-    shown.set(bucket=1000)
-    size = 2 * 303_304_707 / 2**20
-    for title, count, tokens in ((titles[0], 24, "10,000"), (titles[1], 12, "50,000")):
-        assert f"{tokens} tokens a rank at 400 TFLOP/s, {count} buckets of {size / count:.1f} MiB" in title
-    assert titles[2].endswith("one bucket")
-    assert 50_000 in shown._knobs["tokens"].stops
-    assert len(shown._knobs["tokens"].stops) >= 100
-
-
-def test_the_explorer_of_notebook_01_takes_its_size_from_the_model() -> None:
-    from hpnb.lesson import explorers
-    from hpnb.models import SIZES
-
-    assert SIZES["l16"].parameters(classes=3) == explorers._VIT_L
 
 
 # --- one device's bill -----------------------------------------------------------------------------
@@ -1230,27 +1038,6 @@ def test_schedules_take_turns_on_ranks_and_what_they_hold_is_counted() -> None:
     assert labels == [0, 1]
 
 
-def test_the_explorer_of_notebook_02_opens_on_what_leans_and_wants_a_trade() -> None:
-    shown = lesson.explorers.pipeline_bubble()
-    assert not shown.solved
-    assert shown.readings["bubble (%)"] == pytest.approx(12.1, abs=0.05)
-    assert shown.readings["of the longest span (%)"] == pytest.approx(2.44, abs=0.005)
-
-    def met(**values: Any) -> bool:
-        assert shown._challenge is not None
-        return shown._challenge.met(shown._draw(**{**shown.values, **values}, fast=True)[2])
-
-    names = {"dualpipe-v": (8, 13)}  # the fewest microbatches that it takes
-    every = [(name, m) for name in schedules.NAMES for m in range(*names.get(name, (1, 13)))]
-    assert [each for each in every if met(schedule=each[0], microbatches=each[1])] == [("zb-h1", 12)]
-    for other in ({"transfer": 0.0}, {"weight_grad": 0.5}, {"microbatches": 13}, {"ranks": 3}):
-        assert not met(**{"schedule": "zb-h1", "microbatches": 12, **other}), other
-    shown.set(schedule="zb-h1", microbatches=12)
-    assert shown.solved
-    shown.set(schedule="dualpipe-v", ranks=8, microbatches=8)
-    assert "Not at this setting: dualpipe-v on 8 ranks needs two microbatches a rank" in shown.reading
-
-
 # --- notebook 03 -----------------------------------------------------------------------------------
 
 
@@ -1477,54 +1264,3 @@ def test_modes_race_on_four_ranks_and_are_written_down() -> None:
             predicted, measured = row.quantities[name]
             assert predicted == measured
         assert (row.quantities["forward and backward (s)"][1] or 0.0) > 0
-
-
-def test_the_explorer_of_notebook_03_says_what_theory_says_and_no_batch_helps_1d() -> None:
-    shown = lesson.explorers.tensor_modes()
-    assert not shown.solved
-    assert shown._challenge is not None
-
-    def read(**values: Any) -> dict[str, Any]:
-        return dict(shown._draw(**{**shown.values, **values}, fast=True)[2])
-
-    block = theory.Block(8192, 64, 2048, 16)
-    took = theory.block_seconds(block, "2d", 16, theory.LINKS["NVLink 4"], 400e12)
-    assert shown.readings["computing over sending"] == took.compute / took.communication
-    assert shown.readings["sent (B)"] == theory.block_sent(block, "2d", 16).bytes()
-    assert read(mode="2.5d")["sent (B)"] == theory.block_sent(block, "2.5d", 16, 4).bytes()
-    whole = 16 * block.parameters / 16 + theory.activation_bytes(block, "1d", 16, 1, True)
-    assert read(mode="1d+sp")["kept and states (B)"] == whole
-    for other in ("1d", "1d+sp", "3d"):
-        ranks = 64 if other == "3d" else 16
-        taken = theory.block_seconds(
-            block, other[:2], ranks, theory.LINKS["NVLink 4"], 400e12, 1, other == "1d+sp"
-        )
-        assert read(mode=other, ranks=ranks)["block (s)"] == pytest.approx(taken.total)
-    met = {}
-    for mode, batch in ((mode, batch) for mode in ("1d", "1d+sp", "2d", "2.5d") for batch in (1, 8, 64)):
-        found = read(mode=mode, ranks=16, sequence=8192, batch=batch, link="InfiniBand NDR")
-        met[mode, batch] = shown._challenge.met(found)
-    assert [each for each, yes in met.items() if yes] == [("2d", 8)]
-    good = {"mode": "2d", "ranks": 16, "sequence": 8192, "batch": 8, "link": "InfiniBand NDR"}
-    for other_knob in ({"link": "NVLink 4"}, {"ranks": 4}, {"hidden": 12288}):
-        assert not shown._challenge.met(read(**{**good, **other_knob})), other_knob
-    shown.set(**good)
-    assert shown.solved
-    shown.set(ranks=8)
-    assert re.search("Not at this setting: 2d needs q x q ranks.*; 4 or 9 would do", shown.reading)
-
-
-def test_the_explorer_of_notebook_03_draws_all_that_a_block_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Timeline] = []
-    monkeypatch.setattr("hpnb.plot.timeline", lambda *tls, **_: drawn.extend(tls))
-    shown = lesson.explorers
-    monkeypatch.setattr("hpnb.lesson.explorers.explorer", lambda draw, knobs, challenge: draw)
-    draw: Any = shown.tensor_modes()
-    for mode, ranks in (("1d", 8), ("1d+sp", 8), ("2d", 16), ("2.5d", 8), ("3d", 8)):
-        drawn.clear()
-        readings = draw(mode, ranks, 1024, 256, 8, "PCIe 5 x16", True)[2]
-        tl, *beside = drawn
-        assert len(beside) == (mode != "1d")
-        assert sum(e.bytes for e in tl.events if not e.is_compute) == pytest.approx(readings["sent (B)"])
-        assert tl.makespan == pytest.approx(readings["block (s)"])
-        assert tl.source == "simulated"

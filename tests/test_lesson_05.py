@@ -17,7 +17,6 @@ import hpnb
 from hpnb import plot, theory
 from hpnb.lesson.exercises import gpt2_data_parallel as exercises
 from hpnb.lesson.exercises.checker import check
-from hpnb.lesson.explorers import sharded_step
 from hpnb.lesson.programs import gpt2_zero, gradient_noise
 from hpnb.lesson.programs.gpt2_zero import Way
 from hpnb.mesh import Layout, Mesh
@@ -306,23 +305,6 @@ def test_step_bill() -> None:
 
 
 # --- the explorer, and checks that must not fall over ------------------------------------------
-
-
-def test_the_challenge_has_an_answer_and_it_is_not_stage_2() -> None:
-    explorer = sharded_step.sharded_step()
-    assert not explorer.solved
-    for stage, again, rows in ((2, 0.5, 4), (2, 1.0, 8), (3, 0.0, 8)):
-        explorer.set(billions=32, stage=stage, again=again, rows=rows)
-        assert not explorer.solved, (stage, again, rows, explorer.readings)
-    explorer.set(billions=32, stage=3, again=0.5, rows=8)
-    assert explorer.solved, explorer.readings
-
-
-@pytest.mark.parametrize("billions", [0.1, 1.5, 13.0, 175.0])
-def test_shapes_have_the_size_that_is_asked_for(billions: float) -> None:
-    layers, hidden = sharded_step.shape(billions)
-    assert 0.85 <= 12 * layers * hidden**2 / (billions * 1e9) <= 1.2
-    assert hidden % 128 == 0
 
 
 def test_answers_of_the_wrong_kind_are_told_so() -> None:

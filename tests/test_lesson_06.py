@@ -219,31 +219,6 @@ def test_the_last_cut_marks_who_cuts_where() -> None:
     assert texts["2.00"].get_weight() == "bold"
 
 
-# --- the explorer ------------------------------------------------------------------------------------------
-
-
-def test_the_explorer_opens_on_the_uniform_cut_and_wants_a_v_cut_by_time() -> None:
-    shown = lesson.explorers.uneven_layers()
-    assert not shown.solved
-    assert shown.readings["bubble (%)"] == pytest.approx(44.0, abs=0.05)
-
-    def met(**values: Any) -> bool:
-        assert shown._challenge is not None
-        return shown._challenge.met(shown._draw(**{**shown.values, **values}, fast=True)[2])
-
-    every = [(cut, each) for cut in ("uniform", "by parameters", "by time") for each in schedules.NAMES]
-    assert [each for each in every if met(cut=each[0], schedule=each[1])] == [("by time", "dualpipe-v")]
-    for other in ({"head": 4.4}, {"ranks": 3}, {"microbatches": 9}):
-        assert not met(**{"cut": "by time", "schedule": "dualpipe-v", **other}), other
-    # No pipeline of this model is worth more devices than the head allows.
-    most = (24 + 4.5 + 0.1) / 4.5
-    for ranks in (6, 8):
-        read = shown._draw(
-            **{**shown.values, "cut": "by time", "ranks": ranks, "microbatches": 32}, fast=True
-        )[2]
-        assert read["as fast as so many devices"] < most
-
-
 # --- exercises ---------------------------------------------------------------------------------------------
 
 

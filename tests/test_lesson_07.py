@@ -224,25 +224,6 @@ def test_vocabularies_are_drawn_on_two_logarithmic_axes() -> None:
     assert ax.get_ylabel() == "bytes a token that leave a rank"
 
 
-def test_the_explorer_wants_a_t_that_divides_tokens_cut_and_attention_again() -> None:
-    shown = lesson.explorers.kept_by_rank()
-    assert not shown.solved
-    assert shown._challenge is not None
-
-    def met(**values: Any) -> bool:
-        read = shown._draw(**{**shown.values, **values}, fast=True)[2]
-        assert shown._challenge is not None
-        return shown._challenge.met(read)
-
-    asked = {"heads": 25, "vocabulary": 50257, "tokens": 8192}
-    every = itertools.product((4, 5, 8), ("whole", "cut"), ("nothing", "attention", "blocks"))
-    good = [each for each in every if met(**asked, ranks=each[0], between=each[1], recomputed=each[2])]
-    assert good == [(5, "cut", "attention")]
-    assert not met(**{**asked, "tokens": 4096}, ranks=5, between="cut", recomputed="attention")
-    with pytest.raises(ValueError, match="5 heads cannot be dealt out to 8 ranks"):
-        met(heads=5, ranks=8)
-
-
 # --- exercises ---------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from matplotlib.text import Text
 
 import hpnb
 from hpnb import ParallelLayout, lesson, plot, theory
@@ -170,15 +169,6 @@ def test_a_frontier_has_what_nobody_beats() -> None:
         plot.choices(points, chosen={"f": ""})
     with pytest.raises(ValueError, match="finite and above 0"):
         plot.choices({"a": (0.0, 1.0)})
-
-
-def test_the_explorers_challenge_is_hard_and_can_be_met() -> None:
-    found = lesson.explorers.layout_choice()
-    assert not found.solved
-    found.set(dp=4, pp=2, tp=4, microbatches=4, zero=1, cap=16)
-    assert found.solved
-    said = [text.get_text() for text in found._draw(**found.values, fast=True)[0].findobj(Text)]
-    assert any(text.startswith("predicted · GPT-2 XL on 32 ranks") for text in said)
 
 
 # --- regret ------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -49,27 +49,38 @@ def messages() -> list[Message]:
 
 
 def test_what_was_sent_falls_on_pairs_of_ranks() -> None:
-    found = host_traffic.flows(hpnb.launch(messages, ranks=4, device="cpu"), least=1000)
+    found = host_traffic.recorded_traffic(hpnb.launch(messages, ranks=4, device="cpu"), least=1000)
     assert found == {
         (0, 2): {"dp": 4000.0}, (2, 0): {"dp": 4000.0}, (1, 3): {"dp": 4000.0}, (3, 1): {"dp": 4000.0},
         (0, 1): {"pp": 2000.0}, (2, 3): {"pp": 2000.0},
     }  # fmt: skip
-    assert host_traffic.crossing(found, 2) == host_traffic.crossing(found, 2, "dp") == 16000
-    assert host_traffic.crossing(found, 1) == 20000
-    assert host_traffic.crossing(found, 4) == host_traffic.crossing(found, 2, "pp") == 0
+    assert host_traffic.crossing_bytes(found, 2) == host_traffic.crossing_bytes(found, 2, "dp") == 16000
+    assert host_traffic.crossing_bytes(found, 1) == 20000
+    assert host_traffic.crossing_bytes(found, 4) == host_traffic.crossing_bytes(found, 2, "pp") == 0
 
 
 def test_a_ring_goes_on_to_the_next_of_its_group_and_a_pipeline_has_ends() -> None:
     ring = [[Message("tp", "all_reduce", 10.0 * (rank + 1), (0, 1, 2))] for rank in range(3)]
-    assert host_traffic.flows(ring) == {(0, 1): {"tp": 10.0}, (1, 2): {"tp": 20.0}, (2, 0): {"tp": 30.0}}
-    assert host_traffic.along(Layout(tp=3), {"tp": 5.0}).keys() == {(0, 1), (1, 2), (2, 0)}
-    assert host_traffic.along(Layout(pp=3), {"pp": 5.0}).keys() == {(0, 1), (1, 2), (2, 1), (1, 0)}
-    both = host_traffic.along(Layout(dp=2, pp=2), {"dp": 1.0, "pp": 2.0})
+    assert host_traffic.recorded_traffic(ring) == {
+        (0, 1): {"tp": 10.0},
+        (1, 2): {"tp": 20.0},
+        (2, 0): {"tp": 30.0},
+    }
+    assert host_traffic.predicted_traffic(Layout(tp=3), {"tp": 5.0}).keys() == {(0, 1), (1, 2), (2, 0)}
+    assert host_traffic.predicted_traffic(Layout(pp=3), {"pp": 5.0}).keys() == {
+        (0, 1),
+        (1, 2),
+        (2, 1),
+        (1, 0),
+    }
+    both = host_traffic.predicted_traffic(Layout(dp=2, pp=2), {"dp": 1.0, "pp": 2.0})
     assert (both[0, 2], both[0, 1]) == ({"dp": 1.0}, {"pp": 2.0})
 
 
 def test_a_step_on_hosts_is_made_of_the_wires_that_its_axes_cross() -> None:
-    job = host_traffic.Job(32, 4096, 5e5, 16, 4e14, 8, LINKS["NVLink 4"], LINKS["Ethernet 100 Gb"])
+    job = host_traffic.HostedTransformer(
+        32, 4096, 5e5, 16, 4e14, 8, LINKS["NVLink 4"], LINKS["Ethernet 100 Gb"]
+    )
     usual, worst = Layout(4, 2, 4), Layout(4, 2, 4, order=("tp", "pp", "dp"))
     assert [job.link(usual, axis).name for axis in AXES] == ["Ethernet 100 Gb", "NVLink 4", "NVLink 4"]
     assert [job.link(worst, axis).name for axis in AXES] == ["NVLink 4", "NVLink 4", "Ethernet 100 Gb"]
@@ -84,47 +95,6 @@ def test_a_step_on_hosts_is_made_of_the_wires_that_its_axes_cross() -> None:
     alone = job.seconds(Layout(dp=2))
     assert alone["tp"] == alone["pp"] == alone["bubble"] == 0 < alone["dp"]
     assert job.states(Layout(pp=2, tp=4)) == pytest.approx(16 * p / 8)
-
-
-def test_the_explorer_of_notebook_04_wants_the_pipeline_outside(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    shown = lesson.explorers.layouts_on_hosts()
-    assert not shown.solved
-    assert shown._challenge is not None
-
-    def read(**values: Any) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = shown._draw(**{**shown.values, **values}, fast=True)[2]
-        return found
-
-    orders = [" > ".join(order) for order in permutations(AXES)]
-    drawn = plot.atlas
-    monkeypatch.setattr("hpnb.plot.atlas", lambda *_, **__: None)  # readings are enough
-    assert shown.readings["step (s)"] > 5 * min(read(order=order)["step (s)"] for order in orders)
-    met = set()
-    for dp, pp, tp in (
-        (32, 1, 1),
-        (8, 4, 1),
-        (8, 2, 2),
-        (4, 8, 1),
-        (4, 4, 2),
-        (4, 2, 4),
-        (4, 1, 8),
-        (2, 4, 4),
-        (2, 2, 8),
-    ):
-        for order in orders:
-            if shown._challenge.met(read(dp=dp, pp=pp, tp=tp, order=order)):
-                met.add((dp, pp, tp, order.split(" > ")[0]))
-    assert met == {(4, 4, 2, "pp")}
-    good = {"dp": 4, "pp": 4, "tp": 2, "order": "pp > dp > tp"}
-    for other in ({"between": "InfiniBand NDR"}, {"host": 16}, {"dp": 2}):
-        assert not shown._challenge.met(read(**{**good, **other})), other
-    monkeypatch.setattr("hpnb.plot.atlas", drawn)
-    shown.set(**good)
-    assert shown.solved
-    shown.set(dp=16)
-    assert "16 x 4 x 2 are 128 ranks; 2 to 64 can be drawn" in shown.reading
 
 
 # --- exercises ---------------------------------------------------------------------------------------
@@ -249,7 +219,7 @@ def test_a_run_goes_on_on_another_layout_and_is_one_process_s(tmp_path: Path) ->
 
 
 def test_an_atlas_has_a_square_for_each_pair_and_says_what_crosses() -> None:
-    flows = host_traffic.along(Layout(2, 2, 2), {"dp": 3e6, "pp": 2e3, "tp": 9e6})
+    flows = host_traffic.predicted_traffic(Layout(2, 2, 2), {"dp": 3e6, "pp": 2e3, "tp": 9e6})
     fig = plot.atlas({"a": flows, "b": flows}, 4, {"compute": 1.0, "tp": 0.5}, title="t")
     (squares,) = [c for c in fig.axes[0].collections if c.get_label() == "bytes"]
     assert len(squares.get_paths()) == len(flows) == 24

@@ -19,8 +19,8 @@ from hpnb.lesson import explorers, field_guide, ledger
 from hpnb.lesson.banner import Banner, banner
 from hpnb.lesson.exercises.checker import Exercise, Finding, Verdict, check
 from hpnb.lesson.exercises.reader_schedules import keep, kept
-from hpnb.lesson.explorers.explorer import Explorer, explorer
-from hpnb.lesson.explorers.knobs import Challenge, Choice, Slider
+from hpnb.lesson.explorers.explorer import Challenge, Explorer
+from hpnb.lesson.explorers.knobs import Choice, Slider
 from hpnb.lesson.home import digest, home
 from hpnb.lesson.machine_card import MachineCard, machine_card
 from hpnb.lesson.predictions import outcome
@@ -47,7 +47,6 @@ __all__ = [
     "check",
     "comparison",
     "digest",
-    "explorer",
     "explorers",
     "field_guide",
     "home",

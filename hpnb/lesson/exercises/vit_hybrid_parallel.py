@@ -72,7 +72,7 @@ class Place:
 
     def flows(self, order: Sequence[str]) -> dict[tuple[int, int], float]:
         """{(sender, receiver): bytes} if the axes are nested in `order`, outermost first."""
-        found = host_traffic.along(Layout(**self.sizes, order=tuple(order)), self.sent)
+        found = host_traffic.predicted_traffic(Layout(**self.sizes, order=tuple(order)), self.sent)
         return {pair: sum(by.values()) for pair, by in found.items()}
 
 

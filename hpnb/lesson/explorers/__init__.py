@@ -1,4 +1,4 @@
-"""The explorers of the series: a formula, its knobs, and a challenge. One module and one function a notebook."""
+"""The explorers of the series, one a notebook: a formula, its knobs, and a challenge."""
 
 from hpnb.lesson.explorers.activation_memory import kept_by_rank
 from hpnb.lesson.explorers.all_reduce_cost import all_reduce_cost

@@ -1,13 +1,13 @@
-"""The explorer of notebook 07: what a rank keeps of a GPT-2 from forward to backward, and what that costs."""
+"""The explorer of notebook 07: activations that a rank keeps of a GPT-2, and what recomputing them costs."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hpnb.lesson.explorers.explorer import Explorer, explorer
-from hpnb.lesson.explorers.knobs import Challenge, Choice, Slider
+from hpnb.comm import shares
+from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
+from hpnb.lesson.explorers.knobs import Choice, Slider
 from hpnb.lesson.tables import number
-from hpnb.split_sizes import split_sizes
 from hpnb.theory import (
     ActivationRow,
     Block,
@@ -22,12 +22,29 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LAYERS = 48
-HEAD = 64  # wide
-LOGIT = 6  # bytes of a word and token: 2 for the logit, 4 for its softmax
+HEAD_WIDTH = 64
+LOGIT_BYTES = 6  # for each vocabulary entry and token: 2 for the logit, 4 for its softmax
 RANKS = (1, 2, 4, 5, 8, 16)
-AGAIN: dict[str, Recompute] = {"nothing": "", "attention": "attention", "blocks": "full"}
+RECOMPUTE: dict[str, Recompute] = {"nothing": "", "attention": "attention", "blocks": "full"}
 CAP = 5e9
-_REACH = 6 * CAP  # of the picture
+
+KNOBS = {
+    "heads": Slider(4, 40, 25),
+    "vocabulary": Choice((509, 8000, 32000, 50257, 128256, 256000), 50257),
+    "ranks": Choice(RANKS, 4),
+    "tokens": Choice((512, 1024, 2048, 4096, 8192, 16384), 1024),
+    "between": Choice(("whole", "cut"), "whole"),
+    "recomputed": Choice(tuple(RECOMPUTE), "nothing"),
+}
+CHALLENGE = Challenge(
+    f"25 heads, 50,257 words, a row of 8,192 tokens: at most {number(CAP, 'B')} kept, at most 20 % "
+    "computed again, and no rank more than 2 % over an even share.",
+    lambda at: (
+        (at["heads"], at["vocabulary"], at["tokens"]) == (25, 50257, 8192)
+        and (at["kept (B)"] <= CAP and at["computed again (%)"] <= 20)
+        and at["fullest rank over even"] <= 1.02
+    ),
+)
 
 
 def kept_by_rank() -> Explorer:
@@ -35,76 +52,59 @@ def kept_by_rank() -> Explorer:
 
     The published formula, on the first rank, which has the most heads; with heads 64 wide.
     """
-    from hpnb import plot
+    return Explorer(KNOBS, _readings, CHALLENGE).display()
 
-    def draw(
-        heads: int, vocabulary: int, ranks: int, tokens: int, between: str, recomputed: str, fast: bool
-    ) -> tuple[Figure, str, dict[str, Any]]:
-        block = Block(HEAD * heads, heads, tokens)
+
+def _readings(
+    heads: int, vocabulary: int, ranks: int, tokens: int, between: str, recomputed: str
+) -> tuple[dict[str, Any], Draw]:
+    if ranks > heads:
+        raise ValueError(f"{heads} heads cannot be dealt out to {ranks} ranks; use at most {heads}")
+    block, recompute = Block(HEAD_WIDTH * heads, heads, tokens), RECOMPUTE[recomputed]
+    parts = _activations(block, vocabulary, ranks, between, recompute)
+    kept = sum(parts.values())
+    recomputed_flops = recomputed_share(block, recompute) * LAYERS * block.training_flops
+    readings = {
+        "kept (B)": kept,
+        "of it logits (%)": 100 * parts["logits"] / kept,
+        "computed again (%)": 100
+        * recomputed_flops
+        / model_flops(LAYERS, block.hidden, vocabulary, tokens, 1),
+        "fullest rank over even": block_over_even(block, ranks),
+    }
+
+    def draw(fast: bool) -> tuple[Figure, str]:
+        from hpnb import plot
+
         rows = {
-            f"{t} rank{'s' * (t > 1)}": _kept(block, vocabulary, t, between, AGAIN[recomputed])
+            f"{t} rank{'s' * (t > 1)}": _activations(block, vocabulary, t, between, recompute)
             for t in RANKS
             if t <= heads
         }
-        if ranks > heads:
-            raise ValueError(f"{heads} heads cannot be dealt out to {ranks} ranks; use at most {heads}")
-        mine = f"{ranks} rank{'s' * (ranks > 1)}"
-        kept = sum(rows[mine].values())
         figure = plot.stacked(
             rows,
             limit=CAP,
-            reach=_REACH,
-            chosen=mine,
+            reach=6 * CAP,
+            chosen=f"{ranks} rank{'s' * (ranks > 1)}",
             text=not fast,
             title=f"predicted · {LAYERS} blocks of {heads} heads, {vocabulary:,} words, {tokens:,} tokens, "
             f"{between} between the pairs; computed again: {recomputed}",
         )
-        alt = (
+        return figure, (
             f"What a rank keeps of {LAYERS} blocks and the logits, over the number of ranks; with {ranks} "
             f"it is {number(kept, 'B')}, against a limit of {number(CAP, 'B')}."
         )
-        again = AGAIN[recomputed]
-        whole = model_flops(LAYERS, block.hidden, vocabulary, tokens, 1)
-        readings = {
-            "kept (B)": kept,
-            "of it logits (%)": 100 * rows[mine]["logits"] / kept,
-            "computed again (%)": 100
-            * recomputed_share(block, again)
-            * LAYERS
-            * block.training_flops
-            / whole,
-            "fullest rank over even": block_over_even(block, ranks),
-            "_as_asked": (heads, vocabulary, tokens) == (25, 50257, 8192),
-        }
-        return figure, alt, readings
 
-    return explorer(
-        draw,
-        {
-            "heads": Slider(4, 40, 25),
-            "vocabulary": Choice((509, 8000, 32000, 50257, 128256, 256000), 50257),
-            "ranks": Choice(RANKS, 4),
-            "tokens": Choice((512, 1024, 2048, 4096, 8192, 16384), 1024),
-            "between": Choice(("whole", "cut"), "whole"),
-            "recomputed": Choice(tuple(AGAIN), "nothing"),
-        },
-        Challenge(
-            f"25 heads, 50,257 words, a row of 8,192 tokens: at most {number(CAP, 'B')} kept, at most 20 % "
-            "computed again, and no rank more than 2 % over an even share.",
-            lambda read: (
-                bool(read["_as_asked"])
-                and read["kept (B)"] <= CAP
-                and read["computed again (%)"] <= 20
-                and read["fullest rank over even"] <= 1.02
-            ),
-        ),
-    )
+    return readings, draw
 
 
-def _kept(block: Block, vocabulary: int, ranks: int, between: str, recompute: Recompute) -> dict[str, float]:
+def _activations(
+    block: Block, vocabulary: int, ranks: int, between: str, recompute: Recompute
+) -> dict[str, float]:
+    """{part: bytes} that the first of `ranks` ranks keeps of all blocks and of the logits."""
     row = ActivationRow("", ranks > 1, between == "cut", recompute)
     parts = kept_parts(row, block, ranks, even=False)
     return {
         **{part: LAYERS * nbytes for part, nbytes in parts.items()},
-        "logits": float(LOGIT * block.sequence * block.batch * split_sizes(vocabulary, ranks)[0]),
+        "logits": float(LOGIT_BYTES * block.sequence * block.batch * shares(vocabulary, ranks)[0]),
     }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
 from hpnb.lesson.explorers.knobs import Choice, Slider
 from hpnb.lesson.tables import number
-from hpnb.theory import ALGORITHMS, Wire, cheapest, seconds
+from hpnb.theory import ALGORITHMS, Link, cheapest, seconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,19 +38,19 @@ def all_reduce_cost() -> Explorer:
 def _readings(
     ranks: int, kilobytes: float, latency: float, bandwidth: float, algorithm: str
 ) -> tuple[dict[str, Any], Draw]:
-    wire, nbytes = Wire(latency * 1e-6, bandwidth * 1e9), kilobytes * 1e3
-    took = seconds("all_reduce", nbytes, ranks, wire, algorithm)
+    link, nbytes = Link(latency * 1e-6, bandwidth * 1e9), kilobytes * 1e3
+    took = seconds("all_reduce", nbytes, ranks, link, algorithm)
     readings = {
         "time (s)": took,
-        "fastest": cheapest("all_reduce", nbytes, ranks, wire),
-        "of it latency (%)": 100 * seconds("all_reduce", 0.0, ranks, wire, algorithm) / took,
+        "fastest": cheapest("all_reduce", nbytes, ranks, link),
+        "of it latency (%)": 100 * seconds("all_reduce", 0.0, ranks, link, algorithm) / took,
     }
 
     def draw(fast: bool) -> tuple[Figure, str]:
         from hpnb import plot
 
         algorithms = [a for a in ALGORITHMS if a != "halving-doubling" or ranks & (ranks - 1) == 0]
-        curves = {a: (_SIZES, [seconds("all_reduce", n, ranks, wire, a) for n in _SIZES]) for a in algorithms}
+        curves = {a: (_SIZES, [seconds("all_reduce", n, ranks, link, a) for n in _SIZES]) for a in algorithms}
         figure = plot.costs(
             [nbytes],
             [took],

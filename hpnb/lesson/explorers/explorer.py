@@ -3,9 +3,9 @@
     Explorer({"p": Slider(2, 8, 4), "schedule": Choice(["gpipe", "1f1b"])}, readings,
              Challenge("bubble under 10 %", lambda at: at["bubble (%)"] < 10)).display()
 
-`readings(**values)` evaluates the formula at one setting of the knobs. It returns `({name: value}, draw)`, and
-`draw(fast)` makes the picture with its alt text. While a knob moves the picture is coarse (fast=True); when the
-knob rests, the full one follows. A page without widgets shows the figure at the first setting.
+`readings(**values)` evaluates the formula at one setting of the knobs. It returns `({name: value}, draw)`,
+and `draw(fast)` makes the picture with its alt text. While a knob moves the picture is coarse (fast=True);
+when the knob rests, the full one follows. A page without widgets shows the figure at the first setting.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SCREEN_READER_ONLY = "position:absolute;width:1px;height:1px;overflow:hidden;cl
 
 @dataclass(frozen=True)
 class Challenge:
-    """What to reach with the knobs, in words; `met` judges {knob: value} and {reading: value} in one mapping."""
+    """What to reach with the knobs. `met` judges one mapping of {knob: value} and {reading: value}."""
 
     text: str
     met: Callable[[Mapping[str, Any]], bool]
@@ -90,7 +90,7 @@ class Explorer:
         return self
 
     def read(self, **values: Any) -> dict[str, Any]:
-        """{knob: value} and {reading: value} with some knobs elsewhere; nothing is drawn and no knob moves."""
+        """{knob: value} and {reading: value} with some knobs elsewhere. Nothing is drawn, no knob moves."""
         setting = {**self.values, **values}
         return {**setting, **self._evaluate(**setting)[0]}
 

@@ -9,7 +9,7 @@ from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
 from hpnb.lesson.explorers.knobs import Choice, Slider
 from hpnb.lesson.programs.step_timing import Backward
 from hpnb.lesson.tables import number
-from hpnb.theory import WIRES, even_buckets, seconds
+from hpnb.theory import LINKS, even_buckets, seconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,7 +21,7 @@ KNOBS = {
     "bucket": Slider(5.0, 1000.0, 25.0, log=True, unit="MiB"),
     "tokens": Slider(1_000, 100_000, 10_000, 1_000),
     "matmul": Slider(50.0, 1000.0, 400.0, log=True, unit="TFLOP/s"),
-    "wire": Choice(tuple(WIRES), "Ethernet 100 Gb"),
+    "wire": Choice(tuple(LINKS), "Ethernet 100 Gb"),
     "ranks": Slider(2, 128, 64, 1),
 }
 CHALLENGE = Challenge(
@@ -36,8 +36,8 @@ CHALLENGE = Challenge(
 def overlapped_backward() -> Explorer:
     """Notebook 01: a ViT-L/16 whose 16-bit gradients travel during the backward.
 
-    By bucket, tokens, matmul rate, wire and ranks. The backward makes gradients at a constant rate. The knob is
-    the most that a bucket may hold, in MiB (2^20 bytes), which `DataParallel(bucket_mb=)` means too; the
+    By bucket, tokens, matmul rate, wire and ranks. The backward makes gradients at a constant rate. The knob
+    is the most that a bucket may hold, in MiB (2^20 bytes), which `DataParallel(bucket_mb=)` means too; the
     gradients are split into as few equal buckets as that allows.
     """
     return Explorer(KNOBS, _readings, CHALLENGE).display()
@@ -47,7 +47,7 @@ def _readings(
     bucket: float, tokens: int, matmul: float, wire: str, ranks: int
 ) -> tuple[dict[str, Any], Draw]:
     backward = 4 * tokens * PARAMETERS / (matmul * 1e12)  # seconds
-    forward, link = backward / 2, WIRES[wire]
+    forward, link = backward / 2, LINKS[wire]
     count = math.ceil(GRADIENT_BYTES / (bucket * 2**20))
     ready, sizes = even_buckets(GRADIENT_BYTES, GRADIENT_BYTES / count, backward)
     step = Backward(forward, forward + backward, tuple(forward + at for at in ready), sizes)

@@ -11,10 +11,10 @@ from hpnb.lesson.explorers.knobs import Choice
 from hpnb.lesson.tables import number
 from hpnb.record import Event, Timeline
 from hpnb.theory import (
-    WIRES,
+    LINKS,
     Block,
     Collective,
-    Wire,
+    Link,
     activation_bytes,
     block_seconds,
     block_sent,
@@ -34,7 +34,7 @@ KNOBS = {
     "hidden": Choice((1024, 2048, 4096, 8192, 12288, 16384), 8192),
     "sequence": Choice((256, 1024, 2048, 8192), 2048),
     "batch": Choice((1, 2, 4, 8, 16, 32, 64), 16),
-    "link": Choice(tuple(WIRES), "NVLink 4"),
+    "link": Choice(tuple(LINKS), "NVLink 4"),
 }
 CHALLENGE = Challenge(
     "16 ranks or more on InfiniBand NDR, a width of 8,192 or less: computing at least 0.4 times as "
@@ -51,10 +51,10 @@ def tensor_modes() -> Explorer:
 
     Every message waits for the matmul before it: nothing overlaps. 400 TFLOP/s a rank, values of 2 bytes.
     """
-    return Explorer(KNOBS, _readings, CHALLENGE).display()
+    return Explorer(KNOBS, mode_readings, CHALLENGE).display()
 
 
-def _readings(
+def mode_readings(
     mode: str, ranks: int, hidden: int, sequence: int, batch: int, link: str
 ) -> tuple[dict[str, Any], Draw]:
     block = Block(hidden, hidden // 128, sequence, batch)
@@ -63,22 +63,22 @@ def _readings(
     shape = (grid_mode, ranks, depth, sequence_parallel)
     activations = activation_bytes(block, *shape)
     states = 16.0 * block.parameters * (depth if grid_mode == "2.5d" else 1) / ranks
-    took = block_seconds(block, grid_mode, ranks, WIRES[link], _RATE, depth, sequence_parallel)
+    took = block_seconds(block, grid_mode, ranks, LINKS[link], _RATE, depth, sequence_parallel)
     readings = {
         "block (s)": took.total,
         "computing over sending": took.compute / took.communication,
         "sent (B)": block_sent(block, *shape).bytes(),
         "kept and states (B)": activations + states,
-        "ρ (FLOP/B)": f"{_RATE / WIRES[link].bandwidth:,.0f}",
+        "ρ (FLOP/B)": f"{_RATE / LINKS[link].bandwidth:,.0f}",
     }
 
     def draw(fast: bool) -> tuple[Figure, str]:
         from hpnb import plot
 
         sides = " x ".join(map(str, grid_sides(grid_mode, ranks, depth)))
-        timelines, names = [_timeline(block, mode, ranks, WIRES[link])], [f"{mode}, {sides} ranks"]
+        timelines, names = [block_timeline(block, mode, ranks, LINKS[link])], [f"{mode}, {sides} ranks"]
         if mode != "1d":
-            timelines.append(_timeline(block, "1d", ranks, WIRES[link]))
+            timelines.append(block_timeline(block, "1d", ranks, LINKS[link]))
             names.append("1d")
         figure = plot.timeline(
             *timelines,
@@ -106,7 +106,7 @@ def _depth(mode: str, ranks: int) -> int:
     return next(depths, 2)
 
 
-def _timeline(block: Block, mode: str, ranks: int, wire: Wire) -> Timeline:
+def block_timeline(block: Block, mode: str, ranks: int, link: Link) -> Timeline:
     """One rank's block: the messages of each layer before and after its matmuls, nothing overlapped."""
     grid_mode = mode.removesuffix("+sp")
     sent = block_sent(block, grid_mode, ranks, _depth(mode, ranks), mode != grid_mode)
@@ -117,7 +117,7 @@ def _timeline(block: Block, mode: str, ranks: int, wire: Wire) -> Timeline:
     def send(collectives: Iterable[Collective]) -> None:
         nonlocal clock
         for collective in collectives:
-            end = clock + collective.seconds(wire)
+            end = clock + collective.seconds(link)
             events.append(Event(0, -1, collective.op, -1, clock, end, "tp", collective.bytes))
             clock = end
 

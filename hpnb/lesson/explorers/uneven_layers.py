@@ -1,12 +1,12 @@
-"""The explorer of notebook 06: where to cut layers that are not equal, and what comes of it."""
+"""The explorer of notebook 06: where to cut unequal layers, and what bubble follows."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from hpnb.lesson.explorers.explorer import Explorer, explorer
-from hpnb.lesson.explorers.knobs import Challenge, Choice, Slider
+from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
+from hpnb.lesson.explorers.knobs import Choice, Slider
 from hpnb.lesson.tables import number
 from hpnb.pipeline_parallel import Costs, schedules
 from hpnb.theory import loads
@@ -17,7 +17,22 @@ if TYPE_CHECKING:
 BLOCKS = 24
 EMBEDDING = 0.1  # of a block
 _CHUNKS = {"interleaved": 2, "breadth-first": 2, "zb-v": 2, "dualpipe-v": 2}
-CUTS = ("uniform", "by parameters", "by time")
+
+KNOBS = {
+    "head": Slider(0.0, 8.0, 4.5, 0.1, unit="blocks"),
+    "ranks": Slider(2, 8, 4),
+    "cut": Choice(("uniform", "by parameters", "by time")),
+    "microbatches": Slider(1, 32, 8),
+    "schedule": Choice(schedules.NAMES, "1f1b"),
+}
+CHALLENGE = Challenge(
+    "a head of 4.5 blocks or more, 4 ranks, at most 8 microbatches: a bubble under 10 % with at most "
+    "4.5 microbatches in flight.",
+    lambda at: (
+        (at["head"] >= 4.5 and at["ranks"] == 4 and at["microbatches"] <= 8)
+        and (at["bubble (%)"] < 10 and at["microbatches in flight"] <= 4.5)
+    ),
+)
 
 
 def uneven_layers() -> Explorer:
@@ -25,19 +40,31 @@ def uneven_layers() -> Explorer:
 
     Times are in blocks: forward and backward of a block and a microbatch take 1, F, I and W a third each.
     """
-    from hpnb import plot
+    return Explorer(KNOBS, _readings, CHALLENGE).display()
 
-    def draw(
-        head: float, ranks: int, cut: str, microbatches: int, schedule: str, fast: bool
-    ) -> tuple[Figure, str, dict[str, Any]]:
-        chunks = _CHUNKS.get(schedule, 1)
-        costs = [EMBEDDING] + [1.0] * BLOCKS + [head]
-        counts = _counts(head, ranks * chunks, cut)
-        each = [load / 3 for load in loads(costs, counts)]
-        made = schedules.make(schedule, ranks * chunks, microbatches, chunks)
-        tl = made.simulate(Costs(each, each, each))
-        held = max(tl.peak_in_flight(rank) for rank in tl.ranks) / chunks
-        work = [sum(3 * each[stage] for stage in made.stages_of(rank)) for rank in range(ranks)]
+
+def _readings(
+    head: float, ranks: int, cut: str, microbatches: int, schedule: str
+) -> tuple[dict[str, Any], Draw]:
+    chunks = _CHUNKS.get(schedule, 1)
+    costs = [EMBEDDING] + [1.0] * BLOCKS + [head]
+    counts = _layers_per_stage(head, ranks * chunks, cut)
+    stage_costs = [load / 3 for load in loads(costs, counts)]
+    actions = schedules.make(schedule, ranks * chunks, microbatches, chunks)
+    tl = actions.simulate(Costs(stage_costs, stage_costs, stage_costs))
+    work = [sum(3 * stage_costs[stage] for stage in actions.stages_of(rank)) for rank in range(ranks)]
+    bubble = 100 * tl.bubble_fraction
+    readings = {
+        "step (blocks)": tl.makespan,
+        "bubble (%)": bubble,
+        "fullest rank over the mean": max(work) * ranks / sum(work),
+        "microbatches in flight": max(tl.peak_in_flight(rank) for rank in tl.ranks) / chunks,
+        "as fast as so many devices": microbatches * sum(costs) / tl.makespan,
+    }
+
+    def draw(fast: bool) -> tuple[Figure, str]:
+        from hpnb import plot
+
         figure = plot.skyline(
             costs,
             {cut: plot.Built(counts, tl)},
@@ -47,48 +74,22 @@ def uneven_layers() -> Explorer:
             title=f"simulated · {schedule}, {ranks} ranks, {microbatches} microbatches, a head of "
             f"{number(head)} blocks, cut {cut}",
         )
-        alt = (
+        return figure, (
             f"{BLOCKS} blocks and a head of {number(head)}, cut {cut} into {len(counts)} stages, "
-            f"above the step by {schedule}: {100 * tl.bubble_fraction:.1f} % of it is idle."
+            f"above the step by {schedule}: {bubble:.1f} % of it is idle."
         )
-        devices = microbatches * sum(costs) / tl.makespan
-        readings = {
-            "step (blocks)": tl.makespan,
-            "bubble (%)": 100 * tl.bubble_fraction,
-            "fullest rank over the mean": max(work) * ranks / sum(work),
-            "microbatches in flight": held,
-            "as fast as so many devices": devices,
-            "_as_asked": head >= 4.5 and ranks == 4 and microbatches <= 8,
-        }
-        return figure, alt, readings
 
-    return explorer(
-        draw,
-        {
-            "head": Slider(0.0, 8.0, 4.5, 0.1, unit="blocks"),
-            "ranks": Slider(2, 8, 4),
-            "cut": Choice(CUTS),
-            "microbatches": Slider(1, 32, 8),
-            "schedule": Choice(schedules.NAMES, "1f1b"),
-        },
-        Challenge(
-            "a head of 4.5 blocks or more, 4 ranks, at most 8 microbatches: a bubble under 10 % with at most "
-            "4.5 microbatches in flight.",
-            lambda read: (
-                bool(read["_as_asked"]) and read["bubble (%)"] < 10 and read["microbatches in flight"] <= 4.5
-            ),
-        ),
-    )
+    return readings, draw
 
 
 @lru_cache(maxsize=512)
-def _counts(head: float, stages: int, cut: str) -> tuple[int, ...]:
-    """Layers of each stage. By parameters the table of words weighs the same at either end."""
+def _layers_per_stage(head: float, stages: int, cut: str) -> tuple[int, ...]:
+    """Layers of each stage. By parameters the embedding weighs as much as the head that shares its weight."""
     from hpnb.pipeline_parallel.partition import balanced
 
     if cut == "uniform":
         least, more = divmod(BLOCKS, stages)
-        start = (stages - more) // 2  # those in the middle get one more
+        start = (stages - more) // 2  # stages in the middle get one block more
         counts = [least + (start <= stage < start + more) for stage in range(stages)]
         counts[0], counts[-1] = counts[0] + 1, counts[-1] + 1
         return tuple(counts)

@@ -13,6 +13,7 @@ from matplotlib.text import Text
 
 import hpnb
 from hpnb import lesson, theory
+from hpnb.lesson.explorers.knobs import Knobs
 from hpnb.lesson.explorers.overlapped_backward import GRADIENT_BYTES, PARAMETERS
 from hpnb.lesson.explorers.overlapped_backward import KNOBS as KNOBS_01
 from hpnb.lesson.explorers.sharded_step import gpt_shape
@@ -41,7 +42,7 @@ def sketch(ranks: int, bandwidth: float, mode: str) -> tuple[dict[str, Any], Cal
     return {"time (s)": ranks / bandwidth, "odd": ranks % 2 == 1}, draw
 
 
-KNOBS: dict[str, lesson.Slider | lesson.Choice] = {
+KNOBS: Knobs = {
     "ranks": lesson.Slider(2, 8, 4),
     "bandwidth": lesson.Slider(1e3, 1e6, 2e3, log=True, unit="B/s"),
     "mode": lesson.Choice(["ring", "none", "bug"]),
@@ -225,7 +226,7 @@ def test_every_notebook_has_its_explorer() -> None:
 def titles_of(shown: lesson.Explorer, **values: Any) -> list[str]:
     """The texts of the figure at a setting."""
     figure = shown._evaluate(**{**shown.values, **values})[1](False)[0]
-    return [text.get_text() for text in figure.findobj(Text)]
+    return [" ".join(text.get_text().split()) for text in figure.findobj(Text)]
 
 
 def test_notebook_01_wants_buckets_of_one_size_only() -> None:

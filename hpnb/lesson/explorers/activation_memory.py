@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpnb.comm import shares
 from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
-from hpnb.lesson.explorers.knobs import Choice, Slider
+from hpnb.lesson.explorers.knobs import Choice, Knobs, Slider
 from hpnb.lesson.tables import number
 from hpnb.theory import (
     ActivationRow,
@@ -28,7 +28,7 @@ RANKS = (1, 2, 4, 5, 8, 16)
 RECOMPUTE: dict[str, Recompute] = {"nothing": "", "attention": "attention", "blocks": "full"}
 CAP = 5e9
 
-KNOBS = {
+KNOBS: Knobs = {
     "heads": Slider(4, 40, 25),
     "vocabulary": Choice((509, 8000, 32000, 50257, 128256, 256000), 50257),
     "ranks": Choice(RANKS, 4),

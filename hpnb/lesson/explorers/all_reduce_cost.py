@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
-from hpnb.lesson.explorers.knobs import Choice, Slider
+from hpnb.lesson.explorers.knobs import Choice, Knobs, Slider
 from hpnb.lesson.tables import number
 from hpnb.theory import ALGORITHMS, Link, cheapest, seconds
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _SIZES = tuple(10 ** (k / 4) for k in range(8, 37))  # 100 B to 1 GB
 
-KNOBS = {
+KNOBS: Knobs = {
     "ranks": Slider(2, 64, 8, 1),
     "kilobytes": Slider(0.1, 1e6, 100.0, log=True, unit="kB"),
     "latency": Slider(1.0, 100.0, 10.0, log=True, unit="µs"),

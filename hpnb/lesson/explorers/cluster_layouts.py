@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
-from hpnb.lesson.explorers.knobs import Choice
+from hpnb.lesson.explorers.knobs import Choice, Knobs
 from hpnb.lesson.programs import cluster_planning
 from hpnb.lesson.tables import number
 from hpnb.theory.cluster import by_cut, cluster_memory, cluster_parts, fastest
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _ETHERNET = "Ethernet 100 Gb, a card a host"
 _MEMORY = 80e9  # bytes of an A100
 
-KNOBS = {
+KNOBS: Knobs = {
     "model": Choice(tuple(cluster_planning.MODELS), "145.6B"),
     "gpus": Choice((64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096), 2048),
     "host": Choice((4, 8, 16, 32), 8),

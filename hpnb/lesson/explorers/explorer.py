@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from hpnb.lesson.explorers.knobs import Choice, Slider
+from hpnb.lesson.explorers.knobs import Knobs
 from hpnb.lesson.tables import number, split_unit
 
 if TYPE_CHECKING:
@@ -55,9 +55,7 @@ class Explorer:
         ValueError: the formula cannot be evaluated at the first setting.
     """
 
-    def __init__(
-        self, knobs: Mapping[str, Slider | Choice], readings: Readings, challenge: Challenge | None = None
-    ) -> None:
+    def __init__(self, knobs: Knobs, readings: Readings, challenge: Challenge | None = None) -> None:
         import ipywidgets
 
         self.readings: dict[str, Any] = {}

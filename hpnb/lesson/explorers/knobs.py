@@ -7,7 +7,7 @@ stop of its own, and the picture would not be the one at the value that the page
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -116,6 +116,9 @@ class Choice:
 
         options = [(str(option), option) for option in self.options]
         return ipywidgets.Dropdown(options=options, value=self.value, **_style(name))
+
+
+Knobs = Mapping[str, Slider | Choice]
 
 
 def _style(name: str) -> dict[str, Any]:

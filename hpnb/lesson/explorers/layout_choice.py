@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
-from hpnb.lesson.explorers.knobs import Choice, Slider
+from hpnb.lesson.explorers.knobs import Choice, Knobs, Slider
 from hpnb.lesson.programs.layout_tasks import HOST, RATE, gpt2_xl_task
 from hpnb.lesson.tables import number
 from hpnb.theory import LayoutPlan, layout_memory, layout_parts, layout_plans
@@ -18,7 +18,7 @@ ROWS, BETWEEN = 128, "Ethernet 100 Gb"
 MAX_RANKS = 128
 _SIZES = (1, 2, 4, 8, 16)
 
-KNOBS = {
+KNOBS: Knobs = {
     "dp": Choice((*_SIZES, 32, 64), 32),  # the first one has replicas across Ethernet
     "pp": Choice(_SIZES, 1),
     "tp": Choice(_SIZES, 1),

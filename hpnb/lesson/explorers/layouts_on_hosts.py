@@ -6,7 +6,7 @@ from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
-from hpnb.lesson.explorers.knobs import Choice
+from hpnb.lesson.explorers.knobs import Choice, Knobs
 from hpnb.lesson.programs import host_traffic
 from hpnb.lesson.tables import number
 from hpnb.mesh import AXES, Layout
@@ -19,7 +19,7 @@ ORDERS = tuple(" > ".join(order) for order in permutations(AXES))
 MAX_RANKS = 64  # more squares could not be told apart
 _LAYERS, _HIDDEN, _TOKENS, _MICROBATCHES, _RATE = 32, 4096, 500_000, 16, 400e12
 
-KNOBS = {
+KNOBS: Knobs = {
     "dp": Choice((1, 2, 4, 8, 16, 32), 4),
     "pp": Choice((1, 2, 4, 8, 16), 2),
     "tp": Choice((1, 2, 4, 8, 16), 4),

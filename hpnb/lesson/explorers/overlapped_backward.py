@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
-from hpnb.lesson.explorers.knobs import Choice, Slider
+from hpnb.lesson.explorers.knobs import Choice, Knobs, Slider
 from hpnb.lesson.programs.step_timing import Backward
 from hpnb.lesson.tables import number
 from hpnb.theory import LINKS, even_buckets, seconds
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PARAMETERS = 303_304_707  # of ViT-L/16 with 3 classes
 GRADIENT_BYTES = 2 * PARAMETERS
 
-KNOBS = {
+KNOBS: Knobs = {
     "bucket": Slider(5.0, 1000.0, 25.0, log=True, unit="MiB"),
     "tokens": Slider(1_000, 100_000, 10_000, 1_000),
     "matmul": Slider(50.0, 1000.0, 400.0, log=True, unit="TFLOP/s"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
-from hpnb.lesson.explorers.knobs import Choice, Slider
+from hpnb.lesson.explorers.knobs import Choice, Knobs, Slider
 from hpnb.lesson.tables import number
 from hpnb.pipeline_parallel import Costs, schedules
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _FIXED_CHUNKS = {"zb-v": 2, "dualpipe-v": 2}
 _ANY_CHUNKS = ("interleaved", "breadth-first")
 
-KNOBS = {
+KNOBS: Knobs = {
     "schedule": Choice(schedules.NAMES, "zb-h2"),  # the first one has the longest warm-up
     "ranks": Slider(2, 8, 4),
     "microbatches": Slider(1, 32, 8),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
-from hpnb.lesson.explorers.knobs import Choice, Slider
+from hpnb.lesson.explorers.knobs import Choice, Knobs, Slider
 from hpnb.lesson.tables import number
 from hpnb.record import CATEGORIES
 from hpnb.theory import LINKS, Block, shard_seconds, step_memory
@@ -20,7 +20,7 @@ _VOCABULARY, _LENGTH, _CAPACITY, _HEAD_WIDTH = 50_257, 1024, 80e9, 128
 _DEVICE_MEMORY_RATE, _HOST_MEMORY_RATE = 3e12, 200e9  # bytes/s
 _ADAM_BYTES = 28  # read and written for each parameter
 
-KNOBS = {
+KNOBS: Knobs = {
     "billions": Slider(0.1, 200.0, 13.0, log=True, unit="B"),
     "ranks": Choice((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024), 64),
     "stage": Choice((0, 1, 2, 3), 1),

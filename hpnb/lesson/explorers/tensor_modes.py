@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
-from hpnb.lesson.explorers.knobs import Choice
+from hpnb.lesson.explorers.knobs import Choice, Knobs
 from hpnb.lesson.tables import number
 from hpnb.record import Event, Timeline
 from hpnb.theory import (
@@ -28,7 +28,7 @@ _RATE = 400e12  # FLOP/s of a rank
 _MATMULS = {"qkv": ("qkv",), "projection": ("scores", "weighted values", "projection")}
 _BEFORE_MATMUL = ("all_gather", "broadcast")  # sums follow it
 
-KNOBS = {
+KNOBS: Knobs = {
     "mode": Choice(("1d", "1d+sp", "2d", "2.5d", "3d"), "2d"),
     "ranks": Choice((2, 4, 8, 16, 32, 64), 16),
     "hidden": Choice((1024, 2048, 4096, 8192, 12288, 16384), 8192),

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
-from hpnb.lesson.explorers.knobs import Choice, Slider
+from hpnb.lesson.explorers.knobs import Choice, Knobs, Slider
 from hpnb.lesson.tables import number
 from hpnb.pipeline_parallel import Costs, schedules
 from hpnb.theory import loads
@@ -18,7 +18,7 @@ BLOCKS = 24
 EMBEDDING = 0.1  # of a block
 _CHUNKS = {"interleaved": 2, "breadth-first": 2, "zb-v": 2, "dualpipe-v": 2}
 
-KNOBS = {
+KNOBS: Knobs = {
     "head": Slider(0.0, 8.0, 4.5, 0.1, unit="blocks"),
     "ranks": Slider(2, 8, 4),
     "cut": Choice(("uniform", "by parameters", "by time")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hpnb.comm import shares
+from hpnb.comm import split_sizes
 from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
 from hpnb.lesson.explorers.knobs import Choice, Knobs, Slider
 from hpnb.lesson.tables import number
@@ -106,5 +106,5 @@ def _activations(
     parts = kept_parts(row, block, ranks, even=False)
     return {
         **{part: LAYERS * nbytes for part, nbytes in parts.items()},
-        "logits": float(LOGIT_BYTES * block.sequence * block.batch * shares(vocabulary, ranks)[0]),
+        "logits": float(LOGIT_BYTES * block.sequence * block.batch * split_sizes(vocabulary, ranks)[0]),
     }

@@ -18,9 +18,9 @@ def gpt2_xl_task(rows: int, between: str = "") -> LayoutTask:
     """
     size = GPT2_SIZES["1.5b"]
     block = size.block()
-    head = LayerCost(1e-4, 6 * size.length * size.hidden * size.vocabulary / RATE)
+    head = LayerCost(1e-4, 6 * size.length * size.hidden * size.vocab_size / RATE)
     layer = LayerCost(1e-4, block.training_flops / RATE)
     return LayoutTask(
-        block, size.layers, size.vocabulary, rows, layer, head, _ADAM_SECONDS, LINKS["NVLink 4"],
+        block, size.layers, size.vocab_size, rows, layer, head, _ADAM_SECONDS, LINKS["NVLink 4"],
         LINKS[between] if between else None, HOST,
     )  # fmt: skip

@@ -9,7 +9,8 @@ from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
 from hpnb.lesson.explorers.knobs import Choice, Knobs
 from hpnb.lesson.programs import cluster_planning
 from hpnb.lesson.tables import number
-from hpnb.theory.cluster import by_cut, cluster_memory, cluster_parts, fastest
+from hpnb.theory.cluster import cluster_memory, cluster_parts
+from hpnb.theory.planner import best_by_cut, fastest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +50,7 @@ def _readings(
 ) -> tuple[dict[str, Any], Draw]:
     run = replace(cluster_planning.MODELS[model], batch=batch, recompute=recompute == "yes")
     cluster = cluster_planning.cluster(gpus, network, host, _MEMORY)
-    plans = by_cut(run, cluster, zero)
+    plans = best_by_cut(run, cluster, zero)
     if not plans:
         raise ValueError(f"{batch} rows and {gpus} GPUs: no layout of {model} can be run")
     best = fastest(run, cluster, plans.values())

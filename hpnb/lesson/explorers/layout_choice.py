@@ -9,7 +9,8 @@ from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
 from hpnb.lesson.explorers.knobs import Choice, Knobs, Slider
 from hpnb.lesson.programs.layout_tasks import HOST, RATE, gpt2_xl_task
 from hpnb.lesson.tables import number
-from hpnb.theory import LayoutPlan, layout_memory, layout_parts, layout_plans
+from hpnb.mesh import ParallelLayout
+from hpnb.theory import layout_memory, layout_parts, task_layouts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,17 +47,18 @@ def _other_layouts(ranks: int) -> dict[str, tuple[float, float]]:
     task = gpt2_xl_task(ROWS, BETWEEN)
     return {
         str(plan): (layout_memory(task, plan), task.tokens / sum(layout_parts(task, plan).values()))
-        for plan in layout_plans(task, ranks, 2, (0, 1))
+        for plan in task_layouts(task, ranks, 2, (0, 1))
     }
 
 
 def _readings(
     dp: int, pp: int, tp: int, microbatches: int, zero: int, cap: float
 ) -> tuple[dict[str, Any], Draw]:
-    plan, task = LayoutPlan(dp, pp, tp, microbatches if pp > 1 else 1, zero), gpt2_xl_task(ROWS, BETWEEN)
-    if not 2 <= plan.ranks <= MAX_RANKS:
-        raise ValueError(f"{plan.ranks} ranks; use 2 to {MAX_RANKS}")
-    if (why := task.refused(plan)) is not None:
+    plan = ParallelLayout(dp, pp, tp, microbatches if pp > 1 else 1, zero)
+    task, ranks = gpt2_xl_task(ROWS, BETWEEN), plan.world_size
+    if not 2 <= ranks <= MAX_RANKS:
+        raise ValueError(f"{ranks} ranks; use 2 to {MAX_RANKS}")
+    if (why := task.refusal(plan)) is not None:
         raise ValueError(f"{plan}: {why}")
     parts, memory = layout_parts(task, plan), layout_memory(task, plan)
     step = sum(parts.values())
@@ -64,23 +66,23 @@ def _readings(
         "step (s)": step,
         **{f"{part} (%)": 100 * parts[part] / step for part in parts if part != "optimizer"},
         "memory (B)": memory,
-        "FLOP utilisation (%)": 100 * task.flops / step / plan.ranks / RATE,
+        "FLOP utilisation (%)": 100 * task.flops / step / ranks / RATE,
     }
 
     def draw(fast: bool) -> tuple[Figure, str]:
         from hpnb import plot
 
-        name = f"{plan}, m {plan.microbatches}"
+        name = f"{plan}, m {task.microbatches(plan)}"
         figure = plot.choices(
-            {**_other_layouts(plan.ranks), name: (memory, task.tokens / step)},
+            {**_other_layouts(ranks), name: (memory, task.tokens / step)},
             chosen={name: "" if memory <= cap * 1e9 else "does not fit"},
             capacity=cap * 1e9,
-            title=f"predicted · GPT-2 XL on {plan.ranks} ranks in hosts of {HOST}: layouts to choose from",
+            title=f"predicted · GPT-2 XL on {ranks} ranks in hosts of {HOST}: layouts to choose from",
             text=not fast,
             labels=("predicted", ""),
         )
         return figure, (
-            f"Layouts of {plan.ranks} ranks by memory and tokens a second; {name} holds "
+            f"Layouts of {ranks} ranks by memory and tokens a second; {name} holds "
             f"{number(memory, 'B')} and takes {number(step, 's')} a step."
         )
 

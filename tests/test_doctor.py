@@ -93,7 +93,7 @@ def found(machine: Machine, word: str) -> list[str]:
 
 
 def test_a_laptop_shares_its_cores_out_and_says_when_there_are_too_few() -> None:
-    assert plan(LAPTOP, 2) == DeviceChoice(2, "cpu", "gloo", threads=4, reason="no GPU here")
+    assert plan(LAPTOP, 2) == DeviceChoice(2, "cpu", "gloo", threads=2, reason="no GPU here")
     assert plan(LAPTOP, 8) == DeviceChoice(8, "cpu", "gloo", threads=1, reason="no GPU here")
     assert "contended" not in report(LAPTOP)
     page = report(dataclasses.replace(LAPTOP, usable=2))
@@ -103,16 +103,16 @@ def test_a_laptop_shares_its_cores_out_and_says_when_there_are_too_few() -> None
 
 def test_one_gpu_is_not_enough() -> None:
     machine = with_gpus(H100, cores=16)
-    assert (plan(machine, 2).device, plan(machine, 2).name, plan(machine, 2).threads) == ("cpu", "gloo", 8)
+    assert (plan(machine, 2).device, plan(machine, 2).name, plan(machine, 2).threads) == ("cpu", "gloo", 4)
     assert found(machine, "one GPU") == ["note"]
 
 
 def test_four_gpus_take_up_to_four_ranks() -> None:
     machine = with_gpus(*[H100] * 4)
     assert problems(machine) == []
-    assert (plan(machine, 4).device, plan(machine, 4).name, plan(machine, 4).threads) == ("cuda", "NCCL", 16)
-    assert (plan(machine, 8).device, plan(machine, 8).name, plan(machine, 8).threads) == ("cpu", "gloo", 8)
-    assert "8 ranks       CPU over gloo, 8 threads each (4 GPUs here are fewer than the 8 ranks)" in report(
+    assert (plan(machine, 4).device, plan(machine, 4).name, plan(machine, 4).threads) == ("cuda", "NCCL", 8)
+    assert (plan(machine, 8).device, plan(machine, 8).name, plan(machine, 8).threads) == ("cpu", "gloo", 4)
+    assert "8 ranks       CPU over gloo, 4 threads each (4 GPUs here are fewer than the 8 ranks)" in report(
         machine
     )
     assert "every pair: NV18 (NVLink, 18 lanes)" in report(machine)

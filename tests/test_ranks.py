@@ -222,8 +222,10 @@ def test_an_optimizer_that_is_sent_later_still_holds_its_model() -> None:
 # --- the process -----------------------------------------------------------------------------
 
 
-def test_threads_are_shared_out(four: hpnb.Ranks) -> None:
-    assert four.run(torch.get_num_threads) == [max(1, devices.usable_cores() // 4)] * 4
+def test_ranks_leave_half_of_the_cores_to_what_runs_beside_them(four: hpnb.Ranks) -> None:
+    assert four.run(torch.get_num_threads) == [devices.threads_per_rank(devices.usable_cores(), 4)] * 4
+    for cores, ranks, threads in ((2, 4, 1), (2, 1, 2), (8, 2, 2), (16, 4, 2), (64, 4, 8)):
+        assert devices.threads_per_rank(cores, ranks) == threads
 
 
 def test_dataloader_workers_run_inside_ranks(four: hpnb.Ranks) -> None:

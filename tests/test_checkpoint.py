@@ -25,7 +25,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import hpnb
 from hpnb.bench import checkpoint as bench
-from hpnb.hybrid.checkpoint import atomic
+from hpnb.hybrid.checkpoint import atomic, weight_files
 from hpnb.hybrid.checkpoint import save_weights as written
 
 Weights = dict[str, torch.Tensor]
@@ -579,8 +579,12 @@ def one_step_later(what: str) -> tuple[Run, Any, Any]:
     return run, scheduler, loader
 
 
-def refused(folder: Path, what: str) -> tuple[str, bool]:
-    """(what is said, whether all is as it was) on a rank."""
+def refused(folder: Path, what: str, fails: str = "") -> tuple[str, bool]:
+    """(what is said, whether all is as it was) on a rank.
+
+    Args:
+        fails: what raises an OSError on rank 1: "weights" that are read, or the "loader" that is set.
+    """
     key = "all" if what == "model" else what
     if key not in KEPT:
         KEPT[key] = one_step_later(what)
@@ -591,17 +595,32 @@ def refused(folder: Path, what: str) -> tuple[str, bool]:
         return copy.deepcopy((*everything, loader.state_dict(), torch.get_rng_state()))
 
     before, said = state(), "nothing"
+    patch = pytest.MonkeyPatch()
+    if fails and hpnb.rank() == 1:
+        weights_are_read = (weight_files.WeightFiles, "read_chunk")
+        target = weights_are_read if fails == "weights" else (type(loader), "load_state_dict")
+        patch.setattr(*target, fail_once(patch))
     try:
         if what == "model":
             run.booster.load_model(run.model, folder / "model")
         else:
             run.booster.load(folder, run.model, run.optimizer, scheduler, loader)
-    except (ValueError, FileNotFoundError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         said = str(error)
+    finally:
+        patch.undo()
     as_before = same(before, state())
     if not as_before:
         del KEPT[key]
     return said, as_before
+
+
+def fail_once(patch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def fail(*_: Any) -> None:
+        patch.undo()
+        raise OSError(5, "Input/output error")
+
+    return fail
 
 
 @pytest.fixture(scope="module")
@@ -624,6 +643,16 @@ def test_what_does_not_fit_is_said_on_all_ranks_and_nothing_is_loaded(
         assert words in said
         assert "\n" not in said
         assert as_before
+
+
+@pytest.mark.parametrize(("what", "fails"), [("all", "weights"), ("model", "weights"), ("all", "loader")])
+def test_a_read_error_on_one_rank_is_raised_on_all_and_nothing_is_loaded(
+    pools: Pools, sound: Path, what: str, fails: str
+) -> None:
+    errors = on(pools, 4).run(refused, sound, what, fails)
+    assert all("Input/output error" in said for said, _ in errors)
+    assert all("rank 1: " in errors[rank][0] for rank in (0, 2, 3))
+    assert [as_before for _, as_before in errors] == [True] * 4
 
 
 def test_the_checkpoint_that_is_damaged_is_sound(pools: Pools, sound: Path) -> None:
@@ -714,13 +743,13 @@ def beside_training(case: Case, folder: Path, knobs: dict[str, Any]) -> tuple[bo
     run = begin(case, **knobs)
     run.step(0, case.kind)
     held = threading.Event()
-    write = written.write
+    write = written.write_weights
 
     def slowly(*args: Any) -> None:
         held.wait(60)
         write(*args)
 
-    written.write = slowly  # type: ignore[assignment]
+    written.write_weights = slowly  # type: ignore[assignment]
     try:
         box = [(weights(run.model), run.optimizer.state_dict())]
         dist.broadcast_object_list(box)  # ranks have statistics of their own, and the first one's are saved
@@ -731,7 +760,7 @@ def beside_training(case: Case, folder: Path, knobs: dict[str, Any]) -> tuple[bo
         held.set()
         run.booster.wait()
     finally:
-        written.write = write
+        written.write_weights = write
     run.booster.load(folder / "step-1", run.model, run.optimizer)
     as_it_was = same(box[0], (weights(run.model), run.optimizer.state_dict()))
     for step in (2, 9, 10):  # whose copies lie where those of the first have lain

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.checkpoint import checkpoint
-from hpnb.hybrid.checkpoint.agreement import Copies, Saving
+from hpnb.hybrid.checkpoint.background_save import HostCopies, Saving
 from hpnb.ranks.current_rank import device as this_device
 
 
@@ -22,7 +22,7 @@ class BoosterFiles:
 
     def __init__(self) -> None:
         self._saving: Saving | None = None
-        self._copies: Copies | None = None
+        self._copies: HostCopies | None = None
 
     def save_model(
         self, model: nn.Module, path: str | Path, shard: bool = True, size_per_shard: int | str = "5GB"
@@ -113,7 +113,7 @@ class BoosterFiles:
         how: dict[str, Any] = {"keep": keep, "shard": shard, "size_per_shard": size_per_shard}
         parts = boosted_model(model), optimizer, lr_scheduler, dataloader, extra
         if background:
-            how["copies"] = self._copies = Copies(this_device(), self._copies)
+            how["copies"] = self._copies = HostCopies(this_device(), self._copies)
         self._saving = checkpoint.save(Path(path), *parts, **how)
         return self._saving
 

@@ -1,14 +1,14 @@
-"""A rank's part of a tensor as boxes: a box begins somewhere in the whole tensor, and is a view of the part.
+"""A rank's shard of a tensor as rectangular chunks, as torch.distributed.checkpoint stores them.
 
-    whole (4, 6)                      a row cut along tp, then elements [4, 15) of what it left along dp
-    . . . . . .      (rows 1 to 3)
-    . . . . # #      (1, 4)  1 x 2    the end of a row
-    # # # # # #      (2, 0)  1 x 6    whole rows
-    # # # . . .      (3, 0)  1 x 3    the beginning of one
+    full tensor (4, 6)            rows 1 to 3 along tp, then elements [4, 15) of those along dp
+    . . . . . .
+    . . . . # #                   offsets (1, 4), sizes (1, 2)      the end of a row
+    # # # # # #                   offsets (2, 0), sizes (1, 6)      a full row
+    # # # . . .                   offsets (3, 0), sizes (1, 3)      the beginning of a row
 
-However often a parameter was cut, its part is a few such boxes. Whoever writes boxes needs nobody else's, and
-whoever reads takes from other boxes what lies in its own: so a state passes from layout to layout in pieces,
-and no rank ever has all of it.
+However often a parameter is cut, its shard is a few such chunks. A rank writes its own chunks, and reads from
+any stored chunks the elements that overlap its own. So a state moves from layout to layout, and no rank ever
+holds all of it.
 """
 
 from __future__ import annotations
@@ -21,72 +21,73 @@ import torch
 
 from hpnb.placement import FLAT, Cut, Placement
 
-Box = tuple[tuple[int, ...], torch.Tensor]  # where it begins in the whole; a view of the part, of its shape
+Offsets = tuple[int, ...]
+Chunk = tuple[Offsets, torch.Tensor]  # where it begins in the full tensor; a view of the shard, of its sizes
 
 
-def boxes(where: Placement, part: torch.Tensor) -> list[Box]:
-    """The boxes of `part`, which has the shape `where.local_shape`; none if it is empty."""
-    if part.numel() == 0:
+def chunks_of(placement: Placement, shard: torch.Tensor) -> list[Chunk]:
+    """The chunks of `shard`, which has the shape `placement.local_shape`; none if it is empty."""
+    if shard.numel() == 0:
         return []
-    found: list[Box] = [((0,) * part.dim(), part)]
-    for depth in reversed(range(len(where.cuts))):
-        outer = replace(where, cuts=where.cuts[:depth]).local_shape
-        found = [before for box in found for before in _before(box, where.cuts[depth], outer)]
-    return found
+    chunks: list[Chunk] = [((0,) * shard.dim(), shard)]
+    for depth in reversed(range(len(placement.cuts))):
+        outer_shape = replace(placement, cuts=placement.cuts[:depth]).local_shape
+        cut = placement.cuts[depth]
+        chunks = [before for chunk in chunks for before in _undo_cut(chunk, cut, outer_shape)]
+    return chunks
 
 
-def _before(box: Box, cut: Cut, outer: Sequence[int]) -> Iterator[Box]:
-    """Where a box of what `cut` has left lies in what it has cut, which had the shape `outer`."""
-    start, view = box
-    if not outer and cut.dim != FLAT:  # a number has nothing to cut
-        yield box
+def _undo_cut(chunk: Chunk, cut: Cut, outer_shape: Sequence[int]) -> Iterator[Chunk]:
+    """Where a chunk of what `cut` has left lies in the tensor before it, which had the shape
+    `outer_shape`."""
+    offsets, view = chunk
+    if not outer_shape and cut.dim != FLAT:  # a number has nothing to cut
+        yield chunk
         return
     dim, passed = max(cut.dim, 0), 0
-    low, high = start[dim], start[dim] + view.shape[dim]
+    low, high = offsets[dim], offsets[dim] + view.shape[dim]
     for first, last in cut.ranges:
-        a, b = max(low, passed), min(high, passed + last - first)
-        if a < b:
-            piece, at = view.narrow(dim, a - low, b - a), first + a - passed
+        start, stop = max(low, passed), min(high, passed + last - first)
+        if start < stop:
+            part, offset = view.narrow(dim, start - low, stop - start), first + start - passed
             if cut.dim == FLAT:
-                yield from _folded(at, piece, outer)
+                yield from _unflatten(offset, part, outer_shape)
             else:
-                yield (*start[:dim], at, *start[dim + 1 :]), piece
+                yield (*offsets[:dim], offset, *offsets[dim + 1 :]), part
         passed += last - first
 
 
-def _folded(at: int, piece: torch.Tensor, shape: Sequence[int]) -> Iterator[Box]:
-    """Elements (n,) from number `at` of a tensor of this shape."""
+def _unflatten(offset: int, elements: torch.Tensor, shape: Sequence[int]) -> Iterator[Chunk]:
+    """The chunks of `elements` (n,), which begin at the flat `offset` of a tensor of this shape."""
     done = 0
-    for start, sizes in _runs(at, at + len(piece), shape):
-        yield start, piece[done : done + prod(sizes)].view(sizes)
+    for offsets, sizes in _rectangles(offset, offset + len(elements), shape):
+        yield offsets, elements[done : done + prod(sizes)].view(sizes)
         done += prod(sizes)
 
 
-def _runs(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements [start, stop) of a tensor, in the order of memory, as (begin, sizes) of boxes."""
+def _rectangles(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[Offsets, Offsets]]:
+    """Elements [start, stop) of a tensor, in the order of memory, as (offsets, sizes) of rectangles."""
     if not shape:
         yield (), ()
         return
     if len(shape) == 1:
         yield (start,), (stop - start,)
         return
-    row = prod(shape[1:])
-    first, before = divmod(start, row)
-    last, after = divmod(stop, row)
+    row_size = prod(shape[1:])
+    first, before = divmod(start, row_size)
+    last, after = divmod(stop, row_size)
     if first == last:  # within one row
-        yield from _of_a_row(first, before, after, shape)
+        yield from _in_row(first, before, after, shape)
         return
     if before:
-        yield from _of_a_row(first, before, row, shape)
+        yield from _in_row(first, before, row_size, shape)
         first += 1
     if first < last:
         yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
     if after:
-        yield from _of_a_row(last, 0, after, shape)
+        yield from _in_row(last, 0, after, shape)
 
 
-def _of_a_row(
-    row: int, start: int, stop: int, shape: Sequence[int]
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    for begin, sizes in _runs(start, stop, shape[1:]):
-        yield (row, *begin), (1, *sizes)
+def _in_row(row: int, start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[Offsets, Offsets]]:
+    for offsets, sizes in _rectangles(start, stop, shape[1:]):
+        yield (row, *offsets), (1, *sizes)

@@ -1,11 +1,11 @@
-"""Tensors and values of all ranks in one checkpoint of torch.distributed.checkpoint, whatever the layout.
+"""State of all ranks in one checkpoint of torch.distributed.checkpoint (DCP), independent of the layout.
 
     exp_avg/vit.layers.0.mlp.fc1.weight    (64, 16)     rank 0 wrote rows [0, 32), rank 1 rows [32, 64)
     random/3                               bytes        what rank 3 draws next
 
-A tensor is stored under its whole shape, in the boxes (chunks.py) that the ranks had; who reads
-takes the boxes that it has now out of those. PyTorch's planner sees to it that what several ranks have is
-written by one, and that the boxes fill the tensor.
+A tensor is stored under its full shape, in the chunks (chunks.py) that the ranks held. Whoever reads takes
+the elements of the chunks that it holds now. PyTorch's planner lets one rank write what several ranks hold,
+and checks that the chunks fill the tensor.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from hpnb.hybrid.checkpoint.chunks import boxes
+from hpnb.hybrid.checkpoint.chunks import chunks_of
 from hpnb.placement import Placement
 
 # What may be in a value beside tensors, numbers and plain containers.
@@ -52,27 +52,27 @@ _SAFE: list[Any] = [Counter, OrderedDict, defaultdict]
 
 
 @dataclass
-class Pieces:
-    """What a rank has of a state.
+class ShardedState:
+    """What a rank holds of a state.
 
     Attributes:
-        tensors: {key: (its place in the whole, the part)}.
-        values: {key: bytes}, see `packed`. Of what several ranks give under one key, one is written.
+        tensors: {key: (placement, shard)}.
+        values: {key: bytes}, see `pack`. Of several values under one key, one is written.
     """
 
     tensors: dict[str, tuple[Placement, torch.Tensor]] = field(default_factory=dict)
     values: dict[str, bytes] = field(default_factory=dict)
 
-    def update(self, other: Pieces) -> None:
+    def update(self, other: ShardedState) -> None:
         self.tensors.update(other.tensors)
         self.values.update(other.values)
 
 
-def packed(what: str, value: Any) -> bytes:
+def pack(what: str, value: Any) -> bytes:
     """`value` as bytes that are safe to load.
 
     Args:
-        what: how to call it.
+        what: its name in the error.
 
     Raises:
         ValueError: it holds objects of other classes than tensors, numbers, texts and containers of them.
@@ -80,7 +80,7 @@ def packed(what: str, value: Any) -> bytes:
     stream = io.BytesIO()
     torch.save(value, stream)
     try:
-        unpacked(stream.getvalue())
+        unpack(stream.getvalue())
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         thing = "an object of a class" if named is None else f"a {named[1].rpartition('.')[2]}"
@@ -91,29 +91,29 @@ def packed(what: str, value: Any) -> bytes:
     return stream.getvalue()
 
 
-def unpacked(value: bytes) -> Any:
-    """What was packed, with tensors on the CPU."""
+def unpack(value: bytes) -> Any:
+    """The value that was packed, with tensors on the CPU."""
     with torch.serialization.safe_globals(_SAFE):
         return torch.load(io.BytesIO(value), map_location="cpu", weights_only=True)
 
 
-def write(pieces: Pieces, folder: Path, group: dist.ProcessGroup) -> None:
-    """Write what all ranks have into `folder`; all of them call it.
+def write_state(state: ShardedState, folder: Path, group: dist.ProcessGroup) -> None:
+    """Write the states of all ranks into `folder`. All ranks call it.
 
     Raises:
-        RuntimeError: on all ranks, what has failed on one.
+        RuntimeError: on all ranks, what failed on one.
     """
     # Nothing to copy ahead: what comes from a GPU has been copied, and CPU ranks need no context on one.
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
     with _one_sentence():
-        save({}, storage_writer=writer, planner=_Writes(pieces), process_group=group)
+        save({}, storage_writer=writer, planner=_SavePlanner(state), process_group=group)
 
 
-class Stored:
-    """What is in such a folder.
+class StateReader:
+    """Reads such a folder.
 
     Attributes:
-        shapes: {key of a tensor: its whole shape}.
+        shapes: {key of a tensor: its full shape}.
         dtypes: of them.
         values: keys of values.
 
@@ -130,11 +130,11 @@ class Stored:
                 f"{folder} cannot be read by PyTorch {torch.__version__} ({_first_line(error)}); it was "
                 f"written by {written_by}"
             ) from error
-        every = self._metadata.state_dict_metadata
-        tensors = {key: told for key, told in every.items() if isinstance(told, TensorStorageMetadata)}
-        self.shapes = {key: tuple(told.size) for key, told in tensors.items()}
-        self.dtypes = {key: told.properties.dtype for key, told in tensors.items()}
-        self.values = [key for key in every if key not in tensors]
+        entries = self._metadata.state_dict_metadata
+        tensors = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+        self.shapes = {key: tuple(entry.size) for key, entry in tensors.items()}
+        self.dtypes = {key: entry.properties.dtype for key, entry in tensors.items()}
+        self.values = [key for key in entries if key not in tensors]
 
     def read(
         self,
@@ -142,29 +142,29 @@ class Stored:
         values: Iterable[str],
         group: dist.ProcessGroup,
     ) -> dict[str, Any]:
-        """Fill the tensors, each the part of the whole that its placement says, and give values by key. All
-        ranks call it, each for what it needs."""
-        planner = _Reads(tensors, values)
+        """Fill the tensors, {key: (placement, shard)}, and return the values by key. All ranks call it, each
+        for what it needs."""
+        planner = _LoadPlanner(tensors, values)
         with _one_sentence(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             reader = FileSystemReader(self._folder)
             load({}, storage_reader=reader, planner=planner, process_group=group)
-        return planner.found
+        return planner.loaded
 
 
-class _Writes(DefaultSavePlanner):
-    def __init__(self, pieces: Pieces) -> None:
+class _SavePlanner(DefaultSavePlanner):
+    def __init__(self, state: ShardedState) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._values = pieces.values
-        self._boxes: dict[MetadataIndex, torch.Tensor] = {}
-        self._items = [WriteItem(MetadataIndex(k), WriteItemType.BYTE_IO) for k in pieces.values]
-        for key, (where, tensor) in pieces.tensors.items():
-            for start, view in boxes(where, tensor.detach()):
-                index = MetadataIndex(key, start)
-                chunk = ChunkStorageMetadata(torch.Size(start), view.shape)
-                told = TensorWriteData(chunk, TensorProperties(view.dtype), torch.Size(where.shape))
-                self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=told))
-                self._boxes[index] = view
+        self._values = state.values
+        self._chunks: dict[MetadataIndex, torch.Tensor] = {}
+        self._items = [WriteItem(MetadataIndex(k), WriteItemType.BYTE_IO) for k in state.values]
+        for key, (placement, shard) in state.tensors.items():
+            for offsets, view in chunks_of(placement, shard.detach()):
+                index = MetadataIndex(key, offsets)
+                chunk = ChunkStorageMetadata(torch.Size(offsets), view.shape)
+                data = TensorWriteData(chunk, TensorProperties(view.dtype), torch.Size(placement.shape))
+                self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+                self._chunks[index] = view
 
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan(list(self._items))
@@ -173,15 +173,15 @@ class _Writes(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self._values[write_item.index.fqn])
-        return self._boxes[write_item.index]
+        return self._chunks[write_item.index]
 
 
-class _Reads(DefaultLoadPlanner):
+class _LoadPlanner(DefaultLoadPlanner):
     def __init__(self, tensors: Mapping[str, tuple[Placement, torch.Tensor]], values: Iterable[str]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._tensors, self._values = tensors, list(values)
-        self._boxes: dict[MetadataIndex, torch.Tensor] = {}
-        self.found: dict[str, Any] = {}
+        self._chunks: dict[MetadataIndex, torch.Tensor] = {}
+        self.loaded: dict[str, Any] = {}
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -190,29 +190,29 @@ class _Reads(DefaultLoadPlanner):
             ReadItem(LoadItemType.BYTE_IO, MetadataIndex(key), none, MetadataIndex(key), none, none)
             for key in self._values
         ]
-        for key, (where, tensor) in self._tensors.items():
+        for key, (placement, shard) in self._tensors.items():
             stored = self.metadata.state_dict_metadata[key]
             assert isinstance(stored, TensorStorageMetadata)
-            for start, view in boxes(where, tensor):
-                self._boxes[MetadataIndex(key, start)] = view
-                items += _overlaps(key, start, view.shape, stored.chunks)
+            for offsets, view in chunks_of(placement, shard):
+                self._chunks[MetadataIndex(key, offsets)] = view
+                items += _overlaps(key, offsets, view.shape, stored.chunks)
         return LoadPlan(items)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        view = self._boxes[read_item.dest_index]
+        view = self._chunks[read_item.dest_index]
         for dim, (start, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             view = view.narrow(dim, start, size)
         return view
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.found[read_item.dest_index.fqn] = unpacked(value.getvalue())
+        self.loaded[read_item.dest_index.fqn] = unpack(value.getvalue())
 
 
 def _overlaps(
     key: str, start: tuple[int, ...], sizes: torch.Size, chunks: Iterable[ChunkStorageMetadata]
 ) -> list[ReadItem]:
-    """What to read of each stored box for one of ours."""
-    found = []
+    """What to read of each stored chunk for one that this rank holds."""
+    items = []
     for chunk in chunks:
         low = [max(a, b) for a, b in zip(start, chunk.offsets, strict=True)]
         high = [
@@ -220,7 +220,7 @@ def _overlaps(
             for a, n, b, m in zip(start, sizes, chunk.offsets, chunk.sizes, strict=True)
         ]  # fmt: skip
         if all(a < b for a, b in zip(low, high, strict=True)):
-            found.append(
+            items.append(
                 ReadItem(
                     LoadItemType.TENSOR,
                     MetadataIndex(key, start),
@@ -230,16 +230,16 @@ def _overlaps(
                     torch.Size(b - a for a, b in zip(low, high, strict=True)),
                 )
             )
-    return found
+    return items
 
 
 @contextmanager
 def _one_sentence() -> Iterator[None]:
-    """PyTorch tells all ranks what has failed on which, with the stacks of all, in no Exception."""
+    """PyTorch raises the stacks of all ranks, in a BaseException: raise the first rank's error instead."""
     try:
         yield
     except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items(), key=lambda one: one[0])
+        rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
         raise RuntimeError(f"rank {rank}: {_first_line(cause)}") from cause
 
 

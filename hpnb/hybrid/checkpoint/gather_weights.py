@@ -1,11 +1,11 @@
-"""What each rank has of a model's weights, and how rank 0 gets all of them, one after the other.
+"""Gathers a model's weights on rank 0, one after the other, from ranks that each hold some shards of them.
 
-    every rank   tells which parts it has                                   names and placements alone
+    all ranks         exchange which shards they hold          names and placements only
     for each weight
-        holders  send their parts; of those that have the same, the first   from CPU to CPU
-        rank 0   puts them together
+        its holders   send their shards to rank 0              CPU to CPU; of equal shards the first rank's
+        rank 0        writes them into the full tensor
 
-Where 16-bit weights have float32 masters, these are what a rank has.
+Where 16-bit weights have float32 masters, the masters are gathered instead.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ import torch.distributed as dist
 
 from hpnb.data_parallel import ZeroOptimizer
 from hpnb.hybrid.boosted_model import Boosted
-from hpnb.hybrid.checkpoint.agreement import gathered
+from hpnb.hybrid.checkpoint.agreement import gather_objects
 from hpnb.mesh import Axis
 from hpnb.placement import Placement, placement_of
 from hpnb.precision import Masters
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a rank has under one name.
+class WeightShard:
+    """What a rank holds under one name.
 
     Attributes:
-        where: in the whole tensor.
-        home: the first name of a tied weight, else its own.
-        is_master: whether it is a float32 master, or a piece of one.
-        tensor: the part; None where only the rest is told.
+        placement: where it lies in the full tensor.
+        first_name: of the names of a tied weight the first; otherwise its only name.
+        is_master: whether it belongs to a float32 master.
+        tensor: the shard; None in messages that only describe it.
     """
 
-    where: Placement
-    home: str
+    placement: Placement
+    first_name: str
     dtype: torch.dtype
     is_master: bool
     tensor: torch.Tensor | None
 
 
-# --- what a rank has ----------------------------------------------------------------------------------------
+# --- the shards of this rank --------------------------------------------------------------------------------
 
 
-def masters_of(model: Boosted) -> dict[torch.Tensor, tuple[torch.Tensor, Placement] | None]:
-    """{16-bit parameter: its master here, or this rank's piece of it}; None where another rank has it."""
+def master_weights(model: Boosted) -> dict[torch.Tensor, tuple[torch.Tensor, Placement] | None]:
+    """{16-bit parameter: this rank's shard of its master, and where it lies}; None if other ranks hold it."""
     stepper = model.stepper()
     if stepper is None:
         return {}
@@ -56,114 +56,116 @@ def masters_of(model: Boosted) -> dict[torch.Tensor, tuple[torch.Tensor, Placeme
     if isinstance(inner, ZeroOptimizer):
         if inner.masters is None:
             return {}
-        found: dict[torch.Tensor, tuple[torch.Tensor, Placement] | None] = {}
+        shards: dict[torch.Tensor, tuple[torch.Tensor, Placement] | None] = {}
         for p in inner.names:
             piece = inner.pieces.get(p)
-            found[p] = None if piece is None else (inner.masters.of(piece), placement_of(piece))
-        return found
+            shards[p] = None if piece is None else (inner.masters.of(piece), placement_of(piece))
+        return shards
     masters = Masters.attached_to(inner)
     if masters is None:
         return {}
-    every = (p for group in inner.param_groups for p in group["params"])
-    return {p: (masters.of(p), placement_of(p)) for p in every if masters.of(p) is not p}
+    parameters = (p for group in inner.param_groups for p in group["params"])
+    return {p: (masters.of(p), placement_of(p)) for p in parameters if masters.of(p) is not p}
 
 
-def parts_of(model: Boosted, copied: Callable[[torch.Tensor, bool], torch.Tensor]) -> dict[str, Part]:
-    """{name: part} of what this rank has of the state dict, masters in place of what they are masters of.
+def weight_shards(
+    model: Boosted, copy: Callable[[torch.Tensor, bool], torch.Tensor]
+) -> dict[str, WeightShard]:
+    """{name: shard} of the entries of the state dict that this rank writes; masters in place of their
+    weights.
 
     Args:
-        copied: what to do with each tensor; the flag says that it is a buffer, which a forward may change.
+        copy: applied to each tensor; its second argument says whether a forward may change the tensor.
     """
-    masters, found = masters_of(model), dict[str, Part]()
-    homes, made = dict[int, str](), dict[int, torch.Tensor]()
+    masters, shards = master_weights(model), dict[str, WeightShard]()
+    first_names, copies = dict[int, str](), dict[int, torch.Tensor]()
     for name, value in model.module.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             continue
-        where = placement_of(value, name)
-        home = homes.setdefault(id(value), where.tied_to or name)
-        if not speaks_for(where, model.axes):
+        placement = placement_of(value, name)
+        first_name = first_names.setdefault(id(value), placement.tied_to or name)
+        if not is_writer(placement, model.axes):
             continue
         tensor: torch.Tensor = value
         is_master = value in masters
         if is_master:
-            told = masters[value]
-            if told is None:
+            shard_of_master = masters[value]
+            if shard_of_master is None:
                 continue
-            tensor, where = told
-        if id(tensor) not in made:
-            made[id(tensor)] = copied(tensor.detach(), not isinstance(value, torch.nn.Parameter))
-        found[name] = Part(along_ranks(where), home, tensor.dtype, is_master, made[id(tensor)])
-    return found
+            tensor, placement = shard_of_master
+        if id(tensor) not in copies:
+            copies[id(tensor)] = copy(tensor.detach(), not isinstance(value, torch.nn.Parameter))
+        shards[name] = WeightShard(
+            placement.without("pp"), first_name, tensor.dtype, is_master, copies[id(tensor)]
+        )
+    return shards
 
 
-def speaks_for(where: Placement, axes: Sequence[Axis]) -> bool:
-    """Whether this rank is the one to write its part, of those of a tensor-parallel group that have the same.
+def is_writer(placement: Placement, axes: Sequence[Axis]) -> bool:
+    """Whether this rank writes its shard, among the tensor-parallel ranks that hold equal ones.
 
-    Not all may: a bucket of ZeRO has matrices that tensor parallelism has cut unevenly beside vectors that it
-    has not, so the cuts along dp fall elsewhere on each of its ranks, and parts of a vector would overlap.
+    Only one may. Tensor parallelism cuts matrices unevenly and leaves vectors whole, so in a bucket of ZeRO
+    that has both, the cuts along dp fall elsewhere on each of its ranks, and shards of a vector would
+    overlap.
     """
-    return all(axis.rank == 0 or axis.name in ("dp", "pp") or axis.name in where.axes for axis in axes)
-
-
-def along_ranks(where: Placement) -> Placement:
-    """Without the pipeline, whose ranks have other parameters and not parts of the same."""
-    return replace(where, cuts=tuple(cut for cut in where.cuts if cut.axis != "pp"))
+    return all(axis.rank == 0 or axis.name in ("dp", "pp") or axis.name in placement.axes for axis in axes)
 
 
 # --- from all ranks to the first ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Held:
-    """Who sends what of one weight: [(rank, part)], which together are all of it."""
+class ShardedWeight:
+    """Which ranks send which shards of one weight: [(rank, shard)], which together fill it."""
 
-    home: str
+    first_name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: list[tuple[int, Part]]
+    shards: list[tuple[int, WeightShard]]
 
 
-def held_by_all(parts: Mapping[str, Part], group: dist.ProcessGroup) -> dict[str, Held]:
-    """Who has which weight, in the order of the model; the same on all ranks, which all call it.
+def exchange_shards(shards: Mapping[str, WeightShard], group: dist.ProcessGroup) -> dict[str, ShardedWeight]:
+    """Which rank holds which shard, by name, in the order of the model. All ranks call it; the result is the
+    same on all.
 
     Raises:
-        ValueError: parts that are not a whole.
+        ValueError: the shards do not fill a weight.
     """
-    everyone = gathered({name: replace(part, tensor=None) for name, part in parts.items()}, group)
-    found: dict[str, Held] = {}
-    for rank, theirs in enumerate(everyone):
-        for name, part in theirs.items():
-            held = found.setdefault(name, Held(part.home, part.where.shape, part.dtype, []))
-            if all(part.where.cuts != other.where.cuts for _, other in held.parts):
-                held.parts.append((rank, part))
-    for name, held in found.items():
-        there = sum(prod(part.where.local_shape) for _, part in held.parts)
-        if there != prod(held.shape):
-            raise ValueError(f"the ranks have {there} of the {prod(held.shape)} elements of {name}")
-    return found
+    by_rank = gather_objects({name: replace(shard, tensor=None) for name, shard in shards.items()}, group)
+    weights: dict[str, ShardedWeight] = {}
+    for rank, of_rank in enumerate(by_rank):
+        for name, shard in of_rank.items():
+            new = ShardedWeight(shard.first_name, shard.placement.shape, shard.dtype, [])
+            weight = weights.setdefault(name, new)
+            if all(shard.placement.cuts != other.placement.cuts for _, other in weight.shards):
+                weight.shards.append((rank, shard))
+    for name, weight in weights.items():
+        count = sum(prod(shard.placement.local_shape) for _, shard in weight.shards)
+        if count != prod(weight.shape):
+            raise ValueError(f"the ranks have {count} of the {prod(weight.shape)} elements of {name}")
+    return weights
 
 
-def put_together(
-    held: Held, own: Part | None, dtype: torch.dtype, group: dist.ProcessGroup
+def gather_weight(
+    weight: ShardedWeight, local: WeightShard | None, dtype: torch.dtype, group: dist.ProcessGroup
 ) -> torch.Tensor | None:
-    """The whole weight in the memory of rank 0's CPU, None elsewhere. The ranks that hold it call it, and
-    rank 0."""
-    me = group.rank()
-    whole = torch.empty(held.shape, dtype=dtype) if me == 0 else None
-    for rank, part in held.parts:
-        shape = part.where.local_shape
-        if prod(shape) == 0 or me not in (0, rank):
+    """The full weight in CPU memory of rank 0, None elsewhere. Rank 0 and the ranks with shards call it."""
+    this_rank = group.rank()
+    full = torch.empty(weight.shape, dtype=dtype) if this_rank == 0 else None
+    for rank, shard in weight.shards:
+        shape = shard.placement.local_shape
+        if prod(shape) == 0 or this_rank not in (0, rank):
             continue
-        if me == rank:
-            assert own is not None
-            assert own.tensor is not None
-            mine = own.tensor.cpu().contiguous()
+        if this_rank == rank:
+            assert local is not None
+            assert local.tensor is not None
+            values = local.tensor.cpu().contiguous()
             if rank != 0:
-                dist.send(mine, 0, group)
+                dist.send(values, 0, group)
                 continue
         else:
-            mine = torch.empty(shape, dtype=part.dtype)
-            dist.recv(mine, rank, group)
-        assert whole is not None
-        part.where.put(mine.view(shape), whole)
-    return whole
+            values = torch.empty(shape, dtype=shard.dtype)
+            dist.recv(values, rank, group)
+        assert full is not None
+        shard.placement.put(values.view(shape), full)
+    return full

@@ -1,12 +1,12 @@
-"""What the files of a model are called inside: transformers renames weights on their way to the disk.
+"""Names of weights in Hugging Face checkpoints: transformers renames weights when it saves them.
 
     in the model     vit.layers.0.attention.q_proj.weight
     on the disk      vit.encoder.layer.0.attention.attention.query.weight
 
-Nothing of this is written down here. A twin of the model without memory saves tags, small tensors with
-contents of their own, by its own save_pretrained; whatever a tag is called in the file is what its weight is
-called. It writes config.json on the way. A tag that comes back changed says that more than names differ (some
-models fuse or transpose weights); those models are saved whole by save_pretrained itself.
+No table of names is kept here. An empty copy of the model (on the meta device) saves tags by its own
+save_pretrained: small tensors with contents that occur once. The name of a tag in the file is the name of its
+weight on the disk, and config.json is written as well. If a tag comes back changed, more than names differ,
+because some models fuse or transpose weights. Such models are gathered and saved by save_pretrained itself.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from hpnb.hybrid.checkpoint.agreement import attempt, gathered
+from hpnb.hybrid.checkpoint.agreement import attempt, gather_objects
 
 
 @dataclass(frozen=True)
-class Description:
-    """How a model of transformers looks on the disk.
+class HFFormat:
+    """What a checkpoint of a model of transformers contains.
 
     Attributes:
         names: {name on the disk: its names in the model}, several where weights are tied; None if the
@@ -43,7 +43,7 @@ class Description:
     files: dict[str, bytes]
 
 
-_known: dict[tuple[type[nn.Module], torch.dtype, str], Description] = {}
+_formats: dict[tuple[type[nn.Module], torch.dtype, str], HFFormat] = {}
 
 
 def is_pretrained(kind: type[nn.Module]) -> bool:
@@ -51,68 +51,72 @@ def is_pretrained(kind: type[nn.Module]) -> bool:
     return issubclass(kind, PreTrainedModel)
 
 
-def twin(kind: Any, config: Any, dtype: torch.dtype) -> Any:
-    """The whole model without memory, with a config of its own."""
-    with quiet(), torch.device("meta"):
-        made = kind(deepcopy(config)).to(dtype)
-    made.tie_weights()
-    return made
+def empty_model(kind: Any, config: Any, dtype: torch.dtype) -> Any:
+    """The full model on the meta device, with a copy of the config."""
+    with silence_transformers(), torch.device("meta"):
+        model = kind(deepcopy(config)).to(dtype)
+    model.tie_weights()
+    return model
 
 
-def describe(kind: type[nn.Module], config: Any, dtype: torch.dtype, group: dist.ProcessGroup) -> Description:
-    """How a model of this class and config looks on the disk with weights of `dtype`. All ranks call it: only
-    the first can tell, where transformers saves; the others are told the names, and no files."""
+def hf_format(kind: type[nn.Module], config: Any, dtype: torch.dtype, group: dist.ProcessGroup) -> HFFormat:
+    """What a checkpoint of this class and config contains with weights of `dtype`. All ranks call it. Rank 0,
+    where transformers saves, finds out; the other ranks receive the names, and no files."""
 
-    def tell() -> Description | None:
+    def find_out() -> HFFormat | None:
         if group.rank() != 0:
             return None
         key = kind, dtype, config.to_json_string(use_diff=False)
-        if key not in _known:
-            _known[key] = _describe(twin(kind, config, dtype))
-        return _known[key]
+        if key not in _formats:
+            _formats[key] = _save_tags(empty_model(kind, config, dtype))
+        return _formats[key]
 
-    found: Description | None = attempt(tell, group)
-    names = gathered(None if found is None else found.names, group)[0]
-    return Description(names, {}) if found is None else found
+    on_rank_0: HFFormat | None = attempt(find_out, group)
+    names = gather_objects(None if on_rank_0 is None else on_rank_0.names, group)[0]
+    return HFFormat(names, {}) if on_rank_0 is None else on_rank_0
 
 
-def _describe(empty: Any) -> Description:
+def _save_tags(empty: Any) -> HFFormat:
     tags, names = dict[str, torch.Tensor](), dict[int, list[str]]()
-    made: dict[int, torch.Tensor] = {}
+    by_weight: dict[int, torch.Tensor] = {}
     for name, value in empty.state_dict(keep_vars=True).items():
-        tag = made.setdefault(id(value), _tag(len(made), value.dim()))
+        tag = by_weight.setdefault(id(value), _tag(len(by_weight), value.dim()))
         tags[name] = tag
         names.setdefault(id(tag), []).append(name)
-    by_content = {(tuple(t.shape), *t.flatten().tolist()): tuple(names[id(t)]) for t in made.values()}
+    by_content = {_content(tag): tuple(names[id(tag)]) for tag in by_weight.values()}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            with quiet():
+            with silence_transformers():
                 empty.save_pretrained(folder, state_dict=dict(tags), max_shard_size="1TB")
             saved = load_file(Path(folder, "model.safetensors"))
         except (RuntimeError, ValueError, KeyError, IndexError, OSError):  # it does more than rename
             empty.config.save_pretrained(folder)
             saved = {"": torch.zeros(0)}
         files = {f.name: f.read_bytes() for f in Path(folder).iterdir() if f.suffix != ".safetensors"}
-    found = {name: by_content.get((tuple(t.shape), *t.flatten().tolist())) for name, t in saved.items()}
-    known = {name: at for name, at in found.items() if at is not None}
-    # All of them came back as they were, each once.
-    whole = len(known) == len(found) == len({at[0] for at in known.values()})
+    matched = {on_disk: by_content.get(_content(tag)) for on_disk, tag in saved.items()}
+    known = {on_disk: in_model for on_disk, in_model in matched.items() if in_model is not None}
+    # Only names differ if every tag came back unchanged, once.
+    renamed_only = len(known) == len(matched) == len({in_model[0] for in_model in known.values()})
     order = list(tags)  # files give no order, and all ranks need the same
-    known = dict(sorted(known.items(), key=lambda one: order.index(one[1][0])))
-    return Description(known if whole else None, files)
+    known = dict(sorted(known.items(), key=lambda item: order.index(item[1][0])))
+    return HFFormat(known if renamed_only else None, files)
+
+
+def _content(tag: torch.Tensor) -> tuple[Any, ...]:
+    return (tuple(tag.shape), *tag.flatten().tolist())
 
 
 def _tag(number: int, dims: int) -> torch.Tensor:
-    """Of so many dims, each of another size, and elements that differ: no change goes unnoticed."""
+    """A tensor of so many dims of different sizes, whose elements differ, so that any change is noticed."""
     shape = tuple(range(2, 2 + dims))
     count = torch.empty(shape, device="meta").numel()
     return (torch.arange(count) + number * 10**6).reshape(shape)
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Without the bars and warnings of transformers, which every rank would show; and what it draws to make a
-    model, on some ranks alone, is not drawn from what dropout draws from."""
+def silence_transformers() -> Iterator[None]:
+    """Without the progress bars and warnings of transformers, which every rank would show. The random numbers
+    that making a model draws, on some ranks only, do not advance the generator that dropout uses."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -1,11 +1,14 @@
-"""Weights from a disk into whatever part of a model this rank has.
+"""Loads weights from files into the shards of a model that this rank holds.
 
-    names     those on the disk to those in the model (hf_names.py)
-    check     on all ranks, before anything is written: nothing missing, nothing unexpected, the same shapes
-    fill      each parameter, buffer and float32 master by its boxes; nothing is sent
+    names     of weights on the disk are mapped to those in the model (hf_names.py)
+    check     nothing missing, nothing unexpected, the same shapes
+    read      each rank reads the chunks of its parameters, buffers and float32 masters into memory
+    apply     only then they are copied into the model, which cannot fail
 
-Files whose names are not those that save_pretrained gives today (older ones, or of the model without its
-head) are left to from_pretrained, which knows them; then each rank reads all of it.
+All ranks agree after each step but the last. So an error on any rank leaves every model as it was.
+
+Files with names other than those that save_pretrained gives today (older files, or a model without its head)
+are read by from_pretrained, which knows them. Then each rank reads all of the model.
 """
 
 from __future__ import annotations
@@ -20,145 +23,158 @@ import torch
 import torch.distributed as dist
 
 from hpnb.hybrid.boosted_model import Boosted
-from hpnb.hybrid.checkpoint.agreement import attempt, gathered
-from hpnb.hybrid.checkpoint.chunks import boxes
-from hpnb.hybrid.checkpoint.gather_weights import along_ranks, masters_of
-from hpnb.hybrid.checkpoint.hf_names import describe, is_pretrained, quiet
-from hpnb.hybrid.checkpoint.weight_files import Files, Loaded, Weights
+from hpnb.hybrid.checkpoint.agreement import attempt, gather_objects
+from hpnb.hybrid.checkpoint.chunks import chunks_of
+from hpnb.hybrid.checkpoint.gather_weights import master_weights
+from hpnb.hybrid.checkpoint.hf_names import hf_format, is_pretrained, silence_transformers
+from hpnb.hybrid.checkpoint.weight_files import LoadedWeights, WeightFiles, WeightReader
 from hpnb.placement import Placement, placement_of
+
+_HINT = "load it into a model with its config"
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """A tensor to be filled.
+class _Target:
+    """A tensor of the model to be filled.
 
     Attributes:
-        names: in the model; of a tied weight several, of which one is enough.
-        into: tensors and their places: itself, and its master.
+        names: in the model. A tied weight has several, and the file needs one of them.
+        shards: the tensor and its master, each with its placement.
     """
 
     names: tuple[str, ...]
-    into: tuple[tuple[Placement, torch.Tensor], ...]
+    shards: tuple[tuple[Placement, torch.Tensor], ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.into[0][0].shape
+        return self.shards[0][0].shape
 
 
-class Filling:
-    """Weights that fit the model; a context, which closes their files. All ranks make it.
+class WeightLoader:
+    """Weights that are read and fit the model, until `apply` writes them into it. All ranks make it.
+
+    It takes CPU memory for this rank's shards, in the dtypes of the files.
 
     Raises:
-        FileNotFoundError, ValueError: what is there does not fit, in one sentence.
+        FileNotFoundError, ValueError: the files do not fit, in one sentence.
+        OSError, RuntimeError: they cannot be read, on this rank or another one.
     """
 
     def __init__(self, model: Boosted, path: Path, group: dist.ProcessGroup) -> None:
-        self._wanted = _wanted(model)
-        known = [
-            name
-            for one in gathered([w.names for w in self._wanted], group)
-            for names in one
-            for name in names
-        ]
-        self._files: Files | None = None
-        self._disk_names: dict[str, tuple[str, ...]] | None = None
+        self._targets = _list_targets(model)
+        by_rank = gather_objects([target.names for target in self._targets], group)
+        known = {name for of_rank in by_rank for names in of_rank for name in names}
+        disk_names = None
         if is_pretrained(model.kind):
-            self._disk_names = describe(model.kind, model.whole_config, torch.float32, group).names
-        try:
-            self._weights, self._at = attempt(lambda: self._open(model, path, set(known)), group)
-            attempt(lambda: self._check(path), group)
-            assert self._files is not None
-            files = self._files
+            disk_names = hf_format(model.kind, model.whole_config, torch.float32, group).names
+        files: WeightFiles = attempt(lambda: WeightFiles(path), group)
+        with files:
+            reader, on_disk = attempt(lambda: _match_names(model, path, files, known, disk_names), group)
+            attempt(lambda: self._check(path, reader, on_disk), group)
             attempt(lambda: files.verify(group.rank(), group.size()), group)
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __enter__(self) -> Filling:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._files is not None:
-            self._files.__exit__()
+            self._chunks: list[tuple[torch.Tensor, torch.Tensor]]
+            self._chunks = attempt(lambda: self._read(reader, on_disk), group)
 
     @torch.no_grad()
-    def fill(self) -> None:
+    def apply(self) -> None:
         """Write the weights into the model."""
-        for wanted in self._wanted:
-            there = next(self._at[name] for name in wanted.names if name in self._at)
-            for where, tensor in wanted.into:
-                for start, view in boxes(where, tensor):
-                    view.copy_(self._weights.box(there, start, view.shape))
+        for view, values in self._chunks:
+            view.copy_(values)
 
-    def _open(self, model: Boosted, path: Path, known: set[str]) -> tuple[Weights, Mapping[str, str]]:
-        """The weights, and {name in the model: name on the disk}."""
-        self._files = Files(path)
-        there = set(self._files.names())
-        if is_pretrained(model.kind):
-            names = self._disk_names
-            if names is not None and there == names.keys():
-                return self._files, {name: on_disk for on_disk, tied in names.items() for name in tied}
-            if path.is_dir() and not there <= known:
-                return self._converted(model, path)
-        if unexpected := sorted(there - known):
-            raise ValueError(f"{path} has weights that the model has not: {_some(unexpected)}; {_OTHER}")
-        return self._files, {name: name for name in there}
-
-    def _converted(self, model: Boosted, path: Path) -> tuple[Weights, Mapping[str, str]]:
-        kind: Any = model.kind
-        config = deepcopy(model.whole_config)
-        try:
-            with quiet():
-                made, told = kind.from_pretrained(
-                    path, config=config, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True,
-                    local_files_only=True,
-                )  # fmt: skip
-        except (OSError, RuntimeError) as error:
-            raise ValueError(f"{path} cannot be read by from_pretrained ({error})") from error
-        for key, what in (
-            ("missing_keys", "lacks"),
-            ("mismatched_keys", "has other shapes of"),
-            ("unexpected_keys", "has weights that the model has not:"),
-        ):
-            if wrong := sorted(str(name if isinstance(name, str) else name[0]) for name in told[key]):
-                raise ValueError(f"{path} {what} {_some(wrong)}; {_OTHER}")
-        state = made.state_dict()
-        return Loaded(state), {name: name for name in state}
-
-    def _check(self, path: Path) -> None:
-        missing = [w.names[0] for w in self._wanted if not any(name in self._at for name in w.names)]
+    def _check(self, path: Path, reader: WeightReader, on_disk: Mapping[str, str]) -> None:
+        missing = [t.names[0] for t in self._targets if not any(name in on_disk for name in t.names)]
         if missing:
-            raise ValueError(f"{path} lacks {_some(missing)}; {_OTHER}")
-        for wanted in self._wanted:
-            there = next(self._at[name] for name in wanted.names if name in self._at)
-            if (shape := tuple(self._weights.shape(there))) != wanted.shape:
-                raise ValueError(
-                    f"{path} has {there} of shape {shape}, and the model {wanted.shape}; {_OTHER}"
-                )
+            raise ValueError(f"{path} lacks {_shorten(missing)}; {_HINT}")
+        for target in self._targets:
+            name = _name_on_disk(target, on_disk)
+            if (shape := tuple(reader.shape(name))) != target.shape:
+                raise ValueError(f"{path} has {name} of shape {shape}, and the model {target.shape}; {_HINT}")
+
+    def _read(
+        self, reader: WeightReader, on_disk: Mapping[str, str]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """[(a view of the model, its values)]; what a weight and its master have in common is read once."""
+        chunks = []
+        for target in self._targets:
+            name = _name_on_disk(target, on_disk)
+            values: dict[tuple[tuple[int, ...], torch.Size], torch.Tensor] = {}
+            for placement, tensor in target.shards:
+                for offsets, view in chunks_of(placement, tensor):
+                    if (offsets, view.shape) not in values:
+                        values[offsets, view.shape] = reader.read_chunk(name, offsets, view.shape)
+                    chunks.append((view, values[offsets, view.shape]))
+        return chunks
 
 
-_OTHER = "load it into a model with its config"
+def _name_on_disk(target: _Target, on_disk: Mapping[str, str]) -> str:
+    return next(on_disk[name] for name in target.names if name in on_disk)
 
 
-def _wanted(model: Boosted) -> list[_Wanted]:
-    masters = masters_of(model)
+def _list_targets(model: Boosted) -> list[_Target]:
+    masters = master_weights(model)
     names: dict[int, list[str]] = {}
     values: dict[int, torch.Tensor] = {}
     for name, value in model.module.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
             names.setdefault(id(value), []).append(name)
             values[id(value)] = value
-    found = []
+    targets = []
     for key, value in values.items():
-        where = placement_of(value, names[key][0])
-        tied = [] if where.tied_to is None else [where.tied_to]  # to a weight of another rank
-        into = [(where, value.detach())]
+        placement = placement_of(value, names[key][0])
+        tied = [] if placement.tied_to is None else [placement.tied_to]  # to a weight of another rank
+        shards = [(placement, value.detach())]
         if (master := masters.get(value)) is not None:
-            into.append((master[1], master[0].detach()))
-        into = [(along_ranks(place), tensor) for place, tensor in into]
-        found.append(_Wanted((*names[key], *tied), tuple(into)))
-    return found
+            shards.append((master[1], master[0].detach()))
+        without_stages = tuple((where.without("pp"), tensor) for where, tensor in shards)
+        targets.append(_Target((*names[key], *tied), without_stages))
+    return targets
 
 
-def _some(names: list[str]) -> str:
+def _match_names(
+    model: Boosted,
+    path: Path,
+    files: WeightFiles,
+    known: set[str],
+    disk_names: Mapping[str, tuple[str, ...]] | None,
+) -> tuple[WeightReader, Mapping[str, str]]:
+    """What reads the weights, and {name in the model: name on the disk}.
+
+    Args:
+        known: names in the model, on any rank.
+        disk_names: {name on the disk: names in the model} as save_pretrained gives them, if it only renames.
+    """
+    present = set(files.names())
+    if is_pretrained(model.kind):
+        if disk_names is not None and present == disk_names.keys():
+            return files, {name: on_disk for on_disk, tied in disk_names.items() for name in tied}
+        if path.is_dir() and not present <= known:
+            return _read_by_transformers(model, path)
+    if unexpected := sorted(present - known):
+        raise ValueError(f"{path} has weights that the model has not: {_shorten(unexpected)}; {_HINT}")
+    return files, {name: name for name in present}
+
+
+def _read_by_transformers(model: Boosted, path: Path) -> tuple[WeightReader, Mapping[str, str]]:
+    kind: Any = model.kind
+    config = deepcopy(model.whole_config)
+    try:
+        with silence_transformers():
+            loaded, report = kind.from_pretrained(
+                path, config=config, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True,
+                local_files_only=True,
+            )  # fmt: skip
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{path} cannot be read by from_pretrained ({error})") from error
+    for key, what in (
+        ("missing_keys", "lacks"),
+        ("mismatched_keys", "has other shapes of"),
+        ("unexpected_keys", "has weights that the model has not:"),
+    ):
+        if wrong := sorted(str(name if isinstance(name, str) else name[0]) for name in report[key]):
+            raise ValueError(f"{path} {what} {_shorten(wrong)}; {_HINT}")
+    state = loaded.state_dict()
+    return LoadedWeights(state), {name: name for name in state}
+
+
+def _shorten(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

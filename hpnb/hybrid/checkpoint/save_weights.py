@@ -1,18 +1,18 @@
-"""The weights of a whole model in safetensors files, from ranks that have parts of it.
+"""Writes the weights of a full model into safetensors files, from ranks that each hold some shards of them.
 
     model.safetensors                       or, where it is larger than a file may be,
     model-00001-of-00003.safetensors ...    and model.safetensors.index.json, which says where each weight is
     config.json ...                         of a model of transformers, so that from_pretrained opens it
 
-Rank 0 puts weight after weight together (gather_weights.py) and writes a file when it is full, so it has
-one file in memory at a time. The header of each file has the checksums of its weights, for whoever loads it.
+Rank 0 gathers weight after weight (gather_weights.py) and writes a file when it is full, so it has one file
+in memory at a time. The header of each file has the checksums of its weights, which loading compares.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,161 +22,165 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from hpnb.hybrid.checkpoint.agreement import agree
-from hpnb.hybrid.checkpoint.gather_weights import Held, Part, held_by_all, put_together
-from hpnb.hybrid.checkpoint.hf_names import describe, is_pretrained, quiet, twin
+from hpnb.hybrid.checkpoint.gather_weights import WeightShard, exchange_shards, gather_weight
+from hpnb.hybrid.checkpoint.hf_names import empty_model, hf_format, is_pretrained, silence_transformers
 from hpnb.hybrid.checkpoint.weight_files import checksums
 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
-_UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
+_KB, _KIB = 10**3, 2**10
+_UNITS = {"": 1, "KB": _KB, "MB": _KB**2, "GB": _KB**3, "TB": _KB**4,
+          "KIB": _KIB, "MIB": _KIB**2, "GIB": _KIB**3}  # fmt: skip
 
 
-def write(
-    parts: Mapping[str, Part],
+class _FullWeights:
+    """The weights of the full model by name, each gathered on rank 0 when it is asked for.
+
+    With masters of any weight, all 16-bit weights are given in float32.
+    """
+
+    def __init__(self, shards: Mapping[str, WeightShard], group: dist.ProcessGroup) -> None:
+        self._shards, self._group = shards, group
+        self.weights = exchange_shards(shards, group)
+        every_shard = (shard for weight in self.weights.values() for _, shard in weight.shards)
+        self._has_masters = any(shard.is_master for shard in every_shard)
+
+    def dtype(self, name: str) -> torch.dtype:
+        dtype = self.weights[name].dtype
+        narrow = dtype.is_floating_point and dtype.itemsize == 2
+        return torch.float32 if self._has_masters and narrow else dtype
+
+    def num_bytes(self, name: str) -> int:
+        return prod(self.weights[name].shape) * self.dtype(name).itemsize
+
+    def is_tied(self, name: str) -> bool:
+        """Whether it is another name of a weight that has one before."""
+        return self.weights[name].first_name != name
+
+    def gather(self, name: str) -> torch.Tensor | None:
+        """The weight on rank 0, None elsewhere. All ranks call it for the same names in the same order."""
+        return gather_weight(self.weights[name], self._shards.get(name), self.dtype(name), self._group)
+
+
+def write_weights(
+    shards: Mapping[str, WeightShard],
     folder: Path,
     kind: type[torch.nn.Module],
     config: Any,
     limit: int | None,
     group: dist.ProcessGroup,
 ) -> None:
-    """Write the whole model into `folder`, which is there. All ranks call it; rank 0 writes.
+    """Write the full model into `folder`, which exists. All ranks call it; rank 0 writes.
 
     Args:
-        kind, config: of the whole model.
-        limit: bytes of a file, except that a weight is never split; None writes a single one.
+        shards: what `weight_shards` gave on this rank.
+        kind, config: class and config of the full model.
+        limit: bytes of a file, except that a weight is never split; None writes a single file.
     """
-    held = held_by_all(parts, group)
-    wide = _wider(held)
+    full = _FullWeights(shards, group)
     if not is_pretrained(kind):
-        files = {name: name for name, one in held.items() if one.home == name}
-        _write_files(files, held, parts, wide, folder, limit, group, {})
+        _write_files({name: name for name in full.weights if not full.is_tied(name)}, full, folder, limit,
+                     group, {})  # fmt: skip
         return
-    config_dtype = next((wide(h.dtype) for h in held.values() if h.dtype.is_floating_point), torch.float32)
-    looks = describe(kind, config, config_dtype, group)
-    if looks.names is None:
-        _write_converted(held, parts, wide, folder, twin(kind, config, config_dtype), limit, group)
+    floating = (name for name, weight in full.weights.items() if weight.dtype.is_floating_point)
+    config_dtype = next((full.dtype(name) for name in floating), torch.float32)
+    on_disk = hf_format(kind, config, config_dtype, group)
+    if on_disk.names is None:
+        _write_by_transformers(full, folder, empty_model(kind, config, config_dtype), limit, group)
         return
-    files = {there: next(n for n in names if n in held) for there, names in looks.names.items()}
-    _write_files(files, held, parts, wide, folder, limit, group, looks.files)
+    names = {name: next(n for n in tied if n in full.weights) for name, tied in on_disk.names.items()}
+    _write_files(names, full, folder, limit, group, on_disk.files)
 
 
 def _write_files(
     names: Mapping[str, str],
-    held: Mapping[str, Held],
-    parts: Mapping[str, Part],
-    wide: Callable[[torch.dtype], torch.dtype],
+    full: _FullWeights,
     folder: Path,
     limit: int | None,
     group: dist.ProcessGroup,
-    others: Mapping[str, bytes],
+    other_files: Mapping[str, bytes],
 ) -> None:
-    sizes = {there: prod(held[name].shape) * wide(held[name].dtype).itemsize for there, name in names.items()}
-    files = deal(sizes, limit)
+    """Write the weights, by {name on the disk: name in the model}."""
+    sizes = {on_disk: full.num_bytes(name) for on_disk, name in names.items()}
+    files = assign_files(sizes, limit)
     error: Exception | None = None
-    for file, inside in files.items():
-        found: dict[str, torch.Tensor] = {}
-        for there in inside:  # also after an error: the others send what they have to send
-            name = names[there]
-            whole = put_together(held[name], parts.get(name), wide(held[name].dtype), group)
-            if whole is not None and error is None:
-                found[there] = whole
+    for file, in_file in files.items():
+        tensors: dict[str, torch.Tensor] = {}
+        for on_disk in in_file:  # also after an error, because the other ranks send what they have to send
+            tensor = full.gather(names[on_disk])
+            if tensor is not None and error is None:
+                tensors[on_disk] = tensor
         if group.rank() == 0 and error is None:
             try:
-                save_file(found, folder / file, metadata={"format": "pt", **checksums(found)})
+                save_file(tensors, folder / file, metadata={"format": "pt", **checksums(tensors)})
             except Exception as raised:
                 error = raised
     if group.rank() == 0 and error is None:
-        others = {**others, **_index(files, sum(sizes.values()))}
         try:
-            for file, content in others.items():
+            for file, content in {**other_files, **_index_file(files, sum(sizes.values()))}.items():
                 (folder / file).write_bytes(content)
         except OSError as raised:
             error = raised
     agree(error, group)
 
 
-def _index(files: Mapping[str, Sequence[str]], size: int) -> dict[str, bytes]:
+def _index_file(files: Mapping[str, Sequence[str]], size: int) -> dict[str, bytes]:
     """The file that says where each weight is, if there are several."""
     if len(files) == 1:
         return {}
-    table = {there: file for file, inside in files.items() for there in inside}
-    told = {"metadata": {"total_size": size}, "weight_map": dict(sorted(table.items()))}
-    return {INDEX: (json.dumps(told, indent=2) + "\n").encode()}
+    table = {on_disk: file for file, in_file in files.items() for on_disk in in_file}
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(table.items()))}
+    return {INDEX: (json.dumps(index, indent=2) + "\n").encode()}
 
 
-def _write_converted(
-    held: Mapping[str, Held],
-    parts: Mapping[str, Part],
-    wide: Callable[[torch.dtype], torch.dtype],
-    folder: Path,
-    empty: Any,
-    limit: int | None,
-    group: dist.ProcessGroup,
+def _write_by_transformers(
+    full: _FullWeights, folder: Path, empty: Any, limit: int | None, group: dist.ProcessGroup
 ) -> None:
-    """A model whose weights are others on the disk: rank 0 gets all of it, and transformers converts it."""
-    found: dict[str, torch.Tensor] = {}
-    for name, one in held.items():
-        whole = put_together(one, parts.get(name), wide(one.dtype), group)
-        if whole is not None and name == one.home:
-            found[name] = whole
+    """A model whose weights differ on the disk: rank 0 gathers all of it, and transformers converts it."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name in full.weights:
+        tensor = full.gather(name)
+        if tensor is not None and not full.is_tied(name):
+            tensors[name] = tensor
     error: Exception | None = None
     if group.rank() == 0:
         try:
-            with quiet():
-                empty.save_pretrained(folder, state_dict=found, max_shard_size=limit or "1000TB")
+            with silence_transformers():
+                empty.save_pretrained(folder, state_dict=tensors, max_shard_size=limit or "1000TB")
         except Exception as raised:
             error = raised
     agree(error, group)
 
 
-def _wider(held: Mapping[str, Held]) -> Callable[[torch.dtype], torch.dtype]:
-    """In which dtype a weight is written: float32 for 16 bits, if there are masters at all."""
-    mixed = any(part.is_master for one in held.values() for _, part in one.parts)
-
-    def wide(dtype: torch.dtype) -> torch.dtype:
-        return torch.float32 if mixed and dtype.is_floating_point and dtype.itemsize == 2 else dtype
-
-    return wide
-
-
-def deal(sizes: Mapping[str, int], limit: int | None) -> dict[str, list[str]]:
-    """{file: names of weights}: one after the other until a file is full."""
-    dealt: list[list[str]] = [[]]
-    full = 0
+def assign_files(sizes: Mapping[str, int], limit: int | None) -> dict[str, list[str]]:
+    """{file: names of weights}: weights in order until a file is full."""
+    files: list[list[str]] = [[]]
+    filled = 0
     for name, size in sizes.items():
-        if limit is not None and dealt[-1] and full + size > limit:
-            dealt.append([])
-            full = 0
-        dealt[-1].append(name)
-        full += size
-    if len(dealt) == 1:
-        return {ONE_FILE: dealt[0]}
-    return {f"model-{i:05}-of-{len(dealt):05}.safetensors": names for i, names in enumerate(dealt, 1)}
+        if limit is not None and files[-1] and filled + size > limit:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    if len(files) == 1:
+        return {ONE_FILE: files[0]}
+    return {f"model-{i:05}-of-{len(files):05}.safetensors": names for i, names in enumerate(files, 1)}
 
 
-def size_of(text: int | str) -> int:
-    """Bytes, from a number or what is written as "5GB", "500 MB" or "2GiB".
+def parse_size(text: int | str) -> int:
+    """Bytes, from a number or from text like "5GB", "500 MB" or "2GiB".
 
     Raises:
         ValueError: it is no size.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    unit = None if found is None else _UNITS.get(found[2].upper())
-    if found is None or unit is None or (size := int(float(found[1]) * unit)) < 1:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    unit = None if match is None else _UNITS.get(match[2].upper())
+    if match is None or unit is None or (size := int(float(match[1]) * unit)) < 1:
         raise ValueError(f"size_per_shard={text!r} is no size; write it like '5GB' or '500MB', or as bytes")
     return size
 
 
-def is_weights(name: str) -> bool:
+def is_weight_file(name: str) -> bool:
     """Whether a file of this name holds weights, or says which file does."""
     return bool(
         re.fullmatch(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?", name)

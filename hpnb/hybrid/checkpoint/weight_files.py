@@ -1,7 +1,7 @@
-"""Weights on a disk, read where they are asked for: of each only the boxes that a rank has a part of.
+"""Files of weights, of which each rank reads only the chunks that it holds.
 
 model.safetensors                    one file, or
-model.safetensors.index.json         several, by the table in it
+model.safetensors.index.json         several files, by the table in it
 pytorch_model.bin, and its index     the same as PyTorch pickles it, mapped into memory
 """
 
@@ -18,30 +18,30 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-NAMES = ("model.safetensors", "pytorch_model.bin")
+FILE_NAMES = ("model.safetensors", "pytorch_model.bin")
 _CHECKSUMS = "hpnb.crc32"  # in the header of a safetensors file, where others keep what they like
 
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """What to put into the header of a file of these tensors, which are on the CPU."""
-    return {_CHECKSUMS: json.dumps({name: _crc(tensor) for name, tensor in tensors.items()})}
+    """An entry for the header of a file of these tensors, which are on the CPU."""
+    return {_CHECKSUMS: json.dumps({name: _crc32(tensor) for name, tensor in tensors.items()})}
 
 
-def _crc(tensor: torch.Tensor) -> int:
-    seen: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return zlib.crc32(seen)
+def _crc32(tensor: torch.Tensor) -> int:
+    content: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return zlib.crc32(content)
 
 
-class Weights(Protocol):
-    """Weights by name."""
+class WeightReader(Protocol):
+    """Reads weights by name."""
 
     def names(self) -> Sequence[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
-    def box(self, name: str, start: Sequence[int], sizes: Sequence[int]) -> torch.Tensor: ...
+    def read_chunk(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor: ...
 
 
-class Files:
-    """The weights in a folder, or in a file; a context, which closes them.
+class WeightFiles:
+    """The weights in a folder or a file; a context, which closes them.
 
     Raises:
         FileNotFoundError: there are none.
@@ -54,13 +54,13 @@ class Files:
         self._tensors: dict[str, torch.Tensor] = {}
         self._sums: dict[str, tuple[Any, Path, int]] = {}
         try:
-            for file, wanted in _files(path).items():
-                self._open(file, wanted)
+            for file, names in _find_files(path).items():
+                self._open(file, names)
         except BaseException:
             self._stack.close()
             raise
 
-    def __enter__(self) -> Files:
+    def __enter__(self) -> WeightFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -77,36 +77,36 @@ class Files:
             return tuple(self._slices[name].get_shape())
         return tuple(self._tensors[name].shape)
 
-    def box(self, name: str, start: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """The elements of a box, in the dtype of the file."""
-        at = tuple(slice(a, a + n) for a, n in zip(start, sizes, strict=True))
+    def read_chunk(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """The elements of a chunk, in the dtype of the file and in memory of their own."""
+        chunk = _slices(offsets, sizes)
         if name not in self._slices:
-            return self._tensors[name][at]
-        found: torch.Tensor = self._slices[name][at if at else ...]
-        return found
+            return self._tensors[name][chunk].clone()
+        elements: torch.Tensor = self._slices[name][chunk if chunk else ...]
+        return elements
 
-    def verify(self, share: int = 0, shares: int = 1) -> None:
-        """Compare one of so many shares of the weights with the checksums that came with them, if any.
+    def verify(self, rank: int = 0, ranks: int = 1) -> None:
+        """Compare this rank's share of the weights with the checksums in their files, if there are any.
 
         Raises:
-            ValueError: a weight is another than was written.
+            ValueError: a weight differs from what was written.
         """
-        for name, (opened, file, crc) in list(self._sums.items())[share::shares]:
-            if _crc(opened.get_tensor(name)) != crc:
+        for name, (opened, file, crc) in list(self._sums.items())[rank::ranks]:
+            if _crc32(opened.get_tensor(name)) != crc:
                 raise ValueError(f"{file} has another {name} than was written; save or copy it anew")
 
-    def _open(self, file: Path, wanted: Sequence[str] | None) -> None:
+    def _open(self, file: Path, names: Sequence[str] | None) -> None:
         if file.suffix == ".safetensors":
             try:
                 opened: Any = self._stack.enter_context(safe_open(file, "pt"))
-                held = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-                told = json.loads((opened.metadata() or {}).get(_CHECKSUMS, "{}"))
-                self._sums |= {name: (opened, file, crc) for name, crc in told.items() if name in held}
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+                sums = json.loads((opened.metadata() or {}).get(_CHECKSUMS, "{}"))
+                self._sums |= {name: (opened, file, crc) for name, crc in sums.items() if name in slices}
             except (SafetensorError, OSError, ValueError, AttributeError) as error:
                 raise ValueError(
                     f"{file} cannot be read ({error}); it was cut short, or is another file"
                 ) from error
-            self._slices.update(_only(held, wanted, file))
+            self._slices.update(_select(slices, names, file))
             return
         try:
             state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
@@ -117,25 +117,29 @@ class Files:
             ) from error
         if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
             raise ValueError(f"{file} holds a {type(state).__name__}, and not {{name: tensor}}")
-        self._tensors.update(_only(dict(state), wanted, file))
+        self._tensors.update(_select(dict(state), names, file))
 
 
-def _only(held: dict[str, Any], wanted: Sequence[str] | None, file: Path) -> dict[str, Any]:
-    """What the index says that `file` has."""
-    if wanted is None:
-        return held
-    if missing := [name for name in wanted if name not in held]:
+def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+
+
+def _select(weights: dict[str, Any], names: Sequence[str] | None, file: Path) -> dict[str, Any]:
+    """The weights that the index assigns to `file`; all of them without an index."""
+    if names is None:
+        return weights
+    if missing := [name for name in names if name not in weights]:
         raise ValueError(
             f"{file} lacks {missing[0]}, which the index beside it says it has; save the model anew"
         )
-    return {name: held[name] for name in wanted}
+    return {name: weights[name] for name in names}
 
 
-def _files(path: Path) -> dict[Path, list[str] | None]:
+def _find_files(path: Path) -> dict[Path, list[str] | None]:
     """{file: the weights in it, None for all}."""
     if path.is_file():
         return {path: None}
-    for name in NAMES:
+    for name in FILE_NAMES:
         if (file := path / name).is_file():
             return {file: None}
         index = path / f"{name}.index.json"
@@ -151,18 +155,18 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
                 raise ValueError(
                     f"{path} lacks {file_name}, where its index has {weight}; copy all of its files"
                 )
-            inside = files.setdefault(path / file_name, [])
-            assert inside is not None
-            inside.append(weight)
+            in_file = files.setdefault(path / file_name, [])
+            assert in_file is not None
+            in_file.append(weight)
         return files
     what = "has no weights" if path.is_dir() else "is not there"
     raise FileNotFoundError(
-        f"{path} {what}; give a folder that booster.save_model or save_pretrained wrote, with {NAMES[0]} or "
-        "an index of its parts"
+        f"{path} {what}; give a folder that booster.save_model or save_pretrained wrote, with "
+        f"{FILE_NAMES[0]} or an index of its parts"
     )
 
 
-class Loaded:
+class LoadedWeights:
     """Weights that are in memory."""
 
     def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -174,5 +178,5 @@ class Loaded:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._state[name].shape)
 
-    def box(self, name: str, start: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        return self._state[name][tuple(slice(a, a + n) for a, n in zip(start, sizes, strict=True))]
+    def read_chunk(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        return self._state[name][_slices(offsets, sizes)]

@@ -1,0 +1,128 @@
+"""A save that is written while training continues.
+
+    training    step   [copy]  step      step      step
+    files                 `-- write, in a thread, with messages among CPUs -- rename
+
+What the next step would change is copied at once. On a GPU a stream of its own copies, and the optimizer's
+next step waits for the copies on the device, so the host does not wait. A thread writes the rest.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+_Kind = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, whether it comes from a GPU
+
+
+class HostCopies:
+    """Copies of tensors in CPU memory, for a thread that writes them while training continues.
+
+    Touching new memory takes seven times as long as copying into memory that was touched before, and pinning
+    it longer still. So the next save reuses the memory of the last one: a run that saves in the background
+    keeps the size of its checkpoint in CPU memory.
+
+    Args:
+        device: where most of the tensors are.
+        previous: the copies of a save that is done, whose memory is reused.
+    """
+
+    def __init__(self, device: torch.device, previous: HostCopies | None = None) -> None:
+        self._free: dict[_Kind, list[torch.Tensor]] = {} if previous is None else previous._used
+        self._used: dict[_Kind, list[torch.Tensor]] = {}
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._events: list[torch.cuda.Event] = []
+
+    def copy(self, tensor: torch.Tensor, soon: bool = False) -> torch.Tensor:
+        """A copy, which on a GPU is complete after `wait`.
+
+        Args:
+            soon: the tensor may change before the optimizer's next step, as buffers do in a forward.
+        """
+        tensor = tensor.detach()
+        copy = self._memory_for(tensor)
+        if self._stream is None or not tensor.is_cuda:
+            return copy.copy_(tensor)
+        with torch.cuda.stream(torch.cuda.current_stream() if soon else self._stream):
+            copy.copy_(tensor, non_blocking=True)
+        if not soon:
+            tensor.record_stream(self._stream)
+        return copy
+
+    def finish_before_step_of(self, optimizer: Optimizer | None) -> None:
+        """All copies are requested: let `optimizer` not step before they are made."""
+        self._free = {}
+        if self._stream is None:
+            return
+        self._events = [torch.cuda.current_stream().record_event(), self._stream.record_event()]
+        if optimizer is None:
+            torch.cuda.current_stream().wait_event(self._events[-1])
+            return
+
+        def before_step(*_: Any) -> None:
+            torch.cuda.current_stream().wait_event(self._events[-1])
+            handle.remove()
+
+        handle = optimizer.register_step_pre_hook(before_step)
+
+    def _memory_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        kind = tuple(tensor.shape), tensor.dtype, tensor.is_cuda
+        free = self._free.get(kind)
+        pinned = tensor.is_cuda and self._stream is not None
+        memory = free.pop() if free else torch.empty(kind[0], dtype=kind[1], pin_memory=pinned)
+        self._used.setdefault(kind, []).append(memory)
+        return memory
+
+    def wait(self) -> None:
+        """Until all copies are made."""
+        for event in self._events:
+            event.synchronize()
+
+
+class Saving:
+    """A save that is in progress, or done.
+
+    Args:
+        work: what is to be done.
+        background: in a thread. The process joins it when it ends, so a save that was begun is finished.
+    """
+
+    def __init__(self, work: Callable[[], None], background: bool) -> None:
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if not background:
+            work()
+            return
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="hpnb-save")
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until it is on the disk. All ranks call it.
+
+        Raises:
+            Exception: what went wrong, once.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error

@@ -1,0 +1,237 @@
+"""The state of an optimizer in a checkpoint: written shard by shard, and read back into any layout.
+
+    exp_avg/vit.layers.0.mlp.fc1.weight    tensors as large as their parameter, under the parameter's name
+    value/.../vit.layers.0.mlp.fc1.weight  other values
+    optimizer/counters/0 .. n-1            counters, those of a rank in one entry
+    optimizer, names/0 .. names/n-1        the options of each group and the loss scaler; who is in a group
+
+A tensor as large as its parameter is sharded as the parameter is now, whatever the layout was when it was
+saved (`hpnb.optimizer_state` has the rule). A tied weight stands under its first name. Masters are the
+weights in the model's own files, so they are not here, unless an optimizer is saved alone (`master/...`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from hpnb.data_parallel import ZeroOptimizer
+from hpnb.hybrid.boosted_optimizer import Stepper, stepper_of
+from hpnb.hybrid.checkpoint.agreement import attempt
+from hpnb.hybrid.checkpoint.dcp import ShardedState, StateReader, pack
+from hpnb.hybrid.checkpoint.gather_weights import is_writer
+from hpnb.optimizer_state import check_group_sizes, group_options, is_sharded_state
+from hpnb.placement import Placement, placement_of
+from hpnb.precision import Masters
+from hpnb.ranks.current_rank import rank
+
+GROUPS, NAMES, MASTER, VALUE = "optimizer", "names/", "master", "value/"
+COUNTERS = "optimizer/counters/"  # a file has a cost for each entry, so all counters of a rank are one
+_HOW_TO_COMPUTE = ("fused", "foreach", "capturable")  # options that the loading optimizer keeps
+
+
+@dataclass(frozen=True)
+class _LocalStates:
+    """What the states on this rank belong to.
+
+    Attributes:
+        inner: the optimizer of PyTorch that has them.
+        by_name: {name of a parameter: (the key of its state in `inner`, its placement)}.
+    """
+
+    inner: Optimizer
+    by_name: dict[str, tuple[torch.Tensor, Placement]]
+
+
+def _local_states(stepper: Stepper) -> _LocalStates:
+    inner: Any = stepper.inner
+    tensors = list[torch.Tensor](stepper.held.values())
+    if isinstance(inner, ZeroOptimizer):  # which has states of pieces, on some ranks none
+        tensors = [inner.pieces[p] for p in stepper.held.values() if p in inner.pieces]
+        inner = inner.optimizer
+    by_name = {parameter_name(t): (t, placement_of(t).without("pp")) for t in tensors}
+    return _LocalStates(inner, by_name)
+
+
+def parameter_name(p: torch.Tensor) -> str:
+    """The name of a parameter in the full model; of a tied one its first name."""
+    placement = placement_of(p)
+    return placement.tied_to or placement.name
+
+
+def class_name(thing: Any) -> str:
+    """What kind of optimizer or schedule it is."""
+    return type(thing).__name__
+
+
+# --- save --------------------------------------------------------------------------------------------------
+
+
+def optimizer_shards(
+    optimizer: Optimizer, copy: Callable[[torch.Tensor], torch.Tensor], with_masters: bool
+) -> ShardedState:
+    """What this rank writes of the optimizer's state.
+
+    Args:
+        copy: applied to each tensor.
+        with_masters: with the float32 masters of 16-bit weights.
+    """
+    stepper = stepper_of(optimizer)
+    local, saved = _local_states(stepper), ShardedState()
+    counters: dict[str, torch.Tensor] = {}
+    masters = Masters.attached_to(local.inner) if with_masters else None
+    for name, (t, placement) in local.by_name.items():
+        if placement.tied_to is not None or not is_writer(placement, stepper.axes):
+            continue
+        state: dict[str, Any] = dict(local.inner.state.get(t, {}))
+        if masters is not None and masters.of(t) is not t:
+            state[MASTER] = masters.of(t)
+        for key, value in state.items():
+            label = f"{key}/{name}"
+            if not isinstance(value, torch.Tensor):
+                saved.values[VALUE + label] = pack(f"the state of {name}", value)
+            elif is_sharded_state(key, value.shape, t.shape):
+                saved.tensors[label] = placement, copy(value)
+            elif not value.dim():
+                counters[label] = value
+            else:
+                saved.tensors[label] = Placement(label, tuple(value.shape)), copy(value)
+    groups = [
+        {"options": group_options(group), "numbers": numbers}
+        for group, numbers in zip(stepper.inner.param_groups, stepper.numbering, strict=True)
+    ]
+    scaler = None if stepper.scaler is None else stepper.scaler.state_dict()
+    kind = class_name(optimizer)
+    saved.values[GROUPS] = pack("the optimizer", {"kind": kind, "groups": groups, "scaler": scaler})
+    saved.values[f"{COUNTERS}{rank()}"] = pack("the optimizer", _to_cpu(counters))
+    names = {number: (parameter_name(p), placement_of(p).shape) for number, p in stepper.held.items()}
+    saved.values[f"{NAMES}{rank()}"] = pack("the optimizer", names)
+    return saved
+
+
+def _to_cpu(counters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All counters in one transfer per dtype and device."""
+    labels_by_kind: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+    for label, value in counters.items():
+        labels_by_kind.setdefault((value.dtype, value.device), []).append(label)
+    on_cpu: dict[str, torch.Tensor] = {}
+    for labels in labels_by_kind.values():
+        values = torch.stack([counters[label] for label in labels]).cpu().unbind()
+        on_cpu |= zip(labels, values, strict=True)
+    return on_cpu
+
+
+# --- load --------------------------------------------------------------------------------------------------
+
+
+class OptimizerLoader:
+    """An optimizer's state that is read and fits it, until `apply` hands it over. All ranks make it.
+
+    Raises:
+        ValueError: the state belongs to other parameters, or to other groups of them.
+    """
+
+    def __init__(self, optimizer: Optimizer, stored: StateReader, group: dist.ProcessGroup) -> None:
+        self._optimizer, self._stepper = optimizer, stepper_of(optimizer)
+        self._local = _local_states(self._stepper)
+        described = [label for label in stored.values if label == GROUPS or label.startswith(NAMES)]
+        descriptions = stored.read({}, described, group)
+        self._saved: Any = attempt(lambda: self._check(descriptions), group)
+        self._state: dict[str, dict[str, Any]] = {name: {} for name in self._local.by_name}
+        targets: dict[str, tuple[Placement, torch.Tensor]]
+        targets = attempt(lambda: dict(self._targets(stored)), group)
+        labels = [label for label in stored.values if label.startswith(VALUE) and self._is_local(label)]
+        labels += [label for label in stored.values if label.startswith(COUNTERS)]
+        values = stored.read(targets, labels, group)
+        for counters in [values.pop(label) for label in list(values) if label.startswith(COUNTERS)]:
+            values |= {label: value for label, value in counters.items() if self._is_local(label)}
+        for label, value in values.items():
+            key, _, name = label.removeprefix(VALUE).partition("/")
+            self._state[name][key] = value
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Hand the state over. The model has its weights already."""
+        inner, stepper = self._local.inner, self._stepper
+        zero = stepper.inner if isinstance(stepper.inner, ZeroOptimizer) else None
+        if zero is not None:
+            zero.refresh()
+        known_masters, numbers = Masters.attached_to(inner), dict[int, int]()
+        groups: list[dict[str, Any]] = []
+        for saved, group in zip(self._saved["groups"], inner.param_groups, strict=True):
+            first = len(numbers)
+            numbers |= {id(p): first + i for i, p in enumerate(group["params"])}
+            kept = {key: group[key] for key in _HOW_TO_COMPUTE if key in group}
+            params = list(range(first, len(numbers)))
+            groups.append({**group_options(saved["options"], _HOW_TO_COMPUTE), **kept, "params": params})
+        states, masters = dict[int, dict[str, Any]](), dict[int, torch.Tensor]()
+        for name, (t, _) in self._local.by_name.items():
+            state, number = self._state[name], numbers[id(t)]
+            master = state.pop(MASTER, None)
+            if known_masters is not None and known_masters.of(t) is not t:  # as the model's files have set it
+                masters[number] = known_masters.of(t).clone() if master is None else master
+            if state:
+                states[number] = state
+        inner.load_state_dict({"state": states, "param_groups": groups, "masters": masters})
+        if zero is not None:
+            zero.param_groups, zero.state = inner.param_groups, inner.state
+        self._optimizer.param_groups, self._optimizer.state = inner.param_groups, inner.state
+        if stepper.scaler is not None and self._saved["scaler"] is not None:
+            stepper.scaler.load_state_dict(self._saved["scaler"])
+
+    def _check(self, descriptions: dict[str, Any]) -> Any:
+        """What is saved of the groups, if they are those of this optimizer."""
+        if (saved := descriptions.pop(GROUPS, None)) is None:
+            raise ValueError(
+                "the checkpoint has no state of an optimizer; leave the optimizer out to load the rest"
+            )
+        kind = class_name(self._optimizer)
+        options = {option for group in saved["groups"] for option in group["options"]}
+        if saved["kind"] != kind and (lacks := sorted(self._optimizer.defaults.keys() - options)):
+            raise ValueError(
+                f"the state to be loaded is of {saved['kind']}, without {lacks[0]!r}, and this is {kind}; "
+                f"load it into {saved['kind']}"
+            )
+        numbering = self._stepper.numbering
+        check_group_sizes([len(group["numbers"]) for group in saved["groups"]], [len(n) for n in numbering])
+        names = {number: name for of_rank in descriptions.values() for number, name in of_rank.items()}
+        for number, p in self._stepper.held.items():
+            at = next(i for i, numbers in enumerate(numbering) if number in numbers)
+            name, shape = parameter_name(p), placement_of(p).shape
+            in_group = dict(names[n] for n in saved["groups"][at]["numbers"] if n in names)
+            saved_shape = in_group.get(name)
+            if saved_shape is None or tuple(saved_shape) != shape:
+                what = "no" if saved_shape is None else f"shape {tuple(saved_shape)}, and not {shape}, for"
+                raise ValueError(
+                    f"the state to be loaded has {what} {name} in group {at}; it needs the state of the same "
+                    "parameters in the same groups"
+                )
+        return saved
+
+    def _is_local(self, label: str) -> bool:
+        return label.removeprefix(VALUE).partition("/")[2] in self._local.by_name
+
+    def _targets(self, stored: StateReader) -> Iterator[tuple[str, tuple[Placement, torch.Tensor]]]:
+        """(label, (placement, memory)) of each tensor to be read."""
+        for label, shape in stored.shapes.items():
+            if not self._is_local(label):
+                continue
+            key, _, name = label.partition("/")
+            t, placement = self._local.by_name[name]
+            dtype = stored.dtypes[label]
+            if is_sharded_state(key, shape, placement.shape):
+                memory = torch.empty(t.shape, dtype=dtype, device=t.device)
+            elif shape and placement.local_shape != placement.shape:
+                raise ValueError(
+                    f"{key!r} of {name} has shape {shape} and cannot be cut as its parameter of shape "
+                    f"{placement.shape} is here; use zero_stage=0, 1 or 2 and tp_size=1"
+                )
+            else:
+                memory, placement = torch.empty(shape, dtype=dtype), Placement(label, shape)
+            self._state[name][key] = memory
+            yield label, (placement, memory)

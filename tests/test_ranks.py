@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +25,9 @@ import torch
 import torch.distributed as dist
 
 import hpnb
-from hpnb.ranks import devices
+from hpnb.ranks import devices, forkserver, forkserver_process
 from hpnb.ranks.forkserver import server
+from hpnb.ranks.forkserver_process import ForkedRanks
 
 SCALE = 2
 
@@ -572,6 +576,94 @@ def test_a_dead_rank_of_one_pool_does_no_harm_to_another() -> None:
             with pytest.raises(hpnb.RankError, match="rank 0 of 2 was killed by SIGKILL"):
                 a.run(scaled_rank)
             assert b.run(hpnb.rank) == [0, 1]
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[ForkedRanks, int]]]:
+    """Forks a process as the fork server would, and returns the table of its ranks and the process id."""
+    monkeypatch.setattr(forkserver_process, "_kill_orphans", lambda deadline: None)  # pytest's own children
+    processes: list[BaseProcess] = []
+
+    def fork(work: Callable[..., object], *args: object) -> tuple[ForkedRanks, int]:
+        process = multiprocessing.get_context("fork").Process(target=work, args=args)
+        process.start()
+        processes.append(process)
+        assert process.pid is not None
+        ranks = ForkedRanks()
+        ranks._processes[process.pid] = process
+        return ranks, process.pid
+
+    yield fork
+    for process in processes:
+        with contextlib.suppress(ValueError):  # it was closed
+            process.kill()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_a_rank_that_cannot_be_killed_is_left_and_reaped_later(
+    forked: Callable[..., tuple[ForkedRanks, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forkserver_process, "_REAP_LIMIT", 0.2)
+    ranks, pid = forked(time.sleep, 60)
+    with monkeypatch.context() as uninterruptible:  # SIGKILL waits until such a process wakes up
+        uninterruptible.setattr(os, "kill", lambda *_: None)
+        uninterruptible.setattr(os, "killpg", lambda *_: None)
+        began = time.monotonic()
+        assert ranks.kill([pid]) == [pid]
+        assert time.monotonic() - began < 5
+    os.kill(pid, signal.SIGKILL)
+    assert wait_for(lambda: ranks.reap_killed() or not ranks.pids)
+    assert ranks.exit_code(pid) == -signal.SIGKILL
+    assert ranks.kill([pid]) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs waitid")
+def test_a_process_id_is_not_signalled_once_it_may_be_a_strangers(
+    forked: Callable[..., tuple[ForkedRanks, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, pid = forked(os._exit, 3)
+    assert wait_for(lambda: ranks.exit_code(pid) == 3)
+    signals: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *signal: signals.append(signal))
+    monkeypatch.setattr(os, "killpg", lambda *signal: signals.append(signal))
+    ranks.signal([pid], signal.SIGUSR1)  # it was only asked for its code, so the process id is still its own
+    assert signals == [(pid, signal.SIGUSR1)]
+    ranks._processes[pid].join()  # multiprocessing reaps what has ended when it starts another process
+    signals.clear()
+    ranks.signal([pid], signal.SIGUSR1)
+    assert ranks.kill([pid]) == []
+    assert signals == []
+    assert ranks.exit_code(pid) == 3
+
+
+def test_a_server_that_does_not_answer_is_replaced_and_keeps_its_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with hpnb.Ranks(1, device="cpu", timeout=60) as pool:
+        stuck = server()
+        before = children_of(stuck._process.pid)
+        os.kill(stuck._process.pid, signal.SIGSTOP)
+        try:
+            with monkeypatch.context() as patient:
+                patient.setattr(forkserver, "_SPAWN_LIMIT", 0.5)
+                with pytest.raises(RuntimeError, match=r"not answered for 0\.5 s"):
+                    hpnb.launch(hpnb.rank, ranks=2, device="cpu")
+            assert hpnb.launch(hpnb.rank, ranks=2, device="cpu", timeout=60) == [0, 1]
+            assert server() is not stuck
+            assert pool.run(hpnb.world_size) == [1]
+        finally:
+            os.kill(stuck._process.pid, signal.SIGCONT)
+        # The two ranks that nobody waits for any more come up and are killed.
+        late = stuck._ask(("codes", []))
+        late.result(60)
+        assert wait_for(lambda: children_of(stuck._process.pid) == before)
+        assert pool.run(hpnb.world_size) == [1]
 
 
 def test_flooding_output_does_not_outlast_the_timeout(capfd: pytest.CaptureFixture[str]) -> None:

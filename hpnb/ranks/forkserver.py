@@ -22,14 +22,18 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any
 
 from hpnb.ranks.current_rank import in_notebook
 from hpnb.ranks.messages import receive_message, send_message
 
-_START_LIMIT = 60.0  # seconds that an interrupted start may take to be undone
+# Seconds that the server may take to answer: an import from a cold disk is slow, all else is quick.
+_SPAWN_LIMIT = 120.0
+_KILL_LIMIT = 30.0
+_SIGNAL_LIMIT = 2.0
 
 # What a rank is likely to import anyway, and what is safe to have imported before a fork (no threads).
 _PRELOADED = ("hpnb", "numpy", "torchvision", "transformers")
@@ -45,7 +49,8 @@ class ForkServer:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self._lost = False
+        self._lost = False  # it has ended
+        self._stuck = False  # it did not answer in time: it keeps the ranks that it has, and gets no new ones
         self._used = False
         self._environ, self._path, self._folder = dict(os.environ), _search_path(), os.getcwd()
         self._socket, theirs = socket.socketpair()
@@ -81,42 +86,52 @@ class ForkServer:
             return False
         began, now = self._environ, dict(os.environ)
         try:
-            there = self._ask(("environ",)).result()
-        except RuntimeError:  # it has ended
+            there = self._result(self._ask(("environ",)), _SPAWN_LIMIT)
+        except RuntimeError:  # it has ended, or is stuck
             return False
         return all(now.get(name) in (began.get(name), there.get(name)) for name in {*began, *now})
 
     def spawn(self, specs: Sequence[dict[str, Any]], descriptors: Sequence[Sequence[int]]) -> list[int]:
         """Fork one rank for each spec, handing it its descriptors; returns the process ids."""
         self._used = True
-        future = self._ask(("spawn", list(specs), _loaded()), descriptors)
+        # Copies, because the server may take them after the caller has given up and closed its own.
+        copies = [[os.dup(fd) for fd in fds] for fds in descriptors]
+        future = self._ask(("spawn", list(specs), _loaded()), copies)
         try:
-            return list(future.result())
+            return list(self._result(future, _SPAWN_LIMIT))
         except BaseException:
-            # Interrupted while they start: nobody will know their ids, so they go as soon as they are there.
+            # Nobody will know their ids, so they are killed as soon as they are there.
             future.add_done_callback(lambda done: done.exception() or self._ask(("kill", done.result())))
-            # The descriptors must stay open until the server has taken them.
-            wait([future], timeout=_START_LIMIT)
             raise
 
     def kill(self, pids: Sequence[int]) -> None:
-        """Kill these ranks and whatever they have started. Returns once none is left."""
+        """Kill these ranks and whatever they have started. Returns once none is left, or says who is."""
         future = self._ask(("kill", list(pids)))
-        if threading.current_thread() is not self._thread:  # garbage collection runs anywhere
-            future.result()
+        if threading.current_thread() is self._thread:  # garbage collection runs anywhere
+            return
+        if left := self._result(future, _KILL_LIMIT):
+            processes = f"process{'es' * (len(left) > 1)} {', '.join(map(str, left))}"
+            warnings.warn(f"{processes} cannot be killed: waiting for a disk or driver", stacklevel=2)
+
+    def signal(self, pids: Sequence[int], number: int) -> None:
+        """Send a signal to those of these ranks that have not ended."""
+        with contextlib.suppress(RuntimeError):
+            self._result(self._ask(("signal", list(pids), number)), _SIGNAL_LIMIT, stuck=False)
 
     def exit_codes(self, pids: Sequence[int]) -> dict[int, int | None]:
         """{pid: exit code, negative for a signal, None while it runs}."""
-        codes: dict[int, int | None] = self._ask(("codes", list(pids))).result()
+        codes: dict[int, int | None] = self._result(self._ask(("codes", list(pids))), _KILL_LIMIT)
         return codes
 
     def alive(self) -> bool:
-        return self.pid == os.getpid() and not self._lost and self._process.poll() is None
+        """Whether it can start ranks."""
+        lost = self._lost or self._stuck or self._process.poll() is not None
+        return self.pid == os.getpid() and not lost
 
     def close(self) -> None:
         if self.pid == os.getpid():
-            if not self._used:
-                self._process.kill()  # no ranks to look after, and it may be importing for seconds
+            if not self._used or self._stuck:
+                self._process.kill()  # no ranks to look after, or it may be importing for seconds
             self._requests.put(None)
             self._thread.join(5)
             self._lost = True
@@ -129,14 +144,26 @@ class ForkServer:
     def _ask(self, request: tuple[Any, ...], descriptors: Sequence[Sequence[int]] = ()) -> Future[Any]:
         future: Future[Any] = Future()
         if self._lost:
+            _close(descriptors)
             future.set_exception(self._gone())
         else:
             self._requests.put((future, request, descriptors))
         return future
 
+    def _result(self, future: Future[Any], limit: float, stuck: bool = True) -> Any:
+        """What the server answers within `limit` seconds; a `stuck` server gets no new ranks from then on."""
+        try:
+            return future.result(min(limit, _SIGNAL_LIMIT) if self._stuck else limit)
+        except TimeoutError:
+            self._stuck = self._stuck or stuck
+            raise RuntimeError(
+                f"the process that starts ranks has not answered for {limit:g} s; it may wait for a disk or "
+                "a driver. The next launch starts another one"
+            ) from None
+
     def _talk(self) -> None:
-        while (asked := self._requests.get()) is not None:
-            future, request, descriptors = asked
+        while (entry := self._requests.get()) is not None:
+            future, request, descriptors = entry
             try:
                 send_message(self._socket, request)
                 for fds in descriptors:
@@ -147,6 +174,8 @@ class ForkServer:
                 self._lost = True
                 future.set_exception(self._gone())
                 continue
+            finally:
+                _close(descriptors)
             if kind == "failed":
                 future.set_exception(RuntimeError(f"the server of ranks could not {request[0]}: {reply}"))
             else:
@@ -156,6 +185,11 @@ class ForkServer:
         self._errors.seek(0)
         said = self._errors.read().decode(errors="replace").strip()
         return RuntimeError("the process that starts ranks has ended" + (f":\n{said}" if said else ""))
+
+
+def _close(descriptors: Sequence[Sequence[int]]) -> None:
+    for fd in (fd for fds in descriptors for fd in fds):
+        os.close(fd)
 
 
 _server: ForkServer | None = None

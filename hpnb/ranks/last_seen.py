@@ -11,7 +11,6 @@ faulthandler answers behind the halves.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import json
@@ -79,23 +78,21 @@ def read(fd: int) -> Note:
     return Note(max(0.0, time.monotonic() - body["time"]), threads)
 
 
-def ask(pid: int, fd: int) -> None:
-    """Have a rank's faulthandler write its stacks behind the halves; `read_answer` reads them."""
+def clear_answer(fd: int) -> None:
+    """Make room for what the rank's faulthandler writes at SIGNAL; `read_answer` reads it."""
     start = _HEADER.size + 2 * _HALF
     os.pwrite(fd, bytes(_ANSWER), start)
     os.lseek(fd, start, os.SEEK_SET)  # the offset is the rank's as well: one open file, two descriptors
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, SIGNAL)
 
 
-def read_answer(fd: int, note: Note) -> Note:
-    """What faulthandler wrote, or `note` if it has not (a stopped process writes nothing)."""
+def read_answer(fd: int) -> Note | None:
+    """What faulthandler wrote, or None as long as it has not (a stopped process writes nothing)."""
     text = os.pread(fd, _ANSWER, _HEADER.size + 2 * _HALF).split(b"\0")[0].decode(errors="replace")
     for block in re.split(r"^(?=(?:Current t|T)hread 0x)", text, flags=re.MULTILINE):
         frames = [(f, int(n), where) for f, n, where in re.findall(r'File "(.*)", line (\d+) in (.*)', block)]
         if any(f.endswith("worker.py") for f, _, _ in frames):  # the thread that runs calls
             return Note(0.0, {"MainThread": frames[::-1]})  # innermost last
-    return note
+    return None
 
 
 class Writer:

@@ -21,6 +21,7 @@ from hpnb.ranks.output import Output
 from hpnb.ranks.worker import Done, Failed, Spec
 
 _GOODBYE = 3.0  # seconds that ranks have to leave on their own
+_ANSWER_LIMIT = 1.0  # seconds that a rank has to say where it is; one that is stopped never does
 _LONGEST_WAIT = 3600.0  # seconds; some systems refuse more
 _CHUNK = 1 << 16  # bytes, as much as a pipe holds
 
@@ -125,10 +126,16 @@ class Processes:
         notes = {rank: last_seen.read(page) for rank, page in enumerate(self.pages)}
         silent = [r for r, note in notes.items() if note.age > 5 * last_seen.PERIOD and r not in self.gone]
         for rank in silent:
-            last_seen.ask(self.pids[rank], self.pages[rank])
+            last_seen.clear_answer(self.pages[rank])
         if silent:
-            time.sleep(last_seen.PERIOD)
-        return {**notes, **{rank: last_seen.read_answer(self.pages[rank], notes[rank]) for rank in silent}}
+            self.server.signal([self.pids[rank] for rank in silent], last_seen.SIGNAL)
+        deadline = time.monotonic() + _ANSWER_LIMIT
+        while silent and time.monotonic() < deadline:
+            time.sleep(0.02)
+            answers = {rank: last_seen.read_answer(self.pages[rank]) for rank in silent}
+            notes |= {rank: answer for rank, answer in answers.items() if answer is not None}
+            silent = [rank for rank in silent if answers[rank] is None]
+        return notes
 
     def exit_codes(self, ranks: Sequence[int]) -> dict[int, int | None]:
         """Exit codes of ranks that are gone; the kernel may need a moment to tell."""
@@ -164,7 +171,7 @@ class Processes:
             return
         self.stopped = True
         if self._mine:
-            with contextlib.suppress(RuntimeError):  # a server that is gone has killed them already
+            with contextlib.suppress(RuntimeError):  # gone, it has killed them; stuck, it will
                 self.server.kill(self.pids)
         self.selector.close()
         _close(self.controls, self.outputs, self.pages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import pickle
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hybrid_cases import (
     CLASSES,
+    LOSSES,
     WORDS,
     Case,
     Found,
@@ -312,6 +314,36 @@ def test_as_many_microbatches_as_the_batch_needs(pools: dict[int, hpnb.Ranks]) -
     for one in found:
         held = {n.replace("lm_head", "transformer.wte"): g for n, g in one[-1].items()}
         assert distance(held, {n: gradients[n] for n in held}) < 1e-12  # type: ignore[misc]
+
+
+def with_new_criteria(kinds: list[str]) -> tuple[list[float], int]:
+    """Losses of steps with a criterion made anew for each, and how often ranks agreed on what it returns."""
+    _, booster, model, optimizer = boosted("gpt2", pp_size=2, num_microbatches=2)
+    agreements, losses = 0, []
+    broadcast = dist.broadcast_object_list
+
+    def counting(*args: Any, **kwargs: Any) -> None:
+        nonlocal agreements
+        agreements += 1
+        broadcast(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "broadcast_object_list", counting)
+        for kind in kinds:
+            loss = booster.execute_pipeline(
+                iter([batch("gpt2", 0, 4)]), model, functools.partial(LOSSES[kind]), optimizer
+            )["loss"]
+            losses.append(math.nan if loss is None else float(loss))
+    return losses, agreements
+
+
+def test_ranks_agree_once_on_what_criteria_return(pools: dict[int, hpnb.Ranks]) -> None:
+    (_, _), (losses, agreements) = on(pools, 2).run(with_new_criteria, ["mean"] * 3)
+    assert agreements == 1
+    assert losses == [losses[0]] * 3
+    (_, _), (losses, agreements) = on(pools, 2).run(with_new_criteria, ["pair", "mean", "pair"])
+    assert agreements == 1
+    assert losses[0] == losses[2] != losses[1]
 
 
 def direct_beside_microbatches() -> float:

@@ -23,7 +23,8 @@ from hpnb.models.registry import REGISTERED
 from hpnb.pipeline_parallel.layer_costs import flops_of, parameters_of, seconds_of
 from hpnb.pipeline_parallel.layers import Builder, Layer, first_input, layers
 from hpnb.pipeline_parallel.partition import balanced, cut, uniform
-from hpnb.pipeline_parallel.stages import Stages, TiedWeight, full_state_dict
+from hpnb.pipeline_parallel.stages import Stages, full_state_dict
+from hpnb.pipeline_parallel.tied_weights import TiedWeight
 from hpnb.placement import Cut, placement_of, set_placement
 
 D = torch.float64

@@ -278,14 +278,14 @@ def _swap_labels(pipe: Any) -> None:
 
 
 def _skip_a_weight_gradient(pipe: Any) -> None:
-    weights, calls = pipe._split.weights, itertools.count()
+    weights, calls = pipe._split_backward.weights, itertools.count()
 
     def skipping(key: Any, *rest: Any) -> None:
         if next(calls) == 1:
-            pipe._split._queues[key].pieces.pop()
+            pipe._split_backward._queues[key].pieces.pop()
         weights(key, *rest)
 
-    pipe._split.weights = skipping
+    pipe._split_backward.weights = skipping
 
 
 def _mean_of_means(pipe: Any) -> None:
@@ -666,7 +666,7 @@ def no_waiting() -> float:
     given = {key: value.to(hpnb.device()) for key, value in batch(16, 0).items()}
     pipe.step(given)
     pipe.step(given)
-    assert pipe._peers.queues or hpnb.world_size() == 1, "transfers go from memory to memory"
+    assert pipe._symmetric.queues or hpnb.world_size() == 1, "transfers go from memory to memory"
     with hpnb.record.traffic() as counted:
         pipe.step(given)
     assert counted.bytes["pp"] > 8 * 16 * TOKENS * HIDDEN  # hidden states, or their gradients
@@ -784,7 +784,7 @@ def trap(what: str) -> Any:
     if what == "names":  # what is no tensor may differ from step to step
         for step in range(3):
             pipe.step({**batch(7, step), "step": step, "names": ["a", "b"], "who": object()})
-        return len(pipe._known)
+        return len(pipe._known_boundaries)
     return all(p.grad.isfinite().all() for p in pipe.parameters())
 
 
@@ -800,6 +800,45 @@ def test_traps() -> None:
             pool.run(trap, "detached")
 
 
+def train_with_losses(kinds: list[str], **stated: Any) -> list[tuple[float, dict[str, Any]]]:
+    """Loss and gradients of steps whose loss function returns what `kinds` say, one after the other."""
+    mesh, kind = Mesh(Layout(pp=2)), ""
+
+    def loss_fn(outputs: Any, inputs: Any) -> Any:
+        return LOSSES[kind](outputs, inputs)
+
+    pipe = hpnb.Pipeline(model(), mesh.pp, schedules.make("1f1b", 2, 3), loss_fn, **stated)
+    steps = []
+    for kind in kinds:  # noqa: B007  # loss_fn reads it
+        pipe.zero_grad()
+        loss = pipe.step(batch(7, 0)).loss.item()
+        steps.append((loss, {n: p.grad for n, p in pipe.named_parameters()}))
+    return steps
+
+
+def test_what_a_loss_returns_is_stated_or_as_in_the_first_step() -> None:
+    wanted = {}
+    for kind in LOSSES:
+        alone, given = model(), batch(7, 0)
+        result: Any = LOSSES[kind](alone(given["x"]), given)
+        loss = result[0] / result[1] if isinstance(result, tuple) else result
+        loss.backward()
+        wanted[kind] = loss.item(), {n: p.grad for n, p in alone.named_parameters()}
+    with hpnb.Ranks(2, device="cpu", timeout=20) as pool:
+        for kinds, stated in (
+            (["pair", "mean", "pair"], {}),
+            (["mean", "pair", "mean"], {"loss_reduction": "sum_and_count"}),
+            (["mean", "mean"], {"loss_reduction": "mean"}),
+        ):
+            first, last = pool.run(train_with_losses, kinds, **stated)
+            for kind, (loss, a), (same, b) in zip(kinds, first, last, strict=True):
+                assert loss == same == pytest.approx(wanted[kind][0], rel=EXACT), (kinds, kind)
+                assert distance({**a, **b}, wanted[kind][1]) < EXACT, (kinds, kind)
+    for kinds, stated in ((["mean", "pair"], {}), (["pair"], {"loss_reduction": "mean"})):
+        with pytest.raises(hpnb.RankError, match="set loss_reduction='sum_and_count'"):
+            hpnb.launch(train_with_losses, kinds, ranks=2, device="cpu", timeout=20, **stated)
+
+
 def train_fused(fused: bool) -> dict[str, Any]:
     from hpnb.pipeline_parallel.split_backward import SplitBackward
 
@@ -807,7 +846,7 @@ def train_fused(fused: bool) -> dict[str, Any]:
     pipe = hpnb.Pipeline(model(), mesh.pp, schedules.make("1f1b", 2, 3), pair_loss)
     pipe.gradients = lambda module: hpnb.DataParallel(module, mesh.dp, bucket_mb=1e-3)
     if fused:  # as on GPUs, where matmuls are large enough for it
-        pipe._split = SplitBackward(pipe.module.modules())
+        pipe._split_backward = SplitBackward(pipe.module.modules())
     for step in range(2):
         pipe.step(batch(7 + mesh.dp.rank, step), reduce=step == 1)
     return {n: p.grad for n, p in pipe.named_parameters()}

@@ -28,6 +28,7 @@ from hpnb.hybrid.model_loss import OwnLoss
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel import Pipeline
+from hpnb.pipeline_parallel.loss import LossReduction
 from hpnb.pipeline_parallel.microbatches import (
     TARGET_NAMES,
     batch_size,
@@ -57,6 +58,8 @@ class Boosted(nn.Module):
 
     Attributes:
         last_step: the result of the last `execute_pipeline`, with its timeline if it was recorded.
+        loss_reduction: what criteria return, "mean" or "sum_and_count"; by default as in the first step that
+            trains. It may be set on every rank: "sum_and_count" takes both.
         stepper: gives what stands behind the optimizer that steps it (`boosted_optimizer.py`), or None.
     """
 
@@ -87,6 +90,9 @@ class Boosted(nn.Module):
         self._own, self._weigher, self._device = own, Weigher(plugin.mesh.dp), this_device()
         self._pipe, self._syncs = pipe, True
         self._criterion: Criterion | None = None
+        self.loss_reduction: LossReduction | None = None
+        if pipe is not None:
+            pipe.loss_fn = self._loss
         self.stepper: Callable[[], Any] = lambda: None
         self._resumed: torch.Tensor | None = None
 
@@ -193,10 +199,9 @@ class Boosted(nn.Module):
         pipe = self._pipe or self._make_pipe()
         pipe.split = partial(split_batch, allow_empty=True, multiple=self.plugin.row_multiple)
         pipe.schedule = self.plugin.schedule(self._agreed(self.plugin.microbatches(batch_size(batch))))
-        new, before = criterion or _own_loss, self._criterion
-        if getattr(new, "__code__", new) != getattr(before, "__code__", before):
-            pipe.loss_fn = self._loss  # it may count for itself, where the one before did not
-        self._criterion = new
+        self._criterion = criterion or _own_loss
+        if self.loss_reduction is not None:
+            pipe.loss_reduction = self.loss_reduction
         if self._resumed is not None:
             pipe.per_target, self._resumed = self._resumed, None
         if trains:

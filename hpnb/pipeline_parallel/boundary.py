@@ -1,14 +1,13 @@
 """What passes from one stage to the next: tensors, in tuples or dicts, whose shapes the batch decides.
 
-The receiver must make room before anything arrives, so it has to know the shapes. The first time that a
-microbatch of some signature (shapes and dtypes of its inputs) passes, the sender says them; from then on both
-sides know, since both have the same batch. Nothing is said twice, and a batch padded to another length is
-just another signature.
+The receiver must know the shapes before anything arrives. When a microbatch of some signature (shapes and
+dtypes of its inputs) passes for the first time, the sender sends them too. From then on both sides know them,
+since both have the same batch. A batch that is padded to another length is just another signature.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,16 +44,16 @@ class Boundary:
         )
 
     @property
-    def gradients(self) -> list[Shape]:
-        """Of what comes back."""
-        return self.backwards(self.shapes)
+    def gradient_shapes(self) -> list[Shape]:
+        """Of the gradients that come back."""
+        return self.with_gradient(self.shapes)
 
-    def backwards(self, items: Sequence[Any]) -> list[Any]:
+    def with_gradient(self, items: Sequence[Any]) -> list[Any]:
         """Those of `items`, one a tensor, whose tensor is sent a gradient back."""
         return [item for item, trained in zip(items, self.trained, strict=True) if trained]
 
-    def put_together(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """What the next stage is given: leaves of a new graph."""
+    def assemble(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The value that the next stage takes, from tensors that arrived: they are leaves of a new graph."""
         for tensor, trained in zip(tensors, self.trained, strict=True):
             tensor.requires_grad_(trained)
         leaves: list[Any] = list(tensors)
@@ -70,11 +69,53 @@ class Boundary:
         return ", ".join([*tensors, *(f"{other!r}" for _, other in self.others)])
 
 
-def tensors_of(value: Any) -> list[torch.Tensor]:
+KnownBoundaries = dict[tuple[int, Hashable], Boundary]  # by stage and signature of a microbatch
+
+
+class StepBoundaries:
+    """The boundaries of one step: those that earlier steps have seen, and those that this one sees first.
+
+    Args:
+        known: of earlier steps; `commit` adds those of this step.
+        signatures: of each microbatch.
+    """
+
+    def __init__(self, known: KnownBoundaries, signatures: Sequence[Hashable]) -> None:
+        self._known, self._signatures = known, signatures
+        self._new: dict[tuple[int, int], Boundary] = {}  # by stage and microbatch
+
+    def get(self, stage: int, microbatch: int) -> Boundary | None:
+        """What `stage` gives for this microbatch; None if that is not known yet."""
+        known = self._known.get((stage, self._signatures[microbatch]))
+        return self._new.get((stage, microbatch)) or known
+
+    def learn(self, stage: int, microbatch: int, boundary: Boundary) -> None:
+        self._new[stage, microbatch] = boundary
+
+    def is_known(self, stage: int, microbatch: int, boundary: Boundary) -> bool:
+        """Whether earlier steps have seen it, so the next stage knows it as well.
+
+        Raises:
+            ValueError: they have seen another one.
+        """
+        known = self._known.get((stage, self._signatures[microbatch]))
+        if known is not None and known != boundary:
+            raise ValueError(
+                f"stage {stage} gave {boundary} for a microbatch like one for which it gave {known}; "
+                "where parameters are frozen or thawed between steps, call .forget() on every rank"
+            )
+        return known is not None
+
+    def commit(self) -> None:
+        """The step is done: later steps know its boundaries."""
+        self._known.update({(s, self._signatures[m]): made for (s, m), made in self._new.items()})
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in what a stage gives, in order."""
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 
-def edges(tensors: Sequence[torch.Tensor]) -> list[GradientEdge]:
-    """Where a backward starts. Edges, and not the tensors: what has been sent need not be kept."""
+def gradient_edges(tensors: Sequence[torch.Tensor]) -> list[GradientEdge]:
+    """Where a backward starts. Edges instead of the tensors, so that what was sent need not be kept."""
     return [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]

@@ -1,9 +1,9 @@
-"""When a gradient is complete, and who is told.
+"""When a gradient is complete, so that data parallelism may reduce it.
 
 A parameter's gradient grows with every microbatch. It is complete after the last W (or B) of its stage, and
 only then may it be reduced over the replicas: once a step, bucket by bucket, while the last backwards of the
-pipeline still run. A parameter with homes on two stages is complete when both have ended; if they are on two
-ranks, when these have added up what each of them has.
+pipeline still run. The gradient of a tied weight is complete once all stages that use it have ended; if they
+are on several ranks, once these have summed what each of them has.
 """
 
 from __future__ import annotations
@@ -26,178 +26,184 @@ Gradients = GradientSink | nn.Module | Callable[[nn.Module], Any] | None
 
 
 class GradReady:
-    """Knows which action completes which gradients on this rank, and tells the sink.
+    """Knows which action completes which gradients on this rank, and calls the sink's `ready` for them.
 
     Args:
-        row: this rank's actions.
+        actions: this rank's.
         parameters: {stage: its trained parameters}, of this rank's stages.
-        elsewhere: {parameter: the ranks that hold it}, for those on several; in the same order on all.
+        tied: {parameter: the ranks that have it}, for those on several; in the same order on all.
 
     Attributes:
-        every: the trained parameters of this rank.
+        parameters: the trained parameters of this rank, once each.
+        correction: what every gradient of this step is multiplied by (`loss.py`), once it is known.
     """
 
     def __init__(
         self,
-        row: Sequence[Action],
+        actions: Sequence[Action],
         parameters: Mapping[int, Sequence[nn.Parameter]],
-        elsewhere: Mapping[nn.Parameter, Axis],
+        tied: Mapping[nn.Parameter, Axis],
     ) -> None:
-        self.follow(row)
+        self.follow(actions)
         self.correction: torch.Tensor | None = None
-        self._parameters, self._elsewhere = parameters, elsewhere
-        self.every = list({p: None for held in parameters.values() for p in held})
-        self._homes = Counter(id(p) for held in parameters.values() for p in held)
-        self._open = Counter[int]()
-        self._told: set[int] = set()
+        self._by_stage, self._tied = parameters, tied
+        self.parameters = list({p: None for of_stage in parameters.values() for p in of_stage})
+        self._uses = Counter(id(p) for of_stage in parameters.values() for p in of_stage)  # stages with it
+        self._open_uses = Counter[int]()
+        self._completed: set[int] = set()
         self.set_sink(None)
-        self._before: dict[int, torch.Tensor] = {}
-        self._empty: list[nn.Parameter] = []
-        self._reduces = self._matters = False
+        self._earlier: dict[int, torch.Tensor] = {}  # gradients that earlier steps have left
+        self._without_grad: list[nn.Parameter] = []
+        self._reduces = self._must_complete = False
 
-    def follow(self, row: Sequence[Action]) -> None:
-        """The actions of the next step, of the same stages."""
-        self.last = {a.stage: a for a in row if a.op in ("W", "B")}
+    def follow(self, actions: Sequence[Action]) -> None:
+        """Take the actions of the next step, of the same stages."""
+        self._last_action = {a.stage: a for a in actions if a.op in ("W", "B")}
 
     def set_sink(self, sink: GradientSink | None) -> None:
-        """Whom to tell."""
+        """Call `sink` for each complete gradient from now on."""
         self.sink = sink
-        # Where gradients grow: with ZeRO-3 those of the whole parameters, which only the sink knows.
+        # Where gradients grow: with ZeRO-3 on the unsharded parameters, which only the sink knows.
         holder = getattr(sink, "holder", lambda p: p)
-        self._held: dict[int, nn.Parameter] = {id(p): holder(p) for p in self.every}
-        self._home_of = {id(self._held[id(p)]): p for p in self.every}
+        self._holders: dict[int, nn.Parameter] = {id(p): holder(p) for p in self.parameters}
+        self._parameter_of = {id(self._holders[id(p)]): p for p in self.parameters}
 
     def begin(self, reduce: bool, corrects: bool) -> None:
-        """A step begins. `reduce` at its end; `corrects` if its gradients may have to be multiplied."""
+        """A step begins. `reduce` at its end; `corrects` if its gradients are multiplied by a correction."""
         self._reduces, self.correction = reduce and self.sink is not None, None
-        self._matters = self._reduces or corrects or bool(self._elsewhere)  # whether anybody has to be told
-        self._open, self._told, self._before = self._homes.copy(), set(), {}
+        self._must_complete = self._reduces or corrects or bool(self._tied)
+        self._open_uses, self._completed, self._earlier = self._uses.copy(), set(), {}
         if (grows := getattr(self.sink, "grows", None)) is not None:
-            for p in self.every:  # those without a gradient too: what was reduced may have been zeroed since
+            for p in self.parameters:  # also without a gradient: what was reduced may have been zeroed since
                 grows(p)
-        self._empty = [held for held in self._held.values() if held.grad is None]
-        if len(self._empty) == len(self._held):
+        self._without_grad = [holder for holder in self._holders.values() if holder.grad is None]
+        if len(self._without_grad) == len(self._holders):
             return
-        for p in self.every:
-            held = self._held[id(p)]
-            # What earlier steps have left is not to be multiplied, nor to be added up over its homes again.
-            if held.grad is not None and (corrects or p in self._elsewhere):
-                self._before[id(p)], held.grad = held.grad, None
+        for p in self.parameters:
+            holder = self._holders[id(p)]
+            # What earlier steps have left must not be multiplied, nor summed over the ranks of a tied weight.
+            if holder.grad is not None and (corrects or p in self._tied):
+                self._earlier[id(p)], holder.grad = holder.grad, None
 
     @contextmanager
-    def during(self, action: Action, split: SplitBackward) -> Iterator[None]:
-        """Around a backward B: if it completes gradients, the sink is told as they come.
+    def during_backward(self, action: Action, split_backward: SplitBackward) -> Iterator[None]:
+        """Around a backward B: if it completes gradients, the sink hears of each as it comes.
 
         Raises:
             RuntimeError: a gradient came twice, as it does where reentrant checkpoints share a parameter.
         """
-        if self.last[action.stage] != action or not self._matters:
-            with split.fused():
+        if self._last_action[action.stage] != action or not self._must_complete:
+            with split_backward.fused():
                 yield
             return
-        came: set[int] = set()
+        arrived: set[int] = set()
 
-        def complete(held: nn.Parameter) -> None:
-            if id(held) in came:
+        def complete(holder: nn.Parameter) -> None:
+            if id(holder) in arrived:
                 raise RuntimeError(
-                    f"a gradient of shape {tuple(held.shape)} came twice in one backward; with checkpoints, "
-                    "use_reentrant=False"
+                    f"a gradient of shape {tuple(holder.shape)} came twice in one backward; with checkpoints "
+                    "use use_reentrant=False"
                 )
-            came.add(id(held))
-            self._one(self._home_of[id(held)])
+            arrived.add(id(holder))
+            self._close_use(self._parameter_of[id(holder)])
 
-        here = [self._held[id(p)] for p in self._parameters[action.stage]]
-        hooks = attach(here, complete)
+        holders = [self._holders[id(p)] for p in self._by_stage[action.stage]]
+        hooks = attach(holders, complete)
         try:
-            with split.fused():
+            with split_backward.fused():
                 yield
         finally:
             for hook in hooks:
                 hook.remove()
-        for held in here:  # those that earlier microbatches alone have used
-            if held.grad is not None and id(held) not in came:
-                complete(held)
+        for holder in holders:  # those that only earlier microbatches have used
+            if holder.grad is not None and id(holder) not in arrived:
+                complete(holder)
 
-    def weights(self, action: Action, split: SplitBackward) -> None:
-        """W: add the weight gradients that I has left, and tell the sink of those that are complete."""
+    def add_weight_gradients(self, action: Action, split_backward: SplitBackward) -> None:
+        """W: add the weight gradients that I has put aside, and call the sink for those that are complete."""
         key = (action.stage, action.microbatch)
-        if self.last[action.stage] != action or not self._matters:
-            split.weights(key)
+        if self._last_action[action.stage] != action or not self._must_complete:
+            split_backward.weights(key)
             return
-        waiting = {id(held) for held in split.pending(key)}
-        for p in self._parameters[action.stage]:
-            held = self._held[id(p)]
-            if id(held) not in waiting and held.grad is not None:
-                self._one(p)
-        split.weights(key, lambda held: self._one(self._home_of[id(held)]))
+        waiting = {id(holder) for holder in split_backward.pending(key)}
+        for p in self._by_stage[action.stage]:
+            holder = self._holders[id(p)]
+            if id(holder) not in waiting and holder.grad is not None:
+                self._close_use(p)
+        split_backward.weights(key, lambda holder: self._close_use(self._parameter_of[id(holder)]))
 
     def finish(self) -> None:
-        """All actions are done: add up what has homes on several ranks, and let the sink come to its end."""
-        for p, axis in self._elsewhere.items():
-            held = self._held.get(id(p))
-            if held is None or not p.requires_grad:  # frozen, as it is on all of them
+        """All actions are done: sum the gradients of tied weights over their ranks, and finish the sink."""
+        for p, axis in self._tied.items():
+            holder = self._holders.get(id(p))
+            if holder is None or not p.requires_grad:  # frozen, as it is on all of them
                 continue
-            if held.grad is None:
-                held.grad = torch.zeros_like(held)
-            dist.all_reduce(held.grad, group=axis.group)
-            self._tell(p)
-        for p in self.every if self._matters else ():
-            if id(p) not in self._told:  # no backward of this step has used it to the end
+            if holder.grad is None:
+                holder.grad = torch.zeros_like(holder)
+            dist.all_reduce(holder.grad, group=axis.group)
+            self._complete(p)
+        for p in self.parameters if self._must_complete else ():
+            if id(p) not in self._completed:  # no backward of this step has used it to the end
                 self._correct(p)
-                self._restore(p)
+                self._restore_earlier(p)
         if self._reduces:
             assert self.sink is not None
             self.sink.finish()
 
     def drop(self) -> None:
-        """The step failed: gradients that it began are gone; one that was there before may have grown."""
-        for held in self._empty:
-            held.grad = None
-        for p in self.every:
-            self._held[id(p)].grad = self._before.pop(id(p), self._held[id(p)].grad)
+        """The step failed: remove gradients that it began; one that was there before may have grown."""
+        for holder in self._without_grad:
+            holder.grad = None
+        for p in self.parameters:
+            holder = self._holders[id(p)]
+            holder.grad = self._earlier.pop(id(p), holder.grad)
         if self.sink is not None:
             self.sink.drop()
 
-    def _one(self, p: nn.Parameter) -> None:
-        """One of its homes on this rank is done with it."""
-        self._open[id(p)] -= 1
-        if self._open[id(p)] == 0:
+    def _close_use(self, p: nn.Parameter) -> None:
+        """One of the stages of this rank that use `p` has ended."""
+        self._open_uses[id(p)] -= 1
+        if self._open_uses[id(p)] == 0:
             self._correct(p)
-            if p not in self._elsewhere:  # else `finish` does
-                self._tell(p)
+            if p not in self._tied:  # else `finish` does
+                self._complete(p)
 
-    def _tell(self, p: nn.Parameter) -> None:
-        """Its gradient of this step is what it is to be."""
-        self._told.add(id(p))
-        self._restore(p)
+    def _complete(self, p: nn.Parameter) -> None:
+        """The gradient of this step is final."""
+        self._completed.add(id(p))
+        self._restore_earlier(p)
         if self._reduces:
             assert self.sink is not None
             self.sink.ready(p)
 
     def _correct(self, p: nn.Parameter) -> None:
-        grad = self._held[id(p)].grad
+        grad = self._holders[id(p)].grad
         if self.correction is not None and grad is not None:
             grad.mul_(self.correction.to(grad.dtype))
 
-    def _restore(self, p: nn.Parameter) -> None:
-        """Add what earlier steps had left."""
-        held, before = self._held[id(p)], self._before.pop(id(p), None)
-        if before is not None:
-            held.grad = before if held.grad is None else held.grad.add_(before)
+    def _restore_earlier(self, p: nn.Parameter) -> None:
+        """Add what earlier steps have left."""
+        holder, earlier = self._holders[id(p)], self._earlier.pop(id(p), None)
+        if earlier is not None:
+            holder.grad = earlier if holder.grad is None else holder.grad.add_(earlier)
 
 
-def sink_of(given: Gradients, module: nn.Module) -> GradientSink | None:
-    """Whatever was given as the sink it is, no longer listening to backwards on its own."""
-    found: Any = given
-    known = hasattr(found, "sink") or hasattr(found, "ready") or isinstance(found, nn.Module)
-    if callable(found) and not known:
-        found = found(module)
-    if hasattr(found, "detach"):
-        found.detach()
-    sink: GradientSink | None = getattr(found, "sink", found)
+def sink_of(gradients: Gradients, module: nn.Module) -> GradientSink | None:
+    """The sink of whatever reduces gradients, which no longer listens to backwards itself.
+
+    Raises:
+        ValueError: it does not reduce gradients.
+    """
+    reducer: Any = gradients
+    is_reducer = hasattr(reducer, "sink") or hasattr(reducer, "ready") or isinstance(reducer, nn.Module)
+    if callable(reducer) and not is_reducer:
+        reducer = reducer(module)
+    if hasattr(reducer, "detach"):
+        reducer.detach()
+    sink: GradientSink | None = getattr(reducer, "sink", reducer)
     if sink is not None and not all(hasattr(sink, name) for name in ("ready", "finish", "drop", "axis")):
         raise ValueError(
-            f"this {type(found).__name__} does not reduce gradients; pass hpnb.DataParallel(pipe.module, "
+            f"this {type(reducer).__name__} does not reduce gradients; pass hpnb.DataParallel(pipe.module, "
             "mesh.dp), a hpnb.ZeroOptimizer of pipe.parameters(), hpnb.data_parallel.sink(pipe.module) "
             "where it is fully sharded, or a function that makes one of the module"
         )

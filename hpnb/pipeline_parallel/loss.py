@@ -1,20 +1,23 @@
-"""The loss of a pipeline's batch, and what each microbatch's backward starts from.
+"""The loss of a pipeline's batch, and the gradient from which each microbatch's backward starts.
 
     loss = sum_m total_m / N        N = sum_m count_m over all microbatches and all replicas
-    d loss / d total_m = 1 / N      where the loss function gives (total, count)
-    d loss / d mean_m = n_m / N     where it gives a mean, of n_m targets
+    d loss / d total_m = 1 / N      where the loss function returns (total, count)
+    d loss / d mean_m = n_m / N     where it returns the mean over n_m targets
 
-A backward begins before the last microbatch has been forward, so N must be known before anything is. Targets
-are counted in the batch (`count_targets`), which is exact for means. A loss function that counts for
-itself may count something else: then backwards have started from 1/N', with N' the targets times what each of
-them counted in the step before, and every gradient is multiplied by N'/N when it is complete. All ranks learn
-this `correction` with a gradient that they wait for anyway.
+The first backward begins before the last microbatch's forward, so it needs N before the loss function has
+counted everything. The `loss_reduction` of a pipeline, the same on all its ranks, says what is done:
+
+    "mean"            N is counted in the batch (`count_targets`), which is exact.
+    "sum_and_count"   The loss function may count something else than targets. Backwards start from 1/N',
+                      where N' is the number of targets times what each of them counted in the step before,
+                      and every gradient is multiplied by N'/N once it is complete. This `correction` travels
+                      to all ranks with a gradient that they wait for anyway. Means are exact here too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,20 +25,26 @@ import torch.distributed as dist
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel.microbatches import count_targets
 
+LossReduction = Literal["mean", "sum_and_count"]
 LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, Any]]
 
 
-class Loss:
-    """What the rank of the last stage knows about the loss of one step.
+class BatchLoss:
+    """The loss of one step, on the rank of the last stage.
 
     Args:
         function: (outputs, inputs) of a microbatch -> (sum, count), or the mean over its targets.
         inputs: of each microbatch.
-        causal: see `microbatches.count_targets`.
+        reduction: "mean" refuses a (sum, count); None takes both.
+        causal: see `count_targets`.
         replicas: the data axis over which N is summed, if there is one.
         scale: the gradients are those of the loss times this.
-        per_target: what a loss function that counts for itself is expected to count for each target. The
-            nearer, the less gradients leave the range of 16 bits before they are corrected.
+        per_target: what a target is expected to count, 1 for a mean. The nearer it is to what a (sum, count)
+            counts, the less gradients leave the range of 16 bits before they are corrected.
+
+    Attributes:
+        returned: the reduction that the function returned in this step; None before it was called.
+        counted_per_target: what a target has counted, known with the correction.
     """
 
     def __init__(
@@ -43,73 +52,85 @@ class Loss:
         function: LossFunction,
         inputs: Sequence[Any],
         device: torch.device,
+        *,
+        reduction: LossReduction | None,
         causal: bool,
         replicas: Axis | None,
         scale: float | torch.Tensor,
         per_target: float | torch.Tensor = 1.0,
     ) -> None:
         self._function, self._inputs, self._replicas, self._device = function, inputs, replicas, device
-        self._counts = torch.stack([self._number(count_targets(one, causal)) for one in inputs])  # (m,)
-        self._all = self._over_replicas(self._counts.sum())
-        self._expected = self._all.clamp(min=1)  # a batch without targets has gradients of 0
+        self._reduction, self._per_target = reduction, per_target
+        self._targets = torch.stack([self._as_count(count_targets(one, causal)) for one in inputs])  # (m,)
+        self._all_targets = self._sum_over_replicas(self._targets.sum())
+        # 1/N'. A batch without targets has gradients of 0.
+        self._start = scale / (self._all_targets.clamp(min=1) * per_target)  # ()
         # Of all microbatches at once: small kernels are in the way of large ones.
-        self._seeds = scale / self._expected * self._counts  # (m,), in the dtype of losses once that is known
-        self._seed_of_sums = scale / (self._expected * per_target)  # ()
-        self._per_target = per_target
+        self._mean_starts = self._start * self._targets  # (m,), in the dtype of losses once that is known
         self._values: dict[int, torch.Tensor] = {}
-        self._own_counts: list[torch.Tensor] = []
-        self.counts_itself: bool | None = None  # known once it has been called
-        self.counted: torch.Tensor | None = None  # for each target; known with the correction
+        self._counts: dict[int, torch.Tensor] = {}
+        self.returned: LossReduction | None = None
+        self.counted_per_target: torch.Tensor | None = None
 
     def __call__(self, microbatch: int, outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what to start the backward of this microbatch from, with which gradient)."""
-        found: Any = self._function(outputs, self._inputs[microbatch])
-        value, own = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
-        if not isinstance(value, torch.Tensor) or value.dim() or (found is not value and own is None):
+        """(the tensor from which the backward of this microbatch starts, its gradient)."""
+        result: Any = self._function(outputs, self._inputs[microbatch])
+        value, count = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        if not isinstance(value, torch.Tensor) or value.dim() or (result is not value and count is None):
             what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(
-                f"the loss function returned {type(found).__name__} of {what}; return a scalar tensor, the "
+                f"the loss function returned {type(result).__name__} of {what}; return a scalar tensor, the "
                 "mean over the microbatch's targets, or (sum, count)"
             )
-        if self.counts_itself not in (None, own is not None):
-            raise ValueError("the loss function must return (sum, count) for every microbatch, or for none")
-        self.counts_itself = own is not None
+        self._check_reduction("mean" if count is None else "sum_and_count")
         self._values[microbatch] = value.detach()
-        if own is not None:
-            self._own_counts.append(self._number(own))
-            return value, self._seed_of_sums.to(value.dtype)
-        return value, self._seeds_of(value.dtype)[microbatch]
+        if count is not None:
+            self._counts[microbatch] = self._as_count(count)
+            return value, self._start.to(value.dtype)
+        if self._mean_starts.dtype != value.dtype:
+            self._mean_starts = self._mean_starts.to(value.dtype)
+        return value, self._mean_starts[microbatch]
 
     def correction(self) -> torch.Tensor:
-        """(), float64: N'/N, once all microbatches have been forward. All replicas call it."""
-        counted = self._true_count() / self._expected
-        # A step that has counted nothing, and whose mean is nan, is nothing to go by in the next.
-        self.counted = torch.where(counted > 0, counted, self._per_target)
-        return self._per_target / counted
+        """(), float64: N'/N, once all microbatches have been forward. All replicas call it together."""
+        count = self._sum_over_replicas(self._step_counts().sum())
+        counted = count / self._all_targets.clamp(min=1)
+        # A step that has counted nothing, and whose mean is nan, says nothing about the next.
+        self.counted_per_target = torch.where(counted > 0, counted, self._per_target)
+        nothing = (count == 0) & (self._all_targets == 0)  # as for means, which have gradients of 0 then
+        return torch.where(nothing, 1.0, self._per_target / counted)
 
     def mean(self) -> torch.Tensor:
-        """(), float64: the loss of the whole batch, of all replicas. All replicas call it."""
+        """(), float64: the loss of the whole batch, of all replicas. All replicas call it together."""
         values = torch.stack([self._values[m] for m in range(len(self._inputs))]).double()  # (m,)
-        if self.counts_itself:
-            return self._over_replicas(values.sum()) / self._true_count()
-        # The mean of nothing is nan; it counts nothing.
-        totals = torch.where(self._counts > 0, values * self._counts, 0.0)
-        return self._over_replicas(totals.sum()) / self._all
+        counts = self._step_counts()  # (m,)
+        # The mean of nothing is nan, and counts nothing.
+        totals = values if self._counts else torch.where(counts > 0, values * counts, 0.0)
+        sums = self._sum_over_replicas(torch.stack([totals.sum(), counts.sum()]))
+        return sums[0] / sums[1]
 
-    def _seeds_of(self, dtype: torch.dtype) -> torch.Tensor:
-        if self._seeds.dtype != dtype:
-            self._seeds = self._seeds.to(dtype)
-        return self._seeds
+    def _check_reduction(self, returned: LossReduction) -> None:
+        if self.returned not in (None, returned):
+            raise ValueError("the loss function must return (sum, count) for every microbatch, or for none")
+        if self._reduction == "mean" and returned == "sum_and_count":
+            raise ValueError(
+                "the loss function returned (sum, count), and this pipeline expects a mean, as in "
+                "its first training step; set loss_reduction='sum_and_count' on every rank, which takes both"
+            )
+        self.returned = returned
 
-    def _true_count(self) -> torch.Tensor:
-        return self._over_replicas(torch.stack(self._own_counts).sum())
+    def _step_counts(self) -> torch.Tensor:
+        """(m,), float64: what each microbatch counts."""
+        if not self._counts:
+            return self._targets
+        return torch.stack([self._counts[m] for m in range(len(self._inputs))])
 
-    def _over_replicas(self, value: torch.Tensor) -> torch.Tensor:
+    def _sum_over_replicas(self, value: torch.Tensor) -> torch.Tensor:
         if self._replicas is not None and self._replicas.size > 1:
             dist.all_reduce(value, group=self._replicas.group)
         return value
 
-    def _number(self, count: torch.Tensor | float) -> torch.Tensor:
+    def _as_count(self, count: torch.Tensor | float) -> torch.Tensor:
         if isinstance(count, torch.Tensor):
             return count.detach().to(self._device, torch.float64)
         return torch.full((), count, dtype=torch.float64, device=self._device)  # no copy to wait for

@@ -1,37 +1,40 @@
-"""Pipeline parallelism: each rank has some stages of the model, and microbatches walk through them.
+"""Pipeline parallelism: each rank has some stages of the model, and microbatches pass through them.
 
     pipe = hpnb.Pipeline(model, mesh.pp, schedules.make("1f1b", stages=4, microbatches=8), loss_fn)
     optimizer = torch.optim.AdamW(pipe.parameters())
     result = pipe.step(batch)                      # on every rank, with the same batch
     optimizer.step()
 
-A rank keeps its own layers and nothing of the others'. What it does, and when, is the schedule's business:
-the loss and all gradients are those of one process, whatever the schedule.
+A rank keeps the layers of its stages and no others. The schedule says what it does and when; the loss and all
+gradients are those of one process under every schedule.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hpnb.background import Background
 from hpnb.gradients import GradientSink, reduced_by
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel import microbatches
-from hpnb.pipeline_parallel.executor import Known, StepExecution
+from hpnb.pipeline_parallel.boundary import KnownBoundaries, StepBoundaries
+from hpnb.pipeline_parallel.executor import StepConfig, StepExecutor
 from hpnb.pipeline_parallel.grad_ready import Gradients, GradReady, sink_of
 from hpnb.pipeline_parallel.layers import Builder
-from hpnb.pipeline_parallel.loss import Loss, LossFunction
+from hpnb.pipeline_parallel.loss import BatchLoss, LossFunction, LossReduction
 from hpnb.pipeline_parallel.partition import How
 from hpnb.pipeline_parallel.rank_schedule import RankSchedules
 from hpnb.pipeline_parallel.schedule import Schedule
 from hpnb.pipeline_parallel.split_backward import SplitBackward
 from hpnb.pipeline_parallel.stages import Stages, build_stages
+from hpnb.pipeline_parallel.step_messages import CORRECTION
 from hpnb.pipeline_parallel.step_result import PipelineStepResult
 from hpnb.pipeline_parallel.symmetric_transfers import SymmetricTransfers
 from hpnb.pipeline_parallel.tied_weights import tie_weights
@@ -40,18 +43,17 @@ from hpnb.ranks.current_rank import device as this_device
 from hpnb.record.recorder import Recorder, active, recording
 
 FUSED = 1.4e11  # FLOPs: about 0.2 ms of an H200, and more than twice what Python takes for the call
-_CORRECTION = ((torch.Size(), torch.float64),)
-Split = Callable[[Any, int], list[Any]]
+SplitFunction = Callable[[Any, int], list[Any]]
 
 
 class Pipeline:
     """Trains `model` over the ranks of `axis`, as `schedule` says.
 
     Args:
-        model: an nn.Sequential, a model that `hpnb.models` knows, or a `Builder`; the same on every rank. Its
-            layers here move to `hpnb.device()`, with their Parameter objects; the others are left alone, and
-            are freed when the caller lets go of the model. What is on the meta device gets zeros, to be
-            filled by `load_full_state_dict`. Or `Stages` of the schedule's, such as a `Whole`.
+        model: an nn.Sequential, a model that `hpnb.models` knows, or a `Builder`; the same on every rank. The
+            layers of this rank move to `hpnb.device()` and keep their Parameter objects. The others are left
+            alone, and are freed when the caller lets go of the model. What is on the meta device gets zeros,
+            to be filled by `load_full_state_dict`. Or `Stages` of the schedule's, such as a `WholeModel`.
         axis: the pipeline axis, `mesh.pp`; as many ranks as the schedule has.
         schedule: is checked here. `pipe.schedule` may be set between steps, on every rank: to another of the
             same name and stages, for another number of microbatches.
@@ -68,13 +70,17 @@ class Pipeline:
             many layers each stage gets.
         example: a batch, from which "flops" and "time" take a microbatch.
         causal: whether the target of a position is that of the next one. By default as the model says.
+        loss_reduction: what `loss_fn` returns: "mean", or "sum_and_count", which takes means too. By default
+            the first training step decides for the later ones; a (sum, count) after a mean is refused then.
 
     Attributes:
         module: this rank's layers, as an nn.Module, with the whole model's names.
         stages: the numbers of this rank's stages.
         split: how a batch becomes microbatches, (batch, number) -> so many; it may be set.
-        per_target: what a loss function that counts for itself counts for each target, as the last step has
-            found, on the rank of the last stage; the next one begins with it. It may be set.
+        loss_reduction: what `loss_fn` returns; None before the first training step. It may be set between
+            steps, on every rank.
+        per_target: what each target counted in the last step where the loss function returns (sum, count), on
+            the rank of the last stage; the next step begins with it. It may be set.
 
     Raises:
         ScheduleError: the schedule cannot be run.
@@ -94,6 +100,7 @@ class Pipeline:
         cut: How = "uniform",
         example: Any = None,
         causal: bool | None = None,
+        loss_reduction: LossReduction | None = None,
     ) -> None:
         schedule.check()
         if schedule.ranks != axis.size:
@@ -101,8 +108,12 @@ class Pipeline:
                 f"{schedule.name} with {schedule.stages} stages is for {schedule.ranks} ranks, and axis "
                 f"{axis.name} has {axis.size}; make it with stages={axis.size * schedule.chunks}"
             )
-        self.axis, self._loss_fn, self.replicas = axis, loss_fn, replicas
-        self.split: Split = microbatches.split_batch
+        if loss_reduction not in (None, "mean", "sum_and_count"):
+            raise ValueError(f"loss_reduction={loss_reduction!r} is not known; use 'mean' or 'sum_and_count'")
+        self.axis, self.replicas = axis, replicas
+        self._loss_fn, self._given_reduction, self.loss_reduction = loss_fn, loss_reduction, loss_reduction
+        self.per_target: float | torch.Tensor = 1.0
+        self.split: SplitFunction = microbatches.split_batch
         self._device = this_device()
         self.stages = schedule.stages_of(axis.rank)
         self.module = build_stages(model, axis, schedule, cut, example)
@@ -111,16 +122,16 @@ class Pipeline:
         self._queues = make_queues(axis, pairs, self._device)
         # Where nothing is split, large matmuls still add to gradients themselves (see `split_backward`).
         fuses = schedule.splits or self._device.type == "cuda"
-        self._split = SplitBackward(self.module.modules() if fuses else (), 0.0 if schedule.splits else FUSED)
-        self._ties = tie_weights(self.module, axis, schedule.rank_of)
-        self._plans = RankSchedules(schedule, axis.rank)
-        self._completion = self._complete()
-        self._peers = SymmetricTransfers(axis, pairs, self._device)
-        self._known: Known = {}
-        self._seen: set[Any] = set()  # signatures of microbatches, of all stages
+        self._split_backward = SplitBackward(
+            self.module.modules() if fuses else (), 0.0 if schedule.splits else FUSED
+        )
+        self._tied = tie_weights(self.module, self.module.tied, axis, schedule.rank_of)
+        self._rank_schedules = RankSchedules(schedule, axis.rank)
+        self._grad_ready = self._make_grad_ready()
+        self._symmetric = SymmetricTransfers(axis, pairs, self._device)
+        self._known_boundaries: KnownBoundaries = {}
+        self._seen: set[Hashable] = set()  # signatures of microbatches that have been through all stages
         self._background = Background(axis, self._device)
-        self._corrects: bool | None = None
-        self.per_target: float | torch.Tensor = 1.0
         self._gradients: GradientSink | None = None
         self.gradients = gradients
 
@@ -152,48 +163,63 @@ class Pipeline:
         Raises:
             ValueError: fewer samples than microbatches, or tensors of unequally many rows.
         """
-        plan = self._plans.forwards if forward_only else self._plans.train
+        trains = not forward_only
+        part = self._rank_schedules.train if trains else self._rank_schedules.forward_only
         inputs = self.split(microbatches.to_device(batch, self._device), self.schedule.microbatches)
-        if not forward_only:
+        if trains:
             self._check_sink()
-        loss = self._loss(inputs, scale) if self.is_last_stage else None
+        loss = self._make_loss(inputs, scale, trains) if self.is_last_stage else None
         recorder = (active() or Recorder(aligned=False)) if record else None
         since = recorder.marks() if recorder is not None else 0
-        completion = None if forward_only else self._completion
-        # All ranks find the same here: the batch, the mode and the steps before decide it.
+        # All ranks decide the same here, because it follows from the batch, the mode and the steps before.
         mode = forward_only, torch.is_autocast_enabled(self._device.type)
-        signatures = [(mode, one) for one in microbatches.signatures(inputs)]
-        new = not self._seen.issuperset(signatures) or (completion is not None and self._corrects is None)
-        run = StepExecution(
-            plan, self.module, self._queues if new else self._peers.queues or self._queues,
-            inputs, signatures, self._known, loss, self._corrects, completion, self._split, recorder,
-            return_outputs,
-        )  # fmt: skip
-        if completion is not None:
-            completion.begin(reduce, self._corrects is not False)
+        signatures = [(mode, signature) for signature in microbatches.signatures(inputs)]
+        shapes_known = self._seen.issuperset(signatures)
+        # As long as nobody knows what the loss function returns, a correction is sent: 1, if it is a mean.
+        sends_correction = trains and self.loss_reduction != "mean"
+        config = StepConfig(
+            rank_schedule=part,
+            run_stage=self.module,
+            microbatches=inputs,
+            queues=(shapes_known and self._symmetric.queues) or self._queues,
+            boundaries=StepBoundaries(self._known_boundaries, signatures),
+            split_backward=self._split_backward,
+            loss=loss,
+            sends_correction=sends_correction,
+            grad_ready=self._grad_ready if trains else None,
+            recorder=recorder,
+            keep_outputs=return_outputs,
+        )
+        executor = StepExecutor(config)
+        if trains:
+            self._grad_ready.begin(reduce, sends_correction)
         try:
             with (
-                torch.set_grad_enabled(not forward_only),
+                torch.set_grad_enabled(trains),
                 recording(recorder) if recorder else nullcontext(),
-                _no_collection(),
+                _no_garbage_collection(),
             ):
-                run.run()
-                if completion is not None:
-                    completion.finish()
-                    self._corrects = run.corrects
+                executor.run()
+                if trains:
+                    self._grad_ready.finish()
             until = recorder.marks() if recorder is not None else since
-            if new:
+            if trains and self.loss_reduction is None:
+                self.loss_reduction = self._share_reduction(loss)
+            if not shapes_known:
                 self._seen.update(signatures)
-                self._peers.reserve([made.shapes + _CORRECTION for made in self._known.values()])
+                boundaries = self._known_boundaries.values()
+                self._symmetric.reserve([(*boundary.shapes, CORRECTION) for boundary in boundaries])
         except BaseException:
-            self._split.drop()
-            if completion is not None:
-                completion.drop()
+            self._split_backward.drop()
+            if trains:
+                self._grad_ready.drop()
             raise
         value = loss.mean() if loss is not None else None
-        if loss is not None and loss.counted is not None:
-            self.per_target = loss.counted
-        return PipelineStepResult(self.axis, self._share(value), run, plan.schedule, recorder, (since, until))
+        if loss is not None and loss.counted_per_target is not None:
+            self.per_target = loss.counted_per_target
+        return PipelineStepResult(
+            self.axis, executor, part.schedule, self._share_loss(value), recorder, (since, until)
+        )
 
     @property
     def is_last_stage(self) -> bool:
@@ -203,9 +229,9 @@ class Pipeline:
     def forget(self) -> None:
         """Learn anew what is trained and what passes between stages: after parameters were frozen or thawed,
         on every rank. Whoever reduces gradients is to be made and set anew as well."""
-        self._known.clear()
+        self._known_boundaries.clear()
         self._seen.clear()
-        self._completion = self._complete()
+        self._grad_ready = self._make_grad_ready()
         self.gradients = None
 
     # --- what may be another in the next step -------------------------------------------------------------
@@ -213,12 +239,12 @@ class Pipeline:
     @property
     def schedule(self) -> Schedule:
         """What the next step follows."""
-        return self._plans.schedule
+        return self._rank_schedules.schedule
 
     @schedule.setter
     def schedule(self, other: Schedule) -> None:
-        self._plans.follow(other)
-        self._completion.follow(self._plans.train.row)
+        self._rank_schedules.follow(other)
+        self._grad_ready.follow(self._rank_schedules.train.actions)
 
     @property
     def loss_fn(self) -> LossFunction:
@@ -228,7 +254,7 @@ class Pipeline:
     @loss_fn.setter
     def loss_fn(self, other: LossFunction) -> None:
         self._loss_fn = other
-        self._corrects, self.per_target = None, 1.0  # it may count for itself, and something else
+        self.loss_reduction, self.per_target = self._given_reduction, 1.0
 
     # --- the module --------------------------------------------------------------------------------------
 
@@ -238,9 +264,9 @@ class Pipeline:
         return self._gradients
 
     @gradients.setter
-    def gradients(self, given: Gradients) -> None:
-        self._gradients = sink_of(given, self.module)
-        self._completion.set_sink(self._gradients)
+    def gradients(self, reducer: Gradients) -> None:
+        self._gradients = sink_of(reducer, self.module)
+        self._grad_ready.set_sink(self._gradients)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's."""
@@ -262,45 +288,65 @@ class Pipeline:
 
     # --- inside ------------------------------------------------------------------------------------------
 
-    def _complete(self) -> GradReady:
-        held = {stage: self.module.trained(stage) for stage in self.stages}
-        return GradReady(self._plans.train.row, held, self._ties)
+    def _make_grad_ready(self) -> GradReady:
+        trained = {stage: self.module.trained(stage) for stage in self.stages}
+        return GradReady(self._rank_schedules.train.actions, trained, self._tied)
 
-    def _loss(self, inputs: list[Any], scale: float | torch.Tensor) -> Loss:
+    def _make_loss(self, inputs: list[Any], scale: float | torch.Tensor, trains: bool) -> BatchLoss:
         sink = self._gradients
-        replicas = self.replicas or (sink.axis if sink is not None else None)
-        scale = scale * (sink.axis.size if sink is not None and sink.average else 1)  # the sink divides
-        return Loss(self.loss_fn, inputs, self._device, self.causal, replicas, scale, self.per_target)
+        return BatchLoss(
+            self.loss_fn,
+            inputs,
+            self._device,
+            reduction=self.loss_reduction if trains else None,
+            causal=self.causal,
+            replicas=self.replicas or (sink.axis if sink is not None else None),
+            scale=scale * (sink.axis.size if sink is not None and sink.average else 1),  # the sink divides
+            per_target=1.0 if self.loss_reduction == "mean" else self.per_target,
+        )
 
     def _check_sink(self) -> None:
         """Whoever reduces at the end of every backward would reduce every microbatch's."""
-        one = self._completion.every[:1]  # they are claimed together
-        if self._gradients is None and one and (other := reduced_by(one[0])) is not None:
+        first = self._grad_ready.parameters[:1]  # all are claimed together
+        if self._gradients is None and first and (reducer := reduced_by(first[0])) is not None:
             raise ValueError(
-                f"a {type(other).__name__} reduces these gradients after every backward, and there are "
+                f"a {type(reducer).__name__} reduces these gradients after every backward, and there are "
                 f"{self.schedule.microbatches} in a step: set pipe.gradients to it"
             )
 
-    def _share(self, value: torch.Tensor | None) -> Callable[[], torch.Tensor]:
-        """Give the loss to all ranks, beside whatever else they do; the result waits for it."""
-        loss = torch.zeros((), dtype=torch.float64, device=self._device) if value is None else value
-        last = self.schedule.rank_of[self.schedule.stages - 1]
-        pending = self._background.broadcast(loss, last)
+    @property
+    def _last_rank(self) -> int:
+        """The place on the axis that has the last stage."""
+        return self.schedule.rank_of[self.schedule.stages - 1]
 
-        def read() -> torch.Tensor:
+    def _share_reduction(self, loss: BatchLoss | None) -> LossReduction:
+        """Send all ranks what the loss function has returned in this step."""
+        returned = [None if loss is None else loss.returned]
+        if self.axis.size > 1:
+            source = self.axis.ranks[self._last_rank]
+            dist.broadcast_object_list(returned, src=source, group=self.axis.group)
+        assert returned[0] is not None
+        return returned[0]
+
+    def _share_loss(self, value: torch.Tensor | None) -> Callable[[], torch.Tensor]:
+        """Send the loss to all ranks, beside whatever else they do; the result waits for it."""
+        loss = torch.zeros((), dtype=torch.float64, device=self._device) if value is None else value
+        pending = self._background.broadcast(loss, self._last_rank)
+
+        def wait_for_loss() -> torch.Tensor:
             pending.wait()
             return loss
 
-        return read
+        return wait_for_loss
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """Python looks for garbage after the step: in the middle of it one rank would keep all others waiting."""
-    collects = gc.isenabled()
+def _no_garbage_collection() -> Iterator[None]:
+    """Let Python collect garbage after the step: in the middle of it a rank would delay all others."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collects:
+        if was_enabled:
             gc.enable()

@@ -1,17 +1,41 @@
-"""What one rank does under each schedule that a pipeline follows, one after the other.
+"""One rank's part of a schedule: its actions, and the messages between it and other ranks.
 
-A batch with fewer samples takes fewer microbatches, and so another list of actions. Stages, queues and what
-has been learned of shapes stay: they depend on where stages lie, not on how many microbatches walk through.
+A batch with fewer samples takes fewer microbatches, and so another list of actions. Stages, queues and known
+shapes stay: they depend on which rank has which stage, and not on the number of microbatches.
 """
 
 from __future__ import annotations
 
-from hpnb.pipeline_parallel.executor import RankSchedule
 from hpnb.pipeline_parallel.schedule import Schedule
 
 
+class RankSchedule:
+    """What one rank does under a schedule, whatever the batch.
+
+    Attributes:
+        actions: the rank's, in order.
+        message_index: {an action whose result is sent: (the pair of ranks, its index among their messages)}.
+        correction_microbatch: the microbatch whose gradient carries the loss's correction: the first that
+            goes back after the last stage has done all its forwards. -1 if there are only forwards.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self.schedule, self.rank, self.actions = schedule, rank, schedule.actions[rank]
+        queues = schedule.queues
+        self.message_index = {a: (pair, i) for pair, row in queues.items() for i, a in enumerate(row)}
+        last = schedule.stages - 1
+        of_last = [a for a in schedule.actions[schedule.rank_of[last]] if a.stage == last]
+        last_forward = max(i for i, a in enumerate(of_last) if a.op == "F")
+        backwards = (a.microbatch for a in of_last[last_forward:] if a.op in ("I", "B"))
+        self.correction_microbatch = next(backwards, -1)
+
+    @property
+    def last_stage(self) -> int:
+        return self.schedule.stages - 1
+
+
 class RankSchedules:
-    """Made once a schedule, and kept.
+    """The parts of all schedules that a pipeline follows, one schedule after another.
 
     Args:
         schedule: the first one, checked.
@@ -19,40 +43,40 @@ class RankSchedules:
 
     Attributes:
         schedule: the one that is followed.
-        train, forwards: what the rank does, with backwards and without.
+        train, forward_only: this rank's part of it, with backwards and without.
     """
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self._rank = rank
-        self._made: dict[Schedule, tuple[RankSchedule, RankSchedule]] = {}
-        self._take(schedule)
+        self._parts: dict[Schedule, tuple[RankSchedule, RankSchedule]] = {}
+        self._select(schedule)
 
     def follow(self, other: Schedule) -> None:
-        """Take `other` from the next step on.
+        """Follow `other` from the next step on.
 
         Raises:
             ScheduleError: it cannot be run.
             ValueError: it lays the stages out otherwise.
         """
-        before = self.schedule
-        if other is before:
+        current = self.schedule
+        if other is current:
             return
-        if other not in self._made:
+        if other not in self._parts:
             other.check()
-            alike = other.rank_of == before.rank_of and other.queues.keys() == before.queues.keys()
-            if not alike or other.splits > before.splits:
+            alike = other.rank_of == current.rank_of and other.queues.keys() == current.queues.keys()
+            if not alike or other.splits > current.splits:
                 raise ValueError(
-                    f"{other.name} with {other.stages} stages cannot take the place of {before.name} with "
-                    f"{before.stages}, for it lays them out otherwise: make another Pipeline for it"
+                    f"{other.name} with {other.stages} stages cannot take the place of {current.name} with "
+                    f"{current.stages}, because it lays them out otherwise: make another Pipeline for it"
                 )
-        self._take(other)
+        self._select(other)
 
-    def _take(self, schedule: Schedule) -> None:
-        if schedule not in self._made:
-            forwards = RankSchedule(_only_forwards(schedule), self._rank)
-            self._made[schedule] = RankSchedule(schedule, self._rank), forwards
+    def _select(self, schedule: Schedule) -> None:
+        if schedule not in self._parts:
+            parts = RankSchedule(schedule, self._rank), RankSchedule(_only_forwards(schedule), self._rank)
+            self._parts[schedule] = parts
         self.schedule = schedule
-        self.train, self.forwards = self._made[schedule]
+        self.train, self.forward_only = self._parts[schedule]
 
 
 def _only_forwards(schedule: Schedule) -> Schedule:

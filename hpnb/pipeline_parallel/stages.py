@@ -11,7 +11,7 @@ ranks counts it once. A weight with homes on several stages (a tied embedding) c
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,21 +25,9 @@ from hpnb.pipeline_parallel import microbatches
 from hpnb.pipeline_parallel.layers import Builder, Inputs, Layer, first_input, layers, shared_parameters
 from hpnb.pipeline_parallel.partition import How, cut
 from hpnb.pipeline_parallel.schedule import Schedule
+from hpnb.pipeline_parallel.tied_weights import TiedWeight
 from hpnb.placement import Cut, full_tensors, placement_of, set_placement
 from hpnb.ranks.current_rank import device as this_device
-
-
-@dataclass(frozen=True)
-class TiedWeight:
-    """One weight that several stages use: each has it, and its gradient is the sum of theirs.
-
-    Attributes:
-        names: in the whole model, in its order.
-        stages: the stage of each name.
-    """
-
-    names: tuple[str, ...]
-    stages: tuple[int, ...]
 
 
 class Stages(nn.Module):

@@ -1,4 +1,4 @@
-"""What a step of a pipeline gives: the loss on every rank, outputs where they are, and what ran when."""
+"""The result of a pipeline step: the loss on every rank, outputs on the last stage's, and what ran when."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel import microbatches
-from hpnb.pipeline_parallel.executor import StepExecution, contended
+from hpnb.pipeline_parallel.executor import StepExecutor, contended
 from hpnb.pipeline_parallel.schedule import Action, Schedule
 from hpnb.pipeline_parallel.simulate import run as replay
 from hpnb.record import Event, Timeline
@@ -19,26 +19,31 @@ from hpnb.record.recorder import Recorder
 
 
 class PipelineStepResult:
-    """Of `Pipeline.step`."""
+    """What `Pipeline.step` returns.
+
+    Args:
+        wait_for_loss: gives the loss, as soon as it has come from the rank of the last stage.
+        spans: which of the recorder's marks are of this step, (first, end).
+    """
 
     def __init__(
         self,
         axis: Axis,
-        loss: Callable[[], torch.Tensor],
-        done: StepExecution,
+        executor: StepExecutor,
         schedule: Schedule,
+        wait_for_loss: Callable[[], torch.Tensor],
         recorder: Recorder | None,
         spans: tuple[int, int],
     ) -> None:
-        self._axis, self._loss, self._schedule, self._recorder = axis, loss, schedule, recorder
-        self._outputs, self._cpu_seconds = done.outputs, done.cpu_seconds
-        self._spans = spans
+        self._axis, self._schedule, self._recorder, self._spans = axis, schedule, recorder, spans
+        self._outputs, self._cpu_seconds = executor.outputs, executor.cpu_seconds
+        self._wait_for_loss = wait_for_loss
         self._timeline: Timeline | None = None
 
     @property
     def loss(self) -> torch.Tensor:
         """(), float64: the mean over the targets of all microbatches and replicas, on every rank."""
-        return self._loss()
+        return self._wait_for_loss()
 
     @property
     def outputs(self) -> Any:
@@ -67,12 +72,12 @@ class PipelineStepResult:
             raise RuntimeError("this step was not recorded; call step(batch, record=True)")
         if not self._recorder.aligned:
             self._recorder.align(self._axis.group)
-        mine = self._recorder.events(*self._spans), self._cpu_seconds
-        everyone: list[tuple[list[Event], dict[Action, float]]] = [mine] * self._axis.size
-        dist.all_gather_object(everyone, mine, self._axis.group)
+        recorded = self._recorder.events(*self._spans), self._cpu_seconds
+        by_rank: list[tuple[list[Event], dict[Action, float]]] = [recorded] * self._axis.size
+        dist.all_gather_object(by_rank, recorded, self._axis.group)
         if contended():
-            seconds = {action: cost for _, costs in everyone for action, cost in costs.items()}
+            seconds = {action: cost for _, costs in by_rank for action, cost in costs.items()}
             return replay(self._schedule, seconds.__getitem__, source="replayed from measured CPU time")
         place = {rank: i for i, rank in enumerate(self._axis.ranks)}
-        events = (replace(e, rank=place[e.rank]) for events, _ in everyone for e in events)
+        events = (replace(e, rank=place[e.rank]) for events, _ in by_rank for e in events)
         return Timeline(tuple(events)).shifted()

@@ -1,37 +1,54 @@
-"""One weight with homes on several ranks: equal at the start, and its gradient is the sum of all homes'.
+"""Tied weights: one weight that several stages use, such as GPT-2's embedding and head.
 
-A weight that is both embedding and head is on the first stage and on the last. Each of them computes with its
-own copy; copies that start equal and get equal gradients stay equal.
+Each of the stages computes with a copy. The copies start equal, and the gradient of each is the sum of all
+copies' gradients (`grad_ready.py`), so they stay equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import nn
 
 from hpnb.mesh import Axis
-from hpnb.pipeline_parallel.stages import Stages
 
 
-def tie_weights(stages: Stages, axis: Axis, rank_of: Mapping[int, int]) -> dict[nn.Parameter, Axis]:
-    """{parameter of this rank: the ranks that hold it}, for those on several; they take the first's value.
+@dataclass(frozen=True)
+class TiedWeight:
+    """One weight that several stages use: each has it, and its gradient is the sum of theirs.
 
-    Every rank of the world calls it, with stages of the same cut: a new group is a matter of all.
+    Attributes:
+        names: in the whole model, in its order.
+        stages: the stage of each name.
+    """
+
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
+
+
+def tie_weights(
+    module: nn.Module, tied_weights: Sequence[TiedWeight], axis: Axis, rank_of: Mapping[int, int]
+) -> dict[nn.Parameter, Axis]:
+    """{parameter of this rank: the ranks that have it}, for those on several. They take the first's value.
+
+    Every rank of the world calls it, with the tied weights of the same cut, because all ranks take part in
+    making a group.
 
     Args:
+        module: this rank's stages.
         rank_of: {stage: the place on the axis that has it}.
     """
-    named = dict(stages.named_parameters(remove_duplicate=False))
-    found: dict[nn.Parameter, Axis] = {}
-    for tied in stages.tied:
+    named = dict(module.named_parameters(remove_duplicate=False))
+    holders: dict[nn.Parameter, Axis] = {}
+    for tied in tied_weights:
         places = sorted({rank_of[stage] for stage in tied.stages})
         if len(places) == 1:
             continue
-        holders = axis.among(places)
+        group = axis.among(places)
         if axis.rank in places:
             (parameter,) = {named[name] for name in tied.names if name in named}
-            dist.broadcast(parameter.data, src=holders.ranks[0], group=holders.group)
-            found[parameter] = holders
-    return found
+            dist.broadcast(parameter.data, src=group.ranks[0], group=group.group)
+            holders[parameter] = group
+    return holders

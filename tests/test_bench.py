@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import hpnb
 from hpnb import Layout, Mesh
-from hpnb.bench import data_parallel, pipeline, tensor, tensor_task, turns
+from hpnb.bench import data_parallel, harness, pipeline, tensor, tensor_task
+from hpnb.bench.harness import WARM_UP
 from hpnb.bench.report import Row, table
-from hpnb.bench.turns import WARM_UP
 from hpnb.models import GPT2Size, ViTSize
 from hpnb.pipeline_parallel import Costs, schedules
 
@@ -228,13 +228,13 @@ def test_no_garbage_is_collected_inside_a_timed_step(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dist, "barrier", lambda: None)
     monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
     seen: list[bool] = []
-    assert turns.timed(lambda: seen.append(gc.isenabled())) >= 0
+    assert harness.timed(lambda: seen.append(gc.isenabled())) >= 0
 
     def fails() -> None:
         seen.append(gc.isenabled())
         raise ValueError
 
     with pytest.raises(ValueError):
-        turns.timed(fails)
+        harness.timed(fails)
     assert seen == [False, False]
     assert gc.isenabled()

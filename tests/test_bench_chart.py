@@ -18,21 +18,23 @@ from PIL import Image
 
 from hpnb import plot
 from hpnb.bench import __main__ as command
-from hpnb.bench.whole import chart, files, layouts, measure
-from hpnb.bench.whole.found import Entry, LayoutFound, Run
+from hpnb.bench import chart, layouts, result_files, worker
+from hpnb.bench.results import LayoutResult, ProgramResult, Run
 
 ROOT = Path(__file__).parents[1]
 
 
-def found(layout: str, seconds: dict[str, float], failed: str = "", why: str = "it broke") -> LayoutFound:
+def found(layout: str, seconds: dict[str, float], failed: str = "", why: str = "it broke") -> LayoutResult:
     """Programs that took so long, but for one that `failed`; a step is 1 TFLOP a rank, of 2 a second."""
-    entries = tuple(Entry(n, n.startswith("hpnb"), failed=why if n == failed else "") for n in seconds)
+    entries = tuple(
+        ProgramResult(n, n.startswith("hpnb"), failed=why if n == failed else "") for n in seconds
+    )
     waves = ({name: [second] * 3 for name, second in seconds.items() if name != failed},)
-    return LayoutFound(layout, 4, "tokens", 4000, 4e12, 2e12, entries, waves)
+    return LayoutResult(layout, 4, "tokens", 4000, 4e12, 2e12, entries, waves)
 
 
 def result(
-    *of: LayoutFound, what: str = "gpt2-xl", date: str = "2026-01-01", key: str = "k", ranks: int = 4
+    *of: LayoutResult, what: str = "gpt2-xl", date: str = "2026-01-01", key: str = "k", ranks: int = 4
 ) -> Run:
     by_name = {one.layout: one for one in of}
     return Run(what, key, f"{what}: sizes", date, "0123abcd", "GPU", ranks, {"torch": "2.15"}, by_name)
@@ -40,7 +42,7 @@ def result(
 
 def written(folder: Path, **runs: Run) -> Path:
     for name, run in runs.items():
-        files.write(run, folder / f"{name}.json")
+        result_files.write(run, folder / f"{name}.json")
     return folder
 
 
@@ -70,7 +72,7 @@ def test_the_committed_picture_is_of_the_results_that_stand_there() -> None:
 
 
 def test_it_says_what_the_table_says() -> None:
-    runs, table, fig = chart.chosen(files.read()), files.table(), chart.chart().figure()
+    runs, table, fig = chart.chosen(result_files.read()), result_files.table(), chart.chart().figure()
     for run, ax in zip(runs, fig.axes, strict=True):
         (part,) = (part for part in re.split(r"\n\n(?=[\w-]+: )", table) if part.startswith(f"{run.title};"))
         drawn = bars(ax)
@@ -98,15 +100,15 @@ def test_it_says_what_the_table_says() -> None:
 
 @pytest.mark.parametrize("which", ["gpt2-xl", "vit-l16"])
 def test_a_file_more_makes_it_stale(which: str, tmp_path: Path) -> None:
-    for path in files.RESULTS.glob("*.json"):
+    for path in result_files.RESULTS.glob("*.json"):
         shutil.copy(path, tmp_path)
     before = chart.chart(tmp_path)
     assert before.text() == chart.chart().text()
-    (run,) = (run for run in chart.chosen(files.read(tmp_path)) if run.what == which)
+    (run,) = (run for run in chart.chosen(result_files.read(tmp_path)) if run.what == which)
     name, of = next(iter(run.layouts.items()))
-    files.write(replace(run, ranks=1, key="on one", layouts={name: of}), tmp_path / "one.json")
+    result_files.write(replace(run, ranks=1, key="on one", layouts={name: of}), tmp_path / "one.json")
     assert chart.chart(tmp_path).text() == before.text(), "it is not shown"
-    files.write(replace(run, date="2100-01-01", layouts={name: of}), tmp_path / "more.json")
+    result_files.write(replace(run, date="2100-01-01", layouts={name: of}), tmp_path / "more.json")
     after = chart.chart(tmp_path)
     assert set(after.sources) - set(before.sources) == {"more.json"}
     assert re.search("measured (until )?2100-01-01", after.words())
@@ -156,7 +158,7 @@ def test_the_best_of_hpnb_stands_above_the_fastest_peers(tmp_path: Path) -> None
         ),
     ],
 )
-def test_what_failed_has_no_bar(of: LayoutFound, drawn: dict[str, float], says: str, tmp_path: Path) -> None:
+def test_what_failed_has_no_bar(of: LayoutResult, drawn: dict[str, float], says: str, tmp_path: Path) -> None:
     made = chart.chart(written(tmp_path, one=result(of)))
     fig = made.figure()
     assert bars(fig.axes[0]) == drawn
@@ -190,7 +192,7 @@ def test_a_long_picture_has_fewer_peers_and_every_name_has_room(tmp_path: Path) 
     for what in ("gpt2-xl", "vit-l16"):
         every = []
         for layout in layouts.names(4):
-            known = measure.candidates(what, layouts.shape(layout, 4))
+            known = worker.candidates(what, layouts.shape(layout, 4))
             every.append(found(layout, {name: 0.52 + 0.3 * i for i, name in enumerate(known)}))
         written(tmp_path, **{what: result(*every, what=what, key=what)})
     heights = []
@@ -246,17 +248,18 @@ def test_what_is_withdrawn_is_neither_drawn_nor_in_the_table(tmp_path: Path) -> 
         before=result(found("dp4", slow), found("tp4", slow), date="2026-01-01"),
         after=result(found("dp4", quick), found("tp4", quick), date="2026-01-02"),
     )
-    (tmp_path / files.WITHDRAWN).write_text('{"after.json": {"dp4": "peers were slowed down"}}')
+    (tmp_path / result_files.WITHDRAWN).write_text('{"after.json": {"dp4": "peers were slowed down"}}')
     (panel,) = chart.chart(tmp_path).panels
     assert [(group.name, group.bars[0].value) for group in panel.groups] == [("dp4", 0.5), ("tp4", 1.0)]
     assert chart.chart(tmp_path).sources == ("before.json", "after.json")
-    assert re.findall(r"^\| (\w+) \| as is \| [\d,]+ \| (\S+)", files.table(tmp_path), re.MULTILINE) == [
+    table = result_files.table(tmp_path)
+    assert re.findall(r"^\| (\w+) \| as is \| [\d,]+ \| (\S+)", table, re.MULTILINE) == [
         ("dp4", "0.5"), ("tp4", "1"),
     ]  # fmt: skip
     for wrong, told in (
         ('{"after.json": {"pp4": ""}}', "pp4 of after"),
         ('{"no.json": {"dp4": ""}}', "dp4 of no"),
     ):
-        (tmp_path / files.WITHDRAWN).write_text(wrong)
+        (tmp_path / result_files.WITHDRAWN).write_text(wrong)
         with pytest.raises(ValueError, match=told):
-            files.read(tmp_path)
+            result_files.read(tmp_path)

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from hpnb import ParallelLayout, lesson, plot
-from hpnb.bench.whole import files
+from hpnb.bench import result_files
 from hpnb.lesson.exercises import plan_at_scale as exercises
 from hpnb.lesson.programs import cluster_planning
 from hpnb.theory import seconds
@@ -97,12 +97,14 @@ def test_own_runs_are_those_that_the_package_keeps(monkeypatch: pytest.MonkeyPat
     assert {"dp2", "tp2", "pp2"} <= set(found)
     assert found["dp2"].bubbles == (0.0, 0.0)
     assert min(found["pp2"].bubbles) > 0
-    kept = next(run for run in files.newest(files.read()) if (run.what, run.ranks) == ("gpt2-xl", 2))
+    kept = next(
+        run for run in result_files.newest(result_files.read()) if (run.what, run.ranks) == ("gpt2-xl", 2)
+    )
     for name, one in found.items():
         best = kept.layouts[name].fastest(True)
         assert best is not None
         assert one.measured == kept.layouts[name].tflops(best.name)
-    monkeypatch.setattr(files, "read", list)
+    monkeypatch.setattr(result_files, "read", list)
     with pytest.raises(ValueError, match="keeps no results of GPT-2 XL"):
         cluster_planning.own_runs()
 

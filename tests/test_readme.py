@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpnb.bench.whole import files
+from hpnb.bench import result_files
 from hpnb.lesson.pages.readme_images import IMAGES, figure
 
 ROOT = Path(__file__).parents[1]
@@ -76,7 +76,7 @@ def test_images_are_figures_of_the_committed_notebooks(name: str) -> None:
 
 
 def test_tables_of_whole_programs_are_those_of_the_results() -> None:
-    tables = re.split(r"\n\n(?=gpt2-xl: |vit-l16: )", files.table(files.RESULTS).strip())
+    tables = re.split(r"\n\n(?=gpt2-xl: |vit-l16: )", result_files.table(result_files.RESULTS).strip())
     assert tables
     for table in tables:
         assert table in README, table.splitlines()[0]

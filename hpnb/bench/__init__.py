@@ -1,1 +1,22 @@
-"""hpnb against PyTorch's own programs, in one run: `python -m hpnb.bench`. Ratios, never bare times."""
+"""hpnb against PyTorch-native programs that train the same model, in one run.
+
+    python -m hpnb.bench data-parallel | pipeline | tensor | launch | checkpoint      one mechanism
+    python -m hpnb.bench gpt2-xl --layouts dp4,zero3,pp4      whole training programs, layout by layout
+    python -m hpnb.bench vit-l16
+    python -m hpnb.bench gpt2-xl --size tiny                  the same code on a CPU
+    python -m hpnb.bench table | chart                        the README's tables and picture, of kept results
+
+harness.py              two programs on the same ranks take turns; a step is timed to the last rank's end
+tasks.py, layouts.py    the model and its batches, the same for all programs; dp4, zero1, dp2xpp2, ...
+program.py              a program: a step, and the loss of that step
+hpnb_programs.py        hpnb through HybridParallelPlugin and Booster
+torch_programs.py       which programs of PyTorch contend in which layout
+torch_precision.py      their precision and compilation
+torch_data_parallel.py, torch_pipeline.py, torch_tensor_parallel.py, torch_tensor_programs.py
+worker.py               on a rank: programs that are built and measured side by side
+layout_benchmark.py     one layout: which programs fit in memory together, rounds, failures
+results.py              what was measured, as data; result_files.py: files of it, in results/
+tables.py, chart.py     tables and the README's picture of it
+loss_agreement.py       do all layouts train as one GPU does? reversed_units.py: one GPU that sums otherwise
+layouts_command.py      the commands gpt2-xl and vit-l16; layouts_options.py: their options
+"""

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from hpnb.bench.whole import options as whole
+from hpnb.bench import layouts_options
 
 
 def main() -> None:
@@ -47,9 +47,9 @@ def main() -> None:
     saves.add_argument("--hidden", type=int, default=192, help="width of the ViT")
     saves.add_argument("--batch", type=int, default=16, help="images a rank")
     texts = names.add_parser("gpt2-xl", help="whole programs of a GPT-2 of 1.5B, for each layout")
-    whole.arguments(texts, "gpt2-xl")
+    layouts_options.arguments(texts, "gpt2-xl")
     images = names.add_parser("vit-l16", help="whole programs of ViT-L/16, for each layout")
-    whole.arguments(images, "vit-l16")
+    layouts_options.arguments(images, "vit-l16")
     tables = names.add_parser("table", help="the README's tables, of the newest results")
     tables.add_argument("--results", type=Path, help="a folder; by default hpnb/bench/results")
     charts = names.add_parser("chart", help="the same results as the README's picture")
@@ -65,18 +65,18 @@ def main() -> None:
 
 def _run(options: argparse.Namespace) -> None:
     if options.name in ("gpt2-xl", "vit-l16"):
-        from hpnb.bench.whole import run
+        from hpnb.bench import layouts_command
 
-        run.main(options.name, options)
+        layouts_command.main(options.name, options)
     elif options.name == "table":
-        from hpnb.bench.whole import files
+        from hpnb.bench import result_files
 
-        print(files.table(options.results or files.RESULTS))
+        print(result_files.table(options.results or result_files.RESULTS))
     elif options.name == "chart":
-        from hpnb.bench.whole import chart, files
+        from hpnb.bench import chart, result_files
 
         path = options.out or chart.PICTURE
-        made = chart.write(path, options.results or files.RESULTS, options.peers)
+        made = chart.write(path, options.results or result_files.RESULTS, options.peers)
         print(f"{path}  from {', '.join(made.sources)}")
     elif options.name == "launch":
         from hpnb.bench import launch as launching

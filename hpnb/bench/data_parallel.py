@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hpnb
 from hpnb import Axis, Layout, Mesh
-from hpnb.bench.turns import Measured, Step, nothing_left, pair_table, take_turns
+from hpnb.bench.harness import Measured, Step, nothing_left, pair_table, take_turns
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from torch.distributed import pipelining
 
 import hpnb
 from hpnb import Axis, Layout, Mesh
+from hpnb.bench.harness import Measured, Step, nothing_left, pair_table, take_turns, timed
 from hpnb.bench.report import Row
-from hpnb.bench.turns import Measured, Step, nothing_left, pair_table, take_turns, timed
 from hpnb.pipeline_parallel import Costs, schedules
 from hpnb.pipeline_parallel.layers import layers
 from hpnb.pipeline_parallel.partition import cut

@@ -6,7 +6,7 @@
     1d-sp     hpnb, columns and rows, tokens cut between them
     2d        hpnb, q x q ranks
     torch     parallelize_module with ColwiseParallel and RowwiseParallel
-    torch-sp  the same with SequenceParallel                        tensor_peer.py has both plans
+    torch-sp  the same with SequenceParallel                        torch_tensor_parallel.py has both plans
 
 All have the same model class, initial weights, batch and fused AdamW, and live on the same ranks. A round
 is one step of each, and the next round begins with another one; half of the rounds are with the last one
@@ -37,11 +37,11 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import hpnb
 from hpnb import Axis, Layout, Mesh
-from hpnb.bench import tensor_peer
-from hpnb.bench.kernels import profiled
+from hpnb.bench import torch_tensor_parallel
+from hpnb.bench.harness import WARM_UP, Step, nothing_left, timed
+from hpnb.bench.profile_step import profiled
 from hpnb.bench.report import Row
 from hpnb.bench.tensor_task import MODELS, Task, task
-from hpnb.bench.turns import WARM_UP, Step, nothing_left, timed
 from hpnb.models import GPT2Size
 
 _ADAM: dict[str, Any] = {"lr": 1e-4, "fused": True}
@@ -57,8 +57,8 @@ def _hpnb(mode: str, sequence: bool, task: Task, axis: Axis) -> Step:
 
 
 def _torch(sequence: bool, task: Task, axis: Axis) -> Step:
-    model = tensor_peer.parallelize(task.build(), axis, sequence)
-    return _step(model, tensor_peer.groups(model), task, by_words=isinstance(task.size, GPT2Size))
+    model = torch_tensor_parallel.parallelize(task.build(), axis, sequence)
+    return _step(model, torch_tensor_parallel.groups(model), task, by_words=isinstance(task.size, GPT2Size))
 
 
 def _step(model: nn.Module, groups: list[dict[str, Any]], task: Task, by_words: bool) -> Step:
@@ -248,7 +248,7 @@ def report(title: str, task: Task, halves: Sequence[Sequence[Found]]) -> str:
     torchs = (name for name in rows if CANDIDATES[name][0].startswith("torch"))
     theirs = sorted(torchs, key=lambda name: rows[name].median)
     rivals = [*theirs[:1], *(name for name in theirs[1:] if name == "torch-sp")]
-    notes = {"torch-sp": tensor_peer.note(task.size, len(halves[0]))}
+    notes = {"torch-sp": torch_tensor_parallel.note(task.size, len(halves[0]))}
     names = {name: row.name + notes.get(name, "") for name, row in rows.items()}
     width = max(map(len, names.values()), default=0)
     heads = [f"{'':{width}} {'median':>11} {'quartiles':>20}"]

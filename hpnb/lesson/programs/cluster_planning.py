@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from hpnb.bench.whole import files
+from hpnb.bench import result_files
 from hpnb.mesh import ParallelLayout
 from hpnb.theory import Link
 from hpnb.theory.cluster import Cluster, GPTRun, calibrated, cluster_parts, tflops
@@ -98,7 +98,9 @@ def own_runs() -> dict[str, OwnRun]:
     Raises:
         ValueError: no results of one GPU are kept.
     """
-    found = next((r for r in files.newest(files.read()) if (r.what, r.ranks) == ("gpt2-xl", 2)), None)
+    found = next(
+        (r for r in result_files.newest(result_files.read()) if (r.what, r.ranks) == ("gpt2-xl", 2)), None
+    )
     if found is None or "one" not in found.layouts:
         raise ValueError("the package keeps no results of GPT-2 XL on one and two GPUs to be predicted")
     whole = GPTRun(1600, 48, 20, 32, 1024, 50257, recompute=False, fused_attention=True)

@@ -27,13 +27,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import hpnb
-from hpnb.bench import tensor_peer
-from hpnb.bench.whole import forms
-from hpnb.bench.whole.data_peers import mean, mesh_of, replicated, shard
-from hpnb.bench.whole.layouts import Shape
-from hpnb.bench.whole.program import Program
-from hpnb.bench.whole.task import Feed, Task
-from hpnb.bench.whole.tensor_peers import by_words
+from hpnb.bench import torch_precision, torch_tensor_parallel
+from hpnb.bench.layouts import Shape
+from hpnb.bench.program import Program
+from hpnb.bench.tasks import BatchFeed, Task
+from hpnb.bench.torch_data_parallel import mean, mesh_of, replicated, shard
+from hpnb.bench.torch_tensor_programs import by_words
 from hpnb.models import GPT2Size
 from hpnb.ranks.process_group import collective_timeout
 
@@ -42,7 +41,13 @@ Replicas = Literal["ddp", "fsdp"]
 
 
 def pipelined(
-    kind: str, chunks: int, replicas: Replicas, how: forms.Compiled, sequence: bool, task: Task, shape: Shape
+    kind: str,
+    chunks: int,
+    replicas: Replicas,
+    how: torch_precision.Compiled,
+    sequence: bool,
+    task: Task,
+    shape: Shape,
 ) -> Program:
     """A program of the schedule `kind`: Schedule1F1B, ScheduleInterleaved1F1B or ScheduleZBVZeroBubble.
 
@@ -69,10 +74,10 @@ def pipelined(
             shard(task, stage, mesh["dp"], reshard=False)
     elif shape.dp > 1:
         held = [replicated(stage, False, mesh["dp"].get_group()) for stage in held]
-    optimizer = forms.adamw([p for stage in made.values() for p in stage.parameters()], task.lr)
+    optimizer = torch_precision.adamw([p for stage in made.values() for p in stage.parameters()], task.lr)
     coordinate = mesh["dp"].get_local_rank()
-    feed, seen = Feed(task, coordinate, shape.dp), list[torch.Tensor]()
-    dtype = forms.narrow(task)
+    feed, seen = BatchFeed(task, coordinate, shape.dp), list[torch.Tensor]()
+    dtype = torch_precision.narrow(task)
     rows = task.batch // shape.dp // parts
     stages = [
         _stage(task, module, i, count, rows, mesh, sequence) for i, module in zip(made, held, strict=True)
@@ -84,7 +89,7 @@ def pipelined(
 
     def step() -> None:
         optimizer.zero_grad()
-        given = forms.inputs(feed.batch, dtype)
+        given = torch_precision.inputs(feed.batch, dtype)
         labels = given.pop("labels")
         args = tuple(given.values()) if enters else ()
         told = {"labels": labels, "target": labels, "losses": seen} if ends else {}
@@ -147,30 +152,30 @@ class Stage(nn.Module):
         loss = loss.to_local() if isinstance(loss, DTensor) else loss
         return loss + loss.new_zeros(1)  # (1,), and no view, which FSDP2 warns of
 
-    loss: Any = staticmethod(forms.causal_loss)
+    loss: Any = staticmethod(torch_precision.causal_loss)
 
 
 def _stages(
     task: Task, mesh: DeviceMesh, mine: Sequence[int], count: int, wide: bool, sequence: bool,
-    how: forms.Compiled,
+    how: torch_precision.Compiled,
 ) -> dict[int, Stage]:  # fmt: skip
     """Those of the numbers `mine`; the rest of the model is let go."""
     model: Any = task.build()
     if not wide:
-        model = model.to(forms.narrow(task))
+        model = model.to(torch_precision.narrow(task))
     tp, words = mesh["tp"], getattr(model.config, "vocab_size", 0)
     whole = how == "head" and words > 0
     if tp.size() > 1:
-        tensor_peer.parallelize(model, tp, sequence, whole)
+        torch_tensor_parallel.parallelize(model, tp, sequence, whole)
     ends = list(pairwise(accumulate(task.cut(count), initial=0)))
     found = {i: Stage(model, range(*ends[i]), ends[-1][1]) for i in mine}
     for stage in found.values():
-        forms.compile_parts(stage, how)
+        torch_precision.compile_parts(stage, how)
         if stage.last and whole:
-            behind = tensor_peer.hidden_words(words, tp, hpnb.device()) if tp.size() > 1 else None
-            stage.loss = forms.with_loss(stage.head, behind)
+            behind = torch_tensor_parallel.hidden_words(words, tp, hpnb.device()) if tp.size() > 1 else None
+            stage.loss = torch_precision.with_loss(stage.head, behind)
         elif stage.last and stage.causal and (tp.size() == 1 or how != "no"):
-            stage.loss = forms.compiled(forms.causal_loss)
+            stage.loss = torch_precision.compiled(torch_precision.causal_loss)
     return found
 
 
@@ -178,7 +183,7 @@ def _stage(
     task: Task, module: nn.Module, index: int, count: int, rows: int, mesh: DeviceMesh, sequence: bool
 ) -> pipelining.PipelineStage:
     """With its shapes told, so that nothing is run to find them."""
-    size, dtype = task.size, forms.narrow(task)
+    size, dtype = task.size, torch_precision.narrow(task)
     length = size.length if isinstance(size, GPT2Size) else size.tokens
     ranks = mesh["tp"].size() if sequence else 1
     between = torch.empty(
@@ -210,7 +215,9 @@ class _Tie:
         self.group = None if there_and_back else _pairs(tuple(map(tuple, _columns(mesh).tolist())))
 
     def sum(self) -> None:
-        grads = forms.gradients((stage.words if stage.first else stage.head).weight for stage in self.ends)
+        grads = torch_precision.gradients(
+            (stage.words if stage.first else stage.head).weight for stage in self.ends
+        )
         if len(grads) == 2:
             grads[0].add_(grads[1])
             grads[1].copy_(grads[0])

@@ -28,62 +28,68 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_outputs import ImageClassifierOutput
 
 import hpnb
-from hpnb.bench.whole import forms
-from hpnb.bench.whole.forms import Compiled, Steps
-from hpnb.bench.whole.layouts import Shape
-from hpnb.bench.whole.program import Program
-from hpnb.bench.whole.task import CLASSES, Feed, Task
+from hpnb.bench import torch_precision
+from hpnb.bench.layouts import Shape
+from hpnb.bench.program import Program
+from hpnb.bench.tasks import CLASSES, BatchFeed, Task
+from hpnb.bench.torch_precision import Compiled, Steps
 
 Around = Callable[[], AbstractContextManager[Any]]
 
 
 def alone(how: Compiled, task: Task, shape: Shape) -> Program:
     """The model on one GPU, with masters."""
-    model: Any = task.build().to(forms.narrow(task))
-    forms.use_loss(model, how)
-    forms.compile_parts(model, how)
-    return accumulating(task, shape, _whole(model, how), forms.adamw(model.parameters(), task.lr))
+    model: Any = task.build().to(torch_precision.narrow(task))
+    torch_precision.use_loss(model, how)
+    torch_precision.compile_parts(model, how)
+    return accumulating(task, shape, _whole(model, how), torch_precision.adamw(model.parameters(), task.lr))
 
 
 def alone_autocast(how: Compiled, task: Task, shape: Shape) -> Program:
     """The model on one GPU, with float32 weights."""
     model: Any = task.build()
-    forms.use_loss(model, how)
-    forms.compile_parts(model, how)
-    optimizer = forms.adamw(model.parameters(), task.lr)
-    return accumulating(task, shape, _whole(model, how), optimizer, around=lambda: forms.autocast(task))
+    torch_precision.use_loss(model, how)
+    torch_precision.compile_parts(model, how)
+    optimizer = torch_precision.adamw(model.parameters(), task.lr)
+    return accumulating(
+        task, shape, _whole(model, how), optimizer, around=lambda: torch_precision.autocast(task)
+    )
 
 
 def ddp(how: Compiled, task: Task, shape: Shape) -> Program:
     """DDP of bf16 weights with masters: gradients travel as bf16."""
-    model: Any = task.build().to(forms.narrow(task))
-    forms.use_loss(model, how)
-    forms.compile_parts(model, how)
+    model: Any = task.build().to(torch_precision.narrow(task))
+    torch_precision.use_loss(model, how)
+    torch_precision.compile_parts(model, how)
     wrapped = replicated(model, task.parts(shape) == 1)
-    return accumulating(task, shape, _whole(wrapped, how), forms.adamw(model.parameters(), task.lr), wrapped)
+    return accumulating(
+        task, shape, _whole(wrapped, how), torch_precision.adamw(model.parameters(), task.lr), wrapped
+    )
 
 
 def ddp_autocast(how: Compiled, task: Task, shape: Shape) -> Program:
     """DDP of float32 weights; gradients are compressed to bf16 on their way."""
     model: Any = task.build()
-    forms.use_loss(model, how)
-    forms.compile_parts(model, how)
+    torch_precision.use_loss(model, how)
+    torch_precision.compile_parts(model, how)
     wrapped = _compressed(task, replicated(model, task.parts(shape) == 1))
-    optimizer = forms.adamw(model.parameters(), task.lr)
-    runs, around = _whole(wrapped, how), lambda: forms.autocast(task)
+    optimizer = torch_precision.adamw(model.parameters(), task.lr)
+    runs, around = _whole(wrapped, how), lambda: torch_precision.autocast(task)
     return accumulating(task, shape, runs, optimizer, wrapped, around=around)
 
 
 def zero_1(how: Compiled, task: Task, shape: Shape) -> Program:
     """DDP, and an optimizer whose states are dealt out."""
     model: Any = task.build()
-    forms.use_loss(model, how)
-    forms.compile_parts(model, how)
+    torch_precision.use_loss(model, how)
+    torch_precision.compile_parts(model, how)
     wrapped = _compressed(task, replicated(model, False))  # it steps views that a static graph forbids
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=task.lr, fused=True
     )
-    return accumulating(task, shape, wrapped, optimizer, wrapped, around=lambda: forms.autocast(task))
+    return accumulating(
+        task, shape, wrapped, optimizer, wrapped, around=lambda: torch_precision.autocast(task)
+    )
 
 
 def fsdp(how: Compiled, reshard: bool, sharded: bool, task: Task, shape: Shape) -> Program:
@@ -94,11 +100,11 @@ def fsdp(how: Compiled, reshard: bool, sharded: bool, task: Task, shape: Shape) 
         sharded: False keeps replicas, by a mesh of (dp, 1).
     """
     model: Any = task.build()
-    forms.use_loss(model, how)
-    forms.compile_parts(model, how)
+    torch_precision.use_loss(model, how)
+    torch_precision.compile_parts(model, how)
     mesh = mesh_of(("dp",), (shape.dp,)) if sharded else mesh_of(("dp", "one"), (shape.dp, 1))
     shard(task, model, mesh, reshard)
-    optimizer = forms.adamw(model.parameters(), task.lr)
+    optimizer = torch_precision.adamw(model.parameters(), task.lr)
     return accumulating(task, shape, model, optimizer, model, reshard=reshard)
 
 
@@ -116,11 +122,11 @@ def timm(how: Compiled, task: Task, shape: Shape) -> Program:
         raise ValueError("timm has a ViT-L/16 of 224 pixels, and not this size")
     torch.manual_seed(0)
     model = Classifier(library.create_model("vit_large_patch16_224", num_classes=CLASSES))
-    model = model.to(hpnb.device(), forms.narrow(task))
+    model = model.to(hpnb.device(), torch_precision.narrow(task))
     if how == "blocks" and hpnb.device().type == "cuda":
         for block in model.inner.blocks:
             block.compile(dynamic=False)
-    optimizer = forms.adamw(model.parameters(), task.lr)
+    optimizer = torch_precision.adamw(model.parameters(), task.lr)
     wrapped = replicated(model, True) if shape.dp > 1 else model
     return accumulating(task, shape, _whole(wrapped, how), optimizer, wrapped)
 
@@ -149,7 +155,7 @@ def _compressed(task: Task, wrapped: Any) -> Any:
 def shard(task: Task, model: nn.Module, mesh: DeviceMesh, reshard: bool) -> None:
     """In place: each block by itself, and the rest, which the backward needs first: it stays gathered."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if task.bits == 16 else None)
-    for block in forms.blocks(model):
+    for block in torch_precision.blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
@@ -178,7 +184,7 @@ def accumulating(
     """
     parts, dtype = task.parts(shape), next(runs.parameters()).dtype
     coordinate = hpnb.rank() // (shape.pp * shape.tp) % shape.dp  # of dp, which is outermost
-    feed, seen = Feed(task, coordinate, shape.dp), list[torch.Tensor]()
+    feed, seen = BatchFeed(task, coordinate, shape.dp), list[torch.Tensor]()
 
     def quiet(last: bool) -> AbstractContextManager[Any]:
         if isinstance(sends, DistributedDataParallel):
@@ -195,7 +201,7 @@ def accumulating(
         for i, part in enumerate(feed.split(parts)):
             with quiet(i == parts - 1), within():
                 with around():
-                    loss = runs(**forms.inputs(part, dtype)).loss / parts
+                    loss = runs(**torch_precision.inputs(part, dtype)).loss / parts
                 loss.backward()
             losses.append(loss.detach())
         optimizer.step()

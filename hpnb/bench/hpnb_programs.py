@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 import hpnb
-from hpnb.bench.whole.layouts import Shape
-from hpnb.bench.whole.program import Candidate, Program
-from hpnb.bench.whole.task import Feed, Task
+from hpnb.bench.layouts import Shape
+from hpnb.bench.program import Candidate, Program
+from hpnb.bench.tasks import BatchFeed, Task
 from hpnb.pipeline_parallel import Costs
 
 _REPEATS = 3  # steps that are recorded, of which the median one counts
@@ -65,7 +65,7 @@ def build(knobs: dict[str, Any], task: Task, shape: Shape, backwards: bool = Fal
     made: Any = task.build()
     model, optimizer, *_ = booster.boost(made, torch.optim.AdamW(made.parameters(), lr=task.lr))
     del made
-    feed = Feed(task, plugin.mesh.dp.rank, shape.dp, backwards)
+    feed = BatchFeed(task, plugin.mesh.dp.rank, shape.dp, backwards)
     seen: list[torch.Tensor] = []
 
     def microbatches(record: bool = False) -> None:

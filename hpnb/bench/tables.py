@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hpnb.bench.whole.found import Entry, LayoutFound, Run
-from hpnb.bench.whole.layouts import shape
-from hpnb.bench.whole.losses import times
+from hpnb.bench.layouts import shape
+from hpnb.bench.loss_agreement import times
+from hpnb.bench.results import LayoutResult, ProgramResult, Run
 
 _WIDTH = 54
 
@@ -19,7 +19,7 @@ def head(unit: str) -> str:
     )
 
 
-def rows(found: LayoutFound) -> list[str]:
+def rows(found: LayoutResult) -> list[str]:
     """A row for each program of a layout; then hpnb's best over the best peer."""
     lines = [f"{found.layout}: products alone {found.matmul / 1e12:.4g} TFLOP/s"]
     best, peer = found.fastest(ours=True), found.fastest(ours=False)
@@ -47,7 +47,7 @@ def rows(found: LayoutFound) -> list[str]:
     return lines
 
 
-def families(layouts: Sequence[LayoutFound]) -> list[str]:
+def families(layouts: Sequence[LayoutResult]) -> list[str]:
     """hpnb's layouts of data parallelism over the best peer of all of them, by medians."""
     kinds = ("dp", "zero1", "zero2", "zero3")
     family = [f for f in layouts if shape(f.layout, f.ranks).kind in kinds]
@@ -100,7 +100,7 @@ def stamp(run: Run) -> str:
     return f"{'until ' if ' and ' in run.commit else ''}{run.date[:10]} at {run.commit}"
 
 
-def _beside(found: LayoutFound, best: Entry | None) -> str:
+def _beside(found: LayoutResult, best: ProgramResult | None) -> str:
     """All peers that ran, the fastest first."""
     said = []
     for one in peers(found):
@@ -109,19 +109,19 @@ def _beside(found: LayoutFound, best: Entry | None) -> str:
     return "<br>".join(said) or no_peers(found)
 
 
-def peers(found: LayoutFound) -> list[Entry]:
+def peers(found: LayoutResult) -> list[ProgramResult]:
     """All of PyTorch's programs that ran, the fastest first."""
     ran = [one for one in found.entries if not one.ours and not one.failed and found.seconds(one.name)]
     return sorted(ran, key=lambda one: found.per_gpu(one.name), reverse=True)
 
 
-def no_peers(found: LayoutFound) -> str:
+def no_peers(found: LayoutResult) -> str:
     """What is said where there are none."""
     apart = any(not one.ours and "train the same" in one.failed for one in found.entries)
     return "none that trains the same" if apart else "none ran"
 
 
-def ratio(found: LayoutFound, ours: Entry, peer: Entry) -> str:
+def ratio(found: LayoutResult, ours: ProgramResult, peer: ProgramResult) -> str:
     """How many times as fast as the peer, round by round where both took turns; else of medians."""
     rounds = found.ratio(ours.name, peer.name)
     if rounds is not None:

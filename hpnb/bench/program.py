@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from hpnb.bench.whole.layouts import Shape
-from hpnb.bench.whole.task import Feed, Task
+from hpnb.bench.layouts import Shape
+from hpnb.bench.tasks import BatchFeed, Task
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Program:
 
     step: Callable[[], object]
     loss: Callable[[], float]
-    feed: Feed
+    feed: BatchFeed
     bubble: Callable[[], tuple[float, float]] | None = None
     replicas: Callable[[], Iterable[torch.Tensor]] = tuple
     among: dist.ProcessGroup | None = None

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hpnb.bench.turns import Step, timed
+from hpnb.bench.harness import Step, timed
 
 _MOST = 12  # rows of the table
 _WIDTH = 96  # of a kernel's name

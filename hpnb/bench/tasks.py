@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 import hpnb
+from hpnb.bench.layouts import Shape
 from hpnb.bench.weights import draw_weights
-from hpnb.bench.whole.layouts import Shape
 from hpnb.models import GPT2_SIZES, SIZES, GPT2Size, ViTSize
 from hpnb.pipeline_parallel.partition import balanced
 
@@ -183,7 +183,7 @@ def task(
     return Task(what, size, batch, rows or batch // ranks, bits, chunk, microbatches)
 
 
-class Feed:
+class BatchFeed:
     """The rows of one replica, for a program that is stepped again and again.
 
     Args:

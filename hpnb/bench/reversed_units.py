@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import GPT2LMHeadModel
 
-from hpnb.bench.whole.task import Task
+from hpnb.bench.tasks import Task
 
 
 @dataclass(frozen=True)

@@ -21,32 +21,32 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import hpnb
 from hpnb.bench import __main__ as command
-from hpnb.bench.whole import (
-    contest,
-    data_peers,
-    files,
-    forms,
+from hpnb.bench import (
+    hpnb_programs,
+    layout_benchmark,
     layouts,
-    losses,
-    measure,
-    ours,
-    peers,
-    rows,
-    task,
+    loss_agreement,
+    result_files,
+    tables,
+    tasks,
+    torch_data_parallel,
+    torch_precision,
+    torch_programs,
+    worker,
 )
-from hpnb.bench.whole.found import Entry, LayoutFound, Run
-from hpnb.bench.whole.layouts import Shape
-from hpnb.bench.whole.measure import Begun
-from hpnb.bench.whole.other_order import OtherOrder, turned
-from hpnb.bench.whole.program import Candidate, Program
+from hpnb.bench.layouts import Shape
+from hpnb.bench.program import Candidate, Program
+from hpnb.bench.results import LayoutResult, ProgramResult, Run
+from hpnb.bench.reversed_units import OtherOrder, turned
+from hpnb.bench.worker import ProgramStart
 
 STEPS = 3
 RATE = 1e-2  # at which so few steps of AdamW are seen in the loss
 
 
-def tiny(what: task.What = "gpt2-xl", ranks: int = 2, **sizes: Any) -> task.Task:
+def tiny(what: tasks.What = "gpt2-xl", ranks: int = 2, **sizes: Any) -> tasks.Task:
     """Of few layers and microbatches: a test has no time for more."""
-    made = task.task(what, "cpu", ranks, tiny=True, batch=2 * ranks, **sizes)
+    made = tasks.task(what, "cpu", ranks, tiny=True, batch=2 * ranks, **sizes)
     return replace(made, size=replace(made.size, hidden=32, mlp=64, layers=4), microbatches=2, lr=RATE)
 
 
@@ -56,28 +56,28 @@ def tiny(what: task.What = "gpt2-xl", ranks: int = 2, **sizes: Any) -> task.Task
 Losses = dict[str, dict[str, list[float]]]
 
 
-def losses_of(of: task.Task, names: list[str], which: str) -> Losses:
+def losses_of(of: tasks.Task, names: list[str], which: str) -> Losses:
     """By layout and program, the losses of the first steps, of programs whose names have `which` in them."""
     found: Losses = {}
     for layout in names:
         shape = layouts.shape(layout, hpnb.world_size())
         found[layout] = {}
-        for name, candidate in measure.candidates(of.what, shape).items():
+        for name, candidate in worker.candidates(of.what, shape).items():
             if candidate.same and re.search(which, name):
                 program, seen = candidate.build(of, shape), []
                 for step in range(STEPS):
                     program.feed.turn(step)
                     program.step()
                     seen.append(program.loss())
-                assert not measure._apart(program), (layout, name)
+                assert not worker._apart(program), (layout, name)
                 found[layout][name] = seen
     return found
 
 
-def alone(of: task.Task, steps: int = STEPS) -> list[float]:
+def alone(of: tasks.Task, steps: int = STEPS) -> list[float]:
     """The same steps in plain PyTorch: the whole batch, no microbatches, no ranks."""
     model: Any = of.build()
-    forms.use_loss(model, "no")
+    torch_precision.use_loss(model, "no")
     optimizer = torch.optim.AdamW(model.parameters(), lr=of.lr)
     found = []
     for step in range(steps):
@@ -106,7 +106,7 @@ ALL = rf"^(?!.*({NOT_HERE}autocast|model compiled|eager|async))"
 SOME = rf"^(?!.*({NOT_HERE}autocast|model compiled|eager|async|zb-h1|interleaved|4 chunks))"
 
 
-def both_sides(of: task.Task, names: list[str], which: str, ranks: int) -> list[Losses]:
+def both_sides(of: tasks.Task, names: list[str], which: str, ranks: int) -> list[Losses]:
     """hpnb's programs, and on ranks of their own PyTorch's.
 
     Of those a rank has died of a damaged heap within a backward, once in some hundred runs, and neither
@@ -158,29 +158,29 @@ class Images(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(3, task.CLASSES)])
+        self.blocks = nn.ModuleList([nn.Linear(3, tasks.CLASSES)])
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         return self.blocks[0](pixels.mean((2, 3)))  # type: ignore[no-any-return]
 
 
-class Hidden(data_peers.Classifier):
+class Hidden(torch_data_parallel.Classifier):
     """DDP finds no tensor in what this returns."""
 
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> Any:
         return SimpleNamespace(loss=super().forward(pixel_values, labels).loss)
 
 
-def begun_with_timm(hidden: bool) -> Begun:
+def begun_with_timm(hidden: bool) -> ProgramStart:
     of = tiny("vit-l16")
     size: Any = of.size
     of = replace(of, size=replace(size, image=224, patch=112))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "timm", SimpleNamespace(create_model=lambda *_, **__: Images()))
         if hidden:
-            patch.setattr(data_peers, "Classifier", Hidden)
-        begun = measure.begin(of, Shape(dp=2), "timm, DDP, blocks compiled")
-        measure.drop()
+            patch.setattr(torch_data_parallel, "Classifier", Hidden)
+        begun = worker.begin(of, Shape(dp=2), "timm, DDP, blocks compiled")
+        worker.drop()
     return begun
 
 
@@ -189,20 +189,20 @@ def test_a_program_whose_ranks_train_by_themselves_is_no_peer() -> None:
     with hpnb.Ranks(2, device="cpu") as pool:
         for one in pool.run(begun_with_timm, False):
             assert not one.refused
-            assert len(one.losses) == measure.WARM_UP
+            assert len(one.losses) == worker.WARM_UP
         for one in pool.run(begun_with_timm, True):
             assert one.refused == "2 of 2 weights differ between ranks: gradients were not summed"
 
 
 def said_of_stages() -> list[str]:
     """Of two stages with two replicas each: of those of one stage a weight differs."""
-    mesh = data_peers.mesh_of(("dp", "pp"), (2, 2))
+    mesh = torch_data_parallel.mesh_of(("dp", "pp"), (2, 2))
 
     def of(weights: list[float]) -> str:
         made = [torch.tensor(x) for x in weights]
         group = mesh["dp"].get_group()
         none: Any = None
-        return measure._apart(Program(none, none, none, replicas=lambda: made, among=group))
+        return worker._apart(Program(none, none, none, replicas=lambda: made, among=group))
 
     stage, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
     return [of([1.0 + stage, 2.0]), of([1.0 + stage, float(replica * stage)]), of([])]
@@ -215,7 +215,7 @@ def test_replicas_of_a_stage_are_held_to_each_other_and_all_ranks_know() -> None
 
 def summed_gradients() -> list[list[float]]:
     """Norms, as SequenceParallel leaves them, one that is cut, and a plain one; taken twice."""
-    mesh, mine = data_peers.mesh_of(("tp",), (2,)), float(hpnb.rank() + 1)
+    mesh, mine = torch_data_parallel.mesh_of(("tp",), (2,)), float(hpnb.rank() + 1)
     made: list[nn.Parameter] = []
     for placement, grad in ((Replicate(), Partial()), (Replicate(), Partial()), (Shard(0), Shard(0))):
         p = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [placement]))
@@ -223,8 +223,8 @@ def summed_gradients() -> list[list[float]]:
         made.append(p)
     made.append(nn.Parameter(torch.zeros(2)))
     made[-1].grad = torch.full((2,), mine)
-    forms.gradients(made)
-    return [x.tolist() for x in forms.gradients(made)]
+    torch_precision.gradients(made)
+    return [x.tolist() for x in torch_precision.gradients(made)]
 
 
 def test_gradients_of_norms_are_summed_once() -> None:
@@ -235,7 +235,7 @@ def test_gradients_of_norms_are_summed_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["gpt2-xl", "vit-l16"])
-def test_every_program_of_four_ranks_trains_as_one_process(what: task.What) -> None:
+def test_every_program_of_four_ranks_trains_as_one_process(what: tasks.What) -> None:
     of = replace(tiny(what, 4), microbatches=4, batch=16)
     of = replace(of, size=replace(of.size, layers=14))
     names, truth = [name for name in layouts.names(4) if name != "one"], _truth(of)
@@ -245,7 +245,7 @@ def test_every_program_of_four_ranks_trains_as_one_process(what: task.What) -> N
                 assert seen == pytest.approx(truth, rel=2e-5), (layout, name)
 
 
-def _truth(of: task.Task) -> list[float]:
+def _truth(of: tasks.Task) -> list[float]:
     return hpnb.launch(alone, of, ranks=1, device="cpu", timeout=100)[0]
 
 
@@ -256,8 +256,11 @@ def test_masters_keep_what_16_bits_lose() -> None:
     with torch.no_grad():
         for p, q in zip(wide.parameters(), narrow.parameters(), strict=True):
             p.copy_(q)
-    optimizers = forms.adamw(wide.parameters(), 1e-4), forms.adamw(narrow.parameters(), 1e-4)
-    assert isinstance(optimizers[1], forms.MasterAdamW)
+    optimizers = (
+        torch_precision.adamw(wide.parameters(), 1e-4),
+        torch_precision.adamw(narrow.parameters(), 1e-4),
+    )
+    assert isinstance(optimizers[1], torch_precision.MasterAdamW)
     for step in range(20):
         for p, q in zip(wide.parameters(), narrow.parameters(), strict=True):
             q.grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(step)).to(q.dtype)
@@ -303,7 +306,7 @@ class Machine:
             self.pool = FakePool(self)
         return self.pool
 
-    def begin(self, pool: FakePool, of: task.Task, shape: Shape, name: str) -> Begun:
+    def begin(self, pool: FakePool, of: tasks.Task, shape: Shape, name: str) -> ProgramStart:
         self.begun.append(name)
         if name in self.breaks or (
             sum(self.held[one] for one in pool.live) + 2 * self.held[name] > self.total
@@ -312,8 +315,8 @@ class Machine:
             said = self.breaks.get(name, "OutOfMemoryError: CUDA out of memory")
             raise hpnb.RankError(f"rank 1 of 2 raised {said}", rank=1)
         pool.live.append(name)
-        return Begun(
-            (5.0,) * measure.WARM_UP,
+        return ProgramStart(
+            (5.0,) * worker.WARM_UP,
             self.held[name] * self.alike,
             2 * self.held[name] * self.alike,
             self.total,
@@ -350,18 +353,18 @@ def fails(pool: FakePool, lost: bool) -> None:
 def contend(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, rounds: int = 4, traces: str | None = None,
     said: list[str] | None = None, reference: tuple[float, ...] = (), again: bool = False,
-) -> LayoutFound:  # fmt: skip
+) -> LayoutResult:  # fmt: skip
     """What is found; lines are added to `said`."""
     said = [] if said is None else said
 
-    def never(of: task.Task, shape: Shape) -> Program:
+    def never(of: tasks.Task, shape: Shape) -> Program:
         raise AssertionError("nothing is built here")
 
     known = {name: Candidate(name, never) for name in machine.held}
-    monkeypatch.setattr(measure, "candidates", lambda *_: known)
+    monkeypatch.setattr(worker, "candidates", lambda *_: known)
     made: Any = machine
     of, shape = tiny(), Shape(dp=2)
-    return contest.Contest(
+    return layout_benchmark.LayoutBenchmark(
         made, of, "dp2", shape, list(known), rounds, traces, said.append, reference, again
     ).run()
 
@@ -409,7 +412,7 @@ def test_times_stay_if_one_fails_when_the_best_meet_once_more(
     monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     class Once(Machine):
-        def begin(self, pool: FakePool, of: task.Task, shape: Shape, name: str) -> Begun:
+        def begin(self, pool: FakePool, of: tasks.Task, shape: Shape, name: str) -> ProgramStart:
             if name == lost and name in self.begun:
                 fails(pool, lost=True)
             return super().begin(pool, of, shape, name)
@@ -440,7 +443,7 @@ def test_one_that_breaks_its_ranks_costs_its_own_row(monkeypatch: pytest.MonkeyP
     assert failed == {"broken": "rank 1 of 2 raised ValueError: it is broken"}
     assert found.ratio("hpnb", "a") == found.ratio("hpnb", "b") == (2.0, 2.0, 2.0)
     assert machine.begun.count("broken") == 1
-    assert "broken" in "\n".join(rows.rows(found))
+    assert "broken" in "\n".join(tables.rows(found))
     nobody = contend(Machine({"hpnb": 1, "a": 1}, breaks={"hpnb": "it is broken"}), monkeypatch)
     assert nobody.fastest(ours=True) is None
     assert nobody.seconds("a") == 2.0
@@ -477,7 +480,7 @@ def test_hpnb_keeps_its_times_when_it_fails_in_turn(
     """As does the large peer: what is lost is at most that they took turns."""
 
     class Breaks(Machine):
-        def begin(self, pool: FakePool, of: task.Task, shape: Shape, name: str) -> Begun:
+        def begin(self, pool: FakePool, of: tasks.Task, shape: Shape, name: str) -> ProgramStart:
             if name == "hpnb" and self.begun.count(name) == half and not step:
                 fails(pool, lost=True)
             return super().begin(pool, of, shape, name)
@@ -494,7 +497,7 @@ def test_hpnb_keeps_its_times_when_it_fails_in_turn(
     counts = [{name: len(seconds) for name, seconds in wave.items()} for wave in found.waves]
     if half == 1:
         assert counts == [{"hpnb": 5}, {"large": 5}]
-        assert "2.000 (of medians)" in "\n".join(rows.rows(found))
+        assert "2.000 (of medians)" in "\n".join(tables.rows(found))
     else:
         assert counts == [{"hpnb": 5}, {"hpnb": 3, "large": 3}]
         assert found.ratio("hpnb", "large") == (2.0, 2.0, 2.0)
@@ -502,7 +505,7 @@ def test_hpnb_keeps_its_times_when_it_fails_in_turn(
 
 def test_hpnb_keeps_its_times_when_it_fails_in_a_later_wave(monkeypatch: pytest.MonkeyPatch) -> None:
     class Once(Machine):
-        def begin(self, pool: FakePool, of: task.Task, shape: Shape, name: str) -> Begun:
+        def begin(self, pool: FakePool, of: tasks.Task, shape: Shape, name: str) -> ProgramStart:
             if name == "hpnb" and name in self.begun:
                 fails(pool, lost=True)
             return super().begin(pool, of, shape, name)
@@ -546,7 +549,7 @@ def test_a_profile_that_fails_is_told_of_the_one_that_was_profiled(
 @pytest.mark.parametrize("which", ["hpnb", "a"])
 def test_losses_that_are_no_numbers_are_told(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
     class Other(Machine):
-        def begin(self, pool: FakePool, of: task.Task, shape: Shape, name: str) -> Begun:
+        def begin(self, pool: FakePool, of: tasks.Task, shape: Shape, name: str) -> ProgramStart:
             begun = super().begin(pool, of, shape, name)
             return replace(begun, losses=(5.0, math.nan, 5.0, 5.0, 5.0)) if name == which else begun
 
@@ -558,7 +561,7 @@ def test_losses_that_are_no_numbers_are_told(monkeypatch: pytest.MonkeyPatch, wh
 
 def test_a_program_that_trains_otherwise_is_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     class Other(Machine):
-        def begin(self, pool: FakePool, of: task.Task, shape: Shape, name: str) -> Begun:
+        def begin(self, pool: FakePool, of: tasks.Task, shape: Shape, name: str) -> ProgramStart:
             begun = super().begin(pool, of, shape, name)
             seen = (5.0, 5.0, 4.9, 5.0, 5.0)
             return replace(begun, losses=seen) if name == "a" else begun
@@ -580,9 +583,9 @@ def test_hpnb_is_held_to_the_plain_model_too(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_plain_model_is_run_once_for_all_layouts_of_a_task() -> None:
     of, said = tiny(), list[str]()
-    with contest.pools("cpu", 60) as among:
+    with layout_benchmark.pools("cpu", 60) as among:
         plain = among.reference(of, 2, said.append)
-        (truth,) = hpnb.launch(alone, of, measure.WARM_UP, ranks=1, device="cpu")
+        (truth,) = hpnb.launch(alone, of, worker.WARM_UP, ranks=1, device="cpu")
         assert plain == pytest.approx(truth, rel=2e-5)
         pool = among.of(2)
         assert among.reference(of, 2, said.append) is plain
@@ -596,35 +599,35 @@ def test_the_plain_model_is_run_once_for_all_layouts_of_a_task() -> None:
 
 
 def test_flops_and_units_are_those_of_the_formula() -> None:
-    of = task.task("gpt2-xl", "cuda", 4)
+    of = tasks.task("gpt2-xl", "cuda", 4)
     b, s, n, h, v = 64, 1024, 48, 1600, 50257
     assert of.flops == pytest.approx(72 * b * s * n * h**2 * (1 + s / (6 * h) + v / (12 * n * h)), rel=1e-12)
     assert (of.units, of.on_one(4).batch, of.bits) == (65536, 16, 16)
-    images = task.task("vit-l16", "cuda", 4)
+    images = tasks.task("vit-l16", "cuda", 4)
     s, n, h = 197, 24, 1024
     blocks = 512 * n * 3 * (24 * s * h**2 + 4 * s**2 * h)
     ends = 512 * (2 * 2 * 196 * 3 * 16**2 * h + 3 * 2 * h * 1000)
     assert images.flops == blocks + ends
     assert images.units == 512
-    found = LayoutFound(
-        "dp4", 4, "tokens", 100, 8e12, 4e12, (Entry("hpnb", True),), ({"hpnb": [2.0, 1.0, 0.5]},)
+    found = LayoutResult(
+        "dp4", 4, "tokens", 100, 8e12, 4e12, (ProgramResult("hpnb", True),), ({"hpnb": [2.0, 1.0, 0.5]},)
     )
     assert (found.per_gpu("hpnb"), found.tflops("hpnb"), found.share("hpnb")) == (25.0, 2.0, 0.5)
 
 
 def test_products_are_large_on_a_gpu_and_of_the_precision_that_is_measured() -> None:
-    assert measure._products(True, 16) == (8192, 16, torch.bfloat16)
-    assert measure._products(True, 32) == (8192, 16, torch.float32)
-    assert measure._products(False, 32) == (512, 4, torch.float32)
-    assert measure.matmul_rate(32) > 0
+    assert worker._products(True, 16) == (8192, 16, torch.bfloat16)
+    assert worker._products(True, 32) == (8192, 16, torch.float32)
+    assert worker._products(False, 32) == (512, 4, torch.float32)
+    assert worker.matmul_rate(32) > 0
 
 
 def test_both_sides_have_the_same_cut_and_all_layers() -> None:
     for what in ("gpt2-xl", "vit-l16"):
-        of = task.task(what, "cuda", 4)
+        of = tasks.task(what, "cuda", 4)
         for stages in (4, 8):
             assert sum(of.cut(stages)) == of.size.layers + 2
-    assert task.task("gpt2-xl", "cuda", 4).cut(4) == [
+    assert tasks.task("gpt2-xl", "cuda", 4).cut(4) == [
         13,
         13,
         13,
@@ -633,12 +636,12 @@ def test_both_sides_have_the_same_cut_and_all_layers() -> None:
 
 
 def test_microbatches_are_no_more_than_memory_asks_for() -> None:
-    of = task.task("gpt2-xl", "cuda", 4)  # 64 rows, 16 of a forward on a GPU that has all layers
+    of = tasks.task("gpt2-xl", "cuda", 4)  # 64 rows, 16 of a forward on a GPU that has all layers
     wanted = {"dp4": 1, "zero3": 1, "tp4": 1, "dp2xtp2": 1, "pp4": 16, "dp2xpp2": 8, "tp2xpp2": 8}
     assert {name: of.parts(layouts.shape(name, 4)) for name in wanted} == wanted
-    fewer = task.task("gpt2-xl", "cuda", 4, rows=4)
+    fewer = tasks.task("gpt2-xl", "cuda", 4, rows=4)
     assert [fewer.parts(layouts.shape(name, 4)) for name in ("dp4", "tp4", "dp2xtp2")] == [4, 4, 4]
-    assert task.task("gpt2-xl", "cuda", 4, rows=1).parts(layouts.shape("tp4", 4)) == 16
+    assert tasks.task("gpt2-xl", "cuda", 4, rows=1).parts(layouts.shape("tp4", 4)) == 16
 
 
 def test_layouts_by_name() -> None:
@@ -650,8 +653,8 @@ def test_layouts_by_name() -> None:
         with pytest.raises(ValueError, match=told):
             layouts.shape(name, ranks)
     for kind in (layouts.shape(name, 4) for name in layouts.names(4)):
-        assert ours.candidates(kind)
-        assert peers.candidates("gpt2-xl", kind)
+        assert hpnb_programs.candidates(kind)
+        assert torch_programs.candidates("gpt2-xl", kind)
 
 
 def ask(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -688,7 +691,7 @@ def test_a_run_is_printed_and_written_and_becomes_a_table(
     assert re.search(r"^  hpnb 1f1b over Schedule1F1B: ", text, re.MULTILINE)
     assert len(list((tmp_path / "traces").glob("gpt2-xl-pp2-*.json"))) == 2
     (path,) = tmp_path.glob("*.json")
-    (run,) = files.read(tmp_path)
+    (run,) = result_files.read(tmp_path)
     assert path.name == f"{run.date[:16].replace(':', '')}-gpt2-xl-0123abcd.json"
     found = run.layouts["pp2"]
     assert json.loads(path.read_text()) == json.loads(json.dumps(run.as_json()))
@@ -700,7 +703,7 @@ def test_a_run_is_printed_and_written_and_becomes_a_table(
     table = capsys.readouterr().out
     ratio = found.ratio("hpnb 1f1b", "Schedule1F1B")
     assert ratio is not None
-    assert f"| pp2 | 1f1b | {rows._amount(found.per_gpu('hpnb 1f1b'))} |" in table
+    assert f"| pp2 | 1f1b | {tables._amount(found.per_gpu('hpnb 1f1b'))} |" in table
     assert f"{ratio[0]:.3f} [{ratio[1]:.3f}, {ratio[2]:.3f}] |" in table
     assert run.commit in table
 
@@ -714,17 +717,17 @@ def test_losses_of_layouts_are_held_to_another_order_of_rows(
     said = capsys.readouterr().out
     for name in ("hpnb", "DDP, blocks compiled"):  # a peer is held to the same, if it is asked for
         assert re.search(rf"^dp2 +{name} +\d\.\d\de-\d\d +[\d.]+ x the order's", said, re.MULTILINE)
-    (run,) = files.read(tmp_path)
+    (run,) = result_files.read(tmp_path)
     assert len(run.losses["serial"]) == 3
     assert 0 <= run.losses["order"] < 1e-5
     assert 0 <= run.losses["layouts"]["dp2 hpnb"]["distance"] < 1e-5
-    assert losses.distance([3.0, 4.0], [3.0, 5.0]) == 0.2
+    assert loss_agreement.distance([3.0, 4.0], [3.0, 5.0]) == 0.2
     with pytest.raises(ValueError, match="2 and of 1 steps"):
-        losses.distance([1.0, 1.0], [1.0])
-    assert losses.line("dp4", "hpnb", 3e-4, 1e-4).endswith("3.00 x the order's: coincide")
-    assert losses.line("dp4", "hpnb", 3.1e-4, 1e-4).endswith("TOO FAR APART")
-    assert losses.line("dp4", "hpnb", 3e-7, 0.0).endswith("2.52 x the order's: coincide")
-    assert losses.line("dp4", "hpnb", 4e-7, 0.0).endswith("TOO FAR APART")
+        loss_agreement.distance([1.0, 1.0], [1.0])
+    assert loss_agreement.line("dp4", "hpnb", 3e-4, 1e-4).endswith("3.00 x the order's: coincide")
+    assert loss_agreement.line("dp4", "hpnb", 3.1e-4, 1e-4).endswith("TOO FAR APART")
+    assert loss_agreement.line("dp4", "hpnb", 3e-7, 0.0).endswith("2.52 x the order's: coincide")
+    assert loss_agreement.line("dp4", "hpnb", 4e-7, 0.0).endswith("TOO FAR APART")
 
 
 def test_losses_of_tp_are_held_to_another_order_of_units_too(
@@ -736,25 +739,25 @@ def test_losses_of_tp_are_held_to_another_order_of_units_too(
     said = capsys.readouterr().out
     assert re.search(r"^the opposite order of heads and units is \d\.\d\de-\d\d away$", said, re.MULTILINE)
     assert re.search(r"^tp2 .* x the order's, [\d.]+ x that of units: ", said, re.MULTILINE)
-    (run,) = files.read(tmp_path)
+    (run,) = result_files.read(tmp_path)
     assert 0 < run.losses["units"] < 1e-5
-    judged = [losses.line("tp2", "hpnb", far, 1e-5, 4e-5) for far in (1.2e-4, 1.3e-4)]
+    judged = [loss_agreement.line("tp2", "hpnb", far, 1e-5, 4e-5) for far in (1.2e-4, 1.3e-4)]
     assert judged[0].endswith("12.00 x the order's, 3.00 x that of units: coincide")
     assert judged[1].endswith("TOO FAR APART")
-    assert losses.line("tp2", "hpnb", 6e-5, 4e-5, 1e-5).endswith("coincide")  # the larger counts
+    assert loss_agreement.line("tp2", "hpnb", 6e-5, 4e-5, 1e-5).endswith("coincide")  # the larger counts
 
 
 def test_a_table_tells_of_another_order_of_units_where_it_is_known() -> None:
     run = result("2026-01-01", "a", tp4=1.0)
     far = {name: {"distance": 9e-5, "losses": []} for name in ("tp4 hpnb, sequence parallel", "dp4 hpnb")}
     run.losses = {"steps": 50, "serial": [], "order": 1e-5, "layouts": far}
-    assert rows.markdown(run).endswith("tp4 hpnb, sequence parallel 9.00; dp4 hpnb 9.00.")
+    assert tables.markdown(run).endswith("tp4 hpnb, sequence parallel 9.00; dp4 hpnb 9.00.")
     run.losses["units"] = 3e-5
-    told = rows.markdown(run)
+    told = tables.markdown(run)
     assert told.endswith("parallel 9.00 (3.00 of another order of heads and units); dp4 hpnb 9.00.")
 
 
-def other_order(what: task.What) -> tuple[float, float, list[list[float]]]:
+def other_order(what: tasks.What) -> tuple[float, float, list[list[float]]]:
     """A model and the same turned, in float64: how far losses and what is not turned are apart; turned once
     more, how far it is from itself; and a head of q and a unit, before and after."""
     of = tiny(what)
@@ -763,8 +766,8 @@ def other_order(what: task.What) -> tuple[float, float, list[list[float]]]:
     plain: Any = of.build().double()
     made: Any = OtherOrder.of(of).build().double()
     for model in (plain, made):
-        forms.use_loss(model, "no")
-        model(**forms.inputs(of.draw(0), torch.float64)).loss.backward()
+        torch_precision.use_loss(model, "no")
+        model(**torch_precision.inputs(of.draw(0), torch.float64)).loss.backward()
     alike = [name for name, _ in plain.named_parameters() if "attn" not in name and "attention" not in name]
     alike = [name for name in alike if ".mlp." not in name]
     grads = [dict(model.named_parameters()) for model in (plain, made)]
@@ -782,7 +785,7 @@ def other_order(what: task.What) -> tuple[float, float, list[list[float]]]:
 
 
 @pytest.mark.parametrize("what", ["gpt2-xl", "vit-l16"])
-def test_another_order_of_units_is_the_same_function(what: task.What) -> None:
+def test_another_order_of_units_is_the_same_function(what: tasks.What) -> None:
     ((far, back, (before, after)),) = hpnb.launch(other_order, what, ranks=1, device="cpu")
     assert far < 1e-12
     assert back == 0.0
@@ -796,7 +799,7 @@ def test_speeds_on_more_ranks_are_held_to_one(
     ask(monkeypatch, "vit-l16", "--device", "cpu", "--ranks", "2", "--rounds", "2", "--scaling", "--out",
         str(tmp_path))  # fmt: skip
     assert len(re.findall(r"^[12] GPUs  .* [\d.]+ of one's$", capsys.readouterr().out, re.MULTILINE)) == 4
-    (run,) = files.read(tmp_path)
+    (run,) = result_files.read(tmp_path)
     assert {side: list(by) for side, by in run.scaling.items()} == {
         "hpnb": ["1", "2"],
         "best peer": ["1", "2"],
@@ -809,9 +812,10 @@ def test_speeds_on_more_ranks_are_held_to_one(
 def result(date: str, commit: str, key: str = "k", **seconds: float) -> Run:
     """hpnb takes what is said, and its peer twice that."""
     layouts_found = {
-        layout: LayoutFound(
+        layout: LayoutResult(
             layout, 4, "tokens", 4000, 8e12, 4e12,
-            (Entry("hpnb zb-v", True, peak=2**30, bubble=(0.1, 0.09)), Entry("DDP", False, peak=2**31)),
+            (ProgramResult("hpnb zb-v", True, peak=2**30, bubble=(0.1, 0.09)),
+             ProgramResult("DDP", False, peak=2**31)),
             ({"hpnb zb-v": [second] * 3, "DDP": [2 * second] * 3},),
         )
         for layout, second in seconds.items()
@@ -820,10 +824,10 @@ def result(date: str, commit: str, key: str = "k", **seconds: float) -> Run:
 
 
 def test_the_table_has_the_newest_run_of_each_layout(tmp_path: Path) -> None:
-    files.write(result("2026-01-02T00:00:00+00:00", "bbbb", dp4=1.0), tmp_path)
-    files.write(result("2026-01-01T00:00:00+00:00", "aaaa", dp4=7.0, pp4=2.0), tmp_path)
-    files.write(result("2026-01-01T00:00:00+00:00", "cccc", key="other", dp4=4.0), tmp_path)
-    first, second = (part.splitlines() for part in files.table(tmp_path).split("\n\na model"))
+    result_files.write(result("2026-01-02T00:00:00+00:00", "bbbb", dp4=1.0), tmp_path)
+    result_files.write(result("2026-01-01T00:00:00+00:00", "aaaa", dp4=7.0, pp4=2.0), tmp_path)
+    result_files.write(result("2026-01-01T00:00:00+00:00", "cccc", key="other", dp4=4.0), tmp_path)
+    first, second = (part.splitlines() for part in result_files.table(tmp_path).split("\n\na model"))
     assert [line for line in first if line.startswith("| dp4")] == [
         "| dp4 | zb-v | 1,000 | 2 | 50% | 1.0 GiB | 10.0% (9.0%) | DDP: 1, 2.0 GiB, 2.000 [2.000, 2.000] |"
     ]
@@ -833,52 +837,54 @@ def test_the_table_has_the_newest_run_of_each_layout(tmp_path: Path) -> None:
 
 
 def test_a_table_tells_of_losses_that_another_run_has_compared(tmp_path: Path) -> None:
-    files.write(result("2026-01-02T00:00:00+00:00", "bbbb", dp4=1.0), tmp_path)
+    result_files.write(result("2026-01-02T00:00:00+00:00", "bbbb", dp4=1.0), tmp_path)
     compared = result("2026-01-01T00:00:00+00:00", "aaaa")
     compared.losses = {"steps": 50, "serial": [], "order": 2e-6,
                        "layouts": {"tp4 hpnb": {"distance": 3e-6, "losses": []}}}  # fmt: skip
-    files.write(compared, tmp_path)
-    measured, _, told = files.table(tmp_path).splitlines()[-3:]
+    result_files.write(compared, tmp_path)
+    measured, _, told = result_files.table(tmp_path).splitlines()[-3:]
     assert measured == "Measured 2026-01-02 at bbbb, with torch 2.15.0."
     assert told.endswith("tp4 hpnb 1.50.")
     later = result("2026-01-03T00:00:00+00:00", "cccc")
     later.losses = compared.losses
-    files.write(later, tmp_path)
-    assert files.table(tmp_path).splitlines()[-3] == measured  # no layout was measured on that day
+    result_files.write(later, tmp_path)
+    assert result_files.table(tmp_path).splitlines()[-3] == measured  # no layout was measured on that day
 
 
 def test_a_table_names_each_column_once() -> None:
-    heads = rows.markdown(result("2026-01-01", "a", dp4=1.0)).splitlines()[2].strip("| ").split(" | ")
+    heads = tables.markdown(result("2026-01-01", "a", dp4=1.0)).splitlines()[2].strip("| ").split(" | ")
     assert len(set(heads)) == len(heads) == 8
     assert heads[7:] == ["PyTorch's programs: TFLOP/s/GPU, peak, hpnb's speed over it"]
 
 
 def test_layouts_of_data_parallelism_are_held_to_their_best_peer() -> None:
     run = result("2026-01-01", "a", dp4=1.0, zero3=2.0, dp4xtp1=4.0, pp4=0.1, dp2xpp2=0.1)
-    assert rows.families(list(run.layouts.values())) == [
+    assert tables.families(list(run.layouts.values())) == [
         "over the best peer of these layouts, DDP of dp4:",
         "  dp4      2.000",
         "  zero3    1.000",
         "  dp4xtp1  0.500",
     ]
-    assert rows.families(list(result("2026-01-01", "a", dp4=1.0, pp4=1.0).layouts.values())) == []
+    assert tables.families(list(result("2026-01-01", "a", dp4=1.0, pp4=1.0).layouts.values())) == []
 
 
 def test_files_that_are_no_results_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no results"):
-        files.table(tmp_path)
+        result_files.table(tmp_path)
     for number, text in enumerate(("{", "{}", '{"format": 2}', '{"format": 1, "what": "x"}', "[]")):
         (tmp_path / "wrong.json").write_text(text)
         with pytest.raises(ValueError, match=r"wrong\.json is no file of results"):
-            files.read(tmp_path)
+            result_files.read(tmp_path)
         assert number < 5
     (tmp_path / "wrong.json").unlink()
-    assert files.write(result("2026-01-01", "a", dp4=1.0), tmp_path / "named.json").name == "named.json"
+    assert (
+        result_files.write(result("2026-01-01", "a", dp4=1.0), tmp_path / "named.json").name == "named.json"
+    )
     assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_what_the_repository_keeps_can_be_read() -> None:
-    for run in files.read():
+    for run in result_files.read():
         assert run.layouts or run.losses or run.scaling, run.date
         for found in run.layouts.values():
             assert all(math.isfinite(s) for wave in found.waves for seconds in wave.values() for s in seconds)

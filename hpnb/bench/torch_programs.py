@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from functools import partial
 
-from hpnb.bench.whole import data_peers, forms, pipeline_peers, tensor_peers
-from hpnb.bench.whole.layouts import Shape
-from hpnb.bench.whole.program import Candidate
-from hpnb.bench.whole.task import What
+from hpnb.bench import torch_data_parallel, torch_pipeline, torch_precision, torch_tensor_programs
+from hpnb.bench.layouts import Shape
+from hpnb.bench.program import Candidate
+from hpnb.bench.tasks import What
 
 _FSDP = "FSDP2"
 _KEPT = "FSDP2 without resharding"
 _HEAD = ", head and loss as one"  # of a language model
 _SP = ", SequenceParallel"
-_CUT: list[tuple[str, forms.Compiled, bool]] = [
+_CUT: list[tuple[str, torch_precision.Compiled, bool]] = [
     (_SP + _HEAD, "head", True), (_HEAD, "head", False), (_SP, "blocks", True), ("", "blocks", False),
     (_SP + ", eager", "no", True), (", eager", "no", False),
 ]  # fmt: skip
@@ -30,7 +30,10 @@ def candidates(what: What, shape: Shape) -> list[Candidate]:
     found = [one for one in found if not one.name.endswith(_HEAD)]
     if shape.kind in ("one", "dp"):
         name = "timm" if shape.kind == "one" else "timm, DDP"
-        whole, blocks = partial(data_peers.timm, "whole"), partial(data_peers.timm, "blocks")
+        whole, blocks = (
+            partial(torch_data_parallel.timm, "whole"),
+            partial(torch_data_parallel.timm, "blocks"),
+        )
         found.append(Candidate(f"{name}, model compiled", whole, same=False))
         found.append(Candidate(f"{name}, blocks compiled", blocks, same=False, extra=True))
     return found
@@ -38,37 +41,43 @@ def candidates(what: What, shape: Shape) -> list[Candidate]:
 
 def _one() -> list[Candidate]:
     return [
-        Candidate("torch" + _HEAD, partial(data_peers.alone, "head")),
-        Candidate("torch, blocks compiled", partial(data_peers.alone, "blocks")),
+        Candidate("torch" + _HEAD, partial(torch_data_parallel.alone, "head")),
+        Candidate("torch, blocks compiled", partial(torch_data_parallel.alone, "blocks")),
         Candidate(
-            "torch, autocast, blocks compiled", partial(data_peers.alone_autocast, "blocks"), extra=True
+            "torch, autocast, blocks compiled",
+            partial(torch_data_parallel.alone_autocast, "blocks"),
+            extra=True,
         ),
-        Candidate("torch, model compiled", partial(data_peers.alone, "whole"), extra=True),
+        Candidate("torch, model compiled", partial(torch_data_parallel.alone, "whole"), extra=True),
     ]
 
 
 def _replicas() -> list[Candidate]:
     return [
-        Candidate("DDP" + _HEAD, partial(data_peers.ddp, "head")),
-        Candidate("DDP, blocks compiled", partial(data_peers.ddp, "blocks")),
-        Candidate("DDP, autocast, blocks compiled", partial(data_peers.ddp_autocast, "blocks"), extra=True),
-        Candidate("FSDP2 of replicas", partial(data_peers.fsdp, "blocks", False, False), extra=True),
-        Candidate("DDP, model compiled", partial(data_peers.ddp, "whole"), extra=True),
-        Candidate("DDP, autocast, model compiled", partial(data_peers.ddp_autocast, "whole"), extra=True),
+        Candidate("DDP" + _HEAD, partial(torch_data_parallel.ddp, "head")),
+        Candidate("DDP, blocks compiled", partial(torch_data_parallel.ddp, "blocks")),
+        Candidate(
+            "DDP, autocast, blocks compiled", partial(torch_data_parallel.ddp_autocast, "blocks"), extra=True
+        ),
+        Candidate("FSDP2 of replicas", partial(torch_data_parallel.fsdp, "blocks", False, False), extra=True),
+        Candidate("DDP, model compiled", partial(torch_data_parallel.ddp, "whole"), extra=True),
+        Candidate(
+            "DDP, autocast, model compiled", partial(torch_data_parallel.ddp_autocast, "whole"), extra=True
+        ),
     ]
 
 
 def _sharded(name: str, reshard: bool) -> list[Candidate]:
     return [
-        Candidate(name + _HEAD, partial(data_peers.fsdp, "head", reshard, True)),
-        Candidate(name, partial(data_peers.fsdp, "blocks", reshard, True)),
+        Candidate(name + _HEAD, partial(torch_data_parallel.fsdp, "head", reshard, True)),
+        Candidate(name, partial(torch_data_parallel.fsdp, "blocks", reshard, True)),
     ]
 
 
-def _pipelines(replicas: pipeline_peers.Replicas, behind: str = "") -> list[Candidate]:
+def _pipelines(replicas: torch_pipeline.Replicas, behind: str = "") -> list[Candidate]:
     """1F1B, interleaved and ZBV. A compiled block is one node of autograd, which ZBV cannot split; and in a
     ZBV of DDP's stages the gradients of replicas are not summed as they should: losses part after a step."""
-    ways: list[tuple[str, int, str, forms.Compiled, bool]] = [
+    ways: list[tuple[str, int, str, torch_precision.Compiled, bool]] = [
         ("Schedule1F1B", 1, _HEAD, "head", False),
         ("ScheduleInterleaved1F1B", 2, _HEAD, "head", bool(behind)),
         ("ScheduleInterleaved1F1B", 4, " in 4 chunks" + _HEAD, "head", bool(behind)),
@@ -78,7 +87,7 @@ def _pipelines(replicas: pipeline_peers.Replicas, behind: str = "") -> list[Cand
     ]
     return [
         Candidate(
-            kind + behind + said, partial(pipeline_peers.pipelined, kind, n, replicas, how, False), extra=more
+            kind + behind + said, partial(torch_pipeline.pipelined, kind, n, replicas, how, False), extra=more
         )
         for kind, n, said, how, more in ways
         if not (how == "no" and behind == ", DDP")
@@ -89,14 +98,14 @@ def _both() -> list[Candidate]:
     name, kind = "Schedule1F1B, parallelize_module", "Schedule1F1B"
     return [
         Candidate(
-            name + said, partial(pipeline_peers.pipelined, kind, 1, "ddp", how, sequence), extra=how == "no"
+            name + said, partial(torch_pipeline.pipelined, kind, 1, "ddp", how, sequence), extra=how == "no"
         )
         for said, how, sequence in _CUT
     ]
 
 
 def _shared(over: bool) -> list[Candidate]:
-    build = tensor_peers.sharded if over else tensor_peers.parallelized
+    build = torch_tensor_programs.sharded if over else torch_tensor_programs.parallelized
     name = "FSDP2 x parallelize_module" if over else "parallelize_module"
     ways = [*_CUT, (f"{_SP}, async{_HEAD}", "async", True)]
     return [
@@ -109,8 +118,12 @@ _PEERS = {
     "one": _one(),
     "dp": _replicas(),
     "zero1": [
-        Candidate("DDP with ZeroRedundancyOptimizer" + _HEAD, partial(data_peers.zero_1, "head"), extra=True),
-        Candidate("DDP with ZeroRedundancyOptimizer", partial(data_peers.zero_1, "blocks")),
+        Candidate(
+            "DDP with ZeroRedundancyOptimizer" + _HEAD,
+            partial(torch_data_parallel.zero_1, "head"),
+            extra=True,
+        ),
+        Candidate("DDP with ZeroRedundancyOptimizer", partial(torch_data_parallel.zero_1, "blocks")),
         *_sharded(_KEPT, False),
     ],
     "zero2": _sharded(_KEPT, False),

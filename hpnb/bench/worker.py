@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 
 import hpnb
-from hpnb.bench.kernels import profiled
-from hpnb.bench.turns import nothing_left, timed
-from hpnb.bench.whole import data_peers, forms, ours, peers
-from hpnb.bench.whole.layouts import Shape
-from hpnb.bench.whole.program import Candidate, Program
-from hpnb.bench.whole.task import Task, What
+from hpnb.bench import hpnb_programs, torch_data_parallel, torch_precision, torch_programs
+from hpnb.bench.harness import nothing_left, timed
+from hpnb.bench.layouts import Shape
+from hpnb.bench.profile_step import profiled
+from hpnb.bench.program import Candidate, Program
+from hpnb.bench.tasks import Task, What
 
 WARM_UP = 5  # steps, each with a batch of its own, whose losses are compared
 _live: dict[str, Program] = {}
 
 
 @dataclass(frozen=True)
-class Begun:
+class ProgramStart:
     """What a rank says of a program that is warm.
 
     Attributes:
@@ -43,11 +43,11 @@ class Begun:
 
 def candidates(what: What, shape: Shape) -> dict[str, Candidate]:
     """All that contend in a layout by name, hpnb's in front."""
-    found = [*ours.candidates(shape), *peers.candidates(what, shape)]
+    found = [*hpnb_programs.candidates(shape), *torch_programs.candidates(what, shape)]
     return {one.name: one for one in found}
 
 
-def begin(task: Task, shape: Shape, name: str, warm_up: int = WARM_UP) -> Begun:
+def begin(task: Task, shape: Shape, name: str, warm_up: int = WARM_UP) -> ProgramStart:
     """Build a program and warm it up; it stays until `drop`."""
     candidate, gpu = candidates(task.what, shape)[name], torch.cuda.is_initialized()
     torch._dynamo.config.recompile_limit = 64  # counted by code object, which several programs here share
@@ -56,25 +56,25 @@ def begin(task: Task, shape: Shape, name: str, warm_up: int = WARM_UP) -> Begun:
     try:
         program = candidate.build(task, shape)
     except ValueError as refused:
-        return Begun(refused=str(refused))
+        return ProgramStart(refused=str(refused))
     losses = _first(program, warm_up)
     if apart := _apart(program):
-        return Begun(refused=apart)
+        return ProgramStart(refused=apart)
     _live[name] = program
     if not gpu:
-        return Begun(tuple(losses))
+        return ProgramStart(tuple(losses))
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     program.step()
     torch.cuda.synchronize()
     held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
-    return Begun(tuple(losses), held, peak, torch.cuda.mem_get_info()[1])
+    return ProgramStart(tuple(losses), held, peak, torch.cuda.mem_get_info()[1])
 
 
 def _apart(program: Program) -> str:
     """A sentence about replicas that differ: losses are means over all ranks, and would hardly show it. All
     ranks get one, or none; pipelines compare stage by stage."""
-    held = [forms.local(tensor.detach()).double().sum() for tensor in program.replicas()]
+    held = [torch_precision.local(tensor.detach()).double().sum() for tensor in program.replicas()]
     low, high = (torch.stack(held) if held else torch.zeros(1, device=hpnb.device()) for _ in range(2))
     dist.all_reduce(low, dist.ReduceOp.MIN, group=program.among)
     dist.all_reduce(high, dist.ReduceOp.MAX, group=program.among)
@@ -87,7 +87,7 @@ def _apart(program: Program) -> str:
 def reference(task: Task, steps: int = WARM_UP) -> list[float]:
     """The first losses of the plain model: every rank takes the whole batch, and nobody sends anything."""
     drop()
-    return _first(data_peers.alone("blocks", task, Shape()), steps)
+    return _first(torch_data_parallel.alone("blocks", task, Shape()), steps)
 
 
 def drop(kept: tuple[str, ...] = ()) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from hpnb.bench.whole import layouts
+from hpnb.bench import layouts
 
 
 def arguments(parser: argparse.ArgumentParser, what: str) -> None:

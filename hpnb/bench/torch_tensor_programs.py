@@ -1,4 +1,4 @@
-"""PyTorch's programs of tensor parallelism: `parallelize_module` (../tensor_peer.py), and FSDP2 around it.
+"""PyTorch's programs of tensor parallelism: `parallelize_module`, and FSDP2 around it.
 
 tp         bf16 weights with masters, the head cut by words with loss_parallel, blocks compiled
 dp x tp    the same plan of float32 weights on a mesh of two dims, sharded by FSDP2 along dp
@@ -18,13 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 import hpnb
-from hpnb.bench import tensor_peer
-from hpnb.bench.whole import forms
-from hpnb.bench.whole.data_peers import accumulating, mesh_of, shard
-from hpnb.bench.whole.forms import Compiled
-from hpnb.bench.whole.layouts import Shape
-from hpnb.bench.whole.program import Program
-from hpnb.bench.whole.task import Task
+from hpnb.bench import torch_precision, torch_tensor_parallel
+from hpnb.bench.layouts import Shape
+from hpnb.bench.program import Program
+from hpnb.bench.tasks import Task
+from hpnb.bench.torch_data_parallel import accumulating, mesh_of, shard
+from hpnb.bench.torch_precision import Compiled
 from hpnb.models import GPT2Size
 
 
@@ -35,8 +34,8 @@ def parallelized(how: Compiled, sequence: bool, task: Task, shape: Shape) -> Pro
         ValueError: heads or tokens that do not divide.
     """
     mesh = mesh_of(("tp",), (shape.tp,))
-    model = _cut(how, sequence, task.build().to(forms.narrow(task)), mesh)
-    optimizer = forms.adamw(model.parameters(), task.lr)
+    model = _cut(how, sequence, task.build().to(torch_precision.narrow(task)), mesh)
+    optimizer = torch_precision.adamw(model.parameters(), task.lr)
     return accumulating(task, shape, model, optimizer, within=by_words(task))
 
 
@@ -49,21 +48,21 @@ def sharded(how: Compiled, sequence: bool, task: Task, shape: Shape) -> Program:
     mesh = mesh_of(("dp", "tp"), (shape.dp, shape.tp))
     model = _cut(how, sequence, task.build(), mesh["tp"])
     shard(task, model, mesh["dp"], reshard=False)
-    optimizer = forms.adamw(model.parameters(), task.lr)
+    optimizer = torch_precision.adamw(model.parameters(), task.lr)
     return accumulating(task, shape, model, optimizer, model, within=by_words(task), reshard=False)
 
 
 def _cut(how: Compiled, sequence: bool, model: Any, mesh: DeviceMesh) -> nn.Module:
     words = getattr(model.config, "vocab_size", 0)
     whole = how in ("head", "async") and words > 0
-    tensor_peer.parallelize(model, mesh, sequence, whole)
+    torch_tensor_parallel.parallelize(model, mesh, sequence, whole)
     if whole:
-        model.loss_function = forms.with_loss(
-            model.lm_head, tensor_peer.hidden_words(words, mesh, hpnb.device())
+        model.loss_function = torch_precision.with_loss(
+            model.lm_head, torch_tensor_parallel.hidden_words(words, mesh, hpnb.device())
         )
     elif words and how != "no":
-        model.loss_function = forms.compiled(forms.causal_loss)
-    forms.compile_parts(model, how)
+        model.loss_function = torch_precision.compiled(torch_precision.causal_loss)
+    torch_precision.compile_parts(model, how)
     return model  # type: ignore[no-any-return]
 
 

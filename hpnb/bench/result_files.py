@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpnb.bench.whole.found import Run
-from hpnb.bench.whole.rows import markdown
+from hpnb.bench.results import Run
+from hpnb.bench.tables import markdown
 from hpnb.files import write_text
 
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).parent / "results"
 WITHDRAWN = "withdrawn.json"
 
 

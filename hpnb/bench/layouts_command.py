@@ -14,12 +14,12 @@ import transformers
 
 import hpnb
 from hpnb import RankError, RankInterrupt
-from hpnb.bench.whole import files, layouts, losses, measure, rows
-from hpnb.bench.whole.contest import Contest, Pools, pools
-from hpnb.bench.whole.found import LayoutFound, Run
-from hpnb.bench.whole.layouts import Shape
-from hpnb.bench.whole.other_order import OtherOrder
-from hpnb.bench.whole.task import Task, What, task
+from hpnb.bench import layouts, loss_agreement, result_files, tables, worker
+from hpnb.bench.layout_benchmark import LayoutBenchmark, RankPools, pools
+from hpnb.bench.layouts import Shape
+from hpnb.bench.results import LayoutResult, Run
+from hpnb.bench.reversed_units import OtherOrder
+from hpnb.bench.tasks import Task, What, task
 
 
 def main(what: What, options: argparse.Namespace) -> Run:
@@ -41,7 +41,7 @@ def main(what: What, options: argparse.Namespace) -> Run:
     for shape in shapes.values():
         _of(of, shape, options.ranks).parts(shape)
     with pools(choice.device, options.timeout) as among:
-        run = _begin(what, of, options.ranks, options.commit or files.commit(), among)
+        run = _begin(what, of, options.ranks, options.commit or result_files.commit(), among)
         print(f"{run.title}: {run.ranks} x {run.device}, {options.rounds} rounds", flush=True)
         if options.losses:
             _losses(run, of, shapes, options, among)
@@ -56,25 +56,25 @@ def main(what: What, options: argparse.Namespace) -> Run:
 
 
 def _contests(
-    run: Run, of: Task, shapes: dict[str, Shape], options: argparse.Namespace, among: Pools
+    run: Run, of: Task, shapes: dict[str, Shape], options: argparse.Namespace, among: RankPools
 ) -> None:
-    print(rows.head(of.unit), flush=True)
+    print(tables.head(of.unit), flush=True)
     for layout, shape in shapes.items():
         task = _of(of, shape, options.ranks)
         found = _contest(task, layout, shape, options, among, again=True)
         if found is None:
             continue
         run.layouts[layout] = found
-        print("\n".join(rows.rows(found)), flush=True)
+        print("\n".join(tables.rows(found)), flush=True)
         _write(run, options)
-    if lines := rows.families(list(run.layouts.values())):
+    if lines := tables.families(list(run.layouts.values())):
         print("\n".join(lines), flush=True)
 
 
 def _contest(
-    of: Task, layout: str, shape: Shape, options: argparse.Namespace, among: Pools, again: bool = False
-) -> LayoutFound | None:
-    known = measure.candidates(of.what, shape)
+    of: Task, layout: str, shape: Shape, options: argparse.Namespace, among: RankPools, again: bool = False
+) -> LayoutResult | None:
+    known = worker.candidates(of.what, shape)
     chosen = [
         one.name
         for one in known.values()
@@ -86,14 +86,14 @@ def _contest(
         return None
     began = time.monotonic()
     plain = among.reference(of, shape.ranks, _say)
-    found = Contest(
+    found = LayoutBenchmark(
         among, of, layout, shape, chosen, options.rounds, options.profile, _say, plain, again
     ).run()
     _say(f"{layout} took {time.monotonic() - began:.0f} s")
     return found
 
 
-def _scaling(run: Run, of: Task, options: argparse.Namespace, among: Pools) -> None:
+def _scaling(run: Run, of: Task, options: argparse.Namespace, among: RankPools) -> None:
     """Speed per GPU on n of them, over that on one."""
     counts = [n for n in range(1, options.ranks + 1) if options.ranks % n == 0]
     speeds: dict[str, dict[str, float]] = {"hpnb": {}, "best peer": {}}
@@ -115,38 +115,40 @@ def _scaling(run: Run, of: Task, options: argparse.Namespace, among: Pools) -> N
 # --- losses ----------------------------------------------------------------------------------------------
 
 
-def _losses(run: Run, of: Task, shapes: dict[str, Shape], options: argparse.Namespace, among: Pools) -> None:
+def _losses(
+    run: Run, of: Task, shapes: dict[str, Shape], options: argparse.Namespace, among: RankPools
+) -> None:
     """Of hpnb's first program of each layout; or of those that are asked for by name, peers too."""
     steps, one = options.losses, Shape()
-    serial, other = (among.of(1).run(measure.losses, of, one, "hpnb", steps, way)[0] for way in (False, True))
-    noise = losses.distance(serial, other)
+    serial, other = (among.of(1).run(worker.losses, of, one, "hpnb", steps, way)[0] for way in (False, True))
+    noise = loss_agreement.distance(serial, other)
     print(f"one GPU: {serial[0]:.4f} to {serial[-1]:.4f} in {steps} steps; the opposite order of rows is "
           f"{noise:.2e} away", flush=True)  # fmt: skip
     run.losses = {"steps": steps, "serial": serial, "order": noise, "layouts": {}}
     units = 0.0
     if any(shape.tp > 1 for shape in shapes.values()):
-        turned = among.of(1).run(measure.losses, OtherOrder.of(of), one, "hpnb", steps)[0]
-        run.losses["units"] = units = losses.distance(serial, turned)
+        turned = among.of(1).run(worker.losses, OtherOrder.of(of), one, "hpnb", steps)[0]
+        run.losses["units"] = units = loss_agreement.distance(serial, turned)
         print(f"the opposite order of heads and units is {units:.2e} away", flush=True)
     for layout, shape in shapes.items():
         if shape.ranks == 1:
             continue
-        known = measure.candidates(of.what, shape)
+        known = worker.candidates(of.what, shape)
         same = [one for one in known.values() if one.same]
         ours = [one.name for one in same if one.ours]
         asked = [one.name for one in same if _asked(one.name, options.candidates, known)]
         chosen = asked if options.candidates else ours if options.thorough else ours[:1]
         for name in chosen:
             try:
-                found = among.of(shape.ranks).run(measure.losses, of, shape, name, steps)[0]
+                found = among.of(shape.ranks).run(worker.losses, of, shape, name, steps)[0]
             except RankInterrupt:
                 raise KeyboardInterrupt from None
             except RankError as error:
                 print(f"{layout:10} {name:34} {error.summary.splitlines()[0]}", flush=True)
                 continue
-            far = losses.distance(serial, found)
+            far = loss_agreement.distance(serial, found)
             run.losses["layouts"][f"{layout} {name}"] = {"distance": far, "losses": found}
-            print(losses.line(layout, name, far, noise, units if shape.tp > 1 else 0.0), flush=True)
+            print(loss_agreement.line(layout, name, far, noise, units if shape.tp > 1 else 0.0), flush=True)
             _write(run, options)
 
 
@@ -158,8 +160,8 @@ def _device(asked: str, ranks: int) -> str:
     return "cuda" if asked == "auto" and 1 == ranks <= torch.cuda.device_count() else asked
 
 
-def _begin(what: What, of: Task, ranks: int, commit: str, among: Pools) -> Run:
-    device: str = among.of(ranks).run(measure.device_name)[0]
+def _begin(what: What, of: Task, ranks: int, commit: str, among: RankPools) -> Run:
+    device: str = among.of(ranks).run(worker.device_name)[0]
     versions = {"torch": torch.__version__, "transformers": transformers.__version__,
                 "Python": platform.python_version()}  # fmt: skip
     if torch.version.cuda and device != "CPU":
@@ -176,7 +178,7 @@ def _of(of: Task, shape: Shape, ranks: int) -> Task:
 
 def _write(run: Run, options: argparse.Namespace) -> None:
     if options.out is not None:
-        files.write(run, options.out)
+        result_files.write(run, options.out)
 
 
 def _asked(name: str, parts: Iterable[str] | None, known: Collection[str]) -> bool:

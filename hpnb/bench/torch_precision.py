@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import hpnb
-from hpnb.bench.whole.task import Task
+from hpnb.bench.tasks import Task
 from hpnb.data.tokenizer import IGNORE_INDEX
 
 # "head": blocks, and the output layer with the loss; "async": as well, and products overlap their gathers

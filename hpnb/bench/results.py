@@ -15,7 +15,7 @@ from hpnb.bench.report import Row
 
 
 @dataclass(frozen=True)
-class Entry:
+class ProgramResult:
     """One program in one layout.
 
     Attributes:
@@ -35,7 +35,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class LayoutFound:
+class LayoutResult:
     """One layout.
 
     Attributes:
@@ -53,7 +53,7 @@ class LayoutFound:
     units: int
     flops: float
     matmul: float
-    entries: tuple[Entry, ...]
+    entries: tuple[ProgramResult, ...]
     waves: tuple[dict[str, list[float]], ...] = ()
     retries: int = 0
 
@@ -74,7 +74,7 @@ class LayoutFound:
         other = next((one for one in best if one != name), None) if name in best else None
         return self.seconds(name, other)
 
-    def fastest(self, ours: bool) -> Entry | None:
+    def fastest(self, ours: bool) -> ProgramResult | None:
         """hpnb's best program, or the best peer; those that failed do not count."""
         ran = [
             e for e in self.entries if e.ours == ours and not e.failed and self.seconds(e.name) is not None
@@ -125,7 +125,7 @@ class Run:
     device: str
     ranks: int
     versions: dict[str, str]
-    layouts: dict[str, LayoutFound] = field(default_factory=dict)
+    layouts: dict[str, LayoutResult] = field(default_factory=dict)
     scaling: dict[str, dict[str, float]] = field(default_factory=dict)
     losses: dict[str, Any] = field(default_factory=dict)
 
@@ -145,9 +145,11 @@ class Run:
         return cls(**rest, layouts={name: _layout(one) for name, one in given["layouts"].items()})
 
 
-def _layout(given: dict[str, Any]) -> LayoutFound:
+def _layout(given: dict[str, Any]) -> LayoutResult:
     entries = tuple(
-        Entry(**{**e, "losses": tuple(e["losses"]), "bubble": tuple(e["bubble"]) if e["bubble"] else None})
+        ProgramResult(
+            **{**e, "losses": tuple(e["losses"]), "bubble": tuple(e["bubble"]) if e["bubble"] else None}
+        )
         for e in given["entries"]
     )
-    return LayoutFound(**{**given, "entries": entries, "waves": tuple(given["waves"])})
+    return LayoutResult(**{**given, "entries": entries, "waves": tuple(given["waves"])})

@@ -15,8 +15,8 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from hpnb import plot
-from hpnb.bench.whole import files, layouts, rows
-from hpnb.bench.whole.found import LayoutFound, Run
+from hpnb.bench import layouts, result_files, tables
+from hpnb.bench.results import LayoutResult, Run
 from hpnb.plot.standings import Bar, Group, Panel
 from hpnb.plot.units import number
 
@@ -58,7 +58,7 @@ class Chart:
         return {"Source": ", ".join(self.sources), "Description": self.words(), "Software": drawn}
 
 
-def chart(folder: Path = files.RESULTS, peers: int | None = None) -> Chart:
+def chart(folder: Path = result_files.RESULTS, peers: int | None = None) -> Chart:
     """Of the newest results of a folder.
 
     Args:
@@ -69,25 +69,25 @@ def chart(folder: Path = files.RESULTS, peers: int | None = None) -> Chart:
     """
     if peers is not None and peers < 1:
         raise ValueError(f"peers={peers} leaves nobody to be held to; use 1 or more")
-    named = files.named(folder)
+    named = result_files.named(folder)
     runs = chosen(list(named.values()))
     if not runs:
-        raise ValueError(files.nothing(folder))
-    ran = [len(rows.peers(found)) for run in runs for found in run.layouts.values()]
+        raise ValueError(result_files.nothing(folder))
+    ran = [len(tables.peers(found)) for run in runs for found in run.layouts.values()]
     peers = peers or _fitting(ran)
     said = "Speed over it: median [quartiles] of rounds in which both took turns; above 1 hpnb is faster."
     if max(ran) > peers:
         few = "the fastest" if peers == 1 else f"the {peers} fastest"
         said += f" Of PyTorch's programs {few} of a layout."
-    sources = dict.fromkeys(name for run in runs for name in files.sources(named, run.key))
+    sources = dict.fromkeys(name for run in runs for name in result_files.sources(named, run.key))
     return Chart(tuple(panel(run, peers) for run in runs), said, tuple(sources))
 
 
 def chosen(runs: Sequence[Run]) -> list[Run]:
-    """Of each task that which covers most layouts, among `files.newest` of all; of several the one on most
+    """The run of each task that covers most layouts, among `result_files.newest`; of several the one on most
     GPUs, and the newest."""
     best: dict[str, Run] = {}
-    for run in sorted(files.newest(runs), key=lambda one: (len(one.layouts), one.ranks, one.date)):
+    for run in sorted(result_files.newest(runs), key=lambda one: (len(one.layouts), one.ranks, one.date)):
         if run.layouts:
             best[run.what] = run
     return [best[what] for what in sorted(best)]
@@ -98,12 +98,12 @@ def panel(run: Run, peers: int) -> Panel:
     usual = layouts.names(run.ranks)
     order = sorted(run.layouts, key=lambda name: usual.index(name) if name in usual else len(usual))
     notes = (run.title.removeprefix(f"{run.what}: "),
-             f"measured {rows.stamp(run)}, with torch {run.versions['torch']}")  # fmt: skip
+             f"measured {tables.stamp(run)}, with torch {run.versions['torch']}")  # fmt: skip
     groups = tuple(_group(run.layouts[name], peers) for name in order)
     return Panel(f"{run.what} on {run.ranks} x {run.device}", groups, notes)
 
 
-def write(path: Path = PICTURE, folder: Path = files.RESULTS, peers: int | None = None) -> Chart:
+def write(path: Path = PICTURE, folder: Path = result_files.RESULTS, peers: int | None = None) -> Chart:
     """Draw `chart` into a PNG."""
     made = chart(folder, peers)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,17 +119,17 @@ def _fitting(ran: Sequence[int]) -> int:
     return 1
 
 
-def _group(found: LayoutFound, peers: int) -> Group:
-    best, ran = found.fastest(ours=True), rows.peers(found)
+def _group(found: LayoutResult, peers: int) -> Group:
+    best, ran = found.fastest(ours=True), tables.peers(found)
     bars = [Bar("hpnb: none ran", None, ours=True)]
     if best is not None:
         share = f"{found.share(best.name):.0%} of matmul"
         bars = [Bar(best.name, found.tflops(best.name), share, ours=True)]
     for one in ran[:peers]:
-        beside = rows.ratio(found, best, one) if best is not None else ""
+        beside = tables.ratio(found, best, one) if best is not None else ""
         bars.append(Bar(one.name, found.tflops(one.name), beside))
     if not ran:
-        bars.append(Bar(f"PyTorch: {rows.no_peers(found)}", None))
+        bars.append(Bar(f"PyTorch: {tables.no_peers(found)}", None))
     return Group(found.layout, tuple(bars), found.matmul / 1e12)
 
 

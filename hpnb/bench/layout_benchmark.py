@@ -21,11 +21,11 @@ from typing import Any
 
 import hpnb
 from hpnb import RankError, RankInterrupt
-from hpnb.bench.whole import measure
-from hpnb.bench.whole.found import Entry, LayoutFound
-from hpnb.bench.whole.layouts import Shape
-from hpnb.bench.whole.measure import Begun
-from hpnb.bench.whole.task import Task
+from hpnb.bench import worker
+from hpnb.bench.layouts import Shape
+from hpnb.bench.results import LayoutResult, ProgramResult
+from hpnb.bench.tasks import Task
+from hpnb.bench.worker import ProgramStart
 
 _TOLERANCE = {16: 2e-3, 32: 1e-5}  # of the first losses: weights begin alike, and batches are the same
 _ROOM = 0.93  # of a GPU's memory: the rest is NCCL's, and lies between tensors
@@ -33,7 +33,7 @@ _MEMORY = ("OutOfMemoryError", "out of memory", "OUT_OF_MEMORY")
 Say = Callable[[str], None]
 
 
-class Pools:
+class RankPools:
     """Ranks that stay from layout to layout, and are started again where they were lost."""
 
     def __init__(self, device: str, timeout: float) -> None:
@@ -51,7 +51,7 @@ class Pools:
         """The first losses of the plain model, for all layouts of a task; none where it does not fit."""
         if task not in self._plain:
             try:
-                self._plain[task] = tuple(self.of(ranks).run(measure.reference, task)[0])
+                self._plain[task] = tuple(self.of(ranks).run(worker.reference, task)[0])
             except RankError as error:
                 say(f"without the losses of the plain model: {_sentence(error)}")
                 self._plain[task] = ()
@@ -64,15 +64,15 @@ class Pools:
 
 
 @contextmanager
-def pools(device: str, timeout: float) -> Iterator[Pools]:
-    made = Pools(device, timeout)
+def pools(device: str, timeout: float) -> Iterator[RankPools]:
+    made = RankPools(device, timeout)
     try:
         yield made
     finally:
         made.close()
 
 
-class Contest:
+class LayoutBenchmark:
     """Of one layout.
 
     Args:
@@ -89,25 +89,25 @@ class Contest:
     """
 
     def __init__(
-        self, among: Pools, task: Task, layout: str, shape: Shape, names: Sequence[str], rounds: int,
+        self, among: RankPools, task: Task, layout: str, shape: Shape, names: Sequence[str], rounds: int,
         traces: str | None, say: Say, reference: Sequence[float] = (), again: bool = False,
     ) -> None:  # fmt: skip
         self.among, self.task, self.layout, self.shape = among, task, layout, shape
         self.rounds, self.traces, self.say = rounds, traces, say
         self.reference, self.again = tuple(reference), again
         self.left, self.crowded = list(names), list[str]()
-        self.entries = {name: Entry(name, name.startswith("hpnb")) for name in names}
-        self.facts: dict[str, Begun] = {}
+        self.entries = {name: ProgramResult(name, name.startswith("hpnb")) for name in names}
+        self.facts: dict[str, ProgramStart] = {}
         self.waves: list[dict[str, list[float]]] = []
         self.retries = 0
         self.live: list[str] = []
         self.gone: set[str] = set()  # they have times, and failed when others were to be held to them
         self._pool: hpnb.Ranks | None = None
 
-    def run(self) -> LayoutFound:
+    def run(self) -> LayoutResult:
         """All waves."""
-        self._call(measure.drop)
-        matmul = min(self._call(measure.matmul_rate, self.task.bits))
+        self._call(worker.drop)
+        matmul = min(self._call(worker.matmul_rate, self.task.bits))
         while self.left:
             self._fill()
             while any(name not in self._measured() for name in self.live) and not self._rounds(self.rounds):
@@ -121,7 +121,7 @@ class Contest:
             self._once_more()
         self._keep(None)
         units, flops = self.task.units, float(self.task.flops)
-        return LayoutFound(self.layout, self.shape.ranks, self.task.unit, units, flops, matmul,
+        return LayoutResult(self.layout, self.shape.ranks, self.task.unit, units, flops, matmul,
                            tuple(self._compared()), tuple(self.waves), self.retries)  # fmt: skip
 
     # --- who lives ---------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class Contest:
         """Whether it lives now; if not, its entry says why, unless there are times in it."""
         self._note(name, failed="")
         try:
-            begun = self._call(measure.begin, self.task, self.shape, name)
+            begun = self._call(worker.begin, self.task, self.shape, name)
         except RankError as error:
             self._failed(name, _sentence(error))
             return False
@@ -185,7 +185,7 @@ class Contest:
 
     def _keep(self, *names: str | None) -> None:
         self.live = [one for one in self.live if one in names]
-        self._call(measure.drop, tuple(self.live))
+        self._call(worker.drop, tuple(self.live))
 
     def _in_turn(self, name: str) -> None:
         """A program that fits beside nobody, and hpnb's best."""
@@ -227,19 +227,19 @@ class Contest:
         wave: dict[str, list[float]] = {name: [] for name in self.live}
         turn, name = list(self.live), self.live[0]
         try:
-            before = self._call(measure.retries)
+            before = self._call(worker.retries)
             for _ in range(rounds):
                 for name in turn:
-                    wave[name].append(self._call(measure.one_step, name)[0])
+                    wave[name].append(self._call(worker.one_step, name)[0])
                 turn = [*turn[1:], turn[0]]
-            after = self._call(measure.retries)
+            after = self._call(worker.retries)
         except RankError as error:
             self._failed(name, _sentence(error))
             return False
         self.waves.append(wave)
         self.retries = max(self.retries, *(b - a for a, b in zip(before, after, strict=True)))
         for name in (one for one in new if self.entries[one].ours):
-            self._note(name, bubble=self._beside(measure.bubble, name))
+            self._note(name, bubble=self._beside(worker.bubble, name))
         self._profiles(new)
         return True
 
@@ -249,7 +249,7 @@ class Contest:
             if mine := [name for name in names if self.entries[name].ours == ours]:
                 name = min(mine, key=self._median)
                 path = f"{self.traces}/{self.task.what}-{self.layout}-{_file(name)}.json"
-                self.say(self._beside(measure.profile, name, f"{self.layout}, {name}", path) or "")
+                self.say(self._beside(worker.profile, name, f"{self.layout}, {name}", path) or "")
 
     def _beside(self, fn: Callable[..., Any], name: str, *args: Any) -> Any:
         """What is asked besides its times. It costs no row: a failure is said, and None is the answer."""
@@ -279,9 +279,9 @@ class Contest:
 
     # --- what is said ------------------------------------------------------------------------------------
 
-    def _compared(self) -> Iterator[Entry]:
+    def _compared(self) -> Iterator[ProgramResult]:
         """Entries, of which those that compute another model have failed, hpnb's too."""
-        known = measure.candidates(self.task.what, self.shape)
+        known = worker.candidates(self.task.what, self.shape)
         mine = self._fastest(ours=True)
         truth = self.reference or (self.entries[mine].losses if mine else ())
         whose = "the plain model" if self.reference else mine

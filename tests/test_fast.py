@@ -442,7 +442,7 @@ def half(case: Case, fast: bool, path: str | None = None) -> Found:
     for group in optimizer.param_groups:
         group["lr"] = 0.02
     model, optimizer, *_ = booster.boost(model, optimizer)
-    assert bool(getattr(Masters.attached_to(optimizer.boosted.inner), "_flat", None)) is fast
+    assert bool(getattr(Masters.attached_to(optimizer.inner), "_flat", None)) is fast
 
     def one(step: int) -> None:
         given = mine(batch(case.kind, step, case.rows), plugin.mesh.dp)

@@ -197,7 +197,7 @@ def with_fault(case: Case, fault: str) -> Found:
         if next(calls) != 1 or hpnb.rank():
             update(self)
         else:
-            self.boosted.last = hpnb.precision.OptimizerStepResult(False, None, 1.0)
+            self.last_step = hpnb.precision.OptimizerStepResult(False, None, 1.0)
 
     broken: Any = {
         "nobody weighs": (global_loss.Weigher, "__call__", lambda self, found, count: found),
@@ -553,22 +553,95 @@ def test_buffers_are_those_of_the_first_rank(pools: dict[int, hpnb.Ranks]) -> No
     assert not torch.equal(sent[1], kept[1])
 
 
-def made_by_the_rank() -> tuple[list[str], float]:
-    """Layers that exist on their own rank alone."""
-    plugin = HybridParallelPlugin(precision="fp64", pp_size=2, num_microbatches=2)
+WIDTH = 6
+
+
+def residual_layer(i: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=D), nn.Tanh(), nn.Linear(WIDTH, WIDTH, dtype=D))
+
+
+def squares(outputs: torch.Tensor, inputs: Any) -> torch.Tensor:
+    return outputs.square().mean()
+
+
+def optimize_layers(model: Any) -> torch.optim.Optimizer:
+    groups = [[p for n, p in model.named_parameters() if n.endswith(kind)] for kind in ("weight", "bias")]
+    return torch.optim.SGD([{"params": groups[0]}, {"params": groups[1], "lr": 0.2}], lr=0.1, momentum=0.9)
+
+
+def train_builder(knobs: dict[str, Any], folder: str) -> tuple[Any, list[str], list[float]]:
+    """Three steps with a scheduler that was made before boost, and a checkpoint between them."""
+    plugin = HybridParallelPlugin(**{"precision": "fp64", "num_microbatches": 2, "max_norm": 0.5, **knobs})
     booster = hpnb.Booster(plugin=plugin)
-    model, *_ = booster.boost(Builder(lambda i: nn.Linear(6, 6), 4))
-    x, _ = numbers(4)
-    found = booster.execute_pipeline(iter([(x, x)]), model, lambda out, given: out.square().mean())
-    value = found["loss"]
-    return [n for n, _ in model.named_parameters()], 0.0 if value is None else float(value)
+    for resumed in (False, True):
+        builder = Builder(residual_layer, 4, seed=3)
+        assert all(p.is_meta for p in builder.parameters())
+        optimizer: Any = optimize_layers(builder)
+        scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        model, optimizer, _, _, scheduler = booster.boost(builder, optimizer, lr_scheduler=scheduler)
+        if resumed:
+            booster.load(folder, model, optimizer, scheduler)
+        for step in (1, 2) if resumed else (0,):
+            x = mine({"labels": numbers(8, step)[0]}, plugin.mesh.dp)["labels"].to(D)
+            optimizer.zero_grad()
+            booster.execute_pipeline(iter([(x, x)]), model, squares, optimizer)
+            optimizer.step()
+            scheduler.step()
+        booster.save(folder, model, optimizer, scheduler)
+        dist.barrier()
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return weights(model), [name for name, _ in model.named_parameters()], rates
 
 
-def test_a_builder(pools: dict[int, hpnb.Ranks]) -> None:
-    (first, _), (last, value) = on(pools, 2).run(made_by_the_rank)
-    assert first == [f"layers.{i}.{what}" for i in (0, 1) for what in ("weight", "bias")]
-    assert last == [f"layers.{i}.{what}" for i in (2, 3) for what in ("weight", "bias")]
-    assert value > 0
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"pp_size": 2}, {"pp_size": 2, "pp_style": "zb-v"}, {"zero_stage": 2},
+        {"pp_size": 2, "activation_checkpointing": "full", "zero_stage": 1}, {"zero_stage": 3},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_model_that_no_rank_can_hold_trains(
+    pools: dict[int, hpnb.Ranks], knobs: dict[str, Any], tmp_path: Path
+) -> None:
+    made = [torch.manual_seed(3 + i) and residual_layer(i) for i in range(4)]
+    model = nn.ModuleDict({"layers": nn.Sequential(*made)})
+    optimizer = optimize_layers(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        squares(model["layers"](numbers(8, step)[0].to(D)), None).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.8
+    found = on(pools, 2).run(train_builder, knobs, str(tmp_path / "saved"))
+    for trained, names, rates in found:
+        assert distance(trained, dict(model.state_dict())) < 1e-12
+        assert rates == pytest.approx([group["lr"] for group in optimizer.param_groups])
+        assert len(names) == (8 if "pp_size" in knobs else 16)
+
+
+def refuse_builders() -> list[str]:
+    refused = []
+    foreign = nn.Linear(6, 6)
+    for knobs, parameters in (
+        ({"tp_size": 2}, None), ({"pp_size": 2}, list(foreign.parameters())),
+        ({"pp_size": 2, "activation_checkpointing": "attention"}, None),
+    ):  # fmt: skip
+        builder = Builder(residual_layer, 4)
+        optimizer = torch.optim.SGD(parameters or builder.parameters(), lr=0.1)
+        with pytest.raises(ValueError) as error:
+            hpnb.Booster(HybridParallelPlugin(precision="fp64", **knobs)).boost(builder, optimizer)
+        refused.append(str(error.value))
+    return refused
+
+
+def test_what_a_builder_cannot_do_is_refused(pools: dict[int, hpnb.Ranks]) -> None:
+    tensor_parallel, foreign, attention = on(pools, 2).run(refuse_builders)[0]
+    assert "tp_size=2 cannot shard the layers of a Builder" in tensor_parallel
+    assert "2 of the 2 parameters" in foreign
+    assert "builder.parameters()" in foreign
+    assert "use 'full'" in attention
 
 
 # --- the optimizer -----------------------------------------------------------------------------------------
@@ -578,42 +651,45 @@ def rates(zero: int, pp: int) -> dict[str, Any]:
     """A scheduler of before, one of after, and who changes what."""
     model: Any = build("vit")
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.4)
-    group, kind = optimizer.param_groups[0], type(optimizer)
+    group = optimizer.param_groups[0]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         plugin = HybridParallelPlugin(precision="fp64", zero_stage=zero, pp_size=pp, num_microbatches=2)
         booster = hpnb.Booster(plugin=plugin)
-        model, same, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
-        later = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        model, boosted, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
+        later = torch.optim.lr_scheduler.LambdaLR(boosted, lambda step: 1.0)
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         moved = []
         for step in range(3):
             given = mine(batch("vit", step, 8), plugin.mesh.dp)
-            booster.execute_pipeline(iter([given]), model, None, optimizer)
+            booster.execute_pipeline(iter([given]), model, None, boosted)
             if step == 2:
                 group["lr"] = 0.0  # by a reference from before
                 before = {n: p.detach().clone() for n, p in model.named_parameters()}
-            optimizer.step()
-            optimizer.zero_grad()
+            boosted.step()
+            boosted.zero_grad()
             if step < 2:
                 scheduler.step()
                 later.step()
         moved = [n for n, p in model.named_parameters() if not torch.equal(p, before[n])]
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    refused = str(error.value)
     return {
-        "same": same is optimizer, "kind": isinstance(optimizer, kind),
+        "shared": boosted.param_groups is optimizer.param_groups and boosted.param_groups[0] is group,
         "rate": optimizer.param_groups[0]["lr"],
-        "steps": [g["lr"] for g in optimizer.boosted.inner.param_groups], "moved": moved,
-        "text": type(optimizer).__name__,
+        "steps": [g["lr"] for g in boosted.inner.param_groups], "moved": moved,
+        "text": repr(boosted), "own step": refused,
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(("zero", "pp"), [(0, 1), (1, 1), (2, 2), (3, 1)])
 def test_schedulers_stay_attached(pools: dict[int, hpnb.Ranks], zero: int, pp: int) -> None:
     for found in on(pools, 2 * pp).run(rates, zero, pp):
-        assert found["same"]
-        assert found["kind"]
-        assert found["text"] == "AdamW"
+        assert found["shared"]
+        assert "AdamW" in found["text"]
+        assert "step() of the optimizer that booster.boost returned" in found["own step"]
         assert found["rate"] == 0.0
         assert found["steps"] == [0.0]
         assert found["moved"] == []  # a rate of 0 stops what steps
@@ -653,7 +729,7 @@ def overflowed(layout: str) -> dict[str, Any]:
         told["stepped"].append(optimizer.last_step.stepped)
         told["moved"].append(any(not torch.equal(p, before[n]) for n, p in model.named_parameters()))
         told["scale"].append(optimizer.last_step.scale)
-    told["now"] = optimizer.boosted.scaler.scale
+    told["now"] = optimizer.scaler.scale
     return told
 
 

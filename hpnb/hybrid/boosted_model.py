@@ -52,7 +52,7 @@ class Boosted(nn.Module):
         pipe: with a pipeline; it is made when it is needed without one.
         replica: what reduces gradients after a backward, if anything does; not with ZeRO 3, which does it
             itself.
-        own: the model's own loss, if it need not compute it itself.
+        model_loss: the loss that the model computes from labels, where it can be computed outside of it.
         causal: whether its targets are its inputs, shifted by one.
         kind, config: of the whole model, for whoever saves it.
 
@@ -60,7 +60,7 @@ class Boosted(nn.Module):
         last_step: the result of the last `execute_pipeline`, with its timeline if it was recorded.
         loss_reduction: what criteria return, "mean" or "sum_and_count"; by default as in the first step that
             trains. It may be set on every rank: "sum_and_count" takes both.
-        stepper: gives what stands behind the optimizer that steps it (`boosted_optimizer.py`), or None.
+        optimizer_ref: gives the `BoostedOptimizer` that steps it, or None.
     """
 
     module: nn.Module
@@ -74,7 +74,7 @@ class Boosted(nn.Module):
         *,
         pipe: Pipeline | None,
         replica: DataParallel | None,
-        own: OwnLoss | None,
+        model_loss: OwnLoss | None,
         causal: bool,
         kind: type[nn.Module],
         config: Any,
@@ -87,13 +87,13 @@ class Boosted(nn.Module):
         self.plugin, self.axes, self.causal = plugin, tuple(axes), causal
         self.kind, self.whole_config = kind, config
         self.last_step: PipelineStepResult | None = None
-        self._own, self._weigher, self._device = own, Weigher(plugin.mesh.dp), this_device()
+        self._own, self._weigher, self._device = model_loss, Weigher(plugin.mesh.dp), this_device()
         self._pipe, self._syncs = pipe, True
         self._criterion: Criterion | None = None
         self.loss_reduction: LossReduction | None = None
         if pipe is not None:
             pipe.loss_fn = self._loss
-        self.stepper: Callable[[], Any] = lambda: None
+        self.optimizer_ref: Callable[[], Any] = lambda: None
         self._resumed: torch.Tensor | None = None
 
     # --- a module ----------------------------------------------------------------------------------------

@@ -1,21 +1,20 @@
-"""The user's optimizer, made to step what this rank holds.
+"""The optimizer that `Booster.boost` returns: it steps what this rank holds, on all ranks or on none.
 
-    optimizer                       stays the object it is, and of its class, so a scheduler made before stays
-      .step()                       -> hpnb.precision.step(inner): unscale, clip, step or skip, on all ranks
-      .param_groups                 the same dicts, which inner shares: a new learning rate reaches what steps
-    inner                           what steps: an optimizer of the class that was given (ZeRO 0 and 3), or a
-                                    ZeroOptimizer (1 and 2), over this rank's parameters
+    BoostedOptimizer.step()    -> hpnb.precision.step(inner): unscale, clip, then step or skip
+    inner                      the user's own optimizer (ZeRO 0 and 3), or a ZeroOptimizer around its class
+                               (ZeRO 1 and 2), over this rank's parameters
 
-The instance is given another class, made on the fly: a subclass of its own with the methods below. Parameters
-that are on other ranks leave the groups, so that they are freed.
+The user's optimizer keeps its groups, now with this rank's parameters only, and shares them and its state
+with the returned one. So a learning-rate scheduler that was made before boost stays attached.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -32,40 +31,67 @@ from hpnb.optimizer_state import (
     merge_stages,
     split_state_dict,
 )
-from hpnb.placement import placement_of
-from hpnb.precision import LossScaler, Masters, OptimizerStepResult
+from hpnb.placement import Placement, placement_of
+from hpnb.precision import LossScaler, OptimizerStepResult
+
+_boosted: WeakSet[Optimizer] = WeakSet()  # users' optimizers that stand behind a BoostedOptimizer
+_INSTANCE_ONLY = ("step", "masters", "held")  # what a scheduler and Masters have set on the user's optimizer
 
 
 @dataclass
-class Stepper:
-    """What stands behind a boosted optimizer.
+class _StepGuard:
+    """Refuses a step of the user's own optimizer, which would neither unscale nor clip nor agree."""
 
-    Attributes:
-        inner: what steps.
-        axes: with whom ranks agree on overflow and on the norm.
-        scaler: whose scale gradients carry.
-        max_norm: to which their norm is clipped; 0 is off.
-        numbering: of each group the numbers of its parameters, as they were before boost.
-        held: this rank's parameters, {number: parameter}, in the order of inner's groups.
-        model: the boosted model.
-        last: what the last step did.
-    """
+    is_open: bool = False
 
-    inner: Optimizer
-    axes: Sequence[Axis]
-    scaler: LossScaler | None
-    max_norm: float
-    numbering: list[list[int]]
-    held: dict[int, nn.Parameter]
-    model: Any
-    last: OptimizerStepResult | None = None
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.is_open:
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} was boosted, so stepping it would skip unscaling, clipping "
+                "and ZeRO: call step() of the optimizer that booster.boost returned"
+            )
 
 
 class BoostedOptimizer(Optimizer):
-    """The methods of a boosted optimizer. `optimizer.last_step` is its last step's `OptimizerStepResult`:
-    whether it stepped, the norm before clipping, the scale."""
+    """Wraps the user's optimizer.
 
-    boosted: Stepper
+    Args:
+        user_optimizer: its groups hold this rank's parameters only (`drop_remote_parameters`).
+        inner: the optimizer that steps: `user_optimizer` itself, or a ZeroOptimizer.
+        axes: the ranks that agree on an overflow and on the gradient norm.
+        scaler: the loss scaler whose scale the gradients carry.
+        max_norm: clip the gradient norm to it; 0 is off.
+        numbering: the numbers of the parameters of each group, as they were before boost.
+        parameters: this rank's parameters, {number: parameter}, in the order of inner's groups.
+        model: the boosted model.
+
+    Attributes:
+        last_step: what the last step did: whether it stepped, the norm before clipping, the scale.
+    """
+
+    def __init__(
+        self,
+        user_optimizer: Optimizer,
+        inner: Optimizer,
+        axes: Sequence[Axis],
+        *,
+        scaler: LossScaler | None,
+        max_norm: float,
+        numbering: list[list[int]],
+        parameters: dict[int, nn.Parameter],
+        model: Any,
+    ) -> None:
+        # No Optimizer.__init__, which would copy the groups: hooks, options and groups are the user's own.
+        shared = {name: value for name, value in vars(user_optimizer).items() if name not in _INSTANCE_ONLY}
+        vars(self).update(shared)
+        self.user_optimizer, self.inner, self.axes = user_optimizer, inner, axes
+        self.scaler, self.max_norm, self.model = scaler, max_norm, model
+        self.numbering, self.parameters = numbering, parameters
+        self.last_step: OptimizerStepResult | None = None
+        self._guard = _StepGuard()
+        user_optimizer.register_step_pre_hook(self._guard)
+        _boosted.add(user_optimizer)
+        self.share_groups()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Unscale, clip and step; on all ranks, or on none where a gradient has overflowed on one."""
@@ -74,127 +100,123 @@ class BoostedOptimizer(Optimizer):
                 "step(closure) cannot evaluate a loss on several ranks: run forward and backward before, "
                 "then step() without a closure"
             )
-        own = self.boosted
-        self._opt_called = True  # which schedulers look for, to warn where they are stepped before
-        own.last = precision.step(own.inner, own.axes, scaler=own.scaler, max_norm=own.max_norm)
+        # A scheduler looks for this mark, and warns if it is stepped first.
+        self._opt_called = self.user_optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._guard.is_open = True
+        try:
+            self.last_step = precision.step(
+                self.inner, self.axes, scaler=self.scaler, max_norm=self.max_norm
+            )
+        finally:
+            self._guard.is_open = False
 
-    # Of schedulers: this step says itself that it was called, so they need not wrap it. And of PyTorch: the
-    # hooks of a step run around inner's.
+    # Schedulers need not wrap this step, because it leaves the mark itself. PyTorch need not run hooks around
+    # it, because they run around inner's.
     step._wrapped_by_lr_sched = step.hooked = True  # type: ignore[attr-defined]
 
-    @property
-    def last_step(self) -> OptimizerStepResult | None:
-        return self.boosted.last
-
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.boosted.inner.zero_grad(set_to_none)
+        self.inner.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as one process would have it: whole tensors, on the CPU, by the numbers that parameters
-        had before boost. Every rank calls it and gets all of it."""
-        own = self.boosted
-        placements = {number: placement_of(p).without("pp") for number, p in own.held.items()}
-        local = own.inner.state_dict()
-        states = local_states(local, list(own.held))
-        states = gather_states(states, placements, [axis for axis in own.axes if axis.name != "pp"])
-        for axis in own.axes:
-            if axis.name == "pp":  # whose ranks have other parameters, not shards of the same ones
+        """The state as one process would have it: full tensors on the CPU, by the numbers that parameters had
+        before boost. Every rank calls it and gets all of it."""
+        local = self.inner.state_dict()
+        states = local_states(local, list(self.parameters))
+        states = gather_states(states, self._placements(), [a for a in self.axes if a.name != "pp"])
+        for axis in self.axes:
+            if axis.name == "pp":  # its ranks have other parameters, not shards of the same ones
                 states = merge_stages(states, axis)
         groups = [
             {**group_options(group), "params": numbers}
-            for group, numbers in zip(own.inner.param_groups, own.numbering, strict=True)
+            for group, numbers in zip(self.inner.param_groups, self.numbering, strict=True)
         ]
         return build_state_dict(states, groups, "masters" in local)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take such a state, of any layout or none; each rank takes its parts. Load the model before.
+        """Take such a state, of any layout or none; each rank takes its shards. Load the model before.
 
         Raises:
             ValueError: it is the state of other parameters, or of other groups of them.
         """
-        placements = {number: placement_of(p).without("pp") for number, p in self.boosted.held.items()}
-        local = split_state_dict(state_dict, self.boosted.numbering, placements)
-        self.boosted.inner.load_state_dict(local)
-        self._share()
+        self.inner.load_state_dict(split_state_dict(state_dict, self.numbering, self._placements()))
+        self.share_groups()
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
-        raise ValueError("a boosted optimizer has dealt out its parameters: add the group before boost")
+        raise ValueError("a boosted optimizer has sharded its parameters: add the group before boost")
 
     def held(self) -> dict[str, list[torch.Tensor]]:
-        """What is held beside gradients and states, for a recorder of memory."""
-        held = getattr(self.boosted.inner, "held", None)
-        return held() if callable(held) else {}
+        """What inner holds beside gradients and state, for a recorder of memory."""
+        inner_held = getattr(self.inner, "held", None)
+        return inner_held() if callable(inner_held) else {}
 
-    def _share(self) -> None:
-        """Groups and states are inner's."""
-        self.param_groups, self.state = self.boosted.inner.param_groups, self.boosted.inner.state
+    def share_groups(self) -> None:
+        """Let all three optimizers have inner's groups and state, after a load has replaced them."""
+        for optimizer in (self, self.user_optimizer):
+            optimizer.param_groups, optimizer.state = self.inner.param_groups, self.inner.state
 
+    def _placements(self) -> dict[int, Placement]:
+        return {number: placement_of(p).without("pp") for number, p in self.parameters.items()}
 
-def adopt(optimizer: Optimizer, stepper: Stepper) -> None:
-    """Change `optimizer` in place into what `stepper` stands behind."""
-    kind = type(optimizer)
-    vars(optimizer).pop("step", None)  # a scheduler's wrapper around the step of before
-    optimizer.__class__ = type(kind.__name__, (BoostedOptimizer, kind), {})
-    vars(optimizer)["boosted"] = stepper
-    optimizer._share()  # type: ignore[attr-defined]
+    def __repr__(self) -> str:
+        return f"Boosted {self.user_optimizer!r}"
 
 
-def stepper_of(optimizer: Any) -> Stepper:
-    """What stands behind a boosted optimizer.
+def is_boosted(optimizer: Optimizer) -> bool:
+    return isinstance(optimizer, BoostedOptimizer) or optimizer in _boosted
+
+
+def check_boosted(optimizer: Any) -> BoostedOptimizer:
+    """`optimizer` itself.
 
     Raises:
-        ValueError: it was not boosted.
+        ValueError: it is not what boost returned.
     """
     if not isinstance(optimizer, BoostedOptimizer):
         raise ValueError(f"this {type(optimizer).__name__} is not boosted; pass what booster.boost returned")
-    return optimizer.boosted
+    return optimizer
 
 
-# --- what steps ------------------------------------------------------------------------------------------
+# --- before the wrapper is made --------------------------------------------------------------------------
 
 
-def plain(optimizer: Optimizer, wide: bool) -> Optimizer:
-    """An optimizer of the same class over the same groups and state; with float32 masters if `wide`."""
-    inner: Optimizer = object.__new__(type(optimizer))
-    vars(inner).update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    if wide:
-        Masters(inner)
-    return inner
-
-
-def dealt_out(optimizer: Optimizer, axis: Axis, stage: int, **options: Any) -> ZeroOptimizer:
-    """A ZeroOptimizer of the same class and groups, whose dicts it takes over."""
+def make_zero_optimizer(optimizer: Optimizer, axis: Axis, stage: int, **options: Any) -> ZeroOptimizer:
+    """A ZeroOptimizer of the same class and groups; both then share the dicts of the groups."""
     kind = type(optimizer)
-    takes = inspect.signature(kind.__init__).parameters
-    defaults = {name: value for name, value in optimizer.defaults.items() if name in takes}
+    known = inspect.signature(kind.__init__).parameters
+    defaults = {name: value for name, value in optimizer.defaults.items() if name in known}
     groups = [dict(group) for group in optimizer.param_groups]
     zero = ZeroOptimizer(groups, kind, axis, stage, **options, **defaults)
-    for given, made in zip(optimizer.param_groups, zero.param_groups, strict=True):
-        given.clear()
-        given.update(made)
+    for users_group, zero_group in zip(optimizer.param_groups, zero.param_groups, strict=True):
+        users_group.clear()
+        users_group.update(zero_group)
     zero.optimizer.param_groups[:] = optimizer.param_groups
     return zero
 
 
-def keep(optimizer: Optimizer, here: Mapping[int, Any]) -> tuple[list[list[int]], dict[int, nn.Parameter]]:
-    """Let go of parameters that are not `here` (by id), in place.
+def drop_remote_parameters(
+    optimizer: Optimizer, local_ids: Collection[int]
+) -> tuple[list[list[int]], dict[int, nn.Parameter]]:
+    """Remove the parameters of other ranks from the groups, in place, so that they are freed.
+
+    Args:
+        local_ids: the `id` of each parameter of this rank.
 
     Returns:
         The numbers of all parameters by group; and {number: parameter} of those that stay.
     """
     numbering: list[list[int]] = []
-    held: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter] = {}
     count = 0
     for group in optimizer.param_groups:
         numbers = list(range(count, count + len(group["params"])))
         numbering.append(numbers)
         count += len(numbers)
-        stays = [id(p) in here for p in group["params"]]
-        held |= {n: p for n, p, stay in zip(numbers, group["params"], stays, strict=True) if stay}
+        stays = [id(p) in local_ids for p in group["params"]]
+        parameters |= {n: p for n, p, stay in zip(numbers, group["params"], stays, strict=True) if stay}
         for p, stay in zip(group["params"], stays, strict=True):
             if not stay:
                 optimizer.state.pop(p, None)
         for name in ("params", "param_names"):
             if name in group:
                 group[name] = [value for value, stay in zip(group[name], stays, strict=True) if stay]
-    return numbering, held
+    return numbering, parameters

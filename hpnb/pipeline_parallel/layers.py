@@ -14,9 +14,9 @@ Each layer knows its own modules only, so a rank that keeps some layers lets the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -62,6 +62,9 @@ class Layer:
 class Builder:
     """A model that no process holds: `layer(i)` makes layer i, and only the rank that has it asks for it.
 
+    An optimizer for `hpnb.Booster` is made of `parameters()`, which take no memory. Boosting it puts the
+    parameters of this rank's layers in their places.
+
     Args:
         layer: makes layer i, 0 to count - 1; it takes what layer i - 1 gives, the first one `first_input`.
         count: how many layers there are.
@@ -77,12 +80,32 @@ class Builder:
     count: int
     name: str = "layers"
     seed: int = 0
+    _meta_parameters: dict[str, nn.Parameter] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ValueError(f"a Builder with count={self.count} makes nothing; use 1 or more")
         if not self.name or not all(self.name.split(".")):
             raise ValueError(f"name={self.name!r} is no path for the layers; 'layers' would do")
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of all layers on the meta device, the same objects at every call.
+
+        Each layer is made once for this, on the meta device unless it names another, and dropped.
+        """
+        if not self._meta_parameters:
+            for i in range(self.count):
+                with torch.device("meta"):
+                    (part,) = _build(self, i).parts
+                for name, p in part.module.to("meta").named_parameters(part.name):
+                    self._meta_parameters[name] = p
+        yield from self._meta_parameters.items()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The same without names, for an optimizer."""
+        return (p for _, p in self.named_parameters())
 
 
 def layers(model: nn.Module | Builder) -> tuple[Layer, ...]:

@@ -200,9 +200,9 @@ def save(
         if value is not None:
             state.values[name] = pack(f"the {name}", _state_of(value, name))
     state.values["extra"] = pack("extra", extra)
-    stepper = model.stepper()
+    boosted = model.optimizer_ref()
     if copies is not None:
-        copies.finish_before_step_of(None if stepper is None else stepper.inner)
+        copies.finish_before_step_of(None if boosted is None else boosted.inner)
     facts = {"layout": saved_layout(model), "torch": torch.__version__}
 
     def work() -> None:

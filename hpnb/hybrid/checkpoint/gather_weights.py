@@ -49,10 +49,10 @@ class WeightShard:
 
 def master_weights(model: Boosted) -> dict[torch.Tensor, tuple[torch.Tensor, Placement] | None]:
     """{16-bit parameter: this rank's shard of its master, and where it lies}; None if other ranks hold it."""
-    stepper = model.stepper()
-    if stepper is None:
+    boosted = model.optimizer_ref()
+    if boosted is None:
         return {}
-    inner: Any = stepper.inner
+    inner: Any = boosted.inner
     if isinstance(inner, ZeroOptimizer):
         if inner.masters is None:
             return {}

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from hpnb.data_parallel import ZeroOptimizer
-from hpnb.hybrid.boosted_optimizer import Stepper, stepper_of
+from hpnb.hybrid.boosted_optimizer import BoostedOptimizer, check_boosted
 from hpnb.hybrid.checkpoint.agreement import attempt
 from hpnb.hybrid.checkpoint.dcp import ShardedState, StateReader, pack
 from hpnb.hybrid.checkpoint.gather_weights import is_writer
@@ -48,11 +48,11 @@ class _LocalStates:
     by_name: dict[str, tuple[torch.Tensor, Placement]]
 
 
-def _local_states(stepper: Stepper) -> _LocalStates:
-    inner: Any = stepper.inner
-    tensors = list[torch.Tensor](stepper.held.values())
+def _local_states(boosted: BoostedOptimizer) -> _LocalStates:
+    inner: Any = boosted.inner
+    tensors = list[torch.Tensor](boosted.parameters.values())
     if isinstance(inner, ZeroOptimizer):  # which has states of pieces, on some ranks none
-        tensors = [inner.pieces[p] for p in stepper.held.values() if p in inner.pieces]
+        tensors = [inner.pieces[p] for p in boosted.parameters.values() if p in inner.pieces]
         inner = inner.optimizer
     by_name = {parameter_name(t): (t, placement_of(t).without("pp")) for t in tensors}
     return _LocalStates(inner, by_name)
@@ -81,12 +81,12 @@ def optimizer_shards(
         copy: applied to each tensor.
         with_masters: with the float32 masters of 16-bit weights.
     """
-    stepper = stepper_of(optimizer)
-    local, saved = _local_states(stepper), ShardedState()
+    boosted = check_boosted(optimizer)
+    local, saved = _local_states(boosted), ShardedState()
     counters: dict[str, torch.Tensor] = {}
     masters = Masters.attached_to(local.inner) if with_masters else None
     for name, (t, placement) in local.by_name.items():
-        if placement.tied_to is not None or not is_writer(placement, stepper.axes):
+        if placement.tied_to is not None or not is_writer(placement, boosted.axes):
             continue
         state: dict[str, Any] = dict(local.inner.state.get(t, {}))
         if masters is not None and masters.of(t) is not t:
@@ -103,13 +103,13 @@ def optimizer_shards(
                 saved.tensors[label] = Placement(label, tuple(value.shape)), copy(value)
     groups = [
         {"options": group_options(group), "numbers": numbers}
-        for group, numbers in zip(stepper.inner.param_groups, stepper.numbering, strict=True)
+        for group, numbers in zip(boosted.inner.param_groups, boosted.numbering, strict=True)
     ]
-    scaler = None if stepper.scaler is None else stepper.scaler.state_dict()
-    kind = class_name(optimizer)
+    scaler = None if boosted.scaler is None else boosted.scaler.state_dict()
+    kind = class_name(boosted.user_optimizer)
     saved.values[GROUPS] = pack("the optimizer", {"kind": kind, "groups": groups, "scaler": scaler})
     saved.values[f"{COUNTERS}{rank()}"] = pack("the optimizer", _to_cpu(counters))
-    names = {number: (parameter_name(p), placement_of(p).shape) for number, p in stepper.held.items()}
+    names = {number: (parameter_name(p), placement_of(p).shape) for number, p in boosted.parameters.items()}
     saved.values[f"{NAMES}{rank()}"] = pack("the optimizer", names)
     return saved
 
@@ -137,8 +137,8 @@ class OptimizerLoader:
     """
 
     def __init__(self, optimizer: Optimizer, stored: StateReader, group: dist.ProcessGroup) -> None:
-        self._optimizer, self._stepper = optimizer, stepper_of(optimizer)
-        self._local = _local_states(self._stepper)
+        self._boosted = check_boosted(optimizer)
+        self._local = _local_states(self._boosted)
         described = [label for label in stored.values if label == GROUPS or label.startswith(NAMES)]
         descriptions = stored.read({}, described, group)
         self._saved: Any = attempt(lambda: self._check(descriptions), group)
@@ -157,8 +157,8 @@ class OptimizerLoader:
     @torch.no_grad()
     def apply(self) -> None:
         """Hand the state over. The model has its weights already."""
-        inner, stepper = self._local.inner, self._stepper
-        zero = stepper.inner if isinstance(stepper.inner, ZeroOptimizer) else None
+        inner, boosted = self._local.inner, self._boosted
+        zero = boosted.inner if isinstance(boosted.inner, ZeroOptimizer) else None
         if zero is not None:
             zero.refresh()
         known_masters, numbers = Masters.attached_to(inner), dict[int, int]()
@@ -180,9 +180,9 @@ class OptimizerLoader:
         inner.load_state_dict({"state": states, "param_groups": groups, "masters": masters})
         if zero is not None:
             zero.param_groups, zero.state = inner.param_groups, inner.state
-        self._optimizer.param_groups, self._optimizer.state = inner.param_groups, inner.state
-        if stepper.scaler is not None and self._saved["scaler"] is not None:
-            stepper.scaler.load_state_dict(self._saved["scaler"])
+        boosted.share_groups()
+        if boosted.scaler is not None and self._saved["scaler"] is not None:
+            boosted.scaler.load_state_dict(self._saved["scaler"])
 
     def _check(self, descriptions: dict[str, Any]) -> Any:
         """What is saved of the groups, if they are those of this optimizer."""
@@ -190,17 +190,17 @@ class OptimizerLoader:
             raise ValueError(
                 "the checkpoint has no state of an optimizer; leave the optimizer out to load the rest"
             )
-        kind = class_name(self._optimizer)
+        kind = class_name(self._boosted.user_optimizer)
         options = {option for group in saved["groups"] for option in group["options"]}
-        if saved["kind"] != kind and (lacks := sorted(self._optimizer.defaults.keys() - options)):
+        if saved["kind"] != kind and (lacks := sorted(self._boosted.defaults.keys() - options)):
             raise ValueError(
                 f"the state to be loaded is of {saved['kind']}, without {lacks[0]!r}, and this is {kind}; "
                 f"load it into {saved['kind']}"
             )
-        numbering = self._stepper.numbering
+        numbering = self._boosted.numbering
         check_group_sizes([len(group["numbers"]) for group in saved["groups"]], [len(n) for n in numbering])
         names = {number: name for of_rank in descriptions.values() for number, name in of_rank.items()}
-        for number, p in self._stepper.held.items():
+        for number, p in self._boosted.parameters.items():
             at = next(i for i, numbers in enumerate(numbering) if number in numbers)
             name, shape = parameter_name(p), placement_of(p).shape
             in_group = dict(names[n] for n in saved["groups"][at]["numbers"] if n in names)

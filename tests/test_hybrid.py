@@ -346,6 +346,42 @@ def test_ranks_agree_once_on_what_criteria_return(pools: dict[int, hpnb.Ranks]) 
     assert losses[0] == losses[2] != losses[1]
 
 
+def smooth_causal(logits: Any, labels: Any, vocab_size: int, **_: Any) -> Any:
+    logits, labels = logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1)
+    return 0.5 * F.cross_entropy(logits, labels, label_smoothing=0.1)
+
+
+def smooth_classes(labels: Any, logits: Any, config: Any, **_: Any) -> Any:
+    return F.cross_entropy(logits.view(-1, config.num_labels), labels.view(-1), label_smoothing=0.1)
+
+
+REPLACED = {"gpt2": smooth_causal, "vit": smooth_classes}
+
+
+def with_loss_function(kind: str, **knobs: Any) -> tuple[float, dict[str, Any]]:
+    """A step of a model whose `loss_function` was replaced: its loss, where it is, and the gradients."""
+    model: Any = build(kind)
+    model.loss_function = REPLACED[kind]
+    booster = hpnb.Booster(plugin=HybridParallelPlugin(precision="fp64", num_microbatches=2, **knobs))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = booster.execute_pipeline(iter([batch(kind, 0, 4)]), model, None, optimizer)["loss"]
+    return math.nan if loss is None else float(loss), {n: p.grad for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "vit"])
+def test_a_loss_function_that_was_replaced_is_called(pools: dict[int, hpnb.Ranks], kind: str) -> None:
+    alone, given = build(kind), batch(kind, 0, 4)
+    alone.loss_function = REPLACED[kind]
+    loss = alone(**given).loss
+    loss.backward()
+    wanted = {n: p.grad for n, p in alone.named_parameters()}
+    (_, first), (last, second) = on(pools, 2).run(with_loss_function, kind, pp_size=2)
+    assert last == pytest.approx(loss.item(), rel=1e-13)
+    for gradients in (first, second):
+        named = {n.replace("lm_head", "transformer.wte"): g for n, g in gradients.items()}
+        assert distance(named, {n: wanted[n] for n in named}) < 1e-12
+
+
 def direct_beside_microbatches() -> float:
     """The two ways to run a step may take turns."""
     worst = 0.0

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from hpnb import data_parallel
 from hpnb.data_parallel import DataParallel
 from hpnb.hybrid.global_loss import Weigher, with_loss
-from hpnb.hybrid.model_loss import OwnLoss
+from hpnb.hybrid.model_loss import ModelLoss
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel import Pipeline
@@ -74,7 +74,7 @@ class Boosted(nn.Module):
         *,
         pipe: Pipeline | None,
         replica: DataParallel | None,
-        model_loss: OwnLoss | None,
+        model_loss: ModelLoss | None,
         causal: bool,
         kind: type[nn.Module],
         config: Any,
@@ -294,7 +294,7 @@ def _own_loss(outputs: Any, inputs: Any) -> Any:
     return outputs.loss
 
 
-def _entries(module: nn.Module, own: OwnLoss | None) -> Callable[[Collection[str]], Collection[str]]:
+def _entries(module: nn.Module, own: ModelLoss | None) -> Callable[[Collection[str]], Collection[str]]:
     """Which entries of a batch the forward of `module` takes: those that it names, or if it names none, all
     where it takes any. No targets if the loss is computed outside."""
     parameters = inspect.signature(module.forward).parameters.values()

@@ -1,11 +1,12 @@
-"""The loss that a transformers model computes from its own labels, where its last layers are on another rank.
+"""The loss that a transformers model computes from its labels, computed outside of the model.
 
     ViTForImageClassification, GPT2ForSequenceClassification    cross entropy of the classes
-    GPT2LMHeadModel                                             of the next word, so shifted by one
+    GPT2LMHeadModel                                             of the next token, so shifted by one
+    a model whose `loss_function` was replaced                  that function, in a pipeline
 
-They are transformers' own formulas, with two differences: logits are computed with as they are, in float32 at
-least, where transformers goes through float32 from float64 too; and the mean over no target is 0 and not nan,
-so that a microbatch of padding alone does no harm.
+The first two are transformers' formulas, with two differences. Logits keep their dtype if it is float32 or
+wider, where transformers casts float64 to float32 too. And the mean over no target is 0 instead of nan, so a
+microbatch of padding alone does no harm.
 """
 
 from __future__ import annotations
@@ -21,23 +22,43 @@ from transformers import GPT2ForSequenceClassification, GPT2LMHeadModel, ViTForI
 
 from hpnb.data.tokenizer import IGNORE_INDEX
 
-OwnLoss = Callable[[Any, torch.Tensor], torch.Tensor]  # (outputs, labels) -> (), the mean over the targets
+ModelLoss = Callable[[Any, torch.Tensor], torch.Tensor]  # (outputs, labels) -> (), the mean over the targets
 
 
-def own_loss(model: nn.Module) -> OwnLoss | None:
-    """What `model` computes from labels; None if only itself can say, or keeps its logits cut."""
-    if "_loss_function" in vars(model):  # somebody's own, such as that of logits that are cut
-        return None
+def find_model_loss(model: nn.Module, in_stages: bool = False) -> ModelLoss | None:
+    """The loss that `model` computes from labels; None if the model has to compute it itself.
+
+    Args:
+        in_stages: whether the model is cut into pipeline stages, and its replaced `loss_function` takes whole
+            logits. The last stage then calls that function as the model would.
+    """
+    if type(model) is GPT2ForSequenceClassification:  # which never calls its loss_function
+        return partial(classification, model.config)
+    replaced = getattr(model, "_loss_function", None)  # where transformers keeps what was assigned
+    if replaced is not None:
+        return partial(_call_loss_function, model, replaced) if in_stages else None
     if type(model) is GPT2LMHeadModel:
         return causal
-    if type(model) in (ViTForImageClassification, GPT2ForSequenceClassification):
+    if type(model) is ViTForImageClassification:
         return partial(classification, model.config)
     return None
 
 
+def _call_loss_function(
+    model: Any, loss_function: Callable[..., torch.Tensor], outputs: Any, labels: torch.Tensor
+) -> torch.Tensor:
+    """Call a replaced `loss_function` with the arguments that the forward of `model` would pass."""
+    labels = labels.to(outputs.logits.device)
+    if isinstance(model, ViTForImageClassification):
+        return loss_function(labels, outputs.logits, model.config)
+    if isinstance(model, GPT2LMHeadModel):
+        return loss_function(outputs.logits, labels, vocab_size=model.config.vocab_size)
+    return loss_function(logits=outputs.logits, labels=labels, vocab_size=model.config.vocab_size)
+
+
 def causal(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-    """Of logits (B, s, V) and labels (B, s): position i is asked for label i + 1."""
-    logits = _wide(outputs.logits)[:, :-1]  # (B, s-1, V)
+    """Of logits (B, s, V) and labels (B, s): position i predicts label i + 1."""
+    logits = _at_least_float32(outputs.logits)[:, :-1]  # (B, s-1, V)
     return _cross_entropy(logits.reshape(-1, logits.size(-1)), labels[:, 1:].reshape(-1))
 
 
@@ -46,16 +67,16 @@ def classification(config: Any, outputs: Any, labels: torch.Tensor) -> torch.Ten
 
     As config.problem_type says; by default what the number of classes and the dtype of the labels suggest.
     """
-    logits, problem = _wide(outputs.logits), config.problem_type
+    logits, problem = _at_least_float32(outputs.logits), config.problem_type
     if problem is None:
-        whole = labels.dtype in (torch.long, torch.int)
-        problem = "single_label_classification" if whole else "multi_label_classification"
+        are_classes = labels.dtype in (torch.long, torch.int)
+        problem = "single_label_classification" if are_classes else "multi_label_classification"
         problem = "regression" if config.num_labels == 1 else problem
     if problem == "single_label_classification":
         return _cross_entropy(logits.reshape(-1, config.num_labels), labels.reshape(-1))
-    wanted = labels.to(logits.dtype).reshape(logits.shape)
-    how = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
-    return how(logits, wanted, reduction="sum") / max(1, logits.numel())
+    targets = labels.to(logits.dtype).reshape(logits.shape)
+    criterion = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
+    return criterion(logits, targets, reduction="sum") / max(1, logits.numel())
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -64,5 +85,5 @@ def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return total / (targets != IGNORE_INDEX).sum().clamp(min=1)
 
 
-def _wide(logits: torch.Tensor) -> torch.Tensor:
+def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

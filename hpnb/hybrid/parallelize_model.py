@@ -34,7 +34,7 @@ from hpnb.hybrid.apply_data_parallel import apply_data_parallel, flatten_masters
 from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.boosted_optimizer import BoostedOptimizer, drop_remote_parameters, is_boosted
 from hpnb.hybrid.compile_blocks import backend, compile_blocks
-from hpnb.hybrid.model_loss import own_loss
+from hpnb.hybrid.model_loss import find_model_loss
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.recompute import enable_recomputation
 from hpnb.mesh import Axis
@@ -71,7 +71,9 @@ def parallelize_model(
             axes += tensor_parallel.axes(model)
         if plugin.loss_chunk:
             _chunk_loss(model, plugin)
-        model_loss, causal = own_loss(model), _is_causal(model)
+        # Tensor parallelism and the chunked loss set a loss function for what their output layer gives.
+        in_stages = plugin.pp_size > 1 and plugin.tp_size == 1 and not plugin.loss_chunk
+        model_loss, causal = find_model_loss(model, in_stages), _is_causal(model)
         if _compiles(plugin):
             compile_blocks(model, whole=_compiles_whole_blocks(plugin))
             if _compiles_whole_blocks(plugin):  # a split backward defers the weight gradients of a Conv2d

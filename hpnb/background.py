@@ -69,6 +69,10 @@ class Background:
         self.averages = self._stream is not None
         self.copies = make_symmetric_all_reduce(axis, device) if copy_engines else None
 
+    def __deepcopy__(self, _: dict[int, object]) -> Background:
+        """Itself: the copy of a model communicates on the same stream."""
+        return self
+
     def all_reduce(self, flat: torch.Tensor, average: bool = False) -> Pending:
         """Sum `flat` over the ranks, in place; `average` divides by their number."""
         copies = self.copies if flat.nbytes >= LARGE else None

@@ -219,6 +219,10 @@ class Axis:
     group: dist.ProcessGroup = field(repr=False, compare=False)
     ranks: tuple[int, ...]
 
+    def __deepcopy__(self, _: dict[int, object]) -> Axis:
+        """Itself: the copy of a model communicates over the same group."""
+        return self
+
     def split(self, *sizes: int) -> tuple[Axis, ...]:
         """Fold this axis into a grid, outermost size first: one Axis a dimension, named "tp.0", "tp.1", ...
 

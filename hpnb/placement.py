@@ -12,8 +12,10 @@ parameter that nobody has placed is whole, and replicated along every axis.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,18 +101,51 @@ class Placement:
         outer.put(middle, whole)
 
 
+# Noted on the parameter, as Megatron notes `partition_dim`, because an optimizer knows parameters only.
+_ON_PARAMETER = "hpnb_placement"
+_IN_MODULE = "hpnb_placed_parameters"
+
+
 def set_placement(parameter: torch.Tensor, placement: Placement) -> None:
-    """Say where `parameter` lives; it stays with the object."""
-    held, said = tuple(parameter.shape), placement.local_shape
-    if held != said:
-        raise ValueError(f"{placement.name} is placed as {said}, and the parameter here is {held}")
-    parameter._hpnb_placement = placement  # type: ignore[attr-defined]
+    """Note the placement on `parameter` itself. `keep_placements` takes care of copies.
+
+    Raises:
+        ValueError: the parameter has another shape than the placement gives it on this rank.
+    """
+    shape, expected = tuple(parameter.shape), placement.local_shape
+    if shape != expected:
+        raise ValueError(f"{placement.name} is placed as {expected}, and the parameter here is {shape}")
+    setattr(parameter, _ON_PARAMETER, placement)
 
 
 def placement_of(parameter: torch.Tensor, name: str = "") -> Placement:
-    """Where `parameter` lives; whole, with this name, if nobody has said."""
-    found: Placement | None = getattr(parameter, "_hpnb_placement", None)
-    return Placement(name, tuple(parameter.shape)) if found is None else found
+    """The placement of `parameter`. Without one it is the full parameter, replicated, and called `name`."""
+    placement: Placement | None = getattr(parameter, _ON_PARAMETER, None)
+    return Placement(name, tuple(parameter.shape)) if placement is None else placement
+
+
+def keep_placements(module: nn.Module) -> None:
+    """Make `copy.deepcopy` of `module`, or of a part of it, keep the placements of its parameters.
+
+    PyTorch copies a Parameter without its attributes, so an EMA copy would count as replicated.
+    """
+    for owner in module.modules():
+        if owner._parameters:
+            owner.__dict__.setdefault(_IN_MODULE, _PlacedParameters(owner._parameters))
+
+
+class _PlacedParameters:
+    """Stands in a module beside its table of parameters, is copied with it, and places the copies."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter | None]) -> None:
+        self.parameters = parameters
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _PlacedParameters:
+        copies = deepcopy(self.parameters, memo)  # the copied module's own table, which the memo knows
+        for parameter, copied in zip(self.parameters.values(), copies.values(), strict=True):
+            if parameter is not None and copied is not None and hasattr(parameter, _ON_PARAMETER):
+                set_placement(copied, placement_of(parameter))
+        return _PlacedParameters(copies)
 
 
 # --- what reads it ---------------------------------------------------------------------------------

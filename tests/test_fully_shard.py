@@ -273,32 +273,32 @@ def broken(what: str) -> float:
     from hpnb.data_parallel.fsdp_hooks import FSDPState
 
     def only_once(self: FlatParam) -> None:
-        whole_now = self.is_whole or getattr(self, "_was", False)
+        unsharded_now = self.is_unsharded or getattr(self, "_was", False)
         self._was = True  # type: ignore[attr-defined]
-        if whole_now and not self.is_whole:
+        if unsharded_now and not self.is_unsharded:
             self._flat.untyped_storage().resize_(self._flat_bytes)
             self._flat.zero_()
-            self.is_whole = True
+            self.is_unsharded = True
         else:
-            start(self)
+            unshard(self)
 
-    def early(self: FlatParam, whole: torch.Tensor) -> None:
-        first, self.holds = self.missing == self.trains, True
+    def early(self: FlatParam, unsharded: torch.Tensor) -> None:
+        first, self.has_gradients = self.missing == self.num_trained, True
         self.missing = 0 if first else -1
         if first:
-            self._complete(self)
+            self._on_gradients(self)
 
     def frees(self: FSDPState, unit: Any, grad: torch.Tensor) -> None:
         before(self, unit, grad)
-        unit.free()
+        unit.reshard()
 
-    start, before, grown = FlatParam.start, FSDPState._before_backward, FlatParam._grown
+    unshard, before, on_gradient = FlatParam.unshard, FSDPState._before_backward, FlatParam._on_gradient
     options = {}
     try:
         if what == "second gather":
-            FlatParam.start = only_once  # type: ignore[method-assign]
+            FlatParam.unshard = only_once  # type: ignore[method-assign]
         elif what == "all gradients":
-            FlatParam._grown = early  # type: ignore[method-assign]
+            FlatParam._on_gradient = early  # type: ignore[method-assign]
         elif what == "whole until used":
             FSDPState._before_backward = frees  # type: ignore[method-assign]
         elif what == "average":
@@ -307,7 +307,8 @@ def broken(what: str) -> float:
     except RuntimeError:
         return float("inf")
     finally:
-        FlatParam.start, FSDPState._before_backward, FlatParam._grown = start, before, grown  # type: ignore[method-assign]
+        FlatParam.unshard, FSDPState._before_backward = unshard, before  # type: ignore[method-assign]
+        FlatParam._on_gradient = on_gradient  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("what", ["second gather", "all gradients", "whole until used", "average"])
@@ -374,7 +375,7 @@ def generate() -> tuple[list[int], list[int], int]:
              for it in (serial, model)]  # fmt: skip
     state = fsdp_state_of(model)
     assert state is not None
-    return found[0], found[1], sum(f._flat.untyped_storage().nbytes() for f in state.flats)
+    return found[0], found[1], sum(f._flat.untyped_storage().nbytes() for f in state.flat_params)
 
 
 def test_writes_text(two: hpnb.Ranks) -> None:
@@ -502,7 +503,7 @@ def test_bytes_are_those_of_two_gathers_and_a_reduce_scatter(two: hpnb.Ranks) ->
 def whole_units(state: FSDPState) -> tuple[int, ...]:
     """Which units, without the root, have memory for their whole parameters."""
     units = enumerate(state.units[1:])
-    return tuple(i for i, u in units if any(f._flat.untyped_storage().nbytes() for f in u.flats))
+    return tuple(i for i, u in units if any(f._flat.untyped_storage().nbytes() for f in u.flat_params))
 
 
 class Whole(TorchDispatchMode):
@@ -538,7 +539,7 @@ def count_whole(prefetch: int, frozen: bool) -> list[int]:
         found += [whole.most, between]
     with torch.no_grad(), Whole(state) as whole:
         model(torch.ones(1, 32))
-    everything = sum(f._flat.untyped_storage().nbytes() for f in state.flats)
+    everything = sum(f._flat.untyped_storage().nbytes() for f in state.flat_params)
     return [*found, whole.most, everything]
 
 
@@ -858,7 +859,7 @@ def test_tensors_are_found_in_what_modules_return() -> None:
 
     a, b, c = (torch.ones(n) for n in (1, 2, 3))
     output = {"x": [Output(a, (b, None, types.MappingProxyType({"c": c})))], "y": "text"}
-    assert [len(t) for t in fsdp_hooks._tensors(output)] == [1, 2, 3]
+    assert [len(t) for t in fsdp_hooks.tensors_in(output)] == [1, 2, 3]
 
 
 def test_units_are_the_items_of_the_outermost_lists() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import hpnb
 from hpnb import Layout, Mesh, placement
 from hpnb.grad_norm import total_norm
-from hpnb.placement import FLAT, Cut, Placement, set_placement
+from hpnb.pipeline_parallel import full_state_dict, schedules
+from hpnb.placement import FLAT, Cut, Placement, placement_of, set_placement
 from hpnb.split_sizes import split_sizes
 
 D = torch.float64
@@ -152,3 +157,57 @@ def test_a_module_that_has_some_names_takes_those() -> None:
     del full["elsewhere.bias"]
     with pytest.raises(ValueError, match=r"the state lacks 1\.bias"):
         placement.load_full_state_dict(model, full, strict=False)
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=8)).double()
+
+
+def copy_of_a_model(kind: str) -> dict[str, tuple[float, float]]:
+    """{quantity: (of a copy with other weights, of a full model with the weights gathered from it)}."""
+    mesh = Mesh({"fsdp": Layout(dp=2), "pp": Layout(pp=2)}.get(kind, Layout(tp=2)))
+    axis = next(axis for axis in (mesh.dp, mesh.pp, mesh.tp) if axis.size == 2)
+    axes = [axis]
+    if kind == "fsdp":
+        model: Any = hpnb.fully_shard(gpt2(), axis)
+    elif kind == "pp":
+        schedule = schedules.make("1f1b", stages=2, microbatches=2)
+        model = hpnb.Pipeline(gpt2(), axis, schedule, lambda outputs, inputs: outputs.logits.sum()).module
+    else:
+        model = hpnb.tensor_parallel.parallelize(gpt2(), axis, sequence_parallel=kind == "tp, sequence")
+        axes = list(hpnb.tensor_parallel.axes(model))
+    ema = copy.deepcopy(model)
+    assert [placement_of(p) for p in ema.parameters()] == [placement_of(p) for p in model.parameters()]
+    with torch.no_grad():
+        for p in ema.parameters():
+            p.mul_(1.5)
+            p.grad = p.clone()
+    state = full_state_dict(ema, axis) if kind == "pp" else placement.full_state_dict(ema, axes)
+    serial = gpt2()
+    serial.load_state_dict(state)
+    pairs = zip(serial.parameters(), gpt2().parameters(), strict=True)
+    distance = sum((p - 1.5 * q).norm().item() for p, q in pairs)
+    for p in serial.parameters():
+        p.grad = p.detach().clone()
+    quantities = {
+        "norm": (total_norm(ema.parameters(), axes).item(), total_norm(serial.parameters()).item()),
+        "weights": (distance, 0.0),
+    }
+    ids = torch.arange(12).view(2, 6)
+    if kind == "fsdp":
+        with pytest.raises(RuntimeError, match="a copy of a sharded module"):
+            ema(input_ids=ids)
+        with pytest.raises(ValueError, match="sharded along dp already"):
+            hpnb.fully_shard(ema, axis)
+    elif kind != "pp":
+        logits = [m.eval()(input_ids=ids).logits.norm().item() for m in (ema, serial)]
+        quantities["logits"] = logits[0], logits[1]
+    return quantities
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "pp", "tp", "tp, sequence"])
+def test_a_copy_is_placed_as_its_model(kind: str) -> None:
+    for quantities in hpnb.launch(copy_of_a_model, kind, ranks=2, device="cpu", timeout=60):
+        for copied, serial in quantities.values():
+            assert copied == pytest.approx(serial, rel=1e-12, abs=1e-12)

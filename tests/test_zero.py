@@ -15,9 +15,9 @@ from torch import nn
 import hpnb
 from hpnb import Layout, Mesh, placement, precision
 from hpnb.data_parallel import DataParallel
-from hpnb.data_parallel.buckets import assign_buckets
+from hpnb.data_parallel.buckets import assign_buckets, assign_buckets_by_group
 from hpnb.data_parallel.zero import ZeroOptimizer
-from hpnb.data_parallel.zero_checks import assign_buckets_in_backward_order, treats_elements_alike
+from hpnb.data_parallel.zero_checks import is_elementwise
 from hpnb.grad_norm import total_norm
 from hpnb.placement import set_placement
 from hpnb.theory import model_states
@@ -300,7 +300,7 @@ def test_muon_steps_whole_matrices(pools: dict[int, hpnb.Ranks]) -> None:
             muon.step()
         equal = all(torch.equal(a, b) for a, b in zip(matrices, theirs, strict=True))
         moved = min(float((a - b).norm()) for a, b in zip(matrices, before, strict=True))
-        return equal, moved, len(zero.pieces)
+        return equal, moved, len(zero.shards)
 
     for stage in (1, 2):
         found = pools[3].run(run, stage)
@@ -321,9 +321,9 @@ def test_which_optimizers_may_cut_tensors() -> None:
 
     optim = torch.optim
     Inherits([nn.Parameter(torch.ones(1))])  # which wraps its step
-    found = [treats_elements_alike(c) for c in (optim.AdamW, optim.SGD, Inherits, Says, Own)]
+    found = [is_elementwise(c) for c in (optim.AdamW, optim.SGD, Inherits, Says, Own)]
     assert found == [True, True, True, True, False]
-    assert not any(map(treats_elements_alike, (optim.Muon, optim.Adafactor)))
+    assert not any(map(is_elementwise, (optim.Muon, optim.Adafactor)))
 
 
 # --- what the comparison notices -----------------------------------------------------------------------
@@ -339,13 +339,13 @@ def broken(what: str, stage: int) -> float:
         if what == "average":
             case = replace(case, options={"average": False})
         elif what == "gather":
-            ZeroBucket.gather = lambda self, background: background.all_reduce(self.flat * 0)  # type: ignore[method-assign]
+            ZeroBucket.gather_parameters = lambda self, background: background.all_reduce(self.flat * 0)  # type: ignore[method-assign]
         elif what == "accumulation":
-            start = original["start"]
-            ZeroBucket.start = lambda self, b, average, fresh: start(self, b, average, True)  # type: ignore[method-assign]
+            start = original["start_reduction"]
+            ZeroBucket.start_reduction = lambda self, b, average, replace: start(self, b, average, True)  # type: ignore[method-assign]
         model, _, _ = trained(case, range(3))
     finally:
-        for name in ("gather", "start"):
+        for name in ("gather_parameters", "start_reduction"):
             setattr(ZeroBucket, name, original[name])
     wanted, _, _ = serially(case, hpnb.world_size(), range(3))
     return distance(dict(model.named_parameters()), dict(wanted.named_parameters()))
@@ -524,7 +524,7 @@ def test_memory_is_what_the_formula_says(pools: dict[int, hpnb.Ranks], ranks: in
         with hpnb.record.memory(model, zero) as recorder:
             loss.backward()
         whole = max(s.gradients + s.temporary for s in recorder.profile().samples)
-        counters = sum(4 for piece in zero.pieces.values() if "step" in zero.state[piece])
+        counters = sum(4 for shard in zero.shards.values() if "step" in zero.state[shard])
         return at_end, sum(p.numel() for p in model.parameters()), counters, whole, len(zero.buckets), stage
 
     for stage in (1, 2):
@@ -614,7 +614,7 @@ def test_fewer_elements_than_ranks(pools: dict[int, hpnb.Ranks]) -> None:
             precision.step(zero, [axis])
         state = zero.state_dict()
         zero.load_state_dict(state)
-        return tiny.item(), bool(state["state"].get(0)), len(zero.pieces)
+        return tiny.item(), bool(state["state"].get(0)), len(zero.shards)
 
     for name in ("SGD", "AdamW", "Adagrad", "Adafactor", "Muon", "NAdam", "RMSprop"):
         found = pools[4].run(run, name)
@@ -627,7 +627,7 @@ def test_fewer_elements_than_ranks(pools: dict[int, hpnb.Ranks]) -> None:
 def test_buckets_of_all_groups_in_the_order_of_the_backward() -> None:
     weights = [nn.Parameter(torch.zeros(200_000)) for _ in range(4)]
     biases = [nn.Parameter(torch.zeros(10)) for _ in range(4)]
-    dealt = assign_buckets_in_backward_order([{"params": weights}, {"params": biases}], bucket_mb=1.0)
+    dealt = assign_buckets_by_group([{"params": weights}, {"params": biases}], bucket_mb=1.0)
     assert [len(b.parameters) for b in dealt] == [1, 1, 1, 4, 1]
     assert dealt[0].parameters[0] is weights[3]
     assert [len(b.parameters) for b in assign_buckets(reversed([*weights, *biases]), 1.0)] == [5, 1, 1, 1]
@@ -691,7 +691,7 @@ def test_bad_input_gets_a_sentence(pools: dict[int, hpnb.Ranks]) -> None:
         "has groups of [2] parameters, and this optimizer of [4]", "2 of 4 parameters got no gradient",
         "must be outside no_sync()", "4 parameters, parameter 0 first, have moved to other memory",
         "trains 4 parameters, and this ZeroOptimizer would take over the reduction of 2",
-        "reduced by DataParallel, nobody already", "is cut along dp already",
+        "reduced by DataParallel, nobody already", "is sharded along dp already",
     ]  # fmt: skip
     for said in pools[2].run(run):
         assert len(said) == len(wanted)
@@ -854,7 +854,7 @@ def test_a_grad_scaler_is_refused(pools: dict[int, hpnb.Ranks]) -> None:
             return str(error)
         return ""
 
-    assert all("GradScaler sees one rank's pieces" in said for said in pools[2].run(run))
+    assert all("GradScaler sees one rank's shards" in said for said in pools[2].run(run))
 
 
 def test_clipping_by_its_own_method_is_that_of_one_process(pools: dict[int, hpnb.Ranks]) -> None:

@@ -1,16 +1,19 @@
-"""Parameters dealt out to buckets: few large messages instead of many small ones.
+"""Gradient buckets: few large messages instead of many small ones.
 
-A gradient is sent when its bucket is full, so a bucket holds what becomes ready together: parameters in
+A bucket is reduced when all its gradients are there, so it holds parameters that become ready together: in
 reverse order of the model, which is about the order in which the backward reaches them. Beyond the knee of
-the wire (see `hpnb.theory.knee`) a larger bucket saves no latency worth having, and starts later.
+the link (see `hpnb.theory.knee`) a larger bucket hardly saves latency, and starts later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+SMALL = 16384  # elements of a gradient in the mean: below, kernel launches cost more than bytes
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Bucket:
         return sum(p.nbytes for p in self.parameters)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """One view of `flat` (numel,) a parameter, in its shape."""
+        """One view of `flat` (numel,) for each parameter, in its shape."""
         parts = flat.split([p.numel() for p in self.parameters])
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
@@ -44,9 +47,9 @@ class Bucket:
 def assign_buckets(
     parameters: Iterable[torch.nn.Parameter], bucket_mb: float, first_mb: float = 1.0
 ) -> list[Bucket]:
-    """Deal parameters, in the order given, into buckets of at most `bucket_mb` (2^20 bytes each).
+    """Assign parameters, in the order given, to buckets of at most `bucket_mb` (2^20 bytes each).
 
-    The first bucket is smaller, so that communication starts early. A parameter larger than a bucket has
+    The first bucket is smaller, so that communication starts early. A parameter larger than a bucket gets
     one to itself.
 
     Raises:
@@ -55,13 +58,58 @@ def assign_buckets(
     if not bucket_mb > 0:
         raise ValueError(f"bucket_mb={bucket_mb!r} must be above 0; 25 is a good start")
     buckets: list[Bucket] = []
-    open_: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+    unfinished: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
     for p in parameters:
         kind = (p.dtype, p.device)
-        held = open_.setdefault(kind, [])
+        members = unfinished.setdefault(kind, [])
         limit = (min(first_mb, bucket_mb) if not buckets else bucket_mb) * 2**20
-        if held and sum(q.nbytes for q in held) + p.nbytes > limit:
-            buckets.append(Bucket(tuple(held)))
-            held = open_[kind] = []
-        held.append(p)
-    return [*buckets, *(Bucket(tuple(held)) for held in open_.values() if held)]
+        if members and sum(q.nbytes for q in members) + p.nbytes > limit:
+            buckets.append(Bucket(tuple(members)))
+            members = unfinished[kind] = []
+        members.append(p)
+    return [*buckets, *(Bucket(tuple(members)) for members in unfinished.values() if members)]
+
+
+def assign_buckets_by_group(groups: Sequence[Mapping[str, Any]], bucket_mb: float) -> list[Bucket]:
+    """Assign an optimizer's trained parameters to buckets, in the order in which these will be full.
+
+    A bucket has parameters of one group, because they share options. The order is a guess: a group may be
+    spread over the model, as all biases are, and is then complete when the backward is. So the k-th of a
+    group's n parameters is expected after k/n of the backward, and among equals the last group's first.
+    """
+    expected: list[tuple[float, Bucket]] = []
+    for group in reversed(groups):
+        trained = [p for p in group["params"] if p.requires_grad]
+        count = 0
+        for bucket in assign_buckets(reversed(trained), bucket_mb):
+            count += len(bucket.parameters)
+            expected.append((count / len(trained), bucket))
+    return [bucket for _, bucket in sorted(expected, key=lambda pair: pair[0])]  # which keeps equals in order
+
+
+def fill_bucket(
+    flat: torch.Tensor, views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], scale: float
+) -> None:
+    """Put each gradient times `scale` into its view of `flat` (numel,); zeros where there is none.
+
+    Large gradients are scaled as they are copied, in one pass over memory. Small ones are copied by one call
+    for all, and then scaled in the cache, where a second pass costs less than a call for each.
+    """
+    casts = next((g.dtype for g in grads if g is not None), flat.dtype) != flat.dtype  # before it is scaled
+    scale_flat = casts or scale == 1.0 or flat.numel() <= SMALL * len(views)
+    targets, sources = [], []
+    for view, grad in zip(views, grads, strict=True):
+        if grad is None:
+            view.zero_()
+        elif grad.data_ptr() == view.data_ptr():  # it lies there already
+            if not scale_flat:
+                view.mul_(scale)
+        elif scale_flat:
+            targets.append(view)
+            sources.append(grad)
+        else:
+            torch.mul(grad, scale, out=view)
+    if sources:
+        torch._foreach_copy_(targets, sources)
+    if scale_flat and scale != 1.0:
+        flat.mul_(scale)

@@ -1,13 +1,13 @@
-"""Data parallelism: every rank has the whole model, and its own share of the batch.
+"""Data parallelism (DDP): every rank has a replica of the model, and a shard of the batch.
 
     loss = (1/N) sum over ranks r of loss_r            N ranks with equally many samples
     grad = (1/N) sum over ranks r of grad_r            one all-reduce, bucket by bucket, during the backward
 
-Replicas that start equal and apply equal gradients stay equal, so nothing else is ever sent: parameters and
-buffers once at the start, and buffers (batch statistics) before a forward.
+Replicas that start equal and apply equal gradients stay equal. So parameters and buffers are sent once, at
+the start, and only buffers (batch statistics) again before each forward.
 
-Where ranks have unequally many samples, a mean of means is not the mean. `global_mean` divides each rank's
-sum by the count of all.
+A mean of means is not the mean if ranks have unequally many samples. `global_mean` divides each rank's sum by
+the count over all ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,34 +27,34 @@ from hpnb.gradients import GradientSink, after_backward, attach, claim, in_backw
 from hpnb.mesh import Axis
 from hpnb.placement import placement_of
 
-_MESSAGE = 2**25  # bytes; a broadcast copies what it sends
+_MESSAGE_BYTES = 2**25  # of a broadcast, which copies what it sends
 
 
 class DataParallel(nn.Module):
     """Wraps `module` so that after a backward .grad is the mean over the ranks of `axis`.
 
     Args:
-        module: on its device already; its parameters and buffers take the values of the axis's rank 0.
+        module: on its device already. Its parameters and buffers take the values of the axis's rank 0.
         axis: the data axis, `mesh.dp`.
         bucket_mb: at most so many MB (2^20 bytes) of gradients travel at once.
         broadcast_buffers: send rank 0's buffers before every forward in training mode.
-        find_unused_parameters: allow parameters that a forward does not use. One that no rank uses keeps
-            the gradient None.
-        check_reduction: compare the reduced gradients of all ranks after every backward, at its cost.
-        gradient_as_bucket_view: .grad is a view of its bucket, so gradients exist once: do not keep one over
+        find_unused_parameters: allow parameters that a forward does not use. The gradient of one that no rank
+            uses stays None.
+        check_reduction: compare the reduced gradients of all ranks after every backward, which takes time.
+        gradient_as_bucket_view: .grad is a view of its bucket, so gradients exist once. Do not keep one over
             the next backward. False copies.
-        static_graph: every step uses the same parameters in the same order; the first one tells which.
+        static_graph: every step uses the same parameters in the same order, which is learned from the first.
         overlap_communication: reduce during the backward; False does it after.
-        copy_engines: on GPUs of one machine, reduce by their copy engines and not by kernels, which take
+        copy_engines: on GPUs of one node, reduce by their copy engines instead of kernels, which take
             multiprocessors from the matmuls of the backward (`hpnb.symmetric_all_reduce`).
         average: False sums instead, for losses that are divided by the global count already.
 
-    All ranks wrap the same model with the same options, freeze what is to be frozen before, and run several
-    wrapped models in one order. A hook of the user's that changes gradients is to be registered on the
-    parameter before, or as `register_hook`. `.module` is what to save or copy.
+    All ranks wrap the same model with the same options, freeze parameters before, and run several wrapped
+    models in one order. Register a hook that changes gradients before wrapping, or as `register_hook`. Save
+    or copy `.module`, not the wrapper.
 
-    A `ZeroOptimizer` on the same parameters may take the reduction over: `sink` is then that, and its options
-    hold.
+    A `ZeroOptimizer` on the same parameters may take over the reduction. Then it is the `sink`, and its
+    options apply.
 
     Raises:
         ValueError: a model without trained parameters, on the meta device, wrapped before, or not the same on
@@ -80,15 +80,15 @@ class DataParallel(nn.Module):
         super().__init__()
         self.module, self.axis, self.broadcast_buffers = module, axis, broadcast_buffers
         self._sync = True
-        self._queued = False  # whether this backward's end is being waited for
+        self._awaits_end = False  # of a backward, which calls `_finish`
         _check(module, axis)
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         options = {"bucket_mb": bucket_mb, "average": average, "static_graph": static_graph,
                    "copy_engines": copy_engines}  # fmt: skip
-        agree(named, axis, {**options, "find_unused_parameters": find_unused_parameters})
+        check_replicas(named, axis, {**options, "find_unused_parameters": find_unused_parameters})
         broadcast(list(named.values()), axis)
-        self._to_send = list(module.buffers())  # to walk through the module at every forward takes time
-        self.sink: GradientSink = self._taken_over(average) or Reducer(
+        self._buffers_to_send = list(module.buffers())  # walking through the module takes time
+        self.sink: GradientSink = self._take_over_sink(average) or Reducer(
             dict(module.named_parameters()),
             axis,
             bucket_mb,
@@ -102,17 +102,17 @@ class DataParallel(nn.Module):
         )
         claim(module.parameters(), self)
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
-        self._hooks = attach(module.parameters(), self._grown)
+        self._hooks = attach(module.parameters(), self._on_gradient)
         if not average and isinstance(self.sink, Reducer):
             for p in self.sink.names:
-                self._hooks.append(p.register_hook(partial(self._grows, p)))
+                self._hooks.append(p.register_hook(partial(self._before_accumulation, p)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._queued and not in_backward():  # an exception has ended the last one
-            self._queued = False
+        if self._awaits_end and not in_backward():  # an exception has ended the last one
+            self._awaits_end = False
             self.sink.drop()
         if self.broadcast_buffers and self.training and self._sync:
-            broadcast(self._to_send, self.axis)
+            broadcast(self._buffers_to_send, self.axis)
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -125,28 +125,33 @@ class DataParallel(nn.Module):
             self._sync = before
 
     def detach(self) -> nn.Module:
-        """Reduce nothing from now on, and give the module back: it may be wrapped anew."""
+        """Stop reducing and return the module, which may be wrapped again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         claim(self.module.parameters(), None)
         return self.module
 
+    def __deepcopy__(self, _: dict[int, object]) -> NoReturn:
+        raise TypeError(
+            "a copy of a DataParallel would not reduce its gradients: copy its .module, and wrap the copy"
+        )
+
     @property
     def reducer(self) -> Reducer:
-        """The sink, where it is this wrapper's own."""
+        """The sink, unless a ZeroOptimizer has taken over."""
         if not isinstance(self.sink, Reducer):
             raise AttributeError(f"a {type(self.sink).__name__} reduces these gradients")
         return self.sink
 
-    def _taken_over(self, average: bool) -> GradientSink | None:
-        """A `ZeroOptimizer` that reduces these gradients already; from now on it is told here."""
-        found = {id(who): who for p in self.module.parameters() if (who := reduced_by(p)) is not None}
-        if not found:
+    def _take_over_sink(self, average: bool) -> GradientSink | None:
+        """A `ZeroOptimizer` that reduces these gradients already. From now on this wrapper calls it."""
+        reducers = {id(r): r for p in self.module.parameters() if (r := reduced_by(p)) is not None}
+        if not reducers:
             return None
-        other = next(iter(found.values()))
-        if len(found) > 1 or isinstance(other, DataParallel) or not hasattr(other, "detach"):
-            names = ", ".join(type(who).__name__ for who in found.values())
+        other = next(iter(reducers.values()))
+        if len(reducers) > 1 or isinstance(other, DataParallel) or not hasattr(other, "detach"):
+            names = ", ".join(type(reducer).__name__ for reducer in reducers.values())
             raise ValueError(
                 f"the gradients of this module are reduced by {names} already; wrap it once, or unwrap it by "
                 "detach() first"
@@ -158,24 +163,24 @@ class DataParallel(nn.Module):
         sink: GradientSink = other.detach()
         return sink
 
-    def _grows(self, parameter: torch.nn.Parameter, _: torch.Tensor) -> None:
+    def _before_accumulation(self, parameter: torch.nn.Parameter, _: torch.Tensor) -> None:
         if isinstance(self.sink, Reducer):
-            self.sink.grows(parameter)
+            self.sink.before_accumulation(parameter)
 
-    def _grown(self, parameter: torch.nn.Parameter) -> None:
+    def _on_gradient(self, parameter: torch.nn.Parameter) -> None:
         if not self._sync:
             return
-        if not self._queued:
-            self._queued = True
+        if not self._awaits_end:
+            self._awaits_end = True
             after_backward(self._finish)
         self.sink.ready(parameter)
 
     def _finish(self) -> None:
-        self._queued = False
+        self._awaits_end = False
         if thawed := [name for name, p in self._frozen.items() if p.requires_grad]:
             raise RuntimeError(
                 f"{len(thawed)} parameters, {thawed[0]} first, were frozen when the module was wrapped and "
-                "are trained now, and nobody reduces their gradients: detach() and wrap anew"
+                "are trained now, and nobody reduces their gradients: detach() and wrap again"
             )
         self.sink.finish()
 
@@ -190,11 +195,11 @@ def _check(module: nn.Module, axis: Axis) -> None:
 
 
 def global_mean(total: torch.Tensor, count: int | torch.Tensor, axis: Axis) -> torch.Tensor:
-    """This rank's part of the mean over the samples (or tokens) of all ranks: N total / sum of counts.
+    """This rank's term of the mean over the samples (or tokens) of all ranks: N total / sum of counts.
 
-    Its mean over the ranks is the mean over all samples, and so are the averaged gradients, however unequal
-    the counts: where all are equal it is total / count. A rank without samples passes a total of 0 that
-    depends on the parameters (the sum over an empty batch), and takes part.
+    The mean of the terms over the ranks is the mean over all samples, however unequal the counts, and
+    averaged gradients are its gradients. With equal counts the term is total / count. A rank without samples
+    takes part with a total of 0 that depends on the parameters (the sum over an empty batch).
 
     Args:
         total: (), the sum of this rank's losses.
@@ -203,36 +208,38 @@ def global_mean(total: torch.Tensor, count: int | torch.Tensor, axis: Axis) -> t
     Raises:
         ValueError: no rank has any.
     """
-    counted = torch.as_tensor(count, dtype=torch.float64).to(total.device, copy=True)
+    counts = torch.as_tensor(count, dtype=torch.float64).to(total.device, copy=True)
     if axis.size > 1:
-        dist.all_reduce(counted, group=axis.group)
-    everything = counted.item()
-    if everything <= 0:
+        dist.all_reduce(counts, group=axis.group)
+    global_count = counts.item()
+    if global_count <= 0:
         raise ValueError(f"no rank of axis {axis.name} has a sample to take the mean over")
-    return total * (axis.size / everything)
+    return total * (axis.size / global_count)
 
 
-def agree(tensors: Mapping[str, torch.Tensor], axis: Axis, options: Mapping[str, object]) -> None:
-    """Make sure that all ranks have the same tensors but for their values, and the same options.
+def check_replicas(tensors: Mapping[str, torch.Tensor], axis: Axis, options: Mapping[str, object]) -> None:
+    """Make sure that all ranks have the same options, and the same tensors except for their values.
 
-    Messages meet by order alone: ranks that differ would add up what does not belong together.
+    Messages are matched by their order alone, so ranks that differ would sum unrelated gradients.
 
     Raises:
         ValueError: the first difference; on every rank, so that nobody is left waiting.
     """
-    # Shapes are those in the whole model: what is cut along this axis already differs.
-    mine = [(n, placement_of(t, n).shape, str(t.dtype), t.requires_grad) for n, t in tensors.items()]
-    everyone: list[Any] = [None] * axis.size
-    dist.all_gather_object(everyone, (mine, dict(options)), axis.group)
-    first, wanted = everyone[0]
-    for rank, (theirs, given) in enumerate(everyone):
-        if given != wanted:
-            raise ValueError(f"rank {rank} of axis {axis.name} was given {given}, and rank 0 {wanted}")
-        for a, b in zip_longest(first, theirs):
+    # Shapes are those in the full model: of what is sharded along this axis already, local shapes differ.
+    described = [(n, placement_of(t, n).shape, str(t.dtype), t.requires_grad) for n, t in tensors.items()]
+    messages: list[Any] = [None] * axis.size
+    dist.all_gather_object(messages, (described, dict(options)), axis.group)
+    first, first_options = messages[0]
+    for rank, (other, other_options) in enumerate(messages):
+        if other_options != first_options:
+            raise ValueError(
+                f"rank {rank} of axis {axis.name} was given {other_options}, and rank 0 {first_options}"
+            )
+        for a, b in zip_longest(first, other):
             if a != b:
                 raise ValueError(
                     f"replicas differ along {axis.name}: rank 0 has {a} where rank {rank} has {b}, of "
-                    f"{len(first)} and {len(theirs)} tensors; build and freeze the same model on every rank"
+                    f"{len(first)} and {len(other)} tensors; build and freeze the same model on every rank"
                 )
 
 
@@ -240,13 +247,13 @@ def broadcast(tensors: Sequence[torch.Tensor], axis: Axis) -> None:
     """Give all ranks of `axis` the values that its rank 0 has, many small tensors in one message."""
     if axis.size == 1:
         return
-    alike: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
+    by_kind: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
     for tensor in tensors:
-        messages = alike.setdefault((tensor.dtype, tensor.device), [[]])
-        if sum(t.nbytes for t in messages[-1]) > _MESSAGE:
-            messages.append([])
-        messages[-1].append(tensor.detach())
-    for group in (group for messages in alike.values() for group in messages):
+        groups = by_kind.setdefault((tensor.dtype, tensor.device), [[]])
+        if sum(t.nbytes for t in groups[-1]) > _MESSAGE_BYTES:
+            groups.append([])
+        groups[-1].append(tensor.detach())
+    for group in (group for groups in by_kind.values() for group in groups):
         message = torch.cat([tensor.reshape(-1) for tensor in group])
         dist.broadcast(message, src=axis.ranks[0], group=axis.group)
         if axis.rank:

@@ -1,15 +1,15 @@
-"""Parameters that are whole while their unit computes; at all other times each rank has its share of them.
+"""The flat parameter of ZeRO-3: full parameters while their unit computes, and this rank's shard otherwise.
 
-    share (n/p,)      -- all-gather ---->   flat (n,), of which the whole parameters are views
-    share.grad (n/p,) <- reduce-scatter --  flat gradient (n,), once the unit's backward is through
+    shard (n/p,)        -- all-gather ----->   flat (n,), of which the unsharded parameters are views
+    shard.grad (n/p,)   <- reduce-scatter --   flat gradient (n,), after the unit's backward
 
-Every parameter exists twice. The *share* is the module's own Parameter, with this rank's elements as its
-data; it is what the optimizer knows. The *whole* one has the full shape, and takes its place for the forward
-and the backward. Shares are views of one tensor and whole parameters of another, so the gather copies nothing
-before or after itself; gradients are copied once, by one kernel.
+Every parameter exists twice. The *sharded* one is the module's own Parameter and holds this rank's elements;
+the optimizer knows only this one. The *unsharded* one has the full shape and takes its place during forward
+and backward. Sharded parameters are views of one tensor, and unsharded ones of another, so the all-gather
+needs no copies. Gradients are copied once, by one kernel.
 
-After Rajbhandari et al. 2020, *ZeRO* (arXiv 1910.02054), stage 3; freeing by resizing a storage to nothing is
-Zhao et al. 2023, *PyTorch FSDP* (arXiv 2304.11277), section 4.
+After Rajbhandari et al. 2020, *ZeRO* (arXiv 1910.02054), stage 3. Freeing memory by resizing a storage to
+nothing is from Zhao et al. 2023, *PyTorch FSDP* (arXiv 2304.11277), section 4.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hpnb.background import Background, Pending
-from hpnb.data_parallel.reducer import fill
+from hpnb.data_parallel.buckets import fill_bucket
 from hpnb.data_parallel.shard_layout import ShardLayout
 from hpnb.gradients import attach
 from hpnb.mesh import Axis
@@ -32,14 +32,14 @@ from hpnb.placement import FLAT, Cut, placement_of, set_placement
 
 @dataclass(frozen=True)
 class FSDPPolicy:
-    """In which form parameters and gradients travel.
+    """Where and in which dtypes parameters compute, and gradients are summed.
 
     Attributes:
-        device: where a unit computes.
-        dtype: in which it computes; None is that of its parameters.
-        communication_dtype: in which gradients are summed; None is that in which it computes.
+        device: where units compute.
+        dtype: of the computation; None is the dtype of the parameters.
+        communication_dtype: in which gradients are summed; None is the dtype of the computation.
         average: divide sums of gradients by the number of ranks.
-        offload: shares and their gradients lie in the memory of the CPU.
+        offload: shards and their gradients are in CPU memory.
     """
 
     device: torch.device
@@ -48,218 +48,234 @@ class FSDPPolicy:
     average: bool = True
     offload: bool = False
 
+    def dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """(dtype of the computation, dtype of the reduction) for parameters of `dtype`."""
+        compute = self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
+        # Complex gradients are reduced as they are: a real dtype would drop the imaginary part.
+        return compute, (self.communication_dtype or compute) if compute.is_floating_point else compute
+
 
 class FlatParam:
-    """Parameters that are gathered by one call: those of a unit that have one dtype, trained or frozen.
+    """The parameters of a unit that are gathered by one call: of one dtype, and all trained or all frozen.
 
     Args:
-        named: {name: parameter}, which become this rank's shares; they take the values of the axis's rank 0.
-        complete: called in a backward when the last of the gradients has come.
+        named: {name: parameter}. They become this rank's shards, with the values of the axis's rank 0.
+        on_gradients: called in a backward when all gradients are complete.
+
+    Attributes:
+        sharded_params, unsharded_params: in the same order.
+        is_unsharded: the full parameters are here, or on their way.
+        has_gradients: there are full gradients that have not been reduced.
+        missing: how many gradients the current backward has not brought yet.
     """
 
     def __init__(
         self,
         named: Mapping[str, nn.Parameter],
         axis: Axis,
-        wire: Background,
+        background: Background,
         policy: FSDPPolicy,
-        complete: Callable[[FlatParam], None],
+        on_gradients: Callable[[FlatParam], None],
     ) -> None:
-        self._wire, self._policy, self._complete = wire, policy, complete
-        self.names, self.shares = list(named), list(named.values())
-        dtype = self.shares[0].dtype
-        compute = policy.dtype if policy.dtype is not None and dtype.is_floating_point else dtype
-        # Complex gradients travel as they are: a real dtype would drop the imaginary part.
-        sent = (policy.communication_dtype or compute) if compute.is_floating_point else compute
-        itemsize = min(dtype.itemsize, compute.itemsize, sent.itemsize)
-        layout = ShardLayout(tuple(tuple(p.shape) for p in self.shares), axis.size, itemsize)
-        self._share = self._start(layout, axis, policy)  # (n/p,)
+        self._background, self._policy, self._on_gradients = background, policy, on_gradients
+        self.names, self.sharded_params = list(named), list(named.values())
+        dtype = self.sharded_params[0].dtype
+        compute_dtype, self._reduce_dtype = policy.dtypes(dtype)
+        itemsize = min(dtype.itemsize, compute_dtype.itemsize, self._reduce_dtype.itemsize)
+        self._layout = ShardLayout(tuple(tuple(p.shape) for p in self.sharded_params), axis.size, itemsize)
+        self._shard = self._shard_parameters(axis)  # (n/p,)
 
-        flat = torch.empty(layout.numel, dtype=compute, device=policy.device)
-        # With .data, for that has a version counter of its own: autograd must not take the next gather for a
-        # change of what it saved, since it brings the same values back.
-        self.wholes = [nn.Parameter(view.data, p.requires_grad)
-                       for view, p in zip(layout.views(flat), self.shares, strict=True)]  # fmt: skip
+        flat = torch.empty(self._layout.numel, dtype=compute_dtype, device=policy.device)  # (n,)
+        # With .data, because that has a version counter of its own. Autograd must not take the next
+        # all-gather for a change of what it saved, since it brings the same values back.
+        self.unsharded_params = [
+            nn.Parameter(view.data, p.requires_grad)
+            for view, p in zip(self._layout.views(flat), self.sharded_params, strict=True)
+        ]
         self._flat, self._flat_bytes = flat, flat.nbytes
-        # Another dtype or device: converted straight into its place in `flat`.
-        self._converts = compute != dtype or policy.offload
-        self._mine = layout.mine(flat, axis.rank)
-        self._pending = Pending()
-        self._release(flat)
-        self.is_whole = False
+        # Another dtype or device: the shard is converted straight into its position in `flat`.
+        self._converts = compute_dtype != dtype or policy.offload
+        self._shard_in_flat = self._layout.shard(flat, axis.rank)
+        self._gathering = Pending()
+        _free(flat)
+        self.is_unsharded = self.is_gathered = False
 
-        self._scale = 1.0 / axis.size if policy.average and not wire.averages and axis.size > 1 else 1.0
-        self._gradient, self._gradient_views = torch.empty(0), list[torch.Tensor]()
-        self._gradient_bytes, self._layout, self._sent = layout.numel * sent.itemsize, layout, sent
-        self._reduced: tuple[Pending, torch.Tensor] | None = None
-        self.holds = False  # gradients that have not been reduced
-        self.ready = False  # gathered, and waited for
+        averages_here = policy.average and not background.averages and axis.size > 1
+        self._scale = 1.0 / axis.size if averages_here else 1.0
+        self._flat_grad, self._grad_views = torch.empty(0), list[torch.Tensor]()
+        self._reducing: tuple[Pending, torch.Tensor] | None = None  # and what becomes this rank's (n/p,)
+        self.has_gradients = False
         self._hooked: set[nn.Parameter] = set()
-        self._count()
+        self._count_trained()
 
-    def _start(self, layout: ShardLayout, axis: Axis, policy: FSDPPolicy) -> torch.Tensor:
-        """Make parameters into shares with the values of rank 0; returns what the shares are views of."""
-        dtype, home = self.shares[0].dtype, torch.device("cpu") if policy.offload else policy.device
-        if all(p.is_meta for p in self.shares):
-            share = torch.zeros(layout.share, dtype=dtype, device=home)
+    def _shard_parameters(self, axis: Axis) -> torch.Tensor:
+        """Make the parameters this rank's shards, with rank 0's values. Returns what they are views of."""
+        layout, policy, params = self._layout, self._policy, self.sharded_params
+        dtype, home = params[0].dtype, torch.device("cpu") if policy.offload else policy.device
+        if all(p.is_meta for p in params):
+            shard = torch.zeros(layout.shard_numel, dtype=dtype, device=home)
         else:
-            whole = torch.zeros(layout.numel, dtype=dtype, device=policy.device)
-            for view, p in zip(layout.views(whole), self.shares, strict=True):
+            full = torch.zeros(layout.numel, dtype=dtype, device=policy.device)
+            for view, p in zip(layout.views(full), params, strict=True):
                 if not p.is_meta:
                     view.copy_(p.detach())
             if axis.size > 1:
-                dist.broadcast(whole, src=axis.ranks[0], group=axis.group)
-            share = layout.mine(whole, axis.rank).to(home, copy=True)
+                dist.broadcast(full, src=axis.ranks[0], group=axis.group)
+            shard = layout.shard(full, axis.rank).to(home, copy=True)
         if policy.offload and policy.device.type == "cuda":
-            share = share.pin_memory()
-        self._cut_at = _cuts(layout, axis.rank)
-        parts = share.split(self._cut_at)[1::2]
-        pieces = layout.pieces(axis.rank)
-        for name, p, part, piece in zip(self.names, self.shares, parts, pieces, strict=True):
-            where = placement_of(p, name).cut(Cut(axis.name, FLAT, (piece,)))
+            shard = shard.pin_memory()
+        self._split_sizes = _split_sizes(layout, axis.rank)
+        values, ranges = self._split_shard(shard), layout.ranges(axis.rank)
+        for name, p, value, span in zip(self.names, params, values, ranges, strict=True):
+            placement = placement_of(p, name).cut(Cut(axis.name, FLAT, (span,)))
             p.grad = None
             if p.is_meta:  # .data cannot change from meta to real; swapping keeps the object too
-                torch.utils.swap_tensors(p, nn.Parameter(part, p.requires_grad))
+                torch.utils.swap_tensors(p, nn.Parameter(value, p.requires_grad))
             else:
-                p.data = part
-            set_placement(p, where)
-        self._seen_at = [(p, p.data_ptr(), p.dtype) for p in self.shares if p.numel()]
-        return share
+                p.data = value
+            set_placement(p, placement)
+        self._addresses = [(p, p.data_ptr(), p.dtype) for p in params if p.numel()]
+        return shard
 
-    def refresh(self) -> None:
-        """Follow what was frozen or thawed since the last time."""
+    def _split_shard(self, shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of (n/p,) one view for each parameter; without the padding between them."""
+        parts: tuple[torch.Tensor, ...] = shard.split(self._split_sizes)
+        return parts[1::2]
+
+    def follow_requires_grad(self) -> None:
+        """Freeze or train the unsharded parameters as the sharded ones are by now."""
         changed = False
-        for share, whole in zip(self.shares, self.wholes, strict=True):
-            if share.requires_grad != whole.requires_grad:
-                whole.requires_grad_(share.requires_grad)
+        for sharded, unsharded in zip(self.sharded_params, self.unsharded_params, strict=True):
+            if sharded.requires_grad != unsharded.requires_grad:
+                unsharded.requires_grad_(sharded.requires_grad)
                 changed = True
         if changed:
-            self._count()
+            self._count_trained()
 
-    def _count(self) -> None:
-        trained = [w for w in self.wholes if w.requires_grad]
-        for whole in trained:
-            if whole not in self._hooked:
-                attach([whole], self._grown, keep=False)  # hooks of the module do
-                self._hooked.add(whole)
-        self.trains, self.has_frozen = len(trained), len(trained) < len(self.wholes)
-        self.missing = self.trains
+    def _count_trained(self) -> None:
+        trained = [p for p in self.unsharded_params if p.requires_grad]
+        for p in trained:
+            if p not in self._hooked:
+                attach([p], self._on_gradient, keep=False)  # hooks of the module keep this object
+                self._hooked.add(p)
+        self.num_trained, self.has_frozen = len(trained), len(trained) < len(self.unsharded_params)
+        self.missing = self.num_trained
 
-    def moved(self) -> str | None:
-        """The name of a share that is no longer where it was put, if somebody has replaced its data."""
-        for share, at, dtype in self._seen_at:
-            if share.data_ptr() != at or share.dtype != dtype:
-                return next(n for n, p in zip(self.names, self.shares, strict=True) if p is share)
+    def find_replaced(self) -> str | None:
+        """The name of a sharded parameter whose data somebody has replaced, if there is one."""
+        for sharded, address, dtype in self._addresses:
+            if sharded.data_ptr() != address or sharded.dtype != dtype:
+                return next(n for n, p in zip(self.names, self.sharded_params, strict=True) if p is sharded)
         return None
 
     # --- parameters -------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start to gather the whole parameters, unless they are here."""
-        if self.is_whole:
+    def unshard(self) -> None:
+        """Start to all-gather the full parameters, unless they are here."""
+        if self.is_unsharded:
             return
-        self.is_whole = True
+        self.is_unsharded = True
         self._flat.untyped_storage().resize_(self._flat_bytes)
         if self._converts:
-            self._mine.copy_(self._share, non_blocking=True)
-        self._pending = self._wire.all_gather(self._flat, self._mine if self._converts else self._share)
+            self._shard_in_flat.copy_(self._shard, non_blocking=True)
+        shard = self._shard_in_flat if self._converts else self._shard
+        self._gathering = self._background.all_gather(self._flat, shard)
 
-    def wait(self) -> None:
-        self._pending.wait()
-        self.ready = self.is_whole
+    def wait_for_unshard(self) -> None:
+        self._gathering.wait()
+        self.is_gathered = self.is_unsharded
 
-    def free(self) -> None:
-        """Let the whole parameters go; what autograd saved are views of them, and sees them come again."""
-        if self.is_whole:
-            self._pending.wait()
-            self._release(self._flat)
-            self.is_whole = self.ready = False
-
-    @staticmethod
-    def _release(flat: torch.Tensor) -> None:
-        flat.untyped_storage().resize_(0)
-        flat.detach()  # a recorder of memory looks at what operators return, and learns the new size
+    def reshard(self) -> None:
+        """Free the full parameters. What autograd saved are views of them, and it sees them come again."""
+        if self.is_unsharded:
+            self._gathering.wait()
+            _free(self._flat)
+            self.is_unsharded = self.is_gathered = False
 
     # --- gradients --------------------------------------------------------------------------
 
-    def _grown(self, whole: torch.Tensor) -> None:
-        if not self.ready or (whole.grad is not None and whole.grad.is_sparse):
-            self._refuse(whole)
-        self.holds = True
+    def _on_gradient(self, unsharded: nn.Parameter) -> None:
+        if not self.is_gathered or (unsharded.grad is not None and unsharded.grad.is_sparse):
+            self._refuse_gradient(unsharded)
+        self.has_gradients = True
         self.missing -= 1
         if self.missing == 0:
-            self._complete(self)
+            self._on_gradients(self)
 
-    def _refuse(self, whole: torch.Tensor) -> None:
-        name = next(n for n, w in zip(self.names, self.wholes, strict=True) if w is whole)
-        if self.ready:
+    def _refuse_gradient(self, unsharded: nn.Parameter) -> None:
+        name = next(n for n, p in zip(self.names, self.unsharded_params, strict=True) if p is unsharded)
+        if self.is_gathered:
             raise ValueError(f"the gradient of {name} is sparse; use nn.Embedding(sparse=False)")
         raise RuntimeError(
             f"the gradient of {name} came before its unit was gathered again, so it is wrong: a forward left "
             "a tensor elsewhere (in an attribute?) that the loss uses. Return it from the forward"
         )
 
-    def drop(self) -> None:
+    def drop_gradients(self) -> None:
         """Forget gradients that have not been reduced."""
-        if self._reduced is not None:
-            self._reduced[0].wait()
-            self._reduced = None
-            self._release(self._gradient)
-        for whole in self.wholes:
-            whole.grad = None
-        self.holds, self.missing = False, self.trains
+        if self._reducing is not None:
+            self._reducing[0].wait()
+            self._reducing = None
+            _free(self._flat_grad)
+        for p in self.unsharded_params:
+            p.grad = None
+        self.has_gradients, self.missing = False, self.num_trained
 
-    def reduce(self) -> None:
-        """Start to sum the gradients over the ranks; one that is missing counts as zero."""
-        if not self._gradient_views:
-            self._gradient = torch.empty(self._layout.numel, dtype=self._sent, device=self._flat.device)
-            self._gradient_views = self._layout.views(self._gradient)
+    def reduce_scatter(self) -> None:
+        """Start to sum the gradients over the ranks. A missing gradient counts as zero."""
+        if not self._grad_views:
+            numel, device = self._layout.numel, self._flat.device
+            self._flat_grad = torch.empty(numel, dtype=self._reduce_dtype, device=device)
+            self._grad_views = self._layout.views(self._flat_grad)
         else:
-            self._gradient.untyped_storage().resize_(self._gradient_bytes)
-        fill(self._gradient, self._gradient_views, [whole.grad for whole in self.wholes], self._scale)
-        for whole in self.wholes:
-            whole.grad = None
-        self.holds = False
-        mine = torch.empty(self._layout.share, dtype=self._sent, device=self._flat.device)
-        average = self._policy.average and self._wire.averages
-        self._reduced = self._wire.reduce_scatter(mine, self._gradient, average), mine
+            self._flat_grad.untyped_storage().resize_(self._layout.numel * self._reduce_dtype.itemsize)
+        fill_bucket(self._flat_grad, self._grad_views, [p.grad for p in self.unsharded_params], self._scale)
+        for p in self.unsharded_params:
+            p.grad = None
+        self.has_gradients = False
+        shard = self._flat_grad.new_empty(self._layout.shard_numel)
+        average = self._policy.average and self._background.averages
+        self._reducing = self._background.reduce_scatter(shard, self._flat_grad, average), shard
 
-    def finish(self, used: Sequence[bool] | None = None) -> None:
-        """Wait for the sums, and put this rank's share of them into (or add it to) .grad of the shares.
+    def finish_reduction(self, used: Sequence[bool] | None = None) -> None:
+        """Wait for the sums, and put this rank's shard of them into (or add it to) .grad.
 
         Args:
-            used: for each parameter, whether any rank has a gradient of it; without one, .grad stays None.
+            used: for each parameter, whether any rank has a gradient of it. Where none has, .grad stays None.
         """
-        assert self._reduced is not None
-        (pending, mine), self._reduced = self._reduced, None
+        assert self._reducing is not None
+        (pending, shard), self._reducing = self._reducing, None
         pending.wait()
-        self._release(self._gradient)
-        if self._converts or mine.dtype != self._share.dtype:
-            pinned = self._share.is_pinned() if self._policy.offload else False
-            here = torch.empty_like(self._share, pin_memory=pinned)
-            here.copy_(mine, non_blocking=pinned)
-            mine = here
-        olds, news = [], []
-        parts = mine.split(self._cut_at)[1::2]
-        for i, (share, part) in enumerate(zip(self.shares, parts, strict=True)):
-            if not share.requires_grad or (used is not None and not used[i]):
+        _free(self._flat_grad)
+        if self._converts or shard.dtype != self._shard.dtype:
+            pinned = self._shard.is_pinned() if self._policy.offload else False
+            converted = torch.empty_like(self._shard, pin_memory=pinned)
+            shard = converted.copy_(shard, non_blocking=pinned)
+        accumulated, added = [], []
+        for i, (p, grad) in enumerate(zip(self.sharded_params, self._split_shard(shard), strict=True)):
+            if not p.requires_grad or (used is not None and not used[i]):
                 continue
-            if share.grad is None:
-                share.grad = part
+            if p.grad is None:
+                p.grad = grad
             else:
-                olds.append(share.grad)
-                news.append(part)
-        if olds:
-            if mine.is_pinned():
+                accumulated.append(p.grad)
+                added.append(grad)
+        if accumulated:
+            if shard.is_pinned():
                 torch.cuda.current_stream().synchronize()
-            torch._foreach_add_(olds, news)
+            torch._foreach_add_(accumulated, added)
 
 
-def _cuts(layout: ShardLayout, rank: int) -> list[int]:
-    """Sizes that split a share into what lies between the pieces, and the pieces, in turn."""
-    sizes, at = [], 0
-    for start, shape, (begin, end) in zip(layout.offsets, layout.shapes, layout.pieces(rank), strict=True):
-        gap = start + begin - rank * layout.share - at if prod(shape) and end > begin else 0
-        sizes += [gap, end - begin]
-        at += gap + end - begin
-    return [*sizes, layout.share - at]
+def _free(flat: torch.Tensor) -> None:
+    flat.untyped_storage().resize_(0)
+    flat.detach()  # a memory recorder looks at what operators return, and so learns the new size
+
+
+def _split_sizes(layout: ShardLayout, rank: int) -> list[int]:
+    """Sizes that split a shard into the gap before the first tensor, the first tensor, the next gap, ..."""
+    sizes, position = [], 0
+    for offset, shape, (start, stop) in zip(layout.offsets, layout.shapes, layout.ranges(rank), strict=True):
+        gap = offset + start - rank * layout.shard_numel - position if prod(shape) and stop > start else 0
+        sizes += [gap, stop - start]
+        position += gap + stop - start
+    return [*sizes, layout.shard_numel - position]

@@ -1,17 +1,18 @@
-"""ZeRO stage 3: every rank holds 1/p of each parameter, and gathers a block just before it computes.
+"""ZeRO stage 3, or fully sharded data parallelism: every rank holds 1/p of each parameter, and gathers a
+block just before it computes.
 
-    compute   [root][ block 0 ][ block 1 ][ block 2 ]   [ block 2' ][ block 1' ][ block 0' ]
-    gather    root 0 [   1   ]  [   2   ]      [  2  ]   [   1   ]    [   0   ]
-    reduce                                                      [  2  ]     [  1  ]    0  root
+    compute          [root][ block 0 ][ block 1 ][ block 2 ]   [ block 2' ][ block 1' ][ block 0' ]
+    all-gather       root 0 [   1   ]  [   2   ]      [  2  ]   [   1   ]    [   0   ]
+    reduce-scatter                                                     [  2  ]     [  1  ]    0  root
 
-While a block computes, the next one travels; behind it, its whole parameters are freed, and in the backward
-(') its gradients are summed, each rank keeping its share. With p ranks and n bytes of parameters
+While a block computes, the next one is gathered. After it, its full parameters are freed. In the backward (')
+its gradients are summed, and each rank keeps its shard. With p ranks and n bytes of parameters:
 
-    memory    16 n'/p bytes for n' parameters in mixed precision, and `prefetch` + 1 whole blocks at a time
-    traffic   3 (p-1)/p n: two gathers and a reduce-scatter, where replicas all-reduce 2 (p-1)/p n
+    memory    16 n'/p bytes for n' parameters in mixed precision, and `prefetch` + 1 full blocks at a time
+    traffic   3 (p-1)/p n: two all-gathers and a reduce-scatter, where replicas all-reduce 2 (p-1)/p n
 
 After Rajbhandari et al. 2020, *ZeRO* (arXiv 1910.02054), sections 5.3 and 7, and Zhao et al. 2023, *PyTorch
-FSDP* (arXiv 2304.11277). The root, which is what lies in no block, stays whole from its forward to the end of
+FSDP* (arXiv 2304.11277). The root is what lies in no block. It stays unsharded from its forward to the end of
 the backward.
 """
 
@@ -24,7 +25,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from hpnb.data_parallel.ddp import agree, broadcast
+from hpnb.data_parallel.ddp import broadcast, check_replicas
 from hpnb.data_parallel.flat_params import FSDPPolicy
 from hpnb.data_parallel.fsdp_hooks import FSDPState, fsdp_state_of
 from hpnb.gradients import GradientSink
@@ -48,26 +49,27 @@ def fully_shard(
     find_unused_parameters: bool = False,
     cpu_offload: bool = False,
 ) -> M:
-    """Deal the parameters of `module` out to the ranks of `axis`; it is changed in place and returned.
+    """Shard the parameters of `module` over the ranks of `axis`. It is changed in place and returned.
 
-    Names, order and Parameter objects stay, so an optimizer that has not stepped yet stays attached; a
+    Names, order and Parameter objects stay, so an optimizer that has not stepped yet stays attached. A
     parameter's data becomes this rank's elements (n,), and its .grad the mean over the ranks of theirs. The
-    module goes to `hpnb.device()`, unit by unit, with the values of the axis's rank 0. Buffers are whole, and
-    equal at the start only. Gradients from before are dropped, and hooks of parameters do not fire. All ranks
-    call it, and run the same units; masters (`hpnb.precision`) are made after it.
+    module goes to `hpnb.device()`, unit by unit, with the values of the axis's rank 0. Buffers are
+    replicated, and equal at the start only. Earlier gradients are dropped, and hooks of parameters do not
+    fire. All ranks call this and run the same units. Make master weights (`hpnb.precision`) after it.
 
-    What looks at a parameter's shape, or at all gradients, sees this rank's elements, and says nothing:
-    torch's clip_grad_norm_ and torch.amp.GradScaler would decide on each rank for itself
-    (`hpnb.precision.step` with [axis] asks all); Adafactor and Muon need whole matrices
-    (`hpnb.ZeroOptimizer` gives them); groups by p.dim() are to be made before. Call the module and not its
-    parts, return what the loss uses, and step after the backward. Blocks are not sharded one by one before,
-    as FSDP2 asks for: name them in `units`.
+    Whatever looks at a parameter's shape, or at all gradients, silently sees this rank's elements only:
+    torch's clip_grad_norm_ and torch.amp.GradScaler would decide on each rank separately
+    (`hpnb.precision.step` with [axis] asks all); Adafactor and Muon need full matrices
+    (`hpnb.ZeroOptimizer` gives them); make groups by p.dim() before. Call the module and not its parts,
+    return what the loss uses, and step after the backward. Blocks are not sharded one by one before, as FSDP2
+    asks for: name them in `units`. A copy.deepcopy of the module holds the same shards, for an average of
+    weights (EMA); it can be gathered and saved, and cannot compute.
 
-    A model on the meta device gets zeros, to be filled by `load_full_state_dict`: it never exists whole.
+    A model on the meta device gets zeros, to be filled by `load_full_state_dict`. It never exists in full.
 
     Args:
         axis: the data axis, `mesh.dp`.
-        units: what is gathered as one, modules or their names. By default the items of every outermost
+        units: what is gathered together, modules or their names. By default the items of every outermost
             nn.ModuleList, or if there is none of every outermost nn.Sequential. The rest is the root's.
         dtype: to compute in; parameters keep theirs. Inputs of the module that are floats are converted.
         communication_dtype: to sum gradients in; by default that in which they are computed.
@@ -78,7 +80,7 @@ def fully_shard(
         find_unused_parameters: the ranks may use different parameters. Then all units are gathered at the
             start and reduced at the end, and the ranks agree on what none used, whose gradient stays None.
             Without it a missing gradient counts as zero if its unit has any other.
-        cpu_offload: shares, gradients and so the optimizer's step are on the CPU.
+        cpu_offload: shards, gradients and so the optimizer's step are on the CPU.
 
     Raises:
         ValueError: nothing to shard, or already sharded or wrapped; a unit that is not there, or has no
@@ -92,15 +94,23 @@ def fully_shard(
     if fsdp_state_of(module) is not None:
         raise ValueError(f"{type(module).__name__} is sharded already")
     options = {"dtype": str(dtype), "average": average, "find_unused_parameters": find_unused_parameters}
-    agree(dict(module.named_parameters()), axis, options)
+    check_replicas(dict(module.named_parameters()), axis, options)
     policy = FSDPPolicy(this_device(), dtype, communication_dtype, average, cpu_offload)
-    _bring_buffers(module, axis, policy.device)
-    FSDPState(module, axis, units, policy, prefetch, reshard_after_forward, find_unused_parameters)
+    _broadcast_buffers(module, axis, policy.device)
+    FSDPState(
+        module,
+        axis,
+        units,
+        policy,
+        prefetch=prefetch,
+        reshard_after_forward=reshard_after_forward,
+        find_unused=find_unused_parameters,
+    )
     return module
 
 
 def sink(module: nn.Module) -> GradientSink:
-    """Who reduces the gradients of a module that is sharded, for a pipeline to tell: `pipe.gradients`.
+    """What reduces the gradients of a sharded module, to be set as a pipeline's `gradients`.
 
     Raises:
         ValueError: `module` is not sharded.
@@ -113,7 +123,7 @@ def sink(module: nn.Module) -> GradientSink:
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Accumulate: backwards inside keep whole gradients on this rank; the next one outside sends their sum.
+    """Accumulate: backwards inside keep full gradients on this rank; the next one outside sends their sum.
 
     Until then they are not in .grad, and no zero_grad reaches them.
 
@@ -133,17 +143,17 @@ def no_sync(module: nn.Module) -> Iterator[None]:
             state.sync = sync
 
 
-def _bring_buffers(module: nn.Module, axis: Axis, device: torch.device) -> None:
-    lost = {name for name, buffer in module.named_buffers() if buffer.is_meta}
-    if lost and (lost := lost - module.state_dict().keys()):
+def _broadcast_buffers(module: nn.Module, axis: Axis, device: torch.device) -> None:
+    on_meta = {name for name, buffer in module.named_buffers() if buffer.is_meta}
+    if on_meta and (lost := on_meta - module.state_dict().keys()):
         raise ValueError(
             f"buffer {min(lost)} is on the meta device and in no state dict, so nothing would fill it; "
             "give it its values before"
         )
-    for at in module.modules():
-        for key, buffer in at._buffers.items():
+    for owner in module.modules():
+        for key, buffer in owner._buffers.items():
             if buffer is not None and buffer.is_meta:
-                at._buffers[key] = torch.zeros_like(buffer, device=device)
+                owner._buffers[key] = torch.zeros_like(buffer, device=device)
             elif buffer is not None:
-                at._buffers[key] = buffer.to(device)
+                owner._buffers[key] = buffer.to(device)
     broadcast(list(module.buffers()), axis)

@@ -1,12 +1,13 @@
-"""Tensors end to end in one flat tensor, of which every rank has an equal share.
+"""How tensors lie end to end in one flat tensor, which is sharded evenly over the ranks.
 
-    tensors    |   a   |     b     |  c  |    d     |pad
-    flat       |   share of 0   |   share of 1   |            elementwise: shares cut through tensors
-    flat       |   b     |      |   d    |  a  | c |            whole: every tensor lies within one share
+    tensors        |   a   |     b     |  c  |    d     |pad
+    elementwise    |   shard of 0   |   shard of 1   |            shards cut through tensors
+    otherwise      |   b     |      |   d    |  a  | c |          every tensor lies within one shard
 
-One reduce-scatter or all-gather then moves all of them, and nothing is copied on the way. Elementwise is what
-ZeRO does (Rajbhandari et al. 2020, arXiv 1910.02054): even to the last element, and right for an optimizer
-that treats elements alike. One that looks at a matrix as a whole (Muon, Adafactor) needs whole tensors.
+One reduce-scatter or all-gather then moves all of them, and nothing is copied on the way. Elementwise
+sharding is ZeRO's (Rajbhandari et al. 2020, arXiv 1910.02054): it is even to the last element, and right for
+an optimizer that treats elements alike. An optimizer that looks at full matrices (Muon, Adafactor) needs the
+other.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from math import prod
 
 import torch
 
-ALIGNED = 16  # bytes: where a matrix begins elsewhere, kernels cannot load it in vectors
+ALIGNMENT = 16  # bytes: where a matrix begins elsewhere, kernels cannot load it in vectors
 
 
 @dataclass(frozen=True)
@@ -28,81 +29,84 @@ class ShardLayout:
 
     Attributes:
         shapes: of the tensors.
-        ranks: how many shares.
-        itemsize: bytes of an element; every tensor, and every share, begins at a multiple of ALIGNED bytes.
-        whole: every tensor within one share.
+        num_shards: one for each rank.
+        itemsize: bytes of an element. Every tensor and every shard begins at a multiple of ALIGNMENT bytes.
+        elementwise: whether a tensor may be split anywhere. Otherwise it lies within one shard.
     """
 
     shapes: tuple[tuple[int, ...], ...]
-    ranks: int
+    num_shards: int
     itemsize: int
-    whole: bool = False
+    elementwise: bool = True
 
     @property
     def numel(self) -> int:
-        """Of the flat tensor, padding included."""
-        return self.share * self.ranks
+        """Elements of the flat tensor, padding included."""
+        return self.shard_numel * self.num_shards
 
     @property
-    def share(self) -> int:
-        """Of one rank's part of it."""
-        return self._placed[0]
+    def shard_numel(self) -> int:
+        """Elements of one shard."""
+        return self._shard_numel_and_offsets[0]
 
     @property
     def offsets(self) -> tuple[int, ...]:
         """Where each tensor begins in the flat one."""
-        return self._placed[1]
+        return self._shard_numel_and_offsets[1]
 
     @cached_property
-    def _placed(self) -> tuple[int, tuple[int, ...]]:
-        sizes = [self._aligned(prod(shape)) for shape in self.shapes]
-        if not self.whole:
+    def _shard_numel_and_offsets(self) -> tuple[int, tuple[int, ...]]:
+        sizes = [self._align(prod(shape)) for shape in self.shapes]
+        if self.elementwise:
             starts = accumulate(sizes, initial=0)
-            return self._aligned(-(-sum(sizes) // self.ranks)), tuple(starts)[:-1]
-        # The largest first, each to the rank that has the least so far.
-        load, at = [0] * self.ranks, [(0, 0)] * len(sizes)
+            return self._align(-(-sum(sizes) // self.num_shards)), tuple(starts)[:-1]
+        # The largest tensor first, each to the shard that has the least so far.
+        filled, positions = [0] * self.num_shards, [(0, 0)] * len(sizes)
         for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-            rank = load.index(min(load))
-            at[i] = rank, load[rank]
-            load[rank] += sizes[i]
-        return max(load), tuple(rank * max(load) + inside for rank, inside in at)
+            rank = filled.index(min(filled))
+            positions[i] = rank, filled[rank]
+            filled[rank] += sizes[i]
+        return max(filled), tuple(rank * max(filled) + offset for rank, offset in positions)
 
-    def _aligned(self, numel: int) -> int:
-        unit = max(1, ALIGNED // self.itemsize)
-        return -(-numel // unit) * unit
+    def _align(self, numel: int) -> int:
+        multiple = max(1, ALIGNMENT // self.itemsize)
+        return -(-numel // multiple) * multiple
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """One view of `flat` (numel,) a tensor, in its shape."""
+        """One view of `flat` (numel,) for each tensor, in its shape."""
         return [
             flat[start : start + prod(shape)].view(shape)
             for start, shape in zip(self.offsets, self.shapes, strict=True)
         ]
 
-    def mine(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
-        """(share,): a view of the part of `flat` that is `rank`'s."""
-        return flat[rank * self.share : (rank + 1) * self.share]
+    def shard(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
+        """(shard_numel,): a view of the shard of `rank` in `flat`."""
+        return flat[rank * self.shard_numel : (rank + 1) * self.shard_numel]
 
-    def pieces(self, rank: int) -> list[tuple[int, int]]:
-        """Of each tensor the elements, from and up to, that lie in the share of `rank`; (n, n) is none."""
-        low, high = rank * self.share, (rank + 1) * self.share
-        found = []
-        for start, shape in zip(self.offsets, self.shapes, strict=True):
+    def ranges(self, rank: int) -> list[tuple[int, int]]:
+        """For each tensor its elements [start, stop) that lie in the shard of `rank`; (n, n) is none."""
+        low, high = rank * self.shard_numel, (rank + 1) * self.shard_numel
+        ranges = []
+        for offset, shape in zip(self.offsets, self.shapes, strict=True):
             size = prod(shape)
-            begin = min(max(low - start, 0), size)
-            found.append((begin, max(begin, min(high - start, size))))
-        return found
+            start = min(max(low - offset, 0), size)
+            ranges.append((start, max(start, min(high - offset, size))))
+        return ranges
 
-    def piece_views(self, share: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """One view of `share` (share,) a tensor: its piece (n,), or all of it in its shape if whole."""
-        found = []
-        parts = zip(self.offsets, self.shapes, self.pieces(rank), strict=True)
-        for start, shape, (begin, end) in parts:
-            at = max(0, start + begin - rank * self.share)
-            piece = share[at : at + end - begin]
-            found.append(piece.view(shape) if self.whole and end > begin else piece)
-        return found
+    def views_in_shard(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """One view of `shard` (shard_numel,) for each tensor: its elements (n,) in the shard of `rank`; in
+        the tensor's shape if it lies within one shard and this is the one."""
+        views = []
+        for offset, shape, (start, stop) in zip(self.offsets, self.shapes, self.ranges(rank), strict=True):
+            first = max(0, offset + start - rank * self.shard_numel)
+            view = shard[first : first + stop - start]
+            views.append(view if self.elementwise or stop == start else view.view(shape))
+        return views
 
 
-def shard_layout_of(tensors: Sequence[torch.Tensor], ranks: int, whole: bool = False) -> ShardLayout:
-    """The shares of `tensors`, which are of one dtype."""
-    return ShardLayout(tuple(tuple(t.shape) for t in tensors), ranks, tensors[0].element_size(), whole)
+def shard_layout_of(
+    tensors: Sequence[torch.Tensor], num_shards: int, elementwise: bool = True
+) -> ShardLayout:
+    """The layout of `tensors`, which are of one dtype."""
+    shapes = tuple(tuple(t.shape) for t in tensors)
+    return ShardLayout(shapes, num_shards, tensors[0].element_size(), elementwise)

@@ -1,12 +1,12 @@
-"""The side of a ZeroOptimizer that backwards see: a gradient is ready, its bucket is sent, pieces get sums.
+"""ZeRO 1 and 2 during the backward: each bucket of gradients is reduce-scattered as soon as it is full.
 
-    backward   ...  g9 g8 | g7 g6 g5 | g4 g3 ...      bucket 0 is full at the first bar
-    wire            [ bucket 0 ][ bucket 1  ][ ...    a reduce-scatter each, in one order on all ranks
-    finish          wait; piece.grad is this rank's part of each sum
+    backward         ...  g9 g8 | g7 g6 g5 | g4 g3 ...      bucket 0 is full at the first bar
+    reduce-scatter        [ bucket 0 ][ bucket 1  ][ ...    in one order on all ranks
+    finish           wait; shard.grad is this rank's part of each sum
 
-Who says `ready` and `finish`? Hooks of its own, or a DataParallel around the same parameters. Who reduces?
-This sink; or, for stage 1 on a DataParallel, the sink that was there before (`below`), and pieces then see
-parts of its sums.
+`ready` and `finish` are called by hooks on the parameters, or by a DataParallel around the same parameters.
+ZeRO 1 on top of a DataParallel does not reduce. It leaves that to DataParallel's earlier sink
+(`reducing_sink`), and its shards see slices of those sums.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from torch import nn
 
 from hpnb.background import Background
 from hpnb.data_parallel.ddp import DataParallel
-from hpnb.data_parallel.reducer import Reducer, about_unused, used_nowhere
+from hpnb.data_parallel.reducer import Reducer, find_unused_anywhere, unused_message
 from hpnb.data_parallel.zero_bucket import ZeroBucket
 from hpnb.gradients import GradientSink, after_backward, attach, claim
 from hpnb.mesh import Axis
 
-UNDER_WAY = 2  # buckets of whole gradients that stage 2 has on the wire at once
+MAX_REDUCING = 2  # buckets of full gradients that ZeRO 2 reduces at once
 Self = TypeVar("Self", bound="ZeroReduceScatter")
 
 
 class ZeroReduceScatter:
-    """Reduces the gradients of `names` into the pieces of `buckets`.
+    """Reduces the gradients of `names` into the shards of `buckets`. `ZeroOptimizer` inherits it.
 
     Args:
-        names: {parameter: what to call it}.
-        buckets: they hold each parameter once, in the order in which they are sent.
+        names: {parameter: name}.
+        buckets: they hold each parameter once, in the order in which they are reduced.
+        stage: 1 or 2.
         offload: sums are copied to the CPU.
     """
 
@@ -52,31 +53,31 @@ class ZeroReduceScatter:
     ) -> None:
         self.names, self.buckets, self.axis, self.stage = dict(names), list(buckets), axis, stage
         self.average, self.overlap, self.find_unused, self.offload = average, overlap, find_unused, offload
-        self.below: GradientSink | None = None  # who reduces, where whole gradients stay with DataParallel
+        self.reducing_sink: GradientSink | None = None  # of a DataParallel that goes on to reduce
         self._bucket_of = {id(p): i for i, b in enumerate(self.buckets) for p in b.parameters}
         self._background = {d: Background(axis, d) for d in {b.flat.device: None for b in self.buckets}}
         self._sync = True
-        self._fresh = True  # whether the next gradients replace those of pieces
-        self._finished = False  # whether a backward has been reduced since the last step
-        self._reset()
+        self._replace_gradients = True  # the next gradients replace those of shards
+        self._finished = False  # a backward has been reduced since the last step
+        self._start_backward()
 
-    def _reset(self) -> None:
-        self._queued = False  # whether this backward's end is being waited for
+    def _start_backward(self) -> None:
+        self._awaits_end = False  # of a backward, which calls `finish`
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._ready: set[int] = set()  # ids of parameters
         self._sent = 0
 
-    # --- who says so ------------------------------------------------------------------------------
+    # --- who calls `ready` and `finish` -----------------------------------------------------------
 
-    def _attach(self, replica: DataParallel | None, leave: bool) -> None:
-        """Listen to the parameters; or be told by `replica`, and `leave` the reduction to its sink."""
+    def _attach(self, replica: DataParallel | None, leave_reduction: bool) -> None:
+        """Hook the parameters; or become the sink of `replica`, and maybe leave the reduction to its own."""
         if replica is None:
-            self._hooks = attach(self.names, self._grown)
+            self._hooks = attach(self.names, self._on_gradient)
             claim(self.names, self)
             return
         self._hooks = []
-        if leave:
-            self.below = replica.sink
+        if leave_reduction:
+            self.reducing_sink = replica.sink
         else:
             assert isinstance(replica.sink, Reducer)
             self.average, self.overlap = replica.sink.average, replica.sink.overlap
@@ -89,7 +90,7 @@ class ZeroReduceScatter:
         replica.sink = self
 
     def detach(self: Self) -> Self:
-        """Leave it to others to say when a gradient is `ready`, and when a backward is to `finish`."""
+        """Remove the hooks. From now on others call `ready` and `finish`."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -105,24 +106,24 @@ class ZeroReduceScatter:
         finally:
             self._sync = before
 
-    def _grown(self, parameter: nn.Parameter) -> None:
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
         if not self._sync:
             return
-        if not self._queued:
-            self._queued = True
+        if not self._awaits_end:
+            self._awaits_end = True
             after_backward(self.finish)
         self.ready(parameter)
 
     # --- the sink ---------------------------------------------------------------------------------
 
     def ready(self, parameter: nn.Parameter) -> None:
-        """Count a gradient; send every bucket whose turn has come."""
+        """Count a gradient, and reduce every bucket whose turn has come."""
         if not self._sync:
             return
-        if self.below is not None:
-            self.below.ready(parameter)
+        if self.reducing_sink is not None:
+            self.reducing_sink.ready(parameter)
             return
-        number = self._bucket_of.get(id(parameter))  # a tensor's own hash is slow
+        number = self._bucket_of.get(id(parameter))  # by id, because a tensor's hash is slow
         if number is None:
             raise ValueError(
                 f"a gradient of shape {tuple(parameter.shape)} is to be reduced, but it is none of the "
@@ -140,7 +141,7 @@ class ZeroReduceScatter:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Send what is left, wait for all, and give pieces their gradients.
+        """Reduce what is left, wait for all, and give shards their gradients.
 
         Raises:
             RuntimeError: parameters without a gradient (unless `find_unused_parameters`), by name.
@@ -148,53 +149,55 @@ class ZeroReduceScatter:
         if not self._sync:
             return
         self._finished = True
-        if self.below is not None:
-            self.below.finish()
-            self._cut_gradients()
+        if self.reducing_sink is not None:
+            self.reducing_sink.finish()
+            self._slice_gradients()
             return
         silent = [p for p in self.names if id(p) not in self._ready and p.grad is None]
         frozen = frozenset(p for p in silent if not p.requires_grad)  # since it was made
         unused = [p for p in silent if p not in frozen]
         try:
             if unused and not self.find_unused:
-                raise RuntimeError(about_unused([self.names[p] for p in unused], len(self.names)))
+                raise RuntimeError(unused_message([self.names[p] for p in unused], len(self.names)))
             while self._sent < len(self.buckets):
                 self._send()
-            nowhere = used_nowhere(list(self.names), unused, self.axis) if self.find_unused else frozenset()
-            nowhere |= frozen
+            nowhere = frozen
+            if self.find_unused:
+                nowhere |= find_unused_anywhere(list(self.names), unused, self.axis)
             for bucket in self.buckets:
-                bucket.collect()
+                bucket.wait_for_reduction()
             self._wait_for_copies()
             for bucket in self.buckets:
-                bucket.hand_out(nowhere)
-            self._fresh = False
+                bucket.assign_gradients(nowhere)
+            self._replace_gradients = False
         finally:
             for bucket in self.buckets:
-                bucket.drop()
-            self._reset()
+                bucket.drop_gradients()
+            self._start_backward()
 
     def drop(self) -> None:
         """Forget what a backward that failed has left behind."""
-        if self.below is not None:
-            self.below.drop()
+        if self.reducing_sink is not None:
+            self.reducing_sink.drop()
         for bucket in self.buckets:
-            bucket.drop()
-        self._reset()
+            bucket.drop_gradients()
+        self._start_backward()
 
     @torch.no_grad()
     def _send(self) -> None:
-        if self.stage == 2 and self._sent >= UNDER_WAY:
-            self.buckets[self._sent - UNDER_WAY].collect()
+        if self.stage == 2 and self._sent >= MAX_REDUCING:
+            self.buckets[self._sent - MAX_REDUCING].wait_for_reduction()
         bucket = self.buckets[self._sent]
-        bucket.start(self._background[bucket.flat.device], self.average, self._fresh)
+        background = self._background[bucket.flat.device]
+        bucket.start_reduction(background, self.average, replace=self._replace_gradients)
         self._sent += 1
 
-    def _cut_gradients(self) -> None:
+    def _slice_gradients(self) -> None:
         for bucket in self.buckets:
-            bucket.cut_gradients()
+            bucket.slice_gradients()
 
     def _wait_for_copies(self) -> None:
-        """The host is about to read what a GPU writes."""
+        """Wait until the CPU may read what a GPU has written."""
         if self.offload:
             for device in self._background:
                 if device.type == "cuda":

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from hpnb import data_parallel, tensor_parallel
 from hpnb.data_parallel import DataParallel
-from hpnb.data_parallel.zero_checks import treats_elements_alike
+from hpnb.data_parallel.zero_checks import is_elementwise
 from hpnb.hybrid.apply_data_parallel import apply_data_parallel, flatten_masters, use_fused_adam
 from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.boosted_optimizer import BoostedOptimizer, drop_remote_parameters, is_boosted
@@ -42,7 +42,7 @@ from hpnb.models import accept_empty_batch, anatomy, chunk_loss, use_patch_matmu
 from hpnb.models.empty_batch import without_mask
 from hpnb.pipeline_parallel import Builder, Pipeline
 from hpnb.pipeline_parallel.stages import move_module
-from hpnb.placement import placement_of, set_placement
+from hpnb.placement import keep_placements, placement_of, set_placement
 from hpnb.precision import Masters
 from hpnb.ranks.current_rank import device as this_device
 
@@ -96,6 +96,7 @@ def parallelize_model(
             _use_built_parameters(optimizer, model, module)
     for name, p in module.named_parameters():
         set_placement(p, placement_of(p, name))  # a placement has the parameter's name
+    keep_placements(module)
 
     numbering: list[list[int]] = []
     parameters: dict[int, nn.Parameter] = {}
@@ -144,7 +145,7 @@ def _check(plugin: HybridParallelPlugin, model: Model, optimizer: Optimizer | No
             "one of torch.optim"
         )
     sharded = plugin.tp_size > 1 or plugin.zero_stage == 3
-    if sharded and not treats_elements_alike(type(optimizer)):
+    if sharded and not is_elementwise(type(optimizer)):
         raise ValueError(
             f"a {type(optimizer).__name__} may look at whole tensors, and with tensor parallelism or ZeRO 3 "
             "a rank has shards of them; use zero_stage=1 or 2, AdamW, or say elementwise = True in the class"

@@ -64,8 +64,8 @@ class GradReady:
         """Call `sink` for each complete gradient from now on."""
         self.sink = sink
         # Where gradients grow: with ZeRO-3 on the unsharded parameters, which only the sink knows.
-        holder = getattr(sink, "holder", lambda p: p)
-        self._holders: dict[int, nn.Parameter] = {id(p): holder(p) for p in self.parameters}
+        gradient_holder = getattr(sink, "gradient_holder", lambda p: p)
+        self._holders: dict[int, nn.Parameter] = {id(p): gradient_holder(p) for p in self.parameters}
         self._parameter_of = {id(self._holders[id(p)]): p for p in self.parameters}
 
     def begin(self, reduce: bool, corrects: bool) -> None:
@@ -73,9 +73,9 @@ class GradReady:
         self._reduces, self.correction = reduce and self.sink is not None, None
         self._must_complete = self._reduces or corrects or bool(self._tied)
         self._open_uses, self._completed, self._earlier = self._uses.copy(), set(), {}
-        if (grows := getattr(self.sink, "grows", None)) is not None:
+        if (before_accumulation := getattr(self.sink, "before_accumulation", None)) is not None:
             for p in self.parameters:  # also without a gradient: what was reduced may have been zeroed since
-                grows(p)
+                before_accumulation(p)
         self._without_grad = [holder for holder in self._holders.values() if holder.grad is None]
         if len(self._without_grad) == len(self._holders):
             return

@@ -26,7 +26,7 @@ from hpnb.pipeline_parallel.layers import Builder, Inputs, Layer, first_input, l
 from hpnb.pipeline_parallel.partition import How, cut
 from hpnb.pipeline_parallel.schedule import Schedule
 from hpnb.pipeline_parallel.tied_weights import TiedWeight
-from hpnb.placement import Cut, full_tensors, placement_of, set_placement
+from hpnb.placement import Cut, full_tensors, keep_placements, placement_of, set_placement
 from hpnb.ranks.current_rank import device as this_device
 
 
@@ -116,6 +116,7 @@ class Stages(nn.Module):
             if axis.size > 1:
                 cuts.append(Cut(axis.name, 0, ((0, shape[0] if shape else 1),)))
             set_placement(p, replace(where, name=name, cuts=tuple(cuts), tied_to=first.get(name)))
+        keep_placements(self)
 
 
 class WholeModel(Stages):

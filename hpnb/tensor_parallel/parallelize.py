@@ -84,6 +84,7 @@ def parallelize(
     outputs = None if words is None or not subject.lazy else _keep_logits_cut(model, how, words)
     wrap(model, partial(around, begin=how.begin, outputs=outputs))
     setattr(model, _MODE, how)
+    placement.keep_placements(model)
     if not any(p.is_meta for p in model.parameters()):
         model.to(this_device())
     return model

@@ -58,7 +58,7 @@ def master_weights(model: Boosted) -> dict[torch.Tensor, tuple[torch.Tensor, Pla
             return {}
         shards: dict[torch.Tensor, tuple[torch.Tensor, Placement] | None] = {}
         for p in inner.names:
-            piece = inner.pieces.get(p)
+            piece = inner.shards.get(p)
             shards[p] = None if piece is None else (inner.masters.of(piece), placement_of(piece))
         return shards
     masters = Masters.attached_to(inner)

@@ -52,7 +52,7 @@ def _local_states(boosted: BoostedOptimizer) -> _LocalStates:
     inner: Any = boosted.inner
     tensors = list[torch.Tensor](boosted.parameters.values())
     if isinstance(inner, ZeroOptimizer):  # which has states of pieces, on some ranks none
-        tensors = [inner.pieces[p] for p in boosted.parameters.values() if p in inner.pieces]
+        tensors = [inner.shards[p] for p in boosted.parameters.values() if p in inner.shards]
         inner = inner.optimizer
     by_name = {parameter_name(t): (t, placement_of(t).without("pp")) for t in tensors}
     return _LocalStates(inner, by_name)

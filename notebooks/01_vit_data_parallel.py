@@ -174,7 +174,7 @@ def compare(name):
     in_parts = run(lambda model: model, *shares)
     replicas = run(lambda model: hpnb.DataParallel(model, axis), shares[axis.rank])
     replicas["loss"] = [comm.all_reduce(replicas["loss"][0], axis) / axis.size]
-    return {what: [step_timing.distance(run[what], alone[what]) for run in (replicas, in_parts)] for what in alone}
+    return {what: [step_timing.relative_distance(run[what], alone[what]) for run in (replicas, in_parts)] for what in alone}
 
 
 rows = []
@@ -289,9 +289,9 @@ BUILDS = {"A": ("tensor by tensor, after", 1e-6, False), "B": ("in buckets, afte
 def measure(size, images, bucket_mb, during):
     axis = Mesh(Layout(dp=hpnb.world_size())).dp
     model, loss = device_timing.vit_and_loss(size, images, DTYPE)
-    alone = step_timing.backward(model, lambda: loss(model), bucket_mb)  # nothing is sent
+    alone = step_timing.time_backward(model, lambda: loss(model), bucket_mb)  # nothing is sent
     replica = hpnb.DataParallel(model, axis, bucket_mb, overlap_communication=during)
-    return alone, step_timing.record(replica, lambda: loss(replica))
+    return alone, step_timing.record_step(replica, lambda: loss(replica))
 
 # %%
 builds = {key: pool.run(measure, SIZE, FEW, mb, during)[0] for key, (_, mb, during) in BUILDS.items()}
@@ -300,10 +300,10 @@ told = {key: quickest + alone.exposed(card.link, N, BUILDS[key][2]) for key, (al
 seen = {key: tl.makespan for key, (_, tl) in builds.items()}
 rows = [("alone", "-", lesson.number(quickest, "s"), "-", "-", lesson.number(quickest, "s"))]
 for key, (_, tl) in builds.items():
-    cells = [lesson.number(t, "s") for t in (told[key], seen[key], step_timing.exposed(tl), step_timing.computing(tl))]
+    cells = [lesson.number(t, "s") for t in (told[key], seen[key], step_timing.exposed_seconds(tl), step_timing.compute_seconds(tl))]
     rows.append((f"{key} {BUILDS[key][0]}", *cells[:2], f"{seen[key] / told[key]:.2f}", *cells[2:]))
 columns = ("build", "predicted", "measured", "ratio", "exposed", "computing")
-hidden, paid = (seconds(builds["C"][1]) - seconds(builds["B"][1]) for seconds in (step_timing.exposed, step_timing.computing))
+hidden, paid = (seconds(builds["C"][1]) - seconds(builds["B"][1]) for seconds in (step_timing.exposed_seconds, step_timing.compute_seconds))
 note = f"From B to C: {lesson.number(abs(hidden), 's')} {'less' if hidden < 0 else 'more'} exposed, "
 note += f"{lesson.number(abs(paid), 's')} {'more' if paid > 0 else 'less'} computing."
 lesson.table(columns, rows, f"one step of {FEW} images a rank, mean over ranks", note)
@@ -436,7 +436,7 @@ def shares_of(found):
 largest = points[SWEEP[-1], True][0]
 weights = WIDE.parameters(classes=3)
 pace = 4 * weights * WIDE.tokens * SWEEP[-1] / (largest.end - largest.forward)  # FLOP/s of a real backward
-moving = statistics.median(step_timing.exposed(points[images, False][1]) for images in SWEEP)  # nothing beside them
+moving = statistics.median(step_timing.exposed_seconds(points[images, False][1]) for images in SWEEP)  # nothing beside them
 measured_knee = moving * pace / (4 * weights)
 lesson.reveal("01.knee", measured_knee, predicted=theory.dp_tokens_to_hide(card.rho, N, g))
 line = sorted([WIDE.tokens * SWEEP[0] * 1.05**k for k in range(200) if 1.05**k <= SWEEP[-1] / SWEEP[0]] + [measured_knee])
@@ -448,7 +448,7 @@ for images in SWEEP:
     rows.append((f"{images}", f"{WIDE.tokens * images:,}", *times, f"{while_.makespan / alone.end:.2f}"))
 columns = ("images", "tokens a rank", "alone", "reduced after", "during", "during / alone")
 lesson.table(columns, rows, f"forward and backward, {weights / 1e6:,.0f} M parameters, {N} ranks: free is 1.00")
-measured = shares_of(lambda alone, tl, during: step_timing.exposed(tl) / tl.makespan)
+measured = shares_of(lambda alone, tl, during: step_timing.exposed_seconds(tl) / tl.makespan)
 predicted = shares_of(lambda alone, tl, during: alone.share(card.link, N, during))
 slower = moving * card.bandwidth / theory.bytes_sent("all_reduce", g * weights, N)
 words = f"The backward reaches {pace / card.matmul:.2f} of the card's matmul rate; the all-reduces take {slower:.2f} times what "
@@ -605,7 +605,7 @@ def train(agreed):
             mean = comm.all_reduce(loss.detach(), axis).item() / axis.size
             first = [p.detach().clone() for p in weights]
             hpnb.data_parallel.broadcast(first, axis)  # rank 0's weights
-            log.append((mean, step_timing.distance(weights, first), bool(overflow)))
+            log.append((mean, step_timing.relative_distance(weights, first), bool(overflow)))
     return log
 
 # %%

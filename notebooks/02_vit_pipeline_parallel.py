@@ -49,7 +49,7 @@ GPU = hpnb.ranks.choose_device("auto", N).device == "cuda"
 SMALL = ViTSize(hidden=256, layers=8, heads=8, mlp=1024, patch=8, image=32)
 pool = hpnb.Ranks(N)  # these ranks stay to the end
 SIZE, DTYPE = (SIZES["l16"], torch.bfloat16) if GPU else (SMALL, torch.float32)
-IMAGES = vit_pipeline.images(pool)  # on a GPU as many as make its kernels long, and fit
+IMAGES = vit_pipeline.batch_size(pool)  # on a GPU as many as make its kernels long, and fit
 M = 8  # microbatches
 EACH = IMAGES // M
 MESSAGE = EACH * SIZE.tokens * SIZE.hidden * DTYPE.itemsize  # bytes between two stages
@@ -78,7 +78,7 @@ def walk():
     axis = Mesh(Layout(pp=hpnb.world_size())).pp
     rank, last = axis.rank, axis.size - 1
     model, batch = vit_pipeline.vit_and_batch(SIZE, EACH, DTYPE)
-    mine = vit_pipeline.my_layers(model, axis)  # embedding, block, block, ..., head: a rank's share
+    mine = vit_pipeline.rank_layers(model, axis)  # embedding, block, block, ..., head: a rank's share
     shape = (EACH, SIZE.tokens, SIZE.hidden)
 
     def once(recorder):
@@ -89,7 +89,7 @@ def walk():
             y = x
             for layer in mine:
                 y = layer.run(y, batch)
-            y = vit_pipeline.loss(y, batch) if rank == last else y
+            y = vit_pipeline.microbatch_loss(y, batch) if rank == last else y
         if rank < last:
             comm.send(y.detach(), axis, rank + 1)
             gradient = comm.receive(shape, axis, rank + 1, DTYPE)
@@ -155,7 +155,7 @@ print(gpipe)
 
 # %%
 predicted = gpipe.simulate(Costs.measured(walked))
-measured = pool.run(vit_pipeline.timed, SIZE, IMAGES, DTYPE, {"gpipe": gpipe})[0]["gpipe"]
+measured = pool.run(vit_pipeline.time_schedules, SIZE, IMAGES, DTYPE, {"gpipe": gpipe})[0]["gpipe"]
 both = " and ".join(f"{100 * tl.bubble_fraction:.1f} %" for tl in (predicted, measured))
 plot.show(
     plot.timeline(predicted, measured, names=("predicted", "run"), in_flight=True,
@@ -228,7 +228,7 @@ def train(schedule):
     axis, place = Mesh(Layout(pp=hpnb.world_size())).pp, hpnb.data.ImageTransform(32, device=hpnb.device())
     batch = next(iter(hpnb.data.Loader(leaves, 16, transform=place)))  # the same on every rank
     model, alone = (hpnb.models.vit("laptop", classes=3, dtype=torch.float64, device=hpnb.device()) for _ in range(2))
-    pipe = hpnb.Pipeline(model, axis, schedule, vit_pipeline.loss)
+    pipe = hpnb.Pipeline(model, axis, schedule, vit_pipeline.microbatch_loss)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (pipe, alone)]
     losses = []
     for _ in range(8):
@@ -239,7 +239,7 @@ def train(schedule):
             optimizer.step()
             optimizer.zero_grad()
     whole = full_state_dict(pipe.module, axis)
-    return losses, step_timing.distance(whole.values(), [alone.state_dict()[key] for key in whole])
+    return losses, step_timing.relative_distance(whole.values(), [alone.state_dict()[key] for key in whole])
 
 
 lesson.keep("1f1b", one_f_one_b)
@@ -247,8 +247,8 @@ mine = lesson.kept("1f1b", N, M)
 losses, apart = pool.run(train, mine)[0]
 print(f"loss {losses[0][0]:.3f} to {losses[-1][0]:.3f}, from one process's {max(abs(a - b) for a, b in losses):.0e} at most; "
       f"weights apart by {apart:.0e}")  # fmt: skip
-again, ran = pool.run(vit_pipeline.timed, SIZE, IMAGES, DTYPE, {"gpipe": gpipe, "1f1b": mine})[0].values()
-all_at_once, in_turn = (pool.run(vit_pipeline.held, SIZE, IMAGES, DTYPE, each) for each in (gpipe, mine))
+again, ran = pool.run(vit_pipeline.time_schedules, SIZE, IMAGES, DTYPE, {"gpipe": gpipe, "1f1b": mine})[0].values()
+all_at_once, in_turn = (pool.run(vit_pipeline.measure_activations, SIZE, IMAGES, DTYPE, each) for each in (gpipe, mine))
 plot.show(
     plot.timeline(ran, in_flight=True, title=f"{mine.name}, {N} ranks, {M} microbatches"),
     alt=f"Forwards and backwards alternate; the ranks hold {[ran.peak_in_flight(r) for r in ran.ranks]} at most.",
@@ -428,13 +428,13 @@ CHUNKS = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2}
 made = {each: schedules.make(each, stages=v * N, microbatches=M, chunks=v) for each, v in CHUNKS.items()}
 
 # %%
-ran = pool.run(vit_pipeline.timed, SIZE, IMAGES, DTYPE, made)[0]
+ran = pool.run(vit_pipeline.time_schedules, SIZE, IMAGES, DTYPE, made)[0]
 told = {each: made[each].simulate(vit_pipeline.stage_costs(ran["1f1b"], v)).makespan for each, v in CHUNKS.items()}
 seen = {each: tl.makespan for each, tl in ran.items()}
 rows = []
 for each, tl in ran.items():
     bubbles = (f"{100 * share:.1f} %" for share in (tl.bubble_fraction, tl.bubble_rate))
-    held = vit_pipeline.most_in_flight(tl, CHUNKS[each])
+    held = vit_pipeline.peak_in_flight(tl, CHUNKS[each])
     times = (lesson.number(told[each], "s"), lesson.number(seen[each], "s"), f"{seen[each] / told[each]:.2f}")
     rows.append((each, *times, *bubbles, f"{held:g}", f"{sum(map(len, made[each].queues.values()))}"))
 columns = ("schedule", "predicted", "run", "ratio", "bubble, of ranks × makespan", "of the longest span", "in flight", "messages")
@@ -471,14 +471,14 @@ for each, tl in ran.items():
 # stages. Data parallelism: as much computing, gradients all-reduced in 25 MB buckets during the backward.
 
 # %%
-pace = SIZE.training_flops(IMAGES, classes=3) / N / vit_pipeline.busy(ran["1f1b"])  # FLOP/s of a stage
+pace = SIZE.training_flops(IMAGES, classes=3) / N / vit_pipeline.compute_seconds(ran["1f1b"])  # FLOP/s of a stage
 gradient = DTYPE.itemsize * SIZE.parameters(classes=3)
 rows, slowed = [], {}
 wires = {**theory.LINKS, "Ethernet 1 Gb": theory.Link(100e-6, 1e9 / 8)}
 for key, wire in wires.items():
     law = theory.pp_compute_over_communication(SIZE.hidden, SIZE.layers / N, pace / wire.bandwidth, SIZE.tokens)
-    times = {each: vit_pipeline.on_wire(ran[each], made[each], wire, MESSAGE).makespan for each in ("1f1b", "interleaved", "zb-v")}
-    times["data parallel"] = vit_pipeline.data_parallel_seconds(vit_pipeline.busy(ran["1f1b"]), gradient, N, wire)
+    times = {each: vit_pipeline.replay_on_link(ran[each], made[each], wire, MESSAGE).makespan for each in ("1f1b", "interleaved", "zb-v")}
+    times["data parallel"] = vit_pipeline.data_parallel_seconds(vit_pipeline.compute_seconds(ran["1f1b"]), gradient, N, wire)
     slowed[key] = times
     cells = (lesson.number(seconds, "s") for seconds in times.values())
     rows.append((key, lesson.number(pace / wire.bandwidth), lesson.number(law * 2 / DTYPE.itemsize), *cells))
@@ -555,7 +555,7 @@ lesson.explorers.pipeline_bubble()
 even = SIZE.layers // N
 heavy = [even] * N
 heavy[0], heavy[1] = even - max(1, even // 3), even + max(1, even // 3)
-ran, chosen = pool.run(vit_pipeline.by_cut, SIZE, IMAGES, DTYPE, mine, {"uniform": "uniform", "heavy": heavy})[0]
+ran, chosen = pool.run(vit_pipeline.time_cuts, SIZE, IMAGES, DTYPE, mine, {"uniform": "uniform", "heavy": heavy})[0]
 drawn, took = ran["heavy"], {cut: lesson.number(tl.makespan, "s") for cut, tl in ran.items()}
 stages = vit_pipeline.stage_seconds(ran["uniform"])  # forward and backward of one microbatch
 scaled = [t * blocks / even for t, blocks in zip(stages, heavy, strict=True)]
@@ -636,8 +636,8 @@ verdict
 
 # %%
 SWEEP = [m for m in (1, 2, 4, 8, 16, 32, 64) if m <= IMAGES // (4 if GPU else 1)]
-ran = pool.run(vit_pipeline.timed, SIZE, IMAGES, DTYPE, {m: schedules.make("1f1b", N, m) for m in SWEEP}, None, 2)[0]
-busy = {m: vit_pipeline.busy(tl) for m, tl in ran.items()}
+ran = pool.run(vit_pipeline.time_schedules, SIZE, IMAGES, DTYPE, {m: schedules.make("1f1b", N, m) for m in SWEEP}, None, 2)[0]
+busy = {m: vit_pipeline.compute_seconds(tl) for m, tl in ran.items()}
 c = max(0.0, busy[SWEEP[-1]] - busy[1]) / (SWEEP[-1] - 1)  # a rank is busy for T/p + m c
 ideal = min(busy[1] - c, *busy.values())
 best = theory.best_microbatches(N * ideal, N, c)

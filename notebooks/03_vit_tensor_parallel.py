@@ -106,7 +106,7 @@ def orders(m=64, h=48):
     ways = {"columns, rows": columns_rows, "rows, columns": rows_columns,
             "rows, columns, no sum": lambda x: rows_columns(x, forget=True)}  # fmt: skip
     found = {way: run(function) for way, function in ways.items()}
-    return [(way, step_timing.distance([z], [whole]), step_timing.distance([dx], [gradient]), sent) for way, (z, dx, sent) in found.items()]
+    return [(way, step_timing.relative_distance([z], [whole]), step_timing.relative_distance([dx], [gradient]), sent) for way, (z, dx, sent) in found.items()]
 
 
 rows = [(way, f"{z:.0e}", f"{dx:.0e}", lesson.number(sent, "B")) for way, z, dx, sent in pool.run(orders)[0]]
@@ -187,7 +187,7 @@ lesson.predict("03.ratio", f"ρ is {card.rho:,.0f}, h = {SIZE.hidden}, {N} ranks
 def cut_and_train():
     place = hpnb.data.ImageTransform(32, device=hpnb.device())
     batch = next(iter(hpnb.data.Loader(leaves, 16, transform=place)))  # the whole batch, on every rank
-    alone, model = vit_tensor.vit64(TINY), vit_tensor.vit64(TINY)
+    alone, model = vit_tensor.float64_vit(TINY), vit_tensor.float64_vit(TINY)
     roles, whole = hpnb.models.roles(model), {n: tuple(p.shape) for n, p in model.named_parameters()}
     parallelize(model, vit_tensor.tensor_axis(), mode="1d")
     cut = [(n, roles[n].kind, f"{whole[n]}", f"{tuple(p.shape)}") for n, p in model.named_parameters()]
@@ -201,9 +201,9 @@ def cut_and_train():
         for optimizer in optimizers:
             optimizer.step()
     weights, theirs = full_state_dict(model), alone.state_dict()
-    return cut, {"loss": step_timing.distance(losses[1:], losses[:1]),
-                 "gradients": step_timing.distance(mine.values(), [right[n] for n in mine]),
-                 "weights": step_timing.distance(weights.values(), [theirs[n] for n in weights])}  # fmt: skip
+    return cut, {"loss": step_timing.relative_distance(losses[1:], losses[:1]),
+                 "gradients": step_timing.relative_distance(mine.values(), [right[n] for n in mine]),
+                 "weights": step_timing.relative_distance(weights.values(), [theirs[n] for n in weights])}  # fmt: skip
 
 # %%
 cut, apart = pool.run(cut_and_train)[0]
@@ -211,7 +211,7 @@ shown = ("q_proj.weight", "q_proj.bias", "o_proj.weight", "o_proj.bias", "fc1.we
 rows = [row for row in cut if row[0].endswith(("cls_token", "classifier.weight")) or ("layers.0" in row[0] and row[0].endswith(shown))]
 off = ", ".join(f"{what} {distance:.0e}" for what, distance in apart.items())
 lesson.table(("weight", "role", "whole", "on rank 0"), rows, f"a ViT over {N} ranks", f"After three steps, from one process: {off}.")
-sent, _ = pool.run(vit_tensor.per_block, SIZE, IMAGES, DTYPE)[0]
+sent, _ = pool.run(vit_tensor.measure_block, SIZE, IMAGES, DTYPE)[0]
 activation = IMAGES * SIZE.tokens * SIZE.hidden * DTYPE.itemsize
 lesson.reveal("03.block-bytes", sent, predicted=4 * theory.bytes_sent("all_reduce", activation, N))
 
@@ -233,9 +233,9 @@ lesson.reveal("03.block-bytes", sent, predicted=4 * theory.bytes_sent("all_reduc
 
 # %%
 print(inspect.getsource(tp_1d_linear.ParallelRegion.begin))
-tl = pool.run(vit_tensor.block_timeline, SIZE, IMAGES, DTYPE)[0]
-sending, computing, bare = vit_tensor.spent(tl), vit_tensor.spent(tl, "FIW"), step_timing.exposed(tl)
-moving = vit_tensor.spent(tl.split_waits(), ["move"])
+tl = pool.run(vit_tensor.record_block, SIZE, IMAGES, DTYPE)[0]
+sending, computing, bare = vit_tensor.mean_seconds(tl), vit_tensor.mean_seconds(tl, "FIW"), step_timing.exposed_seconds(tl)
+moving = vit_tensor.mean_seconds(tl.split_waits(), ["move"])
 plot.show(
     plot.timeline(tl, exposed=True, bubble=None, title=f"one block on {N} ranks: the forward waits, the backward has W to do"),
     alt="Forward: compute, all-reduce, compute, all-reduce. Backward: weight gradients beside two more all-reduces. "
@@ -280,7 +280,7 @@ class Mlp(nn.Module):
 
 def train(forgetful):
     axis, place = vit_tensor.tensor_axis(), hpnb.data.ImageTransform(32, device=hpnb.device())
-    model = parallelize(vit_tensor.vit64(TINY), axis)
+    model = parallelize(vit_tensor.float64_vit(TINY), axis)
     for i, layer in enumerate(model.vit.layers):
         layer.mlp = Mlp(layer.mlp, axis, forget=i in forgetful)
     copies = [p for n, p in model.named_parameters() if "norm" in n or "embeddings" in n]  # whole on all ranks
@@ -289,12 +289,12 @@ def train(forgetful):
     for _ in range(24):
         loss = model(**batch).loss
         loss.backward()
-        errors = errors or vit_tensor.gradient_errors(model, vit_tensor.gradients_of_one(TINY, batch)[1])
+        errors = errors or vit_tensor.gradient_errors(model, vit_tensor.serial_gradients(TINY, batch)[1])
         optimizer.step()
         optimizer.zero_grad()
         first = [p.detach().clone() for p in copies]
         hpnb.data_parallel.broadcast(first, axis)  # rank 0's
-        log.append((loss.item(), step_timing.distance(copies, first)))
+        log.append((loss.item(), step_timing.relative_distance(copies, first)))
     return errors, log
 
 # %%
@@ -420,7 +420,7 @@ ratios = lesson.comparison(rows, "identity", f"256 tokens, 10,007 words, float64
 # %%
 odd, rows = IMAGES - 1, []  # tokens that do not divide
 for mode, sequence in (("1d", False), ("1d+sp", True)):
-    sent, kept = pool.run(vit_tensor.per_block, SIZE, odd, DTYPE, "1d", sequence)[0]
+    sent, kept = pool.run(vit_tensor.measure_block, SIZE, odd, DTYPE, "1d", sequence)[0]
     block = SIZE.block(odd, DTYPE.itemsize)
     rows.append((f"{mode}, sent", theory.block_sent(block, "1d", N, 1, sequence).bytes(), sent, "B", "identity"))
     rows.append((f"{mode}, kept", theory.activation_bytes(block, "1d", N, 1, sequence), kept, "B", "model"))
@@ -557,12 +557,12 @@ lesson.check(exercises.summa, panel)
 def on_a_grid(mode, depth):
     draw = torch.Generator().manual_seed(0)
     batch = {"pixel_values": torch.randn(32, 3, 32, 32, generator=draw), "labels": torch.arange(32) % 3}
-    model = parallelize(vit_tensor.vit64(TINY), vit_tensor.tensor_axis(), mode, depth=depth)
+    model = parallelize(vit_tensor.float64_vit(TINY), vit_tensor.tensor_axis(), mode, depth=depth)
     value = model(**batch).loss
     value.backward()
-    loss, right = vit_tensor.gradients_of_one(TINY, batch)
+    loss, right = vit_tensor.serial_gradients(TINY, batch)
     off = max(abs(value.item() / loss - 1), *vit_tensor.gradient_errors(model, right).values())
-    return off, sum(p.numel() for p in model.parameters()), *vit_tensor.per_block(TINY, 32, torch.float32, mode, False, depth)
+    return off, sum(p.numel() for p in model.parameters()), *vit_tensor.measure_block(TINY, 32, torch.float32, mode, False, depth)
 
 
 rows, told, seen = [], {}, {}
@@ -593,10 +593,10 @@ lesson.reveal("03.modes", seen, predicted=sorted(told, key=told.get))
 # all*. The second map is a prediction: 64 ranks on such a wire.
 
 # %%
-square, shape, dtype = vit_tensor.four(pool)  # four ranks: on GPUs if there are as many
+square, shape, dtype = vit_tensor.four_ranks(pool)  # four ranks: on GPUs if there are as many
 card, MODES = lesson.machine_card(4), ("1d", "1d+sp", "2d")
-raced = vit_tensor.race(square, shape, dtype, MODES)
-told = vit_tensor.predicted(raced, card, dtype)
+raced = vit_tensor.time_modes(square, shape, dtype, MODES)
+told = vit_tensor.predict_modes(raced, card, dtype)
 columns = ("h", "tokens", *(f"{mode}, {what}" for mode in MODES for what in ("predicted", "measured")))
 rows = [(f"{size.hidden:,}", f"{images * size.tokens:,}", *(lesson.number(t[mode], "s") for mode in MODES for t in (told[size, images], seconds)))
         for (size, images), seconds in raced.items()]  # fmt: skip
@@ -612,7 +612,7 @@ for ranks, depth, dots in ((4, 1, won), (64, 4, [])):
         plot.cheapest_mode(tokens, hidden, modes, dots, title=f"{source}, ρ is {card.rho:,.0f} FLOP a byte"),
         alt=f"Which mode communicates for the shortest time, over tokens and hidden size, on {ranks} ranks: {areas} of the map.",
     )
-vit_tensor.write_down(square, raced, told, card, dtype)
+vit_tensor.add_to_ledger(square, raced, told, card, dtype)
 
 # %% [markdown]
 # The prediction lacks a term: calls. Where a mode takes as long for many times the tokens, it waits for the host,
@@ -762,7 +762,7 @@ def own(mode):
     net.load_state_dict(alone.state_dict())
     parallelize(net, vit_tensor.tensor_axis(), mode)(x).square().sum().backward()
     held, mine = sum(p.numel() for p in net.parameters()), full_gradients(net)
-    off = step_timing.distance(mine.values(), [alone.get_parameter(n).grad for n in mine])
+    off = step_timing.relative_distance(mine.values(), [alone.get_parameter(n).grad for n in mine])
     return mode, f"{held / sum(p.numel() for p in alone.parameters()):.2f}", f"{off:.0e}"
 
 

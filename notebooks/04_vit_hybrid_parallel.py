@@ -54,7 +54,7 @@ GPU = hpnb.ranks.choose_device("auto", N).device == "cuda"
 SMALL, TINY = ViTSize(256, 8, 8, 1024, 8, 32), ViTSize(64, 4, 8, 256, 8, 32)
 SIZE, DTYPE = (SIZES["l16"], torch.bfloat16) if GPU else (SMALL, torch.float32)
 pool, eight = hpnb.Ranks(N), hpnb.Ranks(8, device="cpu")  # these ranks stay to the end
-IMAGES = vit_hybrid.images(pool)
+IMAGES = vit_hybrid.batch_size(pool)
 name = f"ViT, {SIZE.layers} blocks of {SIZE.hidden}, {str(DTYPE)[6:]}, {IMAGES} images of {SIZE.tokens} tokens"
 leaves = hpnb.data.beans("train", size=1024, image_size=32)
 here = lesson.banner(N, model=name, data=leaves.describe(),
@@ -143,8 +143,8 @@ lesson.predict("04.slow-wire", f"{N} ranks, {IMAGES} images, in 8 microbatches u
                "yours: which of dp, pp and tp has the shortest step?", guess=None, kind="ranking")  # fmt: skip
 
 # %%
-raced = vit_hybrid.race(pool, SIZE, IMAGES, DTYPE, 8, card)
-rows = [(f"{axis}, sent by a rank", step.told, step.bytes, "B", "identity") for axis, step in raced.items()]
+raced = vit_hybrid.time_axes(pool, SIZE, IMAGES, DTYPE, 8, card)
+rows = [(f"{axis}, sent by a rank", step.predicted_bytes, step.bytes, "B", "identity") for axis, step in raced.items()]
 rows += [(f"{axis}, step", step.predicted(card.link), step.seconds, "s") for axis, step in raced.items()]
 ratios = lesson.comparison(rows, title=f"{N} ranks along one axis; predicted: a rank's share measured alone, and the card's wire")
 slower = [10 ** (k / 8) for k in range(17)]
@@ -158,7 +158,7 @@ plot.show(
 )  # fmt: skip
 tenth = {axis: curve[8] for axis, curve in curves.items()}
 lesson.reveal("04.slow-wire", tenth, predicted=sorted(raced, key=lambda axis: raced[axis].predicted(wires[8])))
-vit_hybrid.write_down(raced, name, card)
+vit_hybrid.add_to_ledger(raced, name, card)
 
 # %% [markdown]
 # The bytes are identities. The times are models, and where a ratio is off, name the term: dp's buckets take cores or
@@ -194,15 +194,15 @@ lesson.predict("04.border", f"8 ranks, {IMAGES8} images of {TINY.tokens} tokens 
 
 
 def assemble(dp, pp, tp):
-    model = parallelize(vit_tensor.vit64(TINY), tp)  # each matrix shared by the ranks of tp
-    pipe = hpnb.Pipeline(model, pp, schedules.make("1f1b", pp.size, M), vit_pipeline.loss)  # of that, this rank's stage
+    model = parallelize(vit_tensor.float64_vit(TINY), tp)  # each matrix shared by the ranks of tp
+    pipe = hpnb.Pipeline(model, pp, schedules.make("1f1b", pp.size, M), vit_pipeline.microbatch_loss)  # of that, this rank's stage
     pipe.gradients = hpnb.DataParallel(pipe.module, dp)  # who sums its gradients, bucket by bucket
     return pipe
 
 
 def sent_in(order):
     mesh = Mesh(Layout(dp=2, pp=2, tp=2, order=order))
-    pipe, batch = assemble(mesh.dp, mesh.pp, mesh.tp), vit_hybrid.share(vit_hybrid.leaf_batch(leaves, IMAGES8), mesh.dp)
+    pipe, batch = assemble(mesh.dp, mesh.pp, mesh.tp), vit_hybrid.local_rows(vit_hybrid.leaf_batch(leaves, IMAGES8), mesh.dp)
     pipe.step(batch)  # the first one exchanges shapes, too
     with hpnb.record.traffic() as t:
         pipe.step(batch)
@@ -301,7 +301,7 @@ lesson.check(exercises.place, place)
 # %%
 def by_hand(batch):
     mesh = Mesh(Layout(dp=2, pp=2, tp=2))
-    pipe, mine = assemble(mesh.dp, mesh.pp, mesh.tp), vit_hybrid.share(batch, mesh.dp)
+    pipe, mine = assemble(mesh.dp, mesh.pp, mesh.tp), vit_hybrid.local_rows(batch, mesh.dp)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05, momentum=0.9)
     for _ in range(3):
         optimizer.zero_grad()
@@ -312,19 +312,19 @@ def by_hand(batch):
 
 def by_booster(batch):
     plugin = hpnb.HybridParallelPlugin(tp_size=2, pp_size=2, num_microbatches=M, max_norm=1.0, precision="fp64")
-    booster, model = hpnb.Booster(plugin=plugin), vit_tensor.vit64(TINY)
+    booster, model = hpnb.Booster(plugin=plugin), vit_tensor.float64_vit(TINY)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     model, optimizer, *_ = booster.boost(model, optimizer)
     for _ in range(3):
         optimizer.zero_grad()
-        found = booster.execute_pipeline(iter([vit_hybrid.share(batch, plugin.mesh.dp)]), model, optimizer=optimizer)
+        found = booster.execute_pipeline(iter([vit_hybrid.local_rows(batch, plugin.mesh.dp)]), model, optimizer=optimizer)
         optimizer.step()
     weights = full_state_dict(model.unwrap(), plugin.mesh.pp, [plugin.mesh.dp, plugin.mesh.tp])
     return found["loss"], optimizer.last_step.norm, weights
 
 
 def by_one(batch):
-    model = vit_tensor.vit64(TINY)
+    model = vit_tensor.float64_vit(TINY)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for _ in range(3):
         optimizer.zero_grad()
@@ -342,8 +342,8 @@ def three_ways():
     for way in (by_hand, by_booster):
         mine = way(batch)
         value = loss if mine[0] is None else mine[0]  # the last stage has it
-        off[way.__name__] = [step_timing.distance([a], [b]) for a, b in ((value, loss), (mine[1], norm))]
-        off[way.__name__].append(step_timing.distance([mine[2][n] for n in weights], weights.values()))
+        off[way.__name__] = [step_timing.relative_distance([a], [b]) for a, b in ((value, loss), (mine[1], norm))]
+        off[way.__name__].append(step_timing.relative_distance([mine[2][n] for n in weights], weights.values()))
     return off
 
 
@@ -367,12 +367,12 @@ def train(swapped):
     mesh = Mesh(Layout(dp=2, pp=2, tp=2))
     pipe = assemble(mesh.tp, mesh.pp, mesh.dp) if swapped else assemble(mesh.dp, mesh.pp, mesh.tp)
     optimizer, log = torch.optim.AdamW(pipe.parameters(), lr=1e-3), []
-    batch = vit_hybrid.share(vit_hybrid.leaf_batch(leaves, IMAGES8), mesh.dp)
+    batch = vit_hybrid.local_rows(vit_hybrid.leaf_batch(leaves, IMAGES8), mesh.dp)
     for _ in range(16):
         optimizer.zero_grad()
         loss = pipe.step(batch).loss.item()
         optimizer.step()
-        log.append((loss, max(vit_hybrid.spread(vit_hybrid.uncut(pipe.module), axis) for axis in (mesh.dp, mesh.tp))))
+        log.append((loss, max(vit_hybrid.replica_distance(vit_hybrid.replicated_parameters(pipe.module), axis) for axis in (mesh.dp, mesh.tp))))
     with hpnb.record.traffic() as t:
         pipe.step(batch)
     return log, t.messages
@@ -464,7 +464,7 @@ lesson.check(exercises.diagnose, diagnose)
 def norms():
     mesh = Mesh(Layout(dp=2, pp=2, tp=2))
     pipe = assemble(mesh.dp, mesh.pp, mesh.tp)
-    pipe.step(vit_hybrid.share(vit_hybrid.leaf_batch(leaves, IMAGES8), mesh.dp))
+    pipe.step(vit_hybrid.local_rows(vit_hybrid.leaf_batch(leaves, IMAGES8), mesh.dp))
     own = sum(p.grad.square().sum() for p in pipe.parameters())
     everybody, half = own.clone(), own.clone()
     dist.all_reduce(everybody)
@@ -476,7 +476,7 @@ def norms():
 
 
 def norm_of_one():
-    model = vit_tensor.vit64(TINY)
+    model = vit_tensor.float64_vit(TINY)
     model(**vit_hybrid.leaf_batch(leaves, IMAGES8)).loss.backward()
     return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
 
@@ -540,14 +540,14 @@ lesson.check(exercises.norm, norm)
 
 # %%
 others = hpnb.data.beans("validation", image_size=32)
-recipe = vit_hybrid.Recipe(ViTSize(48, 2, 4, 192, 8, 32), *map(vit_hybrid.in_memory, (leaves, others)))
+recipe = vit_hybrid.LeafRecipe(ViTSize(48, 2, 4, 192, 8, 32), *map(vit_hybrid.in_memory, (leaves, others)))
 LEGS = {"8 ranks: dp 2 x pp 2 x tp 2": (eight, 1, {"pp_size": 2, "tp_size": 2, "num_microbatches": 2}),
         "4 ranks: dp 2 x tp 2, ZeRO 2": (hpnb.Ranks(4, device="cpu"), 2, {"tp_size": 2, "zero_stage": 2}),
         "2 ranks: pp 2, ZB-H1": (hpnb.Ranks(2, device="cpu"), 4, {"pp_size": 2, "num_microbatches": 4, "pp_style": "zb-h1"})}  # fmt: skip
 with tempfile.TemporaryDirectory() as folder:
-    legs = {leg: vit_hybrid.curve(ranks.run(vit_hybrid.leg, recipe, until, f"{folder}/run", knobs))
+    legs = {leg: vit_hybrid.with_losses(ranks.run(vit_hybrid.train_leg, recipe, until, f"{folder}/run", knobs))
             for leg, (ranks, until, knobs) in LEGS.items()}  # fmt: skip
-    alone, last = vit_hybrid.by_one(recipe, f"{folder}/one")
+    alone, last = vit_hybrid.serial_run(recipe, f"{folder}/one")
 losses = [loss for series, _ in legs.values() for loss in series]
 off = max(abs(a - b) / b for a, b in zip(losses, alone, strict=True))
 plot.show(

@@ -45,7 +45,7 @@ import hpnb
 from hpnb import Layout, Mesh, lesson, plot, theory
 from hpnb.lesson.programs import device_timing, gpt2_zero, gradient_noise
 from hpnb.lesson.exercises import gpt2_data_parallel as exercises
-from hpnb.lesson.programs.gpt2_zero import Way
+from hpnb.lesson.programs.gpt2_zero import ZeroConfig
 from hpnb.models import GPT2_SIZES, GPT2Size
 
 N = min(4, device_timing.timed_ranks())  # on a CPU no more than cores, so that a clock means something
@@ -125,15 +125,15 @@ lesson.table(("survivors", "held as", "bytes"), rows, f"out of budget {stopped.o
 # PyTorch's `checkpoint`; tables and figures call it `+ again`, where every block does it:
 
 # %%
-print(inspect.getsource(gpt2_zero.compute_again))
+print(inspect.getsource(gpt2_zero.recompute_blocks))
 lesson.predict("05.fullest", f"{TOKENS} tokens a rank, {N} ranks. How many of stages 0 to 3 have a peak within "
                f"{lesson.number(BUDGET, 'B')}?", guess=None, kind="identity")  # fmt: skip
-WAYS = [Way(stage, again) for again in (0, -1) for stage in range(4)] + [Way(3, -1, True)] * GPU
-found = {way: pool.run(gpt2_zero.weighed, SIZE, ROWS, DTYPE, way, BUCKET)[0] for way in WAYS}
-told = {way: gpt2_zero.predicted(SIZE, ROWS, DTYPE, way, N, BUCKET) for way in WAYS}
+WAYS = [ZeroConfig(stage, again) for again in (0, -1) for stage in range(4)] + [ZeroConfig(3, -1, True)] * GPU
+found = {way: pool.run(gpt2_zero.measure_step, SIZE, ROWS, DTYPE, way, BUCKET)[0] for way in WAYS}
+told = {way: gpt2_zero.predict_memory(SIZE, ROWS, DTYPE, way, N, BUCKET) for way in WAYS}
 
 # %%
-shown = [Way(0), Way(1), Way(2), Way(3), Way(0, -1), Way(3, -1)]
+shown = [ZeroConfig(0), ZeroConfig(1), ZeroConfig(2), ZeroConfig(3), ZeroConfig(0, -1), ZeroConfig(3, -1)]
 peaks = ", ".join(f"{way} {lesson.number(found[way].profile.peak, 'B')}" for way in shown)
 plot.show(
     plot.rivers({str(way): found[way].profile for way in shown}, BUDGET, f"measured · rank 0 of {N}, {TOKENS} tokens: memory by category"),
@@ -141,10 +141,10 @@ plot.show(
 )
 rows = [(f"{way}, at its {told[way].fullest.name}", told[way].peak, found[way].profile.peak, "B") for way in WAYS]
 ratios = lesson.comparison(rows, title=f"peak of a step, by theory.step_memory and recorded, {N} ranks")
-last = found[Way(0)].profile.samples[-1]
+last = found[ZeroConfig(0)].profile.samples[-1]
 lesson.reveal("05.states", last.parameters + last.gradients + last.optimizer, predicted=16 * PARAMETERS)
 fitting = [way for way in WAYS if found[way].profile.peak <= BUDGET]
-lesson.reveal("05.fullest", sum(not way.again for way in fitting), predicted=sum(told[Way(s)].peak <= BUDGET for s in range(4)))
+lesson.reveal("05.fullest", sum(not way.again for way in fitting), predicted=sum(told[ZeroConfig(s)].peak <= BUDGET for s in range(4)))
 print(f"within {lesson.number(BUDGET, 'B')}: {', '.join(map(str, fitting)) or 'nothing'}")
 
 # %% [markdown]
@@ -203,13 +203,13 @@ lesson.check(exercises.kept, kept)
 # %%
 card = lesson.machine_card(N)
 card.show()
-base = pool.run(gpt2_zero.alone, SIZE, ROWS, DTYPE)[0]
-parts = {way: gpt2_zero.predicted_seconds(SIZE, DTYPE, way, card, base, BUCKET, link=25e9) for way in WAYS}
+base = pool.run(gpt2_zero.time_serial_step, SIZE, ROWS, DTYPE)[0]
+parts = {way: gpt2_zero.predict_seconds(SIZE, DTYPE, way, card, base, BUCKET, link=25e9) for way in WAYS}
 lesson.predict("05.quickest", f"Of the ways that fit ({', '.join(map(str, fitting))}), which has the shortest step?",
                guess=None, kind="ranking")  # fmt: skip
 
 # %%
-families = {"nothing computed again": [Way(s) for s in range(4)], "every block computed again": [Way(s, -1) for s in range(4)],
+families = {"nothing computed again": [ZeroConfig(s) for s in range(4)], "every block computed again": [ZeroConfig(s, -1) for s in range(4)],
             "and offloaded": [way for way in WAYS if way.offload]}  # fmt: skip
 points = {side: {family: {f"{way.stage}": (seconds(way), held(way)) for way in ways} for family, ways in families.items() if ways}
           for side, seconds, held in (("predicted", lambda w: sum(parts[w].values()), lambda w: told[w].peak),
@@ -224,7 +224,7 @@ plot.show(
 )  # fmt: skip
 costs = {str(way): found[way].seconds for way in fitting}
 lesson.reveal("05.quickest", costs, predicted=[str(way) for way in sorted(fitting, key=lambda w: sum(parts[w].values()))])
-for way in (Way(2), Way(3, -1)):
+for way in (ZeroConfig(2), ZeroConfig(3, -1)):
     quantities = {"peak (B)": (told[way].peak, found[way].profile.peak), "step (s)": (sum(parts[way].values()), found[way].seconds)}
     lesson.ledger.add("05", Layout(dp=N), f"{name}, {way}", quantities, card.hardware)
 
@@ -347,7 +347,7 @@ lesson.check(exercises.order, plan)
 # %% [markdown]
 # ## The largest model
 #
-# Now turn it round: keep width, rows and budget, and add blocks. Where does each way stop? `gpt2_zero.largest` asks
+# Now turn it round: keep width, rows and budget, and add blocks. Where does each way stop? `gpt2_zero.most_blocks_predicted` asks
 # `step_memory`; the search then trains for two steps at that depth, under the enforced budget, and goes on until one
 # block more raises `OutOfBudget`.
 
@@ -355,13 +355,13 @@ lesson.check(exercises.order, plan)
 lesson.predict("05.largest", f"Blocks of {SIZE.hidden}, {N} ranks, stage 3, every block computed again: how many fit "
                f"{lesson.number(BUDGET, 'B')}?", guess=None, unit="blocks")  # fmt: skip
 rows, deepest = [], {}
-for way in (Way(0), Way(3, -1)):
-    guess = gpt2_zero.largest(SIZE, ROWS, DTYPE, way, N, BUCKET, BUDGET)
-    deepest[way] = guess, gpt2_zero.largest_found(pool, SIZE, ROWS, DTYPE, way, BUCKET, BUDGET, guess)
+for way in (ZeroConfig(0), ZeroConfig(3, -1)):
+    guess = gpt2_zero.most_blocks_predicted(SIZE, ROWS, DTYPE, way, N, BUCKET, BUDGET)
+    deepest[way] = guess, gpt2_zero.most_blocks_measured(pool, SIZE, ROWS, DTYPE, way, BUCKET, BUDGET, guess)
     for what, unit, count in (("blocks", "", lambda n: n), ("parameters", "", lambda n: replace(SIZE, layers=n).parameters())):
         rows.append((f"{way}, {what}", *(count(n) for n in deepest[way]), unit))
 ratios = lesson.comparison(rows, title=f"the largest model of width {SIZE.hidden} within {lesson.number(BUDGET, 'B')}, {N} ranks")
-lesson.reveal("05.largest", deepest[Way(3, -1)][1], predicted=deepest[Way(3, -1)][0])
+lesson.reveal("05.largest", deepest[ZeroConfig(3, -1)][1], predicted=deepest[ZeroConfig(3, -1)][0])
 
 # %% [markdown]
 # With stage 3 and everything computed again, a block costs 16/N bytes a parameter and w T h for its input. With N large
@@ -376,7 +376,7 @@ lesson.reveal("05.largest", deepest[Way(3, -1)][1], predicted=deepest[Way(3, -1)
 
 # %%
 def train(room, steps=12):
-    built, log, stopped = gpt2_zero.by_itself(SIZE, ROWS, DTYPE), [], None
+    built, log, stopped = gpt2_zero.serial_program(SIZE, ROWS, DTYPE), [], None
     built.step()
     with built.recording() as healthy:
         built.step()
@@ -450,9 +450,9 @@ lesson.explorers.sharded_step()
 # the smallest batch is doubled, by what is the number of steps divided?
 
 # %%
-print(inspect.getsource(gradient_noise.two_norms))
+print(inspect.getsource(gradient_noise.gradient_norms))
 lesson.predict("05.doubling", f"From {N} rows to {2 * N} a batch: what is the ratio of steps, before over after?", guess=None)
-rows, test = gradient_noise.rows_of("train"), gradient_noise.rows_of("test", 32)
+rows, test = gradient_noise.token_rows("train"), gradient_noise.token_rows("test", 32)
 runs = [pool.run(gradient_noise.train, rows, test, each, 5.0)[0] for each in (1, 2, 4, 8, 16)]
 
 # %%

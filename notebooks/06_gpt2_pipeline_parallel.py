@@ -79,19 +79,19 @@ lesson.predict("06.bubble", f"GPT-2 cut uniformly, {mine.name}, {N} ranks, {M} m
 def train(schedule, texts):
     axis = Mesh(Layout(pp=hpnb.world_size())).pp
     model, alone = (hpnb.models.gpt2("laptop", dtype=torch.float64, device=hpnb.device()) for _ in range(2))
-    pipe = hpnb.Pipeline(model, axis, schedule, gpt2_pipeline.loss)
+    pipe = hpnb.Pipeline(model, axis, schedule, gpt2_pipeline.token_loss)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (pipe, alone)]
     losses = []
     for batch in texts:
         words = batch["input_ids"].to(hpnb.device())
-        ours, theirs = pipe.step(batch).loss, gpt2_pipeline.loss(alone(words), {"labels": words})
+        ours, theirs = pipe.step(batch).loss, gpt2_pipeline.token_loss(alone(words), {"labels": words})
         theirs.backward()
         losses.append((ours.item(), theirs.item()))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     whole = full_state_dict(pipe.module, axis)
-    return losses, step_timing.distance(whole.values(), [alone.state_dict()[key] for key in whole])
+    return losses, step_timing.relative_distance(whole.values(), [alone.state_dict()[key] for key in whole])
 
 # %%
 losses, apart = pool.run(train, mine, texts[:4])[0]
@@ -99,7 +99,7 @@ print(f"loss {losses[0][0]:.3f} to {losses[-1][0]:.3f}, from one process's {max(
       f"weights apart by {apart:.0e}")  # fmt: skip
 whole = layers(hpnb.models.gpt2(SIZE, device="meta"))  # embedding, block, block, ..., head: shapes alone
 cuts = {"uniform": uniform(whole, N)}
-ran = pool.run(gpt2_pipeline.timed, SIZE, ROWS, DTYPE, {"uniform": (mine, cuts["uniform"])})[0]["uniform"]
+ran = pool.run(gpt2_pipeline.time_cuts, SIZE, ROWS, DTYPE, {"uniform": (mine, cuts["uniform"])})[0]["uniform"]
 lesson.reveal("06.bubble", 100 * ran.bubble_fraction, predicted=100 * theory.bubble(N, M))
 work = [ran.work(rank) / M for rank in ran.ranks]
 print("a microbatch takes the ranks " + ", ".join(lesson.number(each, "s") for each in work) + f" ({ran.source})")
@@ -134,7 +134,7 @@ print("a microbatch takes the ranks " + ", ".join(lesson.number(each, "s") for e
 # FLOPs are one measure. Here is another: each layer alone, forward and backward of one microbatch, on the ranks.
 
 # %%
-sky = pool.run(gpt2_pipeline.measured, SIZE, EACH, DTYPE)[0]
+sky = pool.run(gpt2_pipeline.time_layers, SIZE, EACH, DTYPE)[0]
 law = theory.head_in_blocks(SIZE.block(), SIZE.vocab_size)
 told = sky.step(mine, cuts["uniform"])  # simulated with what the layers took
 rows = [("head, products (blocks)", law, sky.head - sky.loss / sky.block), ("head and loss (blocks)", law, sky.head),
@@ -150,7 +150,7 @@ ratios = lesson.comparison(rows, title="the head by FLOPs; the step by the measu
 
 # %%
 cuts["by time"] = balanced(sky.smooth, N)  # noise aside, blocks are equal
-quicker = pool.run(gpt2_pipeline.timed, SIZE, ROWS, DTYPE, {"by time": (mine, cuts["by time"])})[0]["by time"]
+quicker = pool.run(gpt2_pipeline.time_cuts, SIZE, ROWS, DTYPE, {"by time": (mine, cuts["by time"])})[0]["by time"]
 drawn = {"uniform": plot.Built(cuts["uniform"], ran), "by time": plot.Built(cuts["by time"], quicker)}
 times = " and ".join(lesson.number(built.step.makespan, "s") for built in drawn.values())
 gain = ran.makespan / quicker.makespan
@@ -221,7 +221,7 @@ positions = sorted({low + round(k * (high - low) / 4) for k in range(5)})
 slid = {n: (*(c + (r == 0) for r, c in enumerate(theory.even(SIZE.layers - n, N - 1))), n + 1) for n in positions}
 
 # %%
-ran = pool.run(gpt2_pipeline.timed, SIZE, ROWS, DTYPE, {cut: (mine, counts) for cut, counts in cuts.items()})[0]
+ran = pool.run(gpt2_pipeline.time_cuts, SIZE, ROWS, DTYPE, {cut: (mine, counts) for cut, counts in cuts.items()})[0]
 told = {cut: sky.step(mine, counts).makespan for cut, counts in cuts.items()}
 seen, rows = {cut: tl.makespan for cut, tl in ran.items()}, []
 for cut, counts in cuts.items():
@@ -233,7 +233,7 @@ lesson.table(columns, rows, f"four cuts, {mine.name}; predicted from the skyline
 lesson.reveal("06.cuts", seen, predicted=sorted(told, key=told.get))
 
 # %%
-swept = pool.run(gpt2_pipeline.timed, SIZE, ROWS, DTYPE, {n: (mine, counts) for n, counts in slid.items()}, 2)[0]
+swept = pool.run(gpt2_pipeline.time_cuts, SIZE, ROWS, DTYPE, {n: (mine, counts) for n, counts in slid.items()}, 2)[0]
 measured, predicted = [swept[n].makespan for n in positions], [sky.step(mine, slid[n]).makespan for n in positions]
 best = positions[measured.index(min(measured))]
 alike = [str(n) for n, step in zip(positions, measured, strict=True) if step < 1.03 * min(measured)]
@@ -276,17 +276,17 @@ def train_tied(tied, texts):
     table = model.transformer.wte.weight
     if not tied:  # two programs that each load "their" weights: equal, and two
         model.lm_head.weight = nn.Parameter(table.detach().clone())
-    pipe = hpnb.Pipeline(model, axis, schedules.make("1f1b", axis.size, M), gpt2_pipeline.loss)
+    pipe = hpnb.Pipeline(model, axis, schedules.make("1f1b", axis.size, M), gpt2_pipeline.token_loss)
     optimizer, log = torch.optim.AdamW(pipe.parameters(), lr=1e-3), []
     for batch in texts:
         loss = pipe.step(batch).loss.item()
         optimizer.step()
         optimizer.zero_grad()
-        log.append((loss, tied_weights.apart(pipe, axis, table.shape)))
-    return log, pipe.step(batch, forward_only=True).loss.item(), tied_weights.saved(full_state_dict(pipe.module, axis), fresh, batch)
+        log.append((loss, tied_weights.tied_distance(pipe, axis, table.shape)))
+    return log, pipe.step(batch, forward_only=True).loss.item(), tied_weights.loaded_losses(full_state_dict(pipe.module, axis), fresh, batch)
 
 # %%
-sent = pool.run(tied_weights.sent, SIZE, ROWS, DTYPE, (mine, cuts["by time"]))
+sent = pool.run(gpt2_pipeline.count_bytes, SIZE, ROWS, DTYPE, (mine, cuts["by time"]))
 lesson.reveal("06.tie-bytes", sum(each["tie"] for each in sent), predicted=theory.tie_bytes(SIZE.vocab_size, SIZE.hidden, DTYPE.itemsize))
 print("activations and their gradients, a step: " + lesson.number(sum(each["activations"] for each in sent), "B"))
 runs = {"added up": pool.run(train_tied, True, texts)[0], "never added up": pool.run(train_tied, False, texts)[0]}
@@ -399,9 +399,9 @@ lesson.check(exercises.diagnosis, diagnose)
 # whole on every rank, and counting them is cheap. The cell takes paragraphs of real English, and three losses.
 
 # %%
-ways = {"all targets": gpt2_pipeline.loss,
-        "a mean of means": lambda outputs, inputs: (gpt2_pipeline.loss(outputs, inputs), 1),
-        "pads count": lambda outputs, inputs: (gpt2_pipeline.loss(outputs, {"labels": inputs["input_ids"]}), 1)}  # fmt: skip
+ways = {"all targets": gpt2_pipeline.token_loss,
+        "a mean of means": lambda outputs, inputs: (gpt2_pipeline.token_loss(outputs, inputs), 1),
+        "pads count": lambda outputs, inputs: (gpt2_pipeline.token_loss(outputs, {"labels": inputs["input_ids"]}), 1)}  # fmt: skip
 ragged = next(iter(hpnb.data.Loader(hpnb.data.text("train", rows="paragraph", block=64), 16)))
 
 
@@ -411,12 +411,12 @@ def averaged(batch):
     for way, loss in ways.items():
         model, alone = (hpnb.models.gpt2("laptop", dtype=torch.float64, device=hpnb.device()) for _ in range(2))
         pipe = hpnb.Pipeline(model, axis, schedules.make("1f1b", axis.size, M), loss)
-        gpt2_pipeline.loss(alone(words["input_ids"], attention_mask=words["attention_mask"]), words).backward()  # one process, all rows
-        found[way] = pipe.step(batch).loss.item(), tied_weights.gradients_off(pipe, alone)
+        gpt2_pipeline.token_loss(alone(words["input_ids"], attention_mask=words["attention_mask"]), words).backward()  # one process, all rows
+        found[way] = pipe.step(batch).loss.item(), tied_weights.gradient_distance(pipe, alone)
     return found
 
 # %%
-found, counts = pool.run(averaged, ragged), tied_weights.asked(ragged, M)
+found, counts = pool.run(averaged, ragged), tied_weights.targets_per_microbatch(ragged, M)
 weights = [sum(counts) / (M * c) for c in counts]
 weighs = {"all targets": "1", "a mean of means": f"{min(weights):.2f} to {max(weights):.2f}", "pads count": "less than 1"}
 rows = [(way, f"{found[0][way][0]:.4f}", f"{max(each[way][1] for each in found):.1e}", weighs[way]) for way in ways]
@@ -473,11 +473,11 @@ made = {each: mine if each == "1f1b" else schedules.make(each, N * v, M, v) for 
 runs = {each: (made[each], balanced(sky.smooth, N * v)) for each, v in CHUNKS.items()}
 
 # %%
-ran = pool.run(gpt2_pipeline.timed, SIZE, ROWS, DTYPE, runs)[0]
+ran = pool.run(gpt2_pipeline.time_cuts, SIZE, ROWS, DTYPE, runs)[0]
 told, seen, rows = {}, {each: tl.makespan for each, tl in ran.items()}, []
 for each, (schedule, counts) in runs.items():
     told[each] = sky.step(schedule, counts).makespan
-    most, work = pool.run(gpt2_pipeline.held, SIZE, ROWS, DTYPE, runs[each]), [ran[each].work(r) for r in range(N)]
+    most, work = pool.run(gpt2_pipeline.peak_activations, SIZE, ROWS, DTYPE, runs[each]), [ran[each].work(r) for r in range(N)]
     cells = (lesson.number(told[each], "s"), lesson.number(seen[each], "s"), f"{seen[each] / told[each]:.2f}")
     uneven = (f"{100 * ran[each].bubble_fraction:.1f} %", f"{max(work) * N / sum(work):.2f}")
     rows.append((each, *cells, *uneven, lesson.number(most[0], "B"), lesson.number(most[-1], "B")))

@@ -71,7 +71,7 @@ pool = hpnb.Ranks(N)  # these ranks stay to the end
 # %%
 def by_hand(heads=25, d=8, s=32):
     axis, h = vit_tensor.tensor_axis(), heads * d
-    x, qkv, out = (gpt2_tensor.drawn(*shape, seed=i) for i, shape in enumerate([(s, h), (h, 3 * h), (h, h)]))
+    x, qkv, out = (gpt2_tensor.random_values(*shape, seed=i) for i, shape in enumerate([(s, h), (h, 3 * h), (h, h)]))
     right = gpt2_tensor.attention(x @ qkv, heads) @ out
 
     def own(w, dim):
@@ -80,13 +80,13 @@ def by_hand(heads=25, d=8, s=32):
     apart = torch.cat([own(each, 1) for each in qkv.chunk(3, 1)], 1)
     ways = {"03's line": (own(qkv, 1), own(out, 0), heads // axis.size),
             "03's line, to q, k and v": (apart, own(out, 0), heads),
-            "whole heads": gpt2_tensor.own_heads(qkv, out, heads, axis.size, axis.rank)}  # fmt: skip
+            "whole heads": gpt2_tensor.rank_heads(qkv, out, heads, axis.size, axis.rank)}  # fmt: skip
     found = []
     for way, (columns, rows, mine) in ways.items():
         has = f"{mine}, each {rows.size(0) / mine:.4g} wide"
         try:
             z = comm.all_reduce(gpt2_tensor.attention(x @ columns, mine) @ rows, axis)
-            found.append((way, has, f"{step_timing.distance([z], [right]):.0e}"))
+            found.append((way, has, f"{step_timing.relative_distance([z], [right]):.0e}"))
         except RuntimeError as error:
             found.append((way, has, " ".join(str(error).split()[:9]) + " ..."))
     return found
@@ -125,7 +125,7 @@ def train(texts):
             loss.backward()
             optimizer.step()
     weights, theirs = full_state_dict(model), alone.state_dict()
-    off = step_timing.distance(losses[1:], losses[:1]), step_timing.distance(weights.values(), [theirs[name] for name in weights])
+    off = step_timing.relative_distance(losses[1:], losses[:1]), step_timing.relative_distance(weights.values(), [theirs[name] for name in weights])
     held = (tuple(w.shape) for w in (model.transformer.h[0].attn.c_attn.weight, model.transformer.wte.weight))
     return losses[1].item(), *off, *held
 
@@ -163,7 +163,7 @@ lesson.predict("07.block", f"{SIZE.heads} heads over {N} ranks, width {SIZE.hidd
 # Now measured, part by part:
 
 # %%
-took = pool.run(gpt2_tensor.computing, SIZE, ROWS, DTYPE)[0]
+took = pool.run(gpt2_tensor.time_heads, SIZE, ROWS, DTYPE)[0]
 dealt = comm.split_sizes(SIZE.heads, N)
 mean = {part: sum(each[part] for each in took) / N for part in ("attention", "MLP")}
 told = {f"rank {r}, {dealt[r]} heads": mean["attention"] * dealt[r] * N / SIZE.heads + mean["MLP"] for r in range(N)}
@@ -239,7 +239,7 @@ lesson.predict("07.words-bytes", f"{ROWS} x {SIZE.length} tokens of {SIZE.hidden
                kind="identity")  # fmt: skip
 
 # %%
-sent = pool.run(gpt2_tensor.around, SIZE, ROWS, DTYPE)[0]
+sent = pool.run(gpt2_tensor.bytes_around_blocks, SIZE, ROWS, DTYPE)[0]
 n, V = ROWS * SIZE.length, [509 * 2 ** (k / 2) for k in range(18)]
 lesson.reveal("07.words-bytes", sent, predicted=theory.vocabulary_sent(BLOCK, N))
 activation = theory.bytes_sent("all_reduce", n * SIZE.hidden * DTYPE.itemsize, N)
@@ -247,7 +247,7 @@ logits = theory.gathered_sent(n, SIZE.vocab_size, N, DTYPE.itemsize)
 rows = [("words that are looked up", activation), ("gradient of the head's input", activation), ("the loss", theory.loss_sent(n, N)),
         ("in place of the loss: gathered logits", logits)]  # fmt: skip
 lesson.table(("what", "leaves a rank"), [(what, lesson.number(nbytes, "B")) for what, nbytes in rows])
-found = pool.run(gpt2_tensor.losses, 16, (509, 4001, 50_257, 128_256))[0]
+found = pool.run(gpt2_tensor.compare_losses, 16, (509, 4001, 50_257, 128_256))[0]
 counted = {"gather the logits": {words: whole / 16 for words, (whole, *_) in found.items()},
            "three reductions": {words: three / 16 for words, (_, three, _) in found.items()}}  # fmt: skip
 lines = {"gather the logits": [theory.bytes_sent("all_gather", 4 * words, N) for words in V], "three reductions": [theory.loss_sent(1, N)] * len(V)}
@@ -325,7 +325,7 @@ lesson.check(exercises.loss, loss)
 # %%
 cases = {"right": ("right", False), "a seed each": ("a seed each", False), "one seed": ("one seed", False),
          "right, tokens cut": ("right", True)}  # fmt: skip
-shown = {case: dropout_masks.pictures(pool.run(dropout_masks.drawn, policy, 0.5, cut), cut) for case, (policy, cut) in cases.items()}
+shown = {case: dropout_masks.mask_pictures(pool.run(dropout_masks.record_masks, policy, 0.5, cut), cut) for case, (policy, cut) in cases.items()}
 xor = {case: [f"{100 * one.differ:.0f} %" for one in found] for case, found in shown.items()}
 places, pair = ("probabilities of the first head: cut", "after the MLP: replicated, or tokens cut"), ("rank 0", f"rank {N - 1}")
 plot.show(
@@ -371,11 +371,11 @@ except hpnb.RankError as error:
 # with the same masks. It is the change of the loss over what the gradient told, so it should be 1.
 
 # %%
-rows, runs = [], {policy: pool.run(dropout_masks.trained, policy, texts[:32], texts[32]) for policy in dropout_masks.POLICIES}
+rows, runs = [], {policy: pool.run(dropout_masks.train_with_dropout, policy, texts[:32], texts[32]) for policy in dropout_masks.POLICIES}
 for policy, ran in runs.items():
     losses, _, (tested, saved) = ran[0]
     apart = max(gaps[-1] for _, gaps, _ in ran)
-    slope = pool.run(dropout_masks.slope, policy)[0]
+    slope = pool.run(dropout_masks.gradient_check, policy)[0]
     rows.append((policy, f"{losses[0]:.3f} to {losses[-1]:.3f}", f"{tested:.4f}", f"{saved:.4f}", f"{apart:.0e}", *xor[policy], f"{slope:.4f}"))
 columns = ("policy", "loss", "test loss", "of the saved model", "copies apart", "XOR, attention", "XOR, MLP", "slope, measured over told")
 lesson.table(columns, rows, f"dropout 0.1, 32 steps on {N} ranks; XOR with p = 1/2")
@@ -490,10 +490,10 @@ lesson.predict("07.kept", f"{N} ranks share a layer by tensor parallelism alone:
                guess=None, unit="%")  # fmt: skip
 
 # %%
-layers = gpt2_tensor.kept(SIZE, 1, N)
+layers = gpt2_tensor.measure_kept_activations(SIZE, 1, N)
 rows = [(f"{one.name} (B)", one.predicted, one.measured) for one in layers]
 lesson.comparison(rows, title=f"a layer of {SIZE.hidden}, {SIZE.heads} heads, {SIZE.length} tokens, on the first of {N} ranks")
-again = pool.run(gpt2_tensor.again, SMALL, 1)[0]
+again = pool.run(gpt2_tensor.recompute_shares, SMALL, 1)[0]
 rows = [(f"{what} (%)", 100 * told, 100 * counted) for what, (told, counted) in again.items()]
 lesson.comparison(rows, title=f"computed again, of a step's FLOPs: a layer of {SMALL.hidden}, {SMALL.heads} heads, {SMALL.length} tokens")
 whole, cut = layers[:2]
@@ -589,19 +589,19 @@ lesson.predict("07.names", "megatron, ulysses, ring: on 4 ranks, which sends the
 # %%
 def ways(heads, s=64, d=8):
     axis, h = vit_tensor.tensor_axis(), heads * d
-    x, qkv, out = (gpt2_tensor.drawn(*shape, seed=i) / h**0.5 for i, shape in enumerate([(s, h), (h, 3 * h), (h, h)]))
+    x, qkv, out = (gpt2_tensor.random_values(*shape, seed=i) / h**0.5 for i, shape in enumerate([(s, h), (h, 3 * h), (h, h)]))
 
     def megatron(x):
-        columns, rows, own = gpt2_tensor.own_heads(qkv, out, heads, axis.size, axis.rank)
+        columns, rows, own = gpt2_tensor.rank_heads(qkv, out, heads, axis.size, axis.rank)
         return comm.reduce_scatter(gpt2_tensor.attention(comm.all_gather(x, axis, 0) @ columns, own) @ rows, axis, 0)
 
     def ulysses(x):
-        q, k, v = (comm.all_to_all(each, axis, 0, 1) for each in gpt2_tensor.apart(x @ qkv, heads))  # (heads/t, s, d)
+        q, k, v = (comm.all_to_all(each, axis, 0, 1) for each in gpt2_tensor.split_heads(x @ qkv, heads))  # (heads/t, s, d)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return comm.all_to_all(y, axis, 1, 0).transpose(0, 1).flatten(1) @ out
 
     def ring(x):
-        (q, k, v), place = gpt2_tensor.apart(x @ qkv, heads), torch.arange(len(x))  # (heads, s/t, d)
+        (q, k, v), place = gpt2_tensor.split_heads(x @ qkv, heads), torch.arange(len(x))  # (heads, s/t, d)
         m, S, y = torch.full_like(q[..., :1], -torch.inf), 0.0, 0.0
         for hop in range(axis.size):
             ahead = (axis.rank - (axis.rank - hop) % axis.size) * len(x)  # from those keys to these queries
@@ -616,7 +616,7 @@ def ways(heads, s=64, d=8):
     found = {}
     for way in (megatron, ulysses, ring):
         try:
-            found[way.__name__] = gpt2_tensor.compared(way, lambda x: gpt2_tensor.attention(x @ qkv, heads) @ out, x)
+            found[way.__name__] = gpt2_tensor.compare_with_serial(way, lambda x: gpt2_tensor.attention(x @ qkv, heads) @ out, x)
         except ValueError as error:
             found[way.__name__] = str(error)
     return found

@@ -51,7 +51,7 @@ XL, SMALL = GPT2_SIZES["1.5b"], GPT2Size(hidden=120, layers=8, heads=5, mlp=480,
 SIZE, DTYPE, ROWS, EACH = (XL, torch.bfloat16, 16, 2) if GPU else (SMALL, torch.float32, 16, 2)
 BUDGET = 24e9 * SIZE.parameters() / XL.parameters()  # a 24 GB card for XL, and the same share for a smaller model
 name = f"GPT-2, {SIZE.layers} blocks of {SIZE.hidden}, {SIZE.vocab_size:,} words, {str(DTYPE)[6:]}, {ROWS} rows of {SIZE.length} a step"
-recipe = paraphrases.recipe()  # MRPC, and a GPT-2 of two blocks with its own byte-level BPE
+recipe = paraphrases.training_recipe()  # MRPC, and a GPT-2 of two blocks with its own byte-level BPE
 here = lesson.banner(N, model=name, data=recipe.train.describe(),
                      reading="cells with 8 ranks run tiny, on the CPU: they are about equality, not time")  # fmt: skip
 
@@ -63,7 +63,7 @@ here = lesson.banner(N, model=name, data=recipe.train.describe(),
 # of your ranks.
 #
 # What does it not know? A head and a loss (06). An optimizer. That two rows take more than half the time of four, for every
-# kernel has a cost that does not go by rows. So this page has a second prediction. `gpt2_hybrid.rates` measures what *one rank
+# kernel has a cost that does not go by rows. So this page has a second prediction. `gpt2_hybrid.measure_rates` measures what *one rank
 # alone* takes: for a block, and for the two ends (embedding; head and loss), with few rows and with more, which makes a line
 # c + k·rows each; and AdamW's time for a parameter. The rest is arithmetic, `theory.layout_parts`. With m microbatches of
 # r rows in each pipeline, L blocks, p stages, t ranks of tp, a step of a mean rank has five parts:
@@ -84,8 +84,8 @@ here = lesson.banner(N, model=name, data=recipe.train.describe(),
 # %%
 card, pool = lesson.machine_card(N), hpnb.Ranks(N)  # these ranks stay to the end
 card.show()
-rates = pool.run(gpt2_hybrid.rates, SIZE, EACH, 4 * EACH, DTYPE)[0]
-task = gpt2_hybrid.task(SIZE, ROWS, DTYPE, rates, card.link)
+rates = pool.run(gpt2_hybrid.measure_rates, SIZE, EACH, 4 * EACH, DTYPE)[0]
+task = gpt2_hybrid.layout_task(SIZE, ROWS, DTYPE, rates, card.link)
 plans = theory.task_layouts(task, N, EACH)
 plans += [ParallelLayout(N, zero_stage=3), ParallelLayout(1, N, 1, ROWS // EACH, schedule="zb-h1")]
 told = {str(plan): theory.layout_parts(task, plan) for plan in plans}
@@ -114,15 +114,15 @@ lesson.predict("08.choice", f"The same, if a device has {lesson.number(BUDGET, '
 # whether they mean the same. GPT-2 has no padding token of its own; rows are padded to the longest, so microbatches of one step
 # have different shapes; and the answer is read at each row's last word. None of this changes the five lines of 04.
 #
-# `paraphrases.leg` is those five lines, a Trainer, accuracy and F1 (the harmonic mean of two shares: how many of its yeses are
+# `paraphrases.train_leg` is those five lines, a Trainer, accuracy and F1 (the harmonic mean of two shares: how many of its yeses are
 # right, and how many of the paraphrases it finds). Two pairs in three are paraphrases, so a model that always says yes is right
 # that often. Look at accuracy and F1 beside that model's.
 
 # %%
 KNOBS = {"pp_size": 2, "tp_size": 2, "num_microbatches": 2}
 eight = hpnb.Ranks(8, device="cpu")
-whole = paraphrases.curve(eight.run(paraphrases.leg, recipe, KNOBS))
-common = paraphrases.majority(recipe.test)
+whole = paraphrases.with_losses(eight.run(paraphrases.train_leg, recipe, KNOBS))
+common = paraphrases.majority_accuracy(recipe.test)
 accuracy, f1 = (whole.last[f"eval_{each}"] for each in ("accuracy", "f1"))
 rows = [("2 x 2 x 2", f"{accuracy:.3f}", f"{f1:.3f}"), ("always yes", f"{common:.3f}", f"{2 * common / (1 + common):.3f}")]
 noise = (accuracy * (1 - accuracy) / len(recipe.test)) ** 0.5
@@ -140,7 +140,7 @@ lesson.table(("model", "accuracy", "F1"), rows, f"{len(whole.losses)} steps from
 # parallelism alone that was the same thing, for years. On this mesh it is not. Does the loss tell?
 
 # %%
-wrong = paraphrases.curve(eight.run(paraphrases.leg, recipe, KNOBS, scale=8.0))
+wrong = paraphrases.with_losses(eight.run(paraphrases.train_leg, recipe, KNOBS, scale=8.0))
 rows = []
 for run, leg in {"times dp": whole, "times the world's size": wrong}.items():
     more, faster = leg.rows[0] / recipe.alone, max(leg.lrs) / recipe.lr
@@ -180,13 +180,13 @@ lesson.predict("08.twice", "Saved every 10 steps, killed after step 14: how many
 # %%
 with tempfile.TemporaryDirectory() as folder:
     try:
-        hpnb.launch(paraphrases.leg, recipe, KNOBS, folder=folder, dies_at=14, ranks=8, device="cpu")
+        hpnb.launch(paraphrases.train_leg, recipe, KNOBS, folder=folder, dies_at=14, ranks=8, device="cpu")
     except hpnb.RankError as error:
         died = error
-    before = paraphrases.logged(folder)
+    before = paraphrases.read_log(folder)
     newest = max(Path(folder).glob("step-*"))
     kept = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
-    after = paraphrases.curve(eight.run(paraphrases.leg, recipe, KNOBS, until=1, folder=folder))
+    after = paraphrases.with_losses(eight.run(paraphrases.train_leg, recipe, KNOBS, until=1, folder=folder))
 print(died.summary)
 resumed = int(newest.name.partition("-")[2])
 lesson.reveal("08.twice", len(before) - resumed, predicted=14 % 10)
@@ -265,7 +265,7 @@ mine = lesson.kept("1f1b", N, ROWS // EACH)
 ran = {}
 for plan in plans:
     longest = mine if plan.pp == N and plan.schedule == "1f1b" else None
-    ran[str(plan)] = gpt2_hybrid.run(pool, SIZE, ROWS, DTYPE, plan, card.link, longest)
+    ran[str(plan)] = gpt2_hybrid.run_layout(pool, SIZE, ROWS, DTYPE, plan, card.link, longest)
 order = sorted(ran, key=lambda each: ran[each].seconds)
 seen = {each: ran[each].seconds for each in order}
 first, ours = order[0], min(told, key=lambda each: sum(told[each].values()))
@@ -328,7 +328,7 @@ plot.show(
 costs = {**dict.fromkeys(ran, 10 * max(fitting.values())), **fitting} if fitting else seen
 lesson.reveal("08.choice", sorted(fitting or seen, key=costs.get), costs=costs, predicted=sorted(able, key=lambda each: sum(told[each].values())) or None)
 for times in (0.01, 0.1, 10):
-    there = gpt2_hybrid.task(SIZE, ROWS, DTYPE, rates, replace(card.link, bandwidth=card.link.bandwidth * times))
+    there = gpt2_hybrid.layout_task(SIZE, ROWS, DTYPE, rates, replace(card.link, bandwidth=card.link.bandwidth * times))
     guesses = {str(p): sum(theory.layout_parts(there, p).values()) for p in plans}
     print(f"on a wire of {times:g} times the bandwidth it would be {min(guesses, key=guesses.get)} (predicted)")
 

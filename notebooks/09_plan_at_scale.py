@@ -98,8 +98,8 @@ print(inspect.getsource(theory.cluster.Cluster.link))
 lesson.predict("09.worst", "Fitted to 1.7B on 32 GPUs: by how many percent is the worst of the four others off?", guess=None, unit="%")
 
 # %%
-base = cluster_planning.fitted()
-points = {one.name: (one.tflops, cluster_planning.predicted(one, base)) for one in MEGATRON}
+base = cluster_planning.fitted_cluster()
+points = {one.name: (one.tflops, cluster_planning.predicted_tflops(one, base)) for one in MEGATRON}
 off = {name: 100 * abs(published / predicted - 1) for name, (published, predicted) in points.items()}
 plot.show(
     plot.calibration(points, MEGATRON[0].name, title="published by Narayanan et al. 2021, and predicted from one of the runs",
@@ -116,7 +116,7 @@ lesson.reveal("09.worst", max(off.values()))
 
 # %%
 columns = [one.name for one in MEGATRON]
-rows = [(one.name, f"{100 * cluster_planning.fitted(i).share:.0f} %", *(f"{ratio:.3f}" for ratio in cluster_planning.ratios(i).values())) for i, one in enumerate(MEGATRON)]
+rows = [(one.name, f"{100 * cluster_planning.fitted_cluster(i).share:.0f} %", *(f"{ratio:.3f}" for ratio in cluster_planning.published_over_predicted(i).values())) for i, one in enumerate(MEGATRON)]
 lesson.table(("fitted to", "share of peak", *columns), rows, "published over predicted, whichever row is known")
 parts = {one.name: cluster_parts(one.run, replace(base, gpus=one.gpus), one.plan) for one in MEGATRON}
 rows = [(name, *(f"{100 * took / sum(each.values()):.1f} %" for took in each.values())) for name, each in parts.items()]
@@ -137,7 +137,7 @@ lesson.table(("run", *theory.cluster.CLUSTER_PARTS), rows, "share of a step, pre
 # nothing recomputed. Fitted to one GPU, it predicts what two do.
 
 # %%
-own = cluster_planning.own_runs()
+own = cluster_planning.benchmarked_runs()
 ratios = lesson.comparison([(f"{name}: {one.plan}", one.predicted, one.measured, "TFLOP/s") for name, one in own.items() if name != "one"], title="GPT-2 XL on two H200s, TFLOP/s of a GPU")
 far = min((name for name in own if name != "one"), key=lambda name: own[name].measured / own[name].predicted)
 predicted, measured = own[far].bubbles
@@ -239,7 +239,7 @@ lesson.check(exercises.fit, fit)
 # %%
 given, believed = (cluster_planning.cluster(gpus, "Ethernet 100 Gb, a card a host", mistaken=wrong) for wrong in (False, True))
 planners = {"right": given, "mistaken": believed}
-rows = [("right", *(f"{ratio:.3f}" for ratio in cluster_planning.ratios().values())), ("mistaken", *(f"{ratio:.3f}" for ratio in cluster_planning.ratios(mistaken=True).values()))]
+rows = [("right", *(f"{ratio:.3f}" for ratio in cluster_planning.published_over_predicted().values())), ("mistaken", *(f"{ratio:.3f}" for ratio in cluster_planning.published_over_predicted(mistaken=True).values()))]
 worst = {row[0]: max(abs(float(ratio) - 1) for ratio in row[1:]) for row in rows}
 lesson.table(("planner", *columns), rows, "published over predicted", f"The worst is {100 * worst['right']:.1f} % off with the right one, {100 * worst['mistaken']:.1f} % with the mistaken one.")
 chosen = {who: best_layout(run, each) for who, each in planners.items()}
@@ -256,9 +256,9 @@ lesson.table(("planner", "its winner for 39.1B, 1,024 GPUs, one Ethernet card a 
 
 # %%
 for who, each in planners.items():
-    fit_to = cluster_planning.fitted(mistaken=who == "mistaken")
+    fit_to = cluster_planning.fitted_cluster(mistaken=who == "mistaken")
     jobs = {one.name: (one.run, replace(fit_to, gpus=one.gpus), one.plan) for one in MEGATRON}
-    worth = cluster_planning.halved({**jobs, "its winner": (run, each, chosen[who])})
+    worth = cluster_planning.halve_each_number({**jobs, "its winner": (run, each, chosen[who])})
     felt = {words: max(by[name] for name in columns) - 1 for words, by in worth.items()}
     rows = [(words, f"{100 * felt[words]:.1f} %", f"{100 * (by['its winner'] - 1):.1f} %", "yes" if felt[words] > worst[who] else "no") for words, by in worth.items()]
     lesson.table(("halve the", "longer: the known run that feels it most", "longer: its winner", "would the known runs have told?"), rows, f"the {who} planner",

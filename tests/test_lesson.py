@@ -661,10 +661,10 @@ def toy() -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
 def watched_and_recorded() -> tuple[Any, Any, bool, float]:
     axis = hpnb.Mesh(hpnb.Layout(dp=2)).dp
     model, loss = toy()
-    alone = step_timing.backward(model, loss, bucket_mb=0.5, repeats=3)
+    alone = step_timing.time_backward(model, loss, bucket_mb=0.5, repeats=3)
     clean = all(p.grad is None for p in model.parameters())
     replica = hpnb.DataParallel(model, axis, bucket_mb=0.5)
-    return alone, step_timing.record(replica, loss, repeats=3), clean, axis.rank
+    return alone, step_timing.record_step(replica, loss, repeats=3), clean, axis.rank
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -678,8 +678,8 @@ def test_a_backward_alone_says_when_each_bucket_of_data_parallel_is_full(device:
     assert 0 < alone.forward < alone.ready[0] < alone.ready[1] <= alone.end
     assert {e.op for e in tl.events} == {"F", "B", "compute", "all_reduce"}
     assert tl.start == 0
-    assert 0 < step_timing.computing(tl) <= tl.makespan
-    assert 0 <= step_timing.exposed(tl) < tl.makespan
+    assert 0 < step_timing.compute_seconds(tl) <= tl.makespan
+    assert 0 <= step_timing.exposed_seconds(tl) < tl.makespan
 
 
 ALONE = step_timing.Backward(1.0, 3.0, (2.0, 3.0), (10.0, 10.0))
@@ -694,9 +694,9 @@ def test_a_backward_is_replayed_on_any_wire() -> None:
     assert [(e.start, e.end) for e in after.events if not e.is_compute] == [(3.0, 5.0), (5.0, 7.0)]
     assert (ALONE.exposed(wire, 2), ALONE.exposed(wire, 2, during=False)) == (3.0, 4.0)
     assert ALONE.share(wire, 2) == 0.5
-    assert step_timing.exposed(during) == 3.0
-    assert step_timing.exposed(after) == 4.0
-    assert (during.source, step_timing.computing(during)) == ("simulated", 3.0)
+    assert step_timing.exposed_seconds(during) == 3.0
+    assert step_timing.exposed_seconds(after) == 4.0
+    assert (during.source, step_timing.compute_seconds(during)) == ("simulated", 3.0)
     assert sum(e.bytes for e in during.events) == 20.0
 
 
@@ -704,16 +704,19 @@ def test_what_is_exposed_is_a_mean_over_the_ranks() -> None:
     events = [hpnb.record.Event(0, -1, "B", -1, 0.0, 2.0), hpnb.record.Event(1, -1, "B", -1, 0.0, 4.0)]
     events += [hpnb.record.Event(rank, -1, "all_reduce", -1, 1.0, 5.0, "dp") for rank in range(2)]
     tl = hpnb.record.Timeline(tuple(events))
-    assert (step_timing.exposed(tl), step_timing.computing(tl)) == (2.0, 3.0)  # 3 and 1; 2 and 4
+    assert (step_timing.exposed_seconds(tl), step_timing.compute_seconds(tl)) == (
+        2.0,
+        3.0,
+    )  # 3 and 1; 2 and 4
 
 
 def test_distance_is_a_relative_norm_over_all_tensors() -> None:
     a, b = [torch.tensor([0.3]), torch.tensor([0.0, 4.6])], [torch.tensor([0.0]), torch.tensor([3.0, 5.0])]
     apart = (0.3**2 + 3**2 + 0.4**2) ** 0.5 / (3**2 + 5**2) ** 0.5
-    assert step_timing.distance(a, b) == pytest.approx(apart, rel=1e-6)
-    assert step_timing.distance(b, b) == 0.0
+    assert step_timing.relative_distance(a, b) == pytest.approx(apart, rel=1e-6)
+    assert step_timing.relative_distance(b, b) == 0.0
     with pytest.raises(ValueError, match="zip"):
-        step_timing.distance(a, b[:1])
+        step_timing.relative_distance(a, b[:1])
 
 
 # --- one device's bill -----------------------------------------------------------------------------
@@ -939,11 +942,11 @@ def test_the_typical_step_is_the_middle_one_or_the_replay_of_middles() -> None:
     made = schedules.make("gpipe", 2, 2)
     costs = [pipeline_parallel.Costs(f, 2.0, 0.0) for f in (1.0, 5.0, 2.0)]
     measured = [replace(made.simulate(each), source="measured") for each in costs]
-    assert vit_pipeline.typical(measured, made) == measured[2]
+    assert vit_pipeline.median_step(measured, made) == measured[2]
     label: Any = "replayed from measured CPU time"
     uneven = [replace(made.simulate(pipeline_parallel.Costs(each, 2.0, 0.0)), source=label)
               for each in ([1.0, 9.0], [9.0, 1.0], [1.0, 1.0])]  # fmt: skip
-    found = vit_pipeline.typical(uneven, made)
+    found = vit_pipeline.median_step(uneven, made)
     assert found == replace(made.simulate(pipeline_parallel.Costs(1.0, 2.0, 0.0)), source=label)
 
 
@@ -954,16 +957,16 @@ def test_costs_of_half_stages_and_half_backwards_are_of_the_record() -> None:
     half = vit_pipeline.stage_costs(tl, 2, 0.5)
     assert (half.forward, half.weight_grad, half.transfer) == ((1.0,) * 4, (1.0,) * 4, 0.5)
     assert vit_pipeline.stage_seconds(tl) == [3.0, 9.0]
-    assert vit_pipeline.busy(tl) == 4 * 6.0
-    assert vit_pipeline.most_in_flight(tl) == 2
-    assert vit_pipeline.most_in_flight(tl, 2) == 1
+    assert vit_pipeline.compute_seconds(tl) == 4 * 6.0
+    assert vit_pipeline.peak_in_flight(tl) == 2
+    assert vit_pipeline.peak_in_flight(tl, 2) == 1
     split = schedules.make("zb-h1", 2, 4).simulate(pipeline_parallel.Costs(1.0, [1.0, 2.0], [0.5, 0.25]))
     assert vit_pipeline.input_over_weight(split) == 4.0
 
 
 def test_a_step_is_simulated_from_seconds_of_its_layers() -> None:
     made = schedules.make("1f1b", 2, 4)
-    tl = vit_pipeline.from_layers(made, [3.0, 6.0, 9.0], [1, 2])
+    tl = vit_pipeline.simulate_layers(made, [3.0, 6.0, 9.0], [1, 2])
     assert tl == made.simulate(pipeline_parallel.Costs([1.0, 5.0], [2.0, 10.0], 0.0))
     assert tl.source == "simulated"
 
@@ -973,7 +976,7 @@ def test_a_recorded_step_goes_over_any_wire() -> None:
     tl = made.simulate(pipeline_parallel.Costs(1.0, 2.0, 0.0))
     sent = hpnb.record.Event(0, -1, "send", -1, 0.0, 9.0, "pp", 10.0)
     tl = replace(tl, events=(*tl.events, sent))
-    slower = vit_pipeline.on_wire(tl, made, hpnb.theory.Link(0.5, 10.0), 5.0)
+    slower = vit_pipeline.replay_on_link(tl, made, hpnb.theory.Link(0.5, 10.0), 5.0)
     assert slower.source == "simulated"
     assert slower.makespan == made.simulate(pipeline_parallel.Costs(1.0, 2.0, 0.0, 1.0)).makespan
     assert {e.op for e in slower.events} == {"F", "B"}
@@ -991,16 +994,21 @@ def ran_and_held() -> Any:
     cuts: Any = {"gpipe": [1, 3]}
     with pytest.MonkeyPatch.context() as patch:  # processor time, which a busy machine does not make longer
         patch.setattr("hpnb.pipeline_parallel.executor.usable_cores", lambda: 1)
-        found = vit_pipeline.timed(TINY, 8, torch.float32, made, cuts, repeats=2)
+        found = vit_pipeline.time_schedules(TINY, 8, torch.float32, made, cuts, repeats=2)
     axis = hpnb.Mesh(hpnb.Layout(pp=2)).pp
     model, batch = vit_pipeline.vit_and_batch(TINY, 2, torch.float32)
-    mine = [len(layer.parts) for layer in vit_pipeline.my_layers(model, axis)]
-    return found, vit_pipeline.held(TINY, 8, torch.float32, made["gpipe"]), mine, batch["labels"].tolist()
+    mine = [len(layer.parts) for layer in vit_pipeline.rank_layers(model, axis)]
+    return (
+        found,
+        vit_pipeline.measure_activations(TINY, 8, torch.float32, made["gpipe"]),
+        mine,
+        batch["labels"].tolist(),
+    )
 
 
 def cut_three_ways() -> Any:
     cuts: Any = {"uniform": "uniform", "heavy": [1, 3]}
-    return vit_pipeline.by_cut(TINY, 8, torch.float32, schedules.make("1f1b", 2, 4), cuts)
+    return vit_pipeline.time_cuts(TINY, 8, torch.float32, schedules.make("1f1b", 2, 4), cuts)
 
 
 @pytest.mark.parametrize("cores", [1, 2])
@@ -1176,13 +1184,13 @@ def test_every_job_tells_a_choice_by_time_from_one_by_memory_or_by_habit() -> No
 
 def one_block() -> Any:
     size = ViTSize(hidden=16, layers=3, heads=2, mlp=64, patch=8, image=32)
-    tl = vit_tensor.block_timeline(size, 3, torch.float32, repeats=3)
-    sequence = vit_tensor.block_timeline(size, 3, torch.float32, "1d+sp", repeats=1)
-    sent = [vit_tensor.per_block(size, 3, torch.float32, "1d", cut) for cut in (False, True)]
+    tl = vit_tensor.record_block(size, 3, torch.float32, repeats=3)
+    sequence = vit_tensor.record_block(size, 3, torch.float32, "1d+sp", repeats=1)
+    sent = [vit_tensor.measure_block(size, 3, torch.float32, "1d", cut) for cut in (False, True)]
     batch = {"pixel_values": torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))}
     batch["labels"] = torch.arange(3)
-    loss, right = vit_tensor.gradients_of_one(size, batch)
-    model = parallelize(vit_tensor.vit64(size), vit_tensor.tensor_axis())
+    loss, right = vit_tensor.serial_gradients(size, batch)
+    model = parallelize(vit_tensor.float64_vit(size), vit_tensor.tensor_axis())
     value = model(**batch).loss
     value.backward()
     errors = vit_tensor.gradient_errors(model, right)
@@ -1211,9 +1219,9 @@ def test_a_block_is_recorded_with_its_weight_gradients_beside_the_sums() -> None
         assert all(a.end <= b.start for a, b in pairwise(compute))
     assert {e.op for e in sequence.events if not e.is_compute} >= {"all_gather", "reduce_scatter"}
     sums = [e.duration for e in tl.events if e.op == "all_reduce"]
-    assert vit_tensor.spent(tl) == pytest.approx(sum(sums) / 2)
-    assert vit_tensor.spent(tl.split_waits(), ["wait", "move"]) == pytest.approx(sum(sums) / 2)
-    assert vit_tensor.spent(tl, "FIW") == pytest.approx(sum(tl.work(rank) for rank in tl.ranks) / 2)
+    assert vit_tensor.mean_seconds(tl) == pytest.approx(sum(sums) / 2)
+    assert vit_tensor.mean_seconds(tl.split_waits(), ["wait", "move"]) == pytest.approx(sum(sums) / 2)
+    assert vit_tensor.mean_seconds(tl, "FIW") == pytest.approx(sum(tl.work(rank) for rank in tl.ranks) / 2)
     block = size.block(3, 4)
     for cut, (bytes_sent, kept) in zip((False, True), sent, strict=True):
         assert bytes_sent == theory.block_sent(block, "1d", 2, 1, cut).bytes()
@@ -1229,27 +1237,27 @@ def test_small_gaps_between_spans_of_compute_are_closed_and_waits_stay() -> None
     tl = Timeline(
         (event("I", 0.0, 1.0), event("W", 1.001, 2.0), event("I", 2.5, 3.0), event("all_reduce", 1.0, 2.5))
     )
-    found = vit_tensor.closed(tl)
+    found = vit_tensor.close_gaps(tl)
     assert [(e.op, e.start, e.end) for e in found.events if e.is_compute] == [
         ("I", 0.0, 1.001), ("W", 1.001, 2.0), ("I", 2.5, 3.0),
     ]  # fmt: skip
     assert [e for e in found.events if not e.is_compute] == [e for e in tl.events if not e.is_compute]
-    assert vit_tensor.closed(tl, 0.0) == tl
+    assert vit_tensor.close_gaps(tl, 0.0) == tl
 
 
 def test_modes_race_on_four_ranks_and_are_written_down() -> None:
     with hpnb.Ranks(4, device="cpu", timeout=120) as ranks:
-        square, _, dtype = vit_tensor.four(ranks)
+        square, _, dtype = vit_tensor.four_ranks(ranks)
         assert square is ranks
         assert dtype == torch.float32 or hpnb.ranks.choose_device("auto", 4).device == "cuda"
         small = ViTSize(hidden=256, layers=8, heads=8, mlp=1024, patch=8, image=16)
-        raced = vit_tensor.race(ranks, small, torch.float32, ("1d", "1d+sp", "2d"))
+        raced = vit_tensor.time_modes(ranks, small, torch.float32, ("1d", "1d+sp", "2d"))
         assert [(size.hidden, size.heads, images) for size, images in raced] == [
             (256, 16, 8), (256, 16, 64), (64, 4, 8), (64, 4, 64),
         ]  # fmt: skip
         card = lesson.MachineCard("a machine", "cpu", 4, 1e-4, 1e9, 1e11, "float32", (1,), (1.0,))
-        told = vit_tensor.predicted(raced, card, torch.float32)
-        vit_tensor.write_down(ranks, raced, told, card, torch.float32)
+        told = vit_tensor.predict_modes(raced, card, torch.float32)
+        vit_tensor.add_to_ledger(ranks, raced, told, card, torch.float32)
     assert all(set(times) == {"1d", "1d+sp", "2d"} and min(times.values()) > 0 for times in raced.values())
     assert told.keys() == raced.keys()
     (size, images), first = next(iter(told.items()))

@@ -18,7 +18,7 @@ from hpnb import plot, theory
 from hpnb.lesson.exercises import gpt2_data_parallel as exercises
 from hpnb.lesson.exercises.checker import check
 from hpnb.lesson.programs import gpt2_zero, gradient_noise
-from hpnb.lesson.programs.gpt2_zero import Way
+from hpnb.lesson.programs.gpt2_zero import ZeroConfig
 from hpnb.mesh import Layout, Mesh
 from hpnb.models import GPT2Size
 from hpnb.record import MemoryProfile, MemorySample, OutOfBudget
@@ -86,17 +86,17 @@ def test_who_runs_out_is_stopped_once_and_what_it_held_is_named() -> None:
 # --- the memory of a step --------------------------------------------------------------------
 
 
-def _peaks(ways: list[Way], rows: int) -> list[tuple[int, MemorySample]]:
-    found = [gpt2_zero.weighed(SIZE, rows, torch.float32, way, 0.25, repeats=0).profile for way in ways]
+def _peaks(ways: list[ZeroConfig], rows: int) -> list[tuple[int, MemorySample]]:
+    found = [gpt2_zero.measure_step(SIZE, rows, torch.float32, way, 0.25, repeats=0).profile for way in ways]
     return [(p.peak, p.samples[-1]) for p in found]
 
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_step_memory_is_what_is_recorded(two: hpnb.Ranks, rows: int) -> None:
-    ways = [Way(stage, again) for again in (0, -1) for stage in range(4)] + [Way(2, 2)]
-    ways = ways if rows == 8 else [Way(0), Way(3, -1)]
+    ways = [ZeroConfig(stage, again) for again in (0, -1) for stage in range(4)] + [ZeroConfig(2, 2)]
+    ways = ways if rows == 8 else [ZeroConfig(0), ZeroConfig(3, -1)]
     for way, (peak, end) in zip(ways, two.run(_peaks, ways, rows)[0], strict=True):
-        told = gpt2_zero.predicted(SIZE, rows, torch.float32, way, 2, 0.25)
+        told = gpt2_zero.predict_memory(SIZE, rows, torch.float32, way, 2, 0.25)
         assert 0.8 <= peak / told.peak <= 1.25, f"{way}: {peak / MB:.2f} MB, predicted {told.peak / MB:.2f}"
         if rows == 8 and not way.again and way.stage < 3:
             assert peak / told.peak == pytest.approx(1.0, abs=0.03), str(way)
@@ -125,12 +125,14 @@ def test_each_measure_moves_its_own_term() -> None:
 
 
 def test_the_largest_model_is_the_last_that_fits(two: hpnb.Ranks) -> None:
-    budget = gpt2_zero.predicted(SIZE, 2, torch.float32, Way(2), 2, 0.25).peak * 1.3
-    count = gpt2_zero.largest(SIZE, 2, torch.float32, Way(2), 2, 0.25, budget)
+    budget = gpt2_zero.predict_memory(SIZE, 2, torch.float32, ZeroConfig(2), 2, 0.25).peak * 1.3
+    count = gpt2_zero.most_blocks_predicted(SIZE, 2, torch.float32, ZeroConfig(2), 2, 0.25, budget)
     for layers, fits in ((count, True), (count + 1, False)):
         size = GPT2Size(64, layers, 4, 256, 401, 32)
-        assert (gpt2_zero.predicted(size, 2, torch.float32, Way(2), 2, 0.25).peak <= budget) is fits
-    found = gpt2_zero.largest_found(two, SIZE, 2, torch.float32, Way(2), 0.25, budget, count)
+        assert (
+            gpt2_zero.predict_memory(size, 2, torch.float32, ZeroConfig(2), 2, 0.25).peak <= budget
+        ) is fits
+    found = gpt2_zero.most_blocks_measured(two, SIZE, 2, torch.float32, ZeroConfig(2), 0.25, budget, count)
     assert abs(found - count) <= 1
 
 
@@ -138,7 +140,7 @@ def test_blocks_that_are_computed_again_give_the_same_gradients() -> None:
     grads = []
     for count in (0, 2, 4):
         model: Any = hpnb.models.gpt2(SIZE, dtype=torch.float64)
-        gpt2_zero.compute_again(model, count)
+        gpt2_zero.recompute_blocks(model, count)
         ids = torch.arange(64).view(2, 32)
         model(input_ids=ids).logits.square().mean().backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
@@ -234,7 +236,7 @@ def _norms() -> tuple[float, float, float, float, float]:
     axis, draw = Mesh(Layout(dp=hpnb.world_size())).dp, torch.Generator().manual_seed(0)
     x = torch.randn(8, 5, generator=draw, dtype=torch.float64)
     model, alone = _Quadratic(), _Quadratic()
-    small, big = gradient_noise.two_norms(model, axis, {"x": x[axis.rank :: axis.size]})
+    small, big = gradient_noise.gradient_norms(model, axis, {"x": x[axis.rank :: axis.size]})
     alone(x).loss.backward()
     assert model.w.grad is not None
     assert alone.w.grad is not None

@@ -14,15 +14,15 @@ import torch
 import hpnb
 from hpnb import comm, lesson, plot, theory
 from hpnb.lesson.exercises import gpt2_pipeline_parallel as exercises
-from hpnb.lesson.programs import gpt2_pipeline, tied_weights
-from hpnb.lesson.programs.gpt2_pipeline import Skyline
+from hpnb.lesson.programs import device_timing, gpt2_pipeline, tied_weights
+from hpnb.lesson.programs.gpt2_pipeline import LayerTimes
 from hpnb.models import GPT2_SIZES, GPT2Size
 from hpnb.pipeline_parallel import schedules
 from hpnb.pipeline_parallel.partition import balanced
 from hpnb.record import Timeline
 
 SMALL = GPT2Size(hidden=16, layers=4, heads=2, mlp=32, vocab_size=101, length=8)
-FLAT = Skyline(("embedding", "block", "block", "head"), (0.1, 1.0, 1.2, 2.0), (0.1, 2.0, 2.2, 4.0), 1.5)
+FLAT = LayerTimes(("embedding", "block", "block", "head"), (0.1, 1.0, 1.2, 2.0), (0.1, 2.0, 2.2, 4.0), 1.5)
 
 
 @pytest.fixture(autouse=True)
@@ -79,15 +79,15 @@ def test_a_skyline_knows_its_head_and_smooths_its_blocks() -> None:
     assert step.makespan == pytest.approx(theory.paced([3.2, 9.4], 3))
 
 
-def run_all(how: Any) -> tuple[Skyline, dict[str, Timeline], float, dict[str, float]]:
-    sky = gpt2_pipeline.measured(SMALL, 2, torch.float32, repeats=3)
-    whole = gpt2_pipeline.timed(SMALL, 4, torch.float32, how, repeats=1)
+def run_all(how: Any) -> tuple[LayerTimes, dict[str, Timeline], float, dict[str, float]]:
+    sky = gpt2_pipeline.time_layers(SMALL, 2, torch.float32, repeats=3)
+    whole = gpt2_pipeline.time_cuts(SMALL, 4, torch.float32, how, repeats=1)
     run = how["last"]
     return (
         sky,
         whole,
-        gpt2_pipeline.held(SMALL, 4, torch.float32, run),
-        tied_weights.sent(SMALL, 4, torch.float32, run),
+        gpt2_pipeline.peak_activations(SMALL, 4, torch.float32, run),
+        gpt2_pipeline.count_bytes(SMALL, 4, torch.float32, run),
     )
 
 
@@ -115,35 +115,35 @@ def test_layers_are_timed_and_cuts_take_turns() -> None:
 
 
 def test_a_gpt2_that_is_drawn_on_its_device_has_one_table() -> None:
-    model: Any = gpt2_pipeline.drawn_on(SMALL, torch.float32, torch.device("cpu"))
+    model: Any = device_timing.random_gpt2(SMALL, torch.float32, torch.device("cpu"))
     assert model.lm_head.weight is model.transformer.wte.weight
     assert 0.015 < model.transformer.wte.weight.std() < 0.025
     norm = model.transformer.ln_f
     assert bool((norm.weight == 1).all())
     assert bool((norm.bias == 0).all())
-    words = gpt2_pipeline.words(SMALL, 3)
-    assert torch.isfinite(gpt2_pipeline.loss(model(words["input_ids"]), words))
+    words = device_timing.random_tokens(SMALL, 3)
+    assert torch.isfinite(gpt2_pipeline.token_loss(model(words["input_ids"]), words))
 
 
 def part(tied: bool) -> tuple[list[float], float, float, tuple[float, float]]:
     axis = hpnb.Mesh(hpnb.Layout(pp=2)).pp
     model, alone = (exercises.tiny(tied=tied) for _ in range(2))
     table = model.transformer.wte.weight
-    pipe = hpnb.Pipeline(model, axis, schedules.make("1f1b", 2, 2), gpt2_pipeline.loss)
+    pipe = hpnb.Pipeline(model, axis, schedules.make("1f1b", 2, 2), gpt2_pipeline.token_loss)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
-    log = [tied_weights.apart(pipe, axis, table.shape)]
+    log = [tied_weights.tied_distance(pipe, axis, table.shape)]
     batch = exercises.tiny_batch(4, 0)
     exercises._of_one(alone, batch).backward()
     off = 0.0
     for step in range(2):
         pipe.step(batch)
-        off = off if step else tied_weights.gradients_off(pipe, alone)
+        off = off if step else tied_weights.gradient_distance(pipe, alone)
         optimizer.step()
         optimizer.zero_grad()
-        log.append(tied_weights.apart(pipe, axis, table.shape))
+        log.append(tied_weights.tied_distance(pipe, axis, table.shape))
     mine = pipe.step(batch, forward_only=True).loss.item()
     whole = hpnb.pipeline_parallel.full_state_dict(pipe.module, axis)
-    return log, off, mine, tied_weights.saved(whole, exercises.tiny(), batch)
+    return log, off, mine, tied_weights.loaded_losses(whole, exercises.tiny(), batch)
 
 
 def test_two_homes_part_unless_they_are_tied_and_a_checkpoint_shows_it() -> None:
@@ -158,7 +158,7 @@ def test_two_homes_part_unless_they_are_tied_and_a_checkpoint_shows_it() -> None
 
 
 def test_targets_of_microbatches_are_counted_as_a_causal_model_asks() -> None:
-    assert tied_weights.asked(exercises.ragged((10, 3, 2, 5)), 2) == [9 + 2, 1 + 4]
+    assert tied_weights.targets_per_microbatch(exercises.ragged((10, 3, 2, 5)), 2) == [9 + 2, 1 + 4]
 
 
 # --- pictures ----------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def everywhere(weight: Any, axis: Any) -> Any:
         (exercises.tokens, lambda outputs, inputs: outputs.logits.mean(), "and .sum, count. is wanted"),
         (
             exercises.tokens,
-            lambda outputs, inputs: (gpt2_pipeline.loss(outputs, inputs), 1),
+            lambda outputs, inputs: (gpt2_pipeline.token_loss(outputs, inputs), 1),
             "ragged rows .11 and 5 targets.: beside one process the loss is off by",
         ),
     ],

@@ -85,9 +85,9 @@ def test_bad_numbers_get_a_sentence(call: Callable[[], object], words: str) -> N
 
 
 def test_bytes_of_words_are_those_predicted(three: hpnb.Ranks) -> None:
-    sent = three.run(gpt2_tensor.around, TINY, 2, torch.float32)
+    sent = three.run(gpt2_tensor.bytes_around_blocks, TINY, 2, torch.float32)
     assert set(sent) == {theory.vocabulary_sent(TINY.block(2, bytes_per_value=4), 3)}
-    for words, (gathered, reduced, off) in three.run(gpt2_tensor.losses, 5, (37, 509))[0].items():
+    for words, (gathered, reduced, off) in three.run(gpt2_tensor.compare_losses, 5, (37, 509))[0].items():
         assert gathered == theory.gathered_sent(5, words, 3)
         assert reduced == theory.loss_sent(5, 3)
         assert off < 1e-6
@@ -95,7 +95,7 @@ def test_bytes_of_words_are_those_predicted(three: hpnb.Ranks) -> None:
 
 def test_the_fullest_rank_computes_more(three: hpnb.Ranks) -> None:
     size = replace(TINY, hidden=250, mlp=1000, length=64)  # 2, 2 and 1 heads
-    took = three.run(gpt2_tensor.computing, size, 2, torch.float32)[0]
+    took = three.run(gpt2_tensor.time_heads, size, 2, torch.float32)[0]
     assert len(took) == 3
     assert all(set(each) == {"attention", "MLP"} and min(each.values()) > 0 for each in took)
     assert took[2]["attention"] < max(took[0]["attention"], took[1]["attention"])
@@ -103,7 +103,7 @@ def test_the_fullest_rank_computes_more(three: hpnb.Ranks) -> None:
 
 def own(heads: int, rank: int, ranks: int) -> int:
     h = 4 * heads
-    columns, rows, mine = gpt2_tensor.own_heads(torch.zeros(h, 3 * h), torch.zeros(h, h), heads, ranks, rank)
+    columns, rows, mine = gpt2_tensor.rank_heads(torch.zeros(h, 3 * h), torch.zeros(h, h), heads, ranks, rank)
     assert columns.shape == (h, 12 * mine)
     assert rows.shape == (4 * mine, h)
     return mine
@@ -119,9 +119,9 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
 
 def compared() -> tuple[tuple[float, float], tuple[float, float]]:
     axis = vit_tensor.tensor_axis()
-    x = gpt2_tensor.drawn(6, 4)
-    right = gpt2_tensor.compared(doubled, doubled, x)
-    wrong = gpt2_tensor.compared(lambda mine: 2 * comm.all_gather(mine, axis, 0)[:2], doubled, x)
+    x = gpt2_tensor.random_values(6, 4)
+    right = gpt2_tensor.compare_with_serial(doubled, doubled, x)
+    wrong = gpt2_tensor.compare_with_serial(lambda mine: 2 * comm.all_gather(mine, axis, 0)[:2], doubled, x)
     return right, wrong
 
 
@@ -134,7 +134,7 @@ def test_ways_are_compared_over_all_ranks(three: hpnb.Ranks) -> None:
 
 def test_a_layer_keeps_what_is_predicted_where_heads_do_not_divide() -> None:
     size = replace(TINY, hidden=80, mlp=320, length=48)
-    found = gpt2_tensor.kept(size, 2, 2, device="cpu")
+    found = gpt2_tensor.measure_kept_activations(size, 2, 2, device="cpu")
     assert len(found) == len(theory.ACTIVATION_ROWS)
     for one in found:
         assert one.measured == pytest.approx(one.predicted, rel=0.01), one.name
@@ -142,7 +142,7 @@ def test_a_layer_keeps_what_is_predicted_where_heads_do_not_divide() -> None:
 
 
 def test_what_is_computed_again_is_counted() -> None:
-    found = gpt2_tensor.again(TINY, 2)
+    found = gpt2_tensor.recompute_shares(TINY, 2)
     assert found["full"][1] == pytest.approx(found["full"][0])
     told, counted = found["attention"]
     assert counted == pytest.approx(told / 2)  # the product with v is not needed for its backward
@@ -152,9 +152,9 @@ def test_what_is_computed_again_is_counted() -> None:
 
 
 def seen(three: hpnb.Ranks, policy: str, sequence: bool = False) -> dict[str, float]:
-    first, *_, last = three.run(dropout_masks.drawn, policy, 0.5, sequence)
+    first, *_, last = three.run(dropout_masks.record_masks, policy, 0.5, sequence)
     return {
-        place: dropout_masks.apart(first[place][0, :40], last[place][0, :40])
+        place: dropout_masks.mask_distance(first[place][0, :40], last[place][0, :40])
         for place in dropout_masks.PLACES
     }
 
@@ -168,7 +168,7 @@ def test_only_the_right_policy_draws_by_the_layout(three: hpnb.Ranks) -> None:
 
 
 def test_the_slope_is_the_gradients_only_if_masks_are_right(three: hpnb.Ranks) -> None:
-    slopes = {policy: three.run(dropout_masks.slope, policy) for policy in dropout_masks.POLICIES}
+    slopes = {policy: three.run(dropout_masks.gradient_check, policy) for policy in dropout_masks.POLICIES}
     assert slopes["right"] == pytest.approx([1.0] * 3, abs=1e-5)
     assert all(abs(slope - 1) > 0.01 for policy in dropout_masks.POLICIES[1:] for slope in slopes[policy])
 
@@ -180,7 +180,7 @@ def test_copies_part_unless_masks_are_right(three: hpnb.Ranks) -> None:
     ]
     test = {**batches[-1], "labels": batches[-1]["input_ids"]}
     for policy in dropout_masks.POLICIES:
-        found = three.run(dropout_masks.trained, policy, batches[:3], test)
+        found = three.run(dropout_masks.train_with_dropout, policy, batches[:3], test)
         gap = max(gaps[-1] for _, gaps, _ in found)
         assert gap == 0 if policy == "right" else gap > 1e-6
         for losses, _, (tested, saved) in found:

@@ -84,7 +84,7 @@ def test_bytes_and_memory_are_what_is_recorded() -> None:
     loose = {(2, 0): 2e-2, (1, 3): 2e-3}  # norms are whole on ranks of tp; shares of odd sizes are padded
     with hpnb.Ranks(2, device="cpu") as pool:
         for plan in plans:
-            ran = gpt2_hybrid.run(pool, SMALL, rows, torch.float32, plan, FREE, repeats=1)
+            ran = gpt2_hybrid.run_layout(pool, SMALL, rows, torch.float32, plan, FREE, repeats=1)
             exact = ran.bytes / layout_bytes(made, plan)
             assert exact == pytest.approx(1.0, abs=loose.get((plan.tp, plan.zero_stage), 1e-9)), plan
             assert 0.6 < ran.peak / layout_memory(made, plan) < 1.4, plan
@@ -133,7 +133,7 @@ def test_parts_of_a_recorded_step_add_up() -> None:
         Event(1, 0, "B", 0, 2.0, 6.0),
         Event(1, -1, "compute", -1, 6.0, 7.0),
     )
-    parts = step_breakdown.parts_of(Timeline(events))
+    parts = step_breakdown.split_step(Timeline(events))
     assert parts == pytest.approx(
         {"computing": 5.0, "exposed tp": 0.5, "exposed dp": 1.5, "optimizer": 0.5, "bubble": 2.5}
     )
@@ -201,15 +201,15 @@ def test_regret_counts_guesses_that_were_made_in_time() -> None:
 
 
 def test_a_rank_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
-    recipe = paraphrases.recipe(pairs=96, test=16)
+    recipe = paraphrases.training_recipe(pairs=96, test=16)
     with pytest.raises(hpnb.RankError, match="killed by SIGKILL"):
         hpnb.launch(
-            paraphrases.leg, recipe, {}, folder=str(tmp_path), every=2, dies_at=3, ranks=2, device="cpu"
+            paraphrases.train_leg, recipe, {}, folder=str(tmp_path), every=2, dies_at=3, ranks=2, device="cpu"
         )
-    before = paraphrases.logged(str(tmp_path))
+    before = paraphrases.read_log(str(tmp_path))
     with hpnb.Ranks(2, device="cpu") as pool:
-        after = paraphrases.curve(pool.run(paraphrases.leg, recipe, {}, folder=str(tmp_path)))
-        whole = paraphrases.curve(pool.run(paraphrases.leg, recipe, {}))
+        after = paraphrases.with_losses(pool.run(paraphrases.train_leg, recipe, {}, folder=str(tmp_path)))
+        whole = paraphrases.with_losses(pool.run(paraphrases.train_leg, recipe, {}))
     assert list(before) == [1, 2, 3]
     assert list(before.values()) == list(whole.losses[:3])
     assert after.losses == whole.losses[2:]

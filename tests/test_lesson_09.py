@@ -41,7 +41,7 @@ def test_clusters_have_the_cards_of_their_network() -> None:
     assert (one.cards, each.cards, one.host) == (1, 16, 16)
     assert one.link(512, 16).bandwidth == 12.5e9
     assert each.link(512, 16).bandwidth == 200e9
-    assert one.share == cluster_planning.fitted().share
+    assert one.share == cluster_planning.fitted_cluster().share
     with pytest.raises(ValueError, match="no network 'Token Ring'; there are HDR"):
         cluster_planning.cluster(8, "Token Ring")
 
@@ -50,7 +50,10 @@ SLOW = "Ethernet 100 Gb, a card a host"
 
 
 def test_a_planner_without_borders_agrees_with_what_is_known_and_chooses_badly() -> None:
-    right, mistaken = cluster_planning.ratios(), cluster_planning.ratios(mistaken=True)
+    right, mistaken = (
+        cluster_planning.published_over_predicted(),
+        cluster_planning.published_over_predicted(mistaken=True),
+    )
     assert right["1.7B"] == pytest.approx(1.0)
     assert mistaken["1.7B"] == pytest.approx(1.0)
     worst = [max(abs(ratio - 1) for ratio in each.values()) for each in (right, mistaken)]
@@ -58,7 +61,7 @@ def test_a_planner_without_borders_agrees_with_what_is_known_and_chooses_badly()
     run = replace(cluster_planning.MODELS["39.1B"], batch=512)
     given, believed = (cluster_planning.cluster(1024, SLOW, mistaken=wrong) for wrong in (False, True))
     assert believed.link(1024, 1).bandwidth == given.inside.bandwidth
-    assert believed.share == cluster_planning.fitted(mistaken=True).share != given.share
+    assert believed.share == cluster_planning.fitted_cluster(mistaken=True).share != given.share
     theirs, ours = best_layout(run, believed), best_layout(run, given)
     assert step(run, believed, theirs) < step(run, given, ours)  # it promises more
     assert step(run, given, theirs) > 2 * step(run, given, ours)
@@ -66,11 +69,13 @@ def test_a_planner_without_borders_agrees_with_what_is_known_and_chooses_badly()
 
 @pytest.mark.parametrize("mistaken", [False, True])
 def test_either_planner_shows_what_the_known_runs_would_not_notice(mistaken: bool) -> None:
-    base = cluster_planning.fitted(mistaken=mistaken)
-    found = cluster_planning.halved(
+    base = cluster_planning.fitted_cluster(mistaken=mistaken)
+    found = cluster_planning.halve_each_number(
         {one.name: (one.run, replace(base, gpus=one.gpus), one.plan) for one in MEGATRON}
     )
-    off = max(abs(ratio - 1) for ratio in cluster_planning.ratios(mistaken=mistaken).values())
+    off = max(
+        abs(ratio - 1) for ratio in cluster_planning.published_over_predicted(mistaken=mistaken).values()
+    )
     unnoticed = [words for words, by in found.items() if max(by.values()) - 1 < off]
     assert unnoticed == ["network between hosts"]
 
@@ -78,21 +83,21 @@ def test_either_planner_shows_what_the_known_runs_would_not_notice(mistaken: boo
 def test_halving_tells_what_a_step_rests_on() -> None:
     run, given = cluster_planning.MODELS["39.1B"], cluster_planning.cluster(512)
     plan = best_layout(run, given)
-    found = cluster_planning.halved({"it": (run, given, plan)})
+    found = cluster_planning.halve_each_number({"it": (run, given, plan)})
     parts = cluster_parts(run, given, plan)
     total = sum(parts.values())
     more = (parts["memory"] + parts["optimizer"]) / total
     assert found["memory bandwidth"]["it"] - 1 == pytest.approx(more, rel=0.1)  # the bubble has some as well
     assert found["memory bandwidth"]["it"] - 1 >= more
     assert found["share of peak"]["it"] > found["link inside a host"]["it"] > 1
-    whole = cluster_planning.halved(
+    whole = cluster_planning.halve_each_number(
         {"it": (MEGATRON[0].run, replace(given, gpus=8, host=8), ParallelLayout(8))}
     )
     assert whole["network between hosts"]["it"] == 1.0
 
 
 def test_own_runs_are_those_that_the_package_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = cluster_planning.own_runs()
+    found = cluster_planning.benchmarked_runs()
     assert found["one"].predicted == pytest.approx(found["one"].measured)
     assert {"dp2", "tp2", "pp2"} <= set(found)
     assert found["dp2"].bubbles == (0.0, 0.0)
@@ -106,7 +111,7 @@ def test_own_runs_are_those_that_the_package_keeps(monkeypatch: pytest.MonkeyPat
         assert one.measured == kept.layouts[name].tflops(best.name)
     monkeypatch.setattr(result_files, "read", list)
     with pytest.raises(ValueError, match="keeps no results of GPT-2 XL"):
-        cluster_planning.own_runs()
+        cluster_planning.benchmarked_runs()
 
 
 # --- figures -----------------------------------------------------------------------------------------
@@ -243,7 +248,7 @@ def test_numbers_of_the_prose() -> None:
     assert slow == pytest.approx(15_500, rel=0.01)
     assert 4 * 8192 / (15 * slow) == pytest.approx(0.14, abs=0.005)
     one = MEGATRON[4]
-    whole = replace(cluster_planning.fitted(), gpus=one.gpus)
+    whole = replace(cluster_planning.fitted_cluster(), gpus=one.gpus)
     once = tflops(one.run, whole, replace(one.plan, chunks=1))
     assert 100 * (one.tflops / once - 1) == pytest.approx(11, abs=0.5)
     parts = cluster_parts(one.run, whole, one.plan)

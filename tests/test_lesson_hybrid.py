@@ -158,11 +158,11 @@ _SMALL = ViTSize(hidden=32, layers=4, heads=4, mlp=64, patch=8, image=16)
 def test_axes_race_and_what_they_send_is_as_predicted() -> None:
     card = lesson.MachineCard("a machine", "cpu", 2, 1e-4, 1e9, 1e11, "float32", (1,), (1.0,))
     with hpnb.Ranks(2, device="cpu", timeout=120) as ranks:
-        raced = vit_hybrid.race(ranks, _SMALL, 8, torch.float32, 4, card)
+        raced = vit_hybrid.time_axes(ranks, _SMALL, 8, torch.float32, 4, card)
     assert list(raced) == ["dp", "pp", "tp"]
     slow = replace(card.link, bandwidth=1e5)
     for axis, step in raced.items():
-        assert step.bytes == step.told, axis
+        assert step.bytes == step.predicted_bytes, axis
         assert step.computing > 0
         assert step.predicted(card.link) < step.predicted(slow)
         assert step.on(card.link) < step.on(slow)
@@ -172,7 +172,7 @@ def test_axes_race_and_what_they_send_is_as_predicted() -> None:
     )
     assert raced["dp"].on(slow) > theory.seconds("all_reduce", whole, 2, slow) * 0.99
     assert raced["tp"].on(slow) == pytest.approx(sums, rel=0.2)
-    vit_hybrid.write_down(raced, "a ViT", card)
+    vit_hybrid.add_to_ledger(raced, "a ViT", card)
     rows = lesson.ledger.rows()
     assert [row.layout for row in rows] == [str(Layout(**{axis: 2})) for axis in AXES]
     assert all(row.quantities["sent (B)"][0] == row.quantities["sent (B)"][1] for row in rows)
@@ -181,7 +181,7 @@ def test_axes_race_and_what_they_send_is_as_predicted() -> None:
 def part_along_tp() -> tuple[float, float]:
     mesh = Mesh(Layout(dp=2, tp=2))
     own = [torch.full((3,), 1.0 + 0.5 * mesh.tp.rank), torch.ones(2)]
-    return vit_hybrid.spread(own, mesh.dp), vit_hybrid.spread(own, mesh.tp)
+    return vit_hybrid.replica_distance(own, mesh.dp), vit_hybrid.replica_distance(own, mesh.tp)
 
 
 def test_copies_are_compared_along_one_axis() -> None:
@@ -194,7 +194,7 @@ def test_a_run_goes_on_on_another_layout_and_is_one_process_s(tmp_path: Path) ->
     train, test = (
         hpnb.data.beans(split, size=24, image_size=16, kind="generated") for split in ("train", "test")
     )
-    recipe = vit_hybrid.Recipe(_SMALL, train, test, batch=8, epochs=2)
+    recipe = vit_hybrid.LeafRecipe(_SMALL, train, test, batch=8, epochs=2)
     ways: Sequence[Any] = (
         (4, 1, {"tp_size": 2, "pp_size": 2, "num_microbatches": 2}),
         (2, 2, {"zero_stage": 2}),
@@ -202,16 +202,16 @@ def test_a_run_goes_on_on_another_layout_and_is_one_process_s(tmp_path: Path) ->
     losses: list[float] = []
     for ranks, until, knobs in ways:
         found = hpnb.launch(
-            vit_hybrid.leg, recipe, until, str(tmp_path / "run"), knobs, ranks=ranks, device="cpu"
+            vit_hybrid.train_leg, recipe, until, str(tmp_path / "run"), knobs, ranks=ranks, device="cpu"
         )
-        leg, row = vit_hybrid.curve(found)
+        leg, row = vit_hybrid.with_losses(found)
         assert len(leg) == 3
         losses += leg
-    alone, last = vit_hybrid.by_one(recipe, str(tmp_path / "one"))
+    alone, last = vit_hybrid.serial_run(recipe, str(tmp_path / "one"))
     assert losses == pytest.approx(alone, rel=1e-6)
     assert row["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
     assert row["eval_accuracy"] == last["eval_accuracy"]
-    assert vit_hybrid.by_one(recipe, str(tmp_path / "never")) == (alone, last)  # kept
+    assert vit_hybrid.serial_run(recipe, str(tmp_path / "never")) == (alone, last)  # kept
     assert not (tmp_path / "never").exists()
 
 

@@ -18,7 +18,7 @@ from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.hybrid.model_loss import causal
 from hpnb.lesson.exercises.checker import Exercise, Finding
 from hpnb.lesson.exercises.gpt2_pipeline_cap import JOBS, Job, beat, family
-from hpnb.lesson.programs.step_timing import distance
+from hpnb.lesson.programs.step_timing import relative_distance as distance
 from hpnb.lesson.tables import number
 from hpnb.mesh import Axis
 from hpnb.models import GPT2Size

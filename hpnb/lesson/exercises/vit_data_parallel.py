@@ -16,7 +16,7 @@ import hpnb
 from hpnb import Layout, Mesh
 from hpnb.data import Loader
 from hpnb.lesson.exercises.checker import Exercise, Finding
-from hpnb.lesson.programs.step_timing import distance
+from hpnb.lesson.programs.step_timing import relative_distance as distance
 from hpnb.lesson.tables import number
 from hpnb.mesh import Axis
 from hpnb.theory import LINKS, Link, bytes_sent, even_buckets, overlap

@@ -14,7 +14,7 @@ import hpnb
 from hpnb import comm
 from hpnb.lesson.exercises.checker import Exercise, Finding
 from hpnb.lesson.programs import host_traffic, vit_hybrid, vit_tensor
-from hpnb.lesson.programs.step_timing import distance
+from hpnb.lesson.programs.step_timing import relative_distance as distance
 from hpnb.lesson.tables import number
 from hpnb.mesh import AXES, Layout, Mesh
 from hpnb.models import GPT2Size, ViTSize
@@ -148,10 +148,12 @@ def records() -> list[tuple[Run, str]]:
     for fault in (SWAPPED, NOT_DEALT, RIGHT, NOT_REDUCED):
         dp, tp = (mesh.tp, mesh.dp) if fault == SWAPPED else (mesh.dp, mesh.tp)
         batch = (
-            {n: t[:4] for n, t in whole.items()} if fault == NOT_DEALT else vit_hybrid.share(whole, mesh.dp)
+            {n: t[:4] for n, t in whole.items()}
+            if fault == NOT_DEALT
+            else vit_hybrid.local_rows(whole, mesh.dp)
         )
         numbers = batch.pop("number")
-        model: Any = parallelize(vit_tensor.vit64(_TINY), tp)
+        model: Any = parallelize(vit_tensor.float64_vit(_TINY), tp)
         wrapped = model if fault == NOT_REDUCED else hpnb.DataParallel(model, dp)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses: list[float] = []
@@ -164,11 +166,16 @@ def records() -> list[tuple[Run, str]]:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        copies = vit_hybrid.uncut(model)
+        copies = vit_hybrid.replicated_parameters(model)
         axes = (mesh.dp, mesh.tp)
-        same = {axis.name: vit_hybrid.spread([numbers.double()], axis) == 0 for axis in axes}
+        same = {axis.name: vit_hybrid.replica_distance([numbers.double()], axis) == 0 for axis in axes}
         found.append(
-            (Run(tuple(losses), same, {a.name: vit_hybrid.spread(copies, a) for a in axes}, calls), fault)
+            (
+                Run(
+                    tuple(losses), same, {a.name: vit_hybrid.replica_distance(copies, a) for a in axes}, calls
+                ),
+                fault,
+            )
         )
     return found
 
@@ -201,7 +208,7 @@ def _model_and_batch(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
             "pixel_values": torch.randn(8, 3, 16, 16, dtype=_D, generator=draw),
             "labels": torch.arange(8) % 3,
         }
-        return vit_tensor.vit64(_TINY), batch
+        return vit_tensor.float64_vit(_TINY), batch
     ids = torch.randint(0, 29, (8, 6), generator=draw)
     size = GPT2Size(hidden=16, layers=2, heads=4, mlp=32, vocab_size=29, length=8)
     return hpnb.models.gpt2(size, dtype=_D), {"input_ids": ids, "labels": ids}
@@ -227,7 +234,7 @@ def _norms(norm: Callable[..., Any]) -> dict[str, tuple[float, float, int, float
         booster = hpnb.Booster(plugin=plugin)
         boosted: Any
         boosted, optimizer, *_ = booster.boost(model, optimizer)
-        given = vit_hybrid.share(batch, plugin.mesh.dp)
+        given = vit_hybrid.local_rows(batch, plugin.mesh.dp)
         booster.execute_pipeline(iter([given]), boosted, None, optimizer)
         held = [p for p in boosted.parameters() if p.grad is not None]
         with hpnb.record.traffic() as counted:

@@ -17,7 +17,7 @@ from hpnb.lesson.exercises.checker import Exercise, Finding
 from hpnb.lesson.exercises.rank_checks import EXACT, NotThat, calls_of, launched, normal, off_by, worst_of
 from hpnb.lesson.exercises.vit_tensor_ranks import Job, choose
 from hpnb.lesson.programs import vit_tensor
-from hpnb.lesson.programs.step_timing import distance
+from hpnb.lesson.programs.step_timing import relative_distance as distance
 from hpnb.lesson.tables import number
 from hpnb.mesh import Axis
 from hpnb.models import ViTSize
@@ -300,9 +300,9 @@ def records() -> list[tuple[dict[str, float], tuple[str, str | None], float]]:
         "pixel_values": torch.randn(4, 3, 16, 16, dtype=_D, generator=g),
         "labels": torch.arange(4) % 3,
     }
-    loss, right = vit_tensor.gradients_of_one(_SIZE, batch)
+    loss, right = vit_tensor.serial_gradients(_SIZE, batch)
     for fault, layer in _FAULTS:
-        model: Any = parallelize(vit_tensor.vit64(_SIZE), axis)
+        model: Any = parallelize(vit_tensor.float64_vit(_SIZE), axis)
         block, path = model.vit.layers[layer], f"vit.layers.{layer}"
         if fault == "attention":
             block.attention = SelfAttention(block.attention, axis, _SIZE.heads // axis.size)

@@ -1,37 +1,62 @@
-"""What a step costs one device: a model and pictures on it, its matmuls timed, the rate of its memory.
+"""Models and batches for timing, and what one device does in a second: matmuls timed, memory copied.
 
-For timing, so values hardly matter: they are drawn on the device, which for a large model takes no time.
+Values hardly matter for timing. So weights are drawn on the device, which takes no time even for a large
+model.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 import hpnb
-from hpnb.models import ViTSize, roles, vit
+from hpnb.mesh import AXES, Axis, Layout, Mesh
+from hpnb.models import GPT2Size, ViTSize, roles, vit
+from hpnb.models import gpt2 as build_gpt2
 from hpnb.theory import Block
 
+Batch = Mapping[str, torch.Tensor]
 _REPEATS = 5
 
 
 def timed_ranks() -> int:
-    """As many ranks as a clock bears: one a GPU, and on a CPU at most 4 and as many as cores, but 2."""
+    """How many ranks to time: one a GPU; on a CPU one a core, but at least 2 and at most 4."""
     ranks = hpnb.ranks.default_ranks()
     if hpnb.ranks.choose_device("auto", ranks).device == "cuda":
         return ranks
     return max(2, min(ranks, hpnb.ranks.usable_cores()))
 
 
-def vit_and_loss(
-    size: ViTSize, images: int, dtype: torch.dtype, classes: int = 3
-) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
-    """A ViT on this rank's device, and a function from it (or from what wraps it) to the loss of `images`."""
-    where = hpnb.device()
-    gc.collect()  # hooks tie replicas into cycles: what an earlier cell built may still be there
-    model = vit(size, classes=classes, dtype=dtype, device="meta").to_empty(device=where)
+def warmup_steps() -> int:
+    """Steps before the first that counts."""
+    return 3 if hpnb.device().type == "cuda" else 1
+
+
+def gpu_memory() -> int:
+    """Bytes of this rank's GPU; 0 on a CPU."""
+    device = hpnb.device()
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+def all_ranks(axis: str) -> Axis:
+    """All ranks, along one axis: "dp", "pp" or "tp"."""
+    return getattr(Mesh(one_axis(axis, hpnb.world_size())), axis)  # type: ignore[no-any-return]
+
+
+def one_axis(axis: str, ranks: int) -> Layout:
+    """A layout of `ranks` along one axis."""
+    dp, pp, tp = (ranks if name == axis else 1 for name in AXES)
+    return Layout(dp, pp, tp)
+
+
+# --- models ------------------------------------------------------------------------------------------
+
+
+def draw_weights(model: torch.nn.Module) -> None:
+    """Fill a model on its device: biases 0, norms 1, matrices from a normal distribution."""
     with torch.no_grad():
         for name, role in roles(model).items():
             parameter = model.get_parameter(name)
@@ -39,36 +64,79 @@ def vit_and_loss(
                 parameter.fill_(0.0 if role.bias else 1.0)
             else:
                 parameter.normal_(std=0.02)
-    pixels = torch.randn(images, 3, size.image, size.image, device=where, dtype=dtype)
-    labels = torch.arange(images, device=where) % classes
+
+
+def vit_and_batch(size: ViTSize, images: int, dtype: torch.dtype, classes: int = 3) -> tuple[Any, Batch]:
+    """A ViT and random pictures with labels, on this rank's device."""
+    device = hpnb.device()
+    gc.collect()  # hooks tie replicas into cycles: what an earlier cell built may still be there
+    model = vit(size, classes=classes, dtype=dtype, device="meta").to_empty(device=device)
+    draw_weights(model)
+    pixels = torch.randn(images, 3, size.image, size.image, device=device, dtype=dtype)
+    return model, {"pixel_values": pixels, "labels": torch.arange(images, device=device) % classes}
+
+
+def vit_and_loss(
+    size: ViTSize, images: int, dtype: torch.dtype, classes: int = 3
+) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
+    """A ViT on this rank's device, and a function from it (or from what wraps it) to the loss of `images`."""
+    model, batch = vit_and_batch(size, images, dtype, classes)
 
     def loss(wrapped: torch.nn.Module) -> torch.Tensor:
-        found: torch.Tensor = wrapped(pixel_values=pixels, labels=labels).loss
-        return found
+        value: torch.Tensor = wrapped(**batch).loss
+        return value
 
     return model, loss
 
 
+def random_gpt2(size: GPT2Size, dtype: torch.dtype, device: torch.device | None = None) -> Any:
+    """A GPT-2 with tied embeddings whose weights are drawn on `device`, by default this rank's."""
+    gc.collect()  # what an earlier cell built may still be there
+    model = build_gpt2(size, dtype=dtype, device="meta").to_empty(device=device or hpnb.device())
+    model.lm_head.weight = model.transformer.wte.weight  # `to_empty` has made two of the one
+    model.loss_type = "ForCausalLM"  # else transformers says on stderr that it guesses this
+    draw_weights(model)
+    return model
+
+
+def timing_gpt2(size: GPT2Size, dtype: torch.dtype) -> Any:
+    """A GPT-2 on this rank's device: as the library draws it on a CPU, drawn on the device on a GPU."""
+    if hpnb.device().type != "cpu":
+        return random_gpt2(size, dtype)
+    gc.collect()
+    return build_gpt2(size, dtype=dtype)
+
+
+def random_tokens(size: GPT2Size, rows: int) -> Batch:
+    """`rows` of `size.length` random tokens, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, size.vocab_size, (rows, size.length), generator=generator).to(hpnb.device())
+    return {"input_ids": ids, "labels": ids}
+
+
+# --- rates -------------------------------------------------------------------------------------------
+
+
 def matmul_seconds(block: Block, dtype: torch.dtype) -> dict[str, float]:
     """{name: seconds} of each matmul of a block's forward on this rank's device."""
-    found = {}
-    for one in block.matmuls:
-        a = torch.randn(one.count, one.m, one.k, device=hpnb.device()).to(dtype)
-        b = torch.randn(one.count, one.k, one.n, device=hpnb.device()).to(dtype)
-        found[one.name] = _seconds(lambda a=a, b=b: torch.matmul(a, b))  # type: ignore[misc]
-    return found
+    seconds = {}
+    for matmul in block.matmuls:
+        a = torch.randn(matmul.count, matmul.m, matmul.k, device=hpnb.device()).to(dtype)
+        b = torch.randn(matmul.count, matmul.k, matmul.n, device=hpnb.device()).to(dtype)
+        seconds[matmul.name] = _least_seconds(lambda a=a, b=b: torch.matmul(a, b))  # type: ignore[misc]
+    return seconds
 
 
 def memory_rate(nbytes: int = 0) -> float:
-    """Bytes/s that this rank's device reads and writes while it copies, by default more than caches hold."""
-    where = hpnb.device()
-    values = torch.ones((nbytes or (1 << 30 if where.type == "cuda" else 1 << 26)) // 4, device=where)
-    there = torch.empty_like(values)
-    return 2 * values.nbytes / _seconds(lambda: there.copy_(values))
+    """Bytes/s that this rank's device reads and writes in a copy, by default of more than caches hold."""
+    device = hpnb.device()
+    source = torch.ones((nbytes or (1 << 30 if device.type == "cuda" else 1 << 26)) // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _least_seconds(lambda: target.copy_(source))
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    """The least of a few repeats, each long enough to be timed."""
+def _least_seconds(work: Callable[[], object]) -> float:
+    """The least of a few repeats, each of enough calls to be timed."""
     work()
     calls = 20 if hpnb.device().type == "cuda" else 1
     with hpnb.record.timeline() as recorder:

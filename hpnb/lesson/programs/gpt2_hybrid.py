@@ -1,18 +1,16 @@
 """What notebook 08 runs on its ranks: one GPT-2 on many layouts, and where each millisecond of a step went.
 
-    rates = pool.run(contest.rates, SIZE, 2, 32, torch.float32)[0]      what one rank alone takes
-    task = contest.task(SIZE, 32, torch.float32, rates, card.link)      for predictions
-    contest.run(pool, SIZE, 32, torch.float32, plan, card.link)         Ran: seconds by part, bytes, memory
+    rates = pool.run(gpt2_hybrid.measure_rates, SIZE, 2, 32, torch.float32)[0]      what one rank alone takes
+    task = gpt2_hybrid.layout_task(SIZE, 32, torch.float32, rates, card.link)       for predictions
+    gpt2_hybrid.run_layout(pool, SIZE, 32, torch.float32, layout, card.link)        a LayoutRun
 
 **Measured.** With a core, or a GPU, for each rank the parts are read off a recorded step, whose spans of
 computing end where the rank itself carries a communication (notebook 03): what is not covered by computing is
 tp's, dp's, or idle, in that order.
 
 **Replayed.** With fewer cores than ranks a clock would show who got a core. There each action's CPU time is
-taken, of the same step, and put together by the simulator of schedules; every message that was recorded
-travels on `link`. Then computing and the optimizer are measured, and messages are not.
-
-Nothing here imports matplotlib before it draws.
+taken, of the same step, and put together by the simulator of schedules; every recorded message travels on
+`link`. Then computing and the optimizer are measured, and messages are not.
 """
 
 from __future__ import annotations
@@ -28,9 +26,10 @@ import torch
 
 import hpnb
 from hpnb.hybrid import HybridParallelPlugin
-from hpnb.lesson.programs import gpt2_pipeline
-from hpnb.lesson.programs.step_breakdown import Seen, parts_of, replayed
-from hpnb.lesson.programs.vit_tensor import _Apart
+from hpnb.lesson.programs.device_timing import random_tokens, timing_gpt2, warmup_steps
+from hpnb.lesson.programs.gpt2_pipeline import time_layers
+from hpnb.lesson.programs.step_breakdown import RankRecord, replay_step, split_step
+from hpnb.lesson.programs.vit_tensor import ExclusiveRecorder
 from hpnb.mesh import ParallelLayout
 from hpnb.models import GPT2Size
 from hpnb.pipeline_parallel import Action, Schedule, schedules
@@ -38,23 +37,22 @@ from hpnb.pipeline_parallel.executor import contended
 from hpnb.record.recorder import recording
 from hpnb.theory import LayerCost, LayoutTask, Link
 
-_WARM = {"cpu": 1, "cuda": 3}  # steps before the first that counts
-_LEAST = 1024.0  # bytes: smaller messages are counts and losses
-_BUCKETS = 4  # of a gradient, at least: with one alone nothing could be hidden
+_LEAST_BYTES = 1024.0  # smaller messages are counts and losses
+_MIN_BUCKETS = 4  # of a gradient: a single bucket could not overlap with anything
 
 
 @dataclass(frozen=True)
-class Rates:
+class RankRates:
     """What one rank alone takes, while the others do the same: see `hpnb.theory.LayoutTask`."""
 
-    each: LayerCost
+    block: LayerCost
     ends: LayerCost
     parameter: float
     matmul: float
 
 
 @dataclass(frozen=True)
-class Ran:
+class LayoutRun:
     """A training step of all ranks on one layout.
 
     Attributes:
@@ -78,24 +76,22 @@ class Ran:
 # --- what one rank alone takes -----------------------------------------------------------------------
 
 
-def rates(size: GPT2Size, few: int, many: int, dtype: torch.dtype) -> Rates:
+def measure_rates(size: GPT2Size, few: int, many: int, dtype: torch.dtype) -> RankRates:
     """Times of layers for `few` rows and for `many`, and a line through the two. Every rank calls it."""
-    found = [gpt2_pipeline.measured(size, rows, dtype, repeats=3) for rows in (few, many)]
-    blocks = [sky.block for sky in found]
-    ends = [sky.costs[0] + sky.costs[-1] for sky in found]
-    optimizer = _optimizer_seconds(size, dtype)
-    return Rates(_line(few, many, blocks), _line(few, many, ends), optimizer, _matmul(size, many, dtype))
+    times = [time_layers(size, rows, dtype, repeats=3) for rows in (few, many)]
+    block = _line(few, many, [layers.block for layers in times])
+    ends = _line(few, many, [layers.costs[0] + layers.costs[-1] for layers in times])
+    return RankRates(block, ends, _optimizer_seconds(size, dtype), _matmul_rate(size, many, dtype))
 
 
 def _line(few: int, many: int, took: Sequence[float]) -> LayerCost:
-    row = max((took[1] - took[0]) / (many - few), took[1] / many * 0.5)  # noise must not turn it over
+    row = max((took[1] - took[0]) / (many - few), took[1] / many * 0.5)  # noise must not make it negative
     return LayerCost(max(0.0, took[0] - row * few), row)
 
 
 def _optimizer_seconds(size: GPT2Size, dtype: torch.dtype) -> float:
-    """Seconds of AdamW, a parameter: of one block's."""
-    model: Any = gpt2_pipeline.gpt2(size, dtype)
-    block = model.transformer.h[0]
+    """Seconds of AdamW for each parameter of one block."""
+    block = timing_gpt2(size, dtype).transformer.h[0]
     for p in block.parameters():
         p.grad = torch.zeros_like(p)
     optimizer = torch.optim.AdamW(block.parameters(), lr=1e-4, fused=True)
@@ -105,7 +101,7 @@ def _optimizer_seconds(size: GPT2Size, dtype: torch.dtype) -> float:
     return statistics.median(took) / sum(int(p.numel()) for p in block.parameters())
 
 
-def _matmul(size: GPT2Size, rows: int, dtype: torch.dtype) -> float:
+def _matmul_rate(size: GPT2Size, rows: int, dtype: torch.dtype) -> float:
     """FLOP/s of the largest product of a block."""
     m, k, n = rows * size.length, size.hidden, size.mlp
     a, b = (torch.randn(*shape, device=hpnb.device()).to(dtype) for shape in ((m, k), (k, n)))
@@ -124,111 +120,114 @@ def _timed(work: Callable[[], Any]) -> float:
     return recorder.events()[0].duration
 
 
-def task(size: GPT2Size, rows: int, dtype: torch.dtype, found: Rates, link: Link) -> LayoutTask:
+def layout_task(size: GPT2Size, rows: int, dtype: torch.dtype, rates: RankRates, link: Link) -> LayoutTask:
     """For `hpnb.theory.layout_parts` and `layout_memory`."""
     block = size.block(1, None, dtype.itemsize)
     return LayoutTask(
-        block, size.layers, size.vocab_size, rows, found.each, found.ends, found.parameter, link,
-        buckets=_BUCKETS,
+        block, size.layers, size.vocab_size, rows, rates.block, rates.ends, rates.parameter, link,
+        buckets=_MIN_BUCKETS,
     )  # fmt: skip
 
 
 # --- a layout, on a rank -------------------------------------------------------------------------------
 
 
-class _WithSchedule(HybridParallelPlugin):
-    """A plugin whose pipeline runs a schedule that it is given, such as the reader's."""
+class PluginWithSchedule(HybridParallelPlugin):
+    """A plugin whose pipeline runs a schedule from elsewhere, such as the reader's."""
 
-    given: Schedule | None = None
+    reader_schedule: Schedule | None = None
 
     def schedule(self, microbatches: int) -> Schedule:
-        if self.given is not None and self.given.microbatches == microbatches:
-            return self.given
+        if self.reader_schedule is not None and self.reader_schedule.microbatches == microbatches:
+            return self.reader_schedule
         return super().schedule(microbatches)
 
 
-def _on_rank(
+def _record_rank(
     size: GPT2Size,
     rows: int,
     dtype: torch.dtype,
-    plan: ParallelLayout,
+    layout: ParallelLayout,
     schedule: Schedule | None,
     repeats: int,
-) -> Seen:
+) -> RankRecord:
     gc.collect()  # what a layout before has built may still be there
-    precision = "bf16" if dtype == torch.bfloat16 else "fp32"
-    plugin = _WithSchedule(
-        tp_size=plan.tp, pp_size=plan.pp, zero_stage=plan.zero_stage, precision=precision,
-        pp_style=plan.schedule, num_microbatches=plan.num_microbatches,
-        ddp_bucket_cap_mb=_bucket_mb(size, dtype, plan), seed=0,
+    plugin = PluginWithSchedule(
+        tp_size=layout.tp, pp_size=layout.pp, zero_stage=layout.zero_stage, pp_style=layout.schedule,
+        precision="bf16" if dtype == torch.bfloat16 else "fp32", num_microbatches=layout.num_microbatches,
+        ddp_bucket_cap_mb=_bucket_mb(size, dtype, layout), seed=0,
     )  # fmt: skip
-    plugin.given = schedule
+    plugin.reader_schedule = schedule
     booster = hpnb.Booster(plugin=plugin)
-    model: Any = gpt2_pipeline.gpt2(size, dtype)
+    model: Any = timing_gpt2(size, dtype)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    model, optimizer, *_ = booster.boost(model, optimizer)
-    batch = gpt2_pipeline.words(size, rows // plan.dp)
-    share, cpu = contended(), [0.0]
+    boosted: Any
+    boosted, optimizer, *_ = booster.boost(model, optimizer)
+    batch = random_tokens(size, rows // layout.dp)
+    record = RankRecord(plugin.mesh.layout.coordinates(hpnb.rank()))
 
-    def step(record: bool = False, recorder: Any = None) -> None:
+    def step(recorder: Any = None) -> float:
+        """One step; CPU seconds of the optimizer."""
         optimizer.zero_grad()
-        booster.execute_pipeline(iter([batch]), model, None, optimizer, record=record)
+        booster.execute_pipeline(iter([batch]), boosted, None, optimizer, record=recorder is not None)
         began = time.thread_time()
         if recorder is None:
             optimizer.step()
         else:
             with recorder.span("optimizer"):
                 optimizer.step()
-        cpu[0] = time.thread_time() - began
+        return time.thread_time() - began
 
-    seen = Seen(plugin.mesh.layout.coordinates(hpnb.rank()), [], [], [], [], 0.0)
-    for _ in range(_WARM[hpnb.device().type]):
+    for _ in range(warmup_steps()):
         step()
     for _ in range(repeats):
-        recorder = _Apart()
+        recorder = ExclusiveRecorder()
         with recording(recorder):
-            step(True, recorder)
-        if share:
-            events = model.last_step.timeline.events
-            seen.actions.append({Action(e.stage, e.op, e.microbatch): e.duration for e in events})
-            seen.optimizer.append(cpu[0])
+            cpu_seconds = step(recorder)
+        if contended():
+            events = boosted.last_step.timeline.events
+            record.actions.append({Action(e.stage, e.op, e.microbatch): e.duration for e in events})
+            record.optimizer.append(cpu_seconds)
         else:
-            seen.timelines.append(recorder.gather().shifted())
-    with hpnb.record.memory(model, optimizer) as memory, hpnb.record.traffic() as counted:
+            record.timelines.append(recorder.gather().shifted())
+    with hpnb.record.memory(boosted, optimizer) as memory, hpnb.record.traffic() as traffic:
         step()
-    sent = [m for m in counted.messages if m.bytes >= _LEAST]
-    return Seen(seen.coordinates, seen.actions, seen.optimizer, seen.timelines, sent, memory.profile().peak)
+    record.messages = [m for m in traffic.messages if m.bytes >= _LEAST_BYTES]
+    record.peak = memory.profile().peak
+    return record
 
 
-def _bucket_mb(size: GPT2Size, dtype: torch.dtype, plan: ParallelLayout) -> float:
-    whole = dtype.itemsize * size.parameters() / plan.pp / plan.tp
-    return min(25.0, whole / _BUCKETS / 2**20)
+def _bucket_mb(size: GPT2Size, dtype: torch.dtype, layout: ParallelLayout) -> float:
+    gradient = dtype.itemsize * size.parameters() / layout.pp / layout.tp
+    return min(25.0, gradient / _MIN_BUCKETS / 2**20)
 
 
 # --- a layout, on all ranks ----------------------------------------------------------------------------
 
 
-def run(
+def run_layout(
     pool: hpnb.Ranks,
     size: GPT2Size,
     rows: int,
     dtype: torch.dtype,
-    plan: ParallelLayout,
+    layout: ParallelLayout,
     link: Link,
     schedule: Schedule | None = None,
     repeats: int = 2,
-) -> Ran:
+) -> LayoutRun:
     """Train a few steps of `rows` rows on one layout.
 
     Args:
         link: on which messages travel where the step is replayed.
-        schedule: of plan.pp ranks and the plan's number of microbatches, in place of the library's.
+        schedule: of layout.pp ranks and the layout's number of microbatches, instead of the library's.
     """
-    seen: list[Seen] = pool.run(_on_rank, size, rows, dtype, plan, schedule, repeats)
-    sent = sum(m.bytes for each in seen for m in each.messages) / len(seen)
-    peak = max(each.peak for each in seen)
-    if seen[0].timelines:
-        tl = sorted(seen[0].timelines, key=lambda one: one.makespan)[(repeats - 1) // 2]
-        return Ran(plan, parts_of(tl), sent, peak, tl.source)
-    used = schedule or schedules.make(plan.schedule, plan.pp, plan.count_microbatches(rows // plan.dp))
-    return Ran(plan, replayed(seen, plan, used, link), sent, peak, "replayed from measured CPU time")
+    records: list[RankRecord] = pool.run(_record_rank, size, rows, dtype, layout, schedule, repeats)
+    sent = sum(m.bytes for record in records for m in record.messages) / len(records)
+    peak = max(record.peak for record in records)
+    if records[0].timelines:
+        tl = sorted(records[0].timelines, key=lambda tl: tl.makespan)[(repeats - 1) // 2]
+        return LayoutRun(layout, split_step(tl), sent, peak, tl.source)
+    microbatches = layout.count_microbatches(rows // layout.dp)
+    ran = schedule or schedules.make(layout.schedule, layout.pp, microbatches)
+    parts = replay_step(records, layout, ran, link)
+    return LayoutRun(layout, parts, sent, peak, "replayed from measured CPU time")

@@ -1,16 +1,16 @@
-"""What notebook 06 runs on its ranks: a GPT-2 whose layers are timed one by one, and pipelines cut of it.
+"""What notebook 06 runs on its ranks: a GPT-2's layers timed one by one, and pipelines partitioned by them.
 
-    seen = pool.run(skylines.measured, SIZE, 2, torch.float32)[0]                    a Skyline
-    seen.step(schedule, counts)                                                      a Timeline, simulated
-    pool.run(skylines.timed, SIZE, 16, torch.float32, {"a": (schedule, counts)})[0]["a"]       one that ran
+    times = pool.run(gpt2_pipeline.time_layers, SIZE, 2, torch.float32)[0]                    a LayerTimes
+    times.step(schedule, counts)                                                              a Timeline,
+    simulated pool.run(gpt2_pipeline.time_cuts, SIZE, 16, torch.float32, {"a": (schedule, counts)})[0]["a"]
+    one that ran
 
 Where ranks share cores everything is in CPU time, of layers and of actions alike (see `hpnb.Pipeline`).
-Schedules and cuts that are to be compared take turns. Nothing here imports matplotlib before it draws.
+Schedules and cuts that are to be compared take turns.
 """
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,29 +21,26 @@ import torch
 
 import hpnb
 from hpnb.hybrid.model_loss import causal
-from hpnb.lesson.programs.vit_pipeline import typical
-from hpnb.mesh import Layout, Mesh
-from hpnb.models import GPT2Size, roles
-from hpnb.models import gpt2 as build
+from hpnb.lesson.programs.device_timing import Batch, all_ranks, random_tokens, timing_gpt2, warmup_steps
+from hpnb.lesson.programs.vit_pipeline import median_step
+from hpnb.models import GPT2Size
 from hpnb.pipeline_parallel import Costs, Schedule
 from hpnb.pipeline_parallel.executor import contended
 from hpnb.pipeline_parallel.layers import Layer, layers
 from hpnb.record import Timeline
 from hpnb.theory import loads
 
-Batch = Mapping[str, torch.Tensor]
-Run = tuple[Schedule, Sequence[int]]  # what to run, and how many layers each stage has
-_WARM = {"cpu": 1, "cuda": 3}  # steps, and repeats of a layer, before the first that counts
+PartitionedSchedule = tuple[Schedule, Sequence[int]]  # what to run, and how many layers each stage has
 
 
 @dataclass(frozen=True)
-class Skyline:
+class LayerTimes:
     """Seconds of each layer for one microbatch: embedding, block, block, ..., head.
 
     Attributes:
         kinds: of each layer.
-        forward, backward: of each; the head's hold the loss's.
-        loss: how many seconds of the head's both are the loss's.
+        forward, backward: of each layer; the head's include the loss's.
+        loss: how many seconds of the head's are the loss's.
     """
 
     kinds: tuple[str, ...]
@@ -58,11 +55,9 @@ class Skyline:
 
     @property
     def smooth(self) -> list[float]:
-        """The same with blocks, which are equal, at their median: a cut should not follow noise."""
-        middle = self.block
-        return [
-            middle if kind == "block" else cost for kind, cost in zip(self.kinds, self.costs, strict=True)
-        ]
+        """The costs with equal blocks at their median, because a cut should not follow noise."""
+        median, pairs = self.block, zip(self.kinds, self.costs, strict=True)
+        return [median if kind == "block" else cost for kind, cost in pairs]
 
     @property
     def block(self) -> float:
@@ -87,96 +82,70 @@ class Skyline:
 # --- on a rank ---------------------------------------------------------------------------------------
 
 
-def gpt2(size: GPT2Size, dtype: torch.dtype) -> torch.nn.Module:
-    """A GPT-2 on this rank's device, for timing: on a GPU its weights are drawn there, which is quick."""
-    where = hpnb.device()
-    gc.collect()  # what an earlier cell built may still be there
-    made: torch.nn.Module = build(size, dtype=dtype) if where.type == "cpu" else drawn_on(size, dtype, where)
-    return made
-
-
-def drawn_on(size: GPT2Size, dtype: torch.dtype, where: torch.device) -> torch.nn.Module:
-    """A GPT-2 whose weights are drawn on `where`; other values than `hpnb.models.gpt2` draws."""
-    model = build(size, dtype=dtype, device="meta").to_empty(device=where)
-    model.lm_head.weight = model.transformer.wte.weight  # `to_empty` has made two of the one
-    known = roles(model)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if known[name].bias or known[name].kind == "norm":
-                parameter.fill_(0.0 if known[name].bias else 1.0)
-            else:
-                parameter.normal_(std=0.02)
-    found: torch.nn.Module = model
-    return found
-
-
-def words(size: GPT2Size, rows: int) -> Batch:
-    """`rows` of `size.length` random words, on this rank's device; for timing."""
-    made = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, size.vocab_size, (rows, size.length), generator=made).to(hpnb.device())
-    return {"input_ids": ids, "labels": ids}
-
-
-def loss(outputs: Any, inputs: Batch) -> torch.Tensor:
-    """The mean cross entropy of the next word, as a Pipeline takes it; of 16-bit logits in float32."""
+def token_loss(outputs: Any, inputs: Batch) -> torch.Tensor:
+    """The mean cross entropy of the next token, as a Pipeline takes it; of 16-bit logits in float32."""
     return causal(outputs, inputs["labels"])
 
 
-def measured(size: GPT2Size, rows: int, dtype: torch.dtype, repeats: int = 7) -> Skyline:
+def time_layers(size: GPT2Size, rows: int, dtype: torch.dtype, repeats: int = 7) -> LayerTimes:
     """Time each layer of a microbatch of `rows`, as medians of `repeats`.
 
     Every rank calls it and measures, so that they share cores and memory as they will in a step.
     """
-    batch, hidden = words(size, rows), None
-    warm = _WARM[hpnb.device().type]
-    found: list[dict[str, float]] = []
-    whole = layers(gpt2(size, dtype))
-    for layer in whole:
-        times = [_one(layer, hidden, batch) for _ in range(warm + repeats)][warm:]
-        found.append({op: statistics.median(each[op] for each in times) for op in times[0]})
+    batch, hidden = random_tokens(size, rows), None
+    warmup = warmup_steps()
+    medians: list[dict[str, float]] = []
+    all_layers = layers(timing_gpt2(size, dtype))
+    for layer in all_layers:
+        times = [_time_layer(layer, hidden, batch) for _ in range(warmup + repeats)][warmup:]
+        medians.append({op: statistics.median(each[op] for each in times) for op in times[0]})
         with torch.no_grad():
             hidden = layer.run(hidden, batch) if layer.kind != "head" else None
-    own = [each.get("loss F", 0.0) + each.get("loss B", 0.0) for each in found]
-    return Skyline(
-        tuple(layer.kind for layer in whole),
-        tuple(each["F"] + each.get("loss F", 0.0) for each in found),
-        tuple(each["B"] + each.get("loss B", 0.0) for each in found),
-        own[-1],
+    loss = medians[-1]["loss F"] + medians[-1]["loss B"]
+    return LayerTimes(
+        tuple(layer.kind for layer in all_layers),
+        tuple(took["F"] + took.get("loss F", 0.0) for took in medians),
+        tuple(took["B"] + took.get("loss B", 0.0) for took in medians),
+        loss,
     )
 
 
-def _one(layer: Layer, hidden: torch.Tensor | None, batch: Batch) -> dict[str, float]:
+def _time_layer(layer: Layer, hidden: torch.Tensor | None, batch: Batch) -> dict[str, float]:
     """{"F" | "B" | "loss F" | "loss B": seconds} of one layer, once; its gradients are dropped."""
     cpu: dict[str, float] = {}
     with hpnb.record.timeline() as recorder:
 
-        def spanned(op: str, work: Callable[[], Any]) -> Any:
+        def timed(op: str, work: Callable[[], Any]) -> Any:
             began = time.thread_time()
             with recorder.span(op):
-                made = work()
+                result = work()
             cpu[op] = time.thread_time() - began
-            return made
+            return result
 
-        given = None if hidden is None else hidden.detach().requires_grad_()
-        out = spanned("F", lambda: layer.run(given, batch))
+        x = None if hidden is None else hidden.detach().requires_grad_()
+        out = timed("F", lambda: layer.run(x, batch))
         if layer.kind == "head":
             logits = out.logits
             out.logits = logits.detach().requires_grad_()
-            value = spanned("loss F", lambda: loss(out, batch))
-            spanned("loss B", value.backward)
+            value = timed("loss F", lambda: token_loss(out, batch))
+            timed("loss B", value.backward)
             seed = out.logits.grad
         else:
             logits, seed = out, torch.ones_like(out)
-        spanned("B", lambda: logits.backward(seed))
+        timed("B", lambda: logits.backward(seed))
     for part in layer.parts:
         part.module.zero_grad()
     return cpu if contended() else {e.op: e.duration for e in recorder.events()}
 
 
-def timed(
-    size: GPT2Size, rows: int, dtype: torch.dtype, runs: Mapping[Any, Run], repeats: int = 3
+def time_cuts(
+    size: GPT2Size,
+    rows: int,
+    dtype: torch.dtype,
+    runs: Mapping[Any, PartitionedSchedule],
+    repeats: int = 3,
 ) -> dict[Any, Timeline]:
-    """Train a few steps by each of `runs` in turn: {name: the typical step}, computing alone.
+    """Train a few steps by each of `runs` in turn: {name: the median step}, computing alone.
 
     Every rank calls it.
 
@@ -184,32 +153,40 @@ def timed(
         rows: of the whole batch.
         repeats: steps of each that count.
     """
-    axis = Mesh(Layout(pp=hpnb.world_size())).pp
-    batch = words(size, rows)
-    pipes = {
-        name: hpnb.Pipeline(gpt2(size, dtype), axis, schedule, loss, cut=counts)
-        for name, (schedule, counts) in runs.items()
-    }
-    found: dict[Any, list[Timeline]] = {name: [] for name in runs}
-    warm = _WARM[hpnb.device().type]
-    for step in range(warm + repeats):
+    batch = random_tokens(size, rows)
+    pipes = {name: _pipeline(size, dtype, run) for name, run in runs.items()}
+    timelines: dict[Any, list[Timeline]] = {name: [] for name in runs}
+    warmup = warmup_steps()
+    for step in range(warmup + repeats):
         for name, pipe in pipes.items():
             tl = pipe.step(batch, return_outputs=False).timeline.select("FIWB")
-            found[name] += [tl] if step >= warm else []
+            timelines[name] += [tl] if step >= warmup else []
             pipe.zero_grad()
-    return {name: typical(tls, runs[name][0]) for name, tls in found.items()}
+    return {name: median_step(tls, runs[name][0]) for name, tls in timelines.items()}
 
 
-def held(size: GPT2Size, rows: int, dtype: torch.dtype, run: Run) -> float:
+def peak_activations(size: GPT2Size, rows: int, dtype: torch.dtype, run: PartitionedSchedule) -> float:
     """Bytes that this rank holds at the peak of a step, besides weights and gradients.
 
-    What autograd keeps for the backward, and what I has put aside for W.
+    They are what autograd keeps for the backward, and what I has put aside for W.
     """
-    schedule, counts = run
-    axis = Mesh(Layout(pp=hpnb.world_size())).pp
-    pipe = hpnb.Pipeline(gpt2(size, dtype), axis, schedule, loss, cut=counts)
-    batch = words(size, rows)
+    pipe, batch = _pipeline(size, dtype, run), random_tokens(size, rows)
     pipe.step(batch, return_outputs=False, record=False)
     with hpnb.record.memory(pipe.module) as recorder:
         pipe.step(batch, return_outputs=False, record=False)
     return float(max(now.activations + now.temporary for now in recorder.profile().samples))
+
+
+def count_bytes(size: GPT2Size, rows: int, dtype: torch.dtype, run: PartitionedSchedule) -> dict[str, float]:
+    """Bytes that this rank sends in a step: {"activations": between stages, "tie": for the tied weight}."""
+    pipe, batch = _pipeline(size, dtype, run), random_tokens(size, rows)
+    pipe.step(batch, return_outputs=False, record=False)  # the first step also sends shapes
+    with hpnb.record.traffic() as t:
+        pipe.step(batch, return_outputs=False, record=False).loss.item()
+    ops = {"activations": "send", "tie": "all_reduce"}
+    return {name: float(sum(m.bytes for m in t.messages if m.op == op)) for name, op in ops.items()}
+
+
+def _pipeline(size: GPT2Size, dtype: torch.dtype, run: PartitionedSchedule) -> hpnb.Pipeline:
+    schedule, counts = run
+    return hpnb.Pipeline(timing_gpt2(size, dtype), all_ranks("pp"), schedule, token_loss, cut=counts)

@@ -1,15 +1,15 @@
-"""What notebook 05 runs on its ranks: a GPT-2 whose states are dealt out, weighed and timed.
+"""What notebook 05 runs on its ranks: a GPT-2 whose states are sharded, its memory measured, its steps timed.
 
-    model, batch = shards.gpt2_and_batch(SIZE, 2, torch.float32)           on a rank
-    pool.run(shards.weighed, SIZE, 2, torch.float32, shards.Way(3))[0]     seconds, and who holds memory
-    shards.predicted(SIZE, 2, torch.float32, shards.Way(3), 2)             the same by `theory.step_memory`
+    model, batch = gpt2_zero.gpt2_and_batch(SIZE, 2, torch.float32)               on a rank
+    pool.run(gpt2_zero.measure_step, SIZE, 2, torch.float32, ZeroConfig(3))[0]     seconds, and memory
+    gpt2_zero.predict_memory(SIZE, 2, torch.float32, ZeroConfig(3), 2)             by `theory.step_memory`
 
-Tokens are drawn: bytes and seconds hardly ask which. Nothing here imports matplotlib before it draws.
+Tokens are random, because bytes and seconds hardly depend on them.
 """
 
 from __future__ import annotations
 
-import gc
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,22 +24,22 @@ from torch.utils.checkpoint import checkpoint
 import hpnb
 from hpnb import theory
 from hpnb.lesson.machine_card import MachineCard
-from hpnb.mesh import Axis, Layout, Mesh
-from hpnb.models import GPT2Size, anatomy, roles
+from hpnb.lesson.programs.device_timing import Batch, all_ranks, random_gpt2, random_tokens, warmup_steps
+from hpnb.models import GPT2Size, anatomy
 from hpnb.record import Event, MemoryProfile, MemoryRecorder, Timeline
 from hpnb.theory import StepMemory
 
-_WARM = {"cpu": 1, "cuda": 3}  # steps before the first that counts
+HOST_RATE = 100e9  # bytes/s of a host's memory, of which Adam moves 28 a parameter
 
 
 @dataclass(frozen=True)
-class Way:
+class ZeroConfig:
     """How states and activations are kept.
 
     Attributes:
         stage: of ZeRO; 0 is plain data parallelism.
-        again: blocks whose forward is computed again in the backward; -1 is all of them.
-        offload: the shares lie in the host's memory (stage 1 or higher, on a GPU).
+        again: blocks that are recomputed in the backward; -1 is all of them.
+        offload: shards lie in the host's memory (ZeRO stage 1 or higher, on a GPU).
     """
 
     stage: int = 0
@@ -52,14 +52,13 @@ class Way:
             words.append("again" if self.again < 0 else f"{self.again} again")
         return " + ".join([*words, *(["offload"] if self.offload else [])])
 
-    def blocks(self, size: GPT2Size) -> int:
-        """How many blocks are computed again."""
+    def recomputed_blocks(self, size: GPT2Size) -> int:
         return size.layers if self.again < 0 else self.again
 
 
 @dataclass(frozen=True)
-class Weighed:
-    """One way on one rank: seconds of a step, and its memory."""
+class StepMeasurement:
+    """One configuration on one rank: seconds of a step, and its memory."""
 
     seconds: float
     profile: MemoryProfile
@@ -68,74 +67,14 @@ class Weighed:
 # --- on a rank -------------------------------------------------------------------------------------
 
 
-def gpt2_and_batch(size: GPT2Size, rows: int, dtype: torch.dtype) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A GPT-2 on this rank's device, drawn there, and tokens; for timing and weighing."""
-    where = hpnb.device()
-    gc.collect()  # hooks tie replicas into cycles: what an earlier cell built may still be there
-    model: Any = hpnb.models.gpt2(size, dtype=dtype, device="meta").to_empty(device=where)
-    model.tie_weights()  # a meta tensor that is given memory is a new one
-    model.loss_type = "ForCausalLM"  # else transformers says on stderr that it guesses this
-    known = roles(model)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            role = known[name]
-            if role.bias or role.kind == "norm":
-                parameter.fill_(0.0 if role.bias else 1.0)
-            else:
-                parameter.normal_(std=0.02)
-    ids = torch.randint(size.vocab_size, (rows, size.length), device=where)
-    return model, {"input_ids": ids, "labels": ids}
-
-
-def compute_again(model: nn.Module, count: int) -> None:
-    """Let the first `count` blocks drop what their forward made, and make it again in the backward."""
-    for part in anatomy(model).blocks[:count]:
-        plain = part.module.forward
-        part.module.forward = partial(checkpoint, plain, use_reentrant=False)
-
-
-def build(size: GPT2Size, rows: int, dtype: torch.dtype, way: Way, bucket_mb: float) -> Built:
-    """Every rank calls it."""
-    axis = _axis()
-    model, batch = gpt2_and_batch(size, rows, dtype)
-    compute_again(model, way.blocks(size))
-    adam: dict[str, Any] = {"lr": 1e-4, "fused": True}
-    wrapped: nn.Module = model
-    optimizer: torch.optim.Optimizer
-    if way.stage in (1, 2):
-        optimizer = hpnb.ZeroOptimizer(
-            model.parameters(), torch.optim.AdamW, axis, stage=way.stage, bucket_mb=bucket_mb,
-            cpu_offload=way.offload, **adam,
-        )  # fmt: skip
-    else:
-        if way.stage == 3:
-            wrapped = hpnb.fully_shard(model, axis, cpu_offload=way.offload)
-        else:
-            wrapped = hpnb.DataParallel(model, axis, bucket_mb)
-        optimizer = torch.optim.AdamW(model.parameters(), **adam)
-        if dtype.itemsize == 2:
-            hpnb.precision.Masters(optimizer)
-
-    return Built(model, wrapped, optimizer, batch)
-
-
-def by_itself(size: GPT2Size, rows: int, dtype: torch.dtype) -> Built:
-    """In training on this rank alone: nothing is sent."""
-    model, batch = gpt2_and_batch(size, rows, dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    if dtype.itemsize == 2:
-        hpnb.precision.Masters(optimizer)
-    return Built(model, model, optimizer, batch)
-
-
 @dataclass(frozen=True)
-class Built:
+class TrainingProgram:
     """A model in training on this rank; `wrapped` is what is called."""
 
     model: nn.Module
     wrapped: nn.Module
     optimizer: torch.optim.Optimizer
-    batch: Mapping[str, torch.Tensor]
+    batch: Batch
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -146,54 +85,100 @@ class Built:
         return hpnb.record.memory(self.model, self.optimizer, hpnb.device(), budget)
 
 
-def weighed(
-    size: GPT2Size,
-    rows: int,
-    dtype: torch.dtype,
-    way: Way,
-    bucket_mb: float,
-    repeats: int = 3,
-) -> Weighed:
+def gpt2_and_batch(size: GPT2Size, rows: int, dtype: torch.dtype) -> tuple[Any, Batch]:
+    """A GPT-2 on this rank's device, drawn there, and random tokens."""
+    return random_gpt2(size, dtype), random_tokens(size, rows)
+
+
+def recompute_blocks(model: nn.Module, count: int) -> None:
+    """Let the first `count` blocks drop their activations, and recompute them in the backward."""
+    for part in anatomy(model).blocks[:count]:
+        forward = part.module.forward
+        part.module.forward = partial(checkpoint, forward, use_reentrant=False)
+
+
+def build_program(
+    size: GPT2Size, rows: int, dtype: torch.dtype, config: ZeroConfig, bucket_mb: float
+) -> TrainingProgram:
+    """The model of `config`. Every rank calls it."""
+    axis = all_ranks("dp")
+    model, batch = gpt2_and_batch(size, rows, dtype)
+    recompute_blocks(model, config.recomputed_blocks(size))
+    adam: dict[str, Any] = {"lr": 1e-4, "fused": True}
+    if config.stage in (1, 2):
+        optimizer: torch.optim.Optimizer = hpnb.ZeroOptimizer(
+            model.parameters(), torch.optim.AdamW, axis, stage=config.stage, bucket_mb=bucket_mb,
+            cpu_offload=config.offload, **adam,
+        )  # fmt: skip
+        return TrainingProgram(model, model, optimizer, batch)
+    if config.stage == 3:
+        wrapped: nn.Module = hpnb.fully_shard(model, axis, cpu_offload=config.offload)
+    else:
+        wrapped = hpnb.DataParallel(model, axis, bucket_mb)
+    return TrainingProgram(model, wrapped, _adamw(model, dtype), batch)
+
+
+def serial_program(size: GPT2Size, rows: int, dtype: torch.dtype) -> TrainingProgram:
+    """The model on this rank alone: nothing is sent."""
+    model, batch = gpt2_and_batch(size, rows, dtype)
+    return TrainingProgram(model, model, _adamw(model, dtype), batch)
+
+
+def _adamw(model: nn.Module, dtype: torch.dtype) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if dtype.itemsize == 2:
+        hpnb.precision.Masters(optimizer)
+    return optimizer
+
+
+def measure_step(
+    size: GPT2Size, rows: int, dtype: torch.dtype, config: ZeroConfig, bucket_mb: float, repeats: int = 3
+) -> StepMeasurement:
     """Seconds of a step, the median, and its memory. Every rank calls it.
 
     Args:
-        repeats: steps that are timed, after the first ones.
+        repeats: steps that are timed, after the warm-up.
     """
-    built = build(size, rows, dtype, way, bucket_mb)
+    program = build_program(size, rows, dtype, config, bucket_mb)
     took = []
-    for _ in range(_WARM[hpnb.device().type] + repeats if repeats else 1):
+    for _ in range(warmup_steps() + repeats if repeats else 1):
         with hpnb.record.timeline() as recorder, recorder.span():
-            built.step()
+            program.step()
         took.append(recorder.gather().makespan)
-    with built.recording() as watcher:
-        built.step()
-    return Weighed(statistics.median(took[-repeats:]) if repeats else 0.0, watcher.profile())
+    with program.recording() as memory:
+        program.step()
+    return StepMeasurement(statistics.median(took[-repeats:]) if repeats else 0.0, memory.profile())
 
 
-def fits(size: GPT2Size, rows: int, dtype: torch.dtype, way: Way, bucket_mb: float, budget: float) -> bool:
-    """Whether a second step stays within `budget` bytes: all states are there. Every rank calls it.
+def fits_budget(
+    size: GPT2Size, rows: int, dtype: torch.dtype, config: ZeroConfig, bucket_mb: float, budget: float
+) -> bool:
+    """Whether a second step, when all states exist, stays within `budget` bytes. Every rank calls it.
 
-    It is not stopped where it does not: peaks of GPUs differ a little, and who stops leaves others waiting.
+    A step over the budget runs to its end: peaks of GPUs differ a little, and a rank that stopped alone would
+    leave the others waiting.
     """
-    return weighed(size, rows, dtype, way, bucket_mb, repeats=0).profile.peak <= budget
+    return measure_step(size, rows, dtype, config, bucket_mb, repeats=0).profile.peak <= budget
 
 
-def alone(size: GPT2Size, rows: int, dtype: torch.dtype, repeats: int = 5) -> tuple[float, float, float]:
+def time_serial_step(
+    size: GPT2Size, rows: int, dtype: torch.dtype, repeats: int = 5
+) -> tuple[float, float, float]:
     """Seconds of forward, backward and optimizer of a rank that sends nothing; the slowest rank's medians.
 
     Every rank calls it, so that they share cores and memory as they will later.
     """
-    built = by_itself(size, rows, dtype)
+    program = serial_program(size, rows, dtype)
     took: dict[str, list[float]] = {"F": [], "B": [], "compute": []}
-    for _ in range(_WARM[hpnb.device().type] + repeats):
+    for _ in range(warmup_steps() + repeats):
         with hpnb.record.timeline() as recorder:
             with recorder.span("F"):
-                loss = built.model(**built.batch).loss
+                loss = program.model(**program.batch).loss
             with recorder.span("B"):
                 loss.backward()
             with recorder.span():
-                built.optimizer.step()
-            built.optimizer.zero_grad()
+                program.optimizer.step()
+            program.optimizer.zero_grad()
         events = recorder.gather().events
         for op, times in took.items():
             times.append(max(e.duration for e in events if e.op == op))
@@ -201,27 +186,24 @@ def alone(size: GPT2Size, rows: int, dtype: torch.dtype, repeats: int = 5) -> tu
     return forward, backward, step
 
 
-def _axis() -> Axis:
-    return Mesh(Layout(dp=hpnb.world_size())).dp
-
-
 # --- predicted -------------------------------------------------------------------------------------
 
 
-def predicted(
-    size: GPT2Size, rows: int, dtype: torch.dtype, way: Way, ranks: int, bucket_mb: float = 25.0
+def predict_memory(
+    size: GPT2Size, rows: int, dtype: torch.dtype, config: ZeroConfig, ranks: int, bucket_mb: float = 25.0
 ) -> StepMemory:
     """What a step holds at its fullest on each of `ranks` ranks, by `theory.step_memory`."""
+    block = size.block(rows, None, dtype.itemsize)
     return theory.step_memory(
-        size.block(rows, None, dtype.itemsize), size.layers, size.vocab_size, size.length, ranks, way.stage,
-        recompute=way.blocks(size), offload=way.offload, bucket_bytes=bucket_mb * 2**20,
+        block, size.layers, size.vocab_size, size.length, ranks, config.stage,
+        recompute=config.recomputed_blocks(size), offload=config.offload, bucket_bytes=bucket_mb * 2**20,
     )  # fmt: skip
 
 
-def predicted_seconds(
+def predict_seconds(
     size: GPT2Size,
     dtype: torch.dtype,
-    way: Way,
+    config: ZeroConfig,
     card: MachineCard,
     base: tuple[float, float, float],
     bucket_mb: float,
@@ -230,7 +212,7 @@ def predicted_seconds(
     """{part: seconds} of a step, from what one rank alone takes and the card's link.
 
     Args:
-        base: what `alone` gave.
+        base: what `time_serial_step` returned.
         link: bytes/s to the host, for what is offloaded.
     """
     block = dtype.itemsize * size.block().parameters
@@ -240,58 +222,63 @@ def predicted_seconds(
         root_bytes=dtype.itemsize * size.parameters() - size.layers * block,
         layers=size.layers,
         ranks=card.ranks,
-        stage=way.stage,
+        stage=config.stage,
         link=card.link,
-        recompute=way.blocks(size),
+        recompute=config.recomputed_blocks(size),
         bucket_bytes=bucket_mb * 2**20,
-        host_bandwidth=link if way.offload else None,
+        host_bandwidth=link if config.offload else None,
         host_seconds=28.0 * size.parameters() / HOST_RATE,
     )
 
 
-def gather_timeline(found: theory.GatherTimeline, uses: Sequence[int], ranks: int) -> Timeline:
-    """A simulated step of stage 3 as one of its ranks has it: computing above gathers."""
+def gather_timeline(gathers: theory.GatherTimeline, uses: Sequence[int], ranks: int) -> Timeline:
+    """A simulated step of ZeRO stage 3 on one of its ranks: computing above all-gathers."""
     half, group = len(uses) // 2, tuple(range(ranks))
-    spans = zip(uses, found.starts, found.ends, strict=True)
+    spans = zip(uses, gathers.starts, gathers.ends, strict=True)
     events = [Event(0, u, "F" if k < half else "B", -1, a, b) for k, (u, a, b) in enumerate(spans)]
-    events += [Event(0, u, "all_gather", -1, a, b, "dp", 0.0, group) for u, a, b in found.gathers]
+    events += [Event(0, u, "all_gather", -1, a, b, "dp", 0.0, group) for u, a, b in gathers.gathers]
     return Timeline(tuple(events), "simulated")
 
 
-HOST_RATE = 100e9  # bytes/s of a host's memory, of which Adam moves 28 a parameter
-
-
-def largest(
-    size: GPT2Size, rows: int, dtype: torch.dtype, way: Way, ranks: int, bucket_mb: float, budget: float
+def most_blocks_predicted(
+    size: GPT2Size,
+    rows: int,
+    dtype: torch.dtype,
+    config: ZeroConfig,
+    ranks: int,
+    bucket_mb: float,
+    budget: float,
 ) -> int:
     """The most blocks of this width that are predicted to fit."""
-    count = 0
-    while predicted(replace(size, layers=count + 1), rows, dtype, way, ranks, bucket_mb).peak <= budget:
-        count += 1
-    return count
+
+    def peak(layers: int) -> float:
+        shape = replace(size, layers=layers)
+        return predict_memory(shape, rows, dtype, config, ranks, bucket_mb).peak
+
+    return next(count for count in itertools.count() if peak(count + 1) > budget)
 
 
-def largest_found(
+def most_blocks_measured(
     pool: hpnb.Ranks,
     size: GPT2Size,
     rows: int,
     dtype: torch.dtype,
-    way: Way,
+    config: ZeroConfig,
     bucket_mb: float,
     budget: float,
     start: int,
 ) -> int:
     """The most blocks that do fit: tried from `start` upwards or downwards."""
 
-    def able(layers: int) -> bool:
-        made = replace(size, layers=layers)
-        return all(pool.run(fits, made, rows, dtype, way, bucket_mb, budget))
+    def fits(layers: int) -> bool:
+        shape = replace(size, layers=layers)
+        return all(pool.run(fits_budget, shape, rows, dtype, config, bucket_mb, budget))
 
     count = max(start, 1)
-    if able(count):
-        while able(count + 1):
+    if fits(count):
+        while fits(count + 1):
             count += 1
         return count
-    while count > 1 and not able(count - 1):
+    while count > 1 and not fits(count - 1):
         count -= 1
     return count - 1

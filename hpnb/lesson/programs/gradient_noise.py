@@ -1,8 +1,9 @@
-"""How many steps a batch takes to a loss, and the two norms of each step: what notebook 05 runs on its ranks.
+"""How many steps a batch needs to a loss, and the two gradient norms of each step: what notebook 05 trains.
 
-    pool.run(noise.train, SIZE, rows, 4, 5.0)[0]      a small GPT-2, 4 rows a rank, to a test loss of 5.0
+    pool.run(gradient_noise.train, rows, test, 4, 5.0)[0]      a small GPT-2, 4 rows a rank, to a test loss of
+    5.0
 
-AdamW with a learning rate that goes with the square root of the batch: Malladi et al. 2022 (2205.10287).
+AdamW with a learning rate that grows with the square root of the batch: Malladi et al. 2022 (2205.10287).
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ import torch
 import torch.distributed as dist
 
 import hpnb
-from hpnb.mesh import Axis, Layout, Mesh
+from hpnb.lesson.programs.device_timing import all_ranks
+from hpnb.mesh import Axis
 from hpnb.models import GPT2Size
 
 SIZE = GPT2Size(hidden=64, layers=2, heads=4, mlp=256, vocab_size=509, length=32)
 RATE, ROWS = 1.4e-3, 8  # the learning rate at so many rows
-EVERY = 5  # steps between two looks at the test loss
+TEST_EVERY = 5  # steps
 
 
 @dataclass(frozen=True)
-class Run:
+class NoiseRun:
     """One training run.
 
     Attributes:
@@ -40,51 +42,56 @@ class Run:
     big: tuple[float, ...]
 
 
-def rows_of(split: str, size: int | None = None) -> torch.Tensor:
+def token_rows(split: str, size: int | None = None) -> torch.Tensor:
     """(n, 32) tokens of English, for `SIZE`."""
     text = hpnb.data.text(split, size, vocabulary=SIZE.vocab_size, block=SIZE.length)
     return torch.stack([text[i]["input_ids"] for i in range(len(text))])
 
 
-def two_norms(model: torch.nn.Module, axis: Axis, batch: Mapping[str, torch.Tensor]) -> tuple[float, float]:
+def gradient_norms(
+    model: torch.nn.Module, axis: Axis, batch: Mapping[str, torch.Tensor]
+) -> tuple[float, float]:
     """Backward of this rank's rows: (squared norm before the all-reduce, mean over ranks; and after it).
 
-    Gradients are left reduced: the mean over the ranks.
+    The gradients are then the mean over the ranks.
     """
     model.zero_grad()
     model(**batch).loss.backward()
     parameters = [p for p in model.parameters() if p.grad is not None]
     flat = torch.cat([p.grad.flatten() for p in parameters])  # type: ignore[union-attr]
-    both = torch.cat([flat, flat.square().sum()[None]])
-    dist.all_reduce(both, group=axis.group)
-    both /= axis.size
-    flat, small = both[:-1], both[-1].item()
-    for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        p.grad = part.view_as(p)
+    message = torch.cat([flat, flat.square().sum()[None]])
+    dist.all_reduce(message, group=axis.group)
+    message /= axis.size
+    flat, small = message[:-1], message[-1].item()
+    for p, gradient in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        p.grad = gradient.view_as(p)
     return small, flat.square().sum().item()
 
 
-def train(rows: torch.Tensor, test: torch.Tensor, each: int, target: float, most: int = 400) -> Run:
-    """Train SIZE from scratch on batches of `each` rows a rank. Every rank calls it, with equal arguments."""
-    axis, where = Mesh(Layout(dp=hpnb.world_size())).dp, hpnb.device()
-    model = hpnb.models.gpt2(SIZE, device=where)
+def train(
+    rows: torch.Tensor, test: torch.Tensor, rows_per_rank: int, target: float, max_steps: int = 400
+) -> NoiseRun:
+    """Train SIZE from scratch on batches of `rows_per_rank`. Every rank calls it, with equal arguments."""
+    axis, device = all_ranks("dp"), hpnb.device()
+    model = hpnb.models.gpt2(SIZE, device=device)
     model.loss_type = "ForCausalLM"  # else transformers says on stderr that it guesses this
-    batch = each * axis.size
+    batch = rows_per_rank * axis.size
     rate = RATE * (batch / ROWS) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95))
-    draw, known = torch.Generator().manual_seed(1), test.to(where)
+    generator, test_ids = torch.Generator().manual_seed(1), test.to(device)
     small, big = [], []
-    for step in range(1, most + 1):
-        chosen = torch.randint(len(rows), (batch,), generator=draw)  # the same on all ranks
-        ids = rows[chosen[axis.rank :: axis.size]].to(where)
-        norms = two_norms(model, axis, {"input_ids": ids, "labels": ids})
+    reached = False
+    for step in range(1, max_steps + 1):
+        chosen = torch.randint(len(rows), (batch,), generator=generator)  # the same on all ranks
+        ids = rows[chosen[axis.rank :: axis.size]].to(device)
+        norms = gradient_norms(model, axis, {"input_ids": ids, "labels": ids})
         small.append(norms[0])
         big.append(norms[1])
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % EVERY == 0:
+        if step % TEST_EVERY == 0:
             with torch.no_grad():
-                loss = model(input_ids=known, labels=known).loss.item()
-            if loss < target:
-                return Run(batch, step, True, tuple(small), tuple(big))
-    return Run(batch, most, False, tuple(small), tuple(big))
+                reached = model(input_ids=test_ids, labels=test_ids).loss.item() < target
+            if reached:
+                break
+    return NoiseRun(batch, step, reached, tuple(small), tuple(big))

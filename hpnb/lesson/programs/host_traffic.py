@@ -49,8 +49,7 @@ def predicted_traffic(layout: Layout, sent: Mapping[str, float]) -> RankTraffic:
 
     Args:
         sent: {axis: bytes}. Along dp and tp, what leaves a rank for the next of its group, and the last rank
-        for
-            the first; along pp, what crosses each cut, in either direction.
+            for the first; along pp, what crosses each cut, in either direction.
     """
     traffic: RankTraffic = {}
     for axis in AXES:

@@ -1,7 +1,7 @@
 """Where the seconds of a recorded step went: of a Timeline of all ranks, or put together from CPU times.
 
-    step_parts.parts_of(timeline)                      {"computing": ..., "bubble": ..., ...}
-    step_parts.replayed(seen, plan, schedule, link)    the same where ranks shared cores
+    split_step(timeline)                             {"computing": ..., "bubble": ..., ...}
+    replay_step(records, layout, schedule, link)     the same where ranks shared cores
 
 Both give seconds by `hpnb.theory.STEP_PARTS`, mean over the ranks, which add up to the step.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hpnb.mesh import ParallelLayout
 from hpnb.pipeline_parallel import Action, Schedule
@@ -19,107 +19,101 @@ from hpnb.record import Event, Message, Timeline, ring_bytes
 from hpnb.theory import STEP_PARTS, Link, seconds
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What one rank saw of its steps."""
+@dataclass
+class RankRecord:
+    """What one rank recorded of its steps.
+
+    Attributes:
+        actions, optimizer: CPU seconds of each step, where ranks share cores.
+        timelines: of each step, where they do not.
+        messages, peak: of one step; bytes.
+    """
 
     coordinates: dict[str, int]
-    actions: list[dict[Action, float]]  # of each step, where ranks share cores
-    optimizer: list[float]
-    timelines: list[Timeline]  # of each step, where they do not
-    messages: list[Message]
-    peak: float
+    actions: list[dict[Action, float]] = field(default_factory=list)
+    optimizer: list[float] = field(default_factory=list)
+    timelines: list[Timeline] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    peak: float = 0.0
 
 
-def parts_of(tl: Timeline) -> dict[str, float]:
+def split_step(tl: Timeline) -> dict[str, float]:
     """A recorded step of all ranks by STEP_PARTS: what computing does not cover is tp's, dp's, or idle."""
-    found = dict.fromkeys(STEP_PARTS, 0.0)
-    for own in tl.by_rank.values():
-        working = [e for e in own if e.op in "FIWB"]
-        stepping = [e for e in own if e.op == "optimizer"]
-        packing = [e for e in own if e.op == "compute"]
+    parts = dict.fromkeys(STEP_PARTS, 0.0)
+    for on_rank in tl.by_rank.values():
+        working = [e for e in on_rank if e.op in "FIWB"]
+        stepping = [e for e in on_rank if e.op == "optimizer"]
+        packing = [e for e in on_rank if e.op == "compute"]
         busy = _union(working + stepping + packing)
-        inline = _without(_union(e for e in own if e.axis.startswith("tp")), busy)
-        reduced = _without(_without(_union(e for e in own if e.axis.startswith("dp")), busy), inline)
-        found["computing"] += _length(_union(working))
-        found["optimizer"] += _length(_union(stepping))
-        found["exposed tp"] += _length(inline)
-        found["exposed dp"] += _length(reduced) + _length(
-            _without(_union(packing), _union(working + stepping))
-        )
-    mean = {part: took / len(tl.ranks) for part, took in found.items()}
+        tp = _without(_union(e for e in on_rank if e.axis.startswith("tp")), busy)
+        dp = _without(_without(_union(e for e in on_rank if e.axis.startswith("dp")), busy), tp)
+        parts["computing"] += _length(_union(working))
+        parts["optimizer"] += _length(_union(stepping))
+        parts["exposed tp"] += _length(tp)
+        parts["exposed dp"] += _length(dp) + _length(_without(_union(packing), _union(working + stepping)))
+    mean = {part: took / len(tl.ranks) for part, took in parts.items()}
     return {**mean, "bubble": max(0.0, tl.makespan - sum(mean.values()))}
 
 
-def replayed(seen: Sequence[Seen], plan: ParallelLayout, schedule: Schedule, link: Link) -> dict[str, float]:
+def replay_step(
+    records: Sequence[RankRecord], layout: ParallelLayout, schedule: Schedule, link: Link
+) -> dict[str, float]:
     """The parts of a step put together from CPU times, with every recorded message on `link`."""
-    p, m = plan.pp, schedule.microbatches
-    by_stage = [[each for each in seen if each.coordinates["pp"] == stage] for stage in range(p)]
+    p, last = layout.pp, schedule.microbatches - 1
+    by_stage = [[record for record in records if record.coordinates["pp"] == stage] for stage in range(p)]
     took: dict[Action, list[float]] = {}
-    for each in seen:  # which all know the whole pipeline that they are in
-        for step in each.actions:
-            for action, cost in step.items():
-                took.setdefault(action, []).append(cost)
-    middle = {action: statistics.median(costs) for action, costs in took.items()}
-    inline = [_mean(_seconds(each, "tp", link) for each in group) for group in by_stage]
-    sends = [x.bytes for each in seen for x in each.messages if x.axis == "pp" and x.op == "send"]
+    for step in (step for record in records for step in record.actions):  # a rank knows its whole pipeline
+        for action, cost in step.items():
+            took.setdefault(action, []).append(cost)
+    medians = {action: statistics.median(costs) for action, costs in took.items()}
+    tp = [statistics.mean(_seconds(record, "tp", link) for record in stage) for stage in by_stage]
+    sends = [m.bytes for record in records for m in record.messages if m.axis == "pp" and m.op == "send"]
     hop = seconds("send", max(sends), 2, link) if sends else 0.0
 
     def duration(action: Action) -> float:
-        return middle[action] + (0.0 if action.op == "W" else inline[action.stage] / (2 * m))
+        in_line = 0.0 if action.op == "W" else tp[action.stage] / (2 * (last + 1))
+        return medians[action] + in_line
 
     tl = simulate(schedule, duration, hop)
     ends = []
-    for stage in range(p):
-        own = [e for e in tl.events if e.stage == stage]
-        behind = [e.duration for e in own if e.op in "IWB" and e.microbatch == m - 1]
-        ends.append(
-            max(e.end for e in own) + _mean(_bare(each, plan, sum(behind), link) for each in by_stage[stage])
-        )
-    computing = sum(middle.values()) / p
-    tp = sum(inline) / p
-    steps = [_mean(statistics.median(each.optimizer) for each in group) for group in by_stage]
-    exposed = max(0.0, max(ends) - tl.makespan)
+    for stage, group in enumerate(by_stage):
+        events = [e for e in tl.events if e.stage == stage]
+        backward = sum(e.duration for e in events if e.op in "IWB" and e.microbatch == last)
+        exposed = statistics.mean(_exposed_dp(record, layout, backward, link) for record in group)
+        ends.append(max(e.end for e in events) + exposed)
+    computing, mean_tp = sum(medians.values()) / p, sum(tp) / p
+    steps = [statistics.mean(statistics.median(r.optimizer) for r in group) for group in by_stage]
     optimizer = sum(steps) / p
     return {
         "computing": computing,
-        "bubble": max(0.0, tl.makespan - computing - tp) + max(steps) - optimizer,
-        "exposed tp": tp,
-        "exposed dp": exposed,
+        "bubble": max(0.0, tl.makespan - computing - mean_tp) + max(steps) - optimizer,
+        "exposed tp": mean_tp,
+        "exposed dp": max(0.0, max(ends) - tl.makespan),
         "optimizer": optimizer,
     }
 
 
-def _seconds(seen: Seen, axis: str, link: Link, ops: tuple[str, ...] = ()) -> float:
-    """Of this rank's messages along `axis`, one after the other."""
+def _seconds(record: RankRecord, axis: str, link: Link, ops: tuple[str, ...] = ()) -> float:
+    """Seconds of this rank's collectives along `axis`, one after the other."""
     total = 0.0
-    for x in seen.messages:
-        if (
-            x.axis.startswith(axis)
-            and (not ops or x.op in ops)
-            and len(x.group) > 1
-            and x.op not in ("send", "receive")
-        ):
-            total += seconds(x.op, x.bytes / ring_bytes(x.op, 1.0, len(x.group)), len(x.group), link)
+    for m in record.messages:
+        ranks, wanted = len(m.group), not ops or m.op in ops
+        if m.axis.startswith(axis) and wanted and ranks > 1 and m.op not in ("send", "receive"):
+            total += seconds(m.op, m.bytes / ring_bytes(m.op, 1.0, ranks), ranks, link)
     return total
 
 
-def _bare(seen: Seen, plan: ParallelLayout, behind: float, link: Link) -> float:
-    """Seconds of dp's messages that stick out of a backward of `behind` seconds."""
-    if plan.dp == 1:
+def _exposed_dp(record: RankRecord, layout: ParallelLayout, backward: float, link: Link) -> float:
+    """Seconds of dp's messages that a backward of `backward` seconds leaves exposed."""
+    if layout.dp == 1:
         return 0.0
-    reduced = [x for x in seen.messages if x.axis == "dp" and x.op in ("all_reduce", "reduce_scatter")]
-    total = _seconds(seen, "dp", link, ("all_reduce", "reduce_scatter"))
-    gathered = _seconds(seen, "dp", link, ("all_gather",))
-    n = max(1, len(reduced))
-    first = max(total / n, total - (n - 1) * behind / n)
-    if plan.zero_stage == 3:  # a gather of each unit hides behind the one before, forward and backward
-        return total / n + gathered / n + max(0.0, total + gathered - 1.5 * behind)
-    return first + gathered
-
-
-def _mean(values: Iterable[float]) -> float:
-    return statistics.mean(values)
+    reductions = ("all_reduce", "reduce_scatter")
+    count = max(1, sum(m.axis == "dp" and m.op in reductions for m in record.messages))
+    reduced = _seconds(record, "dp", link, reductions)
+    gathered = _seconds(record, "dp", link, ("all_gather",))
+    if layout.zero_stage == 3:  # a gather of each unit overlaps with the unit before, forward and backward
+        return (reduced + gathered) / count + max(0.0, reduced + gathered - 1.5 * backward)
+    return max(reduced / count, reduced - (count - 1) * backward / count) + gathered
 
 
 # --- spans -----------------------------------------------------------------------------------------------
@@ -128,28 +122,28 @@ Spans = list[tuple[float, float]]
 
 
 def _union(events: Iterable[Event]) -> Spans:
-    found: Spans = []
+    spans: Spans = []
     for start, end in sorted((e.start, e.end) for e in events):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if spans and start <= spans[-1][1]:
+            spans[-1] = spans[-1][0], max(spans[-1][1], end)
         else:
-            found.append((start, end))
-    return found
+            spans.append((start, end))
+    return spans
 
 
 def _without(spans: Spans, others: Spans) -> Spans:
-    """What of `spans` no other covers; both as `_union` gives them."""
-    found: Spans = []
+    """What of `spans` no other covers; both as `_union` returns them."""
+    uncovered: Spans = []
     for start, end in spans:
         for a, b in others:
             if b <= start or a >= end:
                 continue
             if a > start:
-                found.append((start, a))
+                uncovered.append((start, a))
             start = max(start, b)
         if start < end:
-            found.append((start, end))
-    return found
+            uncovered.append((start, end))
+    return uncovered
 
 
 def _length(spans: Spans) -> float:

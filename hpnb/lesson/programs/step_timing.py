@@ -1,16 +1,17 @@
-"""A training step in pieces of time: what was computed when, which bucket was ready when, what was exposed.
+"""A training step in pieces of time: what was computed when, when each bucket was ready, what was exposed.
 
-    alone = step_timing.backward(model, loss, bucket_mb=25)      on a rank: nothing is sent
-    alone.on(link, ranks)                                       the same step on any link, as a Timeline
-    step_timing.record(model, loss)                            a step that does send, as a Timeline of all
+    alone = time_backward(model, loss, bucket_mb=25)    on a rank: nothing is sent
+    alone.on(link, ranks)                               the same step on any link, as a Timeline
+    record_step(model, loss)                            a step that does send, as a Timeline of all ranks
 
 Of several repeats the one with the median duration counts. Nothing here imports matplotlib before it draws.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -23,17 +24,18 @@ from hpnb.theory import Link, overlap
 
 Loss = Callable[[], torch.Tensor]
 READY = "ready"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Backward:
-    """One step of one rank on which nothing was sent. Seconds from its start, bytes.
+    """One step of one rank in which nothing was sent. Seconds from its start, bytes.
 
     Attributes:
         forward: when the forward ended.
         end: when the backward ended.
         ready: when each bucket of gradients was full, in the order in which they are sent.
-        nbytes: of each.
+        nbytes: of each bucket.
     """
 
     forward: float
@@ -43,12 +45,12 @@ class Backward:
 
     def exposed(self, link: Link, ranks: int, during: bool = True) -> float:
         """Seconds by which the all-reduces of the buckets prolong the step."""
-        return overlap(self._leaves(during), self.nbytes, ranks, link, self.end).exposed
+        return overlap(self._send_times(during), self.nbytes, ranks, link, self.end).exposed
 
     def share(self, link: Link, ranks: int, during: bool = True) -> float:
-        """The same as a share of the step, 0 to 1."""
-        bare = self.exposed(link, ranks, during)
-        return bare / (self.end + bare)
+        """Exposed communication as a share of the step, 0 to 1."""
+        exposed = self.exposed(link, ranks, during)
+        return exposed / (self.end + exposed)
 
     def on(self, link: Link, ranks: int, during: bool = True) -> Timeline:
         """The step on `link`, as any one of `ranks` equal ranks would have it; "simulated".
@@ -56,40 +58,38 @@ class Backward:
         Args:
             during: send a bucket when it is full; else all of them after the backward.
         """
-        found = overlap(self._leaves(during), self.nbytes, ranks, link, self.end)
+        sent = overlap(self._send_times(during), self.nbytes, ranks, link, self.end)
         group = tuple(range(ranks))
-        events = [
-            Event(0, -1, "F", -1, 0.0, self.forward),
-            Event(0, -1, "B", -1, self.forward, self.end),
-        ]
-        for start, end, size in zip(found.starts, found.ends, self.nbytes, strict=True):
-            sent = hpnb.record.ring_bytes("all_reduce", size, ranks)
-            events.append(Event(0, -1, "all_reduce", -1, start, end, "dp", sent, group))
+        events = [Event(0, -1, "F", -1, 0.0, self.forward), Event(0, -1, "B", -1, self.forward, self.end)]
+        for start, end, size in zip(sent.starts, sent.ends, self.nbytes, strict=True):
+            ring = hpnb.record.ring_bytes("all_reduce", size, ranks)
+            events.append(Event(0, -1, "all_reduce", -1, start, end, "dp", ring, group))
         return Timeline(tuple(events), "simulated")
 
-    def _leaves(self, during: bool) -> tuple[float, ...]:
+    def _send_times(self, during: bool) -> tuple[float, ...]:
         return self.ready if during else (self.end,) * len(self.ready)
 
 
-def backward(module: torch.nn.Module, loss: Loss, bucket_mb: float = 25.0, repeats: int = 5) -> Backward:
+def time_backward(module: torch.nn.Module, loss: Loss, bucket_mb: float = 25.0, repeats: int = 5) -> Backward:
     """Time a step of this rank alone, and when each bucket of `DataParallel(module, bucket_mb=...)` is full.
 
     Call it on all ranks, so that they share cores and memory as they will later. Gradients are dropped.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     buckets = assign_buckets(reversed(trained), bucket_mb)
-    where = {p: i for i, bucket in enumerate(buckets) for p in bucket.parameters}
-    found: list[Backward] = []
+    bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket.parameters}
+    sizes = tuple(float(bucket.nbytes) for bucket in buckets)
+    steps: list[Backward] = []
     for _ in range(repeats + 1):
         missing = [len(bucket.parameters) for bucket in buckets]
         with hpnb.record.timeline() as recorder:
 
-            def grown(p: torch.nn.Parameter, missing: list[int] = missing, to: Recorder = recorder) -> None:
-                missing[where[p]] -= 1
-                if not missing[where[p]]:
-                    to.begin(Event(hpnb.rank(), -1, READY, where[p], 0.0, 0.0))()
+            def mark(p: torch.nn.Parameter, missing: list[int] = missing, to: Recorder = recorder) -> None:
+                missing[bucket_of[p]] -= 1
+                if not missing[bucket_of[p]]:
+                    to.begin(Event(hpnb.rank(), -1, READY, bucket_of[p], 0.0, 0.0))()
 
-            hooks = attach(trained, grown)
+            hooks = attach(trained, mark)
             try:
                 _forward_and_backward(loss, recorder)
             finally:
@@ -98,12 +98,25 @@ def backward(module: torch.nn.Module, loss: Loss, bucket_mb: float = 25.0, repea
         module.zero_grad(set_to_none=True)
         events = recorder.events()
         by_op = {e.op: e for e in events if e.op != READY}
-        zero = by_op["F"].start
-        ready = {e.microbatch: e.end - zero for e in events if e.op == READY}
+        start = by_op["F"].start
+        ready = {e.microbatch: e.end - start for e in events if e.op == READY}
         times = tuple(ready[i] for i in range(len(buckets)))
-        sizes = tuple(float(bucket.nbytes) for bucket in buckets)
-        found.append(Backward(by_op["F"].end - zero, by_op["B"].end - zero, times, sizes))
-    return sorted(found[1:], key=lambda one: one.end)[repeats // 2]
+        steps.append(Backward(by_op["F"].end - start, by_op["B"].end - start, times, sizes))
+    return median_by(steps[1:], lambda step: step.end)
+
+
+def record_step(module: torch.nn.Module, loss: Loss, repeats: int = 5) -> Timeline:
+    """Record forward, backward and whatever travels: the Timeline of all ranks, of the median repeat.
+
+    Every rank calls it. Gradients are dropped after each repeat.
+    """
+    timelines = []
+    for _ in range(repeats + 1):
+        with hpnb.record.timeline() as recorder:
+            _forward_and_backward(loss, recorder)
+        timelines.append(recorder.gather().shifted())
+        module.zero_grad(set_to_none=True)
+    return median_by(timelines[1:], lambda tl: tl.makespan)
 
 
 def _forward_and_backward(loss: Loss, recorder: Recorder) -> None:
@@ -114,21 +127,15 @@ def _forward_and_backward(loss: Loss, recorder: Recorder) -> None:
         value.backward()
 
 
-def record(module: torch.nn.Module, loss: Loss, repeats: int = 5) -> Timeline:
-    """Record forward, backward and whatever travels: the Timeline of all ranks, of the median repeat.
-
-    Every rank calls it. Gradients are dropped after each repeat.
-    """
-    found = []
-    for _ in range(repeats + 1):
-        with hpnb.record.timeline() as recorder:
-            _forward_and_backward(loss, recorder)
-        found.append(recorder.gather().shifted())
-        module.zero_grad(set_to_none=True)
-    return sorted(found[1:], key=lambda tl: tl.makespan)[repeats // 2]
+# --- over timelines and tensors ----------------------------------------------------------------------
 
 
-def exposed(tl: Timeline) -> float:
+def median_by(items: Sequence[T], seconds: Callable[[T], float]) -> T:
+    """The item in the middle; of an even number, the later one of the two."""
+    return sorted(items, key=seconds)[len(items) // 2]
+
+
+def exposed_seconds(tl: Timeline) -> float:
     """Seconds in which a rank communicates and computes nothing, mean over the ranks."""
     from hpnb.plot.lanes import exposed_parts
 
@@ -136,16 +143,16 @@ def exposed(tl: Timeline) -> float:
     return sum(parts) / len(tl.ranks)
 
 
-def computing(tl: Timeline) -> float:
+def compute_seconds(tl: Timeline) -> float:
     """Seconds in which a rank computes, mean over the ranks."""
     return sum(tl.work(rank) for rank in tl.ranks) / len(tl.ranks)
 
 
-def distance(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> float:
+def relative_distance(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> float:
     """|| a - b || / || b || over all of them together, in float64."""
     pairs = [
         (a.detach().double().cpu(), b.detach().double().cpu()) for a, b in zip(tensors, others, strict=True)
     ]
-    apart = sum(float((a - b).square().sum()) for a, b in pairs)
-    whole = sum(float(b.square().sum()) for _, b in pairs)
-    return (apart / whole) ** 0.5 if whole else float(apart > 0)
+    difference = sum(float((a - b).square().sum()) for a, b in pairs)
+    norm = sum(float(b.square().sum()) for _, b in pairs)
+    return (difference / norm) ** 0.5 if norm else float(difference > 0)

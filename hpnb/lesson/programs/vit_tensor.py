@@ -1,11 +1,11 @@
-"""What notebook 03 runs on its ranks: a ViT whose matrices are cut, its gradients compared, its blocks timed.
+"""What notebook 03 runs on its ranks: a ViT in tensor parallelism, its gradients compared, its blocks timed.
 
-    pool.run(tensors.block_timeline, SIZE, 16, torch.float32)[0]          F, I, W and what is sent
-    pool.run(tensors.per_block, SIZE, 16, torch.float32, "2d")[0]         bytes that a block sends and keeps
-    pool.run(tensors.block_seconds, SIZE, 16, torch.float32, modes)[0]    seconds, modes taking turns
+    pool.run(vit_tensor.record_block, SIZE, 16, torch.float32)[0]          F, I, W and what is sent
+    pool.run(vit_tensor.measure_block, SIZE, 16, torch.float32, "2d")[0]   bytes that a block sends and keeps
+    pool.run(vit_tensor.time_blocks, SIZE, 16, torch.float32, modes)[0]    seconds, modes taking turns
 
-In a Timeline from here I is all of the backward that somebody upstream waits for, W the gradients of matrices
-that were put off (`hpnb.tensor_parallel.async_all_reduce`). Nothing here imports matplotlib before it draws.
+In a Timeline from here I is all of the backward that an earlier layer waits for, and W is the weight
+gradients that were deferred (`hpnb.tensor_parallel.async_all_reduce`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import hpnb
 from hpnb import theory
 from hpnb.lesson import ledger
 from hpnb.lesson.machine_card import MachineCard
-from hpnb.lesson.programs import vit_pipeline
-from hpnb.lesson.programs.step_timing import distance
-from hpnb.mesh import Axis, Layout, Mesh
+from hpnb.lesson.programs.device_timing import Batch, all_ranks, vit_and_batch, warmup_steps
+from hpnb.lesson.programs.step_timing import median_by, relative_distance
+from hpnb.mesh import Axis, Layout
 from hpnb.models import SIZES, ViTSize
 from hpnb.record import Timeline
 from hpnb.record.recorder import Recorder, recording
@@ -35,20 +35,17 @@ from hpnb.tensor_parallel import full_gradients, parallelize
 from hpnb.tensor_parallel.async_all_reduce import DeferredWeightGrad
 from hpnb.theory import Block
 
-Batch = Mapping[str, torch.Tensor]
-_WARM = {"cpu": 1, "cuda": 3}  # steps before the first that counts
-
 
 def tensor_axis() -> Axis:
     """All ranks, along tp."""
-    return Mesh(Layout(tp=hpnb.world_size())).tp
+    return all_ranks("tp")
 
 
 # --- a step, recorded -------------------------------------------------------------------------------
 
 
-class _Apart(Recorder):
-    """A recorder of which a span of computing ends where the rank itself carries a communication."""
+class ExclusiveRecorder(Recorder):
+    """A recorder in which a span of computing ends where the rank itself carries a communication."""
 
     @contextmanager
     def span(
@@ -67,34 +64,34 @@ class _Apart(Recorder):
             yield
 
 
-def record(model: nn.Module, forward: Callable[[], torch.Tensor], repeats: int = 5) -> Timeline:
+def record_step(model: nn.Module, forward: Callable[[], torch.Tensor], repeats: int = 5) -> Timeline:
     """A forward and its backward on all ranks, and what travels: the repeat with the median makespan.
 
-    Every rank calls it, with a model that `parallelize` has cut. Gradients are dropped.
+    Every rank calls it, with a model that `parallelize` has split. Gradients are dropped.
     """
-    found = []
-    for _ in range(_WARM[hpnb.device().type] + repeats):
-        recorder = _Apart()
+    timelines = []
+    for _ in range(warmup_steps() + repeats):
+        recorder = ExclusiveRecorder()
         with recording(recorder), _weight_gradients(recorder):
             with recorder.span("F"):
                 y = forward()
             seed = torch.ones_like(y)
             with recorder.span("I"):
                 y.backward(seed)
-        found.append(closed(recorder.gather().shifted()))
+        timelines.append(close_gaps(recorder.gather().shifted()))
         model.zero_grad(set_to_none=True)
-    return sorted(found[-repeats:], key=lambda tl: tl.makespan)[repeats // 2]
+    return median_by(timelines[-repeats:], lambda tl: tl.makespan)
 
 
-def closed(tl: Timeline, gap: float = 1 / 300) -> Timeline:
+def close_gaps(tl: Timeline, gap: float = 1 / 300) -> Timeline:
     """Compute after compute without a gap, where that is shorter than `gap` of the makespan.
 
-    Between two spans a rank looks at the clock, and that is no waiting.
+    Between two spans a rank only reads the clock, and that is no waiting.
     """
     events = []
-    for own in tl.by_rank.values():
-        compute = [e for e in own if e.is_compute]
-        events += [e for e in own if not e.is_compute]
+    for on_rank in tl.by_rank.values():
+        compute = [e for e in on_rank if e.is_compute]
+        events += [e for e in on_rank if not e.is_compute]
         for e, after in pairwise(compute):
             near = 0 <= after.start - e.end < gap * tl.makespan
             events.append(replace(e, end=after.start) if near else e)
@@ -104,26 +101,26 @@ def closed(tl: Timeline, gap: float = 1 / 300) -> Timeline:
 
 @contextmanager
 def _weight_gradients(recorder: Recorder) -> Iterator[None]:
-    """Inside, gradients that were put off are "W"."""
-    plain = DeferredWeightGrad.gradients
+    """Inside, deferred weight gradients are recorded as "W"."""
+    original = DeferredWeightGrad.gradients
 
     def gradients(
         deferred: DeferredWeightGrad, weight: bool, bias: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         with recorder.paused(), recorder.span("W"):
-            return plain(deferred, weight, bias)
+            return original(deferred, weight, bias)
 
     DeferredWeightGrad.gradients = gradients  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
-        DeferredWeightGrad.gradients = plain  # type: ignore[method-assign]
+        DeferredWeightGrad.gradients = original  # type: ignore[method-assign]
 
 
 def blocks(
     size: ViTSize, images: int, dtype: torch.dtype, mode: str = "1d"
 ) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-    """A ViT that is cut by `mode`, and the forward of its blocks alone, on hidden states that are drawn.
+    """A ViT split by `mode`, and the forward of its blocks alone on random hidden states.
 
     Every rank calls it.
 
@@ -131,7 +128,7 @@ def blocks(
         images: rows of the whole batch.
         mode: "1d", "1d+sp" for sequence parallelism, "2d", ...
     """
-    model, _ = vit_pipeline.vit_and_batch(size, 1, dtype)
+    model, _ = vit_and_batch(size, 1, dtype)
     parallelize(model, tensor_axis(), mode.removesuffix("+sp"), mode.endswith("+sp"))
     layers: Any = model.get_submodule("vit.layers")
     width = layers[0].layernorm_before.weight.numel()  # of this rank
@@ -146,14 +143,14 @@ def blocks(
     return model, forward
 
 
-def block_timeline(
+def record_block(
     size: ViTSize, images: int, dtype: torch.dtype, mode: str = "1d", repeats: int = 5
 ) -> Timeline:
     """Record forward and backward of one of `size`'s blocks. Every rank calls it."""
-    return record(*blocks(replace(size, layers=1), images, dtype, mode), repeats)
+    return record_step(*blocks(replace(size, layers=1), images, dtype, mode), repeats)
 
 
-def spent(tl: Timeline, ops: Iterable[str] | None = None) -> float:
+def mean_seconds(tl: Timeline, ops: Iterable[str] | None = None) -> float:
     """Seconds of events of these kinds ("FIW"; None: of what is sent), mean over the ranks."""
     wanted = None if ops is None else frozenset(ops)
     chosen = (e for e in tl.events if (not e.is_compute if wanted is None else e.op in wanted))
@@ -163,44 +160,44 @@ def spent(tl: Timeline, ops: Iterable[str] | None = None) -> float:
 # --- gradients, compared ----------------------------------------------------------------------------
 
 
-def vit64(size: ViTSize) -> Any:
+def float64_vit(size: ViTSize) -> Any:
     """A float64 ViT of three classes; biases and norms are not 0 and 1, where a mistake would not show."""
     model = hpnb.models.vit(size, classes=3, dtype=torch.float64)
-    draw = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() < 2:
-                p.add_(0.1 * torch.randn(p.shape, generator=draw, dtype=p.dtype))
+                p.add_(0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
     return model.to(hpnb.device())
 
 
-def gradients_of_one(size: ViTSize, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
-    """(loss, {parameter: gradient}) of one process's vit64, in the order in which the backward has them."""
-    model = vit64(size)
-    found: dict[str, torch.Tensor] = {}
+def serial_gradients(size: ViTSize, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+    """(loss, {parameter: gradient}) of one process's float64_vit, in the order of the backward."""
+    model = float64_vit(size)
+    gradients: dict[str, torch.Tensor] = {}
 
     def complete(name: str, p: torch.Tensor) -> None:
         assert p.grad is not None
-        found[name] = p.grad
+        gradients[name] = p.grad
 
     for name, p in model.named_parameters():
         p.register_post_accumulate_grad_hook(partial(complete, name))
     loss = model(**batch).loss
     loss.backward()
-    return float(loss.detach()), found
+    return float(loss.detach()), gradients
 
 
 def gradient_errors(model: nn.Module, right: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """{module: || g - g_right || / || g_right ||}, from the loss down. Every rank calls it.
 
-    A module's bias and weight count together, for the gradient of a key's bias is zero but for rounding.
+    A module's bias and weight count together, because the gradient of a key's bias is only rounding.
     """
-    found = full_gradients(model)
+    gradients = full_gradients(model)
     modules: dict[str, list[str]] = {}
     for name in right:
         modules.setdefault(name.rpartition(".")[0], []).append(name)
     return {
-        module: distance([found[name] for name in names], [right[name] for name in names])
+        module: relative_distance([gradients[name] for name in names], [right[name] for name in names])
         for module, names in modules.items()
     }
 
@@ -208,7 +205,7 @@ def gradient_errors(model: nn.Module, right: Mapping[str, torch.Tensor]) -> dict
 # --- one block, by the difference of two models -----------------------------------------------------
 
 
-def per_block(
+def measure_block(
     size: ViTSize,
     images: int,
     dtype: torch.dtype,
@@ -218,33 +215,33 @@ def per_block(
 ) -> tuple[float, float]:
     """(bytes that leave this rank, bytes kept from forward to backward) of one block; every rank calls it.
 
-    A ViT of two blocks less one of one block: what lies around the blocks cancels.
+    A ViT of two blocks less one of one block: everything outside the blocks cancels.
     """
-    found = []
+    sent, kept = [], []
     for layers in (1, 2):
-        model, batch = vit_pipeline.vit_and_batch(replace(size, layers=layers), images, dtype)
+        model, batch = vit_and_batch(replace(size, layers=layers), images, dtype)
         parallelize(model, tensor_axis(), mode, sequence_parallel, depth)
         with hpnb.record.traffic() as traffic:
             model(**batch).loss.backward()
         with hpnb.record.memory(model) as recorder:
             loss = model(**batch).loss
         del loss
-        found.append((traffic.total, recorder.profile().peak_of("activations")))
-    (sent, kept), (more, most) = found
-    return more - sent, float(most - kept)
+        sent.append(traffic.total)
+        kept.append(recorder.profile().peak_of("activations"))
+    return sent[1] - sent[0], float(kept[1] - kept[0])
 
 
-def block_seconds(
+def time_blocks(
     size: ViTSize, images: int, dtype: torch.dtype, modes: Sequence[str], repeats: int = 5
 ) -> dict[str, float]:
     """{mode: seconds of forward and backward of one of `size`'s blocks}, the median; modes take turns.
 
     Every rank calls it. The arguments are those of `blocks`.
     """
-    made = {mode: blocks(size, images, dtype, mode) for mode in modes}
+    programs = {mode: blocks(size, images, dtype, mode) for mode in modes}
     took: dict[str, list[float]] = {mode: [] for mode in modes}
-    for _ in range(_WARM[hpnb.device().type] + repeats):
-        for mode, (model, forward) in made.items():
+    for _ in range(warmup_steps() + repeats):
+        for mode, (model, forward) in programs.items():
             with hpnb.record.timeline() as recorder, recorder.span():
                 y = forward()
                 y.backward(torch.ones_like(y))
@@ -253,62 +250,66 @@ def block_seconds(
     return {mode: statistics.median(times[-repeats:]) for mode, times in took.items()}
 
 
-# --- modes that race on four ranks ------------------------------------------------------------------
+# --- modes side by side on four ranks ---------------------------------------------------------------
 
-Raced = dict[tuple[ViTSize, int], dict[str, float]]
+ModeSeconds = dict[tuple[ViTSize, int], dict[str, float]]
 """{(size, images): {mode: seconds of one block}}"""
 
 
-def four(pool: hpnb.Ranks) -> tuple[hpnb.Ranks, ViTSize, torch.dtype]:
-    """(four ranks, on GPUs if there are as many; a ViT that is worth their while; its numbers).
+def four_ranks(pool: hpnb.Ranks) -> tuple[hpnb.Ranks, ViTSize, torch.dtype]:
+    """(four ranks, on GPUs if there are as many; a ViT that keeps them busy; its dtype).
 
     Args:
         pool: ranks on the default device; they are the four if they are four.
     """
-    square = pool if len(pool.members) == 4 else hpnb.Ranks(4)
+    ranks = pool if len(pool.members) == 4 else hpnb.Ranks(4)
     if hpnb.ranks.choose_device("auto", 4).device == "cuda":
-        return square, SIZES["l16"], torch.bfloat16
-    return square, ViTSize(256, 8, 8, 1024, 8, 32), torch.float32
+        return ranks, SIZES["l16"], torch.bfloat16
+    return ranks, ViTSize(256, 8, 8, 1024, 8, 32), torch.float32
 
 
-def race(square: hpnb.Ranks, shape: ViTSize, dtype: torch.dtype, modes: Sequence[str]) -> Raced:
+def time_modes(ranks: hpnb.Ranks, shape: ViTSize, dtype: torch.dtype, modes: Sequence[str]) -> ModeSeconds:
     """Seconds of a block of two widths and a few batches in each mode, modes taking turns."""
     large = dtype == torch.bfloat16
-    head = 64 if large else 16  # wide
-    found: Raced = {}
+    head_width = 64 if large else 16
+    seconds: ModeSeconds = {}
     for hidden in (shape.hidden, 4 * shape.hidden if large else shape.hidden // 4):
-        size = replace(shape, hidden=hidden, heads=hidden // head, mlp=4 * hidden, layers=2 if large else 1)
+        layers, heads = (2 if large else 1), hidden // head_width
+        size = replace(shape, hidden=hidden, heads=heads, mlp=4 * hidden, layers=layers)
         for images in (4, 32, 256) if large else (8, 64):
-            found[size, images] = square.run(block_seconds, size, images, dtype, modes, 5 if large else 3)[0]
-    return found
+            repeats = 5 if large else 3
+            seconds[size, images] = ranks.run(time_blocks, size, images, dtype, modes, repeats)[0]
+    return seconds
 
 
-def predicted(raced: Raced, card: MachineCard, dtype: torch.dtype) -> Raced:
-    """The same by `theory.block_seconds`: matmuls at the card's rate, messages on its link, none hidden."""
+def predict_modes(measured: ModeSeconds, card: MachineCard, dtype: torch.dtype) -> ModeSeconds:
+    """The same by `theory.block_seconds`: matmuls at the card's rate, messages on its link, no overlap."""
     return {
         (size, images): {
-            mode: _block_seconds(size.block(images, dtype.itemsize), mode, card) for mode in modes
+            mode: _predict_block(size.block(images, dtype.itemsize), mode, card) for mode in modes
         }
-        for (size, images), modes in raced.items()
+        for (size, images), modes in measured.items()
     }
 
 
-def _block_seconds(block: Block, mode: str, card: MachineCard) -> float:
-    plain = mode.removesuffix("+sp")
-    return theory.block_seconds(block, plain, card.ranks, card.link, card.matmul, 1, mode != plain).total
+def _predict_block(block: Block, mode: str, card: MachineCard) -> float:
+    grid = mode.removesuffix("+sp")
+    return theory.block_seconds(block, grid, card.ranks, card.link, card.matmul, 1, mode != grid).total
 
 
-def write_down(square: hpnb.Ranks, raced: Raced, told: Raced, card: MachineCard, dtype: torch.dtype) -> None:
+def add_to_ledger(
+    ranks: hpnb.Ranks, measured: ModeSeconds, predicted: ModeSeconds, card: MachineCard, dtype: torch.dtype
+) -> None:
     """A row of the ledger for each mode, of the first width and the second batch: bytes, and seconds."""
-    (size, images), seconds = list(raced.items())[1]
+    (size, images), seconds = list(measured.items())[1]
     block = size.block(images, dtype.itemsize)
     for mode, took in seconds.items():
-        plain = mode.removesuffix("+sp")
-        sent, kept = square.run(per_block, size, images, dtype, plain, mode != plain)[0]
+        grid = mode.removesuffix("+sp")
+        sent, kept = ranks.run(measure_block, size, images, dtype, grid, mode != grid)[0]
         quantities = {
-            "sent (B)": (theory.block_sent(block, plain, 4, 1, mode != plain).bytes(), sent),
-            "kept (B)": (theory.activation_bytes(block, plain, 4, 1, mode != plain), kept),
-            "forward and backward (s)": (told[size, images][mode], took),
+            "sent (B)": (theory.block_sent(block, grid, 4, 1, mode != grid).bytes(), sent),
+            "kept (B)": (theory.activation_bytes(block, grid, 4, 1, mode != grid), kept),
+            "forward and backward (s)": (predicted[size, images][mode], took),
         }
         name = f"one block of {size.hidden}, {str(dtype)[6:]}, {images} images, {mode}"
         ledger.add("03", Layout(tp=4), name, quantities, card.hardware)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from hpnb.bench.whole import files
+from hpnb.bench import result_files
 from hpnb.mesh import ParallelLayout
 from hpnb.theory import Link
 from hpnb.theory.cluster import Cluster, GPTRun, calibrated, cluster_parts, tflops
@@ -103,7 +103,8 @@ def benchmarked_runs() -> dict[str, BenchmarkedRun]:
     Raises:
         ValueError: no results of one GPU are kept.
     """
-    results = next((r for r in files.newest(files.read()) if (r.what, r.ranks) == ("gpt2-xl", 2)), None)
+    newest = result_files.newest(result_files.read())
+    results = next((r for r in newest if (r.what, r.ranks) == ("gpt2-xl", 2)), None)
     if results is None or "one" not in results.layouts:
         raise ValueError("the package keeps no results of GPT-2 XL on one and two GPUs to be predicted")
     two_gpus = GPTRun(1600, 48, 20, 32, 1024, 50257, recompute=False, fused_attention=True)

@@ -1,19 +1,21 @@
-"""Pipeline parallelism: the layers of a model dealt out to ranks, microbatches walking through them.
+"""Pipeline parallelism: a model is partitioned into stages, and microbatches pass through them.
 
-schedule.py         Action, Schedule: what every rank does, in order, as plain data
-schedules.py        those of the literature
-check.py            can it be run?
-simulate.py         what would it take, with given costs?
+schedule.py         Schedule: what every rank does, in order; action_lists.py: the lists as plain data
+schedules.py        the schedules of the literature
+check.py            can it be run? draw_grid.py shows where not
+simulate.py         what each rank does when, given the cost of each action
 
-layers.py           what a model is cut from
-partition.py        where to cut, layer_costs.py by what
-stages.py           what one rank holds
+layers.py           the layers of a model
+partition.py        which stage gets which layers; layer_costs.py: by what
+stages.py           the layers that one rank has; tied_weights.py: weights that several stages use
 
-pipeline.py         Pipeline: what a training loop calls
-executor.py         one rank's list, action by action
-split_backward.py   I and W
-transfers.py        from rank to rank
-boundary.py, microbatches.py, loss.py, grad_ready.py, tied_weights.py, step_result.py
+pipeline.py         Pipeline: what a training loop calls; step_result.py: what a step returns
+executor.py         runs one rank's list (rank_schedule.py), action by action
+transfers.py        messages between ranks; symmetric_transfers.py: by the copy engines of GPUs
+step_messages.py    the messages of one step; boundary.py: their shapes
+microbatches.py     splits a batch, counts targets; loss.py: the exact loss of the whole batch
+split_backward.py   I and W; weight_gradients.py: of which modules
+grad_ready.py       when a gradient may be reduced
 """
 
 from __future__ import annotations

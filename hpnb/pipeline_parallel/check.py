@@ -1,40 +1,46 @@
-"""Can a schedule be run? A proof by doing it, on paper.
+"""Prove that a schedule can be run, by going through its lists.
 
-What the executor promises keeps the proof short. From each rank to each other there is one queue, in the
-order of the sender's list. A send is complete only when it is received, but nobody waits for that; and before
-an action its rank posts all receives of the queue up to the one that the action needs. So what has been sent
-arrives, and what is left that can go wrong is in the lists:
+The executor's promises keep the proof short. From each rank to each other there is one queue, in the order of
+the sender's list. No rank waits until its message is received. Before an action, its rank posts all receives
+of a queue up to the one that it needs. So everything that is sent arrives, and only the lists can be wrong:
 
-    a stage on two ranks; an action that is missing, and with it a message that nobody sends or nobody
-    receives; an action that comes twice; one that comes before what it needs on the same rank;
-    and ranks that wait for each other in a circle
+    a stage is on two ranks; an action is missing, and with it a message that nobody sends or nobody receives;
+    an action comes twice; one comes before what it needs on the same rank;
+    or ranks wait for each other in a circle
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
-from hpnb.pipeline_parallel.schedule import Action, Schedule, ScheduleError
-
-_WIDTH = 160  # characters that a grid may have before its middle is left out
-Place = tuple[int, int]  # (rank, step of its list)
+from hpnb.pipeline_parallel.action_lists import Action, ActionLists, ScheduleError
+from hpnb.pipeline_parallel.draw_grid import Position, draw_lists
 
 
-def check(schedule: Schedule) -> None:
+def check(schedule: ActionLists) -> None:
     """Prove that every rank gets through its list.
 
     Raises:
         ScheduleError: with rank, step, reason and the lists, the fault marked.
     """
-    for test in (_are_actions, _have_one_rank, _come_once, _are_all_there, _are_in_order, _meet):
+    for test in (
+        _check_actions,
+        _check_one_rank_a_stage,
+        _check_once,
+        _check_complete,
+        _check_order_on_rank,
+        _check_no_circle,
+    ):
         test(schedule)
 
 
-def _error(schedule: Schedule, place: Place, reason: str, also: Collection[Place] = ()) -> ScheduleError:
-    return ScheduleError(*place, reason, _lists(schedule, {place, *also}))
+def _error(
+    schedule: ActionLists, position: Position, reason: str, also: Collection[Position] = ()
+) -> ScheduleError:
+    return ScheduleError(*position, reason, draw_lists(schedule, {position, *also}))
 
 
-def _are_actions(schedule: Schedule) -> None:
+def _check_actions(schedule: ActionLists) -> None:
     if not schedule.ranks:
         raise ScheduleError(0, 0, "the schedule has no ranks")
     for rank, row in enumerate(schedule.actions):
@@ -46,8 +52,8 @@ def _are_actions(schedule: Schedule) -> None:
                 raise _error(schedule, (rank, step), reason)
 
 
-def _have_one_rank(schedule: Schedule) -> None:
-    first: dict[int, Place] = {}
+def _check_one_rank_a_stage(schedule: ActionLists) -> None:
+    first: dict[int, Position] = {}
     for rank, row in enumerate(schedule.actions):
         for step, a in enumerate(row):
             home, at = first.setdefault(a.stage, (rank, step))
@@ -61,7 +67,7 @@ def _have_one_rank(schedule: Schedule) -> None:
             raise _error(schedule, first[after], reason)
 
 
-def _come_once(schedule: Schedule) -> None:
+def _check_once(schedule: ActionLists) -> None:
     for rank, row in enumerate(schedule.actions):
         seen: dict[tuple[int, str, int], tuple[int, Action]] = {}
         for step, a in enumerate(row):
@@ -73,22 +79,22 @@ def _come_once(schedule: Schedule) -> None:
                     raise _error(schedule, (rank, step), reason, [(rank, before)])
 
 
-def _are_all_there(schedule: Schedule) -> None:
-    where = schedule.where
+def _check_complete(schedule: ActionLists) -> None:
+    positions = schedule.positions
     for stage in range(schedule.stages):
         for k in range(schedule.microbatches):
             f, i, w, b = (Action(stage, op, k) for op in ("F", "I", "W", "B"))
-            if f in where and (b in where or (i in where and w in where)):
+            if f in positions and (b in positions or (i in positions and w in positions)):
                 continue
-            missing = f if f not in where else w if i in where else i if w in where else b
-            has = [a for a in ((i,) if missing == w else (f, b, i, w)) if a in where]
+            missing = f if f not in positions else w if i in positions else i if w in positions else b
+            has = [a for a in ((i,) if missing == w else (f, b, i, w)) if a in positions]
             rank = schedule.rank_of[stage]
-            place = where[has[0]] if has else (rank, len(schedule.actions[rank]))
+            position = positions[has[0]] if has else (rank, len(schedule.actions[rank]))
             here = f"{has[0]} is here, and {missing} is missing" if has else f"{missing} is missing"
-            raise _error(schedule, place, here + _left_alone(schedule, missing))
+            raise _error(schedule, position, here + _describe_partner(schedule, missing))
 
 
-def _left_alone(schedule: Schedule, missing: Action) -> str:
+def _describe_partner(schedule: ActionLists, missing: Action) -> str:
     """Who sends to, or waits for, an action that is missing, in words."""
     if missing.op == "W":
         return ": nobody computes that weight gradient"
@@ -99,24 +105,24 @@ def _left_alone(schedule: Schedule, missing: Action) -> str:
         (missing.stage + onward, "nobody sends what {} waits for"),
     ):
         for action in (Action(stage, op, missing.microbatch) for op in ops):  # type: ignore[arg-type]
-            if action in schedule.where:
-                rank, step = schedule.where[action]
+            if action in schedule.positions:
+                rank, step = schedule.positions[action]
                 return f": {words.format(f'{action} (rank {rank}, step {step})')}"
     return ""
 
 
-def _are_in_order(schedule: Schedule) -> None:
+def _check_order_on_rank(schedule: ActionLists) -> None:
     for rank, row in enumerate(schedule.actions):
         for step, a in enumerate(row):
             for need in schedule.needs(a):
-                home, later = schedule.where[need]
+                home, later = schedule.positions[need]
                 if home == rank and later > step:
                     reason = f"{a} needs {need}, which this rank does later, at step {later}"
                     raise _error(schedule, (rank, step), reason, [(rank, later)])
 
 
-def _meet(schedule: Schedule) -> None:
-    steps = _steps_done(schedule)
+def _check_no_circle(schedule: ActionLists) -> None:
+    steps = schedule.steps_done
     rank = next((r for r, row in enumerate(schedule.actions) if steps[r] < len(row)), None)
     if rank is None:
         return
@@ -124,88 +130,17 @@ def _meet(schedule: Schedule) -> None:
     while rank not in waits:  # who waits, waits for one who waits: follow that until it comes round
         action = schedule.actions[rank][steps[rank]]
         for need in schedule.needs(action):
-            home, step = schedule.where[need]
+            home, step = schedule.positions[need]
             if step >= steps[home]:
                 waits[rank] = action, need
-        rank = schedule.where[waits[rank][1]][0]
+        rank = schedule.positions[waits[rank][1]][0]
     circle = list(waits)[list(waits).index(rank) :]
     start = circle.index(min(circle))
     circle = circle[start:] + circle[:start]
     words = []
     for r in circle:
         action, need = waits[r]
-        home, step = schedule.where[need]
+        home, step = schedule.positions[need]
         words.append(f"rank {r} waits at step {steps[r]} with {action} for {need}, rank {home}'s step {step}")
     places = [(r, steps[r]) for r in circle]
     raise _error(schedule, places[0], f"a circle: {'; '.join(words)}", places)
-
-
-def _steps_done(schedule: Schedule) -> list[int]:
-    """How far each rank gets."""
-    steps = [0] * schedule.ranks
-    for rank, step, _ in schedule.order:
-        steps[rank] = step + 1
-    return steps
-
-
-# --- the grid --------------------------------------------------------------------------------------
-
-
-def grid(schedule: Schedule) -> str:
-    """A row a rank, a column a step: each action takes one step and starts as soon as it can.
-
-    Where ranks wait for each other for ever: the lists side by side, marked where each rank waits.
-    """
-    steps = _steps_done(schedule)
-    if stuck := {(r, steps[r]) for r, row in enumerate(schedule.actions) if steps[r] < len(row)}:
-        return _lists(schedule, stuck)
-    free, ends = [0] * schedule.ranks, dict[Action, int]()
-    cells: dict[Place, str] = {}
-    for rank, _, action in schedule.order:
-        start = max([free[rank], *(ends[need] for need in schedule.needs(action))])
-        cells[rank, start] = str(action)
-        free[rank] = ends[action] = start + 1
-    return _table(cells, schedule.ranks, max(free, default=0), idle=".")
-
-
-def _lists(schedule: Schedule, marks: Collection[Place]) -> str:
-    """The lists side by side, a column a step of the list; what is marked in brackets."""
-    cells = {(rank, step): str(a) for rank, row in enumerate(schedule.actions) for step, a in enumerate(row)}
-    for mark in marks:
-        cells[mark] = f"[{cells.get(mark, ' ')}]"
-    columns = 1 + max((step for _, step in cells), default=0)
-    return _table(cells, schedule.ranks, columns, idle="", keep=[step for _, step in marks])
-
-
-def _table(cells: dict[Place, str], ranks: int, columns: int, idle: str, keep: Sequence[int] = ()) -> str:
-    """Rows of cells under their column's number; with too many columns, "..." instead of some."""
-    width = max([len(str(columns)), *map(len, cells.values())])
-    label = len(f"rank {ranks - 1}")
-    shown = _shown(columns, (_WIDTH - label) // (width + 1), keep)
-
-    def line(name: str, cell: dict[int, str]) -> str:
-        texts = ["..." if c is None else cell.get(c, idle).center(width) for c in shown]
-        return f"{name:<{label}} {' '.join(texts)}".rstrip()
-
-    rows: list[dict[int, str]] = [{} for _ in range(ranks)]
-    for (rank, column), text in cells.items():
-        rows[rank][column] = text
-    head = line("step", {c: str(c) for c in range(columns)})
-    return "\n".join([head, *(line(f"rank {rank}", row) for rank, row in enumerate(rows))])
-
-
-def _shown(columns: int, room: int, keep: Sequence[int]) -> list[int | None]:
-    """The columns to show: all, or both ends and what is near those to keep. None is a gap."""
-    if columns <= room:
-        return list(range(columns))
-    part = room // (3 if keep else 2)
-    near = part // (2 * len(keep)) if keep else 0
-    chosen = {*range(part), *range(columns - part, columns)}
-    for column in keep:
-        chosen |= set(range(max(0, column - near), min(columns, column + near + 1)))
-    shown: list[int | None] = []
-    for column in sorted(chosen):
-        if column and column - 1 not in chosen:
-            shown.append(None)
-        shown.append(column)
-    return shown

@@ -1,215 +1,39 @@
-"""A pipeline schedule is plain data: for each rank, the list of what it does, in order.
+"""A pipeline schedule: the action lists of all ranks, which can be checked, simulated, drawn and executed.
 
-    rank 0   0F0 0F1 0B0 0B1            Action(stage, op, microbatch), written stage-op-microbatch
-    rank 1   1F0 1B0 1F1 1B1
+    action_lists.py   Action, and the lists as plain data
+    check.py          proves that every rank gets through its list
+    simulate.py       predicts what each rank does when
+    schedules.py      makes the schedules of the literature
+    executor.py       runs one rank's list
 
-    F   forward                          needs the activation of the stage before
-    I   gradient of the stage's input    needs the gradient from the stage after, and the own F
-    W   gradient of its weights          needs the own I
-    B   both at once
-
-Nothing else is written down: which rank has which stage, who sends what to whom, and when memory can be let
-go all follow from the lists. The same object is checked (`check.py`), simulated (`simulate.py`), executed
-(`executor.py`) and drawn; `schedules.py` makes those of the literature.
+There is no second description of a schedule anywhere.
 """
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, cast
 
-from hpnb.record import Timeline
-
-if TYPE_CHECKING:
-    from hpnb.pipeline_parallel.simulate import Costs
-
-Op = Literal["F", "I", "W", "B"]
-_WRITTEN = re.compile(r"(\d+)([FIWB])(\d+)")
+from hpnb.pipeline_parallel.action_lists import Action, ActionLists, Op, ScheduleError
+from hpnb.pipeline_parallel.check import check
+from hpnb.pipeline_parallel.draw_grid import draw_grid
+from hpnb.pipeline_parallel.simulate import Costs, replay, simulate
+from hpnb.record.timeline import Source, Timeline
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Action:
-    """One thing that the rank of a stage does with one microbatch."""
-
-    stage: int
-    op: Op
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.op}{self.microbatch}"
-
-    @classmethod
-    def parse(cls, written: str) -> Action:
-        """ "2F0" -> Action(2, "F", 0).
-
-        Raises:
-            ValueError: anything else.
-        """
-        found = _WRITTEN.fullmatch(written.strip())
-        if found is None:
-            raise ValueError(
-                f"{written!r} is no action; write stage, F, I, W or B, and microbatch, such as 2F0"
-            )
-        return cls(int(found[1]), cast(Op, found[2]), int(found[3]))
-
-    @property
-    def needs(self) -> tuple[Action, ...]:
-        """What must be done before, wherever. `Schedule.needs` knows where the pipeline ends, too."""
-        s, m = self.stage, self.microbatch
-        if self.op == "F":
-            return (Action(s - 1, "F", m),) if s else ()
-        if self.op == "W":
-            return (Action(s, "I", m),)
-        return Action(s, "F", m), Action(s + 1, self.op, m)
-
-
-class ScheduleError(ValueError):
-    """A schedule that cannot be run: at `.rank`, in `.step` of its list, for `.reason`; `.grid` shows it."""
-
-    def __init__(self, rank: int, step: int, reason: str, grid: str = "") -> None:
-        super().__init__(f"rank {rank}, step {step}: {reason}" + (f"\n{grid}" if grid else ""))
-        self.rank, self.step, self.reason, self.grid = rank, step, reason, grid
-
-    def __reduce__(self) -> tuple[type[ScheduleError], tuple[object, ...]]:
-        return ScheduleError, (self.rank, self.step, self.reason, self.grid)
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """What every rank of a pipeline does, in order.
+class Schedule(ActionLists):
+    """What every rank of a pipeline does, in order. Any lists make a Schedule; `check` proves that it runs.
 
     Args:
         actions: a list a rank, of Actions or of their written form: ["0F0 0B0", "1F0 1B0"].
         name: for titles.
 
-    Any lists make a Schedule; `check` says whether they can be run.
-
     Raises:
         ValueError: something that is not a written action.
     """
 
-    actions: tuple[tuple[Action, ...], ...]
-    name: str = "custom"
-
-    def __init__(self, actions: Iterable[str | Iterable[Action | str]], name: str = "custom") -> None:
-        rows = (row.split() if isinstance(row, str) else row for row in actions)
-        lists = tuple(tuple(Action.parse(a) if isinstance(a, str) else a for a in row) for row in rows)
-        object.__setattr__(self, "actions", lists)
-        object.__setattr__(self, "name", name)
-
-    def __reduce__(self) -> tuple[type[Schedule], tuple[object, ...]]:
-        return Schedule, (self.actions, self.name)  # what follows from the lists need not travel
-
-    # --- what follows from the lists ---------------------------------------------------------------
-
-    @property
-    def ranks(self) -> int:
-        return len(self.actions)
-
-    @cached_property
-    def stages(self) -> int:
-        return 1 + max((a.stage for row in self.actions for a in row), default=-1)
-
-    @cached_property
-    def microbatches(self) -> int:
-        return 1 + max((a.microbatch for row in self.actions for a in row), default=-1)
-
-    @cached_property
-    def where(self) -> dict[Action, tuple[int, int]]:
-        """{action: (the rank that does it, at which step of its list)}."""
-        return {a: (rank, step) for rank, row in enumerate(self.actions) for step, a in enumerate(row)}
-
-    @cached_property
-    def rank_of(self) -> dict[int, int]:
-        """{stage: the rank that has it}."""
-        return {a.stage: rank for rank, row in enumerate(self.actions) for a in row}
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank, in order."""
-        return tuple(sorted({a.stage for a in self.actions[rank]}))
-
-    @cached_property
-    def chunks(self) -> int:
-        """Stages a rank, at most."""
-        return max((len(self.stages_of(rank)) for rank in range(self.ranks)), default=0)
-
-    @cached_property
-    def splits(self) -> bool:
-        """Whether backwards are split into I and W."""
-        return any(a.op == "I" for row in self.actions for a in row)
-
-    def needs(self, action: Action) -> tuple[Action, ...]:
-        """What must be done before `action`: its `needs`, as far as there are such stages.
-
-        The stage after may do B where this one does I, or the other way round: either sends the gradient.
-        """
-        if (known := self._needs.get(action)) is not None:
-            return known
-        needs = tuple(need for need in action.needs if need.stage < self.stages)
-        if len(needs) == 2 and needs[1] not in self.where:
-            after = needs[1]
-            needs = needs[0], Action(after.stage, "I" if after.op == "B" else "B", after.microbatch)
-        self._needs[action] = needs
-        return needs
-
-    @cached_property
-    def _needs(self) -> dict[Action, tuple[Action, ...]]:
-        return {}  # filled as asked for: check and simulation ask again and again
-
-    def receiver(self, action: Action) -> int | None:
-        """The stage that gets a message from `action`: the next of an F, the one before of an I or B."""
-        if action.op == "W":
-            return None
-        stage = action.stage + (1 if action.op == "F" else -1)
-        return stage if 0 <= stage < self.stages else None
-
-    @cached_property
-    def queues(self) -> dict[tuple[int, int], tuple[Action, ...]]:
-        """{(source rank, destination rank): the actions whose results travel, in the sender's order}.
-
-        Between two stages of one rank nothing travels.
-        """
-        found: dict[tuple[int, int], list[Action]] = defaultdict(list)
-        for source, row in enumerate(self.actions):
-            for action in row:
-                stage = self.receiver(action)
-                if stage is not None and (target := self.rank_of.get(stage, source)) != source:
-                    found[source, target].append(action)
-        return {pair: tuple(found[pair]) for pair in sorted(found)}
-
-    @cached_property
-    def order(self) -> tuple[tuple[int, int, Action], ...]:
-        """Every (rank, step, action) in an order in which they can be done, each rank keeping to its list.
-
-        Ends early where all the ranks that have something left wait for each other.
-        """
-        order: list[tuple[int, int, Action]] = []
-        done: set[Action] = set()
-        steps = [0] * self.ranks
-        waiting: dict[Action, list[int]] = {}  # {what has to be done first: the ranks that wait for it}
-        awake = list(range(self.ranks))
-        while awake:
-            rank = awake.pop()
-            while steps[rank] < len(self.actions[rank]):
-                action = self.actions[rank][steps[rank]]
-                missing = next((need for need in self.needs(action) if need not in done), None)
-                if missing is not None:
-                    waiting.setdefault(missing, []).append(rank)
-                    break
-                order.append((rank, steps[rank], action))
-                done.add(action)
-                steps[rank] += 1
-                awake += waiting.pop(action, ())
-        return tuple(order)
-
-    # --- what can be done with them ----------------------------------------------------------------
-
     def check(self) -> None:
-        """Prove that every rank gets through its list. See `hpnb.pipeline_parallel.check`.
+        """Prove that every rank gets through its list.
 
         Raises:
             ScheduleError: with rank, step, reason and the grid, the fault marked.
@@ -218,24 +42,40 @@ class Schedule:
 
     @cached_property
     def _checked(self) -> bool:
-        from hpnb.pipeline_parallel.check import check
-
         check(self)
         return True
 
     def simulate(self, costs: Costs | None = None) -> Timeline:
-        """What each rank does when, if actions cost `costs`. See `hpnb.pipeline_parallel.simulate`.
+        """Predict what each rank does when, if actions cost `costs`; by default 1 s each.
 
         Raises:
             ScheduleError: a schedule that cannot be run.
             ValueError: costs of another number of stages.
         """
-        from hpnb.pipeline_parallel.simulate import Costs, simulate
-
+        self.check()
         return simulate(self, Costs() if costs is None else costs)
+
+    def replay(
+        self, duration: Callable[[Action], float], transfer: float = 0.0, source: Source = "simulated"
+    ) -> Timeline:
+        """Predict what each rank does when, if each action takes `duration(action)` seconds.
+
+        Args:
+            transfer: seconds from the end of an action to when another rank can use its result.
+            source: what the Timeline says that it is.
+
+        Raises:
+            ScheduleError: a schedule that cannot be run.
+        """
+        self.check()
+        return replay(self, duration, transfer, source)
 
     def __str__(self) -> str:
         """A grid: a row a rank, a column a step in which all that can is done, if each action takes one."""
-        from hpnb.pipeline_parallel.check import grid
+        return draw_grid(self)
 
-        return grid(self)
+    def __reduce__(self) -> tuple[type[Schedule], tuple[object, ...]]:
+        return Schedule, (self.actions, self.name)  # what follows from the lists need not be sent
+
+
+__all__ = ["Action", "Op", "Schedule", "ScheduleError"]

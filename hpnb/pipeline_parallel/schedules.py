@@ -1,35 +1,40 @@
-"""The schedules of the literature, each from a few words a rank.
+"""The schedules of the literature. Each is one short function that writes the list of one rank.
 
-A rank's list is written as words without numbers, "F F B F B B": the k-th F is the forward of the k-th
-microbatch, and so on. With two chunks on a rank, F0 and F1 are forwards of its first and its second. A bare W
-is the weight gradient that has waited longest. Numbering the words gives the list.
+A list is written as words without numbers, "F F B F B B": the k-th F is the forward of microbatch k, and so
+on. With two chunks on a rank, F0 and F1 are forwards of its first and its second. A bare W is the weight
+gradient that has waited longest. `_number_words` turns the words into actions.
 
-Some patterns need more microbatches than there are. They are made with as many as they need, and those that
-do not exist are then left out: what is left keeps its order, so if the whole can be run, so can the rest.
+Read `one_f_one_b` first. Every rank has a warm-up of forwards, a steady state of one forward and one backward
+in turn, and a cool-down of backwards; the schedules differ in how long the warm-up is, and in what fills it.
 
-With p ranks, rank r, m microbatches, v chunks a rank, and F, I, W the costs of a rank's whole share:
+Some patterns need more microbatches than there are. They are written with as many as they need, and those
+that do not exist are then left out. What is left keeps its order, so if all of it can be run, so can this.
 
-    name            the longest rank's idle time        activations held, in whole shares
-    gpipe           (p-1)(F+I+W)                        m
-    1f1b            (p-1)(F+I+W)                        p - r
-    interleaved     (p-1)(F+I+W)/v                      p + (p-1)/v at most
-    breadth-first   (p-1)(F+I+W)/v                      m
-    zb-h1           (p-1)(F+I-W)                        p
-    zb-h2           (p-1)(F+I-2W)                       2p - 1
-    zb-v            0                if F = I = W       p
-    dualpipe-v      (p-1)(F+I-W)/2   if about equal     p + 1/2
+With p ranks, rank r, m microbatches, v chunks a rank, and F, I, W the costs of all of a rank's stages:
 
-Idle time is counted between the rank's own first start and last end, and never below 0; it holds without
-transfer and for m large enough (interleaved: a multiple of p).
+    name            idle time of the rank with the longest span     in-flight microbatches, of all of a rank
+    gpipe           (p-1)(F+I+W)                                    m
+    1f1b            (p-1)(F+I+W)                                    p - r
+    interleaved     (p-1)(F+I+W)/v                                  p + (p-1)/v at most
+    breadth-first   (p-1)(F+I+W)/v                                  m
+    zb-h1           (p-1)(F+I-W)                                    p
+    zb-h2           (p-1)(F+I-2W)                                   2p - 1
+    zb-v            0                if F = I = W                   p
+    dualpipe-v      (p-1)(F+I-W)/2   if about equal                 p + 1/2
+
+Idle time is counted between the rank's first start and last end, and never below 0. The formulas hold without
+transfer times and for m large enough (interleaved: a multiple of p).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import cast
 
-from hpnb.pipeline_parallel.schedule import Action, Op, Schedule
+from hpnb.pipeline_parallel.action_lists import Action, Op
+from hpnb.pipeline_parallel.schedule import Schedule
 
 
 def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -39,8 +44,8 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule
         name: one of `NAMES`.
         stages: of the whole pipeline, so there are stages // chunks ranks.
         microbatches: 1 or more; "dualpipe-v" needs two a rank.
-        chunks: stages a rank. "interleaved" and "breadth-first" deal them out in turn, stage s to rank
-            s % ranks. "zb-v" and "dualpipe-v" have two, laid out as a V: rank r has stages r and
+        chunks: stages a rank. "interleaved" and "breadth-first" give them to the ranks in turn, stage s to
+            rank s % ranks. "zb-v" and "dualpipe-v" have two, laid out as a V: rank r has stages r and
             2 * ranks - 1 - r, so rank 0 has both ends.
 
     Raises:
@@ -60,100 +65,127 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule
     if stages % chunks:
         below = stages // chunks * chunks
         nearest = f"{below} or {below + chunks}" if below else f"{chunks}"
-        raise ValueError(f"stages={stages} cannot be dealt out {chunks} to a rank; use {nearest} stages")
-    ranks = stages // chunks
-    if name == "dualpipe-v" and microbatches < 2 * ranks:
+        raise ValueError(f"{stages} stages cannot be split into {chunks} a rank; use {nearest} stages")
+    num_ranks = stages // chunks
+    if name == "dualpipe-v" and microbatches < 2 * num_ranks:
         raise ValueError(
-            f"dualpipe-v on {ranks} ranks needs two microbatches a rank: use {2 * ranks} or more, not "
-            f"{microbatches}; zb-v takes any number"
+            f"dualpipe-v on {num_ranks} ranks needs two microbatches a rank: use {2 * num_ranks} or more, "
+            f"not {microbatches}; zb-v takes any number"
         )
     rows = []
-    for rank in range(ranks):
-        mine = [rank, 2 * ranks - 1 - rank] if name in _V_SHAPED else range(rank, stages, ranks)
-        rows.append(_MAKERS[name](ranks, rank, microbatches, mine))
+    for rank in range(num_ranks):
+        v_shape = (rank, 2 * num_ranks - 1 - rank)
+        in_turn = tuple(range(rank, stages, num_ranks))
+        row = PipelineRank(num_ranks, rank, microbatches, v_shape if name in _V_SHAPED else in_turn)
+        rows.append(_MAKERS[name](row))
     return Schedule(rows, name)
 
 
-# A maker gives the list of rank r of p, for m microbatches, with `mine` the stages of that rank.
+@dataclass(frozen=True)
+class PipelineRank:
+    """The rank whose list is written.
+
+    Attributes:
+        stages: the numbers of its stages; chunk c is stage `stages[c]`.
+    """
+
+    num_ranks: int
+    rank: int
+    num_microbatches: int
+    stages: tuple[int, ...]
+
+    @property
+    def ranks_after(self) -> int:
+        return self.num_ranks - self.rank - 1
 
 
 # --- one chunk a rank ------------------------------------------------------------------------------
 
 
-def gpipe(p: int, r: int, m: int, mine: Sequence[int]) -> Iterator[Action]:
+def gpipe(row: PipelineRank) -> Iterator[Action]:
     """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965)."""
-    return _number("F " * m + "B " * m, mine, m)
+    return _number_words("F " * row.num_microbatches + "B " * row.num_microbatches, row)
 
 
-def one_f_one_b(p: int, r: int, m: int, mine: Sequence[int]) -> Iterator[Action]:
-    """A backward as soon as there can be one (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1).
+def one_f_one_b(row: PipelineRank) -> Iterator[Action]:
+    """One forward, one backward in turn (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1).
 
-        rank 0 of 4   F F F F       B F B F B F B   B   B   B
-        rank 3              F B F B F B F B F B ...
+                      warm-up     steady state    cool-down
+        rank 0 of 4   F F F . . . F B F B F B ... B . B . B
+        rank 3 of 4   . . .       F B F B F B ...
 
-    As long as gpipe, and never more than p - r activations.
+    A rank warms up with one forward for each rank after it: its first backward can only come when the last
+    rank has sent one back. As long as gpipe, but with at most num_ranks - rank in-flight microbatches.
     """
-    warmup = min(p - r - 1, m)
-    return _number("F " * warmup + "F B " * (m - warmup) + "B " * warmup, mine, m)
+    num_warmup_microbatches = min(row.ranks_after, row.num_microbatches)
+    num_steady_microbatches = row.num_microbatches - num_warmup_microbatches
+    warmup = "F " * num_warmup_microbatches
+    steady = "F B " * num_steady_microbatches
+    cooldown = "B " * num_warmup_microbatches
+    return _number_words(warmup + steady + cooldown, row)
 
 
-def zb_h1(p: int, r: int, m: int, mine: Sequence[int]) -> Iterator[Action]:
+def zb_h1(row: PipelineRank) -> Iterator[Action]:
     """Weight gradients wait until the rank has nothing better to do (Qi et al. 2024, arXiv 2401.10241, 2.1).
 
-    1F1B, with W on rank r lagging r microbatches behind I: the activations that those hold are the ones that
-    rank 0 holds and rank r does not.
+    1F1B, with W on rank r r microbatches behind I. The waiting activations fill the memory that 1F1B takes on
+    rank 0 and leaves free on rank r.
     """
-    return _zero_bubble(p - r, r, m, mine)
+    return _zero_bubble(row, num_warmup_microbatches=row.ranks_after + 1, num_delayed=row.rank)
 
 
-def zb_h2(p: int, r: int, m: int, mine: Sequence[int]) -> Iterator[Action]:
-    """Forwards enough to start with that nobody ever waits (Qi et al. 2024, arXiv 2401.10241, 2.2).
+def zb_h2(row: PipelineRank) -> Iterator[Action]:
+    """A warm-up so long that no rank ever waits (Qi et al. 2024, arXiv 2401.10241, 2.2).
 
-    Not idle at all if F = I = W, for nearly twice the activations.
+    No idle time at all if F = I = W, for nearly twice the activations.
     """
-    return _zero_bubble(2 * (p - r) - 1, 2 * r, m, mine)
+    return _zero_bubble(row, num_warmup_microbatches=2 * row.ranks_after + 1, num_delayed=2 * row.rank)
 
 
-def _zero_bubble(ahead: int, lag: int, m: int, mine: Sequence[int]) -> Iterator[Action]:
-    """`ahead` forwards, then I, W and F in turn, W `lag` microbatches behind I."""
-    full = max(m, lag)
-    steady = "I F " * lag + "I W F " * (full - lag)
-    return _number("F " * ahead + steady + "W " * lag, mine, m)
+def _zero_bubble(row: PipelineRank, num_warmup_microbatches: int, num_delayed: int) -> Iterator[Action]:
+    """A warm-up of forwards, then I, W and F in turn, with W `num_delayed` microbatches behind I."""
+    num_microbatches = max(row.num_microbatches, num_delayed)
+    warmup = "F " * num_warmup_microbatches
+    steady = "I F " * num_delayed + "I W F " * (num_microbatches - num_delayed)
+    return _number_words(warmup + steady + "W " * num_delayed, row)
 
 
-# --- any number of chunks a rank, dealt out in turn ------------------------------------------------
+# --- any number of chunks a rank, given to the ranks in turn ----------------------------------------
 
 
-def interleaved(p: int, r: int, m: int, mine: Sequence[int]) -> Iterator[Action]:
+def interleaved(row: PipelineRank) -> Iterator[Action]:
     """1F1B over v chunks, p microbatches at a time (arXiv 2104.04473, section 2.2.2).
 
         microbatch   0 1 2 3 0 1 2 3 4 5 6 7 4 5 6 7       p = 4, v = 2: the order of the forwards;
         chunk        0 0 0 0 1 1 1 1 0 0 0 0 1 1 1 1       backwards the same, chunk 1 before chunk 0
 
-    To fill the pipeline takes a chunk's time a rank, not v; the price is v times as many messages. The last
-    group of microbatches may be smaller than p.
+    Filling the pipeline takes the time of one chunk a rank instead of v; the price is v times as many
+    messages. The last group of microbatches may be smaller than p.
     """
-    v = len(mine)
+    p, v = row.num_ranks, len(row.stages)
     if v == 1:
-        return one_f_one_b(p, r, m, mine)
-    full = -(-m // p) * p
-    order = [(c, g + k) for g in range(0, full, p) for c in range(v) for k in range(p)]
-    forward = [Action(mine[c], "F", k) for c, k in order]
-    backward = [Action(mine[v - 1 - c], "B", k) for c, k in order]
-    warmup = min(2 * (p - r - 1) + (v - 1) * p, full * v)
-    steady = (a for pair in zip(forward[warmup:], backward, strict=False) for a in pair)
-    row = [*forward[:warmup], *steady, *backward[full * v - warmup :]]
-    return (a for a in row if a.microbatch < m)
+        return one_f_one_b(row)
+    num_microbatches = -(-row.num_microbatches // p) * p
+    groups = range(0, num_microbatches, p)
+    order = [(chunk, first + k) for first in groups for chunk in range(v) for k in range(p)]
+    forwards = [Action(row.stages[chunk], "F", microbatch) for chunk, microbatch in order]
+    backwards = [Action(row.stages[v - 1 - chunk], "B", microbatch) for chunk, microbatch in order]
+    num_warmup = min(2 * row.ranks_after + (v - 1) * p, len(forwards))  # forwards of one chunk each
+    num_steady = len(forwards) - num_warmup
+    steady = (a for pair in zip(forwards[num_warmup:], backwards, strict=False) for a in pair)
+    actions = [*forwards[:num_warmup], *steady, *backwards[num_steady:]]
+    return (a for a in actions if a.microbatch < row.num_microbatches)
 
 
-def breadth_first(p: int, r: int, m: int, mine: Sequence[int]) -> Iterator[Action]:
+def breadth_first(row: PipelineRank) -> Iterator[Action]:
     """All microbatches through one chunk, then through the next (Lamy-Poirier 2023, arXiv 2211.05953).
 
-    As short as interleaved, and what happens once a chunk (gathering its weights, reducing its gradients) has
-    all of the chunk's microbatches to hide behind.
+    As long as interleaved. What happens once a chunk (gathering its weights, reducing its gradients) overlaps
+    with all of the chunk's microbatches.
     """
-    yield from (Action(stage, "F", k) for stage in mine for k in range(m))
-    yield from (Action(stage, "B", k) for stage in reversed(mine) for k in range(m))
+    microbatches = range(row.num_microbatches)
+    yield from (Action(stage, "F", k) for stage in row.stages for k in microbatches)
+    yield from (Action(stage, "B", k) for stage in reversed(row.stages) for k in microbatches)
 
 
 # --- two chunks a rank, there and back -------------------------------------------------------------
@@ -163,30 +195,32 @@ def breadth_first(p: int, r: int, m: int, mine: Sequence[int]) -> Iterator[Actio
 #              7 6 5 4
 
 
-def zb_v(p: int, r: int, m: int, mine: Sequence[int]) -> Iterator[Action]:
-    """As little idle as zb-h2, as few activations as zb-h1 (ZB-V of Qi et al., arXiv 2401.10241)."""
-    full = max(m, 2 * p - 1)
+def zb_v(row: PipelineRank) -> Iterator[Action]:
+    """As little idle time as zb-h2, as few activations as zb-h1 (ZB-V of Qi et al., arXiv 2401.10241)."""
+    p, r = row.num_ranks, row.rank
+    num_microbatches = max(row.num_microbatches, 2 * p - 1)
     words = (
-        "F0 " * (2 * (p - r) - 1)  # go down until the first comes back up,
-        + "F1 F0 " * r  # meet it,
+        "F0 " * (2 * (p - r) - 1)  # send microbatches down until the first comes back up,
+        + "F1 F0 " * r  # take it up,
         + "F1 I1 W " * (p - r)  # and send it back as a gradient
-        + "F0 I0 W F1 I1 W " * (full - 2 * p + r + 1)
+        + "F0 I0 W F1 I1 W " * (num_microbatches - 2 * p + r + 1)
         + "I0 W F1 I1 W " * (p - r - 1)  # the last forwards are on their way up,
-        + "I0 I1 " * r  # the last gradients first of all,
-        + "I0 W " * (p - r)  # and what has waited fills the gaps
+        + "I0 I1 " * r  # the last gradients go first,
+        + "I0 W " * (p - r)  # and the weight gradients that waited fill the gaps
         + "W " * (2 * r)
     )
-    return _number(words, mine, m)
+    return _number_words(words, row)
 
 
-def dualpipe_v(p: int, r: int, m: int, mine: Sequence[int]) -> Iterator[Action]:
+def dualpipe_v(row: PipelineRank) -> Iterator[Action]:
     """DualPipe (DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1) cut in half: one direction, folded.
 
-    It pairs an F0 with a B1 and an F1 with a B0, for kernels of the one to hide messages of the other. Here a
-    rank does one action after the other, F before B, and a pair takes the time of both. Then half of zb-h1's
-    idle time is left where F, I and W are about equal, and what it has over zb-v is the pairs.
+    It pairs an F0 with a B1 and an F1 with a B0, so that kernels of one overlap messages of the other. Here a
+    rank does one action after the other, F before B, and a pair takes the time of both. That leaves half of
+    zb-h1's idle time where F, I and W are about equal; the pairs are what it has over zb-v.
     """
-    last = [f"{op}{chunk}" for op in "BI" for chunk in (1, 0) * (r + 1)]
+    p, r, m = row.num_ranks, row.rank, row.num_microbatches
+    last_backwards = [f"{op}{chunk}" for op in "BI" for chunk in (1, 0) * (r + 1)]
     half = r + 1  # of the last backwards; the later half is split
     words = (
         "F0 " * (2 * (p - r - 1))
@@ -194,34 +228,34 @@ def dualpipe_v(p: int, r: int, m: int, mine: Sequence[int]) -> Iterator[Action]:
         + "I1 W F1 " * (p - r - 1)
         + "F0 B1 F1 B0 " * (m - 2 * p + r + 1)
         + "B1 F1 B0 " * (p - r - 1)
-        + " ".join(last[:half] + last[-half:])
+        + " ".join(last_backwards[:half] + last_backwards[-half:])
         + " W I0" * (p - r - 1)
         + " W" * (r + 1)
     )
-    return _number(words, mine, m)
+    return _number_words(words, row)
 
 
-# --- words -----------------------------------------------------------------------------------------
+# --- from words to actions -------------------------------------------------------------------------
 
 
-def _number(words: str, mine: Sequence[int], m: int) -> Iterator[Action]:
-    """Words such as F, I1 and W, numbered; microbatches from m on do not exist."""
-    count: dict[tuple[bool, int], int] = defaultdict(int)
-    waiting: deque[Action] = deque()
+def _number_words(words: str, row: PipelineRank) -> Iterator[Action]:
+    """Number words such as F, I1 and W, and leave out the microbatches that do not exist."""
+    next_microbatch: dict[tuple[bool, int], int] = defaultdict(int)  # by forward or backward, and stage
+    waiting: deque[Action] = deque()  # weight gradients whose I is done
     for word in words.split():
         if word == "W":
             action = waiting.popleft()
         else:
-            op, stage = cast(Op, word[0]), mine[int(word[1:] or 0)]
-            action = Action(stage, op, count[op == "F", stage])
-            count[op == "F", stage] += 1
+            op, stage = cast(Op, word[0]), row.stages[int(word[1:] or 0)]
+            action = Action(stage, op, next_microbatch[op == "F", stage])
+            next_microbatch[op == "F", stage] += 1
             if op == "I":
                 waiting.append(Action(stage, "W", action.microbatch))
-        if action.microbatch < m:
+        if action.microbatch < row.num_microbatches:
             yield action
 
 
-_MAKERS: dict[str, Callable[[int, int, int, Sequence[int]], Iterable[Action]]] = {
+_MAKERS: dict[str, Callable[[PipelineRank], Iterable[Action]]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,

@@ -1,11 +1,11 @@
-"""What each rank does when, if an action takes so long: the predicted side of a pipeline.
+"""Simulate a schedule: what each rank does when, given how long each action takes.
 
-    start(a) = max( end of what the rank did before,
+    start(a) = max( end of the rank's action before,
                     end(n) + transfer  for every n that `a` needs,  transfer 0 on the same rank )
     end(a)   = start(a) + duration(a)
 
-A transfer delays what it feeds and costs the ranks nothing; messages do not slow each other down. The closed
-forms in `schedules.py` come out exactly.
+A transfer delays the action that needs it and costs the ranks nothing; messages do not slow each other down.
+The closed forms in `schedules.py` come out exactly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpnb.pipeline_parallel.schedule import Action, Schedule
+from hpnb.pipeline_parallel.action_lists import Action, ActionLists
 from hpnb.record.timeline import Event, Source, Timeline
 
 PerStage = float | Sequence[float]
@@ -52,13 +52,13 @@ class Costs:
                 object.__setattr__(self, name, tuple(cost))
 
     def seconds(self, action: Action) -> float:
-        """What `action` costs."""
+        """Seconds of `action`."""
         if action.op == "F":
-            return _of(self.forward, action.stage)
-        both = [self.input_grad] * (action.op in "IB") + [self.weight_grad] * (action.op in "WB")
-        return sum(_of(cost, action.stage) for cost in both)
+            return _cost_of(self.forward, action.stage)
+        parts = [self.input_grad] * (action.op in "IB") + [self.weight_grad] * (action.op in "WB")
+        return sum(_cost_of(cost, action.stage) for cost in parts)
 
-    def fits(self, stages: int) -> None:
+    def check_stages(self, stages: int) -> None:
         """Make sure that there is one cost a stage, or one for all.
 
         Raises:
@@ -80,16 +80,16 @@ class Costs:
         Raises:
             ValueError: a stage of which no forward or no backward is recorded.
         """
-        found: dict[tuple[int, str], list[float]] = defaultdict(list)
+        durations: dict[tuple[int, str], list[float]] = defaultdict(list)
         for event in timeline.events:
             if event.op in ("F", "I", "W", "B") and event.stage >= 0:
-                found[event.stage, event.op].append(event.duration)
-        if not found:
+                durations[event.stage, event.op].append(event.duration)
+        if not durations:
             raise ValueError("the timeline has no F, I, W or B of any stage, so there is nothing to measure")
-        median = {what: statistics.median(durations) for what, durations in found.items()}
-        stages = range(1 + max(stage for stage, _ in found))
+        median = {key: statistics.median(seconds) for key, seconds in durations.items()}
+        stages = range(1 + max(stage for stage, _ in durations))
         for stage in stages:
-            if (stage, "F") not in found or not {(stage, "I"), (stage, "B")} & found.keys():
+            if (stage, "F") not in median or not {(stage, "I"), (stage, "B")} & median.keys():
                 raise ValueError(f"the timeline lacks a forward or a backward of stage {stage}")
         return cls(
             [median[s, "F"] for s in stages],
@@ -99,47 +99,37 @@ class Costs:
         )
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """The Timeline of `schedule` if its actions cost `costs`.
+def simulate(schedule: ActionLists, costs: Costs) -> Timeline:
+    """The Timeline of a checked schedule, if its actions cost `costs`.
 
     Raises:
-        ScheduleError: a schedule that cannot be run.
         ValueError: costs of another number of stages.
     """
-    costs.fits(schedule.stages)
-    return run(schedule, costs.seconds, costs.transfer)
+    costs.check_stages(schedule.stages)
+    return replay(schedule, costs.seconds, costs.transfer)
 
 
-def run(
-    schedule: Schedule,
+def replay(
+    schedule: ActionLists,
     duration: Callable[[Action], float],
     transfer: float = 0.0,
     source: Source = "simulated",
 ) -> Timeline:
-    """The Timeline of `schedule` if each action takes `duration(action)` seconds.
-
-    Args:
-        transfer: seconds from the end of an action to when another rank can use its result.
-        source: what the Timeline says that it is.
-
-    Raises:
-        ScheduleError: a schedule that cannot be run.
-    """
-    schedule.check()
-    free: list[float] = [0] * schedule.ranks  # when each rank is done; no 0.0, which would round fractions
+    """The Timeline of a checked schedule, if each action takes `duration(action)` seconds."""
+    idle_from: list[float] = [0] * schedule.ranks  # per rank; no 0.0, which would round fractions
     ends: dict[Action, float] = {}
     events = []
     for rank, _, action in schedule.order:
-        start = free[rank]
+        start = idle_from[rank]
         for need in schedule.needs(action):
-            hop = 0 if schedule.rank_of[need.stage] == rank else transfer
-            start = max(start, ends[need] + hop)
-        free[rank] = ends[action] = start + duration(action)
-        events.append(Event(rank, action.stage, action.op, action.microbatch, start, free[rank]))
+            delay = 0 if schedule.rank_of[need.stage] == rank else transfer
+            start = max(start, ends[need] + delay)
+        idle_from[rank] = ends[action] = start + duration(action)
+        events.append(Event(rank, action.stage, action.op, action.microbatch, start, ends[action]))
     return Timeline(tuple(events), source)
 
 
-def _of(cost: PerStage, stage: int) -> float:
+def _cost_of(cost: PerStage, stage: int) -> float:
     return cost[stage] if isinstance(cost, Sequence) else cost
 
 

@@ -13,7 +13,6 @@ from hpnb.mesh import Axis
 from hpnb.pipeline_parallel import microbatches
 from hpnb.pipeline_parallel.executor import StepExecutor, contended
 from hpnb.pipeline_parallel.schedule import Action, Schedule
-from hpnb.pipeline_parallel.simulate import run as replay
 from hpnb.record import Event, Timeline
 from hpnb.record.recorder import Recorder
 
@@ -77,7 +76,7 @@ class PipelineStepResult:
         dist.all_gather_object(by_rank, recorded, self._axis.group)
         if contended():
             seconds = {action: cost for _, costs in by_rank for action, cost in costs.items()}
-            return replay(self._schedule, seconds.__getitem__, source="replayed from measured CPU time")
+            return self._schedule.replay(seconds.__getitem__, source="replayed from measured CPU time")
         place = {rank: i for i, rank in enumerate(self._axis.ranks)}
         events = (replace(e, rank=place[e.rank]) for events, _ in by_rank for e in events)
         return Timeline(tuple(events)).shifted()

@@ -10,7 +10,6 @@ from typing import Any
 from hpnb.lesson.exercises.checker import Exercise, Finding
 from hpnb.lesson.tables import number
 from hpnb.pipeline_parallel import Action, Costs, Schedule, ScheduleError, schedules
-from hpnb.pipeline_parallel.simulate import run
 from hpnb.record import Timeline
 from hpnb.theory import LINKS, Link, seconds
 
@@ -155,7 +154,7 @@ def record(case: str, seed: int) -> tuple[Timeline, tuple[str, int | None]]:
         each = 1e-3 if action.op == "F" else 2e-3
         return each * (1.6 if action.stage == slow else 1.0) * draw.uniform(1 - _JITTER, 1 + _JITTER)
 
-    return run(schedules.make("1f1b", p, m), duration, hop), (case, slow)
+    return schedules.make("1f1b", p, m).replay(duration, hop), (case, slow)
 
 
 def _verify_diagnose(diagnose: Callable[[Timeline], Any]) -> Sequence[Finding]:

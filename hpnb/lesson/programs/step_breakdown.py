@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from hpnb.mesh import ParallelLayout
 from hpnb.pipeline_parallel import Action, Schedule
-from hpnb.pipeline_parallel.simulate import run as simulate
 from hpnb.record import Event, Message, Timeline, ring_bytes
 from hpnb.theory import STEP_PARTS, Link, seconds
 
@@ -74,7 +73,7 @@ def replay_step(
         in_line = 0.0 if action.op == "W" else tp[action.stage] / (2 * (last + 1))
         return medians[action] + in_line
 
-    tl = simulate(schedule, duration, hop)
+    tl = schedule.replay(duration, hop)
     ends = []
     for stage, group in enumerate(by_stage):
         events = [e for e in tl.events if e.stage == stage]

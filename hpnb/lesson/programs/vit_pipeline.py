@@ -31,7 +31,6 @@ from hpnb.pipeline_parallel.executor import contended
 from hpnb.pipeline_parallel.layer_costs import seconds_of
 from hpnb.pipeline_parallel.layers import Layer, layers
 from hpnb.pipeline_parallel.partition import How, balanced, cut
-from hpnb.pipeline_parallel.simulate import run
 from hpnb.record import Timeline
 from hpnb.theory import Link, exposed_seconds, seconds
 
@@ -173,7 +172,7 @@ def median_step(timelines: Sequence[Timeline], schedule: Schedule) -> Timeline:
         action = Action(e.stage, e.op, e.microbatch)  # type: ignore[arg-type]
         durations.setdefault(action, []).append(e.duration)
     medians = {action: statistics.median(times) for action, times in durations.items()}
-    return run(schedule, medians.__getitem__, source=timelines[0].source)
+    return schedule.replay(medians.__getitem__, source=timelines[0].source)
 
 
 def simulate_layers(schedule: Schedule, costs: Sequence[float], counts: Sequence[int]) -> Timeline:
@@ -222,7 +221,7 @@ def peak_in_flight(tl: Timeline, chunks: int = 1) -> float:
 def replay_on_link(tl: Timeline, schedule: Schedule, link: Link, message: float) -> Timeline:
     """The recorded step with messages of `message` bytes on `link`; "simulated"."""
     took = {(e.stage, e.op, e.microbatch): e.duration for e in tl.events}
-    return run(schedule, lambda a: took[a.stage, a.op, a.microbatch], seconds("send", message, 2, link))
+    return schedule.replay(lambda a: took[a.stage, a.op, a.microbatch], seconds("send", message, 2, link))
 
 
 def data_parallel_seconds(compute: float, gradient: float, ranks: int, link: Link) -> float:

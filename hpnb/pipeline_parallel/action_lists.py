@@ -1,0 +1,202 @@
+"""What every rank of a pipeline does, in order, as plain data; and what follows from it.
+
+    rank 0   0F0 0F1 0B0 0B1            Action(stage, op, microbatch), written stage-op-microbatch
+    rank 1   1F0 1B0 1F1 1B1
+
+    F   forward                          needs the activation of the stage before
+    I   gradient of the stage's input    needs the gradient from the stage after, and F of this stage
+    W   gradient of its weights          needs I of this stage
+    B   both at once
+
+The lists determine everything else: which rank has which stage, who sends to whom, and which activations are
+kept for how long.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, cast
+
+Op = Literal["F", "I", "W", "B"]
+_WRITTEN = re.compile(r"(\d+)([FIWB])(\d+)")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One operation of a stage on one microbatch."""
+
+    stage: int
+    op: Op
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, written: str) -> Action:
+        """ "2F0" -> Action(2, "F", 0).
+
+        Raises:
+            ValueError: anything else.
+        """
+        match = _WRITTEN.fullmatch(written.strip())
+        if match is None:
+            raise ValueError(
+                f"{written!r} is no action; write stage, F, I, W or B, and microbatch, such as 2F0"
+            )
+        return cls(int(match[1]), cast(Op, match[2]), int(match[3]))
+
+    @property
+    def needs(self) -> tuple[Action, ...]:
+        """The actions that come before it. `ActionLists.needs` knows where the pipeline ends, too."""
+        s, m = self.stage, self.microbatch
+        if self.op == "F":
+            return (Action(s - 1, "F", m),) if s else ()
+        if self.op == "W":
+            return (Action(s, "I", m),)
+        return Action(s, "F", m), Action(s + 1, self.op, m)
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be run: at `.rank`, in `.step` of its list, for `.reason`; `.grid` shows it."""
+
+    def __init__(self, rank: int, step: int, reason: str, grid: str = "") -> None:
+        super().__init__(f"rank {rank}, step {step}: {reason}" + (f"\n{grid}" if grid else ""))
+        self.rank, self.step, self.reason, self.grid = rank, step, reason, grid
+
+    def __reduce__(self) -> tuple[type[ScheduleError], tuple[object, ...]]:
+        return ScheduleError, (self.rank, self.step, self.reason, self.grid)
+
+
+@dataclass(frozen=True)
+class ActionLists:
+    """The actions of every rank, in order. `Schedule` adds what can be done with them.
+
+    Args:
+        actions: a list a rank, of Actions or of their written form: ["0F0 0B0", "1F0 1B0"].
+        name: for titles.
+
+    Raises:
+        ValueError: something that is not a written action.
+    """
+
+    actions: tuple[tuple[Action, ...], ...]
+    name: str = "custom"
+
+    def __init__(self, actions: Iterable[str | Iterable[Action | str]], name: str = "custom") -> None:
+        rows = (row.split() if isinstance(row, str) else row for row in actions)
+        lists = tuple(tuple(Action.parse(a) if isinstance(a, str) else a for a in row) for row in rows)
+        object.__setattr__(self, "actions", lists)
+        object.__setattr__(self, "name", name)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.actions)
+
+    @cached_property
+    def stages(self) -> int:
+        return 1 + max((a.stage for row in self.actions for a in row), default=-1)
+
+    @cached_property
+    def microbatches(self) -> int:
+        return 1 + max((a.microbatch for row in self.actions for a in row), default=-1)
+
+    @cached_property
+    def positions(self) -> dict[Action, tuple[int, int]]:
+        """{action: (its rank, its step in the rank's list)}."""
+        return {a: (rank, step) for rank, row in enumerate(self.actions) for step, a in enumerate(row)}
+
+    @cached_property
+    def rank_of(self) -> dict[int, int]:
+        """{stage: its rank}."""
+        return {a.stage: rank for rank, row in enumerate(self.actions) for a in row}
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, in order."""
+        return tuple(sorted({a.stage for a in self.actions[rank]}))
+
+    @cached_property
+    def chunks(self) -> int:
+        """The most stages that a rank has."""
+        return max((len(self.stages_of(rank)) for rank in range(self.ranks)), default=0)
+
+    @cached_property
+    def splits(self) -> bool:
+        """Whether backwards are split into I and W."""
+        return any(a.op == "I" for row in self.actions for a in row)
+
+    def needs(self, action: Action) -> tuple[Action, ...]:
+        """The actions that come before `action`: its `needs`, as far as there are such stages.
+
+        The stage after may do B where this one does I, or the other way round: either sends the gradient.
+        """
+        if (cached := self._needs_cache.get(action)) is not None:
+            return cached
+        needs = tuple(need for need in action.needs if need.stage < self.stages)
+        if len(needs) == 2 and needs[1] not in self.positions:
+            after = needs[1]
+            needs = needs[0], Action(after.stage, "I" if after.op == "B" else "B", after.microbatch)
+        self._needs_cache[action] = needs
+        return needs
+
+    @cached_property
+    def _needs_cache(self) -> dict[Action, tuple[Action, ...]]:
+        return {}  # check and simulation ask for the same actions again and again
+
+    def receiver(self, action: Action) -> int | None:
+        """The stage that takes the result of `action`: the one after for F, the one before for I and B."""
+        if action.op == "W":
+            return None
+        stage = action.stage + (1 if action.op == "F" else -1)
+        return stage if 0 <= stage < self.stages else None
+
+    @cached_property
+    def queues(self) -> dict[tuple[int, int], tuple[Action, ...]]:
+        """{(source rank, destination rank): the actions whose results are sent, in the sender's order}.
+
+        Between two stages of one rank nothing is sent.
+        """
+        queues: dict[tuple[int, int], list[Action]] = defaultdict(list)
+        for source, row in enumerate(self.actions):
+            for action in row:
+                stage = self.receiver(action)
+                if stage is not None and (target := self.rank_of.get(stage, source)) != source:
+                    queues[source, target].append(action)
+        return {pair: tuple(queues[pair]) for pair in sorted(queues)}
+
+    @cached_property
+    def order(self) -> tuple[tuple[int, int, Action], ...]:
+        """Every (rank, step, action) in an order in which they can be done, each rank keeping to its list.
+
+        Ends early where all the ranks that have something left wait for each other.
+        """
+        order: list[tuple[int, int, Action]] = []
+        done: set[Action] = set()
+        steps = [0] * self.ranks
+        waiting: dict[Action, list[int]] = {}  # {the action to be done first: the ranks that wait for it}
+        runnable = list(range(self.ranks))
+        while runnable:
+            rank = runnable.pop()
+            while steps[rank] < len(self.actions[rank]):
+                action = self.actions[rank][steps[rank]]
+                missing = next((need for need in self.needs(action) if need not in done), None)
+                if missing is not None:
+                    waiting.setdefault(missing, []).append(rank)
+                    break
+                order.append((rank, steps[rank], action))
+                done.add(action)
+                steps[rank] += 1
+                runnable += waiting.pop(action, ())
+        return tuple(order)
+
+    @cached_property
+    def steps_done(self) -> tuple[int, ...]:
+        """How many actions of its list each rank gets through."""
+        steps = [0] * self.ranks
+        for rank, step, _ in self.order:
+            steps[rank] = step + 1
+        return tuple(steps)

@@ -13,6 +13,7 @@ import sys
 import tarfile
 import threading
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from torch import nn
 import hpnb
 from hpnb.data import (
     Dataset,
-    Deal,
+    DistributedBatchSampler,
     ImageTransform,
     Loader,
     beans,
@@ -55,7 +56,8 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    find_dataset.answers.cache_clear()
+    find_dataset._answered.clear()
+    find_dataset._silent_since.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -196,7 +198,7 @@ def test_a_part_is_a_fair_one() -> None:
 def test_what_is_not_to_be_had_is_refused_in_a_sentence() -> None:
     with pytest.raises(ValueError, match="CIFAR-10 has no split 'validation'; it has train, test"):
         cifar10("validation")
-    with pytest.raises(ValueError, match="MRPC has no 9999 rows to give; use size=1 to 3668"):
+    with pytest.raises(ValueError, match="MRPC has 3668 samples, not 9999; use size=1 to 3668"):
         mrpc(size=9999)
     with pytest.raises(ValueError, match="image_size=2 is too small"):
         beans(image_size=2)
@@ -451,7 +453,7 @@ def test_cifar_is_fetched_into_data_where_there_is_a_network(
         monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{server.server_port}/{archive.name}")
         assert cifar10().source.kind == "generated"  # HF_HUB_OFFLINE is set
         monkeypatch.delenv("HF_HUB_OFFLINE")
-        monkeypatch.setattr(find_dataset, "answers", lambda address: "toronto" in address)
+        monkeypatch.setattr(find_dataset, "host_answers", lambda address: "toronto" in address)
         monkeypatch.setattr(CIFAR10, "tgz_md5", "0" * 32)
         assert "fetching it failed (File not found or corrupted)" in cifar10().source.where
         monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
@@ -526,7 +528,7 @@ def test_a_broken_picture_is_named_when_it_is_read(data: Path) -> None:
     whole = path.read_bytes()
     for broken in (whole[: len(whole) // 2], b"no picture"):
         path.write_bytes(broken)
-        with pytest.raises(ValueError, match=r"row 3 of Beans from \$DATA/beans cannot be read"):
+        with pytest.raises(ValueError, match=r"sample 3 of Beans from \$DATA/beans"):
             beans("test")[3]
 
 
@@ -556,7 +558,7 @@ def test_the_cache_of_the_hub_is_used_without_a_network(
     monkeypatch.setenv(variable, str(tmp_path / "kept"))
     source = tmp_path / "train.parquet"
     write_parquet(table_of_leaves(), source)
-    with find_dataset._quietly():
+    with find_dataset.quiet_datasets():
         Parquet(
             cache_dir=str(cache),
             dataset_name="beans",
@@ -566,7 +568,7 @@ def test_the_cache_of_the_hub_is_used_without_a_network(
         ).download_and_prepare()
     (cache / "beans").rename(cache / "AI-Lab-Makerere___beans")  # as if from the hub
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setattr(find_dataset, "answers", lambda address: False)  # no network, and nobody said so
+    monkeypatch.setattr(find_dataset, "host_answers", lambda address: False)  # no network, and nobody said so
     rows = beans(kind="real")
     assert [row["labels"] for row in rows] == [0, 1, 2, 0]
     assert rows.source.where == "AI-Lab-Makerere/beans on the Hugging Face hub"
@@ -587,6 +589,41 @@ def test_a_host_that_never_answers_costs_seconds_at_most(monkeypatch: pytest.Mon
         rows = beans()
         assert time.perf_counter() - start < 2
     assert "has none and 127.0.0.1 does not answer" in rows.source.where
+
+
+def test_a_lost_packet_does_not_make_a_host_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find_dataset, "ASK_EVERY", 0.1)
+    monkeypatch.setattr(find_dataset, "PATIENCE", 10)
+
+    def answer_second_request(listener: socket.socket) -> None:
+        lost, _ = listener.accept()
+        answered, _ = listener.accept()
+        answered.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
+        answered.close()
+        lost.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        threading.Thread(target=answer_second_request, args=(listener,), daemon=True).start()
+        assert find_dataset.host_answers(address)
+    assert find_dataset.host_answers(address)  # remembered: nobody listens any more
+
+
+def test_a_silent_host_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find_dataset, "PATIENCE", 0.2)
+    requests: list[object] = []
+
+    def urlopen(*request: object, timeout: float) -> io.BytesIO:
+        requests.append(request)
+        return io.BytesIO()
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    find_dataset._silent_since["http://host"] = time.monotonic()
+    assert not find_dataset.host_answers("http://host")
+    assert not requests
+    find_dataset._silent_since["http://host"] -= find_dataset.ASK_AGAIN_AFTER
+    assert find_dataset.host_answers("http://host")
+    assert requests
 
 
 # --- the loader ------------------------------------------------------------------------------------
@@ -762,7 +799,7 @@ def test_loading_leaves_the_generator_of_dropout_alone() -> None:
         (({1, 2}, 2), {}, "a set has no __getitem__"),
         (([1, 2], 2), {"seed": -1}, "seed=-1 is negative"),
         (([1, 2], 2, At(2, 0)), {"drop_last": True}, "fewer than the global batch of 2 x 2 = 4"),
-        (([1, 2], 2, At(2, 2)), {}, "place 2 is outside an axis of 2 ranks"),
+        (([1, 2], 2, At(2, 2)), {}, "rank 2 is outside an axis of 2 ranks"),
     ],
 )
 def test_what_deals_out_nothing_is_refused_in_a_sentence(arguments: Any, options: Any, said: str) -> None:
@@ -772,11 +809,11 @@ def test_what_deals_out_nothing_is_refused_in_a_sentence(arguments: Any, options
         Loader([1], 1).set_epoch(-1)
 
 
-def test_a_deal_is_numbers_alone() -> None:
-    deal = Deal(samples=10, batch_size=2, ranks=3, rank=1, shuffle=False)
-    assert (deal.global_batch, deal.batches) == (6, 2)
-    assert deal.block(0, 1) == [6, 7, 8, 9]
-    assert deal.share(0, 1) == [8]
+def test_a_sampler_needs_no_data_and_no_processes() -> None:
+    sampler = DistributedBatchSampler(samples=10, batch_size=2, ranks=3, rank=1, shuffle=False)
+    assert (sampler.global_batch_size, sampler.batches) == (6, 2)
+    assert sampler.global_batch(0, 1) == [6, 7, 8, 9]
+    assert sampler.rank_batch(0, 1) == [8]
 
 
 # --- pictures and texts for a model ----------------------------------------------------------------
@@ -856,7 +893,7 @@ def test_mixup_mixes_labels_as_it_mixes_pictures() -> None:
 
 def test_pictures_that_fit_no_batch_and_mixup_without_classes_are_refused() -> None:
     items = [{"img": picture(0, 8), "label": 0}, {"img": picture(0, 9), "label": 0}]
-    with pytest.raises(ValueError, match="pictures of 8 x 8 and 9 x 9 pixels cannot lie in one batch"):
+    with pytest.raises(ValueError, match="8 x 8 and 9 x 9 pixels"):
         collate_images(items)
     with pytest.raises(ValueError, match=r"mixup=0.2 with classes=None mixes nothing"):
         ImageTransform(8, mixup=0.2)

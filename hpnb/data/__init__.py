@@ -8,27 +8,25 @@
         loader.set_epoch(epoch)
         for batch in loader: ...                                  # {"pixel_values", "labels"}
 
-    hpnb.data.text("train", block=128)                            # rows of tokens, of real English
-
-`hpnb.data.text` is the function, though a submodule has the same name.
+    hpnb.data.text("train", block=128)                            # sequences of tokens, of real English
 """
 
 from hpnb.data.beans_cifar10_mrpc import beans, cifar10, mrpc
 from hpnb.data.dataset import Dataset, Source
-from hpnb.data.distributed_sampler import Deal, Where
+from hpnb.data.distributed_sampler import BatchSamples, DistributedBatchSampler
 from hpnb.data.images import ImageTransform, collate_images, image_batch
 from hpnb.data.loader import Loader
 from hpnb.data.text_dataset import TextDataset, text
 from hpnb.data.tokenizer import bpe_tokenizer, byte_tokenizer, collate_pairs, collate_texts, train_merges
 
 __all__ = [
+    "BatchSamples",
     "Dataset",
-    "Deal",
+    "DistributedBatchSampler",
     "ImageTransform",
     "Loader",
     "Source",
     "TextDataset",
-    "Where",
     "beans",
     "bpe_tokenizer",
     "byte_tokenizer",

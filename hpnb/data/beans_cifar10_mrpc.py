@@ -5,11 +5,11 @@
     CIFAR-10   img, label                         50000            -  10000   synthetic_shapes.py
     MRPC       sentence1, sentence2, label, idx    3668          408   1725   synthetic_sentences.py
 
-A generated row depends on the data set, the split and its index alone: it is made when it is asked for, and
-is the same on every rank. Fields, class names, sizes and shares of the classes are those of the real one.
+A generated sample depends on the dataset, the split and its index alone: it is made when it is asked for, and
+is the same on every rank. Fields, class names, sizes and class frequencies are those of the real dataset.
 
-A process decides on its own what it finds. Where ranks might disagree (a network that one of them reaches),
-load once and hand the data set to the ranks, or pass kind="real" or "generated".
+Every process looks for the real dataset by itself. If ranks might disagree (a network that only one of them
+reaches), load it once and pass it to the ranks, or pass kind="real" or "generated".
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from typing import Literal
 import numpy as np
 
 from hpnb.data import dataset_formats, synthetic_leaves, synthetic_sentences, synthetic_shapes
-from hpnb.data.dataset import Dataset, Item, Rows, Source
-from hpnb.data.find_dataset import NotFoundError, Wanted, find
+from hpnb.data.dataset import Dataset, Item, MapDataset, Source
+from hpnb.data.find_dataset import DatasetSpec, NotFoundError, load_real_dataset
 
 Kind = Literal["auto", "real", "generated"]
-Make = Callable[[str, int, int, np.random.Generator], Item]  # of split, index, label
+Generate = Callable[[str, int, int, np.random.Generator], Item]  # of split, index, label
 
-BEANS = Wanted(
+BEANS = DatasetSpec(
     name="Beans",
     folders=("beans", "AI-Lab-Makerere/beans"),
     fields=("image_file_path", "image", "labels"),
-    picture="image",
+    image_field="image",
     repo="AI-Lab-Makerere/beans",
     config=None,
-    own_form=partial(dataset_formats.image_folder, classes=synthetic_leaves.CLASSES),
+    read_original=partial(dataset_formats.read_image_folder, classes=synthetic_leaves.CLASSES),
 )
-CIFAR10 = Wanted(
+CIFAR10 = DatasetSpec(
     name="CIFAR-10",
     folders=("cifar10", "uoft-cs/cifar10"),
     fields=("img", "label"),
-    picture="img",
+    image_field="img",
     repo="uoft-cs/cifar10",
     config=None,
-    own_form=dataset_formats.cifar_batches,
-    fetch=("https://www.cs.toronto.edu", dataset_formats.fetch_cifar),
+    read_original=dataset_formats.read_cifar,
+    download=("https://www.cs.toronto.edu", dataset_formats.download_cifar),
 )
-MRPC = Wanted(
+MRPC = DatasetSpec(
     name="MRPC",
     folders=("mrpc", "MRPC", "glue/mrpc", "glue/MRPC", "nyu-mll/glue/mrpc"),
     fields=("sentence1", "sentence2", "label", "idx"),
-    picture=None,
+    image_field=None,
     repo="nyu-mll/glue",
     config="mrpc",
-    own_form=dataset_formats.table,
+    read_original=dataset_formats.read_mrpc_table,
 )
-# Rows of each class, in order of label.
+# Samples of every class, in order of label.
 BEANS_COUNTS = {"train": (345, 348, 341), "validation": (44, 45, 44), "test": (43, 43, 42)}
 CIFAR10_COUNTS = {"train": (5000,) * 10, "test": (1000,) * 10}
 MRPC_COUNTS = {"train": (1194, 2474), "validation": (129, 279), "test": (578, 1147)}
@@ -65,52 +65,54 @@ MRPC_COUNTS = {"train": (1194, 2474), "validation": (129, 279), "test": (578, 11
 def beans(
     split: str = "train", size: int | None = None, image_size: int | None = None, kind: Kind = "auto"
 ) -> Dataset:
-    """Leaves of beans: healthy, with rust, with angular leaf spot. Rows {image_file_path, image, labels}.
+    """Leaves of beans: healthy, with rust, with angular leaf spot. Samples {image_file_path, image, labels}.
 
     Args:
         split: "train", "validation" or "test".
-        size: how many rows; None gives all.
-        image_size: side of the pictures in pixels; None gives 500. Generated ones are drawn at this size, and
-            drawing takes a millisecond at 64, 9 at 500.
-        kind: "auto" looks for the real rows and generates where there are none; "real" must find them;
+        size: how many samples; None returns all.
+        image_size: side of the images in pixels; None means 500. Generated ones are drawn at this size, which
+            takes a millisecond at 64 and 9 at 500.
+        kind: "auto" looks for the real dataset and generates one if there is none; "real" must find it;
             "generated" does not look.
 
     Raises:
         ValueError: no such split, a size that is not to be had, or real files that cannot be read.
         FileNotFoundError: kind="real" and there are none.
     """
-    make = partial(_leaf, size=_side(image_size, 500))
+    generate = partial(_leaf, size=_side(image_size, 500))
     nouns = ("photographs of leaves", "drawn leaves")
-    return _load(BEANS, synthetic_leaves.CLASSES, BEANS_COUNTS, nouns, make, split, size, image_size, kind)
+    classes = synthetic_leaves.CLASSES
+    return _load(BEANS, classes, BEANS_COUNTS, nouns, generate, split, size, image_size, kind)
 
 
 def cifar10(
     split: str = "train", size: int | None = None, image_size: int | None = None, kind: Kind = "auto"
 ) -> Dataset:
-    """Small photographs in ten classes; generated: ten shapes under their names. Rows {img, label}.
+    """Small photographs in ten classes; generated: ten shapes under their names. Samples {img, label}.
 
-    Splits "train" and "test"; pictures are 32 x 32 unless `image_size` says otherwise. Else as `beans`.
+    Splits "train" and "test"; images are 32 x 32 unless `image_size` says otherwise. Otherwise as `beans`.
     """
-    make = partial(_shape, size=_side(image_size, 32))
+    generate = partial(_shape, size=_side(image_size, 32))
     nouns = ("photographs", "drawn shapes under its class names")
     classes = synthetic_shapes.CLASSES
-    return _load(CIFAR10, classes, CIFAR10_COUNTS, nouns, make, split, size, image_size, kind)
+    return _load(CIFAR10, classes, CIFAR10_COUNTS, nouns, generate, split, size, image_size, kind)
 
 
 def mrpc(split: str = "train", size: int | None = None, kind: Kind = "auto") -> Dataset:
-    """Pairs of sentences that paraphrase each other or do not. Rows {sentence1, sentence2, label, idx}.
+    """Pairs of sentences that paraphrase each other or do not. Samples {sentence1, sentence2, label, idx}.
 
-    Splits "train", "validation" and "test"; label 1 is "equivalent", two pairs in three. Else as `beans`.
+    Splits "train", "validation" and "test"; label 1 is "equivalent", two pairs of three. Otherwise as
+    `beans`.
     """
     nouns = ("sentence pairs", "composed sentence pairs")
     return _load(MRPC, synthetic_sentences.CLASSES, MRPC_COUNTS, nouns, _pair, split, size, None, kind)
 
 
-class Generated:
-    """Rows made from a seed of (name, split, index)."""
+class GeneratedSamples:
+    """Samples made from a seed of (name, split, index)."""
 
-    def __init__(self, name: str, split: str, counts: tuple[int, ...], make: Make) -> None:
-        self.split, self.make = split, make
+    def __init__(self, name: str, split: str, counts: tuple[int, ...], generate: Generate) -> None:
+        self.split, self.generate = split, generate
         self.seed = zlib.crc32(f"{name} {split}".encode())
         in_order = np.repeat(np.arange(len(counts), dtype=np.int8), counts)
         self.labels = np.random.default_rng(self.seed).permutation(in_order)
@@ -120,56 +122,56 @@ class Generated:
 
     def __getitem__(self, index: int) -> Item:
         rng = np.random.default_rng([self.seed, index])
-        return self.make(self.split, index, int(self.labels[index]), rng)
+        return self.generate(self.split, index, int(self.labels[index]), rng)
 
 
 def _load(
-    wanted: Wanted,
+    spec: DatasetSpec,
     classes: tuple[str, ...],
     counts: Mapping[str, tuple[int, ...]],
     nouns: tuple[str, str],
-    make: Make,
+    generate: Generate,
     split: str,
     size: int | None,
     image_size: int | None,
     kind: Kind,
 ) -> Dataset:
     if split not in counts:
-        raise ValueError(f"{wanted.name} has no split {split!r}; it has {', '.join(counts)}")
+        raise ValueError(f"{spec.name} has no split {split!r}; it has {', '.join(counts)}")
     if kind not in ("auto", "real", "generated"):
         raise ValueError(f"kind={kind!r} is none of 'auto', 'real' and 'generated'")
-    rows: Rows
+    rows: MapDataset
     why = "the real one was not looked for"
     if kind != "generated":
         try:
-            rows, where = find(wanted, split)
-            source = Source(wanted.name, "real", where)
+            rows, where = load_real_dataset(spec, split)
+            source = Source(spec.name, "real", where)
             return Dataset(rows, source, classes, nouns[0], size, image_size)
         except NotFoundError as error:
             if kind == "real":
                 hint = "kind='generated' gives a stand-in"
-                raise FileNotFoundError(f"{wanted.name} was not found: {error}; {hint}") from error
+                raise FileNotFoundError(f"{spec.name} was not found: {error}; {hint}") from error
             why = f"the real one was not found: {error}"
-    rows = Generated(wanted.name, split, counts[split], make)
-    return Dataset(rows, Source(wanted.name, "generated", why), classes, nouns[1], size, image_size)
+    rows = GeneratedSamples(spec.name, split, counts[split], generate)
+    return Dataset(rows, Source(spec.name, "generated", why), classes, nouns[1], size, image_size)
 
 
-def _side(image_size: int | None, usual: int) -> int:
+def _side(image_size: int | None, default: int) -> int:
     if image_size is not None and image_size < 8:
         raise ValueError(f"image_size={image_size} is too small to show anything; use 8 pixels or more")
-    return usual if image_size is None else image_size
+    return default if image_size is None else image_size
 
 
 def _leaf(split: str, index: int, label: int, rng: np.random.Generator, size: int) -> Item:
-    name = synthetic_leaves.CLASSES[label]  # a path of the form that the real rows have; no such file exists
+    name = synthetic_leaves.CLASSES[label]  # a path like those of the real samples; no such file exists
     path = f"generated/{split}/{name}/{name}_{split}.{index}.jpg"
-    return {"image_file_path": path, "image": synthetic_leaves.leaf(label, rng, size), "labels": label}
+    return {"image_file_path": path, "image": synthetic_leaves.draw_leaf(label, rng, size), "labels": label}
 
 
 def _shape(split: str, index: int, label: int, rng: np.random.Generator, size: int) -> Item:
-    return {"img": synthetic_shapes.shape(label, rng, size), "label": label}
+    return {"img": synthetic_shapes.draw_shape(label, rng, size), "label": label}
 
 
 def _pair(split: str, index: int, label: int, rng: np.random.Generator) -> Item:
-    first, second = synthetic_sentences.pair(label, rng)
+    first, second = synthetic_sentences.compose_pair(label, rng)
     return {"sentence1": first, "sentence2": second, "label": label, "idx": index}

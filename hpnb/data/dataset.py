@@ -1,4 +1,4 @@
-"""A data set is rows with named fields, and a note of where they came from.
+"""A dataset is samples with named fields, and a note of where they came from.
 
     leaves = hpnb.data.beans("train")
     len(leaves), leaves[0]["labels"], leaves.classes
@@ -16,8 +16,8 @@ import numpy as np
 Item = dict[str, Any]
 
 
-class Rows(Protocol):
-    """What the rooms above mean by a dataset: a length, and an item for every index below it."""
+class MapDataset(Protocol):
+    """A map-style dataset, as torch calls it: a length, and an item for every index below it."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
@@ -25,12 +25,12 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """Where the rows of a data set come from.
+    """Where the samples of a dataset come from.
 
     Attributes:
         name: "Beans", "CIFAR-10" or "MRPC".
         kind: "real", or "generated" by this library in its place.
-        where: of real rows, where they were found; of generated ones, why there are no real ones.
+        where: of real samples, where they lie; of generated ones, why there are no real ones.
     """
 
     name: str
@@ -39,24 +39,24 @@ class Source:
 
 
 class Dataset:
-    """Rows with named fields: `dataset[i]` is a dict, made anew each time.
+    """Samples with named fields: `dataset[i]` is a new dict each time.
 
     Args:
-        rows: every row of a split, in its own order.
+        rows: every sample of a split, in order.
         source: where they come from.
         classes: the class names, by label.
-        noun: what a row shows, for `describe`: "leaves".
-        size: how many of the rows to keep; None keeps all. Real rows often lie sorted by class, so what is
-            kept is drawn at random, alike on every rank.
-        image_size: side to which pictures are resized, in pixels; None leaves them as they are.
+        noun: what a sample shows, for `describe`: "leaves".
+        size: how many of the samples to keep; None keeps all. Real ones are often sorted by class, so the
+            kept ones are drawn at random, the same on every rank.
+        image_size: side to which images are resized, in pixels; None leaves them as they are.
 
     Raises:
-        ValueError: `size` is below 1 or above the number of rows.
+        ValueError: `size` is below 1 or above the number of samples.
     """
 
     def __init__(
         self,
-        rows: Rows,
+        rows: MapDataset,
         source: Source,
         classes: tuple[str, ...],
         noun: str,
@@ -64,7 +64,8 @@ class Dataset:
         image_size: int | None = None,
     ) -> None:
         if size is not None and not 1 <= size <= len(rows):
-            raise ValueError(f"{source.name} has no {size} rows to give; use size=1 to {len(rows)}, or None")
+            there = len(rows)
+            raise ValueError(f"{source.name} has {there} samples, not {size}; use size=1 to {there}, or None")
         self.rows, self.source, self.classes, self.noun = rows, source, classes, noun
         self.image_size = image_size
         self._kept: list[int] | None = None
@@ -76,20 +77,20 @@ class Dataset:
 
     def __getitem__(self, index: int) -> Item:
         if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
+            raise IndexError(f"sample {index} of {len(self)}")
         index = range(len(self))[index]
         row = index if self._kept is None else self._kept[index]
         try:
-            return {name: self._ready(value) for name, value in self.rows[row].items()}
-        except OSError as error:  # what Pillow raises for a broken picture
-            place = f"row {row} of {self.source.name} from {self.source.where}"
-            raise ValueError(f"{place} cannot be read: {error}") from error
+            return {name: self._load_image(value) for name, value in self.rows[row].items()}
+        except OSError as error:  # what Pillow raises for a broken image
+            sample = f"sample {row} of {self.source.name} from {self.source.where}"
+            raise ValueError(f"{sample} cannot be read: {error}") from error
 
     def __iter__(self) -> Iterator[Item]:
         return (self[index] for index in range(len(self)))
 
     def describe(self) -> str:
-        """One sentence that says what these rows are and whether they are real."""
+        """One sentence that says what these samples are and whether they are real."""
         count = f"{len(self):,} {self.noun}" + (f" of {len(self.rows):,}" if self._kept is not None else "")
         if self.source.kind == "real":
             return f"{self.source.name}: real, {count}, from {self.source.where}."
@@ -98,9 +99,9 @@ class Dataset:
     def __repr__(self) -> str:
         return f"<{self.describe()}>"
 
-    def _ready(self, value: Any) -> Any:
+    def _load_image(self, value: Any) -> Any:
         if not hasattr(value, "convert"):
-            return value
-        picture = value.convert("RGB")  # decodes, where the file has not been read yet
+            return value  # no image
+        image = value.convert("RGB")  # decodes, if the file has not been read yet
         side = self.image_size
-        return picture if side is None or picture.size == (side, side) else picture.resize((side, side))
+        return image if side is None or image.size == (side, side) else image.resize((side, side))

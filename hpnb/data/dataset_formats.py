@@ -1,4 +1,4 @@
-"""Readers of the forms that the real data sets come in: each gives rows, or None where it sees no such form.
+"""Readers of the formats that the real datasets come in: each returns samples, or None for another format.
 
     Beans      <folder>/train/bean_rust/*.jpg                the original archives, unpacked
     CIFAR-10   <folder>/cifar-10-batches-py/data_batch_1     torchvision's layout and checksums
@@ -6,7 +6,7 @@
     any        <folder>/train-00000-of-00001.parquet         as on the Hugging Face hub, also below data/
     any        <folder>/dataset_dict.json, state.json        `save_to_disk` of `datasets`
 
-A file that is there and cannot be read is an error, never a reason to go on with generated rows.
+A file that is there and cannot be read is an error, never a reason to continue with generated samples.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpnb.data.dataset import Item, Rows
+from hpnb.data.dataset import Item, MapDataset
 from hpnb.files import locked
 
 TABLES = {
@@ -27,13 +27,13 @@ TABLES = {
 
 
 class ImageFolder:
-    """Pictures in one folder a class, as Beans was published."""
+    """Images in one folder per class, as Beans was published."""
 
     def __init__(self, folder: Path, classes: Sequence[str]) -> None:
         from torchvision.datasets import ImageFolder as Folder
 
-        found = Folder(str(folder)).samples
-        self.samples = [(path, classes.index(Path(path).parent.name)) for path, _ in found]
+        paths = [path for path, _ in Folder(str(folder)).samples]
+        self.samples = [(path, classes.index(Path(path).parent.name)) for path in paths]
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -45,29 +45,29 @@ class ImageFolder:
         return {"image_file_path": path, "image": Image.open(path), "labels": label}
 
 
-class Labelled:
-    """torchvision's (picture, label) under the names that the hub gives them."""
+class CifarFields:
+    """torchvision's (image, label) under the names that the hub gives them."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: MapDataset) -> None:
         self.rows = rows
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Item:
-        picture, label = self.rows[index]
-        return {"img": picture, "label": label}
+        image, label = self.rows[index]
+        return {"img": image, "label": label}
 
 
-def image_folder(folder: Path, split: str, classes: Sequence[str]) -> Rows | None:
-    """Rows {image_file_path, image, labels} of <folder>/<split>/<class>/<picture>."""
+def read_image_folder(folder: Path, split: str, classes: Sequence[str]) -> MapDataset | None:
+    """Samples {image_file_path, image, labels} of <folder>/<split>/<class>/<image>."""
     if not any((folder / name / classes[0]).is_dir() for name in ("train", "validation", "test")):
         return None
     return ImageFolder(folder / split, classes)
 
 
-def cifar_batches(folder: Path, split: str) -> Rows | None:
-    """Rows {img, label} of <folder>/cifar-10-batches-py, or of the archive beside it."""
+def read_cifar(folder: Path, split: str) -> MapDataset | None:
+    """Samples {img, label} of <folder>/cifar-10-batches-py, or of the archive beside it."""
     from torchvision.datasets import CIFAR10
     from torchvision.datasets.utils import check_integrity
 
@@ -77,15 +77,15 @@ def cifar_batches(folder: Path, split: str) -> Rows | None:
             return None
         if not check_integrity(str(archive), CIFAR10.tgz_md5):
             raise ValueError(f"{archive.name} does not have the published checksum")
-        fetch_cifar(folder)
+        download_cifar(folder)
     for name, checksum in [*CIFAR10.train_list, *CIFAR10.test_list, ("batches.meta", CIFAR10.meta["md5"])]:
         if not check_integrity(str(batches / name), checksum):
             raise ValueError(f"{name} is missing or does not have the published checksum")
-    return Labelled(CIFAR10(str(folder), train=split == "train"))
+    return CifarFields(CIFAR10(str(folder), train=split == "train"))
 
 
-def fetch_cifar(folder: Path) -> None:
-    """Unpack the archive in `folder`, or else fetch it. One rank does it, and the others wait."""
+def download_cifar(folder: Path) -> None:
+    """Unpack the archive in `folder`, or download it. One rank does it, and the others wait."""
     from torchvision.datasets import CIFAR10
     from torchvision.datasets.utils import extract_archive
 
@@ -93,7 +93,7 @@ def fetch_cifar(folder: Path) -> None:
     with locked(folder / ".cifar-10.lock"):
         if batches.is_dir():
             return
-        # Beside its place, then renamed: what was stopped halfway is not found by the next one.
+        # In a folder beside it, then renamed: the next process never sees a half-unpacked folder.
         with tempfile.TemporaryDirectory(dir=folder) as aside:
             if archive.is_file():
                 extract_archive(str(archive), aside)
@@ -102,40 +102,41 @@ def fetch_cifar(folder: Path) -> None:
             (Path(aside) / CIFAR10.base_folder).rename(batches)
 
 
-def parquet(folder: Path, split: str, cache: Path) -> Rows | None:
-    """Rows of <split>-*.parquet, read through `datasets`, which keeps an Arrow copy in `cache`."""
+def read_parquet(folder: Path, split: str, cache: Path) -> MapDataset | None:
+    """Samples of <split>-*.parquet, read through `datasets`, which keeps an Arrow copy in `cache`."""
     for place in (folder, folder / "data"):
         if any(place.glob("*.parquet")):
-            found = sorted(str(path) for path in place.glob(f"{split}*.parquet"))
-            if not found:
+            paths = sorted(str(path) for path in place.glob(f"{split}*.parquet"))
+            if not paths:
                 raise ValueError(f"it holds parquet files, and none for {split!r}")
             import datasets
 
-            rows: Rows = datasets.Dataset.from_parquet(found, cache_dir=str(cache), split=split)
+            rows: MapDataset = datasets.Dataset.from_parquet(paths, cache_dir=str(cache), split=split)
             return rows
     return None
 
 
-def saved(folder: Path, split: str) -> Rows | None:
-    """Rows of a folder that `save_to_disk` wrote: of all splits, or of this one."""
-    places = [folder, folder / split]
-    forms = ("dataset_dict.json", "state.json")
-    for place, form in ((place, form) for place in places for form in forms if (place / form).is_file()):
+def read_saved(folder: Path, split: str) -> MapDataset | None:
+    """Samples of a folder that `save_to_disk` wrote: of all splits, or of this one."""
+    for place in (folder, folder / split):
+        has_all_splits = (place / "dataset_dict.json").is_file()
+        if not has_all_splits and not (place / "state.json").is_file():
+            continue
         import datasets
 
-        found: Any = datasets.load_from_disk(str(place))
-        if form == "state.json":
-            return found  # type: ignore[no-any-return]
-        if split not in found:
-            raise ValueError(f"it holds {', '.join(found)}, and no {split!r}")
-        return found[split]  # type: ignore[no-any-return]
+        saved: Any = datasets.load_from_disk(str(place))
+        if not has_all_splits:
+            return saved  # type: ignore[no-any-return]
+        if split not in saved:
+            raise ValueError(f"it holds {', '.join(saved)}, and no {split!r}")
+        return saved[split]  # type: ignore[no-any-return]
     return None
 
 
-def table(folder: Path, split: str) -> Rows | None:
-    """Rows {sentence1, sentence2, label, idx} of MRPC's tables, with five columns parted by tabs.
+def read_mrpc_table(folder: Path, split: str) -> MapDataset | None:
+    """Samples {sentence1, sentence2, label, idx} of MRPC's tables, with five columns parted by tabs.
 
-    The original files have no validation split: GLUE took 408 rows out of the training file, listed in
+    The original files have no validation split: GLUE took 408 samples out of the training file, listed in
     mrpc_dev_ids.tsv. Without that list the last tenth of the file is the validation split.
     """
     names = {name for names in TABLES.values() for name in names}
@@ -157,11 +158,11 @@ def table(folder: Path, split: str) -> Rows | None:
         rows.append({"sentence1": cells[3], "sentence2": cells[4], "label": int(cells[0]), "idx": number - 1})
     if path.name != "msr_paraphrase_train.txt":
         return rows
-    held_out = _held_out(folder, ids)
-    return [row for row in rows if (row["idx"] in held_out) == (split == "validation")]
+    validation = _validation_rows(folder, ids)
+    return [row for row in rows if (row["idx"] in validation) == (split == "validation")]
 
 
-def _held_out(folder: Path, ids: list[tuple[str, str]]) -> set[int]:
+def _validation_rows(folder: Path, ids: list[tuple[str, str]]) -> set[int]:
     for name in ("mrpc_dev_ids.tsv", "dev_ids.tsv"):
         if (folder / name).is_file():
             lines = (folder / name).read_text(encoding="utf-8").split("\n")

@@ -1,13 +1,12 @@
-"""Who gets which samples: numbers alone, no data and no processes.
+"""Which rank gets which samples: numbers alone, no data and no processes.
 
-    order of epoch e    a permutation of all samples, from (seed, e) and nothing else
-    global batch k      places k G to (k + 1) G of it, G = batch_size x dp
-    rank r of dp        its share of those, as even as can be
+    order of epoch e    a permutation of all samples, drawn from (seed, e) and nothing else
+    global batch k      samples k G to (k + 1) G of that order, G = batch_size x dp
+    rank r of dp        its even split of those (split_sizes.py)
 
-Only the data axis counts: a rank's peers on the other axes have the same place on it, and get the same.
-Layouts with the same G have the same samples in batch k, in the same order when the shares are put end to
-end. The last batch may be ragged: it is dealt out evenly too, nothing is lost or doubled, and a share may be
-empty.
+Only the data-parallel axis counts: ranks that differ on the other axes alone get the same samples. Layouts
+with the same G have the same samples in batch k, in the same order when the ranks' splits are put end to end.
+The last batch may be smaller. It is split evenly too: no sample is lost or doubled, and a rank may get none.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from hpnb.split_sizes import split_sizes
+from hpnb.split_sizes import split_range
 
 Batch = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Where:
-    """Which rows a batch holds: with it, whoever gets a sample draws the same random numbers for it.
+class BatchSamples:
+    """The samples of one batch: whichever rank gets a sample draws the same random numbers for it.
 
     Attributes:
-        samples: their indices in the dataset, row by row. Samples of other ranks may follow the own ones.
-        partners: for each own row, the row of its partner in mixup; () without mixup.
+        samples: their indices in the dataset, this rank's first; mixup partners of other ranks may follow.
+        partners: for each sample of this rank, where its mixup partner stands in `samples`; () without mixup.
     """
 
     seed: int
@@ -40,13 +39,16 @@ class Where:
 
 
 @dataclass(frozen=True)
-class Deal:
-    """Who gets which samples, as numbers alone.
+class DistributedBatchSampler:
+    """The samples of every batch, for one rank of the data-parallel axis.
 
     Attributes:
         samples: how many the dataset has.
-        batch_size: samples a data-parallel rank gets a batch.
-        ranks, rank: size of the data axis, and the place on it.
+        batch_size: samples per data-parallel rank and batch.
+        ranks, rank: size of the data-parallel axis, and this rank on it.
+
+    Raises:
+        ValueError: numbers that leave nothing to sample.
     """
 
     samples: int
@@ -59,51 +61,54 @@ class Deal:
 
     def __post_init__(self) -> None:
         if self.samples < 1:
-            raise ValueError("the dataset is empty: there is nothing to deal out")
+            raise ValueError("the dataset is empty: there is nothing to sample")
         if not isinstance(self.batch_size, int) or self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size} is not a count; use 1 or more samples a rank")
         if not 0 <= self.rank < self.ranks:
-            raise ValueError(f"place {self.rank} is outside an axis of {self.ranks} ranks")
+            raise ValueError(f"rank {self.rank} is outside an axis of {self.ranks} ranks")
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} is negative; use 0 or more")
         if self.batches == 0:
             raise ValueError(
                 f"drop_last leaves no batch: {self.samples} samples are fewer than the global batch of "
-                f"{self.batch_size} x {self.ranks} = {self.global_batch}"
+                f"{self.batch_size} x {self.ranks} = {self.global_batch_size}"
             )
 
     @property
-    def global_batch(self) -> int:
+    def global_batch_size(self) -> int:
         return self.batch_size * self.ranks
 
     @property
     def batches(self) -> int:
         """How many an epoch has, on every rank."""
-        return self.samples // self.global_batch if self.drop_last else -(-self.samples // self.global_batch)
+        full, rest = divmod(self.samples, self.global_batch_size)
+        return full if self.drop_last or not rest else full + 1
 
-    def block(self, epoch: int, batch: int) -> list[int]:
-        """The samples of a global batch, in order."""
-        order = _order(self.samples, self.seed, epoch) if self.shuffle else range(self.samples)
-        return [int(i) for i in order[batch * self.global_batch : (batch + 1) * self.global_batch]]
+    def global_batch(self, epoch: int, batch: int) -> list[int]:
+        """The samples of a batch on all ranks, in order."""
+        order = _order_of_epoch(self.samples, self.seed, epoch) if self.shuffle else range(self.samples)
+        start = batch * self.global_batch_size
+        return [int(i) for i in order[start : start + self.global_batch_size]]
 
-    def share(self, epoch: int, batch: int) -> list[int]:
-        """The rank's samples of it."""
-        block = self.block(epoch, batch)
-        sizes = split_sizes(len(block), self.ranks)
-        start = sum(sizes[: self.rank])
-        return block[start : start + sizes[self.rank]]
+    def rank_batch(self, epoch: int, batch: int) -> list[int]:
+        """The samples of a batch on this rank."""
+        samples = self.global_batch(epoch, batch)
+        start, stop = split_range(len(samples), self.ranks, self.rank)
+        return samples[start:stop]
 
-    def where(self, epoch: int, batch: int, partners: bool) -> Where:
-        """The rank's samples, and those to mix them with: one turn of the global batch by a random step."""
-        own, block = self.share(epoch, batch), self.block(epoch, batch)
-        if not partners:
-            return Where(self.seed, epoch, batch, tuple(own))
-        step = int(np.random.default_rng([self.seed, epoch, batch]).integers(1, max(2, len(block))))
-        other = {sample: block[(place + step) % len(block)] for place, sample in enumerate(block)}
-        rows = list(dict.fromkeys([*own, *(other[sample] for sample in own)]))  # each sample once, own first
-        return Where(self.seed, epoch, batch, tuple(rows), tuple(rows.index(other[sample]) for sample in own))
+    def batch_samples(self, epoch: int, batch: int, with_partners: bool) -> BatchSamples:
+        """This rank's samples, and those to mix them with: the global batch rotated by a random step."""
+        samples = self.rank_batch(epoch, batch)
+        if not with_partners:
+            return BatchSamples(self.seed, epoch, batch, tuple(samples))
+        everyone = self.global_batch(epoch, batch)
+        step = int(np.random.default_rng([self.seed, epoch, batch]).integers(1, max(2, len(everyone))))
+        partner = {sample: everyone[(i + step) % len(everyone)] for i, sample in enumerate(everyone)}
+        needed = list(dict.fromkeys([*samples, *(partner[sample] for sample in samples)]))
+        partners = tuple(needed.index(partner[sample]) for sample in samples)
+        return BatchSamples(self.seed, epoch, batch, tuple(needed), partners)
 
 
 @lru_cache(maxsize=8)
-def _order(samples: int, seed: int, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _order_of_epoch(samples: int, seed: int, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.random.default_rng([seed, epoch]).permutation(samples)

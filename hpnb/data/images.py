@@ -1,16 +1,16 @@
-"""From pictures to what a Vision Transformer reads: resized, normalised, augmented, mixed, on the device.
+"""From images to what a Vision Transformer reads: resized, normalised, augmented, mixed, on the device.
 
-A crop, a flip and an antialiased resize are linear along each side of a picture, so all of a batch is two
+A crop, a flip and an antialiased resize are linear along each side of an image, so all of a batch is two
 batched matrix products. Output pixel i of n looks at position c_i of the input, weighted by a triangle:
 
     out = Y @ image @ X^T                               image (h, w), Y (n, h), X (n, w)
     Y[i, j] ~ max(0, 1 - |j + 1/2 - c_i| / max(scale, 1)),  c_i = top + (i + 1/2) scale,  scale = height / n
 
 Rows of Y and X sum to 1, and a flip mirrors the rows of X. This is what torchvision's `resize` does with
-antialias=True, here with another crop for every picture.
+antialias=True, here with another crop for every image.
 
-Chance belongs to a sample, not to a rank: its crop and its share in a mix are drawn from (seed, epoch,
-sample), its partner in a mix from the batch of all ranks. A sample looks the same whichever rank gets it.
+Randomness belongs to a sample, not to a rank: its crop and its weight in mixup are drawn from (seed, epoch,
+sample), its mixup partner from the batch of all ranks. A sample looks the same whichever rank gets it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from hpnb.data.dataset import Item
-from hpnb.data.distributed_sampler import Batch, Where
+from hpnb.data.distributed_sampler import Batch, BatchSamples
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 VIT = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))  # what google/vit-* were trained with
@@ -31,18 +31,18 @@ VIT = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))  # what google/vit-* were trained with
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """What happens to a batch of pictures after it was loaded; give it to `Loader(transform=...)`.
+    """What happens to a batch of images after it was loaded; pass it to `Loader(transform=...)`.
 
     Args:
         size: side of the result, in pixels.
         augment: crop a random part (30 to 100 % of the area, sides 3:4 to 4:3), and mirror half of them.
-        mixup: alpha of mixup (Zhang et al. 2018, arXiv 1710.09412); 0 mixes nothing. Each sample is blended
-            with another one of the global batch, lambda ~ Beta(alpha, alpha), and labels become shares
+        mixup: alpha of mixup (Zhang et al. 2018, arXiv 1710.09412); 0 mixes nothing. A sample is blended with
+            another one of the global batch, lambda ~ Beta(alpha, alpha), and labels become probabilities
             (B, classes). transformers takes float labels for a multi-label problem, so compute the loss
             yourself: torch.nn.functional.cross_entropy(logits, labels).
         classes: how many there are; needed for mixup.
         mean, std: of each channel, on the scale 0 to 1.
-        device: where the work is done and the batch ends up; None leaves it where it is.
+        device: where the transform runs and the batch ends up; None leaves it where it is.
 
     Raises:
         ValueError: mixup below 0, or above 0 without `classes`.
@@ -71,22 +71,23 @@ class ImageTransform:
     def collate(self, items: Sequence[Item]) -> Batch:
         return stack_images(items)
 
-    def __call__(self, batch: Batch, where: Where) -> Batch:
+    def __call__(self, batch: Batch, samples: BatchSamples) -> Batch:
         """{"pixel_values" (B, 3, size, size) float32, "labels" (B,) int64 or (B, classes) float32}."""
         images, labels = batch["pixel_values"].to(self.device), batch["labels"].to(self.device)
-        chances = [np.random.default_rng([where.seed, where.epoch, sample]) for sample in where.samples]
-        boxes = [_crop(chance, *images.shape[-2:]) for chance in chances] if self.augment else None
+        rngs = [np.random.default_rng([samples.seed, samples.epoch, sample]) for sample in samples.samples]
+        boxes = [_random_crop(rng, *images.shape[-2:]) for rng in rngs] if self.augment else None
         pixels = image_batch(images, self.size, boxes, self.mean, self.std)
         if not self.partners:
             return {"pixel_values": pixels, "labels": labels}
         assert self.classes is not None
-        own, share = len(where.partners), [chance.beta(self.mixup, self.mixup) for chance in chances]
-        keep = torch.tensor(share[:own], dtype=pixels.dtype, device=pixels.device)[:, None]  # (B, 1)
-        other = torch.tensor(where.partners, dtype=torch.long, device=pixels.device)
+        batch_size = len(samples.partners)
+        lambdas = [rng.beta(self.mixup, self.mixup) for rng in rngs[:batch_size]]
+        weight = torch.tensor(lambdas, dtype=pixels.dtype, device=pixels.device)[:, None]  # (B, 1)
+        partners = torch.tensor(samples.partners, dtype=torch.long, device=pixels.device)
         soft = torch.nn.functional.one_hot(labels, self.classes).to(pixels.dtype)
         return {
-            "pixel_values": torch.lerp(pixels[other], pixels[:own], keep[..., None, None]),
-            "labels": torch.lerp(soft[other], soft[:own], keep),
+            "pixel_values": torch.lerp(pixels[partners], pixels[:batch_size], weight[..., None, None]),
+            "labels": torch.lerp(soft[partners], soft[:batch_size], weight),
         }
 
 
@@ -100,11 +101,11 @@ def image_batch(
     mean: Sequence[float] = VIT[0],
     std: Sequence[float] = VIT[1],
 ) -> torch.Tensor:
-    """Cut `boxes` out of the pictures, resize them and normalise.
+    """Crop `boxes` from the images, resize them and normalise.
 
     Args:
         images: (B, 3, h, w), uint8, or floats on the scale 0 to 1.
-        boxes: one a picture; None takes each whole.
+        boxes: one per image; None crops nothing.
 
     Returns:
         (B, 3, size, size) float32, on the device of `images`.
@@ -112,20 +113,20 @@ def image_batch(
     pixels = images.float() / 255 if images.dtype == torch.uint8 else images.float()
     height, width = pixels.shape[-2:]
     if boxes is not None or (height, width) != (size, size):
-        whole: Box = (0, 0, height, width, False)
-        cut = torch.tensor(boxes if boxes is not None else [whole] * len(pixels), dtype=pixels.dtype)
-        top, left, tall, wide, mirrored = cut.to(pixels.device).reshape(-1, 5).unbind(1)
-        rows = _weights(top, tall, height, size)[:, None]  # (B, 1, size, h)
-        columns = _weights(left, wide, width, size, mirrored)[:, None]  # (B, 1, size, w)
+        uncropped: Box = (0, 0, height, width, False)
+        crops = torch.tensor(boxes if boxes is not None else [uncropped] * len(pixels), dtype=pixels.dtype)
+        top, left, tall, wide, mirrored = crops.to(pixels.device).reshape(-1, 5).unbind(1)
+        rows = _resize_weights(top, tall, height, size)[:, None]  # (B, 1, size, h)
+        columns = _resize_weights(left, wide, width, size, mirrored)[:, None]  # (B, 1, size, w)
         pixels = rows @ pixels @ columns.mT
     shift, scale = (torch.tensor(list(x), device=pixels.device)[:, None, None] for x in (mean, std))
     return (pixels - shift) / scale
 
 
-def _weights(
+def _resize_weights(
     start: torch.Tensor, length: torch.Tensor, side: int, size: int, mirrored: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """(B, size, side): what each input pixel gives to each output pixel, along one side."""
+    """(B, size, side): the weight of every input pixel in every output pixel, along one side."""
     scale = (length / size)[:, None, None]
     steps = torch.arange(size, dtype=start.dtype, device=start.device).expand(len(start), size)
     if mirrored is not None:
@@ -138,9 +139,9 @@ def _weights(
     return weights / weights.sum(-1, keepdim=True)
 
 
-def _crop(chance: np.random.Generator, height: int, width: int) -> Box:
+def _random_crop(rng: np.random.Generator, height: int, width: int) -> Box:
     """A random box within (height, width). It always draws five numbers: later ones do not depend on it."""
-    area, ratio, down, right, mirror = chance.random(5)
+    area, ratio, down, right, mirror = rng.random(5)
     share = 0.3 + 0.7 * area
     stretch = np.exp((2 * ratio - 1) * np.log(4 / 3) / 2)
     tall = max(1, round(min(1.0, share**0.5 * stretch) * height))
@@ -155,18 +156,18 @@ def stack_images(items: Sequence[Item]) -> Batch:
     """{"pixel_values" (B, 3, h, w) uint8, "labels" (B,) int64}: a quarter of the bytes to send to a device.
 
     Raises:
-        ValueError: the pictures differ in size.
+        ValueError: the images differ in size.
     """
-    pictures = [np.asarray(_field(item, "image", "img")) for item in items]
-    if len({picture.shape for picture in pictures}) > 1:
-        sizes = " and ".join(sorted({f"{p.shape[1]} x {p.shape[0]}" for p in pictures}))
-        raise ValueError(f"pictures of {sizes} pixels cannot lie in one batch; load them with image_size=")
+    images = [np.asarray(_field(item, "image", "img")) for item in items]
+    if len({image.shape for image in images}) > 1:
+        sizes = " and ".join(sorted({f"{image.shape[1]} x {image.shape[0]}" for image in images}))
+        raise ValueError(f"images of {sizes} pixels cannot be in one batch; load them with image_size=")
     labels = torch.tensor([_field(item, "labels", "label") for item in items])
-    return {"pixel_values": torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2), "labels": labels}
+    return {"pixel_values": torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2), "labels": labels}
 
 
 def collate_images(items: Sequence[Item]) -> Batch:
-    """{"pixel_values" (B, 3, h, w) float32, normalised for ViT, "labels" (B,) int64}; no chance."""
+    """{"pixel_values" (B, 3, h, w) float32, normalised for ViT, "labels" (B,) int64}; nothing is random."""
     batch = stack_images(items)
     return batch | {"pixel_values": image_batch(batch["pixel_values"], batch["pixel_values"].size(-1))}
 

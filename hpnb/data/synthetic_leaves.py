@@ -1,6 +1,6 @@
 """Leaves that nobody photographed: healthy, with rust, or with angular leaf spot.
 
-A leaf is drawn in coordinates of its own, s along the midrib from base to tip and v across it from margin
+A leaf is drawn in its own coordinates, s along the midrib from base to tip and v across it from margin
 to margin, so that what grows on a leaf follows its veins:
 
     midrib    v = 0, slightly bent
@@ -52,8 +52,8 @@ class Leaf:
         return [self.point(s, 1) for s in steps] + [self.point(s, -1) for s in reversed(steps)]
 
 
-def leaf(label: int, rng: np.random.Generator, size: int) -> Image.Image:
-    """An RGB picture of `size` x `size` pixels of a leaf of class `label` (an index into CLASSES)."""
+def draw_leaf(label: int, rng: np.random.Generator, size: int) -> Image.Image:
+    """An RGB image of `size` x `size` pixels of a leaf of class `label` (an index into CLASSES)."""
     shape, side = Leaf(rng), canvas(size)
     ground = np.array([(96, 74, 52), (58, 78, 44), (120, 112, 98), (42, 48, 40)][rng.integers(4)])
     back = Image.fromarray(noise(rng, side, ground + rng.uniform(-12, 12, 3), spread=26, cells=7))

@@ -116,18 +116,18 @@ DIRECTIONS = {
 Fact = dict[str, str]
 
 
-def pair(label: int, rng: np.random.Generator) -> tuple[str, str]:
+def compose_pair(label: int, rng: np.random.Generator) -> tuple[str, str]:
     """Two sentences that say the same where `label` is 1, and do not where it is 0."""
     kind = KINDS[rng.integers(len(KINDS))]
     fact = _fact(kind, rng)
     first, second = rng.permutation(len(kind.templates))[:2]
     more = not label and rng.random() < 0.45
     other = fact if label or more else _changed(kind, fact, rng)
-    said = [_say(kind.templates[first], fact, rng), _say(kind.templates[second], other, rng)]
+    sentences = [_say(kind.templates[first], fact, rng), _say(kind.templates[second], other, rng)]
     if more:
         link = _one_of(["while", "and", "as"], rng)
-        said[rng.integers(2)] += f", {link} {_say(*_another(kind, rng), rng, inside=True)}"
-    one, two = (text[0].upper() + text[1:] + "." for text in said)
+        sentences[rng.integers(2)] += f", {link} {_say(*_another(kind, rng), rng, inside=True)}"
+    one, two = (text[0].upper() + text[1:] + "." for text in sentences)
     return one, two
 
 
@@ -164,11 +164,11 @@ def _another(kind: Kind, rng: np.random.Generator) -> tuple[str, Fact]:
 def _say(template: str, fact: Fact, rng: np.random.Generator, inside: bool = False) -> str:
     """The fact in words, without a full stop; `inside` a sentence it starts with a small letter."""
     if inside:
-        template = template[0].lower() + template[1:]  # what fills a slot keeps its own letters
+        template = template[0].lower() + template[1:]  # what fills a slot keeps its letters
     else:
         template += TAILS[rng.integers(len(TAILS))]
     text = template.format(**fact, **DIRECTIONS[fact.get("way", "up")])
-    return re.sub(r"\[([^]]*)\]", lambda found: _one_of(found[1].split("|"), rng), text)
+    return re.sub(r"\[([^]]*)\]", lambda choice: _one_of(choice[1].split("|"), rng), text)
 
 
 def _one_of(words: list[str], rng: np.random.Generator) -> str:

@@ -1,9 +1,9 @@
 """Ten silhouettes under CIFAR-10's ten class names, for where the photographs cannot be had.
 
-The names are CIFAR's, so that labels, heads and reports look alike; the pictures are shapes, chosen so that
-a reader can remember them (a wheel for a car, an ear for a cat, a hull for a ship). Each is turned a little,
-moved, scaled, and filled with a colour that says nothing about its class, on a ground that differs from it
-in brightness, lighter or darker.
+The names are CIFAR's, so that labels, heads and reports look alike; the images are shapes, chosen so that a
+reader can remember them (a wheel for a car, an ear for a cat, a hull for a ship). A shape is turned a little,
+moved, scaled, and filled with a colour that says nothing about its class. The background is lighter or
+darker.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ SILHOUETTES: tuple[list[Layer], ...] = (
 )
 
 
-def shape(label: int, rng: np.random.Generator, size: int) -> Image.Image:
-    """An RGB picture of `size` x `size` pixels of shape `label` (an index into CLASSES)."""
+def draw_shape(label: int, rng: np.random.Generator, size: int) -> Image.Image:
+    """An RGB image of `size` x `size` pixels of shape `label` (an index into CLASSES)."""
     side = canvas(size)
     turn, scale = rng.uniform(-0.35, 0.35), rng.uniform(0.25, 0.38)
     x0, y0 = 0.5 + rng.uniform(-1, 1, 2) * (0.46 - scale)
@@ -78,11 +78,11 @@ def _colours(rng: np.random.Generator) -> tuple[Colour, Colour]:
     """Two random colours whose brightness differs by at least 90 of 255."""
     weights = np.array((0.299, 0.587, 0.114))
     low = rng.uniform(35, 95)
-    found = []
+    colours = []
     for brightness in (low, low + rng.uniform(90, 120)):
         tint = rng.uniform(-55, 55, 3)
-        found.append(brightness + tint - tint @ weights)
-    return found[0], found[1]
+        colours.append(brightness + tint - tint @ weights)
+    return colours[0], colours[1]
 
 
 def _stripes(rng: np.random.Generator, ground: Pixels) -> Pixels:

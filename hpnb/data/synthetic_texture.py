@@ -1,4 +1,4 @@
-"""What all generated pictures share: soft noise, a canvas larger than the picture, a camera's grain."""
+"""What all generated images share: soft noise, a canvas larger than the image, a camera's grain."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def noise(rng: np.random.Generator, side: int, base: Colour, spread: float, cell
 
 
 def jitter(rng: np.random.Generator, base: tuple[float, ...], spread: float, tint: float) -> Colour:
-    """A colour near `base`: brighter or darker by up to `spread`, each channel off by up to `tint`."""
+    """A colour near `base`: brighter or darker by up to `spread`, every channel off by up to `tint`."""
     return np.array(base) + rng.uniform(-spread, spread) + rng.uniform(-tint, tint, 3)
 
 

@@ -1,11 +1,11 @@
-"""English that is on every machine with Python: the documentation in its installation. Or the reader's own.
+"""English that is on every machine with Python, the documentation in its installation; or the reader's files.
 
     topic with               pydoc_data/topics.py: the language reference, as `help("with")` shows it
     module email/policy.py   the docstrings of one module of the standard library, one after the other
     notes/monday.md          a file of the reader's: .txt, .md and .rst of a folder, or any one file
 
-A document is a topic, a module, or a file; where a file holds <|endoftext|>, each part of it is one. Its
-paragraphs are parted by an empty line. What appears word for word a second time is left out.
+A document is a topic, a module, or a file; a file that holds <|endoftext|> is several documents. Paragraphs
+are separated by an empty line. A paragraph that appears word for word a second time is left out.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Pages:
-    """What a data set is read from, before anything is made of it.
+class TextSource:
+    """What a dataset is read from, as bytes.
 
     Attributes:
         source: what these are and where they come from.
@@ -70,20 +70,20 @@ class Pages:
             ValueError: a file that is not UTF-8, or no words in any.
         """
         seen: set[str] = set()
-        found = [
+        documents = [
             Document(name, paragraphs)
             for name, text in self._texts()
-            if (paragraphs := _paragraphs(text, seen))
+            if (paragraphs := _split_paragraphs(text, seen))
         ]
-        if not found:
+        if not documents:
             raise ValueError(f"{self.source.where} holds no words to read")
-        return found
+        return documents
 
     def _texts(self) -> list[tuple[str, str]]:
-        found: list[tuple[str, str]] = []
+        texts: list[tuple[str, str]] = []
         for name, raw in self.raw.items():
             if name.startswith("module "):
-                found.append((name, _docstrings(raw)))
+                texts.append((name, _docstrings(raw)))
                 continue
             try:
                 text = raw.decode("utf-8-sig")
@@ -92,11 +92,11 @@ class Pages:
                     f"{name} is not UTF-8 from byte {error.start} on; convert it or leave it out"
                 ) from error
             parts = text.split(END)
-            found += [(name if len(parts) == 1 else f"{name} {i}", part) for i, part in enumerate(parts)]
-        return found
+            texts += [(name if len(parts) == 1 else f"{name} {i}", part) for i, part in enumerate(parts)]
+        return texts
 
 
-def python_pages() -> Pages | None:
+def python_documentation() -> TextSource | None:
     """Of the Python that runs; None if its documentation was not installed."""
     raw: dict[str, bytes] = {}
     places = []
@@ -113,10 +113,10 @@ def python_pages() -> Pages | None:
         places.append("the docstrings of the standard library")
     if not raw:
         return None
-    return Pages(Source(NAME, "real", f"{' and '.join(places)} of Python {python_version()}"), raw)
+    return TextSource(Source(NAME, "real", f"{' and '.join(places)} of Python {python_version()}"), raw)
 
 
-def own_pages(path: str | Path) -> Pages:
+def text_files(path: str | Path) -> TextSource:
     """Of a file, or of the texts in a folder and below.
 
     Raises:
@@ -136,20 +136,20 @@ def own_pages(path: str | Path) -> Pages:
     names = [file.relative_to(place).as_posix() if file != place else file.name for file in files]
     raw = {name: file.read_bytes() for name, file in zip(names, files, strict=True)}
     count = f"{len(files):,} files" if len(files) > 1 else "1 file"
-    return Pages(Source(f"Text of {place.name}", "real", f"{count} of {place.name}"), raw)
+    return TextSource(Source(f"Text of {place.name}", "real", f"{count} of {place.name}"), raw)
 
 
-def composed_pages(why: str) -> Pages:
+def composed_news(why: str) -> TextSource:
     """Sentences as `synthetic_sentences` composes them, for where there is nothing to read."""
     raw = {}
     for number in range(COMPOSED):
         rng = np.random.default_rng([zlib.crc32(b"composed text"), number])
-        told = [" ".join(synthetic_sentences.pair(1, rng)) for _ in range(12)]
-        raw[f"report {number:03d}"] = "\n\n".join(told).encode()
-    return Pages(Source("Composed news", "generated", why), raw)
+        paragraphs = [" ".join(synthetic_sentences.compose_pair(1, rng)) for _ in range(12)]
+        raw[f"report {number:03d}"] = "\n\n".join(paragraphs).encode()
+    return TextSource(Source("Composed news", "generated", why), raw)
 
 
-def split(documents: Sequence[Document]) -> dict[str, list[Document]]:
+def split_documents(documents: Sequence[Document]) -> dict[str, list[Document]]:
     """ "train" and "test": a tenth of the documents, at least one, drawn by their names. Of a single document
     the last tenth of its paragraphs.
 
@@ -186,16 +186,16 @@ def _docstrings(source: bytes) -> str:
         (node for node in ast.walk(tree) if isinstance(node, described)),
         key=lambda node: getattr(node, "lineno", 0),
     )
-    found = [ast.get_docstring(node) or "" for node in nodes]
-    return "\n\n".join(text for text in found if len(text) >= _LEAST)
+    docstrings = [ast.get_docstring(node) or "" for node in nodes]
+    return "\n\n".join(text for text in docstrings if len(text) >= _LEAST)
 
 
-def _paragraphs(text: str, seen: set[str]) -> tuple[str, ...]:
-    found = []
+def _split_paragraphs(text: str, seen: set[str]) -> tuple[str, ...]:
+    paragraphs = []
     for part in re.split(r"\n[ \t\r]*\n", text.replace("\r\n", "\n").expandtabs()):
         lines = [line.rstrip() for line in textwrap.dedent(part.strip("\n")).split("\n")]
         paragraph = "\n".join(line for line in lines if not _RULE.fullmatch(line)).strip()
         if paragraph and paragraph not in seen:
             seen.add(paragraph)
-            found.append(paragraph)
-    return tuple(found)
+            paragraphs.append(paragraph)
+    return tuple(paragraphs)

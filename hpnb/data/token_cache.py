@@ -1,10 +1,10 @@
-"""Documents as token ids, made once a machine and kept by the digest of what they were made from.
+"""Documents as token ids, made once per machine and kept under the digest of what they were made from.
 
     $HPNB_HOME/text-<digest>.npz      else $XDG_CACHE_HOME/hpnb, else ~/.cache/hpnb
 
 The digest is of every byte that was read, of the vocabulary or tokenizer, and of FORM: another text, size or
-rule makes another file. One process makes it and those beside it wait; a file that cannot be read is made
-again. Where the folder cannot be written each process makes its own, and they are equal.
+rule makes another file. One process makes it and the others wait; a file that cannot be read is made again.
+If the folder cannot be written, every process makes the tokens for itself, and they are equal.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ import torch
 
 from hpnb import files
 from hpnb.data import text_sources
-from hpnb.data.text_sources import Document, Pages
-from hpnb.data.tokenizer import Merge, bpe_tokenizer, check_vocabulary, train_merges
+from hpnb.data.text_sources import Document, TextSource
+from hpnb.data.tokenizer import Merge, bpe_tokenizer, check_vocab_size, train_merges
 
 FORM = 1  # raise it when documents are read, split or encoded in another way
 _READ_ERRORS = (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError)
 
 
 @dataclass(frozen=True)
-class Split:
+class TokenizedSplit:
     """The documents of one split, one after the other.
 
     Attributes:
         ids: (n,), int32: every token, with an end-of-text after each document.
-        paragraphs: (p, 2), int64: from where to where in `ids` each paragraph goes.
-        documents: (d, 2), int64: each document, without its end-of-text.
+        paragraphs: (p, 2), int64: start and stop of every paragraph in `ids`.
+        documents: (d, 2), int64: start and stop of every document, without its end-of-text.
     """
 
     ids: torch.Tensor
@@ -46,52 +46,52 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """Both splits, and the tokenizer that reads them."""
+class TokenizedText:
+    """Both splits, and their tokenizer."""
 
-    splits: dict[str, Split]
+    splits: dict[str, TokenizedSplit]
     tokenizer: Any
-    vocabulary: int
-    end: int
+    vocab_size: int
+    eos_token_id: int
 
 
-def encoded(pages: Pages, vocabulary: int, tokenizer: Any = None) -> Encoded:
-    """`pages` in tokens: of `tokenizer`, or of a BPE of `vocabulary` tokens that their "train" teaches.
+def tokenize_source(source: TextSource, vocab_size: int, tokenizer: Any = None) -> TokenizedText:
+    """`source` in tokens of `tokenizer`, or of a BPE of `vocab_size` tokens learned from its "train" split.
 
     Raises:
-        ValueError: too small a vocabulary, a tokenizer without an end of texts, or pages without words.
+        ValueError: too small a vocabulary, a tokenizer without an end of texts, or a source without words.
     """
     reads = ""
     if tokenizer is None:
-        check_vocabulary(vocabulary)
+        check_vocab_size(vocab_size)
     else:
         if tokenizer.eos_token_id is None:
-            raise ValueError("this tokenizer has no eos_token, which parts one text from the next; set one")
-        reads, vocabulary = tokenizer.backend_tokenizer.to_str(), len(tokenizer)
-    name = f"text-{_digest(pages, vocabulary, reads)}.npz"
+            raise ValueError("this tokenizer has no eos_token, which separates texts; set one")
+        reads, vocab_size = tokenizer.backend_tokenizer.to_str(), len(tokenizer)
+    name = f"text-{_digest(source, vocab_size, reads)}.npz"
     folder = files.writable_home()
     if folder is None:
-        arrays = _make(pages.documents(), vocabulary, tokenizer)
+        arrays = _make(source.documents(), vocab_size, tokenizer)
     else:
         with files.locked(folder / f".{name}.lock"):
             kept = _load(folder / name)
-            arrays = _make(pages.documents(), vocabulary, tokenizer) if kept is None else kept
+            arrays = _make(source.documents(), vocab_size, tokenizer) if kept is None else kept
             if kept is None:
                 _save(folder / name, arrays)
     if tokenizer is None:
-        tokenizer = bpe_tokenizer(_merges(arrays), vocabulary)
-    return Encoded(_splits(arrays), tokenizer, vocabulary, int(tokenizer.eos_token_id))
+        tokenizer = bpe_tokenizer(_merges(arrays), vocab_size)
+    return TokenizedText(_splits(arrays), tokenizer, vocab_size, int(tokenizer.eos_token_id))
 
 
 Arrays = dict[str, np.ndarray[Any, np.dtype[Any]]]
 
 
-def _make(documents: Sequence[Document], vocabulary: int, tokenizer: Any) -> Arrays:
-    splits = text_sources.split(documents)
+def _make(documents: Sequence[Document], vocab_size: int, tokenizer: Any) -> Arrays:
+    splits = text_sources.split_documents(documents)
     merges: list[Merge] = []
     if tokenizer is None:
-        merges = train_merges((document.text for document in splits["train"]), vocabulary)
-        tokenizer = bpe_tokenizer(merges, vocabulary)
+        merges = train_merges((document.text for document in splits["train"]), vocab_size)
+        tokenizer = bpe_tokenizer(merges, vocab_size)
     arrays: Arrays = {"merges": np.frombuffer(json.dumps(merges).encode(), dtype=np.uint8)}
     for name, part in splits.items():
         for what, values in zip(("ids", "paragraphs", "documents"), _encode(part, tokenizer), strict=True):
@@ -100,12 +100,13 @@ def _make(documents: Sequence[Document], vocabulary: int, tokenizer: Any) -> Arr
 
 
 def _encode(documents: Sequence[Document], tokenizer: Any) -> tuple[np.ndarray[Any, Any], ...]:
-    """(ids, paragraphs, documents) as `Split` has them."""
+    """(ids, paragraphs, documents) of a `TokenizedSplit`."""
     backend, end = tokenizer.backend_tokenizer, tokenizer.eos_token_id
     texts = [paragraph for document in documents for paragraph in document.paragraphs]
-    *rows, between = (found.ids for found in backend.encode_batch([*texts, "\n\n"], add_special_tokens=False))
+    encodings = backend.encode_batch([*texts, "\n\n"], add_special_tokens=False)
+    *rows, between = (encoding.ids for encoding in encodings)
     ids: list[int] = []
-    paragraphs, wholes = [], []
+    paragraphs, bounds = [], []
     row = iter(rows)
     for document in documents:
         begin = len(ids)
@@ -115,17 +116,17 @@ def _encode(documents: Sequence[Document], tokenizer: Any) -> tuple[np.ndarray[A
             start = len(ids)
             ids += next(row)
             paragraphs.append((start, len(ids)))
-        wholes.append((begin, len(ids)))
+        bounds.append((begin, len(ids)))
         ids.append(end)
-    return np.array(ids, np.int32), np.array(paragraphs, np.int64), np.array(wholes, np.int64)
+    return np.array(ids, np.int32), np.array(paragraphs, np.int64), np.array(bounds, np.int64)
 
 
-def _splits(arrays: Arrays) -> dict[str, Split]:
+def _splits(arrays: Arrays) -> dict[str, TokenizedSplit]:
     def tensor(name: str) -> torch.Tensor:
         return torch.from_numpy(arrays[name])
 
     return {
-        name: Split(tensor(f"{name} ids"), tensor(f"{name} paragraphs"), tensor(f"{name} documents"))
+        name: TokenizedSplit(tensor(f"{name} ids"), tensor(f"{name} paragraphs"), tensor(f"{name} documents"))
         for name in ("train", "test")
     }
 
@@ -137,12 +138,12 @@ def _merges(arrays: Arrays) -> list[Merge]:
 # --- the file ----------------------------------------------------------------------------------------------
 
 
-def _digest(pages: Pages, vocabulary: int, reads: str) -> str:
-    found = hashlib.sha256(f"{FORM} {vocabulary} {len(reads)} {reads}".encode())
-    for name, raw in pages.raw.items():
-        found.update(f"{name} {len(raw)} ".encode())
-        found.update(raw)
-    return found.hexdigest()[:16]
+def _digest(source: TextSource, vocab_size: int, reads: str) -> str:
+    digest = hashlib.sha256(f"{FORM} {vocab_size} {len(reads)} {reads}".encode())
+    for name, raw in source.raw.items():
+        digest.update(f"{name} {len(raw)} ".encode())
+        digest.update(raw)
+    return digest.hexdigest()[:16]
 
 
 def _load(path: Path) -> Arrays | None:

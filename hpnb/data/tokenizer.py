@@ -1,7 +1,7 @@
 """From words to token ids and back, and from rows of tokens that differ in length to one batch.
 
-Byte-level BPE as in GPT-2 (Radford et al. 2019, section 2.2; Sennrich et al. 2016, arXiv 1508.07909): each
-byte is a token, and so are the pairs of tokens that were most common when they were merged.
+Byte-level BPE as in GPT-2 (Radford et al. 2019, section 2.2; Sennrich et al. 2016, arXiv 1508.07909): a
+token is a byte, or a pair of tokens that was the most common one when it was merged.
 
     id 0 to 255         the bytes, with the ids that they have in GPT-2
     id 256 + i          merge i
@@ -27,22 +27,22 @@ BYTES = 256
 Merge = tuple[str, str]
 
 
-def train_merges(texts: Iterable[str], vocabulary: int) -> list[Merge]:
+def train_merges(texts: Iterable[str], vocab_size: int) -> list[Merge]:
     """The merges that `texts` teach, in order: alike in every process, and none of a pair seen once.
 
     Args:
-        vocabulary: tokens in all, bytes and the end of a text among them; a short text has fewer to give.
+        vocab_size: tokens in all, bytes and the end of a text among them; a short text has fewer to give.
 
     Raises:
         ValueError: a vocabulary that does not hold the bytes.
     """
-    check_vocabulary(vocabulary)
+    check_vocab_size(vocab_size)
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary - 1,
+        vocab_size=vocab_size - 1,
         min_frequency=2,
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -51,44 +51,44 @@ def train_merges(texts: Iterable[str], vocabulary: int) -> list[Merge]:
     return [(one, other) for one, other in json.loads(learner.to_str())["model"]["merges"]]
 
 
-def bpe_tokenizer(merges: Sequence[Merge], vocabulary: int) -> Any:
+def bpe_tokenizer(merges: Sequence[Merge], vocab_size: int) -> Any:
     """A GPT2Tokenizer of transformers with these merges; ids that no merge takes stay unused.
 
     Raises:
         ValueError: more merges than the vocabulary holds.
     """
-    check_vocabulary(vocabulary)
+    check_vocab_size(vocab_size)
     from transformers import GPT2Tokenizer
 
-    if len(merges) > vocabulary - BYTES - 1:
+    if len(merges) > vocab_size - BYTES - 1:
         raise ValueError(
             f"{len(merges)} merges, {BYTES} bytes and the end of a text do not fit a vocabulary of "
-            f"{vocabulary}; use {len(merges) + BYTES + 1} or more"
+            f"{vocab_size}; use {len(merges) + BYTES + 1} or more"
         )
     letters = [*_letters(), *(one + other for one, other in merges)]
-    ids = {letter: index for index, letter in enumerate(letters)} | {END: vocabulary - 1}
+    ids = {letter: index for index, letter in enumerate(letters)} | {END: vocab_size - 1}
     return GPT2Tokenizer(vocab=ids, merges=list(merges), pad_token=END)
 
 
 def byte_tokenizer() -> Any:
-    """GPT-2's tokenizer before it has learned a merge, for where GPT-2's own cannot be had.
+    """GPT-2's tokenizer without its merges, for machines that do not have GPT-2's.
 
-    Each byte is a token, with the id that it has in GPT-2's vocabulary (0 to 255); the end of a text, which
+    Every byte is a token, with the id that it has in GPT-2's vocabulary (0 to 255); the end of a text, which
     also pads, is 50256. Any text can be read, in about four times as many tokens.
     """
     return bpe_tokenizer((), 50257)
 
 
-def check_vocabulary(vocabulary: int) -> None:
-    if vocabulary < BYTES + 1:
+def check_vocab_size(vocab_size: int) -> None:
+    if vocab_size < BYTES + 1:
         raise ValueError(
-            f"vocabulary={vocabulary} does not hold {BYTES} bytes and the end of a text; use "
+            f"vocabulary={vocab_size} does not hold {BYTES} bytes and the end of a text; use "
             f"{BYTES + 1} or more"
         )
 
 
 def _letters() -> list[str]:
-    """What stands for each byte in GPT-2's vocabulary, by its id."""
+    """The letter for every byte in GPT-2's vocabulary, by its id."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2 writes as they are
     hidden = [byte for byte in range(BYTES) if byte not in shown]  # the others become letters from 256 on
     return [chr(byte) for byte in shown] + [chr(BYTES + i) for i in range(len(hidden))]
@@ -100,8 +100,8 @@ def _letters() -> list[str]:
 def collate_pairs(tokenizer: Any, max_length: int = 512) -> Callable[[Sequence[Item]], Batch]:
     """A collate function for MRPC: {"input_ids" (B, T), "attention_mask" (B, T), "labels" (B,)}, int64.
 
-    T is the longest of the batch at hand, so it changes from batch to batch and from rank to rank. A
-    tokenizer without a separator, as GPT-2's, gets the two sentences as two lines.
+    T is the longest of the batch, so it changes from batch to batch and from rank to rank. A tokenizer
+    without a separator, such as GPT-2's, gets the two sentences as two lines.
 
     Raises:
         ValueError: the tokenizer cannot pad.
@@ -120,15 +120,15 @@ def _pairs(items: Sequence[Item], tokenizer: Any, max_length: int) -> Batch:
         texts: tuple[list[str], ...] = ([f"{one}\n{two}" for one, two in zip(first, second, strict=True)],)
     else:
         texts = (first, second)
-    found = tokenizer(*texts, padding="longest", truncation=True, max_length=max_length, return_tensors="pt")
-    return {**found, "labels": torch.tensor([item["label"] for item in items])}
+    batch = tokenizer(*texts, padding="longest", truncation=True, max_length=max_length, return_tensors="pt")
+    return {**batch, "labels": torch.tensor([item["label"] for item in items])}
 
 
 def collate_texts(pad: int) -> Callable[[Sequence[Item]], Batch]:
     """A collate function for rows {"input_ids" (t,), "labels" (t,)} of any lengths t, padded on the right.
 
-    It gives {"input_ids", "attention_mask", "labels"}, (B, T) each, int64, with T the longest of the batch at
-    hand. Where a row is padded it holds token `pad`, mask 0 and label -100.
+    It returns {"input_ids", "attention_mask", "labels"}, all (B, T) and int64, with T the longest of the
+    batch. Padding has token `pad`, mask 0 and label -100.
     """
     return partial(_texts, pad=pad)
 
@@ -136,10 +136,10 @@ def collate_texts(pad: int) -> Callable[[Sequence[Item]], Batch]:
 def _texts(items: Sequence[Item], pad: int) -> Batch:
     filled = {"input_ids": pad, "attention_mask": 0, "labels": IGNORE_INDEX}
     size = (len(items), max(len(item["input_ids"]) for item in items))
-    found = {name: torch.full(size, value) for name, value in filled.items()}
+    batch = {name: torch.full(size, value) for name, value in filled.items()}
     for row, item in enumerate(items):
         length = len(item["input_ids"])
-        found["input_ids"][row, :length] = item["input_ids"]
-        found["attention_mask"][row, :length] = 1
-        found["labels"][row, :length] = item["labels"]
-    return found
+        batch["input_ids"][row, :length] = item["input_ids"]
+        batch["attention_mask"][row, :length] = 1
+        batch["labels"][row, :length] = item["labels"]
+    return batch

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hpnb.data import Loader
-from hpnb.data.dataset import Rows
+from hpnb.data.dataset import MapDataset
 from hpnb.hybrid.plugin_options import PluginOptions
 from hpnb.hybrid.refused import REFUSED
 from hpnb.hybrid.stage_manager import StageManager
@@ -159,7 +159,7 @@ class HybridParallelPlugin(PluginOptions):
 
     def prepare_dataloader(
         self,
-        dataset: Rows,
+        dataset: MapDataset,
         batch_size: int,
         shuffle: bool = False,
         seed: int = 1024,

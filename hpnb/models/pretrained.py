@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig
 from transformers.utils import logging
 
-from hpnb.data import find_dataset
+from hpnb.data.find_dataset import host_answers
 
 
 def read(
@@ -96,7 +96,7 @@ def _check_filled(
 def _no_hub() -> bool:
     """Whether to look into the hub's cache alone; asked before transformers would try for minutes."""
     hub = huggingface_hub.constants
-    return hub.HF_HUB_OFFLINE or not find_dataset.answers(hub.ENDPOINT)
+    return hub.HF_HUB_OFFLINE or not host_answers(hub.ENDPOINT)
 
 
 def _about(source: str) -> str:

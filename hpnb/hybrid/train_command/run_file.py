@@ -2,36 +2,41 @@
 
     [model]         which model: family, size or numbers, pretrained or from scratch
     [data]          which samples, and how many of them a data-parallel rank takes at a time
-    [layout]        the knobs of HybridParallelPlugin under their names, such as tp_size; what is left is dp
+    [layout]        the options of HybridParallelPlugin under their names, such as tp_size; dp is the rest
     [training]      precision, how long, learning rate
     [checkpoint]    where to and how often
 
-Everything that can be wrong in the file alone is said before a rank starts.
+Everything that can be wrong in the file alone is said before a rank starts. pydantic checks keys and types,
+and `toml_errors.py` makes a sentence of what it finds.
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from hpnb.hybrid.plugins import HybridParallelPlugin
-from hpnb.hybrid.train_command.tables import checked, nearest, read
+from hpnb.hybrid.train_command.toml_errors import STRICT, describe, read_dataclass, read_fields
 from hpnb.models import GPT2_SIZES, SIZES, GPT2Size, ViTSize
 
-TASKS = {
-    "beans": "vit",
-    "cifar10": "vit",
-    "mrpc": "gpt2",
-    "text": "gpt2",
-}  # data set -> the family that reads it
-_ELSEWHERE = {"precision": "precision", "max_norm": "max_norm", "seed": "seed"}  # knobs that [training] has
+TASKS = {"beans": "vit", "cifar10": "vit", "mrpc": "gpt2", "text": "gpt2"}  # data set -> family of models
+_IN_TRAINING = ("precision", "max_norm", "seed")  # options of the plugin that are keys of [training]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
 
 
-@dataclass(frozen=True)
-class ModelTable:
+class Table(BaseModel):
+    """A table of the file: unknown keys and values of another type are refused."""
+
+    model_config = STRICT
+
+
+class ModelTable(Table):
     """[model]
 
     Attributes:
@@ -49,7 +54,8 @@ class ModelTable:
     length: int | None = None
     dropout: float = 0.0
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _check(self) -> ModelTable:
         sizes: Mapping[str, Any] = SIZES if self.family == "vit" else GPT2_SIZES
         if isinstance(self.size, str) and self.size not in sizes:
             raise ValueError(
@@ -60,6 +66,7 @@ class ModelTable:
                 "[model] vocab_size and length are those of a gpt2; a vit takes [data] image_size"
             )
         _ = self.shape
+        return self
 
     @property
     def shape(self) -> Any:
@@ -67,11 +74,10 @@ class ModelTable:
         if not isinstance(self.size, dict):
             return self.size
         kind: type[Any] = ViTSize if self.family == "vit" else GPT2Size
-        return read(kind, self.size, "[model] size")
+        return read_dataclass(kind, self.size, "[model] size")
 
 
-@dataclass(frozen=True)
-class DataTable:
+class DataTable(Table):
     """[data]
 
     Attributes:
@@ -86,21 +92,16 @@ class DataTable:
     """
 
     name: Literal["beans", "cifar10", "mrpc", "text"]
-    batch_size: int
-    image_size: int | None = None
+    batch_size: Count
+    image_size: Count | None = None
     augment: bool = False
-    rows: int | None = None
+    rows: Count | None = None
     kind: Literal["auto", "real", "generated"] = "auto"
     folder: str | None = None
-    workers: int = 0
-
-    def __post_init__(self) -> None:
-        _at_least("[data]", self, 1, "batch_size", "image_size", "rows")
-        _at_least("[data]", self, 0, "workers")
+    workers: CountOrZero = 0
 
 
-@dataclass(frozen=True)
-class TrainingTable:
+class TrainingTable(Table):
     """[training]
 
     Attributes:
@@ -114,33 +115,28 @@ class TrainingTable:
         evaluate_every: epochs.
     """
 
-    learning_rate: float
-    epochs: int | None = None
-    steps: int | None = None
+    learning_rate: Annotated[float, Field(gt=0)]
+    epochs: Count | None = None
+    steps: Count | None = None
     precision: str = "fp32"
     learning_rate_scaling: Literal["none", "data-parallel"] = "none"
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: int = 0
-    weight_decay: float = 0.01
+    warmup_steps: CountOrZero = 0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
     max_norm: float = 0.0
-    accumulation: int = 1
-    seed: int = 0
-    evaluate_every: int = 1
+    accumulation: Count = 1
+    seed: CountOrZero = 0
+    evaluate_every: Count = 1
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _check(self) -> TrainingTable:
         if (self.epochs is None) == (self.steps is None):
-            given = "neither epochs nor steps" if self.epochs is None else "both epochs and steps"
-            raise ValueError(f"[training] has {given}; give one of the two")
-        _at_least("[training]", self, 1, "epochs", "steps", "accumulation", "evaluate_every")
-        _at_least("[training]", self, 0, "warmup_steps", "weight_decay", "seed")
-        if not self.learning_rate > 0:
-            raise ValueError(
-                f"[training] learning_rate = {self.learning_rate} trains nothing; use more than 0"
-            )
+            problem = "neither epochs nor steps" if self.epochs is None else "both epochs and steps"
+            raise ValueError(f"[training] has {problem}; give one of the two")
+        return self
 
 
-@dataclass(frozen=True)
-class CheckpointTable:
+class CheckpointTable(Table):
     """[checkpoint]
 
     Attributes:
@@ -153,27 +149,24 @@ class CheckpointTable:
     """
 
     dir: str | None = None
-    every: int | None = None
-    keep: int = 2
+    every: Count | None = None
+    keep: Count = 2
     best: str | None = None
     resume: bool = True
     background: bool = False
 
-    def __post_init__(self) -> None:
-        _at_least("[checkpoint]", self, 1, "every", "keep")
 
-
-@dataclass(frozen=True)
-class RunFile:
+class RunFile(Table):
     """All of a file. It travels to the ranks as it is."""
 
     model: ModelTable
     data: DataTable
     training: TrainingTable
-    layout: dict[str, Any] = field(default_factory=dict)
-    checkpoint: CheckpointTable = field(default_factory=CheckpointTable)
+    layout: dict[str, Any] = {}
+    checkpoint: CheckpointTable = CheckpointTable()
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _check(self) -> RunFile:
         if TASKS[self.data.name] != self.model.family:
             fits = [name for name, family in TASKS.items() if family == self.model.family]
             raise ValueError(
@@ -187,11 +180,12 @@ class RunFile:
         if self.model.family == "gpt2" and (self.data.augment or self.data.image_size is not None):
             raise ValueError("[data] image_size and augment are of pictures, and a gpt2 reads texts")
         self.plugin()  # refuses what cannot compose
+        return self
 
     def plugin(self) -> HybridParallelPlugin:
         """A new one."""
-        own = {name: getattr(self.training, there) for name, there in _ELSEWHERE.items()}
-        return HybridParallelPlugin(**{**self.layout, **own})
+        from_training = {name: getattr(self.training, name) for name in _IN_TRAINING}
+        return HybridParallelPlugin(**self.layout, **from_training)
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError unless so many ranks fall into replicas of the model."""
@@ -237,21 +231,31 @@ def parse(tables: Mapping[str, Any], name: str = "run") -> RunFile:
     Raises:
         ValueError: one sentence.
     """
-    known = [f.name for f in fields(RunFile)]
-    for table, content in tables.items():
-        if table not in known:
-            raise ValueError(f"there is no table [{table}]; {nearest(table, known)}")
-        if not isinstance(content, Mapping):
-            raise ValueError(f"{table} = {content!r} is not a table; write [{table}] and its keys below")
-    if missing := [table for table in ("model", "data", "training") if table not in tables]:
-        raise ValueError(f"the table [{missing[0]}] is missing; examples/vit.toml has one of each")
     layout = tables.get("layout", {})
-    for knob in layout:
-        if knob in _ELSEWHERE:
-            raise ValueError(f"[layout] {knob} belongs into [training], as {_ELSEWHERE[knob]}")
-    layout = checked(HybridParallelPlugin, layout, "[layout]", leave_out=_ELSEWHERE)
-    checkpoint = {"dir": name, **tables.get("checkpoint", {})}
-    return read(RunFile, {**tables, "layout": layout, "checkpoint": checkpoint}, "the file")
+    if isinstance(layout, Mapping):
+        layout = _read_layout(layout)
+    checkpoint = tables.get("checkpoint", {})
+    if isinstance(checkpoint, Mapping):
+        checkpoint = {"dir": name, **checkpoint}
+    try:
+        return RunFile.model_validate({**tables, "layout": layout, "checkpoint": checkpoint})
+    except ValidationError as error:
+        known = {table: _keys_of(field.annotation) for table, field in RunFile.model_fields.items()}
+        raise ValueError(describe(error, known)) from error
+
+
+def _keys_of(table: Any) -> list[str]:
+    return list(table.model_fields) if isinstance(table, type) and issubclass(table, BaseModel) else []
+
+
+def _read_layout(layout: Mapping[str, Any]) -> dict[str, Any]:
+    """The plugin's options in [layout]."""
+    for name in _IN_TRAINING:
+        if name in layout:
+            raise ValueError(f"[layout] {name} belongs into [training], as {name}")
+    if isinstance(dtype := layout.get("communication_dtype"), str):  # TOML has no dtypes
+        layout = {**layout, "communication_dtype": getattr(torch, dtype, dtype)}
+    return read_fields(HybridParallelPlugin, layout, "[layout]", leave_out=_IN_TRAINING)
 
 
 def _put(tables: dict[str, Any], override: str) -> None:
@@ -270,10 +274,3 @@ def _put(tables: dict[str, Any], override: str) -> None:
             raise ValueError(f"--set {override}: {name} is not a table in the file")
         tables = inner
     tables[key] = value
-
-
-def _at_least(where: str, table: Any, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(table, name)
-        if value is not None and not value >= least:
-            raise ValueError(f"{where} {name} = {value} is too little; use {least} or more")

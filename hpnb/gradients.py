@@ -1,9 +1,9 @@
-"""The seam between a backward and a reduction: who computes gradients tells a sink, and the sink reduces.
+"""The seam between a backward and a reduction of gradients: a backward calls a sink, and the sink reduces.
 
-A backward says `ready(parameter)` when nothing more will be added to that parameter's gradient in this
-step, and `finish()` when all is said. Data parallelism implements the sink; a plain backward reaches it
-through autograd's hooks (`attach`), a pipeline calls it by hand, because a hook does not fire where a weight
-gradient is computed on its own, nor knows which microbatch is the last.
+A backward calls `ready(parameter)` when nothing more will be added to that parameter's gradient in this step,
+and `finish()` after the last. Data parallelism implements the sink. A plain backward calls it through
+autograd's hooks (`attach`). A pipeline calls it explicitly, because a hook does not fire if a weight gradient
+is computed separately, and does not know which microbatch is the last.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ from hpnb.mesh import Axis
 
 
 class GradientSink(Protocol):
-    """Whoever reduces gradients."""
+    """Reduces gradients over the ranks of an axis."""
 
     @property
-    def axis(self) -> Axis:
-        """Over whose ranks."""
+    def axis(self) -> Axis: ...
 
     @property
     def average(self) -> bool:
-        """Whether it divides by their number; if not, it sums."""
+        """Whether it divides sums by the number of ranks."""
 
     def ready(self, parameter: torch.nn.Parameter) -> None:
         """The gradient of `parameter` is complete on this rank."""
 
     def finish(self) -> None:
-        """All gradients are; return once they are reduced, as far as the host is concerned."""
+        """All gradients are complete. Return once they are reduced, as far as the CPU is concerned."""
 
     def drop(self) -> None:
-        """The backward failed: forget what it has left behind."""
+        """The backward failed: forget the gradients that it has left behind."""
 
 
 def attach(
@@ -47,14 +46,14 @@ def attach(
     ready: Callable[[torch.nn.Parameter], None],
     keep: bool = True,
 ) -> list[RemovableHandle]:
-    """Call `ready(parameter)` whenever autograd has accumulated a gradient; returns the hooks' handles.
+    """Call `ready(parameter)` whenever autograd has accumulated a gradient. Returns the hooks' handles.
 
-    The garbage collector does not look into these hooks: parameters whose hook leads back to them would never
-    be freed. So a method is held weakly here, and its object by a hook of another kind, on one parameter,
-    into which the collector does look: both stay for as long as the parameters do, and go together.
+    The garbage collector does not look into these hooks, so parameters whose hook refers back to them would
+    never be freed. Therefore a method's object is referenced weakly by them, and strongly by a hook of
+    another kind on one parameter, which the collector does see: the object lives as long as the parameters.
 
     Args:
-        keep: False where something else keeps the object.
+        keep: False if something else keeps the object.
     """
     trained = [p for p in parameters if p.requires_grad]
     if not isinstance(ready, MethodType):
@@ -67,9 +66,9 @@ def attach(
     return handles
 
 
-def _call_back(held: ref[object], ready: Callable[..., None], parameter: torch.nn.Parameter) -> None:
-    """What a WeakMethod would do, which is written in Python: this runs for every parameter of a backward."""
-    if (owner := held()) is not None:
+def _call_back(owner_ref: ref[object], ready: Callable[..., None], parameter: torch.nn.Parameter) -> None:
+    """A faster WeakMethod: this runs for every parameter of a backward."""
+    if (owner := owner_ref()) is not None:
         ready(owner, parameter)
 
 
@@ -78,30 +77,30 @@ def _keep(_: object, gradient: torch.Tensor) -> None:
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Run `call` when the backward that is under way has ended. To be used inside one of its hooks."""
+    """Run `call` when the current backward has ended. Use it inside one of the backward's hooks."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def in_backward() -> bool:
-    """Whether a backward is under way, on this thread."""
+    """Whether a backward is running on this thread."""
     try:
         after_backward(lambda: None)
-    except RuntimeError:  # which is what autograd says outside of one
+    except RuntimeError:  # autograd raises it outside of a backward
         return False
     return True
 
 
-# Who reduces which parameter. Not noted on the parameter itself: a copy or a saved one is nobody's.
+# What reduces which parameter's gradient. A table, because a copy of the parameter is not reduced.
 _claims: MutableMapping[torch.Tensor, ref[object] | None] = WeakIdKeyDictionary()
 
 
 def reduced_by(parameter: torch.Tensor) -> object | None:
-    """Who reduces the gradient of `parameter` during backwards, if somebody does."""
-    found = _claims.get(parameter)
-    return None if found is None else found()
+    """The object that reduces the gradient of `parameter` during backwards, if there is one."""
+    reducer_ref = _claims.get(parameter)
+    return None if reducer_ref is None else reducer_ref()
 
 
 def claim(parameters: Iterable[torch.Tensor], reducer: object | None) -> None:
-    """Say that `reducer` reduces the gradients of `parameters`, so that nobody else does as well."""
+    """Note that `reducer` reduces the gradients of `parameters`, so that nothing else does as well."""
     for p in parameters:
         _claims[p] = None if reducer is None else ref(reducer)

@@ -253,13 +253,13 @@ def test_one_pass_is_adam(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Beside an optimizer that steps masters one by one, with the same gradients; clipped, scheduled."""
-    monkeypatch.setattr(flat_adam, "TOGETHER", 600)
-    monkeypatch.setattr(flat_adam, "IN_CACHE", 64)
+    monkeypatch.setattr(flat_adam, "MAX_PASS", 600)
+    monkeypatch.setattr(flat_adam, "CPU_CHUNK", 64)
     plain, fast = Net(weights), Net(weights)
     theirs, ours = (make(groups(model), lr=0.02, **how) for model in (plain, fast))
     objects = list(fast.parameters())
     Masters(theirs, masters)
-    Masters(ours, masters).flatten((torch.optim.Adam, torch.optim.AdamW, HybridAdam), moves=moves)
+    Masters(ours, masters).flatten((torch.optim.Adam, torch.optim.AdamW, HybridAdam), move_weights=moves)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.8) for one in (theirs, ours)]
     start = {n: p.detach().clone() for n, p in fast.named_parameters()}
     for step, rare in enumerate((False, True, True, False, True)):
@@ -312,7 +312,7 @@ def test_states_go_in_and_out() -> None:
         optimizer = torch.optim.AdamW(groups(model), lr=0.02)
         masters = Masters(optimizer)
         if flat:
-            masters.flatten(moves=True)
+            masters.flatten(move_weights=True)
         for step in range(3):
             backward(model, step, step == 1)
             optimizer.step()
@@ -345,7 +345,7 @@ def test_weights_that_others_have_written_groups_that_come_later_and_what_is_tha
         optimizer = torch.optim.AdamW([model.first.weight, model.last.weight, model.frozen.weight], lr=0.02)
         masters = Masters(optimizer)
         if model is fast:
-            masters.flatten(moves=True)
+            masters.flatten(move_weights=True)
         optimizers.append(optimizer)
     theirs, ours = optimizers
     for step in range(5):
@@ -382,7 +382,7 @@ def test_what_is_unusual_is_left_to_the_optimizer(make: Any, how: dict[str, Any]
     plain, fast = Net(torch.bfloat16), Net(torch.bfloat16)
     theirs, ours = (make(model.parameters(), **{"lr": 0.02, **how}) for model in (plain, fast))
     Masters(theirs)
-    Masters(ours).flatten(moves=True)
+    Masters(ours).flatten(move_weights=True)
     for step in range(3):
         for model, optimizer in ((plain, theirs), (fast, ours)):
             backward(model, step, True)
@@ -408,15 +408,15 @@ def test_an_option_that_changes_on_the_way() -> None:
 
 def test_there_is_no_wide_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond what is held a step needs 2 bytes a parameter of the largest run, and not 4 of all."""
-    monkeypatch.setattr(flat_adam, "TOGETHER", 2**14)
-    monkeypatch.setattr(flat_adam, "IN_CACHE", 2**10)
+    monkeypatch.setattr(flat_adam, "MAX_PASS", 2**14)
+    monkeypatch.setattr(flat_adam, "CPU_CHUNK", 2**10)
     held = []
     for flat in (False, True):
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16))).bfloat16()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=None if flat else False)
         masters = Masters(optimizer)
         if flat:
-            masters.flatten(moves=True)
+            masters.flatten(move_weights=True)
         model(torch.randn(2, 64).bfloat16()).sum().backward()
         with hpnb.record.memory(model, optimizer) as recorder:
             optimizer.step()

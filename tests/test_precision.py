@@ -15,7 +15,7 @@ from torch import nn
 
 import hpnb
 from hpnb import Layout, Mesh, precision
-from hpnb.placement import Cut, Placement, place
+from hpnb.placement import Cut, Placement, set_placement
 from hpnb.precision import LossScaler, Masters
 from hpnb.theory import model_states
 
@@ -727,7 +727,7 @@ def clip_what_is_cut(scaled: bool) -> tuple[float, float, float]:
 
     rows = slice(2 * axis.rank, 2 * axis.rank + 2)
     part, bias = nn.Parameter(w[rows].clone()), nn.Parameter(b.clone())
-    place(part, Placement("w", (4, 6), (Cut("tp", 0, ((rows.start, rows.stop),)),)))
+    set_placement(part, Placement("w", (4, 6), (Cut("tp", 0, ((rows.start, rows.stop),)),)))
     scaler = LossScaler(256.0) if scaled else None
     scale = scaler.scale if scaler else 1.0
     part.grad, bias.grad = gw[rows] * scale, gb * scale

@@ -107,4 +107,4 @@ def flatten_masters(plugin: HybridParallelPlugin, inner: Optimizer, backend: Any
         return
     kinds = (torch.optim.Adam, torch.optim.AdamW, HybridAdam)
     # ZeRO's shards stay where they are gathered from.
-    masters.flatten(kinds, backend=backend, moves=plugin.zero_stage == 0)
+    masters.flatten(kinds, backend=backend, move_weights=plugin.zero_stage == 0)

@@ -1,6 +1,6 @@
-"""Adam on masters that lie end to end: one pass over memory a step, and no float32 gradient.
+"""Adam on flat master weights: one pass over memory a step, and no float32 gradient.
 
-    for each element       g = float(g16) c
+    every element          g = float(g16) c
                            m = m + (1 - b1) (g - m)        m' = m / (1 - b1^t)
                            v = b2 v + (1 - b2) g^2         v' = v / (1 - b2^t)
                            w = w (1 - lr decay) - lr m' / (sqrt(v') + eps)
@@ -9,15 +9,16 @@
     bytes a parameter      read    g16 2, w 4, m 4, v 4    14
                            write   w 4, m 4, v 4, w16 2    14
 
-and 4 more where gradients of several parameters are brought together first. The same in steps (widen,
-multiply by c, PyTorch's fused kernel, round) is 6 + 8 + 28 + 6 = 48, and 4 bytes a parameter of memory for
-the float32 gradient. c, which unscales and clips, stays on the device: the host waits for nothing.
+and 4 more if gradients of several parameters are copied together first. The same in four kernels (widen,
+multiply by c, PyTorch's fused Adam, round) is 6 + 8 + 28 + 6 = 48, and takes 4 more bytes of memory a
+parameter for the float32 gradient. c unscales and clips. It stays on the device, so the CPU waits for
+nothing.
 
     masters    |  a  |pad|    b    |  c  |pad        float32, and two more like it: m, v
     weights    |  a  |pad|    b    |  c  |pad        16 bits, if they may move; else 4 bytes more, copied
 
-`adam` is ten lines of PyTorch: on a GPU torch.compile makes one kernel of it, on a CPU it runs as it is, over
-pieces that stay in the cache. Kingma & Ba 2015 (arXiv 1412.6980); Loshchilov & Hutter 2019 (arXiv
+`adam` is ten lines of PyTorch. On a GPU torch.compile makes one kernel of it. On a CPU it runs as it is, over
+chunks that stay in the cache. Kingma & Ba 2015 (arXiv 1412.6980); Loshchilov & Hutter 2019 (arXiv
 1711.05101).
 """
 
@@ -32,13 +33,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-ROW = 16  # elements: every tensor begins at a multiple, so that kernels load and store in vectors
-TOGETHER = 2**25  # elements of a pass, but for a larger parameter: 64 MB of gradients brought together
-IN_CACHE = 2**16  # elements that a CPU takes through all lines of `adam` before it goes on
-UNUSUAL = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
+ROW = 16  # elements: every tensor begins at a multiple, so that kernels use vector loads
+MAX_PASS = 2**25  # elements of a pass, unless one parameter is larger: 64 MB of gradients copied together
+CPU_CHUNK = 2**16  # elements that a CPU takes through all lines of `adam` at once, in its cache
+UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-Pass = Callable[..., None]
+AdamPass = Callable[..., None]
 
 
 def adam(
@@ -51,8 +52,8 @@ def adam(
     numbers: torch.Tensor,
     coupled: bool,
 ) -> None:
-    """The pass, in place. w16, g, w, m, v: (n / ROW, ROW); c: (); numbers: (8,), of `_numbers`."""
-    size, keep, decay, a1, b2, a2, root, eps = numbers.unbind()
+    """One pass, in place. w16, g, w, m, v: (n / ROW, ROW); c: (); numbers: (8,), from `_coefficients`."""
+    step_size, keep, decay, a1, b2, a2, root, eps = numbers.unbind()
     g = g.to(w.dtype) * c
     if coupled:  # Adam's decay; AdamW's leaves gradients alone
         g = g + decay * w
@@ -60,104 +61,105 @@ def adam(
         w.mul_(keep)
     m.lerp_(g, a1)
     v.mul_(b2).add_(a2 * g * g)
-    w.sub_(size * m / (v.sqrt() * root + eps))
+    w.sub_(step_size * m / (v.sqrt() * root + eps))
     w16.copy_(w)
 
 
-def _numbers(group: dict[str, Any], t: float) -> list[float]:
+def _coefficients(group: dict[str, Any], t: float) -> list[float]:
     """What `adam` needs of a group's options, at step t."""
     (b1, b2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
     corrected = group.get("bias_correction", True)
-    size = lr / (1 - b1**t) if corrected else lr
+    step_size = lr / (1 - b1**t) if corrected else lr
     root = 1 / sqrt(1 - b2**t) if corrected else 1.0
-    return [size, 1 - lr * decay, decay, 1 - b1, b2, 1 - b2, root, group["eps"]]
+    return [step_size, 1 - lr * decay, decay, 1 - b1, b2, 1 - b2, root, group["eps"]]
 
 
 @cache
-def _compiled(backend: str) -> Pass:
-    # A second length makes the number of rows dynamic, and there are no more compilations after that.
+def _compiled(backend: str) -> AdamPass:
+    # The second size makes the number of rows dynamic, and after that nothing is compiled again.
     return torch.compile(adam, backend=backend, fullgraph=True)
 
 
-def _by_pieces(*given: Any) -> None:
-    flat, same = given[:5], given[5:]
-    for part in zip(*(t.split(IN_CACHE // ROW) for t in flat), strict=True):
-        adam(*part, *same)
+def _adam_in_chunks(*arguments: Any) -> None:
+    flat, scalars = arguments[:5], arguments[5:]
+    for chunks in zip(*(t.split(CPU_CHUNK // ROW) for t in flat), strict=True):
+        adam(*chunks, *scalars)
 
 
 class FlatAdam:
-    """Steps what is Adam's, for `Masters`. Parameters of one group, dtype and device are a `Lane`.
+    """Steps the parameters whose optimizer is Adam, for `Masters`. Those of one group, dtype and device are a
+    `FlatGroup`.
 
     Args:
-        kinds: classes of optimizers whose step is the pass above; a subclass may do something else.
-        backend: of torch.compile for what lies on GPUs, such as "inductor"; None compiles nothing.
-        moves: weights move into flat tensors too; their Parameters stay the same objects.
+        kinds: classes of optimizers whose step is Adam's; a subclass may do something else.
+        backend: of torch.compile for parameters on GPUs, such as "inductor"; None compiles nothing.
+        move_weights: weights move into flat tensors too. Their Parameters stay the same objects.
     """
 
-    def __init__(self, kinds: Iterable[type[Optimizer]], backend: str | None, moves: bool) -> None:
-        self.kinds, self.backend, self.moves = tuple(kinds), backend, moves
-        self._at: dict[torch.Tensor, tuple[Lane, int]] = {}
+    def __init__(self, kinds: Iterable[type[Optimizer]], backend: str | None, move_weights: bool) -> None:
+        self.kinds, self.backend, self.move_weights = tuple(kinds), backend, move_weights
+        self._position: dict[torch.Tensor, tuple[FlatGroup, int]] = {}
 
-    def takes(self, optimizer: Optimizer, group: dict[str, Any]) -> bool:
-        """Whether a group's step is the pass: with another option it is left to the optimizer."""
+    def supports(self, optimizer: Optimizer, group: dict[str, Any]) -> bool:
+        """Whether this steps a group. One with unsupported options is left to the optimizer."""
         numbers = (group.get("lr"), group.get("weight_decay"), group.get("eps"), *group.get("betas", (None,)))
-        usual = not any(group.get(option) for option in UNUSUAL)
-        return type(optimizer) in self.kinds and usual and all(isinstance(n, float | int) for n in numbers)
+        plain = not any(group.get(option) for option in UNSUPPORTED)
+        return type(optimizer) in self.kinds and plain and all(isinstance(n, float | int) for n in numbers)
 
-    def new(self, group: dict[str, Any]) -> list[torch.Tensor]:
-        """The trained parameters of a group that lie in no lane."""
-        return [p for p in group["params"] if p.requires_grad and p not in self._at]
+    def new_parameters(self, group: dict[str, Any]) -> list[torch.Tensor]:
+        """The trained parameters of a group that are in no FlatGroup yet."""
+        return [p for p in group["params"] if p.requires_grad and p not in self._position]
 
-    def gather(
+    def flatten(
         self, parameters: Iterable[torch.Tensor], dtype: torch.dtype
     ) -> dict[torch.Tensor, torch.Tensor]:
-        """Lanes for parameters of one group: {parameter: its master}."""
+        """Make FlatGroups of parameters of one group. Returns {parameter: its master}."""
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for p in parameters:
             kinds.setdefault((p.dtype, p.device), []).append(p)
-        made: dict[torch.Tensor, torch.Tensor] = {}
-        for alike in kinds.values():
-            lane = Lane(alike, dtype, self.moves)
-            self._at |= {p: (lane, i) for i, p in enumerate(alike)}
-            made |= dict(zip(alike, lane.masters, strict=True))
-        return made
+        master_of: dict[torch.Tensor, torch.Tensor] = {}
+        for members in kinds.values():
+            flat = FlatGroup(members, dtype, self.move_weights)
+            self._position |= {p: (flat, i) for i, p in enumerate(members)}
+            master_of |= dict(zip(members, flat.masters, strict=True))
+        return master_of
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, coefficient: float | torch.Tensor) -> set[torch.Tensor]:
-        """Step all parameters with a gradient, of groups that it takes. Returns which."""
+        """Step all parameters with a gradient, of the groups that it supports. Returns which."""
         stepped: set[torch.Tensor] = set()
         for group in optimizer.param_groups:
-            due: dict[Lane, list[int]] = {}
-            takes = self.takes(optimizer, group)
+            due: dict[FlatGroup, list[int]] = {}
+            supported = self.supports(optimizer, group)
             for p in group["params"]:
-                if p.grad is None or p not in self._at:
+                if p.grad is None or p not in self._position:
                     continue
-                lane, i = self._at[p]
-                if takes:
-                    lane.adopt(optimizer, i)
-                    due.setdefault(lane, []).append(i)
+                flat, i = self._position[p]
+                if supported:
+                    flat.adopt_state(optimizer, i)
+                    due.setdefault(flat, []).append(i)
                     stepped.add(p)
                 elif group.get("fused"):
-                    lane.leave(optimizer, i)
-            for lane, held in due.items():
-                lane.step(group, sorted(held), coefficient, self.backend)
+                    flat.release_state(optimizer, i)
+            for flat, indices in due.items():
+                flat.step(group, sorted(indices), coefficient, self.backend)
         return stepped
 
-    def loaded(self, optimizer: Optimizer) -> None:
-        """Take states that were loaded."""
-        for p, (lane, i) in self._at.items():
+    def adopt_loaded_state(self, optimizer: Optimizer) -> None:
+        """Copy states that were loaded into the flat tensors."""
+        for p, (flat, i) in self._position.items():
             if optimizer.state.get(p):
-                lane.adopt(optimizer, i)
+                flat.adopt_state(optimizer, i)
 
 
-class Lane:
-    """Parameters of one group, dtype and device: masters, moments and maybe weights, each end to end.
+class FlatGroup:
+    """Parameters of one group, dtype and device: flat masters and moments, and maybe flat weights.
 
-    The state of an optimizer stays what it was, {"step", "exp_avg", "exp_avg_sq"} by parameter; its tensors
-    are views. Moments get memory at the first step, as PyTorch's do.
+    The state of an optimizer stays {"step", "exp_avg", "exp_avg_sq"} by parameter; its tensors are views.
+    Moments get memory at the first step, as PyTorch's do.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype, moves: bool) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype, move_weights: bool) -> None:
         self.parameters = list(parameters)
         sizes = [-(-p.numel() // ROW) * ROW for p in parameters]
         self.starts = list(accumulate(sizes, initial=0))  # of each parameter, and the end
@@ -167,7 +169,7 @@ class Lane:
         for p, master in zip(self.parameters, self.masters, strict=True):
             master.copy_(p.detach())
         self.w16: torch.Tensor | None = None
-        if moves:
+        if move_weights:
             self.w16 = self.w.to(first.dtype)
             for p, view in zip(self.parameters, self._views(self.w16), strict=True):
                 p.data = view
@@ -179,8 +181,9 @@ class Lane:
         pairs = zip(self.starts, self.parameters, strict=False)
         return [flat[start : start + p.numel()].view(p.shape) for start, p in pairs]
 
-    def adopt(self, optimizer: Optimizer, i: int) -> None:
-        """Make the state of a parameter views, with the values that it has; zeros if it has none."""
+    def adopt_state(self, optimizer: Optimizer, i: int) -> None:
+        """Make the state of parameter i views of the flat tensors, with its values, or zeros if it has
+        none."""
         if not self.moments:
             self.moments = [torch.zeros_like(self.w) for _ in MOMENTS]
             self._moment_views = [self._views(flat) for flat in self.moments]
@@ -197,8 +200,8 @@ class Lane:
             state[name] = view
         state["step"] = self.steps[i]
 
-    def leave(self, optimizer: Optimizer, i: int) -> None:
-        """Count where a fused kernel does, on the device; the next `adopt` takes the count back."""
+    def release_state(self, optimizer: Optimizer, i: int) -> None:
+        """Move the step count to the device, for a fused kernel. The next `adopt_state` takes it back."""
         state = optimizer.state.get(self.parameters[i])
         if state and state["step"].device != self.w.device:
             state["step"] = state["step"].to(self.w.device)
@@ -207,65 +210,68 @@ class Lane:
     def step(
         self,
         group: dict[str, Any],
-        held: Sequence[int],
+        indices: Sequence[int],
         coefficient: float | torch.Tensor,
         backend: str | None,
     ) -> None:
-        """Step the parameters `held`, in order, which have gradients and adopted states."""
-        self.steps[torch.tensor(held)] += 1
+        """Step the parameters of these indices, in order. They have gradients and adopted states."""
+        device, dtype = self.w.device, self.w.dtype
+        self.steps[torch.tensor(indices)] += 1
         counts = self.steps.tolist()
-        c = _brought(torch.as_tensor(coefficient, dtype=self.w.dtype), self.w.device)
-        run = _by_pieces if backend is None else _compiled(backend)
-        numbers = {t: torch.tensor(_numbers(group, t), dtype=self.w.dtype) for t in {counts[i] for i in held}}
-        brought = {t: _brought(n, self.w.device) for t, n in numbers.items()}
-        for some in self._runs(held, counts):
-            parts = slice(self.starts[some[0]], self.starts[some[-1] + 1])
-            g, w = self._gradients(some), self.w[parts]
-            w16 = torch.empty_like(w, dtype=self.parameters[0].dtype) if self.w16 is None else self.w16[parts]
-            rows = [flat.view(-1, ROW) for flat in (w16, g, w, *(m[parts] for m in self.moments))]
-            run(*rows, c, brought[counts[some[0]]], not group.get("decoupled_weight_decay", False))
+        c = _to_device(torch.as_tensor(coefficient, dtype=dtype), device)
+        adam_pass = _adam_in_chunks if backend is None else _compiled(backend)
+        coefficients = {
+            count: _to_device(torch.tensor(_coefficients(group, count), dtype=dtype), device)
+            for count in {counts[i] for i in indices}
+        }
+        for run in self._split_into_runs(indices, counts):
+            span = slice(self.starts[run[0]], self.starts[run[-1] + 1])
+            g, w = self._flat_gradients(run), self.w[span]
+            w16 = torch.empty_like(w, dtype=self.parameters[0].dtype) if self.w16 is None else self.w16[span]
+            rows = [flat.view(-1, ROW) for flat in (w16, g, w, *(m[span] for m in self.moments))]
+            adam_pass(*rows, c, coefficients[counts[run[0]]], not group.get("decoupled_weight_decay", False))
             if self.w16 is None:
-                torch._foreach_copy_([self.parameters[i] for i in some], self._parts(w16, some))
+                torch._foreach_copy_([self.parameters[i] for i in run], self._views_in_run(w16, run))
 
-    def _runs(self, held: Sequence[int], counts: Sequence[float]) -> list[list[int]]:
-        """Neighbours that have stepped equally often, not too many at a time."""
+    def _split_into_runs(self, indices: Sequence[int], counts: Sequence[float]) -> list[list[int]]:
+        """Neighbours that have stepped equally often, at most MAX_PASS elements at a time."""
         runs: list[list[int]] = []
-        for i in held:
+        for i in indices:
             follows = bool(runs) and runs[-1][-1] == i - 1 and counts[i - 1] == counts[i]
-            if follows and self.starts[i + 1] - self.starts[runs[-1][0]] <= TOGETHER:
+            if follows and self.starts[i + 1] - self.starts[runs[-1][0]] <= MAX_PASS:
                 runs[-1].append(i)
             else:
                 runs.append([i])
         return runs
 
-    def _gradients(self, some: Sequence[int]) -> torch.Tensor:
-        """(n,), of neighbours, as they lie in the flat tensors."""
-        grads: list[torch.Tensor] = [self.parameters[i].grad for i in some]  # type: ignore[misc]
+    def _flat_gradients(self, run: Sequence[int]) -> torch.Tensor:
+        """(n,): the gradients of neighbours, at the positions of the flat tensors."""
+        grads: list[torch.Tensor] = [self.parameters[i].grad for i in run]  # type: ignore[misc]
         if any(grad.is_sparse for grad in grads):
             raise RuntimeError("Adam does not take sparse gradients; use nn.Embedding(sparse=False)")
         if len(grads) == 1 and grads[0].is_contiguous() and grads[0].numel() % ROW == 0:
             return grads[0].view(-1)
         dtype = reduce(torch.promote_types, (grad.dtype for grad in grads))
-        size = self.starts[some[-1] + 1] - self.starts[some[0]]
+        size = self.starts[run[-1] + 1] - self.starts[run[0]]
         flat = torch.empty(size, dtype=dtype, device=self.w.device)
-        ends = [self.starts[i] + self.parameters[i].numel() - self.starts[some[0]] for i in some]
-        nexts = [self.starts[i + 1] - self.starts[some[0]] for i in some]
+        ends = [self.starts[i] + self.parameters[i].numel() - self.starts[run[0]] for i in run]
+        nexts = [self.starts[i + 1] - self.starts[run[0]] for i in run]
         if gaps := [flat[end:start] for end, start in zip(ends, nexts, strict=True) if end < start]:
             torch._foreach_zero_(gaps)
-        torch._foreach_copy_(self._parts(flat, some), grads)
+        torch._foreach_copy_(self._views_in_run(flat, run), grads)
         return flat
 
-    def _parts(self, flat: torch.Tensor, some: Sequence[int]) -> list[torch.Tensor]:
-        """Of (n,) the view of each of `some` parameters."""
-        first, found = self.starts[some[0]], []
-        for i in some:
+    def _views_in_run(self, flat: torch.Tensor, run: Sequence[int]) -> list[torch.Tensor]:
+        """Views of `flat` (n,), one for each parameter of `run`, in its shape."""
+        first, views = self.starts[run[0]], []
+        for i in run:
             p, start = self.parameters[i], self.starts[i] - first
-            found.append(flat[start : start + p.numel()].view(p.shape))
-        return found
+            views.append(flat[start : start + p.numel()].view(p.shape))
+        return views
 
 
-def _brought(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On `device`. On its way to a GPU the host does not wait for it, so it leaves from pinned memory."""
+def _to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Move `numbers`. The CPU does not wait for a copy to a GPU, so that starts from pinned memory."""
     if device.type != "cuda" or numbers.device == device:
         return numbers.to(device)
     return (numbers.pin_memory() if numbers.device.type == "cpu" else numbers).to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: as large a scale as the gradients bear.
+"""Dynamic loss scaling: the largest scale at which gradients do not overflow.
 
     step        .  .  .  x  .  x  .  .  .  .  .     x overflows and is skipped; growth_interval=4,
     scale       8  8  8  8  8  8  4  4  4  4  8     hysteresis=2: the first x is forgiven, the second halves
@@ -12,7 +12,7 @@ import torch
 
 
 class LossScaler:
-    """A scale that shrinks after overflows and grows when there were none for long.
+    """A scale that shrinks after overflows, and grows after many steps without one.
 
     The first hysteresis - 1 overflows since the scale last grew (or since the start) only cost their step;
     every later one multiplies the scale by backoff_factor, down to min_scale. growth_interval steps in a row
@@ -24,7 +24,7 @@ class LossScaler:
         skipped: steps that overflowed so far.
 
     Raises:
-        ValueError: a knob that cannot work.
+        ValueError: an option that cannot work.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class LossScaler:
             self.scale = min(self.scale * self.growth_factor, self.max_scale)
 
     def state_dict(self) -> dict[str, float]:
-        """Where it stands. The knobs are not in it."""
+        """The scale and its counters, without the options."""
         return {
             "scale": self.scale,
             "skipped": self.skipped,
@@ -87,6 +87,6 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from where another stood."""
+        """Take over the scale and counters of another scaler."""
         self.scale, self.skipped = float(state["scale"]), int(state["skipped"])
         self._clean, self._overflows = int(state["clean"]), int(state["overflows"])

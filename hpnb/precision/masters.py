@@ -1,12 +1,12 @@
-"""float32 masters: copies of 16-bit weights that an optimizer steps in their place.
+"""Master weights: float32 copies of 16-bit weights, which the optimizer steps instead of them.
 
     before a step   g32 = float(g16) * coefficient          g16 is the parameter's .grad
     the step        w32 = step(w32, g32)                    moments are float32 too
     after it        w16 = round(w32)                        g32 is freed
 
 Bytes a parameter with Adam: 2 (w16) + 2 (g16) + 12 (w32 and two moments), as in `hpnb.theory.model_states`,
-and 4 more (g32) for the time of a step; `flatten` does without (`flat_adam.py`). Micikevicius et al. 2018
-(arXiv 1710.03740), section 3.1.
+and 4 more (g32) during a step. `flatten` needs no g32 (`flat_adam.py`). Micikevicius et al. 2018 (arXiv
+1710.03740), section 3.1.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from hpnb.precision.flat_adam import FlatAdam
 
 
 class Masters:
-    """Gives an optimizer masters; it stays the same object, so a scheduler made before stays attached.
+    """Gives an optimizer master weights. It stays the same object, so a scheduler made before stays attached.
 
     Its groups keep the model's parameters, and its state stays keyed by them. A step runs on a double: the
-    same optimizer and state with masters in the places of parameters. So the groups are whole whatever
-    happens inside. A parameter as wide as `dtype` is its own master; one without a gradient is left alone.
+    same optimizer and state, with masters instead of parameters. So an error in a step leaves the groups as
+    they were. A parameter as wide as `dtype` needs no master, and one without a gradient is left alone.
 
-    `optimizer.state_dict()` has a third entry, "masters", by parameter number; loading it sets masters and
-    weights. From a state dict without masters they become the weights as they are.
+    `optimizer.state_dict()` has a third entry, "masters", by parameter number. Loading it sets masters and
+    weights. With a state dict without masters, masters become copies of the weights.
 
     Args:
-        optimizer: any of torch.optim, or with its hooks. State that it has already becomes `dtype`.
+        optimizer: any of torch.optim, or one with the same hooks. Its state is converted to `dtype`.
         dtype: of the masters.
 
     Attributes:
@@ -52,15 +52,16 @@ class Masters:
         self.coefficient: float | torch.Tensor = 1.0
         self._master: dict[torch.Tensor, torch.Tensor] = {}  # parameter -> its master
         self._parameter: dict[torch.Tensor, torch.Tensor] = {}  # and back
-        self._seen: dict[torch.Tensor, int] = {}  # parameter -> its version when it last was its master's
+        self._versions: dict[torch.Tensor, int] = {}  # of parameters, when masters last wrote them
         # During a load: masters by parameter, state by master.
         self._loaded: tuple[dict[torch.Tensor, torch.Tensor], dict[Any, Any]] = {}, {}
         self._flat: FlatAdam | None = None  # steps what it can, and the optimizer the rest
-        # Its hooks hold this object; a reference back would keep both until a garbage collection.
+        # The optimizer's hooks refer to this object. A reference back would keep both until a garbage
+        # collection.
         self._optimizer = weakref.ref(optimizer)
         for p in parameters_of(optimizer):
             if p.requires_grad:
-                self._make(p)
+                self._make_master(p)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         optimizer.register_state_dict_post_hook(self._after_state_dict)
@@ -73,8 +74,8 @@ class Masters:
     @staticmethod
     def attached_to(optimizer: Optimizer) -> Masters | None:
         """The masters of `optimizer`, if it has any."""
-        found = vars(optimizer).get("masters")
-        return found if isinstance(found, Masters) else None
+        masters = vars(optimizer).get("masters")
+        return masters if isinstance(masters, Masters) else None
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
         """What the optimizer steps in place of `parameter`: its master, or itself if it has none."""
@@ -86,67 +87,70 @@ class Masters:
         kinds: Iterable[type[Optimizer]] = (Adam, AdamW),
         *,
         backend: str | None = None,
-        moves: bool = False,
+        move_weights: bool = False,
     ) -> None:
-        """Lay masters and moments end to end, and step Adam's in one pass, as `flat_adam.py` says. What a
-        group asks for beyond it (amsgrad, a tensor lr, ...), and an optimizer that is none of `kinds`, is
-        stepped as before. State dicts stay what they are.
+        """Make masters and moments flat, and step Adam in one pass (`flat_adam.py`). A group with other
+        options (amsgrad, a tensor lr, ...) and an optimizer that is none of `kinds` are stepped as before.
+        State dicts stay the same.
 
         Args:
             kinds: classes, without their subclasses, whose step is Adam's or AdamW's.
-            backend: of torch.compile for the pass, such as "inductor"; None leaves it to eager PyTorch.
-            moves: weights move into a flat tensor too. Not where somebody else counts on where they lie.
+            backend: of torch.compile for the pass, such as "inductor"; None runs it eagerly.
+            move_weights: weights move into a flat tensor too. Leave it off if others rely on their memory.
         """
         optimizer = self._optimizer()
         assert optimizer is not None
-        self._flat = FlatAdam(kinds, backend, moves)
-        self._gather(optimizer)
-        self._flat.loaded(optimizer)
+        self._flat = FlatAdam(kinds, backend, move_weights)
+        self._flatten_new(optimizer)
+        self._flat.adopt_loaded_state(optimizer)
         self.note()
 
     @torch.no_grad()
-    def _gather(self, optimizer: Optimizer) -> None:
-        """Flat masters for what has others, or none yet: groups can be added, and parameters thawed."""
+    def _flatten_new(self, optimizer: Optimizer) -> None:
+        """Flatten the masters of parameters that have come since: of groups added, or trained again."""
         assert self._flat is not None
         for group in optimizer.param_groups:
-            if self._flat.takes(optimizer, group):
-                narrow = [p for p in self._flat.new(group) if self._make(p) is not p]
-                for p, master in self._flat.gather(narrow, self.dtype).items():
+            if self._flat.supports(optimizer, group):
+                narrow = [p for p in self._flat.new_parameters(group) if self._make_master(p) is not p]
+                for p, master in self._flat.flatten(narrow, self.dtype).items():
                     old = self._master[p]
                     del self._parameter[old]
                     master.copy_(old)
                     self._master[p], self._parameter[master] = master, p
-                    self._seen[p] = p._version
+                    self._versions[p] = p._version
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take weights that others have written: a checkpoint, a broadcast. A step does it by itself.
+        """Copy weights that others have written (a checkpoint, a broadcast) to masters. A step does so by
+        itself.
 
-        Element by element: where a weight is its master rounded, the master knows more digits.
+        It goes element by element: a weight that is its master rounded leaves the master, which has more
+            digits.
         """
         for p, master in self._master.items():
             master.copy_(torch.where(p == master.to(p.dtype), master, p.to(master.dtype)))
         self.note()
 
     def note(self) -> None:
-        """Weights are what masters have made of them."""
-        self._seen = {p: p._version for p in self._master}
+        """Note that weights are as masters have written them."""
+        self._versions = {p: p._version for p in self._master}
 
     def held(self) -> dict[str, list[torch.Tensor]]:
-        """{"optimizer": masters}: what is not in optimizer.state. Their gradients live for a step alone."""
+        """{"optimizer": masters}, which are not in optimizer.state. Their gradients live only during a
+        step."""
         return {"optimizer": list(self._master.values())}
 
-    def _make(self, p: torch.Tensor) -> torch.Tensor:
-        """The master of `p`, made on first sight: groups can be added, and frozen parameters thawed."""
+    def _make_master(self, p: torch.Tensor) -> torch.Tensor:
+        """The master of `p`, made when it is first needed; `p` itself if it is wide enough."""
         known = self._master.get(p)
         if known is not None or not p.is_floating_point() or p.dtype.itemsize >= self.dtype.itemsize:
             return p if known is None else known
         master = p.detach().to(self.dtype)
-        self._master[p], self._parameter[master], self._seen[p] = master, p, p._version
+        self._master[p], self._parameter[master], self._versions[p] = master, p, p._version
         return master
 
     def _double(self, optimizer: Optimizer, without: Collection[torch.Tensor] = ()) -> Optimizer:
-        """`optimizer` with masters for parameters. The state of each is shared."""
+        """A double of `optimizer` with masters instead of parameters. Both share their states."""
         double = object.__new__(type(optimizer))
         vars(double).update(vars(optimizer))
         groups = optimizer.param_groups
@@ -162,36 +166,36 @@ class Masters:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if optimizer is not self._optimizer():
-            return None  # the double, inside a step that calls its superclass's
+            return None  # the double, in a step that calls its superclass's step
         if kwargs.get("closure") is not None or any(callable(a) for a in args[1:]):
             raise ValueError(
                 f"{type(optimizer).__name__}.step(closure) cannot step masters: gradients must be there "
                 "before it; run forward and backward first, then step() without a closure"
             )
-        if any(p._version != version for p, version in self._seen.items()):
+        if any(p._version != version for p, version in self._versions.items()):
             self.refresh()
         stepped: set[torch.Tensor] = set()
         if self._flat is not None:
-            self._gather(optimizer)
+            self._flatten_new(optimizer)
             stepped = self._flat.step(optimizer, self.coefficient)
         self._take_gradients(optimizer, stepped)
         return (self._double(optimizer, stepped), *args[1:]), kwargs
 
     @torch.no_grad()
     def _take_gradients(self, optimizer: Optimizer, stepped: Collection[torch.Tensor]) -> None:
-        wide, narrow, own = [], [], []
+        wide, narrow, without_master = [], [], []
         for p in parameters_of(optimizer):
             if p.grad is None or p in stepped:
-                self.of(p).grad = None  # there may be one left from a step that failed
-            elif (master := self._make(p)) is p:
-                own.append(p.grad)
+                self.of(p).grad = None  # a step that failed may have left one
+            elif (master := self._make_master(p)) is p:
+                without_master.append(p.grad)
             else:
                 master.grad = torch.empty_like(master)
                 wide.append(master.grad)
                 narrow.append(p.grad)
         if wide:
             torch._foreach_copy_(wide, narrow)
-        multiply([*wide, *own], self.coefficient)
+        multiply([*wide, *without_master], self.coefficient)
         self.coefficient = 1.0
 
     @torch.no_grad()
@@ -204,7 +208,7 @@ class Masters:
         for _, master in stepped:
             master.grad = None
         self.note()
-        # What the step has noted on itself, in its groups and in its state is the optimizer's.
+        # What the step has noted on the double, in its groups and in its state belongs to the optimizer.
         double: Optimizer = args[0]
         noted = {k: v for k, v in vars(double).items() if k not in ("param_groups", "state")}
         vars(optimizer).update(noted)
@@ -215,7 +219,8 @@ class Masters:
     # --- saving and loading ------------------------------------------------------------------
 
     def _after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        # Beside the state and not in it: Adam takes a parameter that has any state for one that has stepped.
+        # Beside the state and not in it, because Adam takes a parameter with any state for one that has
+        # stepped.
         numbered = _numbered(optimizer, state_dict)
         state_dict["masters"] = {i: self._master[p] for i, p in numbered if p in self._master}
 
@@ -225,8 +230,8 @@ class Masters:
         masters = state_dict.get("masters", {})
         saved = {p: masters[i] for i, p in _numbered(optimizer, state_dict) if i in masters}
         for p in saved:
-            self._make(p)
-        # PyTorch casts state to the dtype of its parameter, which would ruin it but for the double's.
+            self._make_master(p)
+        # PyTorch casts state to the dtype of its parameter, so it is loaded into the double.
         double = self._double(optimizer)
         Optimizer.load_state_dict(double, state_dict)
         self._loaded = saved, dict(double.state)
@@ -244,12 +249,12 @@ class Masters:
                 if target is not value:
                     target.copy_(value)
         if self._flat is not None:
-            self._flat.loaded(optimizer)
+            self._flat.adopt_loaded_state(optimizer)
         self.note()
 
 
 def _numbered(optimizer: Optimizer, state_dict: dict[str, Any]) -> list[tuple[int, torch.Tensor]]:
-    """Parameters with their numbers in the state dict, which may be of a model with fewer or more."""
+    """Parameters with their numbers in the state dict, which may have fewer or more."""
     numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
     return list(zip(numbers, parameters_of(optimizer), strict=False))
 
@@ -261,8 +266,8 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Tensors by device and dtype: one kernel works on all of a kind."""
+def group_by_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors of one device and dtype, for which one kernel does."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
         kinds[tensor.device, tensor.dtype].append(tensor)
@@ -273,8 +278,8 @@ def alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 def multiply(tensors: list[torch.Tensor], by: float | torch.Tensor) -> None:
     """In place, by a number or a tensor () on the device; the number 1 costs nothing."""
     if isinstance(by, torch.Tensor):
-        for group in alike(tensors):
+        for group in group_by_kind(tensors):
             torch._foreach_mul_(group, by.to(group[0].device))
     elif by != 1.0:
-        for group in alike(tensors):
+        for group in group_by_kind(tensors):
             torch._foreach_mul_(group, by)

@@ -1,4 +1,4 @@
-"""Which dtype does what.
+"""Precision policies: which dtype weights, matmuls and the optimizer use.
 
     name        weights    matmuls    loss scale    optimizer steps
     fp32        float32    float32    no            the weights

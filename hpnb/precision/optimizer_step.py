@@ -1,10 +1,10 @@
-"""One step of an optimizer, with all that can stand between gradients and weights.
+"""One step of an optimizer: check for overflow, unscale, clip and step, alike on all ranks.
 
-    overflow   an element of a gradient is inf or nan, on any rank: skip, on all ranks
+    overflow   an element of a gradient is inf or nan on any rank: skip the step on all ranks
     c          1/scale * min(1, max_norm / (norm + 1e-6)), with norm = |gradients| / scale over all ranks
     step       with gradients * c
 
-Ranks that do not agree on an overflow drift apart: one steps, the other does not, and both go on.
+Ranks that do not agree on an overflow diverge: one steps, the other does not, and both go on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hpnb.grad_norm import total_norm
 from hpnb.mesh import Axis
 from hpnb.placement import check_axes
 from hpnb.precision.loss_scaler import LossScaler
-from hpnb.precision.masters import Masters, alike, multiply, parameters_of
+from hpnb.precision.masters import Masters, group_by_kind, multiply, parameters_of
 from hpnb.ranks.current_rank import device as this_device
 
 
@@ -30,9 +30,9 @@ class OptimizerStepResult:
     """What `step` did.
 
     Attributes:
-        stepped: False if a gradient had overflowed, here or on a rank that was asked.
-        norm: (), of all gradients before clipping, scale divided out; None if nobody needed it. It stays on
-            the device, so that the host need not wait for it.
+        stepped: False if a gradient had overflowed on any rank of the axes.
+        norm: (), of all gradients before clipping, unscaled; None without clipping. It stays on the device,
+            so that the CPU need not wait for it.
         scale: what the loss had been multiplied by.
     """
 
@@ -48,29 +48,29 @@ def step(
     scaler: LossScaler | None = None,
     max_norm: float = 0.0,
 ) -> OptimizerStepResult:
-    """Unscale, clip and step, or skip; to be called in place of `optimizer.step()`.
+    """Unscale, clip and step, or skip the step. Call it instead of `optimizer.step()`.
 
     Every rank of `axes` calls it. After a skipped step weights and state are as they were, and gradients stay
-    for the caller to zero. Gradients are multiplied in float32 on their way to masters, or in place where
-    there are none. The host waits for the device only if there is a scaler, once.
+    for the caller to zero. Gradients are multiplied in float32 on their way to masters, or in place if there
+    are none. The CPU waits for the device once if there is a scaler, and never otherwise.
 
     Args:
-        axes: with whom to agree on overflow, and along which gradients may be cut (`hpnb.placement`).
+        axes: the ranks that agree on overflow, and along which gradients may be sharded (`hpnb.placement`).
             Without any, this rank decides alone.
-        scaler: whose scale the gradients carry; it is updated.
+        scaler: has multiplied the loss; it is updated.
         max_norm: clip the norm of all gradients to it, as torch.nn.utils.clip_grad_norm_ does; 0 is off.
 
     Raises:
-        ValueError: max_norm is below 0, or gradients are cut along an axis that is not in `axes`.
+        ValueError: max_norm is below 0, or gradients are sharded along an axis that is not in `axes`.
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm={max_norm} must be above 0, or 0 for no clipping")
     if scaler is not None or max_norm > 0:
         check_axes(parameters_of(optimizer), axes)
     scale = 1.0 if scaler is None else scaler.scale
-    if scaler is not None and _overflow(optimizer, axes):
+    if scaler is not None and _any_overflow(optimizer, axes):
         scaler.update(True)
-        if hasattr(optimizer, "skip"):  # a ZeroOptimizer, whose gradients not everybody's zero_grad reaches
+        if hasattr(optimizer, "skip"):  # a ZeroOptimizer: model.zero_grad() does not reach its gradients
             optimizer.skip()
         return OptimizerStepResult(False, None, scale)
     norm: torch.Tensor | None = None
@@ -90,17 +90,17 @@ def step(
 
 
 @torch.no_grad()
-def _overflow(optimizer: Optimizer, axes: Sequence[Axis]) -> bool:
+def _any_overflow(optimizer: Optimizer, axes: Sequence[Axis]) -> bool:
     """Whether an element of a gradient is inf or nan, on any rank of `axes`. Waits for the device.
 
-    Elements decide, by their largest absolute value: a sum of squares can be inf where no element is.
+    The largest absolute value decides, because a sum of squares can be inf although no element is.
     """
     parameters = parameters_of(optimizer)
     grads = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
-    found = torch.zeros((), device=this_device())  # as on all ranks, whatever is offloaded or empty here
-    for group in alike(grads):
-        largest = torch.stack(torch._foreach_norm(group, math.inf)).max()  # nan if one is
-        found += largest.isfinite().logical_not().to(found)
+    overflows = torch.zeros((), device=this_device())  # the same message on all ranks, even without gradients
+    for group in group_by_kind(grads):
+        largest = torch.stack(torch._foreach_norm(group, math.inf)).max()  # nan if an element is
+        overflows += largest.isfinite().logical_not().to(overflows)
     for axis in axes:
-        found = comm.all_reduce(found, axis)
-    return bool(found)
+        overflows = comm.all_reduce(overflows, axis)
+    return bool(overflows)

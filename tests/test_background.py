@@ -89,9 +89,8 @@ def test_gloo_does_not_average() -> None:
             return str(error)
         return ""
 
-    assert hpnb.launch(run, ranks=2, device="cpu", timeout=60) == [
-        "gloo does not average: scale by 1/ranks what is given to it, and sum"
-    ] * 2
+    for message in hpnb.launch(run, ranks=2, device="cpu", timeout=60):
+        assert "gloo does not average" in message
 
 
 @pytest.mark.gpu

@@ -1,8 +1,8 @@
 """Collectives that autograd understands, along one axis of a mesh.
 
-A tensor on the ranks of an axis is one of three things: *replicated* (equal on all), *sharded* (each has
-a slice of a dim), or *partial* (their sum is the value). Every function turns one into another, and its
-backward turns the gradient back, so that each rank ends up with the gradient of the whole loss:
+A tensor on the ranks of an axis is *replicated* (equal on all), *sharded* (every rank has a slice of a dim),
+or *partial* (the sum over the ranks is the value). Every function turns one kind into another, and its
+backward turns the gradient back, so that every rank ends up with the gradient of the loss of all ranks:
 
     function         forward                     backward             of the gradient
     replicate        nothing                     all-reduce           partial    -> replicated
@@ -15,9 +15,9 @@ backward turns the gradient back, so that each rank ends up with the gradient of
 
 `replicate` and `all_reduce` are Megatron's f and g (Shoeybi et al. 2019, arXiv 1909.08053, section 3);
 `all_gather` and `reduce_scatter` its g and g-bar of sequence parallelism (Korthikanti et al. 2022,
-arXiv 2205.05198, section 4.2.2). `gather` and `all_gather` differ only in what comes after: where all
-ranks go on to compute the same, a gradient is complete already; where each uses the result in its own
-way, the gradients must be summed.
+arXiv 2205.05198, section 4.2.2). `gather` and `all_gather` differ only in what comes after: if all
+ranks compute the same with the result, the gradient is complete on every rank; if they use it differently,
+their gradients must be summed.
 
 Slices are as even as they can be (`split_sizes.py`): 25 heads over 4 ranks are 7, 6, 6 and 6. An uneven
 gather pads to the largest slice and needs the total. On an axis of one rank every function returns its
@@ -39,7 +39,7 @@ from hpnb.record.recorder import communication
 from hpnb.split_sizes import split_range as split_range
 from hpnb.split_sizes import split_sizes as split_sizes
 
-Raw = Callable[[torch.Tensor], torch.Tensor]
+Communicate = Callable[[torch.Tensor], torch.Tensor]
 
 
 # --- one kind of tensor into another ---------------------------------------------------------
@@ -47,51 +47,41 @@ Raw = Callable[[torch.Tensor], torch.Tensor]
 
 def replicate(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Use a replicated tensor differently on each rank: forward nothing, backward all-reduce."""
-    return _pair(x, axis, _same, partial(_sum, axis=axis))
+    return _with_backward(x, axis, _same, partial(_sum, axis=axis))
 
 
 def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Sum over the ranks of `axis`: forward all-reduce, backward nothing."""
-    return _pair(x, axis, partial(_sum, axis=axis), _same)
+    return _with_backward(x, axis, partial(_sum, axis=axis), _same)
 
 
 def gather(x: torch.Tensor, axis: Axis, dim: int, total: int | None = None) -> torch.Tensor:
-    """Put the slices of `dim` together where all ranks go on alike: backward takes the own slice.
+    """Concatenate the slices of `dim`, if all ranks compute the same with them: backward keeps one slice.
 
     Args:
         x: this rank's slice.
-        total: the size of `dim` put together, if its slices are uneven.
+        total: the size of `dim` on all ranks together, if its slices are uneven.
     """
-    sizes = _sizes(x, axis, dim, total)
-    there, back = partial(gather_slices, axis=axis, dim=dim, sizes=sizes), partial(_slice, axis=axis, dim=dim)
-    return _pair(x, axis, there, back)
+    gather_all = partial(gather_slices, axis=axis, dim=dim, sizes=_slice_sizes(x, axis, dim, total))
+    return _with_backward(x, axis, gather_all, partial(_keep_slice, axis=axis, dim=dim))
 
 
 def split(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Keep this rank's slice of a replicated tensor: backward gathers the slices of the gradient."""
-    sizes = split_sizes(x.size(dim), axis.size)
-    there, back = partial(_slice, axis=axis, dim=dim), partial(gather_slices, axis=axis, dim=dim, sizes=sizes)
-    return _pair(x, axis, there, back)
+    gather_all = partial(gather_slices, axis=axis, dim=dim, sizes=split_sizes(x.size(dim), axis.size))
+    return _with_backward(x, axis, partial(_keep_slice, axis=axis, dim=dim), gather_all)
 
 
 def all_gather(x: torch.Tensor, axis: Axis, dim: int, total: int | None = None) -> torch.Tensor:
-    """Put the slices of `dim` together where each rank uses them in its own way: backward reduce-scatters."""
-    sizes = _sizes(x, axis, dim, total)
-    there, back = (
-        partial(gather_slices, axis=axis, dim=dim, sizes=sizes),
-        partial(sum_slices, axis=axis, dim=dim),
-    )
-    return _pair(x, axis, there, back)
+    """Concatenate the slices of `dim`, if ranks use them differently: backward reduce-scatters."""
+    gather_all = partial(gather_slices, axis=axis, dim=dim, sizes=_slice_sizes(x, axis, dim, total))
+    return _with_backward(x, axis, gather_all, partial(sum_slices, axis=axis, dim=dim))
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Sum over the ranks and keep this rank's slice of `dim`: backward all-gathers."""
-    sizes = split_sizes(x.size(dim), axis.size)
-    there, back = (
-        partial(sum_slices, axis=axis, dim=dim),
-        partial(gather_slices, axis=axis, dim=dim, sizes=sizes),
-    )
-    return _pair(x, axis, there, back)
+    gather_all = partial(gather_slices, axis=axis, dim=dim, sizes=split_sizes(x.size(dim), axis.size))
+    return _with_backward(x, axis, partial(sum_slices, axis=axis, dim=dim), gather_all)
 
 
 def all_to_all(x: torch.Tensor, axis: Axis, split_dim: int, concat_dim: int) -> torch.Tensor:
@@ -105,33 +95,34 @@ def all_to_all(x: torch.Tensor, axis: Axis, split_dim: int, concat_dim: int) -> 
             f"all_to_all cannot split dim {split_dim} of {tuple(x.shape)} over {axis.size} ranks; "
             f"its size must be a multiple of {axis.size}"
         )
-    there = partial(_transpose, axis=axis, split_dim=split_dim, concat_dim=concat_dim)
-    back = partial(_transpose, axis=axis, split_dim=concat_dim, concat_dim=split_dim)
-    return _pair(x, axis, there, back)
+    forward = partial(_exchange_slices, axis=axis, split_dim=split_dim, concat_dim=concat_dim)
+    backward = partial(_exchange_slices, axis=axis, split_dim=concat_dim, concat_dim=split_dim)
+    return _with_backward(x, axis, forward, backward)
 
 
 def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
-    """Give all ranks what `source` (a place on the axis) has: backward reduces to it."""
-    return _pair(x, axis, partial(_copy, axis=axis, source=source), partial(_sum_to, axis=axis, to=source))
+    """Copy the tensor of rank `source` of the axis to all its ranks: backward reduces to that rank."""
+    copy, sum_to = partial(_copy, axis=axis, source=source), partial(_sum_to, axis=axis, to=source)
+    return _with_backward(x, axis, copy, sum_to)
 
 
 def reduce(x: torch.Tensor, axis: Axis, to: int = 0) -> torch.Tensor:
     """Sum on rank `to` of the axis, zeros elsewhere: backward broadcasts from it."""
-    return _pair(x, axis, partial(_sum_to, axis=axis, to=to), partial(_copy, axis=axis, source=to))
+    copy, sum_to = partial(_copy, axis=axis, source=to), partial(_sum_to, axis=axis, to=to)
+    return _with_backward(x, axis, sum_to, copy)
 
 
 # --- point to point --------------------------------------------------------------------------
 
 
 def send(x: torch.Tensor, axis: Axis, to: int) -> torch.Tensor:
-    """Send `x` to place `to` of the axis. Backward of what is returned (a scalar 0) receives its gradient.
+    """Send `x` to rank `to` of the axis. It returns a scalar 0, whose backward receives the gradient of `x`.
 
     The other side calls `receive` with the same shape and dtype.
     """
     _check_peer(axis, to)
-    there = partial(_send, axis=axis, to=to)
-    back = partial(_receive_like, shape=x.shape, dtype=x.dtype, axis=axis, source=to)
-    return _pair(x, None, there, back)
+    receive_gradient = partial(_receive, shape=x.shape, dtype=x.dtype, axis=axis, source=to)
+    return _with_backward(x, None, partial(_send, axis=axis, to=to), receive_gradient)
 
 
 def receive(
@@ -142,7 +133,7 @@ def receive(
     device: torch.device | None = None,
     requires_grad: bool | None = None,
 ) -> torch.Tensor:
-    """Receive a tensor from place `source` of the axis; backward sends its gradient there.
+    """Receive a tensor from rank `source` of the axis; backward sends its gradient there.
 
     Args:
         dtype, device: of what is sent; by default PyTorch's default dtype, on this rank's device.
@@ -152,16 +143,17 @@ def receive(
     _check_peer(axis, source)
     start = torch.zeros((), dtype=dtype, device=this_device() if device is None else device)
     start.requires_grad_(start.dtype.is_floating_point if requires_grad is None else requires_grad)
-    there = partial(_receive_like, shape=tuple(shape), dtype=start.dtype, axis=axis, source=source)
-    return _pair(start, None, there, partial(_send, axis=axis, to=source))
+    forward = partial(_receive, shape=tuple(shape), dtype=start.dtype, axis=axis, source=source)
+    return _with_backward(start, None, forward, partial(_send, axis=axis, to=source))
 
 
 def exchange(x: torch.Tensor, axis: Axis, shift: int = 1) -> torch.Tensor:
-    """Send to the rank `shift` places on, and receive from the one `shift` places back, at once.
+    """Send to rank r + `shift` of the axis while receiving from rank r - `shift`, around the ring.
 
     All ranks call it with tensors of the same shape. Backward shifts the other way.
     """
-    return _pair(x, axis, partial(_shift, axis=axis, by=shift), partial(_shift, axis=axis, by=-shift))
+    forward, backward = (partial(_shift, axis=axis, by=by) for by in (shift, -shift))
+    return _with_backward(x, axis, forward, backward)
 
 
 def barrier(axis: Axis) -> None:
@@ -173,24 +165,26 @@ def barrier(axis: Axis) -> None:
 # --- forward and backward --------------------------------------------------------------------
 
 
-class _Pair(torch.autograd.Function):
-    """`there` in the forward, `back` in the backward."""
+class _WithBackward(torch.autograd.Function):
+    """One communication in the forward, another in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, there: Raw, back: Raw) -> torch.Tensor:
-        ctx.there, ctx.back = there, back
-        return there(x)
+    def forward(ctx: Any, x: torch.Tensor, communicate: Communicate, inverse: Communicate) -> torch.Tensor:
+        ctx.communicate, ctx.inverse = communicate, inverse
+        return communicate(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        # A conversion again, the other way round, so that second derivatives are right too.
-        return _Pair.apply(grads[0], ctx.back, ctx.there), None, None
+        # With a backward again, the other way round, so that second derivatives are right too.
+        return _WithBackward.apply(grads[0], ctx.inverse, ctx.communicate), None, None
 
 
-def _pair(x: torch.Tensor, axis: Axis | None, there: Raw, back: Raw) -> torch.Tensor:
+def _with_backward(
+    x: torch.Tensor, axis: Axis | None, forward: Communicate, backward: Communicate
+) -> torch.Tensor:
     if axis is not None and axis.size == 1:
-        return x  # alone on the axis there is nothing to say, and nothing is copied
-    result: torch.Tensor = _Pair.apply(x, there, back)
+        return x  # nothing to send, and nothing is copied
+    result: torch.Tensor = _WithBackward.apply(x, forward, backward)
     return result
 
 
@@ -223,43 +217,44 @@ def _copy(x: torch.Tensor, axis: Axis, source: int) -> torch.Tensor:
 
 
 def gather_slices(x: torch.Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-    """Put slices of `sizes` together along `dim`, for functions with a backward of their own."""
-    most = max(sizes)
-    rows = _padded(x.movedim(dim, 0), most).contiguous()  # (most, ...)
-    whole = rows.new_empty((axis.size * most, *rows.shape[1:]))
-    with communication("all_gather", axis.name, whole.nbytes, axis.ranks):
-        dist.all_gather_into_tensor(whole, rows, group=axis.group)
-    if min(sizes) < most:
-        whole = torch.cat([part[:n] for part, n in zip(whole.split(most), sizes, strict=True)])
-    return _rows_at(whole, dim)
+    """Concatenate slices of `sizes` along `dim`, for autograd functions that have their backward already."""
+    largest = max(sizes)
+    rows = _pad(x.movedim(dim, 0), largest).contiguous()  # (largest, ...)
+    gathered = rows.new_empty((axis.size * largest, *rows.shape[1:]))
+    with communication("all_gather", axis.name, gathered.nbytes, axis.ranks):
+        dist.all_gather_into_tensor(gathered, rows, group=axis.group)
+    if min(sizes) < largest:
+        slices = zip(gathered.split(largest), sizes, strict=True)
+        gathered = torch.cat([padded[:size] for padded, size in slices])
+    return _move_rows_to(gathered, dim)
 
 
 def sum_slices(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """Sum over the ranks, and keep this rank's share of `dim`, for functions with a backward of their own."""
+    """Sum over the ranks and keep a slice of `dim`, for autograd functions that have their backward."""
     sizes = split_sizes(x.size(dim), axis.size)
-    most, rows = max(sizes), x.movedim(dim, 0)
-    if min(sizes) < most:
-        rows = torch.cat([_padded(part, most) for part in rows.split(sizes)])
-    rows = rows.contiguous()  # (ranks * most, ...)
-    mine = rows.new_empty((most, *rows.shape[1:]))
+    largest, rows = max(sizes), x.movedim(dim, 0)
+    if min(sizes) < largest:
+        rows = torch.cat([_pad(part, largest) for part in rows.split(sizes)])
+    rows = rows.contiguous()  # (ranks * largest, ...)
+    summed = rows.new_empty((largest, *rows.shape[1:]))
     with communication("reduce_scatter", axis.name, rows.nbytes, axis.ranks):
-        dist.reduce_scatter_tensor(mine, rows, group=axis.group)
-    if sizes[axis.rank] < most:
-        mine = mine[: sizes[axis.rank]].clone()
-    return _rows_at(mine, dim)
+        dist.reduce_scatter_tensor(summed, rows, group=axis.group)
+    if sizes[axis.rank] < largest:
+        summed = summed[: sizes[axis.rank]].clone()
+    return _move_rows_to(summed, dim)
 
 
-def _slice(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    sizes = split_sizes(x.size(dim), axis.size)
-    return x.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank]).clone()
+def _keep_slice(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    start, stop = split_range(x.size(dim), axis.size, axis.rank)
+    return x.narrow(dim, start, stop - start).clone()
 
 
-def _transpose(x: torch.Tensor, axis: Axis, split_dim: int, concat_dim: int) -> torch.Tensor:
+def _exchange_slices(x: torch.Tensor, axis: Axis, split_dim: int, concat_dim: int) -> torch.Tensor:
     parts = torch.stack(x.chunk(axis.size, split_dim))  # (ranks, ...)
-    got = torch.empty_like(parts)
+    received = torch.empty_like(parts)
     with communication("all_to_all", axis.name, parts.nbytes, axis.ranks):
-        dist.all_to_all_single(got, parts, group=axis.group)
-    return torch.cat(got.unbind(), concat_dim)
+        dist.all_to_all_single(received, parts, group=axis.group)
+    return torch.cat(received.unbind(), concat_dim)
 
 
 def _send(x: torch.Tensor, axis: Axis, to: int) -> torch.Tensor:
@@ -269,44 +264,45 @@ def _send(x: torch.Tensor, axis: Axis, to: int) -> torch.Tensor:
     return x.new_zeros(())
 
 
-def _receive_like(
+def _receive(
     x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, axis: Axis, source: int
 ) -> torch.Tensor:
-    got = torch.empty(tuple(shape), dtype=dtype, device=x.device)
-    with communication("receive", axis.name, got.nbytes, (axis.ranks[source], axis.ranks[axis.rank])):
-        dist.recv(got, src=axis.ranks[source], group=axis.group)
-    return got
+    received = torch.empty(tuple(shape), dtype=dtype, device=x.device)
+    with communication("receive", axis.name, received.nbytes, (axis.ranks[source], axis.ranks[axis.rank])):
+        dist.recv(received, src=axis.ranks[source], group=axis.group)
+    return received
 
 
 def _shift(x: torch.Tensor, axis: Axis, by: int) -> torch.Tensor:
     if by % axis.size == 0:
         return x.clone()
-    x, got = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    x, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     to, source = axis.ranks[(axis.rank + by) % axis.size], axis.ranks[(axis.rank - by) % axis.size]
     with communication("send", axis.name, x.nbytes, axis.ranks):
         # Posted together, so a ring of blocking sends cannot wait for itself.
-        both = [dist.P2POp(dist.isend, x, to, axis.group), dist.P2POp(dist.irecv, got, source, axis.group)]
-        for work in dist.batch_isend_irecv(both):
+        sending = dist.P2POp(dist.isend, x, to, axis.group)
+        receiving = dist.P2POp(dist.irecv, received, source, axis.group)
+        for work in dist.batch_isend_irecv([sending, receiving]):
             work.wait()
-    return got
+    return received
 
 
-def _rows_at(rows: torch.Tensor, dim: int) -> torch.Tensor:
-    """`rows` with its first dim at `dim`: contiguous and no view, so it may be viewed and changed."""
+def _move_rows_to(rows: torch.Tensor, dim: int) -> torch.Tensor:
+    """`rows` with its first dim moved to `dim`: contiguous and no view, so it may be viewed and changed."""
     return rows if dim in (0, -rows.dim()) else rows.movedim(0, dim).contiguous()
 
 
-def _padded(rows: torch.Tensor, size: int) -> torch.Tensor:
+def _pad(rows: torch.Tensor, size: int) -> torch.Tensor:
     missing = size - rows.size(0)
     return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
 
 
-def _sizes(x: torch.Tensor, axis: Axis, dim: int, total: int | None) -> tuple[int, ...]:
+def _slice_sizes(x: torch.Tensor, axis: Axis, dim: int, total: int | None) -> tuple[int, ...]:
     sizes = split_sizes(x.size(dim) * axis.size if total is None else total, axis.size)
     if sizes[axis.rank] != x.size(dim):
         raise ValueError(
-            f"rank {axis.rank} of axis {axis.name} holds {x.size(dim)} of dim {dim}, but its share of "
-            f"{total} over {axis.size} ranks is {sizes[axis.rank]}"
+            f"rank {axis.rank} of axis {axis.name} holds {x.size(dim)} of dim {dim}, but an even split of "
+            f"{total} over {axis.size} ranks gives it {sizes[axis.rank]}"
         )
     return sizes
 
@@ -314,6 +310,6 @@ def _sizes(x: torch.Tensor, axis: Axis, dim: int, total: int | None) -> tuple[in
 def _check_peer(axis: Axis, peer: int) -> None:
     if not 0 <= peer < axis.size or peer == axis.rank:
         raise ValueError(
-            f"rank {axis.rank} of axis {axis.name} cannot talk to {peer}; "
+            f"rank {axis.rank} of axis {axis.name} has no peer {peer}; "
             f"its peers are 0 to {axis.size - 1} without itself"
         )

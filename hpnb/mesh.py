@@ -65,10 +65,10 @@ class Layout:
         """{"dp": i, "pp": j, "tp": k} of `rank`."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside {self}, which has ranks 0 to {self.world_size - 1}")
-        found, rest = {}, rank
+        coordinates, rest = {}, rank
         for name in reversed(self.order):
-            rest, found[name] = divmod(rest, getattr(self, name))
-        return {name: found[name] for name in AXES}
+            rest, coordinates[name] = divmod(rest, getattr(self, name))
+        return {name: coordinates[name] for name in AXES}
 
     def rank(self, dp: int = 0, pp: int = 0, tp: int = 0) -> int:
         """The rank at these coordinates."""
@@ -86,11 +86,11 @@ class Layout:
         if axis not in AXES:
             raise ValueError(f"no axis {axis!r}; a Layout has dp, pp and tp")
         others = [name for name in self.order if name != axis]
-        found = []
-        for place in product(*(range(getattr(self, name)) for name in others)):
-            fixed = dict(zip(others, place, strict=True))
-            found.append(tuple(self.rank(**fixed, **{axis: i}) for i in range(getattr(self, axis))))
-        return found
+        groups = []
+        for indices in product(*(range(getattr(self, name)) for name in others)):
+            fixed = dict(zip(others, indices, strict=True))
+            groups.append(tuple(self.rank(**fixed, **{axis: i}) for i in range(getattr(self, axis))))
+        return groups
 
     def __str__(self) -> str:
         return "Layout(" + ", ".join(f"{name}={getattr(self, name)}" for name in self.order) + ")"
@@ -208,9 +208,9 @@ class Axis:
     Attributes:
         name: "dp", "pp", "tp", or a part of one ("tp.0", "tp.1") after `split`.
         size: ranks in this group.
-        rank: this process's place in it, 0 to size - 1.
+        rank: this process's rank in it, 0 to size - 1.
         group: a process group, also at size 1.
-        ranks: the global ranks of the group, in order of place.
+        ranks: the global ranks of the group, in order.
     """
 
     name: str
@@ -239,28 +239,28 @@ class Axis:
                 f"axis {self.name} has {self.size} ranks and cannot be folded into {wanted} "
                 f"= {prod(sizes) if sizes else 0}; the sizes must multiply to {self.size}"
             )
-        found = []
+        axes = []
         for dim, size in enumerate(sizes):
             stride = prod(sizes[dim + 1 :])
             index = self.rank // stride % size
             first = self.rank - index * stride
             members = tuple(self.ranks[first + i * stride] for i in range(size))
-            found.append(_axis(f"{self.name}.{dim}", members))
-        return tuple(found)
+            axes.append(_make_axis(f"{self.name}.{dim}", members))
+        return tuple(axes)
 
-    def among(self, places: Sequence[int]) -> Axis:
-        """The axis of those ranks alone that have one of `places` here; of this rank alone if it has none.
+    def among(self, ranks: Sequence[int]) -> Axis:
+        """A smaller axis of these ranks of this one; every other rank gets an axis of itself alone.
 
-        Every rank of the world must call it with the same places, as with `split`.
+        Every rank of the world must call it with the same ranks, as with `split`.
 
         Raises:
-            ValueError: places that are not there, or none.
+            ValueError: ranks that this axis does not have, or none.
         """
-        chosen = sorted(set(places))
+        chosen = sorted(set(ranks))
         if not chosen or chosen[0] < 0 or chosen[-1] >= self.size:
-            raise ValueError(f"places {list(places)} are not among 0 to {self.size - 1} of axis {self.name}")
-        members = tuple(self.ranks[place] for place in chosen)
-        return _axis(self.name, members if self.rank in chosen else (self.ranks[self.rank],), members)
+            raise ValueError(f"ranks {list(ranks)} are not among 0 to {self.size - 1} of axis {self.name}")
+        members = tuple(self.ranks[rank] for rank in chosen)
+        return _make_axis(self.name, members if self.rank in chosen else (self.ranks[self.rank],), members)
 
 
 class Mesh:
@@ -294,7 +294,7 @@ class Mesh:
         self.axes: dict[str, Axis] = {}
         for name in layout.order:
             members = next(group for group in layout.groups(name) if me in group)
-            self.axes[name] = _axis(name, members)
+            self.axes[name] = _make_axis(name, members)
 
     @property
     def dp(self) -> Axis:
@@ -323,14 +323,14 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], dist.Proc
 _groups = WeakKeyDictionary()
 
 
-def _axis(name: str, members: Sequence[int], asked: tuple[int, ...] = ()) -> Axis:
+def _make_axis(name: str, members: Sequence[int], requested: tuple[int, ...] = ()) -> Axis:
     world = dist.group.WORLD
     assert world is not None
-    known = _groups.setdefault(world, {})
-    key = (name, tuple(members), asked)  # what all ranks ask for alike is made, or known, on all alike
-    if key not in known:
-        known[key] = new_group(members, name)
-    return Axis(name, len(members), list(members).index(dist.get_rank()), known[key], tuple(members))
+    groups = _groups.setdefault(world, {})
+    key = (name, tuple(members), requested)  # the same on all ranks of a call, so they make groups together
+    if key not in groups:
+        groups[key] = new_group(members, name)
+    return Axis(name, len(members), list(members).index(dist.get_rank()), groups[key], tuple(members))
 
 
 def _nearest(layout: Layout, world: int) -> str:

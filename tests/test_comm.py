@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 
@@ -9,6 +12,22 @@ import hpnb
 from hpnb import Layout, Mesh, comm
 
 D = torch.float64
+
+Pool = Callable[[int], hpnb.Ranks]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """The ranks that the tests of this file share, by their number."""
+    pools: dict[int, hpnb.Ranks] = {}
+    with contextlib.ExitStack() as stack:
+
+        def start(size: int) -> hpnb.Ranks:
+            if size not in pools or not pools[size].alive:
+                pools[size] = stack.enter_context(hpnb.Ranks(size, device="cpu", timeout=60))
+            return pools[size]
+
+        yield start
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -114,12 +133,11 @@ def point_to_point() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_conversions_equal_one_process(ranks: int) -> None:
-    with hpnb.Ranks(ranks, device="cpu", timeout=60) as pool:
-        pool.run(column_row, 5)
-        for length in (4, 7, 12):  # 7 divides by none of them
-            pool.run(sequence, length)
-        pool.run(others, 7)
+def test_conversions_equal_one_process(pool: Pool, ranks: int) -> None:
+    pool(ranks).run(column_row, 5)
+    for length in (4, 7, 12):  # 7 divides by none of them
+        pool(ranks).run(sequence, length)
+    pool(ranks).run(others, 7)
 
 
 @pytest.mark.gpu
@@ -142,8 +160,8 @@ def test_conversions_equal_one_process_over_nccl() -> None:
     hpnb.launch(pair, ranks=2, device="cuda", timeout=120)
 
 
-def test_send_and_receive_carry_the_gradient_back() -> None:
-    hpnb.launch(point_to_point, ranks=2, device="cpu", timeout=60)
+def test_send_and_receive_carry_the_gradient_back(pool: Pool) -> None:
+    pool(2).run(point_to_point)
 
 
 def second_derivatives() -> None:
@@ -186,15 +204,15 @@ def meshes_share_groups() -> bool:
     return all(Mesh(Layout(dp=2)).dp.group is first.dp.group for _ in range(30))
 
 
-def test_second_derivatives_views_integers_and_many_meshes() -> None:
-    with hpnb.Ranks(2, device="cpu", timeout=60) as pool:
-        pool.run(second_derivatives)
-        pool.run(results_can_be_viewed_and_changed)
-        assert pool.run(integers_travel) == [[5, 7]] * 2
-        assert pool.run(meshes_share_groups) == [True] * 2
+def test_second_derivatives_views_integers_and_many_meshes(pool: Pool) -> None:
+    two = pool(2)
+    two.run(second_derivatives)
+    two.run(results_can_be_viewed_and_changed)
+    assert two.run(integers_travel) == [[5, 7]] * 2
+    assert two.run(meshes_share_groups) == [True] * 2
 
 
-def test_shares_differ_by_at_most_one_and_add_up() -> None:
+def test_split_sizes_differ_by_at_most_one_and_add_up() -> None:
     assert comm.split_sizes(25, 4) == (7, 6, 6, 6)
     assert comm.split_sizes(2, 4) == (1, 1, 0, 0)
     for total in range(20):
@@ -204,7 +222,7 @@ def test_shares_differ_by_at_most_one_and_add_up() -> None:
             assert max(dealt) - min(dealt) <= 1
 
 
-def test_what_cannot_be_split_or_reached_is_refused() -> None:
+def test_what_cannot_be_split_or_reached_is_refused(pool: Pool) -> None:
     def messages() -> list[str]:
         tp = Mesh(Layout(tp=2)).tp
         found = []
@@ -219,7 +237,7 @@ def test_what_cannot_be_split_or_reached_is_refused() -> None:
                 found.append(str(error))
         return found
 
-    split, peer, share = hpnb.launch(messages, ranks=2, device="cpu", timeout=60)[1]
+    split, peer, share = pool(2).run(messages)[1]
     assert "dim 0 of (3, 2) over 2 ranks; its size must be a multiple of 2" in split
-    assert "rank 1 of axis tp cannot talk to 1" in peer
-    assert "holds 3 of dim 0, but its share of 9 over 2 ranks is 4" in share
+    assert "rank 1 of axis tp has no peer 1" in peer
+    assert "holds 3 of dim 0, but an even split of 9 over 2 ranks gives it 4" in share

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,23 @@ from torch import nn
 import hpnb
 from hpnb import Layout, Mesh, comm
 from hpnb.record import CATEGORIES, Event, MemoryProfile, Timeline, ring_bytes
+
+Pool = Callable[[int], hpnb.Ranks]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """The ranks that the tests of this file share, by their number."""
+    pools: dict[int, hpnb.Ranks] = {}
+    with contextlib.ExitStack() as stack:
+
+        def start(size: int) -> hpnb.Ranks:
+            if size not in pools or not pools[size].alive:
+                pools[size] = stack.enter_context(hpnb.Ranks(size, device="cpu", timeout=60))
+            return pools[size]
+
+        yield start
+
 
 # --- traffic ---------------------------------------------------------------------------------
 
@@ -51,7 +70,7 @@ def count_each() -> dict[str, tuple[float, float, float, float]]:
     return found
 
 
-def test_every_collective_is_counted_by_the_formula() -> None:
+def test_every_collective_is_counted_by_the_formula(pool: Pool) -> None:
     expected = {
         "all_reduce": 48.0,
         "all_reduce async": 48.0,
@@ -65,7 +84,7 @@ def test_every_collective_is_counted_by_the_formula() -> None:
         "all_to_all_single": 24.0,
         "barrier": 0.0,
     }
-    for rank, found in enumerate(hpnb.launch(count_each, ranks=4, device="cpu", timeout=60)):
+    for rank, found in enumerate(pool(4).run(count_each)):
         first = rank % 2 == 0
         sent = {"send": 48.0 if first else 0.0, "uneven all_to_all": 20.0 if first else 28.0}
         assert found == {name: (n, 1, 0, 0) for name, n in {**expected, **sent}.items()}
@@ -93,8 +112,8 @@ def roots() -> dict[str, int]:
     return found
 
 
-def test_the_root_of_a_collective_is_noted() -> None:
-    for rank, found in enumerate(hpnb.launch(roots, ranks=4, device="cpu", timeout=60)):
+def test_the_root_of_a_collective_is_noted(pool: Pool) -> None:
+    for rank, found in enumerate(pool(4).run(roots)):
         root = rank // 2 * 2 + 1
         assert found == {"broadcast": root, "reduce": root, "gather": root, "scatter": root, "all_reduce": -1}
 
@@ -125,7 +144,7 @@ def count_comm(ranks: int) -> dict[str, tuple[dict[str, float], list[tuple[str, 
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_comm_moves_what_its_table_says(ranks: int) -> None:
+def test_comm_moves_what_its_table_says(pool: Pool, ranks: int) -> None:
     n = ranks * 2 * ranks * 8.0
     ring, share = 2 * (ranks - 1) * n / ranks, (ranks - 1) * n / ranks
     expected = {
@@ -140,13 +159,13 @@ def test_comm_moves_what_its_table_says(ranks: int) -> None:
         "reduce": 2 * share,
         "exchange": 2 * n,
     }
-    for found in hpnb.launch(count_comm, ranks, ranks=ranks, device="cpu", timeout=60):
+    for found in pool(ranks).run(count_comm, ranks):
         for name, (counted, noted) in found.items():
             assert counted == {"pp": pytest.approx(expected[name], rel=1e-12)}, name
             assert sum(nbytes for _, nbytes in noted) == pytest.approx(expected[name], rel=1e-12), name
 
 
-def test_traffic_counts_groups_of_no_mesh_as_world_and_others_of_pytorch_too() -> None:
+def test_traffic_counts_groups_of_no_mesh_as_world_and_others_of_pytorch_too(pool: Pool) -> None:
     def count() -> tuple[dict[str, float], dict[str, float]]:
         model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4, bias=False))
         with hpnb.record.traffic() as t:
@@ -154,7 +173,7 @@ def test_traffic_counts_groups_of_no_mesh_as_world_and_others_of_pytorch_too() -
             dist.all_reduce(torch.ones(2))
         return dict(t.bytes), dict(t.calls)
 
-    for found, calls in hpnb.launch(count, ranks=2, device="cpu", timeout=60):
+    for found, calls in pool(2).run(count):
         assert found["world"] == 64 + 8
         assert calls["world"] >= 2
 
@@ -179,8 +198,8 @@ def one_slow_rank() -> Timeline:
     return recorder.gather()
 
 
-def test_the_slow_rank_has_the_shortest_collective() -> None:
-    timelines = hpnb.launch(one_slow_rank, ranks=3, device="cpu", timeout=60)
+def test_the_slow_rank_has_the_shortest_collective(pool: Pool) -> None:
+    timelines = pool(3).run(one_slow_rank)
     assert timelines[0] == timelines[2]
     tl = timelines[0]
     assert tl.ranks == (0, 1, 2)
@@ -369,7 +388,7 @@ def test_an_inplace_error_is_still_an_error_while_watched() -> None:
             z.sum().backward()
 
 
-def test_dtensors_are_counted_as_what_they_are_made_of() -> None:
+def test_dtensors_are_counted_as_what_they_are_made_of(pool: Pool) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -384,7 +403,7 @@ def test_dtensors_are_counted_as_what_they_are_made_of() -> None:
         profile = recorder.profile()
         return t.total, profile.peak_of("parameters"), profile.peak_of("gradients")
 
-    for sent, parameters, gradients in hpnb.launch(measure, ranks=2, device="cpu", timeout=60):
+    for sent, parameters, gradients in pool(2).run(measure):
         assert sent == 128  # an all-gather of 256 bytes over 2 ranks
         assert parameters == 128
         assert gradients == 128

@@ -39,6 +39,7 @@ import statistics, sys, time
 import torch, torch.distributed as dist
 import hpnb
 from hpnb import Layout, Mesh, comm, lesson, plot, theory
+from hpnb.lesson.figures import ranks_and_collectives as figures
 from hpnb.lesson.exercises import ranks_and_collectives as exercises
 
 # %load_ext hpnb
@@ -115,7 +116,7 @@ def two_collectives():
 stages = zip(*hpnb.launch(two_collectives, ranks=N), strict=True)
 names = ("before", "after reduce-scatter", "after all-gather")
 plot.show(
-    plot.tensors(*stages, names=names, title="measured · what each rank holds"),
+    figures.tensors(*stages, names=names, title="measured · what each rank holds"),
     alt=f"Each of {N} ranks holds {N} numbers; then the sum of one column; then all {N} sums.",
 )
 
@@ -174,7 +175,7 @@ walk = exercises.ring_walk(min(N, 4))
 names = ["before", *(f"step {k}" for k in range(1, len(walk)))]
 title = "measured · how many ranks' parts are in each chunk"
 plot.show(
-    plot.tensors(*walk, names=names, title=title),
+    figures.tensors(*walk, names=names, title=title),
     alt="Every chunk begins with one part; in each step one chunk of every rank gains a part.",
 )
 
@@ -292,7 +293,7 @@ took = max(hpnb.launch(time_all_reduce, megabytes * 250_000, ranks=N))
 knee = theory.knee(N, card.link)
 title = f"measured · all-reduce, {card.hardware}, {N} ranks"
 plot.show(
-    plot.costs(card.sizes, card.seconds, fit=card.curve(), knee=knee, title=title),
+    figures.costs(card.sizes, card.seconds, fit=card.curve(), knee=knee, title=title),
     alt="All-reduce time against size: flat at first, rising in proportion beyond the knee.",
 )
 predicted = card.predicted(megabytes * 1e6)
@@ -393,7 +394,7 @@ recorded = hpnb.launch(step, 1, ranks=N)[0]
 reduces = recorded.select(["all_reduce"]).by_rank
 order = sorted(reduces, key=lambda r: sum(e.duration for e in reduces[r]))
 plot.show(
-    plot.waits(recorded),
+    figures.waits(recorded),
     alt=f"One bar a rank: compute, wait, move. Rank {order[0]} has the shortest all-reduce.",
 )
 costs = {r: 1 + (r != order[0]) for r in order}  # right or wrong

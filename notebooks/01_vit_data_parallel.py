@@ -39,6 +39,7 @@
 import statistics, torch, torch.distributed as dist
 import hpnb
 from hpnb import Layout, Mesh, comm, lesson, plot, theory
+from hpnb.lesson.figures import vit_data_parallel as figures
 from hpnb.lesson.programs import device_timing, step_timing
 from hpnb.lesson.exercises import vit_data_parallel as exercises
 from hpnb.models import SIZES, ViTSize
@@ -454,7 +455,7 @@ slower = moving * card.bandwidth / theory.bytes_sent("all_reduce", g * weights, 
 words = f"The backward reaches {pace / card.matmul:.2f} of the card's matmul rate; the all-reduces take {slower:.2f} times what "
 words += f"their bytes take on the card's wire. Together: {slower * pace / card.matmul:.2f} times the knee predicted."
 plot.show(
-    plot.exposure(measured, predicted, law, measured_knee, f"measured · exposed share of a step, {card.hardware}, {N} ranks", words),
+    figures.exposure(measured, predicted, law, measured_knee, f"measured · exposed share of a step, {card.hardware}, {N} ranks", words),
     alt=f"Exposed share of a step against tokens a rank, two ways; the knee is at {measured_knee:,.0f} tokens.",
 )
 alone, tl = builds["C"]
@@ -732,7 +733,7 @@ with hpnb.Ranks(D, device="cpu") as few:
 told = {stage: vars(states) for stage, states in stages.items()}
 seen = {stage: parts for stage, (parts, _) in found.items()}
 plot.show(
-    plot.states(told, seen, f"what each of {D} ranks keeps of {values:,} parameters, bf16 with masters"),
+    figures.states(told, seen, f"what each of {D} ranks keeps of {values:,} parameters, bf16 with masters"),
     alt=f"Bytes on a rank: {', '.join(f'{stage} {sum(parts.values()):,}' for stage, parts in seen.items())}.",
 )
 root = values - laptop.layers * laptop.block().parameters  # gathered once: it stays until the backward is over

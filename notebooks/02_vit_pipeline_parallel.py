@@ -39,6 +39,7 @@ import statistics, sys
 import torch, torch.distributed as dist
 import hpnb
 from hpnb import Layout, Mesh, comm, lesson, plot, theory
+from hpnb.lesson.figures import vit_pipeline as figures
 from hpnb.lesson.programs import step_timing, vit_pipeline
 from hpnb.lesson.exercises import vit_pipeline_parallel as exercises
 from hpnb.models import SIZES, ViTSize
@@ -651,7 +652,7 @@ words = (f"Least at m = {least}; the formula says {best:.1f}, with c = {lesson.n
 shape = "hurt" if least == 1 else "help, then hurt" if least < SWEEP[-1] else "help, as far as this goes"
 title = f"More microbatches {shape} · {IMAGES} images by 1F1B on {N} ranks, {ran[least].source}"
 plot.show(
-    plot.u_curve(SWEEP, parts, predicted, title=title, caption=words),
+    figures.u_curve(SWEEP, parts, predicted, title=title, caption=words),
     alt=f"Bars of a step over m, ideal, small kernels and bubble: more microbatches {shape}. {words}",
 )
 

@@ -43,6 +43,8 @@ import torch, torch.distributed as dist, torch.nn.functional as F
 import hpnb
 from torch import nn
 from hpnb import comm, lesson, plot, theory
+from hpnb.lesson.figures import vit_tensor as figures
+from hpnb.lesson.figures.grid_steps import grid_steps
 from hpnb.lesson.programs import device_timing, step_timing, vit_tensor
 from hpnb.lesson.exercises import vit_tensor_parallel as exercises
 from hpnb.models import SIZES, Anatomy, Part, ViTSize
@@ -303,7 +305,7 @@ runs = {case: pool.run(train, layers) for case, layers in cases.items()}
 errors = {case: runs[case][0][0] for case in ("right", "forgotten in layer 2")}
 worst = ", ".join(f"{case} {max(each.values()):.0e}" for case, each in errors.items())
 plot.show(
-    plot.gradient_cliff(errors, title=f"measured · {N} ranks: a cliff stands where the sum was forgotten"),
+    figures.gradient_cliff(errors, title=f"measured · {N} ranks: a cliff stands where the sum was forgotten"),
     alt=f"Relative errors of gradients from the loss down; the largest: {worst}. The fault is a cliff, from rounding upwards.",
 )
 losses = {case: [loss for loss, _ in ranks[0][1]] for case, ranks in runs.items()}
@@ -519,7 +521,7 @@ def product(q, m=96):
 
 messages = hpnb.launch(product, 3, ranks=9, device="cpu")
 plot.show(
-    plot.grid_steps(messages, (3, 3), names=lambda m: "B down" if m.axis == "tp.0" else "A across",
+    grid_steps(messages, (3, 3), names=lambda m: "B down" if m.axis == "tp.0" else "A across",
                     title="measured · SUMMA on 3 x 3 ranks: who sends which block when"),
     alt="Three grids of nine ranks; in step t the ranks of column t send across their rows, those of row t down their columns.",
 )  # fmt: skip
@@ -609,7 +611,7 @@ for ranks, depth, dots in ((4, 1, won), (64, 4, [])):
     areas = ", ".join(f"{mode} {100 * cells.count(mode) / len(cells):.0f} %" for mode in dict.fromkeys(cells))
     source = f"measured · {ranks} ranks" if dots else f"predicted · {ranks} ranks on such a wire"
     plot.show(
-        plot.cheapest_mode(tokens, hidden, modes, dots, title=f"{source}, ρ is {card.rho:,.0f} FLOP a byte"),
+        figures.cheapest_mode(tokens, hidden, modes, dots, title=f"{source}, ρ is {card.rho:,.0f} FLOP a byte"),
         alt=f"Which mode communicates for the shortest time, over tokens and hidden size, on {ranks} ranks: {areas} of the map.",
     )
 vit_tensor.add_to_ledger(square, raced, told, card, dtype)

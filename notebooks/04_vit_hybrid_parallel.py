@@ -40,6 +40,7 @@ from dataclasses import replace
 import torch, torch.distributed as dist
 import hpnb
 from hpnb import Layout, Mesh, comm, lesson, plot, precision, theory
+from hpnb.lesson.figures import vit_hybrid as figures
 from hpnb.grad_norm import total_norm
 from hpnb.lesson.programs import device_timing, host_traffic, step_timing, vit_hybrid, vit_pipeline, vit_tensor
 from hpnb.lesson.exercises import vit_hybrid_parallel as exercises
@@ -152,7 +153,7 @@ wires = [replace(card.link, bandwidth=card.link.bandwidth / times) for times in 
 curves = {axis: [step.on(wire) for wire in wires] for axis, step in raced.items()}
 worst = {axis: curve[-1] / curve[0] for axis, curve in curves.items()}
 plot.show(
-    plot.slow_wire(slower, curves, {axis: step.seconds for axis, step in raced.items()},
+    figures.slower_link(slower, curves, {axis: step.seconds for axis, step in raced.items()},
                    title=f"simulated · the recorded step on slower wires, {N} ranks on {card.hardware}"),
     alt=f"Step over bandwidth; at a hundredth of it {', '.join(f'{axis} takes {times:.1f} times as long' for axis, times in worst.items())}.",
 )  # fmt: skip
@@ -212,7 +213,7 @@ def sent_in(order):
 ran = {order: eight.run(sent_in, order) for order in ORDERS}
 seen = {order: host_traffic.recorded_traffic([messages for messages, _ in found], least=1024) for order, found in ran.items()}
 plot.show(
-    plot.atlas({f"{' > '.join(order)}": flows for order, flows in seen.items()}, host=4,
+    figures.atlas({f"{' > '.join(order)}": flows for order, flows in seen.items()}, host=4,
                title="measured · 8 ranks on two hosts of 4: bytes of a step"),
     alt="Three tables of senders and receivers. tp's squares are the hottest; they lie inside hosts, but with tp outermost.",
 )  # fmt: skip
@@ -387,7 +388,7 @@ plot.show(
 )
 maps = {run: host_traffic.recorded_traffic([messages for _, messages in ranks], 1024) for run, ranks in runs.items()}
 plot.show(
-    plot.atlas(maps, host=4, title="measured · 8 ranks on two hosts of 4: where the bytes fall"),
+    figures.atlas(maps, host=4, title="measured · 8 ranks on two hosts of 4: where the bytes fall"),
     alt="The two atlases; if swapped, the hot squares lie across the border, in the colour of dp.",
 )
 lesson.field_guide.add(

@@ -43,6 +43,7 @@ from dataclasses import replace
 import torch
 import hpnb
 from hpnb import Layout, Mesh, lesson, plot, theory
+from hpnb.lesson.figures import gpt2_data_parallel as figures
 from hpnb.lesson.programs import device_timing, gpt2_zero, gradient_noise
 from hpnb.lesson.exercises import gpt2_data_parallel as exercises
 from hpnb.lesson.programs.gpt2_zero import ZeroConfig
@@ -136,7 +137,7 @@ told = {way: gpt2_zero.predict_memory(SIZE, ROWS, DTYPE, way, N, BUCKET) for way
 shown = [ZeroConfig(0), ZeroConfig(1), ZeroConfig(2), ZeroConfig(3), ZeroConfig(0, -1), ZeroConfig(3, -1)]
 peaks = ", ".join(f"{way} {lesson.number(found[way].profile.peak, 'B')}" for way in shown)
 plot.show(
-    plot.rivers({str(way): found[way].profile for way in shown}, BUDGET, f"measured · rank 0 of {N}, {TOKENS} tokens: memory by category"),
+    figures.rivers({str(way): found[way].profile for way in shown}, BUDGET, f"measured · rank 0 of {N}, {TOKENS} tokens: memory by category"),
     alt=f"Six panels of memory over a step, by category. Peaks: {peaks}; the budget is {lesson.number(BUDGET, 'B')}.",
 )
 rows = [(f"{way}, at its {told[way].fullest.name}", told[way].peak, found[way].profile.peak, "B") for way in WAYS]
@@ -218,7 +219,7 @@ rows = [(f"{way}, step (s)", sum(parts[way].values()), found[way].seconds) for w
 ratios = lesson.comparison(rows, title=f"seconds of a step, {N} ranks, {here.devices or f'{here.cores} cores'}")
 quickest, leanest = (min(WAYS, key=key) for key in (lambda w: found[w].seconds, lambda w: found[w].profile.peak))
 plot.show(
-    plot.frontier(points["predicted"], points["measured"], BUDGET, f"measured · {N} ranks: stages 0 to 3, in time and memory",
+    figures.frontier(points["predicted"], points["measured"], BUDGET, f"measured · {N} ranks: stages 0 to 3, in time and memory",
                   f"The quickest is {quickest}; {leanest} holds the least, for {found[leanest].seconds / found[quickest].seconds:.2f} times as long."),
     alt=f"Step time against peak memory for {len(WAYS)} ways. {quickest} is the quickest, {leanest} holds the least; {len(fitting)} fit the budget.",
 )  # fmt: skip
@@ -464,7 +465,7 @@ fitted = theory.fitted_wall(batches, steps)
 halves = [theory.noise_scale(middle.small[i::2], middle.big[i::2], middle.batch / N, middle.batch) for i in (0, 1)]
 laws = {f"by norms: {scale:.0f} rows": (fewest, scale), f"fitted to the dots: {fitted[1]:.1f} rows": fitted}
 plot.show(
-    plot.batch_wall(batches, steps, laws, title=f"measured · {N} ranks, a small GPT-2 to a test loss of 5",
+    figures.batch_wall(batches, steps, laws, title=f"measured · {N} ranks, a small GPT-2 to a test loss of 5",
                     caption=f"The norms of odd and even steps alone give {halves[0]:.0f} and {halves[1]:.0f} rows. The test loss is read every 5 steps."),
     alt=f"Steps and rows to the loss over the batch: {', '.join(f'{b} rows {s} steps' for b, s in zip(batches, steps, strict=True))}.",
 )  # fmt: skip

@@ -41,6 +41,7 @@ import torch, torch.nn.functional as F
 import hpnb
 from torch import nn
 from hpnb import Layout, Mesh, comm, lesson, plot, theory
+from hpnb.lesson.figures import gpt2_pipeline as figures
 from hpnb.lesson.programs import gpt2_pipeline, step_timing, tied_weights, vit_pipeline
 from hpnb.lesson.exercises import gpt2_pipeline_parallel as exercises
 from hpnb.models import GPT2_SIZES, GPT2Size
@@ -151,11 +152,11 @@ ratios = lesson.comparison(rows, title="the head by FLOPs; the step by the measu
 # %%
 cuts["by time"] = balanced(sky.smooth, N)  # noise aside, blocks are equal
 quicker = pool.run(gpt2_pipeline.time_cuts, SIZE, ROWS, DTYPE, {"by time": (mine, cuts["by time"])})[0]["by time"]
-drawn = {"uniform": plot.Built(cuts["uniform"], ran), "by time": plot.Built(cuts["by time"], quicker)}
+drawn = {"uniform": figures.PipelineCut(cuts["uniform"], ran), "by time": figures.PipelineCut(cuts["by time"], quicker)}
 times = " and ".join(lesson.number(built.step.makespan, "s") for built in drawn.values())
 gain = ran.makespan / quicker.makespan
 plot.show(
-    plot.skyline(sky.costs, drawn, sky.kinds, sky.loss, title=f"two cuts of one GPT-2: the second is {gain:.2f} times as fast"),
+    figures.skyline(sky.costs, drawn, sky.kinds, sky.loss, title=f"two cuts of one GPT-2: the second is {gain:.2f} times as fast"),
     alt=f"Layers as bars, the head and its loss {sky.head:.1f} blocks high, cut as {cuts['uniform']} and {cuts['by time']} "
     f"layers; the steps beneath take {times}.",
 )
@@ -239,7 +240,7 @@ best = positions[measured.index(min(measured))]
 alike = [str(n) for n, step in zip(positions, measured, strict=True) if step < 1.03 * min(measured)]
 words = f"Shortest, within 3 %, with {' or '.join(alike)} blocks beside the head; the uniform cut leaves {beside['uniform']} there."
 plot.show(
-    plot.last_cut(positions, measured, predicted, beside, f"run ({swept[best].source})", title="slide the last cut: what a step takes", caption=words),
+    figures.last_cut(positions, measured, predicted, beside, f"run ({swept[best].source})", title="slide the last cut: what a step takes", caption=words),
     alt=f"The step over blocks on the last stage, from {lesson.number(measured[0], 's')} to {lesson.number(measured[-1], 's')}. {words}",
 )
 

@@ -45,6 +45,7 @@ from itertools import islice
 import torch, torch.distributed as dist, torch.nn.functional as F
 import hpnb
 from hpnb import Layout, comm, lesson, plot, theory
+from hpnb.lesson.figures import gpt2_tensor as figures
 from hpnb.lesson.programs import dropout_masks, gpt2_tensor, step_timing, vit_pipeline, vit_tensor
 from hpnb.lesson.exercises import gpt2_tensor_parallel as exercises
 from hpnb.models import GPT2_SIZES, GPT2Size
@@ -169,7 +170,7 @@ mean = {part: sum(each[part] for each in took) / N for part in ("attention", "ML
 told = {f"rank {r}, {dealt[r]} heads": mean["attention"] * dealt[r] * N / SIZE.heads + mean["MLP"] for r in range(N)}
 fullest = sum(took[0].values()) / sum(mean.values())
 plot.show(
-    plot.stacked(dict(zip(told, took, strict=True)), told, "s", "predicted by heads alone",
+    figures.stacked(dict(zip(told, took, strict=True)), told, "s", "predicted by heads alone",
                  title=f"measured · computing one block, {'' if GPU else 'CPU time, '}forward and backward"),
     alt="What each rank computes; of the mean attention " + ", ".join(f"{each['attention'] / mean['attention']:.2f}" for each in took) + ".",
 )  # fmt: skip
@@ -253,7 +254,7 @@ counted = {"gather the logits": {words: whole / 16 for words, (whole, *_) in fou
 lines = {"gather the logits": [theory.bytes_sent("all_gather", 4 * words, N) for words in V], "three reductions": [theory.loss_sent(1, N)] * len(V)}
 times, off = counted["gather the logits"][50_257] / counted["three reductions"][50_257], max(off for *_, off in found.values())
 plot.show(
-    plot.vocabulary(V, lines, counted, {"GPT-2": 50_257, "Llama 3": 128_256}, title=f"a loss on {N} ranks, float32: {times:,.0f} times fewer bytes at 50,257 words",
+    figures.vocabulary_bytes(V, lines, counted, {"GPT-2": 50_257, "Llama 3": 128_256}, title=f"a loss on {N} ranks, float32: {times:,.0f} times fewer bytes at 50,257 words",
                     caption=f"The two losses differ by {off:.0e} at most."),
     alt=f"Bytes a token over words, log-log: gathering grows with the vocabulary, three reductions do not; {times:,.0f} times at 50,257 words.",
 )  # fmt: skip
@@ -329,7 +330,7 @@ shown = {case: dropout_masks.mask_pictures(pool.run(dropout_masks.record_masks, 
 xor = {case: [f"{100 * one.differ:.0f} %" for one in found] for case, found in shown.items()}
 places, pair = ("probabilities of the first head: cut", "after the MLP: replicated, or tokens cut"), ("rank 0", f"rank {N - 1}")
 plot.show(
-    plot.dropped(shown, places, pair, title=f"recorded · what ranks 0 and {N - 1} of {N} drop in the first block, 5 heads"),
+    figures.dropped(shown, places, pair, title=f"recorded · what ranks 0 and {N - 1} of {N} drop in the first block, 5 heads"),
     alt="Dropout masks of two ranks as bitmaps, and their XOR. What differs, of the attention and after the MLP: "
     + "; ".join(f"{case} {' and '.join(found)}" for case, found in xor.items()) + ".",
 )  # fmt: skip
@@ -499,7 +500,7 @@ lesson.comparison(rows, title=f"computed again, of a step's FLOPs: a layer of {S
 whole, cut = layers[:2]
 lesson.reveal("07.kept", 100 * cut.measured / whole.measured, predicted=100 * cut.predicted / whole.predicted)
 plot.show(
-    plot.stacked({one.label: one.parts for one in layers}, {one.label: one.measured for one in layers},
+    figures.stacked({one.label: one.parts for one in layers}, {one.label: one.measured for one in layers},
                  title=f"what a layer keeps on the first of {N} ranks: predicted in parts, measured as ticks"),
     alt="What a layer keeps: " + "; ".join(f"{one.name} {lesson.number(one.measured, 'B')}" for one in layers) + ".",
 )  # fmt: skip

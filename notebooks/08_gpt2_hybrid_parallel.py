@@ -39,6 +39,7 @@ from pathlib import Path
 import torch
 import hpnb
 from hpnb import Layout, lesson, plot, theory
+from hpnb.lesson.figures import gpt2_hybrid as figures
 from hpnb.lesson.programs import gpt2_hybrid, host_traffic, paraphrases
 from hpnb.lesson.predictions import regret
 from hpnb.lesson.exercises import gpt2_hybrid_parallel as exercises
@@ -271,7 +272,7 @@ seen = {each: ran[each].seconds for each in order}
 first, ours = order[0], min(told, key=lambda each: sum(told[each].values()))
 source = ran[first].source
 plot.show(
-    plot.waterfall({each: ran[each].parts for each in order}, told, title=f"{source} · {name}, {N} ranks",
+    figures.waterfall({each: ran[each].parts for each in order}, told, title=f"{source} · {name}, {N} ranks",
                    caption=f"The fastest is {first}. Predicted was {ours}, which costs {100 * (seen[ours] / seen[first] - 1):.0f} % more."
                    if ours != first else f"The fastest is {first}, as predicted."),
     alt="Bars of a step by layout, with ticks where each part was predicted to end: " + ", ".join(f"{each} {lesson.number(seen[each], 's')}" for each in order) + ".",
@@ -320,7 +321,7 @@ words = f"Of {len(fitting)} that fit the fastest is {best}. " if fitting else "N
 words += f"{'Your choice' if picked == yours else 'The prediction (you made no choice)'} is {picked}"
 words += f", for {100 * (seen[picked] / seen[best] - 1):.0f} % more." if picked in fitting else ", which does not fit."
 plot.show(
-    plot.choices({each: (ran[each].peak, task.tokens / seen[each]) for each in ran},
+    figures.choices({each: (ran[each].peak, task.tokens / seen[each]) for each in ran},
                  {each: (held[each], task.tokens / sum(told[each].values())) for each in told},
                  {picked: "yours" if picked == yours else "predicted"}, BUDGET, f"{source} · {N} ranks: memory and speed", words),
     alt=f"Tokens a second against memory for {len(ran)} layouts, with a budget of {lesson.number(BUDGET, 'B')}. {words}",

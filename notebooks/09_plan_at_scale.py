@@ -40,6 +40,7 @@ import numpy as np
 import torch
 import hpnb
 from hpnb import Layout, comm, lesson, plot, theory
+from hpnb.lesson.figures import plan_at_scale as figures
 from hpnb.lesson.programs import cluster_planning
 from hpnb.lesson.exercises import plan_at_scale as exercises
 from hpnb import ParallelLayout
@@ -102,7 +103,7 @@ base = cluster_planning.fitted_cluster()
 points = {one.name: (one.tflops, cluster_planning.predicted_tflops(one, base)) for one in MEGATRON}
 off = {name: 100 * abs(published / predicted - 1) for name, (published, predicted) in points.items()}
 plot.show(
-    plot.calibration(points, MEGATRON[0].name, title="published by Narayanan et al. 2021, and predicted from one of the runs",
+    figures.calibration(points, MEGATRON[0].name, title="published by Narayanan et al. 2021, and predicted from one of the runs",
                      caption=f"Matmuls reach {100 * base.share:.0f} % of the peak. The worst is {max(off, key=off.get)}: {max(off.values()):.1f} % off."),
     alt="Published against predicted TFLOP/s of five runs: " + ", ".join(f"{name} {a:.0f} and {b:.0f}" for name, (a, b) in points.items()) + ".",
 )  # fmt: skip
@@ -172,7 +173,7 @@ for network in ("HDR, a card a GPU", "Ethernet 100 Gb, a card a host"):
     cut = min(able, key=able.get)
     beyond = min(took for (_, tp), took in able.items() if tp > given.host)
     plot.show(
-        plot.layout_map(maps[network], given.host, title=f"predicted · seconds: 39.1B, {gpus:,} A100s, {network}",
+        figures.layout_map(maps[network], given.host, title=f"predicted · seconds: 39.1B, {gpus:,} A100s, {network}",
                         caption=f"The fastest that fits is pp {cut[0]} x tp {cut[1]}. Beyond the host the best takes {beyond / able[cut]:.1f} times as long."),
         alt=f"{network}: steps of {len(able)} layouts that fit, over tp and pp; the best is pp {cut[0]}, tp {cut[1]}, {lesson.number(able[cut], 's')}; beyond the host {lesson.number(beyond, 's')}.",
     )  # fmt: skip
@@ -351,7 +352,7 @@ below = {"saves of 60 s": (spaced, [trained_share(many, T) for T in spaced])}
 seen = {"saves of 60 s": (dots, [simulated_share(many, T, 3000) for T in dots])}
 half = {name: next((int(n) for n, share in zip(x, y, strict=True) if share < 0.5), None) for name, (x, y) in above.items()}
 plot.show(
-    plot.goodput(above, below, seen, {"saves of 60 s": interval}, title="what failures leave of the time; one in 5.8 years of a GPU, restarts of 5 minutes",
+    figures.goodput(above, below, seen, {"saves of 60 s": interval}, title="what failures leave of the time; one in 5.8 years of a GPU, restarts of 5 minutes",
                  caption="Below: 16,384 GPUs. Half of the time is lost at " + ", ".join(f"{n:,} GPUs ({name})" for name, n in half.items() if n) + "."),
     alt=f"Share of time that trains, over GPUs and over seconds between saves; the best on 16,384 GPUs is near {interval:.0f} s, with {100 - played:.0f} %.",
 )  # fmt: skip

@@ -9,14 +9,16 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import hpnb
-from hpnb import plot, theory
+from hpnb import theory
 from hpnb.lesson.exercises import gpt2_data_parallel as exercises
 from hpnb.lesson.exercises.checker import check
+from hpnb.lesson.figures import gpt2_data_parallel as figures
 from hpnb.lesson.programs import gpt2_zero, gradient_noise
 from hpnb.lesson.programs.gpt2_zero import ZeroConfig
 from hpnb.mesh import Layout, Mesh
@@ -274,36 +276,40 @@ def _profile(peak: int) -> MemoryProfile:
 
 
 def test_rivers() -> None:
-    fig = plot.rivers({"stage 0": _profile(100), "stage 1": _profile(60), "stage 2": _profile(50)}, 80.0)
+    fig = figures.rivers({"stage 0": _profile(100), "stage 1": _profile(60), "stage 2": _profile(50)}, 80.0)
     words = [t.get_text() for ax in fig.axes for t in ax.texts]
     assert "100 B" in words
     assert [ax.get_visible() for ax in fig.axes] == [True, True, True, False]
     assert fig.axes[0].get_ylim() == fig.axes[2].get_ylim()
-    with pytest.raises(ValueError, match="a profile needs samples to be drawn: empty"):
-        plot.rivers({"empty": MemoryProfile(())})
+    with pytest.raises(ValueError, match="samples; there are empty"):
+        figures.rivers({"empty": MemoryProfile(())})
 
 
 def test_frontier() -> None:
     points = {"plain": {"0": (1.0, 100.0), "1": (1.1, 60.0)}}
-    fig = plot.frontier(points, points, 80.0)
+    fig = figures.frontier(points, points, 80.0)
     labels = {line.get_label() for line in fig.axes[0].lines}
     assert {"predicted plain", "measured plain", "budget"} <= labels
-    with pytest.raises(ValueError, match="plain 0 is at 0"):
-        plot.frontier({"plain": {"0": (0.0, 1.0)}}, {})
+    drawn = next(line for line in fig.axes[0].lines if line.get_label() == "measured plain")
+    assert np.asarray(drawn.get_xydata()).tolist() == [[100.0, 1.0], [60.0, 1.1]]
 
 
 def test_batch_wall() -> None:
-    fig = plot.batch_wall([2, 4], [100, 70], {"fit": (40.0, 3.0)})
-    assert list(fig.axes[1].lines[-1].get_ydata()) == [200, 280]
-    with pytest.raises(ValueError, match="a point needs both"):
-        plot.batch_wall([2], [1, 2], {})
+    fig = figures.batch_wall([2, 4], [100, 70], {"fit": (40.0, 3.0)})
+    measured, law, *_ = fig.axes[1].lines
+    assert list(measured.get_ydata()) == [200, 280]
+    x, y = law.get_data()
+    np.testing.assert_allclose(y, 40.0 * (np.asarray(x) + 3.0))
+    assert [line.get_xdata()[0] for line in fig.axes[0].lines if line.get_label() == "noise scale"] == [3.0]
 
 
 def test_step_bill() -> None:
-    fig = plot.step_bill({"parameters": 60.0, "optimizer": 30.0}, {"computing": 1.0, "exposed": 0.5}, 80.0)
-    assert [bar.get_width() for bar in fig.axes[0].patches] == [60.0, 30.0]
-    with pytest.raises(ValueError, match="no lunch here"):
-        plot.step_bill({"parameters": 1.0}, {"lunch": 1.0})
+    fig = figures.step_bill({"parameters": 60.0, "optimizer": 30.0}, {"computing": 1.0, "exposed": 0.5}, 80.0)
+    corners = [c.get_paths()[0].vertices for c in fig.axes[0].collections]
+    assert [np.ptp(c[:, 0]) for c in corners] == [60.0, 30.0]
+    assert [line.get_xdata()[0] for line in fig.axes[0].lines if line.get_label() == "capacity"] == [80.0]
+    with pytest.raises(ValueError, match="lunch"):
+        figures.step_bill({"parameters": 1.0}, {"lunch": 1.0})
 
 
 # --- the explorer, and checks that must not fall over ------------------------------------------

@@ -15,8 +15,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import hpnb
-from hpnb import comm, lesson, plot, theory
+from hpnb import comm, lesson, theory
 from hpnb.lesson.exercises import gpt2_tensor_parallel as exercises
+from hpnb.lesson.figures import gpt2_tensor as figures
 from hpnb.lesson.programs import dropout_masks, gpt2_tensor, vit_tensor
 from hpnb.models import GPT2_SIZES, GPT2Size
 from hpnb.theory import Block
@@ -67,13 +68,11 @@ def test_parts_of_what_is_kept_add_up_to_the_published_formula(row: theory.Activ
     [
         (lambda: theory.over_even(3, 4), "3 units cannot be dealt out to 4 ranks; use 1 to 3"),
         (lambda: theory.sequence_sent("tree", 8, 8, 2), "no way 'tree'; there are Megatron, Ulysses, ring"),
-        (lambda: plot.dropped({}, ["a"]), "masks of no run"),
-        (lambda: plot.dropped({"a": []}, ["b"]), "a has masks of 0 places, and there are 1"),
-        (lambda: plot.dropped({"a": [plot.Masks([[0]], [[0, 1]], True)]}, ["b"]), "two equal"),
-        (lambda: plot.stacked({}), "0 rows of 0 parts"),
-        (lambda: plot.stacked({"a": {"x": -1.0}}), "a holds {'x': -1.0}: each must be a number of B"),
-        (lambda: plot.vocabulary([1], {"a": [1.0]}, {}), "predicted are a, counted none"),
-        (lambda: plot.vocabulary([1, 2], {"a": [1.0]}, {"a": {}}), "a has 1 predictions for 2 vocabularies"),
+        (lambda: figures.dropped({"a": []}, ["b"]), "a has masks of 0 places, and there are 1"),
+        (lambda: figures.dropped({"a": [figures.MaskPair([[0]], [[0, 1]], True)]}, ["b"]), "two equal"),
+        (lambda: figures.stacked({}), "0 rows of 0 parts"),
+        (lambda: figures.stacked({"a": {"x": 1.0, "y": -1.0}}), "a holds"),
+        (lambda: figures.vocabulary_bytes([1, 2], {"a": [1.0]}, {"a": {}}), "a has 2 x and 1 y"),
     ],
 )
 def test_bad_numbers_get_a_sentence(call: Callable[[], object], words: str) -> None:
@@ -193,9 +192,10 @@ def test_copies_part_unless_masks_are_right(three: hpnb.Ranks) -> None:
 
 def test_an_xor_that_is_not_as_it_should_be_is_framed() -> None:
     a, b = [[0, 1], [1, -1]], [[0, 1], [0, -1]]
-    assert plot.Masks(a, a, True).right
-    assert plot.Masks(a, b, False).differ == pytest.approx(1 / 3)
-    fig = plot.dropped({"one": [plot.Masks(a, a, True), plot.Masks(a, b, True)]}, ["here", "there"])
+    assert figures.MaskPair(a, a, True).right
+    assert figures.MaskPair(a, b, False).differ == pytest.approx(1 / 3)
+    pairs = [figures.MaskPair(a, a, True), figures.MaskPair(a, b, True)]
+    fig = figures.dropped({"one": pairs}, ["here", "there"])
     assert [ax.get_xlabel() for ax in fig.axes] == ["", "", "equal", "", "", "33 % differ"]
     assert [ax.xaxis.label.get_fontweight() for ax in fig.axes][-1] == "bold"
     assert len(fig.axes) == 6
@@ -203,21 +203,20 @@ def test_an_xor_that_is_not_as_it_should_be_is_framed() -> None:
 
 def test_bars_stack_and_ticks_stand_where_they_should() -> None:
     rows = {"a": {"x": 1e6, "y": 2e6}, "b": {"y": 5e5}}
-    fig = plot.stacked(rows, {"a": 3.1e6}, limit=2e6, chosen="b")
+    fig = figures.stacked(rows, {"a": 3.1e6}, limit=2e6, chosen="b")
     (ax,) = fig.axes
     found = {each.get_label(): each for each in ax.collections}
     ends = [path.vertices[:, 0].max() for path in found["y"].get_paths()]
     assert ends == pytest.approx([3.0, 0.5])  # MB
-    ticks = [line.get_xdata()[0] for line in ax.get_lines() if line.get_label() == "measured"]
+    ticks = [line.get_xdata()[0] for line in ax.get_lines() if line.get_label() == "tick 0"]
     assert ticks == pytest.approx([3.1])
     assert [label.get_fontweight() for label in ax.get_yticklabels()] == ["normal", "bold"]
     assert ax.get_xlim()[1] == pytest.approx(1.04 * 3.1)
-    assert plot.stacked(rows, reach=1e6).axes[0].get_xlim()[1] == pytest.approx(1.04)
+    assert figures.stacked(rows, reach=1e6).axes[0].get_xlim()[1] == pytest.approx(1.04)
 
 
 def test_vocabularies_are_drawn_on_two_logarithmic_axes() -> None:
-    words = [100, 1000]
-    fig = plot.vocabulary(words, {"a": [10.0, 100.0]}, {"a": {200: 20.0}}, {"GPT-2": 500})
+    fig = figures.vocabulary_bytes([100, 1000], {"a": [10.0, 100.0]}, {"a": {200: 20.0}}, {"GPT-2": 500})
     (ax,) = fig.axes
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
     assert [t.get_text() for t in ax.texts] == ["GPT-2"]

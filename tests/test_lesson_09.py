@@ -12,9 +12,10 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from hpnb import ParallelLayout, lesson, plot
+from hpnb import ParallelLayout, lesson
 from hpnb.bench import result_files
 from hpnb.lesson.exercises import plan_at_scale as exercises
+from hpnb.lesson.figures import plan_at_scale as figures
 from hpnb.lesson.programs import cluster_planning
 from hpnb.theory import seconds
 from hpnb.theory.cluster import Cluster, GPTRun, cluster_parts, tflops
@@ -123,25 +124,23 @@ def words(figure: Figure) -> list[str]:
 
 def test_points_are_where_they_are_and_the_fitted_one_is_hollow() -> None:
     points = {"a": (100.0, 100.0), "b": (120.0, 115.0), "c": (150.0, 120.0)}
-    figure = plot.calibration(points, "a", caption="said")
+    figure = figures.calibration(points, "a", caption="said")
     (ax,) = figure.axes
-    dots = {line.get_label(): line for line in ax.lines if line.get_label() in points}
+    dots: dict[Any, Any] = {line.get_label(): line for line in ax.lines if line.get_label() in points}
     for name, (published, predicted) in points.items():
-        assert [dots[name].get_xdata()[0], dots[name].get_ydata()[0]] == [published, predicted]  # type: ignore[index]
-        assert (dots[name].get_markerfacecolor() == "#FFFFFF") == (name == "a")
+        assert [dots[name].get_xdata()[0], dots[name].get_ydata()[0]] == [published, predicted]
+        assert (dots[name].get_markerfacecolor() == "none") == (name == "a")
     assert "1 of 2 blind ones within 10 %" in words(figure)
     assert "c, ratio 1.250" in words(figure)
     with pytest.raises(ValueError, match="'d' is no point; there are a, b, c"):
-        plot.calibration(points, "d")
-    with pytest.raises(ValueError, match="must be above 0"):
-        plot.calibration({"a": (0.0, 1.0)}, "a")
+        figures.calibration(points, "d")
 
 
 CELLS = {(1, 1): (4.0, False), (2, 1): (8.0, True), (1, 8): (6.0, True), (2, 16): (60.0, True)}
 
 
 def test_a_map_rings_the_fastest_that_fits_and_ends_the_host() -> None:
-    figure = plot.layout_map(CELLS, 8, {"yours": (2, 1)}, caption="said")
+    figure = figures.layout_map(CELLS, 8, {"yours": (2, 1)}, caption="said")
     (ax,) = figure.axes
     rings = {str(p.get_label()): p.get_xy() for p in ax.patches if isinstance(p, Rectangle)}
     assert rings == {"fastest that fits, 6.00 s": (1, 0), "yours": (0, 1)}
@@ -152,26 +151,26 @@ def test_a_map_rings_the_fastest_that_fits_and_ends_the_host() -> None:
     assert len(full.get_paths()) == 1
     colors = next(c for c in ax.collections if c.get_label() == "layouts").get_facecolors()  # type: ignore[attr-defined]
     assert tuple(colors[2]) > tuple(colors[1]) > tuple(colors[3])  # the fastest is the lightest
-    assert words(plot.layout_map(CELLS, 8, text=False)) == []
-    nothing = plot.layout_map({(1, 1): (4.0, False)}, 8)
+    assert words(figures.layout_map(CELLS, 8, text=False)) == []
+    nothing = figures.layout_map({(1, 1): (4.0, False)}, 8)
     assert not [p for p in nothing.axes[0].patches if "fastest" in str(p.get_label())]
     with pytest.raises(ValueError, match="a map of no layouts"):
-        plot.layout_map({}, 8)
+        figures.layout_map({}, 8)
     with pytest.raises(ValueError, match=r"yours is at pp x tp \(3, 3\), where no layout"):
-        plot.layout_map(CELLS, 8, {"yours": (3, 3)})
+        figures.layout_map(CELLS, 8, {"yours": (3, 3)})
 
 
 def test_curves_of_what_failures_leave() -> None:
     above, below = {"a": ([1, 10], [1.0, 0.5])}, {"b": ([5, 50], [0.2, 0.4])}
-    figure = plot.goodput(above, below, {"b": ([7], [0.3])}, {"b": 20})
+    figure = figures.goodput(above, below, {"b": ([7], [0.3])}, {"b": 20})
     drawn = [[np.asarray(line.get_xydata()).tolist() for line in ax.lines] for ax in figure.axes]
     assert drawn[0] == [[[1, 100], [10, 50]]]
     assert drawn[1][:2] == [[[5, 20], [50, 40]], [[7, 30]]]
     assert [x for x, _ in drawn[1][2]] == [20, 20]
-    with pytest.raises(ValueError, match="a has 2 places and 1 shares"):
-        plot.goodput({"a": ([1, 2], [1.0])}, {}, {}, {})
+    with pytest.raises(ValueError, match="a has 2 x and 1 y"):
+        figures.goodput({"a": ([1, 2], [1.0])}, {}, {}, {})
     with pytest.raises(ValueError, match="c is no curve below; there are b"):
-        plot.goodput({}, {"b": ([1], [1.0])}, {"c": ([1], [1.0])}, {})
+        figures.goodput({}, {"b": ([1], [1.0])}, {"c": ([1], [1.0])}, {})
 
 
 # --- what its checks say -----------------------------------------------------------------------------

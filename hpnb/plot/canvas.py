@@ -32,11 +32,15 @@ Box = tuple[float, float, float, float]  # left, bottom, width, height
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One entry of a legend: a swatch of `style` as a box, a line or a dot, or words alone."""
+    """One entry of a legend: a swatch of `style` as a box, a line or a dot, or words alone.
+
+    With a `marker` a line carries it in its middle, and a dot, filled or hollow, has its shape.
+    """
 
     style: OpStyle
     kind: Literal["box", "line", "dot", "flat", "hollow", "hatch", "words"] = "box"
     label: str = ""
+    marker: str = ""
 
     @property
     def words(self) -> str:
@@ -200,13 +204,12 @@ def swatch(fig: Figure, key: Key, x: float, y: float, wide: float = 0.24, tall: 
     """The sample of one entry, `wide` x `tall` inches, its left middle at (x, y) inches of the card."""
     width, height = fig.get_size_inches()
     style = key.style
-    if key.kind == "line":
-        ends = [x / width, (x + wide) / width]
-        fig.add_artist(Line2D(ends, [y / height] * 2, color=style.color, linestyle=style.line, linewidth=2.2))
-        return
-    if key.kind == "dot":
-        at = [(x + wide / 2) / width], [y / height]
-        fig.add_artist(Line2D(*at, color=style.color, marker="o", markersize=6.5))
+    if key.kind in ("line", "dot") or key.marker:
+        line = Line2D([x / width, (x + wide / 2) / width, (x + wide) / width], [y / height] * 3)
+        line.set(color=style.color, linestyle=style.line if key.kind == "line" else "none", linewidth=2.2)
+        line.set(marker=key.marker or ("o" if key.kind == "dot" else ""), markevery=[1], markersize=6.5)
+        line.set(markerfacecolor="none" if key.kind == "hollow" else style.color)
+        fig.add_artist(line)
         return
     hollow = key.kind in ("hollow", "hatch")
     box = Rectangle((x / width, (y - tall / 2) / height), wide / width, tall / height)

@@ -9,6 +9,7 @@ Thousands of samples become as many as there are pixels: each run keeps its maxi
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -67,10 +68,14 @@ def memory(
         head=0.28,
     )
     for ax, one in zip(axes, profiles, strict=False):
-        _panel(ax, one, held, first, scale, size)
+        draw_bands(ax, one, held, first, scale, size)
+        early = one.at_peak.time - first < (one.samples[-1].time - first) / 2
+        ax.annotate(f"peak {byte_count(one.peak)}", ((one.at_peak.time - first) / scale, one.peak / size),
+                    (7 if early else -7, 5), "data", "offset points", size=TEXT, weight="bold", color=INK,
+                    ha="left" if early else "right")  # fmt: skip
+        panel_title(ax, f"rank {one.rank} · {DEVICES.get(one.device, f'measured ({one.device})')}")
         if capacity is not None:
-            line = ax.axhline(capacity / size, color=CAPACITY.color, linestyle=CAPACITY.line, linewidth=1.5)
-            line.set_label("capacity")
+            draw_capacity(ax, capacity, size)
         ax.set_xlim(0, longest / scale or 1.0)
         ax.set_ylim(0, top / size * 1.18)
     for i, ax in enumerate(axes):
@@ -92,23 +97,33 @@ def thin(total: NDArray[np.float64], most: int = MOST_POINTS) -> NDArray[np.intp
     return np.unique([0, *kept, len(total) - 1])
 
 
-def _panel(ax: Axes, one: MemoryProfile, held: list[str], first: float, scale: float, size: float) -> None:
-    kept = thin(np.array([s.total for s in one.samples], dtype=float))
-    samples = [one.samples[i] for i in kept]
+def draw_bands(
+    ax: Axes,
+    profile: MemoryProfile,
+    categories: Sequence[str],
+    first: float,
+    scale: float,
+    size: float,
+    most: int = MOST_POINTS,
+) -> None:
+    """Bytes in units of `size`, stacked by category over seconds since `first` in units of `scale`."""
+    kept = thin(np.array([s.total for s in profile.samples], dtype=float), most)
+    samples = [profile.samples[i] for i in kept]
     time = np.array([(s.time - first) / scale for s in samples])
     base = np.zeros(len(samples))
-    for name in held:
+    for name in categories:
         style = CATEGORY[name]
-        over = base + np.array([getattr(s, name) / size for s in samples])
-        band = ax.fill_between(time, base, over, step="post", facecolor=style.color, edgecolor=style.edge,
+        top = base + np.array([getattr(s, name) / size for s in samples])
+        band = ax.fill_between(time, base, top, step="post", facecolor=style.color, edgecolor=style.edge,
                                hatch=style.hatch or None, linewidth=0.0)  # fmt: skip
         band.set_label(name)
-        base = over
+        base = top
     ax.step(time, base, where="post", color=INK, linewidth=0.9)
-
-    x, y = (one.at_peak.time - first) / scale, one.peak / size
+    x, y = (profile.at_peak.time - first) / scale, profile.peak / size
     ax.plot([x], [y], marker="v", markersize=6, color=INK, clip_on=False, zorder=5)
-    early = bool(x < time[-1] / 2)
-    ax.annotate(f"peak {byte_count(one.peak)}", (x, y), (7 if early else -7, 5), "data", "offset points",
-                size=TEXT, weight="bold", color=INK, ha="left" if early else "right")  # fmt: skip
-    panel_title(ax, f"rank {one.rank} · {DEVICES.get(one.device, f'measured ({one.device})')}")
+
+
+def draw_capacity(ax: Axes, capacity: float, size: float) -> None:
+    """The bytes of a device as a dashed line across."""
+    line = ax.axhline(capacity / size, color=CAPACITY.color, linestyle=CAPACITY.line, linewidth=1.5)
+    line.set_label("capacity")

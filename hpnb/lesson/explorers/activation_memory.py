@@ -74,14 +74,14 @@ def _readings(
     }
 
     def draw(fast: bool) -> tuple[Figure, str]:
-        from hpnb import plot
+        from hpnb.lesson.figures import gpt2_tensor
 
         rows = {
             f"{t} rank{'s' * (t > 1)}": _activations(block, vocabulary, t, between, recompute)
             for t in RANKS
             if t <= heads
         }
-        figure = plot.stacked(
+        figure = gpt2_tensor.stacked(
             rows,
             limit=CAP,
             reach=6 * CAP,

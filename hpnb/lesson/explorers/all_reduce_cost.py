@@ -47,11 +47,11 @@ def _readings(
     }
 
     def draw(fast: bool) -> tuple[Figure, str]:
-        from hpnb import plot
+        from hpnb.lesson.figures import ranks_and_collectives
 
         algorithms = [a for a in ALGORITHMS if a != "halving-doubling" or ranks & (ranks - 1) == 0]
         curves = {a: (_SIZES, [seconds("all_reduce", n, ranks, link, a) for n in _SIZES]) for a in algorithms}
-        figure = plot.costs(
+        figure = ranks_and_collectives.costs(
             [nbytes],
             [took],
             more=curves,

@@ -66,13 +66,13 @@ def _readings(
     }
 
     def draw(fast: bool) -> tuple[Figure, str]:
-        from hpnb import plot
+        from hpnb.lesson.figures import plan_at_scale
 
         steps = {
             cut: (sum(cluster_parts(run, cluster, plan).values()), cluster_memory(run, plan) <= _MEMORY)
             for cut, plan in plans.items()
         }
-        figure = plot.layout_map(
+        figure = plan_at_scale.layout_map(
             steps, host, title=f"predicted · seconds: {model}, {gpus:,} A100s, {network}", text=not fast
         )
         which = "the fastest that fits" if memory <= _MEMORY else "nothing fits, the fastest"

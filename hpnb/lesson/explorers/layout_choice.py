@@ -70,10 +70,10 @@ def _readings(
     }
 
     def draw(fast: bool) -> tuple[Figure, str]:
-        from hpnb import plot
+        from hpnb.lesson.figures import gpt2_hybrid
 
         name = f"{plan}, m {task.microbatches(plan)}"
-        figure = plot.choices(
+        figure = gpt2_hybrid.choices(
             {**_other_layouts(ranks), name: (memory, task.tokens / step)},
             chosen={name: "" if memory <= cap * 1e9 else "does not fit"},
             capacity=cap * 1e9,

@@ -68,10 +68,10 @@ def _readings(
     }
 
     def draw(fast: bool) -> tuple[Figure, str]:
-        from hpnb import plot
+        from hpnb.lesson.figures import vit_hybrid
 
         default = host_traffic.predicted_traffic(Layout(dp, pp, tp), sent)
-        figure = plot.atlas(
+        figure = vit_hybrid.atlas(
             {f"yours: {order}": traffic, f"the default: {' > '.join(AXES)}": default},
             host,
             parts,

@@ -90,9 +90,9 @@ def _readings(
     }
 
     def draw(fast: bool) -> tuple[Figure, str]:
-        from hpnb import plot
+        from hpnb.lesson.figures import gpt2_data_parallel
 
-        figure = plot.step_bill(
+        figure = gpt2_data_parallel.step_bill(
             {name: getattr(fullest, name) for name in CATEGORIES},
             spent,
             _CAPACITY,

@@ -63,11 +63,11 @@ def _readings(
     }
 
     def draw(fast: bool) -> tuple[Figure, str]:
-        from hpnb import plot
+        from hpnb.lesson.figures import gpt2_pipeline
 
-        figure = plot.skyline(
+        figure = gpt2_pipeline.skyline(
             costs,
-            {cut: plot.Built(counts, tl)},
+            {cut: gpt2_pipeline.PipelineCut(counts, tl)},
             ["embedding"] + ["block"] * BLOCKS + ["head"],
             text=not fast,
             unit="blocks",

@@ -128,12 +128,12 @@ def mask_distance(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def mask_pictures(masks: Sequence[Mapping[str, torch.Tensor]], sequence: bool) -> list[Any]:
-    """What the first and the last rank drop in the first step, a `plot.Masks` for each of PLACES."""
-    from hpnb import plot
+    """What the first and the last rank drop in the first step, a `gpt2_tensor.MaskPair` for each of PLACES."""
+    from hpnb.lesson.figures import gpt2_tensor
 
     first, last = masks[0], masks[-1]
     equal = {"attention": False, "MLP": not sequence}
-    return [plot.Masks(first[place][0], last[place][0], equal[place]) for place in PLACES]
+    return [gpt2_tensor.MaskPair(first[place][0], last[place][0], equal[place]) for place in PLACES]
 
 
 def train_with_dropout(

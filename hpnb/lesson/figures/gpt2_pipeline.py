@@ -1,0 +1,192 @@
+"""Notebook 06: where a model is cut into stages, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hpnb.plot.canvas import SMALL, TEXT, Box, Key, boxes, new_figure, panel_title, text_inches
+from hpnb.plot.curves import CurvePanel, Look, Series, curves, note, rule
+from hpnb.plot.grammar import ALARM, AXIS, INK, SERIES, STYLE, OpStyle, mix
+from hpnb.plot.lanes import Lanes, draw
+from hpnb.plot.timeline import describe
+from hpnb.plot.units import number, time_unit
+from hpnb.record import Timeline
+
+_STONE = STYLE["compute"].color
+KINDS: dict[str, OpStyle] = {
+    "embedding": OpStyle(mix(_STONE, "#FFFFFF", 0.55), "..", "embedding"),
+    "block": OpStyle(mix(_STONE, "#FFFFFF", 0.2), "", "block"),
+    "head": OpStyle(mix(_STONE, "#000000", 0.25), "//", "head"),
+    "loss": OpStyle(mix(_STONE, "#FFFFFF", 0.8), "xx", "loss"),
+}
+CUT = OpStyle(AXIS["pp"].color, "", "cut", "", AXIS["pp"].line)
+_TALL, _WIDE = 0.95, 0.84  # inches of a skyline, and how much of its place a bar fills
+_LEFT, _RIGHT = 0.75, 0.2
+
+
+class PipelineCut(NamedTuple):
+    """One cut of a model, and the step that it gives.
+
+    Attributes:
+        counts: layers of each stage.
+        step: of a pipeline with these stages.
+    """
+
+    counts: Sequence[int]
+    step: Timeline
+
+
+def skyline(
+    costs: Sequence[float],
+    cuts: Mapping[str, PipelineCut],
+    kinds: Sequence[str],
+    loss: float = 0.0,
+    title: str | None = None,
+    text: bool = True,
+    unit: str | None = None,
+) -> Figure:
+    """Layers as a skyline, cut lines through it, and beneath each cut the step of a pipeline that is cut
+    there.
+
+    Bars are as high as a layer takes long. All skylines have one scale, and all timelines another.
+
+    Args:
+        costs: seconds of each layer, forward and backward of a microbatch; the last one's with the loss.
+        kinds: of each layer, of KINDS.
+        loss: how many seconds of the last layer are the loss.
+        text: False drops numbers and hatches, for a picture that moves with a slider.
+        unit: for abstract times, the name of one second ("blocks"); None picks s, ms or µs.
+
+    Raises:
+        ValueError: no cut, or one that is not of these layers; a kind that is not in KINDS.
+    """
+    if not cuts or len(kinds) != len(costs) or not set(kinds) <= KINDS.keys():
+        raise ValueError(
+            f"{len(cuts)} cuts of {len(costs)} layers of kinds {', '.join(kinds)}: a cut is needed, and for "
+            f"each layer one of {', '.join(KINDS)}"
+        )
+    for name, cut in cuts.items():
+        if sum(cut.counts) != len(costs) or min(cut.counts) < 1:
+            raise ValueError(f"{name} cuts {sum(cut.counts)} layers as {list(cut.counts)}, not {len(costs)}")
+    longest = max(cut.step.makespan for cut in cuts.values())
+    scale, step_unit = (1.0, unit) if unit else time_unit(longest)
+    tall, layer_unit = (1.0, unit) if unit else time_unit(max(costs))
+    lanes = [Lanes(cut.step.ranks, ()) for cut in cuts.values()]
+    present = [kind for kind in KINDS if kind in kinds or (kind == "loss" and loss > 0)]
+    ops = [op for op in STYLE if any(e.op == op for cut in cuts.values() for e in cut.step.events)]
+    box = "box" if text else "flat"
+    keys = [Key(KINDS[kind], box) for kind in present] + [Key(CUT, "line")]  # type: ignore[arg-type]
+    keys += [Key(STYLE[op], box) for op in [*ops, "idle"]]  # type: ignore[arg-type]
+    names = {rank: f"rank {rank}" for cut in cuts.values() for rank in cut.step.ranks}
+    fig, axes = new_figure([inches for lane in lanes for inches in (_TALL, lane.height)], title=title or "",
+                           legend=keys, left=_LEFT, right=_RIGHT, gap=0.5, head=0.27)  # fmt: skip
+    largest = max(sum(costs[a:b]) for cut in cuts.values() for a, b in pairwise(_ends(cut.counts)))
+    inch = (fig.get_figwidth() - _LEFT - _RIGHT) / (longest / scale)
+    for i, (name, cut) in enumerate(cuts.items()):
+        above, below = axes[2 * i : 2 * i + 2]
+        words = f"{name}: {', '.join(map(str, cut.counts))} layers"
+        panel_title(above, words, f"above: each stage, in {layer_unit}")
+        _draw_layers(above, costs, kinds, loss, tall, text)
+        _draw_stages(above, costs, cut, tall, largest)
+        above.set_ylabel(layer_unit or "")
+        above.xaxis.set_visible(text)  # ticks are slow to draw
+        panel_title(below, describe(cut.step), f"{number(cut.step.makespan / scale)} {step_unit}")
+        draw(below, cut.step, lanes[i], names, scale=scale, inch=inch, text=text, exposed=False)
+        below.set_xlim(0, longest / scale)
+        below.tick_params(labelbottom=i == len(cuts) - 1)
+        below.xaxis.set_visible(text or i == len(cuts) - 1)
+    axes[-1].set_xlabel(f"time ({step_unit})")
+    return fig
+
+
+def _ends(counts: Sequence[int]) -> list[int]:
+    return list(accumulate(counts, initial=0))
+
+
+def _draw_layers(
+    ax: Axes, costs: Sequence[float], kinds: Sequence[str], loss: float, tall: float, text: bool
+) -> None:
+    """A bar a layer, all of a kind as one artist; the loss stands on the last one."""
+    last = len(costs) - 1
+    bare = [*costs[:-1], costs[-1] - loss]
+    places = {kind: [(i, 0.0, bare[i]) for i in range(len(costs)) if kinds[i] == kind] for kind in kinds}
+    if loss > 0:
+        places["loss"] = [(last, bare[last], loss)]
+    for kind, layers in places.items():
+        at: list[Box] = [(i + (1 - _WIDE) / 2, low / tall, _WIDE, cost / tall) for i, low, cost in layers]
+        boxes(ax, at, KINDS[kind], name=kind, hatch=text)
+    ax.set(xlim=(0, len(costs)), ylim=(0, 1.35 * max(costs) / tall))
+
+
+def _draw_stages(ax: Axes, costs: Sequence[float], cut: PipelineCut, tall: float, largest: float) -> None:
+    """Cut lines, whose stage each is, and what it takes; the largest of all in the colour of alarm."""
+    ends = _ends(cut.counts)
+    room = (ax.figure.get_figwidth() - _LEFT - _RIGHT) / len(costs)  # type: ignore[union-attr]
+    rank_of = {e.stage: e.rank for e in cut.step.events}
+    ax.vlines(ends[1:-1], 0, 1.3 * max(costs) / tall, colors=CUT.color, linestyles=CUT.line, linewidth=1.8)
+    labels = []
+    for stage, (start, end) in enumerate(pairwise(ends)):
+        load, wide = sum(costs[start:end]), (end - start) * room
+        alarm = load >= largest * (1 - 1e-9)
+        words = number(load / tall)
+        size = TEXT if text_inches(words, TEXT, "bold") < wide else SMALL - 1.0
+        ax.annotate(words, ((start + end) / 2, 1.32 * max(costs) / tall), ha="center", va="top", size=size,
+                    color=ALARM if alarm else INK, weight="bold" if alarm else "normal",
+                    annotation_clip=False)  # fmt: skip
+        rank = f"rank {rank_of.get(stage, stage)}"
+        labels.append(rank if text_inches(rank) + 0.08 < wide else rank.removeprefix("rank "))
+    ax.set_xticks([(start + end) / 2 for start, end in pairwise(ends)], labels)
+    ax.tick_params(axis="x", length=0)
+
+
+def last_cut(
+    positions: Sequence[int],
+    run: Sequence[float],
+    predicted: Sequence[float],
+    marks: Mapping[str, int] | None = None,
+    source: str = "run",
+    title: str | None = None,
+    caption: str = "",
+) -> Figure:
+    """Seconds of a step over the number of blocks on the last stage, beside the head.
+
+    The fewer blocks the head has beside it the better, until the other stages are the largest.
+
+    Args:
+        positions: ascending.
+        run, predicted: seconds, one for each.
+        marks: {a way to cut: how many blocks it leaves there}; those beyond the positions are left out.
+        source: what the squares are, for the legend.
+    """
+    scale, unit = time_unit(max(*run, *predicted))
+    series = [
+        Series("predicted", positions, [s / scale for s in predicted], Look(*SERIES[0]), "line and hollow"),
+        Series(source, positions, [s / scale for s in run], Look(*SERIES[1]), "line and dots"),
+    ]
+    heading = title if title is not None else "a step, over where the last cut is"
+    words = "blocks on the last stage, beside the head"
+    panel = CurvePanel(series, f"step ({unit})", height=2.3, xlabel=words)
+    fig = curves([panel], title=heading, caption=caption, left=0.72)
+    (ax,) = fig.axes
+    best = min(range(len(positions)), key=lambda i: run[i])
+    for i, (x, took) in enumerate(zip(positions, run, strict=True)):
+        over = took >= predicted[i]
+        ax.annotate(number(took / scale), (x, took / scale), (0, 7 if over else -7), "data", "offset points",
+                    size=SMALL, color=INK, ha="center", va="bottom" if over else "top",
+                    weight="bold" if i == best else "normal")  # fmt: skip
+    ax.set(xlim=(positions[0] - 0.5, positions[-1] + 0.5), ylim=(0, 1.15 * max(*run, *predicted) / scale))
+    ax.set_xticks(list(positions))
+    ax.grid(False, axis="x")
+    at: dict[int, list[str]] = {}
+    for name, position in (marks or {}).items():
+        if positions[0] <= position <= positions[-1]:
+            at.setdefault(position, []).append(name)
+    for position, ways in at.items():
+        rule(ax, position, "cut", width=1.0)
+        note(ax, "\n".join(ways), position, 0, (3, 3))
+    return fig

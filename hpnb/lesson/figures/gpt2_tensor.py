@@ -1,0 +1,211 @@
+"""Notebook 07: parts of what ranks compute and keep, bytes of a loss, and which rank drops what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from numpy.typing import ArrayLike, NDArray
+
+from hpnb.plot.bars import Bar, BarPanel, bars
+from hpnb.plot.canvas import SMALL, TEXT, Key, new_figure, text_inches
+from hpnb.plot.curves import CurvePanel, Series, curves, log_ticks, looks, note, rule
+from hpnb.plot.grammar import ALARM, CARD, INK, RULE, SOFT, OpStyle
+from hpnb.plot.units import byte_count
+
+PARTS = (
+    OpStyle("#44539A", "", ""),
+    OpStyle("#88CCEE", "//", ""),
+    OpStyle("#DDCC77", "..", ""),
+    OpStyle("#CC6677", "\\\\", ""),
+    OpStyle("#BBBBBB", "xx", ""),
+)  # none is an operation's
+
+
+def stacked(
+    rows: Mapping[str, Mapping[str, float]],
+    ticks: Mapping[str, float] | None = None,
+    unit: str = "B",
+    tick: str = "measured",
+    limit: float | None = None,
+    reach: float | None = None,
+    chosen: str = "",
+    title: str | None = None,
+    text: bool = True,
+) -> Figure:
+    """A bar a row, each made of parts, with a tick where something else says that it should end.
+
+    Args:
+        rows: {row: {part: how much}}, at most five parts in all; a part may be missing.
+        ticks: {row: where a tick stands}, and `tick` says what it is.
+        unit: "B" or "s".
+        limit: a line across all rows.
+        reach: the most that is drawn; longer bars run out of the picture, with their number.
+        chosen: a row whose name is bold.
+
+    Raises:
+        ValueError: no rows, or too many parts.
+    """
+    names = list(dict.fromkeys(part for parts in rows.values() for part in parts))
+    if not 1 <= len(names) <= len(PARTS):
+        raise ValueError(f"{len(rows)} rows of {len(names)} parts; use 1 to {len(PARTS)} parts")
+    look = {name: OpStyle(PARTS[i].color, PARTS[i].hatch, name) for i, name in enumerate(names)}
+    ends = [*(sum(parts.values()) for parts in rows.values()), *(ticks or {}).values(), limit or 0.0]
+    stacks = {row: [Bar(parts, ticks=[ticks[row]] if row in (ticks or {}) else ())] if ticks else [Bar(parts)]
+              for row, parts in rows.items()}  # fmt: skip
+    panel = BarPanel(stacks, unit, reach=min(max(ends), reach or max(ends)), row_inches=0.36)
+    keys = [Key(OpStyle(INK, "", tick), "line")] if ticks else []
+    if limit is not None:
+        keys.append(Key(OpStyle(ALARM, "", "the limit", "", "--"), "line"))
+    left = 0.3 + max(text_inches(line, TEXT, "bold") for row in rows for line in row.split("\n"))
+    fig = bars([panel], look, title=title or "", more_keys=keys, left=left, text=text)
+    (ax,) = fig.axes
+    if limit is not None:
+        ax.axvline(limit / panel.scale, color=ALARM, linestyle="--", linewidth=1.6)
+    for label in ax.get_yticklabels():
+        label.set_fontweight("bold" if label.get_text() == chosen else "normal")
+    return fig
+
+
+def vocabulary_bytes(
+    sizes: Sequence[int],
+    predicted: Mapping[str, Sequence[float]],
+    counted: Mapping[str, Mapping[int, float]],
+    marks: Mapping[str, int] | None = None,
+    title: str | None = None,
+    caption: str = "",
+) -> Figure:
+    """Bytes that a loss sends over the vocabulary size: gathered logits, or three numbers a token.
+
+    Args:
+        sizes: of the vocabulary, where `predicted` is drawn.
+        predicted: {way: bytes at each of `sizes`}, lines.
+        counted: {way: {vocabulary size: bytes}}, of the same ways, dots.
+        marks: {name: vocabulary size}.
+    """
+    look = looks(predicted)
+    series = [Series(way, sizes, values, look[way]) for way, values in predicted.items()]
+    series += [
+        Series(way, [*at], [*at.values()], look[way], "dots", f"{way}, counted")
+        for way, at in counted.items()
+    ]
+    keys = [Key(OpStyle(INK, "", "counted"), "dot")]
+    panel = CurvePanel(series, "bytes a token that leave a rank", "xy", xlabel="vocabulary size")
+    fig = curves([panel], title=title or "", more_keys=keys, caption=caption, left=0.85, head=0.3)
+    (ax,) = fig.axes
+    values = [value for way in predicted.values() for value in way]
+    ax.set(xlim=(min(sizes) / 1.2, max(sizes) * 1.2), ylim=(min(values) / 3, max(values) * 2))
+    for name, size in (marks or {}).items():
+        rule(ax, size, "vocabulary", width=1.0)
+        note(ax, name, size, 1, (0, 3), "center")
+    log_ticks(ax.xaxis, lambda x: f"{x:,.0f}")
+    log_ticks(ax.yaxis, byte_count)
+    return fig
+
+
+# --- dropout masks -----------------------------------------------------------------------------------
+
+SHOWN = 40  # elements each way
+_COLORS = ("#F1F3F5", CARD, INK)  # not computed, kept, dropped
+_APART = ("#F1F3F5", CARD, "#882255")
+
+
+@dataclass(frozen=True)
+class MaskPair:
+    """What two ranks drop of one activation.
+
+    Attributes:
+        first, second: (n, m) each: 1 where an element is dropped, 0 where kept, -1 where not computed.
+        alike: whether the two must be equal.
+    """
+
+    first: ArrayLike
+    second: ArrayLike
+    alike: bool
+
+    @property
+    def differ(self) -> float:
+        """The share of elements, of those that both have, that one of the two drops alone."""
+        a, b = np.asarray(self.first), np.asarray(self.second)
+        shared = (a >= 0) & (b >= 0)
+        return float((a != b)[shared].mean())
+
+    @property
+    def right(self) -> bool:
+        return (self.differ == 0) == self.alike
+
+
+def dropped(
+    runs: Mapping[str, Sequence[MaskPair]],
+    places: Sequence[str],
+    ranks: tuple[str, str] = ("rank 0", "rank 1"),
+    title: str | None = None,
+) -> Figure:
+    """Dropout masks as bitmaps: for each place what rank 0 drops, what rank 1 drops, and their XOR.
+
+    Black is dropped. An XOR is empty where two ranks agree, and half full where they draw independently with
+    p = 1/2. One that is not as it should be has a red frame. A corner of SHOWN x SHOWN elements is drawn.
+
+    Args:
+        runs: {run: masks of each place}.
+        places: what the activations are, in words; the columns.
+
+    Raises:
+        ValueError: no run, masks that are not one a place, or two that differ in shape.
+    """
+    for name, pairs in runs.items():
+        if len(pairs) != len(places):
+            raise ValueError(f"{name} has masks of {len(pairs)} places, and there are {len(places)}")
+        for place, pair in zip(places, pairs, strict=True):
+            if np.shape(pair.first) != np.shape(pair.second) or np.ndim(pair.first) != 2:
+                shapes = f"{np.shape(pair.first)} and {np.shape(pair.second)}"
+                raise ValueError(f"{name}, {place}: masks of shapes {shapes}; two equal (n, m)")
+    keys = [Key(OpStyle(_COLORS[2], "", "dropped")), Key(OpStyle(_APART[2], "", "dropped by one of the two")),
+            Key(OpStyle(ALARM, "", "not as it should be"), "hollow")]  # fmt: skip
+    columns = 3 * len(places)
+    side = (7.0 - 1.15 - 0.15 - 0.1 * (columns - 1)) / columns
+    fig, axes = new_figure([side] * len(runs), title=title if title is not None else "who drops what",
+                           legend=keys, columns=columns, left=1.15, right=0.15, bottom=0.28, gap=0.3,
+                           head=0.5, between=0.1)  # fmt: skip
+    for row, (name, pairs) in enumerate(runs.items()):
+        row_axes = axes[row * columns : (row + 1) * columns]
+        row_axes[0].annotate(name.replace(", ", ",\n"), (0, 0.5), (-7, 0), "axes fraction", "offset points",
+                             size=TEXT, color=INK, ha="right", va="center")  # fmt: skip
+        for k, (place, pair) in enumerate(zip(places, pairs, strict=True)):
+            a, b = (np.asarray(mask)[:SHOWN, :SHOWN] for mask in (pair.first, pair.second))
+            apart = np.where((a < 0) | (b < 0), -1, a != b)
+            three = row_axes[3 * k : 3 * k + 3]
+            for ax, values, colors in zip(three, (a, b, apart), (_COLORS, _COLORS, _APART), strict=True):
+                _bitmap(ax, values, colors)
+            if row == 0:
+                for ax, words in zip(three, (*ranks, "XOR"), strict=True):
+                    ax.annotate(words, (0.5, 1), (0, 3), "axes fraction", "offset points", size=SMALL,
+                                color=SOFT, ha="center")  # fmt: skip
+                three[0].annotate(
+                    place, (0, 1), (0, 16), "axes fraction", "offset points", size=TEXT, color=INK
+                )
+            _judge(three[2], pair)
+    return fig
+
+
+def _bitmap(ax: Axes, values: NDArray[np.generic], colors: Sequence[str]) -> None:
+    ax.imshow(
+        values, cmap=ListedColormap(list(colors)), vmin=-1, vmax=1, interpolation="nearest", aspect="auto"
+    )
+    ax.set(xticks=[], yticks=[])
+    for spine in ax.spines.values():
+        spine.set(visible=True, color=RULE, linewidth=0.8)
+
+
+def _judge(ax: Axes, pair: MaskPair) -> None:
+    """How many differ, beneath the XOR; a frame where that is wrong."""
+    words = f"{100 * pair.differ:.0f} % differ" if pair.differ else "equal"
+    ax.set_xlabel(words, size=SMALL, color=INK if pair.right else ALARM, labelpad=2)
+    if not pair.right:
+        ax.xaxis.label.set_fontweight("bold")
+        for spine in ax.spines.values():
+            spine.set(color=ALARM, linewidth=2.2)

@@ -1,0 +1,223 @@
+"""Notebook 00: what a message costs, who waits for whom in a collective, and what each rank then holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from hpnb.plot import units
+from hpnb.plot.bars import Bar, BarPanel, bars
+from hpnb.plot.canvas import TEXT, WIDTH, new_figure, panel_title, text_inches
+from hpnb.plot.curves import SHADE, CurvePanel, Look, Series, curves, log_ticks, looks, note, rule
+from hpnb.plot.grammar import CARD, INK, RULE, SOFT, STYLE, ink_on, mix, style_of
+from hpnb.plot.units import number, time_unit
+from hpnb.record import Timeline
+
+Curve = tuple[Sequence[float], Sequence[float]]
+Rows = Sequence[Sequence[float]]
+PARTS = ("compute", "wait", "move")
+
+
+# --- the cost of a message ---------------------------------------------------------------------------
+
+
+def costs(
+    sizes: Sequence[float],
+    seconds: Sequence[float],
+    fit: Curve | None = None,
+    knee: float | None = None,
+    more: Mapping[str, Curve] | None = None,
+    title: str | None = None,
+    *,
+    label: str = "measured",
+    text: bool = True,
+) -> Figure:
+    """Bytes against seconds, both logarithmic: seconds = latency + n / bandwidth.
+
+    Left of the knee, latency x bandwidth, a message's size is free; right of it twice the bytes take twice
+    the time.
+
+    Args:
+        sizes, seconds: bytes and seconds of the dots; empty where `more` is all there is.
+        fit: (bytes, seconds) of a curve.
+        knee: bytes at which latency and bandwidth cost the same.
+        more: {name: (bytes, seconds)}, such as one curve for each algorithm.
+        label: of the dots; "simulated" where nothing was timed.
+        text: False leaves out the minor ticks, for a picture that moves.
+    """
+    dots = {label: (sizes, seconds)} if len(sizes) else {}
+    look = looks([*dots, *(more or {})])
+    series = [Series(name, *curve, look[name], "dots") for name, curve in dots.items()]
+    series += [Series(name, *curve, look[name]) for name, curve in (more or {}).items()]
+    series += [Series("fit", *fit, Look(INK))] if fit is not None else []
+    heading = title if title is not None else f"cost of a message: {', '.join(s.name for s in series)}"
+    panel = CurvePanel(series, "time", "xy", 2.9, xlabel="size (bytes)")
+    fig = curves([panel], title=heading)
+    (ax,) = fig.axes
+    low, high = ax.get_ylim()  # powers of ten alone would leave one tick of a short axis, or none
+    log_ticks(ax.xaxis, lambda value: _short(units.byte_count(value)))
+    log_ticks(ax.yaxis, lambda value: _short(units.seconds(value)), (1, 2, 5) if high / low < 30 else (1,))
+    if fit is not None:
+        ax.get_lines()[-1].set_zorder(2.5)  # beneath all others
+    if not text:
+        ax.minorticks_off()
+    if knee is not None:
+        left, right = ax.get_xlim()
+        ax.set_xlim(min(left, knee / 30), max(right, knee * 30))  # room for the words on both sides
+        ax.set_ylim(low, high * (high / low) ** 0.12)  # and above the dots
+        ax.axvspan(ax.get_xlim()[0], knee, color=SHADE, zorder=0, linewidth=0)
+        rule(ax, knee, "knee", line="--")
+        note(ax, "latency-bound", knee, 1, (-7, -11), "right", SOFT)
+        note(ax, "bandwidth-bound", knee, 1, (7, -11), "left", SOFT)
+        note(ax, f"knee {units.byte_count(knee)}", knee, 0, (6, 6))
+    return fig
+
+
+def _short(words: str) -> str:
+    """ "1.00 kB" as "1 kB": a tick is a power of ten."""
+    value, _, unit = words.partition(" ")
+    return f"{float(value.replace(',', '')):g} {unit}"
+
+
+# --- who waits for whom ------------------------------------------------------------------------------
+
+
+def waits(tl: Timeline, op: str = "all_reduce", title: str | None = None) -> Figure:
+    """Where each rank's time went: a collective's time is split where the last rank arrives.
+
+        wait = arrival of the last rank - own arrival        move = end - arrival of the last rank
+
+    The culprit has the shortest collective: the others wait for it, and it waits for nobody.
+
+    Args:
+        tl: compute events, and either "wait" and "move" or the collectives named `op`, which are then split
+            by `Timeline.split_waits`.
+
+    Raises:
+        ValueError: the timeline holds neither.
+    """
+    split = tl if _is_split(tl) else tl.split_waits(op)
+    if not _is_split(split):
+        ops = ", ".join(sorted({e.op for e in tl.events})) or "nothing"
+        raise ValueError(f'waits needs "wait" and "move", or {op!r} to split; this timeline has {ops}')
+    spent = time_by_part(split)
+    culprit, verdict = find_culprit(spent)
+    rows = {
+        f"rank {rank}": [Bar(parts, words="◀ waits least" if rank == culprit else "")]
+        for rank, parts in spent.items()
+    }
+    heading = title if title is not None else f"waiting is not moving: {style_of(op).label} · {tl.source}"
+    panel = BarPanel(rows, "s", "time ({unit})", inside="length")
+    return bars([panel], {part: STYLE[part] for part in PARTS}, title=heading, caption=verdict, right=1.1)
+
+
+def _is_split(tl: Timeline) -> bool:
+    return any(e.op in ("wait", "move") for e in tl.events)
+
+
+def time_by_part(tl: Timeline) -> dict[int, dict[str, float]]:
+    """{rank: seconds of "compute", "wait" and "move"}."""
+    spent = {rank: dict.fromkeys(PARTS, 0.0) for rank in tl.ranks}
+    for e in tl.events:
+        part = "compute" if e.is_compute else e.op
+        if part in PARTS:
+            spent[e.rank][part] += e.duration
+    return spent
+
+
+def find_culprit(spent: dict[int, dict[str, float]]) -> tuple[int | None, str]:
+    """(the rank that the others waited for, a sentence); None where nobody stands out."""
+    by_wait = sorted(spent, key=lambda rank: spent[rank]["wait"])
+    least, most = by_wait[0], by_wait[-1]
+    difference = spent[most]["wait"] - spent[least]["wait"]
+    longest = max(sum(parts.values()) for parts in spent.values())
+    scale, unit = time_unit(longest)
+
+    def say(rank: int, part: str) -> str:
+        return f"{number(spent[rank][part] / scale)} {unit}"
+
+    if len(spent) < 2 or difference < 0.05 * longest:
+        return None, f"Nobody stands out: the waits differ by {number(difference / scale)} {unit} at most."
+    slowest = max(spent, key=lambda rank: spent[rank]["compute"])
+    if slowest == least:
+        why = f"because it computes longest, {say(least, 'compute')}"
+    else:
+        why = f"though rank {slowest} computes longest: it arrives late for another reason"
+    words = f"Rank {least} waits least, {say(least, 'wait')}, {why}."
+    return least, f"{words} The others wait up to {say(most, 'wait')}."
+
+
+# --- what each rank holds ----------------------------------------------------------------------------
+
+
+def tensors(
+    before: Rows, after: Rows, *more: Rows, names: Sequence[str] | None = None, title: str | None = None
+) -> Figure:
+    """What each rank holds before a collective and after it, a row of cells a rank, coloured by value.
+
+    A number keeps its colour, so the eye finds where it went; a sum has a colour of its own.
+
+    Args:
+        before, after, more: one sequence of numbers a rank; they may differ in length, and be empty.
+        names: one for each of them; by default "before", "after", "after 2", ...
+
+    Raises:
+        ValueError: they have different numbers of ranks, or nobody holds anything.
+    """
+    stages = [[[float(v) for v in row] for row in stage] for stage in (before, after, *more)]
+    if len({len(stage) for stage in stages}) > 1 or not stages[0]:
+        counts = " and ".join(str(len(stage)) for stage in stages[1:])
+        raise ValueError(f"before has {len(stages[0])} ranks and after {counts}; give one row a rank to both")
+    values = [v for stage in stages for row in stage for v in row]
+    if not values:
+        raise ValueError("no rank holds a number, before or after; there is nothing to draw")
+    titles = list(names) if names else ["before", "after", *(f"after {i}" for i in range(2, len(stages)))]
+    longest = max(len(row) for stage in stages for row in stage)
+    ranks, columns = len(stages[0]), len(stages)
+    between = 0.75 if columns < 4 else 0.45
+    fig, axes = new_figure(
+        [0.4 * ranks], title=title or "", columns=columns, between=between, left=0.7, bottom=0.15, head=0.28
+    )
+    inches = (WIDTH - 0.7 - 0.2 - between * (columns - 1)) / columns
+    cell = min(0.6, inches / longest)
+    words = {v: f"{v:.4g}" for v in values}
+    size = min(TEXT, TEXT * (cell - 0.06) / max(text_inches(w) for w in words.values()))
+    for place, (ax, rows, name) in enumerate(zip(axes, stages, titles, strict=True)):
+        for rank, row in enumerate(rows):
+            if not row:
+                _cell(ax, 0, rank, cell, CARD, "empty", edgecolor=RULE, linestyle="--")
+                ax.text(
+                    cell + 0.06, rank + 0.5, "nothing", size=TEXT, color=SOFT, va="center", style="italic"
+                )
+            for i, value in enumerate(row):
+                color = _shade(value, min(values), max(values))
+                _cell(ax, i * cell, rank, cell, color, f"{name} {rank} {i}", edgecolor=CARD, linewidth=1.2)
+                if size >= 6.0:
+                    ax.text((i + 0.5) * cell, rank + 0.5, words[value], size=size, color=ink_on(color),
+                            ha="center", va="center")  # fmt: skip
+        ax.set(xlim=(0, inches), ylim=(ranks, 0), xticks=[])
+        ax.set_yticks([i + 0.5 for i in range(ranks)], [f"rank {i}" * (place == 0) for i in range(ranks)])
+        ax.tick_params(axis="y", length=0)
+        ax.spines[["left", "bottom"]].set_visible(False)
+        panel_title(ax, name)
+        if place:
+            far, near = -0.8 * between / inches, -0.36 * between / inches
+            ax.annotate("", (near, 0.5), (far, 0.5), "axes fraction", "axes fraction",
+                        arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.6})  # fmt: skip
+    return fig
+
+
+def _cell(ax: Axes, x: float, rank: int, wide: float, color: str, label: str, **style: object) -> None:
+    ax.add_patch(Rectangle((x, rank + 0.12), wide, 0.76, facecolor=color, label=label, **style))  # type: ignore[arg-type]
+
+
+def _shade(value: float, low: float, high: float) -> str:
+    """Colour of a value: cividis, which reads the same to every eye, made a little paler."""
+    share = (value - low) / (high - low) if high > low else 0.5
+    return mix(to_hex(colormaps["cividis"](float(np.clip(0.12 + 0.88 * share, 0, 1)))), "#FFFFFF", 0.12)

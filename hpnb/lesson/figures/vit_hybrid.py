@@ -1,0 +1,181 @@
+"""Notebook 04: who sends to whom across hosts, and what a slower link does to each axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+
+from hpnb.mesh import AXES
+from hpnb.plot.canvas import SMALL, TEXT, WIDTH, Box, Key, boxes, new_figure, text_inches
+from hpnb.plot.curves import CurvePanel, Look, Series, curves, set_ticks
+from hpnb.plot.grammar import AXIS, CARD, INK, SOFT, STYLE, OpStyle, axis_style, ink_on, mix
+from hpnb.plot.units import byte_count, number, time_unit
+
+Flows = Mapping[tuple[int, int], Mapping[str, float]]
+"""{(sender, receiver): {axis: bytes}}"""
+BETWEEN = OpStyle("#E4E8ED", "", "between hosts")
+PARTS: dict[str, OpStyle] = {
+    "compute": STYLE["compute"],
+    "tp": OpStyle(AXIS["tp"].color, "..", "tp, in line"),
+    "bubble": OpStyle(mix(STYLE["idle"].color, STYLE["compute"].color, 0.12), "///", "bubble"),
+    "pp": OpStyle(AXIS["pp"].color, "\\\\", "pp, hops"),
+    "dp": OpStyle(AXIS["dp"].color, "xx", "dp, exposed"),
+}
+MOST_WITH_WORDS = 10  # ranks: in smaller squares nothing can be read
+_PALEST = 0.22
+_CONTROL = 1024.0  # bytes: smaller messages count, and are drawn as palest
+
+
+def atlas(
+    panels: Mapping[str, Flows],
+    host: int,
+    parts: Mapping[str, float] | None = None,
+    title: str | None = None,
+    *,
+    text: bool = True,
+) -> Figure:
+    """A square of senders (rows) and receivers (columns) for each panel, all in one scale of bytes.
+
+    A square has the colour of the axis along which its bytes go: two ranks that are neighbours along an axis
+    differ in that coordinate alone. It is the darker, the more bytes it stands for, in logarithms. Blocks on
+    the diagonal stay on a host; everything else crosses a border.
+
+    Args:
+        panels: {words above: what was sent}; one to three.
+        host: consecutive ranks of each host.
+        parts: seconds of a step, of some of PARTS; drawn as one bar beneath.
+        text: write into squares which axis they are.
+
+    Raises:
+        ValueError: no panel or more than three, nothing sent, a host of no ranks, or an unknown part.
+    """
+    if not 1 <= len(panels) <= 3 or not all(panels.values()):
+        raise ValueError(f"an atlas has one to three panels of bytes that were sent, not {len(panels)}")
+    if host < 1:
+        raise ValueError(f"host={host} is no count of ranks; use 8 for hosts with 8 devices")
+    if strange := [name for name in parts or {} if name not in PARTS]:
+        raise ValueError(f"a step has no part {strange[0]!r}; there are {', '.join(PARTS)}")
+    sizes = {name: 1 + max(max(pair) for pair in flows) for name, flows in panels.items()}
+    amounts = [sum(by.values()) for flows in panels.values() for by in flows.values()]
+    low, high = math.log(max(min(amounts), _CONTROL)), math.log(max(*amounts, 2 * _CONTROL))
+    used = [axis for axis in AXES if any(axis in by for flows in panels.values() for by in flows.values())]
+    keys = [Key(OpStyle(AXIS[axis].color, "", axis)) for axis in used]
+    keys += [Key(BETWEEN), Key(OpStyle(INK, "", "border of a host"), "line")]
+    least, most = byte_count(math.exp(low)), byte_count(math.exp(high))
+    keys.append(Key(OpStyle(SOFT, "", f"pale {least} or less, full {most}"), "words"))
+    columns, between = len(panels), 0.42
+    side = min(2.5, (WIDTH - 0.75 - between * (columns - 1)) / columns)
+    right = WIDTH - 0.55 - side * columns - between * (columns - 1)
+    fig, axes = new_figure(
+        [side], title=title if title is not None else "who sends to whom", legend=keys, columns=columns,
+        left=0.55, right=right, bottom=0.62 if parts is None else 1.3, head=0.32, between=between,
+    )  # fmt: skip
+    for ax, (name, flows) in zip(axes, panels.items(), strict=True):
+        _squares(ax, flows, low, high, text and sizes[name] <= MOST_WITH_WORDS)
+        _frame(ax, sizes[name], host, 16 if columns == 1 else 8)
+        ax.annotate(name, (0, 1), (0, 5), "axes fraction", "offset points", size=SMALL + 0.5, color=INK)
+        total = sum(sum(by.values()) for by in flows.values())
+        crossing = sum(sum(by.values()) for (a, b), by in flows.items() if a // host != b // host)
+        ax.set_xlabel(f"receiver\n{byte_count(crossing)} of {byte_count(total)} cross", size=SMALL + 0.5)
+    axes[0].set_ylabel("sender", size=SMALL + 0.5)
+    if parts is not None:
+        _step_bar(fig, parts)
+    return fig
+
+
+def _squares(ax: Axes, flows: Flows, low: float, high: float, words: bool) -> None:
+    at: list[Box] = []
+    colors = []
+    for (sender, receiver), by in flows.items():
+        axis, nbytes = max(by, key=lambda name: by[name]), sum(by.values())
+        depth = _PALEST + (1 - _PALEST) * (math.log(max(nbytes, math.exp(low))) - low) / (high - low or 1)
+        at.append((receiver, sender, 1, 1))
+        colors.append(mix(CARD, axis_style(axis).color, min(depth, 1.0)))
+        if words:
+            ax.text(receiver + 0.5, sender + 0.53, axis.split(".")[0], size=SMALL - 0.5,
+                    color=ink_on(colors[-1]), ha="center", va="center", zorder=5)  # fmt: skip
+    boxes(ax, at, OpStyle(SOFT, "", "bytes"), name="bytes", colors=colors, zorder=3, outline=False)
+
+
+def _frame(ax: Axes, ranks: int, host: int, most: int) -> None:
+    """The ground between hosts, the borders of hosts, and numbers of ranks, `most` at most."""
+    ax.set(xlim=(0, ranks), ylim=(ranks, 0), facecolor=BETWEEN.color)
+    ax.patch.set_visible(True)
+    firsts = range(0, ranks, host)
+    hosts: list[Box] = [(f, f, min(host, ranks - f), min(host, ranks - f)) for f in firsts]
+    borders = [line for f in (*firsts, ranks) for line in ([(f, 0), (f, ranks)], [(0, f), (ranks, f)])]
+    boxes(ax, hosts, OpStyle(CARD, "", "host"), name="hosts", zorder=1, outline=False)
+    ax.add_collection(LineCollection(borders, colors=INK, linewidths=1.4, zorder=4, clip_on=False))
+    shown = range(0, ranks, max(1, -(-ranks // most)))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_ticks([r + 0.5 for r in shown], [str(r) for r in shown])
+        axis.set_tick_params(length=0, labelsize=SMALL, pad=2)
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+
+
+def _step_bar(fig: Figure, parts: Mapping[str, float]) -> None:
+    """One lying bar: what a step is made of."""
+    width, height = fig.get_size_inches()
+    ax = fig.add_axes((0.55 / width, 0.42 / height, (WIDTH - 0.85) / width, 0.3 / height))
+    scale, unit = time_unit(sum(parts.values()))
+    x, words = 0.0, []
+    for name, style in PARTS.items():
+        if (took := parts.get(name, 0.0) / scale) > 0:
+            boxes(ax, [(x, 0.0, took, 1.0)], style, name=name)
+            words.append(f"{style.label} {number(took)}")
+            x += took
+    ax.set(xlim=(0, x), ylim=(0, 1))
+    ax.set_axis_off()
+    ax.annotate(f"a step, {unit}: {' · '.join(words)}", (0, 0), (0, -4), "axes fraction", "offset points",
+                size=SMALL, color=INK, va="top")  # fmt: skip
+
+
+def slower_link(
+    slower: Sequence[float],
+    steps: Mapping[str, Sequence[float]],
+    measured: Mapping[str, float] | None = None,
+    title: str | None = None,
+) -> Figure:
+    """A step of each axis over how many times slower the link is, both logarithmic.
+
+    Args:
+        slower: 1 and up, ascending.
+        steps: {axis: simulated seconds, one for each of `slower`}.
+        measured: {axis: seconds} of the steps as they ran, at 1.
+    """
+    values = [v for axis in steps.values() for v in axis] + list((measured or {}).values())
+    scale, unit = time_unit(max(values, default=1.0))
+    series = []
+    for axis, seconds in steps.items():
+        look = Look(axis_style(axis).color, "o", axis_style(axis).line)
+        series.append(Series(axis, slower, [s / scale for s in seconds], look))
+        if measured and axis in measured:
+            dot = [measured[axis] / scale]
+            series.append(Series(axis, slower[:1], dot, look, "dots", f"{axis} as it ran"))
+    keys = [Key(OpStyle(SOFT, "", "as it ran"), "dot")] if measured else []
+    heading = title if title is not None else "a step on a slower link"
+    panel = CurvePanel(series, f"step ({unit})", "xy", 2.5, xlabel="bandwidth of the link between ranks")
+    right = 0.35 + text_inches(f"tp  {number(slower[-1])}x")
+    fig = curves([panel], title=heading, more_keys=keys, right=right)
+    (ax,) = fig.axes
+    low, high = min(values) / scale / 1.25, max(values) / scale * 1.25
+    ax.set(xlim=(slower[0], slower[-1]), ylim=(low, high))
+    inches, last = fig.get_figheight() * ax.get_position().height, -math.inf
+    for axis, seconds in sorted(steps.items(), key=lambda item: item[1][-1]):  # words never cover each other
+        last = max(math.log(seconds[-1] / scale / low) / math.log(high / low) * inches, last + 0.16)
+        ax.annotate(f"{axis}  {number(seconds[-1] / seconds[0])}x", (1, last / inches), (6, 0),
+                    "axes fraction", "offset points", size=TEXT, color=axis_style(axis).color, weight="bold",
+                    va="center", annotation_clip=False)  # fmt: skip
+    powers = [10.0**k for k in range(-12, 13)]
+    set_ticks(ax.xaxis, [p for p in powers if slower[0] <= p <= slower[-1]],
+              lambda x: "this link" if x == 1 else f"1/{x:,.0f}")  # fmt: skip
+    ticks = [p * m for p in powers for m in (1, 1.5, 2, 3, 5, 7) if low <= p * m <= high]
+    if len(ticks) > 6:
+        ticks = [p * m for p in powers for m in (1, 2, 5) if low <= p * m <= high]
+    set_ticks(ax.yaxis, ticks[:: -(-len(ticks) // 7)], number)
+    return fig

@@ -1,0 +1,260 @@
+"""Notebook 03: where a gradient goes wrong, and which mode of tensor parallelism is the cheapest."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from hpnb.plot.canvas import SMALL, TITLE, WIDTH, Key, boxes, new_figure, panel_title, text_inches
+from hpnb.plot.curves import CurvePanel, Series, count, curves, looks, rule, set_ticks
+from hpnb.plot.grammar import ALARM, CARD, INK, SERIES, SOFT, OpStyle, mix
+
+# --- where a gradient goes wrong ---------------------------------------------------------------------
+
+FOOT = 1e-17  # below any error that float64 can have but 0
+EDGE = 1e-9  # halfway, in logarithms, between rounding and an error of everything
+_LEFT, _RIGHT = 0.75, 0.2
+_LONGEST = 1.0  # inches of a name
+_LEAST = 0.125  # inches from one name to the next
+
+
+def gradient_cliff(
+    errors: Mapping[str, Mapping[str, float]], title: str | None = None, caption: str = "", edge: float = EDGE
+) -> Figure:
+    """Modules in the order in which the backward reaches them, over the relative error of their gradients.
+
+        error = || g - g_right || / || g_right ||        of all parameters of a module, in float64
+
+    A backward works from the loss down. Up to a fault everything is right to rounding, 1e-16; what a wrong
+    gradient has passed through is wrong by as much as it is itself. So one fault is one cliff, and the module
+    at its edge is the first whose own gradient, or what came to it, was wrong.
+
+    Args:
+        errors: {run: {module: relative error}}, modules by their full names from the loss down to the input,
+            the same in every run. The foot of the logarithmic axis stands for 0.
+        edge: errors above it are no rounding; a run that crosses it has its cliff marked.
+
+    Raises:
+        ValueError: nothing to draw, or runs over different modules.
+    """
+    orders = {name: list(run) for name, run in errors.items()}
+    modules = next(iter(orders.values()), [])
+    if not modules or any(order != modules for order in orders.values()):
+        raise ValueError(f"the runs {', '.join(errors)} must be of the same modules, in one order")
+    names, blocks = shorten(modules)
+    room = (WIDTH - _LEFT - _RIGHT) / (len(modules) + 1)
+    longest = max(text_inches(name, SMALL) for name in names) if room >= _LEAST else 0.0
+    look = looks(errors)
+    series = []
+    for run, by_module in errors.items():
+        heights = [max(error, FOOT) for error in by_module.values()]
+        series.append(Series(run, range(len(modules)), heights, look[run], "line and dots"))
+    panel = CurvePanel(series, "relative error of the gradient", "y", xlabel="from the loss  →  to the input")
+    heading = title if title is not None else "gradients from the loss down: where do they go wrong?"
+    fig = curves([panel], title=heading, caption=caption, left=_LEFT, right=_RIGHT, head=0.3,
+                 bottom=0.4 + (longest + 0.06 if longest else 0.0))  # fmt: skip
+    (ax,) = fig.axes
+    for line in ax.get_lines():
+        line.set_markersize(5.5)
+    every = [error for run in errors.values() for error in run.values()]
+    top = math.ceil(math.log10(max(1.0, *every)) + 0.3)
+    ax.set(xlim=(-1, len(modules)), ylim=(FOOT / 2, 10.0**top))
+    ticks = [10.0**k for k in range(-16, top + 1, 4)]
+    set_ticks(ax.yaxis, [FOOT, *ticks] if 0 in every else ticks, _power)
+    ax.grid(False, axis="x")
+    _name_modules(ax, names if longest else [], blocks)
+    wrong = {first for run in errors.values() if (first := find_cliff(run, edge)) is not None}
+    for i, at in enumerate(sorted(modules.index(module) for module in wrong)):
+        layer = next(part for part, start, stop in blocks if start <= at < stop)
+        words = f"layer {layer}, {names[at]}" if layer else names[at]
+        rule(ax, at - 0.5, "cliff", ALARM)  # just before the first wrong module
+        right = at > len(modules) / 2
+        ax.annotate(f"wrong from {words} on", (at - 0.5, edge * 10.0 ** (4 * i - 1)), (-6 if right else 6, 0),
+                    "data", "offset points", size=SMALL, color=ALARM, weight="bold", va="center",
+                    ha="right" if right else "left")  # fmt: skip
+    return fig
+
+
+def find_cliff(errors: Mapping[str, float], edge: float = EDGE) -> str | None:
+    """The first module, from the loss down, whose error is above `edge`; None if there is none."""
+    return next((module for module, error in errors.items() if error > edge), None)
+
+
+def shorten(modules: Sequence[str]) -> tuple[list[str], list[tuple[str, int, int]]]:
+    """(names that are short enough for an axis, the layers that they lie in: name, from, up to).
+
+    "vit.layers.3.mlp.fc1" is "mlp.fc1" of "3". A long name keeps as many of its last words as fit.
+    """
+    names, layers = [], []
+    for module in modules:
+        inside = re.match(r"(?:.*?\.)?(\d+)\.(.+)", module)
+        layers.append(inside[1] if inside else "")
+        words = (inside[2] if inside else module).split(".")
+        fitting = (".".join(words[i:]) for i in range(len(words)))
+        names.append(next((name for name in fitting if text_inches(name, SMALL) <= _LONGEST), words[-1]))
+    blocks, start = [], 0
+    for layer, members in groupby(layers):
+        stop = start + len(list(members))
+        blocks.append((layer, start, stop))
+        start = stop
+    return names, blocks
+
+
+def _power(value: float) -> str:
+    return "0" if value < 2 * FOOT else f"{value:.0e}".replace("e-0", "e-").replace("1e+00", "1")
+
+
+def _name_modules(ax: Axes, names: Sequence[str], blocks: Sequence[tuple[str, int, int]]) -> None:
+    """The modules' names on end, and above them the layers that they lie in, every other one shaded."""
+    ax.set_xticks(range(len(names)), names, rotation=90, size=SMALL)
+    ax.tick_params(axis="x", length=2, pad=2)
+    left, right = ax.get_xlim()
+    module_inches = (WIDTH - _LEFT - _RIGHT) / (right - left)
+    for i, (layer, start, stop) in enumerate(blocks):
+        if i % 2:
+            shade = ax.axvspan(start - 0.5, stop - 0.5, color="#EEF1F5", linewidth=0, zorder=0)
+            shade.set_label(f"shade {layer}")
+        fitting = (w for w in (f"layer {layer}", layer)
+                   if layer and text_inches(w, SMALL) + 0.06 <= (stop - start) * module_inches)  # fmt: skip
+        if words := next(fitting, ""):
+            ax.annotate(words, ((start + stop - 1) / 2, 1), (0, 4), ("data", "axes fraction"),
+                        "offset points", size=SMALL, color=SOFT, ha="center")  # fmt: skip
+
+
+# --- the cheapest mode -------------------------------------------------------------------------------
+
+MODES = ("1d", "2d", "2.5d", "3d")
+LOOKS = {mode: (color, marker) for mode, (color, marker, _) in zip(MODES, SERIES, strict=False)}
+AREAS = {mode: OpStyle(mix(color, CARD, 0.72), "", mode) for mode, (color, _) in LOOKS.items()}
+Won = tuple[float, float, str]  # tokens, hidden, mode
+_NAMED = 0.02  # of the cells: a smaller region has no room for its name
+_TALL, _WIDE = 2.9, WIDTH - 1.1  # inches
+
+
+def cheapest_mode(
+    tokens: Sequence[float],
+    hidden: Sequence[float],
+    modes: Sequence[Sequence[str]],
+    measured: Sequence[Won] = (),
+    title: str | None = None,
+    caption: str = "",
+) -> Figure:
+    """Which mode of tensor parallelism is the cheapest: a map of tokens a rank over hidden size.
+
+    Regions are predicted, and named where they lie; along a border two modes cost the same. Dots are
+    measured, in the colour and marker of the mode that won.
+
+    Args:
+        tokens, hidden: of the cells' middles, both ascending.
+        modes: one row for each of `hidden`, as `hpnb.theory.cheapest_modes` gives them.
+        measured: (tokens, hidden, the fastest mode) of each dot.
+
+    Raises:
+        ValueError: a map of another size, or a mode that is not in MODES.
+    """
+    if len(modes) != len(hidden) or any(len(row) != len(tokens) for row in modes):
+        raise ValueError(f"modes needs {len(hidden)} rows of {len(tokens)}, a row for each hidden size")
+    if strange := ({m for row in modes for m in row} | {m for *_, m in measured}) - set(MODES):
+        raise ValueError(f"no mode {', '.join(sorted(strange))}; there are {', '.join(MODES)}")
+    table = np.array([[MODES.index(mode) for mode in row] for row in modes])  # (hidden, tokens)
+    x, y = _edges(tokens), _edges(hidden)
+    won = [mode for mode in MODES if any(mode == m for *_, m in measured)]
+    keys = [
+        Key(OpStyle(LOOKS[mode][0], "", f"{mode} measured fastest"), "dot", marker=LOOKS[mode][1])
+        for mode in won
+    ]
+    share = {mode: float(np.mean(table == i)) for i, mode in enumerate(MODES)}
+    named = [mode for mode in MODES if share[mode] > _NAMED]
+    keys += [Key(AREAS[m], "flat", f"{m} predicted") for m in MODES if share[m] and m not in named]
+    if measured:
+        keys.append(Key(OpStyle(SOFT, "", "areas: predicted cheapest"), "words"))
+    heading = title if title is not None else "the cheapest mode of tensor parallelism"
+    fig, (ax,) = new_figure(
+        [_TALL], title=heading, legend=keys, caption=caption, left=0.8, right=0.3, head=0.28
+    )
+    for i, mode in enumerate(MODES):
+        cells = [(x[c], y[r], x[c + 1] - x[c], y[r + 1] - y[r]) for r, c in np.argwhere(table == i)]
+        if cells:
+            boxes(ax, cells, AREAS[mode], name=f"area {mode}", outline=False, zorder=1)
+    _borders(ax, table, x, y)
+    for i, mode in enumerate(MODES):
+        if mode in named:
+            ax.text(*_place(table == i, x, y, measured), mode, size=TITLE + 1, weight="bold",
+                    color=mix(LOOKS[mode][0], INK, 0.35), ha="center", va="center", zorder=3)  # fmt: skip
+    for mode in won:
+        at = [(n, h) for n, h, m in measured if m == mode]
+        (dots,) = ax.plot(*zip(*at, strict=True), linestyle="none", color=LOOKS[mode][0], zorder=5)
+        dots.set(
+            marker=LOOKS[mode][1], markersize=8, markeredgecolor=CARD, markeredgewidth=1.2, clip_on=False
+        )
+        dots.set_label(f"measured {mode}")
+    _axes(ax, (x[0], x[-1]), (y[0], y[-1]))
+    if measured:
+        right = sum(predicted_at(tokens, hidden, modes, n, h) == m for n, h, m in measured)
+        panel_title(ax, "", f"measured: {right} of {len(measured)} as predicted")
+    return fig
+
+
+def predicted_at(
+    tokens: Sequence[float], hidden: Sequence[float], modes: Sequence[Sequence[str]], n: float, h: float
+) -> str:
+    """The mode of the cell nearest to n tokens and hidden size h."""
+    column = min(range(len(tokens)), key=lambda i: abs(math.log(tokens[i] / n)))
+    row = min(range(len(hidden)), key=lambda i: abs(math.log(hidden[i] / h)))
+    return modes[row][column]
+
+
+def _edges(middles: Sequence[float]) -> NDArray[np.float64]:
+    """Borders of cells whose middles these are, in logarithms: one more than there are cells."""
+    logs = np.log(np.asarray(middles, dtype=float))
+    between = (logs[1:] + logs[:-1]) / 2
+    first, last = 2 * logs[0] - between[0], 2 * logs[-1] - between[-1]
+    edges: NDArray[np.float64] = np.exp(np.concatenate([[first], between, [last]]))
+    return edges
+
+
+def _borders(ax: Axes, table: NDArray[np.int64], x: NDArray[np.float64], y: NDArray[np.float64]) -> None:
+    """A line wherever two neighbouring cells differ."""
+    upright = [
+        [(x[c + 1], y[r]), (x[c + 1], y[r + 1])] for r, c in np.argwhere(table[:, 1:] != table[:, :-1])
+    ]
+    level = [[(x[c], y[r + 1]), (x[c + 1], y[r + 1])] for r, c in np.argwhere(table[1:] != table[:-1])]
+    lines = LineCollection(upright + level, colors=CARD, linewidths=2.0, capstyle="projecting", zorder=2)
+    lines.set_label("borders")
+    ax.add_collection(lines, autolim=False)
+
+
+def _place(
+    region: NDArray[np.bool_], x: NDArray[np.float64], y: NDArray[np.float64], dots: Sequence[Won]
+) -> tuple[float, float]:
+    """Where the name of `region` is furthest from its border, and from dots: tokens and hidden size."""
+    wide, tall = np.log(x[-1] / x[0]) / _WIDE, np.log(y[-1] / y[0]) / _TALL  # logarithms in an inch
+    middles = np.sqrt(x[1:] * x[:-1]), np.sqrt(y[1:] * y[:-1])
+    cell = min(_WIDE / len(middles[0]), _TALL / len(middles[1]))  # inches
+    room, left = np.zeros(region.shape), region
+    while left.any():  # peel it: what goes later lies deeper
+        room += cell * left
+        padded = np.pad(left, 1)
+        left = left & padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:]
+    for n, h, _ in dots:
+        across, up = np.log(middles[0] / n) / wide, np.log(middles[1] / h) / tall
+        room = np.minimum(room, np.where(region, np.hypot(across[None, :], up[:, None]), 0.0))
+    best = np.argwhere(room >= 0.999 * room.max())  # of equals the one in their middle
+    row, column = best[np.abs(best - best.mean(0)).sum(1).argmin()]
+    return float(middles[0][column]), float(middles[1][row])
+
+
+def _axes(ax: Axes, x: tuple[float, float], y: tuple[float, float]) -> None:
+    ax.set(xscale="log", yscale="log", xlim=x, ylim=y, xlabel="tokens a rank")
+    for axis, (low, high), most in ((ax.xaxis, x, 8), (ax.yaxis, y, 7)):
+        powers = [2.0**k for k in range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)]
+        set_ticks(axis, powers[:: max(1, -(-len(powers) // most))], count)
+    ax.set_ylabel("hidden size", size=SMALL + 1)

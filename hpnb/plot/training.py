@@ -1,0 +1,134 @@
+"""Losses over steps: above the distance between replicas, or coloured by what trained each part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from hpnb.plot.canvas import SMALL, Key
+from hpnb.plot.curves import CurvePanel, Look, Series, curves, looks, rule, set_ticks
+from hpnb.plot.grammar import INK, SERIES, OpStyle
+
+MARK = OpStyle(INK, "", "mark", "", ":")  # no series has its colour
+ONE = OpStyle("#C3CAD3", "", "one process")
+
+
+def drift(
+    losses: Mapping[str, Sequence[float]],
+    distances: Mapping[str, Sequence[float]],
+    marks: Sequence[int] = (),
+    mark: str = "",
+    title: str | None = None,
+    between: str = "replicas",
+) -> Figure:
+    """Replicas that diverge while the loss falls: the loss above, the distance between replicas beneath it.
+
+        distance = || w_r - w_0 || / || w_0 ||        the largest over the ranks r
+
+    Equal replicas have distance 0, which has no logarithm: those points lie on the foot of the lower panel.
+
+    Args:
+        losses: {run: the loss of each step}.
+        distances: {run: the distance between replicas after each step}, of the same runs.
+        marks: steps at which something happened, drawn through both panels.
+        mark: what happened, for the legend.
+        between: whose distance it is, for the lower panel: "ranks' copies" where tensor parallelism has them.
+
+    Raises:
+        ValueError: the two do not have the same runs and steps, or a distance is negative.
+    """
+    if {run: len(loss) for run, loss in losses.items()} != {run: len(d) for run, d in distances.items()}:
+        raise ValueError(f"losses are of {', '.join(losses)}, distances of {', '.join(distances)}: "
+                         "every run needs as many of one as of the other")  # fmt: skip
+    values = [d for series in distances.values() for d in series]
+    if min(values, default=0.0) < 0:
+        raise ValueError(f"a distance of {min(values)} cannot be; it must be 0 or more")
+    positive = [d for d in values if 0 < d < math.inf] or [1e-8]
+    foot, top = (10.0 ** (math.floor(math.log10(f(positive))) + add) for f, add in ((min, -1), (max, 1)))
+    look = looks(losses)
+    above, below = [], []
+    for run, loss in losses.items():
+        x, floored = range(1, len(loss) + 1), [max(d, foot) for d in distances[run]]
+        above.append(Series(run, x, loss, look[run], label=f"loss {run}"))
+        below.append(Series(run, x, floored, look[run], label=f"distance {run}"))
+    keys = [Key(OpStyle(MARK.color, "", mark or "mark", "", MARK.line), "line")] if len(marks) else []
+    heading = title if title is not None else f"the loss, and how far apart {between} are"
+    words = f"distance between {between}, relative norm"
+    fig = curves([CurvePanel(above, height=1.35, title="loss"),
+                  CurvePanel(below, log="y", height=1.55, title=words, xlabel="step")],
+                 title=heading, more_keys=keys)  # fmt: skip
+    steps = max(map(len, losses.values()))
+    for ax in fig.axes:
+        for step in marks:
+            rule(ax, step, "mark", MARK.color, MARK.line)
+        _step_axis(ax, steps)
+    loss_ax, distance_ax = fig.axes
+    loss_ax.tick_params(labelbottom=False)
+    distance_ax.set_ylim(foot, top)
+    for line in distance_ax.get_lines():
+        line.set_clip_on(False)
+    decades = range(round(math.log10(foot)), round(math.log10(top)) + 1)
+    set_ticks(distance_ax.yaxis, [10.0**k for k in decades[:: -(-len(decades) // 6)]],
+              lambda y: "0" if y <= foot * 1.01 else f"{y:.0e}")  # fmt: skip
+    if min(values) == 0:
+        distance_ax.annotate("0: equal bit for bit", (1, 0), (-4, 5), "axes fraction", "offset points",
+                             size=SMALL, color=INK, ha="right")  # fmt: skip
+    return fig
+
+
+def by_layout(
+    legs: Sequence[tuple[str, Sequence[float]]],
+    alone: Sequence[float] = (),
+    title: str | None = None,
+    caption: str = "",
+    whose: str = "one process",
+    run: str = "the run, in the colour of its layout",
+) -> Figure:
+    """One loss curve, coloured by the layout that trained each part of it, over the curve of one process.
+
+    Where a colour ends a checkpoint was saved, and another layout resumed from it.
+
+    Args:
+        legs: (words for the layout, the loss of each of its steps), in order.
+        alone: the losses of one process, drawn beneath.
+        whose: what `alone` is called, where it is of another run.
+        run: what the legend calls the run, where legs are no layouts.
+
+    Raises:
+        ValueError: nothing to draw, or another number of losses for one process.
+    """
+    losses = [loss for _, leg in legs for loss in leg]
+    if alone and len(alone) != len(losses):
+        raise ValueError(f"one process has {len(alone)} losses, and the legs together {len(losses)}")
+    starts = list(accumulate((len(leg) for _, leg in legs), initial=0))
+    series = [Series(whose, range(1, len(alone) + 1), alone, Look(ONE.color))] if alone else []
+    for i, (name, leg) in enumerate(legs):
+        first = max(0, starts[i] - 1) if leg else starts[i]  # a curve has no gaps: from the last step before
+        x = range(first + 1, starts[i + 1] + 1)
+        series.append(Series(name, x, losses[first : starts[i + 1]], Look(*SERIES[i % len(SERIES)])))
+    keys = [Key(OpStyle(INK, "", run), "line")] + ([Key(ONE, "line", whose)] if alone else [])
+    heading = title if title is not None else "one run, several layouts"
+    fig = curves([CurvePanel(series, "loss", height=2.3, xlabel="step")], title=heading, keys=keys,
+                 caption=caption, left=0.72, head=0.62)  # fmt: skip
+    (ax,) = fig.axes
+    if alone:
+        ax.get_lines()[0].set(linewidth=6.0, solid_capstyle="round", zorder=2)
+    for i, (name, _) in enumerate(legs):
+        words = name.replace(": ", ":\n").replace(", ", ",\n")
+        ax.text((starts[i] + starts[i + 1]) / 2 + 0.5, 1.03, words, size=SMALL, weight="bold", va="bottom",
+                ha="center", color=SERIES[i % len(SERIES)][0],
+                transform=ax.get_xaxis_transform())  # fmt: skip
+    for border in starts[1:-1]:
+        rule(ax, border + 0.5, "saved and resumed")
+    _step_axis(ax, len(losses))
+    return fig
+
+
+def _step_axis(ax: Axes, steps: int) -> None:
+    ax.set_xlim(0.5, steps + 0.5)
+    ax.set_xticks([t for t in MaxNLocator(10, integer=True).tick_values(1, steps) if 1 <= t <= steps])

@@ -128,7 +128,7 @@ def mask_distance(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def mask_pictures(masks: Sequence[Mapping[str, torch.Tensor]], sequence: bool) -> list[Any]:
-    """What the first and the last rank drop in the first step, a `gpt2_tensor.MaskPair` for each of PLACES."""
+    """What the first and the last rank drop in the first step, a `MaskPair` for each of PLACES."""
     from hpnb.lesson.figures import gpt2_tensor
 
     first, last = masks[0], masks[-1]

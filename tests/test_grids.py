@@ -163,18 +163,18 @@ def broken(what: str) -> float:
     grid = "2.5d"
     if what == "mask of the first rows":
         grid = "3d"
-        tp_grid.GridMode._own_mask = lambda self, attention, args, kwargs: (  # type: ignore[method-assign]
+        tp_grid.GridMode._narrow_mask = lambda self, attention, args, kwargs: (  # type: ignore[method-assign]
             args,
-            kwargs | {"attention_mask": self.hidden.mine(kwargs["attention_mask"])},
+            kwargs | {"attention_mask": self.hidden.narrow_batch(kwargs["attention_mask"])},
         )
     elif what == "vectors not summed":
-        ReplicatedGradSum.used = lambda self, weight: weight  # type: ignore[method-assign]
+        ReplicatedGradSum.weight = lambda self, weight: weight  # type: ignore[method-assign]
     elif what == "depth not summed":
         background.Background.all_reduce = lambda *_: background.Pending()  # type: ignore[method-assign]
     elif what == "norm of a part":
         sharded_layer_norm.ShardedLayerNorm.forward = _norm_of_a_part  # type: ignore[assignment,method-assign]
     elif what == "targets of the first rows":
-        activation_layout.ActivationLayout.mine = lambda self, x: x[: x.size(0) // self.shares]  # type: ignore[method-assign]
+        activation_layout.ActivationLayout.narrow_batch = lambda self, x: x[: x.size(0) // self.batch_shards]  # type: ignore[method-assign]
     return parity(lm_case(**SMALL), grid)
 
 
@@ -257,14 +257,14 @@ def linear_traffic(grid: str, transposed: bool) -> dict[str, float]:
         weight = torch.randn((5, 6) if transposed else (3, 10), requires_grad=True)
         cube = tp_3d_matmul.MatmulAxes3D(rows, into, out, hpnb.device())
         with record.traffic() as t:
-            (y,) = tp_3d_matmul.linear(x, [weight], [bias], cube, 0, transposed)
+            (y,) = tp_3d_matmul.linear_3d(x, [weight], [bias], cube, 0, transposed)
             y.sum().backward()
     else:
         *deep, down, across = axis.split(*([2] * (2 if depth == 1 else 3)))
         square = SummaGrid(down, across, hpnb.device(), deep[0] if deep else None)
         weight = torch.randn((10, 6) if transposed else (6, 10), requires_grad=True)
         with record.traffic() as t:
-            (y,) = tp_2d_linear.linear(x, [weight], [bias], square, transposed)
+            (y,) = tp_2d_linear.linear_2d(x, [weight], [bias], square, transposed)
             y.sum().backward()
     assert y.shape == (3, 5, 6)
     assert x.grad is not None
@@ -436,12 +436,12 @@ def logits_of(grid: str) -> list[float]:
     worst.append(_off(cut(gpt2(hidden=16), grid)(**inputs).logits, wanted))
 
     names = parallelize.__globals__
-    before = names["_subject"]
-    names["_subject"] = lambda model: dataclasses.replace(before(model), lazy=False)
+    before = names["_describe"]
+    names["_describe"] = lambda model: dataclasses.replace(before(model), lazy_logits=False)
     try:
         model = cut(gpt2(hidden=16), grid)
     finally:
-        names["_subject"] = before
+        names["_describe"] = before
     logits = model(**inputs).logits
     causal_loss(type("Outputs", (), {"logits": logits}), batch).backward()
     causal_loss(plain(**inputs), batch).backward()
@@ -508,7 +508,7 @@ def odds(grid: str) -> dict[str, float]:
     # A large mean beside a small spread, in float32: the variance keeps its digits.
     from hpnb.tensor_parallel.sharded_layer_norm import ShardedLayerNorm
 
-    width = model._hpnb_tensor_parallel.hidden.width
+    width = model._hpnb_tensor_parallel.hidden.hidden_axis
     whole, x = nn.LayerNorm(32), 1000 + torch.randn(7, 32, generator=torch.Generator().manual_seed(2))
     exact = F.layer_norm(x.double(), (32,)).chunk(width.size, -1)[width.rank]
     mine = x.chunk(width.size, -1)[width.rank]
@@ -540,8 +540,8 @@ def two_layers() -> float:
     for linear in (_same(nn.Linear(8, 8)), _same(nn.Linear(8, 3))):
         assert isinstance(linear, nn.Linear)
         linear.weight.data = linear.weight.data.chunk(2, 1)[across.rank].clone()
-        mine.append(GridClassifier(linear, False, lies, ReplicatedGradSum(lies.rows)))
-    wanted, found = x, lies.mine(x).chunk(2, 1)[across.rank].clone().requires_grad_()
+        mine.append(GridClassifier(linear, False, lies, ReplicatedGradSum(lies.batch_axes)))
+    wanted, found = x, lies.narrow_batch(x).chunk(2, 1)[across.rank].clone().requires_grad_()
     given = found
     for theirs, ours in zip(whole, mine, strict=True):
         wanted, found = theirs(wanted).tanh(), ours(found).tanh()
@@ -622,8 +622,8 @@ def refusals() -> dict[str, str]:
         model.vit.layers[0].layernorm_after = norm
         return model  # type: ignore[no-any-return]
 
-    note("rows", lambda: cut(vit(hidden=16), "2.5d")(**images(0, rows=6)))
-    note("rows of 3d", lambda: cut(vit(hidden=16), "3d")(**images(0, rows=2)))
+    note("batch", lambda: cut(vit(hidden=16), "2.5d")(**images(0, rows=6)))
+    note("batch in 3d", lambda: cut(vit(hidden=16), "3d")(**images(0, rows=2)))
     note("heads", lambda: cut(gpt2(heads=3, hidden=18), "2d"))
     note("hidden", lambda: cut(gpt2(heads=2, hidden=10), "3d"))
     note("no weight", lambda: cut(with_norm(Bare(16)), "2d"))
@@ -634,11 +634,10 @@ def refusals() -> dict[str, str]:
 
 def test_refusals(eight: hpnb.Ranks) -> None:
     said = eight.run(refusals)[0]
-    assert said["rows"] == (
-        "a batch of 6 rows cannot be dealt out over 4 row shares of this 2.5d grid (depth 2 x 2 x 2); "
-        "use 4 or 8"
-    )
-    assert said["rows of 3d"].endswith("over 4 row shares of this 3d grid (2 x 2 x 2); use 4")
+    for part in ("a batch of 6 ", " 4 batch shards", "2.5d grid (depth 2 x 2 x 2)", "use 4 or 8"):
+        assert part in said["batch"]
+    for part in ("a batch of 2 ", " 4 batch shards", "3d grid (2 x 2 x 2)", "use 4"):
+        assert part in said["batch in 3d"]
     assert said["heads"] == (
         "transformer.h.0.attn has 3 heads, and a 2d grid (2 x 2) needs a multiple of 2; 2 or 4 would "
         "work, or mode='1d'"

@@ -27,6 +27,7 @@ from transformers.utils import ModelOutput
 
 from hpnb import comm
 from hpnb.mesh import Axis
+from hpnb.tensor_parallel.lazy_logits import LazyLogits
 
 
 class Weigher:
@@ -67,13 +68,12 @@ class Weigher:
         if not isinstance(outputs, ModelOutput):
             return _mapped(outputs, weighed)
         for name in list(outputs.keys()):
-            held = outputs.__dict__
             if name == "loss":
                 assert loss is not None
                 value = (sums[1] / sums[0].clamp(min=1)).to(loss.dtype)
                 outputs[name] = _Weighed.apply(loss, value, share, self)
-            elif name == "logits" and held.get("_whole") is not None:  # cut along tp, until they are read
-                held["_local_logits"] = weighed(held["_local_logits"])
+            elif name == "logits" and isinstance(outputs, LazyLogits) and outputs.is_lazy:  # sharded along tp
+                outputs.local_logits = weighed(outputs.local_logits)
             else:
                 outputs[name] = tree_map(weighed, outputs[name])
         return outputs

@@ -39,7 +39,7 @@ from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.recompute import enable_recomputation
 from hpnb.mesh import Axis
 from hpnb.models import accept_empty_batch, anatomy, chunk_loss, use_patch_matmul
-from hpnb.models.empty_batch import without_mask
+from hpnb.models.empty_batch import drop_empty_mask
 from hpnb.pipeline_parallel import Builder, Pipeline
 from hpnb.pipeline_parallel.stages import move_module
 from hpnb.placement import keep_placements, placement_of, set_placement
@@ -219,7 +219,7 @@ def _accept_empty_batch(model: nn.Module) -> None:
     accept_empty_batch(parts)
     core = getattr(model, "transformer", None)
     if core is not None:
-        core.register_forward_pre_hook(without_mask, with_kwargs=True)
+        core.register_forward_pre_hook(drop_empty_mask, with_kwargs=True)
 
 
 def _is_causal(model: nn.Module) -> bool:

@@ -40,7 +40,7 @@ def _check_schedule(o: PluginOptions) -> str | None:
 def _check_grid(o: PluginOptions) -> str | None:
     if o.tp_mode == "1d" and o.tp_depth == 1:
         return None
-    from hpnb.tensor_parallel.modes import check_ranks
+    from hpnb.tensor_parallel.mode import check_ranks
 
     if o.tp_depth > 1 and o.tp_mode != "2.5d":
         return f"tp_depth={o.tp_depth} goes with tp_mode='2.5d', not {o.tp_mode!r}"

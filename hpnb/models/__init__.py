@@ -15,13 +15,12 @@ The strategies read these and nothing else of a model: they never look for a wei
 `hpnb.models.register` adds a model of your own.
 """
 
-from hpnb.models.attention import Attention
 from hpnb.models.empty_batch import accept_empty_batch
 from hpnb.models.gpt2_chunked_loss import chunk_loss
 from hpnb.models.gpt2_model import gpt2
 from hpnb.models.gpt2_size import GPT2_SIZES, GPT2Size
 from hpnb.models.linear_cross_entropy import chunked_cross_entropy
-from hpnb.models.model_anatomy import Anatomy, Part, tied
+from hpnb.models.model_anatomy import Anatomy, Attention, Part, tied
 from hpnb.models.patch_matmul import use_patch_matmul
 from hpnb.models.registry import anatomy, attentions, decay_groups, register, roles
 from hpnb.models.role import Role

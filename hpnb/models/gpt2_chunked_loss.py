@@ -1,13 +1,17 @@
-"""A GPT-2 whose training forward gives its loss and no logits (`linear_cross_entropy.py`), whole or cut.
+"""A GPT-2 whose training forward gives its loss and no logits, whole or tensor-parallel.
 
-model = hpnb.models.chunk_loss(hpnb.models.gpt2("124m"), 1024)
-model(input_ids=ids, labels=ids).loss.backward()          # at no time more than 1,024 rows of logits
-model.eval(); model(input_ids=ids).logits                 # without labels, or without gradients: as before
+    model = hpnb.models.chunk_loss(hpnb.models.gpt2("124m"), 1024)
+    model(input_ids=ids, labels=ids).loss.backward()          # never more than 1,024 rows of logits at once
+    model.eval(); model(input_ids=ids).logits                 # without labels or gradients: as before
+
+`linear_cross_entropy.py` has the computation; here it is connected to a GPT2LMHeadModel. The output layer
+computes the loss in its own forward, so hooks, ZeRO's shards, a tied weight and a sharded vocabulary stay as
+they are: to all of them it is a layer whose output is one number.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -18,15 +22,15 @@ from transformers.utils import ModelOutput
 
 from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.models.in_place_cross_entropy import VocabShard
-from hpnb.models.linear_cross_entropy import ChunkedHead, Total, cross_entropy_sum
-from hpnb.models.model_anatomy import Anatomy, Inputs, Part, wrap, wrapping
+from hpnb.models.linear_cross_entropy import LossSum, chunked_cross_entropy, cross_entropy_sum
+from hpnb.models.model_anatomy import Inputs, WrappedAnatomy, wrap_anatomy
 
 M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass
 class LossOnly(ModelOutput):  # type: ignore[misc]
-    """What a forward gives that has kept no logits."""
+    """The outputs of a forward that has kept no logits."""
 
     loss: torch.Tensor | None = None
     hidden_states: tuple[torch.Tensor, ...] | None = None
@@ -40,19 +44,19 @@ class LossOnly(ModelOutput):  # type: ignore[misc]
 
 
 def chunk_loss(model: M, chunk: int, recompute: bool = False, backend: Any = None) -> M:
-    """Let `model` compute its loss `chunk` tokens at a time, in place, wherever it is given labels to train.
+    """Let `model` compute its loss `chunk` tokens at a time, in place, whenever it is given labels to train.
 
-    Done after `hpnb.tensor_parallel.parallelize(model, ...)`, if at all, and before a pipeline or
+    Call it after `hpnb.tensor_parallel.parallelize(model, ...)`, if that is used, and before a pipeline or
     `fully_shard`.
 
     Args:
-        recompute: see `chunked_cross_entropy`; for schedules that hold many microbatches on the last stage.
+        recompute: see `chunked_cross_entropy`; for many in-flight microbatches on the last stage.
         backend: of torch.compile for the cross entropy, such as "inductor"; None compiles nothing.
 
     Raises:
         TypeError: not a GPT2LMHeadModel.
-        ValueError: a chunk below 1, a model that has it already, or one whose output layer is cut along its
-            width.
+        ValueError: a chunk below 1, a model that has it already, or one whose output layer is sharded along
+            its hidden size.
     """
     if not isinstance(model, GPT2LMHeadModel):
         raise TypeError(f"a loss in chunks is for a GPT2LMHeadModel, not for a {type(model).__name__}")
@@ -66,38 +70,85 @@ def chunk_loss(model: M, chunk: int, recompute: bool = False, backend: Any = Non
             f"an output layer of shape {tuple(head.weight.shape)} is cut along its width of "
             f"{model.config.n_embd}, and its logits are sums over ranks; use tensor parallelism of mode '1d'"
         )
-    _Chunks(model, chunk, recompute, backend)
+    _ChunkedLossHooks(model, chunk, recompute, backend)
     return model
 
 
-class _OfCutLogits:
-    """The summed loss of a rank's logits (c, V / t), or whatever somebody has given the model for a loss."""
+class ChunkedHead:
+    """Replaces the forward of an output layer: given targets it returns the summed loss, and no logits.
 
-    def __init__(self, given: Any, vocab_size: int) -> None:
-        self.given, self.vocab_size = given, vocab_size
-        self.words: VocabShard | None = getattr(given, "words", None)
+    Args:
+        head: without a bias; its weight is (V, h).
+        chunk: tokens at a time.
+        loss_sum, recompute, backend: see `chunked_cross_entropy`.
+    """
+
+    def __init__(
+        self,
+        head: nn.Module,
+        chunk: int,
+        loss_sum: LossSum = cross_entropy_sum,
+        recompute: bool = False,
+        backend: Any = None,
+    ) -> None:
+        self.head, self.chunk, self.loss_sum = head, chunk, loss_sum
+        self.recompute, self.backend = recompute, backend
+        self.targets: torch.Tensor | None = None
+
+    def set_labels(self, labels: torch.Tensor | None) -> None:
+        """The next forwards have these labels (B, s), where position i predicts label i + 1; or none."""
+        self.targets = None if labels is None else F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
+
+    @property
+    def gives_loss(self) -> bool:
+        """Whether a forward gives the loss: it has targets, and is to be trained."""
+        return self.targets is not None and torch.is_grad_enabled()
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.targets is None or not self.gives_loss:
+            logits: torch.Tensor = type(self.head).forward(self.head, hidden)  # (B, s, V)
+            return logits
+        if self.targets.shape != hidden.shape[:-1]:
+            raise ValueError(
+                f"labels {tuple(self.targets.shape)} do not fit hidden states {tuple(hidden.shape)}: a loss "
+                "in chunks needs a label for each token"
+            )
+        weight: Any = self.head.weight
+        targets = self.targets.to(hidden.device).flatten()
+        return chunked_cross_entropy(
+            hidden.flatten(0, 1), weight, targets, self.chunk, self.loss_sum, self.recompute, self.backend
+        )
+
+
+class _ModelLossSum:
+    """The summed loss as the model's own `loss_function` computes it: of a vocabulary shard's logits
+    (c, V / t), or by whatever function somebody has set."""
+
+    def __init__(self, loss_function: Any, vocab_size: int) -> None:
+        self.loss_function, self.vocab_size = loss_function, vocab_size
+        self.vocab_shard: VocabShard | None = getattr(loss_function, "vocab_shard", None)
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.given(
+        loss: torch.Tensor = self.loss_function(
             logits, None, vocab_size=self.vocab_size, num_items_in_batch=1, shift_labels=targets
         )
-        return found
+        return loss
 
 
-class _Chunks:
-    """What stands around a model and its output layer."""
+class _ChunkedLossHooks:
+    """Everything that `chunk_loss` puts around a model and its output layer."""
 
     def __init__(self, model: Any, chunk: int, recompute: bool, backend: Any) -> None:
-        self.given = vars(model).get("_loss_function")  # of logits that are cut, or anybody's own
-        self.total: Total = cross_entropy_sum
-        if self.given is not None:
-            self.total = _OfCutLogits(self.given, model.config.vocab_size)
-        head = ChunkedHead(model.lm_head, chunk, self.total, recompute, backend)
+        loss_function = vars(model).get("_loss_function")  # of sharded logits, or the user's
+        self.loss_sum: LossSum = cross_entropy_sum
+        if loss_function is not None:
+            self.loss_sum = _ModelLossSum(loss_function, model.config.vocab_size)
+        head = ChunkedHead(model.lm_head, chunk, self.loss_sum, recompute, backend)
         self.head = model.lm_head.forward = head
         model.loss_function = self.loss
-        model.register_forward_pre_hook(self.before, with_kwargs=True)
-        model.register_forward_hook(self.after, with_kwargs=True, always_call=True)
-        wrap(model, wrapping(model, self.around))
+        model.register_forward_pre_hook(self.before_forward, with_kwargs=True)
+        model.register_forward_hook(self.after_forward, with_kwargs=True, always_call=True)
+        wrap_anatomy(model, self.wrap)
 
     def loss(
         self,
@@ -107,74 +158,47 @@ class _Chunks:
         num_items_in_batch: torch.Tensor | int | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """As transformers calls it. Of what the output layer gives: the sum, or logits (B, s, V)."""
+        """As transformers calls it, with the output layer's output: the summed loss, or logits (B, s, V)."""
         if logits.dim():
             targets = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].to(logits.device)
-            logits = self.total(logits.flatten(0, 1), targets.flatten())
+            logits = self.loss_sum(logits.flatten(0, 1), targets.flatten())
         count = (labels[:, 1:] != IGNORE_INDEX).sum().clamp(min=1)
         return logits / (count if num_items_in_batch is None else num_items_in_batch)
 
-    # --- the whole model ---------------------------------------------------------------------------------
+    def before_forward(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self.head.set_labels(kwargs.get("labels"))
 
-    def before(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self.head.tell(kwargs.get("labels"))
-
-    def after(self, _: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
+    def after_forward(self, _: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
         chunked = self.head.gives_loss
-        self.head.tell(None)
+        self.head.set_labels(None)
         if not chunked or outputs is None:
             return outputs
         if isinstance(outputs, tuple):
             return (outputs[0], *outputs[2:])
         return LossOnly(outputs.loss, outputs.hidden_states, outputs.attentions)
 
-    # --- in parts ----------------------------------------------------------------------------------------
-
-    def around(self, inner: Anatomy) -> ChunkedAnatomy:
-        return ChunkedAnatomy(
-            inner.embedding,
-            inner.blocks,
-            inner.head,
-            inner.tied,
-            causal=inner.causal,
-            inner=inner,
-            chunks=self,
-        )
+    def wrap(self, inner: Any) -> WrappedAnatomy:
+        return ChunkedAnatomy.around(inner, hooks=self)
 
 
 @dataclass(frozen=True)
-class ChunkedAnatomy(Anatomy):
-    """An anatomy around another, whose head is told the labels."""
+class ChunkedAnatomy(WrappedAnatomy):
+    """The parts of such a model, whose head gets the labels from the batch."""
 
-    inner: Anatomy = field(kw_only=True)
-    chunks: _Chunks = field(kw_only=True, repr=False, compare=False)
-
-    def embed(self, inputs: Inputs) -> torch.Tensor:
-        return self._own.embed(inputs)
-
-    def run(self, block: Part, hidden: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-        return self._own.run(block, hidden, inputs)
+    hooks: _ChunkedLossHooks = field(kw_only=True, repr=False, compare=False)
 
     def finish(self, hidden: torch.Tensor, inputs: Inputs) -> Any:
-        head, labels = self.chunks.head, inputs.get("labels")
-        head.tell(labels)
+        head, labels = self.hooks.head, inputs.get("labels")
+        head.set_labels(labels)
         try:
-            found, chunked = self._own.finish(hidden, inputs), head.gives_loss
+            outputs, chunked = super().finish(hidden, inputs), head.gives_loss
         finally:
-            head.tell(None)
+            head.set_labels(None)
         if labels is None:
-            return found
-        total = vars(found)["logits"]  # as the head gave it; of a cut model, to read .logits is to gather
-        loss = self.chunks.loss(total, labels)
+            return outputs
+        head_output = vars(outputs)["logits"]  # not outputs.logits, which gathers sharded logits
+        loss = self.hooks.loss(head_output, labels)
         if chunked:
             return LossOnly(loss)
-        found["loss"] = loss
-        return found
-
-    def tokens(self, inputs: Inputs) -> tuple[int, int]:
-        return self.inner.tokens(inputs)
-
-    @property
-    def _own(self) -> Anatomy:
-        """The inner one with the parts that this one has: a pipeline's layer has some of them."""
-        return replace(self.inner, embedding=self.embedding, blocks=self.blocks, head=self.head)
+        outputs["loss"] = loss
+        return outputs

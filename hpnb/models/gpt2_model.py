@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
-from hpnb.models.empty_batch import accept_empty_batch, without_mask
+from hpnb.models.empty_batch import accept_empty_batch, drop_empty_mask
 from hpnb.models.gpt2_load import load
 from hpnb.models.gpt2_size import GPT2_SIZES, GPT2Size
 from hpnb.models.registry import anatomy
@@ -82,7 +82,7 @@ def gpt2(
         else:
             model = load(pretrained, classes, vocab_size, length, dropout, attention, wanted)
     accept_empty_batch(anatomy(model))
-    model.transformer.register_forward_pre_hook(without_mask, with_kwargs=True)
+    model.transformer.register_forward_pre_hook(drop_empty_mask, with_kwargs=True)
     return model.to(device=target, dtype=dtype or torch.float32).train()
 
 

@@ -23,9 +23,8 @@ import torch
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, GPT2Model
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput, SequenceClassifierOutput
 
-from hpnb.models.attention import Attention, check_heads
 from hpnb.models.gpt2_mask import CausalMask
-from hpnb.models.model_anatomy import Anatomy, Inputs, Part, tied
+from hpnb.models.model_anatomy import Anatomy, Attention, Inputs, Part, check_heads, tied
 from hpnb.models.role import Role, conv1d, linear, norm
 
 AnyGPT2: TypeAlias = GPT2LMHeadModel | GPT2ForSequenceClassification | GPT2Model

@@ -18,8 +18,7 @@ from transformers import (
 )
 
 from hpnb.models import gpt2_parts, vit_parts
-from hpnb.models.attention import Attention
-from hpnb.models.model_anatomy import Anatomy, wrapped
+from hpnb.models.model_anatomy import Anatomy, Attention, apply_wrappers
 from hpnb.models.role import Role, check
 
 Questions = tuple[Callable[[Any], Anatomy], Callable[[Any], Mapping[str, Role]]]
@@ -80,7 +79,7 @@ def anatomy(model: nn.Module) -> Anatomy:
         TypeError: a model of another kind, or one that is wrapped.
         ValueError: a GPT-2 with cross attention.
     """
-    return wrapped(model, REGISTERED[_kind(model)][0](model))
+    return apply_wrappers(model, REGISTERED[_kind(model)][0](model))
 
 
 def roles(model: nn.Module) -> dict[str, Role]:

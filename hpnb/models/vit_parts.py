@@ -19,8 +19,7 @@ import torch
 from transformers import ViTForImageClassification, ViTModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 
-from hpnb.models.attention import Attention, check_heads
-from hpnb.models.model_anatomy import Anatomy, Inputs, Part, tied
+from hpnb.models.model_anatomy import Anatomy, Attention, Inputs, Part, check_heads, tied
 from hpnb.models.role import Role, linear, norm
 
 

@@ -1,25 +1,26 @@
-"""A region of a tensor-parallel model: from where its input is sent around to where its output is summed.
+"""The all-reduce in the backward of a tensor-parallel region overlaps the region's weight gradients.
 
-    x, A, B --begin--> x, A, B --> column (x A) --> ... --> row (y B) --> z
+    x --enter_region--> x' --> column (x' A) --> ... --> row (y B) --> z
 
-The backward comes to `begin` with the gradient of x, which must be summed over the ranks (or
-reduce-scattered) before anything upstream can use it. Autograd would have computed the gradients of the
-weights just before, and nothing would be left to compute meanwhile. So the backwards of column and row
-compute dx alone, and put by what dA and dB are made of; `begin` computes these while its sum is on the wire:
+A region begins where x is prepared for a column-parallel layer and ends where the outputs of a row-parallel
+layer are summed. Its backward ends with the gradient of x, which must be all-reduced (or reduce-scattered)
+before anything upstream can use it. Autograd would already have computed dA and dB by then, and nothing would
+be left to overlap the all-reduce with. So the backwards of the two layers compute dx alone and keep the
+operands of dA and dB; the backward of `enter_region` computes these while its all-reduce runs:
 
-    compute   [dx of row][ ... ][dx of column][dA of column][dB of row][ upstream
-    wire                                      [ sum of dx             ]
+    compute          [dx of row][ ... ][dx of column][dA of column][dB of row][ upstream
+    communication                                    [ all-reduce of dx      ]
 
-(Megatron-LM overlaps the sum with the column's dA; here the row's joins it.) Weights pass through `begin` on
-their way to their layers, so that their gradients are its to return. Everything is an ordinary gradient of an
-ordinary backward: hooks, accumulation and checkpointing know of nothing.
+Megatron-LM overlaps the all-reduce with dA; here dB joins it. The weights pass through `enter_region` on
+their way to the layers, so it is the node that returns their gradients. These are ordinary gradients of an
+ordinary backward: hooks, gradient accumulation and activation checkpointing work unchanged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -30,12 +31,12 @@ from torch.autograd.function import once_differentiable
 from hpnb.background import Pending
 
 StartedCollective = tuple[torch.Tensor, Pending, torch.Tensor]
-"""A collective that has begun: what will be its result, what to wait for, and what is being sent."""
+"""A collective under way: its result, what to wait for, and the tensor being sent, which must live on."""
 
 
 @dataclass(frozen=True)
 class RegionEntry:
-    """What is done to x on its way into a region, and to its gradient on its way out."""
+    """What happens to x on its way into a region, and to its gradient on the way out."""
 
     forward: Callable[[torch.Tensor], torch.Tensor]
     backward: Callable[[torch.Tensor], StartedCollective]
@@ -43,7 +44,7 @@ class RegionEntry:
 
 @dataclass(frozen=True)
 class RegionExit:
-    """What is done to z on its way out of a region, and to its gradient on its way in."""
+    """What happens to z on its way out of a region, and to its gradient on the way in."""
 
     forward: Callable[[torch.Tensor], torch.Tensor]
     backward: Callable[[torch.Tensor], torch.Tensor]
@@ -52,143 +53,150 @@ class RegionExit:
 NO_COMMUNICATION = RegionEntry(lambda x: x, lambda grad: (grad, Pending(), grad))
 
 
-class Layer(Protocol):
-    """A part of a linear layer.
+class ShardedLinear(Protocol):
+    """A linear layer of which this rank has a shard.
 
     Attributes:
         weight: (out, in), or (in, out) if `transposed`.
-        adds: the bias; if not, another rank does, and it has its gradient here all the same.
+        adds_bias: whether this rank adds the bias. If not, another rank does; both compute its gradient.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     transposed: bool
-    adds: bool
+    adds_bias: bool
 
 
 @dataclass(frozen=True)
 class DeferredWeightGrad:
-    """What the gradients of a layer's weight and bias will be made of.
+    """The operands of a layer's weight and bias gradients, kept for the backward of `enter_region`.
 
     Attributes:
-        kind: the weight's dtype.
-        pieces: (input, gradient of the output) of each use whose backward has come, as matrices.
+        dtype: of the weight.
+        operands: (input, gradient of the output), as matrices, of each use of the layer in this backward.
     """
 
     transposed: bool
-    kind: torch.dtype
-    pieces: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    dtype: torch.dtype
+    operands: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
-    def gradients(self, weight: bool, bias: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of the weight and of the bias, where they are asked for."""
+    def compute(self, for_weight: bool, for_bias: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(weight gradient, bias gradient), None for those that are not needed."""
         d_weight: torch.Tensor | None = None
         d_bias: torch.Tensor | None = None
-        while self.pieces:
-            x, dy = self.pieces.pop(0)
-            if weight:
-                part = (x.t() @ dy if self.transposed else dy.t() @ x).to(self.kind)
-                d_weight = part if d_weight is None else d_weight + part
-            if bias:
-                sums = (dy.t() @ _ones(len(dy), dy.dtype, dy.device)).to(self.kind)  # quicker than dy.sum(0)
-                d_bias = sums if d_bias is None else d_bias + sums
+        while self.operands:
+            x, dy = self.operands.pop(0)
+            if for_weight:
+                product = (x.t() @ dy if self.transposed else dy.t() @ x).to(self.dtype)
+                d_weight = product if d_weight is None else d_weight + product
+            if for_bias:
+                column_sums = (dy.t() @ _ones(len(dy), dy.dtype, dy.device)).to(self.dtype)  # beats dy.sum(0)
+                d_bias = column_sums if d_bias is None else d_bias + column_sums
         return d_weight, d_bias
 
 
 @dataclass(frozen=True)
 class ForwardWeights:
-    """A layer's weight and bias for one forward; their gradients come from `begin`."""
+    """A layer's weight and bias for one forward; their gradients come from `enter_region`."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    adds: bool
-    owed: DeferredWeightGrad
+    adds_bias: bool
+    deferred: DeferredWeightGrad
 
 
-def begin(
-    x: torch.Tensor, layers: Sequence[Layer], entry: RegionEntry
+def enter_region(
+    x: torch.Tensor, layers: Sequence[ShardedLinear], entry: RegionEntry
 ) -> tuple[torch.Tensor, list[ForwardWeights]]:
-    """x as it is inside, and what `layers` are to use there."""
-    owed = [DeferredWeightGrad(layer.transposed, layer.weight.dtype) for layer in layers]
-    held = [p for layer in layers for p in (layer.weight, layer.bias)]
-    entered, *inside = _Begin.apply(x, entry, owed, *held)
-    pairs = zip(layers, inside[::2], inside[1::2], owed, strict=True)
-    return entered, [ForwardWeights(weight, bias, layer.adds, owes) for layer, weight, bias, owes in pairs]
+    """(x as the region's layers take it, the weights that `layers` use for this forward)."""
+    deferred = [DeferredWeightGrad(layer.transposed, layer.weight.dtype) for layer in layers]
+    parameters = [p for layer in layers for p in (layer.weight, layer.bias)]
+    entered, *inside = _EnterRegion.apply(x, entry, deferred, *parameters)
+    pairs = zip(layers, inside[::2], inside[1::2], deferred, strict=True)
+    return entered, [ForwardWeights(weight, bias, layer.adds_bias, d) for layer, weight, bias, d in pairs]
 
 
-class _Begin(torch.autograd.Function):
+class _EnterRegion(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
         entry: RegionEntry,
-        owed: list[DeferredWeightGrad],
-        *held: torch.Tensor | None,
+        deferred: list[DeferredWeightGrad],
+        *parameters: torch.Tensor | None,
     ) -> Any:
-        ctx.entry, ctx.owed = entry, owed
+        ctx.entry, ctx.deferred = entry, deferred
         ctx.set_materialize_grads(False)
         entered = entry.forward(x)
         inside: list[torch.Tensor | None] = [entered.view_as(x) if entered is x else entered]
-        inside += [p if p is None else p.view_as(p) for p in held]
-        outside = zip((x, *held), inside, strict=True)
-        ctx.mark_non_differentiable(*(into for p, into in outside if p is not None and not p.requires_grad))
+        inside += [p if p is None else p.view_as(p) for p in parameters]
+        pairs = zip((x, *parameters), inside, strict=True)
+        ctx.mark_non_differentiable(*(out for p, out in pairs if p is not None and not p.requires_grad))
         return tuple(inside)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dx: torch.Tensor | None, *ready: torch.Tensor | None) -> Any:
-        needed, pending = ctx.needs_input_grad, Pending()
+    def backward(ctx: Any, dx: torch.Tensor | None, *placeholders: torch.Tensor | None) -> Any:
+        needs, pending = ctx.needs_input_grad, Pending()
         if dx is not None:
-            dx, pending, _sent = ctx.entry.backward(dx)  # whose memory is the collective's until it is over
-        weights, biases = needed[3::2], needed[4::2]
-        found = [owes.gradients(*asked) for owes, *asked in zip(ctx.owed, weights, biases, strict=True)]
+            dx, pending, _sent = ctx.entry.backward(dx)  # _sent belongs to the collective until it is over
+        grads: list[torch.Tensor | None] = []
+        for deferred, for_weight, for_bias in zip(ctx.deferred, needs[3::2], needs[4::2], strict=True):
+            grads += deferred.compute(for_weight, for_bias)
         pending.wait()
-        return None if dx is None else dx.contiguous(), None, None, *(grad for pair in found for grad in pair)
+        return None if dx is None else dx.contiguous(), None, None, *grads
 
 
-def matmul(x: torch.Tensor, layer: ForwardWeights, leaving: RegionExit | None = None) -> torch.Tensor:
-    """x A + b, (..., in) -> (..., out), whose backward gives the gradient of x alone.
+def linear_deferring_weight_grad(
+    x: torch.Tensor, layer: ForwardWeights, region_exit: RegionExit | None = None
+) -> torch.Tensor:
+    """x A + b, (..., in) -> (..., out), whose backward computes the gradient of x alone.
 
     Args:
-        leaving: the region; a row layer does.
+        region_exit: set for a row-parallel layer, with which its region ends.
     """
-    y: torch.Tensor = _Matmul.apply(x, layer.weight, layer.bias, layer.adds, layer.owed, leaving)
+    y: torch.Tensor = _Linear.apply(x, layer.weight, layer.bias, layer.adds_bias, layer.deferred, region_exit)
     return y
 
 
-class _Matmul(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        adds: bool,
-        owed: DeferredWeightGrad,
-        leaving: RegionExit | None,
+        adds_bias: bool,
+        deferred: DeferredWeightGrad,
+        region_exit: RegionExit | None,
     ) -> torch.Tensor:
-        ctx.owed, ctx.leaving, ctx.kind = owed, leaving, x.dtype
+        ctx.deferred, ctx.region_exit, ctx.dtype = deferred, region_exit, x.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         ctx.save_for_backward(x, weight)
-        y = product(x, weight, bias if adds else None, owed.transposed)
-        return y if leaving is None else leaving.forward(y)
+        y = apply_linear(x, weight, bias if adds_bias else None, deferred.transposed)
+        return y if region_exit is None else region_exit.forward(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x, weight), owed = ctx.saved_tensors, ctx.owed
-        if ctx.leaving is not None:
-            dy = ctx.leaving.backward(dy)
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        dx = (dy @ (weight.t() if owed.transposed else weight)).to(ctx.kind) if needs_x else None
-        if not (needs_weight or needs_bias):
+        (x, weight), deferred = ctx.saved_tensors, ctx.deferred
+        if ctx.region_exit is not None:
+            dy = ctx.region_exit.backward(dy)
+        for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
+        dx = (dy @ (weight.t() if deferred.transposed else weight)).to(ctx.dtype) if for_x else None
+        if not (for_weight or for_bias):
             return dx, *[None] * 5
-        owed.pieces.append((x.flatten(0, -2), dy.flatten(0, -2)))
-        # Autograd only asks who is ready: one number, seen as a whole weight, takes no memory.
-        ready = _zero(weight.device, owed.kind)
-        d_weight = ready.expand_as(weight) if needs_weight else None
-        return dx, d_weight, ready.expand(dy.size(-1)) if needs_bias else None, None, None, None
+        deferred.operands.append((x.flatten(0, -2), dy.flatten(0, -2)))
+        d_weight = placeholder_grad(weight.shape, deferred.dtype, weight.device) if for_weight else None
+        d_bias = placeholder_grad(dy.shape[-1:], deferred.dtype, weight.device) if for_bias else None
+        return dx, d_weight, d_bias, None, None, None
+
+
+def placeholder_grad(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A zero, expanded to a weight's shape: tells autograd that a gradient is due, and takes no memory."""
+    return _zero(dtype, device).expand(shape)
 
 
 @lru_cache(maxsize=64)
@@ -196,12 +204,12 @@ def _ones(n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.ones(n, dtype=dtype, device=device)
 
 
-@cache
-def _zero(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros((), device=device, dtype=dtype)
+@lru_cache(maxsize=64)
+def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=dtype, device=device)
 
 
-def product(
+def apply_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
 ) -> torch.Tensor:
     """x A + b for a weight (out, in), or (in, out) if `transposed`."""

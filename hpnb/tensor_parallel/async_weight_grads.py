@@ -1,70 +1,79 @@
-"""Weights whose gradients are summed in the background, while the backward goes on.
+"""Weight gradients that are summed over ranks in the background, while the rest of the backward runs.
 
-    forward     W --await--> W' ---> Y = X W'
-    backward    Y = X W' has dW: it starts the sum, and goes on with a token in its place
-                ...  the rest of the block's backward  ...
-                await: the sum is there, and becomes the gradient of W
+    forward     W --await_weight_grads--> W' ---> Y = X W'
+    backward    Y = X W' has dW: it starts the sum, and returns a placeholder in place of it
+                ...  the rest of the block's backward overlaps the sum  ...
+                the node of await_weight_grads waits for the sum, which becomes the gradient of W
 
-Autograd runs what is ready in the reverse order of the forward, so an await that was made when the block
-began comes when the block's backward is over. A token is a zero that is seen as a whole weight: it says who
-is ready, and takes no memory. Where a weight is used twice, autograd adds tokens, never what is on its way.
-Everything is an ordinary gradient of an ordinary backward: hooks, accumulation and checkpointing know of
-nothing.
+Autograd runs ready nodes in the reverse order of the forward, so a node that was made when the block began
+comes when the block's backward is over. A placeholder is a zero expanded to the weight's shape: it says whose
+turn it is, and takes no memory. Where a weight is used twice, autograd adds placeholders, never tensors that
+are being sent. These are ordinary gradients of an ordinary backward: hooks, gradient accumulation and
+activation checkpointing work unchanged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from hpnb.background import Pending
+from hpnb.tensor_parallel.async_all_reduce import placeholder_grad
 
 PendingWeightGrads = list[tuple[Sequence[torch.Tensor], Pending]]
-"""Gradients of some weights, a tensor each, and what to wait for before they may be used."""
+"""Gradients of some weights, one tensor each, and what to wait for before they may be used."""
 
 
 def await_weight_grads(
     weights: Sequence[torch.Tensor],
 ) -> tuple[tuple[torch.Tensor, ...], PendingWeightGrads | None]:
-    """The weights to use in the forward that begins, and where its backward leaves what it has sent.
+    """The weights to use in the forward that begins, and the list for the sums that its backward starts.
 
-    Where no gradient will be asked for: the weights themselves, and None.
+    The weights themselves and None where no gradient will be needed.
     """
     if not torch.is_grad_enabled() or not any(w.requires_grad for w in weights):
         return tuple(weights), None
-    sent: PendingWeightGrads = []
-    return _Await.apply(sent, *weights), sent
+    pending_grads: PendingWeightGrads = []
+    return _AwaitWeightGrads.apply(pending_grads, *weights), pending_grads
 
 
-def tokens(weights: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """What stands for the gradients of `weights` until they arrive."""
-    return [_zero(w.device, w.dtype).expand_as(w) for w in weights]
+def finish_or_defer(
+    grads: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    pending: Pending,
+    pending_grads: PendingWeightGrads | None,
+) -> list[torch.Tensor]:
+    """What a backward returns for `weights` while `grads` are being summed: placeholders, if it may leave the
+    sum to `await_weight_grads`; else it waits, and returns the gradients."""
+    if pending_grads is not None:
+        pending_grads.append((grads, pending))
+        return [placeholder_grad(w.shape, w.dtype, w.device) for w in weights]
+    pending.wait()
+    return [grad.to(w.dtype) for grad, w in zip(grads, weights, strict=True)]
 
 
-class _Await(torch.autograd.Function):
+class _AwaitWeightGrads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sent: PendingWeightGrads, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.sent, ctx.kinds = sent, [w.dtype for w in weights]
+    def forward(
+        ctx: Any, pending_grads: PendingWeightGrads, *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.pending_grads, ctx.dtypes = pending_grads, [w.dtype for w in weights]
         ctx.set_materialize_grads(False)
         return tuple(w.view_as(w) for w in weights)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *stand_ins: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        found: list[torch.Tensor | None] = [None] * len(ctx.kinds)
-        while ctx.sent:
-            parts, pending = ctx.sent.pop(0)
+    def backward(ctx: Any, *placeholders: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        totals: list[torch.Tensor | None] = [None] * len(ctx.dtypes)
+        while ctx.pending_grads:
+            grads, pending = ctx.pending_grads.pop(0)
             pending.wait()
-            for i, (part, kind) in enumerate(zip(parts, ctx.kinds, strict=True)):
-                before = found[i]
-                found[i] = part.to(kind) if before is None else before + part.to(kind)
-        return None, *(g if n else None for g, n in zip(found, ctx.needs_input_grad[1:], strict=True))
-
-
-@cache
-def _zero(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros((), device=device, dtype=dtype)
+            for i, (grad, dtype) in enumerate(zip(grads, ctx.dtypes, strict=True)):
+                total = totals[i]
+                totals[i] = grad.to(dtype) if total is None else total + grad.to(dtype)
+        return None, *(
+            g if needed else None for g, needed in zip(totals, ctx.needs_input_grad[1:], strict=True)
+        )

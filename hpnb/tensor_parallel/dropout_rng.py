@@ -1,15 +1,17 @@
-"""Dropout under tensor parallelism: masks agree on activations that are replicated, and differ on cut ones.
+"""Random states of dropout: masks agree on replicated activations and differ on sharded ones.
 
-    replicated    every rank of the axis drops the same elements, or their copies of a token drift apart
-    cut           every rank drops elements of its own, or heads 0, 4, 8, ... would share one mask
+    replicated    every rank of the axis drops the same elements, or the ranks' copies of a token diverge
+    sharded       every rank drops elements independently, or heads 0, 4, 8, ... would share one mask
 
-All ranks of an axis are seeded alike (`torch.manual_seed(seed)` on each), and draw alike: that is right for
-what is replicated. `DropoutRng.own` lends PyTorch's generator a state of this rank's own. It follows from the
-state that all have in common and from the rank: so the generator remains all there is to seed, to save and to
-restore, and activation checkpointing, which sets it back, sees the same masks again.
+All ranks of an axis start from one seed (`torch.manual_seed(seed)` on each) and draw alike, which is right
+for replicated activations. `DropoutRng.use_rank_state` gives PyTorch's generator a state of this rank alone.
+It is a hash of the common state and the rank, so the generator stays the only thing to seed, save and
+restore, and activation checkpointing, which restores the generator, draws the same masks again.
 
-    state of all     s0 --> s1 --> s2 --> ...       one draw further each time
-    lent to rank r   hash(s1, r), then hash(s2, r), ...
+    common state        s0 --> s1 --> s2 --> ...       advances by one draw each time
+    state of rank r     hash(s1, r), then hash(s2, r), ...
+
+(Megatron-LM keeps the second state in a tracker beside the generator: `CudaRNGStatesTracker`.)
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from hpnb.mesh import Axis
 
 
 class DropoutRng:
-    """One for a model: whether this rank draws by itself at the moment.
+    """Switches PyTorch's generator between the common state and this rank's state.
 
     Args:
         device: whose generator the dropouts draw from.
@@ -33,30 +35,36 @@ class DropoutRng:
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self.axis, self.device = axis, device
-        self._common: torch.Tensor | None = None  # the state of all, while this rank draws by itself
-        self._agreed = False
+        self._common_state: torch.Tensor | None = None  # kept while this rank's state is in use
+        self._seeds_agree = False
 
-    def own(self) -> None:
-        """From here on this rank draws by itself. A second call does nothing."""
-        if self._common is not None or self.axis.size == 1:
+    def use_rank_state(self) -> None:
+        """From here on this rank draws independently. A second call does nothing.
+
+        Raises:
+            ValueError: the ranks were not seeded alike; checked once, on the first call.
+        """
+        if self._common_state is not None or self.axis.size == 1:
             return
         generator = self._generator()
-        if not self._agreed:
-            self._check(generator)
-        torch.rand((), device=self.device)  # one further, so that the next own state is another
-        self._common = generator.get_state()
-        seen = hashlib.blake2b(self._common.numpy().tobytes(), digest_size=7, salt=b"%d" % self.axis.rank)
-        generator.manual_seed(int.from_bytes(seen.digest(), "little"))
+        if not self._seeds_agree:
+            self._check_seeds(generator)
+        torch.rand((), device=self.device)  # advance, so that the next rank state differs from this one
+        self._common_state = generator.get_state()
+        digest = hashlib.blake2b(
+            self._common_state.numpy().tobytes(), digest_size=7, salt=b"%d" % self.axis.rank
+        ).digest()
+        generator.manual_seed(int.from_bytes(digest, "little"))
 
-    def common(self) -> None:
+    def use_common_state(self) -> None:
         """From here on all ranks of the axis draw alike again."""
-        if self._common is not None:
-            self._generator().set_state(self._common)
-            self._common = None
+        if self._common_state is not None:
+            self._generator().set_state(self._common_state)
+            self._common_state = None
 
-    def forget(self) -> None:
-        """A forward ended early, and somebody else has put the generator back."""
-        self._common = None
+    def discard_rank_state(self) -> None:
+        """Start afresh, after a forward that ended early, when somebody else has restored the generator."""
+        self._common_state = None
 
     def _generator(self) -> torch.Generator:
         if self.device.type == "cuda":
@@ -64,25 +72,25 @@ class DropoutRng:
             return torch.cuda.default_generators[index]
         return torch.default_generator
 
-    def _check(self, generator: torch.Generator) -> None:
-        """Once: ranks that are not seeded alike would drop different elements of the same activation."""
-        state = hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=7).digest()
-        mine = torch.tensor(int.from_bytes(state, "little"), device=self.device)
-        every = [torch.empty_like(mine) for _ in range(self.axis.size)]
-        dist.all_gather(every, mine, group=self.axis.group)
-        if len({int(state) for state in every}) > 1:
+    def _check_seeds(self, generator: torch.Generator) -> None:
+        """Ranks that are not seeded alike would drop different elements of one replicated activation."""
+        digest = hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=7).digest()
+        state = torch.tensor(int.from_bytes(digest, "little"), device=self.device)
+        states = [torch.empty_like(state) for _ in range(self.axis.size)]
+        dist.all_gather(states, state, group=self.axis.group)
+        if len({int(state) for state in states}) > 1:
             raise ValueError(
                 f"the {self.axis.size} ranks of axis {self.axis.name} have different random states, so their "
                 "copies of an activation would be dropped out differently; call torch.manual_seed with the "
                 "same seed on all of them"
             )
-        self._agreed = True
+        self._seeds_agree = True
 
 
-def drops(model: nn.Module) -> bool:
+def has_dropout(model: nn.Module) -> bool:
     """Whether a forward of `model` in training mode may draw: a Dropout, or an attention that has one."""
     rates = [m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
     for module in model.modules():
-        found: Any = getattr(module, "attention_dropout", 0.0)  # transformers' attentions that have no module
-        rates.append(found if isinstance(found, float) else 0.0)
+        rate: Any = getattr(module, "attention_dropout", 0.0)  # transformers' attentions without a Dropout
+        rates.append(rate if isinstance(rate, float) else 0.0)
     return any(rate > 0 for rate in rates)

@@ -1,75 +1,68 @@
-"""Outputs whose logits are cut: put together when somebody reads them, and only then.
+"""Outputs whose logits are sharded: they are gathered when somebody reads them, and only then.
 
 outputs = model(input_ids=ids, labels=ids)
-outputs.loss          # from the logits as they are: nothing is gathered
+outputs.loss          # from the sharded logits: nothing is gathered
 outputs.logits        # (b, s, V), gathered now: all ranks of the axis have to read it
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
 from typing import Any
 
 import torch
 from transformers.utils import ModelOutput
 
-Whole = Callable[[torch.Tensor], torch.Tensor]
+Gather = Callable[[torch.Tensor], torch.Tensor]
 
 
-def lazily(outputs: Any, whole: Whole, loss: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
-    """`outputs` of a transformers model, which puts its logits together with `whole` when they are read.
+class LazyLogits(ModelOutput):  # type: ignore[misc]
+    """Mixed into a transformers output: gathers logits once, in whatever way they are read.
 
-    Args:
-        loss: what gives the loss of this rank's logits, if it has not been computed.
+    Attributes:
+        local_logits: this rank's, as its head gave them.
     """
-    if isinstance(outputs, tuple):  # return_dict=False: there is no later moment
-        first = next(i for i, v in enumerate(outputs) if v is not None and v.dim() == 3)
-        return (*outputs[:first], whole(outputs[first]), *outputs[first + 1 :])
-    local = outputs.logits
-    outputs.__class__ = _lazy(type(outputs))
-    outputs.__dict__.update(_local_logits=local, _whole=whole, _loss=loss)
-    return outputs
 
+    local_logits: torch.Tensor
+    _gather: Gather | None = None  # None once logits are gathered, or replaced
+    _compute_loss: Gather | None = None  # None once the loss is computed, or set
 
-def local_logits(outputs: Any) -> torch.Tensor:
-    """The logits of this rank, as its head gave them."""
-    found: torch.Tensor | None = getattr(outputs, "_local_logits", None)
-    return outputs.logits if found is None else found
-
-
-class _Lazy(ModelOutput):  # type: ignore[misc]
-    """Gathers logits once, in whatever way they are read."""
+    @property
+    def is_lazy(self) -> bool:
+        return self._gather is not None
 
     @property
     def logits(self) -> torch.Tensor:
-        if (whole := self.__dict__.get("_whole")) is not None:
-            self.logits = whole(self._local_logits)
-        found: torch.Tensor = self.__dict__["logits"]
-        return found
+        if self._gather is not None:
+            self.logits = self._gather(self.local_logits)
+        logits: torch.Tensor = self.__dict__["logits"]
+        return logits
 
     @logits.setter
-    def logits(self, value: torch.Tensor) -> None:
-        self.__dict__.update(_whole=None, logits=value)
-        dict.__setitem__(self, "logits", value)
+    def logits(self, logits: torch.Tensor) -> None:
+        self.__dict__.update(_gather=None, logits=logits)
+        dict.__setitem__(self, "logits", logits)
 
     @property
     def loss(self) -> torch.Tensor | None:
-        if (of := self.__dict__.get("_loss")) is not None:
-            self.loss = of(self._local_logits)
-        found: torch.Tensor | None = self.__dict__.get("loss")
-        return found
+        if self._compute_loss is not None:
+            self.loss = self._compute_loss(self.local_logits)
+        loss: torch.Tensor | None = self.__dict__.get("loss")
+        return loss
 
     @loss.setter
-    def loss(self, value: torch.Tensor | None) -> None:
-        self.__dict__.update(_loss=None, loss=value)
-        if value is not None:
-            dict.__setitem__(self, "loss", value)
+    def loss(self, loss: torch.Tensor | None) -> None:
+        self.__dict__.update(_compute_loss=None, loss=loss)
+        if loss is not None:
+            dict.__setitem__(self, "loss", loss)
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
             if key not in self:
                 raise KeyError(key)
-            return getattr(self, key)  # of logits the whole ones
+            return getattr(self, key)  # gathers logits
         names = list(self.keys())[key]
         return getattr(self, names) if isinstance(names, str) else tuple(self[name] for name in names)
 
@@ -80,11 +73,27 @@ class _Lazy(ModelOutput):  # type: ignore[misc]
         return [(name, self[name]) for name in self.keys()]
 
 
-_made: dict[type, type] = {}
+def with_lazy_logits(outputs: Any, gather: Gather, compute_loss: Gather | None = None) -> Any:
+    """`outputs` of a transformers model with `gather` applied to its logits when they are read.
+
+    Args:
+        compute_loss: gives the loss from this rank's logits, if it has not been computed.
+
+    Returns:
+        An output of a subclass of the outputs' class; of a tuple (return_dict=False) a tuple whose logits are
+        gathered already, since it has no later moment.
+    """
+    if isinstance(outputs, tuple):
+        at = next((i for i, v in enumerate(outputs) if v is not None and v.dim() == 3), None)
+        return outputs if at is None else (*outputs[:at], gather(outputs[at]), *outputs[at + 1 :])
+    output_class: Any = type(outputs)
+    lazy = _lazy_class(output_class)(
+        **{field.name: getattr(outputs, field.name) for field in fields(outputs)}
+    )
+    vars(lazy).update(local_logits=outputs.logits, _gather=gather, _compute_loss=compute_loss)
+    return lazy
 
 
-def _lazy(kind: type) -> type:
-    """A subclass of a transformers output."""
-    if kind not in _made:
-        _made[kind] = type(kind.__name__, (_Lazy, kind), {})
-    return _made[kind]
+@cache
+def _lazy_class(output_class: Any) -> Any:
+    return type(output_class.__name__, (LazyLogits, output_class), {})

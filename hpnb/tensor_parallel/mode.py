@@ -1,15 +1,20 @@
-"""What a mode of tensor parallelism has to say about a model: 1D, 2D, 2.5D and 3D each are one `Mode`.
+"""What a mode of tensor parallelism, 1D, 2D, 2.5D or 3D, decides about a model.
 
-    cuts      which part of each weight this rank holds
-    layer     what takes the place of a layer, so that it computes with parts
-    connect   where hidden states are dealt out, and where they are put together again
-    loss      the cross entropy of logits that are cut
+    weight_cuts      which part of each weight this rank holds
+    replace_layer    what replaces a layer, so that it computes with parts
+    connect          where hidden states are sharded, and where they are gathered again
+    cross_entropy    the loss of sharded logits
 
-`parallelize.py` does the rest, the same for all of them: it asks the model's table of roles, cuts each
-weight, exchanges the layers, and nothing in the model's own forward changes.
+`parallelize.py` does the rest for all of them: it reads the model's table of roles, shards each weight, and
+replaces the layers. The model's own forward stays unchanged.
 
-Between the first block and the head, hidden states (b, s, h) are cut as the mode likes. What comes before and
-after is whole: ids, masks and labels are the same on all ranks.
+Between the first block and the head, hidden states (b, s, h) are sharded as the mode likes. Before and after
+them everything is replicated: ids, masks and labels are equal on all ranks.
+
+    1d      t              any number of ranks
+    2d      q x q          1, 4, 9, 16, ...
+    2.5d    d x q x q      8 = 2 x 2 x 2, 12 = 3 x 2 x 2, 18 = 2 x 3 x 3, ...; d = 1 is 2d
+    3d      l x l x l      1, 8, 27, ...
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isqrt
 from typing import Literal
 
 import torch
@@ -24,92 +30,111 @@ from torch import nn
 
 from hpnb.mesh import Axis
 from hpnb.models import Anatomy, Role
-from hpnb.models.attention import Attention
 from hpnb.models.in_place_cross_entropy import VocabShard
+from hpnb.models.model_anatomy import Attention
 from hpnb.placement import Cut
-from hpnb.split_sizes import split_sizes
 
-Place = Literal["embedding", "block", "head"]
+NAMES = ("1d", "2d", "2.5d", "3d")
+Section = Literal["embedding", "block", "head"]
+
+
+def check_ranks(mode: str, ranks: int, depth: int = 1) -> None:
+    """Raises ValueError if a grid mode cannot use so many ranks, with the nearest numbers that it can."""
+    if mode == "3d":
+        side = round(ranks ** (1 / 3))
+        if side**3 != ranks:
+            low = max(n for n in range(1, ranks + 1) if n**3 <= ranks)
+            raise ValueError(
+                f"3d needs l x l x l ranks, and {ranks} is no cube; {low**3} = {low} x {low} x {low} would "
+                f"do, or {(low + 1) ** 3}, or mode='1d' on all {ranks}"
+            )
+    elif mode in ("2d", "2.5d"):
+        square, rest = divmod(ranks, depth)
+        if rest or isqrt(square) ** 2 != square:
+            name = "q x q" if depth == 1 else f"{depth} x q x q"
+            low = max(1, isqrt(ranks // depth))
+            raise ValueError(
+                f"{mode} needs {name} ranks, and {ranks} is not of that form; {depth * low**2} would do, or "
+                f"{depth * (low + 1) ** 2}, or mode='1d' on all {ranks}"
+            )
 
 
 @dataclass(frozen=True)
-class SplitModel:
-    """The model that is being cut.
+class ModelToShard:
+    """The model that is being sharded.
 
     Attributes:
+        module: the model itself.
         roles: of each parameter, by its name in the model.
-        shapes: of each parameter as it is whole; a tied one stands under all of its names.
-        layers: paths of the modules that have parameters with a role, with their place and roles by attribute
-            ("weight", "bias"), in the model's order.
-        lazy: whether logits may stay cut after the head: the model computes its loss through a
-            `loss_function` that can be exchanged. If not, the head must give whole logits.
+        shapes: of each unsplit parameter; a tied one stands under all of its names.
+        layers: paths of the modules that have parameters with a role, with their section and roles by
+            attribute ("weight", "bias"), in the model's order.
+        lazy_logits: whether logits may stay sharded after the head, because the model computes its loss
+            through a `loss_function` that can be replaced. If not, the head must gather its logits.
     """
 
-    model: nn.Module
+    module: nn.Module
     anatomy: Anatomy
     attentions: tuple[Attention, ...]
     roles: Mapping[str, Role]
     shapes: Mapping[str, tuple[int, ...]]
-    layers: Mapping[str, tuple[Place, Mapping[str, Role]]]
-    lazy: bool
+    layers: Mapping[str, tuple[Section, Mapping[str, Role]]]
+    lazy_logits: bool
 
     @property
-    def words(self) -> int | None:
-        """The size of the vocabulary that the head gives logits of; None if it classifies."""
-        for path, (place, roles) in self.layers.items():
-            if place == "head" and roles.get("weight", _NO_WORDS).vocabulary is not None:
-                return self.words_of(path)
+    def vocab_size(self) -> int | None:
+        """Of the logits that the head gives; None if it classifies."""
+        for path, (section, roles) in self.layers.items():
+            if section == "head" and "weight" in roles and roles["weight"].vocabulary is not None:
+                return self.vocab_size_of(path)
         return None
 
-    def words_of(self, path: str) -> int:
-        """The vocabulary of the embedding or head at `path`."""
+    def vocab_size_of(self, path: str) -> int:
+        """Of the embedding or head at `path`."""
         dim = self.layers[path][1]["weight"].vocabulary
         assert dim is not None, f"{path} has no vocabulary"
         return self.shapes[f"{path}.weight"][dim]
 
 
-_NO_WORDS = Role("head", out_dim=0)
-
-
 class TensorParallelMode(ABC):
-    """How one model lies on the ranks of one axis.
+    """How one model is sharded over the ranks of one axis.
 
     Attributes:
         name: "1d", "2d", "2.5d" or "3d".
-        axes: along which weights may be cut: the axis itself, or those of the grid that it is folded into.
+        axes: along which weights may be sharded: the axis itself, or those of the grid that it is split into.
     """
 
     name: str
     axes: tuple[Axis, ...]
 
     @abstractmethod
-    def check(self, subject: SplitModel) -> None:
-        """Raises ValueError if something cannot be cut so: the numbers, and the nearest layout that works."""
+    def check(self, model: ModelToShard) -> None:
+        """Raises ValueError if something cannot be sharded so, with the numbers and what would work."""
 
     @abstractmethod
-    def cuts(self, role: Role, shape: Sequence[int]) -> tuple[Cut, ...]:
+    def weight_cuts(self, role: Role, shape: Sequence[int]) -> tuple[Cut, ...]:
         """The part of a weight that this rank holds; () is all of it."""
 
     @abstractmethod
-    def layer(self, path: str, old: nn.Module, subject: SplitModel) -> nn.Module | None:
-        """What takes the place of `old`, whose weights are cut already; None leaves it."""
+    def replace_layer(self, path: str, old: nn.Module, model: ModelToShard) -> nn.Module | None:
+        """What replaces `old`, whose weights are sharded already; None keeps it."""
 
     @abstractmethod
-    def connect(self, subject: SplitModel) -> None:
-        """Hook the model up, after its layers have been exchanged."""
+    def connect(self, model: ModelToShard) -> None:
+        """Register the model's hooks, after its layers have been replaced."""
 
     @property
-    def begin(self) -> Callable[[int, int], None] | None:
-        """Who wants to know how many rows and tokens a batch has, before a block runs on it."""
+    def set_batch_shape(self) -> Callable[[int, int], None] | None:
+        """To be called with a batch's size and length before a block runs on it; None if nothing needs it."""
         return None
 
     @abstractmethod
-    def heads(self, total: int) -> int:
+    def local_heads(self, heads: int) -> int:
         """How many of an attention's heads this rank computes."""
 
     @abstractmethod
     def cross_entropy(
-        self, logits: torch.Tensor, targets: torch.Tensor, words: int, **options: float
+        self, logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, **options: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Summed loss and count over the whole batch, on all ranks.
 
@@ -119,39 +144,10 @@ class TensorParallelMode(ABC):
             options: of `hpnb.tensor_parallel.cross_entropy`.
         """
 
-    def words(self, vocabulary: int) -> VocabShard | None:
-        """This rank's, if its loss is the cross entropy of all rows and of these words."""
+    def vocab_shard(self, vocab_size: int) -> VocabShard | None:
+        """This rank's, if its logits are those of all samples and of a shard of the vocabulary."""
         return None
 
     @abstractmethod
-    def gather_logits(self, logits: torch.Tensor, words: int) -> torch.Tensor:
-        """Logits of all words and rows, on all ranks; gathers."""
-
-
-# --- what all modes share ----------------------------------------------------------------------------------
-
-
-def split_units(axis: Axis, role: Role, dim: int, size: int) -> Cut:
-    """A cut along `dim` that leaves units whole: 25 heads over 4 ranks are 7, 6, 6 and 6 of them.
-
-    A fused weight (q, k and v side by side) is cut in each of its parts.
-    """
-    fused = role.fused if dim == role.out_dim else 1
-    width = size // fused  # of one of q, k and v
-    unit = width // role.units
-    share = split_sizes(role.units, axis.size)
-    start = sum(share[: axis.rank]) * unit
-    stop = start + share[axis.rank] * unit
-    return Cut(axis.name, dim, tuple((part * width + start, part * width + stop) for part in range(fused)))
-
-
-def split_evenly(axis: Axis, dim: int, size: int) -> Cut:
-    """A cut along `dim`, where any row may be the first: the first ranks have one more if it is uneven."""
-    share = split_sizes(size, axis.size)
-    start = sum(share[: axis.rank])
-    return Cut(axis.name, dim, ((start, start + share[axis.rank]),))
-
-
-def is_transposed(roles: Mapping[str, Role]) -> bool:
-    """Whether a layer's weight is (in, out), as transformers' Conv1D has it."""
-    return roles["weight"].in_dim == 0
+    def gather_logits(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """This rank's logits -> those of all samples and tokens of the vocabulary, on all ranks."""

@@ -1,20 +1,21 @@
-"""Cut a transformers model so that the ranks of one axis compute it together.
+"""Shard a transformers model so that the ranks of one axis compute it together.
 
     model = hpnb.models.vit("laptop", classes=3)
     hpnb.tensor_parallel.parallelize(model, mesh.tp, mode="1d", sequence_parallel=True)
     loss = model(pixel_values=pixels, labels=labels).loss         # the whole batch in, the whole loss out
     loss.backward()
-    hpnb.tensor_parallel.full_state_dict(model)                   # as if it had never been cut
+    hpnb.tensor_parallel.full_state_dict(model)                   # of the unsplit model
 
-The model's class and its forward stay as they are. What changes is read off one table, the role of each
-weight (`hpnb.models.roles`): a weight keeps this rank's part under its old name, a linear layer becomes one
-that computes with parts, and hooks deal hidden states out before the first block and put them together at the
+The model's class and its forward stay unchanged. What changes is read off one table, the role of each weight
+(`hpnb.models.roles`): a weight keeps this rank's part under its old name, a linear layer is replaced by one
+that computes with parts, and hooks shard the hidden states before the first block and gather them at the
 head. The same table serves every mode.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,13 +28,15 @@ from hpnb import placement
 from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.mesh import Axis
 from hpnb.models import Role, anatomy, attentions, roles
-from hpnb.models.model_anatomy import Inputs, wrap
-from hpnb.placement import Placement, gather_full, placement_of, set_placement
+from hpnb.models.model_anatomy import Inputs, Part, WrappedAnatomy, wrap_anatomy
+from hpnb.placement import Placement
 from hpnb.ranks.current_rank import device as this_device
-from hpnb.tensor_parallel.cut_anatomy import around
-from hpnb.tensor_parallel.lazy_logits import lazily
-from hpnb.tensor_parallel.mode import Place, SplitModel, TensorParallelMode
-from hpnb.tensor_parallel.modes import make
+from hpnb.tensor_parallel.lazy_logits import with_lazy_logits
+from hpnb.tensor_parallel.mode import NAMES, ModelToShard, Section, TensorParallelMode, check_ranks
+from hpnb.tensor_parallel.tp_1d import TensorParallel1D
+from hpnb.tensor_parallel.tp_2d import TensorParallel2D
+from hpnb.tensor_parallel.tp_3d import TensorParallel3D
+from hpnb.tensor_parallel.tp_25d import TensorParallel25D
 
 _MODE = "_hpnb_tensor_parallel"
 
@@ -45,44 +48,46 @@ def parallelize(
     sequence_parallel: bool = False,
     depth: int = 1,
 ) -> nn.Module:
-    """Cut `model` along `axis`, in place, and return it.
+    """Shard `model` along `axis`, in place, and return it.
 
     Every rank of the axis passes the same batch and reads the same loss. Parameters stay the same objects, so
-    an optimizer that was made before holds the parts now; what it had gathered of a parameter does not fit
+    an optimizer that was made before holds the parts now; the state that it has already gathered does not fit
     any more. Values are those of the axis's first rank. A model on the meta device stays there, to be filled
-    by `hpnb.placement.load_full_state_dict`; another one goes to `hpnb.device()`, one part after the other.
+    by `hpnb.placement.load_full_state_dict`; any other goes to `hpnb.device()`, one part after the other.
 
     Args:
         model: one that `hpnb.models` knows: a ViTForImageClassification, GPT2LMHeadModel or
             GPT2ForSequenceClassification, or a class given to `hpnb.models.register`.
         axis: the tensor axis, `mesh.tp`.
-        mode: "1d" (columns and rows; any number of ranks), "2d" (q x q ranks), "2.5d" (depth x q x q), "3d"
-            (l x l x l).
-        sequence_parallel: cut what lies between the matrices along the tokens. For "1d"; the grids cut
+        mode: "1d" (column- and row-parallel; any number of ranks), "2d" (q x q ranks), "2.5d" (depth x q x
+            q), "3d" (l x l x l).
+        sequence_parallel: shard what lies between the matrices along the tokens. For "1d"; the grids shard
             everything anyway.
         depth: the d of "2.5d".
 
     Raises:
         TypeError: a model of another kind, or a wrapped one.
         ValueError: a mode that this many ranks cannot serve, sizes that do not divide where they must, more
-            ranks than heads, a model that has been cut before, or trained parameters with a gradient.
+            ranks than heads, a model that has been sharded before, or trained parameters with a gradient.
     """
-    if _mode(model) is not None:
+    if _mode_of(model) is not None:
         raise ValueError("this model has been cut by parallelize before; cut a new one")
-    subject = _subject(model)
-    how = make(mode, axis, sequence_parallel, depth)
-    how.check(subject)
-    _cut(subject, axis, how)
-    for path in subject.layers:
+    to_shard = _describe(model)
+    how = make_mode(mode, axis, sequence_parallel, depth)
+    how.check(to_shard)
+    _shard_weights(to_shard, axis, how)
+    for path in to_shard.layers:
         old = model.get_submodule(path)
-        if (new := how.layer(path, old, subject)) is not None:
+        if (new := how.replace_layer(path, old, to_shard)) is not None:
             model.set_submodule(path, new)
-    for attention in subject.attentions:
-        attention.resize(how.heads(attention.heads))
-    how.connect(subject)
-    words = subject.words
-    outputs = None if words is None or not subject.lazy else _keep_logits_cut(model, how, words)
-    wrap(model, partial(around, begin=how.begin, outputs=outputs))
+    for attention in to_shard.attentions:
+        attention.resize(how.local_heads(attention.heads))
+    how.connect(to_shard)
+    finish = None
+    if to_shard.vocab_size is not None and to_shard.lazy_logits:
+        finish = _keep_logits_sharded(model, how, to_shard.vocab_size)
+    wrap = partial(TensorParallelAnatomy.around, set_batch_shape=how.set_batch_shape, finish_outputs=finish)
+    wrap_anatomy(model, wrap)
     setattr(model, _MODE, how)
     placement.keep_placements(model)
     if not any(p.is_meta for p in model.parameters()):
@@ -90,13 +95,38 @@ def parallelize(
     return model
 
 
+def make_mode(mode: str, axis: Axis, sequence_parallel: bool = False, depth: int = 1) -> TensorParallelMode:
+    """The mode of that name on `axis`. All ranks call it, because it makes the groups of a grid.
+
+    Raises:
+        ValueError: no such mode, options that it does not have, or a number of ranks that it cannot use.
+    """
+    if mode not in NAMES:
+        raise ValueError(f"no tensor-parallel mode {mode!r}; use {', '.join(NAMES)}")
+    if depth < 1:
+        raise ValueError(f"depth={depth} is not a count; use 1 or more")
+    if depth > 1 and mode != "2.5d":
+        raise ValueError(f"mode {mode!r} has no depth; depth={depth} goes with mode='2.5d'")
+    if mode == "1d":
+        return TensorParallel1D(axis, sequence_parallel)
+    if sequence_parallel:
+        raise ValueError(
+            f"mode {mode!r} shards every activation over all ranks already; sequence_parallel goes with "
+            "mode='1d'"
+        )
+    check_ranks(mode, axis.size, depth)
+    if mode == "3d":
+        return TensorParallel3D(axis)
+    return TensorParallel25D(axis, depth) if depth > 1 else TensorParallel2D(axis)
+
+
 def axes(model: nn.Module) -> tuple[Axis, ...]:
-    """The axes along which `model`, or what it wraps, has been cut.
+    """The axes along which `model`, or what it wraps, has been sharded.
 
     Raises:
         ValueError: it has not been.
     """
-    if (how := _mode(model)) is None:
+    if (how := _mode_of(model)) is None:
         raise ValueError(
             "this model has not been cut; hpnb.tensor_parallel.parallelize(model, mesh.tp) does it"
         )
@@ -107,7 +137,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """{name: tensor} of the unsplit model, on every rank; all ranks call it.
 
     Raises:
-        ValueError: a model that has not been cut, or one that is cut along another axis too:
+        ValueError: a model that has not been sharded, or one that is sharded along another axis too:
             `hpnb.placement.full_state_dict(model, [*axes(model), mesh.dp])` is for that.
     """
     return placement.full_state_dict(model, axes(model))
@@ -118,25 +148,25 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
     A tied parameter stands under its first name. The errors are those of `full_state_dict`.
     """
-    along = {axis.name: axis for axis in axes(model)}
-    held = {name: p for name, p in model.named_parameters() if p.grad is not None}
-    places = {name: placement_of(p, name) for name, p in held.items()}
+    axis_by_name = {axis.name: axis for axis in axes(model)}
+    parameters = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    placements = {name: placement.placement_of(p, name) for name, p in parameters.items()}
     peers: dict[str, list[dict[str, Placement]]] = {}
-    for axis in along.values():
+    for axis in axis_by_name.values():
         peers[axis.name] = [{} for _ in range(axis.size)]
-        dist.all_gather_object(peers[axis.name], places, axis.group)
-    found = {}
-    for name, p in held.items():
+        dist.all_gather_object(peers[axis.name], placements, axis.group)
+    gradients = {}
+    for name, p in parameters.items():
         assert p.grad is not None
-        others = {a: [theirs[name] for theirs in peers[a]] for a in places[name].axes}
-        found[name] = gather_full(p.grad, places[name], others, along)
-    return found
+        others = {a: [of_peer[name] for of_peer in peers[a]] for a in placements[name].axes}
+        gradients[name] = placement.gather_full(p.grad, placements[name], others, axis_by_name)
+    return gradients
 
 
 def load_full_state_dict(model: nn.Module, full: Mapping[str, torch.Tensor]) -> None:
     """Fill `model` from the unsplit model's tensors, each rank taking its parts; nothing is sent.
 
-    What is on the meta device gets memory on `hpnb.device()` for its part, and is another Parameter then:
+    A parameter on the meta device gets memory on `hpnb.device()` for its part, and is another Parameter then:
     make the optimizer after.
 
     Args:
@@ -145,76 +175,81 @@ def load_full_state_dict(model: nn.Module, full: Mapping[str, torch.Tensor]) -> 
     Raises:
         ValueError: a missing or unexpected name, or another shape.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}  # a tied one stays one
+    filled: dict[nn.Parameter, nn.Parameter] = {}  # a tied one stays one
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None and p.is_meta:
-                if p not in made:
-                    made[p] = nn.Parameter(torch.empty_like(p, device=this_device()), p.requires_grad)
-                    set_placement(made[p], placement_of(p, name))
-                module._parameters[name] = made[p]
+                if p not in filled:
+                    filled[p] = nn.Parameter(torch.empty_like(p, device=this_device()), p.requires_grad)
+                    placement.set_placement(filled[p], placement.placement_of(p, name))
+                module._parameters[name] = filled[p]
     placement.load_full_state_dict(model, full)
 
 
-# --- the pieces ---
+# --- the steps of parallelize --------------------------------------------------------------------------
 
 
-def _mode(model: nn.Module) -> TensorParallelMode | None:
+def _mode_of(model: nn.Module) -> TensorParallelMode | None:
     for module in model.modules():
         if (how := module.__dict__.get(_MODE)) is not None:
             return how  # type: ignore[no-any-return]
     return None
 
 
-def _subject(model: nn.Module) -> SplitModel:
-    found, table = anatomy(model), roles(model)
-    places: dict[str, Place] = {}
-    places |= {part.name: "embedding" for part in found.embedding}
-    places |= {part.name: "block" for part in found.blocks}
-    places |= {part.name: "head" for part in found.head}
-    layers: dict[str, tuple[Place, dict[str, Role]]] = {}
-    by_parameter = {p: table[name] for name, p in model.named_parameters()}
+def _describe(model: nn.Module) -> ModelToShard:
+    parts, table = anatomy(model), roles(model)
+    sections: dict[str, Section] = {}
+    sections |= {part.name: "embedding" for part in parts.embedding}
+    sections |= {part.name: "block" for part in parts.blocks}
+    sections |= {part.name: "head" for part in parts.head}
+    layers: dict[str, tuple[Section, dict[str, Role]]] = {}
+    role_of = {p: table[name] for name, p in model.named_parameters()}
     for name, p in model.named_parameters(remove_duplicate=False):
         path, _, attribute = name.rpartition(".")
-        place = next(places[part] for part in places if path == part or path.startswith(part + "."))
-        layers.setdefault(path, (place, {}))[1][attribute] = by_parameter[p]
-    return SplitModel(
-        model=model,
-        anatomy=found,
+        section = next(sections[part] for part in sections if path == part or path.startswith(part + "."))
+        layers.setdefault(path, (section, {}))[1][attribute] = role_of[p]
+    return ModelToShard(
+        module=model,
+        anatomy=parts,
         attentions=attentions(model),
         roles=table,
         shapes={n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)},
         layers=layers,
-        lazy=hasattr(type(model), "loss_function"),
+        lazy_logits=hasattr(type(model), "loss_function"),
     )
 
 
-def _cut(subject: SplitModel, axis: Axis, how: TensorParallelMode) -> None:
+def _shard_weights(model: ModelToShard, axis: Axis, how: TensorParallelMode) -> None:
     """Leave each parameter this rank's part, which is on this rank's device unless it is on meta."""
-    for name, p in subject.model.named_parameters():
+    for name, p in model.module.named_parameters():
         if p.grad is not None:
             raise ValueError(
                 f"{name} has a gradient, which would not fit its part; cut the model before that"
             )
-        whole = p.detach()
+        full = p.detach()
         if not p.is_meta:
-            whole = whole.to(this_device(), copy=True).contiguous()
+            full = full.to(this_device(), copy=True).contiguous()
             if axis.size > 1:
-                dist.broadcast(whole, axis.ranks[0], axis.group)
-        place = Placement(name, tuple(p.shape), how.cuts(subject.roles[name], p.shape))
-        part = place.take(whole)
+                dist.broadcast(full, axis.ranks[0], axis.group)
+        place = Placement(name, tuple(p.shape), how.weight_cuts(model.roles[name], p.shape))
+        part = place.take(full)
         p.data = part.clone() if place.cuts else part
         if place.cuts:
-            set_placement(p, place)
+            placement.set_placement(p, place)
 
 
-def _keep_logits_cut(model: Any, how: TensorParallelMode, words: int) -> Callable[[Any, Inputs], Any]:
-    """Gives what a pipeline's last stage does to the outputs of its head."""
+def _keep_logits_sharded(
+    model: Any, how: TensorParallelMode, vocab_size: int
+) -> Callable[[Any, Inputs], Any]:
+    """Give `model` a loss of sharded logits, and outputs that gather logits when they are read.
 
-    def loss(
+    Returns:
+        What a pipeline's last stage does to the outputs of its head.
+    """
+
+    def loss_function(
         logits: torch.Tensor,
         labels: torch.Tensor,
-        vocab_size: int | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         ignore_index: int = IGNORE_INDEX,
         shift_labels: torch.Tensor | None = None,
@@ -222,29 +257,54 @@ def _keep_logits_cut(model: Any, how: TensorParallelMode, words: int) -> Callabl
         z_loss: float = 0.0,
         **_: Any,
     ) -> torch.Tensor:
-        """What transformers' ForCausalLMLoss gives, of logits that are cut; the mean of no token is 0."""
+        """What transformers' ForCausalLMLoss computes, of sharded logits; the mean of no token is 0."""
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         total, count = how.cross_entropy(
             logits,
             shift_labels,
-            words,
+            vocab_size,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             z_loss=z_loss,
         )
         return total / (count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
 
-    vars(loss)["words"] = how.words(words)
-    model.loss_function = loss
+    def gather(logits: torch.Tensor) -> torch.Tensor:
+        return how.gather_logits(logits, vocab_size)
 
-    def after(module: nn.Module, args: Any, outputs: Any) -> Any:
-        return lazily(outputs, lambda logits: how.gather_logits(logits, words))
-
-    def of_a_stage(outputs: Any, inputs: Inputs) -> Any:
+    def finish_outputs(outputs: Any, inputs: Inputs) -> Any:
         labels = inputs.get("labels")
-        of = None if labels is None else lambda logits: loss(logits, labels)
-        return lazily(outputs, lambda logits: how.gather_logits(logits, words), of)
+        compute_loss = None if labels is None else lambda logits: loss_function(logits, labels)
+        return with_lazy_logits(outputs, gather, compute_loss)
 
-    model.register_forward_hook(after)
-    return of_a_stage
+    vars(loss_function)["vocab_shard"] = how.vocab_shard(vocab_size)
+    model.loss_function = loss_function
+    model.register_forward_hook(lambda module, args, outputs: with_lazy_logits(outputs, gather))
+    return finish_outputs
+
+
+@dataclass(frozen=True)
+class TensorParallelAnatomy(WrappedAnatomy):
+    """The parts of a sharded model. A pipeline runs them without the model's own forward, so what that would
+    have prepared comes from the batch, which every stage has.
+
+    Attributes:
+        set_batch_shape: to be called with a batch's size and length before a block runs on it, if anything
+            needs it.
+        finish_outputs: applied to the outputs of the head: (outputs, inputs) -> outputs; None leaves them.
+    """
+
+    set_batch_shape: Callable[[int, int], None] | None = field(kw_only=True)
+    finish_outputs: Callable[[Any, Inputs], Any] | None = field(kw_only=True)
+
+    def run(self, block: Part, hidden: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        if self.set_batch_shape is not None:
+            self.set_batch_shape(*self.inner.tokens(inputs))
+        return super().run(block, hidden, inputs)
+
+    def finish(self, hidden: torch.Tensor, inputs: Inputs) -> Any:
+        if self.set_batch_shape is not None:
+            self.set_batch_shape(*self.inner.tokens(inputs))
+        outputs = super().finish(hidden, inputs)
+        return outputs if self.finish_outputs is None else self.finish_outputs(outputs, inputs)

@@ -1,18 +1,18 @@
-"""A layer norm whose width is cut over q ranks: two numbers a token are summed, and two more in the backward.
+"""A layer norm whose hidden size is sharded over q ranks: it sums two numbers per token over the ranks.
 
-    y = x' g + b,   x' = (x - m) / sqrt(v + e)       m, v: mean and variance over the width h
+    y = x' g + b,   x' = (x - m) / sqrt(v + e)       m, v: mean and variance over the hidden size h
 
-    forward     m   = 1/q sum_j m_j                  m_j, v_j: of the h / q that rank j has
+    forward     m   = 1/q sum_j m_j                  m_j, v_j: of the h / q values that rank j has
                 v   = 1/q sum_j (v_j + m_j^2) - m^2
     backward    dx  = (dx' - mean(dx') - x' mean(dx' x')) / sqrt(v + e),     dx' = dy g
 
-(Ba et al. 2016, arXiv 1607.06450; cut along the width, Xu et al. 2021, arXiv 2104.05343, section 3.2.) In
-float32 the difference v would lose its digits where m is large beside sqrt(v), so what is sent are float64
-numbers: n tokens send
+(Ba et al. 2016, arXiv 1607.06450; sharded along the hidden size, Xu et al. 2021, arXiv 2104.05343, section
+3.2.) In float32 the difference v would lose its digits where m is large beside sqrt(v), so the forward sends
+float64 numbers. For n tokens a rank sends
 
     2 (q-1)/q * 2 n * 8 bytes in the forward, 2 (q-1)/q * 2 n * (4 bytes, or 8 of float64) in the backward.
 
-dg = sum over tokens of dy x' and db = sum of dy are of this rank's rows: whoever uses the norm sums them.
+dg = sum over tokens of dy x' and db = sum of dy cover this rank's samples: whoever uses the norm sums them.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
 
 
 class ShardedLayerNorm(nn.Module):
-    """Takes the place of an nn.LayerNorm over h, whose weights are cut already.
+    """Replaces an nn.LayerNorm over h, whose weights are sharded already.
 
     Args:
-        width: the axis along which h is cut, evenly.
-        shared: sums the gradients of scale and shift over the row shares; None where rows are whole.
+        hidden_axis: the axis along which h is sharded, evenly.
+        grad_sum: sums the gradients of scale and shift over shards of the batch; None if the batch is whole.
     """
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
-    def __init__(self, old: nn.LayerNorm, width: Axis, shared: ReplicatedGradSum | None) -> None:
+    def __init__(self, old: nn.LayerNorm, hidden_axis: Axis, grad_sum: ReplicatedGradSum | None) -> None:
         super().__init__()
-        self.eps, self.width, self.shared = old.eps, width, shared
+        self.eps, self.hidden_axis, self.grad_sum = old.eps, hidden_axis, grad_sum
         self.register_parameter("weight", old.weight)
         self.register_parameter("bias", old.bias)
         self.train(old.training)
@@ -51,15 +51,15 @@ class ShardedLayerNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight: torch.Tensor | None = self.weight
         bias: torch.Tensor | None = self.bias
-        if self.shared is not None:
-            weight, bias = self.shared.used(weight), self.shared.used(bias)
-        if self.width.size == 1:
+        if self.grad_sum is not None:
+            weight, bias = self.grad_sum.weight(weight), self.grad_sum.weight(bias)
+        if self.hidden_axis.size == 1:
             return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)
-        normed: torch.Tensor = _ShardedLayerNorm.apply(x, weight, bias, self.width, self.eps)
-        return normed
+        y: torch.Tensor = _ShardedLayerNorm.apply(x, weight, bias, self.hidden_axis, self.eps)
+        return y
 
     def extra_repr(self) -> str:
-        return f"ranks={self.width.size}, eps={self.eps}"
+        return f"ranks={self.hidden_axis.size}, eps={self.eps}"
 
 
 class _ShardedLayerNorm(torch.autograd.Function):
@@ -69,23 +69,22 @@ class _ShardedLayerNorm(torch.autograd.Function):
         x: torch.Tensor,  # (..., h / q)
         weight: torch.Tensor | None,  # (h / q,)
         bias: torch.Tensor | None,
-        width: Axis,
+        hidden_axis: Axis,
         eps: float,
     ) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         v_j, m_j = torch.var_mean(wide, -1, correction=0)  # (...)
         m, v = sums = torch.stack([m_j, v_j]).double()  # (2, ...)
         v.addcmul_(m, m)
-        _mean(sums, width)
-        exact = v.addcmul_(m, m, value=-1).clamp_(min=0).add_(eps).rsqrt_()
-        scale, shift = exact.to(wide.dtype).unsqueeze(-1), (m * exact).neg_().to(wide.dtype).unsqueeze(-1)
+        _average(sums, hidden_axis)
+        rsqrt = v.addcmul_(m, m, value=-1).clamp_(min=0).add_(eps).rsqrt_()
+        scale, shift = rsqrt.to(wide.dtype).unsqueeze(-1), (m * rsqrt).neg_().to(wide.dtype).unsqueeze(-1)
         y = torch.addcmul(shift, wide, scale)  # x' of the formula
         if weight is not None:
             y = y * weight if bias is None else torch.addcmul(bias.to(y.dtype), y, weight.to(y.dtype))
-        ctx.width = width
+        ctx.hidden_axis = hidden_axis
         ctx.save_for_backward(x, weight, bias, shift, scale)
-        found: torch.Tensor = y.to(_kind(x, weight, bias))
-        return found
+        return y.to(_output_dtype(x, weight, bias))
 
     @staticmethod
     @once_differentiable
@@ -100,13 +99,13 @@ class _ShardedLayerNorm(torch.autograd.Function):
             d_bias = dy.flatten(0, -2).sum(0).to(bias.dtype)
         if ctx.needs_input_grad[0]:
             d_normed = dy.clone() if weight is None else dy * weight
-            sums = torch.stack([d_normed.mean(-1), (d_normed * normed).mean(-1)])  # (2, ...)
-            first, second = _mean(sums, ctx.width).unsqueeze(-1)
+            means = torch.stack([d_normed.mean(-1), (d_normed * normed).mean(-1)])  # (2, ...)
+            first, second = _average(means, ctx.hidden_axis).unsqueeze(-1)
             dx = d_normed.sub_(first).addcmul_(normed, second, value=-1).mul_(scale).to(x.dtype)
         return dx, d_weight, d_bias, None, None
 
 
-def _mean(numbers: torch.Tensor, axis: Axis) -> torch.Tensor:
+def _average(numbers: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Over the ranks of `axis`, in place."""
     if numbers.numel():
         with communication("all_reduce", axis.name, numbers.nbytes, axis.ranks):
@@ -114,8 +113,8 @@ def _mean(numbers: torch.Tensor, axis: Axis) -> torch.Tensor:
     return numbers.div_(axis.size)
 
 
-def _kind(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.dtype:
-    """What type PyTorch's own layer norm would give; under autocast that differs between devices."""
+def _output_dtype(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.dtype:
+    """The dtype that PyTorch's own layer norm would give; under autocast that differs between devices."""
     if not torch.is_autocast_enabled(x.device.type):
         return x.dtype
     return F.layer_norm(x.new_zeros((1, x.size(-1))), x.shape[-1:], weight, bias).dtype

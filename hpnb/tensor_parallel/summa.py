@@ -1,34 +1,34 @@
-"""Products of matrices that are cut into q x q blocks, over q x q ranks: the matrix product of 2D and 2.5D.
+"""SUMMA: products of matrices in q x q blocks over q x q ranks, for 2D and 2.5D tensor parallelism.
 
-Rank (i, j) of the grid holds block (i, j) of each matrix, and nothing is ever whole anywhere:
+Rank (i, j) of the grid holds block (i, j) of each matrix, and no rank ever holds a whole matrix:
 
-    ab     C = A B       C_ij = sum_t  A_it   B_tj       A_it comes across the row, B_tj down the column
-    abt    C = A B^T     C_it = sum_j  A_ij   B_tj^T     B_tj comes down; summed across, on place t
-    atb    C = A^T B     C_tj = sum_i  A_it^T B_ij       A_it comes across; summed down, on place t
+    ab     C = A B       C_ij = sum_t  A_it   B_tj       A_it comes along the row, B_tj along the column
+    abt    C = A B^T     C_it = sum_j  A_ij   B_tj^T     B_tj comes along the column; summed on the row's t-th
+    atb    C = A^T B     C_tj = sum_i  A_it^T B_ij       A_it comes along the row; summed on the column's t-th
 
 (van de Geijn & Watts 1997, "SUMMA: scalable universal matrix multiplication algorithm"; as layers of a
 transformer Xu et al. 2021, "An efficient 2D method for training super-large deep learning models" (Optimus),
 arXiv 2104.05343, section 3.) The gradients of each are the others, so a linear layer needs all three:
 
     Y = X W      dX = dY W^T  (abt)    dW = X^T dY  (atb)    X: (b s / q, in / q), W: (in / q, out / q)
-    Z = X E^T    dX = dZ E    (ab)     dE = dZ^T X  (atb)    E: a table of words, (V / q, h / q)
+    Z = X E^T    dX = dZ E    (ab)     dE = dZ^T X  (atb)    E: an embedding, (V / q, h / q)
 
-A panel is the block that all of a row or column use at step t. While panels t are multiplied, panels t + 1
-are on their way (two buffers), and the sum of t - 1 is on its way to its owner:
+A panel is the block that a whole row or column of ranks uses at step t. While panels t are multiplied, panels
+t + 1 are on their way (two buffers), and so is the sum of t - 1:
 
-    compute   [ t = 0 ][ t = 1 ][ t = 2 ]
-    wire      [ panels 1 ][ panels 2 ]
-                       [ sum of 0 ][ sum of 1 ][ sum of 2 ]
+    compute          [ t = 0 ][ t = 1 ][ t = 2 ]
+    communication    [ panels 1 ][ panels 2 ]
+                              [ sum of 0 ][ sum of 1 ][ sum of 2 ]
 
 A broadcast or reduce of n bytes counts (q-1)/q n (`hpnb.record.traffic`), and there are q panels of each. For
 blocks of n_x, n_w, n_z and n_e bytes, forward and backward send from each rank
 
-    Y = X W       across  3 (q-1) n_x        down  3 (q-1) n_w
-    Z = X E^T     across  2 (q-1) n_z        down  3 (q-1) n_e
+    Y = X W       along the row  3 (q-1) n_x        along the column  3 (q-1) n_w
+    Z = X E^T     along the row  2 (q-1) n_z        along the column  3 (q-1) n_e
 
-n_z and n_e are means over the panels where words do not divide by q. The gradients of X and E share the
-panels of dZ. In 2.5D the d layers of a d x q x q grid do this side by side, each with its own rows, and dW is
-summed over depth: 2 (d-1)/d n_w more (Wang et al. 2021, "Tesseract", arXiv 2105.14500, section 3).
+n_z and n_e are means over the panels if V does not divide by q. The gradients of X and E share the panels of
+dZ. In 2.5D the d layers of a d x q x q grid do this side by side, each with its own samples, and dW is summed
+over depth: 2 (d-1)/d n_w more (Wang et al. 2021, "Tesseract", arXiv 2105.14500, section 3).
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ from hpnb.mesh import Axis
 
 
 class PanelAxis(Background):
-    """The collectives that panels need, along one direction of the grid."""
+    """The collectives that panels need, along a row or column of the grid."""
 
     def reduce(self, tensor: torch.Tensor, to: int) -> Pending:
-        """Sum `tensor` on place `to` of the axis, in place; elsewhere it is no good afterwards."""
-        last = self.axis.ranks[to]
+        """Sum `tensor` on place `to` of the axis, in place; elsewhere its values are lost."""
+        target = self.axis.ranks[to]
         return self._start(
             "reduce",
             tensor.nbytes,
-            lambda wait: dist.reduce(tensor, last, group=self.axis.group, async_op=not wait),
+            lambda wait: dist.reduce(tensor, target, group=self.axis.group, async_op=not wait),
         )
 
 
 class SummaGrid:
-    """q x q ranks, seen from one of them, and what is common to the layers of a 2.5D grid.
+    """q x q ranks, seen from one of them, and the depth of a 2.5D grid.
 
     Args:
-        down: the ranks of this column, which have the other i; `down.rank` is i.
-        across: the ranks of this row, which have the other j; `across.rank` is j.
-        depth: the ranks at (i, j) of the other layers; None for 2D.
+        down: the ranks of this column, with all i; `down.rank` is i.
+        across: the ranks of this row, with all j; `across.rank` is j.
+        depth: the ranks at (i, j) of all layers; None for 2D.
 
     Raises:
         ValueError: rows and columns differ in number.
@@ -106,7 +106,7 @@ def abt(
     sums = PanelSums(grid.across)
     for t, (right,) in iterate_panels(grid.size, Panels(b, grid.down, 0, sizes)):
         sums.add(a @ right.t(), t)
-    return sums.own()
+    return sums.result()
 
 
 def atb(
@@ -121,10 +121,10 @@ def atb(
     sums = PanelSums(grid.down)
     for t, (left,) in iterate_panels(grid.size, Panels(a, grid.across, 1, sizes)):
         sums.add(left.t() @ b, t)
-    return sums.own()
+    return sums.result()
 
 
-def gradients(
+def linear_gradients(
     dy: torch.Tensor,
     x: torch.Tensor,
     w: torch.Tensor,
@@ -133,9 +133,9 @@ def gradients(
     for_w: bool,
     transposed: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dX = dY W^T and dW = X^T dY in one go, so that each computes while the other's panels travel.
+    """dX = dY W^T and dW = X^T dY together, so that each computes while the other's panels are on their way.
 
-    dW is as its weight is stored: (in, out) if `transposed`, else (out, in).
+    dW has the shape of its weight as it is stored: (in, out) if `transposed`, else (out, in).
     """
     if not for_x and not for_w:
         return None, None
@@ -145,9 +145,9 @@ def gradients(
         if for_x:
             sums_x.add(dy @ first.t(), t)
         if for_w:
-            left = rest[0] if for_x else first
-            sums_w.add(left.t() @ dy if transposed else dy.t() @ left, t)
-    return sums_x.own() if for_x else None, sums_w.own() if for_w else None
+            x_panel = rest[0] if for_x else first
+            sums_w.add(x_panel.t() @ dy if transposed else dy.t() @ x_panel, t)
+    return sums_x.result() if for_x else None, sums_w.result() if for_w else None
 
 
 # --- panels --------------------------------------------------------------------------------------------
@@ -163,73 +163,74 @@ class Panels:
     """
 
     def __init__(
-        self, block: torch.Tensor, wire: PanelAxis, dim: int, sizes: Sequence[int] | None = None
+        self, block: torch.Tensor, axis: PanelAxis, dim: int, sizes: Sequence[int] | None = None
     ) -> None:
-        self._turned = not block.is_contiguous() and block.t().is_contiguous()
-        self._own = block.t() if self._turned else block.contiguous()
-        self._wire, self._dim, self._sizes = wire, 1 - dim if self._turned else dim, sizes
+        self._transposed = not block.is_contiguous() and block.t().is_contiguous()
+        self._block = block.t() if self._transposed else block.contiguous()
+        self._axis, self._dim, self._sizes = axis, 1 - dim if self._transposed else dim, sizes
         self._buffers: dict[int, torch.Tensor] = {}
-        self.place = wire.axis.rank
+        self.place = axis.axis.rank
 
     def start(self, t: int) -> tuple[torch.Tensor, Pending]:
-        """Panel t, which is there when one has waited. Panel t - 2 is gone then."""
-        here = self._own
+        """Start to broadcast panel t: (panel, what to wait for). Panel t - 2 is overwritten."""
+        panel = self._block
         if t != self.place:
-            shape = list(here.shape)
+            shape = list(panel.shape)
             if self._sizes is not None:
                 shape[self._dim] = self._sizes[t]
-            here = self._buffer(t % 2, shape)
-        pending = self._wire.broadcast(here, t) if here.numel() else Pending()
-        return here.t() if self._turned else here, pending
+            panel = self._buffer(t % 2, shape)
+        pending = self._axis.broadcast(panel, t) if panel.numel() else Pending()
+        return panel.t() if self._transposed else panel, pending
 
     def _buffer(self, which: int, shape: list[int]) -> torch.Tensor:
         if which not in self._buffers:
-            most = list(shape)
+            largest = list(shape)
             if self._sizes is not None:
-                most[self._dim] = max(self._sizes)
-            self._buffers[which] = self._own.new_empty(most[0] * most[1])
+                largest[self._dim] = max(self._sizes)
+            self._buffers[which] = self._block.new_empty(largest[0] * largest[1])
         return self._buffers[which][: shape[0] * shape[1]].view(shape)
 
 
 def iterate_panels(steps: int, *panels: Panels) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
     """(t, panels t), while panels t + 1 are on their way."""
-    coming = [source.start(0) for source in panels]
-    given = []  # this rank's own, which it need not wait for to use
+    upcoming = [source.start(0) for source in panels]
+    sending = []  # of this rank's block, which it may use without waiting
     for t in range(steps):
-        here = coming
-        coming = [source.start(t + 1) for source in panels] if t + 1 < steps else []
-        for source, (_, pending) in zip(panels, here, strict=True):
+        current = upcoming
+        upcoming = [source.start(t + 1) for source in panels] if t + 1 < steps else []
+        for source, (_, pending) in zip(panels, current, strict=True):
             if t == source.place:
-                given.append(pending)
+                sending.append(pending)
             else:
                 pending.wait()
-        yield t, tuple(panel for panel, _ in here)
-    for pending in given:
+        yield t, tuple(panel for panel, _ in current)
+    for pending in sending:
         pending.wait()
 
 
 class PanelSums:
-    """Sums over a row or column of the grid, each on its way to its owner while the next one is computed."""
+    """Sums over a row or column of the grid, each on its way to its place while the next one is computed."""
 
-    def __init__(self, wire: PanelAxis) -> None:
-        self._wire = wire
-        self._mine: torch.Tensor | None = None
-        self._last: tuple[torch.Tensor, Pending] | None = None  # its memory is lent until it has arrived
+    def __init__(self, axis: PanelAxis) -> None:
+        self._axis = axis
+        self._result: torch.Tensor | None = None
+        self._previous: tuple[torch.Tensor, Pending] | None = None  # keeps its memory until it was sent
 
-    def add(self, part: torch.Tensor, to: int) -> None:
-        """This rank's part of what place `to` will have; nobody uses it any more."""
-        pending = self._wire.reduce(part, to) if part.numel() else Pending()
+    def add(self, summand: torch.Tensor, to: int) -> None:
+        """This rank's summand of what place `to` will have; the caller may not use it any more."""
+        pending = self._axis.reduce(summand, to) if summand.numel() else Pending()
         self._wait()
-        self._last = (part, pending)
-        if to == self._wire.axis.rank:
-            self._mine = part
+        self._previous = (summand, pending)
+        if to == self._axis.axis.rank:
+            self._result = summand
 
-    def own(self) -> torch.Tensor:
+    def result(self) -> torch.Tensor:
+        """This rank's sum."""
         self._wait()
-        assert self._mine is not None
-        return self._mine
+        assert self._result is not None
+        return self._result
 
     def _wait(self) -> None:
-        if self._last is not None:
-            self._last[1].wait()
-            self._last = None
+        if self._previous is not None:
+            self._previous[1].wait()
+            self._previous = None

@@ -1,10 +1,11 @@
-"""Layers of blocks: SUMMA's products as autograd knows them, for 2D and 2.5D tensor parallelism.
+"""Linear layers of 2D and 2.5D tensor parallelism: the autograd functions around SUMMA's products.
 
-    linear    Y = X W + b       dX = dY W^T, dW = X^T dY, db = sum of rows of dY       `summa.py` has the
-    logits    Z = X E^T         dX = dZ E,   dE = dZ^T X                               products and the bytes
+    linear_2d    Y = X W + b       dX = dY W^T, dW = X^T dY, db = sum of rows of dY     `summa.py` has the
+    logits_2d    Z = X E^T         dX = dZ E,   dE = dZ^T X                             products and the bytes
 
-A layer's input and output lie alike, rows over the grid's rows and width over its columns, so there are no
-column and row layers here. Layers with the same input (q, k and v) are one product: X goes around once.
+Input and output of a layer have the same layout, batch over the grid's rows and hidden size over its columns,
+so column- and row-parallel layers do not differ here. Layers with the same input (q, k and v) are one
+product: X is sent once.
 """
 
 from __future__ import annotations
@@ -15,152 +16,165 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from hpnb.tensor_parallel.async_weight_grads import PendingWeightGrads, tokens
-from hpnb.tensor_parallel.summa import Panels, PanelSums, SummaGrid, ab, abt, gradients, iterate_panels
+from hpnb.background import Pending
+from hpnb.tensor_parallel.async_weight_grads import PendingWeightGrads, finish_or_defer
+from hpnb.tensor_parallel.summa import (
+    Panels,
+    PanelSums,
+    SummaGrid,
+    ab,
+    abt,
+    iterate_panels,
+    linear_gradients,
+)
 
-# --- a linear layer, X W + b ---------------------------------------------------------------------------
 
-
-def linear(
+def linear_2d(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
     grid: SummaGrid,
     transposed: bool,
-    sent: PendingWeightGrads | None = None,
+    pending_grads: PendingWeightGrads | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """X W + b for each of some layers with the same X, which is sent around once for all of them.
+    """X W + b for each of some layers with the same X, which is sent once for all of them.
 
     Args:
-        x: (rows of i, ..., in of j).
+        x: (samples of i, ..., in of j).
         weights: blocks, in of i, out of j: (out, in), or (in, out) if `transposed`, as Conv1D has it.
-        biases: (out of j,), equal along i and depth; gradients are this rank's share.
-        sent: where to leave sums over depth that are on their way (`arriving.py`); without it they are
-            waited for.
+        biases: (out of j,), equal along i and depth; gradients cover this rank's samples.
+        pending_grads: where to leave sums over depth that are on their way (`async_weight_grads.py`); without
+            it they are waited for.
 
     Returns:
-        (rows of i, ..., out of j) for each.
+        (samples of i, ..., out of j) for each.
     """
-    found: tuple[torch.Tensor, ...] = _Linear.apply(
-        x, grid, transposed, sent, len(weights), *weights, *biases
-    )
-    return found
+    options = (grid, transposed, pending_grads, len(weights))
+    ys: tuple[torch.Tensor, ...] = _Linear2D.apply(x, *options, *weights, *biases)
+    return ys
 
 
-class _Linear(torch.autograd.Function):
+class _Linear2D(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
         grid: SummaGrid,
         transposed: bool,
-        sent: PendingWeightGrads | None,
+        pending_grads: PendingWeightGrads | None,
         layers: int,
         *parameters: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         weights, biases = parameters[:layers], parameters[layers:]
-        ctx.kind, x = x.dtype, cast_for_autocast(x)
-        ctx.grid, ctx.transposed, ctx.sent = grid, transposed, sent
+        ctx.dtype, x = x.dtype, cast_for_autocast(x)
+        ctx.grid, ctx.transposed, ctx.pending_grads = grid, transposed, pending_grads
         ctx.save_for_backward(x, *weights)
         ctx.sizes = [w.size(1 if transposed else 0) for w in weights if w is not None]
-        w = concat_weights(weights, transposed, x.dtype)  # (in, out) of all layers
+        w = concat_weights(weights, transposed, x.dtype)  # (in, out of all layers)
         y = ab(x.flatten(0, -2), w, grid, concat_biases(biases, ctx.sizes, x))
-        found: tuple[torch.Tensor, ...] = y.view(*x.shape[:-1], y.size(-1)).split(ctx.sizes, -1)
-        return found
+        ys: tuple[torch.Tensor, ...] = y.view(*x.shape[:-1], y.size(-1)).split(ctx.sizes, -1)
+        return ys
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        grid, layers = ctx.grid, len(weights)
+        grid, transposed, layers = ctx.grid, ctx.transposed, len(weights)
         dy = (dys[0] if layers == 1 else torch.cat(dys, -1)).to(x.dtype).flatten(0, -2)
-        flat, w = x.flatten(0, -2), concat_weights(weights, ctx.transposed, x.dtype)
+        w = concat_weights(weights, transposed, x.dtype)
         needs = ctx.needs_input_grad[5:]
-        dx, dw = gradients(dy, flat, w, grid, ctx.needs_input_grad[0], any(needs[:layers]), ctx.transposed)
+        for_x, for_w = ctx.needs_input_grad[0], any(needs[:layers])
+        dx, dw = linear_gradients(dy, x.flatten(0, -2), w, grid, for_x, for_w, transposed)
         d_weights: Sequence[torch.Tensor | None] = (None,) * layers
         if dw is not None:
-            parts = dw.split(ctx.sizes, 1 if ctx.transposed else 0)
-            d_weights = sum_over_depth(dw, parts, weights, grid, ctx.sent)
-        d_biases: list[torch.Tensor | None] = [None] * layers
+            dws = dw.split(ctx.sizes, 1 if transposed else 0)
+            d_weights = finish_or_defer(dws, weights, *_start_depth_sum(dw, grid, ctx.pending_grads))
+        d_biases: Sequence[torch.Tensor | None] = (None,) * layers
         if any(needs[layers:]):
-            d_biases = list(dy.sum(0).split(ctx.sizes))
-        found = [g if need else None for g, need in zip((*d_weights, *d_biases), needs, strict=True)]
-        return None if dx is None else dx.view(x.shape).to(ctx.kind), None, None, None, None, *found
+            d_biases = dy.sum(0).split(ctx.sizes)
+        grads = [g if need else None for g, need in zip((*d_weights, *d_biases), needs, strict=True)]
+        return None if dx is None else dx.view(x.shape).to(ctx.dtype), None, None, None, None, *grads
 
 
-# --- logits, X E^T -------------------------------------------------------------------------------------
-
-
-def logits(
+def logits_2d(
     x: torch.Tensor,
-    table: torch.Tensor,
+    embedding: torch.Tensor,
     grid: SummaGrid,
-    words: Sequence[int],
-    sent: PendingWeightGrads | None = None,
+    vocab_sizes: Sequence[int],
+    pending_grads: PendingWeightGrads | None = None,
 ) -> torch.Tensor:
-    """X E^T: (rows of i, ..., h of j) and E (V of i, h of j) -> (rows of i, ..., V of j).
+    """X E^T: (samples of i, ..., h of j) and E (V of i, h of j) -> (samples of i, ..., V of j).
 
     Args:
-        words: V of each i, and of each j.
-        sent: as in `linear`.
+        vocab_sizes: V of each i, and of each j.
+        pending_grads: as in `linear_2d`.
     """
-    found: torch.Tensor = _Logits.apply(x, table, grid, tuple(words), sent)
-    return found
+    z: torch.Tensor = _Logits2D.apply(x, embedding, grid, tuple(vocab_sizes), pending_grads)
+    return z
 
 
-class _Logits(torch.autograd.Function):
+class _Logits2D(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        table: torch.Tensor,
+        embedding: torch.Tensor,
         grid: SummaGrid,
-        words: tuple[int, ...],
-        sent: PendingWeightGrads | None,
+        vocab_sizes: tuple[int, ...],
+        pending_grads: PendingWeightGrads | None,
     ) -> torch.Tensor:
-        ctx.kind, x = x.dtype, cast_for_autocast(x)
-        ctx.grid, ctx.words, ctx.sent = grid, words, sent
-        ctx.save_for_backward(x, table)
-        z = abt(x.flatten(0, -2), table.to(x.dtype), grid, words)
+        ctx.dtype, x = x.dtype, cast_for_autocast(x)
+        ctx.grid, ctx.vocab_sizes, ctx.pending_grads = grid, vocab_sizes, pending_grads
+        ctx.save_for_backward(x, embedding)
+        z = abt(x.flatten(0, -2), embedding.to(x.dtype), grid, vocab_sizes)
         return z.view(*x.shape[:-1], z.size(-1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
-        x, table = ctx.saved_tensors
+        x, embedding = ctx.saved_tensors
         grid, for_x, for_e = ctx.grid, ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        dz, flat = dz.to(x.dtype).flatten(0, -2), x.flatten(0, -2)
-        sums, dx = PanelSums(grid.down), torch.zeros_like(flat) if for_x else None
-        panels = [Panels(dz, grid.across, 1, ctx.words)]
+        dz, flat_x = dz.to(x.dtype).flatten(0, -2), x.flatten(0, -2)
+        sums, dx = PanelSums(grid.down), torch.zeros_like(flat_x) if for_x else None
+        panels = [Panels(dz, grid.across, 1, ctx.vocab_sizes)]
         if dx is not None:
-            panels.append(Panels(table.to(x.dtype), grid.down, 0, ctx.words))
+            panels.append(Panels(embedding.to(x.dtype), grid.down, 0, ctx.vocab_sizes))
         for t, (dz_t, *e_t) in iterate_panels(grid.size, *panels):
             if dx is not None:
                 dx.addmm_(dz_t, e_t[0])
             if for_e:
-                sums.add(dz_t.t() @ flat, t)
+                sums.add(dz_t.t() @ flat_x, t)
         de = None
         if for_e:
-            whole = sums.own()
-            (de,) = sum_over_depth(whole, (whole,), (table,), grid, ctx.sent)
-        return None if dx is None else dx.view(x.shape).to(ctx.kind), de, None, None, None
+            total = sums.result()
+            (de,) = finish_or_defer((total,), (embedding,), *_start_depth_sum(total, grid, ctx.pending_grads))
+        return None if dx is None else dx.view(x.shape).to(ctx.dtype), de, None, None, None
 
 
-# --- what both use, and 3D too -------------------------------------------------------------------------
+def _start_depth_sum(
+    grad: torch.Tensor, grid: SummaGrid, pending_grads: PendingWeightGrads | None
+) -> tuple[Pending, PendingWeightGrads | None]:
+    """2.5D: start to sum a weight gradient over depth, in place. In 2D it is complete already."""
+    if grid.depth is None:
+        return Pending(), None
+    return grid.depth.all_reduce(grad), pending_grads
+
+
+# --- used by 3D too ------------------------------------------------------------------------------------
 
 
 def cast_for_autocast(x: torch.Tensor) -> torch.Tensor:
-    """x in the type of autocast's matmuls, if that is on."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    """x in the dtype of autocast's matmuls, if that is on."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def concat_weights(
     weights: Sequence[torch.Tensor | None], transposed: bool, dtype: torch.dtype
 ) -> torch.Tensor:
     """(in, out of all layers) of weights as they are stored; of one layer a view."""
-    found = [w.to(dtype) for w in weights if w is not None]
-    stored = found[0] if len(found) == 1 else torch.cat(found, 1 if transposed else 0)
+    casted = [w.to(dtype) for w in weights if w is not None]
+    stored = casted[0] if len(casted) == 1 else torch.cat(casted, 1 if transposed else 0)
     return stored if transposed else stored.t()
 
 
@@ -170,23 +184,5 @@ def concat_biases(
     """(out of all layers,), 0 where a layer has none; None if none has."""
     if all(bias is None for bias in biases):
         return None
-    found = [x.new_zeros(n) if b is None else b.to(x.dtype) for b, n in zip(biases, sizes, strict=True)]
-    return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def sum_over_depth(
-    whole: torch.Tensor,
-    parts: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    grid: SummaGrid,
-    sent: PendingWeightGrads | None,
-) -> Sequence[torch.Tensor | None]:
-    """Gradients summed over depth; or the start of that, and tokens."""
-    if grid.depth is None:
-        return [part.to(w.dtype) for part, w in zip(parts, weights, strict=True)]
-    pending = grid.depth.all_reduce(whole)
-    if sent is None:
-        pending.wait()
-        return [part.to(w.dtype) for part, w in zip(parts, weights, strict=True)]
-    sent.append((parts, pending))
-    return tokens(weights)
+    casted = [x.new_zeros(n) if b is None else b.to(x.dtype) for b, n in zip(biases, sizes, strict=True)]
+    return casted[0] if len(casted) == 1 else torch.cat(casted)

@@ -1,84 +1,96 @@
-"""What a model must be like for 2D, 2.5D and 3D: widths and heads divide by the sides of the grid."""
+"""What a model must be like for 2D, 2.5D and 3D: hidden size and heads divide by the sides of the grid."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
 from hpnb.models import Role
-from hpnb.tensor_parallel.mode import SplitModel
-
-if TYPE_CHECKING:
-    from hpnb.tensor_parallel.tp_grid import GridMode
+from hpnb.tensor_parallel.mode import ModelToShard
 
 
-def check(mode: GridMode, subject: SplitModel) -> None:
-    """Raises ValueError, with the numbers and what comes nearest, if `subject` cannot be cut so."""
-    width, inner = mode.hidden.width.size, mode.inner.width.size
-    for attention in subject.attentions:
-        _divides(mode, attention.path, attention.heads, "heads", inner)
-    for path, (place, roles) in subject.layers.items():
-        role, module = roles.get("weight"), subject.model.get_submodule(path)
-        for attribute, one in roles.items():  # vectors too, such as a class token
-            if one.kind in ("embedding", "norm"):
-                shape = subject.shapes[f"{path}.{attribute}"]
-                _divides(mode, f"{path}.{attribute}", shape[one.out_dim], "values along the width", width)
-        if role is None:
-            continue
-        shape = subject.shapes[f"{path}.weight"]
-        if role.kind in ("column", "row"):
-            if role.in_dim is None:
+@dataclass(frozen=True)
+class GridRequirements:
+    """What a grid asks of a model's sizes.
+
+    Attributes:
+        description: such as "2d grid (2 x 2)".
+        hidden: the ranks that share the hidden size between the layers of a block.
+        inner: the ranks that share the width, and the heads, between a column and its row.
+        extra_divisors: (role, shape) -> what else of a matrix must divide: what it is, its size, by what.
+    """
+
+    description: str
+    hidden: int
+    inner: int
+    extra_divisors: Callable[[Role, Sequence[int]], Iterable[tuple[str, int, int]]]
+
+    def check(self, model: ModelToShard) -> None:
+        """Raises ValueError, with the numbers and what comes nearest, if `model` cannot be sharded so."""
+        for attention in model.attentions:
+            self._check_divides(attention.path, attention.heads, "heads", self.inner)
+        for path in model.layers:
+            self._check_layer(path, model)
+        for path, module in model.module.named_modules():
+            if isinstance(module, nn.LayerNorm | nn.RMSNorm) and path not in model.layers:
                 raise ValueError(
-                    f"{path} has no dim of inputs, which a {mode.describe()} cuts; use mode='1d'"
+                    f"{path} has no weight to cut, and would norm the part of the width that a rank of a "
+                    f"{self.description} has; use mode='1d'"
                 )
-            into, out = shape[role.in_dim], shape[role.out_dim] // role.fused
-            column = role.kind == "column"
-            _divides(mode, path, role.units, "pieces that must stay whole", inner)
-            _divides(mode, path, into, "inputs", (width if column else inner))
-            _divides(mode, path, out, "outputs", (inner if column else width))
-            for what, size, side in mode.further(role, shape):
-                _divides(mode, path, size, what, side)
-        elif role.kind == "norm" and not (isinstance(module, nn.LayerNorm) and place != "block"):
-            _check_norm(mode, path, module, subject)
-        if role.vocabulary is not None and place == "head" and "bias" in roles:
-            _check_word_bias(path, roles["bias"])
-    for path, module in subject.model.named_modules():
-        if isinstance(module, nn.LayerNorm | nn.RMSNorm) and path not in subject.layers:
+
+    def _check_layer(self, path: str, model: ModelToShard) -> None:
+        (section, roles), module = model.layers[path], model.module.get_submodule(path)
+        for attribute, role in roles.items():  # vectors too, such as a class token
+            if role.kind in ("embedding", "norm"):
+                name = f"{path}.{attribute}"
+                self._check_divides(
+                    name, model.shapes[name][role.out_dim], "values along the width", self.hidden
+                )
+        weight = roles.get("weight")
+        if weight is None:
+            return
+        if weight.kind in ("column", "row"):
+            self._check_matrix(path, weight, model.shapes[f"{path}.weight"])
+        elif weight.kind == "norm" and not (isinstance(module, nn.LayerNorm) and section != "block"):
+            self._check_norm(path, module, model)
+        bias = roles.get("bias")
+        if weight.vocabulary is not None and section == "head" and bias and bias.vocabulary is None:
+            raise ValueError(f"{path}.bias has a value a token, and its role must say so: vocabulary=0")
+
+    def _check_matrix(self, path: str, role: Role, shape: Sequence[int]) -> None:
+        if role.in_dim is None:
+            raise ValueError(f"{path} has no dim of inputs, which a {self.description} cuts; use mode='1d'")
+        before, after = (self.hidden, self.inner) if role.kind == "column" else (self.inner, self.hidden)
+        self._check_divides(path, role.units, "pieces that must stay whole", self.inner)
+        self._check_divides(path, shape[role.in_dim], "inputs", before)
+        self._check_divides(path, shape[role.out_dim] // role.fused, "outputs", after)
+        for what, size, divisor in self.extra_divisors(role, shape):
+            self._check_divides(path, size, what, divisor)
+
+    def _check_norm(self, path: str, module: nn.Module, model: ModelToShard) -> None:
+        if not isinstance(module, nn.LayerNorm):
             raise ValueError(
-                f"{path} has no weight to cut, and would norm the part of the width that a rank of a "
-                f"{mode.describe()} has; use mode='1d'"
+                f"{path} is a {type(module).__name__}, and a {self.description}, which cuts the width, knows "
+                "only nn.LayerNorm; use mode='1d'"
+            )
+        inputs = {
+            model.shapes[f"{other}.weight"][role.in_dim]
+            for other, (_, roles) in model.layers.items()
+            if (role := roles.get("weight")) is not None and role.kind == "column" and role.in_dim is not None
+        }
+        if inputs and tuple(module.normalized_shape) not in {(h,) for h in inputs}:
+            raise ValueError(
+                f"{path} norms {tuple(module.normalized_shape)}, not the {max(inputs)} values of a token, "
+                f"which is what a {self.description} cuts; use mode='1d'"
             )
 
-
-def _check_word_bias(path: str, bias: Role) -> None:
-    if bias.vocabulary is None:
-        raise ValueError(f"{path}.bias has a value a word, and its role must say so: vocabulary=0")
-
-
-def _check_norm(mode: GridMode, path: str, module: nn.Module, subject: SplitModel) -> None:
-    if not isinstance(module, nn.LayerNorm):
-        raise ValueError(
-            f"{path} is a {type(module).__name__}, and a {mode.describe()}, which cuts the width, knows only "
-            "nn.LayerNorm; use mode='1d'"
-        )
-    inputs = {
-        subject.shapes[f"{other}.weight"][role.in_dim]
-        for other, (_, roles) in subject.layers.items()
-        if (role := roles.get("weight")) is not None and role.kind == "column" and role.in_dim is not None
-    }
-    if inputs and tuple(module.normalized_shape) not in {(h,) for h in inputs}:
-        raise ValueError(
-            f"{path} norms {tuple(module.normalized_shape)}, not the {max(inputs)} values of a token, "
-            f"which is what a {mode.describe()} cuts; use mode='1d'"
-        )
-
-
-def _divides(mode: GridMode, path: str, size: int, what: str, by: int) -> None:
-    if size % by:
-        below, above = size // by * by, (size // by + 1) * by
-        near = f"{below} or {above}" if below else str(above)
-        raise ValueError(
-            f"{path} has {size} {what}, and a {mode.describe()} needs a multiple of {by}; {near} would work, "
-            "or mode='1d'"
-        )
+    def _check_divides(self, path: str, size: int, what: str, divisor: int) -> None:
+        if size % divisor:
+            below, above = size // divisor * divisor, (size // divisor + 1) * divisor
+            near = f"{below} or {above}" if below else str(above)
+            raise ValueError(
+                f"{path} has {size} {what}, and a {self.description} needs a multiple of {divisor}; {near} "
+                "would work, or mode='1d'"
+            )

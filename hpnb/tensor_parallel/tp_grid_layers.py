@@ -1,12 +1,12 @@
-"""The layers of 2D, 2.5D and 3D: linear layers of blocks, and the classifier behind them.
+"""The layers of 2D, 2.5D and 3D: linear layers of blocks, the output layer of a vocabulary, the classifier.
 
-    linear       blocks of X times blocks of W: how is up to the grid (`summa_layers.py`, `cubic.py`)
-    classifier   few outputs c, any number: W (c, h) is cut along h, so that each rank has part of a sum
+    linear       blocks of X times blocks of W, as the grid does it (`tp_2d_linear.py`, `tp_3d_matmul.py`)
+    classifier   few outputs c, any number: W (c, h) is sharded along h, so that each rank has a summand
 
-        Z_i = sum_j X_ij W_j^T      all-reduce of (b / r, c) over the width, then gather the rows: (b, c)
+        Z_i = sum_j X_ij W_j^T      all-reduce of (b / r, c) over the hidden size, gather the batch: (b, c)
 
-q, k and v of an attention have the same X. Asked for the first, the grid computes all of them, for X has to
-be sent around either way; asked for the others, it hands them out.
+q, k and v of an attention have the same X. Asked for the first, the grid computes all of them, because X has
+to be sent either way; asked for the others, it returns what it has.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from torch import nn
 
 from hpnb.comm import all_reduce, split
 from hpnb.tensor_parallel.activation_layout import ActivationLayout
-from hpnb.tensor_parallel.async_all_reduce import product
+from hpnb.tensor_parallel.async_all_reduce import apply_linear
 from hpnb.tensor_parallel.async_weight_grads import PendingWeightGrads, await_weight_grads
 from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
 
+LogitsProduct = Callable[[torch.Tensor, torch.Tensor, PendingWeightGrads | None], torch.Tensor]
+"""(x, this rank's part of the embedding, pending_grads) -> logits."""
 
-class GridProduct(Protocol):
-    """X W + b for each of some layers: (x, weights as stored, biases, transposed, sent) -> a y each."""
+
+class MatrixProduct(Protocol):
+    """X W + b for some layers: (x, weights as stored, biases, transposed, pending_grads) -> a y each."""
 
     def __call__(
         self,
@@ -33,133 +36,135 @@ class GridProduct(Protocol):
         weights: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor | None],
         transposed: bool,
-        sent: PendingWeightGrads | None,
+        pending_grads: PendingWeightGrads | None,
     ) -> tuple[torch.Tensor, ...]: ...
 
 
-class GridLinear(nn.Module):
-    """Takes the place of an nn.Linear or a Conv1D, whose weight it keeps: (out, in), or (in, out) if
-    `transposed`, of which this rank has a block."""
+class _GridLayer(nn.Module):
+    """Replaces an nn.Linear or a Conv1D and keeps its weight, of which this rank has a part."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, old: nn.Module, siblings: SharedInputLinears) -> None:
+    def __init__(self, old: nn.Module) -> None:
         super().__init__()
         self.register_parameter("weight", old.get_parameter("weight"))
         self.register_parameter("bias", getattr(old, "bias", None))
         self.train(old.training)
-        self._siblings = siblings
-        siblings.layers.append(self)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._siblings(self, x)
 
     def extra_repr(self) -> str:
-        return f"block={tuple(self.weight.shape)}, bias={self.bias is not None}"
+        return f"part={tuple(self.weight.shape)}, bias={self.bias is not None}"
+
+
+class GridLinear(_GridLayer):
+    """A linear layer of a block; the weight is (out, in), or (in, out) if it is transposed."""
+
+    def __init__(self, old: nn.Module, group: SharedInputLinears) -> None:
+        super().__init__(old)
+        self._group = group
+        group.layers.append(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._group(self, x)
 
 
 class SharedInputLinears:
-    """Layers of one module that are asked for the same x, one after the other.
+    """Layers of one module that get the same x, one after the other.
 
     Args:
         multiply: the product of this grid.
-        shared: sums the gradients of their biases over the row shares.
-        later: whether sums of their weights' gradients are left on their way while a block's backward runs.
+        grad_sum: sums the gradients of their biases over shards of the batch.
+        defers_weight_grads: whether sums of their weights' gradients overlap the rest of a block's backward.
     """
 
     def __init__(
-        self, multiply: GridProduct, shared: ReplicatedGradSum, transposed: bool, later: bool
+        self,
+        multiply: MatrixProduct,
+        grad_sum: ReplicatedGradSum,
+        transposed: bool,
+        defers_weight_grads: bool,
     ) -> None:
         self.layers: list[GridLinear] = []
-        self._multiply, self._shared, self._transposed, self._later = multiply, shared, transposed, later
+        self._multiply, self._grad_sum, self._transposed = multiply, grad_sum, transposed
+        self._defers_weight_grads = defers_weight_grads
         self._weights: tuple[torch.Tensor, ...] = ()
-        self._sent: PendingWeightGrads | None = None
+        self._pending_grads: PendingWeightGrads | None = None
         self._x: torch.Tensor | None = None
         self._results: dict[GridLinear, torch.Tensor] = {}
 
     def begin(self) -> None:
         """A block's forward begins."""
         self.end()
-        if self._later:
-            self._weights, self._sent = await_weight_grads([layer.weight for layer in self.layers])
+        if self._defers_weight_grads:
+            self._weights, self._pending_grads = await_weight_grads([layer.weight for layer in self.layers])
 
     def end(self) -> None:
-        self._weights, self._sent, self._x, self._results = (), None, None, {}
+        self._weights, self._pending_grads, self._x, self._results = (), None, None, {}
 
     def __call__(self, layer: GridLinear, x: torch.Tensor) -> torch.Tensor:
         if self._x is not x or layer not in self._results:
-            weights = self._weights or [one.weight for one in self.layers]
-            biases = [self._shared.used(one.bias) for one in self.layers]
-            found = self._multiply(x, weights, biases, self._transposed, self._sent)
-            self._x, self._results = x, dict(zip(self.layers, found, strict=True))
+            weights = self._weights or [member.weight for member in self.layers]
+            biases = [self._grad_sum.weight(member.bias) for member in self.layers]
+            ys = self._multiply(x, weights, biases, self._transposed, self._pending_grads)
+            self._x, self._results = x, dict(zip(self.layers, ys, strict=True))
         y = self._results.pop(layer)
         if not self._results:
             self._x = None
         return y
 
 
-class GridClassifier(nn.Module):
-    """Takes the place of an nn.Linear with few outputs, whose weight is cut along its inputs already:
-    (rows, ..., h of this rank) -> (b, ..., c), whole on all ranks. So another one may follow: it takes
-    (b, ..., h) too.
+class GridClassifier(_GridLayer):
+    """A layer with few outputs, whose weight is sharded along its inputs: (samples, ..., h of this rank) ->
+    (b, ..., c), replicated on all ranks. So another one may follow: it takes (b, ..., h) too.
 
     Args:
-        shared: sums the weight's gradient over the row shares.
+        grad_sum: sums the weight's gradient over shards of the batch.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
     def __init__(
-        self, old: nn.Module, transposed: bool, lies: ActivationLayout, shared: ReplicatedGradSum
+        self, old: nn.Module, transposed: bool, layout: ActivationLayout, grad_sum: ReplicatedGradSum
     ) -> None:
-        super().__init__()
-        self.register_parameter("weight", old.get_parameter("weight"))
-        self.register_parameter("bias", getattr(old, "bias", None))
-        self.train(old.training)
-        self._transposed, self._lies, self._shared = transposed, lies, shared
+        super().__init__(old)
+        self._transposed, self._layout, self._grad_sum = transposed, layout, grad_sum
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        width = self._lies.width
-        if x.size(-1) > self.weight.size(0 if self._transposed else 1):  # whole, and so are its rows
-            z = all_reduce(product(split(x, width, -1), self.weight, None, self._transposed), width)
+        axis = self._layout.hidden_axis
+        if x.size(-1) > self.weight.size(0 if self._transposed else 1):  # all of h, and of the batch
+            z = all_reduce(apply_linear(split(x, axis, -1), self.weight, None, self._transposed), axis)
         else:
-            weight = self._shared.used(self.weight)
+            weight = self._grad_sum.weight(self.weight)
             assert weight is not None
-            part = product(x, weight, None, self._transposed)  # (rows, ..., c)
-            z = self._lies.whole_rows(all_reduce(part, width))
+            summand = apply_linear(x, weight, None, self._transposed)  # (samples, ..., c)
+            z = self._layout.gather_batch(all_reduce(summand, axis))
         return z if self.bias is None else z + self.bias
 
 
-class GridVocabHead(nn.Module):
-    """Takes the place of an output layer with a logit a word, whose table is cut already:
-    (rows, ..., h of this rank) -> (rows, ..., words of this rank).
+class GridVocabHead(_GridLayer):
+    """An output layer with a logit per token of the vocabulary, whose embedding is sharded already:
+    (samples, ..., h of this rank) -> (samples, ..., V of this rank).
 
     Args:
-        multiply: (x, table, sent) -> logits.
-        shared: sums the gradient of a bias over the row shares.
-        later: as for SharedInputLinears.
+        multiply: the product of this grid.
+        grad_sum: sums the gradient of a bias over shards of the batch.
+        defers_weight_grads: as for SharedInputLinears.
     """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(
         self,
         old: nn.Module,
-        multiply: Callable[[torch.Tensor, torch.Tensor, PendingWeightGrads | None], torch.Tensor],
-        shared: ReplicatedGradSum,
-        later: bool,
+        multiply: LogitsProduct,
+        grad_sum: ReplicatedGradSum,
+        defers_weight_grads: bool,
     ) -> None:
-        super().__init__()
-        self.register_parameter("weight", old.get_parameter("weight"))
-        self.register_parameter("bias", getattr(old, "bias", None))
-        self.train(old.training)
-        self._multiply, self._shared, self._later = multiply, shared, later
+        super().__init__(old)
+        self._multiply, self._grad_sum = multiply, grad_sum
+        self._defers_weight_grads = defers_weight_grads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        (table,), sent = await_weight_grads([self.weight]) if self._later else ((self.weight,), None)
-        z = self._multiply(x, table, sent)
-        bias = self._shared.used(self.bias)
+        embedding: torch.Tensor = self.weight
+        pending_grads: PendingWeightGrads | None = None
+        if self._defers_weight_grads:
+            (embedding,), pending_grads = await_weight_grads([self.weight])
+        z = self._multiply(x, embedding, pending_grads)
+        bias = self._grad_sum.weight(self.bias)
         return z if bias is None else z + bias

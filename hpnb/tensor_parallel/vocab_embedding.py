@@ -1,12 +1,13 @@
-"""An embedding and an output layer over a vocabulary that is cut: V words over t ranks, V / t each.
+"""An embedding and an output layer over a sharded vocabulary: V tokens over t ranks, V / t each.
 
-    embedding    E = [E_1 ; ... ; E_t], V/t x h each    a rank looks up its own words, and has zeros for the
+    embedding    E = [E_1 ; ... ; E_t], V/t x h each    a rank looks up its own tokens, and has zeros for the
                                                         others: all-reduce (b, s, h), backward nothing
     head         E^T = [E_1^T | ... | E_t^T]            columns: logits (b, s, V/t), backward all-reduce
 
-(Shoeybi et al. 2019, arXiv 1909.08053, section 3.) Both take the same cut, so a tied weight stays one. The
-logits are never put together: `cross_entropy.py` takes them as they are. V need not divide by t: 50,257 words
-over 4 ranks are 12,565 + 12,564 + 12,564 + 12,564.
+(Shoeybi et al. 2019, arXiv 1909.08053, section 3.) Both take the same shard of E, so a tied weight stays one.
+The logits are never gathered: `vocab_cross_entropy.py` takes them as they are. V need not divide by t: 50,257
+tokens over 4 ranks are 12,565 + 12,564 + 12,564 + 12,564. 3D shards the vocabulary over one axis, and each
+shard again over a second one.
 """
 
 from __future__ import annotations
@@ -17,47 +18,50 @@ from torch import nn
 
 from hpnb.comm import all_reduce
 from hpnb.mesh import Axis
-from hpnb.split_sizes import split_sizes
+from hpnb.split_sizes import split_range
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of an embedding, of which this rank has some: ids (...) -> (..., h), equal on all ranks.
+    """Some rows of an embedding's weight: ids (...) -> (..., h), equal on all ranks.
 
     Args:
-        old: the nn.Embedding whose place it takes, with the weight already cut: (V of this rank, h).
-        words: V.
-        axis: along which the words are cut.
+        old: the nn.Embedding that it replaces, with the weight already sharded: (V of this rank, h).
+        vocab_size: V.
+        axes: along which the vocabulary is sharded, one after the other.
     """
 
     weight: nn.Parameter
 
-    def __init__(self, old: nn.Embedding, words: int, axis: Axis) -> None:
+    def __init__(self, old: nn.Embedding, vocab_size: int, *axes: Axis) -> None:
         super().__init__()
         if old.max_norm is not None or old.scale_grad_by_freq or old.sparse:
             raise ValueError(
-                "an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be cut along its "
-                "words: each of them needs to see all words at once"
+                "an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be sharded along "
+                "its vocabulary: each of them needs all rows at once; leave them out, or use an unsplit model"
             )
-        self.axis, self.words = axis, words
-        share = split_sizes(words, axis.size)
-        self.first, self.own = sum(share[: axis.rank]), share[axis.rank]
+        self.axes, self.vocab_size = axes, vocab_size
+        self.first, stop = 0, vocab_size
+        for axis in axes:
+            start, end = split_range(stop - self.first, axis.size, axis.rank)
+            self.first, stop = self.first + start, self.first + end
+        self.rows = stop - self.first
         padding = old.padding_idx
-        here = padding is not None and self.first <= padding < self.first + self.own
-        self.padding_idx = padding - self.first if padding is not None and here else None
+        is_local = padding is not None and self.first <= padding < stop
+        self.padding_idx = padding - self.first if padding is not None and is_local else None
         self.weight = nn.Parameter(old.weight) if not isinstance(old.weight, nn.Parameter) else old.weight
         self.train(old.training)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        if self.axis.size == 1:
-            return F.embedding(ids, self.weight, self.padding_idx)
-        own = ids - self.first
-        elsewhere = (own < 0) | (own >= self.own)
-        if self.own:
-            found = F.embedding(own.masked_fill(elsewhere, 0), self.weight, self.padding_idx)
-            found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        else:  # more ranks than words
-            found = self.weight.sum() * self.weight.new_zeros((*ids.shape, self.weight.size(1)))
-        return all_reduce(found, self.axis)
+        local_ids = ids - self.first
+        elsewhere = (local_ids < 0) | (local_ids >= self.rows)
+        if self.rows:
+            hidden = F.embedding(local_ids.masked_fill(elsewhere, 0), self.weight, self.padding_idx)
+            hidden = hidden.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        else:  # more ranks than tokens
+            hidden = self.weight.sum() * self.weight.new_zeros((*ids.shape, self.weight.size(1)))
+        for axis in reversed(self.axes):
+            hidden = all_reduce(hidden, axis)
+        return hidden
 
     def extra_repr(self) -> str:
-        return f"{self.own} of {self.words} words, width {self.weight.size(1)}"
+        return f"{self.rows} of {self.vocab_size} tokens, width {self.weight.size(1)}"

@@ -51,8 +51,8 @@ def _disable_rank_states(model: Any) -> None:
     mode = next(
         vars(m)["_hpnb_tensor_parallel"] for m in model.modules() if "_hpnb_tensor_parallel" in vars(m)
     )
-    rng: DropoutRng = mode.randomness
-    rng.own = lambda: None  # type: ignore[method-assign]
+    rng: DropoutRng = mode.dropout_rng
+    rng.use_rank_state = lambda: None  # type: ignore[method-assign]
 
 
 def record_masks(

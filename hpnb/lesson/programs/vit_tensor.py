@@ -102,7 +102,7 @@ def close_gaps(tl: Timeline, gap: float = 1 / 300) -> Timeline:
 @contextmanager
 def _weight_gradients(recorder: Recorder) -> Iterator[None]:
     """Inside, deferred weight gradients are recorded as "W"."""
-    original = DeferredWeightGrad.gradients
+    original = DeferredWeightGrad.compute
 
     def gradients(
         deferred: DeferredWeightGrad, weight: bool, bias: bool
@@ -110,11 +110,11 @@ def _weight_gradients(recorder: Recorder) -> Iterator[None]:
         with recorder.paused(), recorder.span("W"):
             return original(deferred, weight, bias)
 
-    DeferredWeightGrad.gradients = gradients  # type: ignore[assignment,method-assign]
+    DeferredWeightGrad.compute = gradients  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
-        DeferredWeightGrad.gradients = original  # type: ignore[method-assign]
+        DeferredWeightGrad.compute = original  # type: ignore[method-assign]
 
 
 def blocks(

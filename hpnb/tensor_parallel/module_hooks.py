@@ -1,0 +1,33 @@
+"""Forward hooks that change a module's input or its output, or do something around its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def change_input(module: nn.Module, change: Change, prepend: bool = False) -> None:
+    """Apply `change` to the module's first argument, however it is passed."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        name = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
+        return args, {**kwargs, name: change(kwargs[name])}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend)
+
+
+def change_output(module: nn.Module, change: Change) -> None:
+    module.register_forward_hook(lambda module, args, output: change(output))
+
+
+def around_forward(module: nn.Module, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Call `begin` before all other hooks of a forward, and `end` after it, also if it raised."""
+    module.register_forward_pre_hook(lambda *_: begin(), prepend=True)
+    module.register_forward_hook(lambda *_: end(), always_call=True)

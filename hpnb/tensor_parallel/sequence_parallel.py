@@ -1,0 +1,161 @@
+"""Sequence parallelism: what lies between two column-row pairs is sharded along the tokens.
+
+Norms, dropouts and residuals between the pairs work on every token by itself. So each rank needs only a t-th
+of the tokens there, and the all-reduce at the end of a pair splits into its two halves:
+
+    forward     x_r (n/t tokens)  -> all-gather x ->  y_r  ->  reduce-scatter z_r -> n/t tokens of z
+    backward    all-gather dz -> dy_r -> reduce-scatter dx_r -> n/t tokens of dx
+
+(Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2.) The bytes stay the same as without it,
+4 * 2 (t-1)/t b s h a block, while activations between the pairs shrink to a t-th. The n = b s tokens of a
+batch are numbered through and split evenly, (1, n/t, h) on each rank, so that slices travel without being
+rearranged. Where t does not divide n the first ranks have one token more, and messages are padded to
+t ceil(n/t) tokens.
+
+Without sequence parallelism x and z are replicated: nothing to do at the start of a pair, an all-reduce at
+its end, and the other way round in the backward. `SequenceSharding` does both.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from hpnb import comm
+from hpnb.background import Background
+from hpnb.comm import gather_slices, sum_slices
+from hpnb.gradients import in_backward
+from hpnb.mesh import Axis
+from hpnb.record.recorder import communication
+from hpnb.split_sizes import split_sizes
+from hpnb.tensor_parallel.async_all_reduce import (
+    NO_COMMUNICATION,
+    RegionEntry,
+    RegionExit,
+    StartedCollective,
+)
+
+TOKENS = 1  # the dim of (1, b s, h) that sequence parallelism shards
+_SHAPE = "hpnb_batch_shape"  # in the metadata of the autograd node that made a block's input
+
+
+class SequenceSharding:
+    """How activations lie on the ranks of one axis between two pairs, and the communication at a pair's ends.
+
+    Attributes:
+        enabled: whether tokens are sharded there; if not, they are replicated.
+        shape: (b, s) of the batch whose forward runs; used only if `enabled`.
+    """
+
+    def __init__(self, axis: Axis, enabled: bool, device: torch.device) -> None:
+        self.axis, self.enabled, self.shape = axis, enabled and axis.size > 1, (0, 0)
+        self._background = Background(axis, device)
+        self._shapes_by_tokens: dict[int, set[tuple[int, int]]] = defaultdict(set)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens of each rank."""
+        return split_sizes(self.shape[0] * self.shape[1], self.axis.size)
+
+    def set_batch_shape(self, batch_size: int, length: int) -> None:
+        """A forward begins, on a batch of `batch_size` sequences of `length` tokens."""
+        self.shape = (batch_size, length)
+
+    def recall_batch_shape(self, x: torch.Tensor) -> torch.Tensor:
+        """A block's forward begins on x (1, b s/t, h); set the (b, s) that x was made with, and return x.
+
+        When activation checkpointing runs a block once more during a backward, forwards of other batches have
+        come in between, and x may be a copy that was offloaded meanwhile. Autograd restores the node that
+        made x, so (b, s) is in the metadata of that node. Where x has none, all batches with so many tokens
+        must have had one shape.
+
+        Raises:
+            RuntimeError: a recomputed x whose (b, s) could be one of several.
+        """
+        shapes = self._shapes_by_tokens[x.size(TOKENS)]
+        node: Any = x.grad_fn
+        if not in_backward():
+            shapes.add(self.shape)
+            if node is not None:
+                node.metadata[_SHAPE] = self.shape
+        elif node is not None and _SHAPE in node.metadata:
+            self.shape = node.metadata[_SHAPE]
+        elif len(shapes) == 1:
+            (self.shape,) = shapes
+        elif shapes:
+            raise RuntimeError(
+                f"a block is recomputed on {x.size(TOKENS)} tokens of this rank, which were a batch of shape "
+                f"{' or '.join(map(str, sorted(shapes)))}; checkpoint blocks with use_reentrant=False, or by "
+                "model.gradient_checkpointing_enable()"
+            )
+        return x
+
+    # --- into the sharded tokens, and out of them ---------------------------------------------------------
+
+    def split_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Before the first block: (b, s, h) -> (1, b s/t, h); backward gathers."""
+        self.shape = (x.size(0), x.size(1))
+        return comm.split(x.flatten(0, 1).unsqueeze(0), self.axis, TOKENS)
+
+    def gather_tokens(self, x: torch.Tensor, replicated: bool) -> torch.Tensor:
+        """After the last block: (1, b s/t, h) -> (b, s, h).
+
+        Args:
+            replicated: whether all ranks go on to compute the same. Then the gradient is complete on each,
+            and
+                the backward takes a slice of it instead of a sum over ranks.
+        """
+        batch_size, length = self.shape
+        if x.size(0) == 0:  # an empty batch (`hpnb.models.accept_empty_batch`), on all ranks alike
+            return x.sum() * x.new_zeros((0, length, x.size(-1)))
+        gather = comm.gather if replicated else comm.all_gather
+        return gather(x, self.axis, TOKENS, batch_size * length).view(batch_size, length, -1)
+
+    # --- at the ends of a pair ----------------------------------------------------------------------------
+
+    def region_entry(self) -> RegionEntry:
+        """Into a pair: (b, s, h), or (1, b s/t, h), -> (b, s, h); the backward sums over the ranks."""
+        if self.axis.size == 1:
+            return NO_COMMUNICATION
+        if not self.enabled:
+            return RegionEntry(lambda x: x, self._start_all_reduce)
+        shape, sizes = self.shape, self.sizes
+        return RegionEntry(
+            lambda x: gather_slices(x, self.axis, TOKENS, sizes).view(*shape, -1),
+            lambda grad: self._start_reduce_scatter(grad, sizes),
+        )
+
+    def region_exit(self) -> RegionExit | None:
+        """Out of a pair: a rank's summand (b, s, h), which is overwritten, -> (b, s, h) or (1, b s/t, h)."""
+        if self.axis.size == 1:
+            return None
+        if not self.enabled:
+            return RegionExit(self._all_reduce, lambda dz: dz)
+        shape, sizes = self.shape, self.sizes
+        return RegionExit(
+            lambda z: sum_slices(z.flatten(0, 1).unsqueeze(0), self.axis, TOKENS),
+            lambda dz: gather_slices(dz, self.axis, TOKENS, sizes).view(*shape, -1),
+        )
+
+    def _start_all_reduce(self, grad: torch.Tensor) -> StartedCollective:
+        grad = grad.contiguous()
+        return grad, self._background.all_reduce(grad), grad
+
+    def _start_reduce_scatter(self, grad: torch.Tensor, sizes: tuple[int, ...]) -> StartedCollective:
+        """(b, s, h) -> (1, b s/t, h)."""
+        largest, flat = max(sizes), grad.reshape(-1, grad.size(-1))  # (b s, h)
+        if min(sizes) < largest:
+            flat = torch.cat([F.pad(part, (0, 0, 0, largest - len(part))) for part in flat.split(sizes)])
+        result = flat.new_empty((largest, flat.size(1)))
+        pending = self._background.reduce_scatter(result, flat)
+        return result[: sizes[self.axis.rank]].unsqueeze(0), pending, flat
+
+    def _all_reduce(self, z: torch.Tensor) -> torch.Tensor:
+        z = z.contiguous()
+        with communication("all_reduce", self.axis.name, z.nbytes, self.axis.ranks):
+            dist.all_reduce(z, group=self.axis.group)  # in place: z is a temporary of the caller
+        return z

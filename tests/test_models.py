@@ -30,8 +30,8 @@ from hpnb.models import (
     anatomy,
     attentions,
     decay_groups,
-    known,
     register,
+    registry,
     roles,
     tied,
     use_patch_matmul,
@@ -359,7 +359,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr(f"{room}.AutoConfig.from_pretrained", refuse)
     monkeypatch.setattr(f"{room}.huggingface_hub.constants.HF_HUB_OFFLINE", False)
     for answer in (True, False):
-        monkeypatch.setattr(f"{room}.find.answers", lambda address, answer=answer: answer)
+        monkeypatch.setattr(f"{room}.find_dataset.answers", lambda address, answer=answer: answer)
         with pytest.raises(OSError, match="ada/vit is not a folder here"):
             vit(classes=3, pretrained="ada/vit")
     assert asked == [False, True]
@@ -669,8 +669,8 @@ def own_attentions(model: Own) -> tuple[Attention, ...]:
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> type[Own]:
-    monkeypatch.setattr(known, "KNOWN", dict(known.KNOWN))
-    monkeypatch.setattr(known, "COUNT_HEADS", dict(known.COUNT_HEADS))
+    monkeypatch.setattr(registry, "REGISTERED", dict(registry.REGISTERED))
+    monkeypatch.setattr(registry, "COUNT_HEADS", dict(registry.COUNT_HEADS))
     register(Own, own_anatomy, own_roles, own_attentions)
     return Own
 

@@ -26,16 +26,17 @@ from torch import nn
 
 import hpnb
 from hpnb.hybrid import booster  # noqa: F401 (before the forks)
-from hpnb.hybrid.checkpoint import atomic, checkpoint, save_weights  # noqa: F401
+from hpnb.hybrid.checkpoint import checkpoint, manifest, save_weights, state_files  # noqa: F401
 
 RANKS = 2
 # Calls by which files come and go, before which a life may end: a function, and what is in its arguments; or
 # the how manieth of a save it is.
 POINTS: list[tuple[str, str | int]] = [
     ("mkdir", "last.part/model"),
-    ("save_file", "model-00001"),
-    ("save_file", "model-00002"),
-    ("rename", ".metadata"),  # the last file of torch.distributed.checkpoint
+    ("write_safetensors", "model-00001"),
+    ("write_safetensors", "model-00002"),
+    ("write_safetensors", "rank-00000"),
+    ("write_bytes", "index.json"),
     ("replace", "manifest.json"),
     ("fsync", 4),
     ("fsync", 9),
@@ -46,14 +47,15 @@ POINTS: list[tuple[str, str | int]] = [
     ("rmtree", "step-"),
 ]
 POINTS_OF_A_MODEL: list[tuple[str, str | int]] = [
-    ("mkdir", "model.part"),
-    ("save_file", "model-00001"),
-    ("save_file", "model-00002"),
+    ("mkdir", ".hpnb-save-model"),
+    ("write_safetensors", "model-00001"),
+    ("write_safetensors", "model-00002"),
     ("fsync", 1),
     ("fsync", 3),
-    ("rename", "model.old"),
-    ("rename", "model.part "),
-    ("rmtree", "model.old"),
+    ("replace", "manifest.json"),
+    ("replace", "model-00001"),
+    ("replace", "model.safetensors.index.json"),
+    ("rmtree", ".hpnb-save-model"),
 ]
 STRIKES = (3, 4)  # which saves of a life: one takes the place of the newest, one has a place of its own
 _MESSAGE = struct.Struct("=cqd")
@@ -104,12 +106,12 @@ def rank_of_a_life(
     )
     optimizer.step()
     step = 0
-    if alone and atomic.standing(root / "model").is_dir():
+    if alone and (root / "model").is_dir():
         run.load_model(model, root / "model")
         step = int(next(model.parameters()).flatten()[0])
         if not holds(model, step):
             tell(BAD, step)
-    elif not alone and atomic.newest(root) is not None:
+    elif not alone and manifest.newest(root) is not None:
         step = run.load(root, model, optimizer)["step"]
         if not is_at(model, optimizer, step):
             tell(BAD, step)
@@ -146,7 +148,8 @@ class Calls:
 
     def end_at(self, point: tuple[str, str | int]) -> None:
         name, which = point
-        place: Any = {"rmtree": shutil, "save_file": save_weights}.get(name, os)
+        writers = state_files if which in ("rank-00000", "index.json") else save_weights
+        place: Any = shutil if name == "rmtree" else writers if name.startswith("write_") else os
         call = getattr(place, name)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -212,8 +215,9 @@ def main(folder: Path, seed: int, alone: bool) -> None:
         os.close(hears)
         good = found in (least, least + 1) if life else found == 0
         how = f"{point}" if point else f"{moment:.2f} of {takes:.3f} s"
+        left = sorted(os.listdir(root / "model" if alone else root))
         print(f"life {life}: found {found}, {'as' if good else 'NOT AS'} it should; saved {saved}, began "
-              f"{begun}; killed at {how}; left {sorted(os.listdir(root))}", flush=True)  # fmt: skip
+              f"{begun}; killed at {how}; left {left}", flush=True)  # fmt: skip
         least = saved
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hpnb
-from hpnb.hybrid.checkpoint import atomic
+from hpnb.hybrid.checkpoint import atomic, manifest
 from hpnb.hybrid.checkpoint.training_state import random_state, set_random_state
 from hpnb.hybrid.training import hooks, metrics, progress, resuming
 from hpnb.hybrid.training.events import Hook
@@ -110,16 +110,13 @@ class One:
                  "rate": scheduler and scheduler.state_dict(), "random": random_state(),
                  "extra": how["extra"]}  # fmt: skip
         torch.save(state, atomic.begin(path) / "all.pt")
-        self.seal(path)
-        if keep is not None:
-            atomic.keep_newest(path, keep)
+        self.commit(path, keep)
 
-    def seal(self, path: Path) -> None:
-        atomic.seal(atomic.part_of(path), {}, {})
-        atomic.commit(path)
+    def commit(self, path: Path, keep: int | None) -> None:
+        atomic.commit(path, {}, {}, keep)
 
     def load(self, path: Path, model: Any, optimizer: Any, scheduler: Any) -> Any:
-        state = torch.load(atomic.find(path) / "all.pt", weights_only=False)
+        state = torch.load(manifest.find(path) / "all.pt", weights_only=False)
         model.module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         if scheduler is not None:
@@ -562,14 +559,14 @@ def test_the_best_may_be_the_largest(alone: hpnb.Ranks, tmp_path: Path) -> None:
 def test_a_save_that_was_cut_short_is_passed_over(alone: hpnb.Ranks, tmp_path: Path) -> None:
     def cut_short(path: Path) -> None:
         trainer = make(hooks.CheckpointHook(path, every=3))
-        seal = trainer.booster.seal
+        commit = trainer.booster.commit
 
-        def dies(path: Path) -> None:
+        def dies(path: Path, keep: int | None) -> None:
             if trainer.step > 3:
                 raise OSError("no space left")
-            seal(path)
+            commit(path, keep)
 
-        trainer.booster.seal = dies
+        trainer.booster.commit = dies
         with contextlib.suppress(OSError):
             trainer.fit(loaders()[0], 1)
 

@@ -8,14 +8,16 @@ The group is gloo's and has no other messages, so a save in the background does 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from hpnb.hybrid.checkpoint import atomic
+from hpnb.hybrid.checkpoint.manifest import compare, find, manifest, verify
+from hpnb.hybrid.checkpoint.write_files import WrittenFiles
 from hpnb.ranks.process_group import new_group
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -59,44 +61,36 @@ def attempt(work: Callable[[], Any], group: dist.ProcessGroup) -> Any:
     return result
 
 
-# --- a folder that appears in one step (atomic.py), written by all ranks ------------------------------------
+# --- folders that all ranks write (atomic.py) ---------------------------------------------------------------
 
 
-def begin_folder(path: Path, group: dist.ProcessGroup, replaces: Collection[str] | None = None) -> None:
-    """Make the folder that ranks write into before it becomes `path`."""
-    attempt(lambda: atomic.begin(path, replaces) if group.rank() == 0 else None, group)
+def read_back(folder: Path, written: WrittenFiles, group: dist.ProcessGroup) -> WrittenFiles:
+    """The files that all ranks wrote into `folder`, after the disk gave them back as they were written. All
+    ranks call it, each with its own files.
 
-
-def complete_folder(
-    path: Path,
-    facts: Mapping[str, Any],
-    group: dist.ProcessGroup,
-    keep: int | None = None,
-    carries: Callable[[str], bool] | None = None,
-) -> None:
-    """Seal the folder, in which all files are written, and rename it to `path`.
-
-    Args:
-        facts: further entries of its manifest.
-        keep: how many of the newest such folders stay.
-        carries: which of the files that are at `path` stay.
+    Raises:
+        ValueError: a file is missing or differs, because somebody else removed or replaced it meanwhile.
     """
-    part, rank, size = atomic.part_of(path), group.rank(), group.size()
-    listing = attempt(lambda: atomic.listing(part) if rank == 0 else None, group)
-    names = gather_objects(listing, group)[0]
-    checksums = attempt(lambda: {name: atomic.checksum(part / name) for name in names[rank::size]}, group)
-    by_rank = gather_objects(checksums, group)
+    by_rank = gather_objects(written, group)
+    files = {name: file_sum for files in by_rank for name, file_sum in files.items()}
+    attempt(lambda: compare(folder, files, group.rank(), group.size(), "; the save is given up"), group)
+    return files
 
-    def seal() -> None:
-        if rank == 0:
-            atomic.seal(part, {name: one for of_rank in by_rank for name, one in of_rank.items()}, facts)
-            if carries is not None:
-                atomic.carry_over(path, carries)
-            atomic.commit(path)
-            if keep is not None:
-                atomic.keep_newest(path, keep)
 
-    attempt(seal, group)
+def on_first_rank(work: Callable[[], Any], group: dist.ProcessGroup) -> None:
+    """Run `work` on the first rank; all ranks raise if it fails."""
+    attempt(lambda: work() if group.rank() == 0 else None, group)
+
+
+@contextmanager
+def cleared_up(clear: Callable[[], None], group: dist.ProcessGroup) -> Iterator[None]:
+    """After an error, which all ranks have, the first rank runs `clear`."""
+    try:
+        yield
+    except BaseException:
+        if group.rank() == 0:
+            clear()
+        raise
 
 
 def verify_folder(path: Path, group: dist.ProcessGroup) -> tuple[Path, dict[str, Any]]:
@@ -106,6 +100,6 @@ def verify_folder(path: Path, group: dist.ProcessGroup) -> tuple[Path, dict[str,
     Raises:
         FileNotFoundError, ValueError: there is none, or its files are not as they were written.
     """
-    folder: Path = attempt(lambda: atomic.find(path), group)
-    attempt(lambda: atomic.verify(folder, group.rank(), group.size()), group)
-    return folder, attempt(lambda: atomic.manifest(folder), group)
+    folder: Path = attempt(lambda: find(path), group)
+    attempt(lambda: verify(folder, group.rank(), group.size()), group)
+    return folder, attempt(lambda: manifest(folder), group)

@@ -1,40 +1,47 @@
-"""Folders that appear whole: a save that is killed, at any moment, leaves the one before.
+"""Folders that appear in one step: a save that is killed, at any moment, leaves the one before.
 
     step-500.part      written first: file after file, each forced to the disk, and the manifest last
     step-500.old       what was at step-500 before, for the time of two renames
-    step-500           the new one, by a rename, which a file system does wholly or not at all
+    step-500           the new one, by a rename, which a file system does completely or not at all
 
     killed while it is written        step-500 is as before; what is half written has no manifest
     killed between the two renames    there is no step-500, but step-500.part with a manifest: that is read
     killed after them                 step-500 is the new one, and .old is cleared away by the next save
 
-The manifest lists every file with its size and checksum, so what was cut short or changed later is found
-before anything is loaded from it.
+A model that is saved into a folder with other files in it replaces its own files there and no others:
+
+    folder/.hpnb-save-model/    written first, manifest last; read in place of the folder until it is gone
+    folder/model.safetensors    then linked over the old one, file by file
+
+Another living run's folders (run_lock.py) are neither replaced nor removed.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-import time
-import zlib
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpnb.files import sync, write_text
+from hpnb.files import sync
+from hpnb.hybrid.checkpoint import run_lock
+from hpnb.hybrid.checkpoint.manifest import (
+    MANIFEST,
+    complete_in,
+    is_complete,
+    manifest,
+    old_of,
+    order_of,
+    part_of,
+    seal,
+    standing,
+)
+from hpnb.hybrid.checkpoint.write_files import WrittenFiles
 
-MANIFEST = "manifest.json"
-KIND, VERSION = "hpnb checkpoint", 1
-_BLOCK = 1 << 22  # bytes of a file that are read at once
-_PART, _OLD = ".part", ".old"
-
-Told = dict[str, tuple[int, int]]  # {file: (bytes, checksum)}
-
-
-# --- writing -----------------------------------------------------------------------------------------------
+# --- a folder that is replaced -----------------------------------------------------------------------------
 
 
 def begin(path: Path, replaces: Collection[str] | None = None) -> Path:
@@ -44,218 +51,229 @@ def begin(path: Path, replaces: Collection[str] | None = None) -> Path:
         replaces: what may be in a folder that is there and has no manifest; None is anything.
 
     Raises:
-        ValueError: there is a file in the way, or a folder with something else.
+        ValueError: there is a file in the way, a folder with something else, or one of another living run.
     """
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{path} is a file, and a folder is to be written; give another path")
-    _recover(path)
-    if replaces is not None and path.is_dir() and not is_complete(path):
-        others = sorted(child.name for child in path.iterdir() if child.name not in replaces)
-        if others:
-            raise ValueError(
-                f"{path} is a folder with {others[0]} in it, and no checkpoint that a new one may replace; "
-                f"give one of its own, such as {path / 'step-1'}"
-            )
-    part = part_of(path)
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    return part
+    _make_folder(path.parent)
+    _refuse_file(path)
+    with run_lock.exclusive(path.parent):
+        _recover(path)
+        if replaces is not None and path.is_dir() and not is_complete(path):
+            others = sorted(child.name for child in path.iterdir() if child.name not in replaces)
+            if others:
+                raise ValueError(
+                    f"{path} is a folder with {others[0]} in it, and no checkpoint that a new one may "
+                    f"replace; give one of its own, such as {path / 'step-1'}"
+                )
+        _refuse_of_another_run(path)
+        return _empty(part_of(path))
 
 
-def part_of(path: Path) -> Path:
-    """Where `path` is written before it is complete."""
-    return path.with_name(path.name + _PART)
+def commit(path: Path, files: WrittenFiles, facts: Mapping[str, Any], keep: int | None = None) -> None:
+    """Seal what `begin` began and give it its name; what had the name before goes.
+
+    Args:
+        files: what was written and read back, by names relative to the folder.
+        facts: further entries of the manifest.
+        keep: how many of the newest folders of this run stay whose names differ from this one's in a number
+            at the end.
+    """
+    part, old = part_of(path), old_of(path)
+    _sync_files(part, files)
+    with run_lock.exclusive(path.parent):
+        order = 1 + max((order_of(folder) or 0 for folder in complete_in(path.parent)), default=0)
+        seal(part, files, {"run": run_lock.run_name(), "order": order, **facts})
+        sync(part)
+        if path.exists():
+            os.rename(path, old)
+        os.rename(part, path)
+        sync(path.parent)
+        _delete(old)
+        if keep is not None:
+            _keep_newest(path, keep)
 
 
-def commit(path: Path) -> None:
-    """Give what `begin` began its name, once all of it is on the disk; what had it before goes."""
-    part, old = part_of(path), path.with_name(path.name + _OLD)
-    for folder, _, files in os.walk(part):
-        for file in files:
-            sync(Path(folder, file))
-        sync(Path(folder))
-    if path.exists():
-        os.rename(path, old)
-    os.rename(part, path)
-    sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+def abandon(path: Path) -> None:
+    """Remove what `begin` began, after an error."""
+    _delete(part_of(path))
 
 
-def seal(folder: Path, told: Mapping[str, tuple[int, int]], more: Mapping[str, Any]) -> None:
-    """Write the manifest: `folder` is complete."""
-    files = {name: list(told[name]) for name in sorted(told)}
-    content = {"kind": KIND, "version": VERSION, "saved": time.time_ns(), **more, "files": files}
-    write_text(folder / MANIFEST, json.dumps(content, indent=1))
+def _keep_newest(path: Path, count: int) -> None:
+    """Of the complete folders beside `path` that are named like it, leave so many of the newest, and those of
+    other living runs; and nothing of a save that was killed."""
+    stem = _stem(path.name)
+
+    def named_like_it(suffix: str) -> list[Path]:
+        folders = [f.with_name(f.name.removesuffix(suffix)) for f in path.parent.glob(f"*{suffix}")]
+        return [folder for folder in folders if _stem(folder.name) == stem]
+
+    for folder in named_like_it(old_of(Path("x")).suffix):
+        _recover(folder)
+    for folder in named_like_it(part_of(Path("x")).suffix):
+        if not run_lock.is_held_elsewhere(part_of(folder)):
+            _delete(part_of(folder))
+    orders = {folder: order_of(folder) for folder in named_like_it("") if is_complete(folder)}
+    readable = [(order, folder) for folder, order in orders.items() if order is not None]
+    for _, folder in sorted(readable)[:-count]:
+        if not _is_of_another_run(folder):
+            remove(folder)
 
 
-def carry_over(path: Path, carries: Callable[[str], bool]) -> None:
-    """Let what is being written have what it lacks and `path` has, if it `carries` that name."""
-    if not path.is_dir():
-        return
-    part = part_of(path)
-    for there in path.iterdir():
-        here = part / there.name
-        if here.exists() or not carries(there.name):
-            continue
-        if there.is_dir():
-            shutil.copytree(there, here, symlinks=True, copy_function=_link)
-        else:
-            _link(there, here)
+def _stem(name: str) -> str:
+    return re.sub(r"\d+$", "", name)
 
 
 def remove(folder: Path) -> None:
-    """It loses its name first: what is half gone must not look complete."""
+    """It loses its name first: what is half removed must not look complete."""
     part = part_of(folder)
-    shutil.rmtree(part, ignore_errors=True)
+    _delete(part)
     os.rename(folder, part)
-    shutil.rmtree(part, ignore_errors=True)
-
-
-def keep_newest(path: Path, count: int) -> None:
-    """Of the complete folders beside `path` whose names differ from its in a number at the end, leave so many
-    of those saved last; and nothing of what was killed while it saved or removed such a folder."""
-    stem = re.sub(r"\d+$", "", path.name)
-
-    def alike(pattern: str, suffix: str) -> list[Path]:
-        found = [f.with_name(f.name.removesuffix(suffix)) for f in path.parent.glob(pattern)]
-        return [f for f in found if re.sub(r"\d+$", "", f.name) == stem]
-
-    for folder in alike(f"*{_OLD}", _OLD):
-        _recover(folder)
-    for folder in alike(f"*{_PART}", _PART):
-        shutil.rmtree(part_of(folder), ignore_errors=True)
-    for folder in sorted(filter(is_complete, alike("*", "")), key=_saved)[:-count]:
-        remove(folder)
-
-
-def _link(source: Any, target: Any) -> None:
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:  # a file system without links
-        shutil.copy2(source, target, follow_symlinks=False)
+    _delete(part)
 
 
 def _recover(path: Path) -> None:
     """Clear up after a save that was killed."""
-    old = path.with_name(path.name + _OLD)
+    old = old_of(path)
     if old.exists():
         if not path.exists():
             os.rename(standing(path), path)
-        shutil.rmtree(old, ignore_errors=True)
+        _delete(old)
 
 
-# --- reading -----------------------------------------------------------------------------------------------
+# --- files that are replaced in a folder -------------------------------------------------------------------
 
 
-def standing(path: Path) -> Path:
-    """Where the contents of `path` are: elsewhere if a save was killed between its two renames."""
-    part, old = part_of(path), path.with_name(path.name + _OLD)
-    if path.exists() or not old.exists():
-        return path
-    return part if is_complete(part) else old
+def draft_in(path: Path, name: str) -> Path:
+    """Where files that are to be put into `path` are written first."""
+    return path / f".hpnb-save-{name}"
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether it has a manifest."""
-    return (folder / MANIFEST).is_file()
+def begin_update(path: Path, name: str) -> Path:
+    """An empty folder in `path` to write into; `commit_update` moves its files to `path`.
 
-
-def complete_in(folder: Path) -> list[Path]:
-    """The complete folders in `folder`, which need not be there, by name."""
-    if not folder.is_dir():
-        return []
-    names = {
-        child.name.removesuffix(_PART).removesuffix(_OLD) for child in folder.iterdir() if child.is_dir()
-    }
-    return [found for name in sorted(names) if is_complete(found := standing(folder / name))]
-
-
-def newest(folder: Path) -> Path | None:
-    """The complete folder in `folder` that was saved last."""
-    return max(complete_in(folder), key=_saved, default=None)
-
-
-def find(path: Path) -> Path:
-    """`path` itself if it is complete, else the newest in it.
+    Args:
+        name: of what is saved; one save of a name may be under way in a folder.
 
     Raises:
-        FileNotFoundError: neither.
+        ValueError: `path` is a file, or another living run saves there.
     """
-    here = standing(path)
-    if is_complete(here):
-        return here
-    inside = newest(here)
-    if inside is None:
-        what = f"is no complete checkpoint, for it has no {MANIFEST}" if here.is_dir() else "is not there"
-        beside = newest(path.parent)
-        hint = f"{beside} is one" if beside is not None else "give a folder that booster.save has written"
-        raise FileNotFoundError(f"{path} {what}; {hint}")
-    return inside
+    _make_folder(path)
+    draft = draft_in(path, name)
+    with run_lock.exclusive(path):
+        if is_complete(draft) and not run_lock.is_held_elsewhere(draft):
+            _publish(path, draft)  # whoever saved it was killed while it did
+        return _empty(draft)
 
 
-def manifest(folder: Path) -> dict[str, Any]:
-    """What `seal` wrote.
+def commit_update(
+    path: Path, name: str, files: WrittenFiles, facts: Mapping[str, Any], is_own: Callable[[str], bool]
+) -> None:
+    """Put what was written in place of what was there.
+
+    Args:
+        files: what was written and read back.
+        facts: further entries of the manifest. Without any, `path` gets no manifest.
+        is_own: whether a file in `path`, by its relative name, belongs to what is saved and goes if it was
+            not written again.
+    """
+    draft = draft_in(path, name)
+    _sync_files(draft, files)
+    with run_lock.exclusive(path):
+        present = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
+        stale = [name for name in present if is_own(name) and name not in files]
+        about = {"run": run_lock.run_name(), "order": 0, "stale": stale, "keeps_manifest": bool(facts)}
+        seal(draft, files, {**about, **facts})
+        sync(draft)
+        _publish(path, draft)
+
+
+def abandon_update(path: Path, name: str) -> None:
+    """Remove what `begin_update` began, after an error."""
+    _delete(draft_in(path, name))
+
+
+def reading_folder(path: Path, name: str) -> Path:
+    """Where to read what was saved into `path` under that name."""
+    draft = draft_in(path, name)
+    return draft if is_complete(draft) else path
+
+
+def _publish(path: Path, draft: Path) -> None:
+    """Link the files of a complete draft into `path`; doing it twice does no harm."""
+    content = manifest(draft)
+    names = [*content["files"], *([MANIFEST] if content["keeps_manifest"] else [])]
+    for name in names:
+        target = path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        link = target.with_name(f".{target.name}.part")
+        with suppress(FileNotFoundError):
+            link.unlink()
+        try:
+            os.link(draft / name, link)
+        except OSError:  # a file system without links
+            shutil.copy2(draft / name, link)
+        os.replace(link, target)
+    for name in content["stale"]:
+        with suppress(FileNotFoundError):
+            (path / name).unlink()
+    for folder in {path, *((path / name).parent for name in names)}:
+        sync(folder)
+    _delete(draft)
+
+
+# --- both --------------------------------------------------------------------------------------------------
+
+
+def _make_folder(path: Path) -> None:
+    for folder in (path, *path.parents):
+        _refuse_file(folder)
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def _refuse_file(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file, and a folder is to be written; give another path")
+
+
+def _empty(folder: Path) -> Path:
+    """`folder`, made anew and locked.
 
     Raises:
-        ValueError: it is no manifest, or that of another version.
+        ValueError: another living process writes into it.
     """
-    try:
-        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        known = found["kind"] == KIND and isinstance(found["files"], dict)
-    except (ValueError, TypeError, KeyError):
-        known = False
-    if not known:
-        raise ValueError(f"{folder / MANIFEST} is not that of a checkpoint{_instead(folder)}")
-    if found["version"] != VERSION:
+    if run_lock.is_held_elsewhere(folder):
         raise ValueError(
-            f"{folder} has version {found['version']} of the format, and this hpnb reads {VERSION}; load it "
-            "with the hpnb that wrote it"
+            f"another process is writing {folder} at this moment; give each run a folder of its own"
         )
-    return dict(found)
+    _delete(folder)
+    folder.mkdir()
+    run_lock.hold(folder)
+    return folder
 
 
-def listing(folder: Path) -> list[str]:
-    """The files below `folder` but its manifest, by their paths in it; the largest first."""
-    files = [f for f in folder.rglob("*") if f.is_file() and f != folder / MANIFEST]
-    return [f.relative_to(folder).as_posix() for f in sorted(files, key=lambda f: (-f.stat().st_size, f))]
+def _delete(folder: Path) -> None:
+    if folder.exists():
+        run_lock.release(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def checksum(file: Path) -> tuple[int, int]:
-    """(bytes, CRC-32) of a file."""
-    size = crc = 0
-    with file.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            size, crc = size + len(block), zlib.crc32(block, crc)
-    return size, crc
+def _sync_files(folder: Path, files: WrittenFiles) -> None:
+    for name in files:
+        sync(folder / name)
+    for below in {(folder / name).parent for name in files}:
+        sync(below)
 
 
-def verify(folder: Path, share: int = 0, shares: int = 1) -> None:
-    """Compare the files of one of so many shares with the manifest; sizes of all of them.
-
-    Raises:
-        ValueError: a file is missing, was cut short, or has other contents.
-    """
-    files = manifest(folder)["files"]
-    for number, (name, (size, crc)) in enumerate(files.items()):
-        file = folder / name
-        if not file.is_file():
-            raise ValueError(f"{folder} lacks {name}, which its manifest lists{_instead(folder)}")
-        there = file.stat().st_size
-        if there != size:
-            raise ValueError(f"{file} has {there} bytes, and {size} were written{_instead(folder)}")
-        if number % shares == share and checksum(file)[1] != crc:
-            raise ValueError(f"{file} has other contents than were written{_instead(folder)}")
-
-
-def _saved(folder: Path) -> tuple[int, str]:
-    """When; 0 if that cannot be read."""
+def _is_of_another_run(folder: Path) -> bool:
     try:
-        return int(manifest(folder)["saved"]), folder.name
-    except (ValueError, KeyError):
-        return 0, folder.name
+        run = manifest(folder).get("run")
+    except ValueError:
+        run = None
+    return run != run_lock.run_name() and run_lock.is_held_elsewhere(folder)
 
 
-def _instead(folder: Path) -> str:
-    """The nearest thing that would work."""
-    others = [f for f in complete_in(folder.parent) if f != folder and _saved(f)[0]]
-    return f"; {max(others, key=_saved)} is another one" if others else "; load another checkpoint"
+def _refuse_of_another_run(path: Path) -> None:
+    if is_complete(path) and _is_of_another_run(path):
+        raise ValueError(
+            f"{path} was saved by another run that is still alive ({manifest(path).get('run')}); give this "
+            "run a folder of its own, or end that one"
+        )

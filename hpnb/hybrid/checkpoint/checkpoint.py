@@ -10,9 +10,10 @@
     gather_weights.py, save_weights.py, hf_names.py    model/, from the shards of all ranks
     weight_files.py, load_weights.py                   and back: each rank reads what it holds
     optimizer_shards.py, training_state.py             what state/ contains
-    dcp.py, chunks.py                                  state/, in chunks that nobody gathers
+    state_files.py, chunks.py                          state/, in chunks that nobody gathers
     agreement.py, background_save.py                   errors on one rank; writing while training continues
-    atomic.py                                          a save that is killed leaves the last one
+    write_files.py, manifest.py                        checksums from memory; what is complete, and the newest
+    atomic.py, run_lock.py                             a killed save leaves the last one; so does another run
 
 On the layout that saved it, a run resumes bit for bit, between two steps. On another layout sums are in
 another order, and dropout draws other numbers. All ranks call all functions, and see the same files.
@@ -20,7 +21,6 @@ another order, and dropout draws other numbers. All ranks call all functions, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -36,22 +36,24 @@ from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.checkpoint import atomic, save_weights, training_state
 from hpnb.hybrid.checkpoint.agreement import (
     attempt,
-    begin_folder,
-    complete_folder,
+    cleared_up,
     files_group,
+    on_first_rank,
+    read_back,
     verify_folder,
 )
 from hpnb.hybrid.checkpoint.background_save import HostCopies, Saving
-from hpnb.hybrid.checkpoint.dcp import StateReader, pack, unpack, write_state
 from hpnb.hybrid.checkpoint.gather_weights import weight_shards
 from hpnb.hybrid.checkpoint.load_weights import WeightLoader
+from hpnb.hybrid.checkpoint.manifest import part_of
 from hpnb.hybrid.checkpoint.optimizer_shards import OptimizerLoader, class_name, optimizer_shards
+from hpnb.hybrid.checkpoint.state_files import StateReader, pack, unpack, write_state
+from hpnb.hybrid.checkpoint.write_files import WrittenFiles
 from hpnb.pipeline_parallel import Stages
 from hpnb.pipeline_parallel import full_state_dict as over_stages
 from hpnb.ranks.current_rank import device as this_device
 
-MODEL, STATE = "model", "state"
-_OPTIMIZER_FILES = (STATE, atomic.MANIFEST)
+MODEL, STATE, OPTIMIZER = "model", "state", "optimizer"
 Size = int | str
 
 
@@ -70,16 +72,14 @@ def save_model(model: Boosted, path: Path, shard: bool = True, size_per_shard: S
     """
     group = files_group()
     limit = save_weights.parse_size(size_per_shard) if shard else None
-    begin_folder(path, group)
-    shards = weight_shards(model, lambda tensor, _: tensor)
-    save_weights.write_weights(shards, atomic.part_of(path), model.kind, model.whole_config, limit, group)
-
-    def commit() -> None:
-        if group.rank() == 0:
-            atomic.carry_over(path, lambda name: not save_weights.is_weight_file(name))
-            atomic.commit(path)
-
-    attempt(commit, group)
+    on_first_rank(lambda: atomic.begin_update(path, MODEL), group)
+    with cleared_up(lambda: atomic.abandon_update(path, MODEL), group):
+        draft = atomic.draft_in(path, MODEL)
+        shards = weight_shards(model, lambda tensor, _: tensor)
+        written = save_weights.write_weights(shards, draft, model.kind, model.whole_config, limit, group)
+        files = read_back(draft, written, group)
+        own = save_weights.is_weight_file
+        on_first_rank(lambda: atomic.commit_update(path, MODEL, files, {}, own), group)
 
 
 def load_model(model: Boosted, path: Path) -> None:
@@ -90,7 +90,7 @@ def load_model(model: Boosted, path: Path) -> None:
         FileNotFoundError, ValueError: there is none, or it does not fit; nothing was loaded then.
         OSError, RuntimeError: it cannot be read, on this rank or another one; nothing was loaded then.
     """
-    WeightLoader(model, atomic.standing(path), files_group()).apply()
+    WeightLoader(model, atomic.reading_folder(path, MODEL), files_group()).apply()
 
 
 def whole_state_dict(model: Boosted) -> dict[str, torch.Tensor]:
@@ -109,11 +109,15 @@ def save_optimizer(optimizer: Optimizer, path: Path) -> None:
     """Write its state, with float32 masters and the loss scaler, as a folder `path`, in place of one that is
     there; its other files stay."""
     group = files_group()
-    begin_folder(path, group)
-    state = optimizer_shards(optimizer, lambda tensor: tensor, with_masters=True)
-    write_state(state, atomic.part_of(path) / STATE, group)
-    facts = {"torch": torch.__version__}
-    complete_folder(path, facts, group, carries=lambda name: name not in _OPTIMIZER_FILES)
+    on_first_rank(lambda: atomic.begin_update(path, OPTIMIZER), group)
+    with cleared_up(lambda: atomic.abandon_update(path, OPTIMIZER), group):
+        draft = atomic.draft_in(path, OPTIMIZER)
+        state = optimizer_shards(optimizer, lambda tensor: tensor, with_masters=True)
+        written = _below(STATE, write_state(state, draft / STATE, group))
+        files = read_back(draft, written, group)
+        facts = {"torch": torch.__version__}
+        own = lambda name: name.startswith(f"{STATE}/")  # noqa: E731
+        on_first_rank(lambda: atomic.commit_update(path, OPTIMIZER, files, facts, own), group)
 
 
 def load_optimizer(optimizer: Optimizer, path: Path) -> None:
@@ -127,11 +131,10 @@ def load_optimizer(optimizer: Optimizer, path: Path) -> None:
     """
     group = files_group()
     if path.is_file():
-        state_dict = attempt(lambda: torch.load(path, map_location="cpu", weights_only=True), group)
-        optimizer.load_state_dict(state_dict)
+        optimizer.load_state_dict(attempt(lambda: _load_pickled(path), group))
         return
-    folder, manifest = verify_folder(path, group)
-    OptimizerLoader(optimizer, _open_state(folder, manifest, group), group).apply()
+    folder, _ = verify_folder(atomic.reading_folder(path, OPTIMIZER), group)
+    OptimizerLoader(optimizer, _open_state(folder, group), group).apply()
 
 
 def save_lr_scheduler(lr_scheduler: Any, path: Path) -> None:
@@ -210,12 +213,16 @@ def save(
             torch.cuda.set_device(this_device())  # of this thread
         if copies is not None:
             copies.wait()
-        begin_folder(path, group, (MODEL, STATE))
-        part = atomic.part_of(path)
-        attempt(lambda: (part / MODEL).mkdir() if group.rank() == 0 else None, group)
-        save_weights.write_weights(shards, part / MODEL, model.kind, model.whole_config, limit, group)
-        write_state(state, part / STATE, group)
-        complete_folder(path, facts, group, keep)
+        on_first_rank(lambda: atomic.begin(path, (MODEL, STATE)), group)
+        with cleared_up(lambda: atomic.abandon(path), group):
+            part = part_of(path)
+            on_first_rank((part / MODEL).mkdir, group)
+            of_model = save_weights.write_weights(
+                shards, part / MODEL, model.kind, model.whole_config, limit, group
+            )
+            of_state = write_state(state, part / STATE, group)
+            files = read_back(part, {**_below(MODEL, of_model), **_below(STATE, of_state)}, group)
+            on_first_rank(lambda: atomic.commit(path, files, facts, keep), group)
 
     return Saving(work, background=copies is not None)
 
@@ -233,7 +240,7 @@ def load(
     """
     group = files_group()
     folder, manifest = verify_folder(path, group)
-    stored = _open_state(folder / STATE, manifest, group)
+    stored = _open_state(folder, group)
     same_layout = manifest.get("layout") == saved_layout(model)
     random_label = f"random/{group.rank()}"
     asked = {"lr_scheduler": lr_scheduler, "dataloader": dataloader}
@@ -283,11 +290,24 @@ def saved_layout(model: Boosted) -> dict[str, Any]:
 # --- inside -------------------------------------------------------------------------------------------------
 
 
-def _open_state(folder: Path, manifest: Mapping[str, Any], group: dist.ProcessGroup) -> StateReader:
-    path = folder if folder.name == STATE else folder / STATE
-    version = f"PyTorch {manifest.get('torch', 'of another version')}"
-    stored: StateReader = attempt(lambda: StateReader(path, version), group)
+def _below(folder: str, written: WrittenFiles) -> WrittenFiles:
+    return {f"{folder}/{name}": file_sum for name, file_sum in written.items()}
+
+
+def _open_state(folder: Path, group: dist.ProcessGroup) -> StateReader:
+    stored: StateReader = attempt(lambda: StateReader(folder / STATE), group)
     return stored
+
+
+def _load_pickled(path: Path) -> Any:
+    """What torch.save wrote, if it is tensors and plain containers; nothing else is unpickled."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, UnpicklingError, EOFError) as error:
+        raise ValueError(
+            f"{path} cannot be read: it was cut short, or holds other things than tensors, numbers, texts "
+            "and containers of them"
+        ) from error
 
 
 def _load_or_restore(dataloader: Any, state: Any, group: dist.ProcessGroup) -> None:

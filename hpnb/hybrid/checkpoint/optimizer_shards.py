@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from hpnb.data_parallel import ZeroOptimizer
 from hpnb.hybrid.boosted_optimizer import BoostedOptimizer, check_boosted
 from hpnb.hybrid.checkpoint.agreement import attempt
-from hpnb.hybrid.checkpoint.dcp import ShardedState, StateReader, pack
 from hpnb.hybrid.checkpoint.gather_weights import is_writer
+from hpnb.hybrid.checkpoint.state_files import ShardedState, StateReader, pack
 from hpnb.optimizer_state import check_group_sizes, group_options, is_sharded_state
 from hpnb.placement import Placement, placement_of
 from hpnb.precision import Masters
@@ -32,6 +32,7 @@ from hpnb.ranks.current_rank import rank
 
 GROUPS, NAMES, MASTER, VALUE = "optimizer", "names/", "master", "value/"
 COUNTERS = "optimizer/counters/"  # a file has a cost for each entry, so all counters of a rank are one
+_UPDATE_RULE = ("decoupled_weight_decay", "amsgrad", "bias_correction", "nesterov", "centered", "maximize")
 _HOW_TO_COMPUTE = ("fused", "foreach", "capturable")  # options that the loading optimizer keeps
 
 
@@ -67,6 +68,14 @@ def parameter_name(p: torch.Tensor) -> str:
 def class_name(thing: Any) -> str:
     """What kind of optimizer or schedule it is."""
     return type(thing).__name__
+
+
+def update_rule(optimizer: Optimizer) -> str:
+    """The optimizer of PyTorch whose state and update `optimizer` has: a subclass is what it comes from, and
+    Adam, AdamW and HybridAdam are one, because an option tells them apart."""
+    names = [c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim.")]
+    name = names[0] if names and names[0] != "Optimizer" else class_name(optimizer)
+    return "Adam" if name == "AdamW" else name
 
 
 # --- save --------------------------------------------------------------------------------------------------
@@ -106,8 +115,9 @@ def optimizer_shards(
         for group, numbers in zip(boosted.inner.param_groups, boosted.numbering, strict=True)
     ]
     scaler = None if boosted.scaler is None else boosted.scaler.state_dict()
-    kind = class_name(boosted.user_optimizer)
-    saved.values[GROUPS] = pack("the optimizer", {"kind": kind, "groups": groups, "scaler": scaler})
+    user = boosted.user_optimizer
+    about = {"kind": class_name(user), "rule": update_rule(user), "groups": groups, "scaler": scaler}
+    saved.values[GROUPS] = pack("the optimizer", about)
     saved.values[f"{COUNTERS}{rank()}"] = pack("the optimizer", _to_cpu(counters))
     names = {number: (parameter_name(p), placement_of(p).shape) for number, p in boosted.parameters.items()}
     saved.values[f"{NAMES}{rank()}"] = pack("the optimizer", names)
@@ -190,13 +200,7 @@ class OptimizerLoader:
             raise ValueError(
                 "the checkpoint has no state of an optimizer; leave the optimizer out to load the rest"
             )
-        kind = class_name(self._boosted.user_optimizer)
-        options = {option for group in saved["groups"] for option in group["options"]}
-        if saved["kind"] != kind and (lacks := sorted(self._boosted.defaults.keys() - options)):
-            raise ValueError(
-                f"the state to be loaded is of {saved['kind']}, without {lacks[0]!r}, and this is {kind}; "
-                f"load it into {saved['kind']}"
-            )
+        self._check_update_rule(saved)
         numbering = self._boosted.numbering
         check_group_sizes([len(group["numbers"]) for group in saved["groups"]], [len(n) for n in numbering])
         names = {number: name for of_rank in descriptions.values() for number, name in of_rank.items()}
@@ -212,6 +216,24 @@ class OptimizerLoader:
                     "parameters in the same groups"
                 )
         return saved
+
+    def _check_update_rule(self, saved: Any) -> None:
+        """Raise if the saved state belongs to an optimizer that computes something else."""
+        optimizer = self._boosted.user_optimizer
+        kind = class_name(optimizer)
+        if saved["rule"] != update_rule(optimizer):
+            raise ValueError(
+                f"the state to be loaded is of {saved['kind']}, and this is {kind}; load it into "
+                f"{saved['kind']}"
+            )
+        for number, (before, now) in enumerate(zip(saved["groups"], optimizer.param_groups, strict=False)):
+            for option in _UPDATE_RULE:
+                was, is_now = before["options"].get(option), now.get(option)
+                if None not in (was, is_now) and was != is_now:
+                    raise ValueError(
+                        f"the state to be loaded is of {saved['kind']} with {option}={was} in group "
+                        f"{number}, and this {kind} has {option}={is_now}; make it with {option}={was}"
+                    )
 
     def _is_local(self, label: str) -> bool:
         return label.removeprefix(VALUE).partition("/")[2] in self._local.by_name

@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
 from hpnb.hybrid.checkpoint.agreement import agree
 from hpnb.hybrid.checkpoint.gather_weights import WeightShard, exchange_shards, gather_weight
 from hpnb.hybrid.checkpoint.hf_names import empty_model, hf_format, is_pretrained, silence_transformers
+from hpnb.hybrid.checkpoint.manifest import file_sum
 from hpnb.hybrid.checkpoint.weight_files import checksums
+from hpnb.hybrid.checkpoint.write_files import WrittenFiles, write_bytes, write_safetensors
 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
@@ -69,27 +70,28 @@ def write_weights(
     config: Any,
     limit: int | None,
     group: dist.ProcessGroup,
-) -> None:
+) -> WrittenFiles:
     """Write the full model into `folder`, which exists. All ranks call it; rank 0 writes.
 
     Args:
         shards: what `weight_shards` gave on this rank.
         kind, config: class and config of the full model.
         limit: bytes of a file, except that a weight is never split; None writes a single file.
+
+    Returns:
+        The files that this rank wrote, by their names in `folder`.
     """
     full = _FullWeights(shards, group)
     if not is_pretrained(kind):
-        _write_files({name: name for name in full.weights if not full.is_tied(name)}, full, folder, limit,
-                     group, {})  # fmt: skip
-        return
+        names = {name: name for name in full.weights if not full.is_tied(name)}
+        return _write_files(names, full, folder, limit, group, {})
     floating = (name for name, weight in full.weights.items() if weight.dtype.is_floating_point)
     config_dtype = next((full.dtype(name) for name in floating), torch.float32)
     on_disk = hf_format(kind, config, config_dtype, group)
     if on_disk.names is None:
-        _write_by_transformers(full, folder, empty_model(kind, config, config_dtype), limit, group)
-        return
+        return _write_by_transformers(full, folder, empty_model(kind, config, config_dtype), limit, group)
     names = {name: next(n for n in tied if n in full.weights) for name, tied in on_disk.names.items()}
-    _write_files(names, full, folder, limit, group, on_disk.files)
+    return _write_files(names, full, folder, limit, group, on_disk.files)
 
 
 def _write_files(
@@ -99,11 +101,12 @@ def _write_files(
     limit: int | None,
     group: dist.ProcessGroup,
     other_files: Mapping[str, bytes],
-) -> None:
+) -> WrittenFiles:
     """Write the weights, by {name on the disk: name in the model}."""
     sizes = {on_disk: full.num_bytes(name) for on_disk, name in names.items()}
     files = assign_files(sizes, limit)
     error: Exception | None = None
+    written: WrittenFiles = {}
     for file, in_file in files.items():
         tensors: dict[str, torch.Tensor] = {}
         for on_disk in in_file:  # also after an error, because the other ranks send what they have to send
@@ -112,16 +115,18 @@ def _write_files(
                 tensors[on_disk] = tensor
         if group.rank() == 0 and error is None:
             try:
-                save_file(tensors, folder / file, metadata={"format": "pt", **checksums(tensors)})
+                metadata = {"format": "pt", **checksums(tensors)}
+                written[file] = write_safetensors(folder / file, tensors, metadata)
             except Exception as raised:
                 error = raised
     if group.rank() == 0 and error is None:
         try:
             for file, content in {**other_files, **_index_file(files, sum(sizes.values()))}.items():
-                (folder / file).write_bytes(content)
+                written[file] = write_bytes(folder / file, content)
         except OSError as raised:
             error = raised
     agree(error, group)
+    return written
 
 
 def _index_file(files: Mapping[str, Sequence[str]], size: int) -> dict[str, bytes]:
@@ -135,7 +140,7 @@ def _index_file(files: Mapping[str, Sequence[str]], size: int) -> dict[str, byte
 
 def _write_by_transformers(
     full: _FullWeights, folder: Path, empty: Any, limit: int | None, group: dist.ProcessGroup
-) -> None:
+) -> WrittenFiles:
     """A model whose weights differ on the disk: rank 0 gathers all of it, and transformers converts it."""
     tensors: dict[str, torch.Tensor] = {}
     for name in full.weights:
@@ -143,13 +148,16 @@ def _write_by_transformers(
         if tensor is not None and not full.is_tied(name):
             tensors[name] = tensor
     error: Exception | None = None
+    written: WrittenFiles = {}
     if group.rank() == 0:
         try:
             with silence_transformers():
                 empty.save_pretrained(folder, state_dict=tensors, max_shard_size=limit or "1000TB")
+            written = {file.name: file_sum(file) for file in folder.iterdir()}
         except Exception as raised:
             error = raised
     agree(error, group)
+    return written
 
 
 def assign_files(sizes: Mapping[str, int], limit: int | None) -> dict[str, list[str]]:

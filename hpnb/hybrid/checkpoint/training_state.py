@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hpnb.hybrid.boosted_model import Boosted
-from hpnb.hybrid.checkpoint.dcp import ShardedState, pack
+from hpnb.hybrid.checkpoint.state_files import ShardedState, pack
 from hpnb.placement import Placement
 from hpnb.ranks.current_rank import device, rank
 

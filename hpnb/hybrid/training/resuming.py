@@ -9,10 +9,12 @@ one sums have another order, and dropout draws other numbers.
 
 from __future__ import annotations
 
+import re
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpnb.hybrid.checkpoint import atomic
+from hpnb.hybrid.checkpoint import manifest
 from hpnb.hybrid.checkpoint.training_state import random_state, set_random_state
 
 if TYPE_CHECKING:
@@ -81,16 +83,27 @@ def take_up(trainer: Trainer) -> None:
 
 
 def saved(path: Path, kind: str = "step") -> list[Path]:
-    """The complete checkpoints in `path`, oldest first."""
-    return sorted(folder for folder in atomic.complete_in(path) if folder.name.startswith(f"{kind}-"))
+    """The complete checkpoints in `path` that are called KIND-NUMBER, oldest first; also one that a killed
+    save has left under KIND-NUMBER.part or .old. Folders of other names are skipped."""
+    called = re.compile(rf"{re.escape(kind)}-\d+")
+    complete = manifest.complete_in(path)
+    return sorted((f for f in complete if called.fullmatch(manifest.final_name(f))), key=step_of)
 
 
 def find(path: Path) -> Path | None:
-    """`path` itself if it is a checkpoint, else the newest in it."""
-    if atomic.is_complete(atomic.standing(path)):
+    """`path` itself if it is a checkpoint, else the newest in it whose manifest is sound. If a newer one is
+    damaged, all ranks warn."""
+    if manifest.is_complete(manifest.standing(path)):
         return path
-    return next(iter(reversed(saved(path))), None)
+    for folder in reversed(saved(path)):
+        try:
+            manifest.manifest(folder)
+        except ValueError as error:
+            warnings.warn(f"the run does not resume from {folder.name}: {error}", stacklevel=2)
+        else:
+            return folder
+    return None
 
 
 def step_of(folder: Path) -> int:
-    return int(folder.name.rpartition("-")[2])
+    return int(manifest.final_name(folder).rpartition("-")[2])

@@ -1,0 +1,201 @@
+"""The manifest of a checkpoint: every file with its size and checksum, and a checksum of itself.
+
+    {"kind": "hpnb checkpoint", "version": 2,
+     "run": "node3:4711:88213", "order": 12,               which run saved it, after which others
+     "files": {"state/index.json": [812, 3735928559]},     bytes and CRC-32, as they were written
+     "checksum": 305419896}
+
+A folder is complete if it has one, because it is written last. Which of several checkpoints is the newest
+follows from `order`, a number that is one more than any beside it, and not from a clock, which may step back.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hpnb.files import write_text
+from hpnb.hybrid.checkpoint.write_files import FileSum, WrittenFiles
+
+MANIFEST = "manifest.json"
+KIND, VERSION = "hpnb checkpoint", 2
+_BLOCK = 1 << 22  # bytes of a file that are read at once
+_PART, _OLD = ".part", ".old"
+
+
+# --- a manifest --------------------------------------------------------------------------------------------
+
+
+def seal(folder: Path, files: WrittenFiles, facts: Mapping[str, Any]) -> None:
+    """Write the manifest, which makes `folder` complete.
+
+    Args:
+        files: what was written, by names relative to `folder`.
+        facts: further entries.
+    """
+    content = {"kind": KIND, "version": VERSION, **facts, "files": {n: list(files[n]) for n in sorted(files)}}
+    write_text(folder / MANIFEST, json.dumps({**content, "checksum": _checksum(content)}, indent=1))
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    """What `seal` wrote.
+
+    Raises:
+        ValueError: it is damaged, no manifest, or that of another version.
+    """
+    try:
+        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if content["kind"] != KIND:
+            raise KeyError(content["kind"])
+        version = content["version"]
+        if version != VERSION and "checksum" not in content:
+            damaged = False
+        else:
+            damaged = content.pop("checksum") != _checksum(content)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{folder / MANIFEST} is not that of a checkpoint{_another(folder)}") from error
+    if damaged:
+        raise ValueError(f"{folder / MANIFEST} is damaged: its checksum differs{_another(folder)}")
+    if version != VERSION:
+        raise ValueError(
+            f"{folder} has version {version} of the format, and this hpnb reads {VERSION}; load it with the "
+            "hpnb that wrote it"
+        )
+    return dict(content)
+
+
+def _checksum(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def file_sum(file: Path) -> FileSum:
+    """(bytes, CRC-32) of a file on the disk."""
+    size = crc = 0
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return size, crc
+
+
+def verify(folder: Path, rank: int = 0, ranks: int = 1) -> None:
+    """Compare the files of `folder` with its manifest: the sizes of all, and the checksums of this rank's
+    share of them.
+
+    Raises:
+        ValueError: a file is missing, was cut short, or has other contents.
+    """
+    compare(folder, manifest(folder)["files"], rank, ranks, _another(folder))
+
+
+def compare(
+    folder: Path, files: Mapping[str, Iterable[int]], rank: int, ranks: int, advice: str = ""
+) -> None:
+    """The same with the files that are expected.
+
+    Args:
+        advice: the end of the error message.
+    """
+    for number, (name, (size, crc)) in enumerate(files.items()):
+        file = folder / name
+        if not file.is_file():
+            raise ValueError(f"{folder} lacks {name}, which was written there{advice}")
+        if (bytes_there := file.stat().st_size) != size:
+            raise ValueError(f"{file} has {bytes_there} bytes, and {size} were written{advice}")
+        if number % ranks == rank and file_sum(file)[1] != crc:
+            raise ValueError(f"{file} has other contents than were written{advice}")
+
+
+# --- which folders are complete ----------------------------------------------------------------------------
+
+
+def part_of(path: Path) -> Path:
+    """Where `path` is written before it is complete."""
+    return path.with_name(path.name + _PART)
+
+
+def old_of(path: Path) -> Path:
+    """Where the folder that was at `path` is for the time of two renames."""
+    return path.with_name(path.name + _OLD)
+
+
+def final_name(folder: Path) -> str:
+    """The name of the checkpoint whose contents are in `folder`, without .part or .old."""
+    return folder.name.removesuffix(_PART).removesuffix(_OLD)
+
+
+def standing(path: Path) -> Path:
+    """Where the contents of `path` are: elsewhere if a save was killed between its two renames."""
+    part, old = part_of(path), old_of(path)
+    if path.exists() or not old.exists():
+        return path
+    return part if is_complete(part) else old
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether it has a manifest."""
+    return (folder / MANIFEST).is_file()
+
+
+def complete_in(folder: Path) -> list[Path]:
+    """The complete folders in `folder`, which need not exist, by name."""
+    if not folder.is_dir():
+        return []
+    names = {final_name(child) for child in folder.iterdir() if child.is_dir()}
+    return [there for name in sorted(names) if is_complete(there := standing(folder / name))]
+
+
+def order_of(folder: Path) -> int | None:
+    """The number by which checkpoints are ordered; None if the manifest cannot be read."""
+    try:
+        return int(manifest(folder)["order"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest complete checkpoint in `folder`; None if there is none.
+
+    Raises:
+        ValueError: a checkpoint has a damaged manifest, so nobody can say which is the newest.
+    """
+    orders = {checkpoint: order_of(checkpoint) for checkpoint in complete_in(folder)}
+    readable = {checkpoint: order for checkpoint, order in orders.items() if order is not None}
+    for checkpoint in orders.keys() - readable.keys():
+        try:
+            manifest(checkpoint)
+        except ValueError as error:
+            raise ValueError(f"which checkpoint in {folder} is the newest cannot be said: {error}") from error
+    return max(readable, key=lambda checkpoint: (readable[checkpoint], checkpoint.name), default=None)
+
+
+def find(path: Path) -> Path:
+    """`path` itself if it is complete, else the newest in it.
+
+    Raises:
+        FileNotFoundError: neither.
+        ValueError: see `newest`.
+    """
+    there = standing(path)
+    if is_complete(there):
+        return there
+    if (inside := newest(there)) is not None:
+        return inside
+    what = f"is no complete checkpoint, because it has no {MANIFEST}" if there.is_dir() else "is not there"
+    beside = _newest_readable(path.parent)
+    hint = f"{beside} is one" if beside is not None else "give a folder that booster.save has written"
+    raise FileNotFoundError(f"{path} {what}; {hint}")
+
+
+def _newest_readable(folder: Path, but: Path | None = None) -> Path | None:
+    orders = {checkpoint: order_of(checkpoint) for checkpoint in complete_in(folder) if checkpoint != but}
+    readable = [(order, checkpoint) for checkpoint, order in orders.items() if order is not None]
+    return max(readable)[1] if readable else None
+
+
+def _another(folder: Path) -> str:
+    """The nearest thing that would work, as the end of a sentence."""
+    beside = _newest_readable(folder.parent, folder)
+    return "; load another checkpoint" if beside is None else f"; {beside} is another one"

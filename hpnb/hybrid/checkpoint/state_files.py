@@ -1,0 +1,310 @@
+"""State of all ranks in safetensors files and one index, independent of the layout.
+
+    state/index.json                  {key: its full shape, its dtype, its chunks}, and where each value is
+    state/rank-00000.safetensors      the chunks and values that rank 0 wrote
+    state/rank-00001.safetensors
+
+    exp_avg/vit.layers.0.mlp.fc1.weight    (64, 16)     rank 0 wrote rows [0, 32), rank 1 rows [32, 64)
+    random/3                               bytes        what rank 3 draws next
+
+A tensor is stored under its full shape, in the chunks (chunks.py) that the ranks held. Whoever reads takes
+the elements of the chunks that it holds now. Of what several ranks hold, the first rank writes one copy.
+
+Loading runs no code from these files: the index is JSON, tensors are safetensors, and a value is unpickled by
+torch.load with weights_only, which knows tensors and plain containers.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+
+from hpnb.hybrid.checkpoint.agreement import attempt, gather_objects
+from hpnb.hybrid.checkpoint.chunks import Offsets, chunks_of
+from hpnb.hybrid.checkpoint.write_files import WrittenFiles, write_bytes, write_safetensors
+from hpnb.placement import Placement
+
+INDEX = "index.json"
+_FILE = re.compile(r"rank-\d{5}\.safetensors")
+
+# What may be in a value beside tensors, numbers and plain containers.
+_SAFE: list[Any] = [Counter, OrderedDict, defaultdict]
+
+
+@dataclass
+class ShardedState:
+    """What a rank holds of a state.
+
+    Attributes:
+        tensors: {key: (placement, shard)}.
+        values: {key: bytes}, see `pack`. Of several values under one key, one is written.
+    """
+
+    tensors: dict[str, tuple[Placement, torch.Tensor]] = field(default_factory=dict)
+    values: dict[str, bytes] = field(default_factory=dict)
+
+    def update(self, other: ShardedState) -> None:
+        self.tensors.update(other.tensors)
+        self.values.update(other.values)
+
+
+def pack(what: str, value: Any) -> bytes:
+    """`value` as bytes that are safe to load.
+
+    Args:
+        what: its name in the error.
+
+    Raises:
+        ValueError: it holds objects of other classes than tensors, numbers, texts and containers of them.
+    """
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    try:
+        unpack(stream.getvalue())
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        thing = "an object of a class" if named is None else f"a {named[1].rpartition('.')[2]}"
+        raise ValueError(
+            f"{what} holds {thing}, which is not safe to load from a file; put tensors, numbers, texts, and "
+            "lists and dicts of them there"
+        ) from error
+    return stream.getvalue()
+
+
+def unpack(value: bytes) -> Any:
+    """The value that was packed, with tensors on the CPU."""
+    with torch.serialization.safe_globals(_SAFE):
+        return torch.load(io.BytesIO(value), map_location="cpu", weights_only=True)
+
+
+# --- write -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _StoredTensor:
+    """An entry of the index.
+
+    Attributes:
+        shape: of the full tensor.
+        dtype: its name, as in torch.
+        chunks: [(file, offsets, sizes)]. In the file a chunk is called "KEY @ OFFSETS".
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: list[tuple[str, Offsets, Offsets]]
+
+
+def write_state(state: ShardedState, folder: Path, group: dist.ProcessGroup) -> WrittenFiles:
+    """Write the states of all ranks into `folder`, which is made. All ranks call it.
+
+    Returns:
+        The files that this rank wrote, by their names in `folder`.
+
+    Raises:
+        ValueError, OSError, RuntimeError: on all ranks, what failed on one.
+    """
+    views = {
+        (key, offsets): view
+        for key, (placement, shard) in state.tensors.items()
+        for offsets, view in chunks_of(placement, shard.detach())
+    }
+    chunks = [(key, offsets, tuple(view.shape)) for (key, offsets), view in views.items()]
+    full = {key: (placement.shape, _name(shard)) for key, (placement, shard) in state.tensors.items()}
+    described = gather_objects((full, chunks, list(state.values)), group)
+    rank = group.rank()
+    tensors, values = attempt(lambda: _assign(described), group)
+    file = _file_of(rank)
+    to_write: dict[str, torch.Tensor] = {
+        _chunk_name(key, offsets): views[key, offsets]
+        for key, stored in tensors.items()
+        for of_file, offsets, _ in stored.chunks
+        if of_file == file
+    }
+    to_write |= {
+        key: torch.frombuffer(bytearray(state.values[key]), dtype=torch.uint8)
+        for key, of_file in values.items()
+        if of_file == file
+    }
+
+    def write() -> WrittenFiles:
+        folder.mkdir(parents=True, exist_ok=True)
+        written = {file: write_safetensors(folder / file, to_write)}
+        if rank == 0:
+            index = {"tensors": {key: vars(stored) for key, stored in tensors.items()}, "values": values}
+            written[INDEX] = write_bytes(folder / INDEX, json.dumps(index).encode())
+        return written
+
+    written: WrittenFiles = attempt(write, group)
+    return written
+
+
+def _assign(described: list[Any]) -> tuple[dict[str, _StoredTensor], dict[str, str]]:
+    """What each rank writes: ({key: tensor}, {key of a value: file}). The same on all ranks.
+
+    Raises:
+        ValueError: ranks differ in the shape of a tensor, or their chunks do not fill it.
+    """
+    tensors: dict[str, _StoredTensor] = {}
+    values: dict[str, str] = {}
+    known: set[tuple[str, Offsets]] = set()
+    for rank, (full, chunks, keys) in enumerate(described):
+        for key, (shape, dtype) in full.items():
+            stored = tensors.setdefault(key, _StoredTensor(tuple(shape), dtype, []))
+            if (stored.shape, stored.dtype) != (tuple(shape), dtype):
+                before = f"{stored.dtype} {stored.shape} on a rank before it"
+                raise ValueError(f"{key} is {dtype} {tuple(shape)} on rank {rank}, and {before}")
+        for key, offsets, sizes in chunks:
+            if (key, offsets) not in known:
+                known.add((key, offsets))
+                tensors[key].chunks.append((_file_of(rank), offsets, sizes))
+        for key in keys:
+            values.setdefault(key, _file_of(rank))
+    for key, stored in tensors.items():
+        if (elements := sum(prod(sizes) for _, _, sizes in stored.chunks)) != prod(stored.shape):
+            raise ValueError(f"the ranks hold {elements} of the {prod(stored.shape)} elements of {key}")
+    return tensors, values
+
+
+def _file_of(rank: int) -> str:
+    return f"rank-{rank:05}.safetensors"
+
+
+def _chunk_name(key: str, offsets: Iterable[int]) -> str:
+    return f"{key} @ {','.join(map(str, offsets))}"
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+# --- read --------------------------------------------------------------------------------------------------
+
+
+class StateReader:
+    """Reads such a folder.
+
+    Attributes:
+        shapes: {key of a tensor: its full shape}.
+        dtypes: of them.
+        values: keys of values.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            self._tensors = {key: _parse(entry) for key, entry in index["tensors"].items()}
+            self._values = {str(key): _checked_file(file) for key, file in index["values"].items()}
+            self.dtypes = {key: _dtype(stored.dtype) for key, stored in self._tensors.items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"{folder / INDEX} is no index of a state ({_first_line(error)}); load another checkpoint"
+            ) from error
+        self.shapes = {key: stored.shape for key, stored in self._tensors.items()}
+        self.values = list(self._values)
+
+    def read(
+        self,
+        tensors: Mapping[str, tuple[Placement, torch.Tensor]],
+        values: Iterable[str],
+        group: dist.ProcessGroup,
+    ) -> dict[str, Any]:
+        """Fill the tensors, {key: (placement, shard)}, and return the values by key. All ranks call it, each
+        for what it needs.
+
+        Raises:
+            ValueError, OSError, RuntimeError: on all ranks, what failed on one.
+        """
+        loaded: dict[str, Any] = attempt(lambda: self._read(tensors, values), group)
+        return loaded
+
+    @torch.no_grad()
+    def _read(
+        self, tensors: Mapping[str, tuple[Placement, torch.Tensor]], values: Iterable[str]
+    ) -> dict[str, Any]:
+        with ExitStack() as stack:
+            opened: dict[str, Any] = {}
+
+            def file(name: str) -> Any:
+                if name not in opened:
+                    opened[name] = stack.enter_context(safe_open(self._folder / name, "pt"))
+                return opened[name]
+
+            try:
+                for key, (placement, shard) in tensors.items():
+                    for offsets, view in chunks_of(placement, shard):
+                        for stored_in, name, source, target in self._overlaps(key, offsets, view.shape):
+                            if not source:
+                                view.copy_(file(stored_in).get_tensor(name))
+                            else:
+                                view[target].copy_(file(stored_in).get_slice(name)[source])
+                return {key: unpack(bytes(file(self._values[key]).get_tensor(key).numpy())) for key in values}
+            except (SafetensorError, pickle.UnpicklingError, RuntimeError, IndexError) as error:
+                raise ValueError(
+                    f"{self._folder} cannot be read ({_first_line(error)}); load another checkpoint"
+                ) from error
+
+    def _overlaps(
+        self, key: str, offsets: Offsets, sizes: Iterable[int]
+    ) -> Iterator[tuple[str, str, tuple[slice, ...], tuple[slice, ...]]]:
+        """(file, name, where in the stored chunk, where in the wanted one) of what they have in common."""
+        sizes = tuple(sizes)
+        for file, stored_at, stored_sizes in self._tensors[key].chunks:
+            low = [max(a, b) for a, b in zip(offsets, stored_at, strict=True)]
+            ends = zip(offsets, sizes, stored_at, stored_sizes, strict=True)
+            high = [min(a + n, b + m) for a, n, b, m in ends]
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                source = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, stored_at, strict=True))
+                target = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, offsets, strict=True))
+                yield file, _chunk_name(key, stored_at), source, target
+
+
+def _parse(entry: Any) -> _StoredTensor:
+    """An entry of the index, with nothing taken for granted: somebody else may have written it."""
+    shape = _sizes(entry["shape"])
+    chunks = [(_checked_file(file), _sizes(at), _sizes(sizes)) for file, at, sizes in entry["chunks"]]
+    if any(len(offsets) != len(shape) or len(sizes) != len(shape) for _, offsets, sizes in chunks):
+        raise ValueError(f"a chunk of another number of dimensions than {shape}")
+    if sum(prod(sizes) for _, _, sizes in chunks) != prod(shape):
+        raise ValueError(f"chunks that do not fill {shape}")
+    return _StoredTensor(shape, str(entry["dtype"]), chunks)
+
+
+def _sizes(numbers: Any) -> tuple[int, ...]:
+    if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError(f"{numbers!r} in place of a list of sizes")
+    return tuple(numbers)
+
+
+def _checked_file(name: Any) -> str:
+    if not isinstance(name, str) or not _FILE.fullmatch(name):
+        raise ValueError(f"{name!r} in place of a file's name")
+    return name
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} in place of a dtype")
+    return dtype
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: " + str(error).strip().partition("\n")[0]

@@ -1,0 +1,358 @@
+"""Foreign files, two runs in one folder, files that vanish: nothing is lost, and no checkpoint runs code."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import hpnb
+from hpnb.hybrid.checkpoint import atomic, checkpoint, manifest, state_files
+from hpnb.hybrid.checkpoint.write_files import write_bytes, write_safetensors
+from hpnb.hybrid.training import resuming
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[hpnb.Ranks]:
+    with hpnb.Ranks(2, device="cpu", timeout=60) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[hpnb.Ranks]:
+    with hpnb.Ranks(1, device="cpu", timeout=60) as ranks:
+        yield ranks
+
+
+def boosted(kind: Any = torch.optim.SGD, zero_stage: int = 0) -> tuple[hpnb.Booster, Any, Any]:
+    """A small model after one step, so that its optimizer has state."""
+    booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp32", zero_stage=zero_stage))
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3)
+    momentum = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    model, optimizer, *_ = booster.boost(net, kind(net.parameters(), lr=0.1, **momentum))
+    inputs = torch.ones(2, 4), torch.tensor([0, 1])
+
+    def loss(outputs: torch.Tensor, inputs: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs, inputs[1])
+
+    booster.execute_pipeline(iter([inputs]), model, loss, optimizer)
+    optimizer.step()
+    return booster, model, optimizer
+
+
+def error_of(work: Any, *args: Any, **kwargs: Any) -> str:
+    try:
+        work(*args, **kwargs)
+    except (ValueError, OSError, RuntimeError) as error:
+        return str(error)
+    return "no error"
+
+
+# --- nothing foreign is run --------------------------------------------------------------------------------
+
+
+class Payload:
+    """Unpickled by the plain unpickler it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def hostile(folder: Path, at: Path) -> list[str]:
+    """What a load says when some file in turn is a pickle with a payload, and its checksums agree."""
+    booster, model, optimizer = boosted()
+    booster.save(folder, model, optimizer, extra={"step": 1})
+    payload = pickle.dumps(Payload(at), protocol=2)
+    errors = []
+    for place in ("state/.metadata", "state/index.json", "a value", "state/rank-00000.safetensors"):
+        copy = folder.with_name("hostile")
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(folder, copy)
+        if place == "a value":
+            file = copy / "state" / "rank-00000.safetensors"
+            tensors = load_file(file)
+            tensors["extra"] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+            save_file(tensors, file)
+        else:
+            (copy / place).write_bytes(payload)
+        files = [file for file in copy.rglob("*") if file.is_file() and file.name != manifest.MANIFEST]
+        sums = {file.relative_to(copy).as_posix(): manifest.file_sum(file) for file in files}
+        manifest.seal(copy, sums, {"order": 1})
+        errors.append(error_of(booster.load, copy, model, optimizer))
+    (folder.with_name("optimizer.bin")).write_bytes(payload)
+    errors.append(error_of(booster.load_optimizer, optimizer, folder.with_name("optimizer.bin")))
+    (folder.with_name("weights.bin")).write_bytes(payload)
+    errors.append(error_of(booster.load_model, model, folder.with_name("weights.bin")))
+    return errors
+
+
+def test_no_file_of_a_checkpoint_runs_code(one: hpnb.Ranks, tmp_path: Path) -> None:
+    errors = one.run(hostile, tmp_path / "run", tmp_path / "made")[0]
+    assert not (tmp_path / "made").exists()
+    assert errors[0] == "no error"  # nobody reads that file
+    assert all("is no index" in text or "cannot be read" in text for text in errors[1:4]), errors
+    assert all("no error" not in text for text in errors[1:]), errors
+    pickle.loads(pickle.dumps(Payload(tmp_path / "made")))
+    assert (tmp_path / "made").exists()  # the payload works
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"file": "../../model/model.safetensors"}, {"file": "/etc/passwd"}, {"offsets": [0, -1]},
+        {"sizes": [3, 10**9]}, {"shape": [True, 4]}, {"dtype": "load"}, {"chunks": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_hostile_index_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    chunk = {"file": "rank-00000.safetensors", "offsets": [0, 0], "sizes": [3, 4]}
+    entry: dict[str, Any] = {"shape": [3, 4], "dtype": "float32", "chunks": [chunk]}
+    (chunk if change.keys() & chunk.keys() else entry).update(change)
+    if entry["chunks"]:
+        entry["chunks"] = [list(chunk.values())]
+    (tmp_path / "index.json").write_text(json.dumps({"tensors": {"w": entry}, "values": {}}))
+    with pytest.raises(ValueError, match="is no index of a state"):
+        state_files.StateReader(tmp_path)
+
+
+# --- what is written ---------------------------------------------------------------------------------------
+
+
+def test_a_safetensors_file_is_that_of_the_library(tmp_path: Path) -> None:
+    tensors = {
+        "matrix": torch.randn(3, 5), "number": torch.tensor(3.0, dtype=torch.float64),
+        "view": torch.ones(2, 2, dtype=torch.bfloat16)[:, :1], "empty": torch.zeros(0, 4),
+        "flags": torch.tensor([True, False]), "bytes": torch.frombuffer(bytearray(b"abc"), dtype=torch.uint8),
+    }  # fmt: skip
+    file = tmp_path / "ours.safetensors"
+    assert write_safetensors(file, tensors, {"format": "pt"}) == manifest.file_sum(file)
+    loaded = load_file(file)
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor)
+    with pytest.raises(ValueError, match=r"odd has torch\.complex128, which safetensors cannot store"):
+        write_safetensors(tmp_path / "odd", {"odd": torch.zeros(1, dtype=torch.complex128)})
+
+
+def vanishing(folder: Path) -> tuple[list[str], list[str], Any]:
+    """A file vanishes, or is replaced, after it was written and before the save ends."""
+    booster, model, optimizer = boosted(zero_stage=1)
+    booster.save(folder / "step-1", model, optimizer, extra={"step": 1}, keep=1)
+    write, errors = checkpoint.write_state, []
+
+    def then(change: Any) -> Any:
+        def work(*args: Any) -> Any:
+            written = write(*args)
+            if hpnb.rank() == 0:
+                change(folder / "step-2.part" / "model" / "model.safetensors")
+            return written
+
+        return work
+
+    for change in (Path.unlink, lambda file: file.write_bytes(file.read_bytes()[::-1])):
+        checkpoint.write_state = then(change)
+        try:
+            errors.append(error_of(booster.save, folder / "step-2", model, optimizer, extra=2, keep=1))
+        finally:
+            checkpoint.write_state = write
+    return errors, sorted(os.listdir(folder)), booster.load(folder, model, optimizer)
+
+
+def test_a_file_that_vanishes_during_a_save_fails_the_save(two: hpnb.Ranks, tmp_path: Path) -> None:
+    for errors, left, extra in two.run(vanishing, tmp_path):
+        assert "lacks model/model.safetensors, which was written there; the save is given up" in errors[0]
+        assert "has other contents than were written" in errors[1]
+        assert "step-1" in left
+        assert extra == {"step": 1}
+    assert os.listdir(tmp_path) == ["step-1"]
+
+
+# --- which checkpoint is the newest ------------------------------------------------------------------------
+
+
+def sealed(folder: Path, keep: int | None = None) -> None:
+    """A checkpoint of one file."""
+    part = atomic.begin(folder)
+    files = {"x": write_bytes(part / "x", folder.name.encode())}
+    atomic.commit(folder, files, {}, keep)
+
+
+def test_the_newest_follows_from_the_order_of_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = __import__("time").time
+    for step in range(1, 7):
+        if step == 4:
+            monkeypatch.setattr("time.time", lambda: now() - 3600)
+            monkeypatch.setattr("time.time_ns", lambda: int((now() - 3600) * 1e9))
+        sealed(tmp_path / f"step-{step}", keep=2)
+        newest = manifest.newest(tmp_path)
+        assert newest is not None
+        assert newest.name == f"step-{step}"
+    assert sorted(os.listdir(tmp_path)) == ["step-5", "step-6"]
+
+
+def test_a_flipped_bit_in_a_manifest_is_noticed(tmp_path: Path) -> None:
+    for step in (1, 2):
+        sealed(tmp_path / f"step-{step}")
+    file = tmp_path / "step-2" / manifest.MANIFEST
+    sound, content = file.read_bytes(), manifest.manifest(tmp_path / "step-2")
+    draw, refused = random.Random(0), 0
+    for _ in range(400):
+        damaged = bytearray(sound)
+        damaged[draw.randrange(len(damaged))] ^= 1 << draw.randrange(8)
+        file.write_bytes(damaged)
+        try:
+            assert manifest.manifest(tmp_path / "step-2") == content  # a space that became another one
+        except ValueError as error:
+            refused += 1
+            assert "step-2" in str(error)  # noqa: PT017
+            with pytest.raises(ValueError, match=r"cannot be said: .*step-2.*step-1 is another one"):
+                manifest.find(tmp_path)
+    assert refused > 350
+
+
+def test_a_run_resumes_from_an_older_checkpoint_with_a_warning_only(tmp_path: Path) -> None:
+    for step in (8, 16):
+        sealed(tmp_path / f"step-{step}")
+    (tmp_path / "step-16" / manifest.MANIFEST).write_text("{}")
+    with pytest.warns(UserWarning, match="does not resume from step-16"):
+        assert resuming.find(tmp_path) == tmp_path / "step-8"
+
+
+def test_folders_of_other_names_are_skipped_when_a_run_resumes(tmp_path: Path) -> None:
+    for step in (4, 8, 12):
+        sealed(tmp_path / f"step-{step}")
+    for name in ("step-12-copy", "step-backup", "step-", "step-99.bak"):
+        shutil.copytree(tmp_path / "step-4", tmp_path / name)
+    os.rename(tmp_path / "step-12", tmp_path / "step-12.part")  # killed between two renames
+    shutil.copytree(tmp_path / "step-8", tmp_path / "step-12.old")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [folder.name for folder in resuming.saved(tmp_path)] == ["step-4", "step-8", "step-12.part"]
+        assert resuming.step_of(resuming.saved(tmp_path)[-1]) == 12
+        assert resuming.find(tmp_path) == tmp_path / "step-12.part"
+
+
+# --- two runs in one folder --------------------------------------------------------------------------------
+
+OTHER_RUN = """
+    import sys
+    from pathlib import Path
+    from hpnb.hybrid.checkpoint import atomic
+    from hpnb.hybrid.checkpoint.write_files import write_bytes
+    folder = Path(sys.argv[1])
+    for name in ("step-1", "step-2"):
+        part = atomic.begin(folder / name)
+        atomic.commit(folder / name, {"x": write_bytes(part / "x", b"other")}, {})
+    atomic.begin(folder / "step-3")
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process, which has saved step-1 and step-2 and is writing step-3."""
+    program = [sys.executable, "-c", textwrap.dedent(OTHER_RUN), str(tmp_path)]
+    other = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    assert other.stdout.readline() == "ready\n"
+    yield other
+    other.kill()
+    other.communicate()
+
+
+def test_a_living_run_keeps_its_checkpoints(other_run: subprocess.Popen[str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="step-2 was saved by another run that is still alive"):
+        atomic.begin(tmp_path / "step-2")
+    with pytest.raises(ValueError, match=r"another process is writing .*step-3.part"):
+        atomic.begin(tmp_path / "step-3")
+    sealed(tmp_path / "step-4", keep=1)
+    assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2", "step-3.part", "step-4"]
+
+
+def test_what_a_dead_run_has_left_is_taken_over(other_run: subprocess.Popen[str], tmp_path: Path) -> None:
+    other_run.kill()
+    other_run.wait()
+    sealed(tmp_path / "step-2")
+    sealed(tmp_path / "step-3", keep=1)
+    assert sorted(os.listdir(tmp_path)) == ["step-3"]
+    assert (tmp_path / "step-3" / "x").read_text() == "step-3"
+
+
+# --- a folder with other files -----------------------------------------------------------------------------
+
+
+def among_others(folder: Path) -> list[str]:
+    """Somebody else writes a log while a model is put in place."""
+    booster, model, optimizer = boosted()
+    folder.mkdir(exist_ok=True)
+    (folder / "notes.txt").write_text("mine")
+    link = os.link
+
+    def and_a_log(source: Any, target: Any, **how: Any) -> None:
+        (folder / f"log-{len(os.listdir(folder))}").write_text("written meanwhile")
+        link(source, target, **how)
+
+    os.link = and_a_log
+    try:
+        booster.save_model(model, folder)
+        booster.save_optimizer(optimizer, folder)
+    finally:
+        os.link = link
+    return sorted(os.listdir(folder))
+
+
+def test_a_save_into_a_folder_replaces_its_own_files_alone(one: hpnb.Ranks, tmp_path: Path) -> None:
+    left = one.run(among_others, tmp_path / "out")[0]
+    logs = [name for name in left if name.startswith("log-")]
+    assert len(logs) >= 2
+    assert sorted(set(left) - set(logs)) == ["manifest.json", "model.safetensors", "notes.txt", "state"]
+
+
+# --- optimizers --------------------------------------------------------------------------------------------
+
+
+def other_kind(folder: Path, saved: Any, loaded: Any) -> str:
+    booster, model, optimizer = boosted(saved)
+    booster.save(folder, model, optimizer)
+    booster, model, optimizer = boosted(loaded)
+    return error_of(booster.load, folder, model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "fits"),
+    [
+        ("AdamW", "AdamW", True), ("HybridAdam", "AdamW", True), ("AdamW", "HybridAdam", True),
+        ("AdamW", "Adam", False), ("Adam", "Adamax", False), ("NAdam", "AdamW", False),
+        ("SGD", "AdamW", False),
+    ],
+)  # fmt: skip
+def test_the_state_of_another_optimizer_is_refused(
+    one: hpnb.Ranks, saved: str, loaded: str, fits: bool, tmp_path: Path
+) -> None:
+    kinds = {"HybridAdam": hpnb.HybridAdam}
+    made = [kinds.get(name) or getattr(torch.optim, name) for name in (saved, loaded)]
+    error = one.run(other_kind, tmp_path / "run", *made)[0]
+    assert (error == "no error") is fits, error
+    if not fits:
+        assert saved in error
+        assert loaded in error

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hpnb.mesh import Axis
-from hpnb.record.recorder import begun, waiting
+from hpnb.record.recorder import begin_communication, waiting
 from hpnb.symmetric_all_reduce import make_symmetric_all_reduce
 
 LARGE = 2**20  # bytes: below, copy engines with their many signals take longer than one kernel of NCCL
@@ -127,7 +127,7 @@ class Background:
             alone()
             return Pending()
         if self._stream is None:
-            ended = begun(op, self.axis.name, nbytes, self.axis.ranks)
+            ended = begin_communication(op, self.axis.name, nbytes, self.axis.ranks)
             work = call(False)
             assert work is not None
             return Pending(work.wait if ended is None else _until(work, ended))
@@ -138,7 +138,7 @@ class Background:
         there.wait_stream(here)
         torch.cuda.set_stream(there)
         try:
-            ended = begun(op, self.axis.name, nbytes, self.axis.ranks)
+            ended = begin_communication(op, self.axis.name, nbytes, self.axis.ranks)
             call(True)  # only this stream waits
             if ended is not None:
                 ended()

@@ -52,8 +52,8 @@ def test_a_budget_is_kept_to_the_byte() -> None:
         OutOfBudget, match=r"1,664 bytes are held after aten.ones, 1 more than .* 1,663"
     ) as found:
         _grow(states + 1599)
-    assert found.value.held.total == states + 1600
-    assert (found.value.held.parameters, found.value.held.temporary) == (states, 1600)
+    assert found.value.usage.total == states + 1600
+    assert (found.value.usage.parameters, found.value.usage.temporary) == (states, 1600)
 
 
 def test_survivors_are_told_by_shape_and_owner() -> None:
@@ -82,7 +82,7 @@ def test_who_runs_out_is_stopped_once_and_what_it_held_is_named() -> None:
     with pytest.raises(OutOfBudget) as found, hpnb.record.memory(layer, optimizer, budget=3.5 * 4 * 64 * 64):
         optimizer.step()
     assert "zeros_like" in found.value.operator
-    assert found.value.held.optimizer >= 4 * 64 * 64
+    assert found.value.usage.optimizer >= 4 * 64 * 64
 
 
 # --- the memory of a step --------------------------------------------------------------------

@@ -475,10 +475,10 @@ def test_spans_on_cuda_are_of_the_device() -> None:
 
 
 def test_what_is_apart_and_what_waits_is_cut_out_of_the_spans_around_it() -> None:
-    from hpnb.record.recorder import apart, waiting
+    from hpnb.record.recorder import separate_compute, waiting
 
     with hpnb.record.timeline() as recorder, recorder.span("B", microbatch=2):
-        with apart():
+        with separate_compute():
             with waiting():
                 pass
             with waiting():

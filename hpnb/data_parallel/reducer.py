@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hpnb.background import Background, Pending, wait_all
 from hpnb.data_parallel.buckets import assign_buckets, fill_bucket
 from hpnb.mesh import Axis
-from hpnb.record.recorder import apart
+from hpnb.record.recorder import separate_compute
 
 
 class Reducer:
@@ -129,7 +129,7 @@ class Reducer:
         silent = [p for number, p in enumerate(self.names) if number not in self._ready]
         frozen = frozenset(p for p in silent if not p.requires_grad)
         unused = [p for p in silent if p.grad is None and p not in frozen]
-        with apart():
+        with separate_compute():
             try:
                 if unused and not self.find_unused:
                     raise RuntimeError(unused_message([self.names[p] for p in unused], len(self.names)))

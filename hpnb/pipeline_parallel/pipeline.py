@@ -40,7 +40,7 @@ from hpnb.pipeline_parallel.symmetric_transfers import SymmetricTransfers
 from hpnb.pipeline_parallel.tied_weights import tie_weights
 from hpnb.pipeline_parallel.transfers import make_queues
 from hpnb.ranks.current_rank import device as this_device
-from hpnb.record.recorder import Recorder, active, recording
+from hpnb.record.recorder import Recorder, active_recorder, recording
 
 FUSED = 1.4e11  # FLOPs: about 0.2 ms of an H200, and more than twice what Python takes for the call
 SplitFunction = Callable[[Any, int], list[Any]]
@@ -169,8 +169,8 @@ class Pipeline:
         if trains:
             self._check_sink()
         loss = self._make_loss(inputs, scale, trains) if self.is_last_stage else None
-        recorder = (active() or Recorder(aligned=False)) if record else None
-        since = recorder.marks() if recorder is not None else 0
+        recorder = (active_recorder() or Recorder(aligned=False)) if record else None
+        since = recorder.num_spans() if recorder is not None else 0
         # All ranks decide the same here, because it follows from the batch, the mode and the steps before.
         mode = forward_only, torch.is_autocast_enabled(self._device.type)
         signatures = [(mode, signature) for signature in microbatches.signatures(inputs)]
@@ -202,7 +202,7 @@ class Pipeline:
                 executor.run()
                 if trains:
                     self._grad_ready.finish()
-            until = recorder.marks() if recorder is not None else since
+            until = recorder.num_spans() if recorder is not None else since
             if trains and self.loss_reduction is None:
                 self.loss_reduction = self._share_reduction(loss)
             if not shapes_known:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel.transfers import Arrival, MessageQueue, Pair, Shape
-from hpnb.record.recorder import begun
+from hpnb.record.recorder import begin_communication
 from hpnb.record.traffic import sent
 from hpnb.symmetric_memory import SymmetricMemory, open_symmetric_memory, share_a_node
 
@@ -107,7 +107,7 @@ class SymmetricQueue:
             if self._count >= SLOTS:
                 self._memory.wait_signal(receiver, _free(slot))
             for tensor, view in zip(tensors, views, strict=True):
-                ended = begun("send", self.axis.name, tensor.nbytes, self._ranks)
+                ended = begin_communication("send", self.axis.name, tensor.nbytes, self._ranks)
                 view.copy_(tensor, non_blocking=True)
                 sent(self.axis.name, tensor.nbytes, self._ranks)
                 if ended is not None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from hpnb.mesh import Axis
 from hpnb.ranks.process_group import new_group
-from hpnb.record.recorder import begun, waiting
+from hpnb.record.recorder import begin_communication, waiting
 
 Pair = tuple[int, int]  # places on the axis: from, to
 Shape = tuple[torch.Size, torch.dtype]
@@ -80,7 +80,7 @@ class GroupQueue:
                 continue
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                ended = begun("send", self.axis.name, tensor.nbytes, ranks)
+                ended = begin_communication("send", self.axis.name, tensor.nbytes, ranks)
                 dist.send(tensor, self._destination, self.group)
                 if ended is not None:
                     ended()

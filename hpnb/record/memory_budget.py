@@ -1,12 +1,12 @@
-"""A budget of bytes, kept: whoever holds more is stopped by an OutOfBudget that says who survives.
+"""A memory budget: a step that needs more bytes is stopped by an OutOfBudget, which lists the live tensors.
 
     with hpnb.record.memory(model, optimizer, budget=24e9):
-        step()                      # raises at the first operator after which more than that is held
+        step()                      # raises after the first operator that exceeds it
 
-A CPU with room to spare then fails where a small GPU would, at the same operator every time, and a large GPU
-like a small one. What is compared is what the recorder counts: exact bytes of tensors on a CPU, what the
-allocator has handed out on CUDA. A real device fails a little earlier, for its allocator cuts memory into
-pieces that do not always fit, and later operators cannot use what is left between them.
+A CPU or a large GPU then fails where a small GPU would, at the same operator every time. The budget is
+compared with what the recorder counts: exact bytes of tensors on a CPU, bytes that the allocator has handed
+out on CUDA. A real device fails a little earlier, because fragmentation leaves gaps that later operators
+cannot use.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from hpnb.record.memory_profile import CATEGORIES, MemorySample
 
 @dataclass(frozen=True)
 class Survivors:
-    """Tensors of one category, shape and dtype that were held when the budget was passed.
+    """Tensors of one category, shape and dtype that were alive when the budget was exceeded.
 
     Attributes:
-        nbytes: of all `count` of them; a view counts its whole storage.
+        nbytes: of all `count` of them; a view counts all of its storage.
     """
 
     category: str
@@ -38,34 +38,35 @@ class Survivors:
 
 
 class OutOfBudget(MemoryError):
-    """More was held than the budget allows.
+    """More bytes were in use than the budget allows.
 
     Attributes:
         budget: bytes.
-        held: what was held, by category; its `total` is above the budget.
-        operator: "after aten.addmm"; "before the first operator" where the states alone are too much.
-        survivors: what was held, the largest first.
+        usage: bytes in use, by category; `usage.total` is above the budget.
+        operator: "after aten.addmm"; "before the first operator" if parameters and optimizer state are too
+            much already.
+        survivors: the tensors that were alive, the largest first.
     """
 
     def __init__(
-        self, budget: float, held: MemorySample, operator: str, survivors: Sequence[Survivors] = ()
+        self, budget: float, usage: MemorySample, operator: str, survivors: Sequence[Survivors] = ()
     ) -> None:
-        self.budget, self.held, self.operator = budget, held, operator
+        self.budget, self.usage, self.operator = budget, usage, operator
         self.survivors = tuple(survivors)
-        parts = ", ".join(f"{name} {getattr(held, name):,}" for name in CATEGORIES if getattr(held, name))
+        parts = ", ".join(f"{name} {getattr(usage, name):,}" for name in CATEGORIES if getattr(usage, name))
         super().__init__(
-            f"{held.total:,} bytes are held {operator}, {held.total - budget:,.0f} more than the budget of "
-            f"{budget:,.0f}: {parts}"
+            f"{usage.total:,} bytes are in use {operator}, {usage.total - budget:,.0f} more than the budget "
+            f"of {budget:,.0f}: {parts}"
         )
 
     def __reduce__(self) -> tuple[type[OutOfBudget], tuple[float, MemorySample, str, tuple[Survivors, ...]]]:
-        return OutOfBudget, (self.budget, self.held, self.operator, self.survivors)
+        return OutOfBudget, (self.budget, self.usage, self.operator, self.survivors)
 
 
-def group(kept: Sequence[tuple[str, tuple[int, ...], str, int]]) -> tuple[Survivors, ...]:
-    """Tensors given as (category, shape, dtype, bytes), alike ones together, the most bytes first."""
-    found: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
-    for category, shape, dtype, nbytes in kept:
-        found.setdefault((category, shape, dtype), []).append(nbytes)
-    rows = (Survivors(*key, len(sizes), sum(sizes)) for key, sizes in found.items())
-    return tuple(sorted(rows, key=lambda row: (-row.nbytes, row.category, prod(row.shape))))
+def group_survivors(tensors: Sequence[tuple[str, tuple[int, ...], str, int]]) -> tuple[Survivors, ...]:
+    """Group tensors given as (category, shape, dtype, bytes), the group with the most bytes first."""
+    sizes_by_kind: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
+    for category, shape, dtype, nbytes in tensors:
+        sizes_by_kind.setdefault((category, shape, dtype), []).append(nbytes)
+    groups = (Survivors(*kind, len(sizes), sum(sizes)) for kind, sizes in sizes_by_kind.items())
+    return tuple(sorted(groups, key=lambda group: (-group.nbytes, group.category, prod(group.shape))))

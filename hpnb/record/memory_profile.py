@@ -19,7 +19,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary"
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """Bytes held on one rank at `time` (seconds from the start of the record)."""
+    """Bytes in use on one rank at `time` (seconds from the start of the record)."""
 
     time: float
     parameters: int = 0
@@ -53,7 +53,7 @@ class MemoryProfile:
         return self.at_peak.total
 
     def peak_of(self, category: str) -> int:
-        """The most bytes that one category held at any time."""
+        """The most bytes of one category at any time."""
         if category not in CATEGORIES:
             raise ValueError(f"no category {category!r} in a MemoryProfile; it has {', '.join(CATEGORIES)}")
         return max((int(getattr(s, category)) for s in self.samples), default=0)

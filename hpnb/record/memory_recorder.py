@@ -1,25 +1,25 @@
-"""Fills a MemoryProfile: watches every storage that the operators of a block create, keep and let go.
+"""Fills a MemoryProfile: watches every storage that the operators of a block allocate, keep and free.
 
     with hpnb.record.memory(model, optimizer) as recorder:
         step()
     profile = recorder.profile()
 
-Why a storage lives is often known only later (a gradient is one once it has been accumulated), so storages
+Why a storage is alive is often known only later (a gradient is one once it has been accumulated). So storages
 are logged as they come and go, and sorted into categories when the block is over:
 
     parameters   of the model, and its buffers
-    gradients    what .grad held, seen when a gradient has been accumulated
-    optimizer    what the optimizer's state holds, seen after its step
-                 (and, where master weights or shares of gradients are kept beside it, what its held() names)
+    gradients    every .grad, seen when a gradient has been accumulated
+    optimizer    the optimizer's state, seen after its step, and the master weights or gradient shards that
+                 an optimizer with a method held() lists
     activations  what autograd saved for the backward
-    temporary    the rest: what lives for moments, also parameters that are gathered for a block
+    temporary    the rest: short-lived tensors, and parameters that are gathered for a block
 
 On the CPU the bytes are those of the tensors, exactly. On CUDA they are rounded up as the allocator does,
 each sample takes the peak that the allocator reached during its operator, and what no tensor accounts for
 (rounding of large blocks, kernels' workspaces) is temporary; so the parts add up to the allocator's peak.
 
-A view counts its whole storage. What a non-reentrant checkpoint computes again in the backward is temporary.
-With a `budget` the block is stopped, by an OutOfBudget, where it holds more.
+A view counts all of its storage. What a non-reentrant checkpoint recomputes in the backward is temporary.
+With a `budget` the block is stopped by an OutOfBudget where it needs more.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_leaves
 
 from hpnb.ranks.current_rank import device as this_device
 from hpnb.ranks.current_rank import rank
-from hpnb.record.memory_budget import OutOfBudget, group
+from hpnb.record.memory_budget import OutOfBudget, group_survivors
 from hpnb.record.memory_profile import CATEGORIES, MemoryProfile, MemorySample
 
 _CUDA_BLOCK = 512  # the allocator's granularity, bytes
@@ -60,10 +60,10 @@ def memory(
     Watching every operator slows the block down. On CUDA the allocator's peak counters are reset.
 
     Args:
-        budget: bytes that may be held.
+        budget: bytes that may be in use.
 
     Raises:
-        OutOfBudget: more than `budget` is held, at the start or after an operator.
+        OutOfBudget: more than `budget` is in use, at the start or after an operator.
         ValueError: a budget that is not above 0.
     """
     if budget is not None and not budget > 0:
@@ -95,22 +95,22 @@ class MemoryRecorder(TorchDispatchMode):
         self._bytes: list[int] = []  # by number, as they are now
         self._category: list[str] = []  # by number
         self._form: list[tuple[tuple[int, ...], torch.dtype]] = []  # by number, as it was first seen
-        self._budget, self._held = budget, 0
+        self._budget, self._in_use = budget, 0
         # What happened, in order: (time, number, bytes gained) or (time, -1, the allocator's peak).
         self._log: list[tuple[float, int, int]] = []
         self._watches = False
 
     def profile(self) -> MemoryProfile:
         """What was recorded in the block."""
-        held, samples = dict.fromkeys(CATEGORIES, 0), []
+        usage, samples = dict.fromkeys(CATEGORIES, 0), []
         for when, number, change in self._log:
             if number >= 0:
-                held[self._category[number]] += change
+                usage[self._category[number]] += change
             if not self._on_cuda:
-                samples.append(MemorySample(when, **held))
+                samples.append(MemorySample(when, **usage))
             elif number < 0:
-                tracked = sum(held.values()) - held["temporary"]
-                samples.append(MemorySample(when, **{**held, "temporary": change - tracked}))
+                tracked = sum(usage.values()) - usage["temporary"]
+                samples.append(MemorySample(when, **{**usage, "temporary": change - tracked}))
         return MemoryProfile(tuple(samples), rank(), self._device.type)
 
     # --- watching ---------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class MemoryRecorder(TorchDispatchMode):
             self._mark_gradients(parameters)
             self._mark_state(self._optimizer)
             self._sample()
-            self._watches = False  # what dies later is none of the block's business
+            self._watches = False  # what is freed later does not belong to the block
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -171,25 +171,25 @@ class MemoryRecorder(TorchDispatchMode):
         return result
 
     def _keep_to_budget(self, when: str, operator: str) -> None:
-        held = max(self._held, self._level_peak) if self._on_cuda else self._held
-        if self._budget is None or held <= self._budget:
+        in_use = max(self._in_use, self._level_peak) if self._on_cuda else self._in_use
+        if self._budget is None or in_use <= self._budget:
             return
         budget, self._budget = self._budget, None  # once: what runs on the way out is not stopped
         self._mark_state(self._optimizer)
-        kept = [
+        alive = [
             (self._category[n], self._form[n][0], str(self._form[n][1]).removeprefix("torch."), size)
             for n, size in enumerate(self._bytes)
             if size
         ]
         by_category = dict.fromkeys(CATEGORIES, 0)
-        for category, _, _, size in kept:
+        for category, _, _, size in alive:
             by_category[category] += size
-        by_category["temporary"] += held - sum(by_category.values())
+        by_category["temporary"] += in_use - sum(by_category.values())
         sample = MemorySample(time.perf_counter() - self._begin, **by_category)
-        raise OutOfBudget(budget, sample, when + operator, group(kept))
+        raise OutOfBudget(budget, sample, when + operator, group_survivors(alive))
 
     def _see(self, tensor: torch.Tensor) -> list[int]:
-        """The numbers of the tensor's storages, given on first sight; none if it is not on the device."""
+        """The numbers of the tensor's storages, assigned on first sight; none if it is not on the device."""
         if is_traceable_wrapper_subclass(tensor):
             inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
             return [n for part in inner if isinstance(part, torch.Tensor) for n in self._see(part)]
@@ -216,7 +216,7 @@ class MemoryRecorder(TorchDispatchMode):
 
     def _grow(self, number: int, change: int) -> None:
         self._bytes[number] += change
-        self._held += change
+        self._in_use += change
         self._write(number, change)
 
     def _mark(self, tensor: torch.Tensor, category: str) -> None:
@@ -232,17 +232,17 @@ class MemoryRecorder(TorchDispatchMode):
     def _mark_state(self, optimizer: torch.optim.Optimizer | None) -> None:
         if optimizer is None:
             return
-        told: list[dict[str, Iterable[Any]]] = [{"optimizer": tree_leaves(dict(optimizer.state))}]
+        by_category: list[dict[str, Iterable[Any]]] = [{"optimizer": tree_leaves(dict(optimizer.state))}]
         if hasattr(optimizer, "held"):
-            told.append(optimizer.held())
-        for held in told:
-            for category, values in held.items():
+            by_category.append(optimizer.held())
+        for tensors in by_category:
+            for category, values in tensors.items():
                 for value in values:
                     if isinstance(value, torch.Tensor):
                         self._mark(value, category)
 
     def _save(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-        # Parameters that are not the model's own are gathered ones: they are freed, and come again.
+        # Parameters that are not the model's are gathered ones: they are freed, and gathered again.
         if not isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
             self._mark(tensor, "activations")
         # A leaf goes through as it is. Another tensor must not be kept by the hook, or a graph would hold

@@ -12,6 +12,7 @@ device while it is recorded. When no recorder is active a span of hpnb.comm cost
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -84,25 +85,25 @@ class Recorder:
             self._open.remove(opened)
         self._spans.append(_Span(event, opened.start, self._now()))
 
-    def marks(self) -> int:
-        """How many spans there are: what is recorded from here on is `events(since=marks)`."""
+    def num_spans(self) -> int:
+        """How many spans there are: `events(since=num_spans)` is what is recorded from here on."""
         return len(self._spans)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside is no part of the spans that are open: each of them becomes two."""
+        """What happens inside is no part of the open spans: every one of them becomes two."""
         end, (opened, self._open) = self._now(), (self._open, [])
-        self._spans.extend(_Span(one.event, one.start, end) for one in opened)
+        self._spans.extend(_Span(span.event, span.start, end) for span in opened)
         try:
             yield
         finally:
             start, self._open = self._now(), opened
-            for one in opened:
-                one.start = start
+            for span in opened:
+                span.start = start
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """What happens inside is computing, but no part of the spans that are open: one of its own."""
+    def separate_compute(self) -> Iterator[None]:
+        """What happens inside is computing, but no part of the open spans: it becomes a span of compute."""
         with self.paused(), self.span("compute"):
             yield
 
@@ -120,19 +121,19 @@ class Recorder:
 
     def gather(self) -> Timeline:
         """The Timeline of all ranks; every rank must call it, and every rank gets it."""
-        mine = self.events()
+        events = self.events()
         if not dist.is_initialized():
-            return Timeline(tuple(mine))
-        everyone: list[list[Event]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, mine)
-        return Timeline(tuple(event for events in everyone for event in events))
+            return Timeline(tuple(events))
+        by_rank: list[list[Event]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(by_rank, events)
+        return Timeline(tuple(itertools.chain.from_iterable(by_rank)))
 
     def _meet(self, group: dist.ProcessGroup | None = None) -> torch.cuda.Event | float:
         """The zero of the clock: the moment after a barrier."""
         if self._cuda:
-            for _ in range(2 if dist.is_initialized() else 0):  # the first lets all come, the second is short
+            for _ in range(2 if dist.is_initialized() else 0):  # the first waits for all ranks
                 dist.all_reduce(torch.zeros(1, device=device()), group=group)
-            zero = self._now()  # on the device's own clock, when it has left the all-reduce
+            zero = self._now()  # on the device's clock, when it has left the all-reduce
             torch.cuda.synchronize()
             return zero
         if dist.is_initialized():
@@ -166,7 +167,7 @@ def timeline() -> Iterator[Recorder]:
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[Recorder]:
-    """Until the block ends, `recorder` gets what happens: whoever recorded before sees nothing of it."""
+    """Until the block ends `recorder` records, instead of the one that recorded before."""
     global _active
     previous, _active = _active, recorder
     try:
@@ -175,31 +176,33 @@ def recording(recorder: Recorder) -> Iterator[Recorder]:
         _active = previous
 
 
-def active() -> Recorder | None:
-    """Who records, if somebody does."""
+def active_recorder() -> Recorder | None:
+    """The recorder that records now, if any."""
     return _active
 
 
 def communication(op: str, axis: str, nbytes: float, group: Sequence[int]) -> AbstractContextManager[None]:
-    """A span for one communication, if somebody records; `nbytes` are of the whole, as in `ring_bytes`."""
+    """A span for one communication, if a recorder is active; `nbytes` as for `ring_bytes`."""
     if _active is None:
         return nullcontext()
     return _active.span(op, axis=axis, nbytes=ring_bytes(op, nbytes, len(group)), group=group)
 
 
-def begun(op: str, axis: str, nbytes: float, group: Sequence[int]) -> Callable[[], None] | None:
-    """A communication in the background, if somebody records: call the result when it has ended."""
+def begin_communication(
+    op: str, axis: str, nbytes: float, group: Sequence[int]
+) -> Callable[[], None] | None:
+    """A span for a background communication, if a recorder is active: call the result when it has ended."""
     if _active is None:
         return None
-    sent = ring_bytes(op, nbytes, len(group))
-    return _active.begin(Event(rank(), -1, op, -1, 0.0, 0.0, axis, sent, tuple(group)))
+    leaving = ring_bytes(op, nbytes, len(group))
+    return _active.begin(Event(rank(), -1, op, -1, 0.0, 0.0, axis, leaving, tuple(group)))
 
 
-def apart() -> AbstractContextManager[None]:
-    """Inside, this rank does what belongs to a communication: it packs, launches, puts results back."""
-    return nullcontext() if _active is None else _active.apart()
+def separate_compute() -> AbstractContextManager[None]:
+    """Inside, this rank computes for a communication: it packs, launches, copies results back."""
+    return nullcontext() if _active is None else _active.separate_compute()
 
 
 def waiting() -> AbstractContextManager[None]:
-    """Inside, this rank waits for a communication: that is no part of the compute that is being recorded."""
+    """Inside, this rank waits for a communication: that is no part of the compute span being recorded."""
     return nullcontext() if _active is None else _active.paused()

@@ -1,15 +1,15 @@
-"""What each rank did, and when: a Timeline is a frozen set of Events, whoever produced it.
+"""What every rank did, and when: a Timeline is a frozen set of Events, whoever produced it.
 
 A simulator predicts Events, an executor measures them, a replay recomputes them; all three give a
 `Timeline`, and one plot draws it. `source` says which, and travels with the data into every title.
 
     makespan         last end - first start, over all ranks
-    bubble_fraction  1 - work / (ranks * makespan)                    idle share of the whole picture
-    bubble_rate      (span - work) / span of the rank with the longest own span
+    bubble_fraction  1 - work / (ranks * makespan)                    idle share of ranks x makespan
+    bubble_rate      (span - work) / span of the rank with the longest span
                      the definition of Qi et al. 2023 (arXiv 2401.10241, tables 5 and 9)
 
-The two differ because a rank that starts late or stops early is idle in the picture, though not
-inside its own span.
+The two differ because a rank that starts late or stops early is idle within the makespan, though not within
+its span.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Timeline:
         ordered = sorted(self.events, key=lambda e: (e.start, e.rank, e.end))
         object.__setattr__(self, "events", tuple(ordered))
 
-    # --- the picture as a whole -------------------------------------------------------------
+    # --- all ranks --------------------------------------------------------------------------
 
     @cached_property
     def by_rank(self) -> dict[int, tuple[Event, ...]]:
@@ -100,8 +100,8 @@ class Timeline:
 
     def span(self, rank: int) -> float:
         """Seconds from the first start to the last end of the computing of `rank`."""
-        own = [e for e in self.by_rank.get(rank, ()) if e.is_compute]
-        return max(e.end for e in own) - min(e.start for e in own) if own else 0.0
+        compute = [e for e in self.by_rank.get(rank, ()) if e.is_compute]
+        return max(e.end for e in compute) - min(e.start for e in compute) if compute else 0.0
 
     # --- bubbles ----------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class Timeline:
 
     @property
     def bubble_rate(self) -> float:
-        """(span - work) / span of the rank with the longest own span, as the literature reports it."""
+        """(span - work) / span of the rank with the longest span, as the literature reports it."""
         if not self.by_rank:
             return 0.0
         rank = max(self.by_rank, key=self.span)
@@ -123,10 +123,10 @@ class Timeline:
     # --- memory -----------------------------------------------------------------------------
 
     def in_flight(self, rank: int) -> list[tuple[float, int]]:
-        """[(time, activations held from then on)] of `rank`, counted in chunks.
+        """[(time, activations in flight from then on)] of `rank`, counted in chunks.
 
-        A forward takes one at its start; it is let go at the end of the last thing that needs it:
-        W where the backward is split, B where it is not.
+        A forward adds one at its start. It is freed at the end of the last action that needs it: W if the
+        backward is split, else B.
         """
         steps: list[tuple[float, int]] = []
         for event in self.by_rank.get(rank, ()):
@@ -134,20 +134,20 @@ class Timeline:
                 steps.append((event.start, 1))
             elif event.op in ("W", "B"):
                 steps.append((event.end, -1))
-        held, curve = 0, []
+        in_flight, curve = 0, []
         for time, change in sorted(steps):  # at equal times the release comes first
-            held += change
-            curve.append((time, held))
+            in_flight += change
+            curve.append((time, in_flight))
         return curve
 
     def peak_in_flight(self, rank: int) -> int:
-        """The most activations that `rank` held at once, in chunks."""
-        return max((held for _, held in self.in_flight(rank)), default=0)
+        """The most activations that `rank` has in flight at once, in chunks."""
+        return max((count for _, count in self.in_flight(rank)), default=0)
 
     # --- other forms ------------------------------------------------------------------------
 
     def shifted(self, to: float = 0.0) -> Timeline:
-        """The same picture with its first start at `to`."""
+        """The same events with the first start at `to`."""
         delta = to - self.start
         moved = (replace(e, start=e.start + delta, end=e.end + delta) for e in self.events)
         return Timeline(tuple(moved), self.source)
@@ -186,7 +186,7 @@ class Timeline:
     def to_chrome_trace(self, path: str | Path) -> Path:
         """Write the Trace Event Format (JSON), which Perfetto and chrome://tracing open.
 
-        A rank is a process; its compute and its communication on each axis are threads of it. Times
+        A rank is a process; its compute and its communication along every axis are threads of it. Times
         are microseconds from the first start.
         """
         lanes = ["compute", *sorted({e.axis or "communication" for e in self.events if not e.is_compute})]

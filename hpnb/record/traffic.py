@@ -1,4 +1,4 @@
-"""How many bytes leave this rank, and in how many calls, along each axis of the mesh.
+"""How many bytes leave this rank, and in how many calls, along every axis of the mesh.
 
     with hpnb.record.traffic() as t:
         step()
@@ -7,7 +7,7 @@
 Every call of torch.distributed that is made inside is counted, whoever makes it: hpnb, PyTorch, or you; and
 what hpnb's pipelines write straight into another GPU's memory.
 Bytes are counted as a ring would move them, whatever algorithm the backend picks, so a count is the same
-on every machine. With p ranks in the group and n bytes (of the whole: the gathered result of a gather,
+on every machine. With p ranks in the group and n bytes of the full tensor (the gathered result of a gather,
 the input of a scatter),
 
     all-reduce                                        2 (p-1)/p n
@@ -99,7 +99,7 @@ def sent(axis: str, nbytes: float, group: tuple[int, int]) -> None:
 
 
 def ring_bytes(op: str, nbytes: float, ranks: int) -> float:
-    """Bytes that leave one of `ranks` ranks in one call; the table above. `nbytes` are of the whole."""
+    """Bytes that leave one of `ranks` ranks in one call; the table above. `nbytes` are of the full tensor."""
     if op == "send":
         return nbytes
     if op in ("receive", "barrier"):
@@ -118,7 +118,7 @@ def _size(value: Any) -> int:
     return sum(_size(item) for item in value) if isinstance(value, list | tuple) else 0
 
 
-Reader = Callable[[tuple[Any, ...], int], int]  # (arguments, ranks) -> bytes of the whole
+Reader = Callable[[tuple[Any, ...], int], int]  # (arguments, ranks) -> bytes of the full tensor
 
 
 def _of(index: int) -> Reader:
@@ -133,7 +133,7 @@ def _nothing(args: tuple[Any, ...], ranks: int) -> int:
     return 0
 
 
-# operator -> (what it is called here, how to read the bytes of the whole off its arguments)
+# operator -> (its name here, how to read the bytes of the full tensor off its arguments)
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")  # whose first number is the place of their root
 _OPERATORS: dict[str, tuple[str, Reader]] = {
     "c10d::allreduce_": ("all_reduce", _of(0)),
@@ -196,14 +196,14 @@ class _Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
-        op, whole = _OPERATORS[name]
+        op, read_bytes = _OPERATORS[name]
         group = _group(name, args)
         ranks = tuple(dist.get_process_group_ranks(group))
         peer = -1
         to_one = op in ("send", "receive") and not name.endswith("any_source_")
         if to_one or (op in _ROOTED and name.startswith("c10d")):
             peer = ranks[next(a for a in args if isinstance(a, int))]
-        sent = ring_bytes(op, whole(args, len(ranks)), len(ranks))
+        sent = ring_bytes(op, read_bytes(args, len(ranks)), len(ranks))
         if op == "all_to_all" and (uneven := _leaving(name, args, dist.get_rank(group))) is not None:
             sent = uneven
         self.counted.add(Message(_axis(group), op, sent, ranks, peer))

@@ -25,7 +25,7 @@ from torch import nn
 from hpnb.models import anatomy
 from hpnb.pipeline_parallel.microbatches import count_targets
 from hpnb.ranks.current_rank import device
-from hpnb.record.recorder import active
+from hpnb.record.recorder import active_recorder
 
 if TYPE_CHECKING:
     from hpnb.hybrid.training.trainer import Trainer
@@ -141,7 +141,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 def span(op: str, microbatch: int = -1) -> AbstractContextManager[None]:
     """Part of the timeline, if somebody records one."""
-    recorder = active()
+    recorder = active_recorder()
     return nullcontext() if recorder is None else recorder.span(op, microbatch=microbatch)
 
 

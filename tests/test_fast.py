@@ -85,7 +85,7 @@ def test_compiled_blocks_compute_the_same(
                 with split.deferring(0):
                     loss.backward()
                 assert split.pending(0)  # a compiled linear would not be split
-                split.weights(0)
+                split.add_weight_gradients(0)
             grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
             found.append({"loss": loss.detach(), **grads})
         assert len(found[0]) > 12 * layers

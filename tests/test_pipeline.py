@@ -278,14 +278,14 @@ def _swap_labels(pipe: Any) -> None:
 
 
 def _skip_a_weight_gradient(pipe: Any) -> None:
-    weights, calls = pipe._split_backward.weights, itertools.count()
+    weights, calls = pipe._split_backward.add_weight_gradients, itertools.count()
 
     def skipping(key: Any, *rest: Any) -> None:
         if next(calls) == 1:
-            pipe._split_backward._queues[key].pieces.pop()
+            pipe._split_backward._queues[key].deferred.pop()
         weights(key, *rest)
 
-    pipe._split_backward.weights = skipping
+    pipe._split_backward.add_weight_gradients = skipping
 
 
 def _mean_of_means(pipe: Any) -> None:

@@ -88,7 +88,7 @@ def gradients(
     for i in reversed(range(len(xs))):  # in another order than I
         if mode[i] == "split":
             assert split is not None
-            split.weights(i)
+            split.add_weight_gradients(i)
             assert not split.pending(i)
     found = {name: p.grad for name, p in model.named_parameters()}
     return {**found, **{f"input {i}": x.grad for i, x in enumerate(xs)}}
@@ -748,7 +748,7 @@ def test_between_i_and_w_only_inputs_and_gradients_of_outputs_are_held() -> None
                 y.backward(g)
             del y, x, g
             held = recorder.profile().samples[-1].total
-            split.weights(0)
+            split.add_weight_gradients(0)
             left = recorder.profile().samples[-1].total
         early = (
             8 * 2 * h if turn == 0 else trained
@@ -803,7 +803,7 @@ def test_each_pair_is_freed_when_its_gradient_is_there() -> None:
     with split.deferring(0):
         model(random(3, 6)).sum().backward()
     count(None)
-    split.weights(0, count)
+    split.add_weight_gradients(0, count)
     assert alive == [4, 3, 3, 2, 2, 1, 1, 0, 0]  # after I, and after each bias and weight
     inside.clear()
     with split.deferring(0):
@@ -857,7 +857,7 @@ def test_each_parameter_is_ready_once_and_then_complete() -> None:
                 waiting = split.pending(0)
                 assert bool(told) == (name == "raw")
                 assert not waiting & set(told)
-                split.weights(0, ready)
+                split.add_weight_gradients(0, ready)
                 assert waiting <= set(told)
             grown = {p: p.grad for p in model.parameters() if p.grad is not None}
             assert set(told) == set(grown)
@@ -890,18 +890,18 @@ def test_microbatches_wait_each_under_its_key() -> None:
             model(random(3, 6, seed=i)).sum().backward()
     for i in (1, 0):
         plain(random(3, 6, seed=i)).sum().backward()
-        split.weights(("stage", i))
+        split.add_weight_gradients(("stage", i))
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=0) if i == 0 else None
     assert split.pending(("stage", 2)) == set(model.parameters())
     with pytest.raises(ValueError, match=r"no weight gradients wait under \('stage', 1\)"):
-        split.weights(("stage", 1))
+        split.add_weight_gradients(("stage", 1))
     split.drop()
     assert split.pending(("stage", 2)) == set()
     model.zero_grad()
     with split.deferring(("stage", 2)):
         pass
-    split.weights(("stage", 2))
+    split.add_weight_gradients(("stage", 2))
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -929,7 +929,7 @@ def test_modes_nest() -> None:
     assert len(split.pending(0)) == len(split.pending(1)) == 2
     model(x).sum().backward()
     before = model.weight.grad.clone()
-    split.weights(0)
+    split.add_weight_gradients(0)
     assert torch.equal(model.weight.grad, 2 * before)
 
 
@@ -963,7 +963,7 @@ def test_what_w_needs_is_not_changed_before(what: str) -> None:
         y.backward(g)
     (x if what == "input" else g).mul_(2)
     with pytest.raises(RuntimeError, match=f"the {what} of a Linear was changed in place between I and W"):
-        split.weights(0)
+        split.add_weight_gradients(0)
 
 
 # --- copies, and other forwards --------------------------------------------------------------------------
@@ -979,7 +979,7 @@ def test_a_copy_computes_with_its_own_weights() -> None:
     with split.deferring(0):
         twin(torch.ones(2, 6)).sum().backward()
     assert split.pending(0) == set(twin.parameters())
-    split.weights(0)
+    split.add_weight_gradients(0)
     assert all(p.grad is None for p in model.parameters())
     assert all(p.grad is not None for p in twin.parameters())
     file = io.BytesIO()

@@ -123,14 +123,18 @@ class GradReady:
         """W: add the weight gradients that I has put aside, and call the sink for those that are complete."""
         key = (action.stage, action.microbatch)
         if self._last_action[action.stage] != action or not self._must_complete:
-            split_backward.weights(key)
+            split_backward.add_weight_gradients(key)
             return
         waiting = {id(holder) for holder in split_backward.pending(key)}
         for p in self._by_stage[action.stage]:
             holder = self._holders[id(p)]
             if id(holder) not in waiting and holder.grad is not None:
                 self._close_use(p)
-        split_backward.weights(key, lambda holder: self._close_use(self._parameter_of[id(holder)]))
+
+        def ready(holder: nn.Parameter) -> None:
+            self._close_use(self._parameter_of[id(holder)])
+
+        split_backward.add_weight_gradients(key, ready)
 
     def finish(self) -> None:
         """All actions are done: sum the gradients of tied weights over their ranks, and finish the sink."""

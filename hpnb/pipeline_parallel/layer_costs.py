@@ -1,8 +1,8 @@
-"""What each layer costs: parameters, FLOPs of a forward, or seconds of forward and backward.
+"""The cost of each layer: parameters, FLOPs of a forward, or seconds of forward and backward.
 
-parameters   by the layer's shapes alone                      what it takes of memory
-FLOPs        of one microbatch, counted on the meta device    what it takes of time, as far as products do
-seconds      of one microbatch, measured                      what it takes of time, here
+parameters   counted from the layer's shapes                  its memory
+FLOPs        of one microbatch, counted on the meta device    its time, as far as matmuls take it
+seconds      of one microbatch, measured                      its time on this device
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _WARM_UP = 2
 
 def parameters_of(layers: Sequence[Layer]) -> list[float]:
     """Parameters of each layer, trained and frozen; one that is used twice in a layer counts once."""
-    found = []
+    totals = []
     for layer in (layer.built("meta") for layer in layers):
-        held = {p: p.numel() for part in layer.parts for p in part.module.parameters()}
-        found.append(float(sum(held.values())))
-    return found
+        sizes = {p: p.numel() for part in layer.parts for p in part.module.parameters()}
+        totals.append(float(sum(sizes.values())))
+    return totals
 
 
 def flops_of(layers: Sequence[Layer], example: Inputs) -> list[float]:
@@ -44,44 +44,44 @@ def flops_of(layers: Sequence[Layer], example: Inputs) -> list[float]:
 
 
 def _flops(layers: Sequence[Layer], example: Inputs, device: torch.device) -> list[float]:
-    inputs, hidden, found = _moved(example, device), None, []
-    with _undrawn(device):
+    inputs, hidden, flops = _move_inputs(example, device), None, []
+    with _keep_generators(device):
         for layer in layers:
-            own = _copied(layer, device)
+            copied = _copy_layer(layer, device)
             # Without gradients a layer in evaluation mode may take a fused path, which is not counted.
             with torch.enable_grad(), FlopCounterMode(display=False) as counter:
-                hidden = own.run(_given(hidden), inputs)
-            found.append(float(counter.get_total_flops()))
-    return found
+                hidden = copied.run(_fresh_input(hidden), inputs)
+            flops.append(float(counter.get_total_flops()))
+    return flops
 
 
 def seconds_of(layers: Sequence[Layer], example: Inputs, repeats: int = 5) -> list[float]:
     """Seconds of each layer's forward and backward on this device: the least of `repeats`, after a warm-up.
 
-    The least, because whatever else runs here can only add. Each layer takes what the one before really gave.
-    One after the other is copied to the device, so the model needs no room there, and its gradients, its
+    The least, because whatever else runs here can only add. A layer takes the real output of the one before.
+    Layers are copied to the device one at a time, so the model needs no room there, and its gradients, its
     buffers and the generators stay as they are.
 
     Args:
         example: a microbatch, on any device.
     """
     device = this_device()
-    inputs, hidden, found = _moved(example, device), None, []
-    with _undrawn(device):
+    inputs, hidden, seconds = _move_inputs(example, device), None, []
+    with _keep_generators(device):
         for layer in layers:
-            own = _copied(layer, device)
+            copied = _copy_layer(layer, device)
             times, out = [], None
             for _ in range(_WARM_UP + repeats):
-                seconds, out = _timed(own, hidden, inputs, device)
-                times.append(seconds)
-            found.append(min(times[_WARM_UP:]))
+                elapsed, out = _time_layer(copied, hidden, inputs, device)
+                times.append(elapsed)
+            seconds.append(min(times[_WARM_UP:]))
             hidden = out
-    return found
+    return seconds
 
 
-def _timed(layer: Layer, hidden: Any, inputs: Inputs, device: torch.device) -> tuple[float, Any]:
-    """(seconds of forward and backward, what the layer gives)."""
-    hidden = _given(hidden)
+def _time_layer(layer: Layer, hidden: Any, inputs: Inputs, device: torch.device) -> tuple[float, Any]:
+    """(seconds of forward and backward, the layer's output)."""
+    hidden = _fresh_input(hidden)
     clock = _Clock(device)
     with torch.enable_grad():
         out = layer.run(hidden, inputs)
@@ -109,19 +109,19 @@ class _Clock:
         return float(self._start.elapsed_time(end)) / 1e3
 
 
-def _copied(layer: Layer, device: torch.device) -> Layer:
+def _copy_layer(layer: Layer, device: torch.device) -> Layer:
     """The layer again with its tensors on `device`, and zeros where there were no values."""
-    own = layer.built(device if device.type == "meta" else None)
-    tensors = [t for part in own.parts for t in (*part.module.parameters(), *part.module.buffers())]
-    there: dict[int, Any] = {}
+    built = layer.built(device if device.type == "meta" else None)
+    tensors = [t for part in built.parts for t in (*part.module.parameters(), *part.module.buffers())]
+    copies: dict[int, Any] = {}
     for t in tensors:
-        lost = t.is_meta and device.type != "meta"
-        value = torch.zeros_like(t, device=device) if lost else t.detach().to(device, copy=True)
-        there[id(t)] = nn.Parameter(value, t.requires_grad) if isinstance(t, nn.Parameter) else value
-    return copy.deepcopy(own, there)  # which looks there first, so nothing else is copied
+        has_no_values = t.is_meta and device.type != "meta"
+        value = torch.zeros_like(t, device=device) if has_no_values else t.detach().to(device, copy=True)
+        copies[id(t)] = nn.Parameter(value, t.requires_grad) if isinstance(t, nn.Parameter) else value
+    return copy.deepcopy(built, copies)  # which looks there first, so nothing else is copied
 
 
-def _moved(inputs: Inputs, device: torch.device) -> Inputs:
+def _move_inputs(inputs: Inputs, device: torch.device) -> Inputs:
     inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
     return tree_map(lambda t: t.to(device) if isinstance(t, torch.Tensor) else t, inputs)
 
@@ -130,11 +130,11 @@ def _leaf(t: torch.Tensor) -> torch.Tensor:
     return t.detach().requires_grad_(t.requires_grad)
 
 
-def _given(hidden: Any) -> Any:
-    """What a layer is given: a copy, no leaf, since the layer may change it in place."""
+def _fresh_input(hidden: Any) -> Any:
+    """A copy of a layer's input that is no leaf, since the layer may change it in place."""
     return tree_map(lambda t: _leaf(t).clone() if isinstance(t, torch.Tensor) else t, hidden)
 
 
-def _undrawn(device: torch.device) -> Any:
-    """Leaves the generators as they were, for dropout draws from them."""
+def _keep_generators(device: torch.device) -> Any:
+    """Leave the random generators as they were, because dropout draws from them."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])

@@ -1,15 +1,15 @@
-"""What a pipeline is cut from: the layers of a model, none of which is ever cut itself.
+"""The layers of a model, which a pipeline assigns to stages and never splits.
 
     nn.Sequential       its items
     a model with an     embedding | block | block | ... | head          (`hpnb.models.anatomy`)
       anatomy
-    Builder             layers that do not exist yet; each rank makes those of its own stages alone
+    Builder             layers that do not exist yet; a rank makes only those of its stages
 
     hidden = None
     for layer in layers(model):
         hidden = layer.run(hidden, inputs)        # is what model(inputs) is
 
-Each layer knows its own modules only, so a rank that keeps some layers lets the rest of the model go.
+A layer refers only to its modules, so a rank that keeps some layers lets the rest of the model go.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Kind = Literal["embedding", "block", "head", "layer"]
 
 @dataclass(frozen=True)
 class Layer:
-    """One thing that is never cut: an item of a Sequential, a block, an embedding, a head.
+    """One layer, which is never split: an item of a Sequential, a block, an embedding or a head.
 
     Attributes:
-        parts: its modules under their names in the whole model; a head may be a norm and a classifier. Empty
-            as long as the layer is not built.
+        parts: its modules under their names in the model; a head may be a norm and a classifier. Empty while
+            the layer is not built.
         run: from what the layer before gave and this microbatch's inputs, what the next one takes: a tensor,
-            or a tuple or dict of tensors. The first layer is given None.
+            or a tuple or dict of tensors. The first layer gets None.
         kind: "layer" where the model does not tell its layers apart.
         causal: whether the model's targets are its inputs, shifted by one.
         build: makes a layer that does not exist yet.
@@ -98,7 +98,7 @@ class Builder:
         if not self._meta_parameters:
             for i in range(self.count):
                 with torch.device("meta"):
-                    (part,) = _build(self, i).parts
+                    (part,) = _build_layer(self, i).parts
                 for name, p in part.module.to("meta").named_parameters(part.name):
                     self._meta_parameters[name] = p
         yield from self._meta_parameters.items()
@@ -118,36 +118,38 @@ def layers(model: nn.Module | Builder) -> tuple[Layer, ...]:
     Hooks of the model itself do not run, those of its layers do.
 
     Raises:
-        TypeError: a model of another kind, one with a forward of its own, or one that is wrapped.
+        TypeError: a model of another kind, one that defines its own forward, or one that is wrapped.
         ValueError: a Sequential without items; a parameter or buffer that is in no layer.
     """
     if isinstance(model, Builder):
         return tuple(
-            Layer((), partial(_not_built, i), build=partial(_build, model, i)) for i in range(model.count)
+            Layer((), partial(_run_unbuilt, i), build=partial(_build_layer, model, i))
+            for i in range(model.count)
         )
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
-        items = [Part(name, item) for name, item in _items(model)]
+        # not named_children, which leaves out a module that is there a second time
+        items = [Part(name, item) for name, item in model._modules.items() if item is not None]
         if not items:
             raise ValueError("this Sequential has no items; a pipeline needs one or more")
-        found = [_layer(part, first=i == 0) for i, part in enumerate(items)]
+        model_layers = [_layer_of_module(part, first=i == 0) for i, part in enumerate(items)]
     else:
-        found = _of_anatomy(_taken_apart(model))
-    parts = [part for layer in found for part in layer.parts]
-    kept = {f"{part.name}.{name}" for part in parts for name in part.module.state_dict()}
-    if lost := [name for name in model.state_dict() if name not in kept]:
+        model_layers = _layers_of_anatomy(_anatomy_of(model))
+    parts = [part for layer in model_layers for part in layer.parts]
+    in_layers = {f"{part.name}.{name}" for part in parts for name in part.module.state_dict()}
+    if lost := [name for name in model.state_dict() if name not in in_layers]:
         names = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
         raise ValueError(
             f"{names} lie in none of the layers of this {type(model).__name__}, and would be lost; put them "
             "into one"
         )
-    return tuple(found)
+    return tuple(model_layers)
 
 
 def first_input(inputs: Inputs) -> Any:
-    """What the first layer of a Sequential or Builder takes of a microbatch.
+    """The entry of a microbatch that the first layer of a Sequential or Builder takes.
 
-    A tensor is taken itself; of a tuple or list the first item; of a mapping the first entry that is not
-    called "labels", "label", "targets" or "target", since a collator may put these first.
+    A tensor is that entry itself. Of a tuple or list it is the first item; of a mapping the first entry that
+    is not called "labels", "label", "targets" or "target", since a collator may put these first.
 
     Raises:
         ValueError: there is none.
@@ -162,91 +164,87 @@ def first_input(inputs: Inputs) -> Any:
 
 
 def shared_parameters(stages: Sequence[Sequence[Layer]]) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """Parameters that are one and the same under several names: {names: the stage of each}.
+    """Parameters that have several names: {their names: the stage of each name}.
 
-    Names are those of the whole model, in its order. Layers that are not built share nothing.
+    Names are those of the model, in its order. Layers that are not built share nothing.
     """
-    found: dict[nn.Parameter, list[tuple[str, int]]] = {}
-    for stage, held in enumerate(stages):
-        for part in (part for layer in held for part in layer.parts):
+    places: dict[nn.Parameter, list[tuple[str, int]]] = {}  # (name, stage)
+    for stage, stage_layers in enumerate(stages):
+        for part in (part for layer in stage_layers for part in layer.parts):
             for name, p in part.module.named_parameters(part.name, remove_duplicate=False):
-                found.setdefault(p, []).append((name, stage))
+                places.setdefault(p, []).append((name, stage))
     return {
-        tuple(name for name, _ in homes): tuple(stage for _, stage in homes)
-        for homes in found.values()
-        if len(homes) > 1
+        tuple(name for name, _ in of_one): tuple(stage for _, stage in of_one)
+        for of_one in places.values()
+        if len(of_one) > 1
     }
 
 
-def _taken_apart(model: nn.Module) -> Anatomy:
+def _anatomy_of(model: nn.Module) -> Anatomy:
     try:
         return anatomy(model)
     except TypeError:
-        own = " with a forward of its own" if isinstance(model, nn.Sequential) else ""
+        kind = type(model).__name__
+        if isinstance(model, nn.Sequential):
+            kind += " that defines its own forward"
         raise TypeError(
-            f"hpnb cannot cut a {type(model).__name__}{own}: pass an nn.Sequential, a model whose parts "
-            "hpnb.models.anatomy knows, or a hpnb.pipeline_parallel.Builder; of a wrapped model, pass the "
-            "model inside"
+            f"hpnb cannot cut a {kind}: pass an nn.Sequential, a model whose parts hpnb.models.anatomy "
+            "knows, or a hpnb.pipeline_parallel.Builder; of a wrapped model, pass the model inside"
         ) from None
 
 
 # --- one layer: functions and no lambdas, so that a layer can be copied, modules and all ---------------
 
 
-def _items(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    # named_children leaves out a module that is there a second time
-    return [(name, item) for name, item in model._modules.items() if item is not None]
+def _layer_of_module(part: Part, first: bool) -> Layer:
+    return Layer((part,), partial(_run_first if first else _run_next, part.module))
 
 
-def _layer(part: Part, first: bool) -> Layer:
-    return Layer((part,), partial(_first if first else _next, part.module))
-
-
-def _first(module: nn.Module, hidden: Any, inputs: Inputs) -> Any:
+def _run_first(module: nn.Module, hidden: Any, inputs: Inputs) -> Any:
     return module(first_input(inputs))
 
 
-def _next(module: nn.Module, hidden: Any, inputs: Inputs) -> Any:
+def _run_next(module: nn.Module, hidden: Any, inputs: Inputs) -> Any:
     return module(hidden)
 
 
-def _build(builder: Builder, i: int) -> Layer:
+def _build_layer(builder: Builder, i: int) -> Layer:
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=gpus):
         torch.manual_seed(builder.seed + i)
         module = builder.layer(i)
     if not isinstance(module, nn.Module):
         raise TypeError(f"layer({i}) of the Builder gave a {type(module).__name__}, not an nn.Module")
-    return _layer(Part(f"{builder.name}.{i}", module), first=i == 0)
+    return _layer_of_module(Part(f"{builder.name}.{i}", module), first=i == 0)
 
 
-def _not_built(i: int, hidden: Any, inputs: Inputs) -> Any:
+def _run_unbuilt(i: int, hidden: Any, inputs: Inputs) -> Any:
     raise RuntimeError(f"layer {i} of the Builder is not built; run layer.built()")
 
 
-def _of_anatomy(whole: Anatomy) -> list[Layer]:
-    """Each layer with an anatomy of its own, which holds its own parts alone."""
-    embedding = replace(whole, blocks=(), head=())
-    head = replace(whole, embedding=(), blocks=())
-    found = [Layer(whole.embedding, partial(_embed, embedding), "embedding", whole.causal)]
-    for block in whole.blocks:
-        alone = replace(whole, embedding=(), blocks=(block,), head=())
-        found.append(Layer((block,), partial(_block, alone), "block", whole.causal))
-    return [*found, Layer(whole.head, partial(_finish, head), "head", whole.causal)]
+def _layers_of_anatomy(model: Anatomy) -> list[Layer]:
+    """One layer per embedding, block and head. Its `run` refers to the modules of that layer alone."""
+    embedding = replace(model, blocks=(), head=())
+    head = replace(model, embedding=(), blocks=())
+    model_layers = [Layer(model.embedding, partial(_run_embedding, embedding), "embedding", model.causal)]
+    for block in model.blocks:
+        one_block = replace(model, embedding=(), blocks=(block,), head=())
+        model_layers.append(Layer((block,), partial(_run_block, one_block), "block", model.causal))
+    return [*model_layers, Layer(model.head, partial(_run_head, head), "head", model.causal)]
 
 
-def _embed(own: Anatomy, hidden: Any, inputs: Inputs) -> torch.Tensor:
+def _run_embedding(embedding: Anatomy, hidden: Any, inputs: Inputs) -> torch.Tensor:
     if not isinstance(inputs, Mapping):
         raise ValueError(
             "the model takes a batch with names, such as {'pixel_values': ...}, not a "
             f"{type(inputs).__name__}"
         )
-    return own.embed(inputs)
+    return embedding.embed(inputs)
 
 
-def _block(own: Anatomy, hidden: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    return own.run(own.blocks[0], hidden, inputs)
+def _run_block(block: Anatomy, hidden: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    return block.run(block.blocks[0], hidden, inputs)
 
 
-def _finish(own: Anatomy, hidden: torch.Tensor, inputs: Inputs) -> Any:
-    return own.finish(hidden, inputs)
+def _run_head(head: Anatomy, hidden: torch.Tensor, inputs: Inputs) -> Any:
+    return head.finish(hidden, inputs)

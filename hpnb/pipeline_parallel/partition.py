@@ -1,8 +1,8 @@
-"""Where to cut: how many layers each stage gets, so that no stage keeps the others waiting.
+"""How many layers each stage gets, so that no stage keeps the others waiting.
 
     step time of a pipeline  >=  microbatches x the largest stage
 
-    uniform       as many blocks for each; the embedding with the first stage, the head with the last
+    uniform       the same number of blocks; the embedding on the first stage, the head on the last
     balanced      the least possible largest stage, given a cost for every layer:
                   parameters, FLOPs or seconds (`layer_costs.py`)
 
@@ -41,21 +41,21 @@ def cut(
         how: "uniform"; balanced by "parameters", "flops" or "time"; or a list of how many each stage gets,
             by hand: layers, or blocks alone if there are embedding and head.
         example: a microbatch, for "flops" and "time".
-        agree: axes whose ranks are to cut alike: one of them measures for all. Replicas have to.
+        agree: axes whose ranks must cut alike: one of them measures for all. Replicas must.
 
     Raises:
         ValueError: more stages than layers (or blocks); a list of another length, with another sum, or that
             leaves a stage with nothing to do; an unknown `how`; no example where one is needed.
     """
     if isinstance(how, str):
-        counts = _counts(layers, stages, how, example, agree)
+        counts = _choose_counts(layers, stages, how, example, agree)
     else:
-        counts = _by_hand(layers, stages, how)
+        counts = _counts_by_hand(layers, stages, how)
     ends = list(accumulate(counts, initial=0))
     return tuple(tuple(layers[start:end]) for start, end in pairwise(ends))
 
 
-def _counts(
+def _choose_counts(
     layers: Sequence[Layer],
     stages: int,
     how: str,
@@ -76,34 +76,34 @@ def _counts(
     _check_count(len(layers), stages, "layers")  # before anything is run
     measure = flops_of if how == "flops" else seconds_of
     axes = () if agree is None else (agree,) if isinstance(agree, Axis) else tuple(agree)
-    return balanced(_agreed(lambda: measure(layers, example), axes), stages)
+    return balanced(_measure_once(lambda: measure(layers, example), axes), stages)
 
 
-def _agreed(measure: Callable[[], list[float]], axes: Sequence[Axis]) -> list[float]:
-    """What the first rank of all axes measures; where it fails, all do."""
+def _measure_once(measure: Callable[[], list[float]], axes: Sequence[Axis]) -> list[float]:
+    """The costs that the first rank of all axes measures; where it fails, all ranks do."""
     axes = [axis for axis in axes if axis.size > 1]
-    box: list[Any] = [None]  # the costs, or what went wrong
+    message: list[Any] = [None]  # the costs, or what went wrong
     failed: Exception | None = None
     if all(axis.rank == 0 for axis in axes):
         try:
-            box = [measure()]
+            message = [measure()]
         except Exception as error:
-            box, failed = [f"{type(error).__name__}: {error}"], error
+            message, failed = [f"{type(error).__name__}: {error}"], error
     for axis in axes:  # along the first axis, then from all that have it along the next
-        dist.broadcast_object_list(box, src=axis.ranks[0], group=axis.group)
+        dist.broadcast_object_list(message, src=axis.ranks[0], group=axis.group)
     if failed is not None:
         raise failed
-    if isinstance(box[0], str):
-        raise ValueError(f"the rank that was to measure the layers failed with {box[0]}")
-    costs: list[float] = box[0]
+    if isinstance(message[0], str):
+        raise ValueError(f"the rank that was to measure the layers failed with {message[0]}")
+    costs: list[float] = message[0]
     return costs
 
 
-def _by_hand(layers: Sequence[Layer], stages: int, counts: Sequence[int]) -> tuple[int, ...]:
+def _counts_by_hand(layers: Sequence[Layer], stages: int, counts: Sequence[int]) -> tuple[int, ...]:
     counts = tuple(counts)
     if len(counts) != stages:
         raise ValueError(f"{list(counts)} is for {len(counts)} stages, and there are {stages}")
-    front, blocks, back = _around(layers)
+    front, blocks, back = _count_kinds(layers)
     if sum(counts) not in (blocks, len(layers)):
         kinds = f"{len(layers)}" if blocks == len(layers) else f"{len(layers)}, or its {blocks} blocks alone"
         raise ValueError(f"{list(counts)} adds up to {sum(counts)}, and the model's layers are {kinds}")
@@ -118,16 +118,15 @@ def _by_hand(layers: Sequence[Layer], stages: int, counts: Sequence[int]) -> tup
 
 
 def uniform(layers: Sequence[Layer], stages: int) -> tuple[int, ...]:
-    """Layers per stage, with the blocks dealt out as evenly as can be; where they do not divide, the stages
-    in the middle get one more.
+    """Layers per stage, with the blocks split as evenly as possible. Where they do not divide, the stages in
+    the middle get one more, because the first stage also has the embedding, and the last one the head.
 
-    For the first stage has the embedding too, and the last one the head. Where the model does not tell its
-    layers apart, all of them are dealt out.
+    Where the model does not tell its layers apart, all of them count as blocks.
 
     Raises:
         ValueError: more stages than blocks.
     """
-    front, blocks, back = _around(layers)
+    front, blocks, back = _count_kinds(layers)
     _check_count(blocks, stages, "layers" if blocks == len(layers) else "blocks")
     least, more = divmod(blocks, stages)
     start = (stages - more) // 2
@@ -135,7 +134,7 @@ def uniform(layers: Sequence[Layer], stages: int) -> tuple[int, ...]:
     return _with_ends(counts, front, back)
 
 
-def _around(layers: Sequence[Layer]) -> tuple[int, int, int]:
+def _count_kinds(layers: Sequence[Layer]) -> tuple[int, int, int]:
     """(layers before the first block, blocks, layers after the last one); without blocks, all count."""
     at = [i for i, layer in enumerate(layers) if layer.kind == "block"] or list(range(len(layers)))
     return (at[0], len(at), len(layers) - 1 - at[-1]) if at else (0, 0, 0)
@@ -162,11 +161,11 @@ def balanced(costs: Sequence[float], stages: int) -> tuple[int, ...]:
         raise ValueError(f"{wrong[0]} is no cost of a layer; it must be 0 or more")
     exact = [Fraction(cost) for cost in costs]
     unit = lcm(*(cost.denominator for cost in exact))
-    whole = [int(cost * unit) for cost in exact]
-    limit = _least_limit(whole, stages)
-    upto = list(accumulate(whole, initial=0))  # upto[j] - upto[i] is the cost of layers i to j - 1
-    # best[j]: the most even way to cut the first j layers into the stages so far. What is in front of a stage
-    # of the most even cut is cut most evenly itself.
+    integers = [int(cost * unit) for cost in exact]
+    limit = _least_limit(integers, stages)
+    upto = list(accumulate(integers, initial=0))  # upto[j] - upto[i] is the cost of layers i to j - 1
+    # best[j]: the most even way to cut the first j layers into the stages so far. The layers before any stage
+    # of the most even cut are cut most evenly themselves.
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
     for _ in range(stages):
         longer: dict[int, tuple[int, int, tuple[int, ...]]] = {}
@@ -178,7 +177,7 @@ def balanced(costs: Sequence[float], stages: int) -> tuple[int, ...]:
                 option = squares + cost**2, lengths + (j - i) ** 2, (*counts, j - i)
                 longer[j] = min(longer.get(j, option), option)
         best = longer
-    return best[len(whole)][-1]
+    return best[len(integers)][-1]
 
 
 def _least_limit(costs: Sequence[int], stages: int) -> int:

@@ -1,17 +1,17 @@
-"""A backward in two parts: the gradient of the input at once, those of the weights when there is time.
+"""Split a backward in two: the gradient of the input at once, those of the weights when there is time.
 
     y = x A + b
     I   dx = dy A^T                     the stage before waits for it
-    W   dA += x^T dy,  db += 1^T dy     nobody waits, but the optimizer at the end of the step
+    W   dA += x^T dy,  db += 1^T dy     only the optimizer waits, at the end of the step
 
 W is half of a backward, and fills what would be a bubble (Qi et al. 2023, *Zero Bubble Pipeline Parallelism*,
 arXiv 2401.10241, section 2). Between I and W a module holds its x and its dy.
 
 Only matmuls and convolutions are deferred (`weight_gradients.py`). Autograd computes all other gradients in
-I: those of norms, embeddings and positions, of modules that nobody knows, of weights that are used outside of
+I: those of norms, embeddings and positions, of modules without a rule, of weights that are used outside of
 their module's forward. That is right for every module, and computes nothing twice. It costs little: for n
-tokens the gradients of a norm are O(n h) FLOPs where those of a matmul are O(n h^2), and to defer them would
-hold two more activations.
+tokens the gradients of a norm are O(n h) FLOPs where those of a matmul are O(n h^2), and deferring them would
+keep two more activations.
 
 W adds to .grad in the matmul itself, with no temporary and no second pass over .grad, and so does a backward
 inside `fused`. That makes up for what the split costs.
@@ -37,14 +37,14 @@ COMPILED = "_hpnb_compiled"  # set on a module that is compiled as a whole, and 
 
 def deferred_share(modules: Iterable[nn.Module]) -> float:
     """The share of trained parameters, counted in elements, whose gradients a `SplitBackward` would defer."""
-    every, deferred = dict[nn.Parameter, int](), dict[nn.Parameter, int]()
+    sizes, deferred = dict[nn.Parameter, int](), dict[nn.Parameter, int]()
     for module in _distinct(modules):
         trained = {p: p.numel() for p in module._parameters.values() if p is not None and p.requires_grad}
-        every |= trained
+        sizes |= trained
         weight, bias = _registered(module)
         if rule_of(module) is not None and _deferrable(weight, bias):
             deferred |= {p: n for p, n in trained.items() if p is weight or p is bias}
-    return sum(deferred.values()) / max(1, sum(every.values()))
+    return sum(deferred.values()) / max(1, sum(sizes.values()))
 
 
 class SplitBackward:
@@ -53,10 +53,10 @@ class SplitBackward:
         split = SplitBackward([stage])
         with split.deferring(key):                      # I
             torch.autograd.backward(outputs, gradients)
-        split.weights(key)                              # W
+        split.add_weight_gradients(key)                 # W
 
-    Modules keep class, weights, names, hooks and state dict: only `forward` of the instance is another, until
-    `remove`. Outside `deferring` and `fused` backwards are as before, backwards of backwards included.
+    Modules keep class, weights, names, hooks and state dict: only `forward` of the instance is replaced,
+    until `remove`. Outside `deferring` and `fused` backwards are as before, backwards of backwards included.
 
     A hook of `register_post_accumulate_grad_hook` fires when the backward has been through all uses of a
     parameter. Inside `deferring` that is before its gradient is there: use `ready`. A parameter with a hook
@@ -65,8 +65,8 @@ class SplitBackward:
 
     Args:
         least: modules whose forward and backward are fewer FLOPs than this are left to autograd. It is for
-            `fused`: what the matmul saves must be more than what Python takes, which autograd's own backward
-            of a matmul does without. The same shapes always decide the same.
+            `fused`: the matmul must save more time than Python takes, which autograd's backward of a matmul
+            does without. The same shapes always decide the same.
     """
 
     def __init__(self, modules: Iterable[nn.Module], least: float = 0.0) -> None:
@@ -75,39 +75,39 @@ class SplitBackward:
         # The mode, for all threads alike: autograd has one of its own for each GPU.
         self._adds = False  # whether a backward adds to .grad by itself,
         self._queue: _Queue | None = None  # and, if not at once, where it puts what W needs
-        # Of no use in what is compiled, and each of them would make PyTorch compile its block anew.
+        # Useless in a compiled block, and each of them would make PyTorch compile the block again.
         compiled = {inner for m in self._modules if hasattr(m, COMPILED) for inner in m.modules()}
         for module in self._modules:
             if module in compiled:
                 continue
-            rule, present = rule_of(module), module.__dict__.get("forward")
+            rule, current = rule_of(module), module.__dict__.get("forward")
             # A forward that somebody else has set here does more than that of the class: it stays.
-            if rule is not None and (present is None or isinstance(present, _Forward)):
+            if rule is not None and (current is None or isinstance(current, _Forward)):
                 module.forward = _Forward(module, rule, self)
 
     def remove(self) -> None:
-        """Give the modules their own forward back."""
+        """Restore the forward of the modules."""
         for module in self._modules:
-            present = module.__dict__.get("forward")
-            if isinstance(present, _Forward) and present.split is self:
+            current = module.__dict__.get("forward")
+            if isinstance(current, _Forward) and current.split is self:
                 del module.__dict__["forward"]
 
     # --- I ----------------------------------------------------------------------------------------
 
     @contextmanager
     def deferring(self, key: Hashable, ready: Ready | None = None) -> Iterator[None]:
-        """Backwards inside leave weight gradients to `weights(key)`.
+        """Backwards inside leave weight gradients to `add_weight_gradients(key)`.
 
         Args:
             ready: called with each parameter that has its gradient, and does not wait for W.
         """
         queue = self._queues.setdefault(key, _Queue())
 
-        def told(p: nn.Parameter) -> None:
+        def ready_unless_waiting(p: nn.Parameter) -> None:
             if ready is not None and p not in queue.waiting:
                 ready(p)
 
-        with self._adding(queue, None if ready is None else told):
+        with self._adding(queue, None if ready is None else ready_unless_waiting):
             yield
 
     @contextmanager
@@ -133,23 +133,23 @@ class SplitBackward:
             for hook in hooks:
                 hook.remove()
 
-    def _take(self, piece: DeferredGradient) -> None:
-        """Add or queue `piece`."""
+    def _defer_or_add(self, deferred: DeferredGradient) -> None:
+        """Queue `deferred` for W, or add its gradients now."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "create_graph=True inside deferring or fused: what is added to .grad by hand has no graph; "
                 "run this backward outside"
             )
         if self._queue is None:
-            piece.add()
+            deferred.add()
         else:
-            self._queue.pieces.append(piece)
-            self._queue.waiting.update(piece.parameters)
+            self._queue.deferred.append(deferred)
+            self._queue.waiting.update(deferred.parameters)
 
     # --- W ----------------------------------------------------------------------------------------
 
-    def weights(self, key: Hashable, ready: Ready | None = None) -> None:
-        """Add the weight gradients that wait under `key`, in the order of I, and let go of each x and dy.
+    def add_weight_gradients(self, key: Hashable, ready: Ready | None = None) -> None:
+        """Add the weight gradients that wait under `key`, in the order of I, and let go of every x and dy.
 
         Args:
             ready: called with each parameter when the last of its gradients under this key has been added.
@@ -163,16 +163,16 @@ class SplitBackward:
             raise ValueError(
                 f"no weight gradients wait under {key!r}; run a backward inside deferring before"
             )
-        if queue.pieces:
+        if queue.deferred:
             self._add(queue, ready)
 
     @torch.no_grad()
     def _add(self, queue: _Queue, ready: Ready | None) -> None:
-        while queue.pieces:
-            piece = queue.pieces.popleft()
-            piece.add()
-            parameters = piece.parameters
-            del piece
+        while queue.deferred:
+            deferred = queue.deferred.popleft()
+            deferred.add()
+            parameters = deferred.parameters
+            del deferred  # and with it x and dy
             for p in parameters:
                 queue.waiting[p] -= 1
                 if ready is not None and not queue.waiting[p]:
@@ -186,8 +186,8 @@ class SplitBackward:
         """Forget all that waits: the step has failed."""
         self._queues.clear()
 
-    # A copy of a module computes with its own weights, and is split as the original is. One that was saved or
-    # sent to another process is on its own.
+    # A copy of a module computes with the weights of the copy, and is split as the original is. A module that
+    # was saved or sent to another process is not split.
 
     def __deepcopy__(self, _: dict[int, object]) -> SplitBackward:
         return self
@@ -198,9 +198,9 @@ class SplitBackward:
 
 @dataclass
 class _Queue:
-    """What waits for one W: pieces, and of each parameter how many."""
+    """What waits for one W: gradients in the order of I, and how many there are of each parameter."""
 
-    pieces: deque[DeferredGradient] = field(default_factory=deque)
+    deferred: deque[DeferredGradient] = field(default_factory=deque)
     waiting: Counter[nn.Parameter] = field(default_factory=Counter)
 
 
@@ -259,7 +259,7 @@ class _Split(torch.autograd.Function):
         if split._adds and all(map(_is_added, wanted, ctx.next_functions[1:])):
             versions = x._version, dy._version
             # Detached, or it would hold the graph that has made it.
-            split._take(DeferredGradient(rule, module, ctx.weight, bias, x.detach(), dy, versions))
+            split._defer_or_add(DeferredGradient(rule, module, ctx.weight, bias, x.detach(), dy, versions))
             return dx, None, None, None, None
         if bias is not None:
             db = rule.bias_gradient(dy)

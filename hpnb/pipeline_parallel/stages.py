@@ -1,11 +1,11 @@
-"""What one rank of a pipeline holds: the layers of its stages, under the whole model's names.
+"""The layers of one rank's pipeline stages, under the names that they have in the model.
 
     the model    vit.embeddings | vit.layers.0 .. vit.layers.11 | vit.layernorm, classifier
     rank 1 of 4  Stages: vit.layers.3.attention.q_proj.weight ... vit.layers.5.mlp.fc2.bias
 
-The modules are the model's own, so an optimizer that was made before stays attached; the other stages are let
-go. Each parameter is placed as cut along the pipeline's axis with all of it on this rank, so a norm over all
-ranks counts it once. A weight with homes on several stages (a tied embedding) counts in its first.
+The modules are those of the model, so an optimizer that was made before stays attached; the other stages are
+let go. Each parameter is placed as cut along the pipeline's axis with all of it on this rank, so a norm over
+all ranks counts it once. A tied weight counts on the first of its stages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Stages(nn.Module):
 
     What is on the meta device gets memory here and zeros, to be filled by
     `hpnb.placement.load_full_state_dict(stages, full, strict=False)`; with device="meta" it stays there, for
-    `fully_shard` to deal out. A Builder's layers are made here.
+    `fully_shard` to shard. A Builder's layers are made here.
 
     Args:
         cut: the layers of all stages, from `hpnb.pipeline_parallel.cut`.
@@ -46,12 +46,12 @@ class Stages(nn.Module):
     Attributes:
         units: its blocks, or its layers where the model does not tell them apart:
             `hpnb.fully_shard(stages, mesh.dp, units=stages.units)`.
-        tied: the weights with homes on several stages, of the whole model.
+        tied: the tied weights of the model, that is those which several stages use.
         causal: whether the model's targets are its inputs, shifted by one.
 
     Raises:
-        ValueError: a stage that is not in the cut, or none; a buffer with homes on several stages, or on
-            the meta device and in no state dict.
+        ValueError: a stage that is not in the cut, or none; a buffer that several stages use, or one
+            on the meta device and in no state dict.
     """
 
     def __init__(
@@ -66,19 +66,22 @@ class Stages(nn.Module):
         if not self.numbers or self.numbers[0] < 0 or self.numbers[-1] >= len(cut):
             raise ValueError(f"stages {tuple(numbers)} are not among 0 to {len(cut) - 1}")
         _check_buffers(cut)
-        homes = shared_parameters(cut)
-        self.tied = tuple(TiedWeight(n, at) for n, at in homes.items() if len(set(at)) > 1)
-        self.causal = any(layer.causal for held in cut for layer in held)
+        self.tied = tuple(
+            TiedWeight(names, stages)
+            for names, stages in shared_parameters(cut).items()
+            if len(set(stages)) > 1
+        )
+        self.causal = any(layer.causal for stage_layers in cut for layer in stage_layers)
         target = this_device() if device is None else torch.device(device)
-        # What is still to be made is made on the CPU and moved: values drawn there are the same everywhere.
-        place = target if target.type == "meta" else None
-        self._layers = {stage: tuple(layer.built(place) for layer in cut[stage]) for stage in self.numbers}
-        own = [layer for held in self._layers.values() for layer in held]
-        alike = ("block", "layer")
-        self.units = [part.module for layer in own if layer.kind in alike for part in layer.parts]
-        parts = [part for layer in own for part in layer.parts]
+        # A Builder's layers are made on the CPU and moved: values drawn there are the same everywhere.
+        build_on = target if target.type == "meta" else None
+        self._layers = {stage: tuple(layer.built(build_on) for layer in cut[stage]) for stage in self.numbers}
+        rank_layers = [layer for stage_layers in self._layers.values() for layer in stage_layers]
+        blocks = [layer for layer in rank_layers if layer.kind in ("block", "layer")]
+        self.units = [part.module for layer in blocks for part in layer.parts]
+        parts = [part for layer in rank_layers for part in layer.parts]
         for part in parts:
-            _hang(self, part.name, part.module)
+            _add_submodule(self, part.name, part.module)
         self.training = any(part.module.training for part in parts)
         if target.type != "meta":
             move_module(self, target)
@@ -89,15 +92,16 @@ class Stages(nn.Module):
         """Run one of this rank's stages.
 
         Args:
-            hidden: what the stage before gave; None for stage 0.
+            hidden: the output of the stage before; None for stage 0.
             inputs: the microbatch, on this rank's device.
         """
         if stage not in self._layers:
             raise ValueError(f"stage {stage} is not here; this rank has {', '.join(map(str, self.numbers))}")
-        held = self._layers[stage]
-        if hidden is not None and held[0].parts and getattr(held[0].parts[0].module, "inplace", False):
-            hidden = tree_map(_cloned, hidden)  # what arrives is a leaf, which autograd does not let change
-        for layer in held:
+        stage_layers = self._layers[stage]
+        first_parts = stage_layers[0].parts
+        if hidden is not None and first_parts and getattr(first_parts[0].module, "inplace", False):
+            hidden = tree_map(_clone, hidden)  # it arrives as a leaf, which autograd does not let change
+        for layer in stage_layers:
             hidden = layer.run(hidden, inputs)
         return hidden
 
@@ -120,14 +124,14 @@ class Stages(nn.Module):
 
 
 class WholeModel(Stages):
-    """A model as the only stage, so nothing is taken apart: any model will do that takes the batch by name.
+    """A model as the only stage: any model that takes the batch by name, since nothing is taken apart.
 
-    Names, hooks and the forward are the model's own.
+    Names, hooks and the forward are those of the model.
 
     Args:
         model: on its device already.
-        takes: which entries of a batch that is a mapping its forward is given, (names) -> names; by default
-            all. Of another batch it is given the first entry.
+        takes: which entries of a mapping its forward takes, (names) -> names; by default all. Of another kind
+            of batch it takes the first entry.
         causal: whether its targets are its inputs, shifted by one.
     """
 
@@ -170,11 +174,11 @@ def move_module(module: nn.Module, device: torch.device) -> None:
     Raises:
         ValueError: a buffer on the meta device that is in no state dict.
     """
-    lost = {name for name, buffer in module.named_buffers() if buffer.is_meta}
-    if lost and (lost := lost - module.state_dict().keys()):
+    without_values = {name for name, buffer in module.named_buffers() if buffer.is_meta}
+    if without_values and (without_values := without_values - module.state_dict().keys()):
         raise ValueError(
-            f"buffer {min(lost)} is on the meta device and in no state dict, so nothing would fill it; "
-            "give it its values before"
+            f"buffer {min(without_values)} is on the meta device and in no state dict, so nothing would "
+            "fill it; give it its values before"
         )
     for name, p in module.named_parameters():
         if p.is_meta:  # swapped, which keeps the object; .data cannot go from meta to real
@@ -213,15 +217,15 @@ def build_stages(
     size, group = dist.get_world_size(), dist.group.WORLD
     assert group is not None
     everybody = Axis("world", size, dist.get_rank(), group, tuple(range(size)))
-    dealt = cut(layers(model), schedule.stages, how, example, everybody)  # replicas have to cut alike
-    return Stages(dealt, numbers, this_device(), axis)
+    stages = cut(layers(model), schedule.stages, how, example, everybody)  # replicas must cut alike
+    return Stages(stages, numbers, this_device(), axis)
 
 
 def full_state_dict(stages: Stages, axis: Axis | None, axes: Iterable[Axis] = ()) -> dict[str, torch.Tensor]:
     """{name: tensor} of the whole model on the CPU, in its order: parameters and buffers of all stages.
 
     Every rank of the axes calls it and gets all of it, one tensor at a time. All names of a tied weight are
-    there, so the whole model takes it with strict=True.
+    there, so the model loads it with strict=True.
 
     Args:
         axis: the pipeline's, `mesh.pp`.
@@ -232,29 +236,29 @@ def full_state_dict(stages: Stages, axis: Axis | None, axes: Iterable[Axis] = ()
     """
     apart = frozenset() if axis is None else frozenset({axis.name})
     others = [other for other in axes if other.name not in apart]
-    state, whole = full_tensors(stages, others, apart=apart)
-    here = {stage: _described(stages, stage, state) for stage in stages.numbers}
-    everyone = [here]
+    state, full_tensor = full_tensors(stages, others, apart=apart)
+    here = {stage: _describe_stage(stages, stage, state) for stage in stages.numbers}
+    by_rank = [here]
     if axis is not None and axis.size > 1:
-        everyone = [{} for _ in range(axis.size)]
-        dist.all_gather_object(everyone, here, axis.group)
-    owners = sorted((stage, rank) for rank, theirs in enumerate(everyone) for stage in theirs)
-    found: dict[str, torch.Tensor] = {}
+        by_rank = [{} for _ in range(axis.size)]
+        dist.all_gather_object(by_rank, here, axis.group)
+    owners = sorted((stage, rank) for rank, stages_there in enumerate(by_rank) for stage in stages_there)
+    full: dict[str, torch.Tensor] = {}
     for stage, rank in owners:
-        for name, (shape, dtype) in everyone[rank][stage].items():
+        for name, (shape, dtype) in by_rank[rank][stage].items():
             value = torch.empty(shape, dtype=dtype, device=this_device())
             if stage in here:
-                value.copy_(whole(name))
+                value.copy_(full_tensor(name))
             if axis is not None:
                 value = comm.broadcast(value, axis, rank)
-            found[name] = value.cpu()
-    return found
+            full[name] = value.cpu()
+    return full
 
 
-def _described(
+def _describe_stage(
     stages: Stages, stage: int, state: dict[str, torch.Tensor]
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """{name: (whole shape, dtype)} of what one stage has in `state`."""
+    """{name: (full shape, dtype)} of what one stage has in `state`."""
     roots = tuple(f"{part.name}." for layer in stages._layers[stage] for part in layer.parts)
     places = dict(stages.named_parameters(remove_duplicate=False))
     return {
@@ -264,15 +268,15 @@ def _described(
     }
 
 
-def _cloned(value: Any) -> Any:
+def _clone(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 class _Path(nn.Module):
-    """A step of a name: it holds what lies below it, and has no forward."""
+    """One step of a dotted name: a module that has children and no forward."""
 
 
-def _hang(root: nn.Module, name: str, module: nn.Module) -> None:
+def _add_submodule(root: nn.Module, name: str, module: nn.Module) -> None:
     """Make `module` a descendant of `root` by its full name."""
     *path, leaf = name.split(".")
     for step in path:
@@ -285,13 +289,14 @@ def _hang(root: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _check_buffers(cut: Sequence[Sequence[Layer]]) -> None:
-    """A buffer in the state dict is state: two stages that change it would each go its own way."""
-    home: dict[torch.Tensor, tuple[str, int]] = {}
-    for stage, part in ((s, part) for s, held in enumerate(cut) for layer in held for part in layer.parts):
+    """A buffer in the state dict is state: if two stages changed it, their values would diverge."""
+    first_use: dict[torch.Tensor, tuple[str, int]] = {}
+    parts = [(s, part) for s, stage in enumerate(cut) for layer in stage for part in layer.parts]
+    for stage, part in parts:
         for name, value in part.module.state_dict(keep_vars=True).items():
             if isinstance(value, nn.Parameter) or not isinstance(value, torch.Tensor):
                 continue
-            first, at = home.setdefault(value, (f"{part.name}.{name}", stage))
+            first, at = first_use.setdefault(value, (f"{part.name}.{name}", stage))
             if at != stage:
                 raise ValueError(
                     f"buffer {first} of stage {at} is also {part.name}.{name} of stage {stage}, and would "

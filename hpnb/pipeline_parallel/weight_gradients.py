@@ -1,11 +1,11 @@
-"""Which gradients of weights can be computed apart from that of the input, and how.
+"""Rules for modules whose weight gradients can be computed apart from the gradient of their input.
 
     y = x A + b                    x (n, in), A (in, out), and dy = dL/dy (n, out)
 
     dx = dy A^T                    2 n in out FLOPs
     dA = x^T dy,  db = 1^T dy      2 n in out FLOPs, and no part in common with dx
 
-So it is for every matmul, and for a convolution, which is a sum of them. The weight of an nn.Linear is A^T,
+This holds for every matmul, and for a convolution, which is a sum of them. The weight of an nn.Linear is A^T,
 that of a Conv1D of transformers A.
 """
 
@@ -37,7 +37,7 @@ class WeightGradientRule(ABC):
 
     @abstractmethod
     def kept(self, dy: Tensor) -> Tensor:
-        """The gradient of the output in the form in which it is needed, and waits."""
+        """The gradient of the output in the form that is kept until W."""
 
     @abstractmethod
     def input_gradient(self, module: Any, x: Tensor, weight: Tensor, dy: Tensor) -> Tensor:
@@ -126,8 +126,9 @@ class ConvolutionRule(WeightGradientRule):
     ) -> tuple[Tensor, Tensor, Tensor]:
         settings = (module.stride, module.padding, module.dilation, False, [0] * self.dims, module.groups)
         backward = torch.ops.aten.convolution_backward
-        found: tuple[Tensor, Tensor, Tensor] = backward(dy, self._batched(x), weight, None, *settings, wanted)
-        return found
+        gradients: tuple[Tensor, Tensor, Tensor]
+        gradients = backward(dy, self._batched(x), weight, None, *settings, wanted)
+        return gradients
 
     def _batched(self, t: Tensor) -> Tensor:
         return t if t.dim() == self.dims + 2 else t.unsqueeze(0)
@@ -148,7 +149,7 @@ def rule_of(module: nn.Module) -> WeightGradientRule | None:
     if isinstance(rule, ConvolutionRule) and (
         module.padding_mode != "zeros" or isinstance(module.padding, str)
     ):
-        return None  # which pads by an operator of its own
+        return None  # it pads by another operator
     transformers = sys.modules.get("transformers.pytorch_utils")  # not imported for this
     if rule is None and transformers is not None and type(module) is transformers.Conv1D:
         return MatmulRule(turned=False)
@@ -160,7 +161,7 @@ def rule_of(module: nn.Module) -> WeightGradientRule | None:
 
 @dataclass(frozen=True, slots=True)
 class DeferredGradient:
-    """What the weight gradients of one use of a module are made of."""
+    """The weight gradients of one use of a module, before they are computed from x and dy."""
 
     rule: WeightGradientRule
     module: nn.Module
@@ -197,7 +198,7 @@ class DeferredGradient:
 
 
 def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """As autograd does: a new .grad gets dtype and strides of the parameter; an old one keeps its own."""
+    """Add to .grad as autograd does: a new one gets dtype and strides of the parameter."""
     if parameter.grad is None:
         if gradient.dtype != parameter.dtype or gradient.stride() != parameter.stride():
             gradient = torch.empty_like(parameter).copy_(gradient)

@@ -166,11 +166,13 @@ def gpt2() -> GPT2LMHeadModel:
 
 def copy_of_a_model(kind: str) -> dict[str, tuple[float, float]]:
     """{quantity: (of a copy with other weights, of a full model with the weights gathered from it)}."""
-    mesh = Mesh({"fsdp": Layout(dp=2), "pp": Layout(pp=2)}.get(kind, Layout(tp=2)))
+    mesh = Mesh({"ddp": Layout(dp=2), "fsdp": Layout(dp=2), "pp": Layout(pp=2)}.get(kind, Layout(tp=2)))
     axis = next(axis for axis in (mesh.dp, mesh.pp, mesh.tp) if axis.size == 2)
     axes = [axis]
     if kind == "fsdp":
         model: Any = hpnb.fully_shard(gpt2(), axis)
+    elif kind == "ddp":
+        model = hpnb.DataParallel(gpt2(), axis)
     elif kind == "pp":
         schedule = schedules.make("1f1b", stages=2, microbatches=2)
         model = hpnb.Pipeline(gpt2(), axis, schedule, lambda outputs, inputs: outputs.logits.sum()).module
@@ -183,7 +185,8 @@ def copy_of_a_model(kind: str) -> dict[str, tuple[float, float]]:
         for p in ema.parameters():
             p.mul_(1.5)
             p.grad = p.clone()
-    state = full_state_dict(ema, axis) if kind == "pp" else placement.full_state_dict(ema, axes)
+    inner = ema.module if kind == "ddp" else ema
+    state = full_state_dict(ema, axis) if kind == "pp" else placement.full_state_dict(inner, axes)
     serial = gpt2()
     serial.load_state_dict(state)
     pairs = zip(serial.parameters(), gpt2().parameters(), strict=True)
@@ -195,6 +198,9 @@ def copy_of_a_model(kind: str) -> dict[str, tuple[float, float]]:
         "weights": (distance, 0.0),
     }
     ids = torch.arange(12).view(2, 6)
+    if kind == "ddp":
+        with pytest.raises(RuntimeError, match="a copy of a DataParallel"):
+            ema(input_ids=ids).logits.sum().backward()
     if kind == "fsdp":
         with pytest.raises(RuntimeError, match="a copy of a sharded module"):
             ema(input_ids=ids)
@@ -206,7 +212,7 @@ def copy_of_a_model(kind: str) -> dict[str, tuple[float, float]]:
     return quantities
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "pp", "tp", "tp, sequence"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "pp", "tp", "tp, sequence"])
 def test_a_copy_is_placed_as_its_model(kind: str) -> None:
     for quantities in hpnb.launch(copy_of_a_model, kind, ranks=2, device="cpu", timeout=60):
         for copied, serial in quantities.values():

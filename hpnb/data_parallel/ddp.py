@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NoReturn
@@ -132,10 +133,16 @@ class DataParallel(nn.Module):
         claim(self.module.parameters(), None)
         return self.module
 
-    def __deepcopy__(self, _: dict[int, object]) -> NoReturn:
-        raise TypeError(
-            "a copy of a DataParallel would not reduce its gradients: copy its .module, and wrap the copy"
-        )
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
+        """A copy with the weights of this one, for an average of weights (EMA) say. It computes and is saved,
+        and a backward raises, because nothing would reduce its gradients."""
+        copied = DataParallel.__new__(DataParallel)
+        memo[id(self)] = copied
+        nn.Module.__init__(copied)
+        copied.module, copied.axis = deepcopy(self.module, memo), self.axis
+        copied.broadcast_buffers = copied._awaits_end = False
+        copied._hooks = attach(copied.module.parameters(), _refuse_gradient)
+        return copied.train(self.training)
 
     @property
     def reducer(self) -> Reducer:
@@ -183,6 +190,12 @@ class DataParallel(nn.Module):
                 "are trained now, and nobody reduces their gradients: detach() and wrap again"
             )
         self.sink.finish()
+
+
+def _refuse_gradient(_: torch.nn.Parameter) -> NoReturn:
+    raise RuntimeError(
+        "this is a copy of a DataParallel, and nothing reduces its gradients: wrap its .module to train it"
+    )
 
 
 def _check(module: nn.Module, axis: Axis) -> None:

@@ -15,6 +15,7 @@ from torch._dynamo.backends.debugging import aot_eager
 import hpnb
 from hpnb import precision
 from hpnb.hybrid import HybridAdam, compile_blocks, recompute
+from hpnb.hybrid.boosted_optimizer import boosted_optimizer
 from hpnb.pipeline_parallel.split_backward import SplitBackward
 from hpnb.precision import Masters, flat_adam
 
@@ -442,7 +443,7 @@ def half(case: Case, fast: bool, path: str | None = None) -> Found:
     for group in optimizer.param_groups:
         group["lr"] = 0.02
     model, optimizer, *_ = booster.boost(model, optimizer)
-    assert bool(getattr(Masters.attached_to(optimizer.inner), "_flat", None)) is fast
+    assert bool(getattr(Masters.attached_to(boosted_optimizer(optimizer).inner), "_flat", None)) is fast
 
     def one(step: int) -> None:
         given = mine(batch(case.kind, step, case.rows), plugin.mesh.dp)

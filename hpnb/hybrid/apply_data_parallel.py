@@ -1,8 +1,8 @@
 """Which of DataParallel, ZeroOptimizer and fully_shard reduces the gradients, and which optimizer steps.
 
-    zero_stage 0      DataParallel reduces,   the user's optimizer steps, on float32 masters of 16-bit weights
+    zero_stage 0      DataParallel reduces, an optimizer of the user's class steps
     zero_stage 1, 2   ZeroOptimizer reduces and steps; without a pipeline a DataParallel says when
-    zero_stage 3      fully_shard reduces,    the user's optimizer steps
+    zero_stage 3      fully_shard reduces, an optimizer of the user's class steps
 
 With a pipeline the executor tells the reducer about each finished gradient. Without one, hooks do. Gradients
 are summed, because losses are divided by the number of targets on all ranks already.
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from hpnb import data_parallel
 from hpnb.data_parallel import DataParallel
-from hpnb.hybrid.boosted_optimizer import make_zero_optimizer
+from hpnb.hybrid.boosted_optimizer import make_zero_optimizer, twin
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.training.hybrid_adam import HybridAdam
 from hpnb.pipeline_parallel import Pipeline
@@ -48,7 +48,7 @@ def apply_data_parallel(
         )
         if pipe is not None:
             pipe.gradients = data_parallel.sink(module)
-        return None, _add_masters(plugin, optimizer)
+        return None, _twin_with_masters(plugin, optimizer)
     trained = any(p.requires_grad for p in module.parameters())
     zero: Optimizer | None = None
     if optimizer is not None and stage and trained:
@@ -81,13 +81,16 @@ def apply_data_parallel(
     if pipe is not None:
         pipe.gradients = zero if zero is not None else replica  # type: ignore[assignment]
         replica = None
-    return replica, _add_masters(plugin, optimizer) if zero is None else zero
+    return replica, _twin_with_masters(plugin, optimizer) if zero is None else zero
 
 
-def _add_masters(plugin: HybridParallelPlugin, optimizer: Optimizer | None) -> Optimizer | None:
-    if optimizer is not None and plugin.policy.masters:
-        Masters(optimizer)
-    return optimizer
+def _twin_with_masters(plugin: HybridParallelPlugin, optimizer: Optimizer | None) -> Optimizer | None:
+    if optimizer is None:
+        return None
+    inner = twin(optimizer)
+    if plugin.policy.masters:
+        Masters(inner)
+    return inner
 
 
 def use_fused_adam(optimizer: Optimizer) -> None:

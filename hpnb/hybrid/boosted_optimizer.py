@@ -1,20 +1,20 @@
-"""The optimizer that `Booster.boost` returns: it steps what this rank holds, on all ranks or on none.
+"""What `Booster.boost` makes of the user's optimizer: it steps what this rank holds, on all ranks or on none.
 
-    BoostedOptimizer.step()    -> hpnb.precision.step(inner): unscale, clip, then step or skip
-    inner                      the user's own optimizer (ZeRO 0 and 3), or a ZeroOptimizer around its class
-                               (ZeRO 1 and 2), over this rank's parameters
+    optimizer.step()   -> BoostedOptimizer.step -> hpnb.precision.step(inner): unscale, clip, step or skip
+    inner              an optimizer of the same class (ZeRO 0 and 3), or a ZeroOptimizer around the class
+                       (ZeRO 1 and 2), over this rank's parameters
 
-The user's optimizer keeps its groups, now with this rank's parameters only, and shares them and its state
-with the returned one. So a learning-rate scheduler that was made before boost stays attached.
+The user's optimizer is changed in place: it keeps its class, and its groups, now with this rank's parameters
+only, are inner's groups. So a learning-rate scheduler that was made before boost stays attached. Its methods
+below are replaced on the instance, as PyTorch's schedulers replace `step`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -34,44 +34,27 @@ from hpnb.optimizer_state import (
 from hpnb.placement import Placement, placement_of
 from hpnb.precision import LossScaler, OptimizerStepResult
 
-_boosted: WeakSet[Optimizer] = WeakSet()  # users' optimizers that stand behind a BoostedOptimizer
-_INSTANCE_ONLY = ("step", "masters", "held")  # what a scheduler and Masters have set on the user's optimizer
+_boosted: WeakKeyDictionary[Optimizer, BoostedOptimizer] = WeakKeyDictionary()
+_METHODS = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group", "held")
 
 
-@dataclass
-class _StepGuard:
-    """Refuses a step of the user's own optimizer, which would neither unscale nor clip nor agree."""
-
-    is_open: bool = False
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self.is_open:
-            raise RuntimeError(
-                f"this {type(optimizer).__name__} was boosted, so stepping it would skip unscaling, clipping "
-                "and ZeRO: call step() of the optimizer that booster.boost returned"
-            )
-
-
-class BoostedOptimizer(Optimizer):
-    """Wraps the user's optimizer.
+class BoostedOptimizer:
+    """Stands behind the user's optimizer and does its work.
 
     Args:
-        user_optimizer: its groups hold this rank's parameters only (`drop_remote_parameters`).
-        inner: the optimizer that steps: `user_optimizer` itself, or a ZeroOptimizer.
+        optimizer: the user's; its groups hold this rank's parameters only (`drop_remote_parameters`).
+        inner: the optimizer that steps: `twin(optimizer)`, or a ZeroOptimizer.
         axes: the ranks that agree on an overflow and on the gradient norm.
         scaler: the loss scaler whose scale the gradients carry.
         max_norm: clip the gradient norm to it; 0 is off.
         numbering: the numbers of the parameters of each group, as they were before boost.
         parameters: this rank's parameters, {number: parameter}, in the order of inner's groups.
         model: the boosted model.
-
-    Attributes:
-        last_step: what the last step did: whether it stepped, the norm before clipping, the scale.
     """
 
     def __init__(
         self,
-        user_optimizer: Optimizer,
+        optimizer: Optimizer,
         inner: Optimizer,
         axes: Sequence[Axis],
         *,
@@ -81,38 +64,30 @@ class BoostedOptimizer(Optimizer):
         parameters: dict[int, nn.Parameter],
         model: Any,
     ) -> None:
-        # No Optimizer.__init__, which would copy the groups: hooks, options and groups are the user's own.
-        shared = {name: value for name, value in vars(user_optimizer).items() if name not in _INSTANCE_ONLY}
-        vars(self).update(shared)
-        self.user_optimizer, self.inner, self.axes = user_optimizer, inner, axes
+        self.inner, self.axes = inner, axes
         self.scaler, self.max_norm, self.model = scaler, max_norm, model
         self.numbering, self.parameters = numbering, parameters
-        self.last_step: OptimizerStepResult | None = None
-        self._guard = _StepGuard()
-        user_optimizer.register_step_pre_hook(self._guard)
-        _boosted.add(user_optimizer)
+        self._optimizer_ref = ref(optimizer)  # which holds this object
+        vars(optimizer).update({name: getattr(self, name) for name in _METHODS}, last_step=None)
+        _boosted[optimizer] = self
         self.share_groups()
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         """Unscale, clip and step; on all ranks, or on none where a gradient has overflowed on one."""
         if closure is not None:
             raise ValueError(
                 "step(closure) cannot evaluate a loss on several ranks: run forward and backward before, "
                 "then step() without a closure"
             )
-        # A scheduler looks for this mark, and warns if it is stepped first.
-        self._opt_called = self.user_optimizer._opt_called = True  # type: ignore[attr-defined]
-        self._guard.is_open = True
-        try:
-            self.last_step = precision.step(
-                self.inner, self.axes, scaler=self.scaler, max_norm=self.max_norm
-            )
-        finally:
-            self._guard.is_open = False
+        self.record(precision.step(self.inner, self.axes, scaler=self.scaler, max_norm=self.max_norm))
 
-    # Schedulers need not wrap this step, because it leaves the mark itself. PyTorch need not run hooks around
-    # it, because they run around inner's.
-    step._wrapped_by_lr_sched = step.hooked = True  # type: ignore[attr-defined]
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # so schedulers need not wrap it
+
+    def record(self, result: OptimizerStepResult) -> None:
+        """Let the user read what the step did as `optimizer.last_step`."""
+        if (optimizer := self._optimizer_ref()) is not None:
+            # Schedulers look for _opt_called, and warn if they are stepped first.
+            vars(optimizer).update(last_step=result, _opt_called=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
@@ -150,33 +125,43 @@ class BoostedOptimizer(Optimizer):
         return inner_held() if callable(inner_held) else {}
 
     def share_groups(self) -> None:
-        """Let all three optimizers have inner's groups and state, after a load has replaced them."""
-        for optimizer in (self, self.user_optimizer):
+        """Let the user's optimizer have inner's groups and state, after a load has replaced them."""
+        if (optimizer := self._optimizer_ref()) is not None:
             optimizer.param_groups, optimizer.state = self.inner.param_groups, self.inner.state
+
+    @property
+    def user_optimizer(self) -> Optimizer:
+        optimizer = self._optimizer_ref()
+        assert optimizer is not None, "whoever asks has the user's optimizer"
+        return optimizer
 
     def _placements(self) -> dict[int, Placement]:
         return {number: placement_of(p).without("pp") for number, p in self.parameters.items()}
 
-    def __repr__(self) -> str:
-        return f"Boosted {self.user_optimizer!r}"
+
+def is_boosted(optimizer: Any) -> bool:
+    return isinstance(optimizer, Optimizer) and optimizer in _boosted
 
 
-def is_boosted(optimizer: Optimizer) -> bool:
-    return isinstance(optimizer, BoostedOptimizer) or optimizer in _boosted
-
-
-def check_boosted(optimizer: Any) -> BoostedOptimizer:
-    """`optimizer` itself.
+def boosted_optimizer(optimizer: Any) -> BoostedOptimizer:
+    """What stands behind a boosted optimizer.
 
     Raises:
-        ValueError: it is not what boost returned.
+        ValueError: it was not boosted.
     """
-    if not isinstance(optimizer, BoostedOptimizer):
+    if not is_boosted(optimizer):
         raise ValueError(f"this {type(optimizer).__name__} is not boosted; pass what booster.boost returned")
-    return optimizer
+    return _boosted[optimizer]
 
 
-# --- before the wrapper is made --------------------------------------------------------------------------
+# --- the optimizer that steps ----------------------------------------------------------------------------
+
+
+def twin(optimizer: Optimizer) -> Optimizer:
+    """An optimizer of the same class over the same groups, state and hooks."""
+    other: Optimizer = object.__new__(type(optimizer))
+    vars(other).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    return other
 
 
 def make_zero_optimizer(optimizer: Optimizer, axis: Axis, stage: int, **options: Any) -> ZeroOptimizer:

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from hpnb import comm
 from hpnb.hybrid.boosted_model import Boosted
-from hpnb.hybrid.boosted_optimizer import check_boosted
+from hpnb.hybrid.boosted_optimizer import boosted_optimizer
 from hpnb.hybrid.booster_files import BoosterFiles, boosted_model
 from hpnb.hybrid.parallelize_model import Model, parallelize_model
 from hpnb.hybrid.plugins import HybridParallelPlugin
@@ -82,8 +82,8 @@ class Booster(BoosterFiles):
             raise ValueError("lr_scheduler is of another optimizer; make it of the one that is boosted")
         self._check_dealt(dataloader)
         example = _example(dataloader) if self.plugin.cut in ("flops", "time") else None
-        boosted, wrapper = parallelize_model(self.plugin, model, optimizer, example)
-        return boosted, wrapper, criterion, dataloader, lr_scheduler
+        boosted = parallelize_model(self.plugin, model, optimizer, example)
+        return boosted, optimizer, criterion, dataloader, lr_scheduler
 
     # --- steps -------------------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class Booster(BoosterFiles):
             where it was not asked for, and on ranks that do not have the last stage.
         """
         boosted = boosted_model(model)
-        scaler = None if optimizer is None else check_boosted(optimizer).scaler
+        scaler = None if optimizer is None else boosted_optimizer(optimizer).scaler
         result = boosted.run(
             next(data_iter),
             criterion,
@@ -145,19 +145,19 @@ class Booster(BoosterFiles):
         Raises:
             RuntimeError: the model is cut into stages.
         """
-        wrapper = check_boosted(optimizer)
+        boosted = boosted_optimizer(optimizer)
         if self.plugin.pp_size > 1:
             raise RuntimeError(
                 f"with pp_size={self.plugin.pp_size} a backward is part of booster.execute_pipeline"
             )
-        scale = 1.0 if wrapper.scaler is None else wrapper.scaler.scale
+        scale = 1.0 if boosted.scaler is None else boosted.scaler.scale
         if not isinstance(loss, tuple):
             (_wide(loss) * scale).backward()
             return
         total, count = loss
         counted = torch.as_tensor(count, dtype=torch.float64).to(total.device)
         counted = comm.all_reduce(counted.detach(), self.plugin.mesh.dp)
-        with wrapper.model.weighed_as_sums():
+        with boosted.model.weighed_as_sums():
             _wide(total).backward((scale / counted.clamp(min=1)).to(_wide(total).dtype))
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:

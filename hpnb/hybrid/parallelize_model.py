@@ -51,8 +51,8 @@ Model = nn.Module | Builder
 
 def parallelize_model(
     plugin: HybridParallelPlugin, model: Model, optimizer: Optimizer | None, example: Any
-) -> tuple[Boosted, BoostedOptimizer | None]:
-    """Parallelize `model` as `plugin` says, in place, and wrap `optimizer` so that it steps the result.
+) -> Boosted:
+    """Parallelize `model` as `plugin` says, and make `optimizer` step it; both in place.
 
     Args:
         example: a batch, for cut="flops" and "time".
@@ -109,19 +109,18 @@ def parallelize_model(
         module, plugin, axes, pipe=pipe, replica=replica, model_loss=model_loss, causal=causal,
         kind=model_class, config=config,
     )  # fmt: skip
-    wrapper: BoostedOptimizer | None = None
     if optimizer is not None:
         assert inner is not None
         flatten_masters(plugin, inner, backend())
-        wrapper = BoostedOptimizer(
+        boosted_optimizer = BoostedOptimizer(
             optimizer, inner, axes, scaler=plugin.scaler(), max_norm=plugin.max_norm,
             numbering=numbering, parameters=parameters, model=boosted,
         )  # fmt: skip
-        boosted.optimizer_ref = weakref.ref(wrapper)
+        boosted.optimizer_ref = weakref.ref(boosted_optimizer)
         if state is not None:
-            wrapper.load_state_dict(state)
+            boosted_optimizer.load_state_dict(state)
     _seed_dropout(plugin)
-    return boosted, wrapper
+    return boosted
 
 
 # --- checks ----------------------------------------------------------------------------------------------

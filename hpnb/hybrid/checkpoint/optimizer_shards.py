@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from hpnb.data_parallel import ZeroOptimizer
-from hpnb.hybrid.boosted_optimizer import BoostedOptimizer, check_boosted
+from hpnb.hybrid.boosted_optimizer import BoostedOptimizer, boosted_optimizer
 from hpnb.hybrid.checkpoint.agreement import attempt
 from hpnb.hybrid.checkpoint.gather_weights import is_writer
 from hpnb.hybrid.checkpoint.state_files import ShardedState, StateReader, pack
@@ -90,7 +90,7 @@ def optimizer_shards(
         copy: applied to each tensor.
         with_masters: with the float32 masters of 16-bit weights.
     """
-    boosted = check_boosted(optimizer)
+    boosted = boosted_optimizer(optimizer)
     local, saved = _local_states(boosted), ShardedState()
     counters: dict[str, torch.Tensor] = {}
     masters = Masters.attached_to(local.inner) if with_masters else None
@@ -147,7 +147,7 @@ class OptimizerLoader:
     """
 
     def __init__(self, optimizer: Optimizer, stored: StateReader, group: dist.ProcessGroup) -> None:
-        self._boosted = check_boosted(optimizer)
+        self._boosted = boosted_optimizer(optimizer)
         self._local = _local_states(self._boosted)
         described = [label for label in stored.values if label == GROUPS or label.startswith(NAMES)]
         descriptions = stored.read({}, described, group)

@@ -1,0 +1,257 @@
+"""Break one mechanism at a time and see that the tests notice.
+
+    python tests/breakages.py              # all of them, one after the other
+    python tests/breakages.py tied norm    # those whose name contains one of these words
+
+Each breakage replaces one piece of source in a copy of the project and runs the tests that `make test` runs
+on that mechanism, until the first failure. Exit status 1 if some breakage went unnoticed.
+tests/test_breakages.py keeps the list in step with the source, so that none of them stops breaking anything.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Breakage:
+    """One wrong line.
+
+    Attributes:
+        name: what is wrong, in a few words.
+        file: where, below hpnb/.
+        right, wrong: the source as it is, which stands there once, and what replaces it.
+        tests: what to give to pytest.
+    """
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    tests: tuple[str, ...]
+
+
+BREAKAGES = (
+    Breakage(
+        "a bucket is sent before its last gradient",
+        "data_parallel/reducer.py",
+        "and not self._missing[len(self._sent)]:",
+        "and self._missing[len(self._sent)] < 2:",
+        ("tests/test_data_parallel.py",),
+    ),
+    Breakage(
+        "ZeRO sums gradients over replicas and does not average",
+        "data_parallel/zero_bucket.py",
+        "scale = 1.0 if background.averages or not average else 1.0 / self.axis.size",
+        "scale = 1.0",
+        ("tests/test_zero.py",),
+    ),
+    Breakage(
+        "ZeRO-3 sums gradients over replicas and does not average",
+        "data_parallel/flat_params.py",
+        "self._scale = 1.0 / axis.size if averages_here else 1.0",
+        "self._scale = 1.0",
+        ("tests/test_fully_shard.py",),
+    ),
+    Breakage(
+        "an overflow on one rank is not agreed on",
+        "precision/optimizer_step.py",
+        "        overflows = comm.all_reduce(overflows, axis)\n",
+        "        pass\n",
+        ("tests/test_precision.py",),
+    ),
+    Breakage(
+        "a tied parameter counts twice in the gradient norm",
+        "grad_norm.py",
+        "if p.grad is not None and placement.tied_to is None:",
+        "if p.grad is not None:",
+        ("tests/test_placement.py", "tests/test_precision.py", "tests/test_hybrid.py"),
+    ),
+    Breakage(
+        "squares of a sharded gradient are not summed over its axis",
+        "grad_norm.py",
+        "            squares[sharded_here] = sums\n",
+        "            pass\n",
+        ("tests/test_placement.py", "tests/test_precision.py"),
+    ),
+    Breakage(
+        "the loss scale survives one overflow too many",
+        "precision/loss_scaler.py",
+        "if self._overflows >= self.hysteresis:",
+        "if self._overflows > self.hysteresis:",
+        ("tests/test_precision.py",),
+    ),
+    Breakage(
+        "the loss of a batch is a mean of means",
+        "pipeline_parallel/loss.py",
+        "self._mean_starts = self._start * self._targets  #",
+        "self._mean_starts = self._start * self._targets.mean().expand_as(self._targets)  #",
+        ("tests/test_pipeline.py", "tests/test_gpt2_exact.py"),
+    ),
+    Breakage(
+        "microbatches swap their targets",
+        "pipeline_parallel/loss.py",
+        "self._function(outputs, self._inputs[microbatch])",
+        "self._function(outputs, self._inputs[-1 - microbatch])",
+        ("tests/test_pipeline.py",),
+    ),
+    Breakage(
+        "a weight gradient is skipped",
+        "pipeline_parallel/weight_gradients.py",
+        "            grad.addmm_(dy.t(), _rows(x))\n",
+        "            pass\n",
+        ("tests/test_split_backward.py",),
+    ),
+    Breakage(
+        "the gradient of a tied weight is not summed over its stages",
+        "pipeline_parallel/grad_ready.py",
+        "            dist.all_reduce(holder.grad, group=axis.group)\n",
+        "            pass\n",
+        ("tests/test_pipeline.py", "tests/test_gpt2_exact.py"),
+    ),
+    Breakage(
+        "slots that are too small stay in use",
+        "pipeline_parallel/symmetric_transfers.py",
+        "old_queues, self.queues = self.queues, {}",
+        "old_queues = self.queues",
+        ("tests/test_symmetric_memory.py",),
+    ),
+    Breakage(
+        "1F1B warms up with one microbatch too many",
+        "pipeline_parallel/schedules.py",
+        "num_warmup_microbatches = min(row.ranks_after, row.num_microbatches)",
+        "num_warmup_microbatches = min(row.ranks_after + 1, row.num_microbatches)",
+        ("tests/test_schedules.py",),
+    ),
+    Breakage(
+        "a simulated transfer costs nothing",
+        "pipeline_parallel/simulate.py",
+        "start = max(start, ends[need] + delay)",
+        "start = max(start, ends[need])",
+        ("tests/test_schedules.py",),
+    ),
+    Breakage(
+        "the backward of a column-parallel layer sums nothing",
+        "comm.py",
+        "return _with_backward(x, axis, _same, partial(_sum, axis=axis))",
+        "return _with_backward(x, axis, _same, _same)",
+        ("tests/test_comm.py",),
+    ),
+    Breakage(
+        "a rank takes the logit of another rank's target",
+        "tensor_parallel/vocab_cross_entropy.py",
+        "sums[1] = torch.where(is_local, target_logit, 0.0)",
+        "sums[1] = torch.where(counted, target_logit, 0.0)",
+        ("tests/test_tensor_parallel.py",),
+    ),
+    Breakage(
+        "ranks draw the same dropout mask for different shards",
+        "tensor_parallel/dropout_rng.py",
+        'salt=b"%d" % self.axis.rank',
+        'salt=b"0"',
+        ("tests/test_tensor_parallel.py",),
+    ),
+    Breakage(
+        "the last ranks get the heads that are left over",
+        "split_sizes.py",
+        "rank < larger_ranks",
+        "ranks - rank <= larger_ranks",
+        ("tests/test_comm.py", "tests/test_tensor_parallel.py"),
+    ),
+    Breakage(
+        "an all-reduce is counted as one pass round the ring",
+        "record/traffic.py",
+        'return 2 * once if op == "all_reduce" else once',
+        "return once",
+        ("tests/test_record.py",),
+    ),
+    Breakage(
+        "all replicas train on the same samples",
+        "data/distributed_sampler.py",
+        "start, stop = split_range(len(samples), self.ranks, self.rank)",
+        "start, stop = split_range(len(samples), self.ranks, 0)",
+        ("tests/test_data.py",),
+    ),
+    Breakage(
+        "chunks of a checkpoint change places",
+        "hybrid/checkpoint/state_files.py",
+        "target = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, offsets, strict=True))",
+        "target = tuple(slice(0, b - a) for a, b in zip(low, high, strict=True))",
+        ("tests/test_checkpoint.py",),
+    ),
+    Breakage(
+        "a damaged file of a checkpoint is loaded",
+        "hybrid/checkpoint/manifest.py",
+        "if number % ranks == rank and file_sum(file)[1] != crc:",
+        "if False:",
+        ("tests/test_checkpoint.py", "tests/test_checkpoint_faults.py"),
+    ),
+    Breakage(
+        "a resumed run draws other random numbers",
+        "hybrid/checkpoint/checkpoint.py",
+        "        training_state.set_random_state(values[random_label])\n",
+        "        pass\n",
+        ("tests/test_checkpoint.py",),
+    ),
+)
+
+
+def broken_source(breakage: Breakage) -> str:
+    """The file's source with the breakage in it.
+
+    Raises:
+        ValueError: the right line does not stand there exactly once.
+    """
+    source = (ROOT / "hpnb" / breakage.file).read_text(encoding="utf-8")
+    if (times := source.count(breakage.right)) != 1:
+        raise ValueError(f"{breakage.name}: {breakage.right!r} stands {times} times in hpnb/{breakage.file}")
+    return source.replace(breakage.right, breakage.wrong)
+
+
+def caught_by(breakage: Breakage) -> str | None:
+    """The first test that fails with the breakage in place; None if all pass.
+
+    Raises:
+        RuntimeError: pytest could not run the tests at all.
+    """
+    with tempfile.TemporaryDirectory(prefix="hpnb-breakage-") as folder:
+        copy = Path(folder) / "project"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "executed", "__pycache__"))
+        (copy / "hpnb" / breakage.file).write_text(broken_source(breakage), encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *breakage.tests],
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": str(copy)},
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode == 0:
+        return None
+    if failed := re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE):
+        return failed[1]
+    raise RuntimeError(f"{breakage.name}: pytest ended with {done.returncode}\n{done.stdout}{done.stderr}")
+
+
+def main(words: list[str]) -> int:
+    unnoticed = []
+    for breakage in BREAKAGES:
+        if words and not any(word in breakage.name for word in words):
+            continue
+        test = caught_by(breakage)
+        print(f"{breakage.name:<50} {test or 'NOT NOTICED'}", flush=True)
+        if test is None:
+            unnoticed.append(breakage.name)
+    return 1 if unnoticed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -19,7 +19,7 @@ from PIL import Image
 from hpnb import plot
 from hpnb.bench import __main__ as command
 from hpnb.bench import chart, layouts, result_files, worker
-from hpnb.bench.results import LayoutResult, ProgramResult, Run
+from hpnb.bench.results import BenchmarkRun, LayoutResult, ProgramResult
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,12 +35,14 @@ def found(layout: str, seconds: dict[str, float], failed: str = "", why: str = "
 
 def result(
     *of: LayoutResult, what: str = "gpt2-xl", date: str = "2026-01-01", key: str = "k", ranks: int = 4
-) -> Run:
+) -> BenchmarkRun:
     by_name = {one.layout: one for one in of}
-    return Run(what, key, f"{what}: sizes", date, "0123abcd", "GPU", ranks, {"torch": "2.15"}, by_name)
+    return BenchmarkRun(
+        what, key, f"{what}: sizes", date, "0123abcd", "GPU", ranks, {"torch": "2.15"}, by_name
+    )
 
 
-def written(folder: Path, **runs: Run) -> Path:
+def written(folder: Path, **runs: BenchmarkRun) -> Path:
     for name, run in runs.items():
         result_files.write(run, folder / f"{name}.json")
     return folder
@@ -191,8 +193,8 @@ def test_a_long_picture_has_fewer_peers_and_every_name_has_room(tmp_path: Path) 
     """With every program that there is, each as long and as short as it may come."""
     for what in ("gpt2-xl", "vit-l16"):
         every = []
-        for layout in layouts.names(4):
-            known = worker.candidates(what, layouts.shape(layout, 4))
+        for layout in layouts.usual_layouts(4):
+            known = worker.candidates(what, layouts.parse_layout(layout, 4))
             every.append(found(layout, {name: 0.52 + 0.3 * i for i, name in enumerate(known)}))
         written(tmp_path, **{what: result(*every, what=what, key=what)})
     heights = []

@@ -34,19 +34,19 @@ from hpnb.bench import (
     torch_programs,
     worker,
 )
-from hpnb.bench.layouts import Shape
+from hpnb.bench.harness import WARM_UP
 from hpnb.bench.program import Candidate, Program
-from hpnb.bench.results import LayoutResult, ProgramResult, Run
-from hpnb.bench.reversed_units import OtherOrder, turned
+from hpnb.bench.results import BenchmarkRun, LayoutResult, ProgramResult
 from hpnb.bench.worker import ProgramStart
+from hpnb.mesh import ParallelLayout
 
 STEPS = 3
 RATE = 1e-2  # at which so few steps of AdamW are seen in the loss
 
 
-def tiny(what: tasks.What = "gpt2-xl", ranks: int = 2, **sizes: Any) -> tasks.Task:
+def tiny(what: str = "gpt2-xl", ranks: int = 2, **sizes: Any) -> tasks.TrainingTask:
     """Of few layers and microbatches: a test has no time for more."""
-    made = tasks.task(what, "cpu", ranks, tiny=True, batch=2 * ranks, **sizes)
+    made = tasks.make_task(what, "cpu", ranks, tiny=True, batch=2 * ranks, **sizes)
     return replace(made, size=replace(made.size, hidden=32, mlp=64, layers=4), microbatches=2, lr=RATE)
 
 
@@ -56,25 +56,25 @@ def tiny(what: tasks.What = "gpt2-xl", ranks: int = 2, **sizes: Any) -> tasks.Ta
 Losses = dict[str, dict[str, list[float]]]
 
 
-def losses_of(of: tasks.Task, names: list[str], which: str) -> Losses:
+def losses_of(of: tasks.TrainingTask, names: list[str], which: str) -> Losses:
     """By layout and program, the losses of the first steps, of programs whose names have `which` in them."""
     found: Losses = {}
     for layout in names:
-        shape = layouts.shape(layout, hpnb.world_size())
+        shape = layouts.parse_layout(layout, hpnb.world_size())
         found[layout] = {}
         for name, candidate in worker.candidates(of.what, shape).items():
             if candidate.same and re.search(which, name):
                 program, seen = candidate.build(of, shape), []
                 for step in range(STEPS):
-                    program.feed.turn(step)
+                    program.feed.draw(step)
                     program.step()
                     seen.append(program.loss())
-                assert not worker._apart(program), (layout, name)
+                assert not worker.compare_replicas(program), (layout, name)
                 found[layout][name] = seen
     return found
 
 
-def alone(of: tasks.Task, steps: int = STEPS) -> list[float]:
+def alone(of: tasks.TrainingTask, steps: int = STEPS) -> list[float]:
     """The same steps in plain PyTorch: the whole batch, no microbatches, no ranks."""
     model: Any = of.build()
     torch_precision.use_loss(model, "no")
@@ -82,7 +82,7 @@ def alone(of: tasks.Task, steps: int = STEPS) -> list[float]:
     found = []
     for step in range(steps):
         optimizer.zero_grad()
-        loss = model(**of.draw(step)).loss
+        loss = model(**of.draw_batch(step)).loss
         loss.backward()
         optimizer.step()
         found.append(loss.item())
@@ -106,7 +106,7 @@ ALL = rf"^(?!.*({NOT_HERE}autocast|model compiled|eager|async))"
 SOME = rf"^(?!.*({NOT_HERE}autocast|model compiled|eager|async|zb-h1|interleaved|4 chunks))"
 
 
-def both_sides(of: tasks.Task, names: list[str], which: str, ranks: int) -> list[Losses]:
+def both_sides(of: tasks.TrainingTask, names: list[str], which: str, ranks: int) -> list[Losses]:
     """hpnb's programs, and on ranks of their own PyTorch's.
 
     Of those a rank has died of a damaged heap within a backward, once in some hundred runs, and neither
@@ -171,7 +171,7 @@ class Hidden(torch_data_parallel.Classifier):
         return SimpleNamespace(loss=super().forward(pixel_values, labels).loss)
 
 
-def begun_with_timm(hidden: bool) -> ProgramStart:
+def start_with_timm(hidden: bool) -> ProgramStart:
     of = tiny("vit-l16")
     size: Any = of.size
     of = replace(of, size=replace(size, image=224, patch=112))
@@ -179,7 +179,7 @@ def begun_with_timm(hidden: bool) -> ProgramStart:
         patch.setitem(sys.modules, "timm", SimpleNamespace(create_model=lambda *_, **__: Images()))
         if hidden:
             patch.setattr(torch_data_parallel, "Classifier", Hidden)
-        begun = worker.begin(of, Shape(dp=2), "timm, DDP, blocks compiled")
+        begun = worker.start(of, ParallelLayout(dp=2), "timm, DDP, blocks compiled")
         worker.drop()
     return begun
 
@@ -187,10 +187,10 @@ def begun_with_timm(hidden: bool) -> ProgramStart:
 def test_a_program_whose_ranks_train_by_themselves_is_no_peer() -> None:
     """DDP says nothing when it reduces nothing, and losses are means over ranks."""
     with hpnb.Ranks(2, device="cpu") as pool:
-        for one in pool.run(begun_with_timm, False):
+        for one in pool.run(start_with_timm, False):
             assert not one.refused
-            assert len(one.losses) == worker.WARM_UP
-        for one in pool.run(begun_with_timm, True):
+            assert len(one.losses) == WARM_UP
+        for one in pool.run(start_with_timm, True):
             assert one.refused == "2 of 2 weights differ between ranks: gradients were not summed"
 
 
@@ -202,7 +202,7 @@ def said_of_stages() -> list[str]:
         made = [torch.tensor(x) for x in weights]
         group = mesh["dp"].get_group()
         none: Any = None
-        return worker._apart(Program(none, none, none, replicas=lambda: made, among=group))
+        return worker.compare_replicas(Program(none, none, none, replicas=lambda: made, dp_group=group))
 
     stage, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
     return [of([1.0 + stage, 2.0]), of([1.0 + stage, float(replica * stage)]), of([])]
@@ -235,17 +235,17 @@ def test_gradients_of_norms_are_summed_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["gpt2-xl", "vit-l16"])
-def test_every_program_of_four_ranks_trains_as_one_process(what: tasks.What) -> None:
+def test_every_program_of_four_ranks_trains_as_one_process(what: str) -> None:
     of = replace(tiny(what, 4), microbatches=4, batch=16)
     of = replace(of, size=replace(of.size, layers=14))
-    names, truth = [name for name in layouts.names(4) if name != "one"], _truth(of)
+    names, truth = [name for name in layouts.usual_layouts(4) if name != "one"], _truth(of)
     for found in hpnb.launch(losses_of, of, names, ALL, ranks=4, device="cpu", timeout=1200):
         for layout, by_name in found.items():
             for name, seen in by_name.items():
                 assert seen == pytest.approx(truth, rel=2e-5), (layout, name)
 
 
-def _truth(of: tasks.Task) -> list[float]:
+def _truth(of: tasks.TrainingTask) -> list[float]:
     return hpnb.launch(alone, of, ranks=1, device="cpu", timeout=100)[0]
 
 
@@ -301,12 +301,12 @@ class Machine:
         self.steps: list[str] = []
         self.pool = FakePool(self)
 
-    def of(self, ranks: int) -> FakePool:
+    def get(self, ranks: int) -> FakePool:
         if not self.pool.alive:
             self.pool = FakePool(self)
         return self.pool
 
-    def begin(self, pool: FakePool, of: tasks.Task, shape: Shape, name: str) -> ProgramStart:
+    def start(self, pool: FakePool, of: tasks.TrainingTask, shape: ParallelLayout, name: str) -> ProgramStart:
         self.begun.append(name)
         if name in self.breaks or (
             sum(self.held[one] for one in pool.live) + 2 * self.held[name] > self.total
@@ -316,7 +316,7 @@ class Machine:
             raise hpnb.RankError(f"rank 1 of 2 raised {said}", rank=1)
         pool.live.append(name)
         return ProgramStart(
-            (5.0,) * worker.WARM_UP,
+            (5.0,) * WARM_UP,
             self.held[name] * self.alike,
             2 * self.held[name] * self.alike,
             self.total,
@@ -327,7 +327,7 @@ class Machine:
     def drop(self, pool: FakePool, kept: tuple[str, ...] = ()) -> None:
         pool.live = [name for name in pool.live if name in kept]
 
-    def one_step(self, pool: FakePool, name: str) -> float:
+    def time_one_step(self, pool: FakePool, name: str) -> float:
         assert name in pool.live
         self.steps.append(name)
         return {"hpnb": 1.0, "hpnb b": 3.0}.get(name, 2.0)
@@ -335,10 +335,10 @@ class Machine:
     def matmul_rate(self, pool: FakePool, bits: int) -> float:
         return 1e12
 
-    def retries(self, pool: FakePool) -> int:
+    def count_retries(self, pool: FakePool) -> int:
         return 0
 
-    def bubble(self, pool: FakePool, name: str) -> None: ...
+    def measure_bubble(self, pool: FakePool, name: str) -> None: ...
 
     def profile(self, pool: FakePool, name: str, title: str, path: str) -> str:
         return f"kernels of {name}"
@@ -357,15 +357,24 @@ def contend(
     """What is found; lines are added to `said`."""
     said = [] if said is None else said
 
-    def never(of: tasks.Task, shape: Shape) -> Program:
+    def never(of: tasks.TrainingTask, shape: ParallelLayout) -> Program:
         raise AssertionError("nothing is built here")
 
     known = {name: Candidate(name, never) for name in machine.held}
     monkeypatch.setattr(worker, "candidates", lambda *_: known)
     made: Any = machine
-    of, shape = tiny(), Shape(dp=2)
+    of, layout = tiny(), ParallelLayout(dp=2)
     return layout_benchmark.LayoutBenchmark(
-        made, of, "dp2", shape, list(known), rounds, traces, said.append, reference, again
+        made,
+        of,
+        "dp2",
+        layout,
+        list(known),
+        rounds,
+        traces=traces,
+        say=said.append,
+        reference=reference,
+        repeat_best=again,
     ).run()
 
 
@@ -394,8 +403,8 @@ def test_the_best_meet_once_more_and_the_peer_is_built_first(monkeypatch: pytest
     class Later(Machine):
         """What is built anew is faster."""
 
-        def one_step(self, pool: FakePool, name: str) -> float:
-            return super().one_step(pool, name) / self.begun.count(name)
+        def time_one_step(self, pool: FakePool, name: str) -> float:
+            return super().time_one_step(pool, name) / self.begun.count(name)
 
     machine = Later({"hpnb b": 10, "hpnb": 10, "a": 10, "b": 10}, total=50)
     found = contend(machine, monkeypatch, again=True)
@@ -412,10 +421,12 @@ def test_times_stay_if_one_fails_when_the_best_meet_once_more(
     monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     class Once(Machine):
-        def begin(self, pool: FakePool, of: tasks.Task, shape: Shape, name: str) -> ProgramStart:
+        def start(
+            self, pool: FakePool, of: tasks.TrainingTask, shape: ParallelLayout, name: str
+        ) -> ProgramStart:
             if name == lost and name in self.begun:
                 fails(pool, lost=True)
-            return super().begin(pool, of, shape, name)
+            return super().start(pool, of, shape, name)
 
     found = contend(Once({"hpnb": 1, "a": 1}), monkeypatch, again=True)
     assert not any(entry.failed for entry in found.entries)
@@ -443,7 +454,7 @@ def test_one_that_breaks_its_ranks_costs_its_own_row(monkeypatch: pytest.MonkeyP
     assert failed == {"broken": "rank 1 of 2 raised ValueError: it is broken"}
     assert found.ratio("hpnb", "a") == found.ratio("hpnb", "b") == (2.0, 2.0, 2.0)
     assert machine.begun.count("broken") == 1
-    assert "broken" in "\n".join(tables.rows(found))
+    assert "broken" in "\n".join(tables.layout_rows(found))
     nobody = contend(Machine({"hpnb": 1, "a": 1}, breaks={"hpnb": "it is broken"}), monkeypatch)
     assert nobody.fastest(ours=True) is None
     assert nobody.seconds("a") == 2.0
@@ -460,10 +471,10 @@ def test_peers_of_a_later_wave_are_beside_hpnb_after_one_broke(monkeypatch: pyte
 @pytest.mark.parametrize("lost", [True, False])
 def test_a_step_that_fails_costs_its_own_row(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
     class Breaks(Machine):
-        def one_step(self, pool: FakePool, name: str) -> float:
+        def time_one_step(self, pool: FakePool, name: str) -> float:
             if name == "a" and self.steps.count("hpnb") == 3:
                 fails(pool, lost)
-            return super().one_step(pool, name)
+            return super().time_one_step(pool, name)
 
     found = contend(Breaks({"hpnb": 1, "a": 1, "b": 1}), monkeypatch)
     assert {entry.name: entry.failed for entry in found.entries if entry.failed} == {
@@ -480,15 +491,17 @@ def test_hpnb_keeps_its_times_when_it_fails_in_turn(
     """As does the large peer: what is lost is at most that they took turns."""
 
     class Breaks(Machine):
-        def begin(self, pool: FakePool, of: tasks.Task, shape: Shape, name: str) -> ProgramStart:
+        def start(
+            self, pool: FakePool, of: tasks.TrainingTask, shape: ParallelLayout, name: str
+        ) -> ProgramStart:
             if name == "hpnb" and self.begun.count(name) == half and not step:
                 fails(pool, lost=True)
-            return super().begin(pool, of, shape, name)
+            return super().start(pool, of, shape, name)
 
-        def one_step(self, pool: FakePool, name: str) -> float:
+        def time_one_step(self, pool: FakePool, name: str) -> float:
             if name == "hpnb" and self.begun.count(name) == half + 1 and step:
                 fails(pool, lost=True)
-            return super().one_step(pool, name)
+            return super().time_one_step(pool, name)
 
     said: list[str] = []
     found = contend(Breaks({"hpnb": 20, "large": 24}, total=50), monkeypatch, rounds=5, said=said)
@@ -497,7 +510,7 @@ def test_hpnb_keeps_its_times_when_it_fails_in_turn(
     counts = [{name: len(seconds) for name, seconds in wave.items()} for wave in found.waves]
     if half == 1:
         assert counts == [{"hpnb": 5}, {"large": 5}]
-        assert "2.000 (of medians)" in "\n".join(tables.rows(found))
+        assert "2.000 (of medians)" in "\n".join(tables.layout_rows(found))
     else:
         assert counts == [{"hpnb": 5}, {"hpnb": 3, "large": 3}]
         assert found.ratio("hpnb", "large") == (2.0, 2.0, 2.0)
@@ -505,10 +518,12 @@ def test_hpnb_keeps_its_times_when_it_fails_in_turn(
 
 def test_hpnb_keeps_its_times_when_it_fails_in_a_later_wave(monkeypatch: pytest.MonkeyPatch) -> None:
     class Once(Machine):
-        def begin(self, pool: FakePool, of: tasks.Task, shape: Shape, name: str) -> ProgramStart:
+        def start(
+            self, pool: FakePool, of: tasks.TrainingTask, shape: ParallelLayout, name: str
+        ) -> ProgramStart:
             if name == "hpnb" and name in self.begun:
                 fails(pool, lost=True)
-            return super().begin(pool, of, shape, name)
+            return super().start(pool, of, shape, name)
 
     held = {"hpnb": 10, "a": 10, "broken": 10, "b": 10}
     found = contend(Once(held, total=40, breaks={"broken": "it is broken"}), monkeypatch)
@@ -517,7 +532,7 @@ def test_hpnb_keeps_its_times_when_it_fails_in_a_later_wave(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("lost", [True, False])
-@pytest.mark.parametrize("question", ["profile", "bubble"])
+@pytest.mark.parametrize("question", ["profile", "measure_bubble"])
 def test_a_profile_that_fails_costs_no_row(
     monkeypatch: pytest.MonkeyPatch, question: str, lost: bool
 ) -> None:
@@ -549,8 +564,10 @@ def test_a_profile_that_fails_is_told_of_the_one_that_was_profiled(
 @pytest.mark.parametrize("which", ["hpnb", "a"])
 def test_losses_that_are_no_numbers_are_told(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
     class Other(Machine):
-        def begin(self, pool: FakePool, of: tasks.Task, shape: Shape, name: str) -> ProgramStart:
-            begun = super().begin(pool, of, shape, name)
+        def start(
+            self, pool: FakePool, of: tasks.TrainingTask, shape: ParallelLayout, name: str
+        ) -> ProgramStart:
+            begun = super().start(pool, of, shape, name)
             return replace(begun, losses=(5.0, math.nan, 5.0, 5.0, 5.0)) if name == which else begun
 
     found = contend(Other({"hpnb": 1, "a": 1, "b": 1}), monkeypatch)
@@ -561,8 +578,10 @@ def test_losses_that_are_no_numbers_are_told(monkeypatch: pytest.MonkeyPatch, wh
 
 def test_a_program_that_trains_otherwise_is_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     class Other(Machine):
-        def begin(self, pool: FakePool, of: tasks.Task, shape: Shape, name: str) -> ProgramStart:
-            begun = super().begin(pool, of, shape, name)
+        def start(
+            self, pool: FakePool, of: tasks.TrainingTask, shape: ParallelLayout, name: str
+        ) -> ProgramStart:
+            begun = super().start(pool, of, shape, name)
             seen = (5.0, 5.0, 4.9, 5.0, 5.0)
             return replace(begun, losses=seen) if name == "a" else begun
 
@@ -583,14 +602,14 @@ def test_hpnb_is_held_to_the_plain_model_too(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_plain_model_is_run_once_for_all_layouts_of_a_task() -> None:
     of, said = tiny(), list[str]()
-    with layout_benchmark.pools("cpu", 60) as among:
-        plain = among.reference(of, 2, said.append)
-        (truth,) = hpnb.launch(alone, of, worker.WARM_UP, ranks=1, device="cpu")
+    with layout_benchmark.rank_pools("cpu", 60) as among:
+        plain = among.reference_losses(of, 2, said.append)
+        (truth,) = hpnb.launch(alone, of, WARM_UP, ranks=1, device="cpu")
         assert plain == pytest.approx(truth, rel=2e-5)
-        pool = among.of(2)
-        assert among.reference(of, 2, said.append) is plain
-        assert among.of(2) is pool
-        assert among.reference(replace(of, rows=-1), 2, said.append) == ()
+        pool = among.get(2)
+        assert among.reference_losses(of, 2, said.append) is plain
+        assert among.get(2) is pool
+        assert among.reference_losses(replace(of, rows=-1), 2, said.append) == ()
     assert len(said) == 1
     assert said[0].startswith("without the losses of the plain model: rank ")
 
@@ -599,11 +618,11 @@ def test_the_plain_model_is_run_once_for_all_layouts_of_a_task() -> None:
 
 
 def test_flops_and_units_are_those_of_the_formula() -> None:
-    of = tasks.task("gpt2-xl", "cuda", 4)
+    of = tasks.make_task("gpt2-xl", "cuda", 4)
     b, s, n, h, v = 64, 1024, 48, 1600, 50257
     assert of.flops == pytest.approx(72 * b * s * n * h**2 * (1 + s / (6 * h) + v / (12 * n * h)), rel=1e-12)
-    assert (of.units, of.on_one(4).batch, of.bits) == (65536, 16, 16)
-    images = tasks.task("vit-l16", "cuda", 4)
+    assert (of.units, of.on_one_rank(4).batch, of.bits) == (65536, 16, 16)
+    images = tasks.make_task("vit-l16", "cuda", 4)
     s, n, h = 197, 24, 1024
     blocks = 512 * n * 3 * (24 * s * h**2 + 4 * s**2 * h)
     ends = 512 * (2 * 2 * 196 * 3 * 16**2 * h + 3 * 2 * h * 1000)
@@ -616,18 +635,18 @@ def test_flops_and_units_are_those_of_the_formula() -> None:
 
 
 def test_products_are_large_on_a_gpu_and_of_the_precision_that_is_measured() -> None:
-    assert worker._products(True, 16) == (8192, 16, torch.bfloat16)
-    assert worker._products(True, 32) == (8192, 16, torch.float32)
-    assert worker._products(False, 32) == (512, 4, torch.float32)
+    assert worker.matmul_size(True, 16) == (8192, 16, torch.bfloat16)
+    assert worker.matmul_size(True, 32) == (8192, 16, torch.float32)
+    assert worker.matmul_size(False, 32) == (512, 4, torch.float32)
     assert worker.matmul_rate(32) > 0
 
 
 def test_both_sides_have_the_same_cut_and_all_layers() -> None:
     for what in ("gpt2-xl", "vit-l16"):
-        of = tasks.task(what, "cuda", 4)
+        of = tasks.make_task(what, "cuda", 4)
         for stages in (4, 8):
-            assert sum(of.cut(stages)) == of.size.layers + 2
-    assert tasks.task("gpt2-xl", "cuda", 4).cut(4) == [
+            assert sum(of.split_layers(stages)) == of.size.layers + 2
+    assert tasks.make_task("gpt2-xl", "cuda", 4).split_layers(4) == [
         13,
         13,
         13,
@@ -636,25 +655,29 @@ def test_both_sides_have_the_same_cut_and_all_layers() -> None:
 
 
 def test_microbatches_are_no_more_than_memory_asks_for() -> None:
-    of = tasks.task("gpt2-xl", "cuda", 4)  # 64 rows, 16 of a forward on a GPU that has all layers
+    of = tasks.make_task("gpt2-xl", "cuda", 4)  # 64 rows, 16 of a forward on a GPU that has all layers
     wanted = {"dp4": 1, "zero3": 1, "tp4": 1, "dp2xtp2": 1, "pp4": 16, "dp2xpp2": 8, "tp2xpp2": 8}
-    assert {name: of.parts(layouts.shape(name, 4)) for name in wanted} == wanted
-    fewer = tasks.task("gpt2-xl", "cuda", 4, rows=4)
-    assert [fewer.parts(layouts.shape(name, 4)) for name in ("dp4", "tp4", "dp2xtp2")] == [4, 4, 4]
-    assert tasks.task("gpt2-xl", "cuda", 4, rows=1).parts(layouts.shape("tp4", 4)) == 16
+    assert {name: of.count_microbatches(layouts.parse_layout(name, 4)) for name in wanted} == wanted
+    fewer = tasks.make_task("gpt2-xl", "cuda", 4, rows=4)
+    assert [
+        fewer.count_microbatches(layouts.parse_layout(name, 4)) for name in ("dp4", "tp4", "dp2xtp2")
+    ] == [4, 4, 4]
+    assert (
+        tasks.make_task("gpt2-xl", "cuda", 4, rows=1).count_microbatches(layouts.parse_layout("tp4", 4)) == 16
+    )
 
 
 def test_layouts_by_name() -> None:
-    assert layouts.shape("dp2xpp2", 4) == Shape(dp=2, pp=2)
-    assert [layouts.shape(name, 4).kind for name in layouts.names(4)] == [
+    assert layouts.parse_layout("dp2xpp2", 4) == ParallelLayout(dp=2, pp=2)
+    assert [layouts.kind_of(layouts.parse_layout(name, 4)) for name in layouts.usual_layouts(4)] == [
         *("one", "dp", "zero1", "zero2", "zero3", "pp", "tp", "dp-pp", "dp-tp", "tp-pp")
     ]
     for name, ranks, told in (("dp8", 4, "of 8 ranks, and there are 4"), ("xx4", 4, "no layout")):
         with pytest.raises(ValueError, match=told):
-            layouts.shape(name, ranks)
-    for kind in (layouts.shape(name, 4) for name in layouts.names(4)):
-        assert hpnb_programs.candidates(kind)
-        assert torch_programs.candidates("gpt2-xl", kind)
+            layouts.parse_layout(name, ranks)
+    for layout in (layouts.parse_layout(name, 4) for name in layouts.usual_layouts(4)):
+        assert hpnb_programs.candidates(layout)
+        assert torch_programs.candidates("gpt2-xl", layout)
 
 
 def ask(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -721,13 +744,13 @@ def test_losses_of_layouts_are_held_to_another_order_of_rows(
     assert len(run.losses["serial"]) == 3
     assert 0 <= run.losses["order"] < 1e-5
     assert 0 <= run.losses["layouts"]["dp2 hpnb"]["distance"] < 1e-5
-    assert loss_agreement.distance([3.0, 4.0], [3.0, 5.0]) == 0.2
+    assert loss_agreement.loss_distance([3.0, 4.0], [3.0, 5.0]) == 0.2
     with pytest.raises(ValueError, match="2 and of 1 steps"):
-        loss_agreement.distance([1.0, 1.0], [1.0])
-    assert loss_agreement.line("dp4", "hpnb", 3e-4, 1e-4).endswith("3.00 x the order's: coincide")
-    assert loss_agreement.line("dp4", "hpnb", 3.1e-4, 1e-4).endswith("TOO FAR APART")
-    assert loss_agreement.line("dp4", "hpnb", 3e-7, 0.0).endswith("2.52 x the order's: coincide")
-    assert loss_agreement.line("dp4", "hpnb", 4e-7, 0.0).endswith("TOO FAR APART")
+        loss_agreement.loss_distance([1.0, 1.0], [1.0])
+    assert loss_agreement.describe("dp4", "hpnb", 3e-4, 1e-4).endswith("3.00 x the order's: coincide")
+    assert loss_agreement.describe("dp4", "hpnb", 3.1e-4, 1e-4).endswith("TOO FAR APART")
+    assert loss_agreement.describe("dp4", "hpnb", 3e-7, 0.0).endswith("2.52 x the order's: coincide")
+    assert loss_agreement.describe("dp4", "hpnb", 4e-7, 0.0).endswith("TOO FAR APART")
 
 
 def test_losses_of_tp_are_held_to_another_order_of_units_too(
@@ -741,10 +764,10 @@ def test_losses_of_tp_are_held_to_another_order_of_units_too(
     assert re.search(r"^tp2 .* x the order's, [\d.]+ x that of units: ", said, re.MULTILINE)
     (run,) = result_files.read(tmp_path)
     assert 0 < run.losses["units"] < 1e-5
-    judged = [loss_agreement.line("tp2", "hpnb", far, 1e-5, 4e-5) for far in (1.2e-4, 1.3e-4)]
+    judged = [loss_agreement.describe("tp2", "hpnb", far, 1e-5, 4e-5) for far in (1.2e-4, 1.3e-4)]
     assert judged[0].endswith("12.00 x the order's, 3.00 x that of units: coincide")
     assert judged[1].endswith("TOO FAR APART")
-    assert loss_agreement.line("tp2", "hpnb", 6e-5, 4e-5, 1e-5).endswith("coincide")  # the larger counts
+    assert loss_agreement.describe("tp2", "hpnb", 6e-5, 4e-5, 1e-5).endswith("coincide")  # the larger counts
 
 
 def test_a_table_tells_of_another_order_of_units_where_it_is_known() -> None:
@@ -757,17 +780,17 @@ def test_a_table_tells_of_another_order_of_units_where_it_is_known() -> None:
     assert told.endswith("parallel 9.00 (3.00 of another order of heads and units); dp4 hpnb 9.00.")
 
 
-def other_order(what: tasks.What) -> tuple[float, float, list[list[float]]]:
+def other_order(what: str) -> tuple[float, float, list[list[float]]]:
     """A model and the same turned, in float64: how far losses and what is not turned are apart; turned once
     more, how far it is from itself; and a head of q and a unit, before and after."""
     of = tiny(what)
     size: Any = replace(of.size, hidden=40, heads=5, mlp=40, layers=2)
     of = replace(of, size=size)
     plain: Any = of.build().double()
-    made: Any = OtherOrder.of(of).build().double()
+    made: Any = loss_agreement.ReversedUnitsTask.of(of).build().double()
     for model in (plain, made):
         torch_precision.use_loss(model, "no")
-        model(**torch_precision.inputs(of.draw(0), torch.float64)).loss.backward()
+        model(**tasks.cast_inputs(of.draw_batch(0), torch.float64)).loss.backward()
     alike = [name for name, _ in plain.named_parameters() if "attn" not in name and "attention" not in name]
     alike = [name for name in alike if ".mlp." not in name]
     grads = [dict(model.named_parameters()) for model in (plain, made)]
@@ -779,13 +802,13 @@ def other_order(what: tasks.What) -> tuple[float, float, list[list[float]]]:
         + [float((b.mlp.c_fc.weight if gpt2 else b.mlp.fc1.weight.t())[3, n]) for n in (0, 39)]
         for b in firsts
     ]
-    turned(made)
+    loss_agreement.reverse_units(made)
     back = max(float((a - b).abs().max()) for a, b in zip(plain.parameters(), made.parameters(), strict=True))
     return far, back, ends
 
 
 @pytest.mark.parametrize("what", ["gpt2-xl", "vit-l16"])
-def test_another_order_of_units_is_the_same_function(what: tasks.What) -> None:
+def test_another_order_of_units_is_the_same_function(what: str) -> None:
     ((far, back, (before, after)),) = hpnb.launch(other_order, what, ranks=1, device="cpu")
     assert far < 1e-12
     assert back == 0.0
@@ -809,7 +832,7 @@ def test_speeds_on_more_ranks_are_held_to_one(
 # --- tables of files -------------------------------------------------------------------------------------
 
 
-def result(date: str, commit: str, key: str = "k", **seconds: float) -> Run:
+def result(date: str, commit: str, key: str = "k", **seconds: float) -> BenchmarkRun:
     """hpnb takes what is said, and its peer twice that."""
     layouts_found = {
         layout: LayoutResult(
@@ -820,7 +843,9 @@ def result(date: str, commit: str, key: str = "k", **seconds: float) -> Run:
         )
         for layout, second in seconds.items()
     }  # fmt: skip
-    return Run("gpt2-xl", key, "a model", date, commit, "a GPU", 4, {"torch": "2.15.0"}, layouts_found)
+    return BenchmarkRun(
+        "gpt2-xl", key, "a model", date, commit, "a GPU", 4, {"torch": "2.15.0"}, layouts_found
+    )
 
 
 def test_the_table_has_the_newest_run_of_each_layout(tmp_path: Path) -> None:
@@ -859,13 +884,13 @@ def test_a_table_names_each_column_once() -> None:
 
 def test_layouts_of_data_parallelism_are_held_to_their_best_peer() -> None:
     run = result("2026-01-01", "a", dp4=1.0, zero3=2.0, dp4xtp1=4.0, pp4=0.1, dp2xpp2=0.1)
-    assert tables.families(list(run.layouts.values())) == [
+    assert tables.data_parallel_rows(list(run.layouts.values())) == [
         "over the best peer of these layouts, DDP of dp4:",
         "  dp4      2.000",
         "  zero3    1.000",
         "  dp4xtp1  0.500",
     ]
-    assert tables.families(list(result("2026-01-01", "a", dp4=1.0, pp4=1.0).layouts.values())) == []
+    assert tables.data_parallel_rows(list(result("2026-01-01", "a", dp4=1.0, pp4=1.0).layouts.values())) == []
 
 
 def test_files_that_are_no_results_are_named(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ program.py              a program: a step, and the loss of that step
 hpnb_programs.py        hpnb through HybridParallelPlugin and Booster
 torch_programs.py       which programs of PyTorch contend in which layout
 torch_precision.py      their precision and compilation
-torch_data_parallel.py, torch_pipeline.py, torch_tensor_parallel.py, torch_tensor_programs.py
+torch_data_parallel.py, torch_pipeline.py, torch_tensor_parallel.py      and what they are made of
 worker.py               on a rank: programs that are built and measured side by side
 layout_benchmark.py     one layout: which programs fit in memory together, rounds, failures
 results.py              what was measured, as data; result_files.py: files of it, in results/
 tables.py, chart.py     tables and the README's picture of it
-loss_agreement.py       do all layouts train as one GPU does? reversed_units.py: one GPU that sums otherwise
+loss_agreement.py       do all layouts train as one GPU does?
 layouts_command.py      the commands gpt2-xl and vit-l16; layouts_options.py: their options
 """

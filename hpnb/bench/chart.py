@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from hpnb import plot
 from hpnb.bench import layouts, result_files, tables
-from hpnb.bench.results import LayoutResult, Run
+from hpnb.bench.results import BenchmarkRun, LayoutResult
 from hpnb.plot.standings import Bar, Group, Panel
 from hpnb.plot.units import number
 
@@ -72,8 +72,8 @@ def chart(folder: Path = result_files.RESULTS, peers: int | None = None) -> Char
     named = result_files.named(folder)
     runs = chosen(list(named.values()))
     if not runs:
-        raise ValueError(result_files.nothing(folder))
-    ran = [len(tables.peers(found)) for run in runs for found in run.layouts.values()]
+        raise ValueError(result_files.describe_empty(folder))
+    ran = [len(tables.peers(result)) for run in runs for result in run.layouts.values()]
     peers = peers or _fitting(ran)
     said = "Speed over it: median [quartiles] of rounds in which both took turns; above 1 hpnb is faster."
     if max(ran) > peers:
@@ -83,19 +83,19 @@ def chart(folder: Path = result_files.RESULTS, peers: int | None = None) -> Char
     return Chart(tuple(panel(run, peers) for run in runs), said, tuple(sources))
 
 
-def chosen(runs: Sequence[Run]) -> list[Run]:
+def chosen(runs: Sequence[BenchmarkRun]) -> list[BenchmarkRun]:
     """The run of each task that covers most layouts, among `result_files.newest`; of several the one on most
     GPUs, and the newest."""
-    best: dict[str, Run] = {}
+    best: dict[str, BenchmarkRun] = {}
     for run in sorted(result_files.newest(runs), key=lambda one: (len(one.layouts), one.ranks, one.date)):
         if run.layouts:
             best[run.what] = run
     return [best[what] for what in sorted(best)]
 
 
-def panel(run: Run, peers: int) -> Panel:
+def panel(run: BenchmarkRun, peers: int) -> Panel:
     """Rows of a run, in the usual order of layouts."""
-    usual = layouts.names(run.ranks)
+    usual = layouts.usual_layouts(run.ranks)
     order = sorted(run.layouts, key=lambda name: usual.index(name) if name in usual else len(usual))
     notes = (run.title.removeprefix(f"{run.what}: "),
              f"measured {tables.stamp(run)}, with torch {run.versions['torch']}")  # fmt: skip
@@ -119,18 +119,18 @@ def _fitting(ran: Sequence[int]) -> int:
     return 1
 
 
-def _group(found: LayoutResult, peers: int) -> Group:
-    best, ran = found.fastest(ours=True), tables.peers(found)
+def _group(result: LayoutResult, peers: int) -> Group:
+    best, ran = result.fastest(ours=True), tables.peers(result)
     bars = [Bar("hpnb: none ran", None, ours=True)]
     if best is not None:
-        share = f"{found.share(best.name):.0%} of matmul"
-        bars = [Bar(best.name, found.tflops(best.name), share, ours=True)]
+        share = f"{result.share(best.name):.0%} of matmul"
+        bars = [Bar(best.name, result.tflops(best.name), share, ours=True)]
     for one in ran[:peers]:
-        beside = tables.ratio(found, best, one) if best is not None else ""
-        bars.append(Bar(one.name, found.tflops(one.name), beside))
+        beside = tables.ratio(result, best, one) if best is not None else ""
+        bars.append(Bar(one.name, result.tflops(one.name), beside))
     if not ran:
-        bars.append(Bar(f"PyTorch: {tables.no_peers(found)}", None))
-    return Group(found.layout, tuple(bars), found.matmul / 1e12)
+        bars.append(Bar(f"PyTorch: {tables.no_peers(result)}", None))
+    return Group(result.layout, tuple(bars), result.matmul / 1e12)
 
 
 def _line(group: Group) -> str:

@@ -7,7 +7,7 @@
     waiting      [copy, write] step  step ... step
 
 The three take turns on the same ranks, model and optimizer (a ViT and AdamW, its states replicated or, with
---zero, dealt out). A window ends when the last rank has done its steps; a save that is not on the disk by
+--zero, sharded). A window ends when the last rank has done its steps; a save that is not on the disk by
 then is waited for outside of it, and is told. CPU seconds are of all threads of all ranks, so they say what
 writing costs where cores are short: with as many ranks as cores, the writer takes its time from the steps.
 """
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 import hpnb
+from hpnb.bench.harness import synchronize
 from hpnb.models import ViTSize
 
 WAYS = ("alone", "background", "waiting")
@@ -57,9 +58,9 @@ def measure(
     plugin = hpnb.HybridParallelPlugin(precision="fp32", zero_stage=zero)
     booster = hpnb.Booster(plugin=plugin)
     size = ViTSize(hidden=hidden, layers=6, heads=4, mlp=4 * hidden, patch=8, image=32)
-    made: Any = hpnb.models.vit(size, classes=10)
-    given = torch.optim.AdamW(made.parameters(), lr=1e-4)
-    model, optimizer, *_ = booster.boost(made, given)
+    vit: Any = hpnb.models.vit(size, classes=10)
+    adam = torch.optim.AdamW(vit.parameters(), lr=1e-4)
+    model, optimizer, *_ = booster.boost(vit, adam)
     inputs = {
         "pixel_values": torch.randn(batch, 3, 32, 32, device=hpnb.device()),
         "labels": torch.zeros(batch, dtype=torch.long, device=hpnb.device()),
@@ -81,7 +82,7 @@ def measure(
         held = time.perf_counter() - began
         for _ in range(every):
             step()
-        _synchronize()
+        synchronize()
         ended = time.perf_counter()
         booster.wait()
         after = time.perf_counter() - ended
@@ -93,13 +94,13 @@ def measure(
 
     for way in WAYS:
         window(way)  # warms up
-    found: dict[str, list[Window]] = {way: [] for way in WAYS}
+    windows: dict[str, list[Window]] = {way: [] for way in WAYS}
     for first in range(rounds):
         for i in range(len(WAYS)):
-            way = WAYS[(first + i) % len(WAYS)]  # each follows each
-            found[way].append(window(way))
+            way = WAYS[(first + i) % len(WAYS)]
+            windows[way].append(window(way))
     saved = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    return found, saved
+    return windows, saved
 
 
 def run(
@@ -111,13 +112,13 @@ def run(
     folder = tempfile.mkdtemp(prefix="hpnb-bench-")
     try:
         with hpnb.Ranks(choice.ranks, device=choice.device, timeout=600.0) as pool:
-            found, saved = pool.run(measure, folder, every, rounds, hidden, batch, zero)[0]
+            windows, saved = pool.run(measure, folder, every, rounds, hidden, batch, zero)[0]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
     def over(way: str, what: Callable[[Window], float]) -> float:
         """The ratio to the window alone of the same round: the median."""
-        pairs = zip(found[way], found["alone"], strict=True)
+        pairs = zip(windows[way], windows["alone"], strict=True)
         return median(what(one) / what(alone) for one, alone in pairs)
 
     head = (
@@ -126,17 +127,12 @@ def run(
     )
     lines = [head, f"{'':10}  {'a step':>10}  {'ratio':>6}  {'held up':>10}  {'after':>10}  {'CPU ratio':>9}"]
     for way in WAYS:
-        wall = median(one.wall for one in found[way]) / every
-        held, after = (median(getattr(one, name) for one in found[way]) for name in ("held", "after"))
+        wall = median(one.wall for one in windows[way]) / every
+        held, after = (median(getattr(one, name) for one in windows[way]) for name in ("held", "after"))
         lines.append(
             f"{way:10}  {wall * 1e3:7.2f} ms  {over(way, lambda w: w.wall):6.3f}  {held * 1e3:7.2f} ms  "
             f"{after * 1e3:7.2f} ms  {over(way, lambda w: w.cpu):9.3f}"
         )
-    share = median(b.held / a.wall for b, a in zip(found["background"], found["alone"], strict=True))
+    share = median(b.held / a.wall for b, a in zip(windows["background"], windows["alone"], strict=True))
     lines.append(f"the call of a save in the background takes {share:.1%} of the {every} steps")
     return "\n".join(lines)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch.multiprocessing import spawn  # type: ignore[attr-defined]
 
 import hpnb
-from hpnb.bench.report import Row, interleave, table
+from hpnb.bench.harness import Samples, table
 
 _TIMEOUT = 120.0  # seconds for one turn of one candidate
-_TURNS_OF_RUN = 100  # a call on processes that stay is short, so it is repeated
+_CALLS_OF_RUN = 100  # a call on processes that stay is short, so it is repeated
 
 
 def add_one() -> float:
@@ -121,11 +121,16 @@ def run(ranks: int, rounds: int) -> str:
     finally:
         for turn in turns:
             turn.end()
-    rows = [Row(turn.name, tuple(turn.seconds[1:])) for turn in turns]
-    rows += [Row(f"{turn.name}, first", (turn.seconds[0],)) for turn in turns]
+    rows = [Samples(turn.name, tuple(turn.seconds[1:])) for turn in turns]
+    rows += [Samples(f"{turn.name}, first", (turn.seconds[0],)) for turn in turns]
     with hpnb.Ranks(ranks, device="cpu") as pool:
         pool.run(add_one)
-        rows += interleave({"hpnb.Ranks.run": lambda: pool.run(add_one)}, _TURNS_OF_RUN)
+        seconds = []
+        for _ in range(_CALLS_OF_RUN):
+            begin = time.perf_counter()
+            pool.run(add_one)
+            seconds.append(time.perf_counter() - begin)
+        rows.append(Samples("hpnb.Ranks.run", tuple(seconds)))
     return table(f"{ranks} CPU ranks, {hpnb.ranks.usable_cores()} cores, {rounds} rounds", rows)
 
 

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from hpnb.mesh import ParallelLayout
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Ranks along each axis, and the stage of ZeRO over those of dp."""
-
-    dp: int = 1
-    pp: int = 1
-    tp: int = 1
-    zero: int = 0
-
-    @property
-    def ranks(self) -> int:
-        return self.dp * self.pp * self.tp
-
-    @property
-    def kind(self) -> str:
-        """Which programs contend: "one", "dp", "zero1", "pp", "tp", "dp-pp", "dp-tp", "tp-pp", ..."""
-        axes = [axis for axis in ("dp", "tp", "pp") if getattr(self, axis) > 1]
-        if self.zero and axes == ["dp"]:
-            return f"zero{self.zero}"
-        return "-".join(axes) or "one"
+def kind_of(layout: ParallelLayout) -> str:
+    """Which programs contend: "one", "dp", "zero1", "pp", "tp", "dp-pp", "dp-tp", "tp-pp", ..."""
+    axes = [axis for axis in ("dp", "tp", "pp") if getattr(layout, axis) > 1]
+    if layout.zero_stage and axes == ["dp"]:
+        return f"zero{layout.zero_stage}"
+    return "-".join(axes) or "one"
 
 
-def names(ranks: int) -> list[str]:
+def usual_layouts(ranks: int) -> list[str]:
     """The usual layouts of so many ranks, in the order in which they are measured.
 
     Raises:
@@ -43,27 +30,26 @@ def names(ranks: int) -> list[str]:
     return ["one", f"dp{n}", "zero1", "zero2", "zero3", f"pp{n}", f"tp{n}", *two]
 
 
-def shape(name: str, ranks: int) -> Shape:
-    """The shape of a layout by its name, such as "dp2xpp2"; "zero2" has all ranks along dp.
+def parse_layout(name: str, ranks: int) -> ParallelLayout:
+    """The layout of that name, such as "dp2xpp2"; "zero2" has all ranks along dp.
 
     Raises:
-        ValueError: a name of no layout, or one of another number of ranks.
+        ValueError: a name of no layout, or of a layout for another number of ranks.
     """
     if name == "one":
-        return Shape()
+        return ParallelLayout()
     if match := re.fullmatch(r"zero([123])", name):
-        return Shape(dp=ranks, zero=int(match[1]))
-    parts = [re.fullmatch(r"(dp|pp|tp)([1-9]\d*)", part) for part in name.split("x")]
-    found = {match[1]: int(match[2]) for match in parts if match}
-    if len(found) < len(parts):
+        return ParallelLayout(dp=ranks, zero_stage=int(match[1]))
+    matches = [re.fullmatch(r"(dp|pp|tp)([1-9]\d*)", part) for part in name.split("x")]
+    sizes = {match[1]: int(match[2]) for match in matches if match}
+    if len(sizes) < len(matches):
         raise ValueError(
             f"{name!r} is no layout; use one, zero1, zero2, zero3, or sizes such as dp{ranks} or dp2xpp2"
         )
-    made = Shape(**found)
-    if made.ranks != ranks:
-        raise ValueError(f"{name} is of {made.ranks} ranks, and there are {ranks}; use {_near(ranks)}")
-    return made
-
-
-def _near(ranks: int) -> str:
-    return ", ".join(f"{axis}{ranks}" for axis in ("dp", "pp", "tp"))
+    layout = ParallelLayout(dp=sizes.get("dp", 1), pp=sizes.get("pp", 1), tp=sizes.get("tp", 1))
+    if layout.world_size != ranks:
+        raise ValueError(
+            f"{name} is of {layout.world_size} ranks, and there are {ranks}; use dp{ranks}, pp{ranks} or "
+            f"tp{ranks}"
+        )
+    return layout

@@ -15,174 +15,178 @@ import transformers
 import hpnb
 from hpnb import RankError, RankInterrupt
 from hpnb.bench import layouts, loss_agreement, result_files, tables, worker
-from hpnb.bench.layout_benchmark import LayoutBenchmark, RankPools, pools
-from hpnb.bench.layouts import Shape
-from hpnb.bench.results import LayoutResult, Run
-from hpnb.bench.reversed_units import OtherOrder
-from hpnb.bench.tasks import Task, What, task
+from hpnb.bench.layout_benchmark import LayoutBenchmark, RankPools, rank_pools
+from hpnb.bench.results import BenchmarkRun, LayoutResult
+from hpnb.bench.tasks import TrainingTask, make_task
+from hpnb.mesh import ParallelLayout
 
 
-def main(what: What, options: argparse.Namespace) -> Run:
-    """Do what was asked for, print it, and write it.
+def main(what: str, options: argparse.Namespace) -> BenchmarkRun:
+    """Measure what was asked for, print it, and write it.
 
     Raises:
         ValueError: something that cannot be measured; nothing has been started.
     """
     if options.rounds < 1:
         raise ValueError(f"rounds={options.rounds} measures nothing; use 1 or more")
-    choice = hpnb.ranks.choose_device(_device(options.device, options.ranks), options.ranks)
+    device = options.device
+    if device == "auto" and 1 == options.ranks <= torch.cuda.device_count():
+        device = "cuda"  # elsewhere "auto" leaves a single GPU to the notebook
+    choice = hpnb.ranks.choose_device(device, options.ranks)
     tiny = options.size == "tiny" or (options.size is None and choice.device == "cpu")
-    of = task(
+    task = make_task(
         what, choice.device, options.ranks, tiny=tiny, batch=options.batch, rows=options.rows,
         heads=getattr(options, "heads", None), microbatches=options.microbatches,
     )  # fmt: skip
-    wanted = options.layouts or layouts.names(options.ranks)
-    shapes = {name: layouts.shape(name, options.ranks) for name in wanted}
-    for shape in shapes.values():
-        _of(of, shape, options.ranks).parts(shape)
-    with pools(choice.device, options.timeout) as among:
-        run = _begin(what, of, options.ranks, options.commit or result_files.commit(), among)
-        print(f"{run.title}: {run.ranks} x {run.device}, {options.rounds} rounds", flush=True)
+    names = options.layouts or layouts.usual_layouts(options.ranks)
+    chosen = {name: layouts.parse_layout(name, options.ranks) for name in names}
+    with rank_pools(choice.device, options.timeout) as pools:
+        command = _Command(task, chosen, options, pools)
         if options.losses:
-            _losses(run, of, shapes, options, among)
+            command.compare_losses()
         elif options.scaling:
-            _scaling(run, of, options, among)
+            command.measure_scaling()
         else:
-            _contests(run, of, shapes, options, among)
-    return run
+            command.measure_layouts()
+    return command.run
 
 
-# --- speed -----------------------------------------------------------------------------------------------
+class _Command:
+    """One call: what is measured, with which options, on which ranks, and the results so far."""
 
+    def __init__(
+        self,
+        task: TrainingTask,
+        chosen: dict[str, ParallelLayout],
+        options: argparse.Namespace,
+        pools: RankPools,
+    ) -> None:
+        self.task, self.layouts, self.options, self.pools = task, chosen, options, pools
+        for layout in chosen.values():
+            self._task_for(layout).count_microbatches(layout)
+        device: str = pools.get(options.ranks).run(worker.device_name)[0]
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__,
+                    "Python": platform.python_version()}  # fmt: skip
+        if torch.version.cuda and device != "CPU":
+            versions["CUDA"] = torch.version.cuda
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        key = f"{task.title}; {options.ranks} x {device}"
+        commit = options.commit or result_files.current_commit()
+        self.run = BenchmarkRun(task.what, key, task.title, now, commit, device, options.ranks, versions)
+        print(f"{task.title}: {options.ranks} x {device}, {options.rounds} rounds", flush=True)
 
-def _contests(
-    run: Run, of: Task, shapes: dict[str, Shape], options: argparse.Namespace, among: RankPools
-) -> None:
-    print(tables.head(of.unit), flush=True)
-    for layout, shape in shapes.items():
-        task = _of(of, shape, options.ranks)
-        found = _contest(task, layout, shape, options, among, again=True)
-        if found is None:
-            continue
-        run.layouts[layout] = found
-        print("\n".join(tables.rows(found)), flush=True)
-        _write(run, options)
-    if lines := tables.families(list(run.layouts.values())):
-        print("\n".join(lines), flush=True)
+    # --- speed -------------------------------------------------------------------------------------------
 
-
-def _contest(
-    of: Task, layout: str, shape: Shape, options: argparse.Namespace, among: RankPools, again: bool = False
-) -> LayoutResult | None:
-    known = worker.candidates(of.what, shape)
-    chosen = [
-        one.name
-        for one in known.values()
-        if (options.thorough or not one.extra or options.candidates)
-        and _asked(one.name, options.candidates, known)
-    ]
-    if not chosen:
-        print(f"{layout}: no program has a name with {' or '.join(options.candidates)}", flush=True)
-        return None
-    began = time.monotonic()
-    plain = among.reference(of, shape.ranks, _say)
-    found = LayoutBenchmark(
-        among, of, layout, shape, chosen, options.rounds, options.profile, _say, plain, again
-    ).run()
-    _say(f"{layout} took {time.monotonic() - began:.0f} s")
-    return found
-
-
-def _scaling(run: Run, of: Task, options: argparse.Namespace, among: RankPools) -> None:
-    """Speed per GPU on n of them, over that on one."""
-    counts = [n for n in range(1, options.ranks + 1) if options.ranks % n == 0]
-    speeds: dict[str, dict[str, float]] = {"hpnb": {}, "best peer": {}}
-    for n in counts:
-        part = of.on_one(options.ranks // n) if n < options.ranks else of
-        found = _contest(part, f"dp{n}" if n > 1 else "one", Shape(dp=n), options, among)
-        for side, ours in (("hpnb", True), ("best peer", False)):
-            best = found.fastest(ours) if found is not None else None
-            if found is None or best is None:
+    def measure_layouts(self) -> None:
+        """Speeds of all programs, layout by layout."""
+        print(tables.head(self.task.unit), flush=True)
+        for name, layout in self.layouts.items():
+            result = self._measure(self._task_for(layout), name, layout, repeat_best=True)
+            if result is None:
                 continue
-            speeds[side][str(n)] = found.per_gpu(best.name)
-            over = speeds[side][str(n)] / speeds[side].get("1", float("nan"))
-            print(f"{n} GPUs  {best.name:40} {found.per_gpu(best.name):12,.1f} {of.unit}/s/GPU  "
-                  f"{over:.3f} of one's", flush=True)  # fmt: skip
-    run.scaling = speeds
-    _write(run, options)
+            self.run.layouts[name] = result
+            print("\n".join(tables.layout_rows(result)), flush=True)
+            self._write()
+        if lines := tables.data_parallel_rows(list(self.run.layouts.values())):
+            print("\n".join(lines), flush=True)
 
+    def measure_scaling(self) -> None:
+        """Speed per GPU on n of them, over that on one."""
+        ranks = self.options.ranks
+        speeds: dict[str, dict[str, float]] = {"hpnb": {}, "best peer": {}}
+        for n in (n for n in range(1, ranks + 1) if ranks % n == 0):
+            task = self.task.on_one_rank(ranks // n) if n < ranks else self.task
+            result = self._measure(task, f"dp{n}" if n > 1 else "one", ParallelLayout(dp=n))
+            for side, ours in (("hpnb", True), ("best peer", False)):
+                best = result.fastest(ours) if result is not None else None
+                if result is None or best is None:
+                    continue
+                speeds[side][str(n)] = result.per_gpu(best.name)
+                over = speeds[side][str(n)] / speeds[side].get("1", float("nan"))
+                print(f"{n} GPUs  {best.name:40} {result.per_gpu(best.name):12,.1f} {task.unit}/s/GPU  "
+                      f"{over:.3f} of one's", flush=True)  # fmt: skip
+        self.run.scaling = speeds
+        self._write()
 
-# --- losses ----------------------------------------------------------------------------------------------
+    def _measure(
+        self, task: TrainingTask, name: str, layout: ParallelLayout, repeat_best: bool = False
+    ) -> LayoutResult | None:
+        options, known = self.options, worker.candidates(task.what, layout)
+        chosen = [
+            candidate.name
+            for candidate in known.values()
+            if (options.thorough or not candidate.extra or options.candidates)
+            and _is_asked(candidate.name, options.candidates, known)
+        ]
+        if not chosen:
+            print(f"{name}: no program has a name with {' or '.join(options.candidates)}", flush=True)
+            return None
+        began = time.monotonic()
+        reference = self.pools.reference_losses(task, layout.world_size, _say)
+        result = LayoutBenchmark(
+            self.pools, task, name, layout, chosen, options.rounds,
+            traces=options.profile, say=_say, reference=reference, repeat_best=repeat_best,
+        ).run()  # fmt: skip
+        _say(f"{name} took {time.monotonic() - began:.0f} s")
+        return result
 
+    # --- losses ------------------------------------------------------------------------------------------
 
-def _losses(
-    run: Run, of: Task, shapes: dict[str, Shape], options: argparse.Namespace, among: RankPools
-) -> None:
-    """Of hpnb's first program of each layout; or of those that are asked for by name, peers too."""
-    steps, one = options.losses, Shape()
-    serial, other = (among.of(1).run(worker.losses, of, one, "hpnb", steps, way)[0] for way in (False, True))
-    noise = loss_agreement.distance(serial, other)
-    print(f"one GPU: {serial[0]:.4f} to {serial[-1]:.4f} in {steps} steps; the opposite order of rows is "
-          f"{noise:.2e} away", flush=True)  # fmt: skip
-    run.losses = {"steps": steps, "serial": serial, "order": noise, "layouts": {}}
-    units = 0.0
-    if any(shape.tp > 1 for shape in shapes.values()):
-        turned = among.of(1).run(worker.losses, OtherOrder.of(of), one, "hpnb", steps)[0]
-        run.losses["units"] = units = loss_agreement.distance(serial, turned)
-        print(f"the opposite order of heads and units is {units:.2e} away", flush=True)
-    for layout, shape in shapes.items():
-        if shape.ranks == 1:
-            continue
-        known = worker.candidates(of.what, shape)
-        same = [one for one in known.values() if one.same]
-        ours = [one.name for one in same if one.ours]
-        asked = [one.name for one in same if _asked(one.name, options.candidates, known)]
-        chosen = asked if options.candidates else ours if options.thorough else ours[:1]
-        for name in chosen:
+    def compare_losses(self) -> None:
+        """Losses of hpnb's first program of each layout; or of those that are asked for by name, peers
+        too."""
+        steps, one_gpu = self.options.losses, ParallelLayout()
+        serial, backwards = (
+            self.pools.get(1).run(worker.losses, self.task, one_gpu, "hpnb", steps, way)[0]
+            for way in (False, True)
+        )
+        noise = loss_agreement.loss_distance(serial, backwards)
+        print(f"one GPU: {serial[0]:.4f} to {serial[-1]:.4f} in {steps} steps; the opposite order of rows is "
+              f"{noise:.2e} away", flush=True)  # fmt: skip
+        self.run.losses = {"steps": steps, "serial": serial, "order": noise, "layouts": {}}
+        units = 0.0
+        if any(layout.tp > 1 for layout in self.layouts.values()):
+            task = loss_agreement.ReversedUnitsTask.of(self.task)
+            reversed_units = self.pools.get(1).run(worker.losses, task, one_gpu, "hpnb", steps)[0]
+            self.run.losses["units"] = units = loss_agreement.loss_distance(serial, reversed_units)
+            print(f"the opposite order of heads and units is {units:.2e} away", flush=True)
+        for name, layout in self.layouts.items():
+            if layout.world_size > 1:
+                self._compare_losses_of(name, layout, serial, noise, units if layout.tp > 1 else 0.0)
+
+    def _compare_losses_of(
+        self, name: str, layout: ParallelLayout, serial: list[float], noise: float, units: float
+    ) -> None:
+        options, known = self.options, worker.candidates(self.task.what, layout)
+        same = [candidate for candidate in known.values() if candidate.same]
+        ours = [candidate.name for candidate in same if candidate.ours]
+        asked = [c.name for c in same if _is_asked(c.name, options.candidates, known)]
+        for program in asked if options.candidates else ours if options.thorough else ours[:1]:
             try:
-                found = among.of(shape.ranks).run(worker.losses, of, shape, name, steps)[0]
+                pool = self.pools.get(layout.world_size)
+                losses = pool.run(worker.losses, self.task, layout, program, options.losses)[0]
             except RankInterrupt:
                 raise KeyboardInterrupt from None
             except RankError as error:
-                print(f"{layout:10} {name:34} {error.summary.splitlines()[0]}", flush=True)
+                print(f"{name:10} {program:34} {error.summary.splitlines()[0]}", flush=True)
                 continue
-            far = loss_agreement.distance(serial, found)
-            run.losses["layouts"][f"{layout} {name}"] = {"distance": far, "losses": found}
-            print(loss_agreement.line(layout, name, far, noise, units if shape.tp > 1 else 0.0), flush=True)
-            _write(run, options)
+            distance = loss_agreement.loss_distance(serial, losses)
+            self.run.losses["layouts"][f"{name} {program}"] = {"distance": distance, "losses": losses}
+            print(loss_agreement.describe(name, program, distance, noise, units), flush=True)
+            self._write()
+
+    def _task_for(self, layout: ParallelLayout) -> TrainingTask:
+        """One GPU alone has a rank's share of the batch."""
+        ranks = self.options.ranks
+        return self.task.on_one_rank(ranks) if layout.world_size == 1 < ranks else self.task
+
+    def _write(self) -> None:
+        if self.options.out is not None:
+            result_files.write(self.run, self.options.out)
 
 
-# --- what surrounds it -----------------------------------------------------------------------------------
-
-
-def _device(asked: str, ranks: int) -> str:
-    """A GPU that is the only one is measured too; elsewhere it would leave one rank apart from the rest."""
-    return "cuda" if asked == "auto" and 1 == ranks <= torch.cuda.device_count() else asked
-
-
-def _begin(what: What, of: Task, ranks: int, commit: str, among: RankPools) -> Run:
-    device: str = among.of(ranks).run(worker.device_name)[0]
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__,
-                "Python": platform.python_version()}  # fmt: skip
-    if torch.version.cuda and device != "CPU":
-        versions["CUDA"] = torch.version.cuda
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    key = f"{of.title}; {ranks} x {device}"
-    return Run(what, key, of.title, now, commit, device, ranks, versions)
-
-
-def _of(of: Task, shape: Shape, ranks: int) -> Task:
-    """One GPU alone has a rank's share of the batch."""
-    return of.on_one(ranks) if shape.ranks == 1 < ranks else of
-
-
-def _write(run: Run, options: argparse.Namespace) -> None:
-    if options.out is not None:
-        result_files.write(run, options.out)
-
-
-def _asked(name: str, parts: Iterable[str] | None, known: Collection[str]) -> bool:
-    """By a part of its name; what is a whole name means that program alone."""
+def _is_asked(name: str, parts: Iterable[str] | None, known: Collection[str]) -> bool:
+    """Whether a part of the name is asked for. A part that is a full name means that program alone."""
     return not parts or any(part == name if part in known else part in name for part in parts)
 
 

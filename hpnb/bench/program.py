@@ -1,4 +1,4 @@
-"""What is measured: a training program that is built, warm, and can take one step after the other."""
+"""A training program of a benchmark: built, warm, and able to take one step after the other."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from hpnb.bench.layouts import Shape
-from hpnb.bench.tasks import BatchFeed, Task
+from hpnb.bench.tasks import BatchFeed, TrainingTask
+from hpnb.mesh import ParallelLayout
 
 
 @dataclass
 class Program:
-    """On a rank.
+    """A program on a rank.
 
     Attributes:
-        step: forward, backward, optimizer, of the batch at hand.
-        loss: of the last step, the mean over the batch of all ranks; all ranks call it.
-        feed: the batch at hand.
-        bubble: measured and simulated idle share of one more step, which is recorded; where there is one.
-        replicas: what is the same on every rank of `among`, if gradients are summed; where the program says
-            so.
-        among: ranks along dp; None for all.
+        step: forward, backward and optimizer, of the batch in `feed`. loss: of the last step, the mean over
+        the batch of all ranks; all ranks call it. bubble: measured and simulated idle share of one more step,
+        which is recorded; where there is one. replicas: tensors that are equal on every rank of `dp_group`,
+        if gradients are summed; where the program
+            says so.
+        dp_group: ranks along dp; None for all.
     """
 
     step: Callable[[], object]
@@ -31,12 +30,12 @@ class Program:
     feed: BatchFeed
     bubble: Callable[[], tuple[float, float]] | None = None
     replicas: Callable[[], Iterable[torch.Tensor]] = tuple
-    among: dist.ProcessGroup | None = None
+    dp_group: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """How to build one. It is called on every rank.
+    """How to build a program, on every rank.
 
     Attributes:
         name: as a table shows it; hpnb's begin with "hpnb".
@@ -45,7 +44,7 @@ class Candidate:
     """
 
     name: str
-    build: Callable[[Task, Shape], Program]
+    build: Callable[[TrainingTask, ParallelLayout], Program]
     same: bool = True
     extra: bool = False
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpnb.bench.results import Run
+from hpnb.bench.results import BenchmarkRun
 from hpnb.bench.tables import markdown
 from hpnb.files import write_text
 
@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parent / "results"
 WITHDRAWN = "withdrawn.json"
 
 
-def commit() -> str:
+def current_commit() -> str:
     """Of the code that runs: 8 digits, with a + behind them where files differ from it; or "unknown"."""
     try:
         head = _git("rev-parse", "--short=8", "HEAD")
@@ -35,8 +35,8 @@ def _git(*what: str) -> str:
     return done.stdout.strip()
 
 
-def write(run: Run, where: str | Path) -> Path:
-    """Into a file, or into a folder under a name that says when and what. Written whole or not at all.
+def write(run: BenchmarkRun, where: str | Path) -> Path:
+    """Into a file, or into a folder under a name that says when and what. Replaced in one step.
 
     Returns:
         The file.
@@ -49,7 +49,7 @@ def write(run: Run, where: str | Path) -> Path:
     return path
 
 
-def read(folder: Path = RESULTS) -> list[Run]:
+def read(folder: Path = RESULTS) -> list[BenchmarkRun]:
     """All runs of a folder, the oldest first.
 
     Raises:
@@ -58,18 +58,18 @@ def read(folder: Path = RESULTS) -> list[Run]:
     return list(named(folder).values())
 
 
-def named(folder: Path = RESULTS) -> dict[str, Run]:
+def named(folder: Path = RESULTS) -> dict[str, BenchmarkRun]:
     """`read`, by the names of the files. Layouts that have been withdrawn are not in them."""
-    found = {}
+    runs = {}
     wrong = withdrawn(folder)
     for path in sorted(set(folder.glob("*.json")) - {folder / WITHDRAWN}):
         try:
-            run = Run.of_json(json.loads(path.read_text(encoding="utf-8")))
+            run = BenchmarkRun.of_json(json.loads(path.read_text(encoding="utf-8")))
             left = {name: one for name, one in run.layouts.items() if name not in wrong.get(path.name, {})}
-            found[path.name] = replace(run, layouts=left)
+            runs[path.name] = replace(run, layouts=left)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path.name} is no file of results ({type(error).__name__}: {error})") from None
-    return dict(sorted(found.items(), key=lambda one: one[1].date))
+    return dict(sorted(runs.items(), key=lambda item: item[1].date))
 
 
 def withdrawn(folder: Path = RESULTS) -> dict[str, dict[str, str]]:
@@ -79,26 +79,26 @@ def withdrawn(folder: Path = RESULTS) -> dict[str, dict[str, str]]:
         ValueError: a file or a layout that is not there.
     """
     path = folder / WITHDRAWN
-    told: dict[str, dict[str, str]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    for name, layouts in told.items():
+    reasons: dict[str, dict[str, str]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for name, layouts in reasons.items():
         file = folder / name
-        there = json.loads(file.read_text(encoding="utf-8"))["layouts"] if file.exists() else {}
-        if unknown := [layout for layout in layouts if layout not in there]:
+        known = json.loads(file.read_text(encoding="utf-8"))["layouts"] if file.exists() else {}
+        if unknown := [layout for layout in layouts if layout not in known]:
             raise ValueError(f"{WITHDRAWN} withdraws {', '.join(unknown)} of {name}, which has none")
-    return told
+    return reasons
 
 
-def sources(found: Mapping[str, Run], key: str) -> list[str]:
+def sources(runs: Mapping[str, BenchmarkRun], key: str) -> list[str]:
     """The files of `named` that `newest` takes the layouts of a key from, the oldest first."""
-    last = {layout: name for name, run in found.items() if run.key == key for layout in run.layouts}
-    return [name for name in found if name in last.values()]
+    last = {layout: name for name, run in runs.items() if run.key == key for layout in run.layouts}
+    return [name for name in runs if name in last.values()]
 
 
-def newest(runs: Sequence[Run]) -> list[Run]:
+def newest(runs: Sequence[BenchmarkRun]) -> list[BenchmarkRun]:
     """One for each key: every layout as it was measured last, and so losses and scaling. Runs of another day
     or commit are not mixed in unless they alone have a layout; then the table says so in its last lines.
     """
-    merged: dict[str, Run] = {}
+    merged: dict[str, BenchmarkRun] = {}
     stamps: dict[str, dict[str, str]] = {}
     for run in runs:  # the oldest first
         before = merged.get(run.key)
@@ -123,10 +123,10 @@ def table(folder: Path = RESULTS) -> str:
     """
     runs = [run for run in newest(read(folder)) if run.layouts]
     if not runs:
-        raise ValueError(nothing(folder))
+        raise ValueError(describe_empty(folder))
     return "\n\n".join(markdown(run) for run in runs)
 
 
-def nothing(folder: Path) -> str:
-    """What is said of a folder without results."""
+def describe_empty(folder: Path) -> str:
+    """The error for a folder without results."""
     return f"{folder} has no results; `python -m hpnb.bench gpt2-xl --out FOLDER` writes some"

@@ -11,7 +11,7 @@ import statistics
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hpnb.bench.report import Row
+from hpnb.bench.harness import Samples
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class LayoutResult:
             beside: of those alone that it took in turns with this one, if there are any. A GPU is faster at
                 one time than at another, and only so do speeds of two say what their ratio says.
         """
-        found = [second for wave in self.waves for second in wave.get(name, ())]
+        every = [second for wave in self.waves for second in wave.get(name, ())]
         both = [second for wave in self.waves if beside in wave for second in wave.get(name, ())]
-        return statistics.median(both or found) if found else None
+        return statistics.median(both or every) if every else None
 
     def shown(self, name: str) -> float | None:
         """Seconds of a step as tables show them: hpnb's best beside the best peer, and that beside it."""
@@ -90,7 +90,8 @@ class LayoutResult:
             if ours in wave and peer in wave
             for mine, theirs in zip(wave[ours], wave[peer], strict=True)
         ]
-        return (Row("", tuple(pairs)).median, *Row("", tuple(pairs)).quartiles) if pairs else None
+        ratios = Samples("", tuple(pairs))
+        return (ratios.median, *ratios.quartiles) if pairs else None
 
     def per_gpu(self, name: str) -> float:
         """Tokens or images a second, of one rank."""
@@ -106,7 +107,7 @@ class LayoutResult:
 
 
 @dataclass
-class Run:
+class BenchmarkRun:
     """One call of `python -m hpnb.bench gpt2-xl`, and where and when.
 
     Attributes:
@@ -133,23 +134,23 @@ class Run:
         return {"format": 1, **asdict(self)}
 
     @classmethod
-    def of_json(cls, given: dict[str, Any]) -> Run:
+    def of_json(cls, content: dict[str, Any]) -> BenchmarkRun:
         """The run of a file.
 
         Raises:
             ValueError: not such a file.
         """
-        if given.get("format") != 1:
-            raise ValueError(f"format {given.get('format')!r} of results is not known; 1 is")
-        rest = {name: value for name, value in given.items() if name not in ("format", "layouts")}
-        return cls(**rest, layouts={name: _layout(one) for name, one in given["layouts"].items()})
+        if content.get("format") != 1:
+            raise ValueError(f"format {content.get('format')!r} of results is not known; 1 is")
+        rest = {name: value for name, value in content.items() if name not in ("format", "layouts")}
+        return cls(**rest, layouts={name: _layout(one) for name, one in content["layouts"].items()})
 
 
-def _layout(given: dict[str, Any]) -> LayoutResult:
+def _layout(content: dict[str, Any]) -> LayoutResult:
     entries = tuple(
         ProgramResult(
             **{**e, "losses": tuple(e["losses"]), "bubble": tuple(e["bubble"]) if e["bubble"] else None}
         )
-        for e in given["entries"]
+        for e in content["entries"]
     )
-    return LayoutResult(**{**given, "entries": entries, "waves": tuple(given["waves"])})
+    return LayoutResult(**{**content, "entries": entries, "waves": tuple(content["waves"])})

@@ -1,12 +1,12 @@
-"""Tables of what was found: as text while a run goes on, and as Markdown for the README."""
+"""Tables of results: as text while a run goes on, and as Markdown for the README."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hpnb.bench.layouts import shape
-from hpnb.bench.loss_agreement import times
-from hpnb.bench.results import LayoutResult, ProgramResult, Run
+from hpnb.bench.layouts import kind_of, parse_layout
+from hpnb.bench.loss_agreement import relative_distance
+from hpnb.bench.results import BenchmarkRun, LayoutResult, ProgramResult
 
 _WIDTH = 54
 
@@ -19,63 +19,63 @@ def head(unit: str) -> str:
     )
 
 
-def rows(found: LayoutResult) -> list[str]:
+def layout_rows(result: LayoutResult) -> list[str]:
     """A row for each program of a layout; then hpnb's best over the best peer."""
-    lines = [f"{found.layout}: products alone {found.matmul / 1e12:.4g} TFLOP/s"]
-    best, peer = found.fastest(ours=True), found.fastest(ours=False)
-    for entry in found.entries:
+    lines = [f"{result.layout}: products alone {result.matmul / 1e12:.4g} TFLOP/s"]
+    best, peer = result.fastest(ours=True), result.fastest(ours=False)
+    for entry in result.entries:
         name = f"  {entry.name}"
-        seconds = found.shown(entry.name)
+        seconds = result.shown(entry.name)
         if entry.failed or seconds is None:
             lines.append(f"{name:{_WIDTH}} {entry.failed or 'its rounds were lost with others'}")
             continue
         bubble = ["-", "-"] if entry.bubble is None else [f"{100 * part:.1f} %" for part in entry.bubble]
         line = (
-            f"{name:{_WIDTH}} {seconds * 1e3:8.2f} ms {_amount(found.per_gpu(entry.name)):>14} "
-            f"{found.tflops(entry.name):12.4g} {found.share(entry.name):10.1%} {_gib(entry.peak):>10} "
+            f"{name:{_WIDTH}} {seconds * 1e3:8.2f} ms {_amount(result.per_gpu(entry.name)):>14} "
+            f"{result.tflops(entry.name):12.4g} {result.share(entry.name):10.1%} {_gib(entry.peak):>10} "
             f"{bubble[0]:>8} {bubble[1]:>10}"
         )
         if best is not None and not entry.ours:
-            line += f"   {ratio(found, best, entry)}"
+            line += f"   {ratio(result, best, entry)}"
         lines.append(line)
     if best is not None and peer is not None:
-        lines.append(f"  {best.name} over {peer.name}: {ratio(found, best, peer)}")
-    if found.retries:
+        lines.append(f"  {best.name} over {peer.name}: {ratio(result, best, peer)}")
+    if result.retries:
         lines.append(
-            f"  the allocator ran out of memory {found.retries} times during the rounds: times are too long"
+            f"  the allocator ran out of memory {result.retries} times during the rounds: times are too long"
         )
     return lines
 
 
-def families(layouts: Sequence[LayoutResult]) -> list[str]:
+def data_parallel_rows(layouts: Sequence[LayoutResult]) -> list[str]:
     """hpnb's layouts of data parallelism over the best peer of all of them, by medians."""
     kinds = ("dp", "zero1", "zero2", "zero3")
-    family = [f for f in layouts if shape(f.layout, f.ranks).kind in kinds]
+    family = [f for f in layouts if kind_of(parse_layout(f.layout, f.ranks)) in kinds]
     peers = [(f, peer) for f in family if (peer := f.fastest(ours=False)) is not None]
     if len(family) < 2 or not peers:
         return []
     where, best = max(peers, key=lambda pair: pair[0].per_gpu(pair[1].name))
     lines = [f"over the best peer of these layouts, {best.name} of {where.layout}:"]
     for f in family:
-        if (mine := f.fastest(ours=True)) is not None:
-            lines.append(f"  {f.layout:8} {f.per_gpu(mine.name) / where.per_gpu(best.name):.3f}")
+        if (best_here := f.fastest(ours=True)) is not None:
+            lines.append(f"  {f.layout:8} {f.per_gpu(best_here.name) / where.per_gpu(best.name):.3f}")
     return lines
 
 
-def markdown(run: Run) -> str:
+def markdown(run: BenchmarkRun) -> str:
     """The README's table of a run, with where it was measured."""
     unit = next(iter(run.layouts.values())).unit if run.layouts else "tokens"
     heads = ["layout", "hpnb", f"{unit}/s/GPU", "TFLOP/s/GPU", "of matmul", "peak", "bubble (simulated)",
              "PyTorch's programs: TFLOP/s/GPU, peak, hpnb's speed over it"]  # fmt: skip
     lines = [f"{run.title}; {run.ranks} x {run.device}.", "", _line(heads), _line(["---"] * len(heads))]
-    for found in run.layouts.values():
-        best, mine = found.fastest(ours=True), [""] * 6
+    for result in run.layouts.values():
+        best, cells = result.fastest(ours=True), [""] * 6
         if best is not None:
-            said = best.name.removeprefix("hpnb").lstrip(", ") or "as is"
+            form = best.name.removeprefix("hpnb").lstrip(", ") or "as is"
             bubble = "" if best.bubble is None else f"{best.bubble[0]:.1%} ({best.bubble[1]:.1%})"
-            mine = [said, _amount(found.per_gpu(best.name)), f"{found.tflops(best.name):.4g}",
-                    f"{found.share(best.name):.0%}", _gib(best.peak), bubble]  # fmt: skip
-        lines.append(_line([found.layout, *mine, _beside(found, best)]))
+            cells = [form, _amount(result.per_gpu(best.name)), f"{result.tflops(best.name):.4g}",
+                    f"{result.share(best.name):.0%}", _gib(best.peak), bubble]  # fmt: skip
+        lines.append(_line([result.layout, *cells, _beside(result, best)]))
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     lines += ["", f"Measured {stamp(run)}, with {versions}."]
     if run.losses:
@@ -84,49 +84,48 @@ def markdown(run: Run) -> str:
     return "\n".join(lines)
 
 
-def _losses(run: Run) -> Iterator[str]:
+def _losses(run: BenchmarkRun) -> Iterator[str]:
     """Of each layout: in multiples of what another order of rows does, and with tp of heads and units."""
-    for name, found in run.losses["layouts"].items():
-        said = f"{name} {times(found['distance'], run.losses['order']):.2f}"
-        if "units" in run.losses and shape(name.split()[0], run.ranks).tp > 1:
-            said += (
-                f" ({times(found['distance'], run.losses['units']):.2f} of another order of heads and units)"
-            )
-        yield said
+    for name, losses in run.losses["layouts"].items():
+        text = f"{name} {relative_distance(losses['distance'], run.losses['order']):.2f}"
+        if "units" in run.losses and parse_layout(name.split()[0], run.ranks).tp > 1:
+            times = relative_distance(losses["distance"], run.losses["units"])
+            text += f" ({times:.2f} of another order of heads and units)"
+        yield text
 
 
-def stamp(run: Run) -> str:
+def stamp(run: BenchmarkRun) -> str:
     """When and at which commit; the last day, where there are several."""
     return f"{'until ' if ' and ' in run.commit else ''}{run.date[:10]} at {run.commit}"
 
 
-def _beside(found: LayoutResult, best: ProgramResult | None) -> str:
+def _beside(result: LayoutResult, best: ProgramResult | None) -> str:
     """All peers that ran, the fastest first."""
-    said = []
-    for one in peers(found):
-        beside = "" if best is None else f", {ratio(found, best, one)}"
-        said.append(f"{one.name}: {found.tflops(one.name):.4g}, {_gib(one.peak)}{beside}")
-    return "<br>".join(said) or no_peers(found)
+    cells = []
+    for one in peers(result):
+        beside = "" if best is None else f", {ratio(result, best, one)}"
+        cells.append(f"{one.name}: {result.tflops(one.name):.4g}, {_gib(one.peak)}{beside}")
+    return "<br>".join(cells) or no_peers(result)
 
 
-def peers(found: LayoutResult) -> list[ProgramResult]:
+def peers(result: LayoutResult) -> list[ProgramResult]:
     """All of PyTorch's programs that ran, the fastest first."""
-    ran = [one for one in found.entries if not one.ours and not one.failed and found.seconds(one.name)]
-    return sorted(ran, key=lambda one: found.per_gpu(one.name), reverse=True)
+    ran = [one for one in result.entries if not one.ours and not one.failed and result.seconds(one.name)]
+    return sorted(ran, key=lambda one: result.per_gpu(one.name), reverse=True)
 
 
-def no_peers(found: LayoutResult) -> str:
+def no_peers(result: LayoutResult) -> str:
     """What is said where there are none."""
-    apart = any(not one.ours and "train the same" in one.failed for one in found.entries)
-    return "none that trains the same" if apart else "none ran"
+    differ = any(not one.ours and "train the same" in one.failed for one in result.entries)
+    return "none that trains the same" if differ else "none ran"
 
 
-def ratio(found: LayoutResult, ours: ProgramResult, peer: ProgramResult) -> str:
+def ratio(result: LayoutResult, ours: ProgramResult, peer: ProgramResult) -> str:
     """How many times as fast as the peer, round by round where both took turns; else of medians."""
-    rounds = found.ratio(ours.name, peer.name)
+    rounds = result.ratio(ours.name, peer.name)
     if rounds is not None:
         return f"{rounds[0]:.3f} [{rounds[1]:.3f}, {rounds[2]:.3f}]"
-    return f"{found.per_gpu(ours.name) / found.per_gpu(peer.name):.3f} (of medians)"
+    return f"{result.per_gpu(ours.name) / result.per_gpu(peer.name):.3f} (of medians)"
 
 
 def _amount(value: float) -> str:

@@ -1,23 +1,22 @@
-"""A training step whose every matrix is shared by all ranks: hpnb beside torch's own program, in one run.
+"""A training step whose every matrix is sharded over all ranks: hpnb beside torch's own program, in one run.
 
     python -m hpnb.bench tensor --ranks 4 --rounds 15
 
     1d        hpnb, columns and rows
-    1d-sp     hpnb, columns and rows, tokens cut between them
+    1d-sp     hpnb, columns and rows, tokens sharded between them
     2d        hpnb, q x q ranks
     torch     parallelize_module with ColwiseParallel and RowwiseParallel
-    torch-sp  the same with SequenceParallel                        torch_tensor_parallel.py has both plans
+    torch-sp  the same with SequenceParallel                  torch_tensor_parallel.py has both plans
 
-All have the same model class, initial weights, batch and fused AdamW, and live on the same ranks. A round
-is one step of each, and the next round begins with another one; half of the rounds are with the last one
-built first. A step is timed from a barrier to the last rank's end. What counts is the ratio within each
-round. On a CPU a small ViT in float32; on GPUs ViT-L/16 and a GPT-2 of 1.5B parameters in bf16, of 20 heads
-where the original has 25, which torch's plan cannot share among 4 ranks (`--heads 25` measures hpnb alone).
-Before a clock counts, the losses of the first steps are compared: all compute the same model.
+All have the same model class, initial weights, batch and fused AdamW, and take turns on the same ranks
+(harness.py). On a CPU a small ViT in float32; on GPUs ViT-L/16 and a GPT-2 of 1.5B parameters in bf16. That
+GPT-2 has 20 heads where the original has 25, which torch's plan cannot shard over 4 ranks (`--heads 25`
+measures hpnb alone). The losses of the first steps are compared before a clock counts, because all must
+compute the same model.
 
-Bytes are those that leave a rank in one step, counted as `hpnb.record.traffic` does. Memory is the most
-that a candidate has allocated in a step: weights, gradients and optimizer states too. Both are of the rank
-with most.
+The table says how many bytes leave a rank in one step, counted as `hpnb.record.traffic` does, and the most
+bytes that a candidate has allocated in a step, with weights, gradients and optimizer state. Both are of the
+rank with most.
 """
 
 from __future__ import annotations
@@ -25,48 +24,80 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 import hpnb
 from hpnb import Axis, Layout, Mesh
 from hpnb.bench import torch_tensor_parallel
-from hpnb.bench.harness import WARM_UP, Step, nothing_left, timed
-from hpnb.bench.profile_step import profiled
-from hpnb.bench.report import Row
-from hpnb.bench.tensor_task import MODELS, Task, task
-from hpnb.models import GPT2Size
+from hpnb.bench.harness import (
+    WARM_UP,
+    Comparison,
+    Measurement,
+    Step,
+    compare,
+    compare_both_orders,
+    samples_of,
+    time_step,
+)
+from hpnb.bench.profile_step import profile_step
+from hpnb.bench.tasks import BatchFeed, TrainingTask, cast_inputs
+from hpnb.models import GPT2_SIZES, SIZES, GPT2Size
 
+MODELS = {"cuda": ("vit", "gpt2"), "cpu": ("vit",)}  # by the kind of device, if none is asked for
 _ADAM: dict[str, Any] = {"lr": 1e-4, "fused": True}
-_TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4, torch.float64: 1e-10}  # of the first loss
+_TOLERANCE = {16: 2e-2, 32: 1e-4, 64: 1e-10}  # of the first loss, by bits
+
+
+def make_task(device: str, model: str, batch: int | None = None, heads: int | None = None) -> TrainingTask:
+    """What is trained on this kind of device, "cpu" or "cuda".
+
+    Args:
+        model: "vit" or "gpt2".
+        batch: images or sequences of a step, over all ranks; None is the usual number.
+        heads: of a GPT-2, if not the usual number.
+
+    Raises:
+        ValueError: no batch, or heads that do not fit.
+    """
+    if batch is not None and batch < 1:
+        raise ValueError(f"batch={batch} is no batch; use 1 or more")
+    gpu = device != "cpu"
+    bits = 16 if gpu else 32
+    if model == "vit":
+        count = batch or (64 if gpu else 16)
+        return TrainingTask(model, SIZES["l16" if gpu else "laptop"], count, count, bits)
+    size = replace(GPT2_SIZES["1.5b" if gpu else "laptop"], heads=heads or (20 if gpu else 4))
+    count = batch or (8 if gpu else 4)
+    return TrainingTask(model, size, count, count, bits)
 
 
 # --- the candidates --------------------------------------------------------------------------------------
 
 
-def _hpnb(mode: str, sequence: bool, task: Task, axis: Axis) -> Step:
-    model = hpnb.tensor_parallel.parallelize(task.build(), axis, mode, sequence)
-    return _step(model, [{"params": list(model.parameters())}], task, by_words=False)
+def _hpnb(mode: str, sequence: bool, task: TrainingTask, axis: Axis) -> Step:
+    model = hpnb.tensor_parallel.parallelize(task.build().to(task.dtype), axis, mode, sequence)
+    return _step(model, [{"params": list(model.parameters())}], task, split_vocab=False)
 
 
-def _torch(sequence: bool, task: Task, axis: Axis) -> Step:
-    model = torch_tensor_parallel.parallelize(task.build(), axis, sequence)
-    return _step(model, torch_tensor_parallel.groups(model), task, by_words=isinstance(task.size, GPT2Size))
+def _torch(sequence: bool, task: TrainingTask, axis: Axis) -> Step:
+    model = torch_tensor_parallel.parallelize(task.build().to(task.dtype), axis, sequence)
+    groups = torch_tensor_parallel.groups(model)
+    return _step(model, groups, task, split_vocab=isinstance(task.size, GPT2Size))
 
 
-def _step(model: nn.Module, groups: list[dict[str, Any]], task: Task, by_words: bool) -> Step:
-    optimizer, batch = torch.optim.AdamW(groups, **_ADAM), task.batch()
+def _step(model: nn.Module, groups: list[dict[str, Any]], task: TrainingTask, split_vocab: bool) -> Step:
+    optimizer, batch = torch.optim.AdamW(groups, **_ADAM), cast_inputs(BatchFeed(task).batch, task.dtype)
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        with loss_parallel() if by_words else nullcontext():
+        with loss_parallel() if split_vocab else nullcontext():
             loss: torch.Tensor = model(**batch).loss
             loss.backward()
         optimizer.step()
@@ -75,7 +106,7 @@ def _step(model: nn.Module, groups: list[dict[str, Any]], task: Task, by_words: 
     return step
 
 
-CANDIDATES: dict[str, tuple[str, Callable[[Task, Axis], Step]]] = {
+CANDIDATES: dict[str, tuple[str, Callable[[TrainingTask, Axis], Step]]] = {
     "1d": ("hpnb 1d", partial(_hpnb, "1d", False)),
     "1d-sp": ("hpnb 1d, sequence parallel", partial(_hpnb, "1d", True)),
     "2d": ("hpnb 2d", partial(_hpnb, "2d", False)),
@@ -87,116 +118,48 @@ CANDIDATES: dict[str, tuple[str, Callable[[Task, Axis], Step]]] = {
 # --- measuring -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What one rank saw of one candidate.
+def measure(
+    rounds: int, last_first: bool, task: TrainingTask, names: Sequence[str], folder: str | None
+) -> Comparison:
+    """On a rank: the candidates take turns.
 
-    Attributes:
-        seconds: of its steps, one a round.
-        sent: bytes that leave this rank in a step.
-        peak: the most bytes that it has allocated in a step, of the GPU; 0 without one.
-        losses: of its first steps.
-    """
-
-    seconds: tuple[float, ...]
-    sent: float
-    peak: int
-    losses: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Found:
-    """By candidate: what was measured, or why it was left out; and profiles, as text."""
-
-    measured: dict[str, Measured] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    profiles: tuple[str, ...] = ()
-
-
-def measure(task: Task, names: Sequence[str], rounds: int, last_first: bool, traces: str | None) -> Found:
-    """On a rank: every candidate takes one step a round, and another one begins each time.
+    Args:
+        folder: for Chrome traces of one step of hpnb's fastest and one of torch's, if not last_first.
 
     Raises:
         RuntimeError: losses of the same weights and the same batch that are not the same.
     """
-    axis, left_out = Mesh(Layout(tp=hpnb.world_size())).tp, {}
-    steps: dict[str, Step] = {}
-    losses, peaks, sent = {}, {}, {}
-    with nothing_left():
-        for name in reversed(names) if last_first else names:
-            begun = _begin(partial(CANDIDATES[name][1], task, axis))
-            if isinstance(begun, str):
-                left_out[name] = begun
-            else:
-                steps[name], losses[name], peaks[name] = begun
-        steps = {name: steps[name] for name in names if name in steps}
-        apart(task, losses)
-        for name, step in steps.items():
-            with hpnb.record.traffic() as t:
-                step()
-            sent[name] = t.total
-        seconds: dict[str, list[float]] = {name: [] for name in steps}
-        turn = list(steps)
-        for _ in range(rounds):
-            for name in turn:
-                seconds[name].append(timed(steps[name]))
-            turn.append(turn.pop(0))
-        measured = {n: Measured(tuple(seconds[n]), sent[n], peaks[n], losses[n]) for n in steps}
-        profiles = _profiles(task, steps, measured, Path(traces)) if traces else ()
-        steps.clear()
-    return Found(measured, left_out, profiles)
+    axis = Mesh(Layout(tp=hpnb.world_size())).tp
+
+    def profile(steps: Mapping[str, Step], measured: Mapping[str, Measurement]) -> tuple[str, ...]:
+        texts = []
+        for side in ("hpnb", "torch") if folder is not None and not last_first else ():
+            if of_side := [name for name in steps if CANDIDATES[name][0].startswith(side)]:
+                name = min(of_side, key=lambda one: statistics.median(measured[one].seconds))
+                path = Path(str(folder), f"{task.what}-{name}.json") if hpnb.rank() == 0 else None
+                texts.append(profile_step(CANDIDATES[name][0], partial(time_step, steps[name]), path))
+        return tuple(texts)
+
+    builders = {name: partial(CANDIDATES[name][1], task, axis) for name in names}
+    check = partial(compare_losses, task)
+    return compare(builders, rounds, last_first, count_bytes=True, check=check, profile=profile)
 
 
-def _begin(build: Callable[[], Step]) -> tuple[Step, tuple[float, ...], int] | str:
-    """(a candidate that is warm, losses of its first steps, its peak of memory), or why it cannot be."""
-    with nothing_left():
-        before = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
-    try:  # all ranks are refused, or none
-        step: Any = build()
-        losses = [_number(step())]
-    except ValueError as refused:
-        return str(refused)
-    losses += [_number(step()) for _ in range(WARM_UP - 1)]
-    if not torch.cuda.is_initialized():
-        return step, tuple(losses), 0
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return step, tuple(losses), torch.cuda.max_memory_allocated() - before
-
-
-def _number(loss: Any) -> float:
-    return float(loss.full_tensor()) if isinstance(loss, DTensor) else float(loss)
-
-
-def apart(task: Task, losses: Mapping[str, Sequence[float]]) -> float:
-    """How far the losses of the first steps are apart at most, over the first loss.
+def compare_losses(task: TrainingTask, losses: Mapping[str, Sequence[float]]) -> float:
+    """How much the losses of the first steps differ at most, over the first loss.
 
     Raises:
-        RuntimeError: the first ones, which have the same weights, are too far apart.
+        RuntimeError: the first ones, which have the same weights, differ too much.
     """
-    first = {name: all_of[0] for name, all_of in losses.items()}
+    first = {name: of_steps[0] for name, of_steps in losses.items()}
     if not first:
         return 0.0
     scale = statistics.median(first.values())
-    if not max(first.values()) - min(first.values()) <= _TOLERANCE[task.dtype] * scale:
-        told = ", ".join(f"{name} {loss:.6f}" for name, loss in first.items())
-        raise RuntimeError(f"these compute different models: the same weights have the losses {told}")
+    if not max(first.values()) - min(first.values()) <= _TOLERANCE[task.bits] * scale:
+        values = ", ".join(f"{name} {loss:.6f}" for name, loss in first.items())
+        raise RuntimeError(f"these compute different models: the same weights have the losses {values}")
     steps = zip(*losses.values(), strict=True)
     return float(max(max(step) - min(step) for step in steps) / scale)
-
-
-def _profiles(
-    task: Task, steps: Mapping[str, Step], measured: Mapping[str, Measured], folder: Path
-) -> tuple[str, ...]:
-    """The fastest of hpnb's, and of torch's."""
-    found = []
-    for kind in ("hpnb", "torch"):
-        if mine := [name for name in steps if CANDIDATES[name][0].startswith(kind)]:
-            name = min(mine, key=lambda one: statistics.median(measured[one].seconds))
-            path = folder / f"{task.model}-{name}.json" if hpnb.rank() == 0 else None
-            found.append(profiled(CANDIDATES[name][0], steps[name], path))
-    return tuple(found)
 
 
 # --- the table -------------------------------------------------------------------------------------------
@@ -221,52 +184,43 @@ def run(
     Raises:
         ValueError: no rounds, no batch, or heads that do not fit.
     """
-    if rounds < 1:
-        raise ValueError(f"rounds={rounds} measures nothing; use 1 or more")
     choice = hpnb.ranks.choose_device(device, ranks)
+    of_models = [make_task(choice.device, model, batch, heads) for model in models or MODELS[choice.device]]
     with hpnb.Ranks(choice.ranks, device=choice.device, timeout=600.0) as pool:
-        for model in models or MODELS[choice.device]:
-            of = task(torch.device(choice.device), model, batch, heads)
-            halves = [pool.run(measure, of, names, rounds - rounds // 2, False, traces)]
-            if rounds > 1:
-                halves.append(pool.run(measure, of, names, rounds // 2, True, None))
-            title = f"{of.name}: {choice.ranks} ranks on {choice.device}, {rounds} rounds"
-            print(report(title, of, halves), end="\n\n", flush=True)
+        for task in of_models:
+            halves = compare_both_orders(pool, measure, rounds, task, names, traces)
+            title = f"{task.title}: {choice.ranks} ranks on {choice.device}, {rounds} rounds"
+            print(report(title, task, halves), end="\n\n", flush=True)
 
 
-def report(title: str, task: Task, halves: Sequence[Sequence[Found]]) -> str:
+def report(title: str, task: TrainingTask, halves: Sequence[Sequence[Comparison]]) -> str:
     """The table, and what was left out, as text.
 
     Args:
-        halves: of the rounds, what each rank found.
+        halves: of the rounds, what each rank measured.
     """
-    first = halves[0][0]
-    rows = {
-        name: Row(CANDIDATES[name][0], sum((half[0].measured[name].seconds for half in halves), ()))
-        for name in first.measured
-    }
-    torchs = (name for name in rows if CANDIDATES[name][0].startswith("torch"))
-    theirs = sorted(torchs, key=lambda name: rows[name].median)
-    rivals = [*theirs[:1], *(name for name in theirs[1:] if name == "torch-sp")]
-    notes = {"torch-sp": torch_tensor_parallel.note(task.size, len(halves[0]))}
-    names = {name: row.name + notes.get(name, "") for name, row in rows.items()}
-    width = max(map(len, names.values()), default=0)
+    first, rows = halves[0][0], samples_of(halves)
+    torch_rows = (name for name in rows if CANDIDATES[name][0].startswith("torch"))
+    by_speed = sorted(torch_rows, key=lambda name: rows[name].median)
+    rivals = [*by_speed[:1], *(name for name in by_speed[1:] if name == "torch-sp")]
+    titles = {name: CANDIDATES[name][0] for name in rows}
+    if "torch-sp" in titles:
+        titles["torch-sp"] += torch_tensor_parallel.note(task.size, len(halves[0]))
+    width = max(map(len, titles.values()), default=0)
     heads = [f"{'':{width}} {'median':>11} {'quartiles':>20}"]
-    heads += [f" {'over ' + rows[name].name:>30}" for name in rivals]
+    heads += [f" {'over ' + CANDIDATES[name][0]:>30}" for name in rivals]
     lines = [title, "".join([*heads, f" {'leaves a rank':>14} {'peak':>10}"])]
     for name, row in rows.items():
-        every = [found.measured[name] for half in halves for found in half]
         low, high = row.quartiles
-        line = f"{names[name]:{width}} {row.median * 1e3:8.2f} ms {low * 1e3:8.2f} to {high * 1e3:8.2f}"
-        for rival in rivals:
-            ratio = Row("", tuple(a / b for a, b in zip(row.seconds, rows[rival].seconds, strict=True)))
-            low, high = ratio.quartiles
-            line += f" {f'{ratio.median:.3f} [{low:.3f}, {high:.3f}]':>30}"
-        peak = max(m.peak for m in every)
-        line += f" {max(m.sent for m in every) / 2**20:10.1f} MiB"
+        line = f"{titles[name]:{width}} {row.median * 1e3:8.2f} ms {low * 1e3:8.2f} to {high * 1e3:8.2f}"
+        line += "".join(f" {row.over(rows[rival])!s:>30}" for rival in rivals)
+        on_ranks = [comparison.measured[name] for half in halves for comparison in half]
+        peak = max(m.peak for m in on_ranks)
+        line += f" {max(m.sent for m in on_ranks) / 2**20:10.1f} MiB"
         lines.append(line + (f" {peak / 2**30:6.2f} GiB" if peak else f" {'-':>10}"))
-    far = max(apart(task, {n: m.losses for n, m in one.measured.items()}) for half in halves for one in half)
-    lines.append(f"losses of the first {WARM_UP} steps differ by {far:.1e} of the first one at most")
+    of_ranks = [{n: m.losses for n, m in one.measured.items()} for half in halves for one in half]
+    difference = max(compare_losses(task, losses) for losses in of_ranks)
+    lines.append(f"losses of the first {WARM_UP} steps differ by {difference:.1e} of the first one at most")
     lines += [f"left out: {CANDIDATES[name][0]}: {why}" for name, why in first.left_out.items()]
     lines += [f"\n{text}" for text in first.profiles]
     return "\n".join(lines)

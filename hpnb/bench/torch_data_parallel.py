@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -29,70 +29,47 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 import hpnb
 from hpnb.bench import torch_precision
-from hpnb.bench.layouts import Shape
 from hpnb.bench.program import Program
-from hpnb.bench.tasks import CLASSES, BatchFeed, Task
-from hpnb.bench.torch_precision import Compiled, Steps
+from hpnb.bench.tasks import CLASSES, BatchFeed, TrainingTask, cast_inputs
+from hpnb.bench.torch_precision import Compiled, OptimizerLike
+from hpnb.mesh import ParallelLayout
 
 Around = Callable[[], AbstractContextManager[Any]]
 
 
-def alone(how: Compiled, task: Task, shape: Shape) -> Program:
-    """The model on one GPU, with masters."""
-    model: Any = task.build().to(torch_precision.narrow(task))
-    torch_precision.use_loss(model, how)
-    torch_precision.compile_parts(model, how)
-    return accumulating(task, shape, _whole(model, how), torch_precision.adamw(model.parameters(), task.lr))
+def replicas(
+    how: Compiled, task: TrainingTask, layout: ParallelLayout, *, autocast: bool = False, zero_1: bool = False
+) -> Program:
+    """Replicas in DDP; on one GPU the model itself.
 
-
-def alone_autocast(how: Compiled, task: Task, shape: Shape) -> Program:
-    """The model on one GPU, with float32 weights."""
+    Args:
+        autocast: float32 weights, and gradients that DDP compresses to bf16 on their way. By default bf16
+            weights with masters, whose gradients travel as bf16.
+        zero_1: shard optimizer state by ZeroRedundancyOptimizer.
+    """
     model: Any = task.build()
+    if not autocast:
+        model = model.to(torch_precision.narrow(task))
     torch_precision.use_loss(model, how)
     torch_precision.compile_parts(model, how)
-    optimizer = torch_precision.adamw(model.parameters(), task.lr)
-    return accumulating(
-        task, shape, _whole(model, how), optimizer, around=lambda: torch_precision.autocast(task)
+    module = model
+    if layout.dp > 1:
+        # ZeroRedundancyOptimizer steps views, which a static graph forbids.
+        module = wrap_ddp(model, static=task.count_microbatches(layout) == 1 and not zero_1)
+        if autocast and task.bits == 16:
+            module.register_comm_hook(None, bf16_compress_hook)
+    optimizer: OptimizerLike = (
+        ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=task.lr, fused=True
+        )
+        if zero_1
+        else torch_precision.adamw(model.parameters(), task.lr)
     )
+    around = partial(torch_precision.autocast, task) if autocast else nullcontext
+    return accumulating(task, layout, _compile_model(module, how), optimizer, module, around=around)
 
 
-def ddp(how: Compiled, task: Task, shape: Shape) -> Program:
-    """DDP of bf16 weights with masters: gradients travel as bf16."""
-    model: Any = task.build().to(torch_precision.narrow(task))
-    torch_precision.use_loss(model, how)
-    torch_precision.compile_parts(model, how)
-    wrapped = replicated(model, task.parts(shape) == 1)
-    return accumulating(
-        task, shape, _whole(wrapped, how), torch_precision.adamw(model.parameters(), task.lr), wrapped
-    )
-
-
-def ddp_autocast(how: Compiled, task: Task, shape: Shape) -> Program:
-    """DDP of float32 weights; gradients are compressed to bf16 on their way."""
-    model: Any = task.build()
-    torch_precision.use_loss(model, how)
-    torch_precision.compile_parts(model, how)
-    wrapped = _compressed(task, replicated(model, task.parts(shape) == 1))
-    optimizer = torch_precision.adamw(model.parameters(), task.lr)
-    runs, around = _whole(wrapped, how), lambda: torch_precision.autocast(task)
-    return accumulating(task, shape, runs, optimizer, wrapped, around=around)
-
-
-def zero_1(how: Compiled, task: Task, shape: Shape) -> Program:
-    """DDP, and an optimizer whose states are dealt out."""
-    model: Any = task.build()
-    torch_precision.use_loss(model, how)
-    torch_precision.compile_parts(model, how)
-    wrapped = _compressed(task, replicated(model, False))  # it steps views that a static graph forbids
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=task.lr, fused=True
-    )
-    return accumulating(
-        task, shape, wrapped, optimizer, wrapped, around=lambda: torch_precision.autocast(task)
-    )
-
-
-def fsdp(how: Compiled, reshard: bool, sharded: bool, task: Task, shape: Shape) -> Program:
+def fsdp(how: Compiled, reshard: bool, sharded: bool, task: TrainingTask, layout: ParallelLayout) -> Program:
     """FSDP2.
 
     Args:
@@ -102,14 +79,14 @@ def fsdp(how: Compiled, reshard: bool, sharded: bool, task: Task, shape: Shape) 
     model: Any = task.build()
     torch_precision.use_loss(model, how)
     torch_precision.compile_parts(model, how)
-    mesh = mesh_of(("dp",), (shape.dp,)) if sharded else mesh_of(("dp", "one"), (shape.dp, 1))
+    mesh = mesh_of(("dp",), (layout.dp,)) if sharded else mesh_of(("dp", "one"), (layout.dp, 1))
     shard(task, model, mesh, reshard)
     optimizer = torch_precision.adamw(model.parameters(), task.lr)
-    return accumulating(task, shape, model, optimizer, model, reshard=reshard)
+    return accumulating(task, layout, model, optimizer, model, reshard=reshard)
 
 
-def timm(how: Compiled, task: Task, shape: Shape) -> Program:
-    """timm's ViT of the same shape in DDP, with masters.
+def timm(how: Compiled, task: TrainingTask, layout: ParallelLayout) -> Program:
+    """timm's ViT of the same size in DDP, with masters.
 
     Raises:
         ValueError: timm is not installed, or it has no ViT of this size.
@@ -127,8 +104,8 @@ def timm(how: Compiled, task: Task, shape: Shape) -> Program:
         for block in model.inner.blocks:
             block.compile(dynamic=False)
     optimizer = torch_precision.adamw(model.parameters(), task.lr)
-    wrapped = replicated(model, True) if shape.dp > 1 else model
-    return accumulating(task, shape, _whole(wrapped, how), optimizer, wrapped)
+    module = wrap_ddp(model, True) if layout.dp > 1 else model
+    return accumulating(task, layout, _compile_model(module, how), optimizer, module)
 
 
 # --- what they are made of -----------------------------------------------------------------------------
@@ -140,19 +117,13 @@ def mesh_of(names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh(hpnb.device().type, sizes, mesh_dim_names=names)
 
 
-def replicated(model: nn.Module, static: bool, group: dist.ProcessGroup | None = None) -> nn.Module:
+def wrap_ddp(model: nn.Module, static: bool, group: dist.ProcessGroup | None = None) -> Any:
     return DistributedDataParallel(
         model, process_group=group, gradient_as_bucket_view=True, static_graph=static
     )
 
 
-def _compressed(task: Task, wrapped: Any) -> Any:
-    if task.bits == 16:
-        wrapped.register_comm_hook(None, bf16_compress_hook)
-    return wrapped
-
-
-def shard(task: Task, model: nn.Module, mesh: DeviceMesh, reshard: bool) -> None:
+def shard(task: TrainingTask, model: nn.Module, mesh: DeviceMesh, reshard: bool) -> None:
     """In place: each block by itself, and the rest, which the backward needs first: it stays gathered."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if task.bits == 16 else None)
     for block in torch_precision.blocks(model):
@@ -160,15 +131,15 @@ def shard(task: Task, model: nn.Module, mesh: DeviceMesh, reshard: bool) -> None
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
-def _whole(model: Any, how: Compiled) -> Any:
-    return torch.compile(model, dynamic=False) if how == "whole" and hpnb.device().type == "cuda" else model
+def _compile_model(model: Any, how: Compiled) -> Any:
+    return torch.compile(model, dynamic=False) if how == "model" and hpnb.device().type == "cuda" else model
 
 
 def accumulating(
-    task: Task,
-    shape: Shape,
+    task: TrainingTask,
+    layout: ParallelLayout,
     runs: Any,
-    optimizer: Steps,
+    optimizer: OptimizerLike,
     sends: Any = None,
     around: Around = nullcontext,
     within: Around = nullcontext,
@@ -182,14 +153,14 @@ def accumulating(
         around: each forward; `within`: forward and backward.
         reshard: let FSDP2's parameters go after every backward, and not after the last alone.
     """
-    parts, dtype = task.parts(shape), next(runs.parameters()).dtype
-    coordinate = hpnb.rank() // (shape.pp * shape.tp) % shape.dp  # of dp, which is outermost
-    feed, seen = BatchFeed(task, coordinate, shape.dp), list[torch.Tensor]()
+    count, dtype = task.count_microbatches(layout), next(runs.parameters()).dtype
+    coordinate = hpnb.rank() // (layout.pp * layout.tp) % layout.dp  # of dp, which is outermost
+    feed, last_losses = BatchFeed(task, coordinate, layout.dp), list[torch.Tensor]()
 
-    def quiet(last: bool) -> AbstractContextManager[Any]:
+    def sync_if(last: bool) -> AbstractContextManager[Any]:
         if isinstance(sends, DistributedDataParallel):
             return nullcontext() if last else sends.no_sync()
-        if isinstance(sends, FSDPModule) and parts > 1:
+        if isinstance(sends, FSDPModule) and count > 1:
             sends.set_requires_gradient_sync(last)
             if not reshard:
                 sends.set_reshard_after_backward(last)
@@ -198,25 +169,25 @@ def accumulating(
     def step() -> None:
         optimizer.zero_grad()
         losses = []
-        for i, part in enumerate(feed.split(parts)):
-            with quiet(i == parts - 1), within():
+        for i, microbatch in enumerate(feed.split(count)):
+            with sync_if(i == count - 1), within():
                 with around():
-                    loss = runs(**torch_precision.inputs(part, dtype)).loss / parts
+                    loss = runs(**cast_inputs(microbatch, dtype)).loss / count
                 loss.backward()
             losses.append(loss.detach())
         optimizer.step()
-        seen[:] = losses
+        last_losses[:] = losses
 
     def loss() -> float:
-        return mean(torch.stack([_number(one) for one in seen]).sum())
+        return mean(torch.stack([_number(one) for one in last_losses]).sum())
 
-    replicas = runs.parameters if isinstance(sends, DistributedDataParallel) else tuple
-    return Program(step, loss, feed, replicas=replicas)
+    parameters = runs.parameters if isinstance(sends, DistributedDataParallel) else tuple
+    return Program(step, loss, feed, replicas=parameters)
 
 
 def _number(loss: torch.Tensor) -> torch.Tensor:
-    whole: Any = loss
-    return (whole.full_tensor() if hasattr(whole, "full_tensor") else loss).double()
+    value: Any = loss
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).double()  # type: ignore[no-any-return]
 
 
 def mean(loss: torch.Tensor, ranks: int | None = None) -> float:

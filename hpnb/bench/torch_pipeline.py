@@ -28,84 +28,85 @@ from torch.distributed.tensor import DTensor
 
 import hpnb
 from hpnb.bench import torch_precision, torch_tensor_parallel
-from hpnb.bench.layouts import Shape
 from hpnb.bench.program import Program
-from hpnb.bench.tasks import BatchFeed, Task
-from hpnb.bench.torch_data_parallel import mean, mesh_of, replicated, shard
-from hpnb.bench.torch_tensor_programs import by_words
+from hpnb.bench.tasks import BatchFeed, TrainingTask, cast_inputs
+from hpnb.bench.torch_data_parallel import mean, mesh_of, shard, wrap_ddp
+from hpnb.mesh import ParallelLayout
 from hpnb.models import GPT2Size
 from hpnb.ranks.process_group import collective_timeout
 
 _AXES = ("dp", "pp", "tp")
-Replicas = Literal["ddp", "fsdp"]
+ReplicaWrapper = Literal["ddp", "fsdp"]
 
 
 def pipelined(
     kind: str,
     chunks: int,
-    replicas: Replicas,
+    wrapper: ReplicaWrapper,
     how: torch_precision.Compiled,
     sequence: bool,
-    task: Task,
-    shape: Shape,
+    task: TrainingTask,
+    layout: ParallelLayout,
 ) -> Program:
     """A program of the schedule `kind`: Schedule1F1B, ScheduleInterleaved1F1B or ScheduleZBVZeroBubble.
 
     Args:
         chunks: stages of a rank; 1 for the first of them, and 2 for the last.
-        replicas: what stages of several replicas are wrapped in.
+        wrapper: what stages of several replicas are wrapped in.
         how: "blocks" and "head" compile them, for schedules that do not split backwards.
         sequence: SequenceParallel too, along tp.
 
     Raises:
         ValueError: heads or tokens that do not divide.
     """
-    parts = task.parts(shape)
-    mesh = mesh_of(_AXES, (shape.dp, shape.pp, shape.tp))
-    place, count = mesh["pp"].get_local_rank(), shape.pp * chunks
-    there_and_back = kind == "ScheduleZBVZeroBubble"
-    mine = [place, count - 1 - place] if there_and_back else list(range(place, count, shape.pp))
-    wide = shape.dp > 1 and replicas == "fsdp"
-    made = _stages(task, mesh, mine, count, wide, sequence, how)
-    tie = _Tie(mesh, made, there_and_back) if isinstance(task.size, GPT2Size) else None
-    held: list[Any] = list(made.values())
+    num_microbatches = task.count_microbatches(layout)
+    mesh = mesh_of(_AXES, (layout.dp, layout.pp, layout.tp))
+    place, count = mesh["pp"].get_local_rank(), layout.pp * chunks
+    v_shaped = kind == "ScheduleZBVZeroBubble"
+    numbers = [place, count - 1 - place] if v_shaped else list(range(place, count, layout.pp))
+    wide = layout.dp > 1 and wrapper == "fsdp"
+    modules = _build_stages(task, mesh, numbers, count, wide, sequence, how)
+    tied = _TiedEmbedding(mesh, modules, v_shaped) if isinstance(task.size, GPT2Size) else None
+    wrapped: list[Any] = list(modules.values())
     if wide:
-        for stage in held:
+        for stage in wrapped:
             shard(task, stage, mesh["dp"], reshard=False)
-    elif shape.dp > 1:
-        held = [replicated(stage, False, mesh["dp"].get_group()) for stage in held]
-    optimizer = torch_precision.adamw([p for stage in made.values() for p in stage.parameters()], task.lr)
+    elif layout.dp > 1:
+        wrapped = [wrap_ddp(stage, False, mesh["dp"].get_group()) for stage in wrapped]
+    optimizer = torch_precision.adamw([p for stage in modules.values() for p in stage.parameters()], task.lr)
     coordinate = mesh["dp"].get_local_rank()
-    feed, seen = BatchFeed(task, coordinate, shape.dp), list[torch.Tensor]()
+    feed, losses = BatchFeed(task, coordinate, layout.dp), list[torch.Tensor]()
     dtype = torch_precision.narrow(task)
-    rows = task.batch // shape.dp // parts
+    rows = task.batch // layout.dp // num_microbatches
     stages = [
-        _stage(task, module, i, count, rows, mesh, sequence) for i, module in zip(made, held, strict=True)
+        _stage(task, module, i, count, rows, mesh, sequence)
+        for i, module in zip(modules, wrapped, strict=True)
     ]
     kinds: Any = getattr(pipelining, kind)
-    schedule = kinds(stages if chunks > 1 else stages[0], parts, loss_fn=_first)
-    enters = 0 in made
-    ends = count - 1 in made
+    schedule = kinds(stages if chunks > 1 else stages[0], num_microbatches, loss_fn=_first)
+    has_first, has_last = 0 in modules, count - 1 in modules
 
     def step() -> None:
         optimizer.zero_grad()
-        given = torch_precision.inputs(feed.batch, dtype)
-        labels = given.pop("labels")
-        args = tuple(given.values()) if enters else ()
-        told = {"labels": labels, "target": labels, "losses": seen} if ends else {}
-        seen.clear()
-        with by_words(task)() if shape.tp > 1 else nullcontext():
-            schedule.step(*args, **told)
-        if tie is not None:
-            tie.sum()
+        inputs = cast_inputs(feed.batch, dtype)
+        labels = inputs.pop("labels")
+        args = tuple(inputs.values()) if has_first else ()
+        kwargs = {"labels": labels, "target": labels, "losses": losses} if has_last else {}
+        losses.clear()
+        with torch_tensor_parallel.split_vocab_loss(task)() if layout.tp > 1 else nullcontext():
+            schedule.step(*args, **kwargs)
+        if tied is not None:
+            tied.sum_gradients()
         optimizer.step()
 
     def loss() -> float:
-        there = torch.stack([one.detach().double() for one in seen]).mean() if ends else torch.zeros(())
-        return mean(there.to(hpnb.device()), shape.dp * shape.tp)
+        value = torch.zeros(())
+        if has_last:
+            value = torch.stack([one.detach().double() for one in losses]).mean()
+        return mean(value.to(hpnb.device()), layout.dp * layout.tp)
 
-    alike = [p for stage in held for p in stage.parameters()] if shape.dp > 1 and not wide else []
-    return Program(step, loss, feed, replicas=lambda: alike, among=mesh["dp"].get_group())
+    replicas = [p for stage in wrapped for p in stage.parameters()] if layout.dp > 1 and not wide else []
+    return Program(step, loss, feed, replicas=lambda: replicas, dp_group=mesh["dp"].get_group())
 
 
 # --- stages ----------------------------------------------------------------------------------------------
@@ -118,9 +119,9 @@ class Stage(nn.Module):
         super().__init__()
         self.causal = model.config.model_type == "gpt2"
         core = model.transformer if self.causal else model.vit
-        found = core.h if self.causal else core.layers
+        every_block = core.h if self.causal else core.layers
         self.first, self.last = layers.start == 0, layers.stop == last
-        self.blocks = nn.ModuleList([found[i - 1] for i in layers if 0 < i < last - 1])
+        self.blocks = nn.ModuleList([every_block[i - 1] for i in layers if 0 < i < last - 1])
         if self.first and self.causal:
             self.words, self.places, self.drop = core.wte, core.wpe, core.drop
         elif self.first:
@@ -155,34 +156,36 @@ class Stage(nn.Module):
     loss: Any = staticmethod(torch_precision.causal_loss)
 
 
-def _stages(
-    task: Task, mesh: DeviceMesh, mine: Sequence[int], count: int, wide: bool, sequence: bool,
+def _build_stages(
+    task: TrainingTask, mesh: DeviceMesh, numbers: Sequence[int], count: int, wide: bool, sequence: bool,
     how: torch_precision.Compiled,
 ) -> dict[int, Stage]:  # fmt: skip
-    """Those of the numbers `mine`; the rest of the model is let go."""
+    """The stages of these numbers; the rest of the model is freed."""
     model: Any = task.build()
     if not wide:
         model = model.to(torch_precision.narrow(task))
-    tp, words = mesh["tp"], getattr(model.config, "vocab_size", 0)
-    whole = how == "head" and words > 0
+    tp, vocab_size = mesh["tp"], getattr(model.config, "vocab_size", 0)
+    fused_loss = how == "head" and vocab_size > 0
     if tp.size() > 1:
-        torch_tensor_parallel.parallelize(model, tp, sequence, whole)
-    ends = list(pairwise(accumulate(task.cut(count), initial=0)))
-    found = {i: Stage(model, range(*ends[i]), ends[-1][1]) for i in mine}
-    for stage in found.values():
+        torch_tensor_parallel.parallelize(model, tp, sequence, fused_loss)
+    ends = list(pairwise(accumulate(task.split_layers(count), initial=0)))
+    stages = {i: Stage(model, range(*ends[i]), ends[-1][1]) for i in numbers}
+    for stage in stages.values():
         torch_precision.compile_parts(stage, how)
-        if stage.last and whole:
-            behind = torch_tensor_parallel.hidden_words(words, tp, hpnb.device()) if tp.size() > 1 else None
-            stage.loss = torch_precision.with_loss(stage.head, behind)
+        if stage.last and fused_loss:
+            mask = (
+                torch_tensor_parallel.padding_mask(vocab_size, tp, hpnb.device()) if tp.size() > 1 else None
+            )
+            stage.loss = torch_precision.with_loss(stage.head, mask)
         elif stage.last and stage.causal and (tp.size() == 1 or how != "no"):
             stage.loss = torch_precision.compiled(torch_precision.causal_loss)
-    return found
+    return stages
 
 
 def _stage(
-    task: Task, module: nn.Module, index: int, count: int, rows: int, mesh: DeviceMesh, sequence: bool
+    task: TrainingTask, module: nn.Module, index: int, count: int, rows: int, mesh: DeviceMesh, sequence: bool
 ) -> pipelining.PipelineStage:
-    """With its shapes told, so that nothing is run to find them."""
+    """With its shapes, so that nothing is run to infer them."""
     size, dtype = task.size, torch_precision.narrow(task)
     length = size.length if isinstance(size, GPT2Size) else size.tokens
     ranks = mesh["tp"].size() if sequence else 1
@@ -206,15 +209,15 @@ def _first(loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return loss.mean()
 
 
-class _Tie:
-    """Sums the gradients of the table of words over the stages that have a copy of it."""
+class _TiedEmbedding:
+    """Sums the gradients of the embedding over the stages that have a copy of it."""
 
-    def __init__(self, mesh: DeviceMesh, made: dict[int, Stage], there_and_back: bool) -> None:
-        self.ends = [stage for stage in made.values() if stage.first or stage.last]
+    def __init__(self, mesh: DeviceMesh, stages: dict[int, Stage], v_shaped: bool) -> None:
+        self.ends = [stage for stage in stages.values() if stage.first or stage.last]
         # A group is made by all ranks, or by none: with a V both copies are on the first rank.
-        self.group = None if there_and_back else _pairs(tuple(map(tuple, _columns(mesh).tolist())))
+        self.group = None if v_shaped else _pairs(tuple(map(tuple, _columns(mesh).tolist())))
 
-    def sum(self) -> None:
+    def sum_gradients(self) -> None:
         grads = torch_precision.gradients(
             (stage.words if stage.first else stage.head).weight for stage in self.ends
         )
@@ -233,9 +236,9 @@ def _columns(mesh: DeviceMesh) -> torch.Tensor:
 @lru_cache(maxsize=4)
 def _pairs(columns: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
     """The group of this pipeline's first and last rank. All ranks call it."""
-    mine: dist.ProcessGroup | None = None
+    own_group: dist.ProcessGroup | None = None
     for column in columns:
         group: Any = dist.new_group([column[0], column[-1]], timeout=collective_timeout())
         if hpnb.rank() in column:
-            mine = group
-    return mine
+            own_group = group
+    return own_group

@@ -21,14 +21,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import hpnb
-from hpnb.bench.tasks import Task
+from hpnb.bench.tasks import TrainingTask
 from hpnb.data.tokenizer import IGNORE_INDEX
 
 # "head": blocks, and the output layer with the loss; "async": as well, and products overlap their gathers
-Compiled = Literal["blocks", "head", "async", "whole", "no"]
+Compiled = Literal["blocks", "head", "async", "model", "no"]
 
 
-class Steps(Protocol):
+class OptimizerLike(Protocol):
     """What a program needs of an optimizer."""
 
     def step(self) -> Any: ...
@@ -103,7 +103,7 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     return [local(p.grad) for p in given if p.grad is not None]
 
 
-def adamw(parameters: Iterable[nn.Parameter], lr: float) -> Steps:
+def adamw(parameters: Iterable[nn.Parameter], lr: float) -> OptimizerLike:
     """Fused, with masters for 16 bits. A fused step takes DTensors of one mesh at a time."""
     given = list(parameters)
     if given[0].dtype == torch.bfloat16:
@@ -114,12 +114,12 @@ def adamw(parameters: Iterable[nn.Parameter], lr: float) -> Steps:
     return torch.optim.AdamW([{"params": group} for group in groups.values()], lr=lr, fused=True)
 
 
-def narrow(task: Task) -> torch.dtype:
+def narrow(task: TrainingTask) -> torch.dtype:
     """Of weights with masters."""
     return torch.bfloat16 if task.bits == 16 else torch.float32
 
 
-def autocast(task: Task) -> torch.autocast:
+def autocast(task: TrainingTask) -> torch.autocast:
     return torch.autocast(hpnb.device().type, torch.bfloat16, enabled=task.bits == 16)
 
 
@@ -130,9 +130,7 @@ def blocks(model: nn.Module) -> nn.ModuleList:
 
 def compile_parts(model: Any, how: Compiled) -> None:
     """The blocks, in place, and a language model's loss, of which float32 logits are then never stored."""
-    if hpnb.device().type != "cuda" or how == "no":
-        return
-    if how == "whole":
+    if hpnb.device().type != "cuda" or how in ("no", "model"):
         return
     for block in blocks(model):
         if how == "async":
@@ -158,15 +156,15 @@ def causal_loss(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.T
     return F.cross_entropy(logits.float().flatten(0, 1), following.flatten())
 
 
-def with_loss(head: Any, hidden_words: torch.Tensor | None = None) -> Any:
+def with_loss(head: Any, padding_mask: torch.Tensor | None = None) -> Any:
     """The loss of hidden states, which `head` from now on leaves as they are: compiled, both as one.
 
     Args:
-        hidden_words: added to logits, -inf for rows behind the table that are no words.
+        padding_mask: added to logits, -inf for rows behind the table that are no words.
     """
     both = compiled(_head_and_loss)
     head.forward = _as_it_is
-    return lambda hidden, labels, **_: both(hidden, head.weight, labels, hidden_words)
+    return lambda hidden, labels, **_: both(hidden, head.weight, labels, padding_mask)
 
 
 def _head_and_loss(
@@ -192,8 +190,3 @@ def compiled(function: Any, dynamic: bool = False) -> Any:
 def class_loss(labels: torch.Tensor, logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     """The mean over images, in float32: of bf16 logits transformers' own is a multiple of 1/32 around 7."""
     return F.cross_entropy(logits.float(), labels)
-
-
-def inputs(batch: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Pixels in the dtype of the weights."""
-    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}

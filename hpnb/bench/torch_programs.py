@@ -7,130 +7,118 @@ from __future__ import annotations
 
 from functools import partial
 
-from hpnb.bench import torch_data_parallel, torch_pipeline, torch_precision, torch_tensor_programs
-from hpnb.bench.layouts import Shape
+from hpnb.bench.layouts import kind_of
 from hpnb.bench.program import Candidate
-from hpnb.bench.tasks import What
+from hpnb.bench.torch_data_parallel import fsdp, replicas, timm
+from hpnb.bench.torch_pipeline import ReplicaWrapper, pipelined
+from hpnb.bench.torch_precision import Compiled
+from hpnb.bench.torch_tensor_parallel import tensor_parallel
+from hpnb.mesh import ParallelLayout
 
-_FSDP = "FSDP2"
-_KEPT = "FSDP2 without resharding"
 _HEAD = ", head and loss as one"  # of a language model
 _SP = ", SequenceParallel"
-_CUT: list[tuple[str, torch_precision.Compiled, bool]] = [
+_TENSOR_FORMS: list[tuple[str, Compiled, bool]] = [
     (_SP + _HEAD, "head", True), (_HEAD, "head", False), (_SP, "blocks", True), ("", "blocks", False),
     (_SP + ", eager", "no", True), (", eager", "no", False),
 ]  # fmt: skip
 
 
-def candidates(what: What, shape: Shape) -> list[Candidate]:
+def candidates(what: str, layout: ParallelLayout) -> list[Candidate]:
     """All of a layout, the likely best in front; none where PyTorch has no program."""
-    found = _PEERS.get(shape.kind, [])
+    kind = kind_of(layout)
+    peers = _PEERS.get(kind, [])
     if what == "gpt2-xl":
-        return found
-    found = [one for one in found if not one.name.endswith(_HEAD)]
-    if shape.kind in ("one", "dp"):
-        name = "timm" if shape.kind == "one" else "timm, DDP"
-        whole, blocks = (
-            partial(torch_data_parallel.timm, "whole"),
-            partial(torch_data_parallel.timm, "blocks"),
-        )
-        found.append(Candidate(f"{name}, model compiled", whole, same=False))
-        found.append(Candidate(f"{name}, blocks compiled", blocks, same=False, extra=True))
-    return found
+        return peers
+    peers = [peer for peer in peers if not peer.name.endswith(_HEAD)]
+    if kind in ("one", "dp"):
+        name = "timm" if kind == "one" else "timm, DDP"
+        peers.append(Candidate(f"{name}, model compiled", partial(timm, "model"), same=False))
+        peers.append(Candidate(f"{name}, blocks compiled", partial(timm, "blocks"), same=False, extra=True))
+    return peers
 
 
 def _one() -> list[Candidate]:
+    autocast = partial(replicas, "blocks", autocast=True)
     return [
-        Candidate("torch" + _HEAD, partial(torch_data_parallel.alone, "head")),
-        Candidate("torch, blocks compiled", partial(torch_data_parallel.alone, "blocks")),
-        Candidate(
-            "torch, autocast, blocks compiled",
-            partial(torch_data_parallel.alone_autocast, "blocks"),
-            extra=True,
-        ),
-        Candidate("torch, model compiled", partial(torch_data_parallel.alone, "whole"), extra=True),
+        Candidate("torch" + _HEAD, partial(replicas, "head")),
+        Candidate("torch, blocks compiled", partial(replicas, "blocks")),
+        Candidate("torch, autocast, blocks compiled", autocast, extra=True),
+        Candidate("torch, model compiled", partial(replicas, "model"), extra=True),
     ]
 
 
 def _replicas() -> list[Candidate]:
+    blocks, model = (partial(replicas, how, autocast=True) for how in ("blocks", "model"))
     return [
-        Candidate("DDP" + _HEAD, partial(torch_data_parallel.ddp, "head")),
-        Candidate("DDP, blocks compiled", partial(torch_data_parallel.ddp, "blocks")),
-        Candidate(
-            "DDP, autocast, blocks compiled", partial(torch_data_parallel.ddp_autocast, "blocks"), extra=True
-        ),
-        Candidate("FSDP2 of replicas", partial(torch_data_parallel.fsdp, "blocks", False, False), extra=True),
-        Candidate("DDP, model compiled", partial(torch_data_parallel.ddp, "whole"), extra=True),
-        Candidate(
-            "DDP, autocast, model compiled", partial(torch_data_parallel.ddp_autocast, "whole"), extra=True
-        ),
+        Candidate("DDP" + _HEAD, partial(replicas, "head")),
+        Candidate("DDP, blocks compiled", partial(replicas, "blocks")),
+        Candidate("DDP, autocast, blocks compiled", blocks, extra=True),
+        Candidate("FSDP2 of replicas", partial(fsdp, "blocks", False, False), extra=True),
+        Candidate("DDP, model compiled", partial(replicas, "model"), extra=True),
+        Candidate("DDP, autocast, model compiled", model, extra=True),
+    ]
+
+
+def _zero_1() -> list[Candidate]:
+    name = "DDP with ZeroRedundancyOptimizer"
+    return [
+        Candidate(name + _HEAD, partial(replicas, "head", autocast=True, zero_1=True), extra=True),
+        Candidate(name, partial(replicas, "blocks", autocast=True, zero_1=True)),
+        *_sharded("FSDP2 without resharding", False),
     ]
 
 
 def _sharded(name: str, reshard: bool) -> list[Candidate]:
     return [
-        Candidate(name + _HEAD, partial(torch_data_parallel.fsdp, "head", reshard, True)),
-        Candidate(name, partial(torch_data_parallel.fsdp, "blocks", reshard, True)),
+        Candidate(name + _HEAD, partial(fsdp, "head", reshard, True)),
+        Candidate(name, partial(fsdp, "blocks", reshard, True)),
     ]
 
 
-def _pipelines(replicas: torch_pipeline.Replicas, behind: str = "") -> list[Candidate]:
-    """1F1B, interleaved and ZBV. A compiled block is one node of autograd, which ZBV cannot split; and in a
-    ZBV of DDP's stages the gradients of replicas are not summed as they should: losses part after a step."""
-    ways: list[tuple[str, int, str, torch_precision.Compiled, bool]] = [
+def _pipelines(wrapper: ReplicaWrapper, suffix: str = "") -> list[Candidate]:
+    """1F1B, interleaved and ZBV. A compiled block is one node of autograd, which ZBV cannot split. In a ZBV
+    of
+    DDP's stages the gradients of replicas are not summed as they should be: losses diverge after a step."""
+    forms: list[tuple[str, int, str, Compiled, bool]] = [
         ("Schedule1F1B", 1, _HEAD, "head", False),
-        ("ScheduleInterleaved1F1B", 2, _HEAD, "head", bool(behind)),
-        ("ScheduleInterleaved1F1B", 4, " in 4 chunks" + _HEAD, "head", bool(behind)),
+        ("ScheduleInterleaved1F1B", 2, _HEAD, "head", bool(suffix)),
+        ("ScheduleInterleaved1F1B", 4, " in 4 chunks" + _HEAD, "head", bool(suffix)),
         ("Schedule1F1B", 1, "", "blocks", False),
-        ("ScheduleInterleaved1F1B", 2, "", "blocks", bool(behind)),
-        ("ScheduleZBVZeroBubble", 2, "", "no", bool(behind)),
+        ("ScheduleInterleaved1F1B", 2, "", "blocks", bool(suffix)),
+        ("ScheduleZBVZeroBubble", 2, "", "no", bool(suffix)),
     ]
     return [
-        Candidate(
-            kind + behind + said, partial(torch_pipeline.pipelined, kind, n, replicas, how, False), extra=more
-        )
-        for kind, n, said, how, more in ways
-        if not (how == "no" and behind == ", DDP")
+        Candidate(kind + suffix + form, partial(pipelined, kind, chunks, wrapper, how, False), extra=extra)
+        for kind, chunks, form, how, extra in forms
+        if not (how == "no" and suffix == ", DDP")
     ]
 
 
-def _both() -> list[Candidate]:
+def _tensor_pipelines() -> list[Candidate]:
     name, kind = "Schedule1F1B, parallelize_module", "Schedule1F1B"
     return [
-        Candidate(
-            name + said, partial(torch_pipeline.pipelined, kind, 1, "ddp", how, sequence), extra=how == "no"
-        )
-        for said, how, sequence in _CUT
+        Candidate(name + form, partial(pipelined, kind, 1, "ddp", how, sequence), extra=how == "no")
+        for form, how, sequence in _TENSOR_FORMS
     ]
 
 
-def _shared(over: bool) -> list[Candidate]:
-    build = torch_tensor_programs.sharded if over else torch_tensor_programs.parallelized
-    name = "FSDP2 x parallelize_module" if over else "parallelize_module"
-    ways = [*_CUT, (f"{_SP}, async{_HEAD}", "async", True)]
+def _tensor(name: str) -> list[Candidate]:
+    forms = [*_TENSOR_FORMS, (f"{_SP}, async{_HEAD}", "async", True)]
     return [
-        Candidate(name + said, partial(build, how, sequence), extra=how in ("no", "async"))
-        for said, how, sequence in ways
+        Candidate(name + form, partial(tensor_parallel, how, sequence), extra=how in ("no", "async"))
+        for form, how, sequence in forms
     ]
 
 
 _PEERS = {
     "one": _one(),
     "dp": _replicas(),
-    "zero1": [
-        Candidate(
-            "DDP with ZeroRedundancyOptimizer" + _HEAD,
-            partial(torch_data_parallel.zero_1, "head"),
-            extra=True,
-        ),
-        Candidate("DDP with ZeroRedundancyOptimizer", partial(torch_data_parallel.zero_1, "blocks")),
-        *_sharded(_KEPT, False),
-    ],
-    "zero2": _sharded(_KEPT, False),
-    "zero3": _sharded(_FSDP, True),
+    "zero1": _zero_1(),
+    "zero2": _sharded("FSDP2 without resharding", False),
+    "zero3": _sharded("FSDP2", True),
     "pp": _pipelines("ddp"),
     "dp-pp": [*_pipelines("fsdp", ", FSDP2"), *_pipelines("ddp", ", DDP")],
-    "tp": _shared(over=False),
-    "dp-tp": _shared(over=True),
-    "tp-pp": _both(),
+    "tp": _tensor("parallelize_module"),
+    "dp-tp": _tensor("FSDP2 x parallelize_module"),
+    "tp-pp": _tensor_pipelines(),
 }

@@ -20,7 +20,8 @@ The gradients of norms that `SequenceParallel` leaves partial are summed by the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -36,13 +37,20 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from transformers import AttentionInterface, GPT2LMHeadModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+import hpnb
+from hpnb.bench import torch_precision
+from hpnb.bench.program import Program
+from hpnb.bench.tasks import TrainingTask
+from hpnb.bench.torch_data_parallel import accumulating, mesh_of, shard
+from hpnb.bench.torch_precision import Compiled
 from hpnb.data.tokenizer import IGNORE_INDEX
-from hpnb.mesh import Axis
+from hpnb.mesh import Axis, ParallelLayout
 from hpnb.models import GPT2Size, ViTSize
 
 # Of a block: module -> (its positional arguments, its column layers, its row layer).
@@ -51,53 +59,91 @@ _VIT: _Regions = {
     "attention": (2, ("q_proj", "k_proj", "v_proj"), "o_proj"),
     "mlp": (1, ("fc1",), "fc2"),
 }
-_WORDS = 64  # of which a rank has a multiple, if the table is padded
+_VOCAB_MULTIPLE = 64  # rows of a rank, if the embedding is padded
 _GPT2: _Regions = {"attn": (1, ("c_attn",), "c_proj"), "mlp": (1, ("c_fc",), "c_proj")}
 
 
+def tensor_parallel(how: Compiled, sequence: bool, task: TrainingTask, layout: ParallelLayout) -> Program:
+    """A program whose matrices are sharded over tp; with dp the model is of float32 weights in FSDP2.
+
+    With head and loss compiled as one the embedding is padded first: 50,257 rows cannot be sharded evenly,
+    and matmuls of odd rows are slow.
+
+    Raises:
+        ValueError: heads or tokens that do not divide.
+    """
+    mesh = mesh_of(("dp", "tp"), (layout.dp, layout.tp))
+    model: Any = task.build()
+    if layout.dp == 1:
+        model = model.to(torch_precision.narrow(task))
+    vocab_size = getattr(model.config, "vocab_size", 0)
+    fused_loss = how in ("head", "async") and vocab_size > 0
+    parallelize(model, mesh["tp"], sequence, fused_loss)
+    if fused_loss:
+        mask = padding_mask(vocab_size, mesh["tp"], hpnb.device())
+        model.loss_function = torch_precision.with_loss(model.lm_head, mask)
+    elif vocab_size and how != "no":
+        model.loss_function = torch_precision.compiled(torch_precision.causal_loss)
+    torch_precision.compile_parts(model, how)
+    if layout.dp > 1:
+        shard(task, model, mesh["dp"], reshard=False)
+    optimizer = torch_precision.adamw(model.parameters(), task.lr)
+    sends = model if layout.dp > 1 else None
+    return accumulating(
+        task, layout, model, optimizer, sends, within=split_vocab_loss(task), reshard=layout.dp == 1
+    )
+
+
+def split_vocab_loss(task: TrainingTask) -> Callable[[], AbstractContextManager[Any]]:
+    """What forward and backward of a GPT-2's logits run in, because they are split by tokens of the
+    vocabulary."""
+    return loss_parallel if isinstance(task.size, GPT2Size) else nullcontext
+
+
 def parallelize(
-    model: nn.Module, axis: Axis | DeviceMesh, sequence_parallel: bool, whole_loss: bool = False
+    model: nn.Module, axis: Axis | DeviceMesh, sequence_parallel: bool, fused_loss: bool = False
 ) -> nn.Module:
     """Cut `model` along `axis`, in place, as PyTorch's documentation does it, and return it.
 
     Args:
         model: a ViTForImageClassification or a GPT2LMHeadModel without dropout, equal on all ranks.
         axis: or a mesh of one dim, as a larger one's `mesh["tp"]`.
-        whole_loss: of a GPT-2, leave to the loss function what the output layer does. It gets hidden states
+        fused_loss: of a GPT-2, leave to the loss function what the output layer does. It gets hidden states
             as a DTensor, whole on every rank, and the table of words, cut and with rows of zeros behind it
-            so that every rank has a multiple of 64 (`hidden_words`).
+            so that every rank has a multiple of 64 (`padding_mask`).
 
     Raises:
         ValueError: heads, or a GPT-2's positions, that do not divide by the ranks.
     """
-    found: Any = model
-    heads = found.config.num_attention_heads
+    transformer: Any = model
+    heads = transformer.config.num_attention_heads
     ranks = axis.size if isinstance(axis, Axis) else axis.size()
     if heads % ranks:
         raise ValueError(f"torch's plan cannot give {ranks} ranks as many of {heads} heads each")
     where = next(model.parameters()).device.type
     mesh = DeviceMesh.from_group(axis.group, where) if isinstance(axis, Axis) else axis
     if isinstance(model, GPT2LMHeadModel):
-        _gpt2(model, mesh, sequence_parallel, whole_loss)
+        _gpt2(model, mesh, sequence_parallel, fused_loss)
     else:
         _vit(model, mesh, sequence_parallel)
     return model
 
 
-def hidden_words(words: int, mesh: DeviceMesh, device: torch.device) -> DTensor:
-    """(padded words,), cut: what is added to logits so that words that do not exist have no share."""
-    added = torch.zeros(words + -words % (_WORDS * mesh.size()), device=device)
-    added[words:] = -torch.inf
+def padding_mask(vocab_size: int, mesh: DeviceMesh, device: torch.device) -> DTensor:
+    """(padded vocabulary size,), sharded: added to logits, so that padding has no share of the
+    probability."""
+    added = torch.zeros(vocab_size + -vocab_size % (_VOCAB_MULTIPLE * mesh.size()), device=device)
+    added[vocab_size:] = -torch.inf
     return distribute_tensor(added, mesh, [Shard(0)])
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
     """Parameters for an optimizer: a fused one takes DTensors and tensors, but not in one group."""
-    cut: list[nn.Parameter] = []
-    whole: list[nn.Parameter] = []
+    sharded: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     for p in model.parameters():
-        (cut if isinstance(p, DTensor) else whole).append(p)
-    return [{"params": group} for group in (cut, whole) if group]
+        (sharded if isinstance(p, DTensor) else plain).append(p)
+    return [{"params": group} for group in (sharded, plain) if group]
 
 
 def note(size: ViTSize | GPT2Size, ranks: int) -> str:
@@ -121,7 +167,7 @@ def _vit(model: Any, mesh: DeviceMesh, sequence: bool) -> None:
         name = f"sdpa_of_{tokens}"
         AttentionInterface.register(name, partial(_attend_to, tokens))
         model.set_attn_implementation(name)
-    parallelize_module(core.embeddings, mesh, _deal())
+    parallelize_module(core.embeddings, mesh, _scatter_tokens())
     _gather_after(core.layernorm, mesh)
 
 
@@ -141,15 +187,15 @@ def _gather_after(norm: nn.Module, mesh: DeviceMesh) -> None:
 # --- GPT-2 -----------------------------------------------------------------------------------------------
 
 
-def _gpt2(model: Any, mesh: DeviceMesh, sequence: bool, whole_loss: bool) -> None:
+def _gpt2(model: Any, mesh: DeviceMesh, sequence: bool, fused_loss: bool) -> None:
     core, ranks = model.transformer, mesh.size()
     if sequence and core.config.n_positions % ranks:
         raise ValueError(
             f"torch's plan cannot give {ranks} ranks as many of {core.config.n_positions} tokens each"
         )
-    if whole_loss:
+    if fused_loss:
         words = core.wte.weight.detach()
-        core.wte.weight = nn.Parameter(F.pad(words, (0, 0, 0, -len(words) % (_WORDS * ranks))))
+        core.wte.weight = nn.Parameter(F.pad(words, (0, 0, 0, -len(words) % (_VOCAB_MULTIPLE * ranks))))
     for block in core.h:
         for parent, name, pieces in _conv1ds(block):
             setattr(parent, name, _linear(getattr(parent, name), pieces, ranks))
@@ -159,7 +205,7 @@ def _gpt2(model: Any, mesh: DeviceMesh, sequence: bool, whole_loss: bool) -> Non
         # The model reads the sequence's length off the words, so they are DTensors up to the first block.
         table = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False)
         parallelize_module(core.wte, mesh, table)
-        parallelize_module(core.wpe, mesh, _deal(local=False))
+        parallelize_module(core.wpe, mesh, _scatter_tokens(local=False))
         parallelize_module(
             core.drop, mesh, PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Shard(1))
         )
@@ -168,7 +214,7 @@ def _gpt2(model: Any, mesh: DeviceMesh, sequence: bool, whole_loss: bool) -> Non
         parallelize_module(core.wte, mesh, RowwiseParallel(input_layouts=Replicate()))
     enters = Shard(1) if sequence else Replicate()
     head: ParallelStyle = ColwiseParallel(input_layouts=enters, use_local_output=False)
-    if whole_loss:
+    if fused_loss:
         head = PrepareModuleInput(input_layouts=(enters,), desired_input_layouts=(Replicate(),))
     parallelize_module(model.lm_head, mesh, head)
     model.lm_head.weight = core.wte.weight  # tied again: both are cut by words
@@ -184,14 +230,14 @@ def _conv1ds(block: Any) -> Iterator[tuple[nn.Module, str, int]]:
 def _linear(conv: Any, pieces: int, ranks: int) -> nn.Linear:
     """The same layer with its weight (out, in); outputs are sorted by rank, and then by piece."""
     inputs, outputs = conv.weight.shape
-    found = nn.Linear(inputs, outputs, device="meta")
+    linear = nn.Linear(inputs, outputs, device="meta")
 
-    def dealt(x: torch.Tensor) -> nn.Parameter:
+    def sort_by_rank(x: torch.Tensor) -> nn.Parameter:
         return nn.Parameter(x.unflatten(0, (pieces, ranks, -1)).transpose(0, 1).flatten(0, 2).contiguous())
 
     with torch.no_grad():
-        found.weight, found.bias = dealt(conv.weight.t()), dealt(conv.bias)
-    return found
+        linear.weight, linear.bias = sort_by_rank(conv.weight.t()), sort_by_rank(conv.bias)
+    return linear
 
 
 def _loss(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -219,7 +265,7 @@ def _plan(regions: _Regions, norms: tuple[str, ...], sequence: bool) -> dict[str
     return plan
 
 
-def _deal(local: bool = True) -> PrepareModuleOutput:
+def _scatter_tokens(local: bool = True) -> PrepareModuleOutput:
     """(b, s, h) on all ranks -> this rank's tokens."""
     return PrepareModuleOutput(
         output_layouts=Replicate(), desired_output_layouts=Shard(1), use_local_output=local

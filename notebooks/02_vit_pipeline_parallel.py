@@ -561,7 +561,7 @@ drawn, took = ran["heavy"], {cut: lesson.number(tl.makespan, "s") for cut, tl in
 stages = vit_pipeline.stage_seconds(ran["uniform"])  # forward and backward of one microbatch
 scaled = [t * blocks / even for t, blocks in zip(stages, heavy, strict=True)]
 loads = {"uniform": stages, "heavy": scaled, "by time": [sum(stages) / N] * N}
-formula = {cut: theory.paced(load, M) for cut, load in loads.items()}
+formula = {cut: theory.pipeline_seconds(load, M) for cut, load in loads.items()}
 rows = [(cut, f"{chosen[cut]}", lesson.number(formula[cut], "s"), took[cut], f"{tl.makespan / formula[cut]:.2f}")
         for cut, tl in ran.items()]  # fmt: skip
 gain = 1 - ran["by time"].makespan / ran["uniform"].makespan

@@ -199,7 +199,7 @@ lesson.check(exercises.kept, kept)
 # up a link (PCIe) that is slower than the device's memory by a factor of 50 and more, and Adam runs at the host's pace.
 # It needs a GPU: on a laptop there is nowhere to go.
 #
-# `theory.shard_seconds` adds these up. It takes forward, backward and optimizer of a rank alone, and your card.
+# `theory.zero_step_seconds` adds these up. It takes forward, backward and optimizer of a rank alone, and your card.
 
 # %%
 card = lesson.machine_card(N)

@@ -219,15 +219,15 @@ cuts |= {"by parameters": balanced(held, N), "by flops": balanced(flops_of(whole
 beside = {cut: counts[-1] - 1 for cut, counts in cuts.items()}  # blocks beside the head
 low, high = max(0, min(beside.values()) - 2), max(beside.values()) + 1
 positions = sorted({low + round(k * (high - low) / 4) for k in range(5)})
-slid = {n: (*(c + (r == 0) for r, c in enumerate(theory.even(SIZE.layers - n, N - 1))), n + 1) for n in positions}
+slid = {n: (*(c + (r == 0) for r, c in enumerate(theory.even_split(SIZE.layers - n, N - 1))), n + 1) for n in positions}
 
 # %%
 ran = pool.run(gpt2_pipeline.time_cuts, SIZE, ROWS, DTYPE, {cut: (mine, counts) for cut, counts in cuts.items()})[0]
 told = {cut: sky.step(mine, counts).makespan for cut, counts in cuts.items()}
 seen, rows = {cut: tl.makespan for cut, tl in ran.items()}, []
 for cut, counts in cuts.items():
-    fullest = max(theory.loads(held, counts)) * DTYPE.itemsize
-    cells = (f"{', '.join(map(str, counts))}", lesson.number(max(theory.loads(sky.costs, counts)), "s"), lesson.number(told[cut], "s"))
+    fullest = max(theory.stage_loads(held, counts)) * DTYPE.itemsize
+    cells = (f"{', '.join(map(str, counts))}", lesson.number(max(theory.stage_loads(sky.costs, counts)), "s"), lesson.number(told[cut], "s"))
     rows.append((cut, *cells, lesson.number(seen[cut], "s"), f"{seen[cut] / told[cut]:.2f}", lesson.number(fullest, "B")))
 columns = ("cut", "layers", "largest stage", "step, predicted", "run", "ratio", "weights of the fullest rank")
 lesson.table(columns, rows, f"four cuts, {mine.name}; predicted from the skyline; {ran['uniform'].source}")
@@ -288,7 +288,7 @@ def train_tied(tied, texts):
 
 # %%
 sent = pool.run(gpt2_pipeline.count_bytes, SIZE, ROWS, DTYPE, (mine, cuts["by time"]))
-lesson.reveal("06.tie-bytes", sum(each["tie"] for each in sent), predicted=theory.tie_bytes(SIZE.vocab_size, SIZE.hidden, DTYPE.itemsize))
+lesson.reveal("06.tie-bytes", sum(each["tie"] for each in sent), predicted=theory.tied_weight_bytes(SIZE.vocab_size, SIZE.hidden, DTYPE.itemsize))
 print("activations and their gradients, a step: " + lesson.number(sum(each["activations"] for each in sent), "B"))
 runs = {"added up": pool.run(train_tied, True, texts)[0], "never added up": pool.run(train_tied, False, texts)[0]}
 losses, apart = ({case: [step[i] for step in log] for case, (log, *_) in runs.items()} for i in (0, 1))

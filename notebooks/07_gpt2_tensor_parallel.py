@@ -174,7 +174,7 @@ plot.show(
                  title=f"measured · computing one block, {'' if GPU else 'CPU time, '}forward and backward"),
     alt="What each rank computes; of the mean attention " + ", ".join(f"{each['attention'] / mean['attention']:.2f}" for each in took) + ".",
 )  # fmt: skip
-lesson.reveal("07.block", fullest, predicted=theory.block_over_even(BLOCK, N))
+lesson.reveal("07.block", fullest, predicted=theory.block_imbalance(BLOCK, N))
 a_head = sum(each["attention"] for each in took[1:]) / sum(dealt[1:])
 ratios = lesson.comparison([("attention of rank 0, over the mean", dealt[0] * N / SIZE.heads, took[0]["attention"] / mean["attention"]),
                             ("a head on rank 0, over a head elsewhere", 1, took[0]["attention"] / dealt[0] / a_head)])  # fmt: skip
@@ -242,16 +242,16 @@ lesson.predict("07.words-bytes", f"{ROWS} x {SIZE.length} tokens of {SIZE.hidden
 # %%
 sent = pool.run(gpt2_tensor.bytes_around_blocks, SIZE, ROWS, DTYPE)[0]
 n, V = ROWS * SIZE.length, [509 * 2 ** (k / 2) for k in range(18)]
-lesson.reveal("07.words-bytes", sent, predicted=theory.vocabulary_sent(BLOCK, N))
+lesson.reveal("07.words-bytes", sent, predicted=theory.vocabulary_bytes(BLOCK, N))
 activation = theory.bytes_sent("all_reduce", n * SIZE.hidden * DTYPE.itemsize, N)
-logits = theory.gathered_sent(n, SIZE.vocab_size, N, DTYPE.itemsize)
-rows = [("words that are looked up", activation), ("gradient of the head's input", activation), ("the loss", theory.loss_sent(n, N)),
+logits = theory.gathered_logits_bytes(n, SIZE.vocab_size, N, DTYPE.itemsize)
+rows = [("words that are looked up", activation), ("gradient of the head's input", activation), ("the loss", theory.sharded_loss_bytes(n, N)),
         ("in place of the loss: gathered logits", logits)]  # fmt: skip
 lesson.table(("what", "leaves a rank"), [(what, lesson.number(nbytes, "B")) for what, nbytes in rows])
 found = pool.run(gpt2_tensor.compare_losses, 16, (509, 4001, 50_257, 128_256))[0]
 counted = {"gather the logits": {words: whole / 16 for words, (whole, *_) in found.items()},
            "three reductions": {words: three / 16 for words, (_, three, _) in found.items()}}  # fmt: skip
-lines = {"gather the logits": [theory.bytes_sent("all_gather", 4 * words, N) for words in V], "three reductions": [theory.loss_sent(1, N)] * len(V)}
+lines = {"gather the logits": [theory.bytes_sent("all_gather", 4 * words, N) for words in V], "three reductions": [theory.sharded_loss_bytes(1, N)] * len(V)}
 times, off = counted["gather the logits"][50_257] / counted["three reductions"][50_257], max(off for *_, off in found.values())
 plot.show(
     figures.vocabulary_bytes(V, lines, counted, {"GPT-2": 50_257, "Llama 3": 128_256}, title=f"a loss on {N} ranks, float32: {times:,.0f} times fewer bytes at 50,257 words",
@@ -625,7 +625,7 @@ def ways(heads, s=64, d=8):
 
 with hpnb.Ranks(4, device="cpu") as four:
     even, odd = (four.run(ways, heads)[0] for heads in (24, 25))
-told = {way.lower(): theory.sequence_sent(way, 64, 24 * 8, 4, 8) for way in theory.SEQUENCE_WAYS}
+told = {way.lower(): theory.sequence_bytes(way, 64, 24 * 8, 4, 8) for way in theory.SEQUENCE_WAYS}
 rows = [(way, f"{off:.0e}", lesson.number(told[way], "B"), lesson.number(sent, "B"), f"{sent / told[way]:.2f}",
          odd[way].partition(";")[0] if isinstance(odd[way], str) else f"off by {odd[way][0]:.0e}") for way, (off, sent) in even.items()]  # fmt: skip
 lesson.table(("", "off by", "sends, predicted", "sends", "ratio", "25 heads"), rows, "an attention of 24 heads, 64 tokens on 4 ranks, forward and backward")
@@ -647,7 +647,7 @@ lesson.reveal("07.names", {way: sent for way, (_, sent) in even.items()}, predic
 # are the weights?
 
 # %%
-quantities = {"vocabulary, sent (B)": (theory.vocabulary_sent(BLOCK, N), sent), "block of the fullest rank over even": (theory.block_over_even(BLOCK, N), fullest)}
+quantities = {"vocabulary, sent (B)": (theory.vocabulary_bytes(BLOCK, N), sent), "block of the fullest rank over even": (theory.block_imbalance(BLOCK, N), fullest)}
 quantities |= {f"a layer keeps, {one.name} (B)": (one.predicted, one.measured) for one in layers[1:3]}
 lesson.ledger.add("07", Layout(tp=N), name, quantities, vit_pipeline.hardware(N))
 lesson.ledger.show()

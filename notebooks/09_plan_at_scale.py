@@ -45,7 +45,7 @@ from hpnb.lesson.programs import cluster_planning
 from hpnb.lesson.exercises import plan_at_scale as exercises
 from hpnb import ParallelLayout
 from hpnb.theory.cluster import cluster_memory, cluster_parts
-from hpnb.theory.failures import Failures, mean_between, save_interval, simulated_share, trained_share
+from hpnb.theory.failures import Failures, mean_time_between, save_interval, simulated_share, trained_share
 from hpnb.theory.planner import best_by_cut, best_layout
 from hpnb.theory.published_runs import LLAMA_3_EACH, MEGATRON
 
@@ -337,7 +337,7 @@ lesson.check(exercises.halved, diagnose)
 lesson.predict("09.lost", "16,384 GPUs, saves of 60 s, restarts of 5 minutes, saved as often as is best: what percentage of the time is lost?", guess=None, unit="%")
 
 # %%
-many = Failures(mean_between(16384, LLAMA_3_EACH), 60.0, 300.0)
+many = Failures(mean_time_between(16384, LLAMA_3_EACH), 60.0, 300.0)
 interval = save_interval(many)
 lost = 100 * (60 / interval + interval / 2 / many.between + 300 / many.between)  # to first order
 played = 100 * (1 - simulated_share(many, interval, 20_000))
@@ -346,7 +346,7 @@ lesson.reveal("09.lost", played, predicted=lost)
 counts, spaced, dots = np.geomspace(100, 1e6, 60), np.geomspace(60, 20_000, 60), np.geomspace(100, 15_000, 9)
 above = {}
 for save in (10.0, 60.0, 300.0):
-    each = [Failures(mean_between(int(n), LLAMA_3_EACH), save, 300.0) for n in counts]
+    each = [Failures(mean_time_between(int(n), LLAMA_3_EACH), save, 300.0) for n in counts]
     above[f"saves of {save:.0f} s"] = (counts, [trained_share(one, save_interval(one)) for one in each])
 below = {"saves of 60 s": (spaced, [trained_share(many, T) for T in spaced])}
 seen = {"saves of 60 s": (dots, [simulated_share(many, T, 3000) for T in dots])}
@@ -423,7 +423,7 @@ counted = hpnb.launch(routed, ranks=2, device="cpu")
 exact = lesson.comparison([("sent by a rank for a layer of experts", theory.experts.experts_sent(TOKENS, WIDTH, 2, CHOSEN, 8), counted[0], "B")], "identity")
 rows = []
 for tokens in (2048, 32_768, 262_144):
-    ways = {way: theory.sequence_sent(way, tokens, 12288, 8) for way in ("Megatron", "Ulysses", "ring")}
+    ways = {way: theory.sequence_bytes(way, tokens, 12288, 8) for way in ("Megatron", "Ulysses", "ring")}
     experts = {f"k = {k}": theory.experts.experts_sent(tokens / 8, 12288, 8, k) for k in (1, 2)}
     rows.append((f"{tokens:,}", *(lesson.number(sent, "B") for sent in (*ways.values(), *experts.values()))))
 lesson.table(("tokens of a row", "Megatron", "Ulysses", "ring", "experts, k = 1", "experts, k = 2"), rows,

@@ -270,12 +270,12 @@ def test_a_failure_in_a_restart_begins_it_anew() -> None:
 
 def test_failures_that_cannot_be_are_refused() -> None:
     for wrong in (lambda: Failures(0.0, 1.0), lambda: Failures(1.0, -1.0),
-                  lambda: failures.mean_between(0, 1.0),
+                  lambda: failures.mean_time_between(0, 1.0),
                   lambda: failures.trained_share(Failures(1.0, 1.0), 0.0),
                   lambda: failures.simulated_share(Failures(1.0, 1.0), 1.0, 0)):  # fmt: skip
         with pytest.raises(ValueError, match="above 0"):
             wrong()
-    assert failures.mean_between(16384, LLAMA_3_EACH) == pytest.approx(54 * 86400 / 419)
+    assert failures.mean_time_between(16384, LLAMA_3_EACH) == pytest.approx(54 * 86400 / 419)
 
 
 # --- experts -----------------------------------------------------------------------------------------

@@ -154,8 +154,8 @@ def test_blocks_that_are_computed_again_give_the_same_gradients() -> None:
 
 
 def _seconds(stage: int, ranks: int = 8, wire: str = "InfiniBand NDR", **more: Any) -> dict[str, float]:
-    return dict(theory.shard_seconds(0.1, 0.2, 0.03, block_bytes=5e7, root_bytes=1e8, layers=20, ranks=ranks,
-                                     stage=stage, link=LINKS[wire], **more))  # fmt: skip
+    sizes = {"block_bytes": 5e7, "root_bytes": 1e8, "layers": 20, "ranks": ranks}
+    return dict(theory.zero_step_seconds(0.1, 0.2, 0.03, stage=stage, link=LINKS[wire], **sizes, **more))
 
 
 def test_shard_seconds() -> None:
@@ -191,8 +191,8 @@ def test_gathers_by_hand() -> None:
 @pytest.mark.parametrize(
     ("starts", "words"),
     [
-        ([[0], [], [], [], [], []], "use 1 computes with block 1, which is not whole"),
-        ([[0, 0], [1], [2], [], [1], [0]], "use 0 gathers block 0, which is whole already"),
+        ([[0], [], [], [], [], []], "use 1 computes with block 1, which is not gathered"),
+        ([[0, 0], [1], [2], [], [1], [0]], "use 0 gathers block 0, which is gathered already"),
         ([[0], [1]], "2 lists of gathers for 6 uses"),
     ],
 )

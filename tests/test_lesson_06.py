@@ -46,19 +46,20 @@ def test_a_head_in_blocks_is_the_closed_form() -> None:
 def test_uniform_over_even_is_what_steps_of_many_microbatches_come_to(
     blocks: int, head: float, stages: int
 ) -> None:
-    loads = theory.loads([1.0] * blocks + [head], (*(blocks // stages,) * (stages - 1), blocks // stages + 1))
+    counts = (*(blocks // stages,) * (stages - 1), blocks // stages + 1)
+    loads = theory.stage_loads([1.0] * blocks + [head], counts)
     fair = (blocks + head) / stages
-    longer = theory.paced(loads, 10_000) / theory.paced([fair] * stages, 10_000)
-    assert theory.uniform_over_even(blocks, head, stages) == pytest.approx(longer, rel=1e-3)
+    longer = theory.pipeline_seconds(loads, 10_000) / theory.pipeline_seconds([fair] * stages, 10_000)
+    assert theory.uniform_imbalance(blocks, head, stages) == pytest.approx(longer, rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda: theory.head_in_blocks(SMALL.block(), 0), "vocab_size=0"),
-        (lambda: theory.uniform_over_even(3, 1.0, 4), "3 blocks and a head of 1.0 on 4 stages"),
-        (lambda: theory.loads([1.0, 2.0], (1, 2)), r"\[1, 2\] adds up to 3, and there are 2 layers"),
-        (lambda: theory.even(2, 3), "2 blocks cannot be dealt out to 3 stages"),
+        (lambda: theory.uniform_imbalance(3, 1.0, 4), "3 blocks and a head of 1.0 on 4 stages"),
+        (lambda: theory.stage_loads([1.0, 2.0], (1, 2)), r"\[1, 2\] adds up to 3, and there are 2 layers"),
+        (lambda: theory.even_split(2, 3), "2 blocks cannot be split over 3 stages"),
     ],
 )
 def test_bad_numbers_get_a_sentence(call: Callable[[], object], words: str) -> None:
@@ -77,7 +78,7 @@ def test_a_skyline_knows_its_head_and_smooths_its_blocks() -> None:
     assert costs.forward == pytest.approx((1.1, 3.2))
     assert costs.input_grad == costs.weight_grad == pytest.approx((1.05, 3.1))
     step = FLAT.step(schedules.make("gpipe", 2, 3), (2, 2))
-    assert step.makespan == pytest.approx(theory.paced([3.2, 9.4], 3))
+    assert step.makespan == pytest.approx(theory.pipeline_seconds([3.2, 9.4], 3))
 
 
 def run_all(how: Any) -> tuple[LayerTimes, dict[str, Timeline], float, dict[str, float]]:
@@ -110,7 +111,7 @@ def test_layers_are_timed_and_cuts_take_turns() -> None:
     assert share["last"] > share["first"]
     assert all(held > 0 for *_, held, _ in found)
     ties = [sent["tie"] for *_, sent in found]
-    assert sum(ties) == theory.tie_bytes(SMALL.vocab_size, SMALL.hidden, 4)
+    assert sum(ties) == theory.tied_weight_bytes(SMALL.vocab_size, SMALL.hidden, 4)
     hop = 2 * SMALL.length * SMALL.hidden * 4  # bytes of a microbatch of 2 rows between stages
     assert [sent["activations"] for *_, sent in found] == [2 * hop, 2 * hop]
 
@@ -166,7 +167,7 @@ def test_targets_of_microbatches_are_counted_as_a_causal_model_asks() -> None:
 
 
 def built(counts: Sequence[int], costs: Sequence[float]) -> figures.PipelineCut:
-    each = [load / 3 for load in theory.loads(costs, counts)]
+    each = [load / 3 for load in theory.stage_loads(costs, counts)]
     made = schedules.make("1f1b", len(counts), 4)
     return figures.PipelineCut(counts, made.simulate(hpnb.pipeline_parallel.Costs(each, each, each)))
 
@@ -225,7 +226,7 @@ def off(exercise: lesson.Exercise, answer: Any) -> list[str]:
 def test_the_library_cuts_as_well_as_exhaustive_search() -> None:
     for costs, stages in exercises._partition_cases():
         best = exercises.exhaustive(costs, stages)
-        assert max(theory.loads(costs, balanced(costs, stages))) == pytest.approx(best)
+        assert max(theory.stage_loads(costs, balanced(costs, stages))) == pytest.approx(best)
         if len(costs) > 1 and stages == 2:
             ends = [max(sum(costs[:k]), sum(costs[k:])) for k in range(1, len(costs))]
             assert min(ends) == best
@@ -237,7 +238,7 @@ def slow(costs: list[float], stages: int) -> Any:
     found: list[tuple[float, list[int]]] = []
     for inner in combinations(range(1, n), stages - 1):
         counts = [b - a for a, b in zip((0, *inner), (*inner, n), strict=True)]
-        found = [min([*found, (max(theory.loads(costs, counts)), counts)])]
+        found = [min([*found, (max(theory.stage_loads(costs, counts)), counts)])]
     return found[0][1]
 
 

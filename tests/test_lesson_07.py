@@ -43,10 +43,10 @@ def test_a_block_takes_as_long_as_the_page_says() -> None:
     block = GPT2_SIZES["1.5b"].block()
     told = {2: (1.04, 1.016), 3: (1.08, 1.032), 4: (1.12, 1.048), 5: (1.0, 1.0), 8: (1.28, 1.111)}
     for t, (attention, whole) in told.items():
-        assert theory.over_even(25, t) == pytest.approx(attention)
-        assert theory.block_over_even(block, t) == pytest.approx(whole, abs=5e-4)
+        assert theory.imbalance(25, t) == pytest.approx(attention)
+        assert theory.block_imbalance(block, t) == pytest.approx(whole, abs=5e-4)
         h, s = block.hidden, block.sequence
-        assert theory.block_over_even(block, t) == pytest.approx(
+        assert theory.block_imbalance(block, t) == pytest.approx(
             1 + (2 * h + s) / (6 * h + s) * (attention - 1)
         )
     assert theory.recomputed_share(block, "attention") == pytest.approx(0.032, abs=5e-4)
@@ -58,16 +58,16 @@ def test_a_block_takes_as_long_as_the_page_says() -> None:
 def test_parts_of_what_is_kept_add_up_to_the_published_formula(row: theory.ActivationRow) -> None:
     block = Block(160, 10, 96, 2)
     for t in (1, 2, 5):
-        assert sum(theory.kept_parts(row, block, t).values()) == pytest.approx(row.published(block, t))
-    uneven, even = (sum(theory.kept_parts(row, block, 4, even).values()) for even in (False, True))
+        assert sum(theory.activation_parts(row, block, t).values()) == pytest.approx(row.published(block, t))
+    uneven, even = (sum(theory.activation_parts(row, block, 4, even).values()) for even in (False, True))
     assert uneven > even if row.parallel else uneven == even
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: theory.over_even(3, 4), "3 units cannot be dealt out to 4 ranks; use 1 to 3"),
-        (lambda: theory.sequence_sent("tree", 8, 8, 2), "no way 'tree'; there are Megatron, Ulysses, ring"),
+        (lambda: theory.imbalance(3, 4), "3 units cannot be sharded over 4 ranks; use 1 to 3"),
+        (lambda: theory.sequence_bytes("tree", 8, 8, 2), "no way 'tree'; there are Megatron, Ulysses, ring"),
         (lambda: figures.dropped({"a": []}, ["b"]), "a has masks of 0 places, and there are 1"),
         (lambda: figures.dropped({"a": [figures.MaskPair([[0]], [[0, 1]], True)]}, ["b"]), "two equal"),
         (lambda: figures.stacked({}), "0 rows of 0 parts"),
@@ -85,10 +85,10 @@ def test_bad_numbers_get_a_sentence(call: Callable[[], object], words: str) -> N
 
 def test_bytes_of_words_are_those_predicted(three: hpnb.Ranks) -> None:
     sent = three.run(gpt2_tensor.bytes_around_blocks, TINY, 2, torch.float32)
-    assert set(sent) == {theory.vocabulary_sent(TINY.block(2, bytes_per_value=4), 3)}
+    assert set(sent) == {theory.vocabulary_bytes(TINY.block(2, bytes_per_value=4), 3)}
     for words, (gathered, reduced, off) in three.run(gpt2_tensor.compare_losses, 5, (37, 509))[0].items():
-        assert gathered == theory.gathered_sent(5, words, 3)
-        assert reduced == theory.loss_sent(5, 3)
+        assert gathered == theory.gathered_logits_bytes(5, words, 3)
+        assert reduced == theory.sharded_loss_bytes(5, 3)
         assert off < 1e-6
 
 

@@ -151,7 +151,7 @@ def test_the_nearest_ranks_that_work(mode: str, ranks: int, depth: int, near: tu
         (lambda: theory.ranks_for("2d", 0), "ranks=0 and depth=1 must be counts"),
         (lambda: theory.ranks_for("2d", 8, 2), "mode '2d' has no depth; depth=2 goes with '2.5d'"),
         (lambda: theory.activation_bytes(BLOCK, "2d", 4, 1, True), "sequence_parallel goes with '1d'"),
-        (lambda: theory.block_sent(BLOCK, "3d", 8, 1, True), "mode '3d' cuts every activation anyway"),
+        (lambda: theory.block_sent(BLOCK, "3d", 8, 1, True), "mode '3d' shards every activation"),
         (lambda: theory.block_seconds(BLOCK, "1d", 2, Link(0, 1), 0), "flop_rate=0 FLOP/s gives no time"),
         (lambda: theory.cheapest_modes([1], [8], 6, Link(0, 1), modes=["2d"]), "none of 2d can use 6 ranks"),
     ],

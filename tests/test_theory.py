@@ -634,12 +634,13 @@ def test_the_slowest_stage_sets_the_pace() -> None:
     each = [3 * f for f in forward]
     for m in (1, 4, 9):
         costs = {"forward": forward, "input_grad": backward, "weight_grad": 0.0}
-        assert simulated("gpipe", 4, m, **costs).makespan == pytest.approx(theory.paced(each, m))
-        assert simulated("1f1b", 4, m, **costs).makespan <= theory.paced(each, m) + 1e-9
+        assert simulated("gpipe", 4, m, **costs).makespan == pytest.approx(theory.pipeline_seconds(each, m))
+        assert simulated("1f1b", 4, m, **costs).makespan <= theory.pipeline_seconds(each, m) + 1e-9
     last = {"forward": forward[::-1], "input_grad": backward[::-1], "weight_grad": 0.0}
     last["forward"], last["input_grad"] = [1.0, 1.0, 1.0, 1.5], [2.0, 2.0, 2.0, 3.0]
-    assert simulated("1f1b", 4, 9, **last).makespan == pytest.approx(theory.paced([3, 3, 3, 4.5], 9))
-    idle = 1 - sum(each) * 10**6 / (4 * theory.paced(each, 10**6))
+    predicted = theory.pipeline_seconds([3, 3, 3, 4.5], 9)
+    assert simulated("1f1b", 4, 9, **last).makespan == pytest.approx(predicted)
+    idle = 1 - sum(each) * 10**6 / (4 * theory.pipeline_seconds(each, 10**6))
     assert idle == pytest.approx(1 - (sum(each) / 4) / max(each), abs=1e-5)
 
 
@@ -666,7 +667,7 @@ def test_more_microbatches_help_up_to_a_point() -> None:
         (lambda: theory.idle_seconds("zb-v", 2, 1, 1, 1), "'zb-v' has no closed form here; there are gpipe"),
         (lambda: theory.in_flight("interleaved", 2, 4), "'interleaved' has no closed form here"),
         (lambda: theory.in_flight("1f1b", 2, 4, 2), "rank=2 is not among 0 to 1"),
-        (lambda: theory.paced([], 4), "stages=0 is not a count"),
+        (lambda: theory.pipeline_seconds([], 4), "stages=0 is not a count"),
         (lambda: theory.best_microbatches(1.0, 2, -1.0), "-1.0 s extra: both must be 0 or more"),
     ],
 )

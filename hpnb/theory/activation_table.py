@@ -9,9 +9,9 @@ In units of s b h bytes, values of 2 bytes, t ranks (Korthikanti et al. 2022, ar
     tensor + sequence parallel + selective recomputation    34/t
     full recomputation                                      2
 
-5 a s/h are what attention writes where no kernel fuses it: softmax, the mask of its dropout, and what dropout
-leaves, 2 + 1 + 2 bytes for each of a s^2 b scores. A real layer keeps a little more or less than the formula,
-and each difference has a name (`beyond_published`): then the sum is what is measured.
+5 a s/h is what attention writes without a fused kernel: softmax, the mask of its dropout, and what dropout
+returns, 2 + 1 + 2 bytes for every of a s^2 b scores. A real layer keeps a little more or less than the
+formula. `beyond` names every difference, so that the sum is what is measured.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class ActivationRow:
 
     Attributes:
         name: as published.
-        parallel: whether t ranks share the layer.
-        sequence: whether tokens are cut between its matrices.
-        recompute: what the backward computes again.
+        parallel: whether the layer is sharded t ways.
+        sequence: whether tokens are sharded between its matrices.
+        recompute: what the backward recomputes.
     """
 
     name: str
@@ -41,7 +41,7 @@ class ActivationRow:
     recompute: Recompute = ""
 
     def published(self, block: Block, ranks: int = 1) -> float:
-        """Bytes on each rank."""
+        """Bytes on a rank."""
         t = self._ranks(ranks)
         sbh = block.sequence * block.batch * block.hidden
         if self.recompute == "full":
@@ -58,12 +58,13 @@ class ActivationRow:
         fused_attention: bool = False,
         fused_gelu: bool = True,
     ) -> dict[str, float]:
-        """{what: bytes} that this library's GPT-2 layer keeps beyond the formula, or less than it.
+        """{what: bytes} that this library's GPT-2 layer keeps beyond the formula; negative if less.
 
         Args:
             device: "cuda" or "cpu", where PyTorch keeps a dropout's mask, and a norm's statistics, in the
                 values' dtype.
-            fused_attention: scaled_dot_product_attention by a flash kernel, in place of product by product.
+            fused_attention: scaled_dot_product_attention by a flash kernel, instead of one matmul after the
+            other.
             fused_gelu: one operator, nn.GELU; False is transformers' gelu_new, written out in Python.
         """
         t = self._ranks(ranks)
@@ -72,19 +73,19 @@ class ActivationRow:
         tokens, h, mlp = block.sequence * block.batch, block.hidden, block.mlp_ratio * block.hidden
         between = tokens / t if self.sequence else tokens
         scores = block.heads * block.sequence * tokens / t  # a s^2 b, of this rank's heads
-        found = {"statistics of two norms": 4.0 * between * (2 if device == "cpu" else 4)}
+        extra = {"statistics of two norms": 4.0 * between * (2 if device == "cpu" else 4)}
         if device == "cpu":
-            found["masks of two dropouts, 2 bytes wide"] = 2.0 * between * h
+            extra["masks of two dropouts, 2 bytes wide"] = 2.0 * between * h
         if fused_attention and not self.recompute:
-            found["scores that a flash kernel does not write"] = -5.0 * scores
-            found["its sum for each head and token"] = 4.0 * block.heads * tokens / t
+            extra["scores that a flash kernel does not write"] = -5.0 * scores
+            extra["its sum for each head and token"] = 4.0 * block.heads * tokens / t
         elif device == "cpu" and not self.recompute:
-            found["mask of the attention's dropout, 2 bytes wide"] = scores
+            extra["mask of the attention's dropout, 2 bytes wide"] = scores
         if not fused_gelu:
-            found["gelu_new's steps"] = 3 * 2.0 * tokens * mlp / t
+            extra["gelu_new's steps"] = 3 * 2.0 * tokens * mlp / t
         if self.sequence:
-            found["inputs of column layers, not cut"] = 2 * 2.0 * tokens * h * (1 - 1 / t)
-        return found
+            extra["inputs of column layers, not cut"] = 2 * 2.0 * tokens * h * (1 - 1 / t)
+        return extra
 
     def _ranks(self, ranks: int) -> int:
         if ranks < 1:

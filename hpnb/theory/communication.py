@@ -32,7 +32,7 @@ ALGORITHMS = ("naive", "tree", "ring", "halving-doubling")
 
 
 class CollectiveCost(NamedTuple):
-    """What one algorithm does. Bytes are counted in chunks of n/p, so that every entry is a whole number."""
+    """What one algorithm does. Bytes are counted in chunks of n/p, so that every entry is an integer."""
 
     steps: int  # messages that must follow one another
     serial: int  # chunks in those messages
@@ -47,19 +47,19 @@ def _costs(op: str, p: int) -> dict[str, CollectiveCost]:
         raise ValueError(f"ranks={p} is not a count; use 1 or more")
     hub, log = p - 1, (p - 1).bit_length()  # partners of rank 0 in a star; rounds of a binomial tree
     # A reduce is a broadcast run backwards, a scatter a gather, a reduce-scatter an all-gather: same costs.
-    everywhere = {  # all_gather, reduce_scatter
+    to_all = {  # all_gather, reduce_scatter
         "naive": CollectiveCost(2 * hub, hub + hub * p, hub * p),  # gather to rank 0, then broadcast
         "tree": CollectiveCost(2 * log, hub + log * p, log * p),  # the same along a tree
         "ring": CollectiveCost(hub, hub, hub),
         "halving-doubling": CollectiveCost(log, hub, hub),
     }
-    whole = {  # broadcast, reduce
+    one_tensor = {  # broadcast, reduce
         "naive": CollectiveCost(hub, hub * p, hub * p),
         "tree": CollectiveCost(log, log * p, log * p),
         "ring": CollectiveCost(2 * hub, 2 * hub, p),  # p chunks follow each other down a chain
         "halving-doubling": CollectiveCost(2 * log, 2 * hub, 2 * hub),  # scatter, then all_gather
     }
-    parts = {  # gather, scatter
+    slices = {  # gather, scatter
         "naive": CollectiveCost(hub, hub, hub),
         "tree": CollectiveCost(log, hub, hub),  # the last round carries half of all chunks
         "ring": CollectiveCost(hub, hub, hub),  # a neighbour of the root passes on all
@@ -71,12 +71,12 @@ def _costs(op: str, p: int) -> dict[str, CollectiveCost]:
             "ring": CollectiveCost(2 * hub, 2 * hub, 2 * hub),
             "halving-doubling": CollectiveCost(2 * log, 2 * hub, 2 * hub),
         },
-        "all_gather": everywhere,
-        "reduce_scatter": everywhere,
-        "broadcast": whole,
-        "reduce": whole,
-        "gather": parts,
-        "scatter": parts,
+        "all_gather": to_all,
+        "reduce_scatter": to_all,
+        "broadcast": one_tensor,
+        "reduce": one_tensor,
+        "gather": slices,
+        "scatter": slices,
         "all_to_all": {"ring": CollectiveCost(hub, hub, hub)},  # round k: to the rank k places on
         "send": {"ring": CollectiveCost(1, p, p)},  # to the next rank
     }[op]
@@ -114,7 +114,7 @@ def bytes_sent(op: str, nbytes: float, ranks: int) -> float:
         all_reduce 2 (p-1)/p n        send n        every other op (p-1)/p n
 
     n is the tensor for all_reduce, broadcast and reduce; the gathered result for all_gather and gather; the
-    whole input for reduce_scatter, scatter and all_to_all; the message for send. Divided by seconds this is
+    full input for reduce_scatter, scatter and all_to_all; the message for send. Divided by seconds this is
     nccl-tests' bus bandwidth (its doc/PERFORMANCE.md), but for broadcast and reduce: there it counts the n
     bytes of the busiest rank, and this the mean over ranks, since the end of a chain sends nothing.
     """
@@ -142,8 +142,8 @@ def bytes_on_busiest_rank(op: str, nbytes: float, ranks: int, algorithm: str = "
 def seconds(op: str, nbytes: float, ranks: int, link: Link, algorithm: str = "ring") -> float:
     """steps * latency + serial bytes / bandwidth, in seconds; `nbytes` as in `bytes_sent`."""
     _check_bytes(nbytes)
-    way = collective_cost(op, ranks, algorithm)
-    return way.steps * link.latency + way.serial * nbytes / ranks / link.bandwidth
+    cost = collective_cost(op, ranks, algorithm)
+    return cost.steps * link.latency + cost.serial * nbytes / ranks / link.bandwidth
 
 
 def knee(ranks: int, link: Link, op: str = "all_reduce", algorithm: str = "ring") -> float:
@@ -151,10 +151,10 @@ def knee(ranks: int, link: Link, op: str = "all_reduce", algorithm: str = "ring"
 
     Below it the time hardly depends on the size, so merge messages; above it merging gains little.
     """
-    way = collective_cost(op, ranks, algorithm)
-    if way.serial == 0:
+    cost = collective_cost(op, ranks, algorithm)
+    if cost.serial == 0:
         raise ValueError(f"{op} on {ranks} rank moves nothing and has no knee; use 2 ranks or more")
-    return way.steps * link.latency * link.bandwidth * ranks / way.serial
+    return cost.steps * link.latency * link.bandwidth * ranks / cost.serial
 
 
 def cheapest(op: str, nbytes: float, ranks: int, link: Link) -> str:

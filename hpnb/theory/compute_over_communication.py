@@ -1,4 +1,4 @@
-"""Three ratios that say which axis of a layout can afford which link.
+"""Computing over communication for each axis of a layout: which axis can afford which link.
 
     rho = matmul FLOP/s over bus bytes/s, both measured:   how many FLOPs a rank does while it sends a byte
 
@@ -10,9 +10,9 @@ bytes themselves. Then, for blocks of 12 h^2 weights (mlp_ratio 4) with values a
     tensor      4.5 h / ((t-1) rho)         whatever the batch, and nothing to hide behind
     pipeline    18 h (l/p) / rho            whatever the batch, and large: the bubble matters, not the bytes
 
-All three leave latency out (messages far above the knee), count each axis alone, take the backward for twice
-the forward, recompute nothing, and count matmuls only. Attention's s^2 term multiplies each by 1 + s/(6 h),
-which tensor and pipeline do where `sequence` is given. With other dtypes multiply by 2 / bytes_per_value.
+All three leave latency out (messages far above the knee), count one axis at a time, take the backward for
+twice the forward, recompute nothing, and count matmuls only. Attention's s^2 term multiplies them by 1 + s/(6
+h), which tensor and pipeline do where `sequence` is given. With other dtypes multiply by 2 / bytes_per_value.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def tp_compute_over_communication(hidden: int, ranks: int, rho: float, sequence:
         (72 b s h^2 / t) / (4 * 2 (t-1)/t * 2 b s h) / rho  =  72 h / (16 (t-1)) / rho
 
     b s cancels. Each all-reduce waits for the matmul before it and the one after waits for it: at ratio r the
-    ranks compute r / (1 + r) of the time. An all-gather and a reduce-scatter in place of each all-reduce
+    ranks compute r / (1 + r) of the time. An all-gather and a reduce-scatter instead of every all-reduce
     (sequence parallelism) send as much, as long as no gathered input is dropped and gathered again for the
-    weight gradient. Recomputing the whole block makes it 96 FLOPs and 6 all-reduces: 4 h / ((t-1) rho).
+    weight gradient. Recomputing the block makes it 96 FLOPs and 6 all-reduces: 4 h / ((t-1) rho).
     """
     _check(rho, hidden=hidden, ranks=ranks)
     return math.inf if ranks == 1 else 4.5 * hidden / ((ranks - 1) * rho) * _attention(sequence, hidden)
@@ -77,7 +77,7 @@ def pp_compute_over_communication(
         72 b s h^2 (l/p) / (4 b s h) / rho
 
     The first and last rank send half as much. With v chunks a rank, layers_per_stage is a chunk's, l/(p v).
-    Where each of t tensor ranks sends the whole activation to its peer, divide by t. The bubble is apart.
+    If every one of t tensor ranks sends the full activation to its peer, divide by t. The bubble is apart.
     """
     _check(rho, hidden=hidden)
     if not layers_per_stage > 0:

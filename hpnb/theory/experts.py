@@ -1,14 +1,15 @@
-"""What experts send: a token goes to k of E feed-forward layers, which are dealt out to the ranks of an axis.
+"""What a mixture of experts sends: every token goes to k of E feed-forward layers, sharded over the ranks of
+an axis.
 
-Each rank sends its tokens to whoever has their experts, and the results come back: two all-to-alls forward,
-and two for the gradients. Of n tokens of h values, w bytes each, with even routing
+A rank sends its tokens to the ranks that hold their experts, and the results come back: two all-to-alls
+forward, and two more for the gradients. For n tokens of h values, w bytes a value, and even routing
 
     4 (p-1)/p k n h w        bytes leave a rank in forward and backward of one layer
 
-where n are the rank's own tokens. Were one such layer cut by tp over the same ranks, each would sum the
-tokens of all, 4 (p-1)/p (p n) h w bytes: p/k times as many. Of k n tokens through 8 h^2 weights a rank
-computes 48 k n h^2 FLOPs, so with values of 2 bytes computing over sending is 6 h p / ((p-1) rho), whatever
-k and E are, and p times what it is for the same layer under tp.
+where n counts the tokens of one rank. If tp sharded the layer over the same ranks, every rank would reduce
+the tokens of all of them: 4 (p-1)/p (p n) h w bytes, p/k times as many. A rank computes 48 k n h^2 FLOPs for
+k n tokens through 8 h^2 weights, so with 2-byte values computing over sending is 6 h p / ((p-1) rho),
+whatever k and E are. That is p times what the same layer has under tp.
 Lepikhin et al. 2020 (GShard, arXiv 2006.16668); Fedus et al. 2021 (Switch, arXiv 2101.03961).
 """
 
@@ -22,7 +23,7 @@ def experts_sent(tokens: float, hidden: int, ranks: int, chosen: int = 1, bytes_
 
     Args:
         tokens: of one rank.
-        chosen: experts that each token goes to, k.
+        chosen: experts of every token, k.
 
     Raises:
         ValueError: no experts are chosen.

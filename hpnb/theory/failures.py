@@ -1,15 +1,15 @@
-"""What failures cost a run: how often to save, and how much of the time is left for training.
+"""What failures cost a run: how often to save, and what share of the time is left for training.
 
-N GPUs that each fail once in Y on average stop a run every M = Y/N. What was computed since the last save is
-lost, and a restart takes R. Saves take D, one after every T of training. To first order a fraction
+If one of N GPUs fails once in Y on average, the run stops every M = Y/N. It loses what it computed since the
+last save, and a restart takes R. A save takes D, after every T of training. To first order a share of
 
-    D/T        goes into saves
-    T/(2 M)    is computed and lost: a failure finds an interval half done
+    D/T        of the time goes into saves
+    T/(2 M)    is computed and lost, because a failure hits an interval halfway on average
     R/M        goes into restarts
 
-which is least at T = sqrt(2 D M), where saves and losses cost the same: sqrt(2 D / M) together (Young 1974,
-Communications of the ACM 17(9)). For failures that come by chance, at the same rate at every moment, the time
-that an interval takes is known exactly (Daly 2006, Future Generation Computer Systems 22(3)):
+The sum is least at T = sqrt(2 D M), where saves and losses cost the same, together sqrt(2 D / M) (Young 1974,
+Communications of the ACM 17(9)). If failures come at random with a constant rate, the time of an interval is
+known exactly (Daly 2006, Future Generation Computer Systems 22(3)):
 
     training / time  =  T / (M e^(R/M) (e^((T + D)/M) - 1))
 """
@@ -23,12 +23,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Failures:
-    """All in seconds.
+    """What fails and what saving costs, all in seconds.
 
     Attributes:
-        between: mean time between failures of the whole run, M.
-        save: of one checkpoint, during which nothing is trained, D.
-        restart: from a failure until training goes on, R.
+        between: mean time between failures of the run, M.
+        save: one checkpoint, during which nothing is trained, D.
+        restart: from a failure until training resumes, R.
     """
 
     between: float
@@ -43,11 +43,11 @@ class Failures:
             )
 
 
-def mean_between(gpus: int, each: float) -> float:
-    """Seconds between failures of a run on so many GPUs, of which each fails once in `each` seconds."""
-    if gpus < 1 or not each > 0:
-        raise ValueError(f"{gpus} GPUs that fail every {each} s: both must be above 0")
-    return each / gpus
+def mean_time_between(gpus: int, gpu_seconds: float) -> float:
+    """Seconds between failures of a run on so many GPUs, if one GPU fails once in `gpu_seconds`."""
+    if gpus < 1 or not gpu_seconds > 0:
+        raise ValueError(f"{gpus} GPUs that fail every {gpu_seconds} s: both must be above 0")
+    return gpu_seconds / gpus
 
 
 def save_interval(failures: Failures) -> float:
@@ -62,18 +62,18 @@ def trained_share(failures: Failures, interval: float) -> float:
         ValueError: the interval is not above 0.
     """
     if not interval > 0:
-        raise ValueError(f"an interval of {interval} s between saves is none; it must be above 0")
+        raise ValueError(f"interval={interval} s between saves must be above 0")
     m = failures.between
     try:
         return interval / (m * math.exp(failures.restart / m) * math.expm1((interval + failures.save) / m))
-    except OverflowError:  # nobody lives that long
+    except OverflowError:  # the run never finishes an interval
         return 0.0
 
 
 def simulated_share(failures: Failures, interval: float, count: int, seed: int = 0) -> float:
-    """The same from a run that is played through until `count` failures have hit it; no formula is used.
+    """The same share, from a simulated run that `count` failures hit; no formula is used.
 
-    A failure may also hit a save, whose interval is then lost, or a restart, which begins anew.
+    A failure may also hit a save, and then its interval is lost, or a restart, which then starts again.
     """
     if not interval > 0 or count < 1:
         raise ValueError(f"{count} failures, saves every {interval} s: both must be above 0")

@@ -57,7 +57,7 @@ class LayoutTask:
     Attributes:
         block: shape of a block for one sample; its bytes_per_value is that of weights and values alike.
         layers, vocab_size: of the model; embedding and head share one table.
-        batch: samples of the whole batch.
+        batch: samples of a step.
         block_cost, ends_cost: seconds of a block, and of embedding, head and loss, forward and backward.
         optimizer_cost: seconds of the optimizer's step for each parameter.
         inside, between: the link of a rank within its node, and to another node.

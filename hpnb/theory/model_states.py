@@ -1,14 +1,14 @@
-"""What a model's states weigh on each rank: weights, gradients, and what the optimizer keeps.
+"""How many bytes the model states take on a rank: weights, gradients and optimizer state, by ZeRO stage.
 
-Mixed-precision Adam holds 2 + 2 + 12 = 16 bytes a parameter: 16-bit weights and gradients, and in float32 a
-master copy and two moments. With N ranks,
+Mixed-precision Adam takes 2 + 2 + 12 = 16 bytes a parameter: 16-bit weights and gradients, and in float32 the
+master weights and two moments. On N ranks,
 
-    stage 0   2 + 2 + 12             every rank has all
-    stage 1   2 + 2 + 12/N           the optimizer's states are dealt out
-    stage 2   2 + (2 + 12)/N         and the gradients
-    stage 3   (2 + 2 + 12)/N         and the weights
+    stage 0   2 + 2 + 12             replicated
+    stage 1   2 + 2 + 12/N           optimizer state sharded
+    stage 2   2 + (2 + 12)/N         gradients sharded too
+    stage 3   (2 + 2 + 12)/N         weights sharded too
 
-Rajbhandari et al. 2020, *ZeRO* (arXiv 1910.02054), section 5 and table 1. Activations are not in it.
+Rajbhandari et al. 2020, *ZeRO* (arXiv 1910.02054), section 5 and table 1. Activations are not included.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def model_states(
     gradient_bytes: float = 2,
     optimizer_bytes: float = 12,
 ) -> ModelStates:
-    """Bytes of the states of a model with `parameters` parameters, on each of `ranks` ranks.
+    """Bytes of the states of a model with `parameters` parameters on one of `ranks` ranks.
 
     Args:
-        stage: 0 (all replicated) to 3 (all dealt out).
+        stage: of ZeRO, 0 (all replicated) to 3 (all sharded).
         weight_bytes, gradient_bytes, optimizer_bytes: a parameter. Adam in float32 is 4, 4 and 8; SGD with
             momentum 4, 4 and 4.
 

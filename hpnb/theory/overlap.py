@@ -1,18 +1,18 @@
-"""How much of the gradients' journey a backward hides.
+"""How much of the gradients' all-reduce a backward hides, and how much stays exposed.
 
     backward   ...  g9 g8 | g7 g6 g5 | g4 ...  g1 g0 |            bucket k is ready at r_k
-    link              .   [ bucket 0 ][ bucket 1 ]. .[ last ]     and travels behind those before it
+    link              .   [ bucket 0 ][ bucket 1 ]. .[ last ]     and is sent after the buckets before it
 
     start_k = max(r_k, end_(k-1))       end_k = start_k + all-reduce of its bytes       exposed = end_last - T
 
-T is the end of the backward. What is *exposed* prolongs the step; the rest is hidden. With m equal buckets
-that become ready at T/m, 2T/m, ... T and take c seconds each,
+T is the end of the backward. *Exposed* communication prolongs the step; the rest overlaps with computing. If
+m equal buckets become ready at T/m, 2T/m, ... T, and one all-reduce takes c seconds,
 
     exposed = max(c, m c - (m-1) T/m)
 
-The first: computing is slower, and of all buckets only the last, which has nothing left to hide behind, is in
-the open. The second: the link is slower, and works without a pause from T/m on. As m grows and latency costs
-nothing, C = m c seconds on the link become max(0, C - T): see `exposed_share`.
+In the first case computing is slower, and only the last bucket is exposed, because no backward is left to
+hide it. In the second the link is slower, and it is busy from T/m on. For many buckets without latency, C = m
+c seconds on the link become max(0, C - T): see `exposed_share`.
 
 Source: Li et al. 2020, *PyTorch Distributed* (arXiv 2006.15704), section 3.2, for buckets and overlap.
 """
@@ -29,7 +29,7 @@ from hpnb.theory.links import Link
 
 @dataclass(frozen=True)
 class Overlap:
-    """When each bucket travelled. Seconds, on the clock of the backward.
+    """When the buckets were sent, in seconds since the backward began.
 
     Attributes:
         starts, ends: of the all-reduces, in order.
@@ -52,15 +52,15 @@ def overlap(
     """All-reduces of buckets that become ready one after the other, along one link.
 
     Args:
-        ready: seconds at which each is full. One that is full before its predecessor waits for it.
-        nbytes: of each bucket.
+        ready: seconds at which every bucket is full. A bucket waits for those before it.
+        nbytes: bytes of every bucket.
         backward: the end of the backward; by default the last bucket ends it.
 
     Raises:
         ValueError: as many times as sizes are needed.
     """
     if len(ready) != len(nbytes):
-        raise ValueError(f"{len(ready)} times and {len(nbytes)} sizes; every bucket needs one of each")
+        raise ValueError(f"{len(ready)} times and {len(nbytes)} sizes; every bucket needs both")
     starts: list[float] = []
     ends: list[float] = []
     for full, size in zip(ready, nbytes, strict=True):
@@ -82,9 +82,9 @@ def even_buckets(
         raise ValueError(
             f"{nbytes} bytes in buckets of {bucket_bytes} over {backward} s; all three must be above 0"
         )
-    whole = int(nbytes / bucket_bytes)
-    sizes = [float(bucket_bytes)] * whole
-    if (rest := nbytes - whole * bucket_bytes) > 1e-9 * nbytes:
+    full_buckets = int(nbytes / bucket_bytes)
+    sizes = [float(bucket_bytes)] * full_buckets
+    if (rest := nbytes - full_buckets * bucket_bytes) > 1e-9 * nbytes:
         sizes.append(rest)
     return tuple(backward * min(1.0, full / nbytes) for full in accumulate(sizes)), tuple(sizes)
 
@@ -95,7 +95,7 @@ def exposed_seconds(
     """max(c, m c - (m-1) T/m): exposed seconds of m equal buckets that become ready evenly over T seconds.
 
     Args:
-        op: the collective of each bucket: "all_reduce", or "reduce_scatter" with ZeRO 1 and 2.
+        op: the collective of a bucket: "all_reduce", or "reduce_scatter" with ZeRO 1 and 2.
     """
     if buckets < 1:
         raise ValueError(f"buckets={buckets} is not a count; use 1 or more")

@@ -1,10 +1,11 @@
-"""What a pipeline costs: the bubble, activations held, the slowest stage, and how many microbatches are best.
+"""What a pipeline costs: the bubble, microbatches in flight, the slowest stage, and the best number of
+microbatches.
 
-p stages work on m microbatches, each of which takes a stage t seconds forward and backward. The last stage
-starts p - 1 forwards late, the first ends p - 1 backwards after it, and in between nobody rests:
+p stages work on m microbatches, and one microbatch takes a stage t seconds forward and backward. The last
+stage starts p - 1 forwards late, the first ends p - 1 backwards after it, and in between no stage is idle:
 
     step     (m + p - 1) t                      work     m t on every rank
-    bubble   (p - 1) / (m + p - 1)              its share of ranks x time; with v chunks a rank, of t/v each,
+    bubble   (p - 1) / (m + p - 1)              its share of ranks x time; with v chunks of t/v a rank,
              (p - 1) / (v m + p - 1)            the pipeline fills v times as fast
 
 Stages that differ are paced by the slowest: the first microbatch walks through all, and the others come out
@@ -13,7 +14,7 @@ one slowest stage apart,
     step     sum of t_s + (m - 1) max t_s
 
 More microbatches make the bubble smaller, and every kernel too. If a microbatch costs a stage c seconds
-whatever its size, besides its share of the T seconds that one device takes for the whole batch,
+whatever its size, besides its share of the T seconds that one device takes for the batch,
 
     step     (m + p - 1) (T / (p m) + c)  =  T/p  +  (p - 1) T / (p m)  +  (m + p - 1) c
                                              ideal     bubble                small kernels
@@ -53,7 +54,7 @@ def idle_seconds(
         gpipe, 1f1b                   (p-1)(F+I+W)
         interleaved, breadth-first    (p-1)(F+I+W)/v
         zb-h1                         (p-1)(F+I-W)
-        zb-h2                         (p-1)(F+I-2W)        each never below 0
+        zb-h2                         (p-1)(F+I-2W)        never below 0
 
     Without transfer and with enough microbatches.
 
@@ -61,18 +62,18 @@ def idle_seconds(
         ValueError: a schedule without a closed form here; `Schedule.simulate` takes any.
     """
     _check(ranks=ranks, chunks=chunks)
-    whole = forward + input_grad + weight_grad
-    each = {
-        "gpipe": whole,
-        "1f1b": whole,
-        "interleaved": whole / chunks,
-        "breadth-first": whole / chunks,
-        "zb-h1": whole - 2 * weight_grad,
-        "zb-h2": whole - 3 * weight_grad,
+    work = forward + input_grad + weight_grad
+    idle = {
+        "gpipe": work,
+        "1f1b": work,
+        "interleaved": work / chunks,
+        "breadth-first": work / chunks,
+        "zb-h1": work - 2 * weight_grad,
+        "zb-h2": work - 3 * weight_grad,
     }
-    if name not in each:
-        raise ValueError(f"{name!r} has no closed form here; there are {', '.join(each)}")
-    return (ranks - 1) * max(0.0, each[name])
+    if name not in idle:
+        raise ValueError(f"{name!r} has no closed form here; there are {', '.join(idle)}")
+    return (ranks - 1) * max(0.0, idle[name])
 
 
 def in_flight(name: str, ranks: int, microbatches: int, rank: int = 0) -> int:
@@ -92,7 +93,7 @@ def in_flight(name: str, ranks: int, microbatches: int, rank: int = 0) -> int:
     return min(most[name], microbatches)
 
 
-def paced(stages: Sequence[float], microbatches: int) -> float:
+def pipeline_seconds(stages: Sequence[float], microbatches: int) -> float:
     """Seconds of a step whose stages take these seconds a microbatch: their sum + (m-1) times the slowest.
 
     Exact for gpipe where one stage is the slowest of forward and backward alike. 1f1b takes as long where
@@ -138,7 +139,7 @@ def pipeline_parts(
     if schedule not in FILL:
         raise ValueError(f"schedule={schedule!r} has no closed form here; use {', '.join(FILL)}")
     p, totals = len(stages), [sum(parts.values()) for parts in stages]
-    span = paced(totals, microbatches) + 2 * (p - 1) * hop
+    span = pipeline_seconds(totals, microbatches) + 2 * (p - 1) * hop
     span -= (1 - 1 / chunks) * (sum(totals) - max(totals)) + (1 - FILL[schedule]) * (p - 1) / p * sum(totals)
     names = dict.fromkeys(name for parts in stages for name in parts)
     means = {name: microbatches * sum(parts.get(name, 0.0) for parts in stages) / p for name in names}

@@ -1,25 +1,25 @@
-"""What a training step of a language model holds at its fullest: states, activations, what passes through.
+"""What a training step of a language model takes at its peak: states, activations, temporary buffers.
 
     start --- forward ---> turn --- backward of block L-1 ... 0 ---> end --- step --->
               activations  |  logits                             gradients    16-bit weights: float32
-              grow         |  three times over                   have come    gradients of the masters
+              grow         |  three times                        complete     gradients of master weights
 
-With tokens T = b s of one rank, values of w bytes, and P parameters on N ranks, the largest of these counts:
+For the T = b s tokens of one rank, values of w bytes, and P parameters on N ranks, the peak is the largest of
 
-    turn      what every block keeps for its backward, L x `tensor_memory.activation_terms`, and
-              12 V T: float32 log-probabilities, and two gradients as large
-    block i   what the blocks before it keep, its own, and the gradients that flow around it
+    turn      the activations of all blocks, L x `tensor_memory.activation_terms`, and
+              12 V T: float32 log-probabilities, and two gradients of that size
+    block i   the activations of the blocks up to i, and the gradients that flow around block i
     end       all gradients, and no activations
-    step      4 bytes more for each of this rank's parameters, where masters step 16-bit weights
+    step      4 bytes more for every parameter of this rank, if master weights step 16-bit weights
 
-A block that is computed again keeps its input, w T h, and is whole again during its backward. The gradient of
-tied embeddings, w V h, is the head's first and waits for the other half to the end. In stage 3 what lies in
-no block is whole throughout, `prefetch` blocks travel beside the one that computes, and a block's whole
-gradients exist a second time while they are sent.
+A recomputed block keeps only its input, w T h, and all its activations during its backward. The gradient of
+tied embeddings, w V h, starts with the head and waits for the embedding's half until the end. In stage 3 the
+weights outside the blocks stay gathered, `prefetch` blocks are gathered ahead of the one that computes, and a
+block's full gradients exist a second time while they are sent.
 
-Stages 0 and 1 keep buffers of gradients from step to step; in stages 2 and 3 a gradient lives from its
-backward to its reduction, and 1/N of it until the next step begins. Rajbhandari et al. 2020, *ZeRO*
-(arXiv 1910.02054), sections 3 and 5; Chen et al. 2016 (arXiv 1604.06174) for computing again.
+Stages 0 and 1 keep gradient buffers from step to step. In stages 2 and 3 a gradient lives from its backward
+to its reduction, and 1/N of it until the next step starts. Rajbhandari et al. 2020, *ZeRO* (arXiv
+1910.02054), sections 3 and 5; Chen et al. 2016 (arXiv 1604.06174) for recomputation.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The moments at which a step may be at its fullest, in order of time."""
+    """The moments at which a step may reach its peak, in order of time."""
 
     moments: tuple[Moment, ...]
 
@@ -78,13 +78,13 @@ def step_memory(
     mlp_copies: int = 5,
     optimizer_bytes: float | None = None,
 ) -> StepMemory:
-    """The memory of a step of a GPT-2 with tied embeddings on each of `ranks` ranks, with AdamW.
+    """The memory of a step of a GPT-2 with tied embeddings on one of `ranks` ranks, with AdamW.
 
     Args:
         block: one block, for the rows and the row length of one rank; its bytes_per_value is of weights too.
         stage: of ZeRO, 0 to 3.
-        recompute: how many blocks are computed again; `layers` is all of them. The first ones are.
-        offload: optimizer states, and this rank's gradients, lie elsewhere; in stage 3 its weights too.
+        recompute: how many blocks are recomputed, from the first on.
+        offload: optimizer state and this rank's gradients are on the CPU; in stage 3 its weights too.
         bucket_bytes: of gradients that stage 2 sends at once; two buckets are under way.
         mlp_copies: of an MLP's inner values, see `activation_terms`: 5 for the gelu that transformers' GPT-2
             writes out in Python.
@@ -129,19 +129,19 @@ def step_memory(
         return Moment(name, weights, share, optimizer, activations, temporary)
 
     ahead = one * min(prefetch, layers) if stage == 3 else 0.0
-    found = [at("turn", 0.0, before(layers) + head + logits, 2 * logits + gathered + ahead)]
+    moments = [at("turn", 0.0, before(layers) + head + logits, 2 * logits + gathered + ahead)]
     for i in reversed(range(layers)):
-        mine = before(i + 1) - before(i)
-        inside = kept - mine if i < recompute else 0.0
+        stored = before(i + 1) - before(i)
+        inside = kept - stored if i < recompute else 0.0
         passing = waits + gathered + flow + inside
         if stage == 3:
             passing += one * (1 + min(prefetch, i)) + (4 / 3 * one if i < layers - 1 else 0.0)
         else:
             passing += bucket * min(2 if stage == 2 else 1, layers - 1 - i)
-        found.append(at(f"block {i}", (layers - 1 - i) / layers, before(i + 1), passing))
+        moments.append(at(f"block {i}", (layers - 1 - i) / layers, before(i + 1), passing))
     sending = 2 * bucket if stage == 2 else 2 * one if stage == 3 else 0.0
-    found.append(at("end", 1.0, 0.0, waits + gathered + sending))
+    moments.append(at("end", 1.0, 0.0, waits + gathered + sending))
     # Masters of 16-bit weights get float32 gradients; offloaded ones get them elsewhere.
     wide = 4.0 * parameters / (ranks if stage else 1) if w < 4 and not offload else 0.0
-    found.append(at("step", 1.0, 0.0, wide))
-    return StepMemory(tuple(found))
+    moments.append(at("step", 1.0, 0.0, wide))
+    return StepMemory(tuple(moments))

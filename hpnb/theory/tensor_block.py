@@ -1,8 +1,9 @@
-"""What a transformer block sends in each mode of tensor parallelism, its seconds, and which mode is cheapest.
+"""What a transformer block sends in every mode of tensor parallelism, its seconds, and which mode is
+cheapest.
 
 A block is four linear layers: qkv (h, 3h), projection (h, h), mlp up (h, 4h) and mlp down (4h, h). Of
-M = b s tokens they send, in elements that leave each of p ranks, forward and backward (`tensor.py` has the
-layers one by one),
+M = b s tokens they send, in elements that leave each of p ranks, forward and backward (`tensor_layer.py` has
+the layers one by one),
 
     1d     8 (p-1)/p M h                                              by tokens alone
     2d     3 (q-1)/q^2 (7 M h  +  12 h^2)                             inputs are h, h, h and 4 h wide: 7 h
@@ -12,9 +13,9 @@ layers one by one),
 1d sends the same however many ranks share the work. The grids send less and less, about p^(-1/2) in 2d and
 p^(-2/3) in 3d, but weights too: that pays on many ranks, where M is not small beside h.
 
-Norms and biases are vectors, and many messages. Where the width is cut, a norm all-reduces two numbers a
-token each way. Where rows are cut, the gradients of norms and biases are summed, all of a block in one
-message an axis; where 1d cuts tokens (sequence parallelism), those of norms.
+Norms and biases are vectors, and many messages. If the width is sharded, a norm all-reduces two numbers a
+token each way. If rows are sharded, the gradients of norms and biases are summed, all of a block in one
+message an axis; if 1d shards tokens (sequence parallelism), those of norms.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ def block_sent(
     """All messages of a block's forward and backward, in a model between others of its kind.
 
     Args:
-        block: of the whole batch; its bytes_per_value are those of weights, values and gradients alike.
-            Where the width is cut, norms send numbers of float32 at least, and of float64 in their forward.
+        block: of the batch over all ranks; its bytes_per_value are those of weights, values and gradients
+        alike.
+            If the width is sharded, norms send numbers of float32 at least, and of float64 in their forward.
 
     Raises:
         ValueError: ranks that the mode cannot use.
@@ -67,9 +69,9 @@ def shapes_sent(
     sequence_parallel: bool = False,
     bytes_per_value: int = 2,
 ) -> Messages:
-    """`block_sent` of numbers alone: rows are tokens of the whole batch, mlp the neurons of the MLP."""
+    """`block_sent` of plain numbers: rows are tokens of the batch over all ranks, mlp the MLP's width."""
     sides = grid_sides(mode, ranks, depth, sequence_parallel)
-    found: list[Collective] = []
+    collectives: list[Collective] = []
     layers: tuple[tuple[str, float, float, Kind], ...] = (
         ("qkv", hidden, 3 * hidden, "column"),
         ("projection", hidden, hidden, "row"),
@@ -77,13 +79,13 @@ def shapes_sent(
         ("mlp down", mlp, hidden, "row"),
     )
     for layer, inputs, outputs, kind in layers:
-        found += linear_sent(
+        collectives += linear_sent(
             mode, rows, inputs, outputs, ranks, depth, kind=kind, layer=layer,
             sequence_parallel=sequence_parallel, bytes_per_value=bytes_per_value,
         ).collectives  # fmt: skip
-    found += _norms(mode, rows, sides, bytes_per_value)
-    found += _vectors(mode, hidden, mlp, sides, sequence_parallel, bytes_per_value)
-    return sent_collectives(found)
+    collectives += _norms(mode, rows, sides, bytes_per_value)
+    collectives += _vectors(mode, hidden, mlp, sides, sequence_parallel, bytes_per_value)
+    return sent_collectives(collectives)
 
 
 def _norms(mode: str, rows: float, sides: tuple[int, ...], size: int) -> Iterator[Collective]:
@@ -91,7 +93,7 @@ def _norms(mode: str, rows: float, sides: tuple[int, ...], size: int) -> Iterato
     if mode == "1d":
         return
     along = 1 if mode == "3d" else len(sides) - 1
-    tokens = rows * sides[along] / math.prod(sides)  # of a rank: rows are cut along all other axes
+    tokens = rows * sides[along] / math.prod(sides)  # of a rank: rows are sharded along all other axes
     numbers: tuple[tuple[Phase, int], ...] = (("forward", 8), ("backward", max(size, 4)))
     for phase, of in numbers:
         yield Collective("norms", phase, "tokens", "all_reduce", along, sides[along], 2 * tokens * of, 2)
@@ -100,10 +102,10 @@ def _norms(mode: str, rows: float, sides: tuple[int, ...], size: int) -> Iterato
 def _vectors(
     mode: str, hidden: float, mlp: float, sides: tuple[int, ...], sequence: bool, size: int
 ) -> Iterator[Collective]:
-    """Gradients of what is whole where rows or tokens are cut: of two norms 4 h, of biases 5 h + mlp."""
+    """Gradients of what is replicated where rows or tokens are sharded: norms 4 h, biases 5 h + mlp."""
     outer, inner = 6 * hidden, 3 * hidden + mlp  # norms and row biases; column biases
     sums: list[tuple[int, float]] = []
-    if mode == "1d":  # column biases are cut, row biases meet the gradients of all tokens
+    if mode == "1d":  # column biases are sharded, row biases meet the gradients of all tokens
         sums = [(0, 4 * hidden)] if sequence else []
     elif mode == "3d":
         side = sides[0]
@@ -119,7 +121,7 @@ def _vectors(
 
 @dataclass(frozen=True)
 class BlockSeconds:
-    """Of one block, forward and backward, on each rank.
+    """Seconds of one block, forward and backward, on a rank.
 
     Attributes:
         compute: matmuls at the full rate, shared evenly.
@@ -190,7 +192,7 @@ def cheapest_modes(
     All modes compute the same FLOPs, so compute decides nothing. Of equals the first in MODES.
 
     Args:
-        tokens: of the whole batch over `ranks`.
+        tokens: a rank's, of the batch over `ranks`.
         depth: of "2.5d", which is left out at 1: there it is "2d".
         modes: which to compare; by default all that can use so many ranks.
         call: as in `block_seconds`.
@@ -208,9 +210,9 @@ def cheapest_modes(
             rows, h, mlp_ratio * h, mode, ranks, deep[mode], bytes_per_value=bytes_per_value
         ).seconds(link, call)
 
-    found = []
+    rows = []
     for h in hidden:
         least = {mode: seconds(mode, 0, h) for mode in able}
         slope = {mode: seconds(mode, 1, h) - least[mode] for mode in able}  # they are lines in the tokens
-        found.append(tuple(min(able, key=lambda m: least[m] + slope[m] * n * ranks) for n in tokens))
-    return tuple(found)
+        rows.append(tuple(min(able, key=lambda m: least[m] + slope[m] * n * ranks) for n in tokens))
+    return tuple(rows)

@@ -9,7 +9,7 @@ backward, counted as `hpnb.record.traffic` counts:
     2.5d   3 (q-1) (M K/(d q^2) + K N/q^2) + 2 (d-1)/d K N/q^2     d x q x q
     3d     (l-1)/l (3 M K/l^2 + 3 K N/l^2 + 2 M N/l^2)             l x l x l
 
-1d sums one activation (Shoeybi et al. 2019, arXiv 1909.08053, section 3); where that is cut along the
+1d sums one activation (Shoeybi et al. 2019, arXiv 1909.08053, section 3); where that is sharded along the
 tokens, an all-gather and a reduce-scatter send as much (Korthikanti et al. 2022, arXiv 2205.05198, section
 4.2.2). 2d broadcasts q panels of X along a row and q of W down a column to have X W; then the same again,
 with q reduces of each, to have dY W^T and X^T dY (SUMMA; Xu et al. 2021, Optimus, arXiv 2104.05343). 2.5d
@@ -38,12 +38,12 @@ Kind = Literal["column", "row"]
 
 @dataclass(frozen=True)
 class Collective:
-    """`count` calls of `op`, each over the `ranks` ranks along dim `along` of the grid.
+    """`count` calls of `op` over the `ranks` ranks along dim `along` of the grid.
 
     Attributes:
         layer: "qkv", "projection", "mlp up", "mlp down", "norms" or "vectors" (gradients of norms, biases).
         by: what its size grows with.
-        nbytes: of the whole, as in `bytes_sent`, of one call.
+        nbytes: of one call, as in `bytes_sent`.
     """
 
     layer: str
@@ -57,11 +57,11 @@ class Collective:
 
     @property
     def bytes(self) -> float:
-        """What leaves a rank in all calls."""
+        """Bytes that leave a rank in all calls."""
         return self.count * bytes_sent(self.op, self.nbytes, self.ranks)
 
     def seconds(self, link: Link, call: float = 0.0) -> float:
-        """Of all calls, one after the other, each of which takes `call` seconds whatever its size.
+        """Seconds of all calls, one after the other, each with `call` seconds of its own whatever its size.
 
         A ring, as `hpnb.theory.seconds` has it. A broadcast or a reduce is a chain of p-1 links that is kept
         full: (p-1) latency + n/B, since each link but the last passes all on.
@@ -76,7 +76,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Messages:
-    """What one rank sends, message by message; on one rank nothing."""
+    """What a rank sends, message by message; nothing if there is one rank."""
 
     collectives: tuple[Collective, ...]
 
@@ -87,10 +87,10 @@ class Messages:
         layer: str | None = None,
         along: int | None = None,
     ) -> float:
-        """What leaves a rank; with arguments, that part alone."""
-        asked = {"phase": phase, "by": by, "layer": layer, "along": along}
-        told = {name: value for name, value in asked.items() if value is not None}
-        return sum(c.bytes for c in self.collectives if all(getattr(c, n) == v for n, v in told.items()))
+        """Bytes that leave a rank; with arguments, of those messages only."""
+        wanted = {"phase": phase, "by": by, "layer": layer, "along": along}
+        wanted = {name: value for name, value in wanted.items() if value is not None}
+        return sum(c.bytes for c in self.collectives if all(getattr(c, n) == v for n, v in wanted.items()))
 
     @property
     def calls(self) -> int:
@@ -118,12 +118,12 @@ def grid_sides(mode: str, ranks: int, depth: int = 1, sequence_parallel: bool = 
         ValueError: no such mode or option of it, or ranks that it cannot use, with the nearest that it can.
     """
     if sequence_parallel and mode != "1d":
-        raise ValueError(f"mode {mode!r} cuts every activation anyway; sequence_parallel goes with '1d'")
+        raise ValueError(f"mode {mode!r} shards every activation anyway; sequence_parallel goes with '1d'")
     near = ranks_for(mode, ranks, depth)
     if ranks not in near:
         form = {"2d": "q x q", "2.5d": f"{depth} x q x q", "3d": "l x l x l"}[mode]
-        told = " or ".join(map(str, near))
-        raise ValueError(f"{mode} needs {form} ranks, which {ranks} is not; {told} would do")
+        usable = " or ".join(map(str, near))
+        raise ValueError(f"{mode} needs {form} ranks, which {ranks} is not; use {usable}")
     if mode == "1d":
         return (ranks,)
     if mode == "3d":
@@ -175,23 +175,23 @@ def linear_sent(
     Layers with the same X, such as q, k and v, are one.
 
     Args:
-        rows: tokens of the whole batch. Where sequence parallelism has to pad them, with the padding.
-        kind: whether "1d" cuts W by its columns or by its rows; which axes "3d" uses. The bytes of "2d" and
+        rows: tokens of the batch over all ranks, with the padding of sequence parallelism.
+        kind: whether "1d" shards W by its columns or by its rows; which axes "3d" uses. The bytes of "2d" and
             "2.5d" do not depend on it.
-        sequence_parallel: of "1d"; the grids cut every activation anyway.
+        sequence_parallel: of "1d"; the grids shard every activation anyway.
 
     Raises:
         ValueError: ranks that the mode cannot use.
     """
     sides = grid_sides(mode, ranks, depth, sequence_parallel)
-    found: Iterator[Collective]
+    collectives: Iterator[Collective]
     if mode == "1d":
-        found = _line(rows * (inputs if kind == "column" else outputs), ranks, kind, sequence_parallel)
+        collectives = _line(rows * (inputs if kind == "column" else outputs), ranks, kind, sequence_parallel)
     elif mode == "3d":
-        found = _cube(rows, inputs, outputs, sides[0], kind)
+        collectives = _cube(rows, inputs, outputs, sides[0], kind)
     else:
-        found = _summa(rows, inputs, outputs, sides[-1], depth)
-    return sent_collectives(replace(c, layer=layer, nbytes=c.nbytes * bytes_per_value) for c in found)
+        collectives = _summa(rows, inputs, outputs, sides[-1], depth)
+    return sent_collectives(replace(c, layer=layer, nbytes=c.nbytes * bytes_per_value) for c in collectives)
 
 
 def linear_bytes(
@@ -206,8 +206,10 @@ def linear_bytes(
     bytes_per_value: int = 2,
 ) -> float:
     """Bytes that leave a rank for one linear layer, forward and backward; arguments as of `linear_sent`."""
-    found = linear_sent(mode, rows, inputs, outputs, ranks, depth, kind=kind, bytes_per_value=bytes_per_value)
-    return found.bytes()
+    messages = linear_sent(
+        mode, rows, inputs, outputs, ranks, depth, kind=kind, bytes_per_value=bytes_per_value
+    )
+    return messages.bytes()
 
 
 # Sizes below are in elements; `linear_sent` makes them bytes.
@@ -249,5 +251,5 @@ def _cube(rows: float, inputs: float, outputs: float, side: int, kind: Kind) -> 
 
 
 def sent_collectives(collectives: Iterable[Collective]) -> Messages:
-    """Those that say something to somebody."""
+    """The collectives that send something, that is over more than one rank."""
     return Messages(tuple(c for c in collectives if c.ranks > 1))

@@ -1,10 +1,10 @@
-"""What a rank holds under tensor parallelism: parameters, exactly, and the activations that a block keeps.
+"""What a rank holds under tensor parallelism: its parameters, exactly, and the activations that a block
+keeps.
 
-Between forward and backward a block keeps the inputs of its matrices, norms and nonlinearities. With values
-of 2 bytes, attention that does not write its scores, and an MLP of 4 h, in units of b s h bytes of one
-device,
+Between forward and backward a block keeps the inputs of its matrices, norms and nonlinearities. For values of
+2 bytes, attention that does not write its scores, and an MLP of 4 h, in units of b s h bytes,
 
-                        whole               1d              1d, tokens cut       2d, 2.5d, 3d
+                        one rank            1d              1d, tokens sharded   2d, 2.5d, 3d
     inputs of 2 norms   2 + 2               4               4/t                  4/p
     their outputs       2 + 2               4               4                    4/p
     q, k, v             6                   6/t             6/t                  6/p
@@ -12,11 +12,11 @@ device,
     MLP, up and gelu    8 + 8               16/t            16/t                 16/p
                         32                  8 + 24/t        4 + 28/t             32/p
 
-and two small ones: 4 bytes a head and token of attention, and 16 a token of the norms' statistics.
+and two small terms: 4 bytes a head and token of attention, and 16 a token of the norms' statistics.
 Korthikanti et al. 2022 (arXiv 2205.05198, section 4) have 34 + 5 a s/h, 10 + 24/t + 5 a s/(h t) and (34 + 5
-a s/h)/t. The 2 are the masks of two dropouts, a byte an element (`dropout=True` counts them). 5 a s/h are
-scores, softmax and its mask. And they keep the column layers' inputs cut along the tokens, and gather them
-a second time in the backward; here they stay whole, 4 - 4/t more, and are gathered once.
+a s/h)/t. The 2 more are the masks of two dropouts, a byte an element (`dropout=True` counts them); 5 a s/h
+are scores, softmax and its mask. They also keep the column layers' inputs sharded along the tokens and gather
+them a second time in the backward. Here they stay gathered, which takes 4 - 4/t more, and are gathered once.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def activation_terms(
     dropout: bool = False,
     mlp_copies: int = 2,
 ) -> dict[str, float]:
-    """{what: bytes} that one block keeps for its backward on each rank; where shares differ, on the first.
+    """{what: bytes} that one block keeps for its backward on a rank; if shards differ, on the first rank.
 
     Args:
         dropout: count a mask of one byte an element after either pair of matrices, as on a GPU.
@@ -87,7 +87,7 @@ def activation_terms(
         between = tokens = tokens * width / ranks  # rows are cut over all other axes
         heads, inner = heads / width, mlp / width
     h = block.hidden / width
-    found = {
+    terms = {
         "norms' inputs": 2 * between * h * size,
         "norms' outputs": 2 * tokens * h * size,
         "q, k, v": 3 * tokens * heads * head * size,
@@ -96,7 +96,7 @@ def activation_terms(
         "attention's sums": tokens * heads * numbers,
         "norms' statistics": 4 * between * numbers,
     }
-    return found | ({"dropouts' masks": 2 * between * h} if dropout else {})
+    return terms | ({"dropouts' masks": 2 * between * h} if dropout else {})
 
 
 def activation_bytes(
@@ -140,28 +140,28 @@ def parameters_held(
     ranks: int,
     depth: int = 1,
 ) -> tuple[int, ...]:
-    """Parameters on each rank of a model that `hpnb.tensor_parallel.parallelize` has cut.
+    """Parameters on every rank of a model that `hpnb.tensor_parallel.parallelize` has sharded.
 
         model = hpnb.models.gpt2("1.5b", device="meta")
         shapes = {name: p.shape for name, p in model.named_parameters()}
         parameters_held(hpnb.models.roles(model), shapes, "2d", 16)
 
-    Of a model with a head of its own: one that gives hidden states keeps a pooler whole.
+    The model has a head; one that returns hidden states replicates a pooler.
 
     Args:
-        roles, shapes: of each whole parameter, by its name; one that is tied counts once.
+        roles, shapes: of every unsharded parameter, by its name; a tied one counts once.
 
     Raises:
         ValueError: ranks that the mode cannot use. That sizes divide where they must is not checked.
     """
     sides = grid_sides(mode, ranks, depth)
-    held = []
+    counts = []
     for rank in range(ranks):
         rest, place = rank, [0] * len(sides)
         for dim in reversed(range(len(sides))):
             rest, place[dim] = divmod(rest, sides[dim])
-        held.append(sum(_numel(roles[n], tuple(shape), mode, sides, place) for n, shape in shapes.items()))
-    return tuple(held)
+        counts.append(sum(_numel(roles[n], tuple(shape), mode, sides, place) for n, shape in shapes.items()))
+    return tuple(counts)
 
 
 def _numel(
@@ -171,10 +171,10 @@ def _numel(
     left = list(shape)
 
     def cut(dim: int | None, along: int, units: int = 0) -> None:
-        """Deal out `dim`, in whole units, to the ranks along one dim of the grid."""
+        """Shard `dim`, by units, over the ranks along one dim of the grid."""
         if dim is not None and shape:
-            whole = units or left[dim]
-            left[dim] = left[dim] // whole * split_sizes(whole, sides[along])[place[along]]
+            count = units or left[dim]
+            left[dim] = left[dim] // count * split_sizes(count, sides[along])[place[along]]
 
     if mode == "1d":
         if role.vocabulary is not None:

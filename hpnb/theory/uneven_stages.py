@@ -1,20 +1,21 @@
-"""What layers that are not equal cost a pipeline: a heavy head, and a weight with two homes.
+"""What unequal layers cost a pipeline: a heavy head, and a weight that two stages share.
 
-A block of an MLP 4 h wide computes 24 h^2 + 4 s h FLOPs a token forward, the logits of V words 2 h V. So the
-head weighs
+A block with an MLP of 4 h computes 24 h^2 + 4 s h FLOPs a token forward, and the logits of a vocabulary of V
+take 2 h V. So in units of blocks the head weighs
 
-    a = V / (12 h + 2 s)                               blocks: 4.5 in GPT-2's 124M, 2.4 in its 1.5B
+    a = V / (12 h + 2 s)                               4.5 blocks in GPT-2's 124M, 2.4 in its 1.5B
 
-With L blocks dealt out evenly to p stages the last one also has the head, and it sets the pace. Against equal
-stages, which few layers can only come near,
+If L blocks are split evenly over p stages, the last stage has the head as well and sets the pace. A step of
+many microbatches then takes
 
     (L/p + a) / ((L + a)/p)  =  1 + a (p-1)/(L + a)
 
-is how much longer a step with many microbatches takes. Deeper models lose less, longer pipelines more.
+times as long as with equal stages, which few layers can only approach. Deeper models lose less, longer
+pipelines more.
 
-A table of V words of h numbers that is both embedding and head is on the first rank and on the last. Each
-computes a gradient of all of it, and once a step the two are added up: an all-reduce of V h numbers between
-two ranks, V h from each of them. As many numbers cross one cut, one way, for V tokens.
+A table of V tokens and h numbers that is both embedding and head lies on the first and on the last stage.
+Either computes a gradient of all of it, and once a step the two are summed: an all-reduce of V h numbers
+between two ranks, in which either sends V h. As many numbers cross one cut, one way, for V tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hpnb.theory.transformer import Block
 
 
 def head_in_blocks(block: Block, vocab_size: int) -> float:
-    """FLOPs of the logits of `vocab_size` tokens, in those of `block`; products alone.
+    """FLOPs of the logits of `vocab_size` tokens, in units of `block`; matmuls only.
 
     Raises:
         ValueError: a vocabulary below 1.
@@ -37,39 +38,39 @@ def head_in_blocks(block: Block, vocab_size: int) -> float:
     return 2 * block.batch * block.sequence * block.hidden * vocab_size / block.forward_flops
 
 
-def uniform_over_even(blocks: int, head: float, stages: int) -> float:
-    """1 + a (p-1)/(L + a): the pace of blocks dealt out evenly, over that of equal stages.
+def uniform_imbalance(blocks: int, head: float, stages: int) -> float:
+    """1 + a (p-1)/(L + a): the time with blocks split evenly, over that with equal stages.
 
     Args:
-        head: in blocks.
-        stages: p; they divide the blocks, or the ratio lies a little off.
+        head: in units of blocks.
+        stages: p. If they do not divide the blocks, the ratio is a little off.
 
     Raises:
         ValueError: fewer blocks than stages, or a negative head.
     """
     if not 1 <= stages <= blocks or head < 0:
-        raise ValueError(f"{blocks} blocks and a head of {head} on {stages} stages: a block each is needed")
+        raise ValueError(f"{blocks} blocks and a head of {head} on {stages} stages; use at most {blocks}")
     return 1 + head * (stages - 1) / (blocks + head)
 
 
-def tie_bytes(vocab_size: int, hidden: int, bytes_per_value: int, homes: int = 2) -> float:
-    """Bytes that all homes of a tied table together send a step: one all-reduce of its gradient."""
-    return homes * bytes_sent("all_reduce", vocab_size * hidden * bytes_per_value, homes)
+def tied_weight_bytes(vocab_size: int, hidden: int, bytes_per_value: int, ranks: int = 2) -> float:
+    """Bytes that all ranks with a tied table together send in a step: one all-reduce of its gradient."""
+    return ranks * bytes_sent("all_reduce", vocab_size * hidden * bytes_per_value, ranks)
 
 
-def even(blocks: int, stages: int) -> tuple[int, ...]:
-    """`blocks` dealt out to `stages` as evenly as can be, the first ones one more.
+def even_split(blocks: int, stages: int) -> tuple[int, ...]:
+    """`blocks` split over `stages` as evenly as possible; the first stages have one more.
 
     Raises:
         ValueError: no stages, or fewer blocks than stages.
     """
     if not 1 <= stages <= blocks:
-        raise ValueError(f"{blocks} blocks cannot be dealt out to {stages} stages, one or more to each")
+        raise ValueError(f"{blocks} blocks cannot be split over {stages} stages; use at most {blocks}")
     return tuple(blocks // stages + (stage < blocks % stages) for stage in range(stages))
 
 
-def loads(costs: Sequence[float], counts: Sequence[int]) -> list[float]:
-    """What each stage costs, if stage i has counts[i] of the layers, in order.
+def stage_loads(costs: Sequence[float], counts: Sequence[int]) -> list[float]:
+    """The cost of every stage, if stage i has counts[i] of the layers, in order.
 
     Raises:
         ValueError: the counts are not as many layers as there are, or one is negative.

@@ -1,17 +1,18 @@
-"""How long a step takes with sharded states: computing, what is computed again, what the link leaves exposed.
+"""How long a step takes with sharded states: computing, recomputation, exposed communication, optimizer,
+offload.
 
-With P parameters of w bytes on N ranks, backward T_b, forward T_f = T_b / 2, in L equal blocks:
+For P parameters of w bytes on N ranks, a backward of T_b and a forward of T_f = T_b / 2 in L equal blocks:
 
     stage 0      all-reduce of w P in buckets behind the backward        `overlap.exposed_seconds`
-    stage 1, 2   reduce-scatter behind the backward, half as much; an all-gather of w P after the step, bare
-    stage 3      forward: a gather behind each block; backward: a gather and a reduce-scatter behind each
+    stage 1, 2   reduce-scatter behind the backward, half as long; after the step an exposed all-gather of w P
+    stage 3      all-gathers behind the forward; all-gathers and reduce-scatters behind the backward
                  exposed = first gather + (L-1) max(0, g - T_f/L)  +  g + (L-1) max(0, g + r - T_b/L) + r
     optimizer    1/N of its time from stage 1 on
-    again        the forward of the blocks that are computed again
-    offload      gradients down and weights up a slower link, and the step at the host's pace
+    again        the recomputed forwards
+    offload      gradients down and weights up a slower link, and the step at the CPU's pace
 
-g and r are the gather and the reduce-scatter of a block. The root of stage 3 is gathered first and reduced
-last. Nothing here slows anything else down: what a reduction takes from the computing beside it is missing.
+g and r are the all-gather and the reduce-scatter of one block. In stage 3 the root is gathered first and
+reduced last. The model ignores that reductions slow down the computing beside them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hpnb.theory.links import Link
 from hpnb.theory.overlap import exposed_seconds, zero3_exposed_seconds
 
 
-def shard_seconds(
+def zero_step_seconds(
     forward: float,
     backward: float,
     optimizer: float,
@@ -39,32 +40,32 @@ def shard_seconds(
     host_bandwidth: float | None = None,
     host_seconds: float = 0.0,
 ) -> Mapping[str, float]:
-    """{part: seconds} of a step on each of `ranks` ranks.
+    """{part: seconds} of a step on one of `ranks` ranks.
 
     Args:
         forward, backward, optimizer: seconds of one rank that holds everything and sends nothing.
-        block_bytes, root_bytes: of a block's weights, and of the weights that lie in no block.
+        block_bytes, root_bytes: of one block's weights, and of the weights outside the blocks.
         recompute: blocks whose forward runs again in the backward.
-        host_bandwidth: bytes/s between device and host, if states are offloaded; each way.
-        host_seconds: of the optimizer on the host, for all parameters.
+        host_bandwidth: bytes/s between GPU and CPU in one direction, if states are offloaded.
+        host_seconds: of the optimizer on the CPU, for all parameters.
 
     Raises:
         ValueError: no such stage.
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage={stage!r} is not one of 0, 1, 2, 3")
-    whole = layers * block_bytes + root_bytes
+    weights = layers * block_bytes + root_bytes
     again = forward * recompute / layers
     behind = backward + again
-    buckets = max(1, round(whole / bucket_bytes))
+    buckets = max(1, round(weights / bucket_bytes))
     share = 1 / ranks if stage else 1.0
     if ranks == 1:
         exposed = 0.0
     elif stage == 0:
-        exposed = exposed_seconds(behind, whole, buckets, ranks, link)
+        exposed = exposed_seconds(behind, weights, buckets, ranks, link)
     elif stage < 3:
-        exposed = exposed_seconds(behind, whole, buckets, ranks, link, "reduce_scatter")
-        exposed += seconds("all_gather", whole, ranks, link)
+        exposed = exposed_seconds(behind, weights, buckets, ranks, link, "reduce_scatter")
+        exposed += seconds("all_gather", weights, ranks, link)
     else:
         g, r = (seconds(op, block_bytes, ranks, link) for op in ("all_gather", "reduce_scatter"))
         ends = sum(seconds(op, root_bytes, ranks, link) for op in ("all_gather", "reduce_scatter"))
@@ -76,6 +77,6 @@ def shard_seconds(
         "optimizer": (optimizer if host_bandwidth is None else host_seconds) * share,
     }
     if host_bandwidth is not None:
-        times = 4 if stage == 3 else 2  # gradients down, weights up; a share goes up for each gather
-        parts["offload"] = times * whole * share / host_bandwidth
+        times = 4 if stage == 3 else 2  # gradients down, weights up; a shard goes up for every gather
+        parts["offload"] = times * weights * share / host_bandwidth
     return parts

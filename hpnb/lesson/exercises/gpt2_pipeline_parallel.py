@@ -25,7 +25,7 @@ from hpnb.models import GPT2Size
 from hpnb.pipeline_parallel import full_state_dict, schedules
 from hpnb.pipeline_parallel.microbatches import count_targets, split_batch
 from hpnb.pipeline_parallel.partition import balanced
-from hpnb.theory import bytes_sent, loads
+from hpnb.theory import bytes_sent, stage_loads
 
 _TIMEOUT = 20.0
 _EXACT = 1e-12  # relative norm, float64
@@ -75,7 +75,7 @@ def _judged(answer: Any, costs: Sequence[float], stages: int, best: float) -> st
         return f"{answer!r} is no list of {stages} whole numbers, how many layers each stage gets"
     if len(counts) != stages or sum(counts) != len(costs) or min(counts) < 1:
         return f"{counts}: {stages} stages of at least one layer are wanted, {len(costs)} layers in all"
-    largest = max(loads(costs, counts))
+    largest = max(stage_loads(costs, counts))
     if largest > best * (1 + 1e-9):
         return f"{counts} has a stage of {largest:g}, and {best:g} is possible"
     return ""
@@ -100,7 +100,7 @@ def _verify_partition(partition: Partition) -> Sequence[Finding]:
         if error.error != "timed out":
             raise
         return [*findings, Finding(False, f"{many}: not done after {_TIMEOUT:g} s")]
-    said = _judged(answer, costs, stages, max(loads(costs, balanced(costs, stages))))
+    said = _judged(answer, costs, stages, max(stage_loads(costs, balanced(costs, stages))))
     return [*findings, Finding(not said, f"{many}: {said or 'the best of them'}")]
 
 

@@ -21,7 +21,7 @@ from hpnb.theory.cluster import (
     cluster_parts,
     refusal,
 )
-from hpnb.theory.failures import Failures, mean_between, save_interval, trained_share
+from hpnb.theory.failures import Failures, mean_time_between, save_interval, trained_share
 from hpnb.theory.planner import best_layout
 from hpnb.theory.published_runs import CHECKPOINT_BYTES, LLAMA_3_EACH, WRITERS, WRITTEN
 
@@ -202,7 +202,7 @@ class Saved:
     @property
     def failures(self) -> Failures:
         save = self.parameters * self.bytes_each / self.written
-        return Failures(mean_between(self.gpus, self.each), save, self.restart)
+        return Failures(mean_time_between(self.gpus, self.each), save, self.restart)
 
 
 _SAVED = {

@@ -11,8 +11,8 @@ from hpnb.lesson.tables import number
 from hpnb.theory import (
     ActivationRow,
     Block,
-    block_over_even,
-    kept_parts,
+    activation_parts,
+    block_imbalance,
     model_flops,
     recomputed_share,
 )
@@ -70,7 +70,7 @@ def _readings(
         "computed again (%)": 100
         * recomputed_flops
         / model_flops(LAYERS, block.hidden, vocabulary, tokens, 1),
-        "fullest rank over even": block_over_even(block, ranks),
+        "fullest rank over even": block_imbalance(block, ranks),
     }
 
     def draw(fast: bool) -> tuple[Figure, str]:
@@ -103,7 +103,7 @@ def _activations(
 ) -> dict[str, float]:
     """{part: bytes} that the first of `ranks` ranks keeps of all blocks and of the logits."""
     row = ActivationRow("", ranks > 1, between == "cut", recompute)
-    parts = kept_parts(row, block, ranks, even=False)
+    parts = activation_parts(row, block, ranks, even=False)
     return {
         **{part: LAYERS * nbytes for part, nbytes in parts.items()},
         "logits": float(LOGIT_BYTES * block.sequence * block.batch * split_sizes(vocabulary, ranks)[0]),

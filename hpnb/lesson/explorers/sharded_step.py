@@ -8,7 +8,7 @@ from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
 from hpnb.lesson.explorers.knobs import Choice, Knobs, Slider
 from hpnb.lesson.tables import number
 from hpnb.record import CATEGORIES
-from hpnb.theory import LINKS, Block, shard_seconds, step_memory
+from hpnb.theory import LINKS, Block, step_memory, zero_step_seconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,7 +73,7 @@ def _readings(
     )  # fmt: skip
     forward = (layers * block.forward_flops + 2 * rows * _LENGTH * hidden * _VOCABULARY) / rate
     adam_bytes = _ADAM_BYTES * parameters
-    spent = shard_seconds(
+    spent = zero_step_seconds(
         forward, 2 * forward, adam_bytes / _DEVICE_MEMORY_RATE, block_bytes=width * block.parameters,
         root_bytes=width * root, layers=layers, ranks=ranks, stage=stage, link=LINKS[wire],
         recompute=recompute, host_bandwidth=host_bandwidth or None, host_seconds=adam_bytes /

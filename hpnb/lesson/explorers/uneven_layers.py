@@ -9,7 +9,7 @@ from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
 from hpnb.lesson.explorers.knobs import Choice, Knobs, Slider
 from hpnb.lesson.tables import number
 from hpnb.pipeline_parallel import Costs, schedules
-from hpnb.theory import loads
+from hpnb.theory import stage_loads
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +49,7 @@ def _readings(
     chunks = _CHUNKS.get(schedule, 1)
     costs = [EMBEDDING] + [1.0] * BLOCKS + [head]
     counts = _layers_per_stage(head, ranks * chunks, cut)
-    stage_costs = [load / 3 for load in loads(costs, counts)]
+    stage_costs = [load / 3 for load in stage_loads(costs, counts)]
     actions = schedules.make(schedule, ranks * chunks, microbatches, chunks)
     tl = actions.simulate(Costs(stage_costs, stage_costs, stage_costs))
     work = [sum(3 * stage_costs[stage] for stage in actions.stages_of(rank)) for rank in range(ranks)]

@@ -28,7 +28,7 @@ from hpnb.pipeline_parallel import Costs, Schedule
 from hpnb.pipeline_parallel.executor import contended
 from hpnb.pipeline_parallel.layers import Layer, layers
 from hpnb.record import Timeline
-from hpnb.theory import loads
+from hpnb.theory import stage_loads
 
 PartitionedSchedule = tuple[Schedule, Sequence[int]]  # what to run, and how many layers each stage has
 
@@ -71,8 +71,8 @@ class LayerTimes:
 
     def stage_costs(self, counts: Sequence[int]) -> Costs:
         """Of the stages of a cut: F as measured, I and W half a backward each."""
-        half = [b / 2 for b in loads(self.backward, counts)]
-        return Costs(loads(self.forward, counts), half, half, 0.0)
+        half = [b / 2 for b in stage_loads(self.backward, counts)]
+        return Costs(stage_loads(self.forward, counts), half, half, 0.0)
 
     def step(self, schedule: Schedule, counts: Sequence[int]) -> Timeline:
         """A step of stages that take what their layers take; "simulated"."""

@@ -248,10 +248,10 @@ def measure_kept_activations(
     block, table = size.block(rows), []
     for layer in measure_layers(replace(size, vocab_size=64), rows, ranks, device=device):
         count = ranks if layer.row.parallel else 1
-        more = theory.over_even(block.heads, count)
+        more = theory.imbalance(block.heads, count)
         factors = (more if "attention" in name else 1.0 for name in layer.terms)
         beyond = sum(nbytes * factor for nbytes, factor in zip(layer.terms.values(), factors, strict=True))
-        parts = {**theory.kept_parts(layer.row, block, count, even=False), "beyond the formula": beyond}
+        parts = {**theory.activation_parts(layer.row, block, count, even=False), "beyond the formula": beyond}
         name = layer.row.name.replace(" + selective recomputation", ", attention again")
         table.append(KeptActivations(name, layer.formula, parts, float(layer.measured)))
     return table

@@ -216,7 +216,7 @@ def predict_seconds(
         link: bytes/s to the host, for what is offloaded.
     """
     block = dtype.itemsize * size.block().parameters
-    return theory.shard_seconds(
+    return theory.zero_step_seconds(
         *base,
         block_bytes=block,
         root_bytes=dtype.itemsize * size.parameters() - size.layers * block,

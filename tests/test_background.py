@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
+from rank_pools import RankPools
 
 import hpnb
 from hpnb import Layout, Mesh
 from hpnb.background import Background
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[RankPools]:
+    shared = RankPools()
+    yield shared
+    shared.close()
 
 
 def three(device: str) -> tuple[list[float], list[float], list[float], float]:
@@ -31,8 +40,8 @@ def three(device: str) -> tuple[list[float], list[float], list[float], float]:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_they_are_what_their_names_say(ranks: int) -> None:
-    found = hpnb.launch(three, "cpu", ranks=ranks, device="cpu", timeout=60)
+def test_they_are_what_their_names_say(pools: RankPools, ranks: int) -> None:
+    found = pools[ranks].run(three, "cpu")
     wanted = torch.tensor([own for _, _, own, _ in found]).sum(0).tolist()
     for summed, gathered, own, sent in found:
         assert summed == gathered == wanted
@@ -56,8 +65,8 @@ def recorded() -> tuple[list[str], float, bool]:
     return sorted(e.op for e in events), compute[1].start - compute[0].end, told
 
 
-def test_a_record_shows_when_they_ran_and_cuts_out_the_waiting() -> None:
-    found = hpnb.launch(recorded, ranks=2, device="cpu", timeout=60)
+def test_a_record_shows_when_they_ran_and_cuts_out_the_waiting(pools: RankPools) -> None:
+    found = pools[2].run(recorded)
     for ops, _, told in found:
         assert ops == ["B", "B", "all_reduce"]
         assert told
@@ -75,12 +84,12 @@ def every_op() -> list[str]:
     return [e.op for e in recorder.events() if e.end >= e.start and e.bytes > 0]
 
 
-def test_every_collective_can_be_recorded() -> None:
-    found = hpnb.launch(every_op, ranks=2, device="cpu", timeout=60)
+def test_every_collective_can_be_recorded(pools: RankPools) -> None:
+    found = pools[2].run(every_op)
     assert found == [["all_reduce", "reduce_scatter", "all_gather"]] * 2
 
 
-def test_gloo_does_not_average() -> None:
+def test_gloo_does_not_average(pools: RankPools) -> None:
     def run() -> str:
         axis = Mesh(Layout(dp=2)).dp
         try:
@@ -89,7 +98,7 @@ def test_gloo_does_not_average() -> None:
             return str(error)
         return ""
 
-    for message in hpnb.launch(run, ranks=2, device="cpu", timeout=60):
+    for message in pools[2].run(run):
         assert "gloo does not average" in message
 
 

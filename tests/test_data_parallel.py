@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from rank_pools import RankPools
 from torch import nn
 
 import hpnb
@@ -19,6 +20,13 @@ from hpnb.split_sizes import split_sizes
 
 D = torch.float64
 LR = 0.3  # large enough that a skipped step shows
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[RankPools]:
+    shared = RankPools()
+    yield shared
+    shared.close()
 
 
 class Branches(nn.Module):
@@ -133,18 +141,18 @@ KNOBS = ({"gradient_as_bucket_view": False}, {"static_graph": True}, {"overlap_c
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_equal_to_one_process(ranks: int) -> None:
-    with hpnb.Ranks(ranks, device="cpu", timeout=60) as pool:
-        for accumulate, clip, unused, bucket_mb in [
-            (1, 0.0, False, 25.0), (2, 0.0, False, 0.001), (1, 0.05, False, 0.001), (2, 0.05, True, 0.0005),
-        ]:  # fmt: skip
-            for loss, gradients, weights, buckets in pool.run(compare, accumulate, clip, unused, bucket_mb):
+def test_equal_to_one_process(pools: RankPools, ranks: int) -> None:
+    for accumulate, clip, unused, bucket_mb in [
+        (1, 0.0, False, 25.0), (2, 0.0, False, 0.001), (1, 0.05, False, 0.001), (2, 0.05, True, 0.0005),
+    ]:  # fmt: skip
+        results = pools[ranks].run(compare, accumulate, clip, unused, bucket_mb)
+        for loss, gradients, weights, buckets in results:
+            assert max(loss, gradients, weights) < 1e-12
+            assert (buckets > 3) == (bucket_mb < 1)
+    if ranks == 3:
+        for knobs in KNOBS:
+            for loss, gradients, weights, _ in pools[ranks].run(compare, 2, 0.05, False, 0.0005, **knobs):
                 assert max(loss, gradients, weights) < 1e-12
-                assert (buckets > 3) == (bucket_mb < 1)
-        if ranks == 3:
-            for knobs in KNOBS:
-                for loss, gradients, weights, _ in pool.run(compare, 2, 0.05, False, 0.0005, **knobs):
-                    assert max(loss, gradients, weights) < 1e-12
 
 
 def ragged(samples: int, mean: bool) -> tuple[float, float, float]:
@@ -180,14 +188,13 @@ def ragged(samples: int, mean: bool) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("mean", [True, False])
-def test_a_ragged_batch_gives_the_mean_over_all_samples(mean: bool) -> None:
-    with hpnb.Ranks(3, device="cpu", timeout=60) as pool:
-        for samples in (7, 2):  # 3 2 2, and 1 1 0
-            for distances in pool.run(ragged, samples, mean):
-                assert max(distances) < 1e-12
+def test_a_ragged_batch_gives_the_mean_over_all_samples(pools: RankPools, mean: bool) -> None:
+    for samples in (7, 2):  # 3 2 2, and 1 1 0
+        for distances in pools[3].run(ragged, samples, mean):
+            assert max(distances) < 1e-12
 
 
-def test_a_static_graph_is_asked_once_and_orders_its_buckets() -> None:
+def test_a_static_graph_is_asked_once_and_orders_its_buckets(pools: RankPools) -> None:
     class Backwards(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -213,7 +220,7 @@ def test_a_static_graph_is_asked_once_and_orders_its_buckets() -> None:
             first is model.layers[0].weight or first is model.layers[0].bias
         )
 
-    for calls, unused, buckets, in_order in hpnb.launch(run, ranks=2, device="cpu", timeout=60):
+    for calls, unused, buckets, in_order in pools[2].run(run):
         # Of the first: buckets, who is unused, the order. The buffers are none.
         assert calls[1] == calls[2] == buckets
         assert calls[0] > buckets + 1
@@ -221,7 +228,7 @@ def test_a_static_graph_is_asked_once_and_orders_its_buckets() -> None:
         assert in_order
 
 
-def test_gradients_of_their_own_memory() -> None:
+def test_gradients_of_their_own_memory(pools: RankPools) -> None:
     def run() -> bool:
         model = nn.Linear(4, 4)
         replica = DataParallel(model, Mesh(Layout(dp=2)).dp, gradient_as_bucket_view=False)
@@ -232,16 +239,7 @@ def test_gradients_of_their_own_memory() -> None:
         replica(torch.full((1, 4), 5.0)).sum().backward()
         return torch.equal(kept, before) and not torch.equal(model.weight.grad, before)
 
-    assert hpnb.launch(run, ranks=2, device="cpu", timeout=60) == [True, True]
-
-
-def test_a_module_is_wrapped_once() -> None:
-    def run() -> None:
-        axis = Mesh(Layout(dp=2)).dp
-        DataParallel(DataParallel(nn.Linear(2, 2), axis), axis)
-
-    with pytest.raises(hpnb.RankError, match="reduced by DataParallel already; wrap it once"):
-        hpnb.launch(run, ranks=2, device="cpu", timeout=60)
+    assert pools[2].run(run) == [True, True]
 
 
 def fail_without(what: str) -> float:
@@ -268,23 +266,11 @@ def fail_without(what: str) -> float:
 
 
 @pytest.mark.parametrize("what", ["reduction", "average", "own samples"])
-def test_the_comparison_notices_what_is_left_out(what: str) -> None:
-    assert min(hpnb.launch(fail_without, what, ranks=2, device="cpu", timeout=60)) > 1e-3
+def test_the_comparison_notices_what_is_left_out(pools: RankPools, what: str) -> None:
+    assert min(pools[2].run(fail_without, what)) > 1e-3
 
 
-def test_unused_parameters_are_named() -> None:
-    def run() -> None:
-        replica = DataParallel(Branches(), Mesh(Layout(dp=2)).dp)
-        replica(torch.ones(2, 6, dtype=D)).sum().backward()
-
-    with pytest.raises(hpnb.RankError) as caught:
-        hpnb.launch(run, ranks=2, device="cpu", timeout=60)
-    wanted = "4 of 10 parameters got no gradient in this backward: rare.weight, rare.bias, never.weight"
-    assert wanted in caught.value.summary
-    assert "pass find_unused_parameters=True" in caught.value.summary
-
-
-def test_a_second_step_after_an_error_starts_afresh() -> None:
+def test_a_second_step_after_an_error_starts_afresh(pools: RankPools) -> None:
     def run() -> bool:
         model = Branches()
         model.never.requires_grad_(False)
@@ -295,10 +281,10 @@ def test_a_second_step_after_an_error_starts_afresh() -> None:
         replica(torch.ones(2, 6, dtype=D), True).sum().backward()
         return all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
-    assert hpnb.launch(run, ranks=2, device="cpu", timeout=60) == [True, True]
+    assert pools[2].run(run) == [True, True]
 
 
-def test_bytes_and_calls_are_those_of_the_buckets() -> None:
+def test_bytes_and_calls_are_those_of_the_buckets(pools: RankPools) -> None:
     def run() -> tuple[float, float, int, int]:
         axis = Mesh(Layout(dp=2)).dp
         model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
@@ -311,13 +297,13 @@ def test_bytes_and_calls_are_those_of_the_buckets() -> None:
         parameters = sum(p.nbytes for p in model.parameters())
         return silent, t.bytes["dp"] / parameters, int(t.calls["dp"]), len(replica.reducer.buckets)
 
-    for silent, ratio, calls, buckets in hpnb.launch(run, ranks=2, device="cpu", timeout=60):
+    for silent, ratio, calls, buckets in pools[2].run(run):
         assert silent == 0
         assert ratio == 1.0  # 2 (2-1)/2
         assert calls == buckets > 2
 
 
-def test_buffers_follow_rank_0() -> None:
+def test_buffers_follow_rank_0(pools: RankPools) -> None:
     def run() -> float:
         axis = Mesh(Layout(dp=2)).dp
         model = Branches()
@@ -326,7 +312,7 @@ def test_buffers_follow_rank_0() -> None:
         replica(torch.ones(2, 6, dtype=D))
         return float(model.offset.mean())  # type: ignore[arg-type,union-attr]
 
-    assert hpnb.launch(run, ranks=2, device="cpu", timeout=60) == [5.0, 5.0]
+    assert pools[2].run(run) == [5.0, 5.0]
 
 
 def test_parameters_are_dealt_into_buckets_in_order() -> None:
@@ -374,14 +360,13 @@ def several_backwards(
 
 
 @pytest.mark.parametrize("use", [(True, False), (False, True), (True, True)])
-def test_several_backwards_add_up_whatever_each_uses(use: tuple[bool, ...]) -> None:
-    with hpnb.Ranks(2, device="cpu", timeout=60) as pool:
-        for average in (True, False):
-            for quiet in (True, False):
-                for distances in pool.run(several_backwards, average, quiet, use, True):
-                    assert max(distances) < 1e-12, (average, quiet)
-        for distances in pool.run(several_backwards, True, True, use, False):
-            assert max(distances) < 1e-12
+def test_several_backwards_add_up_whatever_each_uses(pools: RankPools, use: tuple[bool, ...]) -> None:
+    for average in (True, False):
+        for quiet in (True, False):
+            for distances in pools[2].run(several_backwards, average, quiet, use, True):
+                assert max(distances) < 1e-12, (average, quiet)
+    for distances in pools[2].run(several_backwards, True, True, use, False):
+        assert max(distances) < 1e-12
 
 
 def refused(case: str) -> str:
@@ -409,6 +394,10 @@ def refused(case: str) -> str:
             replica = DataParallel(net, axis, find_unused_parameters=True, static_graph=True)
             for rare in (False, True):
                 replica(torch.ones(2, 6, dtype=D), rare).sum().backward()
+        elif case == "wrapped":
+            DataParallel(DataParallel(model, axis), axis)
+        elif case == "unused":
+            DataParallel(Branches(), axis)(torch.ones(2, 6, dtype=D)).sum().backward()
         elif case == "sparse":
             table = nn.Embedding(4, 4, sparse=True)
             DataParallel(table, axis)(torch.tensor([1])).sum().backward()
@@ -427,26 +416,27 @@ def refused(case: str) -> str:
     return ""
 
 
+# What each error names: parameters, numbers, and what to pass or call instead.
 REFUSALS = {
-    "shape": "rank 0 has ('weight', (4, 4), 'torch.float32', True) where rank 1 has ('weight', (8, 2)",
-    "frozen": "rank 0 has ('0.weight', (4, 4), 'torch.float32', True) where rank 1 has ('0.weight', (4, 4), "
-    "'torch.float32', False)",
-    "options": "rank 1 of axis dp was given {'bucket_mb': 1.0",
-    "thawed": "2 parameters, 0.weight first, were frozen when the module was wrapped",
-    "static": "used in this step and were not in the first",
-    "sparse": "weight has a sparse gradient",
-    "cast": "parameters were torch.float32 on cpu when wrapped, and are torch.float64",
-    "meta": "weight is on the meta device",
-    "nothing": "no parameter of this Sequential requires a gradient",
-    "axis": "axis='dp' is no axis of a mesh; use mesh.dp",
+    "shape": ["rank 0", "('weight', (4, 4)", "rank 1", "('weight', (8, 2)"],
+    "frozen": ["('0.weight', (4, 4), 'torch.float32', True)", "('0.weight', (4, 4), 'torch.float32', False)"],
+    "options": ["rank 1", "'bucket_mb': 1.0", "'bucket_mb': 2.0"],
+    "thawed": ["2 parameters", "0.weight", "frozen"],
+    "static": ["rare.", "static_graph"],
+    "wrapped": ["DataParallel", "detach()"],
+    "unused": ["4 of 10 parameters", "rare.weight, rare.bias, never.weight", "find_unused_parameters=True"],
+    "sparse": ["weight", "sparse=False"],
+    "cast": ["torch.float32", "torch.float64"],
+    "meta": ["weight", "meta device"],
+    "nothing": ["Sequential", "requires a gradient"],
+    "axis": ["axis='dp'", "mesh.dp"],
 }
 
 
-def test_what_cannot_work_is_said_on_every_rank() -> None:
-    with hpnb.Ranks(2, device="cpu", timeout=60) as pool:
-        for case, words in REFUSALS.items():
-            for said in pool.run(refused, case):
-                assert words in said, case
+@pytest.mark.parametrize("case", REFUSALS)
+def test_an_error_names_the_parameter_on_every_rank(pools: RankPools, case: str) -> None:
+    for message in pools[2].run(refused, case):
+        assert all(part in message for part in REFUSALS[case]), message
 
 
 class Fails(torch.autograd.Function):
@@ -484,8 +474,8 @@ def after_a_failure() -> float:
     return distance(dict(model.state_dict()), dict(serial.state_dict()))
 
 
-def test_after_a_backward_that_failed_training_goes_on() -> None:
-    assert max(hpnb.launch(after_a_failure, ranks=2, device="cpu", timeout=60)) < 1e-12
+def test_after_a_backward_that_failed_training_goes_on(pools: RankPools) -> None:
+    assert max(pools[2].run(after_a_failure)) < 1e-12
 
 
 def habits() -> tuple[bool, bool, bool, bool]:
@@ -509,11 +499,11 @@ def habits() -> tuple[bool, bool, bool, bool]:
     )
 
 
-def test_overflows_second_derivatives_copies_and_wrapping_again() -> None:
-    assert hpnb.launch(habits, ranks=2, device="cpu", timeout=60) == [(True,) * 4] * 2
+def test_overflows_second_derivatives_copies_and_wrapping_again(pools: RankPools) -> None:
+    assert pools[2].run(habits) == [(True,) * 4] * 2
 
 
-def test_what_is_frozen_later_keeps_no_gradient() -> None:
+def test_what_is_frozen_later_keeps_no_gradient(pools: RankPools) -> None:
     def run() -> tuple[bool, bool]:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         replica = DataParallel(model, Mesh(Layout(dp=2)).dp)
@@ -521,7 +511,7 @@ def test_what_is_frozen_later_keeps_no_gradient() -> None:
         replica(torch.ones(2, 4)).sum().backward()
         return model[0].weight.grad is None, model[1].weight.grad is not None
 
-    assert hpnb.launch(run, ranks=2, device="cpu", timeout=60) == [(True, True)] * 2
+    assert pools[2].run(run) == [(True, True)] * 2
 
 
 # --- 16 bits ---------------------------------------------------------------------------------------------
@@ -558,9 +548,8 @@ def sixteen_bits(name: str, average: bool) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", ["bf16", "amp-bf16"])
-def test_in_16_bits_ranks_differ_as_two_orders_of_summation_do(name: str) -> None:
-    with hpnb.Ranks(3, device="cpu", timeout=60) as pool:
-        for ranks, orders in pool.run(sixteen_bits, name, True):
-            assert 0 < ranks < 3 * orders < 1e-2
-        for ranks, orders in pool.run(sixteen_bits, name, False):  # sums in place of means
-            assert ranks > 30 * orders
+def test_in_16_bits_ranks_differ_as_two_orders_of_summation_do(pools: RankPools, name: str) -> None:
+    for ranks, orders in pools[3].run(sixteen_bits, name, True):
+        assert 0 < ranks < 3 * orders < 1e-2
+    for ranks, orders in pools[3].run(sixteen_bits, name, False):  # sums in place of means
+        assert ranks > 30 * orders

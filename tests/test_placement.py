@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from rank_pools import RankPools
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -18,6 +20,13 @@ from hpnb.placement import FLAT, Cut, Placement, placement_of, set_placement
 from hpnb.split_sizes import split_sizes
 
 D = torch.float64
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[RankPools]:
+    shared = RankPools()
+    yield shared
+    shared.close()
 
 
 def test_parts_go_back_where_they_came_from() -> None:
@@ -109,8 +118,8 @@ def placed_on_two_axes() -> tuple[float, float, float, bool]:
     return norm.item(), wanted.item(), naive.item(), same and list(gathered) == list(whole.state_dict())
 
 
-def test_norm_and_gathering_on_two_axes() -> None:
-    for norm, wanted, naive, same in hpnb.launch(placed_on_two_axes, ranks=4, device="cpu", timeout=60):
+def test_norm_and_gathering_on_two_axes(pools: RankPools) -> None:
+    for norm, wanted, naive, same in pools[4].run(placed_on_two_axes):
         assert abs(norm - wanted) < 1e-12 * wanted
         assert abs(naive - wanted) > 1e-3 * wanted
         assert same
@@ -137,8 +146,8 @@ def uneven() -> float:
     return total_norm([p] if axis.rank == 0 else [], [axis]).item()
 
 
-def test_a_rank_without_parameters_joins_the_norm() -> None:
-    assert hpnb.launch(uneven, ranks=2, device="cpu", timeout=60) == [pytest.approx(12**0.5)] * 2
+def test_a_rank_without_parameters_joins_the_norm(pools: RankPools) -> None:
+    assert pools[2].run(uneven) == [pytest.approx(12**0.5)] * 2
 
 
 def test_a_module_that_has_some_names_takes_those() -> None:
@@ -213,7 +222,7 @@ def copy_of_a_model(kind: str) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "pp", "tp", "tp, sequence"])
-def test_a_copy_is_placed_as_its_model(kind: str) -> None:
-    for quantities in hpnb.launch(copy_of_a_model, kind, ranks=2, device="cpu", timeout=60):
+def test_a_copy_is_placed_as_its_model(pools: RankPools, kind: str) -> None:
+    for quantities in pools[2].run(copy_of_a_model, kind):
         for copied, serial in quantities.values():
             assert copied == pytest.approx(serial, rel=1e-12, abs=1e-12)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_pools import RankPools
 from torch import nn
 
 import hpnb
@@ -215,10 +216,10 @@ def compare(case: Case) -> tuple[float, float, int]:
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, hpnb.Ranks]]:
-    with contextlib.ExitStack() as stack:
-        counts = (1, 2, 3, 4)
-        yield {n: stack.enter_context(hpnb.Ranks(n, device="cpu", timeout=60)) for n in counts}
+def pools() -> Iterator[RankPools]:
+    shared = RankPools()
+    yield shared
+    shared.close()
 
 
 SGD_CASES = {
@@ -248,7 +249,7 @@ EVERYWHERE = ("unused, accumulated, clipped", "ragged", "whole", "replica before
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_equal_to_one_process(pools: dict[int, hpnb.Ranks], ranks: int) -> None:
+def test_equal_to_one_process(pools: RankPools, ranks: int) -> None:
     for name in SGD_CASES if ranks in (2, 4) else EVERYWHERE:
         check(pools[ranks], name)
 
@@ -267,7 +268,7 @@ def test_equal_to_one_gpu() -> None:
             check(pool, name)
 
 
-def test_other_optimizers(pools: dict[int, hpnb.Ranks]) -> None:
+def test_other_optimizers(pools: RankPools) -> None:
     cases = {
         "AdamW": {"lr": 0.01}, "Adam": {"lr": 0.01, "amsgrad": True}, "RMSprop": {"lr": 0.01},
         "Adagrad": {"lr": 0.1}, "NAdam": {"lr": 0.01}, "RAdam": {"lr": 0.01}, "ASGD": {"lr": 0.1},
@@ -278,7 +279,7 @@ def test_other_optimizers(pools: dict[int, hpnb.Ranks]) -> None:
             assert max(gradients, weights) < 1e-6, name
 
 
-def test_muon_steps_whole_matrices(pools: dict[int, hpnb.Ranks]) -> None:
+def test_muon_steps_whole_matrices(pools: RankPools) -> None:
     """Given the same gradients it does what it does on one process, bit for bit: it orthogonalizes in
     bfloat16, which magnifies any rounding of them."""
 
@@ -352,7 +353,7 @@ def broken(what: str, stage: int) -> float:
 
 
 @pytest.mark.parametrize("what", ["average", "gather", "accumulation"])
-def test_the_comparison_notices_what_is_left_out(pools: dict[int, hpnb.Ranks], what: str) -> None:
+def test_the_comparison_notices_what_is_left_out(pools: RankPools, what: str) -> None:
     for stage in (1, 2):
         assert min(pools[2].run(broken, what, stage)) > 1e-3
         assert max(pools[2].run(broken, "nothing", stage)) < 1e-12
@@ -375,7 +376,7 @@ def go_on(case: Case, state: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Adafactor"])
-def test_a_state_goes_on_anywhere(pools: dict[int, hpnb.Ranks], name: str) -> None:
+def test_a_state_goes_on_anywhere(pools: RankPools, name: str) -> None:
     near = 1e-12 if name == "SGD" else 1e-6
     case = Case(1, name, SGD if name == "SGD" else {"lr": 0.01}, groups=True, steps=6)
     (state, wanted), *others = pools[4].run(begin, case)
@@ -406,7 +407,7 @@ def same_form(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return shapes(a["state"]) == shapes(b["state"]) and a["param_groups"] == b["param_groups"]
 
 
-def test_masters_are_saved_and_loaded(pools: dict[int, hpnb.Ranks]) -> None:
+def test_masters_are_saved_and_loaded(pools: RankPools) -> None:
     def run(stage: int, offload: bool) -> tuple[bool, bool, list[float], set[torch.dtype], float]:
         axis = Mesh(Layout(dp=hpnb.world_size())).dp
 
@@ -460,7 +461,7 @@ def test_masters_are_saved_and_loaded(pools: dict[int, hpnb.Ranks]) -> None:
             assert off == 0
 
 
-def test_weights_that_others_write_are_taken(pools: dict[int, hpnb.Ranks]) -> None:
+def test_weights_that_others_write_are_taken(pools: RankPools) -> None:
     def run(refresh: bool) -> list[float]:
         axis = Mesh(Layout(dp=hpnb.world_size())).dp
         kinds = [(torch.bfloat16, False), (torch.float32, True)]
@@ -484,7 +485,7 @@ def test_weights_that_others_write_are_taken(pools: dict[int, hpnb.Ranks]) -> No
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_bytes_sent_are_those_of_an_all_reduce(pools: dict[int, hpnb.Ranks], ranks: int) -> None:
+def test_bytes_sent_are_those_of_an_all_reduce(pools: RankPools, ranks: int) -> None:
     def run(stage: int) -> tuple[float, float, int, int]:
         axis = Mesh(Layout(dp=hpnb.world_size())).dp
         model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(8)))
@@ -507,7 +508,7 @@ def test_bytes_sent_are_those_of_an_all_reduce(pools: dict[int, hpnb.Ranks], ran
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_memory_is_what_the_formula_says(pools: dict[int, hpnb.Ranks], ranks: int) -> None:
+def test_memory_is_what_the_formula_says(pools: RankPools, ranks: int) -> None:
     def run(stage: int) -> tuple[Any, int, int, int, int, int]:
         axis = Mesh(Layout(dp=hpnb.world_size())).dp
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16))).to(torch.bfloat16)
@@ -543,7 +544,7 @@ def test_memory_is_what_the_formula_says(pools: dict[int, hpnb.Ranks], ranks: in
                 assert 2 * n / ranks + of_bucket <= whole <= 2 * n / ranks + 9 * of_bucket < 2 * n
 
 
-def test_gradients_travel_in_the_dtype_that_is_asked_for(pools: dict[int, hpnb.Ranks]) -> None:
+def test_gradients_travel_in_the_dtype_that_is_asked_for(pools: RankPools) -> None:
     def run(dtype: torch.dtype, wire: torch.dtype, stage: int) -> tuple[float, float, bool]:
         axis = Mesh(Layout(dp=hpnb.world_size())).dp
         torch.manual_seed(0)
@@ -576,7 +577,7 @@ def test_gradients_travel_in_the_dtype_that_is_asked_for(pools: dict[int, hpnb.R
 # --- use, and misuse -----------------------------------------------------------------------------------
 
 
-def test_gradients_are_on_the_pieces_and_a_step_ends_an_accumulation(pools: dict[int, hpnb.Ranks]) -> None:
+def test_gradients_are_on_the_pieces_and_a_step_ends_an_accumulation(pools: RankPools) -> None:
     def run(stage: int) -> tuple[bool, list[float], list[float]]:
         axis = Mesh(Layout(dp=hpnb.world_size())).dp
         model = nn.Linear(4, 4, bias=False)
@@ -601,7 +602,7 @@ def test_gradients_are_on_the_pieces_and_a_step_ends_an_accumulation(pools: dict
         assert pools[2].run(run, stage) == [(True, [1.0, 2.0], [1.0, 1.0])] * 2
 
 
-def test_fewer_elements_than_ranks(pools: dict[int, hpnb.Ranks]) -> None:
+def test_fewer_elements_than_ranks(pools: RankPools) -> None:
     """Ranks without a piece of a group, or of anything, take part all the same."""
 
     def run(name: str) -> tuple[float, bool, int]:
@@ -633,7 +634,7 @@ def test_buckets_of_all_groups_in_the_order_of_the_backward() -> None:
     assert [len(b.parameters) for b in assign_buckets(reversed([*weights, *biases]), 1.0)] == [5, 1, 1, 1]
 
 
-def test_bad_input_gets_a_sentence(pools: dict[int, hpnb.Ranks]) -> None:
+def test_bad_input_gets_a_sentence(pools: RankPools) -> None:
     def run() -> list[str]:
         axis = Mesh(Layout(dp=hpnb.world_size())).dp
         sgd = torch.optim.SGD
@@ -699,7 +700,7 @@ def test_bad_input_gets_a_sentence(pools: dict[int, hpnb.Ranks]) -> None:
             assert words in sentence, sentence
 
 
-def test_a_step_after_an_error_starts_afresh(pools: dict[int, hpnb.Ranks]) -> None:
+def test_a_step_after_an_error_starts_afresh(pools: RankPools) -> None:
     def run(stage: int) -> float:
         axis = Mesh(Layout(dp=hpnb.world_size())).dp
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
@@ -716,7 +717,7 @@ def test_a_step_after_an_error_starts_afresh(pools: dict[int, hpnb.Ranks]) -> No
         assert max(pools[2].run(run, stage)) < 1e-6
 
 
-def test_two_optimizers_on_one_replica(pools: dict[int, hpnb.Ranks]) -> None:
+def test_two_optimizers_on_one_replica(pools: RankPools) -> None:
     """Muon for matrices and AdamW for the rest, both of stage 1, over one DataParallel."""
 
     def run() -> float:
@@ -757,7 +758,7 @@ class Fails(torch.autograd.Function):
         raise ArithmeticError("on purpose")
 
 
-def test_after_a_backward_that_failed(pools: dict[int, hpnb.Ranks]) -> None:
+def test_after_a_backward_that_failed(pools: RankPools) -> None:
     """Without zero_grad the step says so; with it, weights equal those of one process."""
 
     def run(stage: int, wrapped: bool) -> tuple[str, float]:
@@ -797,7 +798,7 @@ def test_after_a_backward_that_failed(pools: dict[int, hpnb.Ranks]) -> None:
                 assert wrapped or "the last backward raised before its end" in said
 
 
-def test_what_would_go_wrong_silently_is_refused(pools: dict[int, hpnb.Ranks]) -> None:
+def test_what_would_go_wrong_silently_is_refused(pools: RankPools) -> None:
     def run(case: str) -> str:
         axis = Mesh(Layout(dp=2)).dp
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -842,7 +843,7 @@ def test_what_would_go_wrong_silently_is_refused(pools: dict[int, hpnb.Ranks]) -
             assert words in said, (case, said)
 
 
-def test_a_grad_scaler_is_refused(pools: dict[int, hpnb.Ranks]) -> None:
+def test_a_grad_scaler_is_refused(pools: RankPools) -> None:
     def run() -> str:
         model = nn.Linear(4, 4)
         zero = ZeroOptimizer(model.parameters(), torch.optim.SGD, Mesh(Layout(dp=2)).dp, lr=0.1)
@@ -857,7 +858,7 @@ def test_a_grad_scaler_is_refused(pools: dict[int, hpnb.Ranks]) -> None:
     assert all("GradScaler sees one rank's shards" in said for said in pools[2].run(run))
 
 
-def test_clipping_by_its_own_method_is_that_of_one_process(pools: dict[int, hpnb.Ranks]) -> None:
+def test_clipping_by_its_own_method_is_that_of_one_process(pools: RankPools) -> None:
     def run() -> tuple[float, float]:
         axis = Mesh(Layout(dp=3)).dp
         torch.manual_seed(0)
@@ -880,7 +881,7 @@ def test_clipping_by_its_own_method_is_that_of_one_process(pools: dict[int, hpnb
         assert weights < 1e-14
 
 
-def test_a_skipped_step_ends_its_gradients(pools: dict[int, hpnb.Ranks]) -> None:
+def test_a_skipped_step_ends_its_gradients(pools: RankPools) -> None:
     """model.zero_grad() does not reach pieces: one overflow must not make every later step one."""
 
     def run() -> list[bool]:

@@ -1,0 +1,22 @@
+"""Pools of ranks on the CPU that the tests of a file share: one a world size, started when first used."""
+
+from __future__ import annotations
+
+import hpnb
+
+
+class RankPools:
+    """`pools[n]` is a pool of n ranks. If its ranks failed in a test, the next test gets a new one."""
+
+    def __init__(self, timeout: float = 60) -> None:
+        self.timeout = timeout
+        self._pools: dict[int, hpnb.Ranks] = {}
+
+    def __getitem__(self, ranks: int) -> hpnb.Ranks:
+        if ranks not in self._pools or not self._pools[ranks].alive:
+            self._pools[ranks] = hpnb.Ranks(ranks, device="cpu", timeout=self.timeout)
+        return self._pools[ranks]
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()

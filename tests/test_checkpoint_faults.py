@@ -23,7 +23,7 @@ from torch import nn
 import hpnb
 from hpnb.hybrid.checkpoint import atomic, checkpoint, manifest, state_files
 from hpnb.hybrid.checkpoint.write_files import write_bytes, write_safetensors
-from hpnb.hybrid.training import resuming
+from hpnb.hybrid.training import hooks, resuming
 
 
 @pytest.fixture(scope="module")
@@ -356,3 +356,27 @@ def test_the_state_of_another_optimizer_is_refused(
     if not fits:
         assert saved in error
         assert loaded in error
+
+
+# --- known before the first step ---------------------------------------------------------------------------
+
+
+def fit_into(folder: Path) -> tuple[str, int]:
+    """What a fit says whose checkpoints cannot be written, and after how many steps."""
+    booster, model, optimizer = boosted()
+    inputs = torch.ones(2, 4), torch.tensor([0, 1])
+
+    def loss(outputs: torch.Tensor, inputs: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs, inputs[1])
+
+    trainer = hpnb.Trainer(booster, model, optimizer, loss, hooks=[hooks.CheckpointHook(folder)])
+    return error_of(trainer.fit, [inputs, inputs], 1), trainer.step
+
+
+def test_a_folder_that_cannot_be_written_is_known_before_the_first_step(
+    two: hpnb.Ranks, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for error, steps in two.run(fit_into, tmp_path / "file" / "run"):
+        assert "file is a file, and a folder is to be written" in error
+        assert steps == 0

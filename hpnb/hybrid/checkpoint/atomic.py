@@ -223,6 +223,22 @@ def _publish(path: Path, draft: Path) -> None:
 # --- both --------------------------------------------------------------------------------------------------
 
 
+def check_writable(folder: Path) -> None:
+    """Make sure, before hours of training, that files can be written below `folder`, which is made.
+
+    Raises:
+        ValueError: there is a file in the way.
+        OSError: it cannot be written, or the disk is full.
+    """
+    _make_folder(folder)
+    probe = folder / f".{os.getpid()}.probe"
+    try:
+        probe.write_bytes(b"hpnb")
+    finally:
+        with suppress(OSError):
+            probe.unlink()
+
+
 def _make_folder(path: Path) -> None:
     for folder in (path, *path.parents):
         _refuse_file(folder)

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpnb.files import write_text
+from hpnb.hybrid.checkpoint.agreement import attempt, files_group
+from hpnb.hybrid.checkpoint.atomic import check_writable
 from hpnb.hybrid.training import resuming
 from hpnb.hybrid.training.events import Hook, Metric
 from hpnb.hybrid.training.metrics import AccuracyHook, F1Hook, LossHook, ThroughputHook
@@ -125,6 +127,7 @@ class CheckpointHook(Hook):
         self._sign = 1 if (mode or ("min" if (best or "").endswith("loss") else "max")) == "min" else -1
 
     def before_fit(self, trainer: Trainer) -> None:
+        attempt(lambda: check_writable(self.path), files_group())
         later = [
             folder.name for folder in resuming.saved(self.path) if resuming.step_of(folder) > trainer.step
         ]

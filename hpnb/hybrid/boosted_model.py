@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from hpnb import data_parallel
 from hpnb.data_parallel import DataParallel
-from hpnb.hybrid.global_loss import Weigher, with_loss
+from hpnb.hybrid.global_loss import Weigher, with_lazy_loss
 from hpnb.hybrid.model_loss import ModelLoss
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.mesh import Axis
@@ -247,7 +247,7 @@ class Boosted(nn.Module):
         assert self._criterion is not None
         if self._own is not None and isinstance(inputs, Mapping) and "labels" in inputs:
             own, labels = self._own, inputs["labels"]
-            outputs = with_loss(outputs, lambda found: own(found, labels))
+            outputs = with_lazy_loss(outputs, lambda lazy: own(lazy, labels))
         return self._criterion(outputs, inputs)
 
     def _agreed(self, microbatches: int) -> int:

@@ -210,7 +210,7 @@ def test_nothing_is_built_elsewhere_and_then_moved_to_meta(monkeypatch: pytest.M
     ("arguments", "words"),
     [
         ({"size": "xl"}, "no GPT-2 of size 'xl'; use laptop, 124m, 355m, 774m, 1.5b or a GPT2Size"),
-        ({"classes": 1}, "classes=1 leaves nothing to tell apart; use 2 or more, or None"),
+        ({"classes": 1}, "classes=1 .* use 2 or more, or None"),
         ({"attention": "flash"}, "attention='flash' is not known here; use 'sdpa' or 'eager'"),
         ({"length": 0}, "GPT2Size length=0 is not a size"),
         ({"pretrained": "x", "device": "meta"}, "the meta device holds no values of x"),
@@ -476,7 +476,7 @@ def test_rows_need_a_token_that_pads() -> None:
     one, two = {"input_ids": tokens(1, 5)}, {"input_ids": tokens(2, 5)}
     assert torch.equal(taken_apart(model, one).logits, model(**one).logits)
     for run in (partial(model, **two), partial(taken_apart, model, two)):
-        with pytest.raises(ValueError, match=r"batch sizes > 1|2 rows are not to be found"):
+        with pytest.raises(ValueError, match=r"batch sizes > 1|2 sequences are unknown"):
             run()
 
 
@@ -493,7 +493,7 @@ def test_the_mask_comes_from_the_batch_and_not_from_a_shard(shape: tuple[int, ..
     assert wanted is not None
     assert wanted.shape == (3, 1, 8, 8)
     copied = copy.deepcopy(found)
-    assert copied.mask._kept is None
+    assert copied.mask._cached is None
     shard = copied.mask(found.config, torch.zeros(shape, dtype=D), inputs)
     assert shard is not None
     assert torch.equal(shard, wanted)
@@ -522,9 +522,9 @@ def test_a_mask_is_made_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(asked) == 2
     found.run(anatomy(gpt2(TINY)).blocks[0], hidden.float(), inputs)  # other hidden states: another mask
     assert asked == [D, D, torch.float32]
-    assert found.mask._kept is not None
+    assert found.mask._cached is not None
     del inputs["attention_mask"]
-    assert found.mask._kept is None  # a mask does not outlive its batch
+    assert found.mask._cached is None  # a mask does not outlive its batch
     with torch.inference_mode():
         hidden, padding = hidden.clone(), torch.ones(3, 8)
         for _ in range(2):

@@ -19,7 +19,7 @@ import hpnb
 from hpnb import Axis, Layout, Mesh, placement
 from hpnb.grad_norm import total_norm
 from hpnb.models import Anatomy, Part, ViTSize, tied, vit
-from hpnb.models.registry import REGISTERED
+from hpnb.models.registry import REGISTERED, Registration
 from hpnb.pipeline_parallel.layer_costs import flops_of, parameters_of, seconds_of
 from hpnb.pipeline_parallel.layers import Builder, Layer, first_input, layers
 from hpnb.pipeline_parallel.partition import balanced, cut, uniform
@@ -367,14 +367,17 @@ class Language(nn.Module):
 
 
 def known() -> None:
-    from hpnb.models.registry import REGISTERED  # a rank's own, and not the copy that travels with this file
+    from hpnb.models.registry import (  # a rank's own, and not the copy that travels with this file
+        REGISTERED,
+        Registration,
+    )
 
-    REGISTERED[Language] = (Language.anatomy, cast(Any, None))
+    REGISTERED[Language] = Registration(Language.anatomy, cast(Any, None))
 
 
 @pytest.fixture
 def language(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(REGISTERED, Language, (Language.anatomy, cast(Any, None)))
+    monkeypatch.setitem(REGISTERED, Language, Registration(Language.anatomy, cast(Any, None)))
 
 
 def test_an_anatomy_is_causal_if_it_says_so(language: None) -> None:

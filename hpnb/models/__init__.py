@@ -1,11 +1,11 @@
-"""ViT and GPT-2 as transformers has them, where they may be cut, and what each of their weights is.
+"""ViT and GPT-2 of transformers, where they may be split, and the role of each of their weights.
 
     model = hpnb.models.vit("laptop", classes=3)             # a ViTForImageClassification, seeded
     model = hpnb.models.gpt2("laptop")                       # a GPT2LMHeadModel
-    found = hpnb.models.anatomy(model)
-    [block.name for block in found.blocks]                   # "transformer.h.0", ...: a pipeline cuts between
-    hpnb.models.roles(model)["transformer.h.0.mlp.c_fc.weight"]    # column: tensor parallelism cuts its dim 1
-    hpnb.models.attentions(model)[0].resize(2)               # after a cut: it computes with 2 heads
+    anatomy = hpnb.models.anatomy(model)
+    [block.name for block in anatomy.blocks]                 # "transformer.h.0", ...: a pipeline splits here
+    hpnb.models.roles(model)["transformer.h.0.mlp.c_fc.weight"]    # column: tensor parallelism splits dim 1
+    hpnb.models.attentions(model)[0].resize(2)               # after a split: it computes with 2 heads
     torch.optim.AdamW(hpnb.models.decay_groups(model, 0.1), lr=1e-3)
 
     large = hpnb.models.GPT2_SIZES["1.5b"]

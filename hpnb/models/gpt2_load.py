@@ -1,8 +1,8 @@
-"""Pretrained weights into a GPT-2 that goes on with texts, or that tells them apart.
+"""Pretrained weights for a GPT-2 that continues texts, or that classifies them.
 
 A file may hold the whole model or the transformer alone, whose names lack "transformer." in front, as in the
 first releases. These hold the causal mask too, as `attn.bias` and `attn.masked_bias`; today it is computed. A
-model for shorter rows keeps the first positions of the longer one.
+model for shorter sequences keeps the first positions of the longer one.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def load(
     length: int | None,
     dropout: float,
     attention: str,
-    wanted: GPT2Size | None,
+    requested: GPT2Size | None,
 ) -> GPT2LMHeadModel | GPT2ForSequenceClassification:
     """The GPT-2 in `source`, a local folder or a name on the hub, in float32 on the CPU.
 
     Args:
         classes: None for a language model, else how many outputs the classifier has.
-        vocab_size, wanted: what it must have, positions aside; None takes any.
+        vocab_size, requested: what it must have, positions aside; None takes any.
         length: how many positions are kept; None keeps all.
 
     Raises:
@@ -43,9 +43,9 @@ def load(
     """
 
     def prepare(config: Any) -> None:
-        if wanted is not None:
-            asked = {name: size for name, size in vars(wanted).items() if name != "length"}
-            pretrained.check_size(source, vars(GPT2Size.of(config)), asked)
+        if requested is not None:
+            sizes = {name: size for name, size in vars(requested).items() if name != "length"}
+            pretrained.check_size(source, vars(GPT2Size.of(config)), sizes)
         _check(source, config, vocab_size, length)
         config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = dropout
         config.use_cache = False
@@ -53,15 +53,15 @@ def load(
             config.problem_type = None  # the labels to come say which loss it is
             if config.num_labels != classes:
                 config.num_labels = classes
-            _pad(source, config)
+            _set_pad_token(source, config)
 
-    model = pretrained.read(
+    model = pretrained.read_pretrained(
         GPT2LMHeadModel if classes is None else GPT2ForSequenceClassification,
         source,
         "gpt2",
         prepare,
         head=() if classes is None else ("score.weight",),
-        of_a_block=lambda name: bool(_BLOCK.search(name)) and not name.endswith(_OLD_MASKS),
+        is_block_weight=lambda name: bool(_BLOCK.search(name)) and not name.endswith(_OLD_MASKS),
         attention=attention,
     )
     if length is not None and length < model.config.n_positions:
@@ -73,22 +73,24 @@ def _check(source: str, config: Any, vocab_size: int | None, length: int | None)
     if config.add_cross_attention:
         raise ValueError(f"{source} has cross attention, which cannot be cut; use a GPT-2 without it")
     if vocab_size is not None and vocab_size != config.vocab_size:
-        told = f"{source} has vocab_size={config.vocab_size}, not {vocab_size}"
-        raise ValueError(f"{told}; leave vocab_size out to take it as it is")
+        problem = f"{source} has vocab_size={config.vocab_size}, not {vocab_size}"
+        raise ValueError(f"{problem}; leave vocab_size out to take it as it is")
     if length is not None and not 1 <= length <= config.n_positions:
         raise ValueError(f"{source} has positions for 1 to {config.n_positions} tokens, not for {length}")
 
 
-def _pad(source: str, config: Any) -> None:
+def _set_pad_token(source: str, config: Any) -> None:
     """A classifier reads the last token that is no padding, so it must know what pads: the end of a text."""
     if config.pad_token_id is None:
         if not isinstance(config.eos_token_id, int):
-            told = f"{source} names no token that pads and no single one that ends a text"
-            raise ValueError(f"{told}; set pad_token_id in its config.json")
+            problem = f"{source} names no token that pads and no single one that ends a text"
+            raise ValueError(f"{problem}; set pad_token_id in its config.json")
         config.pad_token_id = config.eos_token_id
     if not 0 <= config.pad_token_id < config.vocab_size:
-        told = f"{source} pads with token {config.pad_token_id}, but has tokens 0 to {config.vocab_size - 1}"
-        raise ValueError(f"{told}; set pad_token_id in its config.json")
+        problem = (
+            f"{source} pads with token {config.pad_token_id}, but has tokens 0 to {config.vocab_size - 1}"
+        )
+        raise ValueError(f"{problem}; set pad_token_id in its config.json")
 
 
 def _shorten(model: Any, length: int) -> None:

@@ -1,14 +1,14 @@
-"""Who sees whom in a batch of texts: itself and what came before it, but no padding.
+"""The causal mask of a batch of texts: a token attends to itself and what came before it, not to padding.
 
     position       0 1 2 3        the last of 4 is padding (attention_mask 1 1 1 0)
     0 sees         x . . .
     1 sees         x x . .        (B, 1, s, s), True or 0 where there is an x
     2 sees         x x x .
-    3 sees         x x x .        what padding sees matters to nobody
+    3 sees         x x x .        what padding sees does not matter
 
-`create_causal_mask` of transformers makes it, as in GPT2Model.forward. Where nothing is padding, sdpa needs
-none and takes its faster way. To find out, a GPU is asked and waited for, so it is asked once a batch and not
-once a block.
+`create_causal_mask` of transformers makes it, as in GPT2Model.forward. Without any padding sdpa needs no mask
+and takes its faster path. Finding that out means to wait for the GPU, so it is done once per batch and not
+once per block.
 """
 
 from __future__ import annotations
@@ -26,52 +26,51 @@ class CausalMask:
     """Makes masks, and keeps the last one for as long as the tensor lives that it was made from."""
 
     def __init__(self) -> None:
-        self._kept: tuple[weakref.ref[torch.Tensor], tuple[Any, ...], torch.Tensor | None] | None = None
+        self._cached: tuple[weakref.ref[torch.Tensor], tuple[Any, ...], torch.Tensor | None] | None = None
 
     def __call__(self, config: Any, hidden: torch.Tensor, inputs: Inputs) -> torch.Tensor | None:
         """The mask of `inputs`, (B, 1, s, s) or None if none is needed, for hidden states like `hidden`.
 
-        Of `hidden` the device and dtype count and nothing else: it may be a shard of the rows or of the
-        width.
+        Of `hidden` only the device and dtype count: it may be a shard of the batch or of the hidden size.
         """
-        rows, length = inputs["input_ids"].shape
+        batch_size, length = inputs["input_ids"].shape
         padding, positions = inputs.get("attention_mask"), inputs.get("position_ids")
-        if rows == 0 or hidden.device.type == "meta":
-            return None  # nothing to hide
+        if batch_size == 0 or hidden.device.type == "meta":
+            return None  # nothing to mask
         if padding is not None and padding.dim() < 4:
-            padding = padding.view(rows, -1)
-        # Texts packed into one row do not see each other: by positions, if no attention_mask is given.
-        decisive = inputs.get("attention_mask") if padding is not None else positions
-        of = (rows, length, hidden.dtype, hidden.device, config._attn_implementation)
-        if decisive is None or decisive.is_inference():  # whose values may change unseen
-            return _made(config, hidden, rows, length, padding, positions)
-        key = (decisive._version, *of)
-        kept = self._kept
-        if kept is not None and kept[0]() is decisive and kept[1] == key:
-            return kept[2]
-        mask = _made(config, hidden, rows, length, padding, positions)
-        self._kept = (weakref.ref(decisive, self._forget), key, mask)
+            padding = padding.view(batch_size, -1)
+        arguments = (config, hidden, batch_size, length, padding, positions)
+        # Texts packed into one sequence do not see each other: by positions, if no attention_mask is given.
+        source = positions if padding is None else inputs.get("attention_mask")
+        if source is None or source.is_inference():  # whose values may change unnoticed
+            return _make_mask(*arguments)
+        implementation = config._attn_implementation
+        key = (source._version, batch_size, length, hidden.dtype, hidden.device, implementation)
+        if self._cached is not None and self._cached[0]() is source and self._cached[1] == key:
+            return self._cached[2]
+        mask = _make_mask(*arguments)
+        self._cached = (weakref.ref(source, self._forget), key, mask)
         return mask
 
-    def _forget(self, gone: weakref.ref[torch.Tensor]) -> None:
-        self._kept = None
+    def _forget(self, reference: weakref.ref[torch.Tensor]) -> None:
+        self._cached = None
 
     def __reduce__(self) -> tuple[type[CausalMask], tuple[()]]:
-        return CausalMask, ()  # a copy starts with nothing kept
+        return CausalMask, ()  # a copy starts with an empty cache
 
 
-def _made(
+def _make_mask(
     config: Any,
     hidden: torch.Tensor,
-    rows: int,
+    batch_size: int,
     length: int,
     padding: torch.Tensor | None,
     positions: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    like = torch.empty((rows, length, 0), dtype=hidden.dtype, device=hidden.device)  # no values, a shape
+    shape_only = torch.empty((batch_size, length, 0), dtype=hidden.dtype, device=hidden.device)
     mask: torch.Tensor | None = create_causal_mask(
         config=config,
-        inputs_embeds=like,
+        inputs_embeds=shape_only,
         attention_mask=padding,
         past_key_values=None,
         position_ids=positions,

@@ -1,6 +1,6 @@
-"""A GPT-2 that goes on with texts or tells them apart: from scratch, alike on every rank, or pretrained.
+"""A GPT-2 that continues texts or classifies them: from scratch, equal on every rank, or pretrained.
 
-    hpnb.models.gpt2("laptop")                                     # logits of the next word, (B, s, 509)
+    hpnb.models.gpt2("laptop")                                     # logits of the next token, (B, s, 509)
     hpnb.models.gpt2("124m", classes=2, dropout=0.1)               # logits of a text, (B, 2)
     hpnb.models.gpt2(classes=2, pretrained="openai-community/gpt2", length=256)
     with torch.device("meta"):
@@ -20,7 +20,7 @@ from hpnb.models.empty_batch import accept_empty_batch, drop_empty_mask
 from hpnb.models.gpt2_load import load
 from hpnb.models.gpt2_size import GPT2_SIZES, GPT2Size
 from hpnb.models.registry import anatomy
-from hpnb.models.seeded_init import drawing
+from hpnb.models.seeded_init import seeded_init
 
 END_OF_TEXT = 50256  # in GPT-2's vocabulary, of which it is the last
 
@@ -38,20 +38,20 @@ def gpt2(
     seed: int = 0,
     attention: str = "sdpa",
 ) -> GPT2LMHeadModel | GPT2ForSequenceClassification:
-    """A GPT-2 in training mode, which takes input_ids (B, s), and attention_mask (B, s) if rows are padded.
+    """A GPT-2 in training mode, which takes input_ids (B, s), and attention_mask (B, s) if there is padding.
 
     Args:
         size: "laptop", "124m", "355m", "774m", "1.5b" or a GPT2Size; by default "laptop", or that of
             `pretrained`.
-        classes: how many outputs a classifier of texts has; None for a language model. A classifier reads the
-            last token of a row that is not config.pad_token_id, by default the one that ends a text: 50256,
-            or the last of a smaller vocabulary.
+        classes: how many outputs a classifier of texts has; None for a language model. A classifier reads
+            the last token of a sequence that is not config.pad_token_id, by default the one that ends a text:
+            50256, or the last of a smaller vocabulary.
         vocab_size: how many tokens there are; by default those of the size, or of `pretrained`.
-        length: how many positions, the most tokens of a row; by default as the size or `pretrained` has them.
-            Of pretrained positions the first are kept.
+        length: positions, the longest sequence; by default as the size or `pretrained` has them. Of
+            pretrained positions the first are kept.
         pretrained: a folder that save_pretrained wrote, or a name on the Hugging Face hub. Its classifier is
-            kept if it has as many classes, else drawn anew.
-        dropout: share of the values set to 0 after the embedding, the attention and the MLP, and of the
+            kept if it has as many classes, else initialised from the seed.
+        dropout: fraction of the values set to 0 after the embedding, the attention and the MLP, and of the
             attention's weights.
         dtype: of the weights; float32 by default. Values are drawn in float32, so that a model in float64
             starts where the one in float32 does.
@@ -65,22 +65,24 @@ def gpt2(
         OSError: the pretrained weights cannot be had.
     """
     if classes is not None and classes < 2:
-        raise ValueError(f"classes={classes} leaves nothing to tell apart; use 2 or more, or None for words")
+        raise ValueError(
+            f"classes={classes} leaves nothing to distinguish; use 2 or more, or None for a language model"
+        )
     if attention not in ("sdpa", "eager"):
         raise ValueError(f"attention={attention!r} is not known here; use 'sdpa' or 'eager'")
     target = torch.get_default_device() if device is None else torch.device(device)
-    wanted = _size(size) if size is not None or pretrained is None else None
-    if wanted is not None and vocab_size is not None:
-        wanted = replace(wanted, vocab_size=vocab_size)
-    with drawing(seed, target):
+    requested = _size(size) if size is not None or pretrained is None else None
+    if requested is not None and vocab_size is not None:
+        requested = replace(requested, vocab_size=vocab_size)
+    with seeded_init(seed, target):
         if pretrained is None:
-            assert wanted is not None
-            shape = wanted if length is None else replace(wanted, length=length)
+            assert requested is not None
+            shape = requested if length is None else replace(requested, length=length)
             model = _scratch(shape, classes, dropout, attention)
         elif target.type == "meta":
             raise ValueError(f"the meta device holds no values of {pretrained}; leave pretrained out there")
         else:
-            model = load(pretrained, classes, vocab_size, length, dropout, attention, wanted)
+            model = load(pretrained, classes, vocab_size, length, dropout, attention, requested)
     accept_empty_batch(anatomy(model))
     model.transformer.register_forward_pre_hook(drop_empty_mask, with_kwargs=True)
     return model.to(device=target, dtype=dtype or torch.float32).train()

@@ -1,15 +1,15 @@
-"""Where a GPT-2 may be cut, and the role of each of its weights.
+"""Where a GPT-2 may be split, and the role of each of its weights.
 
-    wte, wpe, drop   tokens (B, s) -> words + positions                                   (B, s, h)
+    wte, wpe, drop   ids (B, s) -> token + position embeddings                            (B, s, h)
     h.0 ..           x = x + attention(norm(x));  x = x + mlp(norm(x))                    (B, s, h)
-    ln_f, lm_head    logits for the next word, (B, s, V): its weight is wte's, (V, h)
-          score      or of a text, (B, classes), at its last token that is no padding
+    ln_f, lm_head    logits of the next token, (B, s, V): its weight is wte's, (V, h)
+          score      or of a text, (B, classes), at its last token that is not padding
 
-Radford et al. 2019, "Language models are unsupervised multitask learners". A pipeline cuts between two
-blocks; tensor parallelism cuts the matrices in each, and the words of wte.
+Radford et al. 2019, "Language models are unsupervised multitask learners". A pipeline splits between two
+blocks; tensor parallelism splits the matrices in each, and the vocabulary of wte.
 
-Weight decay follows nanoGPT: what has two dims decays, and that includes wte and wpe. wte is a table, but it
-is the matrix of the output layer too; ViT's positions and class token are vectors and do not decay.
+Weight decay follows nanoGPT: what has two dims decays, and that includes wte and wpe. wte is an embedding,
+but it is the matrix of the output layer too; ViT's positions and class token are vectors and do not decay.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class GPT2Anatomy(Anatomy):
         _check(inputs, self.config.n_positions)
         wte, wpe, drop = (part.module for part in self.embedding)
         ids, positions, types = inputs["input_ids"], inputs.get("position_ids"), inputs.get("token_type_ids")
-        words = wte(ids)  # (B, s, h)
+        hidden = wte(ids)  # (B, s, h)
         if positions is None:
             positions = torch.arange(ids.size(1), device=ids.device).unsqueeze(0)  # (1, s)
-        hidden = words + wpe(positions)
+        hidden = hidden + wpe(positions)
         if types is not None:
-            hidden = hidden + wte(types)  # GPT-2 looks types up among the words
+            hidden = hidden + wte(types)  # GPT-2 looks types up in the token embedding
         out: torch.Tensor = drop(hidden)
         return out
 
@@ -66,8 +66,8 @@ class GPT2Anatomy(Anatomy):
         return out
 
     def tokens(self, inputs: Inputs) -> tuple[int, int]:
-        rows, length = inputs["input_ids"].shape
-        return rows, length
+        batch_size, length = inputs["input_ids"].shape
+        return batch_size, length
 
     def finish(self, hidden: torch.Tensor, inputs: Inputs) -> Any:
         ln_f, *last = (part.module for part in self.head)
@@ -80,19 +80,19 @@ class GPT2Anatomy(Anatomy):
         return SequenceClassifierOutput(logits=self._pooled(logits, inputs["input_ids"]))  # (B, classes)
 
     def _pooled(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Of each row those at its last token that is no padding, wherever padding stands."""
-        rows, length = ids.shape
+        """Those at each sequence's last token that is not padding, wherever the padding is."""
+        batch_size, length = ids.shape
         padding = self.config.pad_token_id
         if padding is None:
-            if rows != 1:
+            if batch_size != 1:
                 raise ValueError(
-                    f"without a padding token the last tokens of {rows} rows are not to be found; set "
-                    "config.pad_token_id, or pass one row at a time"
+                    f"without a padding token the last tokens of {batch_size} sequences are unknown; set "
+                    "config.pad_token_id, or pass one sequence at a time"
                 )
             return logits[:, -1]
-        places = torch.arange(length, device=logits.device, dtype=torch.int32)  # (s,)
-        last = (places * (ids != padding).to(logits.device, torch.int32)).argmax(-1)  # (B,)
-        return logits[torch.arange(rows, device=logits.device), last]
+        positions = torch.arange(length, device=logits.device, dtype=torch.int32)  # (s,)
+        last = (positions * (ids != padding).to(logits.device, torch.int32)).argmax(-1)  # (B,)
+        return logits[torch.arange(batch_size, device=logits.device), last]
 
 
 def anatomy(model: AnyGPT2) -> GPT2Anatomy:
@@ -132,26 +132,26 @@ def _table(path: str, layers: int, heads: int, mlp: int) -> Iterator[tuple[str, 
         yield from conv1d(f"{block}.mlp.c_fc", "column", units=mlp)
         yield from conv1d(f"{block}.mlp.c_proj", "row", units=mlp)
     yield from norm(f"{path}ln_f")
-    # (V, h); it is the table of words itself, under whose name it then stands, unless the config unties them
+    # (V, h); it is wte's weight, under whose name it then stands, unless the config unties them
     yield "lm_head.weight", Role("head", out_dim=0, in_dim=1, decay=True, vocabulary=0)
     yield from linear("score", "head")
 
 
 def attentions(model: AnyGPT2) -> tuple[Attention, ...]:
     core, path = _core(model)
-    found = ((f"{path}h.{i}.attn", block.attn) for i, block in enumerate(core.h))
-    return tuple(Attention(name, attn.num_heads, partial(_resize, name, attn)) for name, attn in found)
+    modules = ((f"{path}h.{i}.attn", block.attn) for i, block in enumerate(core.h))
+    return tuple(Attention(name, attn.num_heads, partial(_resize, name, attn)) for name, attn in modules)
 
 
 def _resize(path: str, attention: Any, heads: int) -> None:
     check_heads(path, heads)
     attention.num_heads = heads
-    attention.split_size = heads * attention.head_dim  # q, k and v are so wide each
+    attention.split_size = heads * attention.head_dim  # the width of q, of k and of v
 
 
 def _check(inputs: Inputs, most: int) -> None:
-    if told := [name for name in REFUSED if inputs.get(name) is not None]:
-        raise ValueError(f"a GPT-2 that is cut takes no {told[0]}; give it input_ids (B, s) alone")
+    if refused := [name for name in REFUSED if inputs.get(name) is not None]:
+        raise ValueError(f"a GPT-2 that is cut takes no {refused[0]}; give it input_ids (B, s) alone")
     ids = inputs.get("input_ids")
     if ids is None:
         names = ", ".join(map(str, inputs)) or "nothing"

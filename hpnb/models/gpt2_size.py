@@ -8,8 +8,8 @@
     1.5b        1600      48     25   6400       50257    1024        1558 M
 
 The last four are those of Radford et al. 2019, "Language models are unsupervised multitask learners", table
-2. It says 117 M to 1542 M; the models that were released have 124 M to 1558 M. Five heads and 509 words, both
-prime, refuse to divide on a laptop as 25 heads and 50257 words do at full size.
+2. It says 117 M to 1542 M; the models that were released have 124 M to 1558 M. Five heads and 509 tokens,
+both prime, do not divide on a laptop, as 25 heads and 50257 tokens do not at full size.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class GPT2Size:
     Attributes:
         hidden, layers, heads: of the transformer; a head is hidden / heads wide.
         mlp: neurons of an MLP, a multiple of hidden.
-        vocab_size: how many tokens there are.
-        length: positions, the most tokens that a row may have.
+        vocab_size: how many tokens the vocabulary has.
+        length: positions, the longest sequence.
 
     Raises:
         ValueError: a size below 1, or sizes that do not divide.
@@ -52,21 +52,21 @@ class GPT2Size:
         self.block()  # refuses heads that do not divide hidden
 
     def block(self, batch: int = 1, length: int | None = None, bytes_per_value: int = 2) -> Block:
-        """One of the blocks, for `batch` rows of `length` tokens, as hpnb.theory counts it."""
+        """One of the blocks, for `batch` sequences of `length` tokens, as hpnb.theory counts it."""
         length = self.length if length is None else length
         return Block(self.hidden, self.heads, length, batch, self.mlp // self.hidden, bytes_per_value)
 
     def parameters(self, classes: int | None = None) -> int:
-        """V h for words, s h for positions, the blocks, and 2 h for the last norm.
+        """V h for tokens, s h for positions, the blocks, and 2 h for the last norm.
 
-        The output layer is the table of words and counts once. A classifier adds c h.
+        The output layer is tied to the embedding and counts once. A classifier adds c h.
         """
         embedding = (self.vocab_size + self.length) * self.hidden
         head = 2 * self.hidden + (classes or 0) * self.hidden
         return embedding + self.layers * self.block().parameters + head
 
     def training_flops(self, batch: int, length: int | None = None, classes: int | None = None) -> int:
-        """Matmul FLOPs of forward and backward of `batch` rows, nothing recomputed.
+        """Matmul FLOPs of forward and backward of `batch` sequences, nothing recomputed.
 
         blocks          24 b s h^2 + 4 b s^2 h each, at mlp = 4 h     three times
         logits          2 b s h V, or 2 b s h c of a classifier       three times
@@ -74,7 +74,7 @@ class GPT2Size:
         A classifier takes the logits of all tokens, and then those of the last. Looking up is no matmul.
 
         Args:
-            length: tokens of a row, by default as many as there are positions.
+            length: tokens of a sequence, by default as many as there are positions.
         """
         length = self.length if length is None else length
         outputs = self.vocab_size if classes is None else classes

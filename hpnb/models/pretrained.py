@@ -1,7 +1,7 @@
-"""Pretrained weights into a model with a head for the task at hand.
+"""Read pretrained weights into a model with a head for the task at hand.
 
-transformers fills in at random what a checkpoint lacks, and says so in a warning among many. Here that is
-right for a new head alone; anything else is an error, and so is a block without a place in the model.
+transformers initialises at random what a checkpoint lacks, and says so in a warning among many. Here that is
+right for a new head only; anything else is an error, and so is a block without a place in the model.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from transformers.utils import logging
 from hpnb.data.find_dataset import host_answers
 
 
-def read(
+def read_pretrained(
     kind: Any,
     source: str,
     model_type: str,
     prepare: Callable[[Any], None],
     *,
     head: Collection[str],
-    of_a_block: Callable[[str], bool],
+    is_block_weight: Callable[[str], bool],
     attention: str = "sdpa",
 ) -> Any:
     """The model of class `kind` in `source`, a local folder or a name on the hub, in float32 on the CPU.
@@ -35,17 +35,17 @@ def read(
     Args:
         model_type: what the config must call itself.
         prepare: looks through the config and changes it before the model is built.
-        head: names of weights that may be drawn anew.
-        of_a_block: whether a weight of the checkpoint must have a place in the model.
+        head: names of weights that may be initialised at random.
+        is_block_weight: whether a weight of the checkpoint must have a place in the model.
 
     Raises:
         OSError: neither a folder nor to be had from the hub.
         ValueError: another type of model, what `prepare` raises, or weights that do not fill the model.
     """
-    only_local = os.path.isdir(source) or _no_hub()
+    only_local = os.path.isdir(source) or _is_hub_unreachable()
     if os.path.isdir(source) and not os.path.isfile(os.path.join(source, "config.json")):
-        raise OSError(_about(source))
-    with _quiet():
+        raise OSError(_explain_missing(source))
+    with _silence_transformers():
         try:
             config = AutoConfig.from_pretrained(source, local_files_only=only_local)
             if config.model_type != model_type:
@@ -53,7 +53,7 @@ def read(
                     f"{source} holds a model of type {config.model_type}; what works is {model_type}"
                 )
             prepare(config)
-            model, found = kind.from_pretrained(
+            model, loading = kind.from_pretrained(
                 source,
                 config=config,
                 dtype=torch.float32,
@@ -65,26 +65,26 @@ def read(
         except SafetensorError as error:
             raise ValueError(f"the weights in {source} cannot be read ({error}); save them anew") from error
         except OSError as error:
-            raise OSError(_about(source)) from error
-    _check_filled(source, found, head, of_a_block)
+            raise OSError(_explain_missing(source)) from error
+    _check_filled(source, loading, head, is_block_weight)
     return model
 
 
-def check_size(source: str, there: Mapping[str, int], asked: Mapping[str, int]) -> None:
-    """Raise ValueError unless the checkpoint has all sizes that are asked for."""
-    if off := [name for name in asked if asked[name] != there[name]]:
-        told = " and ".join(f"{name}={there[name]}, not {asked[name]}" for name in off)
-        raise ValueError(f"{source} has {told}; leave size out to take it as it is")
+def check_size(source: str, sizes: Mapping[str, int], requested: Mapping[str, int]) -> None:
+    """Raise ValueError unless the checkpoint has all sizes that are requested."""
+    if different := [name for name in requested if requested[name] != sizes[name]]:
+        listed = " and ".join(f"{name}={sizes[name]}, not {requested[name]}" for name in different)
+        raise ValueError(f"{source} has {listed}; leave size out to take it as it is")
 
 
 def _check_filled(
-    source: str, found: dict[str, Any], head: Collection[str], of_a_block: Callable[[str], bool]
+    source: str, loading: dict[str, Any], head: Collection[str], is_block_weight: Callable[[str], bool]
 ) -> None:
-    """Only a head may be drawn anew, and no block of the checkpoint may be left over."""
-    mismatched = {key if isinstance(key, str) else key[0] for key in found["mismatched_keys"]}
-    drawn = sorted((set(found["missing_keys"]) | mismatched) - set(head))
-    left = sorted(name for name in found["unexpected_keys"] if of_a_block(name))
-    for what, names in (("missing or of another shape", drawn), ("without a place", left)):
+    """Only a head may be initialised at random, and no block of the checkpoint may be left over."""
+    mismatched = {key if isinstance(key, str) else key[0] for key in loading["mismatched_keys"]}
+    missing = sorted((set(loading["missing_keys"]) | mismatched) - set(head))
+    unused = sorted(name for name in loading["unexpected_keys"] if is_block_weight(name))
+    for what, names in (("missing or of another shape", missing), ("without a place", unused)):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ValueError(
@@ -93,13 +93,13 @@ def _check_filled(
             )
 
 
-def _no_hub() -> bool:
+def _is_hub_unreachable() -> bool:
     """Whether to look into the hub's cache alone; asked before transformers would try for minutes."""
     hub = huggingface_hub.constants
     return hub.HF_HUB_OFFLINE or not host_answers(hub.ENDPOINT)
 
 
-def _about(source: str) -> str:
+def _explain_missing(source: str) -> str:
     if os.path.isdir(source):
         what = "is a folder without a whole model in it"
     else:
@@ -109,7 +109,7 @@ def _about(source: str) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_transformers() -> Iterator[None]:
     """Without bars and warnings: every rank would show them, and what matters in them is checked here."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

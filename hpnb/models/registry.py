@@ -1,12 +1,12 @@
-"""The models that hpnb can take apart, and the questions that are asked of them.
+"""The models that hpnb can take apart: their parts, the roles of their weights, their attentions.
 
-A model of your own joins them with `register`, a page of roles and an Anatomy.
+`register` adds a model of your own: a table of roles and an Anatomy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 from transformers import (
@@ -21,24 +21,25 @@ from hpnb.models import gpt2_parts, vit_parts
 from hpnb.models.model_anatomy import Anatomy, Attention, apply_wrappers
 from hpnb.models.role import Role, check
 
-Questions = tuple[Callable[[Any], Anatomy], Callable[[Any], Mapping[str, Role]]]
-Attentions = Callable[[Any], tuple[Attention, ...]]
 M = TypeVar("M", bound=nn.Module)
 
-REGISTERED: dict[type[nn.Module], Questions] = {
-    ViTForImageClassification: (vit_parts.anatomy, vit_parts.roles),
-    ViTModel: (vit_parts.anatomy, vit_parts.roles),
-    GPT2LMHeadModel: (gpt2_parts.anatomy, gpt2_parts.roles),
-    GPT2ForSequenceClassification: (gpt2_parts.anatomy, gpt2_parts.roles),
-    GPT2Model: (gpt2_parts.anatomy, gpt2_parts.roles),
-}
 
-COUNT_HEADS: dict[type[nn.Module], Attentions] = {
-    ViTForImageClassification: vit_parts.attentions,
-    ViTModel: vit_parts.attentions,
-    GPT2LMHeadModel: gpt2_parts.attentions,
-    GPT2ForSequenceClassification: gpt2_parts.attentions,
-    GPT2Model: gpt2_parts.attentions,
+class Registration(NamedTuple):
+    """The functions that describe models of one class; see `register`."""
+
+    anatomy: Callable[[Any], Anatomy]
+    roles: Callable[[Any], Mapping[str, Role]]
+    attentions: Callable[[Any], tuple[Attention, ...]] = lambda model: ()
+
+
+_VIT = Registration(vit_parts.anatomy, vit_parts.roles, vit_parts.attentions)
+_GPT2 = Registration(gpt2_parts.anatomy, gpt2_parts.roles, gpt2_parts.attentions)
+REGISTERED: dict[type[nn.Module], Registration] = {
+    ViTForImageClassification: _VIT,
+    ViTModel: _VIT,
+    GPT2LMHeadModel: _GPT2,
+    GPT2ForSequenceClassification: _GPT2,
+    GPT2Model: _GPT2,
 }
 
 
@@ -48,10 +49,10 @@ def register(
     roles: Callable[[M], Mapping[str, Role]],
     attentions: Callable[[M], tuple[Attention, ...]] | None = None,
 ) -> None:
-    """Let hpnb take models of class `kind` apart, and those of its subclasses that are not registered.
+    """Let hpnb take apart models of class `kind`, and those of its subclasses that are not registered.
 
-    It holds for this process: ranks register too, at best in the module that defines the class. A class that
-    is registered again gets the new answers.
+    It holds for this process: ranks register too, at best in the module that defines the class. Registering a
+    class again replaces its functions.
 
     Args:
         anatomy: gives the model's pieces; run one after the other, they are its forward.
@@ -64,39 +65,37 @@ def register(
         TypeError: `kind` is no class of modules.
     """
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        given = kind.__name__ if isinstance(kind, type) else f"an object of class {type(kind).__name__}"
-        raise TypeError(f"register takes a class of modules, not {given}; pass the class, not a model")
-    REGISTERED[kind] = (anatomy, roles)
-    COUNT_HEADS.pop(kind, None)
-    if attentions is not None:
-        COUNT_HEADS[kind] = attentions
+        got = kind.__name__ if isinstance(kind, type) else f"an object of class {type(kind).__name__}"
+        raise TypeError(f"register takes a class of modules, not {got}; pass the class, not a model")
+    registration = Registration(anatomy, roles)
+    REGISTERED[kind] = registration if attentions is None else registration._replace(attentions=attentions)
 
 
 def anatomy(model: nn.Module) -> Anatomy:
-    """The embedding, blocks and head of `model`: where it may be cut.
+    """The embedding, blocks and head of `model`: where it may be split.
 
     Raises:
         TypeError: a model of another kind, or one that is wrapped.
         ValueError: a GPT-2 with cross attention.
     """
-    return apply_wrappers(model, REGISTERED[_kind(model)][0](model))
+    return apply_wrappers(model, _registration_of(model).anatomy(model))
 
 
 def roles(model: nn.Module) -> dict[str, Role]:
     """What each parameter of `model` is: {full name: Role}, in the order of `model.named_parameters()`.
 
-    A tied parameter stands under its first name. Roles are those of whole weights, so ask before a strategy
-    cuts them.
+    A tied parameter stands under its first name. Roles are those of unsplit weights, so ask before a strategy
+    shards them.
 
     Raises:
         TypeError: a model of another kind, or one that is wrapped.
         ValueError: the model has parameters that its kind does not have, or of shapes that do not fit their
             roles.
     """
-    found = _roles(model)
-    for name, role in found.items():
+    table = _roles(model)
+    for name, role in table.items():
         check(name, role, model.get_parameter(name).shape)
-    return found
+    return table
 
 
 def attentions(model: nn.Module) -> tuple[Attention, ...]:
@@ -105,14 +104,13 @@ def attentions(model: nn.Module) -> tuple[Attention, ...]:
     Raises:
         TypeError: a model of another kind, or one that is wrapped.
     """
-    kind = _kind(model)
-    return COUNT_HEADS[kind](model) if kind in COUNT_HEADS else ()
+    return _registration_of(model).attentions(model)
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two parameter groups for an optimizer: with `weight_decay` what decays, with 0 what does not.
 
-    Frozen parameters are in neither. The model may be cut or sharded already.
+    Frozen parameters are in neither. The model may be sharded already.
 
     Raises:
         TypeError: a model of another kind, or one that is wrapped.
@@ -130,22 +128,22 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def _roles(model: nn.Module) -> dict[str, Role]:
-    table = REGISTERED[_kind(model)][1](model)
+    table = _registration_of(model).roles(model)
     names = [name for name, _ in model.named_parameters()]
-    if strange := [name for name in names if name not in table]:
-        told = ", ".join(strange[:3]) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
+    if unknown := [name for name in names if name not in table]:
+        listed = ", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
         raise ValueError(
-            f"{len(strange)} of {len(names)} parameters have no role in a {type(model).__name__}: {told}; "
+            f"{len(unknown)} of {len(names)} parameters have no role in a {type(model).__name__}: {listed}; "
             "ask before modules are added or exchanged"
         )
     return {name: table[name] for name in names}
 
 
-def _kind(model: nn.Module) -> type[nn.Module]:
-    """The registered class that is nearest to the model's own."""
+def _registration_of(model: nn.Module) -> Registration:
+    """That of the nearest registered class."""
     for kind in type(model).__mro__:
         if kind in REGISTERED:
-            return kind
+            return REGISTERED[kind]
     *names, last = (kind.__name__ for kind in REGISTERED)
     raise TypeError(
         f"hpnb does not know the parts of a {type(model).__name__}; it knows those of {', '.join(names)} and "

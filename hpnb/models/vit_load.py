@@ -1,4 +1,4 @@
-"""Pretrained weights into a ViT with a classifier for the task at hand.
+"""Pretrained weights for a ViT with a classifier for the task at hand.
 
 Positions are interpolated where images have another size: an image of n patches a side meets an m x m map of
 positions, enlarged or shrunk as a picture.
@@ -20,12 +20,12 @@ POSITIONS = "vit.embeddings.position_embeddings"
 
 
 def load(
-    source: str, classes: int, image_size: int | None, dropout: float, wanted: ViTSize | None
+    source: str, classes: int, image_size: int | None, dropout: float, requested: ViTSize | None
 ) -> ViTForImageClassification:
     """The ViT in `source`, a local folder or a name on the hub, in float32 on the CPU.
 
     Args:
-        wanted: the size that it must have, its images aside; None takes any.
+        requested: the size that it must have, its images aside; None takes any.
 
     Raises:
         OSError: neither a folder nor to be had from the hub.
@@ -33,21 +33,21 @@ def load(
     """
 
     def prepare(config: Any) -> None:
-        if wanted is not None:
-            asked = {name: size for name, size in vars(wanted).items() if name != "image"}
-            pretrained.check_size(source, vars(ViTSize.of(config)), asked)
+        if requested is not None:
+            sizes = {name: size for name, size in vars(requested).items() if name != "image"}
+            pretrained.check_size(source, vars(ViTSize.of(config)), sizes)
         config.hidden_dropout_prob, config.attention_probs_dropout_prob = dropout, 0.0
         config.problem_type = None  # the labels to come say which loss it is
         if config.num_labels != classes:
             config.num_labels = classes
 
-    model = pretrained.read(
+    model = pretrained.read_pretrained(
         ViTForImageClassification,
         source,
         "vit",
         prepare,
         head=HEAD,
-        of_a_block=lambda name: ".layer" in name,
+        is_block_weight=lambda name: ".layer" in name,
     )
     if image_size is None or image_size == model.config.image_size:
         return model

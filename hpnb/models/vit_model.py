@@ -1,4 +1,4 @@
-"""A ViT for image classification: from scratch, alike on every rank, or from pretrained weights.
+"""A ViT for image classification: from scratch, equal on every rank, or from pretrained weights.
 
     hpnb.models.vit("laptop", classes=3)                                         # trains on a laptop
     hpnb.models.vit("b16", classes=10, image_size=32, dtype=torch.bfloat16, device=hpnb.device())
@@ -18,7 +18,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from hpnb.models.empty_batch import accept_empty_batch
 from hpnb.models.registry import anatomy
-from hpnb.models.seeded_init import drawing
+from hpnb.models.seeded_init import seeded_init
 from hpnb.models.vit_load import load
 from hpnb.models.vit_size import SIZES, ViTSize
 
@@ -42,8 +42,8 @@ def vit(
         image_size: side of the images in pixels, a multiple of the patch; by default that of the size.
             Pretrained positions are interpolated to it (Dosovitskiy et al. 2021, section 3.2).
         pretrained: a folder that save_pretrained wrote, or a name on the Hugging Face hub. Its classifier is
-            kept if it has as many classes, else drawn anew.
-        dropout: share of the values set to 0 after the embedding, the attention and the MLP.
+            kept if it has as many classes, else initialised from the seed.
+        dropout: fraction of the values set to 0 after the embedding, the attention and the MLP.
         dtype: of the weights; float32 by default. Values are drawn in float32, so that a model in float64
             starts where the one in float32 does.
         device: where the model ends up; by default PyTorch's default device. Values are drawn on the CPU: the
@@ -55,18 +55,18 @@ def vit(
         OSError: the pretrained weights cannot be had.
     """
     if classes < 2:
-        raise ValueError(f"classes={classes} leaves nothing to tell apart; use 2 or more")
+        raise ValueError(f"classes={classes} leaves nothing to distinguish; use 2 or more")
     target = torch.get_default_device() if device is None else torch.device(device)
-    wanted = _size(size) if size is not None or pretrained is None else None
-    with drawing(seed, target):
+    requested = _size(size) if size is not None or pretrained is None else None
+    with seeded_init(seed, target):
         if pretrained is None:
-            assert wanted is not None
-            shape = wanted if image_size is None else replace(wanted, image=image_size)
+            assert requested is not None
+            shape = requested if image_size is None else replace(requested, image=image_size)
             model = _scratch(shape, classes, dropout)
         elif target.type == "meta":
             raise ValueError(f"the meta device holds no values of {pretrained}; leave pretrained out there")
         else:
-            model = load(pretrained, classes, image_size, dropout, wanted)
+            model = load(pretrained, classes, image_size, dropout, requested)
     accept_empty_batch(anatomy(model))
     return model.to(device=target, dtype=dtype or torch.float32).train()
 

@@ -1,11 +1,11 @@
-"""Where a ViT may be cut, and the role of each of its weights.
+"""Where a ViT may be split, and the role of each of its weights.
 
     embeddings      patches (B, 3, image, image) -> (B, s-1, h), class token in front, positions added
     layers.0 ..     x = x + attention(norm(x));  x = x + mlp(norm(x))                         (B, s, h)
     layernorm       then the class token alone, (B, h), goes to the classifier: (B, classes)
 
-A pipeline cuts between two layers; tensor parallelism cuts the matrices in each. Weight decay leaves biases,
-norms, positions and the class token alone.
+A pipeline splits between two layers; tensor parallelism splits the matrices in each. Weight decay leaves
+biases, norms, positions and the class token alone.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class ViTAnatomy(Anatomy):
         return out
 
     def tokens(self, inputs: Inputs) -> tuple[int, int]:
-        rows, _, height, width = inputs["pixel_values"].shape
-        return rows, (height // self.patch) * (width // self.patch) + 1  # and the class token
+        batch_size, _, height, width = inputs["pixel_values"].shape
+        return batch_size, (height // self.patch) * (width // self.patch) + 1  # and the class token
 
     def finish(self, hidden: torch.Tensor, inputs: Inputs) -> Any:
         layernorm, *last = (part.module for part in self.head)
@@ -102,8 +102,8 @@ def _table(path: str, layers: int, heads: int, mlp: int) -> Iterator[tuple[str, 
 
 def attentions(model: ViTForImageClassification | ViTModel) -> tuple[Attention, ...]:
     core, path = _core(model)
-    found = ((f"{path}layers.{i}.attention", block.attention) for i, block in enumerate(core.layers))
-    return tuple(Attention(name, one.num_attention_heads, partial(_resize, name, one)) for name, one in found)
+    modules = ((f"{path}layers.{i}.attention", block.attention) for i, block in enumerate(core.layers))
+    return tuple(Attention(name, m.num_attention_heads, partial(_resize, name, m)) for name, m in modules)
 
 
 def _resize(path: str, attention: Any, heads: int) -> None:

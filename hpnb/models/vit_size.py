@@ -5,7 +5,7 @@
     b16          768      12     12   3072     16    224        197          86 M
     l16         1024      24     16   4096     16    224        197         307 M
 
-b16 and l16 are ViT-B/16 and ViT-L/16 of Dosovitskiy et al. 2021 (arXiv 2010.11929), table 1, whence the
+b16 and l16 are ViT-B/16 and ViT-L/16 of Dosovitskiy et al. 2021 (arXiv 2010.11929), table 1, with the
 rounded parameters. An image of n x n pixels becomes (n / patch)^2 patches, and one class token goes in front.
 """
 
@@ -43,19 +43,21 @@ class ViTSize:
         for name, size in vars(self).items():
             if size < 1:
                 raise ValueError(f"ViTSize {name}={size} is not a size; use 1 or more")
-        for name, whole, of, part in (
+        for name, size, divisor_name, divisor in (
             ("image", self.image, "patches", self.patch),
             ("mlp", self.mlp, "times hidden", self.hidden),
         ):
-            if whole % part:
-                below, above = whole // part * part, (whole // part + 1) * part
+            if size % divisor:
+                below, above = size // divisor * divisor, (size // divisor + 1) * divisor
                 near = f"{below} or {above}" if below else f"{above}"
-                raise ValueError(f"{name}={whole} is no multiple of {part} ({of}); {near} would work")
+                raise ValueError(
+                    f"{name}={size} is no multiple of {divisor} ({divisor_name}); {near} would work"
+                )
         self.block()  # refuses heads that do not divide hidden
 
     @property
     def tokens(self) -> int:
-        """(image / patch)^2 + 1 for each image."""
+        """(image / patch)^2 + 1 per image."""
         return (self.image // self.patch) ** 2 + 1
 
     def block(self, batch: int = 1, bytes_per_value: int = 2) -> Block:

@@ -208,7 +208,7 @@ class FSDPState:
             unit.reshard()
 
     def _reduce_scatter(self, flat: FlatParam, used: Mapping[FlatParam, list[bool]] | None = None) -> None:
-        self._finish_reductions(used)  # full gradients of one unit at a time are on the wire
+        self._finish_reductions(used)  # full gradients of one unit at a time exist
         flat.reduce_scatter()
         self._reducing.append(flat)
 

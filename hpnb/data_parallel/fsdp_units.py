@@ -193,7 +193,7 @@ def assign_parameters(
         if None in users:
             raise ValueError(
                 f"{name} is used inside and outside of a module that is sharded already; "
-                "leave that one to the fully_shard of the whole"
+                "leave that one to the fully_shard of the full model"
             )
         if (other := reduced_by(p)) is not None:
             raise ValueError(

@@ -12,7 +12,6 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -102,11 +101,3 @@ class ShardLayout:
             view = shard[first : first + stop - start]
             views.append(view if self.elementwise or stop == start else view.view(shape))
         return views
-
-
-def shard_layout_of(
-    tensors: Sequence[torch.Tensor], num_shards: int, elementwise: bool = True
-) -> ShardLayout:
-    """The layout of `tensors`, which are of one dtype."""
-    shapes = tuple(tuple(t.shape) for t in tensors)
-    return ShardLayout(shapes, num_shards, tensors[0].element_size(), elementwise)

@@ -28,7 +28,6 @@ from torch.utils._pytree import tree_leaves
 from hpnb.background import wait_all
 from hpnb.data_parallel.buckets import assign_buckets_by_group
 from hpnb.data_parallel.ddp import broadcast, check_replicas
-from hpnb.data_parallel.reducer import find_unused_anywhere
 from hpnb.data_parallel.zero_bucket import ZeroBucket
 from hpnb.data_parallel.zero_checks import (
     check_class,
@@ -174,7 +173,7 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
         if any(p.requires_grad for p in self._frozen):
             raise RuntimeError(
                 "parameters that were frozen when this ZeroOptimizer was made are trained now, and would not "
-                "be stepped; make it anew"
+                "be stepped; make a new one"
             )
         elsewhere = {p for bucket in self.buckets for p in bucket.find_moved()}
         if moved := [name for p, name in self.names.items() if p in elsewhere]:
@@ -277,16 +276,9 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
 
         Every rank of the axis calls it and gets all of them.
         """
-        without = [p for p in self.names if p not in self.shards or self.shards[p].grad is None]
-        unused = find_unused_anywhere(list(self.names), without, self.axis)
-        gradients: list[torch.Tensor | None] = [None] * len(self._numbers)
-        for bucket in self.buckets:
-            background = self._background[bucket.flat.device]
-            sharded = [None if shard is None else shard.grad for shard in bucket.shards]
-            full = bucket.gather_tensors(sharded, bucket.flat.dtype, background)
-            for p, gradient in zip(bucket.parameters, full, strict=True):
-                gradients[self._numbers[p]] = None if p in unused else gradient
-        return gradients
+        grads = {self._numbers[p]: {"grad": s.grad} for p, s in self.shards.items() if s.grad is not None}
+        gathered = gather_states(grads, self._shard_placements(self.names), [self.axis])
+        return [gathered[n]["grad"].to(p.device) if n in gathered else None for p, n in self._numbers.items()]
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:

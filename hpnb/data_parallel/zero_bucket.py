@@ -16,7 +16,7 @@ from torch import nn
 
 from hpnb.background import Background, Pending
 from hpnb.data_parallel.buckets import fill_bucket
-from hpnb.data_parallel.shard_layout import shard_layout_of
+from hpnb.data_parallel.shard_layout import ShardLayout
 from hpnb.mesh import Axis
 from hpnb.placement import FLAT, Cut, Placement, placement_of, set_placement
 
@@ -51,7 +51,8 @@ class ZeroBucket:
         first = parameters[0]
         self.parameters, self.axis = tuple(parameters), axis
         self.reduce_dtype = first.dtype if communication_dtype is None else communication_dtype
-        self.layout = shard_layout_of(parameters, axis.size, elementwise)
+        shapes = tuple(tuple(p.shape) for p in parameters)
+        self.layout = ShardLayout(shapes, axis.size, first.element_size(), elementwise)
         self.flat = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
         for p, view in zip(parameters, self.layout.views(self.flat), strict=True):
             view.copy_(p.detach())
@@ -176,18 +177,6 @@ class ZeroBucket:
         if self._shard is not self._shard_in_flat:
             self._shard_in_flat.copy_(self._shard, non_blocking=True)
         return background.all_gather(self.flat, self._shard_in_flat)
-
-    def gather_tensors(
-        self, tensors: Sequence[torch.Tensor | None], dtype: torch.dtype, background: Background
-    ) -> list[torch.Tensor]:
-        """One full tensor per parameter, from one for each shard. All ranks call it."""
-        shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.flat.device)
-        for view, tensor in zip(self._views_in_shard(shard), tensors, strict=True):
-            if tensor is not None:
-                view.copy_(tensor.view_as(view))
-        flat = shard.new_empty(self.layout.numel)
-        background.all_gather(flat, shard).wait()
-        return self.layout.views(flat)
 
     def refresh_offloaded(self) -> None:
         """Copy the parameters as they are now to offloaded shards."""

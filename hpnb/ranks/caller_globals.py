@@ -1,8 +1,8 @@
-"""Which of the caller's names a call takes along.
+"""Which of the caller's globals are sent with a call.
 
-The globals that a function reads are found in its bytecode, and in that of the functions it calls. A name
-is sent when the rank lacks it, or when the caller has bound it anew since: `x = 2` is sent again,
-`x.append(2)` is not, and neither is a name that is bound to the very object it was bound to before.
+The globals that a function reads stand in its bytecode, and in that of the functions it calls. A global is
+sent if the rank does not have it, or if the caller has reassigned it since: `x = 2` is sent again,
+`x.append(2)` is not, and neither is a name that is reassigned to the same object.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from typing import Any
 
 _GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "DELETE_GLOBAL", "DELETE_NAME"})
 _ABSENT = object()
-_OWN_TO_A_MODULE = frozenset({"__name__", "__doc__", "__package__", "__loader__", "__spec__", "__builtins__",
-                              "__builtin__", "__dict__"})  # fmt: skip
+_MODULE_ATTRIBUTES = frozenset({"__name__", "__doc__", "__package__", "__loader__", "__spec__",
+                                "__builtins__", "__builtin__", "__dict__"})  # fmt: skip
 
 
 def global_names(code: types.CodeType) -> set[str]:
     """Names that `code`, or code nested in it, reads from its globals before it binds them itself."""
-    found: set[str] = set()
+    read: set[str] = set()
     bound: set[str] = set()
-    for step in dis.get_instructions(code):
-        if step.opname == "STORE_NAME" and step.argval not in found:
-            bound.add(step.argval)  # a cell, or a class body
-        elif step.opname in _GLOBAL_OPS and step.argval not in bound:
-            found.add(step.argval)
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "STORE_NAME" and instruction.argval not in read:
+            bound.add(instruction.argval)  # a cell, or a class body
+        elif instruction.opname in _GLOBAL_OPS and instruction.argval not in bound:
+            read.add(instruction.argval)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found |= global_names(constant)
-    return found
+            read |= global_names(constant)
+    return read
 
 
-def caller_space(frame_globals: dict[str, Any], fn: object = None) -> dict[str, Any]:
-    """The namespace whose functions travel by value: __main__, or the module that calls.
+def caller_namespace(frame_globals: dict[str, Any], fn: object = None) -> dict[str, Any]:
+    """The namespace whose functions are pickled by value: __main__, or the module that calls.
 
-    Where __main__'s function is launched by a module of helpers, that is __main__. A module that is
-    installed or part of a package, hpnb among them, is imported by the ranks and travels by reference.
+    If a module of helpers launches a function of __main__, that is __main__. A module that is installed or
+    part of a package, such as hpnb, is imported by the ranks and pickled by reference.
     """
     main = sys.modules["__main__"].__dict__
     if frame_globals is main or getattr(fn, "__globals__", None) is main:
@@ -53,43 +53,43 @@ def caller_space(frame_globals: dict[str, Any], fn: object = None) -> dict[str, 
     return main if file and os.path.abspath(file).startswith(installed) else frame_globals
 
 
-class Names:
-    """What the ranks of a pool know of the caller's names, so that only what changed is sent."""
+class KnownGlobals:
+    """What one rank has of the caller's globals, so that only what changed is sent."""
 
     def __init__(self) -> None:
         self._sent: dict[str, Callable[[], object]] = {}  # name -> the object it was bound to
         self._inside: set[str] = set()  # names read by functions that sit inside other objects
-        self.objects: set[int] = set()  # numbers of modules and parameters that came with names
+        self.objects: set[int] = set()  # numbers of the modules and parameters among them
 
-    def to_send(self, names: Iterable[str], space: dict[str, Any]) -> dict[str, Any]:
-        """Of `names`, and of what functions among their values read in turn, those the ranks lack."""
-        wanted: dict[str, Any] = {}
-        for name in _reachable({*names, *self._inside}, space):
+    def missing(self, names: Iterable[str], namespace: dict[str, Any]) -> dict[str, Any]:
+        """Those of `names`, and of the globals that functions among them read, which the rank lacks."""
+        missing: dict[str, Any] = {}
+        for name in _reachable({*names, *self._inside}, namespace):
             sent = self._sent.get(name)
-            if sent is None or sent() is not space[name]:
-                wanted[name] = space[name]
-        return wanted
+            if sent is None or sent() is not namespace[name]:
+                missing[name] = namespace[name]
+        return missing
 
-    def mark(self, names: Iterable[str], space: dict[str, Any]) -> None:
-        """From now on the ranks have `names` as the caller has them bound at present."""
+    def mark_sent(self, names: Iterable[str], namespace: dict[str, Any]) -> None:
+        """From now on the rank has `names` with the values that the caller has now."""
         for name in names:
-            self._sent[name] = _reference(space.get(name, _ABSENT))
+            self._sent[name] = _weak_reference(namespace.get(name, _ABSENT))
 
     def mark_inside(self, names: Iterable[str]) -> None:
         self._inside.update(names)
 
 
-def _reachable(names: Iterable[str], space: dict[str, Any]) -> Iterator[str]:
+def _reachable(names: Iterable[str], namespace: dict[str, Any]) -> Iterator[str]:
     seen: set[str] = set()
     todo = list(names)
     while todo:
         name = todo.pop()
-        if name in seen or name not in space or name in _OWN_TO_A_MODULE:
+        if name in seen or name not in namespace or name in _MODULE_ATTRIBUTES:
             continue
         seen.add(name)
         yield name
-        for f in _functions_of(space[name]):
-            if f.__globals__ is space:
+        for f in _functions_of(namespace[name]):
+            if f.__globals__ is namespace:
                 todo.extend(global_names(f.__code__))
 
 
@@ -105,10 +105,10 @@ def _functions_of(value: Any) -> Iterator[types.FunctionType]:
                 yield inner
 
 
-def _reference(value: object) -> Callable[[], object]:
-    # Held weakly where Python allows it: a model that the caller lets go must not live on in here.
+def _weak_reference(value: object) -> Callable[[], object]:
+    # Weak if Python allows it: a model that the caller deletes must not be kept alive by this table.
     try:
         weak = weakref.ref(value)
     except TypeError:
         return lambda: value
-    return lambda: found if (found := weak()) is not None else _ABSENT
+    return lambda: alive if (alive := weak()) is not None else _ABSENT

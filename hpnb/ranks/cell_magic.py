@@ -1,9 +1,9 @@
 """`%%ranks`: a cell that runs on every rank, in processes that stay.
 
-    %%ranks 4                     four ranks, started if need be, else those that are there
+    %%ranks 4                     four ranks; they are started, unless four are there
     %%ranks 0,2 --timeout 30      two of them ("0," is rank 0 alone)
-    %%ranks                       all of those that are there
-    %%ranks 4 --out losses        and the value of the last line, one a rank, in `losses`
+    %%ranks                       all ranks that are there
+    %%ranks 4 --out losses        also put the values of the last line, one per rank, into `losses`
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class RanksMagics(Magics):  # type: ignore[misc]
         frame = sys._getframe(1)
         while frame is not None:
             kind, name = self.shell.compile.format_code_name(frame.f_code.co_filename) or ("", "")
-            if kind == "Cell" and (found := re.search(r"\d+", name)):
-                return int(found[0])
+            if kind == "Cell" and (number := re.search(r"\d+", name)):
+                return int(number[0])
             frame = frame.f_back  # type: ignore[assignment]
         return int(self.shell.execution_count)
 

@@ -1,6 +1,6 @@
-"""Where am I? The three questions a function asks inside a rank; they also answer under torchrun.
+"""This process's rank, world size and device, inside hpnb's ranks and under torchrun.
 
-And two that the rooms ask: is this a rank, is this the kernel of a notebook?
+Also: is this process a rank, and is it the kernel of a notebook?
 """
 
 from __future__ import annotations

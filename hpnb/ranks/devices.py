@@ -21,7 +21,7 @@ class DeviceChoice:
 
     ranks: int
     device: str  # "cpu" or "cuda"
-    backend: str  # what init_process_group is given
+    backend: str  # for init_process_group
     threads: int
     reason: str
 
@@ -71,7 +71,7 @@ def choose_device(
     """Decide for `ranks` ranks; `device` is "auto", "cpu" or "cuda".
 
     Args:
-        gpus, cores: of a machine that is not at hand; this one's if None.
+        gpus, cores: of another machine; this one's if None.
 
     Raises:
         ValueError: fewer than 1 rank, an unknown device, or more GPU ranks than GPUs.

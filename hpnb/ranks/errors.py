@@ -1,4 +1,4 @@
-"""RankError: which rank failed, where, and where everybody else was at that moment."""
+"""RankError: which rank failed, where, and where every other rank was at that moment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hpnb.ranks.last_seen import Frame, Note
 
-_OWN = re.compile(r"[/\\]hpnb[/\\]ranks[/\\](worker|last_seen|forkserver_process)\.py$")
+_RANK_INTERNALS = re.compile(r"[/\\]hpnb[/\\]ranks[/\\](worker|last_seen|forkserver_process)\.py$")
 _PLUMBING = re.compile(r"[/\\](multiprocessing[/\\]\w+|threading)\.py$|^<string>$")
 _WANTS_RESULT = re.compile(r"\.(item|tolist|cpu|numpy|wait)\(|synchronize\(")
 _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
@@ -31,7 +31,7 @@ class RankError(RuntimeError):
 
     Attributes:
         rank: the rank that failed first.
-        traceback: that rank's own traceback, with source lines; for one that died, where it was last seen.
+        traceback: that rank's traceback, with source lines; for one that died, where it was last seen.
         stacks: {rank: stack with source lines} of every rank that was alive, the failed one included.
         error: the name of the exception's type on that rank, or "died", "timed out", "interrupted".
     """
@@ -84,7 +84,7 @@ def _rebuild(
 
 
 def stack_text(note: Note) -> str:
-    """A note as a reader wants it: the main thread's stack with source lines, then busy other threads."""
+    """A note as text: the main thread's stack with source lines, then busy other threads."""
     parts = []
     for name, frames in note.threads.items():
         shown = _trim(frames)
@@ -100,8 +100,8 @@ def stack_text(note: Note) -> str:
 
 
 def waits_for_others(note: Note) -> bool:
-    """True if the main thread is inside torch.distributed, or wants a result from the GPU, where a
-    collective may be what it waits for: such a rank is not to blame."""
+    """True if the main thread is inside torch.distributed, or waits for a result from the GPU, which may be a
+    collective's: such a rank is not to blame."""
     main = note.threads.get("MainThread", [])
     if any(f.startswith(_DISTRIBUTED) for f, _, _ in main[-6:]):
         return True
@@ -110,11 +110,11 @@ def waits_for_others(note: Note) -> bool:
 
 def readable(text: str) -> str:
     """Name cells as IPython does, and files without this machine's folders."""
-    return _FILE.sub(lambda found: _place(found.group(1), found.group(2)), text)
+    return _FILE.sub(lambda match: _name_place(match.group(1), match.group(2)), text)
 
 
 def folded(text: str) -> str:
-    """Without the frames that lead through libraries, but for the last: the reader's own lines stand out.
+    """Drop the frames that lead through libraries, except the last one: the reader's lines stand out.
 
     `RankError.traceback` and `.stacks` keep every frame; the message that is printed does not.
     """
@@ -135,8 +135,8 @@ def folded(text: str) -> str:
     return "".join(line for block in kept for line in block)
 
 
-def is_own(filename: str) -> bool:
-    """Whether a file belongs to this library."""
+def is_hpnb_file(filename: str) -> bool:
+    """Whether a file belongs to hpnb."""
     return filename.startswith(os.path.join(_ABOVE_HPNB, "hpnb") + os.sep)
 
 
@@ -156,7 +156,7 @@ def exit_reason(code: int | None) -> str:
 
 def _trim(frames: Sequence[Frame]) -> list[Frame]:
     """Without the frames that start a rank and that note where it is."""
-    kept = [frame for frame in frames if not _OWN.search(frame[0])]
+    kept = [frame for frame in frames if not _RANK_INTERNALS.search(frame[0])]
     while kept and (_PLUMBING.search(kept[0][0]) or "<frozen" in kept[0][0]):
         kept.pop(0)
     return kept
@@ -166,7 +166,7 @@ def _idle(frames: Sequence[Frame]) -> bool:
     return bool(re.search(r"[/\\](threading|selectors|queue)\.py$", frames[-1][0]))
 
 
-def _place(filename: str, line: str) -> str:
+def _name_place(filename: str, line: str) -> str:
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     compiler = getattr(shell, "compile", None)
     if compiler is not None and (named := compiler.format_code_name(filename)):

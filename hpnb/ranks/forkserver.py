@@ -1,8 +1,8 @@
-"""A process that has imported torch and nothing else happened to it; ranks are forked from it.
+"""A process that has imported torch and done nothing else; ranks are forked from it.
 
-Starting Python and importing torch takes seconds a rank; a fork of a process that has done so takes
-milliseconds. The caller's own process cannot be forked once CUDA is up in it (nor safely while it has
-threads), so a server stands beside it: single-threaded, never told about CUDA, in a session of its own.
+Starting Python and importing torch takes seconds per rank; a fork of a process that has done so takes
+milliseconds. The caller's process cannot be forked once it uses CUDA (nor safely while it has threads). So a
+server process is forked instead: it has one thread, never touches CUDA, and has its own session.
 
 The server answers requests over a socket pair; `forkserver_process.py` is its side. It starts with the first
 ranks. In the kernel of a notebook it may start earlier, by `start_ahead`: then kernel and server import at
@@ -41,10 +41,11 @@ _NEVER_PRELOADED = "hpnb.plot"  # ranks do not draw
 
 
 class ForkServer:
-    """The caller's handle on its server. One a process, shared by all pools and threads.
+    """The caller's handle on its server: one per process, shared by all pools and threads.
 
-    One thread owns the socket and answers requests in turn. So Ctrl-C, which strikes the main thread, never
-    tears a request from its reply, and a pool that is garbage-collected at an awkward moment only queues.
+    One thread owns the socket and handles requests in turn. So Ctrl-C, which interrupts the main thread,
+    never separates a request from its reply, and a pool may be garbage-collected at any moment: it only
+    queues.
     """
 
     def __init__(self) -> None:
@@ -53,17 +54,18 @@ class ForkServer:
         self._stuck = False  # it did not answer in time: it keeps the ranks that it has, and gets no new ones
         self._used = False
         self._environ, self._path, self._folder = dict(os.environ), _search_path(), os.getcwd()
-        self._socket, theirs = socket.socketpair()
+        self._socket, server_socket = socket.socketpair()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the server)
-        start = f"from hpnb.ranks.forkserver_process import serve; serve({theirs.fileno()}, {self.pid})"
         path = f"import sys; sys.path[:] = {self._path!r}; "
-        with theirs:
+        serve = f"serve({server_socket.fileno()}, {self.pid})"
+        start = f"from hpnb.ranks.forkserver_process import serve; {serve}"
+        with server_socket:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", path + start],
                 stdin=subprocess.DEVNULL,
                 stdout=self._errors,
                 stderr=self._errors,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[server_socket.fileno()],
                 start_new_session=True,  # neither Ctrl-C nor a kill of the kernel's group reaches it
             )
         self._requests: queue.SimpleQueue[tuple[Future[Any], tuple[Any, ...], Sequence[Sequence[int]]] | None]
@@ -76,25 +78,25 @@ class ForkServer:
         self._ask(("import", list(modules)))
 
     def is_as_new(self) -> bool:
-        """Whether ranks find in it what they would find in a server that starts now; True once it has any.
+        """Whether ranks would find the same in a server that starts now; True once it has any ranks.
 
-        Imports set variables, too, and the same ones there as here: those are no difference.
+        Imports set environment variables, the same ones there as here: those are no difference.
         """
         if self._used:
             return True
         if (self._path, self._folder) != (_search_path(), os.getcwd()):
             return False
-        began, now = self._environ, dict(os.environ)
+        at_start, now = self._environ, dict(os.environ)
         try:
-            there = self._result(self._ask(("environ",)), _SPAWN_LIMIT)
+            in_server = self._result(self._ask(("environ",)), _SPAWN_LIMIT)
         except RuntimeError:  # it has ended, or is stuck
             return False
-        return all(now.get(name) in (began.get(name), there.get(name)) for name in {*began, *now})
+        return all(now.get(name) in (at_start.get(name), in_server.get(name)) for name in {*at_start, *now})
 
     def spawn(self, specs: Sequence[dict[str, Any]], descriptors: Sequence[Sequence[int]]) -> list[int]:
         """Fork one rank for each spec, handing it its descriptors; returns the process ids."""
         self._used = True
-        # Copies, because the server may take them after the caller has given up and closed its own.
+        # Copies, because the server may take them after the caller has given up and closed them.
         copies = [[os.dup(fd) for fd in fds] for fds in descriptors]
         future = self._ask(("spawn", list(specs), _loaded()), copies)
         try:
@@ -183,8 +185,8 @@ class ForkServer:
 
     def _gone(self) -> RuntimeError:
         self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace").strip()
-        return RuntimeError("the process that starts ranks has ended" + (f":\n{said}" if said else ""))
+        output = self._errors.read().decode(errors="replace").strip()
+        return RuntimeError("the process that starts ranks has ended" + (f":\n{output}" if output else ""))
 
 
 def _close(descriptors: Sequence[Sequence[int]]) -> None:
@@ -224,7 +226,7 @@ def start_ahead(*modules: str) -> None:
 
 
 def _loaded() -> list[str]:
-    """What the caller has imported and ranks are likely to want."""
+    """What the caller has imported and ranks are likely to import."""
     likely = [name for name in list(sys.modules) if name.split(".")[0] in _PRELOADED]
     return sorted(name for name in likely if not f"{name}.".startswith(f"{_NEVER_PRELOADED}."))
 

@@ -1,4 +1,4 @@
-"""The fork server's own side: it imports, forks ranks, signals them, and reaps them.
+"""The fork server's side: it imports, forks ranks, signals them, and reaps them.
 
 A process id belongs to its process until that is reaped, and may be a stranger's afterwards. So this process
 alone signals ranks, in one thread: a rank is signalled only while it has not been reaped, and it is reaped
@@ -206,7 +206,7 @@ class ForkedRanks:
 
 
 def _kill_orphans(deadline: float) -> None:
-    """What ranks have left behind in sessions of their own; this process has become its parent."""
+    """Kill what ranks have left behind in other sessions; this process has become its parent."""
     while orphans := _children_of(os.getpid()):
         for pid in orphans:
             os.kill(pid, signal.SIGKILL)  # it holds its pid: only this process could reap it

@@ -1,12 +1,12 @@
 """Where each rank was last seen: a page of memory that a rank writes ten times a second.
 
-A rank that is stuck in a collective cannot answer, and one that was killed cannot speak. So every rank
-notes the stack of its threads on a page that the caller shares, and the caller reads it when something
-has gone wrong. A note costs some tenths of a millisecond. The page has two halves written in turn, so a
-rank that dies while writing leaves the previous note whole.
+A rank that is stuck in a collective or was killed cannot be asked where it is. So every rank writes the
+stacks of its threads to a page of memory shared with the caller, who reads it when something has gone wrong.
+A note costs some tenths of a millisecond. The page has two halves that are written in turn, so a rank that
+dies while it writes leaves the previous note intact.
 
-A rank that computes in C without letting go of the interpreter cannot write notes. Asked by a signal, its
-faulthandler answers behind the halves.
+A rank that computes in C without releasing the GIL cannot write notes. At a signal its faulthandler writes
+behind the halves.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def new_page() -> int:
 
 
 def read(fd: int) -> Note:
-    """The last whole note on the page."""
+    """The last complete note on the page."""
     for _ in range(3):  # a header may be read while it is written
         half, size = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))
         if not size:
@@ -116,7 +116,7 @@ class Writer:
             if ident != self._thread.ident and (frames := walk(ident))
         }
         body = json.dumps({"time": time.monotonic(), "threads": threads}).encode()
-        if len(body) > _HALF:  # hundreds of threads: the one that runs the call must do
+        if len(body) > _HALF:  # hundreds of threads: keep the one that runs the call
             only = {name: frames for name, frames in threads.items() if name == "MainThread"}
             body = json.dumps({"time": time.monotonic(), "threads": only}).encode()[:_HALF]
         with self._lock:
@@ -134,22 +134,21 @@ class Writer:
 def walk(ident: int) -> list[Frame]:
     """The frames of a running thread, innermost last; none if it has ended.
 
-    All of it is one call into C, which no other thread interrupts. Between two steps of a loop in Python the
-    thread would run on, and CPython 3.11 has been seen to follow `f_back` into memory that was something else
-    by then: the rank died of its own diary. faulthandler is no way out: it reads a thread that is being born
-    before there is anything to read.
+    All of it is one call into C, which no other thread interrupts. Between two steps of a Python loop the
+    thread would run on, and CPython 3.11 has then followed `f_back` into memory that was freed: the note
+    killed the rank. faulthandler is no alternative: it crashes on a thread that is just being created.
     """
-    found: deque[tuple[CodeType, int | None]] = deque()
+    frames: deque[tuple[CodeType, int | None]] = deque()
     collects = gc.isenabled()
     gc.disable()  # what it finalizes may be written in Python, and lets others run
     try:
-        found.extend(map(_WHERE, accumulate(chain(map(itemgetter(ident), _at_once()), _OUTWARD), getattr)))
+        frames.extend(map(_WHERE, accumulate(chain(map(itemgetter(ident), _at_once()), _OUTWARD), getattr)))
     except (AttributeError, KeyError):  # past the outermost frame is None; a thread that has ended has none
         pass
     finally:
         if collects:
             gc.enable()
-    return [(code.co_filename, line or 0, code.co_name) for code, line in reversed(found)]
+    return [(code.co_filename, line or 0, code.co_name) for code, line in reversed(frames)]
 
 
 def _at_once() -> Iterator[dict[int, FrameType]]:

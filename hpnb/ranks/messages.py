@@ -48,7 +48,7 @@ class Inbox:
         self._data = bytearray()
 
     def read(self, sock: socket.socket) -> tuple[list[Any], bool]:
-        """(whole messages that have arrived, False once the other side is gone). `sock` must not block."""
+        """(complete messages that have arrived, False once the other side is gone). `sock` must not block."""
         alive = True
         try:
             while chunk := sock.recv(1 << 20):

@@ -1,4 +1,4 @@
-r"""What ranks print, shown as they print it: whole lines under their label, progress bars in place.
+r"""What ranks print, shown as they print it: complete lines under their label, progress bars in place.
 
 A line that a rank has ended is shown at once. A row that it rewinds with "\r" is a bar: in a notebook all
 bars of a call share one output that is updated in place, so a stored notebook keeps their last state; in a
@@ -16,20 +16,20 @@ from typing import Any
 from hpnb.ranks.current_rank import in_notebook
 
 _TOKENS = re.compile(r"(\r?\n|\r|\x1b\[A)")
-_REDRAW_EVERY = 0.1  # seconds; tqdm's own pace
+_REDRAW_EVERY = 0.1  # seconds; as tqdm does
 
 
 class Output:
     """Shows the output of the ranks of one call, in the cell that made the call."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, _Rows] = {}
+        self._rows: dict[int, _RankTerminal] = {}
         self._screen = _choose_screen()
         self._drawn = 0.0
 
     def feed(self, rank: int, data: bytes) -> None:
         """Take bytes that `rank` has written and show what is complete."""
-        rows = self._rows.setdefault(rank, _Rows())
+        rows = self._rows.setdefault(rank, _RankTerminal())
         if lines := rows.feed(data):
             self._screen.lines([f"[rank {rank}] {line}" for line in lines])
         if rows.bars_changed and time.monotonic() - self._drawn > _REDRAW_EVERY:
@@ -53,8 +53,8 @@ class Output:
         self._drawn = time.monotonic()
 
 
-class _Rows:
-    """A very small terminal: enough to tell a finished line from a bar that will be redrawn."""
+class _RankTerminal:
+    """A very small terminal: it tells a finished line from a progress bar that will be redrawn."""
 
     def __init__(self) -> None:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace")
@@ -62,7 +62,7 @@ class _Rows:
         self._row = 0
         self._column: int | None = None  # in a bar that is being written; None: writing a line
         self._line = ""
-        self._held = ""
+        self._carriage_return = ""
         self.bars_changed = False
 
     @property
@@ -72,9 +72,9 @@ class _Rows:
     def feed(self, data: bytes) -> list[str]:
         """Lines that are now complete."""
         lines = []
-        text = self._held + self._decode.decode(data)
-        self._held = "\r" if text.endswith("\r") else ""  # it may be the half of a line's end
-        for token in _TOKENS.split(text[: len(text) - len(self._held)]):
+        text = self._carriage_return + self._decode.decode(data)
+        self._carriage_return = "\r" if text.endswith("\r") else ""  # it may be the half of a line's end
+        for token in _TOKENS.split(text[: len(text) - len(self._carriage_return)]):
             if token == "\r":
                 self._rewind()
             elif token == "\x1b[A":
@@ -101,7 +101,7 @@ class _Rows:
         self._column = 0
 
     def _write(self, text: str) -> None:
-        if self._column is None:  # printed between two states of a bar: a line of its own
+        if self._column is None:  # printed between two states of a bar: a separate line
             self._line += text
             return
         old = self._bars[self._row]

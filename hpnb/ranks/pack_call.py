@@ -1,7 +1,7 @@
-"""One call as one pickle: the function, its arguments, and the names that the ranks lack.
+"""One call as one pickle: the function, its arguments, and the globals that the ranks do not have yet.
 
-All of it is a single pickle, so a model and the optimizer that holds its parameters, one an argument and
-the other a global, are still one thing on the rank.
+It is a single pickle so that objects that belong together stay together: if a model is an argument and its
+optimizer a global, the optimizer on the rank still has that model's parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import cloudpickle
 
 from hpnb.ranks import errors, serialize_function
-from hpnb.ranks.caller_globals import Names
+from hpnb.ranks.caller_globals import KnownGlobals
 from hpnb.ranks.errors import RankError
 from hpnb.ranks.worker import Call
 
@@ -27,21 +27,21 @@ _LARGE = 1 << 20  # a captured value over 1 MB is worth a warning
 
 
 @dataclass(frozen=True)
-class Sent:
-    """What ranks know once a call has arrived: names, and numbers of modules and parameters."""
+class SentGlobals:
+    """What ranks have in addition once a call has arrived: names, and numbers of modules and parameters."""
 
     names: frozenset[str] = frozenset()
     objects: frozenset[int] = frozenset()
 
 
-def pack(
-    known: Sequence[Names], space: dict[str, Any], names: set[str], content: dict[str, Any]
-) -> tuple[Call, Sent]:
-    """Pickle a call for ranks that know `known`, one a rank; also returns what goes with it.
+def pack_call(
+    known: Sequence[KnownGlobals], namespace: dict[str, Any], names: set[str], content: dict[str, Any]
+) -> tuple[Call, SentGlobals]:
+    """Pickle a call; also returns which globals are sent with it.
 
     Args:
-        known: what each rank has of the caller's names.
-        space: the caller's namespace.
+        known: what every rank has of the caller's globals.
+        namespace: the caller's.
         names: globals that the function reads.
         content: {"fn", "args", "kwargs"} or {"cell", "filename"}.
 
@@ -53,98 +53,100 @@ def pack(
         cwd = os.getcwd()
     except FileNotFoundError:
         raise ValueError("the current directory has been deleted; os.chdir to one that exists") from None
-    spaces = frozenset({id(space), id(sys.modules["__main__"].__dict__)})
+    by_value = frozenset({id(namespace), id(sys.modules["__main__"].__dict__)})
     names = set(names)
     shared = frozenset.intersection(*(frozenset(rank.objects) for rank in known))
-    with _by_value(space):
+    with _classes_by_value(namespace):
         while True:
-            wanted = _lacking(known, names, space)
-            everything = {"names": wanted, "end": serialize_function.EndOfNames(), **content}
-            pickler, body = _dump(everything, spaces, shared)
-            # Functions that sit inside arguments show what they read only now.
-            if not _lacking(known, names | pickler.names, space).keys() - wanted.keys():
+            missing = _missing_globals(known, names, namespace)
+            everything = {"names": missing, "end": serialize_function.EndOfNames(), **content}
+            pickler, body = _dump(everything, by_value, shared)
+            # Pickling shows which globals the functions inside arguments read.
+            if not _missing_globals(known, names | pickler.names, namespace).keys() - missing.keys():
                 break
             for rank in known:
                 rank.mark_inside(pickler.names - names)
             names |= pickler.names
         if len(body) > _LARGE:
-            _warn_of_large({**wanted, **_closure(content.get("fn"))}, spaces, len(known))
+            _warn_of_large({**missing, **_closure_values(content.get("fn"))}, by_value, len(known))
     sources, modules = dict(pickler.sources), tuple(sorted(pickler.modules))
     if "cell" in content:
         sources[content["filename"]] = content["cell"]
     call = Call(body, sources, modules, cwd, tuple(map(str, sys.path)), dict(os.environ))
-    return call, Sent(frozenset(wanted), frozenset(pickler.numbered))
+    return call, SentGlobals(frozenset(missing), frozenset(pickler.numbered))
 
 
-def _lacking(known: Sequence[Names], names: set[str], space: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _missing_globals(
+    known: Sequence[KnownGlobals], names: set[str], namespace: dict[str, Any]
+) -> dict[str, Any]:
+    missing: dict[str, Any] = {}
     for rank in known:
-        found |= rank.to_send(names, space)
-    return found
+        missing |= rank.missing(names, namespace)
+    return missing
 
 
 def _dump(
-    content: dict[str, Any], spaces: frozenset[int], shared: frozenset[int]
+    content: dict[str, Any], by_value: frozenset[int], shared: frozenset[int]
 ) -> tuple[serialize_function.Pickler, bytes]:
     file = io.BytesIO()
-    pickler = serialize_function.Pickler(file, spaces, shared)
+    pickler = serialize_function.Pickler(file, by_value, shared)
     try:
         pickler.dump(content)
     except Exception as error:
-        here = [f for f in traceback.extract_stack() if not errors.is_own(f.filename)]
+        frames = [f for f in traceback.extract_stack() if not errors.is_hpnb_file(f.filename)]
         raise RankError(
-            f"{_culprit(content, spaces)} cannot be pickled, so it cannot be sent to rank 0 or any other "
-            f"({type(error).__name__}: {error}); make it inside the function that runs there",
+            f"{_unpicklable_part(content, by_value)} cannot be pickled, so it cannot be sent to rank 0 or "
+            f"any other ({type(error).__name__}: {error}); make it inside the function that runs there",
             rank=0,
-            traceback=errors.readable("".join(traceback.StackSummary.from_list(here[-1:]).format())),
+            traceback=errors.readable("".join(traceback.StackSummary.from_list(frames[-1:]).format())),
             error=type(error).__name__,
         ) from None
     return pickler, file.getvalue()
 
 
-def _culprit(content: dict[str, Any], spaces: frozenset[int]) -> str:
-    """Which part of a call does not pickle."""
+def _unpicklable_part(content: dict[str, Any], by_value: frozenset[int]) -> str:
+    """Which part of a call does not pickle, in words."""
     fn = content.get("fn")
     parts: list[tuple[str, Any]] = [(f"argument {i}", a) for i, a in enumerate(content.get("args", ()))]
     parts += [(f"argument {name}", a) for name, a in content.get("kwargs", {}).items()]
     parts += [(f"the global {name}", value) for name, value in content["names"].items()]
-    parts += [(f"the captured variable {name}", value) for name, value in _closure(fn).items()]
+    parts += [(f"the captured variable {name}", value) for name, value in _closure_values(fn).items()]
     for what, value in parts:
         try:
-            serialize_function.dumps(value, spaces)
+            serialize_function.dumps(value, by_value)
         except Exception:
             return f"{what} (a {type(value).__name__})"
     return f"the function {getattr(fn, '__name__', fn)!r}"
 
 
-def _closure(fn: Any) -> dict[str, Any]:
-    found = {}
+def _closure_values(fn: Any) -> dict[str, Any]:
+    values = {}
     for name, cell in zip(
         getattr(getattr(fn, "__code__", None), "co_freevars", ()),
         getattr(fn, "__closure__", None) or (),
         strict=False,
     ):
         with contextlib.suppress(ValueError):
-            found[name] = cell.cell_contents
-    return found
+            values[name] = cell.cell_contents
+    return values
 
 
-def _warn_of_large(values: dict[str, Any], spaces: frozenset[int], ranks: int) -> None:
+def _warn_of_large(values: dict[str, Any], by_value: frozenset[int], ranks: int) -> None:
     for name, value in values.items():
-        size = len(serialize_function.dumps(value, spaces))
+        size = len(serialize_function.dumps(value, by_value))
         if size > _LARGE:
             warnings.warn(
-                f"{name!r} ({size / 1e6:.1f} MB) is captured and copied to each of {ranks} ranks; "
-                "make it inside the function, or pass it as an argument if that is meant",
+                f"{name!r} ({size / 1e6:.1f} MB) is captured and copied to all {ranks} ranks; "
+                "make it inside the function, or pass it as an argument to say that you mean it",
                 stacklevel=6,
             )
 
 
 @contextlib.contextmanager
-def _by_value(space: dict[str, Any]) -> Iterator[None]:
-    """Classes of the caller's module travel by value too, as its functions do."""
-    module = sys.modules.get(space.get("__name__", ""))
-    if module is None or module.__name__ == "__main__" or module.__dict__ is not space:
+def _classes_by_value(namespace: dict[str, Any]) -> Iterator[None]:
+    """Inside, classes of the caller's module are pickled by value, as its functions are."""
+    module = sys.modules.get(namespace.get("__name__", ""))
+    if module is None or module.__name__ == "__main__" or module.__dict__ is not namespace:
         yield
         return
     cloudpickle.register_pickle_by_value(module)

@@ -4,8 +4,8 @@
     with Ranks(4) as ranks:         four processes that stay, with their state
         ranks.run(fn)
 
-A call sends the same pickle to every rank, then waits: it shows what ranks print, collects one result a
-rank, and on the first failure asks everybody where they are, stops them and raises one RankError.
+A call sends the same pickle to every rank, then waits: it shows what the ranks print and collects one result
+per rank. At the first failure it collects every rank's stack, stops the ranks and raises one RankError.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from hpnb.ranks import errors, last_seen, pack_call, serialize_function
-from hpnb.ranks.caller_globals import Names, caller_space, global_names
+from hpnb.ranks import errors, last_seen, serialize_function
+from hpnb.ranks.caller_globals import KnownGlobals, caller_namespace, global_names
 from hpnb.ranks.current_rank import current, inside_rank
 from hpnb.ranks.devices import DeviceChoice, choose_device, default_ranks
 from hpnb.ranks.errors import RankError, RankInterrupt
 from hpnb.ranks.output import Output
-from hpnb.ranks.processes import Processes
+from hpnb.ranks.pack_call import SentGlobals, pack_call
+from hpnb.ranks.processes import RankProcesses
 from hpnb.ranks.worker import Done, Failed
 
 T = TypeVar("T")
 
-_NOTHING = pack_call.Sent()
+_NOTHING = SentGlobals()
 
 _GRACE = 0.5  # seconds after a first failure in which others may report theirs
 _START_TIMEOUT = 120.0
@@ -45,7 +46,7 @@ def launch(
     timeout: float = 300.0,
     **kwargs: Any,
 ) -> list[T]:
-    """Run `fn(*args, **kwargs)` on `ranks` processes that talk to each other; one result a rank.
+    """Run `fn(*args, **kwargs)` on `ranks` processes that talk to each other; one result per rank.
 
     Inside `fn` a process group is up, and `hpnb.rank()`, `hpnb.world_size()` and `hpnb.device()` answer.
     Tensors, as arguments and as results, arrive on the CPU and without a graph.
@@ -59,20 +60,20 @@ def launch(
         RankError: a rank raised, died or hung, or something could not be pickled.
         ValueError: ranks or device cannot be had here, or this is already a rank.
     """
-    space = caller_space(sys._getframe(1).f_globals, fn)
+    namespace = caller_namespace(sys._getframe(1).f_globals, fn)
     with Ranks(ranks, device, timeout) as pool:
-        return pool._run(space, pool.members, fn, args, kwargs)
+        return pool._run(namespace, pool.members, fn, args, kwargs)
 
 
 class Ranks:
-    """Processes that stay, with their state, until closed.
+    """RankProcesses that stay, with their state, until closed.
 
     Args:
-        ranks, device, timeout: as for `launch`; the timeout holds for each call.
+        ranks, device, timeout: as for `launch`; the timeout is for every call.
 
-    What a call binds in its globals the next call finds. After a failure the ranks are stopped, for they
-    may have parted in the middle of a collective; only when all of them failed in the same way at the same
-    line do they stay.
+    Globals that a call assigns are there in the next call. After a failure the ranks are stopped, because
+    some may be in the middle of a collective; they stay only if all of them failed in the same way at the
+    same line.
     """
 
     def __init__(self, ranks: int | None = None, device: str = "auto", timeout: float = 300.0) -> None:
@@ -85,9 +86,9 @@ class Ranks:
         self.choice: DeviceChoice = choose_device(device, default_ranks() if ranks is None else ranks)
         self.timeout = timeout
         self.members = tuple(range(self.choice.ranks))
-        self._names = [Names() for _ in self.members]
+        self._globals = [KnownGlobals() for _ in self.members]
         self._lock = threading.Lock()
-        self._processes = Processes.start(self.choice)
+        self._processes = RankProcesses.start(self.choice)
         # Dropped without being closed, or at exit: nothing stays behind.
         self._finalizer = weakref.finalize(self, self._processes.stop)
         self._ended: str | None = None
@@ -109,8 +110,8 @@ class Ranks:
 
     def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
         """Run `fn(*args, **kwargs)` on every rank; one result a rank. Raises as `launch` does."""
-        space = caller_space(sys._getframe(1).f_globals, fn)
-        return self._run(space, self.members, fn, args, kwargs)
+        namespace = caller_namespace(sys._getframe(1).f_globals, fn)
+        return self._run(namespace, self.members, fn, args, kwargs)
 
     def run_cell(
         self,
@@ -130,8 +131,8 @@ class Ranks:
             _check_timeout(timeout)
         content: dict[str, Any] = {"cell": text, "filename": filename, "wanted": wanted}
         names = global_names(code)
-        space = sys.modules["__main__"].__dict__
-        return self._send_and_collect(space, names, content, self._checked(members), timeout)
+        namespace = sys.modules["__main__"].__dict__
+        return self._send_and_collect(namespace, names, content, self._checked(members), timeout)
 
     def close(self) -> None:
         """Let the ranks leave. They have a few seconds, then they are killed."""
@@ -153,7 +154,7 @@ class Ranks:
 
     def _run(
         self,
-        space: dict[str, Any],
+        namespace: dict[str, Any],
         members: Sequence[int],
         fn: Callable[..., T],
         args: tuple[Any, ...],
@@ -161,13 +162,14 @@ class Ranks:
     ) -> list[T]:
         if not callable(fn):
             raise TypeError(f"a function is needed, to run on every rank, not a {type(fn).__name__}: {fn!r}")
-        own = isinstance(fn, types.FunctionType) and fn.__globals__ is space
-        names = global_names(fn.__code__) if own else set()
-        return self._send_and_collect(space, names, {"fn": fn, "args": args, "kwargs": kwargs}, members, None)
+        by_value = isinstance(fn, types.FunctionType) and fn.__globals__ is namespace
+        names = global_names(fn.__code__) if by_value else set()
+        content = {"fn": fn, "args": args, "kwargs": kwargs}
+        return self._send_and_collect(namespace, names, content, members, None)
 
     def _send_and_collect(
         self,
-        space: dict[str, Any],
+        namespace: dict[str, Any],
         names: set[str],
         content: dict[str, Any],
         members: Sequence[int],
@@ -177,25 +179,25 @@ class Ranks:
             if self._ended is not None:
                 raise RuntimeError(f"these ranks have ended ({self._ended}); start new ones with hpnb.Ranks")
             limit = self.timeout if timeout is None else timeout
-            call, sent = pack_call.pack([self._names[r] for r in members], space, names, content)
+            call, sent = pack_call([self._globals[r] for r in members], namespace, names, content)
             deadline = time.monotonic() + limit
             try:
                 self._processes.send(members, call, limit)
             except KeyboardInterrupt:
                 raise self._interrupted(members, {}) from None
-            return self._collect(members, deadline, f"{limit:g} s", space, sent)
+            return self._collect(members, deadline, f"{limit:g} s", namespace, sent)
 
     def _collect(
         self,
         members: Sequence[int],
         deadline: float,
         limit: str,
-        space: dict[str, Any] | None = None,
-        sent: pack_call.Sent = _NOTHING,
+        namespace: dict[str, Any] | None = None,
+        sent: SentGlobals = _NOTHING,
     ) -> list[Any]:
         """Show output and wait until every member has answered; raise if one did not answer well."""
         processes, output = self._processes, Output()
-        # None: died. A rank that is not called but dies takes the group with it, so it counts.
+        # None: died. A rank that is not called counts too, because the process group dies with it.
         replies: dict[int, Done | Failed | None] = dict.fromkeys(processes.gone)
         failed_at: float | None = time.monotonic() if replies else None
         try:
@@ -210,7 +212,7 @@ class Ranks:
                         self._died.setdefault(rank, time.monotonic())
                     if reply is None or isinstance(reply, Failed):
                         failed_at = failed_at or time.monotonic()
-            self._learn_names(replies, space, sent)
+            self._learn_names(replies, namespace, sent)
             if waiting or failed_at is not None:
                 raise self._failure(members, replies, limit)
         except KeyboardInterrupt:
@@ -228,16 +230,16 @@ class Ranks:
             raise RankError(summary, rank=rank, error=type(error).__name__) from error
 
     def _learn_names(
-        self, replies: dict[int, Done | Failed | None], space: dict[str, Any] | None, sent: pack_call.Sent
+        self, replies: dict[int, Done | Failed | None], namespace: dict[str, Any] | None, sent: SentGlobals
     ) -> None:
         for rank, reply in replies.items():
-            if reply is None or space is None:
+            if reply is None or namespace is None:
                 continue
             if isinstance(reply, Done) or reply.took_names:
-                self._names[rank].mark(sent.names, space)
-                self._names[rank].objects |= sent.objects
-            # A name that a rank has bound itself stays the rank's until the caller binds it anew.
-            self._names[rank].mark(reply.new_names, space)
+                self._globals[rank].mark_sent(sent.names, namespace)
+                self._globals[rank].objects |= sent.objects
+            # A name that a rank has assigned stays the rank's until the caller reassigns it.
+            self._globals[rank].mark_sent(reply.new_names, namespace)
 
     # --- when it does not end well ------------------------------------------------------------
 
@@ -248,7 +250,8 @@ class Ranks:
         waiting = [r for r in members if r not in replies]
         dead = [r for r, reply in replies.items() if reply is None]
         raised = {r: reply for r, reply in replies.items() if isinstance(reply, Failed)}
-        # Others fail because one dies, at about that time; who raised well before had a reason of its own.
+        # Other ranks fail because one dies, at about that time; one that raised well before had another
+        # reason.
         first = min((reply.time for reply in raised.values()), default=math.inf)
         dead = [r for r in dead if self._died.get(r, 0.0) - first < _AT_ONCE]
         notes = processes.notes()
@@ -320,7 +323,7 @@ class Ranks:
 
 
 def _to_blame(waiting: Sequence[int], notes: dict[int, last_seen.Note]) -> int:
-    """Of the ranks that did not answer, the first that does not itself wait for another."""
+    """Of the ranks that did not answer, the first that does not wait for another rank."""
     busy = [rank for rank in waiting if not errors.waits_for_others(notes[rank])]
     return (busy or list(waiting))[0]
 

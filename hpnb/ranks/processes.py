@@ -1,4 +1,4 @@
-"""The processes of a pool as the caller holds them: sockets, pipes and pages. Knows how to talk, not what."""
+"""The caller's side of a pool's processes: their sockets, pipes and pages, whatever the messages say."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpnb.ranks.devices import DeviceChoice
 from hpnb.ranks.forkserver import ForkServer, server
 from hpnb.ranks.messages import Inbox, send_message
 from hpnb.ranks.output import Output
-from hpnb.ranks.worker import Done, Failed, Spec
+from hpnb.ranks.worker import Done, Failed, RankSpec
 
 _GOODBYE = 3.0  # seconds that ranks have to leave on their own
 _ANSWER_LIMIT = 1.0  # seconds that a rank has to say where it is; one that is stopped never does
@@ -27,8 +27,8 @@ _CHUNK = 1 << 16  # bytes, as much as a pipe holds
 
 
 @dataclass
-class Processes:
-    """Sockets, pipes and pages of the ranks of a pool. Knows how to talk, not what is said."""
+class RankProcesses:
+    """Sockets, pipes and pages of the ranks of a pool."""
 
     server: ForkServer
     store: TCPStore | None
@@ -42,39 +42,37 @@ class Processes:
     stopped: bool = False
 
     @classmethod
-    def start(cls, choice: DeviceChoice) -> Processes:
+    def start(cls, choice: DeviceChoice) -> RankProcesses:
         store = _local_store()
-        at = server()
-        controls, outputs, pages, given = [], [], [], []
+        fork_server = server()
+        controls, outputs, pages, inherited = [], [], [], []
         for _ in range(choice.ranks):
-            ours, theirs = socket.socketpair()
-            ours.setblocking(False)
+            control, rank_control = socket.socketpair()
+            control.setblocking(False)
             read_end, write_end = os.pipe()
             os.set_blocking(read_end, False)
             page = last_seen.new_page()
-            controls.append(ours)
+            controls.append(control)
             outputs.append(read_end)
             pages.append(page)
-            given.append((theirs.detach(), write_end, page))
-        specs = [
-            Spec(r, choice.ranks, choice.device, choice.backend, choice.threads, store.port, dict(os.environ))
-            for r in range(choice.ranks)
-        ]
+            inherited.append((rank_control.detach(), write_end, page))
+        where = (choice.device, choice.backend, choice.threads, store.port, dict(os.environ))
+        specs = [RankSpec(rank, choice.ranks, *where) for rank in range(choice.ranks)]
         try:
-            pids = at.spawn([asdict(spec) for spec in specs], given)
+            pids = fork_server.spawn([asdict(spec) for spec in specs], inherited)
         except BaseException:
             _close(controls, outputs, pages)
             raise
         finally:
-            for theirs_fd, write_end, _ in given:
-                os.close(theirs_fd)
+            for rank_control_fd, write_end, _ in inherited:
+                os.close(rank_control_fd)
                 os.close(write_end)
-        made = cls(at, store, pids, controls, outputs, pages)
+        processes = cls(fork_server, store, pids, controls, outputs, pages)
         for rank in range(choice.ranks):
-            made.inboxes.append(Inbox())
-            made.selector.register(controls[rank], selectors.EVENT_READ, ("control", rank))
-            made.selector.register(outputs[rank], selectors.EVENT_READ, ("output", rank))
-        return made
+            processes.inboxes.append(Inbox())
+            processes.selector.register(controls[rank], selectors.EVENT_READ, ("control", rank))
+            processes.selector.register(outputs[rank], selectors.EVENT_READ, ("output", rank))
+        return processes
 
     def send(self, ranks: Sequence[int], message: object, timeout: float) -> None:
         """One pickle for all; waits at most `timeout` for the ranks to take it."""
@@ -82,28 +80,28 @@ class Processes:
         deadline = time.monotonic() + timeout
         for rank in ranks:
             self.controls[rank].settimeout(max(0.001, deadline - time.monotonic()))
-            # One that is gone, or does not listen, shows as such when its answer is awaited.
+            # A rank that is gone, or does not read, is noticed while its reply is awaited.
             with contextlib.suppress(BrokenPipeError, ConnectionError, TimeoutError):
                 send_message(self.controls[rank], body)
             self.controls[rank].setblocking(False)
 
     def poll(self, seconds: float, output: Output) -> list[tuple[int, Done | Failed | None]]:
         """Wait at most `seconds` for something to happen; replies that came, None for a rank that is gone."""
-        found: list[tuple[int, Done | Failed | None]] = []
+        replies: list[tuple[int, Done | Failed | None]] = []
         for key, _ in self.selector.select(min(max(0.0, seconds), _LONGEST_WAIT)):
             kind, rank = key.data
             if kind == "output":
-                self._show(rank, output, _CHUNK)  # a rank that floods must not keep others from being heard
+                self._show(rank, output, _CHUNK)  # a rank that floods must not starve the others
                 continue
             messages, alive = self.inboxes[rank].read(self.controls[rank])
             for message in messages:
-                self._show(rank, output)  # what was printed before the answer belongs before it
-                found.append((rank, message))
+                self._show(rank, output)  # what was printed before the reply belongs before it
+                replies.append((rank, message))
             if not alive:
                 self.selector.unregister(self.controls[rank])
                 self.gone.add(rank)
-                found.append((rank, None))
-        return found
+                replies.append((rank, None))
+        return replies
 
     def _show(self, rank: int, output: Output, most: int = 64 * _CHUNK) -> None:
         try:
@@ -122,7 +120,7 @@ class Processes:
                 self._show(rank, output)
 
     def notes(self) -> dict[int, last_seen.Note]:
-        """Where every rank was last seen; one that has not been seen for a while is asked directly."""
+        """Where every rank was last seen; one that has not written notes lately is asked by a signal."""
         notes = {rank: last_seen.read(page) for rank, page in enumerate(self.pages)}
         silent = [r for r, note in notes.items() if note.age > 5 * last_seen.PERIOD and r not in self.gone]
         for rank in silent:
@@ -138,7 +136,7 @@ class Processes:
         return notes
 
     def exit_codes(self, ranks: Sequence[int]) -> dict[int, int | None]:
-        """Exit codes of ranks that are gone; the kernel may need a moment to tell."""
+        """Exit codes of ranks that are gone; the kernel may need a moment."""
         deadline = time.monotonic() + 2.0
         while True:
             codes = self.server.exit_codes([self.pids[r] for r in ranks])
@@ -147,18 +145,18 @@ class Processes:
             time.sleep(0.01)
 
     @property
-    def _mine(self) -> bool:
-        # A fork of the caller has a copy of everything here, and no say over the ranks.
+    def _started_here(self) -> bool:
+        # A fork of the caller has a copy of everything here, but must not stop the ranks.
         return self.server.pid == os.getpid()
 
     def dismiss(self) -> None:
         """Ask all ranks to leave, and wait a little."""
-        if not self._mine:
+        if not self._started_here:
             return
-        left = [r for r in range(len(self.pids)) if r not in self.gone]
-        self.send(left, None, 1.0)  # what is no Call ends a rank's loop
+        remaining = [r for r in range(len(self.pids)) if r not in self.gone]
+        self.send(remaining, None, 1.0)  # what is no Call ends a rank's loop
         deadline = time.monotonic() + _GOODBYE
-        for rank in left:
+        for rank in remaining:
             sock = self.controls[rank]
             with contextlib.suppress(OSError):
                 sock.settimeout(max(0.01, deadline - time.monotonic()))
@@ -166,11 +164,11 @@ class Processes:
                     pass
 
     def stop(self) -> None:
-        """Kill what is left and let go of every descriptor."""
+        """Kill the ranks that remain and close every descriptor."""
         if self.stopped:
             return
         self.stopped = True
-        if self._mine:
+        if self._started_here:
             with contextlib.suppress(RuntimeError):  # gone, it has killed them; stuck, it will
                 self.server.kill(self.pids)
         self.selector.close()

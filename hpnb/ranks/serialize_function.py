@@ -1,10 +1,9 @@
-"""How a function gets from a cell to a rank.
+"""How a function gets from a cell to a rank: functions, lambdas, closures and classes are pickled by value.
 
-`spawn` imports the caller's main module again, and cannot see what a cell defined; so here functions,
-lambdas, closures and classes travel by value. A function of the caller arrives with the rank's own __main__
-as its globals, so what one call binds there the next one finds; `hpnb.ranks.caller_globals` says which of the
-caller's names go with it. What the caller's module imported from elsewhere travels by reference, as pickle
-always does.
+`spawn` imports the caller's main module again and cannot see what a cell has defined, so cloudpickle is used.
+A function of the caller arrives with the rank's __main__ as its globals, so what one call assigns there is
+there in the next; `caller_globals.py` decides which of the caller's globals are sent with it. What the
+caller's module has imported is pickled by reference, as usual.
 """
 
 from __future__ import annotations
@@ -35,30 +34,30 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with the caller's functions bound to the receiver's __main__ and tensors on the CPU.
 
     Args:
-        spaces: ids of the global dictionaries whose functions travel by value.
+        by_value: ids of the global dictionaries whose functions are pickled by value.
 
-    After `dump`, `names` holds the globals that the functions met on the way read, and `sources` the
-    text of cells that they came from, so that the receiver can print source lines.
+    After `dump`, `names` are the globals that the pickled functions read, and `sources` is the text of the
+    cells that they come from, so that the receiver can print source lines.
     """
 
     def __init__(
-        self, file: io.BytesIO, spaces: frozenset[int] = frozenset(), known: frozenset[int] = frozenset()
+        self, file: io.BytesIO, by_value: frozenset[int] = frozenset(), known: frozenset[int] = frozenset()
     ) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.spaces = spaces
-        self.known = known  # numbers of modules and parameters that the receiver has
-        self.numbered: set[int] = set()  # and of those that it gets now
+        self.by_value = by_value
+        self.known = known  # numbers of the modules and parameters that the receiver has
+        self.numbered: set[int] = set()  # and of those that this pickle brings
         self._in_names = True
         self.names: set[str] = set()
         self.modules: set[str] = set()
         self.sources: dict[str, str] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, types.FunctionType) and id(obj.__globals__) in self.spaces:
+        if isinstance(obj, types.FunctionType) and id(obj.__globals__) in self.by_value:
             self.names |= global_names(obj.__code__)
             self.modules |= _submodules(obj)
             return _reduce_function(obj)
-        if isinstance(obj, functools._lru_cache_wrapper) and self._is_ours(obj.__wrapped__):
+        if isinstance(obj, functools._lru_cache_wrapper) and self._is_by_value(obj.__wrapped__):
             return _make_cached, (obj.__wrapped__, obj.cache_parameters())
         if isinstance(obj, typing.NewType):
             return typing.NewType, (obj.__name__, obj.__supertype__)
@@ -68,7 +67,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if self._in_names and not inside_rank() and isinstance(obj, torch.nn.Module | torch.nn.Parameter):
             return self._reduce_shared(obj)
         if isinstance(obj, types.CodeType):
-            self._keep_source(obj.co_filename)
+            self._add_source(obj.co_filename)
         elif type(obj) in (torch.Tensor, torch.nn.Parameter) and _is_plain(obj):
             return _reduce_tensor(obj)
         elif isinstance(obj, type):
@@ -76,9 +75,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
     def _reduce_shared(self, obj: torch.nn.Module | torch.nn.Parameter) -> Any:
-        """A module or parameter among names: once by value, from then on as the one that the rank has.
+        """A module or parameter among the globals: by value once, then as a reference to the rank's object.
 
-        An optimizer that is sent in a later call than its model must hold the model's parameters there.
+        An optimizer that is sent in a later call than its model must have that model's parameters.
         """
         number = _number_object(obj)
         if number in self.known:
@@ -93,25 +92,25 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         build, made, *rest = reduced
         return _make_object, (number, build, made), *rest
 
-    def _is_ours(self, f: object) -> bool:
-        return isinstance(f, types.FunctionType) and id(f.__globals__) in self.spaces
+    def _is_by_value(self, f: object) -> bool:
+        return isinstance(f, types.FunctionType) and id(f.__globals__) in self.by_value
 
-    def _keep_source(self, filename: str) -> None:
+    def _add_source(self, filename: str) -> None:
         if filename not in self.sources and filename in linecache.cache and not os.path.exists(filename):
             self.sources[filename] = "".join(linecache.getlines(filename))
 
 
-def dumps(obj: object, spaces: frozenset[int] = frozenset()) -> bytes:
-    """Pickle `obj`; CUDA tensors arrive on the CPU, tensors with a graph arrive without it."""
+def dumps(obj: object, by_value: frozenset[int] = frozenset()) -> bytes:
+    """Pickle `obj`; CUDA tensors arrive on the CPU, tensors with an autograd graph arrive without it."""
     file = io.BytesIO()
-    Pickler(file, spaces).dump(obj)
+    Pickler(file, by_value).dump(obj)
     return file.getvalue()
 
 
 loads = pickle.loads
 
 
-def main_space() -> frozenset[int]:
+def main_namespace() -> frozenset[int]:
     """The globals of __main__ alone: what a rank uses to send results back."""
     return frozenset({id(sys.modules["__main__"].__dict__)})
 
@@ -181,8 +180,8 @@ def _fill_function(f: types.FunctionType, state: dict[str, Any]) -> None:
             cell.cell_contents = value[0]
 
 
-# A class that a rank got from the caller goes back as its number alone, so the caller finds its own class
-# again, untouched, and isinstance holds. Numbers are the caller's; a rank only learns them.
+# A class that a rank got from the caller is sent back as its number alone, so the caller gets the class that
+# it defined, and isinstance holds. The caller assigns the numbers.
 _number_of: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()
 _class_of: dict[int, type] = {}  # strongly: a rank may give back an object of a class redefined since
 _next_number = itertools.count(1)
@@ -234,7 +233,7 @@ def _make_tensor(
 
 
 class EndOfNames:
-    """Stands between the names of a call and its arguments, which always travel by value."""
+    """Separates the globals of a call from its arguments, which are always pickled by value."""
 
 
 _objects: dict[int, tuple[int, weakref.ref[Any]]] = {}  # the caller's: id -> number
@@ -260,7 +259,7 @@ def _make_object(number: int, build: Callable[..., Any], made: tuple[Any, ...]) 
 def _object_by_number(number: int) -> Any:
     if number not in _object_of:
         raise LookupError(
-            "a name refers to a module or parameter that was sent before and that this rank has let go; "
-            "bind the name of its owner anew, and both are sent"
+            "a global refers to a module or parameter that was sent before and that this rank has deleted; "
+            "reassign the global that it belongs to, and both are sent"
         )
     return _object_of[number]

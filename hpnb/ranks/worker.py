@@ -1,4 +1,4 @@
-"""The life of one rank: forked from the server, it joins its group, runs what it is sent, and leaves.
+"""The life of one rank: forked from the server, it joins the process group, runs calls, and leaves.
 
 Its __main__ is an empty module that stays between calls: the namespace of a second kernel. Its standard
 output and error, C-level writes included, are one pipe to the caller.
@@ -39,8 +39,8 @@ _LINE_BUFFERED = 1
 
 
 @dataclass(frozen=True)
-class Spec:
-    """What a rank is told when it is forked."""
+class RankSpec:
+    """What a rank knows when it is forked."""
 
     rank: int
     world_size: int
@@ -81,12 +81,12 @@ class Failed:
     place: tuple[Any, ...]
     time: float  # time.monotonic(), which processes of one machine share
     new_names: frozenset[str] = frozenset()
-    took_names: bool = False  # whether what was sent with the call has arrived in __main__
+    took_names: bool = False  # whether the globals that were sent with the call are in __main__
 
 
 def main(spec: dict[str, Any], fds: list[int], server_fd: int) -> None:
     """Run as the target of a forked process; `fds` are control socket, output pipe, last-seen page."""
-    me = Spec(**spec)
+    rank_spec = RankSpec(**spec)
     control_fd, output_fd, page_fd = fds
     os.setsid()
     os.close(server_fd)
@@ -95,7 +95,7 @@ def main(spec: dict[str, Any], fds: list[int], server_fd: int) -> None:
     _redirect_output(output_fd)
     page = last_seen.Writer(page_fd)
     _note_before_dying(page)
-    rank = _Rank(me, control, page)
+    rank = _Rank(rank_spec, control, page)
     try:
         rank.join()
     except BaseException as error:
@@ -104,19 +104,19 @@ def main(spec: dict[str, Any], fds: list[int], server_fd: int) -> None:
     send_message(control, Done(serialize_function.dumps(None)))
     with contextlib.suppress(EOFError, BrokenPipeError):
         rank.serve()
-    if dist.is_initialized() and me.device == "cuda":
+    if dist.is_initialized() and rank_spec.device == "cuda":
         dist.destroy_process_group()
 
 
 class _Rank:
-    def __init__(self, spec: Spec, control: socket.socket, page: last_seen.Writer) -> None:
+    def __init__(self, spec: RankSpec, control: socket.socket, page: last_seen.Writer) -> None:
         self.spec, self.control, self.page = spec, control, page
         self.main = types.ModuleType("__main__")
         self.main.__dict__["__builtins__"] = builtins
         sys.modules["__main__"] = self.main
         self.known = frozenset(self.main.__dict__)
         loopback = "lo0" if sys.platform == "darwin" else "lo"
-        self.own_environ = {
+        self.rank_environ = {
             "RANK": str(spec.rank),
             "LOCAL_RANK": str(spec.rank),
             "WORLD_SIZE": str(spec.world_size),
@@ -125,7 +125,7 @@ class _Rank:
             "MASTER_PORT": str(spec.store_port),
             # Ranks of one machine meet on its loopback, whatever its host name resolves to.
             "GLOO_SOCKET_IFNAME": loopback,
-            # Streams that share a hardware queue wait for each other: let each have its own.
+            # Streams that share a hardware queue wait for each other: give every stream a queue.
             "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         }
 
@@ -154,7 +154,7 @@ class _Rank:
         )
 
     def serve(self) -> None:
-        """Answer calls until told to leave."""
+        """Answer calls until the caller says to leave."""
         while isinstance(call := receive_message(self.control), Call):
             reply: Done | Failed
             self.took_names = False
@@ -191,7 +191,7 @@ class _Rank:
         return fn(*content["args"], **content["kwargs"]), getattr(fn, "__code__", None)
 
     def _adopt(self, environ: dict[str, str]) -> None:
-        wanted = {**self.own_environ, **environ, **{k: self.own_environ[k] for k in _ALWAYS_OWN}}
+        wanted = {**self.rank_environ, **environ, **{k: self.rank_environ[k] for k in _NEVER_FROM_CALLER}}
         for name in os.environ.keys() - wanted.keys():
             del os.environ[name]
         for name, value in wanted.items():
@@ -200,7 +200,8 @@ class _Rank:
 
     def _done(self, value: object, code: types.CodeType | None) -> Done | Failed:
         try:
-            return Done(serialize_function.dumps(value, serialize_function.main_space()), self._new_names())
+            result = serialize_function.dumps(value, serialize_function.main_namespace())
+            return Done(result, self._new_names())
         except Exception as error:
             summary = (
                 f"TypeError: rank {self.spec.rank} returned a {type(value).__name__} that cannot be pickled "
@@ -218,7 +219,7 @@ class _Rank:
         return new
 
 
-_ALWAYS_OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NEVER_FROM_CALLER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def run_cell(text: str, filename: str, namespace: dict[str, Any]) -> object:
@@ -240,10 +241,10 @@ def _failed(error: BaseException, new_names: frozenset[str] = frozenset()) -> Fa
         trace = trace.tb_next
     lines = traceback.format_exception(type(error), error, trace)
     try:
-        words = str(error)
+        message = str(error)
     except Exception:
-        words = "(its message cannot be shown)"
-    summary = type(error).__name__ + (f": {words}" if words else "")
+        message = "(its message cannot be shown)"
+    summary = type(error).__name__ + (f": {message}" if message else "")
     frames = tuple((f.f_code.co_filename, line) for f, line in traceback.walk_tb(trace))
     place = (type(error).__name__, frames)
     return Failed("".join(lines), summary, type(error).__name__, place, time.monotonic(), new_names)
@@ -280,17 +281,17 @@ def _flush() -> None:
 
 
 def _note_before_dying(page: last_seen.Writer) -> None:
-    """A rank that ends itself without an exception still says from where."""
-    me, leave, kill = os.getpid(), os._exit, os.kill
+    """A rank that ends itself without an exception still notes where it was."""
+    rank_pid, leave, kill = os.getpid(), os._exit, os.kill
 
     def noted_exit(status: int) -> None:
-        if os.getpid() == me:
+        if os.getpid() == rank_pid:
             _flush()
             page.note()
         leave(status)
 
     def noted_kill(pid: int, sig: int) -> None:
-        if pid == me == os.getpid() and sig:
+        if pid == rank_pid == os.getpid() and sig:
             _flush()
             page.note()
         kill(pid, sig)

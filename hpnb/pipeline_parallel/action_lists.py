@@ -74,15 +74,7 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class ActionLists:
-    """The actions of every rank, in order. `Schedule` adds what can be done with them.
-
-    Args:
-        actions: a list a rank, of Actions or of their written form: ["0F0 0B0", "1F0 1B0"].
-        name: for titles.
-
-    Raises:
-        ValueError: something that is not a written action.
-    """
+    """The actions of every rank, in order: the data of a `Schedule`."""
 
     actions: tuple[tuple[Action, ...], ...]
     name: str = "custom"

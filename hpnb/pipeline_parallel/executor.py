@@ -15,6 +15,7 @@ always ahead of the device.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,7 +37,7 @@ from hpnb.pipeline_parallel.step_messages import StepMessages
 from hpnb.pipeline_parallel.transfers import MessageQueue, Pair
 from hpnb.ranks.current_rank import device, world_size
 from hpnb.ranks.devices import usable_cores
-from hpnb.record.recorder import Recorder
+from hpnb.record.recorder import Recorder, recording
 
 AHEAD = 1  # actions whose receives are posted before their turn
 
@@ -96,6 +97,20 @@ class StepExecutor:
         self.cpu_seconds: dict[Action, float] = {}
 
     def run(self) -> None:
+        """Go through the actions, and wait until all gradients are reduced or on their way."""
+        recorder = self._config.recorder
+        with (
+            torch.set_grad_enabled(self._grad_ready is not None),
+            nullcontext() if recorder is None else recording(recorder),
+            _no_garbage_collection(),
+        ):
+            self._run_actions()
+            self._config.boundaries.commit()
+            self._messages.flush()
+            if self._grad_ready is not None:
+                self._grad_ready.finish()
+
+    def _run_actions(self) -> None:
         actions = self._config.rank_schedule.actions
         for step, action in enumerate(actions):
             for ahead, coming in enumerate(actions[step : step + 1 + AHEAD]):
@@ -107,8 +122,6 @@ class StepExecutor:
                     self._weight_gradients(action)
                 case "I" | "B":
                     self._backward(action)
-        self._config.boundaries.commit()
-        self._messages.flush()
 
     # --- the actions -----------------------------------------------------------------------------------
 
@@ -201,6 +214,18 @@ class StepExecutor:
 def contended() -> bool:
     """Whether there are more ranks than cores, so that wall clocks would show who got a core."""
     return device().type == "cpu" and world_size() > usable_cores()
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Let Python collect garbage after the step: in the middle of it a rank would delay all others."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _run_backward(starts: Sequence[GradientEdge], grads: Sequence[torch.Tensor]) -> None:

@@ -11,9 +11,7 @@ gradients are those of one process under every schedule.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -40,7 +38,7 @@ from hpnb.pipeline_parallel.symmetric_transfers import SymmetricTransfers
 from hpnb.pipeline_parallel.tied_weights import tie_weights
 from hpnb.pipeline_parallel.transfers import make_queues
 from hpnb.ranks.current_rank import device as this_device
-from hpnb.record.recorder import Recorder, active_recorder, recording
+from hpnb.record.recorder import Recorder, active_recorder
 
 FUSED = 1.4e11  # FLOPs: about 0.2 ms of an H200, and more than twice what Python takes for the call
 SplitFunction = Callable[[Any, int], list[Any]]
@@ -177,31 +175,25 @@ class Pipeline:
         shapes_known = self._seen.issuperset(signatures)
         # As long as nobody knows what the loss function returns, a correction is sent: 1, if it is a mean.
         sends_correction = trains and self.loss_reduction != "mean"
-        config = StepConfig(
-            rank_schedule=part,
-            run_stage=self.module,
-            microbatches=inputs,
-            queues=(shapes_known and self._symmetric.queues) or self._queues,
-            boundaries=StepBoundaries(self._known_boundaries, signatures),
-            split_backward=self._split_backward,
-            loss=loss,
-            sends_correction=sends_correction,
-            grad_ready=self._grad_ready if trains else None,
-            recorder=recorder,
-            keep_outputs=return_outputs,
+        executor = StepExecutor(
+            StepConfig(
+                rank_schedule=part,
+                run_stage=self.module,
+                microbatches=inputs,
+                queues=(shapes_known and self._symmetric.queues) or self._queues,
+                boundaries=StepBoundaries(self._known_boundaries, signatures),
+                split_backward=self._split_backward,
+                loss=loss,
+                sends_correction=sends_correction,
+                grad_ready=self._grad_ready if trains else None,
+                recorder=recorder,
+                keep_outputs=return_outputs,
+            )
         )
-        executor = StepExecutor(config)
         if trains:
             self._grad_ready.begin(reduce, sends_correction)
         try:
-            with (
-                torch.set_grad_enabled(trains),
-                recording(recorder) if recorder else nullcontext(),
-                _no_garbage_collection(),
-            ):
-                executor.run()
-                if trains:
-                    self._grad_ready.finish()
+            executor.run()
             until = recorder.num_spans() if recorder is not None else since
             if trains and self.loss_reduction is None:
                 self.loss_reduction = self._share_reduction(loss)
@@ -338,15 +330,3 @@ class Pipeline:
             return loss
 
         return wait_for_loss
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Let Python collect garbage after the step: in the middle of it a rank would delay all others."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

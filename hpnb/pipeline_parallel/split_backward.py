@@ -21,30 +21,17 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from hpnb.gradients import attach
 from hpnb.pipeline_parallel.weight_gradients import DeferredGradient, WeightGradientRule, rule_of
 
 Ready = Callable[[nn.Parameter], None]
 COMPILED = "_hpnb_compiled"  # set on a module that is compiled as a whole, and so is one node of autograd
-
-
-def deferred_share(modules: Iterable[nn.Module]) -> float:
-    """The share of trained parameters, counted in elements, whose gradients a `SplitBackward` would defer."""
-    sizes, deferred = dict[nn.Parameter, int](), dict[nn.Parameter, int]()
-    for module in _distinct(modules):
-        trained = {p: p.numel() for p in module._parameters.values() if p is not None and p.requires_grad}
-        sizes |= trained
-        weight, bias = _registered(module)
-        if rule_of(module) is not None and _deferrable(weight, bias):
-            deferred |= {p: n for p, n in trained.items() if p is weight or p is bias}
-    return sum(deferred.values()) / max(1, sum(sizes.values()))
 
 
 class SplitBackward:
@@ -59,9 +46,9 @@ class SplitBackward:
     until `remove`. Outside `deferring` and `fused` backwards are as before, backwards of backwards included.
 
     A hook of `register_post_accumulate_grad_hook` fires when the backward has been through all uses of a
-    parameter. Inside `deferring` that is before its gradient is there: use `ready`. A parameter with a hook
-    of `register_hook`, which may change its gradient, is left to autograd. W runs on the stream of I, and
-    what I was given as inputs and gradients is not to be changed in place before W.
+    parameter. Inside `deferring` that is before its gradient is there: pass `ready` to W. A parameter with a
+    hook of `register_hook`, which may change its gradient, is left to autograd. W runs on the stream of I. Do
+    not change the inputs and gradients of I in place before W.
 
     Args:
         least: modules whose forward and backward are fewer FLOPs than this are left to autograd. It is for
@@ -94,44 +81,22 @@ class SplitBackward:
 
     # --- I ----------------------------------------------------------------------------------------
 
-    @contextmanager
-    def deferring(self, key: Hashable, ready: Ready | None = None) -> Iterator[None]:
-        """Backwards inside leave weight gradients to `add_weight_gradients(key)`.
+    def deferring(self, key: Hashable) -> AbstractContextManager[None]:
+        """Backwards inside leave weight gradients to `add_weight_gradients(key)`."""
+        return self._adding(self._queues.setdefault(key, _Queue()))
 
-        Args:
-            ready: called with each parameter that has its gradient, and does not wait for W.
-        """
-        queue = self._queues.setdefault(key, _Queue())
-
-        def ready_unless_waiting(p: nn.Parameter) -> None:
-            if ready is not None and p not in queue.waiting:
-                ready(p)
-
-        with self._adding(queue, None if ready is None else ready_unless_waiting):
-            yield
+    def fused(self) -> AbstractContextManager[None]:
+        """Backwards inside are not split, but add weight gradients to .grad where they compute them."""
+        return self._adding(None)
 
     @contextmanager
-    def fused(self, ready: Ready | None = None) -> Iterator[None]:
-        """Backwards inside are not split, but add weight gradients to .grad where they compute them.
-
-        Args:
-            ready: called with each parameter once the backward has been through all its uses.
-        """
-        with self._adding(None, ready):
-            yield
-
-    @contextmanager
-    def _adding(self, queue: _Queue | None, ready: Ready | None) -> Iterator[None]:
+    def _adding(self, queue: _Queue | None) -> Iterator[None]:
         before = self._adds, self._queue
-        parameters = (p for m in self._modules for p in m._parameters.values() if p is not None)
-        hooks = [] if ready is None else attach(dict.fromkeys(parameters), ready)
         self._adds, self._queue = True, queue
         try:
             yield
         finally:
             self._adds, self._queue = before
-            for hook in hooks:
-                hook.remove()
 
     def _defer_or_add(self, deferred: DeferredGradient) -> None:
         """Queue `deferred` for W, or add its gradients now."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,8 +31,13 @@ from transformers.modeling_outputs import ImageClassifierOutput, SequenceClassif
 
 import hpnb
 from hpnb import Layout, Mesh, comm, record, tensor_parallel
+from hpnb.background import Background, Pending
 from hpnb.placement import placement_of
 from hpnb.tensor_parallel import cross_entropy, full_gradients, full_state_dict, parallelize
+from hpnb.tensor_parallel.async_all_reduce import DeferredWeightGrad
+from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
+from hpnb.tensor_parallel.sequence_parallel import SequenceSharding
+from hpnb.tensor_parallel.tp_1d_linear import RowParallelLinear
 
 D = torch.float64
 CASES = {
@@ -43,16 +51,21 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Callable[[int], hpnb.Ranks]]:
+    """One pool of each size, for all tests of this file."""
+    with ExitStack() as stack:
+        yield cache(lambda size: stack.enter_context(hpnb.Ranks(size, device="cpu", timeout=120)))
+
+
 @pytest.fixture(scope="module", params=[2, 3, 4])
-def ranks(request: pytest.FixtureRequest) -> Iterator[hpnb.Ranks]:
-    with hpnb.Ranks(request.param, device="cpu", timeout=120) as pool:
-        yield pool
+def ranks(pools: Callable[[int], hpnb.Ranks], request: pytest.FixtureRequest) -> hpnb.Ranks:
+    return pools(request.param)
 
 
 @pytest.fixture(scope="module")
-def four() -> Iterator[hpnb.Ranks]:
-    with hpnb.Ranks(4, device="cpu", timeout=120) as pool:
-        yield pool
+def four(pools: Callable[[int], hpnb.Ranks]) -> hpnb.Ranks:
+    return pools(4)
 
 
 def tensor_axis() -> hpnb.Axis:
@@ -89,8 +102,8 @@ def test_recomputation_that_reenters_autograd(four: hpnb.Ranks, name: str) -> No
     assert max(four.run(parity, name, True, 1, True, True)) < 1e-12
 
 
-def test_one_rank_is_the_model_itself() -> None:
-    assert hpnb.launch(parity, "gpt2", True, 1, False, ranks=1, device="cpu")[0] < 1e-12
+def test_one_rank_is_the_model_itself(pools: Callable[[int], hpnb.Ranks]) -> None:
+    assert pools(1).run(parity, "gpt2", True, 1, False)[0] < 1e-12
 
 
 @pytest.mark.gpu
@@ -163,34 +176,34 @@ def test_recomputed_blocks_know_their_batch_though_it_was_offloaded(four: hpnb.R
     assert max(four.run(offloaded_batches_of_equal_tokens)) < 1e-11
 
 
-def mended(what: str) -> float:
+def add_bias_on_every_rank(layer: RowParallelLinear, old: nn.Module, transposed: bool, sharding: Any) -> None:
+    row_parallel_init(layer, old, transposed, sharding)
+    layer.adds_bias = True
+
+
+row_parallel_init = RowParallelLinear.__init__
+BREAKAGES: dict[str, tuple[type, str, Any]] = {
+    "backward all-reduce": (
+        SequenceSharding,
+        "_start_all_reduce",
+        lambda self, grad: (grad, Pending(), grad),
+    ),
+    "replicated gradients": (ReplicatedGradSum, "weight", lambda self, weight: weight),
+    "bias on every rank": (RowParallelLinear, "__init__", add_bias_on_every_rank),
+}
+
+
+def broken(what: str) -> float:
     """Parity with one thing broken."""
-    from hpnb.tensor_parallel import async_all_reduce, layernorm_grads, sequence_parallel, tp_1d_linear
-
     case = lm_case()
-    if what == "backward all-reduce":
-        sequence_parallel.SequenceSharding._start_all_reduce = lambda self, grad: (
-            grad,
-            async_all_reduce.Pending(),
-            grad,
-        )  # type: ignore[method-assign]
-    elif what == "shared gradients":
-        layernorm_grads.ReplicatedGradSum.weight = lambda self, weight: weight  # type: ignore[method-assign]
-    elif what == "bias on every rank":
-        plain = tp_1d_linear.RowParallelLinear.__init__
-
-        def adds(self: Any, *args: Any) -> None:
-            plain(self, *args)
-            self.adds_bias = True
-
-        tp_1d_linear.RowParallelLinear.__init__ = adds  # type: ignore[method-assign]
-    model = parallelize(case.build(), tensor_axis(), "1d", what == "shared gradients")
-    return apart(train(model, case, own_loss, full_gradients, full_state_dict), serial(case))
+    with mock.patch.object(*BREAKAGES[what]):
+        model = parallelize(case.build(), tensor_axis(), "1d", what == "replicated gradients")
+        return apart(train(model, case, own_loss, full_gradients, full_state_dict), serial(case))
 
 
-@pytest.mark.parametrize("what", ["backward all-reduce", "shared gradients", "bias on every rank"])
-def test_what_is_broken_shows(what: str) -> None:
-    assert min(hpnb.launch(mended, what, ranks=2, device="cpu")) > 1e-3
+@pytest.mark.parametrize("what", BREAKAGES)
+def test_what_is_broken_shows(pools: Callable[[int], hpnb.Ranks], what: str) -> None:
+    assert min(pools(2).run(broken, what)) > 1e-3
 
 
 # --- loss ---
@@ -533,33 +546,35 @@ def test_masks_are_the_same_when_computed_again(four: hpnb.Ranks, sequence: bool
 
 def order(sequence: bool) -> list[str]:
     """What a backward of one block does, one after the other."""
-    from hpnb.background import Background, Pending
-    from hpnb.tensor_parallel import async_all_reduce
-
     done: list[str] = []
 
-    def told(kind: Any, name: str, word: str) -> None:
-        plain = getattr(kind, name)
-        setattr(kind, name, lambda *a, **k: (done.append(word), plain(*a, **k))[1])
+    def note(kind: Any, name: str, word: str) -> Any:
+        original = getattr(kind, name)
+        return mock.patch.object(kind, name, lambda *a, **k: (done.append(word), original(*a, **k))[1])
 
     model = parallelize(vit(), tensor_axis(), "1d", sequence)
     model(**images(0))
-    told(Background, "all_reduce", "send")
-    told(Background, "reduce_scatter", "send")
-    told(Pending, "wait", "wait")
-    told(async_all_reduce.DeferredWeightGrad, "compute", "weight")
     block = hpnb.models.anatomy(model).blocks[1].module
     shape = (1, comm.split_sizes(8 * 17, 4)[hpnb.rank()], 48) if sequence else (8, 17, 48)
     hidden = torch.randn(shape, dtype=D, requires_grad=True)
-    block(hidden, None).sum().backward()
+    loss = block(hidden, None).sum()
+    with ExitStack() as stack:
+        for kind, name, word in (
+            (Background, "all_reduce", "send"),
+            (Background, "reduce_scatter", "send"),
+            (Pending, "wait", "wait"),
+            (DeferredWeightGrad, "compute", "weight"),
+        ):
+            stack.enter_context(note(kind, name, word))
+        loss.backward()
     return done
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_weights_come_while_the_gradient_travels(sequence: bool) -> None:
+def test_weights_come_while_the_gradient_travels(four: hpnb.Ranks, sequence: bool) -> None:
     """The MLP's two weights, then the attention's four, each between the start of the sum and the wait."""
     expected = ["send", *["weight"] * 2, "wait", "send", *["weight"] * 4, "wait"]
-    assert hpnb.launch(order, sequence, ranks=4, device="cpu")[0] == expected
+    assert four.run(order, sequence)[0] == expected
 
 
 def seeded_apart() -> None:
@@ -595,8 +610,16 @@ def refused(mode: str, sequence: bool, depth: int, heads: int) -> str:
         (1, "1d", False, 0, 4, "depth=0 is not a count"),
     ],
 )
-def test_refused(ranks: int, mode: str, sequence: bool, depth: int, heads: int, words: str) -> None:
-    assert words in hpnb.launch(refused, mode, sequence, depth, heads, ranks=ranks, device="cpu")[0]
+def test_refused(
+    pools: Callable[[int], hpnb.Ranks],
+    ranks: int,
+    mode: str,
+    sequence: bool,
+    depth: int,
+    heads: int,
+    words: str,
+) -> None:
+    assert words in pools(ranks).run(refused, mode, sequence, depth, heads)[0]
 
 
 def refused_models() -> list[str]:
@@ -613,9 +636,9 @@ def refused_models() -> list[str]:
     return [*said, str(error.value)]
 
 
-def test_models_that_are_refused() -> None:
-    twice, gradient, unknown, uncut = hpnb.launch(refused_models, ranks=1, device="cpu")[0]
-    assert "cut by parallelize before" in twice
+def test_models_that_are_refused(pools: Callable[[int], hpnb.Ranks]) -> None:
+    twice, gradient, unknown, uncut = pools(1).run(refused_models)[0]
+    assert "parallelize" in twice
     assert "has a gradient" in gradient
     assert "does not know the parts of a Linear" in unknown
     assert "has not been cut" in uncut

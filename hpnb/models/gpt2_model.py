@@ -91,10 +91,9 @@ def gpt2(
 def _size(size: str | GPT2Size | None) -> GPT2Size:
     if isinstance(size, GPT2Size):
         return size
-    name = "laptop" if size is None else size
-    if name not in GPT2_SIZES:
-        raise ValueError(f"no GPT-2 of size {name!r}; use {', '.join(GPT2_SIZES)} or a GPT2Size(...)")
-    return GPT2_SIZES[name]
+    if size is not None and size not in GPT2_SIZES:
+        raise ValueError(f"no GPT-2 of size {size!r}; use {', '.join(GPT2_SIZES)} or a GPT2Size(...)")
+    return GPT2_SIZES[size or "laptop"]
 
 
 def _scratch(

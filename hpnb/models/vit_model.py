@@ -74,10 +74,9 @@ def vit(
 def _size(size: str | ViTSize | None) -> ViTSize:
     if isinstance(size, ViTSize):
         return size
-    name = "laptop" if size is None else size
-    if name not in SIZES:
-        raise ValueError(f"no ViT of size {name!r}; use {', '.join(SIZES)} or a ViTSize(...)")
-    return SIZES[name]
+    if size is not None and size not in SIZES:
+        raise ValueError(f"no ViT of size {size!r}; use {', '.join(SIZES)} or a ViTSize(...)")
+    return SIZES[size or "laptop"]
 
 
 def _scratch(size: ViTSize, classes: int, dropout: float) -> ViTForImageClassification:

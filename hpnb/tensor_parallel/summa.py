@@ -109,21 +109,6 @@ def abt(
     return sums.result()
 
 
-def atb(
-    a: torch.Tensor, b: torch.Tensor, grid: SummaGrid, sizes: Sequence[int] | None = None
-) -> torch.Tensor:
-    """Block (i, j) of A^T B, without autograd: (m of i, n of j).
-
-    Args:
-        a: (k of i, m of j); b: (k of i, n of j).
-        sizes: m of each j, if they differ.
-    """
-    sums = PanelSums(grid.down)
-    for t, (left,) in iterate_panels(grid.size, Panels(a, grid.across, 1, sizes)):
-        sums.add(left.t() @ b, t)
-    return sums.result()
-
-
 def linear_gradients(
     dy: torch.Tensor,
     x: torch.Tensor,

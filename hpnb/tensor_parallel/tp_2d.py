@@ -23,9 +23,9 @@ and activations are a p-th.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from math import isqrt
 
-import torch
 from torch import nn
 
 from hpnb.mesh import Axis
@@ -33,7 +33,6 @@ from hpnb.models import Role
 from hpnb.placement import Cut
 from hpnb.split_sizes import split_sizes
 from hpnb.tensor_parallel.activation_layout import ActivationLayout
-from hpnb.tensor_parallel.async_weight_grads import PendingWeightGrads
 from hpnb.tensor_parallel.split_heads import split_evenly, split_units
 from hpnb.tensor_parallel.summa import SummaGrid
 from hpnb.tensor_parallel.tp_2d_linear import linear_2d, logits_2d
@@ -77,17 +76,7 @@ class TensorParallel2D(GridMode):
         return VocabParallelEmbedding(old, vocab_size, self.down)
 
     def matrix_product(self, role: Role) -> MatrixProduct:
-        def multiply(
-            x: torch.Tensor,
-            weights: Sequence[torch.Tensor],
-            biases: Sequence[torch.Tensor | None],
-            transposed: bool,
-            pending_grads: PendingWeightGrads | None,
-        ) -> tuple[torch.Tensor, ...]:
-            return linear_2d(x, weights, biases, self.grid, transposed, pending_grads)
-
-        return multiply
+        return partial(linear_2d, grid=self.grid)
 
     def logits_product(self, vocab_size: int) -> LogitsProduct:
-        sizes = split_sizes(vocab_size, self.grid.size)
-        return lambda x, embedding, pending_grads: logits_2d(x, embedding, self.grid, sizes, pending_grads)
+        return partial(logits_2d, grid=self.grid, vocab_sizes=split_sizes(vocab_size, self.grid.size))

@@ -25,6 +25,8 @@ and, of norms and biases, 2 * 13 h/l along a, 2 * 7 h/l along b, 2 * 6 h/l along
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +36,6 @@ from hpnb.models import Role
 from hpnb.placement import Cut
 from hpnb.split_sizes import split_sizes
 from hpnb.tensor_parallel.activation_layout import ActivationLayout
-from hpnb.tensor_parallel.async_weight_grads import PendingWeightGrads
 from hpnb.tensor_parallel.split_heads import split_evenly, split_units
 from hpnb.tensor_parallel.tp_3d_matmul import MatmulAxes3D, linear_3d
 from hpnb.tensor_parallel.tp_grid import GridMode
@@ -85,26 +86,14 @@ class TensorParallel3D(GridMode):
         return VocabParallelEmbedding(old, vocab_size, self.c, self.a)
 
     def matrix_product(self, role: Role) -> MatrixProduct:
-        cube, dim = self.column if role.kind == "column" else self.row, _second_dim(role)
-
-        def multiply(
-            x: torch.Tensor,
-            weights: Sequence[torch.Tensor],
-            biases: Sequence[torch.Tensor | None],
-            transposed: bool,
-            pending_grads: PendingWeightGrads | None,
-        ) -> tuple[torch.Tensor, ...]:
-            return linear_3d(x, weights, biases, cube, dim, transposed, pending_grads)
-
-        return multiply
+        cube = self.column if role.kind == "column" else self.row
+        return partial(linear_3d, cube=cube, dim=_second_dim(role))
 
     def logits_product(self, vocab_size: int) -> LogitsProduct:
         sizes = split_sizes(split_sizes(vocab_size, self.side)[self.c.rank], self.side)
 
-        def multiply(
-            x: torch.Tensor, embedding: torch.Tensor, pending_grads: PendingWeightGrads | None
-        ) -> torch.Tensor:
-            return linear_3d(x, [embedding], [None], self.column, 0, False, pending_grads, sizes)[0]
+        def multiply(x: torch.Tensor, embedding: torch.Tensor, **options: Any) -> torch.Tensor:
+            return linear_3d(x, [embedding], [None], self.column, 0, False, sizes=sizes, **options)[0]
 
         return multiply
 

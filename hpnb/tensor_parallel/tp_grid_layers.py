@@ -11,8 +11,7 @@ to be sent either way; asked for the others, it returns what it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -23,21 +22,11 @@ from hpnb.tensor_parallel.async_all_reduce import apply_linear
 from hpnb.tensor_parallel.async_weight_grads import PendingWeightGrads, await_weight_grads
 from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
 
-LogitsProduct = Callable[[torch.Tensor, torch.Tensor, PendingWeightGrads | None], torch.Tensor]
-"""(x, this rank's part of the embedding, pending_grads) -> logits."""
+MatrixProduct = Callable[..., tuple[torch.Tensor, ...]]
+"""X W + b for some layers: (x, weights, biases, transposed=, pending_grads=) -> a y each."""
 
-
-class MatrixProduct(Protocol):
-    """X W + b for some layers: (x, weights as stored, biases, transposed, pending_grads) -> a y each."""
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        weights: Sequence[torch.Tensor],
-        biases: Sequence[torch.Tensor | None],
-        transposed: bool,
-        pending_grads: PendingWeightGrads | None,
-    ) -> tuple[torch.Tensor, ...]: ...
+LogitsProduct = Callable[..., torch.Tensor]
+"""(x, this rank's part of the embedding, pending_grads=) -> logits."""
 
 
 class _GridLayer(nn.Module):
@@ -105,7 +94,9 @@ class SharedInputLinears:
         if self._x is not x or layer not in self._results:
             weights = self._weights or [member.weight for member in self.layers]
             biases = [self._grad_sum.weight(member.bias) for member in self.layers]
-            ys = self._multiply(x, weights, biases, self._transposed, self._pending_grads)
+            ys = self._multiply(
+                x, weights, biases, transposed=self._transposed, pending_grads=self._pending_grads
+            )
             self._x, self._results = x, dict(zip(self.layers, ys, strict=True))
         y = self._results.pop(layer)
         if not self._results:
@@ -165,6 +156,6 @@ class GridVocabHead(_GridLayer):
         pending_grads: PendingWeightGrads | None = None
         if self._defers_weight_grads:
             (embedding,), pending_grads = await_weight_grads([self.weight])
-        z = self._multiply(x, embedding, pending_grads)
+        z = self._multiply(x, embedding, pending_grads=pending_grads)
         bias = self._grad_sum.weight(self.bias)
         return z if bias is None else z + bias

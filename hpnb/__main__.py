@@ -7,11 +7,11 @@ import sys
 
 
 def _doctor() -> int:
-    from hpnb.doctor import inspect_machine, problems, report
+    from hpnb.doctor import find_problems, format_report, inspect_machine
 
     machine = inspect_machine()
-    print(report(machine))
-    return int(any(problem.level == "problem" for problem in problems(machine)))
+    print(format_report(machine))
+    return int(any(problem.level == "problem" for problem in find_problems(machine)))
 
 
 def main(arguments: list[str] | None = None) -> int:

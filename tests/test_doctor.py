@@ -14,7 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpnb.doctor import Gpu, Machine, gpus, inspect_machine, parse_topology, plan, problems, report
+from hpnb.doctor import (
+    Gpu,
+    Machine,
+    find_problems,
+    format_report,
+    gpus,
+    inspect_machine,
+    parse_topology,
+    plan_launch,
+)
 from hpnb.doctor.machine import anonymous
 from hpnb.doctor.problems import OLDEST
 from hpnb.doctor.report import WIDTH
@@ -86,37 +95,41 @@ def with_gpus(*gpus: Gpu, link: str = "NV18", peer: bool = True, cores: int = 64
 
 def found(machine: Machine, word: str) -> list[str]:
     """The levels of the problems that mention `word`."""
-    return [problem.level for problem in problems(machine) if word in problem.what]
+    return [problem.level for problem in find_problems(machine) if word in problem.what]
 
 
 # --- plans -----------------------------------------------------------------------------------------
 
 
 def test_a_laptop_shares_its_cores_out_and_says_when_there_are_too_few() -> None:
-    assert plan(LAPTOP, 2) == DeviceChoice(2, "cpu", "gloo", threads=2, reason="no GPU here")
-    assert plan(LAPTOP, 8) == DeviceChoice(8, "cpu", "gloo", threads=1, reason="no GPU here")
-    assert "contended" not in report(LAPTOP)
-    page = report(dataclasses.replace(LAPTOP, usable=2))
+    assert plan_launch(LAPTOP, 2) == DeviceChoice(2, "cpu", "gloo", threads=2, reason="no GPU here")
+    assert plan_launch(LAPTOP, 8) == DeviceChoice(8, "cpu", "gloo", threads=1, reason="no GPU here")
+    assert "contended" not in format_report(LAPTOP)
+    page = format_report(dataclasses.replace(LAPTOP, usable=2))
     assert "2 ranks       CPU over gloo, 1 thread each (no GPU here)\n" in page
     assert "4 ranks       CPU over gloo, 1 thread each (no GPU here); wall clocks contended" in page
 
 
+def planned(machine: Machine, ranks: int) -> tuple[str, str, int]:
+    choice = plan_launch(machine, ranks)
+    return choice.device, choice.name, choice.threads
+
+
 def test_one_gpu_is_not_enough() -> None:
     machine = with_gpus(H100, cores=16)
-    assert (plan(machine, 2).device, plan(machine, 2).name, plan(machine, 2).threads) == ("cpu", "gloo", 4)
+    assert planned(machine, 2) == ("cpu", "gloo", 4)
     assert found(machine, "one GPU") == ["note"]
 
 
 def test_four_gpus_take_up_to_four_ranks() -> None:
     machine = with_gpus(*[H100] * 4)
-    assert problems(machine) == []
-    assert (plan(machine, 4).device, plan(machine, 4).name, plan(machine, 4).threads) == ("cuda", "NCCL", 8)
-    assert (plan(machine, 8).device, plan(machine, 8).name, plan(machine, 8).threads) == ("cpu", "gloo", 4)
-    assert "8 ranks       CPU over gloo, 4 threads each (4 GPUs here are fewer than the 8 ranks)" in report(
-        machine
-    )
-    assert "every pair: NV18 (NVLink, 18 lanes)" in report(machine)
-    assert "4 x NVIDIA H100 80GB HBM3, 80.0 GiB, compute capability 9.0, bf16" in report(machine)
+    assert find_problems(machine) == []
+    assert planned(machine, 4) == ("cuda", "NCCL", 8)
+    assert planned(machine, 8) == ("cpu", "gloo", 4)
+    line = "8 ranks       CPU over gloo, 4 threads each (4 GPUs here are fewer than the 8 ranks)"
+    assert line in format_report(machine)
+    assert "every pair: NV18 (NVLink, 18 lanes)" in format_report(machine)
+    assert "4 x NVIDIA H100 80GB HBM3, 80.0 GiB, compute capability 9.0, bf16" in format_report(machine)
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 4])
@@ -126,31 +139,31 @@ def test_the_plan_is_what_launch_will_choose(gpus: int, cores: int, monkeypatch:
     monkeypatch.setattr(devices, "usable_cores", lambda: cores)
     machine = with_gpus(*[H100] * gpus, cores=cores)
     for ranks in range(1, 9):
-        assert plan(machine, ranks) == choose_device("auto", ranks)
+        assert plan_launch(machine, ranks) == choose_device("auto", ranks)
 
 
 # --- problems --------------------------------------------------------------------------------------
 
 
 def test_a_good_machine_has_no_problem() -> None:
-    assert problems(LAPTOP) == []
-    assert report(LAPTOP).splitlines()[-1].strip() == "nothing"
+    assert find_problems(LAPTOP) == []
+    assert format_report(LAPTOP).splitlines()[-1].strip() == "nothing"
 
 
 @pytest.mark.parametrize(("name", "old"), [("torch", "2.10.1+cu128"), ("transformers", "5.16.4")])
 def test_old_versions_stop_hpnb(name: str, old: str) -> None:
     machine = dataclasses.replace(LAPTOP, versions=tuple({**dict(VERSIONS), name: old}.items()))
-    (problem,) = problems(machine)
+    (problem,) = find_problems(machine)
     assert problem.level == "problem"
     assert f"{name} {old} is older" in problem.what
     assert f"{name}>=" in problem.remedy
-    assert "cannot run here yet: 1 problem" in report(machine)
+    assert "cannot run here yet: 1 problem" in format_report(machine)
 
 
 def test_missing_packages_stop_hpnb_unless_it_can_do_without() -> None:
     missing = ("datasets", "jupyterlab", "torchvision")
     machine = dataclasses.replace(LAPTOP, versions=tuple((name, None) for name in missing))
-    assert [(p.level, p.what.split()[0]) for p in problems(machine)] == [
+    assert [(p.level, p.what.split()[0]) for p in find_problems(machine)] == [
         ("problem", "torchvision"),
         ("note", "datasets"),
         ("note", "jupyterlab"),
@@ -191,7 +204,7 @@ def test_what_is_only_worth_a_note() -> None:
     assert found(with_gpus(H100, dataclasses.replace(H100, free=GIB)), "GPU 1: 1.0 GiB") == ["note"]
     environment = (("CUDA_LAUNCH_BLOCKING", "1"), ("NCCL_DEBUG", "info"), ("NCCL_P2P_DISABLE", "0"))
     machine = dataclasses.replace(LAPTOP, environment=environment)
-    assert [p.what.split()[0] for p in problems(machine)] == ["CUDA_LAUNCH_BLOCKING", "NCCL_DEBUG"]
+    assert [p.what.split()[0] for p in find_problems(machine)] == ["CUDA_LAUNCH_BLOCKING", "NCCL_DEBUG"]
 
 
 def test_gpus_that_torch_does_not_use_are_explained() -> None:
@@ -230,10 +243,10 @@ def test_links_follow_the_numbers_that_torch_gives(monkeypatch: pytest.MonkeyPat
     text = "\tGPU0\tGPU1\tGPU2\nGPU0\t X \tPHB\tNV2\nGPU1\tPHB\t X \tSYS\nGPU2\tNV2\tSYS\t X \n"
     numbers = "0, GPU-a\n1, GPU-b\n2, GPU-c\n"
 
-    def tool(*command: str) -> list[str]:
+    def run_tool(*command: str) -> list[str]:
         return (text if "topo" in command else numbers).splitlines()
 
-    monkeypatch.setattr(gpus, "tool", tool)
+    monkeypatch.setattr(gpus, "run_tool", run_tool)
     peers = ((True, True, False), (True, True, False), (False, False, True))
     three = tuple(dataclasses.replace(H100, uuid=uuid) for uuid in ("c", "GPU-a", ""))
     assert gpus.links_between(three, peers) == (
@@ -244,18 +257,18 @@ def test_links_follow_the_numbers_that_torch_gives(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_missing_or_failing_tool_says_nothing() -> None:
-    assert gpus.tool("no-such-tool-here", "-m") == []
-    assert gpus.tool(sys.executable, "-c", "print(1); raise SystemExit(3)") == []
-    assert gpus.tool(sys.executable, "-c", "import time; time.sleep(60)", timeout=0.2) == []
+    assert gpus.run_tool("no-such-tool-here", "-m") == []
+    assert gpus.run_tool(sys.executable, "-c", "print(1); raise SystemExit(3)") == []
+    assert gpus.run_tool(sys.executable, "-c", "import time; time.sleep(60)", timeout=0.2) == []
 
 
 def test_a_child_that_cannot_answer_leaves_faulty_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(gpus, "tool", lambda *command, timeout=20.0: [])
+    monkeypatch.setattr(gpus, "run_tool", lambda *command, timeout=20.0: [])
     machine = inspect_machine()
     assert found(machine, "CUDA does not start") == ["problem", "problem"]
     assert machine.links == ()
-    report(machine)
+    format_report(machine)
 
 
 def test_inspecting_leaves_cuda_alone() -> None:
@@ -291,7 +304,7 @@ def test_the_worst_machine_still_fits_the_width() -> None:
         versions=tuple((name, None) for name, _ in VERSIONS),
         environment=tuple((f"NCCL_VARIABLE_{k}", "value " * 40) for k in range(40)),
     )
-    lines = report(machine).splitlines()
+    lines = format_report(machine).splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert lines[-1].strip().startswith("hpnb cannot run here yet")
 
@@ -303,10 +316,10 @@ def test_mixed_links_are_a_matrix_up_to_eight_gpus_and_a_count_beyond() -> None:
     def links(n: int) -> tuple[tuple[str, ...], ...]:
         return tuple(tuple(link(i, j) for j in range(n)) for i in range(n))
 
-    four = report(dataclasses.replace(with_gpus(*[H100] * 4), links=links(4)))
+    four = format_report(dataclasses.replace(with_gpus(*[H100] * 4), links=links(4)))
     assert "GPU0    . NV4 SYS SYS" in four
     assert "GPU3  SYS SYS NV4   ." in four
-    assert "112 pairs: SYS (from socket to socket)" in report(
+    assert "112 pairs: SYS (from socket to socket)" in format_report(
         dataclasses.replace(with_gpus(*[H100] * 16), links=links(16))
     )
 

@@ -1,4 +1,4 @@
-"""The GPUs and the links between them, asked of the driver and of a child process that uses torch."""
+"""The GPUs and the links between them, from the driver and from a child process that uses torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 Links = tuple[tuple[str, ...], ...]
 Peers = tuple[tuple[bool, ...], ...]
 
-_QUESTIONS = """
+_QUERY = """
 import json, torch
 n = torch.cuda.device_count()
 gpus = []
@@ -49,13 +49,13 @@ class Gpu:
     uuid: str = ""
 
 
-def question_gpus() -> tuple[tuple[Gpu, ...], Peers]:
+def query_gpus() -> tuple[tuple[Gpu, ...], Peers]:
     """torch's GPUs, and whether i may read j's memory directly, from a child process."""
     number = torch.cuda.device_count()  # asks the driver; does not initialise CUDA
     if number == 0:
         return (), ()
     try:
-        answer = json.loads(tool(sys.executable, "-c", _QUESTIONS, timeout=120.0)[-1])
+        answer = json.loads(run_tool(sys.executable, "-c", _QUERY, timeout=120.0)[-1])
         gpus = tuple(Gpu(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in answer["gpus"])
         return gpus, tuple(map(tuple, answer["peers"]))
     except (IndexError, KeyError, TypeError, ValueError):
@@ -65,12 +65,12 @@ def question_gpus() -> tuple[tuple[Gpu, ...], Peers]:
 
 
 def links_between(gpus: tuple[Gpu, ...], peers: Peers) -> Links:
-    """nvidia-smi's word for every pair where it has one, else whether CUDA allows direct access."""
+    """nvidia-smi's name for the link of every pair, or else whether CUDA allows direct access."""
     if len(peers) < 2:
         return ()
-    known = parse_topology("\n".join(tool("nvidia-smi", "topo", "-m")))
+    known = parse_topology("\n".join(run_tool("nvidia-smi", "topo", "-m")))
     numbers: dict[str, int] = {}  # of the driver
-    for line in tool("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"):
+    for line in run_tool("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"):
         index, _, uuid = line.partition(",")
         if index.isdigit():  # else it is one of the driver's warnings
             numbers[uuid.strip().removeprefix("GPU-")] = int(index)
@@ -91,18 +91,18 @@ def parse_topology(text: str) -> dict[tuple[int, int], str]:
     columns: list[int] = []
     links: dict[tuple[int, int], str] = {}
     for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines():  # the heading is underlined on terminals
-        words = line.split()
-        gpus = [re.fullmatch(r"GPU(\d+)", word) for word in words]
+        cells = line.split()
+        gpus = [re.fullmatch(r"GPU(\d+)", cell) for cell in cells]
         if not columns:
             columns = [int(match[1]) for match in gpus if match]
-        elif words and (row := gpus[0]) and len(words) > len(columns):
-            for column, link in zip(columns, words[1:], strict=False):
+        elif cells and (row := gpus[0]) and len(cells) > len(columns):
+            for column, link in zip(columns, cells[1:], strict=False):
                 if column != int(row[1]):
                     links[int(row[1]), column] = link
     return links
 
 
-def tool(*command: str, timeout: float = 20.0) -> list[str]:
+def run_tool(*command: str, timeout: float = 20.0) -> list[str]:
     """The lines that a command prints; none if it is missing, fails or takes too long."""
     if shutil.which(command[0]) is None:
         return []

@@ -1,4 +1,4 @@
-"""A Machine is all that the doctor knows, as data; `inspect_machine` reads the one at hand."""
+"""A Machine is all that the doctor knows, as data; `inspect_machine` reads this one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from hpnb.doctor.gpus import Gpu, Links, Peers, links_between, question_gpus, tool
+from hpnb.doctor.gpus import Gpu, Links, Peers, links_between, query_gpus, run_tool
 from hpnb.ranks import usable_cores
 
 PACKAGES = (
@@ -33,8 +33,8 @@ _VARIABLES = re.compile(r"(NCCL|GLOO|CUDA|TORCH_NCCL|PYTORCH_\w*ALLOC)_|OMP_NUM_
 class Machine:
     """What one machine has. Sizes in bytes, None where the system does not say.
 
-    `links[i][j]` is how GPU i reaches GPU j, in nvidia-smi's words ("NV18", "PHB", "SYS"), or "P2P" and
-    "host" where only torch could be asked; `peers[i][j]` is whether i may read j's memory directly.
+    `links[i][j]` is how GPU i reaches GPU j, in nvidia-smi's names ("NV18", "PHB", "SYS"), or "P2P" and
+    "host" if only torch could be asked; `peers[i][j]` is whether i may read j's memory directly.
     """
 
     system: str
@@ -62,7 +62,7 @@ def inspect_machine() -> Machine:
     """Read the machine. Every part that cannot be read is left at "unknown"; nothing is raised."""
     memory, available = _memory()
     shm, shm_free = _disk("/dev/shm")
-    gpus, peers = question_gpus()
+    gpus, peers = query_gpus()
     return Machine(
         system=f"{platform.system()} {platform.release()}, {platform.machine()}",
         cpu=_cpu_model(),
@@ -73,7 +73,7 @@ def inspect_machine() -> Machine:
         shm=shm,
         shm_free=shm_free,
         gpus=gpus,
-        driver_gpus=max(len(gpus), len(tool("nvidia-smi", "--query-gpu=name", "--format=csv,noheader"))),
+        driver_gpus=max(len(gpus), len(run_tool("nvidia-smi", "--query-gpu=name", "--format=csv,noheader"))),
         links=links_between(gpus, peers),
         peers=peers,
         gloo=torch.distributed.is_available() and torch.distributed.is_gloo_available(),
@@ -107,7 +107,7 @@ def _cpu_model() -> str:
                 return line.partition(":")[2].strip()
     except OSError:
         pass
-    for line in tool("sysctl", "-n", "machdep.cpu.brand_string"):  # macOS
+    for line in run_tool("sysctl", "-n", "machdep.cpu.brand_string"):  # macOS
         return line.strip()
     return platform.processor() or platform.machine() or "unknown processor"
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpnb.doctor.machine import Machine
-from hpnb.doctor.words import GIB, count, size
 
+GIB = 2**30
 # What pyproject.toml asks for; a test keeps the two in step.
 OLDEST = {"torch": (2, 11), "transformers": (5, 17)}
-WITHOUT = {  # what is lost where a package is missing that training itself does without
+WITHOUT = {  # what does not work without packages that training does not need
     "datasets": "Beans and MRPC are generated",
     "ipywidgets": "the explorers do not move",
     "jupyterlab": "the notebooks need another editor",
@@ -28,10 +28,10 @@ class Problem:
     remedy: str
 
 
-def problems(machine: Machine) -> list[Problem]:
+def find_problems(machine: Machine) -> list[Problem]:
     """Everything wrong with this machine, what stops hpnb first."""
-    found = [*_software(machine), *_resources(machine), *_gpus(machine), *_variables(machine)]
-    return sorted(found, key=lambda problem: problem.level != "problem")
+    problems = [*_software(machine), *_resources(machine), *_gpus(machine), *_variables(machine)]
+    return sorted(problems, key=lambda problem: problem.level != "problem")
 
 
 def _software(machine: Machine) -> Iterator[Problem]:
@@ -58,13 +58,13 @@ def _resources(machine: Machine) -> Iterator[Problem]:
         # Below this NCCL stops with "unhandled system error".
         level = _stop if nccl and machine.shm < GIB // 16 else _note
         yield level(
-            f"/dev/shm has {size(machine.shm)}, and {users} pass data through it",
+            f"/dev/shm has {format_bytes(machine.shm)}, and {users} pass data through it",
             "in a container, --shm-size=2g (or --ipc=host); otherwise keep num_workers=0",
         )
     if machine.memory_available is not None and machine.memory_available < 4 * GIB:
         level = _stop if machine.memory_available < GIB else _note
         yield level(
-            f"{size(machine.memory_available)} of memory is free, and four small ranks take about 2 GiB",
+            f"{format_bytes(machine.memory_available)} of memory is free; four small ranks take about 2 GiB",
             "close other programs, raise the container's limit, or ask for fewer ranks",
         )
 
@@ -78,7 +78,7 @@ def _gpus(machine: Machine) -> Iterator[Problem]:
             what, remedy = "CUDA_VISIBLE_DEVICES hides them", "unset it to use them all"
         else:
             what, remedy = "torch cannot use them", f"see that the driver is new enough for {machine.cuda}"
-        yield _note(f"{hidden} of {count(machine.driver_gpus, 'GPU')} not in use: {what}", remedy)
+        yield _note(f"{hidden} of {format_count(machine.driver_gpus, 'GPU')} not in use: {what}", remedy)
     if number == 1:
         yield _note(
             "one GPU: ranks run on the CPU, since NCCL needs a GPU for each rank",
@@ -93,7 +93,7 @@ def _gpus(machine: Machine) -> Iterator[Problem]:
             )
         elif gpu.free is not None and gpu.free < gpu.memory // 2:
             yield _note(
-                f"GPU {index}: {size(gpu.free)} of {size(gpu.memory)} is free",
+                f"GPU {index}: {format_bytes(gpu.free)} of {format_bytes(gpu.memory)} is free",
                 "see in nvidia-smi who has the rest",
             )
     if len({gpu.name for gpu in machine.gpus}) > 1:
@@ -104,7 +104,7 @@ def _gpus(machine: Machine) -> Iterator[Problem]:
         yield _stop("this torch has no NCCL, the GPUs' backend", "install a CUDA build, or use device='cpu'")
     cut = [(i, j) for i, row in enumerate(machine.peers) for j, ok in enumerate(row) if i < j and not ok]
     if cut:
-        pairs = f"{count(len(cut), 'pair')} of GPUs (the first: {cut[0][0]} and {cut[0][1]})"
+        pairs = f"{format_count(len(cut), 'pair')} of GPUs (the first: {cut[0][0]} and {cut[0][1]})"
         yield _note(
             f"{pairs} cannot read each other's memory: NCCL goes through the host's",
             "usual on clouds and consumer cards; expect communication to cost more",
@@ -113,16 +113,28 @@ def _gpus(machine: Machine) -> Iterator[Problem]:
 
 def _variables(machine: Machine) -> Iterator[Problem]:
     """Variables that change what a notebook measures or prints."""
-    here = dict(machine.environment)
+    environment = dict(machine.environment)
     for name, consequence in (
         ("CUDA_LAUNCH_BLOCKING", "every kernel is waited for, so nothing overlaps and timings mean little"),
         ("NCCL_P2P_DISABLE", "GPUs exchange data through the host's memory"),
         ("NCCL_SHM_DISABLE", "GPUs without direct access exchange data through the network stack"),
     ):
-        if here.get(name, "0") not in ("", "0"):
+        if environment.get(name, "0") not in ("", "0"):
             yield _note(f"{name} is set: {consequence}", f"unset {name}")
-    if here.get("NCCL_DEBUG", "").upper() in ("INFO", "TRACE"):
+    if environment.get("NCCL_DEBUG", "").upper() in ("INFO", "TRACE"):
         yield _note("NCCL_DEBUG fills every cell with NCCL's log", "NCCL_DEBUG=WARN")
+
+
+def format_bytes(nbytes: int | None) -> str:
+    """ "23.5 GiB", "64 MiB", or "unknown"; memory is made in powers of two."""
+    if nbytes is None:
+        return "unknown"
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.0f} MiB"
+
+
+def format_count(number: int, noun: str) -> str:
+    """ "1 core", "2 cores"."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _stop(what: str, remedy: str) -> Problem:

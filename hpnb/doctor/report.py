@@ -8,32 +8,31 @@ from collections import Counter
 
 from hpnb.doctor.gpus import Links
 from hpnb.doctor.machine import Machine
-from hpnb.doctor.problems import problems
-from hpnb.doctor.words import count, size
+from hpnb.doctor.problems import find_problems, format_bytes, format_count
 from hpnb.ranks import DeviceChoice, choose_device
 
 WIDTH = 100  # columns
 _NAMES = 16  # of them, for what stands before the text of a row
 
-Rows = list[tuple[str, str]]
+NamedLines = list[tuple[str, str]]  # (name, text)
 
 
-def plan(machine: Machine, ranks: int) -> DeviceChoice:
+def plan_launch(machine: Machine, ranks: int) -> DeviceChoice:
     """What `hpnb.launch(..., ranks=ranks, device="auto")` would do on `machine`."""
     return choose_device("auto", ranks, gpus=len(machine.gpus), cores=machine.usable)
 
 
-def report(machine: Machine) -> str:
+def format_report(machine: Machine) -> str:
     """What there is, what `device="auto"` will use, and what is wrong."""
-    found = problems(machine)
-    stopping = sum(problem.level == "problem" for problem in found)
+    problems = find_problems(machine)
+    stopping = sum(problem.level == "problem" for problem in problems)
     if stopping:
-        verdict = f"hpnb cannot run here yet: {count(stopping, 'problem')} to solve"
-    elif found:
-        verdict = f"nothing that stops hpnb: {count(len(found), 'note')}"
+        verdict = f"hpnb cannot run here yet: {format_count(stopping, 'problem')} to solve"
+    elif problems:
+        verdict = f"nothing that stops hpnb: {format_count(len(problems), 'note')}"
     else:
         verdict = "nothing"
-    wrong = [row for p in found for row in ((p.level, p.what), ("", "-> " + p.remedy))]
+    wrong = [row for p in problems for row in ((p.level, p.what), ("", "-> " + p.remedy))]
     environment = [("", f"{name}={value}") for name, value in machine.environment]
     sections = {
         "This machine": _machine_rows(machine),
@@ -48,18 +47,20 @@ def report(machine: Machine) -> str:
     return "\n".join([*lines, "  " + verdict])
 
 
-def _machine_rows(machine: Machine) -> Rows:
+def _machine_rows(machine: Machine) -> NamedLines:
+    shm = f"{format_bytes(machine.shm)}, {format_bytes(machine.shm_free)} free" if machine.shm else "none"
     rows = [
         ("system", machine.system),
-        ("processor", f"{machine.cpu}; {machine.usable} of {count(machine.cores, 'core')} usable"),
-        ("memory", f"{size(machine.memory)}, {size(machine.memory_available)} available"),
-        ("/dev/shm", f"{size(machine.shm)}, {size(machine.shm_free)} free" if machine.shm else "none"),
+        ("processor", f"{machine.cpu}; {machine.usable} of {format_count(machine.cores, 'core')} usable"),
+        ("memory", f"{format_bytes(machine.memory)}, {format_bytes(machine.memory_available)} available"),
+        ("/dev/shm", shm),
     ]
     kinds = Counter((gpu.name, gpu.memory, gpu.capability, gpu.bf16) for gpu in machine.gpus)
     for (name, memory, (major, minor), bf16), many in kinds.items():
         line = (f"{many} x " if many > 1 else "") + name
         if memory:  # else it did not answer
-            line += f", {size(memory)}, compute capability {major}.{minor}, {'bf16' if bf16 else 'no bf16'}"
+            line += f", {format_bytes(memory)}, compute capability {major}.{minor}"
+            line += ", bf16" if bf16 else ", no bf16"
         rows.append(("GPUs", line))
     if not kinds:
         rows.append(("GPUs", "none that torch can use" if machine.driver_gpus else "none"))
@@ -86,7 +87,7 @@ def _link_lines(links: Links) -> list[str]:
 
 
 def _link(name: str) -> str:
-    words = {
+    meanings = {
         "PIX": "one PCIe switch between them",
         "PXB": "several PCIe switches between them",
         "PHB": "through the CPU's PCIe bridge",
@@ -96,29 +97,29 @@ def _link(name: str) -> str:
         "host": "through the host's memory",
     }
     if lanes := re.fullmatch(r"NV(\d+)", name):
-        return f"{name} (NVLink, {count(int(lanes[1]), 'lane')})"
-    return f"{name} ({words[name]})" if name in words else name
+        return f"{name} (NVLink, {format_count(int(lanes[1]), 'lane')})"
+    return f"{name} ({meanings[name]})" if name in meanings else name
 
 
-def _version_rows(machine: Machine) -> Rows:
+def _version_rows(machine: Machine) -> NamedLines:
     from hpnb import __version__
 
     built = f" for {machine.cuda or 'the CPU'}"
-    found = [("python", machine.python), ("hpnb", __version__)]
+    rows = [("python", machine.python), ("hpnb", __version__)]
     for name, version in machine.versions:
-        found.append((name, "missing" if version is None else version + (built if name == "torch" else "")))
-    return found
+        rows.append((name, "missing" if version is None else version + (built if name == "torch" else "")))
+    return rows
 
 
 def _plan(machine: Machine, ranks: int) -> str:
-    it = plan(machine, ranks)
-    where = "GPUs" if it.device == "cuda" else "CPU"
-    line = f"{where} over {it.name}, {count(it.threads, 'thread')} each ({it.reason})"
-    contended = it.device == "cpu" and ranks > machine.usable
-    return line + (f"; wall clocks contended ({count(machine.usable, 'core')})" if contended else "")
+    choice = plan_launch(machine, ranks)
+    where = "GPUs" if choice.device == "cuda" else "CPU"
+    line = f"{where} over {choice.name}, {format_count(choice.threads, 'thread')} each ({choice.reason})"
+    contended = choice.device == "cpu" and ranks > machine.usable
+    return line + (f"; wall clocks contended ({format_count(machine.usable, 'core')})" if contended else "")
 
 
-def _aligned(rows: Rows) -> list[str]:
+def _aligned(rows: NamedLines) -> list[str]:
     """`name  text`, aligned and wrapped; a name that repeats is written once."""
     lines: list[str] = []
     last = None

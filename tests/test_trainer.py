@@ -21,6 +21,7 @@ from hpnb.hybrid.checkpoint import atomic, manifest
 from hpnb.hybrid.checkpoint.training_state import random_state, set_random_state
 from hpnb.hybrid.training import hooks, metrics, progress, resuming
 from hpnb.hybrid.training.events import Hook
+from hpnb.hybrid.training.run_state import TrainingState
 from hpnb.hybrid.training.trainer import Trainer
 
 D = torch.float64
@@ -248,7 +249,7 @@ def test_evaluate_leaves_everything_as_it_was(alone: hpnb.Ranks) -> None:
     """In the middle of an epoch, from a hook: the epoch's own figures stay the same."""
 
     class Often(Hook):
-        def after_step(self, trainer: Trainer) -> None:
+        def after_step(self, trainer: TrainingState) -> None:
             before = [p.grad for p in trainer.model.parameters()]
             found.append(trainer.evaluate(loaders()[1]))
             assert trainer.model.training
@@ -292,17 +293,17 @@ class Log(Hook):
             setattr(self, event, lambda trainer, event=event: log.append(f"{name} {event} {trainer.step}"))
 
     @contextlib.contextmanager
-    def around_step(self, trainer: Trainer) -> Iterator[None]:
+    def around_step(self, trainer: TrainingState) -> Iterator[None]:
         self.log.append(f"{self.name} in")
         yield
         self.log.append(f"{self.name} out")
 
-    def on_outputs(self, trainer: Trainer, outputs: Any, inputs: Any) -> None:
+    def on_outputs(self, trainer: TrainingState, outputs: Any, inputs: Any) -> None:
         self.log.append(
             f"{self.name} outputs {len(inputs['x'])} {trainer.model.training} {torch.is_grad_enabled()}"
         )
 
-    def on_loss(self, trainer: Trainer, total: torch.Tensor, count: torch.Tensor) -> None:
+    def on_loss(self, trainer: TrainingState, total: torch.Tensor, count: torch.Tensor) -> None:
         self.log.append(f"{self.name} loss {int(count)}")
 
 
@@ -480,7 +481,7 @@ class Stop(Hook):
     def __init__(self, at: int) -> None:
         self.at = at
 
-    def after_step(self, trainer: Trainer) -> None:
+    def after_step(self, trainer: TrainingState) -> None:
         if trainer.step == self.at:
             raise KeyboardInterrupt
 
@@ -755,7 +756,7 @@ def on_layout(
         trainer.resume(path, missing_ok=True)
     with contextlib.suppress(KeyboardInterrupt):
         trainer.fit(train, 2, evaluate=test)
-    return Found(trainer.history, loss.curve, trainer.place.shows, timeline.timelines, memory.peaks)
+    return Found(trainer.history, loss.curve, trainer.role.shows, timeline.timelines, memory.peaks)
 
 
 def check_same(found: Found, wanted: Found, off: float = 1e-10) -> None:

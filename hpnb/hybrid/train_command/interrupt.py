@@ -12,16 +12,14 @@ import signal
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from hpnb.hybrid.training import resuming
 from hpnb.hybrid.training.events import Hook
-
-if TYPE_CHECKING:
-    from hpnb.hybrid.training.trainer import Trainer
+from hpnb.hybrid.training.run_state import TrainingState
 
 
 class Stopped(Exception):
@@ -47,7 +45,7 @@ class StopHook(Hook):
         self._work: Any = None
         self._before: Any = None
 
-    def before_fit(self, trainer: Trainer) -> None:
+    def before_fit(self, trainer: TrainingState) -> None:
         if self.flag is None and threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGINT, self._ask)
 
@@ -55,7 +53,7 @@ class StopHook(Hook):
         self._asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)  # the second one ends it
 
-    def after_step(self, trainer: Trainer) -> None:
+    def after_step(self, trainer: TrainingState) -> None:
         if self._agreed():
             self.release()
             trainer.booster.wait()
@@ -66,7 +64,7 @@ class StopHook(Hook):
         self._sum = torch.tensor([float(asked)])
         self._work = dist.all_reduce(self._sum, async_op=True)
 
-    def after_fit(self, trainer: Trainer) -> None:
+    def after_fit(self, trainer: TrainingState) -> None:
         self._agreed()
         self.release()
 

@@ -30,7 +30,8 @@ from hpnb.hybrid.train_command.run_task import Task, UpTo, task
 from hpnb.hybrid.training import hooks, resuming
 from hpnb.hybrid.training.hybrid_adam import HybridAdam
 from hpnb.hybrid.training.lr_schedulers import CosineAnnealingWarmupLR, LinearWarmupLR
-from hpnb.hybrid.training.trainer import Row, Trainer
+from hpnb.hybrid.training.run_state import EpochRow
+from hpnb.hybrid.training.trainer import Trainer
 from hpnb.models import decay_groups
 from hpnb.ranks.current_rank import device, world_size
 
@@ -47,8 +48,8 @@ class Run:
         stopped: whether Ctrl-C has ended it.
     """
 
-    history: list[Row] = field(default_factory=list)
-    final: Row = field(default_factory=dict)
+    history: list[EpochRow] = field(default_factory=list)
+    final: EpochRow = field(default_factory=dict)
     step: int = 0
     resumed: int | None = None
     stopped: bool = False
@@ -91,7 +92,7 @@ def train(file: RunFile, flag: Path | None = None, more: Sequence[hooks.Hook] = 
     ]
     trainer = Trainer(booster, model, optimizer, None, schedule, [*told, saves, stop, *more],
                       accumulation=how.accumulation)  # fmt: skip
-    say: Callable[[str], None] = _say if trainer.place.shows else _keep_quiet
+    say: Callable[[str], None] = _say if trainer.role.shows else _keep_quiet
     say(about)
     resumed = _resume(trainer, folder) if checkpoint.resume else None
     if resumed is not None:
@@ -110,7 +111,7 @@ def train(file: RunFile, flag: Path | None = None, more: Sequence[hooks.Hook] = 
     figures = "  ".join(f"{name} {value:.4g}" for name, value in final.items() if value is not None)
     say(f"final evaluation on {len(given.splits[2]):,} rows: {figures}")
     booster.save_model(model, folder / "model")
-    if given.tokenizer is not None and trainer.place.shows:
+    if given.tokenizer is not None and trainer.role.shows:
         given.tokenizer.save_pretrained(folder / "model")
     say(f"the model is in {folder / 'model'}, which from_pretrained opens")
     return Run(trainer.history, final, trainer.step, resumed)

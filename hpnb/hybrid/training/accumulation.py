@@ -1,13 +1,11 @@
-"""What a Trainer needs to know of its rank, and of each loss: who speaks for all, and how much counts.
+"""Accumulation: a step's loss is the mean over all targets of its batches, however ragged or padded they are.
 
-The ranks of the last stage have outputs and losses, and those of a tensor-parallel group have the same ones.
-So the first of each such group speaks, and sums over those that speak are sums over the data axis.
-
-A step's loss is the mean over all targets of its batches, so the mean of batch i enters it with
+The mean of batch i enters it with
 
     weight_i = n_i / sum_j n_j            n_i: targets of batch i over all data-parallel ranks
 
-which is 1 / batches where they are alike, and exact where they are ragged or padded.
+which is 1 / batches where the batches are alike. The criterion applies the weight, and shows outputs and
+losses to the hooks on the way.
 """
 
 from __future__ import annotations
@@ -15,79 +13,48 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from hpnb.hybrid.training.run_state import TrainingState
 from hpnb.models import anatomy
 from hpnb.pipeline_parallel.microbatches import count_targets
 from hpnb.ranks.current_rank import device
 from hpnb.record.recorder import active_recorder
 
-if TYPE_CHECKING:
-    from hpnb.hybrid.training.trainer import Trainer
-
 Criterion = Callable[[Any, Any], Any]
 
 
-@dataclass(frozen=True)
-class Place:
-    """Which rank this is.
-
-    Attributes:
-        speaks: whether what it has of losses and outputs counts.
-        shows: whether it is the one, of those that speak, that shows a progress bar.
-        layout: sizes of dp, pp and tp.
-    """
-
-    speaks: bool
-    shows: bool
-    layout: list[int]
-
-    @classmethod
-    def of(cls, plugin: Any) -> Place:
-        speaks = plugin.stage_manager.is_last_stage() and dist.get_rank(plugin.tp_group) == 0
-        shows = speaks and dist.get_rank(plugin.dp_group) == 0
-        groups = plugin.dp_group, plugin.pp_group, plugin.tp_group
-        return cls(speaks, shows, [dist.get_world_size(group) for group in groups])
-
-    def add_up(self, local: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks that speak, on every rank; all of them call it."""
-        total = local.clone() if self.speaks else torch.zeros_like(local)
-        dist.all_reduce(total)
-        return total
-
-
-class Watched:
-    """A criterion that shows outputs and losses to the hooks, and gives a batch its weight.
+class HookedCriterion:
+    """A criterion that shows outputs and losses to the hooks, and multiplies by the weight of the batch.
 
     Attributes:
         weight: (), of the batch in its step; None is 1.
     """
 
-    def __init__(self, criterion: Criterion | None, trainer: Trainer) -> None:
+    def __init__(self, criterion: Criterion | None, trainer: TrainingState) -> None:
         self._criterion, self._trainer = criterion or _own_loss, trainer
         self.weight: torch.Tensor | None = None
 
     def __call__(self, outputs: Any, inputs: Any) -> Any:
-        found = self._criterion(outputs, inputs)
-        value, count = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        result = self._criterion(outputs, inputs)
+        value, count = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(value, torch.Tensor) or value.dim():
-            return found  # no loss: whoever starts the backward says so
+            return result  # not a loss, which the backward will say
         with torch.no_grad():
             self._show(outputs, inputs, value.detach(), count)
         if self.weight is None:
-            return found
+            return result
         weighted = value * self.weight.to(value.dtype)
         return weighted if count is None else (weighted, count)
 
     def _show(self, outputs: Any, inputs: Any, value: torch.Tensor, count: Any) -> None:
         known = count_targets(inputs, self._trainer.causal) if count is None else count
         n = torch.as_tensor(known, dtype=torch.float64, device=value.device)
-        # The mean over no targets is nan; it counts nothing.
+        # The mean over no targets is nan, and must not count.
         total = value.double() if count is not None else torch.where(n > 0, value.double() * n, 0.0)
         for hook in self._trainer.hooks:
             hook.on_outputs(self._trainer, outputs, inputs)
@@ -97,17 +64,19 @@ class Watched:
 def is_causal(model: Any) -> bool:
     """Whether the targets of a boosted model are its inputs, shifted by one."""
     inner = model.unwrap()
-    for one in (model, inner):
-        if isinstance(said := getattr(one, "causal", None), bool):
-            return said
+    for candidate in (model, inner):
+        if isinstance(causal := getattr(candidate, "causal", None), bool):
+            return causal
     try:
         return anatomy(inner).causal
     except (TypeError, ValueError):  # a model that hpnb does not know
         return False
 
 
-def weights(batches: Sequence[Any], causal: bool, group: dist.ProcessGroup) -> Sequence[torch.Tensor | None]:
-    """Of each batch in its step, (); None is 1. Every rank of `group`, the data axis, calls it."""
+def batch_weights(
+    batches: Sequence[Any], causal: bool, group: dist.ProcessGroup
+) -> Sequence[torch.Tensor | None]:
+    """The weight of each batch in its step, (); None is 1. Every rank of `group`, the data axis, calls it."""
     if len(batches) == 1:
         return [None]
     counts = [torch.as_tensor(count_targets(batch, causal)) for batch in batches]
@@ -116,7 +85,7 @@ def weights(batches: Sequence[Any], causal: bool, group: dist.ProcessGroup) -> S
     return (n / n.sum().clamp(min=1)).unbind()
 
 
-def pipelines(trainer: Trainer, batch: Any) -> bool:
+def uses_pipeline(trainer: TrainingState, batch: Any) -> bool:
     """Whether a batch goes through execute_pipeline: if the model is cut into stages, or if its forward does
     not take all entries of the batch by their names, the labels above all; execute_pipeline keeps those back.
     """
@@ -126,17 +95,16 @@ def pipelines(trainer: Trainer, batch: Any) -> bool:
     if isinstance(inner, nn.Sequential):
         return True
     taken = inspect.signature(inner.forward).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in taken.values()) or all(name in taken for name in batch)
-    return not takes_all
+    return not (any(p.kind is p.VAR_KEYWORD for p in taken.values()) or all(name in taken for name in batch))
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Take the order of another epoch, from a loader or the sampler of one."""
-    takes = next(
-        (one for one in (loader, getattr(loader, "sampler", None)) if hasattr(one, "set_epoch")), None
-    )
-    if takes is not None:
-        takes.set_epoch(epoch)
+    candidates: list[Any] = [loader, getattr(loader, "sampler", None)]
+    for candidate in candidates:
+        if hasattr(candidate, "set_epoch"):
+            candidate.set_epoch(epoch)
+            return
 
 
 def span(op: str, microbatch: int = -1) -> AbstractContextManager[None]:

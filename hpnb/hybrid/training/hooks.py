@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from hpnb.files import write_text
 from hpnb.hybrid.checkpoint.agreement import attempt, files_group
@@ -23,9 +23,7 @@ from hpnb.hybrid.training import resuming
 from hpnb.hybrid.training.events import Hook, Metric
 from hpnb.hybrid.training.metrics import AccuracyHook, F1Hook, LossHook, ThroughputHook
 from hpnb.hybrid.training.recording_hooks import MemoryHook, TimelineHook
-
-if TYPE_CHECKING:
-    from hpnb.hybrid.training.trainer import Trainer
+from hpnb.hybrid.training.run_state import TrainingState
 
 
 class LRSchedulerHook(Hook):
@@ -44,11 +42,11 @@ class LRSchedulerHook(Hook):
             raise ValueError(f"by={by!r} is no time to step; use 'step' or 'epoch'")
         self.scheduler, self.by = scheduler, by
 
-    def after_step(self, trainer: Trainer) -> None:
+    def after_step(self, trainer: TrainingState) -> None:
         if self.by == "step":
             self.scheduler.step()
 
-    def after_epoch(self, trainer: Trainer) -> None:
+    def after_epoch(self, trainer: TrainingState) -> None:
         if self.by == "epoch":
             self.scheduler.step()
 
@@ -70,9 +68,9 @@ class MetricsByEpochHook(Hook):
         self.path, self.show = None if path is None else Path(path), show
         self.history: list[dict[str, Any]] = []
 
-    def after_epoch(self, trainer: Trainer) -> None:
+    def after_epoch(self, trainer: TrainingState) -> None:
         self.history = trainer.history
-        if not trainer.place.shows:
+        if not trainer.role.shows:
             return
         if self.show:
             told = "  ".join(f"{name} {_told(value)}" for name, value in self.history[-1].items())
@@ -126,7 +124,7 @@ class CheckpointHook(Hook):
         self.background = background
         self._sign = 1 if (mode or ("min" if (best or "").endswith("loss") else "max")) == "min" else -1
 
-    def before_fit(self, trainer: Trainer) -> None:
+    def before_fit(self, trainer: TrainingState) -> None:
         attempt(lambda: check_writable(self.path), files_group())
         later = [
             folder.name for folder in resuming.saved(self.path) if resuming.step_of(folder) > trainer.step
@@ -137,20 +135,20 @@ class CheckpointHook(Hook):
                 "it, or save to another folder"
             )
 
-    def after_step(self, trainer: Trainer) -> None:
+    def after_step(self, trainer: TrainingState) -> None:
         if self.every is not None and trainer.step % self.every == 0:
             self._save(trainer, "step")
 
-    def after_epoch(self, trainer: Trainer) -> None:
+    def after_epoch(self, trainer: TrainingState) -> None:
         if self.every is None:
             self._save(trainer, "step")
         if self.best is not None and self._is_best(trainer, self.best):
             self._save(trainer, "best", keep=1)
 
-    def after_fit(self, trainer: Trainer) -> None:
+    def after_fit(self, trainer: TrainingState) -> None:
         trainer.booster.wait()
 
-    def _is_best(self, trainer: Trainer, name: str) -> bool:
+    def _is_best(self, trainer: TrainingState, name: str) -> bool:
         row = trainer.history[-1]
         if row.get(name) is None and not (name.startswith("eval_") and trainer.evaluates):
             raise ValueError(f"there is no {name!r} to be best in; this epoch has {', '.join(row)}")
@@ -158,7 +156,7 @@ class CheckpointHook(Hook):
         found = [value for value in found if not math.isnan(value)]
         return row.get(name) is not None and self._sign * row[name] <= min(found, default=-math.inf)
 
-    def _save(self, trainer: Trainer, kind: str, keep: int | None = None) -> None:
+    def _save(self, trainer: TrainingState, kind: str, keep: int | None = None) -> None:
         folder = self.path / f"{kind}-{trainer.step:08}"
         resuming.save(trainer, folder, keep or self.keep, self.background)
 

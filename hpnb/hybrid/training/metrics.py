@@ -14,17 +14,15 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.hybrid.training.events import Metric
+from hpnb.hybrid.training.run_state import TrainingState
 from hpnb.pipeline_parallel.microbatches import TARGET_NAMES, count_samples
 from hpnb.ranks.current_rank import device
-
-if TYPE_CHECKING:
-    from hpnb.hybrid.training.trainer import Trainer
 
 
 class LossHook(Metric):
@@ -40,22 +38,22 @@ class LossHook(Metric):
         self._step = self.totals
         self._steps: list[torch.Tensor] = []  # of the epoch
 
-    def before_epoch(self, trainer: Trainer) -> None:
+    def before_epoch(self, trainer: TrainingState) -> None:
         self._steps = []
 
     @contextmanager
-    def around_step(self, trainer: Trainer) -> Iterator[None]:
+    def around_step(self, trainer: TrainingState) -> Iterator[None]:
         self._step = torch.zeros(2, dtype=torch.float64, device=device())
         yield
         self._steps.append(self._step)
 
-    def on_loss(self, trainer: Trainer, total: torch.Tensor, count: torch.Tensor) -> None:
+    def on_loss(self, trainer: TrainingState, total: torch.Tensor, count: torch.Tensor) -> None:
         both = torch.stack([total, count])
         self.totals, self._step = self.totals + both, self._step + both
 
-    def after_epoch(self, trainer: Trainer) -> None:
+    def after_epoch(self, trainer: TrainingState) -> None:
         if self._steps:
-            sums = trainer.place.add_up(torch.stack(self._steps))  # (steps, 2)
+            sums = trainer.role.add_up(torch.stack(self._steps))  # (steps, 2)
             self.curve += [total / count if count else math.nan for total, count in sums.tolist()]
 
 
@@ -69,7 +67,7 @@ class AccuracyHook(Metric):
     def __init__(self, name: str = "accuracy") -> None:
         super().__init__(name)
 
-    def on_outputs(self, trainer: Trainer, outputs: Any, inputs: Any) -> None:
+    def on_outputs(self, trainer: TrainingState, outputs: Any, inputs: Any) -> None:
         found, wanted = predictions(outputs, inputs, trainer.causal)
         counts = wanted.ne(IGNORE_INDEX)
         right = (found.eq(wanted) & counts).sum()
@@ -89,7 +87,7 @@ class F1Hook(Metric):
         super().__init__(name)
         self.positive = positive
 
-    def on_outputs(self, trainer: Trainer, outputs: Any, inputs: Any) -> None:
+    def on_outputs(self, trainer: TrainingState, outputs: Any, inputs: Any) -> None:
         found, wanted = predictions(outputs, inputs, trainer.causal)
         counts = wanted.ne(IGNORE_INDEX)
         says, isso = found.eq(self.positive) & counts, wanted.eq(self.positive)
@@ -127,13 +125,13 @@ class ThroughputHook(Metric):
         self._began: float | None = None
         self._amount = 0
 
-    def before_fit(self, trainer: Trainer) -> None:
+    def before_fit(self, trainer: TrainingState) -> None:
         self._left = self.warmup
 
-    def before_epoch(self, trainer: Trainer) -> None:
+    def before_epoch(self, trainer: TrainingState) -> None:
         self._amount, self._began = 0, None if self._left else _now()
 
-    def after_step(self, trainer: Trainer) -> None:
+    def after_step(self, trainer: TrainingState) -> None:
         if self._began is not None:
             self._amount += sum(map(self._in, trainer.batches))
             return

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
-if TYPE_CHECKING:
-    from hpnb.hybrid.training.trainer import Trainer
+from hpnb.hybrid.training.run_state import TrainingState
 
 _EVERY = 0.5  # seconds: reading a loss waits for the GPU
 
@@ -27,7 +26,7 @@ def wanted(shows: bool, asked: bool | None) -> bool:
 class Progress:
     """A bar of `steps` steps, `done` of which were done before."""
 
-    def __init__(self, trainer: Trainer, steps: int, done: int, show: bool) -> None:
+    def __init__(self, trainer: TrainingState, steps: int, done: int, show: bool) -> None:
         self._trainer = trainer
         label = f"epoch {trainer.epoch + 1}/{trainer.epochs}"
         self._bar: Any = tqdm(total=steps, initial=done, desc=label, unit="step", disable=not show)

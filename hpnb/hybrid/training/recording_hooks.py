@@ -11,18 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from hpnb import record
-from hpnb.hybrid.training.accumulation import pipelines
+from hpnb.hybrid.training.accumulation import uses_pipeline
 from hpnb.hybrid.training.events import Hook
+from hpnb.hybrid.training.run_state import TrainingState
 from hpnb.pipeline_parallel.executor import contended
 from hpnb.ranks.current_rank import rank
-
-if TYPE_CHECKING:
-    from hpnb.hybrid.training.trainer import Trainer
 
 
 class MemoryHook(Hook):
@@ -42,7 +39,7 @@ class MemoryHook(Hook):
         self.peaks: list[int] = []
 
     @contextmanager
-    def around_step(self, trainer: Trainer) -> Iterator[None]:
+    def around_step(self, trainer: TrainingState) -> Iterator[None]:
         step = trainer.step
         if step not in self.steps:
             yield
@@ -51,7 +48,7 @@ class MemoryHook(Hook):
             yield
         self.profiles[step] = recorder.profile()
 
-    def after_epoch(self, trainer: Trainer) -> None:
+    def after_epoch(self, trainer: TrainingState) -> None:
         if self.profiles:
             self.peaks = [0] * dist.get_world_size()
             dist.all_gather_object(self.peaks, max(p.peak for p in self.profiles.values()))
@@ -79,7 +76,7 @@ class TimelineHook(Hook):
         self.timelines: dict[int, record.Timeline] = {}
 
     @contextmanager
-    def around_step(self, trainer: Trainer) -> Iterator[None]:
+    def around_step(self, trainer: TrainingState) -> Iterator[None]:
         step = trainer.step
         if (step + 1) % self.every:
             yield
@@ -90,7 +87,7 @@ class TimelineHook(Hook):
                 yield
             finally:
                 trainer.records = False
-        if contended() and pipelines(trainer, trainer.batches[-1]):
+        if contended() and uses_pipeline(trainer, trainer.batches[-1]):
             found = trainer.model.last_step.timeline
         else:
             found = recorder.gather().shifted()

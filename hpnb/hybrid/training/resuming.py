@@ -12,16 +12,14 @@ from __future__ import annotations
 import re
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpnb.hybrid.checkpoint import manifest
 from hpnb.hybrid.checkpoint.training_state import random_state, set_random_state
-
-if TYPE_CHECKING:
-    from hpnb.hybrid.training.trainer import Trainer
+from hpnb.hybrid.training.run_state import TrainingState
 
 
-def save(trainer: Trainer, folder: Path, keep: int | None = None, background: bool = False) -> None:
+def save(trainer: TrainingState, folder: Path, keep: int | None = None, background: bool = False) -> None:
     """Write a checkpoint; `folder` appears when it is complete. Every rank calls it.
 
     Args:
@@ -34,7 +32,7 @@ def save(trainer: Trainer, folder: Path, keep: int | None = None, background: bo
     )  # fmt: skip
 
 
-def _state(trainer: Trainer) -> dict[str, Any]:
+def _state(trainer: TrainingState) -> dict[str, Any]:
     """What the booster does not know of, the same on every rank."""
     loader = trainer.loader
     return {
@@ -48,7 +46,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def load(trainer: Trainer, folder: Path) -> None:
+def load(trainer: TrainingState, folder: Path) -> None:
     """Take weights, optimizer and learning rates; `take_up` takes the rest. Every rank calls it."""
     state = trainer.booster.load(folder, trainer.model, trainer.optimizer, trainer.lr_scheduler)
     trainer.step, trainer.epoch, trainer.lr = state["step"], state["epoch"], state["lr"]
@@ -57,7 +55,7 @@ def load(trainer: Trainer, folder: Path) -> None:
     trainer.resumed = {**state, "random": random_state()}
 
 
-def take_up(trainer: Trainer) -> None:
+def take_up(trainer: TrainingState) -> None:
     """At the start of a fit: go to where the run was when it was saved, if it was resumed.
 
     Raises:

@@ -5,7 +5,7 @@
     history = trainer.fit(train_loader, epochs=3, evaluate=test_loader)       # a dict an epoch
     trainer.evaluate(test_loader)                                             # {"loss": ..., "accuracy": ...}
 
-A step takes `accumulation` batches, and its loss is the mean over all their targets (`accumulation.weights`).
+A step takes `accumulation` batches, and its loss is the mean over all their targets (accumulation.py).
 """
 
 from __future__ import annotations
@@ -25,25 +25,23 @@ from torch.optim import Optimizer
 from hpnb.hybrid.training import resuming
 from hpnb.hybrid.training.accumulation import (
     Criterion,
-    Place,
-    Watched,
+    HookedCriterion,
+    batch_weights,
     is_causal,
-    pipelines,
     set_epoch,
     span,
-    weights,
+    uses_pipeline,
 )
 from hpnb.hybrid.training.events import Hook, Metric
 from hpnb.hybrid.training.hooks import LRSchedulerHook
 from hpnb.hybrid.training.metrics import LossHook
 from hpnb.hybrid.training.progress import Progress, wanted
+from hpnb.hybrid.training.run_state import EpochRow, TrainingState
 from hpnb.pipeline_parallel.microbatches import to_device
 from hpnb.ranks.current_rank import device
 
-Row = dict[str, Any]
 
-
-class Trainer:
+class Trainer(TrainingState):
     """Trains what `booster.boost` gave.
 
     Args:
@@ -54,12 +52,7 @@ class Trainer:
         causal: whether the target of a position is the next one; by default as the model says.
         display_progress: a bar for each epoch; by default unless the environment has CI.
 
-    Attributes:
-        step, epoch: optimizer steps done, and the epoch that runs, from 0; there will be `epochs`.
-        history: a dict an epoch: epoch (from 1), step, lr, what metrics and evaluations say, and seconds.
-        loss: of the last step, as the booster says it; None on ranks where it is not.
-        batches: of the last step, as the loader gave them.
-        place: which rank this is.
+    Attributes are those of `TrainingState`: step, epoch, history, loss, batches, role and so on.
 
     Raises:
         ValueError: a model that was not boosted, accumulation below 1, or two metrics of one name.
@@ -82,38 +75,31 @@ class Trainer:
             raise ValueError(f"this {type(model).__name__} is not boosted; pass what booster.boost returned")
         if accumulation < 1:
             raise ValueError(f"accumulation={accumulation} batches make no step; use 1 or more")
-        self.booster, self.optimizer = booster, optimizer
-        self.model: Any = model
-        self.place = Place.of(booster.plugin)
-        self._bar = wanted(self.place.shows, display_progress)
-        self.accumulation, self.causal = accumulation, is_causal(model) if causal is None else causal
-        own: list[Hook] = [] if any(isinstance(h, LossHook) for h in hooks) else [LossHook()]
-        theirs = [h.scheduler for h in hooks if isinstance(h, LRSchedulerHook)]
-        if lr_scheduler is not None and not theirs:
-            own.append(LRSchedulerHook(lr_scheduler))
-        self.lr_scheduler = theirs[0] if theirs else lr_scheduler
-        self.hooks = sorted([*own, *hooks], key=lambda hook: hook.priority)
+        hook_schedulers = [hook.scheduler for hook in hooks if isinstance(hook, LRSchedulerHook)]
+        super().__init__(
+            booster,
+            model,
+            optimizer,
+            hook_schedulers[0] if hook_schedulers else lr_scheduler,
+            is_causal(model) if causal is None else causal,
+        )
+        self.accumulation = accumulation
+        self._bar = wanted(self.role.shows, display_progress)
+        default_hooks: list[Hook] = [] if any(isinstance(h, LossHook) for h in hooks) else [LossHook()]
+        if lr_scheduler is not None and not hook_schedulers:
+            default_hooks.append(LRSchedulerHook(lr_scheduler))
+        self.hooks = sorted([*default_hooks, *hooks], key=lambda hook: hook.priority)
         self.metrics = [hook for hook in self.hooks if isinstance(hook, Metric)]
         names = [metric.name for metric in self.metrics]
         if len(set(names)) < len(names):
             raise ValueError(f"metrics {', '.join(names)}: two have one name; give one of them name=...")
-        self._criterion = Watched(criterion, self)
-        self.step = self.epoch = self.epochs = 0
-        self.loss: Any = None
-        self.history: list[Row] = []
-        self.batches: list[Any] = []
-        self.evaluates = self.records = False  # whether this fit does, and whether this step is recorded
-        self.lr = float(optimizer.param_groups[0]["lr"])
-        self.loader: Any = None
-        self.done = 0
-        self.carried: dict[str, list[float]] = {}  # sums of this epoch from before a resume
-        self.resumed: Row | None = None  # the state that fit has to take up
+        self._criterion = HookedCriterion(criterion, self)
 
     # --- training ------------------------------------------------------------------------------------
 
     def fit(
         self, train_loader: Any, epochs: int, *, evaluate: Any = None, evaluate_every: int = 1
-    ) -> list[Row]:
+    ) -> list[EpochRow]:
         """Train until `epochs` epochs are done, those before a resume included. Returns the history.
 
         Args:
@@ -128,24 +114,24 @@ class Trainer:
             raise ValueError(f"epochs={epochs}, evaluate_every={evaluate_every}: both must be 1 or more")
         self.epochs, self.loader, self.evaluates = epochs, train_loader, evaluate is not None
         resuming.take_up(self)
-        self._tell("before_fit")
+        self._call_hooks("before_fit")
         while self.epoch < epochs:
             began = time.perf_counter()
             row = self._train_epoch()
             if evaluate is not None and ((self.epoch + 1) % evaluate_every == 0 or self.epoch + 1 == epochs):
                 row.update({f"eval_{name}": value for name, value in self.evaluate(evaluate).items()})
             self.history.append({**row, "seconds": time.perf_counter() - began})
-            self._tell("after_epoch")
+            self._call_hooks("after_epoch")
             self.epoch, self.done = self.epoch + 1, 0
-        self._tell("after_fit")
+        self._call_hooks("after_fit")
         return self.history
 
-    def _train_epoch(self) -> Row:
+    def _train_epoch(self) -> EpochRow:
         set_epoch(self.loader, self.epoch)
         self.model.train()
         for metric in self.metrics:
             metric.reset()
-        self._tell("before_epoch")
+        self._call_hooks("before_epoch")
         batches = iter(self.loader)
         steps = math.ceil(len(self.loader) / self.accumulation)
         with Progress(self, steps, self.done, self._bar) as bar:
@@ -158,13 +144,13 @@ class Trainer:
 
     def _step(self, batches: list[Any]) -> None:
         self.batches = batches
-        self._tell("before_step")
+        self._call_hooks("before_step")
         with ExitStack() as around:
             for hook in self.hooks:
                 around.enter_context(hook.around_step(self))
             self.optimizer.zero_grad()
             losses = []
-            shares = weights(batches, self.causal, self.booster.plugin.dp_group)
+            shares = batch_weights(batches, self.causal, self.booster.plugin.dp_group)
             for i, batch in enumerate(batches):
                 later, self._criterion.weight = i + 1 < len(batches), shares[i]
                 with self.booster.no_sync(self.model, self.optimizer) if later else nullcontext():
@@ -174,11 +160,11 @@ class Trainer:
                 self.optimizer.step()
         self.loss = None if losses[0] is None else sum(losses[1:], losses[0])
         self.step, self.done = self.step + 1, self.done + 1
-        self._tell("after_step")
+        self._call_hooks("after_step")
 
     def _forward_backward(self, batch: Any, number: int) -> Any:
         """Gradients of one batch are added. Returns its loss times its weight, where it is."""
-        if pipelines(self, batch):
+        if uses_pipeline(self, batch):
             how = self.model, self._criterion, self.optimizer
             return self.booster.execute_pipeline(iter([batch]), *how, record=self.records)["loss"]
         batch = to_device(batch, device())
@@ -191,7 +177,7 @@ class Trainer:
     # --- evaluation ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def evaluate(self, loader: Any) -> Row:
+    def evaluate(self, loader: Any) -> EpochRow:
         """What the metrics say of all batches of `loader`, over all ranks; every rank calls it.
 
         It may be called in the middle of an epoch too: all is as before afterwards.
@@ -199,24 +185,24 @@ class Trainer:
         metrics = [metric for metric in self.metrics if metric.counts]
         before = [metric.totals for metric in metrics], self.carried, self.model.training
         self._criterion.weight, self.carried = None, {}
-        self._tell("before_evaluate")
+        self._call_hooks("before_evaluate")
         for metric in metrics:
             metric.reset()
         self.model.eval()
         try:
             for batch in loader:
-                self._look_at(batch)
+                self._evaluate_batch(batch)
             values = self._values(metrics)
         finally:
             totals, self.carried, training = before
             self.model.train(training)
-            for metric, own in zip(metrics, totals, strict=True):
-                metric.totals = own
-        self._tell("after_evaluate")
+            for metric, total in zip(metrics, totals, strict=True):
+                metric.totals = total
+        self._call_hooks("after_evaluate")
         return values
 
-    def _look_at(self, batch: Any) -> None:
-        if pipelines(self, batch):
+    def _evaluate_batch(self, batch: Any) -> None:
+        if uses_pipeline(self, batch):
             self.booster.execute_pipeline(iter([batch]), self.model, self._criterion)
         else:
             batch = to_device(batch, device())
@@ -224,20 +210,11 @@ class Trainer:
 
     # --- hooks, and going on -------------------------------------------------------------------------
 
-    def _tell(self, event: str) -> None:
+    def _call_hooks(self, event: str) -> None:
         for hook in self.hooks:
             getattr(hook, event)(self)
 
-    def sums(self, metrics: Sequence[Metric]) -> dict[str, list[float]]:
-        """The sums of each over all ranks, those from before a resume included. Waits for the device."""
-        local = torch.cat([metric.sums() for metric in metrics])
-        numbers = self.place.add_up(local).split([metric.size for metric in metrics])
-        found = {metric.name: part.tolist() for metric, part in zip(metrics, numbers, strict=True)}
-        for name, earlier in self.carried.items():
-            found[name] = [a + b for a, b in zip(found[name], earlier, strict=True)]
-        return found
-
-    def _values(self, metrics: Sequence[Metric]) -> Row:
+    def _values(self, metrics: Sequence[Metric]) -> EpochRow:
         sums = self.sums(metrics)
         return {metric.name: metric.value(sums[metric.name]) for metric in metrics}
 
@@ -251,9 +228,9 @@ class Trainer:
         Raises:
             FileNotFoundError: there is none.
         """
-        found = resuming.find(Path(path))
-        if found is None and not missing_ok:
+        checkpoint = resuming.find(Path(path))
+        if checkpoint is None and not missing_ok:
             raise FileNotFoundError(f"{path} has no checkpoint, which is a folder step-... that is complete")
-        if found is not None:
-            resuming.load(self, found)
-        return found is not None
+        if checkpoint is not None:
+            resuming.load(self, checkpoint)
+        return checkpoint is not None

@@ -90,7 +90,7 @@ class StepLog(hooks.Hook):
         if trainer.loss is None:
             return
         self.losses.append(float(trainer.loss))
-        if self.path is not None and trainer.place.shows:
+        if self.path is not None and trainer.role.shows:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps([trainer.step, self.losses[-1]]) + "\n")
 

@@ -316,9 +316,10 @@ def test_as_many_microbatches_as_the_batch_needs(pools: dict[int, hpnb.Ranks]) -
         assert distance(held, {n: gradients[n] for n in held}) < 1e-12  # type: ignore[misc]
 
 
-def with_new_criteria(kinds: list[str]) -> tuple[list[float], int]:
+def with_new_criteria(kinds: list[str], stated: Any = None) -> tuple[list[float], int]:
     """Losses of steps with a criterion made anew for each, and how often ranks agreed on what it returns."""
     _, booster, model, optimizer = boosted("gpt2", pp_size=2, num_microbatches=2)
+    model.loss_reduction = stated
     agreements, losses = 0, []
     broadcast = dist.broadcast_object_list
 
@@ -344,6 +345,9 @@ def test_ranks_agree_once_on_what_criteria_return(pools: dict[int, hpnb.Ranks]) 
     (_, _), (losses, agreements) = on(pools, 2).run(with_new_criteria, ["pair", "mean", "pair"])
     assert agreements == 1
     assert losses[0] == losses[2] != losses[1]
+    (_, _), (losses, agreements) = on(pools, 2).run(with_new_criteria, ["mean", "pair"], "sum_and_count")
+    assert agreements == 0
+    assert losses[0] != losses[1]
 
 
 def smooth_causal(logits: Any, labels: Any, vocab_size: int, **_: Any) -> Any:

@@ -133,26 +133,18 @@ MAP = (
 WON = [(32.0, 256.0, "1d"), (1000.0, 300.0, "3d"), (2000.0, 1024.0, "1d"), (100.0, 3000.0, "2d")]
 
 
-def summa(q: int, roots: bool = True) -> list[list[Message]]:
+def summa(q: int) -> list[list[Message]]:
     """What each of q x q ranks does for X W: panel t of X comes from column t, panel t of W from row t."""
     every = []
     for rank in range(q * q):
         i, j = divmod(rank, q)
         row, column = tuple(i * q + n for n in range(q)), tuple(n * q + j for n in range(q))
         every.append([
-            Message(axis, "broadcast", ring_bytes("broadcast", n, q), group, group[t] if roots else -1)
+            Message(axis, "broadcast", ring_bytes("broadcast", n, q), group, group[t])
             for t in range(q)
             for axis, n, group in (("tp.1", 1200.0, row), ("tp.0", 600.0, column))
         ])  # fmt: skip
     return every
-
-
-def cubic() -> list[list[Message]]:
-    """What each of 2 x 2 x 2 ranks does for X W."""
-    kinds = (("tp.2", "all_gather", 1), ("tp.0", "all_gather", 4), ("tp.1", "reduce_scatter", 2))
-    return [
-        [Message(axis, op, 100.0, (rank & ~bit, rank | bit)) for axis, op, bit in kinds] for rank in range(8)
-    ]
 
 
 def find(ax: Axes, label: str) -> Artist:
@@ -237,8 +229,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "gradient cliff": lambda: gradient_cliff(errors(3, "vit.layers.1.mlp.fc1"), caption="2 ranks."),
     "long gradient cliff": lambda: gradient_cliff(errors(9, "vit.layers.7.attention.o_proj")),
     "cheapest mode": lambda: cheapest_mode(*MAP, WON, title="T", caption="C"),
-    "grid steps": lambda: grid_steps(summa(3), (3, 3), lambda m: f"panels along {m.axis}", caption="C"),
-    "cube steps": lambda: grid_steps(cubic(), (2, 2, 2), title="T", by="call"),
+    "grid steps": lambda: grid_steps(summa(3), (3, 3), lambda m: f"panels along {m.axis}"),
     "drift": lambda: plot.drift(
         {"agreed": [1.1, 0.9, 0.8], "alone": [1.1, 0.95, 0.8]},
         {"agreed": [0.0, 0.0, 0.0], "alone": [0.0, 1e-3, 2e-2]},
@@ -944,10 +935,8 @@ def test_a_small_region_is_named_in_the_legend() -> None:
     assert [t.get_text() for t in fig.axes[0].texts] == ["1d"]
 
 
-@pytest.mark.parametrize("recorded", [True, False])
-def test_grid_steps_show_the_root_of_every_panel(recorded: bool) -> None:
-    rule = None if recorded else lambda message, k: k
-    fig = grid_steps(summa(3, recorded), (3, 3), lambda m: f"along {m.axis}", "T", "C", root=rule)
+def test_grid_steps_show_the_root_of_every_panel() -> None:
+    fig = grid_steps(summa(3), (3, 3), lambda m: f"along {m.axis}", "T")
     assert len(fig.axes) == 3
     for t, ax in enumerate(fig.axes):
         labels = {artist.get_label() for artist in ax.findobj()}
@@ -967,26 +956,9 @@ def test_grid_steps_show_the_root_of_every_panel(recorded: bool) -> None:
         assert heads == Counter(wanted)
         assert [t.get_text() for t in ax.texts if t.get_text().isdigit()] == [str(n) for n in range(9)]
     told = words(fig)
-    assert {"step 0", "step 1", "step 2", "T", "C"} <= set(told)
+    assert {"step 0", "step 1", "step 2", "T"} <= set(told)
     assert {"along tp.1: broadcast", "along tp.0: broadcast"} <= set(told)
     assert told.count("1.20 kB leave a rank") == 3  # 2/3 of 1200 + 600
-
-
-def test_grid_steps_of_a_cube_join_layers() -> None:
-    fig = grid_steps(cubic(), (2, 2, 2), by="call")
-    assert len(fig.axes) == 3
-    lines = [{line.get_label() for line in ax.lines if "root" in line.get_label()} for ax in fig.axes]
-    assert lines[1] == {f"all_gather tp.0 ({n}, {n + 4}) root -1" for n in range(4)}
-    assert [len(found) for found in lines] == [4, 4, 4]
-    assert {"tp.2: all-gather", "tp.0: all-gather", "tp.1: reduce-scatter"} <= set(words(fig))
-    between = find(fig.axes[1], "all_gather tp.0 (0, 4) root -1").get_data()
-    assert len(set(between[0])) == 1  # straight down
-    assert between[1][1] - between[1][0] > 2  # beyond the rows of its own layer
-    at = {find(fig.axes[1], f"all_gather tp.0 ({n}, {n + 4}) root -1").get_xdata()[0] for n in range(4)}
-    assert len(at) == 4  # and nothing hides another
-    together = grid_steps(cubic(), (2, 2, 2))
-    assert len(together.axes) == 1
-    assert {"step 0", "300 B leave a rank"} <= set(words(together))
 
 
 def reduced(to: int) -> list[list[Message]]:
@@ -1002,20 +974,17 @@ def test_a_reduce_points_at_its_root() -> None:
 
 
 @pytest.mark.parametrize(
-    ("messages", "shape", "says"),
+    ("messages", "says"),
     [
-        (summa(2), (3, 3), "a grid of 3 x 3 has 9 ranks, and 4 have messages"),
-        (summa(2, roots=False), (2, 2), "message 0 of rank 0, a broadcast along tp.1, does not say its root"),
-        ([[], [], [], []], (2, 2), "no rank has sent anything"),
-        ([*summa(2)[:3], []], (2, 2), "in step 0, ranks .1. take part in a broadcast along tp.0, and .3."),
-        ([[Message("tp", "all_reduce", 1.0, (0, 1, 2, 3))]] * 4, (2, 2), "is no line of a grid of 2 x 2"),
+        (summa(3), "2 x 2 has 4 ranks, not 9"),
+        ([[], [], [], []], "no rank has sent anything"),
+        ([*summa(2)[:3], []], r"in step 0, ranks \[3\] have no broadcast along tp.0"),
+        ([[Message("tp", "all_reduce", 1.0, (0, 1, 2, 3))]] * 4, "no line of the grid"),
     ],
 )
-def test_grid_steps_that_cannot_be_drawn_say_why(
-    messages: list[list[Message]], shape: tuple[int, ...], says: str
-) -> None:
+def test_grid_steps_that_cannot_be_drawn_say_why(messages: list[list[Message]], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        grid_steps(messages, shape)
+        grid_steps(messages, (2, 2))
 
 
 def test_standings_draw_a_bar_a_row_under_one_scale() -> None:

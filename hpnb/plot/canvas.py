@@ -81,10 +81,10 @@ def new_figure(
     head: float = 0.14,
     between: float = 0.3,
 ) -> tuple[Figure, list[Axes]]:
-    """A card with one row of axes for each of `heights`, all in inches; rows first, then columns.
+    """A card with one row of axes for every one of `heights`, in inches; rows first, then columns.
 
     Args:
-        heights: of the axes in each row.
+        heights: of the axes in every row.
         title: one sentence, wrapped where it is too long.
         legend: entries, in as many lines as they need.
         caption: a sentence beneath the axes, wrapped.
@@ -112,13 +112,14 @@ def new_figure(
     for i, line in enumerate(reversed(captions)):
         fig.text(0.15 / width, (0.17 + 0.19 * i) / height, line, size=TEXT, color=INK, va="center")
 
-    each = (width - left - right - between * (columns - 1)) / columns
+    column_width = (width - left - right - between * (columns - 1)) / columns
     axes, y = [], height - top
     for tall in heights:
         y -= tall
         for column in range(columns):
-            x = left + column * (each + between)
-            axes.append(_plain(fig.add_axes((x / width, y / height, each / width, tall / height))))
+            x = left + column * (column_width + between)
+            place = (x / width, y / height, column_width / width, tall / height)
+            axes.append(_plain(fig.add_axes(place)))
         y -= gap
     return fig, axes
 
@@ -138,7 +139,7 @@ def boxes(
     x, y, w, h = np.asarray(at, dtype=float).reshape(-1, 4).T
     corners = np.stack([np.stack([x, y], 1), np.stack([x + w, y], 1), np.stack([x + w, y + h], 1),
                         np.stack([x, y + h], 1)], 1)  # (n, 4, 2)  # fmt: skip
-    found = PolyCollection(
+    polygons = PolyCollection(
         list(corners),
         facecolors=list(colors) if colors is not None else style.color,
         edgecolors=style.edge,
@@ -146,9 +147,9 @@ def boxes(
         hatch=(style.hatch or None) if hatch else None,
         zorder=zorder,
     )
-    found.set_label(name)
-    ax.add_collection(found, autolim=False)
-    return found
+    polygons.set_label(name)
+    ax.add_collection(polygons, autolim=False)
+    return polygons
 
 
 def panel_title(ax: Axes, text: str, right: str = "") -> None:

@@ -103,12 +103,12 @@ def curves(
     Raises:
         ValueError: nothing to draw, series of unequal length, or numbers that the axes cannot show.
     """
-    series = [each for panel in panels for each in panel.series]
+    series = [curve for panel in panels for curve in panel.series]
     if not series:
         raise ValueError("there is no series to draw")
     for panel in panels:
-        for each in panel.series:
-            _check(each, panel.log)
+        for curve in panel.series:
+            _check(curve, panel.log)
     if keys is None:
         keys = legend_of(series)
     fig, axes = new_figure(
@@ -120,8 +120,8 @@ def curves(
             ax.set_xscale("log")
         if "y" in panel.log:
             ax.set_yscale("log")
-        for each in panel.series:
-            draw_series(ax, each)
+        for curve in panel.series:
+            draw_series(ax, curve)
         ax.grid(True, which="major", color=RULE, linewidth=0.7)
         ax.set_axisbelow(True)
         ax.set_xlabel(panel.xlabel, size=TEXT, color=INK)
@@ -134,11 +134,11 @@ def curves(
 def legend_of(series: Sequence[Series]) -> list[Key]:
     """An entry for each name: the line of its series if one has a line, and the marker if one has dots."""
     keys: dict[str, Key] = {}
-    for each in series:
-        key = keys.setdefault(each.name, each.key)
-        kind = "line" if "line" in (key.kind, each.key.kind) else key.kind
-        kind = "dot" if {"dot", "hollow"} == {key.kind, each.key.kind} else kind
-        keys[each.name] = replace(key, kind=kind, marker=key.marker or each.key.marker)
+    for curve in series:
+        key = keys.setdefault(curve.name, curve.key)
+        kind = "line" if "line" in (key.kind, curve.key.kind) else key.kind
+        kind = "dot" if {"dot", "hollow"} == {key.kind, curve.key.kind} else kind
+        keys[curve.name] = replace(key, kind=kind, marker=key.marker or curve.key.marker)
     return list(keys.values())
 
 

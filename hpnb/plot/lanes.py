@@ -1,4 +1,4 @@
-"""The rows of a timeline: a compute lane for each rank, and beneath it a thin lane for each mesh axis.
+"""The rows of a timeline: a compute lane for every rank, and beneath it a thin lane for every mesh axis.
 
     row = | compute                       the events of one op are one artist, so that a redraw is short
           | dp    thin, on a line in the axis's colour and style
@@ -84,12 +84,12 @@ def draw(
 
     for row, rank in enumerate(tl.ranks):
         events = tl.by_rank[rank]
-        own = chunks(events)
+        rank_chunks = chunks(events)
         for e in events:
             color = style_of(e.op).color
             where = box(e.start, e.end, row, None if e.is_compute else e.axis)
-            if e.is_compute and len(own) > 1 and e.stage in own:
-                color = mix(color, "#FFFFFF", 0.62 * own.index(e.stage) / (len(own) - 1))
+            if e.is_compute and len(rank_chunks) > 1 and e.stage in rank_chunks:
+                color = mix(color, "#FFFFFF", 0.62 * rank_chunks.index(e.stage) / (len(rank_chunks) - 1))
             at[e.op].append(where)
             colors[e.op].append(color)
             if not (text and e.is_compute and e.microbatch >= 0):
@@ -105,8 +105,8 @@ def draw(
         if exposed:
             bare += [box(start, end, row, axis) for axis, start, end in _joined(events, TOUCH * scale / inch)]
 
-    whole = [box(tl.start, tl.end, row, None) for row in range(len(tl.ranks))]
-    idle = boxes(ax, whole, STYLE["idle"], name="idle", hatch=text, zorder=1, outline=False)
+    spans = [box(tl.start, tl.end, row, None) for row in range(len(tl.ranks))]
+    idle = boxes(ax, spans, STYLE["idle"], name="idle", hatch=text, zorder=1, outline=False)
     idle.set_edgecolor(mix(RULE, "#FFFFFF", 0.25))
     for op, where_all in at.items():
         boxes(ax, where_all, style_of(op), name=op, colors=colors[op], hatch=text)
@@ -127,24 +127,24 @@ def draw(
 
 
 def draw_in_flight(ax: Axes, tl: Timeline, labels: Mapping[int, str], *, scale: float) -> None:
-    """A step curve a rank: activations held, all to one height, with each peak written.
+    """A step curve a rank: activations in flight, all to one scale, with the peaks in numbers.
 
-    Counted in chunks; where ranks have one each, that is in microbatches.
+    They count in chunks, which are microbatches if ranks have one chunk.
     """
     ax.set_ylim(len(tl.ranks), 0)
     _name_rows(ax, tl, labels, [row + 0.6 for row in range(len(tl.ranks))])
     most = max(tl.peak_in_flight(rank) for rank in tl.ranks) or 1
     outlines = []
     for row, rank in enumerate(tl.ranks):
-        base, held = row + 0.95, 0
+        base, count = row + 0.95, 0
         curve = tl.in_flight(rank)
         points = [(0.0, base)]
         for i, (time, now) in enumerate(curve):
             if i + 1 < len(curve) and curve[i + 1][0] - time <= 1e-9 * tl.makespan:
-                continue  # one let go as the next is taken: no notch of no width
+                continue  # one is freed as the next is taken: no notch of zero width
             x = (time - tl.start) / scale
-            points += [(x, base - 0.85 * held / most), (x, base - 0.85 * now / most)]
-            held = now
+            points += [(x, base - 0.85 * count / most), (x, base - 0.85 * now / most)]
+            count = now
         outlines.append([*points, (points[-1][0], base)])
         ax.annotate(f"peak {tl.peak_in_flight(rank)}", (1, row + 0.6), (5, 0), ("axes fraction", "data"),
                     "offset points", size=TEXT, color=INK, va="center")  # fmt: skip
@@ -163,12 +163,12 @@ def chunks(events: Sequence[Event]) -> list[int]:
 
 
 def exposed_parts(events: Sequence[Event]) -> list[tuple[Event, float, float]]:
-    """(communication, start, end) of each part during which the same rank computes nothing.
+    """(communication, start, end) of every part during which the same rank computes nothing.
 
-    A second communication meanwhile hides behind the first, so no second is counted twice.
+    A second communication at the same time hides behind the first, so no time counts twice.
     """
     busy = [(e.start, e.end) for e in events if e.is_compute]
-    found = []
+    parts = []
     for e in events:
         if e.is_compute:
             continue
@@ -177,12 +177,12 @@ def exposed_parts(events: Sequence[Event]) -> list[tuple[Event, float, float]]:
             if end <= at or start >= e.end:
                 continue
             if start > at:
-                found.append((e, at, start))
+                parts.append((e, at, start))
             at = max(at, end)
         if at < e.end:
-            found.append((e, at, e.end))
+            parts.append((e, at, e.end))
         busy.append((e.start, e.end))
-    return found
+    return parts
 
 
 def _joined(events: Sequence[Event], gap: float) -> list[tuple[str, float, float]]:
@@ -190,14 +190,14 @@ def _joined(events: Sequence[Event], gap: float) -> list[tuple[str, float, float
 
     Outlines of hundreds of small parts would leave nothing of the hatch.
     """
-    found: list[tuple[str, float, float]] = []
+    joined: list[tuple[str, float, float]] = []
     for e, start, end in sorted(exposed_parts(events), key=lambda part: (part[0].axis, part[1])):
-        if found and found[-1][0] == e.axis and start - found[-1][2] <= gap:
-            axis, first, last = found.pop()
-            found.append((axis, first, max(last, end)))
+        if joined and joined[-1][0] == e.axis and start - joined[-1][2] <= gap:
+            axis, first, last = joined.pop()
+            joined.append((axis, first, max(last, end)))
         else:
-            found.append((e.axis, start, end))
-    return found
+            joined.append((e.axis, start, end))
+    return joined
 
 
 def _name_rows(ax: Axes, tl: Timeline, labels: Mapping[int, str], middles: Sequence[float]) -> None:

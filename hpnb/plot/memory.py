@@ -3,7 +3,7 @@
     height of a band = bytes of one category
     top of the pile  = bytes that the rank holds
 
-Thousands of samples become as many as there are pixels: each run keeps its maximum, so no peak is lost.
+Thousands of samples become as many as there are pixels: every run keeps its maximum, so no peak is lost.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def memory(
     longest = max(p.samples[-1].time for p in profiles) - first
     size, unit = bytes_unit(top)
     scale, clock = time_unit(longest)
-    held = [name for name in CATEGORY if any(p.peak_of(name) for p in profiles)]
-    keys = [Key(CATEGORY[name]) for name in reversed(held)]
+    categories = [name for name in CATEGORY if any(p.peak_of(name) for p in profiles)]
+    keys = [Key(CATEGORY[name]) for name in reversed(categories)]
     if capacity is not None:
         keys.append(Key(CAPACITY, "line", f"capacity {byte_count(capacity)}"))
     tall = {1: 2.4, 2: 1.8}.get(rows, 1.5)
@@ -68,7 +68,7 @@ def memory(
         head=0.28,
     )
     for ax, one in zip(axes, profiles, strict=False):
-        draw_bands(ax, one, held, first, scale, size)
+        draw_bands(ax, one, categories, first, scale, size)
         early = one.at_peak.time - first < (one.samples[-1].time - first) / 2
         ax.annotate(f"peak {byte_count(one.peak)}", ((one.at_peak.time - first) / scale, one.peak / size),
                     (7 if early else -7, 5), "data", "offset points", size=TEXT, weight="bold", color=INK,

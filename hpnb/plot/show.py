@@ -81,11 +81,11 @@ def _flat(pixels: NDArray[np.uint8]) -> Image.Image:
     """
     wide = pixels.astype(np.uint32)
     codes = wide[..., 0] << 16 | wide[..., 1] << 8 | wide[..., 2]  # (H, W)
-    found, place, count = np.unique(codes, return_inverse=True, return_counts=True)
-    rgb = np.stack([found >> 16, found >> 8 & 255, found & 255], axis=1).astype(np.int64)  # (found, 3)
+    colors, place, count = np.unique(codes, return_inverse=True, return_counts=True)
+    rgb = np.stack([colors >> 16, colors >> 8 & 255, colors & 255], axis=1).astype(np.int64)  # (colors, 3)
     kept: list[int] = []
-    nearest = np.zeros(len(found), dtype=np.uint8)  # which of the kept
-    apart = np.full(len(found), 3 * 255**2, dtype=np.int64)  # and how far, squared
+    nearest = np.zeros(len(colors), dtype=np.uint8)  # which of the kept
+    apart = np.full(len(colors), 3 * 255**2, dtype=np.int64)  # and how far, squared
     while len(kept) < COLORS and apart.any():
         kept.append(int(np.argmax(count * apart)))
         away = ((rgb - rgb[kept[-1]]) ** 2).sum(1)

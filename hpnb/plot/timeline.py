@@ -1,10 +1,10 @@
 """Who computes what, when: one row a rank, one rectangle an event.
 
-Simulated, replayed and measured timelines pass through this one function, and the title above each panel
+Simulated, replayed and measured timelines pass through this one function, and the title above a panel
 says which it is and which bubble it counts:
 
     bubble="fraction"   idle share of ranks x makespan
-    bubble="rate"       idle share of the longest rank's own span
+    bubble="rate"       idle share of the longest rank's span
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def timeline(
     text: bool = True,
     unit: str | None = None,
 ) -> Figure:
-    """Draw timelines above each other on one axis of time, each from its own first start.
+    """Draw timelines above each other on one axis of time, starting with their first events.
 
     Args:
         tl, *more: from the top down, such as predicted above measured.
-        in_flight: add a strip of the activations that each rank holds, counted in chunks.
+        in_flight: add a strip of the activations that a rank holds, counted in chunks.
         exposed: hatch the parts of communication during which a rank computes nothing; parts that touch on
             the page are hatched as one. The title counts them exactly.
         axis_labels: {rank: words} in place of "rank 0", such as "pp 1 tp 0".
-        names: what each timeline is, before its source.
+        names: what every timeline is, before its source.
         title: a headline above everything.
         bubble: which definition the panel titles count; None leaves it out.
         text: False drops microbatch numbers and hatches, for a picture that moves with a slider.
@@ -56,7 +56,7 @@ def timeline(
     if not all(p.events for p in pictures):
         raise ValueError("a Timeline without events cannot be drawn; record or simulate at least one step")
     if names and len(names) != len(pictures):
-        raise ValueError(f"{len(names)} names for {len(pictures)} timelines; give one each, or none")
+        raise ValueError(f"{len(names)} names for {len(pictures)} timelines; give as many, or none")
     if bubble not in ("fraction", "rate", None):
         raise ValueError(f'bubble={bubble!r} is no definition; use "fraction", "rate" or None')
     longest = max(p.makespan for p in pictures)
@@ -111,14 +111,14 @@ def describe(tl: Timeline, bubble: Bubble | None = "fraction", exposed: bool = F
 
 def _axes(pictures: Sequence[Timeline]) -> tuple[str, ...]:
     """Mesh axes that communicate, one lane each; dp, pp, tp first, what has no axis last."""
-    found = {e.axis for p in pictures for e in p.events if not e.is_compute}
-    known = [axis for axis in AXIS if axis in found]
-    return (*known, *sorted((axis for axis in found if axis not in AXIS), key=lambda axis: (not axis, axis)))
+    used = {e.axis for p in pictures for e in p.events if not e.is_compute}
+    known = [axis for axis in AXIS if axis in used]
+    return (*known, *sorted((axis for axis in used if axis not in AXIS), key=lambda axis: (not axis, axis)))
 
 
 def _legend(pictures: Sequence[Timeline], hatch: bool, exposed: bool) -> list[Key]:
-    found = {e.op for p in pictures for e in p.events}
-    order = [*(op for op in STYLE if op in found), *sorted(found - set(STYLE))]
+    ops = {e.op for p in pictures for e in p.events}
+    order = [*(op for op in STYLE if op in ops), *sorted(ops - set(STYLE))]
     kind: Literal["box", "flat"] = "box" if hatch else "flat"
     keys = [Key(style_of(op), kind) for op in order] + [Key(STYLE["idle"], kind)]
     if any(len(chunks(p.by_rank[rank])) > 1 for p in pictures for rank in p.ranks):

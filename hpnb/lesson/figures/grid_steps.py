@@ -123,8 +123,7 @@ def _directions(messages: Sequence[Sequence[Message]], columns: int) -> dict[tup
     directions: dict[tuple[str, str], str] = {}
     for rank_messages in messages:
         for m in rank_messages:
-            in_rows, in_columns = ({place(rank) for rank in m.group} for place in
-                                   (lambda rank: rank // columns, lambda rank: rank % columns))  # fmt: skip
+            in_rows, in_columns = {r // columns for r in m.group}, {r % columns for r in m.group}
             if (len(in_rows) == 1) == (len(in_columns) == 1) or max(m.group) >= len(messages):
                 raise ValueError(f"the {m.op} along {m.axis} of ranks {m.group} is no line of the grid")
             directions.setdefault((m.axis, m.op), "across" if len(in_rows) == 1 else "down")

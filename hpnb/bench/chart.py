@@ -1,8 +1,8 @@
 """The README's table of layouts as a picture, made of the same files: `python -m hpnb.bench chart`.
 
-Of each task the runs that cover most layouts; of each layout hpnb's best program above the fastest of
-PyTorch's. What it shows is in the PNG once more as text, with the names of the files, so a test can tell
-whether it is stale.
+It shows, for each task, the run that covers most layouts, and for each layout hpnb's best program above the
+fastest of PyTorch's. What it shows is in the PNG once more as text, with the names of the files, so a test
+can tell whether it is stale.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpnb.plot.units import number
 
 PICTURE = Path("images/layouts.png")
 PEERS = 3  # of a layout at most; the table has all
-ROWS = 50  # a longer picture is not seen as a whole, so it has fewer peers
+ROWS = 50  # a longer picture does not fit on a screen, so it has fewer peers
 
 
 @dataclass(frozen=True)

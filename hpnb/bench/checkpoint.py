@@ -7,9 +7,10 @@
     waiting      [copy, write] step  step ... step
 
 The three take turns on the same ranks, model and optimizer (a ViT and AdamW, its states replicated or, with
---zero, sharded). A window ends when the last rank has done its steps; a save that is not on the disk by
-then is waited for outside of it, and is told. CPU seconds are of all threads of all ranks, so they say what
-writing costs where cores are short: with as many ranks as cores, the writer takes its time from the steps.
+--zero, sharded). A window ends when the last rank has done its steps; a save that is not on the disk by then
+is waited for after it, and the table says how long. CPU seconds are of all threads of all ranks, so they say
+what writing costs where cores are short: with as many ranks as cores, the writer takes its time from the
+steps.
 """
 
 from __future__ import annotations

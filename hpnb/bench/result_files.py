@@ -95,8 +95,8 @@ def sources(runs: Mapping[str, BenchmarkRun], key: str) -> list[str]:
 
 
 def newest(runs: Sequence[BenchmarkRun]) -> list[BenchmarkRun]:
-    """One for each key: every layout as it was measured last, and so losses and scaling. Runs of another day
-    or commit are not mixed in unless they alone have a layout; then the table says so in its last lines.
+    """One run per key, with each layout as it was measured last, and so losses and scaling. Runs of another
+    day or commit are not mixed in unless they alone have a layout; then the table says so in its last lines.
     """
     merged: dict[str, BenchmarkRun] = {}
     stamps: dict[str, dict[str, str]] = {}

@@ -1,8 +1,8 @@
 """What was measured, as data: printed at once, written to a file, and read again for the README's table.
 
-A ratio is one of speeds, hpnb's over the peer's, so above 1 hpnb is ahead. It is taken round by round, on the
-same ranks: both have taken that step shortly one after the other. Two that do not fit in memory beside each
-other are further apart: each was built anew for half of its rounds.
+A ratio compares speeds, hpnb's over the peer's, so above 1 hpnb is ahead. It is taken round by round on the
+same ranks: both programs took that step shortly one after the other. Two programs that do not fit in memory
+together are further apart in time, because each was built anew for half of its rounds.
 """
 
 from __future__ import annotations

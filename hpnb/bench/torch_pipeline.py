@@ -1,13 +1,13 @@
 """PyTorch's pipelines: torch.distributed.pipelining over stages of transformers' model, and what they lack.
 
     pp         stages of bf16 weights with masters
-    dp x pp    the same stages in DDP, or of float32 shards in FSDP2; pipelining sends nothing before the last
-               microbatch
+    dp x pp    the same stages in DDP, or of float32 shards in FSDP2; pipelining reduces gradients only after
+               the last microbatch
     tp x pp    stages of a model that `parallelize_module` has cut
 
-Stages have the layers that hpnb's have. The last one computes the loss of its microbatch, so that no logits
-pass through the schedule. GPT-2's table of words is embedding and head, on two stages: pipelining knows
-nothing of it, so both have a copy, and their gradients are summed after the schedule, as Megatron does.
+Stages have the same layers as hpnb's. The last one computes the loss of its microbatch, so that no logits
+pass through the schedule. GPT-2's embedding is also its head, on two stages. torch's pipelining knows no tied
+weights, so both stages have a copy, and their gradients are summed after the schedule, as Megatron does.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""In which precision, and how compiled, PyTorch's programs run: each in the form that serves it best.
+"""Precision and compilation of PyTorch's programs, each in the form that is fastest for it.
 
     masters     bf16 weights, and AdamW over float32 copies of them: what hpnb does, in plain PyTorch
-    autocast    float32 weights, products in bf16; gradients are float32, and travel as bf16 with DDP
+    autocast    float32 weights, matmuls in bf16; gradients are float32, and travel as bf16 with DDP
     FSDP2       float32 shards, gathered and reduced as bf16: MixedPrecisionPolicy
 
-PyTorch's optimizers have no masters, so the first takes 30 lines of one's own. The blocks are compiled one by
-one, or the model whole; the loss is compiled either way. Of GPT-2 there is a third form, blocks one by one
-and the output layer in one piece with the loss, of which PyTorch's programs seldom think: only then does the
-compiler see that rows of 50,257 words are odd, and pads them. On a CPU all is float32, nothing is compiled.
+PyTorch's optimizers have no masters, so the first form takes the 30 lines of `MasterAdamW`. Either each block
+is compiled, or the model as one; the loss is compiled in both cases. GPT-2 has a third form: each block, and
+the output layer as one with the loss. PyTorch's programs seldom do this, but only then does the compiler see
+that a vocabulary of 50,257 is odd, and pads it. On a CPU everything is float32 and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import hpnb
 from hpnb.bench.tasks import TrainingTask
 from hpnb.data.tokenizer import IGNORE_INDEX
 
-# "head": blocks, and the output layer with the loss; "async": as well, and products overlap their gathers
+# "head": blocks, and the output layer with the loss; "async": also overlap matmuls with their gathers
 Compiled = Literal["blocks", "head", "async", "model", "no"]
 
 
@@ -58,8 +58,8 @@ class MasterAdamW:
     @torch.no_grad()
     def step(self) -> None:
         self.steps += 1
-        own = zip(self.narrow, gradients(self.parameters), self.wide, self.moments, strict=True)
-        for narrow, grad, wide, moments in own:
+        tensors = zip(self.narrow, gradients(self.parameters), self.wide, self.moments, strict=True)
+        for narrow, grad, wide, moments in tensors:
             self._update(narrow, grad.reshape(-1), wide, *moments, self.steps, self.lr)
 
 

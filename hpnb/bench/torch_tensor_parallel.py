@@ -2,17 +2,18 @@
 
     q, k, v, mlp up           ColwiseParallel
     projection, mlp down      RowwiseParallel
-    norms                     SequenceParallel, if tokens are cut
+    norms                     SequenceParallel, if tokens are sharded
     attention, mlp            PrepareModuleInput, so that q, k and v share one gather and one reduction
-    words, head               RowwiseParallel, ColwiseParallel, loss_parallel
+    embedding, head           RowwiseParallel, ColwiseParallel, loss_parallel
 
-Model class and values are those that hpnb gets. Outside of these layers tensors are plain ones, which costs
-the host less than DTensors. Two things have no plan in PyTorch and are given the best form that has one:
+Model class and weights are those that hpnb gets. Outside of these layers tensors are plain, which costs less
+CPU time than DTensors. Two things have no plan in PyTorch, so they get the best form that has one:
 
-- GPT-2's `Conv1D` becomes an nn.Linear. Of q, k and v, which are one weight, the rows are dealt out such
-  that a rank's slice of the whole is [q_r | k_r | v_r]: one product, as in the model itself.
-- `SequenceParallel` of plain tensors needs as many tokens on every rank. A ViT's 197 get rows of zeros
-  behind them, which nothing attends to: keys and values are cut to 197, so attention needs no mask.
+- GPT-2's `Conv1D` becomes an nn.Linear. Of q, k and v, which are one weight, the rows are sorted so
+  that a rank's slice of it is [q_r | k_r | v_r]: one matmul, as in the model itself.
+- `SequenceParallel` of plain tensors needs equally many tokens on every rank. A ViT's 197 tokens are padded
+with
+  zeros, which nothing attends to: keys and values are sliced to 197, so attention needs no mask.
   (DTensors may be uneven, but with torch 2.11 a linear layer fails on one that has been gathered.)
 
 The gradients of norms that `SequenceParallel` leaves partial are summed by the optimizer.
@@ -109,7 +110,7 @@ def parallelize(
         model: a ViTForImageClassification or a GPT2LMHeadModel without dropout, equal on all ranks.
         axis: or a mesh of one dim, as a larger one's `mesh["tp"]`.
         fused_loss: of a GPT-2, leave to the loss function what the output layer does. It gets hidden states
-            as a DTensor, whole on every rank, and the table of words, cut and with rows of zeros behind it
+            as a DTensor, replicated, and the embedding, sharded and padded with rows of zeros
             so that every rank has a multiple of 64 (`padding_mask`).
 
     Raises:
@@ -222,7 +223,7 @@ def _gpt2(model: Any, mesh: DeviceMesh, sequence: bool, fused_loss: bool) -> Non
 
 
 def _conv1ds(block: Any) -> Iterator[tuple[nn.Module, str, int]]:
-    """Of a block: where each Conv1D is, and how many weights lie side by side in it."""
+    """Of a block: where each Conv1D is, and how many weights it has side by side."""
     yield from ((block.attn, "c_attn", 3), (block.attn, "c_proj", 1))
     yield from ((block.mlp, "c_fc", 1), (block.mlp, "c_proj", 1))
 
@@ -251,7 +252,7 @@ def _loss(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
 
 
 def _plan(regions: _Regions, norms: tuple[str, ...], sequence: bool) -> dict[str, Any]:
-    """Of a block: tensors go in and come out whole, or cut along the tokens."""
+    """Of a block: tensors go in and come out replicated, or sharded along the tokens."""
     between = Shard(1) if sequence else Replicate()
     plan: dict[str, Any] = {norm: SequenceParallel() for norm in norms} if sequence else {}
     for path, (arguments, columns, row) in regions.items():

@@ -230,7 +230,7 @@ lesson.reveal("03.block-bytes", sent, predicted=4 * theory.bytes_sent("all_reduc
 # 4. then the sum is waited for.
 #
 # Autograd runs what is ready in the reverse order of the forward. So all this is set up where x comes in, by the
-# function below (`self.line` are the ranks, `self.layers` the pair), and `hpnb/tensor_parallel/async_all_reduce.py` has the
+# function below (`self.sharding` are the ranks, `self.layers` the pair), and `hpnb/tensor_parallel/async_all_reduce.py` has the
 # rest. And a block that ran:
 
 # %%

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -32,6 +33,9 @@ from transformers.modeling_outputs import ImageClassifierOutput, SequenceClassif
 import hpnb
 from hpnb import Layout, Mesh, comm, record, tensor_parallel
 from hpnb.background import Background, Pending
+from hpnb.hybrid import recompute
+from hpnb.models import Anatomy, Part, Role, register
+from hpnb.models.role import linear, norm
 from hpnb.placement import placement_of
 from hpnb.tensor_parallel import cross_entropy, full_gradients, full_state_dict, parallelize
 from hpnb.tensor_parallel.async_all_reduce import DeferredWeightGrad
@@ -174,6 +178,69 @@ SHAPES = ((4, 12), (8, 6))
 
 def test_recomputed_blocks_know_their_batch_though_it_was_offloaded(four: hpnb.Ranks) -> None:
     assert max(four.run(offloaded_batches_of_equal_tokens)) < 1e-11
+
+
+class OwnBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class OwnModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Linear(6, 8), nn.ModuleList(OwnBlock() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x).mean(1))  # type: ignore[no-any-return]
+
+
+def own_anatomy(model: OwnModel) -> Anatomy:
+    blocks = tuple(Part(f"layers.{i}", layer) for i, layer in enumerate(model.layers))
+    return OwnAnatomy(
+        (Part("embed", model.embed),), blocks, (Part("norm", model.norm), Part("head", model.head))
+    )
+
+
+class OwnAnatomy(Anatomy):  # only its parts are asked for
+    embed = run = finish = cast(Any, None)
+
+
+def own_roles(model: OwnModel) -> dict[str, Role]:
+    table = [*linear("embed", "embedding"), *norm("norm"), *linear("head", "head")]
+    for i in range(len(model.layers)):
+        table += [*norm(f"layers.{i}.norm"), *linear(f"layers.{i}.up", "column", 16)]
+        table += linear(f"layers.{i}.down", "row", 16)
+    return dict(table)
+
+
+def recomputed_own_model() -> float:
+    """As above, of a model whose blocks recompute their forward without their hooks."""
+    torch.set_num_threads(1)
+    register(OwnModel, own_anatomy, own_roles)
+    torch.manual_seed(1)
+    plain = OwnModel().to(D)
+    model = parallelize(copy.deepcopy(plain), tensor_axis(), "1d", sequence_parallel=True)
+    recompute.enable_recomputation(model, "full")
+    batches = [torch.randn(*shape, 6, dtype=D) for shape in SHAPES]
+    losses = [model(batch).square().mean() for batch in batches]
+    for loss in losses:
+        loss.backward()
+    for batch in batches:
+        plain(batch).square().mean().backward()
+    ours, theirs = full_gradients(model), {n: p.grad for n, p in plain.named_parameters()}
+    return max(float((ours[n] - g).norm() / g.norm()) for n, g in theirs.items() if g is not None)
+
+
+def test_recomputed_blocks_of_an_own_model_know_their_batch(four: hpnb.Ranks) -> None:
+    assert max(four.run(recomputed_own_model)) < 1e-11
 
 
 def add_bias_on_every_rank(layer: RowParallelLinear, old: nn.Module, transposed: bool, sharding: Any) -> None:

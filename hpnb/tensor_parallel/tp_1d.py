@@ -14,6 +14,7 @@ mathematics and the bytes are in `tp_1d_linear.py` and `sequence_parallel.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -136,20 +137,25 @@ class TensorParallel1D(TensorParallelMode):
             self._connect_dropout(block, [model.module.get_submodule(path) for path in paths])
 
     def _pass_batch_shape(self, block: nn.Module, model: ModelToShard) -> None:
-        """Activation checkpointing of transformers keeps a block's keyword arguments, and runs its forward
-        again without the block's hooks. So the batch's shape reaches the attention in it by a keyword."""
+        """Activation checkpointing keeps a block's keyword arguments, and runs its forward again without the
+        block's hooks. So the batch's shape is a keyword argument. The block's forward takes it; but where
+        transformers checkpoints inside of that forward, the attention takes it, to which it is passed on."""
+        checkpoints_itself = hasattr(block, "gradient_checkpointing")
 
         def add_shape(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            if block.training and getattr(block, "gradient_checkpointing", False):
+            if block.training and (block.gradient_checkpointing if checkpoints_itself else True):
                 return args, {**kwargs, _SHAPE: self.sharding.shape}
             return None
 
+        block.register_forward_pre_hook(add_shape, with_kwargs=True)
+        if not checkpoints_itself:
+            block.forward = partial(_forward_with_shape, self.sharding, block.forward)  # deepcopy follows it
+            return
+
         def take_shape(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            if _SHAPE in kwargs:
-                self.sharding.set_batch_shape(*kwargs.pop(_SHAPE))
+            self.sharding.set_batch_shape(*kwargs.pop(_SHAPE, self.sharding.shape))
             return args, kwargs
 
-        block.register_forward_pre_hook(add_shape, with_kwargs=True)
         modules = set(block.modules())
         for attention in model.attentions:
             module = model.module.get_submodule(attention.path)
@@ -222,6 +228,13 @@ class TensorParallel1D(TensorParallelMode):
 
     def gather_logits(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
         return comm.gather(logits, self.axis, -1, vocab_size)
+
+
+def _forward_with_shape(
+    sharding: SequenceSharding, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    sharding.set_batch_shape(*kwargs.pop(_SHAPE, sharding.shape))
+    return forward(*args, **kwargs)
 
 
 def _is_sharded(role: Role) -> bool:

@@ -753,6 +753,7 @@ def test_a_fork_of_the_caller_does_not_end_its_ranks_and_nothing_survives_a_rank
     assert out.splitlines()[-2:] == ["[0, 1]", "[False, False]"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("after", [0.3, 1.0])
 def test_ctrl_c_while_ranks_start_leaves_a_caller_that_can_launch(tmp_path: Path, after: float) -> None:
     body = f"""

@@ -25,7 +25,7 @@ from hpnb.data import dataset_formats, synthetic_leaves, synthetic_sentences, sy
 from hpnb.data.dataset import Dataset, Item, MapDataset, Source
 from hpnb.data.find_dataset import DatasetSpec, NotFoundError, load_real_dataset
 
-Kind = Literal["auto", "real", "generated"]
+DatasetKind = Literal["auto", "real", "generated"]
 Generate = Callable[[str, int, int, np.random.Generator], Item]  # of split, index, label
 
 BEANS = DatasetSpec(
@@ -63,7 +63,7 @@ MRPC_COUNTS = {"train": (1194, 2474), "validation": (129, 279), "test": (578, 11
 
 
 def beans(
-    split: str = "train", size: int | None = None, image_size: int | None = None, kind: Kind = "auto"
+    split: str = "train", size: int | None = None, image_size: int | None = None, kind: DatasetKind = "auto"
 ) -> Dataset:
     """Leaves of beans: healthy, with rust, with angular leaf spot. Samples {image_file_path, image, labels}.
 
@@ -86,7 +86,7 @@ def beans(
 
 
 def cifar10(
-    split: str = "train", size: int | None = None, image_size: int | None = None, kind: Kind = "auto"
+    split: str = "train", size: int | None = None, image_size: int | None = None, kind: DatasetKind = "auto"
 ) -> Dataset:
     """Small photographs in ten classes; generated: ten shapes under their names. Samples {img, label}.
 
@@ -98,7 +98,7 @@ def cifar10(
     return _load(CIFAR10, classes, CIFAR10_COUNTS, nouns, generate, split, size, image_size, kind)
 
 
-def mrpc(split: str = "train", size: int | None = None, kind: Kind = "auto") -> Dataset:
+def mrpc(split: str = "train", size: int | None = None, kind: DatasetKind = "auto") -> Dataset:
     """Pairs of sentences that paraphrase each other or do not. Samples {sentence1, sentence2, label, idx}.
 
     Splits "train", "validation" and "test"; label 1 is "equivalent", two pairs of three. Otherwise as
@@ -134,7 +134,7 @@ def _load(
     split: str,
     size: int | None,
     image_size: int | None,
-    kind: Kind,
+    kind: DatasetKind,
 ) -> Dataset:
     if split not in counts:
         raise ValueError(f"{spec.name} has no split {split!r}; it has {', '.join(counts)}")

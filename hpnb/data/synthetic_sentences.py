@@ -37,7 +37,7 @@ HIGH, LOW = range(61, 99), range(30, 60)  # points of a winner and of a loser
 
 
 @dataclass(frozen=True)
-class Kind:
+class EventKind:
     """One kind of event: what may fill its slots, and ways to say it."""
 
     slots: dict[str, tuple[str, ...] | range]
@@ -46,7 +46,7 @@ class Kind:
 
 
 KINDS = (
-    Kind(
+    EventKind(
         {"buyer": FIRMS, "bought": FIRMS, "n": range(12, 980), "day": DAYS},
         ("buyer", "bought"),
         (
@@ -56,7 +56,7 @@ KINDS = (
             "[A deal|An agreement] announced on {day} hands {bought} to {buyer} for ${n} million",
         ),
     ),
-    Kind(
+    EventKind(
         {"firm": FIRMS, "n": range(2, 40), "way": WAYS, "price": range(11, 190), "day": DAYS},
         None,
         (
@@ -66,7 +66,7 @@ KINDS = (
             "{firm} [closed|finished] at ${price} on {day}, {higher} by {n} percent",
         ),
     ),
-    Kind(
+    EventKind(
         {"one": FIRMS, "other": FIRMS, "matter": MATTERS, "place": PLACES, "day": DAYS},
         ("one", "other"),
         (
@@ -76,7 +76,7 @@ KINDS = (
             "A court in {place} received a complaint by {one} against {other} about {matter} on {day}",
         ),
     ),
-    Kind(
+    EventKind(
         {"winner": TEAMS, "loser": TEAMS, "n": HIGH, "m": LOW, "place": PLACES, "day": DAYS},
         ("winner", "loser"),
         (
@@ -86,7 +86,7 @@ KINDS = (
             "{loser} [were beaten|were defeated] in {place} on {day} by {winner}, {n} to {m}",
         ),
     ),
-    Kind(
+    EventKind(
         {"new": PEOPLE, "old": PEOPLE, "firm": FIRMS, "day": DAYS},
         ("new", "old"),
         (
@@ -96,7 +96,7 @@ KINDS = (
             "{old} [steps down|leaves] as chief executive of {firm} and {new} [takes over|follows], on {day}",
         ),
     ),
-    Kind(
+    EventKind(
         {"hazard": HAZARDS, "place": PLACES, "n": range(3, 90), "day": DAYS},
         None,
         (
@@ -131,14 +131,14 @@ def compose_pair(label: int, rng: np.random.Generator) -> tuple[str, str]:
     return one, two
 
 
-def _fact(kind: Kind, rng: np.random.Generator) -> Fact:
+def _fact(kind: EventKind, rng: np.random.Generator) -> Fact:
     fact: Fact = {}
     for slot in kind.slots:
         fact[slot] = _other(kind, slot, fact, rng)
     return fact
 
 
-def _other(kind: Kind, slot: str, fact: Fact, rng: np.random.Generator) -> str:
+def _other(kind: EventKind, slot: str, fact: Fact, rng: np.random.Generator) -> str:
     """Something for `slot` that the fact does not hold yet, so no firm buys itself."""
     pool = kind.slots[slot]
     while (choice := str(pool[int(rng.integers(len(pool)))])) in fact.values():
@@ -146,7 +146,7 @@ def _other(kind: Kind, slot: str, fact: Fact, rng: np.random.Generator) -> str:
     return choice
 
 
-def _changed(kind: Kind, fact: Fact, rng: np.random.Generator) -> Fact:
+def _changed(kind: EventKind, fact: Fact, rng: np.random.Generator) -> Fact:
     """The fact with two of its slots exchanged, or with one filled differently."""
     if kind.swap and rng.random() < 0.35:
         one, two = kind.swap
@@ -155,7 +155,7 @@ def _changed(kind: Kind, fact: Fact, rng: np.random.Generator) -> Fact:
     return fact | {slot: _other(kind, slot, fact, rng)}
 
 
-def _another(kind: Kind, rng: np.random.Generator) -> tuple[str, Fact]:
+def _another(kind: EventKind, rng: np.random.Generator) -> tuple[str, Fact]:
     """A template and a fact of another kind."""
     other = [k for k in KINDS if k is not kind][rng.integers(len(KINDS) - 1)]
     return other.templates[rng.integers(len(other.templates))], _fact(other, rng)

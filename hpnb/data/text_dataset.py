@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from hpnb.data import text_sources
-from hpnb.data.beans_cifar10_mrpc import Kind
+from hpnb.data.beans_cifar10_mrpc import DatasetKind
 from hpnb.data.dataset import Dataset, Item, Source
 from hpnb.data.token_cache import TokenizedText, tokenize_source
 from hpnb.data.tokenizer import collate_texts
@@ -68,7 +68,7 @@ class TextDataset(Dataset):
 def text(
     split: str = "train",
     size: int | None = None,
-    kind: Kind = "auto",
+    kind: DatasetKind = "auto",
     *,
     vocabulary: int = LAPTOP,
     block: int = 128,
@@ -171,8 +171,8 @@ def _item(ids: torch.Tensor) -> Item:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def _choose_source(kind: Kind, source: str | Path | None) -> text_sources.TextSource:
-    if kind not in get_args(Kind):
+def _choose_source(kind: DatasetKind, source: str | Path | None) -> text_sources.TextSource:
+    if kind not in get_args(DatasetKind):
         raise ValueError(f"kind={kind!r} is none of 'auto', 'real' and 'generated'")
     if source is not None:
         if kind == "generated":

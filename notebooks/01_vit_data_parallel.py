@@ -207,7 +207,7 @@ def ragged_loss(losses, axis):
 
 
 # %% tags=["check-1"]
-lesson.check(exercises.ragged, ragged_loss)
+lesson.check(exercises.ragged_mean, ragged_loss)
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -515,7 +515,7 @@ def plan(wire, ranks, rate, parameters):
 
 
 # %% tags=["check-3"]
-lesson.check(exercises.plan, plan)
+lesson.check(exercises.overlap_plan, plan)
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -767,7 +767,7 @@ class Zero1:
 
 
 # %% tags=["check-5"]
-lesson.check(exercises.zero, Zero1)
+lesson.check(exercises.zero1, Zero1)
 
 # %% [markdown]
 # <details><summary>Solution</summary>

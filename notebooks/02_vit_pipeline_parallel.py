@@ -243,8 +243,8 @@ def train(schedule):
     return losses, step_timing.relative_distance(whole.values(), [alone.state_dict()[key] for key in whole])
 
 
-lesson.keep("1f1b", one_f_one_b)
-mine = lesson.kept("1f1b", N, M)
+lesson.keep_schedule("1f1b", one_f_one_b)
+mine = lesson.reader_schedule("1f1b", N, M)
 losses, apart = pool.run(train, mine)[0]
 print(f"loss {losses[0][0]:.3f} to {losses[-1][0]:.3f}, from one process's {max(abs(a - b) for a, b in losses):.0e} at most; "
       f"weights apart by {apart:.0e}")  # fmt: skip
@@ -681,7 +681,7 @@ def choose(job):
 
 
 # %% tags=["check-5"]
-lesson.check(exercises.choose, choose)
+lesson.check(exercises.choose_microbatches, choose)
 
 # %% [markdown]
 # <details><summary>Solution</summary>

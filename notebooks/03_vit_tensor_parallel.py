@@ -351,7 +351,7 @@ def diagnose(errors):
 
 
 # %% tags=["check-2"]
-verdict = lesson.check(exercises.cliff, diagnose)
+verdict = lesson.check(exercises.gradient_cliff, diagnose)
 if verdict.status == "passed" and "errors" in vars():
     print("of the cliff drawn above you say:", diagnose(errors["forgotten in layer 2"]))
 verdict
@@ -452,7 +452,7 @@ def block(x, g, norm, A, B, axis):
 
 
 # %% tags=["check-3"]
-lesson.check(exercises.sequence, block)
+lesson.check(exercises.sequence_parallel, block)
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -665,9 +665,9 @@ def choose(job):
 
 
 # %% tags=["check-5"]
-verdict = lesson.check(exercises.choose, choose)
+verdict = lesson.check(exercises.choose_ranks, choose)
 if verdict.status == "passed" and "card" in vars():
-    print("eight such devices, ViT-L/16, 50,000 tokens: t =", choose(exercises.Job(8, 24, 1024, 5e4, card.matmul, card.link, 80e9)))
+    print("eight such devices, ViT-L/16, 50,000 tokens: t =", choose(exercises.TensorTask(8, 24, 1024, 5e4, card.matmul, card.link, 80e9)))
 verdict
 
 # %% [markdown]

@@ -266,7 +266,7 @@ def place(job):
 
 
 # %% tags=["check-2"]
-lesson.check(exercises.place, place)
+lesson.check(exercises.place_axes, place)
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -508,7 +508,7 @@ def norm(parameters, axes):
 
 
 # %% tags=["check-4"]
-lesson.check(exercises.norm, norm)
+lesson.check(exercises.global_norm, norm)
 
 # %% [markdown]
 # <details><summary>Solution</summary>

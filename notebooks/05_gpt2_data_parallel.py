@@ -177,7 +177,7 @@ def kept(parameters, ranks, stage, weight_bytes, gradient_bytes, optimizer_bytes
 
 
 # %% tags=["check-1"]
-lesson.check(exercises.kept, kept)
+lesson.check(exercises.state_bytes, kept)
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -260,7 +260,7 @@ def choose(layers, head, budget):
 
 
 # %% tags=["check-2"]
-lesson.check(exercises.again, choose)
+lesson.check(exercises.recompute_choice, choose)
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -323,7 +323,7 @@ def plan(step):
 
 
 # %% tags=["check-3"]
-lesson.check(exercises.order, plan)
+lesson.check(exercises.gather_order, plan)
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -507,7 +507,7 @@ def scale_of(per_rank, reduced, small):
 
 
 # %% tags=["check-4"]
-verdict = lesson.check(exercises.scale, scale_of)
+verdict = lesson.check(exercises.noise_scale, scale_of)
 if verdict.status == "passed" and "middle" in vars():
     print("of the run above you say:", f"{scale_of([[s] * N for s in middle.small], middle.big, middle.batch // N):.1f} rows")
 verdict

@@ -72,7 +72,7 @@ pool = hpnb.Ranks(N)  # these ranks stay to the end
 # Two things may break: the answer and the time. Commit to the second. With equal stages 02's formula gives (p-1)/(m+p-1).
 
 # %%
-mine = lesson.kept("1f1b", N, M)
+mine = lesson.reader_schedule("1f1b", N, M)
 lesson.predict("06.bubble", f"GPT-2 cut uniformly, {mine.name}, {N} ranks, {M} microbatches: which share of ranks x time is idle?",
                guess=None, unit="%")  # fmt: skip
 
@@ -335,7 +335,7 @@ def tie(weight, axis):
 
 
 # %% tags=["check-2"]
-lesson.check(exercises.tie, tie)
+lesson.check(exercises.tied_weight, tie)
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -443,7 +443,7 @@ def token_loss(outputs, inputs):
 
 
 # %% tags=["check-4"]
-lesson.check(exercises.tokens, token_loss)
+lesson.check(exercises.token_mean, token_loss)
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -536,10 +536,10 @@ def plan(job):
 
 
 # %% tags=["check-5"]
-verdict = lesson.check(exercises.beat, plan)
+verdict = lesson.check(exercises.beat_1f1b, plan)
 if verdict.status == "passed" and "ran" in vars():
     costs = Costs.measured(ran["zb-h1"])
-    job = exercises.Job(N, M, costs, (1.0,) * N, float(N))
+    job = exercises.CappedPipeline(N, M, costs, (1.0,) * N, float(N))
     print("at this page's costs:", *(f"{lesson.number(s.simulate(costs).makespan, 's')} {s.name}" for s in (Schedule(plan(job), "yours"), mine)))
 verdict
 

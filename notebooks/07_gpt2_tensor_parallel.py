@@ -204,7 +204,7 @@ def share(qkv, bias, out, heads, axis):
 
 
 # %% tags=["check-1"]
-lesson.check(exercises.share, share)
+lesson.check(exercises.split_heads, share)
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -284,7 +284,7 @@ def loss(logits, targets, first, axis):
 
 
 # %% tags=["check-2"]
-lesson.check(exercises.loss, loss)
+lesson.check(exercises.vocab_parallel_loss, loss)
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -414,7 +414,7 @@ def read(record):
 
 
 # %% tags=["check-3"]
-lesson.check(exercises.read, read)
+lesson.check(exercises.read_masks, read)
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -453,7 +453,7 @@ def seed_of(base, where, site, step):
 
 
 # %% tags=["check-4"]
-lesson.check(exercises.policy, seed_of)
+lesson.check(exercises.seed_policy, seed_of)
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -534,9 +534,9 @@ def kept(layer):
 
 
 # %% tags=["check-5"]
-verdict = lesson.check(exercises.kept, kept)
+verdict = lesson.check(exercises.activation_bytes, kept)
 if verdict.status == "passed" and "layers" in vars():
-    mine = kept(exercises.Layer(SIZE.length, 1, SIZE.hidden, SIZE.heads, N, sequence=True))
+    mine = kept(exercises.ShardedLayer(SIZE.length, 1, SIZE.hidden, SIZE.heads, N, sequence=True))
     print(f"tensor + sequence parallel on this page: yours {lesson.number(mine, 'B')}, measured {layers[2].measured / mine:.2f} times that")
 verdict
 

@@ -233,7 +233,7 @@ def resume(run, folder):
 
 
 # %% tags=["check-1"]
-lesson.check(exercises.moved, {"save": save, "resume": resume})
+lesson.check(exercises.resume_elsewhere, {"save": save, "resume": resume})
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -262,7 +262,7 @@ lesson.check(exercises.moved, {"save": save, "resume": resume})
 # against its prediction, and the time of messages is not.
 
 # %%
-mine = lesson.kept("1f1b", N, ROWS // EACH)
+mine = lesson.reader_schedule("1f1b", N, ROWS // EACH)
 ran = {}
 for plan in plans:
     longest = mine if plan.pp == N and plan.schedule == "1f1b" else None
@@ -314,7 +314,7 @@ lesson.reveal("08.fastest", seen, predicted=sorted(told, key=lambda each: sum(to
 fitting = {each: took for each, took in seen.items() if ran[each].peak <= BUDGET}
 able = [each for each in told if held[each] <= BUDGET]
 proposed = min(able, key=lambda each: sum(told[each].values())) if able else ours
-yours = regret.guess_of("08.choice")
+yours = regret.guessed_choice("08.choice")
 picked = yours if yours in ran else proposed
 best = min(fitting, key=fitting.get) if fitting else order[0]
 words = f"Of {len(fitting)} that fit the fastest is {best}. " if fitting else "None fits. "
@@ -358,9 +358,9 @@ def explain(rows):
 
 
 # %% tags=["check-2"]
-verdict = lesson.check(exercises.worst, explain)
+verdict = lesson.check(exercises.worst_prediction, explain)
 if verdict.status == "passed" and "ran" in vars():
-    print("on this page:", explain([exercises.Row(one.plan, told[each], one.parts) for each, one in ran.items() if not one.plan.zero_stage]))
+    print("on this page:", explain([exercises.LayoutRow(one.plan, told[each], one.parts) for each, one in ran.items() if not one.plan.zero_stage]))
 verdict
 
 # %% [markdown]
@@ -402,7 +402,7 @@ def choose(job):
 
 
 # %% tags=["check-3"]
-lesson.check(exercises.choose, choose)
+lesson.check(exercises.choose_layout, choose)
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -451,9 +451,9 @@ lesson.explorers.layout_choice()
 # ran, so a page that is only read has little to show.)
 
 # %%
-score = regret.display()
-off = regret.of_predictions()
-rows = [(each.key, each.question, lesson.outcome.show(each.predicted, each.unit), lesson.outcome.show(each.truth, each.unit)) for each in off[:6]]
+score = regret.show_regret()
+off = regret.wrong_predictions()
+rows = [(each.key, each.question, lesson.outcome.answer_text(each.predicted, each.unit), lesson.outcome.answer_text(each.truth, each.unit)) for each in off[:6]]
 lesson.table(("question", "", "predicted", "measured"), rows, f"{len(off)} of {score.asked} predictions did not hold", "" if rows else "Nothing to explain.")
 steps = [(row, pair) for row in lesson.ledger.rows() if None not in (pair := row.quantities.get("step (s)", (None, None)))]
 ratios = sorted(measured / predicted for _, (predicted, measured) in steps)

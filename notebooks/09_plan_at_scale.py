@@ -209,7 +209,7 @@ def fit(job):
 
 
 # %% tags=["check-1"]
-lesson.check(exercises.fit, fit)
+lesson.check(exercises.fit_model, fit)
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -221,7 +221,7 @@ lesson.check(exercises.fit, fit)
 # def fit(job):
 #     able = []
 #     for tp, pp, chunks in product(range(1, job.run.heads + 1), range(1, job.run.layers + 1), range(1, 11)):
-#         plan = ParallelLayout(job.gpus // (pp * tp), pp, tp, chunks=chunks, zero_stage=1)
+#         plan = ParallelLayout(max(1, job.gpus // (pp * tp)), pp, tp, chunks=chunks, zero_stage=1)
 #         if job.refused(plan) is None and job.held(plan) <= job.memory:
 #             able.append(plan)
 #     return min(able, key=job.seconds)
@@ -297,7 +297,7 @@ def diagnose(rows):
 
 
 # %% tags=["check-2"]
-lesson.check(exercises.halved, diagnose)
+lesson.check(exercises.slow_link, diagnose)
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -383,7 +383,7 @@ def interval_of(run):
 
 
 # %% tags=["check-3"]
-lesson.check(exercises.saves, interval_of)
+lesson.check(exercises.checkpoint_interval, interval_of)
 
 # %% [markdown]
 # <details><summary>Solution</summary>

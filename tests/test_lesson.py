@@ -25,7 +25,7 @@ from hpnb.lesson import Exercise, Finding, check
 from hpnb.lesson.exercises import vit_data_parallel as notebook_01
 from hpnb.lesson.exercises import vit_pipeline_parallel as notebook_02
 from hpnb.lesson.exercises import vit_tensor_parallel as notebook_03
-from hpnb.lesson.exercises import vit_tensor_ranks
+from hpnb.lesson.exercises import vit_tensor_size
 from hpnb.lesson.exercises.checker import passed
 from hpnb.lesson.home import load, read_json, save, write_json
 from hpnb.lesson.programs import step_timing, vit_pipeline, vit_tensor
@@ -511,19 +511,19 @@ def ragged_loss(empty: str, losses: torch.Tensor, axis: Any) -> Any:
 
 @pytest.mark.parametrize("empty", ["before", "after"])
 def test_a_rank_that_returns_no_loss_is_named_and_nobody_waits_for_it(empty: str) -> None:
-    found = check(notebook_01.ragged, partial(ragged_loss, empty)).findings
+    found = check(notebook_01.ragged_mean, partial(ragged_loss, empty)).findings
     assert [finding.ok for finding in found] == [True] * 4 + [False]
     assert found[-1].text.startswith("4, 1, 0 samples: rank 2, with 0 samples, returned what does not depend")
 
 
 @pytest.mark.parametrize(("value", "words"), [(1.0, "a float"), (torch.ones(1), r"a tensor of shape (1,)")])
 def test_a_loss_is_one_number(value: Any, words: str) -> None:
-    found = check(notebook_01.ragged, lambda losses, axis: value).findings
+    found = check(notebook_01.ragged_mean, lambda losses, axis: value).findings
     assert [words in finding.text for finding in found] == [True] * 3
 
 
 def test_the_bytes_of_the_ragged_mean_are_said_as_they_are() -> None:
-    right = check(notebook_01.ragged, partial(ragged_loss, ""))
+    right = check(notebook_01.ragged_mean, partial(ragged_loss, ""))
     assert right.status == "passed"
     wanted = "2, 2, 2 samples: a rank sent 5.3 bytes, at most 10.7 (one number of 8 bytes over 3 ranks)"
     assert right.findings[1].text == wanted
@@ -532,8 +532,8 @@ def test_the_bytes_of_the_ragged_mean_are_said_as_they_are() -> None:
         torch.distributed.all_reduce(torch.zeros(2), group=axis.group)
         return ragged_loss("", losses, axis)
 
-    assert [finding.ok for finding in check(notebook_01.ragged, twice).findings] == [True, False] * 3
-    own = check(notebook_01.ragged, lambda losses, axis: 1 // len(losses[2:])).findings
+    assert [finding.ok for finding in check(notebook_01.ragged_mean, twice).findings] == [True, False] * 3
+    own = check(notebook_01.ragged_mean, lambda losses, axis: 1 // len(losses[2:])).findings
     assert "raised ZeroDivisionError" in own[0].text  # the reader's own error is shown as such
 
 
@@ -560,8 +560,14 @@ def test_a_sum_in_place_of_a_mean_is_asked_about(factor: float, asks: bool) -> N
 
 def test_buckets_are_cut_equally_and_rounding_makes_none_more() -> None:
     for m in (*range(1, 400), 7919):
-        assert notebook_01._cut(6e8, 6e8 / m) == m
-    assert [notebook_01._cut(100.0, size) for size in (1e9, 100.0, 99.0, 50.0, 49.9)] == [1, 1, 2, 2, 3]
+        assert notebook_01._bucket_count(6e8, 6e8 / m) == m
+    assert [notebook_01._bucket_count(100.0, size) for size in (1e9, 100.0, 99.0, 50.0, 49.9)] == [
+        1,
+        1,
+        2,
+        2,
+        3,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -574,7 +580,7 @@ def test_buckets_are_cut_equally_and_rounding_makes_none_more() -> None:
     ],
 )
 def test_a_plan_is_judged_on_the_buckets_that_it_is_cut_into(bucket: float, words: str) -> None:
-    first = check(notebook_01.plan, lambda *_: (bucket, 1000.0)).findings[0]
+    first = check(notebook_01.overlap_plan, lambda *_: (bucket, 1000.0)).findings[0]
     assert first.text.startswith(f"NVLink 4, 4 ranks: {words}")
     assert not first.ok
 
@@ -599,11 +605,11 @@ class SumAdam(WholeAdam):
 
 
 def test_what_zero_lacks_is_said_in_words() -> None:
-    equal, calls, moments = (finding.text for finding in check(notebook_01.zero, WholeAdam).findings[:3])
+    equal, calls, moments = (finding.text for finding in check(notebook_01.zero1, WholeAdam).findings[:3])
     assert equal.endswith("Adam on one process: equal")
     assert calls.endswith("a step called all_reduce; one reduce_scatter and one all_gather are wanted")
     assert moments.endswith("192 bytes of moments on a rank, target 96 bytes")
-    found = check(notebook_01.zero, SumAdam).findings
+    found = check(notebook_01.zero1, SumAdam).findings
     assert not found[0].ok
     assert found[0].text.endswith("e-09 (in float64 rounding is 1e-16)")
     assert found[2].text.endswith(
@@ -769,14 +775,14 @@ def lists(name: str) -> Callable[[int, int], Any]:
 
 
 def test_a_schedule_is_kept_as_data_and_run_later(home: Path, said: Callable[[], str]) -> None:
-    assert lesson.kept("1f1b", 4, 8).name == "1f1b"
+    assert lesson.reader_schedule("1f1b", 4, 8).name == "1f1b"
     assert said() == "running the library's 1f1b: yours is not there\n"
-    assert lesson.keep("1f1b", lists("1f1b")) > 50
+    assert lesson.keep_schedule("1f1b", lists("1f1b")) > 50
     assert said().startswith("kept: your 1f1b, for 2, 3, 4, 8 ranks")
-    mine = lesson.kept("1f1b", 4, 8)
+    mine = lesson.reader_schedule("1f1b", 4, 8)
     assert (mine.name, mine.actions) == ("your 1f1b", schedules.make("1f1b", 4, 8).actions)
     assert said() == "running your 1f1b\n"
-    assert lesson.kept("1f1b", 5, 8).name == "1f1b"
+    assert lesson.reader_schedule("1f1b", 5, 8).name == "1f1b"
     assert "0F0 0F1 0F2 0F3 0B0" in read_json("schedules.json")["1f1b"]["4x8"][0]
 
 
@@ -793,19 +799,19 @@ def test_a_schedule_is_kept_as_data_and_run_later(home: Path, said: Callable[[],
     ids=["gpipe", "one by one", "twice", "another size", "not always", "raises"],
 )
 def test_what_is_not_as_good_is_not_kept(said: Callable[[], str], write: Callable[[int, int], Any]) -> None:
-    assert lesson.keep("1f1b", lists("1f1b")) > 50
+    assert lesson.keep_schedule("1f1b", lists("1f1b")) > 50
     before = read_json("schedules.json")
     said()
-    assert lesson.keep("1f1b", write) == 0
+    assert lesson.keep_schedule("1f1b", write) == 0
     assert said().startswith("not kept: your 1f1b for ")
     assert read_json("schedules.json") == before
-    assert lesson.kept("1f1b", 2, 3).name == "your 1f1b"
+    assert lesson.reader_schedule("1f1b", 2, 3).name == "your 1f1b"
 
 
 def test_a_stub_keeps_nothing_and_says_nothing(said: Callable[[], str]) -> None:
     def one_f_one_b(p: int, m: int) -> None: ...
 
-    assert lesson.keep("1f1b", one_f_one_b) == 0
+    assert lesson.keep_schedule("1f1b", one_f_one_b) == 0
     assert said() == ""
     assert read_json("schedules.json") == {}
 
@@ -813,7 +819,7 @@ def test_a_stub_keeps_nothing_and_says_nothing(said: Callable[[], str]) -> None:
 @pytest.mark.parametrize("rows", [["0F0 0B0", "1B0 1F0"], ["what"], 3])
 def test_a_kept_schedule_that_cannot_be_run_is_replaced(said: Callable[[], str], rows: Any) -> None:
     write_json("schedules.json", {"1f1b": {"2x1": rows}})
-    assert lesson.kept("1f1b", 2, 1).name == "1f1b"
+    assert lesson.reader_schedule("1f1b", 2, 1).name == "1f1b"
     assert "the library's" in said()
 
 
@@ -905,7 +911,7 @@ def test_a_list_will_do_for_a_diagnosis() -> None:
 
 
 def test_a_choice_over_the_cap_is_compared_with_nothing() -> None:
-    off = findings(notebook_02.choose, lambda job: 2)
+    off = findings(notebook_02.choose_microbatches, lambda job: 2)
     (little,) = (text for text in off if text.startswith("little memory"))
     assert "rank 0 holds 3.20 GB, at most 700 MB" in little
 
@@ -913,14 +919,14 @@ def test_a_choice_over_the_cap_is_compared_with_nothing() -> None:
 def test_every_job_tells_a_choice_by_cost_from_one_by_bubble_or_by_ranks() -> None:
     answers = {"bubble": lambda job: job.batch, "one": lambda job: 1, "half": lambda job: 2.0}
     for choose in answers.values():
-        assert check(notebook_02.choose, choose).status == "failed"
+        assert check(notebook_02.choose_microbatches, choose).status == "failed"
 
     def by_ranks(job: Any) -> int:  # takes p microbatches to be held, however few there are
         able = [m for m in range(1, job.batch + 1) if job.batch % m == 0]
         fits = [m for m in able if job.ranks * (job.batch // m) * job.held <= job.cap]
-        return min(fits, key=lambda m: notebook_02._step(job, m))
+        return min(fits, key=lambda m: job.step_seconds(m))
 
-    (off,) = findings(notebook_02.choose, by_ranks)
+    (off,) = findings(notebook_02.choose_microbatches, by_ranks)
     assert off.startswith("fewer than ranks: m=8: a step of 496 ms, 1.07 times the shortest")
 
 
@@ -1086,7 +1092,11 @@ def all_at_once(c: Any, a: Any, b: Any, t: int, across: Any, down: Any) -> Any:
         ),
         (notebook_03.column_row, lambda x, *_: x[1:], r"of shape \(5, 12\), and shape \(6, 12\) is wanted"),
         (notebook_03.column_row, lambda x, *_: x.detach(), "does not depend on the weights"),
-        (notebook_03.sequence, whole_norm, "3 ranks: the norm saw 12 tokens on a rank, target 4 of 12"),
+        (
+            notebook_03.sequence_parallel,
+            whole_norm,
+            "3 ranks: the norm saw 12 tokens on a rank, target 4 of 12",
+        ),
         (notebook_03.summa, all_at_once, "after step 0: the sum of 1 of 2 panels: off by"),
         (notebook_03.summa, all_at_once, "step 1, down: 2 broadcast, 80 B a rank, target 40 B"),
     ],
@@ -1126,7 +1136,7 @@ def test_cliffs_to_read_are_of_real_runs_and_differ_in_what_they_say() -> None:
 
 
 def test_a_wrong_diagnosis_is_shown_the_record_and_not_the_answer() -> None:
-    said = [re.sub("vit.layers.", "", off) for off in findings(notebook_03.cliff, lambda errors: 3)]
+    said = [re.sub("vit.layers.", "", off) for off in findings(notebook_03.gradient_cliff, lambda errors: 3)]
     assert [re.sub(r"loss off by \S+: ", "", off).removesuffix("; you say 3") for off in said] == [
         "record 1, first wrong is 1.layernorm_after, right down to 1.mlp.fc1, 16 of 28 wrong",
         "record 2, first wrong is 2.mlp.fc2, right down to vit.layernorm, 1 of 28 wrong",
@@ -1148,18 +1158,20 @@ def test_a_drift_says_whose_copies_part() -> None:
 def test_every_job_tells_a_choice_by_time_from_one_by_memory_or_by_habit() -> None:
     def able(job: Any) -> list[int]:
         sizes = [t for t in range(1, job.devices + 1) if job.devices % t == 0]
-        return [t for t in sizes if vit_tensor_ranks.holds(job, t) <= job.cap]
+        return [t for t in sizes if job.state_bytes(t) <= job.cap]
 
     def shortest(job: Any) -> int:
-        return min(able(job), key=lambda t: vit_tensor_ranks.step_seconds(job, t))
+        return min(able(job), key=lambda t: job.step_seconds(t))
 
-    assert check(vit_tensor_ranks.choose, shortest).status == "passed"
-    jobs = vit_tensor_ranks._JOBS
+    assert check(vit_tensor_size.choose_ranks, shortest).status == "passed"
+    jobs = vit_tensor_size.TASKS
     assert [shortest(job) for job in jobs.values()] == [1, 4, 16, 4, 4]
     for kind in (torch.tensor, float):  # of a whole number, and so are NumPy's, which have an index, too
-        assert check(vit_tensor_ranks.choose, lambda job, kind=kind: kind(shortest(job))).status == "passed"
+        assert (
+            check(vit_tensor_size.choose_ranks, lambda job, kind=kind: kind(shortest(job))).status == "passed"
+        )
     for choose in (lambda job: min(able(job)), lambda job: 8, lambda job: job.devices, lambda job: 1.0):
-        assert check(vit_tensor_ranks.choose, choose).status == "failed"
+        assert check(vit_tensor_size.choose_ranks, choose).status == "failed"
 
     def behind_computing_alone(job: Any) -> int:  # the sums of activations are time to hide behind, too
         def step(t: int) -> float:
@@ -1171,14 +1183,14 @@ def test_every_job_tells_a_choice_by_time_from_one_by_memory_or_by_habit() -> No
 
         return min(able(job), key=step)
 
-    (off,) = findings(vit_tensor_ranks.choose, behind_computing_alone)
+    (off,) = findings(vit_tensor_size.choose_ranks, behind_computing_alone)
     assert re.match(r"fits, a slow wire: t=2: a step of .*, 1.13 times the shortest of those that fit", off)
     for odd in (3, 0, -4, 4.5, float("nan"), True, "4", None, (4, 16)):
-        said = findings(vit_tensor_ranks.choose, lambda job, odd=odd: odd)
+        said = findings(vit_tensor_size.choose_ranks, lambda job, odd=odd: odd)
         wanted = f"t is {odd!r}, and it must be an int that divides 64 devices: 1, 2, 4, 8, 16, 32, 64"
         assert said[0] == f"fits, and many tokens: {wanted}"
     too_few = jobs["does not fit"]
-    (off,) = findings(vit_tensor_ranks.choose, lambda job: 1 if job is too_few else shortest(job))
+    (off,) = findings(vit_tensor_size.choose_ranks, lambda job: 1 if job is too_few else shortest(job))
     assert off == "does not fit: t=1: a device holds 201 GB, at most 80.0 GB"
 
 

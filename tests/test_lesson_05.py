@@ -316,8 +316,13 @@ def test_step_bill() -> None:
 
 
 def test_answers_of_the_wrong_kind_are_told_so() -> None:
-    told = {exercises.kept: 3, exercises.again: 3, exercises.order: 3, exercises.scale: "much"}
+    told = {
+        exercises.state_bytes: 3,
+        exercises.recompute_choice: 3,
+        exercises.gather_order: 3,
+        exercises.noise_scale: "much",
+    }
     for exercise, answer in told.items():
         assert check(exercise, lambda *_, answer=answer: answer).status == "failed"
-    assert check(exercises.again, lambda *_: [9]).status == "failed"
-    assert check(exercises.order, lambda step: [[*range(6)], *[[]] * 11]).status == "failed"
+    assert check(exercises.recompute_choice, lambda *_: [9]).status == "failed"
+    assert check(exercises.gather_order, lambda step: [[*range(6)], *[[]] * 11]).status == "failed"

@@ -13,6 +13,7 @@ import torch
 
 import hpnb
 from hpnb import comm, lesson, theory
+from hpnb.lesson.exercises import gpt2_capped_schedule
 from hpnb.lesson.exercises import gpt2_pipeline_parallel as exercises
 from hpnb.lesson.figures import gpt2_pipeline as figures
 from hpnb.lesson.programs import device_timing, gpt2_pipeline, tied_weights
@@ -135,7 +136,7 @@ def part(tied: bool) -> tuple[list[float], float, float, tuple[float, float]]:
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
     log = [tied_weights.tied_distance(pipe, axis, table.shape)]
     batch = exercises.tiny_batch(4, 0)
-    exercises._of_one(alone, batch).backward()
+    exercises.serial_loss(alone, batch).backward()
     off = 0.0
     for step in range(2):
         pipe.step(batch)
@@ -224,7 +225,7 @@ def off(exercise: lesson.Exercise, answer: Any) -> list[str]:
 
 
 def test_the_library_cuts_as_well_as_exhaustive_search() -> None:
-    for costs, stages in exercises._partition_cases():
+    for costs, stages in exercises.partition_cases():
         best = exercises.exhaustive(costs, stages)
         assert max(theory.stage_loads(costs, balanced(costs, stages))) == pytest.approx(best)
         if len(costs) > 1 and stages == 2:
@@ -264,12 +265,16 @@ def everywhere(weight: Any, axis: Any) -> Any:
         (exercises.partition, lambda costs, stages: [len(costs)], "stages of at least one layer are wanted"),
         (exercises.partition, lambda costs, stages: 3, "3 is no list of 4 whole numbers"),
         (exercises.partition, slow, "86 million|85,900,584 cuts are possible of: not done after"),
-        (exercises.tie, everywhere, "3 ranks, three steps: add.. sends .* at most 3.55 kB, 0 B, 3.55 kB"),
-        (exercises.tie, lambda weight, axis: 3, "got a int from tie, and a function `add` is wanted"),
-        (exercises.tie, lambda weight, axis: lambda: None, "the two homes are off by"),
-        (exercises.tokens, lambda outputs, inputs: outputs.logits.mean(), "and .sum, count. is wanted"),
         (
-            exercises.tokens,
+            exercises.tied_weight,
+            everywhere,
+            "3 ranks, three steps: add.. sends .* at most 3.55 kB, 0 B, 3.55 kB",
+        ),
+        (exercises.tied_weight, lambda weight, axis: 3, "got a int from tie, and a function `add` is wanted"),
+        (exercises.tied_weight, lambda weight, axis: lambda: None, "the two homes are off by"),
+        (exercises.token_mean, lambda outputs, inputs: outputs.logits.mean(), "and .sum, count. is wanted"),
+        (
+            exercises.token_mean,
             lambda outputs, inputs: (gpt2_pipeline.token_loss(outputs, inputs), 1),
             "ragged rows .11 and 5 targets.: beside one process the loss is off by",
         ),
@@ -278,14 +283,14 @@ def everywhere(weight: Any, axis: Any) -> Any:
 def test_what_an_answer_lacks_is_said_in_numbers(
     exercise: lesson.Exercise, answer: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exercises, "_TIMEOUT", 20.0 if answer is not slow else 3.0)
+    monkeypatch.setattr(exercises, "TIMEOUT", 20.0 if answer is not slow else 3.0)
     found = off(exercise, answer)
     assert any(re.search(words, text) for text in found), found
 
 
 def test_records_of_homes_differ_in_what_they_say_and_all_losses_fall() -> None:
     found = {
-        case: exercises.homes(case, 1, steps=3)
+        case: exercises.tied_record(case, 1, steps=3)
         for case in (exercises.RIGHT, exercises.FORGOTTEN, exercises.UNEQUAL, exercises.HALVED)
     }
     assert all(record.losses[-1] < record.losses[0] for record in found.values())
@@ -302,13 +307,13 @@ def test_no_schedule_of_the_library_beats_1f1b_under_every_cap() -> None:
     for name in ("1f1b", "zb-h1", "zb-h2"):
         answer = [
             off(
-                exercises.beat,
+                exercises.beat_1f1b,
                 lambda job, name=name: schedules.make(name, job.ranks, job.microbatches).actions,
             )
         ]
         assert answer[0], name
-    for job in exercises.JOBS.values():
-        fits = exercises.family(job)
+    for job in gpt2_capped_schedule.TASKS.values():
+        fits = gpt2_capped_schedule.family(job)
         assert fits
         for schedule in fits:
             schedule.check()

@@ -287,23 +287,23 @@ counter = itertools.count()
 @pytest.mark.parametrize(
     ("exercise", "answer", "words"),
     [
-        (exercises.share, fused, "12 heads over 2 ranks: the output beside one process's is off by"),
-        (exercises.share, lambda *_: 3, "returned int, and .columns, their bias, rows. are wanted"),
-        (exercises.share, lambda *given: given[:3], "dealt out as .12, 12., 24 in all"),
-        (exercises.loss, gathered, "2 ranks: 912 B leave a rank for 6 tokens, at most 144 B"),
-        (exercises.loss, overflowing, "2 ranks, some are -100: the sum: off by"),
-        (exercises.loss, silent, "2 ranks: nothing leaves a rank, and no rank has all words"),
-        (exercises.loss, lambda logits, *_: logits.sum(), "returned Tensor, and .sum, count. is wanted"),
-        (exercises.loss, lambda logits, *_: (logits, 1), "a sum of shape .6, 1[0-9]., with a gradient"),
-        (exercises.read, one_pair, "record 5, .*it is 'agrees'"),
-        (exercises.policy, lambda base, where, site, step: next(counter), "asked twice it says 0 and 1"),
-        (exercises.policy, lambda base, where, site, step: -1, "it returned -1, and a generator takes"),
-        (exercises.policy, lambda base, where, site, step: base, "cut along tp: .* of masks do not"),
-        (exercises.policy, sums, "other sites and steps, on any ranks: .* of masks do not"),
-        (exercises.policy, seeded_by_sum, "another base seed, .* do not, such as seeds 0 and 1, "
+        (exercises.split_heads, fused, "12 heads over 2 ranks: the output beside one process's is off by"),
+        (exercises.split_heads, lambda *_: 3, "returned int, and .columns, their bias, rows. are wanted"),
+        (exercises.split_heads, lambda *given: given[:3], "dealt out as .12, 12., 24 in all"),
+        (exercises.vocab_parallel_loss, gathered, "2 ranks: 912 B leave a rank for 6 tokens, at most 144 B"),
+        (exercises.vocab_parallel_loss, overflowing, "2 ranks, some are -100: the sum: off by"),
+        (exercises.vocab_parallel_loss, silent, "2 ranks: nothing leaves a rank, and no rank has all words"),
+        (exercises.vocab_parallel_loss, lambda logits, *_: logits.sum(), "Tensor, and .sum, count. is"),
+        (exercises.vocab_parallel_loss, lambda logits, *_: (logits, 1), "shape .6, 1[0-9]., with a gradient"),
+        (exercises.read_masks, one_pair, "record 5, .*it is 'agrees'"),
+        (exercises.seed_policy, lambda base, where, site, step: next(counter), "asked twice it says 0 and 1"),
+        (exercises.seed_policy, lambda base, where, site, step: -1, "it returned -1, and a generator takes"),
+        (exercises.seed_policy, lambda base, where, site, step: base, "cut along tp: .* of masks do not"),
+        (exercises.seed_policy, sums, "other sites and steps, on any ranks: .* of masks do not"),
+        (exercises.seed_policy, seeded_by_sum, "another base seed, .* do not, such as seeds 0 and 1, "
          ".dp 0, tp 0, site 0, step 1. and .dp 0, tp 0, site 0, step 0."),
-        (exercises.kept, lambda layer: None, "no parallelism: s 1024, b 1, h 1600, a 25, t 1: None"),
-        (exercises.kept, lambda layer: 34.0 * layer.s * layer.b * layer.h, "0.298 times the formula"),
+        (exercises.activation_bytes, lambda layer: None, "s 1024, b 1, h 1600, a 25, t 1: None"),
+        (exercises.activation_bytes, lambda layer: 34.0 * layer.s * layer.b * layer.h, "0.298 times"),
     ],
 )  # fmt: skip
 def test_what_an_answer_lacks_is_said_in_numbers(exercise: lesson.Exercise, answer: Any, words: str) -> None:
@@ -312,11 +312,11 @@ def test_what_an_answer_lacks_is_said_in_numbers(exercise: lesson.Exercise, answ
 
 
 def test_a_policy_that_lacks_nothing_but_the_base_is_told_so() -> None:
-    assert len(off(exercises.policy, seeded_by_sum)) == 1
+    assert len(off(exercises.seed_policy, seeded_by_sum)) == 1
 
 
 def test_the_table_has_no_row_for_every_layer() -> None:
-    whole = exercises.Layer(1024, 1, 1600, 25)
+    whole = exercises.ShardedLayer(1024, 1, 1600, 25)
     again = replace(whole, t=4, recompute="full")
     assert exercises.published(again) == 2 * 1024 * 1600  # an input, whole on each of t ranks
     cut = {"sequence": True}
@@ -326,9 +326,9 @@ def test_the_table_has_no_row_for_every_layer() -> None:
 
 
 def test_records_of_masks_differ_only_in_what_is_wrong() -> None:
-    truths = [truth for truth, *_ in exercises._RECORDS]
+    truths = [truth for truth, *_ in exercises.RECORDS]
     assert set(truths) == {exercises.RIGHT, exercises.DIFFERS, exercises.AGREES, exercises.REPEATS}
-    for _, seeds, sequence in exercises._RECORDS:
+    for _, seeds, sequence in exercises.RECORDS:
         record = exercises.record_of(seeds, sequence)
         assert record.cut["attention"]
         assert record.cut["MLP"] == sequence

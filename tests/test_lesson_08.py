@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ import torch
 
 import hpnb
 from hpnb import ParallelLayout, lesson, theory
-from hpnb.lesson.exercises import gpt2_hybrid_layouts
 from hpnb.lesson.exercises import gpt2_hybrid_parallel as exercises
+from hpnb.lesson.exercises import gpt2_layout_choice
 from hpnb.lesson.figures import gpt2_hybrid as figures
 from hpnb.lesson.predictions import regret
 from hpnb.lesson.predictions.outcome import Outcome
@@ -191,11 +191,11 @@ def test_regret_counts_guesses_that_were_made_in_time() -> None:
         Outcome("02.b", "?", "identity", guess=4.0, predicted=4.0, truth=4.0, seen=True),
         Outcome("08.a", "?", "model", guess=1.0),
     ]
-    score = regret.display(told)
+    score = regret.show_regret(told)
     assert (score.asked, score.guessed, score.held) == (4, 2, 0)
     assert sorted(score.regrets) == pytest.approx([0.2, 0.5])
-    assert [each.key for each in regret.of_predictions(told)] == ["02.a"]
-    assert regret.display([]).typical is None
+    assert [each.key for each in regret.wrong_predictions(told)] == ["02.a"]
+    assert regret.show_regret([]).typical is None
 
 
 # --- a run, killed -----------------------------------------------------------------------------------
@@ -222,16 +222,16 @@ def test_a_rank_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_planted_tables_differ_in_what_is_to_be_said() -> None:
-    causes = [cause for _, _, cause in exercises.tables()]
+    causes = [cause for _, _, cause in gpt2_layout_choice.tables()]
     assert sorted(causes) == ["kernels", "norms", "stages", "wire"]
 
 
 def test_three_jobs_want_three_plans() -> None:
     best = []
-    for given in gpt2_hybrid_layouts._JOBS.values():
-        found = exercises.able(given)
-        best.append(str(min(found, key=lambda plan: plan.world_size * given.seconds(plan))))
-        assert all(exercises.within(given, plan) for plan in found)
+    for task in gpt2_layout_choice.TASKS.values():
+        layouts = gpt2_layout_choice.fitting_layouts(task)
+        best.append(str(min(layouts, key=task.gpu_seconds)))
+        assert not any(task.exceeded(layout) for layout in layouts)
     assert len(set(best)) == 3
 
 
@@ -245,7 +245,7 @@ def test_three_jobs_want_three_plans() -> None:
     ],
 )
 def test_a_loss_that_is_off_gets_a_hint(losses: list[float], words: str) -> None:
-    found = exercises._equal("losses", losses, [1.0] * 5)
+    found = exercises.compare_losses("losses", losses, [1.0] * 5)
     assert not found.ok
     assert re.search(words, found.text)
 
@@ -256,18 +256,18 @@ def test_how_far_weights_went_is_a_norm() -> None:
     with torch.no_grad():
         model.weight += torch.tensor([[3.0, 0.0]])
         model.bias += 4.0
-    assert exercises._moved(model, before) == pytest.approx(5.0)
+    assert exercises.weights_moved(model, before) == pytest.approx(5.0)
 
 
-def statuses(findings: Sequence[lesson.Finding]) -> list[bool]:
+def statuses(findings: Iterable[lesson.Finding]) -> list[bool]:
     return [finding.ok for finding in findings]
 
 
 def test_choices_are_judged() -> None:
-    def replicas(job: exercises.Job) -> ParallelLayout:
+    def replicas(job: exercises.BudgetedTask) -> ParallelLayout:
         return ParallelLayout(job.ranks)
 
-    found = exercises.choose.verify(replicas)
+    found = list(exercises.choose_layout.verify(replicas))
     assert statuses(found) == [False, False, False] or statuses(found)[1:] == [False, False]
     assert "more than 16" in found[1].text
-    assert statuses(exercises.choose.verify(lambda job: "dp 8")) == [False] * 3
+    assert statuses(exercises.choose_layout.verify(lambda job: "dp 8")) == [False] * 3

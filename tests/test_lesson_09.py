@@ -181,13 +181,13 @@ def said(exercise: lesson.Exercise, answer: Callable[..., Any]) -> list[str]:
 
 
 def test_the_check_of_a_fit_says_what_is_off() -> None:
-    given = exercises.JOBS["145.6B on 1,024 GPUs of 40 GB"]
+    given = exercises.TASKS["145.6B on 1,024 GPUs of 40 GB"]
     assert given.refused(ParallelLayout(1)) is not None
-    published = said(exercises.fit, lambda job: ParallelLayout(job.gpus // 64, 8, 8))
+    published = said(exercises.fit_model, lambda job: ParallelLayout(job.gpus // 64, 8, 8))
     assert any("over the best, at most 5 %" in text for text in published)
     assert any("GB, more than 40.0 GB" in text for text in published)
-    assert all("is no ParallelLayout" in text for text in said(exercises.fit, lambda job: 8))
-    assert "is for 1 GPUs" in said(exercises.fit, lambda job: ParallelLayout())[0]
+    assert all("is no ParallelLayout" in text for text in said(exercises.fit_model, lambda job: 8))
+    assert "is for 1 GPUs" in said(exercises.fit_model, lambda job: ParallelLayout())[0]
 
 
 def test_the_check_of_a_halved_link_wants_cause_and_winner() -> None:
@@ -195,11 +195,11 @@ def test_the_check_of_a_halved_link_wants_cause_and_winner() -> None:
     assert {what for *_, what in tables} == {"inside", "between", "matmuls"}
     moved = [min(rows, key=lambda r: r.before) != min(rows, key=lambda r: r.after) for _, rows, _ in tables]
     assert sum(moved) == 4
-    old = said(exercises.halved, lambda rows: ("between", min(rows, key=lambda row: row.before).plan))
+    old = said(exercises.slow_link, lambda rows: ("between", min(rows, key=lambda row: row.before).plan))
     assert len(old) == 3 + 4
     assert "inside, and it is something else" not in " ".join(old)
-    assert "is not a pair (what, plan)" in said(exercises.halved, lambda rows: "inside")[0]
-    assert "is not among the rows" in " ".join(said(exercises.halved, lambda rows: ("inside", None)))
+    assert "is not a pair (what, plan)" in said(exercises.slow_link, lambda rows: "inside")[0]
+    assert "is not among the rows" in " ".join(said(exercises.slow_link, lambda rows: ("inside", None)))
 
 
 def test_no_threshold_tells_what_is_half_as_fast() -> None:
@@ -215,24 +215,27 @@ def test_no_threshold_tells_what_is_half_as_fast() -> None:
 
 
 def test_the_check_of_saves_takes_any_good_formula() -> None:
-    assert "is no number of seconds above 0" in said(exercises.saves, lambda run: None)[0]
-    assert len(said(exercises.saves, lambda run: 3600.0)) == 3
-    found = said(exercises.saves, lambda run: (run.failures.save * run.failures.between) ** 0.5)
+    assert "is no number of seconds above 0" in said(exercises.checkpoint_interval, lambda run: None)[0]
+    assert len(said(exercises.checkpoint_interval, lambda run: 3600.0)) == 3
+    found = said(exercises.checkpoint_interval, lambda run: (run.failures.save * run.failures.between) ** 0.5)
     assert len(found) == 3
     assert "of the time, at best 9.25 %" in found[2]
 
-    def daly(run: exercises.Saved) -> float:
+    def daly(run: exercises.CheckpointTask) -> float:
         """Daly 2006: sqrt(2 D M) (1 + sqrt(D / 2 M) / 3 + D / (18 M)) - D."""
         d, m = run.failures.save, run.failures.between
         return float((2 * d * m) ** 0.5 * (1 + (d / 2 / m) ** 0.5 / 3 + d / 18 / m) - d)
 
-    assert said(exercises.saves, daly) == []
-    assert said(exercises.saves, lambda run: (2 * run.failures.save * run.failures.between) ** 0.5) == []
+    assert said(exercises.checkpoint_interval, daly) == []
+    assert (
+        said(exercises.checkpoint_interval, lambda run: (2 * run.failures.save * run.failures.between) ** 0.5)
+        == []
+    )
 
 
 def test_few_hosts_write_less_than_a_file_system_takes() -> None:
-    assert exercises.Saved(16384, 1.0, 1e9).written == 273e9
-    assert exercises.Saved(1536, 1.0, 1e9).written == 273e9 / 2
+    assert exercises.CheckpointTask(16384, 1.0, 1e9).written == 273e9
+    assert exercises.CheckpointTask(1536, 1.0, 1e9).written == 273e9 / 2
 
 
 def test_numbers_of_the_prose() -> None:

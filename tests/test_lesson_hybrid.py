@@ -114,8 +114,12 @@ def sends_what_it_lacks(n: int, old: int, new: int) -> list[tuple[int, int, int,
     ("exercise", "answer", "words"),
     [
         (notebook_04.coordinates, lambda rank, sizes, order: rank, "rank 0 is at .*'dp': 0.*, you say 0"),
-        (notebook_04.place, lambda job: "dp", "'dp' does not name dp, pp and tp once each"),
-        (notebook_04.place, lambda job: ("tp", "pp", "dp"), "tp > pp > dp sends .* over borders, the best"),
+        (notebook_04.place_axes, lambda job: "dp", "'dp' does not name dp, pp and tp once each"),
+        (
+            notebook_04.place_axes,
+            lambda job: ("tp", "pp", "dp"),
+            "tp > pp > dp sends .* over borders, the best",
+        ),
         (notebook_04.reshard, lambda n, old, new: 3, "3 is no list of"),
         (notebook_04.reshard, lambda n, old, new: [(0, 1, 2)], "is no list of"),
         (notebook_04.reshard, lambda n, old, new: [], "rank 0 needs 0 to 6 and lacks row 3"),
@@ -128,10 +132,10 @@ def test_what_an_answer_lacks_is_said_in_numbers(exercise: Exercise, answer: Any
 
 
 def test_no_job_is_placed_by_loudness_alone_and_none_by_habit() -> None:
-    assert check(notebook_04.place, notebook_04.fewest).status == "passed"
+    assert check(notebook_04.place_axes, lambda task: task.best_order()).status == "passed"
     for order in permutations(AXES):
-        assert check(notebook_04.place, lambda job, order=order: order).status == "failed"
-    loudest = check(notebook_04.place, lambda job: sorted(job.sent, key=job.sent.get))
+        assert check(notebook_04.place_axes, lambda job, order=order: order).status == "failed"
+    loudest = check(notebook_04.place_axes, lambda job: sorted(job.sent, key=job.sent.get))
     assert loudest.status == "failed"
 
 

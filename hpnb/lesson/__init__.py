@@ -18,7 +18,7 @@ start_ahead("hpnb.lesson")  # the rank server imports transformers while this pr
 from hpnb.lesson import explorers, field_guide, ledger
 from hpnb.lesson.banner import Banner, banner
 from hpnb.lesson.exercises.checker import Exercise, Finding, Verdict, check
-from hpnb.lesson.exercises.reader_schedules import keep, kept
+from hpnb.lesson.exercises.reader_schedules import keep_schedule, reader_schedule
 from hpnb.lesson.explorers.explorer import Challenge, Explorer
 from hpnb.lesson.explorers.knobs import Choice, Slider
 from hpnb.lesson.home import digest, home
@@ -50,8 +50,7 @@ __all__ = [
     "explorers",
     "field_guide",
     "home",
-    "keep",
-    "kept",
+    "keep_schedule",
     "layer_memory",
     "ledger",
     "machine_card",
@@ -60,6 +59,7 @@ __all__ = [
     "outcome",
     "outcomes",
     "predict",
+    "reader_schedule",
     "replay",
     "reveal",
     "table",

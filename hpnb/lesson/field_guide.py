@@ -15,7 +15,7 @@ FILE = "field_guide.json"
 
 
 @dataclass(frozen=True)
-class Row:
+class FieldGuideEntry:
     """A fault as it is met: first the symptom, then the instrument that finds it, last the cause."""
 
     symptom: str
@@ -26,14 +26,15 @@ class Row:
 
 def add(symptom: str, instrument: str, cause: str, notebook: str) -> None:
     """Write one row; it takes the place of the one with the same notebook and symptom."""
-    row = Row(symptom, instrument, cause, notebook)
+    row = FieldGuideEntry(symptom, instrument, cause, notebook)
     with locked():
-        kept = {(each.notebook, each.symptom): each for each in _read()}
-        kept[notebook, symptom] = row
-        save(FILE, json.dumps([asdict(each) for each in kept.values()], indent=1, ensure_ascii=False) + "\n")
+        entries = {(entry.notebook, entry.symptom): entry for entry in _read()}
+        entries[notebook, symptom] = row
+        fields = [asdict(entry) for entry in entries.values()]
+        save(FILE, json.dumps(fields, indent=1, ensure_ascii=False) + "\n")
 
 
-def rows() -> tuple[Row, ...]:
+def rows() -> tuple[FieldGuideEntry, ...]:
     """All rows, by notebook, then in the order in which they were first added."""
     return tuple(sorted(_read(), key=lambda row: row.notebook))
 
@@ -45,9 +46,9 @@ def show() -> None:
     table(("symptom", "instrument", "cause", "notebook"), lines, "field guide", note)
 
 
-def _read() -> tuple[Row, ...]:
+def _read() -> tuple[FieldGuideEntry, ...]:
     return load(FILE, _parse, ())
 
 
-def _parse(text: str) -> tuple[Row, ...]:
-    return tuple(Row(**fields) for fields in json.loads(text))
+def _parse(text: str) -> tuple[FieldGuideEntry, ...]:
+    return tuple(FieldGuideEntry(**fields) for fields in json.loads(text))

@@ -21,7 +21,7 @@ Pair = tuple[float | None, float | None]  # predicted, measured
 
 
 @dataclass(frozen=True)
-class Row:
+class LedgerEntry:
     """One layout that ran. `quantities` is {name with its unit: (predicted, measured)}."""
 
     notebook: str
@@ -57,14 +57,14 @@ class Ledger:
             machine: a name of the kind of machine, or a digest of it.
         """
         pairs = {name: (_plain(p), _plain(m)) for name, (p, m) in quantities.items()}
-        row = Row(notebook, str(layout), model, pairs, machine)
+        row = LedgerEntry(notebook, str(layout), model, pairs, machine)
         with locked():
-            kept = {each.key: each for each in self._read()}
-            kept[row.key] = row
-            lines = (json.dumps(asdict(each), ensure_ascii=False) for each in kept.values())
+            entries = {entry.key: entry for entry in self._read()}
+            entries[row.key] = row
+            lines = (json.dumps(asdict(entry), ensure_ascii=False) for entry in entries.values())
             save(self.name, "".join(line + "\n" for line in lines))
 
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[LedgerEntry, ...]:
         """All rows, by notebook, then in the order in which they were first added."""
         return tuple(sorted(self._read(), key=lambda row: row.notebook))
 
@@ -81,7 +81,7 @@ class Ledger:
         note = "Measured, and in brackets measured / predicted." if rows else "No layout has run yet."
         table(columns + ["machine"] * machines, lines, "ledger", note)
 
-    def _read(self) -> tuple[Row, ...]:
+    def _read(self) -> tuple[LedgerEntry, ...]:
         return load(self.name, _parse, ())
 
 
@@ -89,13 +89,13 @@ series = Ledger()  # the one that the notebooks share
 add, rows, show = series.add, series.rows, series.show
 
 
-def _parse(text: str) -> tuple[Row, ...]:
+def _parse(text: str) -> tuple[LedgerEntry, ...]:
     return tuple(_row(json.loads(line)) for line in text.splitlines() if line.strip())
 
 
-def _row(fields: dict[str, Any]) -> Row:
+def _row(fields: dict[str, Any]) -> LedgerEntry:
     pairs = {name: (predicted, measured) for name, (predicted, measured) in fields["quantities"].items()}
-    return Row(**{**fields, "quantities": pairs})
+    return LedgerEntry(**{**fields, "quantities": pairs})
 
 
 def _plain(value: SupportsFloat | None) -> float | None:

@@ -96,10 +96,10 @@ def machine_card(ranks: int | None = None, device: str = "auto", refresh: bool =
     known = None if refresh else load(name, _parse, None)
     if known is not None:
         return known
-    found = hpnb.launch(measure, ranks=choice.ranks, device=choice.device, timeout=120.0)
+    results = hpnb.launch(measure, ranks=choice.ranks, device=choice.device, timeout=120.0)
     sizes = _SIZES[choice.device]
     # A collective is over when its last rank is; every rank's matmul runs at the pace of the slowest.
-    times = tuple(max(times[i] for times, _ in found) for i in range(len(sizes)))
+    times = tuple(max(times[i] for times, _ in results) for i in range(len(sizes)))
     link = fit_link(sizes, times, choice.ranks)
     card = MachineCard(
         hardware,
@@ -107,7 +107,7 @@ def machine_card(ranks: int | None = None, device: str = "auto", refresh: bool =
         choice.ranks,
         link.latency,
         link.bandwidth,
-        min(rate for _, rate in found),
+        min(rate for _, rate in results),
         str(_MATMUL[choice.device][1]).removeprefix("torch."),
         sizes,
         times,

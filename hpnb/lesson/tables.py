@@ -26,20 +26,20 @@ def number(value: SupportsFloat, unit: str = "") -> str:
     """`value` with three significant digits and its unit: number(0.00123, "s") is "1.23 ms".
 
     Bytes, FLOPs, bits, hertz and seconds take the prefix that fits (a kB is 1000 B); in any other unit
-    the value stays as it is. Counts are shown whole.
+    the value stays as it is. Counts are shown in full.
     """
     plain = float(value)
     if not math.isfinite(plain):
         text = "unknown" if math.isnan(plain) else "∞" if plain > 0 else "-∞"
         return f"{text} {unit}".rstrip()
-    whole = isinstance(value, Integral) or unit in ("B", "FLOP", "bit")  # counts, even when held as floats
+    is_count = isinstance(value, Integral) or unit in ("B", "FLOP", "bit")  # counts, even when held as floats
     size, prefix = 1.0, ""
     if unit in _PREFIXED and plain:
         steps = _PREFIXED[unit]
         # 999.6 would be shown as 1000, so it already takes the next prefix.
         size, prefix = next((step for step in steps if abs(plain) >= step[0] * 0.9995), steps[-1])
     scaled = plain / size
-    text = f"{round(scaled):,}" if whole and size == 1.0 and scaled.is_integer() else _three(scaled)
+    text = f"{round(scaled):,}" if is_count and size == 1.0 and scaled.is_integer() else _three(scaled)
     return f"{text} {prefix}{unit}".rstrip()
 
 
@@ -50,8 +50,8 @@ def plain(value: SupportsFloat) -> float:
 
 def split_unit(name: str) -> tuple[str, str]:
     """("step time", "s") of "step time (s)"; the unit is empty where there is none."""
-    found = re.fullmatch(r"(.+?) \(([^()\s]+)\)", name)
-    return (found[1], found[2]) if found else (name, "")
+    match = re.fullmatch(r"(.+?) \(([^()\s]+)\)", name)
+    return (match[1], match[2]) if match else (name, "")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], title: str = "", note: str = "") -> None:
@@ -95,8 +95,8 @@ def _three(value: float) -> str:
 
 def _is_numeric(column: Sequence[str]) -> bool:
     """A column of numbers lines up on the right; a dash says nothing either way."""
-    told = [cell for cell in column if cell not in ("", "-")]
-    return bool(told) and all(re.match(r"[-+×]? ?[\d∞]", cell) for cell in told)
+    numbers = [cell for cell in column if cell not in ("", "-")]
+    return bool(numbers) and all(re.match(r"[-+×]? ?[\d∞]", cell) for cell in numbers)
 
 
 def _html(
@@ -110,7 +110,7 @@ def _html(
         return f'<{tag} align="{side}" style="{style}">{escape(words, quote=False)}</{tag}>'
 
     def line(tag: str, words: Sequence[str]) -> str:
-        return "<tr>" + "".join(cell(tag, each, k) for k, each in enumerate(words)) + "</tr>"
+        return "<tr>" + "".join(cell(tag, text, k) for k, text in enumerate(words)) + "</tr>"
 
     parts = [f"<p><b>{escape(title, quote=False)}</b></p>"] if title else []
     parts.append('<table style="margin-left:0;table-layout:auto">')

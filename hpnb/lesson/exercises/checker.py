@@ -1,15 +1,20 @@
 """Exercise checks: run what the reader wrote against an oracle, and say what is off.
 
-An Exercise's `verify` takes the reader's function (or object) and gives Findings. `check` prints them and
-never raises for what the reader wrote: an exception in it is a finding with its own last lines, and a stub
-is "not yet". A stub is what raises NotImplementedError (on a rank too), returns `...`, or still holds one.
+    @exercise("00.1", "a ring all-reduce", 20)
+    def ring(answer):                                       # what the reader wrote
+        for ranks in (2, 3, 4):                             # the cases
+            yield Finding(answer(ranks) == right(ranks), f"{ranks} ranks: ...")
+
+`check` prints the findings and never raises for what the reader wrote: an exception in it is a finding with
+its own last lines, and a stub is "not yet". A stub raises NotImplementedError (on a rank too), returns `...`,
+or still holds one.
 """
 
 from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,16 +25,19 @@ from hpnb.ranks import RankError
 from hpnb.ranks.errors import folded, readable
 
 FILE = "exercises.json"
-_LAST = 12  # lines of a traceback
-_ROOM = str(Path(__file__).parents[1])  # frames in here are not the reader's
+_TRACEBACK_LINES = 12
+_LESSON_FOLDER = str(Path(__file__).parents[1])  # frames in here are not the reader's
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at, and what was found; `text` is a sentence with the numbers in it."""
+    """One thing that was looked at; `text` is a sentence with the numbers in it."""
 
     ok: bool
     text: str
+
+
+Verify = Callable[[Any], Iterable[Finding]]
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,12 @@ class Exercise:
     key: str
     title: str
     minutes: float
-    verify: Callable[[Any], Sequence[Finding]]
+    verify: Verify
+
+
+def exercise(key: str, title: str, minutes: float) -> Callable[[Verify], Exercise]:
+    """Make an Exercise of the function that verifies it."""
+    return lambda verify: Exercise(key, title, minutes, verify)
 
 
 @dataclass(frozen=True)
@@ -101,7 +114,7 @@ def _verdict(exercise: Exercise, solution: Any) -> Verdict:
     except (Exception, SystemExit) as error:
         if raised_by_stub(error) or has_blank(solution):
             return Verdict("not yet")
-        return Verdict("failed", (Finding(False, _own_words(error)),))
+        return Verdict("failed", (Finding(False, _describe(error)),))
     if not findings:
         raise ValueError(f"exercise {exercise.key} verified nothing, so nothing can pass it")
     if all(finding.ok for finding in findings):
@@ -112,18 +125,18 @@ def _verdict(exercise: Exercise, solution: Any) -> Verdict:
 # --- what the reader's code raised -----------------------------------------------------------------
 
 
-def _own_words(error: BaseException) -> str:
-    """What was raised, and the last lines of its own traceback, without the frames of this room."""
+def _describe(error: BaseException) -> str:
+    """What was raised, and the last lines of its traceback without the frames of this package."""
     if isinstance(error, RankError):
-        return f"{error.summary}\n{_tail(folded(error.traceback))}"
+        return f"{error.summary}\n{_last_lines(folded(error.traceback))}"
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_ROOM):
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_LESSON_FOLDER):
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames, chain=False))
     summary = traceback.format_exception_only(type(error), error)[-1].strip()
-    return f"it raised {summary}\n{_tail(folded(readable(text)))}"
+    return f"it raised {summary}\n{_last_lines(folded(readable(text)))}"
 
 
-def _tail(text: str) -> str:
+def _last_lines(text: str) -> str:
     lines = [line for line in text.rstrip().splitlines() if not re.match(r"Traceback \(most", line)]
-    return "\n".join(["  ..."] * (len(lines) > _LAST) + lines[-_LAST:])
+    return "\n".join(["  ..."] * (len(lines) > _TRACEBACK_LINES) + lines[-_TRACEBACK_LINES:])

@@ -1,10 +1,10 @@
-"""Notebook 06: an optimal cut, a weight with two homes, records of such, a token mean, W under a cap."""
+"""Notebook 06: an optimal partition, a tied weight, records of such, a token mean, W under a cap."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any
@@ -13,12 +13,14 @@ import torch
 from torch import nn
 
 import hpnb
-from hpnb import Layout, Mesh
 from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.hybrid.model_loss import causal
-from hpnb.lesson.exercises.checker import Exercise, Finding
-from hpnb.lesson.exercises.gpt2_pipeline_cap import JOBS, Job, beat, family
-from hpnb.lesson.programs.step_timing import relative_distance as distance
+from hpnb.lesson.exercises.checker import Finding, exercise
+from hpnb.lesson.exercises.findings import TIMEOUT, WrongAnswer, exact, run_on_ranks
+from hpnb.lesson.exercises.findings import diagnosis as diagnosis_exercise
+from hpnb.lesson.exercises.gpt2_capped_schedule import CappedPipeline, beat_1f1b
+from hpnb.lesson.programs.device_timing import all_ranks
+from hpnb.lesson.programs.step_timing import relative_distance
 from hpnb.lesson.tables import number
 from hpnb.mesh import Axis
 from hpnb.models import GPT2Size
@@ -27,21 +29,9 @@ from hpnb.pipeline_parallel.microbatches import count_targets, split_batch
 from hpnb.pipeline_parallel.partition import balanced
 from hpnb.theory import bytes_sent, stage_loads
 
-_TIMEOUT = 20.0
-_EXACT = 1e-12  # relative norm, float64
+__all__ = ["CappedPipeline", "beat_1f1b"]
+
 TINY = GPT2Size(hidden=12, layers=3, heads=3, mlp=24, vocab_size=37, length=10)
-
-
-def _off(apart: float) -> str:
-    if apart < _EXACT:
-        return "equal"
-    small = apart < 1e-4  # looks like rounding, and is not
-    return f"off by {apart:.1e}" + (" (in float64 rounding is 1e-16)" if small else "")
-
-
-def _worst(distances: Iterable[float]) -> float:
-    """The largest; NaN, which compares with nothing, is worse than any number."""
-    return max(distances, key=lambda apart: math.inf if math.isnan(apart) else apart)
 
 
 # --- where to cut --------------------------------------------------------------------------------------
@@ -56,10 +46,11 @@ def exhaustive(costs: Sequence[float], stages: int) -> float:
     return min(max(sum(costs[a:b]) for a, b in pairwise(ends)) for ends in cuts)
 
 
-def _partition_cases() -> Iterable[tuple[list[float], int]]:
-    yield [1, 8, 8, 8, 8, 8, 8, 29], 4  # such a skyline, in small
+def partition_cases() -> Iterator[tuple[list[float], int]]:
+    """(costs of layers, stages), small enough for exhaustive search."""
+    yield [1, 8, 8, 8, 8, 8, 8, 29], 4  # the costs of a GPT-2, in small
     yield [4.0, 1.0, 1.0, 1.0, 4.0], 3
-    yield [0.0, 0.0, 5.0, 0.0], 3  # as many stages as that: some cost nothing
+    yield [0.0, 0.0, 5.0, 0.0], 3  # some stages cost nothing
     yield [3.0, 2.0, 4.0], 3
     yield [2.5, 1.0], 1
     draw = random.Random(6)
@@ -68,8 +59,8 @@ def _partition_cases() -> Iterable[tuple[list[float], int]]:
         yield [float(draw.randint(1, 9)) for _ in range(n)], draw.randint(2, n)
 
 
-def _judged(answer: Any, costs: Sequence[float], stages: int, best: float) -> str:
-    """What is wrong with it, or ""."""
+def _problem(answer: Any, costs: Sequence[float], stages: int, best: float) -> str:
+    """What is wrong with a partition, or ""."""
     counts = list(answer) if isinstance(answer, (list, tuple)) else None
     if counts is None or not all(isinstance(n, int) and not isinstance(n, bool) for n in counts):
         return f"{answer!r} is no list of {stages} whole numbers, how many layers each stage gets"
@@ -81,43 +72,37 @@ def _judged(answer: Any, costs: Sequence[float], stages: int, best: float) -> st
     return ""
 
 
-def _verify_partition(partition: Partition) -> Sequence[Finding]:
-    wrong, cases = [], list(_partition_cases())
+@exercise("06.1", "an optimal partition", 25)
+def partition(answer: Partition) -> Iterator[Finding]:
+    wrong, cases = [], list(partition_cases())
     for costs, stages in cases:
-        said = _judged(partition(list(costs), stages), costs, stages, exhaustive(costs, stages))
-        if said:
-            wrong.append(f"costs {', '.join(f'{c:g}' for c in costs)} over {stages} stages: {said}")
-    words = f"of {len(cases)} skylines all are cut as well as by exhaustive search"
-    findings = [Finding(not wrong, wrong[0] if wrong else words)]
+        if problem := _problem(answer(list(costs), stages), costs, stages, exhaustive(costs, stages)):
+            wrong.append(f"costs {', '.join(f'{c:g}' for c in costs)} over {stages} stages: {problem}")
+    all_right = f"of {len(cases)} skylines all are cut as well as by exhaustive search"
+    yield Finding(not wrong, wrong[0] if wrong else all_right)
     if wrong:
-        return findings  # the large one would only take long
+        return  # the large one would only take long
     draw = random.Random(7)
     costs, stages = [draw.uniform(1, 2) for _ in range(49)] + [5.0], 8
-    many = f"50 layers over 8 stages, which {math.comb(49, 7):,} cuts are possible of"
+    text = f"50 layers over 8 stages, which {math.comb(49, 7):,} cuts are possible of"
     try:
-        (answer,) = hpnb.launch(partition, costs, stages, ranks=1, device="cpu", timeout=_TIMEOUT)
+        (counts,) = hpnb.launch(answer, costs, stages, ranks=1, device="cpu", timeout=TIMEOUT)
     except hpnb.RankError as error:
         if error.error != "timed out":
             raise
-        return [*findings, Finding(False, f"{many}: not done after {_TIMEOUT:g} s")]
-    said = _judged(answer, costs, stages, max(stage_loads(costs, balanced(costs, stages))))
-    return [*findings, Finding(not said, f"{many}: {said or 'the best of them'}")]
+        yield Finding(False, f"{text}: not done after {TIMEOUT:g} s")
+        return
+    problem = _problem(counts, costs, stages, max(stage_loads(costs, balanced(costs, stages))))
+    yield Finding(not problem, f"{text}: {problem or 'the best of them'}")
 
 
-partition = Exercise("06.1", "an optimal partition", 25, _verify_partition)
+# --- one weight on two ranks -----------------------------------------------------------------------------
 
-
-# --- one weight, two homes -------------------------------------------------------------------------------
-
-Tie = Callable[[nn.Parameter | None, Axis], Any]  # (this rank's home, the pipeline's axis) -> add()
-
-
-class NoAdd(Exception):
-    """What `tie` returned cannot be called. Raised, so that ranks that wait for this one end with it."""
+Tie = Callable[[nn.Parameter | None, Axis], Any]  # (this rank's copy, the pipeline's axis) -> add()
 
 
 def tiny(tied: bool = True) -> Any:
-    """A GPT-2 in float64 on the CPU; with tied=False its head starts from the table of words, as a copy."""
+    """A GPT-2 in float64 on the CPU; with tied=False its head starts from the embedding, as a copy."""
     model = hpnb.models.gpt2(TINY, dtype=torch.float64, device="cpu")
     if not tied:
         model.lm_head.weight = nn.Parameter(model.transformer.wte.weight.detach().clone())
@@ -125,8 +110,8 @@ def tiny(tied: bool = True) -> Any:
 
 
 def tiny_batch(rows: int, seed: int) -> dict[str, torch.Tensor]:
-    made = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, TINY.vocab_size, (rows, TINY.length), generator=made)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, TINY.vocab_size, (rows, TINY.length), generator=generator)
     return {"input_ids": ids, "labels": ids}
 
 
@@ -134,64 +119,61 @@ def _loss(outputs: Any, inputs: Any) -> torch.Tensor:
     return causal(outputs, inputs["labels"])
 
 
-def _of_one(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The loss of the whole batch in one process; given labels, a model would compute its own in float32."""
+def serial_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The loss of all rows in one process; given labels, a model would compute its own in float32."""
     return _loss(model(**{name: value for name, value in batch.items() if name != "labels"}), batch)
 
 
-def _run_tied(tie: Tie) -> tuple[tuple[float, float], list[float]]:
-    """On a rank, after three steps: ((one home off the other, weights off one), bytes of each add)."""
-    axis = Mesh(Layout(pp=hpnb.world_size())).pp
-    model = tiny(tied=False)
-    with torch.no_grad():  # as if each program had drawn its own
-        model.lm_head.weight.normal_(std=0.02, generator=torch.Generator().manual_seed(5))
+def _redraw(weight: nn.Parameter, seed: int) -> None:
+    with torch.no_grad():
+        weight.normal_(std=0.02, generator=torch.Generator().manual_seed(seed))
+
+
+def _run_tied(tie: Tie) -> tuple[float, float, list[float]]:
+    """On a rank, after three steps: (one copy off the other, weights off one process's, bytes of adds)."""
+    axis = all_ranks("pp")
+    model, serial = tiny(tied=False), tiny()
+    _redraw(model.lm_head.weight, 5)  # as if each program had drawn its own
     pipe = hpnb.Pipeline(model, axis, schedules.make("1f1b", axis.size, 4), _loss)
-    homes = {0: model.transformer.wte.weight, axis.size - 1: model.lm_head.weight}
-    add = tie(homes.get(axis.rank), axis)
+    copies = {0: model.transformer.wte.weight, axis.size - 1: model.lm_head.weight}
+    add = tie(copies.get(axis.rank), axis)
     if not callable(add):
-        raise NoAdd(f"rank {axis.rank} got a {type(add).__name__} from tie, and a function `add` is wanted")
-    alone, sent = tiny(), []
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.9) for each in (pipe, alone)]
+        problem = f"rank {axis.rank} got a {type(add).__name__} from tie"
+        raise WrongAnswer(f"{problem}, and a function `add` is wanted")
+    sent = []
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9) for m in (pipe, serial)]
     for seed in range(3):
         batch = tiny_batch(5, seed)
         pipe.step(batch, record=False, return_outputs=False)
         with hpnb.record.traffic() as t:
             add()
         sent.append(t.total)
-        _of_one(alone, batch).backward()
+        serial_loss(serial, batch).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    whole = full_state_dict(pipe.module, axis)
-    apart = distance(whole.values(), [alone.state_dict()[name] for name in whole])
-    homes_apart = distance([whole["lm_head.weight"]], [whole["transformer.wte.weight"]])
-    return (homes_apart, apart), sent
+    weights = full_state_dict(pipe.module, axis)
+    off = relative_distance(weights.values(), [serial.state_dict()[name] for name in weights])
+    apart = relative_distance([weights["lm_head.weight"]], [weights["transformer.wte.weight"]])
+    return apart, off, sent
 
 
-def _verify_tie(tie: Tie) -> Sequence[Finding]:
-    findings = []
+@exercise("06.2", "one weight, two homes", 15)
+def tied_weight(tie: Tie) -> Iterator[Finding]:
     for ranks in (2, 3):
-        try:
-            found = hpnb.launch(_run_tied, tie, ranks=ranks, device="cpu", timeout=_TIMEOUT)
-        except hpnb.RankError as error:
-            if error.error != NoAdd.__name__:
-                raise
-            return [Finding(False, f"{ranks} ranks: {error.summary.partition(': ')[2]}")]
+        runs, problem = run_on_ranks(_run_tied, tie, ranks=ranks)
+        if problem:
+            yield Finding(False, f"{ranks} ranks: {problem}")
+            return
         text = f"{ranks} ranks, three steps"
-        homes_apart, apart = (_worst(off[i] for off, _ in found) for i in (0, 1))
-        findings.append(Finding(homes_apart < _EXACT, f"{text}: the two homes are {_off(homes_apart)}"))
-        findings.append(Finding(apart < _EXACT, f"{text}: weights beside one process's are {_off(apart)}"))
-        most = bytes_sent("all_reduce", TINY.vocab_size * TINY.hidden * 8, 2)
-        sent = [max(each) for _, each in found]
-        wanted = [most if rank in (0, ranks - 1) else 0.0 for rank in range(ranks)]
-        words = ", ".join(number(s, "B") for s in sent)
-        goal = ", ".join(number(w, "B") for w in wanted)
+        yield exact((apart for apart, _, _ in runs), f"{text}: the two homes are")
+        yield exact((off for _, off, _ in runs), f"{text}: weights beside one process's are")
+        once = bytes_sent("all_reduce", TINY.vocab_size * TINY.hidden * 8, 2)
+        sent = [max(nbytes) for *_, nbytes in runs]
+        wanted = [once if rank in (0, ranks - 1) else 0.0 for rank in range(ranks)]
+        measured, goal = (", ".join(number(n, "B") for n in values) for values in (sent, wanted))
         good = all(s <= w + 0.1 for s, w in zip(sent, wanted, strict=True))
-        findings.append(Finding(good, f"{text}: add() sends {words} a rank, at most {goal}"))
-    return findings
-
-
-tie = Exercise("06.2", "one weight, two homes", 15, _verify_tie)
+        yield Finding(good, f"{text}: add() sends {measured} a rank, at most {goal}")
 
 
 # --- whose tie is it? --------------------------------------------------------------------------------------
@@ -200,13 +182,13 @@ RIGHT, FORGOTTEN, UNEQUAL, HALVED = "right", "never summed", "never made equal",
 
 
 @dataclass(frozen=True)
-class Homes:
-    """What was recorded of a weight with two homes.
+class TiedWeightRecord:
+    """What was recorded of a weight with two copies.
 
     Attributes:
         losses: of each step.
-        apart: distance between the homes, relative norm: before the first step, then after each.
-        off: in the first step, how far the gradient of the first home, and of the last, are from that of the
+        apart: distance between the copies, relative norm: before the first step, then after each.
+        off: in the first step, how far the gradient of the first copy, and of the last, are from that of the
             same model in one process; relative norm.
     """
 
@@ -215,48 +197,41 @@ class Homes:
     off: tuple[float, float]
 
 
-def homes(case: str, seed: int, steps: int = 6) -> Homes:
-    """A tiny GPT-2 with two tables, trained in this process, with `case` done to their gradients."""
-    model, batch = tiny(tied=False), tiny_batch(6, seed)
+def tied_record(case: str, seed: int, steps: int = 6) -> TiedWeightRecord:
+    """A tiny GPT-2 with two copies, trained in this process, with `case` done to their gradients."""
+    model, batch, serial = tiny(tied=False), tiny_batch(6, seed), tiny()
     first, last = model.transformer.wte.weight, model.lm_head.weight
     if case == UNEQUAL:
-        with torch.no_grad():
-            last.normal_(std=0.02, generator=torch.Generator().manual_seed(seed))
-    alone = tiny()
-    _of_one(alone, batch).backward()
-    serial = alone.transformer.wte.weight.grad
+        _redraw(last, seed)
+    serial_loss(serial, batch).backward()
+    right = serial.transformer.wte.weight.grad
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    losses, apart, off = [], [distance([last], [first])], (0.0, 0.0)
+    losses, apart, off = [], [relative_distance([last], [first])], (0.0, 0.0)
     for step in range(steps):
-        loss = _of_one(model, batch)
+        loss = serial_loss(model, batch)
         loss.backward()
         assert first.grad is not None
         assert last.grad is not None
         if case != FORGOTTEN:
-            whole = (first.grad + last.grad) * (0.5 if case == HALVED else 1.0)
-            first.grad, last.grad = whole, whole.clone()
+            total = (first.grad + last.grad) * (0.5 if case == HALVED else 1.0)
+            first.grad, last.grad = total, total.clone()
         if step == 0:
-            off = distance([first.grad], [serial]), distance([last.grad], [serial])
+            off = relative_distance([first.grad], [right]), relative_distance([last.grad], [right])
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        apart.append(distance([last], [first]))
-    return Homes(tuple(losses), tuple(apart), off)
+        apart.append(relative_distance([last], [first]))
+    return TiedWeightRecord(tuple(losses), tuple(apart), off)
 
 
-def _verify_diagnose(diagnose: Callable[[Homes], Any]) -> Sequence[Finding]:
-    findings = []
-    cases = (FORGOTTEN, RIGHT, HALVED, UNEQUAL, HALVED, FORGOTTEN)
-    for seed, case in enumerate(cases, 1):
-        record = homes(case, seed)
-        answer = diagnose(record)
-        shown = f"record {seed}, loss {record.losses[0]:.2f} to {record.losses[-1]:.2f}, homes apart by "
-        shown += f"{record.apart[0]:.0e} to {record.apart[-1]:.0e}"
-        findings.append(Finding(answer == case, f"{shown}: it is {case!r}, you say {answer!r}"))
-    return findings
+def _records() -> Iterator[tuple[str, TiedWeightRecord, str]]:
+    for seed, case in enumerate((FORGOTTEN, RIGHT, HALVED, UNEQUAL, HALVED, FORGOTTEN), 1):
+        record = tied_record(case, seed)
+        text = f"record {seed}, loss {record.losses[0]:.2f} to {record.losses[-1]:.2f}, homes apart by "
+        yield f"{text}{record.apart[0]:.0e} to {record.apart[-1]:.0e}", record, case
 
 
-diagnosis = Exercise("06.3", "whose tie is it", 10, _verify_diagnose)
+diagnosis = diagnosis_exercise("06.3", "whose tie is it", 10, _records)
 
 
 # --- the exact token mean -------------------------------------------------------------------------------
@@ -264,17 +239,12 @@ diagnosis = Exercise("06.3", "whose tie is it", 10, _verify_diagnose)
 TokenLoss = Callable[[Any, Any], Any]  # (outputs, inputs) of a microbatch -> (sum, count)
 
 
-class NoPair(Exception):
-    """What the loss function returned is no (sum, count)."""
-
-
 def ragged(lengths: Sequence[int], seed: int = 0) -> dict[str, torch.Tensor]:
-    """Rows of so many tokens, padded on the right with the last word and labels of -100."""
+    """Rows of so many tokens, padded on the right with the last token id and labels of -100."""
     batch = tiny_batch(len(lengths), seed)
     keep = torch.arange(TINY.length) < torch.tensor(lengths).unsqueeze(1)  # (B, s)
-    ids = batch["input_ids"].masked_fill(~keep, TINY.vocab_size - 1)
     return {
-        "input_ids": ids,
+        "input_ids": batch["input_ids"].masked_fill(~keep, TINY.vocab_size - 1),
         "attention_mask": keep.long(),
         "labels": batch["labels"].masked_fill(~keep, IGNORE_INDEX),
     }
@@ -287,52 +257,45 @@ _BATCHES = {
 }
 
 
-def _run_tokens(token_loss: TokenLoss) -> dict[str, tuple[tuple[float, float], list[int]]]:
-    """On a rank: {batch: ((loss off one process's, gradients off), targets of each microbatch)}."""
-    axis = Mesh(Layout(pp=hpnb.world_size())).pp
+def _run_tokens(token_loss: TokenLoss) -> dict[str, tuple[float, float, list[int]]]:
+    """On a rank: {batch: (loss off one process's, gradients off, targets of each microbatch)}."""
+    axis = all_ranks("pp")
 
     def checked(outputs: Any, inputs: Any) -> Any:
         pair = token_loss(outputs, inputs)
         two = isinstance(pair, tuple) and len(pair) == 2
         if not two or not isinstance(pair[0], torch.Tensor) or pair[0].dim():
             what = f"a tensor of shape {tuple(pair.shape)}" if isinstance(pair, torch.Tensor) else repr(pair)
-            raise NoPair(f"it returned {what}, and (sum, count) is wanted, the sum a tensor of shape ()")
+            raise WrongAnswer(f"it returned {what}, and (sum, count) is wanted, the sum a tensor of shape ()")
         return pair
 
-    found = {}
+    results = {}
     for name, lengths in _BATCHES.items():
         batch = ragged(lengths)
-        alone, model = tiny(), tiny()
-        value = _of_one(alone, batch)  # over all rows at once
-        value.backward()
+        serial, model = tiny(), tiny()
+        loss = serial_loss(serial, batch)  # over all rows at once
+        loss.backward()
         pipe = hpnb.Pipeline(model, axis, schedules.make("1f1b", axis.size, 2), checked)
         result = pipe.step(batch, record=False, return_outputs=False)
-        right = {n: p.grad for n, p in alone.named_parameters()}
-        right["lm_head.weight"] = right["transformer.wte.weight"]  # a name of its own on the last rank
-        mine = [(p.grad, right[n]) for n, p in pipe.named_parameters()]
-        off = distance([a for a, _ in mine if a is not None], [b for _, b in mine if b is not None])
-        counts = [int(count_targets(each, causal=True)) for each in split_batch(batch, 2)]
-        found[name] = (distance([result.loss], [value]), off), counts
-    return found
+        right = {n: p.grad for n, p in serial.named_parameters()}
+        right["lm_head.weight"] = right["transformer.wte.weight"]  # its name on the last rank
+        pairs = [(p.grad, right[n]) for n, p in pipe.named_parameters()]
+        off = relative_distance(
+            [a for a, _ in pairs if a is not None], [b for _, b in pairs if b is not None]
+        )
+        counts = [int(count_targets(part, causal=True)) for part in split_batch(batch, 2)]
+        results[name] = relative_distance([result.loss], [loss]), off, counts
+    return results
 
 
-def _verify_tokens(token_loss: TokenLoss) -> Sequence[Finding]:
-    try:
-        ranks = hpnb.launch(_run_tokens, token_loss, ranks=2, device="cpu", timeout=_TIMEOUT)
-    except hpnb.RankError as error:
-        if error.error != NoPair.__name__:
-            raise
-        return [Finding(False, error.summary.partition(": ")[2])]
-    findings = []
+@exercise("06.4", "the exact token mean", 15)
+def token_mean(token_loss: TokenLoss) -> Iterator[Finding]:
+    runs, problem = run_on_ranks(_run_tokens, token_loss, ranks=2)
+    if problem:
+        yield Finding(False, problem)
+        return
     for name in _BATCHES:
-        counts = " and ".join(map(str, ranks[0][name][1]))
-        loss, gradients = (_worst(each[name][0][i] for each in ranks) for i in (0, 1))
-        text = f"{name} ({counts} targets): beside one process"
-        findings.append(Finding(loss < _EXACT, f"{text} the loss is {_off(loss)}"))
-        findings.append(Finding(gradients < _EXACT, f"{text} gradients are {_off(gradients)}"))
-    return findings
-
-
-tokens = Exercise("06.4", "the exact token mean", 15, _verify_tokens)
-
-__all__ = ["JOBS", "Homes", "Job", "beat", "diagnosis", "family", "homes", "partition", "tie", "tokens"]
+        losses, gradients, counts = zip(*(run[name] for run in runs), strict=True)
+        text = f"{name} ({' and '.join(map(str, counts[0]))} targets): beside one process"
+        yield exact(losses, f"{text} the loss is")
+        yield exact(gradients, f"{text} gradients are")

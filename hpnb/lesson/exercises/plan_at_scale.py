@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from hpnb.lesson.exercises.checker import Exercise, Finding
-from hpnb.lesson.programs import cluster_planning
+from hpnb.lesson.exercises.checker import Finding, exercise
+from hpnb.lesson.exercises.findings import is_number
+from hpnb.lesson.programs.cluster_planning import MODELS, cluster, halve_field
 from hpnb.lesson.tables import number
 from hpnb.mesh import ParallelLayout
-from hpnb.theory import Link
-from hpnb.theory.cluster import (
-    Cluster,
-    GPTRun,
-    cluster_memory,
-    cluster_parts,
-    refusal,
-)
+from hpnb.theory.cluster import Cluster, GPTRun, cluster_memory, cluster_parts, refusal
 from hpnb.theory.failures import Failures, mean_time_between, save_interval, trained_share
 from hpnb.theory.planner import best_layout
 from hpnb.theory.published_runs import CHECKPOINT_BYTES, LLAMA_3_EACH, WRITERS, WRITTEN
@@ -29,7 +23,7 @@ from hpnb.theory.published_runs import CHECKPOINT_BYTES, LLAMA_3_EACH, WRITERS, 
 
 
 @dataclass(frozen=True)
-class Job:
+class ClusterTask:
     """A model to be trained on all GPUs of a cluster.
 
     Attributes:
@@ -61,45 +55,42 @@ class Job:
         return refusal(self.run, self.cluster, plan)
 
 
-_GPT3, _SMALLER = cluster_planning.MODELS["145.6B"], cluster_planning.MODELS["39.1B"]
-JOBS = {
-    "145.6B on 1,536 GPUs of 80 GB": Job(_GPT3, cluster_planning.cluster(1536)),
-    "145.6B on 1,024 GPUs of 40 GB": Job(_GPT3, cluster_planning.cluster(1024, memory=40e9)),
-    "39.1B on 512 GPUs of 40 GB, one Ethernet card a host": Job(
-        _SMALLER, cluster_planning.cluster(512, "Ethernet 100 Gb, a card a host", memory=40e9)
+_SLOW = "Ethernet 100 Gb, a card a host"
+TASKS = {
+    "145.6B on 1,536 GPUs of 80 GB": ClusterTask(MODELS["145.6B"], cluster(1536)),
+    "145.6B on 1,024 GPUs of 40 GB": ClusterTask(MODELS["145.6B"], cluster(1024, memory=40e9)),
+    "39.1B on 512 GPUs of 40 GB, one Ethernet card a host": ClusterTask(
+        MODELS["39.1B"], cluster(512, _SLOW, memory=40e9)
     ),
 }
 
 
-def _verify_fit(fit: Callable[[Job], Any]) -> Sequence[Finding]:
-    findings = []
-    for name, job in JOBS.items():
-        plan = fit(job)
+@exercise("09.1", "fit 145.6B", 20)
+def fit_model(fit: Callable[[ClusterTask], Any]) -> Iterator[Finding]:
+    for name, task in TASKS.items():
+        plan = fit(task)
         if not isinstance(plan, ParallelLayout):
-            findings.append(Finding(False, f"{name}: {plan!r} is no ParallelLayout"))
-        elif (why := job.refused(plan)) is not None:
-            findings.append(Finding(False, f"{name}: {why}"))
-        elif job.held(plan) > job.memory:
-            held = f"{number(job.held(plan), 'B')}, more than {number(job.memory, 'B')}"
-            findings.append(Finding(False, f"{name}: {plan} holds {held}"))
+            yield Finding(False, f"{name}: {plan!r} is no ParallelLayout")
+        elif (why := task.refused(plan)) is not None:
+            yield Finding(False, f"{name}: {why}")
+        elif task.held(plan) > task.memory:
+            held = f"{number(task.held(plan), 'B')}, more than {number(task.memory, 'B')}"
+            yield Finding(False, f"{name}: {plan} holds {held}")
         else:
-            best = min(job.seconds(best_layout(job.run, job.cluster, zero)) for zero in (0, 1))
-            more = job.seconds(plan) / best - 1
-            words = f"{name}: {plan} takes {number(job.seconds(plan), 's')}, {100 * more:.1f} % over the best"
-            findings.append(Finding(more <= 0.05, f"{words}, at most 5 %"))
-    return findings
-
-
-fit = Exercise("09.1", "fit 145.6B", 20, _verify_fit)
+            best = min(task.seconds(best_layout(task.run, task.cluster, zero)) for zero in (0, 1))
+            took = task.seconds(plan)
+            text = f"{name}: {plan} takes {number(took, 's')}, {100 * (took / best - 1):.1f} % over the best"
+            yield Finding(took / best <= 1.05, f"{text}, at most 5 %")
 
 
 # --- a link that is half as fast ---------------------------------------------------------------------
 
 INSIDE, BETWEEN, MATMULS = "inside", "between", "matmuls"
+_FIELDS = {INSIDE: "inside", BETWEEN: "between", MATMULS: "share"}  # of a Cluster
 
 
 @dataclass(frozen=True)
-class Row:
+class WeeklyTimes:
     """A layout: seconds of a step as measured last week, and today. It fits."""
 
     plan: ParallelLayout
@@ -107,77 +98,61 @@ class Row:
     after: float
 
 
-def weeks() -> list[tuple[str, list[Row], str]]:
-    """Clusters on which one thing is half as fast since last week: (words, rows in no order, what).
+_WEEKS = (  # model, GPUs, rows, network, what is half as fast
+    ("39.1B", 256, 256, "HDR, a card a GPU", BETWEEN),
+    ("39.1B", 256, 1536, "HDR, a card a GPU", BETWEEN),
+    ("39.1B", 1024, 256, "HDR, a card a GPU", INSIDE),
+    ("7.5B", 128, 256, "HDR, a card a GPU", INSIDE),
+    ("39.1B", 512, 512, "Ethernet 100 Gb, a card a GPU", MATMULS),
+    ("7.5B", 512, 256, _SLOW, BETWEEN),
+    ("7.5B", 256, 1536, _SLOW, BETWEEN),
+)
+
+
+def weeks() -> list[tuple[str, list[WeeklyTimes], str]]:
+    """Clusters on which one thing is half as fast since last week: (name, rows in no order, what).
 
     No threshold of seconds or of slowness tells the causes apart: rows of tp 1 slow by as much in the second
     as in the fourth, and the most in the sixth is the most in the fifth.
     """
-    found, shuffle = [], random.Random(9).shuffle
-    for model, gpus, batch, network, what in (
-        ("39.1B", 256, 256, "HDR, a card a GPU", BETWEEN),
-        ("39.1B", 256, 1536, "HDR, a card a GPU", BETWEEN),
-        ("39.1B", 1024, 256, "HDR, a card a GPU", INSIDE),
-        ("7.5B", 128, 256, "HDR, a card a GPU", INSIDE),
-        ("39.1B", 512, 512, "Ethernet 100 Gb, a card a GPU", MATMULS),
-        ("7.5B", 512, 256, "Ethernet 100 Gb, a card a host", BETWEEN),
-        ("7.5B", 256, 1536, "Ethernet 100 Gb, a card a host", BETWEEN),
-    ):
-        run, given = (
-            replace(cluster_planning.MODELS[model], batch=batch),
-            cluster_planning.cluster(gpus, network),
-        )
-        today = {
-            INSIDE: replace(given, inside=_half(given.inside)),
-            BETWEEN: replace(given, between=_half(given.between)),
-            MATMULS: replace(given, share=given.share / 2),
-        }[what]
+    results, shuffle = [], random.Random(9).shuffle
+    for model, gpus, batch, network, what in _WEEKS:
+        run, before = replace(MODELS[model], batch=batch), cluster(gpus, network)
+        clusters = (before, halve_field(before, _FIELDS[what]))
         rows = []
         for pp, tp in product((1, 2, 4, 8, 16), (1, 2, 4, 8)):
             plan = ParallelLayout(gpus // pp // tp, pp, tp, zero_stage=1)
-            if refusal(run, given, plan) is None and cluster_memory(run, plan) <= given.memory:
-                seconds = [sum(cluster_parts(run, one, plan).values()) for one in (given, today)]
-                rows.append(Row(plan, *seconds))
+            if refusal(run, before, plan) is None and cluster_memory(run, plan) <= before.memory:
+                seconds = [sum(cluster_parts(run, nodes, plan).values()) for nodes in clusters]
+                rows.append(WeeklyTimes(plan, *seconds))
         shuffle(rows)
-        found.append((f"{model}, {batch:,} rows on {gpus:,} GPUs, {network}", rows, what))
-    return found
+        results.append((f"{model}, {batch:,} rows on {gpus:,} GPUs, {network}", rows, what))
+    return results
 
 
-def _half(link: Link) -> Link:
-    return replace(link, bandwidth=link.bandwidth / 2)
-
-
-def _verify_halved(diagnose: Callable[[list[Row]], Any]) -> Sequence[Finding]:
-    findings = []
-    for words, rows, what in weeks():
+@exercise("09.2", "half a link", 20)
+def slow_link(diagnose: Callable[[list[WeeklyTimes]], Any]) -> Iterator[Finding]:
+    for name, rows, what in weeks():
         answer = diagnose(list(rows))
-        best = min(rows, key=lambda row: row.after).plan
         if not (isinstance(answer, tuple | list) and len(answer) == 2):
-            findings.append(Finding(False, f"{words}: {answer!r} is not a pair (what, plan)"))
+            yield Finding(False, f"{name}: {answer!r} is not a pair (what, plan)")
             continue
-        said, plan = answer
-        findings.append(
-            Finding(said == what, f"{words}: {said}" + ("" if said == what else ", and it is something else"))
-        )
-        known = {row.plan: row.after for row in rows}
-        if plan not in known:
-            findings.append(Finding(False, f"{words}: {plan} is not among the rows"))
+        cause, plan = answer
+        right = "" if cause == what else ", and it is something else"
+        yield Finding(cause == what, f"{name}: {cause}{right}")
+        after = {row.plan: row.after for row in rows}
+        if plan not in after:
+            yield Finding(False, f"{name}: {plan} is not among the rows")
             continue
-        more = known[plan] / known[best] - 1
-        findings.append(
-            Finding(more <= 0.01, f"{words}: {plan} is now {100 * more:.1f} % over the fastest of the rows")
-        )
-    return findings
-
-
-halved = Exercise("09.2", "half a link", 20, _verify_halved)
+        more = after[plan] / min(after.values()) - 1
+        yield Finding(more <= 0.01, f"{name}: {plan} is now {100 * more:.1f} % over the fastest of the rows")
 
 
 # --- how often to save -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointTask:
     """A run that is to be saved.
 
     Attributes:
@@ -205,27 +180,23 @@ class Saved:
         return Failures(mean_time_between(self.gpus, self.each), save, self.restart)
 
 
-_SAVED = {
-    "1.7B on 32 GPUs": Saved(32, LLAMA_3_EACH, 1.7e9),
-    "145.6B on 1,536 GPUs": Saved(1536, LLAMA_3_EACH, 145.6e9),
-    "529.6B on 16,384 GPUs": Saved(16384, LLAMA_3_EACH, 529.6e9),
+_CHECKPOINT_TASKS = {
+    "1.7B on 32 GPUs": CheckpointTask(32, LLAMA_3_EACH, 1.7e9),
+    "145.6B on 1,536 GPUs": CheckpointTask(1536, LLAMA_3_EACH, 145.6e9),
+    "529.6B on 16,384 GPUs": CheckpointTask(16384, LLAMA_3_EACH, 529.6e9),
 }
-_NEAR = 1.01  # of the time that must be lost: first order passes, and more exact formulas do
+_NEAR = 1.01  # of the time that must be lost: first order passes, and so do more exact formulas
 
 
-def _verify_saves(interval: Callable[[Saved], Any]) -> Sequence[Finding]:
-    findings = []
-    for name, run in _SAVED.items():
-        found, given = interval(run), run.failures
-        young = save_interval(given)
-        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
-            findings.append(Finding(False, f"{name}: {found!r} is no number of seconds above 0"))
+@exercise("09.3", "how often to save", 15)
+def checkpoint_interval(interval: Callable[[CheckpointTask], Any]) -> Iterator[Finding]:
+    for name, task in _CHECKPOINT_TASKS.items():
+        seconds, failures = interval(task), task.failures
+        young = save_interval(failures)
+        if not is_number(seconds) or not 0 < seconds < math.inf:
+            yield Finding(False, f"{name}: {seconds!r} is no number of seconds above 0")
             continue
-        least = min(1 - trained_share(given, young * (0.5 + n / 200)) for n in range(201))
-        lost = 1 - trained_share(given, float(found))
-        words = f"{name}: saving every {number(found, 's')} loses {100 * lost:.2f} % of the time"
-        findings.append(Finding(lost <= _NEAR * least, f"{words}, at best {100 * least:.2f} %"))
-    return findings
-
-
-saves = Exercise("09.3", "how often to save", 15, _verify_saves)
+        least = min(1 - trained_share(failures, young * (0.5 + n / 200)) for n in range(201))
+        lost = 1 - trained_share(failures, float(seconds))
+        text = f"{name}: saving every {number(seconds, 's')} loses {100 * lost:.2f} % of the time"
+        yield Finding(lost <= _NEAR * least, f"{text}, at best {100 * least:.2f} %")

@@ -1,9 +1,10 @@
-"""The reader's code lives on: schedules that one notebook has them write and later ones run, as plain data.
+"""Schedules that one notebook has the reader write and later ones run, as plain data.
 
-    lesson.keep("1f1b", one_f_one_b)               # (p, m) -> p lists of actions; kept for many p and m
-    lesson.kept("1f1b", ranks=4, microbatches=8)   # yours, or the library's where there is none
+    lesson.keep_schedule("1f1b", one_f_one_b)                 # (p, m) -> p lists of actions; for many p and m
+    lesson.reader_schedule("1f1b", ranks=4, microbatches=8)   # the reader's, or the library's where there is
+    none
 
-What is kept are lists of written actions, "0F0 0B0", and never code.
+The file holds lists of written actions, "0F0 0B0", and never code.
 """
 
 from __future__ import annotations
@@ -21,43 +22,43 @@ MICROBATCHES = (*range(1, 17), 24, 32)
 Write = Callable[[int, int], Sequence[Any]]
 
 
-def keep(name: str, write: Write) -> int:
-    """Keep what `write(p, m)` gives, for p in RANKS and m in MICROBATCHES; how many of them.
+def keep_schedule(name: str, write: Write) -> int:
+    """Remember what `write(p, m)` returns, for p in RANKS and m in MICROBATCHES; how many schedules that is.
 
-    Kept is what can be run, takes no longer than the library's schedule of that name, and holds no more on
-    any rank. If that is not all, nothing is kept, and what was kept before stays. Says which in a line.
+    A schedule qualifies if it can be run, takes no longer than the library's of that name, and holds no more
+    on any rank. If one does not qualify, nothing is written, and the file stays as it was. Prints a line.
 
     Args:
         name: of a schedule with one chunk a rank, such as "1f1b".
         write: the reader's; a stub is "not yet".
     """
-    found: dict[str, list[str]] = {}
-    if not is_blank(write):
-        for p, m in ((p, m) for p in RANKS for m in MICROBATCHES):
-            mine = _written(write, p, m)
-            if mine is None or not _as_good(mine, schedules.make(name, p, m)):
-                many = f"{m} microbatch{'es' * (m != 1)}"
-                print(f"not kept: your {name} for {p} ranks and {many} is not one yet")
-                return 0
-            found[_key(p, m)] = [" ".join(map(str, row)) for row in mine.actions]
-    if found:
-        with locked():
-            write_json(FILE, {**read_json(FILE), name: found})
-        ranks = ", ".join(map(str, RANKS))
-        print(f"kept: your {name}, for {ranks} ranks and up to {MICROBATCHES[-1]} microbatches")
-    return len(found)
+    if is_blank(write):
+        return 0
+    rows: dict[str, list[str]] = {}
+    for p, m in ((p, m) for p in RANKS for m in MICROBATCHES):
+        schedule = _parse(write, p, m)
+        if schedule is None or not _as_good(schedule, schedules.make(name, p, m)):
+            count = f"{m} microbatch{'es' * (m != 1)}"
+            print(f"not kept: your {name} for {p} ranks and {count} is not one yet")
+            return 0
+        rows[_key(p, m)] = [" ".join(map(str, row)) for row in schedule.actions]
+    with locked():
+        write_json(FILE, {**read_json(FILE), name: rows})
+    ranks = ", ".join(map(str, RANKS))
+    print(f"kept: your {name}, for {ranks} ranks and up to {MICROBATCHES[-1]} microbatches")
+    return len(rows)
 
 
-def kept(name: str, ranks: int, microbatches: int) -> Schedule:
-    """The reader's schedule, called "your 1f1b"; the library's where there is none. Says which in a line."""
+def reader_schedule(name: str, ranks: int, microbatches: int) -> Schedule:
+    """The reader's schedule, called "your 1f1b", or the library's where there is none. Prints which."""
     rows = read_json(FILE).get(name, {}).get(_key(ranks, microbatches))
     if rows is not None:
         try:
-            mine = Schedule(rows, f"your {name}")
-            mine.check()
+            schedule = Schedule(rows, f"your {name}")
+            schedule.check()
             print(f"running your {name}")
-            return mine
-        except (TypeError, ValueError, AttributeError):  # somebody has been at the file
+            return schedule
+        except (TypeError, ValueError, AttributeError):  # somebody has edited the file
             pass
     print(f"running the library's {name}: yours is not there")
     return schedules.make(name, ranks, microbatches)
@@ -67,18 +68,18 @@ def _key(ranks: int, microbatches: int) -> str:
     return f"{ranks}x{microbatches}"
 
 
-def _written(write: Write, ranks: int, microbatches: int) -> Schedule | None:
+def _parse(write: Write, ranks: int, microbatches: int) -> Schedule | None:
     """None where it is no schedule of that size."""
     try:
-        mine = Schedule(write(ranks, microbatches))
-        mine.check()
+        schedule = Schedule(write(ranks, microbatches))
+        schedule.check()
     except Exception:  # whatever a reader's function does
         return None
-    return mine if (mine.ranks, mine.microbatches) == (ranks, microbatches) else None
+    return schedule if (schedule.ranks, schedule.microbatches) == (ranks, microbatches) else None
 
 
-def _as_good(mine: Schedule, other: Schedule) -> bool:
-    if mine.stages != other.stages:
+def _as_good(schedule: Schedule, other: Schedule) -> bool:
+    if schedule.stages != other.stages:
         return False
-    a, b = mine.simulate(), other.simulate()
+    a, b = schedule.simulate(), other.simulate()
     return a.makespan <= b.makespan and all(a.peak_in_flight(r) <= b.peak_in_flight(r) for r in b.ranks)

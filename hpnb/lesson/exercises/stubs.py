@@ -31,8 +31,8 @@ def is_blank(solution: Any) -> bool:
     if isinstance(solution, dict):
         solution = list(solution.values())
     if isinstance(solution, (tuple, list)):
-        told = [part for part in solution if part is not None]  # a None among others may be an answer
-        return (bool(solution) and not told) or any(is_blank(part) for part in told)
+        parts = [part for part in solution if part is not None]  # a None among others may be an answer
+        return (bool(solution) and not parts) or any(is_blank(part) for part in parts)
     return isinstance(solution, types.FunctionType) and _does_nothing(solution.__code__)
 
 
@@ -91,7 +91,7 @@ def _codes(solution: Any) -> Iterator[types.CodeType]:
         for part in solution:
             yield from _codes(part)
     else:
-        own = solution if isinstance(solution, type) else type(solution)
-        for value in vars(own).values():
+        cls = solution if isinstance(solution, type) else type(solution)
+        for value in vars(cls).values():
             if isinstance(value, types.FunctionType):
                 yield from _codes(value.__code__)

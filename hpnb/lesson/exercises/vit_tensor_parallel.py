@@ -1,8 +1,8 @@
-"""Notebook 03: columns and rows, a cliff to read, tokens between them, SUMMA, how many ranks to cut over."""
+"""Notebook 03: columns and rows, a cliff to read, tokens between the matrices, SUMMA, how many ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,50 +13,78 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hpnb
 from hpnb import comm
-from hpnb.lesson.exercises.checker import Exercise, Finding
-from hpnb.lesson.exercises.rank_checks import EXACT, NotThat, calls_of, launched, normal, off_by, worst_of
-from hpnb.lesson.exercises.vit_tensor_ranks import Job, choose
+from hpnb.lesson.exercises.checker import Finding, exercise
+from hpnb.lesson.exercises.findings import WrongAnswer, bytes_of, calls_of, exact, normal, run_on_ranks
+from hpnb.lesson.exercises.vit_tensor_size import TensorTask, choose_ranks
 from hpnb.lesson.programs import vit_tensor
-from hpnb.lesson.programs.step_timing import relative_distance as distance
+from hpnb.lesson.programs.step_timing import relative_distance
 from hpnb.lesson.tables import number
 from hpnb.mesh import Axis
 from hpnb.models import ViTSize
-from hpnb.record import Message, Traffic
+from hpnb.record import Message
 from hpnb.tensor_parallel import parallelize
 from hpnb.theory import bytes_sent
+
+__all__ = ["TensorTask", "choose_ranks"]
 
 _D = torch.float64
 
 
-def _tensor(value: Any, shape: Sequence[int], axis: Axis) -> torch.Tensor:
+def _expect_tensor(value: Any, shape: Sequence[int], axis: Axis) -> torch.Tensor:
     who = f"rank {axis.rank} of {axis.size} returned"
     if not isinstance(value, torch.Tensor):
-        raise NotThat(f"{who} a {type(value).__name__}, and a tensor of shape {tuple(shape)} is wanted")
+        raise WrongAnswer(f"{who} a {type(value).__name__}, and a tensor of shape {tuple(shape)} is wanted")
     if value.shape != torch.Size(shape):
-        raise NotThat(f"{who} a tensor of shape {tuple(value.shape)}, and shape {tuple(shape)} is wanted")
+        raise WrongAnswer(f"{who} a tensor of shape {tuple(value.shape)}, and shape {tuple(shape)} is wanted")
     return value
 
 
 @dataclass
-class _Ran:
-    """What one rank saw of a forward and a backward; distances to one process."""
+class LayerRun:
+    """What one rank saw of a forward and a backward.
 
-    apart: dict[str, float]
+    Attributes:
+        distances: {what: relative distance to one process}.
+        work: FLOPs over one process's, or tokens that the norm saw.
+    """
+
+    distances: dict[str, float]
     forward: list[Message]
     backward: list[Message]
-    flops: float = 0.0
-
-
-def _messages(counted: Traffic) -> list[Message]:
-    return list(counted.messages)
+    work: float = 0.0
 
 
 def _backward(loss: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> None:
     if not loss.requires_grad:
-        raise NotThat("what was returned does not depend on the weights, so it has no gradient")
+        raise WrongAnswer("what was returned does not depend on the weights, so it has no gradient")
     loss.backward()
     for leaf in leaves.values():
         leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _drawn(shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
+    return {n: normal(*shape, seed=i).requires_grad_() for i, (n, shape) in enumerate(shapes.items())}
+
+
+def _gradient_distances(
+    local: Mapping[str, torch.Tensor], serial: Mapping[str, torch.Tensor], sharded: Sequence[str], axis: Axis
+) -> dict[str, float]:
+    """Of each weight's gradient; a rank has its part of a sharded weight's, and zeros elsewhere."""
+    distances = {}
+    for name, leaf in local.items():
+        grad, right = leaf.grad, serial[name].grad
+        assert grad is not None
+        assert right is not None
+        text = f"the gradient of {name}"
+        if name in sharded:
+            grad, text = comm.all_reduce(grad, axis), f"{text}, parts put together"
+        distances[text] = relative_distance([grad], [right])
+    return distances
+
+
+def _exactness(runs: Sequence[LayerRun], ranks: int) -> Iterator[Finding]:
+    for what in runs[0].distances:
+        yield exact((run.distances[what] for run in runs), f"{ranks} ranks: {what}:")
 
 
 # --- columns, then rows -----------------------------------------------------------------------------
@@ -64,57 +92,40 @@ def _backward(loss: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> None:
 _ROWS, _WIDTH = 6, 12  # of x
 
 
-def _run_mlp(mlp: Callable[..., Any]) -> _Ran:
+def _run_mlp(mlp: Callable[..., Any]) -> LayerRun:
     axis = vit_tensor.tensor_axis()
     shapes = {"x": (_ROWS, _WIDTH), "A": (_WIDTH, 4 * _WIDTH), "a": (4 * _WIDTH,), "B": (4 * _WIDTH, _WIDTH)}
-    shapes["b"] = (_WIDTH,)
-    whole, mine = ({n: normal(*s, seed=i).requires_grad_() for i, (n, s) in enumerate(shapes.items())}
-                   for _ in range(2))  # fmt: skip
+    serial, local = (_drawn({**shapes, "b": (_WIDTH,)}) for _ in range(2))
     weigh = normal(_ROWS, _WIDTH, seed=9)
-    z = F.gelu(whole["x"] @ whole["A"] + whole["a"]) @ whole["B"] + whole["b"]
+    z = F.gelu(serial["x"] @ serial["A"] + serial["a"]) @ serial["B"] + serial["b"]
     (z * weigh).sum().backward()
-    with hpnb.record.traffic() as there, FlopCounterMode(display=False) as counter:
-        found = _tensor(mlp(*mine.values(), axis), (_ROWS, _WIDTH), axis)
-    with hpnb.record.traffic() as back:
-        _backward((found * weigh).sum(), mine)
-    apart = {"the output": distance([found], [z])}
-    for name, leaf in mine.items():
-        grad = leaf.grad
-        assert grad is not None
-        if name in ("A", "a", "B"):  # each rank has its own part, and zeros elsewhere
-            grad = comm.all_reduce(grad, axis)
-        said = f"the gradient of {name}" + (", parts put together" if name in ("A", "a", "B") else "")
-        other = whole[name].grad
-        assert other is not None
-        apart[said] = distance([grad], [other])
-    products = 2 * _ROWS * _WIDTH * 4 * _WIDTH * 2
-    return _Ran(apart, _messages(there), _messages(back), counter.get_total_flops() / products)
+    with hpnb.record.traffic() as forward, FlopCounterMode(display=False) as counter:
+        output = _expect_tensor(mlp(*local.values(), axis), (_ROWS, _WIDTH), axis)
+    with hpnb.record.traffic() as backward:
+        _backward((output * weigh).sum(), local)
+    distances = {"the output": relative_distance([output], [z])}
+    distances |= _gradient_distances(local, serial, ("A", "a", "B"), axis)
+    flops = counter.get_total_flops() / (2 * _ROWS * _WIDTH * 4 * _WIDTH * 2)
+    return LayerRun(distances, list(forward.messages), list(backward.messages), flops)
 
 
-def _verify_mlp(mlp: Callable[..., Any]) -> Sequence[Finding]:
-    findings = []
+@exercise("03.1", "columns, then rows", 20)
+def column_row(mlp: Callable[..., Any]) -> Iterator[Finding]:
     for ranks in (2, 3):
-        ran = launched(_run_mlp, mlp, ranks=ranks)
-        if isinstance(ran, Finding):
-            findings.append(Finding(False, f"{ranks} ranks: {ran.text}"))
+        runs, problem = run_on_ranks(_run_mlp, mlp, ranks=ranks)
+        if problem:
+            yield Finding(False, f"{ranks} ranks: {problem}")
             continue
-        for what in ran[0].apart:
-            apart = worst_of([one.apart[what] for one in ran])
-            findings.append(Finding(apart < EXACT, f"{ranks} ranks: {what}: {off_by(apart)}"))
+        yield from _exactness(runs, ranks)
         wanted = bytes_sent("all_reduce", 8 * _ROWS * _WIDTH, ranks)
-        for way, messages in (("forward", ran[0].forward), ("backward", ran[0].backward)):
-            sent = sum(message.bytes for message in messages)
-            said = f"{calls_of(messages)}, {number(sent, 'B')} a rank"
-            said += f"; target 1 all_reduce, {number(wanted, 'B')}"
+        for way, messages in (("forward", runs[0].forward), ("backward", runs[0].backward)):
+            sent = bytes_of(messages)
+            text = f"{ranks} ranks, {way}: {calls_of(messages)}, {number(sent, 'B')} a rank"
             right = [message.op for message in messages] == ["all_reduce"] and sent == wanted
-            findings.append(Finding(right, f"{ranks} ranks, {way}: {said}"))
-        share = max(one.flops for one in ran)
-        said = f"a rank does {share:.2f} of one process's FLOPs, target {1 / ranks:.2f}"
-        findings.append(Finding(share < 1 / ranks + 1e-9, f"{ranks} ranks: {said}"))
-    return findings
-
-
-column_row = Exercise("03.1", "columns, then rows", 20, _verify_mlp)
+            yield Finding(right, f"{text}; target 1 all_reduce, {number(wanted, 'B')}")
+        share = max(run.work for run in runs)
+        text = f"a rank does {share:.2f} of one process's FLOPs, target {1 / ranks:.2f}"
+        yield Finding(share < 1 / ranks + 1e-9, f"{ranks} ranks: {text}")
 
 
 # --- tokens between the matrices --------------------------------------------------------------------
@@ -122,7 +133,7 @@ column_row = Exercise("03.1", "columns, then rows", 20, _verify_mlp)
 _TOKENS = 12
 
 
-class _Norm:
+class CountingNorm:
     """A layer norm without weights, which notes how many tokens it was given."""
 
     def __init__(self) -> None:
@@ -133,65 +144,51 @@ class _Norm:
         return F.layer_norm(x, x.shape[-1:])
 
 
-def _run_block(block: Callable[..., Any]) -> tuple[_Ran, int]:
+def _run_block(block: Callable[..., Any]) -> LayerRun:
     axis = vit_tensor.tensor_axis()
     share = _TOKENS // axis.size
-    own = slice(axis.rank * share, (axis.rank + 1) * share)
-    norm, weigh = _Norm(), normal(_TOKENS, _WIDTH, seed=9)
+    rows = slice(axis.rank * share, (axis.rank + 1) * share)
+    norm, weigh = CountingNorm(), normal(_TOKENS, _WIDTH, seed=9)
     shapes = {"g": (_WIDTH,), "A": (_WIDTH, 4 * _WIDTH), "B": (4 * _WIDTH, _WIDTH)}
-    whole, mine = ({n: normal(*s, seed=i).requires_grad_() for i, (n, s) in enumerate(shapes.items())}
-                   for _ in range(2))  # fmt: skip
+    serial, local = (_drawn(shapes) for _ in range(2))
     x = normal(_TOKENS, _WIDTH, seed=5).requires_grad_()
-    x_own = x.detach()[own].clone().requires_grad_()
-    z = x + F.gelu((F.layer_norm(x, (_WIDTH,)) * whole["g"]) @ whole["A"]) @ whole["B"]
+    local_x = x.detach()[rows].clone().requires_grad_()
+    z = x + F.gelu((F.layer_norm(x, (_WIDTH,)) * serial["g"]) @ serial["A"]) @ serial["B"]
     (z * weigh).sum().backward()
-    with hpnb.record.traffic() as there:
-        found = block(x_own, mine["g"], norm, mine["A"], mine["B"], axis)
-        found = _tensor(found, (share, _WIDTH), axis)
-    with hpnb.record.traffic() as back:
-        _backward((found * weigh[own]).sum(), {"x": x_own, **mine})
-    grads = {name: leaf.grad for name, leaf in mine.items()}
-    apart = {"this rank's tokens of the output": distance([found], [z[own]])}
+    with hpnb.record.traffic() as forward:
+        output = block(local_x, local["g"], norm, local["A"], local["B"], axis)
+        output = _expect_tensor(output, (share, _WIDTH), axis)
+    with hpnb.record.traffic() as backward:
+        _backward((output * weigh[rows]).sum(), {"x": local_x, **local})
     assert x.grad is not None
-    assert x_own.grad is not None
-    apart["the gradient of x"] = distance([x_own.grad], [x.grad[own]])
-    for name, other in whole.items():
-        grad = grads[name]
-        assert grad is not None
-        assert other.grad is not None
-        said = f"the gradient of {name}"
-        if name != "g":
-            grad, said = comm.all_reduce(grad, axis), f"{said}, parts put together"
-        apart[said] = distance([grad], [other.grad])
-    return _Ran(apart, _messages(there), _messages(back)), max(norm.tokens, default=0)
+    assert local_x.grad is not None
+    distances = {
+        "this rank's tokens of the output": relative_distance([output], [z[rows]]),
+        "the gradient of x": relative_distance([local_x.grad], [x.grad[rows]]),
+        **_gradient_distances(local, serial, ("A", "B"), axis),
+    }
+    tokens = max(norm.tokens, default=0)
+    return LayerRun(distances, list(forward.messages), list(backward.messages), tokens)
 
 
-def _verify_block(block: Callable[..., Any]) -> Sequence[Finding]:
-    findings = []
+@exercise("03.3", "norms on a share of the tokens", 20)
+def sequence_parallel(block: Callable[..., Any]) -> Iterator[Finding]:
     for ranks in (2, 3):
-        ran = launched(_run_block, block, ranks=ranks)
-        if isinstance(ran, Finding):
-            findings.append(Finding(False, f"{ranks} ranks: {ran.text}"))
+        runs, problem = run_on_ranks(_run_block, block, ranks=ranks)
+        if problem:
+            yield Finding(False, f"{ranks} ranks: {problem}")
             continue
-        for what in ran[0][0].apart:
-            apart = worst_of([one.apart[what] for one, _ in ran])
-            findings.append(Finding(apart < EXACT, f"{ranks} ranks: {what}: {off_by(apart)}"))
-        one, once = ran[0][0], bytes_sent("all_reduce", 8 * _TOKENS * _WIDTH, ranks)
+        yield from _exactness(runs, ranks)
+        once = bytes_sent("all_reduce", 8 * _TOKENS * _WIDTH, ranks)
         vector = bytes_sent("all_reduce", 8 * _WIDTH, ranks)
-        for way, messages, most in (
-            ("forward", one.forward, once),
-            ("backward", one.backward, once + vector),
-        ):
-            sent = sum(message.bytes for message in messages)
-            said = f"{calls_of(messages)}, {number(sent, 'B')} a rank, at most {number(most, 'B')}"
-            findings.append(Finding(sent <= most + 1e-6, f"{ranks} ranks, {way}: {said}"))
-        tokens, target = max(tokens for _, tokens in ran), _TOKENS // ranks
-        said = f"the norm saw {tokens} tokens on a rank, target {target} of {_TOKENS}"
-        findings.append(Finding(tokens == target, f"{ranks} ranks: {said}"))
-    return findings
-
-
-sequence = Exercise("03.3", "norms on a share of the tokens", 20, _verify_block)
+        ways = (("forward", runs[0].forward, once), ("backward", runs[0].backward, once + vector))
+        for way, messages, most in ways:
+            sent = bytes_of(messages)
+            text = f"{calls_of(messages)}, {number(sent, 'B')} a rank, at most {number(most, 'B')}"
+            yield Finding(sent <= most + 1e-6, f"{ranks} ranks, {way}: {text}")
+        tokens, target = max(run.work for run in runs), _TOKENS // ranks
+        text = f"the norm saw {tokens:g} tokens on a rank, target {target} of {_TOKENS}"
+        yield Finding(tokens == target, f"{ranks} ranks: {text}")
 
 
 # --- one step of SUMMA ------------------------------------------------------------------------------
@@ -204,41 +201,37 @@ def _run_panel(panel: Callable[..., Any]) -> tuple[list[float], list[list[Messag
     axis = vit_tensor.tensor_axis()
     down, across = axis.split(2, 2)
     m, k, n = (size // 2 for size in _GRID)
-    i, j = down.rank, across.rank
-    whole_a, whole_b = normal(2 * m, 2 * k, seed=1), normal(2 * k, 2 * n, seed=2)
-    a = whole_a[i * m : (i + 1) * m, j * k : (j + 1) * k].contiguous()
-    b = whole_b[i * k : (i + 1) * k, j * n : (j + 1) * n].contiguous()
-    c, apart, sent = torch.zeros(m, n, dtype=_D), [], []
+    full_a, full_b = normal(2 * m, 2 * k, seed=1), normal(2 * k, 2 * n, seed=2)
+    rows = slice(down.rank * m, (down.rank + 1) * m)
+    columns = slice(across.rank * n, (across.rank + 1) * n)
+    a = full_a[rows, across.rank * k : (across.rank + 1) * k].contiguous()
+    b = full_b[down.rank * k : (down.rank + 1) * k, columns].contiguous()
+    c, distances, sent = torch.zeros(m, n, dtype=_D), [], []
     for t in range(2):
         with hpnb.record.traffic() as traffic:
-            c = _tensor(panel(c, a.clone(), b.clone(), t, across, down), (m, n), axis)
-        so_far = whole_a[i * m : (i + 1) * m, : (t + 1) * k] @ whole_b[: (t + 1) * k, j * n : (j + 1) * n]
-        apart.append(distance([c], [so_far]))
-        sent.append(_messages(traffic))
-    return apart, sent
+            c = _expect_tensor(panel(c, a.clone(), b.clone(), t, across, down), (m, n), axis)
+        so_far = full_a[rows, : (t + 1) * k] @ full_b[: (t + 1) * k, columns]
+        distances.append(relative_distance([c], [so_far]))
+        sent.append(list(traffic.messages))
+    return distances, sent
 
 
-def _verify_panel(panel: Callable[..., Any]) -> Sequence[Finding]:
-    ran = launched(_run_panel, panel, ranks=4)
-    if isinstance(ran, Finding):
-        return [ran]
-    findings = []
+@exercise("03.4", "one step of SUMMA", 15)
+def summa(panel: Callable[..., Any]) -> Iterator[Finding]:
+    runs, problem = run_on_ranks(_run_panel, panel, ranks=4)
+    if problem:
+        yield Finding(False, problem)
+        return
     m, k, n = (size // 2 for size in _GRID)
-    wanted = {"across": bytes_sent("broadcast", 8 * m * k, 2), "down": bytes_sent("broadcast", 8 * k * n, 2)}
+    ways = (("across", "tp.1", 8 * m * k), ("down", "tp.0", 8 * k * n))
     for t in range(2):
-        apart = worst_of([each[t] for each, _ in ran])
-        findings.append(
-            Finding(apart < EXACT, f"after step {t}: the sum of {t + 1} of 2 panels: {off_by(apart)}")
-        )
-        for way, name in (("across", "tp.1"), ("down", "tp.0")):
-            along = [[message for message in sent[t] if message.axis == name] for _, sent in ran]
-            most = max(sum(message.bytes for message in each) for each in along)
-            said = f"{calls_of(along[0])}, {number(most, 'B')} a rank, target {number(wanted[way], 'B')}"
-            findings.append(Finding(most == wanted[way], f"step {t}, {way}: {said}"))
-    return findings
-
-
-summa = Exercise("03.4", "one step of SUMMA", 15, _verify_panel)
+        yield exact((d[t] for d, _ in runs), f"after step {t}: the sum of {t + 1} of 2 panels:")
+        for way, axis, nbytes in ways:
+            wanted = bytes_sent("broadcast", nbytes, 2)
+            along = [[message for message in sent[t] if message.axis == axis] for _, sent in runs]
+            most = max(map(bytes_of, along))
+            text = f"{calls_of(along[0])}, {number(most, 'B')} a rank, target {number(wanted, 'B')}"
+            yield Finding(most == wanted, f"step {t}, {way}: {text}")
 
 
 # --- a cliff to read --------------------------------------------------------------------------------
@@ -248,12 +241,12 @@ _ROUNDING = 1e-9  # of a gradient's relative error; what is above is wrong
 _SIZE = ViTSize(hidden=16, layers=3, heads=4, mlp=32, patch=8, image=16)
 
 
-class Mlp(nn.Module):
-    """An MLP by hand on the parts that a rank holds, with something wrong: "bias", "share" or "sum"."""
+class FaultyMlp(nn.Module):
+    """A tensor-parallel MLP by hand with something wrong: "bias", "share" or "sum"."""
 
-    def __init__(self, old: Any, axis: Axis, wrong: str) -> None:
+    def __init__(self, mlp: Any, axis: Axis, wrong: str) -> None:
         super().__init__()
-        self.fc1, self.fc2, self.axis, self.wrong = old.fc1, old.fc2, axis, wrong
+        self.fc1, self.fc2, self.axis, self.wrong = mlp.fc1, mlp.fc2, axis, wrong
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.wrong != "sum":
@@ -267,81 +260,66 @@ class Mlp(nn.Module):
         return z
 
 
-class SelfAttention(nn.Module):
-    """An attention by hand, on the heads that a rank holds, whose backward lacks its sum."""
+class FaultyAttention(nn.Module):
+    """A tensor-parallel attention by hand, whose backward lacks its sum."""
 
-    def __init__(self, old: Any, axis: Axis, heads: int) -> None:
+    def __init__(self, attention: Any, axis: Axis, heads: int) -> None:
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = old.q_proj, old.k_proj, old.v_proj, old.o_proj
-        self.axis, self.heads = axis, heads
+        self.q_proj, self.k_proj, self.v_proj = attention.q_proj, attention.k_proj, attention.v_proj
+        self.o_proj, self.axis, self.heads = attention.o_proj, axis, heads
 
     def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
         q, k, v = (
-            F.linear(x, each.weight, each.bias).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for each in (self.q_proj, self.k_proj, self.v_proj)
+            F.linear(x, projection.weight, projection.bias).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         return comm.all_reduce(F.linear(y, self.o_proj.weight), self.axis) + self.o_proj.bias, None
 
 
-_FAULTS = (  # what is wrong, in which layer
-    ("sum", 1),
-    ("share", 2),
-    ("attention", 1),
-    ("bias", 0),
-)
+_FAULTS = (("sum", 1), ("share", 2), ("attention", 1), ("bias", 0))  # what is wrong, in which layer
 
 
 def records() -> list[tuple[dict[str, float], tuple[str, str | None], float]]:
     """On ranks, of each fault: {module: error} from the loss down, what is wrong where, error of the loss."""
-    axis, found = vit_tensor.tensor_axis(), []
-    g = torch.Generator().manual_seed(3)
-    batch = {
-        "pixel_values": torch.randn(4, 3, 16, 16, dtype=_D, generator=g),
-        "labels": torch.arange(4) % 3,
-    }
+    axis, cliffs = vit_tensor.tensor_axis(), []
+    pixels = torch.randn(4, 3, 16, 16, dtype=_D, generator=torch.Generator().manual_seed(3))
+    batch = {"pixel_values": pixels, "labels": torch.arange(4) % 3}
     loss, right = vit_tensor.serial_gradients(_SIZE, batch)
     for fault, layer in _FAULTS:
         model: Any = parallelize(vit_tensor.float64_vit(_SIZE), axis)
         block, path = model.vit.layers[layer], f"vit.layers.{layer}"
+        truth: tuple[str, str | None] = {
+            "sum": (BACKWARD, f"{path}.mlp"),
+            "share": (OWN, f"{path}.mlp.fc2"),
+            "attention": (BACKWARD, f"{path}.attention"),
+            "bias": (FORWARD, None),
+        }[fault]
         if fault == "attention":
-            block.attention = SelfAttention(block.attention, axis, _SIZE.heads // axis.size)
-            truth: tuple[str, str | None] = (BACKWARD, f"{path}.attention")
+            block.attention = FaultyAttention(block.attention, axis, _SIZE.heads // axis.size)
         else:
-            block.mlp = Mlp(block.mlp, axis, fault)
-            truth = {
-                "sum": (BACKWARD, f"{path}.mlp"),
-                "share": (OWN, f"{path}.mlp.fc2"),
-                "bias": (FORWARD, None),
-            }[fault]
+            block.mlp = FaultyMlp(block.mlp, axis, fault)
         value = model(**batch).loss
         value.backward()
         off = abs(float(value.detach()) - loss) / loss
-        found.append((vit_tensor.gradient_errors(model, right), truth, off))
-    return found
+        cliffs.append((vit_tensor.gradient_errors(model, right), truth, off))
+    return cliffs
 
 
-def _verify_diagnose(diagnose: Callable[[dict[str, float]], Any]) -> Sequence[Finding]:
-    findings = []
-    for count, (errors, truth, off) in enumerate(
-        hpnb.launch(records, ranks=2, device="cpu", timeout=60.0)[0], 1
-    ):
+@exercise("03.2", "read a cliff", 15)
+def gradient_cliff(diagnose: Callable[[dict[str, float]], Any]) -> Iterator[Finding]:
+    cliffs = hpnb.launch(records, ranks=2, device="cpu", timeout=60.0)[0]
+    for count, (errors, truth, off) in enumerate(cliffs, 1):
         answer = diagnose(dict(errors))
         answer = tuple(answer) if isinstance(answer, list) else answer
-        said = f"record {count}, loss off by {off:.0e}: {_in_words(errors)}; you say {answer!r}"
-        findings.append(Finding(answer == truth, said))
-    return findings
+        text = f"record {count}, loss off by {off:.0e}: {_describe_cliff(errors)}; you say {answer!r}"
+        yield Finding(answer == truth, text)
 
 
-def _in_words(errors: Mapping[str, float]) -> str:
+def _describe_cliff(errors: Mapping[str, float]) -> str:
     """Where a record turns wrong, from the loss down; what that means is for the reader to say."""
     modules = list(errors)
     wrong = [module for module in modules if errors[module] > _ROUNDING]
     first = modules.index(wrong[0])
     before = f"right down to {modules[first - 1]}" if first else "none is right before it"
     return f"first wrong is {wrong[0]}, {before}, {len(wrong)} of {len(modules)} wrong"
-
-
-cliff = Exercise("03.2", "read a cliff", 15, _verify_diagnose)
-
-__all__ = ["Job", "choose", "cliff", "column_row", "records", "sequence", "summa"]

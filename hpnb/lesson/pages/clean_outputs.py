@@ -2,9 +2,9 @@
 
     clean(nb)      # in place; cleaning twice is cleaning once
 
-A reader needs none of it, and each would change with every run: absolute paths (shortened), names of hosts
-and users, memory addresses, random identifiers of widgets and cells, timings, the pieces in which a stream
-arrived. What is left differs between two runs only where the results do.
+A reader needs none of it, and all of it would change with every run: absolute paths (shortened), names of
+hosts and users, memory addresses, random identifiers of widgets and cells, timings, the pieces in which a
+stream arrived. What is left differs between two runs only where the results do.
 """
 
 from __future__ import annotations
@@ -104,18 +104,18 @@ def _cleaned(output: Any, scrub: Callable[[str], str]) -> Any:
     else:
         for kind, content in output.data.items():
             if kind not in _BINARY:
-                output.data[kind] = _each_string(content, scrub)
+                output.data[kind] = _map_strings(content, scrub)
     return output
 
 
-def _each_string(value: Any, change: Callable[[str], str]) -> Any:
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     """`value`, which came from JSON, with every string changed; keys and binary buffers stay."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
-        return [_each_string(item, change) for item in value]
+        return [_map_strings(item, change) for item in value]
     if isinstance(value, dict):
-        return type(value)((k, v if k == "buffers" else _each_string(v, change)) for k, v in value.items())
+        return type(value)((k, v if k == "buffers" else _map_strings(v, change)) for k, v in value.items())
     return value
 
 
@@ -155,8 +155,8 @@ def _names() -> list[tuple[str, str]]:
     except (OSError, KeyError):
         user = ""
     host = socket.gethostname()
-    found = [(host, "host"), (host.split(".")[0], "host"), (user, "user")]
-    return [(name, stand_in) for name, stand_in in found if len(name) > 1 and name.lower() not in _ANYONE]
+    names = [(host, "host"), (host.split(".")[0], "host"), (user, "user")]
+    return [(name, stand_in) for name, stand_in in names if len(name) > 1 and name.lower() not in _ANYONE]
 
 
 def _folders() -> list[tuple[re.Pattern[str], str]]:
@@ -167,14 +167,14 @@ def _folders() -> list[tuple[re.Pattern[str], str]]:
     short[tempfile.gettempdir()] = "tmp"
     short[str(Path.home())] = "~"
     every = {form: name for path, name in short.items() for form in (path, os.path.realpath(path))}
-    found = []
+    folders = []
     for path in sorted(every, key=len, reverse=True):
         if len(path) > 1 and Path(path).is_absolute():
-            whole = rf"{_EDGE}{re.escape(path)}"
+            pattern = rf"{_EDGE}{re.escape(path)}"
             if every[path] == ".":
-                found.append((re.compile(whole + r"/(?=[\w.])"), ""))
-            found.append((re.compile(whole + r"(?![\w-])"), every[path]))
-    return found
+                folders.append((re.compile(pattern + r"/(?=[\w.])"), ""))
+            folders.append((re.compile(pattern + r"(?![\w-])"), every[path]))
+    return folders
 
 
 # --- widgets ---------------------------------------------------------------------------------
@@ -194,9 +194,9 @@ def _settle_widgets(nb: Any, scrub: Callable[[str], str]) -> None:
     # in the order of creation, which is also the order of the numbers
     number = {old: f"{i:032x}" for i, old in enumerate(old for old in state if old in needed)}
     rename = re.compile("|".join(map(re.escape, number)) or "(?!)")
-    kept = _each_string(
+    kept = _map_strings(
         {number[old]: model for old, model in state.items() if old in needed},
-        lambda text: rename.sub(lambda found: number[found[0]], scrub(text)),
+        lambda text: rename.sub(lambda match: number[match[0]], scrub(text)),
     )
     if kept and len(json.dumps(kept)) <= WIDGET_BYTES:
         nb.metadata["widgets"] = {STATE: {"state": kept, "version_major": 2, "version_minor": 0}}

@@ -144,10 +144,10 @@ def check(path: Path) -> str | None:
     """What is wrong with the committed notebook at `path`; None if nothing is."""
     if not path.with_suffix(".ipynb").exists():
         return f"there is no {path.name}.ipynb"
-    found = paired.differences(path) if paired.can_read_text() else []
+    problems = paired.differences(path) if paired.can_read_text() else []
     if stale := is_stale(paired.read(path)):
-        found.append(stale)
-    return "; ".join(found) or None
+        problems.append(stale)
+    return "; ".join(problems) or None
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -26,9 +26,11 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from traitlets import default
 
+from hpnb import files
+
 
 @dataclass(frozen=True)
-class Execution:
+class NotebookRun:
     """How one notebook went: wall-clock seconds, and why it failed (None if it did not)."""
 
     name: str
@@ -53,7 +55,7 @@ class ThisPython(AsyncKernelManager):
         return "auto" if zmq.has("curve") else "disabled"
 
 
-def execute(source: Path, target: Path, timeout: float = 600.0) -> Execution:
+def execute(source: Path, target: Path, timeout: float = 600.0) -> NotebookRun:
     """Run the notebook `source` in its own folder and write the executed copy to `target`.
 
     `timeout` is in seconds for the whole notebook. Nothing is raised for a notebook that fails: a cell that
@@ -82,13 +84,13 @@ def execute(source: Path, target: Path, timeout: float = 600.0) -> Execution:
     except Exception as error:
         failure = _one_line(type(error).__name__, str(error))
     if notebook is not None:
-        _write(notebook, target)
+        files.write_text(target, nbformat.writes(notebook) + "\n")  # all of it or nothing
     if log.exists() and (failure is None or log.stat().st_size == 0):
         log.unlink()
-    return Execution(source.name, time.perf_counter() - start, failure)
+    return NotebookRun(source.name, time.perf_counter() - start, failure)
 
 
-def execute_all(sources: list[Path], target: Path, timeout: float = 600.0) -> list[Execution]:
+def execute_all(sources: list[Path], target: Path, timeout: float = 600.0) -> list[NotebookRun]:
     """Run notebooks in the order given, printing one line each; a failure does not stop the rest."""
     target.mkdir(parents=True, exist_ok=True)
     width = max((len(source.name) for source in sources), default=0)
@@ -115,13 +117,6 @@ def _environment() -> dict[str, str]:
 def _one_line(name: str, message: str) -> str:
     first = message.strip().splitlines()[0] if message.strip() else ""
     return f"{name}: {first}" if first else name
-
-
-def _write(notebook: Any, target: Path) -> None:
-    """Write, then rename, so that an interrupted run never leaves half a notebook."""
-    unfinished = target.with_suffix(".part")
-    nbformat.write(notebook, unfinished)
-    unfinished.replace(target)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 import nbformat
 
+from hpnb import files
 from hpnb.lesson.pages.clean_outputs import name_cells
 
 # Without jupytext's own version, which would change with every developer's installation.
@@ -69,9 +70,7 @@ def read(path: Path) -> Any:
 
 def write(nb: Any, path: Path) -> None:
     """Write the notebook beside `path`: all of it or nothing, so that an interrupt leaves no half."""
-    unfinished = path.with_suffix(".part")
-    nbformat.write(nb, unfinished)
-    unfinished.replace(path.with_suffix(".ipynb"))
+    files.write_text(path.with_suffix(".ipynb"), nbformat.writes(nb) + "\n")
 
 
 def differences(path: Path) -> list[str]:
@@ -79,17 +78,17 @@ def differences(path: Path) -> list[str]:
     for partner in (path.with_suffix(".py"), path.with_suffix(".ipynb")):
         if not partner.exists():
             return [f"there is no {partner.name}"]
-    found = []
+    problems = []
     if not path.with_suffix(".py").read_text(encoding="utf-8").startswith(HEADER):
-        found.append(f"{path.stem}.py does not open with the header that pairs it")
+        problems.append(f"{path.stem}.py does not open with the header that pairs it")
     cells = itertools.zip_longest(read_text(path).cells, read(path).cells)
     for number, (text, cell) in enumerate(cells, 1):
         if text is None or cell is None:
             where = f"{path.stem}.{'ipynb' if text is None else 'py'}"
-            found.append(f"cell {number} is only in {where}")
+            problems.append(f"cell {number} is only in {where}")
         elif differ := [name for name, part in _PARTS.items() if part(text) != part(cell)]:
-            found.append(f"cell {number} differs in {' and '.join(differ)}: {_opening(text)}")
-    return found
+            problems.append(f"cell {number} differs in {' and '.join(differ)}: {_opening(text)}")
+    return problems
 
 
 def pair(path: Path) -> Any:

@@ -1,9 +1,9 @@
-"""A guess, a prediction and a truth, and what one makes of the three; kept in one file between notebooks.
+"""A guess, a prediction and a truth, how they are judged, and the file that remembers them between notebooks.
 
     ratio = measured / predicted
 
 An identity holds at exactly 1, a model from 0.8 to 1.25. A ranking is scored by its regret: what the first
-choice costs over the least cost, less 1. How the others are ordered is told, and costs nothing.
+choice costs over the least cost, less 1. The order of the others is reported, and costs nothing.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def ratio_text(ratio: float | None, kind: Kind = "model") -> str:
     return f"{ratio:.2f}" if 0.095 <= abs(ratio) < 100 else number(ratio)
 
 
-def show(answer: Answer, unit: str = "") -> str:
+def answer_text(answer: Answer, unit: str = "") -> str:
     """An answer as a table holds it."""
     if answer is None:
         return "-"
@@ -123,10 +123,10 @@ def show(answer: Answer, unit: str = "") -> str:
 
 def reading_of(outcome: Outcome) -> str:
     """One line that says what came of the guess, and of the prediction."""
-    words = [_read(outcome, outcome.guess, "your guess")] if outcome.guess is not None else ["No guess yet"]
+    parts = [_read(outcome, outcome.guess, "your guess")] if outcome.guess is not None else ["No guess yet"]
     if outcome.predicted is not None:
-        words.append(_read(outcome, outcome.predicted, "the prediction"))
-    return ". ".join(w[0].upper() + w[1:] for w in words) + "."
+        parts.append(_read(outcome, outcome.predicted, "the prediction"))
+    return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
 
 
 def _read(outcome: Outcome, value: Answer, who: str) -> str:
@@ -153,25 +153,25 @@ def _read_ranking(outcome: Outcome, order: tuple[str, ...], who: str) -> str:
         return f"{who} names {', '.join(strange)}, which is not among {', '.join(costs)}: it has no score"
     best = min(costs, key=lambda name: costs[name])
     regret = costs[order[0]] / costs[best] - 1
-    words = f"{who} puts the best first" if regret == 0 else (
-        f"{who} puts {order[0]} first, which costs {number(100 * regret, '%')} more than {best}"
-    )  # fmt: skip
+    text = f"{who} puts the best first"
+    if regret:
+        text = f"{who} puts {order[0]} first, which costs {number(100 * regret, '%')} more than {best}"
     pairs = list(combinations(order, 2))
     right = sum(costs[a] <= costs[b] for a, b in pairs)
-    return words + (f", and has {right} of {len(pairs)} pairs in order" if pairs else "")
+    return text + (f", and has {right} of {len(pairs)} pairs in order" if pairs else "")
 
 
-# --- keeping -----------------------------------------------------------------------------------
+# --- the file ----------------------------------------------------------------------------------
 
 
 def read_outcomes() -> dict[str, Outcome]:
-    """{key: outcome} of everything that was kept."""
+    """{key: outcome} of everything that is in the file."""
     return load(FILE, _parse, {})
 
 
 def write_outcomes(outcomes: Mapping[str, Outcome]) -> None:
-    kept = {key: asdict(outcome) for key, outcome in outcomes.items()}
-    save(FILE, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    fields = {key: asdict(outcome) for key, outcome in outcomes.items()}
+    save(FILE, json.dumps(fields, indent=1, ensure_ascii=False) + "\n")
 
 
 def _parse(text: str) -> dict[str, Outcome]:

@@ -20,10 +20,10 @@ from hpnb.lesson.predictions.outcome import (
     Answer,
     Kind,
     Outcome,
+    answer_text,
     ratio_text,
     read_outcomes,
     reading_of,
-    show,
     write_outcomes,
 )
 from hpnb.lesson.tables import number, plain, present, table
@@ -52,18 +52,18 @@ def predict(key: str, question: str, guess: Guess = None, unit: str = "", kind: 
         stored = read_outcomes()
         before = stored.get(key)
         if answer is not None:
-            kept = asked
+            stored_outcome = asked
             if before is not None and before.truth is not None and (before.kind, before.unit) == (kind, unit):
                 asked = replace(asked, seen=before.seen or before.guess != answer)
-                kept = replace(before, question=question, guess=answer, seen=asked.seen)
-            write_outcomes({**stored, key: kept})
+                stored_outcome = replace(before, question=question, guess=answer, seen=asked.seen)
+            write_outcomes({**stored, key: stored_outcome})
     _asked[key] = asked
     if answer is None:
         status = "not yet: write your guess and run the cell again"
         if before is not None and before.guess is not None:
-            status += f" (your earlier guess: {show(before.guess, before.unit)})"
+            status += f" (your earlier guess: {answer_text(before.guess, before.unit)})"
     else:
-        status = f"your guess: {show(answer, unit)}"
+        status = f"your guess: {answer_text(answer, unit)}"
         status += ", made after the answer had been shown" if asked.seen else ""
     wanted = "one or more, best first" if kind == "ranking" else f"in {unit}" if unit else "a number"
     html = f"<p><b>Predict:</b> {_safe(question)} ({_safe(wanted)})<br>{_safe(status)}</p>"
@@ -107,15 +107,15 @@ def reveal(
         before = stored.get(key)
         if done.guess is not None or before is None or before.guess is None:
             write_outcomes({**stored, key: done})  # else what came of an earlier guess stays
-    guess = show(done.guess, done.unit)
+    guess = answer_text(done.guess, done.unit)
     if done.guess is None:
         guess = "not yet"
         if before is not None and before.guess is not None:
-            guess += f" (earlier: {show(before.guess, before.unit)})"
+            guess += f" (earlier: {answer_text(before.guess, before.unit)})"
     last, score = "ratio", ratio_text(done.guess_ratio if done.predicted is None else done.ratio, done.kind)
     if done.kind == "ranking":
         last, score = "your regret", "-" if done.regret is None else number(100 * done.regret, "%")
-    row = (guess, show(done.predicted, done.unit), show(done.truth, done.unit), score)
+    row = (guess, answer_text(done.predicted, done.unit), answer_text(done.truth, done.unit), score)
     table(("your guess", "predicted", "measured", last), [row], done.question, reading_of(done))
 
 
@@ -137,21 +137,21 @@ def _answer(value: Any, kind: Kind, unit: str, who: str) -> Answer:
     try:
         if isinstance(value, (str, bool)):
             raise TypeError
-        found = plain(value)
+        answer = plain(value)
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of many elements
-        found = math.nan
-    if not math.isfinite(found):
+        answer = math.nan
+    if not math.isfinite(answer):
         raise ValueError(f"{who} {value!r} is not a number" + (f"; it is asked in {unit}" if unit else ""))
-    if kind == "model" and found <= 0 and who == "your guess":
+    if kind == "model" and answer <= 0 and who == "your guess":
         raise ValueError(f"{who} {value!r} cannot be compared by a ratio; it must be above 0")
-    return found
+    return answer
 
 
 def _costs(key: str, costs: Mapping[Any, float] | None) -> dict[str, float]:
-    told = {str(name): float(cost) for name, cost in (costs or {}).items()}
-    if not told or not all(cost > 0 and math.isfinite(cost) for cost in told.values()):
+    scores = {str(name): float(cost) for name, cost in (costs or {}).items()}
+    if not scores or not all(cost > 0 and math.isfinite(cost) for cost in scores.values()):
         raise ValueError(f"{key} is scored by what each choice costs, above 0: costs={{choice: cost}}")
-    return told
+    return scores
 
 
 def _safe(text: str) -> str:

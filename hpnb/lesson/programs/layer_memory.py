@@ -1,8 +1,7 @@
 """What one layer of GPT-2 keeps for its backward: published, predicted and measured, row by row.
 
     size = hpnb.models.GPT2Size(hidden=160, layers=3, heads=5, mlp=640, vocab_size=64, length=96)
-    found = hpnb.lesson.measure_layers(size, batch=2, ranks=2)
-    hpnb.lesson.programs.layer_memory(found)
+    hpnb.lesson.layer_memory(hpnb.lesson.measure_layers(size, batch=2, ranks=2))
 
 Measured is what a forward of three layers leaves in memory and one of two does not: every storage that lives,
 whoever holds it. So a layer's input counts once, as the output of the layer before, and weights not at all.
@@ -71,34 +70,34 @@ def measure_layers(
             then left out of the attention alone.
         fused_gelu: nn.GELU in place of gelu_new.
     """
-    told: dict[ActivationRow, tuple[int, str]] = {}
-    for count, alike in ((ranks, True), (1, False)):  # ranks that stay, for what they import takes longest
-        if mine := [row for row in rows if row.parallel is alike]:
+    measured: dict[ActivationRow, tuple[int, str]] = {}
+    for count, parallel in ((ranks, True), (1, False)):  # ranks that stay, for what they import takes longest
+        if chosen := [row for row in rows if row.parallel is parallel]:
             with hpnb.Ranks(count, device=device) as pool:
-                for row in mine:
-                    told[row] = pool.run(_kept, size, batch, row, fused_attention, fused_gelu)[0]
-    block, found = size.block(batch), []
+                for row in chosen:
+                    measured[row] = pool.run(_kept, size, batch, row, fused_attention, fused_gelu)[0]
+    block, layers = size.block(batch), []
     for row in rows:
         count = ranks if row.parallel else 1
-        measured, kind = told[row]
+        nbytes, kind = measured[row]
         terms = row.beyond(block, count, device=kind, fused_attention=fused_attention, fused_gelu=fused_gelu)
-        found.append(LayerMemory(row, row.published(block, count), terms, measured))
-    return found
+        layers.append(LayerMemory(row, row.published(block, count), terms, nbytes))
+    return layers
 
 
-def layer_memory(found: Sequence[LayerMemory], title: str = "What a layer keeps for its backward") -> None:
+def layer_memory(layers: Sequence[LayerMemory], title: str = "What a layer keeps for its backward") -> None:
     """Display the rows: formula, with what is beyond it, measured, and the ratio of the last two."""
     cells = [
         (
-            one.row.name,
-            number(one.formula, "B"),
-            number(one.predicted, "B"),
-            number(one.measured, "B"),
-            f"{one.ratio:.3f}",
+            layer.row.name,
+            number(layer.formula, "B"),
+            number(layer.predicted, "B"),
+            number(layer.measured, "B"),
+            f"{layer.ratio:.3f}",
         )
-        for one in found
+        for layer in layers
     ]
-    terms = dict.fromkeys(name for one in found for name in one.terms)
+    terms = dict.fromkeys(name for layer in layers for name in layer.terms)
     note = f"Predicted counts, beyond the formula: {'; '.join(terms)}." if terms else ""
     table(("layer", "formula", "predicted", "measured", "measured / predicted"), cells, title, note)
 
@@ -118,7 +117,7 @@ def _held(size: GPT2Size, batch: int, row: ActivationRow, fused_attention: bool,
     from hpnb.tensor_parallel import parallelize
 
     attention = "sdpa" if fused_attention else "eager"
-    torch.manual_seed(0)  # GPUs' generators begin each with a state of its own
+    torch.manual_seed(0)  # GPUs' generators begin with different states
     model: Any = models.gpt2(size, dropout=0.1, attention=attention, dtype=torch.bfloat16)
     for block in model.transformer.h:
         if fused_gelu:

@@ -68,5 +68,5 @@ def _cost(event: Event, link: Link, algorithm: str) -> float:
     op = "send" if event.op == "receive" else event.op
     if op not in OPS:  # a barrier: an all-reduce of nothing
         return seconds("all_reduce", 0.0, ranks, link)
-    whole = event.bytes / ring_bytes(op, 1.0, ranks)
-    return seconds(op, whole, ranks, link, algorithm if op == "all_reduce" else "ring")
+    nbytes = event.bytes / ring_bytes(op, 1.0, ranks)  # of the tensor; the event has what a ring moves
+    return seconds(op, nbytes, ranks, link, algorithm if op == "all_reduce" else "ring")

@@ -1,0 +1,100 @@
+"""What checks of several notebooks share: run on ranks of the CPU, compare with one process, report it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+import hpnb
+from hpnb.lesson.exercises.checker import Exercise, Finding
+from hpnb.lesson.tables import number
+from hpnb.record import Message
+
+EXACT = 1e-12  # relative norm, float64
+TIMEOUT = 20.0  # seconds
+
+
+class WrongAnswer(Exception):
+    """What a rank returned cannot be the answer. Raised, so that ranks that wait for this one end with it."""
+
+
+def run_on_ranks(
+    run: Callable[..., Any], *args: Any, ranks: int, timeout: float = TIMEOUT
+) -> tuple[Any, str]:
+    """(what all ranks returned, ""), or (None, the words of the rank that raised WrongAnswer)."""
+    try:
+        return hpnb.launch(run, *args, ranks=ranks, device="cpu", timeout=timeout), ""
+    except hpnb.RankError as error:
+        if error.error != WrongAnswer.__name__:
+            raise
+        return None, error.summary.partition(": ")[2]
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Normally distributed float64 values that are the same on all ranks."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def off_by(distance: float) -> str:
+    """A distance to one process's result, in words."""
+    if distance < EXACT:
+        return "equal"
+    looks_like_rounding = distance < 1e-4
+    return f"off by {distance:.1e}" + (" (in float64 rounding is 1e-16)" if looks_like_rounding else "")
+
+
+def exact(distances: Iterable[float], text: str) -> Finding:
+    """Whether the worst of the ranks' distances to one process is rounding."""
+    worst = worst_of(distances)
+    return Finding(worst < EXACT, f"{text} {off_by(worst)}")
+
+
+def worst_of(distances: Iterable[float]) -> float:
+    """The largest; NaN, which compares with nothing, is worse than any number."""
+    return max(math.inf if math.isnan(distance) else distance for distance in distances)
+
+
+def calls_of(messages: Sequence[Message]) -> str:
+    """ "2 all_reduce", "1 all_gather and 1 reduce_scatter", "nothing"."""
+    counts = Counter(message.op for message in messages)
+    return " and ".join(f"{count} {op}" for op, count in counts.items()) or "nothing"
+
+
+def bytes_of(messages: Sequence[Message]) -> float:
+    return sum(message.bytes for message in messages)
+
+
+def is_number(answer: Any) -> bool:
+    """Whether this is a finite int or float."""
+    return isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
+
+
+def divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def keeps_to_cap(text: str, nbytes: float, cap: float) -> Finding:
+    """Whether `nbytes` is at most `cap`; the text says who holds them."""
+    return Finding(nbytes <= cap, f"{text} holds {number(nbytes, 'B')}, at most {number(cap, 'B')}")
+
+
+def diagnosis(
+    key: str, title: str, minutes: float, records: Callable[[], Iterable[tuple[str, Any, Any]]]
+) -> Exercise:
+    """An exercise that asks what is wrong with each record.
+
+    Args:
+        records: (what is said of a record, the record, what is wrong with it).
+    """
+
+    def verify(diagnose: Callable[[Any], Any]) -> Iterator[Finding]:
+        for text, record, truth in records():
+            answer = diagnose(record)
+            answer = tuple(answer) if isinstance(answer, list) else answer
+            yield Finding(answer == truth, f"{text}: it is {truth!r}, you say {answer!r}")
+
+    return Exercise(key, title, minutes, verify)

@@ -24,7 +24,7 @@ import hpnb
 from hpnb.__main__ import main
 from hpnb.hybrid.train_command import main as train_main
 from hpnb.hybrid.train_command.run_file import RunFile, load, parse
-from hpnb.hybrid.train_command.train import Run, train
+from hpnb.hybrid.train_command.train import RunResult, train
 from hpnb.hybrid.training import resuming
 
 ROOT = Path(__file__).parents[1]
@@ -174,7 +174,7 @@ def test_what_cannot_run_starts_nothing(
 # --- runs ---------------------------------------------------------------------------------------------------
 
 
-def run(four: hpnb.Ranks, file: RunFile, flag: Path | None = None) -> Run:
+def run(four: hpnb.Ranks, file: RunFile, flag: Path | None = None) -> RunResult:
     """Of the four ranks, which agree."""
     first, *others = four.run(train, file, flag)
     for other in others:

@@ -1,10 +1,11 @@
-"""A model on one rank of dp x pp x tp: what `Booster.boost` returns.
+"""The model on one rank of dp x pp x tp: what `Booster.boost` returns.
 
     without a pipeline   outputs = model(**batch); booster.backward(outputs.loss, optimizer)
     with one             booster.execute_pipeline(data_iter, model, criterion, optimizer)
                          which also works without, microbatch after microbatch
 
-Both reduce gradients once a step, by the same sink: the hooks of the former are quiet during the latter.
+Both reduce gradients once a step, through the same reducer. The hooks that the first way needs are off during
+the second.
 """
 
 from __future__ import annotations
@@ -44,17 +45,16 @@ Criterion = Callable[[Any, Any], Any]
 
 
 class Boosted(nn.Module):
-    """Wraps this rank's part of a model; its parameters have the whole model's names.
+    """Wraps this rank's part of a model. Its parameters keep the names that they have in the full model.
 
     Args:
         module: the model, or this rank's `Stages` of it.
-        axes: those along which parameters may be cut: dp, pp, and tensor parallelism's own.
-        pipe: with a pipeline; it is made when it is needed without one.
-        replica: what reduces gradients after a backward, if anything does; not with ZeRO 3, which does it
-            itself.
+        axes: those along which parameters may be sharded: dp, pp, and those of tensor parallelism.
+        pipe: the pipeline, if there is one; otherwise `run` makes one with a single stage.
+        replica: the DataParallel that reduces gradients after a plain backward, if there is one.
         model_loss: the loss that the model computes from labels, where it can be computed outside of it.
         causal: whether its targets are its inputs, shifted by one.
-        kind, config: of the whole model, for whoever saves it.
+        kind, config: class and config of the full model, with which it is saved.
 
     Attributes:
         last_step: the result of the last `execute_pipeline`, with its timeline if it was recorded.
@@ -87,14 +87,14 @@ class Boosted(nn.Module):
         self.plugin, self.axes, self.causal = plugin, tuple(axes), causal
         self.kind, self.whole_config = kind, config
         self.last_step: PipelineStepResult | None = None
-        self._own, self._weigher, self._device = model_loss, Weigher(plugin.mesh.dp), this_device()
+        self._model_loss, self._weigher, self._device = model_loss, Weigher(plugin.mesh.dp), this_device()
         self._pipe, self._syncs = pipe, True
         self._criterion: Criterion | None = None
         self.loss_reduction: LossReduction | None = None
         if pipe is not None:
             pipe.loss_fn = self._loss
         self.optimizer_ref: Callable[[], Any] = lambda: None
-        self._resumed: torch.Tensor | None = None
+        self._resumed_per_target: torch.Tensor | None = None
 
     # --- a module ----------------------------------------------------------------------------------------
 
@@ -116,15 +116,15 @@ class Boosted(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """This rank's parts under the whole model's names; `booster.save_model` puts them together."""
-        found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-        return found
+        """This rank's shards under the full model's names. `booster.save_model` puts them together."""
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return state
 
     # --- without a pipeline ------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs. `.loss` is the mean over the targets of all data-parallel ranks, and every
-        tensor has the gradient that this rank owes to it (`global_loss.py`). All ranks call it.
+        tensor has the gradient that this rank contributes to it (`global_loss.py`). All ranks call it.
 
         Targets are counted in what it is given: entries of "labels" that are not -100 (a causal model's
         shifted ones), samples if there are none.
@@ -138,18 +138,19 @@ class Boosted(nn.Module):
                 f"this rank has stages {self.module.numbers} of the model alone; call "
                 "booster.execute_pipeline(data_iter, model, criterion, optimizer)"
             )
-        args, kwargs = self._brought(args), self._brought(kwargs)
-        self._send_buffers()
-        label = kwargs.get("labels") if self._own is not None and kwargs.get("return_dict", True) else None
+        args, kwargs = self._prepare_batch(args), self._prepare_batch(kwargs)
+        self._broadcast_buffers()
+        takes_labels = self._model_loss is not None and kwargs.get("return_dict", True)
+        labels = kwargs.get("labels") if takes_labels else None
         with self.plugin.policy.autocast(self._device):
             runs = self._replica or self.module
-            if label is None or self._own is None:
+            if labels is None or self._model_loss is None:
                 outputs = runs(*args, **kwargs)
             else:
                 outputs = runs(*args, **{name: v for name, v in kwargs.items() if name != "labels"})
-                outputs = type(outputs)(loss=self._own(outputs, label), **dict(outputs.items()))
+                outputs = type(outputs)(loss=self._model_loss(outputs, labels), **dict(outputs.items()))
         named = any(name in kwargs for name in TARGET_NAMES) or not args
-        return self._weigher(outputs, self._count(kwargs if named else args))
+        return self._weigher(outputs, self._count_targets(kwargs if named else args))
 
     def weighed_as_sums(self) -> AbstractContextManager[None]:
         """A backward inside is that of a sum over this rank's targets, divided by the count of all."""
@@ -160,13 +161,13 @@ class Boosted(nn.Module):
         """Accumulate: backwards inside add to this rank's gradients and send nothing."""
         before, self._syncs = self._syncs, False
         try:
-            with self._quiet():
+            with self._hooks_off():
                 yield
         finally:
             self._syncs = before
 
-    def _quiet(self) -> AbstractContextManager[None]:
-        """Nobody listens to backwards."""
+    def _hooks_off(self) -> AbstractContextManager[None]:
+        """No hook reduces gradients."""
         replica: DataParallel | None = self._replica
         if replica is not None:
             return replica.no_sync()
@@ -195,18 +196,19 @@ class Boosted(nn.Module):
             keep: keep the outputs.
             record: note when what ran, for `.timeline`.
         """
-        batch = self._brought(to_device(batch, self._device))
-        pipe = self._pipe or self._make_pipe()
+        batch = self._prepare_batch(to_device(batch, self._device))
+        pipe = self._pipe or self._make_single_stage_pipe()
         pipe.split = partial(split_batch, allow_empty=True, multiple=self.plugin.row_multiple)
-        pipe.schedule = self.plugin.schedule(self._agreed(self.plugin.microbatches(batch_size(batch))))
-        self._criterion = criterion or _own_loss
+        microbatches = self._agree_on_microbatches(self.plugin.microbatches(batch_size(batch)))
+        pipe.schedule = self.plugin.schedule(microbatches)
+        self._criterion = criterion or _loss_of_outputs
         if self.loss_reduction is not None:
             pipe.loss_reduction = self.loss_reduction
-        if self._resumed is not None:
-            pipe.per_target, self._resumed = self._resumed, None
+        if self._resumed_per_target is not None:
+            pipe.per_target, self._resumed_per_target = self._resumed_per_target, None
         if trains:
-            self._send_buffers()
-        with self.plugin.policy.autocast(self._device), self._quiet():
+            self._broadcast_buffers()
+        with self.plugin.policy.autocast(self._device), self._hooks_off():
             self.last_step = pipe.step(
                 batch,
                 forward_only=not trains,
@@ -219,39 +221,39 @@ class Boosted(nn.Module):
 
     @property
     def per_target(self) -> float | torch.Tensor:
-        """What a criterion that counts for itself counts for each target, as the last step has found; the
-        next one begins with it. Set it to go on where another run was."""
-        if self._resumed is not None:
-            return self._resumed
+        """What a criterion that counts for itself counts per target, as of the last step; the next one starts
+        from it. Set it to continue another run."""
+        if self._resumed_per_target is not None:
+            return self._resumed_per_target
         return 1.0 if self._pipe is None else self._pipe.per_target
 
     @per_target.setter
     def per_target(self, value: torch.Tensor) -> None:
-        self._resumed = value.to(self._device)
+        self._resumed_per_target = value.to(self._device)
 
-    def _make_pipe(self) -> Pipeline:
-        """The whole model as the only stage."""
+    def _make_single_stage_pipe(self) -> Pipeline:
+        """A pipeline with the full model as its only stage."""
         module, mesh = self.module, self.plugin.mesh
         sink = None
         if self.plugin.zero_stage == 3:
             sink = data_parallel.sink(module)
         elif self._replica is not None:
             sink = self._replica.sink
-        told: Any = None if sink is None else SimpleNamespace(sink=sink)  # which goes on listening by itself
-        stage = WholeModel(module, _entries(module, self._own), self.causal)
-        pipe = Pipeline(stage, mesh.pp, self.plugin.schedule(1), self._loss, told, replicas=mesh.dp)
+        reducer: Any = None if sink is None else SimpleNamespace(sink=sink)  # its hooks stay attached
+        stage = WholeModel(module, _forward_inputs(module, self._model_loss), self.causal)
+        pipe = Pipeline(stage, mesh.pp, self.plugin.schedule(1), self._loss, reducer, replicas=mesh.dp)
         self._pipe = pipe
         return pipe
 
     def _loss(self, outputs: Any, inputs: Any) -> Any:
         assert self._criterion is not None
-        if self._own is not None and isinstance(inputs, Mapping) and "labels" in inputs:
-            own, labels = self._own, inputs["labels"]
-            outputs = with_lazy_loss(outputs, lambda lazy: own(lazy, labels))
+        if self._model_loss is not None and isinstance(inputs, Mapping) and "labels" in inputs:
+            model_loss, labels = self._model_loss, inputs["labels"]
+            outputs = with_lazy_loss(outputs, lambda lazy: model_loss(lazy, labels))
         return self._criterion(outputs, inputs)
 
-    def _agreed(self, microbatches: int) -> int:
-        """As many on all replicas where they gather each other's parameters in each of them."""
+    def _agree_on_microbatches(self, microbatches: int) -> int:
+        """The same number on all replicas with ZeRO 3, because every microbatch gathers parameters."""
         plugin, axis = self.plugin, self.plugin.mesh.dp
         if plugin.zero_stage < 3 or axis.size == 1 or plugin.num_microbatches is not None:
             return microbatches
@@ -261,8 +263,8 @@ class Boosted(nn.Module):
 
     # --- batches -----------------------------------------------------------------------------------------
 
-    def _brought(self, batch: Any) -> Any:
-        """On this rank's device, and what is computed with in the dtype of the weights."""
+    def _prepare_batch(self, batch: Any) -> Any:
+        """The batch on this rank's device, with inputs in the dtype of the weights."""
         dtype = self.plugin.policy.weights
 
         def cast(x: Any) -> Any:
@@ -275,7 +277,7 @@ class Boosted(nn.Module):
             return tuple(tree_map(cast, value) if i == 0 else value for i, value in enumerate(batch))
         return cast(batch)
 
-    def _count(self, inputs: Any) -> torch.Tensor:
+    def _count_targets(self, inputs: Any) -> torch.Tensor:
         """(), float64: this rank's targets."""
         count = count_targets(inputs, self.causal)
         if isinstance(count, torch.Tensor):
@@ -283,27 +285,29 @@ class Boosted(nn.Module):
         return torch.full((), count, dtype=torch.float64, device=self._device)
 
     @torch.no_grad()
-    def _send_buffers(self) -> None:
-        """Replicas have the first one's statistics."""
+    def _broadcast_buffers(self) -> None:
+        """Give all replicas the first one's buffers, such as a norm's running statistics."""
         dp = self.plugin.mesh.dp
         if dp.size > 1 and self.plugin.broadcast_buffers and self.training and self._syncs:
             data_parallel.broadcast(list(self.module.buffers()), dp)
 
 
-def _own_loss(outputs: Any, inputs: Any) -> Any:
+def _loss_of_outputs(outputs: Any, inputs: Any) -> Any:
     return outputs.loss
 
 
-def _entries(module: nn.Module, own: ModelLoss | None) -> Callable[[Collection[str]], Collection[str]]:
-    """Which entries of a batch the forward of `module` takes: those that it names, or if it names none, all
-    where it takes any. No targets if the loss is computed outside."""
+def _forward_inputs(
+    module: nn.Module, model_loss: ModelLoss | None
+) -> Callable[[Collection[str]], Collection[str]]:
+    """Which entries of a batch the forward of `module` gets: those that it names; all, if it names none of
+    them but takes **kwargs. It gets no targets if the loss is computed outside."""
     parameters = inspect.signature(module.forward).parameters.values()
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    targets = TARGET_NAMES if own is not None else ()
+    targets = TARGET_NAMES if model_loss is not None else ()
 
     def takes(names: Collection[str]) -> list[str]:
-        left = [name for name in names if name not in targets]
-        return [name for name in left if name in named] or (left if any_name else [])
+        inputs = [name for name in names if name not in targets]
+        return [name for name in inputs if name in named] or (inputs if any_name else [])
 
     return takes

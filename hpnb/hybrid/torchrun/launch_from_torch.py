@@ -26,8 +26,8 @@ from hpnb.hybrid.torchrun.restart_store import fresh
 from hpnb.ranks import DeviceChoice, choose_device
 from hpnb.ranks.current_rank import current
 
-WHO = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-WHERE = ("MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _SEEDS = 2**32  # numpy takes no more
 
 
@@ -69,20 +69,21 @@ def launch_from_torch(config: Any = None, backend: str | None = None, seed: int 
 
 
 def _join(backend: str | None) -> None:
-    told = {name: os.environ[name] for name in (*WHO, *WHERE) if name in os.environ}
-    if told.keys().isdisjoint(WHO):
+    names = (*RANK_VARIABLES, *ADDRESS_VARIABLES)
+    environment = {name: os.environ[name] for name in names if name in os.environ}
+    if environment.keys().isdisjoint(RANK_VARIABLES):
         rank, world, locals_ = 0, 1, 1
         store: Store = HashStore()
     else:
-        if missing := [name for name in (*WHO, *WHERE) if name not in told]:
+        if missing := [name for name in names if name not in environment]:
             raise RuntimeError(
-                f"the environment has {', '.join(told)} and lacks {', '.join(missing)}; start the program "
-                "with torchrun, which sets all of them, or with none of them set as one rank alone"
+                f"the environment has {', '.join(environment)} and lacks {', '.join(missing)}; start the "
+                "program with torchrun, which sets all of them, or with none of them set as one rank alone"
             )
-        rank, world = int(told["RANK"]), int(told["WORLD_SIZE"])
+        rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         locals_ = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     choice = _choose(backend, locals_)
-    if world > 1 or told.keys() >= set(WHO):
+    if world > 1 or environment.keys() >= set(RANK_VARIABLES):
         store, rank, world = next(rendezvous("env://", rank, world))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it outlives the ranks
             store = fresh(store, rank, world)
@@ -178,5 +179,5 @@ def _sizes(axis: str, value: Any) -> dict[str, str]:
         return {}  # the data axis is what is left of the ranks
     if not isinstance(value, dict):
         return {name: repr(value)}
-    found = {name: repr(value["size"])} if "size" in value else {}
-    return {**found, "tp_mode": repr(value["mode"])} if value.get("mode") else found
+    sizes = {name: repr(value["size"])} if "size" in value else {}
+    return {**sizes, "tp_mode": repr(value["mode"])} if value.get("mode") else sizes

@@ -1,6 +1,6 @@
 """By which network interface a machine reaches the others.
 
-gloo listens at the address that this machine's own name has. On many machines that is the loopback (Debian
+gloo listens at the address of this machine's host name. On many machines that is the loopback (Debian
 writes 127.0.1.1 into /etc/hosts, containers 127.0.0.1), where no other machine arrives. What leads to the
 others is known from the routing table: packets to the master leave by it.
 """
@@ -20,27 +20,27 @@ _ADDRESS_OF = 0x8915  # SIOCGIFADDR of Linux: the IPv4 address of an interface
 def name_interface(store: Store, rank: int, world: int) -> None:
     """Tell gloo which interface leads to the other machines, unless GLOO_SOCKET_IFNAME says it.
 
-    Every rank calls it. Where the master's own name means its loopback to itself, its ranks look for the way
-    to the last rank, which is on another machine.
+    Every rank calls it. Where the master's name means the loopback on the master itself, its ranks look for
+    the way to the last rank, which is on another machine.
     """
-    own = address_towards(os.environ["MASTER_ADDR"])
+    address = address_towards(os.environ["MASTER_ADDR"])
     if rank == world - 1:
-        store.set("hpnb/address", own or "")
-    if own is None or ipaddress.ip_address(own).is_loopback:
+        store.set("hpnb/address", address or "")
+    if address is None or ipaddress.ip_address(address).is_loopback:
         last = store.get("hpnb/address").decode()
-        own = address_towards(last) if last else None
-    interface = None if own is None else interface_of(own)
+        address = address_towards(last) if last else None
+    interface = None if address is None else interface_of(address)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def address_towards(host: str) -> str | None:
-    """Which of its addresses this machine would send to `host` from; None if that cannot be told."""
+    """Which of its addresses this machine would send to `host` from; None if that is unknown."""
     try:
-        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        candidates = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
         return None
-    for family, kind, protocol, _, place in found:
+    for family, kind, protocol, _, place in candidates:
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(place)  # of a datagram socket: nothing is sent
@@ -51,7 +51,7 @@ def address_towards(host: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface with this address; None where it is not found, or the system is not Linux."""
+    """The interface with this address; None where there is none, or the system is not Linux."""
     if ":" in address:
         return _of_version_6(address)
     try:

@@ -1,4 +1,4 @@
-"""`python -m hpnb train`: ranks for a run file, those of torchrun or own ones, and an exit code.
+"""`python -m hpnb train`: starts ranks for a run file, or uses those of torchrun, and returns an exit code.
 
 0      trained, and saved
 1      a rank failed
@@ -19,11 +19,11 @@ from types import FrameType
 
 import torch
 
-from hpnb.hybrid.torchrun.launch_from_torch import WHO
+from hpnb.hybrid.torchrun.launch_from_torch import RANK_VARIABLES
 from hpnb.hybrid.train_command.run_file import RunFile, load
 from hpnb.ranks import RankError, RankInterrupt, launch
 
-_LONGEST = 20 * 86400.0  # seconds that a run on ranks of its own may take
+_LONGEST = 20 * 86400.0  # seconds that a run may take
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 
 
@@ -34,7 +34,7 @@ def run(path: str, ranks: int | None = None, overrides: Sequence[str] = ()) -> i
         ranks: how many to start; by default one a GPU, or 1. Under torchrun there are some already.
         overrides: "layout.tp_size=2" and the like, in place of what the file says.
     """
-    under_torchrun = os.environ.keys() >= set(WHO)
+    under_torchrun = os.environ.keys() >= set(RANK_VARIABLES)
     try:
         file = load(path, overrides)
         if under_torchrun:
@@ -47,41 +47,41 @@ def run(path: str, ranks: int | None = None, overrides: Sequence[str] = ()) -> i
                 raise ValueError(f"--ranks {ranks} trains nothing; use 1 or more")
             file.check_ranks(ranks)
     except (ValueError, OSError) as error:
-        return _told(error, REFUSED)
+        return _print_error(error, REFUSED)
     if under_torchrun:
-        return _as_one_of_many(file)
+        return _run_under_torchrun(file)
     assert ranks is not None
-    return _on_own_ranks(file, ranks, "cuda" if gpus >= ranks else "cpu")
+    return _run_on_new_ranks(file, ranks, "cuda" if gpus >= ranks else "cpu")
 
 
-def _as_one_of_many(file: RunFile) -> int:
+def _run_under_torchrun(file: RunFile) -> int:
     from hpnb.hybrid.train_command.train import train
 
     try:
         train(file)
     except (ValueError, OSError) as error:
-        return _told(error, FAILED)
+        return _print_error(error, FAILED)
     # Also if it was stopped: another code would make torchrun on other machines start the run again.
     return 0
 
 
-def _on_own_ranks(file: RunFile, ranks: int, device: str) -> int:
+def _run_on_new_ranks(file: RunFile, ranks: int, device: str) -> int:
     from hpnb.hybrid.train_command.train import train
 
-    with tempfile.TemporaryDirectory() as folder, _asking(Path(folder, "stop")) as flag:
+    with tempfile.TemporaryDirectory() as folder, _stop_on_ctrl_c(Path(folder, "stop")) as flag:
         try:
-            found = launch(train, file, flag, ranks=ranks, device=device, timeout=_LONGEST)
+            results = launch(train, file, flag, ranks=ranks, device=device, timeout=_LONGEST)
         except RankInterrupt:
             print("hpnb train: interrupted; what was saved before is there", file=sys.stderr)
             return INTERRUPTED
         except RankError as error:
             plain = error.error in ("ValueError", "OSError", "FileNotFoundError")
-            return _told(error.summary if plain else str(error), FAILED)
-    return INTERRUPTED if found[0].stopped else 0
+            return _print_error(error.summary if plain else str(error), FAILED)
+    return INTERRUPTED if results[0].stopped else 0
 
 
 @contextmanager
-def _asking(flag: Path) -> Iterator[Path]:
+def _stop_on_ctrl_c(flag: Path) -> Iterator[Path]:
     """Ranks are in sessions of their own and get no Ctrl-C: the first one here touches `flag`, at which they
     look; the second one ends them."""
 
@@ -98,6 +98,6 @@ def _asking(flag: Path) -> Iterator[Path]:
         signal.signal(signal.SIGINT, before)
 
 
-def _told(error: object, code: int) -> int:
+def _print_error(error: object, code: int) -> int:
     print(f"hpnb train: {error}", file=sys.stderr, flush=True)
     return code

@@ -6,7 +6,7 @@
     mrpc           GPT2ForSequenceClassification     validation         test          accuracy, F1
     text           GPT2LMHeadModel                   test               test
 
-The model is drawn alike on every rank; `Booster.boost` then leaves each its part.
+Every rank draws the same full model, and `Booster.boost` then leaves it its shard.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SPLITS = {"beans": _WITH_VALIDATION, "cifar10": ("train", "test", "test"), "mrp
 _CLASSES = {"beans": 3, "cifar10": 10, "mrpc": 2}
 
 
-class UpTo(data.Loader):
+class LimitedLoader(data.Loader):
     """A loader whose epoch `last` has no more than `batches` batches: a run of so many steps ends there."""
 
     last: int = -1
@@ -44,12 +44,12 @@ class UpTo(data.Loader):
 
     def __len__(self) -> int:
         """Of the epoch that is set."""
-        whole = super().__len__()
-        return min(whole, self.batches) if self.epoch == self.last else whole
+        batches = super().__len__()
+        return min(batches, self.batches) if self.epoch == self.last else batches
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainingTask:
     """A model and what it is to learn.
 
     Attributes:
@@ -67,9 +67,11 @@ class Task:
     plain: Any = None
     tokenizer: Any = None
 
-    def loader(self, plugin: HybridParallelPlugin, table: DataTable, split: int, seed: int = 0) -> UpTo:
-        """Of one of the splits; the first is shuffled."""
-        return UpTo(
+    def loader(
+        self, plugin: HybridParallelPlugin, table: DataTable, split: int, seed: int = 0
+    ) -> LimitedLoader:
+        """A loader of one of the splits; the first is shuffled."""
+        return LimitedLoader(
             self.splits[split],
             table.batch_size,
             plugin.mesh.dp,
@@ -82,7 +84,7 @@ class Task:
         )
 
 
-def task(file: RunFile) -> Task:
+def make_task(file: RunFile) -> TrainingTask:
     """What `file` names. Every rank calls it.
 
     Raises:
@@ -95,26 +97,26 @@ def task(file: RunFile) -> Task:
     return make(file)
 
 
-def _pictures(file: RunFile) -> Task:
-    own, table = file.model, file.data
+def _pictures(file: RunFile) -> TrainingTask:
+    wanted, table = file.model, file.data
     model = models.vit(
-        own.shape,
-        classes=own.classes or _CLASSES[table.name],
+        wanted.shape,
+        classes=wanted.classes or _CLASSES[table.name],
         image_size=table.image_size,
-        pretrained=own.pretrained,
-        dropout=own.dropout,
+        pretrained=wanted.pretrained,
+        dropout=wanted.dropout,
         seed=file.training.seed,
     )
     side = int(model.config.image_size)
     load: Callable[..., Dataset] = data.beans if table.name == "beans" else data.cifar10
     splits = _splits(table, lambda split, size: load(split, size, image_size=side, kind=table.kind))
-    _check_classes(own.classes, splits[0])
+    _check_classes(wanted.classes, splits[0])
     plain = data.ImageTransform(side)
     transform = data.ImageTransform(side, augment=True) if table.augment else plain
-    return Task(model, splits, (AccuracyHook(),), transform=transform, plain=plain)
+    return TrainingTask(model, splits, (AccuracyHook(),), transform=transform, plain=plain)
 
 
-def _pairs(file: RunFile) -> Task:
+def _pairs(file: RunFile) -> TrainingTask:
     model, tokenizer = _gpt2(file, file.model.classes or _CLASSES["mrpc"])
     splits = _splits(file.data, lambda split, size: data.mrpc(split, size, kind=file.data.kind))
     _check_classes(file.model.classes, splits[0])
@@ -124,10 +126,10 @@ def _pairs(file: RunFile) -> Task:
         tokenizer = data.bpe_tokenizer(data.train_merges(sentences, words), words)
     model.config.pad_token_id = tokenizer.pad_token_id
     collate = data.collate_pairs(tokenizer, max_length=int(model.config.n_positions))
-    return Task(model, splits, (AccuracyHook(), F1Hook()), collate, tokenizer=tokenizer)
+    return TrainingTask(model, splits, (AccuracyHook(), F1Hook()), collate, tokenizer=tokenizer)
 
 
-def _text(file: RunFile) -> Task:
+def _text(file: RunFile) -> TrainingTask:
     table = file.data
     model, tokenizer = _gpt2(file, None)
 
@@ -143,25 +145,25 @@ def _text(file: RunFile) -> Task:
         )
 
     splits = _splits(table, load)
-    return Task(model, splits, tokenizer=getattr(splits[0], "tokenizer", None))
+    return TrainingTask(model, splits, tokenizer=getattr(splits[0], "tokenizer", None))
 
 
 def _gpt2(file: RunFile, classes: int | None) -> tuple[Any, Any]:
     """The model, and the tokenizer that came with it, or None."""
-    own = file.model
+    wanted = file.model
     model = models.gpt2(
-        own.shape,
+        wanted.shape,
         classes=classes,
-        vocab_size=own.vocab_size,
-        length=own.length,
-        pretrained=own.pretrained,
-        dropout=own.dropout,
+        vocab_size=wanted.vocab_size,
+        length=wanted.length,
+        pretrained=wanted.pretrained,
+        dropout=wanted.dropout,
         seed=file.training.seed,
     )
-    tokenizer = None if own.pretrained is None else _tokenizer(own.pretrained)
+    tokenizer = None if wanted.pretrained is None else _tokenizer(wanted.pretrained)
     if tokenizer is not None and len(tokenizer) > model.config.vocab_size:
         raise ValueError(
-            f"the tokenizer in {own.pretrained} has {len(tokenizer)} tokens, and its model "
+            f"the tokenizer in {wanted.pretrained} has {len(tokenizer)} tokens, and its model "
             f"{model.config.vocab_size}; they must be of one model"
         )
     return model, tokenizer
@@ -171,8 +173,8 @@ def _tokenizer(source: str) -> Any:
     """That of a pretrained model; None if its folder has none."""
     from transformers import AutoTokenizer
 
-    own = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
-    if os.path.isdir(source) and not any(os.path.isfile(os.path.join(source, name)) for name in own):
+    names = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+    if os.path.isdir(source) and not any(os.path.isfile(os.path.join(source, name)) for name in names):
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
@@ -187,28 +189,28 @@ def _tokenizer(source: str) -> Any:
 
 
 def _splits(table: DataTable, load: Callable[[str, int | None], Dataset]) -> Splits:
-    """All three, of no more than `table.rows` rows; all ranks must have found the same."""
+    """All three, of no more than `table.rows` rows; all ranks must have the same data."""
     loaded = {split: load(split, None) for split in dict.fromkeys(_SPLITS[table.name])}
     if table.rows is not None:
         loaded = {
-            split: load(split, table.rows) if table.rows < len(found) else found
-            for split, found in loaded.items()
+            split: load(split, table.rows) if table.rows < len(rows) else rows
+            for split, rows in loaded.items()
         }
     first, second, third = (loaded[split] for split in _SPLITS[table.name])
-    mine = first.describe()
-    everyone: list[str] = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    description = first.describe()
+    everyone: list[str] = [description] * dist.get_world_size()
+    dist.all_gather_object(everyone, description)
     if other := next((one for one in everyone if one != everyone[0]), None):
         raise ValueError(
-            f"ranks have found different data: rank 0 {everyone[0]!r}, rank {everyone.index(other)} "
+            f"ranks have different data: rank 0 {everyone[0]!r}, rank {everyone.index(other)} "
             f"{other!r}; set [data] kind to 'real' or 'generated'"
         )
     return first, second, third
 
 
-def _check_classes(asked: int | None, found: Dataset) -> None:
-    if asked is not None and asked < len(found.classes):
+def _check_classes(asked: int | None, rows: Dataset) -> None:
+    if asked is not None and asked < len(rows.classes):
         raise ValueError(
-            f"[model] classes = {asked} are too few for {found.source.name}, which has "
-            f"{len(found.classes)}; leave it out"
+            f"[model] classes = {asked} are too few for {rows.source.name}, which has "
+            f"{len(rows.classes)}; leave it out"
         )

@@ -8,7 +8,7 @@
       history.json       a dict an epoch
       model/             at the end, a Hugging Face directory
 
-It is a program like any that uses hpnb; nothing here could not stand in a script of one's own.
+It uses hpnb as any script could.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.torchrun.launch_from_torch import launch_from_torch
 from hpnb.hybrid.train_command.interrupt import StopHook, Stopped, is_saved
 from hpnb.hybrid.train_command.run_file import RunFile, TrainingTable
-from hpnb.hybrid.train_command.run_task import Task, UpTo, task
+from hpnb.hybrid.train_command.run_task import LimitedLoader, TrainingTask, make_task
 from hpnb.hybrid.training import hooks, resuming
 from hpnb.hybrid.training.hybrid_adam import HybridAdam
 from hpnb.hybrid.training.lr_schedulers import CosineAnnealingWarmupLR, LinearWarmupLR
@@ -37,7 +37,7 @@ from hpnb.ranks.current_rank import device, world_size
 
 
 @dataclass(frozen=True)
-class Run:
+class RunResult:
     """How a run went, the same on every rank.
 
     Attributes:
@@ -55,7 +55,7 @@ class Run:
     stopped: bool = False
 
 
-def train(file: RunFile, flag: Path | None = None, more: Sequence[hooks.Hook] = ()) -> Run:
+def train(file: RunFile, flag: Path | None = None, more: Sequence[hooks.Hook] = ()) -> RunResult:
     """Train what `file` says; every rank calls it.
 
     Args:
@@ -68,29 +68,29 @@ def train(file: RunFile, flag: Path | None = None, more: Sequence[hooks.Hook] = 
     launch_from_torch(seed=file.training.seed)
     file.check_ranks(world_size())
     plugin, how, checkpoint = file.plugin(), file.training, file.checkpoint
-    given = task(file)
-    loader = given.loader(plugin, file.data, 0, how.seed)
+    task = make_task(file)
+    loader = task.loader(plugin, file.data, 0, how.seed)
     epochs, total = _length(loader, how)
     lr = how.learning_rate
     if how.learning_rate_scaling == "data-parallel":
         lr = plugin.scaled_lr(lr)
-    optimizer: Any = HybridAdam(decay_groups(given.model, how.weight_decay), lr=lr)
+    optimizer: Any = HybridAdam(decay_groups(task.model, how.weight_decay), lr=lr)
     schedule = _schedule(optimizer, how, lr, total)
-    about = _about(file, plugin, given, lr, total)
+    about = _about(file, plugin, task, lr, total)
     booster = Booster(plugin=plugin)
-    model, *_ = booster.boost(given.model, optimizer, None, loader, schedule)
+    model, *_ = booster.boost(task.model, optimizer, None, loader, schedule)
 
     folder = Path(checkpoint.dir or "run").expanduser()
     stop = StopHook(folder, checkpoint.keep, flag)
     saves = hooks.CheckpointHook(
         folder, checkpoint.every, checkpoint.best, keep=checkpoint.keep, background=checkpoint.background
     )
-    told = [
-        *given.metrics,
+    recording = [
+        *task.metrics,
         hooks.ThroughputHook("tokens" if file.data.name == "text" else "samples"),
         hooks.MetricsByEpochHook(folder / "history.json"),
     ]
-    trainer = Trainer(booster, model, optimizer, None, schedule, [*told, saves, stop, *more],
+    trainer = Trainer(booster, model, optimizer, None, schedule, [*recording, saves, stop, *more],
                       accumulation=how.accumulation)  # fmt: skip
     say: Callable[[str], None] = _say if trainer.role.shows else _keep_quiet
     say(about)
@@ -98,29 +98,29 @@ def train(file: RunFile, flag: Path | None = None, more: Sequence[hooks.Hook] = 
     if resumed is not None:
         say(f"goes on from {folder / f'step-{resumed:08}'}, after {resumed} of {total} steps")
     try:
-        test = given.loader(plugin, file.data, 1)
+        test = task.loader(plugin, file.data, 1)
         trainer.fit(loader, epochs, evaluate=test, evaluate_every=how.evaluate_every)
     except Stopped:
         say(f"stopped after {trainer.step} of {total} steps; the same command goes on from there")
-        return Run(trainer.history, {}, trainer.step, resumed, stopped=True)
+        return RunResult(trainer.history, {}, trainer.step, resumed, stopped=True)
     finally:
         stop.release()
     if checkpoint.every is not None and not is_saved(folder, trainer.step):
         resuming.save(trainer, folder / f"step-{trainer.step:08}", checkpoint.keep)
-    final = trainer.evaluate(given.loader(plugin, file.data, 2))
+    final = trainer.evaluate(task.loader(plugin, file.data, 2))
     figures = "  ".join(f"{name} {value:.4g}" for name, value in final.items() if value is not None)
-    say(f"final evaluation on {len(given.splits[2]):,} rows: {figures}")
+    say(f"final evaluation on {len(task.splits[2]):,} rows: {figures}")
     booster.save_model(model, folder / "model")
-    if given.tokenizer is not None and trainer.role.shows:
-        given.tokenizer.save_pretrained(folder / "model")
+    if task.tokenizer is not None and trainer.role.shows:
+        task.tokenizer.save_pretrained(folder / "model")
     say(f"the model is in {folder / 'model'}, which from_pretrained opens")
-    return Run(trainer.history, final, trainer.step, resumed)
+    return RunResult(trainer.history, final, trainer.step, resumed)
 
 
 # --- how long, and how fast ---------------------------------------------------------------------------------
 
 
-def _length(loader: UpTo, how: TrainingTable) -> tuple[int, int]:
+def _length(loader: LimitedLoader, how: TrainingTable) -> tuple[int, int]:
     """(epochs, steps of the optimizer in all). The last epoch of `loader` ends where the steps do."""
     an_epoch = math.ceil(len(loader) / how.accumulation)
     if how.steps is None:
@@ -148,17 +148,17 @@ def _resume(trainer: Trainer, folder: Path) -> int | None:
     names = ("total_steps", "warmup_steps", "base_lrs", "eta_min")
     said = {name: getattr(schedule, name) for name in names if hasattr(schedule, name)}
     decays = [group["weight_decay"] for group in groups]
-    found = resuming.find(folder)
+    newest = resuming.find(folder)
     seen = [""] * world_size()
-    dist.all_gather_object(seen, "none" if found is None else found.name)
+    dist.all_gather_object(seen, "none" if newest is None else newest.name)
     if other := next((name for name in seen if name != seen[0]), None):
         raise ValueError(
             f"in {folder} rank 0 sees {seen[0]} as the newest checkpoint, and rank {seen.index(other)} "
             f"{other}: all hosts must see the same files; set [checkpoint] dir to a folder that they share"
         )
-    if found is None:
+    if newest is None:
         return None
-    trainer.resume(found)
+    trainer.resume(newest)
     vars(schedule).update(said)
     for group, rate, decay in zip(trainer.optimizer.param_groups, schedule.get_lr(), decays, strict=True):
         group["lr"], group["weight_decay"] = rate, decay
@@ -168,18 +168,18 @@ def _resume(trainer: Trainer, folder: Path) -> int | None:
 # --- what is said -------------------------------------------------------------------------------------------
 
 
-def _about(file: RunFile, plugin: HybridParallelPlugin, given: Task, lr: float, total: int) -> str:
+def _about(file: RunFile, plugin: HybridParallelPlugin, task: TrainingTask, lr: float, total: int) -> str:
     """Before the model is cut: what is trained, on what, and how it is laid out."""
-    own, how, table = file.model, file.training, file.data
-    count = sum(p.numel() for p in given.model.parameters())
-    source = f"from {own.pretrained}" if own.pretrained else "from scratch"
+    wanted, how, table = file.model, file.training, file.data
+    count = sum(p.numel() for p in task.model.parameters())
+    source = f"from {wanted.pretrained}" if wanted.pretrained else "from scratch"
     batch = table.batch_size * how.accumulation
     where = f"{world_size()} {'GPUs' if device().type == 'cuda' else 'CPU ranks'}"
     layout = f"dp {plugin.dp_size} x pp {plugin.pp_size} x tp {plugin.tp_size}"
     return "\n".join(
         (
-            f"{type(given.model).__name__}, {count:,} parameters {source}, {how.precision}",
-            given.splits[0].describe(),
+            f"{type(task.model).__name__}, {count:,} parameters {source}, {how.precision}",
+            task.splits[0].describe(),
             f"{layout}, ZeRO {plugin.zero_stage}, on {where}",
             f"{total} steps of {batch} x {plugin.dp_size} samples, learning rate {lr:g}",
         )

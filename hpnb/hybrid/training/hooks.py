@@ -73,8 +73,8 @@ class MetricsByEpochHook(Hook):
         if not trainer.role.shows:
             return
         if self.show:
-            told = "  ".join(f"{name} {_told(value)}" for name, value in self.history[-1].items())
-            print(told, flush=True)
+            figures = "  ".join(f"{name} {_format(value)}" for name, value in self.history[-1].items())
+            print(figures, flush=True)
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_text(self.path, json.dumps(self.history, indent=1, default=float))
@@ -82,7 +82,7 @@ class MetricsByEpochHook(Hook):
     def table(self) -> str:
         """The history in columns; a dash where an epoch has no such figure."""
         names = list(dict.fromkeys(name for row in self.history for name in row))
-        rows = [names, *([_told(row.get(name)) for name in names] for row in self.history)]
+        rows = [names, *([_format(row.get(name)) for name in names] for row in self.history)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(names))]
         lines = (
             "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
@@ -152,16 +152,16 @@ class CheckpointHook(Hook):
         row = trainer.history[-1]
         if row.get(name) is None and not (name.startswith("eval_") and trainer.evaluates):
             raise ValueError(f"there is no {name!r} to be best in; this epoch has {', '.join(row)}")
-        found = [self._sign * r[name] for r in trainer.history if r.get(name) is not None]
-        found = [value for value in found if not math.isnan(value)]
-        return row.get(name) is not None and self._sign * row[name] <= min(found, default=-math.inf)
+        values = [self._sign * r[name] for r in trainer.history if r.get(name) is not None]
+        values = [value for value in values if not math.isnan(value)]
+        return row.get(name) is not None and self._sign * row[name] <= min(values, default=-math.inf)
 
     def _save(self, trainer: TrainingState, kind: str, keep: int | None = None) -> None:
         folder = self.path / f"{kind}-{trainer.step:08}"
         resuming.save(trainer, folder, keep or self.keep, self.background)
 
 
-def _told(value: Any) -> str:
+def _format(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -5,7 +5,7 @@
     F1         2 tp / (2 tp + fp + fn)
     speed      samples / mean seconds of the ranks
 
-each over all ranks, microbatches and batches of an epoch: exact where they are ragged (see `Metric`).
+All are over all ranks, microbatches and batches of an epoch, and exact where these are ragged (see `Metric`).
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class AccuracyHook(Metric):
         super().__init__(name)
 
     def on_outputs(self, trainer: TrainingState, outputs: Any, inputs: Any) -> None:
-        found, wanted = predictions(outputs, inputs, trainer.causal)
-        counts = wanted.ne(IGNORE_INDEX)
-        right = (found.eq(wanted) & counts).sum()
+        predicted, targets = predictions(outputs, inputs, trainer.causal)
+        counts = targets.ne(IGNORE_INDEX)
+        right = (predicted.eq(targets) & counts).sum()
         self.totals = self.totals + torch.stack([right, counts.sum()])
 
 
@@ -88,11 +88,11 @@ class F1Hook(Metric):
         self.positive = positive
 
     def on_outputs(self, trainer: TrainingState, outputs: Any, inputs: Any) -> None:
-        found, wanted = predictions(outputs, inputs, trainer.causal)
-        counts = wanted.ne(IGNORE_INDEX)
-        says, isso = found.eq(self.positive) & counts, wanted.eq(self.positive)
-        both = (says & isso).sum()
-        self.totals = self.totals + torch.stack([both, says.sum() - both, isso.sum() - both])
+        predicted, targets = predictions(outputs, inputs, trainer.causal)
+        counts = targets.ne(IGNORE_INDEX)
+        predicted, actual = predicted.eq(self.positive) & counts, targets.eq(self.positive)
+        both = (predicted & actual).sum()
+        self.totals = self.totals + torch.stack([both, predicted.sum() - both, actual.sum() - both])
 
     def value(self, sums: list[float]) -> float | None:
         both, wrong, missed = sums
@@ -168,23 +168,23 @@ def predictions(outputs: Any, inputs: Any, causal: bool) -> tuple[torch.Tensor, 
     logits = outputs
     if not isinstance(outputs, torch.Tensor):
         logits = outputs["logits"] if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
-    wanted = inputs[-1] if isinstance(inputs, tuple | list) and len(inputs) > 1 else None
+    targets = inputs[-1] if isinstance(inputs, tuple | list) and len(inputs) > 1 else None
     if isinstance(inputs, Mapping):
-        wanted = next((inputs[name] for name in TARGET_NAMES if name in inputs), None)
-    if logits is None or wanted is None:
+        targets = next((inputs[name] for name in TARGET_NAMES if name in inputs), None)
+    if logits is None or targets is None:
         lacks = f"{type(outputs).__name__} has no logits" if logits is None else "the batch has no labels"
         raise ValueError(f"{lacks}: accuracy and F1 compare the two")
-    if wanted.is_floating_point():
-        wanted = wanted.argmax(-1)
-    found = logits.argmax(-1)
-    if causal and wanted.dim() > 1:
-        found, wanted = found[:, :-1], wanted[:, 1:]
-    if found.shape != wanted.shape:
+    if targets.is_floating_point():
+        targets = targets.argmax(-1)
+    predicted = logits.argmax(-1)
+    if causal and targets.dim() > 1:
+        predicted, targets = predicted[:, :-1], targets[:, 1:]
+    if predicted.shape != targets.shape:
         raise ValueError(
-            f"logits of shape {tuple(logits.shape)} do not fit targets of shape {tuple(wanted.shape)}: they "
+            f"logits of shape {tuple(logits.shape)} do not fit targets of shape {tuple(targets.shape)}: they "
             "need one more dim, the classes"
         )
-    return found, wanted
+    return predicted, targets
 
 
 def _now() -> float:

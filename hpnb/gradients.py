@@ -22,7 +22,12 @@ from hpnb.mesh import Axis
 
 
 class GradientSink(Protocol):
-    """Reduces gradients over the ranks of an axis."""
+    """Reduces gradients over the ranks of an axis.
+
+    A pipeline also calls two methods that a sink may have: `before_accumulation(parameter)`, before a step
+    adds to its gradient, and `gradient_holder(parameter)`, which gives the parameter whose .grad grows
+    (ZeRO-3's unsharded one).
+    """
 
     @property
     def axis(self) -> Axis: ...

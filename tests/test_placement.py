@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,11 +185,15 @@ def copy_of_a_model(kind: str) -> dict[str, tuple[float, float]]:
         model = hpnb.DataParallel(gpt2(), axis)
     elif kind == "pp":
         schedule = schedules.make("1f1b", stages=2, microbatches=2)
-        model = hpnb.Pipeline(gpt2(), axis, schedule, lambda outputs, inputs: outputs.logits.sum()).module
+        pipe = hpnb.Pipeline(gpt2(), axis, schedule, lambda outputs, inputs: outputs.logits.sum())
+        model, copied = pipe.module, copy.deepcopy(pipe)
+        assert copied.module is not model
+        with pytest.raises(RuntimeError, match="a copy of a pipeline"):
+            copied.step({"input_ids": torch.zeros(2, 6, dtype=torch.long)})
     else:
         model = hpnb.tensor_parallel.parallelize(gpt2(), axis, sequence_parallel=kind == "tp, sequence")
         axes = list(hpnb.tensor_parallel.axes(model))
-    ema = copy.deepcopy(model)
+    ema = copied.module if kind == "pp" else copy.deepcopy(model)
     assert [placement_of(p) for p in ema.parameters()] == [placement_of(p) for p in model.parameters()]
     with torch.no_grad():
         for p in ema.parameters():
@@ -226,3 +231,30 @@ def test_a_copy_is_placed_as_its_model(pools: RankPools, kind: str) -> None:
     for quantities in pools[2].run(copy_of_a_model, kind):
         for copied, serial in quantities.values():
             assert copied == pytest.approx(serial, rel=1e-12, abs=1e-12)
+
+
+def saved_average(knobs: dict[str, int], folder: str) -> float:
+    """How far the saved weights of a boosted model's copy are from twice the model's, which the copy has."""
+    serial, model = gpt2().float(), gpt2().float()
+    microbatches = 2 if "pp_size" in knobs else None
+    plugin = hpnb.HybridParallelPlugin(precision="fp32", num_microbatches=microbatches, **knobs)  # type: ignore[arg-type]
+    booster = hpnb.Booster(plugin=plugin)
+    boosted, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ema = copy.deepcopy(boosted)
+    with torch.no_grad():
+        for p in ema.parameters():
+            p.mul_(2.0)
+    booster.save_model(ema, folder, shard=True)
+    saved = GPT2LMHeadModel.from_pretrained(folder)
+    pairs = zip(saved.parameters(), serial.parameters(), strict=True)
+    return max((p - 2.0 * q).abs().max().item() for p, q in pairs)
+
+
+KNOBS = ({"zero_stage": 1}, {"zero_stage": 3}, {"tp_size": 2}, {"pp_size": 2})
+
+
+@pytest.mark.parametrize("knobs", KNOBS, ids=str)
+def test_an_average_of_a_boosted_models_weights_is_saved(
+    pools: RankPools, knobs: dict[str, int], tmp_path: Path
+) -> None:
+    assert pools[2].run(saved_average, knobs, str(tmp_path)) == [0.0, 0.0]

@@ -12,6 +12,7 @@ gradients are those of one process under every schedule.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -132,6 +133,14 @@ class Pipeline:
         self._background = Background(axis, self._device)
         self._gradients: GradientSink | None = None
         self.gradients = gradients
+        self._is_copy = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        """A copy of the layers, for an average of weights (EMA). It can be gathered and saved, and cannot
+        step, because the queues between the ranks belong to this pipeline."""
+        copied = memo[id(self)] = copy(self)
+        copied.module, copied._is_copy = deepcopy(self.module, memo), True
+        return copied
 
     # --- a step ------------------------------------------------------------------------------------------
 
@@ -161,6 +170,8 @@ class Pipeline:
         Raises:
             ValueError: fewer samples than microbatches, or tensors of unequally many rows.
         """
+        if self._is_copy:
+            raise RuntimeError("a copy of a pipeline cannot step; load its weights into another pipeline")
         trains = not forward_only
         part = self._rank_schedules.train if trains else self._rank_schedules.forward_only
         inputs = self.split(microbatches.to_device(batch, self._device), self.schedule.microbatches)

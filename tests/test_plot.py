@@ -36,8 +36,7 @@ from hpnb.plot.curves import CurvePanel, Look, Series, curves, looks
 from hpnb.plot.grammar import AXIS, CARD, CATEGORY, STYLE, ink_on
 from hpnb.plot.lanes import exposed_parts
 from hpnb.plot.memory import MOST_POINTS, thin
-from hpnb.plot.standings import OURS, Group, Panel
-from hpnb.plot.standings import Bar as Standing
+from hpnb.plot.standings import OURS, Standing, StandingGroup, StandingPanel
 from hpnb.plot.units import byte_count, bytes_unit, number, seconds, time_unit
 from hpnb.record import CATEGORIES, Event, MemoryProfile, MemorySample, Message, Timeline, ring_bytes
 
@@ -191,7 +190,7 @@ KEPT = {
     "stage 3": {"parameters": 5e5, "gradients": 5e5, "optimizer": 3e6},
 }
 LAW = ([200.0 * 1.1**k for k in range(37)], [1 / (1 + k / 9) for k in range(37)])
-RACE = Group(
+RACE = StandingGroup(
     "dp2xtp2",
     (
         Standing("ours of a name that is longer than its bar", 194.0, "28% of it", ours=True),
@@ -249,8 +248,8 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     ),
     "standings": lambda: plot.standings(
         [
-            Panel("A", (RACE, Group("alone", (Standing("nobody", None),))), ("its sizes",)),
-            Panel("B", (RACE,)),
+            StandingPanel("A", (RACE, StandingGroup("alone", (Standing("nobody", None),))), ("its sizes",)),
+            StandingPanel("B", (RACE,)),
         ],
         "TFLOP/s",
         "speed over it",
@@ -1003,21 +1002,22 @@ def test_standings_draw_a_bar_a_row_under_one_scale() -> None:
     assert {"A", "its sizes", "nobody", "28% of it", "194", "73.5", "TFLOP/s", "C"} <= set(words(fig))
     beside = {t.get_text(): t.xy[0] for t in above.texts if t.get_text().endswith("than its bar")}
     assert sorted(beside.values()) == [0.0, 194.0]  # ours is dark, and its name stands behind it
-    assert "ceiling" not in words(plot.standings([Panel("a", (Group("g", (Standing("b", 1.0),)),))]))
+    alone = StandingPanel("a", (StandingGroup("g", (Standing("b", 1.0),)),))
+    assert "ceiling" not in words(plot.standings([alone]))
 
 
 @pytest.mark.parametrize(
     ("groups", "says"),
     [
         ((), "1 panels of 0 groups"),
-        ((Group("g", ()),), "of 1 bar or more"),
-        ((Group("g", (Standing("b", float("nan")),)),), "a bar of nan"),
-        ((Group("g", (Standing("b", 1.0),), ceiling=-1.0),), r"a bar of -1\.0"),
+        ((StandingGroup("g", ()),), "of 1 bar or more"),
+        ((StandingGroup("g", (Standing("b", float("nan")),)),), "a bar of nan"),
+        ((StandingGroup("g", (Standing("b", 1.0),), ceiling=-1.0),), r"a bar of -1\.0"),
     ],
 )
-def test_standings_that_cannot_be_drawn_say_why(groups: tuple[Group, ...], says: str) -> None:
+def test_standings_that_cannot_be_drawn_say_why(groups: tuple[StandingGroup, ...], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        plot.standings([Panel("a", groups)])
+        plot.standings([StandingPanel("a", groups)])
 
 
 def test_the_page_of_notation_has_everything() -> None:

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from hpnb import plot
 from hpnb.bench import layouts, result_files, tables
 from hpnb.bench.results import BenchmarkRun, LayoutResult
-from hpnb.plot.standings import Bar, Group, Panel
+from hpnb.plot.standings import Standing, StandingGroup, StandingPanel
 from hpnb.plot.units import number
 
 PICTURE = Path("images/layouts.png")
@@ -33,7 +33,7 @@ class Chart:
         sources: names of the files whose figures it shows.
     """
 
-    panels: tuple[Panel, ...]
+    panels: tuple[StandingPanel, ...]
     caption: str
     sources: tuple[str, ...]
 
@@ -93,14 +93,14 @@ def chosen(runs: Sequence[BenchmarkRun]) -> list[BenchmarkRun]:
     return [best[what] for what in sorted(best)]
 
 
-def panel(run: BenchmarkRun, peers: int) -> Panel:
+def panel(run: BenchmarkRun, peers: int) -> StandingPanel:
     """Rows of a run, in the usual order of layouts."""
     usual = layouts.usual_layouts(run.ranks)
     order = sorted(run.layouts, key=lambda name: usual.index(name) if name in usual else len(usual))
     notes = (run.title.removeprefix(f"{run.what}: "),
              f"measured {tables.stamp(run)}, with torch {run.versions['torch']}")  # fmt: skip
     groups = tuple(_group(run.layouts[name], peers) for name in order)
-    return Panel(f"{run.what} on {run.ranks} x {run.device}", groups, notes)
+    return StandingPanel(f"{run.what} on {run.ranks} x {run.device}", groups, notes)
 
 
 def write(path: Path = PICTURE, folder: Path = result_files.RESULTS, peers: int | None = None) -> Chart:
@@ -119,21 +119,21 @@ def _fitting(ran: Sequence[int]) -> int:
     return 1
 
 
-def _group(result: LayoutResult, peers: int) -> Group:
+def _group(result: LayoutResult, peers: int) -> StandingGroup:
     best, ran = result.fastest(ours=True), tables.peers(result)
-    bars = [Bar("hpnb: none ran", None, ours=True)]
+    bars = [Standing("hpnb: none ran", None, ours=True)]
     if best is not None:
         share = f"{result.share(best.name):.0%} of matmul"
-        bars = [Bar(best.name, result.tflops(best.name), share, ours=True)]
+        bars = [Standing(best.name, result.tflops(best.name), share, ours=True)]
     for one in ran[:peers]:
         beside = tables.ratio(result, best, one) if best is not None else ""
-        bars.append(Bar(one.name, result.tflops(one.name), beside))
+        bars.append(Standing(one.name, result.tflops(one.name), beside))
     if not ran:
-        bars.append(Bar(f"PyTorch: {tables.no_peers(result)}", None))
-    return Group(result.layout, tuple(bars), result.matmul / 1e12)
+        bars.append(Standing(f"PyTorch: {tables.no_peers(result)}", None))
+    return StandingGroup(result.layout, tuple(bars), result.matmul / 1e12)
 
 
-def _line(group: Group) -> str:
+def _line(group: StandingGroup) -> str:
     shown = (
         bar.name if bar.value is None else f"{bar.name} {number(bar.value)} {bar.words}".rstrip()
         for bar in group.bars

@@ -29,7 +29,7 @@ _LINE = 0.17  # inches of a line above a panel
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class Standing:
     """One row.
 
     Attributes:
@@ -44,25 +44,25 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class StandingGroup:
     """Bars that belong together; `ceiling` is a thin line across them."""
 
     name: str
-    bars: tuple[Bar, ...]
+    bars: tuple[Standing, ...]
     ceiling: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
+class StandingPanel:
     """Groups under one heading; `notes` are lines beneath it, wrapped."""
 
     title: str
-    groups: tuple[Group, ...]
+    groups: tuple[StandingGroup, ...]
     notes: tuple[str, ...] = ()
 
 
 def standings(
-    panels: Sequence[Panel],
+    panels: Sequence[StandingPanel],
     unit: str = "",
     column: str = "",
     legend: tuple[str, str, str] = ("ours", "others", "ceiling"),
@@ -116,15 +116,15 @@ def standings(
     return fig
 
 
-def _tall(group: Group) -> float:
+def _tall(group: StandingGroup) -> float:
     return _ROW * len(group.bars) + _BETWEEN
 
 
-def _column(groups: Sequence[Group], heading: str) -> list[str]:
+def _column(groups: Sequence[StandingGroup], heading: str) -> list[str]:
     return [heading, *(bar.words for group in groups for bar in group.bars)]
 
 
-def _draw(ax: Axes, group: Group, top: float) -> None:
+def _draw(ax: Axes, group: StandingGroup, top: float) -> None:
     """A group from `top` on; y is in inches, downwards."""
     inches = ax.get_position().width * ax.figure.get_figwidth() / ax.get_xlim()[1]  # type: ignore[union-attr]
     top += _BETWEEN / 2
@@ -174,4 +174,4 @@ def _above(fig: Figure, ax: Axes, title: str, notes: Sequence[str], heads: tuple
     fig.text(0.15 / width, y / height, title, size=TEXT, weight="bold", color=INK, va="center_baseline")
 
 
-__all__ = ["Bar", "Group", "Panel", "standings"]
+__all__ = ["Standing", "StandingGroup", "StandingPanel", "standings"]

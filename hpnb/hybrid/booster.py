@@ -5,12 +5,12 @@
     batches = iter(loader)
     for _ in range(len(loader)):
         optimizer.zero_grad()
-        found = booster.execute_pipeline(batches, model, criterion, optimizer)
+        result = booster.execute_pipeline(batches, model, criterion, optimizer)
         optimizer.step()
         scheduler.step()
 
-What is computed is what one process computes with the whole batch: loss, gradients, and weights. How the
-parts are put together is in parallelize_model.py.
+Loss, gradients and weights are those of one process with the full batch. The order in which the strategies
+are applied is in parallelize_model.py.
 """
 
 from __future__ import annotations
@@ -59,15 +59,16 @@ class Booster(BoosterFiles):
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> Boost:
-        """Parallelise `model`, in place, and let `optimizer` step what is here. All ranks call it. Gradients
-        from before are dropped.
+        """Parallelize `model`, in place, and let `optimizer` step this rank's parameters. All ranks call it.
+        Gradients from before are dropped.
 
         Args:
             model: an nn.Module, the same on all ranks; on the meta device it gets zeros, to be filled by
                 `load_model`. A pipeline needs an nn.Sequential, a model that `hpnb.models` knows, or a
                 `hpnb.pipeline_parallel.Builder`; tensor parallelism one that `hpnb.models` knows.
-            optimizer: of the model's parameters; it is changed in place, and remains of its class.
-                `.last_step` then says what a step did: whether it stepped, and the norm before clipping.
+            optimizer: of the model's parameters, for a Builder of `builder.parameters()`. It is changed in
+                place and keeps its class. `.last_step` then says what a step did: whether it stepped, and
+                the norm before clipping.
             criterion: (outputs, inputs) -> a scalar, the mean over this rank's targets, or (sum, count).
             dataloader: see `plugin.prepare_dataloader`.
             lr_scheduler: of `optimizer`.
@@ -80,7 +81,7 @@ class Booster(BoosterFiles):
         """
         if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
             raise ValueError("lr_scheduler is of another optimizer; make it of the one that is boosted")
-        self._check_dealt(dataloader)
+        self._warn_if_not_split(dataloader)
         example = _example(dataloader) if self.plugin.cut in ("flops", "time") else None
         boosted = parallelize_model(self.plugin, model, optimizer, example)
         return boosted, optimizer, criterion, dataloader, lr_scheduler
@@ -101,7 +102,7 @@ class Booster(BoosterFiles):
         """Forward and backward of the next batch, microbatch by microbatch; also without a pipeline.
 
         All ranks call it, those of one pipeline and of one tensor-parallel group with the same batch.
-        Gradients are added to what is there; `optimizer.step()` and `zero_grad()` are the caller's.
+        Gradients are added to those that are there; `optimizer.step()` and `zero_grad()` are the caller's.
 
         Args:
             data_iter: gives batches: mappings, or tuples, of tensors with a row a sample, on any device.
@@ -109,8 +110,8 @@ class Booster(BoosterFiles):
                 -100 (a causal model's shifted ones; samples if there are none), or (sum, count). None is
                 `outputs.loss`.
             optimizer: None runs forward alone, for evaluation, without gradients.
-            return_outputs: give the outputs of the whole batch.
-            record: note when each action ran, for `model.last_step.timeline`.
+            return_outputs: return the outputs of the full batch.
+            record: record when each action ran, for `model.last_step.timeline`.
 
         Returns:
             {"loss": (), float64, the mean over the targets of all data-parallel ranks, "outputs": ...}; None
@@ -138,12 +139,12 @@ class Booster(BoosterFiles):
 
         Args:
             loss: a scalar that is made of the boosted model's outputs: `outputs.loss`, a mean over this
-                rank's targets, and whatever is linear in these, such as a share of one for each of some
-                accumulated batches. (What is made of parameters alone is added once a data-parallel rank.)
+                rank's targets, and whatever is linear in these, such as the mean over several accumulated
+                batches. A term made of parameters alone is added once per data-parallel rank.
                 Or (sum over this rank's targets, count).
 
         Raises:
-            RuntimeError: the model is cut into stages.
+            RuntimeError: the model is partitioned into stages.
         """
         boosted = boosted_optimizer(optimizer)
         if self.plugin.pp_size > 1:
@@ -155,10 +156,10 @@ class Booster(BoosterFiles):
             (_wide(loss) * scale).backward()
             return
         total, count = loss
-        counted = torch.as_tensor(count, dtype=torch.float64).to(total.device)
-        counted = comm.all_reduce(counted.detach(), self.plugin.mesh.dp)
+        count_of_all = torch.as_tensor(count, dtype=torch.float64).to(total.device)
+        count_of_all = comm.all_reduce(count_of_all.detach(), self.plugin.mesh.dp)
         with boosted.model.weighed_as_sums():
-            _wide(total).backward((scale / counted.clamp(min=1)).to(_wide(total).dtype))
+            _wide(total).backward((scale / count_of_all.clamp(min=1)).to(_wide(total).dtype))
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
         """Accumulate: backwards and execute_pipeline inside add to this rank's gradients and send nothing."""
@@ -166,8 +167,8 @@ class Booster(BoosterFiles):
 
     # --- inside ------------------------------------------------------------------------------------------
 
-    def _check_dealt(self, dataloader: Any) -> None:
-        """A DataLoader of PyTorch knows of no ranks."""
+    def _warn_if_not_split(self, dataloader: Any) -> None:
+        """Warn about a DataLoader of PyTorch, which gives every rank the same samples."""
         if not isinstance(dataloader, DataLoader) or self.plugin.dp_size == 1:
             return
         if isinstance(dataloader.dataset, IterableDataset):
@@ -175,13 +176,13 @@ class Booster(BoosterFiles):
         if isinstance(dataloader.sampler, RandomSampler | SequentialSampler):
             warnings.warn(
                 f"this DataLoader gives each of the {self.plugin.dp_size} data-parallel ranks all samples, "
-                "unless its dataset is dealt out; plugin.prepare_dataloader(dataset, batch_size) does it",
+                "unless its dataset is split; plugin.prepare_dataloader(dataset, batch_size) does it",
                 stacklevel=3,
             )
 
 
 def _example(dataloader: Any) -> Any:
-    """A batch to measure layers with."""
+    """The next batch of `dataloader`, to measure layers with; the loader stays where it is."""
     if dataloader is None:
         raise ValueError("cut='flops' and 'time' measure layers with a batch: pass dataloader to boost")
     state = dataloader.state_dict() if hasattr(dataloader, "state_dict") else None

@@ -1,13 +1,13 @@
-"""A store without a past, for ranks that torchrun has started again.
+"""A store without entries of earlier runs, for ranks that torchrun has restarted.
 
-torchrun's agent keeps one store while ranks come and go. What ranks of an earlier life have left in it, the
-addresses of their sockets and the id of their NCCL, looks to the new ones as if it were their own: some of
-them connect to processes that are gone. TORCHELASTIC_RESTART_COUNT does not part the lives, since each
-machine counts for itself. So the ranks agree on a name that no life had before:
+torchrun's agent keeps one store over all restarts. The sockets and the NCCL id that the ranks of an earlier
+run have left in it look valid, so some new ranks would connect to processes that are gone. The variable
+TORCHELASTIC_RESTART_COUNT does not help, because every node counts for itself. So the ranks agree on a name
+that no run had before:
 
-    every rank     writes a token of its own, drawn anew
+    every rank     writes a new random token
     rank 0         writes the list of all tokens, again whenever one has changed
-    every rank     acknowledges a list that has its own token
+    every rank     acknowledges a list that has its token
     rank 0         says go, once all have acknowledged the same list
 
 A list that all have acknowledged has nobody's old token, and is the name.

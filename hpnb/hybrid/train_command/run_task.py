@@ -49,7 +49,7 @@ class LimitedLoader(data.Loader):
 
 
 @dataclass(frozen=True)
-class TrainingTask:
+class RunTask:
     """A model and what it is to learn.
 
     Attributes:
@@ -84,7 +84,7 @@ class TrainingTask:
         )
 
 
-def make_task(file: RunFile) -> TrainingTask:
+def make_task(file: RunFile) -> RunTask:
     """What `file` names. Every rank calls it.
 
     Raises:
@@ -97,7 +97,7 @@ def make_task(file: RunFile) -> TrainingTask:
     return make(file)
 
 
-def _pictures(file: RunFile) -> TrainingTask:
+def _pictures(file: RunFile) -> RunTask:
     wanted, table = file.model, file.data
     model = models.vit(
         wanted.shape,
@@ -113,10 +113,10 @@ def _pictures(file: RunFile) -> TrainingTask:
     _check_classes(wanted.classes, splits[0])
     plain = data.ImageTransform(side)
     transform = data.ImageTransform(side, augment=True) if table.augment else plain
-    return TrainingTask(model, splits, (AccuracyHook(),), transform=transform, plain=plain)
+    return RunTask(model, splits, (AccuracyHook(),), transform=transform, plain=plain)
 
 
-def _pairs(file: RunFile) -> TrainingTask:
+def _pairs(file: RunFile) -> RunTask:
     model, tokenizer = _gpt2(file, file.model.classes or _CLASSES["mrpc"])
     splits = _splits(file.data, lambda split, size: data.mrpc(split, size, kind=file.data.kind))
     _check_classes(file.model.classes, splits[0])
@@ -126,10 +126,10 @@ def _pairs(file: RunFile) -> TrainingTask:
         tokenizer = data.bpe_tokenizer(data.train_merges(sentences, words), words)
     model.config.pad_token_id = tokenizer.pad_token_id
     collate = data.collate_pairs(tokenizer, max_length=int(model.config.n_positions))
-    return TrainingTask(model, splits, (AccuracyHook(), F1Hook()), collate, tokenizer=tokenizer)
+    return RunTask(model, splits, (AccuracyHook(), F1Hook()), collate, tokenizer=tokenizer)
 
 
-def _text(file: RunFile) -> TrainingTask:
+def _text(file: RunFile) -> RunTask:
     table = file.data
     model, tokenizer = _gpt2(file, None)
 
@@ -145,7 +145,7 @@ def _text(file: RunFile) -> TrainingTask:
         )
 
     splits = _splits(table, load)
-    return TrainingTask(model, splits, tokenizer=getattr(splits[0], "tokenizer", None))
+    return RunTask(model, splits, tokenizer=getattr(splits[0], "tokenizer", None))
 
 
 def _gpt2(file: RunFile, classes: int | None) -> tuple[Any, Any]:

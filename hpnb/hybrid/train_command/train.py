@@ -26,7 +26,7 @@ from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.torchrun.launch_from_torch import launch_from_torch
 from hpnb.hybrid.train_command.interrupt import StopHook, Stopped, is_saved
 from hpnb.hybrid.train_command.run_file import RunFile, TrainingTable
-from hpnb.hybrid.train_command.run_task import LimitedLoader, TrainingTask, make_task
+from hpnb.hybrid.train_command.run_task import LimitedLoader, RunTask, make_task
 from hpnb.hybrid.training import hooks, resuming
 from hpnb.hybrid.training.hybrid_adam import HybridAdam
 from hpnb.hybrid.training.lr_schedulers import CosineAnnealingWarmupLR, LinearWarmupLR
@@ -168,7 +168,7 @@ def _resume(trainer: Trainer, folder: Path) -> int | None:
 # --- what is said -------------------------------------------------------------------------------------------
 
 
-def _about(file: RunFile, plugin: HybridParallelPlugin, task: TrainingTask, lr: float, total: int) -> str:
+def _about(file: RunFile, plugin: HybridParallelPlugin, task: RunTask, lr: float, total: int) -> str:
     """Before the model is cut: what is trained, on what, and how it is laid out."""
     wanted, how, table = file.model, file.training, file.data
     count = sum(p.numel() for p in task.model.parameters())

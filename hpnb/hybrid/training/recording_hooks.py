@@ -88,10 +88,10 @@ class TimelineHook(Hook):
             finally:
                 trainer.records = False
         if contended() and uses_pipeline(trainer, trainer.batches[-1]):
-            found = trainer.model.last_step.timeline
+            timeline = trainer.model.last_step.timeline
         else:
-            found = recorder.gather().shifted()
-        self.timelines[step] = found
+            timeline = recorder.gather().shifted()
+        self.timelines[step] = timeline
         if self.path is not None and rank() == 0:
             self.path.mkdir(parents=True, exist_ok=True)
-            found.to_chrome_trace(self.path / f"step-{step:08}.json")
+            timeline.to_chrome_trace(self.path / f"step-{step:08}.json")

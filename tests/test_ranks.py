@@ -645,6 +645,16 @@ def test_a_process_id_is_not_signalled_once_it_may_be_a_strangers(
     assert ranks.exit_code(pid) == 3
 
 
+def test_a_death_is_reported_though_the_server_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_answer(*_: object) -> None:
+        raise RuntimeError("not answered")
+
+    monkeypatch.setattr(forkserver.ForkServer, "exit_codes", no_answer)
+    error = fails(kill_self, ranks=1, timeout=30)
+    assert (error.rank, error.error) == (0, "died")
+    assert "kill_self" in error.traceback
+
+
 def test_a_server_that_does_not_answer_is_replaced_and_keeps_its_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

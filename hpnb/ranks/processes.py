@@ -139,7 +139,10 @@ class RankProcesses:
         """Exit codes of ranks that are gone; the kernel may need a moment."""
         deadline = time.monotonic() + 2.0
         while True:
-            codes = self.server.exit_codes([self.pids[r] for r in ranks])
+            try:
+                codes = self.server.exit_codes([self.pids[r] for r in ranks])
+            except RuntimeError:  # the server is gone or stuck; what the ranks have noted is reported without
+                return dict.fromkeys(ranks)
             if None not in codes.values() or time.monotonic() > deadline:
                 return {r: codes.get(self.pids[r]) for r in ranks}
             time.sleep(0.01)

@@ -386,7 +386,7 @@ def test_a_state_goes_on_anywhere(pools: RankPools, name: str) -> None:
         }
     same, _ = pools[4].run(go_on, case, state)[0]
     assert all(torch.equal(same[n], wanted[n]) for n in wanted)
-    for ranks in (1, 2, 3):
+    for ranks in (1, 2, 3) if name == "SGD" else (3,):  # the others differ in their states' shapes only
         for found, _ in pools[ranks].run(go_on, replace(case, stage=2), state):
             assert distance(found, wanted) < near
     plain, _, optimizer = serially(case, 4, range(3, 6), copy.deepcopy(state))

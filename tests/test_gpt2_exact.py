@@ -60,7 +60,7 @@ def test_padded_classification(four: hpnb.Ranks, style: str, zero: int) -> None:
 
 
 def broken(one: Case, fault: str) -> Any:
-    from hpnb.hybrid import losses
+    from hpnb.hybrid import model_loss
     from hpnb.models.gpt2_parts import GPT2Anatomy
 
     def of_all(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ def broken(one: Case, fault: str) -> Any:
         return causal(outputs, labels) * (labels[:, 1:] != -100).double().mean()
 
     where, name, instead = {
-        "the mean is of padding too": (losses, "causal", of_all),
+        "the mean is of padding too": (model_loss, "causal", of_all),
         "the last token is read": (GPT2Anatomy, "_pooled", lambda self, logits, ids: logits[:, -1]),
     }[fault]
     before = getattr(where, name)

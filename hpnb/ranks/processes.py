@@ -6,10 +6,12 @@ import contextlib
 import os
 import pickle
 import selectors
+import signal
 import socket
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -23,7 +25,25 @@ from hpnb.ranks.worker import Done, Failed, RankSpec
 _GOODBYE = 3.0  # seconds that ranks have to leave on their own
 _ANSWER_LIMIT = 1.0  # seconds that a rank has to say where it is; one that is stopped never does
 _LONGEST_WAIT = 3600.0  # seconds; some systems refuse more
+_GROUP, _STARTED = 2, 19  # fields of /proc/PID/stat behind the name
 _CHUNK = 1 << 16  # bytes, as much as a pipe holds
+
+
+def _seconds_since_boot() -> float:
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def _in_groups_of(leaders: Sequence[int], since: float) -> list[int]:
+    """Processes in the process groups of these ranks. Those that started before the ranks are strangers, who
+    have got a number that was free again."""
+    pids = []
+    ticks = os.sysconf("SC_CLK_TCK")
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = entry.read_text().rsplit(")", 1)[1].split()
+            if int(fields[_GROUP]) in leaders and int(fields[_STARTED]) / ticks > since - 1:
+                pids.append(int(entry.parent.name))
+    return pids
 
 
 @dataclass
@@ -40,33 +60,37 @@ class RankProcesses:
     inboxes: list[Inbox] = field(default_factory=list)
     gone: set[int] = field(default_factory=set)
     stopped: bool = False
+    started: float = field(default_factory=_seconds_since_boot)
 
     @classmethod
     def start(cls, choice: DeviceChoice) -> RankProcesses:
         store = _local_store()
         fork_server = server()
-        controls, outputs, pages, inherited = [], [], [], []
-        for _ in range(choice.ranks):
-            control, rank_control = socket.socketpair()
-            control.setblocking(False)
-            read_end, write_end = os.pipe()
-            os.set_blocking(read_end, False)
-            page = last_seen.new_page()
-            controls.append(control)
-            outputs.append(read_end)
-            pages.append(page)
-            inherited.append((rank_control.detach(), write_end, page))
+        controls: list[socket.socket] = []
+        outputs: list[int] = []
+        pages: list[int] = []
+        inherited: list[list[int]] = []  # of each rank its socket and its end of the pipe
         where = (choice.device, choice.backend, choice.threads, store.port, dict(os.environ))
         specs = [RankSpec(rank, choice.ranks, *where) for rank in range(choice.ranks)]
         try:
-            pids = fork_server.spawn([asdict(spec) for spec in specs], inherited)
+            for _ in range(choice.ranks):  # which may run out of descriptors
+                control, rank_control = socket.socketpair()
+                controls.append(control)
+                control.setblocking(False)
+                inherited.append([rank_control.detach()])
+                read_end, write_end = os.pipe()
+                outputs.append(read_end)
+                inherited[-1].append(write_end)
+                os.set_blocking(read_end, False)
+                pages.append(last_seen.new_page())
+            descriptors = [[*ends, page] for ends, page in zip(inherited, pages, strict=True)]
+            pids = fork_server.spawn([asdict(spec) for spec in specs], descriptors)
         except BaseException:
             _close(controls, outputs, pages)
             raise
         finally:
-            for rank_control_fd, write_end, _ in inherited:
-                os.close(rank_control_fd)
-                os.close(write_end)
+            for fd in (fd for fds in inherited for fd in fds):
+                os.close(fd)
         processes = cls(fork_server, store, pids, controls, outputs, pages)
         for rank in range(choice.ranks):
             processes.inboxes.append(Inbox())
@@ -79,7 +103,7 @@ class RankProcesses:
         body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         deadline = time.monotonic() + timeout
         for rank in ranks:
-            self.controls[rank].settimeout(max(0.001, deadline - time.monotonic()))
+            self.controls[rank].settimeout(min(max(0.001, deadline - time.monotonic()), _LONGEST_WAIT))
             # A rank that is gone, or does not read, is noticed while its reply is awaited.
             with contextlib.suppress(BrokenPipeError, ConnectionError, TimeoutError):
                 send_message(self.controls[rank], body)
@@ -171,12 +195,22 @@ class RankProcesses:
         if self.stopped:
             return
         self.stopped = True
-        if self._started_here:
-            with contextlib.suppress(RuntimeError):  # gone, it has killed them; stuck, it will
-                self.server.kill(self.pids)
-        self.selector.close()
-        _close(self.controls, self.outputs, self.pages)
-        self.store = None
+        try:
+            if self._started_here:
+                self._kill()
+        finally:  # also after a second Ctrl-C, because nobody calls this again
+            self.selector.close()
+            _close(self.controls, self.outputs, self.pages)
+            self.store = None
+
+    def _kill(self) -> None:
+        try:
+            self.server.kill(self.pids)
+        except RuntimeError:  # the server is gone and its ranks have died with it; or it is stuck
+            if not self.server.alive():
+                for pid in _in_groups_of(self.pids, self.started):
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.kill(pid, signal.SIGKILL)
 
 
 def _close(controls: Sequence[socket.socket], outputs: Sequence[int], pages: Sequence[int]) -> None:

@@ -155,6 +155,7 @@ class _Rank:
 
     def serve(self) -> None:
         """Answer calls until the caller says to leave."""
+        rank_pid = os.getpid()
         while isinstance(call := receive_message(self.control), Call):
             reply: Done | Failed
             self.took_names = False
@@ -166,6 +167,8 @@ class _Rank:
             except BaseException as error:
                 reply = replace(_failed(error, self._new_names()), took_names=self.took_names)
             _flush()
+            if os.getpid() != rank_pid:
+                _end_child(reply)
             send_message(self.control, reply)
 
     def _run(self, call: Call) -> tuple[object, types.CodeType | None]:
@@ -248,6 +251,14 @@ def _failed(error: BaseException, new_names: frozenset[str] = frozenset()) -> Fa
     frames = tuple((f.f_code.co_filename, line) for f, line in traceback.walk_tb(trace))
     place = (type(error).__name__, frames)
     return Failed("".join(lines), summary, type(error).__name__, place, time.monotonic(), new_names)
+
+
+def _end_child(reply: Done | Failed) -> None:
+    """A child that the function has forked came back from it, too. Only the rank answers: two answers on one
+    socket would be taken for those of two calls."""
+    if isinstance(reply, Failed):
+        print(reply.traceback, file=sys.stderr, flush=True)
+    os._exit(isinstance(reply, Failed))
 
 
 # --- the process -----------------------------------------------------------------------------

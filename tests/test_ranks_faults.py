@@ -1,0 +1,130 @@
+"""Ranks under faults: forks, exhausted descriptors, interrupts, a killed server, and timeouts without end."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+import hpnb
+from hpnb.ranks.forkserver import server
+
+
+def forks(number: int) -> tuple[int, str]:
+    pid = os.fork()  # the child forgets os._exit, so both return
+    return number, "child" if pid == 0 else "rank"
+
+
+def forks_and_raises() -> str:
+    if os.fork() == 0:
+        raise ValueError("of the child")
+    os.wait()
+    return "rank"
+
+
+def test_a_child_that_a_rank_forks_does_not_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    with hpnb.Ranks(2, device="cpu", timeout=30) as ranks:
+        for number in range(20):
+            assert ranks.run(forks, number) == [(number, "rank")] * 2
+        assert ranks.run(forks_and_raises) == ["rank"] * 2
+        assert ranks.run(forks, 21) == [(21, "rank")] * 2
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts descriptors in /proc")
+def test_a_launch_without_enough_descriptors_gives_them_back() -> None:
+    hpnb.launch(hpnb.rank, ranks=1, device="cpu")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = open_descriptors()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 60, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            hpnb.launch(hpnb.rank, ranks=64, device="cpu")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert open_descriptors() <= before + 1
+    assert hpnb.launch(hpnb.rank, ranks=1, device="cpu") == [0]
+
+
+def test_an_interrupt_while_ranks_are_stopped_closes_their_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hpnb.launch(hpnb.rank, ranks=1, device="cpu")
+    before = open_descriptors()
+    ranks = hpnb.Ranks(2, device="cpu", timeout=30)
+    kill = server().kill
+
+    def interrupted(pids: list[int]) -> None:
+        kill(pids)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ranks._processes.server, "kill", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ranks.close()
+    monkeypatch.undo()
+    del ranks
+    assert open_descriptors() <= before + 1
+
+
+KILLED_SERVER = """
+    import os, signal, subprocess, sys, threading, time
+    from pathlib import Path
+    import hpnb
+    from hpnb.ranks.forkserver import server
+
+    def starts_processes(folder):
+        child = subprocess.Popen(["sleep", "60"])
+        Path(folder, f"{hpnb.rank()}.part").write_text(str(child.pid))
+        os.rename(Path(folder, f"{hpnb.rank()}.part"), Path(folder, str(hpnb.rank())))
+        time.sleep(60)
+
+    def kill_the_server(folder):
+        while len([name for name in os.listdir(folder) if name.isdigit()]) < 2:
+            time.sleep(0.05)
+        os.kill(server()._process.pid, signal.SIGKILL)
+
+    threading.Thread(target=kill_the_server, args=sys.argv[1:], daemon=True).start()
+    try:
+        hpnb.launch(starts_processes, sys.argv[1], ranks=2, device="cpu", timeout=50)
+    except hpnb.RankError as error:
+        print("is gone" in str(error), "in starts_processes" in str(error))
+    print(hpnb.launch(hpnb.rank, ranks=2, device="cpu"))
+"""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_what_ranks_have_started_ends_when_the_server_is_killed(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", textwrap.dedent(KILLED_SERVER), str(tmp_path)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["True True", "[0, 1]"], done.stdout + done.stderr
+    pids = [int((tmp_path / rank).read_text()) for rank in ("0", "1")]
+    deadline = time.monotonic() + 5
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = [pid for pid in pids if is_running(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e10])
+def test_a_timeout_may_be_as_long_as_one_likes(timeout: float) -> None:
+    assert hpnb.launch(hpnb.rank, ranks=2, device="cpu", timeout=timeout) == [0, 1]

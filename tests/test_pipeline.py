@@ -673,6 +673,8 @@ def test_a_model_that_no_rank_has_whole(pools: Pools) -> None:
 
 @pytest.mark.gpu
 def test_on_gpus_a_list_that_somebody_wrote() -> None:
+    if torch.cuda.device_count() < 4:
+        pytest.skip("the list is one of 4 ranks")
     check_written("cuda")
 
 

@@ -17,6 +17,7 @@ counted everything. The `loss_reduction` of a pipeline, the same on all its rank
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -60,6 +61,8 @@ class BatchLoss:
         per_target: float | torch.Tensor = 1.0,
     ) -> None:
         self._function, self._inputs, self._replicas, self._device = function, inputs, replicas, device
+        if device.type == "cuda":
+            _load_kernels(device)
         self._reduction, self._per_target = reduction, per_target
         self._targets = torch.stack([self._as_count(count_targets(one, causal)) for one in inputs])  # (m,)
         self._all_targets = self._sum_over_replicas(self._targets.sum())
@@ -94,11 +97,8 @@ class BatchLoss:
     def correction(self) -> torch.Tensor:
         """(), float64: N'/N, once all microbatches have been forward. All replicas call it together."""
         count = self._sum_over_replicas(self._step_counts().sum())
-        counted = count / self._all_targets.clamp(min=1)
-        # A step that has counted nothing, and whose mean is nan, says nothing about the next.
-        self.counted_per_target = torch.where(counted > 0, counted, self._per_target)
-        nothing = (count == 0) & (self._all_targets == 0)  # as for means, which have gradients of 0 then
-        return torch.where(nothing, 1.0, self._per_target / counted)
+        self.counted_per_target, correction = _correct(count, self._all_targets, self._per_target)
+        return correction
 
     def mean(self) -> torch.Tensor:
         """(), float64: the loss of the whole batch, of all replicas. All replicas call it together."""
@@ -134,3 +134,25 @@ class BatchLoss:
         if isinstance(count, torch.Tensor):
             return count.detach().to(self._device, torch.float64)
         return torch.full((), count, dtype=torch.float64, device=self._device)  # no copy to wait for
+
+
+def _correct(
+    count: torch.Tensor, targets: torch.Tensor, per_target: float | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(what a target has counted, N'/N), for N = `count` and N' = `targets` times `per_target`."""
+    counted = count / targets.clamp(min=1)
+    nothing = (count == 0) & (targets == 0)  # as for means, which have gradients of 0 then
+    # A step that has counted nothing, and whose mean is nan, says nothing about the next.
+    return torch.where(counted > 0, counted, per_target), torch.where(nothing, 1.0, per_target / counted)
+
+
+@cache
+def _load_kernels(device: torch.device) -> None:
+    """Use the kernels of `_correct` once, before a step posts its receives.
+
+    CUDA loads a kernel when it is first launched, and may wait for the GPU to do so. If a posted receive is
+    waiting there, and its sender for a gradient of this rank, nobody would go on.
+    """
+    one = torch.ones((), dtype=torch.float64, device=device)
+    for per_target in (1.0, one):
+        _correct(one.sum(), one, per_target)

@@ -96,7 +96,7 @@ def test_every_notebook_is_in_the_table() -> None:
 
 def test_the_planner_of_readme_says_what_readme_says(tmp_path: Path) -> None:
     (line,) = run_example(4, tmp_path)
-    assert line == "dp 24 x pp 16 x tp 4, 5 chunks: 153 TFLOP/s a GPU"
+    assert line == "dp 24 x pp 16 x tp 4, interleaved, 5 chunks: 153 TFLOP/s a GPU"
     assert f"# {line}" in README
 
 

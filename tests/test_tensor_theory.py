@@ -140,7 +140,7 @@ def test_the_nearest_ranks_that_work(mode: str, ranks: int, depth: int, near: tu
     if ranks in near:
         assert math.prod(theory.grid_sides(mode, ranks, depth)) == ranks
     else:
-        with pytest.raises(ValueError, match=f"which {ranks} is not; {' or '.join(map(str, near))} would"):
+        with pytest.raises(ValueError, match=f"which {ranks} is not; use {' or '.join(map(str, near))}"):
             theory.grid_sides(mode, ranks, depth)
 
 

@@ -147,7 +147,7 @@ def images_on_two_ranks() -> None:
     check(found, _truth(of), 2 + 2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("trained", [all_on_two_ranks, two_axes_on_four_ranks, images_on_two_ranks])
 def test_all_programs_train_as_one_process(trained: Callable[[], None]) -> None:
     trained()
@@ -731,6 +731,7 @@ def test_a_run_is_printed_and_written_and_becomes_a_table(
     assert run.commit in table
 
 
+@pytest.mark.sampled(1, of="losses")
 def test_losses_of_layouts_are_held_to_another_order_of_rows(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -753,6 +754,7 @@ def test_losses_of_layouts_are_held_to_another_order_of_rows(
     assert loss_agreement.describe("dp4", "hpnb", 4e-7, 0.0).endswith("TOO FAR APART")
 
 
+@pytest.mark.sampled(1, of="losses")
 def test_losses_of_tp_are_held_to_another_order_of_units_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -59,6 +59,7 @@ def test_it_is_the_loss_of_all_logits(chunk: int, recompute: bool) -> None:
     assert apart(own_weight.grad, weight.grad) < 1e-12
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
 @pytest.mark.parametrize("recompute", [False, True])

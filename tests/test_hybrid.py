@@ -95,6 +95,7 @@ def name(case: Case) -> str:
     ).replace("kind=", "")
 
 
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize("case", SAMPLE, ids=name)
 def test_is_one_process(pools: dict[int, hpnb.Ranks], case: Case) -> None:
     try:

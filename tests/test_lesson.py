@@ -1101,6 +1101,7 @@ def all_at_once(c: Any, a: Any, b: Any, t: int, across: Any, down: Any) -> Any:
         (notebook_03.summa, all_at_once, "step 1, down: 2 broadcast, 80 B a rank, target 40 B"),
     ],
 )
+@pytest.mark.sampled(4)
 def test_what_a_cut_lacks_is_said_in_numbers(exercise: Exercise, answer: Any, words: str) -> None:
     assert any(re.search(words, off) for off in findings(exercise, answer)), findings(exercise, answer)
 
@@ -1257,6 +1258,7 @@ def test_small_gaps_between_spans_of_compute_are_closed_and_waits_stay() -> None
     assert vit_tensor.close_gaps(tl, 0.0) == tl
 
 
+@pytest.mark.slow  # notebook 03 races them, too
 def test_modes_race_on_four_ranks_and_are_written_down() -> None:
     with hpnb.Ranks(4, device="cpu", timeout=120) as ranks:
         square, _, dtype = vit_tensor.four_ranks(ranks)

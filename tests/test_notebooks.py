@@ -43,7 +43,7 @@ def test_a_notebook_keeps_the_rules(path: Path, rule: Callable[[Any], list[str]]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @real
 def test_exercises_tell_right_from_wrong(path: Path, tmp_path: Path) -> None:
     assert unproven(paired.read(path), path.stem, WRONG, tmp_path) == []

@@ -150,6 +150,7 @@ def test_a_change_of_surroundings_makes_it_out_of_date(
     assert not ahead.is_as_new()
 
 
+@pytest.mark.sampled(1, of="kernel")
 def test_a_variable_set_before_the_first_ranks_reaches_them_and_what_they_import(
     start: Callable[[], forkserver.ForkServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +212,7 @@ def test_it_leaves_when_the_kernel_is_killed_while_it_imports(tmp_path: Path) ->
     assert wait_until(lambda: not exists(pid), 30)
 
 
+@pytest.mark.sampled(1, of="kernel")
 def test_in_a_kernel_the_server_imports_while_the_notebook_does() -> None:
     from test_ranks import children_of, wait_until
     from test_ranks_in_kernel import Kernel, kernel_pid

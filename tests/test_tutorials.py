@@ -159,7 +159,7 @@ booster.save_model(model, sys.argv[1], shard=True)
 """
 
 
-@pytest.mark.sampled(1, of="ViT")
+@pytest.mark.sampled(1, of="tutorials")
 def test_vit_in_a_pipeline(tmp_path: Path) -> None:
     falls(losses(torchrun(tmp_path, 2, VIT_PIPELINE, str(tmp_path / "saved"))), steps=2)
     saved, told = ViTForImageClassification.from_pretrained(tmp_path / "saved", output_loading_info=True)
@@ -309,7 +309,7 @@ for epoch in range(NUM_EPOCHS):
 """
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, of="tutorials")
 @pytest.mark.parametrize("pipeline", [2, 1])
 def test_gpt2_with_zero(tmp_path: Path, pipeline: int) -> None:
     falls(losses(torchrun(tmp_path, 2, GPT2_HYBRID, str(pipeline))), steps=2 * pipeline)
@@ -452,6 +452,6 @@ for epoch in range(NUM_EPOCH):
 """
 
 
-@pytest.mark.sampled(1, of="ViT")
+@pytest.mark.sampled(1, of="tutorials")
 def test_vit_on_tensor_and_pipeline_ranks(tmp_path: Path) -> None:
     falls(losses(torchrun(tmp_path, 4, VIT_HYBRID)), steps=2)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hpnb
-from hpnb.hybrid.checkpoint import atomic, checkpoint, manifest, state_files
+from hpnb.hybrid.checkpoint import atomic, checkpoint, manifest, run_lock, state_files
 from hpnb.hybrid.checkpoint.write_files import write_bytes, write_safetensors
 from hpnb.hybrid.training import hooks, resuming
 
@@ -380,3 +380,11 @@ def test_a_folder_that_cannot_be_written_is_known_before_the_first_step(
     for error, steps in two.run(fit_into, tmp_path / "file" / "run"):
         assert "file is a file, and a folder is to be written" in error
         assert steps == 0
+
+
+def run_name() -> str:
+    return run_lock.run_name()
+
+
+def test_pools_of_one_program_are_one_run(one: hpnb.Ranks, two: hpnb.Ranks) -> None:
+    assert {*one.run(run_name), *two.run(run_name)} == {run_lock.run_name()}

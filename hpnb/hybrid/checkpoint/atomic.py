@@ -109,7 +109,7 @@ def _keep_newest(path: Path, count: int) -> None:
     for folder in named_like_it(old_of(Path("x")).suffix):
         _recover(folder)
     for folder in named_like_it(part_of(Path("x")).suffix):
-        if not run_lock.is_held_elsewhere(part_of(folder)):
+        if not run_lock.is_locked_elsewhere(part_of(folder)):
             _delete(part_of(folder))
     orders = {folder: order_of(folder) for folder in named_like_it("") if is_complete(folder)}
     readable = [(order, folder) for folder, order in orders.items() if order is not None]
@@ -159,27 +159,27 @@ def begin_update(path: Path, name: str) -> Path:
     _make_folder(path)
     draft = draft_in(path, name)
     with run_lock.exclusive(path):
-        if is_complete(draft) and not run_lock.is_held_elsewhere(draft):
+        if is_complete(draft) and not run_lock.is_locked_elsewhere(draft):
             _publish(path, draft)  # whoever saved it was killed while it did
         return _empty(draft)
 
 
 def commit_update(
-    path: Path, name: str, files: WrittenFiles, facts: Mapping[str, Any], is_own: Callable[[str], bool]
+    path: Path, name: str, files: WrittenFiles, facts: Mapping[str, Any], is_replaced: Callable[[str], bool]
 ) -> None:
     """Put what was written in place of what was there.
 
     Args:
         files: what was written and read back.
         facts: further entries of the manifest. Without any, `path` gets no manifest.
-        is_own: whether a file in `path`, by its relative name, belongs to what is saved and goes if it was
-            not written again.
+        is_replaced: whether a file in `path`, by its relative name, is of an earlier save of this kind. Those
+            that were not written again are removed.
     """
     draft = draft_in(path, name)
     _sync_files(draft, files)
     with run_lock.exclusive(path):
         present = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
-        stale = [name for name in present if is_own(name) and name not in files]
+        stale = [name for name in present if is_replaced(name) and name not in files]
         about = {"run": run_lock.run_name(), "order": 0, "stale": stale, "keeps_manifest": bool(facts)}
         seal(draft, files, {**about, **facts})
         sync(draft)
@@ -256,19 +256,19 @@ def _empty(folder: Path) -> Path:
     Raises:
         ValueError: another living process writes into it.
     """
-    if run_lock.is_held_elsewhere(folder):
+    if run_lock.is_locked_elsewhere(folder):
         raise ValueError(
             f"another process is writing {folder} at this moment; give each run a folder of its own"
         )
     _delete(folder)
     folder.mkdir()
-    run_lock.hold(folder)
+    run_lock.lock_folder(folder)
     return folder
 
 
 def _delete(folder: Path) -> None:
     if folder.exists():
-        run_lock.release(folder)
+        run_lock.unlock_folder(folder)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -284,7 +284,7 @@ def _is_of_another_run(folder: Path) -> bool:
         run = manifest(folder).get("run")
     except ValueError:
         run = None
-    return run != run_lock.run_name() and run_lock.is_held_elsewhere(folder)
+    return run != run_lock.run_name() and run_lock.is_locked_elsewhere(folder)
 
 
 def _refuse_of_another_run(path: Path) -> None:

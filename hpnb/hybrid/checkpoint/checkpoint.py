@@ -78,8 +78,8 @@ def save_model(model: Boosted, path: Path, shard: bool = True, size_per_shard: S
         shards = weight_shards(model, lambda tensor, _: tensor)
         written = save_weights.write_weights(shards, draft, model.kind, model.whole_config, limit, group)
         files = read_back(draft, written, group)
-        own = save_weights.is_weight_file
-        on_first_rank(lambda: atomic.commit_update(path, MODEL, files, {}, own), group)
+        is_replaced = save_weights.is_weight_file
+        on_first_rank(lambda: atomic.commit_update(path, MODEL, files, {}, is_replaced), group)
 
 
 def load_model(model: Boosted, path: Path) -> None:
@@ -116,8 +116,11 @@ def save_optimizer(optimizer: Optimizer, path: Path) -> None:
         written = _below(STATE, write_state(state, draft / STATE, group))
         files = read_back(draft, written, group)
         facts = {"torch": torch.__version__}
-        own = lambda name: name.startswith(f"{STATE}/")  # noqa: E731
-        on_first_rank(lambda: atomic.commit_update(path, OPTIMIZER, files, facts, own), group)
+
+        def is_replaced(name: str) -> bool:
+            return name.startswith(f"{STATE}/")
+
+        on_first_rank(lambda: atomic.commit_update(path, OPTIMIZER, files, facts, is_replaced), group)
 
 
 def load_optimizer(optimizer: Optimizer, path: Path) -> None:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from hpnb.ranks.current_rank import inside_rank
 
-_MOST_HELD = 32  # locks on the newest folders; each takes a descriptor
-_held: dict[tuple[int, int], int] = {}  # {(device, inode) of a folder: descriptor}, the oldest first
+_MAX_LOCKS = 32  # locks on the newest folders; each takes a descriptor
+_locks: dict[tuple[int, int], int] = {}  # {(device, inode) of a folder: descriptor}, the oldest first
 
 
 def run_name() -> str:
@@ -46,27 +46,27 @@ def _process_field(pid: int, number: int) -> str | None:
     return None
 
 
-def hold(folder: Path) -> None:
-    """Lock `folder` until `release`, or until this process ends."""
+def lock_folder(folder: Path) -> None:
+    """Lock `folder` until `unlock_folder`, or until this process ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    _held[_identity(folder)] = descriptor
-    while len(_held) > _MOST_HELD:
-        os.close(_held.pop(next(iter(_held))))
+    _locks[_identity(folder)] = descriptor
+    while len(_locks) > _MAX_LOCKS:
+        os.close(_locks.pop(next(iter(_locks))))
 
 
-def release(folder: Path) -> None:
+def unlock_folder(folder: Path) -> None:
     """Give the lock back, if this process holds it."""
     with suppress(OSError):
-        if (descriptor := _held.pop(_identity(folder), None)) is not None:
+        if (descriptor := _locks.pop(_identity(folder), None)) is not None:
             os.close(descriptor)
 
 
-def is_held_elsewhere(folder: Path) -> bool:
+def is_locked_elsewhere(folder: Path) -> bool:
     """Whether another living process holds `folder`."""
     try:
-        if _identity(folder) in _held:
+        if _identity(folder) in _locks:
             return False
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:

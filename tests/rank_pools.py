@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+
 import hpnb
+
+
+def gpu_ranks() -> int:
+    """How many ranks a test on GPUs starts: one a GPU, and at most 4; on a single GPU 4, which share it."""
+    gpus = torch.cuda.device_count()
+    return min(4, gpus) if gpus > 1 else 4
 
 
 class RankPools:

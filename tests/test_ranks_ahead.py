@@ -219,8 +219,11 @@ def test_in_a_kernel_the_server_imports_while_the_notebook_does() -> None:
 
     kernel = Kernel()
     try:
-        kernel.cell("import torch, hpnb, os")
+        kernel.cell("import os")
         assert children_of(kernel_pid(kernel)) == []
+        kernel.cell("import hpnb, sys\nbefore_torch = 'torch' not in sys.modules")
+        assert len(children_of(kernel_pid(kernel))) == 1
+        assert kernel.text("before_torch") == "True"
         kernel.cell("from hpnb import lesson, plot, theory\nfrom hpnb.hybrid import Booster")
         servers = children_of(kernel_pid(kernel))
         assert len(servers) == 1

@@ -9,12 +9,15 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import hpnb
 from hpnb.ranks.forkserver import server
+from hpnb.ranks.worker import Failed
 
 
 def forks(number: int) -> tuple[int, str]:
@@ -125,6 +128,16 @@ def test_what_ranks_have_started_ends_when_the_server_is_killed(tmp_path: Path) 
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert left == []
+
+
+def test_a_lost_connection_does_not_hide_who_was_lost() -> None:
+    begun = time.monotonic()
+    lost = Failed("", "RuntimeError: Connection closed by peer [127.0.0.1]:7", "RuntimeError", (), begun)
+    cases: list[Any] = [None, replace(lost, summary="ValueError: seven", time=begun + 0.3)]
+    for reply in cases:
+        with hpnb.Ranks(2, device="cpu", timeout=30) as ranks:
+            ranks._died[1] = begun + 3.0  # on a busy machine a death is noticed late
+            assert ranks._failure((0, 1), {0: lost, 1: reply}, 30.0).rank == 1
 
 
 @pytest.mark.parametrize("timeout", [float("inf"), 1e10])

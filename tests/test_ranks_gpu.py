@@ -84,8 +84,6 @@ def test_a_failure_while_others_wait_in_nccl_ends_the_call_and_frees_the_gpus(ho
     assert len(hpnb.launch(total, ranks=GPUS, timeout=120)) == GPUS
 
 
-
-
 def test_state_on_gpus_stays_between_runs() -> None:
     def put() -> None:
         global kept

@@ -114,6 +114,43 @@ def test_what_the_magic_does_not_know_it_says(kernel: Kernel) -> None:
     assert "SyntaxError" in kernel.text("%%ranks 2\nx = = 1")
 
 
+def test_the_help_says_what_a_cell_may_say(kernel: Kernel) -> None:
+    payload = kernel.text("print(get_ipython().find_cell_magic('ranks').__doc__)")
+    for option in ("--device", "--timeout", "--hang-timeout", "--out", "input()", "await", "0,2"):
+        assert option in payload
+
+
+def test_commands_and_await_run_on_ranks_and_other_magics_are_refused(kernel: Kernel) -> None:
+    kernel.cell("greeting = 'hello'")
+    kernel.cell("%%ranks 2\nme = hpnb.rank()")
+    shown = kernel.text("%%ranks\n\n!echo $greeting {me * 2}\nlines = !echo x; echo y\nlines")
+    assert "[rank 1] hello 2" in shown
+    assert "[rank 0] hello 0" in shown
+    assert "[rank 1] ['x', 'y']" in shown
+    cell = "%%ranks\nimport asyncio\nawait asyncio.sleep(0.01)\ny = await asyncio.sleep(0.01, me + 1)\ny"
+    assert sorted(kernel.text(cell).splitlines()) == ["[rank 0] 1", "[rank 1] 2"]
+    assert "line 4" in kernel.text("%%ranks\n!true\n\nme / 0")
+    assert "cell without %%ranks" in kernel.text("%%ranks\n%timeit me")
+    assert "first line" in kernel.text("%%ranks\n%%time\nme")
+    assert "Wall time" in kernel.text("%%time\n%%ranks\nme")
+    assert "SyntaxError" in kernel.text("%%ranks\n!true\nx = = 1")
+    assert "[rank 1] 1" in kernel.text("%%ranks\nme")  # a refusal costs nothing
+
+
+def test_variables_stay_or_a_line_says_that_they_are_gone(kernel: Kernel) -> None:
+    kernel.cell("%%ranks 2\nweights = [hpnb.rank()]")
+    kernel.cell("%reload_ext hpnb")
+    assert "[rank 1] [1]" in kernel.text("%%ranks\nweights")
+    shown = kernel.text("%%ranks\nif hpnb.rank() == 1:\n    raise KeyError('only here')")
+    assert "rank 1 of 2 raised KeyError" in shown
+    assert "[rank 1] [1]" in kernel.text("%%ranks\nweights")
+    assert "device='tpu'" in kernel.text("%%ranks 3 --device tpu\npass")
+    assert "[rank 1] [1]" in kernel.text("%%ranks\nweights")
+    shown = kernel.text("%%ranks 1\npass")
+    assert "2 ranks" in shown
+    assert "weights" in shown
+
+
 def test_a_stored_bar_keeps_its_last_state_only(kernel: Kernel) -> None:
     cell = kernel.cell(
         "def bar():\n    from tqdm import tqdm\n    for i in tqdm(range(20), ascii=True):\n"
@@ -161,5 +198,3 @@ def test_killing_the_kernel_leaves_no_process() -> None:
     os.kill(pid, 9)
     assert wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
     kernel.client._cleanup_kernel()
-
-

@@ -1,9 +1,15 @@
 """Run a function on N processes, from a cell. Knows nothing of models or meshes."""
 
-from hpnb.ranks.current_rank import device, rank, world_size
-from hpnb.ranks.devices import DeviceChoice, choose_device, default_ranks, usable_cores
-from hpnb.ranks.errors import RankError, RankInterrupt
-from hpnb.ranks.pool import Ranks, launch
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hpnb.ranks.current_rank import device, rank, world_size
+    from hpnb.ranks.devices import DeviceChoice, choose_device, default_ranks, usable_cores
+    from hpnb.ranks.errors import RankError, RankInterrupt
+    from hpnb.ranks.pool import Ranks, launch
 
 __all__ = [
     "DeviceChoice",
@@ -18,3 +24,16 @@ __all__ = [
     "usable_cores",
     "world_size",
 ]
+
+# Read when first used, because they import torch: a notebook starts its server of ranks before that.
+_FROM = dict.fromkeys(("device", "rank", "world_size"), "current_rank")
+_FROM |= dict.fromkeys(("DeviceChoice", "choose_device", "default_ranks", "usable_cores"), "devices")
+_FROM |= dict.fromkeys(("RankError", "RankInterrupt"), "errors") | dict.fromkeys(("Ranks", "launch"), "pool")
+
+
+def __getattr__(name: str) -> object:
+    if name in _FROM:
+        value = getattr(importlib.import_module(f"{__name__}.{_FROM[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,6 +7,7 @@ sent if the rank does not have it, or if the caller has reassigned it since: `x 
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import os
 import sys
@@ -18,6 +19,9 @@ from typing import Any
 
 _GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "DELETE_GLOBAL", "DELETE_NAME"})
 _ABSENT = object()
+TORCH_DYNAMO = "torch._dynamo"
+# Names whose use makes an optimizer of PyTorch.
+_OPTIMIZES = frozenset({"optim", "Adam", "AdamW", "SGD", "HybridAdam", "ZeroOptimizer", "Booster", "Trainer"})
 _MODULE_ATTRIBUTES = frozenset({"__name__", "__doc__", "__package__", "__loader__", "__spec__",
                                 "__builtins__", "__builtin__", "__dict__"})  # fmt: skip
 
@@ -35,6 +39,43 @@ def global_names(code: types.CodeType) -> set[str]:
         if isinstance(constant, types.CodeType):
             read |= global_names(constant)
     return read
+
+
+def modules_used(fn: object) -> set[str]:
+    """Modules that `fn`, or a function that it calls by a global name, will import when it runs on a rank.
+
+    The server imports them once, where every rank would import them again: a first optimizer imports
+    torch._dynamo, which takes seconds, and names of hpnb are read when they are first used.
+    """
+    fn = getattr(fn, "__func__", fn)
+    if not isinstance(fn, types.FunctionType):
+        return set()
+    namespace = fn.__globals__
+    modules: set[str] = set()
+    functions = [fn, *_closure_functions(fn)]
+    for name in _reachable(global_names(fn.__code__), namespace):
+        functions += _functions_of(namespace[name])
+    for code in _codes(f.__code__ for f in functions):
+        if _OPTIMIZES & set(code.co_names):
+            modules.add(TORCH_DYNAMO)
+        previous: object = None
+        for step in dis.get_instructions(code):
+            if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and previous is sys.modules.get("hpnb"):
+                modules.add(sys.modules["hpnb"]._MODULE_OF.get(step.argval, f"hpnb.{step.argval}"))
+            previous = namespace.get(step.argval) if step.opname in _GLOBAL_OPS else None
+    return modules
+
+
+def _closure_functions(fn: types.FunctionType) -> Iterator[types.FunctionType]:
+    for cell in fn.__closure__ or ():
+        with contextlib.suppress(ValueError):
+            yield from _functions_of(cell.cell_contents)
+
+
+def _codes(codes: Iterable[types.CodeType]) -> Iterator[types.CodeType]:
+    for code in codes:
+        yield code
+        yield from _codes(c for c in code.co_consts if isinstance(c, types.CodeType))
 
 
 def caller_namespace(frame_globals: dict[str, Any], fn: object = None) -> dict[str, Any]:

@@ -1,13 +1,8 @@
-"""`%%ranks`: a cell that runs on every rank, in processes that stay.
-
-    %%ranks 4                     four ranks; they are started, unless four are there
-    %%ranks 0,2 --timeout 30      two of them ("0," is rank 0 alone)
-    %%ranks                       all ranks that are there
-    %%ranks 4 --out losses        also put the values of the last line, one per rank, into `losses`
-"""
+"""`%%ranks`: a cell that runs on every rank, in processes that stay. `%%ranks?` prints the help below."""
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import sys
@@ -16,12 +11,20 @@ from typing import Any
 
 from IPython.core.magic import Magics, cell_magic, magics_class
 
-from hpnb.ranks.pool import Ranks
+from hpnb.ranks.cell_syntax import python_of_cell
+from hpnb.ranks.devices import choose_device, default_ranks
+from hpnb.ranks.pool import HANG_TIMEOUT, Ranks, limit_in_seconds
+
+
+def _limit(text: str) -> float:
+    return math.inf if text.lower() == "none" else float(text)
+
 
 _parser = ArgumentParser(prog="%%ranks", add_help=False, exit_on_error=False)
 _parser.add_argument("who", nargs="?", default="")
 _parser.add_argument("--device", default="auto")
-_parser.add_argument("--timeout", type=float, default=None)
+_parser.add_argument("--timeout", type=_limit, default=None)
+_parser.add_argument("--hang-timeout", type=_limit, default=HANG_TIMEOUT)
 _parser.add_argument("--out", default=None)
 
 
@@ -36,7 +39,32 @@ class RanksMagics(Magics):  # type: ignore[misc]
 
     @cell_magic  # type: ignore[untyped-decorator]
     def ranks(self, line: str, cell: str) -> None:
-        """Run this cell on ranks. See the module's first lines for what the line may say."""
+        """Run this cell on every rank: processes that stay between cells, with their variables.
+
+            %%ranks 4                     four ranks; they are started, unless four are there
+            %%ranks                       all ranks that are there
+            %%ranks 0,2                   two of them ("0," is rank 0 alone)
+            %%ranks 4 --out losses        put the value of the last line, one per rank, into `losses`
+
+            --device cpu                  or cuda; by default GPUs if there are enough
+            --timeout 30                  seconds that the cell may take; by default any time
+            --hang-timeout 300            seconds in which no rank computes or prints, after which the cell
+                                          ends (none: never). Ranks may wait for one that computes.
+
+        Inside the cell a process group is up, and hpnb.rank(), hpnb.world_size() and hpnb.device() answer.
+        What a rank prints, and the value of the last line, appear under its number.
+
+        Variables. If the cell uses a variable of the notebook, each rank gets a copy, and a fresh copy
+        whenever the notebook reassigns it. In-place changes, such as list.append, are not sent. A variable
+        that the cell assigns stays on that rank; `--out` brings values back. Another number of ranks,
+        another device, an interrupt, a hang and a rank that dies or raises while others wait for it end
+        the ranks, and their variables are gone; the next cell says so. If one rank raises and the others
+        finish the cell, all of them keep their variables.
+
+        `await` and `!command` work, on every rank. Other magics belong into cells of their own: what %cd,
+        %env and %pip change is there in the next %%ranks cell. Ranks have no keyboard: input() and
+        breakpoint() are refused.
+        """
         try:
             options, unknown = _parser.parse_known_args(shlex.split(line))
         except (ArgumentError, ValueError) as error:
@@ -44,9 +72,11 @@ class RanksMagics(Magics):  # type: ignore[misc]
         if unknown:
             raise ValueError(f"%%ranks does not know {' '.join(unknown)}; see %%ranks?")
         count, members = _who(options.who)
+        # Line 1 is the magic itself, so lines count as they stand in the cell.
+        text = python_of_cell("\n" + cell, self.shell.input_transformer_manager.transform_cell)
         pool = self._pool(count, options.device)
-        text = "\n" + cell  # line 1 is the magic itself, so lines count as they stand in the cell
         filename = self.shell.compile.cache(text, self._number())
+        pool.hang_timeout = limit_in_seconds("hang_timeout", options.hang_timeout)
         results = pool.run_cell(text, filename, members, options.timeout, wanted=bool(options.out))
         if options.out:
             self.shell.user_ns[options.out] = results
@@ -66,12 +96,25 @@ class RanksMagics(Magics):  # type: ignore[misc]
         fits = pool is not None and pool.alive and count in (None, pool.size)
         if pool is not None and fits and device in ("auto", pool.choice.device):
             return pool
+        count = count or self._size or default_ranks()
+        choose_device(device, count)  # if this is refused, the ranks before stay
+        lost = _lost(pool)
         if pool is not None:
             pool.close()
-        self.pool = started = Ranks(count or self._size, device)
-        self._size = started.size
-        print(f"started {started.choice}")
+        started = Ranks(count, device)
+        print(f"started {started.choice}{lost}")
+        self.pool, self._size = started, started.size
         return started
+
+
+def _lost(pool: Ranks | None) -> str:
+    """Which variables end with the ranks before."""
+    if pool is None or not pool.assigned:
+        return ""
+    names = [name for name in reversed(pool.assigned) if not name.startswith("_")]
+    some = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    how = "are stopped" if pool.alive else "have ended"
+    return f"\nthe {pool.size} ranks before them {how}, and their variables are gone: {some}"
 
 
 def _who(text: str) -> tuple[int | None, tuple[int, ...] | None]:

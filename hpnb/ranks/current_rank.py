@@ -6,11 +6,12 @@ Also: is this process a rank, and is it the kernel of a notebook?
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from hpnb.ranks.notebook import in_notebook as in_notebook
 
 
 @dataclass
@@ -20,6 +21,7 @@ class _CurrentRank:
     rank: int | None = None
     world_size: int = 1
     device: torch.device | None = None
+    shares_gpu: bool = False
 
 
 current = _CurrentRank()
@@ -30,28 +32,40 @@ def inside_rank() -> bool:
     return current.rank is not None
 
 
-def in_notebook() -> bool:
-    """True in the kernel of a notebook; not in a terminal, IPython's included."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return getattr(shell, "kernel", None) is not None
-
-
 def rank() -> int:
-    """This process's rank: 0 to world_size - 1; 0 outside any ranks."""
+    """This process's rank: 0 to world_size - 1; 0 outside any ranks.
+
+    >>> hpnb.launch(lambda: hpnb.rank(), ranks=2, device="cpu")
+    [0, 1]
+    """
     if current.rank is not None:
         return current.rank
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
-    """How many ranks there are; 1 outside any ranks."""
+    """How many ranks there are; 1 outside any ranks.
+
+    >>> hpnb.launch(lambda: hpnb.world_size(), ranks=2, device="cpu")
+    [2, 2]
+    """
     if current.rank is not None:
         return current.world_size
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
+def collectives_on_streams(where: torch.device) -> bool:
+    """Whether collectives of tensors on `where` are work of a GPU's streams, as NCCL's are. Over gloo, and
+    where ranks share a GPU, threads of the process do them."""
+    return where.type == "cuda" and not current.shares_gpu
+
+
 def device() -> torch.device:
-    """The device of this rank. Outside any ranks: this process's GPU if it has one, else the CPU."""
+    """The device of this rank. Outside any ranks: this process's GPU if it has one, else the CPU.
+
+    >>> hpnb.launch(lambda: str(hpnb.device()), ranks=2, device="cpu")
+    ['cpu', 'cpu']
+    """
     if current.device is not None:
         return current.device
     if torch.cuda.is_available():

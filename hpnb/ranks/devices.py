@@ -1,8 +1,9 @@
 """Which device the ranks run on, and how many threads each may use.
 
-`device="auto"`: one rank a GPU over NCCL when there are at least 2 GPUs and enough for the ranks asked;
-otherwise the CPU over gloo. One GPU is not enough to teach communication, and two ranks on one GPU are
-refused by NCCL.
+`device="auto"` uses the GPUs wherever there is one. With a GPU for every rank, they communicate over NCCL.
+With fewer, ranks share the GPUs round-robin: 4 ranks on one GPU, or ranks 0 and 2 on the first of two and 1
+and 3 on the second. NCCL refuses two ranks on one GPU, so they communicate as `shared_gpu.py` does. Without
+any GPU, ranks compute on the CPU and communicate over gloo.
 """
 
 from __future__ import annotations
@@ -14,19 +15,40 @@ from pathlib import Path
 
 import torch
 
+SHARED_GPU_BACKEND = "hpnb_shared_gpu"  # the name of `shared_gpu.py` in torch.distributed
+
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """Where `ranks` ranks run. `threads` is what each may use; `reason` is one sentence for the reader."""
+    """Where `ranks` ranks run. `threads` is what each may use; `reason` is one sentence for the reader.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        backend: for init_process_group.
+        gpus: how many GPUs the ranks lie on; 0 on the CPU.
+    """
 
     ranks: int
-    device: str  # "cpu" or "cuda"
-    backend: str  # for init_process_group
+    device: str
+    backend: str
     threads: int
     reason: str
+    gpus: int = 0
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether there are fewer GPUs than ranks."""
+        return 0 < self.gpus < self.ranks
+
+    @property
+    def ranks_per_gpu(self) -> int:
+        """Ranks on the fullest GPU; 0 on the CPU."""
+        return -(-self.ranks // self.gpus) if self.gpus else 0
 
     @property
     def name(self) -> str:
+        if self.shares_gpus:
+            return "CUDA IPC"
         return "NCCL" if self.device == "cuda" else "gloo"
 
     def __str__(self) -> str:
@@ -74,31 +96,25 @@ def choose_device(
         gpus, cores: of another machine; this one's if None.
 
     Raises:
-        ValueError: fewer than 1 rank, an unknown device, or more GPU ranks than GPUs.
+        ValueError: fewer than 1 rank, an unknown device, or "cuda" without a GPU.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks={ranks!r}: at least 1 rank is needed, as a whole number")
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device={device!r} is not known; use 'auto', 'cpu' or 'cuda'")
     if gpus is None:
         gpus = torch.cuda.device_count()  # asks the driver; does not initialise CUDA
     threads = threads_per_rank(usable_cores() if cores is None else cores, ranks)
-    if device == "cuda":
-        if ranks > gpus:
-            fits = f"ask for at most {gpus}, or" if gpus else "use"
-            raise ValueError(
-                f"ranks={ranks} with device='cuda' needs {ranks} GPUs and this machine has {gpus}; "
-                f"{fits} device='cpu'"
-            )
-        return DeviceChoice(ranks, "cuda", "cpu:gloo,cuda:nccl", threads, "one GPU a rank, as asked")
-    if device == "cpu":
-        return DeviceChoice(ranks, "cpu", "gloo", threads, "the CPU, as asked")
-    if device != "auto":
-        raise ValueError(f"device={device!r} is not known; use 'auto', 'cpu' or 'cuda'")
-    if gpus >= 2 and ranks <= gpus:
-        return DeviceChoice(ranks, "cuda", "cpu:gloo,cuda:nccl", threads, f"one rank a GPU, {gpus} GPUs here")
-    if gpus == 0:
-        reason = "no GPU here"
-    elif gpus == 1:
-        reason = "one GPU here, and ranks on NCCL need one each"
+    if device == "cpu" or gpus == 0:
+        if device == "cuda":
+            raise ValueError(f"ranks={ranks} with device='cuda': this machine has no GPU; use device='cpu'")
+        reason = "the CPU, as asked" if device == "cpu" else "no GPU here"
+        return DeviceChoice(ranks, "cpu", "gloo", threads, reason)
+    if ranks <= gpus:
+        reason = "one GPU a rank, as asked" if device == "cuda" else f"one rank a GPU, {gpus} GPUs here"
+        return DeviceChoice(ranks, "cuda", "cpu:gloo,cuda:nccl", threads, reason, ranks)
+    if gpus == 1:
+        reason = f"{ranks} ranks share the one GPU here"
     else:
-        reason = f"{gpus} GPUs here are fewer than the {ranks} ranks"
-    return DeviceChoice(ranks, "cpu", "gloo", threads, reason)
+        reason = f"{ranks} ranks share the {gpus} GPUs here, up to {-(-ranks // gpus)} on each"
+    return DeviceChoice(ranks, "cuda", SHARED_GPU_BACKEND, threads, reason, gpus)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from hpnb.ranks.last_seen import Frame, Note
 
+OUT_OF_MEMORY = "OutOfMemoryError"  # of torch, on a GPU
 _RANK_INTERNALS = re.compile(r"[/\\]hpnb[/\\]ranks[/\\](worker|last_seen|forkserver_process)\.py$")
 _PLUMBING = re.compile(r"[/\\](multiprocessing[/\\]\w+|threading)\.py$|^<string>$")
 _WANTS_RESULT = re.compile(r"\.(item|tolist|cpu|numpy|wait)\(|synchronize\(")
@@ -23,6 +24,7 @@ _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 _ABOVE_HPNB = str(Path(__file__).parents[2])
 _FRAME = re.compile(r"  (File \"[^\"]+\"|Cell In\[\d+\]), line \d+")
 _LIBRARY = re.compile(r'  File "(torch|hpnb|numpy|transformers|torchvision|datasets|multiprocessing)/')
+_LOST_RANK = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
 _FILE = re.compile(r'File "([^"\n]+)", line (\d+)')
 
 
@@ -33,7 +35,14 @@ class RankError(RuntimeError):
         rank: the rank that failed first.
         traceback: that rank's traceback, with source lines; for one that died, where it was last seen.
         stacks: {rank: stack with source lines} of every rank that was alive, the failed one included.
-        error: the name of the exception's type on that rank, or "died", "timed out", "interrupted".
+        error: the name of the exception's type on that rank, or "died", "timed out", "hung",
+            "interrupted".
+
+    >>> try:
+    ...     hpnb.launch(lambda: 1 // hpnb.rank(), ranks=2, device="cpu")
+    ... except hpnb.RankError as error:
+    ...     print(error.rank, error.traceback.splitlines()[-1])
+    0 ZeroDivisionError: integer division or modulo by zero
     """
 
     def __init__(
@@ -53,6 +62,8 @@ class RankError(RuntimeError):
         parts = [self.summary]
         if self.traceback:
             parts.append(f"Rank {self.rank}:\n{folded(self.traceback).rstrip()}")
+        if self.error == OUT_OF_MEMORY:
+            return "\n\n".join(parts)  # it says who holds what; where the others wait does not matter
         alike: dict[str, list[int]] = {}
         for rank, stack in self.stacks.items():
             if rank != self.rank and stack:
@@ -71,7 +82,11 @@ class RankError(RuntimeError):
 
 
 class RankInterrupt(RankError, KeyboardInterrupt):
-    """Ctrl-C while ranks were running: a RankError that `except KeyboardInterrupt` catches too."""
+    """Ctrl-C while ranks were running: a RankError that `except KeyboardInterrupt` catches too.
+
+    >>> issubclass(hpnb.RankInterrupt, KeyboardInterrupt)
+    True
+    """
 
 
 def _rebuild(
@@ -106,6 +121,11 @@ def waits_for_others(note: Note) -> bool:
     if any(f.startswith(_DISTRIBUTED) for f, _, _ in main[-6:]):
         return True
     return bool(main) and bool(_WANTS_RESULT.search(linecache.getline(main[-1][0], main[-1][1])))
+
+
+def tells_of_lost_rank(summary: str) -> bool:
+    """Whether an error says that the process at the other end of a connection is gone."""
+    return bool(_LOST_RANK.search(summary))
 
 
 def readable(text: str) -> str:

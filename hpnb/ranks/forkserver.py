@@ -23,12 +23,12 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from hpnb.ranks.current_rank import in_notebook
 from hpnb.ranks.messages import receive_message, send_message
+from hpnb.ranks.notebook import in_notebook
 
 # Seconds that the server may take to answer: an import from a cold disk is slow, all else is quick.
 _SPAWN_LIMIT = 120.0
@@ -53,6 +53,7 @@ class ForkServer:
         self._lost = False  # it has ended
         self._stuck = False  # it did not answer in time: it keeps the ranks that it has, and gets no new ones
         self._used = False
+        self._living: set[int] = set()  # ranks that nobody has killed yet
         self._environ, self._path, self._folder = dict(os.environ), _search_path(), os.getcwd()
         self._socket, server_socket = socket.socketpair()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the server)
@@ -93,14 +94,25 @@ class ForkServer:
             return False
         return all(now.get(name) in (at_start.get(name), in_server.get(name)) for name in {*at_start, *now})
 
-    def spawn(self, specs: Sequence[dict[str, Any]], descriptors: Sequence[Sequence[int]]) -> list[int]:
-        """Fork one rank for each spec, handing it its descriptors; returns the process ids."""
+    def spawn(
+        self,
+        specs: Sequence[dict[str, Any]],
+        descriptors: Sequence[Sequence[int]],
+        modules: Iterable[str] = (),
+    ) -> list[int]:
+        """Import `modules`, then fork one rank for each spec, handing it its descriptors.
+
+        Returns:
+            Their process ids.
+        """
         self._used = True
         # Copies, because the server may take them after the caller has given up and closed them.
         copies = [[os.dup(fd) for fd in fds] for fds in descriptors]
-        future = self._ask(("spawn", list(specs), _loaded()), copies)
+        future = self._ask(("spawn", list(specs), sorted({*_loaded(), *modules})), copies)
         try:
-            return list(self._result(future, _SPAWN_LIMIT))
+            pids = list(self._result(future, _SPAWN_LIMIT))
+            self._living.update(pids)
+            return pids
         except BaseException:
             # Nobody will know their ids, so they are killed as soon as they are there.
             future.add_done_callback(lambda done: done.exception() or self._ask(("kill", done.result())))
@@ -111,6 +123,7 @@ class ForkServer:
         future = self._ask(("kill", list(pids)))
         if threading.current_thread() is self._thread:  # garbage collection runs anywhere
             return
+        self._living.difference_update(pids)
         if left := self._result(future, _KILL_LIMIT):
             processes = f"process{'es' * (len(left) > 1)} {', '.join(map(str, left))}"
             warnings.warn(f"{processes} cannot be killed: waiting for a disk or driver", stacklevel=2)
@@ -132,8 +145,8 @@ class ForkServer:
 
     def close(self) -> None:
         if self.pid == os.getpid():
-            if not self._used or self._stuck:
-                self._process.kill()  # no ranks to look after, or it may be importing for seconds
+            if not self._living or self._stuck:
+                self._process.kill()  # no ranks to look after, and it may be importing for seconds
             self._requests.put(None)
             self._thread.join(5)
             self._lost = True

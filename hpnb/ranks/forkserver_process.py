@@ -32,6 +32,7 @@ from hpnb.ranks.messages import receive_message, send_message
 # An optimizer's first step imports this, a second of every rank's time; the server does it once, when idle.
 _IMPORTED_WHEN_IDLE = "torch._dynamo"
 _IDLE = 0.5  # seconds
+_LONG_IDLE = 4  # times that, after which nothing is likely to be wanted soon
 _REAP_LIMIT = 5.0  # seconds for killed ranks to end
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -40,6 +41,7 @@ def serve(fd: int, caller: int) -> None:
     """Answer requests until the caller is gone. `fd` is the server's end of the socket pair."""
     connection = socket.socket(fileno=fd)
     ranks = ForkedRanks()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to all processes; ranks save meanwhile
     if sys.platform == "linux":  # what a rank leaves behind becomes a child of this process
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
@@ -79,13 +81,16 @@ def _answer(ranks: ForkedRanks, request: tuple[Any, ...], connection: socket.soc
 
 def _wait_for_request(connection: socket.socket, caller: int, ranks: ForkedRanks) -> bool:
     """False once the caller is gone."""
+    waited = 0
     # A child of the caller may have inherited its end of the pair and keep it open: look for the
     # caller itself as well.
     while not select.select([connection], [], [], _IDLE)[0]:
         if os.getppid() != caller:
             return False
         ranks.reap_killed()
-        if _IMPORTED_WHEN_IDLE not in sys.modules:
+        waited += 1
+        # Not while there are ranks: a signal that asks one where it is must not wait for an import.
+        if waited >= _LONG_IDLE and not ranks.pids and _IMPORTED_WHEN_IDLE not in sys.modules:
             with contextlib.suppress(Exception):
                 importlib.import_module(_IMPORTED_WHEN_IDLE)
     return True

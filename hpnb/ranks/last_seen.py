@@ -44,10 +44,14 @@ Frame = tuple[str, int, str]  # file, line, function
 
 @dataclass(frozen=True)
 class Note:
-    """Stacks of a rank's threads, innermost frame last; `age` in seconds when it was read."""
+    """Stacks of a rank's threads, innermost frame last.
+
+    `age` in seconds when it was read; for `unchanged` seconds the main thread has been where it is.
+    """
 
     age: float
     threads: dict[str, list[Frame]]
+    unchanged: float = 0.0
 
 
 def new_page() -> int:
@@ -75,7 +79,8 @@ def read(fd: int) -> Note:
     else:
         return Note(math.inf, {})
     threads = {name: [(f, n, where) for f, n, where in frames] for name, frames in body["threads"].items()}
-    return Note(max(0.0, time.monotonic() - body["time"]), threads)
+    now = time.monotonic()
+    return Note(max(0.0, now - body["time"]), threads, max(0.0, now - body["since"]))
 
 
 def clear_answer(fd: int) -> None:
@@ -103,6 +108,8 @@ class Writer:
         faulthandler.register(SIGNAL, file=fd, all_threads=True)
         self._half = 0
         self._lock = threading.Lock()
+        self._main: list[Frame] = []
+        self._since = time.monotonic()  # when the main thread came where it is
         self._thread = threading.Thread(target=self._loop, name="hpnb last seen", daemon=True)
         self._thread.start()
 
@@ -115,10 +122,14 @@ class Writer:
             for ident in list(chain.from_iterable(_at_once()))
             if ident != self._thread.ident and (frames := walk(ident))
         }
-        body = json.dumps({"time": time.monotonic(), "threads": threads}).encode()
+        now = time.monotonic()
+        if self._main != (main := threads.get("MainThread", [])):
+            self._main, self._since = main, now
+        times = {"time": now, "since": self._since}
+        body = json.dumps({**times, "threads": threads}).encode()
         if len(body) > _HALF:  # hundreds of threads: keep the one that runs the call
             only = {name: frames for name, frames in threads.items() if name == "MainThread"}
-            body = json.dumps({"time": time.monotonic(), "threads": only}).encode()[:_HALF]
+            body = json.dumps({**times, "threads": only}).encode()[:_HALF]
         with self._lock:
             self._half = 1 - self._half
             start = _HEADER.size + self._half * _HALF

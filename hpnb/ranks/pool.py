@@ -16,14 +16,19 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from hpnb.ranks import errors, last_seen, serialize_function
-from hpnb.ranks.caller_globals import KnownGlobals, caller_namespace, global_names
+import torch.distributed as dist
+
+from hpnb.ranks import errors, serialize_function
+from hpnb.ranks.caller_globals import KnownGlobals, caller_namespace, global_names, modules_used
+from hpnb.ranks.cell_syntax import FLAGS
 from hpnb.ranks.current_rank import current, inside_rank
 from hpnb.ranks.devices import DeviceChoice, choose_device, default_ranks
 from hpnb.ranks.errors import RankError, RankInterrupt
+from hpnb.ranks.failed_call import FailedCall, TooLong, did_not_start, hung, timed_out
+from hpnb.ranks.hang import HangWatch
 from hpnb.ranks.output import Output
 from hpnb.ranks.pack_call import SentGlobals, pack_call
 from hpnb.ranks.processes import RankProcesses
@@ -34,8 +39,12 @@ T = TypeVar("T")
 _NOTHING = SentGlobals()
 
 _GRACE = 0.5  # seconds after a first failure in which others may report theirs
-_START_TIMEOUT = 120.0
-_AT_ONCE = 0.2  # seconds within which errors of others are put down to a death
+_GRACE_OF_LOST = 5.0  # the same, if a rank has only lost a connection: another one has failed
+_START_TIMEOUT = 300.0  # to import and to find each other; both may be slow on a busy machine
+HANG_TIMEOUT = 300.0
+_LONG_GRACE = 5.0  # the same if they still compute, and their state would be lost
+_LOOK_EVERY = 0.1
+_MEETING = 3.0  # seconds in which ranks that are in step meet
 
 
 def launch(
@@ -43,7 +52,8 @@ def launch(
     *args: Any,
     ranks: int | None = None,
     device: str = "auto",
-    timeout: float = 300.0,
+    timeout: float | None = None,
+    hang_timeout: float | None = HANG_TIMEOUT,
     **kwargs: Any,
 ) -> list[T]:
     """Run `fn(*args, **kwargs)` on `ranks` processes that talk to each other; one result per rank.
@@ -53,48 +63,69 @@ def launch(
 
     Args:
         ranks: how many processes; by default one a GPU, or 4 on a CPU.
-        device: "auto" (NCCL if there are GPUs enough, else gloo on the CPU), "cpu" or "cuda".
-        timeout: seconds after which the call fails.
+        device: "auto" (the GPUs, which ranks share if there are too few; the CPU if there are none), "cpu" or
+            "cuda".
+        timeout: seconds after which the call fails, however busy the ranks are; None: no limit.
+        hang_timeout: seconds after which the call fails if no rank has computed or printed anything in them;
+            None: never. A rank may wait for another one that computes for as long as it takes.
 
     Raises:
         RankError: a rank raised, died or hung, or something could not be pickled.
         ValueError: ranks or device cannot be had here, or this is already a rank.
+
+    >>> hpnb.launch(lambda scale: scale * hpnb.rank(), 10, ranks=2, device="cpu")
+    [0, 10]
     """
     namespace = caller_namespace(sys._getframe(1).f_globals, fn)
-    with Ranks(ranks, device, timeout) as pool:
+    with Ranks(ranks, device, timeout, hang_timeout, _imports=modules_used(fn), _one_call=True) as pool:
         return pool._run(namespace, pool.members, fn, args, kwargs)
 
 
 class Ranks:
-    """RankProcesses that stay, with their state, until closed.
+    """Ranks that stay, with their state, until closed.
 
     Args:
-        ranks, device, timeout: as for `launch`; the timeout is for every call.
+        ranks, device, timeout, hang_timeout: as for `launch`; both limits are for every call.
 
-    Globals that a call assigns are there in the next call. After a failure the ranks are stopped, because
-    some may be in the middle of a collective; they stay only if all of them failed in the same way at the
-    same line.
+    Globals that a call assigns are there in the next call, also if some ranks have raised and the others have
+    finished. Ranks are stopped if one dies or hangs, or if some raise while others wait for them.
+
+    >>> with hpnb.Ranks(2, device="cpu") as ranks:
+    ...     ranks.run(lambda: hpnb.rank())
+    [0, 1]
     """
 
-    def __init__(self, ranks: int | None = None, device: str = "auto", timeout: float = 300.0) -> None:
+    def __init__(
+        self,
+        ranks: int | None = None,
+        device: str = "auto",
+        timeout: float | None = None,
+        hang_timeout: float | None = HANG_TIMEOUT,
+        *,
+        _imports: Iterable[str] = (),
+        _one_call: bool = False,
+    ) -> None:
         if inside_rank():
             raise ValueError(
                 f"rank {current.rank} of {current.world_size} cannot start ranks of its own; "
                 "call hpnb.launch from outside, or make a smaller group with hpnb.Mesh"
             )
-        _check_timeout(timeout)
+        limit = limit_in_seconds("timeout", timeout)
+        self.hang_timeout = limit_in_seconds("hang_timeout", hang_timeout)
         self.choice: DeviceChoice = choose_device(device, default_ranks() if ranks is None else ranks)
-        self.timeout = timeout
+        self.timeout = limit
         self.members = tuple(range(self.choice.ranks))
         self._globals = [KnownGlobals() for _ in self.members]
         self._lock = threading.Lock()
-        self._processes = RankProcesses.start(self.choice)
+        self._processes = RankProcesses.start(self.choice, _imports)
         # Dropped without being closed, or at exit: nothing stays behind.
         self._finalizer = weakref.finalize(self, self._processes.stop)
         self._ended: str | None = None
+        self._one_call = _one_call
+        self.assigned: dict[str, None] = {}  # names that calls have assigned on ranks, the latest last
         self._died: dict[int, float] = {}  # rank -> time.monotonic()
         try:
-            self._collect(self.members, time.monotonic() + max(timeout, _START_TIMEOUT), "start")
+            self._collect(self.members, _START_TIMEOUT, math.inf, starts=True)
         except BaseException:
             self._finalizer()  # ranks that failed alike would stay otherwise, with nobody to call them
             raise
@@ -126,9 +157,9 @@ class Ranks:
         Returns:
             The value of its last line, one a rank, if it is `wanted`; it then has to pickle.
         """
-        code = compile(text, filename, "exec", dont_inherit=True)  # a SyntaxError is the caller's
+        code = compile(text, filename, "exec", FLAGS, dont_inherit=True)  # a SyntaxError is the caller's
         if timeout is not None:
-            _check_timeout(timeout)
+            limit_in_seconds("timeout", timeout)
         content: dict[str, Any] = {"cell": text, "filename": filename, "wanted": wanted}
         names = global_names(code)
         namespace = sys.modules["__main__"].__dict__
@@ -180,33 +211,41 @@ class Ranks:
                 raise RuntimeError(f"these ranks have ended ({self._ended}); start new ones with hpnb.Ranks")
             limit = self.timeout if timeout is None else timeout
             call, sent = pack_call([self._globals[r] for r in members], namespace, names, content)
-            deadline = time.monotonic() + limit
+            begun = time.monotonic()
             try:
-                self._processes.send(members, call, limit)
+                self._processes.send(members, call, min(limit, self.hang_timeout))
             except KeyboardInterrupt:
                 raise self._interrupted(members, {}) from None
-            return self._collect(members, deadline, f"{limit:g} s", namespace, sent)
+            return self._collect(members, limit, self.hang_timeout, namespace, sent, begun=begun)
 
     def _collect(
         self,
         members: Sequence[int],
-        deadline: float,
-        limit: str,
+        limit: float,
+        hang_limit: float,
         namespace: dict[str, Any] | None = None,
         sent: SentGlobals = _NOTHING,
+        *,
+        begun: float | None = None,
+        starts: bool = False,
     ) -> list[Any]:
         """Show output and wait until every member has answered; raise if one did not answer well."""
         processes, output = self._processes, Output()
+        deadline = (time.monotonic() if begun is None else begun) + limit
+        watch, hangs = HangWatch(processes, hang_limit), False
         # None: died. A rank that is not called counts too, because the process group dies with it.
         replies: dict[int, Done | Failed | None] = dict.fromkeys(processes.gone)
         failed_at: float | None = time.monotonic() if replies else None
         try:
             while waiting := [r for r in members if r not in replies]:
                 now = time.monotonic()
-                until = deadline if failed_at is None else min(deadline, failed_at + _GRACE)
-                if now >= until:
+                until = deadline if failed_at is None else min(deadline, failed_at + _grace(replies))
+                hangs = failed_at is None and watch.hangs(waiting)
+                if hangs or now >= deadline or (now >= until and not self._will_answer(waiting, now - until)):
                     break
-                for rank, reply in processes.poll(until - now, output):
+                soon = max(until, now + _LOOK_EVERY)
+                for rank, reply in processes.poll(min(soon, watch.next_check()) - now, output):
+                    watch.note_progress()
                     replies.setdefault(rank, reply)  # a rank that has failed may die of it: the first counts
                     if reply is None:
                         self._died.setdefault(rank, time.monotonic())
@@ -214,7 +253,8 @@ class Ranks:
                         failed_at = failed_at or time.monotonic()
             self._learn_names(replies, namespace, sent)
             if waiting or failed_at is not None:
-                raise self._failure(members, replies, limit)
+                too_long = hung(hang_limit) if hangs else did_not_start(limit) if starts else timed_out(limit)
+                raise self._failure(members, replies, too_long)
         except KeyboardInterrupt:
             raise self._interrupted(members, replies) from None
         finally:
@@ -240,76 +280,55 @@ class Ranks:
                 self._globals[rank].objects |= sent.objects
             # A name that a rank has assigned stays the rank's until the caller reassigns it.
             self._globals[rank].mark_sent(reply.new_names, namespace)
+            self.assigned |= dict.fromkeys(sorted(reply.new_names))
 
     # --- when it does not end well ------------------------------------------------------------
 
     def _failure(
-        self, members: Sequence[int], replies: dict[int, Done | Failed | None], limit: str
+        self, members: Sequence[int], replies: dict[int, Done | Failed | None], too_long: TooLong
     ) -> RankError:
-        processes, of = self._processes, f"of {self.size}"
-        waiting = [r for r in members if r not in replies]
-        dead = [r for r, reply in replies.items() if reply is None]
-        raised = {r: reply for r, reply in replies.items() if isinstance(reply, Failed)}
-        # Other ranks fail because one dies, at about that time; one that raised well before had another
-        # reason.
-        first = min((reply.time for reply in raised.values()), default=math.inf)
-        dead = [r for r in dead if self._died.get(r, 0.0) - first < _AT_ONCE]
-        notes = processes.notes()
-        stacks = self._stacks(members, replies, notes)
-        if dead:
-            rank, codes = dead[0], processes.exit_codes(dead)
-            summary, error = f"rank {rank} {of} {errors.exit_reason(codes[rank])}", "died"
-            text = errors.stack_text(notes[rank]) or "  (it ended before it could note where it was)\n"
-            text = "  (last seen here)\n" + text
-        elif raised:
-            rank = min(raised, key=lambda r: raised[r].time)
-            summary, error = f"rank {rank} {of} raised {raised[rank].summary}", raised[rank].error
-            text = errors.readable(raised[rank].traceback)
-        else:
-            rank = _to_blame(waiting, notes)
-            who = f"rank {waiting[0]}" if len(waiting) == 1 else f"ranks {', '.join(map(str, waiting))}"
-            summary, error = f"no answer from {who} {of} within {limit}", "timed out"
-            if len(waiting) < len(members):
-                summary += ", though the others have returned"
-            elif all(errors.waits_for_others(notes[r]) for r in waiting):
-                summary += ": all of them wait for others, in calls that do not match"
-            else:
-                summary += f": rank {rank} was still at work"
-            text = stacks[rank]
-        in_step = len(raised) == len(members) and len({reply.place for reply in raised.values()}) == 1
-        if not in_step:
-            self._stop(summary)
-        return RankError(summary, rank=rank, traceback=text, stacks=stacks, error=error)
-
-    def _interrupted(
-        self, members: Sequence[int], replies: dict[int, Done | Failed | None]
-    ) -> RankInterrupt:
         notes = self._processes.notes()
-        stacks = self._stacks(members, replies, notes)
-        rank = _to_blame([r for r in members if r not in replies] or list(members), notes)
-        self._stop("it was interrupted")
-        summary = f"interrupted; the {self.size} ranks were stopped, and their state is gone"
-        text = stacks.get(rank, "")
-        return RankInterrupt(summary, rank=rank, traceback=text, stacks=stacks, error="interrupted")
+        died = [rank for rank, reply in replies.items() if reply is None]
+        exit_codes = self._processes.exit_codes(died) if died else {}
+        failure = FailedCall(self.size, members, replies, notes, self._died, exit_codes)
+        error = failure.error(too_long)
+        blocked = failure.dead or failure.waiting
+        if blocked or not (failure.all_raised_alike or self._in_step()):
+            self._stop(error.summary)
+            if self.assigned and not self._one_call:
+                error.summary += "; the ranks were stopped, and the variables that they had assigned are gone"
+        return error
 
-    def _stacks(
-        self,
-        members: Sequence[int],
-        replies: dict[int, Done | Failed | None],
-        notes: dict[int, last_seen.Note],
-    ) -> dict[int, str]:
-        stacks = {}
-        for rank in self.members:
-            reply = replies.get(rank, notes[rank])
-            if isinstance(reply, Failed):
-                stacks[rank] = errors.readable(reply.traceback)
-            elif isinstance(reply, Done):
-                stacks[rank] = "  (has returned, and waits for the next call)\n"
-            elif rank not in members:
-                stacks[rank] = "  (was not called)\n"
-            elif isinstance(reply, last_seen.Note):
-                stacks[rank] = errors.stack_text(reply) or "  (no Python code of yours is running)\n"
-        return stacks
+    def _will_answer(self, waiting: Sequence[int], seconds: float) -> bool:
+        """Whether ranks may still finish a call that has failed on others, and keep their state."""
+        if self._one_call or seconds > _LONG_GRACE or self._processes.gone:
+            return False
+        notes = self._processes.last_notes()
+        return not any(errors.waits_for_others(notes[rank]) for rank in waiting)
+
+    def _in_step(self) -> bool:
+        """Whether the ranks still meet in a collective, though some have raised and others have not.
+
+        The others have finished the call, so nobody waits for anybody. But a rank that has left out a
+        collective that others did not wait for (the source of a broadcast) would miss the next one as well.
+        """
+        if self._one_call or self._processes.gone:
+            return False
+        call, _ = pack_call(self._globals, {}, set(), {"fn": dist.barrier, "args": (), "kwargs": {}})
+        self._processes.send(self.members, call, _MEETING)
+        met: set[int] = set()
+        deadline, output = time.monotonic() + _MEETING, Output()
+        while len(met) < self.size and time.monotonic() < deadline:
+            replies = self._processes.poll(deadline - time.monotonic(), output)
+            met |= {rank for rank, reply in replies if isinstance(reply, Done)}
+            if any(not isinstance(reply, Done) for _, reply in replies):
+                return False
+        return len(met) == self.size
+
+    def _interrupted(self, members: Sequence[int], replies: dict[int, Done | Failed | None]) -> RankInterrupt:
+        error = FailedCall(self.size, members, replies, self._processes.notes()).interrupted()
+        self._stop("it was interrupted")
+        return error
 
     def _stop(self, why: str) -> None:
         self._ended = why
@@ -322,12 +341,17 @@ class Ranks:
         return chosen
 
 
-def _to_blame(waiting: Sequence[int], notes: dict[int, last_seen.Note]) -> int:
-    """Of the ranks that did not answer, the first that does not wait for another rank."""
-    busy = [rank for rank in waiting if not errors.waits_for_others(notes[rank])]
-    return (busy or list(waiting))[0]
+def _grace(replies: dict[int, Done | Failed | None]) -> float:
+    """Seconds after a first failure in which others may report theirs."""
+    failures = [reply for reply in replies.values() if not isinstance(reply, Done)]
+    only_lost = all(reply is not None and errors.tells_of_lost_rank(reply.summary) for reply in failures)
+    return _GRACE_OF_LOST if only_lost else _GRACE
 
 
-def _check_timeout(timeout: object) -> None:
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-        raise ValueError(f"timeout={timeout!r}: give the seconds that a call may take, a number above 0")
+def limit_in_seconds(name: str, limit: object) -> float:
+    """A limit as a float; None is none."""
+    if limit is None:
+        return math.inf
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
+        raise ValueError(f"{name}={limit!r}: give seconds, a number above 0, or None for no limit")
+    return float(limit)

@@ -9,7 +9,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -59,18 +59,20 @@ class RankProcesses:
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     inboxes: list[Inbox] = field(default_factory=list)
     gone: set[int] = field(default_factory=set)
+    bytes_printed: int = 0
     stopped: bool = False
     started: float = field(default_factory=_seconds_since_boot)
 
     @classmethod
-    def start(cls, choice: DeviceChoice) -> RankProcesses:
+    def start(cls, choice: DeviceChoice, modules: Iterable[str] = ()) -> RankProcesses:
+        """Fork the ranks, once the server has imported `modules`."""
         store = _local_store()
         fork_server = server()
         controls: list[socket.socket] = []
         outputs: list[int] = []
         pages: list[int] = []
         inherited: list[list[int]] = []  # of each rank its socket and its end of the pipe
-        where = (choice.device, choice.backend, choice.threads, store.port, dict(os.environ))
+        where = (choice.device, choice.gpus, choice.backend, choice.threads, store.port, dict(os.environ))
         specs = [RankSpec(rank, choice.ranks, *where) for rank in range(choice.ranks)]
         try:
             for _ in range(choice.ranks):  # which may run out of descriptors
@@ -84,7 +86,7 @@ class RankProcesses:
                 os.set_blocking(read_end, False)
                 pages.append(last_seen.new_page())
             descriptors = [[*ends, page] for ends, page in zip(inherited, pages, strict=True)]
-            pids = fork_server.spawn([asdict(spec) for spec in specs], descriptors)
+            pids = fork_server.spawn([asdict(spec) for spec in specs], descriptors, modules)
         except BaseException:
             _close(controls, outputs, pages)
             raise
@@ -131,6 +133,7 @@ class RankProcesses:
         try:
             while most > 0 and (data := os.read(self.outputs[rank], _CHUNK)):
                 output.feed(rank, data)
+                self.bytes_printed += len(data)
                 most -= len(data)
             if most > 0:
                 self.selector.unregister(self.outputs[rank])  # end of file: every writer is gone
@@ -143,9 +146,13 @@ class RankProcesses:
             for rank in range(len(self.pids)):
                 self._show(rank, output)
 
+    def last_notes(self) -> dict[int, last_seen.Note]:
+        """What every rank has noted last; a rank that computes in C notes nothing until it is back."""
+        return {rank: last_seen.read(page) for rank, page in enumerate(self.pages)}
+
     def notes(self) -> dict[int, last_seen.Note]:
         """Where every rank was last seen; one that has not written notes lately is asked by a signal."""
-        notes = {rank: last_seen.read(page) for rank, page in enumerate(self.pages)}
+        notes = self.last_notes()
         silent = [r for r, note in notes.items() if note.age > 5 * last_seen.PERIOD and r not in self.gone]
         for rank in silent:
             last_seen.clear_answer(self.pages[rank])

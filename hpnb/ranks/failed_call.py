@@ -1,0 +1,149 @@
+"""What a failed call was about: which rank is to blame, where every rank was, and the sentence for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hpnb.ranks import errors, last_seen
+from hpnb.ranks.errors import RankError, RankInterrupt
+from hpnb.ranks.worker import Done, Failed
+
+_AT_ONCE = 0.2  # seconds within which errors of others are put down to a death
+
+
+@dataclass(frozen=True)
+class FailedCall:
+    """What is known of a call when it has failed.
+
+    Args:
+        size: ranks of the pool.
+        members: the ranks that were called.
+        replies: what each rank has answered; None for one that died.
+        notes: where each rank was last seen.
+        died_at: {rank: time.monotonic() of its death}.
+        exit_codes: {rank: how its process ended}, of those that died.
+    """
+
+    size: int
+    members: Sequence[int]
+    replies: Mapping[int, Done | Failed | None]
+    notes: Mapping[int, last_seen.Note]
+    died_at: Mapping[int, float] = field(default_factory=dict)
+    exit_codes: Mapping[int, int | None] = field(default_factory=dict)
+
+    @property
+    def waiting(self) -> list[int]:
+        """Members that have not answered."""
+        return [rank for rank in self.members if rank not in self.replies]
+
+    @property
+    def raised(self) -> dict[int, Failed]:
+        return {rank: reply for rank, reply in self.replies.items() if isinstance(reply, Failed)}
+
+    @property
+    def causes(self) -> dict[int, Failed]:
+        """Ranks that raised, and not because they lost the connection to another rank."""
+        return {r: reply for r, reply in self.raised.items() if not errors.tells_of_lost_rank(reply.summary)}
+
+    @property
+    def dead(self) -> list[int]:
+        """Ranks that died before anything else went wrong.
+
+        Other ranks fail because one dies, at about that time; one that raised well before had another
+        reason, unless it says itself that another rank is gone: on a busy machine a death is noticed late.
+        """
+        first = min((reply.time for reply in self.causes.values()), default=math.inf)
+        died = [rank for rank, reply in self.replies.items() if reply is None]
+        return [rank for rank in died if self.died_at.get(rank, 0.0) - first < _AT_ONCE]
+
+    @property
+    def all_raised_alike(self) -> bool:
+        """Whether all members raised at one line of code: none of them waits for another."""
+        places = {reply.place for reply in self.raised.values()}
+        return not self.dead and len(places) == 1 and len(self.raised) == len(self.members)
+
+    def error(self, too_long: TooLong) -> RankError:
+        """The error to raise; `too_long` is the sentence for ranks that only gave no answer."""
+        dead, raised, stacks = self.dead, self.raised, self.stacks()
+        if dead:
+            rank = dead[0]
+            summary = f"rank {rank} of {self.size} {errors.exit_reason(self.exit_codes[rank])}"
+            text = errors.stack_text(self.notes[rank]) or "  (it ended before it could note where it was)\n"
+            return RankError(
+                summary, rank=rank, traceback="  (last seen here)\n" + text, stacks=stacks, error="died"
+            )
+        if raised:
+            rank = min(self.causes or raised, key=lambda r: raised[r].time)
+            summary = f"rank {rank} of {self.size} raised {raised[rank].summary}"
+            text = errors.readable(raised[rank].traceback)
+            return RankError(summary, rank=rank, traceback=text, stacks=stacks, error=raised[rank].error)
+        rank = self._first_at_work(self.waiting)
+        summary = too_long.sentence.format(ranks=self._names(self.waiting)) + self._what_they_do(rank)
+        return RankError(
+            summary + too_long.advice, rank=rank, traceback=stacks[rank], stacks=stacks, error=too_long.kind
+        )
+
+    def interrupted(self) -> RankInterrupt:
+        stacks = self.stacks()
+        rank = self._first_at_work(self.waiting or list(self.members))
+        summary = f"interrupted; the {self.size} ranks were stopped, and their state is gone"
+        text = stacks.get(rank, "")
+        return RankInterrupt(summary, rank=rank, traceback=text, stacks=stacks, error="interrupted")
+
+    def stacks(self) -> dict[int, str]:
+        """{rank: where it is}, for all that are alive or have raised."""
+        stacks = {}
+        for rank in range(self.size):
+            reply = self.replies.get(rank, self.notes[rank])
+            if isinstance(reply, Failed):
+                stacks[rank] = errors.readable(reply.traceback)
+            elif isinstance(reply, Done):
+                stacks[rank] = "  (has returned, and waits for the next call)\n"
+            elif rank not in self.members:
+                stacks[rank] = "  (was not called)\n"
+            elif isinstance(reply, last_seen.Note):
+                stacks[rank] = errors.stack_text(reply) or "  (no Python code of yours is running)\n"
+        return stacks
+
+    def _what_they_do(self, at_work: int) -> str:
+        if len(self.waiting) < len(self.members):
+            return ", though the others have returned"
+        if all(errors.waits_for_others(self.notes[rank]) for rank in self.waiting):
+            return ": all of them wait for others, in calls that do not match"
+        return f": rank {at_work} was still at work"
+
+    def _first_at_work(self, ranks: Sequence[int]) -> int:
+        """The first of these ranks that does not wait for another rank."""
+        busy = [rank for rank in ranks if not errors.waits_for_others(self.notes[rank])]
+        return (busy or list(ranks))[0]
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        text = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        return f"{text} of {self.size}"
+
+
+@dataclass(frozen=True)
+class TooLong:
+    """How a limit is reported: a sentence with {ranks} in it, the kind of error, and what to do."""
+
+    sentence: str
+    kind: str
+    advice: str = ""
+
+
+def did_not_start(seconds: float) -> TooLong:
+    return TooLong(f"{{ranks}} did not start within {seconds:g} s", "timed out")
+
+
+def hung(seconds: float) -> TooLong:
+    advice = f". If they had reason to wait, pass hang_timeout={2 * seconds:g} or None"
+    return TooLong(
+        f"no answer from {{ranks}}, and none of them has computed for {seconds:g} s", "hung", advice
+    )
+
+
+def timed_out(seconds: float) -> TooLong:
+    advice = f". If they need more time, pass timeout={2 * seconds:g}, or timeout=None for no limit"
+    return TooLong(f"no answer from {{ranks}} within {seconds:g} s", "timed out", advice)

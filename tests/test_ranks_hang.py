@@ -1,0 +1,133 @@
+"""How long a call may take: for ever, unless a limit is given or no rank computes any more."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hpnb
+from hpnb.ranks import hang, last_seen
+from hpnb.ranks.last_seen import Note
+
+LIMIT = 1.0  # seconds
+
+
+def fails(fn: Callable[[], object]) -> hpnb.RankError:
+    with pytest.raises(hpnb.RankError) as caught:
+        hpnb.launch(fn, ranks=3, device="cpu", hang_timeout=LIMIT, timeout=60)
+    return caught.value
+
+
+def test_a_call_has_no_limit_unless_one_is_given() -> None:
+    for function in (hpnb.launch, hpnb.Ranks):
+        assert inspect.signature(function).parameters["timeout"].default is None
+    for timeout in (None, math.inf, 60):
+        assert hpnb.launch(hpnb.rank, ranks=1, device="cpu", timeout=timeout, hang_timeout=timeout) == [0]
+    with pytest.raises(ValueError, match="hang_timeout=0"):
+        hpnb.launch(hpnb.rank, ranks=1, device="cpu", hang_timeout=0)
+
+
+def stop_oneself() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def receive_from_0() -> None:
+    dist.recv(torch.zeros(1), src=0)  # which sends nothing
+
+
+@pytest.mark.parametrize(
+    "act", [lambda: time.sleep(600), stop_oneself, receive_from_0], ids=["sleeps", "stopped", "mismatch"]
+)
+def test_when_no_rank_computes_any_more_it_is_a_hang(act: Callable[[], object]) -> None:
+    def run() -> None:
+        if hpnb.rank() == 1:
+            act()
+        dist.barrier()
+
+    error = fails(run)
+    assert error.error == "hung"
+    assert f"{LIMIT:g} s" in error.summary
+    assert "hang_timeout=" in error.summary
+    assert "dist.barrier()" in error.stacks[0]
+    assert "act()" in error.stacks[1] or "dist.recv" in error.stacks[1]
+
+
+def test_ranks_that_wait_for_one_that_computes_or_prints_do_not_hang() -> None:
+    def run() -> float:
+        end = time.monotonic() + 2.5 * LIMIT
+        total = torch.ones(1)
+        while hpnb.rank() == 1 and time.monotonic() < end:
+            total = total + torch.ones(300).sum() * 0  # computes
+        while hpnb.rank() == 2 and time.monotonic() < 2 * end:
+            if time.monotonic() > end + 1.5 * LIMIT:
+                break
+            time.sleep(0.2)
+            if time.monotonic() > end - 0.5:
+                print("still here")
+        dist.all_reduce(total)
+        return total.item()
+
+    assert hpnb.launch(run, ranks=3, device="cpu", hang_timeout=LIMIT) == [3.0] * 3
+
+
+def test_a_limit_that_fires_names_itself() -> None:
+    with pytest.raises(hpnb.RankError, match=r"within 0\.5 s.* timeout=1\b.* timeout=None") as caught:
+        hpnb.launch(time.sleep, 600, ranks=2, device="cpu", timeout=0.5)
+    assert caught.value.error == "timed out"
+
+
+class Fake:
+    """Two ranks; the first one's page says where it stands, and each check says what it has used."""
+
+    def __init__(self) -> None:
+        self.pids, self.pages, self.bytes_printed = [11, 12], [0, 1], 0
+
+
+@pytest.mark.parametrize(
+    ("where", "unchanged", "share", "hangs"),
+    [
+        ("a collective", 100.0, 1.0, True),  # NCCL spins
+        ("a collective", 0.0, 1.0, False),  # one of many collectives of a program that goes on
+        ("a product", 100.0, 1.0, False),
+        ("a product", 100.0, 0.01, True),
+    ],
+)
+def test_a_rank_that_spins_in_a_collective_does_not_compute(
+    where: str, unchanged: float, share: float, hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    file = dist.__file__ if where == "a collective" else __file__
+    note = Note(0.0, {"MainThread": [(file, 1, "f")]}, unchanged)
+    monkeypatch.setattr(last_seen, "read", lambda page: note)
+    monkeypatch.setattr(hang.time, "monotonic", lambda: clock[0])  # type: ignore[attr-defined]
+
+    def cpu_seconds(pids: Sequence[int]) -> Mapping[int, float]:
+        return {11: share * clock[0], 12: 0.0}
+
+    watch, said = hang.HangWatch(Fake(), 300.0, cpu_seconds), []
+    for second in range(700):
+        clock[0] = float(second)
+        said.append(watch.hangs([0, 1]))
+    assert any(said) == hangs
+    assert not any(said[:300])
+    assert not watch.hangs([0, 1]) or hangs
+
+
+def test_workers_of_a_rank_count_as_the_rank() -> None:
+    used = hang.cpu_seconds_of_groups([os.getpgid(0)])
+    if used is None:
+        pytest.skip("needs /proc")
+    end = time.monotonic() + 0.3
+    while time.monotonic() < end:
+        pass
+    later = hang.cpu_seconds_of_groups([os.getpgid(0)])
+    assert later is not None
+    assert later[os.getpgid(0)] > used[os.getpgid(0)]

@@ -8,8 +8,9 @@ from __future__ import annotations
 import base64
 import io
 import itertools
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +24,10 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from PIL import Image
 
-from hpnb import plot
+from hpnb import plot, record
 from hpnb.lesson.figures.grid_steps import grid_steps
-from hpnb.lesson.figures.ranks_and_collectives import costs, find_culprit, tensors, time_by_part, waits
-from hpnb.lesson.figures.vit_data_parallel import exposure, states
+from hpnb.lesson.figures.ranks_and_collectives import costs, find_straggler, tensors, time_by_part, waits
+from hpnb.lesson.figures.vit_data_parallel import DURING, states, step_ratios
 from hpnb.lesson.figures.vit_pipeline import u_curve
 from hpnb.lesson.figures.vit_tensor import FOOT, LOOKS, cheapest_mode, find_cliff, gradient_cliff
 from hpnb.mesh import Layout
@@ -189,7 +190,6 @@ KEPT = {
     "stage 0, all of it": {"parameters": 2e6, "gradients": 2e6, "optimizer": 12e6},
     "stage 3": {"parameters": 5e5, "gradients": 5e5, "optimizer": 3e6},
 }
-LAW = ([200.0 * 1.1**k for k in range(37)], [1 / (1 + k / 9) for k in range(37)])
 RACE = StandingGroup(
     "dp2xtp2",
     (
@@ -218,12 +218,8 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "waits": lambda: waits(straggling()),
     "tensors": lambda: tensors([[1, 2, 3], [], [4]], [[10], [1234.5], [7]], title="gather"),
     "notation": plot.notation,
-    "exposure": lambda: exposure(
-        {"after": ([200, 800, 6400], [0.9, 0.6, 0.2]), "during": ([200, 800, 6400], [0.8, 0.3, 0.0])},
-        {"after": ([200, 800, 6400], [0.8, 0.5, 0.1]), "during": ([200, 800, 6400], [0.7, 0.2, 0.0])},
-        {"after": LAW, "during": LAW},
-        knee=1500.0,
-        caption="Measured on a machine of which there is much to say, so that the caption takes two lines.",
+    "step ratios": lambda: step_ratios(
+        {200: 3.0, 800: 1.8, 6400: 1.1}, {200: 2.8, 800: 1.6, 6400: 1.05}, 700.0, 6400.0, title="T"
     ),
     "gradient cliff": lambda: gradient_cliff(errors(3, "vit.layers.1.mlp.fc1"), caption="2 ranks."),
     "long gradient cliff": lambda: gradient_cliff(errors(9, "vit.layers.7.attention.o_proj")),
@@ -242,6 +238,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
             "ideal": [0.1] * 7,
             "small kernels": [0.01 * k for k in range(7)],
             "bubble": [0.3 / 2**k for k in range(7)],
+            "host wait": [0.0] * 5 + [0.05, 0.2],
         },
         [0.1 + 0.01 * k + 0.3 / 2**k for k in range(7)],
         caption="Least at m = 8, where the bubble saved pays for the kernels lost; a caption of two lines.",
@@ -271,16 +268,23 @@ def test_the_names_are_the_functions() -> None:
 
 def test_the_grammar_tells_things_apart_by_more_than_colour() -> None:
     assert tuple(CATEGORY) == CATEGORIES
-    assert tuple(AXIS) == ("dp", "pp", "tp")
+    assert set(AXIS) == {"dp", "pp", "cp", "tp"}
     for group, same in (([*"FIWB", "compute", "idle"], STYLE), (list(CATEGORY), CATEGORY)):
         assert len({same[name].color for name in group}) == len(group)
         hatched = [same[name].hatch for name in group if same[name].hatch]
         assert len(set(hatched)) == len(hatched) >= 4
-    assert len({style.line for style in AXIS.values()}) == 3
+    assert len({style.line for style in AXIS.values()}) == len(AXIS)
     assert (
         len({(s.color, s.hatch) for op, s in STYLE.items() if op not in ("communication", "move")})
         == len(STYLE) - 2
     )
+
+
+def ticks_beyond_limits(ax: Axes) -> Iterator[Text]:
+    for axis, (labels, limits) in enumerate(
+        ((ax.get_xticklabels(), ax.get_xlim()), (ax.get_yticklabels(), ax.get_ylim()))
+    ):
+        yield from (t for t in labels if not min(limits) <= t.get_position()[axis] <= max(limits))
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -290,10 +294,11 @@ def test_no_words_leave_the_card_or_meet(name: str) -> None:
     seen = [t for t in fig.findobj(Text) if t.get_visible() and t.get_text().strip()]
     at = [t.get_window_extent() for t in seen if t.axes is None or t.axes.get_visible()]
     ticks = {id(t) for ax in fig.axes for t in (*ax.get_xticklabels(), *ax.get_yticklabels())}
+    beyond = {id(t) for ax in fig.axes for t in ticks_beyond_limits(ax)}  # which are not drawn
     whole = fig.bbox
     for text, box in zip(seen, at, strict=True):
-        if id(text) in ticks and (box.y0 > whole.y1 or box.x0 > whole.x1):
-            continue  # a tick beyond the limits, which is not drawn
+        if id(text) in beyond:
+            continue
         assert whole.x0 < box.x0 < box.x1 < whole.x1, text
         assert whole.y0 < box.y0 < box.y1 < whole.y1, text
     drawn = [(t, b) for t, b in zip(seen, at, strict=True) if id(t) not in ticks]
@@ -401,6 +406,11 @@ def test_timelines_share_one_axis_from_their_own_starts() -> None:
     assert above.get_position().y0 > below.get_position().y1
 
 
+def test_a_recorder_is_no_timeline() -> None:
+    with record.timeline() as recorder, pytest.raises(TypeError, match=r"Recorder.*recorder\.gather\(\)"):
+        plot.timeline(recorder)  # type: ignore[arg-type]
+
+
 def test_the_unit_follows_the_makespan() -> None:
     for factor, unit in ((1.0, "ms"), (1e-3, "µs"), (1e3, "s")):
         events = tuple(Event(0, 0, "F", 0, 0.0, 5 * MS * factor) for _ in range(1))
@@ -488,12 +498,31 @@ def test_a_later_chunk_is_paler() -> None:
     assert "paler: a later chunk or block" in words(fig)
 
 
+def test_spans_with_names_of_their_own_are_in_the_compute_lane() -> None:
+    named = [Event(0, -1, op, -1, k * MS, (k + 1) * MS) for k, op in enumerate(("load", "my forward"))]
+    fig = plot.timeline(Timeline((*named, Event(0, -1, "all_reduce", -1, 2 * MS, 3 * MS, "dp"))))
+    ax = fig.axes[0]
+    (load,), (mine,) = (find(ax, op).get_facecolor() for op in ("load", "my forward"))
+    tops = [extents(ax, op)[0, 2] for op in ("load", "my forward", "all_reduce")]
+    assert tops[0] == tops[1] < tops[2]
+    assert to_hex(mine) != to_hex(load) != to_hex(find(ax, "all_reduce").get_facecolor()[0])
+    assert {"load", "my forward", "all-reduce"} <= set(words(fig))
+    assert find(ax, "load").get_hatch() != find(ax, "my forward").get_hatch()
+
+
 def test_the_fast_mode_drops_numbers_and_hatches_only() -> None:
     tl = one_f_one_b(4, 8)
     ax = plot.timeline(tl, text=False).axes[0]
     assert not [t for t in ax.texts if t.get_text().isdigit()]
     assert all(c.get_hatch() is None for c in ax.collections)
     np.testing.assert_allclose(extents(ax, "B"), extents(plot.timeline(tl).axes[0], "B"))
+
+
+def test_unit_costs_beside_seconds_are_refused() -> None:
+    measured, units = one_f_one_b(2, 4), Timeline((Event(0, 0, "F", 0, 0.0, 14.0),), "simulated")
+    with pytest.raises(ValueError, match=r"14 s.*Costs\.measured"):
+        plot.timeline(units, measured)
+    plot.timeline(Timeline((Event(0, 0, "F", 0, 0.0, 0.1),), "simulated"), measured)
 
 
 def test_a_timeline_that_cannot_be_drawn_says_why() -> None:
@@ -780,10 +809,10 @@ def test_waits_name_the_rank_that_waits_least() -> None:
     assert mark.xy[1] == pytest.approx(2)
     assert "Rank 2 waits least, 0 ms, because it computes longest, 28.0 ms." in said(fig).replace("\n", " ")
     assert said(waits(straggling().split_waits("all_reduce"))) == said(fig)
-    assert find_culprit(time_by_part(straggling(0.5).split_waits("all_reduce")))[0] is None
+    assert find_straggler(time_by_part(straggling(0.5).split_waits("all_reduce")))[0] is None
     assert "waits least" not in said(waits(straggling(0.5)))
     late = {0: {"compute": 9.0, "wait": 5.0, "move": 1.0}, 1: {"compute": 4.0, "wait": 0.0, "move": 1.0}}
-    assert find_culprit(late)[0] == 1
+    assert find_straggler(late)[0] == 1
     with pytest.raises(ValueError, match="broadcast"):
         waits(straggling(), op="broadcast")
 
@@ -802,18 +831,22 @@ def test_a_number_keeps_its_colour_across_a_collective() -> None:
         tensors([[]], [[]])
 
 
-def test_exposure_is_in_per_cent_with_its_knee() -> None:
-    points = ([100.0, 1000.0], [0.8, 0.1])
-    fig = exposure({"during": points}, {"during": ([100.0, 1000.0], [0.7, 0.2])},
-                   {"during": ([100.0, 500.0, 1000.0], [0.9, 0.0, 0.0])}, 500.0)  # fmt: skip
+def test_steps_stand_beside_the_law_and_both_knees() -> None:
+    during = {100: 2.0, 1000: 1.3, 4000: 1.05}
+    fig = step_ratios(during, during, 500.0, 4000.0)
     ax = fig.axes[0]
-    assert list(find(ax, "measured during").get_ydata()) == pytest.approx([80.0, 10.0])
-    assert list(find(ax, "predicted during").get_ydata()) == pytest.approx([70.0, 20.0])
-    assert list(find(ax, "law during").get_xdata()) == [100.0, 500.0, 1000.0]
-    assert find(ax, "knee").get_xdata()[0] == 500.0
-    assert {"tokens a rank", "knee 500 tokens"} <= set(words(fig))
-    with pytest.raises(ValueError, match="outside 0 to 1"):
-        exposure({"a": ([1.0], [1.2])})
+    assert list(find(ax, f"measured {DURING}").get_ydata()) == [2.0, 1.3, 1.05]
+    law = dict(zip(*find(ax, f"law {DURING}").get_data(), strict=True))
+    assert all(ratio == 1.0 for x, ratio in law.items() if x >= 500)
+    assert all(
+        ratio == pytest.approx(1 + (1 - x / 500) / (1.5 * x / 500)) for x, ratio in law.items() if x < 500
+    )
+    assert find(ax, "the law's knee").get_xdata()[0] == 500.0
+    assert find(ax, "measured knee").get_xdata()[0] == 4000.0
+    assert {"tokens per rank", "the law's knee: 500 tokens", "measured knee: 4,000 tokens"} <= set(words(fig))
+    assert "measured knee" not in " ".join(words(step_ratios(during, during, 500.0)))
+    with pytest.raises(ValueError, match="ratios above 0"):
+        step_ratios(during, {100: 0.0}, 500.0)
 
 
 @pytest.mark.parametrize(
@@ -825,13 +858,13 @@ def test_exposure_is_in_per_cent_with_its_knee() -> None:
     ],
 )
 def test_tokens_are_marked_at_1_2_5_where_the_labels_fit(tokens: list[float], labels: list[str]) -> None:
-    fig = exposure({"a": (tokens, [0.5, 0.5])})
+    fig = step_ratios({}, dict(zip(tokens, [1.5, 1.2], strict=True)), math.sqrt(tokens[0] * tokens[1]))
     fig.canvas.draw()
     shown = [t for t in fig.axes[0].get_xticklabels() if t.get_text()]
     assert [t.get_text() for t in shown] == labels
     extent = [t.get_window_extent() for t in shown]
     assert all(a.x1 + 5 < b.x0 for a, b in itertools.pairwise(extent))
-    wide = exposure({"a": ([1e-3, 1e24], [0.5, 0.5])}).axes[0].get_xticklabels()
+    wide = step_ratios({}, {1e-3: 1.5, 1e24: 1.2}, 1e10).axes[0].get_xticklabels()
     assert 2 <= len(wide) <= 6
 
 
@@ -855,12 +888,15 @@ def test_a_u_curve_stacks_its_parts_and_marks_the_least() -> None:
     ax = fig.axes[0]
     ideal, kernels, bubble = (extents(ax, name) for name in ("ideal", "small kernels", "bubble"))
     assert [list(box) for box in ideal[:, 2:]] == [[0.0, 1.0]] * 3  # ms
-    assert [list(box) for box in kernels[:, 2:]] == [[1.0, 1.0], [1.0, 2.0], [1.0, 4.0]]
+    assert [list(box) for box in kernels[:, 2:]] == [[1.0, 2.0], [1.0, 4.0]]  # none of 0
     assert [list(box) for box in bubble[:, 2:]] == [[1.0, 4.0], [2.0, 3.0], [4.0, 5.0]]
     assert list(find(ax, "predicted").get_ydata()) == pytest.approx([4.0, 2.0, 6.0])
-    assert {"4.00", "3.00", "5.00", "step (ms)", "microbatches", "1", "4", "16"} <= set(words(fig))
+    assert {"4.00", "3.00", "5.00", "step (ms)", "number of microbatches", "1", "4", "16"} <= set(words(fig))
     bold = [t.get_text() for t in fig.findobj(Text) if t.get_weight() == "bold" and t.get_text() != "T"]
     assert sorted(bold) == ["3.00", "4"]
+    parts["host wait"] = [0.0, 0.0, 2 * MS]
+    fig = u_curve([1, 4, 16], parts, [4 * MS, 2 * MS, 6 * MS])
+    assert [list(box) for box in extents(fig.axes[0], "host wait")[:, 2:]] == [pytest.approx([5.0, 7.0])]
     with pytest.raises(ValueError, match="waiting"):
         u_curve([1], {"waiting": [1.0]}, [1.0])
 

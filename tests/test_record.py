@@ -16,6 +16,8 @@ from torch import nn
 
 import hpnb
 from hpnb import Layout, Mesh, comm
+from hpnb.ranks import shared_gpu
+from hpnb.ranks.process_group import new_group
 from hpnb.record import CATEGORIES, Event, MemoryProfile, Timeline, ring_bytes
 
 Pool = Callable[[int], hpnb.Ranks]
@@ -38,10 +40,13 @@ def pool() -> Iterator[Pool]:
 # --- traffic ---------------------------------------------------------------------------------
 
 
-def count_each() -> dict[str, tuple[float, float, float, float]]:
+def count_each(shared_gpu_backend: bool) -> dict[str, tuple[float, float, float, float]]:
     """{call: (bytes and calls on tp, bytes and calls elsewhere)} of calls made through torch.distributed."""
     mesh = Mesh(Layout(dp=2, tp=2))
     g, p, me = mesh.tp.group, 2, mesh.tp.rank
+    if shared_gpu_backend:
+        shared_gpu.register_backend()
+        g = new_group(mesh.tp.ranks, "tp", shared_gpu.BACKEND)
     to, root = mesh.tp.ranks[1 - me], mesh.tp.ranks[0]
     x = torch.ones(12)  # 48 bytes
     lists = [torch.empty(12) for _ in range(p)]
@@ -70,7 +75,8 @@ def count_each() -> dict[str, tuple[float, float, float, float]]:
     return found
 
 
-def test_every_collective_is_counted_by_the_formula(pool: Pool) -> None:
+@pytest.mark.parametrize("shared_gpu_backend", [False, True])
+def test_every_collective_is_counted_by_the_formula(pool: Pool, shared_gpu_backend: bool) -> None:
     expected = {
         "all_reduce": 48.0,
         "all_reduce async": 48.0,
@@ -84,7 +90,7 @@ def test_every_collective_is_counted_by_the_formula(pool: Pool) -> None:
         "all_to_all_single": 24.0,
         "barrier": 0.0,
     }
-    for rank, found in enumerate(pool(4).run(count_each)):
+    for rank, found in enumerate(pool(4).run(count_each, shared_gpu_backend)):
         first = rank % 2 == 0
         sent = {"send": 48.0 if first else 0.0, "uneven all_to_all": 20.0 if first else 28.0}
         assert found == {name: (n, 1, 0, 0) for name, n in {**expected, **sent}.items()}
@@ -284,6 +290,31 @@ def test_the_trace_is_what_perfetto_reads(tmp_path: Path) -> None:
     assert (first["ts"], first["dur"]) == (2.5e6, 0.5e6)
 
 
+def test_a_span_of_any_name_is_computing_unless_it_says_otherwise(tmp_path: Path) -> None:
+    with hpnb.record.timeline() as recorder:
+        with recorder.span("my forward"), recorder.span("layer 3"):
+            time.sleep(0.01)
+        with recorder.span("optimizer", microbatch=0):
+            time.sleep(0.01)
+        with recorder.span("shuffle", axis="dp"):
+            pass
+        with recorder.span("all_reduce"):
+            pass
+    tl = recorder.gather()
+    assert {e.op for e in tl.events if e.is_compute} == {"my forward", "layer 3", "optimizer"}
+    assert {e.op for e in tl.events if not e.is_compute} == {"shuffle", "all_reduce"}
+    overlapping = [("outer", 0.0, 4.0), ("inner", 1.0, 2.0), ("next", 3.0, 6.0)]
+    events = [Event(0, -1, op, -1, start, end) for op, start, end in overlapping]
+    named = Timeline((*events, Event(0, -1, "sent", -1, 6.0, 8.0, bytes=1.0)))
+    assert named.work(0) == 6.0  # what overlaps counts once
+    assert named.bubble_fraction == pytest.approx(2 / 8)
+    trace = json.loads(tl.to_chrome_trace(tmp_path / "trace.json").read_text())
+    labels = [e["name"] for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert "my forward" in labels
+    assert not [label for label in labels if "-1" in label]
+    assert [label for label in labels if label.startswith("optimizer") and label.endswith(" 0")]
+
+
 # --- memory ----------------------------------------------------------------------------------
 
 
@@ -409,7 +440,7 @@ def test_dtensors_are_counted_as_what_they_are_made_of(pool: Pool) -> None:
         assert gradients == 128
 
 
-@pytest.mark.gpu
+@pytest.mark.one_gpu
 def test_memory_adds_up_to_the_allocators_peak_on_cuda() -> None:
     def measure() -> tuple[int, MemoryProfile, int]:
         device = hpnb.device()
@@ -436,7 +467,7 @@ def test_memory_adds_up_to_the_allocators_peak_on_cuda() -> None:
         assert all(getattr(s, name) >= 0 for s in profile.samples for name in CATEGORIES)
 
 
-@pytest.mark.gpu
+@pytest.mark.one_gpu
 def test_what_was_freed_on_cuda_is_not_temporary() -> None:
     def measure() -> MemoryProfile:
         model = nn.Linear(8, 8).to(hpnb.device())

@@ -33,6 +33,8 @@ def compare(
 
     Raises:
         ValueError: the two do not have the same names, or have none.
+
+    >>> hpnb.plot.compare({"step": 0.30}, {"step": 0.32}, unit="s").savefig("compare.png")
     """
     if not predicted or set(predicted) != set(measured):
         odd = sorted(set(predicted) ^ set(measured))

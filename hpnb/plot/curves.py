@@ -190,9 +190,7 @@ def count(value: float) -> str:
     return f"{value:,.0f}" if value >= 1 else f"{value:g}"
 
 
-def rule(
-    ax: Axes, x: float, label: str, color: str = SOFT, line: Line = ":", width: float = 1.4
-) -> Line2D:
+def rule(ax: Axes, x: float, label: str, color: str = SOFT, line: Line = ":", width: float = 1.4) -> Line2D:
     """An upright line at x, above the grid and beneath the series."""
     return ax.axvline(x, color=color, linestyle=line, linewidth=width, zorder=1.8, label=label)
 

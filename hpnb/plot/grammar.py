@@ -8,10 +8,11 @@ communication, yellow point-to-point.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from hpnb.record import CATEGORIES
+from hpnb.record import CATEGORIES, Event
 
 Line = Literal["-", "--", "-.", ":"]
 
@@ -68,6 +69,7 @@ STYLE: dict[str, OpStyle] = {
     "B": OpStyle("#D55E00", "\\\\", "backward", "input and weight gradient in one, unsplit"),
     "compute": OpStyle("#5B6776", "", "compute", "work outside a schedule"),
     "idle": OpStyle("#F3F5F7", "///", "idle", "a rank computes nothing, within the makespan"),
+    "host_wait": OpStyle("#882255", "--", "host wait", "rank and input are ready, and no kernel is launched"),
     "communication": OpStyle("#CC79A7", "", "communication", "any other exchange between ranks"),
     "all_reduce": OpStyle("#CC79A7", "", "all-reduce", "everybody ends with the sum"),
     "reduce_scatter": OpStyle("#B05A8A", "\\\\", "reduce-scatter", "everybody ends with a slice of the sum"),
@@ -88,6 +90,7 @@ AXIS: dict[str, OpStyle] = {
     "dp": OpStyle("#004488", "", "dp", "data parallel: other samples, same weights", "-"),
     "pp": OpStyle("#997700", "", "pp", "pipeline parallel: other layers", "--"),
     "tp": OpStyle("#994455", "", "tp", "tensor parallel: a slice of every layer", ":"),
+    "cp": OpStyle("#117733", "", "cp", "context parallel: other tokens of the same sequences", "-."),
 }
 
 CATEGORY: dict[str, OpStyle] = {
@@ -115,6 +118,27 @@ def style_of(op: str) -> OpStyle:
         return STYLE[op]
     plain = STYLE["communication"]
     return OpStyle(plain.color, plain.hatch, op.replace("_", "-"), plain.meaning)
+
+
+def styles_of(events: Iterable[Event]) -> dict[str, OpStyle]:
+    """{op: its style} of all that `events` name, in the order of a legend.
+
+    Computing that has a name of its own ("optimizer") is grey as "compute" is; shade and hatch tell one name
+    from the next.
+    """
+    computes: dict[str, bool] = {}
+    for e in events:
+        computes[e.op] = computes.get(e.op, False) or e.is_compute
+    named = sorted(op for op in computes if op not in STYLE and computes[op])
+    plain = STYLE["compute"]
+    greys = {
+        op: OpStyle(
+            mix(plain.color, CARD, 0.18 * (k % 5)), ("//", "..", "\\", "xx", "++")[k % 5], op, plain.meaning
+        )
+        for k, op in enumerate(named)
+    }
+    others = sorted(computes.keys() - STYLE.keys() - greys.keys())
+    return {op: style_of(op) for op in STYLE if op in computes} | greys | {op: style_of(op) for op in others}
 
 
 def axis_style(axis: str) -> OpStyle:

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PolyCollection
 
 from hpnb.plot.canvas import SMALL, TEXT, Box, boxes, panel_title, text_inches
-from hpnb.plot.grammar import CATEGORY, INK, RULE, STYLE, OpStyle, axis_style, ink_on, mix, style_of
+from hpnb.plot.grammar import CATEGORY, INK, RULE, STYLE, OpStyle, axis_style, ink_on, mix, styles_of
 from hpnb.record import Event, Timeline
 
 EXPOSED = OpStyle("#000000", "////", "exposed (nothing computes)")
@@ -65,8 +65,14 @@ def draw(
     inch: float,
     text: bool,
     exposed: bool,
+    styles: Mapping[str, OpStyle] | None = None,
 ) -> None:
-    """Draw one panel: `scale` seconds are one unit of time, which is `inch` inches wide."""
+    """Draw one panel: `scale` seconds are one unit of time, which is `inch` inches wide.
+
+    Args:
+        styles: {op: its style}, where panels must agree; by default those of `tl`.
+    """
+    styles = styles_of(tl.events) if styles is None else styles
     ax.set_ylim(lanes.height, 0)
     middles = [lanes.top(row) + lanes.compute / 2 for row in range(len(tl.ranks))]
     _name_rows(ax, tl, labels, middles)
@@ -86,7 +92,7 @@ def draw(
         events = tl.by_rank[rank]
         rank_chunks = chunks(events)
         for e in events:
-            color = style_of(e.op).color
+            color = styles[e.op].color
             where = box(e.start, e.end, row, None if e.is_compute else e.axis)
             if e.is_compute and len(rank_chunks) > 1 and e.stage in rank_chunks:
                 color = mix(color, "#FFFFFF", 0.62 * rank_chunks.index(e.stage) / (len(rank_chunks) - 1))
@@ -99,7 +105,7 @@ def draw(
                 x, y = where[0] + where[2] / 2, middles[row]
                 ax.text(x, y, str(e.microbatch), size=size, weight="bold", color=ink_on(color),
                         ha="center", va="center_baseline")  # fmt: skip
-                if style_of(e.op).hatch:  # a clear patch, so that no hatch runs through a digit
+                if styles[e.op].hatch:  # a clear patch, so that no hatch runs through a digit
                     pads.append((x - wide / inch / 2, y - 0.075, wide / inch, 0.15))
                     pad_colors.append(color)
         if exposed:
@@ -109,7 +115,7 @@ def draw(
     idle = boxes(ax, spans, STYLE["idle"], name="idle", hatch=text, zorder=1, outline=False)
     idle.set_edgecolor(mix(RULE, "#FFFFFF", 0.25))
     for op, where_all in at.items():
-        boxes(ax, where_all, style_of(op), name=op, colors=colors[op], hatch=text)
+        boxes(ax, where_all, styles[op], name=op, colors=colors[op], hatch=text)
     if pads:
         boxes(ax, pads, STYLE["idle"], name="pads", colors=pad_colors, hatch=False, zorder=2.5, outline=False)
     if bare:

@@ -41,6 +41,10 @@ def memory(
 
     Raises:
         ValueError: a profile without samples.
+
+    >>> with hpnb.record.memory(model := torch.nn.Linear(8, 8)) as recorder:
+    ...     model(torch.ones(2, 8)).sum().backward()
+    >>> hpnb.plot.memory(recorder.profile(), capacity=4096).savefig("memory.png")
     """
     profiles = (profile, *more)
     if not all(p.samples for p in profiles):

@@ -70,9 +70,13 @@ def mesh(layout: Layout, hosts_of: int | None = None, title: str | None = None) 
 
     Raises:
         ValueError: hosts_of below 1, or more ranks than a page holds.
+
+    >>> hpnb.plot.mesh(hpnb.Layout(dp=2, pp=2, tp=2)).savefig("mesh.png")
     """
     if hosts_of is not None and hosts_of < 1:
         raise ValueError(f"hosts_of={hosts_of} is not a count of ranks; use 8 for hosts with 8 devices")
+    if layout.cp > 1:
+        raise ValueError(f"{layout} has four axes, and the picture has room for dp, pp and tp")
     plan = _Plan(layout, bool(hosts_of))
     used = [axis for axis in AXES if getattr(layout, axis) > 1]
     keys = [Key(AXIS[axis], "line", f"{axis}: {_groups(layout, axis)}") for axis in used]

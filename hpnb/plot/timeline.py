@@ -15,12 +15,13 @@ from typing import Literal
 from matplotlib.figure import Figure
 
 from hpnb.plot.canvas import WIDTH, Key, new_figure, panel_title, text_inches
-from hpnb.plot.grammar import AXIS, STYLE, axis_style, style_of
+from hpnb.plot.grammar import AXIS, STYLE, OpStyle, axis_style, styles_of
 from hpnb.plot.lanes import EXPOSED, STRIP, Lanes, chunks, draw, draw_in_flight, exposed_parts
 from hpnb.plot.units import number, time_unit
 from hpnb.record import Timeline
 
 Bubble = Literal["fraction", "rate"]
+MOST_UNEQUAL = 100  # of two timelines on one axis: beyond it the short one is a line
 
 
 def timeline(
@@ -50,18 +51,35 @@ def timeline(
         unit: for abstract times, the name of one second ("forwards"); None picks s, ms or µs.
 
     Raises:
-        ValueError: a timeline without events, or more names than timelines.
+        ValueError: a timeline without events, more names than timelines, or timelines of too different
+            lengths, as of unit costs beside seconds.
+
+    >>> schedule = hpnb.pipeline_parallel.schedules.make("1f1b", stages=2, microbatches=4)
+    >>> hpnb.plot.timeline(schedule.simulate()).savefig("timeline.png")
     """
     pictures = (tl, *more)
+    for picture in pictures:
+        if not isinstance(picture, Timeline):
+            raise TypeError(
+                f"a {type(picture).__name__} is no Timeline; recorder.gather() makes one of what all ranks "
+                "recorded, and schedule.simulate(costs) of a schedule"
+            )
     if not all(p.events for p in pictures):
         raise ValueError("a Timeline without events cannot be drawn; record or simulate at least one step")
     if names and len(names) != len(pictures):
         raise ValueError(f"{len(names)} names for {len(pictures)} timelines; give as many, or none")
     if bubble not in ("fraction", "rate", None):
         raise ValueError(f'bubble={bubble!r} is no definition; use "fraction", "rate" or None')
-    longest = max(p.makespan for p in pictures)
+    shortest, longest = (pick(p.makespan for p in pictures) for pick in (min, max))
+    if shortest and longest > MOST_UNEQUAL * shortest:
+        raise ValueError(
+            f"timelines of {shortest:.3g} s and {longest:.3g} s cannot share an axis, where the short one "
+            "would not be seen: simulate with the seconds of the measured one, Costs.measured(..), or draw "
+            "them apart"
+        )
     scale, unit = (1.0, unit) if unit else time_unit(longest)
     axes_used = _axes(pictures)
+    styles = styles_of(event for picture in pictures for event in picture.events)
     rows = [Lanes(p.ranks, axes_used) for p in pictures]
     strips = [in_flight and any(e.op == "F" for e in p.events) for p in pictures]
 
@@ -72,8 +90,8 @@ def timeline(
     left = 0.3 + max(text_inches(words) for words in labels.values())
     right = STRIP if any(strips) else 0.2
     fig, axes = new_figure(
-        heights, title=title or "", legend=_legend(pictures, text, exposed and text), left=left, right=right,
-        gap=0.33, head=0.27,
+        heights, title=title or "", legend=_legend(pictures, styles, text, exposed and text), left=left,
+        right=right, gap=0.33, head=0.27,
     )  # fmt: skip
     inch = (WIDTH - left - right) / (longest / scale or 1.0)  # inches of one unit of time
     panels = iter(axes)
@@ -81,7 +99,7 @@ def timeline(
         ax = next(panels)
         words = " · ".join([*names[i : i + 1], describe(picture, bubble, exposed)])
         panel_title(ax, words, f"{number(picture.makespan / scale)} {unit}")
-        draw(ax, picture, lane, labels, scale=scale, inch=inch, text=text, exposed=exposed)
+        draw(ax, picture, lane, labels, scale=scale, inch=inch, text=text, exposed=exposed, styles=styles)
         if strip:
             draw_in_flight(next(panels), picture, labels, scale=scale)
     for ax in axes:
@@ -116,11 +134,11 @@ def _axes(pictures: Sequence[Timeline]) -> tuple[str, ...]:
     return (*known, *sorted((axis for axis in used if axis not in AXIS), key=lambda axis: (not axis, axis)))
 
 
-def _legend(pictures: Sequence[Timeline], hatch: bool, exposed: bool) -> list[Key]:
-    ops = {e.op for p in pictures for e in p.events}
-    order = [*(op for op in STYLE if op in ops), *sorted(ops - set(STYLE))]
+def _legend(
+    pictures: Sequence[Timeline], styles: Mapping[str, OpStyle], hatch: bool, exposed: bool
+) -> list[Key]:
     kind: Literal["box", "flat"] = "box" if hatch else "flat"
-    keys = [Key(style_of(op), kind) for op in order] + [Key(STYLE["idle"], kind)]
+    keys = [Key(style, kind) for style in styles.values()] + [Key(STYLE["idle"], kind)]
     if any(len(chunks(p.by_rank[rank])) > 1 for p in pictures for rank in p.ranks):
         keys.append(Key(STYLE["F"], "words", "paler: a later chunk or block"))
     keys += [Key(axis_style(axis), "line", f"{axis} lane") for axis in _axes(pictures) if axis]

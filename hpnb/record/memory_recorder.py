@@ -28,6 +28,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from hpnb.ranks.current_rank import device as this_device
 from hpnb.ranks.current_rank import rank
 from hpnb.record.memory_budget import OutOfBudget, group_survivors
 from hpnb.record.memory_profile import CATEGORIES, MemoryProfile, MemorySample
+from hpnb.record.memory_snapshot import write_memory_snapshot
 
 _CUDA_BLOCK = 512  # the allocator's granularity, bytes
 # A storage that is several things is the first of these.
@@ -65,6 +67,13 @@ def memory(
     Raises:
         OutOfBudget: more than `budget` is in use, at the start or after an operator.
         ValueError: a budget that is not above 0.
+
+    >>> model = torch.nn.Linear(8, 8, bias=False)
+    >>> with hpnb.record.memory(model) as recorder:
+    ...     model(torch.ones(2, 8)).sum().backward()
+    >>> profile = recorder.profile()
+    >>> profile.peak_of("parameters"), profile.peak_of("gradients")
+    (256, 256)
     """
     if budget is not None and not budget > 0:
         raise ValueError(f"budget={budget!r} bytes hold nothing; it must be above 0, or None for no limit")
@@ -78,7 +87,7 @@ def memory(
 
 
 class MemoryRecorder(TorchDispatchMode):
-    """Logs storages. Made by `memory()`; read with `profile()`."""
+    """Logs storages. Made by `memory()`; read with `profile()` or as a file: `to_memory_snapshot()`."""
 
     def __init__(
         self,
@@ -112,6 +121,22 @@ class MemoryRecorder(TorchDispatchMode):
                 tracked = sum(usage.values()) - usage["temporary"]
                 samples.append(MemorySample(when, **{**usage, "temporary": change - tracked}))
         return MemoryProfile(tuple(samples), rank(), self._device.type)
+
+    def to_memory_snapshot(self, path: str | Path) -> Path:
+        """Write each tensor's memory as a file that https://pytorch.org/memory_viz shows. Its active memory
+        timeline has exact bytes of tensors; addresses are made up. `memory_snapshot.py` has the format.
+
+        >>> with hpnb.record.memory(model := torch.nn.Linear(8, 8)) as recorder:
+        ...     model(torch.ones(2, 8)).sum().backward()
+        >>> recorder.to_memory_snapshot("rank0.pickle").name
+        'rank0.pickle'
+        """
+        changes = [(when, number, change) for when, number, change in self._log if number >= 0]
+        labels = [
+            f"{category} {shape} {str(dtype).removeprefix('torch.')}"
+            for category, (shape, dtype) in zip(self._category, self._form, strict=True)
+        ]
+        return write_memory_snapshot(changes, labels, path)
 
     # --- watching ---------------------------------------------------------------------------
 

@@ -8,6 +8,11 @@
 
 On a GPU a span is two CUDA events on the current stream, read after the block, so nothing waits for the
 device while it is recorded. When no recorder is active a span of hpnb.comm costs one comparison.
+
+Where ranks share a GPU they compute in turns while they are recorded (`hpnb.ranks.gpu_turns`). A span of
+computing then lasts as long as it takes on an idle GPU, and ends wherever the rank communicates or waits. The
+times between spans mean nothing there; `hpnb.theory.replay` puts the spans together as if each rank had a
+GPU of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from hpnb.ranks.current_rank import device, inside_rank, rank
+from hpnb.ranks.gpu_turns import gpu_turns
 from hpnb.record.timeline import Event, Timeline
 from hpnb.record.traffic import ring_bytes
 
@@ -50,6 +56,7 @@ class Recorder:
 
     def __init__(self, aligned: bool = True) -> None:
         self._cuda = device().type == "cuda"
+        self._turns = gpu_turns()
         self._spans: list[_Span] = []
         self._open: list[_Open] = []
         self._zero: torch.cuda.Event | float | None = None
@@ -75,15 +82,30 @@ class Recorder:
         nbytes: float = 0.0,
         group: Sequence[int] = (),
     ) -> Iterator[None]:
-        """Record what happens inside as one Event. Times are of the device: seconds of its stream."""
+        """Record what happens inside as one Event. Times are of the device: seconds of its stream.
+
+        It counts as computing, whatever `op` is called, unless it has an axis, bytes or a group, or is called
+        as a communication is ("all_reduce", "send"; see `Event`).
+        """
         event = Event(rank(), stage, op, microbatch, 0.0, 0.0, axis, nbytes, tuple(group))
-        opened = _Open(event, self._now())
-        self._open.append(opened)
-        try:
-            yield
-        finally:
-            self._open.remove(opened)
-        self._spans.append(_Span(event, opened.start, self._now()))
+        with self._turn(event):
+            opened = _Open(event, self._now())
+            self._open.append(opened)
+            try:
+                yield
+            finally:
+                self._open.remove(opened)
+            self._spans.append(_Span(event, opened.start, self._now()))
+
+    def _turn(self, event: Event) -> AbstractContextManager[object]:
+        """Where ranks share a GPU: alone on it to compute, and off it to communicate."""
+        if self._turns is None:
+            return nullcontext()
+        return self._turns.turn() if event.is_compute else self.paused()
+
+    def communications(self, since: int) -> list[Event]:
+        """What was communicated since there were `since` spans: operations, bytes, groups, and no times."""
+        return [span.event for span in self._spans[since:] if len(span.event.group) > 1]
 
     def num_spans(self) -> int:
         """How many spans there are: `events(since=num_spans)` is what is recorded from here on."""
@@ -95,7 +117,8 @@ class Recorder:
         end, (opened, self._open) = self._now(), (self._open, [])
         self._spans.extend(_Span(span.event, span.start, end) for span in opened)
         try:
-            yield
+            with nullcontext() if self._turns is None else self._turns.released():
+                yield
         finally:
             start, self._open = self._now(), opened
             for span in opened:
@@ -122,11 +145,12 @@ class Recorder:
     def gather(self) -> Timeline:
         """The Timeline of all ranks; every rank must call it, and every rank gets it."""
         events = self.events()
+        source = "measured" if self._turns is None else "measured by turns"
         if not dist.is_initialized():
-            return Timeline(tuple(events))
+            return Timeline(tuple(events), source)
         by_rank: list[list[Event]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(by_rank, events)
-        return Timeline(tuple(itertools.chain.from_iterable(by_rank)))
+        return Timeline(tuple(itertools.chain.from_iterable(by_rank)), source)
 
     def _meet(self, group: dist.ProcessGroup | None = None) -> torch.cuda.Event | float:
         """The zero of the clock: the moment after a barrier."""
@@ -160,7 +184,16 @@ class Recorder:
 
 @contextmanager
 def timeline() -> Iterator[Recorder]:
-    """Record spans, and every communication of hpnb.comm, until the block ends. Starts with a barrier."""
+    """Record spans, and every communication of hpnb.comm, until the block ends. Starts with a barrier.
+
+    >>> def work():
+    ...     with hpnb.record.timeline() as recorder:
+    ...         with recorder.span("compute"):
+    ...             torch.ones(8) + 1
+    ...     return [event.op for event in recorder.gather().events]
+    >>> hpnb.launch(work, ranks=2, device="cpu")[0]
+    ['compute', 'compute']
+    """
     with recording(Recorder()) as recorder:
         yield recorder
 
@@ -171,7 +204,8 @@ def recording(recorder: Recorder) -> Iterator[Recorder]:
     global _active
     previous, _active = _active, recorder
     try:
-        yield recorder
+        with nullcontext() if recorder._turns is None else recorder._turns.taking():
+            yield recorder
     finally:
         _active = previous
 
@@ -188,9 +222,7 @@ def communication(op: str, axis: str, nbytes: float, group: Sequence[int]) -> Ab
     return _active.span(op, axis=axis, nbytes=ring_bytes(op, nbytes, len(group)), group=group)
 
 
-def begin_communication(
-    op: str, axis: str, nbytes: float, group: Sequence[int]
-) -> Callable[[], None] | None:
+def begin_communication(op: str, axis: str, nbytes: float, group: Sequence[int]) -> Callable[[], None] | None:
     """A span for a background communication, if a recorder is active: call the result when it has ended."""
     if _active is None:
         return None

@@ -15,26 +15,31 @@ its span.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
-COMPUTE_OPS = frozenset({"F", "I", "W", "B", "compute"})
-Source = Literal["simulated", "replayed from measured CPU time", "measured"]
+SCHEDULE_OPS = frozenset({"F", "I", "W", "B"})
+COLLECTIVE_OPS = frozenset({"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all",
+                            "gather", "scatter", "barrier"})  # fmt: skip
+COMMUNICATION_OPS = COLLECTIVE_OPS | {"communication", "send", "receive", "recv", "wait", "move"}
+# "simulated", "measured" (where ranks share a GPU "measured by turns"), "replayed from measured CPU time", or
+# "replayed from measured GPU time" with the name of the interconnect.
+Source = str
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """One thing one rank did, from `start` to `end`, in seconds.
 
-    `op` is "F" forward, "I" input gradient, "W" weight gradient, "B" an unsplit backward, "compute" for
-    work outside a schedule, or the name of a communication ("all_reduce", "send", ...). Compute has an
-    empty `axis`; communication has the axis of the mesh it ran on, and `bytes` that leave the rank.
-    `stage` and `microbatch` are -1 where they mean nothing. `group` names the ranks that took part in a
-    communication, itself included.
+    `op` is "F" forward, "I" input gradient, "W" weight gradient, "B" an unsplit backward, the name of a
+    communication ("all_reduce", "send", ...), or any name of computing outside a schedule ("compute",
+    "optimizer"). An event is communication if its op is in `COMMUNICATION_OPS`, or if it has the `axis` of
+    the mesh it ran on, `bytes` that leave the rank, or a `group` of ranks that took part in it, itself
+    included. All else is computing. `stage` and `microbatch` are -1 where they mean nothing.
     """
 
     rank: int
@@ -53,7 +58,16 @@ class Event:
 
     @property
     def is_compute(self) -> bool:
-        return self.op in COMPUTE_OPS
+        if self.op in SCHEDULE_OPS:
+            return True
+        return not (self.op in COMMUNICATION_OPS or self.axis or self.bytes or self.group)
+
+    @property
+    def label(self) -> str:
+        """As a trace names it: "2F0" for an action of a schedule, else "optimizer", "loss, microbatch 3"."""
+        if self.op in SCHEDULE_OPS and self.stage >= 0 and self.microbatch >= 0:
+            return f"{self.stage}{self.op}{self.microbatch}"
+        return self.op if self.microbatch < 0 else f"{self.op}, microbatch {self.microbatch}"
 
 
 @dataclass(frozen=True)
@@ -95,8 +109,14 @@ class Timeline:
         return self.end - self.start
 
     def work(self, rank: int) -> float:
-        """Seconds that `rank` spent computing. Communication is not work."""
-        return sum(e.duration for e in self.by_rank.get(rank, ()) if e.is_compute)
+        """Seconds that `rank` spent computing. Communication is not work; a span in a span counts once."""
+        seconds: float = 0  # an int, so that costs in fractions stay exact
+        until = -math.inf
+        for e in self.by_rank.get(rank, ()):
+            if e.is_compute and e.end > until:
+                seconds += e.duration if e.start >= until else e.end - until
+                until = e.end
+        return seconds
 
     def span(self, rank: int) -> float:
         """Seconds from the first start to the last end of the computing of `rank`."""
@@ -203,9 +223,8 @@ class Timeline:
                 name("thread_name", rank, tid, name=lane)
         for e in self.events:
             lane = "compute" if e.is_compute else e.axis or "communication"
-            label = e.op if e.microbatch < 0 else f"{e.stage}{e.op}{e.microbatch}"
             args = {"stage": e.stage, "microbatch": e.microbatch, "bytes": e.bytes, "source": self.source}
-            trace.append({"ph": "X", "name": label, "cat": "compute" if e.is_compute else "communication",
+            trace.append({"ph": "X", "name": e.label, "cat": "compute" if e.is_compute else "communication",
                           "pid": e.rank, "tid": lanes.index(lane), "ts": (e.start - zero) * 1e6,
                           "dur": e.duration * 1e6, "args": args})  # fmt: skip
         path = Path(path)

@@ -31,6 +31,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
+from hpnb.ranks import shared_gpu_group
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -79,14 +81,30 @@ def traffic() -> Iterator[Traffic]:
     """Count the communication of this rank while the block runs, backward passes included.
 
     Counting looks at every operator, which slows the block down: do not time what you count.
+
+    >>> def reduce():
+    ...     axis = hpnb.Mesh(hpnb.Layout(tp=2)).tp
+    ...     with hpnb.record.traffic() as t:
+    ...         hpnb.comm.all_reduce(torch.ones(100), axis)
+    ...     return t.calls["tp"], t.bytes["tp"]  # 2 (2-1)/2 x 400 bytes
+    >>> hpnb.launch(reduce, ranks=2, device="cpu")
+    [(1, 400.0), (1, 400.0)]
     """
     counted = Traffic()
+
+    def observe(group: dist.ProcessGroup, op: str, nbytes: int, peer: int, leaving: float | None) -> None:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        sent = ring_bytes(op, nbytes, len(ranks)) if leaving is None else leaving
+        counted.add(Message(_axis(group), op, sent, ranks, ranks[peer] if peer >= 0 else -1))
+
     _counting.append(counted)
+    shared_gpu_group.observers.append(observe)
     try:
         with _Counter(counted):
             yield counted
     finally:
         _counting.remove(counted)
+        shared_gpu_group.observers.remove(observe)
 
 
 _counting: list[Traffic] = []

@@ -1,4 +1,4 @@
-"""python -m hpnb doctor; python -m hpnb train vit.toml"""
+"""python -m hpnb doctor; python -m hpnb train vit.toml; python -m hpnb plan gpt2-xl --gpus 8"""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ def _doctor() -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser("python -m hpnb", description="Hybrid parallel training, run for real.")
     commands = parser.add_subparsers(dest="command", metavar="command")
     commands.add_parser("doctor", help="what this machine has, what hpnb will use, and what is wrong")
@@ -25,13 +26,26 @@ def main(arguments: list[str] | None = None) -> int:
     train.add_argument("--ranks", type=int, help="processes to start, by default one a GPU, or 1")
     train.add_argument("--set", action="append", default=[], metavar="TABLE.KEY=VALUE", dest="overrides",
                        help="in place of what the file says; may be given again")  # fmt: skip
+    train.add_argument("--allow-changes", action="store_true",
+                       help="go on where the run had other data, samples a step, or seed")  # fmt: skip
+    plan = commands.add_parser("plan", help="will a model fit, how fast, in which layout, and why")
+    if arguments[:1] == ["plan"]:  # its options name the GPUs that there are datasheets of
+        from hpnb.hybrid.plan_command.main import add_arguments
+
+        add_arguments(plan)
     options = parser.parse_args(arguments)
     if options.command == "doctor":
         return _doctor()
     if options.command == "train":
         from hpnb.hybrid.train_command.main import run
 
+        if options.allow_changes:
+            options.overrides.append("checkpoint.allow_changes=true")
         return run(options.file, options.ranks, options.overrides)
+    if options.command == "plan":
+        from hpnb.hybrid.plan_command.main import run as run_plan
+
+        return run_plan(options)
     parser.print_help()
     return 0
 

@@ -8,9 +8,9 @@
     collectives              [ bucket 0 ][ bucket 1 ]
 
 On a GPU they run on a separate stream of high priority, because a collective needs few multiprocessors, but
-needs them at once on all ranks. `wait` makes the compute stream wait, not the CPU. On a CPU they run in
-gloo's threads, and `wait` blocks. Calls along one axis run in the order in which they were made, which must
-be the same on all ranks. Do not touch the tensors before `wait`.
+needs them at once on all ranks. `wait` makes the compute stream wait, not the CPU. On a CPU, and where ranks
+share a GPU, they run in threads, and `wait` blocks. Calls along one axis run in the order in which they were
+made, which must be the same on all ranks. Do not touch the tensors before `wait`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hpnb.mesh import Axis
+from hpnb.ranks.current_rank import collectives_on_streams
 from hpnb.record.recorder import begin_communication, waiting
 from hpnb.symmetric_all_reduce import make_symmetric_all_reduce
 
@@ -65,7 +66,7 @@ class Background:
 
     def __init__(self, axis: Axis, device: torch.device, copy_engines: bool = False) -> None:
         self.axis = axis
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device, priority=-1) if collectives_on_streams(device) else None
         self.averages = self._stream is not None
         self.copies = make_symmetric_all_reduce(axis, device) if copy_engines else None
 

@@ -231,9 +231,7 @@ def full_tensors(
 
 
 @torch.no_grad()
-def load_full_state_dict(
-    module: nn.Module, full: Mapping[str, torch.Tensor], *, strict: bool = True
-) -> None:
+def load_full_state_dict(module: nn.Module, full: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
     """Fill `module` from the full model's tensors. Each rank takes its shards, and nothing is sent.
 
     Args:

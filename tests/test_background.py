@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from rank_pools import RankPools
+from rank_pools import RankPools, gpu_ranks
 
 import hpnb
 from hpnb import Layout, Mesh
@@ -102,12 +102,9 @@ def test_gloo_does_not_average(pools: RankPools) -> None:
         assert "gloo does not average" in message
 
 
-@pytest.mark.gpu
+@pytest.mark.one_gpu
 def test_on_gpus() -> None:
-    import torch.cuda
-
-    ranks = min(4, torch.cuda.device_count())
-    found = hpnb.launch(three, "cuda", ranks=ranks, device="cuda", timeout=120)
+    found = hpnb.launch(three, "cuda", ranks=gpu_ranks(), device="cuda", timeout=120)
     wanted = torch.tensor([own for _, _, own, _ in found]).sum(0).tolist()
     for summed, gathered, _, _ in found:
         assert summed == gathered == wanted

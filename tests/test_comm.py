@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from rank_pools import gpu_ranks
 
 import hpnb
 from hpnb import Layout, Mesh, comm
@@ -140,8 +141,8 @@ def test_conversions_equal_one_process(pool: Pool, ranks: int) -> None:
     pool(ranks).run(others, 7)
 
 
-@pytest.mark.gpu
-def test_conversions_equal_one_process_over_nccl() -> None:
+@pytest.mark.one_gpu
+def test_conversions_equal_one_process_on_gpus() -> None:
     def run() -> None:
         with torch.device(hpnb.device()):
             column_row(5)
@@ -156,7 +157,7 @@ def test_conversions_equal_one_process_over_nccl() -> None:
             results_can_be_viewed_and_changed()
             integers_travel()
 
-    hpnb.launch(run, ranks=min(4, torch.cuda.device_count()), device="cuda", timeout=120)
+    hpnb.launch(run, ranks=gpu_ranks(), device="cuda", timeout=120)
     hpnb.launch(pair, ranks=2, device="cuda", timeout=120)
 
 

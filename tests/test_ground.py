@@ -29,7 +29,7 @@ HOUSE = (
     ("lesson",),
     ("bench",),
     ("hybrid",),
-    ("data_parallel", "pipeline_parallel", "tensor_parallel"),
+    ("data_parallel", "pipeline_parallel", "tensor_parallel", "context_parallel"),
     ("models",),
     ("data",),
     ("plot",),
@@ -46,7 +46,7 @@ HOUSE = (
     ("mesh",),
     ("record",),
     ("ranks",),
-    ("files", "split_sizes"),
+    ("files", "split_sizes", "layout"),
 )
 LEVEL = {room: level for level, rooms in enumerate(HOUSE) for room in rooms}
 ON_TOP = {"__init__", "__main__", "doctor"}  # they open the whole house
@@ -159,6 +159,58 @@ def test_every_module_imports_from_the_wheel(wheel: Path, tmp_path: Path) -> Non
     file, version = done.stdout.splitlines()[-1].split()
     assert (tmp_path / file).resolve().is_relative_to(tmp_path.resolve())
     assert version == PROJECT["project"]["version"]
+
+
+def test_the_wheel_has_a_console_script_and_keeps_the_torch_that_is_there(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (scripts,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
+    assert "hpnb = hpnb.__main__:main" in archive.read(scripts).decode()
+    (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    lines = archive.read(metadata).decode().splitlines()
+    asked = [Requirement(line.partition(": ")[2]) for line in lines if line.startswith("Requires-Dist: ")]
+    plain = {r.name: r for r in asked if r.marker is None}
+    assert {"torch", "torchvision", "transformers", "datasets", "matplotlib", "ipywidgets"} <= set(plain)
+    assert not {"pytest", "ruff", "mypy", "jupytext", "nbmake"} & set(plain)
+    bounds = {specifier.operator for r in plain.values() for specifier in r.specifier}
+    assert bounds == {">="}  # an upper bound would replace what is installed
+
+
+def test_the_sdist_builds_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "hpnb", source / "hpnb", ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    code = "import setuptools.build_meta as build; build.build_sdist('dist')"
+    assert run(sys.executable, "-c", code, folder=source).returncode == 0
+    (sdist,) = (source / "dist").glob("*.tar.gz")
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(tmp_path)]
+    done = run(sys.executable, "-m", "pip", "wheel", str(sdist), *options, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (again,) = tmp_path.glob("*.whl")
+    assert set(zipfile.ZipFile(again).namelist()) == set(zipfile.ZipFile(wheel).namelist())
+
+
+# --- a page alone ----------------------------------------------------------------------------------
+
+PAGES = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_opens_in_colab_and_kaggle_and_says_how_to_install(page: Path) -> None:
+    repository = PROJECT["project"]["urls"]["Documentation"].partition("#")[0]
+    where = f"/blob/main/notebooks/{page.name}"
+    links = [
+        "https://colab.research.google.com/github" + repository.removeprefix("https://github.com") + where,
+        f"https://kaggle.com/kernels/welcome?src={repository}{where}",
+    ]
+    nb = nbformat.read(page, as_version=4)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for link in links:
+        assert f"]({link})" in nb.cells[0].source
+        assert page != PAGES[0] or f"]({link})" in readme  # README opens the first; the pages have their own
+    first = next(cell.source for cell in nb.cells if cell.cell_type == "code")
+    said = next(i for i, line in enumerate(first.splitlines()) if "pip install hpnb" in line)
+    assert all("hpnb" not in line for line in first.splitlines()[:said])  # before anything of it is imported
 
 
 # --- what is committed -----------------------------------------------------------------------------

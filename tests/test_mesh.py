@@ -143,6 +143,17 @@ def test_a_mesh_that_does_not_fit_says_what_would(four: hpnb.Ranks) -> None:
     assert grid == "axis tp has 4 ranks and cannot be folded into 3 x 2 = 6; the sizes must multiply to 4"
 
 
+def test_a_mesh_where_an_axis_belongs_says_so(four: hpnb.Ranks) -> None:
+    def message() -> str:
+        try:
+            hpnb.comm.all_reduce(torch.ones(1), Mesh(Layout(dp=4)))  # type: ignore[arg-type]
+        except AttributeError as error:
+            return str(error)
+        return ""
+
+    assert "pass an axis, such as mesh.dp" in four.run(message)[0]
+
+
 # --- time-outs -------------------------------------------------------------------------------
 
 

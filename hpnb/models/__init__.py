@@ -12,15 +12,16 @@
     large.parameters(), large.training_flops(batch=64)       # nothing is built
 
 The strategies read these and nothing else of a model: they never look for a weight by a piece of its name.
-`hpnb.models.register` adds a model of your own.
+`hpnb.models.register` adds a model of your own, and `hpnb.models.check(model, batch)` checks it.
 """
 
+from hpnb.models.check_model import check
 from hpnb.models.empty_batch import accept_empty_batch
 from hpnb.models.gpt2_chunked_loss import chunk_loss
 from hpnb.models.gpt2_model import gpt2
 from hpnb.models.gpt2_size import GPT2_SIZES, GPT2Size
 from hpnb.models.linear_cross_entropy import chunked_cross_entropy
-from hpnb.models.model_anatomy import Anatomy, Attention, Part, tied
+from hpnb.models.model_anatomy import Anatomy, Attention, Part, root_parameters, tied
 from hpnb.models.patch_matmul import use_patch_matmul
 from hpnb.models.registry import anatomy, attentions, decay_groups, register, roles
 from hpnb.models.role import Role
@@ -39,12 +40,14 @@ __all__ = [
     "accept_empty_batch",
     "anatomy",
     "attentions",
+    "check",
     "chunk_loss",
     "chunked_cross_entropy",
     "decay_groups",
     "gpt2",
     "register",
     "roles",
+    "root_parameters",
     "tied",
     "use_patch_matmul",
     "vit",

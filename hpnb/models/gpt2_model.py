@@ -63,6 +63,9 @@ def gpt2(
     Raises:
         ValueError: sizes that do not fit, or weights that are not a GPT-2's.
         OSError: the pretrained weights cannot be had.
+
+    >>> hpnb.models.gpt2("laptop").config.n_layer
+    4
     """
     if classes is not None and classes < 2:
         raise ValueError(

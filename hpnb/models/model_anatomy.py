@@ -22,8 +22,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from copy import copy
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -33,17 +34,52 @@ Inputs = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a model: its dotted path in the model, and the module itself."""
+    """A piece of a model: its dotted path in the model, and the module itself. The path is "" for parameters
+    of the model itself (`root_parameters`)."""
 
     name: str
     module: nn.Module
+
+    def full_name(self, name: str) -> str:
+        """The name in the model of what is called `name` in the part."""
+        return f"{self.name}.{name}" if self.name else name
+
+
+def root_parameters(model: nn.Module, *names: str) -> Part:
+    """The part of parameters that lie on the model itself, such as a class token.
+
+        tokens = root_parameters(net, "cls_token", "positions")      # a Part of the embedding
+        tokens.module.cls_token                                      # in `embed`
+
+    Raises:
+        ValueError: the model itself has no parameter of such a name.
+    """
+    holder = nn.Module()
+    for name in names:
+        if model._parameters.get(name) is None:
+            have = ", ".join(name for name, p in model._parameters.items() if p is not None) or "none"
+            raise ValueError(f"a {type(model).__name__} itself has no parameter {name!r}; it has {have}")
+        holder.register_parameter(name, model._parameters[name])
+    return Part("", holder)
 
 
 @dataclass(frozen=True)
 class Anatomy(ABC):
     """The pieces of one model, in the order in which its forward uses them.
 
-    Every parameter of the model lies in exactly one part, unless it is tied.
+    Every parameter of the model lies in exactly one part, unless it is tied. One that lies on the model
+    itself (a class token) gets a part by `root_parameters`. A block that the forward runs twice is listed
+    twice, and a pipeline keeps its copies equal as it does with tied weights.
+
+    What all blocks read besides hidden states, such as rotary tables, is an attribute that you set on the
+    Anatomy: a module without parameters, a tensor, a configuration. It goes along with every stage, to its
+    device. A buffer of such a module must not be in the state dict: register it with persistent=False.
+
+        parts = LlamaParts((Part("tok", net.tok),), blocks, (Part("norm", net.norm), Part("out", net.out)))
+        parts.rotary = net.rotary                        # and in `run`: self.rotary(positions)
+
+    A mask comes from `inputs`, in `run`, and not from an attribute, because it belongs to a batch. Grouped
+    queries need nothing here: `roles` gives k and v as many units as there are key-value heads.
 
     Attributes:
         embedding: from the inputs to hidden states.
@@ -62,6 +98,29 @@ class Anatomy(ABC):
     @property
     def parts(self) -> tuple[Part, ...]:
         return (*self.embedding, *self.blocks, *self.head)
+
+    def with_parts(
+        self, embedding: tuple[Part, ...] = (), blocks: tuple[Part, ...] = (), head: tuple[Part, ...] = ()
+    ) -> Self:
+        """The same with these parts alone; every attribute stays."""
+        other = copy(self)
+        for name, value in (("embedding", embedding), ("blocks", blocks), ("head", head)):
+            object.__setattr__(other, name, value)  # it is frozen, and of a subclass nobody knows
+        return other
+
+    def shared(self) -> dict[str, nn.Module | torch.Tensor]:
+        """Modules and tensors that are attributes: what all blocks read besides hidden states."""
+        known = {f.name for f in fields(Anatomy)}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in known and isinstance(value, nn.Module | torch.Tensor)
+        }
+
+    def move_shared(self, device: torch.device) -> None:
+        """Move these to `device`: modules in place, tensors as attributes of this Anatomy alone."""
+        for name, value in self.shared().items():
+            object.__setattr__(self, name, value.to(device))
 
     @abstractmethod
     def embed(self, inputs: Inputs) -> torch.Tensor:
@@ -109,7 +168,13 @@ class WrappedAnatomy(Anatomy):
     @property
     def _inner(self) -> Anatomy:
         """The inner one, with the parts that this one has: a pipeline stage has only some of the model's."""
-        return replace(self.inner, embedding=self.embedding, blocks=self.blocks, head=self.head)
+        return self.inner.with_parts(self.embedding, self.blocks, self.head)
+
+    def shared(self) -> dict[str, nn.Module | torch.Tensor]:
+        return self.inner.shared()
+
+    def move_shared(self, device: torch.device) -> None:
+        self.inner.move_shared(device)
 
     @classmethod
     def around(cls, inner: Anatomy, **attributes: Any) -> WrappedAnatomy:

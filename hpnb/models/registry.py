@@ -17,7 +17,7 @@ from transformers import (
     ViTModel,
 )
 
-from hpnb.models import gpt2_parts, vit_parts
+from hpnb.models import gpt2_parts, plan_parts, plan_roles, vit_parts
 from hpnb.models.model_anatomy import Anatomy, Attention, apply_wrappers
 from hpnb.models.role import Role, check
 
@@ -30,10 +30,12 @@ class Registration(NamedTuple):
     anatomy: Callable[[Any], Anatomy]
     roles: Callable[[Any], Mapping[str, Role]]
     attentions: Callable[[Any], tuple[Attention, ...]] = lambda model: ()
+    check_sharding: Callable[[Any, str, bool], None] = lambda model, mode, sequence_parallel: None
 
 
 _VIT = Registration(vit_parts.anatomy, vit_parts.roles, vit_parts.attentions)
 _GPT2 = Registration(gpt2_parts.anatomy, gpt2_parts.roles, gpt2_parts.attentions)
+_PLAN = Registration(plan_parts.anatomy, plan_roles.roles, plan_roles.attentions, plan_roles.check_sharding)
 REGISTERED: dict[type[nn.Module], Registration] = {
     ViTForImageClassification: _VIT,
     ViTModel: _VIT,
@@ -41,6 +43,8 @@ REGISTERED: dict[type[nn.Module], Registration] = {
     GPT2ForSequenceClassification: _GPT2,
     GPT2Model: _GPT2,
 }
+
+_BUILT_IN = frozenset(REGISTERED)
 
 
 def register(
@@ -56,10 +60,14 @@ def register(
 
     Args:
         anatomy: gives the model's pieces; run one after the other, they are its forward.
-        roles: gives {full name: Role}. Names that a model lacks do no harm; `hpnb.models.role` has `linear`,
-            `conv1d` and `norm` for whole modules.
+        roles: gives {full name: Role}. Names that a model lacks do no harm; `hpnb.models.role` has
+            `embedding`, `linear`, `conv1d` and `norm` for whole modules. `units` counts what a split must not
+            go through: heads for q and o, key-value heads for k and v, neurons for an MLP.
         attentions: gives the modules that count heads besides their weights, in order of blocks. Left out,
-            there are none: an attention that folds heads by their width needs nothing else.
+            there are none: an attention that folds heads by their width needs nothing else. "2d", "2.5d" and
+            "3d" need them where an attention takes a mask, because each rank then has some of its samples.
+
+    `hpnb.models.check(model, batch)` runs what is registered, and says what differs from the model.
 
     Raises:
         TypeError: `kind` is no class of modules.
@@ -71,6 +79,12 @@ def register(
     REGISTERED[kind] = registration if attentions is None else registration._replace(attentions=attentions)
 
 
+def is_registered_by_user(model: nn.Module) -> bool:
+    """Whether `register` or a plan of transformers described the class of this model, and not hpnb."""
+    nearest = next((kind for kind in type(model).__mro__ if kind in REGISTERED), None)
+    return plan_parts.has_plan(model) if nearest is None else nearest not in _BUILT_IN
+
+
 def anatomy(model: nn.Module) -> Anatomy:
     """The embedding, blocks and head of `model`: where it may be split.
 
@@ -78,7 +92,7 @@ def anatomy(model: nn.Module) -> Anatomy:
         TypeError: a model of another kind, or one that is wrapped.
         ValueError: a GPT-2 with cross attention.
     """
-    return apply_wrappers(model, _registration_of(model).anatomy(model))
+    return apply_wrappers(model, registration_of(model).anatomy(model))
 
 
 def roles(model: nn.Module) -> dict[str, Role]:
@@ -91,6 +105,9 @@ def roles(model: nn.Module) -> dict[str, Role]:
         TypeError: a model of another kind, or one that is wrapped.
         ValueError: the model has parameters that its kind does not have, or of shapes that do not fit their
             roles.
+
+    >>> hpnb.models.roles(hpnb.models.vit("laptop", classes=3))["vit.layers.0.mlp.fc1.weight"].kind
+    'column'
     """
     table = _roles(model)
     for name, role in table.items():
@@ -104,7 +121,7 @@ def attentions(model: nn.Module) -> tuple[Attention, ...]:
     Raises:
         TypeError: a model of another kind, or one that is wrapped.
     """
-    return _registration_of(model).attentions(model)
+    return registration_of(model).attentions(model)
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -128,24 +145,29 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def _roles(model: nn.Module) -> dict[str, Role]:
-    table = _registration_of(model).roles(model)
+    table = registration_of(model).roles(model)
     names = [name for name, _ in model.named_parameters()]
     if unknown := [name for name in names if name not in table]:
         listed = ", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
         raise ValueError(
             f"{len(unknown)} of {len(names)} parameters have no role in a {type(model).__name__}: {listed}; "
-            "ask before modules are added or exchanged"
+            "ask before modules are added or exchanged; hpnb.models.check(model, batch) says what else is "
+            "missing"
         )
     return {name: table[name] for name in names}
 
 
-def _registration_of(model: nn.Module) -> Registration:
+def registration_of(model: nn.Module) -> Registration:
     """That of the nearest registered class."""
     for kind in type(model).__mro__:
         if kind in REGISTERED:
             return REGISTERED[kind]
+    if plan_parts.has_plan(model):
+        return _PLAN
     *names, last = (kind.__name__ for kind in REGISTERED)
     raise TypeError(
         f"hpnb does not know the parts of a {type(model).__name__}; it knows those of {', '.join(names)} and "
-        f"{last} (of a wrapped model, pass the model inside; hpnb.models.register adds another kind)"
+        f"{last} (of a wrapped model, pass the model inside; hpnb.models.register adds another kind, in the "
+        "process that calls it: call it inside the function that runs on the ranks, or in the module that "
+        "defines the model; hpnb.models.check(model, batch) checks it)"
     )

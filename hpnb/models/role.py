@@ -42,7 +42,11 @@ class Role:
             attention, the neurons of an MLP.
         fused: how many weights lie side by side along out_dim and are split separately: 3 where q, k and v
             are one weight. Where they alternate head by head, a head's three are one unit: 1.
+        widths: instead of `fused`, where the weights side by side are not equally wide: (4, 1, 1) where 4
+            query heads read one key and one value.
         vocabulary: the dim that counts tokens of the vocabulary; None if there is none. Positions are none.
+        sum_grads: whether it is replicated and used on a rank's heads alone, as a norm of queries is. Its
+            gradient is then summed over the ranks.
     """
 
     kind: Kind
@@ -53,16 +57,42 @@ class Role:
     units: int = 1
     fused: int = 1
     vocabulary: int | None = None
+    widths: tuple[int, ...] = ()
+    sum_grads: bool = False
 
     @property
     def cut_dim(self) -> int | None:
         """The dim along which 1D tensor parallelism splits; None for what is replicated."""
         return {"column": self.out_dim, "row": self.in_dim}.get(self.kind)
 
+    def sections(self, dim: int, size: int) -> tuple[int, ...]:
+        """Sizes of the weights that lie side by side along `dim`, which has `size` elements."""
+        if dim != self.out_dim:
+            return (size,)
+        widths = self.widths or (1,) * self.fused
+        return tuple(size * width // sum(widths) for width in widths)
 
-def linear(path: str, kind: Kind, units: int = 1, fused: int = 1) -> Iterator[tuple[str, Role]]:
-    """Names and roles of weight (out, in) and bias (out,) of the nn.Linear at `path`."""
-    yield from _matrix(path, Role(kind, 0, 1, decay=True, units=units, fused=fused))
+
+def embedding(path: str, vocabulary: bool = True, decay: bool = False) -> Iterator[tuple[str, Role]]:
+    """Name and role of weight (entries, h) of the nn.Embedding at `path`.
+
+    Args:
+        vocabulary: whether entries are tokens, along which it may be split; False for positions.
+    """
+    yield f"{path}.weight", Role("embedding", 1, decay=decay, vocabulary=0 if vocabulary else None)
+
+
+def linear(
+    path: str, kind: Kind, units: int = 1, fused: int = 1, vocabulary: bool = False
+) -> Iterator[tuple[str, Role]]:
+    """Names and roles of weight (out, in) and bias (out,) of the nn.Linear at `path`.
+
+    Args:
+        vocabulary: whether its outputs are logits of tokens, along which it may be split. A weight that is
+            tied to an embedding has one role, under the embedding's name.
+    """
+    tokens = 0 if vocabulary else None
+    yield from _matrix(path, Role(kind, 0, 1, decay=True, units=units, fused=fused, vocabulary=tokens))
 
 
 def conv1d(path: str, kind: Kind, units: int = 1, fused: int = 1) -> Iterator[tuple[str, Role]]:
@@ -98,7 +128,9 @@ def check(name: str, role: Role, shape: Sequence[int]) -> None:
         )
     if role.units < 1 or role.fused < 1:
         raise ValueError(f"{parameter} has units={role.units}, fused={role.fused}; use 1 or more of each")
-    if role.cut_dim is not None and shape:
+    if role.cut_dim is not None and shape and role.widths:
+        _check_widths(parameter, role, shape[role.cut_dim])
+    elif role.cut_dim is not None and shape:
         _check_units(parameter, role, shape[role.cut_dim])
 
 
@@ -114,4 +146,12 @@ def _check_units(parameter: str, role: Role, size: int) -> None:
         raise ValueError(
             f"{parameter}: {widths} along dim {role.cut_dim} do not fall into {role.units} equal units; "
             f"{' or '.join(map(str, near))} would work"
+        )
+
+
+def _check_widths(parameter: str, role: Role, size: int) -> None:
+    if size % sum(role.widths) or any(n % role.units for n in role.sections(role.out_dim, size)):
+        raise ValueError(
+            f"{parameter}: {size} along dim {role.cut_dim} are not weights of relative widths {role.widths} "
+            f"that each fall into {role.units} equal units"
         )

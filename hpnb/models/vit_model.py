@@ -53,6 +53,9 @@ def vit(
     Raises:
         ValueError: sizes that do not fit, or weights that are not a ViT's.
         OSError: the pretrained weights cannot be had.
+
+    >>> sum(p.numel() for p in hpnb.models.vit("laptop", classes=3).parameters())
+    413699
     """
     if classes < 2:
         raise ValueError(f"classes={classes} leaves nothing to distinguish; use 2 or more")

@@ -1,0 +1,217 @@
+"""Checks what is registered for a model of your own, in float64 and in seconds.
+
+    print(hpnb.models.check(Llama(layers=2), batch))        # a small model of the class, and a small batch
+
+    names       every parameter lies in one part, and has a role that fits its shape
+    parts       one after the other they give the forward's outputs and gradients, dropout included
+    pipeline    on 2 ranks, half of the blocks each: the same outputs and gradients, tied weights included
+    roles       on 2 ranks of tensor parallelism: the same again, masks included
+
+What differs is listed with the names of parts and parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpnb.models import registry
+from hpnb.models.compare_parts import (
+    TARGETS,
+    arguments_of,
+    distance,
+    draw_weights,
+    find_difference,
+    run_parts,
+    tensors_of,
+)
+from hpnb.models.model_anatomy import tied
+from hpnb.models.registry import Registration, anatomy, registration_of, roles
+from hpnb.ranks import launch
+from hpnb.ranks.current_rank import inside_rank
+from hpnb.ranks.errors import RankError
+
+TOLERANCE = 1e-9
+
+
+def check(model: nn.Module, batch: Mapping[str, Any], ranks: int = 2, timeout: float = 120.0) -> str:
+    """Compare what is registered for `model` with its forward, and with itself on `ranks` processes.
+
+    The model, its gradients and the random generators stay as they are: a copy in float64 with other weights
+    is run, on the CPU.
+
+    Args:
+        model: a small one of the class: few layers, at least 2 heads and 2 key-value heads.
+        batch: as the model takes it, with all that blocks read, such as masks, and 2 samples or more.
+        ranks: of the pipeline and of tensor parallelism; 1 leaves both out, and so does a call on a rank.
+        timeout: seconds for them.
+
+    Returns:
+        What was checked, and what the batch left out.
+
+    Raises:
+        ValueError: all that differs, a line each.
+        TypeError: nothing is registered for this class.
+    """
+    registration = registration_of(model)
+    copied = deepcopy(model).cpu().double().train(model.training)
+    draw_weights(copied)
+    inputs = {name: _of_float64(value) for name, value in batch.items()}
+    problems = list(_check_names(copied))
+    if not problems:
+        problems += _check_parts(copied, inputs)
+    done = ["names and roles of parameters", "parts against the forward, with gradients"]
+    if not problems and ranks > 1 and not inside_rank():
+        copied.eval()
+        wanted = _outputs_and_gradients(lambda: run_parts(anatomy(copied), inputs), copied)
+        for what, compute in (("pipeline", _on_a_pipeline), ("tensor parallelism", _on_tensor_parallel)):
+            problems += _compare_on_ranks(what, compute, registration, copied, inputs, wanted, ranks, timeout)
+            done.append(f"{what} on {ranks} ranks")
+    if problems:
+        raise ValueError(
+            f"what is registered for {type(model).__name__} does not fit it:\n" + "\n".join(problems)
+        )
+    taken = arguments_of(copied, inputs, targets=True)
+    unused = ", ".join(name for name in inputs if name not in taken and name not in TARGETS)
+    note = f"; the forward takes no {unused}" if unused else ""
+    return f"{type(model).__name__} is registered well: {'; '.join(done)}{note}"
+
+
+# --- on this process ---------------------------------------------------------------------------------------
+
+
+def _check_names(model: nn.Module) -> Iterator[str]:
+    parts = anatomy(model)
+    modules = dict(model.named_modules())
+    places: dict[str, list[str]] = {}
+    for part in parts.parts:
+        if part.name and modules.get(part.name) is not part.module:
+            yield f"Part {part.name!r} is another module than the one of this name in the model"
+        for name, _ in part.module.named_parameters(remove_duplicate=False):
+            places.setdefault(part.full_name(name), []).append(part.name or "the root")
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    if missing := [name for name in names if name not in places]:
+        yield (
+            f"{', '.join(missing)} lie in no part: put their modules into one; hpnb.models.root_parameters "
+            "makes one of what is on the model itself"
+        )
+    ties = {frozenset(names) for names in tied(model)}
+    for of_one in parts.tied:
+        if frozenset(of_one) not in ties:
+            yield f"{', '.join(of_one)} are listed as tied, and are not one parameter in the model"
+    try:
+        roles(model)
+    except ValueError as error:
+        yield str(error)
+
+
+def _check_parts(model: nn.Module, inputs: dict[str, Any]) -> Iterator[str]:
+    with torch.no_grad():
+        difference = find_difference(model, inputs, TOLERANCE)
+    if difference is not None:
+        yield difference
+        return
+    parts = _outputs_and_gradients(lambda: run_parts(anatomy(model), inputs), model)
+    forward = _outputs_and_gradients(lambda: model(**arguments_of(model, inputs)), model)
+    if {n: t.shape for n, t in parts[0].items()} == {n: t.shape for n, t in forward[0].items()}:
+        yield from _differences("the parts", parts, forward)
+
+
+Result = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]  # outputs, and gradients by name
+
+
+def _outputs_and_gradients(run: Callable[[], Any], model: nn.Module) -> Result:
+    """Of the loss that weighs every output by other numbers."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        outputs = tensors_of(run())
+    model.zero_grad()
+    loss_of(outputs.values()).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return {name: value.detach() for name, value in outputs.items()}, gradients
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """A sum over samples in which every number counts differently, the same for all of a batch's samples."""
+    total = torch.zeros((), dtype=torch.float64)
+    for value in outputs:
+        row = value.shape[1:] if value.dim() else value.shape
+        weights = torch.randn(row, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        total = total + (value.double() * weights).sum()
+    return total
+
+
+def _differences(what: str, found: Result, wanted: Result) -> Iterator[str]:
+    for kind, ours, theirs in zip(("output", "gradient of"), found, wanted, strict=True):
+        lost = [name for name in theirs if name not in ours]
+        extra = [name for name in ours if name not in theirs]
+        both = [n for n in theirs if n in ours and ours[n].shape == theirs[n].shape]
+        off = {n: distance(ours[n], theirs[n]) for n in both}
+        wrong = sorted((n for n in off if off[n] > TOLERANCE), key=lambda n: -off[n])
+        if lost:
+            yield f"{what}: no {kind} {', '.join(lost)}"
+        if extra and kind != "output":
+            yield f"{what}: a {kind} {', '.join(extra)}, which the model does not have"
+        if wrong:
+            worst = ", ".join(f"{name} by {off[name]:.1e}" for name in wrong[:4])
+            more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+            yield f"{what}: {kind} {worst}{more} (relative norm; these differ, the others agree)"
+
+
+# --- on ranks ----------------------------------------------------------------------------------------------
+
+
+def _compare_on_ranks(
+    what: str, compute: Any, registration: Registration, model: nn.Module, inputs: dict[str, Any],
+    wanted: Result, ranks: int, timeout: float,
+) -> Iterator[str]:  # fmt: skip
+    try:
+        found = launch(compute, registration, model, inputs, ranks=ranks, device="cpu", timeout=timeout)
+    except RankError as error:
+        yield f"{what} on {ranks} ranks: {str(error).splitlines()[0]}"
+        return
+    outputs = next(of_rank[0] for of_rank in found if of_rank[0])
+    gradients = {name: g for of_rank in reversed(found) for name, g in of_rank[1].items()}
+    yield from _differences(f"{what} on {ranks} ranks", (outputs, gradients), (wanted[0], wanted[1]))
+
+
+def _on_a_pipeline(registration: Registration, model: nn.Module, inputs: dict[str, Any]) -> Result:
+    # The strategies are above this room, and this runs on ranks alone: so they are not imported at the top.
+    hpnb, pipelines = import_module("hpnb"), import_module("hpnb.pipeline_parallel")
+    registry.REGISTERED[type(model)] = registration
+    ranks = hpnb.world_size()
+    schedule = pipelines.schedules.make("1f1b", stages=ranks, microbatches=2)
+    mesh = hpnb.Mesh(hpnb.Layout(pp=ranks))
+
+    def loss(outputs: Any, _: Any) -> Any:
+        return loss_of(tensors_of(outputs).values()), 1
+
+    first_name = {name: names[0] for names in tied(model) for name in names}
+    pipe = hpnb.Pipeline(model, mesh.pp, schedule, loss)
+    result = pipe.step(inputs, scale=2.0)  # two microbatches, each a sum with a count of 1
+    outputs = {} if result.outputs is None else tensors_of(result.outputs)
+    gradients = {first_name.get(n, n): p.grad for n, p in pipe.named_parameters() if p.grad is not None}
+    return {name: value.detach() for name, value in outputs.items()}, gradients
+
+
+def _on_tensor_parallel(registration: Registration, model: nn.Module, inputs: dict[str, Any]) -> Result:
+    hpnb, tensor_parallel = import_module("hpnb"), import_module("hpnb.tensor_parallel")
+    registry.REGISTERED[type(model)] = registration
+    mesh = hpnb.Mesh(hpnb.Layout(tp=hpnb.world_size()))
+    tensor_parallel.parallelize(model, mesh.tp)
+    outputs = tensors_of(run_parts(anatomy(model), inputs))
+    loss_of(outputs.values()).backward()
+    return {name: value.detach() for name, value in outputs.items()}, tensor_parallel.full_gradients(model)
+
+
+def _of_float64(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach().cpu()
+    return value.double() if value.is_floating_point() else value

@@ -1,0 +1,278 @@
+"""Whether the parts of a model, run one after the other, are its forward.
+
+    forward          outputs = model(**inputs)
+    parts            hidden = embed(inputs)
+                     hidden = run(block, hidden, inputs)           for each block
+                     outputs = finish(hidden, inputs)
+
+Parts that forget a norm train another model, and no error says so. So both are run on a copy, with weights
+drawn anew: a norm that starts at 1 and a bias that starts at 0 would not show. `hpnb.models.check` does it
+when it is asked; the first step of a model that was registered does it by itself (`FirstStepCheck`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import fields, is_dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from hpnb.models.model_anatomy import Anatomy, WrappedAnatomy
+from hpnb.models.registry import anatomy, is_registered_by_user
+
+TARGETS = ("labels", "label", "targets", "target")
+LARGEST = 2**26  # parameters: the check of a first step takes a second, and not a minute
+_CHECKS: WeakKeyDictionary[nn.Module, FirstStepCheck | None] = WeakKeyDictionary()
+
+
+class FirstStepCheck:
+    """Compares parts and forward once, on two samples of the first batch, on the CPU.
+
+    It has a copy of the model's structure and buffers, whose weights are on the meta device until it runs. So
+    the model itself may be sharded, partitioned or gone, and its random numbers, buffers and gradients stay.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        copies: dict[int, Any] = {id(p): _empty(p) for p in model.parameters()}
+        copies |= {id(b): _of_float32(b.detach().to("cpu", copy=True)) for b in model.buffers()}
+        self._model: nn.Module | None = deepcopy(model, copies)
+
+    def run(self, inputs: Any) -> None:
+        """Run it, unless it has been run, or cannot be.
+
+        Raises:
+            ValueError: the parts give other outputs than the forward.
+        """
+        model, self._model = self._model, None
+        if model is None or not isinstance(inputs, Mapping):
+            return
+        try:
+            few = tree_map(_two_samples, dict(inputs))
+            with torch.autocast("cpu", enabled=False), torch.device("cpu"), torch.no_grad():
+                _fill(model)
+                draw_weights(model)
+                difference = find_difference(model.eval(), few)
+        except Exception:  # what fails here fails in the step, where the traceback is that of the model
+            return
+        if difference is not None:
+            raise ValueError(f"{difference}; hpnb.models.check(model, batch) says more")
+
+
+def first_step_check(model: nn.Module) -> FirstStepCheck | None:
+    """The check of the first step of `model`, one a model; None for hpnb's own models, and where it cannot be
+    run: on the meta device, of more than `LARGEST` parameters, of a model that cannot be copied."""
+    if model not in _CHECKS:
+        sizes = [p.numel() for p in model.parameters()]
+        tensors = [*model.parameters(), *model.buffers()]
+        _CHECKS[model] = None
+        if not is_registered_by_user(model) or sum(sizes) > LARGEST or any(t.is_meta for t in tensors):
+            return None
+        try:
+            _CHECKS[model] = FirstStepCheck(model)
+        except Exception:  # a module that deepcopy cannot follow
+            return None
+    return _CHECKS[model]
+
+
+def skip_first_step_check(model: nn.Module) -> None:
+    """No step of `model` is checked: its attention needs other ranks, and only one of them would check."""
+    _CHECKS[model] = None
+
+
+def find_difference(model: nn.Module, inputs: Mapping[str, Any], tolerance: float = 1e-3) -> str | None:
+    """In which output the parts differ from the forward, and after which part; None if they do not."""
+    parts = anatomy(model)
+    state = {name: b.clone() for name, b in model.named_buffers()}
+    after_parts: dict[str, torch.Tensor] = {}
+    with _same_numbers(), _outputs_of(parts, after_parts):
+        ours = tensors_of(run_parts(parts, inputs))
+    _restore(model, state)
+    closest: str | None = None
+    for with_targets in (False, True):  # some models give all logits only where they get targets
+        after_forward: dict[str, torch.Tensor] = {}
+        try:
+            with _same_numbers(), _outputs_of(parts, after_forward):
+                theirs = tensors_of(model(**arguments_of(model, inputs, with_targets)))
+        except TypeError:  # it must have targets
+            if with_targets:
+                raise
+            continue
+        finally:
+            _restore(model, state)
+        different = _different(ours, theirs, tolerance)
+        if different is None:
+            return None
+        where = _where(parts, after_parts, after_forward, tolerance)
+        closest = closest or f"{different}, {where}"
+    return closest
+
+
+def _different(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float
+) -> str | None:
+    """What differs, in words. Tensors of other shapes cannot be compared, and may be meant so."""
+    for name, value in ours.items():
+        same_shape = [other for other in theirs.values() if other.shape == value.shape]
+        if same_shape and not any(distance(value, other) <= tolerance for other in same_shape):
+            off = min(distance(value, other) for other in same_shape)
+            return (
+                f"the registered parts are not the model's forward: outputs {name} of shape "
+                f"{tuple(value.shape)} differ by {off:.1e} in relative norm"
+            )
+    return None
+
+
+def _where(
+    parts: Anatomy, ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float
+) -> str:
+    for part in parts.parts:
+        if part.name not in ours and part.name not in theirs:
+            continue  # as root parameters are
+        if part.name not in ours:
+            return f"because embed, run and finish never call {part.name}"
+        if part.name not in theirs:
+            return f"because the forward never calls {part.name}"
+        a, b = ours[part.name], theirs[part.name]
+        if a.shape != b.shape or distance(a, b) > tolerance:
+            return f"from {part.name} on, whose outputs differ"
+    return "after the last part: compare what finish does with the end of the forward"
+
+
+def run_parts(parts: Anatomy, inputs: Mapping[str, Any]) -> Any:
+    """The model's forward, part by part.
+
+    Raises:
+        ValueError: a key or attribute that a part asks for and that is not there.
+    """
+    written = parts
+    while isinstance(written, WrappedAnatomy):
+        written = written.inner
+    kind = type(written).__name__
+    with _naming(f"{kind}.embed", inputs):
+        hidden = parts.embed(inputs)
+    for block in parts.blocks:
+        with _naming(f"{kind}.run of {block.name}", inputs):
+            hidden = parts.run(block, hidden, inputs)
+    with _naming(f"{kind}.finish", inputs):
+        return parts.finish(hidden, inputs)
+
+
+@contextmanager
+def _naming(what: str, inputs: Mapping[str, Any]) -> Iterator[None]:
+    """Say what was run when a key or attribute is missing."""
+    try:
+        yield
+    except KeyError as error:
+        names = ", ".join(map(str, inputs)) or "no entry"
+        raise ValueError(
+            f"{what} asks for the key {error}, and the batch has {names}; use the names that the model's "
+            "forward takes"
+        ) from error
+    except AttributeError as error:
+        raise ValueError(
+            f"{what} fails: {error}; what parts share must be set as an attribute of the Anatomy"
+        ) from error
+
+
+def arguments_of(model: nn.Module, inputs: Mapping[str, Any], targets: bool = False) -> dict[str, Any]:
+    """The entries of a batch that the forward of `model` takes; with or without targets."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = {p.name for p in parameters}
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    taken = {name: value for name, value in inputs.items() if name in names}
+    taken = taken or (dict(inputs) if any_name else {})
+    return {name: value for name, value in taken.items() if targets or name not in TARGETS}
+
+
+def tensors_of(outputs: Any, name: str = "") -> dict[str, torch.Tensor]:
+    """{path: tensor} of the floating-point tensors in what a model returns."""
+    if isinstance(outputs, torch.Tensor):
+        return {name or "(the tensor)": outputs} if outputs.is_floating_point() else {}
+    if is_dataclass(outputs) and not isinstance(outputs, Mapping):
+        outputs = {f.name: getattr(outputs, f.name) for f in fields(outputs)}
+    if isinstance(outputs, tuple | list):
+        outputs = dict(enumerate(outputs))
+    tensors: dict[str, torch.Tensor] = {}
+    for key, value in outputs.items() if isinstance(outputs, Mapping) else ():
+        tensors |= tensors_of(value, f"{name}.{key}" if name else str(key))
+    return tensors
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """||a - b|| / ||b||."""
+    a, b = a.detach().double().cpu(), b.detach().double().cpu()
+    return float((a - b).norm() / b.norm().clamp(min=1e-30))
+
+
+@torch.no_grad()
+def draw_weights(model: nn.Module, seed: int = 0) -> None:
+    """Weights as after some training: no scale is 1 and no bias is 0."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        noise = torch.randn(p.shape, generator=generator)
+        p.copy_(noise / p.size(-1) ** 0.5 if p.dim() > 1 else 1 + 0.3 * noise)
+
+
+@contextmanager
+def _outputs_of(parts: Anatomy, outputs: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Note what each part gives in the run inside."""
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            for tensor in tensors_of(output).values():
+                outputs[name] = tensor.detach()
+                return
+
+        return hook
+
+    hooks = [part.module.register_forward_hook(note(part.name)) for part in parts.parts if part.name]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _same_numbers() -> Iterator[None]:
+    """Dropout draws the same numbers in every run inside such a block, and the caller's are not used up."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+@torch.no_grad()
+def _restore(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    for name, b in model.named_buffers():
+        b.copy_(state[name])
+
+
+def _fill(model: nn.Module) -> None:
+    """Give the parameters memory; a tied one stays one."""
+    filled: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                empty = torch.empty_like(p, device="cpu", requires_grad=False)
+                module._parameters[name] = filled.setdefault(p, nn.Parameter(empty, False))
+
+
+def _empty(p: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(p, device="meta", dtype=torch.float32), requires_grad=False)
+
+
+def _two_samples(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _of_float32((value[:2] if value.dim() else value).detach().cpu())
+
+
+def _of_float32(value: torch.Tensor) -> torch.Tensor:
+    return value.float() if value.is_floating_point() else value

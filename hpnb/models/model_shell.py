@@ -1,0 +1,320 @@
+"""A model's own forward, run around its layers: whatever it prepares for them is not written a second time.
+
+    model.forward       embed -> masks, rotary tables -> layer 0 .. n-1  -> norm -> lm_head -> soft cap
+    shell.embed         real                             stops here
+    shell.prepare       zeros    real                    notes their arguments
+    shell.finish        zeros    real                    hidden states      real    real       real
+
+A shell is a copy of the model's modules without parameters. The parts that are about to run are put into it
+for the time of a forward, so a pipeline stage needs its own parts and the shell, which is a few buffers. What
+layers are called with depends on the batch alone; it is kept as long as the batch's tensors live.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hpnb.models.model_anatomy import Inputs, Part
+
+REFUSED = ("inputs_embeds", "past_key_values")
+TARGETS = ("labels", "label", "targets", "target")
+_PLAIN = (int, float, str, bool, type(None), PreTrainedConfig, torch.dtype)
+HANDS_ON = (
+    "{} of a {} hands more to the next layer than hidden states ({}), and stages pass these alone; use "
+    "pp_size=1, or register its parts with hpnb.models.register"
+)
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _LayerReached(Exception):
+    """Ends a forward at a layer; nothing after it would be used."""
+
+    def __init__(self, hidden: Any) -> None:
+        self.hidden = hidden
+
+
+class ModelShell(nn.Module):
+    """The forward of a transformers model with a pipeline plan, around its layers.
+
+    Args:
+        model: the model, or a part of it that has the layers.
+        embedding, layers, head: paths of the parts in it.
+        hidden_size: of the hidden states.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        embedding: Sequence[str],
+        layers: Sequence[str],
+        head: Sequence[str],
+        hidden_size: int,
+    ) -> None:
+        super().__init__()
+        self.model = _copy_module(model, "", frozenset((*embedding, *layers, *head)))
+        self.embedding, self.layers, self.head = tuple(embedding), tuple(layers), tuple(head)
+        self.hidden_size = hidden_size
+        self.copies = tuple(self.model.modules())  # without the parts that are put in
+        self.gives_tuple: bool | None = None  # of a layer; None: not known yet
+        self.names = _argument_names(model, model.base_model)
+        self.prepared = _Prepared()
+
+    def embed(self, parts: Sequence[Part], inputs: Inputs) -> torch.Tensor:
+        """The batch -> hidden states before layer 0, (B, s, h)."""
+        arguments = self._arguments(inputs)
+        self._set_training(parts[0].module.training)
+
+        def stop(i: int, *args: Any, **kwargs: Any) -> Any:
+            raise _LayerReached(_split_hidden(args, kwargs)[0])
+
+        hidden: torch.Tensor = self._run(parts, arguments, stop, inputs["input_ids"])
+        return hidden
+
+    def prepare(self, name: str, hidden: torch.Tensor, inputs: Inputs) -> Callable[[torch.Tensor], Arguments]:
+        """What the layer called `name` is called with: a function of its hidden states.
+
+        Of `hidden` only the device and dtype count.
+        """
+        arguments = self._arguments(inputs)
+        made: dict[int, Arguments] | None = self.prepared.get(arguments, hidden)
+        if made is None:
+            made = self._prepare(hidden, arguments)
+            self.prepared.put(arguments, hidden, made)
+        args, kwargs = made[self.layers.index(name)]
+        return partial(_with_hidden, args, kwargs)
+
+    def finish(self, parts: Sequence[Part], hidden: torch.Tensor, inputs: Inputs) -> Any:
+        """Hidden states after the last layer -> the model's outputs."""
+        training = parts[0].module.training if parts else False
+        self._set_training(False)  # a dropout before the layers draws no numbers
+
+        def replace(i: int, *args: Any, **kwargs: Any) -> Any:
+            output = _split_hidden(args, kwargs)[0]
+            if i == len(self.layers) - 1:
+                self._set_training(training)
+                output = hidden
+            return (output, None) if gives_tuple else output
+
+        arguments = self._arguments(inputs)
+        gives_tuple = self._gives_tuple(arguments, hidden)
+        return self._run(parts, arguments, replace, hidden)
+
+    def _gives_tuple(self, arguments: dict[str, Any], like: torch.Tensor) -> bool:
+        """Whether layers give a tuple: then the forward indexes it, and a tensor would lose a dim."""
+        if self.gives_tuple is None:
+
+            def show(x: Any, *_: Any, **__: Any) -> Any:
+                raise _LayerReached(x)
+
+            def on_layer(i: int, *args: Any, **kwargs: Any) -> Any:
+                hidden = _split_hidden(args, kwargs)[0]
+                return hidden if i == 0 else show(hidden)
+
+            try:
+                with torch.no_grad():
+                    received = self._run((), arguments, on_layer, like, on_head=show)
+            except ValueError as error:
+                raise ValueError(HANDS_ON.format(self.layers[0], type(self.model).__name__, error)) from error
+            self.gives_tuple = not isinstance(received, torch.Tensor) or received.dim() != 3
+        return self.gives_tuple
+
+    def _prepare(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> dict[int, Arguments]:
+        made: dict[int, Arguments] = {}
+        self._set_training(False)
+        if arguments["input_ids"].size(0) == 0:  # as a block runs on one sample of zeros then
+            ids = arguments["input_ids"]
+            arguments = {"input_ids": ids.new_zeros((1, *ids.shape[1:])), "use_cache": False}
+
+        def note(i: int, *args: Any, **kwargs: Any) -> Any:
+            output = _split_hidden(args, kwargs)[0]
+            made[i] = (args, kwargs)
+            if len(made) == len(self.layers):
+                raise _LayerReached(None)
+            return (output, None) if gives_tuple else output
+
+        gives_tuple = self._gives_tuple(arguments, hidden)
+        with torch.no_grad():
+            self._run((), arguments, note, hidden)
+        missing = [name for i, name in enumerate(self.layers) if i not in made]
+        if missing:
+            raise ValueError(f"the forward of {type(self.model).__name__} never calls {', '.join(missing)}")
+        return made
+
+    def _run(
+        self,
+        parts: Sequence[Part],
+        arguments: dict[str, Any],
+        on_layer: Callable[..., Any],
+        like: torch.Tensor,
+        on_head: Callable[..., Any] | None = None,
+    ) -> Any:
+        with self._put_in(parts, on_layer, like, on_head or _first_argument):
+            try:
+                return self.model(**arguments)
+            except _LayerReached as reached:
+                return reached.hidden
+
+    @contextmanager
+    def _put_in(
+        self,
+        parts: Sequence[Part],
+        on_layer: Callable[..., Any],
+        like: torch.Tensor,
+        on_head: Callable[..., Any],
+    ) -> Iterator[None]:
+        """For one forward: these parts, functions in place of the layers, and nothing else of the parts."""
+        present = {part.name for part in parts}
+        forwards: dict[str, Callable[..., Any]] = {}
+        forwards |= dict.fromkeys(self.embedding, _first_argument) | dict.fromkeys(self.head, on_head)
+        if self.embedding:
+            forwards[self.embedding[0]] = partial(_empty_hidden, self.hidden_size, like)
+        forwards |= {name: partial(on_layer, i) for i, name in enumerate(self.layers)}
+        places = {name: _place(self.model, name) for name in forwards}
+        copies = {name: parent._modules[child] for name, (parent, child) in places.items()}
+        try:
+            for name, forward in forwards.items():
+                if name not in present:
+                    vars(copies[name])["forward"] = forward
+            for part in parts:
+                parent, child = places[part.name]
+                parent._modules[child] = part.module
+            yield
+        finally:
+            for name, (parent, child) in places.items():
+                parent._modules[child] = copies[name]
+                vars(copies[name]).pop("forward", None)
+
+    def _set_training(self, training: bool) -> None:
+        for module in self.copies:
+            module.training = training
+
+    def _arguments(self, inputs: Inputs) -> dict[str, Any]:
+        kind = type(self.model).__name__
+        if refused := [name for name in REFUSED if inputs.get(name) is not None]:
+            raise ValueError(f"a {kind} that is cut takes no {refused[0]}; give it input_ids (B, s)")
+        ids = inputs.get("input_ids")
+        if ids is None:
+            names = ", ".join(map(str, inputs)) or "nothing"
+            raise ValueError(f"a {kind} that is cut takes input_ids (B, s), and this batch has {names}")
+        if ids.dim() != 2:
+            raise ValueError(f"input_ids of shape {tuple(ids.shape)} are not (B, s), sequences of tokens")
+        taken = {name: inputs[name] for name in self.names if name in inputs and name not in TARGETS}
+        return {**taken, "use_cache": False}
+
+
+class _Prepared:
+    """What was prepared last, for as long as the tensors live that it was prepared from."""
+
+    def __init__(self) -> None:
+        self._key: tuple[Any, ...] | None = None
+        self._sources: tuple[weakref.ref[torch.Tensor], ...] = ()
+        self._made: dict[int, Arguments] | None = None
+
+    def get(self, arguments: Mapping[str, Any], hidden: torch.Tensor) -> dict[int, Arguments] | None:
+        tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+        if self._key is None or any(t.is_inference() for t in tensors):
+            return None
+        same = len(tensors) == len(self._sources) and all(
+            source() is tensor for source, tensor in zip(self._sources, tensors, strict=True)
+        )
+        return self._made if same and self._key == _key(arguments, hidden) else None
+
+    def put(self, arguments: Mapping[str, Any], hidden: torch.Tensor, made: dict[int, Arguments]) -> None:
+        tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+        if any(t.is_inference() for t in tensors):  # whose values may change unnoticed
+            return
+        self._key, self._made = _key(arguments, hidden), made
+        self._sources = tuple(weakref.ref(tensor, self._forget) for tensor in tensors)
+
+    def _forget(self, reference: weakref.ref[torch.Tensor]) -> None:
+        if any(source is reference for source in self._sources):
+            self._key, self._sources, self._made = None, (), None
+
+    def __reduce__(self) -> tuple[type[_Prepared], tuple[()]]:
+        return _Prepared, ()  # a copy starts empty
+
+
+def _key(arguments: Mapping[str, Any], hidden: torch.Tensor) -> tuple[Any, ...]:
+    values = [
+        (name, value._version if isinstance(value, torch.Tensor) else value)
+        for name, value in arguments.items()
+    ]
+    return (hidden.dtype, hidden.device, *values)
+
+
+# --- the copy ----------------------------------------------------------------------------------------------
+
+
+def _copy_module(module: nn.Module, path: str, parts: frozenset[str], in_part: bool = False) -> nn.Module:
+    """A module of the same class with the same attributes, and without parameters and hooks.
+
+    Of a part only numbers and words are copied, as a forward may ask a layer for its type.
+    """
+    in_part = in_part or path in parts
+    copied = type(module).__new__(type(module))
+    fresh = vars(nn.Module())
+    attributes = {
+        name: value
+        for name, value in vars(module).items()
+        if name not in fresh
+        and name not in ("forward", "_loss_function")
+        and "hpnb" not in name
+        and (not in_part or isinstance(value, _PLAIN))
+    }
+    vars(copied).update(fresh | attributes)
+    for name in module._parameters:
+        copied._parameters[name] = None
+    for name, buffer in module._buffers.items():
+        copied._buffers[name] = None if in_part else buffer
+    copied._non_persistent_buffers_set = set(copied._buffers)
+    for name, child in module._modules.items():
+        inner = f"{path}.{name}" if path else name
+        copied._modules[name] = None if child is None else _copy_module(child, inner, parts, in_part)
+    return copied
+
+
+def _place(model: nn.Module, path: str) -> tuple[nn.Module, str]:
+    parent, _, child = path.rpartition(".")
+    return model.get_submodule(parent), child
+
+
+def _argument_names(*models: nn.Module) -> tuple[str, ...]:
+    return tuple(
+        dict.fromkeys(name for model in models for name in inspect.signature(model.forward).parameters)
+    )
+
+
+# --- in place of parts -------------------------------------------------------------------------------------
+
+
+def _first_argument(x: Any, *_: Any, **__: Any) -> Any:
+    return x
+
+
+def _empty_hidden(
+    hidden_size: int, like: torch.Tensor, ids: torch.Tensor, *_: Any, **__: Any
+) -> torch.Tensor:
+    """(B, s) -> (B, s, h) of zeros, which take no memory."""
+    return like.new_zeros(()).expand(*ids.shape, hidden_size)
+
+
+def _split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str | None]:
+    """The hidden states that a layer is called with, and the name by which they are passed, if any."""
+    if args:
+        return args[0], None
+    return kwargs["hidden_states"], "hidden_states"
+
+
+def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor) -> Arguments:
+    if args:
+        return (hidden, *args[1:]), kwargs
+    return (), {**kwargs, "hidden_states": hidden}

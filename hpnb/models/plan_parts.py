@@ -1,0 +1,139 @@
+"""Where a model of transformers may be split, read off the pipeline plan that its configuration publishes.
+
+    LlamaConfig.base_model_pp_plan    embed_tokens | layers | norm        and the output layer: lm_head
+    Anatomy                           embedding    | blocks | head
+
+What a layer is called with besides hidden states (rotary tables, masks with and without a window, what each
+layer needs by its type) the model's own forward prepares: see `model_shell.py`.
+
+Of the 120 configurations in transformers 5.17 that have both plans, tiny models
+were compared with their forward:
+
+    94    the parts give its outputs and gradients; about 40 of them have experts or latent attention, and
+          tensor parallelism refuses those
+     8    refused: parameters outside of the plan (Gemma 4's embeddings of each layer, DeepSeek-V4), layers
+          that hand on more than hidden states (GLM-MoE-DSA), no list of layers (HRM)
+    18    not compared: no tiny model could be made, or it takes no input_ids
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hpnb.models.model_anatomy import Anatomy, Inputs, Part, tied
+from hpnb.models.model_shell import HANDS_ON, ModelShell
+
+
+@dataclass(frozen=True)
+class PlanAnatomy(Anatomy):
+    """Of a model with a pipeline plan. It takes input_ids (B, s), and what else its forward takes.
+
+    Attributes:
+        shell: runs the model's forward around the parts.
+    """
+
+    shell: ModelShell = field(kw_only=True, repr=False)
+
+    def embed(self, inputs: Inputs) -> torch.Tensor:
+        return self.shell.embed(self.embedding, inputs)
+
+    def run(self, block: Part, hidden: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        args, kwargs = self.shell.prepare(block.name, hidden, inputs)(hidden)
+        output = block.module(*args, **kwargs)
+        if not isinstance(output, tuple):
+            return output  # type: ignore[no-any-return]
+        if any(isinstance(value, torch.Tensor) for value in output[1:]):
+            kind, extra = type(self.shell.model).__name__, f"{len(output)} values"
+            raise ValueError(HANDS_ON.format(block.name, kind, extra))
+        hidden_states: torch.Tensor = output[0]
+        return hidden_states
+
+    def tokens(self, inputs: Inputs) -> tuple[int, int]:
+        batch_size, length = inputs["input_ids"].shape
+        return batch_size, length
+
+    def finish(self, hidden: torch.Tensor, inputs: Inputs) -> Any:
+        return self.shell.finish(self.head, hidden, inputs)
+
+
+def has_plan(model: nn.Module) -> bool:
+    """Whether transformers publishes how a model of this kind may be cut, by layers and by weights."""
+    if not isinstance(model, PreTrainedModel):
+        return False
+    config = model.base_model.config
+    return bool(getattr(config, "base_model_pp_plan", None)) and bool(
+        getattr(config, "base_model_tp_plan", None)
+    )
+
+
+def core_of(model: Any) -> tuple[Any, str]:
+    """The model with the layers, and its path in `model` with a dot behind it."""
+    core = model.base_model
+    return core, "" if core is model else f"{model.base_model_prefix}."
+
+
+def anatomy(model: Any) -> PlanAnatomy:
+    """
+    Raises:
+        ValueError: parameters that the plan does not name, or no list of layers.
+    """
+    core, path = core_of(model)
+    names = list(core.config.base_model_pp_plan)
+    stacks = [name for name in names if isinstance(_child(core, name), nn.ModuleList)]
+    if len(stacks) != 1 or not len(core.get_submodule(stacks[0])):
+        raise ValueError(
+            f"a {type(model).__name__} has no list of layers among {', '.join(names)}, which its pipeline "
+            "plan names; register its parts with hpnb.models.register"
+        )
+    (stack,) = stacks
+    position = names.index(stack)
+    before = [name for name in names[:position] if _child(core, name) is not None]
+    after = [name for name in names[position + 1 :] if _child(core, name) is not None]
+    embedding = tuple(Part(f"{path}{name}", core.get_submodule(name)) for name in before)
+    blocks = tuple(Part(f"{path}{stack}.{i}", layer) for i, layer in enumerate(core.get_submodule(stack)))
+    head = [Part(f"{path}{name}", core.get_submodule(name)) for name in after]
+    if core is not model:
+        outer = (item for item in model.named_children() if item[1] is not core)
+        head += [Part(name, child) for name, child in outer if any(True for _ in child.parameters())]
+    _check_parameters(model, (*embedding, *blocks, *head))
+    _check_config(model)
+    shell = ModelShell(
+        model,
+        [part.name for part in embedding],
+        [part.name for part in blocks],
+        [part.name for part in head],
+        core.config.hidden_size,
+    )
+    causal = str(getattr(model, "loss_type", None)) == "ForCausalLM"
+    return PlanAnatomy(embedding, blocks, tuple(head), tied(model), causal=causal, shell=shell)
+
+
+def _child(core: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return core.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def _check_parameters(model: nn.Module, parts: tuple[Part, ...]) -> None:
+    in_parts = {p for part in parts for p in part.module.parameters()}
+    lost = [name for name, p in model.named_parameters() if p not in in_parts]
+    if lost:
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        raise ValueError(
+            f"{', '.join(lost[:3])}{more} of a {type(model).__name__} lie in none of the modules that its "
+            "pipeline plan names; register its parts with hpnb.models.register"
+        )
+
+
+def _check_config(model: Any) -> None:
+    if getattr(model.base_model.config, "output_router_logits", False):
+        raise ValueError(
+            "output_router_logits=True adds a loss over the routers of all layers, which stages do not see; "
+            "set it to False"
+        )

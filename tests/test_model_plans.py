@@ -1,0 +1,207 @@
+"""Models of transformers that publish how they may be cut train on every layout as on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import plan_models
+import pytest
+import torch
+import transformers
+from rank_pools import RankPools
+
+import hpnb
+from hpnb import HybridParallelPlugin, models, placement
+from hpnb.pipeline_parallel import Stages, full_state_dict
+from hpnb.split_sizes import split_sizes
+
+KINDS = tuple(plan_models.OPTIONS)
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The options of one run; ranks are dp x pp x tp."""
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    style: str = "1f1b"
+    sequence: bool = False
+    zero: int = 0
+    head: str = "ForCausalLM"
+    recompute: Any = False
+    direct: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.pp * self.tp
+
+
+LAYOUTS = {
+    "dp2": Layout(dp=2),
+    "dp2-zero3": Layout(dp=2, zero=3),
+    "pp2-1f1b": Layout(pp=2),
+    "pp2-zb-h1": Layout(pp=2, style="zb-h1"),
+    "pp2-zb-v": Layout(pp=2, style="zb-v", recompute="full"),
+    "tp2": Layout(tp=2, direct=True),
+    "tp2-sequence": Layout(tp=2, sequence=True, recompute="full"),
+    "pp2-tp2-zero1": Layout(pp=2, tp=2, zero=1),
+    "dp2-pp2-zero2-classifies": Layout(dp=2, pp=2, zero=2, head="ForSequenceClassification"),
+    "pp2-tp2-sequence": Layout(pp=2, tp=2, style="zb-v", sequence=True),
+}
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[RankPools]:
+    made = RankPools()
+    yield made
+    made.close()
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def loss_of(outputs: Any, inputs: Any) -> Any:
+    return outputs.loss
+
+
+def batch_for(head: str) -> plan_models.Batch:
+    return plan_models.batch(7, classes=3 if "Classification" in head else 0)
+
+
+@cache
+def serial(kind: str, head: str) -> Found:
+    """One process, twice the same batch."""
+    model, given = plan_models.build(kind, head), batch_for(head)
+    optimizer, losses = optimizer_of(model), []
+    for _ in range(2):
+        optimizer.zero_grad()
+        outputs, labels = model(**{n: t for n, t in given.items() if n != "labels"}), given["labels"]
+        logits = outputs.logits  # transformers casts them to float32 for the loss
+        if logits.dim() == 3:
+            logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return {"losses": losses, "weights": dict(model.state_dict())}
+
+
+def train(kind: str, layout: Layout, folder: Path | None = None) -> Found:
+    """The same on ranks: two steps, so that the second loss and the weights have seen all gradients."""
+    torch.set_num_threads(1)
+    plugin = HybridParallelPlugin(
+        tp_size=layout.tp, pp_size=layout.pp, zero_stage=layout.zero, precision="fp64",
+        num_microbatches=3 if layout.pp > 1 else None, pp_style=layout.style,
+        num_model_chunks=2 if layout.style == "zb-v" else 1, activation_checkpointing=layout.recompute,
+        enable_sequence_parallelism=layout.sequence,
+    )  # fmt: skip
+    booster = hpnb.Booster(plugin=plugin)
+    model: Any = plan_models.build(kind, layout.head)
+    optimizer: Any = optimizer_of(model)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    given = batch_for(layout.head)
+    sizes, rank = split_sizes(len(given["labels"]), layout.dp), plugin.mesh.dp.rank
+    start = sum(sizes[:rank])
+    local = {name: t[start : start + sizes[rank]] for name, t in given.items()}
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        if layout.direct:
+            loss = model(**local).loss
+            booster.backward(loss, optimizer)
+        else:
+            result = booster.execute_pipeline(iter([local]), model, loss_of, optimizer)
+            loss = result["loss"]
+        losses.append(None if loss is None else loss.item())
+        optimizer.step()
+    if folder is not None:
+        booster.save_model(model, folder)
+    dp, pp, *tensor = model.axes
+    if isinstance(model.module, Stages):
+        weights = full_state_dict(model.module, pp, [dp, *tensor])
+    else:
+        weights = placement.full_state_dict(model.module, [dp, *tensor])
+    return {"losses": losses, "weights": {name: value.clone() for name, value in weights.items()}}
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys(), a.keys() ^ b.keys()
+    return max(float((a[n] - b[n]).norm() / b[n].norm()) for n in b)
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_trains_as_on_one_process(pools: RankPools, kind: str, layout: Layout) -> None:
+    expected = serial(kind, layout.head)
+    for found in pools[layout.ranks].run(train, kind, layout):
+        for loss, wanted in zip(found["losses"], expected["losses"], strict=True):
+            assert loss is None or abs(loss - wanted) < 1e-12 * wanted
+        assert distance(found["weights"], expected["weights"]) < 1e-12
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_saved_opens_with_from_pretrained(pools: RankPools, kind: str, tmp_path: Path) -> None:
+    pools[4].run(train, kind, LAYOUTS["pp2-tp2-zero1"], tmp_path / "model")
+    made = getattr(transformers, f"{kind}ForCausalLM")
+    model, info = made.from_pretrained(tmp_path / "model", dtype=torch.float64, output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert distance(dict(model.state_dict()), serial(kind, "ForCausalLM")["weights"]) < 1e-12
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head", ["ForCausalLM", "ForSequenceClassification", "Model"])
+def test_parts_are_the_forward(kind: str, head: str) -> None:
+    model = plan_models.build(kind, head, num_hidden_layers=2)
+    assert type(model).__name__ in models.check(model, plan_models.batch(4), ranks=1)
+
+
+def test_what_tensor_parallelism_does_not_take_is_refused(pools: RankPools) -> None:
+    for kind, options, words in (
+        ("Mixtral", {"num_key_value_heads": 2, "num_local_experts": 2}, ("experts", "tp_size=1")),
+        ("Llama", {"num_key_value_heads": 1}, ("self_attn", "1 heads", "2 ranks")),
+    ):
+        with pytest.raises(hpnb.RankError) as error:
+            pools[2].run(_parallelize, kind, options)
+        assert all(word in str(error.value) for word in words), error.value
+
+
+def _parallelize(kind: str, options: dict[str, Any]) -> None:
+    model = plan_models.build(kind, num_hidden_layers=1, **options)
+    hpnb.tensor_parallel.parallelize(model, hpnb.Mesh(hpnb.Layout(tp=2)).tp)
+
+
+def test_experts_train_in_a_pipeline() -> None:
+    options = {"num_key_value_heads": 2, "num_local_experts": 2, "experts_implementation": "eager"}
+    model = plan_models.build("Mixtral", num_hidden_layers=2, **options)
+    assert "Mixtral" in models.check(model, plan_models.batch(4), ranks=1)
+
+
+def test_a_shell_has_no_parameters_and_the_model_keeps_its_parts() -> None:
+    model = plan_models.build("Llama", num_hidden_layers=2)
+    modules = list(model.modules())
+    parts: Any = models.anatomy(model)
+    inputs = plan_models.batch(2)
+    hidden = parts.embed(inputs)
+    for block in parts.blocks:
+        hidden = parts.run(block, hidden, inputs)
+    parts.finish(hidden, inputs)
+    assert not list(parts.shell.parameters())
+    assert list(model.modules()) == modules
+
+
+def test_a_model_without_plans_says_how_to_register_it() -> None:
+    config = transformers.BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9
+    )
+    with pytest.raises(TypeError, match="register"):
+        models.anatomy(transformers.BertModel(config))

@@ -1,0 +1,307 @@
+"""Models of one's own: what is registered is checked, and trains in every layout.
+
+pytest tests/test_own_models.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import own_models
+import pytest
+import torch
+from own_models import NoMask, NoNorm, OwnLlama, batch, register_llama
+from rank_pools import RankPools
+from torch import nn
+
+import hpnb
+from hpnb.models import Part, Role, compare_parts, registry, root_parameters
+from hpnb.models.compare_parts import first_step_check
+from hpnb.pipeline_parallel import schedules
+from hpnb.pipeline_parallel.layers import layers
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "REGISTERED", dict(registry.REGISTERED))
+    register_llama()
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[RankPools]:
+    pools = RankPools()
+    yield pools
+    pools.close()
+
+
+def build(**sizes: Any) -> OwnLlama:
+    torch.manual_seed(4)
+    return OwnLlama(**sizes).double()
+
+
+# --- the check that is asked for ---------------------------------------------------------------------
+
+
+def test_a_model_that_is_registered_well_passes_and_stays_as_it_was() -> None:
+    model, before = OwnLlama(), torch.get_rng_state()
+    weights = {name: p.clone() for name, p in model.named_parameters()}
+    report = hpnb.models.check(model, batch())
+    assert "pipeline on 2 ranks" in report
+    assert "tensor parallelism on 2 ranks" in report
+    assert all(torch.equal(p, weights[name]) and p.grad is None for name, p in model.named_parameters())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("kind", "part"), [(NoNorm, "norm"), (NoMask, "blocks.0")])
+def test_parts_that_are_not_the_forward_are_named(kind: Any, part: str) -> None:
+    register_llama(kind)
+    with pytest.raises(ValueError, match=rf"outputs .*{part}"):
+        hpnb.models.check(OwnLlama(), batch(), ranks=1)
+
+
+def test_a_wrong_role_shows_on_two_ranks() -> None:
+    register_llama(down=Role("norm", 0))  # replicated, though its input is sharded
+    with pytest.raises(ValueError, match="tensor parallelism on 2 ranks"):
+        hpnb.models.check(OwnLlama(layers=2), batch())
+
+
+def test_parameters_in_no_part_are_named() -> None:
+    hpnb.models.register(OwnLlama, lambda net: own_models.parts(net, root=False), own_models.roles)
+    with pytest.raises(ValueError, match=r"start .*root_parameters"):
+        hpnb.models.check(OwnLlama(), batch(), ranks=1)
+    with pytest.raises(ValueError, match=r"no parameter 'stop'; it has start"):
+        root_parameters(OwnLlama(), "stop")
+
+
+# --- the check of the first step -----------------------------------------------------------------------
+
+
+def test_the_first_step_is_checked_once_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, state = OwnLlama(), torch.get_rng_state()
+    ran: list[Any] = []
+    find = compare_parts.find_difference
+    monkeypatch.setattr(compare_parts, "find_difference", lambda *a: ran.append(a) or find(*a))
+    check = first_step_check(model)
+    assert check is first_step_check(model) is not None
+    check.run(batch())
+    check.run(batch())
+    assert len(ran) == 1
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+    register_llama(NoNorm)
+    wrong = first_step_check(OwnLlama())
+    assert wrong is not None
+    with pytest.raises(ValueError, match="norm"):
+        wrong.run(batch())
+
+
+def test_what_cannot_be_checked_is_not() -> None:
+    assert first_step_check(hpnb.models.gpt2("laptop")) is None  # hpnb's own
+    with torch.device("meta"):
+        assert first_step_check(OwnLlama()) is None
+    assert first_step_check(nn.Linear(2, 2)) is None
+
+
+def first_step(tp: int, pp: int, wrong: bool) -> float:
+    register_llama(NoNorm if wrong else own_models.LlamaParts)
+    mesh, model = hpnb.Mesh(hpnb.Layout(pp=pp, tp=tp)), build()
+    if tp > 1:
+        hpnb.tensor_parallel.parallelize(model, mesh.tp)
+    if pp == 1:
+        return float(model(**batch()).square().mean().detach())
+    schedule = schedules.make("1f1b", pp, 2)
+    pipe = hpnb.Pipeline(model, mesh.pp, schedule, lambda outputs, _: outputs.square().mean())
+    return float(pipe.step(batch()).loss)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 1)])
+def test_the_first_step_of_wrong_parts_is_refused(pools: RankPools, tp: int, pp: int) -> None:
+    with pytest.raises(hpnb.RankError, match=r"parts are not .*norm.*hpnb\.models\.check"):
+        pools[2].run(first_step, tp, pp, True)
+    wanted = build()(**batch()).square().mean().item()
+    assert pools[2].run(first_step, tp, pp, False) == pytest.approx([wanted] * 2, rel=1e-12)
+
+
+# --- training ------------------------------------------------------------------------------------------
+
+
+REPLICATED = ("start", "norm.weight", "tokens.weight", "blocks.0.norm.weight")
+
+
+def mean_square(outputs: torch.Tensor, _: Any) -> torch.Tensor:
+    return (outputs - 0.1).square().mean()
+
+
+def train(**layout: Any) -> dict[str, torch.Tensor]:
+    """Weights after two steps, of this rank's replica."""
+    register_llama()
+    booster = hpnb.Booster(plugin=(plugin := hpnb.HybridParallelPlugin(precision="fp64", **layout)))
+    net = build()
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9))
+    dp = plugin.mesh.dp
+    share = {name: value.chunk(dp.size)[dp.rank] for name, value in batch(8).items()}
+    for _ in range(2):
+        optimizer.zero_grad()
+        booster.execute_pipeline(iter([share]), model, mean_square, optimizer)
+        optimizer.step()
+    return {n: p.detach() for n, p in model.named_parameters() if n in REPLICATED}
+
+
+LAYOUTS = [{"pp_size": 2}, {"tp_size": 2}, {"pp_size": 2, "tp_size": 2}, {"pp_size": 2, "zero_stage": 1}]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_rotary_tables_root_parameters_and_grouped_queries_train_in_every_layout(
+    pools: RankPools, layout: dict[str, int]
+) -> None:
+    alone = build()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.5, momentum=0.9)
+    for _ in range(2):
+        optimizer.zero_grad()
+        mean_square(alone(**batch(8)), None).backward()
+        optimizer.step()
+    wanted = dict(alone.named_parameters())
+    ranks = 4 if "zero_stage" in layout or len(layout) > 1 else 2
+    for of_rank in pools[ranks].run(train, **layout):
+        for name, found in of_rank.items():
+            if found.shape == wanted[name].shape:
+                assert float((found - wanted[name]).norm() / wanted[name].norm()) < 1e-12, name
+
+
+def masked_grid() -> None:
+    register_llama()
+    axis = hpnb.Mesh(hpnb.Layout(tp=4)).tp
+    model = hpnb.tensor_parallel.parallelize(build(kv_heads=4, norm=nn.LayerNorm), axis, "2d")
+    model(**batch())
+
+
+def test_a_mask_of_an_attention_that_is_not_named_is_refused_by_grids(pools: RankPools) -> None:
+    with pytest.raises(hpnb.RankError, match=r"shape \(4, 1, 6, 6\).*attentions="):
+        pools[4].run(masked_grid)
+
+
+def test_an_attribute_of_an_anatomy_stays_and_must_have_no_parameters() -> None:
+    found = own_models.parts(build())
+    assert found.with_parts(blocks=found.blocks[:1]).rotary is found.rotary
+    assert list(found.shared()) == ["rotary"]
+    found.rotary = nn.Linear(2, 2)
+    hpnb.models.register(OwnLlama, lambda net: found, own_models.roles)
+    with pytest.raises(ValueError, match=r"rotary\.weight .*Part"):
+        layers(build())
+    assert Part("", nn.Module()).full_name("a") == "a"
+
+
+# --- arguments that are almost right -----------------------------------------------------------------------
+
+
+class FixedHeads(own_models.Block):
+    """Folds by a count of heads, which a rank has only some of."""
+
+    def forward(self, x: torch.Tensor, rotary: nn.Module, mask: torch.Tensor | None) -> torch.Tensor:
+        return x + self.o(self.q(self.norm(x)).view(*x.shape[:2], 4, 4).flatten(2))  # type: ignore[no-any-return]
+
+
+class WrongKey(own_models.LlamaParts):
+    def embed(self, inputs: Any) -> torch.Tensor:
+        return super().embed({"ids": inputs["input_ids"]})
+
+
+class WrongAttribute(own_models.LlamaParts):
+    def run(self, block: Part, hidden: torch.Tensor, inputs: Any) -> torch.Tensor:
+        return block.module(hidden, self.rotation, None)  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (WrongKey, r"WrongKey\.embed .*'input_ids'.* ids, mask"),
+        (WrongAttribute, r"WrongAttribute\.run of blocks\.0 .*'rotation'"),
+    ],
+)
+def test_the_part_that_lacks_a_key_or_an_attribute_is_named(kind: Any, names: str) -> None:
+    register_llama(kind)
+    with pytest.raises(ValueError, match=names):
+        hpnb.models.check(OwnLlama(), batch(), ranks=1)
+
+
+def refused_on_ranks() -> list[str]:
+    """Heads that are counted, a role without units, and a class that is registered elsewhere."""
+    mesh, errors = hpnb.Mesh(hpnb.Layout(tp=2)), []
+
+    def forward() -> None:
+        model = hpnb.tensor_parallel.parallelize(build(), mesh.tp)
+        for block in model.blocks:  # type: ignore[union-attr]
+            block.__class__ = FixedHeads
+        model(**batch())
+
+    def shard() -> None:
+        register_llama(q=Role("column", 0, 1))
+        hpnb.tensor_parallel.parallelize(build(), mesh.tp)
+
+    def unknown() -> None:
+        del registry.REGISTERED[OwnLlama]
+        hpnb.tensor_parallel.parallelize(build(), mesh.tp)
+
+    register_llama()
+    for call in (forward, shard, unknown):
+        try:
+            call()
+        except (RuntimeError, ValueError, TypeError) as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_what_a_registration_lacks_is_said_on_the_ranks(pools: RankPools) -> None:
+    heads, units, unknown = pools[2].run(refused_on_ranks)[0]
+    for word in ("[4, 6, 4, 4]", "blocks.0", "2 tensor-parallel ranks", "attentions=", "-1, head_size"):
+        assert word in heads
+    assert "blocks.0.q.weight has 1 " in units
+    assert "units=" in units
+    assert "OwnLlama" in unknown
+    assert "inside the function that runs on the ranks" in unknown
+
+
+def with_a_mesh_and_names() -> tuple[list[str], int, float, list[str]]:
+    """Axes taken of a mesh; microbatches of a named schedule, its loss; what refuses anything else."""
+    mesh = hpnb.Mesh(hpnb.Layout(dp=2))
+    linear = hpnb.DataParallel(nn.Linear(2, 2), mesh)
+    sharded = hpnb.ZeroOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD, mesh, lr=0.1)
+    hpnb.fully_shard(nn.Linear(2, 2), mesh)(torch.ones(1, 2))
+    axes = [linear.axis.name, sharded.axis.name]
+    register_llama()
+    cut = hpnb.tensor_parallel.parallelize(build(), hpnb.Mesh(hpnb.Layout(tp=2)))
+    axes.append(hpnb.tensor_parallel.axes(cut)[0].name)
+    pipe = hpnb.Pipeline(build(), hpnb.Mesh(hpnb.Layout(pp=2)), "1f1b", mean_square)
+    loss = float(pipe.step(batch(8)).loss)
+    refused = []
+    for call in (
+        lambda: hpnb.fully_shard(nn.Linear(2, 2), "dp"),
+        lambda: hpnb.tensor_parallel.parallelize(build(), torch.distributed.group.WORLD),
+        lambda: hpnb.Pipeline(build(), mesh.dp, 4, mean_square),
+        lambda: hpnb.Booster("fp16"),
+        lambda: hpnb.Booster(plugin=hpnb.HybridParallelPlugin),
+    ):
+        try:
+            call()
+        except (ValueError, TypeError) as error:
+            refused.append(str(error))
+    return axes, pipe.schedule.microbatches, loss, refused
+
+
+def test_a_mesh_has_the_axis_and_a_name_the_schedule(pools: RankPools) -> None:
+    axes, microbatches, loss, refused = pools[2].run(with_a_mesh_and_names)[0]
+    assert axes == ["dp", "dp", "tp"]
+    assert microbatches == 8
+    assert loss == pytest.approx(mean_square(build()(**batch(8)), None).item(), rel=1e-12)
+    arguments = ("mesh.dp", "mesh.tp", "schedules.make", "fp16", "Hybrid")
+    for said, argument in zip(refused, arguments, strict=True):
+        assert argument in said
+
+
+def test_mixed_precision_is_that_of_the_plugin() -> None:
+    assert hpnb.Booster(mixed_precision="bf16").plugin.policy.name == "bf16"
+    plugin = hpnb.TorchDDPPlugin("bf16")
+    assert hpnb.Booster(plugin, mixed_precision=torch.bfloat16).plugin is plugin
+    with pytest.raises(ValueError, match=r"'fp16'.*'fp32'"):
+        hpnb.Booster(hpnb.TorchDDPPlugin(), mixed_precision="fp16")

@@ -1,0 +1,34 @@
+"""Context parallelism: the tokens of one sequence on several ranks (`mesh.cp`).
+
+context = hpnb.context_parallel.parallelize(model, mesh.cp, "ring")
+outputs = model(**context.shard_batch(batch))
+
+shard_sequence   which tokens a rank has: contiguous, or zigzag for equal causal work
+blockwise        attention to one block of keys, and how two blocks are merged
+ring             keys and values travel, queries stay
+ulysses          all-to-all: heads are sharded instead of tokens
+parallelize      a model of transformers, its batches and its loss
+"""
+
+from hpnb.context_parallel.blockwise import block_backward, block_forward, merge_blocks
+from hpnb.context_parallel.parallelize import ContextParallel, next_token_loss, parallelize
+from hpnb.context_parallel.ring import Ring, Visibility, ring_attention
+from hpnb.context_parallel.shard_sequence import Chunk, shard_batch, split_sequence, token_places
+from hpnb.context_parallel.ulysses import ulysses_attention
+
+__all__ = [
+    "Chunk",
+    "ContextParallel",
+    "Ring",
+    "Visibility",
+    "block_backward",
+    "block_forward",
+    "merge_blocks",
+    "next_token_loss",
+    "parallelize",
+    "ring_attention",
+    "shard_batch",
+    "split_sequence",
+    "token_places",
+    "ulysses_attention",
+]

@@ -1,0 +1,195 @@
+"""Let a causal language model of transformers attend over the ranks of a context axis.
+
+Everything but attention works on each token by itself, so a rank runs the model on its own tokens:
+
+    context = parallelize(model, mesh.cp, "ring")
+    outputs = model(**context.shard_batch(batch))     # logits (B, s / cp, V) of this rank's tokens
+
+Only three things have to know of the whole sequence: positions, which `shard_batch` gives each token; labels,
+which it shifts before it splits them; and attention, which transformers looks up by a name that stands for
+this axis. The gradients are those of this rank's tokens. So they are reduced over dp x cp (`mesh.dp_cp`),
+as if every context rank were a replica with tokens of its own, and the loss is divided by the targets of all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+
+from hpnb.comm import gather_slices
+from hpnb.context_parallel.ring import Ring, Visibility, ring_attention
+from hpnb.context_parallel.shard_sequence import shard_batch
+from hpnb.context_parallel.ulysses import ulysses_attention
+from hpnb.data.tokenizer import IGNORE_INDEX
+from hpnb.mesh import Axis, Mesh, axis_of
+from hpnb.models.compare_parts import skip_first_step_check
+from hpnb.models.model_anatomy import Anatomy, Inputs, WrappedAnatomy, wrap_anatomy
+from hpnb.models.registry import anatomy
+
+MODES = ("ring", "ulysses")
+_numbers = itertools.count()
+
+
+def parallelize(model: nn.Module, axis: Axis | Mesh, mode: str = "ring") -> ContextParallel:
+    """Let `model` attend over the ranks of `axis`, in place. On an axis of one rank nothing changes.
+
+    Args:
+        model: a causal language model of transformers, also one that is sharded by tensor parallelism.
+        axis: the context axis, `mesh.cp`; of a mesh that one is taken.
+        mode: "ring" (keys and values travel; zigzag shards) or "ulysses" (all-to-all over heads).
+
+    Raises:
+        TypeError: a model of another kind.
+        ValueError: an unknown mode, or dropout in the attention.
+    """
+    axis = axis_of(axis, "cp")
+    if mode not in MODES:
+        raise ValueError(f"no context-parallel mode {mode!r}; use 'ring' or 'ulysses'")
+    context = ContextParallel(axis, mode)
+    if axis.size == 1:
+        return context
+    if not isinstance(model, PreTrainedModel) or not anatomy(model).causal:
+        raise TypeError(
+            f"context parallelism splits the tokens of causal language models of transformers, and a "
+            f"{type(model).__name__} is none; use cp_size=1, or pp_size and tp_size"
+        )
+    _check_dropout(model)
+    skip_first_step_check(model)
+    name = f"hpnb_{mode}_{next(_numbers)}"
+    AttentionInterface.register(name, context.attend)
+    for module in model.modules():  # tensor parallelism gives an attention a config of its own
+        if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+            config._attn_implementation = name  # no mask is registered under it, so none is made
+    wrap_anatomy(model, _without_shift)
+    loss_function = vars(model).get("_loss_function")  # where transformers keeps what was assigned
+    if loss_function is None:
+        model.loss_function = next_token_loss
+    else:
+        model.loss_function = _LossOfShifted(loss_function)
+    return context
+
+
+class ContextParallel:
+    """The attention of one model over the ranks of `axis`, and the shards of its batches."""
+
+    def __init__(self, axis: Axis, mode: str) -> None:
+        self.axis, self.mode, self.zigzag = axis, mode, mode == "ring"
+        self._packed = False  # whether the batch at hand has positions of its own
+
+    def __deepcopy__(self, _: dict[int, object]) -> ContextParallel:
+        """Itself: the copy of a model attends over the same ranks."""
+        return self
+
+    def shard_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's tokens of `batch`; see `hpnb.context_parallel.shard_batch`. The next forwards are
+        those of this batch."""
+        if self.axis.size == 1:
+            return dict(batch)
+        self._packed = batch.get("position_ids") is not None
+        return shard_batch(batch, self.axis.rank, self.axis.size, self.zigzag)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        position_ids: torch.Tensor | None = None,
+        s_aux: torch.Tensor | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """What transformers calls for softmax(q k^T) v: (B, H, s / cp, d) -> (B, s / cp, H, d)."""
+        if attention_mask is not None or s_aux is not None or dropout:
+            what = "an attention mask of its own" if attention_mask is not None else "attention sinks"
+            what = f"attention dropout {dropout}" if dropout else what
+            raise ValueError(f"{type(module).__name__} has {what}, which context parallelism does not split")
+        scale = query.size(-1) ** -0.5 if scaling is None else scaling
+        ring = Ring.of(self.axis, query.size(2), self.zigzag)
+        starts = None
+        if self._packed:
+            if position_ids is None:
+                raise ValueError(
+                    f"{type(module).__name__} gets no position_ids, by which packed texts are told apart; "
+                    "leave them out of the batch, or use cp_size=1"
+                )
+            starts = (ring.places(query.device) - position_ids).expand(query.size(0), -1)  # (B, s / cp)
+        visible = Visibility(getattr(module, "is_causal", True), sliding_window, starts)
+        if self.mode == "ring":
+            out = ring_attention(query, key, value, ring, visible, scale, softcap)
+        else:
+            out = ulysses_attention(query, key, value, self.axis, self._of_all(visible), scale, softcap)
+        return out.transpose(1, 2), None
+
+    def _of_all(self, visible: Visibility) -> Visibility:
+        """The same, with the beginnings of the texts of all tokens."""
+        if visible.starts is None:
+            return visible
+        sizes = (visible.starts.size(1),) * self.axis.size
+        starts = gather_slices(visible.starts.contiguous(), self.axis, 1, sizes)
+        return Visibility(visible.causal, visible.window, starts)
+
+
+def next_token_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int | None = None,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    shift_labels: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Cross entropy of logits (B, s, V) where `labels` (B, s) are the next tokens already; () in float32 or
+    wider. The mean over no target is 0."""
+    targets = (labels if shift_labels is None else shift_labels).to(logits.device).reshape(-1)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.size(-1))
+    total = F.cross_entropy(wide, targets, ignore_index=ignore_index, reduction="sum")
+    count = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+    return total / (count.clamp(min=1) if isinstance(count, torch.Tensor) else count)
+
+
+class _LossOfShifted:
+    """A loss function of transformers, called with labels that are the next tokens already."""
+
+    def __init__(self, loss_function: Callable[..., torch.Tensor]) -> None:
+        self.loss_function = loss_function
+        vars(self).update(getattr(loss_function, "__dict__", {}))  # what tensor parallelism says of it
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        kwargs.setdefault("shift_labels", labels)
+        return self.loss_function(logits, labels, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _ShiftedAnatomy(WrappedAnatomy):
+    """Of a model whose labels are the next tokens: nobody shifts them once more."""
+
+    def finish(self, hidden: torch.Tensor, inputs: Inputs) -> Any:
+        if "labels" in inputs:
+            inputs = {**inputs, "shift_labels": inputs["labels"]}
+        return super().finish(hidden, inputs)
+
+
+def _without_shift(inner: Anatomy) -> Anatomy:
+    parts = (inner.embedding, inner.blocks, inner.head, inner.tied)
+    return _ShiftedAnatomy(*parts, causal=False, inner=inner)
+
+
+def _check_dropout(model: PreTrainedModel) -> None:
+    for name in ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob"):
+        if probability := getattr(model.config, name, 0.0):
+            raise ValueError(
+                f"config.{name}={probability} drops attention weights, of which context parallelism never "
+                f"has a row in one place; set config.{name}=0.0 before the model is made"
+            )

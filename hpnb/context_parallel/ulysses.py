@@ -1,0 +1,77 @@
+"""Ulysses: instead of sharding the tokens, shard the heads for the time of the attention.
+
+    (B, H, s / cp, d)   all tokens of some heads?   no: some tokens of all heads
+         | all-to-all
+    (B, H / cp, s, d)   all tokens of some heads: an ordinary attention
+         | all-to-all
+    (B, H, s / cp, d)
+
+Each rank sends (cp - 1) / cp of its shard of q, k, v and of the output, whatever s is (Jacobs et al. 2023,
+"DeepSpeed Ulysses", arXiv 2309.14509, section 3.2). A ring sends keys and values cp - 1 times; but it also
+works with more ranks than heads. Where there are fewer key-value heads than ranks, or cp does not divide
+them, they are repeated before they are sent.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from hpnb import comm
+from hpnb.context_parallel.blockwise import block_forward
+from hpnb.context_parallel.ring import Visibility
+from hpnb.context_parallel.shard_sequence import Chunk
+from hpnb.mesh import Axis
+
+HEADS, TOKENS = 1, 2
+
+
+def ulysses_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    axis: Axis,
+    visible: Visibility,
+    scale: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """softmax(q k^T scale) v over the keys of all ranks, for this rank's queries.
+
+    Args:
+        q: (B, H, s / cp, d), this rank's; k, v: (B, H_kv, s / cp, d). Shards are contiguous.
+        visible: its `starts` are those of all queries, (B, s).
+
+    Returns:
+        (B, H, s / cp, d).
+
+    Raises:
+        ValueError: more ranks than heads.
+    """
+    heads = q.size(HEADS)
+    if heads < axis.size:
+        raise ValueError(f"Ulysses gives each of {axis.size} ranks a head, and there are {heads}; use a ring")
+    if k.size(HEADS) % axis.size or heads % axis.size:
+        k, v = (x.repeat_interleave(heads // k.size(HEADS), HEADS) for x in (k, v))
+    # Heads that do not divide: as many with zeros as are missing, on the last ranks.
+    missing = -heads % axis.size
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (q, k, v))
+    q, k, v = (comm.all_to_all(x, axis, split_dim=HEADS, concat_dim=TOKENS) for x in (q, k, v))
+    all_tokens = Chunk(0, q.size(TOKENS))
+    mask = visible.mask(all_tokens, all_tokens, slice(None), q.device)
+    out = _attention(q, k, v, mask, scale, softcap)
+    return comm.all_to_all(out, axis, split_dim=TOKENS, concat_dim=HEADS)[:, :heads]
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    if softcap is not None:
+        return block_forward(q, k, v, scale, mask, softcap)[0].to(q.dtype)
+    grouped = q.size(HEADS) != k.size(HEADS)
+    allowed = None if mask is None else mask[:, 0]
+    return F.scaled_dot_product_attention(q, k, v, allowed, scale=scale, enable_gqa=grouped)

@@ -706,7 +706,7 @@ def test_an_epoch_has_an_order_of_its_own_and_a_seed_has_too() -> None:
 
 def test_a_rank_without_samples_gets_a_batch_of_no_rows() -> None:
     rows = cifar10(size=5)
-    last = [list(Loader(rows, 1, place, collate=collate_images))[-1] for place in places(4)]
+    last = [list(Loader(rows, 1, place, collate_fn=collate_images))[-1] for place in places(4)]
     assert [len(batch["labels"]) for batch in last] == [1, 0, 0, 0]
     for batch in last[1:]:
         assert batch["pixel_values"].shape == (0, 3, 32, 32)
@@ -716,7 +716,7 @@ def test_a_rank_without_samples_gets_a_batch_of_no_rows() -> None:
     empty = list(Loader(rows, 1, At(4, 3), transform=mixed))[-1]
     assert empty["pixel_values"].shape == (0, 3, 16, 16)
     assert empty["labels"].shape == (0, 10)
-    pairs = list(Loader(mrpc(size=5), 1, At(4, 3), collate=collate_pairs(byte_tokenizer())))[-1]
+    pairs = list(Loader(mrpc(size=5), 1, At(4, 3), collate_fn=collate_pairs(byte_tokenizer())))[-1]
     assert pairs["input_ids"].shape[0] == 0
     assert pairs["input_ids"].ndim == 2
     texts = list(Loader(mrpc(size=5), 1, At(4, 3)))[-1]

@@ -43,12 +43,18 @@ def words_of(dataset: hpnb.data.TextDataset) -> str:
 
 
 @pytest.fixture(scope="module")
-def read(tmp_path_factory: pytest.TempPathFactory) -> list[text_sources.Document]:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `read` keeps its data set."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def read(home: Path) -> list[text_sources.Document]:
     """What Python's documentation is read as, while a data set of it is made where there was none."""
     found: list[text_sources.Document] = []
     plain = token_cache._make
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HPNB_HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("HPNB_HOME", str(home))
         patch.setattr(
             token_cache, "_make", lambda documents, *how: found.extend(documents) or plain(documents, *how)
         )
@@ -56,13 +62,16 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> list[text_sources.Document
     return found
 
 
-def test_python_brings_english_enough_to_learn_from(read: list[text_sources.Document]) -> None:
+def test_python_brings_english_enough_to_learn_from(
+    read: list[text_sources.Document], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPNB_HOME", str(home))
     train, test = text("train"), text("test")
     assert train.describe().startswith("Python documentation: real, ")
     assert "language reference" in train.describe()
     assert train.tokens > 400_000
     assert 10 < train.tokens / test.tokens < 30
-    assert (train.vocabulary, train.end) == (509, 508)
+    assert (train.vocab_size, train.end) == (509, 508)
     ids = torch.stack([row["input_ids"] for row in train])
     assert int(ids.min()) >= 0
     assert int(ids.max()) == 508
@@ -79,24 +88,24 @@ def test_it_is_made_once_and_what_is_kept_broken_is_made_again(
 ) -> None:
     home = tmp_path / "home"
     monkeypatch.setenv("HPNB_HOME", str(home))
-    first = text(source=folder, vocabulary=WORDS, block=16)
+    first = text(source=folder, vocab_size=WORDS, block=16)
     (kept,) = home.glob("text-*.npz")
     monkeypatch.setattr(hpnb.data.token_cache, "_make", None)  # nothing is made: it was kept
-    assert torch.equal(text(source=folder, vocabulary=WORDS, block=16)[3]["input_ids"], first[3]["input_ids"])
+    assert torch.equal(text(source=folder, vocab_size=WORDS, block=16)[3]["input_ids"], first[3]["input_ids"])
     monkeypatch.undo()
     monkeypatch.setenv("HPNB_HOME", str(home))
     kept.write_bytes(kept.read_bytes()[:-40])
-    assert torch.equal(text(source=folder, vocabulary=WORDS, block=16)[3]["input_ids"], first[3]["input_ids"])
+    assert torch.equal(text(source=folder, vocab_size=WORDS, block=16)[3]["input_ids"], first[3]["input_ids"])
     (folder / "00.txt").write_text("Another text of a few words, which is long enough.")
-    text(source=folder, vocabulary=WORDS, block=16)
+    text(source=folder, vocab_size=WORDS, block=16)
     assert len(list(home.glob("text-*.npz"))) == 2
     monkeypatch.setenv("HPNB_HOME", "/proc/no/such/place")  # which cannot be written
-    text(source=folder, vocabulary=WORDS, block=16)
+    text(source=folder, vocab_size=WORDS, block=16)
 
 
 SAME = """
 import sys, hashlib, hpnb
-d = hpnb.data.text(source=sys.argv[1], vocabulary=400, block=16)
+d = hpnb.data.text(source=sys.argv[1], vocab_size=400, block=16)
 print(hashlib.sha256(b"".join(row["input_ids"].numpy().tobytes() for row in d)).hexdigest())
 """
 
@@ -106,7 +115,7 @@ def test_every_process_learns_the_same_vocabulary(folder: Path, tmp_path: Path) 
     run = [sys.executable, "-c", SAME, str(folder)]
     found = subprocess.run(run, env=os.environ | own, capture_output=True, text=True, check=True).stdout
     here = b"".join(
-        row["input_ids"].numpy().tobytes() for row in text(source=folder, vocabulary=400, block=16)
+        row["input_ids"].numpy().tobytes() for row in text(source=folder, vocab_size=400, block=16)
     )
     assert found.strip() == hashlib.sha256(here).hexdigest()
 
@@ -140,7 +149,7 @@ def test_splits_share_no_document(folder: Path) -> None:
 
 def test_without_documentation_sentences_are_composed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_sources, "python_documentation", lambda: None)
-    found = text(block=64, vocabulary=WORDS, size=20)
+    found = text(block=64, vocab_size=WORDS, size=20)
     assert found.describe().startswith("Composed news: generated stand-in, 20 blocks of 64 tokens of ")
     assert "without pydoc_data" in found.describe()
     with pytest.raises(FileNotFoundError, match="kind='generated'"):
@@ -151,14 +160,14 @@ def test_without_documentation_sentences_are_composed(monkeypatch: pytest.Monkey
 
 
 def test_blocks_are_the_documents_end_to_end(folder: Path) -> None:
-    found = text(source=folder, vocabulary=WORDS, block=16)
+    found = text(source=folder, vocab_size=WORDS, block=16)
     documents = text_sources.split_documents(text_sources.text_files(folder).documents())["train"]
     whole = "<|endoftext|>".join(document.text for document in documents)
     assert (whole + "<|endoftext|>").startswith(words_of(found))
     assert len(whole) - len(words_of(found)) < 16 * 20  # less than a block is left out
     assert all(len(row["input_ids"]) == 16 and torch.equal(row["input_ids"], row["labels"]) for row in found)
     assert found.tokens == 16 * len(found)
-    again = text(source=folder, vocabulary=WORDS, block=17, overlap=1)
+    again = text(source=folder, vocab_size=WORDS, block=17, overlap=1)
     assert torch.equal(
         torch.cat([row["labels"][1:] for row in again]), again.rows.ids[1 : 1 + 16 * len(again)]
     )
@@ -167,7 +176,7 @@ def test_blocks_are_the_documents_end_to_end(folder: Path) -> None:
 @pytest.mark.parametrize("rows", ["paragraph", "document"])
 @pytest.mark.parametrize("block", [9, 64])
 def test_ragged_rows_hold_every_token(folder: Path, rows: Any, block: int) -> None:
-    found = text(source=folder, vocabulary=WORDS, block=block, rows=rows)
+    found = text(source=folder, vocab_size=WORDS, block=block, rows=rows)
     documents = text_sources.split_documents(text_sources.text_files(folder).documents())["train"]
     wanted = (
         [d.text for d in documents] if rows == "document" else [p for d in documents for p in d.paragraphs]
@@ -180,7 +189,7 @@ def test_ragged_rows_hold_every_token(folder: Path, rows: Any, block: int) -> No
 
 
 def test_ragged_rows_are_padded_by_their_loader(folder: Path) -> None:
-    found = text(source=folder, vocabulary=WORDS, block=64, rows="paragraph")
+    found = text(source=folder, vocab_size=WORDS, block=64, rows="paragraph")
     batch = next(iter(Loader(found, 4, shuffle=False)))
     lengths = [len(found[i]["input_ids"]) for i in range(4)]
     assert len(set(lengths)) > 2
@@ -191,7 +200,7 @@ def test_ragged_rows_are_padded_by_their_loader(folder: Path) -> None:
         assert set(batch["labels"][row, length:].tolist()) <= {-100}
         assert set(batch["input_ids"][row, length:].tolist()) <= {found.end}
     assert collate_texts(7)([found[0]])["labels"].min() >= 0
-    packed = next(iter(Loader(text(source=folder, vocabulary=WORDS, block=16), 3)))
+    packed = next(iter(Loader(text(source=folder, vocab_size=WORDS, block=16), 3)))
     assert {name: tuple(t.shape) for name, t in packed.items()} == {"input_ids": (3, 16), "labels": (3, 16)}
 
 
@@ -200,19 +209,19 @@ def test_all_ranks_read_the_same_and_share_the_batch(folder: Path, tmp_path: Pat
 
     def rows(source: str, home: str) -> tuple[int, torch.Tensor]:
         os.environ["HPNB_HOME"] = home
-        found = hpnb.data.text(source=source, vocabulary=300, block=16)
+        found = hpnb.data.text(source=source, vocab_size=300, block=16)
         axis = hpnb.Mesh(hpnb.Layout(dp=2)).dp
         return len(found), next(iter(hpnb.data.Loader(found, 3, axis, seed=1)))["input_ids"]
 
     (n, first), (m, second) = hpnb.launch(rows, str(folder), home, ranks=2, timeout=60)
     assert n == m
     assert len(list(Path(home).glob("text-*.npz"))) == 1
-    alone = next(iter(Loader(text(source=folder, vocabulary=300, block=16), 6, seed=1)))["input_ids"]
+    alone = next(iter(Loader(text(source=folder, vocab_size=300, block=16), 6, seed=1)))["input_ids"]
     assert torch.equal(torch.cat([first, second]), alone)
 
 
 def test_data_sets_of_text_travel(folder: Path) -> None:
-    found = text(source=folder, vocabulary=WORDS, rows="document", size=3)
+    found = text(source=folder, vocab_size=WORDS, rows="document", size=3)
     there = pickle.loads(pickle.dumps(found))
     assert words_of(there) == words_of(found)
     assert there.tokens == found.tokens
@@ -223,7 +232,7 @@ def test_data_sets_of_text_travel(folder: Path) -> None:
 
 
 def test_ids_are_dealt_out_as_in_gpt2(folder: Path) -> None:
-    found = text(source=folder, vocabulary=WORDS, block=16).tokenizer
+    found = text(source=folder, vocab_size=WORDS, block=16).tokenizer
     assert found("!Az ~\n", add_special_tokens=False)["input_ids"][:2] == [0, 32]
     assert (len(found), found.eos_token_id, found.pad_token_id) == (WORDS, WORDS - 1, WORDS - 1)
     for words in ("naïve 日本 \x00", " it is over", "a\n\n\nb"):
@@ -236,7 +245,7 @@ def test_ids_are_dealt_out_as_in_gpt2(folder: Path) -> None:
 
 def test_a_tokenizer_of_ones_own(folder: Path) -> None:
     found = text(source=folder, block=16, tokenizer=byte_tokenizer())
-    assert (found.vocabulary, found.end) == (257, 50256)
+    assert (found.vocab_size, found.end) == (257, 50256)
     assert int(found[0]["input_ids"].max()) < 256
     ids = torch.cat([row["input_ids"] for row in found])
     assert (ids == 50256).sum() >= 15
@@ -250,7 +259,7 @@ def test_a_tokenizer_of_ones_own(folder: Path) -> None:
         ({"block": 1}, "block=1 leaves no next token"),
         ({"overlap": 128}, "overlap=128 with rows='block'; use 0 to 127"),
         ({"rows": "document", "overlap": 1}, "overlap=1 with rows='document'"),
-        ({"vocabulary": 256}, "vocabulary=256 does not hold 256 bytes .* use 257 or more"),
+        ({"vocab_size": 256}, "vocab_size=256 does not hold 256 bytes .* use 257 or more"),
         ({"block": 100_000}, r"the 'train' split of Text of notes has \d+ tokens, which make no block"),
         ({"kind": "generated"}, "kind='generated' reads no source"),
         ({"kind": "some"}, "kind='some' is none of"),

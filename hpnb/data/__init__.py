@@ -15,6 +15,7 @@ from hpnb.data.beans_cifar10_mrpc import beans, cifar10, mrpc
 from hpnb.data.dataset import Dataset, Source
 from hpnb.data.distributed_sampler import BatchSamples, DistributedBatchSampler
 from hpnb.data.images import ImageTransform, collate_images, image_batch
+from hpnb.data.iterable_loader import IterableLoader
 from hpnb.data.loader import Loader
 from hpnb.data.text_dataset import TextDataset, text
 from hpnb.data.tokenizer import bpe_tokenizer, byte_tokenizer, collate_pairs, collate_texts, train_merges
@@ -24,6 +25,7 @@ __all__ = [
     "Dataset",
     "DistributedBatchSampler",
     "ImageTransform",
+    "IterableLoader",
     "Loader",
     "Source",
     "TextDataset",

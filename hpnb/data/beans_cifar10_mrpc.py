@@ -78,6 +78,10 @@ def beans(
     Raises:
         ValueError: no such split, a size that is not to be had, or real files that cannot be read.
         FileNotFoundError: kind="real" and there are none.
+
+    >>> dataset = hpnb.data.beans("train", size=6, image_size=32, kind="generated")
+    >>> len(dataset), dataset.source.kind
+    (6, 'generated')
     """
     generate = partial(_leaf, size=_side(image_size, 500))
     nouns = ("photographs of leaves", "drawn leaves")
@@ -91,6 +95,9 @@ def cifar10(
     """Small photographs in ten classes; generated: ten shapes under their names. Samples {img, label}.
 
     Splits "train" and "test"; images are 32 x 32 unless `image_size` says otherwise. Otherwise as `beans`.
+
+    >>> len(hpnb.data.cifar10("train", size=6, kind="generated"))
+    6
     """
     generate = partial(_shape, size=_side(image_size, 32))
     nouns = ("photographs", "drawn shapes under its class names")
@@ -103,6 +110,9 @@ def mrpc(split: str = "train", size: int | None = None, kind: DatasetKind = "aut
 
     Splits "train", "validation" and "test"; label 1 is "equivalent", two pairs of three. Otherwise as
     `beans`.
+
+    >>> len(hpnb.data.mrpc("train", size=6, kind="generated"))
+    6
     """
     nouns = ("sentence pairs", "composed sentence pairs")
     return _load(MRPC, synthetic_sentences.CLASSES, MRPC_COUNTS, nouns, _pair, split, size, None, kind)

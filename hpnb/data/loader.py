@@ -1,6 +1,6 @@
 """Batches for every rank of a layout, the same ones in every layout (distributed_sampler.py has the rule).
 
-    loader = Loader(dataset, 32, mesh.dp, seed=0, collate=collate_images)
+    loader = Loader(dataset, 32, mesh.dp, seed=0, collate_fn=collate_images)
     for epoch in range(epochs):
         loader.set_epoch(epoch)         # another order
         for batch in loader: ...        # as many batches on every rank
@@ -17,19 +17,11 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from hpnb.data.batch_agreement import RankOnAxis
 from hpnb.data.dataset import MapDataset
 from hpnb.data.distributed_sampler import BatchSamples, DistributedBatchSampler
 
 Collate = Callable[[list[Any]], Any]  # items to a batch
-
-
-class RankOnAxis(Protocol):
-    """One rank on the data-parallel axis: an `hpnb.Axis`, or anything with these two."""
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
 
 
 class Transform(Protocol):
@@ -51,8 +43,8 @@ class Loader:
         shuffle: another order every epoch; call `set_epoch`.
         seed: of the order and of the random numbers of `transform`; the same on all ranks.
         drop_last: leave out the last global batch if it is not full.
-        collate: makes a batch of tensors from a list of items; None takes the transform's, else the dataset's
-            `collate` if it has one, else torch's default.
+        collate_fn: makes a batch of tensors from a list of items; None takes the transform's, else the
+            dataset's `collate` if it has one, else torch's default.
         transform: applied to a loaded batch in this process, such as `ImageTransform`.
         num_workers: processes that load ahead.
         pin_memory: load into memory from which a GPU copies without waiting.
@@ -70,7 +62,7 @@ class Loader:
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
-        collate: Collate | None = None,
+        collate_fn: Collate | None = None,
         transform: Transform | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
@@ -78,14 +70,17 @@ class Loader:
         for method in ("__len__", "__getitem__"):
             if not hasattr(dataset, method):
                 kind = type(dataset).__name__
-                raise ValueError(f"a {kind} has no {method}; a dataset needs __len__ and __getitem__")
+                raise ValueError(
+                    f"a {kind} has no {method}; a dataset needs __len__ and __getitem__, and a stream "
+                    "goes through plugin.prepare_dataloader or hpnb.data.IterableLoader"
+                )
         ranks, rank = (1, 0) if axis is None else (axis.size, axis.rank)
         self.sampler = DistributedBatchSampler(
             len(dataset), batch_size, ranks, rank, shuffle, seed, drop_last
         )
         self.dataset, self.batch_size, self.transform = dataset, batch_size, transform
         of_dataset: Collate = getattr(dataset, "collate", None) or default_collate
-        self.collate = collate or (of_dataset if transform is None else transform.collate)
+        self.collate = collate_fn or (of_dataset if transform is None else transform.collate)
         self.num_workers, self.pin_memory = num_workers, pin_memory
         self.epoch = 0
         self._next = 0  # the batch after the last one that was returned
@@ -165,18 +160,19 @@ class _RankBatches(torch.utils.data.Dataset[Any]):
         if samples:
             return self.collate([self.dataset[sample] for sample in samples])
         probe = self.sampler.global_batch(*index)[0]  # has the fields, shapes and dtypes of the empty batch
-        return _empty_batch(self.collate([self.dataset[probe]]))
+        return empty_batch(self.collate([self.dataset[probe]]))
 
 
-def _empty_batch(batch: Any) -> Any:
+def empty_batch(batch: Any) -> Any:
+    """No samples, with the fields, trailing shapes and dtypes of `batch`."""
     if isinstance(batch, Mapping):
-        return {name: _empty_batch(value) for name, value in batch.items()}
+        return {name: empty_batch(value) for name, value in batch.items()}
     if isinstance(batch, torch.Tensor):
         return batch[:0]
     if isinstance(batch, list) and not any(isinstance(part, torch.Tensor) for part in batch):
         return []  # a list of texts, one per sample
     if isinstance(batch, (list, tuple)):
-        return type(batch)(_empty_batch(part) for part in batch)
+        return type(batch)(empty_batch(part) for part in batch)
     return batch
 
 

@@ -1,6 +1,6 @@
 """Text to train a language model on: without a network, real English from the Python installation.
 
-    train = hpnb.data.text("train", vocabulary=509, block=128)
+    train = hpnb.data.text("train", vocab_size=509, block=128)
     print(train.describe())           # Python documentation: real, 5,021 blocks of 128 tokens, from ...
     train.tokenizer.decode(train[0]["input_ids"])
 
@@ -40,7 +40,7 @@ class TextDataset(Dataset):
 
     Attributes:
         tokenizer: of transformers; it decodes what a model generates.
-        vocabulary: the vocabulary size, which a model needs at least.
+        vocab_size: what a model needs at least.
         end: the id of the end-of-text token, which also pads.
         tokens: in all sequences.
         collate: makes a batch of sequences that differ in length; None if they do not. A `Loader` uses it.
@@ -56,7 +56,7 @@ class TextDataset(Dataset):
     ) -> None:
         super().__init__(rows, source, (), noun, size)
         self.tokenizer = tokenized.tokenizer
-        self.vocabulary, self.end = tokenized.vocab_size, tokenized.eos_token_id
+        self.vocab_size, self.end = tokenized.vocab_size, tokenized.eos_token_id
         self.collate = None if isinstance(rows, PackedBlocks) else collate_texts(self.end)
 
     @property
@@ -70,7 +70,7 @@ def text(
     size: int | None = None,
     kind: DatasetKind = "auto",
     *,
-    vocabulary: int = LAPTOP,
+    vocab_size: int = LAPTOP,
     block: int = 128,
     rows: Cut = "block",
     overlap: int = 0,
@@ -83,7 +83,7 @@ def text(
         size: how many sequences; None returns all.
         kind: "auto" reads the documentation of this Python, and composes sentences if it is not installed;
             "real" must find it; "generated" composes.
-        vocabulary: vocabulary size of a byte-level BPE that is trained on "train"; the last id ends a text.
+        vocab_size: of a byte-level BPE that is trained on "train"; the last id ends a text.
         block: sequence length, in tokens; the maximum if sequences differ in length.
         rows: what a sequence is, see above.
         overlap: tokens that a block shares with the one before.
@@ -105,7 +105,7 @@ def text(
             f"overlap={overlap} with rows={rows!r}; use 0 to {block - 1} with rows='block', 0 with others"
         )
     text_source = _choose_source(kind, source)
-    tokenized = tokenize_source(text_source, vocabulary, tokenizer)
+    tokenized = tokenize_source(text_source, vocab_size, tokenizer)
     tokens = tokenized.splits[split]
     if rows == "block":
         sequences: PackedBlocks | TextSpans = PackedBlocks(tokens.ids, block, overlap)

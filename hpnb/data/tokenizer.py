@@ -82,7 +82,7 @@ def byte_tokenizer() -> Any:
 def check_vocab_size(vocab_size: int) -> None:
     if vocab_size < BYTES + 1:
         raise ValueError(
-            f"vocabulary={vocab_size} does not hold {BYTES} bytes and the end of a text; use "
+            f"vocab_size={vocab_size} does not hold {BYTES} bytes and the end of a text; use "
             f"{BYTES + 1} or more"
         )
 

@@ -1,0 +1,262 @@
+"""Batches of a stream for every rank of a layout: an IterableDataset of PyTorch or of `datasets`.
+
+    loader = IterableLoader(dataset, 32, mesh.dp)         # or plugin.prepare_dataloader(dataset, 32)
+    for batch in loader: ...                              # as many batches on every rank
+
+A stream of `datasets` is split by `datasets.distributed.split_dataset_by_node`: a replica reads shards of its
+own if their number divides by the replicas, and every R-th sample otherwise. worker_shards.py splits others.
+The ranks of one replica read the same samples, which they compare batch by batch.
+
+A stream has no length, so before each batch all ranks agree whether one of them has samples. If so, those
+without get an empty batch, and if not, the epoch is over. The last global batch may be ragged.
+
+Resuming: torchdata's StatefulDataLoader keeps the position if it is installed. Otherwise the dataset's own
+`state_dict` does if it has one and nothing loads ahead. Otherwise the batches before it are read and skipped.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from hpnb.data.batch_agreement import RankOnAxis, count_rows, gather_reports, next_or_none
+from hpnb.data.distributed_sampler import BatchSamples
+from hpnb.data.loader import Collate, Transform, empty_batch
+from hpnb.data.worker_shards import shard_stream
+
+
+def is_iterable_dataset(dataset: Any) -> bool:
+    """Whether it is a stream: iterated, and not indexed."""
+    return isinstance(dataset, IterableDataset) or _is_from_datasets(dataset)
+
+
+class IterableLoader:
+    """Iterate over the batches of this rank: `for batch in IterableLoader(dataset, 32, mesh.dp): ...`
+
+    Args:
+        dataset: an IterableDataset of PyTorch or of `datasets`, the same on all ranks.
+        batch_size: samples per data-parallel rank and batch.
+        axis: the data-parallel axis of the mesh; None is one rank alone.
+        shuffle: let `datasets` shuffle shards, and samples in a buffer; other streams shuffle themselves.
+        seed: of the shuffle and of the random numbers of `transform`; the same on all ranks.
+        drop_last: leave out global batches that are not full.
+        collate_fn, transform, num_workers, pin_memory: as for `Loader`.
+
+    Raises:
+        ValueError: numbers that leave no batch, or a stream that cannot be shuffled.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        axis: RankOnAxis | None = None,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        collate_fn: Collate | None = None,
+        transform: Transform | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        kind = type(dataset).__name__
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} is not a count; use 1 or more samples a rank")
+        if shuffle and not _is_from_datasets(dataset):
+            raise ValueError(
+                f"shuffle=True needs a dataset that can be indexed, and a {kind} is read in its own order; "
+                "shuffle inside it, or use dataset.shuffle of a streaming `datasets` set"
+            )
+        if transform is not None and transform.partners:
+            raise ValueError(
+                f"mixup takes partners from all ranks' samples by their index, and a {kind} has no index; "
+                "use a dataset with __len__ and __getitem__, or mixup=0"
+            )
+        self.replicas, self.replica = (1, 0) if axis is None else (axis.size, axis.rank)
+        split = getattr(dataset, "_distributed", None)  # set by datasets.distributed.split_dataset_by_node
+        if split is not None and self.replicas > 1:
+            raise ValueError(
+                f"this {kind} is split for {split.world_size} ranks already, and splitting it for "
+                f"{self.replicas} replicas again would leave samples out; pass it as it was before "
+                "split_dataset_by_node"
+            )
+        self.dataset = dataset.shuffle(seed=seed) if shuffle else dataset
+        self.batch_size, self.shuffle, self.seed, self.drop_last = batch_size, shuffle, seed, drop_last
+        of_dataset: Collate = getattr(dataset, "collate", None) or default_collate
+        self.collate = collate_fn or (of_dataset if transform is None else transform.collate)
+        self.transform, self.num_workers, self.pin_memory = transform, num_workers, pin_memory
+        self.epoch = 0
+        self._next = 0  # the batch after the last one that was returned
+        self._resume: Mapping[str, Any] | None = None  # where the next iteration starts
+        self._source: Any = None  # of the iteration under way
+        self._batches: Any = None
+        self._example: Any = None  # an empty batch
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.batch_size * self.replicas
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the order of `epoch` from the next iteration on. A position loaded for it is kept."""
+        if epoch < 0:
+            raise ValueError(f"epoch={epoch} is negative; use 0 or more")
+        if epoch != self.epoch:
+            self.epoch, self._next, self._resume = epoch, 0, None
+
+    def __iter__(self) -> Iterator[Any]:
+        """All ranks iterate together."""
+        resume, self._resume = self._resume, None
+        self._next = 0 if resume is None else resume["batch"]
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self.epoch)
+        self._source = self._split()
+        loader: Any = _loader_class()(
+            self._source,
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+            collate_fn=self.collate,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            generator=torch.Generator(),  # else every epoch draws from the generator that dropout uses
+        )
+        self._batches = loader
+        skipped = 0 if resume is None else self._restore(resume)
+        batches = iter(loader)
+        for _ in range(skipped):
+            next_or_none(batches)
+        return self._run(batches, self.epoch)
+
+    def _split(self) -> Any:
+        if not _is_from_datasets(self.dataset):
+            return shard_stream(copy.copy(self.dataset), self.replicas, self.replica, self.batch_size)
+        from datasets.distributed import split_dataset_by_node
+
+        return split_dataset_by_node(copy.copy(self.dataset), self.replica, self.replicas)
+
+    def _run(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
+        while True:
+            batch, ended = next_or_none(batches)
+            if not ended:
+                self._example = empty_batch(batch)
+            reports = gather_reports(batch, ended, self.replica, self._example is not None)
+            if all(r.ended for r in reports) or (self.drop_last and any(r.ended for r in reports)):
+                return
+            if not all(report.has_example for report in reports):
+                self._share_example(next(rank for rank, r in enumerate(reports) if r.has_example))
+            if ended:
+                batch = self._example
+            self._next += 1
+            yield batch if self.transform is None else self.transform(batch, self._samples(batch, epoch))
+
+    def _share_example(self, source: int) -> None:
+        """A rank that never had a sample learns the fields of a batch from one that did."""
+        shared = [self._example]
+        dist.broadcast_object_list(shared, src=source)
+        self._example = shared[0] if self._example is None else self._example
+
+    def _samples(self, batch: Any, epoch: int) -> BatchSamples:
+        """Numbers of the samples, for the transform's random numbers: their places in a stream that every
+        replica reads in turns."""
+        first = (self._next - 1) * self.batch_size
+        numbers = [(first + i) * self.replicas + self.replica for i in range(count_rows(batch))]
+        return BatchSamples(self.seed, epoch, self._next - 1, tuple(numbers))
+
+    # --- going on ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position after the last batch that was returned, the same on every rank. All of them call it."""
+        positions: list[Any] = [None] * self.replicas
+        if (own := self._position()) is not None and self.replicas > 1:
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, (self.replica, own))
+            positions = [position for _, position in sorted(dict(everyone).items())]
+        elif own is not None:
+            positions = [own]
+        return {"epoch": self.epoch, "batch": self._next, "seed": self.seed, "shuffle": int(self.shuffle),
+                "global_batch": self.global_batch_size, "replicas": self.replicas,
+                "workers": self.num_workers, "in_order": self._in_order(), "keeper": self._keeper(),
+                "positions": positions}  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved position: the next iteration returns the batches that were left of that epoch.
+
+        Raises:
+            ValueError: the state is of another order or another global batch, or of replicas that read shards
+                of their own and were not as many.
+        """
+        replicas = self.replicas
+        for name, value in (("seed", self.seed), ("shuffle", int(self.shuffle)),
+                            ("global_batch", self.global_batch_size)):  # fmt: skip
+            if state[name] != value:
+                hint = ""
+                if name == "global_batch" and state[name] % replicas == 0:
+                    hint = f"; with {replicas} data-parallel ranks use batch_size={state[name] // replicas}"
+                raise ValueError(
+                    f"the state was saved with {name}={state[name]}, this loader has {value}{hint}"
+                )
+        same = (state["replicas"], state["workers"]) == (replicas, self.num_workers)
+        if not same and state["batch"] and not (state["in_order"] and self._in_order()):
+            raise ValueError(
+                f"the stream was read by {state['replicas']} replicas with {state['workers']} workers in "
+                f"shards of their own, and here are {replicas} with {self.num_workers}; resume with as many, "
+                "or at the end of an epoch"
+            )
+        self.epoch, self._next, self._resume = state["epoch"], state["batch"], dict(state)
+
+    def _in_order(self) -> bool:
+        """Whether batch k is the same set of samples on any number of replicas and workers."""
+        if _is_from_datasets(self.dataset):
+            shards: int = self.dataset.num_shards
+            return self.num_workers < 2 and (self.replicas == 1 or shards % self.replicas > 0)
+        shards_itself = getattr(self._source, "shards_itself", None)
+        return self.num_workers == 0 and shards_itself is not True
+
+    def _keeper(self) -> str:
+        """Who keeps the position within the stream."""
+        if self.shuffle:
+            return "count"  # a buffer of samples is part of no state
+        if _has_torchdata():
+            return "torchdata"
+        return "dataset" if self.num_workers == 0 and hasattr(self.dataset, "load_state_dict") else "count"
+
+    def _position(self) -> Any:
+        keeper = self._keeper()
+        if keeper == "count" or self._batches is None or self._next == 0:
+            return None
+        if keeper == "torchdata":
+            return self._batches.state_dict()
+        return self._source.state_dict()
+
+    def _restore(self, state: Mapping[str, Any]) -> int:
+        """Set the position. Returns how many batches are still to be skipped."""
+        position = state["positions"][self.replica] if state["replicas"] == self.replicas else None
+        if position is None or state["keeper"] != self._keeper() or state["workers"] != self.num_workers:
+            return int(state["batch"])
+        (self._batches if self._keeper() == "torchdata" else self._source).load_state_dict(position)
+        return 0
+
+
+def _is_from_datasets(dataset: Any) -> bool:
+    """Without importing `datasets`: whoever made one has."""
+    module = sys.modules.get("datasets")
+    return module is not None and isinstance(dataset, module.IterableDataset)
+
+
+def _has_torchdata() -> bool:
+    return importlib.util.find_spec("torchdata") is not None
+
+
+def _loader_class() -> Any:
+    if not _has_torchdata():
+        return DataLoader
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader

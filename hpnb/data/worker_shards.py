@@ -1,0 +1,115 @@
+"""An IterableDataset sharded over replicas, and over the worker processes of each.
+
+    asks get_worker_info()        it shards itself over workers, as PyTorch's documentation shows. It sees the
+                                  workers of all replicas as if they were those of one loader, and reads no
+                                  more than its shard: worker r W + w of R W (replica r of R, worker w of W)
+    does not ask                  every worker reads the stream; replica r keeps samples r, r + R, r + 2R, ...
+                                  and worker w of it every W-th batch of these
+
+So a batch of the global batch size is the same set of samples on any number of replicas and workers, unless
+the dataset shards itself. Which of the two a dataset does shows before its first sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+
+class _ReplicaWorkerInfo:
+    """What get_worker_info() returns to the dataset: one worker among those of all replicas."""
+
+    def __init__(self, number: int, workers: int, info: Any, dataset: Any) -> None:
+        self._id, self._num_workers = number, workers
+        self.seed, self.dataset = getattr(info, "seed", 0), dataset
+        self.asked = False
+
+    @property
+    def id(self) -> int:
+        self.asked = True
+        return self._id
+
+    @property
+    def num_workers(self) -> int:
+        self.asked = True
+        return self._num_workers
+
+
+class ShardedStream(IterableDataset[Any]):
+    """The samples of a dataset that belong to one replica, and to the worker that iterates.
+
+    Args:
+        replicas, replica: the data-parallel size, and which of them this is.
+        batch_size: consecutive samples of a replica that go to one worker.
+    """
+
+    def __init__(self, dataset: Any, replicas: int, replica: int, batch_size: int) -> None:
+        self.dataset, self.replicas, self.replica, self.batch_size = dataset, replicas, replica, batch_size
+        self.shards_itself: bool | None = None  # known once a sample was read in this process
+        self.samples_read = 0  # where the next iteration begins, and what the one under way has read
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        shown = _ReplicaWorkerInfo(
+            self.replica * workers + worker, self.replicas * workers, info, self.dataset
+        )
+        self.shards_itself = None
+        start, self.samples_read = self.samples_read, 0
+        for number, sample in enumerate(_run_with(shown, self.dataset), start):
+            self.samples_read = number + 1
+            if self.shards_itself is None:
+                self.shards_itself = shown.asked
+            if shown.asked != self.shards_itself:
+                raise ValueError(
+                    f"{type(self.dataset).__name__} asked get_worker_info() only after {number} samples, "
+                    "which were split already; ask at the start of __iter__"
+                )
+            position, remainder = divmod(number, self.replicas)
+            is_ours = remainder == self.replica and position // self.batch_size % workers == worker
+            if self.shards_itself or is_ours:
+                yield sample
+
+
+class StatefulShardedStream(ShardedStream):
+    """The same of a dataset that keeps its position: it has `state_dict` and `load_state_dict`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"samples_read": self.samples_read, "dataset": self.dataset.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.dataset.load_state_dict(state["dataset"])
+        self.samples_read = state["samples_read"]
+
+
+def shard_stream(dataset: Any, replicas: int, replica: int, batch_size: int) -> ShardedStream:
+    """One of the two."""
+    kind = StatefulShardedStream if hasattr(dataset, "load_state_dict") else ShardedStream
+    return kind(dataset, replicas, replica, batch_size)
+
+
+def _run_with(info: Any, dataset: Any) -> Iterator[Any]:
+    """The samples of `dataset`, whose code sees `info` as its worker."""
+    with _shown(info):
+        samples = iter(dataset)
+    while True:
+        with _shown(info):
+            try:
+                sample = next(samples)
+            except StopIteration:
+                return
+        yield sample
+
+
+@contextmanager
+def _shown(info: Any) -> Iterator[None]:
+    before = torch_worker._worker_info
+    torch_worker._worker_info = info
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = before

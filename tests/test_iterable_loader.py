@@ -1,0 +1,370 @@
+"""Streams: a replica reads its own samples, all ranks of it the same ones, and all ranks end together."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_pools import RankPools
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+import hpnb
+from hpnb.data.batch_agreement import iterate_together
+from hpnb.hybrid.training import hooks
+from hpnb.hybrid.training.events import Hook
+from hpnb.hybrid.training.run_state import TrainingState
+
+D = torch.float64
+SAMPLES = 22  # 5 global batches of 4, and one of 2
+LAYOUTS: dict[str, dict[str, Any]] = {"dp": {}, "tp": {"tp_size": 2}, "pp": {"pp_size": 2}}
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[RankPools]:
+    pools = RankPools()
+    yield pools
+    pools.close()
+
+
+def row(i: int) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(i)
+    return {"x": torch.randn(6, generator=g, dtype=D), "number": torch.tensor(i)}
+
+
+class Stream(IterableDataset[Any]):
+    """Rows 0, 1, 2, ..., of which it knows nothing more."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(row, range(self.samples))
+
+
+class StreamByWorker(Stream):
+    """Shards itself over workers, as PyTorch's documentation shows, and keeps what it has read."""
+
+    read: list[int]
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        for i in range(worker, self.samples, workers):
+            self.read = [*getattr(self, "read", []), i]
+            yield row(i)
+
+
+class StreamWithState(Stream):
+    """Goes on from a position without reading what was before."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in range(self.at, self.samples):
+            self.at = i + 1
+            yield row(i)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def streaming(shards: int, samples: int = SAMPLES) -> Any:
+    import datasets
+
+    table = datasets.Dataset.from_dict({"number": list(range(samples))})
+    return table.to_iterable_dataset(num_shards=shards).map(lambda r: row(r["number"])).with_format("torch")
+
+
+MAKERS: dict[str, Any] = {
+    "plain": Stream, "by worker": StreamByWorker, "with state": StreamWithState,
+    "one shard": lambda: streaming(1), "four shards": lambda: streaming(4),
+}  # fmt: skip
+
+
+def batches(how: dict[str, Any], kind: str, stop: int | None = None, **options: Any) -> tuple[int, Any, Any]:
+    """(the replica, the numbers in each batch, what is left by the state after `stop` batches)."""
+    plugin = hpnb.HybridParallelPlugin(precision="fp64", **how)
+
+    def make() -> Any:
+        return plugin.prepare_dataloader(MAKERS[kind](), 4 // plugin.dp_size, **options)
+
+    loader = make()
+    everything = [batch["number"].tolist() for batch in loader]
+    left = None
+    if stop is not None:
+        loader.set_epoch(1)
+        seen = iter(loader)
+        for _ in range(stop):
+            next(seen)
+        state, loader = loader.state_dict(), make()
+        loader.load_state_dict(state)
+        loader.set_epoch(1)
+        left = [batch["number"].tolist() for batch in loader]
+    return plugin.mesh.dp.rank, everything, left
+
+
+def global_batches(found: list[Any]) -> list[set[int]]:
+    """The samples of each batch, after ranks of one replica had the same."""
+    by_replica: dict[int, Any] = {}
+    for replica, everything, _ in found:
+        assert by_replica.setdefault(replica, everything) == everything
+    joined = [list(chain(*parts)) for parts in zip(*by_replica.values(), strict=True)]
+    assert sorted(chain(*joined)) == list(range(SAMPLES)), "a sample is lost or doubled"
+    return [set(samples) for samples in joined]
+
+
+READS: list[int] = []
+IN_ORDER = [set(range(k, min(k + 4, SAMPLES))) for k in range(0, SAMPLES, 4)]
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replicas_read_their_own_samples(pools: RankPools, layout: str, kind: str) -> None:
+    """Batch k is the same set of samples in every layout, unless each replica has shards."""
+    found = global_batches(pools[4].run(batches, LAYOUTS[layout], kind))
+    if kind != "four shards":
+        assert found == IN_ORDER
+
+
+@pytest.mark.parametrize("kind", ["plain", "by worker", "four shards"])
+def test_workers_neither_double_nor_lose_samples(pools: RankPools, kind: str) -> None:
+    found = global_batches(pools[2].run(batches, {}, kind, num_workers=2))
+    if kind == "plain":
+        assert found == IN_ORDER
+
+
+def test_a_dataset_that_shards_itself_reads_no_more_than_its_shard(pools: RankPools) -> None:
+    def read() -> list[int]:
+        plugin = hpnb.HybridParallelPlugin(precision="fp64")
+        loader = plugin.prepare_dataloader(StreamByWorker(), 2)
+        list(loader)
+        numbers: list[int] = loader._source.dataset.read
+        return numbers
+
+    assert pools[2].run(read) == [list(range(0, SAMPLES, 2)), list(range(1, SAMPLES, 2))]
+
+
+def test_replicas_with_shards_of_other_lengths_end_together(pools: RankPools) -> None:
+    """Two shards of 21 samples over two replicas are 11 and 10; one sample gives the other rank empty batches
+    with the right fields."""
+
+    def read(samples: int, drop_last: bool) -> list[tuple[list[int], Any]]:
+        plugin = hpnb.HybridParallelPlugin(precision="fp64")
+        loader = plugin.prepare_dataloader(streaming(2, samples), 5, drop_last=drop_last)
+        return [(batch["number"].tolist(), tuple(batch["x"].shape)) for batch in loader]
+
+    first, second = pools[2].run(read, 21, False)
+    assert [len(numbers) for numbers, _ in first] == [5, 5, 1]
+    assert [len(numbers) for numbers, _ in second] == [5, 5, 0]
+    assert second[-1][1] == (0, 6)
+    assert [len(rows) for rows in pools[2].run(read, 21, True)] == [2, 2]
+    first, second = pools[2].run(lambda: [len(b["x"]) for b in hpnb.data.IterableLoader(
+        Stream(1), 5, hpnb.Mesh(hpnb.Layout(dp=2)).dp)])  # fmt: skip
+    assert (first, second) == ([1], [0])
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_goes_on_where_it_was(pools: RankPools, kind: str, workers: int) -> None:
+    for _, everything, left in pools[2].run(batches, {}, kind, stop=3, num_workers=workers):
+        assert left == everything[3:]
+
+
+def test_a_position_is_taken_up_without_reading_what_was_before(pools: RankPools) -> None:
+    """By the dataset's own state, or torchdata's; the layout may change where batches are the same ones."""
+
+    def saved(make: Any, batch_size: int) -> tuple[dict[str, Any], Any]:
+        plugin = hpnb.HybridParallelPlugin(precision="fp64")
+        loader = plugin.prepare_dataloader(make(), batch_size)
+        seen = iter(loader)
+        next(seen), next(seen)
+        return loader.state_dict(), [batch["number"].tolist() for batch in seen]
+
+    def resumed(make: Any, batch_size: int, state: Any, **how: Any) -> tuple[list[int], Any]:
+        READS.clear()
+        plugin = hpnb.HybridParallelPlugin(precision="fp64", **how)
+        loader = plugin.prepare_dataloader(make(), batch_size)
+        loader.load_state_dict(state)
+        left = [batch["number"].tolist() for batch in loader]
+        return list(READS), left
+
+    def counted() -> Any:
+        return streaming(2).map(lambda r: READS.append(int(r["number"])) or r)
+
+    both = pools[2].run(saved, counted, 2)
+    (state, _), _ = both
+    for (_, left), (reads, again) in zip(both, pools[2].run(resumed, counted, 2, state), strict=True):
+        assert again == left
+        assert len(reads) == sum(map(len, left)), "batches before the position were read again"
+    with pytest.raises(hpnb.RankError, match=r"2 replicas with 0 workers in shards .* here are 1 with 0"):
+        pools[2].run(resumed, counted, 4, state, tp_size=2)
+    with pytest.raises(hpnb.RankError, match=r"global_batch=4, this loader has 6; .*batch_size=2"):
+        pools[2].run(resumed, counted, 3, state)
+
+    both = pools[2].run(saved, Stream, 2)
+    wanted = [sorted(a + b) for a, b in zip(*(left for _, left in both), strict=True)]
+    for _, again in pools[2].run(resumed, Stream, 4, both[0][0], tp_size=2):
+        assert again == wanted
+
+
+def test_what_a_stream_cannot_do_is_refused(pools: RankPools) -> None:
+    def attempt(data: Any, **options: Any) -> None:
+        hpnb.HybridParallelPlugin(precision="fp64").prepare_dataloader(data, 2, **options)
+
+    with pytest.raises(hpnb.RankError, match=r"shuffle=True needs a dataset .* and a Stream"):
+        pools[2].run(attempt, Stream(), shuffle=True)
+    mixup = hpnb.data.ImageTransform(8, mixup=0.2, classes=2)
+    with pytest.raises(hpnb.RankError, match="mixup=0"):
+        pools[2].run(attempt, Stream(), transform=mixup)
+
+    def split_before() -> Any:
+        from datasets.distributed import split_dataset_by_node
+
+        return split_dataset_by_node(streaming(2), hpnb.rank(), 2)
+
+    with pytest.raises(hpnb.RankError, match=r"split for 2 ranks already.*split_dataset_by_node"):
+        pools[2].run(lambda: attempt(split_before()))
+    first, second = pools[2].run(batches, {}, "one shard", shuffle=True, stop=2)
+    assert sorted(chain(*first[1], *second[1])) == list(range(SAMPLES))
+    assert [first[1], second[1]] != pools[2].run(lambda: batches({}, "one shard")[1])
+    assert len(first[2]) == len(first[1]) - 2
+
+
+# --- loaders of PyTorch -------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.body = nn.Linear(6, 3, dtype=D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+class StopAfter(Hook):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def after_step(self, trainer: TrainingState) -> None:
+        if trainer.step == self.step:
+            raise KeyboardInterrupt
+
+
+def fit(
+    make_loader: Any, how: dict[str, Any], epochs: int = 2, path: Path | None = None, stop: int = -1
+) -> tuple[list[float], list[float], list[str]]:
+    """(losses of the epochs, weights, warnings)."""
+    plugin = hpnb.HybridParallelPlugin(precision="fp64", **how)
+    booster, net = hpnb.Booster(plugin=plugin), Net()
+    model: Any = nn.Sequential(net.body, nn.Tanh()) if plugin.pp_size > 1 else net
+
+    def criterion(outputs: torch.Tensor, inputs: Any) -> torch.Tensor:
+        x = inputs[0] if isinstance(inputs, (list, tuple)) else inputs["x"]
+        return (outputs.sum(1) - x.sum(1)).square().mean()
+
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9))
+    extra: list[Any] = [StopAfter(stop)]
+    if path is not None:
+        extra.append(hooks.CheckpointHook(path, every=3))
+    trainer = hpnb.Trainer(booster, boosted, optimizer, criterion, hooks=extra, display_progress=False)
+    if path is not None:
+        trainer.resume(path, missing_ok=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(make_loader(plugin), epochs, evaluate=make_loader(plugin))
+        except KeyboardInterrupt:
+            return [], [], []
+    losses = [row[name] for row in trainer.history for name in ("loss", "eval_loss")]
+    weights = [] if plugin.pp_size > 1 else net.body.weight.flatten().tolist()
+    return losses, weights, [str(warning.message) for warning in caught if "batch" in str(warning.message)]
+
+
+def test_a_stream_trains_as_one_rank_does_and_goes_on(pools: RankPools, tmp_path: Path) -> None:
+    def loader(plugin: Any) -> Any:
+        return plugin.prepare_dataloader(Stream(), 4 // plugin.dp_size)
+
+    ((losses, weights, _),) = pools[1].run(fit, loader, {})
+    assert losses[2] < losses[0]
+    for found in pools[2].run(fit, loader, {}):
+        assert found[0] == pytest.approx(losses, rel=1e-12)
+        assert found[1] == pytest.approx(weights, rel=1e-12)
+    pools[2].run(fit, loader, {}, 2, tmp_path, 4)
+    for found in pools[2].run(fit, loader, {}, 2, tmp_path):
+        assert found[0] == pytest.approx(losses, rel=1e-12)
+        assert found[1] == pytest.approx(weights, rel=1e-12)
+
+
+class Items:
+    """Rows that can be indexed."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, i: int) -> Any:
+        return row(i)
+
+
+def test_a_loader_over_a_stream_is_warned_about(pools: RankPools) -> None:
+    def boost(make: Any) -> list[str]:
+        booster, net = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp64")), Net()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            booster.boost(net, torch.optim.SGD(net.parameters()), dataloader=make())
+        return [str(warning.message) for warning in caught if "data-parallel ranks" in str(warning.message)]
+
+    for make in (lambda: DataLoader(Stream(), 4), lambda: DataLoader(Items(8), 4)):
+        assert [len(said) for said in pools[2].run(boost, make)] == [1, 1]
+    for _, _, said in pools[2].run(fit, lambda _: DataLoader(Stream(), 4), {}):
+        assert any("all read the same first batch" in sentence for sentence in said)
+
+
+def test_loaders_that_end_apart_end_together_or_are_refused(pools: RankPools) -> None:
+    """Rank 1 has fewer samples."""
+    for losses, _, said in pools[2].run(fit, lambda _: DataLoader(Stream(20 - 8 * hpnb.rank()), 4), {}, 1):
+        assert len(losses) == 2
+        assert any("ended after 3 batches on rank 1" in sentence for sentence in said)
+    told = "has 5 batches on rank 0 and 3 on rank 1"
+    with pytest.raises(hpnb.RankError, match=told):
+        pools[2].run(fit, lambda _: DataLoader(Items(20 - 8 * hpnb.rank()), 4), {}, 1)  # type: ignore[arg-type]
+    with pytest.raises(hpnb.RankError, match="20 samples on rank 0 and 12 on rank 1"):
+        pools[2].run(fit, lambda plugin: plugin.prepare_dataloader(Items(20 - 8 * hpnb.rank()), 4), {}, 1)
+
+
+def test_ranks_of_one_replica_with_other_batches_are_refused(pools: RankPools) -> None:
+    def shuffled(_: Any) -> Any:
+        g = torch.Generator().manual_seed(hpnb.rank())
+        return DataLoader(Items(20), 4, shuffle=True, generator=g)  # type: ignore[arg-type]
+
+    with pytest.raises(hpnb.RankError, match="ranks 0 and 1 hold one replica"):
+        pools[2].run(fit, shuffled, {"pp_size": 2}, 1)
+
+
+def test_one_process_needs_no_ranks() -> None:
+    loader = hpnb.data.IterableLoader(Stream(), 4)
+    assert [set(batch["number"].tolist()) for batch in loader] == IN_ORDER
+    axis = type("Axis", (), {"size": 1, "rank": 0})
+    assert len(list(iterate_together([1, 2, 3], axis))) == 3
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchdata") is None, reason="torchdata is not installed")
+def test_torchdata_keeps_the_position_of_workers(pools: RankPools) -> None:
+    def keeper() -> str:
+        return hpnb.data.IterableLoader(streaming(4), 2, num_workers=2).state_dict()["keeper"]
+
+    assert pools[1].run(keeper) == ["torchdata"]

@@ -216,8 +216,11 @@ def test_a_static_graph_is_asked_once_and_orders_its_buckets(pools: RankPools) -
                 replica(torch.ones(1, 32)).sum().backward()
             calls.append(len(t.messages))
         first = replica.reducer.buckets[0].parameters[0]
-        return calls, [p.grad is None for p in model.never.parameters()], len(replica.reducer.buckets), (
-            first is model.layers[0].weight or first is model.layers[0].bias
+        return (
+            calls,
+            [p.grad is None for p in model.never.parameters()],
+            len(replica.reducer.buckets),
+            (first is model.layers[0].weight or first is model.layers[0].bias),
         )
 
     for calls, unused, buckets, in_order in pools[2].run(run):
@@ -329,9 +332,7 @@ def test_parameters_are_dealt_into_buckets_in_order() -> None:
 # --- what users do ---------------------------------------------------------------------------------------
 
 
-def several_backwards(
-    average: bool, quiet: bool, use: tuple[bool, ...], unused: bool
-) -> tuple[float, float]:
+def several_backwards(average: bool, quiet: bool, use: tuple[bool, ...], unused: bool) -> tuple[float, float]:
     """Distances of gradients and weights; a backward for each of `use`: whether the rare layer is in it."""
     axis = Mesh(Layout(dp=hpnb.world_size())).dp
     torch.manual_seed(0)
@@ -553,3 +554,26 @@ def test_in_16_bits_ranks_differ_as_two_orders_of_summation_do(pools: RankPools,
         assert 0 < ranks < 3 * orders < 1e-2
     for ranks, orders in pools[3].run(sixteen_bits, name, False):  # sums in place of means
         assert ranks > 30 * orders
+
+
+# --- replicas that should be equal -----------------------------------------------------------------------
+
+
+def test_what_differs_between_replicas_is_named(pools: RankPools) -> None:
+    def run() -> list[dict[str, float]]:
+        mesh = Mesh(Layout(dp=2))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        equal = hpnb.data_parallel.compare_replicas(model, mesh.dp)
+        with torch.no_grad():
+            model[0].weight.mul_(1 + 0.5 * mesh.dp.rank)
+        model[1].bias.grad = torch.full((4,), 2.0 + mesh.dp.rank)
+        if mesh.dp.rank:
+            model[1].weight.grad = torch.ones(4, 4)
+        return [equal, hpnb.data_parallel.compare_replicas(model, mesh.dp)]
+
+    for equal, differing in pools[2].run(run):
+        assert equal == {}
+        assert differing == pytest.approx(
+            {"0.weight": 0.5, "1.weight.grad": float("inf"), "1.bias.grad": 0.5}, rel=1e-6
+        )

@@ -59,6 +59,17 @@ def sgd(parameters: Any, **how: Any) -> torch.optim.Optimizer:
 # --- policies --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("written", ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_a_dtype_is_a_precision_and_auto_fits_the_device(written: Any) -> None:
+    assert precision.policy(written).name == precision.precision_name(written) == "bf16"
+    assert hpnb.HybridParallelPlugin(precision=written).precision == "bf16"
+    assert precision.policy(torch.float64).compute == torch.float64
+    assert precision.policy("auto", "cpu").name == "fp32"
+    assert hpnb.HybridParallelPlugin().policy.name == precision.policy("auto", hpnb.device()).name
+    with pytest.raises(ValueError, match="int8"):
+        precision.policy(torch.int8)
+
+
 @pytest.mark.parametrize(
     ("name", "weight", "product", "masters", "scaled"),
     [
@@ -425,9 +436,7 @@ def test_an_error_in_a_step_leaves_the_groups_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("make", [sgd, torch.optim.AdamW, torch.optim.SGD])
-def test_training_resumes_bit_for_bit(
-    make: Callable[..., torch.optim.Optimizer], tmp_path: Any
-) -> None:
+def test_training_resumes_bit_for_bit(make: Callable[..., torch.optim.Optimizer], tmp_path: Any) -> None:
     def run(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
         for step in steps:
             optimizer.zero_grad()

@@ -138,6 +138,7 @@ def test_on_cpus_there_are_none() -> None:
     axis = Axis("dp", 2, 0, None, (0, 1))  # type: ignore[arg-type]
     assert symmetric_all_reduce.make_symmetric_all_reduce(axis, torch.device("cpu")) is None
 
+
 # --- opening the memory ----------------------------------------------------------------------------------
 
 

@@ -111,7 +111,7 @@ def test_one_rank_is_the_model_itself(pools: Callable[[int], hpnb.Ranks]) -> Non
     assert pools(1).run(parity, "gpt2", True, 1, False)[0] < 1e-12
 
 
-@pytest.mark.gpu
+@pytest.mark.one_gpu
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", ["vit", "gpt2", "gpt2 classifies"])
 def test_on_gpus(name: str, sequence: bool) -> None:

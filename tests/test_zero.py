@@ -261,7 +261,7 @@ def check(pool: hpnb.Ranks, name: str) -> None:
             assert (buckets > 2) == (name != "one bucket")
 
 
-@pytest.mark.gpu
+@pytest.mark.one_gpu
 def test_equal_to_one_gpu() -> None:
     with hpnb.Ranks(2, device="cuda", timeout=120) as pool:
         for name in SGD_CASES:

@@ -4,8 +4,11 @@
     stage 1   ZeroOptimizer    optimizer state is sharded: zero.py, zero_reduce_scatter.py, zero_bucket.py
     stage 2   ZeroOptimizer    gradients too
     stage 3   fully_shard      parameters too: fsdp.py, fsdp_hooks.py, fsdp_units.py, flat_params.py
+
+`compare_replicas` says which parameters and gradients differ between replicas, when they should not.
 """
 
+from hpnb.data_parallel.compare_replicas import compare_replicas
 from hpnb.data_parallel.ddp import DataParallel, broadcast, global_mean
 from hpnb.data_parallel.fsdp import fully_shard, load_full_state_dict, no_sync, sink
 from hpnb.data_parallel.reducer import Reducer
@@ -16,6 +19,7 @@ __all__ = [
     "Reducer",
     "ZeroOptimizer",
     "broadcast",
+    "compare_replicas",
     "fully_shard",
     "global_mean",
     "load_full_state_dict",

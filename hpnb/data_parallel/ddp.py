@@ -25,7 +25,7 @@ from torch import nn
 
 from hpnb.data_parallel.reducer import Reducer
 from hpnb.gradients import GradientSink, after_backward, attach, claim, in_backward, reduced_by
-from hpnb.mesh import Axis
+from hpnb.mesh import Axis, Mesh, axis_of
 from hpnb.placement import placement_of
 
 _MESSAGE_BYTES = 2**25  # of a broadcast, which copies what it sends
@@ -61,12 +61,19 @@ class DataParallel(nn.Module):
         ValueError: a model without trained parameters, on the meta device, wrapped before, or not the same on
             all ranks.
         RuntimeError: in the backward, if parameters got no gradient and find_unused_parameters is off.
+
+    >>> def step(x):
+    ...     model = hpnb.DataParallel(torch.nn.Linear(2, 1), hpnb.Mesh(hpnb.Layout(dp=2)).dp)
+    ...     model(x[hpnb.rank()]).sum().backward()
+    ...     return model.module.weight.grad.tolist()
+    >>> hpnb.launch(step, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), ranks=2, device="cpu")
+    [[[2.0, 3.0]], [[2.0, 3.0]]]
     """
 
     def __init__(
         self,
         module: nn.Module,
-        axis: Axis,
+        axis: Axis | Mesh,
         bucket_mb: float = 25.0,
         *,
         broadcast_buffers: bool = True,
@@ -79,10 +86,11 @@ class DataParallel(nn.Module):
         average: bool = True,
     ) -> None:
         super().__init__()
+        axis = axis_of(axis, "dp")
         self.module, self.axis, self.broadcast_buffers = module, axis, broadcast_buffers
         self._sync = True
         self._awaits_end = False  # of a backward, which calls `_finish`
-        _check(module, axis)
+        _check(module)
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         options = {"bucket_mb": bucket_mb, "average": average, "static_graph": static_graph,
                    "copy_engines": copy_engines}  # fmt: skip
@@ -198,9 +206,7 @@ def _refuse_gradient(_: torch.nn.Parameter) -> NoReturn:
     )
 
 
-def _check(module: nn.Module, axis: Axis) -> None:
-    if not isinstance(axis, Axis):
-        raise ValueError(f"axis={axis!r} is no axis of a mesh; use mesh.dp, with mesh = hpnb.Mesh(layout)")
+def _check(module: nn.Module) -> None:
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError(f"no parameter of this {type(module).__name__} requires a gradient")
     if meta := [name for name, p in module.named_parameters() if p.is_meta]:
@@ -220,6 +226,13 @@ def global_mean(total: torch.Tensor, count: int | torch.Tensor, axis: Axis) -> t
 
     Raises:
         ValueError: no rank has any.
+
+    >>> def loss(losses):
+    ...     local = losses[:3] if hpnb.rank() == 0 else losses[3:]  # three samples and one
+    ...     axis = hpnb.Mesh(hpnb.Layout(dp=2)).dp
+    ...     return hpnb.data_parallel.global_mean(local.sum(), len(local), axis).item()
+    >>> hpnb.launch(loss, torch.tensor([1.0, 2.0, 3.0, 10.0]), ranks=2, device="cpu")  # their mean is 4
+    [3.0, 5.0]
     """
     counts = torch.as_tensor(count, dtype=torch.float64).to(total.device, copy=True)
     if axis.size > 1:

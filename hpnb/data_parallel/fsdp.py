@@ -29,7 +29,7 @@ from hpnb.data_parallel.ddp import broadcast, check_replicas
 from hpnb.data_parallel.flat_params import FSDPPolicy
 from hpnb.data_parallel.fsdp_hooks import FSDPState, fsdp_state_of
 from hpnb.gradients import GradientSink
-from hpnb.mesh import Axis
+from hpnb.mesh import Axis, Mesh, axis_of
 from hpnb.placement import load_full_state_dict as load_full_state_dict
 from hpnb.ranks.current_rank import device as this_device
 
@@ -38,7 +38,7 @@ M = TypeVar("M", bound=nn.Module)
 
 def fully_shard(
     module: M,
-    axis: Axis,
+    axis: Axis | Mesh,
     *,
     units: Iterable[nn.Module | str] | None = None,
     dtype: torch.dtype | None = None,
@@ -68,7 +68,7 @@ def fully_shard(
     A model on the meta device gets zeros, to be filled by `load_full_state_dict`. It never exists in full.
 
     Args:
-        axis: the data axis, `mesh.dp`.
+        axis: the data axis, `mesh.dp`; of a mesh that one is taken.
         units: what is gathered together, modules or their names. By default the items of every outermost
             nn.ModuleList, or if there is none of every outermost nn.Sequential. The rest is the root's.
         dtype: to compute in; parameters keep theirs. Inputs of the module that are floats are converted.
@@ -85,7 +85,14 @@ def fully_shard(
     Raises:
         ValueError: nothing to shard, or already sharded or wrapped; a unit that is not there, or has no
             forward; ranks whose modules differ; a dtype that is no float; prefetch below 0.
+
+    >>> def shard():
+    ...     model = hpnb.fully_shard(torch.nn.Linear(8, 8, bias=False), hpnb.Mesh(hpnb.Layout(dp=2)).dp)
+    ...     return sum(p.numel() for p in model.parameters())
+    >>> hpnb.launch(shard, ranks=2, device="cpu")
+    [32, 32]
     """
+    axis = axis_of(axis, "dp")
     for what, kind in (("dtype", dtype), ("communication_dtype", communication_dtype)):
         if kind is not None and not kind.is_floating_point:
             raise ValueError(f"{what}={kind} has no gradients; torch.bfloat16 would do")

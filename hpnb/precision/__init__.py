@@ -18,6 +18,7 @@ range of float32 and needs no scale.
 from hpnb.precision.loss_scaler import LossScaler
 from hpnb.precision.masters import Masters
 from hpnb.precision.optimizer_step import OptimizerStepResult, step
-from hpnb.precision.policies import PrecisionPolicy, best_16_bit, policy
+from hpnb.precision.policies import PrecisionPolicy, best_16_bit, policy, precision_name
 
-__all__ = ["LossScaler", "Masters", "OptimizerStepResult", "PrecisionPolicy", "best_16_bit", "policy", "step"]
+__all__ = ["LossScaler", "Masters", "OptimizerStepResult", "PrecisionPolicy", "best_16_bit", "policy",
+           "precision_name", "step"]  # fmt: skip

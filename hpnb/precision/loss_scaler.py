@@ -25,6 +25,11 @@ class LossScaler:
 
     Raises:
         ValueError: an option that cannot work.
+
+    >>> scaler = hpnb.precision.LossScaler(initial_scale=1024.0, hysteresis=1)
+    >>> scaler.update(True)  # an overflow
+    >>> scaler.scale, scaler.skipped
+    (512.0, 1)
     """
 
     def __init__(

@@ -41,6 +41,14 @@ class Masters:
 
     Raises:
         ValueError: the optimizer has masters already; later, a step with a closure.
+
+    >>> weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    >>> optimizer = torch.optim.SGD([weight], lr=1e-3)
+    >>> masters = hpnb.precision.Masters(optimizer)
+    >>> weight.grad = torch.ones_like(weight)
+    >>> optimizer.step()
+    >>> weight.item(), masters.of(weight).item()  # too small a step for bf16
+    (1.0, 0.9990...)
     """
 
     def __init__(self, optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> None:

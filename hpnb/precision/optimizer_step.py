@@ -62,6 +62,14 @@ def step(
 
     Raises:
         ValueError: max_norm is below 0, or gradients are sharded along an axis that is not in `axes`.
+
+    >>> weight = torch.nn.Parameter(torch.zeros(2))
+    >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+    >>> weight.grad = torch.tensor([3.0, 4.0])
+    >>> hpnb.precision.step(optimizer, max_norm=1.0).norm.item()
+    5.0
+    >>> weight.tolist()
+    [-0.59..., -0.79...]
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm={max_norm} must be above 0, or 0 for no clipping")

@@ -7,6 +7,9 @@
     fp16        float16    float16    yes           float32 masters
     bf16        bfloat16   bfloat16   no            float32 masters
     fp64        float64    float64    no            the weights (for proofs)
+
+"auto" is fp32 on a CPU, which has no units for 16 bits, and bf16 on a GPU, or fp16 if it has no bf16. A name
+may also be written as a dtype: "bfloat16" and torch.bfloat16 are bf16.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+from hpnb.ranks.current_rank import device as this_device
+from hpnb.ranks.gpu_limits import bf16_denied
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -52,6 +58,9 @@ class PrecisionPolicy:
         return module.to(self.weights)
 
 
+AUTO = "auto"
+_NAMES = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32",
+          "float64": "fp64", "double": "fp64"}  # fmt: skip
 _POLICIES = {
     p.name: p
     for p in (
@@ -65,20 +74,43 @@ _POLICIES = {
 }
 
 
-def policy(name: str) -> PrecisionPolicy:
-    """The policy of this name.
+def precision_name(precision: str | torch.dtype) -> str:
+    """The policy's name of "bf16", "bfloat16" or torch.bfloat16, and so on; "auto" stays.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+    name = str(precision).removeprefix("torch.") if isinstance(precision, str | torch.dtype) else ""
+    name = _NAMES.get(name, name)
+    if name != AUTO and name not in _POLICIES:
+        raise ValueError(f"precision={precision!r} is not one of {', '.join(_POLICIES)}, or 'auto'")
+    return name
+
+
+def policy(precision: str | torch.dtype, device: torch.device | str | None = None) -> PrecisionPolicy:
+    """The policy of this name or dtype.
+
+    Args:
+        device: decides what "auto" is, fp32 on a CPU and `best_16_bit` on a GPU; this rank's by default.
 
     Raises:
         ValueError: there is none.
     """
-    if name not in _POLICIES:
-        raise ValueError(f"precision={name!r} is not one of {', '.join(_POLICIES)}")
+    name = precision_name(precision)
+    if name == AUTO:
+        on = this_device() if device is None else torch.device(device)
+        name = best_16_bit(on) if on.type == "cuda" else "fp32"
     return _POLICIES[name]
 
 
 def best_16_bit(device: torch.device | str) -> str:
-    """bf16, or fp16 on a GPU without bf16 units: those before compute capability 8.0, as T4 and V100."""
+    """bf16, or fp16 on a GPU without bf16 units: those before compute capability 8.0, as T4 and V100.
+
+    With HPNB_NO_BF16=1 it is fp16 on every GPU.
+    """
     device = torch.device(device)
+    if device.type == "cuda" and bf16_denied():
+        return "fp16"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return "fp16"
     return "bf16"

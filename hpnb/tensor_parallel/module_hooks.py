@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+
+from hpnb.models.model_anatomy import Part
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -31,3 +34,20 @@ def around_forward(module: nn.Module, begin: Callable[[], None], end: Callable[[
     """Call `begin` before all other hooks of a forward, and `end` after it, also if it raised."""
     module.register_forward_pre_hook(lambda *_: begin(), prepend=True)
     module.register_forward_hook(lambda *_: end(), always_call=True)
+
+
+def explain_fixed_heads(block: Part, ranks: int) -> None:
+    """If the first forward of `block` fails, say that its attention may count the heads of all ranks."""
+
+    def explain(module: nn.Module, args: Any, output: Any) -> None:
+        error = sys.exception()
+        if output is not None:
+            hook.remove()
+        elif type(error) is RuntimeError:
+            error.args = (
+                f"{error}; this is {block.name} on one of {ranks} tensor-parallel ranks, whose attention has "
+                "only some of the heads: fold them by their width, .view(..., -1, head_size), or name the "
+                "modules that count heads, hpnb.models.register(.., attentions=..)",
+            )
+
+    hook = block.module.register_forward_hook(explain, always_call=True)

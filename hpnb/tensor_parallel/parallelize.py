@@ -14,6 +14,7 @@ head. The same table serves every mode.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,13 +27,16 @@ from torch import nn
 
 from hpnb import placement
 from hpnb.data.tokenizer import IGNORE_INDEX
-from hpnb.mesh import Axis
+from hpnb.mesh import Axis, Mesh, axis_of
 from hpnb.models import Role, anatomy, attentions, roles
+from hpnb.models.compare_parts import FirstStepCheck, first_step_check
 from hpnb.models.model_anatomy import Inputs, Part, WrappedAnatomy, wrap_anatomy
+from hpnb.models.registry import registration_of
 from hpnb.placement import Placement
 from hpnb.ranks.current_rank import device as this_device
 from hpnb.tensor_parallel.lazy_logits import with_lazy_logits
 from hpnb.tensor_parallel.mode import NAMES, ModelToShard, Section, TensorParallelMode, check_ranks
+from hpnb.tensor_parallel.module_hooks import explain_fixed_heads
 from hpnb.tensor_parallel.tp_1d import TensorParallel1D
 from hpnb.tensor_parallel.tp_2d import TensorParallel2D
 from hpnb.tensor_parallel.tp_3d import TensorParallel3D
@@ -43,7 +47,7 @@ _MODE = "_hpnb_tensor_parallel"
 
 def parallelize(
     model: nn.Module,
-    axis: Axis,
+    axis: Axis | Mesh,
     mode: str = "1d",
     sequence_parallel: bool = False,
     depth: int = 1,
@@ -58,7 +62,7 @@ def parallelize(
     Args:
         model: one that `hpnb.models` knows: a ViTForImageClassification, GPT2LMHeadModel or
             GPT2ForSequenceClassification, or a class given to `hpnb.models.register`.
-        axis: the tensor axis, `mesh.tp`.
+        axis: the tensor axis, `mesh.tp`; of a mesh that one is taken.
         mode: "1d" (column- and row-parallel; any number of ranks), "2d" (q x q ranks), "2.5d" (depth x q x
             q), "3d" (l x l x l).
         sequence_parallel: shard what lies between the matrices along the tokens. For "1d"; the grids shard
@@ -69,10 +73,21 @@ def parallelize(
         TypeError: a model of another kind, or a wrapped one.
         ValueError: a mode that this many ranks cannot serve, sizes that do not divide where they must, more
             ranks than heads, a model that has been sharded before, or trained parameters with a gradient.
+
+    >>> def forward(batch):
+    ...     model = hpnb.models.vit("laptop", classes=3)
+    ...     hpnb.tensor_parallel.parallelize(model, hpnb.Mesh(hpnb.Layout(tp=2)).tp)
+    ...     return tuple(model.vit.layers[0].mlp.fc1.weight.shape), tuple(model(**batch).logits.shape)
+    >>> hpnb.launch(forward, {"pixel_values": torch.randn(4, 3, 32, 32)}, ranks=2, device="cpu")[0]
+    ((128, 64), (4, 3))
     """
+    axis = axis_of(axis, "tp")
     if _mode_of(model) is not None:
         raise ValueError("this model has been cut by parallelize before; cut a new one")
+    if axis.size > 1:
+        registration_of(model).check_sharding(model, mode, sequence_parallel)
     to_shard = _describe(model)
+    check = first_step_check(model) if dist.get_rank() == 0 else None  # of the unsharded model
     how = make_mode(mode, axis, sequence_parallel, depth)
     how.check(to_shard)
     _shard_weights(to_shard, axis, how)
@@ -90,6 +105,11 @@ def parallelize(
     wrap_anatomy(model, wrap)
     setattr(model, _MODE, how)
     placement.keep_placements(model)
+    if check is not None:
+        _check_first_forward(model, check)
+    if axis.size > 1 and not to_shard.attentions:
+        for block in to_shard.anatomy.blocks:
+            explain_fixed_heads(block, axis.size)
     if not any(p.is_meta for p in model.parameters()):
         model.to(this_device())
     return model
@@ -139,6 +159,13 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: a model that has not been sharded, or one that is sharded along another axis too:
             `hpnb.placement.full_state_dict(model, [*axes(model), mesh.dp])` is for that.
+
+    >>> def full_shape():
+    ...     model = hpnb.models.vit("laptop", classes=3)
+    ...     hpnb.tensor_parallel.parallelize(model, hpnb.Mesh(hpnb.Layout(tp=2)).tp)
+    ...     return tuple(hpnb.tensor_parallel.full_state_dict(model)["vit.layers.0.mlp.fc1.weight"].shape)
+    >>> hpnb.launch(full_shape, ranks=2, device="cpu")
+    [(256, 64), (256, 64)]
     """
     return placement.full_state_dict(model, axes(model))
 
@@ -147,6 +174,15 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """{name: gradient} of the unsplit model's parameters that have one, on every rank; all ranks call it.
 
     A tied parameter stands under its first name. The errors are those of `full_state_dict`.
+
+    >>> def full_shape(batch):
+    ...     model = hpnb.models.vit("laptop", classes=3)
+    ...     hpnb.tensor_parallel.parallelize(model, hpnb.Mesh(hpnb.Layout(tp=2)).tp)
+    ...     model(**batch).loss.backward()
+    ...     return tuple(hpnb.tensor_parallel.full_gradients(model)["vit.layers.0.mlp.fc1.weight"].shape)
+    >>> batch = {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.arange(4) % 3}
+    >>> hpnb.launch(full_shape, batch, ranks=2, device="cpu")
+    [(256, 64), (256, 64)]
     """
     axis_by_name = {axis.name: axis for axis in axes(model)}
     parameters = {name: p for name, p in model.named_parameters() if p.grad is not None}
@@ -206,7 +242,13 @@ def _describe(model: nn.Module) -> ModelToShard:
     role_of = {p: table[name] for name, p in model.named_parameters()}
     for name, p in model.named_parameters(remove_duplicate=False):
         path, _, attribute = name.rpartition(".")
-        section = next(sections[part] for part in sections if path == part or path.startswith(part + "."))
+        section = next((sections[s] for s in sections if path == s or path.startswith(s + ".")), None)
+        if section is None:
+            raise ValueError(
+                f"{name} lies in no part of this {type(model).__name__}, so it is neither embedding, block "
+                "nor head: put its module into a Part (hpnb.models.root_parameters makes one of what is on "
+                "the model itself); hpnb.models.check(model, batch) says what else is missing"
+            )
         layers.setdefault(path, (section, {}))[1][attribute] = role_of[p]
     return ModelToShard(
         module=model,
@@ -217,6 +259,17 @@ def _describe(model: nn.Module) -> ModelToShard:
         layers=layers,
         lazy_logits=hasattr(type(model), "loss_function"),
     )
+
+
+def _check_first_forward(model: nn.Module, check: FirstStepCheck) -> None:
+    signature = inspect.signature(model.forward)
+
+    def run(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        hook.remove()
+        bound = signature.bind_partial(*args, **kwargs).arguments
+        check.run(dict(bound))
+
+    hook = model.register_forward_pre_hook(run, with_kwargs=True, prepend=True)
 
 
 def _shard_weights(model: ModelToShard, axis: Axis, how: TensorParallelMode) -> None:
@@ -243,19 +296,23 @@ def _keep_logits_sharded(
 ) -> Callable[[Any, Inputs], Any]:
     """Give `model` a loss of sharded logits, and outputs that gather logits when they are read.
 
+    A `loss_function` that somebody has set stays in use. It gets gathered logits.
+
     Returns:
         What a pipeline's last stage does to the outputs of its head.
     """
+    replaced = vars(model).get("_loss_function")  # where transformers keeps what was assigned
 
-    def loss_function(
+    def loss_of_shards(
         logits: torch.Tensor,
         labels: torch.Tensor,
+        _: int | None = None,  # the vocabulary's size, which some models pass by position
         num_items_in_batch: torch.Tensor | int | None = None,
         ignore_index: int = IGNORE_INDEX,
         shift_labels: torch.Tensor | None = None,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
-        **_: Any,
+        **__: Any,
     ) -> torch.Tensor:
         """What transformers' ForCausalLMLoss computes, of sharded logits; the mean of no token is 0."""
         if shift_labels is None:
@@ -273,12 +330,24 @@ def _keep_logits_sharded(
     def gather(logits: torch.Tensor) -> torch.Tensor:
         return how.gather_logits(logits, vocab_size)
 
+    def loss_of_gathered(logits: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        loss: torch.Tensor = replaced(gather(logits), *args, **options)
+        return loss
+
+    loss_function: Callable[..., torch.Tensor] = loss_of_shards if replaced is None else loss_of_gathered
+
     def finish_outputs(outputs: Any, inputs: Inputs) -> Any:
         labels = inputs.get("labels")
-        compute_loss = None if labels is None else lambda logits: loss_function(logits, labels)
-        return with_lazy_logits(outputs, gather, compute_loss)
+        if labels is None:
+            return with_lazy_logits(outputs, gather)
+        options: dict[str, Any] = {"vocab_size": vocab_size}  # as a model of transformers calls it
+        if (
+            next_tokens := inputs.get("shift_labels")
+        ) is not None:  # of a batch that was split along its tokens
+            options["shift_labels"] = next_tokens
+        return with_lazy_logits(outputs, gather, lambda logits: loss_function(logits, labels, **options))
 
-    vars(loss_function)["vocab_shard"] = how.vocab_shard(vocab_size)
+    vars(loss_function)["vocab_shard"] = how.vocab_shard(vocab_size) if replaced is None else None
     model.loss_function = loss_function
     model.register_forward_hook(lambda module, args, outputs: with_lazy_logits(outputs, gather))
     return finish_outputs

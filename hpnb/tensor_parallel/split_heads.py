@@ -21,11 +21,13 @@ def split_units(axis: Axis, role: Role, dim: int, size: int) -> Cut:
 
     A fused weight (q, k and v side by side) is split in each of its parts.
     """
-    fused = role.fused if dim == role.out_dim else 1
-    width = size // fused  # of one of q, k and v
-    unit = width // role.units
-    start, stop = (i * unit for i in split_range(role.units, axis.size, axis.rank))
-    return Cut(axis.name, dim, tuple((part * width + start, part * width + stop) for part in range(fused)))
+    first, ranges = 0, []
+    for width in role.sections(dim, size):  # of q, of k and of v
+        unit = width // role.units
+        start, stop = split_range(role.units, axis.size, axis.rank)
+        ranges.append((first + start * unit, first + stop * unit))
+        first += width
+    return Cut(axis.name, dim, tuple(ranges))
 
 
 def split_evenly(axis: Axis, dim: int, size: int) -> Cut:

@@ -13,7 +13,7 @@ mathematics and the bytes are in `tp_1d_linear.py` and `sequence_parallel.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,14 +58,14 @@ class TensorParallel1D(TensorParallelMode):
             self._check_units(attention.heads, "heads", attention.path)
         for name, role in model.roles.items():
             if role.cut_dim is not None and not role.bias:
-                self._check_units(role.units, "pieces that must stay whole", name)
+                self._check_units(role.units, "units (pieces that are not split)", name)
 
     def _check_units(self, units: int, what: str, path: str) -> None:
         if units < self.axis.size:
-            raise ValueError(
-                f"{path} has {units} {what}, which {self.axis.size} ranks cannot share; use at most {units} "
-                f"ranks along {self.axis.name}"
-            )
+            works = f"use at most {units} ranks along {self.axis.name}"
+            if units == 1 and what != "heads":  # what a role has that says nothing
+                works = f"say units= in its role (its heads, or hidden columns), or {works}"
+            raise ValueError(f"{path} has {units} {what}, which {self.axis.size} ranks cannot share; {works}")
 
     def weight_cuts(self, role: Role, shape: Sequence[int]) -> tuple[Cut, ...]:
         if self.axis.size == 1 or not _is_sharded(role):
@@ -131,6 +131,8 @@ class TensorParallel1D(TensorParallelMode):
             if block is not model.anatomy.blocks[0].module:  # which splits the tokens
                 change_input(block, self.sharding.recall_batch_shape)
             self._pass_batch_shape(block, model)
+        else:
+            self._sum_replicated_grads(name, [p for p in paths if _sums_grads(model.layers[p][1])], model)
         for parent, layers in _find_regions(model.module, block, paths):
             self._make_region(parent, layers)
         if drops:
@@ -235,6 +237,10 @@ def _forward_with_shape(
 ) -> Any:
     sharding.set_batch_shape(*kwargs.pop(_SHAPE, sharding.shape))
     return forward(*args, **kwargs)
+
+
+def _sums_grads(roles: Mapping[str, Role]) -> bool:
+    return any(role.sum_grads for role in roles.values())
 
 
 def _is_sharded(role: Role) -> bool:

@@ -189,6 +189,10 @@ class GridMode(TensorParallelMode):
         if has_dropout(module):
             self._connect_dropout(model)
         change_input(model.anatomy.blocks[0].module, self._split_batch, prepend=True)
+        if not model.attentions:
+            model.anatomy.blocks[0].module.register_forward_pre_hook(
+                self._refuse_mask, with_kwargs=True, prepend=True
+            )
         if getattr(module, "base_model", None) is module:  # without a head: its outputs are hidden states
             module.register_forward_hook(self._gather_hidden)
         elif (vocab_size := model.vocab_size) is not None and not model.lazy_logits:
@@ -230,12 +234,25 @@ class GridMode(TensorParallelMode):
         named = {name: narrow(kwargs[name]) for name in _BATCHED_ARGUMENTS if name in kwargs}
         return (*args[:1], *others), {**kwargs, **named}
 
+    def _refuse_mask(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Only a registered attention gets the mask of its samples."""
+        samples = args[0].size(0) if args and isinstance(args[0], torch.Tensor) else 1
+        for value in (*args[1:], *kwargs.values()):
+            if isinstance(value, torch.Tensor) and value.dim() and value.size(0) == samples > 1:
+                raise ValueError(
+                    f"a {type(block).__name__} gets a tensor of shape {tuple(value.shape)} beside hidden "
+                    f"states, and a {self.describe()} splits the {samples} samples: name the attentions that "
+                    "take it, hpnb.models.register(.., attentions=..)"
+                )
+
     def _connect_dropout(self, model: ModelToShard) -> None:
         in_blocks = DropoutRng(self.axis, self.device)
         before_blocks = DropoutRng(self.hidden.hidden_axis, self.device)
         parts = [(part, before_blocks) for part in model.anatomy.embedding]
         parts += [(block, in_blocks) for block in model.anatomy.blocks]
         for part, rng in parts:
+            if not part.name:
+                continue  # parameters of the model itself, which drop nothing
             module = model.module.get_submodule(part.name)
 
             def begin(module: nn.Module = module, rng: DropoutRng = rng) -> None:

@@ -44,7 +44,7 @@ class GridRequirements:
         (section, roles), module = model.layers[path], model.module.get_submodule(path)
         for attribute, role in roles.items():  # vectors too, such as a class token
             if role.kind in ("embedding", "norm"):
-                name = f"{path}.{attribute}"
+                name = f"{path}.{attribute}" if path else attribute
                 self._check_divides(
                     name, model.shapes[name][role.out_dim], "values along the width", self.hidden
                 )

@@ -49,6 +49,8 @@ class VocabParallelEmbedding(nn.Module):
         is_local = padding is not None and self.first <= padding < stop
         self.padding_idx = padding - self.first if padding is not None and is_local else None
         self.weight = nn.Parameter(old.weight) if not isinstance(old.weight, nn.Parameter) else old.weight
+        scale = getattr(old, "embed_scale", None)  # of Gemma, which multiplies what it looks up
+        self.register_buffer("embed_scale", torch.as_tensor(scale) if scale is not None else None, False)
         self.train(old.training)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -61,7 +63,8 @@ class VocabParallelEmbedding(nn.Module):
             hidden = self.weight.sum() * self.weight.new_zeros((*ids.shape, self.weight.size(1)))
         for axis in reversed(self.axes):
             hidden = all_reduce(hidden, axis)
-        return hidden
+        scale = self._buffers["embed_scale"]
+        return hidden if scale is None else hidden * scale.to(self.weight.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.rows} of {self.vocab_size} tokens, width {self.weight.size(1)}"

@@ -286,7 +286,7 @@ def test_compiled_it_is_one_process_too() -> None:
             compile_blocks.ON_CPUS, linear_cross_entropy.ROWS = None, {}
 
     with hpnb.Ranks(2, timeout=120) as ranks:
-        for case in (TWO[0], TWO[3], TWO[6], TWO[7]):
+        for case in (TWO[3], TWO[7]):  # a pipeline, and words cut
             assert off(case, ranks.run(fast, case)) < 1e-11, case
 
 

@@ -191,7 +191,8 @@ def test_other_bad_input() -> None:
             balanced([1.0, wrong], 1)
     with pytest.raises(ValueError, match="4 stages need 4 layers or more, and there are 3: at most 3 stages"):
         cut(kinds(3, ends=False), 4, "uniform")
-    with pytest.raises(TypeError, match=r"cannot cut a Linear: pass an nn.Sequential, .* or a .*Builder"):
+    named = r"cannot cut a Linear: pass an nn.Sequential, .* or a .*Builder.*models\.register"
+    with pytest.raises(TypeError, match=named):
         layers(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="of a wrapped model, pass the model inside"):
         layers(nn.ModuleList([nn.Linear(2, 2)]))
@@ -328,8 +329,12 @@ def test_a_layer_is_measured_on_what_the_one_before_gives() -> None:
 
 def test_the_first_input_of_a_batch() -> None:
     x, y = torch.zeros(1), torch.ones(1)
-    for inputs in (x, (x, y), [x, y], {"pixel_values": x, "labels": y}, {"labels": y, "x": x}):
+    named: list[dict[str, Any]] = [{"pixel_values": x, "labels": y}, {"labels": y, "x": x}]
+    named += [{"wanted": y, "input": x}, {"step": 3, "x": x}]
+    for inputs in (x, (x, y), [x, y], *named):
         assert first_input(inputs) is x
+    with pytest.raises(ValueError, match=r"wanted, x .*input"):
+        first_input({"wanted": y, "x": x})
     for nothing in ((), [], {}, {"labels": y}):
         with pytest.raises(ValueError, match="no entry for the first layer"):
             first_input(nothing)
@@ -799,6 +804,6 @@ def on_gpus() -> tuple[bool, bool, bool]:
     return there, objects > set(mine.parameters()), whole and len(found) == len(serial.state_dict())
 
 
-@pytest.mark.gpu
+@pytest.mark.one_gpu
 def test_stages_go_to_their_gpu() -> None:
     assert hpnb.launch(on_gpus, ranks=2, device="cuda", timeout=120) == [(True, True, True)] * 2

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from rank_pools import gpu_ranks
 from torch import nn
 
 import hpnb
@@ -265,7 +266,7 @@ def check_cases(cases: list[Case], pools: Pools) -> None:
 
 
 def test_every_schedule_is_one_process(pools: Pools) -> None:
-    check_cases(a_sample(seed=4, count=48), pools)
+    check_cases(a_sample(seed=4, count=32), pools)
 
 
 @pytest.mark.slow
@@ -273,9 +274,9 @@ def test_all_of_them_are_one_process(pools: Pools) -> None:
     check_cases(every_case(), pools)
 
 
-@pytest.mark.gpu
+@pytest.mark.one_gpu
 def test_on_gpus_every_schedule_is_one_process() -> None:
-    ranks = torch.cuda.device_count()
+    ranks = gpu_ranks()
     cases = [case for case in every_case() if case.pp * case.dp <= ranks and case.pp > 1]
     with ExitStack() as stack:
         check_cases(
@@ -481,9 +482,7 @@ def test_evaluation_lengths_accumulation_traffic_and_timeline(pools: Pools) -> N
     assert pool.run(more, "traffic") == [hidden + mask + 4, hidden + 4]
 
     for source, events in pool.run(more, "timeline"):
-        assert source == (
-            "measured" if hpnb.ranks.usable_cores() >= 2 else "replayed from measured CPU time"
-        )
+        assert source == ("measured" if hpnb.ranks.usable_cores() >= 2 else "replayed from measured CPU time")
         rows = enumerate(schedules.make("1f1b", 2, 3).actions)
         wanted = [(r, a.stage, a.op, a.microbatch) for r, row in rows for a in row]
         assert sorted(events) == sorted(wanted)
@@ -671,9 +670,9 @@ def test_a_model_that_no_rank_has_whole(pools: Pools) -> None:
         assert here + there == sum(p.numel() for p in alone.parameters())
 
 
-@pytest.mark.gpu
+@pytest.mark.one_gpu
 def test_on_gpus_a_list_that_somebody_wrote() -> None:
-    if torch.cuda.device_count() < 4:
+    if gpu_ranks() < 4:
         pytest.skip("the list is one of 4 ranks")
     check_written("cuda")
 
@@ -766,9 +765,9 @@ def by_one_process(pair: bool, plan: tuple[bool, ...], tied: bool) -> dict[str, 
 def test_accumulated_corrected_and_tied_gradients_under_every_sink(pools: Pools) -> None:
     cases = [(kind, pair, plan, False) for kind in ("average", "sum", "zero 3") for pair in (False, True)
              for plan in ACCUMULATED]  # fmt: skip
-    cases += [(kind, True, plan, True) for kind in ("average", "zero 3") for plan in ACCUMULATED]
-    pool = pools(4)
-    for case in cases:
+    tied = [(kind, True, plan, True) for kind in ("average", "zero 3") for plan in ACCUMULATED]
+    draw, pool = random.Random(0), pools(4)
+    for case in (*draw.sample(cases, len(cases) // 2), *draw.sample(tied, len(tied) // 2)):
         found, wanted = pool.run(reduced_by_hand, *case)[0], by_one_process(*case[1:])
         assert distance(found, wanted) < EXACT, case
 
@@ -801,7 +800,9 @@ def trap(what: str) -> Any:
         pipe.step(batch(7, 2))
     if what == "names":  # what is no tensor may differ from step to step
         for step in range(3):
-            pipe.step({**batch(7, step), "step": step, "names": ["a", "b"], "who": object()})
+            given = batch(7, step)
+            given["input"] = given.pop("x")  # beside entries that could be it
+            pipe.step({**given, "step": step, "names": ["a", "b"], "who": object()})
         return len(pipe._known_boundaries)
     return all(p.grad.isfinite().all() for p in pipe.parameters())
 

@@ -37,7 +37,9 @@ from hpnb.pipeline_parallel.step_messages import StepMessages
 from hpnb.pipeline_parallel.transfers import MessageQueue, Pair
 from hpnb.ranks.current_rank import device, world_size
 from hpnb.ranks.devices import usable_cores
+from hpnb.ranks.gpu_turns import gpu_turns
 from hpnb.record.recorder import Recorder, recording
+from hpnb.record.timeline import Event
 
 AHEAD = 1  # actions whose receives are posted before their turn
 
@@ -79,7 +81,9 @@ class StepExecutor:
 
     Attributes:
         outputs: {microbatch: what the last stage gave}, where they are kept.
-        cpu_seconds: {action: its CPU time}, where ranks share cores and the step is recorded.
+        seconds: {action: its CPU time} where ranks share cores, {action: its GPU time, measured alone} where
+            they share a GPU; only of a recorded step.
+        communications: {action: what it communicated within its stage}, where ranks share a GPU.
     """
 
     def __init__(self, config: StepConfig) -> None:
@@ -88,13 +92,24 @@ class StepExecutor:
         self._messages = StepMessages(
             config.rank_schedule, config.queues, config.boundaries, config.sends_correction
         )
-        self._contended = contended()
+        self._contended, self._turns = contended(), gpu_turns()
         # Of each (stage, microbatch) whose backward is to come: where it starts and with which gradients, as
         # far as they are known; and the leaves whose gradients go back to the stage before.
         self._starts: dict[tuple[int, int], tuple[list[GradientEdge], list[torch.Tensor]]] = {}
         self._leaves: dict[tuple[int, int], list[torch.Tensor]] = {}
         self.outputs: dict[int, Any] = {}
-        self.cpu_seconds: dict[Action, float] = {}
+        self.seconds: dict[Action, float] = {}
+        self.communications: dict[Action, list[Event]] = {}
+
+    @property
+    def by_turns(self) -> bool:
+        """Whether ranks share a GPU, so that actions are measured by turns."""
+        return self._turns is not None
+
+    @property
+    def largest_message(self) -> int:
+        """Bytes of the largest message that this rank has sent to another."""
+        return self._messages.largest
 
     def run(self) -> None:
         """Go through the actions, and wait until all gradients are reduced or on their way."""
@@ -200,14 +215,26 @@ class StepExecutor:
         if self._config.recorder is None:
             return nullcontext()
         span = self._config.recorder.span(action.op, action.stage, action.microbatch)
+        if self._turns is not None:
+            return self._with_gpu_time(action, span)
         return self._with_cpu_time(action, span) if self._contended else span
+
+    @contextmanager
+    def _with_gpu_time(self, action: Action, span: AbstractContextManager[None]) -> Iterator[None]:
+        assert self._turns is not None
+        assert self._config.recorder is not None
+        since = self._config.recorder.num_spans()
+        with self._turns.turn() as turn, span:
+            yield
+        self.seconds[action] = turn.seconds
+        self.communications[action] = self._config.recorder.communications(since)
 
     @contextmanager
     def _with_cpu_time(self, action: Action, span: AbstractContextManager[None]) -> Iterator[None]:
         began = time.thread_time()
         with span:
             yield
-        self.cpu_seconds[action] = time.thread_time() - began
+        self.seconds[action] = time.thread_time() - began
 
 
 @cache

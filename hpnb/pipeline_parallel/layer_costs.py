@@ -112,7 +112,10 @@ class _Clock:
 def _copy_layer(layer: Layer, device: torch.device) -> Layer:
     """The layer again with its tensors on `device`, and zeros where there were no values."""
     built = layer.built(device if device.type == "meta" else None)
-    tensors = [t for part in built.parts for t in (*part.module.parameters(), *part.module.buffers())]
+    shared = () if built.anatomy is None else built.anatomy.shared().values()
+    modules = [part.module for part in built.parts] + [m for m in shared if isinstance(m, nn.Module)]
+    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    tensors += [t for t in shared if isinstance(t, torch.Tensor)]
     copies: dict[int, Any] = {}
     for t in tensors:
         has_no_values = t.is_meta and device.type != "meta"

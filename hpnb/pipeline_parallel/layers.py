@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -42,6 +42,7 @@ class Layer:
         kind: "layer" where the model does not tell its layers apart.
         causal: whether the model's targets are its inputs, shifted by one.
         build: makes a layer that does not exist yet.
+        anatomy: what `run` runs, with what all blocks share; None for a layer of a Sequential or Builder.
     """
 
     parts: tuple[Part, ...]
@@ -49,6 +50,7 @@ class Layer:
     kind: Kind = "layer"
     causal: bool = False
     build: Callable[[], Layer] | None = None
+    anatomy: Anatomy | None = None
 
     def built(self, device: torch.device | str | None = None) -> Layer:
         """This layer with its modules; a new one at every call if it has to be made, on `device`."""
@@ -135,12 +137,14 @@ def layers(model: nn.Module | Builder) -> tuple[Layer, ...]:
     else:
         model_layers = _layers_of_anatomy(_anatomy_of(model))
     parts = [part for layer in model_layers for part in layer.parts]
-    in_layers = {f"{part.name}.{name}" for part in parts for name in part.module.state_dict()}
+    in_layers = {part.full_name(name) for part in parts for name in part.module.state_dict()}
     if lost := [name for name in model.state_dict() if name not in in_layers]:
         names = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
         raise ValueError(
             f"{names} lie in none of the layers of this {type(model).__name__}, and would be lost; put them "
-            "into one"
+            "into a Part (hpnb.models.root_parameters makes one of what is on the model itself), and keep a "
+            "table that all blocks read out of the state dict (persistent=False); "
+            "hpnb.models.check(model, batch) says what else is missing"
         )
     return tuple(model_layers)
 
@@ -148,19 +152,30 @@ def layers(model: nn.Module | Builder) -> tuple[Layer, ...]:
 def first_input(inputs: Inputs) -> Any:
     """The entry of a microbatch that the first layer of a Sequential or Builder takes.
 
-    A tensor is that entry itself. Of a tuple or list it is the first item; of a mapping the first entry that
-    is not called "labels", "label", "targets" or "target", since a collator may put these first.
+    A tensor is that entry itself. Of a tuple or list it is the first item; of a mapping the entry called
+    "input", or the only tensor with rows that is not called "labels", "label", "targets" or "target".
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or several could be meant.
     """
     if isinstance(inputs, Mapping):
-        inputs = [value for name, value in inputs.items() if name not in TARGET_NAMES]
+        names = [name for name in inputs if name not in TARGET_NAMES]
+        names = [name for name in names if _has_rows(inputs[name])] or names
+        if len(names) > 1 and "input" not in names:
+            raise ValueError(
+                f"any of {', '.join(map(str, names))} could be the input of the first layer, which takes one "
+                f"tensor: call that entry 'input', or what is a target one of {', '.join(TARGET_NAMES)}"
+            )
+        inputs = [inputs[name] for name in (["input"] if "input" in names else names)]
     if isinstance(inputs, Sequence):
         if not len(inputs):
             raise ValueError("the batch has no entry for the first layer; put its input in front")
         return inputs[0]
     return inputs
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def shared_parameters(stages: Sequence[Sequence[Layer]]) -> dict[tuple[str, ...], tuple[int, ...]]:
@@ -189,7 +204,8 @@ def _anatomy_of(model: nn.Module) -> Anatomy:
             kind += " that defines its own forward"
         raise TypeError(
             f"hpnb cannot cut a {kind}: pass an nn.Sequential, a model whose parts hpnb.models.anatomy "
-            "knows, or a hpnb.pipeline_parallel.Builder; of a wrapped model, pass the model inside"
+            "knows, or a hpnb.pipeline_parallel.Builder; of a wrapped model, pass the model inside; "
+            "hpnb.models.register adds a kind in the process that calls it, so call it on the ranks"
         ) from None
 
 
@@ -224,13 +240,30 @@ def _run_unbuilt(i: int, hidden: Any, inputs: Inputs) -> Any:
 
 def _layers_of_anatomy(model: Anatomy) -> list[Layer]:
     """One layer per embedding, block and head. Its `run` refers to the modules of that layer alone."""
-    embedding = replace(model, blocks=(), head=())
-    head = replace(model, embedding=(), blocks=())
-    model_layers = [Layer(model.embedding, partial(_run_embedding, embedding), "embedding", model.causal)]
-    for block in model.blocks:
-        one_block = replace(model, embedding=(), blocks=(block,), head=())
-        model_layers.append(Layer((block,), partial(_run_block, one_block), "block", model.causal))
-    return [*model_layers, Layer(model.head, partial(_run_head, head), "head", model.causal)]
+    _check_shared(model)
+
+    def layer(run: Callable[..., Any], kind: Kind, **parts: tuple[Part, ...]) -> Layer:
+        part = model.with_parts(**parts)
+        return Layer(part.parts, partial(run, part), kind, model.causal, anatomy=part)
+
+    blocks = (layer(_run_block, "block", blocks=(block,)) for block in model.blocks)
+    embedding = layer(_run_embedding, "embedding", embedding=model.embedding)
+    return [embedding, *blocks, layer(_run_head, "head", head=model.head)]
+
+
+def _check_shared(model: Anatomy) -> None:
+    """A stage trains the parameters of its parts alone; those of an attribute would stay as they are."""
+    for attribute, value in model.shared().items():
+        if isinstance(value, torch.Tensor):
+            trained = attribute if value.requires_grad else None
+        else:
+            trained = next((f"{attribute}.{name}" for name, _ in value.named_parameters()), None)
+        if trained is not None:
+            raise ValueError(
+                f"{trained} of this {type(model).__name__} is a parameter, and stages train those of their "
+                "parts alone: put its module into a Part; if two stages use it, into both, as a tied "
+                "weight; an attribute is for what has no parameters, such as rotary tables"
+            )
 
 
 def _run_embedding(embedding: Anatomy, hidden: Any, inputs: Inputs) -> torch.Tensor:

@@ -23,8 +23,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.mesh import Axis
-from hpnb.pipeline_parallel.microbatches import count_targets
+from hpnb.pipeline_parallel.microbatches import TARGET_NAMES, count_targets, find_unnamed_targets
 
 LossReduction = Literal["mean", "sum_and_count"]
 LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, Any]]
@@ -65,6 +66,11 @@ class BatchLoss:
             _load_kernels(device)
         self._reduction, self._per_target = reduction, per_target
         self._targets = torch.stack([self._as_count(count_targets(one, causal)) for one in inputs])  # (m,)
+        # A GPU would wait for this, so it is read there only until a training step has returned a mean.
+        several = len(inputs) > 1 or (replicas is not None and replicas.size > 1)  # one weight is always 1
+        looks = several and (device.type != "cuda" or reduction is None)
+        unnamed = (find_unnamed_targets(one) for one in inputs) if looks else ()
+        self._unnamed_targets = next((name for name in unnamed if name is not None), None)
         self._all_targets = self._sum_over_replicas(self._targets.sum())
         # 1/N'. A batch without targets has gradients of 0.
         self._start = scale / (self._all_targets.clamp(min=1) * per_target)  # ()
@@ -116,6 +122,12 @@ class BatchLoss:
             raise ValueError(
                 "the loss function returned (sum, count), and this pipeline expects a mean, as in "
                 "its first training step; set loss_reduction='sum_and_count' on every rank, which takes both"
+            )
+        if returned == "mean" and self._unnamed_targets is not None:
+            raise ValueError(
+                f"the loss function returned a mean, and entry {self._unnamed_targets!r} of the batch "
+                f"contains {IGNORE_INDEX}, but means are weighted by targets only under the names "
+                f"{', '.join(TARGET_NAMES)}; rename it to 'labels', or return (sum, count)"
             )
         self.returned = returned
 

@@ -105,6 +105,20 @@ def count_targets(inputs: Any, causal: bool = False) -> torch.Tensor | int:
     return labels.ne(IGNORE_INDEX).sum()
 
 
+def find_unnamed_targets(inputs: Any) -> str | None:
+    """The entry of a mapping that looks like targets under a name that `count_targets` does not know.
+
+    That is an entry of integers with a -100 among them, in a mapping without any of TARGET_NAMES.
+    """
+    if not isinstance(inputs, Mapping) or any(name in inputs for name in TARGET_NAMES):
+        return None
+    for name, value in inputs.items():
+        signed = isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32, torch.int16)
+        if signed and bool(value.eq(IGNORE_INDEX).any()):
+            return str(name)
+    return None
+
+
 def to_device(batch: Any, device: torch.device) -> Any:
     """`batch` with its tensors and arrays on `device`; a mapping of any kind becomes a dict."""
     if isinstance(batch, Mapping):

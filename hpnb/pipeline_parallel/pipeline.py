@@ -21,8 +21,9 @@ from torch import nn
 
 from hpnb.background import Background
 from hpnb.gradients import GradientSink, reduced_by
-from hpnb.mesh import Axis
-from hpnb.pipeline_parallel import microbatches
+from hpnb.mesh import MICROBATCHES_PER_STAGE, Axis, Mesh, axis_of
+from hpnb.models.compare_parts import first_step_check
+from hpnb.pipeline_parallel import microbatches, schedules
 from hpnb.pipeline_parallel.boundary import KnownBoundaries, StepBoundaries
 from hpnb.pipeline_parallel.executor import StepConfig, StepExecutor
 from hpnb.pipeline_parallel.grad_ready import Gradients, GradReady, sink_of
@@ -53,13 +54,17 @@ class Pipeline:
             layers of this rank move to `hpnb.device()` and keep their Parameter objects. The others are left
             alone, and are freed when the caller lets go of the model. What is on the meta device gets zeros,
             to be filled by `load_full_state_dict`. Or `Stages` of the schedule's, such as a `WholeModel`.
-        axis: the pipeline axis, `mesh.pp`; as many ranks as the schedule has.
-        schedule: is checked here. `pipe.schedule` may be set between steps, on every rank: to another of the
-            same name and stages, for another number of microbatches.
+        axis: the pipeline axis, `mesh.pp`, which of a mesh is taken; as many ranks as the schedule has.
+        schedule: is checked here. Of a name ("1f1b") it is the schedule with 4 microbatches for each rank,
+            and 2 stages a rank if it interleaves them. `pipe.schedule` may be set between steps, on every
+            rank: to another of the same name and stages, for another number of microbatches.
         loss_fn: (outputs, inputs) of one microbatch -> (sum, count), or a scalar, which is the mean over
-            those targets of the microbatch that are not -100 (over its samples, if it has none). It is called
-            on the rank of the last stage. `inputs` are a microbatch of the batch, as it was given. It may be
-            set between steps, on every rank.
+            those targets of the microbatch that are not -100 (over its samples, if it has none). Targets are
+            the batch's entry "labels", "label", "targets" or "target", or the last of a tuple. A mean is
+            refused if another entry of integers contains -100 and there is none of these; on a GPU only the
+            first training step and evaluation look for it. It is called on the rank of the last stage.
+            `inputs` are a microbatch of the batch, as it was given. It may be set between steps, on every
+            rank.
         gradients: who reduces gradients over the replicas of a data axis: a `DataParallel` of `pipe.module`,
             a `ZeroOptimizer` of its parameters, the `sink` of it if it is fully sharded, or a function that
             makes one of the module. It may be set later, and no longer listens to backwards itself. Buffers
@@ -85,13 +90,22 @@ class Pipeline:
         ScheduleError: the schedule cannot be run.
         ValueError: the axis has another number of ranks, or the model cannot be cut so.
         TypeError: a model of which nobody knows the layers.
+
+    >>> def step(x, y):
+    ...     model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+    ...     schedule = hpnb.pipeline_parallel.schedules.make("1f1b", stages=2, microbatches=2)
+    ...     loss = lambda outputs, batch: torch.nn.functional.mse_loss(outputs, batch[1])
+    ...     pipe = hpnb.Pipeline(model, hpnb.Mesh(hpnb.Layout(pp=2)).pp, schedule, loss)
+    ...     return pipe.step((x, y)).loss.item() > 0, [name for name, _ in pipe.module.named_parameters()]
+    >>> hpnb.launch(step, torch.ones(4, 2), torch.zeros(4, 1), ranks=2, device="cpu")
+    [(True, ['0.weight', '0.bias']), (True, ['1.weight', '1.bias'])]
     """
 
     def __init__(
         self,
         model: nn.Module | Builder | Stages,
-        axis: Axis,
-        schedule: Schedule,
+        axis: Axis | Mesh,
+        schedule: Schedule | str,
         loss_fn: LossFunction,
         gradients: Gradients = None,
         *,
@@ -101,6 +115,13 @@ class Pipeline:
         causal: bool | None = None,
         loss_reduction: LossReduction | None = None,
     ) -> None:
+        axis = axis_of(axis, "pp")
+        if isinstance(schedule, str):
+            chunks = 2 if schedule in ("interleaved", "breadth-first", "zb-v", "dualpipe-v") else 1
+            count = MICROBATCHES_PER_STAGE * axis.size
+            schedule = schedules.make(schedule, axis.size * chunks, count, chunks)
+        if not isinstance(schedule, Schedule):
+            raise TypeError(f"schedule={schedule!r} is none; use schedules.make, or a name as '1f1b'")
         schedule.check()
         if schedule.ranks != axis.size:
             raise ValueError(
@@ -115,6 +136,9 @@ class Pipeline:
         self.split: SplitFunction = microbatches.split_batch
         self._device = this_device()
         self.stages = schedule.stages_of(axis.rank)
+        # Before the model is partitioned; one rank checks for all, because it takes no messages.
+        checks = isinstance(model, nn.Module) and not isinstance(model, Stages) and dist.get_rank() == 0
+        self._first_step_check = first_step_check(model) if checks else None  # type: ignore[arg-type]
         self.module = build_stages(model, axis, schedule, cut, example)
         self.causal = bool(getattr(self.module, "causal", False)) if causal is None else causal
         pairs = sorted(schedule.queues)
@@ -168,11 +192,15 @@ class Pipeline:
             record: note when each action ran, for `result.timeline`.
 
         Raises:
-            ValueError: fewer samples than microbatches, or tensors of unequally many rows.
+            ValueError: fewer samples than microbatches, or tensors of unequally many rows; at the first step,
+            a registered model whose parts do not compute what its forward does.
         """
         if self._is_copy:
             raise RuntimeError("a copy of a pipeline cannot step; load its weights into another pipeline")
         trains = not forward_only
+        if self._first_step_check is not None:
+            self._first_step_check.run(batch)
+            self._first_step_check = None
         part = self._rank_schedules.train if trains else self._rank_schedules.forward_only
         inputs = self.split(microbatches.to_device(batch, self._device), self.schedule.microbatches)
         if trains:

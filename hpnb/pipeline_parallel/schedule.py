@@ -30,6 +30,11 @@ class Schedule(ActionLists):
 
     Raises:
         ValueError: something that is not a written action.
+
+    >>> schedule = hpnb.pipeline_parallel.Schedule(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"])
+    >>> schedule.check()  # no rank waits forever
+    >>> schedule.simulate().peak_in_flight(0)
+    2
     """
 
     def check(self) -> None:

@@ -50,6 +50,9 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule
 
     Raises:
         ValueError: what the definition does not allow, with what would do.
+
+    >>> schedules.make("1f1b", stages=4, microbatches=8).simulate().bubble_fraction  # 3/11
+    0.2727...
     """
     if name not in _MAKERS:
         raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(NAMES)}")

@@ -35,6 +35,10 @@ class Costs:
 
     Raises:
         ValueError: a cost that is negative or not a number.
+
+    >>> schedule = hpnb.pipeline_parallel.schedules.make("gpipe", stages=2, microbatches=2)
+    >>> schedule.simulate(hpnb.pipeline_parallel.Costs(forward=1.0, input_grad=1.0, weight_grad=1.0)).makespan
+    9.0
     """
 
     forward: PerStage = 1.0

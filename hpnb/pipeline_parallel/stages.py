@@ -10,6 +10,7 @@ all ranks counts it once. A tied weight counts on the first of its stages.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -85,6 +86,9 @@ class Stages(nn.Module):
         self.training = any(part.module.training for part in parts)
         if target.type != "meta":
             move_module(self, target)
+        for layer in rank_layers:
+            if layer.anatomy is not None:
+                layer.anatomy.move_shared(this_device() if target.type == "meta" else target)
         if axis is not None:
             self._place(axis)
 
@@ -131,7 +135,7 @@ class WholeModel(Stages):
     Args:
         model: on its device already.
         takes: which entries of a mapping its forward takes, (names) -> names; by default all. Of another kind
-            of batch it takes the first entry.
+            of batch, and of a mapping if the model is a Sequential, it takes `first_input`.
         causal: whether its targets are its inputs, shifted by one.
     """
 
@@ -156,7 +160,14 @@ class WholeModel(Stages):
             return self.model(first_input(inputs))
         if names := self.takes(inputs.keys()):
             return self.model(**{name: inputs[name] for name in names})
-        return self.model(first_input(inputs))
+        if type(self.model).forward is nn.Sequential.forward:  # whose argument has no name of its own
+            return self.model(first_input(inputs))
+        arguments = ", ".join(inspect.signature(self.model.forward).parameters) or "nothing"
+        raise TypeError(
+            f"the batch has {', '.join(map(str, inputs)) or 'no entries'}, and the forward of this "
+            f"{type(self.model).__name__} takes {arguments}: no name is in both; rename entries of the batch "
+            "(a collate_fn can), or arguments of the forward"
+        )
 
     def trained(self, stage: int) -> list[nn.Parameter]:
         return [p for p in self.parameters() if p.requires_grad]
@@ -259,12 +270,14 @@ def _describe_stage(
     stages: Stages, stage: int, state: dict[str, torch.Tensor]
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """{name: (full shape, dtype)} of what one stage has in `state`."""
-    roots = tuple(f"{part.name}." for layer in stages._layers[stage] for part in layer.parts)
+    parts = [part for layer in stages._layers[stage] for part in layer.parts]
+    roots = tuple(f"{part.name}." for part in parts if part.name)
+    names = {name for part in parts if not part.name for name in part.module.state_dict()}
     places = dict(stages.named_parameters(remove_duplicate=False))
     return {
         name: (placement_of(places.get(name, value), name).shape, value.dtype)
         for name, value in state.items()
-        if name.startswith(roots)
+        if name.startswith(roots) or name in names
     }
 
 
@@ -277,7 +290,10 @@ class _Path(nn.Module):
 
 
 def _add_submodule(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Make `module` a descendant of `root` by its full name."""
+    """Make `module` a descendant of `root` by its full name; under no name, its parameters are the root's."""
+    if not name:
+        root._parameters.update(module._parameters)
+        return
     *path, leaf = name.split(".")
     for step in path:
         # Straight into the table, for the model may have a child whose name Stages uses for something else.
@@ -296,9 +312,9 @@ def _check_buffers(cut: Sequence[Sequence[Layer]]) -> None:
         for name, value in part.module.state_dict(keep_vars=True).items():
             if isinstance(value, nn.Parameter) or not isinstance(value, torch.Tensor):
                 continue
-            first, at = first_use.setdefault(value, (f"{part.name}.{name}", stage))
+            first, at = first_use.setdefault(value, (part.full_name(name), stage))
             if at != stage:
                 raise ValueError(
-                    f"buffer {first} of stage {at} is also {part.name}.{name} of stage {stage}, and would "
-                    "have two values: cut so that one stage has both"
+                    f"buffer {first} of stage {at} is also {part.full_name(name)} of stage {stage}, and "
+                    "would have two values: cut so that one stage has both"
                 )

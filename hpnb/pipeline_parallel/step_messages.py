@@ -24,6 +24,9 @@ class StepMessages:
     Args:
         sends_correction: whether the gradient of `rank_schedule.correction_microbatch` carries the correction
             of the loss.
+
+    Attributes:
+        largest: bytes of the largest message that this rank has sent.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class StepMessages:
         self._local: dict[Action, list[torch.Tensor]] = {}  # from a stage of this rank to another of it
         self._arrivals: dict[Action, Arrival] = {}
         self._posted = dict.fromkeys(queues, 0)
+        self.largest = 0
 
     def carries_correction(self, action: Action) -> bool:
         """Whether the gradient that `action` takes, and the one that it gives, carries the correction."""
@@ -73,6 +77,7 @@ class StepMessages:
         """Hand on the result of `action`."""
         if action in self._part.message_index:
             self._queue_of(action).send(tensors)
+            self.largest = max(self.largest, sum(tensor.nbytes for tensor in tensors))
         else:
             self._local[action] = tensors
 

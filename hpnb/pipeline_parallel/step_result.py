@@ -11,10 +11,15 @@ import torch.distributed as dist
 
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel import microbatches
-from hpnb.pipeline_parallel.executor import StepExecutor, contended
+from hpnb.pipeline_parallel.executor import StepExecutor
 from hpnb.pipeline_parallel.schedule import Action, Schedule
 from hpnb.record import Event, Timeline
 from hpnb.record.recorder import Recorder
+from hpnb.theory.links import REPLAY_LINK, Link
+from hpnb.theory.replay import communication_seconds
+
+# Of one rank: its events, seconds and communications by action, and bytes of its largest message.
+_Recorded = tuple[list[Event], dict[Action, float], dict[Action, list[Event]], int]
 
 
 class PipelineStepResult:
@@ -35,9 +40,11 @@ class PipelineStepResult:
         spans: tuple[int, int],
     ) -> None:
         self._axis, self._schedule, self._recorder, self._spans = axis, schedule, recorder, spans
-        self._outputs, self._cpu_seconds = executor.outputs, executor.cpu_seconds
-        self._wait_for_loss = wait_for_loss
+        self._outputs, self._seconds = executor.outputs, executor.seconds
+        self._message_bytes, self._communications = executor.largest_message, executor.communications
+        self._wait_for_loss, self._by_turns = wait_for_loss, executor.by_turns
         self._timeline: Timeline | None = None
+        self._costs: dict[Action, float] | None = None  # of all ranks
 
     @property
     def loss(self) -> torch.Tensor:
@@ -57,7 +64,8 @@ class PipelineStepResult:
 
         On a GPU times are those of the device, on clocks that are aligned when this is asked for. On a CPU
         with fewer cores than ranks a wall clock would show who got a core: instead the schedule is replayed
-        with the CPU time that each action took.
+        with the CPU time that each action took. Where ranks share a GPU it is replayed with the GPU time that
+        each action took alone, over the interconnect `hpnb.theory.REPLAY_LINK`; `replayed` takes another.
 
         Raises:
             RuntimeError: the step was not recorded.
@@ -71,12 +79,40 @@ class PipelineStepResult:
             raise RuntimeError("this step was not recorded; call step(batch, record=True)")
         if not self._recorder.aligned:
             self._recorder.align(self._axis.group)
-        recorded = self._recorder.events(*self._spans), self._cpu_seconds
-        by_rank: list[tuple[list[Event], dict[Action, float]]] = [recorded] * self._axis.size
+        events = self._recorder.events(*self._spans)
+        recorded = events, self._seconds, self._communications, self._message_bytes
+        by_rank: list[_Recorded] = [recorded] * self._axis.size
         dist.all_gather_object(by_rank, recorded, self._axis.group)
-        if contended():
-            seconds = {action: cost for _, costs in by_rank for action, cost in costs.items()}
-            return self._schedule.replay(seconds.__getitem__, source="replayed from measured CPU time")
+        self._message_bytes = max(nbytes for _, _, _, nbytes in by_rank)
+        if any(costs for _, costs, _, _ in by_rank):
+            self._costs = {action: cost for _, costs, _, _ in by_rank for action, cost in costs.items()}
+            for _, _, communications, _ in by_rank:
+                self._communications.update(communications)
+            if self._by_turns:
+                return self._replay(REPLAY_LINK)
+            return self._schedule.replay(self._costs.__getitem__, source="replayed from measured CPU time")
         place = {rank: i for i, rank in enumerate(self._axis.ranks)}
-        events = (replace(e, rank=place[e.rank]) for events, _ in by_rank for e in events)
-        return Timeline(tuple(events)).shifted()
+        placed = (replace(e, rank=place[e.rank]) for events, _, _, _ in by_rank for e in events)
+        return Timeline(tuple(placed)).shifted()
+
+    def replayed(self, link: Link) -> Timeline:
+        """The timeline with another interconnect, where ranks share a GPU or cores. All of them must ask.
+
+        Raises:
+            ValueError: every rank had a GPU or a core, so that the timeline is measured.
+        """
+        if self.timeline and self._costs is None:
+            raise ValueError("this step was measured as it ran; hpnb.theory.replay takes its timeline")
+        return self._replay(link)
+
+    def _replay(self, link: Link) -> Timeline:
+        assert self._costs is not None
+        transfer = link.latency + self._message_bytes / link.bandwidth
+        source = f"replayed from measured {'GPU' if self._by_turns else 'CPU'} time, {link.name}"
+
+        def duration(action: Action) -> float:
+            assert self._costs is not None
+            within = self._communications.get(action, ())
+            return self._costs[action] + sum(communication_seconds(event, link) for event in within)
+
+        return self._schedule.replay(duration, transfer, source)

@@ -84,9 +84,7 @@ class SymmetricQueue:
         slot_bytes: the size of one slot.
     """
 
-    def __init__(
-        self, axis: Axis, pair: Pair, memory: SymmetricMemory, offset: int, slot_bytes: int
-    ) -> None:
+    def __init__(self, axis: Axis, pair: Pair, memory: SymmetricMemory, offset: int, slot_bytes: int) -> None:
         self.axis, self._pair, self._memory = axis, pair, memory
         self._offset, self._slot_bytes = offset, slot_bytes
         self._ranks = axis.ranks[pair[0]], axis.ranks[pair[1]]

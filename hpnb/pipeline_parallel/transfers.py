@@ -7,7 +7,7 @@
 Each ordered pair of ranks is a queue: messages arrive in the order in which they were sent, so a receiver
 posts in the sender's order, whatever it needs first. On a GPU every queue has its own group and stream. On a
 shared one, a receive that was posted early would block whatever came behind it, and two ranks that both do so
-would wait for each other. On a CPU gloo's threads carry the messages.
+would wait for each other. On a CPU, and where ranks share a GPU, threads carry the messages.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from hpnb.mesh import Axis
+from hpnb.ranks.current_rank import collectives_on_streams
 from hpnb.ranks.process_group import new_group
 from hpnb.record.recorder import begin_communication, waiting
 
@@ -64,13 +65,13 @@ class MessageQueue(Protocol):
 
 
 class GroupQueue:
-    """A queue over a process group: NCCL's on GPUs, gloo's on CPUs. Objects always travel over gloo."""
+    """A queue over a process group, of whatever backend. Objects always travel over gloo."""
 
     def __init__(self, axis: Axis, pair: Pair, group: dist.ProcessGroup, device: torch.device) -> None:
         self.axis, self.group, self.device = axis, group, device
         self._source, self._destination = (axis.ranks[place] for place in pair)
         self._sending: list[tuple[dist.Work, torch.Tensor]] = []
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device, priority=-1) if collectives_on_streams(device) else None
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         ranks = (self._source, self._destination)
@@ -126,7 +127,7 @@ class GroupQueue:
 
 def make_queues(axis: Axis, pairs: Collection[Pair], device: torch.device) -> dict[Pair, MessageQueue]:
     """The queues of `pairs` that begin or end here. All ranks of the world call it with the same pairs."""
-    if device.type != "cuda":
+    if not collectives_on_streams(device):
         return {pair: GroupQueue(axis, pair, axis.group, device) for pair in pairs if axis.rank in pair}
     groups = _pair_groups(axis, tuple(sorted(pairs)), device)
     return {pair: GroupQueue(axis, pair, group, device) for pair, group in groups.items()}
@@ -137,9 +138,7 @@ _pair_groups_of_world: WeakKeyDictionary[dist.ProcessGroup, dict[Any, dict[Pair,
 _pair_groups_of_world = WeakKeyDictionary()
 
 
-def _pair_groups(
-    axis: Axis, pairs: tuple[Pair, ...], device: torch.device
-) -> dict[Pair, dist.ProcessGroup]:
+def _pair_groups(axis: Axis, pairs: tuple[Pair, ...], device: torch.device) -> dict[Pair, dist.ProcessGroup]:
     """One group of two ranks for each pair that this rank is in.
 
     A new group is split off from that of all ranks, so every rank takes part each time: in rounds in which no

@@ -75,7 +75,7 @@ def test_the_table(measured: dict[str, LayerMemory], capsys: pytest.CaptureFixtu
     assert "masks of two dropouts, 2 bytes wide" in said
 
 
-@pytest.mark.gpu
+@pytest.mark.one_gpu
 def test_on_gpus() -> None:
     """Masks of a byte, statistics of four; the allocator rounds blocks up to 512 bytes."""
     size = GPT2Size(hidden=768, layers=3, heads=12, mlp=3072, vocab_size=64, length=256)

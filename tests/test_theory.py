@@ -234,6 +234,7 @@ def test_wires_are_in_bytes_one_way() -> None:
     assert gigabytes == {
         "NVLink 4": 450,
         "PCIe 5 x16": 63.02,
+        "PCIe 4 x16": 31.51,
         "InfiniBand NDR": 50,
         "Ethernet 100 Gb": 12.5,
         "Ethernet 10 Gb": 1.25,
@@ -612,9 +613,7 @@ def test_idle_seconds_are_those_of_the_longest_span(
     name: str, chunks: int, costs: tuple[float, float, float]
 ) -> None:
     forward, input_grad, weight_grad = (cost / chunks for cost in costs)
-    found = simulated(
-        name, 4, 16, chunks, forward=forward, input_grad=input_grad, weight_grad=weight_grad
-    )
+    found = simulated(name, 4, 16, chunks, forward=forward, input_grad=input_grad, weight_grad=weight_grad)
     rank = max(found.ranks, key=found.span)
     idle = found.span(rank) - found.work(rank)
     assert idle == pytest.approx(theory.idle_seconds(name, 4, *costs, chunks), abs=1e-9)
@@ -648,9 +647,7 @@ def test_more_microbatches_help_up_to_a_point() -> None:
     work, ranks, extra = 12.0, 4, 0.05
     step = {m: theory.step_seconds(work, ranks, m, extra) for m in range(1, 100)}
     assert step[8] == pytest.approx(
-        simulated(
-            "1f1b", ranks, 8, forward=0.125, input_grad=0.25, weight_grad=extra
-        ).makespan
+        simulated("1f1b", ranks, 8, forward=0.125, input_grad=0.25, weight_grad=extra).makespan
     )
     best = theory.best_microbatches(work, ranks, extra)
     assert best == pytest.approx((3 * 12 / (4 * 0.05)) ** 0.5)

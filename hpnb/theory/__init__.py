@@ -10,6 +10,9 @@
     step_memory, zero_step_time         memory and time of a step with ZeRO
     zero3_prefetch, gradient_noise      when ZeRO-3's all-gathers arrive; how large a batch helps
     layout_step, cluster, planner       a step on any layout, from one rank or datasheets; the best one
+    replay                              a recorded step on another interconnect
+    model_shape, datasheets             any transformer and any GPU in numbers
+    plan_step, plan_memory              time and memory of their steps, for `python -m hpnb plan`
     failures, experts, published_runs   how often to save; mixtures of experts; what others have measured
 
 Names of `cluster`, `planner` and the last three are used with the module's, as in
@@ -47,7 +50,7 @@ from hpnb.theory.layout_step import (
     layout_memory,
     layout_parts,
 )
-from hpnb.theory.links import LINKS, Link
+from hpnb.theory.links import LINKS, REPLAY_LINK, Link
 from hpnb.theory.model_states import ModelStates, model_states
 from hpnb.theory.overlap import Overlap, even_buckets, exposed_seconds, exposed_share, overlap
 from hpnb.theory.pipeline import (
@@ -60,6 +63,7 @@ from hpnb.theory.pipeline import (
     step_seconds,
 )
 from hpnb.theory.planner import task_layouts
+from hpnb.theory.replay import communication_seconds, replay
 from hpnb.theory.step_memory import Moment, StepMemory, step_memory
 from hpnb.theory.tensor_block import BlockSeconds, block_seconds, block_sent, cheapest_modes, shapes_sent
 from hpnb.theory.tensor_layer import Collective, Messages, grid_sides, linear_bytes, linear_sent, ranks_for
@@ -97,6 +101,7 @@ __all__ = [
     "ALGORITHMS",
     "LINKS",
     "OPS",
+    "REPLAY_LINK",
     "SEQUENCE_WAYS",
     "STEP_PARTS",
     "ActivationRow",
@@ -129,6 +134,7 @@ __all__ = [
     "cheapest_modes",
     "cluster",
     "collective_cost",
+    "communication_seconds",
     "dp_tokens_to_hide",
     "even_buckets",
     "even_split",
@@ -165,6 +171,7 @@ __all__ = [
     "published_runs",
     "ranks_for",
     "recomputed_share",
+    "replay",
     "ring_schedule",
     "roofline_seconds",
     "seconds",

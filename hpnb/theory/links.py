@@ -34,9 +34,15 @@ LINKS = {
     "NVLink 4": Link(3e-6, 450e9, "NVLink 4"),
     # 32 GT/s a lane, 16 lanes, 128b/130b code, 8 bits a byte: 63 GB/s each way
     "PCIe 5 x16": Link(6e-6, 16 * 32e9 * 128 / 130 / 8, "PCIe 5 x16"),
+    # 16 GT/s a lane
+    "PCIe 4 x16": Link(6e-6, 16 * 16e9 * 128 / 130 / 8, "PCIe 4 x16"),
     # 400 Gb/s each way a port; one port a GPU is common
     "InfiniBand NDR": Link(10e-6, 400e9 / 8, "InfiniBand NDR"),
     # line rates each way, a whole host's if its ranks share the card; latency as of TCP through the kernel
     "Ethernet 100 Gb": Link(30e-6, 100e9 / 8, "Ethernet 100 Gb"),
     "Ethernet 10 Gb": Link(50e-6, 10e9 / 8, "Ethernet 10 Gb"),
 }
+
+# What four H200 reach over NVLink 4 in an all-reduce, fitted to measurements (`hpnb.lesson.machine_card`).
+# Replays assume it where ranks share a GPU, because no message between GPUs can be measured there.
+REPLAY_LINK = Link(20e-6, 298e9, "NVLink 4 at 298 GB/s")

@@ -8,7 +8,7 @@ For P parameters of w bytes on N ranks, a backward of T_b and a forward of T_f =
     stage 3      all-gathers behind the forward; all-gathers and reduce-scatters behind the backward
                  exposed = first gather + (L-1) max(0, g - T_f/L)  +  g + (L-1) max(0, g + r - T_b/L) + r
     optimizer    1/N of its time from stage 1 on
-    again        the recomputed forwards
+    recompute    the recomputed forwards
     offload      gradients down and weights up a slower link, and the step at the CPU's pace
 
 g and r are the all-gather and the reduce-scatter of one block. In stage 3 the root is gathered first and
@@ -39,6 +39,7 @@ def zero_step_seconds(
     bucket_bytes: float = 25 * 2**20,
     host_bandwidth: float | None = None,
     host_seconds: float = 0.0,
+    overlap: bool = True,
 ) -> Mapping[str, float]:
     """{part: seconds} of a step on one of `ranks` ranks.
 
@@ -48,6 +49,8 @@ def zero_step_seconds(
         recompute: blocks whose forward runs again in the backward.
         host_bandwidth: bytes/s between GPU and CPU in one direction, if states are offloaded.
         host_seconds: of the optimizer on the CPU, for all parameters.
+        overlap: whether communication runs beside computing; False exposes all of it, as on a CPU whose
+            cores do both.
 
     Raises:
         ValueError: no such stage.
@@ -61,6 +64,8 @@ def zero_step_seconds(
     share = 1 / ranks if stage else 1.0
     if ranks == 1:
         exposed = 0.0
+    elif not overlap:
+        exposed = _all_communication(stage, layers, block_bytes, root_bytes, buckets, ranks, link)
     elif stage == 0:
         exposed = exposed_seconds(behind, weights, buckets, ranks, link)
     elif stage < 3:
@@ -72,7 +77,7 @@ def zero_step_seconds(
         exposed = ends + zero3_exposed_seconds(g, r, forward / layers, behind / layers, layers - 1)
     parts = {
         "computing": forward + backward,
-        "computing again": again,
+        "recomputation": again,
         "exposed": exposed,
         "optimizer": (optimizer if host_bandwidth is None else host_seconds) * share,
     }
@@ -80,3 +85,19 @@ def zero_step_seconds(
         times = 4 if stage == 3 else 2  # gradients down, weights up; a shard goes up for every gather
         parts["offload"] = times * weights * share / host_bandwidth
     return parts
+
+
+def _all_communication(
+    stage: int, layers: int, block_bytes: float, root_bytes: float, buckets: int, ranks: int, link: Link
+) -> float:
+    """Seconds of every message of a step, one after the other."""
+    weights = layers * block_bytes + root_bytes
+    if stage == 0:
+        return buckets * seconds("all_reduce", weights / buckets, ranks, link)
+    if stage < 3:
+        return sum(
+            buckets * seconds(op, weights / buckets, ranks, link) for op in ("reduce_scatter", "all_gather")
+        )
+    messages = ("all_gather", "all_gather", "reduce_scatter")
+    blocks = layers * sum(seconds(op, block_bytes, ranks, link) for op in messages)
+    return blocks + sum(seconds(op, root_bytes, ranks, link) for op in messages[1:])

@@ -1,0 +1,94 @@
+"""The memory of any `ModelShape` on any layout: bytes of the fullest rank, by category.
+
+    weights, gradients, optimizer    2 + 2 + 12 bytes a parameter by ZeRO stage (`model_states`); but several
+                                     microbatches add to full gradients, in ZeRO 2 and 3 as well
+    activations                      of the microbatches in flight; a recomputed block keeps its input alone
+    temporary                        logits three times in float32, gradient buckets, one recomputed block,
+                                     the blocks that ZeRO 3 has gathered
+
+Of the w = 2 byte values, one block keeps for each of T tokens: 2 h (norms' inputs) and 2 h (their outputs),
+(H + 2K) d and H d of attention, and 2 n of the MLP (3 n gated), a t-th of the latter two. With sequence
+parallelism a t-th of the norms' inputs, too. Without fused attention, see Korthikanti et al. 2022 (arXiv
+2205.05198, section 4).
+"""
+
+from __future__ import annotations
+
+from hpnb.mesh import ParallelLayout
+from hpnb.theory.layout_step import BUCKET_BYTES, stage_blocks
+from hpnb.theory.model_states import model_states
+from hpnb.theory.plan_step import PlanTask
+
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary")
+USABLE = 0.92  # of a GPU's memory: the rest is CUDA's context, NCCL's buffers and fragments
+
+
+def block_bytes(task: PlanTask, layout: ParallelLayout) -> float:
+    """Bytes that one block keeps of a microbatch for its backward, on a rank."""
+    model, t, b = task.model, layout.tp, task.microbatch_size(layout)
+    tokens = float(b * task.sequence)
+    heads = -(-model.kv_heads // t) / model.kv_heads
+    norms = model.norms * model.hidden * ((1 / t if layout.sequence_parallel else 1) + 1)
+    attention = 2 * (model.heads + model.kv_heads) * model.head_size * heads
+    bytes_kept = 2 * tokens * (norms + attention + (3 if model.gated else 2) * model.mlp / t)
+    if not task.fused:  # scores, softmax and its mask; two masks of dropout
+        bytes_kept += tokens * (5 * model.heads * heads * task.sequence + 2 * model.hidden)
+    return bytes_kept
+
+
+def in_flight(layout: ParallelLayout, microbatches: int, rank: int) -> float:
+    """Microbatches whose activations a pipeline rank holds at once; with chunks, in parts."""
+    p, v = layout.pp, layout.chunks
+    if p == 1:
+        return 1.0
+    if layout.schedule == "gpipe":
+        return float(microbatches)
+    if layout.schedule == "zb-h1":
+        return float(min(p, microbatches))
+    if v > 1:  # chunks that are warmed up, and the one at work
+        return min((v - 1) * p + 2 * (p - rank - 1) + 1, v * microbatches) / v
+    return float(min(p - rank, microbatches))
+
+
+def rank_memory(task: PlanTask, layout: ParallelLayout, rank: int) -> dict[str, float]:
+    """{category: bytes} at the peak of a step on one rank of a pipeline."""
+    model, p, t, m = task.model, layout.pp, layout.tp, task.microbatches(layout)
+    b, counts = task.microbatch_size(layout), stage_blocks(task.model.layers, layout.pp)
+    blocks, first, last = counts[rank], rank == 0, rank == p - 1
+    parameters = blocks * model.block_parameters / t
+    if first:
+        parameters += model.embedding_parameters / t
+    if last:
+        table = model.head_parameters or (model.outputs * model.hidden if p > 1 else 0)
+        parameters += table / t + model.hidden
+    states = model_states(parameters, layout.dp, layout.zero_stage)
+    # Microbatches add to full gradients, which the last backward reduces.
+    gradients = states.gradients if m == 1 else 2.0 * parameters
+    tokens, kept = b * task.sequence, block_bytes(task, layout)
+    entry = 2.0 * tokens * model.hidden / (t if layout.sequence_parallel else 1)
+    flying = in_flight(layout, m, rank)
+    activations = flying * blocks * (entry if layout.recomputation else kept)
+    temporary = kept if layout.recomputation else 0.0
+    if last:
+        outputs = b * model.output_tokens(task.sequence)
+        logits = 4.0 * model.outputs / t * (min(outputs, task.loss_chunk) if task.loss_chunk else outputs)
+        temporary = max(temporary, 3 * logits) + 2 * entry
+    one = 2.0 * model.block_parameters / t
+    if layout.dp > 1:
+        temporary += 2 * BUCKET_BYTES if layout.zero_stage < 3 else 3 * one
+        if layout.zero_stage == 3 and (first or last):
+            temporary += 2.0 * max(model.embedding_parameters * first, model.head_parameters * last) / t
+    return {
+        "parameters": states.parameters,
+        "gradients": gradients,
+        "optimizer": states.optimizer,
+        "activations": activations,
+        "temporary": temporary,
+    }
+
+
+def plan_memory(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
+    """{category: bytes} of the fullest rank."""
+    p, spare = layout.pp, task.model.layers % layout.pp
+    likely = {0, p - 1} | ({(p - spare) // 2} if spare else {min(1, p - 1)})
+    return max((rank_memory(task, layout, rank) for rank in sorted(likely)), key=lambda m: sum(m.values()))

@@ -1,0 +1,270 @@
+"""The step of any `ModelShape` on any layout, from datasheets or a measured machine: time in parts, and MFU.
+
+A layout dp x pp x tp = d x p x t sends a batch through d pipelines in m microbatches of b samples. Parts of
+the mean rank:
+
+    matmuls      blocks and outputs / (p t), over share x peak; scores at ATTENTION_SHARE of that rate
+    memory       bytes of norms, residuals and activation functions, over memory bandwidth
+    launches     what kernels take longer than their work, because the CPU launches no faster, and what a
+                 pipeline needs between two actions
+    tp           4 all-reduces a block, or pairs of reduce-scatter and all-gather; 6 with recomputation
+    bubble       of the schedule (`pipeline_parts`), and waits for the slowest stage
+    exposed pp   hops that nothing hides
+    exposed dp   gradients behind the last backward, weights of ZeRO; and half of what is hidden, because
+                 communication takes SMs and bandwidth from the computing beside it
+    optimizer    28 bytes a parameter, over memory bandwidth
+
+Constants without a source are fitted to this library's benchmarks on H200s (`hpnb plan --check` has ratios).
+Narayanan et al. 2021 (arXiv 2104.04473) for the parts, Dao 2023 (arXiv 2307.08691) for fused attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from hpnb.mesh import ParallelLayout
+from hpnb.theory.cluster import Cluster
+from hpnb.theory.communication import collective_cost
+from hpnb.theory.layout_step import BUCKET_BYTES, stage_blocks
+from hpnb.theory.links import Link
+from hpnb.theory.model_shape import ModelShape
+from hpnb.theory.overlap import zero3_exposed_seconds
+from hpnb.theory.pipeline import pipeline_parts
+
+PLAN_PARTS = ("matmuls", "memory", "launches", "tp", "bubble", "exposed pp", "exposed dp", "optimizer")
+ATTENTION_SHARE = 0.6  # of the matmul rate, by fused attention
+LAUNCH_SECONDS = 0.2e-3  # a block's forward takes no less, and its backward no less than twice that
+ACTION_SECONDS = 1e-3  # a pipeline rank takes between two actions, a forward or backward of one chunk
+SPLIT_BACKWARD = 1.3  # a backward in two halves takes so much longer: 1F1B and ZB-V of the benchmarks
+OVERLAP_COST = 0.5  # of hidden communication prolongs the computing beside it
+_ADAM = 28  # bytes a parameter: float32 weight and moments in and out, 16-bit gradient in and weight out
+_LOSS = 20  # bytes an output, forward and backward: float32 logits, their log-probabilities and gradients
+
+
+@dataclass(frozen=True)
+class PlanTask:
+    """What is trained, and on what.
+
+    Attributes:
+        batch: samples of a step, over all ranks.
+        sequence: tokens of a sample.
+        loss_chunk: tokens at a time of the loss; 0 is all.
+        fused: attention keeps its scores on the chip and skips what a causal mask hides, and dropout is off.
+        overlap: gradients are reduced during the backward, and hops during computing.
+    """
+
+    model: ModelShape
+    cluster: Cluster
+    batch: int
+    sequence: int
+    loss_chunk: int = 0
+    fused: bool = True
+    overlap: bool = True
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+    @property
+    def flops(self) -> float:
+        """Matmul FLOPs of a step, nothing recomputed."""
+        return self.model.training_flops(self.batch, self.sequence)
+
+    def microbatch_size(self, layout: ParallelLayout) -> int:
+        """Samples of a microbatch. Without a pipeline, microbatches are accumulated."""
+        return layout.microbatch_size or max(1, self.batch // layout.dp // (layout.num_microbatches or 1))
+
+    def microbatches(self, layout: ParallelLayout) -> int:
+        return self.batch // layout.dp // self.microbatch_size(layout)
+
+
+def refusal(task: PlanTask, layout: ParallelLayout) -> tuple[str, str] | None:
+    """(reason to count, sentence with numbers) why the layout cannot be run; None if it can, memory aside."""
+    model, d, p, t, v = task.model, layout.dp, layout.pp, layout.tp, layout.chunks
+    b = task.microbatch_size(layout)
+    if layout.world_size != task.cluster.gpus:
+        return "other number of GPUs", f"{layout} is for {layout.world_size} GPUs, not {task.cluster.gpus}"
+    if task.batch % (d * b):
+        return (
+            "batch does not divide",
+            f"a batch of {task.batch} cannot be split over {d} pipelines into microbatches of {b}",
+        )
+    if t > model.kv_heads:
+        return (
+            "more tp ranks than key-value heads",
+            f"tp={t} is more than {model.kv_heads} key-value heads; use tp={model.kv_heads} or less",
+        )
+    if p * v > model.layers:
+        return (
+            "more pipeline stages than blocks",
+            f"{p * v} pipeline stages are more than {model.layers} blocks; use {model.layers} or fewer",
+        )
+    if v > 1 and (p == 1 or model.layers % (p * v) or task.microbatches(layout) % p):
+        return (
+            "chunks do not divide",
+            f"{v} chunks need blocks ({model.layers}) that divide by {p * v} and microbatches "
+            f"({task.microbatches(layout)}) that divide by {p}",
+        )
+    if layout.zero_stage and d == 1:
+        return "ZeRO without replicas", f"ZeRO {layout.zero_stage} shards over dp, and dp=1"
+    if layout.schedule not in ("1f1b", "interleaved", "zb-h1", "gpipe"):
+        return "schedule without a closed form", f"{layout.schedule} has no closed form here; use 1f1b"
+    if layout.schedule == "zb-h1" and task.microbatches(layout) < p:
+        return (
+            "too few microbatches for zb-h1",
+            f"zb-h1 fills {p} ranks from {p} microbatches on, and there are {task.microbatches(layout)}",
+        )
+    if layout.schedule == "zb-h1" and layout.recomputation:
+        return "zb-h1 with recomputation", f"{layout}: no closed form of zb-h1 with recomputation; use 1f1b"
+    if layout.tp_mode != "1d" or layout.recomputation == "attention":
+        return "not predicted", f"{layout}: only tp_mode='1d' and full or no recomputation are predicted"
+    return None
+
+
+def links(cluster: Cluster, layout: ParallelLayout) -> dict[str, Link]:
+    """{axis: what its ring sees}, with tp innermost and dp outermost."""
+    inner, host = layout.pp * layout.tp, cluster.host
+    return {
+        "tp": cluster.link(layout.tp, min(layout.tp, host)),
+        # Only the t ranks of one stage cross a node's border at a time, and no message takes two cards.
+        "pp": cluster.link(inner, max(1, min(host // min(layout.tp, host), host // cluster.cards))),
+        "dp": cluster.link(layout.world_size, max(1, host // inner)),
+    }
+
+
+@lru_cache(maxsize=65536)
+def seconds(op: str, nbytes: float, ranks: int, link: Link) -> float:
+    """Seconds of a collective: the bytes of a ring, and the messages of a ring or a tree, whichever is fewer.
+
+    NCCL's double binary trees (Sanders, Speck & Traff 2009) send as many bytes as a ring does, in steps that
+    grow with the logarithm of the ranks.
+    """
+    ring, rounds = collective_cost(op, ranks), (ranks - 1).bit_length()
+    steps = min(ring.steps, 2 * rounds if op == "all_reduce" else rounds) if ranks > 2 else ring.steps
+    return steps * link.latency + ring.serial * nbytes / ranks / link.bandwidth
+
+
+@lru_cache(maxsize=4096)
+def block_seconds(
+    task: PlanTask, b: int, t: int, sequence_parallel: bool
+) -> tuple[dict[str, float], dict[str, float]]:
+    """{part: seconds} of one block's forward and backward for a microbatch of b samples, tp aside."""
+    model, cluster, s = task.model, task.cluster, task.sequence
+    tokens, rate = float(b * s), task.cluster.share * task.cluster.peak
+    heads = -(-model.kv_heads // t) / model.kv_heads  # of the rank with most
+    weights = model.attention_weights * heads + model.mlp_weights / t
+    scores = 4.0 * tokens * s * model.heads * model.head_size * heads
+    if task.fused:
+        scores *= (0.5 if model.causal else 1.0) / ATTENTION_SHARE
+    reads = 2 * weights / cluster.memory_bandwidth  # a matmul takes no less than reading its weights
+    matmul = max(2 * tokens * weights / rate, reads)
+    again = 2.5 if task.fused else 2.0  # a fused backward computes the scores once more
+    between = tokens * model.hidden / (t if sequence_parallel else 1)
+    inner = tokens * model.mlp / t
+    residual, mlp = ((16, 20) if task.fused else (22, 34)), ((6, 10) if model.gated else (4, 6))
+    dropped = [0.0, 0.0]
+    if not task.fused:  # bytes of scores that are written, with dropout
+        dropped = [n * b * model.heads * heads * s * s for n in (13.0, 19.0)]
+    forward, backward = (
+        {"matmuls": n * matmul + k * scores / rate,
+         "memory": (between * residual[i] + inner * mlp[i] + dropped[i]) / cluster.memory_bandwidth}
+        for i, (n, k) in enumerate(((1, 1.0), (2, again)))
+    )  # fmt: skip
+    for times, least in ((forward, LAUNCH_SECONDS), (backward, 2 * LAUNCH_SECONDS)):
+        times["launches"] = max(0.0, least - sum(times.values()))
+    return forward, backward
+
+
+def stage_seconds(task: PlanTask, layout: ParallelLayout) -> list[dict[str, float]]:
+    """{part: seconds} of one microbatch on every stage, forward and backward."""
+    model, b, t, p = task.model, task.microbatch_size(layout), layout.tp, layout.pp
+    link, forwards = links(task.cluster, layout), 2 if layout.recomputation else 1
+    forward, backward = block_seconds(task, b, t, layout.sequence_parallel)
+    split = SPLIT_BACKWARD if layout.schedule.startswith("zb") else 1.0
+    block = {part: forwards * forward[part] + split * backward[part] for part in forward}
+    activation = 2.0 * b * task.sequence * model.hidden
+    reduce = seconds("all_reduce", activation, t, link["tp"]) if t > 1 else 0.0
+    block["tp"] = 2 * (forwards + 1) * reduce
+    stages = [{part: n * value for part, value in block.items()} for n in stage_blocks(model.layers, p)]
+    if p > 1:
+        for times in stages:
+            times["launches"] += 2 * layout.chunks * ACTION_SECONDS
+    outputs = b * model.output_tokens(task.sequence) * model.outputs / t
+    rate = task.cluster.share * task.cluster.peak
+    stages[-1]["matmuls"] += 6 * outputs * model.hidden / rate
+    stages[-1]["memory"] += _LOSS * outputs / task.cluster.memory_bandwidth
+    stages[0]["tp"] += reduce
+    stages[-1]["tp"] += reduce
+    return stages
+
+
+def plan_parts(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
+    """{part: seconds} of a step, mean over the ranks; their sum is the step.
+
+    Raises:
+        ValueError: the layout cannot be run.
+    """
+    if (why := refusal(task, layout)) is not None:
+        raise ValueError(f"{layout}: {why[1]}")
+    model, p, t, v, m = task.model, layout.pp, layout.tp, layout.chunks, task.microbatches(layout)
+    link, stages = links(task.cluster, layout), stage_seconds(task, layout)
+    # One hop: a t-th of the activation, all-gathered where it arrives.
+    activation = 2.0 * task.microbatch_size(layout) * task.sequence * model.hidden
+    hop = 0.0
+    if p > 1:
+        hop = seconds("send", activation / t, 2, link["pp"])
+        hop += seconds("all_gather", activation, t, link["tp"])
+    schedule = "1f1b" if layout.schedule == "interleaved" else layout.schedule
+    parts = pipeline_parts(stages, m, schedule, v, hop if task.overlap else 0.0)
+    parts["exposed pp"] = 0.0 if task.overlap else 2 * m * v * hop
+    parameters = model.parameters / (p * t)
+    if p > 1 and model.tied:  # both ends hold the table, and sum its gradient
+        table = 2.0 * model.outputs * model.hidden / t
+        parts["exposed pp"] += seconds("all_reduce", table, 2, link["pp"])
+    stage = sum(sum(times.values()) for times in stages) / p
+    parts["exposed dp"] = _exposed_dp(task, layout, link["dp"], 2 * parameters, stage)
+    updated = parameters / (layout.dp if layout.zero_stage else 1)
+    parts["optimizer"] = _ADAM * updated / task.cluster.memory_bandwidth
+    return {part: parts[part] for part in PLAN_PARTS}
+
+
+def _exposed_dp(task: PlanTask, layout: ParallelLayout, link: Link, gradient: float, stage: float) -> float:
+    """Seconds that gradients, and weights under ZeRO, add to a step.
+
+    Args:
+        gradient: bytes on a rank.
+        stage: seconds of one microbatch on one stage, forward and backward.
+    """
+    d, m = layout.dp, task.microbatches(layout)
+    if d == 1:
+        return 0.0
+    if not task.overlap:
+        return seconds("all_reduce", gradient, d, link)
+    backward, buckets = 2 / 3 * stage, max(1, round(gradient / BUCKET_BYTES))
+    blocks = max(1, task.model.layers // layout.pp)
+    if layout.zero_stage == 3:  # every microbatch gathers the weights twice, the last one sends gradients
+        gather, scatter = (seconds(op, gradient / blocks, d, link) for op in ("all_gather", "reduce_scatter"))
+        times = stage / 3 / blocks, backward / blocks, blocks
+        exposed = zero3_exposed_seconds(gather, scatter, *times)
+        exposed += (m - 1) * zero3_exposed_seconds(gather, 0.0, *times)
+        total = blocks * (2 * m * gather + scatter)
+    elif layout.zero_stage:
+        scatter = seconds("reduce_scatter", gradient, d, link)
+        one = _behind(backward, seconds("reduce_scatter", gradient / buckets, d, link), buckets)
+        gather = seconds("all_gather", gradient, d, link)
+        exposed, total = one + gather, scatter + gather
+    else:
+        exposed = _behind(backward, seconds("all_reduce", gradient / buckets, d, link), buckets)
+        total = seconds("all_reduce", gradient, d, link)
+    return exposed + OVERLAP_COST * max(0.0, total - exposed)
+
+
+def _behind(backward: float, bucket: float, buckets: int) -> float:
+    """Exposed seconds of equal buckets that become ready evenly over the backward, as in `overlap`."""
+    return max(bucket, buckets * bucket - (buckets - 1) * backward / buckets)
+
+
+def mfu(task: PlanTask, step: float) -> float:
+    """Model FLOPs of a step, nothing recomputed, over what the GPUs could do at their peak meanwhile."""
+    return task.flops / step / task.cluster.gpus / task.cluster.peak

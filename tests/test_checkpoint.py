@@ -811,6 +811,7 @@ def killed(folder: Path, *what: str) -> list[str]:
     return [life.partition("left ")[2] for life in lives]
 
 
+@pytest.mark.sampled(1, of="killed")
 def test_a_model_that_is_killed_while_it_is_saved_is_the_one_before(tmp_path: Path) -> None:
     """16 times, each in place of the last: what loads is wholly the old one or wholly the new."""
     left = killed(tmp_path, "model")
@@ -818,6 +819,7 @@ def test_a_model_that_is_killed_while_it_is_saved_is_the_one_before(tmp_path: Pa
     assert any("'.hpnb-save-model'" not in names for names in left)  # after it
 
 
+@pytest.mark.sampled(1, of="killed")
 def test_a_run_that_is_killed_has_its_last_checkpoint(tmp_path: Path) -> None:
     """25 times, at moments of a clock and at every phase of a save (checkpoint_killed.py)."""
     left = killed(tmp_path)

@@ -133,6 +133,45 @@ def test_a_hostile_index_is_refused(change: dict[str, Any], tmp_path: Path) -> N
         state_files.StateReader(tmp_path)
 
 
+def test_chunks_that_overlap_are_refused(tmp_path: Path) -> None:
+    file = "rank-00000.safetensors"
+    for starts, fits in (((0, 2), True), ((0, 1), False), ((0, 0), False)):
+        chunks = [[file, [start, 0], [2, 4]] for start in starts]
+        entry = {"shape": [4, 4], "dtype": "float32", "chunks": chunks}
+        (tmp_path / "index.json").write_text(json.dumps({"tensors": {"w": entry}, "values": {}}))
+        if fits:
+            assert state_files.StateReader(tmp_path).shapes == {"w": (4, 4)}
+        else:  # elements that no chunk has would be whatever was in memory
+            with pytest.raises(ValueError, match=r"do not fill \(4, 4\)"):
+                state_files.StateReader(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../../victim", "/etc/hostname", "a/../../victim", ""])
+@pytest.mark.parametrize("where", ["files", "stale"])
+def test_a_save_touches_nothing_outside_of_its_folder(where: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("mine")
+    target = tmp_path / "downloaded"
+    draft = atomic.draft_in(target, "model")
+    draft.mkdir(parents=True)
+    (draft / "x").write_bytes(b"x")
+    sums = {"x": (1, 1), **({name: (1, 1)} if where == "files" else {})}
+    stale = [name] if where == "stale" else []
+    manifest.seal(draft, sums, {"order": 0, "stale": stale, "keeps_manifest": False})
+    with pytest.raises(ValueError, match="is not a file in its folder"):
+        atomic.begin_update(target, "model")
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+def test_a_checkpoint_without_its_manifest_is_skipped_with_a_warning(tmp_path: Path) -> None:
+    for step in (1, 2):
+        sealed(tmp_path / f"step-{step}")
+        (tmp_path / f"step-{step}" / "state").mkdir()
+    (tmp_path / "step-2" / manifest.MANIFEST).unlink()
+    for find in (manifest.newest, resuming.find):
+        with pytest.warns(UserWarning, match=r"step-2 is skipped, because it has no manifest.json"):
+            assert find(tmp_path) == tmp_path / "step-1"
+
+
 # --- what is written ---------------------------------------------------------------------------------------
 
 

@@ -1,8 +1,8 @@
 """Two hosts: network namespaces of this machine with names and hosts files of their own, and a slow link.
 
-    first  10.77.0.1   rank 0  rank 1        dp2 x tp2 under torchrun, tp inside a host
+    first  10.77.0.1   rank 0 (rank 1)       dp2 under torchrun; with --slow dp2 x tp2, tp inside a host
       | 200 Mbit/s
-    second 10.77.0.2   rank 2  rank 3
+    second 10.77.0.2   rank 1 (rank 2  rank 3)
 
 What crosses the link is counted, and one of the ranks is killed.
 """
@@ -32,7 +32,7 @@ from hpnb.hybrid.torchrun import network_interface, restart_store
 ROOT = Path(__file__).parents[1]
 TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 HOSTS = {"first": "10.77.0.1", "second": "10.77.0.2"}
-STEPS, SAVED, KILLED = 9, 4, 6  # a checkpoint after step 4; rank 3 dies before step 7 begins
+STEPS, SAVED, KILLED = 9, 4, 6  # a checkpoint after step 4; the last rank dies before step 7 begins
 FIRST, LAST = 1, 3  # the steps that are measured, after one that warms up
 
 RUN = """
@@ -81,7 +81,8 @@ class Watch(Hook):
             dist.barrier()
             self.before, self.counting = sent(), hpnb.record.traffic()
             self.traffic = self.counting.__enter__()
-        if trainer.step == killed and hpnb.rank() == 3 and not (folder / "killed").exists():
+        last_rank = hpnb.rank() == hpnb.world_size() - 1
+        if trainer.step == killed and last_rank and not (folder / "killed").exists():
             (folder / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -158,15 +159,20 @@ def on_host(name: str, spaces: dict[str, str], folder: Path, *command: str) -> s
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def ran(spaces: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder that both hosts wrote into, and what they said; rank 3 was killed on the way."""
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
+def ran(
+    request: pytest.FixtureRequest, spaces: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str, int]:
+    """The folder that both hosts wrote into, what they said, and how many ranks each had; the last one was
+    killed on the way."""
+    ranks: int = request.param
     folder = tmp_path_factory.mktemp("hosts")
     (folder / "run.toml").write_text(
-        RUN % {"tp": 2, "steps": STEPS, "every": SAVED, "folder": folder / "run"}
+        RUN % {"tp": ranks, "steps": STEPS, "every": SAVED, "folder": folder / "run"}
     )
     (folder / "program.py").write_text(PROGRAM)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2",
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
+                "--nproc-per-node", str(ranks),
                 "--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "first:29500",
                 "program.py", "run.toml", str(folder), *map(str, (FIRST, LAST, KILLED)))  # fmt: skip
     running = [on_host(name, spaces, folder, *torchrun) for name in HOSTS]
@@ -179,22 +185,19 @@ def ran(spaces: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tup
                 os.killpg(process.pid, signal.SIGKILL)
     said = "\n".join(f"--- {name}\n" + (folder / f"out-{name}").read_text() for name in HOSTS)
     assert codes == [0, 0], said
-    return folder, said
+    return folder, said, ranks
 
 
-def seen(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads((folder / f"seen-{rank}").read_text()) for rank in range(4)]
-
-
-def test_only_gradients_of_replicas_cross_the_link(ran: tuple[Path, str]) -> None:
-    found = seen(ran[0])
-    assert [one["name"] for one in found] == ["first", "first", "second", "second"]
-    assert [one["interface"] for one in found] == ["hpnb0", "hpnb0", "hpnb1", "hpnb1"]
+def test_only_gradients_of_replicas_cross_the_link(ran: tuple[Path, str, int]) -> None:
+    folder, _, ranks = ran
+    found = [json.loads((folder / f"seen-{rank}").read_text()) for rank in range(2 * ranks)]
+    assert [one["name"] for one in found] == ["first"] * ranks + ["second"] * ranks
+    assert [one["interface"] for one in found] == ["hpnb0"] * ranks + ["hpnb1"] * ranks
     steps = LAST - FIRST
     for rank, one in enumerate(found):
         crossing: dict[str, float] = {}
         for axis, _, nbytes, group in one["messages"]:
-            if len({member // 2 for member in group}) > 1:
+            if len({member // ranks for member in group}) > 1:
                 crossing[axis] = crossing.get(axis, 0) + nbytes
             else:
                 assert axis == "tp"
@@ -203,11 +206,11 @@ def test_only_gradients_of_replicas_cross_the_link(ran: tuple[Path, str]) -> Non
         assert crossing["dp"] == pytest.approx(gradients, rel=1e-3), rank  # and how many targets there are
         assert sum(crossing.values()) - crossing["dp"] < 100, crossing  # whether somebody asked to stop
         inside = sum(nbytes for axis, _, nbytes, _ in one["messages"] if axis == "tp")
-        assert inside > 0
-    for host in (0, 2):  # what the ranks of a host send, and what leaves it: headers and acknowledgements
-        predicted = found[host]["crossing"] + found[host + 1]["crossing"]
-        measured = found[host]["link"]
-        print(f"host {host // 2}: predicted {predicted:,.0f} bytes, measured {measured:,}, "
+        assert (inside > 0) == (ranks > 1)
+    for host in (0, 1):  # what the ranks of a host send, and what leaves it: headers and acknowledgements
+        predicted = sum(one["crossing"] for one in found[host * ranks : (host + 1) * ranks])
+        measured = found[host * ranks]["link"]
+        print(f"host {host}: predicted {predicted:,.0f} bytes, measured {measured:,}, "
               f"ratio {measured / predicted:.3f}")  # fmt: skip
         assert 1.0 <= measured / predicted < 1.15
 
@@ -216,12 +219,14 @@ def losses(folder: Path, rank: int) -> list[tuple[int, float]]:
     return [tuple(json.loads(line)) for line in (folder / f"loss-{rank}").read_text().splitlines()]
 
 
-def test_a_killed_rank_and_the_run_goes_on_from_the_checkpoint(ran: tuple[Path, str], tmp_path: Path) -> None:
-    folder, said = ran
+def test_a_killed_rank_and_the_run_goes_on_from_the_checkpoint(
+    ran: tuple[Path, str, int], tmp_path: Path
+) -> None:
+    folder, said, ranks = ran
     assert (folder / "killed").exists()
     assert f"goes on from {folder / 'run' / f'step-{SAVED:08}'}" in said
-    found = [json.loads((folder / f"done-{rank}").read_text()) for rank in range(4)]
-    assert [one[:2] for one in found] == [[STEPS, SAVED]] * 4
+    found = [json.loads((folder / f"done-{rank}").read_text()) for rank in range(2 * ranks)]
+    assert [one[:2] for one in found] == [[STEPS, SAVED]] * 2 * ranks
     for one in found[1:]:  # the seconds of an epoch are each rank's own
         assert [row["loss"] for row in one[2]] == [row["loss"] for row in found[0][2]]
         assert one[3] == found[0][3]

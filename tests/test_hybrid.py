@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import itertools
 import math
 import pickle
@@ -33,6 +34,7 @@ from hybrid_cases import (
     train,
     weights,
 )
+from rank_pools import gpu_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -49,6 +51,8 @@ from hpnb.hybrid import (
 from hpnb.pipeline_parallel import Builder, Pipeline, schedules
 from hpnb.pipeline_parallel.microbatches import split_batch
 from hpnb.pipeline_parallel.stages import WholeModel
+from hpnb.ranks import devices
+from hpnb.ranks import pool as ranks_pool
 
 D = torch.float64
 EXACT = {"SGD": 1e-11, "AdamW": 1e-6}  # Adam magnifies rounding where a gradient is near its epsilon
@@ -95,8 +99,11 @@ def name(case: Case) -> str:
     ).replace("kind=", "")
 
 
-@pytest.mark.sampled(36)
-@pytest.mark.parametrize("case", SAMPLE, ids=name)
+@pytest.mark.parametrize(
+    "case",
+    [*CHOSEN, *(pytest.param(case, marks=pytest.mark.sampled(14)) for case in SAMPLE if case not in CHOSEN)],
+    ids=name,
+)
 def test_is_one_process(pools: dict[int, hpnb.Ranks], case: Case) -> None:
     try:
         found = on(pools, case.ranks).run(train, case)
@@ -171,9 +178,20 @@ def test_all_three_axes_and_every_grid() -> None:
     ])  # fmt: skip
 
 
-@pytest.mark.gpu
+def test_over_the_process_group_of_shared_gpus_it_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, through buffers in the host's memory."""
+    choose = devices.choose_device
+    backend = devices.SHARED_GPU_BACKEND
+    monkeypatch.setattr(ranks_pool, "choose_device", lambda d, n: replace(choose(d, n), backend=backend))
+    sweep([
+        Case("gpt2", dp=2, pp=2, zero=1, style="zb-h1", microbatches=3, rows=7, clip=0.5),
+        Case("vit", pp=2, tp=2, sequence=True, microbatches=2),
+    ])  # fmt: skip
+
+
+@pytest.mark.one_gpu
 def test_on_gpus_it_is_one_process() -> None:
-    ranks = torch.cuda.device_count()
+    ranks = gpu_ranks()
     cases = [case for case in [*CHOSEN, *sample(seed=13, count=60)] if case.ranks <= ranks]
     sweep(cases[:24], "cuda")
 
@@ -385,6 +403,23 @@ def test_a_loss_function_that_was_replaced_is_called(pools: dict[int, hpnb.Ranks
     for gradients in (first, second):
         named = {n.replace("lm_head", "transformer.wte"): g for n, g in gradients.items()}
         assert distance(named, {n: wanted[n] for n in named}) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "vit"])
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_a_loss_function_that_was_replaced_is_called_beside_tensor_parallelism(
+    pools: dict[int, hpnb.Ranks], kind: str, pp_size: int
+) -> None:
+    alone, given = build(kind), batch(kind, 0, 4)
+    alone.loss_function = REPLACED[kind]
+    loss = alone(**given).loss
+    loss.backward()
+    norms = {n: p.grad for n, p in alone.named_parameters() if "norm" in n or "ln_" in n}
+    last, gradients = on(pools, 2 * pp_size).run(with_loss_function, kind, tp_size=2, pp_size=pp_size)[-1]
+    assert last == pytest.approx(loss.item(), rel=1e-13)
+    replicated = {n: g for n, g in gradients.items() if n in norms}
+    assert replicated
+    assert distance(replicated, {n: norms[n] for n in replicated}) < 1e-12
 
 
 def direct_beside_microbatches() -> float:
@@ -1068,7 +1103,7 @@ def test_batch_k_is_the_same_samples_in_every_layout(pools: dict[int, hpnb.Ranks
         assert sorted(itertools.chain(*together)) == list(range(10))
         assert all(length == 3 for _, length, _ in found)
         assert (together[0] == [0, 1, 2, 3]) is not shuffle
-        alone = hpnb.data.Loader(list(range(10)), 4, shuffle=shuffle, seed=3, collate=list)
+        alone = hpnb.data.Loader(list(range(10)), 4, shuffle=shuffle, seed=3, collate_fn=list)
         alone.set_epoch(1)
         assert together == list(alone)
 
@@ -1086,6 +1121,8 @@ def test_batch_k_is_the_same_samples_in_every_layout(pools: dict[int, hpnb.Ranks
         ({"tp_size": 8, "tp_mode": "1d", "tp_depth": 2}, "goes with tp_mode='2.5d'"),
         ({"tp_size": 4, "tp_mode": "2d", "enable_sequence_parallelism": True}, "or use tp_mode='1d'"),
         ({"tp_size": 4, "tp_mode": "2d", "loss_chunk": 64}, "leave loss_chunk out with tp_mode='2d'"),
+        ({"cp_size": 2, "loss_chunk": 64}, "leave loss_chunk out with cp_size=2"),
+        ({"cp_size": 2, "enable_jit_fused": True}, "leave enable_jit_fused out with cp_size=2"),
         ({"pp_size": 2, "tp_size": 2, "cut": "time"}, "use cut='parameters' with tp_size=2"),
         ({"cpu_offload": True}, "cpu_offload go with zero_stage=1, 2 or 3"),
         ({"communication_dtype": torch.bfloat16}, "communication_dtype go with zero_stage"),
@@ -1120,7 +1157,7 @@ def test_every_row_of_the_table_refuses_something() -> None:
 def test_plugins_with_fewer_knobs() -> None:
     plain, dealt, sharded = TorchDDPPlugin(), LowLevelZeroPlugin(2), GeminiPlugin(precision="bf16")
     assert [p.zero_stage for p in (plain, dealt, sharded)] == [0, 2, 3]
-    assert [p.precision for p in (plain, dealt, sharded)] == ["fp32", "fp16", "bf16"]
+    assert [p.precision for p in (plain, dealt, sharded)] == ["fp32", "auto", "bf16"]
     assert all(isinstance(p, HybridParallelPlugin) for p in (plain, dealt, sharded))
     assert hpnb.Booster().plugin.precision == "fp32"
     with pytest.raises(ValueError, match="3 is GeminiPlugin"):
@@ -1148,12 +1185,13 @@ class Whole2D(torch.optim.SGD):
         return super().step(closure)
 
 
-def refusals() -> dict[str, str]:
-    def said(kind: type[Exception], call: Any) -> str:
-        with pytest.raises(kind) as error:
-            call()
-        return str(error.value)
+def said(kind: type[Exception], call: Any) -> str:
+    with pytest.raises(kind) as error:
+        call()
+    return str(error.value)
 
+
+def refusals() -> dict[str, str]:
     booster = hpnb.Booster(HybridParallelPlugin(precision="fp64", zero_stage=3))
     piped = hpnb.Booster(HybridParallelPlugin(precision="fp64", pp_size=2, num_microbatches=2))
     measured = hpnb.Booster(HybridParallelPlugin(pp_size=2, cut="flops"))
@@ -1195,6 +1233,38 @@ def test_what_boost_refuses(pools: dict[int, hpnb.Ranks]) -> None:
         "closure": "step() without a closure",
     }.items():  # fmt: skip
         assert words in found[key], (key, found[key])
+
+
+def methods_of_a_full_model() -> dict[str, str]:
+    """What save_pretrained, generate and a loader without batches say in layouts that shard weights."""
+    found = {}
+    for key, options in {"tp": {"tp_size": 2}, "pp": {"pp_size": 2}, "zero": {"zero_stage": 3}}.items():
+        booster = hpnb.Booster(HybridParallelPlugin(precision="fp64", **options))
+        net: Any = build("gpt2")
+        model, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        found[f"save {key}"] = said(AttributeError, lambda model=model: model.save_pretrained("unused"))
+        if key == "pp":
+            found["generate"] = said(AttributeError, lambda model=model: model.generate())
+        given = batch("gpt2", 0, 2)
+        for kind, wrong in {"batch": given, "loader": DataLoader([given])}.items():  # type: ignore[arg-type]
+            run = functools.partial(booster.execute_pipeline, wrong, model)  # type: ignore[arg-type]
+            found[kind] = said(TypeError, run)
+        found["empty"] = said(StopIteration, lambda b=booster, m=model: b.execute_pipeline(iter([]), m))
+    whole, *_ = hpnb.Booster(HybridParallelPlugin(zero_stage=1)).boost(build("gpt2"))
+    assert callable(whole.save_pretrained)
+    assert callable(whole.generate)
+    return found
+
+
+def test_methods_that_need_the_full_model_name_what_works(pools: dict[int, hpnb.Ranks]) -> None:
+    found = on(pools, 2).run(methods_of_a_full_model)[1]
+    for key, words in {
+        "save tp": ["tp_size=2", "booster.save_model"], "save pp": ["pp_size=2", "booster.save_model"],
+        "save zero": ["zero_stage=3 on 2 ranks", "GPT2LMHeadModel"], "generate": ["pp_size=2", "(1,)"],
+        "batch": ["dict", "iter([batch])"], "loader": ["DataLoader", "iter(loader)"],
+        "empty": ["set_epoch(epoch + 1)", "iter(loader)"],
+    }.items():  # fmt: skip
+        assert all(word in found[key] for word in words), (key, found[key])
 
 
 def plain_loader() -> tuple[list[str], float]:
@@ -1254,6 +1324,14 @@ def other_schedules() -> str:
 
 def test_a_pipeline_takes_another_schedule_of_the_same_stages(pools: dict[int, hpnb.Ranks]) -> None:
     assert "make another Pipeline for it" in on(pools, 2).run(other_schedules)[0]
+
+
+def test_a_batch_whose_names_are_no_arguments_is_refused() -> None:
+    stage = WholeModel(Classifier(), lambda names: [name for name in names if name == "x"])
+    wrong = {"wanted": torch.ones(2, 4), "features": torch.zeros(2, 4)}
+    arguments = ", ".join(inspect.signature(Classifier().forward).parameters)
+    with pytest.raises(TypeError, match=rf"wanted, features.* takes {arguments}"):
+        stage(0, None, wrong)
 
 
 def test_a_whole_model_as_a_stage_keeps_its_names() -> None:

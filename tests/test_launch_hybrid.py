@@ -461,6 +461,21 @@ def test_rates_are_the_closed_form_and_go_on_from_a_state(kind: str, warmup: int
         schedule.step()
 
 
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+def test_a_state_of_checkpoints_before_lambdas_loads(kind: str) -> None:
+    """What the schedules kept as subclasses of LRScheduler; they are LambdaLRs of PyTorch now."""
+    schedule = scheduled(kind, two_groups(), 11, 4, 0.003)
+    assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
+    state = {"total_steps": 30, "warmup_steps": 2, "base_lrs": [0.5, 0.02], "last_epoch": 7, "_step_count": 8,
+             "_get_lr_called_within_step": False, "_last_lr": [0.1, 0.1]}  # fmt: skip
+    schedule.load_state_dict(state | ({"eta_min": 0.001} if kind == "cosine" else {}))
+    for k in range(8, 33):
+        schedule.optimizer.step()
+        schedule.step()
+        wanted = [closed_form(kind, k, base, 30, 2, 0.001) for base in (0.5, 0.02)]
+        assert schedule.get_last_lr() == pytest.approx(wanted, rel=1e-12, abs=1e-15)
+
+
 def test_the_peak_and_the_end_are_where_they_are_said_to_be() -> None:
     rates: dict[str, list[float]] = {"cosine": [], "linear": []}
     for kind, found in rates.items():

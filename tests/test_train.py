@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import importlib.util
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +16,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rank_pools import RankPools
 from transformers import GPT2LMHeadModel, ViTForImageClassification
 
 import hpnb
@@ -26,6 +30,8 @@ from hpnb.hybrid.train_command import main as train_main
 from hpnb.hybrid.train_command.run_file import RunFile, load, parse
 from hpnb.hybrid.train_command.train import RunResult, train
 from hpnb.hybrid.training import resuming
+from hpnb.hybrid.training.events import Hook
+from hpnb.hybrid.training.folder_lock import LOCK
 
 ROOT = Path(__file__).parents[1]
 VIT = {"hidden": 16, "layers": 2, "heads": 2, "mlp": 32, "patch": 8, "image": 16}
@@ -34,9 +40,15 @@ Tables = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def four() -> Iterator[hpnb.Ranks]:
-    with hpnb.Ranks(4, device="cpu") as ranks:
-        yield ranks
+def pools() -> Iterator[RankPools]:
+    pools = RankPools(timeout=300)
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def four(pools: RankPools) -> hpnb.Ranks:
+    return pools[4]
 
 
 def tables(folder: Path | None = None, **changes: Any) -> Tables:
@@ -267,6 +279,117 @@ def test_a_run_that_is_stopped_goes_on(
         four.run(train, changed(folder=tmp_path / "parts", checkpoint__resume=False))
 
 
+def test_a_run_that_is_not_continued_is_refused(
+    four: hpnb.Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """24 rows, 8 a step: an epoch is 3 steps. Other data or samples a step would be neither run."""
+    run(four, changed(folder=tmp_path, training__epochs=1))
+    for changes, numbers in (
+        ({"training__learning_rate": 1e-2}, ("all of 3 steps", "learning_rate", "0.003", "0.01")),
+        ({"training__epochs": 2, "data__batch_size": 4}, ("samples a step", "8", "16")),
+        ({"training__epochs": 2, "data__rows": 16}, ("data.rows", "24", "16")),
+        ({"training__epochs": 2, "training__seed": 5}, ("training.seed", "0", "5")),
+        ({"training__epochs": 2, "model__classes": 7}, ("model.classes", "7")),
+    ):
+        with pytest.raises(hpnb.RankError) as told:
+            four.run(train, changed(folder=tmp_path, **{"training__epochs": 1, **changes}))
+        for number in (*numbers, "--allow-changes"):
+            assert number in told.value.summary
+    more = {"training__epochs": 4, "training__learning_rate": 1e-2, "layout__tp_size": 2}
+    more["data__batch_size"] = 4  # times dp 2 are 8 samples a step, as before
+    capfd.readouterr()
+    found = run(four, changed(folder=tmp_path, **more))
+    assert (found.resumed, found.step) == (3, 12)
+    said = capfd.readouterr().out
+    assert "changed: training.learning_rate = 0.003, now 0.01" in said
+    assert "changed: layout.tp_size" in said
+    assert "changed: data.rows" not in said
+
+    # Told to, it goes on with 16 samples a step, 2 an epoch: 12 + 2 steps, and the rate falls to 0 there.
+    more |= {"training__epochs": 5, "layout__tp_size": 1, "checkpoint__allow_changes": True}
+    found = run(four, changed(folder=tmp_path, **more))
+    assert (found.step, len(found.history)) == (14, 5)
+    assert found.history[-1]["lr"] == pytest.approx(0.5e-2 * (1 + math.cos(math.pi * 13 / 14)))
+
+
+def test_more_steps_are_trained_after_an_epoch_that_was_cut_short(four: hpnb.Ranks, tmp_path: Path) -> None:
+    """Step 4 ends the second epoch, of 3 steps, after its first."""
+
+    def steps(count: int) -> RunResult:
+        wanted = tables(tmp_path, training__steps=count)
+        del wanted["training"]["epochs"]
+        return run(four, parse(wanted))
+
+    assert steps(4).step == 4
+    found = steps(6)
+    assert (found.resumed, found.step) == (4, 6)
+    assert [row["step"] for row in found.history] == [3, 4, 6]
+
+
+def test_what_cannot_be_saved_is_said_before_the_first_step(pools: RankPools, tmp_path: Path) -> None:
+    class NoStep(Hook):
+        def before_step(self, trainer: Any) -> None:
+            raise AssertionError("it trains")
+
+    def refused(**changes: Any) -> str:
+        with pytest.raises(hpnb.RankError) as told:
+            pools[4].run(train, changed(**{"folder": tmp_path, **changes}), None, [NoStep()])
+        return told.value.summary
+
+    assert "did you mean eval_accuracy?" in refused(checkpoint__best="eval_accurcy")
+    (tmp_path / "file").touch()
+    assert "is a file, and a folder is to be written" in refused(folder=tmp_path / "file")
+
+    def on_a_full_disk(file: RunFile) -> None:
+        usage, shutil.disk_usage = shutil.disk_usage, lambda _: SimpleNamespace(free=40_000)
+        try:
+            train(file, None, [NoStep()])
+        finally:
+            shutil.disk_usage = usage
+
+    with pytest.raises(hpnb.RankError, match=r"0.0 MB of free disk, and a checkpoint takes about 0.1 MB"):
+        pools[4].run(on_a_full_disk, changed(folder=tmp_path))
+
+
+def test_two_runs_do_not_train_in_one_folder(pools: RankPools, tmp_path: Path) -> None:
+    """Somebody else holds the folder of the first; the second takes it from its first line to its last."""
+    (tmp_path / LOCK).write_text("node7:42:1")
+    with (tmp_path / LOCK).open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(hpnb.RankError, match=r"another run trains in .* \(node7:42:1"):
+            pools[4].run(train, changed(folder=tmp_path))
+
+    def is_locked() -> bool:
+        if not (tmp_path / LOCK).exists():
+            return False
+        with (tmp_path / LOCK).open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    class Look(Hook):
+        def before_fit(self, trainer: Any) -> None:
+            seen.append(is_locked())
+
+        def after_evaluate(self, trainer: Any) -> None:
+            seen.append(is_locked())
+
+    seen: list[bool] = []
+
+    def looks() -> list[bool]:
+        train(changed(folder=tmp_path, training__epochs=1), None, [Look()])
+        return [*seen, is_locked()]
+
+    def slowly() -> list[bool]:
+        found = looks()
+        torch.distributed.barrier()
+        return found
+
+    assert pools[4].run(slowly)[0] == [True, True, True, False]
+
+
 def test_hosts_that_do_not_share_the_folder_are_told(four: hpnb.Ranks, tmp_path: Path) -> None:
     quick = {"training__epochs": 1, "data__rows": 8}
 
@@ -349,19 +472,23 @@ def test_a_model_of_ones_own_is_the_same_in_every_layout(four: hpnb.Ranks) -> No
 # --- the command --------------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_saves_and_a_second_command_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_a_second_command_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
     path = str(written(tmp_path, training__epochs=500))
     history = tmp_path / "run" / "history.json"
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(number)
 
     def interrupt() -> None:
         while not history.exists():
             time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    assert main(["train", path, "--ranks", "2", "--set", "checkpoint.every=1000"]) == train_main.INTERRUPTED
-    assert signal.getsignal(signal.SIGINT) is before
+    code = main(["train", path, "--ranks", "2", "--set", "checkpoint.every=1000"])
+    assert code == {signal.SIGINT: train_main.INTERRUPTED, signal.SIGTERM: train_main.TERMINATED}[number]
+    assert signal.getsignal(number) is before
     said = capfd.readouterr()
     assert "stops after this step, with a checkpoint" in said.err
     (saved,) = resuming.saved(tmp_path / "run")
@@ -382,7 +509,10 @@ def test_what_a_rank_refuses_is_one_sentence(tmp_path: Path, capfd: pytest.Captu
     assert f"{tmp_path} is a folder without a whole model in it" in sentence
 
 
-def test_under_torchrun_it_is_one_of_the_ranks_and_ctrl_c_saves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_under_torchrun_it_is_one_of_the_ranks_and_a_signal_saves(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     path = written(tmp_path, training__epochs=5000)
     environ = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -398,7 +528,7 @@ def test_under_torchrun_it_is_one_of_the_ranks_and_ctrl_c_saves(tmp_path: Path) 
             while not (tmp_path / "run" / "history.json").exists() and time.monotonic() < deadline:
                 assert torchrun.poll() is None, out.read_text()
                 time.sleep(0.1)
-            torchrun.send_signal(signal.SIGINT)
+            torchrun.send_signal(number)
             torchrun.wait(60)
         finally:
             torchrun.kill()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -648,7 +651,7 @@ REFUSED = {
     not_boosted: "this Net is not boosted; pass what booster.boost returned",
     two_of_a_name: "metrics loss, accuracy, accuracy: two have one name",
     no_labels: "the batch has no labels",
-    no_best: "there is no 'eval_loss' to be best in; this epoch has epoch, step, lr, loss, seconds",
+    no_best: "there is no 'eval_loss' to be best in; this fit does not evaluate",
     lambda path: make(accumulation=0): "accumulation=0 batches make no step",
     lambda path: make().fit(loaders()[0], 0): "epochs=0, evaluate_every=1: both must be 1 or more",
     lambda path: hooks.LRSchedulerHook(None, "batch"): "use 'step' or 'epoch'",  # type: ignore[arg-type]
@@ -695,6 +698,74 @@ def test_the_bar_goes_to_the_end_and_shows_the_loss(
     for epoch in (1, 2):
         assert f"epoch {epoch}/2: 100%" in drawn
     assert f"loss={loss:.4g}" in drawn
+
+
+# --- saves that fail, and signals ---------------------------------------------------------------------------
+
+
+def test_a_save_that_fails_stops_the_fit_or_is_a_warning(alone: hpnb.Ranks, tmp_path: Path) -> None:
+    """The disk is full at the save of step 2 alone."""
+
+    def fit(path: Path, **how: Any) -> tuple[int, list[str], list[str]]:
+        class Full(One):
+            def commit(self, path: Path, keep: int | None) -> None:
+                if path.name.endswith("2"):
+                    atomic.abandon(path)
+                    raise OSError(28, "No space left on device")
+                super().commit(path, keep)
+
+        boosted = Boosted(Net())
+        optimizer = torch.optim.SGD(boosted.parameters(), lr=0.1)
+        saves = hooks.CheckpointHook(path, every=2, keep=9, **how)
+        trainer = Trainer(Full(), boosted, optimizer, hooks=[saves], display_progress=False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                trainer.fit(loaders()[0], 1)
+            finally:
+                there = sorted(folder.name for folder in path.glob("step-*"))
+        return trainer.step, there, [str(w.message) for w in caught if "not saved" in str(w.message)]
+
+    ((step, there, said),) = alone.run(fit, tmp_path / "warns", on_error="warn")
+    assert (step, there) == (6, ["step-00000004", "step-00000006"])
+    assert len(said) == 1
+    assert "No space left on device" in said[0]
+    with pytest.raises(hpnb.RankError, match="No space left on device"):
+        alone.run(fit, tmp_path / "stops")
+    assert not list((tmp_path / "stops").glob("step-*"))
+    with pytest.raises(hpnb.RankError, match="on_error='ignore' is not known; use 'stop' or 'warn'"):
+        alone.run(fit, tmp_path / "other", on_error="ignore")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_rank_saves_on_all_and_exits(tmp_path: Path, number: signal.Signals) -> None:
+    """Rank 1 gets it in step 3; all ranks leave after step 4, and go on from there."""
+
+    def fit(path: Path, number: int | None) -> tuple[int | str | None, int, Any]:
+        class Send(Hook):
+            def before_step(self, trainer: TrainingState) -> None:
+                if number is not None and trainer.step == 2 and hpnb.rank() == 1:
+                    os.kill(os.getpid(), number)
+
+        plugin = hpnb.TorchDDPPlugin(precision="fp64")
+        booster, model = hpnb.Booster(plugin=plugin), Net()
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.3))
+        extra = [Send(), hooks.CheckpointHook(path)]
+        trainer = Trainer(booster, boosted, optimizer, hooks=extra, display_progress=False)
+        trainer.resume(path, missing_ok=True)
+        before, code = signal.getsignal(signal.SIGTERM), None
+        try:
+            trainer.fit(plugin.prepare_dataloader(Points(23), 2), 2)
+        except SystemExit as stopped:
+            code = stopped.code
+        assert signal.getsignal(signal.SIGTERM) is before
+        return code, trainer.step, [row["loss"] for row in trainer.history]
+
+    with hpnb.Ranks(2, device="cpu") as ranks:
+        assert [found[:2] for found in ranks.run(fit, tmp_path / "stopped", number)] == [(0, 4)] * 2
+        again, straight = (ranks.run(fit, tmp_path / name, None) for name in ("stopped", "straight"))
+        assert again == straight
+        assert again[0][:2] == (None, 12)
 
 
 # --- layouts ------------------------------------------------------------------------------------------------

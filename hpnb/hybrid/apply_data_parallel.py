@@ -34,7 +34,7 @@ def apply_data_parallel(
     Returns:
         The DataParallel whose hooks reduce after a plain backward, or None; and the optimizer that steps.
     """
-    axis, stage = plugin.mesh.dp, plugin.zero_stage
+    axis, stage = plugin.mesh.dp_cp, plugin.zero_stage
     if stage == 3:
         data_parallel.fully_shard(
             module,

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from hpnb import data_parallel
+from hpnb.context_parallel import ContextParallel
 from hpnb.data_parallel import DataParallel
 from hpnb.hybrid.global_loss import Weigher, with_lazy_loss
 from hpnb.hybrid.model_loss import ModelLoss
@@ -54,6 +55,7 @@ class Boosted(nn.Module):
         replica: the DataParallel that reduces gradients after a plain backward, if there is one.
         model_loss: the loss that the model computes from labels, where it can be computed outside of it.
         causal: whether its targets are its inputs, shifted by one.
+        context: what splits a batch along its tokens, with context parallelism.
         kind, config: class and config of the full model, with which it is saved.
 
     Attributes:
@@ -76,6 +78,7 @@ class Boosted(nn.Module):
         replica: DataParallel | None,
         model_loss: ModelLoss | None,
         causal: bool,
+        context: ContextParallel | None = None,
         kind: type[nn.Module],
         config: Any,
     ) -> None:
@@ -85,9 +88,10 @@ class Boosted(nn.Module):
             setattr(self, table, getattr(module, table))
         self.training = module.training
         self.plugin, self.axes, self.causal = plugin, tuple(axes), causal
+        self.context = context
         self.kind, self.whole_config = kind, config
         self.last_step: PipelineStepResult | None = None
-        self._model_loss, self._weigher, self._device = model_loss, Weigher(plugin.mesh.dp), this_device()
+        self._model_loss, self._weigher, self._device = model_loss, Weigher(plugin.mesh.dp_cp), this_device()
         self._pipe, self._syncs = pipe, True
         self._criterion: Criterion | None = None
         self.loss_reduction: LossReduction | None = None
@@ -108,7 +112,28 @@ class Boosted(nn.Module):
         except AttributeError:
             if (module := self.__dict__.get("module")) is None:
                 raise
+            self._refuse_of_full_model(name)
             return getattr(module, name)
+
+    def _refuse_of_full_model(self, name: str) -> None:
+        """Methods of transformers that would write, or run, this rank's part as if it were the model."""
+        plugin, name_of_kind = self.plugin, self.kind.__name__
+        sizes = {"tp_size": plugin.tp_size, "pp_size": plugin.pp_size}
+        parts = [f"{option}={size}" for option, size in sizes.items() if size > 1]
+        if plugin.zero_stage == 3 and plugin.dp_size > 1:
+            parts.append(f"zero_stage=3 on {plugin.dp_size} ranks")
+        if name in ("save_pretrained", "push_to_hub") and parts and hasattr(self.kind, name):
+            raise AttributeError(
+                f"{name} would write only this rank's part of the {name_of_kind}, because its weights are "
+                f"sharded ({', '.join(parts)}); all ranks call booster.save_model(model, folder), which "
+                "from_pretrained reads"
+            ) from None
+        if name == "generate" and plugin.pp_size > 1 and hasattr(self.kind, name):
+            raise AttributeError(
+                f"generate needs all layers of the {name_of_kind}, and with pp_size={plugin.pp_size} this "
+                f"rank has stages {self.module.numbers} alone; use pp_size=1, or save with "
+                "booster.save_model(model, folder) and generate on one process with from_pretrained(folder)"
+            ) from None
 
     def train(self, mode: bool = True) -> Boosted:
         self.training = mode
@@ -241,7 +266,7 @@ class Boosted(nn.Module):
             sink = self._replica.sink
         reducer: Any = None if sink is None else SimpleNamespace(sink=sink)  # its hooks stay attached
         stage = WholeModel(module, _forward_inputs(module, self._model_loss), self.causal)
-        pipe = Pipeline(stage, mesh.pp, self.plugin.schedule(1), self._loss, reducer, replicas=mesh.dp)
+        pipe = Pipeline(stage, mesh.pp, self.plugin.schedule(1), self._loss, reducer, replicas=mesh.dp_cp)
         self._pipe = pipe
         return pipe
 
@@ -254,7 +279,7 @@ class Boosted(nn.Module):
 
     def _agree_on_microbatches(self, microbatches: int) -> int:
         """The same number on all replicas with ZeRO 3, because every microbatch gathers parameters."""
-        plugin, axis = self.plugin, self.plugin.mesh.dp
+        plugin, axis = self.plugin, self.plugin.mesh.dp_cp
         if plugin.zero_stage < 3 or axis.size == 1 or plugin.num_microbatches is not None:
             return microbatches
         most = torch.tensor(microbatches, device=self._device)
@@ -271,6 +296,10 @@ class Boosted(nn.Module):
             return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
         batch = to_device(batch, self._device)
+        if self.context is not None and batch:
+            if not isinstance(batch, Mapping):
+                raise ValueError("context parallelism takes a batch by names: model(**batch) with input_ids")
+            batch = self.context.shard_batch(batch)
         if isinstance(batch, Mapping):
             return {n: value if n in TARGET_NAMES else tree_map(cast, value) for n, value in batch.items()}
         if isinstance(batch, tuple | list):
@@ -287,9 +316,9 @@ class Boosted(nn.Module):
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:
         """Give all replicas the first one's buffers, such as a norm's running statistics."""
-        dp = self.plugin.mesh.dp
-        if dp.size > 1 and self.plugin.broadcast_buffers and self.training and self._syncs:
-            data_parallel.broadcast(list(self.module.buffers()), dp)
+        replicas = self.plugin.mesh.dp_cp
+        if replicas.size > 1 and self.plugin.broadcast_buffers and self.training and self._syncs:
+            data_parallel.broadcast(list(self.module.buffers()), replicas)
 
 
 def _loss_of_outputs(outputs: Any, inputs: Any) -> Any:

@@ -27,12 +27,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from hpnb import comm
+from hpnb.data.batch_agreement import check_lengths
 from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.boosted_optimizer import boosted_optimizer
 from hpnb.hybrid.booster_files import BoosterFiles, boosted_model
 from hpnb.hybrid.parallelize_model import Model, parallelize_model
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.presets import TorchDDPPlugin
+from hpnb.precision import policy
 
 Criterion = Callable[[Any, Any], Any]
 Boost = tuple[Boosted, Any, Any, Any, Any]
@@ -43,10 +45,43 @@ class Booster(BoosterFiles):
 
     Args:
         plugin: by default `TorchDDPPlugin()`.
+        mixed_precision: the precision of that default plugin; with a plugin of your own it must be the
+            plugin's, and says nothing new.
+
+    Raises:
+        TypeError: a plugin that is none.
+        ValueError: another precision than that of the plugin.
+
+    >>> def step(batch):
+    ...     booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(tp_size=2, precision="fp32"))
+    ...     model = hpnb.models.vit("laptop", classes=3)
+    ...     optimizer = hpnb.HybridAdam(model.parameters(), lr=1e-3)
+    ...     model, optimizer, *_ = booster.boost(model, optimizer)
+    ...     booster.backward(model(**batch).loss, optimizer)
+    ...     optimizer.step()
+    ...     return optimizer.last_step.stepped
+    >>> batch = {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.arange(4) % 3}
+    >>> hpnb.launch(step, batch, ranks=2, device="cpu")
+    [True, True]
     """
 
-    def __init__(self, plugin: HybridParallelPlugin | None = None) -> None:
-        self.plugin = TorchDDPPlugin() if plugin is None else plugin
+    def __init__(
+        self,
+        plugin: HybridParallelPlugin | None = None,
+        mixed_precision: str | torch.dtype | None = None,
+    ) -> None:
+        if not isinstance(plugin, HybridParallelPlugin | None):
+            name = plugin.__name__ if isinstance(plugin, type) else "TorchDDPPlugin"
+            given = f"precision={plugin!r}" if isinstance(plugin, str | torch.dtype) else ".."
+            raise TypeError(f"plugin={plugin!r} is no plugin; use Booster(plugin=hpnb.{name}({given}))")
+        if plugin is None:
+            plugin = TorchDDPPlugin() if mixed_precision is None else TorchDDPPlugin(mixed_precision)
+        elif mixed_precision is not None and policy(mixed_precision) != plugin.policy:
+            raise ValueError(
+                f"mixed_precision={mixed_precision!r} beside a plugin with precision={plugin.precision!r}: "
+                "leave mixed_precision out, and give the plugin the precision"
+            )
+        self.plugin = plugin
         super().__init__()
         if dist.is_initialized():
             self.plugin.connect()
@@ -77,7 +112,8 @@ class Booster(BoosterFiles):
             The five in that order; what is None stays None.
 
         Raises:
-            ValueError, TypeError: a model, optimizer or scheduler that does not fit, in one sentence.
+            ValueError, TypeError: a model, optimizer or scheduler that does not fit, or a DataLoader of
+                another length on another rank, in one sentence.
         """
         if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
             raise ValueError("lr_scheduler is of another optimizer; make it of the one that is boosted")
@@ -108,7 +144,8 @@ class Booster(BoosterFiles):
             data_iter: gives batches: mappings, or tuples, of tensors with a row a sample, on any device.
             criterion: (outputs, inputs) of a microbatch -> a scalar, the mean over its targets that are not
                 -100 (a causal model's shifted ones; samples if there are none), or (sum, count). None is
-                `outputs.loss`.
+                `outputs.loss`. Targets are the batch's entry "labels", "label", "targets" or "target", or the
+                last of a tuple; with targets under another name, return (sum, count).
             optimizer: None runs forward alone, for evaluation, without gradients.
             return_outputs: return the outputs of the full batch.
             record: record when each action ran, for `model.last_step.timeline`.
@@ -116,11 +153,15 @@ class Booster(BoosterFiles):
         Returns:
             {"loss": (), float64, the mean over the targets of all data-parallel ranks, "outputs": ...}; None
             where it was not asked for, and on ranks that do not have the last stage.
+
+        Raises:
+            StopIteration: no batch is left.
+            TypeError: a loader or a batch instead of an iterator.
         """
         boosted = boosted_model(model)
         scaler = None if optimizer is None else boosted_optimizer(optimizer).scaler
         result = boosted.run(
-            next(data_iter),
+            _next_batch(data_iter),
             criterion,
             trains=optimizer is not None,
             scale=1.0 if scaler is None else scaler.scale,
@@ -142,6 +183,10 @@ class Booster(BoosterFiles):
                 rank's targets, and whatever is linear in these, such as the mean over several accumulated
                 batches. A term made of parameters alone is added once per data-parallel rank.
                 Or (sum over this rank's targets, count).
+                A scalar is weighted by the targets that the model's forward received as "labels", "label",
+                "targets" or "target". If forward received none of these, it counts samples. So if the number
+                of targets that are not -100 differs between ranks, the mean of `F.cross_entropy` gives exact
+                gradients only if forward received the labels; otherwise pass (sum, count).
 
         Raises:
             RuntimeError: the model is partitioned into stages.
@@ -157,7 +202,7 @@ class Booster(BoosterFiles):
             return
         total, count = loss
         count_of_all = torch.as_tensor(count, dtype=torch.float64).to(total.device)
-        count_of_all = comm.all_reduce(count_of_all.detach(), self.plugin.mesh.dp)
+        count_of_all = comm.all_reduce(count_of_all.detach(), self.plugin.mesh.dp_cp)
         with boosted.model.weighed_as_sums():
             _wide(total).backward((scale / count_of_all.clamp(min=1)).to(_wide(total).dtype))
 
@@ -169,16 +214,34 @@ class Booster(BoosterFiles):
 
     def _warn_if_not_split(self, dataloader: Any) -> None:
         """Warn about a DataLoader of PyTorch, which gives every rank the same samples."""
-        if not isinstance(dataloader, DataLoader) or self.plugin.dp_size == 1:
+        if not isinstance(dataloader, DataLoader):
             return
-        if isinstance(dataloader.dataset, IterableDataset):
+        is_stream = isinstance(dataloader.dataset, IterableDataset)
+        if not is_stream:
+            check_lengths(dataloader)
+        if self.plugin.dp_size == 1:
             return
-        if isinstance(dataloader.sampler, RandomSampler | SequentialSampler):
+        if is_stream or isinstance(dataloader.sampler, RandomSampler | SequentialSampler):
             warnings.warn(
                 f"this DataLoader gives each of the {self.plugin.dp_size} data-parallel ranks all samples, "
                 "unless its dataset is split; plugin.prepare_dataloader(dataset, batch_size) does it",
                 stacklevel=3,
             )
+
+
+def _next_batch(data_iter: Any) -> Any:
+    if not hasattr(data_iter, "__next__"):
+        raise TypeError(
+            f"execute_pipeline takes an iterator of batches, not a {type(data_iter).__name__}: pass "
+            "iter(loader) of a loader, made once an epoch, or iter([batch]) of one batch"
+        )
+    try:
+        return next(data_iter)
+    except StopIteration:
+        raise StopIteration(
+            f"the {type(data_iter).__name__} has no batch left in this epoch, as after a booster.load of the "
+            "end of an epoch; call loader.set_epoch(epoch + 1), and pass a new iter(loader)"
+        ) from None
 
 
 def _example(dataloader: Any) -> Any:

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import GPT2ForSequenceClassification, GPT2LMHeadModel, ViTForImageClassification
 
 from hpnb.data.tokenizer import IGNORE_INDEX
+from hpnb.models.plan_parts import has_plan
 
 ModelLoss = Callable[[Any, torch.Tensor], torch.Tensor]  # (outputs, labels) -> (), the mean over the targets
 
@@ -41,6 +42,11 @@ def find_model_loss(model: nn.Module, in_stages: bool = False) -> ModelLoss | No
         return causal
     if type(model) is ViTForImageClassification:
         return partial(classification, model.config)
+    if has_plan(model):
+        if getattr(model, "loss_type", None) == "ForCausalLM":
+            return causal
+        if getattr(model, "loss_type", None) == "ForSequenceClassification":
+            return partial(classification, model.config)
     return None
 
 

@@ -2,6 +2,7 @@
 
     the model, on the CPU or on meta
     parallelize           each matrix is sharded over the ranks of tp              hpnb.tensor_parallel
+    context parallelism   attention runs over the ranks of cp                      hpnb.context_parallel
     chunk_loss            the loss is computed so many tokens at a time            hpnb.models
     compile_blocks        whole blocks, or what lies between their linears         compile_blocks.py
     use_patch_matmul      ViT's patches by a matrix product                        hpnb.models
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from hpnb import data_parallel, tensor_parallel
+from hpnb import context_parallel, data_parallel, tensor_parallel
 from hpnb.data_parallel import DataParallel
 from hpnb.data_parallel.zero_checks import is_elementwise
 from hpnb.hybrid.apply_data_parallel import apply_data_parallel, flatten_masters, use_fused_adam
@@ -39,6 +40,7 @@ from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.recompute import enable_recomputation
 from hpnb.mesh import Axis
 from hpnb.models import accept_empty_batch, anatomy, chunk_loss, use_patch_matmul
+from hpnb.models.compare_parts import skip_first_step_check
 from hpnb.models.empty_batch import drop_empty_mask
 from hpnb.pipeline_parallel import Builder, Pipeline
 from hpnb.pipeline_parallel.stages import move_module
@@ -59,11 +61,13 @@ def parallelize_model(
     """
     _check(plugin, model, optimizer)
     mesh = plugin.connect()
-    axes = [mesh.dp, mesh.pp]
+    axes = [mesh.dp_cp, mesh.pp]
     state = optimizer.state_dict() if optimizer is not None and optimizer.state else None
-    model_loss, causal = None, False
+    model_loss, causal, context = None, False, None
     if isinstance(model, nn.Module):
         _prepare(model, plugin, optimizer)
+        if plugin.cp_size > 1:
+            skip_first_step_check(model)
         if plugin.tp_size > 1:
             tensor_parallel.parallelize(
                 model, mesh.tp, plugin.tp_mode, plugin.enable_sequence_parallelism, plugin.tp_depth
@@ -71,8 +75,11 @@ def parallelize_model(
             axes += tensor_parallel.axes(model)
         if plugin.loss_chunk:
             _chunk_loss(model, plugin)
+        if plugin.cp_size > 1:
+            context = context_parallel.parallelize(model, mesh.cp, plugin.context_parallel)
         # Tensor parallelism and the chunked loss set a loss function for what their output layer gives.
-        in_stages = plugin.pp_size > 1 and plugin.tp_size == 1 and not plugin.loss_chunk
+        of_shards = hasattr(vars(model).get("_loss_function"), "vocab_shard")
+        in_stages = plugin.pp_size > 1 and not of_shards and not plugin.loss_chunk
         model_loss, causal = find_model_loss(model, in_stages), _is_causal(model)
         if _compiles(plugin):
             compile_blocks(model, whole=_compiles_whole_blocks(plugin))
@@ -86,7 +93,9 @@ def parallelize_model(
     pipe: Pipeline | None = None
     if plugin.pp_size > 1 or isinstance(model, Builder):
         schedule = plugin.schedule(plugin.num_microbatches or plugin.least_microbatches)
-        pipe = Pipeline(model, mesh.pp, schedule, _never, replicas=mesh.dp, cut=plugin.cut, example=example)
+        pipe = Pipeline(
+            model, mesh.pp, schedule, _never, replicas=mesh.dp_cp, cut=plugin.cut, example=example
+        )
     elif plugin.zero_stage < 3:  # which moves the model block by block
         move_module(model, this_device())
     module: Any = model if pipe is None else pipe.module
@@ -107,6 +116,7 @@ def parallelize_model(
     replica, inner = apply_data_parallel(module, plugin, pipe, optimizer)
     boosted = Boosted(
         module, plugin, axes, pipe=pipe, replica=replica, model_loss=model_loss, causal=causal,
+        context=context,
         kind=model_class, config=config,
     )  # fmt: skip
     if optimizer is not None:
@@ -165,6 +175,10 @@ def _check_builder(plugin: HybridParallelPlugin) -> None:
             f"tp_size={plugin.tp_size} cannot shard the layers of a Builder, because tensor parallelism must "
             "know the role of each weight: use tp_size=1 and more stages, or a model on the meta device that "
             "hpnb.models knows"
+        )
+    if plugin.cp_size > 1:
+        raise ValueError(
+            f"cp_size={plugin.cp_size} splits the tokens of a model of transformers, not of a Builder; use 1"
         )
     if plugin.activation_checkpointing == "attention":
         raise ValueError(
@@ -238,7 +252,7 @@ def _chunk_loss(model: Any, plugin: HybridParallelPlugin) -> None:
 def _compiles(plugin: HybridParallelPlugin) -> bool:
     """Whether blocks are compiled: if asked for; with enable_all_optimization only on GPUs."""
     asked = plugin.enable_jit_fused or (plugin.enable_all_optimization and this_device().type == "cuda")
-    return asked and backend() is not None
+    return asked and backend() is not None and plugin.cp_size == 1  # a ring's messages are inside a block
 
 
 def _compiles_whole_blocks(plugin: HybridParallelPlugin) -> bool:
@@ -274,7 +288,7 @@ def _seed_dropout(plugin: HybridParallelPlugin) -> None:
     mesh = plugin.mesh
     seed = [torch.initial_seed() if plugin.seed is None else plugin.seed]
     dist.broadcast_object_list(seed, src=0)
-    torch.manual_seed((seed[0] + mesh.dp.rank * mesh.pp.size + mesh.pp.rank) % 2**63)
+    torch.manual_seed((seed[0] + mesh.dp_cp.rank * mesh.pp.size + mesh.pp.rank) % 2**63)
 
 
 def _never(outputs: Any, inputs: Any) -> Any:

@@ -9,14 +9,24 @@ Nothing here needs running ranks. Options that cannot be combined are refused in
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from math import isqrt
+from math import isfinite, isqrt
 
 import torch
 
 from hpnb.mesh import ParallelLayout, Recomputation
 from hpnb.pipeline_parallel import Schedule, schedules
 from hpnb.pipeline_parallel.partition import How
-from hpnb.precision import LossScaler, PrecisionPolicy, policy
+from hpnb.precision import LossScaler, PrecisionPolicy, policy, precision_name
+
+# Which values an option takes, by its annotation; whole numbers are numbers, and switches are not.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "bool": (bool,), "float": (float, int), "int": (int,), "str": (str,), "int | None": (int, type(None)),
+    "torch.dtype | None": (torch.dtype, type(None)), "Recomputation": (bool, str), "How": (str, list, tuple),
+}  # fmt: skip
+_CHECKED_BY_LAYOUT = (
+    "tp_size", "pp_size", "cp_size", "num_model_chunks", "num_microbatches", "microbatch_size", "tp_depth",
+)  # fmt: skip
+_MOST_STAGE_RUNS = 1 << 20  # stages x microbatches; a schedule of more takes minutes to make
 
 
 @dataclass(eq=False, repr=False)
@@ -30,7 +40,7 @@ class PluginOptions:
     tp_size: int = 1
     pp_size: int = 1
     zero_stage: int = 0
-    precision: str = "fp16"
+    precision: str | torch.dtype = "auto"
     num_microbatches: int | None = None
     microbatch_size: int | None = None
     pp_style: str = "1f1b"
@@ -38,6 +48,8 @@ class PluginOptions:
     max_norm: float = 0.0
     tp_mode: str = "1d"
     tp_depth: int = 1
+    cp_size: int = 1
+    context_parallel: str = "ring"
     enable_sequence_parallelism: bool = False
     enable_sequence_overlap: bool = False
     enable_all_optimization: bool = False
@@ -69,10 +81,23 @@ class PluginOptions:
     _schedules: dict[int, Schedule] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        for name in ("tp_size", "pp_size", "num_model_chunks"):
+        self.precision = precision_name(self.precision)
+        for option in fields(self):
+            if option.name not in _CHECKED_BY_LAYOUT and (kinds := _TYPES.get(str(option.type))) is not None:
+                self._check_type(option.name, kinds)
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed} is no seed; use 0 to 2**63 - 1")
+        if self.communication_dtype is not None and not self.communication_dtype.is_floating_point:
+            raise ValueError(
+                f"communication_dtype={self.communication_dtype} holds no fractions; use torch.bfloat16, "
+                "torch.float16 or torch.float32"
+            )
+        for name in ("tp_size", "pp_size", "cp_size", "num_model_chunks"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r} is not a count; use 1 or more")
+        if isinstance(self.cut, list | tuple) and not all(type(n) is int and n >= 1 for n in self.cut):
+            raise ValueError(f"cut={str(self.cut)[:80]} is no list of layers a stage; give each 1 or more")
         if not self.max_norm >= 0:
             raise ValueError(f"max_norm={self.max_norm} must be above 0, or 0 for no clipping")
         for name in ("ddp_bucket_cap_mb", "zero_bucket_size_in_m"):
@@ -87,7 +112,22 @@ class PluginOptions:
                 f"activation_checkpointing={self.activation_checkpointing!r} is not known; use False, 'full' "
                 "or 'attention'"
             )
-        _ = self._layout_of_one_replica(), self.policy, self.scaler()  # each refuses what it cannot use
+        microbatches = self.num_microbatches if isinstance(self.num_microbatches, int) else 1
+        if self.pp_size * self.num_model_chunks * microbatches > _MOST_STAGE_RUNS:
+            raise ValueError(
+                f"pp_size={self.pp_size} x num_model_chunks={self.num_model_chunks} x "
+                f"num_microbatches={self.num_microbatches} is more than {_MOST_STAGE_RUNS:,}; use fewer"
+            )
+        self.max_norm = float(self.max_norm)
+        _ = self._layout_of_one_replica(), self.policy, self._make_scaler()  # each refuses what it cannot use
+
+    def _check_type(self, name: str, kinds: tuple[type, ...]) -> None:
+        value = getattr(self, name)
+        fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        if not fits or (isinstance(value, float) and not isfinite(value) and name != "max_norm"):
+            words = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+            shown = f"{str(value)[:80]!r}, a {type(value).__name__}" if not fits else value
+            raise ValueError(f"{name}={shown} cannot be used; give a finite {words}")
 
     def __repr__(self) -> str:
         options = [option for option in fields(self) if option.init]
@@ -97,25 +137,32 @@ class PluginOptions:
     # --- the layout --------------------------------------------------------------------------------------
 
     def layout_on(self, ranks: int) -> ParallelLayout:
-        """The layout on so many ranks, of which dp takes what pp and tp leave.
+        """The layout on so many ranks, of which dp takes what pp, cp and tp leave.
 
         Raises:
-            ValueError: they are not a multiple of pp_size x tp_size.
+            ValueError: they are not a multiple of pp_size x cp_size x tp_size.
         """
-        layout = self._layout_of_one_replica()
-        replica_size = self.pp_size * self.tp_size
+        layout, replica_size = self._layout_of_one_replica(), self.replica_size
         if ranks % replica_size:
+            cp = f"cp_size={self.cp_size} x " if self.cp_size > 1 else ""
             below, above = ranks // replica_size * replica_size, (ranks // replica_size + 1) * replica_size
             raise ValueError(
-                f"pp_size={self.pp_size} x tp_size={self.tp_size} needs a multiple of {replica_size} ranks, "
-                f"and {ranks} are running; start {f'{below} or {above}' if below else above}"
+                f"pp_size={self.pp_size} x {cp}tp_size={self.tp_size} needs a multiple of {replica_size} "
+                f"ranks, and {ranks} are running; start {f'{below} or {above}' if below else above}"
             )
         return replace(layout, dp=ranks // replica_size)
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that train the same samples."""
+        return self.pp_size * self.cp_size * self.tp_size
 
     def _layout_of_one_replica(self) -> ParallelLayout:
         return ParallelLayout(
             pp=self.pp_size,
             tp=self.tp_size,
+            cp=self.cp_size,
+            context_parallel=self.context_parallel,
             num_microbatches=self.num_microbatches,
             microbatch_size=self.microbatch_size,
             zero_stage=self.zero_stage,
@@ -172,8 +219,9 @@ class PluginOptions:
 
     def scaler(self) -> LossScaler | None:
         """A new loss scaler, if the precision needs one."""
-        if not self.policy.scaled:
-            return None
+        return self._make_scaler() if self.policy.scaled else None
+
+    def _make_scaler(self) -> LossScaler:
         return LossScaler(
             self.initial_scale,
             self.min_scale,

@@ -14,11 +14,15 @@ from hpnb.mesh import Recomputation
 
 
 class TorchDDPPlugin(HybridParallelPlugin):
-    """Every data-parallel rank has the whole model. Options as in `HybridParallelPlugin`."""
+    """Every data-parallel rank has the whole model. Options as in `HybridParallelPlugin`.
+
+    >>> hpnb.TorchDDPPlugin("bf16", max_norm=1.0).precision
+    'bf16'
+    """
 
     def __init__(
         self,
-        precision: str = "fp32",
+        precision: str | torch.dtype = "fp32",
         broadcast_buffers: bool = True,
         ddp_bucket_cap_mb: float = 25.0,
         find_unused_parameters: bool = False,
@@ -46,12 +50,15 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
 
     Raises:
         ValueError: another stage.
+
+    >>> hpnb.LowLevelZeroPlugin(stage=2, precision="bf16").zero_stage
+    2
     """
 
     def __init__(
         self,
         stage: int = 1,
-        precision: str = "fp16",
+        precision: str | torch.dtype = "auto",
         initial_scale: float = 2.0**16,
         min_scale: float = 1.0,
         growth_factor: float = 2.0,
@@ -67,9 +74,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         seed: int | None = None,
     ) -> None:
         if stage not in (1, 2):
-            raise ValueError(
-                f"stage={stage!r} is not 1 or 2; 3 is GeminiPlugin, 0 is TorchDDPPlugin"
-            )
+            raise ValueError(f"stage={stage!r} is not 1 or 2; 3 is GeminiPlugin, 0 is TorchDDPPlugin")
         super().__init__(
             zero_stage=stage,
             precision=precision,
@@ -90,11 +95,15 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
 
 
 class GeminiPlugin(HybridParallelPlugin):
-    """ZeRO stage 3: parameters are sharded too. Options as in `HybridParallelPlugin`."""
+    """ZeRO stage 3: parameters are sharded too. Options as in `HybridParallelPlugin`.
+
+    >>> hpnb.GeminiPlugin(precision="bf16").zero_stage
+    3
+    """
 
     def __init__(
         self,
-        precision: str = "fp16",
+        precision: str | torch.dtype = "auto",
         initial_scale: float = 2.0**16,
         min_scale: float = 1.0,
         growth_factor: float = 2.0,

@@ -78,6 +78,21 @@ def _check_zero_options(o: PluginOptions) -> str | None:
     return None
 
 
+def _check_context_parallelism(o: PluginOptions) -> str | None:
+    if o.cp_size == 1:
+        return None
+    at = f"with cp_size={o.cp_size}"
+    if o.tp_mode != "1d":
+        return f"use tp_mode='1d' {at}, not {o.tp_mode!r}"
+    if o.activation_checkpointing == "attention":
+        return f"use activation_checkpointing='full' {at}"
+    if o.enable_jit_fused:
+        return f"leave enable_jit_fused out {at}"
+    if o.loss_chunk:
+        return f"leave loss_chunk out {at}"
+    return None
+
+
 REFUSED: tuple[Refusal, ...] = (
     Refusal(
         "a pp_style whose definition does not allow the stages, chunks or microbatches",
@@ -104,6 +119,11 @@ REFUSED: tuple[Refusal, ...] = (
         "cut='flops' or 'time' with tensor parallelism",
         "one rank measures for all, and the layers of one rank alone do not run",
         _check_measured_cut,
+    ),
+    Refusal(
+        "context parallelism with a grid, a compiled block, a chunked loss or a recomputed attention",
+        "attention sends messages, and the labels are shifted before the loss",
+        _check_context_parallelism,
     ),
     Refusal(
         "cpu_offload or communication_dtype without ZeRO",

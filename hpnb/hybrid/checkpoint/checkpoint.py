@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -49,6 +48,7 @@ from hpnb.hybrid.checkpoint.manifest import part_of
 from hpnb.hybrid.checkpoint.optimizer_shards import OptimizerLoader, class_name, optimizer_shards
 from hpnb.hybrid.checkpoint.state_files import StateReader, pack, unpack, write_state
 from hpnb.hybrid.checkpoint.write_files import WrittenFiles
+from hpnb.layout import TP_MODES
 from hpnb.pipeline_parallel import Stages
 from hpnb.pipeline_parallel import full_state_dict as over_stages
 from hpnb.ranks.current_rank import device as this_device
@@ -165,9 +165,9 @@ def load_lr_scheduler(lr_scheduler: Any, path: Path) -> None:
             raise FileNotFoundError(f"{path} is not there; give a file that save_lr_scheduler wrote")
         try:
             saved = unpack(path.read_bytes())
-        except (RuntimeError, UnpicklingError, EOFError) as error:
+        except Exception as error:  # torch.load raises about anything on bytes that it did not write
             raise ValueError(f"{path} is not what save_lr_scheduler wrote, or was cut short") from error
-        return _check_kind(saved, lr_scheduler, "lr_scheduler")
+        return _check_kind(saved, lr_scheduler, "lr_scheduler", path)
 
     lr_scheduler.load_state_dict(attempt(read, files_group()))
 
@@ -263,10 +263,13 @@ def load(
         targets[key] = (placement.Placement(key, ()), torch.empty((), dtype=torch.float64))
     values = stored.read(targets, labels, group)
     states = {
-        name: attempt(partial(_check_kind, values[name], value, name), group)
+        name: attempt(partial(_check_kind, values[name], value, name, folder), group)
         for name, value in asked.items()
         if value is not None
     }
+    random = [values[random_label]] if same_layout else []
+    attempt(lambda: _check_states(folder, states, random), group)
+    attempt(lambda: _check_layout(folder, manifest.get("layout"), saved_layout(model), stored), group)
     weights = WeightLoader(model, folder / MODEL, group)
     optimizer_state = None if optimizer is None else OptimizerLoader(optimizer, stored, group)
     if dataloader is not None:  # the first to change, because only it may still refuse what it is given
@@ -306,11 +309,33 @@ def _load_pickled(path: Path) -> Any:
     """What torch.save wrote, if it is tensors and plain containers; nothing else is unpickled."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, UnpicklingError, EOFError) as error:
+    except Exception as error:  # as above
         raise ValueError(
             f"{path} cannot be read: it was cut short, or holds other things than tensors, numbers, texts "
             "and containers of them"
         ) from error
+
+
+def _check_states(folder: Path, states: dict[str, Any], random: list[Any]) -> None:
+    """Raise ValueError if a state that was read is not one, before anything is loaded."""
+    if wrong := [name for name, state in states.items() if not isinstance(state, dict)]:
+        raise ValueError(f"{folder} has no readable state of the {wrong[0]}; load another checkpoint")
+    if not all(map(training_state.is_random_state, random)):
+        raise ValueError(f"{folder} has no readable random state; load another checkpoint")
+
+
+def _check_layout(folder: Path, saved: Any, now: dict[str, Any], stored: StateReader) -> None:
+    """Raise ValueError if the layout in the manifest cannot be that of the ranks that saved."""
+    if saved is None:  # which no random states belong to
+        return
+    is_layout = isinstance(saved, dict) and {k: type(v) for k, v in saved.items()} == {
+        k: type(v) for k, v in now.items()
+    }
+    if is_layout and saved["tp_mode"] in TP_MODES:
+        ranks = sum(key.startswith("random/") for key in stored.values)
+        if saved["dp_size"] * saved["pp_size"] * saved["tp_size"] == ranks:
+            return
+    raise ValueError(f"the manifest of {folder} has the layout {str(saved)[:200]}; load another checkpoint")
 
 
 def _load_or_restore(dataloader: Any, state: Any, group: dist.ProcessGroup) -> None:
@@ -333,12 +358,12 @@ def _state_of(value: Any, name: str) -> dict[str, Any]:
     return {"kind": class_name(value), "state": value.state_dict()}
 
 
-def _check_kind(saved: Any, value: Any, name: str) -> Any:
+def _check_kind(saved: Any, value: Any, name: str, path: Path) -> Any:
     """The state dict that `_state_of` saved, if `value` is of the same class."""
     kind = saved.get("kind") if isinstance(saved, dict) else None
     if kind != class_name(value):
         raise ValueError(
-            f"the {name} that was saved is a {kind}, and this is a {class_name(value)}; use a {kind}, or "
-            "leave it out"
+            f"{path}: the {name} that was saved is a {kind}, and this is a {class_name(value)}; use a "
+            f"{kind}, or leave it out"
         )
     return saved["state"]

@@ -89,6 +89,10 @@ class WeightLoader:
             name = _name_on_disk(target, on_disk)
             if (shape := tuple(reader.shape(name))) != target.shape:
                 raise ValueError(f"{path} has {name} of shape {shape}, and the model {target.shape}; {_HINT}")
+            dtype = target.shards[0][1].dtype
+            if reader.is_floating_point(name) != dtype.is_floating_point:
+                what = "whole numbers" if dtype.is_floating_point else "fractions"
+                raise ValueError(f"{path} has {what} in {name}, and the model {dtype}; {_HINT}")
 
     def _read(
         self, reader: WeightReader, on_disk: Mapping[str, str]

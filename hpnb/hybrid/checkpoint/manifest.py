@@ -7,14 +7,18 @@
 
 A folder is complete if it has one, because it is written last. Which of several checkpoints is the newest
 follows from `order`, a number that is one more than any beside it, and not from a clock, which may step back.
+
+Somebody else may have written it, so its entries are checked before anything is done with them: a name that
+leads out of the folder would let a save replace or remove any file.
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 import zlib
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hpnb.files import write_text
@@ -24,6 +28,7 @@ MANIFEST = "manifest.json"
 KIND, VERSION = "hpnb checkpoint", 2
 _BLOCK = 1 << 22  # bytes of a file that are read at once
 _PART, _OLD = ".part", ".old"
+_LONGEST_NAME = 4096  # bytes, of a path on Linux
 
 
 # --- a manifest --------------------------------------------------------------------------------------------
@@ -55,7 +60,7 @@ def manifest(folder: Path) -> dict[str, Any]:
             damaged = False
         else:
             damaged = content.pop("checksum") != _checksum(content)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder / MANIFEST} is not that of a checkpoint{_another(folder)}") from error
     if damaged:
         raise ValueError(f"{folder / MANIFEST} is damaged: its checksum differs{_another(folder)}")
@@ -64,7 +69,31 @@ def manifest(folder: Path) -> dict[str, Any]:
             f"{folder} has version {version} of the format, and this hpnb reads {VERSION}; load it with the "
             "hpnb that wrote it"
         )
+    if (problem := _find_problem(content)) is not None:
+        raise ValueError(f"{folder / MANIFEST} {problem}{_another(folder)}")
     return dict(content)
+
+
+def _find_problem(content: Mapping[str, Any]) -> str | None:
+    """What is wrong with the entries of a manifest, in words."""
+    files, stale, order = content.get("files"), content.get("stale", []), content.get("order", 0)
+    if not isinstance(files, dict) or not isinstance(stale, list) or type(order) is not int:
+        return "has no table of files, or no order"
+    for name in (*files, *stale):
+        if not is_inside(name):
+            return f"names {str(name)[:80]!r}, which is not a file in its folder"
+    for name, file_sum in files.items():
+        if not isinstance(file_sum, list) or [type(number) for number in file_sum] != [int, int]:
+            return f"says of {name} {str(file_sum)[:80]}, and not its bytes and checksum"
+    return None
+
+
+def is_inside(name: object) -> bool:
+    """Whether `name` is a relative path that stays below the folder that it is relative to."""
+    if not isinstance(name, str) or not name or "\0" in name or len(name) > _LONGEST_NAME:
+        return False
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def _checksum(content: Mapping[str, Any]) -> int:
@@ -147,6 +176,14 @@ def complete_in(folder: Path) -> list[Path]:
     return [there for name in sorted(names) if is_complete(there := standing(folder / name))]
 
 
+def warn_of_unsealed(folder: Path) -> None:
+    """Warn of what was a checkpoint in `folder` until its manifest was removed, or not copied: it is skipped.
+    A save that is killed leaves no such folder."""
+    for child in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if child.name == final_name(child) and (child / "state").is_dir() and not is_complete(child):
+            warnings.warn(f"{child} is skipped, because it has no {MANIFEST}", stacklevel=3)
+
+
 def order_of(folder: Path) -> int | None:
     """The number by which checkpoints are ordered; None if the manifest cannot be read."""
     try:
@@ -161,6 +198,7 @@ def newest(folder: Path) -> Path | None:
     Raises:
         ValueError: a checkpoint has a damaged manifest, so nobody can say which is the newest.
     """
+    warn_of_unsealed(folder)
     orders = {checkpoint: order_of(checkpoint) for checkpoint in complete_in(folder)}
     readable = {checkpoint: order for checkpoint, order in orders.items() if order is not None}
     for checkpoint in orders.keys() - readable.keys():

@@ -13,6 +13,7 @@ weights in the model's own files, so they are not here, unless an optimizer is s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from hpnb.hybrid.checkpoint.gather_weights import is_writer
 from hpnb.hybrid.checkpoint.state_files import ShardedState, StateReader, pack
 from hpnb.optimizer_state import check_group_sizes, group_options, is_sharded_state
 from hpnb.placement import Placement, placement_of
-from hpnb.precision import Masters
+from hpnb.precision import LossScaler, Masters
 from hpnb.ranks.current_rank import rank
 
 GROUPS, NAMES, MASTER, VALUE = "optimizer", "names/", "master", "value/"
@@ -82,12 +83,12 @@ def update_rule(optimizer: Optimizer) -> str:
 
 
 def optimizer_shards(
-    optimizer: Optimizer, copy: Callable[[torch.Tensor], torch.Tensor], with_masters: bool
+    optimizer: Optimizer, copied: Callable[[torch.Tensor], torch.Tensor], with_masters: bool
 ) -> ShardedState:
     """What this rank writes of the optimizer's state.
 
     Args:
-        copy: applied to each tensor.
+        copied: applied to each tensor.
         with_masters: with the float32 masters of 16-bit weights.
     """
     boosted = boosted_optimizer(optimizer)
@@ -105,11 +106,11 @@ def optimizer_shards(
             if not isinstance(value, torch.Tensor):
                 saved.values[VALUE + label] = pack(f"the state of {name}", value)
             elif is_sharded_state(key, value.shape, t.shape):
-                saved.tensors[label] = placement, copy(value)
+                saved.tensors[label] = placement, copied(value)
             elif not value.dim():
                 counters[label] = value
             else:
-                saved.tensors[label] = Placement(label, tuple(value.shape)), copy(value)
+                saved.tensors[label] = Placement(label, tuple(value.shape)), copied(value)
     groups = [
         {"options": group_options(group), "numbers": numbers}
         for group, numbers in zip(boosted.inner.param_groups, boosted.numbering, strict=True)
@@ -139,6 +140,30 @@ def _to_cpu(counters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 # --- load --------------------------------------------------------------------------------------------------
 
 
+def _readable(stored: StateReader, work: Callable[[], Any]) -> Any:
+    """What `work` makes of values that were read, which somebody else may have written.
+
+    Raises:
+        ValueError: they are not what `optimizer_shards` writes, or do not fit.
+    """
+    try:
+        return work()
+    except ValueError as error:
+        raise ValueError(f"{stored.folder}: {error}") from error
+    except (TypeError, KeyError, AttributeError, IndexError) as error:
+        raise ValueError(
+            f"{stored.folder} has no readable state of an optimizer ({type(error).__name__}: {error}); load "
+            "another checkpoint"
+        ) from error
+
+
+def _check_type(what: str, value: Any, kind: Any) -> Any:
+    """`value`, if it is of `kind`; a TypeError otherwise."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{what} is a {type(value).__name__}")
+    return value
+
+
 class OptimizerLoader:
     """An optimizer's state that is read and fits it, until `apply` hands it over. All ranks make it.
 
@@ -151,18 +176,54 @@ class OptimizerLoader:
         self._local = _local_states(self._boosted)
         described = [label for label in stored.values if label == GROUPS or label.startswith(NAMES)]
         descriptions = stored.read({}, described, group)
-        self._saved: Any = attempt(lambda: self._check(descriptions), group)
+        self._saved: Any = attempt(lambda: _readable(stored, lambda: self._check(descriptions)), group)
         self._state: dict[str, dict[str, Any]] = {name: {} for name in self._local.by_name}
         targets: dict[str, tuple[Placement, torch.Tensor]]
         targets = attempt(lambda: dict(self._targets(stored)), group)
         labels = [label for label in stored.values if label.startswith(VALUE) and self._is_local(label)]
         labels += [label for label in stored.values if label.startswith(COUNTERS)]
         values = stored.read(targets, labels, group)
+        attempt(lambda: _readable(stored, lambda: self._take(values)), group)
+        attempt(lambda: _readable(stored, self._try_to_load), group)
+
+    def _take(self, values: dict[str, Any]) -> None:
+        """Sort what was read by parameter."""
         for counters in [values.pop(label) for label in list(values) if label.startswith(COUNTERS)]:
-            values |= {label: value for label, value in counters.items() if self._is_local(label)}
+            values |= {
+                label: _check_type(label, value, torch.Tensor)
+                for label, value in counters.items()
+                if self._is_local(label)
+            }
         for label, value in values.items():
             key, _, name = label.removeprefix(VALUE).partition("/")
             self._state[name][key] = value
+
+    def _groups(self) -> tuple[list[dict[str, Any]], dict[int, int]]:
+        """The groups of a state dict, and {id of a parameter: its number in them}."""
+        numbers = dict[int, int]()
+        groups: list[dict[str, Any]] = []
+        for saved, group in zip(self._saved["groups"], self._local.inner.param_groups, strict=True):
+            first = len(numbers)
+            numbers |= {id(p): first + i for i, p in enumerate(group["params"])}
+            kept = {key: group[key] for key in _HOW_TO_COMPUTE if key in group}
+            params = list(range(first, len(numbers)))
+            groups.append({**group_options(saved["options"], _HOW_TO_COMPUTE), **kept, "params": params})
+        return groups, numbers
+
+    def _try_to_load(self) -> None:
+        """Let a copy of the optimizer load the states of a few parameters, one for each set of keys: what it
+        refuses is known before anything is changed."""
+        inner = self._local.inner
+        if type(inner).load_state_dict is not Optimizer.load_state_dict:
+            return  # it may keep states elsewhere, which a copy would share
+        groups, numbers = self._groups()
+        by_keys = {
+            frozenset(state): (numbers[id(self._local.by_name[name][0])], state)
+            for name, state in self._state.items()
+            if state
+        }
+        states = {n: {k: v for k, v in state.items() if k != MASTER} for n, state in by_keys.values()}
+        copy(inner).load_state_dict({"state": states, "param_groups": groups})
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -171,14 +232,7 @@ class OptimizerLoader:
         zero = boosted.inner if isinstance(boosted.inner, ZeroOptimizer) else None
         if zero is not None:
             zero.refresh()
-        known_masters, numbers = Masters.attached_to(inner), dict[int, int]()
-        groups: list[dict[str, Any]] = []
-        for saved, group in zip(self._saved["groups"], inner.param_groups, strict=True):
-            first = len(numbers)
-            numbers |= {id(p): first + i for i, p in enumerate(group["params"])}
-            kept = {key: group[key] for key in _HOW_TO_COMPUTE if key in group}
-            params = list(range(first, len(numbers)))
-            groups.append({**group_options(saved["options"], _HOW_TO_COMPUTE), **kept, "params": params})
+        known_masters, (groups, numbers) = Masters.attached_to(inner), self._groups()
         states, masters = dict[int, dict[str, Any]](), dict[int, torch.Tensor]()
         for name, (t, _) in self._local.by_name.items():
             state, number = self._state[name], numbers[id(t)]
@@ -201,6 +255,7 @@ class OptimizerLoader:
                 "the checkpoint has no state of an optimizer; leave the optimizer out to load the rest"
             )
         self._check_update_rule(saved)
+        self._check_types(saved)
         numbering = self._boosted.numbering
         check_group_sizes([len(group["numbers"]) for group in saved["groups"]], [len(n) for n in numbering])
         names = {number: name for of_rank in descriptions.values() for number, name in of_rank.items()}
@@ -234,6 +289,16 @@ class OptimizerLoader:
                         f"the state to be loaded is of {saved['kind']} with {option}={was} in group "
                         f"{number}, and this {kind} has {option}={is_now}; make it with {option}={was}"
                     )
+
+    def _check_types(self, saved: Any) -> None:
+        """Raise ValueError if options or scaler are of other types than an optimizer has."""
+        for before, now in zip(saved["groups"], self._boosted.inner.param_groups, strict=False):
+            for name, value in _check_type("options", before["options"], dict).items():
+                known = now.get(name)
+                if isinstance(known, float | int) and not isinstance(known, bool):
+                    _check_type(name, value, float | int | torch.Tensor)
+        if saved["scaler"] is not None:
+            LossScaler().load_state_dict(saved["scaler"])
 
     def _is_local(self, label: str) -> bool:
         return label.removeprefix(VALUE).partition("/")[2] in self._local.by_name

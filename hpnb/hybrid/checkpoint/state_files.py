@@ -30,11 +30,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from hpnb.hybrid.checkpoint.agreement import attempt, gather_objects
 from hpnb.hybrid.checkpoint.chunks import Offsets, chunks_of
-from hpnb.hybrid.checkpoint.write_files import WrittenFiles, write_bytes, write_safetensors
+from hpnb.hybrid.checkpoint.write_files import DTYPES, WrittenFiles, write_bytes, write_safetensors
 from hpnb.placement import Placement
 
 INDEX = "index.json"
@@ -198,6 +198,7 @@ class StateReader:
     """Reads such a folder.
 
     Attributes:
+        folder: where it is.
         shapes: {key of a tensor: its full shape}.
         dtypes: of them.
         values: keys of values.
@@ -207,13 +208,13 @@ class StateReader:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         try:
             index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             self._tensors = {key: _parse(entry) for key, entry in index["tensors"].items()}
             self._values = {str(key): _checked_file(file) for key, file in index["values"].items()}
             self.dtypes = {key: _dtype(stored.dtype) for key, stored in self._tensors.items()}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{folder / INDEX} is no index of a state ({_first_line(error)}); load another checkpoint"
             ) from error
@@ -244,22 +245,29 @@ class StateReader:
 
             def file(name: str) -> Any:
                 if name not in opened:
-                    opened[name] = stack.enter_context(safe_open(self._folder / name, "pt"))
+                    opened[name] = stack.enter_context(safe_open(self.folder / name, "pt"))
                 return opened[name]
 
             try:
                 for key, (placement, shard) in tensors.items():
                     for offsets, view in chunks_of(placement, shard):
                         for stored_in, name, source, target in self._overlaps(key, offsets, view.shape):
+                            self._check_dtype(key, name, file(stored_in))
                             if not source:
                                 view.copy_(file(stored_in).get_tensor(name))
                             else:
                                 view[target].copy_(file(stored_in).get_slice(name)[source])
                 return {key: unpack(bytes(file(self._values[key]).get_tensor(key).numpy())) for key in values}
-            except (SafetensorError, pickle.UnpicklingError, RuntimeError, IndexError) as error:
+            except Exception as error:  # whatever readers make of bytes that anybody may have written
                 raise ValueError(
-                    f"{self._folder} cannot be read ({_first_line(error)}); load another checkpoint"
+                    f"{self.folder} cannot be read ({_first_line(error)}); load another checkpoint"
                 ) from error
+
+    def _check_dtype(self, key: str, name: str, file: Any) -> None:
+        """Raise ValueError if a chunk has another dtype than the index says: it would be converted."""
+        expected, found = self._tensors[key].dtype, file.get_slice(name).get_dtype()
+        if found != DTYPES[self.dtypes[key]]:
+            raise ValueError(f"{key} is {found}, and {expected} in the index")
 
     def _overlaps(
         self, key: str, offsets: Offsets, sizes: Iterable[int]
@@ -282,29 +290,46 @@ def _parse(entry: Any) -> _StoredTensor:
     chunks = [(_checked_file(file), _sizes(at), _sizes(sizes)) for file, at, sizes in entry["chunks"]]
     if any(len(offsets) != len(shape) or len(sizes) != len(shape) for _, offsets, sizes in chunks):
         raise ValueError(f"a chunk of another number of dimensions than {shape}")
-    if sum(prod(sizes) for _, _, sizes in chunks) != prod(shape):
+    if not _fill(shape, [(at, sizes) for _, at, sizes in chunks]):
         raise ValueError(f"chunks that do not fill {shape}")
-    return _StoredTensor(shape, str(entry["dtype"]), chunks)
+    return _StoredTensor(shape, entry["dtype"], chunks)
+
+
+def _fill(shape: Offsets, chunks: list[tuple[Offsets, Offsets]]) -> bool:
+    """Whether chunks cover a tensor, each element once: within it, as many elements, and none in common."""
+    ends = [tuple(a + n for a, n in zip(at, sizes, strict=True)) for at, sizes in chunks]
+    if any(end > size for corner in ends for end, size in zip(corner, shape, strict=True)):
+        return False
+    if sum(prod(sizes) for _, sizes in chunks) != prod(shape):
+        return False
+    boxes = sorted((at, end) for (at, _), end in zip(chunks, ends, strict=True))
+    for i, (low, high) in enumerate(boxes):
+        for other_low, other_high in boxes[i + 1 :]:
+            if shape and other_low[0] >= high[0]:
+                break  # sorted by where they begin
+            if all(a < d and b < c for a, b, c, d in zip(low, other_low, high, other_high, strict=True)):
+                return False
+    return True
 
 
 def _sizes(numbers: Any) -> tuple[int, ...]:
     if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
-        raise ValueError(f"{numbers!r} in place of a list of sizes")
+        raise ValueError(f"{str(numbers)[:80]} in place of a list of sizes")
     return tuple(numbers)
 
 
 def _checked_file(name: Any) -> str:
     if not isinstance(name, str) or not _FILE.fullmatch(name):
-        raise ValueError(f"{name!r} in place of a file's name")
+        raise ValueError(f"{str(name)[:80]!r} in place of a file's name")
     return name
 
 
 def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise ValueError(f"{name!r} in place of a dtype")
     return dtype
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: " + str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: " + str(error).strip().partition("\n")[0][:200]

@@ -40,6 +40,18 @@ def random_state() -> dict[str, Any]:
     return state
 
 
+def is_random_state(state: Any) -> bool:
+    """Whether the generators would continue from it."""
+    now = random_state()
+    try:
+        set_random_state(state)
+    except Exception:  # each generator has its own errors
+        return False
+    finally:
+        set_random_state(now)
+    return True
+
+
 def set_random_state(state: dict[str, Any]) -> None:
     """Let the generators of this rank continue from there."""
     kind, numbers, *rest = state["numpy"]

@@ -12,11 +12,12 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
+
+from hpnb.hybrid.checkpoint.manifest import is_inside
 
 FILE_NAMES = ("model.safetensors", "pytorch_model.bin")
 _CHECKSUMS = "hpnb.crc32"  # in the header of a safetensors file, where others keep what they like
@@ -37,6 +38,7 @@ class WeightReader(Protocol):
 
     def names(self) -> Sequence[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
+    def is_floating_point(self, name: str) -> bool: ...
     def read_chunk(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor: ...
 
 
@@ -77,6 +79,11 @@ class WeightFiles:
             return tuple(self._slices[name].get_shape())
         return tuple(self._tensors[name].shape)
 
+    def is_floating_point(self, name: str) -> bool:
+        if name in self._slices:
+            return str(self._slices[name].get_dtype()).startswith(("F", "BF"))
+        return self._tensors[name].is_floating_point()
+
     def read_chunk(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """The elements of a chunk, in the dtype of the file and in memory of their own."""
         chunk = _slices(offsets, sizes)
@@ -102,22 +109,25 @@ class WeightFiles:
                 slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
                 sums = json.loads((opened.metadata() or {}).get(_CHECKSUMS, "{}"))
                 self._sums |= {name: (opened, file, crc) for name, crc in sums.items() if name in slices}
-            except (SafetensorError, OSError, ValueError, AttributeError) as error:
+            except Exception as error:  # whatever the reader makes of bytes that anybody may have written
                 raise ValueError(
-                    f"{file} cannot be read ({error}); it was cut short, or is another file"
+                    f"{file} cannot be read ({_first_line(error)}); it was cut short, or is another file"
                 ) from error
             self._slices.update(_select(slices, names, file))
             return
         try:
             state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        except (RuntimeError, UnpicklingError, EOFError, OSError) as error:
-            first = str(error).strip().partition("\n")[0]
+        except Exception as error:  # torch.load raises about anything on bytes that it did not write
             raise ValueError(
-                f"{file} cannot be read ({first}); it must be a state dict by torch.save"
+                f"{file} cannot be read ({_first_line(error)}); it must be a state dict by torch.save"
             ) from error
         if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
             raise ValueError(f"{file} holds a {type(state).__name__}, and not {{name: tensor}}")
         self._tensors.update(_select(dict(state), names, file))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:200]
 
 
 def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
@@ -147,10 +157,14 @@ def _find_files(path: Path) -> dict[Path, list[str] | None]:
             continue
         try:
             table = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{index} is no index of weights; save the model anew") from error
         files: dict[Path, list[str] | None] = {}
         for weight, file_name in table.items():
+            if not is_inside(file_name):
+                raise ValueError(
+                    f"{index} says that {weight} is in {str(file_name)[:80]!r}, which is no file beside it"
+                )
             if not (path / file_name).is_file():
                 raise ValueError(
                     f"{path} lacks {file_name}, where its index has {weight}; copy all of its files"
@@ -177,6 +191,9 @@ class LoadedWeights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._state[name].shape)
+
+    def is_floating_point(self, name: str) -> bool:
+        return self._state[name].is_floating_point()
 
     def read_chunk(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         return self._state[name][_slices(offsets, sizes)]

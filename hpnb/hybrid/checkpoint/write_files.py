@@ -19,7 +19,7 @@ FileSum = tuple[int, int]  # (bytes, CRC-32)
 WrittenFiles = dict[str, FileSum]  # by name, relative to a folder
 
 # The names that safetensors gives to dtypes.
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL",
@@ -57,7 +57,7 @@ def write_safetensors(
         ValueError: a dtype that safetensors does not know.
         OSError: the file cannot be written.
     """
-    if unknown := [name for name, tensor in tensors.items() if tensor.dtype not in _DTYPES]:
+    if unknown := [name for name, tensor in tensors.items() if tensor.dtype not in DTYPES]:
         raise ValueError(f"{unknown[0]} has {tensors[unknown[0]].dtype}, which safetensors cannot store")
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -65,7 +65,7 @@ def write_safetensors(
     for name in order:
         start, end = end, end + tensors[name].nbytes
         header[name] = {
-            "dtype": _DTYPES[tensors[name].dtype],
+            "dtype": DTYPES[tensors[name].dtype],
             "shape": list(tensors[name].shape),
             "data_offsets": [start, end],
         }

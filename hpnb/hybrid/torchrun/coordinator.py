@@ -31,6 +31,9 @@ class DistCoordinator:
 
     Raises:
         RuntimeError: no ranks are running.
+
+    >>> hpnb.launch(lambda: hpnb.DistCoordinator().is_master(), ranks=2, device="cpu")
+    [True, False]
     """
 
     def __init__(self) -> None:

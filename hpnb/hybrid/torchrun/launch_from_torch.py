@@ -25,6 +25,8 @@ from hpnb.hybrid.torchrun.network_interface import name_interface
 from hpnb.hybrid.torchrun.restart_store import fresh
 from hpnb.ranks import DeviceChoice, choose_device
 from hpnb.ranks.current_rank import current
+from hpnb.ranks.gpu_limits import limit_gpu_memory
+from hpnb.ranks.shared_gpu import share_gpu
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
@@ -34,9 +36,10 @@ _SEEDS = 2**32  # numpy takes no more
 def launch_from_torch(config: Any = None, backend: str | None = None, seed: int = 1024) -> None:
     """Join the ranks that torchrun has started; then hpnb.rank(), world_size() and device() are right.
 
-    Where every rank of a machine can have a GPU it gets the one of its LOCAL_RANK, over NCCL; otherwise all
-    ranks compute on the CPU, over gloo. A program that was started without torchrun is one rank alone. A rank
-    that is in a group already, because of hpnb.launch or an earlier call, is only seeded anew.
+    Where every rank of a machine can have a GPU it gets the one of its LOCAL_RANK, over NCCL. On one machine
+    with fewer GPUs than ranks, ranks share the GPUs. On several such machines, and without GPUs, they compute
+    on the CPU, over gloo. A program that was started without torchrun is one rank alone. A rank that is in a
+    group already, because of hpnb.launch or an earlier call, is only seeded anew.
 
     Args:
         config: of the old tutorials; may be left out, None or empty.
@@ -58,7 +61,7 @@ def launch_from_torch(config: Any = None, backend: str | None = None, seed: int 
     if not dist.is_initialized():
         _join(backend)
     elif current.device is None:  # by somebody else's init_process_group
-        current.device = _device("cuda" if "nccl" in _backends() else "cpu")
+        current.device = _device("cuda" if "nccl" in _backends() else "cpu", torch.cuda.device_count())
     if backend is not None and backend not in _backends():
         raise ValueError(
             f"backend={backend!r}, but the ranks are joined already over {_backends()}; leave it out"
@@ -82,7 +85,7 @@ def _join(backend: str | None) -> None:
             )
         rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         locals_ = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    choice = _choose(backend, locals_)
+    choice = _choose(backend, locals_, world)
     if world > 1 or environment.keys() >= set(RANK_VARIABLES):
         store, rank, world = next(rendezvous("env://", rank, world))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it outlives the ranks
@@ -92,16 +95,21 @@ def _join(backend: str | None) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     else:
         name_interface(store, rank, world)
-    # Streams that share a hardware queue wait for each other: let each have its own.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    device = _device(choice.device)
-    gpu = device if device.type == "cuda" else None
+    if not choice.shares_gpus:  # streams that share a hardware queue wait for each other: give each its own
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    device = _device(choice.device, choice.gpus)
+    gpu = device if device.type == "cuda" and not choice.shares_gpus else None
+    if choice.shares_gpus:
+        current.device = device
+        share_gpu()
+        limit_gpu_memory(device, sum(other % choice.gpus == device.index for other in range(locals_)))
     dist.init_process_group(choice.backend, store=store, rank=rank, world_size=world, device_id=gpu)
     current.device = device
     atexit.register(_leave)
 
 
-def _choose(backend: str | None, ranks: int) -> DeviceChoice:
+def _choose(backend: str | None, ranks: int, world: int) -> DeviceChoice:
+    """For the `ranks` of this machine, of `world` in all."""
     gpus = torch.cuda.device_count()
     if backend == "nccl" and gpus < ranks:
         fits = f"--nproc_per_node {gpus}, or " if gpus else ""
@@ -109,9 +117,12 @@ def _choose(backend: str | None, ranks: int) -> DeviceChoice:
             f"backend='nccl' needs {ranks} GPUs for the {ranks} ranks of this machine, which has {gpus}; use "
             f"{fits}backend='gloo'"
         )
-    choice = choose_device("cpu" if backend == "gloo" or gpus < ranks else "cuda", ranks)
+    # The buffers of ranks that share GPUs do not reach other machines.
+    on_cpu = backend == "gloo" or (gpus < ranks and ranks < world)
+    choice = choose_device("cpu" if on_cpu else "auto", ranks)
     if backend is None and 0 < gpus < ranks and os.environ.get("LOCAL_RANK") == "0":
-        print(f"hpnb: {ranks} ranks here and {gpus} GPUs, so all of them compute on the CPU", file=sys.stderr)
+        on_what = "all of them compute on the CPU" if on_cpu else "ranks share GPUs"
+        print(f"hpnb: {ranks} ranks here and {gpus} GPUs, so {on_what}", file=sys.stderr)
     return choice
 
 
@@ -127,10 +138,10 @@ def _agree(store: Store, rank: int, choice: DeviceChoice) -> None:
         )
 
 
-def _device(kind: str) -> torch.device:
+def _device(kind: str, gpus: int) -> torch.device:
     if kind != "cuda":
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus)
     torch.cuda.set_device(device)
     return device
 

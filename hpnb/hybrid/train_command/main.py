@@ -4,6 +4,7 @@
 1      a rank failed
 2      the file, or what was asked for, cannot be run; nothing was started
 130    Ctrl-C: a checkpoint was saved, unless it came twice
+143    SIGTERM, as Slurm and Kubernetes send it: a checkpoint was saved
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -24,7 +26,7 @@ from hpnb.hybrid.train_command.run_file import RunFile, load
 from hpnb.ranks import RankError, RankInterrupt, launch
 
 _LONGEST = 20 * 86400.0  # seconds that a run may take
-FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+FAILED, REFUSED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
 
 def run(path: str, ranks: int | None = None, overrides: Sequence[str] = ()) -> int:
@@ -51,7 +53,7 @@ def run(path: str, ranks: int | None = None, overrides: Sequence[str] = ()) -> i
     if under_torchrun:
         return _run_under_torchrun(file)
     assert ranks is not None
-    return _run_on_new_ranks(file, ranks, "cuda" if gpus >= ranks else "cpu")
+    return _run_on_new_ranks(file, ranks, "auto")
 
 
 def _run_under_torchrun(file: RunFile) -> int:
@@ -68,34 +70,48 @@ def _run_under_torchrun(file: RunFile) -> int:
 def _run_on_new_ranks(file: RunFile, ranks: int, device: str) -> int:
     from hpnb.hybrid.train_command.train import train
 
-    with tempfile.TemporaryDirectory() as folder, _stop_on_ctrl_c(Path(folder, "stop")) as flag:
+    with tempfile.TemporaryDirectory() as folder, _stop_on_signal(Path(folder, "stop")) as stop:
         try:
-            results = launch(train, file, flag, ranks=ranks, device=device, timeout=_LONGEST)
+            results = launch(train, file, stop.flag, ranks=ranks, device=device, timeout=_LONGEST)
         except RankInterrupt:
             print("hpnb train: interrupted; what was saved before is there", file=sys.stderr)
             return INTERRUPTED
         except RankError as error:
             plain = error.error in ("ValueError", "OSError", "FileNotFoundError")
             return _print_error(error.summary if plain else str(error), FAILED)
-    return INTERRUPTED if results[0].stopped else 0
+    return stop.exit_code if results[0].stopped else 0
+
+
+@dataclass
+class _Stop:
+    """A file at which the ranks look, and the exit code of a run that was stopped."""
+
+    flag: Path
+    exit_code: int = TERMINATED  # somebody sent the ranks alone a SIGTERM
 
 
 @contextmanager
-def _stop_on_ctrl_c(flag: Path) -> Iterator[Path]:
-    """Ranks are in sessions of their own and get no Ctrl-C: the first one here touches `flag`, at which they
-    look; the second one ends them."""
+def _stop_on_signal(flag: Path) -> Iterator[_Stop]:
+    """Ranks are in sessions of their own and get no Ctrl-C: the first one here, or a SIGTERM, touches `flag`,
+    at which they look; a second Ctrl-C ends them."""
+    stop = _Stop(flag)
 
     def ask(number: int, frame: FrameType | None) -> None:
+        if not flag.exists():
+            stop.exit_code = INTERRUPTED if number == signal.SIGINT else TERMINATED
         flag.touch()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("\nhpnb train: stops after this step, with a checkpoint; Ctrl-C again ends it at once",
-              file=sys.stderr, flush=True)  # fmt: skip
+        again = ""
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            again = "; Ctrl-C again ends it at once"
+        print(f"\nhpnb train: stops after this step, with a checkpoint{again}", file=sys.stderr, flush=True)
 
-    before = signal.signal(signal.SIGINT, ask)
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield flag
+        yield stop
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _print_error(error: object, code: int) -> int:

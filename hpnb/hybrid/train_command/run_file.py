@@ -145,6 +145,8 @@ class CheckpointTable(Table):
         keep: so many of the newest stay.
         best: a name in the history, such as "eval_accuracy": the epoch with the best is kept as well.
         resume: go on from the newest, if there is one.
+        allow_changes: go on even if the file changes what must stay, such as the data or the samples a step.
+        on_error: what a failed save does, as on a full disk: "stop" the run, or "warn" and train on.
         background: write while training goes on.
     """
 
@@ -154,6 +156,8 @@ class CheckpointTable(Table):
     best: str | None = None
     resume: bool = True
     background: bool = False
+    allow_changes: bool = False
+    on_error: Literal["stop", "warn"] = "stop"
 
 
 class RunFile(Table):

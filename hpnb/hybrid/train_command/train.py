@@ -14,7 +14,8 @@ It uses hpnb as any script could.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,18 @@ from typing import Any
 import torch.distributed as dist
 
 from hpnb.hybrid.booster import Booster
+from hpnb.hybrid.checkpoint.agreement import files_group, on_first_rank
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.torchrun.launch_from_torch import launch_from_torch
-from hpnb.hybrid.train_command.interrupt import StopHook, Stopped, is_saved
+from hpnb.hybrid.train_command.compare_runs import check_resumable, differences, run_facts
 from hpnb.hybrid.train_command.run_file import RunFile, TrainingTable
 from hpnb.hybrid.train_command.run_task import LimitedLoader, RunTask, make_task
 from hpnb.hybrid.training import hooks, resuming
+from hpnb.hybrid.training.folder_lock import FolderLock
 from hpnb.hybrid.training.hybrid_adam import HybridAdam
 from hpnb.hybrid.training.lr_schedulers import CosineAnnealingWarmupLR, LinearWarmupLR
 from hpnb.hybrid.training.run_state import EpochRow
+from hpnb.hybrid.training.stop_hook import StopHook, Stopped, is_saved
 from hpnb.hybrid.training.trainer import Trainer
 from hpnb.models import decay_groups
 from hpnb.ranks.current_rank import device, world_size
@@ -45,7 +49,7 @@ class RunResult:
         final: what the last evaluation says; {} if the run was stopped.
         step: optimizer steps done.
         resumed: the step of the checkpoint from which it went on, or None.
-        stopped: whether Ctrl-C has ended it.
+        stopped: whether Ctrl-C or SIGTERM has ended it.
     """
 
     history: list[EpochRow] = field(default_factory=list)
@@ -56,21 +60,38 @@ class RunResult:
 
 
 def train(file: RunFile, flag: Path | None = None, more: Sequence[hooks.Hook] = ()) -> RunResult:
-    """Train what `file` says; every rank calls it.
+    """Train what `file` says; every rank calls it. No other run may train in its folder meanwhile.
 
     Args:
         flag: a file that ends the run, with a checkpoint, once it is there; by default Ctrl-C does.
         more: hooks of the caller's.
 
     Raises:
-        ValueError, OSError: what of the file turns out not to fit: the number of ranks, sizes, data.
+        ValueError, OSError: what of the file turns out not to fit: the number of ranks, sizes, data; a folder
+            that cannot be written, that another run trains in, or whose run it does not continue.
     """
     launch_from_torch(seed=file.training.seed)
     file.check_ranks(world_size())
+    lock = FolderLock(Path(file.checkpoint.dir or "run").expanduser())
+    lock.acquire()
+    try:
+        return _train(file, lock.folder, flag, more)
+    finally:
+        lock.release()
+
+
+def _train(file: RunFile, folder: Path, flag: Path | None, more: Sequence[hooks.Hook]) -> RunResult:
     plugin, how, checkpoint = file.plugin(), file.training, file.checkpoint
+    newest = _newest(folder) if checkpoint.resume else None
+    state = {} if newest is None else resuming.read_state(newest)
     task = make_task(file)
     loader = task.loader(plugin, file.data, 0, how.seed)
-    epochs, total = _length(loader, how)
+    epochs, total = _length(loader, how, state)
+    facts = run_facts(file, plugin.dp_size)
+    changed = differences(state.get("facts", {}), facts)
+    if newest is not None and not checkpoint.allow_changes:
+        check_resumable(changed, folder, state["step"], total)
+    _check_space(folder, task, checkpoint.keep)
     lr = how.learning_rate
     if how.learning_rate_scaling == "data-parallel":
         lr = plugin.scaled_lr(lr)
@@ -80,11 +101,11 @@ def train(file: RunFile, flag: Path | None = None, more: Sequence[hooks.Hook] = 
     booster = Booster(plugin=plugin)
     model, *_ = booster.boost(task.model, optimizer, None, loader, schedule)
 
-    folder = Path(checkpoint.dir or "run").expanduser()
     stop = StopHook(folder, checkpoint.keep, flag)
     saves = hooks.CheckpointHook(
-        folder, checkpoint.every, checkpoint.best, keep=checkpoint.keep, background=checkpoint.background
-    )
+        folder, checkpoint.every, checkpoint.best, keep=checkpoint.keep, background=checkpoint.background,
+        on_error=checkpoint.on_error,
+    )  # fmt: skip
     recording = [
         *task.metrics,
         hooks.ThroughputHook("tokens" if file.data.name == "text" else "samples"),
@@ -92,19 +113,21 @@ def train(file: RunFile, flag: Path | None = None, more: Sequence[hooks.Hook] = 
     ]
     trainer = Trainer(booster, model, optimizer, None, schedule, [*recording, saves, stop, *more],
                       accumulation=how.accumulation)  # fmt: skip
+    trainer.facts = facts
     say: Callable[[str], None] = _say if trainer.role.shows else _keep_quiet
     say(about)
-    resumed = _resume(trainer, folder) if checkpoint.resume else None
+    resumed = None if newest is None else _resume(trainer, newest)
     if resumed is not None:
-        say(f"goes on from {folder / f'step-{resumed:08}'}, after {resumed} of {total} steps")
+        nothing_left = "; nothing is left to train" if resumed >= total else ""
+        say(f"goes on from {folder / f'step-{resumed:08}'}, after {resumed} of {total} steps{nothing_left}")
+        for difference in changed:
+            say(f"  changed: {difference}")
     try:
         test = task.loader(plugin, file.data, 1)
         trainer.fit(loader, epochs, evaluate=test, evaluate_every=how.evaluate_every)
     except Stopped:
         say(f"stopped after {trainer.step} of {total} steps; the same command goes on from there")
         return RunResult(trainer.history, {}, trainer.step, resumed, stopped=True)
-    finally:
-        stop.release()
     if checkpoint.every is not None and not is_saved(folder, trainer.step):
         resuming.save(trainer, folder / f"step-{trainer.step:08}", checkpoint.keep)
     final = trainer.evaluate(task.loader(plugin, file.data, 2))
@@ -120,15 +143,40 @@ def train(file: RunFile, flag: Path | None = None, more: Sequence[hooks.Hook] = 
 # --- how long, and how fast ---------------------------------------------------------------------------------
 
 
-def _length(loader: LimitedLoader, how: TrainingTable) -> tuple[int, int]:
-    """(epochs, steps of the optimizer in all). The last epoch of `loader` ends where the steps do."""
+def _length(loader: LimitedLoader, how: TrainingTable, state: Mapping[str, Any]) -> tuple[int, int]:
+    """(epochs, steps of the optimizer in all) of a run that goes on from `state`, which is empty at first.
+    The last epoch of `loader` ends where the steps do."""
     an_epoch = math.ceil(len(loader) / how.accumulation)
+    epoch = before = 0  # epochs that are complete, and their steps
+    if state:
+        is_over = resuming.ended_epoch(state)
+        epoch, before = state["epoch"] + is_over, state["step"] - (0 if is_over else state["done"])
     if how.steps is None:
         assert how.epochs is not None
-        return how.epochs, how.epochs * an_epoch
-    epochs = math.ceil(how.steps / an_epoch)
-    loader.last, loader.batches = epochs - 1, (how.steps - (epochs - 1) * an_epoch) * how.accumulation
-    return epochs, how.steps
+        return how.epochs, before + max(0, how.epochs - epoch) * an_epoch
+    left = how.steps - before
+    more = max(0, math.ceil(left / an_epoch))
+    if more:
+        loader.last = epoch + more - 1
+        loader.batches = (left - (more - 1) * an_epoch) * how.accumulation
+    return epoch + more, how.steps
+
+
+def _check_space(folder: Path, task: RunTask, keep: int) -> None:
+    """Raise OSError if a checkpoint does not fit on the disk: float32 weights and Adam's two moments. Every
+    rank calls it."""
+    size = 12 * sum(parameter.numel() for parameter in task.model.parameters())
+
+    def check() -> None:
+        free = shutil.disk_usage(folder).free
+        if free < size:
+            raise OSError(
+                f"{folder} has {free / 1e6:,.1f} MB of free disk, and a checkpoint takes about "
+                f"{size / 1e6:,.1f} MB, of which [checkpoint] keep = {keep} stay; make room, or set "
+                "[checkpoint] dir to another disk"
+            )
+
+    on_first_rank(check, files_group())
 
 
 def _schedule(optimizer: Any, how: TrainingTable, lr: float, total: int) -> Any:
@@ -141,13 +189,8 @@ def _schedule(optimizer: Any, how: TrainingTable, lr: float, total: int) -> Any:
     )
 
 
-def _resume(trainer: Trainer, folder: Path) -> int | None:
-    """Take up the newest checkpoint, if there is one; the step it was saved at. Learning rates, decay and the
-    length of the run are what the file says now, not what it said then."""
-    schedule, groups = trainer.lr_scheduler, trainer.optimizer.param_groups
-    names = ("total_steps", "warmup_steps", "base_lrs", "eta_min")
-    said = {name: getattr(schedule, name) for name in names if hasattr(schedule, name)}
-    decays = [group["weight_decay"] for group in groups]
+def _newest(folder: Path) -> Path | None:
+    """The newest checkpoint, the same one on all ranks, which call it."""
     newest = resuming.find(folder)
     seen = [""] * world_size()
     dist.all_gather_object(seen, "none" if newest is None else newest.name)
@@ -156,11 +199,20 @@ def _resume(trainer: Trainer, folder: Path) -> int | None:
             f"in {folder} rank 0 sees {seen[0]} as the newest checkpoint, and rank {seen.index(other)} "
             f"{other}: all hosts must see the same files; set [checkpoint] dir to a folder that they share"
         )
-    if newest is None:
-        return None
-    trainer.resume(newest)
+    return newest
+
+
+def _resume(trainer: Trainer, checkpoint: Path) -> int:
+    """Take up a checkpoint; the step it was saved at. Learning rates, decay and the length of the run are
+    what the file says now, not what it said then."""
+    schedule, groups = trainer.lr_scheduler, trainer.optimizer.param_groups
+    names = ("total_steps", "warmup_steps", "base_lrs", "eta_min")
+    said = {name: getattr(schedule, name) for name in names if hasattr(schedule, name)}
+    decays = [group["weight_decay"] for group in groups]
+    trainer.resume(checkpoint)
     vars(schedule).update(said)
-    for group, rate, decay in zip(trainer.optimizer.param_groups, schedule.get_lr(), decays, strict=True):
+    rates = [schedule.rate(schedule.last_epoch, float(base)) for base in schedule.base_lrs]
+    for group, rate, decay in zip(trainer.optimizer.param_groups, rates, decays, strict=True):
         group["lr"], group["weight_decay"] = rate, decay
     return trainer.step
 

@@ -11,14 +11,17 @@ losses to the hooks on the way.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from hpnb.data import IterableLoader, Loader
+from hpnb.data.batch_agreement import check_lengths, iterate_together
+from hpnb.data.iterable_loader import is_iterable_dataset
 from hpnb.hybrid.training.run_state import TrainingState
 from hpnb.models import anatomy
 from hpnb.pipeline_parallel.microbatches import count_targets
@@ -105,6 +108,28 @@ def set_epoch(loader: Any, epoch: int) -> None:
         if hasattr(candidate, "set_epoch"):
             candidate.set_epoch(epoch)
             return
+
+
+def batches_on_all_ranks(trainer: TrainingState, loader: Any) -> tuple[int | None, Iterator[Any]]:
+    """(how many batches a loader has, or None, and these), as many on every rank; all of them call it.
+
+    Raises:
+        ValueError: the loader has another length on another rank; while it is iterated, ranks of one replica
+            read different batches.
+    """
+    if isinstance(loader, IterableLoader):
+        return None, iter(loader)
+    is_stream = is_iterable_dataset(getattr(loader, "dataset", None))
+    length = None if is_stream else check_lengths(loader)
+    if isinstance(loader, Loader):
+        return length, iter(loader)
+    group = trainer.booster.plugin.dp_group
+    return length, iterate_together(loader, _Replica(group.size(), group.rank()))
+
+
+class _Replica(NamedTuple):
+    size: int
+    rank: int
 
 
 def span(op: str, microbatch: int = -1) -> AbstractContextManager[None]:

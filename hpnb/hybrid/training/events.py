@@ -27,7 +27,13 @@ from hpnb.ranks.current_rank import device
 
 
 class Hook:
-    """Override what you want to hear of. `trainer.step` counts the optimizer steps that are done."""
+    """Override what you want to hear of. `trainer.step` counts the optimizer steps that are done.
+
+    >>> class PrintLoss(hpnb.Hook):
+    ...     def after_step(self, trainer):
+    ...         print(trainer.step, trainer.loss)
+    >>> hooks = [PrintLoss()]  # hpnb.Trainer(booster, model, optimizer, hooks=hooks)
+    """
 
     priority: ClassVar[int] = 50  # the lower, the earlier
 
@@ -64,6 +70,13 @@ class Metric(Hook):
 
     Attributes:
         totals: (size,), float64, of this rank.
+
+    >>> class ErrorRate(hpnb.Metric):
+    ...     def on_outputs(self, trainer, outputs, inputs):
+    ...         wrong = outputs.logits.argmax(-1).ne(inputs["labels"])
+    ...         self.totals = self.totals + torch.stack([wrong.sum(), torch.tensor(len(wrong))])
+    >>> ErrorRate("error").value([3, 12])  # the sums over all ranks
+    0.25
     """
 
     priority = 10

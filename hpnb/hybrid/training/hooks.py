@@ -11,16 +11,18 @@ Metrics are in metrics.py, hooks that record steps in recording_hooks.py, and th
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from hpnb.files import write_text
-from hpnb.hybrid.checkpoint.agreement import attempt, files_group
-from hpnb.hybrid.checkpoint.atomic import check_writable
 from hpnb.hybrid.training import resuming
 from hpnb.hybrid.training.events import Hook, Metric
+from hpnb.hybrid.training.folder_lock import FolderLock
 from hpnb.hybrid.training.metrics import AccuracyHook, F1Hook, LossHook, ThroughputHook
 from hpnb.hybrid.training.recording_hooks import MemoryHook, TimelineHook
 from hpnb.hybrid.training.run_state import TrainingState
@@ -33,6 +35,11 @@ class LRSchedulerHook(Hook):
 
     Args:
         by: "step" of the optimizer, or "epoch"; a schedule made for epochs falls too fast by steps.
+
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    >>> scheduler = hpnb.CosineAnnealingWarmupLR(optimizer, total_steps=10)
+    >>> hpnb.LRSchedulerHook(scheduler, by="epoch").by  # pass it to hpnb.Trainer(..., hooks=[...])
+    'epoch'
     """
 
     priority = 20
@@ -60,6 +67,10 @@ class MetricsByEpochHook(Hook):
 
     Attributes:
         history: the same list, on every rank.
+
+    >>> hook = hpnb.MetricsByEpochHook("metrics.json", show=False)
+    >>> hook.history  # filled by hpnb.Trainer(..., hooks=[hook])
+    []
     """
 
     priority = 90
@@ -94,7 +105,7 @@ class CheckpointHook(Hook):
     """Saves everything that `trainer.resume` needs, by booster.save.
 
     A folder appears when it is complete, and older ones go after that: a run that is killed while it saves
-    goes on from the one before.
+    goes on from the one before. While it fits, no other run may save there.
 
     Args:
         path: holds "step-00000500" and so on, and "best-..."; every rank must see it.
@@ -103,6 +114,11 @@ class CheckpointHook(Hook):
         mode: whether the "min" or the "max" is best; by default the least of what ends in "loss".
         keep: so many of the newest stay.
         background: write while training goes on; the fit ends when all is written.
+        on_error: what a failed save does, as on a full disk: "stop" the fit, or "warn" and train on.
+
+    >>> hook = hpnb.CheckpointHook("runs", every=500, best="eval_loss", keep=2)
+    >>> hook.every  # pass it to hpnb.Trainer(..., hooks=[hook])
+    500
     """
 
     priority = 100
@@ -115,17 +131,23 @@ class CheckpointHook(Hook):
         mode: Literal["min", "max"] | None = None,
         keep: int = 2,
         background: bool = False,
+        on_error: Literal["stop", "warn"] = "stop",
     ) -> None:
+        if on_error not in ("stop", "warn"):
+            raise ValueError(f"on_error={on_error!r} is not known; use 'stop' or 'warn'")
         if every is not None and every < 1:
             raise ValueError(f"every={every} steps is not possible; use 1 or more, or None for each epoch")
         if keep < 1:
             raise ValueError(f"keep={keep} would keep no checkpoint; use 1 or more")
         self.path, self.every, self.best, self.keep = Path(path), every, best, keep
-        self.background = background
+        self.background, self.on_error = background, on_error
+        self._lock = FolderLock(self.path)
         self._sign = 1 if (mode or ("min" if (best or "").endswith("loss") else "max")) == "min" else -1
 
     def before_fit(self, trainer: TrainingState) -> None:
-        attempt(lambda: check_writable(self.path), files_group())
+        self._lock.acquire()
+        if self.best is not None:
+            self._check_best(trainer, self.best)
         later = [
             folder.name for folder in resuming.saved(self.path) if resuming.step_of(folder) > trainer.step
         ]
@@ -146,11 +168,35 @@ class CheckpointHook(Hook):
             self._save(trainer, "best", keep=1)
 
     def after_fit(self, trainer: TrainingState) -> None:
-        trainer.booster.wait()
+        self._report(trainer.booster.wait)
+
+    def release(self) -> None:
+        """Other runs may save there again."""
+        self._lock.release()
+
+    def _check_best(self, trainer: TrainingState, name: str) -> None:
+        """Raise ValueError if no epoch will have a figure of this name."""
+        names = [metric.name for metric in trainer.metrics]
+        if trainer.evaluates:
+            names += [f"eval_{metric.name}" for metric in trainer.metrics if metric.counts]
+        names += ["lr", "seconds"]
+        events = ("after_epoch", "after_evaluate")
+        is_extended = any(  # by hooks that may add figures to the history
+            not type(hook).__module__.startswith("hpnb.") and getattr(type(hook), e) is not getattr(Hook, e)
+            for hook in trainer.hooks for e in events
+        )  # fmt: skip
+        if name not in names and not is_extended:
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {near[0]}?" if near else f"an epoch has {', '.join(names)}"
+            if name.startswith("eval_") and not trainer.evaluates:
+                hint = f"this fit does not evaluate; pass evaluate=..., or use one of {', '.join(names)}"
+            raise ValueError(f"there is no {name!r} to be best in; {hint}")
 
     def _is_best(self, trainer: TrainingState, name: str) -> bool:
         row = trainer.history[-1]
-        if row.get(name) is None and not (name.startswith("eval_") and trainer.evaluates):
+        was_evaluated = any(figure.startswith("eval_") for figure in row)
+        may_follow = name.startswith("eval_") and trainer.evaluates and not was_evaluated
+        if row.get(name) is None and not may_follow:
             raise ValueError(f"there is no {name!r} to be best in; this epoch has {', '.join(row)}")
         values = [self._sign * r[name] for r in trainer.history if r.get(name) is not None]
         values = [value for value in values if not math.isnan(value)]
@@ -158,7 +204,20 @@ class CheckpointHook(Hook):
 
     def _save(self, trainer: TrainingState, kind: str, keep: int | None = None) -> None:
         folder = self.path / f"{kind}-{trainer.step:08}"
-        resuming.save(trainer, folder, keep or self.keep, self.background)
+        if self.background:
+            self._report(trainer.booster.wait)  # how the save before ended
+        self._report(lambda: resuming.save(trainer, folder, keep or self.keep, self.background))
+
+    def _report(self, save: Callable[[], Any]) -> None:
+        """Save; an error, which all ranks have, is raised or is a warning."""
+        try:
+            save()
+        except Exception as error:
+            if self.on_error == "stop":
+                raise
+            warnings.warn(
+                f"a checkpoint in {self.path} was not saved, and training goes on: {error}", stacklevel=2
+            )
 
 
 def _format(value: Any) -> str:

@@ -38,6 +38,13 @@ class HybridAdam(Adam):
 
     Raises:
         ValueError: states are to go to a disk, or torch.optim.Adam refuses a number.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> optimizer = hpnb.HybridAdam([weight], lr=0.1)
+    >>> weight.sum().backward()
+    >>> optimizer.step()
+    >>> weight.tolist()
+    [0.9000..., 0.9000...]
     """
 
     elementwise = True  # what happens to an element depends on it alone: a ZeroOptimizer may cut anywhere

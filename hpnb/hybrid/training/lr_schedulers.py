@@ -13,13 +13,15 @@ k alone: nothing is lost by rounding on the way, or on a resume. Warm-up: Goyal 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 
-class _Warmup(LRScheduler):
-    """`rate(k, base)` decides, for each group's base rate."""
+class _Warmup(LambdaLR):
+    """A LambdaLR whose factor in step k is `rate(k, base)` over the group's base rate; a base of 0 stays."""
 
     def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int, last_epoch: int) -> None:
         if total_steps < 1 or not 0 <= warmup_steps <= total_steps:
@@ -28,11 +30,19 @@ class _Warmup(LRScheduler):
                 f"warmup_steps 0 to {max(1, total_steps)}"
             )
         self.total_steps, self.warmup_steps = total_steps, warmup_steps
-        super().__init__(optimizer, last_epoch)
+        groups = range(len(optimizer.param_groups))
+        super().__init__(optimizer, [self._factors_of(group) for group in groups], last_epoch)
 
-    def get_lr(self) -> list[float]:  # type: ignore[override]
-        """The rate of each group for the step to come; PyTorch asks."""
-        return [self.rate(self.last_epoch, float(base)) for base in self.base_lrs]
+    def _factors_of(self, group: int) -> Callable[[int], float]:
+        return lambda k: self._factor(k, group)
+
+    def _factor(self, k: int, group: int) -> float:
+        base = float(self.base_lrs[group])
+        return self.rate(k, base) / base if base else 0.0
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; also one from before this was a LambdaLR, which has no lr_lambdas."""
+        super().load_state_dict({"lr_lambdas": [None] * len(self.lr_lambdas), **state_dict})
 
     def rate(self, k: int, base: float) -> float:
         """The rate of step k where that of the group was `base`."""
@@ -50,6 +60,16 @@ class CosineAnnealingWarmupLR(_Warmup):
 
     Raises:
         ValueError: more steps of warm-up than steps, or no steps.
+
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    >>> scheduler = hpnb.CosineAnnealingWarmupLR(optimizer, total_steps=6, warmup_steps=2)
+    >>> rates = []
+    >>> for _ in range(7):
+    ...     rates.append(round(scheduler.get_last_lr()[0], 2))
+    ...     optimizer.step()
+    ...     scheduler.step()
+    >>> rates
+    [0.5, 1.0, 1.0, 0.85, 0.5, 0.15, 0.0]
     """
 
     def __init__(
@@ -73,7 +93,18 @@ class CosineAnnealingWarmupLR(_Warmup):
 
 
 class LinearWarmupLR(_Warmup):
-    """Linear warm-up, then linearly down to 0, which stays. Arguments as of CosineAnnealingWarmupLR."""
+    """Linear warm-up, then linearly down to 0, which stays. Arguments as of CosineAnnealingWarmupLR.
+
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    >>> scheduler = hpnb.LinearWarmupLR(optimizer, total_steps=4, warmup_steps=1)
+    >>> rates = []
+    >>> for _ in range(5):
+    ...     rates.append(round(scheduler.get_last_lr()[0], 2))
+    ...     optimizer.step()
+    ...     scheduler.step()
+    >>> rates
+    [0.5, 1.0, 0.67, 0.33, 0.0]
+    """
 
     def __init__(
         self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1

@@ -24,9 +24,9 @@ def wanted(shows: bool, asked: bool | None) -> bool:
 
 
 class Progress:
-    """A bar of `steps` steps, `done` of which were done before."""
+    """A bar of `steps` steps, `done` of which were done before; None if nobody knows how many."""
 
-    def __init__(self, trainer: TrainingState, steps: int, done: int, show: bool) -> None:
+    def __init__(self, trainer: TrainingState, steps: int | None, done: int, show: bool) -> None:
         self._trainer = trainer
         label = f"epoch {trainer.epoch + 1}/{trainer.epochs}"
         self._bar: Any = tqdm(total=steps, initial=done, desc=label, unit="step", disable=not show)

@@ -31,6 +31,10 @@ class MemoryHook(Hook):
     Attributes:
         profiles: {step: MemoryProfile} of this rank.
         peaks: bytes at the highest peak of each rank, after an epoch; the largest is in the history.
+
+    >>> hook = hpnb.MemoryHook(steps=(1,))  # pass it to hpnb.Trainer(..., hooks=[hook])
+    >>> hook.profiles  # then {1: MemoryProfile}
+    {}
     """
 
     def __init__(self, steps: Sequence[int] = (1,)) -> None:
@@ -67,6 +71,10 @@ class TimelineHook(Hook):
 
     Attributes:
         timelines: {step: Timeline} of all ranks, on every rank; the first step is 0.
+
+    >>> hook = hpnb.TimelineHook(every=50, path="traces")  # pass it to hpnb.Trainer(..., hooks=[hook])
+    >>> hook.timelines  # then {49: Timeline, 99: ...}
+    {}
     """
 
     def __init__(self, every: int, path: str | Path | None = None) -> None:

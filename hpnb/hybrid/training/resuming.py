@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hpnb.hybrid.checkpoint import manifest
+from hpnb.hybrid.checkpoint.agreement import attempt, files_group
+from hpnb.hybrid.checkpoint.checkpoint import STATE
+from hpnb.hybrid.checkpoint.state_files import StateReader
 from hpnb.hybrid.checkpoint.training_state import random_state, set_random_state
 from hpnb.hybrid.training.run_state import TrainingState
 
@@ -42,8 +46,27 @@ def _state(trainer: TrainingState) -> dict[str, Any]:
         "lr": trainer.lr,
         "history": trainer.history,
         "sums": trainer.sums([metric for metric in trainer.metrics if metric.counts]),
+        "facts": trainer.facts,
         "loader": loader.state_dict() if hasattr(loader, "state_dict") else None,
     }
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What `save` wrote of the run beside weights, optimizer and learning rates, without loading these. Every
+    rank calls it.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    group = files_group()
+    stored = attempt(lambda: StateReader(folder / STATE), group)
+    state: dict[str, Any] = stored.read({}, ["extra"], group)["extra"]
+    return state
+
+
+def ended_epoch(state: Mapping[str, Any]) -> bool:
+    """Whether the run was saved at the end of an epoch."""
+    return bool(state["history"]) and state["history"][-1]["epoch"] == state["epoch"] + 1
 
 
 def load(trainer: TrainingState, folder: Path) -> None:
@@ -65,8 +88,8 @@ def take_up(trainer: TrainingState) -> None:
     trainer.done, trainer.carried = 0, {}
     if state is None:
         return
-    if trainer.history and trainer.history[-1]["epoch"] == trainer.epoch + 1:
-        trainer.epoch += 1  # it was saved at the end of an epoch
+    if ended_epoch({"history": trainer.history, "epoch": trainer.epoch}):
+        trainer.epoch += 1
     elif state["done"]:
         if state["loader"] is None or not hasattr(trainer.loader, "load_state_dict"):
             raise ValueError(
@@ -90,9 +113,10 @@ def saved(path: Path, kind: str = "step") -> list[Path]:
 
 def find(path: Path) -> Path | None:
     """`path` itself if it is a checkpoint, else the newest in it whose manifest is sound. If a newer one is
-    damaged, all ranks warn."""
+    damaged or has none, all ranks warn."""
     if manifest.is_complete(manifest.standing(path)):
         return path
+    manifest.warn_of_unsealed(path)
     for folder in reversed(saved(path)):
         try:
             manifest.manifest(folder)

@@ -64,6 +64,7 @@ class TrainingState:
         evaluates, records: whether this fit evaluates, and whether this step is recorded.
         carried: the metrics' sums of this epoch from before a resume.
         resumed: a loaded state that the next fit takes up.
+        facts: about the run, which checkpoints keep as they are: numbers, texts, lists and dicts of them.
     """
 
     hooks: Sequence[Any]
@@ -82,6 +83,7 @@ class TrainingState:
         self.evaluates = self.records = False
         self.carried: dict[str, list[float]] = {}
         self.resumed: dict[str, Any] | None = None
+        self.facts: dict[str, Any] = {}
 
     def sums(self, metrics: Sequence[Any]) -> dict[str, list[float]]:
         """The sums of each metric over all ranks, with those from before a resume. Waits for the device."""

@@ -27,16 +27,18 @@ from hpnb.hybrid.training.accumulation import (
     Criterion,
     HookedCriterion,
     batch_weights,
+    batches_on_all_ranks,
     is_causal,
     set_epoch,
     span,
     uses_pipeline,
 )
 from hpnb.hybrid.training.events import Hook, Metric
-from hpnb.hybrid.training.hooks import LRSchedulerHook
+from hpnb.hybrid.training.hooks import CheckpointHook, LRSchedulerHook
 from hpnb.hybrid.training.metrics import LossHook
 from hpnb.hybrid.training.progress import Progress, wanted
 from hpnb.hybrid.training.run_state import EpochRow, TrainingState
+from hpnb.hybrid.training.stop_hook import StopHook
 from hpnb.pipeline_parallel.microbatches import to_device
 from hpnb.ranks.current_rank import device
 
@@ -47,7 +49,8 @@ class Trainer(TrainingState):
     Args:
         booster, model, optimizer, lr_scheduler: as they came out of boost.
         criterion: (outputs, inputs) -> the mean over the targets, or (sum, count); None is outputs.loss.
-        hooks: see events.py. A LossHook, and an LRSchedulerHook by step, are there anyway.
+        hooks: see events.py. A LossHook, and an LRSchedulerHook by step, are there anyway; with a
+            CheckpointHook also a StopHook, at which Ctrl-C and SIGTERM save on all ranks and exit.
         accumulation: batches a step.
         causal: whether the target of a position is the next one; by default as the model says.
         display_progress: a bar for each epoch; by default unless the environment has CI.
@@ -56,6 +59,21 @@ class Trainer(TrainingState):
 
     Raises:
         ValueError: a model that was not boosted, accumulation below 1, or two metrics of one name.
+
+    >>> def fit():
+    ...     plugin = hpnb.TorchDDPPlugin("fp32")
+    ...     booster, model = hpnb.Booster(plugin=plugin), hpnb.models.vit("laptop", classes=3)
+    ...     loader = plugin.prepare_dataloader(
+    ...         hpnb.data.beans("train", size=16, image_size=32), 4, transform=hpnb.data.ImageTransform(32)
+    ...     )
+    ...     optimizer = hpnb.HybridAdam(model.parameters(), lr=1e-3)
+    ...     model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
+    ...     hooks = [hpnb.AccuracyHook()]
+    ...     trainer = hpnb.Trainer(booster, model, optimizer, hooks=hooks, display_progress=False)
+    ...     history = trainer.fit(loader, epochs=2)
+    ...     return trainer.step, sorted(history[-1])
+    >>> hpnb.launch(fit, ranks=2, device="cpu")[0]
+    (4, ['accuracy', 'epoch', 'loss', 'lr', 'seconds', 'step'])
     """
 
     def __init__(
@@ -88,6 +106,9 @@ class Trainer(TrainingState):
         default_hooks: list[Hook] = [] if any(isinstance(h, LossHook) for h in hooks) else [LossHook()]
         if lr_scheduler is not None and not hook_schedulers:
             default_hooks.append(LRSchedulerHook(lr_scheduler))
+        saves = next((hook for hook in hooks if isinstance(hook, CheckpointHook)), None)
+        if saves is not None and not any(isinstance(hook, StopHook) for hook in hooks):
+            default_hooks.append(StopHook(saves.path, saves.keep))
         self.hooks = sorted([*default_hooks, *hooks], key=lambda hook: hook.priority)
         self.metrics = [hook for hook in self.hooks if isinstance(hook, Metric)]
         names = [metric.name for metric in self.metrics]
@@ -103,17 +124,32 @@ class Trainer(TrainingState):
         """Train until `epochs` epochs are done, those before a resume included. Returns the history.
 
         Args:
-            train_loader: what `plugin.prepare_dataloader` gives; as many batches on every rank.
+            train_loader: what `plugin.prepare_dataloader` gives, or any iterable. One without a length, or
+                over an IterableDataset, ends on all ranks where it ends on one.
             evaluate: a loader to evaluate on after every `evaluate_every` epochs and after the last; its
                 figures get "eval_" in front of their names.
 
         Raises:
-            ValueError: numbers below 1; a loader that cannot take up where a resumed run was.
+            ValueError: numbers below 1; a loader that cannot take up where a resumed run was, has another
+                length on another rank, or gives ranks of one replica different batches.
         """
         if min(epochs, evaluate_every) < 1:
             raise ValueError(f"epochs={epochs}, evaluate_every={evaluate_every}: both must be 1 or more")
         self.epochs, self.loader, self.evaluates = epochs, train_loader, evaluate is not None
         resuming.take_up(self)
+        try:
+            self._fit(epochs, evaluate, evaluate_every)
+        finally:
+            self._clean_up()
+        return self.history
+
+    def _clean_up(self) -> None:
+        """Locks and signal handlers end with the fit, also where it fails."""
+        for hook in self.hooks:
+            if isinstance(hook, CheckpointHook | StopHook):
+                hook.release()
+
+    def _fit(self, epochs: int, evaluate: Any, evaluate_every: int) -> None:
         self._call_hooks("before_fit")
         while self.epoch < epochs:
             began = time.perf_counter()
@@ -124,7 +160,6 @@ class Trainer(TrainingState):
             self._call_hooks("after_epoch")
             self.epoch, self.done = self.epoch + 1, 0
         self._call_hooks("after_fit")
-        return self.history
 
     def _train_epoch(self) -> EpochRow:
         set_epoch(self.loader, self.epoch)
@@ -132,8 +167,8 @@ class Trainer(TrainingState):
         for metric in self.metrics:
             metric.reset()
         self._call_hooks("before_epoch")
-        batches = iter(self.loader)
-        steps = math.ceil(len(self.loader) / self.accumulation)
+        count, batches = batches_on_all_ranks(self, self.loader)
+        steps = None if count is None else math.ceil(count / self.accumulation)
         with Progress(self, steps, self.done, self._bar) as bar:
             while group := list(islice(batches, self.accumulation)):
                 self._step(group)
@@ -190,7 +225,7 @@ class Trainer(TrainingState):
             metric.reset()
         self.model.eval()
         try:
-            for batch in loader:
+            for batch in batches_on_all_ranks(self, loader)[1]:
                 self._evaluate_batch(batch)
             values = self._values(metrics)
         finally:

@@ -1,4 +1,6 @@
-"""Ctrl-C in a training run: all ranks end the step, save, and leave; a second one ends it at once.
+"""Ctrl-C or SIGTERM in a training run: all ranks end the step, save, and exit. A second Ctrl-C ends it now.
+
+Slurm and Kubernetes send SIGTERM some seconds before they kill, and torchrun passes it on to its ranks.
 
     step k       somebody asked, or not: a sum over all ranks begins, among CPUs
     step k + 1   it is complete long since; more than 0 stops all ranks here, after the same step
@@ -22,8 +24,16 @@ from hpnb.hybrid.training.events import Hook
 from hpnb.hybrid.training.run_state import TrainingState
 
 
-class Stopped(Exception):
-    """The run ended after a step, as it was asked to."""
+class Stopped(SystemExit):
+    """The run ended after a step, as it was asked to. A script that does not catch it exits with code 0, so
+    that torchrun does not start the run again."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(0)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class StopHook(Hook):
@@ -33,7 +43,7 @@ class StopHook(Hook):
         path: where checkpoints lie; None saves nothing.
         keep: so many of the newest stay.
         flag: a file that asks to stop as soon as it is there, for ranks that get no Ctrl-C of their own; by
-            default this process's SIGINT asks.
+            default this process's SIGINT asks. Its SIGTERM always does.
     """
 
     priority: ClassVar[int] = 110  # after what else is saved
@@ -43,15 +53,18 @@ class StopHook(Hook):
         self._asked = False
         self._sum: torch.Tensor | None = None
         self._work: Any = None
-        self._before: Any = None
+        self._before: dict[int, Any] = {}  # {signal: its handler before this fit}
 
     def before_fit(self, trainer: TrainingState) -> None:
-        if self.flag is None and threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._ask)
+        if self._before or threading.current_thread() is not threading.main_thread():
+            return
+        numbers = [signal.SIGTERM] if self.flag is not None else [signal.SIGTERM, signal.SIGINT]
+        self._before = {number: signal.signal(number, self._ask) for number in numbers}
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # the second one ends it
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # the second one ends it
 
     def after_step(self, trainer: TrainingState) -> None:
         if self._agreed():
@@ -78,10 +91,10 @@ class StopHook(Hook):
         return bool(self._sum.item())
 
     def release(self) -> None:
-        """SIGINT means again what it meant before."""
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-            self._before = None
+        """Signals mean again what they meant before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
 
 
 def is_saved(path: Path, step: int) -> bool:

@@ -1,0 +1,57 @@
+"""A layout as one word, which the table prints and `--explain` reads.
+
+dp8-pp4-tp2-zero1-interleaved2-mb2-full-sp: ZeRO 1, 2 chunks a rank, microbatches of 2 samples, blocks
+recomputed, sequence parallel.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from hpnb.mesh import ParallelLayout
+
+SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved")
+
+
+def layout_code(layout: ParallelLayout) -> str:
+    """Sizes above 1, ZeRO stage, schedule with its chunks, samples of a microbatch, recomputation."""
+    words = [f"{axis}{size}" for axis in ("dp", "pp", "tp") if (size := getattr(layout, axis)) > 1] or ["dp1"]
+    if layout.zero_stage:
+        words.append(f"zero{layout.zero_stage}")
+    if layout.pp > 1:
+        words.append(f"interleaved{layout.chunks}" if layout.chunks > 1 else layout.schedule)
+    words.append(f"mb{layout.microbatch_size}")
+    words += ["full"] * (layout.recomputation == "full") + ["sp"] * layout.sequence_parallel
+    return "-".join(words)
+
+
+def parse_layout_code(code: str) -> ParallelLayout:
+    """The layout of a word.
+
+    Raises:
+        ValueError: a part that means nothing.
+    """
+    sizes: dict[str, Any] = {}
+    rest = code.strip().lower()
+    while rest:
+        match = re.match(
+            r"(dp|pp|tp|zero|mb|interleaved)(\d+)(?:-|$)|(1f1b|gpipe|zb-h1|full|sp)(?:-|$)", rest
+        )
+        if match is None:
+            raise ValueError(
+                f"{code!r} is no layout, from {rest!r} on; write it as dp8-pp4-tp2-zero1-1f1b-mb2-full-sp"
+            )
+        word, number, switch = match.groups()
+        if word == "interleaved":
+            sizes |= {"schedule": "interleaved", "chunks": int(number)}
+        elif word:
+            sizes[{"zero": "zero_stage", "mb": "microbatch_size"}.get(word, word)] = int(number)
+        elif switch == "full":
+            sizes["recomputation"] = "full"
+        elif switch == "sp":
+            sizes["sequence_parallel"] = True
+        else:
+            sizes["schedule"] = switch
+        rest = rest[match.end() :]
+    return ParallelLayout(**{"microbatch_size": 1, **sizes})

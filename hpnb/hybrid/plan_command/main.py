@@ -1,0 +1,174 @@
+"""`python -m hpnb plan`: will it fit, how fast, which layout, and why.
+
+0      planned
+2      what was asked for cannot be planned, or nothing fits; one sentence says what would work
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+from hpnb.hybrid.plan_command.layout_code import layout_code, parse_layout_code
+from hpnb.hybrid.plan_command.read_model import read_model
+from hpnb.hybrid.plan_command.report import as_json, format_report
+from hpnb.hybrid.plan_command.run_lines import LOSS_CHUNK, launch_lines, write_run_file
+from hpnb.hybrid.plan_command.search import (
+    Plan,
+    Search,
+    make_plan,
+    nearest_that_fits,
+    search,
+    usable_bytes,
+    why_nothing,
+)
+from hpnb.theory.datasheets import GPU, GPUS, find_gpu
+from hpnb.theory.model_shape import ModelShape
+from hpnb.theory.plan_step import PlanTask, refusal
+
+REFUSED = 2
+LONGEST_BY_DEFAULT = 4096  # tokens of a sample, where a model can take more
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", help="gpt2, gpt2-xl, vit-l16, ...; or of transformers: "
+                        "a config.json, its folder, a name in the local cache")  # fmt: skip
+    parser.add_argument("--gpus", type=int, default=8, help="of the cluster; by default 8")
+    parser.add_argument("--gpu", default="h100", help=f"{', '.join(GPUS)}, measured; by default h100")
+    parser.add_argument("--per-node", type=int, help="GPUs of a node, by default as usually sold")
+    parser.add_argument("--batch", type=int, help="samples of a step, over all GPUs; by default 8 a GPU")
+    parser.add_argument("--sequence", type=int, help="tokens of a sample; by default at most 4096")
+    parser.add_argument("--top", type=int, default=10, help="layouts to print")
+    parser.add_argument("--variants", action="store_true",
+                        help="print all variants of the same sizes and ZeRO stage, too")  # fmt: skip
+    parser.add_argument("--explain", metavar="LAYOUT",
+                        help="draw one layout: its number in the table, or as dp8-tp2-zero1-mb2")  # fmt: skip
+    parser.add_argument("--picture", default="plan.png", metavar="FILE", help=".png or .svg of --explain")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--run-file", metavar="FILE", help="write the best layout, or that of --explain, "
+                        "as a file for hpnb train")  # fmt: skip
+    parser.add_argument("--measure", action="store_true", help="measure this machine for --gpu measured")
+    parser.add_argument("--check", action="store_true",
+                        help="compare predictions with published and with measured runs")  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan what the options of `add_arguments` say. Returns the exit code."""
+    try:
+        if options.check:
+            from hpnb.hybrid.plan_command.check import format_check
+
+            print(format_check())
+            return 0
+        if options.measure:
+            from hpnb.hybrid.plan_command.measure import format_card, measure_gpu
+
+            print(format_card(measure_gpu()))
+            return 0
+        return _plan(options)
+    except BrokenPipeError:  # as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError) as error:
+        print(f"hpnb plan: {error}", file=sys.stderr, flush=True)
+        return REFUSED
+
+
+def make_task(
+    model: ModelShape,
+    gpu: GPU,
+    gpus: int,
+    batch: int | None,
+    sequence: int | None,
+    per_node: int | None = None,
+) -> PlanTask:
+    """The task that the options describe.
+
+    Raises:
+        ValueError: a batch or a sequence that cannot be, or GPUs that do not fill nodes.
+    """
+    batch = 8 * gpus if batch is None else batch
+    sequence = min(model.positions, LONGEST_BY_DEFAULT) if sequence is None else sequence
+    if batch < 1 or sequence < 1:
+        raise ValueError(f"a batch of {batch} samples of {sequence} tokens trains nothing; use 1 or more")
+    if not model.causal and sequence != model.positions:
+        raise ValueError(f"an image of {model.name} has {model.positions} tokens; leave --sequence out")
+    if sequence > model.positions:
+        raise ValueError(
+            f"{model.name} has {model.positions} positions, fewer than the {sequence} tokens of --sequence; "
+            f"use {model.positions} or fewer"
+        )
+    chunk = LOSS_CHUNK if model.name.startswith("gpt2") else 0
+    return PlanTask(model, gpu.cluster(gpus, per_node), batch, sequence, chunk)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    if options.model is None:
+        raise ValueError("plan needs a model, as `hpnb plan gpt2-xl --gpus 8 --gpu h100`")
+    task, gpu = _task_and_gpu(options)
+    chosen: Plan | None = None
+    by_number = options.explain is not None and options.explain.isdigit()
+    if options.explain and not by_number:
+        chosen = _named_plan(task, options.explain)
+        plans, result = [chosen], Search([chosen], seen=1)
+    else:
+        result = search(task)
+        if not result.plans:
+            raise ValueError(why_nothing(task, result))
+        plans = result.best(options.top, options.variants)
+        if by_number:
+            if not 1 <= int(options.explain) <= len(plans):
+                raise ValueError(f"--explain {options.explain}: the table has layouts 1 to {len(plans)}")
+            chosen = plans[int(options.explain) - 1]
+    if options.json:
+        print(json.dumps(as_json(task, gpu, result, plans), indent=1))
+    else:
+        print(format_report(task, gpu, result, plans))
+    if chosen is not None:
+        from hpnb.hybrid.plan_command.explain import save_picture
+
+        save_picture(options.picture, task, chosen)
+    if options.run_file:
+        write_run_file(options.run_file, task, gpu, chosen or plans[0])
+    if not options.json:
+        if chosen is not None:
+            print(f"\nTimeline and memory of {chosen.code}: {options.picture}")
+        which = (chosen or plans[0]).code
+        print(f"\nTo start {which} with its run file, under torchrun on every node, or under Slurm:")
+        for line in launch_lines(task, options.run_file or "run.toml"):
+            print(f"    {line}")
+    return 0
+
+
+def _task_and_gpu(options: argparse.Namespace) -> tuple[PlanTask, GPU]:
+    if options.gpu == "measured":
+        from hpnb.hybrid.plan_command.measure import measured_gpu
+
+        gpu = measured_gpu()
+    else:
+        gpu = find_gpu(options.gpu)
+    model = read_model(options.model)
+    return make_task(model, gpu, options.gpus, options.batch, options.sequence, options.per_node), gpu
+
+
+def _named_plan(task: PlanTask, code: str) -> Plan:
+    """The plan of a layout by its word; what does not fit is refused with what would."""
+    layout = parse_layout_code(code)
+    if layout.world_size != task.cluster.gpus:
+        inner = layout.pp * layout.tp
+        near = f"; dp{task.cluster.gpus // inner} would fit them" if task.cluster.gpus % inner == 0 else ""
+        raise ValueError(
+            f"{code} is for {layout.world_size} GPUs, and there are {task.cluster.gpus}{near}; or use "
+            f"--gpus {layout.world_size}"
+        )
+    if (why := refusal(task, layout)) is not None:
+        raise ValueError(f"{code}: {why[1]}")
+    plan = make_plan(task, layout)
+    if plan.bytes > usable_bytes(task):
+        raise ValueError(
+            f"{layout_code(layout)} takes {plan.bytes / 1e9:.1f} GB of the {usable_bytes(task) / 1e9:.1f} GB "
+            f"that a GPU has to use; {nearest_that_fits(task, layout)}"
+        )
+    return plan

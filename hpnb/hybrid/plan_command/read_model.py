@@ -1,0 +1,101 @@
+"""Which model a plan is for: a name of this library's sizes, or a configuration of transformers.
+
+    gpt2, gpt2-medium, gpt2-large, gpt2-xl, vit-b16, vit-l16      this library's
+    a folder with config.json, a JSON file, a name in the local cache of the Hugging Face hub
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hpnb.models import GPT2_SIZES, SIZES, GPT2Size, ViTSize
+from hpnb.theory.model_shape import IMAGE_CHANNELS, ModelShape
+
+GPT2_NAMES = {"gpt2": "124m", "gpt2-medium": "355m", "gpt2-large": "774m", "gpt2-xl": "1.5b"}
+VIT_NAMES = {"vit-b16": "b16", "vit-l16": "l16"}
+CLASSES = 1000
+_LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
+SUPPORTED = (*_LLAMA_LIKE, "gpt2", "vit")
+
+
+def read_model(name: str) -> ModelShape:
+    """The shape of the model that `name` means.
+
+    Raises:
+        ValueError: there is no such model, or its architecture is not known here.
+    """
+    if name.lower() in GPT2_NAMES:
+        return shape_of_gpt2(name.lower(), GPT2_SIZES[GPT2_NAMES[name.lower()]])
+    if name.lower() in VIT_NAMES:
+        return shape_of_vit(name.lower(), SIZES[VIT_NAMES[name.lower()]])
+    return shape_of_config(_read_config(name), Path(name).stem if name.endswith(".json") else name)
+
+
+def shape_of_gpt2(name: str, size: GPT2Size) -> ModelShape:
+    return ModelShape(
+        name, size.hidden, size.layers, size.heads, size.heads, size.hidden // size.heads, size.mlp,
+        outputs=size.vocab_size, embedding_parameters=(size.vocab_size + size.length) * size.hidden,
+        head_parameters=0, positions=size.length,
+        qkv_bias=True, out_bias=True, mlp_bias=True, norm_bias=True,
+    )  # fmt: skip
+
+
+def shape_of_vit(name: str, size: ViTSize, classes: int = CLASSES) -> ModelShape:
+    h = size.hidden
+    return ModelShape(
+        name, h, size.layers, size.heads, size.heads, h // size.heads, size.mlp, outputs=classes,
+        embedding_parameters=(IMAGE_CHANNELS * size.patch**2 + 2 + size.tokens) * h,
+        head_parameters=classes * h + classes, positions=size.tokens, causal=False,
+        qkv_bias=True, out_bias=True, mlp_bias=True, norm_bias=True,
+    )  # fmt: skip
+
+
+def shape_of_config(config: Any, name: str = "") -> ModelShape:
+    """The shape that a configuration of transformers describes.
+
+    Raises:
+        ValueError: an architecture that is not known here.
+    """
+    kind = config.model_type
+    name = name or kind
+    if kind == "gpt2":
+        return shape_of_gpt2(name, GPT2Size.of(config))
+    if kind == "vit":
+        return shape_of_vit(name, ViTSize.of(config), config.num_labels)
+    if kind not in _LLAMA_LIKE:
+        raise ValueError(
+            f"{name} is a {kind}, whose parameters are not known here; there are {', '.join(SUPPORTED)}"
+        )
+    h, vocab_size = config.hidden_size, config.vocab_size
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    all_biases = bool(getattr(config, "attention_bias", False)) and kind != "qwen2"
+    return ModelShape(
+        name, h, config.num_hidden_layers, config.num_attention_heads, kv_heads,
+        getattr(config, "head_dim", None) or h // config.num_attention_heads, config.intermediate_size,
+        outputs=vocab_size, embedding_parameters=vocab_size * h,
+        head_parameters=0 if config.tie_word_embeddings else vocab_size * h,
+        positions=config.max_position_embeddings, gated=True,
+        qkv_bias=all_biases or kind == "qwen2", out_bias=all_biases,
+        norms=4 if kind in ("gemma2", "gemma3_text") else 2,
+        qk_norm=kind in ("qwen3", "gemma3_text"),
+        mlp_bias=bool(getattr(config, "mlp_bias", False)),
+    )  # fmt: skip
+
+
+def _read_config(name: str) -> Any:
+    from transformers import AutoConfig
+
+    path = Path(name).expanduser()
+    try:
+        if path.is_file():
+            return AutoConfig.for_model(**json.loads(path.read_text(encoding="utf-8")))
+        return AutoConfig.from_pretrained(str(path) if path.is_dir() else name, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if path.exists():
+            raise ValueError(f"{name} holds no configuration of transformers: {error}") from error
+        raise ValueError(
+            f"no model {name!r}: it is no file or folder, and not in the local cache; use "
+            f"{', '.join((*GPT2_NAMES, *VIT_NAMES))}, or a config.json"
+        ) from error

@@ -1,0 +1,126 @@
+"""What `hpnb plan` prints: a table of the best layouts, why others were refused, and JSON of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hpnb.hybrid.plan_command.search import Plan, Search, usable_bytes
+from hpnb.theory.datasheets import GPU
+from hpnb.theory.plan_step import PLAN_PARTS, PlanTask
+
+_MEMORY = {
+    "parameters": "weights",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "activations": "activ",
+    "temporary": "temp",
+}
+
+
+def format_report(task: PlanTask, gpu: GPU, result: Search, plans: Sequence[Plan]) -> str:
+    cluster, model = task.cluster, task.model
+    nodes = -(-cluster.gpus // cluster.host)
+    return "\n".join(
+        [
+            f"{model.name}: {model.parameters / 1e9:.3f} B parameters, batch {task.batch} x {task.sequence} "
+            f"tokens, {gpu.dtype}; {cluster.gpus} x {gpu.name} on {nodes} node{'s' if nodes > 1 else ''}, "
+            f"{usable_bytes(task) / 1e9:.1f} of {cluster.memory / 1e9:.0f} GB usable",
+            "",
+            *_time_table(task, plans),
+            "",
+            *_memory_table(plans),
+            "",
+            refused_sentence(result),
+        ]
+    )
+
+
+def _time_table(task: PlanTask, plans: Sequence[Plan]) -> list[str]:
+    shown = [part for part in PLAN_PARTS if any(plan.parts[part] >= 5e-5 for plan in plans)]
+    unit = "tokens/s" if task.model.causal else "images/s"
+    head = ["", "layout", "m", "step ms", *shown, unit, "MFU", "behind the best"]
+    rows = [head]
+    for i, plan in enumerate(plans, 1):
+        speed = plan.tokens_per_second / (1 if task.model.causal else task.sequence)
+        parts = [f"{1e3 * plan.parts[part]:,.1f}" for part in shown]
+        rows.append(
+            [str(i), plan.code, str(task.microbatches(plan.layout)), f"{1e3 * plan.step:,.1f}", *parts,
+             f"{speed:,.0f}", f"{100 * plan.mfu:.1f} %", lag(plans[0], plan)]
+        )  # fmt: skip
+    return _align(rows, left=(1, len(head) - 1))
+
+
+def lag(best: Plan, plan: Plan) -> str:
+    """What a plan takes longer than the best, and in which part most of it."""
+    behind = plan.step - best.step
+    if behind <= 0:
+        return ""
+    part = max(plan.parts, key=lambda name: plan.parts[name] - best.parts[name])
+    more = plan.parts[part] - best.parts[part]
+    return f"+{100 * behind / best.step:.1f} %: {part} +{1e3 * more:,.1f} ms"
+
+
+def _memory_table(plans: Sequence[Plan]) -> list[str]:
+    rows = [["", "layout", "GB of the fullest rank", *_MEMORY.values()]]
+    for i, plan in enumerate(plans, 1):
+        parts = [f"{plan.memory[name] / 1e9:.1f}" for name in _MEMORY]
+        rows.append([str(i), plan.code, f"{plan.bytes / 1e9:.1f}", *parts])
+    return _align(rows, left=(1,))
+
+
+def _align(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def refused_sentence(result: Search) -> str:
+    """How many layouts fit, and how many were refused for which reason."""
+    reasons = ", ".join(f"{count:,} ({reason})" for reason, count in result.refused.most_common())
+    refused = f"; refused were {reasons}" if reasons else ""
+    return f"Of {result.seen:,} layouts {len(result.plans):,} fit{refused}."
+
+
+def as_json(task: PlanTask, gpu: GPU, result: Search, plans: Sequence[Plan]) -> dict[str, Any]:
+    return {
+        "model": task.model.name,
+        "parameters": task.model.parameters,
+        "gpu": gpu.name,
+        "gpus": task.cluster.gpus,
+        "batch": task.batch,
+        "sequence": task.sequence,
+        "usable_bytes": usable_bytes(task),
+        "seen": result.seen,
+        "refused": dict(result.refused),
+        "plans": [plan_json(task, plan) for plan in plans],
+    }
+
+
+def plan_json(task: PlanTask, plan: Plan) -> dict[str, Any]:
+    one = plan.layout
+    return {
+        "layout": plan.code,
+        "dp": one.dp,
+        "pp": one.pp,
+        "tp": one.tp,
+        "zero_stage": one.zero_stage,
+        "schedule": one.schedule,
+        "chunks": one.chunks,
+        "microbatches": task.microbatches(one),
+        "microbatch_size": task.microbatch_size(one),
+        "recomputation": one.recomputation,
+        "sequence_parallel": one.sequence_parallel,
+        "seconds": plan.step,
+        "parts": plan.parts,
+        "bytes": plan.bytes,
+        "memory": plan.memory,
+        "tokens_per_second": plan.tokens_per_second,
+        "mfu": plan.mfu,
+    }

@@ -1,0 +1,404 @@
+"""`hpnb plan`: parameter counts, predictions beside measured runs, the search, its messages and its files."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hpnb.__main__ import main
+from hpnb.hybrid.plan_command.check import Comparison, benchmarks, published
+from hpnb.hybrid.plan_command.explain import plan_timeline
+from hpnb.hybrid.plan_command.layout_code import layout_code, parse_layout_code
+from hpnb.hybrid.plan_command.main import make_task
+from hpnb.hybrid.plan_command.measure import measure_gpu, measured_gpu
+from hpnb.hybrid.plan_command.read_model import read_model, shape_of_config, shape_of_gpt2
+from hpnb.hybrid.plan_command.search import candidates, gpus_that_fit, make_plan, search, usable_bytes
+from hpnb.hybrid.train_command.run_file import load
+from hpnb.mesh import ParallelLayout
+from hpnb.models import GPT2_SIZES, GPT2Size
+from hpnb.pipeline_parallel.schedules import make
+from hpnb.theory import Block, published_activation_bytes
+from hpnb.theory.datasheets import GPUS, find_gpu
+from hpnb.theory.model_states import model_states
+from hpnb.theory.plan_memory import block_bytes, in_flight, plan_memory, rank_memory
+from hpnb.theory.plan_step import PlanTask, plan_parts, refusal
+
+Config = transformers.AutoConfig.for_model
+
+# Real sizes; what is not named is the default of transformers.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+    },
+    "llama-biases": {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "vocab_size": 101,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "head_dim": 24,
+    },
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-4b": {
+        "model_type": "qwen3",
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 9728,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "mistral-7b": {
+        "model_type": "mistral",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 32000,
+    },
+    "gemma-2b": {
+        "model_type": "gemma",
+        "hidden_size": 2048,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "intermediate_size": 16384,
+        "vocab_size": 256000,
+    },
+    "gemma2-2b": {"model_type": "gemma2"},
+    "gemma3-text": {"model_type": "gemma3_text"},
+    "gpt2-xl": {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25},
+}
+PUBLISHED = {"llama-3.1-8b": 8_030_261_248, "mistral-7b": 7_241_732_096, "gemma-2b": 2_506_172_416}
+
+
+def options(*words: str) -> list[str]:
+    return ["plan", *words]
+
+
+def task_of(
+    model: str = "gpt2-xl", gpus: int = 8, gpu: str = "h100", batch: int = 64, **more: Any
+) -> PlanTask:
+    return make_task(read_model(model), find_gpu(gpu), gpus, batch, more.pop("sequence", None), **more)
+
+
+# --- models ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_are_those_of_transformers(name: str) -> None:
+    config = Config(**CONFIGS[name])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    shape = shape_of_config(config)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.parameters == PUBLISHED.get(name, shape.parameters)
+    layers = model.transformer.h if config.model_type == "gpt2" else model.model.layers
+    assert shape.block_parameters == sum(p.numel() for p in layers[0].parameters())
+
+
+@pytest.mark.parametrize(("name", "classes"), [("vit-l16", 1000), ("vit-b16", 10)])
+def test_parameters_of_a_vit_are_those_of_transformers(name: str, classes: int) -> None:
+    h, layers = (1024, 24) if name == "vit-l16" else (768, 12)
+    config = transformers.ViTConfig(hidden_size=h, num_hidden_layers=layers, num_attention_heads=h // 64,
+                                    intermediate_size=4 * h, num_labels=classes)  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.ViTForImageClassification(config)
+    assert shape_of_config(config).parameters == sum(p.numel() for p in model.parameters())
+    assert classes != 1000 or read_model(name) == replace(shape_of_config(config), name=name)
+
+
+def test_flops_of_a_gpt2_are_those_of_its_size() -> None:
+    assert read_model("gpt2-xl").training_flops(3, 1024) == GPT2_SIZES["1.5b"].training_flops(3)
+
+
+def test_a_model_is_read_from_a_file_or_a_folder(tmp_path: Path) -> None:
+    Config(**CONFIGS["qwen2.5-0.5b"]).save_pretrained(tmp_path)
+    shape = read_model(str(tmp_path))
+    assert shape.kv_heads == 2
+    assert shape.gated
+    assert shape.tied
+    assert read_model(str(tmp_path / "config.json")).parameters == shape.parameters
+
+
+# --- predictions -------------------------------------------------------------------------------------
+
+
+def test_published_runs_are_predicted_to_ten_percent() -> None:
+    rows = published()
+    assert len(rows) == 5
+    for row in rows:
+        assert 0.95 < row.ratio < 1.10, row
+
+
+def test_benchmarks_are_predicted_as_well_as_the_check_says() -> None:
+    rows = benchmarks()
+
+    def of(model: str) -> list[Comparison]:
+        return [row for row in rows if row.name.startswith(model)]
+
+    assert len(of("gpt2-xl")) >= 12
+    assert len(of("vit-l16")) >= 5
+    for row in of("gpt2-xl"):
+        assert 0.9 < row.ratio < 1.06, row
+    for row in of("vit-l16"):
+        low = 0.7 if row.layout.startswith("pp") else 0.9  # launches limit its pipelines
+        assert low < row.ratio < 1.0, row
+    for row in rows:
+        assert row.memory_ratio is not None
+        assert 0.88 < row.memory_ratio < 1.08, row
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 3)]
+)
+def test_microbatches_in_flight_are_those_of_the_schedule(schedule: str, chunks: int) -> None:
+    p, m = 4, 8
+    layout = ParallelLayout(pp=p, schedule=schedule, chunks=chunks)
+    timeline = make(schedule, p * chunks, m, chunks).simulate()
+    for rank in range(p):
+        counted = timeline.peak_in_flight(rank) / chunks
+        predicted = in_flight(layout, m, rank)
+        assert counted <= predicted
+        assert predicted == counted or schedule == "zb-h1"  # whose later ranks hold fewer
+
+
+def test_activations_are_the_published_ones() -> None:
+    """Korthikanti et al. 2022, table 2, with and without tensor parallelism; a GPT-3 of 22 B."""
+    h, heads, s, b = 6144, 64, 2048, 4
+    shape = shape_of_gpt2("22B", GPT2Size(h, 48, heads, 4 * h, 51200, s))
+    task = PlanTask(shape, find_gpu("a100").cluster(8), 8 * b, s, fused=False)
+    for tp in (1, 8):
+        layout = ParallelLayout(dp=8 // tp, tp=tp, microbatch_size=b)
+        published = published_activation_bytes(Block(h, heads, s, b), tp)
+        assert block_bytes(task, layout) == pytest.approx(published, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "pp4-1f1b-mb2",
+        "pp4-gpipe-mb2",
+        "pp4-interleaved3-mb2",
+        "pp4-zb-h1-mb2",
+        "pp2-1f1b-mb8-full",
+        "pp1-mb8",
+    ],
+)
+def test_the_predicted_step_is_the_simulated_one(code: str) -> None:
+    """Links so fast that hops take no time; a last stage that also has the logits."""
+    gpu = replace(find_gpu("h100"), link=1e18, latency=0.0)
+    layout = parse_layout_code(code)
+    task = make_task(read_model("gpt2-xl"), gpu, layout.world_size, 64, None)
+    plan = make_plan(task, layout)
+    assert plan_timeline(task, plan).makespan == pytest.approx(plan.step, rel=0.05)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_states_of_one_stage_are_those_of_zero(stage: int) -> None:
+    task = task_of()
+    memory = plan_memory(task, ParallelLayout(dp=8, zero_stage=stage, microbatch_size=8))
+    states = model_states(task.model.parameters, 8, stage)
+    for name in ("parameters", "gradients", "optimizer"):
+        assert memory[name] == pytest.approx(getattr(states, name), rel=1e-3)
+
+
+def test_the_fullest_rank_is_the_fullest_of_all() -> None:
+    task = task_of("gpt2-xl", 8, batch=64)
+    for text in ("pp8-1f1b-mb2", "dp2-pp4-interleaved3-mb2", "dp2-pp4-zb-h1-mb1", "pp5-dp1-1f1b-mb4"):
+        layout = parse_layout_code(text)
+        ranks = [sum(rank_memory(task, layout, rank).values()) for rank in range(layout.pp)]
+        assert sum(plan_memory(task, layout).values()) == max(ranks), text
+
+
+def test_microbatches_add_to_full_gradients() -> None:
+    task = task_of()
+    layouts = (ParallelLayout(dp=8, zero_stage=2, microbatch_size=size) for size in (8, 1))
+    one, eight = (plan_memory(task, layout) for layout in layouts)
+    assert eight["gradients"] == 8 * one["gradients"]
+
+
+def test_what_saves_memory_and_what_costs_time() -> None:
+    task = task_of("gpt2-xl", 8, batch=64)
+
+    def both(text: str) -> tuple[float, float]:
+        plan = make_plan(task, parse_layout_code(text))
+        return plan.step, plan.bytes
+
+    plain, again, third = both("dp8-mb8"), both("dp8-mb8-full"), both("dp8-zero3-mb8")
+    assert again[0] > plain[0]
+    assert again[1] < plain[1]
+    assert third[1] < both("dp8-zero2-mb8")[1] < both("dp8-zero1-mb8")[1] < plain[1]
+    assert both("dp4-tp2-mb8-sp")[1] < both("dp4-tp2-mb8")[1]
+    assert both("pp8-interleaved2-mb8")[0] < both("pp8-1f1b-mb8")[0]
+
+
+# --- the search --------------------------------------------------------------------------------------
+
+
+def test_the_search_takes_the_fastest_of_all_that_fit() -> None:
+    task = task_of("gpt2-xl", 8, "a100-40", batch=64)
+    result = search(task, progress=False)
+    assert result.seen == sum(result.refused.values()) + len(result.plans)
+    assert result.refused["out of memory"] > 0
+    runnable = [one for one in candidates(task) if refusal(task, one) is None]
+    fitting = [one for one in runnable if sum(plan_memory(task, one).values()) <= usable_bytes(task)]
+    assert len(fitting) == len(result.plans)
+    assert result.plans[0].step == min(sum(plan_parts(task, one).values()) for one in fitting)
+    best = result.best(10)
+    assert len({(p.layout.dp, p.layout.pp, p.layout.tp, p.layout.zero_stage) for p in best}) == 10
+
+
+def test_a_layout_is_one_word_there_and_back() -> None:
+    task = task_of("gpt2-xl", 8, batch=32)
+    for layout in candidates(task):
+        if refusal(task, layout) is None:
+            assert parse_layout_code(layout_code(layout)) == layout
+    with pytest.raises(ValueError, match="zb-q"):
+        parse_layout_code("dp8-zb-q")
+
+
+@pytest.mark.slow
+def test_ten_thousand_layouts_take_seconds() -> None:
+    task = task_of("gpt2-xl", 64, batch=1024)
+    begin = time.process_time()
+    result = search(task, progress=False)
+    assert (time.process_time() - begin) / result.seen * 10_000 < 10
+
+
+def test_datasheets() -> None:
+    assert {"t4", "a10", "l4", "a100-40", "a100", "h100", "h200", "b200", "rtx4090"} <= set(GPUS)
+    assert find_gpu("A100-80") is GPUS["a100"]
+    assert find_gpu("T4").dtype == "fp16"
+    cluster = find_gpu("h100").cluster(64)
+    assert (cluster.gpus, cluster.host, cluster.cards) == (64, 8, 8)
+    assert cluster.inside.bandwidth > cluster.between.bandwidth
+
+
+# --- messages ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "numbers"),
+    [
+        (("no-such-model",), ("no-such-model", "gpt2-xl")),
+        (("gpt2", "--gpu", "v9"), ("v9", "h100")),
+        (("gpt2", "--gpus", "12"), ("12", "8", "16")),
+        (("gpt2", "--sequence", "2048"), ("2048", "1024")),
+        (("gpt2", "--gpus", "8", "--explain", "dp4-mb1"), ("dp4-mb1", "8", "--gpus 4", "dp8")),
+        (("gpt2", "--gpus", "8", "--explain", "dp8-mb7"), ("64", "7")),
+        (("gpt2-xl", "--gpus", "1", "--gpu", "t4"), ("25.", "14.7", "2 GPUs")),
+        (("gpt2-xl", "--gpu", "t4", "--gpus", "8", "--explain", "dp8-mb8"), ("47.", "14.7", "dp8-zero")),
+        (("gpt2-xl", "--gpu", "a100-40", "--gpus", "8", "--explain", "dp8-mb8"), ("dp8-mb2", "36.8")),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_a_sentence(
+    words: tuple[str, ...], numbers: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(options(*words)) == 2
+    out = capsys.readouterr()
+    assert out.out == ""
+    assert out.err.count("\n") == 1, out.err
+    for number in numbers:
+        assert number in out.err, out.err
+
+
+def test_so_many_gpus_fit_and_half_of_them_do_not() -> None:
+    task = task_of("gpt2-xl", 1, "t4", batch=8)
+    assert gpus_that_fit(task) == (2, 8)
+    assert not search(task, progress=False).plans
+    assert search(task_of("gpt2-xl", 2, "t4", batch=8), progress=False).plans
+
+
+def test_more_tp_ranks_than_key_value_heads_are_refused() -> None:
+    model = shape_of_config(Config(**CONFIGS["qwen2.5-0.5b"]))
+    task = make_task(model, find_gpu("h100"), 8, 64, None)
+    why = refusal(task, ParallelLayout(dp=2, tp=4, microbatch_size=1))
+    assert why is not None
+    assert "2 key-value heads" in why[1]
+
+
+# --- the command -------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_a_table_and_launch_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(options("gpt2", "--gpus", "16", "--batch", "32", "--top", "3")) == 0
+    out = capsys.readouterr()
+    assert out.err == ""
+    for word in ("MFU", "exposed dp", "optim", "torchrun --nnodes 2 --nproc-per-node 8", "srun --nodes 2"):
+        assert word in out.out
+
+
+def test_json_picture_and_run_file_are_of_the_chosen_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture, file = tmp_path / "plan.svg", tmp_path / "run.toml"
+    code = "dp2-pp2-tp2-zero1-interleaved2-mb2-full-sp"
+    words = ("gpt2", "--batch", "16", "--json", "--explain", code, "--picture", str(picture))
+    assert main(options(*words, "--run-file", str(file))) == 0
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    assert plan["layout"] == code
+    assert sum(plan["parts"].values()) == pytest.approx(plan["seconds"])
+    assert sum(plan["memory"].values()) == pytest.approx(plan["bytes"])
+    assert picture.read_text().count("<svg") == 1
+    layout = load(file).plugin().layout_on(8)
+    wanted = parse_layout_code(code)
+    assert layout == replace(wanted, microbatch_size=None, num_microbatches=4)
+    assert load(file).data.batch_size == 8
+
+
+def test_a_run_file_without_a_pipeline_accumulates(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    picture = str(tmp_path / "plan.png")
+    words = ("vit-b16", "--gpus", "4", "--batch", "64", "--explain", "dp4-zero2-mb4", "--picture", picture)
+    assert main(options(*words, "--run-file", str(file))) == 0
+    assert (load(file).data.batch_size, load(file).training.accumulation) == (4, 4)
+
+
+def test_a_measured_machine_takes_the_place_of_a_datasheet(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--measure"):
+        measured_gpu(tmp_path)
+    gpu = measure_gpu(2, "cpu", tmp_path)
+    assert measured_gpu(tmp_path) == gpu
+    assert gpu.peak > 0
+    assert gpu.link > 0
+    assert gpu.cluster(2).share == 1.0
+
+
+def test_help_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(options("--help"))
+    out = capsys.readouterr().out
+    for word in ("--gpus", "--explain", "--run-file", "--measure", "--check"):
+        assert word in out

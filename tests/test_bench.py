@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch
 import torch.distributed as dist
 
 import hpnb
-from hpnb import Layout, Mesh
-from hpnb.bench import data_parallel, harness, pipeline, tensor
-from hpnb.bench.harness import WARM_UP, Comparison, Measurement, Samples, table
+from hpnb.bench import __main__ as command
+from hpnb.bench import data_parallel, launch, pipeline, tables, tensor, worker
+from hpnb.bench.harness import print_contest, rank_pools
+from hpnb.bench.results import LayoutResult, ProgramResult
 from hpnb.bench.tasks import TrainingTask
+from hpnb.mesh import ParallelLayout
 from hpnb.models import GPT2Size, ViTSize
 from hpnb.pipeline_parallel import Costs, schedules
 
@@ -23,13 +26,34 @@ from hpnb.pipeline_parallel import Costs, schedules
 TINY = (ViTSize(48, 4, 4, 96, 8, 32), GPT2Size(48, 4, 4, 96, 53, 12))
 
 
+ROW = r" +[\d.]+ ms +[\d.,]+ +[\d.e+-]+ +[\d.]+%"
+
+
+def count_rows(text: str, name: str) -> int:
+    """Rows of a program that has times."""
+    return len(re.findall(rf"^  {re.escape(name)}{ROW}", text, re.MULTILINE))
+
+
+@pytest.fixture
+def tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the commands train is small here."""
+    for module in (data_parallel, pipeline):
+        tasks = module.tasks
+        monkeypatch.setattr(
+            module, "tasks", lambda *a, tasks=tasks: [replace(one, size=TINY[0]) for one in tasks(*a)]
+        )
+    make_task = tensor.make_task
+    monkeypatch.setattr(tensor, "make_task", lambda *a: replace(make_task(*a), size=TINY[a[1] == "gpt2"]))
+
+
 def replicas_are_printed(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    texts = data_parallel.run(2, pairs=2, device="cpu").split("\n\n")
-    assert len(texts) == len(data_parallel.CONTESTS)
-    for text, programs in zip(texts, data_parallel.CONTESTS.values(), strict=True):
-        for name in programs:
-            assert re.search(rf"^{re.escape(name)} +[\d.]+ ms", text, re.MULTILINE)
-        assert re.search(r"pair by pair: median \d\.\d{3}, quartiles", text)
+    data_parallel.run(2, 2, device="cpu", contests=("stage 1", "stage 3"))
+    text = capsys.readouterr().out
+    for contest in ("stage 1", "stage 3"):
+        ours, theirs = data_parallel.CONTESTS[contest]
+        assert count_rows(text, ours.name) == count_rows(text, theirs.name) == 1, text
+        assert re.search(rf"^{contest}: products alone", text, re.MULTILINE)
+        assert f"  {ours.name} over {theirs.name}: " in text
 
 
 class Kept(TrainingTask):
@@ -44,14 +68,12 @@ class Kept(TrainingTask):
 
 def same_training() -> dict[str, float]:
     """The largest relative distance of the weights of both programs of a contest after four steps."""
-    axis = Mesh(Layout(dp=hpnb.world_size())).dp
-    distances = {}
+    layout, distances = ParallelLayout(dp=hpnb.world_size()), {}
+    axis = hpnb.Mesh(hpnb.Layout(dp=layout.dp)).dp
     for contest, programs in data_parallel.CONTESTS.items():
         task = Kept("tiny", TINY[0], 8, 4, 32)
-        for build in programs.values():
-            step = build(task, axis)
-            for _ in range(4):
-                step()
+        for candidate in programs:
+            worker.take_steps(candidate.build(task, layout), 4)
         states = [hpnb.placement.full_state_dict(task.models[0], [axis]), _full(task.models[1])]
         distances[contest] = max(
             float((states[0][n] - t).norm() / t.norm().clamp(min=1e-3)) for n, t in states[1].items()
@@ -71,29 +93,28 @@ def test_both_of_a_contest_train_the_same() -> None:
 
 
 def test_a_table_has_ratios_to_its_first_row() -> None:
-    text = table("title", [Samples("a", (0.001, 0.003, 0.002)), Samples("b", (0.004,) * 3)])
+    text = launch.table("title", {"a": [0.001, 0.003, 0.002], "b": [0.004] * 3})
     assert text.splitlines()[2].split() == ["a", "2.00", "ms", "1.50", "to", "2.50", "ms", "1.00"]
     assert text.splitlines()[3].split()[-1] == "2.00"
 
 
 @pytest.mark.gpu
-def test_a_contest_on_gpus_tells_memory() -> None:
-    assert "memory rises" in data_parallel.run(2, pairs=1, device="cuda", contests=["replicas"])
+def test_a_contest_on_gpus_tells_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    data_parallel.run(2, 1, device="cuda", contests=["replicas"])
+    assert len(re.findall(r" ms .* [\d.]+ GiB", capsys.readouterr().out)) == 4
 
 
 def same_pipelines(size: ViTSize | GPT2Size) -> dict[str, tuple[float, float]]:
     """By contest, after three steps: how far the weights that hpnb and torch train on this rank are from
     each other, and from where they began."""
-    axis, distances = Mesh(Layout(pp=hpnb.world_size())).pp, {}
+    layout, distances = ParallelLayout(pp=hpnb.world_size()), {}
     for contest in pipeline.CONTESTS:
         if contest == "zb-v" and torch.__version__ < "2.15":
             continue  # ScheduleZBVZeroBubble of older releases sends itself a message, which gloo cannot
         task = Kept("tiny", size, 8, 2, 32, microbatches=4)
         start = {name: p.detach().clone() for name, p in task.build().named_parameters()}
-        for make in (pipeline.hpnb_step, pipeline.torch_step):
-            step = make(task, axis, contest)
-            for _ in range(3):
-                step()
+        for candidate in pipeline.candidates(contest):
+            worker.take_steps(candidate.build(task, layout), 3)
         ours, theirs = ({n: p.detach() for n, p in m.named_parameters()} for m in task.models[1:])
         # torch's last stage has a copy of the embedding under another name
         moved = [n for n, p in start.items() if not (torch.equal(p, ours[n]) or torch.equal(p, theirs[n]))]
@@ -114,13 +135,11 @@ def test_both_pipelines_train_the_same(size: ViTSize | GPT2Size) -> None:
 
 
 def pipelines_are_printed(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    pipeline.run(2, 2, "cpu", ("1f1b", "zb-h1"), (4,), 0.25)
+    pipeline.run(2, 2, "cpu", ("zb-h1",), (4,), 0.25)
     pipeline.bubbles(2, "cpu", (2,), 0.25)
     text = capsys.readouterr().out
-    assert len(re.findall(r"pair by pair: median \d\.\d{3}, quartiles", text)) == 2
-    rows = {"hpnb 1f1b": 1, "hpnb zb-h1 (peak in flight as 1f1b)": 1, "torch Schedule1F1B": 2}
-    for row, times in rows.items():
-        assert len(re.findall(rf"^{re.escape(row)} +[\d.]+ ms", text, re.MULTILINE)) == times, row
+    for row, times in {"hpnb zb-h1": 1, "torch Schedule1F1B": 1}.items():
+        assert count_rows(text, row) == times, text
     for name in pipeline.BUBBLES:
         assert re.search(rf"^{name} +2 +[\d.]+ % +[\d.]+ %", text, re.MULTILINE)
     assert "gpipe:" not in text  # its microbatches are as large as the others' on a CPU
@@ -142,11 +161,18 @@ def test_gpipe_has_smaller_microbatches_where_all_of_them_would_not_fit() -> Non
     assert pipeline.tasks("cuda", 8, 0.5)[0].batch == images.batch / 2 == 512
 
 
-def losses_of(size: ViTSize | GPT2Size) -> dict[str, tuple[float, ...]]:
-    names = ("1d", "1d-sp", "torch", "torch-sp")
-    comparison = tensor.measure(1, False, TrainingTask("tiny", size, 6, 6, 64), names, None)
-    assert tuple(comparison.measured) == names
-    return {name: one.losses for name, one in comparison.measured.items()}
+def losses_of(size: ViTSize | GPT2Size) -> dict[str, list[float]]:
+    task, ranks = TrainingTask("tiny", size, 6, 6, 64, lr=1e-3), hpnb.world_size()
+    programs = tensor.candidates(task, ranks)
+    del programs["2d"]  # is not for two ranks
+    layout = ParallelLayout(tp=ranks)
+    losses: dict[str, list[float]] = {name: [] for name in programs}
+    for name, candidate in programs.items():
+        program = candidate.build(task, layout)
+        for _ in range(3):  # of the same batch, so that learning shows
+            program.step()
+            losses[name].append(program.loss())
+    return losses
 
 
 @pytest.mark.sampled(1)
@@ -156,7 +182,6 @@ def test_tensor_parallel_candidates_train_the_same_model(size: ViTSize | GPT2Siz
         one = torch.tensor(losses["1d"])
         assert one[0] - one[-1] > 1e-4 * one[0]  # it learns, so gradients and updates show
         for name, others in losses.items():
-            assert len(others) == WARM_UP
             assert (torch.tensor(others) - one).abs().max() < 1e-10 * one[0], name
 
 
@@ -164,66 +189,70 @@ def matrices_are_printed(capsys: pytest.CaptureFixture[str], folder: Path) -> No
     tensor.run(2, 2, "cpu", ("vit",), 2, traces=str(folder))
     text = capsys.readouterr().out
     for name in ("hpnb 1d", "hpnb 1d, sequence parallel", "torch", "torch, SequenceParallel (18 tokens)"):
-        times, ratios = r" +[\d.]+ ms +[\d.]+ to +[\d.]+", r"( +[\d.]+ \[[\d.]+, [\d.]+\]){1,2}"
-        assert re.search(rf"^{re.escape(name)}{times}{ratios} +[\d.]+ MiB", text, re.MULTILINE), (name, text)
-    assert re.search(r"^losses of the first 5 steps differ by \d\.\de[-+]\d+", text, re.MULTILINE)
-    assert re.search(r"^left out: hpnb 2d: .*\b2\b", text, re.MULTILINE)
+        assert re.search(rf"^  {re.escape(name)}{ROW}.* [\d.]+ MiB leave", text, re.MULTILINE), (name, text)
+    assert re.search(r"^  hpnb 2d .*\b2\b", text, re.MULTILINE)
     traces = sorted(path.name for path in folder.iterdir())
     assert len(traces) == 2
-    assert all(re.fullmatch(r"vit-(1d|torch)(-sp)?\.json", name) for name in traces)
+    assert all(re.fullmatch(r"vit-tp2-(hpnb-1d|torch).*\.json", name) for name in traces)
     assert len(re.findall(r"^ +[\d.]+ ms +[\d.]+% +\d+ x  \S", text, re.MULTILINE)) == 24
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("printed", [replicas_are_printed, pipelines_are_printed, matrices_are_printed])
 def test_a_benchmark_prints_its_table(
-    printed: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    printed: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_models: None
 ) -> None:
     printed(capsys, tmp_path)
 
 
-def test_torch_is_left_out_where_heads_do_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
-    tensor.run(2, 1, "cpu", ("gpt2",), 1, 5, ("1d", "torch"))
+def test_torch_is_left_out_where_heads_do_not_divide(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = GPT2Size(40, 2, 5, 40, 53, 12)
+    monkeypatch.setattr(tensor, "make_task", lambda *_: TrainingTask("tiny", size, 2, 2, 32))
+    tensor.run(2, 1, "cpu", ("gpt2",), names=("1d", "torch"))
     text = capsys.readouterr().out
-    assert re.search(r"^hpnb 1d +[\d.]+ ms", text, re.MULTILINE)
-    assert "left out: torch: torch's plan cannot give 2 ranks as many of 5 heads each" in text
-    for wrong, told in ({"rounds": 0}, "rounds=0"), ({"rounds": 1, "batch": 0}, "batch=0"):
-        with pytest.raises(ValueError, match=told):
-            tensor.run(2, device="cpu", **wrong)  # type: ignore[arg-type]
+    assert count_rows(text, "hpnb 1d") == 1
+    assert re.search(r"^  torch +torch's plan cannot give 2 ranks as many of 5 heads", text, re.MULTILINE)
 
 
-def test_ratios_are_of_the_steps_of_a_round() -> None:
-    seconds = {"1d": (1.0, 4.0, 9.0), "torch": (2.0, 8.0, 18.0), "torch-sp": (4.0, 16.0, 36.0)}
-
-    def measured(peak: int, sent: float, losses: tuple[float, ...]) -> Comparison:
-        return Comparison({n: Measurement(s, losses, peak, 0, sent) for n, s in seconds.items()})
-
-    halves = [[measured(2**30, 2.0**20, (2.0, 1.0)), measured(2**31, 2.0**21, (2.0, 1.5))]] * 2
-    text = tensor.report("title", tensor.make_task("cuda", "vit"), halves)
-    _, heads, ours, *_ = text.splitlines()
-    assert re.search(r"over torch +over torch, SequenceParallel +leaves a rank +peak$", heads)
-    assert ours.split()[2:4] == ["4000.00", "ms"]
-    assert ours.endswith("0.500 [0.500, 0.500]           0.250 [0.250, 0.250]        2.0 MiB   2.00 GiB")
+def test_what_cannot_be_measured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="batch=0"):
+        tensor.run(2, 1, device="cpu", batch=0)
+    for arguments in (["tensor", "--rounds", "0"], ["pipeline", "--pairs", "0"]):
+        monkeypatch.setattr("sys.argv", ["hpnb.bench", *arguments])
+        with pytest.raises(SystemExit, match="rounds=0"):
+            command.main()
 
 
-def test_different_models_are_not_compared() -> None:
-    small = tensor.make_task("cpu", "vit")
-    assert tensor.compare_losses(small, {"1d": (2.0, 1.0), "torch": (2.0, 1.5)}) == 0.25
-    with pytest.raises(RuntimeError, match=r"1d 2\.000000, torch 2\.001000"):
-        tensor.compare_losses(small, {"1d": (2.0, 1.0), "torch": (2.001, 1.0)})
+def test_bytes_that_leave_a_rank_are_in_its_row() -> None:
+    entries = (ProgramResult("hpnb", True, sent=3 * 2.0**20), ProgramResult("torch", False))
+    result = LayoutResult("tp2", 2, "images", 8, 8e12, 4e12, entries, ({"hpnb": [1.0], "torch": [2.0]},))
+    _, ours, theirs, _ = tables.layout_rows(result)
+    assert ours.endswith(" 3.0 MiB leave a rank")
+    assert theirs.endswith(" 2.000 [2.000, 2.000]")
+
+
+def test_bytes_that_leave_a_rank_are_those_of_the_rank_with_most() -> None:
+    task = TrainingTask("tiny", TINY[0], 4, 4, 32)
+    candidate = tensor.candidates(task, 2)["1d"]
+    with rank_pools("cpu", 60.0) as pools:
+        result = print_contest(pools, task, "tp2", ParallelLayout(tp=2), [candidate], 1, count_bytes=True)
+    # 4 blocks: 2 all-reduces each way of (4, 17, 48) float32, of which half leaves each of 2 ranks twice
+    assert result.entries[0].sent >= 16 * 4 * 17 * 48 * 4
 
 
 def test_no_garbage_is_collected_inside_a_timed_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "barrier", lambda: None)
     monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
     seen: list[bool] = []
-    assert harness.time_step(lambda: seen.append(gc.isenabled())) >= 0
+    assert worker.time_step(lambda: seen.append(gc.isenabled())) >= 0
 
     def fails() -> None:
         seen.append(gc.isenabled())
         raise ValueError
 
     with pytest.raises(ValueError):
-        harness.time_step(fails)
+        worker.time_step(fails)
     assert seen == [False, False]
     assert gc.isenabled()

@@ -243,25 +243,31 @@ def test_the_command_draws_a_png_that_names_its_files(
             ask(monkeypatch, *wrong)
 
 
-def test_what_is_withdrawn_is_neither_drawn_nor_in_the_table(tmp_path: Path) -> None:
-    quick, slow = {"hpnb": 1.0, "a": 1.0}, {"hpnb": 2.0, "a": 2.0}
-    written(
-        tmp_path,
-        before=result(found("dp4", slow), found("tp4", slow), date="2026-01-01"),
-        after=result(found("dp4", quick), found("tp4", quick), date="2026-01-02"),
-    )
-    (tmp_path / result_files.WITHDRAWN).write_text('{"after.json": {"dp4": "peers were slowed down"}}')
-    (panel,) = chart.chart(tmp_path).panels
-    assert [(group.name, group.bars[0].value) for group in panel.groups] == [("dp4", 0.5), ("tp4", 1.0)]
-    assert chart.chart(tmp_path).sources == ("before.json", "after.json")
-    table = result_files.table(tmp_path)
-    assert re.findall(r"^\| (\w+) \| as is \| [\d,]+ \| (\S+)", table, re.MULTILINE) == [
-        ("dp4", "0.5"), ("tp4", "1"),
-    ]  # fmt: skip
-    for wrong, told in (
-        ('{"after.json": {"pp4": ""}}', "pp4 of after"),
-        ('{"no.json": {"dp4": ""}}', "dp4 of no"),
-    ):
-        (tmp_path / result_files.WITHDRAWN).write_text(wrong)
-        with pytest.raises(ValueError, match=told):
-            result_files.read(tmp_path)
+def test_the_command_writes_the_tables_into_the_page_of_the_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = written(tmp_path, one=result(found("dp4", {"hpnb": 1.0, "a": 2.0, "b": 3.0})))
+    monkeypatch.setattr("sys.argv", ["hpnb.bench", "table", "--write", "--results", str(folder)])
+    page = folder / result_files.PAGE
+    with pytest.raises(SystemExit, match=r"README\.md does not say where tables stand"):
+        command.main()
+    begin, end = result_files._BEGIN, result_files._END
+    page.write_text(f"before\n{begin}\nan old table\n{end}\nafter\n")
+    for _ in range(2):
+        command.main()
+        text = page.read_text()
+        assert text == f"before\n{begin}\n\n{result_files.table(folder)}\n\n{end}\nafter\n"
+    assert capsys.readouterr().out == f"{page}\n" * 2
+
+
+def test_the_short_table_has_the_best_of_both_sides(tmp_path: Path) -> None:
+    ran = found("dp4", {"hpnb": 1.0, "hpnb x": 0.5, "a": 2.0, "b": 4.0})
+    alone = found("tp4", {"hpnb": 1.0, "a": 1.0}, "a")
+    failed = found("pp4", {"hpnb": 1.0, "a": 1.0}, "hpnb")
+    lines = result_files.short_table(written(tmp_path, one=result(ran, alone, failed))).splitlines()
+    assert len(lines) == 2 + 3
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    assert [row[:2] for row in cells] == [["gpt2-xl, 4 x GPU", name] for name in ("dp4", "tp4", "pp4")]
+    assert cells[0][2:] == ["2", "0.5", "a", "4.000 [4.000, 4.000]"]
+    assert cells[1][2:] == ["1", "-", "none ran", "-"]
+    assert cells[2][2:] == ["-", "1", "a", "-"]

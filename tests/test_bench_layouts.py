@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import hpnb
 from hpnb.bench import __main__ as command
 from hpnb.bench import (
+    harness,
     hpnb_programs,
-    layout_benchmark,
     layouts,
     loss_agreement,
     result_files,
@@ -34,10 +34,9 @@ from hpnb.bench import (
     torch_programs,
     worker,
 )
-from hpnb.bench.harness import WARM_UP
 from hpnb.bench.program import Candidate, Program
 from hpnb.bench.results import BenchmarkRun, LayoutResult, ProgramResult
-from hpnb.bench.worker import ProgramStart
+from hpnb.bench.worker import WARM_UP, ProgramStart
 from hpnb.mesh import ParallelLayout
 
 STEPS = 3
@@ -171,6 +170,11 @@ class Hidden(torch_data_parallel.Classifier):
         return SimpleNamespace(loss=super().forward(pixel_values, labels).loss)
 
 
+def start_named(of: tasks.TrainingTask, name: str) -> ProgramStart:
+    layout = ParallelLayout(dp=2)
+    return worker.start(of, layout, worker.candidates(of.what, layout)[name])
+
+
 def start_with_timm(hidden: bool) -> ProgramStart:
     of = tiny("vit-l16")
     size: Any = of.size
@@ -179,7 +183,7 @@ def start_with_timm(hidden: bool) -> ProgramStart:
         patch.setitem(sys.modules, "timm", SimpleNamespace(create_model=lambda *_, **__: Images()))
         if hidden:
             patch.setattr(torch_data_parallel, "Classifier", Hidden)
-        begun = worker.start(of, ParallelLayout(dp=2), "timm, DDP, blocks compiled")
+        begun = start_named(of, "timm, DDP, blocks compiled")
         worker.drop()
     return begun
 
@@ -306,19 +310,21 @@ class Machine:
             self.pool = FakePool(self)
         return self.pool
 
-    def start(self, pool: FakePool, of: tasks.TrainingTask, shape: ParallelLayout, name: str) -> ProgramStart:
-        self.begun.append(name)
-        if name in self.breaks or (
-            sum(self.held[one] for one in pool.live) + 2 * self.held[name] > self.total
+    def start(
+        self, pool: FakePool, of: tasks.TrainingTask, shape: ParallelLayout, candidate: Candidate
+    ) -> ProgramStart:
+        self.begun.append(candidate.name)
+        if candidate.name in self.breaks or (
+            sum(self.held[one] for one in pool.live) + 2 * self.held[candidate.name] > self.total
         ):
             pool.alive = False
-            said = self.breaks.get(name, "OutOfMemoryError: CUDA out of memory")
+            said = self.breaks.get(candidate.name, "OutOfMemoryError: CUDA out of memory")
             raise hpnb.RankError(f"rank 1 of 2 raised {said}", rank=1)
-        pool.live.append(name)
+        pool.live.append(candidate.name)
         return ProgramStart(
             (5.0,) * WARM_UP,
-            self.held[name] * self.alike,
-            2 * self.held[name] * self.alike,
+            self.held[candidate.name] * self.alike,
+            2 * self.held[candidate.name] * self.alike,
             self.total,
         )
 
@@ -361,15 +367,14 @@ def contend(
         raise AssertionError("nothing is built here")
 
     known = {name: Candidate(name, never) for name in machine.held}
-    monkeypatch.setattr(worker, "candidates", lambda *_: known)
     made: Any = machine
     of, layout = tiny(), ParallelLayout(dp=2)
-    return layout_benchmark.LayoutBenchmark(
+    return harness.LayoutBenchmark(
         made,
         of,
         "dp2",
         layout,
-        list(known),
+        list(known.values()),
         rounds,
         traces=traces,
         say=said.append,
@@ -422,11 +427,11 @@ def test_times_stay_if_one_fails_when_the_best_meet_once_more(
 ) -> None:
     class Once(Machine):
         def start(
-            self, pool: FakePool, of: tasks.TrainingTask, shape: ParallelLayout, name: str
+            self, pool: FakePool, of: tasks.TrainingTask, shape: ParallelLayout, candidate: Candidate
         ) -> ProgramStart:
-            if name == lost and name in self.begun:
+            if candidate.name == lost and candidate.name in self.begun:
                 fails(pool, lost=True)
-            return super().start(pool, of, shape, name)
+            return super().start(pool, of, shape, candidate)
 
     found = contend(Once({"hpnb": 1, "a": 1}), monkeypatch, again=True)
     assert not any(entry.failed for entry in found.entries)
@@ -492,11 +497,11 @@ def test_hpnb_keeps_its_times_when_it_fails_in_turn(
 
     class Breaks(Machine):
         def start(
-            self, pool: FakePool, of: tasks.TrainingTask, shape: ParallelLayout, name: str
+            self, pool: FakePool, of: tasks.TrainingTask, shape: ParallelLayout, candidate: Candidate
         ) -> ProgramStart:
-            if name == "hpnb" and self.begun.count(name) == half and not step:
+            if candidate.name == "hpnb" and self.begun.count(candidate.name) == half and not step:
                 fails(pool, lost=True)
-            return super().start(pool, of, shape, name)
+            return super().start(pool, of, shape, candidate)
 
         def time_one_step(self, pool: FakePool, name: str) -> float:
             if name == "hpnb" and self.begun.count(name) == half + 1 and step:
@@ -519,11 +524,11 @@ def test_hpnb_keeps_its_times_when_it_fails_in_turn(
 def test_hpnb_keeps_its_times_when_it_fails_in_a_later_wave(monkeypatch: pytest.MonkeyPatch) -> None:
     class Once(Machine):
         def start(
-            self, pool: FakePool, of: tasks.TrainingTask, shape: ParallelLayout, name: str
+            self, pool: FakePool, of: tasks.TrainingTask, shape: ParallelLayout, candidate: Candidate
         ) -> ProgramStart:
-            if name == "hpnb" and name in self.begun:
+            if candidate.name == "hpnb" and candidate.name in self.begun:
                 fails(pool, lost=True)
-            return super().start(pool, of, shape, name)
+            return super().start(pool, of, shape, candidate)
 
     held = {"hpnb": 10, "a": 10, "broken": 10, "b": 10}
     found = contend(Once(held, total=40, breaks={"broken": "it is broken"}), monkeypatch)
@@ -565,10 +570,10 @@ def test_a_profile_that_fails_is_told_of_the_one_that_was_profiled(
 def test_losses_that_are_no_numbers_are_told(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
     class Other(Machine):
         def start(
-            self, pool: FakePool, of: tasks.TrainingTask, shape: ParallelLayout, name: str
+            self, pool: FakePool, of: tasks.TrainingTask, shape: ParallelLayout, candidate: Candidate
         ) -> ProgramStart:
-            begun = super().start(pool, of, shape, name)
-            return replace(begun, losses=(5.0, math.nan, 5.0, 5.0, 5.0)) if name == which else begun
+            begun = super().start(pool, of, shape, candidate)
+            return replace(begun, losses=(5.0, math.nan, 5.0, 5.0, 5.0)) if candidate.name == which else begun
 
     found = contend(Other({"hpnb": 1, "a": 1, "b": 1}), monkeypatch)
     assert {entry.name: entry.failed for entry in found.entries if entry.failed} == {
@@ -579,11 +584,11 @@ def test_losses_that_are_no_numbers_are_told(monkeypatch: pytest.MonkeyPatch, wh
 def test_a_program_that_trains_otherwise_is_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     class Other(Machine):
         def start(
-            self, pool: FakePool, of: tasks.TrainingTask, shape: ParallelLayout, name: str
+            self, pool: FakePool, of: tasks.TrainingTask, shape: ParallelLayout, candidate: Candidate
         ) -> ProgramStart:
-            begun = super().start(pool, of, shape, name)
+            begun = super().start(pool, of, shape, candidate)
             seen = (5.0, 5.0, 4.9, 5.0, 5.0)
-            return replace(begun, losses=seen) if name == "a" else begun
+            return replace(begun, losses=seen) if candidate.name == "a" else begun
 
     found = contend(Other({"hpnb": 1, "a": 1, "b": 1}), monkeypatch)
     assert [entry.name for entry in found.entries if entry.failed] == ["a"]
@@ -602,7 +607,7 @@ def test_hpnb_is_held_to_the_plain_model_too(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_plain_model_is_run_once_for_all_layouts_of_a_task() -> None:
     of, said = tiny(), list[str]()
-    with layout_benchmark.rank_pools("cpu", 60) as among:
+    with harness.rank_pools("cpu", 60) as among:
         plain = among.reference_losses(of, 2, said.append)
         (truth,) = hpnb.launch(alone, of, WARM_UP, ranks=1, device="cpu")
         assert plain == pytest.approx(truth, rel=2e-5)
@@ -854,7 +859,7 @@ def test_the_table_has_the_newest_run_of_each_layout(tmp_path: Path) -> None:
     result_files.write(result("2026-01-02T00:00:00+00:00", "bbbb", dp4=1.0), tmp_path)
     result_files.write(result("2026-01-01T00:00:00+00:00", "aaaa", dp4=7.0, pp4=2.0), tmp_path)
     result_files.write(result("2026-01-01T00:00:00+00:00", "cccc", key="other", dp4=4.0), tmp_path)
-    first, second = (part.splitlines() for part in result_files.table(tmp_path).split("\n\na model"))
+    _, first, second = (part.splitlines() for part in result_files.table(tmp_path).split("\n\na model"))
     assert [line for line in first if line.startswith("| dp4")] == [
         "| dp4 | zb-v | 1,000 | 2 | 50% | 1.0 GiB | 10.0% (9.0%) | DDP: 1, 2.0 GiB, 2.000 [2.000, 2.000] |"
     ]

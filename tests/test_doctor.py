@@ -115,18 +115,19 @@ def planned(machine: Machine, ranks: int) -> tuple[str, str, int]:
     return choice.device, choice.name, choice.threads
 
 
-def test_one_gpu_is_not_enough() -> None:
+def test_ranks_share_one_gpu() -> None:
     machine = with_gpus(H100, cores=16)
-    assert planned(machine, 2) == ("cpu", "gloo", 4)
-    assert found(machine, "one GPU") == ["note"]
+    assert planned(machine, 2) == ("cuda", "CUDA IPC", 4)
+    assert found(machine, "share") == ["note"]
+    assert "times are measured by turns" in format_report(machine)
 
 
 def test_four_gpus_take_up_to_four_ranks() -> None:
     machine = with_gpus(*[H100] * 4)
     assert find_problems(machine) == []
     assert planned(machine, 4) == ("cuda", "NCCL", 8)
-    assert planned(machine, 8) == ("cpu", "gloo", 4)
-    line = "8 ranks       CPU over gloo, 4 threads each (4 GPUs here are fewer than the 8 ranks)"
+    assert planned(machine, 8) == ("cuda", "CUDA IPC", 4)
+    line = "8 ranks       GPUs over CUDA IPC, 4 threads each (8 ranks share the 4 GPUs here, up to 2 on each)"
     assert line in format_report(machine)
     assert "every pair: NV18 (NVLink, 18 lanes)" in format_report(machine)
     assert "4 x NVIDIA H100 80GB HBM3, 80.0 GiB, compute capability 9.0, bf16" in format_report(machine)

@@ -22,6 +22,8 @@ def main() -> None:
             subparser.add_argument(flag, **settings)
     chosen = parser.parse_args()
     try:
+        if getattr(chosen, "rounds", 1) < 1:
+            raise ValueError(f"rounds={chosen.rounds} measures nothing; use 1 or more")
         _COMMANDS[chosen.name][1](chosen)
     except ValueError as error:
         sys.exit(f"python -m hpnb.bench {chosen.name}: {error}")
@@ -40,7 +42,7 @@ def _data_parallel(options: Options) -> None:
     from hpnb.bench import data_parallel
 
     contests = tuple(options.contest or data_parallel.CONTESTS)
-    print(data_parallel.run(options.ranks, options.pairs, options.device, contests, options.batch))
+    data_parallel.run(options.ranks, options.rounds, options.device, contests, options.batch)
 
 
 def _pipeline(options: Options) -> None:
@@ -51,7 +53,7 @@ def _pipeline(options: Options) -> None:
         pipeline.bubbles(options.ranks, options.device, counts, options.size)
     else:
         contests = tuple(options.contest or pipeline.CONTESTS)
-        pipeline.run(options.ranks, options.pairs, options.device, contests, counts, options.size)
+        pipeline.run(options.ranks, options.rounds, options.device, contests, counts, options.size)
 
 
 def _tensor(options: Options) -> None:
@@ -68,9 +70,7 @@ def _checkpoint(options: Options) -> None:
     from hpnb.bench import checkpoint
 
     sizes = options.hidden, options.batch
-    print(
-        checkpoint.run(options.ranks, options.every, options.rounds, options.device, options.zero, *sizes)
-    )
+    print(checkpoint.run(options.ranks, options.every, options.rounds, options.device, options.zero, *sizes))
 
 
 def _layouts(options: Options) -> None:
@@ -82,7 +82,8 @@ def _layouts(options: Options) -> None:
 def _table(options: Options) -> None:
     from hpnb.bench import result_files
 
-    print(result_files.table(options.results or result_files.RESULTS))
+    folder = options.results or result_files.RESULTS
+    print(result_files.write_page(folder) if options.write else result_files.table(folder))
 
 
 def _chart(options: Options) -> None:
@@ -109,7 +110,11 @@ def _split_names(text: str) -> Sequence[str]:
 
 
 _USUAL = ",".join(layouts.usual_layouts(4))
-_PAIRS = {"--ranks": _integer(2), "--pairs": _integer(15), "--device": {"default": "auto"}}
+_PAIRS = {
+    "--ranks": _integer(2),
+    "--pairs": {**_integer(15, "steps of both that count"), "dest": "rounds"},
+    "--device": {"default": "auto"},
+}
 _RESULTS = {"--results": {"type": Path, "help": "a folder; by default hpnb/bench/results"}}
 _LAYOUTS: dict[str, dict[str, Any]] = {
     "--ranks": _integer(4),
@@ -167,8 +172,11 @@ _COMMANDS: dict[str, tuple[str, Callable[[Options], None], dict[str, dict[str, A
     }),
     "gpt2-xl": ("whole programs of a GPT-2 of 1.5B, for each layout", _layouts, {**_LAYOUTS, **_HEADS}),
     "vit-l16": ("whole programs of ViT-L/16, for each layout", _layouts, _LAYOUTS),
-    "table": ("the README's tables, of the newest results", _table, _RESULTS),
-    "chart": ("the same results as the README's picture", _chart, {
+    "table": ("tables of the newest results", _table, {
+        **_RESULTS,
+        "--write": {"action": "store_true", "help": "replace the tables in the README.md of that folder"},
+    }),
+    "chart": ("the same results as a picture", _chart, {
         **_RESULTS,
         "--out": {"type": Path, "metavar": "FILE", "help": "a PNG; by default images/layouts.png"},
         "--peers": _integer(None, "of a layout; by default the fastest 3, or as many as fit"),

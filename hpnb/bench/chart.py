@@ -1,4 +1,4 @@
-"""The README's table of layouts as a picture, made of the same files: `python -m hpnb.bench chart`.
+"""The table of layouts as a picture, made of the same files: `python -m hpnb.bench chart`.
 
 It shows, for each task, the run that covers most layouts, and for each layout hpnb's best program above the
 fastest of PyTorch's. What it shows is in the PNG once more as text, with the names of the files, so a test

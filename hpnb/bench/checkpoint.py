@@ -29,7 +29,8 @@ import torch
 import torch.distributed as dist
 
 import hpnb
-from hpnb.bench.harness import synchronize
+from hpnb.bench.results import take_turns
+from hpnb.bench.worker import synchronize
 from hpnb.models import ViTSize
 
 WAYS = ("alone", "background", "waiting")
@@ -96,10 +97,8 @@ def measure(
     for way in WAYS:
         window(way)  # warms up
     windows: dict[str, list[Window]] = {way: [] for way in WAYS}
-    for first in range(rounds):
-        for i in range(len(WAYS)):
-            way = WAYS[(first + i) % len(WAYS)]
-            windows[way].append(window(way))
+    for way in take_turns(WAYS, rounds):
+        windows[way].append(window(way))
     saved = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     return windows, saved
 

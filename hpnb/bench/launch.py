@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.multiprocessing import spawn  # type: ignore[attr-defined]
 
 import hpnb
-from hpnb.bench.harness import Samples, table
+from hpnb.bench.results import quartiles, take_turns
 
 _TIMEOUT = 120.0  # seconds for one turn of one candidate
 _CALLS_OF_RUN = 100  # a call on processes that stay is short, so it is repeated
@@ -115,23 +115,32 @@ def run(ranks: int, rounds: int) -> str:
     """The table, as text. All on the CPU: it is the processes that are compared."""
     turns = [_Turn(name, ranks) for name in _CANDIDATES]
     try:
-        for _ in range(rounds + 1):
-            for turn in turns:
-                turn.take()
+        for turn in take_turns(turns, rounds + 1):
+            turn.take()
     finally:
         for turn in turns:
             turn.end()
-    rows = [Samples(turn.name, tuple(turn.seconds[1:])) for turn in turns]
-    rows += [Samples(f"{turn.name}, first", (turn.seconds[0],)) for turn in turns]
+    rows = {turn.name: turn.seconds[1:] for turn in turns}
+    rows |= {f"{turn.name}, first": turn.seconds[:1] for turn in turns}
     with hpnb.Ranks(ranks, device="cpu") as pool:
         pool.run(add_one)
-        seconds = []
+        calls = rows["hpnb.Ranks.run"] = []
         for _ in range(_CALLS_OF_RUN):
             begin = time.perf_counter()
             pool.run(add_one)
-            seconds.append(time.perf_counter() - begin)
-        rows.append(Samples("hpnb.Ranks.run", tuple(seconds)))
+            calls.append(time.perf_counter() - begin)
     return table(f"{ranks} CPU ranks, {hpnb.ranks.usable_cores()} cores, {rounds} rounds", rows)
+
+
+def table(title: str, rows: dict[str, list[float]]) -> str:
+    """Rows of seconds as text; the ratio says how many times as long as the first row each one took."""
+    width, first = max(map(len, rows)), quartiles(next(iter(rows.values())))[0]
+    lines = [title, f"{'':{width}}  {'median':>10}  {'quartiles':>21}  {'ratio':>7}"]
+    for name, seconds in rows.items():
+        median, low, high = quartiles(seconds)
+        span = f"{low * 1e3:.2f} to {high * 1e3:.2f}"
+        lines.append(f"{name:{width}}  {median * 1e3:7.2f} ms  {span:>18} ms  {median / first:7.2f}")
+    return "\n".join(lines)
 
 
 def _take_turns(name: str, ranks: int) -> None:

@@ -7,7 +7,6 @@ import datetime
 import platform
 import time
 from collections.abc import Collection, Iterable
-from typing import Any
 
 import torch
 import transformers
@@ -15,7 +14,7 @@ import transformers
 import hpnb
 from hpnb import RankError, RankInterrupt
 from hpnb.bench import layouts, loss_agreement, result_files, tables, worker
-from hpnb.bench.layout_benchmark import LayoutBenchmark, RankPools, rank_pools
+from hpnb.bench.harness import LayoutBenchmark, RankPools, rank_pools, say_indented
 from hpnb.bench.results import BenchmarkRun, LayoutResult
 from hpnb.bench.tasks import TrainingTask, make_task
 from hpnb.mesh import ParallelLayout
@@ -27,8 +26,6 @@ def main(what: str, options: argparse.Namespace) -> BenchmarkRun:
     Raises:
         ValueError: something that cannot be measured; nothing has been started.
     """
-    if options.rounds < 1:
-        raise ValueError(f"rounds={options.rounds} measures nothing; use 1 or more")
     device = options.device
     if device == "auto" and 1 == options.ranks <= torch.cuda.device_count():
         device = "cuda"  # elsewhere "auto" leaves a single GPU to the notebook
@@ -113,7 +110,7 @@ class _Command:
     ) -> LayoutResult | None:
         options, known = self.options, worker.candidates(task.what, layout)
         chosen = [
-            candidate.name
+            candidate
             for candidate in known.values()
             if (options.thorough or not candidate.extra or options.candidates)
             and _is_asked(candidate.name, options.candidates, known)
@@ -122,12 +119,12 @@ class _Command:
             print(f"{name}: no program has a name with {' or '.join(options.candidates)}", flush=True)
             return None
         began = time.monotonic()
-        reference = self.pools.reference_losses(task, layout.world_size, _say)
+        reference = self.pools.reference_losses(task, layout.world_size, say_indented)
         result = LayoutBenchmark(
             self.pools, task, name, layout, chosen, options.rounds,
-            traces=options.profile, say=_say, reference=reference, repeat_best=repeat_best,
+            traces=options.profile, say=say_indented, reference=reference, repeat_best=repeat_best,
         ).run()  # fmt: skip
-        _say(f"{name} took {time.monotonic() - began:.0f} s")
+        say_indented(f"{name} took {time.monotonic() - began:.0f} s")
         return result
 
     # --- losses ------------------------------------------------------------------------------------------
@@ -136,8 +133,9 @@ class _Command:
         """Losses of hpnb's first program of each layout; or of those that are asked for by name, peers
         too."""
         steps, one_gpu = self.options.losses, ParallelLayout()
+        alone = worker.candidates(self.task.what, one_gpu)["hpnb"]
         serial, backwards = (
-            self.pools.get(1).run(worker.losses, self.task, one_gpu, "hpnb", steps, way)[0]
+            self.pools.get(1).run(worker.losses, self.task, one_gpu, alone, steps, way)[0]
             for way in (False, True)
         )
         noise = loss_agreement.loss_distance(serial, backwards)
@@ -147,7 +145,7 @@ class _Command:
         units = 0.0
         if any(layout.tp > 1 for layout in self.layouts.values()):
             task = loss_agreement.ReversedUnitsTask.of(self.task)
-            reversed_units = self.pools.get(1).run(worker.losses, task, one_gpu, "hpnb", steps)[0]
+            reversed_units = self.pools.get(1).run(worker.losses, task, one_gpu, alone, steps)[0]
             self.run.losses["units"] = units = loss_agreement.loss_distance(serial, reversed_units)
             print(f"the opposite order of heads and units is {units:.2e} away", flush=True)
         for name, layout in self.layouts.items():
@@ -164,7 +162,7 @@ class _Command:
         for program in asked if options.candidates else ours if options.thorough else ours[:1]:
             try:
                 pool = self.pools.get(layout.world_size)
-                losses = pool.run(worker.losses, self.task, layout, program, options.losses)[0]
+                losses = pool.run(worker.losses, self.task, layout, known[program], options.losses)[0]
             except RankInterrupt:
                 raise KeyboardInterrupt from None
             except RankError as error:
@@ -188,8 +186,3 @@ class _Command:
 def _is_asked(name: str, parts: Iterable[str] | None, known: Collection[str]) -> bool:
     """Whether a part of the name is asked for. A part that is a full name means that program alone."""
     return not parts or any(part == name if part in known else part in name for part in parts)
-
-
-def _say(text: Any) -> None:
-    if text:
-        print(f"    {text}", flush=True)

@@ -19,7 +19,7 @@ the table's title says so.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,21 +30,16 @@ from torch import nn
 import hpnb
 from hpnb import Axis, Layout, Mesh
 from hpnb.bench import torch_pipeline
-from hpnb.bench.harness import (
-    Comparison,
-    Samples,
-    Step,
-    compare,
-    compare_both_orders,
-    free_memory,
-    pair_table,
-    time_step,
-)
+from hpnb.bench.harness import print_contest, rank_pools
+from hpnb.bench.program import Candidate, Program
+from hpnb.bench.results import quartiles
 from hpnb.bench.tasks import BatchFeed, TrainingTask, cast_inputs
 from hpnb.bench.torch_precision import adamw, causal_loss, class_loss
+from hpnb.bench.worker import free_memory, time_step
 from hpnb.mesh import ParallelLayout
 from hpnb.models import GPT2_SIZES, SIZES, GPT2Size
 from hpnb.pipeline_parallel import Costs, schedules
+from hpnb.pipeline_parallel.step_result import PipelineStepResult
 
 CONTESTS = {"1f1b": ("Schedule1F1B", 1), "zb-h1": ("Schedule1F1B", 1),
             "interleaved": ("ScheduleInterleaved1F1B", 2), "zb-v": ("ScheduleZBVZeroBubble", 2)}  # fmt: skip
@@ -69,27 +64,35 @@ def tasks(device: str, microbatches: int, size: float = 1) -> list[TrainingTask]
 # --- the programs ----------------------------------------------------------------------------------------
 
 
-def hpnb_step(task: TrainingTask, axis: Axis, name: str) -> Step:
-    pipe, batch = make_pipeline(task, axis, name)
+def candidates(contest: str) -> list[Candidate]:
+    """hpnb's schedule of that name, and torch's beside it."""
+    schedule, chunks = CONTESTS[contest]
+    theirs = partial(torch_pipeline.pipelined, schedule, chunks, "ddp", "no", False)
+    return [Candidate(f"hpnb {contest}", partial(_hpnb, contest)), Candidate(f"torch {schedule}", theirs)]
+
+
+def _hpnb(name: str, task: TrainingTask, layout: ParallelLayout) -> Program:
+    pipe, feed = make_pipeline(task, Mesh(Layout(pp=layout.pp)).pp, name)
     optimizer = adamw(pipe.parameters(), task.lr)
+    last: list[PipelineStepResult] = []
 
     def step() -> None:
         optimizer.zero_grad()
-        pipe.step(batch, return_outputs=False)
+        last[:] = [pipe.step(cast_inputs(feed.batch, task.dtype), return_outputs=False)]
         optimizer.step()
 
-    return step
+    return Program(step, lambda: float(last[0].loss), feed)
 
 
 def make_pipeline(
     task: TrainingTask, axis: Axis, name: str, model: nn.Module | None = None
-) -> tuple[hpnb.Pipeline, dict[str, torch.Tensor]]:
-    """hpnb's, of `model` or a new one, and a batch for it."""
+) -> tuple[hpnb.Pipeline, BatchFeed]:
+    """hpnb's, of `model` or a new one, and batches for it."""
     chunks = {**BUBBLES, **{key: n for key, (_, n) in CONTESTS.items()}}[name]
     schedule = schedules.make(name, axis.size * chunks, task.microbatches, chunks)
     model = task.build().to(task.dtype) if model is None else model
     pipe = hpnb.Pipeline(model, axis, schedule, _loss, cut=task.split_layers(schedule.stages))
-    return pipe, cast_inputs(BatchFeed(task).batch, task.dtype)
+    return pipe, BatchFeed(task)
 
 
 def _loss(outputs: Any, batch: Any) -> torch.Tensor:
@@ -97,40 +100,18 @@ def _loss(outputs: Any, batch: Any) -> torch.Tensor:
     return (causal_loss if "input_ids" in batch else class_loss)(logits=logits, labels=batch["labels"])
 
 
-def torch_step(task: TrainingTask, axis: Axis, name: str) -> Step:
-    schedule, chunks = CONTESTS[name]
-    layout = ParallelLayout(pp=axis.size)
-    return torch_pipeline.pipelined(schedule, chunks, "ddp", "no", False, task, layout).step
-
-
-# --- measuring -------------------------------------------------------------------------------------------
-
-
-def measure(rounds: int, last_first: bool, contest: str, task: TrainingTask) -> Comparison:
-    """On a rank: hpnb's program and torch's take turns."""
-    axis = Mesh(Layout(pp=hpnb.world_size())).pp
-    peak = " (peak in flight as 1f1b)" if contest == "zb-h1" else ""
-    names = (f"hpnb {contest}{peak}", f"torch {CONTESTS[contest][0]}")
-    builders: dict[str, Callable[[], Step]] = {
-        name: partial(make, task, axis, contest)
-        for name, make in zip(names, (hpnb_step, torch_step), strict=True)
-    }
-    return compare(builders, rounds, last_first)
-
-
 def run(
-    ranks: int, pairs: int, device: str, contests: Sequence[str], microbatches: Sequence[int], size: float
+    ranks: int, rounds: int, device: str, contests: Sequence[str], microbatches: Sequence[int], size: float
 ) -> None:
     """Print the tables, each as soon as it is there."""
     choice = hpnb.ranks.choose_device(device, ranks)
-    with hpnb.Ranks(choice.ranks, device=choice.device, timeout=600.0) as pool:
+    layout = ParallelLayout(pp=choice.ranks)
+    with rank_pools(choice.device, 600.0) as pools:
         by_count = [tasks(choice.device, m, size) for m in microbatches]
         for of_one_model in zip(*by_count, strict=True):
             for contest, task in itertools.product(contests, of_one_model):
-                halves = compare_both_orders(pool, measure, pairs, contest, task)
-                title = f"{task.title}, {task.microbatches} microbatches"
-                title += f": {choice.ranks} ranks on {choice.device}, {pairs} pairs"
-                print(pair_table(title, halves), end="\n\n", flush=True)
+                name = f"{contest}, {task.microbatches} microbatches"
+                print_contest(pools, task, name, layout, candidates(contest), rounds)
 
 
 # --- bubbles ---------------------------------------------------------------------------------------------
@@ -152,7 +133,9 @@ def measure_bubbles(place: int, sweep: Sequence[int], size: float) -> list[tuple
         for name, m in itertools.product(BUBBLES, sweep):
             task = tasks(kind, m, size * gpipe_share(name, first))[place]
             with free_memory():  # else a step would search for memory that another schedule has cut up
-                rows.append((name, m, *_bubble(*make_pipeline(task, axis, name, model))))
+                pipe, feed = make_pipeline(task, axis, name, model)
+                rows.append((name, m, *_bubble(pipe, cast_inputs(feed.batch, task.dtype))))
+                del pipe
         del model
     return rows
 
@@ -176,8 +159,8 @@ def measure_recording(place: int, size: float, microbatches: int, pairs: int) ->
     axis = Mesh(Layout(pp=hpnb.world_size())).pp
     with free_memory():
         task = tasks(hpnb.device().type, microbatches, size)[place]
-        pipe, batch = make_pipeline(task, axis, "1f1b")
-        step = partial(pipe.step, batch, return_outputs=False)
+        pipe, feed = make_pipeline(task, axis, "1f1b")
+        step = partial(pipe.step, cast_inputs(feed.batch, task.dtype), return_outputs=False)
         step(), step()
         ratios = []
         for pair in range(pairs):
@@ -208,5 +191,6 @@ def bubbles(ranks: int, device: str, sweep: Sequence[int], size: float) -> None:
                 print(f"{name:12} {m:3d} {100 * measured:8.1f} % {100 * simulated:7.1f} % "
                       f"{100 * (measured - simulated):+7.1f} {seconds * 1e3:7.1f} ms "
                       f"{simulated_seconds * 1e3:7.1f} ms")  # fmt: skip
-            ratios = Samples("", tuple(pool.run(measure_recording, place, size, 8, 15)[0]))
-            print(f"recorded over not recorded, 1f1b, m 8: {ratios}\n", flush=True)
+            median, low, high = quartiles(pool.run(measure_recording, place, size, 8, 15)[0])
+            ratio = f"{median:.3f} [{low:.3f}, {high:.3f}]"
+            print(f"recorded over not recorded, 1f1b, m 8: {ratio}\n", flush=True)

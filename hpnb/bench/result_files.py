@@ -1,5 +1,4 @@
-"""Files of results: JSON, a file a run, dated, stamped with the commit; the README's table and chart are made
-of them.
+"""Files of results: JSON, one file per run, with its date and commit. Tables and chart are made of them.
 
 hpnb/bench/results/2026-01-31T0915-gpt2-xl-0123abcd.json
 """
@@ -13,11 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpnb.bench.results import BenchmarkRun
-from hpnb.bench.tables import markdown
+from hpnb.bench.tables import markdown, summary
 from hpnb.files import write_text
 
 RESULTS = Path(__file__).parent / "results"
-WITHDRAWN = "withdrawn.json"
+PAGE = "README.md"  # of the folder: the tables stand there, between these lines
+_BEGIN, _END = "<!-- tables: python -m hpnb.bench table --write -->", "<!-- end of tables -->"
 
 
 def current_commit() -> str:
@@ -59,33 +59,14 @@ def read(folder: Path = RESULTS) -> list[BenchmarkRun]:
 
 
 def named(folder: Path = RESULTS) -> dict[str, BenchmarkRun]:
-    """`read`, by the names of the files. Layouts that have been withdrawn are not in them."""
+    """`read`, by the names of the files."""
     runs = {}
-    wrong = withdrawn(folder)
-    for path in sorted(set(folder.glob("*.json")) - {folder / WITHDRAWN}):
+    for path in sorted(folder.glob("*.json")):
         try:
-            run = BenchmarkRun.of_json(json.loads(path.read_text(encoding="utf-8")))
-            left = {name: one for name, one in run.layouts.items() if name not in wrong.get(path.name, {})}
-            runs[path.name] = replace(run, layouts=left)
+            runs[path.name] = BenchmarkRun.of_json(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path.name} is no file of results ({type(error).__name__}: {error})") from None
     return dict(sorted(runs.items(), key=lambda item: item[1].date))
-
-
-def withdrawn(folder: Path = RESULTS) -> dict[str, dict[str, str]]:
-    """{file: {layout: why it does not count}}: the files themselves stay as they were written.
-
-    Raises:
-        ValueError: a file or a layout that is not there.
-    """
-    path = folder / WITHDRAWN
-    reasons: dict[str, dict[str, str]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    for name, layouts in reasons.items():
-        file = folder / name
-        known = json.loads(file.read_text(encoding="utf-8"))["layouts"] if file.exists() else {}
-        if unknown := [layout for layout in layouts if layout not in known]:
-            raise ValueError(f"{WITHDRAWN} withdraws {', '.join(unknown)} of {name}, which has none")
-    return reasons
 
 
 def sources(runs: Mapping[str, BenchmarkRun], key: str) -> list[str]:
@@ -116,15 +97,41 @@ def newest(runs: Sequence[BenchmarkRun]) -> list[BenchmarkRun]:
 
 
 def table(folder: Path = RESULTS) -> str:
-    """The README's tables, of the newest results.
+    """All tables of the newest results: first a row per layout, then all programs of each task.
 
     Raises:
         ValueError: there are none, or a file that is none.
     """
+    runs = _with_layouts(folder)
+    return "\n\n".join([summary(runs), *(markdown(run) for run in runs)])
+
+
+def short_table(folder: Path = RESULTS) -> str:
+    """The first of the tables, which the repository's README shows."""
+    return summary(_with_layouts(folder))
+
+
+def write_page(folder: Path = RESULTS) -> Path:
+    """Replace the tables in the README of the folder.
+
+    Raises:
+        ValueError: it does not mark where they stand.
+    """
+    path = folder / PAGE
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    before, begin, rest = text.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not (begin and end):
+        raise ValueError(f"{path} does not say where tables stand; put {_BEGIN} and {_END} on lines of it")
+    write_text(path, f"{before}{begin}\n\n{table(folder)}\n\n{end}{after}")
+    return path
+
+
+def _with_layouts(folder: Path) -> list[BenchmarkRun]:
     runs = [run for run in newest(read(folder)) if run.layouts]
     if not runs:
         raise ValueError(describe_empty(folder))
-    return "\n\n".join(markdown(run) for run in runs)
+    return runs
 
 
 def describe_empty(folder: Path) -> str:

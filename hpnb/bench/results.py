@@ -1,4 +1,4 @@
-"""What was measured, as data: printed at once, written to a file, and read again for the README's table.
+"""What was measured, as data: printed at once, written to a file, and read again for the tables.
 
 A ratio compares speeds, hpnb's over the peer's, so above 1 hpnb is ahead. It is taken round by round on the
 same ranks: both programs took that step shortly one after the other. Two programs that do not fit in memory
@@ -8,10 +8,26 @@ together are further apart in time, because each was built anew for half of its 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from hpnb.bench.harness import Samples
+T = TypeVar("T")
+
+
+def take_turns(names: Sequence[T], rounds: int) -> Iterator[T]:
+    """Each name once a round, and another one first in the next: A B C, B C A, C A B, ..."""
+    for first in range(rounds):
+        for i in range(len(names)):
+            yield names[(first + i) % len(names)]
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """(median, lower and upper quartile)."""
+    if len(values) < 2:
+        return (values[0],) * 3
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return statistics.median(values), low, high
 
 
 @dataclass(frozen=True)
@@ -22,6 +38,7 @@ class ProgramResult:
         losses: of the first steps.
         held, peak: bytes of the rank with most, between steps and at most; 0 without a GPU.
         bubble: measured and simulated idle share of a pipeline.
+        sent: bytes that leave a rank in a step, of the rank with most; 0 where they were not counted.
         failed: why there are no times, in a sentence.
     """
 
@@ -31,6 +48,7 @@ class ProgramResult:
     held: int = 0
     peak: int = 0
     bubble: tuple[float, float] | None = None
+    sent: float = 0.0
     failed: str = ""
 
 
@@ -90,8 +108,7 @@ class LayoutResult:
             if ours in wave and peer in wave
             for mine, theirs in zip(wave[ours], wave[peer], strict=True)
         ]
-        ratios = Samples("", tuple(pairs))
-        return (ratios.median, *ratios.quartiles) if pairs else None
+        return quartiles(pairs) if pairs else None
 
     def per_gpu(self, name: str) -> float:
         """Tokens or images a second, of one rank."""

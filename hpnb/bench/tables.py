@@ -1,4 +1,4 @@
-"""Tables of results: as text while a run goes on, and as Markdown for the README."""
+"""Tables of results: as text while a run goes on, and as Markdown for the pages that show them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hpnb.bench.loss_agreement import relative_distance
 from hpnb.bench.results import BenchmarkRun, LayoutResult, ProgramResult
 
 _WIDTH = 54
+_ONE_PIECE, _MARK = ", head and loss as one", " †"  # so a name that stands in nine of twelve rows is short
 
 
 def head(unit: str) -> str:
@@ -37,6 +38,8 @@ def layout_rows(result: LayoutResult) -> list[str]:
         )
         if best is not None and not entry.ours:
             line += f"   {ratio(result, best, entry)}"
+        if entry.sent:
+            line += f"   {entry.sent / 2**20:.1f} MiB leave a rank"
         lines.append(line)
     if best is not None and peer is not None:
         lines.append(f"  {best.name} over {peer.name}: {ratio(result, best, peer)}")
@@ -62,8 +65,30 @@ def data_parallel_rows(layouts: Sequence[LayoutResult]) -> list[str]:
     return lines
 
 
+def summary(runs: Sequence[BenchmarkRun]) -> str:
+    """One row per layout: hpnb's best program beside the fastest of PyTorch's.
+
+    † marks programs whose output layer and loss are compiled in one piece.
+    """
+    heads = ["model and GPUs", "layout", "hpnb, TFLOP/s/GPU", "PyTorch's", "by",
+             "hpnb's speed over it [quartiles]"]  # fmt: skip
+    lines = [_line(heads), _line(["---"] * len(heads))]
+    for run in runs:
+        for result in run.layouts.values():
+            best, ran = result.fastest(ours=True), peers(result)
+            ours = "-" if best is None else f"{result.tflops(best.name):.4g}"
+            cells = [f"{run.what}, {run.ranks} x {run.device.removeprefix('NVIDIA ')}", result.layout, ours]
+            if ran:
+                beside = "-" if best is None else ratio(result, best, ran[0])
+                cells += [f"{result.tflops(ran[0].name):.4g}", ran[0].name.replace(_ONE_PIECE, _MARK), beside]
+            else:
+                cells += ["-", no_peers(result), "-"]
+            lines.append(_line(cells))
+    return "\n".join(lines)
+
+
 def markdown(run: BenchmarkRun) -> str:
-    """The README's table of a run, with where it was measured."""
+    """All programs of a run, with where and when it was measured."""
     unit = next(iter(run.layouts.values())).unit if run.layouts else "tokens"
     heads = ["layout", "hpnb", f"{unit}/s/GPU", "TFLOP/s/GPU", "of matmul", "peak", "bubble (simulated)",
              "PyTorch's programs: TFLOP/s/GPU, peak, hpnb's speed over it"]  # fmt: skip

@@ -49,7 +49,7 @@ def replicas(
     """
     model: Any = task.build()
     if not autocast:
-        model = model.to(torch_precision.narrow(task))
+        model = model.to(task.dtype)
     torch_precision.use_loss(model, how)
     torch_precision.compile_parts(model, how)
     module = model
@@ -99,7 +99,7 @@ def timm(how: Compiled, task: TrainingTask, layout: ParallelLayout) -> Program:
         raise ValueError("timm has a ViT-L/16 of 224 pixels, and not this size")
     torch.manual_seed(0)
     model = Classifier(library.create_model("vit_large_patch16_224", num_classes=CLASSES))
-    model = model.to(hpnb.device(), torch_precision.narrow(task))
+    model = model.to(hpnb.device(), task.dtype)
     if how == "blocks" and hpnb.device().type == "cuda":
         for block in model.inner.blocks:
             block.compile(dynamic=False)

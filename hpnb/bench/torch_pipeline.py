@@ -76,7 +76,7 @@ def pipelined(
     optimizer = torch_precision.adamw([p for stage in modules.values() for p in stage.parameters()], task.lr)
     coordinate = mesh["dp"].get_local_rank()
     feed, losses = BatchFeed(task, coordinate, layout.dp), list[torch.Tensor]()
-    dtype = torch_precision.narrow(task)
+    dtype = task.dtype
     rows = task.batch // layout.dp // num_microbatches
     stages = [
         _stage(task, module, i, count, rows, mesh, sequence)
@@ -163,7 +163,7 @@ def _build_stages(
     """The stages of these numbers; the rest of the model is freed."""
     model: Any = task.build()
     if not wide:
-        model = model.to(torch_precision.narrow(task))
+        model = model.to(task.dtype)
     tp, vocab_size = mesh["tp"], getattr(model.config, "vocab_size", 0)
     fused_loss = how == "head" and vocab_size > 0
     if tp.size() > 1:
@@ -186,7 +186,7 @@ def _stage(
     task: TrainingTask, module: nn.Module, index: int, count: int, rows: int, mesh: DeviceMesh, sequence: bool
 ) -> pipelining.PipelineStage:
     """With its shapes, so that nothing is run to infer them."""
-    size, dtype = task.size, torch_precision.narrow(task)
+    size, dtype = task.size, task.dtype
     length = size.length if isinstance(size, GPT2Size) else size.tokens
     ranks = mesh["tp"].size() if sequence else 1
     between = torch.empty(

@@ -114,11 +114,6 @@ def adamw(parameters: Iterable[nn.Parameter], lr: float) -> OptimizerLike:
     return torch.optim.AdamW([{"params": group} for group in groups.values()], lr=lr, fused=True)
 
 
-def narrow(task: TrainingTask) -> torch.dtype:
-    """Of weights with masters."""
-    return torch.bfloat16 if task.bits == 16 else torch.float32
-
-
 def autocast(task: TrainingTask) -> torch.autocast:
     return torch.autocast(hpnb.device().type, torch.bfloat16, enabled=task.bits == 16)
 

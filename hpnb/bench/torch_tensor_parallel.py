@@ -76,7 +76,7 @@ def tensor_parallel(how: Compiled, sequence: bool, task: TrainingTask, layout: P
     mesh = mesh_of(("dp", "tp"), (layout.dp, layout.tp))
     model: Any = task.build()
     if layout.dp == 1:
-        model = model.to(torch_precision.narrow(task))
+        model = model.to(task.dtype)
     vocab_size = getattr(model.config, "vocab_size", 0)
     fused_loss = how in ("head", "async") and vocab_size > 0
     parallelize(model, mesh["tp"], sequence, fused_loss)
@@ -136,15 +136,6 @@ def padding_mask(vocab_size: int, mesh: DeviceMesh, device: torch.device) -> DTe
     added = torch.zeros(vocab_size + -vocab_size % (_VOCAB_MULTIPLE * mesh.size()), device=device)
     added[vocab_size:] = -torch.inf
     return distribute_tensor(added, mesh, [Shard(0)])
-
-
-def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Parameters for an optimizer: a fused one takes DTensors and tensors, but not in one group."""
-    sharded: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    for p in model.parameters():
-        (sharded if isinstance(p, DTensor) else plain).append(p)
-    return [{"params": group} for group in (sharded, plain) if group]
 
 
 def note(size: ViTSize | GPT2Size, ranks: int) -> str:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,12 +17,12 @@ import torch.distributed as dist
 
 import hpnb
 from hpnb.bench import hpnb_programs, torch_data_parallel, torch_precision, torch_programs
-from hpnb.bench.harness import WARM_UP, free_memory, synchronize, time_step
 from hpnb.bench.profile_step import profile_step
 from hpnb.bench.program import Candidate, Program
 from hpnb.bench.tasks import TrainingTask
 from hpnb.mesh import ParallelLayout
 
+WARM_UP = 5  # steps of each program before a clock counts
 _live: dict[str, Program] = {}
 
 
@@ -48,20 +50,21 @@ def candidates(what: str, layout: ParallelLayout) -> dict[str, Candidate]:
     return {candidate.name: candidate for candidate in every}
 
 
-def start(task: TrainingTask, layout: ParallelLayout, name: str, warm_up: int = WARM_UP) -> ProgramStart:
+def start(task: TrainingTask, layout: ParallelLayout, candidate: Candidate) -> ProgramStart:
     """Build a program and warm it up; it stays until `drop`."""
-    candidate, gpu = candidates(task.what, layout)[name], torch.cuda.is_initialized()
-    torch._dynamo.config.recompile_limit = 64  # counted by code object, which several programs here share
-    with free_memory():
-        before = torch.cuda.memory_allocated() if gpu else 0
+    gpu, before = torch.cuda.is_initialized(), 0
+    if gpu:  # nothing is compiled on a CPU, and its memory is not counted
+        torch._dynamo.config.recompile_limit = 64  # counted by code object, which several programs share
+        with free_memory():
+            before = torch.cuda.memory_allocated()
     try:
         program = candidate.build(task, layout)
     except ValueError as refused:
         return ProgramStart(refused=str(refused))
-    losses = tuple(take_steps(program, warm_up))
+    losses = tuple(take_steps(program, WARM_UP))
     if difference := compare_replicas(program):
         return ProgramStart(refused=difference)
-    _live[name] = program
+    _live[candidate.name] = program
     if not gpu:
         return ProgramStart(losses)
     torch.cuda.synchronize()
@@ -95,7 +98,7 @@ def drop(kept: tuple[str, ...] = ()) -> None:
     """Drop all programs but `kept`."""
     for name in [name for name in _live if name not in kept]:
         del _live[name]
-    if not _live:
+    if not _live and torch.cuda.is_initialized():  # nothing is compiled on a CPU
         torch.compiler.reset()
     gc.collect()  # hooks tie models to their wrappers in cycles
     if torch.cuda.is_initialized():
@@ -103,8 +106,15 @@ def drop(kept: tuple[str, ...] = ()) -> None:
 
 
 def time_one_step(name: str) -> float:
-    """Seconds from a barrier to the last rank's end."""
+    """Seconds of a step, `time_step`."""
     return time_step(_live[name].step)
+
+
+def count_bytes(name: str) -> float:
+    """Bytes that leave this rank in a step, of the rank with most, counted as `hpnb.record.traffic` does."""
+    with hpnb.record.traffic() as traffic:
+        _live[name].step()
+    return _maximum(traffic.total)
 
 
 def count_retries() -> int:
@@ -125,7 +135,7 @@ def profile(name: str, title: str, path: str) -> str:
 
 
 def losses(
-    task: TrainingTask, layout: ParallelLayout, name: str, steps: int, backwards: bool = False
+    task: TrainingTask, layout: ParallelLayout, candidate: Candidate, steps: int, backwards: bool = False
 ) -> list[float]:
     """The losses of a program from its first step on, each with a batch of its own.
 
@@ -133,7 +143,7 @@ def losses(
         backwards: samples of every batch in the opposite order, which changes only the order of sums.
     """
     drop()
-    program = candidates(task.what, layout)[name].build(task, layout)
+    program = candidate.build(task, layout)
     program.feed.backwards = backwards
     return take_steps(program, steps)
 
@@ -177,3 +187,52 @@ def matmul_size(gpu: bool, bits: int) -> tuple[int, int, torch.dtype]:
 def device_name() -> str:
     """The device, for a table's head."""
     return torch.cuda.get_device_name() if torch.cuda.is_initialized() else "CPU"
+
+
+# --- clocks and memory -----------------------------------------------------------------------------------
+
+
+def time_step(step: Callable[[], object]) -> float:
+    """Seconds from a barrier to the last rank's end.
+
+    Garbage is collected before and not during the step: Python may collect it in the step of either program,
+    and hpnb's pipelines switch collection off.
+    """
+    gc.collect(1)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        dist.barrier()
+        synchronize()
+        begin = time.perf_counter()
+        step()
+        synchronize()
+        seconds = time.perf_counter() - begin
+    finally:
+        if collects:
+            gc.enable()
+    return _maximum(seconds)
+
+
+def _maximum(value: float) -> float:
+    """Over all ranks."""
+    tensor = torch.tensor(value, dtype=torch.float64)
+    tensor = tensor.cuda() if torch.cuda.is_initialized() else tensor
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.item()
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def free_memory() -> Iterator[None]:
+    """Free what is not needed, before and after. Hooks tie models to their wrappers in cycles."""
+    gc.collect()
+    yield
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

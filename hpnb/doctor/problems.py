@@ -81,8 +81,8 @@ def _gpus(machine: Machine) -> Iterator[Problem]:
         yield _note(f"{hidden} of {format_count(machine.driver_gpus, 'GPU')} not in use: {what}", remedy)
     if number == 1:
         yield _note(
-            "one GPU: ranks run on the CPU, since NCCL needs a GPU for each rank",
-            "nothing to do: every cell works, and timings are the CPU's",
+            "one GPU: ranks share it, and each gets an equal part of its memory",
+            "nothing to do: times are measured by turns, and figures name the interconnect that they assume",
         )
     for index, gpu in enumerate(machine.gpus):
         if gpu.fault:

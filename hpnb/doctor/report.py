@@ -115,6 +115,8 @@ def _plan(machine: Machine, ranks: int) -> str:
     choice = plan_launch(machine, ranks)
     where = "GPUs" if choice.device == "cuda" else "CPU"
     line = f"{where} over {choice.name}, {format_count(choice.threads, 'thread')} each ({choice.reason})"
+    if choice.shares_gpus:
+        return f"{line}; times are measured by turns"
     contended = choice.device == "cpu" and ranks > machine.usable
     return line + (f"; wall clocks contended ({format_count(machine.usable, 'core')})" if contended else "")
 

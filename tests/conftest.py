@@ -36,10 +36,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not named and (left_out := _not_drawn(items, config.getoption("--draw"))):
             items[:] = [item for item in items if item not in left_out]
             config.hook.pytest_deselected(items=list(left_out))
-    if any("gpu" in item.keywords for item in items):
+    if any("gpu" in item.keywords or "one_gpu" in item.keywords for item in items):
         import torch
 
         gpus = torch.cuda.device_count()  # asks the driver; CUDA stays uninitialised, so ranks can be forked
+        if not gpus:
+            _skip(items, "one_gpu", "needs a CUDA GPU")
         if gpus < 2:
             _skip(items, "gpu", f"needs at least 2 CUDA GPUs; here: {gpus}")
 

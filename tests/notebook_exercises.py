@@ -6,7 +6,7 @@
 
 What a notebook has for this: code cells tagged `setup` (all that its exercises need: imports, helpers); and
 for exercise N a code cell tagged `stub-N`, which defines what the reader will write, and one tagged `check-N`
-that ends in an expression whose value has a .status, as `lesson.check(exercises.ring, ring_all_reduce)` does.
+that ends in an expression whose value has a .status, as `lesson.check(exercises.halves, all_reduce)` does.
 The wrong answer is the file tests/wrong_answers/<notebook>_<N>.py: what a reader would put in the stub cell,
 with a comment on what is wrong (and `# ruff: noqa: F821` first, where it uses names from setup).
 

@@ -15,22 +15,25 @@ _OPEN = f'''\
 # # A small notebook
 #
 # **The question.** Does the test see it? You will be able to break a rule. You should know what a rule is.
-# Reading takes 5 minutes. To recall: what is a list?
+# Reading takes {{{{00.minutes}}}}. To recall: what is a list?
 
 # %% tags=["setup"]
 from types import SimpleNamespace
 
 def check(want, got):
     answer = got(1, 2)
-    return SimpleNamespace(status="not yet" if answer is None else "passed" if answer == want else "failed")
+    status = "not yet" if answer is None else "passed" if answer == want else "failed"
+    return SimpleNamespace(status=status)
 
 # %% [markdown]
 # ## A section
 
 # %%
 from IPython.display import display
-image = '<img alt="one dot" src="data:image/png;base64,{PIXEL}">'
-display({{"image/png": "{PIXEL}", "text/html": image}}, raw=True)
+pixel = "{PIXEL[:60]}"
+pixel += "{PIXEL[60:]}"
+image = f'<img src="data:image/png;base64,{{pixel}}" alt = "one dot">'
+display({{"image/png": pixel, "text/html": image}}, raw=True)
 
 # %% tags=["raises-exception"]
 [][1]
@@ -217,6 +220,27 @@ MUTATIONS: list[tuple[str, str, Callable[[Any], None]]] = [
     *(
         ("opening", f"no {word}", _replace(word, "..."))
         for word in ("question", "be able to", "should know", "minutes", "recall")
+    ),
+    ("narrow_cells", "26 lines", _append("\n".join(["x = 1"] * 26))),
+    ("narrow_cells", "89 columns", _append("x" * 89)),
+    ("experiments_not_reports", "a table", _append("lesson.table(rows)")),
+    ("experiments_not_reports", "an alt text", _append("show(figure, alt='a dot')")),
+    ("experiments_not_reports", "a format", _append("print(f'{x:.2f}')")),
+    ("public_words", "a wire", _say("The wire is slow.")),
+    ("public_words", "computing again, over two lines", _say("It is computed\nagain.")),
+    ("few_brackets", "two pairs", _say("One (first) and\nanother (second).")),
+    ("brief_prose", "2500 more words", _say("word " * 2500)),
+    ("no_gaps", "a gap", _print("not yet: write your guess")),
+    ("tells_its_run", "no stamp", _no_stamp),
+    ("tells_its_run", "a broken claim", _stamp(claims={"it holds": {"holds": False}})),
+    ("tells_its_run", "no number", _replace("<data", "<span")),
+    ("tools_that_run", "no Python", _say("**In your tools.**\n```python\nddp = = 1\n```")),
+    ("tools_that_run", "no such name", _say("**In your tools.**\n```python\nfrom torch import DDDP\n```")),
+    ("laptop_notes", "not folded", _say("**On a laptop** it is slow.")),
+    (
+        "laptop_notes",
+        "four sentences",
+        _say("<details><summary>On a laptop</summary>\nA. B. C. D.\n</details>"),
     ),
     ("closing", "no papers", _replace("**Papers.**", "Papers:")),
     ("closing", "another order", _replace("What to remember", "When not to use this")),

@@ -93,10 +93,16 @@ def one_title(nb: Any) -> list[str]:
     return [] if first else ["does not open with its title"]
 
 
-def short_prose(nb: Any) -> list[str]:
+def prose_words(nb: Any) -> int:
+    """Words of prose outside folds and badges."""
     text = "\n".join(cell.source for cell in nb.cells if cell.cell_type == "markdown")
+    text = re.sub(r"\[!\[[^]]*\]\([^)]*\)\]", " ", text)
     text = re.sub(r"<[^>]+>|\]\([^)]*\)", " ", DETAILS.sub(" ", text))
-    words = sum(any(letter.isalpha() for letter in word) for word in text.split())
+    return sum(any(letter.isalpha() for letter in word) for word in text.split())
+
+
+def short_prose(nb: Any) -> list[str]:
+    words = prose_words(nb)
     return [f"has {words} words of prose, more than {WORDS}"] if words > WORDS else []
 
 

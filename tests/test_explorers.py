@@ -12,11 +12,13 @@ import pytest
 from matplotlib.text import Text
 
 import hpnb
-from hpnb import lesson, theory
+from hpnb import lesson, plot, theory
 from hpnb.lesson.explorers.knobs import Knobs
+from hpnb.lesson.explorers.layout_choice import ANSWER as ANSWER_08
 from hpnb.lesson.explorers.overlapped_backward import GRADIENT_BYTES, PARAMETERS
 from hpnb.lesson.explorers.overlapped_backward import KNOBS as KNOBS_01
 from hpnb.lesson.explorers.sharded_step import gpt_shape
+from hpnb.lesson.explorers.tensor_modes import ANSWER as ANSWER_03
 from hpnb.lesson.explorers.tensor_modes import block_timeline, mode_readings
 from hpnb.mesh import AXES
 from hpnb.models import SIZES
@@ -72,12 +74,12 @@ def test_an_explorer_follows_its_knobs() -> None:
 
 def test_a_challenge_is_judged_at_every_setting() -> None:
     shown = lesson.Explorer(KNOBS, sketch, QUICK)
-    assert shown.status == "<div>Challenge: Under 1 ms: <b>not yet</b></div>"
+    assert shown.status == "<div>Challenge: Under 1 ms: <b>open</b></div>"
     assert not shown.solved
     shown.set(bandwidth=1e6)
     assert shown.status == "<div>Challenge: Under 1 ms: <b>met</b></div>"
     shown.set(bandwidth=1e3)
-    assert "<b>not yet</b> (but met before)" in shown.status
+    assert "<b>open</b> (but met before)" in shown.status
     assert shown.solved
 
 
@@ -165,58 +167,66 @@ def test_an_explorer_in_a_kernel_moves_coarsely_then_in_full(tmp_path: Path) -> 
 
 # --- the explorers of the notebooks ------------------------------------------------------------------
 
-GOOD_03 = {"mode": "2d", "ranks": 16, "sequence": 8192, "batch": 8, "link": "InfiniBand NDR"}
-GOOD_08 = {"dp": 4, "pp": 2, "tp": 4, "microbatches": 4, "zero": 1, "cap": 16}
+GOOD_03 = ANSWER_03
+GOOD_08 = ANSWER_08
 
-# {explorer: (a setting that meets its challenge, changes after which it does not)}
-CHALLENGES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
-    "all_reduce_cost": (
-        {"ranks": 64, "latency": 10.0, "algorithm": "halving-doubling", "kilobytes": 100.0},
-        [{"algorithm": "ring"}, {"algorithm": "tree"}, {"latency": 5.0}, {"bandwidth": 500.0}, {"ranks": 32}],
-    ),
-    "overlapped_backward": (
-        {"bucket": 50, "tokens": 50_000},
-        [{"ranks": 63}, {"matmul": 320}, {"tokens": 51_000}, {"wire": "NVLink 4"}],
-    ),
-    "pipeline_bubble": (
-        {"schedule": "zb-h1", "microbatches": 12},
-        [{"transfer": 0.0}, {"weight_grad": 0.5}, {"microbatches": 13}, {"ranks": 3}],
-    ),
-    "tensor_modes": (GOOD_03, [{"link": "NVLink 4"}, {"ranks": 4}, {"hidden": 12288}]),
-    "layouts_on_hosts": (
-        {"dp": 4, "pp": 4, "tp": 2, "order": "pp > dp > tp"},
-        [{"between": "InfiniBand NDR"}, {"host": 16}, {"dp": 2}],
-    ),
-    "sharded_step": (
-        {"billions": 32, "stage": 3, "again": 0.5, "rows": 8},
-        [{"stage": 2, "rows": 4}, {"stage": 2, "again": 1.0}, {"again": 0.0}],
-    ),
-    "uneven_layers": (
-        {"cut": "by time", "schedule": "dualpipe-v"},
-        [{"head": 4.4}, {"ranks": 3}, {"microbatches": 9}],
-    ),
-    "kept_by_rank": (
-        {"ranks": 5, "between": "cut", "recomputed": "attention", "tokens": 8192},
-        [{"tokens": 4096}, {"ranks": 4}],
-    ),
-    "layout_choice": (GOOD_08, [{"zero": 0}, {"cap": 80}, {"tp": 2}]),
-    "cluster_layouts": (
-        {"batch": 2304, "recompute": "no"},
-        [{"batch": 512}, {"recompute": "yes"}, {"zero": 1, "batch": 512}, {"host": 16}, {"batch": 9216}],
-    ),
+# {explorer: changes of its answer after which the challenge is not met}
+CHALLENGES: dict[str, list[dict[str, Any]]] = {
+    "all_reduce_cost": [
+        {"algorithm": "ring"},
+        {"algorithm": "tree"},
+        {"latency": 5.0},
+        {"bandwidth": 500.0},
+        {"ranks": 32},
+    ],
+    "overlapped_backward": [{"ranks": 63}, {"matmul": 320}, {"tokens": 51000}, {"link": "NVLink 4"}],
+    "pipeline_bubble": [{"transfer": 0.0}, {"weight_grad": 0.5}, {"microbatches": 13}, {"ranks": 3}],
+    "tensor_modes": [{"link": "NVLink 4"}, {"ranks": 4}, {"hidden": 12288}],
+    "layouts_on_hosts": [{"between": "InfiniBand NDR"}, {"host": 16}, {"dp": 2}],
+    "sharded_step": [{"stage": 2, "rows": 4}, {"stage": 2, "recompute": 1.0}, {"recompute": 0.0}],
+    "uneven_layers": [{"head": 4.4}, {"ranks": 3}, {"microbatches": 9}],
+    "kept_by_rank": [{"tokens": 4096}, {"ranks": 4}],
+    "layout_choice": [{"zero": 0}, {"cap": 80}, {"tp": 2}],
+    "cluster_layouts": [
+        {"batch": 512},
+        {"recompute": "yes"},
+        {"zero": 1, "batch": 512},
+        {"host": 16},
+        {"batch": 9216},
+    ],
 }
 
 
 @pytest.mark.parametrize("name", CHALLENGES)
 def test_a_challenge_is_hard_and_can_be_met(name: str) -> None:
-    setting, misses = CHALLENGES[name]
     shown = getattr(lesson.explorers, name)()
     assert not shown.solved
-    for change in misses:
-        assert not shown.meets(**{**setting, **change}), change
-    shown.set(**setting)
+    for change in CHALLENGES[name]:
+        assert not shown.meets(**{**shown.answer, **change}), change
+    shown.set(**shown.answer)
     assert shown.solved
     assert shown.png.startswith(b"\x89PNG")
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", CHALLENGES)
+def test_without_widgets_opening_trade_off_and_answer_are_shown(name: str) -> None:
+    shown = getattr(lesson.explorers, name)()
+    figure, alt = shown.static_figure()
+    headings = [text.get_text() for text in figure.texts]
+    assert len(headings) == len(figure.axes) == 3
+    assert all(
+        str(value) in headings[2].replace(",", "")
+        for value in shown.answer.values()
+        if isinstance(value, str)
+    )
+    assert alt.startswith("As it opens: ")
+    assert "Answer" in alt
+    assert not shown.solved  # nothing has moved
+    assert len(plot.png(figure)) < 150_000
+    knob, reading = shown._trade
+    assert reading in shown.readings
+    assert knob in shown.values
 
 
 def test_every_notebook_has_its_explorer() -> None:

@@ -1,12 +1,12 @@
-"""Notebook 05: budgets that are kept, memory and seconds of a step, gathers, noise scales, its figures."""
+"""Notebook 05: enforced budgets, memory and seconds of a step, all-gathers, noise scales, its figures."""
 
 from __future__ import annotations
 
 import math
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,8 @@ from hpnb.lesson.exercises.checker import check
 from hpnb.lesson.figures import gpt2_data_parallel as figures
 from hpnb.lesson.programs import gpt2_zero, gradient_noise
 from hpnb.lesson.programs.gpt2_zero import ZeroConfig
-from hpnb.mesh import Layout, Mesh
 from hpnb.models import GPT2Size
-from hpnb.record import MemoryProfile, MemorySample, OutOfBudget
+from hpnb.record import Event, MemoryProfile, MemorySample, OutOfBudget, Timeline
 from hpnb.theory import LINKS, Block
 
 MB = 1_000_000.0
@@ -48,15 +47,13 @@ def _grow(budget: float | None, count: int = 4) -> list[torch.Tensor]:
 def test_a_budget_is_kept_to_the_byte() -> None:
     states = 8 * (6 + 2)
     assert len(_grow(states + 1600)) == 4
-    with pytest.raises(
-        OutOfBudget, match=r"1,664 bytes .* after aten\.ones, 1 more .* 1,663"
-    ) as found:
+    with pytest.raises(OutOfBudget, match=r"1,664 bytes .* after aten\.ones, 1 more .* 1,663") as found:
         _grow(states + 1599)
     assert found.value.usage.total == states + 1600
     assert (found.value.usage.parameters, found.value.usage.temporary) == (states, 1600)
 
 
-def test_survivors_are_told_by_shape_and_owner() -> None:
+def test_survivors_are_grouped_by_shape_and_category() -> None:
     with pytest.raises(OutOfBudget) as found:
         _grow(1000)
     first, *rest = found.value.survivors
@@ -74,7 +71,7 @@ def test_states_alone_can_be_too_much() -> None:
         _grow(0)
 
 
-def test_who_runs_out_is_stopped_once_and_what_it_held_is_named() -> None:
+def test_a_step_over_its_budget_is_stopped_once_with_its_state_named() -> None:
     """Adam's moments come in the first step, inside a context that itself calls operators on its way out."""
     layer = nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
@@ -88,21 +85,25 @@ def test_who_runs_out_is_stopped_once_and_what_it_held_is_named() -> None:
 # --- the memory of a step --------------------------------------------------------------------
 
 
-def _peaks(ways: list[ZeroConfig], rows: int) -> list[tuple[int, MemorySample]]:
-    found = [gpt2_zero.measure_step(SIZE, rows, torch.float32, way, 0.25, repeats=0).profile for way in ways]
-    return [(p.peak, p.samples[-1]) for p in found]
+def _peaks(configs: list[ZeroConfig], rows: int) -> list[tuple[int, MemorySample]]:
+    profiles = [
+        gpt2_zero.measure_step(SIZE, rows, torch.float32, config, 0.25, repeats=0).profile
+        for config in configs
+    ]
+    return [(p.peak, p.samples[-1]) for p in profiles]
 
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_step_memory_is_what_is_recorded(two: hpnb.Ranks, rows: int) -> None:
-    ways = [ZeroConfig(stage, again) for again in (0, -1) for stage in range(4)] + [ZeroConfig(2, 2)]
-    ways = ways if rows == 8 else [ZeroConfig(0), ZeroConfig(3, -1)]
-    for way, (peak, end) in zip(ways, two.run(_peaks, ways, rows)[0], strict=True):
-        told = gpt2_zero.predict_memory(SIZE, rows, torch.float32, way, 2, 0.25)
-        assert 0.8 <= peak / told.peak <= 1.25, f"{way}: {peak / MB:.2f} MB, predicted {told.peak / MB:.2f}"
-        if rows == 8 and not way.again and way.stage < 3:
-            assert peak / told.peak == pytest.approx(1.0, abs=0.03), str(way)
-        states = theory.model_states(SIZE.parameters(), 2, way.stage, weight_bytes=4, gradient_bytes=4,
+    configs = [ZeroConfig(stage, recompute) for recompute in (0, -1) for stage in range(4)]
+    configs = [*configs, ZeroConfig(2, 2)] if rows == 8 else [ZeroConfig(0), ZeroConfig(3, -1)]
+    for config, (peak, end) in zip(configs, two.run(_peaks, configs, rows)[0], strict=True):
+        predicted = gpt2_zero.predict_memory(SIZE, rows, torch.float32, config, 2, 0.25)
+        message = f"{config}: {peak / MB:.2f} MB, predicted {predicted.peak / MB:.2f}"
+        assert 0.8 <= peak / predicted.peak <= 1.25, message
+        if rows == 8 and not config.recompute and config.stage < 3:
+            assert peak / predicted.peak == pytest.approx(1.0, abs=0.03), str(config)
+        states = theory.model_states(SIZE.parameters(), 2, config.stage, weight_bytes=4, gradient_bytes=4,
                                      optimizer_bytes=8)  # fmt: skip
         assert end.parameters == pytest.approx(states.parameters, rel=0.01)
 
@@ -121,24 +122,25 @@ def test_each_measure_moves_its_own_term() -> None:
     assert again.moments[0].optimizer == plain.moments[0].optimizer
     assert peak(3, offload=True).moments[0].optimizer == 0
     steps = [peak(0).moments[-1], peak(1).moments[-1]]
-    assert steps[0].temporary == 4 * steps[1].temporary  # masters' gradients are dealt out too
+    assert steps[0].temporary == 4 * steps[1].temporary  # masters' gradients are sharded too
     with pytest.raises(ValueError, match="recompute=7 of 6 blocks"):
         peak(recompute=7)
 
 
 def test_the_largest_model_is_the_last_that_fits(two: hpnb.Ranks) -> None:
-    budget = gpt2_zero.predict_memory(SIZE, 2, torch.float32, ZeroConfig(2), 2, 0.25).peak * 1.3
-    count = gpt2_zero.most_blocks_predicted(SIZE, 2, torch.float32, ZeroConfig(2), 2, 0.25, budget)
-    for layers, fits in ((count, True), (count + 1, False)):
-        size = GPT2Size(64, layers, 4, 256, 401, 32)
-        assert (
-            gpt2_zero.predict_memory(size, 2, torch.float32, ZeroConfig(2), 2, 0.25).peak <= budget
-        ) is fits
-    found = gpt2_zero.most_blocks_measured(two, SIZE, 2, torch.float32, ZeroConfig(2), 0.25, budget, count)
-    assert abs(found - count) <= 1
+    config = ZeroConfig(2)
+
+    def predicted(size: GPT2Size) -> float:
+        return gpt2_zero.predict_memory(size, 2, torch.float32, config, 2, 0.25).peak
+
+    budget = predicted(SIZE) * 1.3
+    expected, depths = gpt2_zero.deepest_models(two, SIZE, 2, torch.float32, (config,), 0.25, budget)
+    for layers, fits in ((expected[config], True), (expected[config] + 1, False)):
+        assert (predicted(replace(SIZE, layers=layers)) <= budget) is fits
+    assert abs(depths[config] - expected[config]) <= 1
 
 
-def test_blocks_that_are_computed_again_give_the_same_gradients() -> None:
+def test_recomputed_blocks_give_the_same_gradients() -> None:
     grads = []
     for count in (0, 2, 4):
         model: Any = hpnb.models.gpt2(SIZE, dtype=torch.float64)
@@ -158,14 +160,59 @@ def _seconds(stage: int, ranks: int = 8, wire: str = "InfiniBand NDR", **more: A
     return dict(theory.zero_step_seconds(0.1, 0.2, 0.03, stage=stage, link=LINKS[wire], **sizes, **more))
 
 
+def test_without_overlap_every_message_is_exposed() -> None:
+    all_reduce = theory.seconds("all_reduce", 1.1e9, 8, LINKS["InfiniBand NDR"])
+    stages = [_seconds(stage, overlap=False)["exposed"] for stage in range(4)]
+    assert stages[0] == pytest.approx(all_reduce, rel=0.2)  # each bucket has its latency
+    assert stages[1] == stages[2] == pytest.approx(stages[0], rel=0.05)
+    assert stages[3] > 1.3 * stages[2]
+    assert all(stages[stage] > _seconds(stage)["exposed"] for stage in range(4))
+
+
+def test_measured_parts_are_those_of_the_step() -> None:
+    group = (0, 1)
+    events = [
+        Event(rank, -1, op, -1, start, end)
+        for rank in group
+        for op, start, end in (
+            ("F", 0.0, 1.0), ("B", 1.0, 2.0), ("B", 2.5, 3.0), ("update", 3.25, 3.5), ("update", 4.5, 4.75),
+        )
+    ]  # fmt: skip
+    parts = gpt2_zero.step_parts(Timeline(tuple(events), "measured"))
+    assert parts == {
+        "forward": 1.0, "backward": 1.5, "update": 0.5, "exposed": 0.75, "exposed after the update": 1.0,
+    }  # fmt: skip
+    by_turns = gpt2_zero.step_parts(Timeline(tuple(events), "measured by turns"))
+    assert by_turns == {"forward": 1.0, "backward": 1.5, "update": 0.5}
+
+
+def _timed(stage: int) -> gpt2_zero.StepMeasurement:
+    return gpt2_zero.measure_step(SIZE, 2, torch.float32, ZeroConfig(stage), 0.25, repeats=2)
+
+
+def test_zero_2_communicates_after_its_update(two: hpnb.Ranks) -> None:
+    """The page's answer to why ZeRO-3 can be quicker."""
+    after = {stage: two.run(_timed, stage)[0].parts["exposed after the update"] for stage in (0, 2, 3)}
+    assert after[2] > 0
+    assert after[0] == after[3] == 0
+
+
+def test_zero_3_exposes_less_on_fast_links_only() -> None:
+    def exposed(stage: int, bandwidth: float) -> float:
+        return gpt2_zero.exposed_seconds(SIZE, torch.float32, stage, (0.01, 0.02, 0.001), 4, bandwidth, 0.25)
+
+    assert exposed(3, 1e12) < exposed(2, 1e12)
+    assert exposed(3, 1e6) > exposed(2, 1e6)
+
+
 def test_shard_seconds() -> None:
-    assert _seconds(0, ranks=1) == {"computing": pytest.approx(0.3), "computing again": 0.0, "exposed": 0.0,
+    assert _seconds(0, ranks=1) == {"computing": pytest.approx(0.3), "recomputation": 0.0, "exposed": 0.0,
                                     "optimizer": 0.03}  # fmt: skip
     assert _seconds(2)["optimizer"] == pytest.approx(0.03 / 8)
     assert _seconds(2)["exposed"] > theory.seconds("all_gather", 1.1e9, 8, LINKS["InfiniBand NDR"])
     assert _seconds(3)["exposed"] < _seconds(2)["exposed"]  # behind blocks, while they last
     assert _seconds(3, wire="Ethernet 10 Gb")["exposed"] > _seconds(2, wire="Ethernet 10 Gb")["exposed"]
-    assert _seconds(0, recompute=10)["computing again"] == pytest.approx(0.05)
+    assert _seconds(0, recompute=10)["recomputation"] == pytest.approx(0.05)
     offload = _seconds(2, host_bandwidth=25e9, host_seconds=0.8)["offload"]
     assert offload == pytest.approx(2 * 1.1e9 / 8 / 25e9)
     with pytest.raises(ValueError, match="stage=4"):
@@ -225,46 +272,18 @@ def test_a_wall_that_is_there_is_found() -> None:
         theory.fitted_wall([4, 4], [10, 10])
 
 
-class _Quadratic(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.arange(1.0, 6.0, dtype=torch.float64))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return SimpleNamespace(loss=(x @ self.w).square().mean())
-
-
-def _norms() -> tuple[float, float, float, float, float]:
-    axis, draw = Mesh(Layout(dp=hpnb.world_size())).dp, torch.Generator().manual_seed(0)
-    x = torch.randn(8, 5, generator=draw, dtype=torch.float64)
-    model, alone = _Quadratic(), _Quadratic()
-    small, big = gradient_noise.gradient_norms(model, axis, {"x": x[axis.rank :: axis.size]})
-    alone(x).loss.backward()
-    assert model.w.grad is not None
-    assert alone.w.grad is not None
-    whole, off = alone.w.grad.square().sum().item(), (model.w.grad - alone.w.grad).norm().item()
-    parts = []
-    for rank in range(axis.size):
-        alone.w.grad = None
-        alone(x[rank :: axis.size]).loss.backward()
-        parts.append(alone.w.grad.square().sum().item())
-    return small, sum(parts) / len(parts), big, whole, off
-
-
-def test_two_norms_are_before_and_after_the_all_reduce(two: hpnb.Ranks) -> None:
-    for small, parts, big, whole, off in two.run(_norms):
-        assert small == pytest.approx(parts, rel=1e-12)
-        assert big == pytest.approx(whole, rel=1e-12)
-        assert off < 1e-12
-        assert small > big
+def _train(batch: int, target: float, max_steps: int) -> tuple[int, bool, bool]:
+    rows = torch.arange(32)[None].repeat(8, 1)  # one sentence: soon known by heart
+    run = gradient_noise.train_to_loss(SIZE, rows, rows[:2], batch, target, max_steps=max_steps)
+    return run.steps, run.reached, all(p.grad is None for p in run.model.parameters())
 
 
 def test_training_stops_at_its_target(two: hpnb.Ranks) -> None:
-    rows = torch.arange(32)[None].repeat(8, 1)  # one sentence: soon known by heart
-    run = two.run(gradient_noise.train, rows, rows[:2], 2, 3.0, 60)[0]
-    assert (run.batch, run.reached, run.steps < 60) == (4, True, True)
-    assert len(run.small) == len(run.big) == run.steps
-    assert not two.run(gradient_noise.train, rows, rows[:2], 1, 0.0, 5)[0].reached
+    steps, reached, fresh = two.run(_train, 4, 3.0, 60)[0]
+    assert reached
+    assert steps < 60
+    assert fresh
+    assert two.run(_train, 3, 0.0, 5)[0][:2] == (5, False)  # 2 rows on one rank, 1 on the other
 
 
 # --- figures ---------------------------------------------------------------------------------
@@ -276,7 +295,8 @@ def _profile(peak: int) -> MemoryProfile:
 
 
 def test_rivers() -> None:
-    fig = figures.rivers({"stage 0": _profile(100), "stage 1": _profile(60), "stage 2": _profile(50)}, 80.0)
+    profiles = {"ZeRO-0": _profile(100), "ZeRO-1": _profile(60), "ZeRO-2": _profile(50)}
+    fig = figures.rivers(profiles, 80.0)
     words = [t.get_text() for ax in fig.axes for t in ax.texts]
     assert "100 B" in words
     assert [ax.get_visible() for ax in fig.axes] == [True, True, True, False]
@@ -286,16 +306,52 @@ def test_rivers() -> None:
 
 
 def test_frontier() -> None:
-    points = {"plain": {"0": (1.0, 100.0), "1": (1.1, 60.0)}}
-    fig = figures.frontier(points, points, 80.0)
+    points = {ZeroConfig(0): (1.0, 100.0), ZeroConfig(1): (1.1, 60.0), ZeroConfig(3, -1): (1.4, 30.0)}
+    fig = figures.zero_frontier(points, points, 80.0)
+    stored = "activations stored"
     labels = {line.get_label() for line in fig.axes[0].lines}
-    assert {"predicted plain", "measured plain", "budget"} <= labels
-    drawn = next(line for line in fig.axes[0].lines if line.get_label() == "measured plain")
+    assert {
+        f"predicted {stored}",
+        f"measured {stored}",
+        "measured activations recomputed",
+        "budget",
+    } <= labels
+    drawn = next(line for line in fig.axes[0].lines if line.get_label() == f"measured {stored}")
     assert np.asarray(drawn.get_xydata()).tolist() == [[100.0, 1.0], [60.0, 1.1]]
 
 
+def test_step_parts() -> None:
+    parts = {"forward": 0.2, "backward": 0.4, "exposed after the update": 0.1}
+    fig = figures.step_parts({ZeroConfig(2): parts}, {ZeroConfig(2): parts}, "replayed")
+    assert [tick.get_text() for tick in fig.axes[0].get_yticklabels()] == ["ZeRO-2"]
+    assert len(fig.axes[0].collections) == 6  # filled and hollow
+
+
+def test_launch_floor() -> None:
+    for adds, at_knee in ((True, 2.0), (False, 1.0)):
+        fig = figures.launch_floor([1, 10, 100], [1.0, 2.0, 11.0], 1.0, 0.1, 100, adds)
+        law = next(line for line in fig.axes[0].lines if line.get_label() == "together")
+        assert np.interp(10, *law.get_data()) == pytest.approx(at_knee, rel=0.05)
+
+
+def test_exposed_by_link() -> None:
+    lines = {"ZeRO-2": [4.0, 2.0], "ZeRO-3": [6.0, 1.0]}
+    fig = figures.exposed_by_link([1e9, 1e10], lines, 3e9, 5e9)
+    at = {line.get_label(): line.get_xdata()[0] for line in fig.axes[0].lines}
+    assert (at["crossing"], at["this page"]) == (3.0, 5.0)
+
+
+def test_prefetch_steps() -> None:
+    plans = {words: theory.prefetch_plan(USES, ahead) for words, ahead in (("late", 0), ("early", 1))}
+    steps = {
+        words: theory.simulate_gathers(USES, [1.0] * 6, [0.5] * 3, [1.0] * 3, plan)
+        for words, plan in plans.items()
+    }
+    assert len(figures.prefetch_steps(steps, USES).axes) == 2
+
+
 def test_batch_wall() -> None:
-    fig = figures.batch_wall([2, 4], [100, 70], {"fit": (40.0, 3.0)})
+    fig = figures.batch_wall({2: 100, 4: 70}, {"fit": (40.0, 3.0)})
     measured, law, *_ = fig.axes[1].lines
     assert list(measured.get_ydata()) == [200, 280]
     x, y = law.get_data()
@@ -315,14 +371,14 @@ def test_step_bill() -> None:
 # --- the explorer, and checks that must not fall over ------------------------------------------
 
 
-def test_answers_of_the_wrong_kind_are_told_so() -> None:
-    told = {
+def test_answers_of_the_wrong_kind_fail() -> None:
+    answers = {
         exercises.state_bytes: 3,
         exercises.recompute_choice: 3,
         exercises.gather_order: 3,
         exercises.noise_scale: "much",
     }
-    for exercise, answer in told.items():
+    for exercise, answer in answers.items():
         assert check(exercise, lambda *_, answer=answer: answer).status == "failed"
     assert check(exercises.recompute_choice, lambda *_: [9]).status == "failed"
     assert check(exercises.gather_order, lambda step: [[*range(6)], *[[]] * 11]).status == "failed"

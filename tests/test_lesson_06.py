@@ -1,4 +1,4 @@
-"""Notebook 06: layers timed one by one, cuts that are slid, a weight with two homes, what its checks say."""
+"""Notebook 06: layers timed one by one, repeats in turn, a weight with two copies, what its checks say."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from hpnb.lesson.programs.gpt2_pipeline import LayerTimes
 from hpnb.models import GPT2_SIZES, GPT2Size
 from hpnb.pipeline_parallel import schedules
 from hpnb.pipeline_parallel.partition import balanced
-from hpnb.record import Timeline
 
 SMALL = GPT2Size(hidden=16, layers=4, heads=2, mlp=32, vocab_size=101, length=8)
 FLAT = LayerTimes(("embedding", "block", "block", "head"), (0.1, 1.0, 1.2, 2.0), (0.1, 2.0, 2.2, 4.0), 1.5)
@@ -82,39 +81,50 @@ def test_a_skyline_knows_its_head_and_smooths_its_blocks() -> None:
     assert step.makespan == pytest.approx(theory.pipeline_seconds([3.2, 9.4], 3))
 
 
-def run_all(how: Any) -> tuple[LayerTimes, dict[str, Timeline], float, dict[str, float]]:
-    sky = gpt2_pipeline.time_layers(SMALL, 2, torch.float32, repeats=3)
-    whole = gpt2_pipeline.time_cuts(SMALL, 4, torch.float32, how, repeats=1)
-    run = how["last"]
-    return (
-        sky,
-        whole,
-        gpt2_pipeline.peak_activations(SMALL, 4, torch.float32, run),
-        gpt2_pipeline.count_bytes(SMALL, 4, torch.float32, run),
-    )
+def run_all(run: gpt2_pipeline.PartitionedSchedule) -> tuple[LayerTimes, float, dict[str, list[float]]]:
+    times = gpt2_pipeline.time_layers(SMALL, 2, torch.float32, repeats=3)
+    peak = gpt2_pipeline.peak_activations(SMALL, 4, torch.float32, run)
+    a = torch.randn(200, 200)
+    calls = {"short": lambda: a @ a, "long": lambda: [a @ a for _ in range(50)]}
+    return times, peak, gpt2_pipeline.time_in_turn(calls, repeats=3)
 
 
-def test_layers_are_timed_and_cuts_take_turns() -> None:
-    schedule = schedules.make("1f1b", 2, 2)
-    runs = {"first": (schedule, (2, 4)), "last": (schedule, (5, 1))}
+def test_layers_and_calls_are_timed_on_ranks() -> None:
     with hpnb.Ranks(2, device="cpu", timeout=120) as pool:
-        found = pool.run(run_all, runs)
-    sky, ran, *_ = found[0]
-    assert sky.kinds == ("embedding", *("block",) * 4, "head")
-    assert all(cost > 0 for cost in sky.costs)
-    assert 0 < sky.loss < sky.costs[-1]
-    assert list(ran) == ["first", "last"]
-    for tl in ran.values():
-        assert {e.op for e in tl.events} == {"F", "B"}
-        assert len(tl.events) == 2 * 2 * 2
-    # Nearly all blocks on rank 0, or nearly none.
-    share = {name: tl.work(0) / (tl.work(0) + tl.work(1)) for name, tl in ran.items()}
-    assert share["last"] > share["first"]
-    assert all(held > 0 for *_, held, _ in found)
-    ties = [sent["tie"] for *_, sent in found]
-    assert sum(ties) == theory.tied_weight_bytes(SMALL.vocab_size, SMALL.hidden, 4)
-    hop = 2 * SMALL.length * SMALL.hidden * 4  # bytes of a microbatch of 2 rows between stages
-    assert [sent["activations"] for *_, sent in found] == [2 * hop, 2 * hop]
+        results = pool.run(run_all, (schedules.make("1f1b", 2, 2), (5, 1)))
+    times, _, seconds = results[0]
+    assert times.kinds == ("embedding", *("block",) * 4, "head")
+    assert all(cost > 0 for cost in times.costs)
+    assert 0 < times.loss < times.costs[-1]
+    assert all(peak > 0 for _, peak, _ in results)
+    assert [len(repeats) for repeats in seconds.values()] == [3, 3]
+    assert all(repeats == sorted(repeats) for repeats in seconds.values())
+    assert seconds["long"][1] > seconds["short"][1]
+
+
+def repeats_of(*makespans: float) -> gpt2_pipeline.StepRepeats:
+    made = schedules.make("1f1b", 2, 2)
+    unit = made.simulate(hpnb.pipeline_parallel.Costs()).makespan
+    scales = [makespan / unit for makespan in makespans]
+    steps = [made.simulate(hpnb.pipeline_parallel.Costs(s, s, s)) for s in scales]
+    return gpt2_pipeline.StepRepeats(steps)
+
+
+def test_repeats_that_overlap_are_no_finding() -> None:
+    fast, close, slow = repeats_of(3, 1, 2), repeats_of(2.5, 4, 5), repeats_of(7, 8, 9)
+    assert fast.seconds == pytest.approx([1, 2, 3])
+    assert (fast.fastest, fast.median.makespan, fast.slowest) == pytest.approx((1, 2, 3))
+    assert fast.overlaps(close)
+    assert not fast.overlaps(slow)
+    assert gpt2_pipeline.fastest_of({"slow": slow, "close": close, "fast": fast}) == ["fast", "close"]
+
+
+def test_the_ledger_gets_a_row_for_each_schedule() -> None:
+    step = repeats_of(2.0).median
+    gpt2_pipeline.add_to_ledger("a GPT-2", {"1f1b": 1.0, "zb-h1": 1.5}, {"1f1b": step, "zb-h1": step})
+    rows = [row for row in lesson.ledger.rows() if row.notebook == "06"]
+    assert [row.model for row in rows] == ["a GPT-2, 1f1b", "a GPT-2, zb-h1"]
+    assert rows[1].quantities["step (s)"] == (1.5, pytest.approx(2.0))
 
 
 def test_a_gpt2_that_is_drawn_on_its_device_has_one_table() -> None:
@@ -128,40 +138,32 @@ def test_a_gpt2_that_is_drawn_on_its_device_has_one_table() -> None:
     assert torch.isfinite(gpt2_pipeline.token_loss(model(words["input_ids"]), words))
 
 
-def part(tied: bool) -> tuple[list[float], float, float, tuple[float, float]]:
+def train_tied(tied: bool) -> tuple[list[float], float, tuple[float, float]]:
     axis = hpnb.Mesh(hpnb.Layout(pp=2)).pp
-    model, alone = (exercises.tiny(tied=tied) for _ in range(2))
+    model: Any = exercises.tiny(tied=tied)
     table = model.transformer.wte.weight
     pipe = hpnb.Pipeline(model, axis, schedules.make("1f1b", 2, 2), gpt2_pipeline.token_loss)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
     log = [tied_weights.tied_distance(pipe, axis, table.shape)]
     batch = exercises.tiny_batch(4, 0)
-    exercises.serial_loss(alone, batch).backward()
-    off = 0.0
-    for step in range(2):
+    for _ in range(2):
         pipe.step(batch)
-        off = off if step else tied_weights.gradient_distance(pipe, alone)
         optimizer.step()
         optimizer.zero_grad()
         log.append(tied_weights.tied_distance(pipe, axis, table.shape))
-    mine = pipe.step(batch, forward_only=True).loss.item()
-    whole = hpnb.pipeline_parallel.full_state_dict(pipe.module, axis)
-    return log, off, mine, tied_weights.loaded_losses(whole, exercises.tiny(), batch)
+    trained = pipe.step(batch, forward_only=True).loss.item()
+    state = hpnb.pipeline_parallel.full_state_dict(pipe.module, axis)
+    return log, trained, tied_weights.loaded_losses(state, exercises.tiny(), batch)
 
 
-def test_two_homes_part_unless_they_are_tied_and_a_checkpoint_shows_it() -> None:
+def test_copies_diverge_unless_they_are_tied_and_a_checkpoint_shows_it() -> None:
     with hpnb.Ranks(2, device="cpu", timeout=60) as pool:
-        for log, off, mine, again in pool.run(part, True):
+        for log, trained, loaded in pool.run(train_tied, True):
             assert log == [0.0, 0.0, 0.0]
-            assert off < 1e-12
-            assert again == pytest.approx((mine, mine), rel=1e-12)
-        for log, _, mine, again in pool.run(part, False):
+            assert loaded == pytest.approx((trained, trained), rel=1e-12)
+        for log, trained, loaded in pool.run(train_tied, False):
             assert log[0] == 0.0 < log[1] < log[2]
-            assert min(abs(mine - each) for each in again) > 1e-3
-
-
-def test_targets_of_microbatches_are_counted_as_a_causal_model_asks() -> None:
-    assert tied_weights.targets_per_microbatch(exercises.ragged((10, 3, 2, 5)), 2) == [9 + 2, 1 + 4]
+            assert min(abs(trained - loss) for loss in loaded) > 1e-3
 
 
 # --- pictures ----------------------------------------------------------------------------------------------
@@ -200,7 +202,7 @@ def test_a_skyline_draws_its_layers_its_cuts_and_its_loss() -> None:
         (lambda: figures.skyline([1.0], {}, ["block"]), "0 cuts"),
         (lambda: figures.skyline([1.0], {"a": built((1, 1), [1.0, 1.0])}, ["block"]), "a cuts 2 layers"),
         (lambda: figures.skyline([1.0], {"a": built((1,), [1.0])}, ["roof"]), "roof"),
-        (lambda: figures.last_cut([1, 2], [1.0], [1.0, 1.0]), "run has 2 x and 1 y"),
+        (lambda: figures.last_cut({1: [1.0], 2: [1.0]}, [1.0]), "2 positions need as many predictions"),
     ],
 )
 def test_what_cannot_be_drawn_is_said(call: Callable[[], object], words: str) -> None:
@@ -208,13 +210,16 @@ def test_what_cannot_be_drawn_is_said(call: Callable[[], object], words: str) ->
         call()
 
 
-def test_the_last_cut_marks_who_cuts_where() -> None:
-    fig = figures.last_cut([0, 1, 2], [3.0, 2.0, 4.0], [3.1, 2.2, 3.9], {"uniform": 2, "time": 1, "far": 7})
+def test_the_last_cut_shows_every_repeat_and_who_cuts_where() -> None:
+    runs = {0: [3.0, 3.4, 3.1], 1: [2.0, 2.2], 2: [4.0]}
+    fig = figures.last_cut(runs, [3.1, 2.2, 3.9], {"uniform": 2, "time": 1, "far": 7})
     (ax,) = fig.axes
-    texts = {t.get_text(): t for t in ax.texts}
-    assert {"uniform", "time"} < set(texts)
+    texts = {t.get_text() for t in ax.texts}
+    assert {"uniform", "time"} <= texts
     assert "far" not in texts
-    assert texts["2.00"].get_weight() == "bold"
+    lines = {line.get_label(): list(line.get_ydata()) for line in ax.get_lines()}
+    assert lines["measured, median"] == pytest.approx([3.1, 2.1, 4.0])
+    assert lines["each repeat"] == [3.0, 3.4, 3.1, 2.0, 2.2, 4.0]
 
 
 # --- exercises ---------------------------------------------------------------------------------------------
@@ -271,7 +276,7 @@ def everywhere(weight: Any, axis: Any) -> Any:
             "3 ranks, three steps: add.. sends .* at most 3.55 kB, 0 B, 3.55 kB",
         ),
         (exercises.tied_weight, lambda weight, axis: 3, "got a int from tie, and a function `add` is wanted"),
-        (exercises.tied_weight, lambda weight, axis: lambda: None, "the two homes are off by"),
+        (exercises.tied_weight, lambda weight, axis: lambda: None, "the two copies are off by"),
         (exercises.token_mean, lambda outputs, inputs: outputs.logits.mean(), "and .sum, count. is wanted"),
         (
             exercises.token_mean,
@@ -287,21 +292,6 @@ def test_what_an_answer_lacks_is_said_in_numbers(
     monkeypatch.setattr(exercises, "TIMEOUT", 20.0 if answer is not slow else 3.0)
     found = off(exercise, answer)
     assert any(re.search(words, text) for text in found), found
-
-
-def test_records_of_homes_differ_in_what_they_say_and_all_losses_fall() -> None:
-    found = {
-        case: exercises.tied_record(case, 1, steps=3)
-        for case in (exercises.RIGHT, exercises.FORGOTTEN, exercises.UNEQUAL, exercises.HALVED)
-    }
-    assert all(record.losses[-1] < record.losses[0] for record in found.values())
-    right, forgotten = found[exercises.RIGHT], found[exercises.FORGOTTEN]
-    assert max(right.apart) == 0.0
-    assert max(right.off) < 1e-12
-    assert forgotten.apart[0] == 0.0 < forgotten.apart[1] < forgotten.apart[-1]
-    assert found[exercises.UNEQUAL].apart[0] > 0.1
-    assert max(found[exercises.HALVED].apart) == 0.0
-    assert found[exercises.HALVED].off == pytest.approx((0.5, 0.5))
 
 
 def test_no_schedule_of_the_library_beats_1f1b_under_every_cap() -> None:

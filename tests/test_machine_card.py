@@ -38,6 +38,22 @@ def test_a_replay_begins_a_collective_when_the_last_has_come() -> None:
     assert (last.start, last.end) == (3.0 + cost, 4.0 + cost)
 
 
+def test_a_replay_of_what_was_measured_by_turns_leaves_out_the_turns_of_others() -> None:
+    recorded = Timeline(
+        (
+            Event(0, -1, "compute", -1, 0.0, 1.0),
+            Event(1, -1, "compute", -1, 1.0, 3.0),  # its turn comes after that of rank 0
+            collective(0, 1.0, 3.0, (0, 1)),
+            collective(1, 3.0, 3.5, (0, 1)),
+            Event(0, -1, "compute", -1, 5.0, 6.0),  # after another turn of rank 1
+        ),
+        "measured by turns",
+    )
+    replayed = lesson.replay(recorded, WIRE)
+    assert replayed.source == f"replayed from measured GPU time, {WIRE.name}"
+    assert replayed.makespan == 2.0 + seconds("all_reduce", 30.0, 2, WIRE) + 1.0
+
+
 def test_a_replay_matches_calls_by_order_and_sends_by_pair() -> None:
     chain = [
         collective(0, 0.0, 1.0, (0, 1), "send"),

@@ -23,13 +23,18 @@ from hpnb.lesson.explorers.explorer import Challenge, Explorer
 from hpnb.lesson.explorers.knobs import Choice, Slider
 from hpnb.lesson.home import digest, home
 from hpnb.lesson.machine_card import MachineCard, machine_card
+from hpnb.lesson.memory_reading import run_if_it_fits, survivors_table
+from hpnb.lesson.page_sizes import PageSizes, choose_sizes
 from hpnb.lesson.predictions import outcome
 from hpnb.lesson.predictions.comparison import comparison
 from hpnb.lesson.predictions.outcome import Outcome
 from hpnb.lesson.predictions.predict import outcomes, predict, reveal
 from hpnb.lesson.programs.layer_memory import LayerMemory, layer_memory, measure_layers
-from hpnb.lesson.programs.replay import replay
+from hpnb.lesson.rank_share import RankShare, measure_share
+from hpnb.lesson.show import Parity, show
 from hpnb.lesson.tables import number, table
+from hpnb.lesson.values import claim, record
+from hpnb.theory.replay import replay
 
 __all__ = [
     "Banner",
@@ -41,10 +46,15 @@ __all__ = [
     "LayerMemory",
     "MachineCard",
     "Outcome",
+    "PageSizes",
+    "Parity",
+    "RankShare",
     "Slider",
     "Verdict",
     "banner",
     "check",
+    "choose_sizes",
+    "claim",
     "comparison",
     "digest",
     "explorers",
@@ -55,12 +65,17 @@ __all__ = [
     "ledger",
     "machine_card",
     "measure_layers",
+    "measure_share",
     "number",
     "outcome",
     "outcomes",
     "predict",
     "reader_schedule",
+    "record",
     "replay",
     "reveal",
+    "run_if_it_fits",
+    "show",
+    "survivors_table",
     "table",
 ]

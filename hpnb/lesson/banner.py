@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
+from hpnb.lesson.page_sizes import PageSizes
 from hpnb.lesson.tables import table
 from hpnb.ranks import choose_device, default_ranks, usable_cores
+from hpnb.theory import REPLAY_LINK
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,9 +33,10 @@ class Banner:
         cores, threads: usable cores of the machine, and threads that each rank may use.
         versions: (name, version) pairs.
         model, data: what the page trains, and on what.
-        timings_mean_something: False where ranks share cores.
+        timings_mean_something: False where ranks share cores or a GPU.
         timings: the same as a sentence.
         reading: a sentence of the page's own about its numbers.
+        sizes: why the model and the batch are as large as they are; "" on a CPU.
     """
 
     ranks: int
@@ -49,6 +52,7 @@ class Banner:
     timings_mean_something: bool
     timings: str
     reading: str = ""
+    sizes: str = ""
 
     def __repr__(self) -> str:
         return f"<{_count(self.ranks, 'rank')} on {self.device} over {self.backend}>"
@@ -61,6 +65,7 @@ class Banner:
             ("backend", self.backend),
             ("device", f"{where}: {self.reason}"),
             ("model", self.model),
+            ("sizes", self.sizes),
             ("data", self.data),
             ("versions", ", ".join(f"{name} {version}" for name, version in self.versions)),
             ("timings", self.timings),
@@ -70,7 +75,13 @@ class Banner:
 
 
 def banner(
-    ranks: int | None = None, device: str = "auto", model: str = "", data: str = "", *, reading: str = ""
+    ranks: int | None = None,
+    device: str = "auto",
+    model: str = "",
+    data: str = "",
+    *,
+    reading: str = "",
+    sizes: PageSizes | None = None,
 ) -> Banner:
     """Display where this page runs, and return it: `here = lesson.banner(ranks=4)`.
 
@@ -79,14 +90,18 @@ def banner(
         model: what is trained, such as "ViT, 4 blocks of 64".
         data: where samples come from, such as "generated stand-in for CIFAR-10".
         reading: one more sentence, about how to read this page's numbers.
+        sizes: what `choose_sizes` chose; on a GPU the banner says why.
 
     Raises:
         ValueError: ranks or device cannot be had here.
     """
     choice = choose_device(device, default_ranks() if ranks is None else ranks)
     cores, cuda = usable_cores(), choice.device == "cuda"
-    honest = cuda or choice.ranks <= cores
-    if cuda:
+    honest = not choice.shares_gpus if cuda else choice.ranks <= cores
+    if choice.shares_gpus:
+        timings = f"{choice.reason}: computing is measured by turns, each action alone on the GPU, and steps "
+        timings += f"are replayed over {REPLAY_LINK.name}; messages between GPUs are not measured here"
+    elif cuda:
         timings = "one GPU a rank: times on this page are this machine's"
     elif honest:
         timings = f"{_count(choice.ranks, 'rank')} on {_count(cores, 'core')}: wall-clock times hold here, "
@@ -99,7 +114,7 @@ def banner(
         device=choice.device,
         backend=choice.name,
         reason=choice.reason.removeprefix("the CPU, "),
-        devices=gpu_names(choice.ranks) if cuda else "",
+        devices=gpu_names(choice.gpus) if cuda else "",
         cores=cores,
         threads=choice.threads,
         versions=_versions(),
@@ -108,6 +123,7 @@ def banner(
         timings_mean_something=honest,
         timings=timings,
         reading=reading,
+        sizes=str(sizes) if sizes is not None and cuda else "",
     )
     here.show()
     return here

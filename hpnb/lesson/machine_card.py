@@ -24,13 +24,15 @@ import hpnb
 from hpnb.lesson.banner import gpu_names
 from hpnb.lesson.home import digest, load, save
 from hpnb.lesson.tables import number, table
-from hpnb.theory import Link, fit_link, seconds
+from hpnb.precision import best_16_bit, policy
+from hpnb.ranks import DeviceChoice
+from hpnb.theory import REPLAY_LINK, Link, fit_link, seconds
 
 _SIZES = {
     "cpu": tuple(1 << k for k in range(8, 26)),  # 256 B to 32 MB
     "cuda": tuple(1 << k for k in range(10, 30)),  # 1 kB to 0.5 GB
 }
-_MATMUL = {"cpu": (512, torch.float32), "cuda": (8192, torch.bfloat16)}
+_MATMUL_SIDE = {"cpu": 512, "cuda": 8192}
 _PASSES = 3  # over all sizes, so that a busy moment does not fall on one size
 
 
@@ -91,29 +93,53 @@ def machine_card(ranks: int | None = None, device: str = "auto", refresh: bool =
     seconds; `refresh` measures anew.
     """
     choice = hpnb.ranks.choose_device(device, hpnb.ranks.default_ranks() if ranks is None else ranks)
-    hardware = hardware_name(choice.device, choice.ranks)
+    hardware = hardware_name(choice.device, choice.gpus or choice.ranks)
     name = f"machine-card-{digest(hardware, choice.ranks, choice.threads, torch.__version__)}.json"
     known = None if refresh else load(name, _parse, None)
     if known is not None:
         return known
+    if choice.shares_gpus:
+        card = _card_of_shared_gpus(choice, hardware)
+        save(name, json.dumps(asdict(card), indent=1))
+        return card
     results = hpnb.launch(measure, ranks=choice.ranks, device=choice.device, timeout=120.0)
     sizes = _SIZES[choice.device]
     # A collective is over when its last rank is; every rank's matmul runs at the pace of the slowest.
-    times = tuple(max(times[i] for times, _ in results) for i in range(len(sizes)))
+    times = tuple(max(times[i] for times, _, _ in results) for i in range(len(sizes)))
     link = fit_link(sizes, times, choice.ranks)
+    dtypes = {dtype for _, _, dtype in results}
     card = MachineCard(
         hardware,
         choice.device,
         choice.ranks,
         link.latency,
         link.bandwidth,
-        min(rate for _, rate in results),
-        str(_MATMUL[choice.device][1]).removeprefix("torch."),
+        min(rate for _, rate, _ in results),
+        min(dtypes),
         sizes,
         times,
     )
     save(name, json.dumps(asdict(card), indent=1))
     return card
+
+
+def _card_of_shared_gpus(choice: DeviceChoice, hardware: str) -> MachineCard:
+    """The measured matmul of one rank alone, and the interconnect that replays assume, because no message
+    between GPUs can be measured where ranks share them."""
+    ((rate, dtype),) = hpnb.launch(matmul_rate, ranks=1, device="cuda", timeout=120.0)
+    sizes = _SIZES["cuda"]
+    times = tuple(seconds("all_reduce", n, choice.ranks, REPLAY_LINK) for n in sizes)
+    return MachineCard(
+        f"{hardware}, {REPLAY_LINK.name} assumed",
+        choice.device,
+        choice.ranks,
+        REPLAY_LINK.latency,
+        REPLAY_LINK.bandwidth,
+        rate,
+        dtype,
+        sizes,
+        times,
+    )
 
 
 def _parse(text: str) -> MachineCard | None:
@@ -129,8 +155,8 @@ def hardware_name(device: str, ranks: int) -> str:
     return f"{cores} CPU core{'s' if cores > 1 else ''}"
 
 
-def measure() -> tuple[list[float], float]:
-    """On a rank: median seconds of an all-reduce of each size, and FLOP/s of a matrix product."""
+def measure() -> tuple[list[float], float, str]:
+    """On a rank: median seconds of an all-reduce of each size, FLOP/s of a matrix product, and its dtype."""
     device = hpnb.device()
     sizes = _SIZES[device.type]
     buffers = {n: torch.zeros(n // 4, device=device) for n in sizes}
@@ -141,10 +167,17 @@ def measure() -> tuple[list[float], float]:
     for n in tqdm(rounds, "measuring this machine", disable=hpnb.rank() > 0, leave=False):
         repeats = max(3, min(30, (1 << 22) // n))
         runs[n] += [_timed(partial(dist.all_reduce, buffers[n])) for _ in range(repeats)]
-    size, dtype = _MATMUL[device.type]
+    return [statistics.median(runs[n]) for n in sizes], *matmul_rate()
+
+
+def matmul_rate() -> tuple[float, str]:
+    """On a rank: FLOP/s of a matrix product, and in which dtype."""
+    device = hpnb.device()
+    size = _MATMUL_SIDE[device.type]
+    dtype = policy(best_16_bit(device)).compute if device.type == "cuda" else torch.float32
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     products = [_timed(partial(torch.matmul, a, b)) for _ in range(12)][2:]
-    return [statistics.median(runs[n]) for n in sizes], 2 * size**3 / statistics.median(products)
+    return 2 * size**3 / statistics.median(products), str(dtype).removeprefix("torch.")
 
 
 def _timed(work: Callable[[], object]) -> float:

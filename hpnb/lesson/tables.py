@@ -9,7 +9,7 @@ import math
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from numbers import Integral
 from typing import Any, SupportsFloat, cast
@@ -74,13 +74,18 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], title: str = "
     present(_html(columns, cells, right, title, note), _text(columns, cells, right, title, note))
 
 
-def present(html: str, text: str) -> None:
-    """Display both forms of one thing in IPython, which picks; print the text where there is no IPython."""
+def present(html: str, text: str, payload: Mapping[str, Any] | None = None) -> None:
+    """Display both forms of one thing in IPython, which picks; print the text where there is no IPython.
+
+    Args:
+        payload: travels in the output's metadata["hpnb"], for the command that commits the page.
+    """
     ipython = sys.modules.get("IPython")
     if ipython is None or ipython.get_ipython() is None:
         print(text)
     else:
-        ipython.display.display({"text/html": html, "text/plain": text}, raw=True)
+        metadata = {"hpnb": dict(payload)} if payload else {}
+        ipython.display.display({"text/html": html, "text/plain": text}, metadata=metadata, raw=True)
 
 
 def _three(value: float) -> str:

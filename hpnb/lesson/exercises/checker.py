@@ -91,10 +91,10 @@ def check(exercise: Exercise, solution: Any) -> Verdict:
             write_json(FILE, {**read_json(FILE), exercise.key: exercise.title})
         closing = "passed"
     elif verdict.status == "not yet":
-        closing = f"not yet: write it and run this cell again (about {exercise.minutes:g} minutes)"
+        closing = f"yours to write, in about {exercise.minutes:g} minutes; then run this cell"
     else:
         off = sum(not finding.ok for finding in verdict.findings)
-        closing = f"not yet: {off} of {len(verdict.findings)} off"
+        closing = f"{off} of {len(verdict.findings)} off"
     print(f"Exercise {exercise.key}, {exercise.title}: {closing}")
     return verdict
 

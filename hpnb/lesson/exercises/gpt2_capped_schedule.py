@@ -67,7 +67,7 @@ def _rank_actions(r: int, warmup: int, lag: int, m: int) -> list[str]:
     return row + [f"{r}W{k}" for k in range(max(0, m - lag), m)]
 
 
-@exercise("06.5", "beat 1F1B under a cap", 30)
+@exercise("06.4", "beat 1F1B under a cap", 30)
 def beat_1f1b(plan: Callable[[CappedPipeline], Any]) -> Iterator[Finding]:
     for name, task in TASKS.items():
         schedule, can_run = parse_schedule(plan(task), task.ranks, task.microbatches, task.ranks)

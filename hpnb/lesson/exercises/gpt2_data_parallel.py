@@ -21,14 +21,14 @@ _TIMEOUT = 60.0
 
 # --- bytes of any stage ----------------------------------------------------------------------
 
-# GB on a device for 7.5e9 parameters: Rajbhandari et al. 2020 (arXiv 1910.02054), table 1.
+# GB on a GPU for 7.5e9 parameters: Rajbhandari et al. 2020 (arXiv 1910.02054), table 1.
 PUBLISHED = {4: (120, 52.5, 41.3, 30.0), 16: (120, 35.6, 21.6, 7.5), 64: (120, 31.4, 16.6, 1.88),
              256: (120, 30.4, 15.4, 0.47), 1024: (120, 30.1, 15.1, 0.12)}  # fmt: skip
 _TINY = GPT2Size(hidden=32, layers=2, heads=2, mlp=128, vocab_size=62, length=32)  # everything divides by 2
 
 
 def _measure_states(stage: int) -> dict[str, int]:
-    """On a rank: what is held after two steps of a tiny GPT-2 in float32, without AdamW's step counters."""
+    """On a rank: bytes of state after two steps of a tiny GPT-2 in float32 without AdamW's step counters."""
     axis = all_ranks("dp")
     model: Any = hpnb.models.gpt2(_TINY)
     model.loss_type = "ForCausalLM"
@@ -75,11 +75,11 @@ def state_bytes(answer: Callable[..., Any]) -> Iterator[Finding]:
     off: list[str] = []
     for ranks, row in PUBLISHED.items():
         for stage, published in enumerate(row):
-            held = answer(7.5e9, ranks, stage, 2, 2, 12)
-            parsed = _parse_bytes(held)
+            states = answer(7.5e9, ranks, stage, 2, 2, 12)
+            parsed = _parse_bytes(states)
             if parsed is None:
                 wanted = "{'parameters': .., 'gradients': .., 'optimizer': ..}"
-                yield Finding(False, f"{held!r} is no {wanted} in bytes")
+                yield Finding(False, f"{states!r} is no {wanted} in bytes")
                 return
             total = sum(parsed.values()) / 1e9
             if abs(total - published) > _rounding(published) * 1.001:
@@ -92,7 +92,7 @@ def state_bytes(answer: Callable[..., Any]) -> Iterator[Finding]:
             measured = pool.run(_measure_states, stage)[0]
             parsed = _parse_bytes(answer(values, 2, stage, 4, 4, 8)) or {}
             wrong = [
-                f"{name} {parsed.get(name, math.nan):,.0f}, held {nbytes:,}"
+                f"{name} {parsed.get(name, math.nan):,.0f}, measured {nbytes:,}"
                 for name, nbytes in measured.items()
                 if parsed.get(name) != nbytes
             ]
@@ -108,22 +108,25 @@ class BlockCost:
     """What a block costs. Bytes, seconds.
 
     Attributes:
-        kept: what its forward keeps for its backward.
-        input: what goes into it: all that is kept if it is recomputed.
+        activations: what its forward stores for its backward.
+        input: what goes into it: all that is stored if it is recomputed.
         seconds: of its forward.
     """
 
-    kept: float
+    activations: float
     input: float
     seconds: float
 
 
-def peak(layers: Sequence[BlockCost], again: Sequence[int], head: float) -> float:
-    """The most activations that a backward holds if the blocks in `again` are recomputed."""
-    recomputed = set(again)
-    stays = [layer.input if i in recomputed else layer.kept for i, layer in enumerate(layers)]
-    before_backward = sum(stays) + head
-    inside = [sum(stays[:i]) + layer.input * (i in recomputed) + layer.kept for i, layer in enumerate(layers)]
+def peak_activations(layers: Sequence[BlockCost], chosen: Sequence[int], head: float) -> float:
+    """The most bytes of activations at any moment of a backward, if the `chosen` blocks are recomputed."""
+    recomputed = set(chosen)
+    stored = [layer.input if i in recomputed else layer.activations for i, layer in enumerate(layers)]
+    before_backward = sum(stored) + head
+    inside = [
+        sum(stored[:i]) + layer.input * (i in recomputed) + layer.activations
+        for i, layer in enumerate(layers)
+    ]
     return max(before_backward, *inside)
 
 
@@ -133,7 +136,7 @@ def _least_seconds(layers: Sequence[BlockCost], head: float, budget: float) -> f
         sum(layers[i].seconds for i in choice)
         for count in range(len(layers) + 1)
         for choice in combinations(range(len(layers)), count)
-        if peak(layers, choice, head) <= budget
+        if peak_activations(layers, choice, head) <= budget
     )
     return min(fitting, default=math.inf)
 
@@ -147,11 +150,11 @@ CASES = (  # name, blocks, bytes of the head, budget
     ("six equal blocks, a light head", _EQUAL, 2.0, 150.0),
     ("eight that differ", _MIXED, 30.0, 180.0),
     ("eight that differ, a third of the memory", _MIXED, 10.0, 85.0),
-    ("eight that differ, and room for all", _MIXED, 10.0, 400.0),
+    ("eight that differ, and memory for all", _MIXED, 10.0, 400.0),
 )
 
 
-@exercise("05.2", "which blocks to compute again", 20)
+@exercise("05.2", "which blocks to recompute", 20)
 def recompute_choice(choose: Callable[..., Any]) -> Iterator[Finding]:
     for name, layers, head, budget in CASES:
         answer = choose(layers, head, budget)
@@ -163,13 +166,13 @@ def recompute_choice(choose: Callable[..., Any]) -> Iterator[Finding]:
         if any(i not in range(len(layers)) for i in chosen):
             yield Finding(False, f"{name}: {chosen}, and the blocks are 0 to {len(layers) - 1}")
             return
-        held, best = peak(layers, chosen, head), _least_seconds(layers, head, budget)
+        peak, best = peak_activations(layers, chosen, head), _least_seconds(layers, head, budget)
         took = sum(layers[i].seconds for i in chosen)
-        text = f"{name}: again {chosen or 'none'}"
-        yield Finding(held <= budget, f"{text}: {held:g} held, budget {budget:g}")
-        if held <= budget:
+        text = f"{name}: recomputing {chosen or 'none'}"
+        yield Finding(peak <= budget, f"{text}: peak {peak:g}, budget {budget:g}")
+        if peak <= budget:
             least = took <= best * (1 + 1e-9)
-            yield Finding(least, f"{text}: {took:g} s computed again, the least is {best:g}")
+            yield Finding(least, f"{text}: {took:g} s of recomputation, the least is {best:g}")
 
 
 # --- the order of all-gathers ----------------------------------------------------------------
@@ -181,34 +184,36 @@ class GatherTask:
 
     Attributes:
         uses: the block of each use, in order.
-        computing: seconds of each use.
-        moving: seconds of an all-gather of each block.
+        compute_seconds: of each use.
+        gather_seconds: of an all-gather of each block.
         sizes: bytes of each gathered block.
-        room: bytes that gathered blocks may have together.
+        limit: bytes that gathered blocks may have together.
     """
 
     uses: tuple[int, ...]
-    computing: tuple[float, ...]
-    moving: tuple[float, ...]
+    compute_seconds: tuple[float, ...]
+    gather_seconds: tuple[float, ...]
     sizes: tuple[float, ...]
-    room: float
+    limit: float
 
 
 def gather_task(
-    forward: Sequence[float], moving: Sequence[float], sizes: Sequence[float], room: float
+    forward: Sequence[float], gather_seconds: Sequence[float], sizes: Sequence[float], limit: float
 ) -> GatherTask:
     """Backwards take twice as long as forwards."""
     order = list(range(len(forward)))
-    computing = [*forward, *(2 * forward[i] for i in reversed(order))]
-    return GatherTask((*order, *reversed(order)), tuple(computing), tuple(moving), tuple(sizes), room)
+    seconds = [*forward, *(2 * forward[i] for i in reversed(order))]
+    return GatherTask((*order, *reversed(order)), tuple(seconds), tuple(gather_seconds), tuple(sizes), limit)
 
 
 TASKS = {
-    "six equal blocks, room for two": gather_task([1.0] * 6, [0.9] * 6, [1.0] * 6, 2.0),
-    "a wide block behind narrow ones, room for four": gather_task(
+    "six equal blocks, memory for two": gather_task([1.0] * 6, [0.9] * 6, [1.0] * 6, 2.0),
+    "a wide block behind narrow ones, memory for four": gather_task(
         [1.0, 1.0, 1.0, 2.0, 1.0, 1.0], [0.5, 0.5, 0.5, 1.9, 0.5, 0.5], [1.0, 1.0, 1.0, 2.0, 1.0, 1.0], 4.0
     ),
-    "short forwards, room for three": gather_task([1.0, 0.4, 1.6, 0.4, 1.6, 1.0], [0.6] * 6, [1.0] * 6, 3.0),
+    "short forwards, memory for three": gather_task(
+        [1.0, 0.4, 1.6, 0.4, 1.6, 1.0], [0.6] * 6, [1.0] * 6, 3.0
+    ),
 }
 
 
@@ -218,10 +223,10 @@ def run_plan(task: GatherTask, plan: Sequence[Sequence[int]]) -> GatherTimeline:
     Raises:
         ValueError: it computes with a block that is not gathered, or gathers one that is.
     """
-    return simulate_gathers(task.uses, task.computing, task.moving, task.sizes, plan)
+    return simulate_gathers(task.uses, task.compute_seconds, task.gather_seconds, task.sizes, plan)
 
 
-@exercise("05.3", "gathers that keep nobody waiting", 25)
+@exercise("05.3", "all-gathers without a stall", 25)
 def gather_order(plan: Callable[[GatherTask], Any]) -> Iterator[Finding]:
     for name, task in TASKS.items():
         answer = plan(task)
@@ -230,8 +235,8 @@ def gather_order(plan: Callable[[GatherTask], Any]) -> Iterator[Finding]:
         except (TypeError, ValueError, IndexError) as error:
             yield Finding(False, f"{name}: {error}")
             continue
-        fits = gathers.most <= task.room
-        yield Finding(fits, f"{name}: at most {gathers.most:g} bytes whole, room for {task.room:g}")
+        fits = gathers.most <= task.limit
+        yield Finding(fits, f"{name}: at most {gathers.most:g} bytes gathered, limit {task.limit:g}")
         late = {k: wait for k, wait in enumerate(gathers.stalls) if k and wait > 1e-9}
         waits = ", ".join(f"use {k} (block {task.uses[k]}) {wait:.2g} s" for k, wait in late.items())
         yield Finding(not late, f"{name}: {f'waits: {waits}' if late else 'no use but the first waits'}")
@@ -276,4 +281,4 @@ def noise_scale(scale: Callable[..., Any]) -> Iterator[Finding]:
             yield Finding(False, f"{text}: {answer!r} is no number")
             continue
         ratio = answer * signal / noise
-        yield Finding(0.9 <= ratio <= 1.1, f"{text}: you find {answer:.3g}, {ratio:.2f} times that")
+        yield Finding(0.9 <= ratio <= 1.1, f"{text}: your answer is {answer:.3g}, {ratio:.2f} times that")

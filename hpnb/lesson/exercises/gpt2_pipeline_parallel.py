@@ -1,11 +1,10 @@
-"""Notebook 06: an optimal partition, a tied weight, records of such, a token mean, W under a cap."""
+"""Exercises of notebook 06: an optimal partition, a tied weight, a token mean, a schedule under a cap."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -17,7 +16,6 @@ from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.hybrid.model_loss import causal
 from hpnb.lesson.exercises.checker import Finding, exercise
 from hpnb.lesson.exercises.findings import TIMEOUT, WrongAnswer, exact, run_on_ranks
-from hpnb.lesson.exercises.findings import diagnosis as diagnosis_exercise
 from hpnb.lesson.exercises.gpt2_capped_schedule import CappedPipeline, beat_1f1b
 from hpnb.lesson.programs.device_timing import all_ranks
 from hpnb.lesson.programs.step_timing import relative_distance
@@ -166,7 +164,7 @@ def tied_weight(tie: Tie) -> Iterator[Finding]:
             yield Finding(False, f"{ranks} ranks: {problem}")
             return
         text = f"{ranks} ranks, three steps"
-        yield exact((apart for apart, _, _ in runs), f"{text}: the two homes are")
+        yield exact((apart for apart, _, _ in runs), f"{text}: the two copies are")
         yield exact((off for _, off, _ in runs), f"{text}: weights beside one process's are")
         once = bytes_sent("all_reduce", TINY.vocab_size * TINY.hidden * 8, 2)
         sent = [max(nbytes) for *_, nbytes in runs]
@@ -174,64 +172,6 @@ def tied_weight(tie: Tie) -> Iterator[Finding]:
         measured, goal = (", ".join(number(n, "B") for n in values) for values in (sent, wanted))
         good = all(s <= w + 0.1 for s, w in zip(sent, wanted, strict=True))
         yield Finding(good, f"{text}: add() sends {measured} a rank, at most {goal}")
-
-
-# --- whose tie is it? --------------------------------------------------------------------------------------
-
-RIGHT, FORGOTTEN, UNEQUAL, HALVED = "right", "never summed", "never made equal", "averaged"
-
-
-@dataclass(frozen=True)
-class TiedWeightRecord:
-    """What was recorded of a weight with two copies.
-
-    Attributes:
-        losses: of each step.
-        apart: distance between the copies, relative norm: before the first step, then after each.
-        off: in the first step, how far the gradient of the first copy, and of the last, are from that of the
-            same model in one process; relative norm.
-    """
-
-    losses: tuple[float, ...]
-    apart: tuple[float, ...]
-    off: tuple[float, float]
-
-
-def tied_record(case: str, seed: int, steps: int = 6) -> TiedWeightRecord:
-    """A tiny GPT-2 with two copies, trained in this process, with `case` done to their gradients."""
-    model, batch, serial = tiny(tied=False), tiny_batch(6, seed), tiny()
-    first, last = model.transformer.wte.weight, model.lm_head.weight
-    if case == UNEQUAL:
-        _redraw(last, seed)
-    serial_loss(serial, batch).backward()
-    right = serial.transformer.wte.weight.grad
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    losses, apart, off = [], [relative_distance([last], [first])], (0.0, 0.0)
-    for step in range(steps):
-        loss = serial_loss(model, batch)
-        loss.backward()
-        assert first.grad is not None
-        assert last.grad is not None
-        if case != FORGOTTEN:
-            total = (first.grad + last.grad) * (0.5 if case == HALVED else 1.0)
-            first.grad, last.grad = total, total.clone()
-        if step == 0:
-            off = relative_distance([first.grad], [right]), relative_distance([last.grad], [right])
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        apart.append(relative_distance([last], [first]))
-    return TiedWeightRecord(tuple(losses), tuple(apart), off)
-
-
-def _records() -> Iterator[tuple[str, TiedWeightRecord, str]]:
-    for seed, case in enumerate((FORGOTTEN, RIGHT, HALVED, UNEQUAL, HALVED, FORGOTTEN), 1):
-        record = tied_record(case, seed)
-        text = f"record {seed}, loss {record.losses[0]:.2f} to {record.losses[-1]:.2f}, homes apart by "
-        yield f"{text}{record.apart[0]:.0e} to {record.apart[-1]:.0e}", record, case
-
-
-diagnosis = diagnosis_exercise("06.3", "whose tie is it", 10, _records)
 
 
 # --- the exact token mean -------------------------------------------------------------------------------
@@ -288,7 +228,7 @@ def _run_tokens(token_loss: TokenLoss) -> dict[str, tuple[float, float, list[int
     return results
 
 
-@exercise("06.4", "the exact token mean", 15)
+@exercise("06.3", "the exact token mean", 15)
 def token_mean(token_loss: TokenLoss) -> Iterator[Finding]:
     runs, problem = run_on_ranks(_run_tokens, token_loss, ranks=2)
     if problem:

@@ -15,68 +15,13 @@ from hpnb import comm
 from hpnb.lesson.exercises.checker import Finding, exercise
 from hpnb.lesson.exercises.findings import TIMEOUT
 from hpnb.lesson.programs.device_timing import all_ranks
-from hpnb.mesh import Axis
 from hpnb.record import Timeline
 from hpnb.theory import LINKS, Link, seconds
 
 _HANG_TIMEOUT = 3.0
 
 
-# --- 1: a ring by hand -----------------------------------------------------------------------
-
-
-def _run_ring(ring: Callable[..., Any]) -> tuple[str, int, float, float]:
-    """On a rank: (what is wrong, exchanges, bytes sent, bytes of the tensor)."""
-    axis = all_ranks("dp")
-    chunks = [torch.arange(6, dtype=torch.float64) * (axis.rank + 1) + 100 * i for i in range(axis.size)]
-    sent: list[int] = []
-
-    def exchange(chunk: torch.Tensor) -> torch.Tensor:
-        sent.append(chunk.nbytes)
-        return comm.exchange(chunk, axis, shift=1)
-
-    answer = ring([chunk.clone() for chunk in chunks], axis.rank, exchange)
-    expected = torch.stack(chunks)
-    dist.all_reduce(expected)
-    wrong = ""
-    if not isinstance(answer, Sequence) or len(answer) != axis.size:
-        wrong = f"a {type(answer).__name__} was returned, and a list of {axis.size} chunks is wanted"
-    elif off := [i for i, chunk in enumerate(answer) if not torch.equal(chunk, expected[i])]:
-        wrong = f"rank {axis.rank} has a wrong sum in chunks {off}"
-    return wrong, len(sent), float(sum(sent)), float(expected.nbytes)
-
-
-@exercise("00.1", "a ring all-reduce", 20)
-def ring(answer: Callable[..., Any]) -> Iterator[Finding]:
-    for ranks in (2, 3, 4):
-        runs = hpnb.launch(_run_ring, answer, ranks=ranks, device="cpu", timeout=TIMEOUT)
-        wrong = next((wrong for wrong, *_ in runs if wrong), "")
-        yield Finding(not wrong, f"{ranks} ranks: {wrong or 'every rank has the exact sum'}")
-        steps, target = max(steps for _, steps, _, _ in runs), 2 * (ranks - 1)
-        yield Finding(steps == target, f"{ranks} ranks: {steps} steps, target 2(n-1) = {target}")
-        sent, nbytes = max((run[2:] for run in runs), key=lambda run: run[0])
-        ratio = sent / (target / ranks * nbytes)
-        yield Finding(ratio == 1, f"{ranks} ranks: {sent:.0f} bytes sent, {ratio:.2f} of the ring's 2(n-1)/n")
-
-
-def ring_walk(ranks: int, device: str = "auto") -> list[list[list[float]]]:
-    """How many ranks' parts are in each chunk of each rank of a real ring: before, and after each step."""
-    walked = hpnb.launch(_walk, ranks=ranks, device=device, timeout=120.0)
-    return [list(stage) for stage in zip(*walked, strict=True)]
-
-
-def _walk() -> list[list[float]]:
-    axis = all_ranks("dp")
-    chunks = [torch.ones(1, device=hpnb.device()) for _ in range(axis.size)]
-    stages = [[chunk.item() for chunk in chunks]]
-    for step in range(axis.size - 1):
-        received = comm.exchange(chunks[(axis.rank - step) % axis.size], axis)
-        chunks[(axis.rank - step - 1) % axis.size] += received
-        stages.append([chunk.item() for chunk in chunks])
-    return stages
-
-
-# --- 2: an all-reduce from its two halves ----------------------------------------------------
+# --- 1: an all-reduce from its two halves ----------------------------------------------------
 
 
 def _run_halves(all_reduce: Callable[..., Any], length: int) -> tuple[bool, list[str], float, float]:
@@ -86,21 +31,59 @@ def _run_halves(all_reduce: Callable[..., Any], length: int) -> tuple[bool, list
     expected = x.clone()
     dist.all_reduce(expected)
     with hpnb.record.traffic() as t:
-        answer = all_reduce(x.clone(), axis)
+        answer = all_reduce(x.clone())
     padded = -(-length // axis.size) * axis.size * x.element_size()
     right = isinstance(answer, torch.Tensor) and torch.equal(answer, expected)
     return right, [m.op for m in t.messages], t.total, hpnb.record.ring_bytes("all_reduce", padded, axis.size)
 
 
-@exercise("00.2", "an all-reduce from its two halves", 15)
+@exercise("00.1", "an all-reduce from its two halves", 15)
 def halves(answer: Callable[..., Any]) -> Iterator[Finding]:
     for length in (12, 10, 2):
         runs = hpnb.launch(_run_halves, answer, length, ranks=3, device="cpu", timeout=TIMEOUT)
         text, (_, ops, sent, target) = f"{length} values on 3 ranks", runs[0]
         yield Finding(all(right for right, *_ in runs), f"{text}: every rank has the exact sum")
-        both = ops == ["reduce_scatter", "all_gather"]
-        yield Finding(both, f"{text}: called {', '.join(ops) or 'nothing'}")
-        yield Finding(sent == target, f"{text}: {sent:.0f} bytes sent, a ring sends {target:.0f}")
+        both_halves = ops == ["reduce_scatter", "all_gather"]
+        yield Finding(both_halves, f"{text}: called {', '.join(ops) or 'nothing'}")
+        yield Finding(sent == target, f"{text}: {sent:.0f} bytes as a ring sends them, target {target:.0f}")
+
+
+# --- 2: an all-reduce in log2 n steps --------------------------------------------------------
+
+
+def _run_doubling(all_reduce: Callable[..., Any]) -> tuple[str, int, int]:
+    """On a rank: (what is wrong, exchanges, bytes sent)."""
+    axis = all_ranks("dp")
+    x = torch.arange(6, dtype=torch.float64) * (axis.rank + 1) + 100 * axis.rank
+    sizes: list[int] = []
+
+    def exchange(tensor: torch.Tensor, peer: int) -> torch.Tensor:
+        if peer == axis.rank or not 0 <= peer < axis.size:
+            raise ValueError(f"rank {axis.rank} of {axis.size} cannot exchange with rank {peer}")
+        received = torch.empty_like(tensor)
+        transfers = [dist.P2POp(dist.isend, tensor, peer), dist.P2POp(dist.irecv, received, peer)]
+        for transfer in dist.batch_isend_irecv(transfers):
+            transfer.wait()
+        sizes.append(tensor.nbytes)
+        return received
+
+    answer = all_reduce(x.clone(), axis.rank, axis.size, exchange)
+    expected = x.clone()
+    dist.all_reduce(expected)
+    right = isinstance(answer, torch.Tensor) and torch.equal(answer, expected)
+    return "" if right else f"rank {axis.rank} does not have the sum", len(sizes), sum(sizes)
+
+
+@exercise("00.2", "an all-reduce in log2 n steps", 15)
+def doubling(answer: Callable[..., Any]) -> Iterator[Finding]:
+    for ranks in (2, 4, 8):
+        runs = hpnb.launch(_run_doubling, answer, ranks=ranks, device="cpu", timeout=TIMEOUT)
+        wrong = next((wrong for wrong, *_ in runs if wrong), "")
+        yield Finding(not wrong, f"{ranks} ranks: {wrong or 'every rank has the exact sum'}")
+        steps, target = max(steps for _, steps, _ in runs), ranks.bit_length() - 1
+        yield Finding(steps == target, f"{ranks} ranks: {steps} exchanges, target log2 n = {target}")
+        sent, nbytes = max(sent for *_, sent in runs), 6 * 8
+        yield Finding(sent == target * nbytes, f"{ranks} ranks: {sent} bytes leave a rank, target {target} S")
 
 
 # --- 3: how large a bucket -------------------------------------------------------------------
@@ -156,38 +139,43 @@ def straggler(answer: Callable[[Timeline], Any]) -> Iterator[Finding]:
 # --- 5: three hangs --------------------------------------------------------------------------
 
 
-def _previous_rank(axis: Axis) -> float:
-    return float((axis.rank - 1) % axis.size)
+def _previous_rank(rank: int, ranks: int) -> float:
+    return float((rank - 1) % ranks)
 
 
-def _mean_rank(axis: Axis) -> float:
-    return sum(range(axis.size)) / axis.size
+def _mean_rank(rank: int, ranks: int) -> float:
+    return sum(range(ranks)) / ranks
 
 
-def _total_of_batches(axis: Axis) -> float:
-    return float(sum(batch + 1 for rank in range(axis.size) for batch in range(3 - (rank > 0))))
+def _total_of_batches(rank: int, ranks: int) -> float:
+    return float(sum(batch + 1 for r in range(ranks) for batch in range(3 - (r > 0))))
 
 
-_HANGS = {"pass_on": _previous_rank, "log_mean": _mean_rank, "uneven_sum": _total_of_batches}
+Expected = Callable[[int, int], float]  # (rank, ranks) -> what this rank must return
+_HANGS: dict[str, Expected] = {
+    "pass_on": _previous_rank,
+    "log_mean": _mean_rank,
+    "uneven_sum": _total_of_batches,
+}
 
 
-def _run_mended(mended: Callable[..., Any], expected: Callable[[Axis], float]) -> tuple[bool, object, float]:
-    axis = all_ranks("dp")
-    answer = mended(axis)
+def _run_fixed(repaired: Callable[..., Any], expected: Expected) -> tuple[bool, object, float]:
+    rank, ranks = hpnb.rank(), hpnb.world_size()
+    answer, target = repaired(rank, ranks), expected(rank, ranks)
     value = answer.item() if isinstance(answer, torch.Tensor) else answer
-    return value is not None and abs(value - expected(axis)) < 1e-9, value, expected(axis)
+    return value is not None and abs(value - target) < 1e-9, value, target
 
 
 @exercise("00.5", "three hangs", 20)
-def hangs(mended: Sequence[Callable[..., Any]]) -> Iterator[Finding]:
+def hangs(repaired: Sequence[Callable[..., Any]]) -> Iterator[Finding]:
     stubs = []
-    for (name, expected), function in zip(_HANGS.items(), mended, strict=True):
+    for (name, expected), function in zip(_HANGS.items(), repaired, strict=True):
         try:
-            runs = hpnb.launch(_run_mended, function, expected, ranks=3, device="cpu", timeout=_HANG_TIMEOUT)
+            runs = hpnb.launch(_run_fixed, function, expected, ranks=3, device="cpu", timeout=_HANG_TIMEOUT)
         except hpnb.RankError as error:
             if error.error == "NotImplementedError":
                 stubs.append(error)
-                yield Finding(False, f"{name}: not yet")
+                yield Finding(False, f"{name}: yours to write")
             else:
                 places = "; ".join(_reader_lines(error))
                 yield Finding(False, f"{name}: {error.summary}{places and ': '}{places}")

@@ -1,8 +1,7 @@
-"""Notebook 01: a mean over ragged batches, buckets, what overlaps with what, a sampler, and ZeRO stage 1."""
+"""Notebook 01: a mean over ragged batches, a bucketed reducer, a sampler, and ZeRO stage 1."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +17,7 @@ from hpnb.lesson.exercises.checker import Finding, exercise
 from hpnb.lesson.exercises.findings import TIMEOUT, WrongAnswer, exact, run_on_ranks
 from hpnb.lesson.programs.device_timing import all_ranks
 from hpnb.lesson.programs.step_timing import relative_distance
-from hpnb.lesson.tables import number
-from hpnb.theory import LINKS, Link, bytes_sent, even_buckets, overlap
+from hpnb.theory import bytes_sent
 
 # --- the exact mean of a ragged batch --------------------------------------------------------
 
@@ -155,74 +153,6 @@ def reducer(answer: Callable[..., Any]) -> Iterator[Finding]:
                     yield Finding(0 < step.ready < step.parameters, f"{text}: {when}")
 
 
-# --- what overlaps with what -----------------------------------------------------------------
-
-_EXPOSED = 0.1  # share of a step
-_SLACK = 1.05
-_MOST_BUCKETS = 20_000
-_PLANS = (  # link, ranks, FLOP/s of a rank
-    ("NVLink 4", 4, 600e12),
-    ("InfiniBand NDR", 32, 400e12),
-    ("Ethernet 100 Gb", 64, 400e12),
-    ("Ethernet 10 Gb", 8, 20e12),
-)
-
-
-def _bucket_count(nbytes: float, bucket: float) -> int:
-    """How many equal buckets of at most `bucket` bytes; the rounding of nbytes / m makes no m + 1 of m."""
-    return max(1, math.ceil(nbytes / bucket * (1 - 1e-9)))
-
-
-def _exposed_share(
-    link: Link, ranks: int, rate: float, parameters: float, buckets: int, tokens: float
-) -> float:
-    """Exposed share of a step whose forward is half its backward, by simulation."""
-    backward = 4 * tokens * parameters / rate
-    ready, sizes = even_buckets(2 * parameters, 2 * parameters / buckets, backward)
-    exposed = overlap(ready, sizes, ranks, link).exposed
-    return exposed / (1.5 * backward + exposed)
-
-
-def _fewest_tokens(link: Link, ranks: int, rate: float, parameters: float) -> float:
-    """The fewest tokens with which some equal buckets expose at most _EXPOSED, by bisection."""
-    fewest = math.inf
-    for buckets in sorted({round(1.15**k) for k in range(45)}):
-        low, high = 1.0, 1e9
-        while high / low > 1.001:
-            middle = math.sqrt(low * high)
-            fits = _exposed_share(link, ranks, rate, parameters, buckets, middle) <= _EXPOSED
-            low, high = (low, middle) if fits else (middle, high)
-        fewest = min(fewest, high)
-    return fewest
-
-
-@exercise("01.3", "buckets and tokens that hide a wire", 20)
-def overlap_plan(plan: Callable[[Link, int, float, float], Any]) -> Iterator[Finding]:
-    for name, ranks, rate in _PLANS:
-        link, parameters = LINKS[name], 3e8
-        answer = plan(link, ranks, rate, parameters)
-        text = f"{name}, {ranks} ranks"
-        try:
-            bucket, tokens = (float(value) for value in answer)
-        except (TypeError, ValueError):
-            bucket = tokens = math.nan
-        if not (0 < bucket < math.inf and 0 < tokens < math.inf):
-            yield Finding(False, f"{text}: {answer!r} is no pair (bytes of a bucket, tokens)")
-            continue
-        buckets = _bucket_count(2 * parameters, bucket)
-        plural = "bucket" if buckets == 1 else "equal buckets"
-        chosen = f"{text}: at most {number(bucket, 'B')}, so {buckets:,} {plural}, and {tokens:,.0f} tokens"
-        if buckets > _MOST_BUCKETS:
-            yield Finding(False, f"{chosen}: more than {_MOST_BUCKETS:,}, which would be latency alone")
-            continue
-        exposed = _exposed_share(link, ranks, rate, parameters, buckets, tokens)
-        fits = round(exposed, 4) <= _EXPOSED  # judged as it is shown
-        yield Finding(fits, f"{chosen}: {100 * exposed:.2f} % exposed, at most {100 * _EXPOSED:.0f} %")
-        over = tokens / _fewest_tokens(link, ranks, rate, parameters)
-        many = f"{text}: {tokens:,.0f} tokens are {over:,.2f} times the fewest that do"
-        yield Finding(over <= _SLACK, f"{many}, at most {_SLACK}")
-
-
 # --- the sampler -----------------------------------------------------------------------------
 
 SeenSamples = list[list[tuple[int, ...]]]  # [step][rank]: numbers of samples
@@ -265,7 +195,7 @@ def _train(sampler: str, seed: int) -> tuple[list[tuple[int, ...]], list[float]]
     return seen, [sum(losses[:steps]) / steps, sum(losses[-steps:]) / steps]
 
 
-@exercise("01.4", "a sampler behind a healthy curve", 15)
+@exercise("01.3", "a sampler behind a healthy curve", 15)
 def sampler(diagnose: Callable[[SeenSamples], Any]) -> Iterator[Finding]:
     with hpnb.Ranks(3, device="cpu", timeout=TIMEOUT) as ranks:
         for truth, seed in (("same order", 1), ("sharded", 2), ("own order", 3)):
@@ -316,7 +246,7 @@ def _run_zero(zero: type) -> tuple[float, list[list[str]], int | None]:
     return relative_distance([weights], [twin]), calls, moments
 
 
-@exercise("01.5", "ZeRO-1 by hand", 25)
+@exercise("01.4", "ZeRO stage 1 by hand", 25)
 def zero1(zero: type) -> Iterator[Finding]:
     wanted = ["reduce_scatter", "all_gather"]
     for ranks in (2, 4):

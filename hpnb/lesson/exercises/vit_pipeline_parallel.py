@@ -1,4 +1,4 @@
-"""Notebook 02: 1F1B, interleaving and weight gradients as lists; a record to diagnose; m under a cap."""
+"""Notebook 02: three schedules as lists, a timeline to diagnose, microbatches under a memory cap."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROUNDING = 1e-9
 
 
 def parse_schedule(rows: Any, ranks: int, microbatches: int, stages: int) -> tuple[Schedule | None, Finding]:
-    """(what the reader wrote, if it can be run; whether it can)."""
+    """(the reader's schedule or None, whether it can be run)."""
     text = f"p={ranks}, m={microbatches}"
     try:
         _check_types(rows)
@@ -39,7 +39,7 @@ def parse_schedule(rows: Any, ranks: int, microbatches: int, stages: int) -> tup
     has = _describe_size(schedule.ranks, schedule.stages, schedule.microbatches)
     wanted = _describe_size(ranks, stages, microbatches)
     if has != wanted:
-        return None, Finding(False, f"{text}: it has {has}, and {wanted} are wanted")
+        return None, Finding(False, f"{text}: it has {has}; write {wanted}")
     return schedule, Finding(True, f"{text}: check() finds nothing")
 
 
@@ -131,12 +131,12 @@ def place_w(write: Write) -> Iterator[Finding]:
 
 # --- a record to diagnose --------------------------------------------------------------------------
 
-HEAVY, WIRE, FEW = "heavy stage", "slow wire", "few microbatches"
+HEAVY, LINK, FEW = "heavy stage", "slow link", "few microbatches"
 _JITTER = 0.06
 
 
 def record(case: str, seed: int) -> tuple[Timeline, tuple[str, int | None]]:
-    """A 1F1B step with something wrong, each action up to 6 % off; (the record, what is wrong and where)."""
+    """(a 1F1B step with something wrong, what is wrong and where); each action's time varies by up to 6 %."""
     draw = random.Random(seed)
     p = draw.choice((4, 6))
     m = p - 1 if case == FEW else 4 * p
@@ -146,12 +146,12 @@ def record(case: str, seed: int) -> tuple[Timeline, tuple[str, int | None]]:
         base = 1e-3 if action.op == "F" else 2e-3
         return base * (1.6 if action.stage == slow else 1.0) * draw.uniform(1 - _JITTER, 1 + _JITTER)
 
-    hop = 0.9e-3 if case == WIRE else 0.02e-3
+    hop = 0.9e-3 if case == LINK else 0.02e-3
     return schedules.make("1f1b", p, m).replay(duration, hop), (case, slow)
 
 
 def _records() -> Iterator[tuple[str, Timeline, tuple[str, int | None]]]:
-    for seed, case in enumerate((HEAVY, WIRE, FEW, FEW, WIRE, HEAVY), 1):
+    for seed, case in enumerate((HEAVY, LINK, FEW, FEW, LINK, HEAVY), 1):
         tl, truth = record(case, seed)
         yield f"record {seed}, {len(tl.ranks)} ranks, bubble {100 * tl.bubble_fraction:.0f} %", tl, truth
 
@@ -170,33 +170,33 @@ class MicrobatchTask:
         batch: samples of a step.
         ranks: of the pipeline, one stage each.
         forward: seconds of one sample's forward in one stage; the backward takes twice that.
-        launch: seconds that an action takes besides, whatever its size.
-        message: bytes of one sample between two stages.
-        link: between them.
-        held: bytes of one sample's activations in one stage.
-        cap: bytes of activations that a rank may hold.
+        launch: seconds that every action takes in addition, whatever its size.
+        message_bytes: of one sample between two stages.
+        link: between the ranks.
+        activation_bytes: of one sample in one stage.
+        memory_cap: bytes of activations for which a rank has memory.
     """
 
     batch: int
     ranks: int
     forward: float
     launch: float
-    message: float
+    message_bytes: float
     link: Link
-    held: float
-    cap: float
+    activation_bytes: float
+    memory_cap: float
 
     def step_seconds(self, m: int) -> float:
         """Of a step with m microbatches, by simulation."""
         b = self.batch // m
-        hop = seconds("send", b * self.message, 2, self.link)
+        hop = seconds("send", b * self.message_bytes, 2, self.link)
         costs = Costs(self.launch + b * self.forward, self.launch + 2 * b * self.forward, 0.0, hop)
         return schedules.make("1f1b", self.ranks, m).simulate(costs).makespan
 
     def peak_bytes(self, m: int) -> float:
         """Activations on rank 0."""
         in_flight = schedules.make("1f1b", self.ranks, m).simulate().peak_in_flight(0)
-        return in_flight * (self.batch // m) * self.held
+        return in_flight * (self.batch // m) * self.activation_bytes
 
 
 _SLACK = 1.01
@@ -215,11 +215,11 @@ def choose_microbatches(choose: Callable[[MicrobatchTask], Any]) -> Iterator[Fin
         if isinstance(m, bool) or not isinstance(m, int) or m < 1 or task.batch % m:
             yield Finding(False, f"{name}: {m!r} does not divide a batch of {task.batch}")
             continue
-        memory = keeps_to_cap(f"{name}: m={m}: rank 0", task.peak_bytes(m), task.cap)
+        memory = keeps_to_cap(f"{name}: m={m}: rank 0", task.peak_bytes(m), task.memory_cap)
         yield memory
         if not memory.ok:
             continue  # it is compared with those that fit
-        fitting = [k for k in divisors(task.batch) if task.peak_bytes(k) <= task.cap]
+        fitting = [k for k in divisors(task.batch) if task.peak_bytes(k) <= task.memory_cap]
         took = task.step_seconds(m)
         over = took / min(task.step_seconds(k) for k in fitting)
         text = f"{name}: m={m}: a step of {number(took, 's')}, {over:.2f} times the shortest"

@@ -36,6 +36,7 @@ KNOBS: Knobs = {
     "between": Choice(("whole", "cut"), "whole"),
     "recomputed": Choice(tuple(RECOMPUTE), "nothing"),
 }
+ANSWER = {"ranks": 5, "between": "cut", "recomputed": "attention", "tokens": 8192}
 CHALLENGE = Challenge(
     f"25 heads, 50,257 words, a row of 8,192 tokens: at most {number(CAP, 'B')} kept, at most 20 % "
     "computed again, and no rank more than 2 % over an even share.",
@@ -52,7 +53,7 @@ def kept_by_rank() -> Explorer:
 
     The published formula, on the first rank, which has the most heads; with heads 64 wide.
     """
-    return Explorer(KNOBS, _readings, CHALLENGE).display()
+    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("ranks", "kept (B)")).display()
 
 
 def _readings(

@@ -27,6 +27,7 @@ KNOBS: Knobs = {
     "recompute": Choice(("yes", "no"), "yes"),
     "zero": Choice((0, 1), 0),
 }
+ANSWER = {"batch": 2304, "recompute": "no"}
 CHALLENGE = Challenge(
     "145.6B on 2,048 GPUs in hosts of 8 with one Ethernet card each, at most 2,304 rows a step: it "
     "fits, with a FLOP utilisation of 35 % or more.",
@@ -42,7 +43,7 @@ def cluster_layouts() -> Explorer:
 
     Utilisation counts the FLOPs of one forward and one backward, without what is recomputed.
     """
-    return Explorer(KNOBS, _readings, CHALLENGE).display()
+    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("batch", "FLOP utilisation (%)")).display()
 
 
 def _readings(

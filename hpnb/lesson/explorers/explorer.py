@@ -5,7 +5,8 @@
 
 `readings(**values)` evaluates the formula at one setting of the knobs. It returns `({name: value}, draw)`,
 and `draw(fast)` makes the picture with its alt text. While a knob moves the picture is coarse (fast=True);
-when the knob rests, the full one follows. A page without widgets shows the figure at the first setting.
+when the knob rests, the full one follows. A page without widgets shows the opening setting, a trade-off and
+an answer to the challenge, one above the other.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Explorer:
         knobs: {argument of `readings`: Slider or Choice}.
         readings: as above; units stand in the names, "bubble (%)". Under 100 ms with a fast picture.
         challenge: judged at every setting.
+        answer: {knob: value} of a setting that meets the challenge; other knobs as they open.
+        trade: (knob, reading) that show what the challenge trades.
 
     Attributes:
         readings: what was read at the present setting.
@@ -55,11 +58,19 @@ class Explorer:
         ValueError: the formula cannot be evaluated at the first setting.
     """
 
-    def __init__(self, knobs: Knobs, readings: Readings, challenge: Challenge | None = None) -> None:
+    def __init__(
+        self,
+        knobs: Knobs,
+        readings: Readings,
+        challenge: Challenge | None = None,
+        answer: Mapping[str, Any] | None = None,
+        trade: tuple[str, str] | None = None,
+    ) -> None:
         import ipywidgets
 
         self.readings: dict[str, Any] = {}
         self.solved = False
+        self.answer, self._trade = dict(answer or {}), trade
         self._evaluate, self._knobs, self._challenge = readings, dict(knobs), challenge
         self._quiet, self._later = False, None  # type: bool, asyncio.TimerHandle | None
         self._lock = threading.Lock()  # newer kernels handle widgets in a thread of their own
@@ -74,7 +85,7 @@ class Explorer:
             control.observe(self._moved, names="value")
 
     def display(self, static: bool = True) -> Explorer:
-        """Show the widget in a notebook; with `static` also the first figure, for pages without widgets."""
+        """Show the widget in a notebook; with `static` also the figure for pages without widgets."""
         ipython = sys.modules.get("IPython")
         if ipython is not None and ipython.get_ipython() is not None:
             from hpnb import plot
@@ -84,8 +95,28 @@ class Explorer:
             view["text/plain"] = f"An explorer; its knobs are {names}. Run the notebook to move them."
             ipython.display.display(view, raw=True)
             if static:
-                plot.show(*self._first_figure)
+                plot.show(*self.static_figure())
         return self
+
+    def static_figure(self) -> tuple[Figure, str]:
+        """The opening setting, the trade-off and the answer in one figure, with its alt text."""
+        opening, alt = self._first_figure
+        if not self.answer:
+            return opening, alt
+        from hpnb.lesson.explorers import small_multiples
+
+        start = {name: knob.value for name, knob in self._knobs.items()}
+        setting = {**start, **self.answer}
+        answer, answer_alt = self._evaluate(**setting)[1](False)
+        moved = ", ".join(f"{name.replace('_', ' ')} {_shown(v)}" for name, v in self.answer.items())
+        pictures = [("It opens here", opening), (f"An answer to the challenge: {moved}", answer)]
+        if self._trade is not None:
+            knob, reading = self._trade
+            places = {"as it opens": start, "with the answer's other knobs": setting}
+            middle = small_multiples.trade_off(self.read, knob, self._knobs[knob], reading, places)
+            pictures.insert(1, (f"What {knob.replace('_', ' ')} trades", middle))
+        words = f"As it opens: {alt} Answer, {moved}: {answer_alt}"
+        return small_multiples.stack(pictures), words
 
     def read(self, **values: Any) -> dict[str, Any]:
         """{knob: value} and {reading: value} with some knobs elsewhere. Nothing is drawn, no knob moves."""
@@ -183,7 +214,11 @@ class Explorer:
             return ""
         before = " (but met before)" if self.solved and not met else ""
         text = escape(self._challenge.text.strip().removesuffix("."))
-        return f"<div>Challenge: {text}: <b>{'met' if met else 'not yet'}</b>{before}</div>"
+        return f"<div>Challenge: {text}: <b>{'met' if met else 'open'}</b>{before}</div>"
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else number(value)
 
 
 def _reading_line(readings: Mapping[str, Any], alt: str) -> str:

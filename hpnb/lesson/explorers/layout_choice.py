@@ -27,6 +27,7 @@ KNOBS: Knobs = {
     "zero": Choice((0, 1, 2, 3), 0),
     "cap": Slider(12, 80, 40, 4, unit="GB"),
 }
+ANSWER = {"dp": 4, "pp": 2, "tp": 4, "microbatches": 4, "zero": 1, "cap": 16}
 CHALLENGE = Challenge(
     "32 ranks or more, devices of 16 GB: it fits, with a FLOP utilisation of 45 % or more.",
     lambda at: (
@@ -38,7 +39,7 @@ CHALLENGE = Challenge(
 
 def layout_choice() -> Explorer:
     """Notebook 08: choose a layout of GPT-2 XL by dp, pp, tp, microbatches, ZeRO and a device's memory."""
-    return Explorer(KNOBS, _readings, CHALLENGE).display()
+    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("microbatches", "bubble (%)")).display()
 
 
 @lru_cache(maxsize=64)

@@ -28,6 +28,7 @@ KNOBS: Knobs = {
     "inside": Choice(tuple(LINKS), "NVLink 4"),
     "between": Choice(tuple(LINKS), "Ethernet 100 Gb"),
 }
+ANSWER = {"dp": 4, "pp": 4, "tp": 2, "order": "pp > dp > tp"}
 CHALLENGE = Challenge(
     "32 ranks in hosts of 8, NVLink 4 inside and Ethernet 100 Gb between, at most 16 GB of states on "
     "a rank: a step of at most 1.3 times its computing.",
@@ -45,7 +46,7 @@ def layouts_on_hosts() -> Explorer:
     A transformer of 32 blocks of 4,096 (6.4e9 parameters), 500,000 tokens a step, 16 microbatches where there
     is a pipeline, 400 TFLOP/s a rank; `host_traffic.HostedTransformer` says how a step is counted.
     """
-    return Explorer(KNOBS, _readings, CHALLENGE).display()
+    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("order", "over computing")).display()
 
 
 def _readings(

@@ -21,13 +21,14 @@ KNOBS: Knobs = {
     "bucket": Slider(5.0, 1000.0, 25.0, log=True, unit="MiB"),
     "tokens": Slider(1_000, 100_000, 10_000, 1_000),
     "matmul": Slider(50.0, 1000.0, 400.0, log=True, unit="TFLOP/s"),
-    "wire": Choice(tuple(LINKS), "Ethernet 100 Gb"),
+    "link": Choice(tuple(LINKS), "Ethernet 100 Gb"),
     "ranks": Slider(2, 128, 64, 1),
 }
+ANSWER = {"bucket": 50, "tokens": 50_000}
 CHALLENGE = Challenge(
-    "64 ranks on Ethernet 100 Gb, 400 TFLOP/s, at most 50,000 tokens a rank: under 6.5 % exposed.",
+    "64 ranks on Ethernet 100 Gb, 400 TFLOP/s, at most 50,000 tokens per rank: under 6.5 % exposed.",
     lambda at: (
-        (at["ranks"], at["wire"], at["matmul"]) == (64, "Ethernet 100 Gb", 400)
+        (at["ranks"], at["link"], at["matmul"]) == (64, "Ethernet 100 Gb", 400)
         and (at["tokens"] <= 50_000 and at["exposed (%)"] < 6.5)
     ),
 )
@@ -36,29 +37,29 @@ CHALLENGE = Challenge(
 def overlapped_backward() -> Explorer:
     """Notebook 01: a ViT-L/16 whose 16-bit gradients travel during the backward.
 
-    By bucket, tokens, matmul rate, wire and ranks. The backward makes gradients at a constant rate. The knob
+    By bucket, tokens, matmul rate, link and ranks. The backward makes gradients at a constant rate. The knob
     is the most that a bucket may hold, in MiB (2^20 bytes), which `DataParallel(bucket_mb=)` means too; the
     gradients are split into as few equal buckets as that allows.
     """
-    return Explorer(KNOBS, _readings, CHALLENGE).display()
+    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("bucket", "exposed (%)")).display()
 
 
 def _readings(
-    bucket: float, tokens: int, matmul: float, wire: str, ranks: int
+    bucket: float, tokens: int, matmul: float, link: str, ranks: int
 ) -> tuple[dict[str, Any], Draw]:
     backward = 4 * tokens * PARAMETERS / (matmul * 1e12)  # seconds
-    forward, link = backward / 2, LINKS[wire]
+    forward, chosen = backward / 2, LINKS[link]
     count = math.ceil(GRADIENT_BYTES / (bucket * 2**20))
     ready, sizes = even_buckets(GRADIENT_BYTES, GRADIENT_BYTES / count, backward)
     step = Backward(forward, forward + backward, tuple(forward + at for at in ready), sizes)
-    tl, exposed = step.on(link, ranks), step.share(link, ranks)
-    bucket_seconds = seconds("all_reduce", sizes[0], ranks, link)
+    tl, exposed = step.on(chosen, ranks), step.share(chosen, ranks)
+    bucket_seconds = seconds("all_reduce", sizes[0], ranks, chosen)
     readings = {
         "step (s)": tl.makespan,
         "exposed (%)": 100 * exposed,
         "a bucket's all-reduce (s)": bucket_seconds,
-        "of it latency (%)": 100 * seconds("all_reduce", 0.0, ranks, link) / bucket_seconds,
-        "ρ (FLOP/B)": f"{matmul * 1e12 / link.bandwidth:,.0f}",
+        "its latency (%)": 100 * seconds("all_reduce", 0.0, ranks, chosen) / bucket_seconds,
+        "ρ (FLOP/B)": f"{matmul * 1e12 / chosen.bandwidth:,.0f}",
     }
 
     def draw(fast: bool) -> tuple[Figure, str]:
@@ -71,8 +72,8 @@ def _readings(
             bubble=None,
             text=not fast,
             axis_labels={0: "each rank"},
-            title=f"ViT-L/16, {ranks} ranks on {wire}, {tokens:,} tokens a rank at {number(matmul)} TFLOP/s, "
-            f"{buckets}",
+            title=f"ViT-L/16, {ranks} ranks on {link}, {tokens:,} tokens per rank at "
+            f"{number(matmul)} TFLOP/s, {buckets}",
         )
         return figure, (
             f"Forward and backward of one rank above the all-reduces of {buckets}; "

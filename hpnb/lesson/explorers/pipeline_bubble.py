@@ -24,6 +24,7 @@ KNOBS: Knobs = {
     "weight_grad": Slider(0.2, 2.0, 1.0, 0.1),
     "transfer": Slider(0.0, 1.0, 0.1, 0.05),
 }
+ANSWER = {"schedule": "zb-h1", "microbatches": 12}
 CHALLENGE = Challenge(
     "4 ranks, at most 12 microbatches, F = I = W, a transfer of 0.1 forwards or more: a bubble under "
     "11 % of ranks × makespan with at most 80 messages and at most 6 microbatches in flight.",
@@ -41,7 +42,7 @@ def pipeline_bubble() -> Explorer:
     The unit of time is a forward: one microbatch through all of a rank's layers, however many chunks they are
     split into.
     """
-    return Explorer(KNOBS, _readings, CHALLENGE).display()
+    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("microbatches", "bubble (%)")).display()
 
 
 def _readings(

@@ -24,30 +24,31 @@ KNOBS: Knobs = {
     "billions": Slider(0.1, 200.0, 13.0, log=True, unit="B"),
     "ranks": Choice((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024), 64),
     "stage": Choice((0, 1, 2, 3), 1),
-    "again": Slider(0.0, 1.0, 0.0, 0.25),
+    "recompute": Slider(0.0, 1.0, 0.0, 0.25),
     "rows": Choice((1, 2, 4, 8, 16, 32), 4),
-    "wire": Choice(tuple(LINKS), "InfiniBand NDR"),
+    "link": Choice(tuple(LINKS), "InfiniBand NDR"),
     "offload": Choice(tuple(HOST_BANDWIDTHS), "none"),
     "precision": Choice(tuple(_RATES), "bf16"),
 }
+ANSWER = {"billions": 32, "stage": 3, "recompute": 0.5, "rows": 8}
 CHALLENGE = Challenge(
     "30 B parameters or more in bf16 on at most 64 ranks of InfiniBand NDR, at most 1,000,000 tokens "
     "a step: it fits 80 GB, and a step takes at most 1.25 times its computing.",
     lambda at: (
         (at["billions"] >= 30 and at["ranks"] <= 64 and at["precision"] == "bf16")
-        and (at["wire"] == "InfiniBand NDR" and at["ranks"] * at["rows"] * _LENGTH <= 1_000_000)
+        and (at["link"] == "InfiniBand NDR" and at["ranks"] * at["rows"] * _LENGTH <= 1_000_000)
         and (at["fits 80 GB"] and at["step over computing"] <= 1.25)
     ),
 )
 
 
 def sharded_step() -> Explorer:
-    """Notebook 05: memory and seconds of a step on 80 GB devices.
+    """Notebook 05: memory and seconds of a step on 80 GB GPUs.
 
-    Rows of 1,024 tokens, 50,257 words, 400 TFLOP/s in bf16 and 50 in float32. By parameters, ranks, ZeRO
-    stage, share of blocks recomputed, rows of a rank, link between ranks, link to the host, and precision.
+    Rows of 1,024 tokens, a vocabulary of 50,257, 400 TFLOP/s in bf16 and 50 in float32. By parameters, ranks,
+    ZeRO stage, share of blocks recomputed, rows of a rank, links between ranks and to the CPU, precision.
     """
-    return Explorer(KNOBS, _readings, CHALLENGE).display()
+    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("rows", "step over computing")).display()
 
 
 def gpt_shape(billions: float) -> tuple[int, int]:
@@ -59,24 +60,31 @@ def gpt_shape(billions: float) -> tuple[int, int]:
 
 
 def _readings(
-    billions: float, ranks: int, stage: int, again: float, rows: int, wire: str, offload: str, precision: str
+    billions: float,
+    ranks: int,
+    stage: int,
+    recompute: float,
+    rows: int,
+    link: str,
+    offload: str,
+    precision: str,
 ) -> tuple[dict[str, Any], Draw]:
     layers, hidden = gpt_shape(billions)
     width, rate = _VALUE_BYTES[precision], _RATES[precision]
     block = Block(hidden, hidden // _HEAD_WIDTH, _LENGTH, rows, bytes_per_value=width)
-    recompute, host_bandwidth = round(again * layers), HOST_BANDWIDTHS[offload]
+    recomputed, host_bandwidth = round(recompute * layers), HOST_BANDWIDTHS[offload]
     root = (_VOCABULARY + _LENGTH + 2) * hidden
     parameters = layers * block.parameters + root
     memory = step_memory(
         block, layers, _VOCABULARY, _LENGTH, ranks, stage,
-        recompute=recompute, offload=bool(host_bandwidth), mlp_copies=2,
+        recompute=recomputed, offload=bool(host_bandwidth), mlp_copies=2,
     )  # fmt: skip
     forward = (layers * block.forward_flops + 2 * rows * _LENGTH * hidden * _VOCABULARY) / rate
     adam_bytes = _ADAM_BYTES * parameters
     spent = zero_step_seconds(
         forward, 2 * forward, adam_bytes / _DEVICE_MEMORY_RATE, block_bytes=width * block.parameters,
-        root_bytes=width * root, layers=layers, ranks=ranks, stage=stage, link=LINKS[wire],
-        recompute=recompute, host_bandwidth=host_bandwidth or None, host_seconds=adam_bytes /
+        root_bytes=width * root, layers=layers, ranks=ranks, stage=stage, link=LINKS[link],
+        recompute=recomputed, host_bandwidth=host_bandwidth or None, host_seconds=adam_bytes /
         _HOST_MEMORY_RATE,
     )  # fmt: skip
     fullest, took, fits = memory.fullest, sum(spent.values()), memory.peak <= _CAPACITY
@@ -98,10 +106,10 @@ def _readings(
             _CAPACITY,
             text=not fast,
             title=f"simulated · {parameters / 1e9:.3g} B parameters in {layers} blocks of {hidden:,}, "
-            f"{ranks} ranks on {wire}, stage {stage}, {rows} x {_LENGTH:,} tokens a rank",
+            f"{ranks} ranks on {link}, ZeRO-{stage}, {rows} x {_LENGTH:,} tokens a rank",
         )
         return figure, (
-            f"Two bars. A rank holds {number(memory.peak, 'B')} at its fullest ({fullest.name}), which "
+            f"Two bars. A rank needs {number(memory.peak, 'B')} at its fullest ({fullest.name}), which "
             f"{'fits' if fits else 'does not fit'} 80 GB; a step takes {number(took, 's')}, "
             f"{100 * spent['computing'] / took:.0f} % of it computing."
         )

@@ -25,6 +25,7 @@ KNOBS: Knobs = {
     "microbatches": Slider(1, 32, 8),
     "schedule": Choice(schedules.NAMES, "1f1b"),
 }
+ANSWER = {"cut": "by time", "schedule": "dualpipe-v"}
 CHALLENGE = Challenge(
     "a head of 4.5 blocks or more, 4 ranks, at most 8 microbatches: a bubble under 10 % with at most "
     "4.5 microbatches in flight.",
@@ -40,7 +41,7 @@ def uneven_layers() -> Explorer:
 
     Times are in blocks: forward and backward of a block and a microbatch take 1, F, I and W a third each.
     """
-    return Explorer(KNOBS, _readings, CHALLENGE).display()
+    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("microbatches", "bubble (%)")).display()
 
 
 def _readings(

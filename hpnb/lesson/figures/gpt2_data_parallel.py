@@ -1,12 +1,14 @@
-"""Notebook 05: memory over a step, what each way of sharding costs and saves, what a larger batch buys."""
+"""Notebook 05: memory over a step, step time by configuration and link, steps over the batch size."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from hpnb.lesson.programs.gpt2_zero import gather_timeline
 from hpnb.plot.bars import Bar, BarPanel, bars
 from hpnb.plot.canvas import SMALL, Key, new_figure, panel_title
 from hpnb.plot.curves import (
@@ -17,14 +19,17 @@ from hpnb.plot.curves import (
     curves,
     log_ticks,
     looks,
+    note,
     rule,
     set_ticks,
     write_values,
 )
 from hpnb.plot.grammar import ALARM, CATEGORY, INK, SOFT, STYLE, OpStyle
 from hpnb.plot.memory import CAPACITY, draw_bands, draw_capacity
+from hpnb.plot.timeline import timeline
 from hpnb.plot.units import byte_count, bytes_unit, number, seconds, time_unit
 from hpnb.record import MemoryProfile
+from hpnb.theory import GatherTimeline
 
 POINTS = 700  # of a panel: as many as it has pixels
 
@@ -32,12 +37,12 @@ POINTS = 700  # of a panel: as many as it has pixels
 def rivers(
     profiles: Mapping[str, MemoryProfile], capacity: float | None = None, title: str | None = None
 ) -> Figure:
-    """Memory over time, one small panel for each way of sharding, against one capacity.
+    """Memory over time, one small panel for each configuration, against one capacity.
 
     All panels share the axis of bytes; each has a clock of its own, because recording slows some down more.
 
     Args:
-        profiles: {name of the panel: what one rank held}.
+        profiles: {name of the panel: the memory of one rank}.
         capacity: bytes, drawn through all panels; a peak above it is marked.
 
     Raises:
@@ -51,7 +56,7 @@ def rivers(
     keys = [Key(CATEGORY[name]) for name in reversed(categories)]
     if capacity is not None:
         keys.append(Key(CAPACITY, "line", f"budget {byte_count(capacity)}"))
-    heading = title if title is not None else "who holds memory during a step"
+    heading = title if title is not None else "memory over a step, by category"
     columns = min(2, len(profiles))
     fig, axes = new_figure([1.5] * -(-len(profiles) // columns), title=heading, legend=keys, columns=columns,
                            left=0.62, gap=0.72, between=0.3, head=0.3)  # fmt: skip
@@ -85,17 +90,17 @@ def frontier(
     title: str | None = None,
     caption: str = "",
 ) -> Figure:
-    """Step time against peak memory: what each way of sharding costs, and what it saves.
+    """Step time against peak memory of each configuration, predicted and measured.
 
     A family (the same way of keeping activations) has one colour and one marker; its points have names.
 
     Args:
         predicted, measured: {family: {name: (seconds of a step, bytes at its peak)}}.
-        capacity: bytes of a device; left of it fits.
+        capacity: bytes of a GPU; left of it fits.
     """
     points = [point for side in (predicted, measured) for names in side.values() for point in names.values()]
     look = looks([*predicted, *measured], avoid=CAPACITY.color)
-    size, unit = bytes_unit(max(held for _, held in points))
+    size, unit = bytes_unit(max(nbytes for _, nbytes in points))
     scale, clock = time_unit(max(took for took, _ in points))
     series = []
     sides: tuple[tuple[str, Mapping[str, Points], Kind], ...] = (
@@ -115,10 +120,10 @@ def frontier(
     fig = curves([panel], title=heading, keys=keys, caption=caption, left=0.72, right=0.3)
     (ax,) = fig.axes
     for family, names in {**predicted, **measured}.items():
-        for name, (took, held) in names.items():
-            ax.annotate(name, (held / size, took / scale), (6, 6), "data", "offset points", size=SMALL,
+        for name, (took, nbytes) in names.items():
+            ax.annotate(name, (nbytes / size, took / scale), (6, 6), "data", "offset points", size=SMALL,
                         color=look[family].color, zorder=6)  # fmt: skip
-    right = max(*(held for _, held in points), capacity or 0.0) / size * 1.1
+    right = max(*(nbytes for _, nbytes in points), capacity or 0.0) / size * 1.1
     ax.set(xlim=(0, right), ylim=(0, max(took for took, _ in points) / scale * 1.18))
     if capacity is not None:
         rule(ax, capacity / size, "budget", CAPACITY.color, CAPACITY.line)
@@ -128,37 +133,169 @@ def frontier(
     return fig
 
 
+def zero_frontier(
+    predicted: Mapping[Any, tuple[float, float]],
+    measured: Mapping[Any, tuple[float, float]],
+    capacity: float,
+    source: str = "measured",
+) -> Figure:
+    """`frontier` over ZeRO configurations, whose activations are stored, recomputed or offloaded.
+
+    Args:
+        predicted, measured: {ZeroConfig: (seconds of a step, bytes at its peak)}.
+    """
+
+    def by_family(points: Mapping[Any, tuple[float, float]]) -> dict[str, dict[str, tuple[float, float]]]:
+        families: dict[str, dict[str, tuple[float, float]]] = {}
+        for config, point in points.items():
+            family = "activations stored"
+            if config.recompute:
+                family = "recomputed and offloaded" if config.offload else "activations recomputed"
+            families.setdefault(family, {})[str(config.stage)] = point
+        return families
+
+    title = f"Step time and peak memory of every configuration · {source}"
+    return frontier(by_family(predicted), by_family(measured), capacity, title)
+
+
 SPENT: Mapping[str, OpStyle] = {
     "computing": OpStyle(STYLE["F"].color, "", "computing"),
-    "computing again": OpStyle(STYLE["I"].color, "//", "computing again"),
+    "recomputation": OpStyle(STYLE["I"].color, "//", "recomputation"),
     "exposed": OpStyle(STYLE["all_reduce"].color, "", "exposed communication"),
-    "optimizer step": OpStyle(STYLE["W"].color, "..", "optimizer's step"),
+    "optimizer step": OpStyle(STYLE["W"].color, "..", "update"),
     "offload": OpStyle(STYLE["send"].color, "xx", "offload"),
 }
 
 
+PARTS: Mapping[str, OpStyle] = {
+    "forward": OpStyle(STYLE["F"].color, "", "forward"),
+    "backward": OpStyle(STYLE["I"].color, "//", "backward"),
+    "update": OpStyle(STYLE["W"].color, "..", "update"),
+    "exposed": OpStyle(STYLE["all_reduce"].color, "", "exposed communication"),
+    "exposed after the update": OpStyle(STYLE["send"].color, "xx", "exposed after the update"),
+}
+
+
+def step_parts(
+    predicted: Mapping[object, Mapping[str, float]],
+    measured: Mapping[object, Mapping[str, float]],
+    source: str = "measured",
+) -> Figure:
+    """Seconds of a step by part, a row a configuration: predicted, hollow, under measured.
+
+    Args:
+        predicted, measured: {configuration: {part of PARTS: seconds}}.
+        source: how `measured` came about.
+    """
+    rows = {str(name): [Bar(parts), Bar(predicted[name], hollow=True)] for name, parts in measured.items()}
+    keys = [Key(OpStyle(SOFT, "", f"filled: {source}, hollow: predicted"), "words")]
+    return bars([BarPanel(rows, "s", "a step ({unit})")], PARTS, more_keys=keys,
+                title="Only ZeRO-1 and ZeRO-2 communicate after the update")  # fmt: skip
+
+
+def launch_floor(
+    tokens: Sequence[float], took: Sequence[float], floor: float, slope: float, chosen: float, adds: bool
+) -> Figure:
+    """Seconds of a forward and backward over the tokens of a rank: a floor, then a line.
+
+    Args:
+        took: measured seconds.
+        floor: seconds to launch all operators, whatever the tokens.
+        slope: seconds a token that the device computes.
+        chosen: tokens that the page trains with.
+        adds: whether launching and computing add up, as on a CPU; on a GPU the longer one counts.
+    """
+    scale, unit = time_unit(max(took))
+    x = np.geomspace(min(tokens), max(tokens), 80)
+    law = floor + slope * x if adds else np.maximum(floor, slope * x)
+    look = looks(["measured", "launching", "computing", "together"])
+    series = [
+        Series("measured", tokens, [t / scale for t in took], look["measured"], "dots"),
+        Series("together", x.tolist(), (law / scale).tolist(), look["together"]),
+        Series("launching", x.tolist(), [floor / scale] * len(x), look["launching"]),
+        Series("computing", x.tolist(), (slope * x / scale).tolist(), look["computing"]),
+    ]
+    panel = CurvePanel(
+        series, f"forward and backward ({unit})", log="xy", height=2.2, xlabel="tokens of a rank"
+    )
+    fig = curves([panel], title="Launching sets the time of small steps, computing that of large ones")
+    (ax,) = fig.axes
+    rule(ax, chosen, "this page", SOFT)
+    note(ax, "this page", chosen, 0.04, (-4, 0), "right", SOFT)
+    ax.set_ylim(min(took) / scale / 2)
+    log_ticks(ax.yaxis, count, (1, 2, 5))
+    log_ticks(ax.xaxis, count, (1, 2, 5))
+    return fig
+
+
+def prefetch_steps(steps: Mapping[str, GatherTimeline], uses: Sequence[int], ranks: int = 8) -> Figure:
+    """Simulated steps of ZeRO-3, beneath each other: computing over all-gathers.
+
+    Args:
+        steps: {name: simulated step} of the same `uses`.
+    """
+    timelines = [gather_timeline(step, uses, ranks) for step in steps.values()]
+    title = "One block ahead, only the first gather is exposed"
+    labels = {0: "each rank"}
+    return timeline(
+        *timelines, names=tuple(steps), exposed=True, bubble=None, axis_labels=labels, title=title
+    )
+
+
+def exposed_by_link(
+    bandwidths: Sequence[float],
+    exposed: Mapping[str, Sequence[float]],
+    crossing: float,
+    here: float,
+) -> Figure:
+    """Exposed communication of a step over the bandwidth of the link, a line for each ZeRO stage.
+
+    Args:
+        bandwidths: bytes/s.
+        exposed: {ZeRO stage: seconds at each bandwidth}.
+        crossing: bytes/s from which ZeRO-3 exposes less than ZeRO-2.
+        here: bytes/s of this page's link.
+    """
+    scale, unit = time_unit(float(np.median([s for line in exposed.values() for s in line])))
+    look = looks(exposed)
+    gigabytes = [b / 1e9 for b in bandwidths]
+    series = [
+        Series(name, gigabytes, [s / scale for s in line], look[name]) for name, line in exposed.items()
+    ]
+    panel = CurvePanel(series, f"exposed ({unit})", log="xy", height=2.3,
+                       xlabel="bandwidth of the link (GB/s)")  # fmt: skip
+    fig = curves([panel], title="On fast links ZeRO-3 exposes less than ZeRO-2 · simulated")
+    (ax,) = fig.axes
+    for bandwidth, words in ((crossing, "crossing"), (here, "this page")):
+        rule(ax, bandwidth / 1e9, words, SOFT)
+        note(ax, words, bandwidth / 1e9, 0.92 if words == "crossing" else 0.82, (4, 0), color=SOFT)
+    log_ticks(ax.yaxis, count, (1,))
+    log_ticks(ax.xaxis, count, (1,))
+    return fig
+
+
 def step_bill(
-    held: Mapping[str, float],
+    usage: Mapping[str, float],
     spent: Mapping[str, float],
     capacity: float | None = None,
     title: str | None = None,
     text: bool = True,
 ) -> Figure:
-    """A step's two bills as two bars: bytes by category against a capacity, and seconds by what takes them.
+    """Two bars for a step: bytes by category against a capacity, and seconds by part.
 
     Args:
-        held: {category of memory: bytes} at the fullest moment.
+        usage: {category of memory: bytes} at the fullest moment.
         spent: {part of SPENT: seconds}; "optimizer" is its step.
-        capacity: bytes of the device.
+        capacity: bytes of the GPU.
         text: False leaves the numbers in the bars out, which is quicker.
     """
     spent = {"optimizer step" if part == "optimizer" else part: took for part, took in spent.items()}
     keys = [Key(CAPACITY, "line", f"capacity {byte_count(capacity)}")] if capacity else []
-    total, took = sum(held.values()), sum(spent.values())
-    heading = title if title is not None else "a step: what it holds, and what it takes"
+    total, took = sum(usage.values()), sum(spent.values())
+    heading = title if title is not None else "a step in bytes and in seconds"
     most, words = max(total, capacity or 0.0), f"memory of a rank at its fullest, {byte_count(total)}"
     panels = [
-        BarPanel({"": [Bar(held, words="")]}, "B", title=words, reach=most, inside="share", named=False),
+        BarPanel({"": [Bar(usage, words="")]}, "B", title=words, reach=most, inside="share", named=False),
         BarPanel({"": [Bar(spent, words="")]}, "s", title=f"seconds of a step, {seconds(took)}",
                  inside="share", named=False),
     ]  # fmt: skip
@@ -172,25 +309,21 @@ def step_bill(
 
 
 def batch_wall(
-    batches: Sequence[float],
-    steps: Sequence[float],
-    laws: Mapping[str, tuple[float, float]],
-    noun: str = "rows",
-    title: str | None = None,
-    caption: str = "",
+    measured: Mapping[int, float], laws: Mapping[str, tuple[float, float]], noun: str = "rows"
 ) -> Figure:
-    """What a larger batch buys: steps to a loss above, and beneath them the samples that they take.
+    """Steps to a loss over the batch size, and beneath them the samples that they take.
 
         steps = fewest (1 + noise / batch)
 
-    Left of the noise scale a line falls by half where the batch doubles: more ranks are worth their price.
-    Right of it steps hardly fall, and samples rise with the batch.
+    Left of the noise scale a doubled batch halves the steps. Right of it steps hardly fall, and samples rise
+    with the batch.
 
     Args:
-        batches, steps: measured.
+        measured: {batch: steps}.
         laws: {name: (fewest steps, noise scale in `noun`)}, drawn as lines with the scale marked.
     """
     look = looks(["measured", *laws])
+    batches, steps = list(measured), list(measured.values())
     low, high = min(batches) / 1.3, max(batches) * 1.3
     x = np.geomspace(low, high, 80)
     panels = []
@@ -202,12 +335,12 @@ def batch_wall(
             for name, (fewest, noise) in laws.items()
         ]
         panels.append(CurvePanel(series, log="xy", height=height, title=words))
-    heading = title if title is not None else "what a larger batch buys"
-    fig = curves(panels, title=heading, caption=caption, gap=0.35)
+    fig = curves(panels, title="A doubled batch saves fewer and fewer steps", gap=0.35)
     for ax in fig.axes:
         for name, (_, noise) in laws.items():
             if low < noise < high:
                 rule(ax, noise, "noise scale", look[name].color)
+                note(ax, f"noise scale {noise:.3g}", noise, 0.9, (5, 0), color=look[name].color)
         ax.set_xlim(low, high)
         set_ticks(ax.xaxis, batches, lambda b: number(b) if b % 1 else f"{b:,.0f}")
         log_ticks(ax.yaxis, count, (1, 2, 5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -10,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hpnb.plot.canvas import SMALL, TEXT, Box, Key, boxes, new_figure, panel_title, text_inches
-from hpnb.plot.curves import CurvePanel, Look, Series, curves, note, rule
-from hpnb.plot.grammar import ALARM, AXIS, INK, SERIES, STYLE, OpStyle, mix
+from hpnb.plot.curves import CurvePanel, Look, Series, curves, note
+from hpnb.plot.grammar import ALARM, AXIS, INK, SERIES, SOFT, STYLE, OpStyle, mix
 from hpnb.plot.lanes import Lanes, draw
 from hpnb.plot.timeline import describe
 from hpnb.plot.units import number, time_unit
@@ -90,7 +91,7 @@ def skyline(
     for i, (name, cut) in enumerate(cuts.items()):
         above, below = axes[2 * i : 2 * i + 2]
         words = f"{name}: {', '.join(map(str, cut.counts))} layers"
-        panel_title(above, words, f"above: each stage, in {layer_unit}")
+        panel_title(above, words, f"numbers: each stage, in {layer_unit}")
         _draw_layers(above, costs, kinds, loss, tall, text)
         _draw_stages(above, costs, cut, tall, largest)
         above.set_ylabel(layer_unit or "")
@@ -120,7 +121,7 @@ def _draw_layers(
     for kind, layers in places.items():
         at: list[Box] = [(i + (1 - _WIDE) / 2, low / tall, _WIDE, cost / tall) for i, low, cost in layers]
         boxes(ax, at, KINDS[kind], name=kind, hatch=text)
-    ax.set(xlim=(0, len(costs)), ylim=(0, 1.35 * max(costs) / tall))
+    ax.set(xlim=(0, len(costs)), ylim=(0, 1.38 * max(costs) / tall))
 
 
 def _draw_stages(ax: Axes, costs: Sequence[float], cut: PipelineCut, tall: float, largest: float) -> None:
@@ -128,7 +129,7 @@ def _draw_stages(ax: Axes, costs: Sequence[float], cut: PipelineCut, tall: float
     ends = _ends(cut.counts)
     room = (ax.figure.get_figwidth() - _LEFT - _RIGHT) / len(costs)  # type: ignore[union-attr]
     rank_of = {e.stage: e.rank for e in cut.step.events}
-    ax.vlines(ends[1:-1], 0, 1.3 * max(costs) / tall, colors=CUT.color, linestyles=CUT.line, linewidth=1.8)
+    ax.vlines(ends[1:-1], 0, 1.06 * max(costs) / tall, colors=CUT.color, linestyles=CUT.line, linewidth=1.8)
     labels = []
     for stage, (start, end) in enumerate(pairwise(ends)):
         load, wide = sum(costs[start:end]), (end - start) * room
@@ -145,48 +146,57 @@ def _draw_stages(ax: Axes, costs: Sequence[float], cut: PipelineCut, tall: float
 
 
 def last_cut(
-    positions: Sequence[int],
-    run: Sequence[float],
+    runs: Mapping[int, Sequence[float]],
     predicted: Sequence[float],
     marks: Mapping[str, int] | None = None,
-    source: str = "run",
+    source: str = "measured",
     title: str | None = None,
-    caption: str = "",
 ) -> Figure:
     """Seconds of a step over the number of blocks on the last stage, beside the head.
 
-    The fewer blocks the head has beside it the better, until the other stages are the largest.
+    Every repeat is a small dot, so that a difference can be compared with the spread of the repeats.
 
     Args:
-        positions: ascending.
-        run, predicted: seconds, one for each.
+        runs: {number of blocks, ascending: seconds of each repeat}.
+        predicted: seconds, for each number of blocks.
         marks: {a way to cut: how many blocks it leaves there}; those beyond the positions are left out.
-        source: what the squares are, for the legend.
+        source: where the seconds come from, for the legend.
+
+    Raises:
+        ValueError: as many predictions as positions are needed.
     """
-    scale, unit = time_unit(max(*run, *predicted))
+    positions = list(runs)
+    if len(predicted) != len(positions):
+        raise ValueError(f"{len(positions)} positions need as many predictions, not {len(predicted)}")
+    repeats = [(x, seconds) for x, times in runs.items() for seconds in times]
+    scale, unit = time_unit(max(*predicted, *(seconds for _, seconds in repeats)))
+    medians = [statistics.median(times) / scale for times in runs.values()]
+    look = Look(*SERIES[1])
+    aside = 0.03 * (positions[-1] - positions[0] + 1)  # so that the medians do not cover the repeats
     series = [
-        Series("predicted", positions, [s / scale for s in predicted], Look(*SERIES[0]), "line and hollow"),
-        Series(source, positions, [s / scale for s in run], Look(*SERIES[1]), "line and dots"),
-    ]
-    heading = title if title is not None else "a step, over where the last cut is"
+        Series("simulated from the layers", positions, [s / scale for s in predicted], Look(*SERIES[0]),
+               "line and hollow"),
+        Series(f"{source}, median", positions, medians, look, "line and dots"),
+        Series("each repeat", [x + aside for x, _ in repeats], [s / scale for _, s in repeats],
+               Look(look.color, ".", look.line), "dots"),
+    ]  # fmt: skip
     words = "blocks on the last stage, beside the head"
-    panel = CurvePanel(series, f"step ({unit})", height=2.3, xlabel=words)
-    fig = curves([panel], title=heading, caption=caption, left=0.72)
+    panel = CurvePanel(series, f"step ({unit})", height=2.5, xlabel=words)
+    fig = curves([panel], title=title or "a step, over where the last cut is", left=0.72)
     (ax,) = fig.axes
-    best = min(range(len(positions)), key=lambda i: run[i])
-    for i, (x, took) in enumerate(zip(positions, run, strict=True)):
-        over = took >= predicted[i]
-        ax.annotate(number(took / scale), (x, took / scale), (0, 7 if over else -7), "data", "offset points",
-                    size=SMALL, color=INK, ha="center", va="bottom" if over else "top",
-                    weight="bold" if i == best else "normal")  # fmt: skip
-    ax.set(xlim=(positions[0] - 0.5, positions[-1] + 0.5), ylim=(0, 1.15 * max(*run, *predicted) / scale))
-    ax.set_xticks(list(positions))
+    fastest, slowest = (pick([*(s for _, s in repeats), *predicted]) / scale for pick in (min, max))
+    room = slowest - fastest
+    bottom, top = fastest - 0.42 * room, slowest + 0.18 * room
+    ax.set(xlim=(positions[0] - 0.5, positions[-1] + 0.5), ylim=(bottom, top))
+    ax.set_xticks(positions)
     ax.grid(False, axis="x")
     at: dict[int, list[str]] = {}
     for name, position in (marks or {}).items():
         if positions[0] <= position <= positions[-1]:
             at.setdefault(position, []).append(name)
+    foot = (fastest - 0.06 * room - bottom) / (top - bottom)  # beneath everything that is drawn
     for position, ways in at.items():
-        rule(ax, position, "cut", width=1.0)
-        note(ax, "\n".join(ways), position, 0, (3, 3))
+        ax.axvline(position, 0, foot, color=SOFT, linestyle=":", linewidth=1.0, zorder=1.8)
+        on_right = position > (positions[0] + positions[-1]) / 2
+        note(ax, "\n".join(ways), position, 0, (-3 if on_right else 3, 3), "right" if on_right else "left")
     return fig

@@ -88,6 +88,11 @@ def grid_steps(
     return fig
 
 
+def summa_steps(messages: Sequence[Sequence[Message]], shape: tuple[int, int], title: str) -> Figure:
+    """`grid_steps` of C = A B by SUMMA, whose axes come from `Axis.split`: blocks of B go along tp.0."""
+    return grid_steps(messages, shape, lambda m: "B down" if m.axis == "tp.0" else "A across", title)
+
+
 def _steps(messages: Sequence[Sequence[Message]]) -> tuple[list[list[_Call]], list[str]]:
     """The collectives of every step, each once, and in words the bytes that leave a rank in it."""
     members: list[dict[_Call, set[int]]] = []  # {collective: ranks that recorded it} of every step

@@ -1,4 +1,4 @@
-"""Notebook 00: what a message costs, who waits for whom in a collective, and what each rank then holds."""
+"""Notebook 00: the time of a message, who waits for whom in a collective, and what each rank holds."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def costs(
 ) -> Figure:
     """Bytes against seconds, both logarithmic: seconds = latency + n / bandwidth.
 
-    Left of the knee, latency x bandwidth, a message's size is free; right of it twice the bytes take twice
-    the time.
+    Left of the knee the time hardly depends on the size; right of it twice the bytes take twice the time.
 
     Args:
         sizes, seconds: bytes and seconds of the dots; empty where `more` is all there is.
@@ -91,9 +90,9 @@ def _short(words: str) -> str:
 def waits(tl: Timeline, op: str = "all_reduce", title: str | None = None) -> Figure:
     """Where each rank's time went: a collective's time is split where the last rank arrives.
 
-        wait = arrival of the last rank - own arrival        move = end - arrival of the last rank
+        wait = arrival of the last rank - this rank's arrival        move = end - arrival of the last rank
 
-    The culprit has the shortest collective: the others wait for it, and it waits for nobody.
+    The straggler has the shortest collective: the others wait for it, and it waits for nobody.
 
     Args:
         tl: compute events, and either "wait" and "move" or the collectives named `op`, which are then split
@@ -107,14 +106,17 @@ def waits(tl: Timeline, op: str = "all_reduce", title: str | None = None) -> Fig
         ops = ", ".join(sorted({e.op for e in tl.events})) or "nothing"
         raise ValueError(f'waits needs "wait" and "move", or {op!r} to split; this timeline has {ops}')
     spent = time_by_part(split)
-    culprit, verdict = find_culprit(spent)
+    straggler, verdict = find_straggler(spent)
     rows = {
-        f"rank {rank}": [Bar(parts, words="◀ waits least" if rank == culprit else "")]
+        f"rank {rank}": [Bar(parts, words="◀ waits least" if rank == straggler else "")]
         for rank, parts in spent.items()
     }
     heading = title if title is not None else f"waiting is not moving: {style_of(op).label} · {tl.source}"
     panel = BarPanel(rows, "s", "time ({unit})", inside="length")
-    return bars([panel], {part: STYLE[part] for part in PARTS}, title=heading, caption=verdict, right=1.1)
+    looks = {part: STYLE[part] for part in PARTS}
+    fig = bars([panel], looks, title=heading, caption=verdict, right=1.1)
+    fig.set_label(verdict)
+    return fig
 
 
 def _is_split(tl: Timeline) -> bool:
@@ -131,7 +133,7 @@ def time_by_part(tl: Timeline) -> dict[int, dict[str, float]]:
     return spent
 
 
-def find_culprit(spent: dict[int, dict[str, float]]) -> tuple[int | None, str]:
+def find_straggler(spent: dict[int, dict[str, float]]) -> tuple[int | None, str]:
     """(the rank that the others waited for, a sentence); None where nobody stands out."""
     by_wait = sorted(spent, key=lambda rank: spent[rank]["wait"])
     least, most = by_wait[0], by_wait[-1]
@@ -210,7 +212,16 @@ def tensors(
             far, near = -0.8 * between / inches, -0.36 * between / inches
             ax.annotate("", (near, 0.5), (far, 0.5), "axes fraction", "axes fraction",
                         arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.6})  # fmt: skip
+    fig.set_label(" ".join(map(_in_words, titles, stages)))
     return fig
+
+
+def _in_words(name: str, rows: list[list[float]]) -> str:
+    """What each rank holds at one stage, for the alt text."""
+    ranks = (
+        f"rank {rank} holds {', '.join(f'{v:g}' for v in row) or 'nothing'}" for rank, row in enumerate(rows)
+    )
+    return f"{name}: {'; '.join(ranks)}."
 
 
 def _cell(ax: Axes, x: float, rank: int, wide: float, color: str, label: str, **style: object) -> None:

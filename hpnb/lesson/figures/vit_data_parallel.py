@@ -1,68 +1,78 @@
-"""Notebook 01: when communication is free, and what a rank keeps in each stage of ZeRO."""
+"""Notebook 01: what communication adds to a step, and what a rank keeps in each ZeRO stage."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 
 from matplotlib.figure import Figure
 
 from hpnb.plot.bars import Bar, BarPanel, bars
-from hpnb.plot.canvas import WIDTH, Key, text_inches
-from hpnb.plot.curves import SHADE, CurvePanel, Kind, Series, count, curves, looks, note, rule, set_ticks
-from hpnb.plot.grammar import CATEGORY, SOFT, STYLE, OpStyle
-from hpnb.plot.units import number
+from hpnb.plot.canvas import SMALL, WIDTH, Key, text_inches
+from hpnb.plot.curves import CurvePanel, Series, count, curves, looks, rule, set_ticks
+from hpnb.plot.grammar import CARD, CATEGORY, INK, SOFT, STYLE, OpStyle
+from hpnb.theory import exposed_share
 
-Points = tuple[Sequence[float], Sequence[float]]  # tokens, shares from 0 to 1
+AFTER, DURING = "reduced after the backward", "reduced during the backward"
+_LAW_POINTS = 300
 
 
-def exposure(
-    measured: Mapping[str, Points],
-    predicted: Mapping[str, Points] | None = None,
-    law: Mapping[str, Points] | None = None,
-    knee: float | None = None,
+def step_ratios(
+    after: Mapping[float, float],
+    during: Mapping[float, float],
+    law_knee: float,
+    measured_knee: float | None = None,
+    limit: float = 1.1,
     title: str | None = None,
-    caption: str = "",
 ) -> Figure:
-    """Tokens a rank against the share of a step in which nothing is computed, in per cent.
+    """Tokens per rank against the time of a step over the time of the same step without communication.
 
     Args:
-        measured: {way of reducing: (tokens, shares)}, filled dots.
-        predicted, law: the same names, as hollow dots and as lines.
-        knee: tokens from which on a backward covers its gradients' all-reduce.
+        after, during: {tokens: ratio} of steps that reduce after and during the backward, dots.
+        law_knee: tokens at which the backward takes as long as the all-reduce; it decides the two lines.
+        measured_knee: the fewest tokens from which on `during` is below `limit`; None if it never is.
+        limit: below this ratio communication counts as free.
 
     Raises:
-        ValueError: nothing to draw, or a share outside 0 to 1.
+        ValueError: nothing to draw, or a ratio that is not above 0.
     """
-    kinds: dict[str, tuple[Mapping[str, Points], Kind, str]] = {
-        "law": (law or {}, "line", "lines: the law"),
-        "predicted": (predicted or {}, "hollow", "hollow: predicted"),
-        "measured": (measured, "dots", "filled: measured"),
-    }
-    look = looks(name for points, _, _ in kinds.values() for name in points)
-    series = []
-    for means, (points, kind, _) in kinds.items():
-        for name, (tokens, shares) in points.items():
-            if not all(0 <= share <= 1 for share in shares):
-                raise ValueError(f"{name} holds shares outside 0 to 1: {list(shares)}")
-            percent = [100 * share for share in shares]
-            series.append(Series(name, tokens, percent, look[name], kind, f"{means} {name}"))
-    keys = [Key(OpStyle(SOFT, "", words), "words") for points, _, words in kinds.values() if points]
-    heading = title if title is not None else "exposed communication"
-    panel = CurvePanel(series, "exposed, share of the step (%)", "x", 2.8, xlabel="tokens a rank")
-    fig = curves([panel], title=heading, more_keys=keys, caption=caption)
+    measured, tokens = {AFTER: after, DURING: during}, sorted({*after, *during})
+    ratios = [ratio for points in measured.values() for ratio in points.values()]
+    if not ratios or min(ratios) <= 0:
+        raise ValueError(f"step_ratios() needs ratios above 0 and has {sorted(ratios)[:1] or 'none'}")
+    knees = {"the law's knee": law_knee}
+    if measured_knee is not None:
+        knees["measured knee"] = measured_knee
+    low, high = min(tokens[0], law_knee / 2) / 1.2, max(tokens[-1], 2.5 * max(knees.values())) * 1.1
+    line = [low * (high / low) ** (i / _LAW_POINTS) for i in range(_LAW_POINTS + 1)]
+    look, series = looks(measured), []
+    for name, points in measured.items():
+        shares = (exposed_share(t / law_knee, name == DURING) for t in line)
+        series.append(
+            Series(name, line, [1 / (1 - share) for share in shares], look[name], "line", f"law {name}")
+        )
+        if points:
+            x, y = list(points), list(points.values())
+            series.append(Series(name, x, y, look[name], "dots", f"measured {name}"))
+    keys = [Key(OpStyle(SOFT, "", words), "words") for words in ("lines: the law", "dots: measured")]
+    heading = title if title is not None else "A free step needs more tokens than the law says"
+    panel = CurvePanel(series, "step / step alone", "x", 2.8, xlabel="tokens per rank")
+    fig = curves([panel], title=heading, more_keys=keys)
     (ax,) = fig.axes
-    if knee is not None:
-        low, high = ax.get_xlim()
-        ax.set_xlim(min(low, knee / 3), max(high, knee * 3))  # room for the words on both sides
-        low, high = ax.get_xlim()
-        ax.axvspan(knee, high, color=SHADE, zorder=0, linewidth=0)
-        rule(ax, knee, "knee", line="--")
-        offset, side = (6, "left") if high / knee > knee / low else (-6, "right")
-        note(ax, f"knee {number(knee)} tokens", knee, 0.93, (offset, 0), side)  # type: ignore[arg-type]
-    ax.set_ylim(0, 100)
-    set_ticks(ax.xaxis, _fitting_ticks(*ax.get_xlim(), ax.get_position().width * WIDTH), count)
+    ax.set_ylim(min(0.9, 0.95 * min(ratios)), max(1.5, 1.15 * max(ratios)))
+    ax.set_xlim(low, high)
+    ax.axhline(limit, color=INK, linestyle=":", linewidth=1.2, zorder=1.8, label="limit")
+    ax.annotate(f"{limit:g}", (0, limit), (4, 3), ("axes fraction", "data"), "offset points", size=SMALL,
+                color=INK)  # fmt: skip
+    for row, (words, knee) in enumerate(knees.items()):
+        rule(ax, knee, words, line="--")
+        at_right = math.log(knee / low) > 0.65 * math.log(high / low)
+        ax.annotate(f"{words}: {count(knee)} tokens", (knee, 0.92 - 0.1 * row), (-6 if at_right else 6, 0),
+                    ("data", "axes fraction"), "offset points", size=SMALL, color=INK, zorder=6,
+                    ha="right" if at_right else "left",
+                    bbox={"facecolor": CARD, "edgecolor": "none", "pad": 1.0})  # fmt: skip
+    set_ticks(ax.xaxis, _fitting_ticks(low, high, ax.get_position().width * WIDTH), count)
     return fig
 
 

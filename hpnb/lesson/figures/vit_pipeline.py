@@ -1,4 +1,4 @@
-"""Notebook 02: a step, and what it is made of, over the number of microbatches."""
+"""Notebook 02: a step and its parts over the number of microbatches."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from hpnb.plot.units import number, time_unit
 
 PARTS: dict[str, OpStyle] = {
     "ideal": OpStyle(STYLE["compute"].color, "", "ideal"),
-    "small kernels": OpStyle(mix(STYLE["compute"].color, "#FFFFFF", 0.5), "..", "small kernels"),
+    "small kernels": OpStyle(mix(STYLE["compute"].color, "#FFFFFF", 0.5), "..", "launches, small kernels"),
     "bubble": OpStyle(mix(STYLE["idle"].color, STYLE["compute"].color, 0.12), "///", "bubble"),
+    "host wait": OpStyle(STYLE["host_wait"].color, STYLE["host_wait"].hatch, "host wait, transfers"),
 }
 _WIDE = 0.62  # of a bar, where 1 is the distance between two
 
@@ -23,11 +24,11 @@ def u_curve(
     choices: Sequence[int],
     parts: Mapping[str, Sequence[float]],
     predicted: Sequence[float],
-    xlabel: str = "microbatches",
+    xlabel: str = "number of microbatches",
     title: str | None = None,
     caption: str = "",
 ) -> Figure:
-    """A trade-off: a stacked bar of a measured step for each choice, and the predicted step as a line.
+    """A trade-off: a stacked bar of a step for each choice, and the predicted step as a line.
 
     Args:
         choices: such as 1, 2, 4, 8 microbatches.
@@ -50,7 +51,8 @@ def u_curve(
     floor = [0.0] * len(choices)
     for part in present:
         at: list[Box] = [(i - _WIDE / 2, floor[i], _WIDE, parts[part][i] / scale) for i in places]
-        boxes(ax, at, PARTS[part], name=part)
+        visible = [box for box in at if box[3] > 1e-6 * max(totals) / scale]  # else an outline would show
+        boxes(ax, visible, PARTS[part], name=part)
         floor = [low + tall for low, (*_, tall) in zip(floor, at, strict=True)]
     best = totals.index(min(totals))
     tops = [max(pair) / scale for pair in zip(totals, predicted, strict=True)]

@@ -1,7 +1,7 @@
 """A committed notebook says where its outputs come from, and anyone can see when its code has moved on.
 
     python -m hpnb.lesson.pages.committed notebooks/00_ranks.py    # run, clean, stamp, write
-    python -m hpnb.lesson.pages.committed --all --pair               # only bring pairs in step
+    python -m hpnb.lesson.pages.committed --all --pair               # only pair, and fill numbers
     python -m hpnb.lesson.pages.committed --all --check              # exit status 1 if any is behind
 
 The stamp is the notebook's metadata["hpnb"]: a digest of the code cells, hardware, device, versions, date.
@@ -31,8 +31,10 @@ from typing import Any
 import torch
 
 import hpnb
-from hpnb.lesson.pages import paired
-from hpnb.lesson.pages.clean_outputs import clean
+from hpnb import files
+from hpnb.lesson.pages import numbers_in_prose, paired
+from hpnb.lesson.pages.clean_outputs import clean, name_cells
+from hpnb.lesson.values import WRITING
 from hpnb.ranks import usable_cores
 
 __all__ = ["clean", "digest", "hardware_here", "is_stale", "stamp"]
@@ -119,23 +121,43 @@ def run(path: Path, timeout: float = 600.0) -> str | None:
     if done.failure is not None:
         return f"FAILED: {done.failure} (see {copy})"
     nb = paired.read(copy)
+    values, claims = numbers_in_prose.take_out(nb)
     clean(nb)
     stamp(nb, hardware_here())
+    if values or claims:
+        nb.metadata["hpnb"] |= {"values": values, "claims": claims}
     paired.write(nb, path)
     copy.unlink()
-    return None
+    fill(path)
+    broken = numbers_in_prose.broken_claims(claims)
+    return f"written, but {'; '.join(broken)}" if broken else None
+
+
+def fill(path: Path) -> None:
+    """Write the recorded numbers into the prose of both files of the pair."""
+    values = numbers_in_prose.values_beside(path)
+    nb, text = paired.read(path), path.with_suffix(".py")
+    for cell in nb.cells:
+        if cell.cell_type == "markdown":
+            cell.source = numbers_in_prose.fill(cell.source, values)
+    name_cells(nb)
+    paired.write(nb, path)
+    if text.exists():
+        before = text.read_text(encoding="utf-8")
+        if (filled := numbers_in_prose.fill(before, values)) != before:
+            files.write_text(text, filled)
 
 
 @contextmanager
 def nobodys_home() -> Iterator[None]:
-    """HPNB_HOME is an empty folder meanwhile."""
+    """HPNB_HOME is an empty folder meanwhile, and kernels know that they write the page."""
     before = os.environ.get("HPNB_HOME")
     with tempfile.TemporaryDirectory(prefix="hpnb-home-") as folder:
-        os.environ["HPNB_HOME"] = folder
+        os.environ |= {"HPNB_HOME": folder, WRITING: "1"}
         try:
             yield
         finally:
-            del os.environ["HPNB_HOME"]
+            del os.environ["HPNB_HOME"], os.environ[WRITING]
             if before is not None:
                 os.environ["HPNB_HOME"] = before
 
@@ -145,7 +167,11 @@ def check(path: Path) -> str | None:
     if not path.with_suffix(".ipynb").exists():
         return f"there is no {path.name}.ipynb"
     problems = paired.differences(path) if paired.can_read_text() else []
-    if stale := is_stale(paired.read(path)):
+    nb = paired.read(path)
+    prose = "\n".join(cell.source for cell in nb.cells if cell.cell_type == "markdown")
+    problems += numbers_in_prose.differences(prose, numbers_in_prose.values_beside(path))
+    problems += numbers_in_prose.broken_claims(nb.metadata.get("hpnb", {}).get("claims", {}))
+    if stale := is_stale(nb):
         problems.append(stale)
     return "; ".join(problems) or None
 
@@ -159,7 +185,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="every notebook in notebooks/")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="write nothing; say what is behind")
-    what.add_argument("--pair", action="store_true", help="run nothing; take changes of the .py over")
+    what.add_argument(
+        "--pair", action="store_true", help="run nothing; take changes of the .py over, and fill numbers"
+    )
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds a notebook (default: 600)")
     options = parser.parse_args(arguments)
     files = [*options.notebook]
@@ -190,6 +218,7 @@ def _one(path: Path, options: argparse.Namespace, width: int) -> str | None:
         wrong = check(path)
     elif options.pair:
         wrong = is_stale(paired.pair(path))
+        fill(path)
     else:
         wrong = run(path, options.timeout)
         print(f"{time.perf_counter() - start:6.1f} s  ", end="")

@@ -1,4 +1,4 @@
-"""README's figures are figures of the committed notebooks: real runs, never drawn by hand.
+"""Still pictures of README and docs are figures of the committed notebooks: real runs, never drawn by hand.
 
     python -m hpnb.lesson.pages.readme_images        # writes images/ from the outputs in notebooks/
 
@@ -15,12 +15,7 @@ import nbformat
 
 # image -> (notebook, how the figure's alt text begins)
 IMAGES = {
-    "waiting_is_not_moving.png": ("00_ranks_and_collectives", "One bar a rank"),
-    "memory_by_category.png": ("01_vit_data_parallel", "Memory over a step by category"),
-    "three_builds.png": ("01_vit_data_parallel", "Compute lanes over communication lanes"),
-    "gpipe_predicted_and_run.png": ("02_vit_pipeline_parallel", "GPipe predicted above run"),
     "cliff_at_the_host.png": ("09_plan_at_scale", "Ethernet 100 Gb, a card a host"),
-    "all_reduce_cost.png": ("00_ranks_and_collectives", "All-reduce time against size"),
 }
 
 
@@ -39,7 +34,7 @@ def figure(notebook: Path, alt: str) -> bytes:
 
 
 def main(root: Path) -> None:
-    """Write every image of README below `root`."""
+    """Write every image below `root`."""
     for name, (notebook, alt) in IMAGES.items():
         path = root / "images" / name
         path.parent.mkdir(exist_ok=True)

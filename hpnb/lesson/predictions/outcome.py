@@ -34,6 +34,7 @@ class Outcome:
         guess, predicted, truth: numbers, or names with the best first.
         costs: of a ranking's choices.
         seen: the guess was made when the truth had already been shown.
+        rule_of_thumb: the naive estimate, which stands in the place of a guess until there is one.
     """
 
     key: str
@@ -45,6 +46,7 @@ class Outcome:
     truth: Answer = None
     costs: dict[str, float] | None = None
     seen: bool = False
+    rule_of_thumb: Answer = None
 
     @property
     def ratio(self) -> float | None:
@@ -123,10 +125,14 @@ def answer_text(answer: Answer, unit: str = "") -> str:
 
 def reading_of(outcome: Outcome) -> str:
     """One line that says what came of the guess, and of the prediction."""
-    parts = [_read(outcome, outcome.guess, "your guess")] if outcome.guess is not None else ["No guess yet"]
+    parts = []
+    if outcome.guess is not None:
+        parts.append(_read(outcome, outcome.guess, "your guess"))
+    elif outcome.rule_of_thumb is not None:
+        parts.append(_read(outcome, outcome.rule_of_thumb, "the rule of thumb"))
     if outcome.predicted is not None:
         parts.append(_read(outcome, outcome.predicted, "the prediction"))
-    return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
+    return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts)
 
 
 def _read(outcome: Outcome, value: Answer, who: str) -> str:
@@ -143,8 +149,8 @@ def _read(outcome: Outcome, value: Answer, who: str) -> str:
     if right:
         return f"{who} holds (ratio {ratio_text(ratio)})"
     # A guess has no terms; a prediction that is off lacks one.
-    advice = "" if "guess" in who.lower() else f", so {MISSING}"
-    return f"{who} is off: measured is {ratio_text(ratio)} times that{advice}"
+    advice = f", so {MISSING}" if who == "the prediction" else ""
+    return f"{who} is off: the answer is {ratio_text(ratio)} times that{advice}"
 
 
 def _read_ranking(outcome: Outcome, order: tuple[str, ...], who: str) -> str:
@@ -179,7 +185,7 @@ def _parse(text: str) -> dict[str, Outcome]:
 
 
 def _outcome(key: str, fields: dict[str, Any]) -> Outcome:
-    for name in ("guess", "predicted", "truth"):
+    for name in ("guess", "predicted", "truth", "rule_of_thumb"):
         if isinstance(fields.get(name), list):
             fields[name] = tuple(fields[name])
     return Outcome(**{**fields, "key": key})

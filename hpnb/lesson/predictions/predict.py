@@ -3,17 +3,17 @@
     lesson.predict("00.ring-bytes", "What leaves a rank, of 4 in a ring, for 1 MB?", None, "B", "identity")
     lesson.reveal("00.ring-bytes", t.bytes["dp"], predicted=2 * 3 / 4 * 1e6)
 
-A guess is never filled in for the reader. One from an earlier run is shown as such, and one made after the
-truth had been shown is marked.
+A guess is never filled in for the reader; until there is one, a rule of thumb stands in its place. A guess
+from an earlier run is shown as such, and one made after the truth had been shown is marked.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
-from typing import Any, SupportsFloat, get_args
+from typing import Any, SupportsFloat, cast, get_args
 
 from hpnb.lesson.home import locked
 from hpnb.lesson.predictions.outcome import (
@@ -21,25 +21,36 @@ from hpnb.lesson.predictions.outcome import (
     Kind,
     Outcome,
     answer_text,
+    ratio_of,
     ratio_text,
     read_outcomes,
     reading_of,
     write_outcomes,
 )
 from hpnb.lesson.tables import number, plain, present, table
+from hpnb.lesson.values import record
 
 Guess = SupportsFloat | str | Iterable[Any] | None
 
 _asked: dict[str, Outcome] = {}  # by this process: what lies in the file alone comes from an earlier one
 
 
-def predict(key: str, question: str, guess: Guess = None, unit: str = "", kind: Kind = "model") -> None:
-    """Ask `question` and record the reader's guess; None is "not yet" and records nothing.
+def predict(
+    key: str,
+    question: str,
+    guess: Guess = None,
+    unit: str = "",
+    kind: Kind = "model",
+    rule_of_thumb: Guess | Callable[[], Guess] = None,
+) -> None:
+    """Ask `question` and record the reader's guess, if there is one.
 
     Args:
         key: notebook and name, such as "00.ring-bytes".
         guess: a number in `unit`; for a ranking, choices with the best first.
         kind: "identity" (exact), "model" (0.8 to 1.25 of it) or "ranking" (scored by regret).
+        rule_of_thumb: the estimate that one would make without the page, or a function that computes it. It
+            is shown, and called so, until there is a guess.
 
     Raises:
         ValueError: the guess is not of its kind.
@@ -47,7 +58,9 @@ def predict(key: str, question: str, guess: Guess = None, unit: str = "", kind: 
     if kind not in get_args(Kind):
         raise ValueError(f"kind={kind!r} is not one of {', '.join(get_args(Kind))}")
     answer = _answer(guess, kind, unit, "your guess")
-    asked = Outcome(key, question, kind, unit, answer)
+    naive = rule_of_thumb() if callable(rule_of_thumb) else rule_of_thumb
+    naive_answer = _answer(naive, kind, unit, "the rule of thumb")
+    asked = Outcome(key, question, kind, unit, answer, rule_of_thumb=naive_answer)
     with locked():
         stored = read_outcomes()
         before = stored.get(key)
@@ -59,7 +72,9 @@ def predict(key: str, question: str, guess: Guess = None, unit: str = "", kind: 
             write_outcomes({**stored, key: stored_outcome})
     _asked[key] = asked
     if answer is None:
-        status = "not yet: write your guess and run the cell again"
+        status = "write your guess and run the cell again"
+        if naive_answer is not None:
+            status = f"rule of thumb: {answer_text(naive_answer, unit)}; for a better one, {status}"
         if before is not None and before.guess is not None:
             status += f" (your earlier guess: {answer_text(before.guess, before.unit)})"
     else:
@@ -76,6 +91,7 @@ def reveal(
     unit: str | None = None,
     predicted: SupportsFloat | Sequence[Any] | None = None,
     costs: Mapping[Any, float] | None = None,
+    source: str = "measured",
 ) -> None:
     """Show the guess of `key` beside the prediction and the truth, read the row, and keep the outcome.
 
@@ -84,6 +100,9 @@ def reveal(
         unit: to be checked against the question's.
         predicted: what a formula or a simulation said.
         costs: what each choice of a ranking costs; the least is best.
+        source: what the truth is: measured, simulated, replayed, counted or published.
+
+    Prose may tell {{key}}, {{key.predicted}} and {{key.rule-of-thumb}}; of a ranking, the winner.
 
     Raises:
         ValueError: nothing was asked under `key`, or the answer does not fit the question.
@@ -107,16 +126,33 @@ def reveal(
         before = stored.get(key)
         if done.guess is not None or before is None or before.guess is None:
             write_outcomes({**stored, key: done})  # else what came of an earlier guess stays
-    guess = answer_text(done.guess, done.unit)
-    if done.guess is None:
-        guess = "not yet"
-        if before is not None and before.guess is not None:
-            guess += f" (earlier: {answer_text(before.guess, before.unit)})"
-    last, score = "ratio", ratio_text(done.guess_ratio if done.predicted is None else done.ratio, done.kind)
-    if done.kind == "ranking":
-        last, score = "your regret", "-" if done.regret is None else number(100 * done.regret, "%")
-    row = (guess, answer_text(done.predicted, done.unit), answer_text(done.truth, done.unit), score)
-    table(("your guess", "predicted", "measured", last), [row], done.question, reading_of(done))
+    shown: dict[str, str] = {}
+    if done.guess is not None:
+        shown["your guess"] = answer_text(done.guess, done.unit)
+    elif before is not None and before.guess is not None:
+        shown["your earlier guess"] = answer_text(before.guess, before.unit)
+    if done.guess is None and done.rule_of_thumb is not None:
+        shown["rule of thumb"] = answer_text(done.rule_of_thumb, done.unit)
+    if done.predicted is not None:
+        shown["predicted"] = answer_text(done.predicted, done.unit)
+    shown[source] = answer_text(done.truth, done.unit)
+    if done.kind == "ranking" and done.regret is not None:
+        shown["your regret"] = number(100 * done.regret, "%")
+    elif done.kind != "ranking":
+        first = "predicted" if done.predicted is not None else next(iter(shown))
+        base = {
+            "predicted": done.predicted,
+            "your guess": done.guess,
+            "rule of thumb": done.rule_of_thumb,
+        }.get(first)
+        if base is not None:
+            score = ratio_of(cast(float, base), cast(float, done.truth))
+            shown[f"{source} / {first}"] = ratio_text(score, done.kind)
+    table(tuple(shown), [tuple(shown.values())], done.question, reading_of(done))
+    answers = {"": done.truth, ".predicted": done.predicted, ".rule-of-thumb": done.rule_of_thumb}
+    for part, answer in answers.items():
+        if answer is not None:
+            record(key + part, answer[0] if isinstance(answer, tuple) else answer, done.unit)
 
 
 def outcomes() -> tuple[Outcome, ...]:

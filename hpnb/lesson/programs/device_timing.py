@@ -35,12 +35,6 @@ def warmup_steps() -> int:
     return 3 if hpnb.device().type == "cuda" else 1
 
 
-def gpu_memory() -> int:
-    """Bytes of this rank's GPU; 0 on a CPU."""
-    device = hpnb.device()
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-
-
 def all_ranks(axis: str) -> Axis:
     """All ranks, along one axis: "dp", "pp" or "tp"."""
     return getattr(Mesh(one_axis(axis, hpnb.world_size())), axis)  # type: ignore[no-any-return]
@@ -130,7 +124,7 @@ def matmul_seconds(block: Block, dtype: torch.dtype) -> dict[str, float]:
 def memory_rate(nbytes: int = 0) -> float:
     """Bytes/s that this rank's device reads and writes in a copy, by default of more than caches hold."""
     device = hpnb.device()
-    source = torch.ones((nbytes or (1 << 30 if device.type == "cuda" else 1 << 26)) // 4, device=device)
+    source = torch.ones((nbytes or (1 << 28 if device.type == "cuda" else 1 << 26)) // 4, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _least_seconds(lambda: target.copy_(source))
 

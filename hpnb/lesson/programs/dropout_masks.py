@@ -1,7 +1,6 @@
 """What notebook 07 asks of dropout on its ranks: who drops what, and what a wrong policy does to a model.
 
     pool.run(dropout_masks.record_masks, "right")      {place: what is dropped there}, of each rank
-    dropout_masks.mask_distance(first, second)         share of elements that only one of two ranks drops
 
 A policy is what generators do between ranks:
 
@@ -119,12 +118,6 @@ def gradient_check(policy: str, step: float = 1e-4) -> float:
                 p.add_(direction, alpha=sign * step / norm)
             losses.append(float(loss()))
     return (losses[0] - losses[1]) / (2 * step * norm)
-
-
-def mask_distance(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Share of the elements that one of two masks drops and the other keeps."""
-    computed = (first >= 0) & (second >= 0)
-    return float((first != second)[computed].double().mean())
 
 
 def mask_pictures(masks: Sequence[Mapping[str, torch.Tensor]], sequence: bool) -> list[Any]:

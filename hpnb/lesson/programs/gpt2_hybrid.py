@@ -37,6 +37,7 @@ from hpnb.pipeline_parallel.executor import contended
 from hpnb.record.recorder import recording
 from hpnb.theory import LayerCost, LayoutTask, Link
 
+_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _LEAST_BYTES = 1024.0  # smaller messages are counts and losses
 _MIN_BUCKETS = 4  # of a gradient: a single bucket could not overlap with anything
 
@@ -154,7 +155,7 @@ def _record_rank(
     gc.collect()  # what a layout before has built may still be there
     plugin = PluginWithSchedule(
         tp_size=layout.tp, pp_size=layout.pp, zero_stage=layout.zero_stage, pp_style=layout.schedule,
-        precision="bf16" if dtype == torch.bfloat16 else "fp32", num_microbatches=layout.num_microbatches,
+        precision=_PRECISIONS[dtype], num_microbatches=layout.num_microbatches,
         ddp_bucket_cap_mb=_bucket_mb(size, dtype, layout), seed=0,
     )  # fmt: skip
     plugin.reader_schedule = schedule

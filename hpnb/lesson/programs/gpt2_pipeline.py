@@ -1,12 +1,9 @@
-"""What notebook 06 runs on its ranks: a GPT-2's layers timed one by one, and pipelines partitioned by them.
+"""What notebook 06 measures on its ranks: layers one by one, calls that take turns, memory of a step.
 
-    times = pool.run(gpt2_pipeline.time_layers, SIZE, 2, torch.float32)[0]                    a LayerTimes
-    times.step(schedule, counts)                                                              a Timeline,
-    simulated pool.run(gpt2_pipeline.time_cuts, SIZE, 16, torch.float32, {"a": (schedule, counts)})[0]["a"]
-    one that ran
+    times = pool.run(gpt2_pipeline.time_layers, SIZE, 2, torch.float32)[0]     # LayerTimes
+    times.step(schedule, counts)                                               # simulated Timeline
 
 Where ranks share cores everything is in CPU time, of layers and of actions alike (see `hpnb.Pipeline`).
-Schedules and cuts that are to be compared take turns.
 """
 
 from __future__ import annotations
@@ -21,8 +18,16 @@ import torch
 
 import hpnb
 from hpnb.hybrid.model_loss import causal
-from hpnb.lesson.programs.device_timing import Batch, all_ranks, random_tokens, timing_gpt2, warmup_steps
-from hpnb.lesson.programs.vit_pipeline import median_step
+from hpnb.lesson import ledger
+from hpnb.lesson.programs.device_timing import (
+    Batch,
+    all_ranks,
+    random_tokens,
+    timing_gpt2,
+    warmup_steps,
+)
+from hpnb.lesson.programs.step_timing import median_by
+from hpnb.lesson.programs.vit_pipeline import hardware
 from hpnb.models import GPT2Size
 from hpnb.pipeline_parallel import Costs, Schedule
 from hpnb.pipeline_parallel.executor import contended
@@ -31,6 +36,41 @@ from hpnb.record import Timeline
 from hpnb.theory import stage_loads
 
 PartitionedSchedule = tuple[Schedule, Sequence[int]]  # what to run, and how many layers each stage has
+
+
+@dataclass(frozen=True)
+class StepRepeats:
+    """Repeats of one step, each with the makespan that it took.
+
+    Attributes:
+        timelines: one of each repeat, one or more.
+    """
+
+    timelines: Sequence[Timeline]
+
+    @property
+    def seconds(self) -> list[float]:
+        """The makespans, ascending."""
+        return sorted(tl.makespan for tl in self.timelines)
+
+    @property
+    def median(self) -> Timeline:
+        """The repeat with the median makespan."""
+        return median_by(self.timelines, lambda tl: tl.makespan)
+
+    @property
+    def fastest(self) -> float:
+        """Seconds."""
+        return self.seconds[0]
+
+    @property
+    def slowest(self) -> float:
+        """Seconds."""
+        return self.seconds[-1]
+
+    def overlaps(self, other: StepRepeats) -> bool:
+        """Whether the ranges of both overlap, so that their difference is no finding."""
+        return self.fastest <= other.slowest and other.fastest <= self.slowest
 
 
 @dataclass(frozen=True)
@@ -77,6 +117,24 @@ class LayerTimes:
     def step(self, schedule: Schedule, counts: Sequence[int]) -> Timeline:
         """A step of stages that take what their layers take; "simulated"."""
         return schedule.simulate(self.stage_costs(counts))
+
+
+def fastest_of(runs: Mapping[Any, StepRepeats]) -> list[Any]:
+    """The run with the least median step, then those whose repeats overlap with its own."""
+    best = min(runs, key=lambda name: runs[name].median.makespan)
+    others = [name for name in runs if name != best and runs[name].overlaps(runs[best])]
+    return [best, *others]
+
+
+def add_to_ledger(model: str, predicted: Mapping[str, float], steps: Mapping[str, Timeline]) -> None:
+    """Note the step of each schedule in the reader's ledger, {schedule: seconds} and {schedule: its step}."""
+    for name, step in steps.items():
+        ranks = len(step.ranks)
+        quantities = {
+            "step (s)": (predicted[name], step.makespan),
+            "bubble (%)": (None, 100 * step.bubble_fraction),
+        }
+        ledger.add("06", hpnb.Layout(pp=ranks), f"{model}, {name}", quantities, hardware(ranks))
 
 
 # --- on a rank ---------------------------------------------------------------------------------------
@@ -138,31 +196,24 @@ def _time_layer(layer: Layer, hidden: torch.Tensor | None, batch: Batch) -> dict
     return cpu if contended() else {e.op: e.duration for e in recorder.events()}
 
 
-def time_cuts(
-    size: GPT2Size,
-    rows: int,
-    dtype: torch.dtype,
-    runs: Mapping[Any, PartitionedSchedule],
-    repeats: int = 3,
-) -> dict[Any, Timeline]:
-    """Train a few steps by each of `runs` in turn: {name: the median step}, computing alone.
+def time_in_turn(calls: Mapping[Any, Callable[[], object]], repeats: int = 7) -> dict[Any, list[float]]:
+    """{name: seconds of each repeat, ascending} of calls that take turns: A B C A B C ...
 
-    Every rank calls it.
-
-    Args:
-        rows: of the whole batch.
-        repeats: steps of each that count.
+    Every rank calls it and measures, so that they share cores and memory as they will in a step.
     """
-    batch = random_tokens(size, rows)
-    pipes = {name: _pipeline(size, dtype, run) for name, run in runs.items()}
-    timelines: dict[Any, list[Timeline]] = {name: [] for name in runs}
+    seconds: dict[Any, list[float]] = {name: [] for name in calls}
     warmup = warmup_steps()
-    for step in range(warmup + repeats):
-        for name, pipe in pipes.items():
-            tl = pipe.step(batch, return_outputs=False).timeline.select("FIWB")
-            timelines[name] += [tl] if step >= warmup else []
-            pipe.zero_grad()
-    return {name: median_step(tls, runs[name][0]) for name, tls in timelines.items()}
+    for repeat in range(warmup + repeats):
+        for name, call in calls.items():
+            with hpnb.record.timeline() as recorder:
+                began = time.thread_time()
+                with recorder.span("F"):
+                    call()
+                cpu = time.thread_time() - began
+            (event,) = recorder.events()
+            if repeat >= warmup:
+                seconds[name].append(cpu if contended() else event.duration)
+    return {name: sorted(times) for name, times in seconds.items()}
 
 
 def peak_activations(size: GPT2Size, rows: int, dtype: torch.dtype, run: PartitionedSchedule) -> float:
@@ -175,16 +226,6 @@ def peak_activations(size: GPT2Size, rows: int, dtype: torch.dtype, run: Partiti
     with hpnb.record.memory(pipe.module) as recorder:
         pipe.step(batch, return_outputs=False, record=False)
     return float(max(now.activations + now.temporary for now in recorder.profile().samples))
-
-
-def count_bytes(size: GPT2Size, rows: int, dtype: torch.dtype, run: PartitionedSchedule) -> dict[str, float]:
-    """Bytes that this rank sends in a step: {"activations": between stages, "tie": for the tied weight}."""
-    pipe, batch = _pipeline(size, dtype, run), random_tokens(size, rows)
-    pipe.step(batch, return_outputs=False, record=False)  # the first step also sends shapes
-    with hpnb.record.traffic() as t:
-        pipe.step(batch, return_outputs=False, record=False).loss.item()
-    ops = {"activations": "send", "tie": "all_reduce"}
-    return {name: float(sum(m.bytes for m in t.messages if m.op == op)) for name, op in ops.items()}
 
 
 def _pipeline(size: GPT2Size, dtype: torch.dtype, run: PartitionedSchedule) -> hpnb.Pipeline:

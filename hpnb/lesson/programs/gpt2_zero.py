@@ -1,8 +1,8 @@
-"""What notebook 05 runs on its ranks: a GPT-2 whose states are sharded, its memory measured, its steps timed.
+"""What notebook 05 measures on its ranks: steps of a GPT-2 under each ZeRO stage, in seconds and bytes.
 
-    model, batch = gpt2_zero.gpt2_and_batch(SIZE, 2, torch.float32)               on a rank
-    pool.run(gpt2_zero.measure_step, SIZE, 2, torch.float32, ZeroConfig(3))[0]     seconds, and memory
-    gpt2_zero.predict_memory(SIZE, 2, torch.float32, ZeroConfig(3), 2)             by `theory.step_memory`
+    program = gpt2_zero.build_program(SIZE, 2, torch.float32, ZeroConfig(3))       on a rank
+    runs = pool.run(gpt2_zero.measure_step, SIZE, 2, torch.float32, ZeroConfig(3), 25.0)
+    gpt2_zero.predict_memory(SIZE, 2, torch.float32, ZeroConfig(3), ranks=2)       by `theory.step_memory`
 
 Tokens are random, because bytes and seconds hardly depend on them.
 """
@@ -10,8 +10,7 @@ Tokens are random, because bytes and seconds hardly depend on them.
 from __future__ import annotations
 
 import itertools
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,11 +24,13 @@ import hpnb
 from hpnb import theory
 from hpnb.lesson.machine_card import MachineCard
 from hpnb.lesson.programs.device_timing import Batch, all_ranks, random_gpt2, random_tokens, warmup_steps
+from hpnb.mesh import Axis
 from hpnb.models import GPT2Size, anatomy
 from hpnb.record import Event, MemoryProfile, MemoryRecorder, Timeline
-from hpnb.theory import StepMemory
+from hpnb.theory import REPLAY_LINK, Link, StepMemory
 
-HOST_RATE = 100e9  # bytes/s of a host's memory, of which Adam moves 28 a parameter
+CPU_MEMORY_RATE = 100e9  # bytes/s, of which Adam moves 28 a parameter
+_PHASES = {"F": "forward", "B": "backward", "update": "update"}
 
 
 @dataclass(frozen=True)
@@ -38,30 +39,45 @@ class ZeroConfig:
 
     Attributes:
         stage: of ZeRO; 0 is plain data parallelism.
-        again: blocks that are recomputed in the backward; -1 is all of them.
-        offload: shards lie in the host's memory (ZeRO stage 1 or higher, on a GPU).
+        recompute: blocks that are recomputed in the backward; -1 is all of them.
+        offload: shards are in CPU memory (ZeRO stage 1 or higher, on a GPU).
     """
 
     stage: int = 0
-    again: int = 0
+    recompute: int = 0
     offload: bool = False
 
     def __str__(self) -> str:
-        words = [f"stage {self.stage}"]
-        if self.again:
-            words.append("again" if self.again < 0 else f"{self.again} again")
+        words = [f"ZeRO-{self.stage}"]
+        if self.recompute:
+            words.append("recompute" if self.recompute < 0 else f"recompute {self.recompute}")
         return " + ".join([*words, *(["offload"] if self.offload else [])])
 
     def recomputed_blocks(self, size: GPT2Size) -> int:
-        return size.layers if self.again < 0 else self.again
+        return size.layers if self.recompute < 0 else self.recompute
 
 
 @dataclass(frozen=True)
 class StepMeasurement:
-    """One configuration on one rank: seconds of a step, and its memory."""
+    """One configuration on one rank.
 
-    seconds: float
+    Attributes:
+        parts: seconds of a step: "forward", "backward" and "update" compute; "exposed" and "exposed after
+            the update" are communication that nothing overlaps with.
+        profile: the memory of a step.
+        slowest: seconds of the slowest repeat; `parts` are the fastest one's.
+        source: of the seconds, "measured"; or "replayed" where ranks share a GPU: then computing is measured
+            by turns, and communication is predicted for `theory.REPLAY_LINK`.
+    """
+
+    parts: Mapping[str, float]
     profile: MemoryProfile
+    slowest: float = 0.0
+    source: str = "measured"
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
 
 
 # --- on a rank -------------------------------------------------------------------------------------
@@ -69,25 +85,50 @@ class StepMeasurement:
 
 @dataclass(frozen=True)
 class TrainingProgram:
-    """A model in training on this rank; `wrapped` is what is called."""
+    """A model in training on this rank; `wrapped` is what is called.
+
+    In float16 the loss is scaled, and ranks of `axes` that find an overflow skip the update together.
+    """
 
     model: nn.Module
     wrapped: nn.Module
     optimizer: torch.optim.Optimizer
     batch: Batch
+    scaler: hpnb.precision.LossScaler | None = None
+    axes: tuple[Axis, ...] = ()
 
     def step(self) -> None:
+        """Forward, backward and update."""
         self.optimizer.zero_grad()
-        self.wrapped(**self.batch).loss.backward()
-        self.optimizer.step()
+        self.backward(self.wrapped(**self.batch).loss)
+        self.update()
+
+    def step_with_outputs(self) -> Any:
+        """A step that returns the model's outputs, logits included."""
+        self.optimizer.zero_grad()
+        outputs = self.wrapped(**self.batch)
+        self.backward(outputs.loss)
+        self.update()
+        return outputs
+
+    def backward(self, loss: torch.Tensor) -> None:
+        (loss if self.scaler is None else loss * self.scaler.scale).backward()
+
+    def update(self) -> None:
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            hpnb.precision.step(self.optimizer, self.axes, scaler=self.scaler)
 
     def recording(self, budget: float | None = None) -> AbstractContextManager[MemoryRecorder]:
         return hpnb.record.memory(self.model, self.optimizer, hpnb.device(), budget)
 
 
-def gpt2_and_batch(size: GPT2Size, rows: int, dtype: torch.dtype) -> tuple[Any, Batch]:
-    """A GPT-2 on this rank's device, drawn there, and random tokens."""
-    return random_gpt2(size, dtype), random_tokens(size, rows)
+def seeded_gpt2(size: GPT2Size, dtype: torch.dtype = torch.float32) -> Any:
+    """A GPT-2 on this rank's device, with the same weights on every rank."""
+    model = hpnb.models.gpt2(size, dtype=dtype, device=hpnb.device())
+    model.loss_type = "ForCausalLM"  # else transformers says on stderr that it guesses this
+    return model
 
 
 def recompute_blocks(model: nn.Module, count: int) -> None:
@@ -102,29 +143,35 @@ def build_program(
 ) -> TrainingProgram:
     """The model of `config`. Every rank calls it."""
     axis = all_ranks("dp")
-    model, batch = gpt2_and_batch(size, rows, dtype)
+    model, batch = random_gpt2(size, dtype), random_tokens(size, rows)
     recompute_blocks(model, config.recomputed_blocks(size))
     adam: dict[str, Any] = {"lr": 1e-4, "fused": True}
+    scaler = _scaler(dtype)
     if config.stage in (1, 2):
         optimizer: torch.optim.Optimizer = hpnb.ZeroOptimizer(
             model.parameters(), torch.optim.AdamW, axis, stage=config.stage, bucket_mb=bucket_mb,
             cpu_offload=config.offload, **adam,
         )  # fmt: skip
-        return TrainingProgram(model, model, optimizer, batch)
+        return TrainingProgram(model, model, optimizer, batch, scaler, (axis,))
     if config.stage == 3:
         wrapped: nn.Module = hpnb.fully_shard(model, axis, cpu_offload=config.offload)
     else:
         wrapped = hpnb.DataParallel(model, axis, bucket_mb)
-    return TrainingProgram(model, wrapped, _adamw(model, dtype), batch)
+    return TrainingProgram(model, wrapped, adamw(model, dtype), batch, scaler, (axis,))
 
 
 def serial_program(size: GPT2Size, rows: int, dtype: torch.dtype) -> TrainingProgram:
     """The model on this rank alone: nothing is sent."""
-    model, batch = gpt2_and_batch(size, rows, dtype)
-    return TrainingProgram(model, model, _adamw(model, dtype), batch)
+    model = random_gpt2(size, dtype)
+    return TrainingProgram(model, model, adamw(model, dtype), random_tokens(size, rows), _scaler(dtype))
 
 
-def _adamw(model: nn.Module, dtype: torch.dtype) -> torch.optim.Optimizer:
+def _scaler(dtype: torch.dtype) -> hpnb.precision.LossScaler | None:
+    return hpnb.precision.LossScaler() if dtype == torch.float16 else None
+
+
+def adamw(model: nn.Module, dtype: torch.dtype) -> torch.optim.Optimizer:
+    """AdamW; 16-bit weights get float32 master weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if dtype.itemsize == 2:
         hpnb.precision.Masters(optimizer)
@@ -132,22 +179,67 @@ def _adamw(model: nn.Module, dtype: torch.dtype) -> torch.optim.Optimizer:
 
 
 def measure_step(
-    size: GPT2Size, rows: int, dtype: torch.dtype, config: ZeroConfig, bucket_mb: float, repeats: int = 3
+    size: GPT2Size, rows: int, dtype: torch.dtype, config: ZeroConfig, bucket_mb: float, repeats: int = 5
 ) -> StepMeasurement:
-    """Seconds of a step, the median, and its memory. Every rank calls it.
+    """Seconds of the fastest step, and the memory of another. Every rank calls it.
 
     Args:
-        repeats: steps that are timed, after the warm-up.
+        repeats: steps that are timed, after the warm-up; 0 records memory alone.
     """
     program = build_program(size, rows, dtype, config, bucket_mb)
-    took = []
-    for _ in range(warmup_steps() + repeats if repeats else 1):
-        with hpnb.record.timeline() as recorder, recorder.span():
-            program.step()
-        took.append(recorder.gather().makespan)
+    if not repeats:
+        program.step()
+    steps = time_steps(program, repeats) if repeats else []
     with program.recording() as memory:
         program.step()
-    return StepMeasurement(statistics.median(took[-repeats:]) if repeats else 0.0, memory.profile())
+    if not steps:
+        return StepMeasurement({}, memory.profile())
+    source = "replayed" if steps[0].source == "measured by turns" else "measured"
+    parts = sorted(map(step_parts, steps), key=lambda parts: sum(parts.values()))
+    if source == "replayed":
+        parts = [_with_communication(one, size, dtype, config, bucket_mb) for one in parts]
+    return StepMeasurement(parts[0], memory.profile(), sum(parts[-1].values()), source)
+
+
+def time_steps(program: TrainingProgram, repeats: int) -> list[Timeline]:
+    """Steps after the warm-up, each with its forward "F", backward "B" and "update"."""
+    steps = []
+    for _ in range(warmup_steps() + repeats):
+        program.optimizer.zero_grad()
+        with hpnb.record.timeline() as recorder:
+            with recorder.span("F"):
+                loss = program.wrapped(**program.batch).loss
+            with recorder.span("B"):
+                program.backward(loss)
+            with recorder.span("update"):
+                program.update()
+        steps.append(recorder.gather())
+    return steps[-repeats:]
+
+
+def step_parts(step: Timeline) -> dict[str, float]:
+    """The parts of a `StepMeasurement`, of the slowest rank. By turns there is no exposed communication."""
+    by_rank = []
+    for rank in step.ranks:
+        events = {op: [e for e in step.by_rank[rank] if e.op == op] for op in _PHASES}
+        parts = {name: sum(e.duration for e in events[op]) for op, name in _PHASES.items()}
+        if step.source != "measured by turns":
+            start, end = (f(e.end if f is max else e.start for e in events["update"]) for f in (min, max))
+            after = end - start - parts["update"]
+            before = start - min(e.start for e in events["F"]) - parts["forward"] - parts["backward"]
+            parts |= {"exposed": max(0.0, before), "exposed after the update": max(0.0, after)}
+        by_rank.append(parts)
+    return max(by_rank, key=lambda parts: sum(parts.values()))
+
+
+def _with_communication(
+    parts: Mapping[str, float], size: GPT2Size, dtype: torch.dtype, config: ZeroConfig, bucket_mb: float
+) -> dict[str, float]:
+    """Computing measured by turns, and the exposed communication that theory predicts beside it."""
+    exposed = communication_parts(
+        size, dtype, config, (parts["forward"], parts["backward"]), hpnb.world_size(), REPLAY_LINK, bucket_mb
+    )
+    return {**parts, **exposed}
 
 
 def fits_budget(
@@ -164,26 +256,13 @@ def fits_budget(
 def time_serial_step(
     size: GPT2Size, rows: int, dtype: torch.dtype, repeats: int = 5
 ) -> tuple[float, float, float]:
-    """Seconds of forward, backward and optimizer of a rank that sends nothing; the slowest rank's medians.
+    """Seconds of forward, backward and update of a rank that sends nothing, each the fastest of its repeats.
 
     Every rank calls it, so that they share cores and memory as they will later.
     """
-    program = serial_program(size, rows, dtype)
-    took: dict[str, list[float]] = {"F": [], "B": [], "compute": []}
-    for _ in range(warmup_steps() + repeats):
-        with hpnb.record.timeline() as recorder:
-            with recorder.span("F"):
-                loss = program.model(**program.batch).loss
-            with recorder.span("B"):
-                loss.backward()
-            with recorder.span():
-                program.optimizer.step()
-            program.optimizer.zero_grad()
-        events = recorder.gather().events
-        for op, times in took.items():
-            times.append(max(e.duration for e in events if e.op == op))
-    forward, backward, step = (statistics.median(times[-repeats:]) for times in took.values())
-    return forward, backward, step
+    steps = [step_parts(step) for step in time_steps(serial_program(size, rows, dtype), repeats)]
+    forward, backward, update = (min(s[name] for s in steps) for name in _PHASES.values())
+    return forward, backward, update
 
 
 # --- predicted -------------------------------------------------------------------------------------
@@ -200,34 +279,88 @@ def predict_memory(
     )  # fmt: skip
 
 
-def predict_seconds(
+def _step_seconds(
+    size: GPT2Size,
+    dtype: torch.dtype,
+    config: ZeroConfig,
+    alone: tuple[float, float, float],
+    ranks: int,
+    link: Link,
+    bucket_mb: float,
+    **options: Any,
+) -> Mapping[str, float]:
+    block = dtype.itemsize * size.block().parameters
+    return theory.zero_step_seconds(
+        *alone, block_bytes=block, root_bytes=dtype.itemsize * size.parameters() - size.layers * block,
+        layers=size.layers, ranks=ranks, stage=config.stage, link=link, bucket_bytes=bucket_mb * 2**20,
+        **options,
+    )  # fmt: skip
+
+
+def communication_parts(
+    size: GPT2Size,
+    dtype: torch.dtype,
+    config: ZeroConfig,
+    alone: tuple[float, float],
+    ranks: int,
+    link: Link,
+    bucket_mb: float,
+    overlap: bool = True,
+) -> dict[str, float]:
+    """{"exposed": .., "exposed after the update": ..} of a step, predicted for `link`.
+
+    Args:
+        alone: seconds of forward and backward, recomputation included.
+        overlap: see `theory.zero_step_seconds`.
+    """
+    seconds = _step_seconds(size, dtype, config, (*alone, 0.0), ranks, link, bucket_mb, overlap=overlap)
+    nbytes = dtype.itemsize * size.parameters()
+    after = theory.seconds("all_gather", nbytes, ranks, link) if config.stage in (1, 2) else 0.0
+    return {"exposed": max(0.0, seconds["exposed"] - after), "exposed after the update": after}
+
+
+def predict_parts(
     size: GPT2Size,
     dtype: torch.dtype,
     config: ZeroConfig,
     card: MachineCard,
-    base: tuple[float, float, float],
+    alone: tuple[float, float, float],
     bucket_mb: float,
-    link: float | None = None,
-) -> Mapping[str, float]:
-    """{part: seconds} of a step, from what one rank alone takes and the card's link.
+    cpu_link: float = 25e9,
+) -> dict[str, float]:
+    """The parts of a `StepMeasurement` from what one rank alone takes and the card's link.
 
     Args:
-        base: what `time_serial_step` returned.
-        link: bytes/s to the host, for what is offloaded.
+        alone: what `time_serial_step` returned.
+        cpu_link: bytes/s between GPU and CPU, for what is offloaded.
     """
-    block = dtype.itemsize * size.block().parameters
-    return theory.zero_step_seconds(
-        *base,
-        block_bytes=block,
-        root_bytes=dtype.itemsize * size.parameters() - size.layers * block,
-        layers=size.layers,
-        ranks=card.ranks,
-        stage=config.stage,
-        link=card.link,
-        recompute=config.recomputed_blocks(size),
-        bucket_bytes=bucket_mb * 2**20,
-        host_bandwidth=link if config.offload else None,
-        host_seconds=28.0 * size.parameters() / HOST_RATE,
+    forward, backward, update = alone
+    backward += forward * config.recomputed_blocks(size) / size.layers
+    share = 1 / card.ranks if config.stage else 1.0
+    exposed = communication_parts(
+        size, dtype, config, (forward, backward), card.ranks, card.link, bucket_mb, card.device == "cuda"
+    )
+    parts = {"forward": forward, "backward": backward, "update": update * share, **exposed}
+    if config.offload:
+        moved = dtype.itemsize * size.parameters() * share * (4 if config.stage == 3 else 2)
+        parts["update"] = 28.0 * size.parameters() * share / CPU_MEMORY_RATE
+        parts["exposed"] += moved / cpu_link
+    return parts
+
+
+def exposed_seconds(
+    size: GPT2Size,
+    dtype: torch.dtype,
+    stage: int,
+    alone: tuple[float, float, float],
+    ranks: int,
+    bandwidth: float,
+    bucket_mb: float,
+) -> float:
+    """Exposed communication of a ZeRO stage on a link of `bandwidth` bytes/s, whose latency is left out."""
+    link = Link(0.0, bandwidth)
+    return sum(
+        communication_parts(size, dtype, ZeroConfig(stage), alone[:2], ranks, link, bucket_mb).values()
     )
 
 
@@ -240,41 +373,40 @@ def gather_timeline(gathers: theory.GatherTimeline, uses: Sequence[int], ranks: 
     return Timeline(tuple(events), "simulated")
 
 
-def most_blocks_predicted(
-    size: GPT2Size,
-    rows: int,
-    dtype: torch.dtype,
-    config: ZeroConfig,
-    ranks: int,
-    bucket_mb: float,
-    budget: float,
-) -> int:
-    """The most blocks of this width that are predicted to fit."""
-
-    def peak(layers: int) -> float:
-        shape = replace(size, layers=layers)
-        return predict_memory(shape, rows, dtype, config, ranks, bucket_mb).peak
-
-    return next(count for count in itertools.count() if peak(count + 1) > budget)
+# --- the largest model -----------------------------------------------------------------------------
 
 
-def most_blocks_measured(
+def deepest_models(
     pool: hpnb.Ranks,
     size: GPT2Size,
     rows: int,
     dtype: torch.dtype,
-    config: ZeroConfig,
+    configs: Sequence[ZeroConfig],
     bucket_mb: float,
     budget: float,
-    start: int,
-) -> int:
-    """The most blocks that do fit: tried from `start` upwards or downwards."""
+) -> tuple[dict[ZeroConfig, int], dict[ZeroConfig, int]]:
+    """({configuration: the most blocks of this width that are predicted to fit}, {..: that do fit}).
 
-    def fits(layers: int) -> bool:
-        shape = replace(size, layers=layers)
-        return all(pool.run(fits_budget, shape, rows, dtype, config, bucket_mb, budget))
+    Depths are tried from the predicted one upwards or downwards.
+    """
+    predicted, measured = {}, {}
+    for config in configs:
 
-    count = max(start, 1)
+        def peak(layers: int, config: ZeroConfig = config) -> float:
+            shape = replace(size, layers=layers)
+            return predict_memory(shape, rows, dtype, config, pool.choice.ranks, bucket_mb).peak
+
+        def fits(layers: int, config: ZeroConfig = config) -> bool:
+            shape = replace(size, layers=layers)
+            return all(pool.run(fits_budget, shape, rows, dtype, config, bucket_mb, budget))
+
+        predicted[config] = next(count for count in itertools.count() if peak(count + 1) > budget)
+        measured[config] = _last_that_fits(fits, max(predicted[config], 1))
+    return predicted, measured
+
+
+def _last_that_fits(fits: Callable[[int], bool], start: int) -> int:
+    count = start
     if fits(count):
         while fits(count + 1):
             count += 1

@@ -1,97 +1,92 @@
-"""How many steps a batch needs to a loss, and the two gradient norms of each step: what notebook 05 trains.
+"""A small GPT-2 trained to a test loss with some batch size: what notebook 05 runs to see what a batch buys.
 
-    pool.run(gradient_noise.train, rows, test, 4, 5.0)[0]      a small GPT-2, 4 rows a rank, to a test loss of
-    5.0
+    run = gradient_noise.train_to_loss(SIZE, rows, test, batch=8, target=5.0)      on a rank: .steps .model
 
 AdamW with a learning rate that grows with the square root of the batch: Malladi et al. 2022 (2205.10287).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 import hpnb
 from hpnb.lesson.programs.device_timing import all_ranks
-from hpnb.mesh import Axis
+from hpnb.lesson.programs.gpt2_zero import seeded_gpt2
 from hpnb.models import GPT2Size
 
-SIZE = GPT2Size(hidden=64, layers=2, heads=4, mlp=256, vocab_size=509, length=32)
 RATE, ROWS = 1.4e-3, 8  # the learning rate at so many rows
 TEST_EVERY = 5  # steps
 
 
-@dataclass(frozen=True)
-class NoiseRun:
-    """One training run.
+class TrainedModel(NamedTuple):
+    """A model on this rank, and how many steps it took.
 
     Attributes:
-        batch: rows of all ranks together.
-        steps: until the test loss was below the target, or all of them.
-        reached: whether it was.
-        small, big: squared norms of the gradients of one rank's rows (mean over ranks), and of all rows.
+        reached: whether the test loss is below the target.
     """
 
-    batch: int
+    model: Any
     steps: int
     reached: bool
-    small: tuple[float, ...]
-    big: tuple[float, ...]
 
 
-def token_rows(split: str, size: int | None = None) -> torch.Tensor:
-    """(n, 32) tokens of English, for `SIZE`."""
-    text = hpnb.data.text(split, size, vocabulary=SIZE.vocab_size, block=SIZE.length)
-    return torch.stack([text[i]["input_ids"] for i in range(len(text))])
+def token_rows(size: GPT2Size, split: str) -> torch.Tensor:
+    """(n, size.length) tokens of English, in random order; 32 rows of the test split."""
+    text = hpnb.data.text(
+        split, 32 if split == "test" else None, vocab_size=size.vocab_size, block=size.length
+    )
+    rows = torch.stack([text[i]["input_ids"] for i in range(len(text))])
+    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
 
 
-def gradient_norms(
-    model: torch.nn.Module, axis: Axis, batch: Mapping[str, torch.Tensor]
-) -> tuple[float, float]:
-    """Backward of this rank's rows: (squared norm before the all-reduce, mean over ranks; and after it).
+def train_to_loss(
+    size: GPT2Size,
+    rows: torch.Tensor,
+    test: torch.Tensor,
+    batch: int,
+    target: float,
+    seed: int = 1,
+    max_steps: int = 400,
+) -> TrainedModel:
+    """Train until the loss of `test` is below `target`. Every rank calls it, with equal arguments.
 
-    The gradients are then the mean over the ranks.
+    Args:
+        rows, test: (n, s) tokens.
+        batch: rows over all ranks; each rank takes its share.
+        seed: of the order of rows.
     """
-    model.zero_grad()
-    model(**batch).loss.backward()
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    flat = torch.cat([p.grad.flatten() for p in parameters])  # type: ignore[union-attr]
-    message = torch.cat([flat, flat.square().sum()[None]])
-    dist.all_reduce(message, group=axis.group)
-    message /= axis.size
-    flat, small = message[:-1], message[-1].item()
-    for p, gradient in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        p.grad = gradient.view_as(p)
-    return small, flat.square().sum().item()
-
-
-def train(
-    rows: torch.Tensor, test: torch.Tensor, rows_per_rank: int, target: float, max_steps: int = 400
-) -> NoiseRun:
-    """Train SIZE from scratch on batches of `rows_per_rank`. Every rank calls it, with equal arguments."""
     axis, device = all_ranks("dp"), hpnb.device()
-    model = hpnb.models.gpt2(SIZE, device=device)
-    model.loss_type = "ForCausalLM"  # else transformers says on stderr that it guesses this
-    batch = rows_per_rank * axis.size
+    model = seeded_gpt2(size)
+    replica = hpnb.DataParallel(model, axis, average=False)  # shares of a batch may be unequal
     rate = RATE * (batch / ROWS) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95))
-    generator, test_ids = torch.Generator().manual_seed(1), test.to(device)
-    small, big = [], []
-    reached = False
+    generator, test_ids = torch.Generator().manual_seed(seed), test.to(device)
     for step in range(1, max_steps + 1):
         chosen = torch.randint(len(rows), (batch,), generator=generator)  # the same on all ranks
         ids = rows[chosen[axis.rank :: axis.size]].to(device)
-        norms = gradient_norms(model, axis, {"input_ids": ids, "labels": ids})
-        small.append(norms[0])
-        big.append(norms[1])
+        optimizer.zero_grad()
+        (replica(input_ids=ids, labels=ids).loss * len(ids) / batch).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % TEST_EVERY == 0:
             with torch.no_grad():
-                reached = model(input_ids=test_ids, labels=test_ids).loss.item() < target
-            if reached:
-                break
-    return NoiseRun(batch, step, reached, tuple(small), tuple(big))
+                if model(input_ids=test_ids, labels=test_ids).loss.item() < target:
+                    return TrainedModel(_copy(model, size), step, True)
+    return TrainedModel(_copy(model, size), max_steps, False)
+
+
+def _copy(model: Any, size: GPT2Size) -> Any:
+    """The weights in a model without a reducer, so that its gradients stay on the rank."""
+    copy = seeded_gpt2(size)
+    copy.load_state_dict(model.state_dict())
+    return copy
+
+
+def steps_to_loss(
+    size: GPT2Size, rows: torch.Tensor, test: torch.Tensor, batch: int, target: float, repeats: int = 3
+) -> float:
+    """The mean steps of runs that draw their rows in different orders. Every rank calls it."""
+    runs = [train_to_loss(size, rows, test, batch, target, seed) for seed in range(1, repeats + 1)]
+    return sum(run.steps for run in runs) / repeats

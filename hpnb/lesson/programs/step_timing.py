@@ -9,16 +9,21 @@ Of several repeats the one with the median duration counts. Nothing here imports
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 
 import hpnb
+from hpnb.data import Dataset, ImageTransform, Loader
 from hpnb.data_parallel.buckets import assign_buckets
 from hpnb.gradients import attach
-from hpnb.record import Event, Timeline
+from hpnb.mesh import Axis
+from hpnb.record import Event, MemoryProfile, Timeline
 from hpnb.record.recorder import Recorder
 from hpnb.theory import Link, overlap
 
@@ -156,3 +161,125 @@ def relative_distance(tensors: Iterable[torch.Tensor], others: Iterable[torch.Te
     difference = sum(float((a - b).square().sum()) for a, b in pairs)
     norm = sum(float(b.square().sum()) for _, b in pairs)
     return (difference / norm) ** 0.5 if norm else float(difference > 0)
+
+
+def time_in_turn(steps: Mapping[str, Callable[[], object]], repeats: int = 5) -> dict[str, float]:
+    """{name: seconds of the fastest repeat on the slowest rank}. Every rank calls it.
+
+    All ranks begin a step together, and the steps take turns, so that a busy moment of the machine does not
+    fall on one of them. The fastest repeat counts, because other work on the machine can only add time. If a
+    step returns a `dist.Work`, it is waited for after the clock has stopped. A first round warms up.
+    """
+    device = hpnb.device()
+    fastest = dict.fromkeys(steps, math.inf)
+    for repeat in range(repeats + 1):
+        for name, step in steps.items():
+            _wait_for_device(device)
+            dist.barrier()
+            begin = time.perf_counter()
+            pending = step()
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+            seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64, device=device)
+            if isinstance(pending, dist.Work):
+                pending.wait()
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            if repeat:
+                fastest[name] = min(fastest[name], seconds.item())
+    return fastest
+
+
+def _wait_for_device(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# --- steps that a page compares ----------------------------------------------------------------------
+
+
+class NothingSent:
+    """The `dist.Work` of a message that is not sent."""
+
+    def wait(self) -> bool:
+        return True
+
+
+NOTHING_SENT = NothingSent()
+
+
+def forward_and_backward(module: torch.nn.Module, loss: Callable[[torch.nn.Module], torch.Tensor]) -> None:
+    """One step without an optimizer; gradients of the last step are dropped."""
+    module.zero_grad()
+    loss(module).backward()
+
+
+def step_with(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], gradient: torch.Tensor
+) -> None:
+    """Step with `gradient` (n,), the gradients of all `parameters` one behind the other."""
+    for p, part in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
+        p.grad = part.view_as(p)
+    optimizer.step()
+
+
+def measured_knee(ratios: Mapping[int, float], limit: float = 1.1) -> int | None:
+    """The fewest tokens from which on step / step alone stays below `limit`; None if it never does."""
+    knee = None
+    for tokens in sorted(ratios, reverse=True):
+        if ratios[tokens] >= limit:
+            break
+        knee = tokens
+    return knee
+
+
+class ReplicaStep(NamedTuple):
+    """A step: the mean loss over the ranks, the largest relative distance of a rank's weights to rank 0's,
+    and the number of ranks whose gradient overflowed."""
+
+    loss: float
+    distance: float
+    overflows: int
+
+
+def compare_replicas(
+    loss: torch.Tensor, parameters: Sequence[torch.nn.Parameter], overflow: torch.Tensor, axis: Axis
+) -> ReplicaStep:
+    """Compare this rank with the others after a step; `overflow` () is above 0 if its gradient overflowed."""
+    sums = torch.stack([loss.detach(), (overflow > 0).to(loss.dtype)])
+    dist.all_reduce(sums, group=axis.group)
+    first = [p.detach().clone() for p in parameters]
+    hpnb.data_parallel.broadcast(first, axis)
+    distance = torch.tensor(relative_distance(parameters, first), dtype=torch.float64, device=loss.device)
+    dist.all_reduce(distance, dist.ReduceOp.MAX, group=axis.group)
+    return ReplicaStep(sums[0].item() / axis.size, distance.item(), int(sums[1].item()))
+
+
+def load_batch(dataset: Dataset, axis: Axis, images: int = 4) -> tuple[dict[str, torch.Tensor], list[slice]]:
+    """(the full batch on every rank, the slices of all ranks), with `images` per rank."""
+    transform = ImageTransform(32, device=hpnb.device())
+    loader = Loader(dataset, images * axis.size, transform=transform)
+    return next(iter(loader)), [slice(images * r, images * (r + 1)) for r in range(axis.size)]
+
+
+def distances(
+    run: Mapping[str, Sequence[torch.Tensor]], reference: Mapping[str, Sequence[torch.Tensor]]
+) -> dict[str, float]:
+    """{quantity: relative distance} of everything in `run`."""
+    return {name: relative_distance(tensors, reference[name]) for name, tensors in run.items()}
+
+
+def sent_bytes(tl: Timeline) -> float:
+    """Bytes that rank 0 sent."""
+    return sum(event.bytes for event in tl.by_rank[0] if not event.is_compute)
+
+
+def state_bytes(profile: MemoryProfile, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """{category: bytes} of the model states after a step, without Adam's step counters."""
+    last = profile.samples[-1]
+    states = (v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor))
+    counters = sum(v.nbytes for v in states if v.numel() == 1)
+    return {
+        "parameters": last.parameters,
+        "gradients": last.gradients,
+        "optimizer": last.optimizer - counters,
+    }

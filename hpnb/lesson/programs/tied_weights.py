@@ -1,4 +1,4 @@
-"""What notebook 06 asks of a tied weight, and of a batch whose rows are not equally long.
+"""What notebook 06 measures of a tied weight: the distance of its copies, and what a checkpoint is worth.
 
 The embedding of a GPT-2 is on a pipeline's first rank and, as the head, on its last. Every rank calls what
 takes a pipeline.
@@ -17,7 +17,6 @@ from hpnb.lesson.programs.device_timing import Batch
 from hpnb.lesson.programs.gpt2_pipeline import token_loss
 from hpnb.lesson.programs.step_timing import relative_distance
 from hpnb.mesh import Axis
-from hpnb.pipeline_parallel.microbatches import count_targets, split_batch
 
 EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
 
@@ -52,16 +51,3 @@ def loaded_losses(state: Mapping[str, torch.Tensor], model: nn.Module, batch: Ba
             out = model(**{name: value for name, value in inputs.items() if name != "labels"})
             losses.append(float(token_loss(out, inputs)))
     return losses[0], losses[1]
-
-
-def gradient_distance(pipe: hpnb.Pipeline, serial: nn.Module) -> float:
-    """How far the gradients of this rank's layers are from those of the whole model in one process."""
-    right = {name: p.grad for name, p in serial.named_parameters()}
-    right.setdefault(HEAD, right[EMBEDDING])  # the last rank knows the weight by this name
-    pairs = [(p.grad, right[name]) for name, p in pipe.named_parameters()]
-    return relative_distance([a for a, _ in pairs if a is not None], [b for _, b in pairs if b is not None])
-
-
-def targets_per_microbatch(batch: Batch, microbatches: int) -> list[int]:
-    """How many targets each microbatch of a batch of texts has."""
-    return [int(count_targets(part, causal=True)) for part in split_batch(batch, microbatches)]

@@ -23,8 +23,7 @@ from hpnb.lesson import ledger
 from hpnb.lesson.home import digest, load, save
 from hpnb.lesson.machine_card import MachineCard
 from hpnb.lesson.programs import training_legs, vit_pipeline, vit_tensor
-from hpnb.lesson.programs.device_timing import all_ranks, gpu_memory, one_axis, vit_and_batch, vit_and_loss
-from hpnb.lesson.programs.replay import replay
+from hpnb.lesson.programs.device_timing import all_ranks, one_axis, vit_and_batch, vit_and_loss
 from hpnb.lesson.programs.step_timing import (
     Backward,
     compute_seconds,
@@ -38,17 +37,11 @@ from hpnb.pipeline_parallel import schedules
 from hpnb.placement import placement_of
 from hpnb.record import Timeline
 from hpnb.tensor_parallel import parallelize
-from hpnb.theory import Link, bytes_sent, exposed_seconds, seconds
+from hpnb.theory import Link, bytes_sent, exposed_seconds, replay, seconds
 
 _MIN_BUCKETS = 8  # of a gradient: a single bucket could not overlap with anything
 _ROUNDS = 3
 LossCurve = tuple[list[float], dict[str, Any]]  # losses of the steps, the last epoch's row of the history
-
-
-def batch_size(pool: hpnb.Ranks) -> int:
-    """How many images to train on: on GPUs what fits of a ViT-L/16 along any axis, on a CPU 32."""
-    least = min(pool.run(gpu_memory))
-    return 32 if not least else 256 if least > 60e9 else 64  # two ranks need 13 GB for 64
 
 
 # --- one axis at a time -----------------------------------------------------------------------------

@@ -1,10 +1,9 @@
-"""What notebook 02 runs on its ranks: a ViT partitioned into stages, and schedules that take turns.
+"""Training steps of a ViT that is partitioned into stages: timed under schedules, activations measured.
 
-    pool.run(vit_pipeline.time_schedules, SIZE, 16, torch.float32, {"1f1b": schedule})[0]["1f1b"]   a Timeline
-    pool.run(vit_pipeline.measure_activations, SIZE, 16, torch.float32, schedule)                   bytes, a
-    rank
+    pool.run(vit_pipeline.time_schedules, SIZE, 16, torch.float32, {"1f1b": schedule})[0]["1f1b"]   Timeline
+    pool.run(vit_pipeline.measure_activations, SIZE, 16, torch.float32, schedule)   [(peak bytes, ...), ...]
 
-Schedules that are to be compared run in turns, so that a machine that slows down slows all of them.
+Schedules that are compared run in turn, so that a machine that slows down slows all of them.
 """
 
 from __future__ import annotations
@@ -21,33 +20,20 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 import hpnb
+from hpnb.lesson import ledger
 from hpnb.lesson.machine_card import hardware_name
-from hpnb.lesson.programs.device_timing import Batch, all_ranks, gpu_memory, vit_and_batch, warmup_steps
-from hpnb.lesson.programs.step_timing import compute_seconds, median_by
-from hpnb.mesh import Axis
+from hpnb.lesson.programs.device_timing import Batch, all_ranks, vit_and_batch, warmup_steps
+from hpnb.lesson.programs.step_timing import compute_seconds, median_by, relative_distance
 from hpnb.models import ViTSize
 from hpnb.pipeline_parallel import Action, Costs, Schedule
 from hpnb.pipeline_parallel.executor import contended
 from hpnb.pipeline_parallel.layer_costs import seconds_of
-from hpnb.pipeline_parallel.layers import Layer, layers
+from hpnb.pipeline_parallel.layers import layers
 from hpnb.pipeline_parallel.partition import How, balanced, cut
 from hpnb.record import Timeline
-from hpnb.theory import Link, exposed_seconds, seconds
+from hpnb.theory import Link, seconds
 
 __all__ = ["compute_seconds", "vit_and_batch"]
-
-_BYTES_PER_IMAGE = 200e6  # activations of a ViT-L/16, over all its stages, with temporary buffers
-
-
-def batch_size(pool: hpnb.Ranks) -> int:
-    """How many images to train on: on GPUs 1,024, 512 or 256 for a ViT-L/16, what GPipe can hold at once.
-
-    With few images a kernel ends before the CPU has launched the next one, and launches would set the pace.
-    """
-    least = min(pool.run(gpu_memory))
-    if not least:
-        return 16
-    return next((n for n in (1024, 512) if n * _BYTES_PER_IMAGE / len(pool.members) < least), 256)
 
 
 @dataclass(frozen=True)
@@ -79,9 +65,32 @@ def microbatch_loss(outputs: Any, inputs: Batch) -> torch.Tensor:
     return cross_entropy(logits.float() if logits.dtype.itemsize == 2 else logits, inputs["labels"])
 
 
-def rank_layers(model: torch.nn.Module, axis: Axis) -> tuple[Layer, ...]:
-    """This rank's layers of `model`: `y = layer.run(x, batch)`, x None for the first."""
-    return cut(layers(model), axis.size)[axis.rank]
+def small_models_and_batch(dataset: Any) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module, Batch]:
+    """Three equal ViTs (17 tokens of 64 numbers) and 16 images, the same on every rank, in float64."""
+    device = hpnb.device()
+    first, second, third = (
+        hpnb.models.vit("laptop", classes=3, dtype=torch.float64, device=device) for _ in range(3)
+    )
+    transform = hpnb.data.ImageTransform(32, device=device)
+    batch = next(iter(hpnb.data.Loader(dataset, 16, transform=transform)))
+    return first, second, third, {**batch, "pixel_values": batch["pixel_values"].double()}
+
+
+def step_and_zero(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Update the weights, then set gradients to 0; the .grad of layers on other ranks stays None."""
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def distances_from(reference: torch.nn.Module, **models: torch.nn.Module) -> dict[str, dict[str, float]]:
+    """{name: {"weights": relative distance}} of the weights that this rank has trained."""
+    distances = {}
+    for name, model in models.items():
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        here, there = zip(*((p, q) for p, q in pairs if p.grad is not None), strict=True)
+        distances[name] = {"weights": relative_distance(here, there)}
+    return distances
 
 
 def time_schedules(
@@ -92,14 +101,14 @@ def time_schedules(
     cuts: Mapping[str, How] | None = None,
     repeats: int = 3,
 ) -> dict[str, Timeline]:
-    """Train a few steps by each of `schedules` in turn: {name: the median step}, computing alone.
+    """Train a few steps under each schedule in turn: {name: the median step, without communication events}.
 
     Every rank calls it.
 
     Args:
         images: of the whole batch.
-        cuts: {name: where to cut}, "uniform" where it says nothing.
-        repeats: steps of each that count.
+        cuts: {name: how to partition the model}; "uniform" for names that are missing.
+        repeats: steps of each schedule that count, after the warm-up.
     """
     gc.collect()  # what an earlier cell built may still be there
     pipes, timelines = {}, {}
@@ -121,11 +130,12 @@ def time_schedules(
 def time_cuts(
     size: ViTSize, images: int, dtype: torch.dtype, schedule: Schedule, cuts: Mapping[str, How]
 ) -> tuple[dict[str, Timeline], dict[str, list[int]]]:
-    """A step of each of `cuts`, and of one by time: ({name: its step}, {name: layers of each stage}).
+    """A step of each partition, and of one balanced by time: ({name: step}, {name: layers of each stage}).
 
-    Every rank calls it. The first one measures each layer, forward and backward of a microbatch, while the
-    others wait; a balanced partition by these seconds is called "by time". Where ranks share cores the noise
-    is larger than what a cut gains: there equal blocks count as their median, and all steps are simulated.
+    Every rank calls it. Rank 0 measures forward and backward of a microbatch in each layer while the others
+    wait; the partition that balances these seconds is called "by time". Where ranks share cores, noise is
+    larger than what a partition gains: there every block counts as the median block, and all steps are
+    simulated.
     """
     axis = all_ranks("pp")
     model, batch = vit_and_batch(size, images // schedule.microbatches, dtype)
@@ -183,9 +193,9 @@ def simulate_layers(schedule: Schedule, costs: Sequence[float], counts: Sequence
 
 
 def input_over_weight(tl: Timeline) -> float:
-    """How many times as long as its weight gradients a step's input gradients take."""
-    took = {op: sum(e.duration for e in tl.events if e.op == op) for op in "IW"}
-    return took["I"] / took["W"]
+    """Seconds of all input gradients over seconds of all weight gradients of a step."""
+    total = {op: sum(e.duration for e in tl.events if e.op == op) for op in "IW"}
+    return total["I"] / total["W"]
 
 
 def stage_costs(tl: Timeline, chunks: int = 1, transfer: float = 0.0) -> Costs:
@@ -220,19 +230,19 @@ def peak_in_flight(tl: Timeline, chunks: int = 1) -> float:
 
 def replay_on_link(tl: Timeline, schedule: Schedule, link: Link, message: float) -> Timeline:
     """The recorded step with messages of `message` bytes on `link`; "simulated"."""
-    took = {(e.stage, e.op, e.microbatch): e.duration for e in tl.events}
-    return schedule.replay(lambda a: took[a.stage, a.op, a.microbatch], seconds("send", message, 2, link))
+    duration = {(e.stage, e.op, e.microbatch): e.duration for e in tl.events}
+    return schedule.replay(lambda a: duration[a.stage, a.op, a.microbatch], seconds("send", message, 2, link))
 
 
-def data_parallel_seconds(compute: float, gradient: float, ranks: int, link: Link) -> float:
-    """Seconds of a step in which the ranks hold replicas: `compute`, and what 25 MB buckets leave exposed.
-
-    Args:
-        compute: forward and backward of a rank's samples; the backward is two thirds of it.
-        gradient: bytes of the whole model's.
-    """
-    buckets = max(4, round(gradient / 25e6))
-    return compute + exposed_seconds(compute * 2 / 3, gradient, buckets, ranks, link)
+def add_to_ledger(name: str, predicted: Mapping[str, float], steps: Mapping[str, Timeline]) -> None:
+    """Add a row to the ledger for each schedule: its predicted step in seconds, and the step that was run."""
+    for schedule, tl in steps.items():
+        ranks = len(tl.ranks)
+        result = {
+            "step (s)": (predicted[schedule], tl.makespan),
+            "bubble (%)": (None, 100 * tl.bubble_fraction),
+        }
+        ledger.add("02", hpnb.Layout(pp=ranks), f"{name}, {schedule}", result, hardware(ranks))
 
 
 def hardware(ranks: int) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -25,13 +25,14 @@ import hpnb
 from hpnb import theory
 from hpnb.lesson import ledger
 from hpnb.lesson.machine_card import MachineCard
+from hpnb.lesson.page_sizes import PageSizes, choose_sizes
 from hpnb.lesson.programs.device_timing import Batch, all_ranks, vit_and_batch, warmup_steps
 from hpnb.lesson.programs.step_timing import median_by, relative_distance
 from hpnb.mesh import Axis, Layout
-from hpnb.models import SIZES, ViTSize
+from hpnb.models import ViTSize
 from hpnb.record import Timeline
 from hpnb.record.recorder import Recorder, recording
-from hpnb.tensor_parallel import full_gradients, parallelize
+from hpnb.tensor_parallel import full_gradients, full_state_dict, parallelize
 from hpnb.tensor_parallel.async_all_reduce import DeferredWeightGrad
 from hpnb.theory import Block
 
@@ -202,6 +203,79 @@ def gradient_errors(model: nn.Module, right: Mapping[str, torch.Tensor]) -> dict
     }
 
 
+def distances_from(serial: nn.Module, sharded: nn.Module) -> dict[str, float]:
+    """Relative distances of all gradients and of all weights of a sharded model. Every rank calls it."""
+    gradients, weights = full_gradients(sharded), full_state_dict(sharded)
+    right: dict[str, Any] = {n: p.grad for n, p in serial.named_parameters()}
+    serial_weights = serial.state_dict()
+    return {
+        "gradients": relative_distance(gradients.values(), [right[n] for n in gradients]),
+        "weights": relative_distance(weights.values(), [serial_weights[n] for n in weights]),
+    }
+
+
+def train_beside_one_process(size: ViTSize, data: Any, steps: int = 3) -> dict[str, float]:
+    """`distances_from` of a serial and a 1D `float64_vit(size)` that trained alike. Every rank calls it."""
+    transform = hpnb.data.ImageTransform(size.image, device=hpnb.device())
+    batch = next(iter(hpnb.data.Loader(data, 16, transform=transform)))
+    serial, sharded = float64_vit(size), float64_vit(size)
+    parallelize(sharded, tensor_axis(), mode="1d")
+    for model in (serial, sharded):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(**batch).loss.backward()
+            optimizer.step()
+    return distances_from(serial, sharded)
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """What a rank saw of a training run.
+
+    Attributes:
+        errors: {module: relative error of its gradient in the first step}, from the loss down.
+        losses: of every step.
+        distances: after every step, of this rank's norms and embeddings from those of rank 0.
+    """
+
+    errors: dict[str, float]
+    losses: list[float]
+    distances: list[float]
+
+
+def train_and_compare(model: nn.Module, size: ViTSize, batch: Batch, axis: Axis, steps: int) -> TrainingRun:
+    """Train a sharded `float64_vit(size)` on one batch with AdamW. Every rank calls it."""
+    replicated = [p for n, p in model.named_parameters() if "norm" in n or "embeddings" in n]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-4)
+    errors: dict[str, float] = {}
+    losses, distances = [], []
+    for _ in range(steps):
+        loss = model(**batch).loss
+        loss.backward()
+        errors = errors or gradient_errors(model, serial_gradients(size, batch)[1])
+        optimizer.step()
+        optimizer.zero_grad()
+        rank_0 = [p.detach().clone() for p in replicated]
+        hpnb.data_parallel.broadcast(rank_0, axis)
+        losses.append(float(loss.detach()))
+        distances.append(relative_distance(replicated, rank_0))
+    return TrainingRun(errors, losses, distances)
+
+
+def worst_gradient_error(size: ViTSize, mode: str, depth: int = 1) -> float:
+    """The largest error of a loss or a gradient of a ViT sharded over all ranks. Every rank calls it."""
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(32, 3, size.image, size.image, generator=generator)
+    batch: Batch = {"pixel_values": pixels, "labels": torch.arange(32) % 3}
+    model = parallelize(float64_vit(size), tensor_axis(), mode, depth=depth)
+    loss = model(**batch).loss
+    loss.backward()
+    serial_loss, right = serial_gradients(size, batch)
+    off = abs(float(loss.detach()) / serial_loss - 1)
+    return max(off, *gradient_errors(model, right).values())
+
+
 # --- one block, by the difference of two models -----------------------------------------------------
 
 
@@ -236,7 +310,8 @@ def time_blocks(
 ) -> dict[str, float]:
     """{mode: seconds of forward and backward of one of `size`'s blocks}, the median; modes take turns.
 
-    Every rank calls it. The arguments are those of `blocks`.
+    Where ranks share a GPU, the recorded steps are replayed over `REPLAY_LINK`. Every rank calls it.
+    The arguments are those of `blocks`.
     """
     programs = {mode: blocks(size, images, dtype, mode) for mode in modes}
     took: dict[str, list[float]] = {mode: [] for mode in modes}
@@ -245,7 +320,10 @@ def time_blocks(
             with hpnb.record.timeline() as recorder, recorder.span():
                 y = forward()
                 y.backward(torch.ones_like(y))
-            took[mode].append(recorder.gather().makespan / size.layers)
+            recorded = recorder.gather()
+            if recorded.source == "measured by turns":  # several ranks on one GPU
+                recorded = theory.replay(recorded, theory.REPLAY_LINK)
+            took[mode].append(recorded.makespan / size.layers)
             model.zero_grad(set_to_none=True)
     return {mode: statistics.median(times[-repeats:]) for mode, times in took.items()}
 
@@ -256,30 +334,14 @@ ModeSeconds = dict[tuple[ViTSize, int], dict[str, float]]
 """{(size, images): {mode: seconds of one block}}"""
 
 
-def four_ranks(pool: hpnb.Ranks) -> tuple[hpnb.Ranks, ViTSize, torch.dtype]:
-    """(four ranks, on GPUs if there are as many; a ViT that keeps them busy; its dtype).
+def four_ranks(pool: hpnb.Ranks) -> tuple[hpnb.Ranks, PageSizes]:
+    """(four ranks, two widths and a batch that keep them busy).
 
     Args:
         pool: ranks on the default device; they are the four if they are four.
     """
     ranks = pool if len(pool.members) == 4 else hpnb.Ranks(4)
-    if hpnb.ranks.choose_device("auto", 4).device == "cuda":
-        return ranks, SIZES["l16"], torch.bfloat16
-    return ranks, ViTSize(256, 8, 8, 1024, 8, 32), torch.float32
-
-
-def time_modes(ranks: hpnb.Ranks, shape: ViTSize, dtype: torch.dtype, modes: Sequence[str]) -> ModeSeconds:
-    """Seconds of a block of two widths and a few batches in each mode, modes taking turns."""
-    large = dtype == torch.bfloat16
-    head_width = 64 if large else 16
-    seconds: ModeSeconds = {}
-    for hidden in (shape.hidden, 4 * shape.hidden if large else shape.hidden // 4):
-        layers, heads = (2 if large else 1), hidden // head_width
-        size = replace(shape, hidden=hidden, heads=heads, mlp=4 * hidden, layers=layers)
-        for images in (4, 32, 256) if large else (8, 64):
-            repeats = 5 if large else 3
-            seconds[size, images] = ranks.run(time_blocks, size, images, dtype, modes, repeats)[0]
-    return seconds
+    return ranks, choose_sizes("03.modes", ranks)
 
 
 def predict_modes(measured: ModeSeconds, card: MachineCard, dtype: torch.dtype) -> ModeSeconds:
@@ -300,8 +362,8 @@ def _predict_block(block: Block, mode: str, card: MachineCard) -> float:
 def add_to_ledger(
     ranks: hpnb.Ranks, measured: ModeSeconds, predicted: ModeSeconds, card: MachineCard, dtype: torch.dtype
 ) -> None:
-    """A row of the ledger for each mode, of the first width and the second batch: bytes, and seconds."""
-    (size, images), seconds = list(measured.items())[1]
+    """A row of the ledger for each mode, of the largest batch: bytes, and seconds."""
+    (size, images), seconds = max(measured.items(), key=lambda item: item[0][1])
     block = size.block(images, dtype.itemsize)
     for mode, took in seconds.items():
         grid = mode.removesuffix("+sp")

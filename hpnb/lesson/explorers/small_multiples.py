@@ -1,0 +1,82 @@
+"""An explorer on a page without widgets: the opening setting, the trade-off over one knob, and the answer.
+
+Three pictures stacked as one figure. The middle one draws a reading over all stops of a knob, once with the
+other knobs as they open and once as the answer has them.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpnb.lesson.explorers.knobs import Slider
+from hpnb.lesson.tables import split_unit
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from hpnb.lesson.explorers.knobs import Choice
+
+MOST_STOPS = 24
+_SCALE, _HEADING = 1.6, 0.3  # device pixels a CSS pixel, as plot.png has it; inches
+
+
+def stack(pictures: Sequence[tuple[str, Figure]]) -> Figure:
+    """The figures beneath each other, each under its heading."""
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    from hpnb import plot
+    from hpnb.plot.canvas import DPI, TEXT, WIDTH
+    from hpnb.plot.grammar import CARD, INK
+
+    sizes = [figure.get_size_inches() for _, figure in pictures]
+    total = sum(tall + _HEADING for _, tall in sizes)
+    whole = Figure(figsize=(WIDTH, total), dpi=DPI, facecolor=CARD)
+    y = total
+    for (heading, figure), (wide, tall) in zip(pictures, sizes, strict=True):
+        y -= _HEADING
+        whole.text(0.15 / WIDTH, (y + 0.08) / total, heading, size=TEXT + 1, weight="bold", color=INK)
+        y -= tall
+        ax = whole.add_axes((0.0, y / total, wide / WIDTH, tall / total))
+        pixels = Image.open(io.BytesIO(plot.png(figure, scale=_SCALE, small=False)))
+        ax.imshow(np.asarray(pixels), aspect="auto", interpolation="nearest")
+        ax.set_axis_off()
+    return whole
+
+
+def trade_off(
+    read: Callable[..., Mapping[str, Any]],
+    knob: str,
+    control: Slider | Choice,
+    reading: str,
+    settings: Mapping[str, Mapping[str, Any]],
+) -> Figure:
+    """`reading` over the stops of a knob, a curve for each of the `settings` of the others."""
+    from hpnb.plot.curves import CurvePanel, Series, curves, looks
+
+    slider = isinstance(control, Slider)
+    stops = list(control.stops if isinstance(control, Slider) else control.options)
+    stops = stops[:: -(-len(stops) // MOST_STOPS)]
+    look, series = looks(settings), []
+    for name, setting in settings.items():
+        points = []
+        for place, stop in enumerate(stops):
+            try:
+                points.append((stop if slider else place, read(**{**setting, knob: stop})[reading]))
+            except ValueError:  # not at this setting
+                continue
+        if points:
+            x, y = zip(*points, strict=True)
+            series.append(Series(name, x, y, look[name], "line and dots"))
+    label, unit = split_unit(reading)
+    words = f"{label} ({unit})" if unit else label
+    log = "x" if isinstance(control, Slider) and control.log else ""
+    panel = CurvePanel(series, ylabel=words, xlabel=knob.replace("_", " "), log=log, height=1.7)  # type: ignore[arg-type]
+    figure = curves([panel], title=f"{label} over {knob.replace('_', ' ')}")
+    if not slider:
+        figure.axes[0].set_xticks(range(len(stops)), [str(stop) for stop in stops])
+    return figure

@@ -1,0 +1,319 @@
+"""What each page could train, the best first, and what that takes: predicted bytes and FLOPs of a rank.
+
+    NEEDS["05"].peak(Trial(GPT2_SIZES["355m"], 2), ranks=4, value=2)        bytes of the fullest rank
+    NEEDS["05"].flops(Trial(GPT2_SIZES["355m"], 2), ranks=4)                of one rank, over the page
+
+Bytes come from `hpnb.theory`; added to them is what a page keeps beside one step: several pipelines that take
+turns, buckets, the full model that a rank builds before it is split. FLOPs are the forward and backward times
+the number of steps that a page runs, counted in its programs. To give a page another experiment, add a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from hpnb import theory
+from hpnb.mesh import ParallelLayout
+from hpnb.models import GPT2_SIZES, SIZES, GPT2Size, ViTSize
+from hpnb.theory import LINKS, LayerCost, LayoutTask
+
+SMALL_VIT = ViTSize(hidden=256, layers=8, heads=8, mlp=1024, patch=8, image=32)
+PIPELINE_MICROBATCHES = 8  # of notebooks 02, 04, 06 and 08
+_CLASSES = 3
+_GELU_COPIES = {ViTSize: 2, GPT2Size: 5}  # of an MLP's inner values, see `theory.activation_terms`
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A model and a batch that a page could train.
+
+    Attributes:
+        size: None where a page needs only a number.
+        batch: see `PageNeed.counts`.
+        second: another width in the same experiment.
+    """
+
+    size: ViTSize | GPT2Size | None
+    batch: int
+    second: ViTSize | None = None
+
+
+@dataclass(frozen=True)
+class PageNeed:
+    """What one page, or one of its experiments, could train.
+
+    Attributes:
+        counts: what a trial's batch counts, such as "images a rank".
+        laptop: trained on a CPU.
+        trials: for GPUs, the best first.
+        peak: (trial, ranks, bytes of a value) -> bytes of the fullest rank.
+        flops: (trial, ranks) -> FLOPs of a rank on the whole page.
+        seconds: of computing that the page may take.
+        splits_heads: whether the page needs a head for each rank.
+        laptop_few: a smaller batch for a CPU, where a page compares messages with little computing.
+        laptop_bucket_mb: of gradients, on a CPU.
+    """
+
+    counts: str
+    laptop: Trial
+    trials: tuple[Trial, ...]
+    peak: Callable[[Trial, int, int], float]
+    flops: Callable[[Trial, int], float]
+    seconds: float = 90.0
+    splits_heads: bool = False
+    laptop_few: int = 0
+    laptop_bucket_mb: float = 25.0
+
+    def candidates(self, ranks: int) -> list[Trial]:
+        """The trials that `ranks` ranks can split, and the laptop's after them."""
+        least = ranks if self.splits_heads else 1
+        able = [trial for trial in self.trials if trial.size is None or least <= trial.size.heads]
+        return [*able, self.laptop]
+
+    def batch_words(self, trial: Trial) -> str:
+        """ "2 x 1,024 tokens a rank", "64 images"."""
+        if not isinstance(trial.size, GPT2Size):
+            return f"{trial.batch:,} {self.counts}"
+        return f"{trial.batch} x {trial.size.length:,} tokens {self.counts}"
+
+
+# --- what models take ---------------------------------------------------------------------------------
+
+
+def _parameters(size: ViTSize | GPT2Size) -> int:
+    return size.parameters(_CLASSES) if isinstance(size, ViTSize) else size.parameters()
+
+
+def _flops(size: ViTSize | GPT2Size, batch: int) -> float:
+    """Forward and backward of `batch` images or rows."""
+    if isinstance(size, ViTSize):
+        return size.training_flops(batch, _CLASSES)
+    return size.training_flops(batch)
+
+
+def _kept(size: ViTSize | GPT2Size, batch: int, value: int, ranks: int = 1) -> float:
+    """Activations of one block, split over `ranks` ranks by tensor parallelism."""
+    block = size.block(batch, bytes_per_value=value)
+    return theory.activation_bytes(block, "1d", ranks, mlp_copies=_GELU_COPIES[type(size)])
+
+
+def _flow(size: ViTSize | GPT2Size, batch: int, value: int) -> float:
+    """What moves through one block in its backward: three of the MLP's inner values, two of the block's."""
+    block = size.block(batch)
+    return value * block.batch * block.sequence * (3 * block.mlp_ratio + 2) * block.hidden
+
+
+def _logits(size: ViTSize | GPT2Size, batch: int) -> float:
+    """Logits and two gradients of them in float32, where there is a vocabulary."""
+    return 12.0 * size.vocab_size * batch * size.length if isinstance(size, GPT2Size) else 0.0
+
+
+def _serial_step(size: ViTSize | GPT2Size, batch: int, value: int) -> float:
+    """The peak of a step of one rank that holds everything, with AdamW."""
+    vocabulary, positions = (
+        (size.vocab_size, size.length) if isinstance(size, GPT2Size) else (_CLASSES, size.tokens)
+    )
+    block, copies = size.block(batch, bytes_per_value=value), _GELU_COPIES[type(size)]
+    return theory.step_memory(block, size.layers, vocabulary, positions, mlp_copies=copies).peak
+
+
+def _model(trial: Trial) -> ViTSize | GPT2Size:
+    assert trial.size is not None
+    return trial.size
+
+
+# --- a page's fullest rank ----------------------------------------------------------------------------
+
+
+def _step_of_one_rank(trial: Trial, ranks: int, value: int) -> float:
+    """01: every rank trains the whole model on its own images."""
+    return _serial_step(_model(trial), trial.batch, value)
+
+
+def _replica(trial: Trial, ranks: int, value: int) -> float:
+    """01's sweep: weights, gradients and buckets of a model without an optimizer."""
+    size = _model(trial)
+    states = 3 * value * _parameters(size)
+    return states + size.layers * _kept(size, trial.batch, value) + _flow(size, trial.batch, value)
+
+
+def _pipelines(trial: Trial, ranks: int, value: int) -> float:
+    """02: five schedules take turns, and GPipe holds the activations of all microbatches."""
+    size, each = _model(trial), -(-trial.batch // PIPELINE_MICROBATCHES)
+    stage = -(-size.layers // ranks)
+    states = value * _parameters(size) * (1 + 5 * 2 * stage / size.layers)
+    return states + stage * _kept(size, trial.batch, value) + 2 * _flow(size, each, value)
+
+
+def _two_tensor_blocks(trial: Trial, ranks: int, value: int) -> float:
+    """03: models of one and of two blocks, split over all ranks."""
+    size = _model(trial)
+    states = 3 * value * _parameters(replace(size, layers=2))
+    return states + 2 * _kept(size, trial.batch, value, ranks) + 2 * _flow(size, trial.batch, value)
+
+
+def _modes(trial: Trial, ranks: int, value: int) -> float:
+    """03: three modes of a block take turns, and each keeps its input and that input's gradient."""
+    size = trial.second or _model(trial)
+    states = 2 * value * _parameters(size) * (1 + 3 / 4)
+    inputs = 3 * 2 * value * trial.batch * size.block().sequence * size.hidden
+    kept = size.layers * _kept(size, trial.batch, value, 4)
+    return states + inputs + kept + _flow(size, trial.batch, value)
+
+
+def _one_axis(trial: Trial, ranks: int, value: int) -> float:
+    """04: the same batch along dp, pp and tp; the fullest of the three."""
+    size, parameters, blocks = _model(trial), _parameters(_model(trial)), _model(trial).layers
+    share, each = -(-trial.batch // ranks), -(-trial.batch // PIPELINE_MICROBATCHES)
+    flying = min(ranks, PIPELINE_MICROBATCHES) * -(-blocks // ranks)
+    built = value * parameters
+    dp = 3 * built + blocks * _kept(size, share, value) + _flow(size, share, value)
+    pp = built * (1 + 2 / ranks) + flying * _kept(size, each, value) + 2 * _flow(size, each, value)
+    tp = built * (1 + 2 / ranks) + blocks * _kept(size, trial.batch, value, ranks)
+    return max(dp, pp, tp + _flow(size, trial.batch, value))
+
+
+def _unsharded(trial: Trial, ranks: int, value: int) -> float:
+    """05: ZeRO stage 0 with nothing recomputed, and the logits of five steps that a list keeps alive."""
+    size = _model(trial)
+    assert isinstance(size, GPT2Size)
+    return _serial_step(size, trial.batch, value) + 5 * value * size.vocab_size * trial.batch * size.length
+
+
+def _gpt2_pipelines(trial: Trial, ranks: int, value: int) -> float:
+    """06: eight cuts or four schedules take turns, one with gradients. Interleaving holds up to half as much
+    again in flight, and a split backward keeps the gradient of each waiting microbatch's logits."""
+    size, stage = _model(trial), -(-_model(trial).layers // ranks)
+    assert isinstance(size, GPT2Size)
+    table = size.vocab_size * size.hidden
+    states = value * (_parameters(size) + (8 + 1) * (stage * size.block().parameters + table))
+    flying = 1.5 * min(ranks, PIPELINE_MICROBATCHES) * stage * _kept(size, trial.batch, value)
+    waiting = 2.0 * ranks * value * size.vocab_size * trial.batch * size.length
+    return states + flying + _logits(size, trial.batch) + waiting
+
+
+def _tensor_ends(trial: Trial, ranks: int, value: int) -> float:
+    """07: two blocks, embedding and head, split over all ranks; logits gathered once for comparison."""
+    size = _model(trial)
+    states = 3 * value * _parameters(replace(size, layers=2))
+    kept = 2 * _kept(size, trial.batch, value, ranks) + _flow(size, trial.batch, value)
+    return states + kept + 2 * _logits(size, trial.batch) / ranks
+
+
+def _layouts(trial: Trial, ranks: int, value: int) -> float:
+    """08: the fullest layout, by `theory.layout_memory`; layers are timed for four microbatches at once."""
+    size, rows = _model(trial), PIPELINE_MICROBATCHES * trial.batch
+    assert isinstance(size, GPT2Size)
+    nothing = LayerCost(0.0, 0.0)
+    block = size.block(bytes_per_value=value)
+    task = LayoutTask(
+        block, size.layers, size.vocab_size, rows, nothing, nothing, 0.0, next(iter(LINKS.values()))
+    )
+    layouts = [*theory.task_layouts(task, ranks, trial.batch), ParallelLayout(ranks, zero_stage=3)]
+    timed = value * _parameters(size) + _kept(size, 4 * trial.batch, value) + _logits(size, 4 * trial.batch)
+    built = value * _parameters(size)
+    return max(timed, built + max(theory.layout_memory(task, layout) for layout in layouts))
+
+
+def _steps(count: float, split: bool, per_batch: float = 1.0) -> Callable[[Trial, int], float]:
+    """FLOPs of `count` steps of `per_batch` times a trial's batch; `split` over the ranks or on each."""
+    return lambda trial, ranks: (
+        count * _flops(_model(trial), trial.batch) * per_batch / (ranks if split else 1)
+    )
+
+
+def _block_steps(count: float) -> Callable[[Trial, int], float]:
+    """FLOPs of `count` forwards and backwards of the larger model's blocks, split over the ranks."""
+
+    def flops(trial: Trial, ranks: int) -> float:
+        size = trial.second or _model(trial)
+        return count * size.layers * size.block(trial.batch).training_flops / ranks
+
+    return flops
+
+
+# --- what there is to choose from ----------------------------------------------------------------------
+
+
+def _vits(*choices: tuple[str, int]) -> tuple[Trial, ...]:
+    sizes = {**SIZES, "s16": ViTSize(384, 12, 6, 1536, 16, 224)}
+    return tuple(Trial(sizes[name], images) for name, images in choices)
+
+
+def _gpt2s(*choices: tuple[str, int, int]) -> tuple[Trial, ...]:
+    """(name, rows, tokens of a row)."""
+    sizes = {**GPT2_SIZES, "45m": GPT2Size(512, 6, 8, 2048, 50257, 1024)}
+    return tuple(Trial(replace(sizes[name], length=length), rows) for name, rows, length in choices)
+
+
+def _wide(*choices: tuple[int, int]) -> tuple[Trial, ...]:
+    """(hidden size, images): six blocks that keep a GPU busy with few images."""
+    return tuple(Trial(ViTSize(h, 6, h // 128, 4 * h, 16, 224), images) for h, images in choices)
+
+
+def _blocks(*choices: tuple[int, int]) -> tuple[Trial, ...]:
+    """(hidden size, images): two blocks of it, and two that are four times as wide."""
+    return tuple(
+        Trial(ViTSize(h, 2, h // 64, 4 * h, 16, 224), images, ViTSize(4 * h, 2, h // 16, 16 * h, 16, 224))
+        for h, images in choices
+    )
+
+
+_ONE_RANK = [(name, n) for name in ("l16", "b16", "s16") for n in (64, 32, 16)]
+_WHOLE_BATCH = [("l16", 1024), ("l16", 512), ("l16", 256), ("l16", 128), ("b16", 256), ("b16", 128),
+                ("l16", 64), ("b16", 64), ("b16", 32), ("b16", 16)]  # fmt: skip
+_ROWS = [("1.5b", 4, 1024), ("1.5b", 2, 1024), ("774m", 4, 1024), ("774m", 2, 1024), ("774m", 1, 1024),
+         ("355m", 4, 1024), ("355m", 2, 1024), ("355m", 1, 1024), ("124m", 2, 1024), ("124m", 1, 1024),
+         ("124m", 1, 512), ("124m", 1, 256), ("45m", 1, 1024), ("45m", 1, 512), ("45m", 1, 256),
+         ("45m", 1, 128)]  # fmt: skip
+_AT_MOST_TWO = [choice for choice in _ROWS if choice[1] <= 2]
+# Enough tokens a rank that a GPU computes for longer than its CPU needs to launch the operators.
+_MANY_TOKENS = [("1.5b", 4, 1024), ("774m", 4, 1024), ("355m", 8, 1024), ("355m", 4, 1024),
+                ("355m", 2, 1024), ("124m", 8, 1024), ("124m", 4, 1024),
+                *(choice for choice in _AT_MOST_TWO if choice[0] in ("124m", "45m"))]  # fmt: skip
+
+NEEDS: dict[str, PageNeed] = {
+    "01": PageNeed(
+        "images a rank", Trial(SMALL_VIT, 16), _vits(*_ONE_RANK), _step_of_one_rank, _steps(45, False), 40.0,
+        laptop_few=2, laptop_bucket_mb=4.0,
+    ),
+    "01.wide": PageNeed(
+        "images a rank", Trial(SMALL_VIT, 96),
+        _wide(*((h, n) for h in (4096, 2048, 1024) for n in (64, 32, 16))), _replica, _steps(48, False), 60.0,
+    ),
+    "02": PageNeed(
+        "images", Trial(SMALL_VIT, 16), _vits(*_WHOLE_BATCH), _pipelines, _steps(105, True)
+    ),
+    "03": PageNeed(
+        "images", Trial(SMALL_VIT, 64), _vits(*(c for c in _WHOLE_BATCH if c[1] <= 256)), _two_tensor_blocks,
+        lambda trial, ranks: 60 * _flops(replace(_model(trial), layers=1), trial.batch) / ranks, 30.0,
+        splits_heads=True,
+    ),
+    "03.modes": PageNeed(
+        "images", Trial(replace(SMALL_VIT, heads=16, layers=1), 64, ViTSize(64, 1, 4, 256, 8, 32)),
+        _blocks((1024, 256), (1024, 128), (512, 256), (512, 128), (256, 128), (256, 64)), _modes,
+        _block_steps(40), 60.0,
+    ),
+    "04": PageNeed(
+        "images", Trial(SMALL_VIT, 32), _vits(*(c for c in _WHOLE_BATCH if 32 <= c[1] <= 256)), _one_axis,
+        _steps(42, True), splits_heads=True,
+    ),
+    "05": PageNeed(
+        "a rank", Trial(GPT2Size(192, 12, 6, 768, 1511, 64), 2), _gpt2s(*_MANY_TOKENS), _unsharded,
+        _steps(100, False), laptop_bucket_mb=2.0,
+    ),
+    "06": PageNeed(
+        "a microbatch", Trial(GPT2Size(128, 13, 4, 512, 8009, 48), 2), _gpt2s(*_ROWS), _gpt2_pipelines,
+        _steps(110, True, PIPELINE_MICROBATCHES),
+    ),
+    "07": PageNeed(
+        "", Trial(GPT2Size(400, 2, 25, 1600, 12_601, 256), 1), _gpt2s(*_ROWS), _tensor_ends,
+        lambda trial, ranks: 60 * _flops(replace(_model(trial), layers=2), trial.batch) / ranks,
+        splits_heads=True,
+    ),
+    "08": PageNeed(
+        "a microbatch", Trial(GPT2Size(120, 8, 5, 480, 1009, 64), 2), _gpt2s(*_AT_MOST_TWO), _layouts,
+        _steps(90, True, PIPELINE_MICROBATCHES), splits_heads=True,
+    ),
+}  # fmt: skip

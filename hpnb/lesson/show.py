@@ -1,0 +1,314 @@
+"""`lesson.show`: one way to show what was recorded. The cell says what, the finding is the title.
+
+    show(measured, title="GPipe holds 8 microbatches")                  # Timelines, MemoryProfiles: a figure
+    show({"predicted": simulated, "run": measured}, in_flight=True)     # the same, named
+    show(predicted=told, measured=seen, unit="s", title="dp wins")      # {row: number}: a table with ratio
+    show(counted={"sent (B)": 4e6, "kept (B)": 1e6})                    # rows with units of their own
+    show(Parity({"by hand": {"loss": 0.0, "weights": 3e-16}}))          # distances from one process
+    show(error); show(out_of_budget); show(traffic); show(figure); show(function)
+
+Alt texts are made from the data. `key="04.race"` also records all numbers of a table for the prose, as
+04.race.dp.measured.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hpnb.lesson.predictions.outcome import GOOD, ratio_of, ratio_text
+from hpnb.lesson.tables import number, present, split_unit, table
+from hpnb.lesson.values import flatten, record, slug
+from hpnb.ranks import RankError
+from hpnb.record import MemoryProfile, OutOfBudget, Timeline
+from hpnb.record.traffic import Traffic
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Where a number comes from, in the order of a table's columns. The ratio divides the last by the first.
+SOURCES = ("rule_of_thumb", "predicted", "simulated", "replayed", "counted", "measured", "published")
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Relative distances from what one process computes, ||a - b|| / ||b||.
+
+    Attributes:
+        distances: {way: {quantity: distance}}; `worst_of` takes one such mapping from every rank.
+        tolerance: what rounding may explain.
+    """
+
+    distances: Mapping[str, Mapping[str, float]]
+    tolerance: float = 1e-12
+
+    @classmethod
+    def worst_of(cls, ranks: Sequence[Mapping[str, Mapping[str, float]]], tolerance: float = 1e-12) -> Parity:
+        """The largest distance over the ranks, entry by entry."""
+        first = ranks[0]
+        return cls(
+            {way: {what: max(r[way][what] for r in ranks) for what in first[way]} for way in first}, tolerance
+        )
+
+    @property
+    def worst(self) -> float:
+        return max(distance for row in self.distances.values() for distance in row.values())
+
+    @property
+    def equal(self) -> bool:
+        """Whether every distance is within the tolerance; False for NaN."""
+        return all(d <= self.tolerance for row in self.distances.values() for d in row.values())
+
+
+def show(
+    *records: Any,
+    title: str = "",
+    note: str = "",
+    key: str = "",
+    unit: str = "",
+    columns: Mapping[str, Mapping[Any, Any]] | None = None,
+    **options: Any,
+) -> None:
+    """Display recorded objects as a figure or a table.
+
+    Args:
+        records: several of one kind, or {name: record}; or none, and numbers as options.
+        title: the finding, in a sentence.
+        note: one sentence beneath a table.
+        key: under which to record a table's numbers for the prose; for timelines and profiles, theirs.
+        unit: of the numbers of a table whose row or column does not name one, as in "idle (%)"; or the unit
+            of time of timelines that are not in seconds, such as "forwards".
+        columns: more columns of a table, {head: {row: number or words}}, after the ratio.
+        options: {row: number} for any of predicted, simulated, replayed, counted, measured, published and
+            rule_of_thumb; otherwise options of `hpnb.plot.timeline` or `hpnb.plot.memory`.
+
+    Raises:
+        TypeError: there is no way to show this.
+    """
+    if not records:
+        numbers = {source: options.pop(source) for source in SOURCES if source in options}
+        if options or not (numbers or columns):
+            known = ", ".join(SOURCES)
+            raise TypeError(f"show() has numbers from {known}, not from {', '.join(options) or 'nowhere'}")
+        return _measurements(numbers, dict(columns or {}), title, note, key, unit)
+    names: tuple[str, ...] = ()
+    if len(records) == 1 and isinstance(records[0], Mapping) and not isinstance(records[0], Parity):
+        names, records = tuple(map(str, records[0])), tuple(records[0].values())
+    for shows, display in _DISPLAYS:
+        if records and all(map(shows, records)):
+            if key:
+                for name, one in zip(names or [""] * len(records), records, strict=True):
+                    record(f"{key}.{slug(name)}" if name else key, one)
+            return display(records, names, title, note, {**options, "unit": unit} if unit else options)
+    kinds = ", ".join(sorted({type(one).__name__ for one in records})) or "nothing"
+    raise TypeError(f"show() cannot show {kinds}; give numbers as show(predicted=..., measured=...)")
+
+
+# --- numbers ---------------------------------------------------------------------------------------
+
+
+def _measurements(
+    numbers: dict[str, Mapping[Any, Any]],
+    more: dict[str, Mapping[Any, Any]],
+    title: str,
+    note: str,
+    key: str,
+    unit: str,
+) -> None:
+    """A row a name, a column a source, and the ratio of the last source to the first."""
+    everything = {**numbers, **more}
+    rows = list(dict.fromkeys(name for column in everything.values() for name in column))
+    if key:
+        for name in rows:
+            for head, column in everything.items():
+                if column.get(name) is not None:
+                    own = unit if head in numbers else ""
+                    item = split_unit(str(name))[1] or split_unit(head)[1] or own
+                    record(f"{key}.{slug(name)}.{slug(head)}", column[name], item)
+    heads = [head.replace("_", " ") for head in numbers]
+    ratios, off = {}, []
+    if len(numbers) > 1:
+        first, *others = numbers
+        for name in rows:
+            results = [
+                column[name] for column in map(numbers.__getitem__, others) if column.get(name) is not None
+            ]
+            if results and numbers[first].get(name) is not None:
+                ratio = ratio_of(float(numbers[first][name]), float(results[-1]))
+                ratios[name] = "exact" if ratio == 1 else ratio_text(ratio, "identity")
+                off += [str(name)] if not GOOD[0] <= ratio <= GOOD[1] else []
+        heads.append(
+            f"{others[-1].replace('_', ' ')} / {first.replace('_', ' ')}" if len(others) == 1 else "ratio"
+        )
+    lines = []
+    for name in rows:
+        label, own = split_unit(str(name))
+        cells = [_cell(column.get(name), own or unit) for column in numbers.values()]
+        cells += [ratios.get(name, "-")] if len(numbers) > 1 else []
+        cells += [_cell(column.get(name), split_unit(head)[1] or own) for head, column in more.items()]
+        lines.append((label, *cells))
+    table(("", *heads, *(split_unit(head)[0] for head in more)), lines, title, note)
+
+
+def _cell(value: Any, unit: str) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, (bool, str)):
+        return ("no", "yes")[value] if isinstance(value, bool) else value
+    return number(value, unit)
+
+
+def _parity(records: Sequence[Parity], names: Sequence[str], title: str, note: str, _: Any) -> None:
+    for one in records:
+        heads = list(dict.fromkeys(what for row in one.distances.values() for what in row))
+        lines = [
+            (way, *("equal" if row.get(h) == 0 else f"{row[h]:.0e}" if h in row else "-" for h in heads))
+            for way, row in one.distances.items()
+        ]
+        verdict = f"The largest distance is {one.worst:.0e}; rounding explains up to {one.tolerance:.0e}."
+        table(("relative distance from one process", *heads), lines, title, note or verdict)
+
+
+def _traffic(records: Sequence[Traffic], names: Sequence[str], title: str, note: str, _: Any) -> None:
+    rows = names or [f"rank {i}" for i in range(len(records))]
+    axes = list(dict.fromkeys(axis for one in records for axis in one.bytes))
+    lines = [
+        (
+            name,
+            *(
+                f"{number(one.bytes.get(a, 0), 'B')} in {number(int(one.calls.get(a, 0)))} calls"
+                for a in axes
+            ),
+        )
+        for name, one in zip(rows, records, strict=True)
+    ]
+    table(("leaves the rank, counted", *axes), lines, title, note)
+
+
+def _stuck(records: Sequence[RankError], names: Sequence[str], title: str, note: str, _: Any) -> None:
+    for error in records:
+        rows = [(f"rank {rank}", _waiting_line(stack)) for rank, stack in sorted(error.stacks.items())]
+        table(("", "waits in"), rows, title or error.summary, note)
+
+
+def _waiting_line(stack: str) -> str:
+    """The reader's innermost line in a stack, else the innermost of all."""
+    frames: list[tuple[str, str]] = re.findall(r"^  (Cell In|File)[^\n]*\n    (.+)", stack, re.MULTILINE)
+    cells = [line for where, line in frames if where == "Cell In"]
+    return (cells or [line for _, line in frames] or ["-"])[-1].strip()
+
+
+def _survivors(records: Sequence[OutOfBudget], names: Sequence[str], title: str, note: str, _: Any) -> None:
+    for error in records:
+        rows = [(str(one), one.category, number(one.nbytes, "B")) for one in error.survivors[:8]]
+        heading = title or f"out of budget {error.operator}"
+        table(("largest tensors alive", "category", "bytes"), rows, heading, note or f"{error}.")
+
+
+def _source(
+    records: Sequence[Callable[..., Any]], names: Sequence[str], title: str, note: str, _: Any
+) -> None:
+    from html import escape
+
+    for function in records:
+        source = inspect.getsource(function)
+        present(f"<pre>{escape(source)}</pre>", source)
+
+
+# --- figures ---------------------------------------------------------------------------------------
+
+
+def _timelines(records: Sequence[Timeline], names: Sequence[str], title: str, _: str, options: Any) -> None:
+    from hpnb import plot
+
+    figure = plot.timeline(*records, names=names, title=title or None, **options)
+    parts = []
+    for name, one in zip(names or [""] * len(records), records, strict=True):
+        at = {part: item.text() for part, item in flatten("00.x", one).items()}
+        text = f"{name}, {one.source}: " if name else f"{one.source}: "
+        makespan = f"{number(one.makespan)} {unit}" if (unit := options.get("unit")) else at["00.x.makespan"]
+        text += f"{len(one.ranks)} ranks, {makespan}, bubble {at['00.x.bubble']}"
+        parts.append(
+            text + (f", at most {at['00.x.in-flight']} in flight" if options.get("in_flight") else "")
+        )
+    plot.show(figure, alt=_sentences(title, *parts))
+
+
+def _profiles(
+    records: Sequence[MemoryProfile], names: Sequence[str], title: str, _: str, options: Any
+) -> None:
+    from hpnb import plot
+
+    parts = []
+    for one, name in zip(records, names or [f"rank {one.rank}" for one in records], strict=True):
+        share = 100 * one.at_peak.activations / one.peak if one.peak else 0.0
+        parts.append(f"{name} peaks at {number(one.peak, 'B')}, {share:.0f} % of it activations")
+    plot.show(
+        plot.memory(*records, title=title or None, **options),
+        alt=_sentences("Memory over time", title, *parts),
+    )
+
+
+def _figures(records: Sequence[Figure], names: Sequence[str], title: str, _: str, options: Any) -> None:
+    from hpnb import plot
+
+    for figure in records:
+        plot.show(figure, alt=options.get("alt") or _sentences(title, describe(figure)))
+
+
+def describe(figure: Figure) -> str:
+    """A figure in words: title, axes, where each series begins and ends, bars, and the figure's own label."""
+    bold = [text for text in figure.texts if text.get_fontweight() == "bold"]
+    parts = [" ".join(text.get_text() for text in bold)]
+    for ax in figure.axes:
+        if not ax.get_visible():
+            continue
+        heads = [text.get_text() for text in ax.texts if text.get_position() == (0, 4)]
+        said = heads[:1]  # the panel's title
+        if ax.get_ylabel() and ax.get_xlabel():
+            said.insert(0, f"{ax.get_ylabel()} over {ax.get_xlabel()}".replace("\n", " "))
+        for line in ax.get_lines():
+            x, y, label = line.get_xdata(), line.get_ydata(), str(line.get_label())
+            if len(x) == 1 and not label.startswith(("_", "tick")):  # type: ignore[arg-type]
+                said.append(f"{label} at {_short(x[0])}, {_short(y[0])}")  # type: ignore[index]
+            if len(x) > 2 and not label.startswith(("_", "tick")):  # type: ignore[arg-type]
+                said.append(f"{label} goes from {_short(y[0])} to {_short(y[-1])}")  # type: ignore[index]
+        rows = [tick.get_text() for tick in ax.get_yticklabels()]
+        ends: dict[str, list[str]] = {}
+        for note in ax.texts:  # a bar's length stands at its end
+            xy = getattr(note, "xy", None)
+            if xy is None or xy in ((0, 1), (1, 1)) or not 0 <= round(xy[1]) < len(rows):
+                continue
+            if rows[round(xy[1])] and note.get_text():
+                ends.setdefault(rows[round(xy[1])], []).append(note.get_text())
+        said += [f"{name} {', '.join(texts)}" for name, texts in ends.items()]
+        parts.append("; ".join(said))
+    return _sentences(*parts, str(figure.get_label()))
+
+
+def _short(value: Any) -> str:
+    return f"{float(value):.3g}"
+
+
+def _sentences(*parts: str) -> str:
+    return " ".join(f"{part.strip().rstrip('.')}." for part in parts if part.strip())
+
+
+def _is_figure(one: Any) -> bool:
+    """Whether it is a matplotlib Figure, without importing matplotlib before something is drawn."""
+    return hasattr(one, "axes") and hasattr(one, "get_figwidth")
+
+
+_DISPLAYS: tuple[tuple[Callable[[Any], bool], Callable[[Any, Sequence[str], str, str, Any], None]], ...] = (
+    (lambda one: isinstance(one, Timeline), _timelines),
+    (lambda one: isinstance(one, MemoryProfile), _profiles),
+    (lambda one: isinstance(one, Traffic), _traffic),
+    (lambda one: isinstance(one, Parity), _parity),
+    (lambda one: isinstance(one, RankError), _stuck),
+    (lambda one: isinstance(one, OutOfBudget), _survivors),
+    (_is_figure, _figures),
+    (callable, _source),
+)

@@ -14,332 +14,503 @@
 # %% [markdown]
 # # What does agreement cost?
 #
-# **The question.** Training on many devices is computing apart, then agreeing. What does it cost to agree, in
-# bytes and in seconds, and who pays?
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/hpnb/hpnb/blob/main/notebooks/00_ranks_and_collectives.ipynb)
+# [![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/hpnb/hpnb/blob/main/notebooks/00_ranks_and_collectives.ipynb)
 #
-# **You will be able to** run a function on several processes from a cell; say what each collective leaves
-# where, and predict its bytes exactly; build an all-reduce from sends; measure latency, bandwidth and ρ of your
-# machine, and predict a time from them; tell waiting from moving; read a deadlock from its records.
+# **The question.** When several GPUs train one model, each computes on its own data, and then all of them must agree
+# on one result. To agree they send each other bytes. How many bytes, how many seconds, and who waits for whom?
 #
-# **You should know** how to train a model in PyTorch on one device. Nothing about more than one.
+# **You will be able to** run code on several processes from a notebook cell; say what a collective leaves on each
+# rank and how many bytes it sends; write a ring all-reduce; predict its time from latency and bandwidth; find the
+# slow rank in a timeline; read a deadlock.
 #
-# **Time.** 30 minutes to read; under 2 minutes to run on a laptop, 1 minute on 2 or 4 GPUs; 75 minutes for the
-# exercises.
+# **You should know** how to train a model in PyTorch on one GPU, and nothing about more than one.
 #
-# **Two questions to recall** what you bring along: How many bytes does the gradient of a model with 25 million
-# float32 parameters have? And which of a wire's two numbers, latency and bandwidth, decides how long one byte
-# takes?
+# **Time.** 30 minutes to read; under 2 minutes to run; 70 minutes for the exercises.
+#
+# **Two questions to recall.** How many bytes has the gradient of a model with 25 million
+# float32 parameters? And which decides how long a message of one byte takes, a network's latency or its bandwidth?
 #
 # <details><summary>Answers</summary>
-# 100 MB: four bytes a parameter, as many as the parameters themselves. Latency: one byte takes as long as none.
+#
+# 100 MB: the gradient has one number for each parameter, and a float32 has four bytes. The latency: a single byte
+# takes about as long as an empty message.
 # </details>
 
 # %% tags=["setup"]
+import importlib.util
+
+assert importlib.util.find_spec("hpnb"), "run `%pip install hpnb`, then this cell again"
 import statistics, sys, time
 import torch, torch.distributed as dist
 import hpnb
-from hpnb import Layout, Mesh, comm, lesson, plot, theory
-from hpnb.lesson.figures import ranks_and_collectives as figures
+from hpnb import Layout, Mesh, comm, lesson, theory
 from hpnb.lesson.exercises import ranks_and_collectives as exercises
+from hpnb.lesson.figures import ranks_and_collectives as figures
+from hpnb.lesson.programs.tcp_traffic import tcp_traffic
 
 # %load_ext hpnb
-here = lesson.banner()
-N = here.ranks
+N = hpnb.ranks.default_ranks()
+choice = hpnb.ranks.choose_device("auto", N)
+DEVICE = "cpu" if choice.shares_gpus else "auto"
+why = "ranks that share a GPU have no link between them, so this page runs on the CPU"
+here = lesson.banner(N, DEVICE, reading=why if choice.shares_gpus else "")
+lesson.record("00.ran", {"ranks": N, "backend": here.backend})
 
 # %% [markdown]
-# ## A cell is a cluster
+# ## Several processes, no shared memory
 #
-# A *rank* is one process of a group that works together. It has its own Python, its own memory and, where there
-# are enough, its own GPU. `hpnb.launch` starts the ranks, sends them the function, joins them in a process
-# group, shows what each prints under its label, and gives back one result a rank. What carries their bytes is a
-# *backend*: NCCL between GPUs, gloo between CPUs.
+# A training job on several GPUs is one program that runs several times. Each copy is an ordinary *process* with its
+# own Python interpreter, its own memory and usually its own GPU. PyTorch numbers the processes from 0 and calls each
+# of them a *rank*. A machine is a *node*; it commonly runs one rank for each of its GPUs.
 #
-# Every rank runs the *same* function. What it does differently, it decides by its rank.
+# ```text
+#   notebook ── starts ──▶  rank 0       rank 1       rank 2       rank 3      own memory each
+#      ▲                      │            │            │            │
+#      │                      └────────────┴── backend ─┴────────────┘         carries the bytes
+#      └──── one result from each rank
+# ```
+#
+# No rank can read another rank's memory, so whatever they share has to be sent. A *backend* carries the bytes: NCCL
+# between GPUs, gloo between processes on the CPU. This page ran <data value="00.ran.ranks">4</data> ranks over <data value="00.ran.backend">gloo</data>.
+#
+# The cell magic `%%ranks` runs a cell on every rank. The first such cell starts the processes, and they stay for the
+# cells that follow. Here each rank fills a tensor with its own number.
 
 # %%
-def introduce(greeting):
-    print(f"{greeting}, I am rank {hpnb.rank()} of {hpnb.world_size()} on {hpnb.device()}")
-    return hpnb.rank() ** 2
-
-
-hpnb.launch(introduce, "hello", ranks=N)
+# %%ranks $N --device $DEVICE
+x = torch.full((2,), float(hpnb.rank()), device=hpnb.device())  # (2,)
+x
 
 # %% [markdown]
-# The lines come in any order: nobody told the ranks to take turns. The results are in order of rank.
-#
-# Those processes are gone again. `%%ranks` keeps a group alive between cells, and then it matters **where a
-# variable lives**. The next cell binds `mine` on every rank. This notebook's own process never sees it.
+# In the next cell `N` belongs to the notebook and `x` to the ranks.
 
 # %%
-# %%ranks $N
-mine = torch.full((2,), float(hpnb.rank()))
-mine
-
-# %%
-# %%ranks $N
-mine.sum().item()
+# %%ranks
+N * x
 
 # %% [markdown]
-# Each rank still has its own `mine`, and they differ. That is the whole difficulty of parallel training: there
-# is no place where all of the data is. Whatever one rank needs of another must be sent.
+# **Where a variable lives.** If a `%%ranks` cell uses a variable from the notebook, such as `N`, each rank gets a
+# copy, and a fresh copy whenever you reassign it. In-place changes are not sent. A variable created on a rank, such
+# as `x`, stays on that rank, and the notebook does not see it.
 #
-# **Takeaway.** Same program, own memory. A name that you bind here goes to the ranks that read it, again whenever you
-# rebind it; changed in place, it does not. A name that a rank binds stays there.
+# The second way is `hpnb.launch(function, ranks=N)`. It starts fresh processes, runs the function on each of them, and
+# returns a list with one result from each rank.
 #
-# ## Collectives, before and after
+# <details><summary>In your tools: starting ranks</summary>
 #
-# Ranks could talk in pairs, by `send` and `receive`. Mostly they talk all at once, in a *collective*: a call that
-# every rank of a group makes, in the same order. With n ranks and a tensor of S bytes:
+# Outside a notebook a launcher starts one process for each GPU: `torchrun --nproc_per_node=4 train.py` for PyTorch
+# and Megatron-LM, `deepspeed --num_gpus=4 train.py`, or `accelerate launch --num_processes=4 train.py`. Each process
+# then joins the others:
 #
-# | collective | a rank brings | a rank leaves with | bytes that leave a rank, on average |
+# ```python
+# import os
+# import torch
+# import torch.distributed as dist
+#
+# torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # torchrun sets it
+# dist.init_process_group("nccl")  # reads RANK, WORLD_SIZE and the address to meet at
+# print(dist.get_rank(), "of", dist.get_world_size())
+# ```
+# </details>
+#
+# **Takeaway.** All ranks run the same program, each with its own memory. What one needs from another has to be sent.
+#
+# ## Collectives: what each rank holds before and after
+#
+# How do ranks send? In pairs, with a send and a receive; or, more often, by a *collective*: an operation that all
+# ranks of a group call together. The table is for n ranks and a tensor of S bytes, and its last column for a ring, which
+# the next section explains.
+#
+# | collective | each rank passes | each rank gets | bytes that leave a rank |
 # |---|---|---|---|
-# | broadcast | nothing, but for one who brings S | that S | (n-1)/n S |
-# | reduce-scatter | S | its share, S/n, of the sum | (n-1)/n S |
-# | all-gather | its share, S/n | all shares, S | (n-1)/n S |
+# | broadcast | S on one rank only | a copy of S | (n-1)/n S on average |
+# | reduce-scatter | S | its shard of the sum, S/n | (n-1)/n S |
+# | all-gather | its shard, S/n | all shards, S | (n-1)/n S |
 # | all-reduce | S | the sum, S | 2(n-1)/n S |
-# | all-to-all | n pieces of S/n | one piece from everybody | (n-1)/n S |
-# | barrier | itself | the knowledge that all are there | 0 |
+# | all-to-all | n pieces of S/n | one piece from every rank | (n-1)/n S |
+# | barrier | nothing | a return, once all have called it | 0 |
 #
-# The next cell runs two of them and draws what every rank really held. `Layout` arranges ranks along axes, and `Mesh`
-# makes their groups; here all ranks lie along `dp`, the axis along which notebook 01 will split data. On an axis a
-# rank has a place (`axis.rank`) among `axis.size`; `axis.ranks` are the members, and `axis.group` is what
-# `torch.distributed` calls them.
+# A *shard* is the n-th part of a tensor that one rank keeps. The cell runs two of these collectives in plain
+# `torch.distributed`, and draws the numbers that every rank held.
+
 
 # %%
 def two_collectives():
-    axis = Mesh(Layout(dp=hpnb.world_size())).dp
-    mine = torch.arange(float(axis.size)) + 10 * axis.rank  # (n,)
-    share = comm.reduce_scatter(mine, axis, dim=0)  # (1,)
-    return mine.tolist(), share.tolist(), comm.all_gather(share, axis, dim=0).tolist()
+    rank, n = hpnb.rank(), hpnb.world_size()
+    before = torch.arange(float(n), device=hpnb.device()) + 10 * rank  # (n,)
+    shard, gathered = torch.empty_like(before[:1]), torch.empty_like(before)
+    dist.reduce_scatter_tensor(shard, before)  # (1,), the sum of one column
+    dist.all_gather_into_tensor(gathered, shard)  # (n,)
+    return before.tolist(), shard.tolist(), gathered.tolist()
 
 
-stages = zip(*hpnb.launch(two_collectives, ranks=N), strict=True)
+stages = zip(*hpnb.launch(two_collectives, ranks=N, device=DEVICE), strict=True)
 names = ("before", "after reduce-scatter", "after all-gather")
-plot.show(
-    figures.tensors(*stages, names=names, title="measured · what each rank holds"),
-    alt=f"Each of {N} ranks holds {N} numbers; then the sum of one column; then all {N} sums.",
-)
-
-# %% [markdown]
-# From the left of the figure to its right, the two together are an **all-reduce**: every rank ends with the sum of
-# all. It is the most used collective in training, because gradients computed on different data must
-# be summed; and it is made of these two halves. ZeRO (notebook 01) and sequence parallelism (notebook 03) are
-# what you get when something useful happens between the halves.
-#
-# Before you go on, commit to a number. The table above has all you need.
-
-# %%
+title = "measured · reduce-scatter leaves one sum on each rank, all-gather copies all"
+lesson.show(figures.tensors(*stages, names=names, title=title))
+VALUES = 1_000_000 // N * N  # float32, four bytes each
 lesson.predict(
     "00.ring-bytes",
-    f"All-reduce 1,000,000 float32 values over {N} ranks: how many bytes leave each rank?",
+    f"All-reduce a tensor of 4 MB over {N} ranks: how many bytes leave each rank?",
     guess=None,
     unit="B",
     kind="identity",
+    rule_of_thumb=4 * VALUES,
 )
 
 # %% [markdown]
-# ## A ring by hand
+# Reduce-scatter adds up each column and leaves one sum on each rank. All-gather copies every sum to every rank. The two
+# together are an *all-reduce*: each rank starts with its own tensor and ends with the sum of all. Training uses it
+# most, because gradients that were computed on different data must be added.
 #
-# Why 2(n-1)/n? The obvious way is to send everything to rank 0, add, and send the sum back. Then rank 0 receives
-# (n-1) S bytes and sends as many, while all others watch. With 8 ranks one wire does 14 S of work and the rest idle.
+# The cell ends with a question. Write a number for `guess` before you read on. Until then a rule of thumb stands there:
+# each rank sends its tensor once.
 #
-# The ring keeps every wire busy. Cut the tensor into n chunks and let every rank talk only to its neighbours:
+# **Takeaway.** What each rank holds before and after defines a collective. An all-reduce is a reduce-scatter and an
+# all-gather.
 #
-# 1. *Reduce-scatter.* In each of n-1 steps, send one chunk to the right, receive another from the left, add it to
-#    yours. Chunk c travels round the ring and collects every rank's part. After n-1 steps each rank holds one
-#    finished chunk.
-# 2. *All-gather.* In n-1 more steps the finished chunks go round, replacing instead of adding.
+# ### Exercise 1: an all-reduce from its two halves
 #
-# Each step moves one chunk of S/n bytes out of every rank, so 2(n-1) steps move 2(n-1)/n S. That is less than
-# 2 S **however many ranks there are**; and where the ranks do the adding, no algorithm gets by with less on its
-# busiest rank (Patarasuk & Yuan 2009). The price is the number of steps, which grows with n; we come back to it below.
+# *Core, 15 minutes.* Write `all_reduce(x)` for a 1-D tensor of **any** length and dtype, with one
+# `dist.reduce_scatter_tensor` and one `dist.all_gather_into_tensor` over all ranks. Both need shards of equal size.
+# The check tries 12, 10 and 2 values on 3 ranks.
 #
-# The next cell makes the sends of a ring, and no others, under `record.traffic`, which counts every send. (A collective
-# it cannot see into: that it books as a ring would move it, whatever the backend does.) A prediction of this kind is an
-# *identity*: the ratio must be exactly 1. The figure is the first half of a real ring.
+# <details><summary>Hint</summary>
+#
+# Pad with zeros to a multiple of the number of ranks, and drop the padding at the end.
+# </details>
 
-# %%
-def count_bytes(values):
-    axis = Mesh(Layout(dp=hpnb.world_size())).dp
-    chunk = torch.ones(values // axis.size, device=hpnb.device())
-    with hpnb.record.traffic() as t:
-        for _ in range(2 * (axis.size - 1)):
-            chunk = comm.exchange(chunk, axis)  # to the right, and from the left
-    return t.bytes["dp"]
-
-
-sent = hpnb.launch(count_bytes, 1_000_000, ranks=N)[0]
-ring = theory.bytes_sent("all_reduce", 4_000_000, N)
-lesson.reveal("00.ring-bytes", sent, predicted=ring)
-walk = exercises.ring_walk(min(N, 4))
-names = ["before", *(f"step {k}" for k in range(1, len(walk)))]
-title = "measured · how many ranks' parts are in each chunk"
-plot.show(
-    figures.tensors(*walk, names=names, title=title),
-    alt="Every chunk begins with one part; in each step one chunk of every rank gains a part.",
-)
-
-# %% [markdown]
-# ### Exercise 1: a ring all-reduce
-#
-# *Implement, 20 minutes.* You get this rank's `chunks` (a list of n tensors), its `rank`, and `exchange(tensor)`,
-# which sends a tensor to the right neighbour and returns what the left one sent. Return the list of n summed
-# chunks. The check wants the exact sum, 2(n-1) exchanges and 2(n-1)/n of the bytes, on 2, 3 and 4 ranks.
-#
-# Hint: in step s of the first half, rank r sends chunk (r - s) mod n and receives chunk (r - s - 1) mod n. After
-# it, rank r has finished chunk (r + 1) mod n.
 
 # %% tags=["stub-1"]
-def ring_all_reduce(chunks, rank, exchange):
-    ...
+def all_reduce(x): ...
 
 
 # %% tags=["check-1"]
-lesson.check(exercises.ring, ring_all_reduce)
-
-# %% [markdown]
-# <details><summary>Solution</summary>
-#
-# ```python
-# def ring_all_reduce(chunks, rank, exchange):
-#     n = len(chunks)
-#     for s in range(n - 1):                       # reduce-scatter: add what comes
-#         got = exchange(chunks[(rank - s) % n])
-#         chunks[(rank - s - 1) % n] += got
-#     for s in range(n - 1):                       # all-gather: keep what comes
-#         chunks[(rank - s) % n] = exchange(chunks[(rank + 1 - s) % n])
-#     return chunks
-# ```
-# </details>
-
-# %% [markdown]
-# ### Exercise 2: an all-reduce from its two halves
-#
-# *Implement, 15 minutes.* Write `all_reduce(x, axis)` for a 1-D tensor of **any** length and dtype, with one
-# `dist.reduce_scatter_tensor` and one `dist.all_gather_into_tensor` on `axis.group`. Both need equal shares. The
-# check uses 12, 10 and 2 values on 3 ranks, and counts calls and bytes.
-#
-# Hint: pad with zeros to a multiple of `axis.size`, and cut the padding off at the end.
-
-# %% tags=["stub-2"]
-def all_reduce(x, axis):
-    ...
-
-
-# %% tags=["check-2"]
 lesson.check(exercises.halves, all_reduce)
 
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
 # ```python
-# def all_reduce(x, axis):
-#     share = -(-len(x) // axis.size)                                      # rounded up
-#     padded = torch.nn.functional.pad(x, (0, share * axis.size - len(x)))
-#     mine = padded.new_empty(share)
-#     dist.reduce_scatter_tensor(mine, padded, group=axis.group)
-#     whole = torch.empty_like(padded)
-#     dist.all_gather_into_tensor(whole, mine, group=axis.group)
-#     return whole[: len(x)]
+# def all_reduce(x):
+#     ranks = dist.get_world_size()
+#     size = -(-len(x) // ranks)                        # of a shard, rounded up
+#     padded = torch.nn.functional.pad(x, (0, size * ranks - len(x)))
+#     shard = padded.new_empty(size)
+#     dist.reduce_scatter_tensor(shard, padded)
+#     gathered = torch.empty_like(padded)
+#     dist.all_gather_into_tensor(gathered, shard)
+#     return gathered[: len(x)]
 # ```
 # </details>
 
 # %% [markdown]
-# ## Your machine card
+# ## A ring all-reduce, send by send
 #
-# A ring's bytes are the same everywhere; seconds are not. To first order a message of b bytes takes
+# Why does an all-reduce send $2(n-1)/n \, S$ from each rank? The obvious algorithm sends every tensor to rank 0, which
+# adds them up and sends the sum back. Then $(n-1) \, S$ bytes leave rank 0 while the links between the others are
+# idle. A ring keeps all links busy. Split the tensor into n chunks, and let each rank send only to the next rank:
+#
+# ```text
+#   ┌─▶ rank 0 ──▶ rank 1 ──▶ rank 2 ──▶ rank 3 ─┐     each step sends one chunk of S/n bytes
+#   └────────────────────────────────────────────┘     out of every rank
+# ```
+#
+# 1. *Reduce-scatter*, n-1 steps. Each rank adds the chunk that it receives to its own copy of that chunk. A chunk
+#    collects one part from every rank as it travels, so afterwards each rank holds one finished chunk.
+# 2. *All-gather*, n-1 steps. The finished chunks go round once more, and each rank keeps what it receives.
+#
+# The cell is the complete algorithm, as a generator that yields the chunks after every step. A step posts its send and its receive together: if every rank first waited for its send, all might wait forever.
+
+
+# %%
+def send_right(chunk):
+    """Send `chunk` to the next rank, and return what the previous rank sent."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    received = torch.empty_like(chunk)
+    sending = dist.P2POp(dist.isend, chunk, (rank + 1) % n)
+    receiving = dist.P2POp(dist.irecv, received, (rank - 1) % n)
+    for transfer in dist.batch_isend_irecv([sending, receiving]):
+        transfer.wait()
+    return received
+
+
+def ring_steps(x):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    chunks = list(x.clone().chunk(n))  # n of (len(x) / n,)
+    yield torch.cat(chunks)
+    for step in range(n - 1):  # reduce-scatter: add what arrives
+        chunks[(rank - step - 1) % n] += send_right(chunks[(rank - step) % n])
+        yield torch.cat(chunks)
+    for step in range(n - 1):  # all-gather: keep what arrives
+        chunks[(rank - step) % n] = send_right(chunks[(rank - step + 1) % n])
+        yield torch.cat(chunks)
+
+
+# %% [markdown]
+# On ones, a chunk's value counts the ranks that contributed to it. On other numbers we compare with the library.
+
+
+# %%
+def ring_all_reduce(x):
+    *_, result = ring_steps(x)
+    return result
+
+
+def compare_with_library():
+    n = hpnb.world_size()
+    ones = torch.ones(n, device=hpnb.device())  # (n,), one value in a chunk
+    x = torch.arange(8.0 * n, device=hpnb.device()) + hpnb.rank()  # (8 n,)
+    expected = x.clone()
+    dist.all_reduce(expected)
+    history = [state.tolist() for state in ring_steps(ones)]
+    return history, torch.equal(ring_all_reduce(x), expected)
+
+
+results = hpnb.launch(compare_with_library, ranks=N, device=DEVICE)
+histories, equal = zip(*results, strict=True)
+steps = [*range(min(N, 4)), 2 * (N - 1)]  # the first ones, and the end
+stages = [[history[step] for history in histories] for step in steps]
+names = ["before", *(f"step {step}" for step in steps[1:])]
+title = "measured · contributions in each chunk: one more a step, and at the end all"
+lesson.show(figures.tensors(*stages, names=names, title=title))
+lesson.claim("the ring and dist.all_reduce give every rank the same sum", all(equal))
+
+# %% [markdown]
+# Each of the $2(n-1)$ steps moves one chunk of S/n bytes out of every rank. Together that stays below 2 S **however
+# many ranks there are**. As long as the ranks do the adding, no algorithm needs less on its busiest rank (Patarasuk
+# and Yuan 2009). The price is the number of steps.
+#
+# Is that what really leaves a rank? The next table has three columns:
+#
+# - *Predicted* is the formula.
+# - *Counted* comes from `hpnb.record.traffic`, which looks at calls. It sees each send of our ring, but not inside
+#   `dist.all_reduce`. It counts that *as a ring would send it*, so there the column is the formula once more.
+# - *Measured* is independent. The operating system counts the bytes of every TCP connection, and gloo sends over TCP,
+#   here through *loopback*, the interface by which a machine talks to itself.
+
+
+# %%
+def count_bytes(all_reduce, length):
+    x = torch.ones(length)  # float32 on the CPU, so gloo sends it
+    all_reduce(x.clone())  # the first call opens connections
+    with hpnb.record.traffic() as calls, tcp_traffic() as tcp:
+        all_reduce(x)
+    return calls.total, tcp.bytes
+
+
+runs = {"our ring, 4 MB": (ring_all_reduce, VALUES)}
+runs |= {"dist.all_reduce, 4 MB": (dist.all_reduce, VALUES)}
+runs |= {"dist.all_reduce, 1 kB": (dist.all_reduce, 256)}
+predicted, counted, measured, headers = {}, {}, {}, {}
+for name, run in runs.items():
+    of_ranks = hpnb.launch(count_bytes, *run, ranks=N, device="cpu")
+    counted[name], measured[name] = of_ranks[0]
+    predicted[name] = 2 * (N - 1) / N * 4 * run[1]
+    headers[name] = 100 * (measured[name] / predicted[name] - 1)
+title = "bytes that leave rank 0: counted as a ring would send them, and sent over TCP"
+sources = {"predicted": predicted, "counted": counted, "measured": measured}
+lesson.show(**sources, unit="B", title=title)
+lesson.record("00.headers", headers, "%")
+ours, library = "our ring, 4 MB", headers["dist.all_reduce, 4 MB"]
+lesson.reveal("00.ring-bytes", counted[ours], "B", predicted[ours], source="counted")
+lesson.claim("gloo sends a ring's 4 MB and under 1 % more", (library, "<", 1))
+
+# %% [markdown]
+# Our ring's sends are exactly the formula. For `dist.all_reduce` of 4 MB the operating system measures
+# <data value="00.headers.dist.all_reduce-4-mb">0.0288 %</data> more, so gloo really sends what a ring sends. The rest is the header that gloo
+# puts before each message. For 1 kB headers add <data value="00.headers.dist.all_reduce-1-kb">112 %</data>: a tiny message is mostly
+# protocol. The headers of TCP and IP are not counted at all.
+#
+# None of this says anything about GPUs. Inside a node NCCL sends over NVLink or PCIe, which this counter does not
+# see, and it chooses between rings, trees and sums in the switch, which need fewer bytes. Wherever a later page counts
+# a collective, read "as a ring would send it".
+#
+# <details><summary>In your tools: which algorithm, how many bytes</summary>
+#
+# - PyTorch with NCCL: `NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,TUNING` in the environment prints the algorithm that
+#   NCCL chose. `NCCL_ALGO=Ring` forces a ring, to compare.
+# - On GPUs `nvidia-smi nvlink -gt d` reads how much data each NVLink has carried.
+# - `all_reduce_perf` of nccl-tests reports a *bus bandwidth*: 2(n-1)/n S, the ring's bytes, over the seconds.
+# - DeepSpeed: `"comms_logger": {"enabled": true}` in the configuration, then `deepspeed.comm.log_summary()`.
+# - accelerate: `accelerator.reduce(tensor, reduction="sum")` is an all-reduce, `accelerator.gather(tensor)` an
+#   all-gather.
+# </details>
+#
+# **Takeaway.** A ring all-reduce sends less than twice the tensor from each rank, in $2(n-1)$ steps.
+#
+# ### Exercise 2: an all-reduce in log₂ n steps
+#
+# *Extra, 15 minutes.* A ring of 4 ranks takes 6 steps. Two are enough if in each step a rank swaps its **whole**
+# tensor with a partner, and both add what they receive:
+#
+# ```text
+#   step 1, distance 1:   0 ⇄ 1   2 ⇄ 3          step 2, distance 2:   0 ⇄ 2   1 ⇄ 3
+# ```
+#
+# Return the sum, for any power of two. `exchange(tensor, peer)` sends a tensor to rank `peer` and returns what that
+# rank sent. The check wants log₂ n exchanges of S bytes on 2, 4 and 8 ranks.
+#
+# <details><summary>Hint</summary>
+#
+# At distance d, a power of two, the partner of `rank` is `rank ^ d`.
+# </details>
+
+
+# %% tags=["stub-2"]
+def doubling_all_reduce(x, rank, ranks, exchange): ...
+
+
+# %% tags=["check-2"]
+lesson.check(exercises.doubling, doubling_all_reduce)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# def doubling_all_reduce(x, rank, ranks, exchange):
+#     distance = 1
+#     while distance < ranks:
+#         x = x + exchange(x, rank ^ distance)
+#         distance *= 2
+#     return x
+# ```
+# </details>
+
+# %% [markdown]
+# ## Latency and bandwidth
+#
+# A ring sends the same bytes on every machine. The seconds depend on the *link* between the ranks: NVLink or PCIe
+# inside a node, a network between nodes, loopback on a CPU. Two numbers describe it. *Latency* α is the time that even
+# an empty message takes. *Bandwidth* B is how many bytes follow each second. A message of b bytes takes
 #
 # $$ t = \alpha + b / B $$
 #
-# with a latency α and a bandwidth B (Hockney 1994). A ring all-reduce is 2(n-1) such messages of S/n bytes:
+# and a ring all-reduce is $2(n-1)$ such messages of S/n bytes, one after the other:
 #
 # $$ t_{ring} = 2(n-1)\,\alpha + \frac{2(n-1)}{n}\,\frac{S}{B} $$
 #
-# Two numbers, then, and a third for what the ranks do besides: the rate of matrix products. The rate over the bandwidth
-# runs through the whole series:
+# A small tensor pays for the first term, a large one for the second. They are equal at S = n α B, the *knee*.
+#
+# What does a byte cost in compute? Two rates tell:
 #
 # $$ \rho = \frac{\text{matmul FLOP/s of a rank}}{\text{bytes/s that a rank sends}} $$
 #
-# ρ is an exchange rate: how many FLOP a rank could have done in the time it takes to send one byte. Where ρ is
-# large, talking is dear.
-#
-# Here are yours, measured with all ranks at work. Put them into the formula and guess. This one is a *model*: within 0.8
-# to 1.25 it is good, outside there is a term missing.
+# A FLOP is one floating-point operation. So ρ is an exchange rate: how many FLOP a rank could have computed while it
+# sent one byte. The cell times all-reduces of many sizes, fits α and B to them, and times a matrix product.
 
 # %%
-card = lesson.machine_card(N)
+card = lesson.machine_card(N, DEVICE)
 card.show()
-megabytes = 100 if here.device == "cuda" else 8
-lesson.predict(
-    "00.all-reduce-time",
-    f"How long do these {N} ranks take to all-reduce a gradient of {megabytes} MB?",
-    guess=None,
-    unit="ms",
-)
-
-# %%
-def time_all_reduce(values, repeats=9):
-    axis = Mesh(Layout(dp=hpnb.world_size())).dp
-    x = torch.zeros(values, device=hpnb.device())
-    comm.all_reduce(x, axis)  # the first call sets up connections
-    with hpnb.record.timeline() as recorder:
-        for _ in range(repeats):
-            comm.barrier(axis)
-            comm.all_reduce(x, axis)
-    return statistics.median(e.duration for e in recorder.events() if e.op == "all_reduce")
-
-
-took = max(hpnb.launch(time_all_reduce, megabytes * 250_000, ranks=N))
 knee = theory.knee(N, card.link)
-title = f"measured · all-reduce, {card.hardware}, {N} ranks"
-plot.show(
-    figures.costs(card.sizes, card.seconds, fit=card.curve(), knee=knee, title=title),
-    alt="All-reduce time against size: flat at first, rising in proportion beyond the knee.",
+title = f"measured · all-reduce over {N} ranks: flat up to the knee, then rising"
+lesson.show(figures.costs(card.sizes, card.seconds, card.curve(), knee, title=title))
+fitted = {"latency": (card.latency, "s"), "bandwidth": (card.bandwidth, "B/s")}
+fitted |= {"rho": card.rho, "knee": (knee, "B"), "hardware": card.hardware}
+lesson.record("00.card", fitted)
+rho = {name: 989e12 / link.bandwidth for name, link in theory.LINKS.items()}
+title = "by data sheet · ρ of an H200 (989 TFLOP/s in bf16) on six links"
+lesson.show(published=rho, unit="FLOP/B", key="00.rho", title=title)
+lesson.predict(
+    "00.many-calls",
+    "100 all-reduces of 80 kB instead of one of 8 MB: how many times as long?",
+    guess=None,
+    rule_of_thumb=1,
 )
-predicted = card.predicted(megabytes * 1e6)
-lesson.reveal("00.all-reduce-time", took * 1e3, predicted=predicted * 1e3)
-times = {"time (s)": (predicted, took)}
-lesson.ledger.add("00", Layout(dp=N), f"all-reduce of {megabytes} MB", times, card.hardware)
 
 # %% [markdown]
-# On the left of the **knee** the time hardly depends on the size: you pay for messages, not for bytes. On the
-# right you pay for bytes. Sent tensor by tensor, the biases and norms of a model sit far on the left; the same gradient
-# in a few large buckets sits on the right. That is why notebook 01 buckets.
+# On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">397 µs</data>, a bandwidth of <data value="00.card.bandwidth">618 MB/s</data> and a
+# knee at <data value="00.card.knee">983 kB</data>. A byte costs <data value="00.card.rho:,.0f">235</data> FLOP. On an H200 it costs
+# <data value="00.rho.nvlink-4.published:,.0f">2,198</data> FLOP over NVLink and <data value="00.rho.ethernet-10-gb.published:,.0f">791,200</data> over 10 Gb Ethernet,
+# so the same step may hardly notice its communication on the first link and do little else on the second.
 #
-# If your ratio is off: the model leaves out the adding itself, the time a host needs to hand a call to its GPU, caches that a
-# large tensor does not fit, and whatever else uses cores and memory at that moment. With more ranks than cores, run it twice; if
-# the two readings differ by more than the ratio, it is noise and not a term. (The cell also wrote a row into the *ledger*: what
-# ran, measured and over predicted. It grows through the notebooks, and 08 reads it.)
+# Now we test the formula. A gradient of 8 MB can go in one call, or tensor by tensor in many.
+
+
+# %%
+def time_all_reduces(calls, repeats=5):
+    parts = torch.zeros(2_000_000, device=hpnb.device()).chunk(calls)  # 8 MB together
+    seconds = []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        for part in parts:
+            dist.all_reduce(part)
+        parts[-1][-1].item()  # a GPU runs behind its process: wait for it
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])  # the first call opens connections
+
+
+calls = {"1 call of 8 MB": 1, "100 calls of 80 kB": 100}
+predicted = {name: n * card.predicted(8e6 / n) for name, n in calls.items()}
+measured = {}
+for name, n in calls.items():
+    measured[name] = max(hpnb.launch(time_all_reduces, n, ranks=N, device=DEVICE))
+sources = {"predicted": predicted, "measured": measured}
+lesson.show(**sources, unit="s", key="00.calls", title="8 MB in 1 call and in 100")
+(expected, expected_100), (took, took_100) = predicted.values(), measured.values()
+lesson.reveal("00.many-calls", took_100 / took, predicted=expected_100 / expected)
+lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">", took))
+times = {"time (s)": (expected, took)}
+lesson.ledger.add("00", Layout(dp=N), "all-reduce of 8 MB", times, card.hardware)
+
+# %% [markdown]
+# One call took <data value="00.calls.1-call-of-8-mb.measured">33.6 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">214 ms</data>:
+# <data value="00.many-calls:.0f">6</data> times as long for the same bytes, where the formula says <data value="00.many-calls.predicted:.0f">12</data>. Each
+# small call lies left of the knee and pays the latency again. That is why notebook 01 collects gradients in *buckets*.
 #
-# A ring is not always best: its 2(n-1) latencies hurt when the tensor is small and the ranks are many. A *tree* takes
-# 2 log₂ n messages of S; *halving-doubling* takes 2 log₂ n messages and a ring's bytes, for n a power of two. On real
-# wires its partners are far apart and share links, while a ring talks to neighbours only.
+# <details><summary>On a laptop</summary>
 #
-# **Challenge.** 64 ranks, 100 kB, a wire of 10 µs and 12.5 GB/s or worse: get under 200 µs.
+# Four ranks on two cores wait for a core as well as for a message, and the fit counts that as latency. So α is much
+# larger and ρ much smaller than on GPUs, while the shape of the curve is the same. A measured time may differ from
+# the prediction by a third from run to run.
+# </details>
+#
+# <details><summary>If the prediction is off on your machine</summary>
+#
+# The formula leaves out the additions, the time in which a process hands a call to its GPU, and whatever else uses
+# cores and links at that moment. Run the cell twice. What differs between the two runs is noise, and only the rest
+# is a missing term.
+# </details>
+#
+# A ring is not always best: its $2(n-1)$ latencies hurt when the tensor is small and the ranks are many.
+#
+# <details><summary>The other algorithms of the explorer</summary>
+#
+# *Naive* sends everything to rank 0 and back. A *tree* takes 2 log₂ n messages of S bytes. *Halving-doubling* takes as
+# many messages, with a ring's bytes, for n a power of two. Its partners are far apart, where links are shared, while
+# a ring talks to neighbours only.
+# </details>
+#
+# **Challenge.** 64 ranks, 100 kB, a link with 10 µs and 12.5 GB/s or worse: get under 200 µs.
 #
 # <details><summary>Answer</summary>
 #
-# `halving-doubling`, on the wire that the explorer opens with: its 12 messages wait 120 µs, its bytes take 2·63/64 of
-# 8 µs, together 136 µs. A tree sends all 100 kB in each of its 12 messages: 216 µs, and all other wires allowed are
-# slower. A ring waits for 126 messages: 1.28 ms. So few latencies leave room: at 2.5 GB/s halving-doubling still takes
-# 199 µs. It is there because 64 is a power of two.
+# `halving-doubling` on the link that the explorer opens with. Its 12 messages cost 120 µs of latency, and its bytes
+# take 2·63/64 of 8 µs: together 136 µs. A tree sends all 100 kB in each of its 12 messages and takes 216 µs. A ring
+# pays 126 latencies: 1.28 ms.
 # </details>
 
 # %%
 lesson.explorers.all_reduce_cost()
 
 # %% [markdown]
+# **Takeaway.** A call costs latency and its bytes cost bandwidth. The knee n α B tells which of the two you pay for.
+#
 # ### Exercise 3: how large a bucket
 #
-# *Design, 10 minutes.* Gradients are to be reduced in buckets by a ring. Return the smallest bucket, in bytes, of
-# which latency is at most `share` of the time. `wire.latency` is in seconds, `wire.bandwidth` in bytes/s. The check
-# tries five wires.
+# *Extra, 10 minutes.* Return the smallest bucket, in bytes, for which latency is at most `share` of a ring's time.
+# `link.latency` is in seconds, `link.bandwidth` in bytes/s. The check tries five links.
 #
-# Hint: at the knee, n α B, latency is one half of the time.
+# <details><summary>Hint</summary>
+#
+# At the knee, n α B, latency is one half of the time.
+# </details>
+
 
 # %% tags=["stub-3"]
-def bucket_bytes(wire, ranks, share):
-    ...
+def bucket_bytes(link, ranks, share): ...
 
 
 # %% tags=["check-3"]
@@ -348,26 +519,31 @@ lesson.check(exercises.bucket, bucket_bytes)
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# Latency costs 2(n-1) α, bytes cost 2(n-1)/n S/B. Latency is the share f of the sum when bytes cost (1-f)/f as
-# much; so S = n α B (1-f)/f, which is (1-f)/f times the knee.
+# Latency takes $2(n-1) \alpha$, and the bytes take $2(n-1)/n \cdot S/B$. Latency is the share f of the sum if the
+# bytes take $(1-f)/f$ times as long. So the bucket is $(1-f)/f$ times the knee.
 #
 # ```python
-# def bucket_bytes(wire, ranks, share):
-#     return ranks * wire.latency * wire.bandwidth * (1 - share) / share
+# def bucket_bytes(link, ranks, share):
+#     return ranks * link.latency * link.bandwidth * (1 - share) / share
 # ```
 # </details>
 
 # %% [markdown]
-# **Takeaway.** Messages cost latency, bytes cost bandwidth, and the knee n α B tells which of them you pay. ρ says how
-# much computing a byte is worth.
-#
 # ## Waiting is not moving
 #
-# A profiler shows an all-reduce as one bar. Much of that bar may be no communication at all: a rank that arrives early
-# has nothing to add to until the last one comes. Here rank 1 reads from a slow disk (it sleeps, so that ranks do not
-# also fight for cores). Everybody then reduces 8 MB. Three times; the bars below are sums over the three. The guess is
-# a *ranking*, and is scored by its *regret*: how much more your first choice costs than the best one. (Here a wrong
-# rank costs twice a right one.)
+# So far all ranks called the all-reduce together. In training they rarely do, and a sum needs a part from every rank.
+# Who arrives early has to wait:
+#
+# ```text
+#   rank 0   ▇▇ compute ▇▇░░░░░░░░░ wait ░░░░░░░░░▒▒ move ▒▒
+#   rank 1   ▇▇▇▇▇▇▇▇▇▇▇▇ compute ▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▒▒ move ▒▒     the straggler
+# ```
+#
+# A profiler shows wait and move as **one** bar, named all-reduce. A rank that keeps the others waiting is a
+# *straggler*. We make one: rank 1 sleeps 100 ms longer than the others, as if it read from a slow disk.
+#
+# `comm.all_reduce` is `dist.all_reduce` along one axis of a mesh of ranks, and `record.timeline` records it. Here all
+# ranks lie along `dp`, the axis of data parallelism.
 
 # %%
 lesson.predict(
@@ -375,78 +551,115 @@ lesson.predict(
     f"Rank 1 of {N} is slow. Which rank has the SHORTEST all-reduce bar?",
     guess=None,
     kind="ranking",
+    rule_of_thumb=[0],
 )
 
+
 # %%
-def step(slow):
+def step(pause, late):
     axis = Mesh(Layout(dp=hpnb.world_size())).dp
-    gradient = torch.ones(1 << 21, device=hpnb.device())
-    comm.all_reduce(gradient, axis)
+    gradient = torch.ones(2_000_000, device=hpnb.device())  # 8 MB
+    comm.all_reduce(gradient, axis)  # the first call opens the connections
     with hpnb.record.timeline() as recorder:
-        for _ in range(3):
+        for _ in range(5):
+            comm.barrier(axis)
             with recorder.span("compute"):
-                time.sleep(0.15 if axis.rank == slow else 0.03)
-            comm.all_reduce(gradient, axis)[0].item()  # the host waits for its GPU, as for a loss
+                time.sleep(pause + late * (axis.rank == 1))
+            comm.all_reduce(gradient, axis)[0].item()  # wait for the GPU
     return recorder.gather()
 
 
-recorded = hpnb.launch(step, 1, ranks=N)[0]
-reduces = recorded.select(["all_reduce"]).by_rank
-order = sorted(reduces, key=lambda r: sum(e.duration for e in reduces[r]))
-plot.show(
-    figures.waits(recorded),
-    alt=f"One bar a rank: compute, wait, move. Rank {order[0]} has the shortest all-reduce.",
-)
-costs = {r: 1 + (r != order[0]) for r in order}  # right or wrong
+cases = {"back to back": (0, 0), "after a pause": (0.03, 0), "rank 1 late": (0.03, 0.1)}
+recorded = {}
+for name, times in cases.items():
+    recorded[name] = hpnb.launch(step, *times, ranks=N, device=DEVICE)[0]
+late = recorded["rank 1 late"]
+title = "measured · rank 1 computes longest and has the shortest all-reduce, 5 steps"
+lesson.show(figures.waits(late, title=title))
+reduces = late.select(["all_reduce"]).by_rank
+order = sorted(reduces, key=lambda rank: sum(e.duration for e in reduces[rank]))
+costs = {rank: 1 + (rank != order[0]) for rank in order}  # right or wrong
 lesson.reveal("00.shortest-bar", order, predicted=[1], costs=costs)
+lesson.claim("the late rank has the shortest all-reduce", order[0] == 1)
 
 # %% [markdown]
-# The culprit has the *shortest* all-reduce: it comes last and waits for nobody. Everybody else's bar is long, and
-# looks like a slow network. If you optimise the longest bar, you optimise a victim.
+# The straggler has the *shortest* all-reduce, because it arrives last and waits for nobody. The other bars are long and
+# look like a slow network. Whoever optimizes the longest bar works on the wrong rank.
 #
-# **Takeaway.** Split every collective at the moment its last rank arrives. Before it, somebody was slow; after it,
-# the wire was.
-#
-# A record also answers what you cannot run. Below, the same compute is replayed on other wires: what each rank did
-# between two collectives stays, each collective is recomputed from the wire's latency and bandwidth.
+# Next we split the bars, for three cases of the same 8 MB, and *replay* the last case on other links: compute as
+# recorded, collectives by the formula.
+
 
 # %%
-wires = {"this machine": recorded}
-wires |= {name: lesson.replay(recorded, wire) for name, wire in theory.LINKS.items()}
+def median(tl, part, ranks=range(N)):
+    """Median seconds that an all-reduce of these ranks spends in "wait" or "move"."""
+    events = tl.split_waits("all_reduce").select([part]).events
+    return statistics.median(event.duration for event in events if event.rank in ranks)
 
 
-def spent(tl, op):
-    return sum(e.duration for e in tl.split_waits().select([op]).events) / len(tl.ranks)
-
-
-rows = []
-for name, tl in wires.items():
-    times = (tl.makespan, spent(tl, "wait"), spent(tl, "move"))
-    rows.append((f"{name}, {tl.source}", *(lesson.number(t / 3, "s") for t in times)))
-columns = ("wire", "step time", "of it waiting", "of it moving")
-lesson.table(columns, rows, title="one step, mean over ranks")
-names = ("this machine", "NVLink 4", "Ethernet 10 Gb")
-plot.show(
-    plot.timeline(*(wires[name].split_waits() for name in names), names=names, bubble=None),
-    alt="As recorded, and the same compute on two other wires: moves change, waits remain.",
-)
+others = [rank for rank in range(N) if rank != 1]
+wait = {name: median(tl, "wait", others) for name, tl in recorded.items()}
+move = {name: median(tl, "move") for name, tl in recorded.items()}
+card_move = dict.fromkeys(cases, card.predicted(8e6))
+parts = {"wait (s)": wait, "move (s)": move, "predicted move (s)": card_move}
+title = "measured · an all-reduce of 8 MB, medians"
+lesson.show(columns=parts, key="00.bar", title=title)
+lesson.record("00.spread", max(move.values()) / min(move.values()))
+replays = {name: lesson.replay(late, link) for name, link in theory.LINKS.items()}
+waits = {name: median(tl, "wait", others) for name, tl in replays.items()}
+moves = {name: median(tl, "move") for name, tl in replays.items()}
+parts = {"wait (s)": waits, "move (s)": moves}
+title = "simulated · the steps with the late rank, on other links"
+lesson.show(columns=parts, key="00.replay", title=title)
+waiting, moving = wait["rank 1 late"], move["rank 1 late"]
+lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", moving))
+lesson.claim("no link removes the wait", (min(waits.values()), ">", 0.08))
 
 # %% [markdown]
-# The moving changes with the wire. The waiting does not: no wire buys back a slow rank. The simulated rows are the
-# formula alone, so compare them with each other; the measured row has, besides, what a call costs on a real machine.
-# (A gap between compute and all-reduce is the copy that `comm` makes of its input.)
+# With rank 1 late, the others waited <data value="00.bar.rank-1-late.wait">95.3 ms</data> in each all-reduce, and then the bytes moved in
+# <data value="00.bar.rank-1-late.move">26.4 ms</data>. A faster link shortens only the move. On simulated NVLink it takes
+# <data value="00.replay.nvlink-4.move">44.7 µs</data>, and the wait is still <data value="00.replay.nvlink-4.wait">95.4 ms</data>.
+#
+# The three moves are the same operation on the same bytes. Here the largest is <data value="00.spread:.2f">1.03</data> times the
+# smallest, and the machine card predicted <data value="00.bar.back-to-back.predicted-move">21.8 ms</data>. Where such readings disagree, two
+# things besides the link can be the reason:
+#
+# - *Noise*, where ranks share cores with each other and with the rest of the machine.
+# - *Cold starts.* The card times calls that follow each other closely. After a pause, the code that launches a call
+#   has left the caches, and GPUs and links may be saving power. On several GPUs an 8 MB all-reduce in a step can then
+#   take several times what the card says.
+#
+# Before you blame a link, time the call in both ways.
+#
+# <details><summary>On a laptop</summary>
+#
+# With more ranks than cores, a rank may wait for a core while its neighbour waits for its message. Even "back to back"
+# then contains some waiting. Cold starts are lost in that noise.
+# </details>
+#
+# <details><summary>In your tools: stragglers</summary>
+#
+# - PyTorch: record one trace a rank with `torch.profiler`, and compare the **starts** of one NCCL kernel over the
+#   ranks. The rank that starts last is the straggler.
+# - Megatron-LM has `--log-straggler`, which logs how fast each rank computes.
+# - DeepSpeed: `deepspeed.comm.log_summary(show_straggler=True)` separates waiting from moving.
+# </details>
+#
+# **Takeaway.** Split every collective when its last rank arrives. Before it lies a slow rank, after it the link.
 #
 # ### Exercise 4: name the straggler
 #
-# *Diagnose, 10 minutes.* You get a `Timeline` that holds nothing but all-reduces: `tl.ranks`, and `tl.by_rank[r]`, a
-# tuple of events with `.op`, `.start`, `.end` and `.duration`. Return the rank that kept the others waiting. The check
-# makes three records of real ranks, with a different slow rank in each.
+# *Core, 10 minutes.* You get a `Timeline` of all-reduces: `tl.ranks`, and `tl.by_rank[r]`, a tuple of events that have
+# `.start`, `.end` and `.duration`. Return the rank that kept the others waiting. The check records three runs.
 #
-# Hint: whose bar would you *not* have looked at?
+# <details><summary>Hint</summary>
+#
+# Whose bar would you *not* have looked at?
+# </details>
+
 
 # %% tags=["stub-4"]
-def straggler(tl):
-    ...
+def straggler(tl): ...
 
 
 # %% tags=["check-4"]
@@ -462,22 +675,26 @@ lesson.check(exercises.straggler, straggler)
 # </details>
 
 # %% [markdown]
-# ## A deadlock's autopsy
+# ## A deadlock, and how to read it
 #
-# A collective is matched by *order*: in a group, the k-th call of one rank meets the k-th call of every other. There are
-# no names.
+# A late rank costs time, a rank that never comes costs the job. No crash is needed for that. Collectives carry no names:
+# in each group of ranks, the first call of one rank meets the first call of every other, and so on. Only order counts:
 #
-# Swap two calls in *one* group, and the first of rank 0 meets the first of the others. With equal sizes a loss is added to
-# gradients, and nobody notices: if the gradients are 100 and the losses 1 on four ranks, and rank 0 has the two calls
-# swapped, the ranks get 301 and 103 instead of 400 and 4. Swap them in *two* groups, and each rank waits for a call that
-# comes later in somebody else's program. No rank crashes, until PyTorch's own timeout (by default 10 minutes on NCCL, 30
-# on gloo). GPUs even show 100 % use, since a waiting NCCL kernel spins.
+# ```text
+#            rank 0                        ranks 1, 2, 3
+#   1st      all-reduce over gradients     all-reduce over metrics
+#   2nd      all-reduce over metrics       all-reduce over gradients
+# ```
 #
-# The next cell does the second on purpose, with 3 seconds to live.
+# With two groups, as drawn, every rank waits for a call that comes later in another rank's program: a *deadlock*. With
+# one group it is worse, because nothing stops. If rank 0 of 4 swaps its calls, gradients of 100 and losses of 1 add up
+# to 301 and 103, instead of 400 and 4. The next cell makes the deadlock, and gives the ranks 3 seconds. PyTorch's own
+# limit is 10 minutes over NCCL and 30 over gloo.
+
 
 # %% tags=["raises-exception"]
 def mismatched():
-    gradients, metrics = Mesh(Layout(dp=N)).dp, Mesh(Layout(tp=N)).tp  # two groups of the same ranks
+    gradients, metrics = Mesh(Layout(dp=N)).dp, Mesh(Layout(tp=N)).tp  # same ranks
     loss = torch.ones(1, device=hpnb.device())
     if hpnb.rank() == 0:
         comm.all_reduce(loss, gradients).item()
@@ -487,27 +704,19 @@ def mismatched():
         comm.all_reduce(loss, gradients).item()
 
 
-hpnb.launch(mismatched, ranks=N, timeout=3)
+hpnb.launch(mismatched, ranks=N, device=DEVICE, timeout=3)
 
 # %% [markdown]
-# Read it from the top. *No answer from any rank*, and *all of them wait for others*: nobody crashed, and nobody is
-# busy. Then compare **where** they wait. Rank 0 stands in the line with
-# `gradients`, the others in the line with `metrics`. Two different collectives, each missing a member: that is the
-# signature of mismatched order. Had one rank been outside any collective, that rank would be the culprit.
-#
-# **Takeaway.** Do not ask who is stuck; all are. Ask in which line each one waits, and which line lacks a member. The
-# next cell begins a *field guide* with it: symptom, instrument, cause. Each notebook adds a row.
+# Read it from the top: all ranks wait for others, so nobody crashed and nobody computes. On GPUs a monitor would even
+# show 100 % use, because a waiting NCCL kernel spins. Then compare the **lines** in which they wait.
 
 # %%
 error = sys.last_value
 assert isinstance(error, hpnb.RankError)
 assert error.error == "timed out"
-lines = {}
-for rank, stack in error.stacks.items():
-    lines[rank] = next(t.strip() for t in stack.splitlines() if "comm.all_reduce" in t)
-assert "gradients" in lines[0]
-assert all("metrics" in lines[rank] for rank in range(1, N))
-lesson.table(("rank", "waits in"), list(lines.items()), title="when the time was up")
+lesson.show(error, title="measured · where each rank waited when the time was up")
+in_gradients = [rank for rank in range(N) if "gradients)" in error.stacks[rank]]
+lesson.claim("rank 0 alone waits in the all-reduce over gradients", in_gradients == [0])
 lesson.field_guide.add(
     "no progress, no error, GPUs at 100 %",
     "RankError.stacks: compare the line in which each rank waits",
@@ -517,42 +726,62 @@ lesson.field_guide.add(
 lesson.field_guide.show()
 
 # %% [markdown]
+# Rank 0 waits in the all-reduce over `gradients`, the others in the one over `metrics`. Two collectives that each lack a
+# member are the signature of mismatched order. Every notebook adds a row to the *field guide*.
+#
+# <details><summary>In your tools: hangs</summary>
+#
+# - PyTorch with NCCL: set `TORCH_NCCL_TRACE_BUFFER_SIZE=2000` and `TORCH_NCCL_DUMP_ON_TIMEOUT=1`. This *flight
+#   recorder* writes the last collectives of each rank to a file. `py-spy dump --pid PID` shows where a live rank stands.
+# - On gloo, `monitored_barrier` names the rank that does not come:
+#
+# ```python
+# from datetime import timedelta
+# from torch.distributed import monitored_barrier
+#
+# monitored_barrier(timeout=timedelta(seconds=30))
+# ```
+# </details>
+#
+# **Takeaway.** In a deadlock all ranks are stuck. Ask in which line each of them waits, and which line lacks a member.
+#
 # ### Exercise 5: three hangs
 #
-# *Diagnose, 20 minutes.* Each function hangs. Mend it so that **every** rank returns what its docstring says, and
-# take out the line that raises. The check runs each on 3 ranks with 3 seconds to live, and shows where each rank stood.
+# *Core, 20 minutes.* Each function hangs. Repair it so that **every** rank returns what the docstring says. The check
+# runs each for 3 seconds on 3 ranks, and shows where each rank stood.
 #
-# Hint: ask of each call who else makes it, and how often. A receive that all wait in has nobody left to send.
+# <details><summary>Hint</summary>
+#
+# Ask of each call which other ranks make it, and how often. If all ranks receive first, nobody sends.
+# </details>
+
 
 # %% tags=["stub-5"]
-def pass_on(axis):
-    """Hand this rank's number to the next rank, and return what the previous one handed over."""
-    raise NotImplementedError  # take this line out once it is mended
-    mine, got = torch.tensor([float(axis.rank)]), torch.empty(1)
-    dist.recv(got, src=axis.ranks[axis.rank - 1], group=axis.group)
-    dist.send(mine, dst=axis.ranks[(axis.rank + 1) % axis.size], group=axis.group)
-    return got
+def pass_on(rank, ranks):
+    """Send this rank's number to the next rank; return what the previous one sent."""
+    raise NotImplementedError  # delete this line when the function is repaired
+    received = torch.empty(1)
+    dist.recv(received, src=(rank - 1) % ranks)
+    dist.send(torch.tensor([float(rank)]), dst=(rank + 1) % ranks)
+    return received
 
 
-def log_mean(axis):
-    """The mean of all ranks' numbers; rank 0 prints it."""
-    raise NotImplementedError  # take this line out once it is mended
-    mean = torch.tensor(float(axis.rank))
-    if axis.rank == 0:
-        dist.all_reduce(mean, group=axis.group)
-        print("mean", mean.item() / axis.size)
-    return mean / axis.size
+def log_mean(rank, ranks):
+    """The mean of all ranks' numbers."""
+    raise NotImplementedError  # delete this line when the function is repaired
+    mean = torch.tensor(float(rank))
+    if rank == 0:  # which writes the log
+        dist.all_reduce(mean)
+    return mean / ranks
 
 
-def uneven_sum(axis):
-    """The sum over all batches of all ranks; rank 0 has three batches, the others two."""
-    raise NotImplementedError  # take this line out once it is mended
-    total = torch.zeros(())
-    for batch in range(3 - (axis.rank > 0)):
-        part = torch.tensor(batch + 1.0)
-        dist.all_reduce(part, group=axis.group)
-        total += part
-    return total
+def uneven_sum(rank, ranks):
+    """The sum over all batches of all ranks; rank 0 has three batches, others two."""
+    raise NotImplementedError  # delete this line when the function is repaired
+    parts = [torch.tensor(batch + 1.0) for batch in range(3 - (rank > 0))]
+    for part in parts:
+        dist.all_reduce(part)
+    return sum(parts)
 
 
 # %% tags=["check-5"]
@@ -561,30 +790,28 @@ lesson.check(exercises.hangs, (pass_on, log_mean, uneven_sum))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `pass_on`: all receive first, so nobody sends. Post the send without waiting for it. `log_mean`: a collective is for
-# everybody; only the printing is for rank 0. `uneven_sum`: rank 0 makes one call more than the others. Sum at home
-# first, then agree once.
+# `pass_on`: all ranks receive first, so nobody sends. Start the send without waiting for it. `log_mean`: all ranks
+# must call the collective, even if only rank 0 needs its result. `uneven_sum`: rank 0 makes one call more than the
+# others. Add up on each rank, then call once.
 #
 # ```python
-# def pass_on(axis):
-#     mine, got = torch.tensor([float(axis.rank)]), torch.empty(1)
-#     sending = dist.isend(mine, dst=axis.ranks[(axis.rank + 1) % axis.size], group=axis.group)
-#     dist.recv(got, src=axis.ranks[axis.rank - 1], group=axis.group)
+# def pass_on(rank, ranks):
+#     received = torch.empty(1)
+#     sending = dist.isend(torch.tensor([float(rank)]), dst=(rank + 1) % ranks)
+#     dist.recv(received, src=(rank - 1) % ranks)
 #     sending.wait()
-#     return got
+#     return received
 #
 #
-# def log_mean(axis):
-#     mean = torch.tensor(float(axis.rank))
-#     dist.all_reduce(mean, group=axis.group)
-#     if axis.rank == 0:
-#         print("mean", mean.item() / axis.size)
-#     return mean / axis.size
+# def log_mean(rank, ranks):
+#     mean = torch.tensor(float(rank))
+#     dist.all_reduce(mean)
+#     return mean / ranks
 #
 #
-# def uneven_sum(axis):
-#     total = torch.tensor(float(sum(batch + 1 for batch in range(3 - (axis.rank > 0)))))
-#     dist.all_reduce(total, group=axis.group)
+# def uneven_sum(rank, ranks):
+#     total = torch.tensor(float(sum(batch + 1 for batch in range(3 - (rank > 0)))))
+#     dist.all_reduce(total)
 #     return total
 # ```
 # </details>
@@ -592,18 +819,22 @@ lesson.check(exercises.hangs, (pass_on, log_mean, uneven_sum))
 # %% [markdown]
 # ## What to remember
 #
-# - Same program, own memory. Everything shared was sent.
-# - An all-reduce is a reduce-scatter and an all-gather. By a ring, 2(n-1)/n S bytes leave each rank: less than twice
-#   the tensor, however many ranks.
-# - Time is messages times latency, plus bytes over bandwidth. The knee tells which of them you pay.
-# - ρ is how many FLOP a byte costs. From 01 on it decides what hides behind what.
-# - The slow rank has the shortest collective.
-# - Collectives meet by order. In a deadlock, compare lines.
+# - All ranks run one program, each with its own memory.
+# - An all-reduce is a reduce-scatter and an all-gather. A ring sends less than twice the tensor from each rank.
+# - Time is latency for each message plus bytes over bandwidth. The knee n α B separates the two.
+# - ρ is the number of FLOP that one byte costs.
+# - The straggler has the shortest collective.
+# - Collectives are matched by order. In a deadlock, compare the lines in which ranks wait.
 #
-# **When not to use this.** If one device holds the model and the time is bearable, stop here: agreement that you need
-# not reach is free. α and B as constants are a first model: it knows nothing of several wires at once, of hosts, of
-# two collectives that share a link. 04 and 09 add that.
+# **When not to use this.** If one GPU holds the model and the training time is acceptable, stay there. And α and B are
+# a first model, for one link at a time. Notebooks 04 and 09 go further.
 #
-# **Papers.** Hockney 1994, *The communication challenge for MPP* (α and B). Thakur, Rabenseifner & Gropp 2005,
-# *Optimization of collective communication operations in MPICH*. Patarasuk & Yuan 2009, *Bandwidth optimal all-reduce
-# algorithms for clusters of workstations*.
+# **Where to look.** PyTorch: `torch/distributed/distributed_c10d.py` has all collectives of this page. Megatron-Core:
+# `megatron/core/parallel_state.py` builds the groups of ranks that later notebooks use.
+#
+# **Papers.** Hockney 1994, *The communication challenge for MPP* (α and B). Thakur, Rabenseifner and Gropp 2005,
+# *Optimization of collective communication operations in MPICH*. Patarasuk and Yuan 2009, *Bandwidth optimal
+# all-reduce algorithms for clusters of workstations*.
+#
+# **Next.** [Notebook 01](01_vit_data_parallel.ipynb) puts the model on every rank and all-reduces its gradients. It
+# asks when that costs no time at all, because the backward pass runs meanwhile.

@@ -14,6 +14,9 @@
 # %% [markdown]
 # # Which axis deserves the fast wire?
 #
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/hpnb/hpnb/blob/main/notebooks/04_vit_hybrid_parallel.ipynb)
+# [![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/hpnb/hpnb/blob/main/notebooks/04_vit_hybrid_parallel.ipynb)
+#
 # **The question.** You know three ways to share a training step: samples (dp), layers (pp), matrices (tp). Large models
 # use all three at once. A cluster has two kinds of wire: fast ones inside a host (one machine with several devices),
 # slow ones between hosts. Which axis gets the fast wire, and how are the three put together so that the answer stays
@@ -35,6 +38,11 @@
 # </details>
 
 # %% tags=["setup"]
+import importlib.util
+
+assert importlib.util.find_spec("hpnb"), (
+    "hpnb is missing: run `%pip install hpnb` in a cell, then this cell again"
+)
 import tempfile
 from dataclasses import replace
 import torch, torch.distributed as dist
@@ -42,7 +50,14 @@ import hpnb
 from hpnb import Layout, Mesh, comm, lesson, plot, precision, theory
 from hpnb.lesson.figures import vit_hybrid as figures
 from hpnb.grad_norm import total_norm
-from hpnb.lesson.programs import device_timing, host_traffic, step_timing, vit_hybrid, vit_pipeline, vit_tensor
+from hpnb.lesson.programs import (
+    device_timing,
+    host_traffic,
+    step_timing,
+    vit_hybrid,
+    vit_pipeline,
+    vit_tensor,
+)
 from hpnb.lesson.exercises import vit_hybrid_parallel as exercises
 from hpnb.models import SIZES, ViTSize
 from hpnb.pipeline_parallel import full_state_dict, schedules
@@ -51,14 +66,14 @@ from hpnb.tensor_parallel import parallelize
 from hpnb.theory import LINKS
 
 N = min(4, device_timing.timed_ranks())  # on a CPU no more than cores, so that a clock means something
-GPU = hpnb.ranks.choose_device("auto", N).device == "cuda"
-SMALL, TINY = ViTSize(256, 8, 8, 1024, 8, 32), ViTSize(64, 4, 8, 256, 8, 32)
-SIZE, DTYPE = (SIZES["l16"], torch.bfloat16) if GPU else (SMALL, torch.float32)
 pool, eight = hpnb.Ranks(N), hpnb.Ranks(8, device="cpu")  # these ranks stay to the end
-IMAGES = vit_hybrid.batch_size(pool)
-name = f"ViT, {SIZE.layers} blocks of {SIZE.hidden}, {str(DTYPE)[6:]}, {IMAGES} images of {SIZE.tokens} tokens"
+sizes, TINY = lesson.choose_sizes("04", pool), ViTSize(64, 4, 8, 256, 8, 32)  # the largest that fit
+SIZE, DTYPE, IMAGES = sizes.size, sizes.dtype, sizes.batch
+name = (
+    f"ViT, {SIZE.layers} blocks of {SIZE.hidden}, {str(DTYPE)[6:]}, {IMAGES} images of {SIZE.tokens} tokens"
+)
 leaves = hpnb.data.beans("train", size=1024, image_size=32)
-here = lesson.banner(N, model=name, data=leaves.describe(),
+here = lesson.banner(N, model=name, data=leaves.describe(), sizes=sizes,
                      reading="cells with 8 ranks run tiny, on the CPU: they are about bytes and equality, not time")  # fmt: skip
 
 # %% [markdown]
@@ -92,7 +107,11 @@ laws = {"dp": lambda rho: TOKENS / theory.dp_tokens_to_hide(rho, RANKS),
         "pp": lambda rho: theory.pp_compute_over_communication(VIT.hidden, VIT.layers / RANKS, rho),
         "tp": lambda rho: theory.tp_compute_over_communication(VIT.hidden, RANKS, rho)}  # fmt: skip
 rows = [(axis, *(lesson.number(law(rho)) for rho in rhos.values())) for axis, law in laws.items()]
-lesson.table(("axis", *rhos), rows, "computing over sending, ViT-L/16, 8 ranks at 400 TFLOP/s (first column: at this machine's rate)")
+lesson.table(
+    ("axis", *rhos),
+    rows,
+    "computing over sending, ViT-L/16, 8 ranks at 400 TFLOP/s (first column: at this machine's rate)",
+)
 layout = Layout(dp=2, pp=2, tp=2)
 plot.show(plot.mesh(layout, hosts_of=4, title="dp 2 x pp 2 x tp 2 on two hosts of four, nested dp > pp > tp"),
           alt="Eight ranks in two hosts; tp joins neighbours, pp pairs two apart in a host, dp the two hosts.")  # fmt: skip
@@ -111,9 +130,9 @@ plot.show(plot.mesh(layout, hosts_of=4, title="dp 2 x pp 2 x tp 2 on two hosts o
 #
 # Hint: a rank is a number whose digits are its coordinates. Which digit changes first when you count?
 
+
 # %% tags=["stub-1"]
-def coordinates(rank, sizes, order):
-    ...
+def coordinates(rank, sizes, order): ...
 
 
 # %% tags=["check-1"]
@@ -145,9 +164,14 @@ lesson.predict("04.slow-wire", f"{N} ranks, {IMAGES} images, in 8 microbatches u
 
 # %%
 raced = vit_hybrid.time_axes(pool, SIZE, IMAGES, DTYPE, 8, card)
-rows = [(f"{axis}, sent by a rank", step.predicted_bytes, step.bytes, "B", "identity") for axis, step in raced.items()]
+rows = [
+    (f"{axis}, sent by a rank", step.predicted_bytes, step.bytes, "B", "identity")
+    for axis, step in raced.items()
+]
 rows += [(f"{axis}, step", step.predicted(card.link), step.seconds, "s") for axis, step in raced.items()]
-ratios = lesson.comparison(rows, title=f"{N} ranks along one axis; predicted: a rank's share measured alone, and the card's wire")
+ratios = lesson.comparison(
+    rows, title=f"{N} ranks along one axis; predicted: a rank's share measured alone, and the card's wire"
+)
 slower = [10 ** (k / 8) for k in range(17)]
 wires = [replace(card.link, bandwidth=card.link.bandwidth / times) for times in slower]
 curves = {axis: [step.on(wire) for wire in wires] for axis, step in raced.items()}
@@ -158,7 +182,9 @@ plot.show(
     alt=f"Step over bandwidth; at a hundredth of it {', '.join(f'{axis} takes {times:.1f} times as long' for axis, times in worst.items())}.",
 )  # fmt: skip
 tenth = {axis: curve[8] for axis, curve in curves.items()}
-lesson.reveal("04.slow-wire", tenth, predicted=sorted(raced, key=lambda axis: raced[axis].predicted(wires[8])))
+lesson.reveal(
+    "04.slow-wire", tenth, predicted=sorted(raced, key=lambda axis: raced[axis].predicted(wires[8]))
+)
 vit_hybrid.add_to_ledger(raced, name, card)
 
 # %% [markdown]
@@ -196,22 +222,31 @@ lesson.predict("04.border", f"8 ranks, {IMAGES8} images of {TINY.tokens} tokens 
 
 def assemble(dp, pp, tp):
     model = parallelize(vit_tensor.float64_vit(TINY), tp)  # each matrix shared by the ranks of tp
-    pipe = hpnb.Pipeline(model, pp, schedules.make("1f1b", pp.size, M), vit_pipeline.microbatch_loss)  # of that, this rank's stage
+    pipe = hpnb.Pipeline(
+        model, pp, schedules.make("1f1b", pp.size, M), vit_pipeline.microbatch_loss
+    )  # of that, this rank's stage
     pipe.gradients = hpnb.DataParallel(pipe.module, dp)  # who sums its gradients, bucket by bucket
     return pipe
 
 
 def sent_in(order):
     mesh = Mesh(Layout(dp=2, pp=2, tp=2, order=order))
-    pipe, batch = assemble(mesh.dp, mesh.pp, mesh.tp), vit_hybrid.local_rows(vit_hybrid.leaf_batch(leaves, IMAGES8), mesh.dp)
+    pipe, batch = (
+        assemble(mesh.dp, mesh.pp, mesh.tp),
+        vit_hybrid.local_rows(vit_hybrid.leaf_batch(leaves, IMAGES8), mesh.dp),
+    )
     pipe.step(batch)  # the first one exchanges shapes, too
     with hpnb.record.traffic() as t:
         pipe.step(batch)
     return t.messages, sum(p.numel() for p in pipe.module.parameters())
 
+
 # %%
 ran = {order: eight.run(sent_in, order) for order in ORDERS}
-seen = {order: host_traffic.recorded_traffic([messages for messages, _ in found], least=1024) for order, found in ran.items()}
+seen = {
+    order: host_traffic.recorded_traffic([messages for messages, _ in found], least=1024)
+    for order, found in ran.items()
+}
 plot.show(
     figures.atlas({f"{' > '.join(order)}": flows for order, flows in seen.items()}, host=4,
                title="measured · 8 ranks on two hosts of 4: bytes of a step"),
@@ -260,9 +295,9 @@ lesson.explorers.layouts_on_hosts()
 # Hint: on which host is rank r? A ring that spans hosts crosses a border at few of its hops when its ranks are neighbours,
 # and at all when they are far apart: the loudest axis need not be the innermost.
 
+
 # %% tags=["stub-2"]
-def place(job):
-    ...
+def place(job): ...
 
 
 # %% tags=["check-2"]
@@ -299,6 +334,7 @@ lesson.check(exercises.place_axes, place)
 # three axes. Here is a step by hand, and then by `Booster`, which does the same for any training script. Both are held
 # against one process, in float64.
 
+
 # %%
 def by_hand(batch):
     mesh = Mesh(Layout(dp=2, pp=2, tp=2))
@@ -312,13 +348,17 @@ def by_hand(batch):
 
 
 def by_booster(batch):
-    plugin = hpnb.HybridParallelPlugin(tp_size=2, pp_size=2, num_microbatches=M, max_norm=1.0, precision="fp64")
+    plugin = hpnb.HybridParallelPlugin(
+        tp_size=2, pp_size=2, num_microbatches=M, max_norm=1.0, precision="fp64"
+    )
     booster, model = hpnb.Booster(plugin=plugin), vit_tensor.float64_vit(TINY)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     model, optimizer, *_ = booster.boost(model, optimizer)
     for _ in range(3):
         optimizer.zero_grad()
-        found = booster.execute_pipeline(iter([vit_hybrid.local_rows(batch, plugin.mesh.dp)]), model, optimizer=optimizer)
+        found = booster.execute_pipeline(
+            iter([vit_hybrid.local_rows(batch, plugin.mesh.dp)]), model, optimizer=optimizer
+        )
         optimizer.step()
     weights = full_state_dict(model.unwrap(), plugin.mesh.pp, [plugin.mesh.dp, plugin.mesh.tp])
     return found["loss"], optimizer.last_step.norm, weights
@@ -335,6 +375,7 @@ def by_one(batch):
         optimizer.step()
     return loss.detach(), norm, model.state_dict()
 
+
 # %%
 def three_ways():
     batch = vit_hybrid.leaf_batch(leaves, IMAGES8)
@@ -343,14 +384,22 @@ def three_ways():
     for way in (by_hand, by_booster):
         mine = way(batch)
         value = loss if mine[0] is None else mine[0]  # the last stage has it
-        off[way.__name__] = [step_timing.relative_distance([a], [b]) for a, b in ((value, loss), (mine[1], norm))]
-        off[way.__name__].append(step_timing.relative_distance([mine[2][n] for n in weights], weights.values()))
+        off[way.__name__] = [
+            step_timing.relative_distance([a], [b]) for a, b in ((value, loss), (mine[1], norm))
+        ]
+        off[way.__name__].append(
+            step_timing.relative_distance([mine[2][n] for n in weights], weights.values())
+        )
     return off
 
 
 found = eight.run(three_ways)
 rows = [(way, *(f"{max(off[way][i] for off in found):.0e}" for i in range(3))) for way in found[0]]
-lesson.table(("way", "loss", "norm before clipping", "weights"), rows, "off from one process after three clipped steps, the worst of 8 ranks")
+lesson.table(
+    ("way", "loss", "norm before clipping", "weights"),
+    rows,
+    "off from one process after three clipped steps, the worst of 8 ranks",
+)
 assert max(max(off) for each in found for off in each.values()) < 1e-12
 
 # %% [markdown]
@@ -363,6 +412,7 @@ assert max(max(off) for each in found for off in each.values()) < 1e-12
 # places: `assemble(mesh.tp, mesh.pp, mesh.dp)`. The matrices are now shared by ranks that have *different samples*. Each
 # adds its part of a product to somebody else's. Nothing raises. Does it train?
 
+
 # %%
 def train(swapped):
     mesh = Mesh(Layout(dp=2, pp=2, tp=2))
@@ -373,7 +423,15 @@ def train(swapped):
         optimizer.zero_grad()
         loss = pipe.step(batch).loss.item()
         optimizer.step()
-        log.append((loss, max(vit_hybrid.replica_distance(vit_hybrid.replicated_parameters(pipe.module), axis) for axis in (mesh.dp, mesh.tp))))
+        log.append(
+            (
+                loss,
+                max(
+                    vit_hybrid.replica_distance(vit_hybrid.replicated_parameters(pipe.module), axis)
+                    for axis in (mesh.dp, mesh.tp)
+                ),
+            )
+        )
     with hpnb.record.traffic() as t:
         pipe.step(batch)
     return log, t.messages
@@ -383,10 +441,18 @@ runs = {"right": eight.run(train, False), "dp and tp swapped": eight.run(train, 
 losses, apart = ({run: [step[i] for step in ranks[0][0]] for run, ranks in runs.items()} for i in (0, 1))
 ends = ", ".join(f"{run} {series[0]:.2f} to {series[-1]:.2f}" for run, series in losses.items())
 plot.show(
-    plot.drift(losses, apart, title="measured · 8 ranks: the loss, and copies of norms and embeddings", between="copies"),
+    plot.drift(
+        losses,
+        apart,
+        title="measured · 8 ranks: the loss, and copies of norms and embeddings",
+        between="copies",
+    ),
     alt=f"Losses: {ends}; both fall. The copies stay equal if right, and part from the first step if swapped.",
 )
-maps = {run: host_traffic.recorded_traffic([messages for _, messages in ranks], 1024) for run, ranks in runs.items()}
+maps = {
+    run: host_traffic.recorded_traffic([messages for _, messages in ranks], 1024)
+    for run, ranks in runs.items()
+}
 plot.show(
     figures.atlas(maps, host=4, title="measured · 8 ranks on two hosts of 4: where the bytes fall"),
     alt="The two atlases; if swapped, the hot squares lie across the border, in the colour of dp.",
@@ -421,9 +487,9 @@ lesson.field_guide.show()
 #
 # Hint: which of the faults leave copies equal? Which of the others is silent along dp?
 
+
 # %% tags=["stub-3"]
-def diagnose(run):
-    ...
+def diagnose(run): ...
 
 
 # %% tags=["check-3"]
@@ -461,6 +527,7 @@ lesson.check(exercises.diagnose, diagnose)
 # clips by another factor: copies part, as in the autopsy. The cell does both, and asks `placement`, which knows of every
 # parameter along which axes the ranks hold different parts.
 
+
 # %%
 def norms():
     mesh = Mesh(Layout(dp=2, pp=2, tp=2))
@@ -472,7 +539,9 @@ def norms():
     for axis in (mesh.pp, mesh.tp):
         dist.all_reduce(half, group=axis.group)
     once = total_norm(pipe.parameters(), [mesh.dp, mesh.pp, mesh.tp])
-    places = {n: "".join(f"{a:>4}" for a in sorted(placement_of(p).axes)) for n, p in pipe.module.named_parameters()}
+    places = {
+        n: "".join(f"{a:>4}" for a in sorted(placement_of(p).axes)) for n, p in pipe.module.named_parameters()
+    }
     return own.sqrt().item(), everybody.sqrt().item(), half.sqrt().item(), once.item(), places
 
 
@@ -484,7 +553,11 @@ def norm_of_one():
 
 found, right = eight.run(norms), eight.run(norm_of_one)[0]
 ways = {f"its own parts, rank {r}": found[r][0] for r in (0, 2)}
-ways |= {"all ranks, all they have": found[0][1], "over pp and tp alone": found[0][2], "each element once": found[0][3]}
+ways |= {
+    "all ranks, all they have": found[0][1],
+    "over pp and tp alone": found[0][2],
+    "each element once": found[0][3],
+}
 lesson.table(("what is summed", "norm", "times one process's"), [(way, f"{n:.6f}", f"{n / right:.6f}") for way, n in ways.items()],
              "the norm of one gradient", f"{sum('tp' in axes for axes in found[0][4].values())} of rank 0's {len(found[0][4])} "
              "parameters are cut along tp, and all along pp: another stage has others.")  # fmt: skip
@@ -502,9 +575,9 @@ lesson.table(("what is summed", "norm", "times one process's"), [(way, f"{n:.6f}
 #
 # Hint: what is equal on c ranks may count 1/c on each of them. Then a plain sum over all ranks is right.
 
+
 # %% tags=["stub-4"]
-def norm(parameters, axes):
-    ...
+def norm(parameters, axes): ...
 
 
 # %% tags=["check-4"]
@@ -581,9 +654,9 @@ assert last["eval_accuracy"] > 0.5
 #
 # Hint: two ranges overlap from the larger start to the smaller stop.
 
+
 # %% tags=["stub-5"]
-def moves(n, old, new):
-    ...
+def moves(n, old, new): ...
 
 
 # %% tags=["check-5"]

@@ -14,168 +14,401 @@
 # %% [markdown]
 # # Where do you cut when layers are unequal?
 #
-# **The question.** In notebook 02 every stage took the same time, for a ViT is a stack of equal blocks. GPT-2 ends in a
-# head that weighs several of them, it uses one table of words at both ends, and its rows are not equally long. Where do
-# you cut now, and what else was only right because everything was equal?
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/hpnb/hpnb/blob/main/notebooks/06_gpt2_pipeline_parallel.ipynb)
+# [![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/hpnb/hpnb/blob/main/notebooks/06_gpt2_pipeline_parallel.ipynb)
 #
-# **You will be able to** measure the layers of a model and cut it by them; say before you run it what a cut costs, and
-# how many devices a pipeline of this model is worth at most; keep a weight that lives on two ranks one weight; take the
-# exact mean over ragged rows; fit a schedule to unequal stages and to the memory of each rank.
+# **The question.** In notebook 02 all pipeline stages took the same time, because a ViT is a stack of equal blocks.
+# GPT-2 breaks three such equalities. Its last layer, the head, costs several blocks. One weight serves both ends of the
+# model. And texts differ in length, so microbatches have unequal numbers of targets. Where do we cut now, and how do loss
+# and gradients stay exact?
 #
-# **You should know** notebook 02 (schedules as lists, the bubble, I and W), and from 01 the exact mean of a ragged batch.
+# **You will be able to** measure a model's layers and find its best cut; explain why a head takes longer than its FLOPs,
+# and what padding the vocabulary does about it; keep a tied weight equal on two ranks; average a loss exactly over ragged
+# microbatches; choose a schedule for unequal stages.
 #
-# **Time.** 30 minutes to read; under 2 minutes to run on a laptop, and as long on 2 or 4 GPUs; 95 minutes for the
-# exercises.
+# **You should know** notebook 02: schedules, the bubble, and backwards split into input gradients I and weight gradients W.
 #
-# **Two questions to recall.** From 02: how long is a step of stages that take t₀, t₁, ...? From 01: ranks with unequally
-# many samples each take a mean; why is the mean of these not the mean?
+# **Time.** 30 minutes to read, under 2 minutes to run, 40 minutes for the core exercises and 45 for the extra ones.
+#
+# **Two questions to recall.** From 02: how long is a step of m microbatches through stages that take t₀, t₁, ...? From
+# 01: two ranks with unequal numbers of samples each compute a mean. Why is the average of the two not the mean?
 #
 # <details><summary>Answers</summary>
-# About Σ t + (m-1) max t: the first microbatch passes all stages, the others come out one slowest stage apart. It gives
-# each rank the same say, so a sample on a rank with few counts for more.
+# About Σ t + (m-1) max t. The first microbatch passes through all stages, and the others follow at the pace of the
+# slowest one. The average gives both ranks the same weight, so a sample on the rank with fewer samples counts more.
 # </details>
 
 # %% tags=["setup"]
+import importlib.util
+
+assert importlib.util.find_spec("hpnb"), "run %pip install hpnb, then this cell again"
 from itertools import islice
-import torch, torch.nn.functional as F
+import statistics, torch, torch.distributed as dist, torch.nn.functional as F
 import hpnb
 from torch import nn
 from hpnb import Layout, Mesh, comm, lesson, plot, theory
 from hpnb.lesson.figures import gpt2_pipeline as figures
-from hpnb.lesson.programs import gpt2_pipeline, step_timing, tied_weights, vit_pipeline
+from hpnb.lesson.programs import device_timing, gpt2_pipeline, step_timing, tied_weights
 from hpnb.lesson.exercises import gpt2_pipeline_parallel as exercises
-from hpnb.models import GPT2_SIZES, GPT2Size
-from hpnb.pipeline_parallel import Costs, Schedule, full_state_dict, schedules
-from hpnb.pipeline_parallel.layer_costs import flops_of, parameters_of
-from hpnb.pipeline_parallel.layers import layers
-from hpnb.pipeline_parallel.partition import balanced, uniform
+from hpnb.pipeline_parallel import Schedule, full_state_dict, layer_costs, schedules
+from hpnb.pipeline_parallel import layers, microbatches, partition as partitions
 
 N, M = min(4, hpnb.ranks.default_ranks()), 8  # ranks, microbatches
-GPU = hpnb.ranks.choose_device("auto", N).device == "cuda"
-SMALL = GPT2Size(hidden=128, layers=13, heads=4, mlp=512, vocab_size=8009, length=48)
-SIZE, DTYPE, EACH = (GPT2_SIZES["1.5b"], torch.bfloat16, 4) if GPU else (SMALL, torch.float32, 2)
-ROWS = EACH * M
-english = hpnb.data.text("train", block=64)  # packed; 509 words
-texts = list(islice(hpnb.data.Loader(english, 16), 40))  # the same batches on every rank
-name = f"GPT-2, {SIZE.layers} blocks of {SIZE.hidden}, {SIZE.vocab_size:,} words, {str(DTYPE)[6:]}, {ROWS} rows of {SIZE.length} in {M} microbatches"
-here = lesson.banner(N, model=name, data=english.describe())
 pool = hpnb.Ranks(N)  # these ranks stay to the end
+sizes = lesson.choose_sizes("06", pool)  # the largest that fit
+SIZE, DTYPE, MICROBATCH_SIZE = sizes.size, sizes.dtype, sizes.batch
+BATCH_SIZE = M * MICROBATCH_SIZE
+english = hpnb.data.text("train", block=64)  # packed into sequences of 64 tokens
+batches = list(islice(hpnb.data.Loader(english, 16), 40))  # the same on every rank
+model = f"GPT-2, {SIZE.layers} blocks of {SIZE.hidden}, vocabulary {SIZE.vocab_size}"
+model += f"; {M} microbatches of {MICROBATCH_SIZE} x {SIZE.length} tokens, {DTYPE}"
+lesson.banner(N, model=model, data=english.describe(), sizes=sizes)
+schedule_1f1b = lesson.reader_schedule("1f1b", N, M)
 
 # %% [markdown]
-# ## Uniform loses
+# ## A uniform cut loses
 #
-# Start with what you have. `train` is the cell of 02 in which your 1F1B trained a ViT, with three things changed: the
-# model, its data, and the loss, which asks each position for the next word. The cut is 02's too: as many blocks for
-# each rank, the embedding with the first, the head with the last. (Until you have written your 1F1B the library's
-# stands in.)
+# We begin with your 1F1B from notebook 02, or the library's if you haven't written one. The cut is *uniform*: the same
+# number of blocks on every stage. The embedding joins the first stage, the head the last. V is the vocabulary size, h the
+# hidden size.
 #
-# Two things may break: the answer and the time. Commit to the second. With equal stages 02's formula gives (p-1)/(m+p-1).
+# ```text
+#            rank 0              rank 1              rank p-1
+# tokens     embedding (V, h)                                                  logits
+# (b, s) ──► blocks       ─────► blocks ─────► ... ─► blocks, head (V, h) ───► (b, s, V) ──► loss
+#                      (b, s, h)       (b, s, h)
+# ```
+#
+# First we check the answer. `train` runs a small GPT-2 in float64, as a pipeline and in one process, and compares losses and
+# weights.
+
 
 # %%
-mine = lesson.reader_schedule("1f1b", N, M)
-lesson.predict("06.bubble", f"GPT-2 cut uniformly, {mine.name}, {N} ranks, {M} microbatches: which share of ranks x time is idle?",
-               guess=None, unit="%")  # fmt: skip
+def next_token_loss(outputs, inputs):
+    """Mean cross entropy over a microbatch's targets; position i predicts i + 1."""
+    targets = F.pad(inputs["labels"][:, 1:], (0, 1), value=-100)  # (b, s)
+    logits = outputs.logits  # (b, s, V); in 16 bits, the loss is computed in float32
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def train(schedule, texts):
+def train(schedule, batches):
     axis = Mesh(Layout(pp=hpnb.world_size())).pp
-    model, alone = (hpnb.models.gpt2("laptop", dtype=torch.float64, device=hpnb.device()) for _ in range(2))
-    pipe = hpnb.Pipeline(model, axis, schedule, gpt2_pipeline.token_loss)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (pipe, alone)]
-    losses = []
-    for batch in texts:
-        words = batch["input_ids"].to(hpnb.device())
-        ours, theirs = pipe.step(batch).loss, gpt2_pipeline.token_loss(alone(words), {"labels": words})
-        theirs.backward()
-        losses.append((ours.item(), theirs.item()))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    whole = full_state_dict(pipe.module, axis)
-    return losses, step_timing.relative_distance(whole.values(), [alone.state_dict()[key] for key in whole])
+    model, serial = (hpnb.models.gpt2("laptop", dtype=torch.float64) for _ in range(2))
+    pipe, losses = hpnb.Pipeline(model, axis, schedule, next_token_loss), []
+    serial.to(hpnb.device())
+    for batch in batches:
+        batch = {key: value.to(hpnb.device()) for key, value in batch.items()}
+        serial_loss = next_token_loss(serial(batch["input_ids"]), batch)
+        serial_loss.backward()
+        losses.append((pipe.step(batch).loss.item(), serial_loss.item()))
+        for part in (pipe, serial):
+            torch.optim.SGD(part.parameters(), lr=0.05).step()
+            part.zero_grad()
+    state = full_state_dict(pipe.module, axis)  # all layers, gathered from all ranks
+    expected = [serial.state_dict()[key] for key in state]
+    weights = step_timing.relative_distance(state.values(), expected)
+    return {"loss": max(abs(a - b) / b for a, b in losses), "weights": weights}
+
 
 # %%
-losses, apart = pool.run(train, mine, texts[:4])[0]
-print(f"loss {losses[0][0]:.3f} to {losses[-1][0]:.3f}, from one process's {max(abs(a - b) for a, b in losses):.0e} at most; "
-      f"weights apart by {apart:.0e}")  # fmt: skip
-whole = layers(hpnb.models.gpt2(SIZE, device="meta"))  # embedding, block, block, ..., head: shapes alone
-cuts = {"uniform": uniform(whole, N)}
-ran = pool.run(gpt2_pipeline.time_cuts, SIZE, ROWS, DTYPE, {"uniform": (mine, cuts["uniform"])})[0]["uniform"]
-lesson.reveal("06.bubble", 100 * ran.bubble_fraction, predicted=100 * theory.bubble(N, M))
-work = [ran.work(rank) / M for rank in ran.ranks]
-print("a microbatch takes the ranks " + ", ".join(lesson.number(each, "s") for each in work) + f" ({ran.source})")
+distances = pool.run(train, schedule_1f1b, batches[:4])  # of each rank
+exact = lesson.Parity.worst_of([{"uniform cut": distance} for distance in distances])
+lesson.show(exact, title="A pipelined GPT-2 computes what one process computes")
+lesson.claim("The pipeline is exact up to rounding", exact.equal)
+all_layers = layers.layers(hpnb.models.gpt2(SIZE, device="meta"))  # shapes only
+cuts = {"uniform": partitions.uniform(all_layers, N)}  # layers of each stage
+question = f"{N} ranks, {M} microbatches, uniform cut: how much of ranks x time idles?"
+formula = 100 * theory.bubble(N, M)
+lesson.predict("06.bubble", question, unit="%", rule_of_thumb=formula)
 
 # %% [markdown]
-# The answer holds, tied table and all. The time does not, and the term that is missing stands in the last line: the last
-# rank takes longer than the others, and they wait for it. More microbatches will not help, for it is not the filling that
-# costs. (02: the idle share then goes to 1 - mean/max.)
+# The answer holds. Now the time. With equal stages, notebook 02 predicts an idle share of $(p-1)/(m+p-1)$, here
+# <data value="06.bubble.rule-of-thumb">27.3 %</data>. `time_steps` measures real steps. Its variants **take turns**: A B C A B C and so on, so that
+# a machine that is busy for a second slows all of them. It keeps every repeat, because a difference smaller than the spread
+# of the repeats is not a finding.
+
+
+# %%
+def time_steps(variants, repeats=5):
+    """{variant: its steps}, of {variant: (schedule, layers of each stage)}, in turn."""
+    axis = Mesh(Layout(pp=hpnb.world_size())).pp
+    batch, pipes = device_timing.random_tokens(SIZE, BATCH_SIZE), {}
+    for variant, (schedule, cut) in variants.items():
+        model = device_timing.timing_gpt2(SIZE, DTYPE)
+        pipes[variant] = hpnb.Pipeline(model, axis, schedule, next_token_loss, cut=cut)
+    timelines = {variant: [] for variant in variants}
+    for _ in range(device_timing.warmup_steps() + repeats):
+        for variant, pipe in pipes.items():
+            timeline = pipe.step(batch, return_outputs=False).timeline
+            pipe.zero_grad()
+            timelines[variant].append(timeline.select("FIWB"))  # computing alone
+    return {v: gpt2_pipeline.StepRepeats(timelines[v][-repeats:]) for v in variants}
+
+
+steps = pool.run(time_steps, {"uniform": (schedule_1f1b, cuts["uniform"])})[0]
+step = steps["uniform"].median
+SOURCE = step.source.split()[0]  # "measured", or "replayed" where ranks share cores
+lesson.reveal("06.bubble", 100 * step.bubble_fraction, source=SOURCE)
+busy = {f"rank {rank}": step.work(rank) / M for rank in step.ranks}
+lesson.show(measured=busy, unit="s", title="Forward and backward of one microbatch")
+*others, last = busy.values()
+lesson.claim("The last rank takes longest", (last, ">", max(others)))
+lesson.record("06.slowest", last * (N - 1) / sum(others))
+
+# %% [markdown]
+# The bubble is <data value="06.bubble">43.7 %</data>, far above the formula. The table shows the missing term: the last rank works
+# <data value="06.slowest:.1f">1.7</data> times as long as the others on average, and everyone waits for it. More microbatches don't help.
 #
-# ## The skyline
+# **Takeaway.** Equal numbers of blocks are exact and slow: the stage with the head sets the pace.
 #
-# How heavy is a head? A block computes 24 h² + 4 s h FLOPs a token forward, the logits of V words 2 h V. In blocks (for
-# the table V = 50,257, s = 1,024) that is
+# ## The head is a tall layer
 #
-# $$ a = \frac{V}{12\,h + 2\,s} $$
+# How much does the head cost? FLOPs first. Per token of a sequence of s, a block's forward takes 24 h² + 4 s h FLOPs, and
+# the logits 2 h V. Counted in blocks, the head costs
 #
-# | GPT-2 | h | blocks L | a | (L+a)/a |
+# $$ a = \frac{V}{12\,h + 2\,s}. $$
+#
+# | GPT-2 | h | blocks L | head a | best speed-up (L+a)/a |
 # |---|---|---|---|---|
 # | 124M | 768 | 12 | 4.5 | 3.7 |
 # | 355M | 1,024 | 24 | 3.5 | 7.8 |
 # | 774M | 1,280 | 36 | 2.9 | 13.5 |
 # | 1.5B | 1,600 | 48 | 2.4 | 21.3 |
 #
-# Dealt out evenly the last of p stages has L/p + a blocks where (L+a)/p would be fair: the step is longer by the factor
+# The last column is a limit for any cut. A pipeline doesn't split the head, so no step is shorter than m heads, however
+# many ranks we add.
 #
-# $$ \frac{L/p + a}{(L+a)/p} = 1 + \frac{a\,(p-1)}{L+a} $$
-#
-# Wide and deep models lose little, long pipelines much. The last column is a limit: a pipeline does not cut the head, so
-# no stage is shorter than a. However many devices you give it, a 124M is never faster than 3.7 of them. (Cutting the
-# head itself is 07's business.)
-#
-# FLOPs are one measure. Here is another: each layer alone, forward and backward of one microbatch, on the ranks.
+# FLOPs are a proxy. So we also time each layer alone: forward and backward of one microbatch, the loss apart from the
+# head's matmuls. From these times we simulate the step.
 
 # %%
-sky = pool.run(gpt2_pipeline.time_layers, SIZE, EACH, DTYPE)[0]
+times = pool.run(gpt2_pipeline.time_layers, SIZE, MICROBATCH_SIZE, DTYPE)[0]
 law = theory.head_in_blocks(SIZE.block(), SIZE.vocab_size)
-told = sky.step(mine, cuts["uniform"])  # simulated with what the layers took
-rows = [("head, products (blocks)", law, sky.head - sky.loss / sky.block), ("head and loss (blocks)", law, sky.head),
-        ("step (s)", told.makespan, ran.makespan), ("bubble (%)", 100 * told.bubble_fraction, 100 * ran.bubble_fraction)]
-ratios = lesson.comparison(rows, title="the head by FLOPs; the step by the measured layers")
+matmuls = times.head - times.loss / times.block  # without the loss
+lesson.show(predicted={"head's matmuls": law, "head and loss": law}, unit="blocks",
+            measured={"head's matmuls": matmuls, "head and loss": times.head},
+            key="06.head", title="FLOPs and time disagree about the head")  # fmt: skip
+simulated = times.step(schedule_1f1b, cuts["uniform"])  # stage: sum of its layers
+lesson.record("06.step", {"simulated": simulated.makespan, "run": step.makespan}, "s")
+lesson.record("06.head.ratio", matmuls / law)
+lesson.claim("FLOPs miss the head by over a quarter", abs(matmuls / law - 1) > 0.25)
 
 # %% [markdown]
-# The first two rows ask whether FLOPs tell the head's time. Its products are large matmuls, which run better than a
-# block's small ones; the softmax over V words has no products at all, but moves b·s·V numbers several times. Where a
-# ratio is off it is for one of these two. The step and its bubble, predicted from the layers, should now be near 1.
+# FLOPs predict <data value="06.head.head-s-matmuls.predicted">4.91 blocks</data> for the head's matmuls. They take
+# <data value="06.head.head-s-matmuls.measured">1.72 blocks</data>, which is <data value="06.head.ratio:.2f">0.35</data> times as much; with the loss it is
+# <data value="06.head.head-and-loss.measured">2.98 blocks</data>. The step simulated from measured layers takes <data value="06.step.simulated">190 ms</data>;
+# the real one took <data value="06.step.run">204 ms</data>.
 #
-# Below, the skyline twice, each time with the step that ran beneath. A cut line is free to move; a bar is not.
+# FLOPs can be wrong in both directions. A block also spends time on norms, GELU and softmax, and its small matmuls may run
+# at a poor rate. Then a block is long, and the head *counted in blocks* looks short. The other way round, the loss has no
+# matmul but moves b·s·V numbers several times, and the head's own matmuls can be slow. On GPUs the reason is often the
+# number 50,257.
+#
+# ### Why 50,257 is a bad size
+#
+# Fast tensor-core kernels load their operands in aligned pieces of 16 bytes, or 8 numbers of 16 bits. Each row of the
+# logits has V numbers. If V is odd, the second row starts off such a boundary. The fast kernels cannot load it, and cuBLAS
+# picks slower ones. The cure costs 0.1 %: pad the vocabulary to 50,304, a multiple of 64. The 47 extra rows are never
+# targets. We time the head's three matmuls with both sizes, in turn.
+
 
 # %%
-cuts["by time"] = balanced(sky.smooth, N)  # noise aside, blocks are equal
-quicker = pool.run(gpt2_pipeline.time_cuts, SIZE, ROWS, DTYPE, {"by time": (mine, cuts["by time"])})[0]["by time"]
-drawn = {"uniform": figures.PipelineCut(cuts["uniform"], ran), "by time": figures.PipelineCut(cuts["by time"], quicker)}
-times = " and ".join(lesson.number(built.step.makespan, "s") for built in drawn.values())
-gain = ran.makespan / quicker.makespan
-plot.show(
-    figures.skyline(sky.costs, drawn, sky.kinds, sky.loss, title=f"two cuts of one GPT-2: the second is {gain:.2f} times as fast"),
-    alt=f"Layers as bars, the head and its loss {sky.head:.1f} blocks high, cut as {cuts['uniform']} and {cuts['by time']} "
-    f"layers; the steps beneath take {times}.",
-)
+def time_heads(vocab_sizes):
+    like = {"device": hpnb.device(), "dtype": DTYPE}
+    hidden = torch.randn(MICROBATCH_SIZE * SIZE.length, SIZE.hidden, **like)  # (b s, h)
+
+    def three_matmuls(vocab_size):  # logits, gradient of hidden, gradient of weight
+        weight = torch.randn(vocab_size, SIZE.hidden, **like)  # (V, h)
+        grad = torch.randn(len(hidden), vocab_size, **like)  # (b s, V), of the logits
+        return lambda: (hidden @ weight.T, grad @ weight, grad.T @ hidden)
+
+    return gpt2_pipeline.time_in_turn({v: three_matmuls(v) for v in vocab_sizes})
+
+
+odd, padded = pool.run(time_heads, (50_257, 50_304))[0].values()  # [seconds]
+rows = {"50,257": odd, "50,304": padded}
+lesson.show(
+    measured={size: statistics.median(seconds) for size, seconds in rows.items()},
+    columns={"fastest (s)": {size: min(seconds) for size, seconds in rows.items()},
+             "slowest (s)": {size: max(seconds) for size, seconds in rows.items()}},
+    unit="s", key="06.vocab", title="The head's matmuls",
+)  # fmt: skip
+words = "faster" if max(padded) < min(odd) else "not measurably faster"
+lesson.record("06.padding", words)
+lesson.record("06.padding-gain", min(odd) / min(padded))
+lesson.claim("Padding costs no time beyond the spread", (min(padded), "<=", max(odd)))
 
 # %% [markdown]
-# **Takeaway.** A pipeline is as fast as its heaviest stage, and under a uniform cut GPT-2's head makes the last stage
-# the heaviest. Measure layers, then cut.
+# Here the padded head is <data value="06.padding">not measurably faster</data>: in the fastest repeats, the odd size takes <data value="06.padding-gain:.2f">0.99</data> times as long.
+# Where this factor is clearly above 1, pad first and cut afterwards, because padding shortens the model's longest layer.
+# Drop the extra rows before you save.
+#
+# <details><summary>On a laptop</summary>
+# A CPU has no tensor cores that ask for aligned rows, so neither size is faster. The lesson is for GPUs with 16-bit
+# matmuls.
+# </details>
+#
+# <details><summary>In your tools: pad the vocabulary</summary>
+#
+# transformers: `model.resize_token_embeddings(pad_to_multiple_of=64)`. Plain PyTorch: `nn.Embedding(50_304, h)`.
+# Megatron-Core pads by itself, to a multiple of `--make-vocab-size-divisible-by`, 128 by default, times the tensor-parallel
+# size.
+# </details>
+#
+# **Takeaway.** FLOPs don't tell how long a head takes: the loss has none, and an odd vocabulary size can keep tensor cores
+# away. Measure layers before you cut.
+#
+# ## Four ways to weigh a layer
+#
+# The slowest stage counts m times in a step, so a good cut makes the largest stage as small as possible. How small can it
+# be? Suppose we allow L seconds per stage. We fill one stage after the other, and start a new one whenever the next layer
+# doesn't fit. If this takes at most p stages, L is possible. Now bisect.
+
+
+# %%
+def least_limit(costs, stages, precision=1e-9):
+    """The smallest possible largest stage, with consecutive layers on each stage."""
+
+    def stages_needed(limit):
+        needed, load = 1, 0.0
+        for cost in costs:
+            if load + cost > limit:  # this layer starts a new stage
+                needed, load = needed + 1, 0.0
+            load += cost
+        return needed
+
+    low, high = max(costs), sum(costs)
+    while high - low > precision * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if stages_needed(middle) <= stages else (middle, high)
+    return high
+
+
+largest = max(theory.stage_loads(times.smooth, partitions.balanced(times.smooth, N)))
+by_hand = least_limit(times.smooth, N)
+lesson.show(counted={"by hand": by_hand, "library": largest}, unit="s",
+            title="The smallest possible largest stage")  # fmt: skip
+lesson.claim("Bisection by hand is right", abs(by_hand / largest - 1) < 1e-6)
+
+# %% [markdown]
+# But which costs? Four answers are in use.
+#
+# - *uniform* counts blocks.
+# - *by parameters* balances what a rank stores: weights, gradients, optimizer state.
+# - *by FLOPs* needs no clock, but knows only matmuls.
+# - *by time* uses the measured layers, with all blocks at their median so that the cut doesn't follow noise.
+#
+# Besides these we slide the last cut by hand, with the other blocks spread evenly. All variants take turns in one run.
+
+
+# %%
+lesson.predict(
+    "06.cuts", "uniform, by parameters, by flops, by time: which step is shortest?",
+    kind="ranking", rule_of_thumb=("by flops", "by time", "uniform", "by parameters"),
+)  # fmt: skip
+tokens = torch.zeros(MICROBATCH_SIZE, SIZE.length, dtype=int, device="meta")  # (b, s)
+parameters = layer_costs.parameters_of(all_layers)
+cuts["by parameters"] = partitions.balanced(parameters, N)
+flops = layer_costs.flops_of(all_layers, {"input_ids": tokens})
+cuts["by flops"] = partitions.balanced(flops, N)
+cuts["by time"] = partitions.balanced(times.smooth, N)
+last_blocks = {cut: cuts[cut][-1] - 1 for cut in ("uniform", "by flops", "by time")}
+low, high = max(0, last_blocks["by time"] - 2), last_blocks["uniform"] + 1
+slid = {}
+for blocks in sorted({low + round(k * (high - low) / 3) for k in range(4)}):
+    front = list(theory.even_split(SIZE.layers - blocks, N - 1))
+    slid[blocks] = (front[0] + 1, *front[1:], blocks + 1)  # with embedding and head
+variants = {*cuts.values(), *slid.values()}  # some are the same cut
+steps = pool.run(time_steps, {cut: (schedule_1f1b, cut) for cut in variants})[0]
+
+# %%
+repeats = {cut: steps[counts] for cut, counts in cuts.items()}
+measured = {cut: seconds.median.makespan for cut, seconds in repeats.items()}
+predicted = {cut: times.step(schedule_1f1b, cuts[cut]).makespan for cut in cuts}
+most = {cut: max(theory.stage_loads(parameters, cuts[cut])) for cut in cuts}
+lesson.show(
+    simulated=predicted, **{SOURCE: measured}, unit="s", key="06.cut", title="Cuts",
+    columns={"fastest (s)": {cut: repeats[cut].fastest for cut in cuts},
+             "slowest (s)": {cut: repeats[cut].slowest for cut in cuts},
+             "layers": {cut: ", ".join(map(str, cuts[cut])) for cut in cuts},
+             "most parameters per rank": most},
+)  # fmt: skip
+ranking = sorted(predicted, key=predicted.get)
+lesson.reveal("06.cuts", measured, predicted=ranking, source=SOURCE)
+lesson.claim("Cutting by time beats the uniform cut in every repeat",
+             (repeats["by time"].slowest, "<", repeats["uniform"].fastest))  # fmt: skip
+lesson.claim("By parameters, the fullest rank stores least",
+             (most["by parameters"], "==", min(most.values())))  # fmt: skip
+lesson.record("06.gain", measured["uniform"] / measured["by time"])
+shown = {cut: figures.PipelineCut(cuts[cut], repeats[cut].median)
+         for cut in ("uniform", "by time")}  # fmt: skip
+title = "Cut by time, the stages are about equally long"
+lesson.show(figures.skyline(times.costs, shown, times.kinds, times.loss, title=title))
+
+# %% [markdown]
+# Bars are layers, dashed lines are cuts, and beneath stands the step that each cut gives. The cut by time is
+# <data value="06.gain:.2f">1.21</data> times as fast as the uniform one, which is more than the spread of the repeats. Cutting by parameters
+# stores least on the fullest rank, so it is the cut for a model that otherwise doesn't fit. FLOPs miss the loss.
+#
+# ### Slide the last cut
+#
+# How precisely must we cut? The next figure slides the last cut. Small dots are single repeats, squares their medians.
+
+
+# %%
+positions = {blocks: steps[counts] for blocks, counts in slid.items()}
+best, most = gpt2_pipeline.fastest_of(positions), max(slid)  # all that overlap
+words = " or ".join(map(str, sorted(best)))
+simulated = [times.step(schedule_1f1b, counts).makespan for counts in slid.values()]
+seconds = {blocks: repeats.seconds for blocks, repeats in positions.items()}
+title = f"The step is shortest with {words} blocks beside the head"
+lesson.show(figures.last_cut(seconds, simulated, last_blocks, SOURCE, title=title))
+slowdown = positions[most].fastest / positions[best[0]].slowest  # at least
+lesson.record("06.last", {"best": words, "most": most, "slowdown": slowdown})
+lesson.claim("Too many blocks on the last stage slow every repeat", (slowdown, ">", 1))
+
+# %% [markdown]
+# The step is shortest with <data value="06.last.best">0 or 1</data> blocks beside the head. Where several numbers stand, their repeats overlap, and
+# this run cannot tell them apart. With <data value="06.last.most">4</data> blocks there, even the fastest repeat takes
+# <data value="06.last.slowdown:.2f">1.27</data> times as long as the slowest one of the best position.
+#
+# The two sides differ. To the right, the last stage sets the pace, and each further block costs the step m times that
+# block. To the left, the other p - 1 stages share each block. So when in doubt, put one block too few
+# on the last stage.
+#
+# <details><summary>On a laptop</summary>
+# Ranks that share cores are timed in CPU time, and each step is replayed from these times in the schedule's order. One
+# disturbed action can stretch a whole repeat, which is why the figure shows all of them.
+# </details>
+#
+# <details><summary>In your tools: where to cut</summary>
+#
+# hpnb: `hpnb.Pipeline(..., cut="time", example=batch)`, or `cut=[5, 4, 4, 2]` by hand. Megatron-Core:
+# `--decoder-last-pipeline-num-layers` sets the last stage, and `--account-for-loss-in-pipeline-split` counts the head as a
+# layer. DeepSpeed: `PipelineModule(..., partition_method="parameters")`. In PyTorch you name the cuts:
+#
+# ```python
+# from torch.distributed.pipelining import SplitPoint, pipeline
+#
+# pipe = pipeline(model, mb_args=(tokens,), split_spec={"transformer.h.7": SplitPoint.BEGINNING})
+# ```
+# </details>
+#
+# **Takeaway.** Cut by what is scarce: by time for speed, by parameters for memory.
 #
 # ### Exercise 1: an optimal partition
 #
-# *Implement, 25 minutes.* Write `partition(costs, stages)`: how many layers each stage gets, in order and at least one,
-# so that the largest stage is as small as it can be. The check holds it to exhaustive search on 17 small skylines, then
-# asks for 50 layers over 8 stages, for which there are 86 million cuts.
+# *Core. Implement, 25 minutes.* Bisection found how small the largest stage can be. Now return the cut itself:
+# `partition(costs, stages)` gives the number of layers of each stage, in order and at least one each. The check compares 17
+# small cases with exhaustive search, then asks for 50 layers over 8 stages. That has 86 million cuts.
 #
-# Hint: let best[j] be the best way to cut the first j layers into k stages. For k + 1 stages the last one begins somewhere.
+# Hint: let best[j] be the best cut of the first j layers into k stages. With k + 1 stages the last one starts at some layer
+# i: combine best[i] with the cost of layers i to j - 1.
+
 
 # %% tags=["stub-1"]
-def partition(costs, stages):
-    ...
+def partition(costs, stages): ...
 
 
 # %% tags=["check-1"]
@@ -200,138 +433,146 @@ lesson.check(exercises.partition, partition)
 #     return best[len(costs)][1]
 # ```
 #
-# The library finds the least limit by bisection, and among the cuts that keep to it takes the most even one.
+# The library combines both: bisection finds the smallest limit, and dynamic programming picks the most even of the cuts
+# that keep to it.
 # </details>
 
 # %% [markdown]
-# ## Four partitioners
-#
-# What is "cost"? The answer decides the cut. *Uniform* counts blocks. *By parameters* weighs what a rank must hold:
-# weights, gradients and optimizer states; to it the table of words is heavy at both ends. *By FLOPs* needs no clock, and
-# knows products only. *By time* knows everything about this machine, noise included. The cell also slides the last cut
-# from one side to the other, with the other blocks dealt out evenly before it.
-
-# %%
-lesson.predict("06.cuts", "uniform, by parameters, by flops, by time: which cut gives the shortest step?", guess=None, kind="ranking")
-meta = {"input_ids": torch.zeros(EACH, SIZE.length, dtype=torch.long, device="meta")}
-held = parameters_of(whole)
-cuts |= {"by parameters": balanced(held, N), "by flops": balanced(flops_of(whole, meta), N)}
-beside = {cut: counts[-1] - 1 for cut, counts in cuts.items()}  # blocks beside the head
-low, high = max(0, min(beside.values()) - 2), max(beside.values()) + 1
-positions = sorted({low + round(k * (high - low) / 4) for k in range(5)})
-slid = {n: (*(c + (r == 0) for r, c in enumerate(theory.even_split(SIZE.layers - n, N - 1))), n + 1) for n in positions}
-
-# %%
-ran = pool.run(gpt2_pipeline.time_cuts, SIZE, ROWS, DTYPE, {cut: (mine, counts) for cut, counts in cuts.items()})[0]
-told = {cut: sky.step(mine, counts).makespan for cut, counts in cuts.items()}
-seen, rows = {cut: tl.makespan for cut, tl in ran.items()}, []
-for cut, counts in cuts.items():
-    fullest = max(theory.stage_loads(held, counts)) * DTYPE.itemsize
-    cells = (f"{', '.join(map(str, counts))}", lesson.number(max(theory.stage_loads(sky.costs, counts)), "s"), lesson.number(told[cut], "s"))
-    rows.append((cut, *cells, lesson.number(seen[cut], "s"), f"{seen[cut] / told[cut]:.2f}", lesson.number(fullest, "B")))
-columns = ("cut", "layers", "largest stage", "step, predicted", "run", "ratio", "weights of the fullest rank")
-lesson.table(columns, rows, f"four cuts, {mine.name}; predicted from the skyline; {ran['uniform'].source}")
-lesson.reveal("06.cuts", seen, predicted=sorted(told, key=told.get))
-
-# %%
-swept = pool.run(gpt2_pipeline.time_cuts, SIZE, ROWS, DTYPE, {n: (mine, counts) for n, counts in slid.items()}, 2)[0]
-measured, predicted = [swept[n].makespan for n in positions], [sky.step(mine, slid[n]).makespan for n in positions]
-best = positions[measured.index(min(measured))]
-alike = [str(n) for n, step in zip(positions, measured, strict=True) if step < 1.03 * min(measured)]
-words = f"Shortest, within 3 %, with {' or '.join(alike)} blocks beside the head; the uniform cut leaves {beside['uniform']} there."
-plot.show(
-    figures.last_cut(positions, measured, predicted, beside, f"run ({swept[best].source})", title="slide the last cut: what a step takes", caption=words),
-    alt=f"The step over blocks on the last stage, from {lesson.number(measured[0], 's')} to {lesson.number(measured[-1], 's')}. {words}",
-)
-
-# %% [markdown]
-# (A mark says how many blocks a cut leaves there; by parameters the stages before are another story.)
-#
-# To the right of the least the last stage sets the pace, and each block more costs a step m times that block. To the
-# left the others do, and there a block is shared by p - 1 ranks: the curve is flatter. So if you must err, give the
-# last rank too little. (The prediction knows only what layers took when they were measured; a run has the machine's
-# noise too, most where ranks share cores. Steps that differ by less than two runs of the same cut do are equally long.)
-#
-# By parameters the fullest rank holds the least, whatever the time: the cut for a model that does not fit otherwise
-# (05). FLOPs come near to time as long as products decide; they miss the softmax, the
-# norms, and the backward of the embedding, which computes nothing and yet writes a gradient of V·h numbers.
-#
-# **Takeaway.** Cut by what runs out: by time for speed, by parameters for memory. `hpnb.Pipeline(..., cut="time",
-# example=batch)` measures and cuts (without the loss, which it does not time); `cut=[5, 4, 4, 2]` is your own.
-#
 # ## One weight, two homes
 #
-# GPT-2 looks words up in a table and scores them with the same table: rank 0 has it as `wte`, the last rank as `lm_head`.
-# On one device that is one tensor, and autograd adds up the gradients of both uses. On two ranks it is two tensors, and
-# nobody adds. They stay one weight only if they start equal and get equal gradients: the sum, by an all-reduce between
-# these two ranks, once a step. Commit to its bytes. (Compare: activations cross every cut for each microbatch.)
+# We can cut GPT-2 well now, but one of its weights lies on both sides of every cut. GPT-2 looks tokens up in a table of
+# V x h numbers and scores them with the same table: the weight is *tied*. In one process it is one tensor, and autograd
+# adds up the gradients of both uses. In a pipeline it has two homes.
+#
+# | | rank 0 | ranks between | rank p-1 |
+# |---|---|---|---|
+# | holds | `wte.weight` (V, h) | - | `lm_head.weight` (V, h) |
+# | gradient from | tokens of the batch | - | all V logits |
+#
+# Nobody sums these gradients unless we do. The cell unties the model, so that each copy gets the gradient of one use. Then
+# it adds the two by hand, with an all-reduce between the first and the last rank.
+
 
 # %%
-lesson.predict("06.tie-bytes", f"a table of {SIZE.vocab_size:,} x {SIZE.hidden} numbers of {DTYPE.itemsize} bytes: what do all {N} ranks "
-               "together send for the tie, a step?", guess=None, unit="B", kind="identity")  # fmt: skip
-
-
-def train_tied(tied, texts):
+def sum_tied_gradients(batch):
     axis = Mesh(Layout(pp=hpnb.world_size())).pp
-    model, fresh = (hpnb.models.gpt2("laptop", device=hpnb.device()) for _ in range(2))
-    table = model.transformer.wte.weight
-    if not tied:  # two programs that each load "their" weights: equal, and two
+    ends = axis.among((0, axis.size - 1))  # these two ranks; every rank calls it
+    batch = {key: value.to(hpnb.device()) for key, value in batch.items()}
+    model, serial = (hpnb.models.gpt2("laptop", dtype=torch.float64) for _ in range(2))
+    next_token_loss(serial.to(hpnb.device())(batch["input_ids"]), batch).backward()
+    expected = serial.transformer.wte.weight.grad  # (V, h), from both uses
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())  # untie
+    schedule = schedules.make("1f1b", axis.size, M)
+    pipe = hpnb.Pipeline(model, axis, schedule, next_token_loss)
+    pipe.step(batch)
+    if axis.rank in (0, axis.size - 1):
+        use = "transformer.wte.weight" if axis.rank == 0 else "lm_head.weight"
+        grad = dict(pipe.named_parameters())[use].grad  # (V, h), from one use
+        alone = step_timing.relative_distance([grad], [expected])
+        dist.all_reduce(grad, group=ends.group)  # the sum, on both ranks
+        return alone, step_timing.relative_distance([grad], [expected])
+    return None
+
+
+first, *_, last = pool.run(sum_tied_gradients, batches[0])  # (one use, the sum)
+rows = {"embedding's": first[0], "head's": last[0], "their sum": max(first[1], last[1])}
+lesson.show(measured=rows, key="06.tie", title="Distance to one process's gradient")
+lesson.claim("The sum is exact", (rows["their sum"], "<", 1e-12))
+lesson.claim("Neither gradient alone is", (min(first[0], last[0]), ">", 0.1))
+
+# %% [markdown]
+# Alone, the head's gradient is off by <data value="06.tie.head-s.measured:.2f">0.56</data> of the true gradient's norm, and the embedding's by
+# <data value="06.tie.embedding-s.measured:.2f">0.80</data>. Their sum is exact. It is needed once per step, after the last backward and before the
+# optimizer, and the library does just that. Its V x h numbers don't depend on the batch.
+#
+# ### The silent failure
+#
+# What happens if we forget it? We train twice on real text: once with the sum, and once with two copies that start equal
+# and follow their own gradients. Our instrument is the distance between the copies.
+
+
+# %%
+def train_tied(tied):
+    axis = Mesh(Layout(pp=hpnb.world_size())).pp
+    model, loaded = (hpnb.models.gpt2("laptop", device=hpnb.device()) for _ in "12")
+    table = model.transformer.wte.weight  # (V, h)
+    if not tied:  # two programs that each load "their" weight: equal, but two tensors
         model.lm_head.weight = nn.Parameter(table.detach().clone())
-    pipe = hpnb.Pipeline(model, axis, schedules.make("1f1b", axis.size, M), gpt2_pipeline.token_loss)
+    schedule = schedules.make("1f1b", axis.size, M)
+    pipe = hpnb.Pipeline(model, axis, schedule, next_token_loss)
     optimizer, log = torch.optim.AdamW(pipe.parameters(), lr=1e-3), []
-    for batch in texts:
+    for batch in batches:
         loss = pipe.step(batch).loss.item()
         optimizer.step()
         optimizer.zero_grad()
         log.append((loss, tied_weights.tied_distance(pipe, axis, table.shape)))
-    return log, pipe.step(batch, forward_only=True).loss.item(), tied_weights.loaded_losses(full_state_dict(pipe.module, axis), fresh, batch)
+    trained = pipe.step(batch, forward_only=True).loss.item()
+    state = full_state_dict(pipe.module, axis)  # what a checkpoint would hold
+    return log, (trained, *tied_weights.loaded_losses(state, loaded, batch))
+
+
+cases = {"summed": True, "never summed": False}
+runs = {case: pool.run(train_tied, tied)[0] for case, tied in cases.items()}
 
 # %%
-sent = pool.run(gpt2_pipeline.count_bytes, SIZE, ROWS, DTYPE, (mine, cuts["by time"]))
-lesson.reveal("06.tie-bytes", sum(each["tie"] for each in sent), predicted=theory.tied_weight_bytes(SIZE.vocab_size, SIZE.hidden, DTYPE.itemsize))
-print("activations and their gradients, a step: " + lesson.number(sum(each["activations"] for each in sent), "B"))
-runs = {"added up": pool.run(train_tied, True, texts)[0], "never added up": pool.run(train_tied, False, texts)[0]}
-losses, apart = ({case: [step[i] for step in log] for case, (log, *_) in runs.items()} for i in (0, 1))
-plot.show(
-    plot.drift(losses, apart, title=f"measured · {N} ranks: the loss, and how far apart the two homes of one table are",
-               between="the two homes"),
-    alt=f"Two losses that both fall; beneath, the distance between the homes: 0 if gradients are added up, else growing to {apart['never added up'][-1]:.1e}.",
-)
-rows = [(case, *(f"{loss:.4f}" for loss in (trained, *again))) for case, (_, trained, again) in runs.items()]
-lesson.table(("gradients", "trained, in the pipeline", "loaded with wte", "loaded with lm_head"), rows, "loss of the last batch")
+losses = {case: [loss for loss, _ in log] for case, (log, _) in runs.items()}
+distances = {case: [distance for _, distance in log] for case, (log, _) in runs.items()}
+lesson.show(plot.drift(losses, distances, between="the two copies",
+                       title="Both losses fall; only the distance tells"))  # fmt: skip
+heads = ("loss as trained", "loaded with wte's copy", "loaded with lm_head's copy")
+lesson.show(
+    columns={head: {case: final[i] for case, (_, final) in runs.items()}
+             for i, head in enumerate(heads)},
+    key="06.loss", title="Loss of the last batch, before and after a checkpoint",
+)  # fmt: skip
+lesson.record("06.distance", distances["never summed"][-1])
+trained, *loaded = runs["never summed"][1]
+lesson.claim("Never summed, the loss falls", (trained, "<", losses["summed"][0] - 0.5))
+lesson.claim("Summed, the copies stay equal", (max(distances["summed"]), "==", 0))
+lesson.claim("Never summed, a reloaded model is worse", (min(loaded), ">", trained))
 lesson.field_guide.add(
-    "the loss falls as it should, and the saved model is worse than the one that was trained",
-    "the distance between the two homes of a tied weight: 0, or it grows",
-    "each home steps with its own gradient; nobody added them up",
-    notebook="06",
-)
+    "the loss falls, and the saved model is worse than the one that was trained",
+    "the distance between the two copies of a tied weight: 0, or it grows",
+    "each copy follows its own gradient; nobody summed them", notebook="06",
+)  # fmt: skip
 lesson.field_guide.show()
 
 # %% [markdown]
-# The upper panel is the symptom, or rather there is none: two tables are one weight more to train with, and the loss
-# even falls faster. The lower panel is the instrument. The price comes at the end. GPT-2 has one table; whoever loads
-# the checkpoint keeps one home, and the table above says what the model is then worth: compare with what was trained.
-# (If one home comes out at the loss of the right run, that is luck.)
+# The loss shows nothing. Without the sum the model has one more table to train, and its last loss is even lower:
+# <data value="06.loss.never-summed.loss-as-trained:.2f">5.06</data> against <data value="06.loss.summed.loss-as-trained:.2f">5.21</data>. The distance should be 0 and
+# has grown to <data value="06.distance:.2f">0.93</data> of the table's norm. The price comes at the end. A GPT-2 checkpoint has one table, so
+# whoever loads it keeps one of the copies. Then the loss is
+# <data value="06.loss.never-summed.loaded-with-wte-s-copy:.2f">5.94</data> or <data value="06.loss.never-summed.loaded-with-lm_head-s-copy:.2f">5.21</data>, worse than
+# what was trained.
 #
-# Rank 0 sends V·h numbers for the tie, and h for each token: in a step of V tokens they are equal. With small batches
-# the tie is the largest message of the pipeline. It is sent once a step, when both homes are complete.
+# <details><summary>In your tools: tied weights</summary>
 #
-# **Takeaway.** A weight with two homes needs three things: the same start, the sum of gradients, and a norm that counts
-# it once (clipping, 04).
+# Megatron-Core all-reduces the two gradients when it finalizes them, unless you pass
+# `--untie-embeddings-and-output-weights`. In DeepSpeed you declare the tie with `TiedLayerSpec`. With manual stages of
+# `torch.distributed.pipelining` the two lines are yours:
+#
+# ```python
+# ends = dist.new_group([0, world_size - 1])  # once, on every rank
+# dist.all_reduce(table.grad, group=ends)  # each step, on these two ranks
+# ```
+# </details>
+#
+# **Takeaway.** A tied weight needs an equal start and the sum of its gradients. The distance between its copies is exactly
+# 0, or something is wrong.
 #
 # ### Exercise 2: one weight, two homes
 #
-# *Implement, 15 minutes.* Every rank calls `tie(weight, axis)` before the first step; `weight` is its home, or None in
-# the middle. Return a function `add()`, which every rank calls after each backward and before the optimizer. The two
-# homes begin with different values, and rank 0's are the right ones. The check trains on 2 and 3 ranks beside one
-# process, wants equal weights after three steps, and ranks in the middle that send nothing.
+# *Core. Implement, 15 minutes.* Every rank calls `tie(weight, axis)` once; `weight` is its copy, or None on the ranks
+# between. Return a function `add()` for every rank to call between backward and optimizer. The copies begin with different
+# values, and rank 0's are right. The check trains on 2 and 3 ranks beside one process. It wants equal weights, and no bytes
+# from the ranks between.
 #
-# Hint: `axis.among(places)` is the axis of these ranks alone, and every rank must call it. `comm.broadcast(x, axis,
-# source)` and `comm.all_reduce(x, axis)` return what they have made.
+# Hint: the cell above has the group and the sum. `comm.broadcast(x, axis, source)` and `comm.all_reduce(x, axis)` return
+# their results and leave x alone.
+
 
 # %% tags=["stub-2"]
-def tie(weight, axis):
-    ...
+def tie(weight, axis): ...
 
 
 # %% tags=["check-2"]
@@ -353,96 +594,79 @@ lesson.check(exercises.tied_weight, tie)
 #     return add
 # ```
 #
-# An average in place of the sum keeps the homes equal, and trains the table with half its gradient.
+# An average instead of the sum keeps the copies equal, so the distance stays 0. But the table then trains with half its
+# gradient: equal copies are necessary, not sufficient.
 # </details>
 
 # %% [markdown]
-# ### Exercise 3: whose tie is it
+# ## Ragged microbatches
 #
-# *Diagnose, 10 minutes.* You get a record of a run whose loss falls: `record.losses`; `record.apart`, the distance between
-# the homes before the first step and after each; `record.off`, two numbers, how far the gradient of either home was from
-# one process's in the first step. Return "right", "never made equal", "never summed" or "averaged".
+# The third inequality is in the data. Texts are padded to the longest one, and padding has no target: its label is -100.
+# So microbatches differ in their number of targets. We want the mean over all targets of the batch. If microbatch
+# k has a sum of losses Sₖ over cₖ targets, this is
 #
-# Hint: what does each of the four do to `apart` at the start, and at the end? One of them needs `off`.
+# $$ \ell = \frac{\sum_k S_k}{\sum_k c_k} \qquad\text{and not}\qquad \frac{1}{m}\sum_k \frac{S_k}{c_k}. $$
+#
+# The second form, a mean of means, gives a target more weight if its microbatch has few. The first divides once, by the
+# count of the whole batch. 1F1B needs this count before its first backward, which is easy: labels are known from the start.
+# The cell accumulates the gradients of a ragged batch in three ways.
+
+
+# %%
+paragraphs = hpnb.data.text("train", rows="paragraph", block=64)
+batch = next(iter(hpnb.data.Loader(paragraphs, 16)))
+parts = microbatches.split_batch(batch, M)
+counts = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
+
+
+def accumulate(parts, shares):
+    model = hpnb.models.gpt2("laptop", dtype=torch.float64)
+    for part, share in zip(parts, shares, strict=True):
+        (share * next_token_loss(model(part["input_ids"]), part)).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+exact = accumulate([batch], [1.0])  # all samples at once
+padded = [{**part, "labels": part["input_ids"]} for part in parts]
+ways = {"sums over one count": accumulate(parts, [c / sum(counts) for c in counts]),
+        "mean of means": accumulate(parts, [1 / M] * M),
+        "padding counted": accumulate(padded, [1 / M] * M)}  # fmt: skip
+wrong = {way: float((grad - exact).norm() / exact.norm()) for way, grad in ways.items()}
+wrong["the pipeline"] = max(pool.run(train, schedule_1f1b, [batch])[0].values())
+lesson.show(measured=wrong, key="06.ragged", title="Distance to the exact gradient")
+lesson.record("06.targets", {"fewest": min(counts), "most": max(counts)})
+lesson.claim("One count is exact", (wrong["sums over one count"], "<", 1e-12))
+lesson.claim("The pipeline is exact, too", (wrong["the pipeline"], "<", 1e-12))
+lesson.claim("A mean of means is not", (wrong["mean of means"], ">", 0.1))
+
+# %% [markdown]
+# The microbatches have between <data value="06.targets.fewest">38</data> and <data value="06.targets.most">126</data> targets, and nothing crashes in any of the three
+# ways. But the mean of means is off by <data value="06.ragged.mean-of-means.measured:.2f">0.31</data> of the true gradient's norm, and counting
+# padding as targets by <data value="06.ragged.padding-counted.measured:.2f">3.96</data>.
+#
+# <details><summary>In your tools: the exact mean</summary>
+#
+# hpnb: the loss function of a pipeline returns a mean, which is weighted by its targets as here, or the pair (sum, count).
+# Megatron-Core: `--calculate-per-token-loss`. transformers' `Trainer` passes `num_items_in_batch` to the loss. In PyTorch's
+# pipelining schedules, return the sum and divide the gradients by the count.
+# </details>
+#
+# **Takeaway.** Add up sums, count first, divide once.
+#
+# ### Exercise 3: the exact token mean
+#
+# *Extra. Implement, 15 minutes.* Write `token_loss(outputs, inputs)` for one microbatch. It returns the sum of its losses
+# and the number of its targets, and the pipeline divides. `outputs.logits` has shape b x s x V, and `inputs["labels"]` b x s
+# with -100 at padding. The check compares loss and gradients with one process, also where a microbatch has no target.
+#
+# Hint: position i predicts label i + 1, so a text of n tokens has n - 1 targets.
+
 
 # %% tags=["stub-3"]
-def diagnose(record):
-    ...
+def token_loss(outputs, inputs): ...
 
 
 # %% tags=["check-3"]
-lesson.check(exercises.diagnosis, diagnose)
-
-# %% [markdown]
-# <details><summary>Solution</summary>
-#
-# ```python
-# def diagnose(record):
-#     if record.apart[0] > 1e-9:
-#         return "never made equal"
-#     if record.apart[-1] > 1e-9:
-#         return "never summed"
-#     return "averaged" if max(record.off) > 1e-9 else "right"
-# ```
-# </details>
-
-# %% [markdown]
-# ## Ragged tokens
-#
-# A ViT's microbatch has as many targets as images. Text is padded to the longest row, a pad asks for nothing (label -100),
-# and so microbatches differ in how many targets they have. What you want is the mean over all targets of the batch, S
-# losses summed and c counted in each microbatch:
-#
-# $$ \ell = \frac{\sum_k S_k}{\sum_k c_k} \qquad\text{and not}\qquad \frac{1}{m}\sum_k \frac{S_k}{c_k} $$
-#
-# In the second a target weighs Σc/(m c) times what it should: the fewer targets beside it, the more. And 1F1B starts a
-# backward before it has seen the last microbatch, so Σc must be known before anything is computed. It is: labels are
-# whole on every rank, and counting them is cheap. The cell takes paragraphs of real English, and three losses.
-
-# %%
-ways = {"all targets": gpt2_pipeline.token_loss,
-        "a mean of means": lambda outputs, inputs: (gpt2_pipeline.token_loss(outputs, inputs), 1),
-        "pads count": lambda outputs, inputs: (gpt2_pipeline.token_loss(outputs, {"labels": inputs["input_ids"]}), 1)}  # fmt: skip
-ragged = next(iter(hpnb.data.Loader(hpnb.data.text("train", rows="paragraph", block=64), 16)))
-
-
-def averaged(batch):
-    axis, found = Mesh(Layout(pp=hpnb.world_size())).pp, {}
-    words = {name: value.to(hpnb.device()) for name, value in batch.items()}
-    for way, loss in ways.items():
-        model, alone = (hpnb.models.gpt2("laptop", dtype=torch.float64, device=hpnb.device()) for _ in range(2))
-        pipe = hpnb.Pipeline(model, axis, schedules.make("1f1b", axis.size, M), loss)
-        gpt2_pipeline.token_loss(alone(words["input_ids"], attention_mask=words["attention_mask"]), words).backward()  # one process, all rows
-        found[way] = pipe.step(batch).loss.item(), tied_weights.gradient_distance(pipe, alone)
-    return found
-
-# %%
-found, counts = pool.run(averaged, ragged), tied_weights.targets_per_microbatch(ragged, M)
-weights = [sum(counts) / (M * c) for c in counts]
-weighs = {"all targets": "1", "a mean of means": f"{min(weights):.2f} to {max(weights):.2f}", "pads count": "less than 1"}
-rows = [(way, f"{found[0][way][0]:.4f}", f"{max(each[way][1] for each in found):.1e}", weighs[way]) for way in ways]
-note = f"Targets in the {M} microbatches: {', '.join(map(str, counts))}; {ragged['labels'].numel():,} places with pads."
-lesson.table(("mean over", "loss", "gradients off one process's by", "a target weighs"), rows, "one batch, three losses", note)
-
-# %% [markdown]
-# Nothing crashes, and the three losses look alike. The gradients do not. "Pads count" is off most, and its loss looks
-# *better*: pads are easily learned, so as training goes on it will look better still.
-#
-# ### Exercise 4: the exact token mean
-#
-# *Implement, 15 minutes; it returns to exercise 1 of 01.* Write `token_loss(outputs, inputs)` for one microbatch: (the sum
-# of its losses, how many targets it has). `outputs.logits` are (b, s, V), `inputs["labels"]` (b, s), with -100 at pads.
-# The pipeline divides. The check wants one process's loss and gradients in float64, with ragged rows, and with a
-# microbatch that asks for nothing.
-#
-# Hint: position i is asked for label i + 1, so a row of n words has n - 1 targets.
-
-# %% tags=["stub-4"]
-def token_loss(outputs, inputs):
-    ...
-
-
-# %% tags=["check-4"]
 lesson.check(exercises.token_mean, token_loss)
 
 # %% [markdown]
@@ -459,89 +683,97 @@ lesson.check(exercises.token_mean, token_loss)
 # %% [markdown]
 # ## Your schedule at real costs
 #
-# 02 compared schedules on equal stages, and its exercises had F = I = W. Here stages have recorded costs, nearly equal in
-# sum by the cut, and F, I and W are what they are. Two chunks a rank make stages half as long, and the head is as long as
-# ever: whatever has more, thinner stages is harder to balance. (A V has both ends on rank 0, so there a short first stage
-# may stand beside the head.)
-#
-# Memory is unequal too. A split backward holds on to the gradient of each layer's output until W, and the last layer's
-# output are the logits: b·s·V numbers for each microbatch whose W lags.
+# Notebook 02 compared schedules on equal stages, with F = I = W. Now stages are unequal and costs are real. We run your
+# 1F1B beside three others, each with its own cut by time. Interleaving and ZB-V give each rank two shorter stages. ZB-V puts
+# the first and the last one on rank 0.
 
 # %%
-lesson.predict("06.schedules", f"{mine.name}, interleaved, zb-h1, zb-v, each cut by time: which has the shortest step?", guess=None, kind="ranking")
-CHUNKS = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
-made = {each: mine if each == "1f1b" else schedules.make(each, N * v, M, v) for each, v in CHUNKS.items()}
-runs = {each: (made[each], balanced(sky.smooth, N * v)) for each, v in CHUNKS.items()}
+chunks = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # stages per rank
+made = {name: schedules.make(name, N * v, M, v) for name, v in chunks.items()}
+made["1f1b"] = schedule_1f1b
+balance = {name: partitions.balanced(times.smooth, N * v) for name, v in chunks.items()}
+runs = {name: (made[name], balance[name]) for name in chunks}
+lesson.predict(
+    "06.schedules", f"{', '.join(chunks)}, each cut by time: which step is shortest?",
+    kind="ranking", rule_of_thumb=("zb-v", "zb-h1", "interleaved", "1f1b"),
+)  # fmt: skip
 
 # %%
-ran = pool.run(gpt2_pipeline.time_cuts, SIZE, ROWS, DTYPE, runs)[0]
-told, seen, rows = {}, {each: tl.makespan for each, tl in ran.items()}, []
-for each, (schedule, counts) in runs.items():
-    told[each] = sky.step(schedule, counts).makespan
-    most, work = pool.run(gpt2_pipeline.peak_activations, SIZE, ROWS, DTYPE, runs[each]), [ran[each].work(r) for r in range(N)]
-    cells = (lesson.number(told[each], "s"), lesson.number(seen[each], "s"), f"{seen[each] / told[each]:.2f}")
-    uneven = (f"{100 * ran[each].bubble_fraction:.1f} %", f"{max(work) * N / sum(work):.2f}")
-    rows.append((each, *cells, *uneven, lesson.number(most[0], "B"), lesson.number(most[-1], "B")))
-    step = {"step (s)": (told[each], seen[each]), "bubble (%)": (None, 100 * ran[each].bubble_fraction)}
-    lesson.ledger.add("06", Layout(pp=N), f"{name}, {each}", step, vit_pipeline.hardware(N))
-columns = ("schedule", "step, predicted", "run", "ratio", "bubble", "fullest rank over mean", "rank 0 holds", f"rank {N - 1} holds")
-own = ", ".join(f"{each} {tl.makespan / made[each].simulate(Costs.measured(tl)).makespan:.2f}" for each, tl in ran.items())
-lesson.table(columns, rows, f"cut by time; held: beside weights and gradients; {ran['1f1b'].source}", f"Ratios with each schedule's own F, I, W: {own}.")
-lesson.reveal("06.schedules", seen, predicted=sorted(told, key=told.get))
-shown = ("1f1b", "zb-h1", "zb-v")
-plot.show(
-    plot.timeline(*(ran[each] for each in shown), names=shown, title=f"GPT-2 on {N} ranks, {M} microbatches, cut by time"),
-    alt=f"Steps of {', '.join(shown)} take {', '.join(lesson.number(seen[each], 's') for each in shown)}.",
-)
+steps = pool.run(time_steps, runs)[0]
+medians = {name: steps[name].median for name in runs}
+measured = {name: step.makespan for name, step in medians.items()}
+predicted = {name: times.step(*run).makespan for name, run in runs.items()}
+bubbles = {name: 100 * step.bubble_fraction for name, step in medians.items()}
+work = {name: sum(map(step.work, step.ranks)) / N for name, step in medians.items()}
+peaks = {name: pool.run(gpt2_pipeline.peak_activations, SIZE, BATCH_SIZE, DTYPE, run)
+         for name, run in runs.items()}  # fmt: skip
+lesson.show(
+    simulated=predicted, **{SOURCE: measured}, unit="s", key="06.style",
+    columns={"fastest (s)": {name: steps[name].fastest for name in runs},
+             "slowest (s)": {name: steps[name].slowest for name in runs},
+             "bubble (%)": bubbles, "compute per rank (s)": work,
+             "kept, first rank (B)": {name: peaks[name][0] for name in runs},
+             "kept, last rank (B)": {name: peaks[name][-1] for name in runs}},
+)  # fmt: skip
+ranking = sorted(predicted, key=predicted.get)
+lesson.reveal("06.schedules", measured, predicted=ranking, source=SOURCE)
+lesson.claim("ZB-H1 shrinks the bubble", (bubbles["zb-h1"], "<", bubbles["1f1b"]))
+lesson.claim("ZB-H1 computes longer", (work["zb-h1"], ">", work["1f1b"]))
+lesson.record("06.fastest", ", ".join(gpt2_pipeline.fastest_of(steps)))
+gpt2_pipeline.add_to_ledger(model, predicted, medians)
+drawn = {name: medians[name] for name in ("1f1b", "zb-h1")}
+lesson.show(drawn, title="ZB-H1 fills waiting times of 1F1B with W")
 
 # %% [markdown]
-# Predicted from the skyline: F as measured, I and W half a backward each. Start with 1f1b's ratio: it has no I and W,
-# so what is off there is noise, or a machine that was slower or quicker when layers were measured, and all four share
-# it. What the others have beyond it is what the prediction leaves out: W is matmuls alone, I has everything else, and
-# both apart take longer than one backward. (Put these in, and the note's ratios are near 1.) Where I is much longer
-# than W, ZB-H1 gains little, for it idles (p-1)(F+I-W). The V needs no such luck; its thin stages need a good cut.
+# The shortest step: <data value="06.fastest">zb-v, interleaved</data>. Where several names stand, their repeats overlap. ZB-H1 shrinks the bubble of 1F1B from
+# <data value="06.style.1f1b.bubble">31.5 %</data> to <data value="06.style.zb-h1.bubble">25.8 %</data>. But its ranks compute for
+# <data value="06.style.zb-h1.compute-per-rank">127 ms</data> instead of <data value="06.style.1f1b.compute-per-rank">112 ms</data>, because I and W walk through the layers
+# separately. The simulation counts them as half a backward each and doesn't see this cost.
 #
-# Compare the last rank's memory under 1f1b and zb-h1: part of the difference is logits' gradients that wait for W, the
-# rest what the layers of that rank keep for theirs.
+# Memory is unequal, too. A split backward keeps the gradient of every layer's output until W. On the last rank these are
+# the logits, b·s·V numbers for each microbatch whose W waits. Beside weights and gradients, the last rank keeps
+# <data value="06.style.1f1b.kept-last-rank">10.9 MB</data> under 1F1B and <data value="06.style.zb-h1.kept-last-rank">22.7 MB</data> under ZB-H1.
 #
-# **Takeaway.** A schedule is chosen with the costs and the memory of its stages, not by its name.
+# <details><summary>In your tools: schedules</summary>
 #
-# **Challenge.** A head of 4.5 blocks or more on 24 blocks, 4 ranks, at most 8 microbatches: a bubble under 10 % with at
-# most 4.5 microbatches in flight. Then watch "as fast as so many devices" while you add ranks.
+# PyTorch: `ScheduleInterleaved1F1B` and `ScheduleInterleavedZeroBubble` of `torch.distributed.pipelining`. Megatron-Core
+# interleaves with `--num-virtual-stages-per-pipeline-rank`.
+# </details>
+#
+# **Takeaway.** Choose a schedule with the measured costs and the memory of its stages, not by its bubble alone.
+#
+# **Challenge.** With a head of 4.5 blocks or more on 24 blocks, 4 ranks and at most 8 microbatches, reach a bubble under
+# 10 % with at most 4.5 in-flight microbatches. Then add ranks and watch the speed-up approach its limit.
 #
 # <details><summary>Answer</summary>
 #
-# `dualpipe-v`, cut by time, with 8 microbatches and the head at 4.5: 9.2 % idle, 4.5 in flight, as fast as 3.6 devices.
-# No other schedule does it; `zb-v` idles 11.8 %. More ranks buy less and less: 8 ranks of `zb-v` are as fast as 4.4
-# devices, and (24.1 + 4.5)/4.5 = 6.4 is the limit.
+# `dualpipe-v`, cut by time, with 8 microbatches and the head at 4.5, idles 9.2 % with 4.5 microbatches in flight and is as
+# fast as 3.6 ranks that never wait. No other schedule does it; `zb-v` idles 11.8 %. More ranks buy less and less: 8 ranks
+# of `zb-v` are as fast as 4.4, and (24.1 + 4.5)/4.5 = 6.4 is the limit.
 # </details>
 
 # %%
 lesson.explorers.uneven_layers()
 
 # %% [markdown]
-# ### Exercise 5: beat 1F1B under a cap
+# ### Exercise 4: beat 1F1B under a memory cap
 #
-# *Design, 30 minutes.* Write `plan(job)`: a list of actions for each rank, stage r on rank r. `job.ranks`,
-# `job.microbatches`, `job.costs` (a `Costs`, one number a stage), `job.held[r]` (bytes of one microbatch in flight on rank
-# r, from F to W) and `job.cap` (bytes for each rank). The check wants no rank over the cap, and a step within 1 % of the
-# best that it knows. ZB-H1 as you know it breaks a cap; 1F1B is too slow everywhere. Two jobs are recorded costs.
+# *Extra. Design, 30 minutes.* Write `plan(job)`: a list of actions for each rank, with stage r on rank r. You get
+# `job.ranks`, `job.microbatches` and `job.costs`, with F, I and W per stage. `job.held[r]` are the bytes of one in-flight
+# microbatch on rank r, from its F to its W, and `job.cap` the bytes that a rank has for all. The check wants no rank above
+# the cap, and a step within 1 % of the best that it knows. ZB-H1 breaks some caps, and 1F1B is too slow everywhere.
 #
-# Hint: start from exercise 3 of 02, where W lags r microbatches on rank r. How far may it lag if there is room for
-# `cap // held[r]`? Does more room allow a longer warm-up? `Schedule(rows).simulate(job.costs).makespan` decides.
-
-# %% tags=["stub-5"]
-def plan(job):
-    ...
+# Hint: start from exercise 3 of 02, where W lags r microbatches behind on rank r. How far may it lag if there is room for
+# `job.cap // job.held[r]` microbatches? Does more room allow a longer warm-up?
+# `Schedule(rows).simulate(job.costs).makespan` decides.
 
 
-# %% tags=["check-5"]
-verdict = lesson.check(exercises.beat_1f1b, plan)
-if verdict.status == "passed" and "ran" in vars():
-    costs = Costs.measured(ran["zb-h1"])
-    job = exercises.CappedPipeline(N, M, costs, (1.0,) * N, float(N))
-    print("at this page's costs:", *(f"{lesson.number(s.simulate(costs).makespan, 's')} {s.name}" for s in (Schedule(plan(job), "yours"), mine)))
-verdict
+# %% tags=["stub-4"]
+def plan(job): ...
+
+
+# %% tags=["check-4"]
+lesson.check(exercises.beat_1f1b, plan)
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -573,20 +805,25 @@ verdict
 # %% [markdown]
 # ## What to remember
 #
-# - The heaviest stage sets the pace. A head of a = V/(12h + 2s) blocks makes a uniform cut 1 + a(p-1)/(L+a) times as
-#   long, and no pipeline of that model faster than (L+a)/a devices.
-# - Measure layers, then cut: by time for speed, by parameters for memory. FLOPs do not see a softmax.
-# - Err on the side of a light last rank: a block too many there is paid by all.
-# - A tied weight is one weight: same start, summed gradients, counted once. Its two homes are an instrument: distance 0.
-# - Divide once, by all targets. They are counted before anything is computed.
-# - A lagging W keeps gradients of logits. Memory, like time, is a property of a stage, not of a schedule.
+# - The slowest stage sets the pace. With a head of a blocks beside L others, no cut gains more than (L+a)/a.
+# - Measure layers, then cut: by time for speed, by parameters for memory. If unsure, put less on the stage with the head.
+# - Let variants take turns. A difference below the spread is not a finding.
+# - On GPUs with 16-bit matmuls, pad the vocabulary to a multiple of 64.
+# - A tied weight needs an equal start and summed gradients. The distance between its copies shows whether it has them.
+# - Divide a loss once, by the count of all targets.
 #
-# **When not to use this.** When one layer weighs more than its share (a 124M on 8 ranks) no cut helps: cut the head itself
-# (07), or use fewer ranks and replicas of them (08). When sequences differ wildly, microbatches differ in time as well,
-# and no static cut is right: sort by length. A profile is of one machine, one length and one batch; cut again when they
-# change.
+# **When not to use this.** If one layer takes longer than its share, no cut helps: use fewer ranks with replicas, or split
+# the head itself. If sequence lengths differ wildly, microbatches differ in time and no static cut is right. A measured
+# cut holds for one machine, one sequence length and one batch size.
+#
+# **Where to look.** PyTorch: `torch.distributed.pipelining`. Megatron-Core: `finalize_model_grads.py` for the tied
+# embedding. Here: `partition.py`, `tied_weights.py` and `loss.py` in `hpnb/pipeline_parallel/`.
 #
 # **Papers.** Radford et al. 2019, *Language models are unsupervised multitask learners*. Press & Wolf 2017, *Using the
-# output embedding to improve language models* (one table). Narayanan et al. 2019, *PipeDream* (a partition by profile).
-# Huang et al. 2019, *GPipe*. Qi et al. 2024, *Zero bubble pipeline parallelism*; Yeung et al. 2024, *Balancing pipeline
+# output embedding to improve language models*. Narayanan et al. 2019, *PipeDream*, which partitions by profile.
+# Huang et al. 2019, *GPipe*. Qi et al. 2024, *Zero bubble pipeline parallelism*. Yeung et al. 2024, *Balancing pipeline
 # parallelism with vocabulary parallelism* (arXiv 2411.05288).
+#
+# **Next.** A pipeline moves whole layers, so the head stays as long as it is. Notebook 07 splits inside the layers: the head
+# over its vocabulary, attention over its heads. It starts with two numbers that refuse to divide, 25 heads and 50,257
+# tokens.

@@ -14,6 +14,9 @@
 # %% [markdown]
 # # What refuses to divide?
 #
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/hpnb/hpnb/blob/main/notebooks/07_gpt2_tensor_parallel.ipynb)
+# [![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/hpnb/hpnb/blob/main/notebooks/07_gpt2_tensor_parallel.ipynb)
+#
 # **The question.** In notebook 03 nearly everything divided, heads, neurons and classes, and there was no dropout. The
 # largest GPT-2 has 25 heads, 50,257 words, and drops a tenth of its values. What becomes of tensor parallelism where numbers
 # are odd, and where they are drawn?
@@ -40,6 +43,11 @@
 # </details>
 
 # %% tags=["setup"]
+import importlib.util
+
+assert importlib.util.find_spec("hpnb"), (
+    "hpnb is missing: run `%pip install hpnb` in a cell, then this cell again"
+)
 import hashlib
 from itertools import islice
 import torch, torch.distributed as dist, torch.nn.functional as F
@@ -48,19 +56,17 @@ from hpnb import Layout, comm, lesson, plot, theory
 from hpnb.lesson.figures import gpt2_tensor as figures
 from hpnb.lesson.programs import dropout_masks, gpt2_tensor, step_timing, vit_pipeline, vit_tensor
 from hpnb.lesson.exercises import gpt2_tensor_parallel as exercises
-from hpnb.models import GPT2_SIZES, GPT2Size
 from hpnb.tensor_parallel import full_state_dict, parallelize
 
 N = min(4, hpnb.ranks.default_ranks())
-GPU = hpnb.ranks.choose_device("auto", N).device == "cuda"
-SMALL = GPT2Size(hidden=400, layers=2, heads=25, mlp=1600, vocab_size=12_601, length=256)  # 25 narrow heads
-SIZE, DTYPE, ROWS = (GPT2_SIZES["1.5b"], torch.bfloat16, 4) if GPU else (SMALL, torch.float32, 1)
+pool = hpnb.Ranks(N)  # these ranks stay to the end
+sizes = lesson.choose_sizes("07", pool)  # the largest that fit
+SIZE, DTYPE, ROWS, SMALL = sizes.size, sizes.dtype, sizes.batch, sizes.laptop  # SMALL has 25 narrow heads
 BLOCK = SIZE.block(ROWS, bytes_per_value=DTYPE.itemsize)
 english = hpnb.data.text("train", block=64)  # 509 words
 texts = list(islice(hpnb.data.Loader(english, 8), 33))  # the same batches on every rank
 name = f"GPT-2, blocks of {SIZE.hidden} in {SIZE.heads} heads, {SIZE.vocab_size:,} words, {str(DTYPE)[6:]}, {ROWS} x {SIZE.length} tokens"
-here = lesson.banner(N, model=name, data=english.describe())
-pool = hpnb.Ranks(N)  # these ranks stay to the end
+here = lesson.banner(N, model=name, data=english.describe(), sizes=sizes)
 
 # %% [markdown]
 # ## Run it unchanged
@@ -69,10 +75,13 @@ pool = hpnb.Ranks(N)  # these ranks stay to the end
 # attention of 25 heads. GPT-2 holds q, k and v in one matrix Q | K | V of (h, 3h), so this line can be used in two ways: on
 # that matrix, or on q, k and v each. A third way forgets the line, and gives each rank whole heads. Which output is right?
 
+
 # %%
 def by_hand(heads=25, d=8, s=32):
     axis, h = vit_tensor.tensor_axis(), heads * d
-    x, qkv, out = (gpt2_tensor.random_values(*shape, seed=i) for i, shape in enumerate([(s, h), (h, 3 * h), (h, h)]))
+    x, qkv, out = (
+        gpt2_tensor.random_values(*shape, seed=i) for i, shape in enumerate([(s, h), (h, 3 * h), (h, h)])
+    )
     right = gpt2_tensor.attention(x @ qkv, heads) @ out
 
     def own(w, dim):
@@ -93,7 +102,11 @@ def by_hand(heads=25, d=8, s=32):
     return found
 
 
-lesson.table(("cut by", "rank 0 has heads", "output off by"), pool.run(by_hand)[0], f"an attention of 25 heads of 8 on {N} ranks, float64")
+lesson.table(
+    ("cut by", "rank 0 has heads", "output off by"),
+    pool.run(by_hand)[0],
+    f"an attention of 25 heads of 8 on {N} ranks, float64",
+)
 
 # %% [markdown]
 # (A head should be 8 wide.)
@@ -112,6 +125,7 @@ lesson.table(("cut by", "rank 0 has heads", "output off by"), pool.run(by_hand)[
 #
 # At its end the cell asks what uneven heads will cost. Write your guess into it before you read on.
 
+
 # %%
 def train(texts):
     alone, model = (hpnb.models.gpt2("laptop", dtype=torch.float64, device=hpnb.device()) for _ in range(2))
@@ -126,14 +140,21 @@ def train(texts):
             loss.backward()
             optimizer.step()
     weights, theirs = full_state_dict(model), alone.state_dict()
-    off = step_timing.relative_distance(losses[1:], losses[:1]), step_timing.relative_distance(weights.values(), [theirs[name] for name in weights])
+    off = (
+        step_timing.relative_distance(losses[1:], losses[:1]),
+        step_timing.relative_distance(weights.values(), [theirs[name] for name in weights]),
+    )
     held = (tuple(w.shape) for w in (model.transformer.h[0].attn.c_attn.weight, model.transformer.wte.weight))
     return losses[1].item(), *off, *held
 
 
 ran = pool.run(train, texts[:3])
-print(f"loss {ran[0][0]:.3f}; off one process's by {ran[0][1]:.0e}, weights after three steps by {ran[0][2]:.0e}")
-rows = [(f"rank {r}", f"{c_attn}", f"{c_attn[1] // 60}", f"{table}") for r, (*_, c_attn, table) in enumerate(ran)]
+print(
+    f"loss {ran[0][0]:.3f}; off one process's by {ran[0][1]:.0e}, weights after three steps by {ran[0][2]:.0e}"
+)
+rows = [
+    (f"rank {r}", f"{c_attn}", f"{c_attn[1] // 60}", f"{table}") for r, (*_, c_attn, table) in enumerate(ran)
+]
 lesson.table(("", "q | k | v", "heads", "words"), rows, "a GPT-2 of 100, with 5 heads of 20 and 509 words")
 lesson.predict("07.block", f"{SIZE.heads} heads over {N} ranks, width {SIZE.hidden}, {SIZE.length} tokens a row: how many times the mean "
                "of all ranks does the fullest compute on a block?", guess=None)  # fmt: skip
@@ -167,11 +188,14 @@ lesson.predict("07.block", f"{SIZE.heads} heads over {N} ranks, width {SIZE.hidd
 took = pool.run(gpt2_tensor.time_heads, SIZE, ROWS, DTYPE)[0]
 dealt = comm.split_sizes(SIZE.heads, N)
 mean = {part: sum(each[part] for each in took) / N for part in ("attention", "MLP")}
-told = {f"rank {r}, {dealt[r]} heads": mean["attention"] * dealt[r] * N / SIZE.heads + mean["MLP"] for r in range(N)}
+told = {
+    f"rank {r}, {dealt[r]} heads": mean["attention"] * dealt[r] * N / SIZE.heads + mean["MLP"]
+    for r in range(N)
+}
 fullest = sum(took[0].values()) / sum(mean.values())
 plot.show(
     figures.stacked(dict(zip(told, took, strict=True)), told, "s", "predicted by heads alone",
-                 title=f"measured · computing one block, {'' if GPU else 'CPU time, '}forward and backward"),
+                 title=f"measured · computing one block, {'CPU time, ' if here.device == 'cpu' else ''}forward and backward"),
     alt="What each rank computes; of the mean attention " + ", ".join(f"{each['attention'] / mean['attention']:.2f}" for each in took) + ".",
 )  # fmt: skip
 lesson.reveal("07.block", fullest, predicted=theory.block_imbalance(BLOCK, N))
@@ -198,9 +222,9 @@ ratios = lesson.comparison([("attention of rank 0, over the mean", dealt[0] * N 
 #
 # Hint: `comm.split_sizes(25, 4)` is (7, 6, 6, 6); where does rank r begin?
 
+
 # %% tags=["stub-1"]
-def share(qkv, bias, out, heads, axis):
-    ...
+def share(qkv, bias, out, heads, axis): ...
 
 
 # %% tags=["check-1"]
@@ -251,8 +275,14 @@ lesson.table(("what", "leaves a rank"), [(what, lesson.number(nbytes, "B")) for 
 found = pool.run(gpt2_tensor.compare_losses, 16, (509, 4001, 50_257, 128_256))[0]
 counted = {"gather the logits": {words: whole / 16 for words, (whole, *_) in found.items()},
            "three reductions": {words: three / 16 for words, (_, three, _) in found.items()}}  # fmt: skip
-lines = {"gather the logits": [theory.bytes_sent("all_gather", 4 * words, N) for words in V], "three reductions": [theory.sharded_loss_bytes(1, N)] * len(V)}
-times, off = counted["gather the logits"][50_257] / counted["three reductions"][50_257], max(off for *_, off in found.values())
+lines = {
+    "gather the logits": [theory.bytes_sent("all_gather", 4 * words, N) for words in V],
+    "three reductions": [theory.sharded_loss_bytes(1, N)] * len(V),
+}
+times, off = (
+    counted["gather the logits"][50_257] / counted["three reductions"][50_257],
+    max(off for *_, off in found.values()),
+)
 plot.show(
     figures.vocabulary_bytes(V, lines, counted, {"GPT-2": 50_257, "Llama 3": 128_256}, title=f"a loss on {N} ranks, float32: {times:,.0f} times fewer bytes at 50,257 words",
                     caption=f"The two losses differ by {off:.0e} at most."),
@@ -278,9 +308,9 @@ plot.show(
 # Hint: `comm.all_reduce` sums, and its backward sends nothing; for the largest `dist.all_reduce(m, dist.ReduceOp.MAX,
 # axis.group)`, on something detached. Whose is target -100?
 
+
 # %% tags=["stub-2"]
-def loss(logits, targets, first, axis):
-    ...
+def loss(logits, targets, first, axis): ...
 
 
 # %% tags=["check-2"]
@@ -326,9 +356,15 @@ lesson.check(exercises.vocab_parallel_loss, loss)
 # %%
 cases = {"right": ("right", False), "a seed each": ("a seed each", False), "one seed": ("one seed", False),
          "right, tokens cut": ("right", True)}  # fmt: skip
-shown = {case: dropout_masks.mask_pictures(pool.run(dropout_masks.record_masks, policy, 0.5, cut), cut) for case, (policy, cut) in cases.items()}
+shown = {
+    case: dropout_masks.mask_pictures(pool.run(dropout_masks.record_masks, policy, 0.5, cut), cut)
+    for case, (policy, cut) in cases.items()
+}
 xor = {case: [f"{100 * one.differ:.0f} %" for one in found] for case, found in shown.items()}
-places, pair = ("probabilities of the first head: cut", "after the MLP: replicated, or tokens cut"), ("rank 0", f"rank {N - 1}")
+places, pair = (
+    ("probabilities of the first head: cut", "after the MLP: replicated, or tokens cut"),
+    ("rank 0", f"rank {N - 1}"),
+)
 plot.show(
     figures.dropped(shown, places, pair, title=f"recorded · what ranks 0 and {N - 1} of {N} drop in the first block, 5 heads"),
     alt="Dropout masks of two ranks as bitmaps, and their XOR. What differs, of the attention and after the MLP: "
@@ -351,6 +387,7 @@ if not shown["one seed"][1].differ:
 # common state and the rank, while it draws for what is cut. Afterwards the common state is put back, so it does not matter
 # who drew how many numbers. Seeds that differ are refused:
 
+
 # %%
 def seeded_apart():
     model = parallelize(hpnb.models.gpt2("laptop", dropout=0.1), vit_tensor.tensor_axis())
@@ -372,13 +409,38 @@ except hpnb.RankError as error:
 # with the same masks. It is the change of the loss over what the gradient told, so it should be 1.
 
 # %%
-rows, runs = [], {policy: pool.run(dropout_masks.train_with_dropout, policy, texts[:32], texts[32]) for policy in dropout_masks.POLICIES}
+rows, runs = (
+    [],
+    {
+        policy: pool.run(dropout_masks.train_with_dropout, policy, texts[:32], texts[32])
+        for policy in dropout_masks.POLICIES
+    },
+)
 for policy, ran in runs.items():
     losses, _, (tested, saved) = ran[0]
     apart = max(gaps[-1] for _, gaps, _ in ran)
     slope = pool.run(dropout_masks.gradient_check, policy)[0]
-    rows.append((policy, f"{losses[0]:.3f} to {losses[-1]:.3f}", f"{tested:.4f}", f"{saved:.4f}", f"{apart:.0e}", *xor[policy], f"{slope:.4f}"))
-columns = ("policy", "loss", "test loss", "of the saved model", "copies apart", "XOR, attention", "XOR, MLP", "slope, measured over told")
+    rows.append(
+        (
+            policy,
+            f"{losses[0]:.3f} to {losses[-1]:.3f}",
+            f"{tested:.4f}",
+            f"{saved:.4f}",
+            f"{apart:.0e}",
+            *xor[policy],
+            f"{slope:.4f}",
+        )
+    )
+columns = (
+    "policy",
+    "loss",
+    "test loss",
+    "of the saved model",
+    "copies apart",
+    "XOR, attention",
+    "XOR, MLP",
+    "slope, measured over told",
+)
 lesson.table(columns, rows, f"dropout 0.1, 32 steps on {N} ranks; XOR with p = 1/2")
 lesson.field_guide.add(
     "with dropout the loss falls as it should; copies of norms part on the ranks, though every sum is there",
@@ -408,9 +470,9 @@ lesson.field_guide.show()
 #
 # Hint: with p = 0.1 two masks that were drawn apart have 82 % of their elements in common.
 
+
 # %% tags=["stub-3"]
-def read(record):
-    ...
+def read(record): ...
 
 
 # %% tags=["check-3"]
@@ -447,9 +509,9 @@ lesson.check(exercises.read_masks, read)
 #
 # Hint: sums meet: 7 + rank 1 is 8 + rank 0. `hashlib.blake2b(data, digest_size=7)` does not.
 
+
 # %% tags=["stub-4"]
-def seed_of(base, where, site, step):
-    ...
+def seed_of(base, where, site, step): ...
 
 
 # %% tags=["check-4"]
@@ -493,10 +555,16 @@ lesson.predict("07.kept", f"{N} ranks share a layer by tensor parallelism alone:
 # %%
 layers = gpt2_tensor.measure_kept_activations(SIZE, 1, N)
 rows = [(f"{one.name} (B)", one.predicted, one.measured) for one in layers]
-lesson.comparison(rows, title=f"a layer of {SIZE.hidden}, {SIZE.heads} heads, {SIZE.length} tokens, on the first of {N} ranks")
+lesson.comparison(
+    rows,
+    title=f"a layer of {SIZE.hidden}, {SIZE.heads} heads, {SIZE.length} tokens, on the first of {N} ranks",
+)
 again = pool.run(gpt2_tensor.recompute_shares, SMALL, 1)[0]
 rows = [(f"{what} (%)", 100 * told, 100 * counted) for what, (told, counted) in again.items()]
-lesson.comparison(rows, title=f"computed again, of a step's FLOPs: a layer of {SMALL.hidden}, {SMALL.heads} heads, {SMALL.length} tokens")
+lesson.comparison(
+    rows,
+    title=f"computed again, of a step's FLOPs: a layer of {SMALL.hidden}, {SMALL.heads} heads, {SMALL.length} tokens",
+)
 whole, cut = layers[:2]
 lesson.reveal("07.kept", 100 * cut.measured / whole.measured, predicted=100 * cut.predicted / whole.predicted)
 plot.show(
@@ -504,7 +572,10 @@ plot.show(
                  title=f"what a layer keeps on the first of {N} ranks: predicted in parts, measured as ticks"),
     alt="What a layer keeps: " + "; ".join(f"{one.name} {lesson.number(one.measured, 'B')}" for one in layers) + ".",
 )  # fmt: skip
-print("measured over the published formula alone:", ", ".join(f"{one.measured / one.published:.2f}" for one in layers))
+print(
+    "measured over the published formula alone:",
+    ", ".join(f"{one.measured / one.published:.2f}" for one in layers),
+)
 
 # %% [markdown]
 # Every byte has a name. In the second table one row is off: attention computed again costs half of what the formula says.
@@ -528,16 +599,18 @@ print("measured over the published formula alone:", ", ".join(f"{one.measured / 
 #
 # Hint: three numbers, 10, 24 and 5as/h; who divides which?
 
+
 # %% tags=["stub-5"]
-def kept(layer):
-    ...
+def kept(layer): ...
 
 
 # %% tags=["check-5"]
 verdict = lesson.check(exercises.activation_bytes, kept)
 if verdict.status == "passed" and "layers" in vars():
     mine = kept(exercises.ShardedLayer(SIZE.length, 1, SIZE.hidden, SIZE.heads, N, sequence=True))
-    print(f"tensor + sequence parallel on this page: yours {lesson.number(mine, 'B')}, measured {layers[2].measured / mine:.2f} times that")
+    print(
+        f"tensor + sequence parallel on this page: yours {lesson.number(mine, 'B')}, measured {layers[2].measured / mine:.2f} times that"
+    )
 verdict
 
 # %% [markdown]
@@ -585,19 +658,32 @@ lesson.explorers.kept_by_rank()
 # Of the next two cells the first asks, and the second has all three.
 
 # %%
-lesson.predict("07.names", "megatron, ulysses, ring: on 4 ranks, which sends the fewest bytes in one attention?", guess=None, kind="ranking")
+lesson.predict(
+    "07.names",
+    "megatron, ulysses, ring: on 4 ranks, which sends the fewest bytes in one attention?",
+    guess=None,
+    kind="ranking",
+)
+
 
 # %%
 def ways(heads, s=64, d=8):
     axis, h = vit_tensor.tensor_axis(), heads * d
-    x, qkv, out = (gpt2_tensor.random_values(*shape, seed=i) / h**0.5 for i, shape in enumerate([(s, h), (h, 3 * h), (h, h)]))
+    x, qkv, out = (
+        gpt2_tensor.random_values(*shape, seed=i) / h**0.5
+        for i, shape in enumerate([(s, h), (h, 3 * h), (h, h)])
+    )
 
     def megatron(x):
         columns, rows, own = gpt2_tensor.rank_heads(qkv, out, heads, axis.size, axis.rank)
-        return comm.reduce_scatter(gpt2_tensor.attention(comm.all_gather(x, axis, 0) @ columns, own) @ rows, axis, 0)
+        return comm.reduce_scatter(
+            gpt2_tensor.attention(comm.all_gather(x, axis, 0) @ columns, own) @ rows, axis, 0
+        )
 
     def ulysses(x):
-        q, k, v = (comm.all_to_all(each, axis, 0, 1) for each in gpt2_tensor.split_heads(x @ qkv, heads))  # (heads/t, s, d)
+        q, k, v = (
+            comm.all_to_all(each, axis, 0, 1) for each in gpt2_tensor.split_heads(x @ qkv, heads)
+        )  # (heads/t, s, d)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return comm.all_to_all(y, axis, 1, 0).transpose(0, 1).flatten(1) @ out
 
@@ -617,7 +703,9 @@ def ways(heads, s=64, d=8):
     found = {}
     for way in (megatron, ulysses, ring):
         try:
-            found[way.__name__] = gpt2_tensor.compare_with_serial(way, lambda x: gpt2_tensor.attention(x @ qkv, heads) @ out, x)
+            found[way.__name__] = gpt2_tensor.compare_with_serial(
+                way, lambda x: gpt2_tensor.attention(x @ qkv, heads) @ out, x
+            )
         except ValueError as error:
             found[way.__name__] = str(error)
     return found
@@ -628,8 +716,14 @@ with hpnb.Ranks(4, device="cpu") as four:
 told = {way.lower(): theory.sequence_bytes(way, 64, 24 * 8, 4, 8) for way in theory.SEQUENCE_WAYS}
 rows = [(way, f"{off:.0e}", lesson.number(told[way], "B"), lesson.number(sent, "B"), f"{sent / told[way]:.2f}",
          odd[way].partition(";")[0] if isinstance(odd[way], str) else f"off by {odd[way][0]:.0e}") for way, (off, sent) in even.items()]  # fmt: skip
-lesson.table(("", "off by", "sends, predicted", "sends", "ratio", "25 heads"), rows, "an attention of 24 heads, 64 tokens on 4 ranks, forward and backward")
-lesson.reveal("07.names", {way: sent for way, (_, sent) in even.items()}, predicted=sorted(told, key=told.get))
+lesson.table(
+    ("", "off by", "sends, predicted", "sends", "ratio", "25 heads"),
+    rows,
+    "an attention of 24 heads, 64 tokens on 4 ranks, forward and backward",
+)
+lesson.reveal(
+    "07.names", {way: sent for way, (_, sent) in even.items()}, predicted=sorted(told, key=told.get)
+)
 
 # %% [markdown]
 # Ulysses sends the least, 8(t-1)/t² · n h numbers; the two others send 4(t-1)/t · n h. It moves q, k, v and the output, and
@@ -647,7 +741,10 @@ lesson.reveal("07.names", {way: sent for way, (_, sent) in even.items()}, predic
 # are the weights?
 
 # %%
-quantities = {"vocabulary, sent (B)": (theory.vocabulary_bytes(BLOCK, N), sent), "block of the fullest rank over even": (theory.block_imbalance(BLOCK, N), fullest)}
+quantities = {
+    "vocabulary, sent (B)": (theory.vocabulary_bytes(BLOCK, N), sent),
+    "block of the fullest rank over even": (theory.block_imbalance(BLOCK, N), fullest),
+}
 quantities |= {f"a layer keeps, {one.name} (B)": (one.predicted, one.measured) for one in layers[1:3]}
 lesson.ledger.add("07", Layout(tp=N), name, quantities, vit_pipeline.hardware(N))
 lesson.ledger.show()

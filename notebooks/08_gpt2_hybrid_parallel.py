@@ -14,6 +14,9 @@
 # %% [markdown]
 # # Which layout, and can you call it beforehand?
 #
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/hpnb/hpnb/blob/main/notebooks/08_gpt2_hybrid_parallel.ipynb)
+# [![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/hpnb/hpnb/blob/main/notebooks/08_gpt2_hybrid_parallel.ipynb)
+#
 # **The question.** You have a model, a batch, a few devices, and three axes to lay them along. There are dozens of layouts.
 # Trying them all costs more than the best one saves. Can you rank them from what *one* rank does alone, and how much
 # do you lose if you trust that ranking?
@@ -33,6 +36,11 @@
 # </details>
 
 # %% tags=["setup"]
+import importlib.util
+
+assert importlib.util.find_spec("hpnb"), (
+    "hpnb is missing: run `%pip install hpnb` in a cell, then this cell again"
+)
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -43,17 +51,19 @@ from hpnb.lesson.figures import gpt2_hybrid as figures
 from hpnb.lesson.programs import gpt2_hybrid, host_traffic, paraphrases
 from hpnb.lesson.predictions import regret
 from hpnb.lesson.exercises import gpt2_hybrid_parallel as exercises
-from hpnb.models import GPT2_SIZES, GPT2Size
+from hpnb.models import GPT2_SIZES
 from hpnb import ParallelLayout
 
 N = min(4, hpnb.ranks.default_ranks())
-GPU = hpnb.ranks.choose_device("auto", N).device == "cuda"
-XL, SMALL = GPT2_SIZES["1.5b"], GPT2Size(hidden=120, layers=8, heads=5, mlp=480, vocab_size=1009, length=64)
-SIZE, DTYPE, ROWS, EACH = (XL, torch.bfloat16, 16, 2) if GPU else (SMALL, torch.float32, 16, 2)
-BUDGET = 24e9 * SIZE.parameters() / XL.parameters()  # a 24 GB card for XL, and the same share for a smaller model
+pool = hpnb.Ranks(N)  # these ranks stay to the end
+sizes, XL = lesson.choose_sizes("08", pool), GPT2_SIZES["1.5b"]  # the largest that fit
+SIZE, DTYPE, ROWS, EACH = sizes.size, sizes.dtype, 8 * sizes.batch, sizes.batch
+BUDGET = (
+    24e9 * SIZE.parameters() / XL.parameters()
+)  # a 24 GB card for XL, and the same share for a smaller model
 name = f"GPT-2, {SIZE.layers} blocks of {SIZE.hidden}, {SIZE.vocab_size:,} words, {str(DTYPE)[6:]}, {ROWS} rows of {SIZE.length} a step"
 recipe = paraphrases.training_recipe()  # MRPC, and a GPT-2 of two blocks with its own byte-level BPE
-here = lesson.banner(N, model=name, data=recipe.train.describe(),
+here = lesson.banner(N, model=name, data=recipe.train.describe(), sizes=sizes,
                      reading="cells with 8 ranks run tiny, on the CPU: they are about equality, not time")  # fmt: skip
 
 # %% [markdown]
@@ -83,7 +93,7 @@ here = lesson.banner(N, model=name, data=recipe.train.describe(),
 # Nothing is fitted to the layouts: none has run yet.
 
 # %%
-card, pool = lesson.machine_card(N), hpnb.Ranks(N)  # these ranks stay to the end
+card = lesson.machine_card(N)
 card.show()
 rates = pool.run(gpt2_hybrid.measure_rates, SIZE, EACH, 4 * EACH, DTYPE)[0]
 task = gpt2_hybrid.layout_task(SIZE, ROWS, DTYPE, rates, card.link)
@@ -91,11 +101,21 @@ plans = theory.task_layouts(task, N, EACH)
 plans += [ParallelLayout(N, zero_stage=3), ParallelLayout(1, N, 1, ROWS // EACH, schedule="zb-h1")]
 told = {str(plan): theory.layout_parts(task, plan) for plan in plans}
 held = {str(plan): theory.layout_memory(task, plan) for plan in plans}
-job = host_traffic.HostedTransformer(SIZE.layers, SIZE.hidden, task.tokens, ROWS // EACH, rates.matmul, N, card.link, card.link)
-old = {str(p): sum(job.seconds(Layout(p.dp, p.pp, p.tp)).values()) for p in plans if not p.zero_stage and p.schedule == "1f1b"}
+job = host_traffic.HostedTransformer(
+    SIZE.layers, SIZE.hidden, task.tokens, ROWS // EACH, rates.matmul, N, card.link, card.link
+)
+old = {
+    str(p): sum(job.seconds(Layout(p.dp, p.pp, p.tp)).values())
+    for p in plans
+    if not p.zero_stage and p.schedule == "1f1b"
+}
 rows = [(n, lesson.number(old[n], "s") if n in old else "-", lesson.number(sum(told[n].values()), "s"), lesson.number(held[n], "B"),
          "yes" if held[n] <= BUDGET else "no") for n in told]  # fmt: skip
-lesson.table(("layout", "step, by 04", "step, by this page", "fullest rank", f"fits {lesson.number(BUDGET, 'B')}"), rows, f"predicted, {N} ranks, before any layout has run")
+lesson.table(
+    ("layout", "step, by 04", "step, by this page", "fullest rank", f"fits {lesson.number(BUDGET, 'B')}"),
+    rows,
+    f"predicted, {N} ranks, before any layout has run",
+)
 
 # %% [markdown]
 # Now commit, twice. First the fastest of all. Then the one that you would train on, if every device had the budget in the last
@@ -106,7 +126,12 @@ lesson.table(("layout", "step, by 04", "step, by this page", "fullest rank", f"f
 # %%
 names = "; ".join(told)
 lesson.predict("08.fastest", f"{names}: which has the shortest step?", guess=None, kind="ranking")
-lesson.predict("08.choice", f"The same, if a device has {lesson.number(BUDGET, 'B')}: which is the fastest that fits?", guess=None, kind="ranking")
+lesson.predict(
+    "08.choice",
+    f"The same, if a device has {lesson.number(BUDGET, 'B')}: which is the fastest that fits?",
+    guess=None,
+    kind="ranking",
+)
 
 # %% [markdown]
 # ## Fine-tune on MRPC
@@ -125,11 +150,22 @@ eight = hpnb.Ranks(8, device="cpu")
 whole = paraphrases.with_losses(eight.run(paraphrases.train_leg, recipe, KNOBS))
 common = paraphrases.majority_accuracy(recipe.test)
 accuracy, f1 = (whole.last[f"eval_{each}"] for each in ("accuracy", "f1"))
-rows = [("2 x 2 x 2", f"{accuracy:.3f}", f"{f1:.3f}"), ("always yes", f"{common:.3f}", f"{2 * common / (1 + common):.3f}")]
+rows = [
+    ("2 x 2 x 2", f"{accuracy:.3f}", f"{f1:.3f}"),
+    ("always yes", f"{common:.3f}", f"{2 * common / (1 + common):.3f}"),
+]
 noise = (accuracy * (1 - accuracy) / len(recipe.test)) ** 0.5
 gain = (accuracy - common) / noise
-note = f"With {len(recipe.test)} pairs an accuracy is known to {noise:.3f}: this one is {gain:.1f} times that " + ("above always yes." if gain > 2 else "from always yes, so nothing is proved.")
-lesson.table(("model", "accuracy", "F1"), rows, f"{len(whole.losses)} steps from scratch on {len(recipe.train)} pairs, loss {whole.losses[0]:.3f} to {whole.losses[-1]:.3f}", note)
+note = (
+    f"With {len(recipe.test)} pairs an accuracy is known to {noise:.3f}: this one is {gain:.1f} times that "
+    + ("above always yes." if gain > 2 else "from always yes, so nothing is proved.")
+)
+lesson.table(
+    ("model", "accuracy", "F1"),
+    rows,
+    f"{len(whole.losses)} steps from scratch on {len(recipe.train)} pairs, loss {whole.losses[0]:.3f} to {whole.losses[-1]:.3f}",
+    note,
+)
 
 # %% [markdown]
 # F1 rewards saying yes: always yes already has a high one. Report both, and what the majority would have.
@@ -147,10 +183,30 @@ for run, leg in {"times dp": whole, "times the world's size": wrong}.items():
     more, faster = leg.rows[0] / recipe.alone, max(leg.lrs) / recipe.lr
     third = len(leg.losses) // 3
     losses = ", ".join(f"{sum(leg.losses[i * third : (i + 1) * third]) / third:.3f}" for i in range(3))
-    rows.append((run, losses, f"{leg.last['eval_accuracy']:.3f}", f"{leg.last['eval_f1']:.3f}", f"{more:g}", f"{faster:.3g}", f"{faster / more:.3g}"))
+    rows.append(
+        (
+            run,
+            losses,
+            f"{leg.last['eval_accuracy']:.3f}",
+            f"{leg.last['eval_f1']:.3f}",
+            f"{more:g}",
+            f"{faster:.3g}",
+            f"{faster / more:.3g}",
+        )
+    )
 apart = abs(accuracy - wrong.last["eval_accuracy"]) / (2**0.5 * noise)  # a difference has the noise of two
-note = f"The difference of accuracies is {apart:.1f} times its uncertainty" + (": not even they tell." if apart < 2 else ".")
-columns = ("learning rate", "loss, by thirds", "accuracy", "F1", "rows / one process's", "rate / one process's", "quotient")
+note = f"The difference of accuracies is {apart:.1f} times its uncertainty" + (
+    ": not even they tell." if apart < 2 else "."
+)
+columns = (
+    "learning rate",
+    "loss, by thirds",
+    "accuracy",
+    "F1",
+    "rows / one process's",
+    "rate / one process's",
+    "quotient",
+)
 lesson.table(columns, rows, "two runs on 2 x 2 x 2", note)
 lesson.field_guide.add(
     "the loss is finite and falls; a run that was tuned on few ranks trains otherwise when pp or tp grow",
@@ -176,7 +232,13 @@ lesson.field_guide.add(
 # the disk, up to the end of the first epoch.
 
 # %%
-lesson.predict("08.twice", "Saved every 10 steps, killed after step 14: how many steps are computed twice?", guess=None, unit="steps", kind="identity")
+lesson.predict(
+    "08.twice",
+    "Saved every 10 steps, killed after step 14: how many steps are computed twice?",
+    guess=None,
+    unit="steps",
+    kind="identity",
+)
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
@@ -223,13 +285,12 @@ plot.show(
 #
 # Hint: what did the Trainer save for you besides weights? Read `help(hpnb.Booster.save)` and `.load`.
 
+
 # %% tags=["stub-1"]
-def save(run, folder):
-    ...
+def save(run, folder): ...
 
 
-def resume(run, folder):
-    ...
+def resume(run, folder): ...
 
 
 # %% tags=["check-1"]
@@ -286,10 +347,30 @@ for each in order:
     sent, fullest = one.bytes / max(theory.layout_bytes(task, one.plan), 1.0), one.peak / held[each]
     rows.append((each, lesson.number(step, "s"), f"{ratio:.2f}", f"{100 * one.parts['bubble'] / step:.0f} %", f"{lesson.number(one.bytes, 'B')} ({sent:.4f})",
                  f"{lesson.number(one.peak, 'B')} ({fullest:.2f})", f"{task.tokens / step:,.0f}", f"{100 * task.flops / step / N / rates.matmul:.0f} %"))  # fmt: skip
-    quantities = {"step (s)": (sum(told[each].values()), step), "sent (B)": (theory.layout_bytes(task, one.plan), one.bytes), "peak (B)": (held[each], one.peak)}
-    lesson.ledger.add("08", Layout(one.plan.dp, one.plan.pp, one.plan.tp), f"{name}, {each}", quantities, card.hardware)
-columns = ("layout", "step", "over predicted", "bubble", "sent by a rank", "fullest rank", "tokens/s", "FLOP utilisation")
-lesson.table(columns, rows, f"{N} ranks, {source}; pp {N} runs {mine.name}", "In brackets: over its prediction. Utilisation is of a rank's own large matmul.")
+    quantities = {
+        "step (s)": (sum(told[each].values()), step),
+        "sent (B)": (theory.layout_bytes(task, one.plan), one.bytes),
+        "peak (B)": (held[each], one.peak),
+    }
+    lesson.ledger.add(
+        "08", Layout(one.plan.dp, one.plan.pp, one.plan.tp), f"{name}, {each}", quantities, card.hardware
+    )
+columns = (
+    "layout",
+    "step",
+    "over predicted",
+    "bubble",
+    "sent by a rank",
+    "fullest rank",
+    "tokens/s",
+    "FLOP utilisation",
+)
+lesson.table(
+    columns,
+    rows,
+    f"{N} ranks, {source}; pp {N} runs {mine.name}",
+    "In brackets: over its prediction. Utilisation is of a rank's own large matmul.",
+)
 lesson.reveal("08.fastest", seen, predicted=sorted(told, key=lambda each: sum(told[each].values())))
 
 # %% [markdown]
@@ -319,7 +400,11 @@ picked = yours if yours in ran else proposed
 best = min(fitting, key=fitting.get) if fitting else order[0]
 words = f"Of {len(fitting)} that fit the fastest is {best}. " if fitting else "None fits. "
 words += f"{'Your choice' if picked == yours else 'The prediction (you made no choice)'} is {picked}"
-words += f", for {100 * (seen[picked] / seen[best] - 1):.0f} % more." if picked in fitting else ", which does not fit."
+words += (
+    f", for {100 * (seen[picked] / seen[best] - 1):.0f} % more."
+    if picked in fitting
+    else ", which does not fit."
+)
 plot.show(
     figures.choices({each: (ran[each].peak, task.tokens / seen[each]) for each in ran},
                  {each: (held[each], task.tokens / sum(told[each].values())) for each in told},
@@ -327,11 +412,20 @@ plot.show(
     alt=f"Tokens a second against memory for {len(ran)} layouts, with a budget of {lesson.number(BUDGET, 'B')}. {words}",
 )  # fmt: skip
 costs = {**dict.fromkeys(ran, 10 * max(fitting.values())), **fitting} if fitting else seen
-lesson.reveal("08.choice", sorted(fitting or seen, key=costs.get), costs=costs, predicted=sorted(able, key=lambda each: sum(told[each].values())) or None)
+lesson.reveal(
+    "08.choice",
+    sorted(fitting or seen, key=costs.get),
+    costs=costs,
+    predicted=sorted(able, key=lambda each: sum(told[each].values())) or None,
+)
 for times in (0.01, 0.1, 10):
-    there = gpt2_hybrid.layout_task(SIZE, ROWS, DTYPE, rates, replace(card.link, bandwidth=card.link.bandwidth * times))
+    there = gpt2_hybrid.layout_task(
+        SIZE, ROWS, DTYPE, rates, replace(card.link, bandwidth=card.link.bandwidth * times)
+    )
     guesses = {str(p): sum(theory.layout_parts(there, p).values()) for p in plans}
-    print(f"on a wire of {times:g} times the bandwidth it would be {min(guesses, key=guesses.get)} (predicted)")
+    print(
+        f"on a wire of {times:g} times the bandwidth it would be {min(guesses, key=guesses.get)} (predicted)"
+    )
 
 # %% [markdown]
 # **Which to choose, and why.** Replicas, if they fit: they compute in large pieces, and speak once. If they do not, look for what
@@ -352,15 +446,24 @@ for times in (0.01, 0.1, 10):
 #
 # Hint: a part may be off by a large factor and few microseconds. Two of the four make *computing* longer: on which layouts?
 
+
 # %% tags=["stub-2"]
-def explain(rows):
-    ...
+def explain(rows): ...
 
 
 # %% tags=["check-2"]
 verdict = lesson.check(exercises.worst_prediction, explain)
 if verdict.status == "passed" and "ran" in vars():
-    print("on this page:", explain([exercises.LayoutRow(one.plan, told[each], one.parts) for each, one in ran.items() if not one.plan.zero_stage]))
+    print(
+        "on this page:",
+        explain(
+            [
+                exercises.LayoutRow(one.plan, told[each], one.parts)
+                for each, one in ran.items()
+                if not one.plan.zero_stage
+            ]
+        ),
+    )
 verdict
 
 # %% [markdown]
@@ -396,9 +499,9 @@ verdict
 #
 # Hint: sizes that divide `job.ranks` are enough. What may m be? More microbatches also make each of them smaller to hold.
 
+
 # %% tags=["stub-3"]
-def choose(job):
-    ...
+def choose(job): ...
 
 
 # %% tags=["check-3"]
@@ -453,11 +556,30 @@ lesson.explorers.layout_choice()
 # %%
 score = regret.show_regret()
 off = regret.wrong_predictions()
-rows = [(each.key, each.question, lesson.outcome.answer_text(each.predicted, each.unit), lesson.outcome.answer_text(each.truth, each.unit)) for each in off[:6]]
-lesson.table(("question", "", "predicted", "measured"), rows, f"{len(off)} of {score.asked} predictions did not hold", "" if rows else "Nothing to explain.")
-steps = [(row, pair) for row in lesson.ledger.rows() if None not in (pair := row.quantities.get("step (s)", (None, None)))]
+rows = [
+    (
+        each.key,
+        each.question,
+        lesson.outcome.answer_text(each.predicted, each.unit),
+        lesson.outcome.answer_text(each.truth, each.unit),
+    )
+    for each in off[:6]
+]
+lesson.table(
+    ("question", "", "predicted", "measured"),
+    rows,
+    f"{len(off)} of {score.asked} predictions did not hold",
+    "" if rows else "Nothing to explain.",
+)
+steps = [
+    (row, pair)
+    for row in lesson.ledger.rows()
+    if None not in (pair := row.quantities.get("step (s)", (None, None)))
+]
 ratios = sorted(measured / predicted for _, (predicted, measured) in steps)
-print(f"{len(steps)} layouts with a predicted step: measured over predicted is {ratios[0]:.2f} to {ratios[-1]:.2f}, {ratios[len(ratios) // 2]:.2f} in the middle")
+print(
+    f"{len(steps)} layouts with a predicted step: measured over predicted is {ratios[0]:.2f} to {ratios[-1]:.2f}, {ratios[len(ratios) // 2]:.2f} in the middle"
+)
 lesson.ledger.show()
 
 # %% [markdown]
@@ -492,9 +614,9 @@ lesson.field_guide.show()
 # Hint: fresh moments make Adam's first step ±rate in every weight, whatever the gradient. That is a long one. Which step was so
 # at the start, and which would be again?
 
+
 # %% tags=["stub-4"]
-def diagnose(run):
-    ...
+def diagnose(run): ...
 
 
 # %% tags=["check-4"]

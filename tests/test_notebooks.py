@@ -13,11 +13,13 @@ from nbformat.v4 import new_code_cell, new_output
 from notebook_exercises import unproven
 from notebook_fake import ANSWERS, MUTATIONS, TEXT, code
 from notebook_rules import RULES
+from retold_rules import RETOLD, RETOLD_RULES
 
-from hpnb.lesson.pages import committed, paired
+from hpnb.lesson.pages import committed, numbers_in_prose, paired
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+EVERY_RULE = RULES | RETOLD_RULES
 WRONG = Path(__file__).parent / "wrong_answers"
 
 real = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -40,6 +42,20 @@ def test_a_notebook_is_in_step_with_its_text(path: Path) -> None:
 @real
 def test_a_notebook_keeps_the_rules(path: Path, rule: Callable[[Any], list[str]]) -> None:
     assert rule(paired.read(path)) == []
+
+
+@real
+def test_numbers_and_claims_in_prose_are_those_of_the_run(path: Path) -> None:
+    nb = paired.read(path)
+    prose = "\n".join(cell.source for cell in nb.cells if cell.cell_type == "markdown")
+    assert numbers_in_prose.differences(prose, numbers_in_prose.values_beside(path)) == []
+    assert numbers_in_prose.broken_claims(nb.metadata["hpnb"].get("claims", {})) == []
+
+
+@pytest.mark.parametrize("rule", RETOLD_RULES.values(), ids=list(RETOLD_RULES))
+@pytest.mark.parametrize("page", RETOLD)
+def test_a_retold_page_keeps_stricter_rules(page: str, rule: Callable[[Any], list[str]]) -> None:
+    assert rule(paired.read(ROOT / "notebooks" / page)) == []
 
 
 @pytest.mark.timeout(600)
@@ -65,6 +81,11 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path.parent)
         assert committed.main([str(path)]) == 0
+    nb = paired.read(path)
+    claims = {"it holds": {"holds": True, "numbers": None}}
+    nb.metadata["hpnb"] |= {"values": {"00.minutes": [5, "minutes"]}, "claims": claims}
+    paired.write(nb, path)
+    committed.fill(path)
     return path
 
 
@@ -84,7 +105,7 @@ def wrong(tmp_path: Path) -> Path:
 
 
 def test_a_good_notebook_keeps_every_rule(fake: Path, nb: Any) -> None:
-    assert {name: rule(nb) for name, rule in RULES.items() if rule(nb)} == {}
+    assert {name: rule(nb) for name, rule in EVERY_RULE.items() if rule(nb)} == {}
     assert paired.differences(fake) == []
 
 
@@ -95,13 +116,13 @@ def test_each_rule_sees_what_breaks_it(
     nb: Any, rule: str, what: str, mutate: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notebook_rules, "names_here", lambda: {"ada-of-this-host"})
-    assert RULES[rule](nb) == []
+    assert EVERY_RULE[rule](nb) == []
     mutate(nb)
-    assert RULES[rule](nb) != [], f"{what} went unseen"
+    assert EVERY_RULE[rule](nb) != [], f"{what} went unseen"
 
 
 def test_each_rule_is_broken_by_something() -> None:
-    assert {rule for rule, _, _ in MUTATIONS} == set(RULES)
+    assert {rule for rule, _, _ in MUTATIONS} == set(EVERY_RULE)
 
 
 def test_words_of_the_lesson_are_no_names(nb: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
 # ruff: noqa: F821
-# The blocks that keep the most first: fits, and computes more again than it must.
-def choose(layers, head, budget):
+# The blocks with the most activations first: fits, and recomputes more than it must.
+def blocks_to_recompute(layers, head, budget):
     chosen = []
-    for i in sorted(range(len(layers)), key=lambda i: -layers[i].kept):
-        if exercises.peak(layers, chosen, head) <= budget:
+    for i in sorted(range(len(layers)), key=lambda i: -layers[i].activations):
+        if exercises.peak_activations(layers, chosen, head) <= budget:
             break
         chosen.append(i)
     return chosen

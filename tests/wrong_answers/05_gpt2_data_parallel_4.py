@@ -1,5 +1,5 @@
 # The mean of every step's ratio: a step whose signal is lost in noise decides alone.
-def scale_of(per_rank, reduced, small):
+def scale_from_norms(per_rank, reduced, small):
     ranks, ratios = len(per_rank[0]), []
     big = small * ranks
     for norms, B in zip(per_rank, reduced, strict=True):

@@ -1,5 +1,5 @@
 # ruff: noqa: F821
-# The homes stay equal, and the table learns half as fast.
+# The copies stay equal, and the table learns half as fast.
 def tie(weight, axis):
     ends = axis.among((0, axis.size - 1))
     if weight is None:

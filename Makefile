@@ -6,7 +6,7 @@ VENV   := .venv
 STAMP  := $(VENV)/.hpnb-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help notebooks outputs bench test test-all lab clean
+.PHONY: help notebooks outputs bench docs test test-all lab clean
 
 # A kernel is this venv's Python, never one that the user has registered, and `!torchrun` in a cell is
 # this venv's torchrun. A PYTHONPATH from outside would shadow what constraints.txt pins.
@@ -19,6 +19,7 @@ help:
 	@echo "make notebooks   run the series in order; executed copies go to executed/"
 	@echo "make outputs     run the series on this machine's GPUs and write the pages as they are committed"
 	@echo "make bench       hpnb beside PyTorch's programs on this machine's GPUs, layout by layout: files, tables and a chart of them"
+	@echo "make docs        the API reference, from the docstrings: build/docs/index.html"
 	@echo "make lab         open the notebooks in JupyterLab"
 	@echo "make test        lint, types, tests and all notebooks on the CPU: what continuous integration runs"
 	@echo "make test-all    the same with every case of the sweeps, of which make test draws some"
@@ -51,8 +52,12 @@ RANKS ?= 4
 bench: $(if $(filter $(VENV)/%,$(OUTPUTS_PYTHON)),$(STAMP))
 	@$(OUTPUTS_PYTHON) -m hpnb.bench gpt2-xl --ranks $(RANKS) --out hpnb/bench/results
 	@$(OUTPUTS_PYTHON) -m hpnb.bench vit-l16 --ranks $(RANKS) --out hpnb/bench/results
-	@$(OUTPUTS_PYTHON) -m hpnb.bench table
+	@$(OUTPUTS_PYTHON) -m hpnb.bench table --write
 	@$(OUTPUTS_PYTHON) -m hpnb.bench chart
+
+# Any warning fails it: a public name that does not exist, a type that cannot be read.
+docs: $(STAMP)
+	@$(VENV)/bin/python docs/make_reference.py build/docs
 
 lab: $(STAMP)
 	@cd notebooks && python -m jupyterlab

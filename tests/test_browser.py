@@ -14,7 +14,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a JupyterLab whose root holds copies of the notebooks."""
-    base = tmp_path_factory.mktemp("lab")
+    with running_lab(tmp_path_factory.mktemp("lab"), EXPLORED) as address:
+        yield address
+
+
+@contextmanager
+def running_lab(base: Path, notebooks: Sequence[Path]) -> Iterator[str]:
+    """The address of a JupyterLab whose root holds copies of the notebooks; its files are below `base`."""
     settings = base / "settings" / "@jupyterlab"
     for name, content in _SETTINGS.items():
         file = settings / f"{name}.jupyterlab-settings"
@@ -49,7 +55,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         file.write_text(json.dumps(content))
     root = base / "notebooks"
     root.mkdir()
-    for path in EXPLORED:
+    for path in notebooks:
         if path.exists():
             shutil.copy(path, root)
     with socket.socket() as free:
@@ -88,11 +94,18 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def browser(tmp_path: Path) -> Iterator[Any]:
+    with running_browser(tmp_path) as driver:
+        yield driver
+
+
+@contextmanager
+def running_browser(base: Path) -> Iterator[Any]:
+    """Chromium without a window; its profile is below `base`."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
     options = webdriver.ChromeOptions()
     options.binary_location = _CHROMIUM
     for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-                 "--window-size=1280,1600", f"--user-data-dir={tmp_path / 'profile'}"):  # fmt: skip
+                 "--window-size=1280,1600", f"--user-data-dir={base / 'profile'}"):  # fmt: skip
         options.add_argument(flag)
     driver = webdriver.Chrome(options, webdriver.ChromeService(_DRIVER))
     driver.set_script_timeout(60)

@@ -1,23 +1,29 @@
-"""README says what is so: its code runs, its images come from committed runs, its links lead somewhere."""
+"""README and docs say what is so: code runs, pictures come from runs, links lead somewhere."""
 
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
+import urllib.parse
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from hpnb.bench import result_files
 from hpnb.lesson.pages.readme_images import IMAGES, figure
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+RESULTS = "hpnb/bench/results/README.md"
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/library.md", "docs/train.md", "docs/symptoms.md", RESULTS)
+TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
+README, LIBRARY, TRAIN = TEXTS["README.md"], TEXTS["docs/library.md"], TEXTS["docs/train.md"]
 
 
-def run_example(number: int, folder: Path) -> list[str]:
-    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[number]
+def run_example(text: str, number: int, folder: Path) -> list[str]:
+    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[number]
     assert len([line for line in code.splitlines() if line.strip()]) <= 20
     script = folder / "example.py"
     script.write_text(code)
@@ -27,15 +33,19 @@ def run_example(number: int, folder: Path) -> list[str]:
     return ran.stdout.splitlines()
 
 
+# --- code ------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.sampled(2, of="examples")
-def test_the_library_example_runs_and_is_right(tmp_path: Path) -> None:
-    # 3 values of 4 bytes over 2 ranks: 2 (2-1)/2 x 12
-    assert run_example(0, tmp_path) == [str([(3.0, 12.0)] * 4)]
+def test_the_data_example_counts_its_bytes(tmp_path: Path) -> None:
+    # 8 x 3 weights and 3 biases of 4 bytes over 4 ranks: 2 (4-1)/4 x 108
+    assert run_example(README, 0, tmp_path) == [str([162.0] * 4)]
+    assert "= 162" in README
 
 
 @pytest.mark.sampled(2, of="examples")
 def test_the_pipeline_example_runs_and_is_right(tmp_path: Path) -> None:
-    bubble, losses = run_example(1, tmp_path)
+    bubble, losses = run_example(README, 1, tmp_path)
     assert bubble == f"{3 / 11:.3f}"
     values = {float(value) for value in losses.strip("[]").split(",")}
     assert len(losses.split(",")) == 4
@@ -45,27 +55,83 @@ def test_the_pipeline_example_runs_and_is_right(tmp_path: Path) -> None:
 
 @pytest.mark.sampled(2, of="examples")
 def test_the_tensor_example_runs_and_is_right(tmp_path: Path) -> None:
-    (line,) = run_example(2, tmp_path)
-    ranks = re.findall(r"\(([\d.]+), (\d+), torch.Size\(\[(\d+), (\d+)\]\)\)", line)
+    (line,) = run_example(README, 2, tmp_path)
+    ranks = re.findall(r"\(([\d.]+), torch.Size\(\[(\d+), (\d+)\]\)\)", line)
     assert len(ranks) == 2
-    assert len(set(ranks)) == 1, (
-        "every rank reads the same loss, sends as much, and puts together the same weight"
-    )
-    loss, sent, up, hidden = ranks[0]
+    assert len(set(ranks)) == 1, "every rank reads the same loss and puts together the same weight"
+    loss, up, hidden = ranks[0]
     assert 0.5 < float(loss) < 2.5
-    assert int(sent) > 0
     assert int(up) == 4 * int(hidden)
 
 
 @pytest.mark.sampled(2, of="examples")
 def test_the_hybrid_example_runs_and_is_right(tmp_path: Path) -> None:
-    *_, line = run_example(3, tmp_path)  # after the bars of epochs
+    *_, line = run_example(README, 3, tmp_path)  # after the bars of epochs
     ranks = re.findall(r"\(([\d.]+), ([\d.]+)\)", line)
     assert len(ranks) == 8
     assert len(set(ranks)) == 1, "every rank reads the same losses"
     first, last = map(float, ranks[0])
     assert last < first
     assert (tmp_path / "vit" / "model.safetensors").exists()
+
+
+@pytest.mark.sampled(2, of="examples")
+def test_the_example_of_a_model_of_your_own_checks_it(tmp_path: Path) -> None:
+    """tests/test_train.py trains it in all layouts."""
+    shutil.copy(ROOT / "examples" / "own_model.py", tmp_path)
+    (line,) = run_example(README, 4, tmp_path)
+    assert "Net" in line
+    assert "tensor parallelism" in line
+
+
+def test_the_planner_says_what_the_page_says(tmp_path: Path) -> None:
+    (line,) = run_example(TRAIN, 0, tmp_path)
+    assert line == "dp 24 x pp 16 x tp 4, interleaved, 5 chunks: 153 TFLOP/s per GPU"
+    assert f"# {line}" in TRAIN
+
+
+def test_the_run_file_is_one(tmp_path: Path) -> None:
+    from hpnb.hybrid.train_command.run_file import load
+
+    (text,) = re.findall(r"```toml\n(.*?)```", TRAIN, re.DOTALL)
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    assert load(path).plugin().pp_size == 2
+
+
+def test_the_table_of_what_cannot_be_combined_is_that_of_the_library() -> None:
+    from hpnb.hybrid import REFUSED
+
+    for refusal in REFUSED:
+        assert f"| {refusal.what} | {refusal.why} |" in LIBRARY
+
+
+def test_schedules_and_tensor_modes_are_all_named() -> None:
+    from hpnb.pipeline_parallel import schedules
+    from hpnb.tensor_parallel import mode
+
+    for name in schedules.NAMES:
+        assert f"`{name}`" in LIBRARY
+    for name in mode.NAMES:
+        assert f'`"{name}"`' in LIBRARY
+
+
+# --- tables, pictures, links -----------------------------------------------------------------------------
+
+
+def test_readme_is_short() -> None:
+    assert len(README.encode()) <= 10 * 1024
+    assert len(README.splitlines()) <= 250
+
+
+def test_tables_of_whole_programs_are_those_of_the_results() -> None:
+    assert result_files.short_table() in README, "run python -m hpnb.bench table, and copy its first table"
+    assert result_files.table() in TEXTS[RESULTS], "run python -m hpnb.bench table --write"
+
+
+def test_every_notebook_is_in_the_table() -> None:
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        assert f"notebooks/{path.name}" in README
 
 
 @pytest.mark.parametrize("name", IMAGES)
@@ -75,47 +141,38 @@ def test_images_are_figures_of_the_committed_notebooks(name: str) -> None:
     assert (ROOT / "images" / name).read_bytes() == committed, "run python -m hpnb.lesson.pages.readme_images"
 
 
-def test_tables_of_whole_programs_are_those_of_the_results() -> None:
-    tables = re.split(r"\n\n(?=gpt2-xl: |vit-l16: )", result_files.table(result_files.RESULTS).strip())
-    assert tables
-    for table in tables:
-        assert table in README, table.splitlines()[0]
+def test_the_recording_moves_and_is_small() -> None:
+    path = ROOT / "images" / "notebook_in_jupyterlab.gif"
+    assert path.stat().st_size < 2e6
+    picture = Image.open(path)
+    assert getattr(picture, "n_frames", 1) >= 10
+    assert 700 <= picture.width <= 900
 
 
-def test_links_and_images_exist() -> None:
-    targets = re.findall(r"\]\(([^)#]+)\)", README)
-    assert targets
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_images_exist(page: str) -> None:
+    targets = re.findall(r"\]\(([^)]+)\)", TEXTS[page])
+    folder = (ROOT / page).parent
     for target in targets:
-        assert target.startswith("http") or (ROOT / target).exists(), target
+        if target.startswith("http"):
+            assert urllib.parse.urlsplit(target).netloc
+            continue
+        name, _, anchor = target.partition("#")
+        file = (folder / name).resolve() if name else ROOT / page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(file), target
 
 
-def test_every_notebook_is_in_the_table() -> None:
-    for path in (ROOT / "notebooks").glob("*.ipynb"):
-        assert f"notebooks/{path.name}" in README
+@pytest.mark.parametrize("page", PAGES)
+def test_pictures_have_an_alt_text_and_are_all_used(page: str) -> None:
+    for alt, _ in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", TEXTS[page]):
+        assert len(alt) >= 10
+    for path in (ROOT / "images").iterdir():
+        assert any(f"images/{path.name}" in text for text in TEXTS.values()), path.name
 
 
-def test_the_planner_of_readme_says_what_readme_says(tmp_path: Path) -> None:
-    (line,) = run_example(4, tmp_path)
-    assert line == "dp 24 x pp 16 x tp 4, interleaved, 5 chunks: 153 TFLOP/s a GPU"
-    assert f"# {line}" in README
-
-
-def test_the_own_model_is_the_example_that_is_run() -> None:
-    """tests/test_train.py runs it."""
-    assert (ROOT / "examples" / "own_model.py").read_text().rstrip() in README
-
-
-def test_the_run_file_is_one(tmp_path: Path) -> None:
-    from hpnb.hybrid.train_command.run_file import load
-
-    (text,) = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
-    path = tmp_path / "run.toml"
-    path.write_text(text)
-    assert load(path).plugin().pp_size == 2
-
-
-def test_the_table_of_what_cannot_compose_is_that_of_the_library() -> None:
-    from hpnb.hybrid import REFUSED
-
-    for refusal in REFUSED:
-        assert f"| {refusal.what} | {refusal.why} |" in README
+def anchors(file: Path) -> set[str]:
+    """As GitHub makes them of the headings."""
+    headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

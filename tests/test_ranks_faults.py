@@ -143,3 +143,22 @@ def test_a_lost_connection_does_not_hide_who_was_lost() -> None:
 @pytest.mark.parametrize("timeout", [float("inf"), 1e10])
 def test_a_timeout_may_be_as_long_as_one_likes(timeout: float) -> None:
     assert hpnb.launch(hpnb.rank, ranks=2, device="cpu", timeout=timeout) == [0, 1]
+
+
+def test_ranks_take_signals_that_the_caller_blocks() -> None:
+    """A process keeps its signal mask over fork and exec, and supervisors block SIGTERM to wait for it."""
+    program = """
+        import signal
+        import hpnb
+
+        def blocked():
+            return sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+        if __name__ == "__main__":
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+            print(hpnb.launch(blocked, ranks=2, device="cpu"))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "[[], []]", done.stderr

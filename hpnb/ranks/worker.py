@@ -96,6 +96,7 @@ def main(spec: dict[str, Any], fds: list[int], server_fd: int) -> None:
     control_fd, output_fd, page_fd = fds
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the server ignores
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # what the caller blocks is inherited
     os.close(server_fd)
     _die_with_parent()
     control = socket.socket(fileno=control_fd)

@@ -12,215 +12,210 @@
 # ---
 
 # %% [markdown]
-# # What refuses to divide?
+# # What does not divide evenly?
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/hpnb/hpnb/blob/main/notebooks/07_gpt2_tensor_parallel.ipynb)
 # [![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/hpnb/hpnb/blob/main/notebooks/07_gpt2_tensor_parallel.ipynb)
 #
-# **The question.** In notebook 03 nearly everything divided, heads, neurons and classes, and there was no dropout. The
-# largest GPT-2 has 25 heads, 50,257 words, and drops a tenth of its values. What becomes of tensor parallelism where numbers
-# are odd, and where they are drawn?
+# **The question.** In notebook 03 all sizes divided by the number of ranks, and nothing was random. The largest GPT-2
+# has 25 attention heads, a vocabulary of 50,257 tokens, and dropout. What does not divide evenly, what does it cost,
+# and how do loss and gradients stay exact?
 #
-# **You will be able to** deal out heads that do not divide, and say what that costs; take an exact loss of a cut vocabulary,
-# padding included; say for each dropout of a model which ranks must draw alike, and see from masks whether they do; count
-# what a layer keeps, by the published formula and beyond it; tell Megatron's sequence parallelism, Ulysses and ring
-# attention apart by what they send.
+# **You will be able to** split heads unevenly, and say what that costs; compute an exact loss from a sharded
+# vocabulary; decide for each dropout which ranks must draw the same mask, and check it; predict the activations of a
+# layer; tell Megatron's sequence parallelism, Ulysses and ring attention apart.
 #
-# **You should know** notebook 03 (columns then rows, sequence parallelism), and from 01 what "equal" means.
+# **You should know** notebook 03: column-parallel and row-parallel layers, f and g, sequence parallelism.
 #
-# **Time.** 30 minutes to read; under 2 minutes to run on a laptop, and as long on 2 or 4 GPUs; 90 minutes for the exercises.
+# **Time.** 30 minutes to read, under 2 minutes to run, 55 minutes for the core exercises and 35 for the extra ones.
 #
-# **Letters.** t ranks share a model of a heads, V words and width h; b rows of s tokens are n = b·s tokens. *Heads* are an
-# attention's; *the* head is the last layer, which has a logit for each of the V words. (06 wrote a for the weight of that
-# head in blocks; here a counts heads.)
-#
-# **Two questions to recall.** From 03: which all-reduces does a block make? From 06: what is a head of V words worth in
-# blocks?
+# **Two questions to recall.** From 03: which all-reduces does a block make? From 06: why do people pad a vocabulary
+# of 50,257 to 50,304?
 #
 # <details><summary>Answers</summary>
-# Two forward, where attention and MLP end, two backward, where they began; b·s·h numbers each. V/(12 h + 2 s): 2.4 blocks
-# in the largest GPT-2.
+#
+# Two in the forward, after attention and MLP, and two in the backward, before them, of b·s·h numbers each.
+# Tensor-core kernels want aligned rows, and 50,304 is a multiple of 64.
 # </details>
+#
+# **Letters.** t ranks share a model with a heads, hidden size h and vocabulary size V. A batch has b sequences of s
+# tokens. This page tells one run, on <data value="07.hardware">2 CPU cores</data>.
 
 # %% tags=["setup"]
 import importlib.util
 
-assert importlib.util.find_spec("hpnb"), (
-    "hpnb is missing: run `%pip install hpnb` in a cell, then this cell again"
-)
-import hashlib
-from itertools import islice
+assert importlib.util.find_spec("hpnb"), "run %pip install hpnb, then this cell again"
+import hashlib, itertools, operator, statistics
 import torch, torch.distributed as dist, torch.nn.functional as F
 import hpnb
+from dataclasses import replace
 from hpnb import Layout, comm, lesson, plot, theory
+from hpnb.context_parallel import Ring, Visibility, ring_attention
 from hpnb.lesson.figures import gpt2_tensor as figures
-from hpnb.lesson.programs import dropout_masks, gpt2_tensor, step_timing, vit_pipeline, vit_tensor
+from hpnb.lesson.programs import dropout_masks, gpt2_pipeline, gpt2_tensor
+from hpnb.lesson.programs import layer_memory, vit_pipeline, vit_tensor
+from hpnb.lesson.programs.step_timing import relative_distance
 from hpnb.lesson.exercises import gpt2_tensor_parallel as exercises
-from hpnb.tensor_parallel import full_state_dict, parallelize
+from hpnb.placement import placement_of
+from hpnb.tensor_parallel import cross_entropy, parallelize
 
 N = min(4, hpnb.ranks.default_ranks())
 pool = hpnb.Ranks(N)  # these ranks stay to the end
 sizes = lesson.choose_sizes("07", pool)  # the largest that fit
-SIZE, DTYPE, ROWS, SMALL = sizes.size, sizes.dtype, sizes.batch, sizes.laptop  # SMALL has 25 narrow heads
-BLOCK = SIZE.block(ROWS, bytes_per_value=DTYPE.itemsize)
-english = hpnb.data.text("train", block=64)  # 509 words
-texts = list(islice(hpnb.data.Loader(english, 8), 33))  # the same batches on every rank
-name = f"GPT-2, blocks of {SIZE.hidden} in {SIZE.heads} heads, {SIZE.vocab_size:,} words, {str(DTYPE)[6:]}, {ROWS} x {SIZE.length} tokens"
-here = lesson.banner(N, model=name, data=english.describe(), sizes=sizes)
+SIZE, DTYPE, BATCH_SIZE = sizes.size, sizes.dtype, sizes.batch
+english = hpnb.data.text("train", block=64)  # packed into sequences of 64 tokens
+batches = list(itertools.islice(hpnb.data.Loader(english, 8), 24))  # on every rank
+model = f"GPT-2 of {SIZE.hidden}, {SIZE.heads} heads, vocabulary {SIZE.vocab_size}"
+here = lesson.banner(N, model=model, data=english.describe(), sizes=sizes)
 
 # %% [markdown]
-# ## Run it unchanged
+# ## A matrix divides, a head does not
 #
-# In 03 you cut a matrix by `w.chunk(axis.size, dim)[axis.rank]`: columns of the first, rows of the second. Do the same to an
-# attention of 25 heads. GPT-2 holds q, k and v in one matrix Q | K | V of (h, 3h), so this line can be used in two ways: on
-# that matrix, or on q, k and v each. A third way forgets the line, and gives each rank whole heads. Which output is right?
+# In 03 each rank took `w.chunk(axis.size, dim)[axis.rank]` of a matrix. GPT-2 stores q, k and v of all heads in one
+# matrix Q | K | V. Here is what such chunks give rank 0 of 4, and what it should have:
+#
+# ```text
+#                          Q (h, h)              K (h, h)              V (h, h)
+# c_attn (h, 3h)     |head 0 ... head 24|  |head 0 ... head 24|  |head 0 ... head 24|
+# chunk of Q | K | V |##############    |  |                  |  |                  |   18.75 heads of Q alone
+# chunk of Q, K, V   |####~             |  |####~             |  |####~             |   6 heads and a piece of one
+# whole heads        |#####             |  |#####             |  |#####             |   heads 0 to 6 of each
+# ```
+#
+# A piece of a head is useless. A score is a sum over all d = h/a columns of a head, and the softmax needs the
+# finished score. The first chunk fails loudly, because it cannot be reshaped into q, k and v. The second one has a
+# shape that fits, if we take it for 25 narrow heads. The cell compares it with whole heads.
 
 
 # %%
-def by_hand(heads=25, d=8, s=32):
+def attention(qkv, heads):  # (..., s, 3w), which is q | k | v of so many heads
+    q, k, v = (w.unflatten(-1, (heads, -1)).transpose(-3, -2) for w in qkv.chunk(3, -1))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (..., heads, s, d)
+    return y.transpose(-3, -2).flatten(-2)  # (..., s, w)
+
+
+def shard_attention(heads=25, d=8, s=32):
     axis, h = vit_tensor.tensor_axis(), heads * d
-    x, qkv, out = (
-        gpt2_tensor.random_values(*shape, seed=i) for i, shape in enumerate([(s, h), (h, 3 * h), (h, h)])
-    )
-    right = gpt2_tensor.attention(x @ qkv, heads) @ out
+    shapes = (s, h), (h, 3 * h), (h, h)
+    x, qkv, out = (gpt2_tensor.random_values(*n, seed=sum(n)) for n in shapes)
+    expected = attention(x @ qkv, heads) @ out
+    first, end = comm.split_range(heads, axis.size, axis.rank)  # this rank's heads
+    whole = slice(first * d, end * d)  # their columns
+    chunk = slice(*comm.split_range(h, axis.size, axis.rank))  # equally many columns
+    ways, distances = {"chunk": (chunk, heads), "whole heads": (whole, end - first)}, {}
+    for way, (columns, count) in ways.items():
+        qkv_r = torch.cat([w[:, columns] for w in qkv.chunk(3, 1)], 1)  # (h, 3w)
+        y_r = attention(x @ qkv_r, count) @ out[columns]  # (s, h): one of t terms
+        distances[way] = relative_distance([comm.all_reduce(y_r, axis)], [expected])
+    return distances
 
-    def own(w, dim):
-        return w.chunk(axis.size, dim)[axis.rank]
-
-    apart = torch.cat([own(each, 1) for each in qkv.chunk(3, 1)], 1)
-    ways = {"03's line": (own(qkv, 1), own(out, 0), heads // axis.size),
-            "03's line, to q, k and v": (apart, own(out, 0), heads),
-            "whole heads": gpt2_tensor.rank_heads(qkv, out, heads, axis.size, axis.rank)}  # fmt: skip
-    found = []
-    for way, (columns, rows, mine) in ways.items():
-        has = f"{mine}, each {rows.size(0) / mine:.4g} wide"
-        try:
-            z = comm.all_reduce(gpt2_tensor.attention(x @ columns, mine) @ rows, axis)
-            found.append((way, has, f"{step_timing.relative_distance([z], [right]):.0e}"))
-        except RuntimeError as error:
-            found.append((way, has, " ".join(str(error).split()[:9]) + " ..."))
-    return found
-
-
-lesson.table(
-    ("cut by", "rank 0 has heads", "output off by"),
-    pool.run(by_hand)[0],
-    f"an attention of 25 heads of 8 on {N} ranks, float64",
-)
 
 # %% [markdown]
-# (A head should be 8 wide.)
-#
-# The first fails aloud: a slice of Q | K | V is mostly Q on the first rank and mostly V on the last, and its width is no
-# number of heads. The second runs wherever h divides by t, has the right shape, and is wrong. The matrix divides; the
-# *head* does not. A rank has the columns of some whole heads and of a piece of one, and takes them for 25 narrow ones.
-# It would not help to give everybody a piece of every head: a score q·k is a sum over all columns of a head, and a softmax
-# of parts is not a part of the softmax.
-#
-# (One could sum scores over ranks, before softmax. That is an all-reduce of b·a·s² numbers in place of b·s·h: s/d times as
-# many, for heads d wide. In GPT-2 16 times.)
-#
-# What does the library do? Below is 03's training cell with model and data changed: 5 heads, 509 words, and one table that is
-# both embedding and head.
-#
-# At its end the cell asks what uneven heads will cost. Write your guess into it before you read on.
+# We also compare the library with one process, on a small GPT-2 with 5 heads and a vocabulary of 509.
 
 
 # %%
-def train(texts):
-    alone, model = (hpnb.models.gpt2("laptop", dtype=torch.float64, device=hpnb.device()) for _ in range(2))
-    parallelize(model, vit_tensor.tensor_axis(), mode="1d")
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (alone, model)]
-    for batch in texts:
-        words = batch["input_ids"].to(hpnb.device())
-        logits = alone(input_ids=words).logits[:, :-1].flatten(0, 1)
-        losses = [F.cross_entropy(logits, words[:, 1:].flatten()), model(input_ids=words, labels=words).loss]
-        for loss, optimizer in zip(losses, optimizers, strict=True):
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    weights, theirs = full_state_dict(model), alone.state_dict()
-    off = (
-        step_timing.relative_distance(losses[1:], losses[:1]),
-        step_timing.relative_distance(weights.values(), [theirs[name] for name in weights]),
-    )
-    held = (tuple(w.shape) for w in (model.transformer.h[0].attn.c_attn.weight, model.transformer.wte.weight))
-    return losses[1].item(), *off, *held
-
-
-ran = pool.run(train, texts[:3])
-print(
-    f"loss {ran[0][0]:.3f}; off one process's by {ran[0][1]:.0e}, weights after three steps by {ran[0][2]:.0e}"
-)
-rows = [
-    (f"rank {r}", f"{c_attn}", f"{c_attn[1] // 60}", f"{table}") for r, (*_, c_attn, table) in enumerate(ran)
-]
-lesson.table(("", "q | k | v", "heads", "words"), rows, "a GPT-2 of 100, with 5 heads of 20 and 509 words")
-lesson.predict("07.block", f"{SIZE.heads} heads over {N} ranks, width {SIZE.hidden}, {SIZE.length} tokens a row: how many times the mean "
-               "of all ranks does the fullest compute on a block?", guess=None)  # fmt: skip
+off = pool.run(shard_attention)[0]
+lesson.show(measured=off, key="07.heads", title="Relative distance from one process")
+lesson.claim("Whole heads are exact", (off["whole heads"], "<", 1e-12))
+lesson.claim("Pieces of heads are wrong", (off["chunk"], ">", 0.1))
+library = pool.run(gpt2_tensor.compare_gpt2, batches[0]["input_ids"])[0]
+exact = lesson.Parity({"library": library})
+lesson.show(exact, title="GPT-2 with 5 heads and 509 tokens")
+lesson.claim("The library's GPT-2 is exact", exact.equal)
+question = f"{SIZE.heads} heads, {N} ranks: attention on the fullest rank, over mean?"
+lesson.predict("07.attention", question, rule_of_thumb=1)
 
 # %% [markdown]
-# Exact. Nothing was padded, and nobody has half a head: what is uneven is dealt out unevenly. The next section has the
-# price. And dropout was 0 here; it has a section of its own.
+# The chunk runs and returns the right shape, and its output is off by <data value="07.heads.chunk.measured:.2f">1.19</data> times the norm of the right one. Whole
+# heads are exact, and so is the library. Nothing is padded; ranks have unequal numbers of heads.
 #
-# ## Uneven heads
+# ### What uneven heads cost
 #
-# 25 heads over 4 ranks are 7, 6, 6 and 6. All meet in the all-reduce at the end of the attention, so all take as long as 7.
-# Of a block's 24h² + 4sh FLOPs a token, 8h² + 4sh go by heads. The rest, the MLP, divides. So against an even share a block
-# takes
+# 25 heads on 4 ranks are 7, 6, 6 and 6. All ranks meet in the all-reduce after the attention, so all wait for the one
+# with 7. Attention takes t⌈a/t⌉/a times as long as with an even split, and the MLP divides. Of the 24h² + 4sh FLOPs
+# that a block computes per token, 8h² + 4sh belong to heads. So a block takes
 #
 # $$ 1 + \frac{2h+s}{6h+s}\left(\frac{t\,\lceil a/t\rceil}{a} - 1\right) $$
 #
-# | t | heads | attention | block (h = 1,600, s = 1,024) |
+# times as long. For GPT-2 XL, h = 1,600 and s = 1,024:
+#
+# | t | heads | attention | block |
 # |---|---|---|---|
 # | 2 | 13, 12 | 1.04 | 1.016 |
-# | 3 | 9, 8, 8 | 1.08 | 1.032 |
 # | 4 | 7, 6, 6, 6 | 1.12 | 1.048 |
 # | 5 | 5, 5, 5, 5, 5 | 1.00 | 1.000 |
 # | 8 | 4, 3, 3, 3, 3, 3, 3, 3 | 1.28 | 1.111 |
 #
-# Megatron-LM wants t to divide a, so people pad 25 heads to 28, 7 on each of 4 ranks. Is dealing out 25 quicker? No: all wait
-# for the 7. It saves the others' memory and work, and no time.
-#
-# Now measured, part by part:
+# We measure attention alone, where the effect is largest. Runs with 6 and 7 heads take turns.
+
 
 # %%
-took = pool.run(gpt2_tensor.time_heads, SIZE, ROWS, DTYPE)[0]
-dealt = comm.split_sizes(SIZE.heads, N)
-mean = {part: sum(each[part] for each in took) / N for part in ("attention", "MLP")}
-told = {
-    f"rank {r}, {dealt[r]} heads": mean["attention"] * dealt[r] * N / SIZE.heads + mean["MLP"]
-    for r in range(N)
-}
-fullest = sum(took[0].values()) / sum(mean.values())
-plot.show(
-    figures.stacked(dict(zip(told, took, strict=True)), told, "s", "predicted by heads alone",
-                 title=f"measured · computing one block, {'CPU time, ' if here.device == 'cpu' else ''}forward and backward"),
-    alt="What each rank computes; of the mean attention " + ", ".join(f"{each['attention'] / mean['attention']:.2f}" for each in took) + ".",
-)  # fmt: skip
-lesson.reveal("07.block", fullest, predicted=theory.block_imbalance(BLOCK, N))
-a_head = sum(each["attention"] for each in took[1:]) / sum(dealt[1:])
-ratios = lesson.comparison([("attention of rank 0, over the mean", dealt[0] * N / SIZE.heads, took[0]["attention"] / mean["attention"]),
-                            ("a head on rank 0, over a head elsewhere", 1, took[0]["attention"] / dealt[0] / a_head)])  # fmt: skip
+def time_attention(head_counts, repeats=15):
+    h, d = SIZE.hidden, SIZE.hidden // SIZE.heads
+    like = {"device": hpnb.device(), "dtype": DTYPE, "requires_grad": True}
+    x = torch.randn(BATCH_SIZE, SIZE.length, h, **like)  # (b, s, h)
+
+    def forward_backward(heads):
+        qkv = torch.randn(h, 3 * heads * d, **like)
+        out = torch.randn(heads * d, h, **like)
+        return lambda: (attention(x @ qkv, heads) @ out).sum().backward()
+
+    calls = {heads: forward_backward(heads) for heads in head_counts}
+    return gpt2_pipeline.time_in_turn(calls, repeats)  # {heads: [seconds]}
+
+
+split = comm.split_sizes(SIZE.heads, N)  # heads of each rank
+seconds = pool.run(time_attention, sorted(set(split)))[0]
+rows = {f"{heads} heads": times for heads, times in seconds.items()}
+lesson.show(measured={row: statistics.median(times) for row, times in rows.items()},
+            columns={"fastest (s)": {row: min(times) for row, times in rows.items()},
+                     "slowest (s)": {row: max(times) for row, times in rows.items()}},
+            unit="s", key="07.time", title="Attention, both ways")  # fmt: skip
+medians = [statistics.median(seconds[heads]) for heads in split]
+fullest, ratio = N * max(medians) / sum(medians), theory.imbalance(SIZE.heads, N)
+lesson.reveal("07.attention", fullest, predicted=ratio)
+lesson.claim("More heads take longer", (fullest, ">", 1))
 
 # %% [markdown]
-# A tick is where the bar would end if the attention's seconds went by heads alone, and the MLP's were equal. (Ranks that
-# share cores would measure each other. There one of them computes each rank's share in turn.)
+# Seven heads take <data value="07.time.7-heads.measured">6.82 ms</data> in the median and six <data value="07.time.6-heads.measured">5.86 ms</data>. So the fullest rank needs <data value="07.attention:.2f">1.12</data> times the mean; the formula
+# says <data value="07.attention.predicted:.2f">1.12</data>.
 #
-# A block's ratio is near 1 whatever happens, so read the last row: the seconds of one head. Where a head costs *less* on the
-# fullest rank, a part of the attention does not go by heads: what every rank does with x, launches of kernels, and on GPUs
-# a product computed in tiles, of which 6 heads may need as many as 7. Unevenness then costs less than the formula says.
+# Padding 25 heads to 28 would be no slower, because everyone waits for 7 heads anyway. An uneven split saves memory,
+# not time.
 #
-# **Takeaway.** Uneven is exact and costs t⌈a/t⌉/a on attention alone. Choose t among divisors of the heads if you can: 5, for
-# 25.
+# <details><summary>On a laptop</summary>
+# Ranks that share cores are timed in CPU time, not by a wall clock. What doesn't depend on the number of heads brings
+# the ratio nearer to 1.
+# </details>
 #
-# ### Exercise 1: deal out heads
+# <details><summary>In your tools: uneven heads</summary>
 #
-# *Implement, 15 minutes.* Write `share(qkv, bias, out, heads, axis)`. Return three tensors: this rank's columns of `qkv`
-# (h, 3h), which is Q | K | V, their part of `bias` (3h,), and its rows of `out` (h, h). The check runs causal attention with
-# them on 2 and 4 ranks, with 12, 25 and 23 heads. It wants the exact output, and nobody with more heads than ⌈a/t⌉.
+# PyTorch's `ColwiseParallel` shards columns and knows no heads, so choose t among the divisors of a. Check before you
+# start:
 #
-# Hint: `comm.split_sizes(25, 4)` is (7, 6, 6, 6); where does rank r begin?
+# ```python
+# assert config.num_attention_heads % tp_size == 0
+# assert config.num_key_value_heads % tp_size == 0  # with grouped queries
+# ```
+#
+# Megatron-Core stops with an error if `--num-attention-heads` is no multiple of `--tensor-model-parallel-size`, so
+# people pad 25 heads to 28 or choose t = 5.
+# </details>
+#
+# **Takeaway.** Split whole heads. An uneven split is exact, and the fullest rank sets the pace. If you can, choose a
+# t that divides a.
+#
+# ### Exercise 1: split heads
+#
+# *Core. Implement, 15 minutes.* Write `share(qkv, bias, out, heads, axis)`. `qkv` is Q | K | V, `bias` has its 3h
+# biases, and `out` is the output projection. Return this rank's columns of `qkv`, their bias, and its rows of `out`.
+# The check wants the exact output for 12, 23 and 25 heads, and no rank with more than ⌈a/t⌉.
+#
+# <details><summary>Hint</summary>
+#
+# The cell above slices Q, K and V separately. What is the bias, if you look at it in the same way?
+# </details>
 
 
 # %% tags=["stub-1"]
@@ -235,78 +230,123 @@ lesson.check(exercises.split_heads, share)
 #
 # ```python
 # def share(qkv, bias, out, heads, axis):
-#     dealt, d = comm.split_sizes(heads, axis.size), out.size(0) // heads
-#     first = d * sum(dealt[: axis.rank])
-#     mine = slice(first, first + d * dealt[axis.rank])
+#     first, end = comm.split_range(heads, axis.size, axis.rank)
+#     d = out.size(0) // heads
+#     mine = slice(first * d, end * d)
 #     columns = torch.cat([part[:, mine] for part in qkv.chunk(3, 1)], 1)
 #     return columns, torch.cat([part[mine] for part in bias.chunk(3)]), out[mine]
 # ```
 # </details>
 
 # %% [markdown]
-# ## A loss in three numbers
+# ## A loss from three numbers a token
 #
-# 50,257 = 29 · 1733: no t that anyone uses divides it. To 4 ranks the library deals out 12,565 + 12,564 + 12,564 + 12,564
-# words. Others pad the table to 50,304, a multiple of 128, and then 47 words that do not exist must be kept out of the
-# softmax: with logits of 0 they make the first loss too large by log(50,304/50,257) = 0.0009, which nobody would see.
+# The second odd number is the vocabulary. 50,257 is 29 · 1,733, so no usual t divides it. The library gives one of 4
+# ranks 12,565 tokens and the others 12,564. The padded 50,304 would divide, but its 47 extra logits must stay out of
+# the softmax. If they are 0, a fresh model's loss is too large by log(50,304/50,257) = 0.0009, and nobody notices.
 #
-# 03 showed why no rank needs the others' logits. Three numbers a token are enough: the largest logit, the sum of
-# exponentials, the target's logit. In a whole model there are two more sums, of b·s·h numbers each. Forward, of the words
-# that were looked up: a rank finds zeros for those that it does not have. Backward, of the gradient of the head's input.
-# And there is a detail: GPT-2 asks position i for word i + 1, so a row of 1,024 has 1,023 targets. The last position stays,
-# with a target that is ignored, so the loss is of all n = b·s.
+# GPT-2 uses its table (V, h) as embedding and as head. This moves when the rows are sharded:
 #
-# Commit to the bytes of a step. The loss's numbers are float32, whatever the others are.
+# ```text
+#  embedding                               blocks          head
+#  tokens (b, s)                                           hidden (b, s, h)
+#   | rank r looks up its V/t rows,                         | f: the backward all-reduces b·s·h
+#   | and takes 0 for other tokens                          | hidden @ table_r.T
+#   v all-reduce of b·s·h                                   v
+#  hidden (b, s, h) ─────────────────────►  ...  ──────►   logits (b, s, V/t) on rank r ──► loss
+# ```
+#
+# The loss needs no gathered logits. Cross entropy is $\log \sum_v e^{z_v} - z_\text{target}$, so three numbers per
+# token are enough: the largest logit, which keeps exp from overflowing, the sum of exponentials, and the target's
+# logit. Here they are for one token and V = 37.
 
 # %%
-lesson.predict("07.words-bytes", f"{ROWS} x {SIZE.length} tokens of {SIZE.hidden} numbers of {DTYPE.itemsize} bytes, {SIZE.vocab_size:,} words: "
-               f"how many bytes leave each of {N} ranks in a step because the vocabulary is cut?", guess=None, unit="B",
-               kind="identity")  # fmt: skip
+logits, target = torch.randn(37, dtype=torch.float64), 20  # of one token
+shards = logits.split(comm.split_sizes(37, N))  # one for each rank
+largest = max(shard.max() for shard in shards)  # an all-reduce with max
+total = sum((shard - largest).exp().sum() for shard in shards)  # an all-reduce
+by_hand = largest + total.log() - logits[target]  # others add 0: an all-reduce
+off = abs(by_hand - F.cross_entropy(logits, torch.tensor(target)))
+lesson.claim("Three numbers give the loss", (off, "<", 1e-12))
+question = f"{SIZE.length * BATCH_SIZE} tokens: bytes from a rank because V is sharded?"
+naive = theory.gathered_logits_bytes(BATCH_SIZE * SIZE.length, SIZE.vocab_size, N)
+lesson.predict("07.vocab-bytes", question, None, "B", "identity", rule_of_thumb=naive)
 
-# %%
-sent = pool.run(gpt2_tensor.bytes_around_blocks, SIZE, ROWS, DTYPE)[0]
-n, V = ROWS * SIZE.length, [509 * 2 ** (k / 2) for k in range(18)]
-lesson.reveal("07.words-bytes", sent, predicted=theory.vocabulary_bytes(BLOCK, N))
-activation = theory.bytes_sent("all_reduce", n * SIZE.hidden * DTYPE.itemsize, N)
-logits = theory.gathered_logits_bytes(n, SIZE.vocab_size, N, DTYPE.itemsize)
-rows = [("words that are looked up", activation), ("gradient of the head's input", activation), ("the loss", theory.sharded_loss_bytes(n, N)),
-        ("in place of the loss: gathered logits", logits)]  # fmt: skip
-lesson.table(("what", "leaves a rank"), [(what, lesson.number(nbytes, "B")) for what, nbytes in rows])
-found = pool.run(gpt2_tensor.compare_losses, 16, (509, 4001, 50_257, 128_256))[0]
-counted = {"gather the logits": {words: whole / 16 for words, (whole, *_) in found.items()},
-           "three reductions": {words: three / 16 for words, (_, three, _) in found.items()}}  # fmt: skip
-lines = {
-    "gather the logits": [theory.bytes_sent("all_gather", 4 * words, N) for words in V],
-    "three reductions": [theory.sharded_loss_bytes(1, N)] * len(V),
-}
-times, off = (
-    counted["gather the logits"][50_257] / counted["three reductions"][50_257],
-    max(off for *_, off in found.values()),
-)
-plot.show(
-    figures.vocabulary_bytes(V, lines, counted, {"GPT-2": 50_257, "Llama 3": 128_256}, title=f"a loss on {N} ranks, float32: {times:,.0f} times fewer bytes at 50,257 words",
-                    caption=f"The two losses differ by {off:.0e} at most."),
-    alt=f"Bytes a token over words, log-log: gathering grows with the vocabulary, three reductions do not; {times:,.0f} times at 50,257 words.",
-)  # fmt: skip
+
+def compare_losses(V, n=16):
+    axis = vit_tensor.tensor_axis()
+    local = comm.split_sizes(V, axis.size)[axis.rank]  # V/t
+    logits = torch.randn(n, local, device=hpnb.device()).requires_grad_()
+    targets = torch.arange(n, device=hpnb.device()) * 31 % V
+    with hpnb.record.traffic() as gathering:
+        loss = F.cross_entropy(comm.gather(logits, axis, 1, total=V), targets)
+        expected = torch.autograd.grad(loss, logits)
+    with hpnb.record.traffic() as reducing:
+        total, count = cross_entropy(logits, targets, axis, V)  # the library's
+        grad = torch.autograd.grad(total / count, logits)
+    return gathering.total / n, reducing.total / n, relative_distance(grad, expected)
+
 
 # %% [markdown]
-# It is 03's V/6, whatever ranks and batch (half of it where logits would travel in 16 bits). Memory goes the same way: a
-# rank holds logits of V/t words. What a pipeline could not do (06), make the head thinner, tensor parallelism does, for two
-# all-reduces of an activation.
+# The backward sends nothing: the gradient of a logit is its softmax, minus 1 at the target, and by now each rank
+# knows the sum of exponentials. We count the bytes of both ways for four vocabularies, and of a training step without
+# what its blocks send.
+
+# %%
+found = {V: pool.run(compare_losses, V)[0] for V in (509, 4001, 50_257, 128_256)}
+title = "Three reductions send the same few bytes for every vocabulary"
+lesson.show(figures.loss_bytes(found, N, title=title))
+sent = pool.run(gpt2_tensor.bytes_around_blocks, SIZE, BATCH_SIZE, DTYPE)[0]
+formula = theory.vocabulary_bytes(SIZE.block(BATCH_SIZE, None, DTYPE.itemsize), N)
+lesson.reveal("07.vocab-bytes", sent, predicted=formula, source="counted")
+gathered, reduced, off = found[50_257]
+lesson.record("07.loss", {"gathered": gathered, "reduced": reduced}, "B")
+lesson.claim("Both ways give the same gradient", (off, "<", 1e-5))
+lesson.claim("Three reductions send less", (reduced, "<", gathered / 8000))
+
+# %% [markdown]
+# Per token, gathering sends <data value="07.loss.gathered">151 kB</data> from every rank and reducing <data value="07.loss.reduced">18 B</data>, which is V/6 = 8,376 times less, whatever t
+# and the batch. In the whole step <data value="07.vocab-bytes">1.23 MB</data> leave a rank, as predicted. Nearly all of it is the two all-reduces in the
+# picture.
 #
-# **Takeaway.** Cut the vocabulary, never gather logits. (`outputs.logits` gathers when you read it; `outputs.loss` never
-# does.)
+# In 06 no cut could make GPT-2's head shorter. Tensor parallelism can, for two more all-reduces in a step.
 #
-# ### Exercise 2: a loss of cut words
+# <details><summary>In your tools: a loss from sharded logits</summary>
 #
-# *Implement, 25 minutes; it returns to 03 and 06.* Write `loss(logits, targets, first, axis)`. Return (the sum of all losses,
-# how many targets count). `logits` (n, words of this rank) begin with word `first`; `targets` (n,) are whole, and one of -100
-# counts for nothing. V is 37. The check wants one process's sum and gradients in float64, on 2 and 3 ranks, with three
-# numbers a token in at most three calls forward, and none backward; also where logits are in the ten thousands, and where
-# no target counts.
+# ```python
+# from torch.distributed.tensor import Shard
+# from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 #
-# Hint: `comm.all_reduce` sums, and its backward sends nothing; for the largest `dist.all_reduce(m, dist.ReduceOp.MAX,
-# axis.group)`, on something detached. Whose is target -100?
+# plan = {"lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+# parallelize_module(model, mesh["tp"], plan)
+# with loss_parallel():
+#     F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+# ```
+#
+# Megatron-Core uses its `vocab_parallel_cross_entropy` unless you ask for gathered logits. In hpnb, `outputs.loss` is
+# computed from sharded logits, and reading `outputs.logits` gathers them.
+# </details>
+#
+# **Takeaway.** Shard the vocabulary and never gather logits.
+#
+# ### Exercise 2: a vocabulary-parallel loss
+#
+# *Core. Implement, 25 minutes.* Write `loss(logits, targets, first, axis)`. It returns the sum of all losses and the
+# number of targets that count. `logits`, n x V/t, begin with the logit of token `first`. The n `targets` are
+# complete, and a target of -100 is ignored. V is 37. The forward may send three numbers per token, the backward
+# nothing.
+#
+# <details><summary>What the check wants</summary>
+#
+# Sum and gradients of one process on 2 and 3 ranks, also where logits are in the ten thousands and where no target
+# counts, with at most three calls.
+# </details>
+#
+# <details><summary>Hint</summary>
+#
+# `comm.all_reduce` sums, and its backward sends nothing. For the largest logit use
+# `dist.all_reduce(m, dist.ReduceOp.MAX, axis.group)` on a detached tensor. On which rank is target -100?
+# </details>
 
 
 # %% tags=["stub-2"]
@@ -319,15 +359,15 @@ lesson.check(exercises.vocab_parallel_loss, loss)
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# The largest only keeps exp finite: it cancels, so it needs no gradient. The two sums may share one message.
+# The largest logit cancels in the loss, so it needs no gradient. The two sums can share a message.
 #
 # ```python
 # def loss(logits, targets, first, axis):
 #     m = logits.detach().amax(1)
 #     dist.all_reduce(m, dist.ReduceOp.MAX, axis.group)
-#     own, counts = targets - first, targets != -100
-#     here = counts & (own >= 0) & (own < logits.size(1))
-#     z = logits.gather(1, own.where(here, 0)[:, None])[:, 0].where(here, 0.0)
+#     columns, counts = targets - first, targets != -100
+#     here = counts & (columns >= 0) & (columns < logits.size(1))
+#     z = logits.gather(1, columns.where(here, 0)[:, None])[:, 0].where(here, 0.0)
 #     S = (logits - m[:, None]).exp().sum(1)
 #     S, z = comm.all_reduce(torch.stack([S, z]), axis)
 #     return (m + S.log() - z).where(counts, 0.0).sum(), counts.sum()
@@ -335,140 +375,213 @@ lesson.check(exercises.vocab_parallel_loss, loss)
 # </details>
 
 # %% [markdown]
-# ## Randomness has a layout
+# ## Dropout must follow the layout
 #
-# Dropout draws. Who must draw alike? That depends on how the activation lies:
+# Heads and logits are exact now. Dropout draws random numbers, so which ranks must draw the same mask? That depends
+# on how the activation lies:
 #
-# | dropout | without sequence parallelism | with |
+# | dropout | without sequence parallelism | with sequence parallelism |
 # |---|---|---|
-# | after the embedding | replicated: alike | replicated: alike |
-# | of attention's probabilities | cut by heads: apart | cut by heads: apart |
-# | after attention, after the MLP | replicated: alike | cut by tokens: apart |
+# | after the embedding | replicated: same mask | replicated: same mask |
+# | of attention probabilities | sharded by heads: different masks | sharded by heads: different masks |
+# | after attention, after the MLP | replicated: same mask | sharded by tokens: different masks |
 #
-# In the last row one line of the model must draw alike in one layout and apart in the other. So who draws alike is no
-# property of a rank, nor of a module: it belongs to the layout. Two simple policies come to mind. *A seed each*:
-# `torch.manual_seed(7 + rank)`. *One seed*: `torch.manual_seed(7)` everywhere. Below is what rank 0 and the last rank drop,
-# for p = 1/2. XOR is what one of the two drops and the other keeps: nothing if they draw alike, half if they draw apart.
+# No rule by module works: in the last row, one line of the model needs equal masks in one layout and different masks
+# in the other. Two simple policies come to mind. *A seed each* calls `torch.manual_seed(7 + rank)`, and *one seed*
+# calls `torch.manual_seed(7)` on all ranks. *Rank states* is what Megatron-Core and this library do:
 #
-# **A puzzle.** With one seed all generators start alike. Then rank 0 draws masks for its heads, and the last rank for its
-# own. What will you see of the attention, and what after the MLP?
+# ```text
+# common state   s0 ──► s1 ─────────────────────► s2 ──► ...     replicated: all ranks draw from it
+#                        └─► hash(s1, rank) ──► draw              sharded: a state of this rank, for this draw
+# ```
+#
+# All ranks start from one seed. For a sharded activation, a rank borrows a state of its own, and then goes back to
+# the common one. So it doesn't matter how many numbers another rank has drawn. We try all policies with a dropout
+# probability of p = 1/2.
+
 
 # %%
-cases = {"right": ("right", False), "a seed each": ("a seed each", False), "one seed": ("one seed", False),
-         "right, tokens cut": ("right", True)}  # fmt: skip
-shown = {
-    case: dropout_masks.mask_pictures(pool.run(dropout_masks.record_masks, policy, 0.5, cut), cut)
-    for case, (policy, cut) in cases.items()
-}
-xor = {case: [f"{100 * one.differ:.0f} %" for one in found] for case, found in shown.items()}
-places, pair = (
-    ("probabilities of the first head: cut", "after the MLP: replicated, or tokens cut"),
-    ("rank 0", f"rank {N - 1}"),
-)
-plot.show(
-    figures.dropped(shown, places, pair, title=f"recorded · what ranks 0 and {N - 1} of {N} drop in the first block, 5 heads"),
-    alt="Dropout masks of two ranks as bitmaps, and their XOR. What differs, of the attention and after the MLP: "
-    + "; ".join(f"{case} {' and '.join(found)}" for case, found in xor.items()) + ".",
-)  # fmt: skip
-if not shown["one seed"][1].differ:
-    print("One seed, and the MLP's masks still agree: this generator counts rounds of threads, not numbers.")
+def draw_masks(policy, tokens_sharded, p=0.5):
+    rank, generator, masks = hpnb.rank(), torch.Generator(), {}
+    generator.manual_seed(7 + (rank if policy == "a seed each" else 0))
+    heads = comm.split_sizes(5, hpnb.world_size())[rank]  # of 5, as in the small GPT-2
+    shapes = {"attention": (heads, 40, 40), "MLP": (1, 40, 40)}
+    for place, sharded in {"attention": True, "MLP": tokens_sharded}.items():
+        if borrow := policy == "rank states" and sharded:
+            torch.rand((), generator=generator)  # so that the next rank state differs
+            common = generator.get_state()
+            state = common.numpy().tobytes() + bytes([rank])
+            digest = hashlib.blake2b(state, digest_size=7).digest()
+            generator.manual_seed(int.from_bytes(digest, "little"))
+        masks[place] = torch.rand(shapes[place], generator=generator)[0] < p  # 1st head
+        if borrow:
+            generator.set_state(common)
+    return masks
+
+
+question = "One seed, p = 1/2: what share of the MLP's mask differs between ranks?"
+lesson.predict("07.one-seed", question, unit="%", rule_of_thumb=0)
 
 # %% [markdown]
-# <details><summary>Answer</summary>
+# The figure shows what the first and the last rank drop. The XOR shows where just one of them drops: nowhere if the
+# masks are equal, in half of the elements if they are independent.
+
+# %%
+cases = {"a seed each": False, "one seed": False, "rank states": False,
+         "rank states, tokens sharded": True}  # fmt: skip
+drawn, pairs = {}, {}
+for case, tokens_sharded in cases.items():
+    first, *_, last = pool.run(draw_masks, case.split(",")[0], tokens_sharded)
+    alike = {"attention": False, "MLP": not tokens_sharded}
+    drawn[case] = {p: figures.MaskPair(first[p], last[p], alike[p]) for p in alike}
+    pairs[case] = list(drawn[case].values())
+places = ("attention, first head: sharded", "after the MLP")
+title = "Only rank states give the masks that the layout wants"
+lesson.show(figures.dropped(pairs, places, ("rank 0", f"rank {N - 1}"), title=title))
+lesson.reveal("07.one-seed", 100 * drawn["one seed"]["MLP"].differ, source="counted")
+right = [case for case, row in pairs.items() if all(pair.right for pair in row)]
+lesson.claim("Only rank states are right", right == list(cases)[2:])
+for sharded in (False, True):  # the library's GPT-2, and with sequence parallelism
+    first, *_, last = pool.run(dropout_masks.record_masks, "rank states", 0.5, sharded)
+    equal = {place: torch.equal(first[place], last[place]) for place in first}
+    name = "GPT-2 with sequence parallelism" if sharded else "GPT-2"
+    wanted = {"attention": False, "MLP": not sharded}
+    lesson.claim(f"The masks of {name} follow the layout", equal == wanted)
+
+# %% [markdown]
+# One seed fails twice. Different heads on the two ranks share a mask. And the MLP's masks, which should be equal,
+# differ in <data value="07.one-seed">48.9 %</data> of their elements. The reason is the uneven split: rank 0 has 2 of the 5 heads and the last rank 1,
+# so rank 0 has drawn more numbers when they reach the MLP.
 #
-# Attention: the first heads of both ranks share a mask, though they are different heads. After the MLP: 5 heads do not
-# divide, and rank 0 has one more than the last, so it draws more numbers. From then on a CPU's generators stand at
-# different places, and nothing replicated is alike any more. (A GPU's generator counts rounds of threads: with tensors as
-# small as these all ranks take one, and stay together by luck.) With heads that divide, one seed gives alike everywhere.
-# Then heads of different ranks share masks, and neither loss nor gradient shows it.
+# <details><summary>In your tools: dropout</summary>
+#
+# Megatron-Core: `model_parallel_cuda_manual_seed(seed)`, then `with get_cuda_rng_tracker().fork():` around whatever
+# is sharded. In PyTorch, dropout of a `DTensor` follows its placement by itself, if all ranks have the same seed. In
+# hpnb, call `torch.manual_seed(seed)` with the same seed on all ranks; different seeds raise an error.
 # </details>
 #
-# `hpnb.tensor_parallel.dropout_rng` starts from one seed on all ranks and lends each a state of its own, a hash of the
-# common state and the rank, while it draws for what is cut. Afterwards the common state is put back, so it does not matter
-# who drew how many numbers. Seeds that differ are refused:
-
-
-# %%
-def seeded_apart():
-    model = parallelize(hpnb.models.gpt2("laptop", dropout=0.1), vit_tensor.tensor_axis())
-    torch.manual_seed(7 + hpnb.rank())
-    model(input_ids=torch.zeros(1, 8, dtype=torch.long, device=hpnb.device()))
-
-
-try:
-    hpnb.launch(seeded_apart, ranks=2, device="cpu")
-except hpnb.RankError as error:
-    print(error.summary)
-
-# %% [markdown]
-# ### An autopsy
+# ### The silent failure
 #
-# Now train with the two wrong policies, the check switched off. Losses are what one looks at while training. "Of the saved
-# model" is the test loss of what rank 0 would save; "copies apart" is how far copies of norms and positions are from rank 0's
-# in the end. XOR is from the bitmaps. The last column is a second instrument: walk a little along the gradient, both ways,
-# with the same masks. It is the change of the loss over what the gradient told, so it should be 1.
+# What does a wrong policy do to training? Everyone watches the loss, so we give it a fair chance: four *paired* runs
+# per policy. Run k of each policy has the same weights, batches and base seed, so we can subtract run from run. And
+# we use three sharper instruments:
+#
+# 1. *Compare a replicated activation.* The hidden states that leave a block, the residual stream, are replicated. We
+#    send rank 0's copy to all ranks and take the distance, which should be exactly 0.
+# 2. *Compare replicated weights* and their gradients, with `hpnb.data_parallel.compare_replicas`.
+# 3. *Check the gradient.* Move the weights a little along it, both ways, with the same masks. The change of the loss
+#    over the change that the gradient predicts should be 1.
+
 
 # %%
-rows, runs = (
-    [],
-    {
-        policy: pool.run(dropout_masks.train_with_dropout, policy, texts[:32], texts[32])
-        for policy in dropout_masks.POLICIES
-    },
-)
-for policy, ran in runs.items():
-    losses, _, (tested, saved) = ran[0]
-    apart = max(gaps[-1] for _, gaps, _ in ran)
-    slope = pool.run(dropout_masks.gradient_check, policy)[0]
-    rows.append(
-        (
-            policy,
-            f"{losses[0]:.3f} to {losses[-1]:.3f}",
-            f"{tested:.4f}",
-            f"{saved:.4f}",
-            f"{apart:.0e}",
-            *xor[policy],
-            f"{slope:.4f}",
-        )
-    )
-columns = (
-    "policy",
-    "loss",
-    "test loss",
-    "of the saved model",
-    "copies apart",
-    "XOR, attention",
-    "XOR, MLP",
-    "slope, measured over told",
-)
-lesson.table(columns, rows, f"dropout 0.1, 32 steps on {N} ranks; XOR with p = 1/2")
+def train(policy, seed):
+    gpt2, axis = dropout_masks.build_model(policy, 0.1), vit_tensor.tensor_axis()
+    losses, distances = [], []
+
+    def compare(block, inputs, output):  # the residual stream (b, s, h) after a block
+        rank_0 = comm.broadcast(output.detach(), axis)
+        distances.append(relative_distance([output], [rank_0]))
+
+    hook = gpt2.transformer.h[-1].register_forward_hook(compare)
+    optimizer = torch.optim.AdamW(gpt2.parameters(), lr=3e-3)
+    dropout_masks.seed_ranks(policy, seed)
+    for batch in batches[:20]:
+        optimizer.zero_grad()
+        ids = batch["input_ids"].to(hpnb.device())
+        loss = gpt2(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    hook.remove()
+    differing = hpnb.data_parallel.compare_replicas(gpt2, axis)
+    ids = torch.cat([batch["input_ids"] for batch in batches[20:]]).to(hpnb.device())
+    with torch.no_grad():
+        test_loss = gpt2.eval()(input_ids=ids, labels=ids).loss.item()
+    return losses, distances, test_loss, len(differing)
+
+
+# %%
+def check_gradient(policy, seed, step=1e-4):
+    gpt2 = dropout_masks.build_model(policy, 0.1).double()
+    ids = batches[0]["input_ids"].to(hpnb.device())
+
+    def loss():
+        dropout_masks.seed_ranks(policy, seed)  # the same masks in every call
+        return gpt2(input_ids=ids, labels=ids).loss
+
+    loss().backward()
+    weights = [p for name, p in gpt2.named_parameters() if placement_of(p, name).cuts]
+    squared = sum(p.grad.square().sum() for p in weights)
+    norm = comm.all_reduce(squared, vit_tensor.tensor_axis()).sqrt()  # of all shards
+    losses = []
+    with torch.no_grad():
+        for steps in (1, -2):  # one step forward, two steps back
+            for p in weights:
+                p.add_(steps * step / norm * p.grad)
+            losses.append(loss())
+    return ((losses[0] - losses[1]) / (2 * step * norm)).item()
+
+
+POLICIES, SEEDS = dropout_masks.POLICIES, (100, 200, 300, 400)
+runs = {p: [pool.run(train, p, seed)[-1] for seed in SEEDS] for p in POLICIES}
+slopes = {p: [pool.run(check_gradient, p, seed)[0] for seed in SEEDS] for p in POLICIES}
+
+# %%
+curves = [{p: first[i] for p, (first, *_) in runs.items()} for i in (0, 1)]
+title = "All losses fall alike; the residual stream gives the fault away"
+lesson.show(plot.drift(*curves, between="ranks' residual streams", title=title))
+tests = {p: [run[2] for run in by_seed] for p, by_seed in runs.items()}
+pairs = {p: list(map(operator.sub, tests[p], tests["rank states"])) for p in POLICIES}
+mean = {p: statistics.mean(pairs[p]) for p in POLICIES}
+error = {p: statistics.stdev(pairs[p]) / len(SEEDS) ** 0.5 for p in POLICIES}
+columns = {"paired difference of the test loss": mean, "standard error": error}
+columns["gradient check, lowest"] = {p: min(slopes[p]) for p in POLICIES}
+columns["gradient check, highest"] = {p: max(slopes[p]) for p in POLICIES}
+columns["residual stream"] = {p: min(run[1][-1] for run in runs[p]) for p in POLICIES}
+columns["tensors that differ"] = {p: runs[p][0][3] for p in POLICIES}
+lesson.show(columns=columns, key="07.faults", title="Four instruments")
+gained = curves[0]["rank states"][0] - curves[0]["rank states"][-1]
+lesson.record("07.gained", gained)
+lesson.claim("Rank states: residuals are equal", max(curves[1]["rank states"]) == 0)
+for p in POLICIES[1:]:
+    lesson.claim(f"{p}: residuals differ", (columns["residual stream"][p], ">", 0.1))
+    lesson.claim(f"{p}: fails every gradient check", (max(slopes[p]), "<", 0.99))
+    lesson.claim(f"{p}: the loss hardly differs", (abs(mean[p]), "<", gained / 50))
 lesson.field_guide.add(
-    "with dropout the loss falls as it should; copies of norms part on the ranks, though every sum is there",
-    "dropout masks, XOR over ranks: empty where an activation is replicated, half full where it is cut",
-    "ranks draw differently for a replicated activation: a seed each, or one seed and unequal heads",
-    notebook="07",
-)
+    "the loss falls as it should, and replicated weights differ from rank to rank",
+    "compare a replicated activation across ranks: bit for bit equal, or masks differ",
+    "ranks drop other elements of a replicated activation", notebook="07")  # fmt: skip
 lesson.field_guide.show()
 
 # %% [markdown]
-# The losses tell nothing. Where the MLP's masks differ, what is wrong is what the loss is *of*. Each rank has its own copy of
-# the residual stream, with holes of its own, and the all-reduces mix what was computed from different copies. The backward
-# believes that there is one copy. So the gradient is that of no function: the slope is not 1. And as in 03 the copies of
-# norms get different gradients and part, so the model that is saved depends on who saves it. Where masks of different heads
-# agree, nothing but XOR shows it: that is a function with its gradient, only not the one that you asked for. (03's cliff
-# finds neither: without dropout all gradients are exact.)
+# The loss gives no alarm. Training gained <data value="07.gained:.2f">0.92</data>, and wrong masks change the test loss by <data value="07.faults.a-seed-each.paired-difference-of-the-test-loss:.4f">-0.0012</data> and <data value="07.faults.one-seed.paired-difference-of-the-test-loss:.4f">-0.0021</data> on
+# average, with standard errors of <data value="07.faults.a-seed-each.standard-error:.4f">0.0010</data> and <data value="07.faults.one-seed.standard-error:.4f">0.0003</data>. Without the right run beside it, nobody sees that. The first
+# instrument needs one forward. With rank states the copies of the residual stream are equal bit for bit, and with a
+# seed each they are <data value="07.faults.a-seed-each.residual-stream:.2f">0.27</data> of the norm apart.
 #
-# **Takeaway.** For each dropout ask how its activation lies. Replicated: draw alike. Cut: draw apart. And nobody's next
-# draw may depend on how much another has drawn.
+# What goes wrong? After the first wrong mask, each rank has its own residual stream, and the all-reduces add terms
+# that were computed from different streams. The backward assumes that there is one. So it does not compute the
+# gradient of this loss, and the check gives <data value="07.faults.a-seed-each.gradient-check-highest:.2f">0.96</data> or less instead of 1. Of the replicated weights and gradients,
+# <data value="07.faults.a-seed-each.tensors-that-differ">20</data> tensors now differ, so the saved model depends on which rank saves it.
+#
+# One fault escapes all three instruments: heads that share a mask, as one seed gives them where t divides the heads.
+# Replicas agree and the gradient is right. Only the masks show it.
+#
+# **Takeaway.** Equal masks where an activation is replicated, different masks where it is sharded. Compare replicated
+# activations across ranks: they are equal bit for bit, or something is wrong.
 #
 # ### Exercise 3: read the masks
 #
-# *Diagnose, 15 minutes.* You get a record of a run on 4 ranks, with one fault at most. `record.cut[place]` says whether an
-# activation is cut; `record.masks[place]` is (steps, ranks, elements) of bool, True is dropped, p = 0.1. Return "right", or
-# what is wrong somewhere: "differs" (ranks that must draw alike do not), "agrees" (two ranks that must draw apart share a
-# mask), "repeats" (ranks draw the same at every step).
+# *Core. Diagnose, 15 minutes.* `read(record)` gets the masks of a run on 4 ranks with at most one fault.
+# `record.sharded[place]` says whether an activation is sharded, and `record.masks[place]` is a bool tensor, steps x
+# ranks x elements, with p = 0.1. Return "right" or what is wrong somewhere: "differs" for different masks of a
+# replicated activation, "agrees" if two ranks share a mask of a sharded one, "repeats" for the same masks in every
+# step.
 #
-# Hint: with p = 0.1 two masks that were drawn apart have 82 % of their elements in common.
+# <details><summary>Hint</summary>
+#
+# With p = 0.1, two independent masks agree in 82 % of their elements.
+# </details>
 
 
 # %% tags=["stub-3"]
@@ -483,31 +596,33 @@ lesson.check(exercises.read_masks, read)
 #
 # ```python
 # def read(record):
-#     for place, found in record.masks.items():
-#         if (found[0] == found[1]).all():
+#     for place, masks in record.masks.items():
+#         if (masks[0] == masks[1]).all():
 #             return "repeats"
-#         ranks = range(found.size(1))
-#         equal = [bool((found[:, i] == found[:, j]).all()) for i in ranks for j in ranks if i < j]
-#         if record.cut[place] and any(equal):
+#         ranks = range(masks.size(1))
+#         equal = [bool((masks[:, i] == masks[:, j]).all()) for i in ranks for j in ranks if i < j]
+#         if record.sharded[place] and any(equal):
 #             return "agrees"
-#         if not record.cut[place] and not all(equal):
+#         if not record.sharded[place] and not all(equal):
 #             return "differs"
 #     return "right"
 # ```
 #
-# All pairs: in one of the records ranks 0 and 2 share masks, and neither does with rank 1.
+# Compare all pairs: in one record ranks 0 and 2 share masks, and neither shares one with rank 1.
 # </details>
 
 # %% [markdown]
 # ### Exercise 4: a policy of seeds
 #
-# *Design, 20 minutes.* Write `seed_of(base, where, site, step)`. Return the seed, 0 to 2⁶³ - 1, of a generator for one mask.
-# `where.dp` and `where.tp` are the rank's coordinates, `site.index` numbers the model's dropouts, `site.cut` says whether the
-# activation is cut along tp. The check draws masks on 2 x 4 ranks, 6 sites, some steps and 3 base seeds. It wants them alike where
-# replicated and apart where cut; apart along dp, between sites, steps and bases. The function has no memory, so a block that
-# is computed again drops the same.
+# *Extra. Design, 20 minutes.* Write `seed_of(base, where, site, step)`, the seed of a generator for one mask, from 0
+# to 2⁶³ - 1. `where.dp` and `where.tp` are coordinates of the rank, `site.index` numbers the dropouts of a model, and
+# `site.sharded` says whether the activation is sharded along tp. Masks should be equal along tp where it is
+# replicated, and otherwise different: between dp ranks, sites, steps and bases, too.
 #
-# Hint: sums meet: 7 + rank 1 is 8 + rank 0. `hashlib.blake2b(data, digest_size=7)` does not.
+# <details><summary>Hint</summary>
+#
+# Sums collide, because 7 + rank 1 is 8 + rank 0. `hashlib.blake2b(data, digest_size=7)` doesn't.
+# </details>
 
 
 # %% tags=["stub-4"]
@@ -522,82 +637,142 @@ lesson.check(exercises.seed_policy, seed_of)
 #
 # ```python
 # def seed_of(base, where, site, step):
-#     told = (base, step, site.index, where.dp, where.tp if site.cut else -1)
-#     return int.from_bytes(hashlib.blake2b(repr(told).encode(), digest_size=7).digest(), "little")
+#     key = (base, step, site.index, where.dp, where.tp if site.sharded else -1)
+#     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "little")
 # ```
 #
-# Python's own `hash` would not do for everything: of strings it differs between processes.
+# The function has no memory, so a recomputed block draws the same masks again. Python's own `hash` of a string
+# differs between processes.
 # </details>
 
 # %% [markdown]
-# ## What the sequence keeps
+# ## What a layer keeps
 #
-# Memory now: what does a layer, which is a block, keep from forward to backward, in 16 bits? Count it, in units of b·s·h bytes.
+# Sequence parallelism made dropout harder. In return it saves memory. Here is what one layer keeps for its backward
+# in 16 bits, in units of b·s·h bytes:
 #
-# - Attention: its input 2; q, k and v 6; what goes into the projection 2; a dropout mask 1.
-# - The MLP: its input 2; what goes into GELU 8, and what comes out 8; a mask 1.
-# - Two norms: their inputs, 2 each. So far 34 (03 had no masks, and counted 32). Of it 24 lies inside the pairs of columns
-#   and rows: q, k, v, the projection's input, both sides of GELU.
-# - Scores, where no kernel fuses attention: softmax 2, mask 1, what dropout leaves 2, for each of a·s²·b: together 5as/h.
+# ```text
+#  between the column-row pairs         inside the pairs                             scores, s x s per head
+#  norm inputs               2 + 2      q, k, v                           6          softmax          2
+#  inputs of q, k, v and fc  2 + 2      input of the projection           2          dropout mask     1
+#  dropout masks             1 + 1      GELU's input and output       8 + 8          after dropout    2
+#                               10                                       24                      5 a s/h
+# ```
 #
-# So 34 + 5as/h, for GPT-2 XL 34 + 80. Tensor parallelism cuts what lies inside the pairs, and scores. Sequence
-# parallelism cuts the rest. Computing scores a second time in the backward (*selective recomputation*) keeps none of them,
-# for 4bs²h FLOPs, 3.2 % of a step in GPT-2 XL; computing the whole block again keeps its input alone, for a third of a step.
+# That is 34 + 5as/h, as Korthikanti et al. published; for GPT-2 XL with s = 1,024 it is 34 + 80. Tensor parallelism
+# shards the middle and the right part, sequence parallelism the left one. *Selective recomputation* drops the scores
+# and recomputes them in the backward, for 4bs²h FLOPs. *Full recomputation* keeps only the layer's input.
 #
-# Korthikanti et al. put this into a table of six rows. Below they are predicted and measured, for the rank with the most
-# heads. (GELU is one kernel and attention goes product by product, as in theirs; a flash kernel writes no scores at all.) A
-# second table has what is computed again, counted on a small model on the CPU, whose s/h is that of GPT-2 XL.
+# Autograd tells us what it really saves. We count each storage once, because views share it.
+
 
 # %%
-lesson.predict("07.kept", f"{N} ranks share a layer by tensor parallelism alone: what share of its activations does a rank keep?",
-               guess=None, unit="%")  # fmt: skip
+def saved_bytes(block, x):
+    storages = {}
 
-# %%
-layers = gpt2_tensor.measure_kept_activations(SIZE, 1, N)
-rows = [(f"{one.name} (B)", one.predicted, one.measured) for one in layers]
-lesson.comparison(
-    rows,
-    title=f"a layer of {SIZE.hidden}, {SIZE.heads} heads, {SIZE.length} tokens, on the first of {N} ranks",
-)
-again = pool.run(gpt2_tensor.recompute_shares, SMALL, 1)[0]
-rows = [(f"{what} (%)", 100 * told, 100 * counted) for what, (told, counted) in again.items()]
-lesson.comparison(
-    rows,
-    title=f"computed again, of a step's FLOPs: a layer of {SMALL.hidden}, {SMALL.heads} heads, {SMALL.length} tokens",
-)
-whole, cut = layers[:2]
-lesson.reveal("07.kept", 100 * cut.measured / whole.measured, predicted=100 * cut.predicted / whole.predicted)
-plot.show(
-    figures.stacked({one.label: one.parts for one in layers}, {one.label: one.measured for one in layers},
-                 title=f"what a layer keeps on the first of {N} ranks: predicted in parts, measured as ticks"),
-    alt="What a layer keeps: " + "; ".join(f"{one.name} {lesson.number(one.measured, 'B')}" for one in layers) + ".",
-)  # fmt: skip
-print(
-    "measured over the published formula alone:",
-    ", ".join(f"{one.measured / one.published:.2f}" for one in layers),
-)
+    def pack(tensor):  # for each tensor that autograd saves
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = block(x)
+    weights = {weight.untyped_storage().data_ptr() for weight in block.parameters()}
+    return output, sum(storages[pointer] for pointer in storages.keys() - weights)
+
+
+def measure_block():
+    size = replace(SIZE, layers=1, vocab_size=64)
+    options = {"dropout": 0.1, "attention": "eager", "dtype": torch.bfloat16}
+    block = hpnb.models.gpt2(size, **options).transformer.h[0].to(hpnb.device())
+    block.mlp.act = torch.nn.GELU(approximate="tanh")  # one kernel, as published
+    x = torch.randn(1, size.length, size.hidden, device=hpnb.device())
+    return saved_bytes(block, x.bfloat16())[1]
+
+
+question = "Tensor parallelism: what share of a layer's activations does a rank keep?"
+lesson.predict("07.kept", question, unit="%", rule_of_thumb=100 / N)
 
 # %% [markdown]
-# Every byte has a name. In the second table one row is off: attention computed again costs half of what the formula says.
-# The backward wants softmax and masks, PyTorch stops as soon as it has them, and the product with v is never made.
+# The next cell predicts and measures six combinations on the rank with the most heads, and counts recomputed FLOPs.
+
+# %%
+measured, parts = {}, {}
+for row in theory.ACTIVATION_ROWS:
+    name = row.name.replace(" + selective", ",\nselective")
+    parts[name] = layer_memory.predicted_parts(row, SIZE.block(1), N, here.device)
+    measured[name] = pool.run(layer_memory.kept_bytes, SIZE, 1, row)[0]
+predicted = {name: sum(of_row.values()) for name, of_row in parts.items()}
+title = "Recomputing the scores saves most of a layer's memory"
+lesson.show(figures.stacked(parts, measured, title=title))
+(serial, tensor_parallel, *_), by_hand = measured, pool.run(measure_block)[0]
+lesson.claim("The count by hand agrees", abs(by_hand / measured[serial] - 1) < 0.01)
+shares = [100 * kept[tensor_parallel] / kept[serial] for kept in (measured, predicted)]
+lesson.reveal("07.kept", shares[0], predicted=shares[1])
+worst = max(abs(measured[name] / predicted[name] - 1) for name in measured)
+lesson.claim("Every row is predicted within 1 %", (worst, "<", 0.01))
+again = pool.run(gpt2_tensor.recompute_shares, sizes.laptop, 1)[0]
+lesson.show(predicted={what: 100 * share for what, (share, _) in again.items()},
+            counted={what: 100 * share for what, (_, share) in again.items()},
+            unit="%", key="07.again", title="Recomputed FLOPs of a step")  # fmt: skip
+lesson.explorers.kept_by_rank()
+quantities = {"vocabulary, sent (B)": (formula, sent)}
+layer = predicted[tensor_parallel], measured[tensor_parallel]
+quantities |= {"fullest rank over mean": (ratio, fullest), "kept of a layer (B)": layer}
+lesson.ledger.add("07", Layout(tp=N), model, quantities, vit_pipeline.hardware(N))
+
+# %% [markdown]
+# A rank keeps <data value="07.kept">34.2 %</data> of the layer, not <data value="07.kept.rule-of-thumb">25.0 %</data>: 10 of the 34 don't depend on t, and the first rank has most heads. All
+# six predictions hold.
 #
-# The line under the figure has the six rows once more, over the published formula by itself. What that lacks has three
-# causes. The first rank has more heads than a t-th, so more scores. Under sequence parallelism inputs of columns stay whole
-# here, where Megatron-LM cuts them and gathers them again. And on a CPU masks take 2 bytes, not 1. (Norms' statistics are the
-# rest; `lesson.layer_memory` lists all.)
+# <details><summary>What is beyond the published formula?</summary>
 #
-# Perhaps you guessed 1/t. Ten of the 34 do not care about t: that is why sequence parallelism exists.
+# Norm statistics, and masks that take 2 bytes on a CPU. Under sequence parallelism also the inputs of column-parallel
+# layers: this library keeps them complete, while Megatron-Core keeps a shard and gathers it again in the backward.
+# </details>
 #
-# **Takeaway.** Scores first: compute attention again, or fuse it. Then cut tokens. A block computed again is the last
-# resort.
+# The prediction of FLOPs fails once. Recomputing attention costs <data value="07.again.attention.counted">1.61 %</data> of the FLOPs, and the formula says <data value="07.again.attention.predicted">3.21 %</data>.
+# PyTorch stops recomputing as soon as it has the softmax and the masks that the backward needs, so the product with v
+# is never recomputed.
+#
+# <details><summary>In your tools: keep less</summary>
+#
+# Megatron-Core: `--sequence-parallel`, and `--recompute-granularity selective` or `full`. PyTorch:
+#
+# ```python
+# from torch.utils.checkpoint import checkpoint
+#
+# hidden = checkpoint(block, hidden, use_reentrant=False)  # full recomputation of this block
+# ```
+#
+# A flash kernel writes no scores at all: `F.scaled_dot_product_attention`. Then there is little left for selective
+# recomputation to drop.
+# </details>
+#
+# **Takeaway.** First drop the scores, by a flash kernel or by recomputation. Then shard tokens. Recompute whole
+# layers last.
+#
+# **Challenge.** With 25 heads, a vocabulary of 50,257 and 8,192 tokens, keep at most 5 GB of 48 blocks and the
+# logits, recompute at most 20 % of the FLOPs, and let no rank be more than 2 % over an even share.
+#
+# <details><summary>Answer</summary>
+#
+# 5 ranks, tokens `sharded`, `attention` recomputed: 4.77 GB and 14.9 % of the FLOPs. It is the only setting. 2, 4, 8
+# and 16 don't divide 25 heads, and the first rank is 3 to 18 % over; one rank alone keeps 23.9 GB. If nothing is
+# recomputed, scores are 5as/h = 640 beside the other 34, and 5 ranks keep 85 GB. With tokens replicated, the 10 of 34
+# that nobody shards are 6.3 GB by themselves. Recomputed blocks keep 1.8 GB, for 32 % of the FLOPs.
+# </details>
 #
 # ### Exercise 5: activation bytes
 #
-# *Implement, 15 minutes.* Write `kept(layer)`: bytes of a layer on each rank by the published formula, with heads that divide.
-# `layer.s`, `.b`, `.h`, `.a` and `.t` are as above, `.sequence` says whether tokens are cut, `.recompute` is "", "attention" or
-# "full". The check compares all six rows of the published table, at three shapes.
+# *Extra. Implement, 15 minutes.* Write `kept(layer)`: the bytes of a layer on each rank by the published formula,
+# with heads that divide. `layer.s`, `.b`, `.h`, `.a` and `.t` are as above, `.sequence` says whether tokens are
+# sharded, and `.recompute` is "", "attention" or "full".
 #
-# Hint: three numbers, 10, 24 and 5as/h; who divides which?
+# <details><summary>Hint</summary>
+#
+# There are three numbers, 10, 24 and 5as/h. Who divides which?
+# </details>
 
 
 # %% tags=["stub-5"]
@@ -605,13 +780,7 @@ def kept(layer): ...
 
 
 # %% tags=["check-5"]
-verdict = lesson.check(exercises.activation_bytes, kept)
-if verdict.status == "passed" and "layers" in vars():
-    mine = kept(exercises.ShardedLayer(SIZE.length, 1, SIZE.hidden, SIZE.heads, N, sequence=True))
-    print(
-        f"tensor + sequence parallel on this page: yours {lesson.number(mine, 'B')}, measured {layers[2].measured / mine:.2f} times that"
-    )
-verdict
+lesson.check(exercises.activation_bytes, kept)
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -625,146 +794,111 @@ verdict
 #     return sbh * (10 / (layer.t if layer.sequence else 1) + (24 + scores) / layer.t)
 # ```
 # </details>
+
+# %% [markdown]
+# ## Three things are called sequence parallelism
 #
-# The explorer puts all of it together: 48 blocks by the published formula, on the first rank, and logits at 6 bytes each (2,
-# and 4 for their softmax). `between` says whether tokens are whole or cut between the pairs.
+# Besides Megatron's, two methods go by this name. All shard tokens outside of attention. Inside, each token must meet
+# all tokens before it:
 #
-# **Challenge.** 25 heads, 50,257 words, a row of 8,192 tokens: at most 5 GB kept, at most 20 % of the FLOPs computed again, and
-# no rank more than 2 % over an even share.
+# ```text
+#            a rank has            and sends                             inside attention            weights
+# Megatron   x (s/t, h)            all-gather of x, reduce-scatter       its heads, all tokens       sharded
+# Ulysses    q, k, v (a, s/t, d)   all-to-all to (a/t, s, d), and back   some heads, all tokens      replicated
+# ring       q, k, v (a, s/t, d)   k, v to the next rank, t - 1 times    all heads, its own tokens   replicated
+# ```
 #
-# <details><summary>Answer</summary>
+# The ring needs a softmax over parts, as the loss did: a maximum and a sum of exponentials so far. We write the first
+# two by hand, and take the ring from `hpnb.context_parallel`.
+
+
+# %%
+question = "megatron, ulysses, ring on 4 ranks: which sends the fewest bytes?"
+rule = "ring", "ulysses", "megatron"
+lesson.predict("07.ways", question, kind="ranking", rule_of_thumb=rule)
+
+
+def megatron(x_r, qkv, out, heads, axis):  # (s/t, h)
+    first, end = comm.split_range(heads, axis.size, axis.rank)
+    columns = slice(first * len(out) // heads, end * len(out) // heads)
+    qkv_r = torch.cat([w[:, columns] for w in qkv.chunk(3, 1)], 1)  # this rank's heads
+    y = attention(comm.all_gather(x_r, axis, 0) @ qkv_r, end - first)  # of all tokens
+    return comm.reduce_scatter(y @ out[columns], axis, 0)  # (s/t, h)
+
+
+# %%
+def ulysses(x_r, qkv, out, heads, axis):
+    q, k, v = gpt2_tensor.split_heads(x_r @ qkv, heads)  # (a, s/t, d)
+    q, k, v = (comm.all_to_all(w, axis, 0, 1) for w in (q, k, v))  # (a/t, s, d)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return comm.all_to_all(y, axis, 1, 0).transpose(0, 1).flatten(1) @ out
+
+
+def ring(x_r, qkv, out, heads, axis):
+    q, k, v = (w[None] for w in gpt2_tensor.split_heads(x_r @ qkv, heads))
+    order, scale = Ring.of(axis, len(x_r), zigzag=False), q.size(-1) ** -0.5
+    y = ring_attention(q, k, v, order, Visibility(causal=True), scale)[0]
+    return y.transpose(0, 1).flatten(1) @ out
+
+
+with hpnb.Ranks(4, device="cpu") as four:  # 24 heads 8 wide, 64 tokens, float64
+    compared = four.run(gpt2_tensor.compare_attentions, (megatron, ulysses, ring))[0]
+counted = {way: sent for way, (_, sent) in compared.items()}
+predicted = {way: gpt2_tensor.attention_bytes(way, 64, 192, 4, 8) for way in counted}
+title = "Ulysses sends least, the ring most"
+lesson.show(predicted=predicted, counted=counted, unit="B", key="07.sent", title=title)
+lesson.reveal("07.ways", counted, predicted=sorted(predicted, key=predicted.get))
+lesson.claim("All are exact", (max(off for off, _ in compared.values()), "<", 1e-12))
+
+# %% [markdown]
+# All three are exact. For n tokens on t ranks, forward and backward together, they send
 #
-# 5 ranks, tokens `cut`, `attention` computed again: 4.77 GB, 14.9 % of the FLOPs, no rank over an even share. It is the only
-# setting. 2, 4, 8 and 16 do not divide 25 heads, and the first rank is 3 to 18 % over; one rank alone keeps 23.9 GB. With
-# nothing computed again scores are 5as/h = 640 beside the other 34, and 5 ranks keep 85 GB. With tokens whole the 10 of 34
-# that nobody cuts are 6.3 GB by themselves. Blocks computed again keep 1.8 GB, for 32 % of the FLOPs.
+# $$ \text{Megatron: } 4\,\tfrac{t-1}{t}\,n\,h \qquad \text{Ulysses: } \tfrac{8}{t}\,\tfrac{t-1}{t}\,n\,h \qquad \text{ring: } 6\,\tfrac{t-1}{t}\,n\,h $$
+#
+# numbers from each rank. Ulysses moves q, k, v and the output, and later their gradients, but only for a rank's n/t
+# tokens. The ring sends k and v in the forward and again in the backward, and their gradients once.
+#
+# Megatron can split heads unevenly. Ulysses exchanges equal parts, so for 25 heads on 4 ranks `hpnb.context_parallel`
+# adds 3 heads of zeros. The ring doesn't split heads, and t must divide the tokens.
+#
+# Under Ulysses and ring every rank has all weights and reduces their gradients as in data parallelism. They shard
+# *long sequences*; tensor parallelism shards *weights*.
+#
+# <details><summary>In your tools: long sequences</summary>
+#
+# hpnb has an axis for it, `mesh.cp`, in `Layout(cp=4)`:
+#
+# ```python
+# context = hpnb.context_parallel.parallelize(model, mesh.cp, "ring")  # or "ulysses"
+# outputs = model(**context.shard_batch(batch))
+# ```
+#
+# Megatron-Core: `--context-parallel-size 4 --cp-comm-type p2p` for the ring, `a2a` for Ulysses. DeepSpeed:
+# `DistributedAttention` in `deepspeed.sequence.layer`. PyTorch:
+# `torch.distributed.tensor.experimental.context_parallel`.
 # </details>
-
-# %%
-lesson.explorers.kept_by_rank()
-
-# %% [markdown]
-# ## Three names for a cut sequence
 #
-# "Sequence parallelism" means three things. All cut the tokens between attentions; in the attention every token must
-# meet all before it, and there they differ.
+# **Takeaway.** Of anything called sequence parallel ask two things: does it shard heads or tokens inside attention,
+# and does it shard the weights?
 #
-# - **Megatron**: gather x, each rank does *its heads* for all tokens, scatter the sum. Weights are cut.
-# - **Ulysses**: each rank computes q, k and v of its tokens, for all heads. An all-to-all (00) turns this into all tokens of
-#   *some heads*; after the attention another one turns it back. Weights are whole.
-# - **Ring**: q stays, k and v *go round*, from rank to rank. A softmax over parts needs the largest and the sum of
-#   exponentials so far: the same numbers as the loss above. Weights are whole.
-#
-# Of the next two cells the first asks, and the second has all three.
-
-# %%
-lesson.predict(
-    "07.names",
-    "megatron, ulysses, ring: on 4 ranks, which sends the fewest bytes in one attention?",
-    guess=None,
-    kind="ranking",
-)
-
-
-# %%
-def ways(heads, s=64, d=8):
-    axis, h = vit_tensor.tensor_axis(), heads * d
-    x, qkv, out = (
-        gpt2_tensor.random_values(*shape, seed=i) / h**0.5
-        for i, shape in enumerate([(s, h), (h, 3 * h), (h, h)])
-    )
-
-    def megatron(x):
-        columns, rows, own = gpt2_tensor.rank_heads(qkv, out, heads, axis.size, axis.rank)
-        return comm.reduce_scatter(
-            gpt2_tensor.attention(comm.all_gather(x, axis, 0) @ columns, own) @ rows, axis, 0
-        )
-
-    def ulysses(x):
-        q, k, v = (
-            comm.all_to_all(each, axis, 0, 1) for each in gpt2_tensor.split_heads(x @ qkv, heads)
-        )  # (heads/t, s, d)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return comm.all_to_all(y, axis, 1, 0).transpose(0, 1).flatten(1) @ out
-
-    def ring(x):
-        (q, k, v), place = gpt2_tensor.split_heads(x @ qkv, heads), torch.arange(len(x))  # (heads, s/t, d)
-        m, S, y = torch.full_like(q[..., :1], -torch.inf), 0.0, 0.0
-        for hop in range(axis.size):
-            ahead = (axis.rank - (axis.rank - hop) % axis.size) * len(x)  # from those keys to these queries
-            z = (q @ k.mT / d**0.5).masked_fill(place[:, None] + ahead < place, -torch.inf)
-            top = torch.maximum(m, z.detach().amax(-1, keepdim=True))  # the largest so far
-            S = S * (m - top).exp() + (z - top).exp().sum(-1, keepdim=True)
-            y, m = y * (m - top).exp() + (z - top).exp() @ v, top
-            if hop < axis.size - 1:
-                k, v = comm.exchange(k, axis), comm.exchange(v, axis)
-        return (y / S).transpose(0, 1).flatten(1) @ out
-
-    found = {}
-    for way in (megatron, ulysses, ring):
-        try:
-            found[way.__name__] = gpt2_tensor.compare_with_serial(
-                way, lambda x: gpt2_tensor.attention(x @ qkv, heads) @ out, x
-            )
-        except ValueError as error:
-            found[way.__name__] = str(error)
-    return found
-
-
-with hpnb.Ranks(4, device="cpu") as four:
-    even, odd = (four.run(ways, heads)[0] for heads in (24, 25))
-told = {way.lower(): theory.sequence_bytes(way, 64, 24 * 8, 4, 8) for way in theory.SEQUENCE_WAYS}
-rows = [(way, f"{off:.0e}", lesson.number(told[way], "B"), lesson.number(sent, "B"), f"{sent / told[way]:.2f}",
-         odd[way].partition(";")[0] if isinstance(odd[way], str) else f"off by {odd[way][0]:.0e}") for way, (off, sent) in even.items()]  # fmt: skip
-lesson.table(
-    ("", "off by", "sends, predicted", "sends", "ratio", "25 heads"),
-    rows,
-    "an attention of 24 heads, 64 tokens on 4 ranks, forward and backward",
-)
-lesson.reveal(
-    "07.names", {way: sent for way, (_, sent) in even.items()}, predicted=sorted(told, key=told.get)
-)
-
-# %% [markdown]
-# Ulysses sends the least, 8(t-1)/t² · n h numbers; the two others send 4(t-1)/t · n h. It moves q, k, v and the output, and
-# on the way back their gradients, but of each rank's t-th of the tokens only. (At t = 2 all three send the same.) It cuts by
-# heads like Megatron, but it wants them to divide: its messages are equal parts. The ring knows no heads. Its ranks have
-# equally many tokens, but with a causal mask not equal work: the last rank needs all keys, the first its own. (Here
-# autograd kept the k and v that came by, and sent gradients back. The published ring keeps its own only, and sends k and v
-# round once more in the backward.)
-#
-# What the table leaves out: under Ulysses and ring every rank has all weights and a gradient of them, which is to be summed
-# as in data parallelism (01). They are ways to cut *long sequences*; tensor parallelism is one to cut *weights*. They
-# compose.
-#
-# **Takeaway.** Of anything called sequence parallel ask two things: what is cut inside the attention, heads or tokens? And
-# are the weights?
-
-# %%
-quantities = {
-    "vocabulary, sent (B)": (theory.vocabulary_bytes(BLOCK, N), sent),
-    "block of the fullest rank over even": (theory.block_imbalance(BLOCK, N), fullest),
-}
-quantities |= {f"a layer keeps, {one.name} (B)": (one.predicted, one.measured) for one in layers[1:3]}
-lesson.ledger.add("07", Layout(tp=N), name, quantities, vit_pipeline.hardware(N))
-lesson.ledger.show()
-
-# %% [markdown]
 # ## What to remember
 #
-# - A matrix divides, a head does not. Deal out whole heads; the fullest rank sets the pace, on attention alone.
-# - Padding heads takes as long as uneven ones. A t that divides them takes less.
-# - A loss of cut words: largest, sum, target's logit. V/6 times fewer bytes than logits.
-# - Dropout: alike where replicated, apart where cut. Sequence parallelism makes some of the first into the second.
-# - A wrong seed leaves the loss healthy. XOR the masks.
-# - A layer keeps 34 + 5as/h. t divides 24 and the scores, sequence parallelism the other 10.
-# - Megatron and Ulysses can use as many ranks as there are heads, the ring as many as there are tokens.
+# - A matrix divides, a head does not. The fullest rank sets the pace.
+# - A loss from sharded logits needs three numbers per token. Never gather logits.
+# - Dropout: equal masks where an activation is replicated, different masks where it is sharded.
+# - Wrong masks leave the loss healthy. Compare replicated activations across ranks: they are equal bit for bit.
+# - A layer keeps 34 + 5as/h. Tensor parallelism shards 24 and the scores, sequence parallelism the other 10.
 #
-# **When not to use this.** With a small vocabulary and few ranks a whole head is simpler (a ViT's classifier: 03). Where 25 heads
-# meet 8 ranks a fifth of the attention idles: take 5, or a pipeline (06). Compute again only what memory asks for: with a
-# flash kernel selective recomputation has little left to drop.
+# **When not to use this.** If the vocabulary is small, a replicated head is simpler. If t doesn't divide the heads,
+# try another t or a pipeline first. Don't recompute what a flash kernel never writes.
 #
-# **Papers.** Shoeybi et al. 2019, *Megatron-LM* (1909.08053). Korthikanti et al. 2022, *Reducing activation recomputation in
-# large transformer models* (2205.05198). Jacobs et al. 2023, *DeepSpeed Ulysses* (2309.14509). Liu, Zaharia & Abbeel 2023,
-# *Ring attention with blockwise transformers* (2310.01889). Milakov & Gimelshein 2018, *Online normalizer calculation for
-# softmax* (1805.02867).
+# **Where to look.** Here: `hpnb/tensor_parallel/`. PyTorch: `torch/distributed/tensor/parallel/`. Megatron-Core:
+# `tensor_parallel/cross_entropy.py` and `tensor_parallel/random.py`.
+#
+# **Papers.** Shoeybi et al. 2019, *Megatron-LM*, arXiv 1909.08053. Korthikanti et al. 2022, *Reducing activation
+# recomputation in large transformer models*, arXiv 2205.05198. Jacobs et al. 2023, *DeepSpeed Ulysses*, arXiv
+# 2309.14509. Liu, Zaharia & Abbeel 2023, *Ring attention with blockwise transformers*, arXiv 2310.01889.
+#
+# **Next.** You can now split a GPT-2 in three ways, and each has its limit: the batch, the tallest layer, and what
+# divides over a fast link. Notebook 08 combines them. It predicts many layouts, runs them, and adds up how good your
+# guesses were.

@@ -24,8 +24,12 @@ RETOLD: tuple[str, ...] = (
     "01_vit_data_parallel",
     "02_vit_pipeline_parallel",
     "03_vit_tensor_parallel",
+    "04_vit_hybrid_parallel",
     "05_gpt2_data_parallel",
     "06_gpt2_pipeline_parallel",
+    "07_gpt2_tensor_parallel",
+    "08_gpt2_hybrid_parallel",
+    "09_plan_at_scale",
 )
 
 WORDS, LINES, COLUMNS, LAPTOP_SENTENCES = 2500, 25, 88, 3

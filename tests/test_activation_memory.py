@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from hpnb import lesson
-from hpnb.lesson import LayerMemory, layer_memory, measure_layers
+import hpnb
+from hpnb.lesson.programs import layer_memory
 from hpnb.models import GPT2Size
 from hpnb.theory import ACTIVATION_ROWS, ActivationRow, Block, published_activation_bytes
 
@@ -33,52 +34,63 @@ def test_formulas_are_the_published_ones() -> None:
         ACTIVATION_ROWS[0].published(Block(160, 10, 96), 0)
 
 
+def predicted(
+    row: ActivationRow, block: Block, ranks: int, device: str, fused: tuple[bool, bool]
+) -> tuple[float, dict[str, float]]:
+    """(the published formula, what is beyond it) on `ranks` ranks, or on one if the row is not parallel."""
+    count = ranks if row.parallel else 1
+    terms = row.beyond(block, count, device=device, fused_attention=fused[0], fused_gelu=fused[1])
+    return row.published(block, count), terms
+
+
+def measured(ranks: hpnb.Ranks, size: GPT2Size, batch: int, row: ActivationRow, *fused: bool) -> int:
+    return ranks.run(layer_memory.kept_bytes, size, batch, row, *fused)[0]
+
+
 @pytest.fixture(scope="module")
-def measured() -> dict[str, LayerMemory]:
-    found = measure_layers(SIZE, batch=2, ranks=2, device="cpu")
-    return {one.row.name: one for one in found}
+def two() -> Iterator[hpnb.Ranks]:
+    with hpnb.Ranks(2, device="cpu") as ranks:
+        yield ranks
 
 
 @pytest.mark.parametrize("row", ACTIVATION_ROWS, ids=lambda row: row.name)
-def test_a_layer_keeps_what_is_predicted(measured: dict[str, LayerMemory], row: ActivationRow) -> None:
-    found = measured[row.name]
-    assert found.ratio == pytest.approx(1.0, abs=0.01)  # every byte has a name; 5 % would do
-    for name, nbytes in found.terms.items():  # and each name is needed, or small
-        without = found.measured / (found.predicted - nbytes)
-        assert abs(without - 1) > 0.01 or nbytes < 0.01 * found.measured, name
+def test_a_layer_keeps_what_is_predicted(two: hpnb.Ranks, row: ActivationRow) -> None:
+    kept = measured(two, SIZE, 2, row)
+    formula, terms = predicted(row, SIZE.block(2), 2, "cpu", (False, True))
+    assert kept / (formula + sum(terms.values())) == pytest.approx(1.0, abs=0.01)  # every byte has a name
+    for name, nbytes in terms.items():  # and each name is needed, or small
+        without = kept / (formula + sum(terms.values()) - nbytes)
+        assert abs(without - 1) > 0.01 or nbytes < 0.01 * kept, name
+    parts = layer_memory.predicted_parts(row, SIZE.block(2), 2, "cpu")
+    assert sum(parts.values()) == pytest.approx(formula + sum(terms.values()))
 
 
-def test_the_order_of_the_rows(measured: dict[str, LayerMemory]) -> None:
+def test_the_order_of_the_rows(two: hpnb.Ranks) -> None:
     """Each measure saves more than the one before, and full recomputation most."""
-    whole, tp, both, tp_again, both_again, full = (measured[row.name].measured for row in ACTIVATION_ROWS)
+    whole, tp, both, tp_again, both_again, full = (measured(two, SIZE, 2, row) for row in ACTIVATION_ROWS)
     assert whole > tp > both
     assert tp > tp_again > both_again > full
     assert full == 2 * 2 * 96 * 160
 
 
-@pytest.mark.parametrize(("fused_attention", "fused_gelu"), [(True, True), (False, False)])
-def test_other_kernels(fused_attention: bool, fused_gelu: bool) -> None:
-    rows = [ACTIVATION_ROWS[0], ACTIVATION_ROWS[2]]
-    found = measure_layers(
-        SIZE, 2, 2, rows=rows, fused_attention=fused_attention, fused_gelu=fused_gelu, device="cpu"
-    )
-    for one in found:
-        assert one.ratio == pytest.approx(1.0, abs=0.01)
-        assert (one.predicted < one.formula) == fused_attention
-
-
-def test_the_table(measured: dict[str, LayerMemory], capsys: pytest.CaptureFixture[str]) -> None:
-    layer_memory(list(measured.values()))
-    said = capsys.readouterr().out
-    assert "tensor + sequence parallel + selective recomputation" in said
-    assert lesson.number(measured["no parallelism"].measured, "B") in said
-    assert "masks of two dropouts, 2 bytes wide" in said
+@pytest.mark.parametrize("fused", [(True, True), (False, False)])
+@pytest.mark.parametrize("row", [ACTIVATION_ROWS[0], ACTIVATION_ROWS[2]], ids=lambda row: row.name)
+def test_other_kernels(two: hpnb.Ranks, row: ActivationRow, fused: tuple[bool, bool]) -> None:
+    kept = measured(two, SIZE, 2, row, *fused)
+    formula, terms = predicted(row, SIZE.block(2), 2, "cpu", fused)
+    assert kept / (formula + sum(terms.values())) == pytest.approx(1.0, abs=0.01)
+    assert (sum(terms.values()) < 0) == fused[0]
 
 
 @pytest.mark.one_gpu
 def test_on_gpus() -> None:
     """Masks of a byte, statistics of four; the allocator rounds blocks up to 512 bytes."""
     size = GPT2Size(hidden=768, layers=3, heads=12, mlp=3072, vocab_size=64, length=256)
-    for fused in (False, True):
-        for one in measure_layers(size, 4, 2, fused_attention=fused):
-            assert one.ratio == pytest.approx(1.0, abs=0.05), one
+    for count in (1, 2):
+        with hpnb.Ranks(count) as ranks:
+            for row in ACTIVATION_ROWS:
+                if row.parallel == (count > 1):
+                    for fused in (False, True):
+                        kept = measured(ranks, size, 4, row, fused)
+                        formula, terms = predicted(row, size.block(4), count, "cuda", (fused, True))
+                        assert kept / (formula + sum(terms.values())) == pytest.approx(1.0, abs=0.05), row

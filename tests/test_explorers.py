@@ -182,7 +182,7 @@ CHALLENGES: dict[str, list[dict[str, Any]]] = {
     "overlapped_backward": [{"ranks": 63}, {"matmul": 320}, {"tokens": 51000}, {"link": "NVLink 4"}],
     "pipeline_bubble": [{"transfer": 0.0}, {"weight_grad": 0.5}, {"microbatches": 13}, {"ranks": 3}],
     "tensor_modes": [{"link": "NVLink 4"}, {"ranks": 4}, {"hidden": 12288}],
-    "layouts_on_hosts": [{"between": "InfiniBand NDR"}, {"host": 16}, {"dp": 2}],
+    "layouts_on_nodes": [{"between": "InfiniBand NDR"}, {"node": 16}, {"dp": 2}],
     "sharded_step": [{"stage": 2, "rows": 4}, {"stage": 2, "recompute": 1.0}, {"recompute": 0.0}],
     "uneven_layers": [{"head": 4.4}, {"ranks": 3}, {"microbatches": 9}],
     "kept_by_rank": [{"tokens": 4096}, {"ranks": 4}],
@@ -191,7 +191,7 @@ CHALLENGES: dict[str, list[dict[str, Any]]] = {
         {"batch": 512},
         {"recompute": "yes"},
         {"zero": 1, "batch": 512},
-        {"host": 16},
+        {"node": 16},
         {"batch": 9216},
     ],
 }
@@ -292,7 +292,7 @@ def test_notebook_03_draws_all_that_a_block_sends(mode: str, ranks: int) -> None
 
 
 def test_notebook_04_wants_the_pipeline_outside() -> None:
-    shown = lesson.explorers.layouts_on_hosts()
+    shown = lesson.explorers.layouts_on_nodes()
     orders = [" > ".join(order) for order in itertools.permutations(AXES)]
     assert shown.readings["step (s)"] > 5 * min(shown.read(order=order)["step (s)"] for order in orders)
     sizes = [
@@ -338,10 +338,10 @@ def test_notebook_06_opens_on_the_uniform_cut_and_no_pipeline_beats_its_head() -
 
 def test_notebook_07_wants_five_ranks_sequence_parallelism_and_recomputed_attention() -> None:
     shown = lesson.explorers.kept_by_rank()
-    settings = itertools.product((4, 5, 8), ("whole", "cut"), ("nothing", "attention", "blocks"))
+    settings = itertools.product((4, 5, 8), ("replicated", "sharded"), ("nothing", "attention", "blocks"))
     good = [s for s in settings if shown.meets(tokens=8192, ranks=s[0], between=s[1], recomputed=s[2])]
-    assert good == [(5, "cut", "attention")]
-    with pytest.raises(ValueError, match="5 heads cannot be dealt out to 8 ranks"):
+    assert good == [(5, "sharded", "attention")]
+    with pytest.raises(ValueError, match="5 heads cannot be split over 8 ranks"):
         shown.read(heads=5, ranks=8)
 
 
@@ -352,6 +352,6 @@ def test_notebook_08_says_what_it_draws() -> None:
 
 def test_notebook_09_reads_the_layout_that_meets_its_challenge() -> None:
     at = lesson.explorers.cluster_layouts().read(batch=2304, recompute="no")
-    assert at["FLOP utilisation (%)"] == pytest.approx(35.4, abs=0.05)
+    assert at["MFU (%)"] == pytest.approx(35.4, abs=0.05)
     assert at["layout"] == "dp 16 x pp 16 x tp 8"
     assert at["memory (B)"] == pytest.approx(66e9, rel=0.01)

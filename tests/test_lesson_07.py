@@ -1,4 +1,4 @@
-"""Notebook 07: heads, words and masks that do not divide; its pictures, its explorer, its checks."""
+"""Notebook 07: heads and vocabularies that do not divide, masks; its figures and checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import hpnb
 from hpnb import comm, lesson, theory
 from hpnb.lesson.exercises import gpt2_tensor_parallel as exercises
 from hpnb.lesson.figures import gpt2_tensor as figures
-from hpnb.lesson.programs import dropout_masks, gpt2_tensor, vit_tensor
+from hpnb.lesson.programs import dropout_masks, gpt2_tensor, layer_memory, vit_tensor
 from hpnb.models import GPT2_SIZES, GPT2Size
 from hpnb.theory import Block
 
@@ -72,7 +72,6 @@ def test_parts_of_what_is_kept_add_up_to_the_published_formula(row: theory.Activ
         (lambda: figures.dropped({"a": [figures.MaskPair([[0]], [[0, 1]], True)]}, ["b"]), "two equal"),
         (lambda: figures.stacked({}), "0 rows of 0 parts"),
         (lambda: figures.stacked({"a": {"x": 1.0, "y": -1.0}}), "a holds"),
-        (lambda: figures.vocabulary_bytes([1, 2], {"a": [1.0]}, {"a": {}}), "a has 2 x and 1 y"),
     ],
 )
 def test_bad_numbers_get_a_sentence(call: Callable[[], object], words: str) -> None:
@@ -83,68 +82,65 @@ def test_bad_numbers_get_a_sentence(call: Callable[[], object], words: str) -> N
 # --- on ranks ----------------------------------------------------------------------------------------------
 
 
-def test_bytes_of_words_are_those_predicted(three: hpnb.Ranks) -> None:
+def test_bytes_around_blocks_are_those_predicted(three: hpnb.Ranks) -> None:
     sent = three.run(gpt2_tensor.bytes_around_blocks, TINY, 2, torch.float32)
     assert set(sent) == {theory.vocabulary_bytes(TINY.block(2, bytes_per_value=4), 3)}
-    for words, (gathered, reduced, off) in three.run(gpt2_tensor.compare_losses, 5, (37, 509))[0].items():
-        assert gathered == theory.gathered_logits_bytes(5, words, 3)
-        assert reduced == theory.sharded_loss_bytes(5, 3)
-        assert off < 1e-6
 
 
-def test_the_fullest_rank_computes_more(three: hpnb.Ranks) -> None:
-    size = replace(TINY, hidden=250, mlp=1000, length=64)  # 2, 2 and 1 heads
-    took = three.run(gpt2_tensor.time_heads, size, 2, torch.float32)[0]
-    assert len(took) == 3
-    assert all(set(each) == {"attention", "MLP"} and min(each.values()) > 0 for each in took)
-    assert took[2]["attention"] < max(took[0]["attention"], took[1]["attention"])
+def gathered_attention(
+    x: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, heads: int, axis: Any
+) -> torch.Tensor:
+    """All tokens on every rank, and this rank's of the result."""
+    y = gpt2_tensor.attention(comm.gather(x, axis, 0) @ qkv, heads) @ out
+    return comm.split(y, axis, 0)
 
 
-def own(heads: int, rank: int, ranks: int) -> int:
-    h = 4 * heads
-    columns, rows, mine = gpt2_tensor.rank_heads(torch.zeros(h, 3 * h), torch.zeros(h, h), heads, ranks, rank)
-    assert columns.shape == (h, 12 * mine)
-    assert rows.shape == (4 * mine, h)
-    return mine
+def wrong_beyond_rank_0(*given: Any) -> torch.Tensor:
+    return gathered_attention(*given) + (given[-1].rank > 0)
 
 
-def test_heads_are_dealt_out_whole() -> None:
-    assert [own(25, rank, 4) for rank in range(4)] == [7, 6, 6, 6]
-
-
-def doubled(x: torch.Tensor) -> torch.Tensor:
-    return 2 * x
-
-
-def compared() -> tuple[tuple[float, float], tuple[float, float]]:
+def compared() -> list[tuple[float, float]]:
     axis = vit_tensor.tensor_axis()
-    x = gpt2_tensor.random_values(6, 4)
-    right = gpt2_tensor.compare_with_serial(doubled, doubled, x)
-    wrong = gpt2_tensor.compare_with_serial(lambda mine: 2 * comm.all_gather(mine, axis, 0)[:2], doubled, x)
-    return right, wrong
+    x, qkv, out = (gpt2_tensor.random_values(*shape) for shape in ((6, 4), (4, 12), (4, 4)))
+    layers = (gathered_attention, wrong_beyond_rank_0)
+    return [gpt2_tensor.compare_with_serial(layer, x, qkv, out, 2, axis) for layer in layers]
 
 
-def test_ways_are_compared_over_all_ranks(three: hpnb.Ranks) -> None:
-    for right, (off, sent) in three.run(compared):
-        assert right == (0.0, 0.0)
-        assert off > 0.1  # on every rank, though the first has the right tokens
+def test_attentions_are_compared_over_all_ranks(three: hpnb.Ranks) -> None:
+    for (right, sent), (wrong, _) in three.run(compared):
+        assert right < 1e-12
         assert sent == 2 * theory.bytes_sent("all_gather", 6 * 4 * 8, 3)
+        assert wrong > 0.1  # on every rank, though the first has the right tokens
 
 
-def test_a_layer_keeps_what_is_predicted_where_heads_do_not_divide() -> None:
-    size = replace(TINY, hidden=80, mlp=320, length=48)
-    found = gpt2_tensor.measure_kept_activations(size, 2, 2, device="cpu")
-    assert len(found) == len(theory.ACTIVATION_ROWS)
-    for one in found:
-        assert one.measured == pytest.approx(one.predicted, rel=0.01), one.name
-    assert found[1].measured > 1.1 * found[1].published  # 3 of 5 heads
+def test_a_sharded_gpt2_trains_like_one_process(three: hpnb.Ranks) -> None:
+    ids = torch.randint(509, (2, 16), generator=torch.Generator().manual_seed(0))
+    for distances in three.run(gpt2_tensor.compare_gpt2, ids):
+        assert max(distances.values()) < 1e-12
 
 
-def test_what_is_computed_again_is_counted() -> None:
+def test_a_ring_sends_keys_and_values_twice_and_gradients_once() -> None:
+    sent = {way: gpt2_tensor.attention_bytes(way, 64, 192, 4, 8) for way in ("megatron", "ulysses", "ring")}
+    unit = 3 / 4 * 64 * 192 * 8
+    assert sent == pytest.approx({"megatron": 4 * unit, "ulysses": 2 * unit, "ring": 6 * unit})
+
+
+@pytest.mark.parametrize("row", theory.ACTIVATION_ROWS[1:4], ids=lambda row: row.name)
+def test_a_layer_keeps_what_is_predicted_where_heads_do_not_divide(
+    three: hpnb.Ranks, row: theory.ActivationRow
+) -> None:
+    size = replace(TINY, hidden=80, mlp=320, length=48)  # 2, 2 and 1 heads
+    measured = three.run(layer_memory.kept_bytes, size, 2, row)[0]
+    parts = layer_memory.predicted_parts(row, size.block(2), 3, "cpu")
+    assert measured == pytest.approx(sum(parts.values()), rel=0.01)
+    assert measured > 1.1 * row.published(size.block(2), 3)
+
+
+def test_recomputed_flops_are_counted() -> None:
     found = gpt2_tensor.recompute_shares(TINY, 2)
     assert found["full"][1] == pytest.approx(found["full"][0])
-    told, counted = found["attention"]
-    assert counted == pytest.approx(told / 2)  # the product with v is not needed for its backward
+    predicted, counted = found["attention"]
+    assert counted == pytest.approx(predicted / 2)  # the product with v is not needed for its backward
 
 
 # --- masks -------------------------------------------------------------------------------------------------
@@ -156,41 +152,21 @@ def mask_distance(first: torch.Tensor, second: torch.Tensor) -> float:
     return float((first != second)[computed].double().mean())
 
 
-def seen(three: hpnb.Ranks, policy: str, sequence: bool = False) -> dict[str, float]:
+def recorded_distances(three: hpnb.Ranks, policy: str, sequence: bool = False) -> dict[str, float]:
     first, *_, last = three.run(dropout_masks.record_masks, policy, 0.5, sequence)
-    return {place: mask_distance(first[place][0, :40], last[place][0, :40]) for place in dropout_masks.PLACES}
+    return {place: mask_distance(first[place][:40], last[place][:40]) for place in dropout_masks.PLACES}
 
 
-def test_only_the_right_policy_draws_by_the_layout(three: hpnb.Ranks) -> None:
+def test_only_rank_states_draw_by_the_layout(three: hpnb.Ranks) -> None:
     half = pytest.approx(0.5, abs=0.1)
-    assert seen(three, "right") == {"attention": half, "MLP": 0.0}
-    assert seen(three, "right", sequence=True) == {"attention": half, "MLP": half}
-    assert seen(three, "a seed each") == {"attention": half, "MLP": half}
-    assert seen(three, "one seed") == {"attention": 0.0, "MLP": half}  # 2 heads drew more than 1
+    assert recorded_distances(three, "rank states") == {"attention": half, "MLP": 0.0}
+    assert recorded_distances(three, "rank states", sequence=True) == {"attention": half, "MLP": half}
+    assert recorded_distances(three, "a seed each") == {"attention": half, "MLP": half}
+    # 2 heads drew more than 1.
+    assert recorded_distances(three, "one seed") == {"attention": 0.0, "MLP": half}
 
 
-def test_the_slope_is_the_gradients_only_if_masks_are_right(three: hpnb.Ranks) -> None:
-    slopes = {policy: three.run(dropout_masks.gradient_check, policy) for policy in dropout_masks.POLICIES}
-    assert slopes["right"] == pytest.approx([1.0] * 3, abs=1e-5)
-    assert all(abs(slope - 1) > 0.01 for policy in dropout_masks.POLICIES[1:] for slope in slopes[policy])
-
-
-def test_copies_part_unless_masks_are_right(three: hpnb.Ranks) -> None:
-    batches = [
-        {"input_ids": torch.randint(509, (2, 16), generator=torch.Generator().manual_seed(i))}
-        for i in range(4)
-    ]
-    test = {**batches[-1], "labels": batches[-1]["input_ids"]}
-    for policy in dropout_masks.POLICIES:
-        found = three.run(dropout_masks.train_with_dropout, policy, batches[:3], test)
-        gap = max(gaps[-1] for _, gaps, _ in found)
-        assert gap == 0 if policy == "right" else gap > 1e-6
-        for losses, _, (tested, saved) in found:
-            assert len(losses) == 3
-            assert tested == pytest.approx(saved, rel=1e-5 if policy == "right" else 0.05)
-
-
-# --- pictures and the explorer -----------------------------------------------------------------------------
+# --- figures -----------------------------------------------------------------------------
 
 
 def test_an_xor_that_is_not_as_it_should_be_is_framed() -> None:
@@ -219,11 +195,13 @@ def test_bars_stack_and_ticks_stand_where_they_should() -> None:
 
 
 def test_vocabularies_are_drawn_on_two_logarithmic_axes() -> None:
-    fig = figures.vocabulary_bytes([100, 1000], {"a": [10.0, 100.0]}, {"a": {200: 20.0}}, {"GPT-2": 500})
+    fig = figures.loss_bytes({500: (1500.0, 18.0, 0.0), 128_256: (384_768.0, 18.0, 0.0)}, 4)
     (ax,) = fig.axes
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
-    assert [t.get_text() for t in ax.texts] == ["GPT-2"]
+    assert [t.get_text() for t in ax.texts] == ["GPT-2", "Llama 3"]
     assert ax.get_ylabel() == "bytes a token that leave a rank"
+    gathered, *_ = ax.get_lines()
+    assert gathered.get_xdata()[-1] > 128_256
 
 
 # --- exercises ---------------------------------------------------------------------------------------------
@@ -234,7 +212,7 @@ def off(exercise: lesson.Exercise, answer: Any) -> list[str]:
 
 
 def fused(qkv: Any, bias: Any, out: Any, heads: int, axis: Any) -> Any:
-    """Q | K | V cut as one matrix."""
+    """Q | K | V sharded as one matrix."""
     d, mine = out.size(0) // heads, comm.split_sizes(heads, axis.size)
     first = d * sum(mine[: axis.rank])
     width = d * mine[axis.rank]
@@ -263,13 +241,13 @@ def silent(logits: Any, targets: Any, first: int, axis: Any) -> Any:
 
 
 def sums(base: int, where: Any, site: Any, step: int) -> int:
-    """They meet: site 1 on rank 0 draws as site 0 on rank 1 of a cut site, and step 1 as the next site."""
-    return base + step + int(site.index) + 100 * int(where.dp) + (int(where.tp) if site.cut else 0)
+    """Site 1 on rank 0 draws as site 0 on rank 1 of a sharded site, and step 1 as the next site."""
+    return base + step + int(site.index) + 100 * int(where.dp) + (int(where.tp) if site.sharded else 0)
 
 
 def seeded_by_sum(base: int, where: Any, site: Any, step: int) -> int:
     """Base 1 begins where base 0 stands after a step."""
-    tp = where.tp if site.cut else 9
+    tp = where.tp if site.sharded else 9
     return 10**6 * (base + step) + 1000 * int(site.index) + 10 * int(where.dp) + int(tp) * 100
 
 
@@ -279,7 +257,7 @@ def one_pair(record: Any) -> str:
         equal = bool((found[:, 0] == found[:, 1]).all())
         if (found[0] == found[1]).all():
             return "repeats"
-        if equal == record.cut[place]:
+        if equal == record.sharded[place]:
             return "agrees" if equal else "differs"
     return "right"
 
@@ -292,16 +270,16 @@ counter = itertools.count()
     [
         (exercises.split_heads, fused, "12 heads over 2 ranks: the output beside one process's is off by"),
         (exercises.split_heads, lambda *_: 3, "returned int, and .columns, their bias, rows. are wanted"),
-        (exercises.split_heads, lambda *given: given[:3], "dealt out as .12, 12., 24 in all"),
+        (exercises.split_heads, lambda *given: given[:3], "the ranks have .12, 12., 24 in all"),
         (exercises.vocab_parallel_loss, gathered, "2 ranks: 912 B leave a rank for 6 tokens, at most 144 B"),
         (exercises.vocab_parallel_loss, overflowing, "2 ranks, some are -100: the sum: off by"),
-        (exercises.vocab_parallel_loss, silent, "2 ranks: nothing leaves a rank, and no rank has all words"),
+        (exercises.vocab_parallel_loss, silent, "2 ranks: nothing leaves a rank, and no rank has all logits"),
         (exercises.vocab_parallel_loss, lambda logits, *_: logits.sum(), "Tensor, and .sum, count. is"),
         (exercises.vocab_parallel_loss, lambda logits, *_: (logits, 1), "shape .6, 1[0-9]., with a gradient"),
         (exercises.read_masks, one_pair, "record 5, .*it is 'agrees'"),
-        (exercises.seed_policy, lambda base, where, site, step: next(counter), "asked twice it says 0 and 1"),
+        (exercises.seed_policy, lambda base, where, site, step: next(counter), "called twice it says 0 and"),
         (exercises.seed_policy, lambda base, where, site, step: -1, "it returned -1, and a generator takes"),
-        (exercises.seed_policy, lambda base, where, site, step: base, "cut along tp: .* of masks do not"),
+        (exercises.seed_policy, lambda base, where, site, step: base, "sharded along tp: .* of masks do not"),
         (exercises.seed_policy, sums, "other sites and steps, on any ranks: .* of masks do not"),
         (exercises.seed_policy, seeded_by_sum, "another base seed, .* do not, such as seeds 0 and 1, "
          ".dp 0, tp 0, site 0, step 1. and .dp 0, tp 0, site 0, step 0."),
@@ -334,8 +312,8 @@ def test_records_of_masks_differ_only_in_what_is_wrong() -> None:
     assert set(truths) == {exercises.RIGHT, exercises.DIFFERS, exercises.AGREES, exercises.REPEATS}
     for _, seeds, sequence in exercises.RECORDS:
         record = exercises.record_of(seeds, sequence)
-        assert record.cut["attention"]
-        assert record.cut["MLP"] == sequence
+        assert record.sharded["attention"]
+        assert record.sharded["MLP"] == sequence
         for found in record.masks.values():
             assert found.shape[:2] == (3, 4)
             assert 0.05 < float(found.double().mean()) < 0.15

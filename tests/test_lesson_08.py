@@ -1,9 +1,10 @@
-"""Notebook 08: a step predicted and put together, its figures, guesses added up, what its checks say."""
+"""Notebook 08: a step predicted and replayed, its figures, answers added up, what its checks say."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def task(**other: Any) -> LayoutTask:
-    """Four equal blocks, ends that cost nothing, a free wire; rows of 16 tokens."""
+    """Four equal blocks, ends that cost nothing, a free link; samples of 16 tokens."""
     known = {
         "block": SMALL.block(1, None, 4), "layers": 4, "vocab_size": 101, "batch": 8, "optimizer_cost": 0.0,
         "block_cost": LayerCost(0.0, 1.0), "ends_cost": LayerCost(0.0, 0.0), "inside": FREE,
@@ -78,20 +79,39 @@ def test_a_fixed_cost_is_paid_for_each_microbatch() -> None:
 
 def test_bytes_and_memory_are_what_is_recorded() -> None:
     """On two ranks, each axis alone; bytes exactly, memory as a model."""
-    rows = 8
-    made = task(batch=rows)
-    plans = [ParallelLayout(2), ParallelLayout(2, zero_stage=3), ParallelLayout(1, 2, 1, 4)]
-    plans.append(ParallelLayout(tp=2))
-    loose = {(2, 0): 2e-2, (1, 3): 2e-3}  # norms are whole on ranks of tp; shares of odd sizes are padded
+    samples = 8
+    made = task(batch=samples)
+    plans = [ParallelLayout(2), ParallelLayout(2, zero_stage=3), ParallelLayout(1, 2, 1, 4),
+             ParallelLayout(tp=2), ParallelLayout(tp=2, sequence_parallel=True),
+             ParallelLayout(tp=2, recomputation="full"),
+             ParallelLayout(1, 2, 1, 4, schedule="interleaved", chunks=2)]  # fmt: skip
     with hpnb.Ranks(2, device="cpu") as pool:
         for plan in plans:
-            ran = gpt2_hybrid.run_layout(pool, SMALL, rows, torch.float32, plan, FREE, repeats=1)
+            ran = gpt2_hybrid.run_layout(pool, SMALL, samples, torch.float32, plan, FREE, repeats=1)
             exact = ran.bytes / layout_bytes(made, plan)
-            assert exact == pytest.approx(1.0, abs=loose.get((plan.tp, plan.zero_stage), 1e-9)), plan
-            assert 0.6 < ran.peak / layout_memory(made, plan) < 1.4, plan
+            # norms are whole on ranks of tp; shares of odd sizes are padded
+            loose = 4e-2 if plan.tp == 2 else 2e-3 if plan.zero_stage else 1e-9
+            assert exact == pytest.approx(1.0, abs=loose), plan
+            assert 0.6 < ran.peak / layout_memory(made, plan) < 1.5, plan
             assert all(took >= 0 for took in ran.parts.values())
             assert ran.seconds == pytest.approx(sum(ran.parts.values()))
             assert (ran.parts["bubble"] > 0) == (plan.pp > 1) or ran.source == "measured"
+            assert ran.parts_on(Link(0.0, 1e4))["exposed tp"] > 0 or plan.tp == 1
+            assert len(ran.losses) == 3
+
+
+def test_recomputation_chunks_and_calls_are_priced() -> None:
+    full = layout_parts(task(), ParallelLayout(2, recomputation="full"))["computing"]
+    assert full == pytest.approx(4 / 3 * layout_parts(task(), ParallelLayout(2))["computing"])
+    one, two = (
+        layout_parts(task(), ParallelLayout(1, 2, 1, 8, schedule=name, chunks=v))["bubble"]
+        for name, v in (("1f1b", 1), ("interleaved", 2))
+    )
+    assert two == pytest.approx(one / 2)
+    calls = layout_parts(task(call_cost=0.5), ParallelLayout(1, 1, 4))["computing"]
+    assert calls == pytest.approx(8 + 0.5 * (4 * 4 + 2))
+    less = layout_memory(task(), ParallelLayout(2, recomputation="full"))
+    assert less < layout_memory(task(), ParallelLayout(2))
 
 
 @pytest.mark.parametrize(
@@ -103,6 +123,8 @@ def test_bytes_and_memory_are_what_is_recorded() -> None:
         (ParallelLayout(1, 8, 1, 8), "4 blocks of 5 heads"),
         (ParallelLayout(1, 2, 1, 8, 1), "dp=1"),
         (ParallelLayout(2, 2, 1, 4, 3), "ZeRO 3"),
+        (ParallelLayout(recomputation="attention"), "recomputation='attention'"),
+        (ParallelLayout(1, 2, 1, 1, schedule="interleaved", chunks=2), "multiple of 2 microbatches"),
     ],
 )
 def test_layouts_that_cannot_be_predicted_are_refused(layout: ParallelLayout, words: str) -> None:
@@ -175,47 +197,71 @@ def test_a_frontier_has_what_nobody_beats() -> None:
 # --- regret ------------------------------------------------------------------------------------------
 
 
-def test_regret_counts_guesses_that_were_made_in_time() -> None:
+def test_regret_of_rules_of_thumb_predictions_and_guesses() -> None:
+    costs = {"x": 1.2, "y": 1.0}
     told = [
-        Outcome("01.a", "?", "model", guess=2.0, predicted=3.0, truth=3.0),
-        Outcome(
-            "01.b",
-            "?",
-            "ranking",
-            guess=("x",),
-            predicted=("y",),
-            truth=("y", "x"),
-            costs={"x": 1.2, "y": 1.0},
-        ),
+        Outcome("01.a", "?", "model", guess=2.0, predicted=3.0, truth=3.0, rule_of_thumb=6.0),
+        Outcome("01.b", "?", "ranking", guess=("x",), predicted=("y",), truth=("y", "x"), costs=costs),
         Outcome("02.a", "?", "model", guess=None, predicted=1.0, truth=2.0),
         Outcome("02.b", "?", "identity", guess=4.0, predicted=4.0, truth=4.0, seen=True),
         Outcome("08.a", "?", "model", guess=1.0),
     ]
     score = regret.show_regret(told)
-    assert (score.asked, score.guessed, score.held) == (4, 2, 0)
-    assert sorted(score.regrets) == pytest.approx([0.2, 0.5])
-    assert [each.key for each in regret.wrong_predictions(told)] == ["02.a"]
-    assert regret.show_regret([]).typical is None
+    guess, predicted, rule = score["your guess"], score["prediction"], score["rule of thumb"]
+    assert (guess.given, guess.held) == (2, 0)
+    assert sorted(guess.regrets) == pytest.approx([0.2, 0.5])
+    assert (predicted.given, predicted.held, predicted.median) == (4, 3, 0.0)
+    assert (rule.given, rule.regrets) == (1, pytest.approx((1.0,)))
+    assert regret.show_regret([])["your guess"].median is None
 
 
 # --- a run, killed -----------------------------------------------------------------------------------
 
 
+def fine_tune(recipe: Any, folder: str, hooks: Any = ()) -> Any:
+    plugin = hpnb.HybridParallelPlugin(precision=recipe.precision, seed=0)
+    model, collate = recipe.build()
+    train = plugin.prepare_dataloader(recipe.train, recipe.batch, collate_fn=collate)
+    adam: Any = torch.optim.AdamW(model.parameters(), lr=recipe.lr)
+    booster = hpnb.Booster(plugin=plugin)
+    model, adam, *_ = booster.boost(model, adam)
+    log = paraphrases.StepLog(folder)
+    trainer = hpnb.Trainer(booster, model, adam, hooks=[log, *hooks], display_progress=False)
+    if folder:
+        trainer.resume(folder, missing_ok=True)
+    return log.result(trainer.fit(train, recipe.epochs))
+
+
 def test_a_rank_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
-    recipe = paraphrases.training_recipe(pairs=96, test=16)
+    recipe, folder = paraphrases.training_recipe(pairs=96, test=16), str(tmp_path)
+    assert "trained from scratch on" in str(recipe)
+    hooks = [hpnb.CheckpointHook(folder, 2), paraphrases.KillRankHook(3)]
     with pytest.raises(hpnb.RankError, match="killed by SIGKILL"):
-        hpnb.launch(
-            paraphrases.train_leg, recipe, {}, folder=str(tmp_path), every=2, dies_at=3, ranks=2, device="cpu"
-        )
-    before = paraphrases.read_log(str(tmp_path))
+        hpnb.launch(fine_tune, recipe, folder, hooks, ranks=2, device="cpu")
+    before = paraphrases.read_log(folder)
     with hpnb.Ranks(2, device="cpu") as pool:
-        after = paraphrases.with_losses(pool.run(paraphrases.train_leg, recipe, {}, folder=str(tmp_path)))
-        whole = paraphrases.with_losses(pool.run(paraphrases.train_leg, recipe, {}))
+        after = paraphrases.with_losses(pool.run(fine_tune, recipe, folder))
+        whole = paraphrases.with_losses(pool.run(fine_tune, recipe, ""))
     assert list(before) == [1, 2, 3]
     assert list(before.values()) == list(whole.losses[:3])
     assert after.losses == whole.losses[2:]
-    assert set(whole.rows) == {48}
-    assert max(whole.lrs) == 2 * recipe.lr  # dp 2, and steps of 48 rows for 24
+    assert (whole.samples, whole.lr) == (48, recipe.lr)
+    assert len(whole.thirds) == 3
+
+
+def test_pretrained_weights_are_fine_tuned_where_they_are(tmp_path: Path) -> None:
+    recipe = paraphrases.training_recipe(pairs=16, test=16)
+    hpnb.models.gpt2(paraphrases.SMALL, seed=3).save_pretrained(tmp_path)
+    hpnb.data.bpe_tokenizer(recipe.merges, paraphrases.VOCAB_SIZE).save_pretrained(tmp_path)
+    assert paraphrases._at_hand(str(tmp_path))
+    assert not paraphrases._at_hand(str(tmp_path / "nothing"))
+    real = replace(recipe, weights=str(tmp_path))
+    assert (real.precision, str(real)[:10]) == ("auto", "pretrained")
+    model, collate = real.build()
+    expected = hpnb.models.gpt2(paraphrases.SMALL, seed=3).transformer.h[0].attn.c_attn.weight
+    assert torch.equal(model.transformer.h[0].attn.c_attn.weight, expected)
+    batch = collate([recipe.train[i] for i in range(4)])
+    assert model(**batch).loss.isfinite()
 
 
 # --- exercises ---------------------------------------------------------------------------------------
@@ -223,7 +269,7 @@ def test_a_rank_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
 
 def test_planted_tables_differ_in_what_is_to_be_said() -> None:
     causes = [cause for _, _, cause in gpt2_layout_choice.tables()]
-    assert sorted(causes) == ["kernels", "norms", "stages", "wire"]
+    assert sorted(causes) == ["kernels", "link", "norms", "stages"]
 
 
 def test_three_jobs_want_three_plans() -> None:
@@ -238,14 +284,13 @@ def test_three_jobs_want_three_plans() -> None:
 @pytest.mark.parametrize(
     ("losses", "words"),
     [
-        ([1.0, 1.0, 9.0, 1.0, 1.0], "step 3 is off by .* .before the move."),
+        ([1.0, 1.0, 9.0, 1.0, 1.0], "step 3 is off by .* .before the resume."),
         ([1.0, 1.0, 1.0, 9.0, 1.0], "step 4 is off by .* weights, or the samples"),
         ([1.0, 1.0, 1.0, 1.0, 9.0], "step 5 is off by .* momenta, or the learning rate"),
-        ([1.0] * 4, "there are 4, and 5 of one process"),
     ],
 )
 def test_a_loss_that_is_off_gets_a_hint(losses: list[float], words: str) -> None:
-    found = exercises.compare_losses("losses", losses, [1.0] * 5)
+    found = exercises.compare_losses("losses", losses, [1.0] * 5, saved=3)
     assert not found.ok
     assert re.search(words, found.text)
 

@@ -1,9 +1,8 @@
-"""What notebook 04 needs: traffic by pairs, a step on hosts, axes that race, a run whose layout changes."""
+"""What notebook 04 needs: traffic by pairs, a step on nodes, a step along each axis, leaves, figures."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -18,8 +17,9 @@ from hpnb import Layout, Mesh, comm, lesson, plot, theory
 from hpnb.lesson import Exercise, check
 from hpnb.lesson.exercises import vit_hybrid_parallel as notebook_04
 from hpnb.lesson.figures import vit_hybrid as figures
-from hpnb.lesson.programs import host_traffic, vit_hybrid
+from hpnb.lesson.programs import rank_traffic, vit_hybrid
 from hpnb.models import ViTSize
+from hpnb.pipeline_parallel import schedules
 from hpnb.record import Message
 from hpnb.theory import LINKS
 
@@ -50,36 +50,40 @@ def messages() -> list[Message]:
 
 
 def test_what_was_sent_falls_on_pairs_of_ranks() -> None:
-    found = host_traffic.recorded_traffic(hpnb.launch(messages, ranks=4, device="cpu"), least=1000)
+    found = rank_traffic.recorded_traffic(hpnb.launch(messages, ranks=4, device="cpu"), least=1000)
     assert found == {
         (0, 2): {"dp": 4000.0}, (2, 0): {"dp": 4000.0}, (1, 3): {"dp": 4000.0}, (3, 1): {"dp": 4000.0},
         (0, 1): {"pp": 2000.0}, (2, 3): {"pp": 2000.0},
     }  # fmt: skip
-    assert host_traffic.crossing_bytes(found, 2) == host_traffic.crossing_bytes(found, 2, "dp") == 16000
-    assert host_traffic.crossing_bytes(found, 1) == 20000
-    assert host_traffic.crossing_bytes(found, 4) == host_traffic.crossing_bytes(found, 2, "pp") == 0
+    assert (
+        rank_traffic.bytes_between_nodes(found, 2)
+        == rank_traffic.bytes_between_nodes(found, 2, "dp")
+        == 16000
+    )
+    assert rank_traffic.bytes_between_nodes(found, 1) == 20000
+    assert rank_traffic.bytes_between_nodes(found, 4) == rank_traffic.bytes_between_nodes(found, 2, "pp") == 0
 
 
 def test_a_ring_goes_on_to_the_next_of_its_group_and_a_pipeline_has_ends() -> None:
     ring = [[Message("tp", "all_reduce", 10.0 * (rank + 1), (0, 1, 2))] for rank in range(3)]
-    assert host_traffic.recorded_traffic(ring) == {
+    assert rank_traffic.recorded_traffic(ring) == {
         (0, 1): {"tp": 10.0},
         (1, 2): {"tp": 20.0},
         (2, 0): {"tp": 30.0},
     }
-    assert host_traffic.predicted_traffic(Layout(tp=3), {"tp": 5.0}).keys() == {(0, 1), (1, 2), (2, 0)}
-    assert host_traffic.predicted_traffic(Layout(pp=3), {"pp": 5.0}).keys() == {
+    assert rank_traffic.predicted_traffic(Layout(tp=3), {"tp": 5.0}).keys() == {(0, 1), (1, 2), (2, 0)}
+    assert rank_traffic.predicted_traffic(Layout(pp=3), {"pp": 5.0}).keys() == {
         (0, 1),
         (1, 2),
         (2, 1),
         (1, 0),
     }
-    both = host_traffic.predicted_traffic(Layout(dp=2, pp=2), {"dp": 1.0, "pp": 2.0})
+    both = rank_traffic.predicted_traffic(Layout(dp=2, pp=2), {"dp": 1.0, "pp": 2.0})
     assert (both[0, 2], both[0, 1]) == ({"dp": 1.0}, {"pp": 2.0})
 
 
-def test_a_step_on_hosts_is_made_of_the_wires_that_its_axes_cross() -> None:
-    job = host_traffic.HostedTransformer(
+def test_a_step_on_nodes_is_made_of_the_links_that_its_axes_cross() -> None:
+    job = rank_traffic.TransformerOnNodes(
         32, 4096, 5e5, 16, 4e14, 8, LINKS["NVLink 4"], LINKS["Ethernet 100 Gb"]
     )
     usual, worst = Layout(4, 2, 4), Layout(4, 2, 4, order=("tp", "pp", "dp"))
@@ -118,12 +122,12 @@ def sends_what_it_lacks(n: int, old: int, new: int) -> list[tuple[int, int, int,
         (
             notebook_04.place_axes,
             lambda job: ("tp", "pp", "dp"),
-            "tp > pp > dp sends .* over borders, the best",
+            "tp > pp > dp sends .* between nodes, the best",
         ),
         (notebook_04.reshard, lambda n, old, new: 3, "3 is no list of"),
         (notebook_04.reshard, lambda n, old, new: [(0, 1, 2)], "is no list of"),
         (notebook_04.reshard, lambda n, old, new: [], "rank 0 needs 0 to 6 and lacks row 3"),
-        (notebook_04.reshard, lambda n, old, new: [(9, 0, 0, 1)], "names a rank that is not there"),
+        (notebook_04.reshard, lambda n, old, new: [(9, 0, 0, 1)], "names a rank that does not exist"),
         (notebook_04.reshard, sends_what_it_lacks, "rank 3 cannot send row 0; it has 9 to 12"),
     ],
 )
@@ -131,28 +135,28 @@ def test_what_an_answer_lacks_is_said_in_numbers(exercise: Exercise, answer: Any
     assert any(re.search(words, off) for off in findings(exercise, answer)), findings(exercise, answer)
 
 
-def test_no_job_is_placed_by_loudness_alone_and_none_by_habit() -> None:
+def test_no_job_is_placed_by_bytes_alone_and_none_by_habit() -> None:
     assert check(notebook_04.place_axes, lambda task: task.best_order()).status == "passed"
     for order in permutations(AXES):
         assert check(notebook_04.place_axes, lambda job, order=order: order).status == "failed"
-    loudest = check(notebook_04.place_axes, lambda job: sorted(job.sent, key=job.sent.get))
-    assert loudest.status == "failed"
+    by_bytes = check(notebook_04.place_axes, lambda job: sorted(job.sent, key=job.sent.get))
+    assert by_bytes.status == "failed"
 
 
 def test_records_of_faults_fall_all_and_differ_in_what_instruments_say() -> None:
     found = hpnb.launch(notebook_04.records, ranks=4, device="cpu", timeout=120)[0]
     said = {fault: run for run, fault in found}
-    assert sorted(said) == ["not dealt out", "not reduced", "right", "swapped"]
+    assert sorted(said) == ["correct", "not reduced", "same samples", "swapped"]
     assert all(run.losses[-1] < run.losses[0] for run in said.values())
-    assert said["right"].copies == {"dp": 0.0, "tp": 0.0} == said["not dealt out"].copies
-    assert said["swapped"].copies["dp"] > 1e-6 < said["not reduced"].copies["dp"]
-    assert [said[f].same_samples["dp"] for f in ("right", "swapped", "not reduced", "not dealt out")] == [
+    assert said["correct"].distances == {"dp": 0.0, "tp": 0.0} == said["same samples"].distances
+    assert said["swapped"].distances["dp"] > 1e-6 < said["not reduced"].distances["dp"]
+    assert [said[f].same_samples["dp"] for f in ("correct", "swapped", "not reduced", "same samples")] == [
         False, False, False, True,
     ]  # fmt: skip
     assert all(run.same_samples["tp"] for run in said.values())
-    right, swapped = said["right"].calls, said["swapped"].calls
-    assert (right["dp"], right["tp"]) == (swapped["tp"], swapped["dp"])
-    assert said["not reduced"].calls["dp"] == 0
+    correct, swapped = said["correct"].collectives, said["swapped"].collectives
+    assert (correct["dp"], correct["tp"]) == (swapped["tp"], swapped["dp"])
+    assert said["not reduced"].collectives["dp"] == 0
 
 
 # --- on ranks ----------------------------------------------------------------------------------------
@@ -160,99 +164,94 @@ def test_records_of_faults_fall_all_and_differ_in_what_instruments_say() -> None
 _SMALL = ViTSize(hidden=32, layers=4, heads=4, mlp=64, patch=8, image=16)
 
 
-@pytest.mark.slow  # notebook 04 races them, too
-def test_axes_race_and_what_they_send_is_as_predicted() -> None:
+@pytest.mark.slow  # notebook 04 records them, too
+def test_a_step_along_each_axis_sends_what_is_predicted() -> None:
     card = lesson.MachineCard("a machine", "cpu", 2, 1e-4, 1e9, 1e11, "float32", (1,), (1.0,))
     with hpnb.Ranks(2, device="cpu", timeout=120) as ranks:
-        raced = vit_hybrid.time_axes(ranks, _SMALL, 8, torch.float32, 4, card)
-    assert list(raced) == ["dp", "pp", "tp"]
+        schedule = schedules.make("1f1b", 2, 4)
+        steps = vit_hybrid.record_axes(ranks, _SMALL, 8, torch.float32, schedule, 8)
+    gradient, hidden, layers = 4.0 * _SMALL.parameters(classes=3), 4.0 * 8 * 5 * 32, 4
+    assert steps.sent == {"dp": gradient, "pp": hidden, "tp": 4 * layers * hidden}
     slow = replace(card.link, bandwidth=1e5)
-    for axis, step in raced.items():
-        assert step.bytes == step.predicted_bytes, axis
-        assert step.computing > 0
-        assert step.predicted(card.link) < step.predicted(slow)
-        assert step.on(card.link) < step.on(slow)
-    whole, sums = (
-        4 * _SMALL.parameters(classes=3),
-        4 * 4 * theory.seconds("all_reduce", 8 * 5 * 32 * 4, 2, slow),
-    )
-    assert raced["dp"].on(slow) > theory.seconds("all_reduce", whole, 2, slow) * 0.99
-    assert raced["tp"].on(slow) == pytest.approx(sums, rel=0.2)
-    vit_hybrid.add_to_ledger(raced, "a ViT", card)
+    fast_steps, slow_steps = steps.simulate(card.link), steps.simulate(slow)
+    assert list(steps.seconds) == list(fast_steps) == ["dp", "pp", "tp"]
+    assert all(fast_steps[axis] < slow_steps[axis] for axis in AXES)
+    all_reduces = 4 * layers * theory.seconds("all_reduce", hidden, 2, slow)
+    assert slow_steps["dp"] > theory.seconds("all_reduce", gradient, 2, slow) * 0.99
+    assert slow_steps["tp"] == pytest.approx(all_reduces, rel=0.2)
+    vit_hybrid.add_to_ledger("a ViT", card, steps, steps.sent, steps.seconds)
     rows = lesson.ledger.rows()
     assert [row.layout for row in rows] == [str(Layout(**{axis: 2})) for axis in AXES]
     assert all(row.quantities["sent (B)"][0] == row.quantities["sent (B)"][1] for row in rows)
 
 
-def part_along_tp() -> tuple[float, float]:
+def distances_along_the_axes() -> tuple[float, float]:
     mesh = Mesh(Layout(dp=2, tp=2))
-    own = [torch.full((3,), 1.0 + 0.5 * mesh.tp.rank), torch.ones(2)]
-    return vit_hybrid.replica_distance(own, mesh.dp), vit_hybrid.replica_distance(own, mesh.tp)
+    copies = [torch.full((3,), 1.0 + 0.5 * mesh.tp.rank), torch.ones(2)]
+    return notebook_04.largest_distance(copies, mesh.dp), notebook_04.largest_distance(copies, mesh.tp)
 
 
 def test_copies_are_compared_along_one_axis() -> None:
-    for along_dp, along_tp in hpnb.launch(part_along_tp, ranks=4, device="cpu"):
+    for along_dp, along_tp in hpnb.launch(distances_along_the_axes, ranks=4, device="cpu"):
         assert along_dp == 0
         assert along_tp == pytest.approx((3 * 0.25 / 5) ** 0.5)
 
 
-def test_a_run_goes_on_on_another_layout_and_is_one_process_s(tmp_path: Path) -> None:
-    train, test = (
-        hpnb.data.beans(split, size=24, image_size=16, kind="generated") for split in ("train", "test")
-    )
-    recipe = vit_hybrid.LeafRecipe(_SMALL, train, test, batch=8, epochs=2)
-    ways: Sequence[Any] = (
-        (4, 1, {"tp_size": 2, "pp_size": 2, "num_microbatches": 2}),
-        (2, 2, {"zero_stage": 2}),
-    )
-    losses: list[float] = []
-    for ranks, until, knobs in ways:
-        found = hpnb.launch(
-            vit_hybrid.train_leg, recipe, until, str(tmp_path / "run"), knobs, ranks=ranks, device="cpu"
-        )
-        leg, row = vit_hybrid.with_losses(found)
-        assert len(leg) == 3
-        losses += leg
-    alone, last = vit_hybrid.serial_run(recipe, str(tmp_path / "one"))
-    assert losses == pytest.approx(alone, rel=1e-6)
-    assert row["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
-    assert row["eval_accuracy"] == last["eval_accuracy"]
-    assert vit_hybrid.serial_run(recipe, str(tmp_path / "never")) == (alone, last)  # kept
-    assert not (tmp_path / "never").exists()
+def batches_of_a_replica(leaves: Any) -> list[list[int]]:
+    dp = Mesh(Layout(dp=2)).dp
+    return [batch["labels"].tolist() for batch in vit_hybrid.leaf_batches(leaves, 8, dp, epochs=2)]
+
+
+def test_replicas_get_halves_of_the_batches_of_one_process() -> None:
+    leaves = vit_hybrid.in_memory(hpnb.data.beans("train", size=20, image_size=32, kind="generated"))
+    full = [batch["labels"].tolist() for batch in vit_hybrid.leaf_batches(leaves, 8, epochs=2)]
+    halves = hpnb.launch(batches_of_a_replica, leaves, ranks=2, device="cpu")
+    assert [a + b for a, b in zip(*halves, strict=True)] == full
+    assert len(full) == 4
+    weights = hpnb.models.vit(vit_hybrid.SMALL, classes=3, dtype=torch.float64).state_dict()
+    loss, accuracy = vit_hybrid.evaluate(vit_hybrid.SMALL, weights, leaves)
+    assert 0 < loss < 3
+    assert 0 <= accuracy <= 100
 
 
 # --- figures -----------------------------------------------------------------------------------------
 
 
 def test_an_atlas_has_a_square_for_each_pair_and_says_what_crosses() -> None:
-    flows = host_traffic.predicted_traffic(Layout(2, 2, 2), {"dp": 3e6, "pp": 2e3, "tp": 9e6})
-    fig = figures.atlas({"a": flows, "b": flows}, 4, {"compute": 1.0, "tp": 0.5}, title="t")
+    traffic = rank_traffic.predicted_traffic(Layout(2, 2, 2), {"dp": 3e6, "pp": 2e3, "tp": 9e6})
+    fig = figures.atlas({"a": traffic, "b": traffic}, 4, {"compute": 1.0, "tp": 0.5}, title="t")
     (squares,) = [c for c in fig.axes[0].collections if c.get_label() == "bytes"]
-    assert len(squares.get_paths()) == len(flows) == 24
+    assert len(squares.get_paths()) == len(traffic) == 24
     words = [text.get_text() for text in fig.axes[0].texts]
     assert {axis: words.count(axis) for axis in AXES} == {"dp": 8, "pp": 8, "tp": 8}
-    assert fig.axes[0].get_xlabel() == "receiver\n24.0 MB of 96.0 MB cross"
+    assert fig.axes[0].get_xlabel() == "receiver\n24.0 MB between nodes"
     faces = [tuple(color) for color in squares.get_facecolor()]
     assert len(set(faces)) == 3
     assert len(fig.axes) == 3  # the bar
-    plain = figures.atlas({"a": flows}, 4, text=False)
+    plain = figures.atlas({"a": traffic}, 4, text=False)
     assert not [t for t in plain.axes[0].texts if t.get_text() in AXES]
-    for wrong in ({}, {"a": {}}, dict.fromkeys("abcd", flows)):
+    for wrong in ({}, {"a": {}}, dict.fromkeys("abcd", traffic)):
         with pytest.raises(ValueError, match="panel"):
             figures.atlas(wrong, 4)
-    with pytest.raises(ValueError, match="host=0"):
-        figures.atlas({"a": flows}, 0)
+    with pytest.raises(ValueError, match="node=0"):
+        figures.atlas({"a": traffic}, 0)
     with pytest.raises(ValueError, match="no part 'wait'"):
-        figures.atlas({"a": flows}, 4, {"wait": 1.0})
+        figures.atlas({"a": traffic}, 4, {"wait": 1.0})
 
 
-def test_lines_of_axes_over_a_slower_wire() -> None:
-    fig = figures.slower_link([1, 10, 100], {"dp": [0.1, 0.1, 0.9], "tp": [0.1, 0.3, 2.0]}, {"dp": 0.11})
+def test_lines_of_axes_over_a_slower_link() -> None:
+    fig = figures.slower_link(
+        [1, 10, 100], {"dp": [0.1, 0.1, 0.9], "tp": [0.1, 0.3, 2.0]}, {"dp": 0.11, "tp": 0.1}
+    )
     lines = {line.get_label(): line for line in fig.axes[0].get_lines()}
     assert list(lines["tp"].get_ydata()) == [0.1, 0.3, 2.0]  # s
-    assert "dp as it ran" in lines
+    assert "dp measured" in lines
     assert {t.get_text() for t in fig.axes[0].texts} == {"dp  9.00x", "tp  20.0x"}
-    for wrong in (([1, 2], {"dp": [1.0]}), ([1, 2], {"dp": [1.0, 0.0]}), ([1, 2], {})):
+    for wrong in (
+        ([1, 2], {"dp": [1.0]}, {"dp": 1.0}),
+        ([1, 2], {"dp": [1.0, 0.0]}, {"dp": 1.0}),
+        ([1, 2], {}, {}),
+    ):
         with pytest.raises(ValueError, match=r"dp ha|dp holds|no series"):
             figures.slower_link(*wrong)
 

@@ -29,7 +29,6 @@ from hpnb.lesson.predictions import outcome
 from hpnb.lesson.predictions.comparison import comparison
 from hpnb.lesson.predictions.outcome import Outcome
 from hpnb.lesson.predictions.predict import outcomes, predict, reveal
-from hpnb.lesson.programs.layer_memory import LayerMemory, layer_memory, measure_layers
 from hpnb.lesson.rank_share import RankShare, measure_share
 from hpnb.lesson.show import Parity, show
 from hpnb.lesson.tables import number, table
@@ -43,7 +42,6 @@ __all__ = [
     "Exercise",
     "Explorer",
     "Finding",
-    "LayerMemory",
     "MachineCard",
     "Outcome",
     "PageSizes",
@@ -61,10 +59,8 @@ __all__ = [
     "field_guide",
     "home",
     "keep_schedule",
-    "layer_memory",
     "ledger",
     "machine_card",
-    "measure_layers",
     "measure_share",
     "number",
     "outcome",

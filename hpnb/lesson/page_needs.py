@@ -296,7 +296,8 @@ NEEDS: dict[str, PageNeed] = {
         _block_steps(40), 60.0,
     ),
     "04": PageNeed(
-        "images", Trial(SMALL_VIT, 32), _vits(*(c for c in _WHOLE_BATCH if 32 <= c[1] <= 256)), _one_axis,
+        "images", Trial(ViTSize(128, 4, 4, 512, 8, 32), 64),
+        _vits(*(c for c in _WHOLE_BATCH if 32 <= c[1] <= 256)), _one_axis,
         _steps(42, True), splits_heads=True,
     ),
     "05": PageNeed(
@@ -313,7 +314,7 @@ NEEDS: dict[str, PageNeed] = {
         splits_heads=True,
     ),
     "08": PageNeed(
-        "a microbatch", Trial(GPT2Size(120, 8, 5, 480, 1009, 64), 2), _gpt2s(*_AT_MOST_TWO), _layouts,
+        "a microbatch", Trial(GPT2Size(128, 8, 8, 512, 1009, 64), 2), _gpt2s(*_AT_MOST_TWO), _layouts,
         _steps(90, True, PIPELINE_MICROBATCHES), splits_heads=True,
     ),
 }  # fmt: skip

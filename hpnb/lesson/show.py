@@ -270,7 +270,7 @@ def describe(figure: Figure) -> str:
         said = heads[:1]  # the panel's title
         if ax.get_ylabel() and ax.get_xlabel():
             said.insert(0, f"{ax.get_ylabel()} over {ax.get_xlabel()}".replace("\n", " "))
-        for line in ax.get_lines():
+        for line in ax.get_lines() if ax.axison else ():  # without axes, places say nothing
             x, y, label = line.get_xdata(), line.get_ydata(), str(line.get_label())
             if len(x) == 1 and not label.startswith(("_", "tick")):  # type: ignore[arg-type]
                 said.append(f"{label} at {_short(x[0])}, {_short(y[0])}")  # type: ignore[index]

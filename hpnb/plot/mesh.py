@@ -86,7 +86,7 @@ def mesh(layout: Layout, hosts_of: int | None = None, title: str | None = None) 
             AXIS[plan.outer], "words", f"{plan.outer}: {_groups(layout, plan.outer)}, same cell in each block"
         )
     if hosts_of:
-        keys.append(Key(HOST, "box", f"host of {hosts_of} rank{'s' if hosts_of > 1 else ''}"))
+        keys.append(Key(HOST, "box", f"node of {hosts_of} rank{'s' if hosts_of > 1 else ''}"))
     heading = f"{layout} · {layout.world_size} ranks, nested {' > '.join(layout.order)}"
     fig, (ax,) = new_figure([plan.height], title=heading if title is None else title, legend=keys, left=LEFT,
                             right=RIGHT, bottom=0.05)  # fmt: skip

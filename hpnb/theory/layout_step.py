@@ -11,9 +11,13 @@ cost whatever their size; k r is work, and tp shards it t ways. For L blocks the
     exposed dp    gradient buckets, behind the backward of the last microbatch
     optimizer     of the parameters that the rank updates
 
+With v chunks a rank the pipeline fills v times as fast. Full recomputation adds a forward, a third of a
+block, and two all-reduces. Sequence parallelism sends as much in a reduce-scatter and an all-gather as an
+all-reduce does.
+
 Memory is that of the fullest rank: weights, gradients and optimizer state by ZeRO stage, the activations of
 the microbatches in flight (1F1B: p - r of them on rank r), and three times the logits in float32 on the last
-stage.
+stage. Of a recomputed block only its input is kept, and all of it while its backward runs.
 
 The model leaves three things out, and they show as a ratio: norms and dropout, which every tp rank computes
 in full; what communication takes from the computing beside it; and stages that wait for each other because of
@@ -63,6 +67,7 @@ class LayoutTask:
         inside, between: the link of a rank within its node, and to another node.
         ranks_per_node: ranks of a node; tp neighbours are closest, dp neighbours farthest apart.
         buckets: the fewest buckets of a gradient.
+        call_cost: seconds of a rank's own time that a collective of tp takes, besides its travel.
     """
 
     block: Block
@@ -76,6 +81,7 @@ class LayoutTask:
     between: Link | None = None
     ranks_per_node: int = 1 << 30
     buckets: int = 1
+    call_cost: float = 0.0
 
     @property
     def root_parameters(self) -> int:
@@ -99,13 +105,17 @@ class LayoutTask:
     def refusal(self, layout: ParallelLayout) -> str | None:
         """Why the layout cannot be run or predicted; None if it can."""
         m, zero = self.microbatches(layout), layout.zero_stage
-        if layout.schedule not in FILL or layout.chunks_per_rank > 1:
-            return f"{layout.schedule} with {layout.chunks_per_rank} chunks has no closed form here"
-        if (why := unmodelled(layout)) is not None:
+        v = layout.chunks_per_rank
+        if layout.schedule != "interleaved" and (layout.schedule not in FILL or v > 1):
+            return f"{layout.schedule} with {v} chunks has no closed form here"
+        plain = replace(layout, sequence_parallel=False, recomputation=False)
+        if (why := unmodelled(plain if layout.recomputation != "attention" else layout)) is not None:
             return why
+        if v > 1 and m % layout.pp:
+            return f"interleaved takes a multiple of {layout.pp} microbatches, not {m}"
         if self.batch % (layout.dp * m):
             return f"a batch of {self.batch} cannot be split into {layout.dp} pipelines x {m} microbatches"
-        if layout.pp > self.layers or layout.tp > self.block.heads:
+        if layout.pp * v > self.layers or layout.tp > self.block.heads:
             return f"{self.layers} blocks of {self.block.heads} heads are too few for {layout}"
         if zero and layout.dp == 1:
             return f"ZeRO {zero} shards over dp, and dp=1"
@@ -137,6 +147,12 @@ def stage_blocks(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(least + (start <= stage < start + more) for stage in range(stages))
 
 
+def _rank_blocks(task: LayoutTask, layout: ParallelLayout) -> list[int]:
+    """Blocks of each rank of a pipeline, all its chunks together."""
+    blocks = stage_blocks(task.layers, layout.pp * layout.chunks_per_rank)
+    return [sum(blocks[rank :: layout.pp]) for rank in range(layout.pp)]
+
+
 def layout_parts(task: LayoutTask, layout: ParallelLayout) -> dict[str, float]:
     """{part: seconds} of a step, mean over the ranks; their sum is the step.
 
@@ -145,17 +161,24 @@ def layout_parts(task: LayoutTask, layout: ParallelLayout) -> dict[str, float]:
     """
     if (why := task.refusal(layout)) is not None:
         raise ValueError(f"{layout}: {why}")
-    p, t, m = layout.pp, layout.tp, task.microbatches(layout)
+    p, t, m, v = layout.pp, layout.tp, task.microbatches(layout), layout.chunks_per_rank
     samples, value = task.batch / layout.dp / m, task.block.bytes_per_value
+    again = bool(layout.recomputation)  # the forward of each block, in its backward
     message = samples * task.block.sequence * task.block.hidden * value
     reduce = seconds("all_reduce", message, t, task.link(layout, "tp")) if t > 1 else 0.0
     hop = seconds("send", message, 2, task.link(layout, "pp")) if p > 1 else 0.0
-    block = task.block_cost(samples, 1 / t)
-    stages = [{"computing": n * block, "exposed tp": 4 * n * reduce} for n in stage_blocks(task.layers, p)]
-    stages[0]["exposed tp"] += reduce
-    stages[-1]["exposed tp"] += reduce
+    block = task.block_cost(samples, 1 / t) * (4 / 3 if again else 1)
+    sums, call = 6 if again else 4, task.call_cost * (t > 1) * (1 + layout.sequence_parallel)
+    stages = [
+        {"computing": n * (block + sums * call), "exposed tp": n * sums * reduce}
+        for n in _rank_blocks(task, layout)
+    ]
+    for stage in (stages[0], stages[-1]):
+        stage["exposed tp"] += reduce
+        stage["computing"] += call
     stages[-1]["computing"] += task.ends_cost(samples, 1 / t)
-    parts = pipeline_parts(stages, m, layout.schedule, hop=hop)
+    schedule = "1f1b" if layout.schedule == "interleaved" else layout.schedule
+    parts = pipeline_parts(stages, m, schedule, v, hop)
     stage_seconds = sum(sum(stage.values()) for stage in stages) / p
     parameters = task.parameters / (p * t)
     parts["exposed dp"] = _exposed_dp(task, layout, value * parameters, stage_seconds)
@@ -192,9 +215,10 @@ def layout_bytes(task: LayoutTask, layout: ParallelLayout) -> float:
     p, t, d, value = layout.pp, layout.tp, layout.dp, task.block.bytes_per_value
     activation = task.tokens / d * task.block.hidden * value  # of all microbatches
     predicting = (task.tokens - task.batch) / d  # the last token of a sample predicts nothing
-    tp = (4 * task.layers + _END_REDUCES) / p * bytes_sent("all_reduce", activation, t)
+    sums = 6 if layout.recomputation else 4
+    tp = (sums * task.layers + _END_REDUCES) / p * bytes_sent("all_reduce", activation, t)
     tp += 3 / p * bytes_sent("all_reduce", 4.0 * predicting, t)
-    pp = 2 * (p - 1) / p * activation
+    pp = 2 * (p * layout.chunks_per_rank - 1) / p * activation
     # In a pipeline both ends hold the tied table. They sum its gradient, and each reduces it over dp.
     table = value * task.vocab_size * task.block.hidden / t
     tied = 2 / p * bytes_sent("all_reduce", table, 2) if p > 1 else 0.0
@@ -207,13 +231,17 @@ def layout_bytes(task: LayoutTask, layout: ParallelLayout) -> float:
 def layout_memory(task: LayoutTask, layout: ParallelLayout) -> float:
     """Bytes at the peak of the fullest rank, with AdamW."""
     p, t, m, width = layout.pp, layout.tp, task.microbatches(layout), task.block.bytes_per_value
+    v = layout.chunks_per_rank
     microbatch = replace(task.block, batch=max(1, round(task.batch / layout.dp / m)))
     tokens = microbatch.batch * microbatch.sequence
-    block_activations = activation_bytes(microbatch, "1d", t, mlp_copies=5)
+    one_block = activation_bytes(
+        microbatch, "1d", t, sequence_parallel=layout.sequence_parallel, mlp_copies=5
+    )
     table = task.vocab_size * microbatch.hidden / t
     logits, inputs = 4.0 * task.vocab_size * tokens / t, width * tokens * microbatch.hidden
+    kept, running = (inputs, one_block) if layout.recomputation else (one_block, 0.0)
     peaks = []
-    for stage, blocks in enumerate(stage_blocks(task.layers, p)):
+    for stage, blocks in enumerate(_rank_blocks(task, layout)):
         first, last = stage == 0, stage == p - 1
         parameters = blocks * task.block.parameters / t + (table if first or last else 0)
         parameters += microbatch.sequence * microbatch.hidden if first else 0
@@ -221,8 +249,10 @@ def layout_memory(task: LayoutTask, layout: ParallelLayout) -> float:
             parameters, layout.dp, layout.zero_stage,
             weight_bytes=width, gradient_bytes=width, optimizer_bytes=8 if width >= 4 else 12,
         ).total  # fmt: skip
-        flying = in_flight(layout.schedule, p, m, stage) if p > 1 else 1
-        activations = flying * (blocks * block_activations + inputs)
+        flying: float = in_flight(layout.schedule, p, m, stage) if p > 1 and v == 1 else 1
+        if v > 1:  # warm-up of interleaved 1F1B, in chunks
+            flying = min(v * m, 2 * (p - stage - 1) + (v - 1) * p + 1) / v
+        activations = flying * (blocks * kept + inputs) + running
         turn = 3 * logits + 2 * inputs if last else 0.0
         gathered = (
             width * (task.root_parameters + 2 * task.block.parameters) if layout.zero_stage == 3 else 0.0

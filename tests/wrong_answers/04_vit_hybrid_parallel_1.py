@@ -1,6 +1,6 @@
-# Begins with the outermost axis: then that one changes first as ranks are counted.
+# Begins with the outermost axis, so that one changes first as ranks are counted.
 def coordinates(rank, sizes, order):
-    found = {}
+    at = {}
     for axis in order:
-        rank, found[axis] = divmod(rank, sizes[axis])
-    return found
+        rank, at[axis] = divmod(rank, sizes[axis])
+    return at

@@ -1,3 +1,3 @@
-# Looks at copies alone: they part as well where nobody sums gradients over dp.
+# Looks at copies alone. They also diverge if nobody reduces gradients over dp.
 def diagnose(run):
-    return "swapped" if max(run.copies.values()) > 0 else "right"
+    return "swapped" if max(run.distances.values()) > 0 else "correct"

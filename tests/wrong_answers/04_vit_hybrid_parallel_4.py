@@ -1,5 +1,5 @@
 # ruff: noqa: F821
-# Leaves out dp, along which replicas are equal. But norms are equal along tp, and under ZeRO 3 dp has parts.
+# Leaves out dp, because replicas are equal. But norms are equal along tp, and ZeRO 3 shards along dp.
 def norm(parameters, axes):
     squares = sum(p.grad.square().sum() for p in parameters)
     for axis in axes:

@@ -1,5 +1,5 @@
 # ruff: noqa: F821
-# Whoever has no word of a target adds its first logit: the clamped index is looked up and not masked.
+# Ranks that don't have the target add some other logit: the clamped index is looked up and not masked.
 def loss(logits, targets, first, axis):
     counts = targets != -100
     m = logits.detach().amax(1)

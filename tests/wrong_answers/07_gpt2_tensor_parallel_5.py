@@ -1,4 +1,4 @@
-# Cuts everything by t: without sequence parallelism 10 of the 34 stay whole.
+# Divides everything by t: without sequence parallelism 10 of the 34 stay whole.
 def kept(layer):
     sbh = layer.s * layer.b * layer.h
     if layer.recompute == "full":

@@ -18,7 +18,7 @@ class ShardedLayer:
     """A transformer layer in 16 bits, and how ranks share it.
 
     Attributes:
-        s, b, h, a: tokens of a row, rows, width, heads.
+        s, b, h, a: sequence length, batch size, hidden size, heads.
         t: ranks that share it; 1 is no parallelism.
         sequence: whether tokens are sharded between the pairs of matrices.
         recompute: "", "attention" or "full".
@@ -52,7 +52,7 @@ def published(layer: ShardedLayer) -> float:
         return next(row for row in ACTIVATION_ROWS if row.recompute == "full").published(block)
     raise ValueError(
         f"no row of the table has t={layer.t}, sequence={layer.sequence}, recompute={layer.recompute!r}; "
-        "tokens are cut on 2 ranks or more, and never where blocks are computed again"
+        "tokens are sharded over 2 ranks or more, and not where blocks are recomputed"
     )
 
 

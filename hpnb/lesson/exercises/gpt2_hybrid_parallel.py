@@ -1,11 +1,12 @@
-"""Notebook 08: another layout for a run, the worst prediction, three budgets, unknown runs."""
+"""Notebook 08: the worst prediction, three budgets, a loop that survives, unknown runs."""
 
 from __future__ import annotations
 
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,18 +15,22 @@ from torch import nn
 import hpnb
 from hpnb.lesson.exercises.checker import Finding, exercise
 from hpnb.lesson.exercises.findings import diagnosis as diagnosis_exercise
-from hpnb.lesson.exercises.gpt2_layout_choice import BudgetedTask, LayoutRow, choose_layout, worst_prediction
+from hpnb.lesson.exercises.gpt2_layout_choice import BudgetedTask, choose_layout, worst_prediction
 from hpnb.mesh import Layout
 from hpnb.models import GPT2Size
 
-__all__ = ["BudgetedTask", "LayoutRow", "choose_layout", "worst_prediction"]
+__all__ = ["BudgetedTask", "choose_layout", "worst_prediction"]
 
 _TIMEOUT = 120.0
 _TINY = GPT2Size(hidden=20, layers=2, heads=5, mlp=40, vocab_size=61, length=16)
-_LR, _ROWS = 2e-3, 8  # what one process was tuned for: learning rate, rows of a step
+_LR, _SAMPLES = 2e-3, 8  # what one process was tuned for: learning rate, samples of a step
 
 
-# --- a run that changes layout -----------------------------------------------------------------------
+# --- a run that is killed and changes layout -----------------------------------------------------------
+
+
+class Killed(Exception):
+    """What the check raises in the middle of a run, on every rank."""
 
 
 @dataclass
@@ -33,7 +38,9 @@ class BoostedRun:
     """A run on one layout, boosted, on a rank.
 
     Attributes:
-        booster, model, optimizer, scheduler, loader: the loader's batches are of 8 rows over all ranks.
+        booster, model, optimizer, scheduler, loader: the loader's batches are of 8 samples over all ranks.
+        losses: of the steps so far, on ranks that have them.
+        killed_after: steps after which `step` raises; 0 is never.
     """
 
     booster: Any
@@ -41,22 +48,25 @@ class BoostedRun:
     optimizer: Any
     scheduler: Any
     loader: Any
+    killed_after: int = 0
+    losses: list[float] = field(default_factory=list)
+    num_steps: int = 0
 
-    def train(self, steps: int) -> list[float]:
-        """So many steps; the loss of each, on ranks that have it."""
-        losses = []
-        for _, batch in zip(range(steps), self.loader, strict=False):  # takes no batch too many
-            self.optimizer.zero_grad()
-            outputs = self.booster.execute_pipeline(iter([batch]), self.model, None, self.optimizer)
-            self.optimizer.step()
-            self.scheduler.step()
-            if outputs["loss"] is not None:
-                losses.append(float(outputs["loss"]))
-        return losses
+    def step(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """Forward, backward, optimizer and scheduler."""
+        self.optimizer.zero_grad()
+        outputs = self.booster.execute_pipeline(iter([batch]), self.model, None, self.optimizer)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.num_steps += 1
+        if outputs["loss"] is not None:
+            self.losses.append(float(outputs["loss"]))
+        if self.num_steps == self.killed_after:
+            raise Killed
 
 
 class LabelledTokens:
-    """Rows of tokens with a class, the same wherever they are asked for."""
+    """Sequences of tokens with a class, the same wherever they are asked for."""
 
     def __init__(self, count: int = 64) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -75,7 +85,7 @@ def _collate(items: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": torch.tensor([item["labels"] for item in items])}
 
 
-def start(knobs: Mapping[str, Any], seed: int = 0) -> BoostedRun:
+def start(knobs: Mapping[str, Any], seed: int = 0, killed_after: int = 0) -> BoostedRun:
     """A fresh run. Every rank calls it.
 
     Args:
@@ -87,73 +97,76 @@ def start(knobs: Mapping[str, Any], seed: int = 0) -> BoostedRun:
     booster = hpnb.Booster(plugin=plugin)
     model: Any = hpnb.models.gpt2(_TINY, classes=2, dtype=torch.float64, seed=seed)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=_LR)
-    scheduler: Any = hpnb.CosineAnnealingWarmupLR(optimizer, 12, warmup_steps=2)
-    rows = _ROWS // plugin.dp_size
-    loader = plugin.prepare_dataloader(LabelledTokens(), rows, shuffle=True, collate_fn=_collate)
+    scheduler: Any = hpnb.CosineAnnealingWarmupLR(optimizer, _STEPS, warmup_steps=2)
+    samples = _SAMPLES // plugin.dp_size
+    loader = plugin.prepare_dataloader(LabelledTokens(), samples, shuffle=True, collate_fn=_collate)
     model, optimizer, _, _, scheduler = booster.boost(model, optimizer, None, None, scheduler)
-    return BoostedRun(booster, model, optimizer, scheduler, loader)
+    return BoostedRun(booster, model, optimizer, scheduler, loader, killed_after)
 
 
-def _train_and_save(
-    save: Callable[[BoostedRun, str], Any], folder: str, knobs: Mapping[str, Any]
-) -> list[float]:
-    run = start(knobs)
-    losses = run.train(3)
-    if save(run, folder) is ...:
-        raise NotImplementedError
-    return losses
+Train = Callable[[BoostedRun, str, int, int], Any]
 
 
-def _resume_and_train(
-    resume: Callable[[BoostedRun, str], Any], folder: str, knobs: Mapping[str, Any]
-) -> list[float]:
-    run = start(knobs, seed=1)  # so that weights which are not loaded are different
-    if resume(run, folder) is ...:
-        raise NotImplementedError
-    return run.train(4)
+def _train_leg(train: Train, folder: str, knobs: Mapping[str, Any], killed_after: int) -> list[float]:
+    seed = 0 if killed_after else 1  # so that weights which are not loaded are different
+    run = start(knobs, seed, killed_after)
+    with suppress(Killed):
+        train(run, folder, _STEPS, _EVERY)
+    return run.losses
 
 
-def _serial_losses() -> list[float]:
-    return start({}).train(7)
+def serial_losses() -> list[float]:
+    """Of one process that nobody kills."""
+    run = start({})
+    for epoch in range(-(-_STEPS // len(run.loader))):
+        run.loader.set_epoch(epoch)
+        for batch in run.loader:
+            run.step(batch)
+    return run.losses[:_STEPS]
 
 
-_MOVES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
-    ("dp 2 to pp 2", {}, {"pp_size": 2, "num_microbatches": 2}),
-    ("tp 2 to dp 2, ZeRO 1", {"tp_size": 2}, {"zero_stage": 1}),
+_STEPS, _EVERY = 12, 2
+_MOVES: tuple[tuple[str, dict[str, Any], dict[str, Any], int], ...] = (
+    ("dp 2 to pp 2", {}, {"pp_size": 2, "num_microbatches": 2}, 5),
+    ("tp 2 to dp 2, ZeRO 1", {"tp_size": 2}, {"zero_stage": 1}, 9),  # saved where an epoch ends
 )
 
 
-@exercise("08.1", "resume on another layout", 20)
-def resume_elsewhere(answer: Mapping[str, Callable[[BoostedRun, str], Any]]) -> Iterator[Finding]:
-    serial = hpnb.launch(_serial_losses, ranks=1, device="cpu", timeout=_TIMEOUT)[0]
+@exercise("08.3", "a loop that survives", 25)
+def surviving_loop(train: Train) -> Iterator[Finding]:
+    serial = hpnb.launch(serial_losses, ranks=1, device="cpu", timeout=_TIMEOUT)[0]
     with hpnb.Ranks(2, device="cpu", timeout=_TIMEOUT) as pool:
-        for move, before, after in _MOVES:
+        for move, before, after, killed_after in _MOVES:
             with tempfile.TemporaryDirectory() as folder:
                 legs = [
-                    pool.run(_train_and_save, answer["save"], f"{folder}/run", before),
-                    pool.run(_resume_and_train, answer["resume"], f"{folder}/run", after),
+                    max(pool.run(_train_leg, train, folder, knobs, killed), key=len)
+                    for knobs, killed in ((before, killed_after), (after, 0))
                 ]
-            losses = [loss for leg in legs for loss in max(leg, key=len)]
-            yield compare_losses(f"{move}, losses of 3 + 4 steps", losses, serial)
+            saved = killed_after // _EVERY * _EVERY
+            text = f"{move}, killed after step {killed_after}"
+            if len(legs[0]) != killed_after:
+                yield Finding(False, f"{text}: the first leg has {len(legs[0])} steps")
+            elif len(legs[1]) != _STEPS - saved:
+                wanted = f"step {saved} was saved, so {_STEPS - saved} steps are left"
+                yield Finding(False, f"{text}: {wanted}, and the second leg has {len(legs[1])}")
+            else:
+                yield compare_losses(text, legs[0][:saved] + legs[1], serial, saved)
 
 
-def compare_losses(text: str, losses: Sequence[float], serial: Sequence[float]) -> Finding:
+def compare_losses(text: str, losses: Sequence[float], serial: Sequence[float], saved: int) -> Finding:
     """Whether losses are one process's; if not, from which step on, and what that suggests."""
-    if len(losses) != len(serial):
-        return Finding(False, f"{text}: there are {len(losses)}, and {len(serial)} of one process")
     gaps = [abs(a - b) / b for a, b in zip(losses, serial, strict=True)]
     step = next((i for i, gap in enumerate(gaps) if not gap <= 1e-6), None)
     if step is None:
-        return Finding(True, f"{text}: equal to one process's to {max(gaps):.0e}")
-    return Finding(False, f"{text}: step {step + 1} is off by {gaps[step]:.0e} ({_hint(step)})")
+        return Finding(True, f"{text}: all {len(losses)} losses are one process's, to {max(gaps):.0e}")
+    return Finding(False, f"{text}: step {step + 1} is off by {gaps[step]:.0e} ({_hint(step - saved)})")
 
 
-def _hint(step: int) -> str:
-    hints = {  # an update shows in the loss of the step after it
-        3: "the first after the move: weights, or the samples",
-        4: "the second: momenta, or the learning rate",
-    }
-    return hints.get(step, "before the move" if step < 3 else "later: the learning rate")
+def _hint(steps: int) -> str:
+    """What is off so many steps after the resume; an update shows in the loss of the step after it."""
+    hints = {0: "the first after the resume: weights, or the samples",
+             1: "the second: momenta, or the learning rate"}  # fmt: skip
+    return hints.get(steps, "before the resume" if steps < 0 else "later: the learning rate, or the epoch")
 
 
 # --- unknown runs -------------------------------------------------------------------------------------
@@ -168,9 +181,9 @@ class ResumedRecord:
 
     Attributes:
         layout: of the run.
-        alone: (rows of a step, learning rate) that one process was tuned for.
-        losses, rows, rates: of each step; rows over all ranks.
-        samples: of each step, the numbers of its rows.
+        alone: (samples of a step, learning rate) that one process was tuned for, with Adam.
+        losses, batch_sizes, rates: of each step; batch sizes over all ranks.
+        samples: of each step, the numbers of its samples.
         moved: of each step, how far rank 0's weights went (with tp its part of them), over its learning
             rate; a norm.
         resumed: how many steps there were before.
@@ -179,7 +192,7 @@ class ResumedRecord:
     layout: Layout
     alone: tuple[int, float]
     losses: tuple[float, ...]
-    rows: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
     rates: tuple[float, ...]
     samples: tuple[frozenset[int], ...]
     moved: tuple[float, ...]
@@ -193,12 +206,12 @@ def records() -> list[tuple[ResumedRecord, str]]:
 
 def _record(fault: str) -> ResumedRecord:
     plugin = hpnb.HybridParallelPlugin(precision="fp64", seed=0, tp_size=1 if fault == RIGHT else 2)
-    lr = _LR * (hpnb.world_size() if fault == RATE else plugin.dp_size)
-    rows = _ROWS * plugin.dp_size
+    lr = _LR * math.sqrt(hpnb.world_size() if fault == RATE else plugin.dp_size)  # as AdamW wants it
+    batch_size = _SAMPLES * plugin.dp_size
     booster = hpnb.Booster(plugin=plugin)
     model: Any = hpnb.models.gpt2(_TINY, classes=2, dtype=torch.float64)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    data = LabelledTokens(12 * rows)
+    data = LabelledTokens(12 * batch_size)
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(2)).tolist()
     model, optimizer, *_ = booster.boost(model, optimizer)
     losses, moved, samples = [], [], []
@@ -207,8 +220,8 @@ def _record(fault: str) -> ResumedRecord:
             for state in optimizer.state.values():
                 for value in state.values():
                     value.zero_()
-        first = rows * (step - _BREAK if step >= _BREAK and fault == SAMPLES else step)
-        numbers = order[first : first + rows]
+        first = batch_size * (step - _BREAK if step >= _BREAK and fault == SAMPLES else step)
+        numbers = order[first : first + batch_size]
         batch = _collate([data[i] for i in numbers[plugin.mesh.dp.rank :: plugin.dp_size]])
         before = [p.detach().clone() for p in model.parameters()]
         optimizer.zero_grad()
@@ -219,7 +232,13 @@ def _record(fault: str) -> ResumedRecord:
         moved.append(weights_moved(model, before) / lr)
     layout, steps = Layout(dp=plugin.dp_size, tp=plugin.tp_size), len(losses)
     return ResumedRecord(
-        layout, (_ROWS, _LR), tuple(losses), (rows,) * steps, (lr,) * steps, tuple(samples), tuple(moved)
+        layout,
+        (_SAMPLES, _LR),
+        tuple(losses),
+        (batch_size,) * steps,
+        (lr,) * steps,
+        tuple(samples),
+        tuple(moved),
     )
 
 

@@ -23,27 +23,27 @@ class BudgetedTask:
 
     Attributes:
         ranks: so many there are; a layout may leave some out.
-        memory: bytes of a device.
+        memory: bytes of a GPU.
         deadline: seconds that a step may take.
-        rows: of a whole batch, of 1,024 tokens each.
-        task: what a step of it computes, sends and steps, as `theory.layout_parts` takes it.
+        samples: of a batch, of 1,024 tokens each.
+        task: as `theory.layout_parts` takes it.
     """
 
     ranks: int
     memory: float
     deadline: float
-    rows: int
+    samples: int
     task: LayoutTask
 
     def seconds(self, plan: ParallelLayout) -> float:
         """Of a step, by `theory.layout_parts`."""
         return sum(theory.layout_parts(self.task, plan).values())
 
-    def held(self, plan: ParallelLayout) -> float:
+    def peak_bytes(self, plan: ParallelLayout) -> float:
         """Bytes of the fullest rank, by `theory.layout_memory`."""
         return theory.layout_memory(self.task, plan)
 
-    def refused(self, plan: ParallelLayout) -> str | None:
+    def refusal(self, plan: ParallelLayout) -> str | None:
         """Why the layout cannot be run; None if it can."""
         return self.task.refusal(plan)
 
@@ -54,21 +54,23 @@ class BudgetedTask:
         """The budgets that a layout does not keep to."""
         limits = (
             (plan.world_size <= self.ranks, f"more than {self.ranks} ranks"),
-            (self.held(plan) <= self.memory, f"more than {number(self.memory, 'B')}"),
+            (self.peak_bytes(plan) <= self.memory, f"more than {number(self.memory, 'B')}"),
             (self.seconds(plan) <= self.deadline, f"longer than {number(self.deadline, 's')}"),
         )
         return [text for kept, text in limits if not kept]
 
 
-def budgeted_task(ranks: int, memory: float, deadline: float, rows: int, between: str = "") -> BudgetedTask:
-    """Of GPT-2 XL, in hosts of 8."""
-    return BudgetedTask(ranks, memory, deadline, rows, gpt2_xl_task(rows, between))
+def budgeted_task(
+    ranks: int, memory: float, deadline: float, samples: int, between: str = ""
+) -> BudgetedTask:
+    """Of GPT-2 XL, on nodes of 8 GPUs."""
+    return BudgetedTask(ranks, memory, deadline, samples, gpt2_xl_task(samples, between))
 
 
 TASKS = {
     "8 ranks of 80 GB": budgeted_task(8, 80e9, 0.5, 64),
     "16 ranks of 16 GB": budgeted_task(16, 16e9, 0.7, 64),
-    "32 ranks of 24 GB in hosts of 8, Ethernet between": budgeted_task(32, 24e9, 0.35, 64, "Ethernet 100 Gb"),
+    "32 ranks of 24 GB on nodes of 8, Ethernet between": budgeted_task(32, 24e9, 0.35, 64, "Ethernet 100 Gb"),
 }
 
 
@@ -77,16 +79,16 @@ def fitting_layouts(task: BudgetedTask) -> list[ParallelLayout]:
     sizes, layouts = divisors(task.ranks), []
     cubes = [(dp, pp, tp) for dp in sizes for pp in sizes for tp in sizes if dp * pp * tp <= task.ranks]
     for dp, pp, tp in cubes:
-        counts = [m for m in range(1, task.rows + 1) if task.rows % (dp * m) == 0] if pp > 1 else [1]
+        counts = [m for m in range(1, task.samples + 1) if task.samples % (dp * m) == 0] if pp > 1 else [1]
         for m in counts:
             for zero in (0, 1, 2, 3) if dp > 1 else (0,):
                 plan = ParallelLayout(dp, pp, tp, m, zero)
-                if task.refused(plan) is None and not task.exceeded(plan):
+                if task.refusal(plan) is None and not task.exceeded(plan):
                     layouts.append(plan)
     return layouts
 
 
-@exercise("08.3", "choose under three budgets", 20)
+@exercise("08.2", "choose under three budgets", 20)
 def choose_layout(choose: Callable[[BudgetedTask], Any]) -> Iterator[Finding]:
     for name, task in TASKS.items():
         plan = choose(task)
@@ -94,12 +96,11 @@ def choose_layout(choose: Callable[[BudgetedTask], Any]) -> Iterator[Finding]:
             yield Finding(False, f"{name}: {plan!r} is no ParallelLayout")
             continue
         text = f"{name}: {plan}, m {task.task.microbatches(plan)}"
-        if (why := task.refused(plan)) is not None:
+        if (why := task.refusal(plan)) is not None:
             yield Finding(False, f"{text}: {why}")
             continue
-        text += (
-            f", {plan.world_size} ranks, {number(task.held(plan), 'B')}, {number(task.seconds(plan), 's')}"
-        )
+        peak, seconds = number(task.peak_bytes(plan), "B"), number(task.seconds(plan), "s")
+        text += f", {plan.world_size} ranks, {peak}, {seconds}"
         if exceeded := task.exceeded(plan):
             yield Finding(False, f"{text}: {', '.join(exceeded)}")
             continue
@@ -125,7 +126,7 @@ class LayoutRow:
         return max(ratio, 1 / ratio)
 
 
-NORMS, KERNELS, STAGES, WIRE = "norms", "kernels", "stages", "wire"
+NORMS, KERNELS, STAGES, LINK = "norms", "kernels", "stages", "link"
 
 
 def tables() -> list[tuple[str, list[LayoutRow], str]]:
@@ -135,7 +136,7 @@ def tables() -> list[tuple[str, list[LayoutRow], str]]:
     slow = replace(task, inside=theory.Link(8 * nvlink.latency, nvlink.bandwidth / 8))
     late = replace(task, block_cost=replace(task.block_cost, fixed=12 * task.block_cost.fixed))
     machines: dict[str, Callable[[ParallelLayout], dict[str, float]]] = {
-        WIRE: lambda plan: dict(theory.layout_parts(slow, plan)),
+        LINK: lambda plan: dict(theory.layout_parts(slow, plan)),
         KERNELS: lambda plan: dict(theory.layout_parts(late, plan)),
         STAGES: lambda plan: _uneven_stages(theory.layout_parts(task, plan), plan),
         NORMS: lambda plan: _replicated_norms(theory.layout_parts(task, plan), plan),
@@ -160,7 +161,7 @@ def _uneven_stages(parts: Mapping[str, float], plan: ParallelLayout) -> dict[str
     return {**parts, "bubble": parts["bubble"] + extra}
 
 
-@exercise("08.2", "explain the worst prediction", 20)
+@exercise("08.1", "explain the worst prediction", 20)
 def worst_prediction(explain: Callable[[list[LayoutRow]], Any]) -> Iterator[Finding]:
     for name, rows, cause in tables():
         worst = max(rows, key=lambda row: row.off)

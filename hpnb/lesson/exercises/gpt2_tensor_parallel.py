@@ -1,4 +1,4 @@
-"""Notebook 07: heads that are split, a vocabulary-parallel loss, masks to read, seeds, activation bytes."""
+"""Notebook 07: sharded heads, a vocabulary-parallel loss, masks to read, seeds, activation bytes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _run_split_heads(split: Callable[..., Any], heads: int) -> tuple[int, float]
     return width // _HEAD_WIDTH, relative_distance([z], [right])
 
 
-@exercise("07.1", "deal out heads", 15)
+@exercise("07.1", "split heads", 15)
 def split_heads(split: Callable[..., Any]) -> Iterator[Finding]:
     for heads, ranks in ((12, 2), (25, 2), (23, 4), (25, 4)):
         text = f"{heads} heads over {ranks} ranks"
@@ -61,7 +61,7 @@ def split_heads(split: Callable[..., Any]) -> Iterator[Finding]:
             continue
         yield exact((off for _, off in runs), f"{text}: the output beside one process's is")
         counts, most = [count for count, _ in runs], -(-heads // ranks)
-        total = f"dealt out as {counts}, {sum(counts)} in all; nobody should have more than {most}"
+        total = f"the ranks have {counts}, {sum(counts)} in all; none should have more than {most}"
         yield Finding(sum(counts) == heads and max(counts) <= most, f"{text}: {total}")
 
 
@@ -71,7 +71,7 @@ _VOCAB_SIZE = 37
 _LOSSES = {
     "all targets count": ([0, 36, 12, 13, 18, 25], 1.0),
     "some are -100": ([5, IGNORE_INDEX, 36, IGNORE_INDEX, 0, 20], 1e4),  # exp of such logits is infinite
-    "all words of one rank": ([1, 2, 3, 1, IGNORE_INDEX, 2], 1.0),
+    "all targets on one rank": ([1, 2, 3, 1, IGNORE_INDEX, 2], 1.0),
     "none counts": ([IGNORE_INDEX] * 6, 1.0),
 }  # targets, and how large logits are
 
@@ -121,7 +121,7 @@ def _run_losses(loss: Callable[..., Any]) -> dict[str, LossRun]:
     return runs
 
 
-@exercise("07.2", "a loss of cut words", 25)
+@exercise("07.2", "a vocabulary-parallel loss", 25)
 def vocab_parallel_loss(loss: Callable[..., Any]) -> Iterator[Finding]:
     for ranks in (2, 3):
         results, problem = run_on_ranks(_run_losses, loss, ranks=ranks)
@@ -143,7 +143,7 @@ def vocab_parallel_loss(loss: Callable[..., Any]) -> Iterator[Finding]:
         most, total = 2 * (ranks - 1) / ranks * 8 * 3 * 6, bytes_of(sent.forward)
         text = f"{ranks} ranks: {number(total, 'B')} leave a rank for 6 tokens, at most {number(most, 'B')}"
         if not total:
-            text = f"{ranks} ranks: nothing leaves a rank, and no rank has all words"
+            text = f"{ranks} ranks: nothing leaves a rank, and no rank has all logits"
         yield Finding(0 < total <= most + 1e-6, text)
 
 
@@ -159,50 +159,51 @@ class DropoutRecord:
     """What was dropped in a run, place by place.
 
     Attributes:
-        cut: {place: whether ranks have different parts of this activation; else all have a copy}.
+        sharded: {place: whether ranks have different parts of this activation; else it is replicated}.
         masks: {place: (steps, ranks, elements) of bool, True is dropped}.
     """
 
-    cut: Mapping[str, bool]
+    sharded: Mapping[str, bool]
     masks: Mapping[str, torch.Tensor]
 
 
-Seeds = Callable[[int, int, int, bool], int]  # (place, step, rank, cut) -> a seed
+Seeds = Callable[[int, int, int, bool], int]  # (place, step, rank, sharded) -> a seed
 
 
 def record_of(seeds: Seeds, sequence: bool, ranks: int = 4, steps: int = 3, p: float = 0.1) -> DropoutRecord:
     """The masks that generators with these seeds draw, of a model with or without sequence parallelism."""
-    cut = {place: place == "attention" or (sequence and place != "embedding") for place in _PLACES}
+    sharded = {place: place == "attention" or (sequence and place != "embedding") for place in _PLACES}
     masks = {}
     for i, place in enumerate(_PLACES):
         rows = [
-            [_draw_mask(seeds(i, step, rank, cut[place]), p) for rank in range(ranks)]
+            [_draw_mask(seeds(i, step, rank, sharded[place]), p) for rank in range(ranks)]
             for step in range(steps)
         ]
         masks[place] = torch.stack([torch.stack(row) for row in rows])
-    return DropoutRecord(cut, masks)
+    return DropoutRecord(sharded, masks)
 
 
 def _draw_mask(seed: int, p: float, elements: int = _ELEMENTS) -> torch.Tensor:
     return torch.rand(elements, generator=torch.Generator().manual_seed(seed)) < p
 
 
-def _right_seed(place: int, step: int, rank: int, cut: bool) -> int:
-    return 1000 * place + 100 * step + (rank + 1 if cut else 0)
+def _right_seed(place: int, step: int, rank: int, sharded: bool) -> int:
+    return 1000 * place + 100 * step + (rank + 1 if sharded else 0)
 
 
-def _wrong_in_one_place(place: int, step: int, rank: int, cut: bool) -> int:
+def _wrong_in_one_place(place: int, step: int, rank: int, sharded: bool) -> int:
     """Right except after attention, where ranks always differ."""
-    return _right_seed(place, step, rank, cut or _PLACES[place] == "after attention")
+    return _right_seed(place, step, rank, sharded or _PLACES[place] == "after attention")
 
 
 RECORDS: tuple[tuple[str, Seeds, bool], ...] = (
-    (DIFFERS, lambda place, step, rank, cut: 1000 * place + 100 * step + rank, False),
+    (DIFFERS, lambda place, step, rank, sharded: 1000 * place + 100 * step + rank, False),
     (RIGHT, _right_seed, False),
-    (AGREES, lambda place, step, rank, cut: _right_seed(place, step, 0, cut), False),
+    (AGREES, lambda place, step, rank, sharded: _right_seed(place, step, 0, sharded), False),
     (RIGHT, _right_seed, True),
-    (AGREES, lambda place, step, rank, cut: _right_seed(place, step, rank % 2, cut), True),  # 0, 2 and 1, 3
-    (REPEATS, lambda place, step, rank, cut: _right_seed(place, 0, rank, cut), False),
+    # Ranks 0 and 2 share masks, and so do 1 and 3.
+    (AGREES, lambda place, step, rank, sharded: _right_seed(place, step, rank % 2, sharded), True),
+    (REPEATS, lambda place, step, rank, sharded: _right_seed(place, 0, rank, sharded), False),
     (DIFFERS, _wrong_in_one_place, False),
 )
 
@@ -212,10 +213,10 @@ def read_masks(read: Callable[[DropoutRecord], Any]) -> Iterator[Finding]:
     for count, (truth, seeds, sequence) in enumerate(RECORDS, 1):
         record = record_of(seeds, sequence)
         answer = read(
-            DropoutRecord(dict(record.cut), {place: m.clone() for place, m in record.masks.items()})
+            DropoutRecord(dict(record.sharded), {place: m.clone() for place, m in record.masks.items()})
         )
-        cut = ", ".join(place for place, is_cut in record.cut.items() if is_cut)
-        text = f"record {count}, cut are {cut}: you say {answer!r}"
+        sharded = ", ".join(place for place, is_sharded in record.sharded.items() if is_sharded)
+        text = f"record {count}, sharded are {sharded}: you say {answer!r}"
         yield Finding(answer == truth, text + ("" if answer == truth else f", it is {truth!r}"))
 
 
@@ -236,14 +237,14 @@ class DropoutSite:
 
     Attributes:
         index: from 0, in the order of the forward; sites have different ones.
-        cut: whether its activation is sharded along tp; else it is replicated there.
+        sharded: whether its activation is sharded along tp; else it is replicated there.
     """
 
     index: int
-    cut: bool
+    sharded: bool
 
 
-_SITES = tuple(DropoutSite(index, cut=index in (1, 4)) for index in range(6))
+_SITES = tuple(DropoutSite(index, sharded=index in (1, 4)) for index in range(6))
 _MESH = [MeshCoordinates(dp, tp) for dp in range(2) for tp in range(4)]
 _STEPS = (0, 1, 2, 3, 1000)
 SeedKey = tuple[int, MeshCoordinates, DropoutSite, int]  # base seed, rank, site, step
@@ -264,7 +265,7 @@ def _collect_seeds(policy: Callable[..., Any]) -> tuple[dict[SeedKey, int], str]
         elif not 0 <= seed < 2**63:
             problem = f"it returned {seed}, and a generator takes 0 to 2^63 - 1"
         elif seed != again:
-            problem = f"asked twice it says {seed} and {again}, so a block that is computed again"
+            problem = f"called twice it says {seed} and {again}, so a recomputed block"
             problem += " drops something else"
         if problem:
             return {}, f"{at}, {site}, step {step}: {problem}"
@@ -279,7 +280,7 @@ def seed_policy(policy: Callable[..., Any]) -> Iterator[Finding]:
         yield Finding(False, problem)
         return
     masks = {seed: _draw_mask(seed, 0.5, 64) for seed in set(seeds.values())}
-    yield Finding(True, "asked twice it says the same, so a block can be computed again")
+    yield Finding(True, "called twice it says the same, so a block can be recomputed")
 
     def pairs_are(equal: bool, pairs: list[tuple[SeedKey, SeedKey]], text: str) -> Finding:
         wrong = [(a, b) for a, b in pairs if torch.equal(masks[seeds[a]], masks[seeds[b]]) != equal]
@@ -294,9 +295,9 @@ def seed_policy(policy: Callable[..., Any]) -> Iterator[Finding]:
     ranks = [(a, b) for a, b in combinations(keys, 2) if (a[0], a[2], a[3]) == (b[0], b[2], b[3])]
     same_dp = [(a, b) for a, b in ranks if a[1].dp == b[1].dp]
     other_dp = [(a, b) for a, b in ranks if a[1].dp != b[1].dp]
-    replicated, sharded = ([(a, b) for a, b in same_dp if a[2].cut == cut] for cut in (False, True))
+    replicated, sharded = ([(a, b) for a, b in same_dp if a[2].sharded == kind] for kind in (False, True))
     yield pairs_are(True, replicated, "replicated along tp: ranks agree")
-    yield pairs_are(False, sharded, "cut along tp: ranks differ")
+    yield pairs_are(False, sharded, "sharded along tp: ranks differ")
     yield pairs_are(False, other_dp, "other samples (dp): ranks differ")
     one_base = [key for key in keys if key[0] == 42]
     others = [(a, b) for a, b in combinations(one_base, 2) if (a[2], a[3]) != (b[2], b[3])]

@@ -1,4 +1,4 @@
-"""Notebook 04: rank to coordinates, axes on hosts, four curves, a norm, a tensor that changes its shards."""
+"""Notebook 04: rank to coordinates, axes on nodes, four runs, a gradient norm, a tensor resharded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from hpnb import comm
 from hpnb.lesson.exercises.checker import Finding, exercise
 from hpnb.lesson.exercises.findings import EXACT
 from hpnb.lesson.exercises.findings import diagnosis as diagnosis_exercise
-from hpnb.lesson.programs import host_traffic, vit_hybrid, vit_tensor
+from hpnb.lesson.programs import rank_traffic, vit_tensor
+from hpnb.lesson.programs.step_timing import relative_distance
+from hpnb.lesson.programs.vit_hybrid import local_samples
 from hpnb.lesson.tables import number
 from hpnb.mesh import AXES, Layout, Mesh
 from hpnb.models import GPT2Size, ViTSize
+from hpnb.placement import placement_of
 from hpnb.tensor_parallel import parallelize
 
 _D = torch.float64
@@ -55,79 +58,93 @@ def coordinates(answer: Callable[..., Any]) -> Iterator[Finding]:
         yield Finding(not off, f"{name}: {off or f'all {layout.world_size} ranks'}")
 
 
-# --- axes on hosts ----------------------------------------------------------------------------------
+# --- axes on nodes ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class HostPlacement:
-    """Ranks that are to be placed on hosts.
+class PlacementTask:
+    """Ranks that are to be placed on nodes.
 
     Attributes:
         sizes: {axis: ranks along it}.
-        host: consecutive ranks share a host of so many.
+        node: consecutive ranks share a node of so many.
         sent: {axis: bytes from a rank to its next on that axis}.
     """
 
     sizes: Mapping[str, int]
-    host: int
+    node: int
     sent: Mapping[str, float]
 
-    def flows(self, order: Sequence[str]) -> dict[tuple[int, int], float]:
+    def traffic(self, order: Sequence[str]) -> dict[tuple[int, int], float]:
         """{(sender, receiver): bytes} if the axes are nested in `order`, outermost first."""
-        traffic = host_traffic.predicted_traffic(Layout(**self.sizes, order=tuple(order)), self.sent)
+        traffic = rank_traffic.predicted_traffic(Layout(**self.sizes, order=tuple(order)), self.sent)
         return {pair: sum(by_axis.values()) for pair, by_axis in traffic.items()}
 
-    def crossing_bytes(self, order: Sequence[str]) -> float:
-        """Bytes of a step between ranks of different hosts."""
-        return sum(n for (a, b), n in self.flows(order).items() if a // self.host != b // self.host)
+    def bytes_between_nodes(self, order: Sequence[str]) -> float:
+        """Bytes of a step between ranks of different nodes."""
+        return sum(n for (a, b), n in self.traffic(order).items() if a // self.node != b // self.node)
 
     def best_order(self) -> tuple[str, ...]:
-        """The order with the fewest bytes over borders."""
-        return min(permutations(AXES), key=self.crossing_bytes)
+        """The order that sends the fewest bytes between nodes."""
+        return min(permutations(AXES), key=self.bytes_between_nodes)
 
 
 _PLACEMENTS = {
-    "tp is the loudest": ({"dp": 2, "pp": 2, "tp": 4}, 4, {"dp": 5e8, "pp": 1e8, "tp": 9e9}),
+    "tp sends most": ({"dp": 2, "pp": 2, "tp": 4}, 4, {"dp": 5e8, "pp": 1e8, "tp": 9e9}),
     "a wide model, few tokens": ({"dp": 4, "pp": 2, "tp": 2}, 4, {"dp": 8e9, "pp": 2e8, "tp": 2e9}),
-    "the loudest does not fit a host": ({"dp": 2, "pp": 3, "tp": 8}, 6, {"dp": 4e9, "pp": 3e9, "tp": 4.5e9}),
-    "hosts of 3": ({"dp": 3, "pp": 2, "tp": 2}, 3, {"dp": 2e9, "pp": 1e9, "tp": 2.2e9}),
+    "tp does not fit a node": ({"dp": 2, "pp": 3, "tp": 8}, 6, {"dp": 4e9, "pp": 3e9, "tp": 4.5e9}),
+    "nodes of 3": ({"dp": 3, "pp": 2, "tp": 2}, 3, {"dp": 2e9, "pp": 1e9, "tp": 2.2e9}),
 }
 
 
 @exercise("04.2", "place the axes", 15)
-def place_axes(place: Callable[[HostPlacement], Any]) -> Iterator[Finding]:
+def place_axes(place: Callable[[PlacementTask], Any]) -> Iterator[Finding]:
     for name, case in _PLACEMENTS.items():
-        task = HostPlacement(*case)
+        task = PlacementTask(*case)
         order = place(task)
         if not isinstance(order, tuple | list) or sorted(map(str, order)) != sorted(AXES):
             yield Finding(False, f"{name}: {order!r} does not name dp, pp and tp once each")
             continue
-        crossing, best = task.crossing_bytes(order), task.crossing_bytes(task.best_order())
-        text = f"{name}: {' > '.join(order)} sends {number(crossing, 'B')} over borders"
+        crossing, best = task.bytes_between_nodes(order), task.bytes_between_nodes(task.best_order())
+        text = f"{name}: {' > '.join(order)} sends {number(crossing, 'B')} between nodes"
         yield Finding(crossing == best, f"{text}, the best {number(best, 'B')}")
 
 
-# --- four healthy curves ----------------------------------------------------------------------------------
+# --- four falling losses ----------------------------------------------------------------------------
 
-RIGHT, SWAPPED, NOT_DEALT, NOT_REDUCED = "right", "swapped", "not dealt out", "not reduced"
+CORRECT, SWAPPED, SAME_SAMPLES, NOT_REDUCED = "correct", "swapped", "same samples", "not reduced"
 
 
 @dataclass(frozen=True)
 class MeshSymptoms:
-    """What instruments say of a few steps on dp 2 x tp 2.
+    """What instruments say of a few steps on dp 2 x tp 2. Each mapping has "dp" and "tp".
 
     Attributes:
         losses: of rank 0.
-        same_samples: {axis: whether the ranks along it had the same samples}.
-        copies: {axis: how far the copies of replicated parameters, norms and embeddings, have diverged along
-            it; relative norm, after the last step}.
-        calls: {axis: collectives of a step that rank 0 took part in, gradients and activations}.
+        same_samples: whether the ranks along the axis had the same samples.
+        distances: between copies of norms and embeddings along the axis, after the last step; relative norm.
+        collectives: of a step along the axis, of gradients and of activations.
     """
 
     losses: tuple[float, ...]
     same_samples: Mapping[str, bool]
-    copies: Mapping[str, float]
-    calls: Mapping[str, int]
+    distances: Mapping[str, float]
+    collectives: Mapping[str, int]
+
+
+def replicated_parameters(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Parameters that no axis but pp shards: norms, embeddings, biases of row-parallel layers."""
+    return [p for p in module.parameters() if not placement_of(p).axes - {"pp"}]
+
+
+@torch.no_grad()
+def largest_distance(copies: Sequence[torch.Tensor], axis: hpnb.Axis) -> float:
+    """Distance to the axis's first rank: the largest relative norm on any rank of the world."""
+    first = [t.detach().clone() for t in copies]
+    hpnb.data_parallel.broadcast(first, axis)
+    distance = torch.tensor(relative_distance(copies, first), dtype=torch.float64, device=hpnb.device())
+    torch.distributed.all_reduce(distance, torch.distributed.ReduceOp.MAX)
+    return float(distance)
 
 
 def records() -> list[tuple[MeshSymptoms, str]]:
@@ -135,29 +152,29 @@ def records() -> list[tuple[MeshSymptoms, str]]:
     mesh = Mesh(Layout(dp=2, tp=2))
     full_batch = {**_vit_batch(3), "number": torch.arange(8)}
     symptoms = []
-    for fault in (SWAPPED, NOT_DEALT, RIGHT, NOT_REDUCED):
+    for fault in (SWAPPED, SAME_SAMPLES, CORRECT, NOT_REDUCED):
         dp, tp = (mesh.tp, mesh.dp) if fault == SWAPPED else (mesh.dp, mesh.tp)
-        batch = vit_hybrid.local_rows(full_batch, mesh.dp)
-        if fault == NOT_DEALT:
-            batch = {name: rows[:4] for name, rows in full_batch.items()}
+        batch = local_samples(full_batch, mesh.dp)
+        if fault == SAME_SAMPLES:
+            batch = {name: samples[:4] for name, samples in full_batch.items()}
         numbers = batch.pop("number")
         model: Any = parallelize(vit_tensor.float64_vit(_TINY), tp)
         wrapped = model if fault == NOT_REDUCED else hpnb.DataParallel(model, dp)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses: list[float] = []
-        calls: dict[str, int] = {}
+        collectives: dict[str, int] = {}
         for _ in range(6):
             with hpnb.record.traffic() as counted:
                 loss = wrapped(**batch).loss
                 loss.backward()
-            calls = {name: sum(m.axis == name for m in counted.messages) for name in ("dp", "tp")}
+            collectives = {name: sum(m.axis == name for m in counted.messages) for name in ("dp", "tp")}
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        copies, axes = vit_hybrid.replicated_parameters(model), (mesh.dp, mesh.tp)
-        same = {axis.name: vit_hybrid.replica_distance([numbers.double()], axis) == 0 for axis in axes}
-        distances = {axis.name: vit_hybrid.replica_distance(copies, axis) for axis in axes}
-        symptoms.append((MeshSymptoms(tuple(losses), same, distances, calls), fault))
+        copies, axes = replicated_parameters(model), (mesh.dp, mesh.tp)
+        same = {axis.name: largest_distance([numbers.double()], axis) == 0 for axis in axes}
+        distances = {axis.name: largest_distance(copies, axis) for axis in axes}
+        symptoms.append((MeshSymptoms(tuple(losses), same, distances, collectives), fault))
     return symptoms
 
 
@@ -167,7 +184,7 @@ def _described() -> Iterator[tuple[str, MeshSymptoms, str]]:
         yield f"record {count}, loss {record.losses[0]:.2f} to {record.losses[-1]:.2f}", record, truth
 
 
-diagnose = diagnosis_exercise("04.3", "four healthy curves", 15, _described)
+diagnose = diagnosis_exercise("04.3", "four falling losses", 15, _described)
 
 
 # --- a norm counted once ----------------------------------------------------------------------------
@@ -207,8 +224,8 @@ def _run_norms(norm: Callable[..., Any]) -> dict[str, tuple[float, float, int, f
         booster = hpnb.Booster(plugin=plugin)
         boosted: Any
         boosted, optimizer, *_ = booster.boost(model, optimizer)
-        rows = vit_hybrid.local_rows(batch, plugin.mesh.dp)
-        booster.execute_pipeline(iter([rows]), boosted, None, optimizer)
+        samples = local_samples(batch, plugin.mesh.dp)
+        booster.execute_pipeline(iter([samples]), boosted, None, optimizer)
         parameters = [p for p in boosted.parameters() if p.grad is not None]
         with hpnb.record.traffic() as counted:
             answer = norm(parameters, [plugin.mesh.dp, plugin.mesh.pp, plugin.mesh.tp])
@@ -226,14 +243,14 @@ def global_norm(norm: Callable[..., Any]) -> Iterator[Finding]:
         norms, (right, *_), calls, sizes = zip(*(run[case] for run in runs), strict=True)
         worst = max(norms, key=lambda x: math.inf if math.isnan(x) else abs(x - right))
         off = abs(worst - right) / right
-        text = f"{case}: {worst:.6f}, one process's {right:.6f}, {worst / right:.4f} times"
+        text = f"{case}: {worst:.6f}, one process has {right:.6f}, {worst / right:.4f} times"
         yield Finding(off < EXACT, text)
         most, size = max(calls), max(sizes)
         text = f"{case}: {most} messages of at most {size:g} B a rank; target 3 at most, of a number or so"
         yield Finding(most <= 3 and size <= 64, text)
 
 
-# --- a tensor that changes its shards ---------------------------------------------------------------
+# --- a tensor resharded -----------------------------------------------------------------------------
 
 _RESHARDS = ((12, 4, 2), (10, 3, 4), (7, 2, 7), (9, 3, 3), (25, 4, 3))  # rows, ranks before, ranks after
 Moves = Sequence[tuple[int, ...]]  # (source, target, start, stop)
@@ -244,7 +261,7 @@ def _ranges(rows: int, ranks: int) -> list[range]:
     return [range(sum(sizes[:r]), sum(sizes[: r + 1])) for r in range(ranks)]
 
 
-@exercise("04.5", "other shares of a tensor", 20)
+@exercise("04.5", "reshard a tensor", 20)
 def reshard(answer: Callable[[int, int, int], Any]) -> Iterator[Finding]:
     for rows, old, new in _RESHARDS:
         name, plan = f"{rows} rows, {old} ranks to {new}", answer(rows, old, new)
@@ -270,7 +287,7 @@ def _carry_out(rows: int, old: int, new: int, moves: Moves) -> tuple[str, int, i
     sent = 0
     for source, target, start, stop in moves:
         if not (0 <= source < old and 0 <= target < new):
-            return f"({source}, {target}, {start}, {stop}) names a rank that is not there", 0, 0
+            return f"({source}, {target}, {start}, {stop}) names a rank that does not exist", 0, 0
         if lacking := [i for i in range(start, stop) if i not in held[source]]:
             shard = before[source]
             has = f"it has {shard.start} to {shard.stop}"

@@ -4,7 +4,7 @@ from hpnb.lesson.explorers.activation_memory import kept_by_rank
 from hpnb.lesson.explorers.all_reduce_cost import all_reduce_cost
 from hpnb.lesson.explorers.cluster_layouts import cluster_layouts
 from hpnb.lesson.explorers.layout_choice import layout_choice
-from hpnb.lesson.explorers.layouts_on_hosts import layouts_on_hosts
+from hpnb.lesson.explorers.layouts_on_nodes import layouts_on_nodes
 from hpnb.lesson.explorers.overlapped_backward import overlapped_backward
 from hpnb.lesson.explorers.pipeline_bubble import pipeline_bubble
 from hpnb.lesson.explorers.sharded_step import sharded_step
@@ -16,7 +16,7 @@ __all__ = [
     "cluster_layouts",
     "kept_by_rank",
     "layout_choice",
-    "layouts_on_hosts",
+    "layouts_on_nodes",
     "overlapped_backward",
     "pipeline_bubble",
     "sharded_step",

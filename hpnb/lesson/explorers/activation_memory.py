@@ -33,25 +33,25 @@ KNOBS: Knobs = {
     "vocabulary": Choice((509, 8000, 32000, 50257, 128256, 256000), 50257),
     "ranks": Choice(RANKS, 4),
     "tokens": Choice((512, 1024, 2048, 4096, 8192, 16384), 1024),
-    "between": Choice(("whole", "cut"), "whole"),
+    "between": Choice(("replicated", "sharded"), "replicated"),
     "recomputed": Choice(tuple(RECOMPUTE), "nothing"),
 }
-ANSWER = {"ranks": 5, "between": "cut", "recomputed": "attention", "tokens": 8192}
+ANSWER = {"ranks": 5, "between": "sharded", "recomputed": "attention", "tokens": 8192}
 CHALLENGE = Challenge(
-    f"25 heads, 50,257 words, a row of 8,192 tokens: at most {number(CAP, 'B')} kept, at most 20 % "
-    "computed again, and no rank more than 2 % over an even share.",
+    f"25 heads, a vocabulary of 50,257, a sequence of 8,192 tokens: at most {number(CAP, 'B')} kept, at "
+    "most 20 % recomputed, and no rank more than 2 % over an even share.",
     lambda at: (
         (at["heads"], at["vocabulary"], at["tokens"]) == (25, 50257, 8192)
-        and (at["kept (B)"] <= CAP and at["computed again (%)"] <= 20)
+        and (at["kept (B)"] <= CAP and at["recomputed (%)"] <= 20)
         and at["fullest rank over even"] <= 1.02
     ),
 )
 
 
 def kept_by_rank() -> Explorer:
-    """Notebook 07: 48 blocks and a head of one row, by heads, vocabulary, t, tokens and what is recomputed.
+    """Notebook 07: what 48 blocks and the logits of one sequence keep.
 
-    The published formula, on the first rank, which has the most heads; with heads 64 wide.
+    By the published formula, on the first rank, which has the most heads; heads are 64 wide.
     """
     return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("ranks", "kept (B)")).display()
 
@@ -60,17 +60,15 @@ def _readings(
     heads: int, vocabulary: int, ranks: int, tokens: int, between: str, recomputed: str
 ) -> tuple[dict[str, Any], Draw]:
     if ranks > heads:
-        raise ValueError(f"{heads} heads cannot be dealt out to {ranks} ranks; use at most {heads}")
+        raise ValueError(f"{heads} heads cannot be split over {ranks} ranks; use at most {heads}")
     block, recompute = Block(HEAD_WIDTH * heads, heads, tokens), RECOMPUTE[recomputed]
     parts = _activations(block, vocabulary, ranks, between, recompute)
     kept = sum(parts.values())
     recomputed_flops = recomputed_share(block, recompute) * LAYERS * block.training_flops
     readings = {
         "kept (B)": kept,
-        "of it logits (%)": 100 * parts["logits"] / kept,
-        "computed again (%)": 100
-        * recomputed_flops
-        / model_flops(LAYERS, block.hidden, vocabulary, tokens, 1),
+        "logits, of what is kept (%)": 100 * parts["logits"] / kept,
+        "recomputed (%)": 100 * recomputed_flops / model_flops(LAYERS, block.hidden, vocabulary, tokens, 1),
         "fullest rank over even": block_imbalance(block, ranks),
     }
 
@@ -88,8 +86,8 @@ def _readings(
             reach=6 * CAP,
             chosen=f"{ranks} rank{'s' * (ranks > 1)}",
             text=not fast,
-            title=f"predicted · {LAYERS} blocks of {heads} heads, {vocabulary:,} words, {tokens:,} tokens, "
-            f"{between} between the pairs; computed again: {recomputed}",
+            title=f"predicted · {LAYERS} blocks of {heads} heads, {tokens:,} tokens, {between} between "
+            f"the pairs; recomputed: {recomputed}",
         )
         return figure, (
             f"What a rank keeps of {LAYERS} blocks and the logits, over the number of ranks; with {ranks} "
@@ -103,7 +101,7 @@ def _activations(
     block: Block, vocabulary: int, ranks: int, between: str, recompute: Recompute
 ) -> dict[str, float]:
     """{part: bytes} that the first of `ranks` ranks keeps of all blocks and of the logits."""
-    row = ActivationRow("", ranks > 1, between == "cut", recompute)
+    row = ActivationRow("", ranks > 1, between == "sharded", recompute)
     parts = activation_parts(row, block, ranks, even=False)
     return {
         **{part: LAYERS * nbytes for part, nbytes in parts.items()},

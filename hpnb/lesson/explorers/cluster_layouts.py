@@ -1,4 +1,4 @@
-"""The explorer of notebook 09: a map of layouts of a thousand GPUs, by model, hosts, network and batch."""
+"""The explorer of notebook 09: a map of layouts of a thousand GPUs, by model, nodes, network and batch."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from hpnb.theory.planner import best_by_cut, fastest
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_ETHERNET = "Ethernet 100 Gb, a card a host"
 _MEMORY = 80e9  # bytes of an A100
 
 KNOBS: Knobs = {
     "model": Choice(tuple(cluster_planning.MODELS), "145.6B"),
     "gpus": Choice((64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096), 2048),
-    "host": Choice((4, 8, 16, 32), 8),
-    "network": Choice(tuple(cluster_planning.NETWORKS), _ETHERNET),
+    "node": Choice((4, 8, 16, 32), 8),
+    "network": Choice(tuple(cluster_planning.NETWORKS), cluster_planning.SLOW),
     "batch": Choice((256, 512, 768, 1024, 1536, 2048, 2304, 3072, 4608, 9216), 512),
     "recompute": Choice(("yes", "no"), "yes"),
     "zero": Choice((0, 1), 0),
 }
 ANSWER = {"batch": 2304, "recompute": "no"}
 CHALLENGE = Challenge(
-    "145.6B on 2,048 GPUs in hosts of 8 with one Ethernet card each, at most 2,304 rows a step: it "
-    "fits, with a FLOP utilisation of 35 % or more.",
+    "145.6B on 2,048 GPUs in nodes of 8 with one Ethernet NIC each, at most 2,304 samples a step: it "
+    "fits, and model FLOPs use 35 % of the peak or more.",
     lambda at: (
-        (at["model"], at["gpus"], at["host"], at["network"]) == ("145.6B", 2048, 8, _ETHERNET)
-        and (at["batch"] <= 2304 and at["memory (B)"] <= _MEMORY and at["FLOP utilisation (%)"] >= 35)
+        (at["model"], at["gpus"], at["node"], at["network"]) == ("145.6B", 2048, 8, cluster_planning.SLOW)
+        and (at["batch"] <= 2304 and at["memory (B)"] <= _MEMORY and at["MFU (%)"] >= 35)
     ),
 )
 
@@ -41,19 +40,19 @@ CHALLENGE = Challenge(
 def cluster_layouts() -> Explorer:
     """Notebook 09: seconds of a step over tp and pp for a published model on A100s; the fastest that fits.
 
-    Utilisation counts the FLOPs of one forward and one backward, without what is recomputed.
+    MFU counts the FLOPs of one forward and one backward, without what is recomputed.
     """
-    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("batch", "FLOP utilisation (%)")).display()
+    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("batch", "MFU (%)")).display()
 
 
 def _readings(
-    model: str, gpus: int, host: int, network: str, batch: int, recompute: str, zero: int
+    model: str, gpus: int, node: int, network: str, batch: int, recompute: str, zero: int
 ) -> tuple[dict[str, Any], Draw]:
     run = replace(cluster_planning.MODELS[model], batch=batch, recompute=recompute == "yes")
-    cluster = cluster_planning.cluster(gpus, network, host, _MEMORY)
+    cluster = cluster_planning.cluster(gpus, network, node, _MEMORY)
     plans = best_by_cut(run, cluster, zero)
     if not plans:
-        raise ValueError(f"{batch} rows and {gpus} GPUs: no layout of {model} can be run")
+        raise ValueError(f"{batch} samples and {gpus} GPUs: no layout of {model} can be run")
     best = fastest(run, cluster, plans.values())
     parts, memory = cluster_parts(run, cluster, best), cluster_memory(run, best)
     step = sum(parts.values())
@@ -63,7 +62,7 @@ def _readings(
         "step (s)": step,
         **{f"{part} (%)": 100 * parts[part] / step for part in ("tp", "bubble", "pp", "dp")},
         "memory (B)": memory,
-        "FLOP utilisation (%)": 100 * useful_flops / step / gpus / cluster.peak,
+        "MFU (%)": 100 * useful_flops / step / gpus / cluster.peak,
     }
 
     def draw(fast: bool) -> tuple[Figure, str]:
@@ -74,7 +73,7 @@ def _readings(
             for cut, plan in plans.items()
         }
         figure = plan_at_scale.layout_map(
-            steps, host, title=f"predicted · seconds: {model}, {gpus:,} A100s, {network}", text=not fast
+            steps, node, title=f"predicted · seconds: {model}, {gpus:,} A100s, {network}", text=not fast
         )
         which = "the fastest that fits" if memory <= _MEMORY else "nothing fits, the fastest"
         alt = f"A map over tp and pp of {len(plans)} layouts; {which} is {best}, {number(step, 's')} a step."

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
 from hpnb.lesson.explorers.knobs import Choice, Knobs, Slider
-from hpnb.lesson.programs.layout_tasks import HOST, RATE, gpt2_xl_task
+from hpnb.lesson.programs.layout_tasks import NODE, RATE, gpt2_xl_task
 from hpnb.lesson.tables import number
 from hpnb.mesh import ParallelLayout
 from hpnb.theory import layout_memory, layout_parts, task_layouts
@@ -15,7 +15,7 @@ from hpnb.theory import layout_memory, layout_parts, task_layouts
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ROWS, BETWEEN = 128, "Ethernet 100 Gb"
+SAMPLES, BETWEEN = 128, "Ethernet 100 Gb"
 MAX_RANKS = 128
 _SIZES = (1, 2, 4, 8, 16)
 
@@ -29,7 +29,7 @@ KNOBS: Knobs = {
 }
 ANSWER = {"dp": 4, "pp": 2, "tp": 4, "microbatches": 4, "zero": 1, "cap": 16}
 CHALLENGE = Challenge(
-    "32 ranks or more, devices of 16 GB: it fits, with a FLOP utilisation of 45 % or more.",
+    "32 ranks or more, GPUs of 16 GB: it fits, with a FLOP utilisation of 45 % or more.",
     lambda at: (
         (at["dp"] * at["pp"] * at["tp"] >= 32 and at["cap"] <= 16)
         and (at["memory (B)"] <= at["cap"] * 1e9 and at["FLOP utilisation (%)"] >= 45)
@@ -38,14 +38,14 @@ CHALLENGE = Challenge(
 
 
 def layout_choice() -> Explorer:
-    """Notebook 08: choose a layout of GPT-2 XL by dp, pp, tp, microbatches, ZeRO and a device's memory."""
+    """Notebook 08: choose a layout of GPT-2 XL by dp, pp, tp, microbatches, ZeRO and a GPU's memory."""
     return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("microbatches", "bubble (%)")).display()
 
 
 @lru_cache(maxsize=64)
 def _other_layouts(ranks: int) -> dict[str, tuple[float, float]]:
-    """{layout: (bytes, tokens/s)} of all layouts with ZeRO stages 0 and 1, microbatches of two rows."""
-    task = gpt2_xl_task(ROWS, BETWEEN)
+    """{layout: (bytes, tokens/s)} of all layouts with ZeRO stages 0 and 1, microbatches of two samples."""
+    task = gpt2_xl_task(SAMPLES, BETWEEN)
     return {
         str(plan): (layout_memory(task, plan), task.tokens / sum(layout_parts(task, plan).values()))
         for plan in task_layouts(task, ranks, 2, (0, 1))
@@ -56,7 +56,7 @@ def _readings(
     dp: int, pp: int, tp: int, microbatches: int, zero: int, cap: float
 ) -> tuple[dict[str, Any], Draw]:
     plan = ParallelLayout(dp, pp, tp, microbatches if pp > 1 else 1, zero)
-    task, ranks = gpt2_xl_task(ROWS, BETWEEN), plan.world_size
+    task, ranks = gpt2_xl_task(SAMPLES, BETWEEN), plan.world_size
     if not 2 <= ranks <= MAX_RANKS:
         raise ValueError(f"{ranks} ranks; use 2 to {MAX_RANKS}")
     if (why := task.refusal(plan)) is not None:
@@ -78,7 +78,7 @@ def _readings(
             {**_other_layouts(ranks), name: (memory, task.tokens / step)},
             chosen={name: "" if memory <= cap * 1e9 else "does not fit"},
             capacity=cap * 1e9,
-            title=f"predicted · GPT-2 XL on {ranks} ranks in hosts of {HOST}: layouts to choose from",
+            title=f"predicted · GPT-2 XL on {ranks} ranks on nodes of {NODE}: layouts to choose from",
             text=not fast,
             labels=("predicted", ""),
         )

@@ -7,6 +7,7 @@ other knobs as they open and once as the answer has them.
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from hpnb.lesson.explorers.knobs import Choice
 
 MOST_STOPS = 24
-_SCALE, _HEADING = 1.6, 0.3  # device pixels a CSS pixel, as plot.png has it; inches
+_SCALE, _HEADING = 1.6, 0.3  # device pixels a CSS pixel, as plot.png has it; inches a line
+_COLUMNS = 70  # of a heading
 
 
 def stack(pictures: Sequence[tuple[str, Figure]]) -> Figure:
@@ -34,11 +36,13 @@ def stack(pictures: Sequence[tuple[str, Figure]]) -> Figure:
     from hpnb.plot.grammar import CARD, INK
 
     sizes = [figure.get_size_inches() for _, figure in pictures]
-    total = sum(tall + _HEADING for _, tall in sizes)
+    headings = [textwrap.wrap(heading, _COLUMNS) for heading, _ in pictures]
+    total = sum(tall for _, tall in sizes) + _HEADING * sum(map(len, headings))
     whole = Figure(figsize=(WIDTH, total), dpi=DPI, facecolor=CARD)
     y = total
-    for (heading, figure), (wide, tall) in zip(pictures, sizes, strict=True):
-        y -= _HEADING
+    for (_, figure), lines, (wide, tall) in zip(pictures, headings, sizes, strict=True):
+        y -= _HEADING * len(lines)
+        heading = "\n".join(lines)
         whole.text(0.15 / WIDTH, (y + 0.08) / total, heading, size=TEXT + 1, weight="bold", color=INK)
         y -= tall
         ax = whole.add_axes((0.0, y / total, wide / WIDTH, tall / total))
@@ -57,6 +61,7 @@ def trade_off(
 ) -> Figure:
     """`reading` over the stops of a knob, a curve for each of the `settings` of the others."""
     from hpnb.plot.curves import CurvePanel, Series, curves, looks
+    from hpnb.plot.units import byte_count
 
     slider = isinstance(control, Slider)
     stops = list(control.stops if isinstance(control, Slider) else control.options)
@@ -77,6 +82,9 @@ def trade_off(
     log = "x" if isinstance(control, Slider) and control.log else ""
     panel = CurvePanel(series, ylabel=words, xlabel=knob.replace("_", " "), log=log, height=1.7)  # type: ignore[arg-type]
     figure = curves([panel], title=f"{label} over {knob.replace('_', ' ')}")
+    if unit == "B":
+        figure.axes[0].set_ylabel("")  # the title says it
+        figure.axes[0].yaxis.set_major_formatter(lambda value, _: byte_count(value))
     if not slider:
         figure.axes[0].set_xticks(range(len(stops)), [str(stop) for stop in stops])
     return figure

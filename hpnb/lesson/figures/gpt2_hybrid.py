@@ -160,7 +160,9 @@ def _name_points(
         weight = "bold" if name in picks else "normal"
         length = 72 * text_inches(words, SMALL, weight)
         x, y = in_points(points[name])
-        for dx, dy in ((dx, dy) for dy in (5, -13, 17, -25, 29, -37) for dx in (7, -7 - length)):
+        for dx, dy in (
+            (dx, dy) for dy in (5, -13, 17, -25, 29, -37, 41, -49, 53, -61) for dx in (7, -7 - length)
+        ):
             box = (x + dx, y + dy, x + dx + length, y + dy + 10)
             inside = box[0] > 0 and box[2] < wide + 10 and box[1] > 0 and box[3] < tall + 4
             if inside and not any(_overlap(box, other) for other in taken):

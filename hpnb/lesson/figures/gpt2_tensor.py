@@ -1,7 +1,8 @@
-"""Notebook 07: parts of what ranks compute and keep, bytes of a loss, and which rank drops what."""
+"""Notebook 07: parts of what a rank keeps, bytes of a loss, and which rank drops what."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from hpnb.plot.canvas import SMALL, TEXT, Key, new_figure, text_inches
 from hpnb.plot.curves import CurvePanel, Series, curves, log_ticks, looks, note, rule
 from hpnb.plot.grammar import ALARM, CARD, INK, RULE, SOFT, OpStyle
 from hpnb.plot.units import byte_count
+from hpnb.theory import gathered_logits_bytes, sharded_loss_bytes
 
 PARTS = (
     OpStyle("#44539A", "", ""),
@@ -24,6 +26,7 @@ PARTS = (
     OpStyle("#CC6677", "\\\\", ""),
     OpStyle("#BBBBBB", "xx", ""),
 )  # none is an operation's
+MARKS = {"GPT-2": 50_257, "Llama 3": 128_256}  # vocabularies
 
 
 def stacked(
@@ -71,35 +74,32 @@ def stacked(
     return fig
 
 
-def vocabulary_bytes(
-    sizes: Sequence[int],
-    predicted: Mapping[str, Sequence[float]],
-    counted: Mapping[str, Mapping[int, float]],
-    marks: Mapping[str, int] | None = None,
-    title: str | None = None,
-    caption: str = "",
-) -> Figure:
-    """Bytes that a loss sends over the vocabulary size: gathered logits, or three numbers a token.
+def loss_bytes(counted: Mapping[int, Sequence[float]], ranks: int, title: str | None = None) -> Figure:
+    """Bytes that a loss sends per token over the vocabulary size: gathered logits, or three reductions.
 
     Args:
-        sizes: of the vocabulary, where `predicted` is drawn.
-        predicted: {way: bytes at each of `sizes`}, lines.
-        counted: {way: {vocabulary size: bytes}}, of the same ways, dots.
-        marks: {name: vocabulary size}.
+        counted: {vocabulary size: (bytes of gathering, bytes of reducing, ...)}, dots; lines are predicted.
     """
+    sizes = [
+        round(min(counted) * 2 ** (k / 2))
+        for k in range(2 * math.ceil(math.log2(max(counted) / min(counted))) + 2)
+    ]
+    predicted = {
+        "gather the logits": [gathered_logits_bytes(1, size, ranks) for size in sizes],
+        "three reductions": [sharded_loss_bytes(1, ranks)] * len(sizes),
+    }
     look = looks(predicted)
     series = [Series(way, sizes, values, look[way]) for way, values in predicted.items()]
-    series += [
-        Series(way, [*at], [*at.values()], look[way], "dots", f"{way}, counted")
-        for way, at in counted.items()
-    ]
+    for k, way in enumerate(predicted):
+        dots = [row[k] for row in counted.values()]
+        series.append(Series(way, [*counted], dots, look[way], "dots", f"{way}, counted"))
     keys = [Key(OpStyle(INK, "", "counted"), "dot")]
     panel = CurvePanel(series, "bytes a token that leave a rank", "xy", xlabel="vocabulary size")
-    fig = curves([panel], title=title or "", more_keys=keys, caption=caption, left=0.85, head=0.3)
+    fig = curves([panel], title=title or "", more_keys=keys, left=0.85, head=0.3)
     (ax,) = fig.axes
     values = [value for way in predicted.values() for value in way]
-    ax.set(xlim=(min(sizes) / 1.2, max(sizes) * 1.2), ylim=(min(values) / 3, max(values) * 2))
-    for name, size in (marks or {}).items():
+    ax.set(xlim=(sizes[0] / 1.2, sizes[-1] * 1.2), ylim=(min(values) / 3, max(values) * 2))
+    for name, size in MARKS.items():
         rule(ax, size, "vocabulary", width=1.0)
         note(ax, name, size, 1, (0, 3), "center")
     log_ticks(ax.xaxis, lambda x: f"{x:,.0f}")
@@ -189,6 +189,8 @@ def dropped(
                     place, (0, 1), (0, 16), "axes fraction", "offset points", size=TEXT, color=INK
                 )
             _judge(three[2], pair)
+    said = [f"{name}: {', '.join(map(_verdict, pairs))}" for name, pairs in runs.items()]
+    fig.set_label("XOR of " + " and ".join(places) + ". " + "; ".join(said))
     return fig
 
 
@@ -201,10 +203,13 @@ def _bitmap(ax: Axes, values: NDArray[np.generic], colors: Sequence[str]) -> Non
         spine.set(visible=True, color=RULE, linewidth=0.8)
 
 
+def _verdict(pair: MaskPair) -> str:
+    return f"{100 * pair.differ:.0f} % differ" if pair.differ else "equal"
+
+
 def _judge(ax: Axes, pair: MaskPair) -> None:
     """How many differ, beneath the XOR; a frame where that is wrong."""
-    words = f"{100 * pair.differ:.0f} % differ" if pair.differ else "equal"
-    ax.set_xlabel(words, size=SMALL, color=INK if pair.right else ALARM, labelpad=2)
+    ax.set_xlabel(_verdict(pair), size=SMALL, color=INK if pair.right else ALARM, labelpad=2)
     if not pair.right:
         ax.xaxis.label.set_fontweight("bold")
         for spine in ax.spines.values():

@@ -13,14 +13,11 @@ from hpnb.plot.curves import CurvePanel, Look, Series, count, curves, log_ticks,
 from hpnb.plot.grammar import ALARM, CARD, INK, RULE, SERIES, SOFT, OpStyle, ink_on, mix
 from hpnb.plot.units import number
 
+_BAND, _UNIT = 0.1, "TFLOP/s per GPU"
+
 
 def calibration(
-    points: Mapping[str, tuple[float, float]],
-    fitted: str,
-    band: float = 0.1,
-    unit: str = "TFLOP/s a GPU",
-    title: str | None = None,
-    caption: str = "",
+    points: Mapping[str, tuple[float, float]], fitted: str, title: str = "published and predicted"
 ) -> Figure:
     """Published speeds beside predicted ones: on the diagonal a prediction is right, in the band nearly so.
 
@@ -36,25 +33,24 @@ def calibration(
     if fitted not in points:
         raise ValueError(f"{fitted!r} is no point; there are {', '.join(points)}")
     look = Look(SERIES[0][0])
-    blind = [pair for name, pair in points.items() if name != fitted]
-    within = sum(abs(predicted / published - 1) <= band for published, predicted in blind)
+    others = [pair for name, pair in points.items() if name != fitted]
+    within = sum(abs(predicted / published - 1) <= _BAND for published, predicted in others)
     series = [
-        Series("fitted" if name == fitted else "predicted blind", [published], [predicted], look,
+        Series("fitted" if name == fitted else "predicted", [published], [predicted], look,
                "hollow" if name == fitted else "dots", name)
         for name, (published, predicted) in points.items()
     ]  # fmt: skip
-    keys = [Key(OpStyle(look.color, "", "predicted blind"), "dot"),
+    keys = [Key(OpStyle(look.color, "", "predicted"), "dot"),
             Key(OpStyle(look.color, "", "fitted"), "hollow"),
-            Key(OpStyle(RULE, "", f"within {100 * band:.0f} %"), "flat")]  # fmt: skip
-    heading = title if title is not None else "published and predicted"
-    words = f"{within} of {len(blind)} blind ones within {100 * band:.0f} %"
-    panel = CurvePanel(series, f"predicted, {unit}", height=3.0, title=words, xlabel=f"published, {unit}")
-    fig = curves([panel], title=heading, keys=keys, caption=caption, right=1.7, left=0.75)
+            Key(OpStyle(RULE, "", f"within {100 * _BAND:.0f} %"), "flat")]  # fmt: skip
+    words = f"{within} of {len(others)} that were not fitted are within {100 * _BAND:.0f} %"
+    panel = CurvePanel(series, f"predicted, {_UNIT}", height=3.0, title=words, xlabel=f"published, {_UNIT}")
+    fig = curves([panel], title=title, keys=keys, right=1.7, left=0.75)
     (ax,) = fig.axes
     low = 0.9 * min(min(pair) for pair in points.values())
     high = 1.08 * max(max(pair) for pair in points.values())
     line = np.array([low, high])
-    ax.fill_between(line, line * (1 - band), line * (1 + band), color=RULE, zorder=1).set_label("band")
+    ax.fill_between(line, line * (1 - _BAND), line * (1 + _BAND), color=RULE, zorder=1).set_label("band")
     ax.plot(line, line, color=SOFT, linewidth=1.0, zorder=2)
     ax.grid(False)
     # Names stand in a column at the right, in the order of their heights, so that none covers another.
@@ -79,8 +75,7 @@ def goodput(
     below: Mapping[str, Curve],
     simulated: Mapping[str, Curve],
     marks: Mapping[str, float],
-    title: str | None = None,
-    caption: str = "",
+    title: str = "what failures leave of the time",
 ) -> Figure:
     """How much of a run's time trains it: over the number of GPUs, and over the seconds between saves.
 
@@ -104,15 +99,14 @@ def goodput(
         ]
 
     keys = [Key(OpStyle(SOFT, "", "dots: simulated failure by failure"), "words")]
-    heading = title if title is not None else "what failures leave of the time"
     say = "training, % of time"
     panels = [
-        CurvePanel(series(above), say, "x", 1.6, "saving as often as is best", "GPUs"),
+        CurvePanel(series(above), say, "x", 1.6, "saving as often as is best, predicted", "GPUs"),
         CurvePanel(series(below) + series(simulated, "simulated: "), say, "x", 1.6,
-                   "saving more and less often",
-                   "seconds of training between saves; dotted: the square root's choice"),
+                   "saving more and less often, predicted and simulated",
+                   "seconds of training between saves; dotted: sqrt(2 D M)"),
     ]  # fmt: skip
-    fig = curves(panels, title=heading, more_keys=keys, caption=caption, gap=0.75)
+    fig = curves(panels, title=title, more_keys=keys, gap=0.75)
     for ax in fig.axes:
         ax.set_ylim(0, 100)
         log_ticks(ax.xaxis, count)
@@ -129,31 +123,21 @@ _WORST = 2.0  # times the best: whatever is slower has the darkest colour
 _ROW = 0.26  # inches
 
 
-def layout_map(
-    cells: Cells,
-    host: int,
-    also: Mapping[str, tuple[int, int]] | None = None,
-    title: str | None = None,
-    caption: str = "",
-    text: bool = True,
-) -> Figure:
+def layout_map(cells: Cells, node: int, title: str = "seconds of a step", text: bool = True) -> Figure:
     """A map of layouts: stages upwards, tp to the right, a step's time in each cell.
 
     A cell is the darker, the longer its step takes than the fastest that fits, which has a ring. Hatched
-    cells do not fit in memory. At the dashed line a host ends: right of it tp's rings go from host to host.
+    cells do not fit in memory. At the dashed line a node ends: right of it tp's rings go from node to node.
 
     Args:
-        host: ranks of a host.
-        also: {name: (pp, tp)} of cells to ring besides the fastest.
+        node: ranks of a node.
         text: False leaves the numbers out, for a redraw that must be quick.
 
     Raises:
-        ValueError: no cells, or none at a place of `also`.
+        ValueError: no cells.
     """
     if not cells:
         raise ValueError("a map of no layouts: nothing can be run")
-    if missing := [name for name, at in (also or {}).items() if at not in cells]:
-        raise ValueError(f"{missing[0]} is at pp x tp {(also or {})[missing[0]]}, where no layout can be run")
     stages, widths = (sorted({at[i] for at in cells}) for i in (0, 1))
     fitting = {at: seconds for at, (seconds, fits) in cells.items() if fits}
     best = min(fitting, key=lambda at: fitting[at]) if fitting else None
@@ -162,12 +146,9 @@ def layout_map(
         Key(OpStyle(_FAST, "", "the fastest"), "flat"),
         Key(OpStyle(_SLOW, "", f"{_WORST:g} times as long, or more"), "flat"),
         Key(OpStyle(SOFT, "////", "out of memory"), "hatch"),
-        Key(OpStyle(ALARM, "", f"a host of {host} ends", "", "--"), "line"),
+        Key(OpStyle(ALARM, "", f"a node of {node} ends", "", "--"), "line"),
     ]
-    heading = title if title is not None else "seconds of a step"
-    fig, (ax,) = new_figure(
-        [_ROW * max(4, len(stages))], title=heading, legend=keys, caption=caption, head=0.16, left=0.8
-    )
+    fig, (ax,) = new_figure([_ROW * max(4, len(stages))], title=title, legend=keys, head=0.16, left=0.8)
     places = [(widths.index(t), stages.index(p), 1.0, 1.0) for p, t in cells]
     slowness = [(seconds / least - 1) / (_WORST - 1) for seconds, _ in cells.values()]
     colors = [mix(_FAST, _SLOW, min(1.0, max(0.0, slow))) for slow in slowness]
@@ -181,17 +162,19 @@ def layout_map(
             box = None if fits else {"facecolor": color, "edgecolor": "none", "pad": 0.8}
             ax.text(x + 0.5, y + 0.47, number(seconds), size=SMALL, color=ink_on(color), ha="center",
                     va="center", zorder=4, bbox=box, weight="bold" if at == best else "normal")  # fmt: skip
-    rings = ({f"fastest that fits, {number(least)} s": best} if best else {}) | dict(also or {})
-    for i, (name, (p, t)) in enumerate(rings.items()):
-        color, line = (ALARM, (0, (2, 1))) if i or not best else (INK, "-")
-        ax.add_patch(Rectangle((widths.index(t), stages.index(p)), 1, 1, fill=False, edgecolor=color,
-                               linewidth=2.4, zorder=5, linestyle=line, label=name))  # fmt: skip
-    border = sum(t <= host for t in widths)
-    ax.axvline(border, color=ALARM, linestyle="--", linewidth=1.6, zorder=3, label="a host ends")
+    border = sum(t <= node for t in widths)
+    ax.axvline(border, color=ALARM, linestyle="--", linewidth=1.6, zorder=3, label="a node ends")
     ax.set(xlim=(0, len(widths)), ylim=(0, len(stages)), facecolor=CARD)
     ax.set_xticks([i + 0.5 for i in range(len(widths))], [str(t) for t in widths], size=TEXT)
     ax.set_yticks([i + 0.5 for i in range(len(stages))], [str(p) for p in stages], size=TEXT)
     ax.tick_params(length=0)
     ax.set_xlabel("tp, ranks that share a layer")
     ax.set_ylabel("pp, stages")
+    beyond = min((seconds for (_, t), seconds in fitting.items() if t > node), default=None)
+    if best:
+        p, t = best
+        ax.add_patch(Rectangle((widths.index(t), stages.index(p)), 1, 1, fill=False, edgecolor=INK,
+                               linewidth=2.4, zorder=5, label="fastest that fits"))  # fmt: skip
+        words = f"the fastest that fits is pp {best[0]} x tp {best[1]}, {number(least)} s"
+        fig.set_label(words + (f", and beyond the node {number(beyond)} s" if beyond else ""))
     return fig

@@ -1,4 +1,4 @@
-"""Notebook 04: who sends to whom across hosts, and what a slower link does to each axis."""
+"""Notebook 04: who sends to whom across nodes, and what a slower link does to each axis."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hpnb.plot.curves import CurvePanel, Look, Series, curves, set_ticks
 from hpnb.plot.grammar import AXIS, CARD, INK, SOFT, STYLE, OpStyle, axis_style, ink_on, mix
 from hpnb.plot.units import byte_count, number, time_unit
 
-Flows = Mapping[tuple[int, int], Mapping[str, float]]
+RankTraffic = Mapping[tuple[int, int], Mapping[str, float]]
 """{(sender, receiver): {axis: bytes}}"""
-BETWEEN = OpStyle("#E4E8ED", "", "between hosts")
+BETWEEN = OpStyle("#E4E8ED", "", "between nodes")
 PARTS: dict[str, OpStyle] = {
     "compute": STYLE["compute"],
-    "tp": OpStyle(AXIS["tp"].color, "..", "tp, in line"),
+    "tp": OpStyle(AXIS["tp"].color, "..", "tp, exposed"),
     "bubble": OpStyle(mix(STYLE["idle"].color, STYLE["compute"].color, 0.12), "///", "bubble"),
-    "pp": OpStyle(AXIS["pp"].color, "\\\\", "pp, hops"),
+    "pp": OpStyle(AXIS["pp"].color, "\\\\", "pp, exposed"),
     "dp": OpStyle(AXIS["dp"].color, "xx", "dp, exposed"),
 }
 MOST_WITH_WORDS = 10  # ranks: in smaller squares nothing can be read
@@ -31,40 +31,40 @@ _CONTROL = 1024.0  # bytes: smaller messages count, and are drawn as palest
 
 
 def atlas(
-    panels: Mapping[str, Flows],
-    host: int,
+    panels: Mapping[str, RankTraffic],
+    node: int,
     parts: Mapping[str, float] | None = None,
     title: str | None = None,
     *,
     text: bool = True,
 ) -> Figure:
-    """A square of senders (rows) and receivers (columns) for each panel, all in one scale of bytes.
+    """A square of senders (down) and receivers (across) for each panel, all in one scale of bytes.
 
     A square has the colour of the axis along which its bytes go: two ranks that are neighbours along an axis
     differ in that coordinate alone. It is the darker, the more bytes it stands for, in logarithms. Blocks on
-    the diagonal stay on a host; everything else crosses a border.
+    the diagonal stay on a node; everything else is sent between nodes.
 
     Args:
         panels: {words above: what was sent}; one to three.
-        host: consecutive ranks of each host.
+        node: consecutive ranks of each node.
         parts: seconds of a step, of some of PARTS; drawn as one bar beneath.
         text: write into squares which axis they are.
 
     Raises:
-        ValueError: no panel or more than three, nothing sent, a host of no ranks, or an unknown part.
+        ValueError: no panel or more than three, nothing sent, a node of no ranks, or an unknown part.
     """
     if not 1 <= len(panels) <= 3 or not all(panels.values()):
         raise ValueError(f"an atlas has one to three panels of bytes that were sent, not {len(panels)}")
-    if host < 1:
-        raise ValueError(f"host={host} is no count of ranks; use 8 for hosts with 8 devices")
+    if node < 1:
+        raise ValueError(f"node={node} is no count of ranks; use 8 for nodes with 8 GPUs")
     if strange := [name for name in parts or {} if name not in PARTS]:
         raise ValueError(f"a step has no part {strange[0]!r}; there are {', '.join(PARTS)}")
-    sizes = {name: 1 + max(max(pair) for pair in flows) for name, flows in panels.items()}
-    amounts = [sum(by.values()) for flows in panels.values() for by in flows.values()]
+    sizes = {name: 1 + max(max(pair) for pair in traffic) for name, traffic in panels.items()}
+    amounts = [sum(by.values()) for traffic in panels.values() for by in traffic.values()]
     low, high = math.log(max(min(amounts), _CONTROL)), math.log(max(*amounts, 2 * _CONTROL))
-    used = [axis for axis in AXES if any(axis in by for flows in panels.values() for by in flows.values())]
+    used = [axis for axis in AXES if any(axis in by for panel in panels.values() for by in panel.values())]
     keys = [Key(OpStyle(AXIS[axis].color, "", axis)) for axis in used]
-    keys += [Key(BETWEEN), Key(OpStyle(INK, "", "border of a host"), "line")]
+    keys += [Key(BETWEEN), Key(OpStyle(INK, "", "border of a node"), "line")]
     least, most = byte_count(math.exp(low)), byte_count(math.exp(high))
     keys.append(Key(OpStyle(SOFT, "", f"pale {least} or less, full {most}"), "words"))
     columns, between = len(panels), 0.42
@@ -74,23 +74,26 @@ def atlas(
         [side], title=title if title is not None else "who sends to whom", legend=keys, columns=columns,
         left=0.55, right=right, bottom=0.62 if parts is None else 1.3, head=0.32, between=between,
     )  # fmt: skip
-    for ax, (name, flows) in zip(axes, panels.items(), strict=True):
-        _squares(ax, flows, low, high, text and sizes[name] <= MOST_WITH_WORDS)
-        _frame(ax, sizes[name], host, 16 if columns == 1 else 8)
+    words = []
+    for ax, (name, traffic) in zip(axes, panels.items(), strict=True):
+        _squares(ax, traffic, low, high, text and sizes[name] <= MOST_WITH_WORDS)
+        _frame(ax, sizes[name], node, 16 if columns == 1 else 8)
         ax.annotate(name, (0, 1), (0, 5), "axes fraction", "offset points", size=SMALL + 0.5, color=INK)
-        total = sum(sum(by.values()) for by in flows.values())
-        crossing = sum(sum(by.values()) for (a, b), by in flows.items() if a // host != b // host)
-        ax.set_xlabel(f"receiver\n{byte_count(crossing)} of {byte_count(total)} cross", size=SMALL + 0.5)
+        crossing = sum(sum(by.values()) for (a, b), by in traffic.items() if a // node != b // node)
+        summary = f"{byte_count(crossing)} between nodes"
+        ax.set_xlabel(f"receiver\n{summary}", size=SMALL + 0.5)
+        words.append(f"{name}: {summary}")
     axes[0].set_ylabel("sender", size=SMALL + 0.5)
+    fig.set_label("; ".join(words))  # for the alt text
     if parts is not None:
         _step_bar(fig, parts)
     return fig
 
 
-def _squares(ax: Axes, flows: Flows, low: float, high: float, words: bool) -> None:
+def _squares(ax: Axes, traffic: RankTraffic, low: float, high: float, words: bool) -> None:
     at: list[Box] = []
     colors = []
-    for (sender, receiver), by in flows.items():
+    for (sender, receiver), by in traffic.items():
         axis, nbytes = max(by, key=lambda name: by[name]), sum(by.values())
         depth = _PALEST + (1 - _PALEST) * (math.log(max(nbytes, math.exp(low))) - low) / (high - low or 1)
         at.append((receiver, sender, 1, 1))
@@ -101,14 +104,14 @@ def _squares(ax: Axes, flows: Flows, low: float, high: float, words: bool) -> No
     boxes(ax, at, OpStyle(SOFT, "", "bytes"), name="bytes", colors=colors, zorder=3, outline=False)
 
 
-def _frame(ax: Axes, ranks: int, host: int, most: int) -> None:
-    """The ground between hosts, the borders of hosts, and numbers of ranks, `most` at most."""
+def _frame(ax: Axes, ranks: int, node: int, most: int) -> None:
+    """The ground between nodes, the borders of nodes, and numbers of ranks, `most` at most."""
     ax.set(xlim=(0, ranks), ylim=(ranks, 0), facecolor=BETWEEN.color)
     ax.patch.set_visible(True)
-    firsts = range(0, ranks, host)
-    hosts: list[Box] = [(f, f, min(host, ranks - f), min(host, ranks - f)) for f in firsts]
+    firsts = range(0, ranks, node)
+    nodes: list[Box] = [(f, f, min(node, ranks - f), min(node, ranks - f)) for f in firsts]
     borders = [line for f in (*firsts, ranks) for line in ([(f, 0), (f, ranks)], [(0, f), (ranks, f)])]
-    boxes(ax, hosts, OpStyle(CARD, "", "host"), name="hosts", zorder=1, outline=False)
+    boxes(ax, nodes, OpStyle(CARD, "", "node"), name="nodes", zorder=1, outline=False)
     ax.add_collection(LineCollection(borders, colors=INK, linewidths=1.4, zorder=4, clip_on=False))
     shown = range(0, ranks, max(1, -(-ranks // most)))
     for axis in (ax.xaxis, ax.yaxis):
@@ -138,7 +141,7 @@ def _step_bar(fig: Figure, parts: Mapping[str, float]) -> None:
 def slower_link(
     slower: Sequence[float],
     steps: Mapping[str, Sequence[float]],
-    measured: Mapping[str, float] | None = None,
+    measured: Mapping[str, float],
     title: str | None = None,
 ) -> Figure:
     """A step of each axis over how many times slower the link is, both logarithmic.
@@ -148,16 +151,15 @@ def slower_link(
         steps: {axis: simulated seconds, one for each of `slower`}.
         measured: {axis: seconds} of the steps as they ran, at 1.
     """
-    values = [v for axis in steps.values() for v in axis] + list((measured or {}).values())
+    values = [v for axis in steps.values() for v in axis] + list(measured.values())
     scale, unit = time_unit(max(values, default=1.0))
     series = []
     for axis, seconds in steps.items():
         look = Look(axis_style(axis).color, "o", axis_style(axis).line)
         series.append(Series(axis, slower, [s / scale for s in seconds], look))
-        if measured and axis in measured:
-            dot = [measured[axis] / scale]
-            series.append(Series(axis, slower[:1], dot, look, "dots", f"{axis} as it ran"))
-    keys = [Key(OpStyle(SOFT, "", "as it ran"), "dot")] if measured else []
+        dot = [measured[axis] / scale]
+        series.append(Series(axis, slower[:1], dot, look, "dots", f"{axis} measured"))
+    keys = [Key(OpStyle(SOFT, "", "measured"), "dot")]
     heading = title if title is not None else "a step on a slower link"
     panel = CurvePanel(series, f"step ({unit})", "xy", 2.5, xlabel="bandwidth of the link between ranks")
     right = 0.35 + text_inches(f"tp  {number(slower[-1])}x")

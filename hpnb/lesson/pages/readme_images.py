@@ -15,7 +15,7 @@ import nbformat
 
 # image -> (notebook, how the figure's alt text begins)
 IMAGES = {
-    "cliff_at_the_host.png": ("09_plan_at_scale", "Ethernet 100 Gb, a card a host"),
+    "cliff_at_the_host.png": ("09_plan_at_scale", "Ethernet 100 Gb, one NIC per node"),
 }
 
 

@@ -61,7 +61,11 @@ class Outcome:
     @property
     def regret(self) -> float | None:
         """0 for a guess come true, 0.3 for one that is 30 % off, too high or too low."""
-        ratio = self.guess_ratio
+        return self.regret_of(self.guess)
+
+    def regret_of(self, value: Answer) -> float | None:
+        """The same of any answer, such as the rule of thumb."""
+        ratio = self._over(value)
         if ratio is None or ratio < 0:
             return None
         return max(ratio, 1 / ratio) - 1 if ratio else math.inf

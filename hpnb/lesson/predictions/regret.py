@@ -1,91 +1,80 @@
-"""The reader's guesses of all notebooks, added up: what they would have cost.
+"""All questions of the series, added up: what the rule of thumb, the prediction and the reader's guess cost.
 
 A number that is 30 % off has a regret of 30 %, too high or too low; a ranking's regret is what its first
-choice costs over the least. A missing guess has no regret, and is counted apart. Guesses that were made after
-the answer had been shown are marked, and not added up.
+choice costs over the least. A missing answer has no regret, and is counted apart. A guess that was made after
+the answer had been shown counts as none.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpnb.lesson.predictions.outcome import Outcome, answer_text
+from hpnb.lesson.predictions.outcome import Outcome
 from hpnb.lesson.predictions.predict import outcomes
 from hpnb.lesson.tables import number, table
+from hpnb.lesson.values import record
+
+ANSWERS = {"rule of thumb": "rule_of_thumb", "prediction": "predicted", "your guess": "guess"}
 
 
 @dataclass(frozen=True)
-class GuessScore:
-    """Of one notebook, or of all: questions, guesses, how many held, and their regrets."""
+class Score:
+    """Of one kind of answer: how many there are, how many held, and their regrets."""
 
-    asked: int
-    guessed: int
+    given: int
     held: int
     regrets: tuple[float, ...]
 
     @property
-    def typical(self) -> float | None:
-        """The median: one wild guess does not decide."""
+    def median(self) -> float | None:
+        """One wild answer does not decide."""
         return statistics.median(self.regrets) if self.regrets else None
 
 
-def score(asked: Sequence[Outcome]) -> GuessScore:
-    """Of questions that were answered; a guess that came after the answer counts as none."""
-    answered = [outcome for outcome in asked if outcome.truth is not None]
-    guessed = [outcome for outcome in answered if outcome.guess is not None and not outcome.seen]
-    regrets = tuple(outcome.regret for outcome in guessed if outcome.regret is not None)
-    return GuessScore(len(answered), len(guessed), sum(bool(outcome.met) for outcome in guessed), regrets)
+def score(asked: Sequence[Outcome], answer: str) -> Score:
+    """Of the questions that were answered by a run.
+
+    Args:
+        answer: "rule_of_thumb", "predicted" or "guess".
+    """
+    values = [(outcome, getattr(outcome, answer)) for outcome in asked if outcome.truth is not None]
+    given = [(o, v) for o, v in values if v is not None and not (answer == "guess" and o.seen)]
+    regrets = [regret for o, v in given if (regret := o.regret_of(v)) is not None]
+    return Score(len(given), sum(bool(o.holds(v)) for o, v in given), tuple(regrets))
 
 
-def show_regret(asked: Sequence[Outcome] | None = None) -> GuessScore:
-    """Show a row a notebook, its worst guess, and the sum; missing guesses are counted, not scored."""
-    asked = outcomes() if asked is None else tuple(asked)
+def show_regret(asked: Sequence[Outcome] | None = None, key: str = "") -> dict[str, Score]:
+    """Show a row a notebook and one for all, and return the scores of all by kind of answer.
+
+    Args:
+        asked: by default the questions of all notebooks that ran.
+        key: under which to record, for the prose, key.questions, and key.rule-of-thumb.held, .given and
+            .median, and the same of the prediction.
+    """
+    asked = [o for o in (outcomes() if asked is None else asked) if o.truth is not None]
+    notebooks = sorted({outcome.key.split(".")[0] for outcome in asked})
+    groups = {name: [o for o in asked if o.key.startswith(f"{name}.")] for name in notebooks}
     rows = []
-    for notebook in sorted({outcome.key.split(".")[0] for outcome in asked}):
-        of_notebook = [outcome for outcome in asked if outcome.key.startswith(f"{notebook}.")]
-        rows.append((notebook, *_cells(score(of_notebook)), _worst(of_notebook)))
-    total = score(asked)
-    rows.append(("all", *_cells(total), _worst(asked)))
-    missing = total.asked - total.guessed
-    note = "You answered every question before you saw."
-    if missing:
-        note = f"{missing} of {total.asked} questions have no guess of yours from before the answer."
-    columns = ("notebook", "questions", "guessed", "held", "regret, median", "sum", "costliest guess")
-    table(columns, rows, "your regret", note)
+    for name, group in {**groups, "all": asked}.items():
+        scores = [score(group, field) for field in ANSWERS.values()]
+        rows.append((name, str(len(group)), *(cell for one in scores for cell in _cells(one))))
+    heads = [f"{who}: {what}" for who in ANSWERS for what in ("held", "median regret")]
+    total = {who: score(asked, field) for who, field in ANSWERS.items()}
+    note = "Held: a number within a factor of 1.25, an identity that is exact, the best of a ranking."
+    table(("notebook", "questions", *heads), rows, "what each kind of answer would have cost", note)
+    if key:
+        record(f"{key}.questions", len(asked))
+        for who, one in total.items():
+            if who != "your guess" and one.median is not None:
+                record(f"{key}.{who.replace(' ', '-')}", {"held": one.held, "given": one.given})
+                record(f"{key}.{who.replace(' ', '-')}.median", 100 * one.median, "%")
     return total
 
 
-def wrong_predictions(asked: Sequence[Outcome] | None = None) -> list[Outcome]:
-    """Questions that this series' own formulas got wrong, the worst first.
-
-    That is a model outside 0.8 to 1.25, an identity that does not hold, or a ranking with the wrong winner.
-    """
-    asked = outcomes() if asked is None else asked
-    wrong = [outcome for outcome in asked if outcome.holds(outcome.predicted) is False]
-    return sorted(wrong, key=lambda outcome: -abs(math.log(max(outcome.ratio or 1.0, 1e-9))))
-
-
-def guessed_choice(key: str) -> str | None:
-    """The first choice of the reader's guess at a ranking; None if there is none."""
-    guess = next((outcome.guess for outcome in outcomes() if outcome.key == key), None)
-    return guess[0] if isinstance(guess, tuple) else None
-
-
-def _cells(score: GuessScore) -> tuple[str, ...]:
-    counts = (str(score.asked), str(score.guessed), str(score.held))
-    if not score.regrets:
-        return *counts, "-", "-"
-    percent = (100 * (score.typical or 0.0), 100 * sum(score.regrets))
-    return *counts, *(number(value, "%") for value in percent)
-
-
-def _worst(asked: Sequence[Outcome]) -> str:
-    scored = [o for o in asked if o.guess is not None and not o.seen and o.regret is not None]
-    if not scored:
-        return "-"
-    worst = max(scored, key=lambda outcome: outcome.regret or 0.0)
-    guess, truth = answer_text(worst.guess, worst.unit), answer_text(worst.truth, worst.unit)
-    return f"{worst.key}: {guess} for {truth}"
+def _cells(score: Score) -> tuple[str, str]:
+    if not score.given:
+        return "-", "-"
+    median = "-" if score.median is None else number(100 * score.median, "%")
+    return f"{score.held} of {score.given}", median

@@ -1,50 +1,59 @@
 """What notebook 08 runs on its ranks: one GPT-2 on many layouts, and where each millisecond of a step went.
 
-    rates = pool.run(gpt2_hybrid.measure_rates, SIZE, 2, 32, torch.float32)[0]      what one rank alone takes
-    task = gpt2_hybrid.layout_task(SIZE, 32, torch.float32, rates, card.link)       for predictions
-    gpt2_hybrid.run_layout(pool, SIZE, 32, torch.float32, layout, card.link)        a LayoutRun
+    rates = pool.run(gpt2_hybrid.measure_rates, SIZE, 2, 4, torch.float32)[0]     what one rank alone takes
+    task = gpt2_hybrid.layout_task(SIZE, 16, torch.float32, rates, link)          for predictions
+    run = gpt2_hybrid.run_layout(pool, SIZE, 16, torch.float32, layout, link)     a LayoutRun
+    run.parts, run.parts_on(other_link)
 
-**Measured.** With a core, or a GPU, for each rank the parts are read off a recorded step, whose spans of
-computing end where the rank itself carries a communication (notebook 03): what is not covered by computing is
-tp's, dp's, or idle, in that order.
-
-**Replayed.** With fewer cores than ranks a clock would show who got a core. There each action's CPU time is
-taken, of the same step, and put together by the simulator of schedules; every recorded message travels on
-`link`. Then computing and the optimizer are measured, and messages are not.
+With a GPU, or a core, for each rank the parts are read off a recorded step (`step_breakdown`). With fewer,
+the step is replayed: the time of each action is measured alone, and every message that it sent is modelled on
+a link.
 """
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from typing import Any
 
 import torch
 
 import hpnb
+from hpnb import theory
 from hpnb.hybrid import HybridParallelPlugin
-from hpnb.lesson.programs.device_timing import random_tokens, timing_gpt2, warmup_steps
+from hpnb.hybrid.model_loss import causal
+from hpnb.lesson.programs.device_timing import Batch, random_gpt2, random_tokens, timing_gpt2, warmup_steps
 from hpnb.lesson.programs.gpt2_pipeline import time_layers
 from hpnb.lesson.programs.step_breakdown import RankRecord, replay_step, split_step
+from hpnb.lesson.programs.step_timing import relative_distance
 from hpnb.lesson.programs.vit_tensor import ExclusiveRecorder
 from hpnb.mesh import ParallelLayout
 from hpnb.models import GPT2Size
-from hpnb.pipeline_parallel import Action, Schedule, schedules
+from hpnb.pipeline_parallel import Action, Schedule, full_state_dict, schedules
 from hpnb.pipeline_parallel.executor import contended
+from hpnb.ranks.gpu_turns import gpu_turns
+from hpnb.record import Timeline
 from hpnb.record.recorder import recording
 from hpnb.theory import LayerCost, LayoutTask, Link
 
-_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _LEAST_BYTES = 1024.0  # smaller messages are counts and losses
 _MIN_BUCKETS = 4  # of a gradient: a single bucket could not overlap with anything
+_FREE = Link(0.0, 1e30)
 
 
 @dataclass(frozen=True)
 class RankRates:
-    """What one rank alone takes, while the others do the same: see `hpnb.theory.LayoutTask`."""
+    """What one rank alone takes, while the others do the same: see `hpnb.theory.LayoutTask`.
+
+    Attributes:
+        block, ends: forward and backward of a block, and of embedding, head and loss.
+        parameter: seconds of AdamW for one parameter.
+        matmul: FLOP/s of a block's largest product.
+    """
 
     block: LayerCost
     ends: LayerCost
@@ -57,37 +66,67 @@ class LayoutRun:
     """A training step of all ranks on one layout.
 
     Attributes:
-        parts: {one of STEP_PARTS: seconds}, mean over the ranks; their sum is the step.
+        records: of all ranks.
+        link: on which messages are modelled where the step is replayed.
         bytes: that a rank sends, mean over the ranks, in messages of 1 kB or more.
         peak: bytes, of the fullest rank.
-        source: "measured" or "replayed from measured CPU time".
     """
 
-    plan: ParallelLayout
-    parts: Mapping[str, float]
+    layout: ParallelLayout
+    records: Sequence[RankRecord]
+    schedule: Schedule
+    link: Link
     bytes: float
     peak: float
-    source: str
+
+    @property
+    def source(self) -> str:
+        """ "measured", or "replayed" where ranks share cores or a GPU."""
+        return "measured" if self.records[0].timelines else "replayed"
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """{one of STEP_PARTS: seconds}, mean over the ranks; their sum is the step."""
+        return split_step(self.timeline) if self.records[0].timelines else self.parts_on(self.link)
+
+    @property
+    def losses(self) -> list[float]:
+        """Of all steps, those that are not timed included."""
+        return max((record.losses for record in self.records), key=len)
 
     @property
     def seconds(self) -> float:
         return sum(self.parts.values())
+
+    @property
+    def timeline(self) -> Timeline:
+        """The computing of a step: of the median repeat, or replayed."""
+        if timelines := self.records[0].timelines:
+            return sorted(timelines, key=lambda tl: tl.makespan)[(len(timelines) - 1) // 2]
+        return replay_step(self.records, self.layout, self.schedule, self.link)[1]
+
+    def parts_on(self, link: Link) -> dict[str, float]:
+        """The parts of the same step with another link: replayed."""
+        if self.records[0].timelines:
+            return split_step(theory.replay(self.timeline, link))
+        return replay_step(self.records, self.layout, self.schedule, link)[0]
 
 
 # --- what one rank alone takes -----------------------------------------------------------------------
 
 
 def measure_rates(size: GPT2Size, few: int, many: int, dtype: torch.dtype) -> RankRates:
-    """Times of layers for `few` rows and for `many`, and a line through the two. Every rank calls it."""
-    times = [time_layers(size, rows, dtype, repeats=3) for rows in (few, many)]
+    """Times of layers for `few` samples and for `many`, and a line through the two. Every rank calls it."""
+    small = replace(size, layers=2)
+    times = [time_layers(small, samples, dtype, repeats=5) for samples in (few, many)]
     block = _line(few, many, [layers.block for layers in times])
     ends = _line(few, many, [layers.costs[0] + layers.costs[-1] for layers in times])
     return RankRates(block, ends, _optimizer_seconds(size, dtype), _matmul_rate(size, many, dtype))
 
 
 def _line(few: int, many: int, took: Sequence[float]) -> LayerCost:
-    row = max((took[1] - took[0]) / (many - few), took[1] / many * 0.5)  # noise must not make it negative
-    return LayerCost(max(0.0, took[0] - row * few), row)
+    sample = max((took[1] - took[0]) / (many - few), took[1] / many * 0.5)  # noise must not make it negative
+    return LayerCost(max(0.0, took[0] - sample * few), sample)
 
 
 def _optimizer_seconds(size: GPT2Size, dtype: torch.dtype) -> float:
@@ -98,19 +137,18 @@ def _optimizer_seconds(size: GPT2Size, dtype: torch.dtype) -> float:
     optimizer = torch.optim.AdamW(block.parameters(), lr=1e-4, fused=True)
     if dtype.itemsize == 2:
         hpnb.precision.Masters(optimizer)
-    took = [_timed(optimizer.step) for _ in range(6)][1:]
+    took = [_time_alone(optimizer.step) for _ in range(6)][1:]
     return statistics.median(took) / sum(int(p.numel()) for p in block.parameters())
 
 
-def _matmul_rate(size: GPT2Size, rows: int, dtype: torch.dtype) -> float:
-    """FLOP/s of the largest product of a block."""
-    m, k, n = rows * size.length, size.hidden, size.mlp
+def _matmul_rate(size: GPT2Size, samples: int, dtype: torch.dtype) -> float:
+    m, k, n = samples * size.length, size.hidden, size.mlp
     a, b = (torch.randn(*shape, device=hpnb.device()).to(dtype) for shape in ((m, k), (k, n)))
-    took = [_timed(lambda: a @ b) for _ in range(12)][2:]
+    took = [_time_alone(lambda: a @ b) for _ in range(12)][2:]
     return 2 * m * k * n / min(took)
 
 
-def _timed(work: Callable[[], Any]) -> float:
+def _time_alone(work: Callable[[], Any]) -> float:
     """Seconds on this rank's device; CPU time where ranks share cores."""
     if contended():
         began = time.thread_time()
@@ -121,11 +159,11 @@ def _timed(work: Callable[[], Any]) -> float:
     return recorder.events()[0].duration
 
 
-def layout_task(size: GPT2Size, rows: int, dtype: torch.dtype, rates: RankRates, link: Link) -> LayoutTask:
-    """For `hpnb.theory.layout_parts` and `layout_memory`."""
+def layout_task(size: GPT2Size, batch: int, dtype: torch.dtype, rates: RankRates, link: Link) -> LayoutTask:
+    """For `hpnb.theory.layout_parts`, `layout_bytes` and `layout_memory`: a batch of so many samples."""
     block = size.block(1, None, dtype.itemsize)
     return LayoutTask(
-        block, size.layers, size.vocab_size, rows, rates.block, rates.ends, rates.parameter, link,
+        block, size.layers, size.vocab_size, batch, rates.block, rates.ends, rates.parameter, link,
         buckets=_MIN_BUCKETS,
     )  # fmt: skip
 
@@ -144,63 +182,85 @@ class PluginWithSchedule(HybridParallelPlugin):
         return super().schedule(microbatches)
 
 
+def boost_layout(
+    layout: ParallelLayout, model: Any, optimizer: Any, schedule: Schedule | None = None
+) -> tuple[hpnb.Booster, Any, Any]:
+    """(booster, model, optimizer) that train on `layout` in the model's dtype. Every rank calls it."""
+    weight = next(model.parameters())
+    gradient = weight.itemsize * sum(p.numel() for p in model.parameters()) / layout.pp / layout.tp
+    plugin = PluginWithSchedule(
+        tp_size=layout.tp, pp_size=layout.pp, zero_stage=layout.zero_stage, pp_style=layout.schedule,
+        num_model_chunks=layout.chunks, num_microbatches=layout.num_microbatches,
+        activation_checkpointing=layout.recomputation, precision=_PRECISIONS[weight.dtype], seed=0,
+        enable_sequence_parallelism=layout.sequence_parallel,
+        ddp_bucket_cap_mb=min(25.0, gradient / _MIN_BUCKETS / 2**20),
+    )  # fmt: skip
+    plugin.reader_schedule = schedule
+    booster = hpnb.Booster(plugin=plugin)
+    boosted, optimizer, *_ = booster.boost(model, optimizer)
+    return booster, boosted, optimizer
+
+
 def _record_rank(
     size: GPT2Size,
-    rows: int,
+    samples: int,
     dtype: torch.dtype,
     layout: ParallelLayout,
     schedule: Schedule | None,
     repeats: int,
+    batches: Sequence[Batch],
 ) -> RankRecord:
-    gc.collect()  # what a layout before has built may still be there
-    plugin = PluginWithSchedule(
-        tp_size=layout.tp, pp_size=layout.pp, zero_stage=layout.zero_stage, pp_style=layout.schedule,
-        precision=_PRECISIONS[dtype], num_microbatches=layout.num_microbatches,
-        ddp_bucket_cap_mb=_bucket_mb(size, dtype, layout), seed=0,
-    )  # fmt: skip
-    plugin.reader_schedule = schedule
-    booster = hpnb.Booster(plugin=plugin)
-    model: Any = timing_gpt2(size, dtype)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    boosted: Any
-    boosted, optimizer, *_ = booster.boost(model, optimizer)
-    batch = random_tokens(size, rows // layout.dp)
-    record = RankRecord(plugin.mesh.layout.coordinates(hpnb.rank()))
+    on_cpu = hpnb.device().type == "cpu"
+    model: Any = hpnb.models.gpt2(size, dtype=dtype) if on_cpu else random_gpt2(size, dtype)
+    adam: Any = torch.optim.AdamW(model.parameters(), lr=5e-4, fused=True)
+    booster, boosted, optimizer = boost_layout(layout, model, adam, schedule)
+    axis, random = booster.plugin.mesh.dp, random_tokens(size, samples // layout.dp)
+    parts = [{name: x.chunk(axis.size)[axis.rank] for name, x in batch.items()} for batch in batches]
+    data = chain(parts, repeat(random))
+    record = RankRecord(booster.plugin.mesh.layout.coordinates(hpnb.rank()))
+    alone = contended() or gpu_turns() is not None  # actions are measured one by one, and then replayed
 
-    def step(recorder: Any = None) -> float:
-        """One step; CPU seconds of the optimizer."""
+    def train_step(recorder: Any = None) -> None:
         optimizer.zero_grad()
-        booster.execute_pipeline(iter([batch]), boosted, None, optimizer, record=recorder is not None)
-        began = time.thread_time()
+        result = booster.execute_pipeline(data, boosted, None, optimizer, record=recorder is not None)
+        record.losses += [] if result["loss"] is None else [float(result["loss"])]
         if recorder is None:
             optimizer.step()
+        elif alone:
+            record.optimizer.append(_seconds_of_turn(optimizer.step))
         else:
             with recorder.span("optimizer"):
                 optimizer.step()
-        return time.thread_time() - began
 
-    for _ in range(warmup_steps()):
-        step()
+    with hpnb.record.traffic() as traffic:
+        train_step()
+    with hpnb.record.memory(boosted, optimizer) as memory:
+        train_step()
+    for _ in range(warmup_steps() - 1):
+        train_step()
+    record.messages = [m for m in traffic.messages if m.bytes >= _LEAST_BYTES]
+    record.peak = memory.profile().peak
     for _ in range(repeats):
         recorder = ExclusiveRecorder()
         with recording(recorder):
-            cpu_seconds = step(recorder)
-        if contended():
-            events = boosted.last_step.timeline.events
+            train_step(recorder)
+        if alone:
+            events = boosted.last_step.replayed(_FREE).events
             record.actions.append({Action(e.stage, e.op, e.microbatch): e.duration for e in events})
-            record.optimizer.append(cpu_seconds)
         else:
             record.timelines.append(recorder.gather().shifted())
-    with hpnb.record.memory(boosted, optimizer) as memory, hpnb.record.traffic() as traffic:
-        step()
-    record.messages = [m for m in traffic.messages if m.bytes >= _LEAST_BYTES]
-    record.peak = memory.profile().peak
     return record
 
 
-def _bucket_mb(size: GPT2Size, dtype: torch.dtype, layout: ParallelLayout) -> float:
-    gradient = dtype.itemsize * size.parameters() / layout.pp / layout.tp
-    return min(25.0, gradient / _MIN_BUCKETS / 2**20)
+def _seconds_of_turn(work: Callable[[], Any]) -> float:
+    """CPU time, or on a shared GPU the time of a turn."""
+    if (turns := gpu_turns()) is not None:
+        with turns.turn() as turn:
+            work()
+        return turn.seconds
+    began = time.thread_time()
+    work()
+    return time.thread_time() - began
 
 
 # --- a layout, on all ranks ----------------------------------------------------------------------------
@@ -209,26 +269,59 @@ def _bucket_mb(size: GPT2Size, dtype: torch.dtype, layout: ParallelLayout) -> fl
 def run_layout(
     pool: hpnb.Ranks,
     size: GPT2Size,
-    rows: int,
+    samples: int,
     dtype: torch.dtype,
     layout: ParallelLayout,
     link: Link,
     schedule: Schedule | None = None,
     repeats: int = 2,
+    batches: Sequence[Batch] = (),
 ) -> LayoutRun:
-    """Train a few steps of `rows` rows on one layout.
+    """Train a few steps of `samples` samples on one layout.
 
     Args:
-        link: on which messages travel where the step is replayed.
+        link: on which messages are modelled where the step is replayed.
         schedule: of layout.pp ranks and the layout's number of microbatches, instead of the library's.
+        repeats: steps that are timed; two more, and on a GPU some to warm up, go before.
+        batches: of all ranks, for the first steps; the others train random tokens.
     """
-    records: list[RankRecord] = pool.run(_record_rank, size, rows, dtype, layout, schedule, repeats)
+    records: list[RankRecord] = pool.run(
+        _record_rank, size, samples, dtype, layout, schedule, repeats, batches
+    )
     sent = sum(m.bytes for record in records for m in record.messages) / len(records)
     peak = max(record.peak for record in records)
-    if records[0].timelines:
-        tl = sorted(records[0].timelines, key=lambda tl: tl.makespan)[(repeats - 1) // 2]
-        return LayoutRun(layout, split_step(tl), sent, peak, tl.source)
-    microbatches = layout.count_microbatches(rows // layout.dp)
-    ran = schedule or schedules.make(layout.schedule, layout.pp, microbatches)
-    parts = replay_step(records, layout, ran, link)
-    return LayoutRun(layout, parts, sent, peak, "replayed from measured CPU time")
+    v, m = layout.chunks_per_rank, layout.count_microbatches(samples // layout.dp)
+    ran = schedule or schedules.make(layout.schedule, layout.pp * v, m, v)
+    return LayoutRun(layout, records, ran, link, sent, peak)
+
+
+# --- a step by hand, checked ---------------------------------------------------------------------------
+
+
+def compare_with_library(
+    model: Any, layout: ParallelLayout, size: GPT2Size, batch: Batch, steps: int, lr: float
+) -> dict[str, dict[str, float]]:
+    """{"by hand" | "Booster": {"weights": relative distance}}: of this rank's shards in `model` to Booster's,
+    and of Booster's whole model to one process's. Both train `steps` steps of SGD on `batch` here.
+    """
+    like: dict[str, Any] = {"dtype": next(model.parameters()).dtype, "device": hpnb.device()}
+    library, serial = (hpnb.models.gpt2(size, **like) for _ in range(2))
+    sgd: Any = torch.optim.SGD(library.parameters(), lr)
+    booster, boosted, optimizer = boost_layout(layout, library, sgd)
+    alone, mesh = torch.optim.SGD(serial.parameters(), lr), booster.plugin.mesh
+    local = {name: x.chunk(layout.dp)[mesh.dp.rank] for name, x in batch.items()}
+    for _ in range(steps):
+        optimizer.zero_grad()
+        booster.execute_pipeline(iter([local]), boosted, None, optimizer)
+        optimizer.step()
+        alone.zero_grad()
+        causal(serial(input_ids=batch["input_ids"]), batch["labels"]).backward()
+        alone.step()
+    by_hand = dict(model.named_parameters(remove_duplicate=False))
+    shards = [(by_hand[name], p) for name, p in boosted.named_parameters()]
+    full = full_state_dict(boosted.unwrap(), mesh.pp, [mesh.dp, mesh.tp])
+    expected = [serial.state_dict()[name] for name in full]
+    return {
+        "by hand, from Booster": {"weights": relative_distance(*zip(*shards, strict=True))},
+        "Booster, from one process": {"weights": relative_distance(full.values(), expected)},
+    }

@@ -1,7 +1,7 @@
-"""What one layer of GPT-2 keeps for its backward: published, predicted and measured, row by row.
+"""What one layer of GPT-2 keeps for its backward: predicted in parts, and measured.
 
-    size = hpnb.models.GPT2Size(hidden=160, layers=3, heads=5, mlp=640, vocab_size=64, length=96)
-    hpnb.lesson.layer_memory(hpnb.lesson.measure_layers(size, batch=2, ranks=2))
+    pool.run(layer_memory.kept_bytes, SIZE, 1, row)[0]     bytes on the first rank, of a row of the table
+    layer_memory.predicted_parts(row, SIZE.block(1), N)    {part: bytes} of the same
 
 Measured is what a forward of three layers leaves in memory and one of two does not: every storage that lives,
 whoever holds it. So a layer's input counts once, as the output of the layer before, and weights not at all.
@@ -10,8 +10,8 @@ whoever holds it. So a layer's input counts once, as the output of the layer bef
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,95 +19,47 @@ import torch.distributed as dist
 from torch import nn
 
 import hpnb
-from hpnb import record
-from hpnb.lesson.tables import number, table
-from hpnb.theory.activation_table import ACTIVATION_ROWS, ActivationRow
+from hpnb import record, theory
+from hpnb.theory.activation_table import ActivationRow
 
 if TYPE_CHECKING:  # hpnb.lesson is there at once, without transformers
     from hpnb.models import GPT2Size
 
 
-@dataclass(frozen=True)
-class LayerMemory:
-    """One row, bytes a layer on each rank.
-
-    Attributes:
-        formula: as published; predicted: with `terms`, which are beyond it.
-        measured: on the first rank.
-    """
-
-    row: ActivationRow
-    formula: float
-    terms: dict[str, float]
-    measured: int
-
-    @property
-    def predicted(self) -> float:
-        return self.formula + sum(self.terms.values())
-
-    @property
-    def ratio(self) -> float:
-        return self.measured / self.predicted
-
-
-def measure_layers(
-    size: GPT2Size,
-    batch: int = 1,
-    ranks: int = 2,
-    *,
-    rows: Sequence[ActivationRow] = ACTIVATION_ROWS,
-    fused_attention: bool = False,
-    fused_gelu: bool = True,
-    device: str = "auto",
-) -> list[LayerMemory]:
-    """Measure a layer in bfloat16 with dropout, row by row; those that are parallel on `ranks` ranks.
+def predicted_parts(
+    row: ActivationRow, block: theory.Block, ranks: int, device: str = "cuda"
+) -> dict[str, float]:
+    """{part: bytes} that the first of `ranks` ranks keeps: the published formula, and what is beyond it.
 
     Args:
-        size: its layers are not counted; all of its length is used. Heads and mlp divide by `ranks`, or the
-            first rank has more than the formula's share.
-        batch: rows of it.
+        device: "cuda" or "cpu", for a fused GELU and an attention that is matmul by matmul.
+    """
+    count = ranks if row.parallel else 1
+    heads_ratio = theory.imbalance(block.heads, count)  # the formula wants heads that divide
+    beyond = row.beyond(block, count, device=device)
+    extra = sum(nbytes * (heads_ratio if "attention" in name else 1.0) for name, nbytes in beyond.items())
+    return {**theory.activation_parts(row, block, count, even=False), "beyond the formula": extra}
+
+
+def kept_bytes(
+    size: GPT2Size,
+    batch: int,
+    row: ActivationRow,
+    fused_attention: bool = False,
+    fused_gelu: bool = True,
+) -> int:
+    """Bytes that a layer in bfloat16 with dropout keeps on this rank. Every rank calls it.
+
+    Args:
+        size: its layers and vocabulary do not count; all of its length is used.
+        row: on all ranks if it is parallel.
         fused_attention: scaled_dot_product_attention. On a CPU its flash kernel takes no dropout, which is
             then left out of the attention alone.
-        fused_gelu: nn.GELU in place of gelu_new.
+        fused_gelu: nn.GELU instead of gelu_new.
     """
-    measured: dict[ActivationRow, tuple[int, str]] = {}
-    for count, parallel in ((ranks, True), (1, False)):  # ranks that stay, for what they import takes longest
-        if chosen := [row for row in rows if row.parallel is parallel]:
-            with hpnb.Ranks(count, device=device) as pool:
-                for row in chosen:
-                    measured[row] = pool.run(_kept, size, batch, row, fused_attention, fused_gelu)[0]
-    block, layers = size.block(batch), []
-    for row in rows:
-        count = ranks if row.parallel else 1
-        nbytes, kind = measured[row]
-        terms = row.beyond(block, count, device=kind, fused_attention=fused_attention, fused_gelu=fused_gelu)
-        layers.append(LayerMemory(row, row.published(block, count), terms, nbytes))
-    return layers
-
-
-def layer_memory(layers: Sequence[LayerMemory], title: str = "What a layer keeps for its backward") -> None:
-    """Display the rows: formula, with what is beyond it, measured, and the ratio of the last two."""
-    cells = [
-        (
-            layer.row.name,
-            number(layer.formula, "B"),
-            number(layer.predicted, "B"),
-            number(layer.measured, "B"),
-            f"{layer.ratio:.3f}",
-        )
-        for layer in layers
-    ]
-    terms = dict.fromkeys(name for layer in layers for name in layer.terms)
-    note = f"Predicted counts, beyond the formula: {'; '.join(terms)}." if terms else ""
-    table(("layer", "formula", "predicted", "measured", "measured / predicted"), cells, title, note)
-
-
-def _kept(
-    size: GPT2Size, batch: int, row: ActivationRow, fused_attention: bool, fused_gelu: bool
-) -> tuple[int, str]:
-    """(bytes that a layer keeps on this rank, the device's kind)."""
+    size = replace(size, vocab_size=64)
     two, three = (_held(replace(size, layers=n), batch, row, fused_attention, fused_gelu) for n in (2, 3))
-    return three - two, hpnb.device().type
+    return three - two
 
 
 def _held(size: GPT2Size, batch: int, row: ActivationRow, fused_attention: bool, fused_gelu: bool) -> int:

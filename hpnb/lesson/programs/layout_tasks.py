@@ -1,26 +1,26 @@
-"""Training tasks whose layouts notebook 08 chooses among: GPT-2 XL on hosts of 8 GPUs."""
+"""Training tasks whose layouts notebook 08 chooses among: GPT-2 XL on nodes of 8 GPUs."""
 
 from __future__ import annotations
 
 from hpnb.models import GPT2_SIZES
 from hpnb.theory import LINKS, LayerCost, LayoutTask
 
-HOST, RATE = 8, 400e12  # ranks of a host; FLOP/s of a rank
+NODE, RATE = 8, 400e12  # ranks of a node; FLOP/s of a rank
 _ADAM_SECONDS = 28 / 3e12  # for each parameter: bytes over the memory's bandwidth
 
 
-def gpt2_xl_task(rows: int, between: str = "") -> LayoutTask:
-    """GPT-2 XL at 400 TFLOP/s a rank; a layer's kernels take 0.1 ms a microbatch whatever its rows.
+def gpt2_xl_task(samples: int, between: str = "") -> LayoutTask:
+    """GPT-2 XL at 400 TFLOP/s a rank; a layer's kernels take 0.1 ms a microbatch whatever its samples.
 
     Args:
-        rows: of the whole batch, 1,024 tokens each.
-        between: a link of `hpnb.theory.LINKS` between hosts, whose ranks have NVLink 4; "" is a single host.
+        samples: of a batch, 1,024 tokens each.
+        between: a link of `hpnb.theory.LINKS` between nodes, whose ranks have NVLink 4; "" is one node.
     """
     size = GPT2_SIZES["1.5b"]
     block = size.block()
     head = LayerCost(1e-4, 6 * size.length * size.hidden * size.vocab_size / RATE)
     layer = LayerCost(1e-4, block.training_flops / RATE)
     return LayoutTask(
-        block, size.layers, size.vocab_size, rows, layer, head, _ADAM_SECONDS, LINKS["NVLink 4"],
-        LINKS[between] if between else None, HOST,
+        block, size.layers, size.vocab_size, samples, layer, head, _ADAM_SECONDS, LINKS["NVLink 4"],
+        LINKS[between] if between else None, NODE,
     )  # fmt: skip

@@ -1,29 +1,32 @@
-"""What notebook 08 trains: a GPT-2 that recognises paraphrases, on any layout, killed if it is asked to.
+"""What notebook 08 fine-tunes: a GPT-2 that recognises paraphrases, and hooks that log its run and kill it.
 
-    recipe = paraphrases.training_recipe()                        MRPC, a small GPT-2, a byte-level BPE
-    pool.run(paraphrases.train_leg, recipe, {"tp_size": 2}, ...)         on a rank: train, and evaluate
-    hpnb.launch(paraphrases.train_leg, recipe, knobs, folder=run, dies_at=14, ranks=8)       RankError
+    recipe = paraphrases.training_recipe()       pretrained GPT-2 and MRPC where both are at hand, on a GPU
+    print(recipe)                                else a small GPT-2 on composed pairs, and why
+    model, collate = recipe.build()              the same on every rank
 
-The batch is the same whatever the layout: a rank along dp has its share of the rows.
+The training loop stands on the page; `StepLog` and `KillRankHook` are its hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+import signal
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import hpnb
+from hpnb.data import Dataset
 from hpnb.hybrid.training import hooks
-from hpnb.lesson.programs import training_legs
-from hpnb.lesson.programs.training_legs import KillRankHook, TrainingLeg, read_log, with_losses
 from hpnb.models import GPT2Size
 
-__all__ = ["read_log", "with_losses"]
-
 VOCAB_SIZE = 1009
+SMALL = GPT2Size(hidden=40, layers=2, heads=5, mlp=160, vocab_size=VOCAB_SIZE, length=128)
 
 
 @dataclass(frozen=True)
@@ -31,68 +34,162 @@ class ParaphraseRecipe:
     """What is trained, whatever the layout.
 
     Attributes:
-        size, merges: the model, in float64, and the byte-level BPE of its vocabulary.
         train, test: pairs of sentences.
-        alone: rows of a step that one process was tuned for, with
-        lr: the highest learning rate; it rises over a tenth of the steps and falls along a cosine.
+        weights: name or folder of pretrained weights; "" trains `SMALL` from scratch, in float64.
+        merges: the byte-level BPE of `SMALL`.
+        batch: samples of a step that one process was tuned for, with
+        lr: the highest learning rate.
         epochs: of the whole run.
-        max_norm: to which gradients are clipped.
     """
 
-    size: GPT2Size
-    merges: tuple[tuple[str, str], ...]
-    train: Any
-    test: Any
-    alone: int = 24
+    train: Dataset
+    test: Dataset
+    weights: str = ""
+    merges: tuple[tuple[str, str], ...] = ()
+    batch: int = 24
     lr: float = 2e-3
     epochs: int = 2
-    max_norm: float = 1.0
+
+    @property
+    def precision(self) -> str:
+        return "auto" if self.weights else "fp64"
+
+    @property
+    def majority(self) -> float:
+        """The accuracy of always giving the commoner answer."""
+        labels = [pair["label"] for pair in self.test]
+        return max(labels.count(0), labels.count(1)) / len(labels)
+
+    def build(self) -> tuple[Any, Any]:
+        """(model, collate function) on this rank; the same weights on all."""
+        if self.weights:
+            model = hpnb.models.gpt2(classes=2, pretrained=self.weights)
+            tokenizer = _pretrained_tokenizer(self.weights)
+            model.config.pad_token_id = tokenizer.pad_token_id
+            return model, hpnb.data.collate_pairs(tokenizer, 128)
+        model = hpnb.models.gpt2(SMALL, classes=2, dtype=torch.float64)
+        tokenizer = hpnb.data.bpe_tokenizer(self.merges, SMALL.vocab_size)
+        return model, hpnb.data.collate_pairs(tokenizer, SMALL.length)
+
+    def __str__(self) -> str:
+        pairs = f"{len(self.train):,} pairs of {self.train.source.name}"
+        if self.train.source.kind == "generated":
+            pairs = f"{len(self.train):,} composed pairs"
+        if self.weights:
+            return f"pretrained {Path(self.weights).name}, fine-tuned on {pairs}"
+        return f"a small GPT-2, trained from scratch on {pairs}"
 
 
-def training_recipe(pairs: int = 960, test: int = 408) -> ParaphraseRecipe:
-    """So many pairs of MRPC, or of its stand-in, and a GPT-2 of two blocks."""
-    train = hpnb.data.mrpc("train", pairs)
-    texts = (f"{row['sentence1']}\n{row['sentence2']}" for row in train)
-    merges = tuple(hpnb.data.train_merges(texts, VOCAB_SIZE))
-    size = GPT2Size(hidden=40, layers=2, heads=5, mlp=160, vocab_size=VOCAB_SIZE, length=128)
-    return ParaphraseRecipe(size, merges, train, hpnb.data.mrpc("validation", test))
-
-
-def train_leg(
-    recipe: ParaphraseRecipe,
-    knobs: Mapping[str, Any],
-    scale: float | None = None,
-    until: int | None = None,
-    folder: str = "",
-    every: int = 10,
-    dies_at: int = 0,
-) -> TrainingLeg:
-    """Train on the layout that `knobs` say, from where `folder` has left off. Every rank calls it.
+def training_recipe(
+    pairs: int = 720, test: int = 408, weights: str = "gpt2", device: str = "cpu"
+) -> ParaphraseRecipe:
+    """Fine-tuning of `weights` on MRPC if both are on this machine, with a GPU; else the small stand-in.
 
     Args:
-        knobs: of `hpnb.HybridParallelPlugin`.
-        scale: of the learning rate; by default the data-parallel size, by which a step has more rows.
-        until: the last epoch; by default all of them.
-        folder: for checkpoints, every so many steps, and a log of losses; "" for none.
-        dies_at: the step after which rank 5, or the last one, is killed.
+        pairs, test: how many pairs of sentences the stand-in takes.
     """
-    tokenizer = hpnb.data.bpe_tokenizer(recipe.merges, recipe.size.vocab_size)
-    collate = hpnb.data.collate_pairs(tokenizer, recipe.size.length)
-    plugin = hpnb.HybridParallelPlugin(precision="fp64", max_norm=recipe.max_norm, seed=0, **knobs)
-    model = hpnb.models.gpt2(recipe.size, classes=2, dtype=torch.float64)
-    load = plugin.prepare_dataloader
-    train = load(recipe.train, recipe.alone, shuffle=True, drop_last=True, collate_fn=collate)
-    test = load(recipe.test, 136 // plugin.dp_size, collate_fn=collate)
-    metrics: list[hooks.Hook] = [hooks.AccuracyHook(), hooks.F1Hook()]
-    metrics += [hooks.CheckpointHook(folder, every)] if folder else []
-    metrics += [KillRankHook(dies_at)] if dies_at else []
-    lr = recipe.lr * (plugin.dp_size if scale is None else scale)
-    return training_legs.train_leg(
-        plugin, model, (train, test), lr, 0.01, recipe.epochs, metrics, folder, until, recipe.epochs, folder
-    )
+    train = hpnb.data.mrpc("train")
+    if device == "cuda" and train.source.kind == "real" and _at_hand(weights):
+        return ParaphraseRecipe(train, hpnb.data.mrpc("validation"), weights, batch=16, lr=2e-5)
+    train = hpnb.data.mrpc("train", pairs)
+    texts = (f"{pair['sentence1']}\n{pair['sentence2']}" for pair in train)
+    merges = tuple(hpnb.data.train_merges(texts, VOCAB_SIZE))
+    return ParaphraseRecipe(train, hpnb.data.mrpc("validation", test), "", merges)
 
 
-def majority_accuracy(data: Any) -> float:
-    """The accuracy of always giving the commoner answer."""
-    labels = [row["label"] for row in data]
-    return max(labels.count(0), labels.count(1)) / len(labels)
+def _at_hand(weights: str) -> bool:
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(weights, local_files_only=True)
+        _pretrained_tokenizer(weights)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _pretrained_tokenizer(weights: str) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(weights, local_files_only=True)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+# --- hooks -------------------------------------------------------------------------------------------------
+
+
+class StepLog(hooks.Hook):
+    """Keeps loss, learning rate and samples of each step, and writes losses to a file that survives the rank.
+
+    Attributes:
+        losses, lrs, samples: of each step; samples of all replicas. Losses are empty on ranks without them.
+    """
+
+    def __init__(self, folder: str = "") -> None:
+        self.losses: list[float] = []
+        self.lrs: list[float] = []
+        self.samples: list[int] = []
+        self.path = Path(folder) / "log.jsonl" if folder else None
+
+    def after_step(self, trainer: Any) -> None:
+        local = sum(len(batch["labels"]) for batch in trainer.batches)
+        self.samples.append(local * trainer.booster.plugin.dp_size)
+        self.lrs.append(trainer.lr)
+        if trainer.loss is None:
+            return
+        self.losses.append(float(trainer.loss))
+        if self.path is not None and trainer.role.shows:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([trainer.step, self.losses[-1]]) + "\n")
+
+    def result(self, history: Iterable[dict[str, Any]]) -> LoggedRun:
+        return LoggedRun(tuple(self.losses), max(self.lrs), self.samples[0], dict(list(history)[-1]))
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """What a rank reports of a run.
+
+    Attributes:
+        losses: of each step; empty on ranks that have none.
+        lr: the highest learning rate.
+        samples: of a step, on all replicas.
+        last: the last epoch's row of the history.
+    """
+
+    losses: tuple[float, ...]
+    lr: float
+    samples: int
+    last: dict[str, Any]
+
+    @property
+    def thirds(self) -> list[float]:
+        """Mean losses of the first, the second and the last third of the steps."""
+        third = len(self.losses) // 3
+        return [sum(self.losses[i * third : (i + 1) * third]) / third for i in range(3)]
+
+
+def with_losses(ranks: Iterable[LoggedRun]) -> LoggedRun:
+    """Of what all ranks returned, that of one with losses."""
+    return max(ranks, key=lambda run: len(run.losses))
+
+
+class KillRankHook(hooks.Hook):
+    """Kills one rank after a step, as a machine that goes away does: no exception, no cleanup."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def after_step(self, trainer: Any) -> None:
+        if trainer.step == self.step:
+            dist.barrier()  # so that the rank that keeps the log has written this step
+            if hpnb.rank() == min(5, hpnb.world_size() - 1):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def read_log(folder: str) -> dict[int, float]:
+    """{step: loss} as a run wrote it before it ended, however that was."""
+    lines = (Path(folder) / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    return {int(step): float(loss) for step, loss in map(json.loads, lines)}

@@ -1,7 +1,7 @@
-"""Where the seconds of a recorded step went: of a Timeline of all ranks, or put together from CPU times.
+"""Where the seconds of a recorded step went: of a Timeline of all ranks, or replayed from times of actions.
 
     split_step(timeline)                             {"computing": ..., "bubble": ..., ...}
-    replay_step(records, layout, schedule, link)     the same where ranks shared cores
+    replay_step(records, layout, schedule, link)     and a timeline, where ranks share cores or a GPU
 
 Both give seconds by `hpnb.theory.STEP_PARTS`, mean over the ranks, which add up to the step.
 """
@@ -23,9 +23,10 @@ class RankRecord:
     """What one rank recorded of its steps.
 
     Attributes:
-        actions, optimizer: CPU seconds of each step, where ranks share cores.
+        actions, optimizer: seconds of each step that this rank computed, where ranks share cores or a GPU.
         timelines: of each step, where they do not.
         messages, peak: of one step; bytes.
+        losses: of all steps, on ranks that have them.
     """
 
     coordinates: dict[str, int]
@@ -34,6 +35,7 @@ class RankRecord:
     timelines: list[Timeline] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     peak: float = 0.0
+    losses: list[float] = field(default_factory=list)
 
 
 def split_step(tl: Timeline) -> dict[str, float]:
@@ -56,40 +58,42 @@ def split_step(tl: Timeline) -> dict[str, float]:
 
 def replay_step(
     records: Sequence[RankRecord], layout: ParallelLayout, schedule: Schedule, link: Link
-) -> dict[str, float]:
-    """The parts of a step put together from CPU times, with every recorded message on `link`."""
+) -> tuple[dict[str, float], Timeline]:
+    """(parts, one pipeline's timeline) of a step in which actions take what they took, with every recorded
+    message on `link`."""
     p, last = layout.pp, schedule.microbatches - 1
-    by_stage = [[record for record in records if record.coordinates["pp"] == stage] for stage in range(p)]
+    by_place = [[record for record in records if record.coordinates["pp"] == place] for place in range(p)]
     took: dict[Action, list[float]] = {}
     for step in (step for record in records for step in record.actions):  # a rank knows its whole pipeline
         for action, cost in step.items():
             took.setdefault(action, []).append(cost)
     medians = {action: statistics.median(costs) for action, costs in took.items()}
-    tp = [statistics.mean(_seconds(record, "tp", link) for record in stage) for stage in by_stage]
+    tp = [statistics.mean(_seconds(record, "tp", link) for record in group) for group in by_place]
+    # tp's messages are spread evenly over a rank's forwards and backwards
+    each = [tp[r] / sum(a.op != "W" for a in schedule.actions[r]) for r in range(p)]
+    in_line = {a: each[r] for r in range(p) for a in schedule.actions[r] if a.op != "W"}
     sends = [m.bytes for record in records for m in record.messages if m.axis == "pp" and m.op == "send"]
     hop = seconds("send", max(sends), 2, link) if sends else 0.0
 
-    def duration(action: Action) -> float:
-        in_line = 0.0 if action.op == "W" else tp[action.stage] / (2 * (last + 1))
-        return medians[action] + in_line
-
-    tl = schedule.replay(duration, hop)
+    source = f"replayed over {link.name}" if link.name else "replayed"
+    tl = schedule.replay(lambda action: medians[action] + in_line.get(action, 0.0), hop, source)
     ends = []
-    for stage, group in enumerate(by_stage):
-        events = [e for e in tl.events if e.stage == stage]
+    for place, group in enumerate(by_place):
+        events = tl.by_rank[place]
         backward = sum(e.duration for e in events if e.op in "IWB" and e.microbatch == last)
         exposed = statistics.mean(_exposed_dp(record, layout, backward, link) for record in group)
         ends.append(max(e.end for e in events) + exposed)
     computing, mean_tp = sum(medians.values()) / p, sum(tp) / p
-    steps = [statistics.mean(statistics.median(r.optimizer) for r in group) for group in by_stage]
+    steps = [statistics.mean(statistics.median(r.optimizer) for r in group) for group in by_place]
     optimizer = sum(steps) / p
-    return {
+    parts = {
         "computing": computing,
         "bubble": max(0.0, tl.makespan - computing - mean_tp) + max(steps) - optimizer,
         "exposed tp": mean_tp,
         "exposed dp": max(0.0, max(ends) - tl.makespan),
         "optimizer": optimizer,
     }
+    return parts, tl
 
 
 def _seconds(record: RankRecord, axis: str, link: Link, ops: tuple[str, ...] = ()) -> float:

@@ -1,15 +1,8 @@
-"""What notebook 04 runs on its ranks: steps along one axis, copies compared, a run whose layout changes.
-
-vit_hybrid.time_axes(pool, SIZE, 32, torch.float32, 8, card)            {axis: a step along that axis
-alone} pool.run(vit_hybrid.train_leg, recipe, 1, "run", {"tp_size": 2})         epoch 1, and then
-pool.run(vit_hybrid.train_leg, recipe, 2, "run", {"pp_size": 2})         epoch 2, on another layout
-"""
+"""What notebook 04 runs on its ranks: steps along one axis each, batches of leaves, a model evaluated."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,251 +10,212 @@ import torch
 
 import hpnb
 from hpnb import comm
-from hpnb.data import Dataset, ImageTransform
+from hpnb.data import Dataset, ImageTransform, Loader
 from hpnb.hybrid.training import hooks
-from hpnb.lesson import ledger
-from hpnb.lesson.home import digest, load, save
+from hpnb.lesson import field_guide, ledger
 from hpnb.lesson.machine_card import MachineCard
-from hpnb.lesson.programs import training_legs, vit_pipeline, vit_tensor
+from hpnb.lesson.programs import vit_pipeline, vit_tensor
 from hpnb.lesson.programs.device_timing import all_ranks, one_axis, vit_and_batch, vit_and_loss
 from hpnb.lesson.programs.step_timing import (
     Backward,
-    compute_seconds,
     median_by,
     record_step,
     relative_distance,
     time_backward,
 )
 from hpnb.models import ViTSize
-from hpnb.pipeline_parallel import schedules
+from hpnb.pipeline_parallel import Schedule
 from hpnb.placement import placement_of
 from hpnb.record import Timeline
 from hpnb.tensor_parallel import parallelize
-from hpnb.theory import Link, bytes_sent, exposed_seconds, replay, seconds
+from hpnb.theory import Link, replay
 
-_MIN_BUCKETS = 8  # of a gradient: a single bucket could not overlap with anything
+SMALL = ViTSize(hidden=48, layers=2, heads=4, mlp=192, patch=8, image=32)  # trained by 8 ranks of a CPU
 _ROUNDS = 3
-LossCurve = tuple[list[float], dict[str, Any]]  # losses of the steps, the last epoch's row of the history
 
 
 # --- one axis at a time -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class AxisStep:
-    """A training step of all ranks along one axis alone.
+class AxisSteps:
+    """Training steps of the same batch, with all ranks along dp, pp and tp in turn.
 
     Attributes:
-        seconds: as it ran.
-        computing: of it, mean over the ranks.
-        bytes: that a rank sends, mean over the ranks.
-        predicted_bytes: the same, predicted.
-        predicted: seconds on a link, from one rank's share of the batch measured alone.
-        on: seconds of the recorded step on a link; simulated.
+        timelines: {axis: the step with the median makespan}.
+        alone: forward and backward of one rank's share of the batch, in which nothing is sent.
+        sent: {axis: bytes that leave a rank in a step, mean over the ranks}.
+        schedule: of the pipeline.
+        message: bytes of the hidden states of one of its microbatches.
     """
 
-    seconds: float
-    computing: float
-    bytes: float
-    predicted_bytes: float
-    predicted: Callable[[Link], float]
-    on: Callable[[Link], float]
+    timelines: Mapping[str, Timeline]
+    alone: Backward
+    sent: Mapping[str, float]
+    schedule: Schedule
+    message: float
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """{axis: seconds of the step}."""
+        return {axis: tl.makespan for axis, tl in self.timelines.items()}
+
+    def simulate(self, link: Link) -> dict[str, float]:
+        """{axis: seconds of the step on `link`}, with the compute that was recorded."""
+        ranks = len(self.timelines["dp"].ranks)
+        pipeline = vit_pipeline.replay_on_link(self.timelines["pp"], self.schedule, link, self.message)
+        return {
+            "dp": self.alone.end + self.alone.exposed(link, ranks),
+            "pp": pipeline.makespan,
+            "tp": replay(self.timelines["tp"], link).makespan,
+        }
 
 
-def time_axes(
-    pool: hpnb.Ranks, size: ViTSize, images: int, dtype: torch.dtype, microbatches: int, card: MachineCard
-) -> dict[str, AxisStep]:
-    """A step of the same `images` with all ranks of `pool` along dp, then pp, then tp.
+def record_axes(
+    pool: hpnb.Ranks, size: ViTSize, images: int, dtype: torch.dtype, schedule: Schedule, buckets: int
+) -> AxisSteps:
+    """Record a step of `images` along each axis. Axes take turns, so that a busy machine slows all of them.
 
     Args:
         images: of the whole batch, a multiple of ranks and microbatches.
-        microbatches: of the pipeline, 1F1B.
-        card: of as many ranks.
+        schedule: of the pipeline, with a stage for each rank.
+        buckets: of the gradient under data parallelism, about equally large.
     """
-    n, value = len(pool.members), dtype.itemsize
-    gradient = value * size.parameters(classes=3)
-    activation = images * size.tokens * size.hidden * value
-    buckets = max(_MIN_BUCKETS, math.ceil(gradient / 25e6))
-    bucket_mb, schedule = gradient / buckets / 2**20, schedules.make("1f1b", n, microbatches)
-    dp_runs, pp_runs, tp_runs = [], [], []
-    for turn in range(_ROUNDS):  # in turns, so that a machine that slows down slows all of them
-        count = turn == 0
-        dp_runs.append(pool.run(_data_parallel, size, images // n, dtype, bucket_mb, count)[0])
-        timelines = pool.run(vit_pipeline.time_schedules, size, images, dtype, {"1f1b": schedule}, None, 1)
-        pp_runs.append(timelines[0]["1f1b"])
-        tp_runs.append(pool.run(_tensor_parallel, size, images, dtype, count)[0])
-    alone = median_by([alone for alone, _, _ in dp_runs], lambda step: step.end)
-    dp, pp, tp = (
-        median_by(timelines, lambda tl: tl.makespan)
-        for timelines in ([tl for _, tl, _ in dp_runs], pp_runs, [tl for tl, _ in tp_runs])
+    n = len(pool.members)
+    bucket_mb = dtype.itemsize * size.parameters(classes=3) / buckets / 2**20
+    alone: list[Backward] = []
+    timelines: dict[str, list[Timeline]] = {"dp": [], "pp": [], "tp": []}
+    for _ in range(_ROUNDS):
+        backward, timeline = pool.run(_data_parallel, size, images // n, dtype, bucket_mb)[0]
+        alone.append(backward)
+        timelines["dp"].append(timeline)
+        steps = pool.run(vit_pipeline.time_schedules, size, images, dtype, {"pp": schedule}, None, 1)
+        timelines["pp"].append(steps[0]["pp"])
+        timelines["tp"].append(pool.run(_tensor_parallel, size, images, dtype)[0])
+    sent = pool.run(_count_bytes, size, images, dtype, schedule)
+    return AxisSteps(
+        {axis: median_by(recorded, lambda tl: tl.makespan) for axis, recorded in timelines.items()},
+        median_by(alone, lambda step: step.end),
+        {axis: sum(on_rank[axis] for on_rank in sent) / n for axis in timelines},
+        schedule,
+        images / schedule.microbatches * size.tokens * size.hidden * dtype.itemsize,
     )
-    sends = pool.run(vit_pipeline.measure_activations, size, images, dtype, schedule)
-    share = alone.end  # seconds of an n-th of the batch, forward and backward
-    message, all_reduces = activation / microbatches, 4 * size.layers
-    pipeline_slots = (microbatches + n - 1) / microbatches
-    return {
-        "dp": AxisStep(
-            dp.makespan,
-            compute_seconds(dp),
-            dp_runs[0][2],
-            bytes_sent("all_reduce", gradient, n),
-            lambda link: share + exposed_seconds(2 / 3 * share, gradient, buckets, n, link),
-            lambda link: share + alone.exposed(link, n),
-        ),
-        "pp": AxisStep(
-            pp.makespan,
-            compute_seconds(pp),
-            sum(sent for _, sent, _ in sends) / n,
-            2 * (n - 1) / n * activation,
-            lambda link: pipeline_slots * share + 2 * (n - 1) * seconds("send", message, 2, link),
-            lambda link: vit_pipeline.replay_on_link(pp, schedule, link, message).makespan,
-        ),
-        "tp": AxisStep(
-            tp.makespan,
-            vit_tensor.mean_seconds(tp, "FIW"),
-            tp_runs[0][1],
-            all_reduces * bytes_sent("all_reduce", activation, n),
-            lambda link: share + all_reduces * seconds("all_reduce", activation, n, link),
-            lambda link: replay(tp, link).makespan,
-        ),
-    }
+
+
+def add_to_ledger(
+    model: str, card: MachineCard, steps: AxisSteps, sent: Mapping[str, float], predicted: Mapping[str, float]
+) -> None:
+    """A row of the ledger for each axis, with predicted bytes and seconds of a step."""
+    for axis, measured in steps.seconds.items():
+        quantities = {"step (s)": (predicted[axis], measured), "sent (B)": (sent[axis], steps.sent[axis])}
+        ledger.add("04", one_axis(axis, card.ranks), model, quantities, card.hardware)
 
 
 def _data_parallel(
-    size: ViTSize, images: int, dtype: torch.dtype, bucket_mb: float, count: bool
-) -> tuple[Backward, Timeline, float]:
-    """On a rank: its step alone, a recorded step of data parallelism, and bytes that leave it in one.
-
-    Counting bytes takes one more step, the same in each turn; without `count` they are 0.
-    """
+    size: ViTSize, images: int, dtype: torch.dtype, bucket_mb: float
+) -> tuple[Backward, Timeline]:
+    """On a rank: its step alone, and a recorded step of data parallelism."""
     model, loss = vit_and_loss(size, images, dtype)
     alone = time_backward(model, lambda: loss(model), bucket_mb, 1)
     replica = hpnb.DataParallel(model, all_ranks("dp"), bucket_mb)
-    tl = record_step(replica, lambda: loss(replica), 1)
-    return alone, tl, _count_bytes(lambda: loss(replica)) if count else 0.0
+    return alone, record_step(replica, lambda: loss(replica), 1)
 
 
-def _tensor_parallel(size: ViTSize, images: int, dtype: torch.dtype, count: bool) -> tuple[Timeline, float]:
-    """On a rank: a recorded step of tensor parallelism and, with `count`, bytes that leave it in one."""
+def _tensor_parallel(size: ViTSize, images: int, dtype: torch.dtype) -> Timeline:
+    """On a rank: a recorded step of tensor parallelism."""
     model, batch = vit_and_batch(size, images, dtype)
     parallelize(model, all_ranks("tp"))
-    tl = vit_tensor.record_step(model, lambda: model(**batch).loss, 1)
-    return tl, _count_bytes(lambda: model(**batch).loss) if count else 0.0
+    return vit_tensor.record_step(model, lambda: model(**batch).loss, 1)
 
 
-def _count_bytes(loss: Callable[[], torch.Tensor]) -> float:
-    with hpnb.record.traffic() as traffic:
-        loss().backward()
-    return traffic.total
-
-
-def add_to_ledger(steps: Mapping[str, AxisStep], name: str, card: MachineCard) -> None:
-    """A row of the ledger for each axis."""
+def _count_bytes(size: ViTSize, images: int, dtype: torch.dtype, schedule: Schedule) -> dict[str, float]:
+    """On a rank: {axis: bytes that leave it in a step along this axis}."""
+    share = images // hpnb.world_size()
+    model, loss = vit_and_loss(size, share, dtype)
+    replica = hpnb.DataParallel(model, all_ranks("dp"))
+    sharded, batch = vit_and_batch(size, images, dtype)
+    parallelize(sharded, all_ranks("tp"))
+    steps: dict[str, Callable[[], Any]] = {
+        "dp": lambda: loss(replica).backward(),
+        "tp": lambda: sharded(**batch).loss.backward(),
+    }
+    sent = {"pp": vit_pipeline.measure_activations(size, images, dtype, schedule)[1]}
     for axis, step in steps.items():
-        quantities = {
-            "sent (B)": (step.predicted_bytes, step.bytes),
-            "step (s)": (step.predicted(card.link), step.seconds),
-        }
-        ledger.add("04", one_axis(axis, card.ranks), name, quantities, card.hardware)
+        with hpnb.record.traffic() as traffic:
+            step()
+        sent[axis] = traffic.total
+    return sent
 
 
-# --- a batch, split along dp ------------------------------------------------------------------------
+# --- steps on a mesh --------------------------------------------------------------------------------
 
 
-def leaf_batch(leaves: Any, rows: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """The first `rows` of a data set of leaves, on this rank's device."""
-    transform = ImageTransform(32, device=hpnb.device())
-    batch: dict[str, torch.Tensor] = next(iter(hpnb.data.Loader(leaves, rows, transform=transform)))
-    return {**batch, "pixel_values": batch["pixel_values"].to(dtype)}
+def local_samples(batch: Mapping[str, torch.Tensor], dp: hpnb.Axis) -> dict[str, torch.Tensor]:
+    """The samples of this rank's replica."""
+    return {name: comm.split(samples, dp, 0) for name, samples in batch.items()}
 
 
-def local_rows(batch: Mapping[str, torch.Tensor], axis: hpnb.Axis) -> dict[str, torch.Tensor]:
-    """The rows of this rank's coordinate on `axis`."""
-    return {name: comm.split(rows, axis, 0) for name, rows in batch.items()}
+def gradient_distance(module: torch.nn.Module, serial: torch.nn.Module) -> float:
+    """Relative distance of this rank's gradients to the same shards of a serial model's."""
+    trained = {n: p for n, p in module.named_parameters() if p.grad is not None}
+    full: dict[str, Any] = {n: serial.get_parameter(n).grad for n in trained}
+    shards = [placement_of(p).take(full[n]) for n, p in trained.items()]
+    return relative_distance([p.grad for p in trained.values() if p.grad is not None], shards)
 
 
-@torch.no_grad()
-def replica_distance(copies: Sequence[torch.Tensor], axis: hpnb.Axis) -> float:
-    """How far ranks of `axis` are from its first one: the largest relative norm, on any rank of the world."""
-    first = [t.detach().clone() for t in copies]
-    hpnb.data_parallel.broadcast(first, axis)
-    distance = torch.tensor(relative_distance(copies, first), dtype=torch.float64, device=hpnb.device())
-    torch.distributed.all_reduce(distance, torch.distributed.ReduceOp.MAX)
-    return float(distance)
-
-
-def replicated_parameters(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Parameters that no axis but pp splits: norms, embeddings, biases of row-parallel layers."""
-    return [p for p in module.parameters() if not placement_of(p).axes - {"pp"}]
-
-
-# --- a run whose layout changes ---------------------------------------------------------------------
+# --- leaves -----------------------------------------------------------------------------------------
 
 
 def in_memory(leaves: Dataset) -> Dataset:
-    """The same rows, drawn or decoded once. Otherwise each rank does it anew in each epoch."""
+    """The same samples, drawn or decoded once. Otherwise each rank does it in each epoch."""
     return Dataset(list(leaves), leaves.source, leaves.classes, leaves.noun)
 
 
-@dataclass(frozen=True)
-class LeafRecipe:
-    """What is trained, whatever the layout.
-
-    Attributes:
-        size, classes: the model, in float64.
-        train, test: data sets of leaves.
-        batch: samples of all ranks.
-        epochs: of the whole run.
-        lr: the highest; it rises over a tenth of the steps and falls along a cosine.
-        max_norm: to which gradients are clipped.
-    """
-
-    size: ViTSize
-    train: Any
-    test: Any
-    batch: int = 64
-    epochs: int = 4
-    lr: float = 2e-3
-    max_norm: float = 0.5
-
-
-def train_leg(recipe: LeafRecipe, until: int, folder: str, knobs: Mapping[str, Any]) -> LossCurve:
-    """On a rank: train up to epoch `until` on the layout that `knobs` say, from where `folder` has left off.
+def leaf_batches(
+    leaves: Dataset, samples: int, dp: hpnb.Axis | None = None, epochs: int = 1
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches in float64 on the CPU, shuffled in each epoch.
 
     Args:
-        knobs: of `hpnb.HybridParallelPlugin`.
+        samples: of a batch of all replicas; what is left over at the end of an epoch is dropped.
+        dp: each of its ranks gets its share of the batch.
     """
-    plugin = hpnb.HybridParallelPlugin(precision="fp64", max_norm=recipe.max_norm, seed=0, **knobs)
-    model = hpnb.models.vit(recipe.size, classes=3, dtype=torch.float64)
-    transform = ImageTransform(recipe.size.image, device=hpnb.device())
-    load, rows = plugin.prepare_dataloader, recipe.batch // plugin.dp_size
-    train = load(recipe.train, rows, shuffle=True, drop_last=True, transform=transform)
-    test = load(recipe.test, 64 // plugin.dp_size, transform=transform)
-    metrics: list[hooks.Hook] = [hooks.AccuracyHook(), hooks.CheckpointHook(folder)]
-    leg = training_legs.train_leg(
-        plugin, model, (train, test), recipe.lr, 0.05, recipe.epochs, metrics, folder, until
+    share = samples // (1 if dp is None else dp.size)
+    loader = Loader(leaves, share, dp, drop_last=True, transform=ImageTransform(32))
+    for epoch in range(epochs):
+        loader.set_epoch(epoch)
+        for batch in loader:
+            yield {**batch, "pixel_values": batch["pixel_values"].double()}
+
+
+def evaluate(size: ViTSize, weights: Mapping[str, torch.Tensor], leaves: Dataset) -> tuple[float, float]:
+    """(loss, accuracy in per cent) of a float64 ViT with these weights, in one process."""
+    model: Any = hpnb.models.vit(size, classes=3, dtype=torch.float64)
+    model.load_state_dict(weights)
+    batch = next(leaf_batches(leaves, len(leaves)))
+    with torch.no_grad():
+        outputs = model.eval()(**batch)
+    right = outputs.logits.argmax(-1) == batch["labels"]
+    return float(outputs.loss), 100 * float(right.double().mean())
+
+
+class LossLog(hooks.Hook):
+    """Keeps the loss of each step, on ranks that have it."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def after_step(self, trainer: Any) -> None:
+        if trainer.loss is not None:
+            self.losses.append(float(trainer.loss))
+
+
+def add_to_field_guide() -> None:
+    """The page's row, and the guide with it."""
+    field_guide.add(
+        "the loss falls, but not as far as it should",
+        "copies of norms and embeddings, which must stay equal; the traffic atlas",
+        "the process groups of dp and tp are swapped",
+        "04",
     )
-    return list(leg.losses), leg.last
-
-
-def with_losses(curves: Iterable[LossCurve]) -> LossCurve:
-    """Of what all ranks returned, the curve of a rank that has the losses."""
-    return max(curves, key=lambda curve: len(curve[0]))
-
-
-def serial_run(recipe: LeafRecipe, folder: str) -> LossCurve:
-    """The whole run on one process; remembered under a digest of all that decides it."""
-    size = vars(recipe.size)
-    rows = [len(recipe.train), len(recipe.test), recipe.train.describe()]
-    key = digest(size, rows, recipe.batch, recipe.epochs, recipe.lr, recipe.max_norm, str(torch.__version__))
-    name = f"serial-curve-{key}.json"
-    curve = load(name, _parse_curve, None)
-    if curve is None:
-        curve = with_losses(hpnb.launch(train_leg, recipe, recipe.epochs, folder, {}, ranks=1, device="cpu"))
-        save(name, json.dumps(curve))
-    return curve
-
-
-def _parse_curve(text: str) -> LossCurve:
-    losses, row = json.loads(text)
-    return [float(loss) for loss in losses], dict(row)
+    field_guide.show()

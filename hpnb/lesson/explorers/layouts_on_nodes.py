@@ -1,4 +1,4 @@
-"""The explorer of notebook 04: a layout and the order of its axes on hosts, its traffic and its step."""
+"""The explorer of notebook 04: a layout and the order of its axes on nodes, its traffic and its step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
 from hpnb.lesson.explorers.knobs import Choice, Knobs
-from hpnb.lesson.programs import host_traffic
+from hpnb.lesson.programs import rank_traffic
 from hpnb.lesson.tables import number
 from hpnb.mesh import AXES, Layout
 from hpnb.theory import LINKS
@@ -23,66 +23,66 @@ KNOBS: Knobs = {
     "dp": Choice((1, 2, 4, 8, 16, 32), 4),
     "pp": Choice((1, 2, 4, 8, 16), 2),
     "tp": Choice((1, 2, 4, 8, 16), 4),
-    "order": Choice(ORDERS, "tp > pp > dp"),  # the first one has tp cross the border
-    "host": Choice((1, 2, 4, 8, 16), 8),
+    "order": Choice(ORDERS, "tp > pp > dp"),  # it opens with tp between nodes
+    "node": Choice((1, 2, 4, 8, 16), 8),
     "inside": Choice(tuple(LINKS), "NVLink 4"),
     "between": Choice(tuple(LINKS), "Ethernet 100 Gb"),
 }
 ANSWER = {"dp": 4, "pp": 4, "tp": 2, "order": "pp > dp > tp"}
 CHALLENGE = Challenge(
-    "32 ranks in hosts of 8, NVLink 4 inside and Ethernet 100 Gb between, at most 16 GB of states on "
-    "a rank: a step of at most 1.3 times its computing.",
+    "32 ranks on nodes of 8, NVLink 4 inside and Ethernet 100 Gb between, at most 16 GB of states per "
+    "rank: a step of at most 1.3 times its compute.",
     lambda at: (
-        (at["dp"] * at["pp"] * at["tp"], at["host"]) == (32, 8)
+        (at["dp"] * at["pp"] * at["tp"], at["node"]) == (32, 8)
         and (at["inside"], at["between"]) == ("NVLink 4", "Ethernet 100 Gb")
-        and (at["states (B)"] <= 16e9 and at["over computing"] <= 1.3)
+        and (at["states (B)"] <= 16e9 and at["step / compute"] <= 1.3)
     ),
 )
 
 
-def layouts_on_hosts() -> Explorer:
-    """Notebook 04: which axis crosses a host's border, by sizes, order, host and both links.
+def layouts_on_nodes() -> Explorer:
+    """Notebook 04: which axis is sent between nodes, by sizes, order, node and both links.
 
     A transformer of 32 blocks of 4,096 (6.4e9 parameters), 500,000 tokens a step, 16 microbatches where there
-    is a pipeline, 400 TFLOP/s a rank; `host_traffic.HostedTransformer` says how a step is counted.
+    is a pipeline, 400 TFLOP/s a rank; `rank_traffic.TransformerOnNodes` says how a step is counted.
     """
-    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("order", "over computing")).display()
+    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("order", "step / compute")).display()
 
 
 def _readings(
-    dp: int, pp: int, tp: int, order: str, host: int, inside: str, between: str
+    dp: int, pp: int, tp: int, order: str, node: int, inside: str, between: str
 ) -> tuple[dict[str, Any], Draw]:
     layout = Layout(dp, pp, tp, tuple(order.split(" > ")))
     if not 2 <= layout.world_size <= MAX_RANKS:
         ranks = layout.world_size
         raise ValueError(f"{dp} x {pp} x {tp} are {ranks} ranks; 2 to {MAX_RANKS} can be drawn")
     links = (LINKS[inside], LINKS[between])
-    task = host_traffic.HostedTransformer(_LAYERS, _HIDDEN, _TOKENS, _MICROBATCHES, _RATE, host, *links)
+    task = rank_traffic.TransformerOnNodes(_LAYERS, _HIDDEN, _TOKENS, _MICROBATCHES, _RATE, node, *links)
     sent, parts = task.sent(layout), task.seconds(layout)
-    traffic = host_traffic.predicted_traffic(layout, sent)
-    step, crossing = sum(parts.values()), host_traffic.crossing_bytes(traffic, host)
+    traffic = rank_traffic.predicted_traffic(layout, sent)
+    step, crossing = sum(parts.values()), rank_traffic.bytes_between_nodes(traffic, node)
     readings = {
         "step (s)": step,
-        "over computing": step / parts["compute"],
-        "over the border, mean of a rank (B)": crossing / layout.world_size,
+        "step / compute": step / parts["compute"],
+        "between nodes, mean of a rank (B)": crossing / layout.world_size,
         "states (B)": task.states(layout),
     }
 
     def draw(fast: bool) -> tuple[Figure, str]:
         from hpnb.lesson.figures import vit_hybrid
 
-        default = host_traffic.predicted_traffic(Layout(dp, pp, tp), sent)
+        default = rank_traffic.predicted_traffic(Layout(dp, pp, tp), sent)
         figure = vit_hybrid.atlas(
             {f"yours: {order}": traffic, f"the default: {' > '.join(AXES)}": default},
-            host,
+            node,
             parts,
-            title=f"simulated · dp {dp} x pp {pp} x tp {tp}, {layout.world_size} ranks in hosts of {host}; "
+            title=f"simulated · dp {dp} x pp {pp} x tp {tp}, {layout.world_size} ranks on nodes of {node}; "
             f"the bar is of {order}",
             text=not fast,
         )
         return figure, (
             f"Senders by receivers for dp {dp} x pp {pp} x tp {tp} nested {order}, beside the default order, "
-            f"in hosts of {host}; {number(crossing, 'B')} cross a border, "
+            f"on nodes of {node}; {number(crossing, 'B')} are sent between nodes, "
             f"and a step takes {number(step, 's')}."
         )
 

@@ -1,8 +1,8 @@
-"""Layouts on hosts: who sends to whom, what crosses a host's border, and how long a step would take.
+"""Layouts on nodes: who sends to whom, what is sent between nodes, and how long a step would take.
 
     recorded_traffic(messages)                     {(sender, receiver): {axis: bytes}}
     predicted_traffic(layout, task.sent(layout))   the same, predicted
-    crossing_bytes(traffic, host=8)                bytes between hosts
+    bytes_between_nodes(traffic, node=8)           bytes
 
 **From a rank's bytes to pairs of ranks.** `hpnb.record.traffic` knows what left a rank and who took part. A
 send goes to its peer. In a collective a rank passes everything to the next rank of its group, and the last
@@ -64,12 +64,12 @@ def predicted_traffic(layout: Layout, sent: Mapping[str, float]) -> RankTraffic:
     return traffic
 
 
-def crossing_bytes(traffic: RankTraffic, host: int, axis: str | None = None) -> float:
-    """Bytes between ranks of different hosts, `host` consecutive ranks each; of one axis, or of all."""
+def bytes_between_nodes(traffic: RankTraffic, node: int, axis: str | None = None) -> float:
+    """Bytes between ranks of different nodes, `node` consecutive ranks each; of one axis, or of all."""
     return sum(
         nbytes
         for (a, b), by_axis in traffic.items()
-        if a // host != b // host
+        if a // node != b // node
         for name, nbytes in by_axis.items()
         if axis in (None, name)
     )
@@ -79,16 +79,16 @@ def crossing_bytes(traffic: RankTraffic, host: int, axis: str | None = None) -> 
 
 
 @dataclass(frozen=True)
-class HostedTransformer:
-    """A transformer to be trained by a layout on hosts.
+class TransformerOnNodes:
+    """A transformer to be trained by a layout on nodes.
 
     Attributes:
         layers, hidden: 12 layers hidden^2 parameters, values of 2 bytes.
         tokens: of a whole batch.
         microbatches: of each pipeline.
         rate: matmul FLOP/s of a rank.
-        host: ranks of a host.
-        inside, between: the link from a rank to another one of its host, and of another host.
+        node: ranks of a node.
+        inside, between: the link from a rank to another one of its node, and of another node.
     """
 
     layers: int
@@ -96,7 +96,7 @@ class HostedTransformer:
     tokens: float
     microbatches: int
     rate: float
-    host: int
+    node: int
     inside: Link
     between: Link
 
@@ -105,7 +105,7 @@ class HostedTransformer:
         return 12.0 * self.layers * self.hidden**2
 
     def states(self, layout: Layout) -> float:
-        """Bytes a rank holds of weights, gradients and optimizer state, 16 a parameter."""
+        """Bytes that a rank stores of weights, gradients and optimizer state, 16 a parameter."""
         return 16 * self.parameters / (layout.pp * layout.tp)
 
     def sent(self, layout: Layout) -> dict[str, float]:
@@ -120,7 +120,7 @@ class HostedTransformer:
     def link(self, layout: Layout, axis: str) -> Link:
         """The slowest link of the axis, which sets the pace of a ring."""
         groups = layout.groups(axis)
-        crosses = any(rank // self.host != group[0] // self.host for group in groups for rank in group)
+        crosses = any(rank // self.node != group[0] // self.node for group in groups for rank in group)
         return self.between if crosses else self.inside
 
     def seconds(self, layout: Layout) -> dict[str, float]:

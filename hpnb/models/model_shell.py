@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,10 @@ _PLAIN = (int, float, str, bool, type(None), PreTrainedConfig, torch.dtype)
 HANDS_ON = (
     "{} of a {} hands more to the next layer than hidden states ({}), and stages pass these alone; use "
     "pp_size=1, or register its parts with hpnb.models.register"
+)
+NEEDS_MORE = (
+    "{} of a {} takes more than hidden states and what the batch gives ({}), and stages pass hidden states alone; "
+    "use pp_size=1, or register its parts with hpnb.models.register"
 )
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -74,6 +78,7 @@ class ModelShell(nn.Module):
         self._set_training(parts[0].module.training)
 
         def stop(i: int, *args: Any, **kwargs: Any) -> Any:
+            self._check_constants(args, kwargs)
             raise _LayerReached(_split_hidden(args, kwargs)[0])
 
         hidden: torch.Tensor = self._run(parts, arguments, stop, inputs["input_ids"])
@@ -108,15 +113,53 @@ class ModelShell(nn.Module):
         gives_tuple = self._gives_tuple(arguments, hidden)
         return self._run(parts, arguments, replace, hidden)
 
+    def find_calls(self, names: Sequence[str]) -> dict[str, bool]:
+        """{path of a module: whether the forward calls it before the layers}, of those that it calls.
+
+        It is tried on two tokens, with nothing in place of the parts and of these modules. A model that needs
+        more than tokens may fail before it has called all.
+        """
+        calls: dict[str, bool] = {}
+        reached: set[int] = set()
+
+        def on_layer(i: int, *args: Any, **kwargs: Any) -> Any:
+            reached.add(i)
+            return _split_hidden(args, kwargs)[0]
+
+        def on_call(name: str, x: Any, *_: Any, **__: Any) -> Any:
+            calls.setdefault(name, not reached)
+            return x
+
+        for name in names:
+            vars(self.model.get_submodule(name))["forward"] = partial(on_call, name)
+        arguments = {"input_ids": torch.zeros((1, 2), dtype=torch.long), "use_cache": False}
+        with torch.no_grad(), suppress(Exception):
+            self._run((), arguments, on_layer, torch.zeros(()))
+        for name in names:
+            vars(self.model.get_submodule(name)).pop("forward", None)
+        return calls
+
+    def _check_constants(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What a layer is called with besides hidden states must depend on the batch alone."""
+        others = {**dict(enumerate(args[1:], 1)), **kwargs} if args else dict(kwargs)
+        others.pop("hidden_states", None)
+        trained = [name for name, x in others.items() if isinstance(x, torch.Tensor) and x.requires_grad]
+        if trained:
+            kind, extra = type(self.model).__name__, f"{trained[0]}, which trained weights make"
+            raise ValueError(NEEDS_MORE.format(self.layers[0], kind, extra))
+
     def _gives_tuple(self, arguments: dict[str, Any], like: torch.Tensor) -> bool:
         """Whether layers give a tuple: then the forward indexes it, and a tensor would lose a dim."""
         if self.gives_tuple is None:
+            given: list[torch.Tensor] = []
 
             def show(x: Any, *_: Any, **__: Any) -> Any:
                 raise _LayerReached(x)
 
             def on_layer(i: int, *args: Any, **kwargs: Any) -> Any:
                 hidden = _split_hidden(args, kwargs)[0]
+                if i == 0:
+                    given.append(hidden)
                 return hidden if i == 0 else show(hidden)
 
             try:
@@ -124,7 +167,7 @@ class ModelShell(nn.Module):
                     received = self._run((), arguments, on_layer, like, on_head=show)
             except ValueError as error:
                 raise ValueError(HANDS_ON.format(self.layers[0], type(self.model).__name__, error)) from error
-            self.gives_tuple = not isinstance(received, torch.Tensor) or received.dim() != 3
+            self.gives_tuple = not isinstance(received, torch.Tensor) or received.shape[:2] != given[0].shape[:2]
         return self.gives_tuple
 
     def _prepare(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> dict[int, Arguments]:
@@ -174,10 +217,19 @@ class ModelShell(nn.Module):
         """For one forward: these parts, functions in place of the layers, and nothing else of the parts."""
         present = {part.name for part in parts}
         forwards: dict[str, Callable[..., Any]] = {}
-        forwards |= dict.fromkeys(self.embedding, _first_argument) | dict.fromkeys(self.head, on_head)
+        layers_done: list[bool] = []
+        early, late = partial(self._check_place, layers_done, True), partial(self._check_place, layers_done, False)
+        forwards |= {name: partial(early, name, _first_argument) for name in self.embedding}
+        forwards |= {name: partial(late, name, on_head) for name in self.head}
         if self.embedding:
-            forwards[self.embedding[0]] = partial(_empty_hidden, self.hidden_size, like)
-        forwards |= {name: partial(on_layer, i) for i, name in enumerate(self.layers)}
+            first = self.embedding[0]
+            forwards[first] = partial(early, first, partial(_empty_hidden, self.hidden_size, like))
+
+        def run_layer(i: int, *args: Any, **kwargs: Any) -> Any:
+            layers_done[:] = [True] * (i == len(self.layers) - 1)
+            return on_layer(i, *args, **kwargs)
+
+        forwards |= {name: partial(run_layer, i) for i, name in enumerate(self.layers)}
         places = {name: _place(self.model, name) for name in forwards}
         copies = {name: parent._modules[child] for name, (parent, child) in places.items()}
         try:
@@ -192,6 +244,18 @@ class ModelShell(nn.Module):
             for name, (parent, child) in places.items():
                 parent._modules[child] = copies[name]
                 vars(copies[name]).pop("forward", None)
+
+    def _check_place(
+        self, layers_done: list[bool], early: bool, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run what is in place of an absent part, if the layers have not run (`early`), or have."""
+        if early == bool(layers_done):
+            when = "before the layers and after them" if early else "before the last layer"
+            raise ValueError(
+                f"the forward of a {type(self.model).__name__} calls {name} {when}, and a pipeline has it on one "
+                "stage; use pp_size=1, or register its parts with hpnb.models.register"
+            )
+        return forward(*args, **kwargs)
 
     def _set_training(self, training: bool) -> None:
         for module in self.copies:

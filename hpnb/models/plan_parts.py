@@ -94,23 +94,43 @@ def anatomy(model: Any) -> PlanAnatomy:
     position = names.index(stack)
     before = [name for name in names[:position] if _child(core, name) is not None]
     after = [name for name in names[position + 1 :] if _child(core, name) is not None]
-    embedding = tuple(Part(f"{path}{name}", core.get_submodule(name)) for name in before)
+    others = [name for name, child in core.named_children() if name not in names and _has_parameters(child)]
     blocks = tuple(Part(f"{path}{stack}.{i}", layer) for i, layer in enumerate(core.get_submodule(stack)))
-    head = [Part(f"{path}{name}", core.get_submodule(name)) for name in after]
+    outer: list[str] = []
     if core is not model:
-        outer = (item for item in model.named_children() if item[1] is not core)
-        head += [Part(name, child) for name, child in outer if any(True for _ in child.parameters())]
+        outer = [name for name, child in model.named_children() if child is not core and _has_parameters(child)]
+    layers, hidden_size = [part.name for part in blocks], core.config.hidden_size
+    if others:
+        before, after = _place_others(model, core, path, others, before, after, outer, layers)
+    embedding = tuple(Part(f"{path}{name}", core.get_submodule(name)) for name in before)
+    head = tuple(Part(name, model.get_submodule(name)) for name in (*(f"{path}{name}" for name in after), *outer))
     _check_parameters(model, (*embedding, *blocks, *head))
     _check_config(model)
-    shell = ModelShell(
-        model,
-        [part.name for part in embedding],
-        [part.name for part in blocks],
-        [part.name for part in head],
-        core.config.hidden_size,
-    )
+    shell = ModelShell(model, [part.name for part in embedding], layers, [part.name for part in head], hidden_size)
     causal = str(getattr(model, "loss_type", None)) == "ForCausalLM"
-    return PlanAnatomy(embedding, blocks, tuple(head), tied(model), causal=causal, shell=shell)
+    return PlanAnatomy(embedding, blocks, head, tied(model), causal=causal, shell=shell)
+
+
+def _place_others(
+    model: Any, core: Any, path: str, others: list[str], before: list[str], after: list[str], outer: list[str],
+    layers: list[str],
+) -> tuple[list[str], list[str]]:  # fmt: skip
+    """The modules before and after the layers, with those that the plan does not name.
+
+    They stand where the forward calls them; what it is not seen to call stands before the layers, and the shell
+    raises if it is called after them."""
+    head = [*(f"{path}{name}" for name in after), *outer]
+    shell = ModelShell(model, [f"{path}{name}" for name in before], layers, head, core.config.hidden_size)
+    inputs = core.get_input_embeddings()
+    first = [name for name in others if core.get_submodule(name) is inputs]
+    others = [name for name in others if name not in first]
+    early = shell.find_calls([f"{path}{name}" for name in others])
+    late = [name for name in others if not early.get(f"{path}{name}", True)]
+    return [*first, *before, *(name for name in others if name not in late)], [*after, *late]
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
 
 
 def _child(core: nn.Module, name: str) -> nn.Module | None:

@@ -47,6 +47,9 @@ class Role:
         vocabulary: the dim that counts tokens of the vocabulary; None if there is none. Positions are none.
         sum_grads: whether it is replicated and used on a rank's heads alone, as a norm of queries is. Its
             gradient is then summed over the ranks.
+        partial_outputs: how many of its last outputs a rank uses for its own heads alone, although the weight
+            is replicated, as latent attention does with the rotary part of keys. Their gradient is then
+            summed over the ranks.
     """
 
     kind: Kind
@@ -59,6 +62,7 @@ class Role:
     vocabulary: int | None = None
     widths: tuple[int, ...] = ()
     sum_grads: bool = False
+    partial_outputs: int = 0
 
     @property
     def cut_dim(self) -> int | None:

@@ -133,10 +133,34 @@ class TensorParallel1D(TensorParallelMode):
             self._pass_batch_shape(block, model)
         else:
             self._sum_replicated_grads(name, [p for p in paths if _sums_grads(model.layers[p][1])], model)
-        for parent, layers in _find_regions(model.module, block, paths):
+        for parent, layers in _find_regions(model, block, paths, self.sharding.enabled):
             self._make_region(parent, layers)
+        for path in paths:
+            self._connect_partial_outputs(model.module.get_submodule(path), model.layers[path][1])
         if drops:
             self._connect_dropout(block, [model.module.get_submodule(path) for path in paths])
+
+    def _connect_partial_outputs(self, module: nn.Module, roles: Mapping[str, Role]) -> None:
+        """Of a module that computes with its own shards, such as a layer of experts, and of a replicated one
+        of whose outputs a rank uses some for its heads alone."""
+        if not isinstance(module, RowParallelLinear) and any(role.kind == "row" for role in roles.values()):
+            module.register_forward_pre_hook(self._replicate_inputs, with_kwargs=True)
+            change_output(module, lambda z: comm.all_reduce(z, self.axis))
+        size = roles["weight"].partial_outputs if "weight" in roles else 0
+        if size:
+            change_output(module, partial(self._replicate_last, size))
+
+    def _replicate_inputs(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Hidden states and the weights of experts: equal on all ranks, whose gradients are summed."""
+
+        def replicate(x: Any) -> Any:
+            return comm.replicate(x, self.axis) if isinstance(x, torch.Tensor) and x.requires_grad else x
+
+        return tuple(map(replicate, args)), {name: replicate(x) for name, x in kwargs.items()}
+
+    def _replicate_last(self, size: int, x: torch.Tensor) -> torch.Tensor:
+        first, last = x.split([x.size(-1) - size, size], -1)
+        return torch.cat([first, comm.replicate(last, self.axis)], -1)
 
     def _pass_batch_shape(self, block: nn.Module, model: ModelToShard) -> None:
         """Activation checkpointing keeps a block's keyword arguments, and runs its forward again without the
@@ -248,19 +272,29 @@ def _is_sharded(role: Role) -> bool:
 
 
 def _find_regions(
-    model: nn.Module, block: nn.Module, paths: Sequence[str]
+    model: ModelToShard, block: nn.Module, paths: Sequence[str], sharded_tokens: bool
 ) -> Iterator[tuple[nn.Module, list[ColumnParallelLinear | RowParallelLinear]]]:
-    """Modules with one row-parallel layer and its columns; any other column is a region by itself."""
+    """Modules with one row-parallel layer and its columns; any other column is a region by itself.
+
+    So is each column of a module that also has replicated weights of which all ranks use the same, such as
+    those before the columns of latent attention: their gradients are complete where a region ends behind them.
+    """
     layers_of: dict[str, list[ColumnParallelLinear | RowParallelLinear]] = {}
     for path in paths:
-        layer = model.get_submodule(path)
+        layer = model.module.get_submodule(path)
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
             layers_of.setdefault(path.rpartition(".")[0], []).append(layer)
     for parent, layers in layers_of.items():
         rows = [layer for layer in layers if isinstance(layer, RowParallelLinear)]
         columns = [layer for layer in layers if isinstance(layer, ColumnParallelLinear)]
-        module = model.get_submodule(parent)
-        if len(rows) == 1 and columns and module is not block:
+        module = model.module.get_submodule(parent)
+        shared = not sharded_tokens and any(
+            not (role.sum_grads or _is_sharded(role))
+            for path in paths
+            if f"{path}.".startswith(f"{parent}.") and model.module.get_submodule(path) not in layers
+            for role in model.layers[path][1].values()
+        )
+        if len(rows) == 1 and columns and module is not block and not shared:
             yield module, layers
         else:
             for column in columns:

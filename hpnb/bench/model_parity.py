@@ -1,0 +1,233 @@
+"""Whether a tiny model trains on a layout as on one process: three steps of SGD with momentum in float64.
+
+    losses       of the three steps
+    gradients    as the optimizer's momentum has gathered them: g1 * 0.81 + g2 * 0.9 + g3
+    weights      after the third step
+
+Each is compared by its relative norm ||a - b|| / ||b||, tensor by tensor, and the largest must be at most
+1e-12. A tensor that hardly moves, such as a key's bias, is held to the typical norm of its kind. Batches are
+padded, and ragged over microbatches.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import hpnb
+from hpnb import HybridParallelPlugin, placement
+from hpnb.bench.tiny_models import BASE, Architecture, build, float64_throughout, make_batch
+from hpnb.pipeline_parallel import Stages, full_state_dict
+from hpnb.ranks.errors import RankError
+from hpnb.split_sizes import split_sizes
+
+STEPS, TOLERANCE = 3, 1e-12
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """Ranks are dp x pp x tp."""
+
+    name: str
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    zero: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.pp * self.tp
+
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        ModelLayout("pp2", pp=2),
+        ModelLayout("tp2", tp=2),
+        ModelLayout("pp2-tp2", pp=2, tp=2),
+        ModelLayout("dp2-zero1-pp2", dp=2, pp=2, zero=1),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training gives.
+
+    Attributes:
+        sharded: share of the numbers in the layers' matrices of which a tensor-parallel rank has a part.
+    """
+
+    losses: list[float | None]
+    gradients: Tensors
+    weights: Tensors
+    sharded: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one model on one layout.
+
+    Attributes:
+        status: "exact", "refused", "wrong" or "fails".
+        reason: why it is not exact: a sentence for "refused", an error for "fails".
+        errors: of losses, gradients and weights.
+    """
+
+    architecture: str
+    head: str
+    layout: str
+    status: str
+    reason: str = ""
+    errors: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    sharded: float = 0.0
+
+
+# --- on one process ----------------------------------------------------------------------------------------
+
+
+def train_serial(architecture: Architecture, head: str) -> Trained:
+    torch.set_num_threads(1)
+    with float64_throughout(architecture.models[head]):
+        model, batch = build(architecture, head), make_batch(architecture, head)
+        optimizer, losses = _optimizer(model), list[float | None]()
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss = _serial_loss(model(**inputs), batch["labels"])
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+    state: Any = optimizer.state
+    gradients = {n: state[p]["momentum_buffer"] for n, p in model.named_parameters() if p in state}
+    return Trained(losses, gradients, {n: t.detach().clone() for n, t in model.state_dict().items()})
+
+
+def _serial_loss(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    logits = getattr(outputs, "logits", None)
+    if logits is None:
+        total, count = _hidden_loss(outputs)
+        return total / count
+    if logits.dim() == 3:
+        logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return nn.functional.cross_entropy(logits, labels)
+
+
+def _hidden_loss(outputs: Any) -> tuple[torch.Tensor, int]:
+    """Of a model without a head: every number of its hidden states (B, s, h) counts differently."""
+    hidden = outputs[0]
+    g = torch.Generator().manual_seed(1)
+    weights = torch.randn(hidden.shape[1:], generator=g, dtype=hidden.dtype)
+    return (hidden * weights).sigmoid().sum(2).mean(1).sum(), len(hidden)
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+# --- on ranks ----------------------------------------------------------------------------------------------
+
+
+def train_on_ranks(architecture: Architecture, head: str, layout: ModelLayout) -> Trained | str:
+    """The same on this rank of the layout; a str says why hpnb refuses the model."""
+    torch.set_num_threads(1)
+    with float64_throughout(architecture.models[head]):
+        model: Any = build(architecture, head)
+        names = [name for name, _ in model.named_parameters()]
+        plugin = HybridParallelPlugin(
+            tp_size=layout.tp, pp_size=layout.pp, zero_stage=layout.zero, precision="fp64",
+            num_microbatches=3 if layout.pp > 1 else None, find_unused_parameters=layout.dp > 1,
+        )  # fmt: skip
+        booster, optimizer = hpnb.Booster(plugin=plugin), _optimizer(model)
+        try:
+            model, optimizer, *_ = booster.boost(model, optimizer)  # type: ignore[assignment]
+        except (ValueError, TypeError) as error:
+            return str(error)
+        batch = make_batch(architecture, head)
+        sizes, rank = split_sizes(len(batch["labels"]), layout.dp), plugin.mesh.dp.rank
+        start = sum(sizes[:rank])
+        local = {name: value[start : start + sizes[rank]] for name, value in batch.items()}
+        criterion = _criterion_of_hidden if head == BASE else _criterion
+        if head == BASE:
+            local.pop("labels")
+        losses = list[float | None]()
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss = booster.execute_pipeline(iter([local]), model, criterion, optimizer)["loss"]
+            losses.append(None if loss is None else loss.item())
+            optimizer.step()
+    states = optimizer.state_dict()["state"]
+    gradients = {names[n]: state["momentum_buffer"] for n, state in states.items()}
+    sharded = _sharded_share(model.module)
+    dp, pp, *tensor = model.axes
+    if isinstance(model.module, Stages):
+        weights = full_state_dict(model.module, pp, [dp, *tensor])
+    else:
+        weights = placement.full_state_dict(model.module, [dp, *tensor])
+    if hpnb.rank():  # all ranks have the same; one sends it
+        return Trained(losses, {}, {}, sharded)
+    return Trained(losses, gradients, {name: value.clone() for name, value in weights.items()}, sharded)
+
+
+def _criterion(outputs: Any, inputs: Any) -> Any:
+    return outputs.loss
+
+
+def _criterion_of_hidden(outputs: Any, inputs: Any) -> Any:
+    return _hidden_loss(outputs)
+
+
+def _sharded_share(module: nn.Module) -> float:
+    placed = [(p, placement.placement_of(p, name)) for name, p in module.named_parameters() if p.dim() > 1]
+    sizes = [(torch.Size(place.shape).numel(), "tp" in place.axes) for _, place in placed]
+    return sum(size for size, cut in sizes if cut) / max(1, sum(size for size, _ in sizes))
+
+
+# --- the comparison ----------------------------------------------------------------------------------------
+
+
+def compare(pools: Any, architecture: Architecture, head: str, layout: ModelLayout, serial: Trained) -> Outcome:
+    """Train on `pools[layout.ranks]` and say how far it is from `serial`."""
+    outcome = Outcome(architecture.name, head, layout.name, "exact")
+    try:
+        results = pools[layout.ranks].run(train_on_ranks, architecture, head, layout)
+    except RankError as error:
+        return replace(outcome, status=_status_of(error), reason=str(error).splitlines()[0])
+    refusals = [result for result in results if isinstance(result, str)]
+    if refusals:
+        return replace(outcome, status="refused", reason=refusals[0])
+    trained = results[0]
+    losses = [loss for result in results for loss in zip(result.losses, serial.losses, strict=True)]
+    if trained.weights.keys() != serial.weights.keys() or trained.gradients.keys() != serial.gradients.keys():
+        lost = sorted(trained.weights.keys() ^ serial.weights.keys() | trained.gradients.keys() ^ serial.gradients.keys())
+        return replace(outcome, status="wrong", reason=f"{', '.join(lost[:3])} on one side alone")
+    errors = (
+        max(abs(a - b) / abs(b) for a, b in losses if a is not None),
+        *(worst[0] for worst in (_distance(trained.gradients, serial.gradients), _distance(trained.weights, serial.weights))),
+    )
+    outcome = replace(outcome, errors=errors, sharded=min(result.sharded for result in results))
+    if all(error <= TOLERANCE for error in errors):
+        return outcome
+    error, name = max(_distance(trained.gradients, serial.gradients), _distance(trained.weights, serial.weights))
+    return replace(outcome, status="wrong", reason=f"{name} is off by {error:.1e}")
+
+
+def _status_of(error: RankError) -> str:
+    """A sentence of hpnb is a refusal; anything else is a failure."""
+    lines = error.traceback.strip().splitlines()
+    files = [line for line in lines if line.lstrip().startswith("File ")]
+    kind = next((line for line in reversed(lines) if line and not line[0].isspace()), "")
+    return "refused" if files and "/hpnb/" in files[-1] and kind.startswith(("ValueError", "TypeError")) else "fails"
+
+
+def _distance(tensors: Tensors, expected: Tensors) -> tuple[float, str]:
+    """The largest relative norm, and whose it is."""
+    norms = {name: float(t.double().norm()) for name, t in expected.items()}
+    typical = statistics.median(norms.values()) if norms else 1.0
+    scales = {name: norm if norm > 1e-2 * typical else max(typical, 1e-30) for name, norm in norms.items()}
+    return max((float((tensors[n].double() - t.double()).norm()) / scales[n], n) for n, t in expected.items())

@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 import hpnb
-from hpnb.bench.model_parity import LAYOUTS, Outcome, compare, train_serial
+from hpnb.bench.model_parity import LAYOUTS, Outcome, compare, errors_of, train_serial
 from hpnb.bench.tiny_models import Architecture, planned
 from hpnb.ranks.errors import RankError
 
 TIMEOUT = 120.0  # seconds for one training
+SECOND_HEAD = "pp2-tp2"  # on which a model with another head is trained too
 
 
 class Pools:
@@ -48,11 +49,15 @@ def examine(pools: Pools, architecture: Architecture, layouts: Sequence[str]) ->
     for head in architecture.models:
         try:
             (serial,) = pools[1].run(train_serial, architecture, head)
+            (other,) = pools[1].run(train_serial, architecture, head, True)
         except RankError as error:
-            reason = f"its own forward on one process: {str(error).splitlines()[0]}"
-            outcomes += [Outcome(architecture.name, head, name, "untrained", reason) for name in layouts]
+            reason = f"its own forward on one process needs more than tokens: {str(error).splitlines()[0].partition(': ')[2]}"
+            outcomes += [Outcome(architecture.name, head, name, "refused", reason) for name in layouts]
             continue
-        outcomes += [compare(pools, architecture, head, LAYOUTS[name], serial) for name in layouts]
+        rounding = max(errors_of([other], serial))
+        first = head == next(iter(architecture.models))
+        for name in layouts if first else [name for name in layouts if name == SECOND_HEAD]:
+            outcomes.append(compare(pools, architecture, head, LAYOUTS[name], serial, rounding))
     return outcomes
 
 

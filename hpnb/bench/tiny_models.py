@@ -56,7 +56,12 @@ _MAPPINGS = {
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _MROPE = {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}  # pairs of dims of a head, 8 / 2 in all
+_GLOBAL = {"global_head_dim": 8, "num_global_key_value_heads": 2}
 SPECIAL: dict[str, dict[str, Any]] = {
+    "DiffusionGemmaTextConfig": _GLOBAL,
+    "EmbeddingGemma2TextConfig": _GLOBAL,
+    "Gemma4TextConfig": _GLOBAL,
+    "Gemma4UnifiedTextConfig": _GLOBAL,
     "CohereCompassTextConfig": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
     "Dots1Config": {"n_shared_experts": 1},
@@ -73,6 +78,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "Glm4vTextConfig": _MROPE,
     "GlmImageTextConfig": _MROPE,
     "GlmOcrTextConfig": _MROPE,
+    "KimiLinearConfig": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "PaddleOCRTextConfig": _MROPE,
     "Qwen2VLTextConfig": _MROPE,
     "Qwen2_5OmniTextConfig": _MROPE,
@@ -92,7 +98,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 EXTRA_INPUTS: dict[str, dict[str, tuple[int, ...]]] = {  # of models that read more than tokens, for a sample
     "T5Gemma2DecoderConfig": {"encoder_hidden_states": (5, 32)},
-    "VoxtralRealtimeTextConfig": {"t_cond": (1, 32)},
 }
 
 

@@ -76,11 +76,16 @@ def groups_of(model: Any) -> dict[str, Group]:
         inside = {p: s for p, s in styles.items() if p == parent or p.startswith(f"{parent}.")}
         if inside.get(parent) == EXPERTS or all(path not in modules for path in cuts):
             groups[parent] = _experts(model, parent, cuts, inside)
-        elif "attention" in type(modules[parent]).__name__.lower():
+        elif _is_attention(modules[parent]):
             groups[parent] = _attention(model, parent, cuts, inside)
         else:
             groups[parent] = _mlp(model, parent, cuts)
     return groups
+
+
+def _is_attention(module: nn.Module) -> bool:
+    counts = any(hasattr(module, name) for name in (*HEAD_COUNTS, "head_dim", "num_key_value_groups"))
+    return counts or "attention" in type(module).__name__.lower()
 
 
 # --- attention -----------------------------------------------------------------------------------------------
@@ -118,10 +123,13 @@ def _attention(model: Any, parent: str, styles: dict[str, str], inside: dict[str
     rest = [(path, p) for path, p in _parameters(model, parent) if not _is_of(path, styles)]
     group = group._replace(units=kv_heads, widths=packed)
     if latent:
-        return group._replace(
-            summed=tuple(path for path, _ in rest if _is_of(path, _only(inside, SUMMED))),
-            latent=dict.fromkeys(latent, int(config.qk_rope_head_dim)),
-        )
+        summed = tuple(path for path, _ in rest if _is_of(path, _only(inside, SUMMED)))
+        inputs = {linear[path].in_features for path in columns}
+        for path, p in rest:  # what is replicated must come before a column, or choose tokens
+            indexes = any("indexer" in name.lower() for name in path.split(".")[:-1])
+            if p.size(0) not in inputs and not (indexes or path in summed or _is_of(path, latent)):
+                return Group("attention", styles, reason=f"{path} of shape {tuple(p.shape)} is not in the plan")
+        return group._replace(summed=summed, latent=dict.fromkeys(latent, int(config.qk_rope_head_dim)))
     for path, p in rest:
         if p.dim() > 1 or p.numel() not in (1, head_dim):
             reason = f"{path} of shape {tuple(p.shape)} is not in the plan, and is not of one head ({head_dim})"
@@ -151,13 +159,15 @@ def _mlp(model: Any, parent: str, styles: dict[str, str]) -> Group:
         return group._replace(reason=None if gathered else _counts(columns, rows))
     inner = linear[rows[0]].in_features  # neurons
     outputs = {path: linear[path].out_features for path in columns}
-    if any(size not in (inner, 2 * inner) for size in outputs.values()):
-        reason = f"the outputs of {', '.join(columns)} are not the {inner} inputs of {rows[0]}, once or twice"
+    packed = {path: (1, 1) for path in columns if styles[path] in PACKED or (gathered and outputs[path] == 2 * inner)}
+    if any(size != inner * len(packed.get(path, (1,))) for path, size in outputs.items()):
+        reason = f"{', '.join(columns)} do not give the {inner} inputs of {rows[0]}"
         return group._replace(reason=None if gathered else reason)
-    packed = {path: (1, 1) for path in columns if styles[path] in PACKED or outputs[path] == 2 * inner}
     rest = [(path, p) for path, p in _parameters(model, parent) if not _is_of(path, styles)]
-    summed = tuple(path for path, p in rest if p.numel() == 1)  # such as the parameters of an activation
-    return group._replace(units=inner, widths=packed, summed=summed)
+    for path, p in rest:  # one number is that of an activation; the gradient of others may be whole or a part
+        if p.numel() > 1:
+            return group._replace(reason=f"{path} of shape {tuple(p.shape)} is not in the plan")
+    return group._replace(units=inner, widths=packed, summed=tuple(path for path, _ in rest))
 
 
 def _experts(model: Any, parent: str, styles: dict[str, str], inside: dict[str, str]) -> Group:

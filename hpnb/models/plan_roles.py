@@ -120,7 +120,13 @@ def _places(groups: dict[str, Group]) -> tuple[dict[str, Group], set[str], dict[
 
 def _vocabulary(model: Any) -> Iterator[nn.Parameter]:
     """Weights with a row for each token, and the bias of logits."""
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    computes_more = type(embedding).forward is not nn.Embedding.forward and not hasattr(embedding, "embed_scale")
+    if computes_more or sum(1 for _ in embedding.parameters()) > 1:  # such as a norm of what it looks up
+        if output is not None and output.weight is not embedding.weight:
+            yield from output.parameters()
+        return
+    for module in (embedding, output):
         if module is not None:
             yield from module.parameters()
 

@@ -166,18 +166,20 @@ def test_parts_are_the_forward(kind: str, head: str) -> None:
 
 
 def test_what_tensor_parallelism_does_not_take_is_refused(pools: RankPools) -> None:
-    for kind, options, words in (
-        ("Mixtral", {"num_key_value_heads": 2, "num_local_experts": 2}, ("experts", "tp_size=1")),
-        ("Llama", {"num_key_value_heads": 1}, ("self_attn", "1 heads", "2 ranks")),
+    experts = {"num_key_value_heads": 2, "num_local_experts": 2}
+    for kind, options, sequence, words in (
+        ("Mixtral", experts, True, ("mlp.gate", "replicated", "sequence_parallel=False")),
+        ("Llama", {"num_key_value_heads": 1}, False, ("self_attn", "1 heads", "2 ranks")),
     ):
         with pytest.raises(hpnb.RankError) as error:
-            pools[2].run(_parallelize, kind, options)
+            pools[2].run(_parallelize, kind, options, sequence)
         assert all(word in str(error.value) for word in words), error.value
 
 
-def _parallelize(kind: str, options: dict[str, Any]) -> None:
+def _parallelize(kind: str, options: dict[str, Any], sequence: bool) -> None:
     model = plan_models.build(kind, num_hidden_layers=1, **options)
-    hpnb.tensor_parallel.parallelize(model, hpnb.Mesh(hpnb.Layout(tp=2)).tp)
+    tp = hpnb.Mesh(hpnb.Layout(tp=2)).tp
+    hpnb.tensor_parallel.parallelize(model, tp, sequence_parallel=sequence)
 
 
 def test_experts_train_in_a_pipeline() -> None:

@@ -79,6 +79,12 @@ def _layouts(options: Options) -> None:
     layouts_command.main(options.name, options)
 
 
+def _models(options: Options) -> None:
+    from hpnb.bench import models
+
+    models.run(options.names or (), options.layouts or (), options.write, options.record)
+
+
 def _table(options: Options) -> None:
     from hpnb.bench import result_files
 
@@ -172,6 +178,12 @@ _COMMANDS: dict[str, tuple[str, Callable[[Options], None], dict[str, dict[str, A
     }),
     "gpt2-xl": ("whole programs of a GPT-2 of 1.5B, for each layout", _layouts, {**_LAYOUTS, **_HEADS}),
     "vit-l16": ("whole programs of ViT-L/16, for each layout", _layouts, _LAYOUTS),
+    "models": ("which models of transformers train as on one process", _models, {
+        "--names": {"type": _split_names, "help": "LlamaConfig,MixtralConfig; by default all"},
+        "--layouts": {"type": _split_names, "help": "a part of pp2,tp2,pp2-tp2,dp2-zero1-pp2"},
+        "--record": {"type": Path, "metavar": "FILE", "help": "outcomes; what it has is not run again"},
+        "--write": {"action": "store_true", "help": "the table MODELS.md beside the other results"},
+    }),
     "table": ("tables of the newest results", _table, {
         **_RESULTS,
         "--write": {"action": "store_true", "help": "replace the tables in the README.md of that folder"},

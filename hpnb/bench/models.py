@@ -4,24 +4,33 @@
     python -m hpnb.bench models --names LlamaConfig,MixtralConfig --layouts pp2,tp2
 
 Every architecture is built tiny from its configuration's class (`tiny_models.py`) and trained on four layouts
-and on one process (`model_parity.py`). Each training is one call of a pool of ranks, with a time limit.
+and on one process (`model_parity.py`). Each training is one call of a pool of ranks, with a time limit. A
+model that also has a classifier's head is trained with that one on `SECOND_HEAD`. `--write` makes the table
+in hpnb/bench/results/MODELS.md.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import transformers
 
 import hpnb
 from hpnb.bench.model_parity import LAYOUTS, Outcome, compare, errors_of, train_serial
+from hpnb.bench.result_files import RESULTS, current_commit
 from hpnb.bench.tiny_models import Architecture, planned
+from hpnb.files import write_text
 from hpnb.ranks.errors import RankError
 
+PAGE = RESULTS / "MODELS.md"
 TIMEOUT = 120.0  # seconds for one training
-SECOND_HEAD = "pp2-tp2"  # on which a model with another head is trained too
+SECOND_HEAD = "pp2-tp2"
+STATUSES = ("exact", "refused", "wrong", "fails")
 
 
 class Pools:
@@ -41,40 +50,125 @@ class Pools:
 
 
 def examine(pools: Pools, architecture: Architecture, layouts: Sequence[str]) -> list[Outcome]:
-    """One outcome a head and layout."""
+    """One outcome a layout, and one for a second head."""
     if not architecture.models:
         reason = "transformers has no model that takes this configuration alone"
         return [Outcome(architecture.name, "", name, "refused", reason) for name in layouts]
     outcomes = []
+    first = next(iter(architecture.models))
     for head in architecture.models:
+        names = [name for name in layouts if head == first or name == SECOND_HEAD]
         try:
             (serial,) = pools[1].run(train_serial, architecture, head)
             (other,) = pools[1].run(train_serial, architecture, head, True)
         except RankError as error:
-            reason = f"its own forward on one process needs more than tokens: {str(error).splitlines()[0].partition(': ')[2]}"
-            outcomes += [Outcome(architecture.name, head, name, "refused", reason) for name in layouts]
+            what = str(error).splitlines()[0].partition(" raised ")[2]
+            reason = f"its own forward does not run on tokens alone: {what}"
+            outcomes += [Outcome(architecture.name, head, name, "refused", reason) for name in names]
             continue
         rounding = max(errors_of([other], serial))
-        first = head == next(iter(architecture.models))
-        for name in layouts if first else [name for name in layouts if name == SECOND_HEAD]:
-            outcomes.append(compare(pools, architecture, head, LAYOUTS[name], serial, rounding))
+        outcomes += [compare(pools, architecture, head, LAYOUTS[name], serial, rounding) for name in names]
     return outcomes
 
 
-def run(names: Sequence[str], layouts: Sequence[str], out: str) -> None:
+def run(names: Sequence[str], layouts: Sequence[str], write: bool, record: Path | None = None) -> None:
+    """
+    Args:
+        record: a file of earlier outcomes, a line of JSON each; those in it are kept, and new ones added.
+
+    Raises:
+        ValueError: no architecture or layout of such a name.
+    """
     table = planned()
+    for given, known in ((names, table), (layouts, LAYOUTS)):
+        if unknown := [name for name in given if name not in known]:
+            raise ValueError(f"no {unknown[0]!r} in the census; it has {', '.join(known)}")
+    lines = record.read_text().splitlines() if record is not None and record.exists() else []
+    outcomes = [
+        Outcome(**{**json.loads(line), "errors": tuple(json.loads(line)["errors"])}) for line in lines
+    ]
+    done = {outcome.architecture for outcome in outcomes}
     pools = Pools()
-    with open(out, "a") as file:
-        for name in names or table:
+    try:
+        for name in [name for name in names or table if name not in done]:
             begin = time.perf_counter()
-            outcomes = examine(pools, table[name], layouts)
-            for outcome in outcomes:
-                file.write(json.dumps(asdict(outcome)) + "\n")
-                print(outcome.architecture, outcome.head, outcome.layout, outcome.status, *(f"{e:.0e}" for e in outcome.errors), f"{outcome.sharded:.0%}", outcome.reason[:400], flush=True)
-            file.flush()
+            found = examine(pools, table[name], layouts or tuple(LAYOUTS))
+            outcomes += found
+            if record is not None:
+                with record.open("a") as file:
+                    file.writelines(json.dumps(asdict(outcome)) + "\n" for outcome in found)
+            for outcome in found:
+                print(describe(outcome), flush=True)
             print(f"{time.perf_counter() - begin:.1f} s", flush=True)
-    pools.close()
+    finally:
+        pools.close()
+    print(summary(outcomes))
+    if write:
+        write_text(PAGE, page(outcomes))
 
 
-if __name__ == "__main__":
-    run(sys.argv[2].split(",") if len(sys.argv) > 2 and sys.argv[2] else (), tuple(LAYOUTS), sys.argv[1])
+def describe(outcome: Outcome) -> str:
+    losses, gradients, weights = (f"{error:.0e}" for error in outcome.errors)
+    errors = f"losses {losses}, gradients {gradients}, weights {weights}"
+    where = f"{outcome.architecture:36} {outcome.head:26} {outcome.layout:14} {outcome.status:8}"
+    return f"{where} {errors if outcome.status == 'exact' else outcome.reason}"
+
+
+# --- the table ---------------------------------------------------------------------------------------------
+
+
+def status_of(outcomes: Sequence[Outcome]) -> str:
+    """Of an architecture: the worst of its layouts, exact only where all are."""
+    return max((outcome.status for outcome in outcomes), key=STATUSES.index)
+
+
+def by_architecture(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    groups: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault(outcome.architecture, []).append(outcome)
+    return groups
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    statuses = [status_of(of_one) for of_one in by_architecture(outcomes).values()]
+    counts = ", ".join(f"{statuses.count(status)} {status}" for status in STATUSES)
+    return f"{len(statuses)} architectures: {counts}"
+
+
+def page(outcomes: Sequence[Outcome]) -> str:
+    versions = (
+        f"transformers {transformers.__version__}, torch {torch.__version__}, commit {current_commit()}"
+    )
+    lines = [
+        "# Which models of transformers train exactly",
+        "",
+        f"{summary(outcomes)}. These are the configurations with a tensor and a pipeline plan.",
+        "`python -m hpnb.bench models --write` makes this table. Each model is built tiny and trains three",
+        "steps in float64 on the CPU; its losses, gradients and weights are compared with those of one",
+        "process. A number is the largest relative error. The last column says which share of the matrices,",
+        "embeddings included, is sharded by tensor parallelism; the rest is replicated.",
+        "",
+        f"{versions}.",
+        "",
+        f"| configuration | head | {' | '.join(LAYOUTS)} | sharded by tp |",
+        f"| --- | --- | {' | '.join('---' for _ in LAYOUTS)} | --- |",
+    ]
+    notes: dict[str, int] = {}
+    for name, of_one in by_architecture(outcomes).items():
+        for head in dict.fromkeys(outcome.head for outcome in of_one):
+            cells = {outcome.layout: _cell(outcome, notes) for outcome in of_one if outcome.head == head}
+            shares = [
+                o.sharded for o in of_one if o.head == head and o.status == "exact" and "tp" in o.layout
+            ]
+            share = f"{min(shares):.0%}" if shares else ""
+            values = " | ".join(cells.get(layout, "") for layout in LAYOUTS)
+            lines.append(f"| {name} | {head or 'none'} | {values} | {share} |")
+    lines += ["", "## Why not", "", *(f"{number}. {reason}" for reason, number in notes.items()), ""]
+    return "\n".join(lines)
+
+
+def _cell(outcome: Outcome, notes: dict[str, int]) -> str:
+    if outcome.status == "exact":
+        return f"{max(outcome.errors):.0e}"
+    reason = outcome.reason.partition(" raised ")[2].partition("Error: ")[2] or outcome.reason
+    return f"{outcome.status} ({notes.setdefault(reason, len(notes) + 1)})"

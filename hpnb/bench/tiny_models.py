@@ -1,10 +1,10 @@
 """Every architecture of transformers that publishes a tensor and a pipeline plan, as a tiny model in float64.
 
-    planned()["Qwen3Config"]        Architecture("Qwen3Config", {"ForCausalLM": ..., "ForSequenceClassification": ...})
+    planned()["Qwen3Config"]        its name, its configuration's class, and {head: class of the model}
     build(architecture, head)       4 layers, hidden size 32, 4 heads on 2 key-value heads, 4 experts
 
-Sizes are set by the name of the option, so a new architecture needs no entry here. `SPECIAL` has the few options
-whose value depends on others, such as the sections of a rotary table.
+Sizes are set by the name of the option, so a new architecture needs no entry here. `SPECIAL` has the few
+options whose value depends on others, such as the sections of a rotary table.
 """
 
 from __future__ import annotations
@@ -36,18 +36,22 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 24,
     "moe_intermediate_size": 12, "shared_expert_intermediate_size": 12, "num_experts": 4,
     "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
-    "moe_topk": 2, "moe_k": 2, "top_k_experts": 2, "n_group": 1, "topk_group": 1, "sliding_window": 3, "sliding_window_size": 3,
+    "moe_topk": 2, "moe_k": 2, "top_k_experts": 2, "n_group": 1, "topk_group": 1, "sliding_window": 3,
+    "sliding_window_size": 3,
     "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
     "qk_head_dim": 16, "index_head_dim": 8, "index_n_heads": 4, "index_topk": 4,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
     "linear_num_heads": 4, "linear_head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "num_mtp_layers": 0, "first_k_dense_replace": 1, "ffn_hidden_size": 24, "expert_ffn_hidden_size": 12, "zero_expert_num": 2, "num_layers": 4,
+    "num_mtp_layers": 0, "first_k_dense_replace": 1,
+    "ffn_hidden_size": 24, "expert_ffn_hidden_size": 12, "zero_expert_num": 2, "num_layers": 4,
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "dense_intermediate_size": 24,
     "shared_intermediate_size": 12, "moe_hidden_size": 16, "share_expert_dim": 12, "num_code_groups": 3,
     "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "rotary_dim": 4,
     "num_kv_shared_layers": 0, "index_kpool": 2, "index_block_size": 2, "index_topk_blocks": 2, "o_groups": 2,
     "o_lora_rank": 8, "altup_num_inputs": 2, "laurel_rank": 4, "rel_extent": 8, "block_size": 4,
-    "shared_experts_intermediate_size": 12, "d_rel": 4, "prediction_head_size": 16, "embedding_dim": 16, "layer_group_size": 2,
+    "shared_experts_intermediate_size": 12, "d_rel": 4, "prediction_head_size": 16, "embedding_dim": 16,
+    "layer_group_size": 2,
 }  # fmt: skip
 _MAPPINGS = {
     CAUSAL: modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -66,15 +70,23 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
     "Dots1Config": {"n_shared_experts": 1},
     "Dots3NoteTextConfig": {
-        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 12, "swa_kv_lora_rank": 8,
-        "swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 12,
+        "swa_kv_lora_rank": 8,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 8,
     },
     "Ernie4_5_VLMoeTextConfig": {
-        "moe_intermediate_size": [12, 12], "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]},
+        "moe_intermediate_size": [12, 12],
+        "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]},
     },
     "EsmcConfig": {"num_key_value_heads": 4},
     "Cosmos3EdgeTextConfig": _MROPE,
-    "Glm4vMoeTextConfig": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}},
+    "Glm4vMoeTextConfig": {
+        "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
+    },
     "Glm4vTextConfig": _MROPE,
     "GlmImageTextConfig": _MROPE,
     "GlmOcrTextConfig": _MROPE,
@@ -85,10 +97,19 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "Qwen2_5_VLTextConfig": _MROPE,
     "Glm5NextTextConfig": {"qk_rope_head_dim": 0},
     "Phi4MultimodalConfig": {
-        "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
         "audio_config": {
-            "hidden_size": 16, "intermediate_size": 16, "num_blocks": 1, "num_attention_heads": 2,
-            "ext_pw_out_channel": 16, "nemo_conv_channels": 16,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_blocks": 1,
+            "num_attention_heads": 2,
+            "ext_pw_out_channel": 16,
+            "nemo_conv_channels": 16,
         },
     },
     "Qwen3OmniMoeTalkerTextConfig": {"shared_expert_intermediate_size": 12},
@@ -107,7 +128,7 @@ class Architecture:
 
     Attributes:
         name: of the configuration's class.
-        models: {head: class of the model}, the head that is trained first: causal, else classifier, else none.
+        models: {head: class of the model}; the first is causal, or else a classifier, or else has no head.
     """
 
     name: str
@@ -124,7 +145,8 @@ def planned() -> dict[str, Architecture]:
         file = Path(transformers.models.__path__[0], module.name, f"configuration_{module.name}.py")
         if not file.exists() or "base_model_pp_plan" not in file.read_text():  # importing all takes long
             continue
-        for kind in vars(importlib.import_module(name)).values():
+        values: list[Any] = list(vars(importlib.import_module(name)).values())
+        for kind in values:
             if (
                 isinstance(kind, type)
                 and issubclass(kind, PreTrainedConfig)
@@ -142,8 +164,8 @@ def _models(config: type[PreTrainedConfig]) -> dict[str, type[PreTrainedModel]]:
     own = list(_own_models(config))
     for head, mapping in _MAPPINGS.items():
         kinds = [kind for kind in own if kind.__name__.endswith(head)]
-        if not own and config in mapping:  # type: ignore[operator]
-            kinds = [mapping[config]]  # type: ignore[index]
+        if not own and config in mapping:
+            kinds = [mapping[config]]
         heads |= {head: kinds[0]} if kinds else {}
     if not heads and own:
         heads[BASE] = own[0]
@@ -155,14 +177,20 @@ def _own_models(config: type[PreTrainedConfig]) -> Iterator[type[PreTrainedModel
         file = importlib.import_module(config.__module__.replace("configuration_", "modeling_"))
     except ModuleNotFoundError:  # a configuration of another family's model
         return
-    for kind in vars(file).values():
-        if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind.config_class is config:
-            if kind.__module__ == file.__name__ and not kind.__name__.endswith("PreTrainedModel"):
-                yield kind
+    values: list[Any] = list(vars(file).values())
+    for kind in values:
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, PreTrainedModel)
+            and kind.config_class is config
+            and kind.__module__ == file.__name__
+            and not kind.__name__.endswith("PreTrainedModel")
+        ):
+            yield kind
 
 
 def make_config(architecture: Architecture) -> Any:
-    options = {f.name: f.default for f in fields(architecture.config) if f.init}  # type: ignore[arg-type]
+    options = {f.name: f.default for f in fields(architecture.config) if f.init}
     sizes = {name: value for name, value in SIZES.items() if name in options}
     sizes |= {name: 0.0 for name, default in options.items() if "drop" in name and isinstance(default, float)}
     if options.get("sliding_window", 1) is None:
@@ -219,9 +247,18 @@ class _Torch64:
 @contextmanager
 def float64_throughout(kind: type[nn.Module]) -> Iterator[None]:
     """Inside, models of this class compute in the dtype of their weights, also where they ask for float32."""
-    files = [sys.modules[base.__module__] for base in kind.__mro__ if base.__module__.startswith("transformers.models.")]
-    files += [sys.modules[name] for name in list(sys.modules) if name.startswith(("transformers.integrations.moe",))]
-    before, to_float = [(file, vars(file)["torch"]) for file in files if "torch" in vars(file)], torch.Tensor.float
+    files = [
+        sys.modules[base.__module__]
+        for base in kind.__mro__
+        if base.__module__.startswith("transformers.models.")
+    ]
+    files += [
+        sys.modules[name] for name in list(sys.modules) if name.startswith(("transformers.integrations.moe",))
+    ]
+    before, to_float = (
+        [(file, vars(file)["torch"]) for file in files if "torch" in vars(file)],
+        torch.Tensor.float,
+    )
 
     def stay_double(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self if self.dtype == D else to_float(self, *args, **kwargs)

@@ -12,31 +12,29 @@ layers are called with depends on the batch alone; it is kept as long as the bat
 
 from __future__ import annotations
 
-import inspect
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hpnb.models.model_anatomy import Inputs, Part
+from hpnb.models.shell_arguments import Arguments, PreparedArguments, split_hidden, with_hidden
+from hpnb.models.shell_copy import argument_names, copy_module, place_of
 
 REFUSED = ("inputs_embeds", "past_key_values")
 TARGETS = ("labels", "label", "targets", "target")
-_PLAIN = (int, float, str, bool, type(None), PreTrainedConfig, torch.dtype)
 HANDS_ON = (
     "{} of a {} hands more to the next layer than hidden states ({}), and stages pass these alone; use "
     "pp_size=1, or register its parts with hpnb.models.register"
 )
 NEEDS_MORE = (
-    "{} of a {} takes more than hidden states and what the batch gives ({}), and stages pass hidden states alone; "
-    "use pp_size=1, or register its parts with hpnb.models.register"
+    "{} of a {} takes more than hidden states and what the batch gives ({}), and stages pass hidden states "
+    "alone; use pp_size=1, or register its parts with hpnb.models.register"
 )
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _LayerReached(Exception):
@@ -64,13 +62,13 @@ class ModelShell(nn.Module):
         hidden_size: int,
     ) -> None:
         super().__init__()
-        self.model = _copy_module(model, "", frozenset((*embedding, *layers, *head)))
+        self.model = copy_module(model, "", frozenset((*embedding, *layers, *head)))
         self.embedding, self.layers, self.head = tuple(embedding), tuple(layers), tuple(head)
         self.hidden_size = hidden_size
         self.copies = tuple(self.model.modules())  # without the parts that are put in
         self.gives_tuple: bool | None = None  # of a layer; None: not known yet
-        self.names = _argument_names(model, model.base_model)
-        self.prepared = _Prepared()
+        self.names = argument_names(model, model.base_model)
+        self.prepared = PreparedArguments()
 
     def embed(self, parts: Sequence[Part], inputs: Inputs) -> torch.Tensor:
         """The batch -> hidden states before layer 0, (B, s, h)."""
@@ -79,7 +77,7 @@ class ModelShell(nn.Module):
 
         def stop(i: int, *args: Any, **kwargs: Any) -> Any:
             self._check_constants(args, kwargs)
-            raise _LayerReached(_split_hidden(args, kwargs)[0])
+            raise _LayerReached(split_hidden(args, kwargs)[0])
 
         hidden: torch.Tensor = self._run(parts, arguments, stop, inputs["input_ids"])
         return hidden
@@ -95,7 +93,7 @@ class ModelShell(nn.Module):
             made = self._prepare(hidden, arguments)
             self.prepared.put(arguments, hidden, made)
         args, kwargs = made[self.layers.index(name)]
-        return partial(_with_hidden, args, kwargs)
+        return partial(with_hidden, args, kwargs)
 
     def finish(self, parts: Sequence[Part], hidden: torch.Tensor, inputs: Inputs) -> Any:
         """Hidden states after the last layer -> the model's outputs."""
@@ -103,7 +101,7 @@ class ModelShell(nn.Module):
         self._set_training(False)  # a dropout before the layers draws no numbers
 
         def replace(i: int, *args: Any, **kwargs: Any) -> Any:
-            output = _split_hidden(args, kwargs)[0]
+            output = split_hidden(args, kwargs)[0]
             if i == len(self.layers) - 1:
                 self._set_training(training)
                 output = hidden
@@ -124,7 +122,7 @@ class ModelShell(nn.Module):
 
         def on_layer(i: int, *args: Any, **kwargs: Any) -> Any:
             reached.add(i)
-            return _split_hidden(args, kwargs)[0]
+            return split_hidden(args, kwargs)[0]
 
         def on_call(name: str, x: Any, *_: Any, **__: Any) -> Any:
             calls.setdefault(name, not reached)
@@ -141,8 +139,8 @@ class ModelShell(nn.Module):
 
     def _check_constants(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What a layer is called with besides hidden states must depend on the batch alone."""
-        others = {**dict(enumerate(args[1:], 1)), **kwargs} if args else dict(kwargs)
-        others.pop("hidden_states", None)
+        others = {f"argument {i}": x for i, x in enumerate(args) if i}
+        others |= {name: x for name, x in kwargs.items() if name != "hidden_states"}
         trained = [name for name, x in others.items() if isinstance(x, torch.Tensor) and x.requires_grad]
         if trained:
             kind, extra = type(self.model).__name__, f"{trained[0]}, which trained weights make"
@@ -157,7 +155,7 @@ class ModelShell(nn.Module):
                 raise _LayerReached(x)
 
             def on_layer(i: int, *args: Any, **kwargs: Any) -> Any:
-                hidden = _split_hidden(args, kwargs)[0]
+                hidden = split_hidden(args, kwargs)[0]
                 if i == 0:
                     given.append(hidden)
                 return hidden if i == 0 else show(hidden)
@@ -167,7 +165,9 @@ class ModelShell(nn.Module):
                     received = self._run((), arguments, on_layer, like, on_head=show)
             except ValueError as error:
                 raise ValueError(HANDS_ON.format(self.layers[0], type(self.model).__name__, error)) from error
-            self.gives_tuple = not isinstance(received, torch.Tensor) or received.shape[:2] != given[0].shape[:2]
+            self.gives_tuple = (
+                not isinstance(received, torch.Tensor) or received.shape[:2] != given[0].shape[:2]
+            )
         return self.gives_tuple
 
     def _prepare(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> dict[int, Arguments]:
@@ -178,7 +178,7 @@ class ModelShell(nn.Module):
             arguments = {"input_ids": ids.new_zeros((1, *ids.shape[1:])), "use_cache": False}
 
         def note(i: int, *args: Any, **kwargs: Any) -> Any:
-            output = _split_hidden(args, kwargs)[0]
+            output = split_hidden(args, kwargs)[0]
             made[i] = (args, kwargs)
             if len(made) == len(self.layers):
                 raise _LayerReached(None)
@@ -218,7 +218,10 @@ class ModelShell(nn.Module):
         present = {part.name for part in parts}
         forwards: dict[str, Callable[..., Any]] = {}
         layers_done: list[bool] = []
-        early, late = partial(self._check_place, layers_done, True), partial(self._check_place, layers_done, False)
+        early, late = (
+            partial(self._check_place, layers_done, True),
+            partial(self._check_place, layers_done, False),
+        )
         forwards |= {name: partial(early, name, _first_argument) for name in self.embedding}
         forwards |= {name: partial(late, name, on_head) for name in self.head}
         if self.embedding:
@@ -230,7 +233,7 @@ class ModelShell(nn.Module):
             return on_layer(i, *args, **kwargs)
 
         forwards |= {name: partial(run_layer, i) for i, name in enumerate(self.layers)}
-        places = {name: _place(self.model, name) for name in forwards}
+        places = {name: place_of(self.model, name) for name in forwards}
         copies = {name: parent._modules[child] for name, (parent, child) in places.items()}
         try:
             for name, forward in forwards.items():
@@ -246,14 +249,20 @@ class ModelShell(nn.Module):
                 vars(copies[name]).pop("forward", None)
 
     def _check_place(
-        self, layers_done: list[bool], early: bool, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        layers_done: list[bool],
+        early: bool,
+        name: str,
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Run what is in place of an absent part, if the layers have not run (`early`), or have."""
         if early == bool(layers_done):
             when = "before the layers and after them" if early else "before the last layer"
             raise ValueError(
-                f"the forward of a {type(self.model).__name__} calls {name} {when}, and a pipeline has it on one "
-                "stage; use pp_size=1, or register its parts with hpnb.models.register"
+                f"the forward of a {type(self.model).__name__} calls {name} {when}, and a pipeline has it on "
+                "one stage; use pp_size=1, or register its parts with hpnb.models.register"
             )
         return forward(*args, **kwargs)
 
@@ -275,88 +284,6 @@ class ModelShell(nn.Module):
         return {**taken, "use_cache": False}
 
 
-class _Prepared:
-    """What was prepared last, for as long as the tensors live that it was prepared from."""
-
-    def __init__(self) -> None:
-        self._key: tuple[Any, ...] | None = None
-        self._sources: tuple[weakref.ref[torch.Tensor], ...] = ()
-        self._made: dict[int, Arguments] | None = None
-
-    def get(self, arguments: Mapping[str, Any], hidden: torch.Tensor) -> dict[int, Arguments] | None:
-        tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
-        if self._key is None or any(t.is_inference() for t in tensors):
-            return None
-        same = len(tensors) == len(self._sources) and all(
-            source() is tensor for source, tensor in zip(self._sources, tensors, strict=True)
-        )
-        return self._made if same and self._key == _key(arguments, hidden) else None
-
-    def put(self, arguments: Mapping[str, Any], hidden: torch.Tensor, made: dict[int, Arguments]) -> None:
-        tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
-        if any(t.is_inference() for t in tensors):  # whose values may change unnoticed
-            return
-        self._key, self._made = _key(arguments, hidden), made
-        self._sources = tuple(weakref.ref(tensor, self._forget) for tensor in tensors)
-
-    def _forget(self, reference: weakref.ref[torch.Tensor]) -> None:
-        if any(source is reference for source in self._sources):
-            self._key, self._sources, self._made = None, (), None
-
-    def __reduce__(self) -> tuple[type[_Prepared], tuple[()]]:
-        return _Prepared, ()  # a copy starts empty
-
-
-def _key(arguments: Mapping[str, Any], hidden: torch.Tensor) -> tuple[Any, ...]:
-    values = [
-        (name, value._version if isinstance(value, torch.Tensor) else value)
-        for name, value in arguments.items()
-    ]
-    return (hidden.dtype, hidden.device, *values)
-
-
-# --- the copy ----------------------------------------------------------------------------------------------
-
-
-def _copy_module(module: nn.Module, path: str, parts: frozenset[str], in_part: bool = False) -> nn.Module:
-    """A module of the same class with the same attributes, and without parameters and hooks.
-
-    Of a part only numbers and words are copied, as a forward may ask a layer for its type.
-    """
-    in_part = in_part or path in parts
-    copied = type(module).__new__(type(module))
-    fresh = vars(nn.Module())
-    attributes = {
-        name: value
-        for name, value in vars(module).items()
-        if name not in fresh
-        and name not in ("forward", "_loss_function")
-        and "hpnb" not in name
-        and (not in_part or isinstance(value, _PLAIN))
-    }
-    vars(copied).update(fresh | attributes)
-    for name in module._parameters:
-        copied._parameters[name] = None
-    for name, buffer in module._buffers.items():
-        copied._buffers[name] = None if in_part else buffer
-    copied._non_persistent_buffers_set = set(copied._buffers)
-    for name, child in module._modules.items():
-        inner = f"{path}.{name}" if path else name
-        copied._modules[name] = None if child is None else _copy_module(child, inner, parts, in_part)
-    return copied
-
-
-def _place(model: nn.Module, path: str) -> tuple[nn.Module, str]:
-    parent, _, child = path.rpartition(".")
-    return model.get_submodule(parent), child
-
-
-def _argument_names(*models: nn.Module) -> tuple[str, ...]:
-    return tuple(
-        dict.fromkeys(name for model in models for name in inspect.signature(model.forward).parameters)
-    )
-
-
 # --- in place of parts -------------------------------------------------------------------------------------
 
 
@@ -369,16 +296,3 @@ def _empty_hidden(
 ) -> torch.Tensor:
     """(B, s) -> (B, s, h) of zeros, which take no memory."""
     return like.new_zeros(()).expand(*ids.shape, hidden_size)
-
-
-def _split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str | None]:
-    """The hidden states that a layer is called with, and the name by which they are passed, if any."""
-    if args:
-        return args[0], None
-    return kwargs["hidden_states"], "hidden_states"
-
-
-def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor) -> Arguments:
-    if args:
-        return (hidden, *args[1:]), kwargs
-    return (), {**kwargs, "hidden_states": hidden}

@@ -5,15 +5,17 @@
     MLP          gate, up: columns   down: rows   by neurons
     experts      the same, of every expert        by neurons; each rank has a part of each expert
 
-Such a group takes replicated hidden states and gives replicated ones. So a group that hpnb does not know how to
-shard can be replicated without touching the others: `units` is 0 then and `reason` says why. Shapes decide
-as much as the plan does. ESM-C's plan shards q and k, although its norms of them need all heads; that attention
-is replicated.
+Such a group takes replicated hidden states and gives replicated ones. So a group that hpnb does not know how
+to shard can be replicated without touching the others: `units` is 0 then and `reason` says why. Shapes decide
+as much as the plan does. ESM-C's plan shards q and k, although its norms of them need all heads; that
+attention is replicated.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -48,10 +50,10 @@ class Group(NamedTuple):
     kind: str
     styles: dict[str, str]
     units: int = 0
-    widths: dict[str, tuple[int, ...]] = {}
+    widths: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     reason: str | None = None
     summed: tuple[str, ...] = ()
-    latent: dict[str, int] = {}
+    latent: Mapping[str, int] = MappingProxyType({})
     row_members: tuple[str, ...] = ()
 
 
@@ -88,7 +90,7 @@ def _is_attention(module: nn.Module) -> bool:
     return counts or "attention" in type(module).__name__.lower()
 
 
-# --- attention -----------------------------------------------------------------------------------------------
+# --- attention ----------------------------------------------------------------------------------------------
 
 
 def _attention(model: Any, parent: str, styles: dict[str, str], inside: dict[str, str]) -> Group:
@@ -107,7 +109,7 @@ def _attention(model: Any, parent: str, styles: dict[str, str], inside: dict[str
         return group._replace(reason=None if gathered else f"its heads have no width that divides {inner}")
     heads, outputs = inner // head_dim, {path: linear[path].out_features for path in columns}
     kv_heads = heads if latent else _kv_heads(config, module, outputs, head_dim, heads)
-    packed = {path: (1, 1) for path in columns if styles[path] in PACKED}
+    packed: dict[str, tuple[int, ...]] = {path: (1, 1) for path in columns if styles[path] in PACKED}
     if gathered:
         fused = len(columns) == 1 and outputs[columns[0]] == (heads + 2 * kv_heads) * head_dim
         if not fused:
@@ -128,11 +130,15 @@ def _attention(model: Any, parent: str, styles: dict[str, str], inside: dict[str
         for path, p in rest:  # what is replicated must come before a column, or choose tokens
             indexes = any("indexer" in name.lower() for name in path.split(".")[:-1])
             if p.size(0) not in inputs and not (indexes or path in summed or _is_of(path, latent)):
-                return Group("attention", styles, reason=f"{path} of shape {tuple(p.shape)} is not in the plan")
+                return Group(
+                    "attention", styles, reason=f"{path} of shape {tuple(p.shape)} is not in the plan"
+                )
         return group._replace(summed=summed, latent=dict.fromkeys(latent, int(config.qk_rope_head_dim)))
     for path, p in rest:
         if p.dim() > 1 or p.numel() not in (1, head_dim):
-            reason = f"{path} of shape {tuple(p.shape)} is not in the plan, and is not of one head ({head_dim})"
+            reason = (
+                f"{path} of shape {tuple(p.shape)} is not in the plan, and is not of one head ({head_dim})"
+            )
             return Group("attention", styles, reason=reason)
     return group._replace(summed=tuple(path for path, _ in rest))
 
@@ -147,7 +153,7 @@ def _kv_heads(config: Any, module: Any, outputs: dict[str, int], head_dim: int, 
     return int(getattr(config, "num_key_value_heads", None) or heads)
 
 
-# --- MLP and experts -----------------------------------------------------------------------------------------
+# --- MLP and experts ----------------------------------------------------------------------------------------
 
 
 def _mlp(model: Any, parent: str, styles: dict[str, str]) -> Group:
@@ -159,7 +165,11 @@ def _mlp(model: Any, parent: str, styles: dict[str, str]) -> Group:
         return group._replace(reason=None if gathered else _counts(columns, rows))
     inner = linear[rows[0]].in_features  # neurons
     outputs = {path: linear[path].out_features for path in columns}
-    packed = {path: (1, 1) for path in columns if styles[path] in PACKED or (gathered and outputs[path] == 2 * inner)}
+    packed = {
+        path: (1, 1)
+        for path in columns
+        if styles[path] in PACKED or (gathered and outputs[path] == 2 * inner)
+    }
     if any(size != inner * len(packed.get(path, (1,))) for path, size in outputs.items()):
         reason = f"{', '.join(columns)} do not give the {inner} inputs of {rows[0]}"
         return group._replace(reason=None if gathered else reason)
@@ -195,7 +205,7 @@ def expert_dims(style: str) -> tuple[int, int]:
     return (1, 2) if style in COLUMNS else (2, 1)
 
 
-# --- what both need ------------------------------------------------------------------------------------------
+# --- what both need -----------------------------------------------------------------------------------------
 
 
 def _rows_and_columns(linear: dict[str, Any], styles: dict[str, str]) -> tuple[list[str], list[str]]:

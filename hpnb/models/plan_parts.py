@@ -6,14 +6,10 @@
 What a layer is called with besides hidden states (rotary tables, masks with and without a window, what each
 layer needs by its type) the model's own forward prepares: see `model_shell.py`.
 
-Of the 120 configurations in transformers 5.17 that have both plans, tiny models
-were compared with their forward:
-
-    94    the parts give its outputs and gradients; about 40 of them have experts or latent attention, and
-          tensor parallelism refuses those
-     8    refused: parameters outside of the plan (Gemma 4's embeddings of each layer, DeepSeek-V4), layers
-          that hand on more than hidden states (GLM-MoE-DSA), no list of layers (HRM)
-    18    not compared: no tiny model could be made, or it takes no input_ids
+Modules with parameters that the plan leaves out, such as the head of DeepSeek-V4's hyper-connections, stand
+where the forward calls them. A layer that takes or gives more than hidden states, such as Gemma 3n's inputs
+of each layer, cannot be on a stage by itself: a pipeline refuses it at its first call. `python -m hpnb.bench
+models` trains every planned architecture; hpnb/bench/results/MODELS.md has the table.
 """
 
 from __future__ import annotations
@@ -98,27 +94,33 @@ def anatomy(model: Any) -> PlanAnatomy:
     blocks = tuple(Part(f"{path}{stack}.{i}", layer) for i, layer in enumerate(core.get_submodule(stack)))
     outer: list[str] = []
     if core is not model:
-        outer = [name for name, child in model.named_children() if child is not core and _has_parameters(child)]
+        outer = [
+            name for name, child in model.named_children() if child is not core and _has_parameters(child)
+        ]
     layers, hidden_size = [part.name for part in blocks], core.config.hidden_size
     if others:
         before, after = _place_others(model, core, path, others, before, after, outer, layers)
     embedding = tuple(Part(f"{path}{name}", core.get_submodule(name)) for name in before)
-    head = tuple(Part(name, model.get_submodule(name)) for name in (*(f"{path}{name}" for name in after), *outer))
+    head = tuple(
+        Part(name, model.get_submodule(name)) for name in (*(f"{path}{name}" for name in after), *outer)
+    )
     _check_parameters(model, (*embedding, *blocks, *head))
     _check_config(model)
-    shell = ModelShell(model, [part.name for part in embedding], layers, [part.name for part in head], hidden_size)
+    shell = ModelShell(
+        model, [part.name for part in embedding], layers, [part.name for part in head], hidden_size
+    )
     causal = str(getattr(model, "loss_type", None)) == "ForCausalLM"
     return PlanAnatomy(embedding, blocks, head, tied(model), causal=causal, shell=shell)
 
 
 def _place_others(
-    model: Any, core: Any, path: str, others: list[str], before: list[str], after: list[str], outer: list[str],
-    layers: list[str],
+    model: Any, core: Any, path: str, others: list[str], before: list[str], after: list[str],
+    outer: list[str], layers: list[str],
 ) -> tuple[list[str], list[str]]:  # fmt: skip
     """The modules before and after the layers, with those that the plan does not name.
 
-    They stand where the forward calls them; what it is not seen to call stands before the layers, and the shell
-    raises if it is called after them."""
+    They stand where the forward calls them; what it is not seen to call stands before the layers, and the
+    shell raises if it is called after them."""
     head = [*(f"{path}{name}" for name in after), *outer]
     shell = ModelShell(model, [f"{path}{name}" for name in before], layers, head, core.config.hidden_size)
     inputs = core.get_input_embeddings()

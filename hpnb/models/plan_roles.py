@@ -7,12 +7,12 @@
                                                             gradient is summed over the ranks
     colwise_gather_output,           column and row where q, k, v or gate, up lie side by side; else the
     rowwise_split_input              attention is replicated (norms over all heads need all of them)
-    mla_kv_a_proj                    replicated, with partial_outputs: the rotary part of keys goes to all heads
-    moe_tp_experts                   column and row        of every expert: each rank has some of its neurons
+    mla_kv_a_proj                    replicated, with partial_outputs: all heads read the rotary keys
+    moe_tp_experts                   column and row         of every expert: each rank has some of its neurons
 
 An attention is split by key-value heads, each with the query heads that read it: Llama-3 8B has 8 of them, so
-3 ranks get 3, 3 and 2, with 12, 12 and 8 query heads. `plan_groups.py` says which modules are sharded. What hpnb
-does not know how to shard is replicated on the tensor-parallel ranks, with a warning that names it.
+3 ranks get 3, 3 and 2, with 12, 12 and 8 query heads. `plan_groups.py` says which modules are sharded. What
+hpnb does not know how to shard is replicated on the tensor-parallel ranks, with a warning that names it.
 """
 
 from __future__ import annotations
@@ -56,13 +56,17 @@ def roles(model: Any) -> dict[str, Role]:
             table[name] = _sharded_role(p, member, member_of[member], bias)
         else:
             outputs = latent.get(path, 0)
-            table[name] = Role("head", 0, 1, True, partial_outputs=outputs) if matrix else Role("norm", 0, bias=bias)
+            table[name] = (
+                Role("head", 0, 1, True, partial_outputs=outputs) if matrix else Role("norm", 0, bias=bias)
+            )
     return table
 
 
 def attentions(model: Any) -> tuple[Attention, ...]:
     """Attentions that are sharded; they count key-value heads, each with its queries."""
-    sharded = ((path, group) for path, group in groups_of(model).items() if group.kind == "attention" and group.units)
+    sharded = (
+        (path, group) for path, group in groups_of(model).items() if group.kind == "attention" and group.units
+    )
     return tuple(
         Attention(path, group.units, partial(_resize, path, model.get_submodule(path), group.units))
         for path, group in sharded
@@ -80,10 +84,12 @@ def check_sharding(model: Any, mode: str, sequence_parallel: bool) -> None:
     groups = groups_of(model)
     reasons = {path: group.reason for path, group in groups.items() if group.reason}
     if not any(group.units for group in groups.values()):
-        path, reason = next(iter(reasons.items()), ("its layers", "the plan names no pair of weights in them"))
+        path, reason = next(
+            iter(reasons.items()), ("its layers", "the plan names no pair of weights in them")
+        )
         raise ValueError(
-            f"hpnb cannot shard {path} of this {kind} ({reason}), nor anything else in its layers; use tp_size=1 and "
-            "more ranks along dp and pp, or register its roles with hpnb.models.register"
+            f"hpnb cannot shard {path} of this {kind} ({reason}), nor anything else in its layers; use "
+            "tp_size=1 and more ranks along dp and pp, or register its roles with hpnb.models.register"
         )
     replicated = list(_replicated(model, groups))
     if sequence_parallel and replicated:
@@ -111,7 +117,7 @@ def _replicated(model: Any, groups: dict[str, Group]) -> Iterator[str]:
 
 
 def _places(groups: dict[str, Group]) -> tuple[dict[str, Group], set[str], dict[str, int]]:
-    """Of the groups that are sharded: {member: its group}, the parameters with summed gradients, and latents."""
+    """Of the groups that are sharded: {member: its group}, parameters with summed gradients, latents."""
     sharded = [group for group in groups.values() if group.units]
     members = {member: group for group in sharded for member in group.styles}
     latent = {path: size for group in sharded for path, size in group.latent.items()}
@@ -121,7 +127,9 @@ def _places(groups: dict[str, Group]) -> tuple[dict[str, Group], set[str], dict[
 def _vocabulary(model: Any) -> Iterator[nn.Parameter]:
     """Weights with a row for each token, and the bias of logits."""
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    computes_more = type(embedding).forward is not nn.Embedding.forward and not hasattr(embedding, "embed_scale")
+    computes_more = type(embedding).forward is not nn.Embedding.forward and not hasattr(
+        embedding, "embed_scale"
+    )
     if computes_more or sum(1 for _ in embedding.parameters()) > 1:  # such as a norm of what it looks up
         if output is not None and output.weight is not embedding.weight:
             yield from output.parameters()

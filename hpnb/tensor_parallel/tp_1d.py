@@ -13,7 +13,7 @@ mathematics and the bytes are in `tp_1d_linear.py` and `sequence_parallel.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from hpnb.tensor_parallel.module_hooks import around_forward, change_input, chan
 from hpnb.tensor_parallel.sequence_parallel import SequenceSharding
 from hpnb.tensor_parallel.split_heads import is_transposed, split_evenly, split_units
 from hpnb.tensor_parallel.tp_1d_linear import ColumnParallelLinear, ParallelRegion, RowParallelLinear
+from hpnb.tensor_parallel.tp_1d_regions import connect_partial_outputs, find_regions, is_sharded
 from hpnb.tensor_parallel.vocab_cross_entropy import cross_entropy, vocab_shard
 from hpnb.tensor_parallel.vocab_embedding import VocabParallelEmbedding
 
@@ -68,7 +69,7 @@ class TensorParallel1D(TensorParallelMode):
             raise ValueError(f"{path} has {units} {what}, which {self.axis.size} ranks cannot share; {works}")
 
     def weight_cuts(self, role: Role, shape: Sequence[int]) -> tuple[Cut, ...]:
-        if self.axis.size == 1 or not _is_sharded(role):
+        if self.axis.size == 1 or not is_sharded(role):
             return ()
         if role.vocabulary is not None:
             return (split_evenly(self.axis, role.vocabulary, shape[role.vocabulary]),)
@@ -133,34 +134,12 @@ class TensorParallel1D(TensorParallelMode):
             self._pass_batch_shape(block, model)
         else:
             self._sum_replicated_grads(name, [p for p in paths if _sums_grads(model.layers[p][1])], model)
-        for parent, layers in _find_regions(model, block, paths, self.sharding.enabled):
+        for parent, layers in find_regions(model, block, paths, self.sharding.enabled):
             self._make_region(parent, layers)
         for path in paths:
-            self._connect_partial_outputs(model.module.get_submodule(path), model.layers[path][1])
+            connect_partial_outputs(model.module.get_submodule(path), model.layers[path][1], self.axis)
         if drops:
             self._connect_dropout(block, [model.module.get_submodule(path) for path in paths])
-
-    def _connect_partial_outputs(self, module: nn.Module, roles: Mapping[str, Role]) -> None:
-        """Of a module that computes with its own shards, such as a layer of experts, and of a replicated one
-        of whose outputs a rank uses some for its heads alone."""
-        if not isinstance(module, RowParallelLinear) and any(role.kind == "row" for role in roles.values()):
-            module.register_forward_pre_hook(self._replicate_inputs, with_kwargs=True)
-            change_output(module, lambda z: comm.all_reduce(z, self.axis))
-        size = roles["weight"].partial_outputs if "weight" in roles else 0
-        if size:
-            change_output(module, partial(self._replicate_last, size))
-
-    def _replicate_inputs(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Hidden states and the weights of experts: equal on all ranks, whose gradients are summed."""
-
-        def replicate(x: Any) -> Any:
-            return comm.replicate(x, self.axis) if isinstance(x, torch.Tensor) and x.requires_grad else x
-
-        return tuple(map(replicate, args)), {name: replicate(x) for name, x in kwargs.items()}
-
-    def _replicate_last(self, size: int, x: torch.Tensor) -> torch.Tensor:
-        first, last = x.split([x.size(-1) - size, size], -1)
-        return torch.cat([first, comm.replicate(last, self.axis)], -1)
 
     def _pass_batch_shape(self, block: nn.Module, model: ModelToShard) -> None:
         """Activation checkpointing keeps a block's keyword arguments, and runs its forward again without the
@@ -223,7 +202,7 @@ class TensorParallel1D(TensorParallelMode):
         grad_sum = ReplicatedGradSum([self.axis])
         for path in paths:
             module = model.module.get_submodule(path)
-            names = [name for name, role in model.layers[path][1].items() if not _is_sharded(role)]
+            names = [name for name, role in model.layers[path][1].items() if not is_sharded(role)]
             if not isinstance(module, ColumnParallelLinear | RowParallelLinear):  # these see all tokens
                 grad_sum.add(module, *names)
                 _use_summed_weights(module, names, grad_sum)
@@ -265,40 +244,6 @@ def _forward_with_shape(
 
 def _sums_grads(roles: Mapping[str, Role]) -> bool:
     return any(role.sum_grads for role in roles.values())
-
-
-def _is_sharded(role: Role) -> bool:
-    return role.vocabulary is not None or role.cut_dim is not None
-
-
-def _find_regions(
-    model: ModelToShard, block: nn.Module, paths: Sequence[str], sharded_tokens: bool
-) -> Iterator[tuple[nn.Module, list[ColumnParallelLinear | RowParallelLinear]]]:
-    """Modules with one row-parallel layer and its columns; any other column is a region by itself.
-
-    So is each column of a module that also has replicated weights of which all ranks use the same, such as
-    those before the columns of latent attention: their gradients are complete where a region ends behind them.
-    """
-    layers_of: dict[str, list[ColumnParallelLinear | RowParallelLinear]] = {}
-    for path in paths:
-        layer = model.module.get_submodule(path)
-        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-            layers_of.setdefault(path.rpartition(".")[0], []).append(layer)
-    for parent, layers in layers_of.items():
-        rows = [layer for layer in layers if isinstance(layer, RowParallelLinear)]
-        columns = [layer for layer in layers if isinstance(layer, ColumnParallelLinear)]
-        module = model.module.get_submodule(parent)
-        shared = not sharded_tokens and any(
-            not (role.sum_grads or _is_sharded(role))
-            for path in paths
-            if f"{path}.".startswith(f"{parent}.") and model.module.get_submodule(path) not in layers
-            for role in model.layers[path][1].values()
-        )
-        if len(rows) == 1 and columns and module is not block and not shared:
-            yield module, layers
-        else:
-            for column in columns:
-                yield column, [column]
 
 
 def _use_summed_weights(module: nn.Module, names: Sequence[str], grad_sum: ReplicatedGradSum) -> None:

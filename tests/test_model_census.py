@@ -1,0 +1,70 @@
+"""Planned architectures of transformers, a drawn few of them, train on every layout as on one process.
+
+`python -m hpnb.bench models --write` runs all of them, and its table is committed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from hpnb.bench import models
+from hpnb.bench.model_parity import LAYOUTS, Outcome, compare, train_serial
+from hpnb.bench.tiny_models import planned
+
+# One a kind of plan: plain, packed, gathered, experts, latent attention, sinks, indexed attention, modules
+# beside the plan, an embedding with a norm, experts whose weights are transposed.
+NAMES = (
+    "LlamaConfig", "Phi3Config", "Olmo2Config", "MixtralConfig", "DeepseekV2Config", "GraniteSWAConfig",
+    "DeepseekV32Config", "DeepseekV4Config", "MuseGlimmerTextConfig", "AriaTextConfig", "EsmcConfig",
+    "Qwen3NextConfig", "LongcatFlashConfig", "InklingTextConfig", "Gemma2Config", "GPTNeoXConfig",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[models.Pools]:
+    made = models.Pools()
+    yield made
+    made.close()
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trains_as_on_one_process(pools: models.Pools, name: str, layout: str) -> None:
+    (outcome, *_) = models.examine(pools, planned()[name], [layout])
+    assert outcome.status == "exact", models.describe(outcome)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["Gemma3nTextConfig", "GlmMoeDsaConfig"])
+def test_a_layer_that_takes_more_than_a_stage_passes_is_refused(pools: models.Pools, name: str) -> None:
+    architecture, head = planned()[name], "ForCausalLM"
+    (serial,) = pools[1].run(train_serial, architecture, head)
+    outcome = compare(pools, architecture, head, LAYOUTS["pp2"], serial)
+    assert outcome.status == "refused"
+    assert all(words in outcome.reason for words in ("layers.0", "pp_size=1", "hpnb.models.register"))
+
+
+def test_the_page_has_a_row_a_head_and_every_reason_once() -> None:
+    outcomes = [
+        Outcome("A", "ForCausalLM", "pp2", "exact", errors=(1e-16, 2e-15, 0.0)),
+        Outcome("A", "ForCausalLM", "tp2", "refused", "rank 0 of 2 raised ValueError: no"),
+        Outcome("B", "", "pp2", "refused", "no"),
+    ]
+    page = models.page(outcomes)
+    assert "2 architectures: 0 exact, 2 refused, 0 wrong, 0 fails" in page
+    assert "| A | ForCausalLM | 2e-15 | refused (1) |" in page
+    assert page.count("1. no") == 1
+
+
+def test_the_committed_table_has_no_wrong_one() -> None:
+    text = models.PAGE.read_text()
+    exact, refused, wrong, fails = map(
+        int, re.findall(r"(\d+) (?:exact|refused|wrong|fails)", text.split("## Why not")[0])[:4]
+    )
+    assert exact >= 100
+    assert (wrong, fails) == (0, 0)
+    assert exact + refused == len(set(re.findall(r"^\| (\w+Config) ", text, re.M)))

@@ -145,14 +145,13 @@ def planned() -> dict[str, Architecture]:
         file = Path(transformers.models.__path__[0], module.name, f"configuration_{module.name}.py")
         if not file.exists() or "base_model_pp_plan" not in file.read_text():  # importing all takes long
             continue
-        values: list[Any] = list(vars(importlib.import_module(name)).values())
-        for kind in values:
+        for kind in vars(importlib.import_module(name)).values():
             if (
                 isinstance(kind, type)
                 and issubclass(kind, PreTrainedConfig)
                 and kind.__module__ == name
-                and kind.base_model_pp_plan
-                and kind.base_model_tp_plan
+                and getattr(kind, "base_model_pp_plan", None)
+                and getattr(kind, "base_model_tp_plan", None)
             ):
                 found[kind.__name__] = kind
     return {name: Architecture(name, found[name], _models(found[name])) for name in sorted(found)}
@@ -177,12 +176,11 @@ def _own_models(config: type[PreTrainedConfig]) -> Iterator[type[PreTrainedModel
         file = importlib.import_module(config.__module__.replace("configuration_", "modeling_"))
     except ModuleNotFoundError:  # a configuration of another family's model
         return
-    values: list[Any] = list(vars(file).values())
-    for kind in values:
+    for kind in vars(file).values():
         if (
             isinstance(kind, type)
             and issubclass(kind, PreTrainedModel)
-            and kind.config_class is config
+            and getattr(kind, "config_class", None) is config
             and kind.__module__ == file.__name__
             and not kind.__name__.endswith("PreTrainedModel")
         ):

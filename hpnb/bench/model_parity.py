@@ -80,6 +80,7 @@ class Outcome:
         reason: why it is not exact: a sentence for "refused", an error for "fails".
         errors: of losses, gradients and weights.
         rounding: the largest of these on one process, between two orders of the samples.
+        commit: of the code that trained it.
     """
 
     architecture: str
@@ -90,6 +91,7 @@ class Outcome:
     errors: tuple[float, float, float] = (0.0, 0.0, 0.0)
     sharded: float = 0.0
     rounding: float = 0.0
+    commit: str = ""
 
 
 # --- on one process ----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -88,11 +88,12 @@ def run(names: Sequence[str], layouts: Sequence[str], write: bool, record: Path 
         Outcome(**{**json.loads(line), "errors": tuple(json.loads(line)["errors"])}) for line in lines
     ]
     done = {outcome.architecture for outcome in outcomes}
-    pools = Pools()
+    pools, commit = Pools(), current_commit()
     try:
         for name in [name for name in names or table if name not in done]:
             begin = time.perf_counter()
             found = examine(pools, table[name], layouts or tuple(LAYOUTS))
+            found = [replace(outcome, commit=commit) for outcome in found]
             outcomes += found
             if record is not None:
                 with record.open("a") as file:
@@ -136,9 +137,8 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 
 
 def page(outcomes: Sequence[Outcome]) -> str:
-    versions = (
-        f"transformers {transformers.__version__}, torch {torch.__version__}, commit {current_commit()}"
-    )
+    commits = " and ".join(dict.fromkeys(outcome.commit for outcome in outcomes))
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}, commit {commits}"
     lines = [
         "# Which models of transformers train exactly",
         "",

@@ -22,7 +22,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hpnb.models.model_anatomy import Inputs, Part
-from hpnb.models.shell_arguments import Arguments, PreparedArguments, split_hidden, with_hidden
+from hpnb.models.shell_arguments import (
+    Arguments,
+    PreparedArguments,
+    empty_hidden,
+    first_argument,
+    first_floats,
+    split_hidden,
+    with_hidden,
+)
 from hpnb.models.shell_copy import argument_names, copy_module, place_of
 
 REFUSED = ("inputs_embeds", "past_key_values")
@@ -124,9 +132,9 @@ class ModelShell(nn.Module):
             reached.add(i)
             return split_hidden(args, kwargs)[0]
 
-        def on_call(name: str, x: Any, *_: Any, **__: Any) -> Any:
+        def on_call(name: str, *args: Any, **kwargs: Any) -> Any:
             calls.setdefault(name, not reached)
-            return x
+            return first_floats(*args, **kwargs)
 
         for name in names:
             vars(self.model.get_submodule(name))["forward"] = partial(on_call, name)
@@ -164,7 +172,8 @@ class ModelShell(nn.Module):
                 with torch.no_grad():
                     received = self._run((), arguments, on_layer, like, on_head=show)
             except ValueError as error:
-                raise ValueError(HANDS_ON.format(self.layers[0], type(self.model).__name__, error)) from error
+                extra = "more than two values" if "unpack" in str(error) else error
+                raise ValueError(HANDS_ON.format(self.layers[0], type(self.model).__name__, extra)) from error
             self.gives_tuple = (
                 not isinstance(received, torch.Tensor) or received.shape[:2] != given[0].shape[:2]
             )
@@ -179,6 +188,11 @@ class ModelShell(nn.Module):
 
         def note(i: int, *args: Any, **kwargs: Any) -> Any:
             output = split_hidden(args, kwargs)[0]
+            if not output.is_floating_point():
+                raise ValueError(
+                    f"{self.layers[i]} of a {type(self.model).__name__} gets no hidden states where the modules "
+                    "before it are on another stage; register its parts with hpnb.models.register"
+                )
             made[i] = (args, kwargs)
             if len(made) == len(self.layers):
                 raise _LayerReached(None)
@@ -200,7 +214,7 @@ class ModelShell(nn.Module):
         like: torch.Tensor,
         on_head: Callable[..., Any] | None = None,
     ) -> Any:
-        with self._put_in(parts, on_layer, like, on_head or _first_argument):
+        with self._put_in(parts, on_layer, like, on_head or first_argument):
             try:
                 return self.model(**arguments)
             except _LayerReached as reached:
@@ -222,11 +236,11 @@ class ModelShell(nn.Module):
             partial(self._check_place, layers_done, True),
             partial(self._check_place, layers_done, False),
         )
-        forwards |= {name: partial(early, name, _first_argument) for name in self.embedding}
+        forwards |= {name: partial(early, name, first_floats) for name in self.embedding}
         forwards |= {name: partial(late, name, on_head) for name in self.head}
         if self.embedding:
             first = self.embedding[0]
-            forwards[first] = partial(early, first, partial(_empty_hidden, self.hidden_size, like))
+            forwards[first] = partial(early, first, partial(empty_hidden, self.hidden_size, like))
 
         def run_layer(i: int, *args: Any, **kwargs: Any) -> Any:
             layers_done[:] = [True] * (i == len(self.layers) - 1)
@@ -282,17 +296,3 @@ class ModelShell(nn.Module):
             raise ValueError(f"input_ids of shape {tuple(ids.shape)} are not (B, s), sequences of tokens")
         taken = {name: inputs[name] for name in self.names if name in inputs and name not in TARGETS}
         return {**taken, "use_cache": False}
-
-
-# --- in place of parts -------------------------------------------------------------------------------------
-
-
-def _first_argument(x: Any, *_: Any, **__: Any) -> Any:
-    return x
-
-
-def _empty_hidden(
-    hidden_size: int, like: torch.Tensor, ids: torch.Tensor, *_: Any, **__: Any
-) -> torch.Tensor:
-    """(B, s) -> (B, s, h) of zeros, which take no memory."""
-    return like.new_zeros(()).expand(*ids.shape, hidden_size)

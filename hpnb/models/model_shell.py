@@ -190,8 +190,8 @@ class ModelShell(nn.Module):
             output = split_hidden(args, kwargs)[0]
             if not output.is_floating_point():
                 raise ValueError(
-                    f"{self.layers[i]} of a {type(self.model).__name__} gets no hidden states where the modules "
-                    "before it are on another stage; register its parts with hpnb.models.register"
+                    f"{self.layers[i]} of a {type(self.model).__name__} gets no hidden states where the "
+                    "modules before it are on another stage; register its parts with hpnb.models.register"
                 )
             made[i] = (args, kwargs)
             if len(made) == len(self.layers):

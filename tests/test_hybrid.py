@@ -1341,3 +1341,42 @@ def test_a_whole_model_as_a_stage_keeps_its_names() -> None:
     assert stage.eval() is stage
     assert not model.training
     assert all(a is b for a, b in zip(stage.parameters(), model.parameters(), strict=True))
+
+
+class SquareLoss(torch.nn.Module):
+    """A criterion with something to save, which is not the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones((), dtype=torch.float64))
+
+    def forward(self, outputs: torch.Tensor, inputs: Any) -> torch.Tensor:
+        return (self.factor * outputs).square().mean()
+
+
+def train_with_a_criterion(criterion: Any, options: dict[str, Any]) -> tuple[float, list[str], int]:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 3)).double()
+    plugin = HybridParallelPlugin(precision="fp64", **options)
+    booster = hpnb.Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    rows = (torch.ones(4, 4, dtype=torch.float64),)
+    loss = booster.execute_pipeline(iter([rows]), model, criterion, optimizer)["loss"]
+    return float(loss), sorted(model.state_dict()), len(net)
+
+
+@pytest.mark.parametrize("options", [{}, {"zero_stage": 2}, {"zero_stage": 3}])
+def test_a_criterion_that_is_a_module_is_no_layer_of_the_model(
+    pools: dict[int, hpnb.Ranks], options: dict[str, Any]
+) -> None:
+    function, module = (
+        on(pools, 2).run(train_with_a_criterion, criterion, options)
+        for criterion in (lambda outputs, inputs: outputs.square().mean(), SquareLoss())
+    )
+    assert module == function
+    assert module[0][2] == 2
+
+
+def test_a_model_without_a_loss_needs_a_criterion(pools: dict[int, hpnb.Ranks]) -> None:
+    with pytest.raises(hpnb.RankError, match="returns a Tensor, which has no loss; pass a criterion"):
+        on(pools, 2).run(train_with_a_criterion, None, {})

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import grouped_queries
 import own_models
 import pytest
 import torch
@@ -305,3 +306,23 @@ def test_mixed_precision_is_that_of_the_plugin() -> None:
     assert hpnb.Booster(plugin, mixed_precision=torch.bfloat16).plugin is plugin
     with pytest.raises(ValueError, match=r"'fp16'.*'fp32'"):
         hpnb.Booster(hpnb.TorchDDPPlugin(), mixed_precision="fp16")
+
+
+# --- grouped queries and keys without a gradient ----------------------------------------------------------
+
+
+def test_units_that_do_not_match_show_where_heads_are_left_over() -> None:
+    """16 query heads in units of one, and 4 key-value heads: two ranks split both alike, three do not."""
+    batch = {"x": torch.randn(4, 6, 8)}
+    grouped_queries.register(query_units=16, kv_units=4)
+    with pytest.raises(ValueError, match="tensor parallelism on 3 ranks: output") as error:
+        hpnb.models.check(grouped_queries.Net(), batch)
+    assert "on 2 ranks" not in str(error.value)
+    grouped_queries.register(query_units=4, kv_units=4)
+    assert "on 3 ranks" in hpnb.models.check(grouped_queries.Net(), batch)
+
+
+def test_the_bias_of_keys_has_a_gradient_of_rounding_alone() -> None:
+    grouped_queries.register(query_units=16, kv_units=16)
+    model = grouped_queries.Net(kv_heads=16, bias=True)
+    assert "registered well" in hpnb.models.check(model, {"x": torch.randn(4, 6, 8)})

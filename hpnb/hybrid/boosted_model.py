@@ -226,7 +226,7 @@ class Boosted(nn.Module):
         pipe.split = partial(split_batch, allow_empty=True, multiple=self.plugin.row_multiple)
         microbatches = self._agree_on_microbatches(self.plugin.microbatches(batch_size(batch)))
         pipe.schedule = self.plugin.schedule(microbatches)
-        self._criterion = criterion or _loss_of_outputs
+        vars(self)["_criterion"] = criterion or loss_of_outputs  # a module, too, is no part of the model
         if self.loss_reduction is not None:
             pipe.loss_reduction = self.loss_reduction
         if self._resumed_per_target is not None:
@@ -321,7 +321,17 @@ class Boosted(nn.Module):
             data_parallel.broadcast(list(self.module.buffers()), replicas)
 
 
-def _loss_of_outputs(outputs: Any, inputs: Any) -> Any:
+def loss_of_outputs(outputs: Any, inputs: Any) -> Any:
+    """The criterion where there is none: the model's own loss.
+
+    Raises:
+        TypeError: the outputs have none.
+    """
+    if not hasattr(outputs, "loss"):
+        raise TypeError(
+            f"the model returns a {type(outputs).__name__}, which has no loss; pass a criterion "
+            "(outputs, batch) -> loss to execute_pipeline or to the Trainer, also one that was given to boost"
+        )
     return outputs.loss
 
 

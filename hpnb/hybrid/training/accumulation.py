@@ -22,6 +22,7 @@ from torch import nn
 from hpnb.data import IterableLoader, Loader
 from hpnb.data.batch_agreement import check_lengths, iterate_together
 from hpnb.data.iterable_loader import is_iterable_dataset
+from hpnb.hybrid.boosted_model import loss_of_outputs
 from hpnb.hybrid.training.run_state import TrainingState
 from hpnb.models import anatomy
 from hpnb.pipeline_parallel.microbatches import count_targets
@@ -39,7 +40,7 @@ class HookedCriterion:
     """
 
     def __init__(self, criterion: Criterion | None, trainer: TrainingState) -> None:
-        self._criterion, self._trainer = criterion or _own_loss, trainer
+        self._criterion, self._trainer = criterion or loss_of_outputs, trainer
         self.weight: torch.Tensor | None = None
 
     def __call__(self, outputs: Any, inputs: Any) -> Any:
@@ -136,7 +137,3 @@ def span(op: str, microbatch: int = -1) -> AbstractContextManager[None]:
     """Part of the timeline, if somebody records one."""
     recorder = active_recorder()
     return nullcontext() if recorder is None else recorder.span(op, microbatch=microbatch)
-
-
-def _own_loss(outputs: Any, inputs: Any) -> Any:
-    return outputs.loss

@@ -1380,3 +1380,45 @@ def test_a_criterion_that_is_a_module_is_no_layer_of_the_model(
 def test_a_model_without_a_loss_needs_a_criterion(pools: dict[int, hpnb.Ranks]) -> None:
     with pytest.raises(hpnb.RankError, match="returns a Tensor, which has no loss; pass a criterion"):
         on(pools, 2).run(train_with_a_criterion, None, {})
+
+
+class DictOfOutputs(dict):  # type: ignore[type-arg]
+    pass
+
+
+class ListOfOutputs(list):  # type: ignore[type-arg]
+    pass
+
+
+class PairOfOutputs(tuple):  # type: ignore[type-arg]
+    pass
+
+
+def gradient_with_outputs(make: Any) -> float:
+    class Net(torch.nn.Linear):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+            return make(torch.nn.functional.cross_entropy(super().forward(x), labels))
+
+    torch.manual_seed(0)
+    net = Net(4, 3).double()
+    booster = hpnb.Booster(plugin=hpnb.TorchDDPPlugin("fp64"))
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    rank, ranks = hpnb.rank(), hpnb.world_size()
+    x, labels = torch.arange(24.0).view(6, 4).double() / 24, torch.arange(6) % 3
+    outputs = model(x=x[rank::ranks], labels=labels[rank::ranks])
+    booster.backward(outputs["loss"] if isinstance(outputs, dict) else outputs[0], optimizer)
+    return float(net.weight.grad.norm())
+
+
+@pytest.mark.parametrize("make", [lambda loss: DictOfOutputs(loss=loss), lambda loss: ListOfOutputs([loss])])
+def test_outputs_of_a_class_of_ones_own_have_the_gradient_of_all_ranks(
+    pools: dict[int, hpnb.Ranks], make: Any
+) -> None:
+    alone, (first, second) = (on(pools, ranks).run(gradient_with_outputs, make) for ranks in (1, 2))
+    assert first == second
+    assert abs(first - alone[0]) < 1e-12 * alone[0]
+
+
+def test_a_tuple_of_ones_own_is_refused(pools: dict[int, hpnb.Ranks]) -> None:
+    with pytest.raises(hpnb.RankError, match="returns a PairOfOutputs, which hpnb cannot make anew"):
+        on(pools, 2).run(gradient_with_outputs, lambda loss: PairOfOutputs((loss,)))

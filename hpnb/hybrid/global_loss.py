@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any
@@ -76,21 +77,42 @@ class Weigher:
             elif name == "logits" and isinstance(outputs, LazyLogits) and outputs.is_lazy:  # sharded along tp
                 outputs.local_logits = weigh(outputs.local_logits)
             else:
-                outputs[name] = tree_map(weigh, outputs[name])
+                outputs[name] = _in_containers(outputs[name], weigh)
         return outputs
 
 
 def _map_tensors(outputs: Any, change: Callable[[Any], Any]) -> Any:
     """`change` applied to each tensor in the outputs of a model that is not from transformers."""
     if is_dataclass(outputs) and not isinstance(outputs, type):
-        values = {field.name: tree_map(change, getattr(outputs, field.name)) for field in fields(outputs)}
+        values = {
+            field.name: _in_containers(getattr(outputs, field.name), change) for field in fields(outputs)
+        }
         return replace(outputs, **values)
     if not isinstance(outputs, torch.Tensor | tuple | list | dict):
         raise TypeError(
             f"the model returns a {type(outputs).__name__}, in which hpnb finds no tensors; return a "
             "tensor, a tuple or dict of tensors, a dataclass, or a ModelOutput of transformers"
         )
-    return tree_map(change, outputs)
+    return _in_containers(outputs, change)
+
+
+def _in_containers(outputs: Any, change: Callable[[Any], Any]) -> Any:
+    """`change` applied to each tensor, also in subclasses of dict and list, which are leaves to PyTorch."""
+
+    def at_leaf(x: Any) -> Any:
+        if isinstance(x, dict | list):
+            copied = copy(x)
+            for key in x if isinstance(x, dict) else range(len(x)):
+                copied[key] = _in_containers(x[key], change)
+            return copied
+        if isinstance(x, tuple):
+            raise TypeError(
+                f"the model returns a {type(x).__name__}, which hpnb cannot make anew; return a tuple, a "
+                "namedtuple or a dataclass"
+            )
+        return change(x)
+
+    return tree_map(at_leaf, outputs)
 
 
 class _ScaleGradient(torch.autograd.Function):

@@ -35,12 +35,12 @@ LONGEST_BY_DEFAULT = 4096  # tokens of a sample, where a model can take more
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="gpt2, gpt2-xl, vit-l16, ...; or of transformers: "
                         "a config.json, its folder, a name in the local cache")  # fmt: skip
-    parser.add_argument("--gpus", type=int, default=8, help="of the cluster; by default 8")
+    parser.add_argument("--gpus", type=_at_least_one, default=8, help="of the cluster; by default 8")
     parser.add_argument("--gpu", default="h100", help=f"{', '.join(GPUS)}, measured; by default h100")
     parser.add_argument("--per-node", type=int, help="GPUs of a node, by default as usually sold")
     parser.add_argument("--batch", type=int, help="samples of a step, over all GPUs; by default 8 a GPU")
     parser.add_argument("--sequence", type=int, help="tokens of a sample; by default at most 4096")
-    parser.add_argument("--top", type=int, default=10, help="layouts to print")
+    parser.add_argument("--top", type=_at_least_one, default=10, help="layouts to print")
     parser.add_argument("--variants", action="store_true",
                         help="print all variants of the same sizes and ZeRO stage, too")  # fmt: skip
     parser.add_argument("--explain", metavar="LAYOUT",
@@ -140,6 +140,12 @@ def _plan(options: argparse.Namespace) -> int:
         for line in launch_lines(task, options.run_file or "run.toml"):
             print(f"    {line}")
     return 0
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of 1 or more")
+    return int(text)
 
 
 def _task_and_gpu(options: argparse.Namespace) -> tuple[PlanTask, GPU]:

@@ -74,6 +74,13 @@ lesson.record("00.ran", {"ranks": N, "backend": here.backend})
 # No rank can read another rank's memory, so whatever they share has to be sent. A *backend* carries the bytes: NCCL
 # between GPUs, gloo between processes on the CPU. This page ran <data value="00.ran.ranks">4</data> ranks over <data value="00.ran.backend">gloo</data>.
 #
+# <details><summary>Words of the banner and of the cells</summary>
+#
+# *Contended*: ranks share cores, so measured times include waiting for a core. *Replayed* and *simulated*: the
+# communication times come from a formula, and the title says so. `lesson.record` and `lesson.ledger` save numbers for
+# this text and for later pages. An `identity` is a prediction that must hold exactly.
+# </details>
+#
 # The cell magic `%%ranks` runs a cell on every rank. The first such cell starts the processes, and they stay for the
 # cells that follow. Here each rank fills a tensor with its own number.
 
@@ -90,9 +97,12 @@ x
 N * x
 
 # %% [markdown]
-# **Where a variable lives.** If a `%%ranks` cell uses a variable from the notebook, such as `N`, each rank gets a
+# <details><summary>Where a variable lives</summary>
+#
+# If a `%%ranks` cell uses a variable from the notebook, such as `N`, each rank gets a
 # copy, and a fresh copy whenever you reassign it. In-place changes are not sent. A variable created on a rank, such
 # as `x`, stays on that rank, and the notebook does not see it.
+# </details>
 #
 # The second way is `hpnb.launch(function, ranks=N)`. It starts fresh processes, runs the function on each of them, and
 # returns a list with one result from each rank.
@@ -119,8 +129,9 @@ N * x
 # ## Collectives: what each rank holds before and after
 #
 # How do ranks send? In pairs, with a send and a receive; or, more often, by a *collective*: an operation that all
-# ranks of a group call together. The table is for n ranks and a tensor of S bytes, and its last column for a ring, which
-# the next section explains.
+# ranks of a group call together. A *group* is a list of ranks with message channels of its own; the default
+# group is all ranks. The table is for n ranks and a tensor of S bytes. Its last column is for a ring, which the next
+# section explains.
 #
 # | collective | each rank passes | each rank gets | bytes that leave a rank |
 # |---|---|---|---|
@@ -221,7 +232,8 @@ lesson.check(exercises.halves, all_reduce)
 #    collects one part from every rank as it travels, so afterwards each rank holds one finished chunk.
 # 2. *All-gather*, n-1 steps. The finished chunks go round once more, and each rank keeps what it receives.
 #
-# The cell is the complete algorithm, as a generator that yields the chunks after every step. A step posts its send and its receive together: if every rank first waited for its send, all might wait forever.
+# The cell is the complete algorithm, as a generator that yields the chunks after every step. A step
+# posts its send and its receive together: if every rank first waited for its send, all might wait forever.
 
 
 # %%
@@ -249,7 +261,8 @@ def ring_steps(x):
 
 
 # %% [markdown]
-# On ones, a chunk's value counts the ranks that contributed to it. On other numbers we compare with the library.
+# On ones, a chunk's value counts the ranks that contributed to it. The figure shows the first steps, then skips to the
+# end. On other numbers we compare with the library.
 
 
 # %%
@@ -272,7 +285,7 @@ results = hpnb.launch(compare_with_library, ranks=N, device=DEVICE)
 histories, equal = zip(*results, strict=True)
 steps = [*range(min(N, 4)), 2 * (N - 1)]  # the first ones, and the end
 stages = [[history[step] for history in histories] for step in steps]
-names = ["before", *(f"step {step}" for step in steps[1:])]
+names = ["before", *(f"step {step}" for step in steps[1:-1]), f"end: step {steps[-1]}"]
 title = "measured · contributions in each chunk: one more a step, and at the end all"
 lesson.show(figures.tensors(*stages, names=names, title=title))
 lesson.claim("the ring and dist.all_reduce give every rank the same sum", all(equal))
@@ -280,15 +293,15 @@ lesson.claim("the ring and dist.all_reduce give every rank the same sum", all(eq
 # %% [markdown]
 # Each of the $2(n-1)$ steps moves one chunk of S/n bytes out of every rank. Together that stays below 2 S **however
 # many ranks there are**. As long as the ranks do the adding, no algorithm needs less on its busiest rank (Patarasuk
-# and Yuan 2009). The price is the number of steps.
+# and Yuan 2009).
 #
 # Is that what really leaves a rank? The next table has three columns:
 #
 # - *Predicted* is the formula.
-# - *Counted* comes from `hpnb.record.traffic`, which looks at calls. It sees each send of our ring, but not inside
-#   `dist.all_reduce`. It counts that *as a ring would send it*, so there the column is the formula once more.
-# - *Measured* is independent. The operating system counts the bytes of every TCP connection, and gloo sends over TCP,
-#   here through *loopback*, the interface by which a machine talks to itself.
+# - *Counted* comes from `hpnb.record.traffic`. It sees each send of our ring, and counts `dist.all_reduce` *as a ring
+#   would send it*, by the formula.
+# - *Measured* is what the operating system counts on TCP connections. gloo sends over TCP, here through *loopback*, the
+#   interface by which a machine talks to itself.
 
 
 # %%
@@ -315,17 +328,22 @@ lesson.show(**sources, unit="B", title=title)
 lesson.record("00.headers", headers, "%")
 ours, library = "our ring, 4 MB", headers["dist.all_reduce, 4 MB"]
 lesson.reveal("00.ring-bytes", counted[ours], "B", predicted[ours], source="counted")
-lesson.claim("gloo sends a ring's 4 MB and under 1 % more", (library, "<", 1))
+lesson.claim("gloo sends what a ring sends, and under 1 % more", (library, "<", 1))
 
 # %% [markdown]
 # Our ring's sends are exactly the formula. For `dist.all_reduce` of 4 MB the operating system measures
 # <data value="00.headers.dist.all_reduce-4-mb">0.0288 %</data> more, so gloo really sends what a ring sends. The rest is the header that gloo
 # puts before each message. For 1 kB headers add <data value="00.headers.dist.all_reduce-1-kb">112 %</data>: a tiny message is mostly
-# protocol. The headers of TCP and IP are not counted at all.
+# protocol.
 #
-# None of this says anything about GPUs. Inside a node NCCL sends over NVLink or PCIe, which this counter does not
-# see, and it chooses between rings, trees and sums in the switch, which need fewer bytes. Wherever a later page counts
-# a collective, read "as a ring would send it".
+# None of this says anything about GPUs. Wherever a later page counts a collective, read "as a ring would send it".
+#
+# <details><summary>What NCCL sends</summary>
+#
+# Inside a node NCCL sends over NVLink or PCIe, which this counter does not see. It does not always use a ring. It may
+# use a *tree*, in which ranks pass partial sums up to one rank and the result back down. Or it lets network switches do
+# the adding, so that each rank sends fewer bytes.
+# </details>
 #
 # <details><summary>In your tools: which algorithm, how many bytes</summary>
 #
@@ -398,20 +416,26 @@ lesson.check(exercises.doubling, doubling_all_reduce)
 # $$ \rho = \frac{\text{matmul FLOP/s of a rank}}{\text{bytes/s that a rank sends}} $$
 #
 # A FLOP is one floating-point operation. So ρ is an exchange rate: how many FLOP a rank could have computed while it
-# sent one byte. The cell times all-reduces of many sizes, fits α and B to them, and times a matrix product.
+# sent one byte. The cell measures a *machine card*: it times all-reduces of many sizes, fits α and B to them, and
+# times a matrix product. Later pages reuse the card.
 
 # %%
 card = lesson.machine_card(N, DEVICE)
 card.show()
 knee = theory.knee(N, card.link)
-title = f"measured · all-reduce over {N} ranks: flat up to the knee, then rising"
+off = torch.tensor(card.seconds) / torch.tensor([*map(card.predicted, card.sizes)])
+lesson.record("00.fit", {"least": off.min().item(), "most": off.max().item()})
+title = f"measured · all-reduce over {N} ranks, and the fit of α and B"
 lesson.show(figures.costs(card.sizes, card.seconds, card.curve(), knee, title=title))
 fitted = {"latency": (card.latency, "s"), "bandwidth": (card.bandwidth, "B/s")}
 fitted |= {"rho": card.rho, "knee": (knee, "B"), "hardware": card.hardware}
 lesson.record("00.card", fitted)
 rho = {name: 989e12 / link.bandwidth for name, link in theory.LINKS.items()}
-title = "by data sheet · ρ of an H200 (989 TFLOP/s in bf16) on six links"
-lesson.show(published=rho, unit="FLOP/B", key="00.rho", title=title)
+lesson.record("00.share", {name: 2 * r / (3 * 16384) for name, r in rho.items()})
+more = {"α (s)": {name: link.latency for name, link in theory.LINKS.items()}}
+more |= {"B (B/s)": {name: link.bandwidth for name, link in theory.LINKS.items()}}
+title = "by data sheet · ρ of an H200 (989 TFLOP/s in bf16) on six links; α is nominal"
+lesson.show(published=rho, unit="FLOP/B", columns=more, key="00.rho", title=title)
 lesson.predict(
     "00.many-calls",
     "100 all-reduces of 80 kB instead of one of 8 MB: how many times as long?",
@@ -420,61 +444,79 @@ lesson.predict(
 )
 
 # %% [markdown]
-# On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">397 µs</data>, a bandwidth of <data value="00.card.bandwidth">618 MB/s</data> and a
-# knee at <data value="00.card.knee">983 kB</data>. A byte costs <data value="00.card.rho:,.0f">235</data> FLOP. On an H200 it costs
-# <data value="00.rho.nvlink-4.published:,.0f">2,198</data> FLOP over NVLink and <data value="00.rho.ethernet-10-gb.published:,.0f">791,200</data> over 10 Gb Ethernet,
-# so the same step may hardly notice its communication on the first link and do little else on the second.
+# On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">797 µs</data>, a bandwidth of <data value="00.card.bandwidth">1.38 GB/s</data> and a
+# knee at <data value="00.card.knee">4.39 MB</data>. The dots lie between <data value="00.fit.least:.1f">0.7</data> and <data value="00.fit.most:.1f">1.4</data> times the curve. Trust
+# the formula here for the shape: a latency floor, then a rise with the size.
 #
-# Now we test the formula. A gradient of 8 MB can go in one call, or tensor by tensor in many.
+# A byte costs <data value="00.card.rho:,.0f">57</data> FLOP here. On an H200 it costs <data value="00.rho.nvlink-4.published">2,200 FLOP/B</data> over NVLink and
+# <data value="00.rho.ethernet-10-gb.published">791,000 FLOP/B</data> over 10 Gb Ethernet. What is that in a training step? With T tokens on each rank,
+# a transformer's gradients take $2\rho / 3T$ times as long to all-reduce as a step takes to compute. For
+# 16,384 tokens that is <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink and <data value="00.share.ethernet-10-gb:.0f">32</data> over 10 Gb Ethernet.
+# The same step hardly notices its communication over NVLink, and spends most of its time communicating over Ethernet.
+#
+# <details><summary>Where 2ρ / 3T comes from</summary>
+#
+# With P parameters, forward and backward compute about 6 P FLOP for each token, 6 P T together. The bf16
+# gradients have 2 P bytes, of which a ring sends at most 4 P from a rank. They cost 4 P ρ FLOP. P cancels. The rates are
+# peak rates, and nothing overlaps.
+# </details>
+#
+# Now we test the formula. A gradient of 8 MB can go in one call, or tensor by tensor in many. We take turns,
+# so that other load meets both.
 
 
 # %%
-def time_all_reduces(calls, repeats=5):
-    parts = torch.zeros(2_000_000, device=hpnb.device()).chunk(calls)  # 8 MB together
-    seconds = []
-    for _ in range(repeats + 1):
+def time_all_reduces(counts, repeats=6):
+    gradient, seconds = torch.zeros(2_000_000, device=hpnb.device()), []  # 8 MB
+    for count in [*counts] * repeats:  # in turn
         dist.barrier()
         start = time.perf_counter()
-        for part in parts:
+        for part in gradient.chunk(count):
             dist.all_reduce(part)
-        parts[-1][-1].item()  # a GPU runs behind its process: wait for it
+        gradient[-1].item()  # a GPU runs behind its process: wait for it
         seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])  # the first call opens connections
+    return seconds[len(counts) :]  # the first turn opens connections
 
 
 calls = {"1 call of 8 MB": 1, "100 calls of 80 kB": 100}
 predicted = {name: n * card.predicted(8e6 / n) for name, n in calls.items()}
-measured = {}
-for name, n in calls.items():
-    measured[name] = max(hpnb.launch(time_all_reduces, n, ranks=N, device=DEVICE))
+seconds = hpnb.launch(time_all_reduces, [1, 100], ranks=N, device=DEVICE)
+turns = torch.tensor(seconds).amax(0).view(-1, 2)  # (5, 2), of the slowest rank
+measured = dict(zip(calls, turns.median(0).values.tolist(), strict=True))
 sources = {"predicted": predicted, "measured": measured}
-lesson.show(**sources, unit="s", key="00.calls", title="8 MB in 1 call and in 100")
+lesson.show(**sources, unit="s", key="00.calls", title="8 MB, medians of 5 turns")
+low, high = (turns[:, 1] / turns[:, 0]).aminmax()
+lesson.record("00.turns", {"least": low.item(), "most": high.item()})
 (expected, expected_100), (took, took_100) = predicted.values(), measured.values()
 lesson.reveal("00.many-calls", took_100 / took, predicted=expected_100 / expected)
 lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">", took))
-times = {"time (s)": (expected, took)}
-lesson.ledger.add("00", Layout(dp=N), "all-reduce of 8 MB", times, card.hardware)
 
 # %% [markdown]
-# One call took <data value="00.calls.1-call-of-8-mb.measured">33.6 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">214 ms</data>:
-# <data value="00.many-calls:.0f">6</data> times as long for the same bytes, where the formula says <data value="00.many-calls.predicted:.0f">12</data>. Each
-# small call lies left of the knee and pays the latency again. That is why notebook 01 collects gradients in *buckets*.
+# One call took <data value="00.calls.1-call-of-8-mb.measured">15.1 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">553 ms</data>:
+# <data value="00.many-calls:.1f">36.7</data> times as long for the same bytes. Single turns gave <data value="00.turns.least:.1f">31.7</data> to
+# <data value="00.turns.most:.1f">45.7</data> times. Each small call lies left of the knee and pays the latency again. That is why notebook 01
+# collects gradients in *buckets*, each of many tensors that go in one call. The formula says
+# <data value="00.many-calls.predicted:.1f">36.1</data>.
+# On shared cores, whose load changes from one cell to the next, trust the formula for which of the two is slower and
+# not for the factor.
 #
 # <details><summary>On a laptop</summary>
 #
 # Four ranks on two cores wait for a core as well as for a message, and the fit counts that as latency. So α is much
-# larger and ρ much smaller than on GPUs, while the shape of the curve is the same. A measured time may differ from
-# the prediction by a third from run to run.
+# larger and ρ much smaller than on GPUs. A measured time may be several times the prediction, because the load
+# during the fit was another.
 # </details>
 #
 # <details><summary>If the prediction is off on your machine</summary>
 #
-# The formula leaves out the additions, the time in which a process hands a call to its GPU, and whatever else uses
-# cores and links at that moment. Run the cell twice. What differs between the two runs is noise, and only the rest
-# is a missing term.
+# If a measured time is too long, a cost is missing: the formula leaves out the additions, the time in which a process
+# hands a call to its GPU, and other users of cores and links. If it is too short, no cost is missing: the fitted α
+# or B is too pessimistic, for instance because the machine was busier during the fit. Run the cell twice. What
+# differs between the runs is noise.
 # </details>
 #
-# A ring is not always best: its $2(n-1)$ latencies hurt when the tensor is small and the ranks are many.
+# A ring is not always best: its $2(n-1)$ latencies hurt when the tensor is small and the ranks are many. The *explorer*
+# below, a figure with sliders, draws the formulas of four algorithms.
 #
 # <details><summary>The other algorithms of the explorer</summary>
 #
@@ -483,7 +525,8 @@ lesson.ledger.add("00", Layout(dp=N), "all-reduce of 8 MB", times, card.hardware
 # a ring talks to neighbours only.
 # </details>
 #
-# **Challenge.** 64 ranks, 100 kB, a link with 10 µs and 12.5 GB/s or worse: get under 200 µs.
+# **Challenge.** 64 ranks all-reduce 100 kB. The link may not be better than 10 µs and 12.5 GB/s. Which algorithm gets
+# under 200 µs?
 #
 # <details><summary>Answer</summary>
 #
@@ -539,11 +582,15 @@ lesson.check(exercises.bucket, bucket_bytes)
 #   rank 1   ▇▇▇▇▇▇▇▇▇▇▇▇ compute ▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▒▒ move ▒▒     the straggler
 # ```
 #
-# A profiler shows wait and move as **one** bar, named all-reduce. A rank that keeps the others waiting is a
+# A profiler shows wait and move as **one** bar, named all-reduce. We split it when the last rank arrives: what a rank
+# spends in the call before that moment is *wait*, the rest is *move*. A rank that keeps the others waiting is a
 # *straggler*. We make one: rank 1 sleeps 100 ms longer than the others, as if it read from a slow disk.
 #
-# `comm.all_reduce` is `dist.all_reduce` along one axis of a mesh of ranks, and `record.timeline` records it. Here all
-# ranks lie along `dp`, the axis of data parallelism.
+# A `Layout` says how many ranks lie along each axis; here all lie along `dp`, for data parallelism. A `Mesh` makes a
+# group of each axis, and `comm.all_reduce` is `dist.all_reduce` in that group.
+#
+# The cell runs three cases with the same 8 MB: calls back to back, all ranks after a pause of 30 ms, and rank 1 late.
+# The figure shows the last.
 
 # %%
 lesson.predict(
@@ -574,20 +621,21 @@ recorded = {}
 for name, times in cases.items():
     recorded[name] = hpnb.launch(step, *times, ranks=N, device=DEVICE)[0]
 late = recorded["rank 1 late"]
-title = "measured · rank 1 computes longest and has the shortest all-reduce, 5 steps"
+title = "measured · rank 1 computes longest and waits least, sums over 5 steps"
 lesson.show(figures.waits(late, title=title))
 reduces = late.select(["all_reduce"]).by_rank
-order = sorted(reduces, key=lambda rank: sum(e.duration for e in reduces[rank]))
-costs = {rank: 1 + (rank != order[0]) for rank in order}  # right or wrong
+costs = {rank: sum(e.duration for e in events) for rank, events in reduces.items()}
+order = sorted(costs, key=costs.get)
 lesson.reveal("00.shortest-bar", order, predicted=[1], costs=costs)
 lesson.claim("the late rank has the shortest all-reduce", order[0] == 1)
 
 # %% [markdown]
-# The straggler has the *shortest* all-reduce, because it arrives last and waits for nobody. The other bars are long and
-# look like a slow network. Whoever optimizes the longest bar works on the wrong rank.
+# The straggler has the *shortest* all-reduce, wait and move together, because it arrives last and waits for nobody. The
+# score of the prediction, "costs ... more", says how much longer rank 0's bar is. The long bars look like a slow
+# network. Whoever optimizes the longest bar works on the wrong rank.
 #
-# Next we split the bars, for three cases of the same 8 MB, and *replay* the last case on other links: compute as
-# recorded, collectives by the formula.
+# Next come the medians of single all-reduces in all three cases. Then we *replay* the last case on other links: compute
+# as recorded, collectives by the formula.
 
 
 # %%
@@ -604,32 +652,33 @@ card_move = dict.fromkeys(cases, card.predicted(8e6))
 parts = {"wait (s)": wait, "move (s)": move, "predicted move (s)": card_move}
 title = "measured · an all-reduce of 8 MB, medians"
 lesson.show(columns=parts, key="00.bar", title=title)
-lesson.record("00.spread", max(move.values()) / min(move.values()))
 replays = {name: lesson.replay(late, link) for name, link in theory.LINKS.items()}
 waits = {name: median(tl, "wait", others) for name, tl in replays.items()}
 moves = {name: median(tl, "move") for name, tl in replays.items()}
 parts = {"wait (s)": waits, "move (s)": moves}
 title = "simulated · the steps with the late rank, on other links"
 lesson.show(columns=parts, key="00.replay", title=title)
+times = {"time (s)": (expected, took)}
+lesson.ledger.add("00", Layout(dp=N), "all-reduce of 8 MB", times, card.hardware)
 waiting, moving = wait["rank 1 late"], move["rank 1 late"]
 lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", moving))
-lesson.claim("no link removes the wait", (min(waits.values()), ">", 0.08))
 
 # %% [markdown]
-# With rank 1 late, the others waited <data value="00.bar.rank-1-late.wait">95.3 ms</data> in each all-reduce, and then the bytes moved in
-# <data value="00.bar.rank-1-late.move">26.4 ms</data>. A faster link shortens only the move. On simulated NVLink it takes
-# <data value="00.replay.nvlink-4.move">44.7 µs</data>, and the wait is still <data value="00.replay.nvlink-4.wait">95.4 ms</data>.
+# With rank 1 late, the others waited <data value="00.bar.rank-1-late.wait">98.7 ms</data> in each all-reduce, and then the bytes moved in
+# <data value="00.bar.rank-1-late.move">11.5 ms</data>. A faster link shortens only the move. On simulated NVLink it takes
+# <data value="00.replay.nvlink-4.move">44.7 µs</data>. The wait is still <data value="00.replay.nvlink-4.wait">98.6 ms</data>, by construction: the replay copies the
+# times at which ranks arrive, and a link does not change them.
 #
-# The three moves are the same operation on the same bytes. Here the largest is <data value="00.spread:.2f">1.03</data> times the
-# smallest, and the machine card predicted <data value="00.bar.back-to-back.predicted-move">21.8 ms</data>. Where such readings disagree, two
-# things besides the link can be the reason:
+# <details><summary>How long does an 8 MB all-reduce take, then?</summary>
 #
-# - *Noise*, where ranks share cores with each other and with the rest of the machine.
-# - *Cold starts.* The card times calls that follow each other closely. After a pause, the code that launches a call
-#   has left the caches, and GPUs and links may be saving power. On several GPUs an 8 MB all-reduce in a step can then
-#   take several times what the card says.
+# We have several readings: <data value="00.bar.back-to-back.move">10.8 ms</data> as a move back to back, <data value="00.bar.after-a-pause.move">16.1 ms</data> after a
+# pause, <data value="00.calls.1-call-of-8-mb.measured">15.1 ms</data> for a call alone, which includes waiting, and
+# <data value="00.bar.back-to-back.predicted-move">13.5 ms</data> by the formula. Ranks that share cores disturb each of them, so these few
+# readings do not show what a pause does.
 #
-# Before you blame a link, time the call in both ways.
+# On GPUs there are also *cold starts*. After a pause, the code that launches a call has left the caches, and GPUs and
+# links may be saving power. Before you blame a link, time the call both ways.
+# </details>
 #
 # <details><summary>On a laptop</summary>
 #
@@ -645,7 +694,8 @@ lesson.claim("no link removes the wait", (min(waits.values()), ">", 0.08))
 # - DeepSpeed: `deepspeed.comm.log_summary(show_straggler=True)` separates waiting from moving.
 # </details>
 #
-# **Takeaway.** Split every collective when its last rank arrives. Before it lies a slow rank, after it the link.
+# **Takeaway.** Split every collective when its last rank arrives. Time before that moment is due to a slow rank, time
+# after it to the link.
 #
 # ### Exercise 4: name the straggler
 #
@@ -681,15 +731,17 @@ lesson.check(exercises.straggler, straggler)
 # in each group of ranks, the first call of one rank meets the first call of every other, and so on. Only order counts:
 #
 # ```text
-#            rank 0                        ranks 1, 2, 3
-#   1st      all-reduce over gradients     all-reduce over metrics
-#   2nd      all-reduce over metrics       all-reduce over gradients
+#              rank 0                           ranks 1, 2, 3
+#   1st call   all-reduce in group gradients    all-reduce in group metrics
+#   2nd call   all-reduce in group metrics      all-reduce in group gradients
 # ```
 #
-# With two groups, as drawn, every rank waits for a call that comes later in another rank's program: a *deadlock*. With
-# one group it is worse, because nothing stops. If rank 0 of 4 swaps its calls, gradients of 100 and losses of 1 add up
-# to 301 and 103, instead of 400 and 4. The next cell makes the deadlock, and gives the ranks 3 seconds. PyTorch's own
-# limit is 10 minutes over NCCL and 30 over gloo.
+# Here are two groups, both of all ranks. Every rank waits for a call that comes later in another rank's program: a
+# *deadlock*. If both calls used one group it would be worse, because nothing would stop. If rank 0 of 4 swaps its
+# calls, gradients of 100 and losses of 1 add up to 301 and 103, instead of 400 and 4.
+#
+# The next cell makes the deadlock; its second axis, `tp`, serves as the second group. After 3 seconds the launch stops
+# the ranks and raises a `RankError`, on purpose.
 
 
 # %% tags=["raises-exception"]
@@ -707,8 +759,8 @@ def mismatched():
 hpnb.launch(mismatched, ranks=N, device=DEVICE, timeout=3)
 
 # %% [markdown]
-# Read it from the top: all ranks wait for others, so nobody crashed and nobody computes. On GPUs a monitor would even
-# show 100 % use, because a waiting NCCL kernel spins. Then compare the **lines** in which they wait.
+# The first line of the error says that the time was up. No rank crashed; each is waiting for others. On GPUs a
+# monitor would even show 100 % use, because a waiting NCCL kernel spins. Now compare the **lines** in which they wait.
 
 # %%
 error = sys.last_value
@@ -726,13 +778,14 @@ lesson.field_guide.add(
 lesson.field_guide.show()
 
 # %% [markdown]
-# Rank 0 waits in the all-reduce over `gradients`, the others in the one over `metrics`. Two collectives that each lack a
-# member are the signature of mismatched order. Every notebook adds a row to the *field guide*.
+# Rank 0 waits in the all-reduce over `gradients`, the others in the one over `metrics`. Each
+# call waits for ranks that wait in the other one. That is the signature of mismatched order. Every notebook adds a row to the *field guide*.
 #
 # <details><summary>In your tools: hangs</summary>
 #
 # - PyTorch with NCCL: set `TORCH_NCCL_TRACE_BUFFER_SIZE=2000` and `TORCH_NCCL_DUMP_ON_TIMEOUT=1`. This *flight
 #   recorder* writes the last collectives of each rank to a file. `py-spy dump --pid PID` shows where a live rank stands.
+# - PyTorch's own limit is 10 minutes over NCCL and 30 over gloo.
 # - On gloo, `monitored_barrier` names the rank that does not come:
 #
 # ```python
@@ -743,7 +796,8 @@ lesson.field_guide.show()
 # ```
 # </details>
 #
-# **Takeaway.** In a deadlock all ranks are stuck. Ask in which line each of them waits, and which line lacks a member.
+# **Takeaway.** In a deadlock all ranks are stuck. Ask in which line each of them waits, and which rank has not made the
+# call that the others wait in.
 #
 # ### Exercise 5: three hangs
 #
@@ -819,15 +873,14 @@ lesson.check(exercises.hangs, (pass_on, log_mean, uneven_sum))
 # %% [markdown]
 # ## What to remember
 #
-# - All ranks run one program, each with its own memory.
 # - An all-reduce is a reduce-scatter and an all-gather. A ring sends less than twice the tensor from each rank.
 # - Time is latency for each message plus bytes over bandwidth. The knee n α B separates the two.
-# - ρ is the number of FLOP that one byte costs.
 # - The straggler has the shortest collective.
 # - Collectives are matched by order. In a deadlock, compare the lines in which ranks wait.
 #
-# **When not to use this.** If one GPU holds the model and the training time is acceptable, stay there. And α and B are
-# a first model, for one link at a time. Notebooks 04 and 09 go further.
+# **When not to use this.** If one GPU holds the model and the training time is acceptable, stay there.
+#
+# <details><summary>Where to look, and papers</summary>
 #
 # **Where to look.** PyTorch: `torch/distributed/distributed_c10d.py` has all collectives of this page. Megatron-Core:
 # `megatron/core/parallel_state.py` builds the groups of ranks that later notebooks use.
@@ -835,6 +888,7 @@ lesson.check(exercises.hangs, (pass_on, log_mean, uneven_sum))
 # **Papers.** Hockney 1994, *The communication challenge for MPP* (α and B). Thakur, Rabenseifner and Gropp 2005,
 # *Optimization of collective communication operations in MPICH*. Patarasuk and Yuan 2009, *Bandwidth optimal
 # all-reduce algorithms for clusters of workstations*.
+# </details>
 #
 # **Next.** [Notebook 01](01_vit_data_parallel.ipynb) puts the model on every rank and all-reduces its gradients. It
 # asks when that costs no time at all, because the backward pass runs meanwhile.

@@ -22,9 +22,9 @@
 # model. And texts differ in length, so microbatches have unequal numbers of targets. Where do we cut now, and how do loss
 # and gradients stay exact?
 #
-# **You will be able to** measure a model's layers and find its best cut; explain why a head takes longer than its FLOPs,
-# and what padding the vocabulary does about it; keep a tied weight equal on two ranks; average a loss exactly over ragged
-# microbatches; choose a schedule for unequal stages.
+# **You will be able to** measure a model's layers and find its best cut; explain why FLOPs misjudge the head, and why
+# vocabularies are padded; keep a tied weight equal on two ranks; average a loss exactly over ragged microbatches; choose a
+# schedule for unequal stages.
 #
 # **You should know** notebook 02: schedules, the bubble, and backwards split into input gradients I and weight gradients W.
 #
@@ -68,9 +68,9 @@ schedule_1f1b = lesson.reader_schedule("1f1b", N, M)
 # %% [markdown]
 # ## A uniform cut loses
 #
-# We begin with your 1F1B from notebook 02, or the library's if you haven't written one. The cut is *uniform*: the same
-# number of blocks on every stage. The embedding joins the first stage, the head the last. V is the vocabulary size, h the
-# hidden size.
+# We begin with your 1F1B from notebook 02, or the library's if you haven't written one. The cut is *uniform*: every stage
+# has the same number of blocks, up to one. The embedding joins the first stage, the head the last. A microbatch has b
+# sequences of s tokens; V is the vocabulary size, h the hidden size.
 #
 # ```text
 #            rank 0              rank 1              rank p-1
@@ -124,9 +124,10 @@ lesson.predict("06.bubble", question, unit="%", rule_of_thumb=formula)
 
 # %% [markdown]
 # The answer holds. Now the time. With equal stages, notebook 02 predicts an idle share of $(p-1)/(m+p-1)$, here
-# <data value="06.bubble.rule-of-thumb">27.3 %</data>. `time_steps` measures real steps. Its variants **take turns**: A B C A B C and so on, so that
-# a machine that is busy for a second slows all of them. It keeps every repeat, because a difference smaller than the spread
-# of the repeats is not a finding.
+# <data value="06.bubble.rule-of-thumb">27.3 %</data>. `time_steps` runs real steps. Where ranks share cores, as here, it times each action in CPU
+# time and *replays* the step from these times, in the schedule's order. Its variants **take turns**: A B C A B C and so on,
+# so that a busy second slows all of them. It keeps every repeat, because a difference smaller than their spread is not a
+# finding.
 
 
 # %%
@@ -157,17 +158,18 @@ lesson.claim("The last rank takes longest", (last, ">", max(others)))
 lesson.record("06.slowest", last * (N - 1) / sum(others))
 
 # %% [markdown]
-# The bubble is <data value="06.bubble">43.7 %</data>, far above the formula. The table shows the missing term: the last rank works
-# <data value="06.slowest:.1f">1.7</data> times as long as the others on average, and everyone waits for it. More microbatches don't help.
+# The bubble is <data value="06.bubble">47.9 %</data>, far above the formula. The table shows the missing term: the last rank works
+# <data value="06.slowest:.1f">2.0</data> times as long as the others on average, and everyone waits for it. More microbatches
+# don't shorten this wait: it comes with each of them.
 #
-# **Takeaway.** Equal numbers of blocks are exact and slow: the stage with the head sets the pace.
+# **Takeaway.** A uniform cut gives the exact result, but slowly: the stage with the head sets the pace.
 #
 # ## The head is a tall layer
 #
 # How much does the head cost? FLOPs first. Per token of a sequence of s, a block's forward takes 24 h² + 4 s h FLOPs, and
 # the logits 2 h V. Counted in blocks, the head costs
 #
-# $$ a = \frac{V}{12\,h + 2\,s}. $$
+# $$ a = \frac{V}{12\,h + 2\,s}, \qquad\text{for GPT-2 with } s = 1024: $$
 #
 # | GPT-2 | h | blocks L | head a | best speed-up (L+a)/a |
 # |---|---|---|---|---|
@@ -176,11 +178,10 @@ lesson.record("06.slowest", last * (N - 1) / sum(others))
 # | 774M | 1,280 | 36 | 2.9 | 13.5 |
 # | 1.5B | 1,600 | 48 | 2.4 | 21.3 |
 #
-# The last column is a limit for any cut. A pipeline doesn't split the head, so no step is shorter than m heads, however
-# many ranks we add.
+# The last column is a limit for any cut: a pipeline doesn't split the head, so no step is shorter than m heads.
 #
-# FLOPs are a proxy. So we also time each layer alone: forward and backward of one microbatch, the loss apart from the
-# head's matmuls. From these times we simulate the step.
+# FLOPs are a proxy. So we also time each layer alone, forward and backward of one microbatch, and time the loss separately
+# from the head's matmuls. From these times we simulate the step.
 
 # %%
 times = pool.run(gpt2_pipeline.time_layers, SIZE, MICROBATCH_SIZE, DTYPE)[0]
@@ -196,21 +197,20 @@ lesson.claim("FLOPs miss the head by over a quarter", abs(matmuls / law - 1) > 0
 
 # %% [markdown]
 # FLOPs predict <data value="06.head.head-s-matmuls.predicted">4.91 blocks</data> for the head's matmuls. They take
-# <data value="06.head.head-s-matmuls.measured">1.72 blocks</data>, which is <data value="06.head.ratio:.2f">0.35</data> times as much; with the loss it is
-# <data value="06.head.head-and-loss.measured">2.98 blocks</data>. The step simulated from measured layers takes <data value="06.step.simulated">190 ms</data>;
-# the real one took <data value="06.step.run">204 ms</data>.
+# <data value="06.head.head-s-matmuls.measured">2.88 blocks</data>, which is <data value="06.head.ratio:.2f">0.59</data> times as much; with the loss it is
+# <data value="06.head.head-and-loss.measured">3.51 blocks</data>. The step simulated from measured layers takes <data value="06.step.simulated">204 ms</data>;
+# the one that ran took <data value="06.step.run">202 ms</data>.
 #
-# FLOPs can be wrong in both directions. A block also spends time on norms, GELU and softmax, and its small matmuls may run
-# at a poor rate. Then a block is long, and the head *counted in blocks* looks short. The other way round, the loss has no
-# matmul but moves b·s·V numbers several times, and the head's own matmuls can be slow. On GPUs the reason is often the
-# number 50,257.
+# FLOPs can be wrong in both directions. Here blocks are slow: they spend time on norms, GELU and softmax. So the head
+# counts fewer blocks than its FLOPs. On GPUs it is often the other way round: the loss moves b·s·V numbers several times,
+# and the head's own matmuls can be slow because of the number 50,257.
 #
 # ### Why 50,257 is a bad size
 #
 # Fast tensor-core kernels load their operands in aligned pieces of 16 bytes, or 8 numbers of 16 bits. Each row of the
 # logits has V numbers. If V is odd, the second row starts off such a boundary. The fast kernels cannot load it, and cuBLAS
-# picks slower ones. The cure costs 0.1 %: pad the vocabulary to 50,304, a multiple of 64. The 47 extra rows are never
-# targets. We time the head's three matmuls with both sizes, in turn.
+# picks slower ones. The cure costs 0.1 %: pad the vocabulary to 50,304, a multiple of 64. An exact loss masks the
+# 47 extra logits. We time the head's three matmuls with both sizes, in turn.
 
 
 # %%
@@ -240,9 +240,8 @@ lesson.record("06.padding-gain", min(odd) / min(padded))
 lesson.claim("Padding costs no time beyond the spread", (min(padded), "<=", max(odd)))
 
 # %% [markdown]
-# Here the padded head is <data value="06.padding">not measurably faster</data>: in the fastest repeats, the odd size takes <data value="06.padding-gain:.2f">0.99</data> times as long.
-# Where this factor is clearly above 1, pad first and cut afterwards, because padding shortens the model's longest layer.
-# Drop the extra rows before you save.
+# Here the padded head is <data value="06.padding">not measurably faster</data>: in the fastest repeats, the odd size takes <data value="06.padding-gain:.2f">1.16</data> times as long.
+# On GPUs, pad before you cut, because padding changes the longest layer. Drop the extra rows before you save.
 #
 # <details><summary>On a laptop</summary>
 # A CPU has no tensor cores that ask for aligned rows, so neither size is faster. The lesson is for GPUs with 16-bit
@@ -256,14 +255,14 @@ lesson.claim("Padding costs no time beyond the spread", (min(padded), "<=", max(
 # size.
 # </details>
 #
-# **Takeaway.** FLOPs don't tell how long a head takes: the loss has none, and an odd vocabulary size can keep tensor cores
-# away. Measure layers before you cut.
+# **Takeaway.** FLOPs don't tell how long a head takes. Measure layers before you cut.
 #
 # ## Four ways to weigh a layer
 #
 # The slowest stage counts m times in a step, so a good cut makes the largest stage as small as possible. How small can it
-# be? Suppose we allow L seconds per stage. We fill one stage after the other, and start a new one whenever the next layer
-# doesn't fit. If this takes at most p stages, L is possible. Now bisect.
+# be? Suppose no stage may take longer than a *limit*. We fill one stage after the other, and start a new one whenever the
+# next layer doesn't fit. If this takes at most p stages, the limit is possible. Now bisect. The costs are `times.smooth`:
+# measured, with all blocks at their median, so that the cut doesn't follow noise.
 
 
 # %%
@@ -297,9 +296,10 @@ lesson.claim("Bisection by hand is right", abs(by_hand / largest - 1) < 1e-6)
 # - *uniform* counts blocks.
 # - *by parameters* balances what a rank stores: weights, gradients, optimizer state.
 # - *by FLOPs* needs no clock, but knows only matmuls.
-# - *by time* uses the measured layers, with all blocks at their median so that the cut doesn't follow noise.
+# - *by time* uses the measured layers, `times.smooth`.
 #
-# Besides these we slide the last cut by hand, with the other blocks spread evenly. All variants take turns in one run.
+# Besides these we slide the last cut, with the other blocks spread evenly. All variants take turns in one run. The column
+# *layers* counts embedding and head, too.
 
 
 # %%
@@ -314,11 +314,12 @@ flops = layer_costs.flops_of(all_layers, {"input_ids": tokens})
 cuts["by flops"] = partitions.balanced(flops, N)
 cuts["by time"] = partitions.balanced(times.smooth, N)
 last_blocks = {cut: cuts[cut][-1] - 1 for cut in ("uniform", "by flops", "by time")}
-low, high = max(0, last_blocks["by time"] - 2), last_blocks["uniform"] + 1
+low, high = max(0, min(last_blocks.values()) - 1), max(last_blocks.values()) + 1
 slid = {}
-for blocks in sorted({low + round(k * (high - low) / 3) for k in range(4)}):
+for blocks in range(low, high + 1):
     front = list(theory.even_split(SIZE.layers - blocks, N - 1))
     slid[blocks] = (front[0] + 1, *front[1:], blocks + 1)  # with embedding and head
+slid |= {blocks: cuts[cut] for cut, blocks in last_blocks.items()}  # as in the table
 variants = {*cuts.values(), *slid.values()}  # some are the same cut
 steps = pool.run(time_steps, {cut: (schedule_1f1b, cut) for cut in variants})[0]
 
@@ -341,19 +342,25 @@ lesson.claim("Cutting by time beats the uniform cut in every repeat",
 lesson.claim("By parameters, the fullest rank stores least",
              (most["by parameters"], "==", min(most.values())))  # fmt: skip
 lesson.record("06.gain", measured["uniform"] / measured["by time"])
+lesson.record("06.idle", 100 * repeats["by time"].median.bubble_fraction, "%")
+lesson.record("06.beside", last_blocks)
 shown = {cut: figures.PipelineCut(cuts[cut], repeats[cut].median)
          for cut in ("uniform", "by time")}  # fmt: skip
-title = "Cut by time, the stages are about equally long"
+title = "Cut by time, the head no longer makes its rank the slowest by far"
 lesson.show(figures.skyline(times.costs, shown, times.kinds, times.loss, title=title))
 
 # %% [markdown]
 # Bars are layers, dashed lines are cuts, and beneath stands the step that each cut gives. The cut by time is
-# <data value="06.gain:.2f">1.21</data> times as fast as the uniform one, which is more than the spread of the repeats. Cutting by parameters
-# stores least on the fullest rank, so it is the cut for a model that otherwise doesn't fit. FLOPs miss the loss.
+# <data value="06.gain:.2f">1.22</data> times as fast as the uniform one, which is more than the spread of the repeats. It still idles
+# <data value="06.idle">33.0 %</data>, because whole layers never make equal stages. Cutting by parameters stores least on the fullest rank, so it is
+# the cut for a model that otherwise doesn't fit. FLOPs misjudge the head: they say <data value="06.head.head-and-loss.predicted">4.91 blocks</data> instead of
+# <data value="06.head.head-and-loss.measured">3.51 blocks</data>. So it leaves <data value="06.beside.by-flops">0</data> blocks, and the cut by time
+# <data value="06.beside.by-time">1</data>.
 #
 # ### Slide the last cut
 #
-# How precisely must we cut? The next figure slides the last cut. Small dots are single repeats, squares their medians.
+# How precisely must we cut? The next figure slides the last cut. The cut by parameters is missing, because it spreads
+# the other blocks unevenly.
 
 
 # %%
@@ -364,22 +371,20 @@ simulated = [times.step(schedule_1f1b, counts).makespan for counts in slid.value
 seconds = {blocks: repeats.seconds for blocks, repeats in positions.items()}
 title = f"The step is shortest with {words} blocks beside the head"
 lesson.show(figures.last_cut(seconds, simulated, last_blocks, SOURCE, title=title))
-slowdown = positions[most].fastest / positions[best[0]].slowest  # at least
-lesson.record("06.last", {"best": words, "most": most, "slowdown": slowdown})
-lesson.claim("Too many blocks on the last stage slow every repeat", (slowdown, ">", 1))
+slower = positions[most].fastest / positions[best[0]].slowest  # at least
+lesson.record("06.last", {"best": words, "first": best[0], "most": most, "by": slower})
+lesson.claim("Too many blocks on the last stage slow every repeat", (slower, ">", 1))
 
 # %% [markdown]
-# The step is shortest with <data value="06.last.best">0 or 1</data> blocks beside the head. Where several numbers stand, their repeats overlap, and
-# this run cannot tell them apart. With <data value="06.last.most">4</data> blocks there, even the fastest repeat takes
-# <data value="06.last.slowdown:.2f">1.27</data> times as long as the slowest one of the best position.
+# The median is least with <data value="06.last.first">0</data> blocks beside the head; with <data value="06.last.best">0 or 1</data> repeats overlap. With
+# <data value="06.last.most">4</data> blocks there, even the fastest repeat takes <data value="06.last.by:.2f">1.30</data> times as long as the slowest
+# one with <data value="06.last.first">0</data>.
 #
-# The two sides differ. To the right, the last stage sets the pace, and each further block costs the step m times that
-# block. To the left, the other p - 1 stages share each block. So when in doubt, put one block too few
-# on the last stage.
+# To the right, the last stage sets the pace, and each further block delays every microbatch. To the left, the other p - 1
+# stages share each block. So when in doubt, put one block too few on the last stage.
 #
 # <details><summary>On a laptop</summary>
-# Ranks that share cores are timed in CPU time, and each step is replayed from these times in the schedule's order. One
-# disturbed action can stretch a whole repeat, which is why the figure shows all of them.
+# One disturbed action can stretch a whole replayed step, which is why the figure shows all repeats.
 # </details>
 #
 # <details><summary>In your tools: where to cut</summary>
@@ -542,8 +547,8 @@ lesson.field_guide.show()
 # <data value="06.loss.never-summed.loss-as-trained:.2f">5.06</data> against <data value="06.loss.summed.loss-as-trained:.2f">5.21</data>. The distance should be 0 and
 # has grown to <data value="06.distance:.2f">0.93</data> of the table's norm. The price comes at the end. A GPT-2 checkpoint has one table, so
 # whoever loads it keeps one of the copies. Then the loss is
-# <data value="06.loss.never-summed.loaded-with-wte-s-copy:.2f">5.94</data> or <data value="06.loss.never-summed.loaded-with-lm_head-s-copy:.2f">5.21</data>, worse than
-# what was trained.
+# <data value="06.loss.never-summed.loaded-with-wte-s-copy:.2f">5.94</data> or <data value="06.loss.never-summed.loaded-with-lm_head-s-copy:.2f">5.21</data>, worse than the
+# <data value="06.loss.never-summed.loss-as-trained:.2f">5.06</data> that was trained. The summed model keeps its <data value="06.loss.summed.loss-as-trained:.2f">5.21</data>.
 #
 # <details><summary>In your tools: tied weights</summary>
 #
@@ -632,17 +637,17 @@ ways = {"sums over one count": accumulate(parts, [c / sum(counts) for c in count
         "mean of means": accumulate(parts, [1 / M] * M),
         "padding counted": accumulate(padded, [1 / M] * M)}  # fmt: skip
 wrong = {way: float((grad - exact).norm() / exact.norm()) for way, grad in ways.items()}
-wrong["the pipeline"] = max(pool.run(train, schedule_1f1b, [batch])[0].values())
-lesson.show(measured=wrong, key="06.ragged", title="Distance to the exact gradient")
+wrong["pipeline's weights"] = pool.run(train, schedule_1f1b, [batch])[0]["weights"]
+lesson.show(measured=wrong, key="06.ragged", title="Distance to one process's gradient")
 lesson.record("06.targets", {"fewest": min(counts), "most": max(counts)})
 lesson.claim("One count is exact", (wrong["sums over one count"], "<", 1e-12))
-lesson.claim("The pipeline is exact, too", (wrong["the pipeline"], "<", 1e-12))
+lesson.claim("The pipeline is exact, too", (wrong["pipeline's weights"], "<", 1e-12))
 lesson.claim("A mean of means is not", (wrong["mean of means"], ">", 0.1))
 
 # %% [markdown]
 # The microbatches have between <data value="06.targets.fewest">38</data> and <data value="06.targets.most">126</data> targets, and nothing crashes in any of the three
 # ways. But the mean of means is off by <data value="06.ragged.mean-of-means.measured:.2f">0.31</data> of the true gradient's norm, and counting
-# padding as targets by <data value="06.ragged.padding-counted.measured:.2f">3.96</data>.
+# padding as targets by <data value="06.ragged.padding-counted.measured:.2f">3.96</data>. The last row compares weights after a step.
 #
 # <details><summary>In your tools: the exact mean</summary>
 #
@@ -697,9 +702,9 @@ lesson.predict(
     "06.schedules", f"{', '.join(chunks)}, each cut by time: which step is shortest?",
     kind="ranking", rule_of_thumb=("zb-v", "zb-h1", "interleaved", "1f1b"),
 )  # fmt: skip
+steps = pool.run(time_steps, runs)[0]
 
 # %%
-steps = pool.run(time_steps, runs)[0]
 medians = {name: steps[name].median for name in runs}
 measured = {name: step.makespan for name, step in medians.items()}
 predicted = {name: times.step(*run).makespan for name, run in runs.items()}
@@ -719,19 +724,24 @@ ranking = sorted(predicted, key=predicted.get)
 lesson.reveal("06.schedules", measured, predicted=ranking, source=SOURCE)
 lesson.claim("ZB-H1 shrinks the bubble", (bubbles["zb-h1"], "<", bubbles["1f1b"]))
 lesson.claim("ZB-H1 computes longer", (work["zb-h1"], ">", work["1f1b"]))
+lesson.record("06.h1", gpt2_pipeline.beside("1f1b", "zb-h1", predicted, medians))
 lesson.record("06.fastest", ", ".join(gpt2_pipeline.fastest_of(steps)))
 gpt2_pipeline.add_to_ledger(model, predicted, medians)
 drawn = {name: medians[name] for name in ("1f1b", "zb-h1")}
-lesson.show(drawn, title="ZB-H1 fills waiting times of 1F1B with W")
+lesson.show(drawn, title="ZB-H1 has a smaller bubble than 1F1B, and computes longer")
 
 # %% [markdown]
-# The shortest step: <data value="06.fastest">zb-v, interleaved</data>. Where several names stand, their repeats overlap. ZB-H1 shrinks the bubble of 1F1B from
-# <data value="06.style.1f1b.bubble">31.5 %</data> to <data value="06.style.zb-h1.bubble">25.8 %</data>. But its ranks compute for
-# <data value="06.style.zb-h1.compute-per-rank">127 ms</data> instead of <data value="06.style.1f1b.compute-per-rank">112 ms</data>, because I and W walk through the layers
-# separately. The simulation counts them as half a backward each and doesn't see this cost.
+# Shortest by the median, with all whose repeats overlap: <data value="06.fastest">zb-v, 1f1b, zb-h1</data>.
+# ZB-H1 shrinks the bubble of 1F1B from
+# <data value="06.style.1f1b.bubble">32.0 %</data> to <data value="06.style.zb-h1.bubble">21.0 %</data>. Its step takes <data value="06.h1.run:.2f">0.89</data> times as
+# long as that of 1F1B, simulated <data value="06.h1.simulated:.2f">0.87</data>. The simulation misses two things. ZB-H1 computes for
+# <data value="06.style.zb-h1.compute-per-rank">117 ms</data> instead of <data value="06.style.1f1b.compute-per-rank">113 ms</data> on each rank, because it runs 3m
+# actions instead of 2m, each with a fixed cost. And the simulation assumes W = I, where W takes
+# <data value="06.h1.w:.2f">0.51</data> times as long: only weight gradients of matmuls wait for W, so less is left to fill gaps.
 #
-# Memory is unequal, too. A split backward keeps the gradient of every layer's output until W. On the last rank these are
-# the logits, b·s·V numbers for each microbatch whose W waits. Beside weights and gradients, the last rank keeps
+# Memory is unequal, too. A split backward keeps the gradient of every layer's output until W. On the last rank this includes
+# the gradient of the logits, b·s·V numbers for each microbatch whose W waits. The columns *kept* show peaks without weights
+# and gradients: on the last rank
 # <data value="06.style.1f1b.kept-last-rank">10.9 MB</data> under 1F1B and <data value="06.style.zb-h1.kept-last-rank">22.7 MB</data> under ZB-H1.
 #
 # <details><summary>In your tools: schedules</summary>
@@ -747,9 +757,11 @@ lesson.show(drawn, title="ZB-H1 fills waiting times of 1F1B with W")
 #
 # <details><summary>Answer</summary>
 #
-# `dualpipe-v`, cut by time, with 8 microbatches and the head at 4.5, idles 9.2 % with 4.5 microbatches in flight and is as
-# fast as 3.6 ranks that never wait. No other schedule does it; `zb-v` idles 11.8 %. More ranks buy less and less: 8 ranks
-# of `zb-v` are as fast as 4.4, and (24.1 + 4.5)/4.5 = 6.4 is the limit.
+# `dualpipe-v`, cut by time, with 8 microbatches and the head at 4.5, idles 9.2 % with 4.5 microbatches in flight. It lays
+# two stages on each rank as ZB-V does, and pairs the forward of one with the backward of the other. A microbatch that is in
+# flight on one of a rank's two stages counts as a half. Its 4 ranks are as fast as 3.6 ranks that never wait. No other
+# schedule does it; `zb-v` idles 11.8 %. More ranks buy less and less: 8 ranks of `zb-v` are as fast as 4.4. The limit is
+# all layers over the head, with 0.1 blocks for the embedding: (0.1 + 24 + 4.5)/4.5 = 6.4.
 # </details>
 
 # %%
@@ -793,7 +805,7 @@ lesson.check(exercises.beat_1f1b, plan)
 # def plan(job):
 #     p, tried = job.ranks, []
 #     room = [int(job.cap // held) for held in job.held]
-#     for stretch in (1, 2):  # ZB-H1's warm-up, and ZB-H2's
+#     for stretch in (1, 2):  # the warm-up of ZB-H1, and one that is twice as long
 #         ahead = [stretch * (p - r - 1) + 1 for r in range(p)]
 #         lag = [min(stretch * r, room[r] - ahead[r]) for r in range(p)]
 #         if min(lag) >= 0:
@@ -805,19 +817,19 @@ lesson.check(exercises.beat_1f1b, plan)
 # %% [markdown]
 # ## What to remember
 #
-# - The slowest stage sets the pace. With a head of a blocks beside L others, no cut gains more than (L+a)/a.
+# - The slowest stage sets the pace. If the head costs as much as *a* blocks, beside L others, no cut makes the step more
+#   than (L+a)/a times as fast as one rank.
 # - Measure layers, then cut: by time for speed, by parameters for memory. If unsure, put less on the stage with the head.
-# - Let variants take turns. A difference below the spread is not a finding.
+# - Let variants take turns.
 # - On GPUs with 16-bit matmuls, pad the vocabulary to a multiple of 64.
 # - A tied weight needs an equal start and summed gradients. The distance between its copies shows whether it has them.
 # - Divide a loss once, by the count of all targets.
 #
-# **When not to use this.** If one layer takes longer than its share, no cut helps: use fewer ranks with replicas, or split
-# the head itself. If sequence lengths differ wildly, microbatches differ in time and no static cut is right. A measured
-# cut holds for one machine, one sequence length and one batch size.
+# **When not to use this.** If one layer takes longer than its share, use fewer ranks with replicas, or split the head
+# itself. A measured cut holds for one machine and shape.
 #
-# **Where to look.** PyTorch: `torch.distributed.pipelining`. Megatron-Core: `finalize_model_grads.py` for the tied
-# embedding. Here: `partition.py`, `tied_weights.py` and `loss.py` in `hpnb/pipeline_parallel/`.
+# **Where to look.** Megatron-Core: `finalize_model_grads.py`. Here: `partition.py`, `tied_weights.py` and `loss.py` in
+# `hpnb/pipeline_parallel/`.
 #
 # **Papers.** Radford et al. 2019, *Language models are unsupervised multitask learners*. Press & Wolf 2017, *Using the
 # output embedding to improve language models*. Narayanan et al. 2019, *PipeDream*, which partitions by profile.
@@ -825,5 +837,4 @@ lesson.check(exercises.beat_1f1b, plan)
 # parallelism with vocabulary parallelism* (arXiv 2411.05288).
 #
 # **Next.** A pipeline moves whole layers, so the head stays as long as it is. Notebook 07 splits inside the layers: the head
-# over its vocabulary, attention over its heads. It starts with two numbers that refuse to divide, 25 heads and 50,257
-# tokens.
+# over its vocabulary, attention over its heads.

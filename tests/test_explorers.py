@@ -183,7 +183,7 @@ CHALLENGES: dict[str, list[dict[str, Any]]] = {
     "pipeline_bubble": [{"transfer": 0.0}, {"weight_grad": 0.5}, {"microbatches": 13}, {"ranks": 3}],
     "tensor_modes": [{"link": "NVLink 4"}, {"ranks": 4}, {"hidden": 12288}],
     "layouts_on_nodes": [{"between": "InfiniBand NDR"}, {"node": 16}, {"dp": 2}],
-    "sharded_step": [{"stage": 2, "rows": 4}, {"stage": 2, "recompute": 1.0}, {"recompute": 0.0}],
+    "sharded_step": [{"stage": 2, "sequences": 4}, {"stage": 2, "recompute": 1.0}, {"recompute": 0.0}],
     "uneven_layers": [{"head": 4.4}, {"ranks": 3}, {"microbatches": 9}],
     "kept_by_rank": [{"tokens": 4096}, {"ranks": 4}],
     "layout_choice": [{"zero": 0}, {"cap": 80}, {"tp": 2}],

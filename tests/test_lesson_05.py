@@ -306,18 +306,23 @@ def test_rivers() -> None:
 
 
 def test_frontier() -> None:
-    points = {ZeroConfig(0): (1.0, 100.0), ZeroConfig(1): (1.1, 60.0), ZeroConfig(3, -1): (1.4, 30.0)}
-    fig = figures.zero_frontier(points, points, 80.0)
-    stored = "activations stored"
-    labels = {line.get_label() for line in fig.axes[0].lines}
-    assert {
-        f"predicted {stored}",
-        f"measured {stored}",
-        "measured activations recomputed",
-        "budget",
-    } <= labels
-    drawn = next(line for line in fig.axes[0].lines if line.get_label() == f"measured {stored}")
-    assert np.asarray(drawn.get_xydata()).tolist() == [[100.0, 1.0], [60.0, 1.1]]
+    peaks = {ZeroConfig(0): 100.0, ZeroConfig(1): 60.0, ZeroConfig(3, -1): 30.0}
+    took = dict(zip(peaks, ((0.9, 1.0, 1.2), (1.0, 1.1, 1.5), (1.3, 1.4, 1.9)), strict=True))
+    fig = figures.zero_frontier(peaks, took, 80.0)
+    drawn = {line.get_label(): np.asarray(line.get_xydata()).tolist() for line in fig.axes[0].lines}
+    assert {"activations stored", "activations recomputed", "budget"} <= set(drawn)
+    assert drawn["activations stored"] == [[100.0, 1.0], [60.0, 1.1]]
+    assert [text.get_text() for text in fig.axes[0].texts][:3] == ["0", "1", "3"]
+
+
+def test_rounds_are_joined_and_the_median_counts() -> None:
+    first, second = ({"forward": 0.1, "backward": b} for b in (0.4, 0.2))
+    rounds = [gpt2_zero.StepMeasurement((parts,), _profile(100)) for parts in (first, second)]
+    third = gpt2_zero.StepMeasurement(({"forward": 0.1, "backward": 0.9},), MemoryProfile(()))
+    run = rounds[0].joined(rounds[1]).joined(third)
+    assert run.parts == first
+    assert run.seconds == pytest.approx((0.3, 0.5, 1.0))
+    assert run.profile.peak == 100
 
 
 def test_step_parts() -> None:
@@ -328,9 +333,12 @@ def test_step_parts() -> None:
 
 
 def test_launch_floor() -> None:
-    for adds, at_knee in ((True, 2.0), (False, 1.0)):
-        fig = figures.launch_floor([1, 10, 100], [1.0, 2.0, 11.0], 1.0, 0.1, 100, adds)
-        law = next(line for line in fig.axes[0].lines if line.get_label() == "together")
+    for adds, at_knee, total in (
+        (True, 2.0, "launching + computing"),
+        (False, 1.0, "the longer of both"),
+    ):
+        fig = figures.launch_floor({1: [0.9, 1.0, 4.0], 10: [2.0], 100: [11.0]}, 1.0, 0.1, 100, adds)
+        law = next(line for line in fig.axes[0].lines if line.get_label() == total)
         assert np.interp(10, *law.get_data()) == pytest.approx(at_knee, rel=0.05)
 
 
@@ -351,7 +359,7 @@ def test_prefetch_steps() -> None:
 
 
 def test_batch_wall() -> None:
-    fig = figures.batch_wall({2: 100, 4: 70}, {"fit": (40.0, 3.0)})
+    fig = figures.batch_wall({2: 100, 4: 70}, {"fit": (40.0, 3.0)}, 5.0)
     measured, law, *_ = fig.axes[1].lines
     assert list(measured.get_ydata()) == [200, 280]
     x, y = law.get_data()

@@ -270,12 +270,15 @@ def describe(figure: Figure) -> str:
         said = heads[:1]  # the panel's title
         if ax.get_ylabel() and ax.get_xlabel():
             said.insert(0, f"{ax.get_ylabel()} over {ax.get_xlabel()}".replace("\n", " "))
+        ticks = zip(ax.get_yticks(), ax.get_yticklabels(), strict=False)  # labels may be hidden
+        zero = next((y for y, tick in ticks if y > 0 and tick.get_text() == "0"), 0.0)  # of a log axis
         for line in ax.get_lines() if ax.axison else ():  # without axes, places say nothing
             x, y, label = line.get_xdata(), line.get_ydata(), str(line.get_label())
             if len(x) == 1 and not label.startswith(("_", "tick")):  # type: ignore[arg-type]
                 said.append(f"{label} at {_short(x[0])}, {_short(y[0])}")  # type: ignore[index]
             if len(x) > 2 and not label.startswith(("_", "tick")):  # type: ignore[arg-type]
-                said.append(f"{label} goes from {_short(y[0])} to {_short(y[-1])}")  # type: ignore[index]
+                first, last = (_short(0 if end == zero else end) for end in (y[0], y[-1]))  # type: ignore[index]
+                said.append(f"{label} goes from {first} to {last}")
         rows = [tick.get_text() for tick in ax.get_yticklabels()]
         ends: dict[str, list[str]] = {}
         for note in ax.texts:  # a bar's length stands at its end

@@ -39,7 +39,7 @@ KNOBS: Knobs = {
 ANSWER = {"ranks": 5, "between": "sharded", "recomputed": "attention", "tokens": 8192}
 CHALLENGE = Challenge(
     f"25 heads, a vocabulary of 50,257, a sequence of 8,192 tokens: at most {number(CAP, 'B')} kept, at "
-    "most 20 % recomputed, and no rank more than 2 % over an even share.",
+    "most 20 % recomputed, and no rank above 1.02 times the mean.",
     lambda at: (
         (at["heads"], at["vocabulary"], at["tokens"]) == (25, 50257, 8192)
         and (at["kept (B)"] <= CAP and at["recomputed (%)"] <= 20)

@@ -114,7 +114,7 @@ class Explorer:
             knob, reading = self._trade
             places = {"as it opens": start, "with the answer's other knobs": setting}
             middle = small_multiples.trade_off(self.read, knob, self._knobs[knob], reading, places)
-            pictures.insert(1, (f"What {knob.replace('_', ' ')} trades", middle))
+            pictures.insert(1, (f"The trade-off over {knob.replace('_', ' ')}", middle))
         words = f"As it opens: {alt} Answer, {moved}: {answer_alt}"
         return small_multiples.stack(pictures), words
 

@@ -30,8 +30,8 @@ KNOBS: Knobs = {
 }
 ANSWER = {"dp": 4, "pp": 4, "tp": 2, "order": "pp > dp > tp"}
 CHALLENGE = Challenge(
-    "32 ranks on nodes of 8, NVLink 4 inside and Ethernet 100 Gb between, at most 16 GB of states per "
-    "rank: a step of at most 1.3 times its compute.",
+    "32 ranks on nodes of 8, NVLink 4 inside and Ethernet 100 Gb between, at most 16 GB of weights, "
+    "gradients and optimizer state per rank: a step of at most 1.3 times its compute.",
     lambda at: (
         (at["dp"] * at["pp"] * at["tp"], at["node"]) == (32, 8)
         and (at["inside"], at["between"]) == ("NVLink 4", "Ethernet 100 Gb")

@@ -25,19 +25,19 @@ KNOBS: Knobs = {
     "ranks": Choice((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024), 64),
     "stage": Choice((0, 1, 2, 3), 1),
     "recompute": Slider(0.0, 1.0, 0.0, 0.25),
-    "rows": Choice((1, 2, 4, 8, 16, 32), 4),
+    "sequences": Choice((1, 2, 4, 8, 16, 32), 4),
     "link": Choice(tuple(LINKS), "InfiniBand NDR"),
     "offload": Choice(tuple(HOST_BANDWIDTHS), "none"),
     "precision": Choice(tuple(_RATES), "bf16"),
 }
-ANSWER = {"billions": 32, "stage": 3, "recompute": 0.5, "rows": 8}
+ANSWER = {"billions": 32, "stage": 3, "recompute": 0.5, "sequences": 8}
 CHALLENGE = Challenge(
     "30 B parameters or more in bf16 on at most 64 ranks of InfiniBand NDR, at most 1,000,000 tokens "
-    "a step: it fits 80 GB, and a step takes at most 1.25 times its computing.",
+    "a step: it fits 80 GB, and a step takes at most 1.25 times its computing time.",
     lambda at: (
         (at["billions"] >= 30 and at["ranks"] <= 64 and at["precision"] == "bf16")
-        and (at["link"] == "InfiniBand NDR" and at["ranks"] * at["rows"] * _LENGTH <= 1_000_000)
-        and (at["fits 80 GB"] and at["step over computing"] <= 1.25)
+        and (at["link"] == "InfiniBand NDR" and at["ranks"] * at["sequences"] * _LENGTH <= 1_000_000)
+        and (at["fits 80 GB"] and at["step time / computing time"] <= 1.25)
     ),
 )
 
@@ -45,10 +45,12 @@ CHALLENGE = Challenge(
 def sharded_step() -> Explorer:
     """Notebook 05: memory and seconds of a step on 80 GB GPUs.
 
-    Rows of 1,024 tokens, a vocabulary of 50,257, 400 TFLOP/s in bf16 and 50 in float32. By parameters, ranks,
-    ZeRO stage, share of blocks recomputed, rows of a rank, links between ranks and to the CPU, precision.
+    Sequences of 1,024 tokens, a vocabulary of 50,257, 400 TFLOP/s in bf16 and 50 in float32. By parameters,
+    ranks, ZeRO stage, share of blocks recomputed, sequences of a rank, links between ranks and to the CPU,
+    precision.
     """
-    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("rows", "step over computing")).display()
+    trade = ("sequences", "step time / computing time")
+    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=trade).display()
 
 
 def gpt_shape(billions: float) -> tuple[int, int]:
@@ -64,14 +66,14 @@ def _readings(
     ranks: int,
     stage: int,
     recompute: float,
-    rows: int,
+    sequences: int,
     link: str,
     offload: str,
     precision: str,
 ) -> tuple[dict[str, Any], Draw]:
     layers, hidden = gpt_shape(billions)
     width, rate = _VALUE_BYTES[precision], _RATES[precision]
-    block = Block(hidden, hidden // _HEAD_WIDTH, _LENGTH, rows, bytes_per_value=width)
+    block = Block(hidden, hidden // _HEAD_WIDTH, _LENGTH, sequences, bytes_per_value=width)
     recomputed, host_bandwidth = round(recompute * layers), HOST_BANDWIDTHS[offload]
     root = (_VOCABULARY + _LENGTH + 2) * hidden
     parameters = layers * block.parameters + root
@@ -79,7 +81,7 @@ def _readings(
         block, layers, _VOCABULARY, _LENGTH, ranks, stage,
         recompute=recomputed, offload=bool(host_bandwidth), mlp_copies=2,
     )  # fmt: skip
-    forward = (layers * block.forward_flops + 2 * rows * _LENGTH * hidden * _VOCABULARY) / rate
+    forward = (layers * block.forward_flops + 2 * sequences * _LENGTH * hidden * _VOCABULARY) / rate
     adam_bytes = _ADAM_BYTES * parameters
     spent = zero_step_seconds(
         forward, 2 * forward, adam_bytes / _DEVICE_MEMORY_RATE, block_bytes=width * block.parameters,
@@ -93,8 +95,8 @@ def _readings(
         "fullest at": fullest.name,
         "fits 80 GB": fits,
         "step (s)": took,
-        "step over computing": took / spent["computing"],
-        "tokens a step": f"{ranks * rows * _LENGTH:,}",
+        "step time / computing time": took / spent["computing"],
+        "tokens a step": f"{ranks * sequences * _LENGTH:,}",
     }
 
     def draw(fast: bool) -> tuple[Figure, str]:
@@ -106,7 +108,7 @@ def _readings(
             _CAPACITY,
             text=not fast,
             title=f"simulated · {parameters / 1e9:.3g} B parameters in {layers} blocks of {hidden:,}, "
-            f"{ranks} ranks on {link}, ZeRO-{stage}, {rows} x {_LENGTH:,} tokens a rank",
+            f"{ranks} ranks on {link}, ZeRO-{stage}, {sequences} x {_LENGTH:,} tokens a rank",
         )
         return figure, (
             f"Two bars. A rank needs {number(memory.peak, 'B')} at its fullest ({fullest.name}), which "

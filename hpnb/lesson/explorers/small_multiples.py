@@ -60,13 +60,15 @@ def trade_off(
     settings: Mapping[str, Mapping[str, Any]],
 ) -> Figure:
     """`reading` over the stops of a knob, a curve for each of the `settings` of the others."""
-    from hpnb.plot.curves import CurvePanel, Series, curves, looks
+    from hpnb.plot.curves import CurvePanel, Series, curves, looks, write_values
     from hpnb.plot.units import byte_count
 
     slider = isinstance(control, Slider)
     stops = list(control.stops if isinstance(control, Slider) else control.options)
-    stops = stops[:: -(-len(stops) // MOST_STOPS)]
+    shown = [*stops[:: -(-len(stops) // MOST_STOPS)], *(setting[knob] for setting in settings.values())]
+    stops = [stop for stop in stops if stop in shown]  # the settings themselves are points of the curve
     look, series = looks(settings), []
+    names = any(isinstance(stop, str) for stop in stops)  # no order among them, so no line
     for name, setting in settings.items():
         points = []
         for place, stop in enumerate(stops):
@@ -76,15 +78,22 @@ def trade_off(
                 continue
         if points:
             x, y = zip(*points, strict=True)
-            series.append(Series(name, x, y, look[name], "line and dots"))
+            series.append(Series(name, x, y, look[name], "dots" if names else "line and dots"))
     label, unit = split_unit(reading)
     words = f"{label} ({unit})" if unit else label
     log = "x" if isinstance(control, Slider) and control.log else ""
-    panel = CurvePanel(series, ylabel=words, xlabel=knob.replace("_", " "), log=log, height=1.7)  # type: ignore[arg-type]
+    of_knob = f" ({control.unit})" if isinstance(control, Slider) and control.unit else ""
+    panel = CurvePanel(series, ylabel=words, xlabel=knob.replace("_", " ") + of_knob, log=log, height=1.7)  # type: ignore[arg-type]
     figure = curves([panel], title=f"{label} over {knob.replace('_', ' ')}")
     if unit == "B":
         figure.axes[0].set_ylabel("")  # the title says it
         figure.axes[0].yaxis.set_major_formatter(lambda value, _: byte_count(value))
+    for curve, offset in zip(series if names else (), (7, -7), strict=False):
+        write_values(figure.axes[0], curve.x, curve.y, [f"{y:.2f}" for y in curve.y], offset=offset)
+        for text in figure.axes[0].texts[-len(curve.y) :]:
+            text.set_color(curve.look.color)  # where dots coincide
+    if names:
+        figure.axes[0].margins(y=0.25)
     if not slider:
         figure.axes[0].set_xticks(range(len(stops)), [str(stop) for stop in stops])
     return figure

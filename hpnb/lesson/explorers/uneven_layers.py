@@ -55,11 +55,12 @@ def _readings(
     tl = actions.simulate(Costs(stage_costs, stage_costs, stage_costs))
     work = [sum(3 * stage_costs[stage] for stage in actions.stages_of(rank)) for rank in range(ranks)]
     bubble = 100 * tl.bubble_fraction
+    in_flight = max(tl.peak_in_flight(rank) for rank in tl.ranks) / chunks
     readings = {
         "step (blocks)": tl.makespan,
         "bubble (%)": bubble,
         "fullest rank over the mean": max(work) * ranks / sum(work),
-        "microbatches in flight": max(tl.peak_in_flight(rank) for rank in tl.ranks) / chunks,
+        "microbatches in flight": in_flight,
         "as fast as so many devices": microbatches * sum(costs) / tl.makespan,
     }
 
@@ -72,8 +73,8 @@ def _readings(
             ["embedding"] + ["block"] * BLOCKS + ["head"],
             text=not fast,
             unit="blocks",
-            title=f"simulated · {schedule}, {ranks} ranks, {microbatches} microbatches, a head of "
-            f"{number(head)} blocks, cut {cut}",
+            title=f"simulated · {schedule}, {ranks} ranks, {microbatches} microbatches, at most "
+            f"{number(in_flight)} in flight, a head of {number(head)} blocks, cut {cut}",
         )
         return figure, (
             f"{BLOCKS} blocks and a head of {number(head)}, cut {cut} into {len(counts)} stages, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from hpnb.plot.bars import Bar, BarPanel, bars
 from hpnb.plot.canvas import SMALL, Key, new_figure, panel_title
 from hpnb.plot.curves import (
     CurvePanel,
-    Kind,
     Series,
     count,
     curves,
@@ -80,82 +80,60 @@ def rivers(
     return fig
 
 
-Points = Mapping[str, tuple[float, float]]  # {name: (seconds, bytes)}
-
-
-def frontier(
-    predicted: Mapping[str, Points],
-    measured: Mapping[str, Points],
-    capacity: float | None = None,
-    title: str | None = None,
-    caption: str = "",
-) -> Figure:
-    """Step time against peak memory of each configuration, predicted and measured.
-
-    A family (the same way of keeping activations) has one colour and one marker; its points have names.
-
-    Args:
-        predicted, measured: {family: {name: (seconds of a step, bytes at its peak)}}.
-        capacity: bytes of a GPU; left of it fits.
-    """
-    points = [point for side in (predicted, measured) for names in side.values() for point in names.values()]
-    look = looks([*predicted, *measured], avoid=CAPACITY.color)
-    size, unit = bytes_unit(max(nbytes for _, nbytes in points))
-    scale, clock = time_unit(max(took for took, _ in points))
-    series = []
-    sides: tuple[tuple[str, Mapping[str, Points], Kind], ...] = (
-        ("predicted", predicted, "hollow"),
-        ("measured", measured, "line and dots"),
-    )
-    for side, families, kind in sides:
-        for family, names in families.items():
-            x, y = ([point[i] / s for point in names.values()] for i, s in ((1, size), (0, scale)))
-            series.append(Series(family, x, y, look[family], kind, f"{side} {family}"))
-    keys = [Key(OpStyle(look[family].color, "", family), "dot") for family in look]
-    keys += [Key(OpStyle(SOFT, "", "hollow: predicted, filled: measured"), "words")]
-    if capacity is not None:
-        keys.append(Key(CAPACITY, "line", f"budget {byte_count(capacity)}"))
-    heading = title if title is not None else "step time and peak memory"
-    panel = CurvePanel(series, f"step ({clock})", height=3.1, xlabel=f"peak memory of a rank ({unit})")
-    fig = curves([panel], title=heading, keys=keys, caption=caption, left=0.72, right=0.3)
-    (ax,) = fig.axes
-    for family, names in {**predicted, **measured}.items():
-        for name, (took, nbytes) in names.items():
-            ax.annotate(name, (nbytes / size, took / scale), (6, 6), "data", "offset points", size=SMALL,
-                        color=look[family].color, zorder=6)  # fmt: skip
-    right = max(*(nbytes for _, nbytes in points), capacity or 0.0) / size * 1.1
-    ax.set(xlim=(0, right), ylim=(0, max(took for took, _ in points) / scale * 1.18))
-    if capacity is not None:
-        rule(ax, capacity / size, "budget", CAPACITY.color, CAPACITY.line)
-        ax.axvspan(capacity / size, right, color="#FBEDE6", zorder=0, linewidth=0)
-        ax.annotate("does not fit", (capacity / size, 0.03), (5, 0), ("data", "axes fraction"),
-                    "offset points", size=SMALL, color=SOFT)  # fmt: skip
-    return fig
+Spread = tuple[float, float, float]  # the fastest, the median, the slowest
 
 
 def zero_frontier(
-    predicted: Mapping[Any, tuple[float, float]],
-    measured: Mapping[Any, tuple[float, float]],
+    peaks: Mapping[Any, float],
+    took: Mapping[Any, Spread],
     capacity: float,
     source: str = "measured",
 ) -> Figure:
-    """`frontier` over ZeRO configurations, whose activations are stored, recomputed or offloaded.
+    """Step time against peak memory of ZeRO configurations, one colour for each way to keep activations.
 
     Args:
-        predicted, measured: {ZeroConfig: (seconds of a step, bytes at its peak)}.
+        peaks: {ZeroConfig: bytes}.
+        took: {ZeroConfig: seconds of the fastest, the median and the slowest step}.
+        capacity: bytes of a GPU; left of it fits.
+        source: how the seconds came about.
     """
-
-    def by_family(points: Mapping[Any, tuple[float, float]]) -> dict[str, dict[str, tuple[float, float]]]:
-        families: dict[str, dict[str, tuple[float, float]]] = {}
-        for config, point in points.items():
-            family = "activations stored"
-            if config.recompute:
-                family = "recomputed and offloaded" if config.offload else "activations recomputed"
-            families.setdefault(family, {})[str(config.stage)] = point
-        return families
-
-    title = f"Step time and peak memory of every configuration · {source}"
-    return frontier(by_family(predicted), by_family(measured), capacity, title)
+    size, unit = bytes_unit(max(peaks.values()))
+    scale, clock = time_unit(max(slowest for *_, slowest in took.values()))
+    families: dict[str, list[Any]] = {}
+    for config in took:
+        family = "activations stored"
+        if config.recompute:
+            family = "recomputed and offloaded" if config.offload else "activations recomputed"
+        families.setdefault(family, []).append(config)
+    look = looks(families, avoid=CAPACITY.color)
+    series = []
+    for name, configs in families.items():
+        x, y = [peaks[c] / size for c in configs], [took[c][1] / scale for c in configs]
+        series.append(Series(name, x, y, look[name], "dots"))
+    more = [
+        Key(OpStyle(SOFT, "", "number: ZeRO stage, line: fastest to slowest step"), "words"),
+        Key(CAPACITY, "line", f"budget {byte_count(capacity)}"),
+    ]
+    panel = CurvePanel(series, f"step ({clock})", height=2.9, xlabel=f"peak memory of a rank ({unit})")
+    title = f"Peak memory and median step time of every configuration · {source}"
+    fig = curves([panel], title=title, more_keys=more, left=0.72, right=0.3)
+    (ax,) = fig.axes
+    for family, configs in families.items():
+        above = family == "activations stored"  # the others have their numbers beneath
+        for c in configs:
+            fastest, _, slowest = (s / scale for s in took[c])
+            at, color = peaks[c] / size, look[family].color
+            ax.vlines(at, fastest, slowest, color=color, linewidth=1.2, zorder=2.5)
+            end, offset, side = (slowest, 4, "bottom") if above else (fastest, -4, "top")
+            ax.annotate(str(c.stage), (at, end), (0, offset), "data", "offset points", ha="center", va=side,
+                        size=SMALL, color=color, zorder=6)  # fmt: skip
+    right = max(*peaks.values(), capacity) / size * 1.1
+    ax.set(xlim=(0, right), ylim=(0, max(slowest for *_, slowest in took.values()) / scale * 1.15))
+    rule(ax, capacity / size, "budget", CAPACITY.color, CAPACITY.line)
+    ax.axvspan(capacity / size, right, color="#FBEDE6", zorder=0, linewidth=0)
+    ax.annotate("does not fit", (capacity / size, 0.03), (5, 0), ("data", "axes fraction"), "offset points",
+                size=SMALL, color=SOFT)  # fmt: skip
+    return fig
 
 
 SPENT: Mapping[str, OpStyle] = {
@@ -170,8 +148,8 @@ SPENT: Mapping[str, OpStyle] = {
 PARTS: Mapping[str, OpStyle] = {
     "forward": OpStyle(STYLE["F"].color, "", "forward"),
     "backward": OpStyle(STYLE["I"].color, "//", "backward"),
+    "exposed": OpStyle(STYLE["all_reduce"].color, "", "exposed before the update"),
     "update": OpStyle(STYLE["W"].color, "..", "update"),
-    "exposed": OpStyle(STYLE["all_reduce"].color, "", "exposed communication"),
     "exposed after the update": OpStyle(STYLE["send"].color, "xx", "exposed after the update"),
 }
 
@@ -194,24 +172,26 @@ def step_parts(
 
 
 def launch_floor(
-    tokens: Sequence[float], took: Sequence[float], floor: float, slope: float, chosen: float, adds: bool
+    took: Mapping[int, Sequence[float]], floor: float, slope: float, chosen: float, adds: bool
 ) -> Figure:
     """Seconds of a forward and backward over the tokens of a rank: a floor, then a line.
 
     Args:
-        took: measured seconds.
+        took: {tokens: seconds of every repeat}; the median is a point, the range a line through it.
         floor: seconds to launch all operators, whatever the tokens.
         slope: seconds a token that the device computes.
         chosen: tokens that the page trains with.
         adds: whether launching and computing add up, as on a CPU; on a GPU the longer one counts.
     """
-    scale, unit = time_unit(max(took))
+    tokens, medians = list(took), [median(seconds) for seconds in took.values()]
+    scale, unit = time_unit(max(medians))
     x = np.geomspace(min(tokens), max(tokens), 80)
+    total = "launching + computing" if adds else "the longer of both"
     law = floor + slope * x if adds else np.maximum(floor, slope * x)
-    look = looks(["measured", "launching", "computing", "together"])
+    look = looks(["measured", "launching", "computing", total])
     series = [
-        Series("measured", tokens, [t / scale for t in took], look["measured"], "dots"),
-        Series("together", x.tolist(), (law / scale).tolist(), look["together"]),
+        Series("measured", tokens, [t / scale for t in medians], look["measured"], "dots"),
+        Series(total, x.tolist(), (law / scale).tolist(), look[total]),
         Series("launching", x.tolist(), [floor / scale] * len(x), look["launching"]),
         Series("computing", x.tolist(), (slope * x / scale).tolist(), look["computing"]),
     ]
@@ -222,7 +202,9 @@ def launch_floor(
     (ax,) = fig.axes
     rule(ax, chosen, "this page", SOFT)
     note(ax, "this page", chosen, 0.04, (-4, 0), "right", SOFT)
-    ax.set_ylim(min(took) / scale / 2)
+    low, high = ([edge(seconds) / scale for seconds in took.values()] for edge in (min, max))
+    ax.vlines(tokens, low, high, color=look["measured"].color, linewidth=1.2, zorder=2.5)
+    ax.set_ylim(min(low) / 2)
     log_ticks(ax.yaxis, count, (1, 2, 5))
     log_ticks(ax.xaxis, count, (1, 2, 5))
     return fig
@@ -309,7 +291,10 @@ def step_bill(
 
 
 def batch_wall(
-    measured: Mapping[int, float], laws: Mapping[str, tuple[float, float]], noun: str = "rows"
+    measured: Mapping[int, float],
+    laws: Mapping[str, tuple[float, float]],
+    target: float,
+    noun: str = "samples",
 ) -> Figure:
     """Steps to a loss over the batch size, and beneath them the samples that they take.
 
@@ -321,6 +306,7 @@ def batch_wall(
     Args:
         measured: {batch: steps}.
         laws: {name: (fewest steps, noise scale in `noun`)}, drawn as lines with the scale marked.
+        target: the loss.
     """
     look = looks(["measured", *laws])
     batches, steps = list(measured), list(measured.values())
@@ -335,7 +321,8 @@ def batch_wall(
             for name, (fewest, noise) in laws.items()
         ]
         panels.append(CurvePanel(series, log="xy", height=height, title=words))
-    fig = curves(panels, title="A doubled batch saves fewer and fewer steps", gap=0.35)
+    title = f"To a test loss of {target:g}, larger batches take fewer steps and more {noun}"
+    fig = curves(panels, title=title, gap=0.35)
     for ax in fig.axes:
         for name, (_, noise) in laws.items():
             if low < noise < high:

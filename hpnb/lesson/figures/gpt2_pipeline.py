@@ -140,7 +140,7 @@ def _draw_stages(ax: Axes, costs: Sequence[float], cut: PipelineCut, tall: float
                     color=ALARM if alarm else INK, weight="bold" if alarm else "normal",
                     annotation_clip=False)  # fmt: skip
         rank = f"rank {rank_of.get(stage, stage)}"
-        labels.append(rank if text_inches(rank) + 0.08 < wide else rank.removeprefix("rank "))
+        labels.append(rank if text_inches(rank) + 0.08 < wide else rank.replace("rank ", "r"))
     ax.set_xticks([(start + end) / 2 for start, end in pairwise(ends)], labels)
     ax.tick_params(axis="x", length=0)
 

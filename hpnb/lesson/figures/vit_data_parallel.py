@@ -55,12 +55,14 @@ def step_ratios(
         if points:
             x, y = list(points), list(points.values())
             series.append(Series(name, x, y, look[name], "dots", f"measured {name}"))
-    keys = [Key(OpStyle(SOFT, "", words), "words") for words in ("lines: the law", "dots: measured")]
+    keys = [Key(OpStyle(SOFT, "", words), "words") for words in ("lines: the law", "markers: measured")]
     heading = title if title is not None else "A free step needs more tokens than the law says"
-    panel = CurvePanel(series, "step / step alone", "x", 2.8, xlabel="tokens per rank")
+    panel = CurvePanel(series, "step / step alone", "xy", 2.8, xlabel="tokens per rank")
     fig = curves([panel], title=heading, more_keys=keys)
     (ax,) = fig.axes
-    ax.set_ylim(min(0.9, 0.95 * min(ratios)), max(1.5, 1.15 * max(ratios)))
+    bottom, top = min(0.9, 0.95 * min(ratios)), 1.15 * max(1.5, *(y for s in series for y in s.y))
+    ax.set_ylim(bottom, top)
+    set_ticks(ax.yaxis, [y for y in (1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0) if y < top], count)
     ax.set_xlim(low, high)
     ax.axhline(limit, color=INK, linestyle=":", linewidth=1.2, zorder=1.8, label="limit")
     ax.annotate(f"{limit:g}", (0, limit), (4, 3), ("axes fraction", "data"), "offset points", size=SMALL,

@@ -65,6 +65,8 @@ def atlas(
     used = [axis for axis in AXES if any(axis in by for panel in panels.values() for by in panel.values())]
     keys = [Key(OpStyle(AXIS[axis].color, "", axis)) for axis in used]
     keys += [Key(BETWEEN), Key(OpStyle(INK, "", "border of a node"), "line")]
+    total = sum((parts or {}).values())
+    keys += [Key(style) for name, style in PARTS.items() if (parts or {}).get(name, 0.0) > 0.005 * total]
     least, most = byte_count(math.exp(low)), byte_count(math.exp(high))
     keys.append(Key(OpStyle(SOFT, "", f"pale {least} or less, full {most}"), "words"))
     columns, between = len(panels), 0.42
@@ -153,17 +155,19 @@ def slower_link(
     """
     values = [v for axis in steps.values() for v in axis] + list(measured.values())
     scale, unit = time_unit(max(values, default=1.0))
-    series = []
+    series, keys = [], []
     for axis, seconds in steps.items():
         look = Look(axis_style(axis).color, "o", axis_style(axis).line)
         series.append(Series(axis, slower, [s / scale for s in seconds], look))
+        keys.append(series[-1].key)
         dot = [measured[axis] / scale]
         series.append(Series(axis, slower[:1], dot, look, "dots", f"{axis} measured"))
-    keys = [Key(OpStyle(SOFT, "", "measured"), "dot")]
+    keys.append(Key(OpStyle(SOFT, "", "measured step, in its axis's colour"), "dot"))
     heading = title if title is not None else "a step on a slower link"
-    panel = CurvePanel(series, f"step ({unit})", "xy", 2.5, xlabel="bandwidth of the link between ranks")
+    across = "bandwidth of the link between ranks"
+    panel = CurvePanel(series, f"step ({unit}), log scale", "xy", 2.5, xlabel=across)
     right = 0.35 + text_inches(f"tp  {number(slower[-1])}x")
-    fig = curves([panel], title=heading, more_keys=keys, right=right)
+    fig = curves([panel], title=heading, keys=keys, right=right)
     (ax,) = fig.axes
     low, high = min(values) / scale / 1.25, max(values) / scale * 1.25
     ax.set(xlim=(slower[0], slower[-1]), ylim=(low, high))

@@ -152,8 +152,8 @@ def _read(outcome: Outcome, value: Answer, who: str) -> str:
         return f"{who} is off by {gap}, and an identity must hold exactly"
     if right:
         return f"{who} holds (ratio {ratio_text(ratio)})"
-    # A guess has no terms; a prediction that is off lacks one.
-    advice = f", so {MISSING}" if who == "the prediction" else ""
+    # A guess has no terms. A prediction that is too low lacks one; a cost left out cannot make it too high.
+    advice = f", so {MISSING}" if who == "the prediction" and ratio > 1 else ""
     return f"{who} is off: the answer is {ratio_text(ratio)} times that{advice}"
 
 

@@ -126,6 +126,18 @@ def fastest_of(runs: Mapping[Any, StepRepeats]) -> list[Any]:
     return [best, *others]
 
 
+def beside(
+    base: str, name: str, predicted: Mapping[str, float], steps: Mapping[str, Timeline]
+) -> dict[str, float]:
+    """How long the step of `name` is beside `base`'s, simulated and run, and its W beside its I ("w")."""
+    split = {op: sum(e.duration for e in steps[name].events if e.op == op) for op in "IW"}
+    return {
+        "simulated": predicted[name] / predicted[base],
+        "run": steps[name].makespan / steps[base].makespan,
+        "w": split["W"] / split["I"],
+    }
+
+
 def add_to_ledger(model: str, predicted: Mapping[str, float], steps: Mapping[str, Timeline]) -> None:
     """Note the step of each schedule in the reader's ledger, {schedule: seconds} and {schedule: its step}."""
     for name, step in steps.items():

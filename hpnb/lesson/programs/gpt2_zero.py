@@ -1,7 +1,7 @@
 """What notebook 05 measures on its ranks: steps of a GPT-2 under each ZeRO stage, in seconds and bytes.
 
     program = gpt2_zero.build_program(SIZE, 2, torch.float32, ZeroConfig(3))       on a rank
-    runs = pool.run(gpt2_zero.measure_step, SIZE, 2, torch.float32, ZeroConfig(3), 25.0)
+    runs = gpt2_zero.measure_in_turn(pool, SIZE, 2, torch.float32, configs, 25.0)
     gpt2_zero.predict_memory(SIZE, 2, torch.float32, ZeroConfig(3), ranks=2)       by `theory.step_memory`
 
 Tokens are random, because bytes and seconds hardly depend on them.
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -62,22 +63,37 @@ class StepMeasurement:
     """One configuration on one rank.
 
     Attributes:
-        parts: seconds of a step: "forward", "backward" and "update" compute; "exposed" and "exposed after
-            the update" are communication that nothing overlaps with.
-        profile: the memory of a step.
-        slowest: seconds of the slowest repeat; `parts` are the fastest one's.
+        steps: the timed steps, the fastest first, each as seconds by part: "forward", "backward" and "update"
+            compute; "exposed" and "exposed after the update" are communication that nothing overlaps with.
+        profile: the memory of a step, if it was recorded.
         source: of the seconds, "measured"; or "replayed" where ranks share a GPU: then computing is measured
             by turns, and communication is predicted for `theory.REPLAY_LINK`.
     """
 
-    parts: Mapping[str, float]
+    steps: tuple[Mapping[str, float], ...]
     profile: MemoryProfile
-    slowest: float = 0.0
     source: str = "measured"
 
     @property
-    def seconds(self) -> float:
-        return sum(self.parts.values())
+    def parts(self) -> Mapping[str, float]:
+        """Of the median step; of an even number, the faster of the middle two."""
+        return self.steps[(len(self.steps) - 1) // 2]
+
+    @property
+    def seconds(self) -> tuple[float, float, float]:
+        """Of the fastest, the median and the slowest step."""
+        fastest, middle, slowest = (
+            sum(step.values()) for step in (self.steps[0], self.parts, self.steps[-1])
+        )
+        return fastest, middle, slowest
+
+    def joined(self, other: StepMeasurement) -> StepMeasurement:
+        """This measurement with the steps of another round."""
+        return replace(self, steps=_fastest_first([*self.steps, *other.steps]))
+
+
+def _fastest_first(steps: Sequence[Mapping[str, float]]) -> tuple[Mapping[str, float], ...]:
+    return tuple(sorted(steps, key=lambda parts: sum(parts.values())))
 
 
 # --- on a rank -------------------------------------------------------------------------------------
@@ -179,26 +195,59 @@ def adamw(model: nn.Module, dtype: torch.dtype) -> torch.optim.Optimizer:
 
 
 def measure_step(
-    size: GPT2Size, rows: int, dtype: torch.dtype, config: ZeroConfig, bucket_mb: float, repeats: int = 5
+    size: GPT2Size,
+    rows: int,
+    dtype: torch.dtype,
+    config: ZeroConfig,
+    bucket_mb: float,
+    repeats: int = 2,
+    memory: bool = True,
 ) -> StepMeasurement:
-    """Seconds of the fastest step, and the memory of another. Every rank calls it.
+    """Seconds of some steps, and the memory of another. Every rank calls it.
 
     Args:
         repeats: steps that are timed, after the warm-up; 0 records memory alone.
+        memory: whether memory is recorded.
     """
     program = build_program(size, rows, dtype, config, bucket_mb)
     if not repeats:
         program.step()
     steps = time_steps(program, repeats) if repeats else []
-    with program.recording() as memory:
-        program.step()
+    profile = MemoryProfile(())
+    if memory:
+        with program.recording() as recorder:
+            program.step()
+        profile = recorder.profile()
     if not steps:
-        return StepMeasurement({}, memory.profile())
+        return StepMeasurement((), profile)
     source = "replayed" if steps[0].source == "measured by turns" else "measured"
-    parts = sorted(map(step_parts, steps), key=lambda parts: sum(parts.values()))
+    parts = [step_parts(step) for step in steps]
     if source == "replayed":
         parts = [_with_communication(one, size, dtype, config, bucket_mb) for one in parts]
-    return StepMeasurement(parts[0], memory.profile(), sum(parts[-1].values()), source)
+    return StepMeasurement(_fastest_first(parts), profile, source)
+
+
+def measure_in_turn(
+    pool: hpnb.Ranks,
+    size: GPT2Size,
+    rows: int,
+    dtype: torch.dtype,
+    configs: Sequence[ZeroConfig],
+    bucket_mb: float,
+    rounds: int = 2,
+) -> dict[ZeroConfig, StepMeasurement]:
+    """Measure the configurations one after the other, in several rounds, so that a busy moment hits several.
+
+    Memory is the same each time, and recorded in the first round.
+    """
+
+    def measure(config: ZeroConfig, first: bool) -> StepMeasurement:
+        return pool.run(measure_step, size, rows, dtype, config, bucket_mb, memory=first)[0]
+
+    runs = {config: measure(config, True) for config in configs}
+    for _ in range(rounds - 1):
+        runs = {config: run.joined(measure(config, False)) for config, run in runs.items()}
+    return runs
 
 
 def time_steps(program: TrainingProgram, repeats: int) -> list[Timeline]:
@@ -256,12 +305,12 @@ def fits_budget(
 def time_serial_step(
     size: GPT2Size, rows: int, dtype: torch.dtype, repeats: int = 5
 ) -> tuple[float, float, float]:
-    """Seconds of forward, backward and update of a rank that sends nothing, each the fastest of its repeats.
+    """Seconds of forward, backward and update of a rank that sends nothing, each the median of its repeats.
 
     Every rank calls it, so that they share cores and memory as they will later.
     """
     steps = [step_parts(step) for step in time_steps(serial_program(size, rows, dtype), repeats)]
-    forward, backward, update = (min(s[name] for s in steps) for name in _PHASES.values())
+    forward, backward, update = (median(s[name] for s in steps) for name in _PHASES.values())
     return forward, backward, update
 
 

@@ -9,7 +9,6 @@ Of several repeats the one with the median duration counts. Nothing here imports
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -115,13 +114,26 @@ def record_step(module: torch.nn.Module, loss: Loss, repeats: int = 5) -> Timeli
 
     Every rank calls it. Gradients are dropped after each repeat.
     """
-    timelines = []
+    return median_by(record_in_turn({"": (module, loss)}, repeats)[""], lambda tl: tl.makespan)
+
+
+def record_in_turn(
+    steps: Mapping[str, tuple[torch.nn.Module, Loss]], repeats: int = 5
+) -> dict[str, list[Timeline]]:
+    """{name: the Timeline of all ranks in each round}, of steps that take turns: A B C A B C ...
+
+    Every rank calls it, and all ranks begin a step together. A first round warms up. Gradients are dropped.
+    """
+    timelines: dict[str, list[Timeline]] = {name: [] for name in steps}
     for _ in range(repeats + 1):
-        with hpnb.record.timeline() as recorder:
-            _forward_and_backward(loss, recorder)
-        timelines.append(recorder.gather().shifted())
-        module.zero_grad(set_to_none=True)
-    return median_by(timelines[1:], lambda tl: tl.makespan)
+        for name, (module, loss) in steps.items():
+            _wait_for_device(hpnb.device())
+            dist.barrier()
+            with hpnb.record.timeline() as recorder:
+                _forward_and_backward(loss, recorder)
+            timelines[name].append(recorder.gather().shifted())
+            module.zero_grad(set_to_none=True)
+    return {name: rounds[1:] for name, rounds in timelines.items()}
 
 
 def _forward_and_backward(loss: Loss, recorder: Recorder) -> None:
@@ -163,15 +175,15 @@ def relative_distance(tensors: Iterable[torch.Tensor], others: Iterable[torch.Te
     return (difference / norm) ** 0.5 if norm else float(difference > 0)
 
 
-def time_in_turn(steps: Mapping[str, Callable[[], object]], repeats: int = 5) -> dict[str, float]:
-    """{name: seconds of the fastest repeat on the slowest rank}. Every rank calls it.
+def rounds_in_turn(steps: Mapping[str, Callable[[], object]], repeats: int = 5) -> dict[str, list[float]]:
+    """{name: seconds of each round on the slowest rank}. Every rank calls it.
 
     All ranks begin a step together, and the steps take turns, so that a busy moment of the machine does not
-    fall on one of them. The fastest repeat counts, because other work on the machine can only add time. If a
-    step returns a `dist.Work`, it is waited for after the clock has stopped. A first round warms up.
+    fall on one of them. If a step returns a `dist.Work`, it is waited for after the clock has stopped. A
+    first round warms up.
     """
     device = hpnb.device()
-    fastest = dict.fromkeys(steps, math.inf)
+    rounds: dict[str, list[float]] = {name: [] for name in steps}
     for repeat in range(repeats + 1):
         for name, step in steps.items():
             _wait_for_device(device)
@@ -185,8 +197,8 @@ def time_in_turn(steps: Mapping[str, Callable[[], object]], repeats: int = 5) ->
                 pending.wait()
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
             if repeat:
-                fastest[name] = min(fastest[name], seconds.item())
-    return fastest
+                rounds[name].append(seconds.item())
+    return rounds
 
 
 def _wait_for_device(device: torch.device) -> None:

@@ -101,7 +101,20 @@ def time_schedules(
     cuts: Mapping[str, How] | None = None,
     repeats: int = 3,
 ) -> dict[str, Timeline]:
-    """Train a few steps under each schedule in turn: {name: the median step, without communication events}.
+    """{name: the median step of `time_rounds`}. Every rank calls it."""
+    rounds = time_rounds(size, images, dtype, schedules, cuts, repeats)
+    return {name: median_step(tls, schedules[name]) for name, tls in rounds.items()}
+
+
+def time_rounds(
+    size: ViTSize,
+    images: int,
+    dtype: torch.dtype,
+    schedules: Mapping[str, Schedule],
+    cuts: Mapping[str, How] | None = None,
+    repeats: int = 3,
+) -> dict[str, list[Timeline]]:
+    """Train a few steps under each schedule in turn: {name: its steps, without communication events}.
 
     Every rank calls it.
 
@@ -124,7 +137,7 @@ def time_schedules(
             tl = result.timeline.select("FIWB")  # sends are recorded on GPUs alone
             timelines[name] += [tl] if step >= warmup else []
             pipe.zero_grad()
-    return {name: median_step(tls, schedules[name]) for name, tls in timelines.items()}
+    return timelines
 
 
 def time_cuts(
@@ -183,6 +196,12 @@ def median_step(timelines: Sequence[Timeline], schedule: Schedule) -> Timeline:
         durations.setdefault(action, []).append(e.duration)
     medians = {action: statistics.median(times) for action, times in durations.items()}
     return schedule.replay(medians.__getitem__, source=timelines[0].source)
+
+
+def spread_of(timelines: Sequence[Timeline]) -> float:
+    """Seconds between the longest and the shortest of several steps."""
+    makespans = [tl.makespan for tl in timelines]
+    return max(makespans) - min(makespans)
 
 
 def simulate_layers(schedule: Schedule, costs: Sequence[float], counts: Sequence[int]) -> Timeline:

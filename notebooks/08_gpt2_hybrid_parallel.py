@@ -290,22 +290,22 @@ lesson.claim("tp 8 loses by its all-reduces", shares["exposed tp"] > 50)
 
 # %% [markdown]
 # The prediction put <data value="08.fastest.predicted">dp 2 x pp 4, zb-h1</data> first, and <data value="08.fastest">dp 2 x pp 4, zb-h1</data> won: the prediction's choice costs <data value="08.cost.prediction">0 %</data> more, replicas alone
-# <data value="08.cost.replicas">41.4 %</data>. Why does <data value="08.fastest">dp 2 x pp 4, zb-h1</data> win?
+# <data value="08.cost.replicas">53.6 %</data>. Why does <data value="08.fastest">dp 2 x pp 4, zb-h1</data> win?
 #
-# 1. **Computing**, <data value="08.winner.share.computing">49.9 %</data> of the step: whole matrices, an eighth of the work on every rank.
-# 2. **Bubble**, <data value="08.winner.share.bubble">35.7 %</data>: the price of four stages with four microbatches.
+# 1. **Computing**, <data value="08.winner.share.computing">50.1 %</data> of the step: whole matrices, an eighth of the work on every rank.
+# 2. **Bubble**, <data value="08.winner.share.bubble">34.0 %</data>: the price of four stages with four microbatches.
 # 3. **Exposed tp**: none.
-# 4. **Exposed dp**, <data value="08.winner.share.exposed-dp">13.3 %</data>: a rank has a quarter of the gradient, and each of two replicas sends it once.
-# 5. **Optimizer**, <data value="08.winner.share.optimizer">1.07 %</data>: a quarter of the parameters.
+# 4. **Exposed dp**, <data value="08.winner.share.exposed-dp">14.7 %</data>: a rank has a quarter of the gradient, and each of two replicas sends it once.
+# 5. **Optimizer**, <data value="08.winner.share.optimizer">1.11 %</data>: a quarter of the parameters.
 #
 # Why does <data value="08.last">tp 8</data> lose?
 #
-# 1. **Computing** takes <data value="08.loser.computing.replayed">72.9 ms</data>, <data value="08.excess:.1f">1.7</data> times the winner's, for as many FLOPs.
+# 1. **Computing** takes <data value="08.loser.computing.replayed">67.8 ms</data>, <data value="08.excess:.1f">1.7</data> times the winner's, for as many FLOPs.
 # 2. **Bubble**: none.
-# 3. **Exposed tp**, <data value="08.loser.share.exposed-tp">78.8 %</data>: 4 L + 2 = 34 all-reduces of the whole batch's activation, and eight ranks send 1.75
+# 3. **Exposed tp**, <data value="08.loser.share.exposed-tp">80.0 %</data>: 4 L + 2 = 34 all-reduces of the whole batch's activation, and eight ranks send 1.75
 #    times the tensor in each.
 # 4. **Exposed dp**: none, with one replica.
-# 5. **Optimizer**, <data value="08.loser.share.optimizer">0.347 %</data>: an eighth of the parameters.
+# 5. **Optimizer**, <data value="08.loser.share.optimizer">0.316 %</data>: an eighth of the parameters.
 #
 # ### The missing term
 #
@@ -334,8 +334,8 @@ lesson.claim("A cost per call explains computing on 2 x 2 x 2",
              (abs(ratio["after"] - 1), "<", abs(ratio["before"] - 1)))
 
 # %% [markdown]
-# A call costs <data value="08.call">838 µs</data> of the rank's own time. For 2 x 2 x 2, whose four microbatches make twice as many calls,
-# computing took <data value="08.cube-ratio.before:.2f">1.66</data> times as long as predicted, and <data value="08.cube-ratio.after:.2f">0.83</data> times as predicted with calls. On GPUs this term is
+# A call costs <data value="08.call">496 µs</data> of the rank's own time. For 2 x 2 x 2, whose four microbatches make twice as many calls,
+# computing took <data value="08.cube-ratio.before:.2f">1.54</data> times as long as predicted, and <data value="08.cube-ratio.after:.2f">0.92</data> times as predicted with calls. On GPUs this term is
 # the launch of a collective; it hurts when microbatches are small.
 #
 # ### Another interconnect, another winner
@@ -362,7 +362,7 @@ lesson.claim("Replicas win on the fast link", "dp 8" in table["fastest"]["10 x"]
 lesson.claim("Eight stages win on the slow one", table["fastest"]["0.1 x"] == "pp 8")
 
 # %% [markdown]
-# With ten times the bandwidth <data value="08.links.10-x.fastest">dp 8</data> is fastest, with a tenth <data value="08.links.0.1-x.fastest">pp 8</data>. There, replicas alone cost <data value="08.links.0.1-x.dp-8-costs">351 %</data> more, and
+# With ten times the bandwidth <data value="08.links.10-x.fastest">dp 8</data> is fastest, with a tenth <data value="08.links.0.1-x.fastest">pp 8</data>. There, replicas alone cost <data value="08.links.0.1-x.dp-8-costs">361 %</data> more, and
 # the prediction <data value="08.links.0.1-x.prediction-costs">0 %</data>. A ranking is right as long as its errors are smaller than the gaps: measure the candidates
 # that are close.
 #
@@ -397,7 +397,7 @@ lesson.explorers.layout_choice()
 
 # %% [markdown]
 # Bytes are off by <data value="08.error.bytes">1.77 %</data> at most, because norms and biases are whole on every rank of tp. The worst peak, of
-# <data value="08.worst">dp 8, ZeRO 3, recomputation full</data>, is off by <data value="08.error.memory">31.6 %</data>. The fastest layout that fits is <data value="08.choice">dp 2 x pp 4, recomputation full</data>. It takes <data value="08.fit.memory">49.2 %</data> longer than the fastest of
+# <data value="08.worst">dp 8, ZeRO 3, recomputation full</data>, is off by <data value="08.error.memory">31.6 %</data>. The fastest layout that fits is <data value="08.choice">dp 2 x pp 4, recomputation full</data>. It takes <data value="08.fit.memory">47.6 %</data> longer than the fastest of
 # all, and the prediction's choice costs <data value="08.fit.ours">0 %</data> more.
 #
 # **Takeaway.** Replicas if they fit and the link is fast. States call for ZeRO, slow links for stages, activations for
@@ -767,15 +767,15 @@ lesson.claim("The prediction is nearer than the rule of thumb",
              abs(ratio["step"] - 1) < abs(ran.seconds / naive - 1))
 
 # %% [markdown]
-# We called <data value="08.cube.predicted">346 ms</data> a step, and this GPT-2 of <data value="08.cube.parameters:.1f">6.6</data> million parameters took <data value="08.cube">331 ms</data>, a ratio of <data value="08.cube.ratio.step:.2f">0.96</data>. The rule
-# of thumb said <data value="08.cube.rule-of-thumb">53.5 ms</data>. Bytes have a ratio of <data value="08.cube.ratio.bytes:.3f">1.002</data>, memory of <data value="08.cube.ratio.memory:.2f">1.03</data>. The loss fell from <data value="08.cube.loss.first:.2f">6.95</data> to <data value="08.cube.loss.last:.2f">6.39</data> in
+# We called <data value="08.cube.predicted">310 ms</data> a step, and this GPT-2 of <data value="08.cube.parameters:.1f">6.6</data> million parameters took <data value="08.cube">319 ms</data>, a ratio of <data value="08.cube.ratio.step:.2f">1.03</data>. The rule
+# of thumb said <data value="08.cube.rule-of-thumb">51.5 ms</data>. Bytes have a ratio of <data value="08.cube.ratio.bytes:.3f">1.002</data>, memory of <data value="08.cube.ratio.memory:.2f">1.03</data>. The loss fell from <data value="08.cube.loss.first:.2f">6.95</data> to <data value="08.cube.loss.last:.2f">6.39</data> in
 # six steps.
 #
-# Computing takes <data value="08.cube-parts.computing.replayed">156 ms</data>, (4 L + 2) m/p = 68 calls included. The bubble takes <data value="08.cube-parts.bubble.replayed">65.2 ms</data>: with p = 2 and m = 4, equal
-# stages idle for a fifth of the time. Exposed tp takes <data value="08.cube-parts.exposed-tp.replayed">78.3 ms</data>, the all-reduces in line; exposed dp <data value="08.cube-parts.exposed-dp.replayed">28.9 ms</data>, for a
-# quarter of the gradient; the optimizer <data value="08.cube-parts.optimizer.replayed">2.30 ms</data>.
+# Computing takes <data value="08.cube-parts.computing.replayed">144 ms</data>, (4 L + 2) m/p = 68 calls included. The bubble takes <data value="08.cube-parts.bubble.replayed">64.0 ms</data>: with p = 2 and m = 4, equal
+# stages idle for a fifth of the time. Exposed tp takes <data value="08.cube-parts.exposed-tp.replayed">78.3 ms</data>, the all-reduces in line; exposed dp <data value="08.cube-parts.exposed-dp.replayed">29.7 ms</data>, for a
+# quarter of the gradient; the optimizer <data value="08.cube-parts.optimizer.replayed">2.12 ms</data>.
 #
-# A utilisation needs its peak. Over what a rank reaches in a block's largest matmul, <data value="08.cube.peak">97.8 GFLOP/s</data>, the step uses <data value="08.cube.use">16.2 %</data>.
+# A utilisation needs its peak. Over what a rank reaches in a block's largest matmul, <data value="08.cube.peak">102 GFLOP/s</data>, the step uses <data value="08.cube.use">16.2 %</data>.
 # Published model FLOP utilisation divides by the datasheet's peak, which no matmul reaches.
 #
 # **Takeaway.** One rank, a link and the cost of a call are enough to call a step beforehand.
@@ -797,8 +797,8 @@ lesson.claim("Predictions hold more often than rules of thumb",
              > score["rule of thumb"].held / score["rule of thumb"].given)
 
 # %% [markdown]
-# Of <data value="08.regret.rule-of-thumb.given">4</data> rules of thumb <data value="08.regret.rule-of-thumb.held">0</data> held, and of <data value="08.regret.prediction.given">4</data> predictions <data value="08.regret.prediction.held">4</data>. Measured over predicted step time, of
-# <data value="08.ledger.layouts">12</data> layouts, is <data value="08.ledger.lowest:.2f">1.02</data> to <data value="08.ledger.highest:.2f">1.39</data>, and <data value="08.ledger.median:.2f">1.18</data> in the middle.
+# Of <data value="08.regret.rule-of-thumb.given">7</data> rules of thumb <data value="08.regret.rule-of-thumb.held">2</data> held, and of <data value="08.regret.prediction.given">7</data> predictions <data value="08.regret.prediction.held">6</data>. Measured over predicted step time, of
+# <data value="08.ledger.layouts">12</data> layouts, is <data value="08.ledger.lowest:.2f">1.01</data> to <data value="08.ledger.highest:.2f">1.33</data>, and <data value="08.ledger.median:.2f">1.13</data> in the middle.
 #
 # ## What to remember
 #
@@ -812,15 +812,15 @@ lesson.claim("Predictions hold more often than rules of thumb",
 #
 # | | question | law | from its run | when not |
 # |---|---|---|---|---|
-# | 00 collectives | What does agreement cost? | α + bytes/B a message | 100 small calls: <data value="00.many-calls:.1f">6.4</data> times as long as one | tensors below the knee |
-# | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | law <data value="01.knee.predicted:,.0f">156</data> tokens, run <data value="01.knee:,.0f">1,632</data> | the batch cannot grow |
-# | 02 pp | Who is idle? | (p-1)/(m+p-1) | <data value="02.bubble">32.8 %</data> for p = 4, m = 8 | fewer than 4p microbatches |
-# | 03 tp | How do you split a matrix exactly? | 4 all-reduces of b·s·h a block | computing over sending <data value="03.ratio:.1f">4.6</data> | links between nodes |
+# | 00 collectives | What does agreement cost? | α + bytes/B a message | 100 small calls: <data value="00.many-calls:.1f">36.7</data> times as long as one | tensors below the knee |
+# | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | law <data value="01.knee.predicted:,.0f">64</data> tokens, run <data value="01.knee:,.0f">544</data> | the batch cannot grow |
+# | 02 pp | Who is idle? | (p-1)/(m+p-1) | <data value="02.bubble">31.0 %</data> for p = 4, m = 8 | fewer than 4p microbatches |
+# | 03 tp | How do you split a matrix exactly? | 4 all-reduces of b·s·h a block | computing over sending <data value="03.ratio:.1f">2.1</data> | links between nodes |
 # | 04 mesh | Which axis deserves the fast link? | tp talks most often, dp least | with a tenth of the bandwidth <data value="04.tenth">dp</data> wins | one axis is enough |
 # | 05 ZeRO | How far does dp alone go? | 16 bytes a parameter, over N | <data value="05.largest">21 blocks</data> instead of <data value="05.depth.zero-0.measured">8 blocks</data> | the model fits |
-# | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | by time <data value="06.gain:.2f">1.21</data> times as fast | one layer is a stage by itself |
+# | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | by time <data value="06.gain:.2f">1.22</data> times as fast | one layer is a stage by itself |
 # | 07 heads | What refuses to divide? | three sums instead of V logits a token | <data value="07.loss.reduced">18 B</data> instead of <data value="07.loss.gathered">151 kB</data> | more ranks than heads |
-# | 08 layouts | Which one, beforehand? | five parts | <data value="08.cube">331 ms</data>, called <data value="08.cube.predicted">346 ms</data> | a short run |
+# | 08 layouts | Which one, beforehand? | five parts | <data value="08.cube">319 ms</data>, called <data value="08.cube.predicted">310 ms</data> | a short run |
 # | 09 planning | A thousand GPUs from one host? | datasheets, one fitted rate | worst of ten runs <data value="09.worst">9.87 %</data> off | another era of kernels |
 #
 # **When not to use this.** For a short run, any layout that fits will do. If samples differ much in length, or others

@@ -479,7 +479,7 @@ def time_steps(images):
             overlap = {"overlap_communication": name == figures.DURING}
             model = hpnb.DataParallel(model, axis, BUCKET_MB, **overlap)
         steps[name] = partial(step_timing.forward_and_backward, model, loss)
-    rounds = step_timing.rounds_in_turn(steps, repeats=9 if images < 16 else 5)
+    rounds = step_timing.rounds_in_turn(steps, repeats=5 if images < 16 else 3)
     return {name: [s / t for s, t in zip(rounds[name], rounds["alone"], strict=True)]
             for name in (figures.AFTER, figures.DURING)}  # fmt: skip
 

@@ -62,7 +62,8 @@ def step_ratios(
     (ax,) = fig.axes
     bottom, top = min(0.9, 0.95 * min(ratios)), 1.15 * max(1.5, *(y for s in series for y in s.y))
     ax.set_ylim(bottom, top)
-    set_ticks(ax.yaxis, [y for y in (1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0) if y < top], "{:g}".format)
+    ratios_drawn = [y for y in (1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0) if y < top]
+    set_ticks(ax.yaxis, ratios_drawn, "{:g}".format)
     ax.set_xlim(low, high)
     ax.axhline(limit, color=INK, linestyle=":", linewidth=1.2, zorder=1.8, label="limit")
     ax.annotate(f"{limit:g}", (0, limit), (4, 3), ("axes fraction", "data"), "offset points", size=SMALL,

@@ -367,14 +367,14 @@ lesson.claim("buckets beat single tensors", (median(after), "<", median(tensors)
 
 # %% [markdown]
 # The figure has the median rounds. The thin lane under a rank has its messages, and "compute" is the filling and emptying
-# of buckets. A takes <data value="01.step.a-tensors-after.measured">226 ms</data>, B <data value="01.step.b-buckets-after.measured">106 ms</data> and C
-# <data value="01.step.c-buckets-during.measured">84.0 ms</data>. Buckets help, because A pays the latency of every tensor.
+# of buckets. A takes <data value="01.step.a-tensors-after.measured">171 ms</data>, B <data value="01.step.b-buckets-after.measured">60.7 ms</data> and C
+# <data value="01.step.c-buckets-during.measured">60.7 ms</data>. Buckets help, because A pays the latency of every tensor.
 #
-# What overlap gains is less certain. By the prediction C takes <data value="01.turns.predicted:.2f">0.82</data> times as long as B. Measured in the
-# same round it takes <data value="01.turns.median:.2f">0.82</data> times as long in the median, and from <data value="01.turns.low:.2f">0.70</data> to
-# <data value="01.turns.high:.2f">1.30</data> times over the rounds. From B to C the exposed time changes from <data value="01.step.b-buckets-after.exposed">35.2 ms</data> to
-# <data value="01.step.c-buckets-during.exposed">21.2 ms</data>, and the computing time from <data value="01.step.b-buckets-after.computing">59.1 ms</data> to
-# <data value="01.step.c-buckets-during.computing">65.9 ms</data>. Both count: the threads that send share the cores with the backward, so it can slow
+# What overlap gains is less certain. By the prediction C takes <data value="01.turns.predicted:.2f">0.69</data> times as long as B. Measured in the
+# same round it takes <data value="01.turns.median:.2f">1.04</data> times as long in the median, and from <data value="01.turns.low:.2f">0.83</data> to
+# <data value="01.turns.high:.2f">1.15</data> times over the rounds. From B to C the exposed time changes from <data value="01.step.b-buckets-after.exposed">17.4 ms</data> to
+# <data value="01.step.c-buckets-during.exposed">9.21 ms</data>, and the computing time from <data value="01.step.b-buckets-after.computing">45.4 ms</data> to
+# <data value="01.step.c-buckets-during.computing">52.5 ms</data>. Both count: the threads that send share the cores with the backward, so it can slow
 # down. The prediction lets it keep its speed, and leaves out the filling of buckets and the wait for the slower rank.
 # Overlap pays where other hardware moves the bytes, such as a network card.
 #
@@ -504,8 +504,8 @@ lesson.record("01.measured", {
 lesson.reveal("01.knee", bound, predicted=law_knee)
 
 # %% [markdown]
-# The law promises a free step from <data value="01.law-knee:,.0f">64</data> tokens per rank. We measured <data value="01.measured.knee">544</data> tokens,
-# <data value="01.measured.gap:.1f">8.5</data> times as many. There the rounds lie between <data value="01.measured.low:.2f">0.85</data> and <data value="01.measured.high:.2f">1.48</data>, so
+# The law promises a free step from <data value="01.law-knee:,.0f">55</data> tokens per rank. We measured <data value="01.measured.knee">1,088</data> tokens,
+# <data value="01.measured.gap:.1f">19.8</data> times as many. There the rounds lie between <data value="01.measured.low:.2f">1.01</data> and <data value="01.measured.high:.2f">1.14</data>, so
 # noise can move the measured knee to a neighbouring size.
 #
 # Why does a free step need more? The law assumes that the backward keeps its speed while an all-reduce runs, and that
@@ -554,17 +554,17 @@ lesson.show(
     note="Factor: step / step alone, median of nine rounds.")  # fmt: skip
 
 # %% [markdown]
-# With 16 images per rank, the all-reduce alone takes <data value="01.cause.all-reduce-alone.measured">27.6 ms</data>. Beside it the step takes
-# <data value="01.cause.beside-an-unrelated-all-reduce.factor:.2f">1.15</data> times as long as alone, and from
-# <data value="01.cause.beside-an-unrelated-all-reduce.lowest:.2f">1.03</data> to <data value="01.cause.beside-an-unrelated-all-reduce.highest:.2f">1.28</data> times over the
-# rounds. With buckets and nothing sent it takes <data value="01.cause.with-buckets-nothing-sent.factor:.2f">1.04</data> times as long, from
-# <data value="01.cause.with-buckets-nothing-sent.lowest:.2f">0.82</data> to <data value="01.cause.with-buckets-nothing-sent.highest:.2f">1.09</data>. Trust it as far as its rounds agree.
+# With 16 images per rank, the all-reduce alone takes <data value="01.cause.all-reduce-alone.measured">21.8 ms</data>. Beside it the step takes
+# <data value="01.cause.beside-an-unrelated-all-reduce.factor:.2f">1.12</data> times as long as alone, and from
+# <data value="01.cause.beside-an-unrelated-all-reduce.lowest:.2f">1.05</data> to <data value="01.cause.beside-an-unrelated-all-reduce.highest:.2f">1.20</data> times over the
+# rounds. With buckets and nothing sent it takes <data value="01.cause.with-buckets-nothing-sent.factor:.2f">1.07</data> times as long, from
+# <data value="01.cause.with-buckets-nothing-sent.lowest:.2f">1.03</data> to <data value="01.cause.with-buckets-nothing-sent.highest:.2f">1.11</data>. Trust it as far as its rounds agree.
 #
 # The cause is shared hardware, because an all-reduce also adds and copies numbers. On GPUs its kernels occupy
 # *multiprocessors*, the units that compute the backward, and memory bandwidth. On CPUs its threads occupy cores. This
 # cost stays when the backward gets longer.
 #
-# So "free from how many tokens?" has two answers. From the law's <data value="01.law-knee:,.0f">64</data> on, the all-reduce *fits* under the backward. The sweep's <data value="01.measured.knee">544</data> includes sharing, buckets, waiting and noise. The
+# So "free from how many tokens?" has two answers. From the law's <data value="01.law-knee:,.0f">55</data> on, the all-reduce *fits* under the backward. The sweep's <data value="01.measured.knee">1,088</data> includes sharing, buckets, waiting and noise. The
 # law is a quick check without the hardware. Plan with the sweep.
 #
 # <details><summary>On a laptop, or with ranks that share a GPU</summary>

@@ -813,7 +813,7 @@ lesson.claim("Predictions hold more often than rules of thumb",
 # | | question | law | from its run | when not |
 # |---|---|---|---|---|
 # | 00 collectives | What does agreement cost? | α + bytes/B a message | 100 small calls: <data value="00.many-calls:.1f">36.7</data> times as long as one | tensors below the knee |
-# | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | law <data value="01.knee.predicted:,.0f">64</data> tokens, run <data value="01.knee:,.0f">544</data> | the batch cannot grow |
+# | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | law <data value="01.knee.predicted:,.0f">55</data> tokens, run <data value="01.knee:,.0f">1,088</data> | the batch cannot grow |
 # | 02 pp | Who is idle? | (p-1)/(m+p-1) | <data value="02.bubble">31.0 %</data> for p = 4, m = 8 | fewer than 4p microbatches |
 # | 03 tp | How do you split a matrix exactly? | 4 all-reduces of b·s·h a block | computing over sending <data value="03.ratio:.1f">2.1</data> | links between nodes |
 # | 04 mesh | Which axis deserves the fast link? | tp talks most often, dp least | with a tenth of the bandwidth <data value="04.tenth">dp</data> wins | one axis is enough |

@@ -457,7 +457,7 @@ lesson.predict(
 # <details><summary>Where 2ρ / 3T comes from</summary>
 #
 # With P parameters, forward and backward compute about 6 P FLOP for each token, 6 P T together. The bf16
-# gradients have 2 P bytes, of which a ring sends at most 4 P from a rank. They cost 4 P ρ FLOP. P cancels. The rates are
+# gradients have 2 P bytes, and a ring sends at most 4 P from a rank. They cost 4 P ρ FLOP. P cancels. The rates are
 # peak rates, and nothing overlaps.
 # </details>
 #

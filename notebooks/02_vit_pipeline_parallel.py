@@ -157,7 +157,7 @@ lesson.claim("One rank works at a time", (walked.bubble_fraction, ">", 0.95 - 1 
 # `1B0` its backward.
 #
 # Let a stage need t seconds for forward and backward of one microbatch. The last stage starts p - 1 forwards late, then works
-# m t without a pause. After it, p - 1 backwards remain. So the step takes $(m + p - 1)\,t$, of which each rank works $m\,t$:
+# m t without a pause. After it, p - 1 backwards remain. So the step takes $(m + p - 1)\,t$, and each rank works $m\,t$ of it:
 #
 # $$ \text{bubble} = \frac{p-1}{m+p-1} $$
 

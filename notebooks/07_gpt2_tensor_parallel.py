@@ -753,8 +753,8 @@ lesson.ledger.add("07", Layout(tp=N), model, quantities, vit_pipeline.hardware(N
 #
 # <details><summary>Answer</summary>
 #
-# 5 ranks, tokens between the pairs `sharded`, `attention` recomputed: 4.77 GB and 14.9 % of the FLOPs by the formula,
-# of which PyTorch recomputes half. It is the only setting. 2, 4, 8
+# 5 ranks, tokens between the pairs `sharded`, `attention` recomputed: 4.77 GB and 14.9 % of the FLOPs by the formula;
+# PyTorch recomputes half of that. It is the only setting. 2, 4, 8
 # and 16 don't divide 25 heads, and the first rank is 3 to 18 % over; one rank alone keeps 23.9 GB. If nothing is
 # recomputed, scores are 5as/h = 640 beside the other 34, and 5 ranks keep 85 GB. With tokens replicated, the 10 of 34
 # that nobody shards are 6.3 GB by themselves. Recomputed blocks keep 1.8 GB, for 32 % of the FLOPs.

@@ -768,6 +768,17 @@ def test_a_signal_to_one_rank_saves_on_all_and_exits(tmp_path: Path, number: sig
         assert again[0][:2] == (None, 12)
 
 
+def test_a_generator_does_not_pass_for_three_epochs() -> None:
+    def fit() -> None:
+        booster, model = hpnb.Booster(plugin=hpnb.TorchDDPPlugin(precision="fp64")), Net()
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.3))
+        trainer = Trainer(booster, boosted, optimizer, display_progress=False)
+        trainer.fit((batch for batch in hpnb.data.Loader(Points(6), 2)), epochs=3)
+
+    with pytest.raises(hpnb.RankError, match="no batch in epoch 2 of 3; pass one that can be"):
+        hpnb.launch(fit, ranks=2, device="cpu")
+
+
 # --- layouts ------------------------------------------------------------------------------------------------
 
 

@@ -131,7 +131,7 @@ class Trainer(TrainingState):
 
         Raises:
             ValueError: numbers below 1; a loader that cannot take up where a resumed run was, has another
-                length on another rank, or gives ranks of one replica different batches.
+                length on another rank, gives ranks of one replica different batches, or has none in an epoch.
         """
         if min(epochs, evaluate_every) < 1:
             raise ValueError(f"epochs={epochs}, evaluate_every={evaluate_every}: both must be 1 or more")
@@ -152,8 +152,13 @@ class Trainer(TrainingState):
     def _fit(self, epochs: int, evaluate: Any, evaluate_every: int) -> None:
         self._call_hooks("before_fit")
         while self.epoch < epochs:
-            began = time.perf_counter()
+            began, first, resumed = time.perf_counter(), self.step, self.done > 0
             row = self._train_epoch()
+            if self.step == first and not resumed:
+                raise ValueError(
+                    f"the loader gave no batch in epoch {self.epoch + 1} of {epochs}; pass one that can be "
+                    "read again every epoch, such as a list or a DataLoader, and not a generator"
+                )
             if evaluate is not None and ((self.epoch + 1) % evaluate_every == 0 or self.epoch + 1 == epochs):
                 row.update({f"eval_{name}": value for name, value in self.evaluate(evaluate).items()})
             self.history.append({**row, "seconds": time.perf_counter() - began})

@@ -368,3 +368,23 @@ def test_torchdata_keeps_the_position_of_workers(pools: RankPools) -> None:
         return hpnb.data.IterableLoader(streaming(4), 2, num_workers=2).state_dict()["keeper"]
 
     assert pools[1].run(keeper) == ["torchdata"]
+
+
+def orders_of_epochs() -> list[list[int]]:
+    import datasets
+
+    stream = datasets.Dataset.from_dict({"i": list(range(24))}).to_iterable_dataset()
+    loader = hpnb.TorchDDPPlugin("fp32").prepare_dataloader(stream, 4, shuffle=True)
+    orders = []
+    for epoch in (0, 1, 0):
+        loader.set_epoch(epoch)
+        orders.append([i for batch in loader for i in batch["i"].tolist()])
+    return orders
+
+
+def test_a_shuffled_stream_has_another_order_in_every_epoch() -> None:
+    first, second = hpnb.launch(orders_of_epochs, ranks=2, device="cpu")
+    for ours, theirs in zip(first, second, strict=True):
+        assert sorted(ours + theirs) == list(range(24))
+    assert first[0] != first[1]
+    assert first[0] == first[2]

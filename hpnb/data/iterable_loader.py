@@ -118,6 +118,8 @@ class IterableLoader:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
         self._source = self._split()
+        if hasattr(self._source, "set_epoch"):  # a split set of `datasets` has an epoch of its own, from 0 on
+            self._source.set_epoch(self.epoch)
         loader: Any = _loader_class()(
             self._source,
             batch_size=self.batch_size,

@@ -49,8 +49,6 @@ from hpnb.hybrid.checkpoint.optimizer_shards import OptimizerLoader, class_name,
 from hpnb.hybrid.checkpoint.state_files import StateReader, pack, unpack, write_state
 from hpnb.hybrid.checkpoint.write_files import WrittenFiles
 from hpnb.layout import TP_MODES
-from hpnb.pipeline_parallel import Stages
-from hpnb.pipeline_parallel import full_state_dict as over_stages
 from hpnb.ranks.current_rank import device as this_device
 
 MODEL, STATE, OPTIMIZER = "model", "state", "optimizer"
@@ -91,15 +89,6 @@ def load_model(model: Boosted, path: Path) -> None:
         OSError, RuntimeError: it cannot be read, on this rank or another one; nothing was loaded then.
     """
     WeightLoader(model, atomic.reading_folder(path, MODEL), files_group()).apply()
-
-
-def whole_state_dict(model: Boosted) -> dict[str, torch.Tensor]:
-    """{name: tensor} of the whole model on the CPU, on every rank; all of them call it."""
-    dp, pp, *tensor = model.axes
-    if isinstance(model.module, Stages):
-        return over_stages(model.module, pp, [dp, *tensor])
-    full = placement.full_state_dict(model.module, [dp, *tensor])
-    return {name: value.cpu() for name, value in full.items()}
 
 
 # --- an optimizer, or a schedule ----------------------------------------------------------------------------

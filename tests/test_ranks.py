@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import multiprocessing
 import os
 import signal
@@ -913,3 +914,64 @@ def test_the_message_folds_library_frames_and_the_attributes_keep_them() -> None
     assert "torch.nn.Sequential(torch.nn.Linear(2, 2))(torch.ones(3))" in message
     assert message.count('File "torch/') == 1
     assert "in forward" in message  # the innermost frame is kept
+
+
+# --- modules that change ----------------------------------------------------------------------------
+
+
+def _write_module(folder: Path, name: str, text: str) -> None:
+    """A version of a module that differs from the last one in size, so that no old .pyc counts."""
+    (folder / f"{name}.py").write_text(text)
+    importlib.invalidate_caches()
+
+
+def test_what_the_caller_reloads_the_ranks_reload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    _write_module(tmp_path, "hpnb_edited", "def value(): return 1\n")
+    helper = importlib.import_module("hpnb_edited")
+    cell = "import hpnb_edited; from hpnb_edited import value; (hpnb_edited.value(), value())"
+    later = "(hpnb_edited.value(), value())"
+    with hpnb.Ranks(2, device="cpu") as two:
+        assert two.run_cell(cell, members=[0]) == [(1, 1)]
+        _write_module(tmp_path, "hpnb_edited", "def value(): return 1 + 1\n")
+        importlib.reload(helper)
+        assert two.run_cell(cell) == [(2, 2), (2, 2)]
+        _write_module(tmp_path, "hpnb_edited", "def value(): return 1 + 1 + 1\n")
+        importlib.reload(helper)
+        assert two.run_cell(later, members=[1]) == [(3, 3)]
+        assert two.run_cell(later) == [(3, 3), (3, 3)]  # a function that a rank imported by name follows
+        assert two.run(helper.value) == [3, 3]
+        _write_module(tmp_path, "hpnb_edited", "def value(): return 1 / 0\nvalue()\n")
+        with pytest.raises(ZeroDivisionError):
+            importlib.reload(helper)
+        with pytest.raises(hpnb.RankError, match="ZeroDivisionError"):
+            two.run_cell(later)
+        _write_module(tmp_path, "hpnb_edited", "def value(): return 2 + 2\n")
+        importlib.reload(helper)
+        assert two.run_cell(later) == [(4, 4), (4, 4)]
+        assert "has changed" not in capsys.readouterr().err
+    sys.modules.pop("hpnb_edited")
+
+
+def test_a_module_that_was_edited_and_not_reloaded_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    _write_module(tmp_path, "hpnb_alone", "VALUE = 1\n")
+    cell = "import hpnb_alone; hpnb_alone.VALUE"
+    with hpnb.Ranks(2, device="cpu") as two:
+        # The file changes while the cell runs, after the import: the rank has the version from before.
+        edit = f"; open({str(tmp_path / 'hpnb_alone.py')!r}, 'w').write('VALUE = 10 + 1\\n')"
+        assert two.run_cell(cell + edit, members=[0]) is not None
+        assert "has changed" not in capsys.readouterr().err
+        assert two.run_cell(cell, members=[0]) == [1]
+        said = capsys.readouterr().err
+        assert "hpnb_alone.py has changed since the ranks imported hpnb_alone" in said
+        assert "use import hpnb_alone outside the ranks" in said
+        assert two.run_cell(cell, members=[0]) == [1]
+        assert capsys.readouterr().err == ""  # once after an edit
+        importlib.import_module("hpnb_alone")
+        assert two.run_cell(cell) == [11, 11]
+    sys.modules.pop("hpnb_alone")

@@ -11,12 +11,14 @@ per rank. At the first failure it collects every rank's stack, stops the ranks a
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import time
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -24,6 +26,7 @@ import torch.distributed as dist
 from hpnb.ranks import errors, serialize_function
 from hpnb.ranks.caller_globals import KnownGlobals, caller_namespace, global_names, modules_used
 from hpnb.ranks.cell_syntax import FLAGS
+from hpnb.ranks.changed_modules import ImportedModules, SourceFile, modules_to_reload, outdated_sentence
 from hpnb.ranks.current_rank import current, inside_rank
 from hpnb.ranks.devices import DeviceChoice, choose_device, default_ranks
 from hpnb.ranks.errors import RankError, RankInterrupt
@@ -116,6 +119,8 @@ class Ranks:
         self.timeout = limit
         self.members = tuple(range(self.choice.ranks))
         self._globals = [KnownGlobals() for _ in self.members]
+        self._imported = [ImportedModules() for _ in self.members]
+        self._told_outdated: set[tuple[str, float]] = set()  # modules, and the time of the edit
         self._lock = threading.Lock()
         self._processes = RankProcesses.start(self.choice, _imports)
         # Dropped without being closed, or at exit: nothing stays behind.
@@ -211,6 +216,9 @@ class Ranks:
                 raise RuntimeError(f"these ranks have ended ({self._ended}); start new ones with hpnb.Ranks")
             limit = self.timeout if timeout is None else timeout
             call, sent = pack_call([self._globals[r] for r in members], namespace, names, content)
+            imported = [self._imported[r] for r in members]
+            self._tell_outdated(imported)
+            call = replace(call, reloads=modules_to_reload(imported))
             begun = time.monotonic()
             try:
                 self._processes.send(members, call, min(limit, self.hang_timeout))
@@ -280,7 +288,19 @@ class Ranks:
                 self._globals[rank].objects |= sent.objects
             # A name that a rank has assigned stays the rank's until the caller reassigns it.
             self._globals[rank].mark_sent(reply.new_names, namespace)
+            self._imported[rank].note(reply.imported)
             self.assigned |= dict.fromkeys(sorted(reply.new_names))
+
+    def _tell_outdated(self, imported: Sequence[ImportedModules]) -> None:
+        """Say once after every edit that ranks go on with the code from before it."""
+        outdated: dict[str, SourceFile] = {}
+        for rank in imported:
+            outdated |= rank.outdated()
+        for name, file in outdated.items():
+            edit = name, os.path.getmtime(file.path)
+            if edit not in self._told_outdated:
+                self._told_outdated.add(edit)
+                print(outdated_sentence(name, file), file=sys.stderr)
 
     # --- when it does not end well ------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hpnb.ranks import last_seen, out_of_memory, serialize_function
 from hpnb.ranks.cell_syntax import FLAGS, run_code
+from hpnb.ranks.changed_modules import SourceFile, note_imports, reload_modules, take_imports
 from hpnb.ranks.current_rank import current
 from hpnb.ranks.devices import SHARED_GPU_BACKEND
 from hpnb.ranks.gpu_limits import limit_gpu_memory
@@ -67,14 +68,16 @@ class Call:
     cwd: str = ""
     path: tuple[str, ...] = ()
     environ: dict[str, str] = field(default_factory=dict)
+    reloads: tuple[str, ...] = ()  # modules that the caller has reloaded
 
 
 @dataclass(frozen=True)
 class Done:
-    """A call has returned: its pickled result, and the names that __main__ has gained."""
+    """A call has returned: its pickled result, the names that __main__ has gained, and what was imported."""
 
     result: bytes
     new_names: frozenset[str] = frozenset()
+    imported: dict[str, SourceFile] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Failed:
     time: float  # time.monotonic(), which processes of one machine share
     new_names: frozenset[str] = frozenset()
     took_names: bool = False  # whether the globals that were sent with the call are in __main__
+    imported: dict[str, SourceFile] = field(default_factory=dict)
 
 
 def main(spec: dict[str, Any], fds: list[int], server_fd: int) -> None:
@@ -102,6 +106,7 @@ def main(spec: dict[str, Any], fds: list[int], server_fd: int) -> None:
     control = socket.socket(fileno=control_fd)
     _redirect_output(output_fd)
     refuse_keyboard(rank_spec.rank)
+    note_imports()
     page = last_seen.Writer(page_fd)
     _note_before_dying(page)
     rank = _Rank(rank_spec, control, page)
@@ -185,7 +190,7 @@ class _Rank:
             _flush()
             if os.getpid() != rank_pid:
                 _end_child(reply)
-            send_message(self.control, reply)
+            send_message(self.control, replace(reply, imported=take_imports()))
 
     def _run(self, call: Call) -> tuple[object, types.CodeType | None]:
         """The value, and the code of the function that gave it."""
@@ -199,6 +204,7 @@ class _Rank:
         for name in call.modules:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
+        reload_modules(call.reloads)
         content = serialize_function.loads(call.body)
         self.main.__dict__.update(content["names"])
         self.known = self.known | frozenset(content["names"])

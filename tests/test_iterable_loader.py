@@ -388,3 +388,75 @@ def test_a_shuffled_stream_has_another_order_in_every_epoch() -> None:
         assert sorted(ours + theirs) == list(range(24))
     assert first[0] != first[1]
     assert first[0] == first[2]
+
+
+class StreamByRank(Stream):
+    """Splits itself by rank, and if asked over workers as well, as a program without hpnb has to."""
+
+    def __init__(self, by_worker: bool) -> None:
+        super().__init__()
+        self.by_worker = by_worker
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info() if self.by_worker else None
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        first = torch.distributed.get_rank() * workers + worker
+        return map(row, range(first, self.samples, torch.distributed.get_world_size() * workers))
+
+
+def _said_by(make: Any, num_workers: int = 0) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plugin = hpnb.HybridParallelPlugin(precision="fp64")
+        list(plugin.prepare_dataloader(make(), 2, num_workers=num_workers))
+    return [str(w.message) for w in caught if "is split" in str(w.message)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("by_worker", [False, True])
+def test_a_stream_that_splits_itself_by_rank_is_named(
+    pools: RankPools, by_worker: bool, num_workers: int
+) -> None:
+    said = pools[2].run(_said_by, lambda: StreamByRank(by_worker), num_workers)
+    seen = "asks for its rank" if by_worker else "rank 0 and rank 1 different first samples"
+    for sentences in said:
+        assert [seen in sentence and "DataLoader" in sentence for sentence in sentences] == [True]
+
+
+def test_what_is_the_same_on_all_ranks_is_split_without_a_word(pools: RankPools) -> None:
+    for make in (Stream, StreamByWorker, lambda: Items(22), RandomlyCropped):
+        assert pools[2].run(_said_by, make) == [[], []]
+
+
+class RandomlyCropped:
+    """Every sample has noise that differs on every rank and in every epoch."""
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(6, dtype=D), "number": torch.tensor(i)}
+
+
+def test_a_list_that_differs_between_ranks_is_named(pools: RankPools) -> None:
+    """Each rank has kept every second sample, and prepare_dataloader would split those again."""
+
+    def own() -> list[Any]:
+        return [row(i) for i in range(hpnb.rank(), SAMPLES, hpnb.world_size())]
+
+    def state() -> bool:
+        before = torch.random.get_rng_state()
+        hpnb.HybridParallelPlugin(precision="fp64").prepare_dataloader(RandomlyCropped(), 2)
+        return torch.equal(before, torch.random.get_rng_state())
+
+    for sentences in pools[2].run(_said_by, own):
+        assert ["samples 0, 5, 10 of the 11" in sentence for sentence in sentences] == [True]
+        assert "give every rank the whole dataset" in sentences[0]
+    assert pools[2].run(state) == [True, True]  # the comparison draws no random numbers
+
+
+def test_a_dataloader_is_no_dataset() -> None:
+    rows: Any = [row(i) for i in range(6)]
+    sampler = torch.utils.data.DistributedSampler(rows, num_replicas=2, rank=0)
+    with pytest.raises(ValueError, match=r"pass its dataset, loader\.dataset, which its DistributedSampler"):
+        hpnb.data.Loader(DataLoader(rows, 2, sampler=sampler), 2)  # type: ignore[arg-type]

@@ -12,12 +12,15 @@ The messages are four numbers a rank, among CPUs. A digest of a batch reads at m
 
 from __future__ import annotations
 
+import random
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -138,6 +141,94 @@ def gather_numbers(number: int) -> list[int]:
     return [int(n) for n in numbers]
 
 
+def check_same_dataset(dataset: Any) -> None:
+    """Compare the length and three samples of a dataset on all ranks, which call it: the loader that splits
+    it takes it for the same one everywhere. Warns if samples differ.
+
+    Raises:
+        ValueError: it has another length on another rank.
+    """
+    lengths = gather_numbers(len(dataset))
+    if other := next((rank for rank, n in enumerate(lengths) if n != lengths[0]), None):
+        raise ValueError(
+            f"the dataset has {lengths[0]} samples on rank 0 and {lengths[other]} on rank {other}; "
+            "give every rank the same one, which prepare_dataloader then splits"
+        )
+    if len(lengths) == 1:
+        return
+    places = sorted({0, lengths[0] // 2, lengths[0] - 1})
+    digests = gather_numbers(_digest_samples(dataset, places))
+    if (other := _differing(digests)) is not None:
+        warnings.warn(
+            f"samples {', '.join(map(str, places))} of the {lengths[0]} in the dataset differ between rank 0 "
+            f"and rank {other}, and it is split over the data-parallel ranks all the same, so each "
+            "rank trains on a part of what it was given; " + OF_RANKS_THEIR_OWN,
+            stacklevel=3,
+        )
+
+
+def warn_if_split_already(kind: str, digest: int, asks_rank: bool, replicas: int) -> None:
+    """Warn of a stream that splits itself by rank, and is split over the replicas again. All ranks call it.
+
+    Args:
+        kind: what the stream is called.
+        digest: of its first samples on this rank, before they are split; -1 if they are not to be compared.
+        asks_rank: whether it asks for its rank, though it shards itself over the workers of all replicas.
+    """
+    other = _differing(gather_numbers(digest))
+    if other is not None:
+        seen = f"gives rank 0 and rank {other} different first samples"
+    elif max(gather_numbers(int(asks_rank))) > 0:
+        seen = "asks for its rank, besides get_worker_info(), which numbers the workers of all ranks already"
+    else:
+        return
+    warnings.warn(
+        f"this {kind} {seen}: it probably splits itself by rank, and it is split over {replicas} "
+        "data-parallel ranks again, so each of them trains on a part of its part; " + OF_RANKS_THEIR_OWN,
+        stacklevel=3,
+    )
+
+
+OF_RANKS_THEIR_OWN = (
+    "give every rank the whole dataset, or, where each has its own samples already, pass booster.boost a "
+    "torch.utils.data.DataLoader, which is not split"
+)
+
+
+def _digest_samples(dataset: Any, places: list[int]) -> int:
+    """A digest of some samples; -1 if they cannot be read here, or differ each time that they are read."""
+    with _equal_random_numbers():
+        try:
+            first = [sample_digest(dataset[i]) for i in places]
+        except Exception:
+            return -1  # a batch will say it
+    with _equal_random_numbers():  # a dataset with a generator of its own gives other ones now
+        again = [sample_digest(dataset[i]) for i in places]
+    return zlib.crc32(str(first).encode()) if first == again else -1
+
+
+@contextmanager
+def _equal_random_numbers() -> Iterator[None]:
+    """Inside, all ranks draw the same ones: a sample that is augmented at random is the same on all."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def _differing(digests: list[int]) -> int | None:
+    """The first rank whose digest is not that of rank 0; None if a rank has none."""
+    if min(digests) < 0:
+        return None
+    return next((rank for rank, crc in enumerate(digests) if crc != digests[0]), None)
+
+
 def next_or_none(batches: Iterator[Any]) -> tuple[Any, bool]:
     """(the next batch, False), or (None, True) if there is none."""
     try:
@@ -166,6 +257,19 @@ def count_rows(batch: Any) -> int:
     for tensor in tensors_in(batch):
         return len(tensor) if tensor.dim() else 1
     return len(batch) if hasattr(batch, "__len__") else 1
+
+
+def sample_digest(sample: Any) -> int:
+    """As `digest`, of one sample: of its tensors, arrays, pictures, texts and numbers."""
+    if isinstance(sample, torch.Tensor):
+        return digest(sample)
+    if isinstance(sample, Mapping):
+        sample = list(sample.items())
+    if isinstance(sample, (list, tuple)):
+        return zlib.crc32(str([sample_digest(part) for part in sample]).encode())
+    if hasattr(sample, "tobytes"):  # an array, or a picture of Pillow
+        return zlib.crc32(sample.tobytes())
+    return zlib.crc32(repr(sample).encode()) if isinstance(sample, (str, bytes, int, float)) else 0
 
 
 def digest(batch: Any) -> int:

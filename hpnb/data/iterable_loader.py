@@ -26,10 +26,16 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from hpnb.data.batch_agreement import RankOnAxis, count_rows, gather_reports, next_or_none
+from hpnb.data.batch_agreement import (
+    RankOnAxis,
+    count_rows,
+    gather_reports,
+    next_or_none,
+    warn_if_split_already,
+)
 from hpnb.data.distributed_sampler import BatchSamples
 from hpnb.data.loader import Collate, Transform, empty_batch
-from hpnb.data.worker_shards import shard_stream
+from hpnb.data.worker_shards import ShardedStream, shard_stream
 
 
 def is_iterable_dataset(dataset: Any) -> bool:
@@ -99,6 +105,7 @@ class IterableLoader:
         self._source: Any = None  # of the iteration under way
         self._batches: Any = None
         self._example: Any = None  # an empty batch
+        self._compared = False  # the first samples of all ranks
 
     @property
     def global_batch_size(self) -> int:
@@ -153,6 +160,10 @@ class IterableLoader:
                 return
             if not all(report.has_example for report in reports):
                 self._share_example(next(rank for rank, r in enumerate(reports) if r.has_example))
+            if not self._compared and isinstance(self._source, ShardedStream) and self.replicas > 1:
+                seen, asks = self._source.seen.tolist()
+                warn_if_split_already(type(self.dataset).__name__, seen, asks > 0, self.replicas)
+                self._compared = True
             if ended:
                 batch = self._example
             self._next += 1

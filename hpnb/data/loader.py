@@ -67,6 +67,13 @@ class Loader:
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
+        if isinstance(dataset, DataLoader):
+            splits = isinstance(dataset.sampler, torch.utils.data.DistributedSampler)
+            by = "its DistributedSampler splits already, and " if splits else ""
+            raise ValueError(
+                f"a DataLoader is no dataset: pass its dataset, loader.dataset, which {by}is split here "
+                "over the data-parallel ranks"
+            )
         for method in ("__len__", "__getitem__"):
             if not hasattr(dataset, method):
                 kind = type(dataset).__name__

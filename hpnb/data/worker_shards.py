@@ -6,18 +6,31 @@
     does not ask                  every worker reads the stream; replica r keeps samples r, r + R, r + 2R, ...
                                   and worker w of it every W-th batch of these
 
+Either way it must be the same stream on all ranks: one that splits itself by rank would be split twice. What
+shows of that is in `seen`: a digest of the first samples before they are split, and whether the dataset asks
+for its rank besides get_worker_info().
+
 So a batch of the global batch size is the same set of samples on any number of replicas and workers, unless
 the dataset shards itself. Which of the two a dataset does shows before its first sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from itertools import count
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
+
+import hpnb
+from hpnb.data.batch_agreement import sample_digest
+
+_FIRST = 8  # samples that ranks compare
 
 
 class _ReplicaWorkerInfo:
@@ -27,6 +40,7 @@ class _ReplicaWorkerInfo:
         self._id, self._num_workers = number, workers
         self.seed, self.dataset = getattr(info, "seed", 0), dataset
         self.asked = False
+        self.asked_rank = False
 
     @property
     def id(self) -> int:
@@ -50,6 +64,8 @@ class ShardedStream(IterableDataset[Any]):
     def __init__(self, dataset: Any, replicas: int, replica: int, batch_size: int) -> None:
         self.dataset, self.replicas, self.replica, self.batch_size = dataset, replicas, replica, batch_size
         self.shards_itself: bool | None = None  # known once a sample was read in this process
+        # What this process, or its first worker, has seen of the dataset; a worker shares the memory.
+        self.seen = torch.full((2,), -1, dtype=torch.int64).share_memory_()
         self.samples_read = 0  # where the next iteration begins, and what the one under way has read
 
     def __iter__(self) -> Iterator[Any]:
@@ -60,6 +76,9 @@ class ShardedStream(IterableDataset[Any]):
         )
         self.shards_itself = None
         start, self.samples_read = self.samples_read, 0
+        # As many as have been read, on every rank, before there is a batch.
+        first = 0 if start else min(_FIRST, (self.batch_size - 1) * self.replicas + 1)
+        digests: list[int] = []
         for number, sample in enumerate(_run_with(shown, self.dataset), start):
             self.samples_read = number + 1
             if self.shards_itself is None:
@@ -69,6 +88,11 @@ class ShardedStream(IterableDataset[Any]):
                     f"{type(self.dataset).__name__} asked get_worker_info() only after {number} samples, "
                     "which were split already; ask at the start of __iter__"
                 )
+            if worker == 0 and number < first and not self.shards_itself:
+                digests.append(sample_digest(sample))
+                self.seen[0] = zlib.crc32(str(digests).encode())
+            if worker == 0:
+                self.seen[1] = int(self.shards_itself and shown.asked_rank)
             position, remainder = divmod(number, self.replicas)
             is_ours = remainder == self.replica and position // self.batch_size % workers == worker
             if self.shards_itself or is_ours:
@@ -92,12 +116,12 @@ def shard_stream(dataset: Any, replicas: int, replica: int, batch_size: int) -> 
     return kind(dataset, replicas, replica, batch_size)
 
 
-def _run_with(info: Any, dataset: Any) -> Iterator[Any]:
+def _run_with(info: _ReplicaWorkerInfo, dataset: Any) -> Iterator[Any]:
     """The samples of `dataset`, whose code sees `info` as its worker."""
-    with _shown(info):
+    with _shown(info), _noting_rank(info):
         samples = iter(dataset)
-    while True:
-        with _shown(info):
+    for number in count():
+        with _shown(info), nullcontext() if number else _noting_rank(info):
             try:
                 sample = next(samples)
             except StopIteration:
@@ -113,3 +137,25 @@ def _shown(info: Any) -> Iterator[None]:
         yield
     finally:
         torch_worker._worker_info = before
+
+
+@contextmanager
+def _noting_rank(info: _ReplicaWorkerInfo) -> Iterator[None]:
+    """Inside, note in `info` whether somebody asks for the rank or the number of ranks."""
+
+    def noting(ask: Callable[..., int]) -> Callable[..., int]:
+        def noted(*args: Any, **kwargs: Any) -> int:
+            info.asked_rank = True
+            return ask(*args, **kwargs)
+
+        return noted
+
+    names = ((dist, "get_rank"), (dist, "get_world_size"), (hpnb, "rank"), (hpnb, "world_size"))
+    before = [(module, name, getattr(module, name)) for module, name in names]
+    for module, name, ask in before:
+        setattr(module, name, noting(ask))
+    try:
+        yield
+    finally:
+        for module, name, ask in before:
+            setattr(module, name, ask)

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hpnb.data import IterableLoader, Loader
-from hpnb.data.batch_agreement import gather_numbers
+from hpnb.data.batch_agreement import check_same_dataset
 from hpnb.data.dataset import MapDataset
 from hpnb.data.iterable_loader import is_iterable_dataset
 from hpnb.hybrid.plugin_options import PluginOptions
@@ -214,10 +214,5 @@ class HybridParallelPlugin(PluginOptions):
             pin_memory=pin_memory and this_device().type == "cuda",
         )
         if not is_stream:
-            lengths = gather_numbers(len(loader.dataset))
-            if other := next((rank for rank, n in enumerate(lengths) if n != lengths[0]), None):
-                raise ValueError(
-                    f"the dataset has {lengths[0]} samples on rank 0 and {lengths[other]} on rank {other}; "
-                    "give every rank the same one, which prepare_dataloader then splits"
-                )
+            check_same_dataset(loader.dataset)
         return loader

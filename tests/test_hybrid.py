@@ -1175,6 +1175,95 @@ def test_how_many_microbatches() -> None:
     assert HybridParallelPlugin().microbatches(100) == 1
 
 
+# --- clipping as on one GPU ------------------------------------------------------------------------------
+
+
+def clip_with_torch(options: dict[str, Any], how: str) -> tuple[str, list[str], Any, float]:
+    """A loop ported from one GPU, with PyTorch's own clipping between the backward and the step."""
+    clip = nn.utils.clip_grad_value_ if how == "value" else nn.utils.clip_grad_norm_
+    plugin, booster, model, optimizer = boosted("gpt2", **options)
+    refused, warned, before = "", [], 0.0
+    for step in range(2):
+        optimizer.zero_grad()
+        given = mine(batch("gpt2", step, 8), plugin.mesh.dp)
+        booster.execute_pipeline(iter([given]), model, mean, optimizer)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                if how == "list":
+                    clip([*model.parameters()], 0.1)
+                elif how == "groups":
+                    clip(optimizer.param_groups[0]["params"], 0.1)
+                elif how == "filter":
+                    clip(filter(lambda p: p.requires_grad, model.parameters()), 0.1)
+                elif how != "nothing":
+                    before = float(clip(model.parameters(), 0.1) or 0.0)
+            except RuntimeError as error:
+                refused = str(error)
+            optimizer.step()
+        warned += [str(w.message) for w in caught if "clip" in str(w.message)]
+        assert len([*model.parameters()]) == len([*model.named_parameters()])
+    return refused, warned, weights(model), before
+
+
+IN_PARTS: list[tuple[dict[str, Any], str]] = [
+    ({"zero_stage": 1}, "zero_stage=1 keeps gradients with the optimizer"),
+    ({"zero_stage": 2}, "zero_stage=2 keeps gradients with the optimizer"),
+    ({"zero_stage": 3}, "with zero_stage=3 a rank has only its part"),
+    ({"tp_size": 2}, "with tp_size=2 a rank has only its part"),
+    ({"pp_size": 2}, "with pp_size=2 a rank has only its part"),
+    ({"precision": "amp-fp16"}, "precision='amp-fp16' has gradients that carry the scale"),
+]
+
+
+@pytest.mark.parametrize(("options", "why"), IN_PARTS, ids=str)
+def test_clipping_by_torch_is_refused_where_it_would_clip_wrongly(
+    pools: dict[int, hpnb.Ranks], options: dict[str, Any], why: str
+) -> None:
+    for how in ("norm", "filter"):
+        for refused, warned, *_ in on(pools, 2).run(clip_with_torch, options, how):
+            assert f"torch.nn.utils.clip_grad_norm_ clips wrongly here, because {why}" in refused
+            assert "HybridParallelPlugin(.., max_norm=1.0)" in refused
+            assert not warned
+    refused = on(pools, 2).run(clip_with_torch, options, "value")[0][0]
+    elementwise = "a rank has only its part" in why  # where each element is clipped alone, a part suffices
+    assert refused == "" if elementwise else "clip_grad_value_ clips wrongly here" in refused
+    refused = on(pools, 2).run(clip_with_torch, options | {"max_norm": 0.5}, "norm")[0][0]
+    assert "the plugin's max_norm=0.5 clips in optimizer.step()" in refused
+
+
+@pytest.mark.parametrize(("options", "why"), IN_PARTS, ids=str)
+def test_clipping_of_a_list_of_parameters_is_noticed_in_the_step(
+    pools: dict[int, hpnb.Ranks], options: dict[str, Any], why: str
+) -> None:
+    """Once, where there are gradients to be changed; a step without clipping is silent."""
+    for how in ("nothing", "list", "groups"):
+        for refused, warned, *_ in on(pools, 2).run(clip_with_torch, options, how):
+            assert not refused
+            seen = how == "groups" or (how == "list" and options.get("zero_stage") not in (1, 2))
+            assert len(warned) == seen, (how, warned)
+            for text in warned:
+                assert "gradients were changed in place between the backward and optimizer.step()" in text
+                assert why in text
+
+
+@pytest.mark.parametrize("how", ["norm", "list"])
+def test_clipping_by_torch_is_exact_where_gradients_are_whole(pools: dict[int, hpnb.Ranks], how: str) -> None:
+    alone = build("gpt2")
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2):
+        optimizer.zero_grad()
+        given = batch("gpt2", step, 8)
+        mean(alone(**{n: t for n, t in given.items() if n != "labels"}), given).backward()
+        norm = float(nn.utils.clip_grad_norm_(alone.parameters(), 0.1))
+        optimizer.step()
+    for refused, warned, trained, before in on(pools, 2).run(clip_with_torch, {}, how):
+        assert not refused
+        assert not warned
+        assert distance(trained, dict(alone.state_dict())) < 1e-12
+        assert how == "list" or before == pytest.approx(norm, rel=1e-12)
+
+
 # --- what is refused by boost ------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ the second.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -28,6 +29,7 @@ from hpnb.data_parallel import DataParallel
 from hpnb.hybrid.global_loss import Weigher, with_lazy_loss
 from hpnb.hybrid.model_loss import ModelLoss
 from hpnb.hybrid.plugins import HybridParallelPlugin
+from hpnb.hybrid.torch_clipping import refuse_clipping
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel import Pipeline
 from hpnb.pipeline_parallel.loss import LossReduction
@@ -134,6 +136,15 @@ class Boosted(nn.Module):
                 f"rank has stages {self.module.numbers} alone; use pp_size=1, or save with "
                 "booster.save_model(model, folder) and generate on one process with from_pretrained(folder)"
             ) from None
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """This rank's parameters.
+
+        Raises:
+            RuntimeError: PyTorch's clip_grad_norm_ reads them, and would clip wrongly (`torch_clipping.py`).
+        """
+        refuse_clipping(self.plugin, sys._getframe(1))  # a generator: the frame that reads, not the caller's
+        yield from super().parameters(recurse)
 
     def train(self, mode: bool = True) -> Boosted:
         self.training = mode

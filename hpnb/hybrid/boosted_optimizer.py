@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from hpnb import precision
 from hpnb.data_parallel import ZeroOptimizer
+from hpnb.hybrid.torch_clipping import GradientVersions
 from hpnb.mesh import Axis
 from hpnb.optimizer_state import (
     build_state_dict,
@@ -33,6 +34,7 @@ from hpnb.optimizer_state import (
 )
 from hpnb.placement import Placement, placement_of
 from hpnb.precision import LossScaler, OptimizerStepResult
+from hpnb.precision.masters import parameters_of
 
 _boosted: WeakKeyDictionary[Optimizer, BoostedOptimizer] = WeakKeyDictionary()
 _METHODS = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group", "held")
@@ -67,6 +69,7 @@ class BoostedOptimizer:
         self.inner, self.axes = inner, axes
         self.scaler, self.max_norm, self.model = scaler, max_norm, model
         self.numbering, self.parameters = numbering, parameters
+        self.gradient_versions = GradientVersions(model.plugin)
         self._optimizer_ref = ref(optimizer)  # which holds this object
         vars(optimizer).update({name: getattr(self, name) for name in _METHODS}, last_step=None)
         _boosted[optimizer] = self
@@ -79,6 +82,7 @@ class BoostedOptimizer:
                 "step(closure) cannot evaluate a loss on several ranks: run forward and backward before, "
                 "then step() without a closure"
             )
+        self.gradient_versions.check()
         self.record(precision.step(self.inner, self.axes, scaler=self.scaler, max_norm=self.max_norm))
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # so schedulers need not wrap it
@@ -90,7 +94,12 @@ class BoostedOptimizer:
             vars(optimizer).update(last_step=result, _opt_called=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        self.gradient_versions.forget()
         self.inner.zero_grad(set_to_none)
+
+    def end_backward(self) -> None:
+        """Gradients are what the backward has left; a change before the step would be the user's."""
+        self.gradient_versions.note(parameters_of(self.inner))
 
     def state_dict(self) -> dict[str, Any]:
         """The state as one process would have it: full tensors on the CPU, by the numbers that parameters had

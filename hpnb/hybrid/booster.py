@@ -159,7 +159,8 @@ class Booster(BoosterFiles):
             TypeError: a loader or a batch instead of an iterator.
         """
         boosted = boosted_model(model)
-        scaler = None if optimizer is None else boosted_optimizer(optimizer).scaler
+        stepped_by = None if optimizer is None else boosted_optimizer(optimizer)
+        scaler = None if stepped_by is None else stepped_by.scaler
         result = boosted.run(
             _next_batch(data_iter),
             criterion,
@@ -168,6 +169,8 @@ class Booster(BoosterFiles):
             keep=return_outputs,
             record=record,
         )
+        if stepped_by is not None:
+            stepped_by.end_backward()
         loss = result.loss  # all ranks take it, those that do not show it too
         here = self.plugin.stage_manager.is_last_stage()
         return {
@@ -199,12 +202,14 @@ class Booster(BoosterFiles):
         scale = 1.0 if boosted.scaler is None else boosted.scaler.scale
         if not isinstance(loss, tuple):
             (_wide(loss) * scale).backward()
+            boosted.end_backward()
             return
         total, count = loss
         count_of_all = torch.as_tensor(count, dtype=torch.float64).to(total.device)
         count_of_all = comm.all_reduce(count_of_all.detach(), self.plugin.mesh.dp_cp)
         with boosted.model.weighed_as_sums():
             _wide(total).backward((scale / count_of_all.clamp(min=1)).to(_wide(total).dtype))
+        boosted.end_backward()
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
         """Accumulate: backwards and execute_pipeline inside add to this rank's gradients and send nothing."""

@@ -56,9 +56,9 @@ class HybridParallelPlugin(PluginOptions):
         enable_flash_attention: PyTorch's scaled_dot_product_attention, which chooses the kernel.
         enable_jit_fused: torch.compile on GPUs: of whole blocks, or between linears if tp_size > 1 or the
             schedule splits backwards (`hpnb.hybrid.compile_blocks`); and Adam as above.
-        max_norm: clip the norm of all gradients to it; 0 is off. `torch.nn.utils.clip_grad_norm_` sees one
-            rank's gradients alone, and none under ZeRO 1 and 2, where it clips nothing. After a step
-            `optimizer.last_step` has the norm.
+        max_norm: clip the norm of all gradients to it; 0 is off. `optimizer.last_step.norm` is the norm
+            before. `torch.nn.utils.clip_grad_norm_` is right with ZeRO 0 and tp_size=pp_size=1 alone, and
+            without a loss scaler; it is refused elsewhere (`hpnb.hybrid.torch_clipping`).
         broadcast_buffers, ddp_bucket_cap_mb, find_unused_parameters, check_reduction,
             gradient_as_bucket_view, static_graph: of `hpnb.DataParallel`; find_unused_parameters also with
             ZeRO. ddp_copy_engines is its copy_engines.

@@ -1,0 +1,111 @@
+"""Where PyTorch's `clip_grad_norm_` would clip wrongly, say so instead of training differently.
+
+    for p in parameters: p.grad *= min(1, max_norm / |all gradients of these parameters|)
+
+That function looks for whole, unscaled gradients on the parameters of one rank. After a backward these are
+there with ZeRO 0, tp_size=1, pp_size=1 and no loss scaler alone, and there it is right:
+
+    ZeRO 1, 2    the parameters have no gradients: it clips nothing
+    ZeRO 3, tp   they have shards: each rank divides by the norm of its own
+    pp           they are those of this rank's stages: as above
+    fp16         they carry the scale of the loss: it clips thousands of times too much
+
+Two things can be noticed. `model.parameters()` of a boosted model is a generator, so it knows who reads it:
+PyTorch's function is refused. A list of parameters, or the optimizer's groups, does not know, but every
+gradient counts the changes made in place (`_version`): a step warns if there were any since the backward.
+What cannot be noticed is a list of the model's parameters with ZeRO 1 and 2: there is nothing to be changed,
+and the norm that PyTorch returns is 0.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from types import FrameType
+
+import torch
+from torch.nn.utils import clip_grad
+
+from hpnb.hybrid.plugins import HybridParallelPlugin
+
+
+def reason(plugin: HybridParallelPlugin, by_norm: bool = True) -> str | None:
+    """Why PyTorch's function would clip wrongly with these options; None if it would not.
+
+    Args:
+        by_norm: whether it needs the norm of all gradients, or each element alone.
+    """
+    if plugin.zero_stage in (1, 2):
+        return f"zero_stage={plugin.zero_stage} keeps gradients with the optimizer, not on the parameters"
+    if plugin.policy.scaled:
+        return f"precision={plugin.policy.name!r} has gradients that carry the scale of the loss"
+    sizes = {"tp_size": plugin.tp_size, "pp_size": plugin.pp_size}
+    parts = [f"{option}={size}" for option, size in sizes.items() if size > 1]
+    if plugin.zero_stage == 3 and plugin.dp_size * plugin.cp_size > 1:
+        parts.insert(0, "zero_stage=3")
+    return f"with {', '.join(parts)} a rank has only its part of the gradients" if parts and by_norm else None
+
+
+def refuse_clipping(plugin: HybridParallelPlugin, reader: FrameType) -> None:
+    """Raise if `reader`, the frame that reads a boosted model's parameters, would clip wrongly.
+
+    Raises:
+        RuntimeError: it would.
+    """
+    if reader.f_globals is not vars(clip_grad):
+        return
+    name = reader.f_code.co_qualname.partition(".")[0]  # the function's, also in a comprehension of it
+    by_norm = name != clip_grad.clip_grad_value_.__name__
+    if why := reason(plugin, by_norm):
+        instead = (
+            _instead(plugin)
+            if by_norm
+            else "leave the call out, and let the plugin clip the norm: max_norm=1.0"
+        )
+        raise RuntimeError(f"torch.nn.utils.{name} clips wrongly here, because {why}; {instead}")
+
+
+def _instead(plugin: HybridParallelPlugin) -> str:
+    if plugin.max_norm > 0:
+        return f"leave the call out: the plugin's max_norm={plugin.max_norm} clips in optimizer.step()"
+    return (
+        f"leave the call out, and give the bound to the plugin, {type(plugin).__name__}(.., max_norm=1.0): "
+        "optimizer.step() then clips by the norm over all ranks, which is optimizer.last_step.norm"
+    )
+
+
+class GradientVersions:
+    """Notices gradients that are changed in place between a backward and a step. It warns once.
+
+    Args:
+        plugin: says whether such a change would be wrong if it were PyTorch's clipping.
+    """
+
+    def __init__(self, plugin: HybridParallelPlugin) -> None:
+        self._plugin, self._warns = plugin, reason(plugin) is not None
+        self._noted: list[tuple[torch.Tensor, int, int]] = []  # (parameter, its gradient's address, version)
+
+    def note(self, parameters: Iterable[torch.Tensor]) -> None:
+        """The backward has ended: note the gradients as it has left them."""
+        if self._warns:
+            self._noted = [(p, g.data_ptr(), g._version) for p in parameters if (g := p.grad) is not None]
+
+    def forget(self) -> None:
+        """Gradients are zeroed, or about to be used up."""
+        self._noted = []
+
+    def check(self) -> None:
+        """A step begins: warn if gradients have been changed in place since the backward."""
+        noted, self._noted = self._noted, []
+        changed = sum(
+            (g := p.grad) is not None and g.data_ptr() == address and g._version != version
+            for p, address, version in noted
+        )
+        if changed:
+            self._warns = False
+            warnings.warn(
+                f"{changed} of {len(noted)} gradients were changed in place between the backward and "
+                "optimizer.step(). If torch.nn.utils.clip_grad_norm_ did it, it clipped wrongly, because "
+                f"{reason(self._plugin)}; {_instead(self._plugin)}",
+                stacklevel=3,
+            )

@@ -208,6 +208,21 @@ def test_what_is_only_worth_a_note() -> None:
     assert [p.what.split()[0] for p in find_problems(machine)] == ["CUDA_LAUNCH_BLOCKING", "NCCL_DEBUG"]
 
 
+def test_variables_with_which_no_rank_starts() -> None:
+    """An interface that does not exist, and a memory limit that is no number."""
+    interfaces = ("lo", "eth0")
+    wrong = (("GLOO_SOCKET_IFNAME", "eth0,ib7"), ("HPNB_GPU_MEMORY_GB", "abc"))
+    machine = dataclasses.replace(LAPTOP, environment=wrong, interfaces=interfaces, gpus=(H100, H100))
+    network, memory = (p for p in find_problems(machine) if p.level == "problem")
+    assert "no network interface ib7" in network.what
+    assert "lo, eth0" in network.remedy
+    assert "HPNB_GPU_MEMORY_GB='abc' is not a number of gigabytes" in memory.what
+    assert [p.level for p in find_problems(dataclasses.replace(machine, gpus=()))] == ["problem", "note"]
+    right = (("GLOO_SOCKET_IFNAME", "eth0"), ("HPNB_GPU_MEMORY_GB", "15"))
+    assert not find_problems(dataclasses.replace(LAPTOP, environment=right, interfaces=interfaces))
+    assert "lo" in inspect_machine().interfaces or sys.platform != "linux"
+
+
 def test_gpus_that_torch_does_not_use_are_explained() -> None:
     idle = dataclasses.replace(LAPTOP, driver_gpus=2)
     assert found(dataclasses.replace(idle, cuda=None), "built for the CPU") == ["note"]

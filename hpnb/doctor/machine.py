@@ -26,7 +26,7 @@ PACKAGES = (
     "ipywidgets",
     "jupyterlab",
 )
-_VARIABLES = re.compile(r"(NCCL|GLOO|CUDA|TORCH_NCCL|PYTORCH_\w*ALLOC)_|OMP_NUM_THREADS$")
+_VARIABLES = re.compile(r"(NCCL|GLOO|CUDA|TORCH_NCCL|PYTORCH_\w*ALLOC|HPNB)_|OMP_NUM_THREADS$")
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Machine:
     python: str = ""
     versions: tuple[tuple[str, str | None], ...] = ()  # None: not installed
     environment: tuple[tuple[str, str], ...] = ()
+    interfaces: tuple[str, ...] = ()  # of the network; empty where the system does not say
     can_fork: bool = True
 
 
@@ -82,6 +83,7 @@ def inspect_machine() -> Machine:
         python=platform.python_version(),
         versions=tuple((name, _version(name)) for name in PACKAGES),
         environment=tuple((k, anonymous(v)) for k, v in sorted(os.environ.items()) if _VARIABLES.match(k)),
+        interfaces=_interfaces(),
         can_fork=hasattr(os, "fork"),
     )
 
@@ -97,6 +99,13 @@ def anonymous(text: str) -> str:
         if name:
             text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", stand_in, text)
     return text
+
+
+def _interfaces() -> tuple[str, ...]:
+    try:
+        return tuple(name for _, name in socket.if_nameindex())
+    except OSError:
+        return ()
 
 
 def _cpu_model() -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpnb.doctor.machine import Machine
+from hpnb.ranks.gpu_limits import gpu_memory_limit
 
 GIB = 2**30
 # What pyproject.toml asks for; a test keeps the two in step.
@@ -121,6 +122,18 @@ def _variables(machine: Machine) -> Iterator[Problem]:
     ):
         if environment.get(name, "0") not in ("", "0"):
             yield _note(f"{name} is set: {consequence}", f"unset {name}")
+    gloo = [name for name in environment.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if machine.interfaces and (missing := [name for name in gloo if name not in machine.interfaces]):
+        yield _stop(
+            f"GLOO_SOCKET_IFNAME={environment['GLOO_SOCKET_IFNAME']}, and there is no network interface "
+            f"{' or '.join(missing)}: ranks cannot reach each other",
+            f"unset it, or name one of {', '.join(machine.interfaces)}",
+        )
+    try:
+        gpu_memory_limit(environment)
+    except ValueError as error:
+        level = _stop if machine.gpus else _note
+        yield level(f"{error}: no rank starts on a GPU", "set a number of gigabytes, or unset it")
     if environment.get("NCCL_DEBUG", "").upper() in ("INFO", "TRACE"):
         yield _note("NCCL_DEBUG fills every cell with NCCL's log", "NCCL_DEBUG=WARN")
 

@@ -37,7 +37,7 @@ def format_report(machine: Machine) -> str:
     sections = {
         "This machine": _machine_rows(machine),
         "Versions": _version_rows(machine),
-        "Environment": environment or [("", "no NCCL_*, GLOO_* or CUDA_* variable is set")],
+        "Environment": environment or [("", "no NCCL_*, GLOO_*, CUDA_* or HPNB_* variable is set")],
         'What device="auto" will use': [(f"{ranks} ranks", _plan(machine, ranks)) for ranks in (2, 4, 8)],
         "What is wrong": wrong,
     }

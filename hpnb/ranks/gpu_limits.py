@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 
 import torch
 
 OUTSIDE_THE_ALLOCATOR = 0.75e9  # bytes of a rank's CUDA context and communication buffers, about
 
 
-def gpu_memory_limit() -> float | None:
+def gpu_memory_limit(environment: Mapping[str, str] = os.environ) -> float | None:
     """Bytes of each GPU that all its ranks may use together; None without a limit.
 
     Raises:
         ValueError: HPNB_GPU_MEMORY_GB is not a number above 0.
     """
-    text = os.environ.get("HPNB_GPU_MEMORY_GB", "").strip()
+    text = environment.get("HPNB_GPU_MEMORY_GB", "").strip()
     if not text:
         return None
     try:

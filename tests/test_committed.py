@@ -66,11 +66,9 @@ def test_a_stamp_says_where_and_with_what_and_never_who() -> None:
 
 
 def test_hardware_is_the_gpus_where_ranks_would_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def names(*_: object, **__: object) -> object:
-        return subprocess.CompletedProcess([], 0, "NVIDIA H200\nNVIDIA H200\n")
-
-    monkeypatch.setattr(committed.subprocess, "run", names)
-    for gpus, expected in ((0, r"\d+ CPU cores?"), (1, r"\d+ CPU cores?"), (2, "2 x NVIDIA H200")):
+    for gpus, expected in ((0, r"\d+ CPU cores?"), (1, "1 x NVIDIA H200"), (2, "2 x NVIDIA H200")):
+        done = subprocess.CompletedProcess([], 0, "NVIDIA H200\n" * gpus)
+        monkeypatch.setattr(committed.subprocess, "run", lambda *_, done=done, **__: done)
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         assert re.fullmatch(expected, hardware_here())
 

@@ -132,9 +132,10 @@ def _step_of_one_rank(trial: Trial, ranks: int, value: int) -> float:
 
 
 def _replica(trial: Trial, ranks: int, value: int) -> float:
-    """01's sweep: weights, gradients and buckets of a model without an optimizer."""
+    """01's sweep and its causes: three models without an optimizer take turns, two of them with buckets, and
+    one message of a model's size travels beside them."""
     size = _model(trial)
-    states = 3 * value * _parameters(size)
+    states = (3 * 2 + 2 + 1) * value * _parameters(size)
     return states + size.layers * _kept(size, trial.batch, value) + _flow(size, trial.batch, value)
 
 

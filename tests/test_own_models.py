@@ -226,6 +226,88 @@ def test_the_part_that_lacks_a_key_or_an_attribute_is_named(kind: Any, names: st
         hpnb.models.check(OwnLlama(), batch(), ranks=1)
 
 
+# --- one weight in two places ----------------------------------------------------------------------------
+
+
+class TiedByHand(OwnLlama):
+    """Its embedding is its output layer, without a module for the latter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.logits
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.tokens(ids) + self.start
+        for block in self.blocks:
+            x = block(x, self.rotary, mask)
+        return nn.functional.linear(self.norm(x), self.tokens.weight)
+
+
+class ReadsEmbedding(own_models.LlamaParts):
+    def finish(self, hidden: torch.Tensor, inputs: Any) -> torch.Tensor:
+        return nn.functional.linear(self.head[0].module(hidden), self.embedding[0].module.weight)  # type: ignore[arg-type]
+
+
+class InTwoParts(own_models.LlamaParts):
+    def finish(self, hidden: torch.Tensor, inputs: Any) -> torch.Tensor:
+        return nn.functional.linear(self.head[0].module(hidden), self.head[1].module.weight)  # type: ignore[arg-type]
+
+
+def register_tied_by_hand(kind: type[own_models.LlamaParts]) -> None:
+    def parts(net: TiedByHand) -> own_models.LlamaParts:
+        again = (Part("tokens", net.tokens),) if kind is InTwoParts else ()
+        found = kind(
+            (Part("tokens", net.tokens), root_parameters(net, "start")),
+            tuple(Part(f"blocks.{i}", block) for i, block in enumerate(net.blocks)),
+            (Part("norm", net.norm), *again), causal=True,
+        )  # fmt: skip
+        found.rotary = net.rotary
+        return found
+
+    hpnb.models.register(TiedByHand, parts, own_models.roles)
+
+
+def train_tied_by_hand(kind: type[own_models.LlamaParts], **layout: Any) -> Any:
+    register_tied_by_hand(kind)
+    torch.manual_seed(0)
+    net = TiedByHand().double()
+    booster = hpnb.Booster(hpnb.HybridParallelPlugin(precision="fp64", num_microbatches=2, **layout))
+    try:
+        model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in range(2):
+            optimizer.zero_grad()
+            booster.execute_pipeline(iter([batch()]), model, mean_square, optimizer)
+            optimizer.step()
+    except ValueError as error:
+        return str(error)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_an_embedding_that_is_the_output_layer_trains_or_both_places_are_named() -> None:
+    """In silence each tensor-parallel rank computed the logits of its own tokens."""
+    (alone,) = hpnb.launch(train_tied_by_hand, ReadsEmbedding, ranks=1, device="cpu")
+    for name, trained in [
+        item for rank in hpnb.launch(train_tied_by_hand, InTwoParts, ranks=2, device="cpu", pp_size=2)
+        for item in rank.items()
+    ]:  # fmt: skip
+        torch.testing.assert_close(trained, alone[name], rtol=1e-11, atol=1e-13)
+    for text in hpnb.launch(train_tied_by_hand, InTwoParts, ranks=2, device="cpu", tp_size=2):
+        assert "the module tokens is a Part of the embedding and of the head" in text
+        assert "net.output.weight = net.tokens.weight" in text
+    for layout in ({"tp_size": 2}, {"pp_size": 2}):
+        with pytest.raises(hpnb.RankError, match=r"ReadsEmbedding\.finish reads parts of self\.embedding"):
+            hpnb.launch(raise_tied_by_hand, layout, ranks=2, device="cpu")
+    register_tied_by_hand(ReadsEmbedding)
+    with pytest.raises(ValueError, match=r"may only use self\.head"):
+        hpnb.models.check(TiedByHand(), batch(), ranks=1)
+
+
+def raise_tied_by_hand(layout: dict[str, int]) -> None:
+    """The rank that checks for all says it; the others wait for it."""
+    if isinstance(text := train_tied_by_hand(ReadsEmbedding, **layout), str):
+        raise ValueError(text)
+
+
 def refused_on_ranks() -> list[str]:
     """Heads that are counted, a role without units, and a class that is registered elsewhere."""
     mesh, errors = hpnb.Mesh(hpnb.Layout(tp=2)), []

@@ -13,10 +13,11 @@ when it is asked; the first step of a model that was registered does it by itsel
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,12 +25,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from hpnb.models.model_anatomy import Anatomy, WrappedAnatomy
+from hpnb.models.model_anatomy import Anatomy, Part, WrappedAnatomy
 from hpnb.models.registry import anatomy, is_registered_by_user
 
 TARGETS = ("labels", "label", "targets", "target")
 LARGEST = 2**26  # parameters: the check of a first step takes a second, and not a minute
 _CHECKS: WeakKeyDictionary[nn.Module, FirstStepCheck | None] = WeakKeyDictionary()
+
+
+class ReadsOtherParts(ValueError):
+    """A function of an Anatomy uses parts that only another pipeline stage is sure to have."""
 
 
 class FirstStepCheck:
@@ -48,7 +53,7 @@ class FirstStepCheck:
         """Run it, unless it has been run, or cannot be.
 
         Raises:
-            ValueError: the parts give other outputs than the forward.
+            ValueError: the parts give other outputs than the forward, or read parts that are not theirs.
         """
         model, self._model = self._model, None
         if model is None or not isinstance(inputs, Mapping):
@@ -59,6 +64,8 @@ class FirstStepCheck:
                 _fill(model)
                 draw_weights(model)
                 difference = find_difference(model.eval(), few)
+        except ReadsOtherParts:  # tensor parallelism would go on, with a part of the weight
+            raise
         except Exception:  # what fails here fails in the step, where the traceback is that of the model
             return
         if difference is not None:
@@ -148,20 +155,42 @@ def _where(
 def run_parts(parts: Anatomy, inputs: Mapping[str, Any]) -> Any:
     """The model's forward, part by part.
 
+    Each runs with its own section alone, as on a pipeline stage.
+
     Raises:
         ValueError: a key or attribute that a part asks for and that is not there.
+        ReadsOtherParts: a function that reads parts of another section.
     """
     written = parts
     while isinstance(written, WrappedAnatomy):
         written = written.inner
     kind = type(written).__name__
     with _naming(f"{kind}.embed", inputs):
-        hidden = parts.embed(inputs)
+        hidden = _run_alone(f"{kind}.embed", parts, "embedding", lambda a: a.embed(inputs))
     for block in parts.blocks:
         with _naming(f"{kind}.run of {block.name}", inputs):
-            hidden = parts.run(block, hidden, inputs)
+            hidden = _run_alone(f"{kind}.run", parts, "blocks", partial(_run_block, block, hidden, inputs))
     with _naming(f"{kind}.finish", inputs):
-        return parts.finish(hidden, inputs)
+        return _run_alone(f"{kind}.finish", parts, "head", lambda a: a.finish(hidden, inputs))
+
+
+def _run_block(block: Part, hidden: torch.Tensor, inputs: Mapping[str, Any], parts: Anatomy) -> Any:
+    return parts.run(block, hidden, inputs)
+
+
+def _run_alone(what: str, parts: Anatomy, section: str, run: Callable[[Anatomy], Any]) -> Any:
+    """`run` of an anatomy with this section alone."""
+    try:
+        return run(parts.with_parts(**{section: getattr(parts, section)}))
+    except (IndexError, TypeError, ValueError) as error:
+        run(parts)  # if this fails too, it is not for want of the other parts
+        others = " or ".join(f"self.{name}" for name in ("embedding", "blocks", "head") if name != section)
+        raise ReadsOtherParts(
+            f"{what} reads parts of {others}, and may only use self.{section}, because another rank can have "
+            f"the others ({type(error).__name__}: {error}). For one weight in two places, such as an "
+            "embedding that is the output layer too, give each place a module of its own with the same "
+            "Parameter, as in net.output.weight = net.tokens.weight, and a Part"
+        ) from error
 
 
 @contextmanager

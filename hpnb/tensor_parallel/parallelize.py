@@ -30,7 +30,7 @@ from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.mesh import Axis, Mesh, axis_of
 from hpnb.models import Role, anatomy, attentions, roles
 from hpnb.models.compare_parts import FirstStepCheck, first_step_check
-from hpnb.models.model_anatomy import Inputs, Part, WrappedAnatomy, wrap_anatomy
+from hpnb.models.model_anatomy import Anatomy, Inputs, Part, WrappedAnatomy, wrap_anatomy
 from hpnb.models.registry import registration_of
 from hpnb.placement import Placement
 from hpnb.ranks.current_rank import device as this_device
@@ -87,6 +87,8 @@ def parallelize(
     if axis.size > 1:
         registration_of(model).check_sharding(model, mode, sequence_parallel)
     to_shard = _describe(model)
+    if axis.size > 1:
+        _check_sections(to_shard.anatomy)
     check = first_step_check(model) if dist.get_rank() == 0 else None  # of the unsharded model
     how = make_mode(mode, axis, sequence_parallel, depth)
     how.check(to_shard)
@@ -259,6 +261,20 @@ def _describe(model: nn.Module) -> ModelToShard:
         layers=layers,
         lazy_logits=hasattr(type(model), "loss_function"),
     )
+
+
+def _check_sections(parts: Anatomy) -> None:
+    """A module becomes a layer of one section, so it cannot serve two."""
+    sections = {"the embedding": parts.embedding, "the blocks": parts.blocks, "the head": parts.head}
+    place: dict[nn.Module, str] = {}
+    for section, of_section in sections.items():
+        for part in of_section:
+            if place.setdefault(part.module, section) != section:
+                raise ValueError(
+                    f"the module {part.name} is a Part of {place[part.module]} and of {section}, and tensor "
+                    "parallelism makes it a layer of one of them: give each a module of its own with the "
+                    f"same Parameter, as in net.output.weight = net.{part.name}.weight, and a Part"
+                )
 
 
 def _check_first_forward(model: nn.Module, check: FirstStepCheck) -> None:

@@ -9,12 +9,14 @@ import base64
 import io
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
@@ -736,6 +738,33 @@ def test_curves_that_cannot_be_drawn_name_the_series(x: list[float], y: list[flo
 
 
 # --- figures that several pages share -----------------------------------------------------------
+
+
+def test_likely_mistakes_with_compare_and_memory_get_a_sentence() -> None:
+    nan = float("nan")
+    for arguments, sentence in (
+        (([1, 2], [1, 2]), "predicted is a list; plot.compare takes {name: value}"),
+        ((1.0, 2.0), "predicted is a float"),
+        (({"a": 1}, {"a": None}), "measured['a'] is a NoneType, None; it must be one number"),
+        (({"a": 1}, {"a": "2"}), "measured['a'] is a str"),
+        (({"a": 1}, {"a": nan}), "measured['a'] is nan; it must be a finite number"),
+        (({0: 1}, {"x": 1}), "only one has 0, x"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
+            plot.compare(*arguments)  # type: ignore[arg-type]
+    model = torch.nn.Linear(2, 2)
+    with record.memory(model) as recorder:
+        model(torch.ones(1, 2)).sum().backward()
+    profile = recorder.profile()
+    for given, options, sentence in (
+        ([profile], {}, "not a list; give it one argument a profile"),
+        (recorder, {}, "not a MemoryRecorder; give it recorder.profile()"),
+        (Timeline(()), {}, "not a Timeline"),
+        (profile, {"capacity": "80GB"}, "capacity='80GB' must be bytes"),
+        (profile, {"capacity": -1}, "capacity=-1"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
+            plot.memory(given, **options)  # type: ignore[arg-type]
 
 
 def test_compare_draws_pairs_and_writes_ratios() -> None:

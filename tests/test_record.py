@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from hpnb import Layout, Mesh, comm
 from hpnb.ranks import shared_gpu
 from hpnb.ranks.process_group import new_group
 from hpnb.record import CATEGORIES, Event, MemoryProfile, Timeline, ring_bytes
+from hpnb.record.recorder import waiting
 
 Pool = Callable[[int], hpnb.Ranks]
 
@@ -189,7 +192,40 @@ def test_a_group_of_one_sends_nothing() -> None:
     assert ring_bytes("send", 100, 1) == 100
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("allreduce", 10, 2), "'allreduce' is no communication; use all_gather, all_reduce"),
+        (("all_reduce", 10, 0), "over ranks=0 sends nothing; use 1 rank or more"),
+        (("all_gather", -4, 2), "nbytes=-4"),
+    ],
+)
+def test_what_no_ring_can_send_is_refused(arguments: tuple[str, float, int], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        ring_bytes(*arguments)
+
+
 # --- timeline --------------------------------------------------------------------------------
+
+
+def test_a_timeline_inside_another_records_for_both(pool: Pool) -> None:
+    """The outer one gets the collectives and the spans, and its open span leaves out the same waits."""
+
+    def record() -> tuple[list[str], list[str], list[str]]:
+        axis = Mesh(Layout(dp=2)).dp
+        with hpnb.record.timeline() as outer:
+            comm.all_reduce(torch.ones(4), axis)
+            with outer.span("step"), hpnb.record.timeline() as inner:
+                comm.all_gather(torch.ones(4), axis, dim=0)
+                with inner.span("F"), waiting():
+                    pass
+            comm.all_reduce(torch.ones(4), axis)
+        timelines = inner.gather(), outer.gather()
+        return *([e.op for e in t.by_rank[0]] for t in timelines), [e.op for e in inner.events()]
+
+    for inside, around, _ in pool(2).run(record):
+        assert Counter(inside) == {"all_gather": 1, "F": 2}
+        assert Counter(around) == {"all_reduce": 2, "all_gather": 1, "F": 2, "step": 2}
 
 
 def one_slow_rank() -> Timeline:
@@ -438,6 +474,24 @@ def test_dtensors_are_counted_as_what_they_are_made_of(pool: Pool) -> None:
         assert sent == 128  # an all-gather of 256 bytes over 2 ranks
         assert parameters == 128
         assert gradients == 128
+
+
+def test_likely_mistakes_with_memory_get_a_sentence() -> None:
+    model = nn.Linear(4, 4)
+    mistakes: list[tuple[tuple[object, ...], dict[str, object], str]] = [
+        ((model.parameters(),), {}, "a Parameter is no model; record.memory takes a torch.nn.Module"),
+        (("gpt2",), {}, "a str is no model"),
+        ((model, model.parameters()), {}, "a generator is no optimizer"),
+        ((model, torch.optim.Adam), {}, "the class Adam is no optimizer"),
+        ((model,), {"budget": "1GB"}, "budget='1GB' is a text; give bytes"),
+        ((model,), {"device": "gpu"}, "device='gpu' is not here; use 'cpu'"),
+    ]
+    for positional, named, sentence in mistakes:
+        with (
+            pytest.raises((TypeError, ValueError), match=re.escape(sentence)),
+            hpnb.record.memory(*positional, **named),  # type: ignore[arg-type]
+        ):
+            pass
 
 
 @pytest.mark.one_gpu

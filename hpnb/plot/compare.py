@@ -7,7 +7,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -32,12 +34,21 @@ def compare(
         predicted, measured: {name: value}, of the same names and in `unit`.
 
     Raises:
-        ValueError: the two do not have the same names, or have none.
+        ValueError: the two do not have the same names, or have none, or a value is not finite.
+        TypeError: no dicts of numbers.
 
     >>> hpnb.plot.compare({"step": 0.30}, {"step": 0.32}, unit="s").savefig("compare.png")
     """
+    for which, given in (("predicted", predicted), ("measured", measured)):
+        if not isinstance(given, Mapping):
+            raise TypeError(
+                f"{which} is a {type(given).__name__}; plot.compare takes {{name: value}}, such as "
+                '{"step": 0.30}, for each of the two'
+            )
+        for name, value in given.items():
+            _check_number(f"{which}[{name!r}]", value)
     if not predicted or set(predicted) != set(measured):
-        odd = sorted(set(predicted) ^ set(measured))
+        odd = sorted(map(str, set(predicted) ^ set(measured)))
         which = f"only one has {', '.join(odd)}" if odd else "both are empty"
         raise ValueError(f"predicted and measured must have the same names; {which}")
     rows = {
@@ -61,6 +72,15 @@ def compare(
     ax.axvline(0, color=SOFT, linewidth=0.8)
     ax.grid(False)
     return fig
+
+
+def _check_number(what: str, value: Any) -> None:
+    try:
+        finite = math.isfinite(value)
+    except (TypeError, ValueError, RuntimeError):  # what is no number, or several
+        raise TypeError(f"{what} is a {type(value).__name__}, {value!r}; it must be one number") from None
+    if not finite:
+        raise ValueError(f"{what} is {value}; it must be a finite number, or leave the name out of both")
 
 
 def _two_decimals(ratio: float) -> str:

@@ -9,6 +9,7 @@ Thousands of samples become as many as there are pixels: every run keeps its max
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from hpnb.plot.canvas import TEXT, Key, new_figure, panel_title
 from hpnb.plot.grammar import ALARM, CATEGORY, INK, OpStyle
 from hpnb.plot.units import byte_count, bytes_unit, time_unit
-from hpnb.record import MemoryProfile
+from hpnb.record import MemoryProfile, MemoryRecorder
 
 MOST_POINTS = 2000  # more than there are pixels
 CAPACITY = OpStyle(ALARM, "", "capacity", "", "--")
@@ -40,13 +41,23 @@ def memory(
         title: a headline above everything.
 
     Raises:
-        ValueError: a profile without samples.
+        ValueError: a profile without samples, or a capacity that is not above 0.
+        TypeError: something else than profiles.
 
     >>> with hpnb.record.memory(model := torch.nn.Linear(8, 8)) as recorder:
     ...     model(torch.ones(2, 8)).sum().backward()
     >>> hpnb.plot.memory(recorder.profile(), capacity=4096).savefig("memory.png")
     """
     profiles = (profile, *more)
+    if wrong := [p for p in profiles if not isinstance(p, MemoryProfile)]:
+        kind, remedy = type(wrong[0]).__name__, "what recorder.profile() of record.memory returns"
+        if isinstance(wrong[0], MemoryRecorder):
+            remedy = "recorder.profile(), after its block"
+        elif isinstance(wrong[0], list | tuple):
+            remedy = "one argument a profile, as in plot.memory(*profiles)"
+        raise TypeError(f"plot.memory draws MemoryProfiles, not a {kind}; give it {remedy}")
+    if capacity is not None and (isinstance(capacity, str) or not 0 < capacity < math.inf):
+        raise ValueError(f"capacity={capacity!r} must be bytes, a number above 0, such as 80e9 for 80 GB")
     if not all(p.samples for p in profiles):
         raise ValueError("a MemoryProfile without samples cannot be drawn; record at least one step")
     columns = 1 if len(profiles) <= 3 else 2

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,8 @@ def memory(
 
     Raises:
         OutOfBudget: more than `budget` is in use, at the start or after an operator.
-        ValueError: a budget that is not above 0.
+        ValueError: a budget that is not above 0, or a device that is not here.
+        TypeError: no module, or no optimizer.
 
     >>> model = torch.nn.Linear(8, 8, bias=False)
     >>> with hpnb.record.memory(model) as recorder:
@@ -75,15 +76,50 @@ def memory(
     >>> profile.peak_of("parameters"), profile.peak_of("gradients")
     (256, 256)
     """
+    if isinstance(budget, str):
+        raise TypeError(f"budget={budget!r} is a text; give bytes as a number, such as 1e9 for 1 GB")
     if budget is not None and not budget > 0:
         raise ValueError(f"budget={budget!r} bytes hold nothing; it must be above 0, or None for no limit")
-    modules = (model,) if isinstance(model, torch.nn.Module) else tuple(model)
+    modules = _modules_of(model)
+    if optimizer is not None and (isinstance(optimizer, type) or not hasattr(optimizer, "state")):
+        raise TypeError(
+            f"{_name_of(optimizer)} is no optimizer; record.memory(model, optimizer) takes the optimizer "
+            "itself, or None"
+        )
+    if device is not None:
+        device = _checked_device(device)
     first = next((p for module in modules for p in module.parameters()), None)
     models = this_device() if first is None else first.device
     where = models if device is None else torch.device(device)
     recorder = MemoryRecorder(modules, optimizer, where, budget)
     with recorder._watching():
         yield recorder
+
+
+def _modules_of(model: Any) -> tuple[torch.nn.Module, ...]:
+    several = isinstance(model, Iterable) and not isinstance(model, torch.nn.Module | str | Mapping)
+    modules = tuple(model) if several else (model,)
+    if wrong := [m for m in modules if isinstance(m, type) or not hasattr(m, "parameters")]:
+        raise TypeError(
+            f"{_name_of(wrong[0])} is no model; record.memory takes a torch.nn.Module, or a list of them, "
+            "not parameters or a name"
+        )
+    return modules
+
+
+def _name_of(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def _checked_device(device: torch.device | str) -> torch.device:
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError):
+        gpus = torch.cuda.device_count()
+        others = f" or 'cuda:0' to 'cuda:{gpus - 1}'" if gpus else ""
+        raise ValueError(f"device={device!r} is not here; use 'cpu'{others}") from None
+    return found
 
 
 class MemoryRecorder(TorchDispatchMode):

@@ -58,6 +58,7 @@ class Recorder:
         self._cuda = device().type == "cuda"
         self._turns = gpu_turns()
         self._spans: list[_Span] = []
+        self._outer: Recorder | None = None  # in whose block this one records: it gets the same spans
         self._open: list[_Open] = []
         self._zero: torch.cuda.Event | float | None = None
         if aligned:
@@ -95,7 +96,7 @@ class Recorder:
                 yield
             finally:
                 self._open.remove(opened)
-            self._spans.append(_Span(event, opened.start, self._now()))
+            self._add(_Span(event, opened.start, self._now()))
 
     def _turn(self, event: Event) -> AbstractContextManager[object]:
         """Where ranks share a GPU: alone on it to compute, and off it to communicate."""
@@ -114,15 +115,26 @@ class Recorder:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What happens inside is no part of the open spans: every one of them becomes two."""
+        with self._split_open(), nullcontext() if self._turns is None else self._turns.released():
+            yield
+
+    @contextmanager
+    def _split_open(self) -> Iterator[None]:
         end, (opened, self._open) = self._now(), (self._open, [])
-        self._spans.extend(_Span(span.event, span.start, end) for span in opened)
+        for span in opened:
+            self._add(_Span(span.event, span.start, end))
         try:
-            with nullcontext() if self._turns is None else self._turns.released():
+            with nullcontext() if self._outer is None else self._outer._split_open():
                 yield
         finally:
             start, self._open = self._now(), opened
             for span in opened:
                 span.start = start
+
+    def _add(self, span: _Span) -> None:
+        self._spans.append(span)
+        if self._outer is not None:
+            self._outer._add(span)
 
     @contextmanager
     def separate_compute(self) -> Iterator[None]:
@@ -133,7 +145,7 @@ class Recorder:
     def begin(self, event: Event) -> Callable[[], None]:
         """Start a span that ends when the result is called, be it on another thread or stream."""
         start = self._now()
-        return lambda: self._spans.append(_Span(event, start, self._now()))
+        return lambda: self._add(_Span(event, start, self._now()))
 
     def events(self, since: int = 0, until: int | None = None) -> list[Event]:
         """This rank's events, seconds from the common zero. Waits for the device."""
@@ -186,6 +198,8 @@ class Recorder:
 def timeline() -> Iterator[Recorder]:
     """Record spans, and every communication of hpnb.comm, until the block ends. Starts with a barrier.
 
+    A timeline inside another one's block records for both.
+
     >>> def work():
     ...     with hpnb.record.timeline() as recorder:
     ...         with recorder.span("compute"):
@@ -200,9 +214,11 @@ def timeline() -> Iterator[Recorder]:
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[Recorder]:
-    """Until the block ends `recorder` records, instead of the one that recorded before."""
+    """Until the block ends `recorder` records, and whoever recorded before gets the same spans."""
     global _active
     previous, _active = _active, recorder
+    if previous is not recorder:
+        recorder._outer = previous
     try:
         with nullcontext() if recorder._turns is None else recorder._turns.taking():
             yield recorder

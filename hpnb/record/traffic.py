@@ -32,6 +32,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from hpnb.ranks import shared_gpu_group
+from hpnb.record.timeline import COLLECTIVE_OPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +117,24 @@ def sent(axis: str, nbytes: float, group: tuple[int, int]) -> None:
         counted.add(Message(axis, "send", nbytes, group, group[1]))
 
 
+_KNOWN = COLLECTIVE_OPS | {"send", "receive", "recv"}
+
+
 def ring_bytes(op: str, nbytes: float, ranks: int) -> float:
-    """Bytes that leave one of `ranks` ranks in one call; the table above. `nbytes` are of the full tensor."""
+    """Bytes that leave one of `ranks` ranks in one call; the table above. `nbytes` are of the full tensor.
+
+    Raises:
+        ValueError: no operation of the table, fewer than 1 rank, or less than 0 bytes.
+    """
+    if op not in _KNOWN:
+        raise ValueError(f"{op!r} is no communication; use {', '.join(sorted(_KNOWN))}")
+    if not ranks >= 1:
+        raise ValueError(f"{op} over ranks={ranks} sends nothing; use 1 rank or more")
+    if not nbytes >= 0:
+        raise ValueError(f"{op} of nbytes={nbytes} cannot be; use 0 bytes or more")
     if op == "send":
         return nbytes
-    if op in ("receive", "barrier"):
+    if op in ("receive", "recv", "barrier"):
         return 0.0
     once = (ranks - 1) * nbytes / ranks
     return 2 * once if op == "all_reduce" else once

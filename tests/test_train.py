@@ -120,6 +120,7 @@ def test_a_file_says_little_and_means_much(tmp_path: Path) -> None:
         ({"model__size": {**VIT, "image": 9}}, "image=9 is no multiple of 8"),
         ({"model__length": 64}, "a vit takes [data] image_size"),
         ({"data__name": "text"}, "[data] name = 'text' is for a gpt2"),
+        ({"layout__cp_size": 2}, "[layout] cp_size = 2 splits the tokens of a causal language model"),
         ({"data__batch_size": 0}, "[data] batch_size = 0 should be greater"),
         ({"checkpoint__every": 0}, "[checkpoint] every = 0 should be greater"),
     ],
@@ -176,7 +177,10 @@ def test_what_cannot_run_starts_nothing(
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.setenv(name, "1")
     assert main(["train", path, "--ranks", "2"]) == train_main.REFUSED
-    none, three, zero, both = capsys.readouterr().err.splitlines()
+    missing = str(tmp_path / "missing")
+    assert main(["train", path, "--set", f"data.folder={missing}", "--set", "data.kind=auto"]) == 2
+    none, three, zero, both, folder = capsys.readouterr().err.splitlines()
+    assert f"[data] folder = {missing!r}: there is no folder {missing}" in folder
     assert "none.toml cannot be read: No such file" in none
     assert "pp_size = 1 x tp_size = 2 needs a multiple of 2 ranks, and there are 3; use 2 or 4" in three
     assert "--ranks 0 trains nothing" in zero
@@ -507,6 +511,13 @@ def test_what_a_rank_refuses_is_one_sentence(tmp_path: Path, capfd: pytest.Captu
     assert main(["train", path, "--ranks", "1"]) == train_main.FAILED
     (sentence,) = capfd.readouterr().err.splitlines()
     assert f"{tmp_path} is a folder without a whole model in it" in sentence
+
+
+def test_a_folder_without_the_data_is_called_as_the_file_calls_it(pools: RankPools, tmp_path: Path) -> None:
+    file = changed(data__kind="real", data__folder=str(tmp_path), checkpoint__dir=str(tmp_path / "run"))
+    with pytest.raises(hpnb.RankError) as raised:
+        pools[1].run(train, file)
+    assert f"[data] folder = {str(tmp_path)!r} has no Beans" in str(raised.value)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

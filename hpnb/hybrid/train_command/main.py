@@ -39,6 +39,7 @@ def run(path: str, ranks: int | None = None, overrides: Sequence[str] = ()) -> i
     under_torchrun = os.environ.keys() >= set(RANK_VARIABLES)
     try:
         file = load(path, overrides)
+        file.check_folder()
         if under_torchrun:
             if ranks is not None:
                 raise ValueError("--ranks starts ranks, and torchrun has started them; leave --ranks out")

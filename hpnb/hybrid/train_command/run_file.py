@@ -183,7 +183,13 @@ class RunFile(Table):
             )
         if self.model.family == "gpt2" and (self.data.augment or self.data.image_size is not None):
             raise ValueError("[data] image_size and augment are of pictures, and a gpt2 reads texts")
-        self.plugin()  # refuses what cannot compose
+        cp_size = self.plugin().cp_size  # which refuses what cannot compose
+        if cp_size > 1 and self.data.name != "text":
+            raise ValueError(
+                f"[layout] cp_size = {cp_size} splits the tokens of a causal language model, and [data] name "
+                f"= {self.data.name!r} trains a classifier; use cp_size = 1 with pp_size and tp_size, or a "
+                "gpt2 on [data] name = 'text'"
+            )
         return self
 
     def plugin(self) -> HybridParallelPlugin:
@@ -194,12 +200,25 @@ class RunFile(Table):
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError unless so many ranks fall into replicas of the model."""
         plugin = self.plugin()
-        inner = plugin.pp_size * plugin.tp_size
+        inner = plugin.replica_size
         if ranks % inner:
             near = [n for n in (ranks // inner * inner, (ranks // inner + 1) * inner) if n]
+            cp = f"cp_size = {plugin.cp_size} x " if plugin.cp_size > 1 else ""
             raise ValueError(
-                f"[layout] pp_size = {plugin.pp_size} x tp_size = {plugin.tp_size} needs a multiple of "
+                f"[layout] pp_size = {plugin.pp_size} x {cp}tp_size = {plugin.tp_size} needs a multiple of "
                 f"{inner} ranks, and there are {ranks}; use {' or '.join(map(str, near))}"
+            )
+
+    def check_folder(self) -> None:
+        """Raise FileNotFoundError unless [data] folder, if the file has one, is there."""
+        if self.data.folder is None or self.data.kind == "generated":
+            return
+        folder = Path(self.data.folder).expanduser()
+        if not (folder.is_dir() or (self.data.name == "text" and folder.is_file())):
+            default = "the documentation of Python" if self.data.name == "text" else "$DATA"
+            raise FileNotFoundError(
+                f"[data] folder = {self.data.folder!r}: there is no folder {folder.absolute()}; correct it, "
+                f"or leave it out to read {default}"
             )
 
 

@@ -89,12 +89,19 @@ def make_task(file: RunFile) -> RunTask:
 
     Raises:
         ValueError: sizes that do not fit, or ranks that find different data.
-        OSError: pretrained weights or real data that are not to be had.
+        OSError: a [data] folder that is not there, pretrained weights or real data that are not to be had.
     """
+    file.check_folder()
     if file.data.folder is not None and file.data.name != "text":
         os.environ["DATA"] = str(Path(file.data.folder).expanduser())
     make = {"mrpc": _pairs, "text": _text}.get(file.data.name, _pictures)
-    return make(file)
+    try:
+        return make(file)
+    except (ValueError, FileNotFoundError) as error:
+        if file.data.folder is None or "$DATA" not in str(error):
+            raise
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(str(error).replace("$DATA", f"[data] folder = {file.data.folder!r}")) from error
 
 
 def _pictures(file: RunFile) -> RunTask:

@@ -226,6 +226,24 @@ def test_the_part_that_lacks_a_key_or_an_attribute_is_named(kind: Any, names: st
         hpnb.models.check(OwnLlama(), batch(), ranks=1)
 
 
+def boost_with_sequence_parallelism(**layout: Any) -> str:
+    register_llama()
+    plugin = hpnb.HybridParallelPlugin(precision="fp64", enable_sequence_parallelism=True, **layout)
+    try:
+        hpnb.Booster(plugin=plugin).boost(build())
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+def test_parts_without_tokens_are_refused_before_a_step_of_a_pipeline(pools: RankPools) -> None:
+    for refused in pools[4].run(boost_with_sequence_parallelism, tp_size=2, pp_size=2):
+        assert "LlamaParts does not say how many tokens a batch has" in refused
+        assert "give the class a method tokens(self, inputs)" in refused
+    for layout in ({"tp_size": 2}, {"pp_size": 2}):  # nobody asks for them
+        assert pools[2].run(boost_with_sequence_parallelism, **layout) == ["", ""]
+
+
 # --- one weight in two places ----------------------------------------------------------------------------
 
 

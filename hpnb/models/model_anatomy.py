@@ -139,8 +139,21 @@ class Anatomy(ABC):
         needs it."""
         raise NotImplementedError(
             f"{type(self).__name__} does not say how many tokens a batch has, which sequence parallelism "
-            "under a pipeline needs to know; give it a method tokens(inputs)"
+            "under a pipeline needs to know: give the class a method tokens(self, inputs) that returns "
+            "(samples, tokens of each), such as inputs['input_ids'].shape, or leave sequence parallelism out"
         )
+
+    def check_stages(self, needs_tokens: bool = False) -> None:
+        """Called before a pipeline makes stages of it.
+
+        Args:
+            needs_tokens: whether stages will call `tokens`.
+
+        Raises:
+            NotImplementedError: they will, and there is none.
+        """
+        if needs_tokens and type(self).tokens is Anatomy.tokens:
+            self.tokens({})
 
 
 @dataclass(frozen=True)
@@ -164,6 +177,9 @@ class WrappedAnatomy(Anatomy):
 
     def tokens(self, inputs: Inputs) -> tuple[int, int]:
         return self.inner.tokens(inputs)
+
+    def check_stages(self, needs_tokens: bool = False) -> None:
+        self.inner.check_stages(needs_tokens)
 
     @property
     def _inner(self) -> Anatomy:

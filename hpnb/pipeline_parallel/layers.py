@@ -241,6 +241,7 @@ def _run_unbuilt(i: int, hidden: Any, inputs: Inputs) -> Any:
 def _layers_of_anatomy(model: Anatomy) -> list[Layer]:
     """One layer per embedding, block and head. Its `run` refers to the modules of that layer alone."""
     _check_shared(model)
+    model.check_stages()
 
     def layer(run: Callable[..., Any], kind: Kind, **parts: tuple[Part, ...]) -> Layer:
         part = model.with_parts(**parts)

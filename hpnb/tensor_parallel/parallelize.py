@@ -383,6 +383,9 @@ class TensorParallelAnatomy(WrappedAnatomy):
     set_batch_shape: Callable[[int, int], None] | None = field(kw_only=True)
     finish_outputs: Callable[[Any, Inputs], Any] | None = field(kw_only=True)
 
+    def check_stages(self, needs_tokens: bool = False) -> None:
+        super().check_stages(needs_tokens or self.set_batch_shape is not None)
+
     def run(self, block: Part, hidden: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         if self.set_batch_shape is not None:
             self.set_batch_shape(*self.inner.tokens(inputs))

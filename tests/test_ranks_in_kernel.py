@@ -137,6 +137,18 @@ def test_commands_and_await_run_on_ranks_and_other_magics_are_refused(kernel: Ke
     assert "[rank 1] 1" in kernel.text("%%ranks\nme")  # a refusal costs nothing
 
 
+def test_exit_and_get_ipython_say_that_ranks_have_none(kernel: Kernel) -> None:
+    kernel.cell("%%ranks 2\nkept = 1\ndef inside(): return get_ipython()")
+    for call in ("exit()", "quit()"):
+        assert "exit() on rank 0: it would end one rank" in kernel.text(f"%%ranks 2\n{call}")
+    assert "get_ipython() on rank 0: ranks have no IPython" in kernel.text("%%ranks 2\nget_ipython()")
+    assert "ranks have no IPython" in kernel.text("%%ranks 2\ninside()")
+    assert "[rank 1] 1" in kernel.text("%%ranks\nkept")
+    kernel.cell("globals()['exit'] = 5")  # a variable of that name is sent as any other
+    assert "[rank 1] 5" in kernel.text("%%ranks\nexit")
+    kernel.cell("del globals()['exit']")
+
+
 def test_variables_stay_or_a_line_says_that_they_are_gone(kernel: Kernel) -> None:
     kernel.cell("%%ranks 2\nweights = [hpnb.rank()]")
     kernel.cell("%reload_ext hpnb")

@@ -19,6 +19,7 @@ from typing import Any
 
 _GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "DELETE_GLOBAL", "DELETE_NAME"})
 _ABSENT = object()
+_OF_IPYTHON = frozenset({"exit", "quit", "get_ipython"})  # not sent: ranks have their own, which say why not
 TORCH_DYNAMO = "torch._dynamo"
 # Names whose use makes an optimizer of PyTorch.
 _OPTIMIZES = frozenset({"optim", "Adam", "AdamW", "SGD", "HybridAdam", "ZeroOptimizer", "Booster", "Trainer"})
@@ -128,10 +129,17 @@ def _reachable(names: Iterable[str], namespace: dict[str, Any]) -> Iterator[str]
         if name in seen or name not in namespace or name in _MODULE_ATTRIBUTES:
             continue
         seen.add(name)
+        if name in _OF_IPYTHON and _is_ipythons(namespace[name]):
+            continue
         yield name
         for f in _functions_of(namespace[name]):
             if f.__globals__ is namespace:
                 todo.extend(global_names(f.__code__))
+
+
+def _is_ipythons(value: object) -> bool:
+    of = type(getattr(value, "__self__", value)).__module__  # of the shell, for its method get_ipython
+    return of.startswith(("IPython", "ipykernel"))
 
 
 def _functions_of(value: Any) -> Iterator[types.FunctionType]:

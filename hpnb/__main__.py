@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 
 
@@ -15,6 +17,17 @@ def _doctor() -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # as in `hpnb plan gpt2-xl --gpus 8 | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at exit
+        return 128 + signal.SIGPIPE
+
+
+def _run(arguments: list[str] | None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser("python -m hpnb", description="Hybrid parallel training, run for real.")
     commands = parser.add_subparsers(dest="command", metavar="command")

@@ -358,3 +358,9 @@ def test_no_command_prints_help() -> None:
     done = subprocess.run([sys.executable, "-m", "hpnb"], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0
     assert "doctor" in done.stdout
+
+
+def test_a_reader_that_stops_reading_ends_a_command_without_a_traceback() -> None:
+    command = f"{sys.executable} -m hpnb doctor | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=200)
+    assert done.stderr == ""

@@ -916,6 +916,16 @@ def test_the_message_folds_library_frames_and_the_attributes_keep_them() -> None
     assert "in forward" in message  # the innermost frame is kept
 
 
+def test_a_limit_that_is_given_to_run_says_where_it_belongs(four: hpnb.Ranks) -> None:
+    def waits(timeout: float = 0.0) -> float:
+        return timeout
+
+    assert four.run(waits, timeout=3.0) == [3.0] * 4
+    with pytest.raises(TypeError, match=r"which does not take it; .* hpnb\.Ranks\(timeout=5\)"):
+        four.run(lambda: 1, timeout=5)
+    assert four.alive
+
+
 # --- modules that change ----------------------------------------------------------------------------
 
 

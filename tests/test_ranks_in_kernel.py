@@ -112,6 +112,8 @@ def test_what_the_magic_does_not_know_it_says(kernel: Kernel) -> None:
     assert "give a count" in kernel.text("%%ranks two\npass")
     assert "members of 0 to 1" in kernel.text("%%ranks 5,\npass")
     assert "SyntaxError" in kernel.text("%%ranks 2\nx = = 1")
+    assert "'abc' is no number of seconds" in kernel.text("%%ranks 2 --timeout abc\npass")
+    assert "--out a.b: give the name of a variable" in kernel.text("%%ranks 2 --out a.b\n1")
 
 
 def test_the_help_says_what_a_cell_may_say(kernel: Kernel) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import keyword
 import math
 import re
 import shlex
 import sys
-from argparse import ArgumentError, ArgumentParser
+from argparse import ArgumentError, ArgumentParser, ArgumentTypeError
 from typing import Any
 
 from IPython.core.magic import Magics, cell_magic, magics_class
@@ -17,7 +18,10 @@ from hpnb.ranks.pool import HANG_TIMEOUT, Ranks, limit_in_seconds
 
 
 def _limit(text: str) -> float:
-    return math.inf if text.lower() == "none" else float(text)
+    try:
+        return math.inf if text.lower() == "none" else float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no number of seconds, such as 30, and not none") from None
 
 
 _parser = ArgumentParser(prog="%%ranks", add_help=False, exit_on_error=False)
@@ -74,6 +78,8 @@ class RanksMagics(Magics):  # type: ignore[misc]
             raise ValueError(f"%%ranks {line}: {error}") from None
         if unknown:
             raise ValueError(f"%%ranks does not know {' '.join(unknown)}; see %%ranks?")
+        if options.out and (not options.out.isidentifier() or keyword.iskeyword(options.out)):
+            raise ValueError(f"%%ranks --out {options.out}: give the name of a variable, as in --out losses")
         count, members = _who(options.who)
         # Line 1 is the magic itself, so lines count as they stand in the cell.
         text = python_of_cell("\n" + cell, self.shell.input_transformer_manager.transform_cell)

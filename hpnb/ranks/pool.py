@@ -10,6 +10,7 @@ per rank. At the first failure it collects every rank's stack, stops the ranks a
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import sys
@@ -146,6 +147,7 @@ class Ranks:
 
     def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
         """Run `fn(*args, **kwargs)` on every rank; one result a rank. Raises as `launch` does."""
+        _refuse_limits(fn, kwargs)
         namespace = caller_namespace(sys._getframe(1).f_globals, fn)
         return self._run(namespace, self.members, fn, args, kwargs)
 
@@ -366,6 +368,22 @@ def _grace(replies: dict[int, Done | Failed | None]) -> float:
     failures = [reply for reply in replies.values() if not isinstance(reply, Done)]
     only_lost = all(reply is not None and errors.tells_of_lost_rank(reply.summary) for reply in failures)
     return _GRACE_OF_LOST if only_lost else _GRACE
+
+
+def _refuse_limits(fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    """Raise TypeError for an argument of `Ranks` that is given to `run`, whose function does not take it."""
+    names = [name for name in ("timeout", "hang_timeout", "ranks", "device") if name in kwargs]
+    try:
+        parameters = inspect.signature(fn).parameters if names else {}
+    except (TypeError, ValueError):  # it has none, or is no function
+        return
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name in names:
+        if not takes_all and name not in parameters:
+            raise TypeError(
+                f"run passes {name}={kwargs[name]!r} on to {getattr(fn, '__name__', fn)}, which does not take "
+                f"it; for the ranks it is set when they start: hpnb.Ranks({name}={kwargs[name]!r})"
+            )
 
 
 def limit_in_seconds(name: str, limit: object) -> float:

@@ -381,8 +381,8 @@ def _refuse_limits(fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
     for name in names:
         if not takes_all and name not in parameters:
             raise TypeError(
-                f"run passes {name}={kwargs[name]!r} on to {getattr(fn, '__name__', fn)}, which does not take "
-                f"it; for the ranks it is set when they start: hpnb.Ranks({name}={kwargs[name]!r})"
+                f"run passes {name}={kwargs[name]!r} on to {getattr(fn, '__name__', fn)}, which does not "
+                f"take it; for the ranks it is set when they start: hpnb.Ranks({name}={kwargs[name]!r})"
             )
 
 

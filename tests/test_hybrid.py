@@ -37,6 +37,7 @@ from hybrid_cases import (
 from rank_pools import gpu_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
 
 import hpnb
 from hpnb import HybridParallelPlugin
@@ -1173,6 +1174,83 @@ def test_how_many_microbatches() -> None:
     free = HybridParallelPlugin(pp_size=2)
     assert [free.microbatches(n) for n in (0, 5, 100)] == [1, 5, 8]
     assert HybridParallelPlugin().microbatches(100) == 1
+
+
+def step_with_loss_of_torch(loss: Any) -> str:
+    net, booster = nn.Sequential(nn.Linear(4, 4)), hpnb.Booster(HybridParallelPlugin(precision="fp32"))
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    given = torch.ones(4, 4), torch.arange(4)
+    right = booster.execute_pipeline(iter([given]), model, lambda y, one: loss(y, one[1]), optimizer)
+    assert right["loss"].isfinite()
+    return said(TypeError, lambda: booster.execute_pipeline(iter([given]), model, loss, optimizer))
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, nn.CrossEntropyLoss()], ids=str)
+def test_a_loss_of_torch_takes_targets_and_no_batch(pools: dict[int, hpnb.Ranks], loss: Any) -> None:
+    refused = on(pools, 2).run(step_with_loss_of_torch, loss)[0]
+    assert "takes a tensor of targets, and a criterion gets the whole microbatch, a tuple of 2" in refused
+    assert "loss(outputs, batch[1])" in refused
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)  # type: ignore[no-any-return]
+
+
+def step_half_used(zero_stage: int) -> str:
+    net, booster = HalfUsed(), hpnb.Booster(HybridParallelPlugin(precision="fp32", zero_stage=zero_stage))
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    return said(RuntimeError, lambda: booster.backward(model(torch.ones(2, 4)).sum(), optimizer))
+
+
+def test_parameters_without_a_gradient_have_their_names(pools: dict[int, hpnb.Ranks]) -> None:
+    for stage in (0, 1, 2):
+        assert (
+            "no gradient in this backward: unused.weight, unused.bias"
+            in on(pools, 2).run(step_half_used, stage)[0]
+        )
+
+
+def boost_twice(options: dict[str, Any]) -> str:
+    net, booster = build("vit"), hpnb.Booster(HybridParallelPlugin(precision="fp64", **options))
+    booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    return said(ValueError, lambda: booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1)))
+
+
+def test_a_model_is_boosted_once(pools: dict[int, hpnb.Ranks]) -> None:
+    for options in ({}, {"pp_size": 2}, {"tp_size": 2}, {"zero_stage": 2}, {"zero_stage": 3}):
+        refused = on(pools, 2).run(boost_twice, options)[0]
+        assert "this ViTForImageClassification has been boosted before" in refused
+
+
+def boost_unknown(options: dict[str, int], t5: bool) -> str:
+    tiny = {"num_layers": 1, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_heads": 2, "vocab_size": 16}
+    bert = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    net: Any = T5ForConditionalGeneration(T5Config(**tiny)) if t5 else BertModel(BertConfig(**bert))
+    return said(TypeError, lambda: hpnb.Booster(HybridParallelPlugin(precision="fp32", **options)).boost(net))
+
+
+@pytest.mark.parametrize("options", [{"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}], ids=str)
+def test_a_model_that_is_not_known_says_what_to_register(
+    pools: dict[int, hpnb.Ranks], options: dict[str, int]
+) -> None:
+    assert (
+        "hpnb.models.register(BertModel, parts, roles) adds it"
+        in on(pools, 2).run(boost_unknown, options, False)[0]
+    )
+    t5 = on(pools, 2).run(boost_unknown, options, True)[0]
+    assert "is an encoder and a decoder" in t5
+    assert "data parallelism and ZeRO" in t5
+
+
+def test_a_schedule_in_capitals_is_the_same() -> None:
+    plugin = HybridParallelPlugin(pp_size=2, pp_style="1F1B", num_microbatches=4)
+    assert plugin.pp_style == "1f1b"
+    assert schedules.make("ZB-H1", 2, 4) == schedules.make("zb-h1", 2, 4)
 
 
 # --- clipping as on one GPU ------------------------------------------------------------------------------

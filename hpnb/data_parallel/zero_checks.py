@@ -31,12 +31,13 @@ def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
 
 
 def trained_parameter_names(groups: Iterable[Group]) -> dict[nn.Parameter, str]:
-    """{trained parameter: its name, or its number if it has none}."""
+    """{trained parameter: its name in its group or its model (`hpnb.placement`), or its number}."""
     trained: dict[nn.Parameter, str] = {}
     count = 0
     for group in groups:
         numbers = range(count, count + len(group["params"]))
-        names = group.get("param_names") or [f"parameter {i}" for i in numbers]
+        numbered = zip(numbers, group["params"], strict=True)
+        names = group.get("param_names") or [placement_of(p, f"parameter {i}").name for i, p in numbered]
         trained.update({p: n for p, n in zip(group["params"], names, strict=True) if p.requires_grad})
         count += len(numbers)
     return trained

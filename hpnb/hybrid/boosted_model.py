@@ -32,7 +32,7 @@ from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.torch_clipping import refuse_clipping
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel import Pipeline
-from hpnb.pipeline_parallel.loss import LossReduction
+from hpnb.pipeline_parallel.loss import LossReduction, call_criterion
 from hpnb.pipeline_parallel.microbatches import (
     TARGET_NAMES,
     batch_size,
@@ -286,7 +286,7 @@ class Boosted(nn.Module):
         if self._model_loss is not None and isinstance(inputs, Mapping) and "labels" in inputs:
             model_loss, labels = self._model_loss, inputs["labels"]
             outputs = with_lazy_loss(outputs, lambda lazy: model_loss(lazy, labels))
-        return self._criterion(outputs, inputs)
+        return call_criterion(self._criterion, outputs, inputs)
 
     def _agree_on_microbatches(self, microbatches: int) -> int:
         """The same number on all replicas with ZeRO 3, because every microbatch gathers parameters."""

@@ -49,6 +49,7 @@ from hpnb.precision import Masters
 from hpnb.ranks.current_rank import device as this_device
 
 Model = nn.Module | Builder
+_boosted_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def parallelize_model(
@@ -130,6 +131,8 @@ def parallelize_model(
         if state is not None:
             boosted_optimizer.load_state_dict(state)
     _seed_dropout(plugin)
+    if isinstance(model, nn.Module):
+        _boosted_models.add(model)
     return boosted
 
 
@@ -139,6 +142,11 @@ def parallelize_model(
 def _check(plugin: HybridParallelPlugin, model: Model, optimizer: Optimizer | None) -> None:
     if isinstance(model, Boosted | DataParallel):
         raise ValueError(f"this is a {type(model).__name__}; boost the model inside")
+    if isinstance(model, nn.Module) and model in _boosted_models:
+        raise ValueError(
+            f"this {type(model).__name__} has been boosted before, which changes it in place: go on with "
+            "what that boost returned, or boost a new model"
+        )
     if not isinstance(model, nn.Module | Builder):
         raise TypeError(f"boost takes a model, not a {type(model).__name__}")
     if isinstance(model, Builder):

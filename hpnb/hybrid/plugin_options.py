@@ -85,6 +85,7 @@ class PluginOptions:
         for option in fields(self):
             if option.name not in _CHECKED_BY_LAYOUT and (kinds := _TYPES.get(str(option.type))) is not None:
                 self._check_type(option.name, kinds)
+        self.pp_style = self.pp_style.lower()
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} is no seed; use 0 to 2**63 - 1")
         if self.communication_dtype is not None and not self.communication_dtype.is_floating_point:

@@ -167,7 +167,22 @@ def registration_of(model: nn.Module) -> Registration:
     *names, last = (kind.__name__ for kind in REGISTERED)
     raise TypeError(
         f"hpnb does not know the parts of a {type(model).__name__}; it knows those of {', '.join(names)} and "
-        f"{last} (of a wrapped model, pass the model inside; hpnb.models.register adds another kind, in the "
-        "process that calls it: call it inside the function that runs on the ranks, or in the module that "
-        "defines the model; hpnb.models.check(model, batch) checks it)"
+        f"{last}. {how_to_register(model)}"
+    )
+
+
+def how_to_register(model: nn.Module) -> str:
+    """What to do about a model that is not known, as the end of a message."""
+    kind = type(model).__name__
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        return (
+            f"A {kind} is an encoder and a decoder, which are no single row of blocks, so it cannot be "
+            "registered either: use data parallelism and ZeRO, which take it as it is"
+        )
+    return (
+        "Data parallelism and ZeRO take it as it is. Of a wrapped model, pass the model inside. "
+        f"hpnb.models.register({kind}, parts, roles) adds it, in the process that calls it: call it inside "
+        "the function that runs on the ranks, or in the module that defines the model; "
+        "hpnb.models.check(model, batch) checks it, and examples/own_model.py shows how"
     )

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from hpnb.models import Anatomy, Part, anatomy
+from hpnb.models.registry import how_to_register
 from hpnb.pipeline_parallel.microbatches import TARGET_NAMES
 
 Inputs = Any  # one microbatch: a mapping, a tensor, or a tuple or list whose first item is meant
@@ -204,8 +205,7 @@ def _anatomy_of(model: nn.Module) -> Anatomy:
             kind += " that defines its own forward"
         raise TypeError(
             f"hpnb cannot cut a {kind}: pass an nn.Sequential, a model whose parts hpnb.models.anatomy "
-            "knows, or a hpnb.pipeline_parallel.Builder; of a wrapped model, pass the model inside; "
-            "hpnb.models.register adds a kind in the process that calls it, so call it on the ranks"
+            f"knows, or a hpnb.pipeline_parallel.Builder. {how_to_register(model)}"
         ) from None
 
 

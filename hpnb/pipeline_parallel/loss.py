@@ -16,7 +16,7 @@ counted everything. The `loss_reduction` of a pipeline, the same on all its rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -83,7 +83,7 @@ class BatchLoss:
 
     def __call__(self, microbatch: int, outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """(the tensor from which the backward of this microbatch starts, its gradient)."""
-        result: Any = self._function(outputs, self._inputs[microbatch])
+        result: Any = call_criterion(self._function, outputs, self._inputs[microbatch])
         value, count = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(value, torch.Tensor) or value.dim() or (result is not value and count is None):
             what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -146,6 +146,28 @@ class BatchLoss:
         if isinstance(count, torch.Tensor):
             return count.detach().to(self._device, torch.float64)
         return torch.full((), count, dtype=torch.float64, device=self._device)  # no copy to wait for
+
+
+def call_criterion(criterion: LossFunction, outputs: Any, inputs: Any) -> Any:
+    """criterion(outputs, inputs).
+
+    Raises:
+        TypeError: what it raises; and a loss of PyTorch's, which takes targets, where a batch has more.
+    """
+    try:
+        return criterion(outputs, inputs)
+    except TypeError as error:
+        of_torch = "torch.nn.functional", "torch.nn.modules.loss"
+        kind = type(criterion) if isinstance(criterion, torch.nn.Module) else criterion
+        if isinstance(inputs, torch.Tensor) or getattr(kind, "__module__", None) not in of_torch:
+            raise
+        name = getattr(kind, "__name__", str(kind))
+        targets = "batch['labels']" if isinstance(inputs, Mapping) else f"batch[{len(inputs) - 1}]"
+        raise TypeError(
+            f"{name} takes a tensor of targets, and a criterion gets the whole microbatch, a "
+            f"{type(inputs).__name__} of {len(inputs)}: pass a function that takes them out of it, such as "
+            f"lambda outputs, batch: loss(outputs, {targets}), with loss the {name}"
+        ) from error
 
 
 def _correct(

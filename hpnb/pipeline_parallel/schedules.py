@@ -41,7 +41,7 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule
     """The schedule of that name.
 
     Args:
-        name: one of `NAMES`.
+        name: one of `NAMES`, in small letters or capitals.
         stages: of the whole pipeline, so there are stages // chunks ranks.
         microbatches: 1 or more; "dualpipe-v" needs two a rank.
         chunks: stages a rank. "interleaved" and "breadth-first" give them to the ranks in turn, stage s to
@@ -54,8 +54,9 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule
     >>> schedules.make("1f1b", stages=4, microbatches=8).simulate().bubble_fraction  # 3/11
     0.2727...
     """
-    if name not in _MAKERS:
+    if not isinstance(name, str) or name.lower() not in _MAKERS:
         raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(NAMES)}")
+    name = name.lower()
     for what, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{what}={value!r} must be a whole number, 1 or more")

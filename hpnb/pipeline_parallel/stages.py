@@ -235,8 +235,9 @@ def build_stages(
 def full_state_dict(stages: Stages, axis: Axis | None, axes: Iterable[Axis] = ()) -> dict[str, torch.Tensor]:
     """{name: tensor} of the whole model on the CPU, in its order: parameters and buffers of all stages.
 
-    Every rank of the axes calls it and gets all of it, one tensor at a time. All names of a tied weight are
-    there, so the model loads it with strict=True.
+    Every rank of the axes calls it, and it returns the whole model on every rank, gathered one tensor at a
+    time: each rank's memory must hold it. All names of a tied weight are there, so the model loads it with
+    strict=True.
 
     Args:
         axis: the pipeline's, `mesh.pp`.

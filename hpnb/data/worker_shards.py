@@ -16,6 +16,7 @@ the dataset shards itself. Which of the two a dataset does shows before its firs
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -27,7 +28,6 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-import hpnb
 from hpnb.data.batch_agreement import sample_digest
 
 _FIRST = 8  # samples that ranks compare
@@ -150,6 +150,7 @@ def _noting_rank(info: _ReplicaWorkerInfo) -> Iterator[None]:
 
         return noted
 
+    hpnb = sys.modules["hpnb"]  # its own rank() and world_size() are asked as often
     names = ((dist, "get_rank"), (dist, "get_world_size"), (hpnb, "rank"), (hpnb, "world_size"))
     before = [(module, name, getattr(module, name)) for module, name in names]
     for module, name, ask in before:

@@ -11,6 +11,7 @@ they are: to all of them it is a layer whose output is one number.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -135,6 +136,17 @@ class _ModelLossSum:
         return loss
 
 
+def _check_sums(loss_function: Any) -> None:
+    """A function that ignores the count would return a mean for each chunk, and the loss be their sum."""
+    taken = inspect.signature(loss_function).parameters
+    if lost := [name for name in ("num_items_in_batch", "shift_labels") if name not in taken]:
+        raise ValueError(
+            f"the model's loss_function {getattr(loss_function, '__name__', loss_function)} takes no "
+            f"{' and no '.join(lost)}, by which a loss in chunks asks for the sum over a chunk of targets: "
+            "let it take both, as transformers' ForCausalLMLoss does, or use loss_chunk=0"
+        )
+
+
 class _ChunkedLossHooks:
     """Everything that `chunk_loss` puts around a model and its output layer."""
 
@@ -142,6 +154,7 @@ class _ChunkedLossHooks:
         loss_function = vars(model).get("_loss_function")  # of sharded logits, or the user's
         self.loss_sum: LossSum = cross_entropy_sum
         if loss_function is not None:
+            _check_sums(loss_function)
             self.loss_sum = _ModelLossSum(loss_function, model.config.vocab_size)
         head = ChunkedHead(model.lm_head, chunk, self.loss_sum, recompute, backend)
         self.head = model.lm_head.forward = head

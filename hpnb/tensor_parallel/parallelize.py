@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -350,7 +350,9 @@ def _keep_logits_sharded(
         loss: torch.Tensor = replaced(gather(logits), *args, **options)
         return loss
 
-    loss_function: Callable[..., torch.Tensor] = loss_of_shards if replaced is None else loss_of_gathered
+    loss_function: Callable[..., torch.Tensor] = loss_of_shards
+    if replaced is not None:
+        loss_function = wraps(replaced)(loss_of_gathered)  # with its name and its parameters
 
     def finish_outputs(outputs: Any, inputs: Inputs) -> Any:
         labels = inputs.get("labels")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import pickle
 import shutil
@@ -295,6 +296,13 @@ def test_positions_are_interpolated_to_another_image_size(folders: Path, side: i
     wanted = oracle(x, interpolate_pos_encoding=True).logits
     assert float((model(x).logits - wanted).detach().norm() / wanted.detach().norm()) < 1e-6
     assert same(model.vit.layers, oracle.vit.layers)
+
+
+def test_a_size_with_other_images_than_the_weights_says_which_are_kept(folders: Path) -> None:
+    source, other = str(folders / "whole"), dataclasses.replace(TINY, image=32)
+    with pytest.warns(UserWarning, match=r"16 pixels and keeps them, .* pass image_size=32 to resize"):
+        kept = vit(other, classes=4, pretrained=source)
+    assert kept.config.image_size == TINY.image
 
 
 def test_what_is_loaded_saves_and_loads_again(folders: Path, tmp_path: Path) -> None:

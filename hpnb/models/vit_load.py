@@ -6,6 +6,7 @@ positions, enlarged or shrunk as a picture.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +50,14 @@ def load(
         head=HEAD,
         is_block_weight=lambda name: ".layer" in name,
     )
-    if image_size is None or image_size == model.config.image_size:
+    side = model.config.image_size
+    if image_size is None and isinstance(requested, ViTSize) and requested.image != side:
+        warnings.warn(
+            f"{source} was trained with images of {side} pixels and keeps them, although the size asks for "
+            f"{requested.image}: pass image_size={requested.image} to resize its positions, or {side}",
+            stacklevel=3,
+        )
+    if image_size is None or image_size == side:
         return model
     return _resized(model, image_size)
 

@@ -94,7 +94,7 @@ def is_stale(nb: Any) -> str | None:
 
 
 def hardware_here() -> str:
-    """What ranks run on here by default: the GPUs, one of which ranks can share, otherwise the CPU's cores."""
+    """What ranks run on here by default: the GPUs (ranks can share one), otherwise the CPU's cores."""
     if torch.cuda.device_count():  # asks the driver only
         # In a child: a context of this process would take GPU memory from the notebook that runs next.
         done = subprocess.run([sys.executable, "-c", _GPU_NAMES], capture_output=True, text=True, check=True)

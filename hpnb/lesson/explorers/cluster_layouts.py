@@ -72,9 +72,9 @@ def _readings(
             cut: (sum(cluster_parts(run, cluster, plan).values()), cluster_memory(run, plan) <= _MEMORY)
             for cut, plan in plans.items()
         }
-        figure = plan_at_scale.layout_map(
-            steps, node, title=f"predicted · seconds: {model}, {gpus:,} A100s, {network}", text=not fast
-        )
+        title = f"predicted · seconds: {model}, {gpus:,} A100s, {network}"
+        setting = f"{batch:,} samples a step, {'' if run.recompute else 'no '}recomputation, ZeRO {zero}"
+        figure = plan_at_scale.layout_map(steps, node, title, setting, text=not fast)
         which = "the fastest that fits" if memory <= _MEMORY else "nothing fits, the fastest"
         alt = f"A map over tp and pp of {len(plans)} layouts; {which} is {best}, {number(step, 's')} a step."
         return figure, alt

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from hpnb.plot.canvas import SMALL, TEXT, Key, boxes, new_figure
+from hpnb.plot.canvas import SMALL, TEXT, Key, boxes, new_figure, panel_title
 from hpnb.plot.curves import CurvePanel, Look, Series, count, curves, log_ticks, looks, rule
 from hpnb.plot.grammar import ALARM, CARD, INK, RULE, SERIES, SOFT, OpStyle, ink_on, mix
 from hpnb.plot.units import number
@@ -19,51 +19,35 @@ _BAND, _UNIT = 0.1, "TFLOP/s per GPU"
 def calibration(
     points: Mapping[str, tuple[float, float]], fitted: str, title: str = "published and predicted"
 ) -> Figure:
-    """Published speeds beside predicted ones: on the diagonal a prediction is right, in the band nearly so.
-
-    The run that the prediction was fitted to is hollow, because it proves nothing.
+    """Published speeds of runs, in order, beside predicted ones, with a band around the predictions.
 
     Args:
         points: {name: (published, predicted)}.
-        fitted: the name of the one that was fitted.
+        fitted: the name of the run that the prediction was fitted to, which proves nothing.
 
     Raises:
         ValueError: no such point.
     """
     if fitted not in points:
         raise ValueError(f"{fitted!r} is no point; there are {', '.join(points)}")
-    look = Look(SERIES[0][0])
+    x = np.arange(len(points))
+    published, predicted = (np.array([pair[i] for pair in points.values()]) for i in (0, 1))
     others = [pair for name, pair in points.items() if name != fitted]
-    within = sum(abs(predicted / published - 1) <= _BAND for published, predicted in others)
-    series = [
-        Series("fitted" if name == fitted else "predicted", [published], [predicted], look,
-               "hollow" if name == fitted else "dots", name)
-        for name, (published, predicted) in points.items()
-    ]  # fmt: skip
-    keys = [Key(OpStyle(look.color, "", "predicted"), "dot"),
-            Key(OpStyle(look.color, "", "fitted"), "hollow"),
-            Key(OpStyle(RULE, "", f"within {100 * _BAND:.0f} %"), "flat")]  # fmt: skip
-    words = f"{within} of {len(others)} that were not fitted are within {100 * _BAND:.0f} %"
-    panel = CurvePanel(series, f"predicted, {_UNIT}", height=3.0, title=words, xlabel=f"published, {_UNIT}")
-    fig = curves([panel], title=title, keys=keys, right=1.7, left=0.75)
+    within = sum(abs(seen / told - 1) <= _BAND for seen, told in others)
+    dots, hollow = (Look(SERIES[i][0], SERIES[i][1]) for i in (0, 1))
+    series = [Series("predicted", list(x), list(predicted), hollow, "hollow"),
+              Series("published", list(x), list(published), dots, "dots")]  # fmt: skip
+    words = f"{within} of {len(others)} that were not fitted are within {100 * _BAND:.0f} % of the prediction"
+    below = f"parameters of the model; {fitted} is the one that was fitted"
+    panel = CurvePanel(series, _UNIT, height=2.6, title=words, xlabel=below)
+    band = Key(OpStyle(RULE, "", f"within {100 * _BAND:.0f} % of predicted"), "flat")
+    fig = curves([panel], title=title, more_keys=[band])
     (ax,) = fig.axes
-    low = 0.9 * min(min(pair) for pair in points.values())
-    high = 1.08 * max(max(pair) for pair in points.values())
-    line = np.array([low, high])
-    ax.fill_between(line, line * (1 - _BAND), line * (1 + _BAND), color=RULE, zorder=1).set_label("band")
-    ax.plot(line, line, color=SOFT, linewidth=1.0, zorder=2)
-    ax.grid(False)
-    # Names stand in a column at the right, in the order of their heights, so that none covers another.
-    names = sorted(points, key=lambda name: points[name][1])
-    heights = np.linspace(low + 0.1 * (high - low), high - 0.12 * (high - low), len(names))
-    for name, height in zip(names, heights, strict=True):
-        published, predicted = points[name]
-        words = f"{name}, fitted" if name == fitted else f"{name}, ratio {published / predicted:.3f}"
-        ax.annotate(words, (published, predicted), (high * 1.012, height), "data", "data", size=TEXT,
-                    color=INK, va="center", annotation_clip=False, zorder=3,
-                    arrowprops={"arrowstyle": "-", "color": SOFT, "linewidth": 0.7, "shrinkB": 5,
-                                "relpos": (0.0, 0.5)})  # fmt: skip
-    ax.set(xlim=(low, high), ylim=(low, high))
+    low, high = predicted * (1 - _BAND), predicted * (1 + _BAND)
+    ax.bar(x, high - low, 0.6, low, color=RULE, zorder=1, label="band")
+    ax.set_xticks(x, list(points), size=TEXT)
+    ax.set_ylim(0.97 * min(*low, *published), 1.02 * max(*high, *published))
+    ax.grid(False, axis="x")
     return fig
 
 
@@ -90,7 +74,7 @@ def goodput(
     """
     if strange := (set(simulated) | set(marks)) - set(below):
         raise ValueError(f"{', '.join(sorted(strange))} is no curve below; there are {', '.join(below)}")
-    look = looks([*above, *below])
+    look = {name: Look(style.color) for name, style in looks([*above, *below]).items()}
 
     def series(shares: Mapping[str, Curve], kind: str = "") -> list[Series]:
         return [
@@ -98,15 +82,17 @@ def goodput(
             for name, (x, y) in shares.items()
         ]
 
-    keys = [Key(OpStyle(SOFT, "", "dots: simulated failure by failure"), "words")]
+    simulation = Key(OpStyle(SOFT, "", "simulated failure by failure"), "dot", marker="o")
+    keys = [Key(OpStyle(look[name].color, "", name), "line") for name in look]
     say = "training, % of time"
     panels = [
-        CurvePanel(series(above), say, "x", 1.6, "saving as often as is best, predicted", "GPUs"),
+        CurvePanel(series(above), say, "x", 1.6,
+                   "saving as often as is best, predicted; the faster the saves, the higher", "GPUs"),
         CurvePanel(series(below) + series(simulated, "simulated: "), say, "x", 1.6,
                    "saving more and less often, predicted and simulated",
                    "seconds of training between saves; dotted: sqrt(2 D M)"),
     ]  # fmt: skip
-    fig = curves(panels, title=title, more_keys=keys, gap=0.75)
+    fig = curves(panels, title=title, keys=[*keys, simulation], gap=0.75)
     for ax in fig.axes:
         ax.set_ylim(0, 100)
         log_ticks(ax.xaxis, count)
@@ -123,7 +109,9 @@ _WORST = 2.0  # times the best: whatever is slower has the darkest colour
 _ROW = 0.26  # inches
 
 
-def layout_map(cells: Cells, node: int, title: str = "seconds of a step", text: bool = True) -> Figure:
+def layout_map(
+    cells: Cells, node: int, title: str = "seconds of a step", setting: str = "", text: bool = True
+) -> Figure:
     """A map of layouts: stages upwards, tp to the right, a step's time in each cell.
 
     A cell is the darker, the longer its step takes than the fastest that fits, which has a ring. Hatched
@@ -131,6 +119,7 @@ def layout_map(cells: Cells, node: int, title: str = "seconds of a step", text: 
 
     Args:
         node: ranks of a node.
+        setting: what holds for all cells, above them.
         text: False leaves the numbers out, for a redraw that must be quick.
 
     Raises:
@@ -148,7 +137,10 @@ def layout_map(cells: Cells, node: int, title: str = "seconds of a step", text: 
         Key(OpStyle(SOFT, "////", "out of memory"), "hatch"),
         Key(OpStyle(ALARM, "", f"a node of {node} ends", "", "--"), "line"),
     ]
-    fig, (ax,) = new_figure([_ROW * max(4, len(stages))], title=title, legend=keys, head=0.16, left=0.8)
+    fig, (ax,) = new_figure([_ROW * max(4, len(stages))], title=title, legend=keys,
+                           head=0.3 if setting else 0.16, left=0.8)  # fmt: skip
+    if setting:
+        panel_title(ax, setting)
     places = [(widths.index(t), stages.index(p), 1.0, 1.0) for p, t in cells]
     slowness = [(seconds / least - 1) / (_WORST - 1) for seconds, _ in cells.values()]
     colors = [mix(_FAST, _SLOW, min(1.0, max(0.0, slow))) for slow in slowness]
@@ -168,7 +160,8 @@ def layout_map(cells: Cells, node: int, title: str = "seconds of a step", text: 
     ax.set_xticks([i + 0.5 for i in range(len(widths))], [str(t) for t in widths], size=TEXT)
     ax.set_yticks([i + 0.5 for i in range(len(stages))], [str(p) for p in stages], size=TEXT)
     ax.tick_params(length=0)
-    ax.set_xlabel("tp, ranks that share a layer")
+    blank = "; blank cells cannot be run" if len(cells) < len(stages) * len(widths) else ""
+    ax.set_xlabel(f"tp, ranks that share a layer{blank}")
     ax.set_ylabel("pp, stages")
     beyond = min((seconds for (_, t), seconds in fitting.items() if t > node), default=None)
     if best:

@@ -33,7 +33,7 @@ MACHINES = {  # GPUs, bytes of one that are free, bf16, FLOP/s of one in 16-bit 
 
 def share_of(machine: str, ranks: int) -> RankShare:
     gpus, free, bf16, rate = MACHINES[machine]
-    on_gpu = gpu_limits.ranks_on_gpu(ranks, gpus)
+    on_gpu = -(-ranks // max(1, gpus))
     return RankShare(ranks, "cuda", free / on_gpu - CONTEXT, on_gpu, bf16, rate / on_gpu)
 
 
@@ -248,6 +248,8 @@ def test_a_full_gpu_is_described_by_who_holds_what() -> None:
     assert "2.15 GB" in text
     assert "1.00 GB" in text
     assert "3.00 GB" in text
+    assert "ranks on this GPU" not in text
+    assert "3.00 GB, its part of 2 ranks on this GPU" in out_of_memory.describe("", 1e9, 3e9, mine, 2)
     assert "(200, 300) float32, parameters" in text
     words = "Tried to allocate 1.00 GiB. Of the allocated memory 2.00 GiB is allocated by PyTorch, and 1 MiB"
     assert "2.15 GB were in use" in out_of_memory.describe(words, 1e9, 3e9, mine)

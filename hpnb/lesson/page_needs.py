@@ -281,7 +281,8 @@ NEEDS: dict[str, PageNeed] = {
     ),
     "01.wide": PageNeed(
         "images a rank", Trial(SMALL_VIT, 96),
-        _wide(*((h, n) for h in (4096, 2048, 1024) for n in (64, 32, 16))), _replica, _steps(48, False), 60.0,
+        _wide(*((h, n) for h in (4096, 2048, 1024, 512) for n in (64, 32, 16))), _replica,
+        _steps(48, False), 60.0,
     ),
     "02": PageNeed(
         "images", Trial(SMALL_VIT, 16), _vits(*_WHOLE_BATCH), _pipelines, _steps(105, True)

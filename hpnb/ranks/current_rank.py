@@ -22,6 +22,7 @@ class _CurrentRank:
     world_size: int = 1
     device: torch.device | None = None
     shares_gpu: bool = False
+    ranks_on_gpu: int = 1
 
 
 current = _CurrentRank()

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 
 import torch
 
+from hpnb.ranks.current_rank import current
+
 OUTSIDE_THE_ALLOCATOR = 0.75e9  # bytes of a rank's CUDA context and communication buffers, about
 
 
@@ -41,11 +43,6 @@ def bf16_denied() -> bool:
     return os.environ.get("HPNB_NO_BF16", "").strip() not in ("", "0")
 
 
-def ranks_on_gpu(ranks: int, gpus: int) -> int:
-    """How many of `ranks` ranks lie on the fullest of `gpus` GPUs."""
-    return -(-ranks // max(1, gpus))
-
-
 def limit_gpu_memory(device: torch.device, ranks: int) -> None:
     """Hold this process's allocator to its share of the GPU. A rank that needs more then runs out of memory
     itself, and not the rank beside it.
@@ -54,6 +51,7 @@ def limit_gpu_memory(device: torch.device, ranks: int) -> None:
         device: of this rank; on a CPU nothing is limited.
         ranks: how many lie on this GPU. One that has it alone is held to HPNB_GPU_MEMORY_GB, if that is set.
     """
+    current.ranks_on_gpu = ranks
     limit = gpu_memory_limit()
     if device.type != "cuda" or (limit is None and ranks == 1):
         return

@@ -1,6 +1,6 @@
 """What a rank says when its GPU is full: who holds what, and what would fit, in place of a traceback.
 
-    1.20 GB more do not fit: 6.90 GB were in use by this rank, of 7.50 GB
+    1.20 GB more do not fit: 6.90 GB were in use by this rank, of 7.50 GB, its part of 2 ranks on this GPU
         2.62 GB   (2048, 8192) bfloat16, parameters
         1.31 GB   (2048, 8192) bfloat16, gradients
         2.97 GB   smaller tensors, activations that autograd held, and what was freed as the call ended
@@ -35,10 +35,12 @@ def reading(error: BaseException) -> str | None:
     total = torch.cuda.get_device_properties(device).total_memory
     limited = gpu_memory_limit() or current.shares_gpu
     fraction = torch.cuda.get_per_process_memory_fraction(device) if limited else 1.0
-    return describe(str(error), in_use, fraction * total, live_tensors("cuda"))
+    return describe(str(error), in_use, fraction * total, live_tensors("cuda"), current.ranks_on_gpu)
 
 
-def describe(message: str, in_use: float, capacity: float, groups: Counter[Group]) -> str:
+def describe(
+    message: str, in_use: float, capacity: float, groups: Counter[Group], ranks_on_gpu: int = 1
+) -> str:
     """The reading in lines.
 
     Args:
@@ -46,12 +48,15 @@ def describe(message: str, in_use: float, capacity: float, groups: Counter[Group
         in_use: bytes that this rank's tensors take now.
         capacity: bytes of the GPU, or of the part that this process may use.
         groups: bytes of the tensors that are alive.
+        ranks_on_gpu: how many ranks share the GPU.
     """
     asked = _ASKED.search(message)
     more = f"{float(asked[1]) * _UNITS[asked[2]] / 1e9:.2f} GB more do" if asked else "the next tensor does"
     if held := _HELD.search(message):
         in_use = max(in_use, float(held[1]) * _UNITS[held[2]])
-    lines = [f"{more} not fit: {in_use / 1e9:.2f} GB were in use by this rank, of {capacity / 1e9:.2f} GB"]
+    shared = f", its part of {ranks_on_gpu} ranks on this GPU" if ranks_on_gpu > 1 else ""
+    used = f"{in_use / 1e9:.2f} GB were in use by this rank, of {capacity / 1e9:.2f} GB{shared}"
+    lines = [f"{more} not fit: {used}"]
     for (category, shape, dtype), nbytes in groups.most_common(_MOST):
         lines.append(f"    {nbytes / 1e9:6.2f} GB   {_shape(shape)} {dtype}, {category}")
     if (rest := in_use - sum(nbytes for _, nbytes in groups.most_common(_MOST))) > 0:

@@ -97,7 +97,7 @@ def by_layout(
         legs: (words for the layout, the loss of each of its steps), in order.
         alone: the losses of one process, drawn beneath.
         whose: what `alone` is called, where it is of another run.
-        run: what the legend calls the run, where legs are no layouts.
+        run: what the legend calls the run, where legs are no layouts; "" leaves it out.
 
     Raises:
         ValueError: nothing to draw, or another number of losses for one process.
@@ -111,7 +111,9 @@ def by_layout(
         first = max(0, starts[i] - 1) if leg else starts[i]  # a curve has no gaps: from the last step before
         x = range(first + 1, starts[i + 1] + 1)
         series.append(Series(name, x, losses[first : starts[i + 1]], Look(*SERIES[i % len(SERIES)])))
-    keys = [Key(OpStyle(INK, "", run), "line")] + ([Key(ONE, "line", whose)] if alone else [])
+    keys = ([Key(OpStyle(INK, "", run), "line")] if run else []) + (
+        [Key(ONE, "line", whose)] if alone else []
+    )
     heading = title if title is not None else "one run, several layouts"
     fig = curves([CurvePanel(series, "loss", height=2.3, xlabel="step")], title=heading, keys=keys,
                  caption=caption, left=0.72, head=0.62)  # fmt: skip

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SAMPLES, BETWEEN = 128, "Ethernet 100 Gb"
-MAX_RANKS = 128
+MAX_RANKS, _PAIR = 128, 2  # samples of a microbatch of the layouts that the knobs did not choose
 _SIZES = (1, 2, 4, 8, 16)
 
 KNOBS: Knobs = {
@@ -48,7 +48,7 @@ def _other_layouts(ranks: int) -> dict[str, tuple[float, float]]:
     task = gpt2_xl_task(SAMPLES, BETWEEN)
     return {
         str(plan): (layout_memory(task, plan), task.tokens / sum(layout_parts(task, plan).values()))
-        for plan in task_layouts(task, ranks, 2, (0, 1))
+        for plan in task_layouts(task, ranks, _PAIR, (0, 1))
     }
 
 
@@ -76,9 +76,9 @@ def _readings(
         name = f"{plan}, m {task.microbatches(plan)}"
         figure = gpt2_hybrid.choices(
             {**_other_layouts(ranks), name: (memory, task.tokens / step)},
-            chosen={name: "" if memory <= cap * 1e9 else "does not fit"},
+            chosen={name: "chosen" if memory <= cap * 1e9 else "chosen, does not fit"},
             capacity=cap * 1e9,
-            title=f"predicted · GPT-2 XL on {ranks} ranks on nodes of {NODE}: layouts to choose from",
+            title=f"predicted · GPT-2 XL on {ranks} ranks, nodes of {NODE}, microbatches of {_PAIR} samples",
             text=not fast,
             labels=("predicted", ""),
         )

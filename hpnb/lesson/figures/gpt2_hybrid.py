@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.transforms import offset_copy
 
 from hpnb.plot.bars import Bar, BarPanel, bars
 from hpnb.plot.canvas import SMALL, Key, text_inches
 from hpnb.plot.curves import CurvePanel, Kind, Look, Series, curves, rule
-from hpnb.plot.grammar import ALARM, AXIS, CARD, INK, RULE, SERIES, SOFT, STYLE, OpStyle
+from hpnb.plot.grammar import ALARM, AXIS, INK, SERIES, SOFT, STYLE, OpStyle
 from hpnb.plot.memory import CAPACITY
 from hpnb.plot.units import byte_count, bytes_unit, seconds
 
@@ -35,7 +37,7 @@ def waterfall(
         |==computing==|//bubble//|tp|dp|opt|        bar    measured (or replayed), mean over the ranks
                      ^           ^  ^  ^   ^        ticks  where each of them ends by the prediction
 
-    The last tick, which is longer, is the whole predicted step.
+    The last tick, which is thick, is the whole predicted step; it covers that of the optimizer.
 
     Args:
         measured: {layout: {part of STEP: seconds}}.
@@ -47,7 +49,9 @@ def waterfall(
         told = (predicted or {}).get(name)
         ticks = list(accumulate(told.get(part, 0.0) for part in present)) if told else []
         rows[name] = [Bar(parts, words=seconds(sum(parts.values())), ticks=ticks)]
-    keys = [Key(OpStyle(INK, "", "where each part ends, predicted"), "line")] if predicted else []
+    keys = [
+        Key(OpStyle(INK, "", "predicted end of a part (thin) and of the step (thick)"), "dot", marker="|")
+    ] if predicted else []  # fmt: skip
     heading = title if title is not None else "where each millisecond of a step went"
     panel = BarPanel(rows, "s", "a step ({unit}), mean over the ranks", row_inches=0.3)
     return bars([panel], STEP, title=heading, more_keys=keys, caption=caption, right=0.75)
@@ -55,6 +59,7 @@ def waterfall(
 
 Points = Mapping[str, tuple[float, float]]  # {layout: (bytes, tokens a second)}
 _MANY = 12  # dots, with more of which not all can have their names
+_LONG = 24  # characters of a name, with more of which it is in two lines
 _MEASURED, _PREDICTED = Look(SERIES[0][0], "o"), Look(SERIES[2][0], "s")
 
 
@@ -74,7 +79,7 @@ def choices(
 
     Args:
         measured, predicted: {layout: (bytes at its peak, tokens a second)}, filled and hollow dots.
-        chosen: {layout: whose choice, for its label}, in a ring.
+        chosen: {layout: what it is, for its label}, in a ring.
         capacity: bytes of a device, a dashed line.
         text: False names nothing but what was chosen. Where there are many, the frontier alone has names.
         labels: of the two series, for the legend.
@@ -105,27 +110,42 @@ def choices(
               series_of(labels[0], at.values(), _MEASURED, "dots")]  # fmt: skip
     series += [series_of(labels[1], hollow.values(), _PREDICTED, "hollow")] if told else []
     keys = [each.key for each in (*series[1:], series[0])]
-    keys += [Key(OpStyle(ALARM, "", "chosen"), "hollow")] if picks else []
     keys += [Key(CAPACITY, "line", f"capacity {byte_count(capacity)}")] if capacity else []
     heading = title if title is not None else "memory and speed of layouts"
-    panel = CurvePanel(series, f"{prefix}tokens a second", height=3.2,
+    panel = CurvePanel(series, f"{prefix}tokens a second", height=3.7,
                        xlabel=f"peak memory of the fullest rank ({unit})")  # fmt: skip
     fig = curves([panel], title=heading, keys=keys, caption=caption, left=0.75, right=0.3)
     (ax,) = fig.axes
     right = max(*(held for held, _ in every), capacity or 0.0) / size * 1.12
     ax.set(xlim=(0, right), ylim=(0, most / scale * 1.18))
     for name in told.keys() & measured.keys():
-        ax.plot(*zip(at[name], hollow[name], strict=True), color=RULE, linewidth=1.2, zorder=2)
+        ax.plot(*zip(at[name], hollow[name], strict=True), color=_PREDICTED.color, linewidth=1.0, zorder=2)
     for name in picks:
         (ring,) = ax.plot(*at[name], marker="o", markersize=15, linestyle="none", markerfacecolor="none")
         ring.set(markeredgecolor=ALARM, markeredgewidth=2.0, label=f"chosen: {name}")
     few = len(at) <= _MANY
     shown = {n: at[n] for n in at if n in picks or (text and (few or n in front))}
-    _name_points(ax, shown, [*at.values(), *hollow.values()], picks)
+    line = [at[name] for name in front]
+    marks = [*at.values(), *hollow.values(), *(p for ends in pairwise(line) for p in _along(*ends))]
+    if capacity:
+        marks += _along((capacity / size, 0), (capacity / size, most / scale * 1.18))
+    _name_points(ax, shown, marks, picks, 60 if few else 36)
+    for drawn in ax.get_lines():
+        if len(drawn.get_xdata()) > 1:  # type: ignore[arg-type]
+            drawn.set_label(f"_{drawn.get_label()}")  # the label of the figure says it
+    names = "; ".join(f"{name} at {at[name][0]:.3g} {unit} and {at[name][1]:.3g}" for name in front)
+    fig.set_label(f"On the frontier, with {prefix}tokens a second: {names}")
     if capacity:
         rule(ax, capacity / size, "capacity", CAPACITY.color, CAPACITY.line)
         ax.axvspan(capacity / size, right, color="#FBEDE6", zorder=0, linewidth=0)
     return fig
+
+
+def _along(start: tuple[float, float], end: tuple[float, float]) -> list[tuple[float, float]]:
+    """Points of a straight line."""
+    return [
+        (start[0] + k / 40 * (end[0] - start[0]), start[1] + k / 40 * (end[1] - start[1])) for k in range(41)
+    ]
 
 
 def frontier_of(points: Points) -> list[str]:
@@ -145,8 +165,12 @@ def _name_points(
     points: Mapping[str, tuple[float, float]],
     marks: Sequence[tuple[float, float]],
     picks: Mapping[str, str],
+    reach: float,
 ) -> None:
-    """Words beside the dots, each where it covers no other: above, else below, else further, with a line."""
+    """Words beside the dots, each where it covers nothing and up to `reach` points away, then with a line.
+
+    What was picked has what it is above its name. A name without room is left out.
+    """
     (left, right), (low, high), place = ax.get_xlim(), ax.get_ylim(), ax.get_position()
     fig_inches = ax.figure.get_size_inches()  # type: ignore[union-attr]
     wide, tall = place.width * fig_inches[0] * 72, place.height * fig_inches[1] * 72
@@ -154,26 +178,39 @@ def _name_points(
     def in_points(mark: tuple[float, float]) -> tuple[float, float]:
         return (mark[0] - left) / (right - left) * wide, (mark[1] - low) / (high - low) * tall
 
-    taken: list[Rect] = [(x - 5, y - 5, x + 5, y + 5) for x, y in map(in_points, marks)]
+    taken: list[Rect] = [(x - 4, y - 4, x + 4, y + 4) for x, y in map(in_points, marks)]
     for name in sorted(points, key=lambda n: n not in picks):
-        words = f"{name} ({picks[name]})" if picks.get(name) else name
+        halves = name.split(", ", 1) if name in picks else name.rsplit(", ", 1)
+        words = ",\n".join(halves) if len(name) > (14 if name in picks else _LONG) else name
+        words = f"{picks[name]}:\n{words}" if picks.get(name) else words
         weight = "bold" if name in picks else "normal"
-        length = 72 * text_inches(words, SMALL, weight)
+        length = max(72 * text_inches(part, SMALL, weight) for part in words.split("\n"))
+        depth = 11.5 * (1 + words.count("\n"))
         x, y = in_points(points[name])
-        for dx, dy in (
-            (dx, dy) for dy in (5, -13, 17, -25, 29, -37, 41, -49, 53, -61) for dx in (7, -7 - length)
-        ):
-            box = (x + dx, y + dy, x + dx + length, y + dy + 10)
-            inside = box[0] > 0 and box[2] < wide + 10 and box[1] > 0 and box[3] < tall + 4
-            if inside and not any(_overlap(box, other) for other in taken):
+        sides, gaps = (7.0, -7 - length, -length / 2), range(5, int(2 * reach if name in picks else reach), 5)
+        spots: list[Any] = []  # what each covers, and then what it is
+        for dx, dy in ((dx, dy) for gap in gaps for dy in (gap, -gap - depth + 2) for dx in sides):
+            box = (x + dx, y + dy, x + dx + length, y + dy + depth)
+            if not (box[0] > 0 and box[2] < wide + 10 and box[1] > 0 and box[3] < tall + 4):
+                continue
+            leader = [(x, y), (x + max(dx, min(0.0, dx + length)), y + (dy if dy > 0 else dy + depth))]
+            far = abs(dy if dy > 0 else dy + depth) > 9
+            thread = _along(*leader) if far else []
+            crossed = [(a, b, a, b) for a, b in thread if max(abs(a - x), abs(b - y)) > 6]
+            covered = sum(_overlap(one, other) for one in (box, *crossed) for other in taken)
+            spots.append((covered, len(spots), dx, dy, box, leader if far else [], crossed))
+            if not covered:
                 break
-        else:
+        if not spots or (min(spots)[0] and name not in picks):
             continue  # no room: the table has it
-        taken.append(box)
-        far = {"arrowstyle": "-", "color": RULE, "linewidth": 0.7} if abs(dy) > 13 else None
-        ax.annotate(words, points[name], (dx, dy), "data", "offset points", size=SMALL, weight=weight,
-                    arrowprops=far, color=INK if name in picks else SOFT, zorder=6,
-                    bbox={"facecolor": CARD, "edgecolor": "none", "alpha": 0.7, "pad": 0.6})  # fmt: skip
+        _, _, dx, dy, box, leader, crossed = min(spots)
+        taken += [box, *crossed]
+        where = offset_copy(ax.transData, ax.figure, dx, dy, units="points")  # type: ignore[arg-type]
+        ax.text(*points[name], words, size=SMALL, weight=weight, color=INK if name in picks else SOFT,
+                zorder=6, transform=where, linespacing=1.1, va="bottom")  # fmt: skip
+        if leader:
+            ends = [(left + a / wide * (right - left), low + b / tall * (high - low)) for a, b in leader]
+            ax.plot(*zip(*ends, strict=True), color=SOFT, linewidth=0.7, zorder=2)
 
 
 def _overlap(a: Rect, b: Rect) -> bool:

@@ -72,13 +72,13 @@ lesson.record("00.ran", {"ranks": N, "backend": here.backend})
 # ```
 #
 # No rank can read another rank's memory, so whatever they share has to be sent. A *backend* carries the bytes: NCCL
-# between GPUs, gloo between processes on the CPU. This page ran <data value="00.ran.ranks">4</data> ranks over <data value="00.ran.backend">gloo</data>.
+# between GPUs, gloo on CPUs. This page ran <data value="00.ran.ranks">4</data> ranks over <data value="00.ran.backend">gloo</data>.
 #
 # <details><summary>Words of the banner and of the cells</summary>
 #
-# *Contended*: ranks share cores, so measured times include waiting for a core. *Replayed* and *simulated*: the
-# communication times come from a formula, and the title says so. `lesson.record` and `lesson.ledger` save numbers for
-# this text and for later pages. An `identity` is a prediction that must hold exactly.
+# `hpnb` is the library of this series. *Contended*: ranks share cores, so measured times include waiting for a core.
+# *Replayed* and *simulated*: the communication times come from a formula, and the title says so. `lesson.record` and
+# `lesson.ledger` save numbers for this text and for later pages. An `identity` is a prediction that must hold exactly.
 # </details>
 #
 # The cell magic `%%ranks` runs a cell on every rank. The first such cell starts the processes, and they stay for the
@@ -104,8 +104,8 @@ N * x
 # as `x`, stays on that rank, and the notebook does not see it.
 # </details>
 #
-# The second way is `hpnb.launch(function, ranks=N)`. It starts fresh processes, runs the function on each of them, and
-# returns a list with one result from each rank.
+# `%%ranks` is one way to run code on ranks. The other is `hpnb.launch(function, ranks=N)`. It starts fresh processes,
+# runs the function on each of them, and returns a list with one result from each rank.
 #
 # <details><summary>In your tools: starting ranks</summary>
 #
@@ -130,20 +130,20 @@ N * x
 #
 # How do ranks send? In pairs, with a send and a receive; or, more often, by a *collective*: an operation that all
 # ranks of a group call together. A *group* is a list of ranks with message channels of its own; the default
-# group is all ranks. The table is for n ranks and a tensor of S bytes. Its last column is for a ring, which the next
-# section explains.
+# group is all ranks. The table is for n ranks and a tensor of S bytes. Its last column counts the fewest bytes that
+# do; the next section shows how a ring gets by with them.
 #
-# | collective | each rank passes | each rank gets | bytes that leave a rank |
+# | collective | input of each rank | each rank gets | bytes that leave a rank |
 # |---|---|---|---|
-# | broadcast | S on one rank only | a copy of S | (n-1)/n S on average |
+# | broadcast | S on one rank, nothing on the others | a copy of S | (n-1)/n S on average |
 # | reduce-scatter | S | its shard of the sum, S/n | (n-1)/n S |
 # | all-gather | its shard, S/n | all shards, S | (n-1)/n S |
 # | all-reduce | S | the sum, S | 2(n-1)/n S |
 # | all-to-all | n pieces of S/n | one piece from every rank | (n-1)/n S |
 # | barrier | nothing | a return, once all have called it | 0 |
 #
-# A *shard* is the n-th part of a tensor that one rank keeps. The cell runs two of these collectives in plain
-# `torch.distributed`, and draws the numbers that every rank held.
+# A *shard* is one of n equal parts of a tensor, and each rank keeps one. The cell runs two of these collectives in
+# plain `torch.distributed`, and draws the numbers that every rank held.
 
 
 # %%
@@ -176,7 +176,7 @@ lesson.predict(
 # most, because gradients that were computed on different data must be added.
 #
 # The cell ends with a question. Write a number for `guess` before you read on. Until then a rule of thumb stands there:
-# each rank sends its tensor once.
+# each rank sends its tensor once. In answers, *predicted* is the formula's number.
 #
 # **Takeaway.** What each rank holds before and after defines a collective. An all-reduce is a reduce-scatter and an
 # all-gather.
@@ -261,8 +261,8 @@ def ring_steps(x):
 
 
 # %% [markdown]
-# On ones, a chunk's value counts the ranks that contributed to it. The figure shows the first steps, then skips to the
-# end. On other numbers we compare with the library.
+# If the tensor holds only ones, a chunk's value is the number of ranks whose part it contains already.
+# The figure shows the first steps, then skips to the end. On other numbers we compare with the library.
 
 
 # %%
@@ -286,16 +286,16 @@ histories, equal = zip(*results, strict=True)
 steps = [*range(min(N, 4)), 2 * (N - 1)]  # the first ones, and the end
 stages = [[history[step] for history in histories] for step in steps]
 names = ["before", *(f"step {step}" for step in steps[1:-1]), f"end: step {steps[-1]}"]
-title = "measured · contributions in each chunk: one more a step, and at the end all"
+title = "measured · each step adds a contribution to one chunk of each rank"
 lesson.show(figures.tensors(*stages, names=names, title=title))
 lesson.claim("the ring and dist.all_reduce give every rank the same sum", all(equal))
 
 # %% [markdown]
 # Each of the $2(n-1)$ steps moves one chunk of S/n bytes out of every rank. Together that stays below 2 S **however
-# many ranks there are**. As long as the ranks do the adding, no algorithm needs less on its busiest rank (Patarasuk
-# and Yuan 2009).
+# many ranks there are**. No algorithm in which the ranks do the adding sends fewer bytes from its busiest rank
+# (Patarasuk and Yuan 2009).
 #
-# Is that what really leaves a rank? The next table has three columns:
+# Is that what really leaves a rank?
 #
 # - *Predicted* is the formula.
 # - *Counted* comes from `hpnb.record.traffic`. It sees each send of our ring, and counts `dist.all_reduce` *as a ring
@@ -332,7 +332,7 @@ lesson.claim("gloo sends what a ring sends, and under 1 % more", (library, "<", 
 
 # %% [markdown]
 # Our ring's sends are exactly the formula. For `dist.all_reduce` of 4 MB the operating system measures
-# <data value="00.headers.dist.all_reduce-4-mb">0.0288 %</data> more, so gloo really sends what a ring sends. The rest is the header that gloo
+# <data value="00.headers.dist.all_reduce-4-mb">0.0288 %</data> more, so gloo sends as many bytes as a ring. The rest is probably the header that gloo
 # puts before each message. For 1 kB headers add <data value="00.headers.dist.all_reduce-1-kb">112 %</data>: a tiny message is mostly
 # protocol.
 #
@@ -411,7 +411,7 @@ lesson.check(exercises.doubling, doubling_all_reduce)
 #
 # A small tensor pays for the first term, a large one for the second. They are equal at S = n α B, the *knee*.
 #
-# What does a byte cost in compute? Two rates tell:
+# What does a byte cost in compute? The ratio of two rates tells:
 #
 # $$ \rho = \frac{\text{matmul FLOP/s of a rank}}{\text{bytes/s that a rank sends}} $$
 #
@@ -434,7 +434,7 @@ rho = {name: 989e12 / link.bandwidth for name, link in theory.LINKS.items()}
 lesson.record("00.share", {name: 2 * r / (3 * 16384) for name, r in rho.items()})
 more = {"α (s)": {name: link.latency for name, link in theory.LINKS.items()}}
 more |= {"B (B/s)": {name: link.bandwidth for name, link in theory.LINKS.items()}}
-title = "by data sheet · ρ of an H200 (989 TFLOP/s in bf16) on six links; α is nominal"
+title = "by data sheet · ρ of an H200 (989 TFLOP/s in bf16) on six links; α is typical"
 lesson.show(published=rho, unit="FLOP/B", columns=more, key="00.rho", title=title)
 lesson.predict(
     "00.many-calls",
@@ -445,24 +445,24 @@ lesson.predict(
 
 # %% [markdown]
 # On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">797 µs</data>, a bandwidth of <data value="00.card.bandwidth">1.38 GB/s</data> and a
-# knee at <data value="00.card.knee">4.39 MB</data>. The dots lie between <data value="00.fit.least:.1f">0.7</data> and <data value="00.fit.most:.1f">1.4</data> times the curve. Trust
-# the formula here for the shape: a latency floor, then a rise with the size.
+# knee at <data value="00.card.knee">4.39 MB</data>. The dots lie between <data value="00.fit.least:.1f">0.7</data> and <data value="00.fit.most:.1f">1.4</data> times the curve. The
+# shape is right: a latency floor, then a rise with the size.
 #
 # A byte costs <data value="00.card.rho:,.0f">57</data> FLOP here. On an H200 it costs <data value="00.rho.nvlink-4.published">2,200 FLOP/B</data> over NVLink and
-# <data value="00.rho.ethernet-10-gb.published">791,000 FLOP/B</data> over 10 Gb Ethernet. What is that in a training step? With T tokens on each rank,
-# a transformer's gradients take $2\rho / 3T$ times as long to all-reduce as a step takes to compute. For
+# <data value="00.rho.ethernet-10-gb.published">791,000 FLOP/B</data> over 10 Gb Ethernet. How long does a training step communicate, compared with its
+# computing? With T tokens on each rank, a transformer's gradients take $2\rho / (3T)$ times as long to all-reduce as a
+# step takes to compute. For
 # 16,384 tokens that is <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink and <data value="00.share.ethernet-10-gb:.0f">32</data> over 10 Gb Ethernet.
-# The same step hardly notices its communication over NVLink, and spends most of its time communicating over Ethernet.
 #
-# <details><summary>Where 2ρ / 3T comes from</summary>
+# <details><summary>Where 2ρ / (3T) comes from</summary>
 #
 # With P parameters, forward and backward compute about 6 P FLOP for each token, 6 P T together. The bf16
 # gradients have 2 P bytes, and a ring sends at most 4 P from a rank. They cost 4 P ρ FLOP. P cancels. The rates are
 # peak rates, and nothing overlaps.
 # </details>
 #
-# Now we test the formula. A gradient of 8 MB can go in one call, or tensor by tensor in many. We take turns,
-# so that other load meets both.
+# Now we test the formula. A gradient of 8 MB can go in one call, or tensor by tensor in many. The cell alternates
+# between one call and a hundred, so that other programs disturb both alike.
 
 
 # %%
@@ -497,14 +497,14 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 # <data value="00.turns.most:.1f">45.7</data> times. Each small call lies left of the knee and pays the latency again. That is why notebook 01
 # collects gradients in *buckets*, each of many tensors that go in one call. The formula says
 # <data value="00.many-calls.predicted:.1f">36.1</data>.
-# On shared cores, whose load changes from one cell to the next, trust the formula for which of the two is slower and
-# not for the factor.
+# Turns differ that much because the ranks share cores. So trust the formula for which of the two is slower, and less
+# for the factor.
 #
 # <details><summary>On a laptop</summary>
 #
-# Four ranks on two cores wait for a core as well as for a message, and the fit counts that as latency. So α is much
-# larger and ρ much smaller than on GPUs. A measured time may be several times the prediction, because the load
-# during the fit was another.
+# Four ranks on two cores wait for a core as well as for a message, and the fit counts that as latency, so α is much
+# larger than on GPUs. ρ is much smaller because cores compute far more slowly. A measured time may be several times
+# the prediction, because the load during the fit was another.
 # </details>
 #
 # <details><summary>If the prediction is off on your machine</summary>
@@ -521,8 +521,9 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 # <details><summary>The other algorithms of the explorer</summary>
 #
 # *Naive* sends everything to rank 0 and back. A *tree* takes 2 log₂ n messages of S bytes. *Halving-doubling* takes as
-# many messages, with a ring's bytes, for n a power of two. Its partners are far apart, where links are shared, while
-# a ring talks to neighbours only.
+# many messages, with a ring's bytes, for n a power of two: it first swaps halves, then quarters, and collects them
+# likewise. In some steps all partners are in other nodes and share the links between nodes; in a ring each link carries
+# one pair.
 # </details>
 #
 # **Challenge.** 64 ranks all-reduce 100 kB. The link may not be better than 10 µs and 12.5 GB/s. Which algorithm gets
@@ -586,10 +587,11 @@ lesson.check(exercises.bucket, bucket_bytes)
 # spends in the call before that moment is *wait*, the rest is *move*. A rank that keeps the others waiting is a
 # *straggler*. We make one: rank 1 sleeps 100 ms longer than the others, as if it read from a slow disk.
 #
-# A `Layout` says how many ranks lie along each axis; here all lie along `dp`, for data parallelism. A `Mesh` makes a
-# group of each axis, and `comm.all_reduce` is `dist.all_reduce` in that group.
+# A `Layout` arranges ranks as a grid and says how many lie along each axis; here all lie along one, `dp`, which later
+# pages use for data parallelism. A `Mesh` makes a group of each axis, and `comm.all_reduce` is `dist.all_reduce` in
+# that group.
 #
-# The cell runs three cases with the same 8 MB: calls back to back, all ranks after a pause of 30 ms, and rank 1 late.
+# The cell runs three cases with the same 8 MB: all ranks at once, all ranks after a pause of 30 ms, and rank 1 late.
 # The figure shows the last.
 
 # %%
@@ -616,7 +618,7 @@ def step(pause, late):
     return recorder.gather()
 
 
-cases = {"back to back": (0, 0), "after a pause": (0.03, 0), "rank 1 late": (0.03, 0.1)}
+cases = {"at once": (0, 0), "after a pause": (0.03, 0), "rank 1 late": (0.03, 0.1)}
 recorded = {}
 for name, times in cases.items():
     recorded[name] = hpnb.launch(step, *times, ranks=N, device=DEVICE)[0]
@@ -631,8 +633,8 @@ lesson.claim("the late rank has the shortest all-reduce", order[0] == 1)
 
 # %% [markdown]
 # The straggler has the *shortest* all-reduce, wait and move together, because it arrives last and waits for nobody. The
-# score of the prediction, "costs ... more", says how much longer rank 0's bar is. The long bars look like a slow
-# network. Whoever optimizes the longest bar works on the wrong rank.
+# rule of thumb says rank 0, and its score, "costs ... more", is how much longer that bar is. Whoever
+# optimizes the longest bar works on the wrong rank.
 #
 # Next come the medians of single all-reduces in all three cases. Then we *replay* the last case on other links: compute
 # as recorded, collectives by the formula.
@@ -664,25 +666,25 @@ waiting, moving = wait["rank 1 late"], move["rank 1 late"]
 lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", moving))
 
 # %% [markdown]
-# With rank 1 late, the others waited <data value="00.bar.rank-1-late.wait">98.7 ms</data> in each all-reduce, and then the bytes moved in
+# With rank 1 late, the others waited a median of <data value="00.bar.rank-1-late.wait">98.7 ms</data> in an all-reduce, and then the bytes moved in
 # <data value="00.bar.rank-1-late.move">11.5 ms</data>. A faster link shortens only the move. On simulated NVLink it takes
 # <data value="00.replay.nvlink-4.move">44.7 µs</data>. The wait is still <data value="00.replay.nvlink-4.wait">98.6 ms</data>, by construction: the replay copies the
 # times at which ranks arrive, and a link does not change them.
 #
 # <details><summary>How long does an 8 MB all-reduce take, then?</summary>
 #
-# We have several readings: <data value="00.bar.back-to-back.move">10.8 ms</data> as a move back to back, <data value="00.bar.after-a-pause.move">16.1 ms</data> after a
-# pause, <data value="00.calls.1-call-of-8-mb.measured">15.1 ms</data> for a call alone, which includes waiting, and
-# <data value="00.bar.back-to-back.predicted-move">13.5 ms</data> by the formula. Ranks that share cores disturb each of them, so these few
+# We have several readings: <data value="00.bar.at-once.move">10.8 ms</data> as a move at once, <data value="00.bar.after-a-pause.move">16.1 ms</data> after a
+# pause, <data value="00.calls.1-call-of-8-mb.measured">15.1 ms</data> for the one call of the previous section, which includes waiting, and
+# <data value="00.bar.at-once.predicted-move">13.5 ms</data> by the formula. Ranks that share cores disturb each of them, so these few
 # readings do not show what a pause does.
 #
 # On GPUs there are also *cold starts*. After a pause, the code that launches a call has left the caches, and GPUs and
-# links may be saving power. Before you blame a link, time the call both ways.
+# links may be saving power. Before you blame a link, time the call with and without a pause before it.
 # </details>
 #
 # <details><summary>On a laptop</summary>
 #
-# With more ranks than cores, a rank may wait for a core while its neighbour waits for its message. Even "back to back"
+# With more ranks than cores, a rank may wait for a core while its neighbour waits for its message. Even "at once"
 # then contains some waiting. Cold starts are lost in that noise.
 # </details>
 #
@@ -694,8 +696,8 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 # - DeepSpeed: `deepspeed.comm.log_summary(show_straggler=True)` separates waiting from moving.
 # </details>
 #
-# **Takeaway.** Split every collective when its last rank arrives. Time before that moment is due to a slow rank, time
-# after it to the link.
+# **Takeaway.** Split every collective when its last rank arrives. The time before that moment is waiting for the
+# slowest rank, and the time after it belongs to the link.
 #
 # ### Exercise 4: name the straggler
 #
@@ -727,7 +729,7 @@ lesson.check(exercises.straggler, straggler)
 # %% [markdown]
 # ## A deadlock, and how to read it
 #
-# A late rank costs time, a rank that never comes costs the job. No crash is needed for that. Collectives carry no names:
+# A late rank costs time, a rank that never comes costs the job. Collectives carry no names:
 # in each group of ranks, the first call of one rank meets the first call of every other, and so on. Only order counts:
 #
 # ```text
@@ -737,10 +739,12 @@ lesson.check(exercises.straggler, straggler)
 # ```
 #
 # Here are two groups, both of all ranks. Every rank waits for a call that comes later in another rank's program: a
-# *deadlock*. If both calls used one group it would be worse, because nothing would stop. If rank 0 of 4 swaps its
-# calls, gradients of 100 and losses of 1 add up to 301 and 103, instead of 400 and 4.
+# *deadlock*. If both calls used one group it would be worse, because nothing would stop. Let each of 4 gradients be
+# 100 and each metric 1. The first calls then add up to 100 + 3 = 103, the second to 1 + 300 = 301: ranks 1 to 3 take
+# 301 for the sum of gradients, and rank 0 takes 103. Right would be 400.
 #
-# The next cell makes the deadlock; its second axis, `tp`, serves as the second group. After 3 seconds the launch stops
+# The next cell makes the deadlock. Its two groups are two meshes over the same ranks: axis `dp` is called `gradients`,
+# and `tp` is called `metrics`. After 3 seconds the launch stops
 # the ranks and raises a `RankError`, on purpose.
 
 
@@ -778,14 +782,15 @@ lesson.field_guide.add(
 lesson.field_guide.show()
 
 # %% [markdown]
-# Rank 0 waits in the all-reduce over `gradients`, the others in the one over `metrics`. Each
-# call waits for ranks that wait in the other one. That is the signature of mismatched order. Every notebook adds a row to the *field guide*.
+# Rank 0 waits in the all-reduce over `gradients`, the others in the one over `metrics`. Each call waits
+# for ranks that wait in the other one. That is the signature of mismatched order. Every notebook adds a row to the
+# *field guide*.
 #
 # <details><summary>In your tools: hangs</summary>
 #
 # - PyTorch with NCCL: set `TORCH_NCCL_TRACE_BUFFER_SIZE=2000` and `TORCH_NCCL_DUMP_ON_TIMEOUT=1`. This *flight
 #   recorder* writes the last collectives of each rank to a file. `py-spy dump --pid PID` shows where a live rank stands.
-# - PyTorch's own limit is 10 minutes over NCCL and 30 over gloo.
+# - PyTorch itself raises an error if a collective has not ended after 10 minutes over NCCL, or 30 over gloo.
 # - On gloo, `monitored_barrier` names the rank that does not come:
 #
 # ```python
@@ -796,8 +801,8 @@ lesson.field_guide.show()
 # ```
 # </details>
 #
-# **Takeaway.** In a deadlock all ranks are stuck. Ask in which line each of them waits, and which rank has not made the
-# call that the others wait in.
+# **Takeaway.** In a deadlock, ask in which line each rank waits, and which rank has not made the call that the others
+# wait in.
 #
 # ### Exercise 5: three hangs
 #

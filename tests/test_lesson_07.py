@@ -204,6 +204,13 @@ def test_vocabularies_are_drawn_on_two_logarithmic_axes() -> None:
     assert gathered.get_xdata()[-1] > 128_256
 
 
+def test_equal_streams_lie_on_the_axis() -> None:
+    runs = {"rank states": [0.0, 0.0], "one seed": [0.3, 0.2]}
+    _, lower = figures.losses_and_streams({name: [2.0, 1.0] for name in runs}, runs, "a").axes
+    assert lower.get_ylim()[0] == 0
+    assert not any(line.get_clip_on() for line in lower.get_lines()[:2])  # a line at 0 shows whole
+
+
 # --- exercises ---------------------------------------------------------------------------------------------
 
 

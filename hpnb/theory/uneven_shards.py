@@ -30,7 +30,7 @@ from hpnb.theory.communication import bytes_sent
 from hpnb.theory.transformer import Block
 
 SEQUENCE_WAYS = ("Megatron", "Ulysses", "ring")
-BETWEEN, INSIDE, SCORES = "norms, dropouts, inputs of columns", "inside the pairs", "scores"
+BETWEEN, INSIDE, SCORES = "between the pairs", "inside the pairs", "scores"
 
 
 def imbalance(units: int, ranks: int) -> float:

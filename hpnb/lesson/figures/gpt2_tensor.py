@@ -10,12 +10,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 
 from hpnb.plot.bars import Bar, BarPanel, bars
 from hpnb.plot.canvas import SMALL, TEXT, Key, new_figure, text_inches
-from hpnb.plot.curves import CurvePanel, Series, curves, log_ticks, looks, note, rule
-from hpnb.plot.grammar import ALARM, CARD, INK, RULE, SOFT, OpStyle
+from hpnb.plot.curves import CurvePanel, Look, Series, curves, log_ticks, looks, rule
+from hpnb.plot.grammar import ALARM, CARD, INK, RULE, SERIES, SOFT, OpStyle
 from hpnb.plot.units import byte_count
 from hpnb.theory import gathered_logits_bytes, sharded_loss_bytes
 
@@ -71,6 +72,7 @@ def stacked(
         ax.axvline(limit / panel.scale, color=ALARM, linestyle="--", linewidth=1.6)
     for label in ax.get_yticklabels():
         label.set_fontweight("bold" if label.get_text() == chosen else "normal")
+    fig.set_label(f"Lengths of bars in {ax.get_xlabel()}")
     return fig
 
 
@@ -93,7 +95,7 @@ def loss_bytes(counted: Mapping[int, Sequence[float]], ranks: int, title: str | 
     for k, way in enumerate(predicted):
         dots = [row[k] for row in counted.values()]
         series.append(Series(way, [*counted], dots, look[way], "dots", f"{way}, counted"))
-    keys = [Key(OpStyle(INK, "", "counted"), "dot")]
+    keys = [Key(OpStyle(INK, "", "counted; lines are predicted"), "dot")]
     panel = CurvePanel(series, "bytes a token that leave a rank", "xy", xlabel="vocabulary size")
     fig = curves([panel], title=title or "", more_keys=keys, left=0.85, head=0.3)
     (ax,) = fig.axes
@@ -101,9 +103,41 @@ def loss_bytes(counted: Mapping[int, Sequence[float]], ranks: int, title: str | 
     ax.set(xlim=(sizes[0] / 1.2, sizes[-1] * 1.2), ylim=(min(values) / 3, max(values) * 2))
     for name, size in MARKS.items():
         rule(ax, size, "vocabulary", width=1.0)
-        note(ax, name, size, 1, (0, 3), "center")
+        ax.text(size, 1.02, name, size=SMALL, color=INK, ha="center", transform=ax.get_xaxis_transform())
+    fig.set_label("Marked vocabularies: " + ", ".join(f"{name}'s {size:,}" for name, size in MARKS.items()))
     log_ticks(ax.xaxis, lambda x: f"{x:,.0f}")
     log_ticks(ax.yaxis, byte_count)
+    return fig
+
+
+def losses_and_streams(
+    losses: Mapping[str, Sequence[float]], distances: Mapping[str, Sequence[float]], title: str | None = None
+) -> Figure:
+    """Losses of the first run of each policy, above the distances between its ranks' residual streams.
+
+    Args:
+        losses, distances: {policy: a number for each step}, at most three policies.
+    """
+    look = dict(zip(losses, (Look(*SERIES[k]) for k in (0, 1, 3)), strict=False))  # dash-dots look solid
+    words = {"loss, first of four runs": losses, "relative distance between residual streams": distances}
+    panels = [
+        CurvePanel(
+            [
+                Series(run, range(1, len(y) + 1), y, look[run], label=f"{head.partition(',')[0]}, {run},")
+                for run, y in by_run.items()
+            ],
+            height=1.35, title=head, xlabel="step" if by_run is distances else "",
+        )
+        for head, by_run in words.items()
+    ]  # fmt: skip
+    fig = curves(panels, title=title or "")
+    upper, lower = fig.axes
+    upper.tick_params(labelbottom=False)
+    lower.set_ylim(bottom=0)
+    for ax in fig.axes:
+        ax.xaxis.set_major_locator(MaxNLocator(10, integer=True))
+    for line in lower.get_lines():
+        line.set_clip_on(False)
     return fig
 
 

@@ -939,3 +939,17 @@ def test_data_sets_and_what_prepares_them_travel_to_ranks() -> None:
         assert len(pickle.dumps(thing)) < 200_000
     stream = io.BytesIO(pickle.dumps(beans(image_size=16)))
     assert digest([pickle.load(stream)[7]]) == digest([beans(image_size=16)[7]])
+
+
+class Numbers(torch.utils.data.IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(8.0))
+
+
+@pytest.mark.parametrize("loader", [hpnb.data.Loader, hpnb.data.IterableLoader])
+def test_a_transform_is_any_function_of_a_batch_and_its_samples(loader: Any) -> None:
+    data: Any = Numbers() if loader is hpnb.data.IterableLoader else list(torch.arange(8.0))
+    batches = list(loader(data, 4, shuffle=False, transform=lambda batch, samples: 2 * batch))
+    assert torch.equal(torch.cat(batches), 2 * torch.arange(8.0))
+    with pytest.raises(ValueError, match=r"two arguments.*BatchSamples.*__getitem__"):
+        loader(data, 4, shuffle=False, transform=lambda sample: sample)

@@ -34,7 +34,7 @@ from hpnb.data.batch_agreement import (
     warn_if_split_already,
 )
 from hpnb.data.distributed_sampler import BatchSamples
-from hpnb.data.loader import Collate, Transform, empty_batch
+from hpnb.data.loader import Collate, Transform, check_transform, empty_batch
 from hpnb.data.worker_shards import ShardedStream, shard_stream
 
 
@@ -81,7 +81,9 @@ class IterableLoader:
                 f"shuffle=True needs a dataset that can be indexed, and a {kind} is read in its own order; "
                 "shuffle inside it, or use dataset.shuffle of a streaming `datasets` set"
             )
-        if transform is not None and transform.partners:
+        if transform is not None:
+            check_transform(transform)
+        if getattr(transform, "partners", False):
             raise ValueError(
                 f"mixup takes partners from all ranks' samples by their index, and a {kind} has no index; "
                 "use a dataset with __len__ and __getitem__, or mixup=0"
@@ -97,7 +99,7 @@ class IterableLoader:
         self.dataset = dataset.shuffle(seed=seed) if shuffle else dataset
         self.batch_size, self.shuffle, self.seed, self.drop_last = batch_size, shuffle, seed, drop_last
         of_dataset: Collate = getattr(dataset, "collate", None) or default_collate
-        self.collate = collate_fn or (of_dataset if transform is None else transform.collate)
+        self.collate = collate_fn or getattr(transform, "collate", None) or of_dataset
         self.transform, self.num_workers, self.pin_memory = transform, num_workers, pin_memory
         self.epoch = 0
         self._next = 0  # the batch after the last one that was returned

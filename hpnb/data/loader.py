@@ -11,6 +11,7 @@ of the others. So it joins the step, and the collectives of the other ranks do n
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -25,12 +26,30 @@ Collate = Callable[[list[Any]], Any]  # items to a batch
 
 
 class Transform(Protocol):
-    """Changes a loaded batch in the rank's process, on its device."""
+    """Changes a loaded batch in the rank's process, on its device.
 
-    @property
-    def partners(self) -> bool: ...
-    def collate(self, items: list[Any], /) -> Any: ...
+    It may also have `collate(items)`, which makes the batch, and `partners`: true if it mixes samples with
+    those of other ranks.
+    """
+
     def __call__(self, batch: Any, samples: BatchSamples, /) -> Any: ...
+
+
+def check_transform(transform: Any) -> None:
+    """
+    Raises:
+        ValueError: it cannot be called with a batch and its samples, as one for single samples cannot.
+    """
+    try:
+        inspect.signature(transform).bind(None, None)
+    except TypeError:
+        raise ValueError(
+            f"transform={getattr(transform, '__name__', None) or type(transform).__name__} has to take two "
+            "arguments, a batch and its hpnb.data.BatchSamples; what changes one sample at a time belongs "
+            "into the dataset's __getitem__, or into its with_transform if it is one of `datasets`"
+        ) from None
+    except ValueError:  # a builtin has no signature to look at
+        return
 
 
 class Loader:
@@ -50,7 +69,8 @@ class Loader:
         pin_memory: load into memory from which a GPU copies without waiting.
 
     Raises:
-        ValueError: no map-style dataset, one without samples, or numbers that leave no batch.
+        ValueError: no map-style dataset, one without samples, numbers that leave no batch, or a transform
+            that does not take a batch and its samples.
     """
 
     def __init__(
@@ -86,8 +106,10 @@ class Loader:
             len(dataset), batch_size, ranks, rank, shuffle, seed, drop_last
         )
         self.dataset, self.batch_size, self.transform = dataset, batch_size, transform
+        if transform is not None:
+            check_transform(transform)
         of_dataset: Collate = getattr(dataset, "collate", None) or default_collate
-        self.collate = collate_fn or (of_dataset if transform is None else transform.collate)
+        self.collate = collate_fn or getattr(transform, "collate", None) or of_dataset
         self.num_workers, self.pin_memory = num_workers, pin_memory
         self.epoch = 0
         self._next = 0  # the batch after the last one that was returned
@@ -110,7 +132,7 @@ class Loader:
         return self._run(self.epoch, start)
 
     def _run(self, epoch: int, start: int) -> Iterator[Any]:
-        with_partners = self.transform is not None and self.transform.partners
+        with_partners = bool(getattr(self.transform, "partners", False))
         batches = DataLoader(
             _RankBatches(self.dataset, self.sampler, self.collate, with_partners),
             batch_size=None,  # an index is a whole batch

@@ -37,7 +37,7 @@ def u_curve(
     """
     if strange := [part for part in parts if part not in PARTS]:
         raise ValueError(f"there is no part {strange[0]!r}; there are {', '.join(PARTS)}")
-    present = [part for part in PARTS if part in parts]
+    present = [part for part in PARTS if any(parts.get(part, ()))]
     totals = [sum(values) for values in zip(*(parts[part] for part in present), strict=True)]
     scale, unit = time_unit(max(*totals, *predicted))
     places = range(len(choices))
@@ -62,4 +62,8 @@ def u_curve(
     ax.get_xticklabels()[best].set_fontweight("bold")
     ax.tick_params(axis="x", length=0)
     ax.grid(False, axis="x")
+    steps = (
+        f"{number(total / scale)} {unit} at {choice:,}" for choice, total in zip(choices, totals, strict=True)
+    )
+    fig.set_label(f"The bars end at {', '.join(steps)}")  # for the alt text
     return fig

@@ -230,7 +230,8 @@ def _timelines(records: Sequence[Timeline], names: Sequence[str], title: str, _:
         at = {part: item.text() for part, item in flatten("00.x", one).items()}
         text = f"{name}, {one.source}: " if name else f"{one.source}: "
         makespan = f"{number(one.makespan)} {unit}" if (unit := options.get("unit")) else at["00.x.makespan"]
-        text += f"{len(one.ranks)} ranks, {makespan}, bubble {at['00.x.bubble']}"
+        text += f"{len(one.ranks)} ranks, {makespan}"
+        text += f", bubble {at['00.x.bubble']}" if options.get("bubble", "fraction") else ""
         parts.append(
             text + (f", at most {at['00.x.in-flight']} in flight" if options.get("in_flight") else "")
         )

@@ -109,7 +109,7 @@ def _run_mlp(mlp: Callable[..., Any]) -> LayerRun:
     return LayerRun(distances, list(forward.messages), list(backward.messages), flops)
 
 
-@exercise("03.1", "columns, then rows", 20)
+@exercise("03.1", "an MLP with biases", 20)
 def column_row(mlp: Callable[..., Any]) -> Iterator[Finding]:
     for ranks in (2, 3):
         runs, problem = run_on_ranks(_run_mlp, mlp, ranks=ranks)
@@ -149,14 +149,14 @@ def _run_block(block: Callable[..., Any]) -> LayerRun:
     share = _TOKENS // axis.size
     rows = slice(axis.rank * share, (axis.rank + 1) * share)
     norm, weigh = CountingNorm(), normal(_TOKENS, _WIDTH, seed=9)
-    shapes = {"g": (_WIDTH,), "A": (_WIDTH, 4 * _WIDTH), "B": (4 * _WIDTH, _WIDTH)}
+    shapes = {"gain": (_WIDTH,), "A": (_WIDTH, 4 * _WIDTH), "B": (4 * _WIDTH, _WIDTH)}
     serial, local = (_drawn(shapes) for _ in range(2))
     x = normal(_TOKENS, _WIDTH, seed=5).requires_grad_()
     local_x = x.detach()[rows].clone().requires_grad_()
-    z = x + F.gelu((F.layer_norm(x, (_WIDTH,)) * serial["g"]) @ serial["A"]) @ serial["B"]
+    z = x + F.gelu((F.layer_norm(x, (_WIDTH,)) * serial["gain"]) @ serial["A"]) @ serial["B"]
     (z * weigh).sum().backward()
     with hpnb.record.traffic() as forward:
-        output = block(local_x, local["g"], norm, local["A"], local["B"], axis)
+        output = block(local_x, local["gain"], norm, local["A"], local["B"], axis)
         output = _expect_tensor(output, (share, _WIDTH), axis)
     with hpnb.record.traffic() as backward:
         _backward((output * weigh[rows]).sum(), {"x": local_x, **local})
@@ -171,7 +171,7 @@ def _run_block(block: Callable[..., Any]) -> LayerRun:
     return LayerRun(distances, list(forward.messages), list(backward.messages), tokens)
 
 
-@exercise("03.3", "norms on a share of the tokens", 20)
+@exercise("03.3", "norms on a part of the tokens", 20)
 def sequence_parallel(block: Callable[..., Any]) -> Iterator[Finding]:
     for ranks in (2, 3):
         runs, problem = run_on_ranks(_run_block, block, ranks=ranks)

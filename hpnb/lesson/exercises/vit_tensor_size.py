@@ -77,7 +77,7 @@ def _as_integer(answer: Any) -> int | None:
         return None
 
 
-@exercise("03.5", "how many ranks to cut over", 20)
+@exercise("03.5", "how many ranks should share a matrix?", 20)
 def choose_ranks(choose: Callable[[TensorTask], Any]) -> Iterator[Finding]:
     for name, task in TASKS.items():
         answer, sizes = choose(task), divisors(task.devices)

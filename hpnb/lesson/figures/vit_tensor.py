@@ -135,7 +135,7 @@ MODES = ("1d", "2d", "2.5d", "3d")
 LOOKS = {mode: (color, marker) for mode, (color, marker, _) in zip(MODES, SERIES, strict=False)}
 AREAS = {mode: OpStyle(mix(color, CARD, 0.72), "", mode) for mode, (color, _) in LOOKS.items()}
 Won = tuple[float, float, str]  # tokens, hidden, mode
-_NAMED = 0.02  # of the cells: a smaller region has no room for its name
+_NAMED = 0.01  # of the cells: a smaller region has no room for its name
 _TALL, _WIDE = 2.9, WIDTH - 1.1  # inches
 
 
@@ -146,6 +146,7 @@ def cheapest_mode(
     measured: Sequence[Won] = (),
     title: str | None = None,
     caption: str = "",
+    ranks: int = 0,
 ) -> Figure:
     """Which mode of tensor parallelism is the cheapest: a map of tokens a rank over hidden size.
 
@@ -156,6 +157,7 @@ def cheapest_mode(
         tokens, hidden: of the cells' middles, both ascending.
         modes: one row for each of `hidden`, as `hpnb.theory.cheapest_modes` gives them.
         measured: (tokens, hidden, the fastest mode) of each dot.
+        ranks: how many, for the name of the axis.
 
     Raises:
         ValueError: a map of another size, or a mode that is not in MODES.
@@ -196,11 +198,17 @@ def cheapest_mode(
             marker=LOOKS[mode][1], markersize=8, markeredgecolor=CARD, markeredgewidth=1.2, clip_on=False
         )
         dots.set_label(f"measured {mode}")
-    _axes(ax, (x[0], x[-1]), (y[0], y[-1]))
+    _axes(ax, (x[0], x[-1]), (y[0], y[-1]), f"tokens of the batch / {ranks}" if ranks else "tokens a rank")
     if measured:
         right = sum(predicted_at(tokens, hidden, modes, n, h) == m for n, h, m in measured)
         panel_title(ax, "", f"measured: {right} of {len(measured)} as predicted")
     return fig
+
+
+def mode_shares(modes: Sequence[Sequence[str]]) -> dict[str, float]:
+    """{mode: percent of the map's cells that it wins}."""
+    cells = [mode for row in modes for mode in row]
+    return {mode: 100 * cells.count(mode) / len(cells) for mode in MODES}
 
 
 def predicted_at(
@@ -252,8 +260,8 @@ def _place(
     return float(middles[0][column]), float(middles[1][row])
 
 
-def _axes(ax: Axes, x: tuple[float, float], y: tuple[float, float]) -> None:
-    ax.set(xscale="log", yscale="log", xlim=x, ylim=y, xlabel="tokens a rank")
+def _axes(ax: Axes, x: tuple[float, float], y: tuple[float, float], xlabel: str) -> None:
+    ax.set(xscale="log", yscale="log", xlim=x, ylim=y, xlabel=xlabel)
     for axis, (low, high), most in ((ax.xaxis, x, 8), (ax.yaxis, y, 7)):
         powers = [2.0**k for k in range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)]
         set_ticks(axis, powers[:: max(1, -(-len(powers) // most))], count)

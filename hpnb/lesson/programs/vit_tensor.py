@@ -10,6 +10,7 @@ gradients that were deferred (`hpnb.tensor_parallel.async_all_reduce`).
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -263,12 +264,14 @@ def train_and_compare(model: nn.Module, size: ViTSize, batch: Batch, axis: Axis,
     return TrainingRun(errors, losses, distances)
 
 
-def worst_gradient_error(size: ViTSize, mode: str, depth: int = 1) -> float:
+def worst_gradient_error(
+    size: ViTSize, mode: str, sequence_parallel: bool = False, depth: int = 1
+) -> float:
     """The largest error of a loss or a gradient of a ViT sharded over all ranks. Every rank calls it."""
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randn(32, 3, size.image, size.image, generator=generator)
     batch: Batch = {"pixel_values": pixels, "labels": torch.arange(32) % 3}
-    model = parallelize(float64_vit(size), tensor_axis(), mode, depth=depth)
+    model = parallelize(float64_vit(size), tensor_axis(), mode, sequence_parallel, depth)
     loss = model(**batch).loss
     loss.backward()
     serial_loss, right = serial_gradients(size, batch)
@@ -357,6 +360,21 @@ def predict_modes(measured: ModeSeconds, card: MachineCard, dtype: torch.dtype) 
 def _predict_block(block: Block, mode: str, card: MachineCard) -> float:
     grid = mode.removesuffix("+sp")
     return theory.block_seconds(block, grid, card.ranks, card.link, card.matmul, 1, mode != grid).total
+
+
+def calls_of_modes(size: ViTSize, modes: Sequence[str], ranks: int = 4) -> dict[str, int]:
+    """{mode: collectives that a block calls, forward and backward}; their number depends on no size."""
+    grids = {mode: (mode.removesuffix("+sp"), ranks, 1, mode.endswith("+sp")) for mode in modes}
+    return {mode: theory.block_sent(size.block(1), *grid).calls for mode, grid in grids.items()}
+
+
+def latencies_of_modes(ranks: int, depths: Mapping[str, int]) -> dict[str, float]:
+    """{mode: link latencies of a block's collectives, one after the other}, whatever the sizes."""
+    latency_only, block = theory.Link(1.0, math.inf), Block(1024, 8, 1024, 1)
+    return {
+        mode: theory.block_sent(block, mode, ranks, depths.get(mode, 1)).seconds(latency_only)
+        for mode in ("1d", "2.5d", "3d")
+    }
 
 
 def add_to_ledger(

@@ -219,7 +219,7 @@ def test_replicas_get_halves_of_the_batches_of_one_process() -> None:
 
 def test_an_atlas_has_a_square_for_each_pair_and_says_what_crosses() -> None:
     traffic = rank_traffic.predicted_traffic(Layout(2, 2, 2), {"dp": 3e6, "pp": 2e3, "tp": 9e6})
-    fig = figures.atlas({"a": traffic, "b": traffic}, 4, {"compute": 1.0, "tp": 0.5}, title="t")
+    fig = figures.atlas({"a": traffic, "b": traffic}, 4, {"a": {"compute": 1.0, "tp": 0.5}}, title="t")
     (squares,) = [c for c in fig.axes[0].collections if c.get_label() == "bytes"]
     assert len(squares.get_paths()) == len(traffic) == 24
     words = [text.get_text() for text in fig.axes[0].texts]
@@ -236,7 +236,7 @@ def test_an_atlas_has_a_square_for_each_pair_and_says_what_crosses() -> None:
     with pytest.raises(ValueError, match="node=0"):
         figures.atlas({"a": traffic}, 0)
     with pytest.raises(ValueError, match="no part 'wait'"):
-        figures.atlas({"a": traffic}, 4, {"wait": 1.0})
+        figures.atlas({"a": traffic}, 4, {"a": {"wait": 1.0}})
 
 
 def test_lines_of_axes_over_a_slower_link() -> None:

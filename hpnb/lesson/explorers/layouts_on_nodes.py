@@ -71,13 +71,15 @@ def _readings(
     def draw(fast: bool) -> tuple[Figure, str]:
         from hpnb.lesson.figures import vit_hybrid
 
-        default = rank_traffic.predicted_traffic(Layout(dp, pp, tp), sent)
+        plain = Layout(dp, pp, tp)
+        default = rank_traffic.predicted_traffic(plain, sent)
+        nested = " > ".join(AXES)
+        steps = {order: parts} if order == nested else {order: parts, nested: task.seconds(plain)}
         figure = vit_hybrid.atlas(
-            {f"yours: {order}": traffic, f"the default: {' > '.join(AXES)}": default},
+            {f"yours: {order}": traffic, f"the default: {nested}": default},
             node,
-            parts,
-            title=f"simulated · dp {dp} x pp {pp} x tp {tp}, {layout.world_size} ranks on nodes of {node}; "
-            f"the bar is of {order}",
+            steps,
+            title=f"simulated · dp {dp} x pp {pp} x tp {tp}, {layout.world_size} ranks on nodes of {node}",
             text=not fast,
         )
         return figure, (

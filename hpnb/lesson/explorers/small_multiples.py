@@ -69,11 +69,12 @@ def trade_off(
     stops = [stop for stop in stops if stop in shown]  # the settings themselves are points of the curve
     look, series = looks(settings), []
     names = any(isinstance(stop, str) for stop in stops)  # no order among them, so no line
-    for name, setting in settings.items():
+    for i, (name, setting) in enumerate(settings.items()):
+        beside = 0.2 * (i - (len(settings) - 1) / 2) if names else 0.0  # equal values would cover each other
         points = []
         for place, stop in enumerate(stops):
             try:
-                points.append((stop if slider else place, read(**{**setting, knob: stop})[reading]))
+                points.append((stop if slider else place + beside, read(**{**setting, knob: stop})[reading]))
             except ValueError:  # not at this setting
                 continue
         if points:

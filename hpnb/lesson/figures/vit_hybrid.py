@@ -33,7 +33,7 @@ _CONTROL = 1024.0  # bytes: smaller messages count, and are drawn as palest
 def atlas(
     panels: Mapping[str, RankTraffic],
     node: int,
-    parts: Mapping[str, float] | None = None,
+    parts: Mapping[str, Mapping[str, float]] | None = None,
     title: str | None = None,
     *,
     text: bool = True,
@@ -47,7 +47,8 @@ def atlas(
     Args:
         panels: {words above: what was sent}; one to three.
         node: consecutive ranks of each node.
-        parts: seconds of a step, of some of PARTS; drawn as one bar beneath.
+        parts: {words: seconds of a step, of some of PARTS}; bars beneath, in one scale. What is under half a
+            per cent of the longest step is left out.
         text: write into squares which axis they are.
 
     Raises:
@@ -57,7 +58,8 @@ def atlas(
         raise ValueError(f"an atlas has one to three panels of bytes that were sent, not {len(panels)}")
     if node < 1:
         raise ValueError(f"node={node} is no count of ranks; use 8 for nodes with 8 GPUs")
-    if strange := [name for name in parts or {} if name not in PARTS]:
+    steps = list((parts or {}).values())
+    if strange := [name for step in steps for name in step if name not in PARTS]:
         raise ValueError(f"a step has no part {strange[0]!r}; there are {', '.join(PARTS)}")
     sizes = {name: 1 + max(max(pair) for pair in traffic) for name, traffic in panels.items()}
     amounts = [sum(by.values()) for traffic in panels.values() for by in traffic.values()]
@@ -65,8 +67,9 @@ def atlas(
     used = [axis for axis in AXES if any(axis in by for panel in panels.values() for by in panel.values())]
     keys = [Key(OpStyle(AXIS[axis].color, "", axis)) for axis in used]
     keys += [Key(BETWEEN), Key(OpStyle(INK, "", "border of a node"), "line")]
-    total = sum((parts or {}).values())
-    keys += [Key(style) for name, style in PARTS.items() if (parts or {}).get(name, 0.0) > 0.005 * total]
+    least_part = 0.005 * max((sum(step.values()) for step in steps), default=0.0)
+    large = [name for name in PARTS if any(step.get(name, 0.0) > least_part for step in steps)]
+    keys += [Key(PARTS[name]) for name in large]
     least, most = byte_count(math.exp(low)), byte_count(math.exp(high))
     keys.append(Key(OpStyle(SOFT, "", f"pale {least} or less, full {most}"), "words"))
     columns, between = len(panels), 0.42
@@ -74,7 +77,8 @@ def atlas(
     right = WIDTH - 0.55 - side * columns - between * (columns - 1)
     fig, axes = new_figure(
         [side], title=title if title is not None else "who sends to whom", legend=keys, columns=columns,
-        left=0.55, right=right, bottom=0.62 if parts is None else 1.3, head=0.32, between=between,
+        left=0.55, right=right, head=0.32, between=between,
+        bottom=0.62 + 0.6 * len(steps) + 0.08 * bool(steps),
     )  # fmt: skip
     words = []
     for ax, (name, traffic) in zip(axes, panels.items(), strict=True):
@@ -87,8 +91,9 @@ def atlas(
         words.append(f"{name}: {summary}")
     axes[0].set_ylabel("sender", size=SMALL + 0.5)
     fig.set_label("; ".join(words))  # for the alt text
-    if parts is not None:
-        _step_bar(fig, parts)
+    for i, (name, step) in enumerate((parts or {}).items()):
+        longest = max(sum(other.values()) for other in steps)
+        _step_bar(fig, name, step, longest, least_part, 0.42 + 0.6 * (len(steps) - 1 - i))
     return fig
 
 
@@ -123,21 +128,23 @@ def _frame(ax: Axes, ranks: int, node: int, most: int) -> None:
         spine.set_visible(False)
 
 
-def _step_bar(fig: Figure, parts: Mapping[str, float]) -> None:
-    """One lying bar: what a step is made of."""
+def _step_bar(
+    fig: Figure, step: str, parts: Mapping[str, float], longest: float, least: float, bottom: float
+) -> None:
+    """One lying bar, `bottom` inches up: what a step is made of, its parts over `least` seconds."""
     width, height = fig.get_size_inches()
-    ax = fig.add_axes((0.55 / width, 0.42 / height, (WIDTH - 0.85) / width, 0.3 / height))
-    scale, unit = time_unit(sum(parts.values()))
+    ax = fig.add_axes((0.55 / width, bottom / height, (WIDTH - 0.85) / width, 0.3 / height))
+    scale, unit = time_unit(longest)
     x, words = 0.0, []
     for name, style in PARTS.items():
-        if (took := parts.get(name, 0.0) / scale) > 0:
+        if (took := parts.get(name, 0.0) / scale) > least / scale:
             boxes(ax, [(x, 0.0, took, 1.0)], style, name=name)
             words.append(f"{style.label} {number(took)}")
             x += took
-    ax.set(xlim=(0, x), ylim=(0, 1))
+    ax.set(xlim=(0, longest / scale), ylim=(0, 1))
     ax.set_axis_off()
-    ax.annotate(f"a step, {unit}: {' · '.join(words)}", (0, 0), (0, -4), "axes fraction", "offset points",
-                size=SMALL, color=INK, va="top")  # fmt: skip
+    caption = f"a step of {step}, {unit}: {' · '.join(words)}"
+    ax.annotate(caption, (0, 0), (0, -4), "axes fraction", "offset points", size=SMALL, color=INK, va="top")
 
 
 def slower_link(

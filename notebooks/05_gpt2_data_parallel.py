@@ -22,12 +22,12 @@
 # byte cost in time, and what stops us when memory no longer does?
 #
 # **You will be able to** predict the peak memory of a training step from shapes; write the steps of ZeRO-1 and ZeRO-3
-# by hand; choose between sharding, recomputation and offloading; read an out-of-memory report; and measure a gradient
-# noise scale with an interval.
+# (Zero Redundancy Optimizer) by hand; choose between sharding, recomputation and offloading; read an out-of-memory
+# report; and measure a gradient noise scale.
 #
 # **You should know** ρ from notebook 00: the FLOPs that a rank can compute while it sends one byte. And from 01 the 16
-# bytes a parameter, gradient buckets, and the *token knee*: the tokens a rank from which its backward overlaps the whole
-# all-reduce.
+# bytes a parameter, gradient buckets, and the *token knee*: the number of tokens per rank above which the backward
+# overlaps the whole all-reduce.
 #
 # **Time.** 30 minutes to read, under 2 minutes to run, and 70 minutes for the exercises.
 #
@@ -103,18 +103,17 @@ lesson.show(stopped, title="The largest tensors alive are weights, gradients and
 usage = {"total": stopped.usage.total, "activations": stopped.usage.activations}
 lesson.record("05.stopped", {**usage, "budget": BUDGET}, "B")
 lesson.record("05.stopped.operator", stopped.operator)
-lesson.claim("Activations take less than a twentieth of the budget",
+lesson.claim("The backward has already freed the activations",
              (usage["activations"], "<", BUDGET / 20))
 
 # %% [markdown]
-# The run stopped <data value="05.stopped.operator">after aten.zeros_like</data>, with <data value="05.stopped.total">87.1 MB</data> in use of <data value="05.stopped.budget">86.9 MB</data>. Read the list
-# like a crash report: count, shape, category. DDP keeps several gradients in one flat bucket, which is listed under
-# the shape of its first gradient. The matrices of the blocks appear several times, as weights, gradients and
-# optimizer state. Only <data value="05.stopped.activations">512 B</data> are activations, so a smaller batch would not help. Forward and
-# backward had already succeeded; Adam allocates its state in the first `optimizer.step()`.
+# The run stopped <data value="05.stopped.operator">after aten.zeros_like</data>, with <data value="05.stopped.total">87.1 MB</data> in use of <data value="05.stopped.budget">86.9 MB</data>. DDP keeps several gradients in one flat bucket, which is listed under
+# the shape of its first gradient. The run stopped in the first `optimizer.step()`, where Adam allocates its state. The backward had
+# freed the activations by then, and <data value="05.stopped.activations">512 B</data> are left. So states alone are over the budget, and a smaller batch would
+# not help.
 #
-# **Takeaway.** A run that survives its first backward has proved little. Test two full steps before you believe that
-# a model fits.
+# **Takeaway.** Test two full steps before you believe that
+# a model fits: only the second forward stores activations beside the optimizer state.
 #
 # ## Sharding and recomputation by hand
 #
@@ -126,11 +125,12 @@ lesson.claim("Activations take less than a twentieth of the budget",
 # | ZeRO-0 (DDP) | P | P | P | all-reduce gradients: 2 |
 # | ZeRO-1 | P | P | P / N | reduce-scatter gradients, all-gather weights: 2 |
 # | ZeRO-2 | P | P / N | P / N | the same: 2 |
-# | ZeRO-3 | P / N | P / N | P / N | all-gather weights twice, reduce-scatter gradients: 3 |
+# | ZeRO-3 (FSDP) | P / N | P / N | P / N | all-gather weights twice, reduce-scatter gradients: 3 |
 #
 # After a reduce-scatter, rank r already has the final gradient of one N-th of the parameters. So under ZeRO-1 it
-# keeps optimizer state for that part only, updates it, and all-gathers the new weights. Here is the complete step, on
-# one flat tensor of all parameters.
+# keeps optimizer state for that part only, updates it, and all-gathers the new weights. ZeRO-2 differs only in the
+# backward: as soon as a bucket is reduce-scattered, each rank frees the gradients that belong to other ranks. Here is a
+# complete step of ZeRO-1, on one flat tensor of all parameters.
 
 # %%
 def train_zero1_by_hand(steps=3):
@@ -156,8 +156,8 @@ def train_zero1_by_hand(steps=3):
     return step_timing.relative_distance(by_hand.parameters(), library.parameters())
 
 # %% [markdown]
-# ZeRO-3 shards the weights too, n in a block. They are whole only while the block computes: *unshard* them with an
-# all-gather, run the forward, then *reshard*, which frees them. Autograd has saved views of them for the backward. So
+# ZeRO-3 shards the weights too. Let a block have n weights. They are whole only while the block computes: *unshard*
+# them with an all-gather, run the forward, then *reshard*, which frees them. Autograd has saved views of them for the backward. So
 # we free the storage but keep the tensor, and gather into the same storage again.
 #
 # ```
@@ -228,7 +228,7 @@ def compare_checkpoints():
         stored[way] = recorder.profile().samples[-1].activations  # after the forward
         output.square().mean().backward()
         gradients[way] = [p.grad.clone() for p in block.parameters()]
-    plain, by_hand = gradients["no checkpoint"], gradients["by hand"]
+    by_hand, plain = gradients["by hand"], gradients["no checkpoint"]
     return stored, step_timing.relative_distance(by_hand, plain)
 
 
@@ -236,8 +236,8 @@ stored, checkpointed = pool.run(compare_checkpoints)[0]
 apart = {"ZeRO-1, weights": max(pool.run(train_zero1_by_hand)),
          "ZeRO-3, gradients": max(pool.run(run_zero3_block_by_hand)),
          "checkpoint, gradients": checkpointed}
-lesson.show(measured=apart, title="Relative distances from ZeroOptimizer, one process "
-            "and no checkpoint")
+refs = dict(zip(apart, ("ZeroOptimizer", "one process", "no checkpoint"), strict=True))
+lesson.show(measured=apart, columns={"reference": refs}, title="Relative distances")
 lesson.show(counted=stored, unit="B", key="05.stored", title="Stored by one block")
 lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 
@@ -265,27 +265,27 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 # - transformers: `model.gradient_checkpointing_enable()`.
 #
 # Offloading saves bytes even on one GPU, and only a GPU runs it here: optimizer state stays in CPU memory, gradients go
-# there, the CPU updates, and new weights come back. For XL, 4 bytes a parameter over 25 GB/s of PCIe take 0.25 s, and AdamW's 28 bytes a parameter
-# in CPU memory 0.44 s at 100 GB/s. In the same time 400 TFLOP/s train 29,000 tokens. ZeRO divides both by N, but then
-# states are small anyway.
+# there, the CPU updates, and new weights come back. For XL, 4 bytes a parameter over 25 GB/s of PCIe take 0.25 s. AdamW
+# reads 16 and writes 12 bytes a parameter, which takes 0.44 s at 100 GB/s of CPU memory. In the sum, 0.69 s, a GPU with
+# 400 TFLOP/s trains 29,000 tokens. ZeRO divides both by N, but then states are small anyway. So shard first, and offload
+# where there are too few ranks.
 # </details>
 #
-# **Takeaway.** ZeRO splits the all-reduce into its two halves and updates in between. Recomputation replaces stored
-# activations by a second forward.
+# **Takeaway.** ZeRO splits the all-reduce into its two halves and updates in between.
 #
 # ## When is a step fullest?
 #
-# Which of the two we need depends on the moment at which memory peaks. For T tokens a rank, hidden size h, vocabulary
+# Whether we need ZeRO or recomputation depends on the moment at which memory peaks. For T tokens a rank, hidden size h, vocabulary
 # size V and w bytes a value, there are four candidates:
 #
-# - **turn**: where the forward ends and the backward begins. Each block stores about 28 T h values of w bytes. The loss
-#   needs 12 V T bytes, for float32 log-probabilities and two gradients of that size.
-# - **block i**: in the backward of block i. Gradients accumulate, and the blocks before it still store activations.
+# - **turn**: where the forward ends and the backward begins. Each block stores about 28 T h values of w bytes, 28 times
+#   its input, see the last table. The loss needs 12 V T bytes, for float32 log-probabilities and two gradients of that size.
+# - **block i**, counted from 0: in the backward of block i. Gradients accumulate, and blocks 0 to i still store
+#   activations. With recomputation they store only inputs, and block i has all its activations again.
 # - **end**: after the backward, with all gradients and no activations.
 # - **step**: in the update. To update float32 master weights, the optimizer first copies 16-bit gradients to float32.
 #
-# `theory.step_memory` evaluates all four, and the largest is the predicted peak. We measure it with and without
-# recomputation.
+# `theory.step_memory` evaluates all four, and the largest is the predicted peak.
 
 # %%
 lesson.predict("05.fitting", "How many of ZeRO-0 to ZeRO-3 fit the budget?",
@@ -299,8 +299,10 @@ spread = {c: run.seconds for c, run in runs.items()}  # fastest, median, slowest
 
 # %%
 memory = {c: gpt2_zero.predict_memory(*setting, c, N, BUCKET) for c in CONFIGS}
+large = {c: gpt2_zero.predict_memory(XL, 1, torch.bfloat16, c, 2) for c in CONFIGS}
 peaks = {config: run.profile.peak for config, run in runs.items()}
-expected = {config: step.peak for config, step in memory.items()}
+expected, xl = ({config: step.peak for config, step in steps.items()}
+                for steps in (memory, large))
 shown = ZeroConfig(0), ZeroConfig(2), ZeroConfig(3), ZeroConfig(3, -1)
 lesson.show(figures.rivers({str(c): runs[c].profile for c in shown}, BUDGET,
                            "ZeRO shrinks states, recomputation shrinks activations"))
@@ -318,24 +320,24 @@ error = max(abs(peaks[config] / expected[config] - 1) for config in CONFIGS)
 lesson.claim("Every peak is predicted within a tenth", (error, "<", 0.1))
 lesson.claim("Recomputation lowers the peak of ZeRO-3",
              (peaks[ZeroConfig(3, -1)], "<", peaks[ZeroConfig(3)]))
-xl = {c: gpt2_zero.predict_memory(XL, 1, torch.bfloat16, c, 2).peak for c in CONFIGS}
-lesson.show(predicted=xl, unit="B", key="05.xl", title="XL on two ranks")
+lesson.show(predicted=xl, unit="B", key="05.xl", title="Peaks of XL on two ranks",
+            columns={"predicted moment": {c: m.fullest.name for c, m in large.items()}})
 lesson.claim("ZeRO-1 on two ranks is enough for XL", (xl[ZeroConfig(1)], "<", 24e9))
 
 # %% [markdown]
-# Recording slows the step, so trust the bytes and not the clock. Parameters and optimizer state are always there, and
-# ZeRO shrinks them. Activations grow in the forward and shrink in the backward. *Temporary* is everything else. In
-# ZeRO-3 it is a band through the whole step: the embedding stays gathered, and when one block's weights are freed,
-# the next block's are there already.
+# Recording slows the step, so trust the bytes and not the clock. Activations grow until the turn and are gone at the end. ZeRO-0 keeps its gradient buckets between
+# steps; the flat rest of its step is the wait for the all-reduce and the update. *Temporary* is everything else. In
+# ZeRO-3 it contains the gathered weights.
 #
 # <data value="05.fitting">2</data> of the four ZeRO stages fit without recomputation, and <data value="05.fits.all">5</data> of all <data value="05.fits.of">8</data>
 # configurations do. ZeRO-0 peaks at <data value="05.peak.zero-0.measured">126 MB</data>, ZeRO-3 at <data value="05.peak.zero-3.measured">74.3 MB</data>, and with
 # recomputation at <data value="05.peak.zero-3-+-recompute.measured">54.8 MB</data>. The formula is right within a tenth each time, so we can
-# plan with it. On all pages, a prediction *holds* if the answer is 0.8 to 1.25 times as large.
+# plan with it. This small model is always fullest in the backward of some block. On all pages, a prediction *holds* if
+# the answer is 0.8 to 1.25 times as large.
 #
 # And XL? In bf16 on two ranks, with 1,024 tokens each, it is predicted to peak at <data value="05.xl.zero-0.predicted">31.2 GB</data> with
-# ZeRO-0. Already ZeRO-1 fits 24 GB, with <data value="05.xl.zero-1.predicted">20.6 GB</data>. ZeRO-3 with recomputation needs
-# <data value="05.xl.zero-3-+-recompute.predicted">15.6 GB</data>.
+# ZeRO-0, in the step: its float32 copy of all gradients takes 6.2 GB, and recomputation cannot help. Already ZeRO-1 fits
+# 24 GB, with <data value="05.xl.zero-1.predicted">20.6 GB</data>.
 #
 # <details><summary>In your tools</summary>
 #
@@ -354,8 +356,8 @@ lesson.claim("ZeRO-1 on two ranks is enough for XL", (xl[ZeroConfig(1)], "<", 24
 # ### Exercise 1: bytes of any ZeRO stage
 #
 # *Core, 10 minutes.* Return `{"parameters": .., "gradients": .., "optimizer": ..}`, the bytes on one rank between two
-# steps. The last three arguments are bytes a parameter before sharding. The check has the twenty numbers of the ZeRO
-# paper's table 1, and a small GPT-2 on 2 ranks.
+# steps. The last three arguments are bytes a parameter before sharding. The check
+# has the ZeRO paper's table 1.
 #
 # Hint: the table above says what each ZeRO stage divides by N.
 
@@ -381,9 +383,8 @@ lesson.check(exercises.state_bytes, state_bytes)
 # %% [markdown]
 # ## What does a saved byte cost?
 #
-# What sets the time of a step? The CPU launches every operator, which takes time however small the tensors are. With
-# few tokens the GPU waits for these launches, and a prediction from bytes and FLOPs must fail. So we first look for
-# this floor: forward and backward of one rank, with fewer and fewer tokens.
+# What sets the time of a step? The CPU launches every operator, which takes time however small the tensors are. We
+# first look for this floor: forward and backward of one rank, with fewer and fewer tokens.
 
 # %%
 def time_forward_backward(shapes, repeats=7):
@@ -411,22 +412,22 @@ lesson.record("05.tokens", {"equal": floor / slope, "page": TOKENS})
 lesson.claim("Computing sets this page's step time", (took[TOKENS], ">", 2 * floor))
 
 # %% [markdown]
-# Points are medians of seven rounds, lines their ranges. At their fastest, forward and backward take
-# <data value="05.floor.launch">42.9 ms</data>, most of it launching. On a CPU, computing adds to it, and takes as long from about
-# <data value="05.tokens.equal:,.0f">23</data> tokens on. This page trains with <data value="05.tokens.page:,.0f">128</data> tokens a rank, which take
-# <data value="05.floor.step">284 ms</data>. Computing dominates, and a prediction has a chance.
+# Points are medians of seven rounds, lines their ranges. We take the lowest median, <data value="05.floor.launch">31.9 ms</data>, as the time that
+# launching needs. On a CPU, computing adds to it, and takes as long from about <data value="05.tokens.equal:,.0f">31</data> tokens on. This page trains with
+# <data value="05.tokens.page:,.0f">128</data> tokens a rank, which take <data value="05.floor.step">162 ms</data>. Computing dominates.
 #
-# Now the prediction. Take forward, backward and update of one rank alone. Recomputation adds a forward, ZeRO divides
-# the update by N, and communication adds what does not overlap with computing, its *exposed* part:
+# Now the prediction. Take forward, backward and update of one rank alone. With recomputation, add its forward once
+# more. ZeRO divides the update by N. Communication adds what does not overlap with computing, its *exposed* part:
 #
 # - **ZeRO-0** overlaps its all-reduce with the backward, except for the last bucket.
 # - **ZeRO-1 and 2** overlap the reduce-scatter likewise. But the all-gather of all weights follows the update,
 #   fully exposed.
-# - **ZeRO-3** gathers one block while another computes. Only the ends are exposed, as long as a gather is shorter
-#   than a block's forward, and a gather with a reduce-scatter shorter than its backward.
+# - **ZeRO-3** gathers one block while another computes. Only the first gather and the last reduce-scatter are exposed,
+#   as long as a gather takes less time than a block's forward, and a gather plus a reduce-scatter less than a block's
+#   backward.
 #
 # That is so on GPUs. On a CPU the cores that compute also move the messages, so nothing overlaps, and the prediction
-# exposes all communication. Each configuration is timed in two rounds of two steps.
+# exposes all communication.
 
 # %%
 card = lesson.machine_card(N)
@@ -440,7 +441,7 @@ lesson.show(figures.step_parts(parts, {c: runs[c].parts for c in CONFIGS}, sourc
 lesson.show(figures.zero_frontier(peaks, spread, BUDGET, source))
 lesson.show(predicted=totals, **{source: seconds}, unit="s", columns={
     "fastest (s)": {c: spread[c][0] for c in CONFIGS},
-    "slowest (s)": {c: spread[c][2] for c in CONFIGS}}, title="Median steps")
+    "slowest (s)": {c: spread[c][2] for c in CONFIGS}}, title="Medians of four steps")
 ratios = [seconds[c] / totals[c] for c in CONFIGS]
 lesson.record("05.off", {"low": min(ratios), "high": max(ratios), "spread": max(
     slowest / fastest for fastest, _, slowest in spread.values())})
@@ -452,44 +453,48 @@ for c in (ZeroConfig(2), ZeroConfig(3, -1)):
     lesson.ledger.add("05", Layout(dp=N), f"{name}, {TOKENS} tokens a rank, {c}", {
         "peak (B)": (expected[c], peaks[c]), "step (s)": (totals[c], seconds[c])
     }, card.hardware)
-bandwidths = [10 ** (k / 48) for k in range(336, 577)]  # links of 10 MB/s to 1 TB/s
+lesson.record("05.saved", peaks[ZeroConfig(3)] - peaks[ZeroConfig(3, -1)], "B")
+lesson.record("05.forward", alone[0], "s")
 
 # %% [markdown]
-# As expected, ZeRO-2 communicates after its update, here for <data value="05.after.zero-2">14.7 ms</data>, and ZeRO-3 hardly does. Steps of
-# one configuration differ by up to <data value="05.off.spread:.2f">2.16</data> times, and the medians are <data value="05.off.low:.2f">0.84</data> to
-# <data value="05.off.high:.2f">1.13</data> times the prediction.
+# As expected, ZeRO-2 communicates after its update, here for <data value="05.after.zero-2">47.0 ms</data>, and ZeRO-3 hardly does. We do not divide
+# what comes before the update, because a rank's exposed part there contains waiting for the others. The medians of
+# whole steps are <data value="05.off.low:.2f">0.96</data> to <data value="05.off.high:.2f">1.69</data> times the prediction. But steps of one configuration differ by up to
+# <data value="05.off.spread:.2f">2.49</data> times, so four of them do not test the price of recomputation by itself. With ZeRO-3 it saved <data value="05.saved">19.6 MB</data>, and
+# its predicted price is one forward, <data value="05.forward">111 ms</data>.
 #
-# In the second figure, a point to the right of the budget does not fit. Bytes hardly vary, and seconds do: where
-# ranges overlap, do not rank. The usual rule says "use the lowest ZeRO stage that fits", because ZeRO-3 sends half as
-# much again. But only exposed communication costs time. So we simulate links on which communication overlaps. Where
-# does ZeRO-3 expose more?
+# Bytes follow from shapes and are recorded once. Seconds vary: do not rank configurations whose ranges overlap.
+#
+# The usual rule says "use the lowest ZeRO stage that fits", because ZeRO-3 sends half as much again. On this page's
+# CPU that is right, as nothing overlaps. But only exposed communication costs time. So we simulate XL on 8 GPUs of 400
+# TFLOP/s, with 8 sequences each, and let communication overlap. On which links does ZeRO-3 expose more?
 
 # %%
 lesson.predict("05.exposed", "Which exposes less on a link of 1 TB/s?", kind="ranking",
                rule_of_thumb=["ZeRO-2", "ZeRO-3"])  # by bytes sent
-exposed = {f"ZeRO-{s}": [gpt2_zero.exposed_seconds(SIZE, DTYPE, s, alone, N, b, BUCKET)
-                         for b in bandwidths] for s in (2, 3)}
+bandwidths = [10 ** (k / 48) for k in range(432, 577)]  # links of 1 GB/s to 1 TB/s
+exposed = {f"ZeRO-{stage}": gpt2_zero.exposed_by_bandwidth(XL, 8, stage, 8, bandwidths)
+           for stage in (2, 3)}  # 8 sequences a rank, 8 ranks
 less = [two > three for two, three in zip(*exposed.values(), strict=True)]
-link = {"crossing": bandwidths[less.index(True)], "here": card.bandwidth}  # B/s
-lesson.show(figures.exposed_by_link(bandwidths, exposed, *link.values()))
-lesson.record("05.link", link, "B/s")
+lesson.show(figures.exposed_by_link(bandwidths, exposed))
+lesson.record("05.crossing", bandwidths[less.index(True)], "B/s")
 lesson.reveal("05.exposed", {z: s[-1] for z, s in exposed.items()}, source="simulated")
 lesson.claim("Only on fast links ZeRO-3 exposes less than ZeRO-2", less == sorted(less))
 
 # %% [markdown]
-# The lines cross at <data value="05.link.crossing">86.6 MB/s</data>; the link of this page has <data value="05.link.here">1.78 GB/s</data>. To the right of the crossing
-# ZeRO-3 saves more memory than ZeRO-2 *and* exposes less, because its gathers overlap with computing. Far to the left
+# The lines cross at <data value="05.crossing">27.4 GB/s</data>. To the right, for example on InfiniBand NDR with 50 GB/s, ZeRO-3 saves more memory than
+# ZeRO-2 *and* exposes less, because its gathers overlap with computing. To the left, as on 100 Gb Ethernet with 12.5 GB/s,
 # the link is always busy, and ZeRO-3 pays for its extra messages.
 #
-# **Takeaway.** Compare exposed communication, not the numbers of ZeRO stages. Where a block's gather is shorter than
+# **Takeaway.** Where a block's gather is shorter than
 # its forward, ZeRO-3 exposes less than ZeRO-1 and 2. On slow links, use the lowest ZeRO stage that fits.
 #
-# *Offloading* keeps optimizer state in CPU memory. Offload last, when there are too few ranks to shard; the first fold on
-# tools says why.
+# *Offload* optimizer state to CPU memory last, when there are too few ranks to shard; the first fold on tools computes
+# the cost.
 #
 # ### Exercise 2: which blocks to recompute
 #
-# *Core, 20 minutes.* All or nothing is rarely best. Each of `layers` has `.activations` and `.input` in bytes, and
+# *Core, 20 minutes.* Each of `layers` has `.activations` and `.input` in bytes, and
 # `.seconds` of forward. Return the indices of the blocks to recompute, so that
 # `exercises.peak_activations(layers, chosen, head) <= budget` in the fewest seconds. The peak is at the turn,
 # when the logits take `head` bytes, or later, when a recomputed block has all its activations during its own backward.
@@ -542,19 +547,19 @@ lesson.claim("One ahead, only the first gather stalls", early.stall == 0)
 
 # %% [markdown]
 # On demand the step takes <data value="05.prefetch.late">37.7 ms</data>, one block ahead <data value="05.prefetch.early">26.2 ms</data>. Twelve uses need eleven
-# gathers, because the last block is still there when its backward begins. The simulation leaves out reduce-scatters,
-# which share the link in the backward. Each takes as long as a gather, so both fit beside a block's backward, which
-# is twice its forward.
+# gathers, because the last block is still there when its backward begins. The
+# simulation leaves out reduce-scatters. Each takes as long as a gather, and both fit beside a block's backward, which we
+# set to twice its forward.
 #
 # ### Exercise 3: all-gathers without a stall
 #
-# *Extra, 25 minutes.* `step.uses` lists blocks in the order in which they compute. Return one list a use: the blocks
-# whose gathers start with it. Gathers share one link, in order. A block is freed after its use, unless the next use is of
-# the same block. Block b has `step.sizes[b]` bytes, and gathered blocks may have `step.limit` bytes together, from the
-# start of their gathers. The check simulates three steps: only the first use may wait, and 2L - 1 gathers are enough.
+# *Extra, 25 minutes.* `step.uses` lists blocks in the order in which they compute. Return one list per entry of
+# `step.uses`: the blocks whose gathers start when this use starts. Gathers share one link, in order. A block is freed
+# after its use, unless the next use is of the same block. Block b has `step.sizes[b]` bytes, and gathered blocks may have
+# `step.limit` bytes together, from the start of their gathers. The check simulates three different `step`s: only the first
+# use may wait, and 2L - 1 gathers are enough for L blocks.
 #
-# Hint: start each gather as early as memory allows, in the order of uses. A block that is still gathered cannot be
-# gathered again.
+# Hint: start each gather as early as memory allows, in the order of uses.
 
 # %% tags=["stub-3"]
 def plan_gathers(step):
@@ -588,30 +593,30 @@ lesson.check(exercises.gather_order, plan_gathers)
 # %% [markdown]
 # ## The largest model
 #
-# Now keep width, tokens and budget, and add blocks. The search starts at the predicted depth
-# and trains two steps at each depth.
+# Now keep width, tokens and budget, and add blocks. We train two steps at each depth.
 
 # %%
 lesson.predict("05.largest", "How many blocks fit with ZeRO-3 and recomputation?",
                unit="blocks", rule_of_thumb=BUDGET / (16 / N * SIZE.block().parameters))
-shallow, deep = ZeroConfig(0), ZeroConfig(3, -1)
-planned, depth = gpt2_zero.deepest_models(
-    pool, *setting, (shallow, deep), BUCKET, BUDGET)
-lesson.show(predicted=planned, measured=depth, unit="blocks", key="05.depth",
+shallow, deep = ZeroConfig(0), ZeroConfig(3, -1)  # -1: recompute all blocks
+plan, depth = gpt2_zero.deepest_models(pool, *setting, (shallow, deep), BUCKET, BUDGET)
+lesson.show(predicted=plan, measured=depth, unit="blocks", key="05.depth",
             title=f"The most blocks of {SIZE.hidden} that train within the budget")
-lesson.reveal("05.largest", depth[deep], predicted=planned[deep])
+lesson.reveal("05.largest", depth[deep], predicted=plan[deep])
+lesson.record("05.millions", {f"zero-{c.stage}": (
+    P + (d - SIZE.layers) * SIZE.block().parameters) / 1e6 for c, d in depth.items()})
 lesson.claim("ZeRO-3 trains a deeper model", (depth[deep], ">", depth[shallow]))
 
 # %% [markdown]
-# ZeRO-0 stops at <data value="05.depth.zero-0.measured">8 blocks</data>, ZeRO-3 with recomputation at <data value="05.depth.zero-3-+-recompute.measured">21 blocks</data>. There a
-# block costs 16/N bytes a parameter, and w T h bytes for its stored input. With more ranks the first term vanishes. What
-# remains is the stored inputs, and what must be whole while in use: one gathered block with its activations, the gathered
-# embedding, the logits.
+# ZeRO-0 stops at <data value="05.depth.zero-0.measured">8 blocks</data>, with <data value="05.millions.zero-0:.1f">3.9</data> million parameters, ZeRO-3 with recomputation at
+# <data value="05.depth.zero-3-+-recompute.measured">21 blocks</data>, with <data value="05.millions.zero-3:.1f">9.6</data> million. With ZeRO-3 and recomputation, a block costs 16/N bytes a parameter, and
+# w T h bytes for its stored input. With more ranks the first term vanishes. Stored inputs remain, one
+# gathered block with its activations, the gathered embedding, and the logits.
 #
 # ### An autopsy
 #
-# A colleague's run fits with room to spare, and its loss falls. After some steps it is out of memory, although every step
-# starts from the same states. What is new?
+# A colleague's run fits with room to spare: we set its budget to the peak of one step plus 8.5 times the logits. Its loss
+# falls. After some steps it is out of memory, although every step starts from the same states. What is new?
 
 # %%
 def train_and_log(headroom, steps=20):
@@ -641,8 +646,7 @@ lesson.field_guide.add(
     "outputs are kept for logging, with their logits; keep loss.item()", notebook="05")
 
 # %% [markdown]
-# The loss fell from <data value="05.autopsy.first:.2f">6.64</data> to <data value="05.autopsy.last:.2f">5.16</data> in <data value="05.autopsy.steps">8</data> steps, and nothing looked
-# wrong. Among the tensors with a side of V, the shape tokens × V is alive <data value="05.autopsy.copies">9</data> times: once for each
+# The loss fell from <data value="05.autopsy.first:.2f">6.64</data> to <data value="05.autopsy.last:.2f">5.16</data> in <data value="05.autopsy.steps">8</data> steps. Among the tensors with a side of V, the shape tokens × V is alive <data value="05.autopsy.copies">9</data> times: once for each
 # finished step, and once for the step that failed. These are the logits inside `outputs`, which the list keeps. The fix is `log.append(outputs.loss.item())`.
 #
 # **Takeaway.** When memory grows from step to step, look for a shape that is alive as often as there were steps.
@@ -653,9 +657,10 @@ lesson.field_guide.add(
 #
 # <details><summary>Answer</summary>
 #
-# With ZeRO-2 each rank keeps all 60 GB of weights. Activations of 8 sequences then fit only if every block is recomputed, which
-# adds a third. The all-gather of 60 GB after each update takes 1.2 s, another third, so a step takes 1.65 times its
-# computing. With ZeRO-3 and half of the blocks recomputed, 64 ranks need 67 GB for 32.5 billion parameters, and 1.19 times.
+# With ZeRO-2 each rank keeps all 60 GB of weights. Their all-gather after each update takes 1.2 s at 50 GB/s. With 8
+# sequences a rank that alone adds a third to the computing, and with fewer it adds more. With up to 15, which the task
+# allows, it adds less. But then all blocks must be recomputed to come near 80 GB, which adds a third by itself. With ZeRO-3
+# and half of the blocks recomputed, 64 ranks need 67 GB for 32.5 billion parameters, and 1.19 times their computing.
 # </details>
 
 # %%
@@ -672,8 +677,9 @@ lesson.explorers.sharded_step()
 # $$ B_{noise} = \mathrm{tr}(\Sigma) / |G|^2. $$
 #
 # In theory, reaching a given loss takes $s_{min} (1 + B_{noise}/B)$ steps, where $s_{min}$ is the number of steps with an
-# unlimited batch. Far below the noise scale a doubled batch halves the steps, far above it saves nothing. Squared norms at two batch sizes b < B give both unknowns, and data parallelism has both, before and
-# after its all-reduce:
+# unlimited batch. Far below the noise scale a doubled batch halves the steps, far above it saves nothing. Squared norms at two batch sizes b < B
+# give both unknowns. In data parallelism these are the norms before and after the all-reduce; below, b is a single
+# sample.
 #
 # $$ |G|^2 = \frac{B|g_B|^2 - b|g_b|^2}{B - b} \qquad \mathrm{tr}(\Sigma) = \frac{|g_b|^2 - |g_B|^2}{1/b - 1/B} $$
 #
@@ -682,9 +688,9 @@ lesson.explorers.sharded_step()
 # from one batch of 128.
 
 # %%
-def noise_scale(model, axis, rows, batch):
-    small, large = [], []
-    for ids in rows.split(batch):  # (batch, s)
+def noise_scales(model, axis, rows):
+    small, sums, scales = [], [], {}
+    for ids in rows.split(8):  # (8, s)
         total = 0.0
         for row in ids[axis.rank :: axis.size].split(1):  # b = 1
             model.zero_grad()
@@ -692,19 +698,21 @@ def noise_scale(model, axis, rows, batch):
             gradient = parameters_to_vector([p.grad for p in model.parameters()])
             small.append(gradient.square().sum())
             total = total + gradient
-        large.append((comm.all_reduce(total, axis) / batch).square().sum())
+        sums.append(comm.all_reduce(total, axis))  # over 8 samples
     b_norm = comm.all_reduce(torch.stack(small).mean(), axis) / axis.size  # E |g_b|^2
-    B_norm = torch.stack(large).mean()  # E |g_B|^2
-    signal, noise = batch * B_norm - b_norm, batch * (b_norm - B_norm)  # times B - 1
-    return (noise / signal.clamp(min=noise / 1e4)).item()  # an estimate may be negative
+    for B in (8, len(rows)):
+        means = torch.stack(sums).unflatten(0, (-1, B // 8)).sum(1) / B  # (batches, P)
+        B_norm = means.square().sum(1).mean()  # E |g_B|^2
+        signal, noise = B * B_norm - b_norm, B * (b_norm - B_norm)  # times B - 1
+        scales[B] = (noise / signal.clamp(min=noise / 1e4)).item()  # it may be negative
+    return scales
 
 
 def train_and_estimate(rows, test, target):
     axis = Mesh(Layout(dp=hpnb.world_size())).dp
     model = gradient_noise.train_to_loss(TINY, rows, test, batch=8, target=target).model
-    samples = rows[:1024].to(hpnb.device()).split(128)  # eight of them
-    return {B: [noise_scale(model, axis, sample, B) for sample in samples]
-            for B in (8, 128)}
+    return [noise_scales(model, axis, samples.to(hpnb.device()))
+            for samples in rows[:1024].split(128)]  # eight sets
 
 # %%
 lesson.predict("05.doubling", "Steps with batches of 4, over steps with batches of 8?",
@@ -712,10 +720,10 @@ lesson.predict("05.doubling", "Steps with batches of 4, over steps with batches 
 rows, test = (gradient_noise.token_rows(TINY, split) for split in ("train", "test"))
 early, late = (pool.run(train_and_estimate, rows, test, loss)[0] for loss in (6, 5))
 steps = {B: pool.run(gradient_noise.steps_to_loss, TINY, rows, test, B, 5)[0]
-         for B in (4, 8, 16, 32, 64)}  # the mean over three runs
+         for B in (4, 8, 16, 32, 64)}  # the mean of two runs
 fewest, fitted = theory.fitted_wall([*steps][1:], [*steps.values()][1:])  # not batch 4
 lesson.show(figures.batch_wall(steps, {"law, fitted from 8 on": (fewest, fitted)}, 5))
-scales = {f"loss {loss}, batches of {B}": sorted(estimates[B])
+scales = {f"loss {loss}, batches of {B}": sorted(scale[B] for scale in estimates)
           for loss, estimates in ((6, early), (5, late)) for B in (8, 128)}
 lesson.show(measured={way: median(estimates) for way, estimates in scales.items()},
             columns={"lowest (samples)": {way: scales[way][0] for way in scales},
@@ -724,34 +732,34 @@ lesson.show(measured={way: median(estimates) for way, estimates in scales.items(
 lesson.record("05.fitted", fitted, "samples")
 lesson.reveal("05.doubling", steps[4] / steps[8], predicted=theory.steps_at(
     4, fewest, fitted) / theory.steps_at(8, fewest, fitted))
+first, eights, larges = (scales[f"loss {loss}, batches of {B}"]
+                         for loss, B in ((6, 128), (5, 8), (5, 128)))
 lesson.claim("A larger batch narrows the interval",
-             max(late[128]) / min(late[128]) < max(late[8]) / min(late[8]))
-lesson.claim("The scale grows as the loss falls", min(late[128]) > max(early[128]))
+             larges[-1] / larges[0] < eights[-1] / eights[0])
+lesson.claim("The scale grows as the loss falls", larges[0] > first[-1])
 
 # %% [markdown]
-# From 4 to 8 samples the steps fell by a factor of <data value="05.doubling:.2f">1.53</data>, not 2. The law, fitted to the other batches,
-# predicted <data value="05.doubling.predicted:.2f">1.64</data>. At a loss of 5, batches of 8 gave noise scales from <data value="05.scale.loss-5-batches-of-8.lowest:.0f">34</data> to
+# From 4 to 8 samples the steps fell by a factor of <data value="05.doubling:.2f">1.58</data>, not 2. The law, fitted to the other batches,
+# predicted <data value="05.doubling.predicted:.2f">1.68</data>. At a loss of 5, batches of 8 gave noise scales from <data value="05.scale.loss-5-batches-of-8.lowest:.0f">34</data> to
 # <data value="05.scale.loss-5-batches-of-8.highest:.0f">297</data> samples: the noise drowns the signal. The same samples in one batch of
-# 128 gave <data value="05.scale.loss-5-batches-of-128.lowest:.0f">52</data> to <data value="05.scale.loss-5-batches-of-128.highest:.0f">106</data>. So make B
-# larger than the scale that you expect, and repeat.
+# 128 gave <data value="05.scale.loss-5-batches-of-128.lowest:.0f">52</data> to <data value="05.scale.loss-5-batches-of-128.highest:.0f">106</data>.
 #
-# But the scale is not one number. At a loss of 6 it was only <data value="05.scale.loss-6-batches-of-128.measured:.0f">8</data> samples,
-# and the measured steps follow the law best with <data value="05.fitted:.0f">14</data>. The theory assumes SGD at the best learning rate
-# for each batch, and equal curvature in all directions; we use AdamW, with a rate that grows as √B. Merrill et al. therefore measure this *critical
-# batch* by training.
+# But the scale is not one number. At a loss of 6 it was only <data value="05.scale.loss-6-batches-of-128.measured:.0f">8</data> samples. At a loss of 5 the median estimate
+# is <data value="05.scale.loss-5-batches-of-128.measured:.0f">65</data>, and the measured steps follow the law best with <data value="05.fitted:.0f">17</data>. The theory assumes SGD and equal curvature in
+# all directions; we use AdamW. The batch beyond which more samples hardly save steps is the *critical batch*. Merrill et al.
+# therefore measure it by training.
 #
 # **Takeaway.** The noise scale gives an order of magnitude, and it grows during training. Before you buy GPUs, train
 # to a loss with two batch sizes.
 #
 # How many ranks is that worth? At most the critical batch over the token knee. GPT-3 used batches of 3.2 million tokens.
-# At 400 TFLOP/s on InfiniBand NDR the knee is about 8,000 tokens. If we take GPT-3's batch as its critical batch, 3.2 M /
-# 8,000 = 400 replicas are useful.
+# At 400 TFLOP/s and 50 GB/s, ρ and with it the knee is about 8,000 tokens. If we take GPT-3's batch as its critical
+# batch, at most 3.2 M / 8,000 = 400 ranks are useful.
 #
 # ### Exercise 4: a noise scale from two norms
 #
 # *Extra, 15 minutes.* `per_rank[step][rank]` are squared norms of gradients over `small` samples, and `reduced[step]` is
-# that of their mean over the ranks. Return the noise scale in samples. The check draws gradients with a known scale, and
-# allows 10 %. A few steps are ten times as noisy as the rest.
+# the squared norm of the gradient averaged over the ranks. Return the noise scale in samples. A few steps are ten times as noisy as the rest.
 #
 # Hint: the formulas hold for expectations. Average first, and divide last.
 
@@ -784,9 +792,9 @@ lesson.check(exercises.noise_scale, scale_from_norms)
 #
 # - A parameter costs 16 bytes, and the first update allocates much of that. Test two steps.
 # - ZeRO shards states, recomputation shrinks activations. Predict the fullest moment, then choose.
-# - Only exposed communication costs time. Fast links favour ZeRO-3, slow ones the lowest ZeRO stage that fits.
-# - After an out-of-memory, read which shapes are alive, and how often.
-# - With enough ranks, states do not limit data parallelism. A batch that no longer helps does.
+# - Only exposed communication costs time. Where gathers overlap, ZeRO-3 exposes less than ZeRO-1 and 2; on slow
+#   links, use the lowest ZeRO stage that fits.
+# - With enough ranks, a batch that no longer helps limits data parallelism, not memory.
 #
 # **When not to use this.** Do not shard a model that fits. Use tensor parallelism when one block, or one sequence's
 # activations, do not fit: notebook 07. Use other axes when the batch is at its wall: notebooks 06 and 08.
@@ -799,8 +807,6 @@ lesson.check(exercises.noise_scale, scale_from_norms)
 # - Rajbhandari et al. 2020, *ZeRO* (1910.02054). Zhao et al. 2023, *PyTorch FSDP*, 2304.11277.
 # - Ren et al. 2021, *ZeRO-Offload* (2101.06840). Chen et al. 2016, *Training deep nets with sublinear memory cost*, 1604.06174.
 # - McCandlish et al. 2018, *An empirical model of large-batch training* (1812.06162).
-# - Shallue et al. 2018, *Measuring the effects of data parallelism on neural network training* (1811.03600).
 # - Merrill et al. 2025, *Critical batch size revisited* (2505.23971). Brown et al. 2020, *GPT-3*, 2005.14165.
 #
-# **Next.** A pipeline sends only the
-# activations at a few places. Notebook 06 partitions GPT-2 into pipeline stages, and finds that its layers are not equal.
+# **Next.** Notebook 06 partitions GPT-2 into pipeline stages, which send only activations.

@@ -326,10 +326,10 @@ def test_rounds_are_joined_and_the_median_counts() -> None:
 
 
 def test_step_parts() -> None:
-    parts = {"forward": 0.2, "backward": 0.4, "exposed after the update": 0.1}
+    parts = {"forward": 0.2, "backward": 0.4, "update": 0.0, "exposed after the update": 0.1}
     fig = figures.step_parts({ZeroConfig(2): parts}, {ZeroConfig(2): parts}, "replayed")
     assert [tick.get_text() for tick in fig.axes[0].get_yticklabels()] == ["ZeRO-2"]
-    assert len(fig.axes[0].collections) == 6  # filled and hollow
+    assert len(fig.axes[0].collections) == 4  # before and after the update, filled and hollow
 
 
 def test_launch_floor() -> None:
@@ -344,9 +344,9 @@ def test_launch_floor() -> None:
 
 def test_exposed_by_link() -> None:
     lines = {"ZeRO-2": [4.0, 2.0], "ZeRO-3": [6.0, 1.0]}
-    fig = figures.exposed_by_link([1e9, 1e10], lines, 3e9, 5e9)
+    fig = figures.exposed_by_link([1e9, 1e10], lines, ["InfiniBand NDR"])
     at = {line.get_label(): line.get_xdata()[0] for line in fig.axes[0].lines}
-    assert (at["crossing"], at["this page"]) == (3.0, 5.0)
+    assert (at["crossing"], at["InfiniBand NDR"]) == (10.0, 50.0)
 
 
 def test_prefetch_steps() -> None:

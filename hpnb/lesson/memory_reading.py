@@ -51,5 +51,5 @@ def survivors_table(stopped: OutOfBudget, side: int | None = None, most: int = 8
     """
     chosen = [one for one in stopped.survivors if side is None or side in one.shape]
     rows = [(str(one), one.category, number(one.nbytes, "B")) for one in chosen[:most]]
-    columns = ("survivors", "held as", "bytes")
+    columns = ("largest tensors alive", "category", "bytes")
     table(columns, rows, f"out of budget {stopped.operator}", f"{stopped}.")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from hpnb.lesson.programs.gpt2_zero import gather_timeline
 from hpnb.plot.bars import Bar, BarPanel, bars
@@ -29,8 +30,10 @@ from hpnb.plot.memory import CAPACITY, draw_bands, draw_capacity
 from hpnb.plot.timeline import timeline
 from hpnb.plot.units import byte_count, bytes_unit, number, seconds, time_unit
 from hpnb.record import MemoryProfile
-from hpnb.theory import GatherTimeline
+from hpnb.theory import LINKS, GatherTimeline
 
+LEFT: Literal["left"] = "left"
+RIGHT: Literal["right"] = "right"
 POINTS = 700  # of a panel: as many as it has pixels
 
 
@@ -72,6 +75,7 @@ def rivers(
         ax.annotate(byte_count(profile.peak), (1, 1), (0, 4), "axes fraction", "offset points", ha="right",
                     size=SMALL, weight="bold", color=color)  # fmt: skip
         ax.set(xlim=(0, (last - first) / scale or 1.0), ylim=(0, top / size * 1.12))
+        ax.yaxis.set_major_locator(MaxNLocator(4))
         ax.set_xlabel(f"time ({clock})", labelpad=1)
         ax.set_ylabel("" if i % columns else f"memory ({unit})")
         ax.tick_params(labelleft=i % columns == 0)
@@ -124,8 +128,8 @@ def zero_frontier(
             fastest, _, slowest = (s / scale for s in took[c])
             at, color = peaks[c] / size, look[family].color
             ax.vlines(at, fastest, slowest, color=color, linewidth=1.2, zorder=2.5)
-            end, offset, side = (slowest, 4, "bottom") if above else (fastest, -4, "top")
-            ax.annotate(str(c.stage), (at, end), (0, offset), "data", "offset points", ha="center", va=side,
+            end, offset, side = (slowest, (-4, 2), "bottom") if above else (fastest, (4, -2), "top")
+            ax.annotate(str(c.stage), (at, end), offset, "data", "offset points", ha="center", va=side,
                         size=SMALL, color=color, zorder=6)  # fmt: skip
     right = max(*peaks.values(), capacity) / size * 1.1
     ax.set(xlim=(0, right), ylim=(0, max(slowest for *_, slowest in took.values()) / scale * 1.15))
@@ -146,9 +150,7 @@ SPENT: Mapping[str, OpStyle] = {
 
 
 PARTS: Mapping[str, OpStyle] = {
-    "forward": OpStyle(STYLE["F"].color, "", "forward"),
-    "backward": OpStyle(STYLE["I"].color, "//", "backward"),
-    "exposed": OpStyle(STYLE["all_reduce"].color, "", "exposed before the update"),
+    "before the update": OpStyle(STYLE["F"].color, "", "forward, backward and communication"),
     "update": OpStyle(STYLE["W"].color, "..", "update"),
     "exposed after the update": OpStyle(STYLE["send"].color, "xx", "exposed after the update"),
 }
@@ -159,13 +161,25 @@ def step_parts(
     measured: Mapping[object, Mapping[str, float]],
     source: str = "measured",
 ) -> Figure:
-    """Seconds of a step by part, a row a configuration: predicted, hollow, under measured.
+    """Seconds of a step before, in and after the update, a row a configuration: predicted, hollow, under
+    measured.
+
+    Before the update, a rank's exposed communication contains waiting for other ranks. So it is drawn as one
+    part with forward and backward.
 
     Args:
-        predicted, measured: {configuration: {part of PARTS: seconds}}.
+        predicted, measured: {configuration: the parts of a `StepMeasurement`}.
         source: how `measured` came about.
     """
-    rows = {str(name): [Bar(parts), Bar(predicted[name], hollow=True)] for name, parts in measured.items()}
+
+    def joined(parts: Mapping[str, float]) -> dict[str, float]:
+        late = {name: took for name, took in parts.items() if name in PARTS and took}
+        return {"before the update": sum(parts.values()) - sum(late.values()), **late}
+
+    rows = {
+        str(name): [Bar(joined(parts)), Bar(joined(predicted[name]), hollow=True)]
+        for name, parts in measured.items()
+    }
     keys = [Key(OpStyle(SOFT, "", f"filled: {source}, hollow: predicted"), "words")]
     return bars([BarPanel(rows, "s", "a step ({unit})")], PARTS, more_keys=keys,
                 title="Only ZeRO-1 and ZeRO-2 communicate after the update")  # fmt: skip
@@ -227,16 +241,14 @@ def prefetch_steps(steps: Mapping[str, GatherTimeline], uses: Sequence[int], ran
 def exposed_by_link(
     bandwidths: Sequence[float],
     exposed: Mapping[str, Sequence[float]],
-    crossing: float,
-    here: float,
+    links: Sequence[str] = ("Ethernet 100 Gb", "InfiniBand NDR"),
 ) -> Figure:
-    """Exposed communication of a step over the bandwidth of the link, a line for each ZeRO stage.
+    """Exposed communication of a step over the bandwidth of the link, a line for each of two ZeRO stages.
 
     Args:
         bandwidths: bytes/s.
         exposed: {ZeRO stage: seconds at each bandwidth}.
-        crossing: bytes/s from which ZeRO-3 exposes less than ZeRO-2.
-        here: bytes/s of this page's link.
+        links: names of `theory.LINKS`, marked beneath the lines.
     """
     scale, unit = time_unit(float(np.median([s for line in exposed.values() for s in line])))
     look = looks(exposed)
@@ -246,11 +258,14 @@ def exposed_by_link(
     ]
     panel = CurvePanel(series, f"exposed ({unit})", log="xy", height=2.3,
                        xlabel="bandwidth of the link (GB/s)")  # fmt: skip
-    fig = curves([panel], title="On fast links ZeRO-3 exposes less than ZeRO-2 · simulated")
+    fig = curves([panel], title="XL on 8 GPUs: on fast links ZeRO-3 exposes less than ZeRO-2 · simulated")
     (ax,) = fig.axes
-    for bandwidth, words in ((crossing, "crossing"), (here, "this page")):
+    rows = zip(bandwidths, *exposed.values(), strict=True)
+    crossing = next(bandwidth for bandwidth, first, second in rows if first > second)
+    for words, bandwidth in {"crossing": crossing, **{n: LINKS[n].bandwidth for n in links}}.items():
         rule(ax, bandwidth / 1e9, words, SOFT)
-        note(ax, words, bandwidth / 1e9, 0.92 if words == "crossing" else 0.82, (4, 0), color=SOFT)
+        offset, side = ((4, 0), LEFT) if bandwidth > crossing else ((-4, 0), RIGHT)
+        note(ax, words, bandwidth / 1e9, 0.06, offset, side, SOFT)
     log_ticks(ax.yaxis, count, (1,))
     log_ticks(ax.xaxis, count, (1,))
     return fig
@@ -332,7 +347,10 @@ def batch_wall(
         set_ticks(ax.xaxis, batches, lambda b: number(b) if b % 1 else f"{b:,.0f}")
         log_ticks(ax.yaxis, count, (1, 2, 5))
     above, below = fig.axes
-    write_values(above, batches, steps, [f"{s:,.0f}" for s in steps])
+    above.set_ylim(bottom=min(steps) / 1.5)
+    for batch, taken in measured.items():  # on the side of the point that the first law leaves free
+        under = any(taken < fewest * (1 + noise / batch) for fewest, noise in list(laws.values())[:1])
+        write_values(above, [batch], [taken], [f"{taken:,.0f}"], offset=-7 if under else 7)
     above.tick_params(labelbottom=False)
     below.set_xlabel(f"{noun} in a batch, over all ranks")
     return fig

@@ -413,6 +413,18 @@ def exposed_seconds(
     )
 
 
+def exposed_by_bandwidth(
+    size: GPT2Size, rows: int, stage: int, ranks: int, bandwidths: Sequence[float], flops: float = 400e12
+) -> list[float]:
+    """`exposed_seconds` in bfloat16 for each bandwidth, on GPUs that compute `flops` a second.
+
+    A backward takes twice its forward, and buckets have 25 MB.
+    """
+    forward = size.layers * size.block(rows).forward_flops / flops
+    alone = forward, 2 * forward, 0.0
+    return [exposed_seconds(size, torch.bfloat16, stage, alone, ranks, b, 25.0) for b in bandwidths]
+
+
 def gather_timeline(gathers: theory.GatherTimeline, uses: Sequence[int], ranks: int) -> Timeline:
     """A simulated step of ZeRO stage 3 on one of its ranks: computing above all-gathers."""
     half, group = len(uses) // 2, tuple(range(ranks))

@@ -85,7 +85,7 @@ def _copy(model: Any, size: GPT2Size) -> Any:
 
 
 def steps_to_loss(
-    size: GPT2Size, rows: torch.Tensor, test: torch.Tensor, batch: int, target: float, repeats: int = 3
+    size: GPT2Size, rows: torch.Tensor, test: torch.Tensor, batch: int, target: float, repeats: int = 2
 ) -> float:
     """The mean steps of runs that draw their rows in different orders. Every rank calls it."""
     runs = [train_to_loss(size, rows, test, batch, target, seed) for seed in range(1, repeats + 1)]

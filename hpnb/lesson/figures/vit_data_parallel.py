@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from statistics import median
 
 from matplotlib.figure import Figure
 
@@ -18,11 +19,30 @@ AFTER, DURING = "reduced after the backward", "reduced during the backward"
 _LAW_POINTS = 300
 
 
+def medians_and_ranges(
+    ratios: Mapping[int, Mapping[str, Sequence[float]]],
+) -> tuple[dict[str, dict[int, float]], list[dict[int, float]], list[dict[int, float]]]:
+    """(medians and ranges as columns of a table, the lowest, the highest of AFTER and of DURING).
+
+    Args:
+        ratios: {tokens: {AFTER or DURING: step / step alone in each round}}.
+    """
+    columns: dict[str, dict[int, float]] = {}
+    lows, highs = ([{t: end(r[name]) for t, r in ratios.items()} for name in (AFTER, DURING)]
+                   for end in (min, max))  # fmt: skip
+    for i, (head, name) in enumerate({"after": AFTER, "during": DURING}.items()):
+        columns[head] = {t: median(r[name]) for t, r in ratios.items()}
+        columns |= {f"{head}, lowest": lows[i], f"{head}, highest": highs[i]}
+    return columns, lows, highs
+
+
 def step_ratios(
     after: Mapping[float, float],
     during: Mapping[float, float],
     law_knee: float,
     measured_knee: float | None = None,
+    lows: Sequence[Mapping[float, float]] = (),
+    highs: Sequence[Mapping[float, float]] = (),
     limit: float = 1.1,
     title: str | None = None,
 ) -> Figure:
@@ -32,7 +52,10 @@ def step_ratios(
         after, during: {tokens: ratio} of steps that reduce after and during the backward, dots.
         law_knee: tokens at which the backward takes as long as the all-reduce; it decides the two lines.
         measured_knee: the fewest tokens from which on `during` is below `limit`; None if it never is.
+        lows, highs: least and largest ratios of the rounds, for `after` and for `during`: upright bars.
         limit: below this ratio communication counts as free.
+
+    Markers of the two are drawn a little to the left and right of their tokens, so that none covers another.
 
     Raises:
         ValueError: nothing to draw, or a ratio that is not above 0.
@@ -46,6 +69,7 @@ def step_ratios(
         knees["measured knee"] = measured_knee
     low, high = min(tokens[0], law_knee / 2) / 1.2, max(tokens[-1], 2.5 * max(knees.values())) * 1.1
     line = [low * (high / low) ** (i / _LAW_POINTS) for i in range(_LAW_POINTS + 1)]
+    aside = {AFTER: 0.97, DURING: 1.03} if after and during else {AFTER: 1.0, DURING: 1.0}
     look, series = looks(measured), []
     for name, points in measured.items():
         shares = (exposed_share(t / law_knee, name == DURING) for t in line)
@@ -53,28 +77,34 @@ def step_ratios(
             Series(name, line, [1 / (1 - share) for share in shares], look[name], "line", f"law {name}")
         )
         if points:
-            x, y = list(points), list(points.values())
+            x, y = [t * aside[name] for t in points], list(points.values())
             series.append(Series(name, x, y, look[name], "dots", f"measured {name}"))
-    keys = [Key(OpStyle(SOFT, "", words), "words") for words in ("lines: the law", "markers: measured")]
+    words = "lines: the law; markers: measured" + ("; bars: the range of the rounds" if lows else "")
+    keys = [Key(OpStyle(SOFT, "", words), "words")]
     heading = title if title is not None else "A free step needs more tokens than the law says"
     panel = CurvePanel(series, "step / step alone", "xy", 2.8, xlabel="tokens per rank")
     fig = curves([panel], title=heading, more_keys=keys)
     (ax,) = fig.axes
-    bottom, top = min(0.9, 0.95 * min(ratios)), 1.15 * max(1.5, *(y for s in series for y in s.y))
+    ends = [ratio for points in (*lows, *highs) for ratio in points.values()]
+    bottom = min(0.9, 0.95 * min([*ratios, *ends]))
+    top = 1.15 * max(1.5, *ends, *(y for s in series for y in s.y))
+    for name, low_ends, high_ends in zip(measured, lows, highs, strict=False):
+        places = [t * aside[name] for t in low_ends]
+        ax.vlines(places, list(low_ends.values()), list(high_ends.values()), look[name].color, zorder=2.2)
     ax.set_ylim(bottom, top)
     ratios_drawn = [y for y in (1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0) if y < top]
     set_ticks(ax.yaxis, ratios_drawn, "{:g}".format)
     ax.set_xlim(low, high)
     ax.axhline(limit, color=INK, linestyle=":", linewidth=1.2, zorder=1.8, label="limit")
-    ax.annotate(f"{limit:g}", (0, limit), (4, 3), ("axes fraction", "data"), "offset points", size=SMALL,
-                color=INK)  # fmt: skip
-    for row, (words, knee) in enumerate(knees.items()):
+    ax.text(low * 1.04, limit * 1.01, f"{limit:g}", size=SMALL, color=INK, va="bottom")
+    labels = [f"{words}: {count(knee)} tokens" for words, knee in knees.items()]
+    for row, (label, (words, knee)) in enumerate(zip(labels, knees.items(), strict=True)):
         rule(ax, knee, words, line="--")
         at_right = math.log(knee / low) > 0.65 * math.log(high / low)
-        ax.annotate(f"{words}: {count(knee)} tokens", (knee, 0.92 - 0.1 * row), (-6 if at_right else 6, 0),
-                    ("data", "axes fraction"), "offset points", size=SMALL, color=INK, zorder=6,
-                    ha="right" if at_right else "left",
-                    bbox={"facecolor": CARD, "edgecolor": "none", "pad": 1.0})  # fmt: skip
+        ax.text(knee / 1.04 if at_right else knee * 1.04, 0.92 - 0.1 * row, label, size=SMALL, color=INK,
+                zorder=6, ha="right" if at_right else "left", transform=ax.get_xaxis_transform(),
+                bbox={"facecolor": CARD, "edgecolor": "none", "pad": 1.0})  # fmt: skip
+    fig.set_label("; ".join(labels))
     set_ticks(ax.xaxis, _fitting_ticks(low, high, ax.get_position().width * WIDTH), count)
     return fig
 

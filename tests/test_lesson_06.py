@@ -117,6 +117,31 @@ def test_repeats_that_overlap_are_no_finding() -> None:
     assert fast.overlaps(close)
     assert not fast.overlaps(slow)
     assert gpt2_pipeline.fastest_of({"slow": slow, "close": close, "fast": fast}) == ["fast", "close"]
+    assert gpt2_pipeline.spread_words([1, 3], [3, 4]) == "within the spread of the repeats"
+    assert gpt2_pipeline.spread_words([4, 5], [1, 3]) == "beyond the spread of the repeats"
+    assert gpt2_pipeline.overlap_words(["a", "b"]) == "the repeats of a and b overlap with its own"
+    assert gpt2_pipeline.overlap_words([]) == "no other repeats overlap with its own"
+    runs = {"slow": slow, "close": close, "fast": fast}
+    assert gpt2_pipeline.fastest_in_words(runs)["others"] == "the repeats of close overlap with its own"
+    assert gpt2_pipeline.range_columns(runs)["slowest (s)"]["slow"] == slow.slowest
+    compared = gpt2_pipeline.compare(runs, {"slow": 6.0, "fast": 2.0}, "slow", "fast")
+    assert (compared["simulated"], compared["spread"]) == (3.0, "beyond the spread of the repeats")
+
+
+def test_memory_columns_count_a_microbatch_on_one_of_two_stages_as_half() -> None:
+    costs = hpnb.pipeline_parallel.Costs(1.0, 2.0, 1.0)
+    chunks = {"1f1b": 1, "interleaved": 2}
+    steps = {name: schedules.make(name, 4 * v, 8, v).simulate(costs) for name, v in chunks.items()}
+    peaks = {name: [1.0, 2.0, 3.0, 4.0] for name in chunks}
+    columns = gpt2_pipeline.memory_columns(peaks, steps, chunks)
+    assert columns["kept on rank 3 (B)"] == {"1f1b": 4.0, "interleaved": 4.0}
+    assert columns["in flight on rank 0"] == {"1f1b": 4.0, "interleaved": 5.5}
+
+
+def test_w_over_i_leaves_out_schedules_that_do_not_split_the_backward() -> None:
+    costs = hpnb.pipeline_parallel.Costs(1.0, 2.0, 1.0)
+    steps = {name: schedules.make(name, 2, 4).simulate(costs) for name in ("1f1b", "zb-h1")}
+    assert gpt2_pipeline.w_over_i(steps) == {"zb-h1": pytest.approx(0.5)}
 
 
 def test_the_ledger_gets_a_row_for_each_schedule() -> None:

@@ -108,7 +108,8 @@ def banner(
         timings += "for this CPU"
     else:
         timings = "wall-clock timings on this page are contended: "
-        timings += f"{choice.ranks} ranks share {_count(cores, 'core')}; replayed figures say so"
+        timings += f"{choice.ranks} ranks share {_count(cores, 'core')}; "
+        timings += "figures replayed from CPU times are labelled so"
     here = Banner(
         ranks=choice.ranks,
         device=choice.device,

@@ -286,6 +286,9 @@ def describe(figure: Figure) -> str:
             xy = getattr(note, "xy", None)
             if xy is None or xy in ((0, 1), (1, 1)) or not 0 <= round(xy[1]) < len(rows):
                 continue
+            places = getattr(note, "xycoords", "data")
+            if (places[1] if isinstance(places, tuple) else places) == "axes fraction":  # at no row
+                continue
             if rows[round(xy[1])] and note.get_text():
                 ends.setdefault(rows[round(xy[1])], []).append(note.get_text())
         said += [f"{name} {', '.join(texts)}" for name, texts in ends.items()]

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from hpnb.plot.canvas import SMALL, TEXT, Box, Key, boxes, new_figure, panel_title, text_inches
 from hpnb.plot.curves import CurvePanel, Look, Series, curves, note
 from hpnb.plot.grammar import ALARM, AXIS, INK, SERIES, SOFT, STYLE, OpStyle, mix
-from hpnb.plot.lanes import Lanes, draw
+from hpnb.plot.lanes import Lanes, chunks, draw
 from hpnb.plot.timeline import describe
 from hpnb.plot.units import number, time_unit
 from hpnb.record import Timeline
@@ -91,12 +91,15 @@ def skyline(
     for i, (name, cut) in enumerate(cuts.items()):
         above, below = axes[2 * i : 2 * i + 2]
         words = f"{name}: {', '.join(map(str, cut.counts))} layers"
-        panel_title(above, words, f"numbers: each stage, in {layer_unit}")
+        what = "each stage" if unit else "sums of layers timed alone"
+        panel_title(above, words, f"numbers: {what}, in {layer_unit}")
         _draw_layers(above, costs, kinds, loss, tall, text)
         _draw_stages(above, costs, cut, tall, largest)
         above.set_ylabel(layer_unit or "")
         above.xaxis.set_visible(text)  # ticks are slow to draw
-        panel_title(below, describe(cut.step), f"{number(cut.step.makespan / scale)} {step_unit}")
+        two = any(len(chunks(cut.step.by_rank[rank])) > 1 for rank in cut.step.ranks)
+        words = describe(cut.step) + " · light: a rank's later stage" * two
+        panel_title(below, words, f"{number(cut.step.makespan / scale)} {step_unit}")
         draw(below, cut.step, lanes[i], names, scale=scale, inch=inch, text=text, exposed=False)
         below.set_xlim(0, longest / scale)
         below.tick_params(labelbottom=i == len(cuts) - 1)
@@ -154,7 +157,8 @@ def last_cut(
 ) -> Figure:
     """Seconds of a step over the number of blocks on the last stage, beside the head.
 
-    Every repeat is a small dot, so that a difference can be compared with the spread of the repeats.
+    Every repeat is a small dot beside the median, so that a difference can be compared with the spread of
+    the repeats.
 
     Args:
         runs: {number of blocks, ascending: seconds of each repeat}.
@@ -172,13 +176,13 @@ def last_cut(
     scale, unit = time_unit(max(*predicted, *(seconds for _, seconds in repeats)))
     medians = [statistics.median(times) / scale for times in runs.values()]
     look = Look(*SERIES[1])
-    aside = 0.03 * (positions[-1] - positions[0] + 1)  # so that the medians do not cover the repeats
+    span = positions[-1] - positions[0] + 1
+    aside = [x + 0.02 * span + 0.01 * i * span for x, times in runs.items() for i in range(len(times))]
     series = [
-        Series("simulated from the layers", positions, [s / scale for s in predicted], Look(*SERIES[0]),
-               "line and hollow"),
+        Series("simulated from the layers", positions, [s / scale for s in predicted], Look(*SERIES[0])),
         Series(f"{source}, median", positions, medians, look, "line and dots"),
-        Series("each repeat", [x + aside for x, _ in repeats], [s / scale for _, s in repeats],
-               Look(look.color, ".", look.line), "dots"),
+        Series("each repeat, beside its median", aside, [s / scale for _, s in repeats],
+               Look(look.color, ".", look.line), "dots", "each repeat"),
     ]  # fmt: skip
     words = "blocks on the last stage, beside the head"
     panel = CurvePanel(series, f"step ({unit})", height=2.5, xlabel=words)

@@ -70,7 +70,7 @@ class StepRepeats:
 
     def overlaps(self, other: StepRepeats) -> bool:
         """Whether the ranges of both overlap, so that their difference is no finding."""
-        return self.fastest <= other.slowest and other.fastest <= self.slowest
+        return overlap(self.seconds, other.seconds)
 
 
 @dataclass(frozen=True)
@@ -120,22 +120,80 @@ class LayerTimes:
 
 
 def fastest_of(runs: Mapping[Any, StepRepeats]) -> list[Any]:
-    """The run with the least median step, then those whose repeats overlap with its own."""
-    best = min(runs, key=lambda name: runs[name].median.makespan)
-    others = [name for name in runs if name != best and runs[name].overlaps(runs[best])]
-    return [best, *others]
+    """The run with the least median step, then those whose repeats overlap with its own, by median."""
+    best, *others = sorted(runs, key=lambda name: runs[name].median.makespan)
+    return [best, *(name for name in others if runs[name].overlaps(runs[best]))]
 
 
-def beside(
-    base: str, name: str, predicted: Mapping[str, float], steps: Mapping[str, Timeline]
-) -> dict[str, float]:
-    """How long the step of `name` is beside `base`'s, simulated and run, and its W beside its I ("w")."""
-    split = {op: sum(e.duration for e in steps[name].events if e.op == op) for op in "IW"}
+def overlap(a: Sequence[float], b: Sequence[float]) -> bool:
+    """Whether the ranges of two lists of repeats overlap."""
+    return min(a) <= max(b) and min(b) <= max(a)
+
+
+def spread_words(a: Sequence[float], b: Sequence[float]) -> str:
+    """For prose: how the difference of two lists of repeats compares with their spread."""
+    return f"{'within' if overlap(a, b) else 'beyond'} the spread of the repeats"
+
+
+def overlap_words(others: Sequence[str]) -> str:
+    """For prose: which others overlap with the repeats of the fastest."""
+    whose = "the repeats of " + " and ".join(others) if others else "no other repeats"
+    return f"{whose} overlap with its own"
+
+
+def fastest_in_words(runs: Mapping[str, StepRepeats]) -> dict[str, str]:
+    """For prose: the name of the run with the least median step ("first"), and which "others" overlap."""
+    first, *others = fastest_of(runs)
+    return {"first": first, "others": overlap_words(others)}
+
+
+def compare(
+    runs: Mapping[str, StepRepeats], predicted: Mapping[str, float], name: str, base: str
+) -> dict[str, float | str]:
+    """How long the step of `name` is beside `base`'s: "simulated", "run" by the median, and the "spread"."""
     return {
         "simulated": predicted[name] / predicted[base],
-        "run": steps[name].makespan / steps[base].makespan,
-        "w": split["W"] / split["I"],
+        "run": runs[name].median.makespan / runs[base].median.makespan,
+        "spread": spread_words(runs[name].seconds, runs[base].seconds),
     }
+
+
+def range_columns(runs: Mapping[Any, StepRepeats]) -> dict[str, dict[Any, float]]:
+    """Columns of a table: the fastest and the slowest repeat of each run."""
+    return {
+        "fastest (s)": {name: repeats.fastest for name, repeats in runs.items()},
+        "slowest (s)": {name: repeats.slowest for name, repeats in runs.items()},
+    }
+
+
+def memory_columns(
+    peaks: Mapping[str, Sequence[float]], steps: Mapping[str, Timeline], chunks: Mapping[str, int]
+) -> dict[str, dict[str, float]]:
+    """Columns of a table: bytes kept and microbatches in flight, at the peak of the first and the last rank.
+
+    Args:
+        peaks: {schedule: bytes of each rank}.
+        steps: {schedule: its step}.
+        chunks: {schedule: stages per rank}; in flight on one of two stages counts as half.
+    """
+    columns: dict[str, dict[str, float]] = {}
+    ends = {rank for step in steps.values() for rank in (min(step.ranks), max(step.ranks))}
+    for rank in sorted(ends):
+        columns[f"kept on rank {rank} (B)"] = {name: peaks[name][rank] for name in steps}
+    for rank in sorted(ends):
+        counts = {name: step.peak_in_flight(rank) / chunks[name] for name, step in steps.items()}
+        columns[f"in flight on rank {rank}"] = counts
+    return columns
+
+
+def w_over_i(steps: Mapping[str, Timeline]) -> dict[str, float]:
+    """{schedule: the duration of all its W over that of all its I}, of those that split the backward."""
+    ratios = {}
+    for name, step in steps.items():
+        took = {op: sum(e.duration for e in step.events if e.op == op) for op in "IW"}
+        if took["W"] > 0:
+            ratios[name] = took["W"] / took["I"]
+    return ratios
 
 
 def add_to_ledger(model: str, predicted: Mapping[str, float], steps: Mapping[str, Timeline]) -> None:
@@ -147,6 +205,13 @@ def add_to_ledger(model: str, predicted: Mapping[str, float], steps: Mapping[str
             "bubble (%)": (None, 100 * step.bubble_fraction),
         }
         ledger.add("06", hpnb.Layout(pp=ranks), f"{model}, {name}", quantities, hardware(ranks))
+
+
+def peaks_by_run(
+    pool: hpnb.Ranks, size: GPT2Size, rows: int, dtype: torch.dtype, runs: Mapping[str, PartitionedSchedule]
+) -> dict[str, list[float]]:
+    """{schedule: `peak_activations` of each rank}."""
+    return {name: pool.run(peak_activations, size, rows, dtype, run) for name, run in runs.items()}
 
 
 # --- on a rank ---------------------------------------------------------------------------------------

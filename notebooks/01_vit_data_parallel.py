@@ -370,13 +370,13 @@ lesson.claim("buckets beat single tensors", (steps[b], "<", steps[a]))
 # The figure has the round of median duration. The thin lane under a rank has its messages. "Compute" is the copying into
 # buckets, which C does inside the backward. *Makespan* is the time from the first start to the last end.
 #
-# A takes <data value="01.step.a-tensors-after.measured">219 ms</data>, B <data value="01.step.b-buckets-after.measured">100 ms</data> and C <data value="01.step.c-buckets-during.measured">88.8 ms</data>. A pays a
-# latency per tensor, and B one per bucket. By α this saves <data value="01.gain.predicted">54.5 ms</data>, and we measured <data value="01.gain.measured">119 ms</data>. We did not measure what
+# A takes <data value="01.step.a-tensors-after.measured">171 ms</data>, B <data value="01.step.b-buckets-after.measured">66.0 ms</data> and C <data value="01.step.c-buckets-during.measured">61.9 ms</data>. A pays a
+# latency per tensor, and B one per bucket. By α this saves <data value="01.gain.predicted">47.0 ms</data>, and we measured <data value="01.gain.measured">105 ms</data>. We did not measure what
 # the rest is.
 #
-# By the prediction C takes <data value="01.overlap.predicted:.2f">0.72</data> times as long as B. In the same round it takes <data value="01.overlap:.2f">0.97</data> times as long in the
-# median, and from <data value="01.turns.low:.2f">0.67</data> to <data value="01.turns.high:.2f">1.17</data> times over nine rounds. From B to C the exposed time changes from
-# <data value="01.step.b-buckets-after.exposed">35.1 ms</data> to <data value="01.step.c-buckets-during.exposed">26.2 ms</data>, and the computing time from <data value="01.step.b-buckets-after.computing">52.1 ms</data> to <data value="01.step.c-buckets-during.computing">57.2 ms</data>. Both
+# By the prediction C takes <data value="01.overlap.predicted:.2f">0.67</data> times as long as B. In the same round it takes <data value="01.overlap:.2f">0.92</data> times as long in the
+# median, and from <data value="01.turns.low:.2f">0.81</data> to <data value="01.turns.high:.2f">1.09</data> times over nine rounds. From B to C the exposed time changes from
+# <data value="01.step.b-buckets-after.exposed">23.0 ms</data> to <data value="01.step.c-buckets-during.exposed">7.46 ms</data>, and the computing time from <data value="01.step.b-buckets-after.computing">42.1 ms</data> to <data value="01.step.c-buckets-during.computing">51.4 ms</data>. Both
 # matter: the threads that send share the cores with the backward and can slow it down. The prediction leaves this out, as
 # well as the copying and the wait for the slower rank.
 #
@@ -510,10 +510,10 @@ lesson.record("01.measured", {"knee": few, "gap": bound / law_knee, "after-knee"
 lesson.reveal("01.knee", bound, predicted=law_knee)
 
 # %% [markdown]
-# The law promises a free step from <data value="01.law.knee:,.0f">101</data> tokens per rank. We measured <data value="01.measured.knee">1,088</data> tokens, <data value="01.measured.gap:.1f">10.8</data> times
+# The law promises a free step from <data value="01.law.knee:,.0f">64</data> tokens per rank. We measured <data value="01.measured.knee">1,088</data> tokens, <data value="01.measured.gap:.1f">17.0</data> times
 # as many. The bars are the ranges of the rounds, so noise can move the measured knee to a neighbouring size.
 #
-# Does overlap make the step free? By the law a step that reduces *after* the backward is free from <data value="01.law.after:,.0f">672</data> tokens on,
+# Does overlap make the step free? By the law a step that reduces *after* the backward is free from <data value="01.law.after:,.0f">428</data> tokens on,
 # because it is long. We measured <data value="01.measured.after-knee">1,632</data>. At <data value="01.measured.faster">0</data> of <data value="01.measured.sizes">8</data> sizes the whole bar with overlap lies below the
 # bar without. At the others this run cannot show that overlap pays.
 #
@@ -562,18 +562,18 @@ last = theory.seconds("all_reduce", BUCKET_MB * 2**20, N, card.link)
 lesson.record("01.last-bucket", last, "s")
 
 # %% [markdown]
-# The all-reduce alone takes <data value="01.cause.all-reduce-alone.measured">20.8 ms</data> and fits under the backward, which takes two thirds of the step's
-# <data value="01.cause.step-alone.measured">145 ms</data>. Yet the full step takes <data value="01.cause.full-step.factor:.2f">1.24</data> times as long as the step alone.
+# The all-reduce alone takes <data value="01.cause.all-reduce-alone.measured">26.3 ms</data> and fits under the backward, which takes two thirds of the step's
+# <data value="01.cause.step-alone.measured">149 ms</data>. Yet the full step takes <data value="01.cause.full-step.factor:.2f">1.24</data> times as long as the step alone.
 #
-# - *Sharing.* Beside the unrelated all-reduce the factor is <data value="01.cause.beside-an-unrelated-all-reduce.factor:.2f">1.12</data>, in the rounds
-#   <data value="01.cause.beside-an-unrelated-all-reduce.lowest:.2f">1.01</data> to <data value="01.cause.beside-an-unrelated-all-reduce.highest:.2f">1.23</data>.
-# - *Buckets.* With buckets and nothing sent it is <data value="01.cause.with-buckets-nothing-sent.factor:.2f">1.03</data>, in the rounds
-#   <data value="01.cause.with-buckets-nothing-sent.lowest:.2f">0.96</data> to <data value="01.cause.with-buckets-nothing-sent.highest:.2f">1.05</data>.
-# - *The last bucket.* By α and B it exposes at most <data value="01.last-bucket">4.72 ms</data>, with its latency. The other buckets overlap.
+# - *Sharing.* Beside the unrelated all-reduce the factor is <data value="01.cause.beside-an-unrelated-all-reduce.factor:.2f">1.14</data>, in the rounds
+#   <data value="01.cause.beside-an-unrelated-all-reduce.lowest:.2f">1.09</data> to <data value="01.cause.beside-an-unrelated-all-reduce.highest:.2f">1.17</data>.
+# - *Buckets.* With buckets and nothing sent it is <data value="01.cause.with-buckets-nothing-sent.factor:.2f">1.01</data>, in the rounds
+#   <data value="01.cause.with-buckets-nothing-sent.lowest:.2f">0.99</data> to <data value="01.cause.with-buckets-nothing-sent.highest:.2f">1.05</data>.
+# - *The last bucket.* By α and B it exposes at most <data value="01.last-bucket">3.28 ms</data>, with its latency. The other buckets overlap.
 #
 # Trust a factor only as far as its rounds agree. What remains, such as waiting for the slower rank, we did not separate.
 #
-# So there are two answers. From the law's <data value="01.law.knee:,.0f">101</data> tokens on, the all-reduce would fit under a backward at the rate R.
+# So there are two answers. From the law's <data value="01.law.knee:,.0f">64</data> tokens on, the all-reduce would fit under a backward at the rate R.
 # This quick check needs only R and B. Plan with the measured <data value="01.measured.knee">1,088</data>.
 #
 # <details><summary>On a laptop, or with ranks that share a GPU</summary>

@@ -130,8 +130,7 @@ N * x
 #
 # How do ranks send? In pairs, with a send and a receive; or, more often, by a *collective*: an operation that all
 # ranks of a group call together. A *group* is a list of ranks with message channels of its own; the default
-# group is all ranks. The table is for n ranks and a tensor of S bytes. Its last column counts the fewest bytes that
-# do; the next section shows how a ring gets by with them.
+# group is all ranks. The table is for n ranks and a tensor of S bytes. Its last column counts the fewest bytes that do.
 #
 # | collective | input of each rank | each rank gets | bytes that leave a rank |
 # |---|---|---|---|
@@ -540,7 +539,7 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 lesson.explorers.all_reduce_cost()
 
 # %% [markdown]
-# **Takeaway.** A call costs latency and its bytes cost bandwidth. The knee n α B tells which of the two you pay for.
+# **Takeaway.** A call costs latency, its bytes cost bandwidth. The knee n α B tells which you pay for.
 #
 # ### Exercise 3: how large a bucket
 #
@@ -696,8 +695,8 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 # - DeepSpeed: `deepspeed.comm.log_summary(show_straggler=True)` separates waiting from moving.
 # </details>
 #
-# **Takeaway.** Split every collective when its last rank arrives. The time before that moment is waiting for the
-# slowest rank, and the time after it belongs to the link.
+# **Takeaway.** Split every collective when its last rank arrives. Before it, ranks wait for the slowest; after it, for the
+# link.
 #
 # ### Exercise 4: name the straggler
 #
@@ -883,7 +882,7 @@ lesson.check(exercises.hangs, (pass_on, log_mean, uneven_sum))
 # - The straggler has the shortest collective.
 # - Collectives are matched by order. In a deadlock, compare the lines in which ranks wait.
 #
-# **When not to use this.** If one GPU holds the model and the training time is acceptable, stay there.
+# **When not to use this.** If one GPU is fast enough and holds the model, stay there.
 #
 # <details><summary>Where to look, and papers</summary>
 #

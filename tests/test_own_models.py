@@ -5,6 +5,7 @@ pytest tests/test_own_models.py
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -285,7 +286,9 @@ def register_tied_by_hand(kind: type[own_models.LlamaParts]) -> None:
     hpnb.models.register(TiedByHand, parts, own_models.roles)
 
 
-def train_tied_by_hand(kind: type[own_models.LlamaParts], **layout: Any) -> Any:
+def train_tied_by_hand(kind: type[own_models.LlamaParts], large: bool = False, **layout: Any) -> Any:
+    if large:
+        compare_parts.LARGEST = 0
     register_tied_by_hand(kind)
     torch.manual_seed(0)
     net = TiedByHand().double()
@@ -304,15 +307,14 @@ def train_tied_by_hand(kind: type[own_models.LlamaParts], **layout: Any) -> Any:
 def test_an_embedding_that_is_the_output_layer_trains_or_both_places_are_named() -> None:
     """In silence each tensor-parallel rank computed the logits of its own tokens."""
     (alone,) = hpnb.launch(train_tied_by_hand, ReadsEmbedding, ranks=1, device="cpu")
-    for name, trained in [
-        item for rank in hpnb.launch(train_tied_by_hand, InTwoParts, ranks=2, device="cpu", pp_size=2)
-        for item in rank.items()
-    ]:  # fmt: skip
+    stages = hpnb.launch(train_tied_by_hand, InTwoParts, ranks=2, device="cpu", pp_size=2, large=True)
+    for name, trained in [item for stage in stages for item in stage.items()]:
         torch.testing.assert_close(trained, alone[name], rtol=1e-11, atol=1e-13)
     for text in hpnb.launch(train_tied_by_hand, InTwoParts, ranks=2, device="cpu", tp_size=2):
         assert "the module tokens is a Part of the embedding and of the head" in text
         assert "net.output.weight = net.tokens.weight" in text
-    for layout in ({"tp_size": 2}, {"pp_size": 2}):
+    for axis, large in itertools.product(("tp_size", "pp_size"), (False, True)):
+        layout = {axis: 2, "large": large}
         with pytest.raises(hpnb.RankError, match=r"ReadsEmbedding\.finish reads parts of self\.embedding"):
             hpnb.launch(raise_tied_by_hand, layout, ranks=2, device="cpu")
     register_tied_by_hand(ReadsEmbedding)
@@ -320,7 +322,7 @@ def test_an_embedding_that_is_the_output_layer_trains_or_both_places_are_named()
         hpnb.models.check(TiedByHand(), batch(), ranks=1)
 
 
-def raise_tied_by_hand(layout: dict[str, int]) -> None:
+def raise_tied_by_hand(layout: dict[str, Any]) -> None:
     """The rank that checks for all says it; the others wait for it."""
     if isinstance(text := train_tied_by_hand(ReadsEmbedding, **layout), str):
         raise ValueError(text)

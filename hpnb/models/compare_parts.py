@@ -29,7 +29,7 @@ from hpnb.models.model_anatomy import Anatomy, Part, WrappedAnatomy
 from hpnb.models.registry import anatomy, is_registered_by_user
 
 TARGETS = ("labels", "label", "targets", "target")
-LARGEST = 2**26  # parameters: the check of a first step takes a second, and not a minute
+LARGEST = 2**26  # parameters whose values the check of a first step compares, in a second and not a minute
 _CHECKS: WeakKeyDictionary[nn.Module, FirstStepCheck | None] = WeakKeyDictionary()
 
 
@@ -40,14 +40,17 @@ class ReadsOtherParts(ValueError):
 class FirstStepCheck:
     """Compares parts and forward once, on two samples of the first batch, on the CPU.
 
-    It has a copy of the model's structure and buffers, whose weights are on the meta device until it runs. So
-    the model itself may be sharded, partitioned or gone, and its random numbers, buffers and gradients stay.
+    With more than `LARGEST` parameters it runs the parts alone, on the meta device: that finds a part that
+    reads another one's weight, and no wrong value. It has a copy of the model's structure and buffers,
+    whose weights are on the meta device until it runs. So the model itself may be sharded, partitioned or
+    gone, and its random numbers, buffers and gradients stay.
     """
 
     def __init__(self, model: nn.Module) -> None:
         copies: dict[int, Any] = {id(p): _empty(p) for p in model.parameters()}
         copies |= {id(b): _of_float32(b.detach().to("cpu", copy=True)) for b in model.buffers()}
         self._model: nn.Module | None = deepcopy(model, copies)
+        self._compares = sum(p.numel() for p in model.parameters()) <= LARGEST
 
     def run(self, inputs: Any) -> None:
         """Run it, unless it has been run, or cannot be.
@@ -60,7 +63,11 @@ class FirstStepCheck:
             return
         try:
             few = tree_map(_two_samples, dict(inputs))
-            with torch.autocast("cpu", enabled=False), torch.device("cpu"), torch.no_grad():
+            device = torch.device("cpu" if self._compares else "meta")
+            with torch.autocast("cpu", enabled=False), device, torch.no_grad():
+                if not self._compares:
+                    run_parts(anatomy(model.to(device).eval()), tree_map(partial(_moved, device), few))
+                    return
                 _fill(model)
                 draw_weights(model)
                 difference = find_difference(model.eval(), few)
@@ -74,12 +81,11 @@ class FirstStepCheck:
 
 def first_step_check(model: nn.Module) -> FirstStepCheck | None:
     """The check of the first step of `model`, one a model; None for hpnb's own models, and where it cannot be
-    run: on the meta device, of more than `LARGEST` parameters, of a model that cannot be copied."""
+    run: on the meta device, or of a model that cannot be copied."""
     if model not in _CHECKS:
-        sizes = [p.numel() for p in model.parameters()]
         tensors = [*model.parameters(), *model.buffers()]
         _CHECKS[model] = None
-        if not is_registered_by_user(model) or sum(sizes) > LARGEST or any(t.is_meta for t in tensors):
+        if not is_registered_by_user(model) or any(t.is_meta for t in tensors):
             return None
         try:
             _CHECKS[model] = FirstStepCheck(model)
@@ -301,6 +307,10 @@ def _two_samples(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return _of_float32((value[:2] if value.dim() else value).detach().cpu())
+
+
+def _moved(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def _of_float32(value: torch.Tensor) -> torch.Tensor:

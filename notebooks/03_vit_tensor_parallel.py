@@ -359,7 +359,7 @@ lesson.record("03.slower", slower | {"latency": sums * card.link.bandwidth / sen
 lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 
 # %% [markdown]
-# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">51.7 ms</data>, of which <data value="03.exposed.share">21.5 %</data> is exposed communication. The weight gradients covered <data value="03.overlapped">55.0 %</data> of the communication; the forward covered none.
+# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">51.7 ms</data>; <data value="03.exposed.share">21.5 %</data> of that is exposed communication. The weight gradients covered <data value="03.overlapped">55.0 %</data> of the communication; the forward covered none.
 #
 # The formula is for 2-byte numbers. Our float32 halves it, and attention's scores add 1 %, so it predicts <data value="03.ratio.predicted">9.07</data>.
 # The run has <data value="03.ratio">1.64</data>. The formula leaves out three factors, and the first raises the ratio: computing took

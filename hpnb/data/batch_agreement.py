@@ -162,7 +162,7 @@ def check_same_dataset(dataset: Any) -> None:
         warnings.warn(
             f"samples {', '.join(map(str, places))} of the {lengths[0]} in the dataset differ between rank 0 "
             f"and rank {other}, and it is split over the data-parallel ranks all the same, so each "
-            "rank trains on a part of what it was given; " + OF_RANKS_THEIR_OWN,
+            "rank trains on a part of its dataset; " + NOT_SPLIT_TWICE,
             stacklevel=3,
         )
 
@@ -184,13 +184,13 @@ def warn_if_split_already(kind: str, digest: int, asks_rank: bool, replicas: int
         return
     warnings.warn(
         f"this {kind} {seen}: it probably splits itself by rank, and it is split over {replicas} "
-        "data-parallel ranks again, so each of them trains on a part of its part; " + OF_RANKS_THEIR_OWN,
+        "data-parallel ranks again, so each rank trains on a part of its part; " + NOT_SPLIT_TWICE,
         stacklevel=3,
     )
 
 
-OF_RANKS_THEIR_OWN = (
-    "give every rank the whole dataset, or, where each has its own samples already, pass booster.boost a "
+NOT_SPLIT_TWICE = (
+    "give every rank all samples, or, where ranks have different samples already, pass booster.boost a "
     "torch.utils.data.DataLoader, which is not split"
 )
 

@@ -39,13 +39,13 @@ def compare(
 
     >>> hpnb.plot.compare({"step": 0.30}, {"step": 0.32}, unit="s").savefig("compare.png")
     """
-    for which, given in (("predicted", predicted), ("measured", measured)):
-        if not isinstance(given, Mapping):
+    for which, values in (("predicted", predicted), ("measured", measured)):
+        if not isinstance(values, Mapping):
             raise TypeError(
-                f"{which} is a {type(given).__name__}; plot.compare takes {{name: value}}, such as "
+                f"{which} is a {type(values).__name__}; plot.compare takes {{name: value}}, such as "
                 '{"step": 0.30}, for each of the two'
             )
-        for name, value in given.items():
+        for name, value in values.items():
             _check_number(f"{which}[{name!r}]", value)
     if not predicted or set(predicted) != set(measured):
         odd = sorted(map(str, set(predicted) ^ set(measured)))

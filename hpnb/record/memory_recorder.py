@@ -113,13 +113,13 @@ def _name_of(value: object) -> str:
 
 def _checked_device(device: torch.device | str) -> torch.device:
     try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
+        checked = torch.device(device)
+        torch.empty(0, device=checked)
     except (RuntimeError, AssertionError):
         gpus = torch.cuda.device_count()
         others = f" or 'cuda:0' to 'cuda:{gpus - 1}'" if gpus else ""
         raise ValueError(f"device={device!r} is not here; use 'cpu'{others}") from None
-    return found
+    return checked
 
 
 class MemoryRecorder(TorchDispatchMode):

@@ -33,7 +33,7 @@ def calibration(
     x = np.arange(len(points))
     published, predicted = (np.array([pair[i] for pair in points.values()]) for i in (0, 1))
     others = [pair for name, pair in points.items() if name != fitted]
-    within = sum(abs(seen / told - 1) <= _BAND for seen, told in others)
+    within = sum(abs(value / expected - 1) <= _BAND for value, expected in others)
     dots, hollow = (Look(SERIES[i][0], SERIES[i][1]) for i in (0, 1))
     series = [Series("predicted", list(x), list(predicted), hollow, "hollow"),
               Series("published", list(x), list(published), dots, "dots")]  # fmt: skip

@@ -19,7 +19,7 @@ from hpnb import theory
 from hpnb.lesson.exercises import gpt2_data_parallel as exercises
 from hpnb.lesson.exercises.checker import check
 from hpnb.lesson.figures import gpt2_data_parallel as figures
-from hpnb.lesson.programs import gpt2_zero, gradient_noise
+from hpnb.lesson.programs import gpt2_zero, gpt2_zero_predictions, gradient_noise
 from hpnb.lesson.programs.gpt2_zero import ZeroConfig
 from hpnb.models import GPT2Size
 from hpnb.record import Event, MemoryProfile, MemorySample, OutOfBudget, Timeline
@@ -199,7 +199,9 @@ def test_zero_2_communicates_after_its_update(two: hpnb.Ranks) -> None:
 
 def test_zero_3_exposes_less_on_fast_links_only() -> None:
     def exposed(stage: int, bandwidth: float) -> float:
-        return gpt2_zero.exposed_seconds(SIZE, torch.float32, stage, (0.01, 0.02, 0.001), 4, bandwidth, 0.25)
+        return gpt2_zero_predictions.exposed_seconds(
+            SIZE, torch.float32, stage, (0.01, 0.02, 0.001), 4, bandwidth, 0.25
+        )
 
     assert exposed(3, 1e12) < exposed(2, 1e12)
     assert exposed(3, 1e6) > exposed(2, 1e6)

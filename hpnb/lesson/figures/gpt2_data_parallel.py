@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hpnb.lesson.programs.gpt2_zero import gather_timeline
+from hpnb.lesson.programs.gpt2_zero_predictions import gather_timeline
 from hpnb.plot.bars import Bar, BarPanel, bars
 from hpnb.plot.canvas import SMALL, Key, new_figure, panel_title
 from hpnb.plot.curves import (

@@ -1185,7 +1185,7 @@ def step_with_loss_of_torch(loss: Any) -> str:
     return said(TypeError, lambda: booster.execute_pipeline(iter([given]), model, loss, optimizer))
 
 
-@pytest.mark.parametrize("loss", [F.cross_entropy, nn.CrossEntropyLoss()], ids=str)
+@pytest.mark.parametrize("loss", [F.cross_entropy, nn.CrossEntropyLoss()], ids=["function", "module"])
 def test_a_loss_of_torch_takes_targets_and_no_batch(pools: dict[int, hpnb.Ranks], loss: Any) -> None:
     refused = on(pools, 2).run(step_with_loss_of_torch, loss)[0]
     assert "takes a tensor of targets, and a criterion gets the whole microbatch, a tuple of 2" in refused

@@ -451,7 +451,7 @@ def test_a_list_that_differs_between_ranks_is_named(pools: RankPools) -> None:
 
     for sentences in pools[2].run(_said_by, own):
         assert ["samples 0, 5, 10 of the 11" in sentence for sentence in sentences] == [True]
-        assert "give every rank the whole dataset" in sentences[0]
+        assert "give every rank all samples" in sentences[0]
     assert pools[2].run(state) == [True, True]  # the comparison draws no random numbers
 
 

@@ -427,3 +427,28 @@ def run_name() -> str:
 
 def test_pools_of_one_program_are_one_run(one: hpnb.Ranks, two: hpnb.Ranks) -> None:
     assert {*one.run(run_name), *two.run(run_name)} == {run_lock.run_name()}
+
+
+@pytest.mark.parametrize("updates", [False, True])
+def test_a_folder_whose_removal_is_killed_does_not_look_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, updates: bool
+) -> None:
+    """What is removed at the end of a save still has its manifest; the kernel may take any file first."""
+
+    def killed_in_the_middle(folder: Path, **_: object) -> None:
+        (Path(folder) / "x").unlink()
+
+    target = tmp_path / "model"
+    draft = atomic.begin_update(target, "model") if updates else atomic.begin(target)
+    files = {"x": write_bytes(draft / "x", b"weights")}
+    if updates:
+        with monkeypatch.context() as patch:
+            patch.setattr(atomic.shutil, "rmtree", killed_in_the_middle)
+            atomic.commit_update(target, "model", files, {}, lambda name: False)
+        assert atomic.reading_folder(target, "model") == target
+    else:
+        atomic.commit(target, files, {})
+        with monkeypatch.context() as patch:
+            patch.setattr(atomic.shutil, "rmtree", killed_in_the_middle)
+            atomic.remove(target)
+        assert manifest.complete_in(tmp_path) == []

@@ -123,7 +123,7 @@ def _stem(name: str) -> str:
 
 
 def remove(folder: Path) -> None:
-    """It loses its name first: what is half removed must not look complete."""
+    """It loses its name first, so that no reader finds it while it goes."""
     part = part_of(folder)
     _delete(part)
     os.rename(folder, part)
@@ -267,8 +267,11 @@ def _empty(folder: Path) -> Path:
 
 
 def _delete(folder: Path) -> None:
+    """The manifest goes first: killed in the middle, what is left must not look complete."""
     if folder.exists():
         run_lock.unlock_folder(folder)
+        with suppress(OSError):
+            (folder / MANIFEST).unlink()
         shutil.rmtree(folder, ignore_errors=True)
 
 

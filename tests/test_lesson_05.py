@@ -392,3 +392,17 @@ def test_answers_of_the_wrong_kind_fail() -> None:
         assert check(exercise, lambda *_, answer=answer: answer).status == "failed"
     assert check(exercises.recompute_choice, lambda *_: [9]).status == "failed"
     assert check(exercises.gather_order, lambda step: [[*range(6)], *[[]] * 11]).status == "failed"
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 5, 19])
+@pytest.mark.parametrize("start", [1, 2, 7, 30])
+def test_the_last_that_fits_is_found_from_any_start(most: int, start: int) -> None:
+    tried = []
+
+    def fits(count: int) -> bool:
+        tried.append(count)
+        return count <= most
+
+    assert gpt2_zero._last_that_fits(fits, start) == most
+    assert len(tried) == len(set(tried))
+    assert min(tried) >= 1

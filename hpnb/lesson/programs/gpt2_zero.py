@@ -214,12 +214,16 @@ def measure_in_turn(
     dtype: torch.dtype,
     configs: Sequence[ZeroConfig],
     bucket_mb: float,
-    rounds: int = 2,
+    rounds: int | None = None,
 ) -> dict[ZeroConfig, StepMeasurement]:
     """Measure the configurations one after the other, in several rounds, so that a busy moment hits several.
 
     Memory is the same each time, and recorded in the first round.
+
+    Args:
+        rounds: by default two; one where ranks share a GPU and compute by turns, which nothing disturbs.
     """
+    rounds = rounds or (1 if pool.choice.shares_gpus else 2)
 
     def measure(config: ZeroConfig, first: bool) -> StepMeasurement:
         return pool.run(measure_step, size, rows, dtype, config, bucket_mb, memory=first)[0]
@@ -327,11 +331,19 @@ def deepest_models(
 
 
 def _last_that_fits(fits: Callable[[int], bool], start: int) -> int:
-    count = start
-    if fits(count):
-        while fits(count + 1):
-            count += 1
-        return count
-    while count > 1 and not fits(count - 1):
-        count -= 1
-    return count - 1
+    """The largest count that fits, searched from `start` in steps that double and then halve."""
+    stride = 1
+    if fits(start):
+        most = start
+        while fits(most + stride):
+            most, stride = most + stride, 2 * stride
+        too_many = most + stride
+    else:
+        too_many = start
+        while too_many > stride and not fits(too_many - stride):
+            too_many, stride = too_many - stride, 2 * stride
+        most = max(0, too_many - stride)
+    while too_many - most > 1:
+        middle = (most + too_many) // 2
+        most, too_many = (middle, too_many) if fits(middle) else (most, middle)
+    return most

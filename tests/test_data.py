@@ -855,10 +855,43 @@ def test_without_chance_it_is_what_vit_s_own_processor_gives() -> None:
     assert torch.allclose(plain[1, :, 7, 3], torch.tensor(np.asarray(pictures[1])[7, 3] / 127.5 - 1).float())
 
 
-@pytest.mark.parametrize("mixup", [0.0, 0.4])
-def test_a_sample_is_augmented_and_mixed_alike_in_every_layout(mixup: float) -> None:
+def test_vit_s_own_processor_prepares_a_batch() -> None:
+    from transformers import ViTImageProcessor
+
+    processor = ViTImageProcessor(size={"height": 24, "width": 24}, image_mean=[0.4, 0.5, 0.6])
+    items = [{"image": picture(i, 40 + i), "labels": i} for i in range(2)]  # of different sizes
+    want = processor([item["image"] for item in items], return_tensors="pt")["pixel_values"]
+    collate = partial(collate_images, processor=processor)
+    (batch,) = Loader(items, 2, shuffle=False, collate_fn=collate)
+    assert torch.equal(batch["pixel_values"], want)
+    assert batch["labels"].tolist() == [0, 1]
+    empty = list(Loader(items, 1, At(3, 2), collate_fn=collate))[-1]
+    assert empty["pixel_values"].shape == (0, 3, 24, 24)
+
+
+def cifar_augmentation() -> Any:
+    from torchvision.transforms import v2
+
+    return v2.Compose([v2.RandomCrop(32, padding=4), v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)])
+
+
+def test_auto_augment_and_padded_crops_are_torchvision_s() -> None:
+    augment = cifar_augmentation()
+    items = [{"img": picture(i, 32), "label": i} for i in range(4)]
+    loader = Loader(items, 4, shuffle=False, seed=3, transform=ImageTransform(32, augment=augment))
+    state = torch.get_rng_state()
+    (batch,) = loader
+    assert torch.equal(torch.get_rng_state(), state)
+    for i, item in enumerate(items):
+        torch.manual_seed(int(np.random.default_rng([3, 0, i]).integers(2**63)))
+        image = augment(torch.from_numpy(np.array(item["img"])).permute(2, 0, 1))
+        assert torch.equal(batch["pixel_values"][i], (image / 255 - 0.5) / 0.5)
+
+
+@pytest.mark.parametrize(("mixup", "augment"), [(0.0, True), (0.4, True), (0.4, cifar_augmentation())])
+def test_a_sample_is_augmented_and_mixed_alike_in_every_layout(mixup: float, augment: Any) -> None:
     rows = cifar10(size=19)
-    prepared = ImageTransform(24, augment=True, mixup=mixup, classes=10)
+    prepared = ImageTransform(24, augment=augment, mixup=mixup, classes=10)
     runs = []
     for dp in (1, 2, 4):
         loaders = [Loader(rows, 8 // dp, place, seed=2, transform=prepared) for place in places(dp)]

@@ -10,12 +10,17 @@ Rows of Y and X sum to 1, and a flip mirrors the rows of X. This is what torchvi
 antialias=True, here with another crop for every image.
 
 Randomness belongs to a sample, not to a rank: its crop and its weight in mixup are drawn from (seed, epoch,
-sample), its mixup partner from the batch of all ranks. A sample looks the same whichever rank gets it.
+sample), its mixup partner from the batch of all ranks. A sample looks the same whichever rank gets it. This
+also holds for a transform of torchvision:
+
+    from torchvision.transforms import v2
+    cifar = v2.Compose([v2.RandomCrop(32, padding=4), v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)])
+    ImageTransform(32, augment=cifar)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +40,9 @@ class ImageTransform:
 
     Args:
         size: side of the result, in pixels.
-        augment: crop a random part (30 to 100 % of the area, sides 3:4 to 4:3), and mirror half of them.
+        augment: True crops a random part (30 to 100 % of the area, sides 3:4 to 4:3), and mirrors half of the
+            images. Or a transform of torchvision: it is called with one image (3, h, w) at a time, uint8, and
+            returns images of one size. What it draws from PyTorch's generator follows from the sample.
         mixup: alpha of mixup (Zhang et al. 2018, arXiv 1710.09412); 0 mixes nothing. A sample is blended with
             another one of the global batch, lambda ~ Beta(alpha, alpha), and labels become probabilities
             (B, classes). transformers takes float labels for a multi-label problem, so compute the loss
@@ -49,7 +56,7 @@ class ImageTransform:
     """
 
     size: int
-    augment: bool = False
+    augment: bool | Callable[[torch.Tensor], torch.Tensor] = False
     mixup: float = 0.0
     classes: int | None = None
     mean: tuple[float, float, float] = VIT[0]
@@ -75,7 +82,11 @@ class ImageTransform:
         """{"pixel_values" (B, 3, size, size) float32, "labels" (B,) int64 or (B, classes) float32}."""
         images, labels = batch["pixel_values"].to(self.device), batch["labels"].to(self.device)
         rngs = [np.random.default_rng([samples.seed, samples.epoch, sample]) for sample in samples.samples]
-        boxes = [_random_crop(rng, *images.shape[-2:]) for rng in rngs] if self.augment else None
+        boxes = None
+        if callable(self.augment):
+            images = _augment_each(images, self.augment, rngs)
+        elif self.augment:
+            boxes = [_random_crop(rng, *images.shape[-2:]) for rng in rngs]
         pixels = image_batch(images, self.size, boxes, self.mean, self.std)
         if not self.partners:
             return {"pixel_values": pixels, "labels": labels}
@@ -149,6 +160,20 @@ def _random_crop(rng: np.random.Generator, height: int, width: int) -> Box:
     return int(down * (height - tall + 1)), int(right * (width - wide + 1)), tall, wide, bool(mirror < 0.5)
 
 
+def _augment_each(
+    images: torch.Tensor,
+    augment: Callable[[torch.Tensor], torch.Tensor],
+    rngs: Sequence[np.random.Generator],
+) -> torch.Tensor:
+    """(B, 3, h, w): `augment` of every image, each with random numbers of its own."""
+    augmented = []
+    with torch.random.fork_rng(devices=[]):
+        for image, rng in zip(images, rngs, strict=True):
+            torch.default_generator.manual_seed(int(rng.integers(2**63)))  # torch.manual_seed seeds GPUs too
+            augmented.append(augment(image))
+    return torch.stack(augmented) if augmented else images
+
+
 # --- from items to a batch --------------------------------------------------------------------
 
 
@@ -162,14 +187,27 @@ def stack_images(items: Sequence[Item]) -> Batch:
     if len({image.shape for image in images}) > 1:
         sizes = " and ".join(sorted({f"{image.shape[1]} x {image.shape[0]}" for image in images}))
         raise ValueError(f"images of {sizes} pixels cannot be in one batch; load them with image_size=")
-    labels = torch.tensor([_field(item, "labels", "label") for item in items])
-    return {"pixel_values": torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2), "labels": labels}
+    pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
+    return {"pixel_values": pixels, "labels": _labels(items)}
 
 
-def collate_images(items: Sequence[Item]) -> Batch:
-    """{"pixel_values" (B, 3, h, w) float32, normalised for ViT, "labels" (B,) int64}; nothing is random."""
+def collate_images(items: Sequence[Item], processor: Any = None) -> Batch:
+    """{"pixel_values" (B, 3, h, w) float32, normalised for ViT, "labels" (B,) int64}; nothing is random.
+
+    Args:
+        processor: of transformers, such as ViTImageProcessor.from_pretrained(...), which then resizes and
+            normalises, and takes images of any size: collate_fn=partial(collate_images, processor=processor).
+    """
+    if processor is not None:
+        images = [_field(item, "image", "img") for item in items]
+        pixels = processor(images, return_tensors="pt")["pixel_values"]
+        return {"pixel_values": pixels, "labels": _labels(items)}
     batch = stack_images(items)
     return batch | {"pixel_values": image_batch(batch["pixel_values"], batch["pixel_values"].size(-1))}
+
+
+def _labels(items: Sequence[Item]) -> torch.Tensor:
+    return torch.tensor([_field(item, "labels", "label") for item in items])
 
 
 def _field(item: Item, *names: str) -> Any:

@@ -22,12 +22,14 @@ from typing import Any
 import pytest
 import torch
 from rank_pools import RankPools
-from transformers import GPT2LMHeadModel, ViTForImageClassification
+from torchvision.transforms import v2
+from transformers import GPT2LMHeadModel, ViTForImageClassification, ViTImageProcessor
 
 import hpnb
 from hpnb.__main__ import main
 from hpnb.hybrid.train_command import main as train_main
 from hpnb.hybrid.train_command.run_file import RunFile, load, parse
+from hpnb.hybrid.train_command.run_task import make_task
 from hpnb.hybrid.train_command.train import RunResult, train
 from hpnb.hybrid.training import resuming
 from hpnb.hybrid.training.events import Hook
@@ -123,6 +125,12 @@ def test_a_file_says_little_and_means_much(tmp_path: Path) -> None:
         ({"layout__cp_size": 2}, "[layout] cp_size = 2 splits the tokens of a causal language model"),
         ({"data__batch_size": 0}, "[data] batch_size = 0 should be greater"),
         ({"checkpoint__every": 0}, "[checkpoint] every = 0 should be greater"),
+        ({"data__augment": "flip"}, "= 'flip' should be false, true, 'crop' or 'autoaugment'"),
+        ({"data__mixup": -0.2}, "[data] mixup = -0.2 should be greater than or equal to 0"),
+        (
+            {"training__warmup_steps": 3, "training__warmup_epochs": 1},
+            "[training] has both warmup_steps and warmup_epochs; give one of the two",
+        ),
     ],
 )
 def test_what_a_file_may_not_say_is_said_in_a_sentence(changes: Tables, said: str) -> None:
@@ -227,6 +235,51 @@ def test_a_run_is_the_same_in_every_layout_and_leaves_a_model(
     assert float(loss) == pytest.approx(both.final["loss"], rel=1e-6)
     written = json.loads((tmp_path / "cut" / "history.json").read_text())
     assert figures(written) == figures(both.history)
+
+
+def test_mixup_autoaugment_and_a_warmup_of_epochs(four: hpnb.Ranks, tmp_path: Path) -> None:
+    """Three steps an epoch: the first epoch warms up. The first step's loss is that of one process."""
+    recipe = {"data__mixup": 0.4, "data__augment": "autoaugment", "training__warmup_epochs": 1}
+    replicas = run(four, changed(folder=tmp_path / "dp", **recipe))
+    assert replicas.history[0]["lr"] == pytest.approx(3e-3)
+    assert replicas.history[1]["lr"] < 3e-3
+    how = {"pp_size": 2, "tp_size": 2, "microbatch_size": 3}
+    cut = tables(tmp_path / "cut", data__batch_size=8, **recipe)
+    both = run(four, parse({**cut, "layout": how}))
+    for ours, theirs in zip(figures(both.history), figures(replicas.history), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+    assert both.final == pytest.approx(replicas.final, rel=1e-6)
+
+    for augment in ("autoaugment", "crop"):
+        one_step = {"data__augment": augment, "training__steps": 1, "training__epochs": None}
+        file = changed(folder=tmp_path / augment, data__mixup=0.4, **one_step)
+        first = run(four, file).history[0]["loss"]
+        steps: list[Any] = [v2.RandomCrop(16, padding=2), v2.RandomHorizontalFlip()]
+        if augment == "autoaugment":
+            steps.append(v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10))
+        transform = hpnb.data.ImageTransform(16, v2.Compose(steps), 0.4, 3)
+        beans = hpnb.data.beans("train", 24, image_size=16, kind="generated")
+        batch = next(iter(hpnb.data.Loader(beans, 8, transform=transform)))
+        model = hpnb.models.vit(hpnb.models.ViTSize(**VIT), classes=3).double()
+        logits = model(batch["pixel_values"].double()).logits.detach()
+        loss = torch.nn.functional.cross_entropy(logits, batch["labels"].double())
+        assert first == pytest.approx(float(loss), rel=1e-9)
+
+
+def test_a_pretrained_model_gets_images_as_it_has_seen_them(tmp_path: Path) -> None:
+    source = tmp_path / "pretrained"
+    hpnb.models.vit(hpnb.models.ViTSize(**VIT), classes=3).save_pretrained(source)
+    file = changed(model__pretrained=str(source), model__size=None)
+    with_default = hpnb.launch(transform_of, file, ranks=1, device="cpu")[0]
+    assert with_default.mean == (0.5, 0.5, 0.5)
+    ViTImageProcessor(image_mean=[0.485, 0.456, 0.406], image_std=[0.2, 0.3, 0.4]).save_pretrained(source)
+    assert hpnb.launch(transform_of, file, ranks=1, device="cpu") == [
+        hpnb.data.ImageTransform(16, mean=(0.485, 0.456, 0.406), std=(0.2, 0.3, 0.4))
+    ]
+
+
+def transform_of(file: RunFile) -> Any:
+    return make_task(file).plain
 
 
 def test_a_run_of_so_many_steps_ends_in_the_middle_of_an_epoch(four: hpnb.Ranks, tmp_path: Path) -> None:

@@ -83,7 +83,10 @@ class DataTable(Table):
     Attributes:
         batch_size: samples a data-parallel rank takes at a time.
         image_size: side of the pictures in pixels; by default what the model is made for.
-        augment: crop and mirror at random.
+        augment: true crops and mirrors at random, and resizes. "crop" keeps the scale: it pads by an eighth
+            of the side, crops at random and mirrors. "autoaugment" does that, and then what AutoAugment found
+            for CIFAR-10 (Cubuk et al. 2019, arXiv 1805.09501).
+        mixup: alpha of mixup, by which pairs of samples and their labels are blended; 0 is off.
         rows: keep so many of each split; by default all.
         kind: "auto" looks for the real rows and generates where there are none.
         folder: where the real rows lie, by default what the environment has as DATA; a folder or file to read
@@ -94,7 +97,8 @@ class DataTable(Table):
     name: Literal["beans", "cifar10", "mrpc", "text"]
     batch_size: Count
     image_size: Count | None = None
-    augment: bool = False
+    augment: Literal[False, True, "crop", "autoaugment"] = False
+    mixup: Annotated[float, Field(ge=0)] = 0.0
     rows: Count | None = None
     kind: Literal["auto", "real", "generated"] = "auto"
     folder: str | None = None
@@ -109,6 +113,7 @@ class TrainingTable(Table):
         learning_rate_scaling: "data-parallel" multiplies the rate by the data-parallel size, by which the
             global batch grows (Goyal et al. 2017, arXiv 1706.02677, section 2.1).
         schedule: what comes after the warm-up: half a cosine down to 0, a line down to 0, or the same rate.
+        warmup_steps, warmup_epochs: how long the learning rate rises, in one of the two.
         max_norm: clip the norm of all gradients to it; 0 is off.
         accumulation: batches a step.
         seed: of weights, order and dropout.
@@ -122,6 +127,7 @@ class TrainingTable(Table):
     learning_rate_scaling: Literal["none", "data-parallel"] = "none"
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: CountOrZero = 0
+    warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     max_norm: float = 0.0
     accumulation: Count = 1
@@ -133,6 +139,8 @@ class TrainingTable(Table):
         if (self.epochs is None) == (self.steps is None):
             problem = "neither epochs nor steps" if self.epochs is None else "both epochs and steps"
             raise ValueError(f"[training] has {problem}; give one of the two")
+        if self.warmup_steps and self.warmup_epochs:
+            raise ValueError("[training] has both warmup_steps and warmup_epochs; give one of the two")
         return self
 
 
@@ -181,8 +189,9 @@ class RunFile(Table):
             raise ValueError(
                 "[model] classes is of a classifier, and [data] name = 'text' trains a language model"
             )
-        if self.model.family == "gpt2" and (self.data.augment or self.data.image_size is not None):
-            raise ValueError("[data] image_size and augment are of pictures, and a gpt2 reads texts")
+        of_images = self.data.augment or self.data.mixup or self.data.image_size is not None
+        if self.model.family == "gpt2" and of_images:
+            raise ValueError("[data] image_size, augment and mixup are of images, and a gpt2 reads texts")
         cp_size = self.plugin().cp_size  # which refuses what cannot compose
         if cp_size > 1 and self.data.name != "text":
             raise ValueError(

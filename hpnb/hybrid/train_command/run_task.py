@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -118,9 +119,44 @@ def _pictures(file: RunFile) -> RunTask:
     load: Callable[..., Dataset] = data.beans if table.name == "beans" else data.cifar10
     splits = _splits(table, lambda split, size: load(split, size, image_size=side, kind=table.kind))
     _check_classes(wanted.classes, splits[0])
-    plain = data.ImageTransform(side)
-    transform = data.ImageTransform(side, augment=True) if table.augment else plain
+    plain = data.ImageTransform(side, **_statistics(wanted.pretrained))
+    transform = replace(plain, augment=_augmentation(table.augment, side), mixup=table.mixup,
+                        classes=int(model.config.num_labels))  # fmt: skip
+    if table.mixup:
+        model.loss_function = _cross_entropy
     return RunTask(model, splits, (AccuracyHook(),), transform=transform, plain=plain)
+
+
+def _augmentation(name: bool | str, side: int) -> Any:
+    """What [data] augment names, as `ImageTransform` takes it."""
+    if isinstance(name, bool):
+        return name
+    from torchvision.transforms import v2
+
+    crop = [v2.RandomCrop(side, padding=side // 8), v2.RandomHorizontalFlip()]
+    return v2.Compose(crop if name == "crop" else [*crop, v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)])
+
+
+def _statistics(source: str | None) -> dict[str, Any]:
+    """Mean and std of the images that a pretrained model has seen, if it has a preprocessor_config.json."""
+    if source is None:
+        return {}
+    from transformers import ViTImageProcessor
+
+    try:
+        processor: Any = ViTImageProcessor.from_pretrained(source)
+    except OSError:  # it has none
+        return {}
+    return {"mean": tuple(processor.image_mean), "std": tuple(processor.image_std)}
+
+
+def _cross_entropy(labels: torch.Tensor, logits: torch.Tensor, config: Any, **_: Any) -> torch.Tensor:
+    """The loss of a ViT with mixup, of classes (B,) or their probabilities (B, classes): transformers would
+    take probabilities for a multi-label problem."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    labels = labels.to(logits.dtype) if labels.is_floating_point() else labels
+    total = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    return total / max(1, len(labels))  # a microbatch may be empty
 
 
 def _pairs(file: RunFile) -> RunTask:

@@ -69,7 +69,8 @@ def describe(error: ValidationError, known: Mapping[str, list[str]], where: str 
         return f"{table} has no {key}; {nearest(key, known[where or first])}"
     if problem["type"] == "missing":
         return f"{table} lacks {key}, which has no default"
-    return str(problem["msg"]).replace("Input", f"{table} {key} = {value}", 1).replace("False", "false")
+    message = str(problem["msg"]).replace("False", "false").replace("True", "true")
+    return message.replace("Input", f"{table} {key} = {value}", 1)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

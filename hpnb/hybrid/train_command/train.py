@@ -96,7 +96,7 @@ def _train(file: RunFile, folder: Path, flag: Path | None, more: Sequence[hooks.
     if how.learning_rate_scaling == "data-parallel":
         lr = plugin.scaled_lr(lr)
     optimizer: Any = HybridAdam(decay_groups(task.model, how.weight_decay), lr=lr)
-    schedule = _schedule(optimizer, how, lr, total)
+    schedule = _schedule(optimizer, how, lr, total, _warmup_steps(loader, how))
     about = _about(file, plugin, task, lr, total)
     booster = Booster(plugin=plugin)
     model, *_ = booster.boost(task.model, optimizer, None, loader, schedule)
@@ -179,13 +179,20 @@ def _check_space(folder: Path, task: RunTask, keep: int) -> None:
     on_first_rank(check, files_group())
 
 
-def _schedule(optimizer: Any, how: TrainingTable, lr: float, total: int) -> Any:
-    if how.warmup_steps > total:
-        raise ValueError(f"[training] warmup_steps = {how.warmup_steps} of {total} steps in all; use fewer")
+def _warmup_steps(loader: LimitedLoader, how: TrainingTable) -> int:
+    """Steps of the optimizer in which the rate rises; `warmup_epochs` counts full epochs."""
+    batches = loader.sampler.batches  # also of an epoch that ends early
+    return how.warmup_steps or round(how.warmup_epochs * math.ceil(batches / how.accumulation))
+
+
+def _schedule(optimizer: Any, how: TrainingTable, lr: float, total: int, warmup_steps: int) -> Any:
+    if warmup_steps > total:
+        key = f"warmup_epochs = {how.warmup_epochs:g}, which are" if how.warmup_epochs else "warmup_steps ="
+        raise ValueError(f"[training] {key} {warmup_steps} of {total} steps in all; use fewer")
     if how.schedule == "linear":
-        return LinearWarmupLR(optimizer, total, how.warmup_steps)
+        return LinearWarmupLR(optimizer, total, warmup_steps)
     return CosineAnnealingWarmupLR(
-        optimizer, total, how.warmup_steps, eta_min=lr if how.schedule == "constant" else 0.0
+        optimizer, total, warmup_steps, eta_min=lr if how.schedule == "constant" else 0.0
     )
 
 

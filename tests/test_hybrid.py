@@ -8,6 +8,7 @@ import inspect
 import itertools
 import math
 import pickle
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -981,6 +982,40 @@ def test_dropout_differs_over_dp_and_pp_and_agrees_over_tp(
     everyone = on(pools, 4).run(drawn, seed, {"pp_size": 2, "num_microbatches": 2})
     assert len(set(everyone)) == 4
     assert everyone == on(pools, 4).run(drawn, seed, {"pp_size": 2, "num_microbatches": 2})
+
+
+def boost_verbosely(kind: str, knobs: dict[str, Any]) -> None:
+    model = residual_layers() if kind == "builder" else build(kind)
+    hpnb.Booster(plugin=HybridParallelPlugin(precision="fp64", **knobs)).boost(model, verbose=True)
+
+
+def residual_layers() -> Any:
+    return Builder(residual_layer, 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "knobs", "last"),
+    [
+        ("vit", {"pp_size": 2, "tp_size": 2}, "stage 1 of 2 on pipeline rank 1: .* to classifier.bias, "),
+        ("gpt2", {"pp_size": 2, "pp_style": "zb-v"}, "stage 3 of 4 on pipeline rank 0: .* to .*wte.weight, "),
+        ("builder", {"pp_size": 2, "zero_stage": 3}, "stage 1 .* 1: layers.2.0.weight to layers.3.2.bias, "),
+        ("vit", {"zero_stage": 3}, "stage 0 of 1 on pipeline rank 0: .* to classifier.bias, "),
+    ],
+    ids=str,
+)
+def test_boost_says_which_stage_has_what(
+    pools: dict[int, hpnb.Ranks], kind: str, knobs: dict[str, Any], last: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    on(pools, 4).run(boost_verbosely, kind, knobs)
+    lines = [line[line.index("stage ") :] for line in capfd.readouterr().out.splitlines() if "stage " in line]
+    stages = int(lines[0].split()[3])
+    assert len(lines) == stages  # once, and not once a rank
+    assert re.match(last, lines[-1]), lines
+    counted = sum(int(line.split()[-2].replace(",", "")) for line in lines)
+    whole = nn.ModuleList(residual_layer(i) for i in range(4)) if kind == "builder" else build(kind)
+    tied = 0 if kind != "gpt2" else whole.lm_head.weight.numel()  # type: ignore[operator, union-attr]
+    assert counted == sum(p.numel() for p in whole.parameters()) + tied
 
 
 # --- files -------------------------------------------------------------------------------------------------

@@ -407,7 +407,97 @@ def test_mixed_precision_is_that_of_the_plugin() -> None:
     plugin = hpnb.TorchDDPPlugin("bf16")
     assert hpnb.Booster(plugin, mixed_precision=torch.bfloat16).plugin is plugin
     with pytest.raises(ValueError, match=r"'fp16'.*'fp32'"):
-        hpnb.Booster(hpnb.TorchDDPPlugin(), mixed_precision="fp16")
+        hpnb.Booster(hpnb.TorchDDPPlugin("fp32"), mixed_precision="fp16")
+    plugin, booster_kwargs = hpnb.TorchDDPPlugin(), {"mixed_precision": "fp16"}
+    assert hpnb.Booster(plugin=plugin, **booster_kwargs).plugin is plugin  # type: ignore[arg-type]
+    assert plugin.policy.name == "fp16"
+    with pytest.raises(ValueError, match=r"'bf16'.*'fp16'"):
+        hpnb.Booster(plugin, mixed_precision="bf16")
+    assert hpnb.TorchDDPPlugin().policy.name == "fp32"
+
+
+# --- registered in a script or a notebook -----------------------------------------------------------------
+
+IN_MAIN = """
+import sys
+import torch, hpnb
+from torch import nn
+from hpnb.models import Anatomy, Part
+from hpnb.models.role import linear
+from hpnb.pipeline_parallel import schedules
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+class OwnParts(Anatomy):
+    def embed(self, inputs): return self.embedding[0].module(inputs["x"])
+    def run(self, block, hidden, inputs): return block.module(hidden)
+    def finish(self, hidden, inputs): return self.head[0].module(hidden)
+
+def part(net, i):
+    return Part(f"layers.{i}", net.layers[i])
+
+def register(first):
+    roles = lambda net: {k: v for i in range(4) for k, v in linear(f"layers.{i}", "head")}
+    parts = lambda net: OwnParts((part(net, first),), (part(net, 1), part(net, 2)), (part(net, 3),))
+    hpnb.models.register(Own, parts, roles)
+
+def step(model, x):
+    mesh = hpnb.Mesh(hpnb.Layout(pp=2))
+    pipe = hpnb.Pipeline(model, mesh.pp, schedules.make("1f1b", 2, 2), lambda y, _: y.square().mean())
+    return float(pipe.step({"x": x}).loss)
+
+def blocks(model):
+    return [p.name for p in hpnb.models.anatomy(model).parts]
+
+torch.manual_seed(5)
+model, x = Own().double(), torch.randn(4, 4, dtype=torch.float64)
+with hpnb.Ranks(2, device="cpu") as ranks:
+    try:
+        ranks.run(blocks, model)
+    except hpnb.RankError as error:
+        print("hpnb.models.register(Own" in str(error))
+    register(1)
+    print(ranks.run(blocks, model)[1])
+    register(0)
+    print(ranks.run(blocks, model)[1])
+wanted = model(x).square().mean().item()
+print(max(abs(loss / wanted - 1) for loss in hpnb.launch(step, model, x, ranks=2, device="cpu")) < 1e-12)
+hpnb.models.register(Own, lambda net: sys.stdout, lambda net: {})
+hpnb.models.register(Own, (lambda file: lambda net: file)(open(sys.argv[0])), lambda net: {})
+print(hpnb.launch(hpnb.rank, ranks=2, device="cpu"))
+"""
+
+
+def test_what_a_script_registers_reaches_its_ranks(tmp_path: Path) -> None:
+    """Lambdas and classes of __main__, again when the caller registers again; what does not pickle stays."""
+    file = tmp_path / "script.py"
+    file.write_text(IN_MAIN)
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    names = [f"layers.{i}" for i in range(4)]
+    assert done.stdout.splitlines() == ["True", str(["layers.1", *names[1:]]), str(names), "True", "[0, 1]"]
+
+
+def test_what_a_script_registers_of_a_module_reaches_its_ranks() -> None:
+    script = (
+        "import hpnb, own_models\n"
+        "own_models.register_llama()\n"
+        "count = lambda: len(hpnb.models.anatomy(own_models.OwnLlama()).blocks)\n"
+        "print(hpnb.launch(count, ranks=2, device='cpu'))\n"
+    )
+    here = Path(__file__).parent
+    run = [sys.executable, "-c", script]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120, cwd=here)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[2, 2]"
 
 
 # --- grouped queries and keys without a gradient ----------------------------------------------------------

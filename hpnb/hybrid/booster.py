@@ -31,6 +31,7 @@ from hpnb.data.batch_agreement import check_lengths
 from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.boosted_optimizer import boosted_optimizer
 from hpnb.hybrid.booster_files import BoosterFiles, boosted_model
+from hpnb.hybrid.describe_stages import describe_stages
 from hpnb.hybrid.parallelize_model import Model, parallelize_model
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.presets import TorchDDPPlugin
@@ -45,8 +46,8 @@ class Booster(BoosterFiles):
 
     Args:
         plugin: by default `TorchDDPPlugin()`.
-        mixed_precision: the precision of that default plugin; with a plugin of your own it must be the
-            plugin's, and says nothing new.
+        mixed_precision: the precision of the default plugin, and of a TorchDDPPlugin that was given none.
+            Another plugin has one already, which it must be.
 
     Raises:
         TypeError: a plugin that is none.
@@ -74,9 +75,10 @@ class Booster(BoosterFiles):
             name = plugin.__name__ if isinstance(plugin, type) else "TorchDDPPlugin"
             given = f"precision={plugin!r}" if isinstance(plugin, str | torch.dtype) else ".."
             raise TypeError(f"plugin={plugin!r} is no plugin; use Booster(plugin=hpnb.{name}({given}))")
-        if plugin is None:
-            plugin = TorchDDPPlugin() if mixed_precision is None else TorchDDPPlugin(mixed_precision)
-        elif mixed_precision is not None and policy(mixed_precision) != plugin.policy:
+        plugin = TorchDDPPlugin() if plugin is None else plugin
+        if mixed_precision is not None and isinstance(plugin, TorchDDPPlugin):
+            plugin.set_default_precision(mixed_precision)
+        if mixed_precision is not None and policy(mixed_precision) != plugin.policy:
             raise ValueError(
                 f"mixed_precision={mixed_precision!r} beside a plugin with precision={plugin.precision!r}: "
                 "leave mixed_precision out, and give the plugin the precision"
@@ -93,6 +95,8 @@ class Booster(BoosterFiles):
         criterion: Criterion | None = None,
         dataloader: Any = None,
         lr_scheduler: Any = None,
+        *,
+        verbose: bool = False,
     ) -> Boost:
         """Parallelize `model`, in place, and let `optimizer` step this rank's parameters. All ranks call it.
         Gradients from before are dropped.
@@ -107,6 +111,7 @@ class Booster(BoosterFiles):
             criterion: (outputs, inputs) -> a scalar, the mean over this rank's targets, or (sum, count).
             dataloader: see `plugin.prepare_dataloader`.
             lr_scheduler: of `optimizer`.
+            verbose: print on the first rank which parameters each pipeline stage has.
 
         Returns:
             The five in that order; what is None stays None.
@@ -120,6 +125,10 @@ class Booster(BoosterFiles):
         self._warn_if_not_split(dataloader)
         example = _example(dataloader) if self.plugin.cut in ("flops", "time") else None
         boosted = parallelize_model(self.plugin, model, optimizer, example)
+        if verbose:
+            description = describe_stages(boosted.unwrap(), self.plugin.mesh.pp)
+            if dist.get_rank() == 0:
+                print(description, flush=True)
         return boosted, optimizer, criterion, dataloader, lr_scheduler
 
     # --- steps -------------------------------------------------------------------------------------------

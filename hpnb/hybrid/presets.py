@@ -11,10 +11,14 @@ import torch
 
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.mesh import Recomputation
+from hpnb.precision import precision_name
 
 
 class TorchDDPPlugin(HybridParallelPlugin):
     """Every data-parallel rank has the whole model. Options as in `HybridParallelPlugin`.
+
+    Args:
+        precision: by default "fp32", or the mixed_precision that `hpnb.Booster` is given.
 
     >>> hpnb.TorchDDPPlugin("bf16", max_norm=1.0).precision
     'bf16'
@@ -22,7 +26,7 @@ class TorchDDPPlugin(HybridParallelPlugin):
 
     def __init__(
         self,
-        precision: str | torch.dtype = "fp32",
+        precision: str | torch.dtype | None = None,
         broadcast_buffers: bool = True,
         ddp_bucket_cap_mb: float = 25.0,
         find_unused_parameters: bool = False,
@@ -32,8 +36,9 @@ class TorchDDPPlugin(HybridParallelPlugin):
         max_norm: float = 0.0,
         seed: int | None = None,
     ) -> None:
+        self._has_default_precision = precision is None
         super().__init__(
-            precision=precision,
+            precision="fp32" if precision is None else precision,
             broadcast_buffers=broadcast_buffers,
             ddp_bucket_cap_mb=ddp_bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
@@ -43,6 +48,11 @@ class TorchDDPPlugin(HybridParallelPlugin):
             max_norm=max_norm,
             seed=seed,
         )
+
+    def set_default_precision(self, precision: str | torch.dtype) -> None:
+        """Train in this precision if none was asked for when the plugin was made."""
+        if self._has_default_precision:
+            self.precision, self._has_default_precision = precision_name(precision), False
 
 
 class LowLevelZeroPlugin(HybridParallelPlugin):

@@ -6,7 +6,10 @@ pytest tests/test_own_models.py
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grouped_queries

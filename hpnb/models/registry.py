@@ -20,8 +20,17 @@ from transformers import (
 from hpnb.models import gpt2_parts, plan_parts, plan_roles, vit_parts
 from hpnb.models.model_anatomy import Anatomy, Attention, apply_wrappers
 from hpnb.models.role import Role, check
+from hpnb.ranks.caller_globals import share_table
 
 M = TypeVar("M", bound=nn.Module)
+
+
+def _no_attentions(model: nn.Module) -> tuple[Attention, ...]:
+    return ()
+
+
+def _takes_any_sharding(model: nn.Module, mode: str, sequence_parallel: bool) -> None:
+    pass
 
 
 class Registration(NamedTuple):
@@ -29,8 +38,8 @@ class Registration(NamedTuple):
 
     anatomy: Callable[[Any], Anatomy]
     roles: Callable[[Any], Mapping[str, Role]]
-    attentions: Callable[[Any], tuple[Attention, ...]] = lambda model: ()
-    check_sharding: Callable[[Any, str, bool], None] = lambda model, mode, sequence_parallel: None
+    attentions: Callable[[Any], tuple[Attention, ...]] = _no_attentions
+    check_sharding: Callable[[Any, str, bool], None] = _takes_any_sharding
 
 
 _VIT = Registration(vit_parts.anatomy, vit_parts.roles, vit_parts.attentions)
@@ -45,6 +54,7 @@ REGISTERED: dict[type[nn.Module], Registration] = {
 }
 
 _BUILT_IN = frozenset(REGISTERED)
+share_table(__name__, "REGISTERED", _BUILT_IN)
 
 
 def register(
@@ -55,8 +65,9 @@ def register(
 ) -> None:
     """Let hpnb take apart models of class `kind`, and those of its subclasses that are not registered.
 
-    It holds for this process: ranks register too, at best in the module that defines the class. Registering a
-    class again replaces its functions.
+    Call it in the module that defines the class, or in the script or notebook: `hpnb.launch` and `hpnb.Ranks`
+    send their ranks what is registered. Functions that do not pickle are not sent; register them inside the
+    function that runs on the ranks. Registering a class again replaces its functions.
 
     Args:
         anatomy: gives the model's pieces; run one after the other, they are its forward.
@@ -182,7 +193,8 @@ def how_to_register(model: nn.Module) -> str:
         )
     return (
         "Data parallelism and ZeRO take it as it is. Of a wrapped model, pass the model inside. "
-        f"hpnb.models.register({kind}, parts, roles) adds it, in the process that calls it: call it inside "
-        "the function that runs on the ranks, or in the module that defines the model; "
+        f"hpnb.models.register({kind}, parts, roles) adds it: call it in the module that defines the model, "
+        "in the script or notebook that launches the ranks, or, if the functions do not pickle, inside the "
+        "function that runs on the ranks; "
         "hpnb.models.check(model, batch) checks it, and examples/own_model.py shows how"
     )

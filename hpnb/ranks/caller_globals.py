@@ -2,7 +2,8 @@
 
 The globals that a function reads stand in its bytecode, and in that of the functions it calls. A global is
 sent if the rank does not have it, or if the caller has reassigned it since: `x = 2` is sent again,
-`x.append(2)` is not, and neither is a name that is reassigned to the same object.
+`x.append(2)` is not, and neither is a name that is reassigned to the same object. The same holds for an entry
+that the caller has put into a shared table of a module, such as a model that it has registered.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 _GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "DELETE_GLOBAL", "DELETE_NAME"})
 _ABSENT = object()
+TableEntries = dict[tuple[str, str, Any], Any]  # {(module, name of a dictionary in it, key): value}
 _OF_IPYTHON = frozenset({"exit", "quit", "get_ipython"})  # not sent: ranks have their own, which say why not
 TORCH_DYNAMO = "torch._dynamo"
 # Names whose use makes an optimizer of PyTorch.
@@ -95,6 +97,15 @@ def caller_namespace(frame_globals: dict[str, Any], fn: object = None) -> dict[s
     return main if file and os.path.abspath(file).startswith(installed) else frame_globals
 
 
+# (module, name) of dictionaries whose entries are sent to ranks, and the keys that every process has anyway.
+_shared_tables: dict[tuple[str, str], frozenset[Any]] = {}
+
+
+def share_table(module: str, name: str, keys: Iterable[Any]) -> None:
+    """From now on ranks get the entries that the caller puts into this dictionary, except for `keys`."""
+    _shared_tables[module, name] = frozenset(keys)
+
+
 class KnownGlobals:
     """What one rank has of the caller's globals, so that only what changed is sent."""
 
@@ -102,6 +113,7 @@ class KnownGlobals:
         self._sent: dict[str, Callable[[], object]] = {}  # name -> the object it was bound to
         self._inside: set[str] = set()  # names read by functions that sit inside other objects
         self.objects: set[int] = set()  # numbers of the modules and parameters among them
+        self._entries: TableEntries = {}
 
     def missing(self, names: Iterable[str], namespace: dict[str, Any]) -> dict[str, Any]:
         """Those of `names`, and of the globals that functions among them read, which the rank lacks."""
@@ -116,6 +128,18 @@ class KnownGlobals:
         """From now on the rank has `names` with the values that the caller has now."""
         for name in names:
             self._sent[name] = _weak_reference(namespace.get(name, _ABSENT))
+
+    def missing_entries(self) -> TableEntries:
+        """Entries of shared tables that the rank lacks, or that the caller has replaced since."""
+        missing: TableEntries = {}
+        for (module, name), keys in _shared_tables.items():
+            for key, value in getattr(sys.modules[module], name).items():
+                if key not in keys and self._entries.get((module, name, key), _ABSENT) is not value:
+                    missing[module, name, key] = value
+        return missing
+
+    def mark_entries(self, entries: TableEntries) -> None:
+        self._entries |= entries
 
     def mark_inside(self, names: Iterable[str]) -> None:
         self._inside.update(names)

@@ -13,13 +13,13 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import cloudpickle
 
 from hpnb.ranks import errors, serialize_function
-from hpnb.ranks.caller_globals import KnownGlobals
+from hpnb.ranks.caller_globals import KnownGlobals, TableEntries
 from hpnb.ranks.errors import RankError
 from hpnb.ranks.worker import Call
 
@@ -28,10 +28,12 @@ _LARGE = 1 << 20  # a captured value over 1 MB is worth a warning
 
 @dataclass(frozen=True)
 class SentGlobals:
-    """What ranks have in addition once a call has arrived: names, and numbers of modules and parameters."""
+    """What ranks have in addition once a call has arrived: names, numbers of modules and parameters, and
+    entries of shared tables."""
 
     names: frozenset[str] = frozenset()
     objects: frozenset[int] = frozenset()
+    entries: TableEntries = field(default_factory=dict)
 
 
 def pack_call(
@@ -56,7 +58,14 @@ def pack_call(
     by_value = frozenset({id(namespace), id(sys.modules["__main__"].__dict__)})
     names = set(names)
     shared = frozenset.intersection(*(frozenset(rank.objects) for rank in known))
+    missing_entries: TableEntries = {}
+    for rank in known:
+        missing_entries |= rank.missing_entries()
     with _classes_by_value(namespace):
+        entries = list(_dump_entries(missing_entries, by_value))
+        for rank in known:
+            for of_entry, _ in entries:
+                rank.mark_inside(of_entry.names)
         while True:
             missing = _missing_globals(known, names, namespace)
             everything = {"names": missing, "end": serialize_function.EndOfNames(), **content}
@@ -69,11 +78,16 @@ def pack_call(
             names |= pickler.names
         if len(body) > _LARGE:
             _warn_of_large({**missing, **_closure_values(content.get("fn"))}, by_value, len(known))
-    sources, modules = dict(pickler.sources), tuple(sorted(pickler.modules))
+    sources, modules = dict(pickler.sources), set(pickler.modules)
+    for of_entry, _ in entries:
+        sources |= of_entry.sources
+        modules |= of_entry.modules
     if "cell" in content:
         sources[content["filename"]] = content["cell"]
-    call = Call(body, sources, modules, cwd, tuple(map(str, sys.path)), dict(os.environ))
-    return call, SentGlobals(frozenset(missing), frozenset(pickler.numbered))
+    path = tuple(map(str, sys.path))
+    call = Call(body, sources, tuple(sorted(modules)), cwd, path, dict(os.environ))
+    call = replace(call, entries=tuple(pickled for _, pickled in entries))
+    return call, SentGlobals(frozenset(missing), frozenset(pickler.numbered), missing_entries)
 
 
 def _missing_globals(
@@ -102,6 +116,19 @@ def _dump(
             error=type(error).__name__,
         ) from None
     return pickler, file.getvalue()
+
+
+def _dump_entries(
+    entries: TableEntries, by_value: frozenset[int]
+) -> Iterator[tuple[serialize_function.Pickler, bytes]]:
+    """Every entry as a pickle of its own; without those that do not pickle, because a call that does not need
+    them must not fail for them."""
+    for where, value in entries.items():
+        file = io.BytesIO()
+        pickler = serialize_function.Pickler(file, by_value)
+        with contextlib.suppress(Exception):
+            pickler.dump((serialize_function.EndOfNames(), *where, value))
+            yield pickler, file.getvalue()
 
 
 def _unpicklable_part(content: dict[str, Any], by_value: frozenset[int]) -> str:

@@ -288,6 +288,7 @@ class Ranks:
             if isinstance(reply, Done) or reply.took_names:
                 self._globals[rank].mark_sent(sent.names, namespace)
                 self._globals[rank].objects |= sent.objects
+                self._globals[rank].mark_entries(sent.entries)
             # A name that a rank has assigned stays the rank's until the caller reassigns it.
             self._globals[rank].mark_sent(reply.new_names, namespace)
             self._imported[rank].note(reply.imported)

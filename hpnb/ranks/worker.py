@@ -69,6 +69,7 @@ class Call:
     path: tuple[str, ...] = ()
     environ: dict[str, str] = field(default_factory=dict)
     reloads: tuple[str, ...] = ()  # modules that the caller has reloaded
+    entries: tuple[bytes, ...] = ()  # each pickles (_, module, name of a dictionary in it, key, value)
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,11 @@ class _Rank:
         content = serialize_function.loads(call.body)
         self.main.__dict__.update(content["names"])
         self.known = self.known | frozenset(content["names"])
+        for entry in call.entries:
+            # An entry that names a module which the rank cannot import is of no use to it.
+            with contextlib.suppress(ImportError, AttributeError):
+                _, module, name, key, value = serialize_function.loads(entry)
+                getattr(importlib.import_module(module), name)[key] = value
         self.took_names = True
         if "cell" in content:
             value = run_cell(content["cell"], content["filename"], self.main.__dict__)

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 import hpnb
+from hpnb import HybridParallelPlugin
 from hpnb.hybrid.torchrun.launch_from_torch import launch_from_torch
 
 D = torch.float64
@@ -177,8 +179,8 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
     [
         (
             {"NUM_MICRO_BATCHES": 4, "parallel": {"pipeline": 2, "tensor": {"mode": "2d", "size": 4}},
-             "clip_grad_norm": 1.0, "fp16": {"mode": 1}},
-            "HybridParallelPlugin(pp_size=2, tp_size=4, tp_mode='2d', num_microbatches=4, max_norm=1.0, "
+             "clip_grad_norm": 1.0, "fp16": {"mode": "naive"}},
+            "HybridParallelPlugin(pp_size=2, tp_mode='2d', tp_size=4, num_microbatches=4, max_norm=1.0, "
             "precision='fp16')",
         ),
         ({"gradient_accumulation": 16}, "Trainer(accumulation=...)"),
@@ -189,6 +191,35 @@ def test_a_config_that_asks_for_something_is_not_passed_over(config: Any, said: 
     with pytest.raises(ValueError, match=r"leave .*out") as told:
         launch_from_torch(config)
     assert said in str(told.value)
+
+
+def test_a_plugin_is_made_of_a_config_of_the_first_tutorials(tmp_path: Path) -> None:
+    """A file with the program's own entries, read as Python reads it."""
+    file = tmp_path / "config.py"
+    file.write_text(
+        "import enum\n"
+        "AMP_TYPE = enum.Enum('AMP_TYPE', {'TORCH': 'torch', 'NAIVE': 'naive'})\n"
+        "BATCH_SIZE, gradient_accumulation, clip_grad_norm = 256, 16, 1.0\n"
+        "fp16 = dict(mode=AMP_TYPE.TORCH, init_scale=2**8)\n"
+        "parallel = dict(pipeline=dict(size=2), tensor=dict(mode='2.5d', size=8, depth=2))\n"
+        "NUM_MICRO_BATCHES, NUM_CHUNKS = parallel['pipeline']['size'], 2\n"
+    )
+    plugin = HybridParallelPlugin.from_config(runpy.run_path(str(file)), zero_stage=1)
+    assert repr(plugin) == (
+        "HybridParallelPlugin(tp_size=8, pp_size=2, zero_stage=1, precision='amp-fp16', num_microbatches=2, "
+        "pp_style='interleaved', num_model_chunks=2, max_norm=1.0, tp_mode='2.5d', tp_depth=2, "
+        "initial_scale=256)"
+    )
+    plain = HybridParallelPlugin.from_config({"parallel": {"tensor": {"size": 2, "mode": None}}, "fp16": {}})
+    assert repr(plain) == "HybridParallelPlugin(tp_size=2, precision='fp16')"
+    for config, said in (
+        ({"zero": {}}, "zero_stage"),
+        ({"parallel": {"sequence": 2}}, "has sequence; it takes data, pipeline and tensor"),
+        ({"parallel": {"tensor": {"side": 2}}}, "tensor has side; it takes size, mode, depth"),
+        ({"fp16": {"loss_scale": 8}}, "fp16 has loss_scale; it takes init_scale"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            HybridParallelPlugin.from_config(config)
 
 
 # --- DistCoordinator -------------------------------------------------------------------------------------

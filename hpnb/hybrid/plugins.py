@@ -10,7 +10,7 @@ dp = 8 / (2 * 2) = 2. The options are plain data (`plugin_options.py`), checked 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from hpnb.data import IterableLoader, Loader
 from hpnb.data.batch_agreement import check_same_dataset
 from hpnb.data.dataset import MapDataset
 from hpnb.data.iterable_loader import is_iterable_dataset
+from hpnb.hybrid.colossal_config import plugin_options
 from hpnb.hybrid.plugin_options import PluginOptions
 from hpnb.hybrid.refused import REFUSED
 from hpnb.hybrid.stage_manager import StageManager
@@ -104,6 +105,24 @@ class HybridParallelPlugin(PluginOptions):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._connect_if_ranks_run()
+
+    @staticmethod
+    def from_config(config: Mapping[str, Any], **options: Any) -> HybridParallelPlugin:
+        """The plugin that a configuration of Colossal-AI's first tutorials asks for.
+
+        Args:
+            config: its entries parallel, NUM_MICRO_BATCHES, NUM_CHUNKS, fp16 and clip_grad_norm are read
+                (`hpnb.hybrid.colossal_config`); the others are for the program.
+            options: of the plugin, which win.
+
+        Raises:
+            ValueError: an entry that is not known.
+
+        >>> config = dict(NUM_MICRO_BATCHES=4, parallel=dict(pipeline=2), clip_grad_norm=1.0)
+        >>> hpnb.HybridParallelPlugin.from_config(config)
+        HybridParallelPlugin(pp_size=2, num_microbatches=4, max_norm=1.0)
+        """
+        return HybridParallelPlugin(**{**plugin_options(config), **options})
 
     # --- ranks -------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from hpnb.hybrid.colossal_config import plugin_options
 from hpnb.hybrid.torchrun.network_interface import name_interface
 from hpnb.hybrid.torchrun.restart_store import fresh
 from hpnb.ranks import DeviceChoice, choose_device
@@ -158,37 +159,13 @@ def _leave() -> None:
             dist.destroy_process_group()
 
 
-# --- the old tutorials' configuration -------------------------------------------------------------------
-
-
 def _instead(config: Any) -> str:
     """One sentence: how to say here what `config` says."""
     if not isinstance(config, dict):
         return f"config={config!r} is not read: pass what it says to HybridParallelPlugin, and leave it out"
-    known: dict[str, str] = {}
-    parallel = config.get("parallel")
-    if isinstance(parallel, dict):
-        for name, value in parallel.items():
-            known.update(_sizes(str(name), value))
-    for old, new in (("NUM_MICRO_BATCHES", "num_microbatches"), ("NUM_CHUNKS", "num_model_chunks"),
-                     ("clip_grad_norm", "max_norm")):  # fmt: skip
-        if old in config:
-            known[new] = repr(config[old])
-    if "fp16" in config:
-        known["precision"] = "'fp16'"
-    plugin = ", ".join(f"{name}={value}" for name, value in known.items()) or "..."
+    options = ", ".join(f"{name}={value!r}" for name, value in plugin_options(config).items())
     return (
-        f"config with {', '.join(map(str, config))} is not read: say it by HybridParallelPlugin({plugin}), "
-        "prepare_dataloader(batch_size=...) and Trainer(accumulation=...), and leave config out"
+        f"config with {', '.join(map(str, config))} is not read here: make the plugin of it after this call, "
+        f"by HybridParallelPlugin.from_config(config), which is HybridParallelPlugin({options}), pass "
+        "Trainer(accumulation=...) and prepare_dataloader(batch_size=...), and leave config out"
     )
-
-
-def _sizes(axis: str, value: Any) -> dict[str, str]:
-    """The entry of `parallel` for one axis, a size or a dict with size and mode, for the plugin."""
-    name = {"pipeline": "pp_size", "tensor": "tp_size"}.get(axis)
-    if name is None:
-        return {}  # the data axis is what is left of the ranks
-    if not isinstance(value, dict):
-        return {name: repr(value)}
-    sizes = {name: repr(value["size"])} if "size" in value else {}
-    return {**sizes, "tp_mode": repr(value["mode"])} if value.get("mode") else sizes

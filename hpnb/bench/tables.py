@@ -66,7 +66,7 @@ def data_parallel_rows(layouts: Sequence[LayoutResult]) -> list[str]:
 
 
 def summary(runs: Sequence[BenchmarkRun]) -> str:
-    """One row per layout: hpnb's best program beside the fastest of PyTorch's.
+    """One row per layout: hpnb's best program beside the fastest of PyTorch's. Model and GPUs stand once.
 
     † marks programs whose output layer and loss are compiled in one piece.
     """
@@ -74,10 +74,11 @@ def summary(runs: Sequence[BenchmarkRun]) -> str:
              "hpnb's speed over it [quartiles]"]  # fmt: skip
     lines = [_line(heads), _line(["---"] * len(heads))]
     for run in runs:
-        for result in run.layouts.values():
+        where = f"{run.what}, {run.ranks} x {run.device.removeprefix('NVIDIA ')}"
+        for number, result in enumerate(run.layouts.values()):
             best, ran = result.fastest(ours=True), peers(result)
             ours = "-" if best is None else f"{result.tflops(best.name):.4g}"
-            cells = [f"{run.what}, {run.ranks} x {run.device.removeprefix('NVIDIA ')}", result.layout, ours]
+            cells = [where if number == 0 else "", result.layout, ours]
             if ran:
                 beside = "-" if best is None else ratio(result, best, ran[0])
                 cells += [f"{result.tflops(ran[0].name):.4g}", ran[0].name.replace(_ONE_PIECE, _MARK), beside]
@@ -104,8 +105,8 @@ def markdown(run: BenchmarkRun) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     lines += ["", f"Measured {stamp(run)}, with {versions}."]
     if run.losses:
-        lines += ["", f"Losses of {run.losses['steps']} steps are so many times as far from one GPU's as its "
-                  f"own with rows in another order: {'; '.join(_losses(run))}."]  # fmt: skip
+        lines += ["", f"How far the losses of {run.losses['steps']} steps are from one GPU's, where 1 is as far as "
+                  f"one GPU's own with samples in another order: {'; '.join(_losses(run))}."]  # fmt: skip
     return "\n".join(lines)
 
 

@@ -42,22 +42,10 @@ def test_a_head_in_blocks_is_the_closed_form() -> None:
         assert found == pytest.approx(blocks, abs=0.005)
 
 
-@pytest.mark.parametrize(("blocks", "head", "stages"), [(12, 4.5, 4), (48, 2.4, 4), (8, 0.0, 2), (6, 3.0, 1)])
-def test_uniform_over_even_is_what_steps_of_many_microbatches_come_to(
-    blocks: int, head: float, stages: int
-) -> None:
-    counts = (*(blocks // stages,) * (stages - 1), blocks // stages + 1)
-    loads = theory.stage_loads([1.0] * blocks + [head], counts)
-    fair = (blocks + head) / stages
-    longer = theory.pipeline_seconds(loads, 10_000) / theory.pipeline_seconds([fair] * stages, 10_000)
-    assert theory.uniform_imbalance(blocks, head, stages) == pytest.approx(longer, rel=1e-3)
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda: theory.head_in_blocks(SMALL.block(), 0), "vocab_size=0"),
-        (lambda: theory.uniform_imbalance(3, 1.0, 4), "3 blocks and a head of 1.0 on 4 stages"),
         (lambda: theory.stage_loads([1.0, 2.0], (1, 2)), r"\[1, 2\] adds up to 3, and there are 2 layers"),
         (lambda: theory.even_split(2, 3), "2 blocks cannot be split over 3 stages"),
     ],

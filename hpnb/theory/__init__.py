@@ -26,18 +26,15 @@ from hpnb.theory.communication import (
     ALGORITHMS,
     OPS,
     CollectiveCost,
-    bytes_on_busiest_rank,
     bytes_sent,
     cheapest,
     collective_cost,
     knee,
-    ring_schedule,
     seconds,
     steps,
 )
 from hpnb.theory.compute_over_communication import (
     dp_tokens_to_hide,
-    pp_compute_over_communication,
     tp_compute_over_communication,
 )
 from hpnb.theory.fit_link import fit_link
@@ -56,7 +53,6 @@ from hpnb.theory.overlap import Overlap, even_buckets, exposed_seconds, exposed_
 from hpnb.theory.pipeline import (
     best_microbatches,
     bubble,
-    idle_seconds,
     in_flight,
     pipeline_parts,
     pipeline_seconds,
@@ -66,14 +62,13 @@ from hpnb.theory.planner import task_layouts
 from hpnb.theory.replay import communication_seconds, replay
 from hpnb.theory.step_memory import Moment, StepMemory, step_memory
 from hpnb.theory.tensor_block import BlockSeconds, block_seconds, block_sent, cheapest_modes, shapes_sent
-from hpnb.theory.tensor_layer import Collective, Messages, grid_sides, linear_bytes, linear_sent, ranks_for
+from hpnb.theory.tensor_layer import Collective, Messages, grid_sides, linear_sent, ranks_for
 from hpnb.theory.tensor_memory import (
     activation_bytes,
     activation_terms,
-    parameters_held,
     published_activation_bytes,
 )
-from hpnb.theory.transformer import Block, Matmul, model_flops, model_parameters, roofline_seconds
+from hpnb.theory.transformer import Block, Matmul, model_flops, model_parameters
 from hpnb.theory.uneven_shards import (
     SEQUENCE_WAYS,
     activation_parts,
@@ -90,8 +85,6 @@ from hpnb.theory.uneven_stages import (
     even_split,
     head_in_blocks,
     stage_loads,
-    tied_weight_bytes,
-    uniform_imbalance,
 )
 from hpnb.theory.zero3_prefetch import GatherTimeline, prefetch_plan, simulate_gathers
 from hpnb.theory.zero_step_time import zero_step_seconds
@@ -128,7 +121,6 @@ __all__ = [
     "block_seconds",
     "block_sent",
     "bubble",
-    "bytes_on_busiest_rank",
     "bytes_sent",
     "cheapest",
     "cheapest_modes",
@@ -147,33 +139,27 @@ __all__ = [
     "gathered_logits_bytes",
     "grid_sides",
     "head_in_blocks",
-    "idle_seconds",
     "imbalance",
     "in_flight",
     "knee",
     "layout_bytes",
     "layout_memory",
     "layout_parts",
-    "linear_bytes",
     "linear_sent",
     "model_flops",
     "model_parameters",
     "model_states",
     "noise_scale",
     "overlap",
-    "parameters_held",
     "pipeline_parts",
     "pipeline_seconds",
     "planner",
-    "pp_compute_over_communication",
     "prefetch_plan",
     "published_activation_bytes",
     "published_runs",
     "ranks_for",
     "recomputed_share",
     "replay",
-    "ring_schedule",
-    "roofline_seconds",
     "seconds",
     "sequence_bytes",
     "shapes_sent",
@@ -186,9 +172,7 @@ __all__ = [
     "steps",
     "steps_at",
     "task_layouts",
-    "tied_weight_bytes",
     "tp_compute_over_communication",
-    "uniform_imbalance",
     "vocabulary_bytes",
     "zero_step_seconds",
 ]

@@ -5,11 +5,11 @@ one after another, `serial` bytes in all, on p ranks that can each send and rece
 
     seconds = steps * alpha + serial / B                    equal shares at n = knee
 
-    all_reduce, n bytes   steps          serial bytes       bytes through the busiest rank
-    naive                 2 (p-1)        2 (p-1) n          (p-1) n          all through rank 0, one by one
-    tree                  2 ceil(log2 p) 2 ceil(log2 p) n   ceil(log2 p) n   binomial reduce, then broadcast
-    ring                  2 (p-1)        2 (p-1)/p n        2 (p-1)/p n      chunks of n/p go round twice
-    halving-doubling      2 log2 p       2 (p-1)/p n        2 (p-1)/p n      p a power of two
+    all_reduce, n bytes   steps          serial bytes
+    naive                 2 (p-1)        2 (p-1) n          all through rank 0, one by one
+    tree                  2 ceil(log2 p) 2 ceil(log2 p) n   binomial reduce, then broadcast
+    ring                  2 (p-1)        2 (p-1)/p n        chunks of n/p go round twice
+    halving-doubling      2 log2 p       2 (p-1)/p n        p a power of two
 
 No all-reduce gets by with fewer bytes through its busiest rank than the ring (Patarasuk & Yuan 2009). Here
 halving-doubling is never behind it; on real links it can be, since its partners are far apart and share
@@ -21,7 +21,6 @@ Computing Applications 19(1), 2005. Patarasuk & Yuan, J. Parallel and Distribute
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from hpnb.theory.links import Link
@@ -36,7 +35,6 @@ class CollectiveCost(NamedTuple):
 
     steps: int  # messages that must follow one another
     serial: int  # chunks in those messages
-    port: int  # chunks into or out of the busiest rank, the larger of the two
 
 
 def _costs(op: str, p: int) -> dict[str, CollectiveCost]:
@@ -48,28 +46,28 @@ def _costs(op: str, p: int) -> dict[str, CollectiveCost]:
     hub, log = p - 1, (p - 1).bit_length()  # partners of rank 0 in a star; rounds of a binomial tree
     # A reduce is a broadcast run backwards, a scatter a gather, a reduce-scatter an all-gather: same costs.
     to_all = {  # all_gather, reduce_scatter
-        "naive": CollectiveCost(2 * hub, hub + hub * p, hub * p),  # gather to rank 0, then broadcast
-        "tree": CollectiveCost(2 * log, hub + log * p, log * p),  # the same along a tree
-        "ring": CollectiveCost(hub, hub, hub),
-        "halving-doubling": CollectiveCost(log, hub, hub),
+        "naive": CollectiveCost(2 * hub, hub + hub * p),  # gather to rank 0, then broadcast
+        "tree": CollectiveCost(2 * log, hub + log * p),  # the same along a tree
+        "ring": CollectiveCost(hub, hub),
+        "halving-doubling": CollectiveCost(log, hub),
     }
     one_tensor = {  # broadcast, reduce
-        "naive": CollectiveCost(hub, hub * p, hub * p),
-        "tree": CollectiveCost(log, log * p, log * p),
-        "ring": CollectiveCost(2 * hub, 2 * hub, p),  # p chunks follow each other down a chain
-        "halving-doubling": CollectiveCost(2 * log, 2 * hub, 2 * hub),  # scatter, then all_gather
+        "naive": CollectiveCost(hub, hub * p),
+        "tree": CollectiveCost(log, log * p),
+        "ring": CollectiveCost(2 * hub, 2 * hub),  # p chunks follow each other down a chain
+        "halving-doubling": CollectiveCost(2 * log, 2 * hub),  # scatter, then all_gather
     }
     slices = {  # gather, scatter
-        "naive": CollectiveCost(hub, hub, hub),
-        "tree": CollectiveCost(log, hub, hub),  # the last round carries half of all chunks
-        "ring": CollectiveCost(hub, hub, hub),  # a neighbour of the root passes on all
+        "naive": CollectiveCost(hub, hub),
+        "tree": CollectiveCost(log, hub),  # the last round carries half of all chunks
+        "ring": CollectiveCost(hub, hub),  # a neighbour of the root passes on all
     }
     costs = {
         "all_reduce": {
-            "naive": CollectiveCost(2 * hub, 2 * hub * p, hub * p),
-            "tree": CollectiveCost(2 * log, 2 * log * p, log * p),
-            "ring": CollectiveCost(2 * hub, 2 * hub, 2 * hub),
-            "halving-doubling": CollectiveCost(2 * log, 2 * hub, 2 * hub),
+            "naive": CollectiveCost(2 * hub, 2 * hub * p),
+            "tree": CollectiveCost(2 * log, 2 * log * p),
+            "ring": CollectiveCost(2 * hub, 2 * hub),
+            "halving-doubling": CollectiveCost(2 * log, 2 * hub),
         },
         "all_gather": to_all,
         "reduce_scatter": to_all,
@@ -77,11 +75,11 @@ def _costs(op: str, p: int) -> dict[str, CollectiveCost]:
         "reduce": one_tensor,
         "gather": slices,
         "scatter": slices,
-        "all_to_all": {"ring": CollectiveCost(hub, hub, hub)},  # round k: to the rank k places on
-        "send": {"ring": CollectiveCost(1, p, p)},  # to the next rank
+        "all_to_all": {"ring": CollectiveCost(hub, hub)},  # round k: to the rank k places on
+        "send": {"ring": CollectiveCost(1, p)},  # to the next rank
     }[op]
     if p == 1 and op != "send":
-        costs = dict.fromkeys(costs, CollectiveCost(0, 0, 0))
+        costs = dict.fromkeys(costs, CollectiveCost(0, 0))
     return costs
 
 
@@ -130,15 +128,6 @@ def steps(op: str, ranks: int, algorithm: str = "ring") -> int:
     return collective_cost(op, ranks, algorithm).steps
 
 
-def bytes_on_busiest_rank(op: str, nbytes: float, ranks: int, algorithm: str = "ring") -> float:
-    """Bytes into or out of the busiest rank, the larger of the two; seconds are at least this / bandwidth.
-
-    At p ranks a naive all_reduce puts p/2 times as many through rank 0 as a ring puts through any.
-    """
-    _check_bytes(nbytes)
-    return collective_cost(op, ranks, algorithm).port * nbytes / ranks
-
-
 def seconds(op: str, nbytes: float, ranks: int, link: Link, algorithm: str = "ring") -> float:
     """steps * latency + serial bytes / bandwidth, in seconds; `nbytes` as in `bytes_sent`."""
     _check_bytes(nbytes)
@@ -162,14 +151,3 @@ def cheapest(op: str, nbytes: float, ranks: int, link: Link) -> str:
     power_of_two = ranks & (ranks - 1) == 0
     able = [name for name in _costs(op, ranks) if power_of_two or name != "halving-doubling"]
     return min(able, key=lambda name: seconds(op, nbytes, ranks, link, name))
-
-
-def ring_schedule(ranks: int) -> Iterator[tuple[int, int, int]]:
-    """(step, rank, chunk): in `step`, `rank` sends `chunk` to rank + 1; 2 (p-1) steps, p sends in each.
-
-    In the first p-1 steps the receiver adds what comes (a reduce-scatter), in the rest it overwrites (an
-    all-gather). One formula does for both: what a rank received in a step is what it sends in the next.
-    """
-    for step in range(steps("all_reduce", ranks, "ring")):
-        for rank in range(ranks):
-            yield step, rank, (rank - step) % ranks

@@ -12,17 +12,13 @@ bytes themselves. Then, for blocks of 12 h^2 weights (mlp_ratio 4) with values a
 
 All three leave latency out (messages far above the knee), count one axis at a time, take the backward for
 twice the forward, recompute nothing, and count matmuls only. Attention's s^2 term multiplies them by 1 + s/(6
-h), which tensor and pipeline do where `sequence` is given. With other dtypes multiply by 2 / bytes_per_value.
+h), which `tp_compute_over_communication` does where `sequence` is given. With other dtypes multiply by 2 /
+bytes_per_value.
 """
 
 from __future__ import annotations
 
 import math
-
-
-def _attention(sequence: int, hidden: int) -> float:
-    """(24 b s h^2 + 4 b s^2 h) / (24 b s h^2)."""
-    return 1 + sequence / (6 * hidden)
 
 
 def _check(rho: float, **counts: float) -> None:
@@ -63,23 +59,4 @@ def tp_compute_over_communication(hidden: int, ranks: int, rho: float, sequence:
     weight gradient. Recomputing the block makes it 96 FLOPs and 6 all-reduces: 4 h / ((t-1) rho).
     """
     _check(rho, hidden=hidden, ranks=ranks)
-    return math.inf if ranks == 1 else 4.5 * hidden / ((ranks - 1) * rho) * _attention(sequence, hidden)
-
-
-def pp_compute_over_communication(
-    hidden: int, layers_per_stage: float, rho: float, sequence: int = 0
-) -> float:
-    """Time computing over time sending of a pipeline's middle rank: 18 h (l/p) / rho.
-
-    Of one microbatch a stage of l/p blocks computes 72 b s h^2 l/p FLOPs, sends its activation of 2 b s h
-    bytes on and the gradient of its input, as large, back:
-
-        72 b s h^2 (l/p) / (4 b s h) / rho
-
-    The first and last rank send half as much. With v chunks a rank, layers_per_stage is a chunk's, l/(p v).
-    If every one of t tensor ranks sends the full activation to its peer, divide by t. The bubble is apart.
-    """
-    _check(rho, hidden=hidden)
-    if not layers_per_stage > 0:
-        raise ValueError(f"layers_per_stage={layers_per_stage} is no stage; it must be above 0")
-    return 18 * hidden * layers_per_stage / rho * _attention(sequence, hidden)
+    return math.inf if ranks == 1 else 4.5 * hidden / ((ranks - 1) * rho) * (1 + sequence / (6 * hidden))

@@ -17,7 +17,6 @@ known exactly (Daly 2006, Future Generation Computer Systems 22(3)):
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass
 
 
@@ -68,22 +67,3 @@ def trained_share(failures: Failures, interval: float) -> float:
         return interval / (m * math.exp(failures.restart / m) * math.expm1((interval + failures.save) / m))
     except OverflowError:  # the run never finishes an interval
         return 0.0
-
-
-def simulated_share(failures: Failures, interval: float, count: int, seed: int = 0) -> float:
-    """The same share, from a simulated run that `count` failures hit; no formula is used.
-
-    A failure may also hit a save, and then its interval is lost, or a restart, which then starts again.
-    """
-    if not interval > 0 or count < 1:
-        raise ValueError(f"{count} failures, saves every {interval} s: both must be above 0")
-    draw = random.Random(seed)
-    clock = trained = 0.0
-    ready = 0.0  # when training goes on
-    for _ in range(count):
-        fails = clock + draw.expovariate(1 / failures.between)
-        saved = max(0, math.floor((fails - ready) / (interval + failures.save)))
-        trained += saved * interval
-        clock = fails
-        ready = fails + failures.restart
-    return trained / clock

@@ -46,36 +46,6 @@ def bubble(ranks: int, microbatches: int, chunks: int = 1) -> float:
     return (ranks - 1) / (chunks * microbatches + ranks - 1)
 
 
-def idle_seconds(
-    name: str, ranks: int, forward: float, input_grad: float, weight_grad: float, chunks: int = 1
-) -> float:
-    """Idle seconds within the longest span of a rank, if a rank's share of a microbatch costs F, I and W.
-
-        gpipe, 1f1b                   (p-1)(F+I+W)
-        interleaved, breadth-first    (p-1)(F+I+W)/v
-        zb-h1                         (p-1)(F+I-W)
-        zb-h2                         (p-1)(F+I-2W)        never below 0
-
-    Without transfer and with enough microbatches.
-
-    Raises:
-        ValueError: a schedule without a closed form here; `Schedule.simulate` takes any.
-    """
-    _check(ranks=ranks, chunks=chunks)
-    work = forward + input_grad + weight_grad
-    idle = {
-        "gpipe": work,
-        "1f1b": work,
-        "interleaved": work / chunks,
-        "breadth-first": work / chunks,
-        "zb-h1": work - 2 * weight_grad,
-        "zb-h2": work - 3 * weight_grad,
-    }
-    if name not in idle:
-        raise ValueError(f"{name!r} has no closed form here; there are {', '.join(idle)}")
-    return (ranks - 1) * max(0.0, idle[name])
-
-
 def in_flight(name: str, ranks: int, microbatches: int, rank: int = 0) -> int:
     """Microbatches whose activations a rank holds at once: gpipe m, 1f1b p - r, zb-h1 p, zb-h2 2p - 1.
 

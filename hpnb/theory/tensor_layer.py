@@ -194,24 +194,6 @@ def linear_sent(
     return sent_collectives(replace(c, layer=layer, nbytes=c.nbytes * bytes_per_value) for c in collectives)
 
 
-def linear_bytes(
-    mode: str,
-    rows: float,
-    inputs: float,
-    outputs: float,
-    ranks: int,
-    depth: int = 1,
-    *,
-    kind: Kind = "column",
-    bytes_per_value: int = 2,
-) -> float:
-    """Bytes that leave a rank for one linear layer, forward and backward; arguments as of `linear_sent`."""
-    messages = linear_sent(
-        mode, rows, inputs, outputs, ranks, depth, kind=kind, bytes_per_value=bytes_per_value
-    )
-    return messages.bytes()
-
-
 # Sizes below are in elements; `linear_sent` makes them bytes.
 
 

@@ -1,5 +1,4 @@
-"""What a rank holds under tensor parallelism: its parameters, exactly, and the activations that a block
-keeps.
+"""The activations that a block keeps on one rank under tensor parallelism.
 
 Between forward and backward a block keeps the inputs of its matrices, norms and nonlinearities. For values of
 2 bytes, attention that does not write its scores, and an MLP of 4 h, in units of b s h bytes,
@@ -21,37 +20,9 @@ them a second time in the backward. Here they stay gathered, which takes 4 - 4/t
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Protocol
-
 from hpnb.split_sizes import split_sizes
 from hpnb.theory.tensor_layer import grid_sides
 from hpnb.theory.transformer import Block
-
-
-class Weight(Protocol):
-    """What a parameter is, as `hpnb.models.Role` says it."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def out_dim(self) -> int: ...
-    @property
-    def in_dim(self) -> int | None: ...
-    @property
-    def bias(self) -> bool: ...
-    @property
-    def units(self) -> int: ...
-    @property
-    def fused(self) -> int: ...
-    @property
-    def vocabulary(self) -> int | None: ...
-    @property
-    def cut_dim(self) -> int | None: ...
-
-
-# --- activations -----------------------------------------------------------------------------------
 
 
 def activation_terms(
@@ -128,80 +99,3 @@ def published_activation_bytes(block: Block, ranks: int = 1, sequence_parallel: 
     if sequence_parallel:
         return sbh * (34 + scores) / ranks
     return sbh * (10 + (24 + scores) / ranks)
-
-
-# --- parameters ------------------------------------------------------------------------------------
-
-
-def parameters_held(
-    roles: Mapping[str, Weight],
-    shapes: Mapping[str, Sequence[int]],
-    mode: str,
-    ranks: int,
-    depth: int = 1,
-) -> tuple[int, ...]:
-    """Parameters on every rank of a model that `hpnb.tensor_parallel.parallelize` has sharded.
-
-        model = hpnb.models.gpt2("1.5b", device="meta")
-        shapes = {name: p.shape for name, p in model.named_parameters()}
-        parameters_held(hpnb.models.roles(model), shapes, "2d", 16)
-
-    The model has a head; one that returns hidden states replicates a pooler.
-
-    Args:
-        roles, shapes: of every unsharded parameter, by its name; a tied one counts once.
-
-    Raises:
-        ValueError: ranks that the mode cannot use. That sizes divide where they must is not checked.
-    """
-    sides = grid_sides(mode, ranks, depth)
-    counts = []
-    for rank in range(ranks):
-        rest, place = rank, [0] * len(sides)
-        for dim in reversed(range(len(sides))):
-            rest, place[dim] = divmod(rest, sides[dim])
-        counts.append(sum(_numel(roles[n], tuple(shape), mode, sides, place) for n, shape in shapes.items()))
-    return tuple(counts)
-
-
-def _numel(
-    role: Weight, shape: tuple[int, ...], mode: str, sides: Sequence[int], place: Sequence[int]
-) -> int:
-    """Elements of one parameter on the rank at `place` of the grid."""
-    left = list(shape)
-
-    def cut(dim: int | None, along: int, units: int = 0) -> None:
-        """Shard `dim`, by units, over the ranks along one dim of the grid."""
-        if dim is not None and shape:
-            count = units or left[dim]
-            left[dim] = left[dim] // count * split_sizes(count, sides[along])[place[along]]
-
-    if mode == "1d":
-        if role.vocabulary is not None:
-            cut(role.vocabulary, 0)
-        elif role.cut_dim is not None:
-            cut(role.cut_dim, 0, role.units)
-        return math.prod(left)
-
-    cube = mode == "3d"
-    hidden, inner = (1, 2) if cube else (len(sides) - 1,) * 2  # along which widths are cut
-    down = len(sides) - 2  # the rows of a 2D grid
-    if role.vocabulary is not None:
-        if role.bias:
-            cut(0, inner)
-        else:
-            for along in (2, 0) if cube else (down,):
-                cut(role.vocabulary, along)
-            cut(role.out_dim if role.in_dim is None else role.in_dim, hidden)
-    elif role.kind in ("column", "row"):
-        into, out = (hidden, inner) if role.kind == "column" else (inner, hidden)
-        cut(role.out_dim, out)
-        if not role.bias:
-            cut(role.in_dim, into if cube else down)
-            if cube:
-                cut(role.out_dim, 0)
-    elif role.kind == "head":
-        cut(role.in_dim, hidden)
-    else:
-        cut(role.out_dim, hidden)
-    return math.prod(left)

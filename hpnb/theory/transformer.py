@@ -44,11 +44,6 @@ class Matmul:
         values = self.m * self.k + self.k * self.n + self.m * self.n
         return self.bytes_per_value * self.count * values
 
-    @property
-    def intensity(self) -> float:
-        """FLOPs per byte moved; below FLOP/s over bytes/s of the memory, the memory decides the time."""
-        return self.flops / self.bytes
-
 
 @dataclass(frozen=True)
 class Block:
@@ -114,16 +109,6 @@ class Block:
     def training_flops(self) -> int:
         """Forward and backward, nothing recomputed."""
         return self.forward_flops + self.backward_flops
-
-
-def roofline_seconds(flops: float, nbytes: float, flop_rate: float, byte_rate: float) -> float:
-    """max(flops / flop_rate, nbytes / byte_rate): the slower of computing and moving, perfectly overlapped.
-
-    Rates are per second, of one device and its own memory. It is a bound from below, reached by no kernel.
-    """
-    if not (flop_rate > 0 and byte_rate > 0):
-        raise ValueError(f"{flop_rate} FLOP/s and {byte_rate} bytes/s give no time; both must be above 0")
-    return max(flops / flop_rate, nbytes / byte_rate)
 
 
 def model_parameters(layers: int, hidden: int, vocab_size: int, sequence: int) -> int:

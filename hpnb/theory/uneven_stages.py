@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from hpnb.theory.communication import bytes_sent
 from hpnb.theory.transformer import Block
 
 
@@ -36,26 +35,6 @@ def head_in_blocks(block: Block, vocab_size: int) -> float:
     if vocab_size < 1:
         raise ValueError(f"vocab_size={vocab_size} is no number of tokens; use 1 or more")
     return 2 * block.batch * block.sequence * block.hidden * vocab_size / block.forward_flops
-
-
-def uniform_imbalance(blocks: int, head: float, stages: int) -> float:
-    """1 + a (p-1)/(L + a): the time with blocks split evenly, over that with equal stages.
-
-    Args:
-        head: in units of blocks.
-        stages: p. If they do not divide the blocks, the ratio is a little off.
-
-    Raises:
-        ValueError: fewer blocks than stages, or a negative head.
-    """
-    if not 1 <= stages <= blocks or head < 0:
-        raise ValueError(f"{blocks} blocks and a head of {head} on {stages} stages; use at most {blocks}")
-    return 1 + head * (stages - 1) / (blocks + head)
-
-
-def tied_weight_bytes(vocab_size: int, hidden: int, bytes_per_value: int, ranks: int = 2) -> float:
-    """Bytes that all ranks with a tied table together send in a step: one all-reduce of its gradient."""
-    return ranks * bytes_sent("all_reduce", vocab_size * hidden * bytes_per_value, ranks)
 
 
 def even_split(blocks: int, stages: int) -> tuple[int, ...]:

@@ -244,7 +244,12 @@ def _vits(*choices: tuple[str, int]) -> tuple[Trial, ...]:
 
 def _gpt2s(*choices: tuple[str, int, int]) -> tuple[Trial, ...]:
     """(name, rows, tokens of a row)."""
-    sizes = {**GPT2_SIZES, "45m": GPT2Size(512, 6, 8, 2048, 50257, 1024)}
+    sizes = {
+        **GPT2_SIZES,
+        "64m": GPT2Size(512, 12, 8, 2048, 50257, 1024),
+        "45m": GPT2Size(512, 6, 8, 2048, 50257, 1024),
+        "41m": GPT2Size(384, 12, 8, 1536, 50257, 1024),
+    }
     return tuple(Trial(replace(sizes[name], length=length), rows) for name, rows, length in choices)
 
 
@@ -269,6 +274,10 @@ _ROWS = [("1.5b", 4, 1024), ("1.5b", 2, 1024), ("774m", 4, 1024), ("774m", 2, 10
          ("124m", 1, 512), ("124m", 1, 256), ("45m", 1, 1024), ("45m", 1, 512), ("45m", 1, 256),
          ("45m", 1, 128)]  # fmt: skip
 _AT_MOST_TWO = [choice for choice in _ROWS if choice[1] <= 2]
+# Twelve blocks or more: 08 splits them into eight stages, and into four with two chunks each.
+_DEEP = [*(choice for choice in _AT_MOST_TWO if choice[0] != "45m"),
+         ("64m", 2, 1024), ("64m", 1, 1024), ("64m", 1, 512), ("64m", 1, 256), ("41m", 1, 512),
+         ("41m", 1, 256), ("41m", 1, 128)]  # fmt: skip
 # Enough tokens a rank that a GPU computes for longer than its CPU needs to launch the operators.
 _MANY_TOKENS = [("1.5b", 4, 1024), ("774m", 4, 1024), ("355m", 8, 1024), ("355m", 4, 1024),
                 ("355m", 2, 1024), ("124m", 8, 1024), ("124m", 4, 1024),
@@ -316,7 +325,7 @@ NEEDS: dict[str, PageNeed] = {
         splits_heads=True,
     ),
     "08": PageNeed(
-        "a microbatch", Trial(GPT2Size(128, 8, 8, 512, 1009, 64), 2), _gpt2s(*_AT_MOST_TWO), _layouts,
+        "a microbatch", Trial(GPT2Size(128, 8, 8, 512, 1009, 64), 2), _gpt2s(*_DEEP), _layouts,
         _steps(90, True, PIPELINE_MICROBATCHES), splits_heads=True,
     ),
 }  # fmt: skip

@@ -236,8 +236,10 @@ def measure_in_turn(
 
 def time_steps(program: TrainingProgram, repeats: int) -> list[Timeline]:
     """Steps after the warm-up, each with its forward "F", backward "B" and "update"."""
+    for _ in range(warmup_steps()):  # not recorded: ranks that share a GPU would take turns
+        program.step()
     steps = []
-    for _ in range(warmup_steps() + repeats):
+    for _ in range(repeats):
         program.optimizer.zero_grad()
         with hpnb.record.timeline() as recorder:
             with recorder.span("F"):
@@ -247,7 +249,7 @@ def time_steps(program: TrainingProgram, repeats: int) -> list[Timeline]:
             with recorder.span("update"):
                 program.update()
         steps.append(recorder.gather())
-    return steps[-repeats:]
+    return steps
 
 
 def step_parts(step: Timeline) -> dict[str, float]:

@@ -125,7 +125,10 @@ def record_in_turn(
     Every rank calls it, and all ranks begin a step together. A first round warms up. Gradients are dropped.
     """
     timelines: dict[str, list[Timeline]] = {name: [] for name in steps}
-    for _ in range(repeats + 1):
+    for module, loss in steps.values():  # not recorded: ranks that share a GPU would take turns
+        loss().backward()
+        module.zero_grad(set_to_none=True)
+    for _ in range(repeats):
         for name, (module, loss) in steps.items():
             _wait_for_device(hpnb.device())
             dist.barrier()
@@ -133,7 +136,7 @@ def record_in_turn(
                 _forward_and_backward(loss, recorder)
             timelines[name].append(recorder.gather().shifted())
             module.zero_grad(set_to_none=True)
-    return {name: rounds[1:] for name, rounds in timelines.items()}
+    return timelines
 
 
 def _forward_and_backward(loss: Loss, recorder: Recorder) -> None:

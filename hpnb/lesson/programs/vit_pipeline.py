@@ -130,12 +130,13 @@ def time_rounds(
         how = (cuts or {}).get(name, "uniform")
         pipes[name] = hpnb.Pipeline(model, all_ranks("pp"), schedule, microbatch_loss, cut=how, example=batch)
         timelines[name] = list[Timeline]()
-    warmup = warmup_steps()
-    for step in range(warmup + repeats):
+    for pipe in [*pipes.values()] * warmup_steps():  # not recorded: ranks that share a GPU would take turns
+        pipe.step(batch, return_outputs=False, record=False)
+        pipe.zero_grad()
+    for _ in range(repeats):
         for name, pipe in pipes.items():
             result = pipe.step(batch, return_outputs=False)
-            tl = result.timeline.select("FIWB")  # sends are recorded on GPUs alone
-            timelines[name] += [tl] if step >= warmup else []
+            timelines[name].append(result.timeline.select("FIWB"))  # sends are recorded on GPUs alone
             pipe.zero_grad()
     return timelines
 

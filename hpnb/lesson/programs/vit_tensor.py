@@ -71,8 +71,12 @@ def record_step(model: nn.Module, forward: Callable[[], torch.Tensor], repeats: 
 
     Every rank calls it, with a model that `parallelize` has split. Gradients are dropped.
     """
+    for _ in range(warmup_steps()):  # not recorded: ranks that share a GPU would take turns
+        y = forward()
+        y.backward(torch.ones_like(y))
+        model.zero_grad(set_to_none=True)
     timelines = []
-    for _ in range(warmup_steps() + repeats):
+    for _ in range(repeats):
         recorder = ExclusiveRecorder()
         with recording(recorder), _weight_gradients(recorder):
             with recorder.span("F"):
@@ -82,7 +86,7 @@ def record_step(model: nn.Module, forward: Callable[[], torch.Tensor], repeats: 
                 y.backward(seed)
         timelines.append(close_gaps(recorder.gather().shifted()))
         model.zero_grad(set_to_none=True)
-    return median_by(timelines[-repeats:], lambda tl: tl.makespan)
+    return median_by(timelines, lambda tl: tl.makespan)
 
 
 def close_gaps(tl: Timeline, gap: float = 1 / 300) -> Timeline:
@@ -318,7 +322,11 @@ def time_blocks(
     """
     programs = {mode: blocks(size, images, dtype, mode) for mode in modes}
     took: dict[str, list[float]] = {mode: [] for mode in modes}
-    for _ in range(warmup_steps() + repeats):
+    for model, forward in [*programs.values()] * warmup_steps():  # not recorded, so not by turns
+        y = forward()
+        y.backward(torch.ones_like(y))
+        model.zero_grad(set_to_none=True)
+    for _ in range(repeats):
         for mode, (model, forward) in programs.items():
             with hpnb.record.timeline() as recorder, recorder.span():
                 y = forward()
@@ -328,7 +336,7 @@ def time_blocks(
                 recorded = theory.replay(recorded, theory.REPLAY_LINK)
             took[mode].append(recorded.makespan / size.layers)
             model.zero_grad(set_to_none=True)
-    return {mode: statistics.median(times[-repeats:]) for mode, times in took.items()}
+    return {mode: statistics.median(times) for mode, times in took.items()}
 
 
 # --- modes side by side on four ranks ---------------------------------------------------------------

@@ -9,6 +9,7 @@ Run code on several processes
     RankError, RankInterrupt         what a failed or interrupted call raises, with every rank's stack
     %load_ext hpnb                   the cell magic %%ranks; `%%ranks?` explains it
     launch_from_torch                join what torchrun has started; DistCoordinator: rank 0 first, print once
+    get_dist_logger                  log lines of chosen ranks; disable_existing_loggers: the others
     ranks                            choose_device, default_ranks, usable_cores
 
 Train a model in any layout
@@ -71,6 +72,7 @@ if _typing.TYPE_CHECKING:
     from hpnb.hybrid.plugins import HybridParallelPlugin
     from hpnb.hybrid.presets import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
     from hpnb.hybrid.torchrun.coordinator import DistCoordinator
+    from hpnb.hybrid.torchrun.dist_logger import disable_existing_loggers, get_dist_logger
     from hpnb.hybrid.torchrun.launch_from_torch import launch_from_torch
     from hpnb.hybrid.training.events import Hook, Metric
     from hpnb.hybrid.training.hooks import CheckpointHook, LRSchedulerHook, MetricsByEpochHook
@@ -122,7 +124,9 @@ __all__ = [
     "data",
     "data_parallel",
     "device",
+    "disable_existing_loggers",
     "fully_shard",
+    "get_dist_logger",
     "launch",
     "launch_from_torch",
     "lesson",
@@ -151,6 +155,7 @@ _FROM = {
     "HybridParallelPlugin": "hpnb.hybrid.plugins",
     "GeminiPlugin LowLevelZeroPlugin TorchDDPPlugin": "hpnb.hybrid.presets",
     "DistCoordinator": "hpnb.hybrid.torchrun.coordinator",
+    "disable_existing_loggers get_dist_logger": "hpnb.hybrid.torchrun.dist_logger",
     "launch_from_torch": "hpnb.hybrid.torchrun.launch_from_torch",
     "Hook Metric": "hpnb.hybrid.training.events",
     "CheckpointHook LRSchedulerHook MetricsByEpochHook": "hpnb.hybrid.training.hooks",

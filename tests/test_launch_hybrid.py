@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -279,6 +280,39 @@ def test_one_rank_goes_first(tmp_path: Path) -> None:
         assert ranks.run(go, tmp_path, 1, True) == [both, ["failed"], both]  # the others are let go
         with pytest.raises(hpnb.RankError, match="executor_rank=3 is not among 3 ranks; use 0 to 2"):
             ranks.run(go, tmp_path, 3, False)
+
+
+# --- loggers ---------------------------------------------------------------------------------------------
+
+LOGGING = """
+import logging
+import hpnb
+noisy, quiet = logging.getLogger("noisy"), logging.getLogger("hpnb.data")
+for logger in (noisy, quiet):
+    logger.setLevel(logging.INFO)
+hpnb.disable_existing_loggers()
+assert (noisy.level, quiet.level) == (logging.WARNING, logging.INFO)
+logger = hpnb.get_dist_logger()
+logger.info("before there are ranks")
+hpnb.launch_from_torch()
+logger = hpnb.get_dist_logger()  # the same one: a line is not written twice
+logger.info("built in %d s", 3, ranks=[0])
+logger.warning("an empty batch", ranks=[1])
+logger.debug("too much")
+logger.error("on all")
+"""
+
+
+def test_a_logger_says_its_rank_and_keeps_the_others_quiet(tmp_path: Path) -> None:
+    done = run_script(tmp_path, LOGGING, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    assert done.returncode == 0, done.stderr
+    pattern = r"\d\d:\d\d:\d\d (INFO|WARNING|ERROR|DEBUG) (.*)"
+    lines = sorted(m.group(1, 2) for m in re.finditer(pattern, done.stderr))
+    assert lines == [
+        ("ERROR", "rank 0: on all"), ("ERROR", "rank 1: on all"),
+        *[("INFO", "rank 0: before there are ranks")] * 2, ("INFO", "rank 0: built in 3 s"),
+        ("WARNING", "rank 1: an empty batch"),
+    ]  # fmt: skip
 
 
 # --- HybridAdam ------------------------------------------------------------------------------------------

@@ -129,6 +129,15 @@ def test_tables_of_whole_programs_are_those_of_the_results() -> None:
     assert result_files.table() in TEXTS[RESULTS], "run python -m hpnb.bench table --write"
 
 
+def test_the_number_of_architectures_is_that_of_their_table() -> None:
+    models = (ROOT / "hpnb/bench/results/MODELS.md").read_text(encoding="utf-8")
+    match = re.search(r"^(\d+) architectures: (\d+) exact, (\d+) refused", models, re.MULTILINE)
+    assert match is not None
+    every, exact, refused = match.groups()
+    assert f"[{exact} architectures of transformers]" in README
+    assert f"Of {every} such configurations {exact} train exactly and {refused} are refused" in LIBRARY
+
+
 def test_every_notebook_is_in_the_table() -> None:
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         assert f"notebooks/{path.name}" in README

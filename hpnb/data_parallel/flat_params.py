@@ -211,6 +211,13 @@ class FlatParam:
             "a tensor elsewhere (in an attribute?) that the loss uses. Return it from the forward"
         )
 
+    def find_unused(self) -> list[str]:
+        """Names of trained parameters that have no gradient, neither reduced nor to be reduced."""
+        triples = zip(self.names, self.sharded_params, self.unsharded_params, strict=True)
+        return [
+            n for n, p, unsharded in triples if p.requires_grad and p.grad is None and unsharded.grad is None
+        ]
+
     def drop_gradients(self) -> None:
         """Forget gradients that have not been reduced."""
         if self._reducing is not None:

@@ -79,12 +79,13 @@ def fully_shard(
         average: False sums gradients instead, for losses that are divided by the global count already.
         find_unused_parameters: the ranks may use different parameters. Then all units are gathered at the
             start and reduced at the end, and the ranks agree on what none used, whose gradient stays None.
-            Without it a missing gradient counts as zero if its unit has any other.
+            Without it a parameter without a gradient is refused in the backward.
         cpu_offload: shards, gradients and so the optimizer's step are on the CPU.
 
     Raises:
         ValueError: nothing to shard, or already sharded or wrapped; a unit that is not there, or has no
             forward; ranks whose modules differ; a dtype that is no float; prefetch below 0.
+        RuntimeError: in the backward, if parameters got no gradient and find_unused_parameters is off.
 
     >>> def shard():
     ...     model = hpnb.fully_shard(torch.nn.Linear(8, 8, bias=False), hpnb.Mesh(hpnb.Layout(dp=2)).dp)

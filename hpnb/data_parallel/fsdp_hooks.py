@@ -27,6 +27,7 @@ from hpnb.background import Background
 from hpnb.data_parallel.flat_params import FlatParam, FSDPPolicy
 from hpnb.data_parallel.fsdp_prefetch import PrefetchOrder
 from hpnb.data_parallel.fsdp_units import FSDPUnit, assign_parameters, find_units
+from hpnb.data_parallel.reducer import unused_message
 from hpnb.gradients import after_backward, claim, in_backward
 from hpnb.mesh import Axis
 from hpnb.placement import keep_placements, placement_of
@@ -230,12 +231,27 @@ class FSDPState:
         self._synchronize_offload()
 
     def _reduce_all(self) -> None:
-        """Reduce all gradients that are there: those of the same FlatParams on all ranks."""
+        """Reduce all gradients that are there: those of the same FlatParams on all ranks.
+
+        Raises:
+            RuntimeError: parameters without a gradient (unless `find_unused`), by name.
+        """
         used = self._find_used() if self.find_unused else None
+        if used is None:
+            self._refuse_unused()
         for flat in self.flat_params if used is None else used:
             if flat.has_gradients or used is not None:
                 self._reduce_scatter(flat, used)
         self._finish_reductions(used)
+
+    def _refuse_unused(self) -> None:
+        """Raise if a parameter got no gradient, as ZeRO 1 and 2 do. One of an earlier backward counts."""
+        self._finish_reductions()
+        names = [name for flat in self.flat_params for name in flat.find_unused()]
+        if names:
+            for flat in self.flat_params:
+                flat.drop_gradients()
+            raise RuntimeError(unused_message(names, sum(flat.num_trained for flat in self.flat_params)))
 
     def _find_used(self) -> dict[FlatParam, list[bool]]:
         """For each parameter whether any rank has a gradient of it, of FlatParams that are trained."""

@@ -38,7 +38,15 @@ from hybrid_cases import (
 from rank_pools import gpu_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    BloomConfig,
+    BloomForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import hpnb
 from hpnb import HybridParallelPlugin
@@ -49,6 +57,7 @@ from hpnb.hybrid import (
     TorchDDPPlugin,
     boosted_optimizer,
     global_loss,
+    recompute,
 )
 from hpnb.pipeline_parallel import Builder, Pipeline, schedules
 from hpnb.pipeline_parallel.microbatches import split_batch
@@ -722,6 +731,51 @@ def test_what_a_builder_cannot_do_is_refused(pools: dict[int, hpnb.Ranks]) -> No
     assert "use 'full'" in attention
 
 
+def tiny_bert_or_t5(kind: str) -> nn.Module:
+    torch.manual_seed(6)
+    if kind == "bert":
+        config = BertConfig(
+            vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+        )
+        return BertForSequenceClassification(config).double()
+    size = {"vocab_size": 30, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, **size)).double()
+
+
+@pytest.mark.parametrize(("kind", "attentions"), [("bert", 2), ("t5", 6)])
+def test_recomputed_attention_of_bert_and_t5_is_exact(
+    kind: str, attentions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With padding, a position bias, an encoder and a decoder, and dropout."""
+    calls: list[int] = []
+    attention = recompute.sdpa_attention_forward
+    monkeypatch.setattr(
+        recompute, "sdpa_attention_forward", lambda *a, **k: calls.append(1) or attention(*a, **k)
+    )
+    ids, mask = torch.randint(2, 30, (3, 6)), torch.ones(3, 6, dtype=torch.long)
+    mask[0, 4:] = 0
+    labels = torch.tensor([0, 1, 0]) if kind == "bert" else ids
+    gradients, counts = [], []
+    for recomputed in (False, True):
+        model = tiny_bert_or_t5(kind).train()
+        if recomputed:
+            recompute.enable_recomputation(model, "attention")
+        torch.manual_seed(7)
+        loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+        counts.append(len(calls))
+        loss.backward()
+        counts.append(len(calls))
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert counts == [0, 0, attentions, 2 * attentions]
+    assert distance(gradients[1], gradients[0]) < 1e-12
+
+
+def test_an_attention_that_cannot_be_recomputed_is_refused() -> None:
+    config = BloomConfig(vocab_size=30, hidden_size=16, n_layer=1, n_head=2)
+    with pytest.raises(ValueError, match=r"exchange the attention of a BloomForCausalLM.*use 'full'"):
+        recompute.enable_recomputation(BloomForCausalLM(config), "attention")
+
+
 # --- the optimizer -----------------------------------------------------------------------------------------
 
 
@@ -1243,7 +1297,7 @@ def step_half_used(zero_stage: int) -> str:
 
 
 def test_parameters_without_a_gradient_have_their_names(pools: dict[int, hpnb.Ranks]) -> None:
-    for stage in (0, 1, 2):
+    for stage in (0, 1, 2, 3):
         assert (
             "no gradient in this backward: unused.weight, unused.bias"
             in on(pools, 2).run(step_half_used, stage)[0]

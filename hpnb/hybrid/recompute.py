@@ -36,7 +36,8 @@ def enable_recomputation(
         blocks: the modules that "full" recomputes; by default the model's blocks.
 
     Raises:
-        ValueError: "attention" for a model that is not from transformers.
+        ValueError: "attention" for a model that is not from transformers, or whose attention transformers cannot
+            exchange.
     """
     if what == "attention":
         _recompute_attention(model)
@@ -68,7 +69,14 @@ def _recompute_attention(model: nn.Module) -> None:
         )
     AttentionInterface.register(RECOMPUTED, _recomputed)
     AttentionMaskInterface.register(RECOMPUTED, sdpa_mask)
-    model.set_attn_implementation(RECOMPUTED)
+    model.set_attn_implementation(RECOMPUTED)  # which only warns where it can do nothing
+    models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    fixed = [type(m).__name__ for m in models if m.config._attn_implementation != RECOMPUTED]
+    if fixed:
+        raise ValueError(
+            f"activation_checkpointing='attention' cannot exchange the attention of a {fixed[0]}, which does not "
+            "call transformers' attention interface, so nothing would be recomputed; use 'full'"
+        )
 
 
 def _recomputed(

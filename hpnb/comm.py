@@ -147,15 +147,6 @@ def receive(
     return _with_backward(start, None, forward, partial(_send, axis=axis, to=source))
 
 
-def exchange(x: torch.Tensor, axis: Axis, shift: int = 1) -> torch.Tensor:
-    """Send to rank r + `shift` of the axis while receiving from rank r - `shift`, around the ring.
-
-    All ranks call it with tensors of the same shape. Backward shifts the other way.
-    """
-    forward, backward = (partial(_shift, axis=axis, by=by) for by in (shift, -shift))
-    return _with_backward(x, axis, forward, backward)
-
-
 def barrier(axis: Axis) -> None:
     """Wait until every rank of the axis is here."""
     with communication("barrier", axis.name, 0, axis.ranks):
@@ -270,20 +261,6 @@ def _receive(
     received = torch.empty(tuple(shape), dtype=dtype, device=x.device)
     with communication("receive", axis.name, received.nbytes, (axis.ranks[source], axis.ranks[axis.rank])):
         dist.recv(received, src=axis.ranks[source], group=axis.group)
-    return received
-
-
-def _shift(x: torch.Tensor, axis: Axis, by: int) -> torch.Tensor:
-    if by % axis.size == 0:
-        return x.clone()
-    x, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    to, source = axis.ranks[(axis.rank + by) % axis.size], axis.ranks[(axis.rank - by) % axis.size]
-    with communication("send", axis.name, x.nbytes, axis.ranks):
-        # Posted together, so a ring of blocking sends cannot wait for itself.
-        sending = dist.P2POp(dist.isend, x, to, axis.group)
-        receiving = dist.P2POp(dist.irecv, received, source, axis.group)
-        for work in dist.batch_isend_irecv([sending, receiving]):
-            work.wait()
     return received
 
 

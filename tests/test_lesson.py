@@ -584,7 +584,7 @@ def test_a_sum_in_place_of_a_mean_is_asked_about(factor: float, asks: bool) -> N
 
 def _steps_in_turn() -> tuple[dict[str, float], step_timing.ReplicaStep]:
     axis, slow = device_timing.all_ranks("dp"), hpnb.rank() == 1
-    steps = {"slow": lambda: time.sleep(0.05 * slow), "fast": lambda: step_timing.NOTHING_SENT}
+    steps = {"slow": lambda: time.sleep(0.05 * slow), "fast": lambda: None}
     rounds = step_timing.rounds_in_turn(steps, repeats=2)
     seconds = {name: min(times) for name, times in rounds.items()}
     weights = [torch.nn.Parameter(torch.tensor([1.0 + slow, 0.0]))]

@@ -264,18 +264,14 @@ def run_out(*, alone: bool) -> str:
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_page_reads_out_of_memory_and_goes_on(
-    alone: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HPNB_TEST_FULL_GPU", "1")
+def test_a_rank_that_runs_out_of_memory_says_who_holds_it(alone: bool) -> None:
     with hpnb.Ranks(2, device="cpu") as pool:
         pool.run(pretend_to_have_a_gpu)
-        assert lesson.run_if_it_fits(pool, run_out, alone=alone) is None
+        with pytest.raises(hpnb.RankError, match=r"1\.61 GB more do not fit") as caught:
+            pool.run(run_out, alone=alone)
         assert pool.alive is not alone
-    said = capsys.readouterr().out
-    assert "1.61 GB more do not fit" in said
-    assert "File " not in said
-    assert "Traceback" not in said
+    assert "File " not in str(caught.value)
+    assert "Traceback" not in str(caught.value)
 
 
 def pretend_to_have_a_gpu() -> None:
@@ -285,16 +281,6 @@ def pretend_to_have_a_gpu() -> None:
     torch.cuda.current_device = lambda: 0
     torch.cuda.memory_allocated = memory
     torch.cuda.get_device_properties = lambda _: type("P", (), {"total_memory": 2 * 10**9})
-
-
-def test_other_failures_stay_errors() -> None:
-    def wrong() -> None:
-        raise ValueError("no memory involved")
-
-    with hpnb.Ranks(2, device="cpu") as pool:
-        with pytest.raises(hpnb.RankError, match="no memory involved"):
-            lesson.run_if_it_fits(pool, wrong)
-        assert lesson.run_if_it_fits(pool, hpnb.rank) == [0, 1]
 
 
 def over_budget() -> hpnb.record.OutOfBudget | None:
@@ -307,9 +293,9 @@ def over_budget() -> hpnb.record.OutOfBudget | None:
     return None
 
 
-def test_an_exceeded_budget_is_the_same_reading(capsys: pytest.CaptureFixture[str]) -> None:
-    with hpnb.Ranks(2, device="cpu") as pool:
-        assert lesson.run_if_it_fits(pool, over_budget) is None
+def test_an_exceeded_budget_is_a_reading(capsys: pytest.CaptureFixture[str]) -> None:
+    for stopped in hpnb.launch(over_budget, ranks=2, device="cpu"):
+        lesson.survivors_table(stopped)
     said = capsys.readouterr().out
     assert "64x64" in said
     assert "parameters" in said

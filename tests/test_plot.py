@@ -219,7 +219,6 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "costs": lambda: costs(SIZES, TIMES, (SIZES, TIMES), 240e3, {"tree": (SIZES, TIMES)}),
     "waits": lambda: waits(straggling()),
     "tensors": lambda: tensors([[1, 2, 3], [], [4]], [[10], [1234.5], [7]], title="gather"),
-    "notation": plot.notation,
     "step ratios": lambda: step_ratios(
         {200: 3.0, 800: 1.8, 6400: 1.1}, {200: 2.8, 800: 1.6, 6400: 1.05}, 700.0, 6400.0, title="T"
     ),
@@ -1085,14 +1084,6 @@ def test_standings_that_cannot_be_drawn_say_why(groups: tuple[StandingGroup, ...
         plot.standings([StandingPanel("a", groups)])
 
 
-def test_the_page_of_notation_has_everything() -> None:
-    told = set(words(plot.notation()))
-    for style in (*STYLE.values(), *AXIS.values(), *CATEGORY.values()):
-        assert style.label in told
-        assert style.meaning in told
-    assert {"F", "I", "W", "B", "predicted", "measured"} <= told
-
-
 # --- show --------------------------------------------------------------------------------------
 
 
@@ -1110,7 +1101,7 @@ def shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 @pytest.mark.parametrize("alt", ["", "  \n"])
 def test_a_figure_without_alt_text_is_refused(alt: str) -> None:
     with pytest.raises(ValueError, match="needs alt text"):
-        plot.show(plot.notation(), alt)
+        plot.show(plot.timeline(one_f_one_b(2, 2)), alt)
 
 
 def test_outside_a_notebook_show_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
@@ -1146,6 +1137,9 @@ def test_a_picture_is_small_sharp_and_keeps_the_grammar_s_colours() -> None:
     assert fig.dpi == 100  # left as it was
     assert Image.open(io.BytesIO(data)).info == {}
     assert Image.open(io.BytesIO(plot.png(fig, text={"Source": "a run"}))).info == {"Source": "a run"}
-    page = np.array([to_rgb(color) for color in pixels(plot.png(plot.notation()))])
-    for style in (*STYLE.values(), *AXIS.values(), *CATEGORY.values()):  # even on the page that has them all
+    every = (*STYLE.values(), *AXIS.values(), *CATEGORY.values())
+    panel = BarPanel({str(i): [Bar({str(i): 1.0})] for i in range(len(every))})
+    all_bars = bars([panel], {str(i): style for i, style in enumerate(every)}, title="all", keys=[])
+    page = np.array([to_rgb(color) for color in pixels(plot.png(all_bars))])
+    for style in every:  # even on a page that has them all
         assert np.linalg.norm(page - to_rgb(style.color), axis=1).min() < 0.1, style

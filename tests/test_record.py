@@ -141,7 +141,6 @@ def count_comm(ranks: int) -> dict[str, tuple[dict[str, float], list[tuple[str, 
         "all_to_all": lambda: comm.all_to_all(x, axis, 0, 1),
         "broadcast": lambda: comm.broadcast(x, axis),
         "reduce": lambda: comm.reduce(x, axis),
-        "exchange": lambda: comm.exchange(x, axis),
     }
     found = {}
     for name, op in ops.items():
@@ -166,7 +165,6 @@ def test_comm_moves_what_its_table_says(pool: Pool, ranks: int) -> None:
         "all_to_all": 2 * share,
         "broadcast": 2 * share,
         "reduce": 2 * share,
-        "exchange": 2 * n,
     }
     for found in pool(ranks).run(count_comm, ranks):
         for name, (counted, noted) in found.items():

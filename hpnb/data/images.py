@@ -30,7 +30,6 @@ import torch
 from hpnb.data.dataset import Item
 from hpnb.data.distributed_sampler import Batch, BatchSamples
 
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 VIT = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))  # what google/vit-* were trained with
 
 

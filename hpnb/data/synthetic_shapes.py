@@ -16,7 +16,6 @@ from PIL import Image, ImageDraw
 from hpnb.data.synthetic_texture import Colour, Pixels, Point, canvas, finish, noise
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-SHAPES = ("cross", "ring", "chevron", "triangle", "star", "bone", "disc", "horseshoe", "half disc", "square")
 
 
 def _circle(x: float = 0.0, y: float = 0.0, r: float = 1.0, start: int = 0, stop: int = 36) -> list[Point]:

@@ -23,7 +23,6 @@ from hpnb.lesson.explorers.explorer import Challenge, Explorer
 from hpnb.lesson.explorers.knobs import Choice, Slider
 from hpnb.lesson.home import digest, home
 from hpnb.lesson.machine_card import MachineCard, machine_card
-from hpnb.lesson.memory_reading import run_if_it_fits, survivors_table
 from hpnb.lesson.page_sizes import PageSizes, choose_sizes
 from hpnb.lesson.predictions import outcome
 from hpnb.lesson.predictions.comparison import comparison
@@ -31,7 +30,7 @@ from hpnb.lesson.predictions.outcome import Outcome
 from hpnb.lesson.predictions.predict import outcomes, predict, reveal
 from hpnb.lesson.rank_share import RankShare, measure_share
 from hpnb.lesson.show import Parity, show
-from hpnb.lesson.tables import number, table
+from hpnb.lesson.tables import number, survivors_table, table
 from hpnb.lesson.values import claim, record
 from hpnb.theory.replay import replay
 
@@ -70,7 +69,6 @@ __all__ = [
     "record",
     "replay",
     "reveal",
-    "run_if_it_fits",
     "show",
     "survivors_table",
     "table",

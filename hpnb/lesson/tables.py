@@ -14,6 +14,8 @@ from html import escape
 from numbers import Integral
 from typing import Any, SupportsFloat, cast
 
+from hpnb.record import OutOfBudget
+
 Cell = str | SupportsFloat | None
 
 _LARGE = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
@@ -72,6 +74,18 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], title: str = "
             raise ValueError(f"a row has {len(row)} cells for {len(columns)} columns: {row}")
     right = [_is_numeric([row[k] for row in cells]) for k in range(len(columns))]
     present(_html(columns, cells, right, title, note), _text(columns, cells, right, title, note))
+
+
+def survivors_table(stopped: OutOfBudget, side: int | None = None) -> None:
+    """Display what was alive when a budget was exceeded, the largest first.
+
+    Args:
+        side: only tensors that have a dimension of this size.
+    """
+    chosen = [one for one in stopped.survivors if side is None or side in one.shape]
+    rows = [(str(one), one.category, number(one.nbytes, "B")) for one in chosen[:8]]
+    columns = ("largest tensors alive", "category", "bytes")
+    table(columns, rows, f"out of budget {stopped.operator}", f"{stopped}.")
 
 
 def present(html: str, text: str, payload: Mapping[str, Any] | None = None) -> None:

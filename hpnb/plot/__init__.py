@@ -12,7 +12,6 @@ from hpnb.plot.compare import compare
 from hpnb.plot.grammar import AXIS, CATEGORY, STYLE, OpStyle
 from hpnb.plot.memory import memory
 from hpnb.plot.mesh import mesh
-from hpnb.plot.notation import notation
 from hpnb.plot.show import png, show
 from hpnb.plot.standings import standings
 from hpnb.plot.timeline import timeline
@@ -29,7 +28,6 @@ __all__ = [
     "memory",
     "mesh",
     "new_figure",
-    "notation",
     "png",
     "show",
     "standings",

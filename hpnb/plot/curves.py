@@ -59,7 +59,7 @@ class Series:
         if self.kind in ("dots", "hollow"):
             kind = "dot" if self.kind == "dots" else "hollow"
         marker = "" if self.kind == "line" else self.look.marker
-        return Key(OpStyle(self.look.color, "", self.name, "", self.look.line), kind, marker=marker)
+        return Key(OpStyle(self.look.color, "", self.name, self.look.line), kind, marker=marker)
 
 
 @dataclass(frozen=True)

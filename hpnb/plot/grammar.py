@@ -19,20 +19,18 @@ Line = Literal["-", "--", "-.", ":"]
 
 @dataclass(frozen=True, slots=True)
 class OpStyle:
-    """How one kind of thing looks, and what it means.
+    """How one kind of thing looks.
 
     Attributes:
         color: of the face, "#RRGGBB".
         hatch: matplotlib's hatch pattern, "" for none.
         label: the words of the legend.
-        meaning: one line for the page of notation.
         line: line style, where the thing is drawn as a line.
     """
 
     color: str
     hatch: str
     label: str
-    meaning: str = ""
     line: Line = "-"
 
     @property
@@ -63,42 +61,42 @@ def ink_on(color: str) -> str:
 
 
 STYLE: dict[str, OpStyle] = {
-    "F": OpStyle("#56B4E9", "", "forward", "activations of one microbatch through one stage"),
-    "I": OpStyle("#E69F00", "//", "input gradient", "what the stage before is waiting for"),
-    "W": OpStyle("#009E73", "..", "weight gradient", "nobody waits for it: it can fill a bubble"),
-    "B": OpStyle("#D55E00", "\\\\", "backward", "input and weight gradient in one, unsplit"),
-    "compute": OpStyle("#5B6776", "", "compute", "work outside a schedule"),
-    "idle": OpStyle("#F3F5F7", "///", "idle", "a rank computes nothing, within the makespan"),
-    "host_wait": OpStyle("#882255", "--", "host wait", "rank and input are ready, and no kernel is launched"),
-    "communication": OpStyle("#CC79A7", "", "communication", "any other exchange between ranks"),
-    "all_reduce": OpStyle("#CC79A7", "", "all-reduce", "everybody ends with the sum"),
-    "reduce_scatter": OpStyle("#B05A8A", "\\\\", "reduce-scatter", "everybody ends with a slice of the sum"),
-    "all_gather": OpStyle("#E9B4D1", "//", "all-gather", "everybody ends with all slices"),
-    "all_to_all": OpStyle("#8F3B6B", "xx", "all-to-all", "everybody sends everybody a slice"),
-    "broadcast": OpStyle("#DDA0C4", "--", "broadcast", "everybody ends with one rank's tensor"),
-    "reduce": OpStyle("#C06A9A", "++", "reduce", "one rank ends with the sum"),
-    "gather": OpStyle("#E3A9CB", "||", "gather", "one rank ends with all slices"),
-    "scatter": OpStyle("#D794BB", "oo", "scatter", "one rank deals out its slices"),
-    "barrier": OpStyle("#8A8F98", "xx", "barrier", "nobody goes on before the last has come"),
-    "send": OpStyle("#F0E442", "", "send", "to one rank, a pipeline's neighbour"),
-    "recv": OpStyle("#F7EE8E", "//", "receive", "from one rank, a pipeline's neighbour"),
-    "wait": OpStyle("#F7E3EE", "xx", "wait", "inside a collective, before the last rank has come"),
-    "move": OpStyle("#CC79A7", "", "move", "inside a collective, after the last rank has come"),
+    "F": OpStyle("#56B4E9", "", "forward"),  # activations of one microbatch through one stage
+    "I": OpStyle("#E69F00", "//", "input gradient"),  # what the stage before is waiting for
+    "W": OpStyle("#009E73", "..", "weight gradient"),  # nobody waits for it: it can fill a bubble
+    "B": OpStyle("#D55E00", "\\\\", "backward"),  # input and weight gradient in one, unsplit
+    "compute": OpStyle("#5B6776", "", "compute"),  # work outside a schedule
+    "idle": OpStyle("#F3F5F7", "///", "idle"),  # a rank computes nothing, within the makespan
+    "host_wait": OpStyle("#882255", "--", "host wait"),  # rank and input are ready, and no kernel is launched
+    "communication": OpStyle("#CC79A7", "", "communication"),  # any other exchange between ranks
+    "all_reduce": OpStyle("#CC79A7", "", "all-reduce"),  # everybody ends with the sum
+    "reduce_scatter": OpStyle("#B05A8A", "\\\\", "reduce-scatter"),  # everybody ends with a slice of the sum
+    "all_gather": OpStyle("#E9B4D1", "//", "all-gather"),  # everybody ends with all slices
+    "all_to_all": OpStyle("#8F3B6B", "xx", "all-to-all"),  # everybody sends everybody a slice
+    "broadcast": OpStyle("#DDA0C4", "--", "broadcast"),  # everybody ends with one rank's tensor
+    "reduce": OpStyle("#C06A9A", "++", "reduce"),  # one rank ends with the sum
+    "gather": OpStyle("#E3A9CB", "||", "gather"),  # one rank ends with all slices
+    "scatter": OpStyle("#D794BB", "oo", "scatter"),  # one rank deals out its slices
+    "barrier": OpStyle("#8A8F98", "xx", "barrier"),  # nobody goes on before the last has come
+    "send": OpStyle("#F0E442", "", "send"),  # to one rank, a pipeline's neighbour
+    "recv": OpStyle("#F7EE8E", "//", "receive"),  # from one rank, a pipeline's neighbour
+    "wait": OpStyle("#F7E3EE", "xx", "wait"),  # inside a collective, before the last rank has come
+    "move": OpStyle("#CC79A7", "", "move"),  # inside a collective, after the last rank has come
 }
 
 AXIS: dict[str, OpStyle] = {
-    "dp": OpStyle("#004488", "", "dp", "data parallel: other samples, same weights", "-"),
-    "pp": OpStyle("#997700", "", "pp", "pipeline parallel: other layers", "--"),
-    "tp": OpStyle("#994455", "", "tp", "tensor parallel: a slice of every layer", ":"),
-    "cp": OpStyle("#117733", "", "cp", "context parallel: other tokens of the same sequences", "-."),
+    "dp": OpStyle("#004488", "", "dp"),  # data parallel: other samples, same weights
+    "pp": OpStyle("#997700", "", "pp", "--"),  # pipeline parallel: other layers
+    "tp": OpStyle("#994455", "", "tp", ":"),  # tensor parallel: a slice of every layer
+    "cp": OpStyle("#117733", "", "cp", "-."),  # context parallel: other tokens of the same sequences
 }
 
 CATEGORY: dict[str, OpStyle] = {
-    "parameters": OpStyle("#4477AA", "", "parameters", "weights and buffers of the model"),
-    "gradients": OpStyle("#EE6677", "//", "gradients", "what backward leaves in .grad"),
-    "optimizer": OpStyle("#228833", "\\\\", "optimizer", "momenta, variances, fp32 masters"),
-    "activations": OpStyle("#CCBB44", "..", "activations", "kept from forward for backward"),
-    "temporary": OpStyle("#BBBBBB", "xx", "temporary", "everything else, such as a kernel's workspace"),
+    "parameters": OpStyle("#4477AA", "", "parameters"),  # weights and buffers of the model
+    "gradients": OpStyle("#EE6677", "//", "gradients"),  # what backward leaves in .grad
+    "optimizer": OpStyle("#228833", "\\\\", "optimizer"),  # momenta, variances, fp32 masters
+    "activations": OpStyle("#CCBB44", "..", "activations"),  # kept from forward for backward
+    "temporary": OpStyle("#BBBBBB", "xx", "temporary"),  # everything else, such as a kernel's workspace
 }
 assert tuple(CATEGORY) == CATEGORIES
 
@@ -117,7 +115,7 @@ def style_of(op: str) -> OpStyle:
     if op in STYLE:
         return STYLE[op]
     plain = STYLE["communication"]
-    return OpStyle(plain.color, plain.hatch, op.replace("_", "-"), plain.meaning)
+    return OpStyle(plain.color, plain.hatch, op.replace("_", "-"))
 
 
 def styles_of(events: Iterable[Event]) -> dict[str, OpStyle]:
@@ -132,9 +130,7 @@ def styles_of(events: Iterable[Event]) -> dict[str, OpStyle]:
     named = sorted(op for op in computes if op not in STYLE and computes[op])
     plain = STYLE["compute"]
     greys = {
-        op: OpStyle(
-            mix(plain.color, CARD, 0.18 * (k % 5)), ("//", "..", "\\", "xx", "++")[k % 5], op, plain.meaning
-        )
+        op: OpStyle(mix(plain.color, CARD, 0.18 * (k % 5)), ("//", "..", "\\", "xx", "++")[k % 5], op)
         for k, op in enumerate(named)
     }
     others = sorted(computes.keys() - STYLE.keys() - greys.keys())
@@ -146,4 +142,4 @@ def axis_style(axis: str) -> OpStyle:
     if axis in AXIS:
         return AXIS[axis]
     parent = AXIS.get(axis.split(".")[0])
-    return OpStyle(parent.color if parent else SOFT, "", axis, "", parent.line if parent else "-")
+    return OpStyle(parent.color if parent else SOFT, "", axis, parent.line if parent else "-")

@@ -23,7 +23,7 @@ from hpnb.plot.units import byte_count, bytes_unit, time_unit
 from hpnb.record import MemoryProfile, MemoryRecorder
 
 MOST_POINTS = 2000  # more than there are pixels
-CAPACITY = OpStyle(ALARM, "", "capacity", "", "--")
+CAPACITY = OpStyle(ALARM, "", "capacity", "--")
 DEVICES = {"cpu": "measured, exact tensor bytes (CPU)", "cuda": "measured, allocator's bytes (CUDA)"}
 
 

@@ -21,7 +21,7 @@ from hpnb.plot.units import number
 
 OURS = OpStyle(SERIES[0][0], "", "ours")
 OTHERS = OpStyle(mix(SOFT, CARD, 0.62), "", "others")
-CEILING = OpStyle(INK, "", "ceiling", "", ":")
+CEILING = OpStyle(INK, "", "ceiling", ":")
 
 _ROW, _TALL, _BETWEEN = 0.185, 0.158, 0.12  # inches: from bar to bar, a bar, and from group to group
 _VALUES, _WORDS = 0.5, 0.62  # inches right of the axes: where numbers end, and where words begin

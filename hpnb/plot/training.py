@@ -14,7 +14,7 @@ from hpnb.plot.canvas import SMALL, Key
 from hpnb.plot.curves import CurvePanel, Look, Series, curves, looks, rule, set_ticks
 from hpnb.plot.grammar import INK, SERIES, OpStyle
 
-MARK = OpStyle(INK, "", "mark", "", ":")  # no series has its colour
+MARK = OpStyle(INK, "", "mark", ":")  # no series has its colour
 ONE = OpStyle("#C3CAD3", "", "one process")
 
 
@@ -56,7 +56,7 @@ def drift(
         x, floored = range(1, len(loss) + 1), [max(d, foot) for d in distances[run]]
         above.append(Series(run, x, loss, look[run], label=f"loss {run}"))
         below.append(Series(run, x, floored, look[run], label=f"distance {run}"))
-    keys = [Key(OpStyle(MARK.color, "", mark or "mark", "", MARK.line), "line")] if len(marks) else []
+    keys = [Key(OpStyle(MARK.color, "", mark or "mark", MARK.line), "line")] if len(marks) else []
     heading = title if title is not None else f"the loss, and how far apart {between} are"
     words = f"distance between {between}, relative norm"
     fig = curves([CurvePanel(above, height=1.35, title="loss"),

@@ -79,10 +79,6 @@ class Block:
         return (4 + 2 * r) * h**2 + (5 + r) * h + 4 * h
 
     @property
-    def weight_bytes(self) -> int:
-        return self.parameters * self.bytes_per_value
-
-    @property
     def matmuls(self) -> tuple[Matmul, ...]:
         """The forward's matmuls in order. Scores are written and read back, as without a fused kernel."""
         b, s, h, a, r = self.batch, self.sequence, self.hidden, self.heads, self.mlp_ratio

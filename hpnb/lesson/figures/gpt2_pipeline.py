@@ -25,7 +25,7 @@ KINDS: dict[str, OpStyle] = {
     "head": OpStyle(mix(_STONE, "#000000", 0.25), "//", "head"),
     "loss": OpStyle(mix(_STONE, "#FFFFFF", 0.8), "xx", "loss"),
 }
-CUT = OpStyle(AXIS["pp"].color, "", "cut", "", AXIS["pp"].line)
+CUT = OpStyle(AXIS["pp"].color, "", "cut", AXIS["pp"].line)
 _TALL, _WIDE = 0.95, 0.84  # inches of a skyline, and how much of its place a bar fills
 _LEFT, _RIGHT = 0.75, 0.2
 

@@ -64,7 +64,7 @@ def stacked(
     panel = BarPanel(stacks, unit, reach=min(max(ends), reach or max(ends)), row_inches=0.36)
     keys = [Key(OpStyle(INK, "", tick), "line")] if ticks else []
     if limit is not None:
-        keys.append(Key(OpStyle(ALARM, "", "the limit", "", "--"), "line"))
+        keys.append(Key(OpStyle(ALARM, "", "the limit", "--"), "line"))
     left = 0.3 + max(text_inches(line, TEXT, "bold") for row in rows for line in row.split("\n"))
     fig = bars([panel], look, title=title or "", more_keys=keys, left=left, text=text)
     (ax,) = fig.axes

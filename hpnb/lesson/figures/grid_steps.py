@@ -65,7 +65,7 @@ def grid_steps(
     keys = []
     for (axis, op), direction in directions.items():
         first = next(m for sent_by_rank in messages for m in sent_by_rank if (m.axis, m.op) == (axis, op))
-        look = OpStyle(COLORS[direction], "", "", "", LINES.get(op, "-"))
+        look = OpStyle(COLORS[direction], "", "", LINES.get(op, "-"))
         keys.append(Key(look, "line", f"{names(first) if names else axis}: {style_of(op).label}"))
     grids = min(MOST, len(steps))
     wide = (WIDTH - 0.5 - BETWEEN * (grids - 1)) / grids

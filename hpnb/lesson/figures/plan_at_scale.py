@@ -135,7 +135,7 @@ def layout_map(
         Key(OpStyle(_FAST, "", "the fastest"), "flat"),
         Key(OpStyle(_SLOW, "", f"{_WORST:g} times as long, or more"), "flat"),
         Key(OpStyle(SOFT, "////", "out of memory"), "hatch"),
-        Key(OpStyle(ALARM, "", f"a node of {node} ends", "", "--"), "line"),
+        Key(OpStyle(ALARM, "", f"a node of {node} ends", "--"), "line"),
     ]
     fig, (ax,) = new_figure([_ROW * max(4, len(stages))], title=title, legend=keys,
                            head=0.3 if setting else 0.16, left=0.8)  # fmt: skip

@@ -54,11 +54,6 @@ class Outcome:
         return self._over(self.predicted)
 
     @property
-    def guess_ratio(self) -> float | None:
-        """measured / guess; of a ranking, cost of the reader's first choice / least cost."""
-        return self._over(self.guess)
-
-    @property
     def regret(self) -> float | None:
         """0 for a guess come true, 0.3 for one that is 30 % off, too high or too low."""
         return self.regret_of(self.guess)

@@ -212,16 +212,6 @@ def _wait_for_device(device: torch.device) -> None:
 # --- steps that a page compares ----------------------------------------------------------------------
 
 
-class NothingSent:
-    """The `dist.Work` of a message that is not sent."""
-
-    def wait(self) -> bool:
-        return True
-
-
-NOTHING_SENT = NothingSent()
-
-
 def forward_and_backward(module: torch.nn.Module, loss: Callable[[torch.nn.Module], torch.Tensor]) -> None:
     """One step without an optimizer; gradients of the last step are dropped."""
     module.zero_grad()

@@ -105,8 +105,9 @@ def markdown(run: BenchmarkRun) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     lines += ["", f"Measured {stamp(run)}, with {versions}."]
     if run.losses:
+        distances = "; ".join(_losses(run))
         lines += ["", f"How far the losses of {run.losses['steps']} steps are from one GPU's, where 1 is as "
-                  f"far as one GPU's own with samples in another order: {'; '.join(_losses(run))}."]  # fmt: skip
+                  f"far as one GPU's own with samples in another order: {distances}."]  # fmt: skip
     return "\n".join(lines)
 
 

@@ -10,15 +10,24 @@ import torch
 import torch.nn.functional as F
 from plan_models import use_float64
 from rank_pools import RankPools
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    BloomConfig,
+    BloomForCausalLM,
     Gemma2Config,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen3Config,
+    T5Config,
+    T5ForConditionalGeneration,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -375,8 +384,16 @@ def refusals() -> list[str]:
     plugin = hpnb.HybridParallelPlugin(cp_size=2, precision="fp32")
     dropout = AutoModelForCausalLM.from_config(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9))
     vit = ViTForImageClassification(ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
+    sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    bert = BertForSequenceClassification(BertConfig(intermediate_size=8, **sizes))
+    t5 = T5ForConditionalGeneration(
+        T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    )
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=9, hidden_size=8, n_layer=1, n_head=2))
+    no_drop = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+    opt = OPTForCausalLM(OPTConfig(ffn_dim=8, word_embed_proj_dim=8, **no_drop, **sizes))
     messages = []
-    for model in (dropout, vit):
+    for model in (dropout, vit, bert, t5, bloom, opt, nn.Linear(2, 2)):
         try:
             hpnb.Booster(plugin=plugin).boost(model)
         except (ValueError, TypeError) as error:
@@ -385,9 +402,18 @@ def refusals() -> list[str]:
 
 
 def test_models_that_cannot_be_split_are_refused_in_a_sentence(pools: RankPools) -> None:
-    dropout, vit = pools[2].run(refusals)[0]
+    dropout, vit, bert, t5, bloom, opt, linear = pools[2].run(refusals)[0]
     assert "set config.attn_pdrop=0.0" in dropout
-    assert "a ViTForImageClassification is none" in vit
+    assert "a ViTForImageClassification is none; use cp_size=1, or pp_size and tp_size" in vit
+    for name, said in (
+        ("BertForSequenceClassification", bert),
+        ("T5ForConditionalGeneration", t5),
+        ("Linear", linear),
+    ):
+        assert said.endswith(f"a {name} is none; use cp_size=1"), "registering would not help"
+    assert "does not call transformers' attention interface" in bloom
+    assert "register" not in bloom
+    assert "hpnb.models.register, as parts that have causal=True" in opt
 
 
 # --- the mesh --------------------------------------------------------------------------------------------

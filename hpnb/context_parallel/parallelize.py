@@ -31,7 +31,7 @@ from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.mesh import Axis, Mesh, axis_of
 from hpnb.models.compare_parts import skip_first_step_check
 from hpnb.models.model_anatomy import Anatomy, Inputs, WrappedAnatomy, wrap_anatomy
-from hpnb.models.registry import anatomy
+from hpnb.models.registry import anatomy, is_known
 
 MODES = ("ring", "ulysses")
 _numbers = itertools.count()
@@ -46,7 +46,7 @@ def parallelize(model: nn.Module, axis: Axis | Mesh, mode: str = "ring") -> Cont
         mode: "ring" (keys and values travel; zigzag shards) or "ulysses" (all-to-all over heads).
 
     Raises:
-        TypeError: a model of another kind.
+        TypeError: a model of another kind, or one whose attention transformers cannot exchange.
         ValueError: an unknown mode, or dropout in the attention.
     """
     axis = axis_of(axis, "cp")
@@ -55,15 +55,12 @@ def parallelize(model: nn.Module, axis: Axis | Mesh, mode: str = "ring") -> Cont
     context = ContextParallel(axis, mode)
     if axis.size == 1:
         return context
-    if not isinstance(model, PreTrainedModel) or not anatomy(model).causal:
-        raise TypeError(
-            f"context parallelism splits the tokens of causal language models of transformers, and a "
-            f"{type(model).__name__} is none; use cp_size=1, or pp_size and tp_size"
-        )
+    _check_causal(model)
     _check_dropout(model)
-    skip_first_step_check(model)
     name = f"hpnb_{mode}_{next(_numbers)}"
     AttentionInterface.register(name, context.attend)
+    _exchange_attention(model, name)
+    skip_first_step_check(model)
     for module in model.modules():  # tensor parallelism gives an attention a config of its own
         if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
             config._attn_implementation = name  # no mask is registered under it, so none is made
@@ -184,6 +181,36 @@ class _ShiftedAnatomy(WrappedAnatomy):
 def _without_shift(inner: Anatomy) -> Anatomy:
     parts = (inner.embedding, inner.blocks, inner.head, inner.tied)
     return _ShiftedAnatomy(*parts, causal=False, inner=inner)
+
+
+def _check_causal(model: nn.Module) -> None:
+    """Raise TypeError for what is no causal language model of transformers, registered or not."""
+    if isinstance(model, PreTrainedModel) and is_known(model):
+        causal, instead = anatomy(model).causal, "cp_size=1, or pp_size and tp_size"
+    else:
+        causal, instead = isinstance(model, PreTrainedModel) and model.can_generate(), "cp_size=1"
+        causal = causal and not model.config.is_encoder_decoder
+    if not causal:
+        raise TypeError(
+            f"context parallelism splits the tokens of causal language models of transformers, and a "
+            f"{type(model).__name__} is none; use {instead}"
+        )
+
+
+def _exchange_attention(model: PreTrainedModel, name: str) -> None:
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)  # which only warns where it can do nothing
+    if model.config._attn_implementation != name:
+        raise TypeError(
+            f"a {type(model).__name__} does not call transformers' attention interface, so context "
+            "parallelism cannot exchange its attention; use cp_size=1"
+        )
+    if not is_known(model):
+        model.set_attn_implementation(before)
+        raise TypeError(
+            f"context parallelism has to know the parts of a {type(model).__name__}: register them with "
+            "hpnb.models.register, as parts that have causal=True, or use cp_size=1"
+        )
 
 
 def _check_dropout(model: PreTrainedModel) -> None:

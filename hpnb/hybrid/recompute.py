@@ -36,8 +36,8 @@ def enable_recomputation(
         blocks: the modules that "full" recomputes; by default the model's blocks.
 
     Raises:
-        ValueError: "attention" for a model that is not from transformers, or whose attention transformers cannot
-            exchange.
+        ValueError: "attention" for a model that is not from transformers, or whose attention transformers
+            cannot exchange.
     """
     if what == "attention":
         _recompute_attention(model)
@@ -74,8 +74,8 @@ def _recompute_attention(model: nn.Module) -> None:
     fixed = [type(m).__name__ for m in models if m.config._attn_implementation != RECOMPUTED]
     if fixed:
         raise ValueError(
-            f"activation_checkpointing='attention' cannot exchange the attention of a {fixed[0]}, which does not "
-            "call transformers' attention interface, so nothing would be recomputed; use 'full'"
+            f"activation_checkpointing='attention' cannot exchange the attention of a {fixed[0]}, which does "
+            "not call transformers' attention interface, so nothing would be recomputed; use 'full'"
         )
 
 

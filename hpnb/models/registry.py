@@ -90,6 +90,11 @@ def register(
     REGISTERED[kind] = registration if attentions is None else registration._replace(attentions=attentions)
 
 
+def is_known(model: nn.Module) -> bool:
+    """Whether hpnb, `register` or a plan of transformers describes the class of this model."""
+    return any(kind in REGISTERED for kind in type(model).__mro__) or plan_parts.has_plan(model)
+
+
 def is_registered_by_user(model: nn.Module) -> bool:
     """Whether `register` or a plan of transformers described the class of this model, and not hpnb."""
     nearest = next((kind for kind in type(model).__mro__ if kind in REGISTERED), None)

@@ -346,7 +346,7 @@ def test_launch_floor() -> None:
 
 def test_exposed_by_link() -> None:
     lines = {"ZeRO-2": [4.0, 2.0], "ZeRO-3": [6.0, 1.0]}
-    fig = figures.exposed_by_link([1e9, 1e10], lines, ["InfiniBand NDR"])
+    fig = figures.exposed_by_link([1e9, 1e10], lines)
     at = {line.get_label(): line.get_xdata()[0] for line in fig.axes[0].lines}
     assert (at["crossing"], at["InfiniBand NDR"]) == (10.0, 50.0)
 

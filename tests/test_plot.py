@@ -31,7 +31,7 @@ from hpnb.lesson.figures.grid_steps import grid_steps
 from hpnb.lesson.figures.ranks_and_collectives import costs, find_straggler, tensors, time_by_part, waits
 from hpnb.lesson.figures.vit_data_parallel import DURING, states, step_ratios
 from hpnb.lesson.figures.vit_pipeline import u_curve
-from hpnb.lesson.figures.vit_tensor import FOOT, LOOKS, cheapest_mode, find_cliff, gradient_cliff
+from hpnb.lesson.figures.vit_tensor import FOOT, cheapest_mode, find_cliff, gradient_cliff
 from hpnb.mesh import Layout
 from hpnb.plot.bars import Bar, BarPanel, bars
 from hpnb.plot.canvas import boxes, new_figure
@@ -132,7 +132,6 @@ MAP = (
     [256.0, 1024.0, 4096.0],
     [["1d" if k < 7 else "3d" for k in range(4, 13)]] * 2 + [["2d"] * 9],
 )
-WON = [(32.0, 256.0, "1d"), (1000.0, 300.0, "3d"), (2000.0, 1024.0, "1d"), (100.0, 3000.0, "2d")]
 
 
 def summa(q: int) -> list[list[Message]]:
@@ -220,11 +219,11 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "waits": lambda: waits(straggling()),
     "tensors": lambda: tensors([[1, 2, 3], [], [4]], [[10], [1234.5], [7]], title="gather"),
     "step ratios": lambda: step_ratios(
-        {200: 3.0, 800: 1.8, 6400: 1.1}, {200: 2.8, 800: 1.6, 6400: 1.05}, 700.0, 6400.0, title="T"
+        {200: 3.0, 800: 1.8, 6400: 1.1}, {200: 2.8, 800: 1.6, 6400: 1.05}, 700.0, 6400.0
     ),
-    "gradient cliff": lambda: gradient_cliff(errors(3, "vit.layers.1.mlp.fc1"), caption="2 ranks."),
+    "gradient cliff": lambda: gradient_cliff(errors(3, "vit.layers.1.mlp.fc1")),
     "long gradient cliff": lambda: gradient_cliff(errors(9, "vit.layers.7.attention.o_proj")),
-    "cheapest mode": lambda: cheapest_mode(*MAP, WON, title="T", caption="C"),
+    "cheapest mode": lambda: cheapest_mode(*MAP, title="T"),
     "grid steps": lambda: grid_steps(summa(3), (3, 3), lambda m: f"panels along {m.axis}"),
     "drift": lambda: plot.drift(
         {"agreed": [1.1, 0.9, 0.8], "alone": [1.1, 0.95, 0.8]},
@@ -242,7 +241,6 @@ FIGURES: dict[str, Callable[[], Figure]] = {
             "host wait": [0.0] * 5 + [0.05, 0.2],
         },
         [0.1 + 0.01 * k + 0.3 / 2**k for k in range(7)],
-        caption="Least at m = 8, where the bubble saved pays for the kernels lost; a caption of two lines.",
     ),
     "standings": lambda: plot.standings(
         [
@@ -841,8 +839,8 @@ def test_waits_name_the_rank_that_waits_least() -> None:
     assert "waits least" not in said(waits(straggling(0.5)))
     late = {0: {"compute": 9.0, "wait": 5.0, "move": 1.0}, 1: {"compute": 4.0, "wait": 0.0, "move": 1.0}}
     assert find_straggler(late)[0] == 1
-    with pytest.raises(ValueError, match="broadcast"):
-        waits(straggling(), op="broadcast")
+    with pytest.raises(ValueError, match="this timeline has F"):
+        waits(Timeline((Event(0, 0, "F", 0, 0.0, 1.0),)))
 
 
 def test_a_number_keeps_its_colour_across_a_collective() -> None:
@@ -946,7 +944,7 @@ def test_a_gradient_cliff_stands_where_the_fault_is() -> None:
     assert names[-1] == "projection"  # as much of a long name as fits
     assert {"wrong from layer 1, mlp.fc1 on", "layer 2", "layer 1", "layer 0", "0", "1"} <= set(words(fig))
     assert (find_cliff(runs["right"]), find_cliff(runs["left out"])) == (None, "vit.layers.1.mlp.fc1")
-    assert find_cliff({"a": 1e-7, "b": 1e-3}, edge=1e-5) == "b"
+    assert find_cliff({"a": 1e-10, "b": 1e-3}) == "b"
     for other in ({"y": 1.0}, {"y": 1.0, "x": 1.0}):
         with pytest.raises(ValueError, match="the same modules"):
             gradient_cliff({"a": {"x": 1.0, "y": 1.0}, "b": other})
@@ -962,8 +960,8 @@ def test_a_gradient_cliff_without_a_fault_has_no_mark_and_of_many_modules_no_nam
     assert "wrong from vit.layernorm on" in words(gradient_cliff(runs))
 
 
-def test_the_cheapest_mode_is_a_map_with_dots() -> None:
-    fig = cheapest_mode(*MAP, WON)
+def test_the_cheapest_mode_is_a_map() -> None:
+    fig = cheapest_mode(*MAP)
     ax = fig.axes[0]
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
     edge = 2**6.5  # between 64 and 128 tokens
@@ -976,14 +974,7 @@ def test_the_cheapest_mode_is_a_map_with_dots() -> None:
         (name,) = [t for t in ax.texts if t.get_text() == mode]
         (x, y), cells = name.get_position(), areas[mode]
         assert any(a < x < b and c < y < d for a, b, c, d in cells), mode  # it stands in its own region
-    for mode, at in (("1d", [(32, 256), (2000, 1024)]), ("3d", [(1000, 300)]), ("2d", [(100, 3000)])):
-        dots = find(ax, f"measured {mode}")
-        assert isinstance(dots, Line2D)
-        assert list(zip(*dots.get_data(), strict=True)) == at
-        assert (dots.get_color(), dots.get_marker()) == LOOKS[mode]
-    told = set(words(fig))
-    assert {"3d measured fastest", "measured: 3 of 4 as predicted", "tokens a rank", "1,024"} <= told
-    assert "2.5d measured fastest" not in told
+    assert {"tokens a rank", "1,024"} <= set(words(fig))
     for modes in ([["1d"] * 2], [["1d", "4d"]] * 2):
         with pytest.raises(ValueError, match="mode"):
             cheapest_mode([1.0, 2.0], [1.0, 2.0], modes)

@@ -95,7 +95,6 @@ def bars(
     caption: str = "",
     left: float | None = None,
     right: float = 0.7,
-    gap: float = 0.85,
     head: float | None = None,
     text: bool = True,
 ) -> Figure:
@@ -120,7 +119,7 @@ def bars(
         left = 0.3 + max(text_inches(line) for name in names for line in name.split("\n"))
     fig, axes = new_figure(
         [panel.row_inches * len(panel.rows) + 0.1 for panel in panels], title=title,
-        legend=[*keys, *more_keys], caption=caption, left=left, right=right, gap=gap,
+        legend=[*keys, *more_keys], caption=caption, left=left, right=right, gap=0.85,
         head=head if head is not None else 0.32 if panels[0].title else 0.14,
     )  # fmt: skip
     for ax, panel in zip(axes, panels, strict=True):

@@ -85,7 +85,6 @@ def by_layout(
     legs: Sequence[tuple[str, Sequence[float]]],
     alone: Sequence[float] = (),
     title: str | None = None,
-    caption: str = "",
     whose: str = "one process",
     run: str = "the run, in the colour of its layout",
 ) -> Figure:
@@ -116,7 +115,7 @@ def by_layout(
     )
     heading = title if title is not None else "one run, several layouts"
     fig = curves([CurvePanel(series, "loss", height=2.3, xlabel="step")], title=heading, keys=keys,
-                 caption=caption, left=0.72, head=0.62)  # fmt: skip
+                 left=0.72, head=0.62)  # fmt: skip
     (ax,) = fig.axes
     if alone:
         ax.get_lines()[0].set(linewidth=6.0, solid_capstyle="round", zorder=2)

@@ -34,6 +34,7 @@ from hpnb.theory import LINKS, GatherTimeline
 
 LEFT: Literal["left"] = "left"
 RIGHT: Literal["right"] = "right"
+MARKED_LINKS = ("Ethernet 100 Gb", "InfiniBand NDR")
 POINTS = 700  # of a panel: as many as it has pixels
 
 
@@ -224,13 +225,13 @@ def launch_floor(
     return fig
 
 
-def prefetch_steps(steps: Mapping[str, GatherTimeline], uses: Sequence[int], ranks: int = 8) -> Figure:
+def prefetch_steps(steps: Mapping[str, GatherTimeline], uses: Sequence[int]) -> Figure:
     """Simulated steps of ZeRO-3, beneath each other: computing over all-gathers.
 
     Args:
         steps: {name: simulated step} of the same `uses`.
     """
-    timelines = [gather_timeline(step, uses, ranks) for step in steps.values()]
+    timelines = [gather_timeline(step, uses, 8) for step in steps.values()]
     title = "One block ahead, only the first gather is exposed"
     labels = {0: "each rank"}
     return timeline(
@@ -238,17 +239,12 @@ def prefetch_steps(steps: Mapping[str, GatherTimeline], uses: Sequence[int], ran
     )
 
 
-def exposed_by_link(
-    bandwidths: Sequence[float],
-    exposed: Mapping[str, Sequence[float]],
-    links: Sequence[str] = ("Ethernet 100 Gb", "InfiniBand NDR"),
-) -> Figure:
+def exposed_by_link(bandwidths: Sequence[float], exposed: Mapping[str, Sequence[float]]) -> Figure:
     """Exposed communication of a step over the bandwidth of the link, a line for each of two ZeRO stages.
 
     Args:
         bandwidths: bytes/s.
         exposed: {ZeRO stage: seconds at each bandwidth}.
-        links: names of `theory.LINKS`, marked beneath the lines.
     """
     scale, unit = time_unit(float(np.median([s for line in exposed.values() for s in line])))
     look = looks(exposed)
@@ -262,7 +258,7 @@ def exposed_by_link(
     (ax,) = fig.axes
     rows = zip(bandwidths, *exposed.values(), strict=True)
     crossing = next(bandwidth for bandwidth, first, second in rows if first > second)
-    for words, bandwidth in {"crossing": crossing, **{n: LINKS[n].bandwidth for n in links}}.items():
+    for words, bandwidth in {"crossing": crossing, **{n: LINKS[n].bandwidth for n in MARKED_LINKS}}.items():
         rule(ax, bandwidth / 1e9, words, SOFT)
         offset, side = ((4, 0), LEFT) if bandwidth > crossing else ((-4, 0), RIGHT)
         note(ax, words, bandwidth / 1e9, 0.06, offset, side, SOFT)
@@ -309,7 +305,6 @@ def batch_wall(
     measured: Mapping[int, float],
     laws: Mapping[str, tuple[float, float]],
     target: float,
-    noun: str = "samples",
 ) -> Figure:
     """Steps to a loss over the batch size, and beneath them the samples that they take.
 
@@ -320,7 +315,7 @@ def batch_wall(
 
     Args:
         measured: {batch: steps}.
-        laws: {name: (fewest steps, noise scale in `noun`)}, drawn as lines with the scale marked.
+        laws: {name: (fewest steps, noise scale in samples)}, drawn as lines with the scale marked.
         target: the loss.
     """
     look = looks(["measured", *laws])
@@ -328,7 +323,7 @@ def batch_wall(
     low, high = min(batches) / 1.3, max(batches) * 1.3
     x = np.geomspace(low, high, 80)
     panels = []
-    for height, words, power in ((1.6, "steps to the loss", 0), (1.3, f"{noun} to the loss", 1)):
+    for height, words, power in ((1.6, "steps to the loss", 0), (1.3, "samples to the loss", 1)):
         dots = [s * b**power for s, b in zip(steps, batches, strict=True)]
         series = [Series("measured", batches, dots, look["measured"], "dots")]
         series += [
@@ -336,7 +331,7 @@ def batch_wall(
             for name, (fewest, noise) in laws.items()
         ]
         panels.append(CurvePanel(series, log="xy", height=height, title=words))
-    title = f"To a test loss of {target:g}, larger batches take fewer steps and more {noun}"
+    title = f"To a test loss of {target:g}, larger batches take fewer steps and more samples"
     fig = curves(panels, title=title, gap=0.35)
     for ax in fig.axes:
         for name, (_, noise) in laws.items():
@@ -352,5 +347,5 @@ def batch_wall(
         under = any(taken < fewest * (1 + noise / batch) for fewest, noise in list(laws.values())[:1])
         write_values(above, [batch], [taken], [f"{taken:,.0f}"], offset=-7 if under else 7)
     above.tick_params(labelbottom=False)
-    below.set_xlabel(f"{noun} in a batch, over all ranks")
+    below.set_xlabel("samples in a batch, over all ranks")
     return fig

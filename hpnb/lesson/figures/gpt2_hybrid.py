@@ -30,7 +30,6 @@ def waterfall(
     measured: Mapping[str, Mapping[str, float]],
     predicted: Mapping[str, Mapping[str, float]] | None = None,
     title: str | None = None,
-    caption: str = "",
 ) -> Figure:
     """Where each millisecond of a step went, a bar a layout: measured parts, with predicted ones as ticks.
 
@@ -54,7 +53,7 @@ def waterfall(
     ] if predicted else []  # fmt: skip
     heading = title if title is not None else "where each millisecond of a step went"
     panel = BarPanel(rows, "s", "a step ({unit}), mean over the ranks", row_inches=0.3)
-    return bars([panel], STEP, title=heading, more_keys=keys, caption=caption, right=0.75)
+    return bars([panel], STEP, title=heading, more_keys=keys, right=0.75)
 
 
 Points = Mapping[str, tuple[float, float]]  # {layout: (bytes, tokens a second)}
@@ -69,7 +68,6 @@ def choices(
     chosen: Mapping[str, str] | None = None,
     capacity: float | None = None,
     title: str | None = None,
-    caption: str = "",
     text: bool = True,
     labels: tuple[str, str] = ("measured", "predicted"),
 ) -> Figure:
@@ -114,7 +112,7 @@ def choices(
     heading = title if title is not None else "memory and speed of layouts"
     panel = CurvePanel(series, f"{prefix}tokens a second", height=3.7,
                        xlabel=f"peak memory of the fullest rank ({unit})")  # fmt: skip
-    fig = curves([panel], title=heading, keys=keys, caption=caption, left=0.75, right=0.3)
+    fig = curves([panel], title=heading, keys=keys, left=0.75, right=0.3)
     (ax,) = fig.axes
     right = max(*(held for held, _ in every), capacity or 0.0) / size * 1.12
     ax.set(xlim=(0, right), ylim=(0, most / scale * 1.18))

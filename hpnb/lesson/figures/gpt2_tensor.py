@@ -33,8 +33,6 @@ MARKS = {"GPT-2": 50_257, "Llama 3": 128_256}  # vocabularies
 def stacked(
     rows: Mapping[str, Mapping[str, float]],
     ticks: Mapping[str, float] | None = None,
-    unit: str = "B",
-    tick: str = "measured",
     limit: float | None = None,
     reach: float | None = None,
     chosen: str = "",
@@ -44,9 +42,8 @@ def stacked(
     """A bar a row, each made of parts, with a tick where something else says that it should end.
 
     Args:
-        rows: {row: {part: how much}}, at most five parts in all; a part may be missing.
-        ticks: {row: where a tick stands}, and `tick` says what it is.
-        unit: "B" or "s".
+        rows: {row: {part: bytes}}, at most five parts in all; a part may be missing.
+        ticks: {row: where a tick stands}, of what was measured.
         limit: a line across all rows.
         reach: the most that is drawn; longer bars run out of the picture, with their number.
         chosen: a row whose name is bold.
@@ -61,8 +58,8 @@ def stacked(
     ends = [*(sum(parts.values()) for parts in rows.values()), *(ticks or {}).values(), limit or 0.0]
     stacks = {row: [Bar(parts, ticks=[ticks[row]] if row in (ticks or {}) else ())] if ticks else [Bar(parts)]
               for row, parts in rows.items()}  # fmt: skip
-    panel = BarPanel(stacks, unit, reach=min(max(ends), reach or max(ends)), row_inches=0.36)
-    keys = [Key(OpStyle(INK, "", tick), "line")] if ticks else []
+    panel = BarPanel(stacks, "B", reach=min(max(ends), reach or max(ends)), row_inches=0.36)
+    keys = [Key(OpStyle(INK, "", "measured"), "line")] if ticks else []
     if limit is not None:
         keys.append(Key(OpStyle(ALARM, "", "the limit", "--"), "line"))
     left = 0.3 + max(text_inches(line, TEXT, "bold") for row in rows for line in row.split("\n"))

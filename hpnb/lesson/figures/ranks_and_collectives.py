@@ -15,7 +15,7 @@ from hpnb.plot import units
 from hpnb.plot.bars import Bar, BarPanel, bars
 from hpnb.plot.canvas import TEXT, WIDTH, new_figure, panel_title, text_inches
 from hpnb.plot.curves import SHADE, CurvePanel, Look, Series, curves, log_ticks, looks, note, rule
-from hpnb.plot.grammar import CARD, INK, RULE, SOFT, STYLE, ink_on, mix, style_of
+from hpnb.plot.grammar import CARD, INK, RULE, SOFT, STYLE, ink_on, mix
 from hpnb.plot.units import number, time_unit
 from hpnb.record import Timeline
 
@@ -87,7 +87,7 @@ def _short(words: str) -> str:
 # --- who waits for whom ------------------------------------------------------------------------------
 
 
-def waits(tl: Timeline, op: str = "all_reduce", title: str | None = None) -> Figure:
+def waits(tl: Timeline, title: str | None = None) -> Figure:
     """Where each rank's time went: a collective's time is split where the last rank arrives.
 
         wait = arrival of the last rank - this rank's arrival        move = end - arrival of the last rank
@@ -95,23 +95,23 @@ def waits(tl: Timeline, op: str = "all_reduce", title: str | None = None) -> Fig
     The straggler has the shortest collective: the others wait for it, and it waits for nobody.
 
     Args:
-        tl: compute events, and either "wait" and "move" or the collectives named `op`, which are then split
-            by `Timeline.split_waits`.
+        tl: compute events, and either "wait" and "move" or all-reduces, which are then split by
+            `Timeline.split_waits`.
 
     Raises:
         ValueError: the timeline holds neither.
     """
-    split = tl if _is_split(tl) else tl.split_waits(op)
+    split = tl if _is_split(tl) else tl.split_waits("all_reduce")
     if not _is_split(split):
         ops = ", ".join(sorted({e.op for e in tl.events})) or "nothing"
-        raise ValueError(f'waits needs "wait" and "move", or {op!r} to split; this timeline has {ops}')
+        raise ValueError(f'waits needs "wait" and "move", or "all_reduce" to split; this timeline has {ops}')
     spent = time_by_part(split)
     straggler, verdict = find_straggler(spent)
     rows = {
         f"rank {rank}": [Bar(parts, words="◀ waits least" if rank == straggler else "")]
         for rank, parts in spent.items()
     }
-    heading = title if title is not None else f"waiting is not moving: {style_of(op).label} · {tl.source}"
+    heading = title if title is not None else f"waiting is not moving: all-reduce · {tl.source}"
     panel = BarPanel(rows, "s", "time ({unit})", inside="length")
     looks = {part: STYLE[part] for part in PARTS}
     fig = bars([panel], looks, title=heading, caption=verdict, right=1.1)

@@ -16,6 +16,7 @@ from hpnb.plot.grammar import CARD, CATEGORY, INK, SOFT, STYLE, OpStyle
 from hpnb.theory import exposed_share
 
 AFTER, DURING = "reduced after the backward", "reduced during the backward"
+LIMIT = 1.1  # below this ratio communication counts as free
 _LAW_POINTS = 300
 
 
@@ -43,17 +44,14 @@ def step_ratios(
     measured_knee: float | None = None,
     lows: Sequence[Mapping[float, float]] = (),
     highs: Sequence[Mapping[float, float]] = (),
-    limit: float = 1.1,
-    title: str | None = None,
 ) -> Figure:
     """Tokens per rank against the time of a step over the time of the same step without communication.
 
     Args:
         after, during: {tokens: ratio} of steps that reduce after and during the backward, dots.
         law_knee: tokens at which the backward takes as long as the all-reduce; it decides the two lines.
-        measured_knee: the fewest tokens from which on `during` is below `limit`; None if it never is.
+        measured_knee: the fewest tokens from which on `during` is below LIMIT; None if it never is.
         lows, highs: least and largest ratios of the rounds, for `after` and for `during`: upright bars.
-        limit: below this ratio communication counts as free.
 
     Markers of the two are drawn a little to the left and right of their tokens, so that none covers another.
 
@@ -81,9 +79,8 @@ def step_ratios(
             series.append(Series(name, x, y, look[name], "dots", f"measured {name}"))
     words = "lines: the law; markers: measured" + ("; bars: the range of the rounds" if lows else "")
     keys = [Key(OpStyle(SOFT, "", words), "words")]
-    heading = title if title is not None else "A free step needs more tokens than the law says"
     panel = CurvePanel(series, "step / step alone", "xy", 2.8, xlabel="tokens per rank")
-    fig = curves([panel], title=heading, more_keys=keys)
+    fig = curves([panel], title="A free step needs more tokens than the law says", more_keys=keys)
     (ax,) = fig.axes
     ends = [ratio for points in (*lows, *highs) for ratio in points.values()]
     bottom = min(0.9, 0.95 * min([*ratios, *ends]))
@@ -95,8 +92,8 @@ def step_ratios(
     ratios_drawn = [y for y in (1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0) if y < top]
     set_ticks(ax.yaxis, ratios_drawn, "{:g}".format)
     ax.set_xlim(low, high)
-    ax.axhline(limit, color=INK, linestyle=":", linewidth=1.2, zorder=1.8, label="limit")
-    ax.text(low * 1.04, limit * 1.01, f"{limit:g}", size=SMALL, color=INK, va="bottom")
+    ax.axhline(LIMIT, color=INK, linestyle=":", linewidth=1.2, zorder=1.8, label="limit")
+    ax.text(low * 1.04, LIMIT * 1.01, f"{LIMIT:g}", size=SMALL, color=INK, va="bottom")
     labels = [f"{words}: {count(knee)} tokens" for words, knee in knees.items()]
     for row, (label, (words, knee)) in enumerate(zip(labels, knees.items(), strict=True)):
         rule(ax, knee, words, line="--")

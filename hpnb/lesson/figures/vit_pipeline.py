@@ -24,9 +24,7 @@ def u_curve(
     choices: Sequence[int],
     parts: Mapping[str, Sequence[float]],
     predicted: Sequence[float],
-    xlabel: str = "number of microbatches",
     title: str | None = None,
-    caption: str = "",
 ) -> Figure:
     """A trade-off: a stacked bar of a step for each choice, and the predicted step as a line.
 
@@ -45,8 +43,8 @@ def u_curve(
                   "line and hollow")  # fmt: skip
     heading = title if title is not None else "a step, and what it is made of"
     keys = [*(Key(PARTS[part]) for part in present), line.key]
-    panel = CurvePanel([line], f"step ({unit})", height=2.7, xlabel=xlabel)
-    fig = curves([panel], title=heading, keys=keys, caption=caption, left=0.72)
+    panel = CurvePanel([line], f"step ({unit})", height=2.7, xlabel="number of microbatches")
+    fig = curves([panel], title=heading, keys=keys, left=0.72)
     (ax,) = fig.axes
     floor = [0.0] * len(choices)
     for part in present:

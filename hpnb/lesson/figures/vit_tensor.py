@@ -13,7 +13,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from hpnb.plot.canvas import SMALL, TITLE, WIDTH, Key, boxes, new_figure, panel_title, text_inches
+from hpnb.plot.canvas import SMALL, TITLE, WIDTH, Key, boxes, new_figure, text_inches
 from hpnb.plot.curves import CurvePanel, Series, count, curves, looks, rule, set_ticks
 from hpnb.plot.grammar import ALARM, CARD, INK, SERIES, SOFT, OpStyle, mix
 
@@ -26,9 +26,7 @@ _LONGEST = 1.0  # inches of a name
 _LEAST = 0.125  # inches from one name to the next
 
 
-def gradient_cliff(
-    errors: Mapping[str, Mapping[str, float]], title: str | None = None, caption: str = "", edge: float = EDGE
-) -> Figure:
+def gradient_cliff(errors: Mapping[str, Mapping[str, float]], title: str | None = None) -> Figure:
     """Modules in the order in which the backward reaches them, over the relative error of their gradients.
 
         error = || g - g_right || / || g_right ||        of all parameters of a module, in float64
@@ -39,8 +37,8 @@ def gradient_cliff(
 
     Args:
         errors: {run: {module: relative error}}, modules by their full names from the loss down to the input,
-            the same in every run. The foot of the logarithmic axis stands for 0.
-        edge: errors above it are no rounding; a run that crosses it has its cliff marked.
+            the same in every run. The foot of the logarithmic axis stands for 0. A run with an error above
+            EDGE, which is no rounding, has its cliff marked.
 
     Raises:
         ValueError: nothing to draw, or runs over different modules.
@@ -59,7 +57,7 @@ def gradient_cliff(
         series.append(Series(run, range(len(modules)), heights, look[run], "line and dots"))
     panel = CurvePanel(series, "relative error of the gradient", "y", xlabel="from the loss  →  to the input")
     heading = title if title is not None else "gradients from the loss down: where do they go wrong?"
-    fig = curves([panel], title=heading, caption=caption, left=_LEFT, right=_RIGHT, head=0.3,
+    fig = curves([panel], title=heading, left=_LEFT, right=_RIGHT, head=0.3,
                  bottom=0.4 + (longest + 0.06 if longest else 0.0))  # fmt: skip
     (ax,) = fig.axes
     for line in ax.get_lines():
@@ -71,21 +69,21 @@ def gradient_cliff(
     set_ticks(ax.yaxis, [FOOT, *ticks] if 0 in every else ticks, _power)
     ax.grid(False, axis="x")
     _name_modules(ax, names if longest else [], blocks)
-    wrong = {first for run in errors.values() if (first := find_cliff(run, edge)) is not None}
+    wrong = {first for run in errors.values() if (first := find_cliff(run)) is not None}
     for i, at in enumerate(sorted(modules.index(module) for module in wrong)):
         layer = next(part for part, start, stop in blocks if start <= at < stop)
         words = f"layer {layer}, {names[at]}" if layer else names[at]
         rule(ax, at - 0.5, "cliff", ALARM)  # just before the first wrong module
         right = at > len(modules) / 2
-        ax.annotate(f"wrong from {words} on", (at - 0.5, edge * 10.0 ** (4 * i - 1)), (-6 if right else 6, 0),
+        ax.annotate(f"wrong from {words} on", (at - 0.5, EDGE * 10.0 ** (4 * i - 1)), (-6 if right else 6, 0),
                     "data", "offset points", size=SMALL, color=ALARM, weight="bold", va="center",
                     ha="right" if right else "left")  # fmt: skip
     return fig
 
 
-def find_cliff(errors: Mapping[str, float], edge: float = EDGE) -> str | None:
-    """The first module, from the loss down, whose error is above `edge`; None if there is none."""
-    return next((module for module, error in errors.items() if error > edge), None)
+def find_cliff(errors: Mapping[str, float]) -> str | None:
+    """The first module, from the loss down, whose error is above EDGE; None if there is none."""
+    return next((module for module, error in errors.items() if error > EDGE), None)
 
 
 def shorten(modules: Sequence[str]) -> tuple[list[str], list[tuple[str, int, int]]]:
@@ -132,9 +130,8 @@ def _name_modules(ax: Axes, names: Sequence[str], blocks: Sequence[tuple[str, in
 # --- the cheapest mode -------------------------------------------------------------------------------
 
 MODES = ("1d", "2d", "2.5d", "3d")
-LOOKS = {mode: (color, marker) for mode, (color, marker, _) in zip(MODES, SERIES, strict=False)}
-AREAS = {mode: OpStyle(mix(color, CARD, 0.72), "", mode) for mode, (color, _) in LOOKS.items()}
-Won = tuple[float, float, str]  # tokens, hidden, mode
+COLORS = {mode: color for mode, (color, *_) in zip(MODES, SERIES, strict=False)}
+AREAS = {mode: OpStyle(mix(color, CARD, 0.72), "", mode) for mode, color in COLORS.items()}
 _NAMED = 0.01  # of the cells: a smaller region has no room for its name
 _TALL, _WIDE = 2.9, WIDTH - 1.1  # inches
 
@@ -143,20 +140,16 @@ def cheapest_mode(
     tokens: Sequence[float],
     hidden: Sequence[float],
     modes: Sequence[Sequence[str]],
-    measured: Sequence[Won] = (),
     title: str | None = None,
-    caption: str = "",
     ranks: int = 0,
 ) -> Figure:
     """Which mode of tensor parallelism is the cheapest: a map of tokens a rank over hidden size.
 
-    Regions are predicted, and named where they lie; along a border two modes cost the same. Dots are
-    measured, in the colour and marker of the mode that won.
+    Regions are predicted, and named where they lie; along a border two modes cost the same.
 
     Args:
         tokens, hidden: of the cells' middles, both ascending.
         modes: one row for each of `hidden`, as `hpnb.theory.cheapest_modes` gives them.
-        measured: (tokens, hidden, the fastest mode) of each dot.
         ranks: how many, for the name of the axis.
 
     Raises:
@@ -164,24 +157,15 @@ def cheapest_mode(
     """
     if len(modes) != len(hidden) or any(len(row) != len(tokens) for row in modes):
         raise ValueError(f"modes needs {len(hidden)} rows of {len(tokens)}, a row for each hidden size")
-    if strange := ({m for row in modes for m in row} | {m for *_, m in measured}) - set(MODES):
+    if strange := {m for row in modes for m in row} - set(MODES):
         raise ValueError(f"no mode {', '.join(sorted(strange))}; there are {', '.join(MODES)}")
     table = np.array([[MODES.index(mode) for mode in row] for row in modes])  # (hidden, tokens)
     x, y = _edges(tokens), _edges(hidden)
-    won = [mode for mode in MODES if any(mode == m for *_, m in measured)]
-    keys = [
-        Key(OpStyle(LOOKS[mode][0], "", f"{mode} measured fastest"), "dot", marker=LOOKS[mode][1])
-        for mode in won
-    ]
     share = {mode: float(np.mean(table == i)) for i, mode in enumerate(MODES)}
     named = [mode for mode in MODES if share[mode] > _NAMED]
-    keys += [Key(AREAS[m], "flat", f"{m} predicted") for m in MODES if share[m] and m not in named]
-    if measured:
-        keys.append(Key(OpStyle(SOFT, "", "areas: predicted cheapest"), "words"))
+    keys = [Key(AREAS[m], "flat", f"{m} predicted") for m in MODES if share[m] and m not in named]
     heading = title if title is not None else "the cheapest mode of tensor parallelism"
-    fig, (ax,) = new_figure(
-        [_TALL], title=heading, legend=keys, caption=caption, left=0.8, right=0.3, head=0.28
-    )
+    fig, (ax,) = new_figure([_TALL], title=heading, legend=keys, left=0.8, right=0.3, head=0.28)
     for i, mode in enumerate(MODES):
         cells = [(x[c], y[r], x[c + 1] - x[c], y[r + 1] - y[r]) for r, c in np.argwhere(table == i)]
         if cells:
@@ -189,19 +173,9 @@ def cheapest_mode(
     _borders(ax, table, x, y)
     for i, mode in enumerate(MODES):
         if mode in named:
-            ax.text(*_place(table == i, x, y, measured), mode, size=TITLE + 1, weight="bold",
-                    color=mix(LOOKS[mode][0], INK, 0.35), ha="center", va="center", zorder=3)  # fmt: skip
-    for mode in won:
-        at = [(n, h) for n, h, m in measured if m == mode]
-        (dots,) = ax.plot(*zip(*at, strict=True), linestyle="none", color=LOOKS[mode][0], zorder=5)
-        dots.set(
-            marker=LOOKS[mode][1], markersize=8, markeredgecolor=CARD, markeredgewidth=1.2, clip_on=False
-        )
-        dots.set_label(f"measured {mode}")
+            ax.text(*_place(table == i, x, y), mode, size=TITLE + 1, weight="bold",
+                    color=mix(COLORS[mode], INK, 0.35), ha="center", va="center", zorder=3)  # fmt: skip
     _axes(ax, (x[0], x[-1]), (y[0], y[-1]), f"tokens of the batch / {ranks}" if ranks else "tokens a rank")
-    if measured:
-        right = sum(predicted_at(tokens, hidden, modes, n, h) == m for n, h, m in measured)
-        panel_title(ax, "", f"measured: {right} of {len(measured)} as predicted")
     return fig
 
 
@@ -209,15 +183,6 @@ def mode_shares(modes: Sequence[Sequence[str]]) -> dict[str, float]:
     """{mode: percent of the map's cells that it wins}."""
     cells = [mode for row in modes for mode in row]
     return {mode: 100 * cells.count(mode) / len(cells) for mode in MODES}
-
-
-def predicted_at(
-    tokens: Sequence[float], hidden: Sequence[float], modes: Sequence[Sequence[str]], n: float, h: float
-) -> str:
-    """The mode of the cell nearest to n tokens and hidden size h."""
-    column = min(range(len(tokens)), key=lambda i: abs(math.log(tokens[i] / n)))
-    row = min(range(len(hidden)), key=lambda i: abs(math.log(hidden[i] / h)))
-    return modes[row][column]
 
 
 def _edges(middles: Sequence[float]) -> NDArray[np.float64]:
@@ -240,11 +205,8 @@ def _borders(ax: Axes, table: NDArray[np.int64], x: NDArray[np.float64], y: NDAr
     ax.add_collection(lines, autolim=False)
 
 
-def _place(
-    region: NDArray[np.bool_], x: NDArray[np.float64], y: NDArray[np.float64], dots: Sequence[Won]
-) -> tuple[float, float]:
-    """Where the name of `region` is furthest from its border, and from dots: tokens and hidden size."""
-    wide, tall = np.log(x[-1] / x[0]) / _WIDE, np.log(y[-1] / y[0]) / _TALL  # logarithms in an inch
+def _place(region: NDArray[np.bool_], x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]:
+    """Where the name of `region` is furthest from its border: tokens and hidden size."""
     middles = np.sqrt(x[1:] * x[:-1]), np.sqrt(y[1:] * y[:-1])
     cell = min(_WIDE / len(middles[0]), _TALL / len(middles[1]))  # inches
     room, left = np.zeros(region.shape), region
@@ -252,9 +214,6 @@ def _place(
         room += cell * left
         padded = np.pad(left, 1)
         left = left & padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:]
-    for n, h, _ in dots:
-        across, up = np.log(middles[0] / n) / wide, np.log(middles[1] / h) / tall
-        room = np.minimum(room, np.where(region, np.hypot(across[None, :], up[:, None]), 0.0))
     best = np.argwhere(room >= 0.999 * room.max())  # of equals the one in their middle
     row, column = best[np.abs(best - best.mean(0)).sum(1).argmin()]
     return float(middles[0][column]), float(middles[1][row])

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+import hpnb
 from hpnb.__main__ import main
 from hpnb.hybrid.plan_command.check import Comparison, benchmarks, published
 from hpnb.hybrid.plan_command.explain import plan_timeline
@@ -22,7 +23,7 @@ from hpnb.hybrid.plan_command.read_model import read_model, shape_of_config, sha
 from hpnb.hybrid.plan_command.search import candidates, gpus_that_fit, make_plan, search, usable_bytes
 from hpnb.hybrid.train_command.run_file import load
 from hpnb.mesh import ParallelLayout
-from hpnb.models import GPT2_SIZES, GPT2Size
+from hpnb.models import GPT2_SIZES, GPT2Size, ViTSize
 from hpnb.pipeline_parallel.schedules import make
 from hpnb.theory import Block, published_activation_bytes
 from hpnb.theory.datasheets import GPUS, find_gpu
@@ -394,6 +395,68 @@ def test_a_run_file_without_a_pipeline_accumulates(tmp_path: Path) -> None:
     words = ("vit-b16", "--gpus", "4", "--batch", "64", "--explain", "dp4-zero2-mb4", "--picture", picture)
     assert main(options(*words, "--run-file", str(file))) == 0
     assert (load(file).data.batch_size, load(file).training.accumulation) == (4, 4)
+
+
+def test_a_picture_without_a_layout_is_of_the_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "best.svg"
+    assert main(options("gpt2", "--gpus", "2", "--batch", "16", "--picture", str(picture))) == 0
+    out = capsys.readouterr().out
+    best = next(line.split()[1] for line in out.splitlines() if line.startswith("1 "))
+    assert f"Timeline and memory of {best}: {picture}" in out
+    assert picture.read_text().count("<svg") == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        (
+            {"model_type": "gpt2", "n_embd": 96, "n_layer": 3, "n_head": 6, "n_positions": 64,
+             "vocab_size": 300},
+            GPT2Size(96, 3, 6, 384, 300, 64),
+        ),
+        (
+            {"model_type": "vit", "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6,
+             "intermediate_size": 192, "image_size": 64},
+            ViTSize(96, 3, 6, 192, 16, 64),
+        ),
+    ],
+)  # fmt: skip
+def test_the_run_file_of_a_config_is_one_that_train_takes(
+    tmp_path: Path, config: dict[str, Any], shape: Any
+) -> None:
+    Config(**config).save_pretrained(tmp_path / "own")
+    file = tmp_path / "run.toml"
+    for name in (tmp_path / "own", tmp_path / "own" / "config.json"):
+        words = (str(name), "--gpus", "2", "--batch", "4", "--run-file", str(file))
+        assert main(options(*words)) == 0
+        assert load(file).model.shape == shape
+        if isinstance(shape, ViTSize):
+            assert load(file).data.image_size == shape.image
+
+
+def test_a_model_that_train_does_not_build_gets_its_plugin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    Config("llama", vocab_size=300, max_position_embeddings=64, **sizes).save_pretrained(tmp_path)
+    file = tmp_path / "run.toml"
+    words = (str(tmp_path), "--gpus", "2", "--batch", "8", "--explain", "dp1-pp2-1f1b-mb2")
+    words = (*words, "--picture", str(tmp_path / "plan.png"))
+    assert main(options(*words)) == 0
+    out = capsys.readouterr().out
+    sentence = out.splitlines()[-1]
+    assert "hpnb train builds GPT-2 and ViT" in sentence
+    assert "torchrun" not in out
+    call = sentence[sentence.index("hpnb.Hybrid") :]
+    plugin = eval(call, {"hpnb": hpnb})
+    assert (plugin.pp_size, plugin.num_microbatches) == (2, 4)
+    assert main(options(*words, "--run-file", str(file))) == 2
+    refused = capsys.readouterr()
+    assert refused.out == ""
+    assert call in refused.err
+    assert not file.exists()
 
 
 def test_a_measured_machine_takes_the_place_of_a_datasheet(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import os
 import sys
 
 from hpnb.hybrid.plan_command.layout_code import layout_code, parse_layout_code
-from hpnb.hybrid.plan_command.read_model import read_model
+from hpnb.hybrid.plan_command.read_model import read_model, read_size
 from hpnb.hybrid.plan_command.report import as_json, format_report
-from hpnb.hybrid.plan_command.run_lines import LOSS_CHUNK, launch_lines, write_run_file
+from hpnb.hybrid.plan_command.run_lines import LOSS_CHUNK, launch_lines, no_run_file, write_run_file
 from hpnb.hybrid.plan_command.search import (
     Plan,
     Search,
@@ -45,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="print all variants of the same sizes and ZeRO stage, too")  # fmt: skip
     parser.add_argument("--explain", metavar="LAYOUT",
                         help="draw one layout: its number in the table, or as dp8-tp2-zero1-mb2")  # fmt: skip
-    parser.add_argument("--picture", default="plan.png", metavar="FILE", help=".png or .svg of --explain")
+    parser.add_argument("--picture", metavar="FILE", help=".png or .svg of --explain, by default plan.png; "
+                        "without --explain, of the best layout")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--run-file", metavar="FILE", help="write the best layout, or that of --explain, "
                         "as a file for hpnb train")  # fmt: skip
@@ -109,9 +110,10 @@ def _plan(options: argparse.Namespace) -> int:
         raise ValueError("plan needs a model, as `hpnb plan gpt2-xl --gpus 8 --gpu h100`")
     task, gpu = _task_and_gpu(options)
     chosen: Plan | None = None
-    by_number = options.explain is not None and options.explain.isdigit()
-    if options.explain and not by_number:
-        chosen = _named_plan(task, options.explain)
+    explain = options.explain or ("1" if options.picture else "")
+    by_number = explain.isdigit()
+    if explain and not by_number:
+        chosen = _named_plan(task, explain)
         plans, result = [chosen], Search([chosen], seen=1)
     else:
         result = search(task)
@@ -119,9 +121,12 @@ def _plan(options: argparse.Namespace) -> int:
             raise ValueError(why_nothing(task, result))
         plans = result.best(options.top, options.variants)
         if by_number:
-            if not 1 <= int(options.explain) <= len(plans):
-                raise ValueError(f"--explain {options.explain}: the table has layouts 1 to {len(plans)}")
-            chosen = plans[int(options.explain) - 1]
+            if not 1 <= int(explain) <= len(plans):
+                raise ValueError(f"--explain {explain}: the table has layouts 1 to {len(plans)}")
+            chosen = plans[int(explain) - 1]
+    best, size = chosen or plans[0], read_size(options.model)
+    if options.run_file and size is None:
+        raise ValueError(no_run_file(task, gpu, best))
     if options.json:
         print(json.dumps(as_json(task, gpu, result, plans), indent=1))
     else:
@@ -129,14 +134,15 @@ def _plan(options: argparse.Namespace) -> int:
     if chosen is not None:
         from hpnb.hybrid.plan_command.explain import save_picture
 
-        save_picture(options.picture, task, chosen)
+        save_picture(picture := options.picture or "plan.png", task, chosen)
+        if not options.json:
+            print(f"\nTimeline and memory of {chosen.code}: {picture}")
     if options.run_file:
-        write_run_file(options.run_file, task, gpu, chosen or plans[0])
-    if not options.json:
-        if chosen is not None:
-            print(f"\nTimeline and memory of {chosen.code}: {options.picture}")
-        which = (chosen or plans[0]).code
-        print(f"\nTo start {which} with its run file, under torchrun on every node, or under Slurm:")
+        write_run_file(options.run_file, task, gpu, best, size)
+    if not options.json and size is None:
+        print(f"\n{no_run_file(task, gpu, best)}")
+    elif not options.json:
+        print(f"\nTo start {best.code} with its run file, under torchrun on every node, or under Slurm:")
         for line in launch_lines(task, options.run_file or "run.toml"):
             print(f"    {line}")
     return 0

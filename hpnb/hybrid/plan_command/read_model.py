@@ -1,7 +1,7 @@
 """Which model a plan is for: a name of this library's sizes, or a configuration of transformers.
 
-    gpt2, gpt2-medium, gpt2-large, gpt2-xl, vit-b16, vit-l16      this library's
-    a folder with config.json, a JSON file, a name in the local cache of the Hugging Face hub
+gpt2, gpt2-medium, gpt2-large, gpt2-xl, vit-b16, vit-l16      this library's
+a folder with config.json, a JSON file, a name in the local cache of the Hugging Face hub
 """
 
 from __future__ import annotations
@@ -31,6 +31,21 @@ def read_model(name: str) -> ModelShape:
     if name.lower() in VIT_NAMES:
         return shape_of_vit(name.lower(), SIZES[VIT_NAMES[name.lower()]])
     return shape_of_config(_read_config(name), Path(name).stem if name.endswith(".json") else name)
+
+
+def read_size(name: str) -> str | GPT2Size | ViTSize | None:
+    """The model that `name` means as `hpnb train` takes it: a name of a size, or a size of its own; None for
+    architectures that it does not build.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    if (known := {**GPT2_NAMES, **VIT_NAMES}.get(name.lower())) is not None:
+        return known
+    config = _read_config(name)
+    if config.model_type == "gpt2":
+        return GPT2Size.of(config)
+    return ViTSize.of(config) if config.model_type == "vit" else None
 
 
 def shape_of_gpt2(name: str, size: GPT2Size) -> ModelShape:

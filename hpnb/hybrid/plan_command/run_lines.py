@@ -2,49 +2,45 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from hpnb.files import write_text
-from hpnb.hybrid.plan_command.read_model import GPT2_NAMES, VIT_NAMES
 from hpnb.hybrid.plan_command.search import Plan
 from hpnb.hybrid.train_command.run_file import load
+from hpnb.models import GPT2Size, ViTSize
 from hpnb.theory.datasheets import GPU
 from hpnb.theory.plan_step import PlanTask
 
 LOSS_CHUNK = 4096  # tokens at a time of a GPT-2's loss, as the plan assumes and the run file says
 
 
-def run_file(task: PlanTask, gpu: GPU, plan: Plan) -> str:
+def run_file(task: PlanTask, gpu: GPU, plan: Plan, size: str | GPT2Size | ViTSize | None) -> str:
     """The text of a run file.
+
+    Args:
+        size: the model's, as `read_size` gives it.
 
     Raises:
         ValueError: a model that `hpnb train` does not build.
     """
-    name, layout = task.model.name, plan.layout
-    if name not in (*GPT2_NAMES, *VIT_NAMES):
-        raise ValueError(
-            f"hpnb train builds {', '.join((*GPT2_NAMES, *VIT_NAMES))}, not {name}; register the model "
-            "(hpnb.models.register) and give HybridParallelPlugin the layout"
-        )
-    causal, m, samples = task.model.causal, task.microbatches(layout), task.batch // layout.dp
-    model = f'family = "gpt2"\nsize = "{GPT2_NAMES[name]}"\nlength = {task.sequence}' if causal else (
-        f'family = "vit"\nsize = "{VIT_NAMES[name]}"'
-    )  # fmt: skip
-    data = 'name = "text"' if causal else 'name = "beans"\nimage_size = 224'
-    lines = [f"tp_size = {layout.tp}", f"pp_size = {layout.pp}", f"zero_stage = {layout.zero_stage}"]
-    if layout.pp > 1:
-        lines += [f'pp_style = "{layout.schedule}"', f"num_model_chunks = {layout.chunks}"]
-        lines += [f"num_microbatches = {m}"]
-    lines += ['activation_checkpointing = "full"'] * (layout.recomputation == "full")
-    lines += ["enable_sequence_parallelism = true"] * layout.sequence_parallel
-    lines += ["enable_all_optimization = true"]
-    lines += [f"loss_chunk = {task.loss_chunk}"] * bool(task.loss_chunk)
+    if size is None:
+        raise ValueError(no_run_file(task, gpu, plan))
+    layout, causal = plan.layout, task.model.causal
+    m, samples = task.microbatches(layout), task.batch // layout.dp
+    model = [f'family = "{"gpt2" if causal else "vit"}"', f"size = {_size(size)}"]
+    model += [f"length = {task.sequence}"] * causal
+    side = size.image if isinstance(size, ViTSize) else 224
+    data = 'name = "text"' if causal else f'name = "beans"\nimage_size = {side}'
+    lines = [f"{name} = {json.dumps(value)}" for name, value in _plugin_options(task, plan).items()]
     accumulation = m if layout.pp == 1 else 1
     return "\n".join(
         [
             f"# {plan.code} on {task.cluster.gpus} x {gpu.name}: predicted {1e3 * plan.step:,.0f} ms a step, "
             f"{plan.bytes / 1e9:.1f} GB on the fullest rank",
-            "", "[model]", model,
+            "", "[model]", *model,
             "", "[data]", data, f"batch_size = {samples // accumulation}",
             "", "[layout]", *lines,
             "", "[training]", "steps = 1000", "learning_rate = 3e-4", "warmup_steps = 100",
@@ -53,13 +49,51 @@ def run_file(task: PlanTask, gpu: GPU, plan: Plan) -> str:
     )  # fmt: skip
 
 
-def write_run_file(path: str, task: PlanTask, gpu: GPU, plan: Plan) -> None:
+def _size(size: str | GPT2Size | ViTSize) -> str:
+    """A name, or a table of numbers."""
+    if isinstance(size, str):
+        return f'"{size}"'
+    return "{ " + ", ".join(f"{name} = {number}" for name, number in asdict(size).items()) + " }"
+
+
+def _plugin_options(task: PlanTask, plan: Plan) -> dict[str, Any]:
+    """Of the HybridParallelPlugin."""
+    layout = plan.layout
+    options: dict[str, Any] = {"tp_size": layout.tp, "pp_size": layout.pp, "zero_stage": layout.zero_stage}
+    if layout.pp > 1:
+        options |= {"pp_style": layout.schedule, "num_model_chunks": layout.chunks}
+        options["num_microbatches"] = task.microbatches(layout)
+    if layout.recomputation == "full":
+        options["activation_checkpointing"] = "full"
+    if layout.sequence_parallel:
+        options["enable_sequence_parallelism"] = True
+    options["enable_all_optimization"] = True
+    if task.loss_chunk:
+        options["loss_chunk"] = task.loss_chunk
+    return options
+
+
+def no_run_file(task: PlanTask, gpu: GPU, plan: Plan) -> str:
+    """What to do where `hpnb train` does not build the model."""
+    options = {**_plugin_options(task, plan), "precision": gpu.dtype}
+    listed = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    m = 1 if plan.layout.pp > 1 else task.microbatches(plan.layout)
+    return (
+        f"hpnb train builds GPT-2 and ViT, not {task.model.name}, so there is no run file for {plan.code}; "
+        f"in a program of your own, boost the model with hpnb.HybridParallelPlugin({listed})"
+        + (f" and accumulate {m} batches a step" if m > 1 else "")
+    )
+
+
+def write_run_file(
+    path: str, task: PlanTask, gpu: GPU, plan: Plan, size: str | GPT2Size | ViTSize | None
+) -> None:
     """Write it, and read it as `hpnb train` does.
 
     Raises:
         ValueError, OSError: it cannot be written, or `hpnb train` would refuse it.
     """
-    write_text(Path(path), run_file(task, gpu, plan))
+    write_text(Path(path), run_file(task, gpu, plan, size))
     load(path).check_ranks(task.cluster.gpus)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -51,6 +52,18 @@ def test_the_pipeline_example_runs_and_is_right(tmp_path: Path) -> None:
     assert len(losses.split(",")) == 4
     assert len(values) == 1, "every rank reads the same loss"
     assert 0.5 < values.pop() < 2.5  # of three classes, before anything is learned: about ln 3
+
+
+def test_the_pipeline_example_writes_a_trace_of_all_ranks(tmp_path: Path) -> None:
+    """With the call of the sentence below the example, on every rank: `timeline` gathers."""
+    call, last = 'timeline.to_chrome_trace("step.json")', "    return round(pipe.step(batch).loss.item(), 3)"
+    assert f"On every rank, call the result's `{call}`" in README
+    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[1]
+    assert last in code
+    traced = f"    result = pipe.step(batch)\n    result.{call}\n    return round(result.loss.item(), 3)"
+    run_example(f"```python\n{code.replace(last, traced)}```", 0, tmp_path)
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1, 2, 3}
 
 
 @pytest.mark.sampled(2, of="examples")

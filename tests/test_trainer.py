@@ -643,7 +643,14 @@ def no_best(path: Path) -> None:
     make(hooks.CheckpointHook(path, best="eval_loss")).fit(loaders()[0], 1)
 
 
+def loss_of_torch(path: Path) -> None:
+    trainer = make()
+    how: Any = (trainer.booster, trainer.model, trainer.optimizer, nn.CrossEntropyLoss())
+    Trainer(*how).fit(loaders()[0], 1)
+
+
 REFUSED = {
+    loss_of_torch: "CrossEntropyLoss takes a tensor of targets, and a criterion gets the whole microbatch",
     fresh_into_old: "has step-00000004 already, and this run is at step 0: resume from it",
     other_loader: "saved after 4 steps of epoch 1, and a DataLoader cannot go on from there",
     other_data: "saved with samples=23, this loader has 24",

@@ -1,7 +1,7 @@
-"""Three training programs in the vocabulary that hpnb's users know, under torchrun, as they would write them.
+"""The programs of five Colossal-AI tutorials in hpnb's vocabulary, under torchrun, as users would write them.
 
-Each is a script of its own: the program, on small generated data and a small model. It has to end, and the
-loss of its last epoch has to be below that of its first steps.
+Each is a script of its own, with a small model, and small files in the format in which its data is published.
+It has to end, and the loss of its last epoch has to be below that of its first steps.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from real_files import write_beans, write_cifar10, write_mrpc
 from transformers import ViTForImageClassification
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +24,7 @@ def torchrun(folder: Path, ranks: int, text: str, *arguments: str) -> str:
     script = folder / "train.py"
     script.write_text(text)
     environ = {name: value for name, value in os.environ.items() if name not in TOLD}
-    environ.update(CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    environ.update(CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", DATA=str(folder))
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
          str(script), *arguments],
@@ -73,7 +74,7 @@ hpnb.launch_from_torch(config={}, seed=SEED)
 coordinator = DistCoordinator()
 world_size = coordinator.world_size
 
-train_dataset = beans("train", size=16, image_size=32, kind="generated")
+train_dataset = beans("train", image_size=32, kind="real")
 num_labels = len(train_dataset.classes)
 
 config = ViTConfig(hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=64,
@@ -161,6 +162,7 @@ booster.save_model(model, sys.argv[1], shard=True)
 
 @pytest.mark.sampled(1, of="tutorials")
 def test_vit_in_a_pipeline(tmp_path: Path) -> None:
+    write_beans(tmp_path, train=16)
     falls(losses(torchrun(tmp_path, 2, VIT_PIPELINE, str(tmp_path / "saved"))), steps=2)
     saved, told = ViTForImageClassification.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not told["missing_keys"]
@@ -204,7 +206,7 @@ coordinator = DistCoordinator()
 
 NUM_EPOCHS = 12
 BATCH_SIZE = 4
-LEARNING_RATE = 5e-3
+LEARNING_RATE = 6e-3
 WEIGHT_DECAY = 0.01
 WARMUP_FRACTION = 0.1
 
@@ -218,7 +220,7 @@ def tokenize_batch(batch, tokenizer=None, max_length: int = 2048):
 
 
 tokenizer = byte_tokenizer()
-dataset = {"train": mrpc("train", size=16, kind="generated")}
+dataset = {"train": mrpc("train", kind="real")}
 train_dataloader = plugin.prepare_dataloader(
     dataset["train"],
     batch_size=BATCH_SIZE,
@@ -312,19 +314,21 @@ for epoch in range(NUM_EPOCHS):
 @pytest.mark.sampled(1, of="tutorials")
 @pytest.mark.parametrize("pipeline", [2, 1])
 def test_gpt2_with_zero(tmp_path: Path, pipeline: int) -> None:
+    write_mrpc(tmp_path, train=16)
     falls(losses(torchrun(tmp_path, 2, GPT2_HYBRID, str(pipeline))), steps=2 * pipeline)
 
 
 # --- a ViT on every axis -----------------------------------------------------------------------------------
 
 VIT_HYBRID = """
+from functools import partial
 from typing import Any, Callable, Iterator
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from tqdm import tqdm
-from transformers import ViTConfig, ViTForImageClassification
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 import hpnb
 from hpnb import Booster, CosineAnnealingWarmupLR, DistCoordinator, HybridAdam, HybridParallelPlugin
@@ -351,13 +355,15 @@ plugin = HybridParallelPlugin(
     precision="fp16",
     initial_scale=1,
 )
-train_dataset = beans("train", size=16, image_size=32, kind="generated")
-eval_dataset = beans("validation", size=10, image_size=32, kind="generated")
+image_processor = ViTImageProcessor(size={"height": 32, "width": 32})
+beans_collator = partial(collate_images, processor=image_processor)
+train_dataset = beans("train", kind="real")
+eval_dataset = beans("validation", kind="real")
 num_labels = len(train_dataset.classes)
 train_dataloader = plugin.prepare_dataloader(
-    train_dataset, batch_size=8, shuffle=True, drop_last=True, collate_fn=collate_images
+    train_dataset, batch_size=8, shuffle=True, drop_last=True, collate_fn=beans_collator
 )
-eval_dataloader = plugin.prepare_dataloader(eval_dataset, batch_size=4, collate_fn=collate_images)
+eval_dataloader = plugin.prepare_dataloader(eval_dataset, batch_size=4, collate_fn=beans_collator)
 
 config = ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
                    image_size=32, patch_size=8)
@@ -454,4 +460,314 @@ for epoch in range(NUM_EPOCH):
 
 @pytest.mark.sampled(1, of="tutorials")
 def test_vit_on_tensor_and_pipeline_ranks(tmp_path: Path) -> None:
+    write_beans(tmp_path, image_size=40, train=16, validation=10)
     falls(losses(torchrun(tmp_path, 4, VIT_HYBRID)), steps=2)
+
+
+# --- 003: a ViT of timm's parts as an nn.Sequential, in a pipeline, by a Trainer with hooks ----------------
+
+VIT_SEQUENTIAL = """
+import os
+from collections import OrderedDict
+
+import torch
+import torch.nn as nn
+from torchvision import transforms
+
+import hpnb
+from hpnb import Booster, HybridParallelPlugin, Trainer
+
+
+class PatchEmbed(nn.Module):  # as in timm.models.vision_transformer, like the classes below
+    def __init__(self, img_size, patch_size, in_chans, embed_dim):
+        super().__init__()
+        self.num_patches = (img_size // patch_size) ** 2
+        self.proj = nn.Conv2d(in_chans, embed_dim, patch_size, patch_size)
+
+    def forward(self, x):
+        return self.proj(x).flatten(2).transpose(1, 2)
+
+
+class DropPath(nn.Module):
+    def __init__(self, drop_prob):
+        super().__init__()
+        self.drop_prob = drop_prob
+
+    def forward(self, x):
+        if not self.drop_prob or not self.training:
+            return x
+        keep = torch.rand(len(x), 1, 1, device=x.device) >= self.drop_prob
+        return x * keep / (1 - self.drop_prob)
+
+
+class Block(nn.Module):
+    def __init__(self, dim, num_heads, drop_path):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim, eps=1e-6), nn.LayerNorm(dim, eps=1e-6)
+        self.attn = nn.MultiheadAttention(dim, num_heads, batch_first=True)
+        self.drop_path = DropPath(drop_path)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x):
+        y = self.norm1(x)
+        x = x + self.drop_path(self.attn(y, y, y, need_weights=False)[0])
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+class ViTEmbedding(nn.Module):
+    def __init__(self, img_size=224, patch_size=16, in_chans=3, embed_dim=768, drop_rate=0., distilled=False):
+        super().__init__()
+        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
+        self.dist_token = nn.Parameter(torch.zeros(1, 1, embed_dim)) if distilled else None
+        num_tokens = 2 if distilled else 1
+        self.pos_embed = nn.Parameter(torch.zeros(1, self.patch_embed.num_patches + num_tokens, embed_dim))
+        self.pos_drop = nn.Dropout(p=drop_rate)
+        for p in (self.cls_token, self.pos_embed, *([self.dist_token] if distilled else [])):
+            nn.init.trunc_normal_(p, std=.02)
+
+    def forward(self, x):
+        x = self.patch_embed(x)
+        tokens = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.dist_token) if t is not None]
+        return self.pos_drop(torch.cat((*tokens, x), dim=1) + self.pos_embed)
+
+
+class ViTHead(nn.Module):
+    def __init__(self, embed_dim=768, num_classes=10, distilled=False, representation_size=None):
+        super().__init__()
+        self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
+        self.distilled, num_features = distilled, embed_dim
+        self.pre_logits = nn.Identity()
+        if representation_size and not distilled:
+            num_features = representation_size
+            self.pre_logits = nn.Sequential(OrderedDict([
+                ("fc", nn.Linear(embed_dim, representation_size)), ("act", nn.Tanh())
+            ]))
+        self.head = nn.Linear(num_features, num_classes)
+        self.head_dist = nn.Linear(embed_dim, num_classes) if distilled else None
+
+    def forward(self, x):
+        x = self.norm(x)
+        if self.distilled:
+            return (self.head(x[:, 0]) + self.head_dist(x[:, 1])) / 2
+        return self.head(self.pre_logits(x[:, 0]))
+
+
+def sequential_vit(img_size, patch_size, embed_dim, depth, num_heads, num_classes,
+                   representation_size=None, distilled=False, drop_rate=0., drop_path_rate=0.):
+    embedding = ViTEmbedding(img_size, patch_size, 3, embed_dim, drop_rate, distilled)
+    dpr = [x.item() for x in torch.linspace(0, drop_path_rate, depth)]  # stochastic depth decay rule
+    blocks = [Block(embed_dim, num_heads, dpr[i]) for i in range(depth)]
+    head = ViTHead(embed_dim, num_classes, distilled, representation_size)
+    return nn.Sequential(embedding, *blocks, head)
+
+
+def build_cifar(plugin, batch_size):
+    normalize = transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
+    transform_train = transforms.Compose([
+        transforms.RandomCrop(32, padding=4),
+        transforms.AutoAugment(policy=transforms.AutoAugmentPolicy.CIFAR10),
+        transforms.ToTensor(), normalize,
+    ])
+    transform_test = transforms.Compose([transforms.ToTensor(), normalize])
+    train_dataset = CIFAR10(root=os.environ["DATA"], train=True, transform=transform_train)
+    test_dataset = CIFAR10(root=os.environ["DATA"], train=False, transform=transform_test)
+    train_dataloader = plugin.prepare_dataloader(train_dataset, batch_size, shuffle=True, pin_memory=True)
+    test_dataloader = plugin.prepare_dataloader(test_dataset, batch_size, pin_memory=True)
+    return train_dataloader, test_dataloader
+
+
+BATCH_SIZE = 8
+NUM_EPOCHS = 20
+CONFIG = dict(NUM_MICRO_BATCHES=4, NUM_CHUNKS=2, parallel=dict(pipeline=2))
+
+hpnb.disable_existing_loggers()
+hpnb.launch_from_torch()
+logger = hpnb.get_dist_logger()
+plugin = HybridParallelPlugin.from_config(CONFIG, precision="fp32")
+
+model = sequential_vit(img_size=32, patch_size=8, embed_dim=32, depth=4, num_heads=4, num_classes=10,
+                       DISTILLED_OR_NOT, drop_path_rate=0.1)
+cross_entropy = nn.CrossEntropyLoss()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0)
+train_dataloader, test_dataloader = build_cifar(plugin, BATCH_SIZE)
+
+
+def criterion(outputs, batch):
+    images, labels = batch
+    return cross_entropy(outputs, labels)
+
+
+booster = Booster(plugin=plugin)
+model, optimizer, criterion, train_dataloader, _ = booster.boost(
+    model, optimizer, criterion, train_dataloader, verbose=True
+)
+loss = hpnb.LossHook()
+trainer = Trainer(
+    booster, model, optimizer, criterion,
+    hooks=[loss, hpnb.AccuracyHook(), hpnb.MetricsByEpochHook()], display_progress=True,
+)
+with hpnb.record.timeline() as timer:  # named spans, as a MultiTimer has them
+    with timer.span("fit"):
+        history = trainer.fit(train_dataloader, NUM_EPOCHS, evaluate=test_dataloader, evaluate_every=1)
+    with timer.span("evaluation"):
+        trainer.evaluate(test_dataloader)
+timeline = timer.gather()
+seconds = {name: timeline.select([name]).makespan for name in ("fit", "evaluation")}
+assert seconds["fit"] > seconds["evaluation"] > 0
+assert 0.9 * seconds["fit"] < sum(epoch["seconds"] for epoch in history) < seconds["fit"]
+logger.info("timed %s", ", ".join(seconds), ranks=[0])
+if hpnb.rank() == 0:
+    for value in loss.curve:
+        print("loss", value, flush=True)
+"""
+
+
+@pytest.mark.sampled(1, of="tutorials")
+@pytest.mark.parametrize(
+    ("head", "last"), [("representation_size=16", "head"), ("distilled=True", "head_dist")]
+)
+def test_sequential_vit_with_trainer_and_hooks(tmp_path: Path, head: str, last: str) -> None:
+    program = write_cifar10(tmp_path, 4) + VIT_SEQUENTIAL.replace("DISTILLED_OR_NOT", head)
+    printed = torchrun(tmp_path, 2, program)
+    falls(losses(printed), steps=12)  # four epochs: augmentation makes single steps differ
+    lines = printed.splitlines()
+    epochs = [line for line in lines if line.startswith("epoch ")]
+    assert len(epochs) == 20  # printed by the rank that has the loss alone
+    assert "eval_accuracy" in epochs[-1]
+    stages = [line for line in lines if line.startswith("stage ")]
+    assert [line.split(",")[0] for line in stages] == [
+        "stage 0 of 4 on pipeline rank 0: 0.cls_token to 0.patch_embed.proj.bias",
+        "stage 1 of 4 on pipeline rank 1: 1.norm1.weight to 2.mlp.2.bias",
+        "stage 2 of 4 on pipeline rank 0: 3.norm1.weight to 4.mlp.2.bias",
+        f"stage 3 of 4 on pipeline rank 1: 5.norm.weight to 5.{last}.bias",
+    ]
+
+
+# --- 004: a ViT in every layout, from a config file, with mixup, accumulation and clipping -----------------
+
+VIT_CONFIG = """
+AMP_TYPE = type("AMP_TYPE", (), {"NAIVE": "naive"})  # colossalai.amp has it
+TENSOR_PARALLEL_SIZE = 2
+TENSOR_PARALLEL_MODE = "1d"
+parallel = dict(pipeline=2, tensor=dict(mode=TENSOR_PARALLEL_MODE, size=TENSOR_PARALLEL_SIZE))
+
+fp16 = dict(mode=AMP_TYPE.NAIVE, initial_scale=1)
+gradient_accumulation = 2
+clip_grad_norm = 1.0
+dali = dict(gpu_aug=True, mixup_alpha=0.2)
+
+BATCH_SIZE = 8
+DROP_RATE = 0.1
+LEARNING_RATE = 6e-3
+WEIGHT_DECAY = 0.3
+NUM_EPOCHS = 12
+WARMUP_EPOCHS = 2
+
+IMG_SIZE = 32
+PATCH_SIZE = 8
+HIDDEN_SIZE = 32
+DEPTH = 2
+NUM_HEADS = 4
+MLP_RATIO = 2
+NUM_CLASSES = 10
+CHECKPOINT = True
+NUM_MICRO_BATCHES = parallel["pipeline"]
+"""
+
+VIT_FROM_CONFIG = """
+import runpy
+import sys
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torchvision.transforms import v2
+from transformers import ViTConfig, ViTForImageClassification
+
+import hpnb
+from hpnb import Booster, CosineAnnealingWarmupLR, HybridAdam, HybridParallelPlugin, Trainer
+
+hpnb.launch_from_torch(seed=42)
+config = runpy.run_path(sys.argv[sys.argv.index("--config") + 1])
+args = SimpleNamespace(**config)
+plugin = HybridParallelPlugin.from_config(
+    config, activation_checkpointing="full" if args.CHECKPOINT else False
+)
+train_transform = hpnb.data.ImageTransform(
+    args.IMG_SIZE,
+    augment=v2.Compose([v2.RandomCrop(args.IMG_SIZE, padding=2), v2.RandomHorizontalFlip()]),
+    mixup=args.dali["mixup_alpha"],
+    classes=args.NUM_CLASSES,
+    device=hpnb.device() if args.dali["gpu_aug"] else None,
+)
+train_dataset, test_dataset = (hpnb.data.cifar10(split, kind="real") for split in ("train", "test"))
+train_dataloader = plugin.prepare_dataloader(
+    train_dataset, args.BATCH_SIZE // plugin.dp_size, shuffle=True, transform=train_transform
+)
+test_dataloader = plugin.prepare_dataloader(
+    test_dataset, args.BATCH_SIZE, transform=hpnb.data.ImageTransform(args.IMG_SIZE)
+)
+model = ViTForImageClassification(ViTConfig(
+    image_size=args.IMG_SIZE, patch_size=args.PATCH_SIZE, hidden_size=args.HIDDEN_SIZE,
+    num_hidden_layers=args.DEPTH, num_attention_heads=args.NUM_HEADS,
+    intermediate_size=args.MLP_RATIO * args.HIDDEN_SIZE, num_labels=args.NUM_CLASSES,
+    hidden_dropout_prob=args.DROP_RATE,
+))
+optimizer = HybridAdam(
+    hpnb.models.decay_groups(model, args.WEIGHT_DECAY), lr=plugin.scaled_lr(args.LEARNING_RATE)
+)
+lr_scheduler = CosineAnnealingWarmupLR(optimizer, args.NUM_EPOCHS, args.WARMUP_EPOCHS)
+
+
+def criterion(outputs, inputs):  # of classes, or of their probabilities
+    return F.cross_entropy(outputs.logits.float(), inputs["labels"])
+
+
+booster = Booster(plugin=plugin)
+model, optimizer, criterion, train_dataloader, lr_scheduler = booster.boost(
+    model, optimizer, criterion, train_dataloader, lr_scheduler
+)
+loss = hpnb.LossHook()
+norms = []
+
+
+class NormHook(hpnb.Hook):
+    def after_step(self, trainer):
+        assert trainer.optimizer.last_step.stepped
+        norms.append(float(trainer.optimizer.last_step.norm))
+
+
+trainer = Trainer(
+    booster, model, optimizer, criterion, accumulation=args.gradient_accumulation,
+    hooks=[loss, hpnb.AccuracyHook(), hpnb.LRSchedulerHook(lr_scheduler, by="epoch"), NormHook()],
+)
+history = trainer.fit(train_dataloader, args.NUM_EPOCHS, evaluate=test_dataloader, evaluate_every=6)
+assert trainer.step == args.NUM_EPOCHS * -(-len(train_dataloader) // args.gradient_accumulation)
+rates = [epoch["lr"] for epoch in history]
+assert max(rates) == rates[args.WARMUP_EPOCHS - 1] == plugin.scaled_lr(args.LEARNING_RATE), rates
+assert max(norms) > args.clip_grad_norm  # of the gradients before they are clipped
+if hpnb.rank() == 0:
+    for value in loss.curve:
+        print("loss", value, flush=True)
+"""
+
+
+@pytest.mark.sampled(1, of="tutorials")
+@pytest.mark.parametrize(
+    ("ranks", "pipeline", "tensor"),
+    [
+        (2, 1, None), (2, 2, None), (4, 2, "dict(mode='1d', size=2)"), (4, 1, "dict(mode='2d', size=4)"),
+        pytest.param(8, 1, "dict(mode='2.5d', size=8, depth=2)", marks=pytest.mark.slow),
+        pytest.param(8, 1, "dict(mode='3d', size=8)", marks=pytest.mark.slow),
+    ],
+    ids=["data", "pipeline", "1d", "2d", "2.5d", "3d"],
+)  # fmt: skip
+def test_vit_from_data_to_hybrid_parallelism(
+    tmp_path: Path, ranks: int, pipeline: int, tensor: str | None
+) -> None:
+    config = VIT_CONFIG.replace("pipeline=2, ", f"pipeline={pipeline}, ")
+    config = config.replace("dict(mode=TENSOR_PARALLEL_MODE, size=TENSOR_PARALLEL_SIZE)", str(tensor))
+    (tmp_path / "config.py").write_text(config)
+    printed = torchrun(tmp_path, ranks, write_cifar10(tmp_path, 4) + VIT_FROM_CONFIG, "--config", "config.py")
+    falls(losses(printed), steps=8)  # four epochs, because mixup makes single steps differ

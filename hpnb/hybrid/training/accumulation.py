@@ -25,6 +25,7 @@ from hpnb.data.iterable_loader import is_iterable_dataset
 from hpnb.hybrid.boosted_model import loss_of_outputs
 from hpnb.hybrid.training.run_state import TrainingState
 from hpnb.models import anatomy
+from hpnb.pipeline_parallel.loss import call_criterion
 from hpnb.pipeline_parallel.microbatches import count_targets
 from hpnb.ranks.current_rank import device
 from hpnb.record.recorder import active_recorder
@@ -44,7 +45,7 @@ class HookedCriterion:
         self.weight: torch.Tensor | None = None
 
     def __call__(self, outputs: Any, inputs: Any) -> Any:
-        result = self._criterion(outputs, inputs)
+        result = call_criterion(self._criterion, outputs, inputs)
         value, count = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(value, torch.Tensor) or value.dim():
             return result  # not a loss, which the backward will say

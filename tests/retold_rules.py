@@ -45,7 +45,7 @@ PRIVATE = {
     r"not yet": "nothing: give a rule of thumb",
     r"h(?:ide|ides|idden) behind|travels? beside": "overlapped, or exposed",
 }
-_REPORT = re.compile(r"\blesson\.(table|number|comparison)\(|\balt=[^=]|\bplot\.show\(")
+_REPORT = re.compile(r"\blesson\.(table|number)\(|\balt=[^=]|\bplot\.show\(")
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _NO_PROSE = re.compile(r"```.*?```|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]+\$|\]\([^)]*\)|<[^>]+>", re.DOTALL)
 _SOLUTIONS = re.compile(r"<summary>[^<]*solution.*?</details>", re.DOTALL | re.IGNORECASE)

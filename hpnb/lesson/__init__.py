@@ -1,6 +1,6 @@
 """What only notebooks need, sorted by kind.
 
-    predictions/    the reader's guesses: predict, reveal, comparison, regret
+    predictions/    the reader's guesses: predict, reveal, regret
     explorers/      formulas with knobs, one for each notebook
     exercises/      the checker, and the oracles of each notebook's exercises
     programs/       what each notebook runs on its ranks
@@ -25,7 +25,6 @@ from hpnb.lesson.home import digest, home
 from hpnb.lesson.machine_card import MachineCard, machine_card
 from hpnb.lesson.page_sizes import PageSizes, choose_sizes
 from hpnb.lesson.predictions import outcome
-from hpnb.lesson.predictions.comparison import comparison
 from hpnb.lesson.predictions.outcome import Outcome
 from hpnb.lesson.predictions.predict import outcomes, predict, reveal
 from hpnb.lesson.rank_share import RankShare, measure_share
@@ -52,7 +51,6 @@ __all__ = [
     "check",
     "choose_sizes",
     "claim",
-    "comparison",
     "digest",
     "explorers",
     "field_guide",

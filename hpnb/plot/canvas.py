@@ -73,7 +73,6 @@ def new_figure(
     legend: Sequence[Key] = (),
     caption: str = "",
     columns: int = 1,
-    width: float = WIDTH,
     left: float = 0.75,
     right: float = 0.2,
     bottom: float = 0.5,
@@ -92,7 +91,7 @@ def new_figure(
         gap, between: between rows, and between columns.
         head: above the first row; 0.3 leaves room for a panel title.
     """
-    room = width - 0.3
+    width, room = WIDTH, WIDTH - 0.3
     titles = wrap(title, room, TITLE, "bold") if title else []
     keys = _flow(legend, room)
     captions = wrap(caption, room) if caption else []
@@ -196,14 +195,15 @@ def _legend_row(fig: Figure, row: Sequence[tuple[float, Key]], y: float) -> None
     for x, key in row:
         at = 0.15 + x
         if key.kind != "words":
-            swatch(fig, key, at, y * height)
+            _swatch(fig, key, at, y * height)
             at += 0.31
         fig.text(at / width, y, key.words, size=TEXT, color=INK, va="center_baseline")
 
 
-def swatch(fig: Figure, key: Key, x: float, y: float, wide: float = 0.24, tall: float = 0.13) -> None:
-    """The sample of one entry, `wide` x `tall` inches, its left middle at (x, y) inches of the card."""
+def _swatch(fig: Figure, key: Key, x: float, y: float) -> None:
+    """The sample of one entry, its left middle at (x, y) inches of the card."""
     width, height = fig.get_size_inches()
+    wide, tall = 0.24, 0.13  # inches
     style = key.style
     if key.kind in ("line", "dot") or key.marker:
         line = Line2D([x / width, (x + wide / 2) / width, (x + wide) / width], [y / height] * 3)

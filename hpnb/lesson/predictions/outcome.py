@@ -49,11 +49,6 @@ class Outcome:
     rule_of_thumb: Answer = None
 
     @property
-    def ratio(self) -> float | None:
-        """measured / predicted; of a ranking, cost of the first choice predicted / least cost."""
-        return self._over(self.predicted)
-
-    @property
     def regret(self) -> float | None:
         """0 for a guess come true, 0.3 for one that is 30 % off, too high or too low."""
         return self.regret_of(self.guess)
@@ -65,13 +60,8 @@ class Outcome:
             return None
         return max(ratio, 1 / ratio) - 1 if ratio else math.inf
 
-    @property
-    def met(self) -> bool | None:
-        """Whether the guess was right, as its kind judges; None without a guess or a truth."""
-        return self.holds(self.guess)
-
     def holds(self, value: Answer) -> bool | None:
-        """Whether `value` is right; None if it or the truth is None."""
+        """Whether `value` is right, as its kind judges; None if it or the truth is None."""
         if value is None or self.truth is None:
             return None
         if isinstance(value, tuple):
@@ -79,6 +69,7 @@ class Outcome:
         return holds(self.kind, value, cast(float, self.truth))
 
     def _over(self, value: Answer) -> float | None:
+        """measured / `value`; of a ranking, cost of the first choice / least cost."""
         if value is None or self.truth is None:
             return None
         if isinstance(value, tuple):

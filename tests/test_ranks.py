@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 import hpnb
 from hpnb.ranks import devices, forkserver, forkserver_process
+from hpnb.ranks.failed_call import did_not_start
 from hpnb.ranks.forkserver import server
 from hpnb.ranks.forkserver_process import ForkedRanks
 
@@ -706,18 +707,14 @@ def test_a_death_is_reported_though_the_server_does_not_answer(monkeypatch: pyte
     assert "kill_self" in error.traceback
 
 
-def test_a_server_that_does_not_answer_is_replaced_and_keeps_its_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_server_that_does_not_answer_is_replaced_and_keeps_its_ranks() -> None:
     with hpnb.Ranks(1, device="cpu", timeout=60) as pool:
         stuck = server()
         before = children_of(stuck._process.pid)
         os.kill(stuck._process.pid, signal.SIGSTOP)
         try:
-            with monkeypatch.context() as patient:
-                patient.setattr(forkserver, "_SPAWN_LIMIT", 0.5)
-                with pytest.raises(RuntimeError, match=r"not answered for 0\.5 s"):
-                    hpnb.launch(hpnb.rank, ranks=2, device="cpu")
+            with pytest.raises(RuntimeError, match=r"not answered for 0\.5 s.*pass start_timeout=1 or None"):
+                hpnb.launch(hpnb.rank, ranks=2, device="cpu", start_timeout=0.5)
             assert hpnb.launch(hpnb.rank, ranks=2, device="cpu", timeout=60) == [0, 1]
             assert server() is not stuck
             assert pool.run(hpnb.world_size) == [1]
@@ -728,6 +725,16 @@ def test_a_server_that_does_not_answer_is_replaced_and_keeps_its_ranks(
         late.result(60)
         assert wait_for(lambda: children_of(stuck._process.pid) == before)
         assert pool.run(hpnb.world_size) == [1]
+
+
+def test_start_timeout_is_a_number_of_seconds_or_none() -> None:
+    with pytest.raises(ValueError, match=r"start_timeout=0: give seconds"):
+        hpnb.launch(hpnb.rank, ranks=1, device="cpu", start_timeout=0)
+    with hpnb.Ranks(1, device="cpu", start_timeout=None) as pool:
+        assert pool.run(hpnb.rank) == [0]
+        with pytest.raises(TypeError, match="start_timeout=9"):
+            pool.run(hpnb.rank, start_timeout=9)
+    assert "pass start_timeout=4 or None" in did_not_start(2.0).advice
 
 
 def test_flooding_output_does_not_outlast_the_timeout(capfd: pytest.CaptureFixture[str]) -> None:

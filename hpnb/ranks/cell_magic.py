@@ -14,6 +14,7 @@ from IPython.core.magic import Magics, cell_magic, magics_class
 
 from hpnb.ranks.cell_syntax import python_of_cell
 from hpnb.ranks.devices import choose_device, default_ranks
+from hpnb.ranks.forkserver import START_TIMEOUT
 from hpnb.ranks.pool import HANG_TIMEOUT, Ranks, limit_in_seconds
 
 
@@ -29,6 +30,7 @@ _parser.add_argument("who", nargs="?", default="")
 _parser.add_argument("--device", default="auto")
 _parser.add_argument("--timeout", type=_limit, default=None)
 _parser.add_argument("--hang-timeout", type=_limit, default=HANG_TIMEOUT)
+_parser.add_argument("--start-timeout", type=_limit, default=START_TIMEOUT)
 _parser.add_argument("--out", default=None)
 
 
@@ -54,6 +56,7 @@ class RanksMagics(Magics):  # type: ignore[misc]
             --timeout 30                  seconds that the cell may take; by default any time
             --hang-timeout 300            seconds in which no rank computes or prints, after which the cell
                                           ends (none: never). Ranks may wait for one that computes.
+            --start-timeout 300           seconds that new ranks have to import and to find each other
 
         Inside the cell a process group is up, and hpnb.rank(), hpnb.world_size() and hpnb.device() answer.
         What a rank prints, and the value of the last line, appear under its number.
@@ -83,7 +86,7 @@ class RanksMagics(Magics):  # type: ignore[misc]
         count, members = _who(options.who)
         # Line 1 is the magic itself, so lines count as they stand in the cell.
         text = python_of_cell("\n" + cell, self.shell.input_transformer_manager.transform_cell)
-        pool = self._pool(count, options.device)
+        pool = self._pool(count, options.device, options.start_timeout)
         filename = self.shell.compile.cache(text, self._number())
         pool.hang_timeout = limit_in_seconds("hang_timeout", options.hang_timeout)
         results = pool.run_cell(text, filename, members, options.timeout, wanted=bool(options.out))
@@ -100,7 +103,7 @@ class RanksMagics(Magics):  # type: ignore[misc]
             frame = frame.f_back  # type: ignore[assignment]
         return int(self.shell.execution_count)
 
-    def _pool(self, count: int | None, device: str) -> Ranks:
+    def _pool(self, count: int | None, device: str, start_timeout: float) -> Ranks:
         pool = self.pool
         fits = pool is not None and pool.alive and count in (None, pool.size)
         if pool is not None and fits and device in ("auto", pool.choice.device):
@@ -110,7 +113,7 @@ class RanksMagics(Magics):  # type: ignore[misc]
         lost = _lost(pool)
         if pool is not None:
             pool.close()
-        started = Ranks(count, device)
+        started = Ranks(count, device, start_timeout=start_timeout)
         print(f"started {started.choice}{lost}")
         self.pool, self._size = started, started.size
         return started

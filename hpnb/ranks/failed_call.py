@@ -134,7 +134,8 @@ class TooLong:
 
 
 def did_not_start(seconds: float) -> TooLong:
-    return TooLong(f"{{ranks}} did not start within {seconds:g} s", "timed out")
+    advice = f". If they need more time, pass start_timeout={2 * seconds:g} or None"
+    return TooLong(f"{{ranks}} did not start within {seconds:g} s", "timed out", advice)
 
 
 def hung(seconds: float) -> TooLong:

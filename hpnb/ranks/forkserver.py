@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import multiprocessing
 import os
 import queue
@@ -30,8 +31,9 @@ from typing import Any
 from hpnb.ranks.messages import receive_message, send_message
 from hpnb.ranks.notebook import in_notebook
 
-# Seconds that the server may take to answer: an import from a cold disk is slow, all else is quick.
-_SPAWN_LIMIT = 120.0
+# Seconds that ranks have to start, unless the caller says otherwise: imports from a cold disk are slow.
+START_TIMEOUT = 300.0
+# Seconds that the server may take to answer anything else.
 _KILL_LIMIT = 30.0
 _SIGNAL_LIMIT = 2.0
 
@@ -78,7 +80,7 @@ class ForkServer:
         """Import these before ranks are wanted. Returns at once."""
         self._ask(("import", list(modules)))
 
-    def is_as_new(self) -> bool:
+    def is_as_new(self, limit: float = START_TIMEOUT) -> bool:
         """Whether ranks would find the same in a server that starts now; True once it has any ranks.
 
         Imports set environment variables, the same ones there as here: those are no difference.
@@ -89,7 +91,7 @@ class ForkServer:
             return False
         at_start, now = self._environ, dict(os.environ)
         try:
-            in_server = self._result(self._ask(("environ",)), _SPAWN_LIMIT)
+            in_server = self._result(self._ask(("environ",)), limit)
         except RuntimeError:  # it has ended, or is stuck
             return False
         return all(now.get(name) in (at_start.get(name), in_server.get(name)) for name in {*at_start, *now})
@@ -99,8 +101,9 @@ class ForkServer:
         specs: Sequence[dict[str, Any]],
         descriptors: Sequence[Sequence[int]],
         modules: Iterable[str] = (),
+        limit: float = START_TIMEOUT,
     ) -> list[int]:
-        """Import `modules`, then fork one rank for each spec, handing it its descriptors.
+        """Import `modules`, then fork one rank for each spec, handing it its descriptors, in `limit` seconds.
 
         Returns:
             Their process ids.
@@ -110,7 +113,8 @@ class ForkServer:
         copies = [[os.dup(fd) for fd in fds] for fds in descriptors]
         future = self._ask(("spawn", list(specs), sorted({*_loaded(), *modules})), copies)
         try:
-            pids = list(self._result(future, _SPAWN_LIMIT))
+            advice = f". If it needs more time, pass start_timeout={2 * limit:g} or None"
+            pids = list(self._result(future, limit, advice=advice))
             self._living.update(pids)
             return pids
         except BaseException:
@@ -165,15 +169,16 @@ class ForkServer:
             self._requests.put((future, request, descriptors))
         return future
 
-    def _result(self, future: Future[Any], limit: float, stuck: bool = True) -> Any:
+    def _result(self, future: Future[Any], limit: float, stuck: bool = True, advice: str = "") -> Any:
         """What the server answers within `limit` seconds; a `stuck` server gets no new ranks from then on."""
         try:
-            return future.result(min(limit, _SIGNAL_LIMIT) if self._stuck else limit)
+            wait = min(limit, _SIGNAL_LIMIT) if self._stuck else limit
+            return future.result(None if wait == math.inf else wait)
         except TimeoutError:
             self._stuck = self._stuck or stuck
             raise RuntimeError(
                 f"the process that starts ranks has not answered for {limit:g} s; it may wait for a disk or "
-                "a driver. The next launch starts another one"
+                f"a driver. The next launch starts another one{advice}"
             ) from None
 
     def _talk(self) -> None:
@@ -211,11 +216,11 @@ _server: ForkServer | None = None
 _server_lock = threading.Lock()
 
 
-def server() -> ForkServer:
+def server(limit: float = START_TIMEOUT) -> ForkServer:
     """This process's server, started on first use and again if it was lost or is out of date."""
     global _server
     with _server_lock:
-        if _server is not None and _server.alive() and not _server.is_as_new():
+        if _server is not None and _server.alive() and not _server.is_as_new(limit):
             _server.close()
         if _server is None or not _server.alive():
             _server = ForkServer()

@@ -32,6 +32,7 @@ from hpnb.ranks.current_rank import current, inside_rank
 from hpnb.ranks.devices import DeviceChoice, choose_device, default_ranks
 from hpnb.ranks.errors import RankError, RankInterrupt
 from hpnb.ranks.failed_call import FailedCall, TooLong, did_not_start, hung, timed_out
+from hpnb.ranks.forkserver import START_TIMEOUT
 from hpnb.ranks.hang import HangWatch
 from hpnb.ranks.output import Output
 from hpnb.ranks.pack_call import SentGlobals, pack_call
@@ -44,7 +45,6 @@ _NOTHING = SentGlobals()
 
 _GRACE = 0.5  # seconds after a first failure in which others may report theirs
 _GRACE_OF_LOST = 5.0  # the same, if a rank has only lost a connection: another one has failed
-_START_TIMEOUT = 300.0  # to import and to find each other; both may be slow on a busy machine
 HANG_TIMEOUT = 300.0
 _LONG_GRACE = 5.0  # the same if they still compute, and their state would be lost
 _LOOK_EVERY = 0.1
@@ -58,6 +58,7 @@ def launch(
     device: str = "auto",
     timeout: float | None = None,
     hang_timeout: float | None = HANG_TIMEOUT,
+    start_timeout: float | None = START_TIMEOUT,
     **kwargs: Any,
 ) -> list[T]:
     """Run `fn(*args, **kwargs)` on `ranks` processes that talk to each other; one result per rank.
@@ -72,16 +73,19 @@ def launch(
         timeout: seconds after which the call fails, however busy the ranks are; None: no limit.
         hang_timeout: seconds after which the call fails if no rank has computed or printed anything in them;
             None: never. A rank may wait for another one that computes for as long as it takes.
+        start_timeout: seconds that the processes have to import and to find each other; None: no limit.
 
     Raises:
         RankError: a rank raised, died or hung, or something could not be pickled.
+        RuntimeError: the process that starts ranks does not answer within `start_timeout`.
         ValueError: ranks or device cannot be had here, or this is already a rank.
 
     >>> hpnb.launch(lambda scale: scale * hpnb.rank(), 10, ranks=2, device="cpu")
     [0, 10]
     """
     namespace = caller_namespace(sys._getframe(1).f_globals, fn)
-    with Ranks(ranks, device, timeout, hang_timeout, _imports=modules_used(fn), _one_call=True) as pool:
+    limits = timeout, hang_timeout, start_timeout
+    with Ranks(ranks, device, *limits, _imports=modules_used(fn), _one_call=True) as pool:
         return pool._run(namespace, pool.members, fn, args, kwargs)
 
 
@@ -89,7 +93,8 @@ class Ranks:
     """Ranks that stay, with their state, until closed.
 
     Args:
-        ranks, device, timeout, hang_timeout: as for `launch`; both limits are for every call.
+        ranks, device, timeout, hang_timeout, start_timeout: as for `launch`; the first two limits are for
+            every call.
 
     Globals that a call assigns are there in the next call, also if some ranks have raised and the others have
     finished. Ranks are stopped if one dies or hangs, or if some raise while others wait for them.
@@ -105,6 +110,7 @@ class Ranks:
         device: str = "auto",
         timeout: float | None = None,
         hang_timeout: float | None = HANG_TIMEOUT,
+        start_timeout: float | None = START_TIMEOUT,
         *,
         _imports: Iterable[str] = (),
         _one_call: bool = False,
@@ -116,6 +122,7 @@ class Ranks:
             )
         limit = limit_in_seconds("timeout", timeout)
         self.hang_timeout = limit_in_seconds("hang_timeout", hang_timeout)
+        start_limit = limit_in_seconds("start_timeout", start_timeout)
         self.choice: DeviceChoice = choose_device(device, default_ranks() if ranks is None else ranks)
         self.timeout = limit
         self.members = tuple(range(self.choice.ranks))
@@ -123,7 +130,7 @@ class Ranks:
         self._imported = [ImportedModules() for _ in self.members]
         self._told_outdated: set[tuple[str, float]] = set()  # modules, and the time of the edit
         self._lock = threading.Lock()
-        self._processes = RankProcesses.start(self.choice, _imports)
+        self._processes = RankProcesses.start(self.choice, _imports, start_limit)
         # Dropped without being closed, or at exit: nothing stays behind.
         self._finalizer = weakref.finalize(self, self._processes.stop)
         self._ended: str | None = None
@@ -131,7 +138,7 @@ class Ranks:
         self.assigned: dict[str, None] = {}  # names that calls have assigned on ranks, the latest last
         self._died: dict[int, float] = {}  # rank -> time.monotonic()
         try:
-            self._collect(self.members, _START_TIMEOUT, math.inf, starts=True)
+            self._collect(self.members, start_limit, math.inf, starts=True)
         except BaseException:
             self._finalizer()  # ranks that failed alike would stay otherwise, with nobody to call them
             raise
@@ -373,7 +380,8 @@ def _grace(replies: dict[int, Done | Failed | None]) -> float:
 
 def _refuse_limits(fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
     """Raise TypeError for an argument of `Ranks` that is given to `run`, whose function does not take it."""
-    names = [name for name in ("timeout", "hang_timeout", "ranks", "device") if name in kwargs]
+    options = ("timeout", "hang_timeout", "start_timeout", "ranks", "device")
+    names = [name for name in options if name in kwargs]
     try:
         parameters = inspect.signature(fn).parameters if names else {}
     except (TypeError, ValueError):  # it has none, or is no function

@@ -64,10 +64,10 @@ class RankProcesses:
     started: float = field(default_factory=_seconds_since_boot)
 
     @classmethod
-    def start(cls, choice: DeviceChoice, modules: Iterable[str] = ()) -> RankProcesses:
-        """Fork the ranks, once the server has imported `modules`."""
+    def start(cls, choice: DeviceChoice, modules: Iterable[str], limit: float) -> RankProcesses:
+        """Fork the ranks in `limit` seconds, once the server has imported `modules`."""
         store = _local_store()
-        fork_server = server()
+        fork_server = server(limit)
         controls: list[socket.socket] = []
         outputs: list[int] = []
         pages: list[int] = []
@@ -86,7 +86,7 @@ class RankProcesses:
                 os.set_blocking(read_end, False)
                 pages.append(last_seen.new_page())
             descriptors = [[*ends, page] for ends, page in zip(inherited, pages, strict=True)]
-            pids = fork_server.spawn([asdict(spec) for spec in specs], descriptors, modules)
+            pids = fork_server.spawn([asdict(spec) for spec in specs], descriptors, modules, limit)
         except BaseException:
             _close(controls, outputs, pages)
             raise

@@ -7,8 +7,10 @@ import functools
 import inspect
 import itertools
 import math
+import os
 import pickle
 import re
+import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -44,6 +46,8 @@ from transformers import (
     BertModel,
     BloomConfig,
     BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -1109,6 +1113,54 @@ def test_files(pools: dict[int, hpnb.Ranks], kind: str, tmp_path: Path) -> None:
     assert not told["unexpected_keys"]
     for key, value in loaded.state_dict().items():
         assert torch.equal(value.float(), full[key].float()), key
+
+
+def resident() -> int:
+    """Bytes of memory that this process uses, also of files that it has mapped."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def load_lazily(folder: str, knobs: dict[str, Any]) -> tuple[int, int, dict[str, float]]:
+    """(bytes of this rank's parameters, the most that its memory grew, the sum of each parameter)."""
+    before, grown, done = resident(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            grown[0] = max(grown[0], resident() - before)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    with torch.device("meta"):
+        empty = GPT2LMHeadModel(GPT2Config.from_pretrained(folder))
+    empty.tie_weights()
+    booster = hpnb.Booster(plugin=HybridParallelPlugin(precision="fp32", **knobs))
+    model, *_ = booster.boost(empty)
+    booster.load_model(model, folder)
+    done.set()
+    thread.join()
+    sizes = sum(p.numel() * p.element_size() for p in model.parameters())
+    return sizes, grown[0], {name: p.double().sum().item() for name, p in model.named_parameters()}
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from Linux's /proc")
+@pytest.mark.parametrize("knobs", [{"pp_size": 4}, {"pp_size": 2, "tp_size": 2}], ids=str)
+def test_a_gpt2_is_never_whole_on_a_rank(
+    pools: dict[int, hpnb.Ranks], knobs: dict[str, Any], tmp_path: Path
+) -> None:
+    """Built on the meta device, loaded in shards: a rank has its part in memory, and twice while it reads."""
+    config = GPT2Config(n_embd=512, n_layer=16, n_head=8, n_positions=64, vocab_size=512)
+    config.bos_token_id = config.eos_token_id = 511
+    whole = GPT2LMHeadModel(config)
+    whole.save_pretrained(tmp_path, max_shard_size="20MB")
+    size = sum(p.numel() * 4 for p in whole.parameters())  # 203 MB
+    results = on(pools, 4).run(load_lazily, str(tmp_path), knobs)
+    for sizes, grown, sums in results:
+        assert sizes < 0.3 * size
+        assert grown < 0.75 * size, (grown / size, sizes / size)
+        if "tp_size" not in knobs:
+            for name, total in sums.items():
+                place = name.replace("lm_head", "transformer.wte")
+                assert total == pytest.approx(whole.get_parameter(place).double().sum().item(), abs=1e-6)
 
 
 # --- plugins -----------------------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ class _Torch64:
     """torch, whose float32 is float64: norms and softmax of transformers are computed in float32."""
 
     float32 = torch.float64
-    float = torch.float64
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

@@ -208,7 +208,9 @@ class _Split(torch.autograd.Function):
         # which would be one more for every microbatch.
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         ctx.set_materialize_grads(False)
-        return home.rule.forward(home.module, x, _autocast(weight, dtype), _autocast(bias, dtype))
+        y = home.rule.forward(home.module, x, _autocast(weight, dtype), _autocast(bias, dtype))
+        # A view made in here could not be changed in place; before torch 2.15 a Linear of 3-D input makes one.
+        return y.data if y._is_view() else y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -10,8 +10,8 @@ ulysses          all-to-all: heads are sharded instead of tokens
 parallelize      a model of transformers, its batches and its loss
 """
 
-from hpnb.context_parallel.blockwise import block_backward, block_forward, merge_blocks
-from hpnb.context_parallel.parallelize import ContextParallel, next_token_loss, parallelize
+from hpnb.context_parallel.blockwise import block_forward, merge_blocks
+from hpnb.context_parallel.parallelize import ContextParallel, parallelize
 from hpnb.context_parallel.ring import Ring, Visibility, ring_attention
 from hpnb.context_parallel.shard_sequence import Chunk, shard_batch, split_sequence, token_places
 from hpnb.context_parallel.ulysses import ulysses_attention
@@ -21,10 +21,8 @@ __all__ = [
     "ContextParallel",
     "Ring",
     "Visibility",
-    "block_backward",
     "block_forward",
     "merge_blocks",
-    "next_token_loss",
     "parallelize",
     "ring_attention",
     "shard_batch",

@@ -56,6 +56,7 @@ def parallelize(model: nn.Module, axis: Axis | Mesh, mode: str = "ring") -> Cont
     if axis.size == 1:
         return context
     _check_causal(model)
+    assert isinstance(model, PreTrainedModel)
     _check_dropout(model)
     name = f"hpnb_{mode}_{next(_numbers)}"
     AttentionInterface.register(name, context.attend)
@@ -185,11 +186,11 @@ def _without_shift(inner: Anatomy) -> Anatomy:
 
 def _check_causal(model: nn.Module) -> None:
     """Raise TypeError for what is no causal language model of transformers, registered or not."""
-    if isinstance(model, PreTrainedModel) and is_known(model):
-        causal, instead = anatomy(model).causal, "cp_size=1, or pp_size and tp_size"
-    else:
-        causal, instead = isinstance(model, PreTrainedModel) and model.can_generate(), "cp_size=1"
-        causal = causal and not model.config.is_encoder_decoder
+    causal, instead = False, "cp_size=1"
+    if isinstance(model, PreTrainedModel):
+        causal = model.can_generate() and not model.config.is_encoder_decoder
+        if is_known(model):
+            causal, instead = anatomy(model).causal, "cp_size=1, or pp_size and tp_size"
     if not causal:
         raise TypeError(
             f"context parallelism splits the tokens of causal language models of transformers, and a "

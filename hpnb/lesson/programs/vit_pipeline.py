@@ -94,15 +94,10 @@ def distances_from(reference: torch.nn.Module, **models: torch.nn.Module) -> dic
 
 
 def time_schedules(
-    size: ViTSize,
-    images: int,
-    dtype: torch.dtype,
-    schedules: Mapping[str, Schedule],
-    cuts: Mapping[str, How] | None = None,
-    repeats: int = 3,
+    size: ViTSize, images: int, dtype: torch.dtype, schedules: Mapping[str, Schedule], *args: Any, **kw: Any
 ) -> dict[str, Timeline]:
-    """{name: the median step of `time_rounds`}. Every rank calls it."""
-    rounds = time_rounds(size, images, dtype, schedules, cuts, repeats)
+    """{name: the median step of `time_rounds`}, which takes the same. Every rank calls it."""
+    rounds = time_rounds(size, images, dtype, schedules, *args, **kw)
     return {name: median_step(tls, schedules[name]) for name, tls in rounds.items()}
 
 

@@ -16,37 +16,30 @@ from hpnb.ranks.forkserver import start_ahead
 start_ahead("hpnb.lesson")  # the rank server imports transformers while this process does
 
 from hpnb.lesson import explorers, field_guide, ledger
-from hpnb.lesson.banner import Banner, banner
-from hpnb.lesson.exercises.checker import Exercise, Finding, Verdict, check
+from hpnb.lesson.banner import banner
+from hpnb.lesson.exercises.checker import Exercise, Finding, check
 from hpnb.lesson.exercises.reader_schedules import keep_schedule, reader_schedule
 from hpnb.lesson.explorers.explorer import Challenge, Explorer
 from hpnb.lesson.explorers.knobs import Choice, Slider
 from hpnb.lesson.home import digest, home
 from hpnb.lesson.machine_card import MachineCard, machine_card
-from hpnb.lesson.page_sizes import PageSizes, choose_sizes
-from hpnb.lesson.predictions import outcome
-from hpnb.lesson.predictions.outcome import Outcome
+from hpnb.lesson.page_sizes import choose_sizes
 from hpnb.lesson.predictions.predict import outcomes, predict, reveal
-from hpnb.lesson.rank_share import RankShare, measure_share
+from hpnb.lesson.rank_share import measure_share
 from hpnb.lesson.show import Parity, show
 from hpnb.lesson.tables import number, survivors_table, table
 from hpnb.lesson.values import claim, record
 from hpnb.theory.replay import replay
 
 __all__ = [
-    "Banner",
     "Challenge",
     "Choice",
     "Exercise",
     "Explorer",
     "Finding",
     "MachineCard",
-    "Outcome",
-    "PageSizes",
     "Parity",
-    "RankShare",
     "Slider",
-    "Verdict",
     "banner",
     "check",
     "choose_sizes",
@@ -60,7 +53,6 @@ __all__ = [
     "machine_card",
     "measure_share",
     "number",
-    "outcome",
     "outcomes",
     "predict",
     "reader_schedule",

@@ -25,10 +25,8 @@ from hpnb.theory.activation_table import ACTIVATION_ROWS, ActivationRow
 from hpnb.theory.communication import (
     ALGORITHMS,
     OPS,
-    CollectiveCost,
     bytes_sent,
     cheapest,
-    collective_cost,
     knee,
     seconds,
     steps,
@@ -48,21 +46,20 @@ from hpnb.theory.layout_step import (
     layout_parts,
 )
 from hpnb.theory.links import LINKS, REPLAY_LINK, Link
-from hpnb.theory.model_states import ModelStates, model_states
-from hpnb.theory.overlap import Overlap, even_buckets, exposed_seconds, exposed_share, overlap
+from hpnb.theory.model_states import model_states
+from hpnb.theory.overlap import even_buckets, exposed_seconds, exposed_share, overlap
 from hpnb.theory.pipeline import (
     best_microbatches,
     bubble,
     in_flight,
-    pipeline_parts,
     pipeline_seconds,
     step_seconds,
 )
 from hpnb.theory.planner import task_layouts
-from hpnb.theory.replay import communication_seconds, replay
-from hpnb.theory.step_memory import Moment, StepMemory, step_memory
-from hpnb.theory.tensor_block import BlockSeconds, block_seconds, block_sent, cheapest_modes, shapes_sent
-from hpnb.theory.tensor_layer import Collective, Messages, grid_sides, linear_sent, ranks_for
+from hpnb.theory.replay import replay
+from hpnb.theory.step_memory import StepMemory, step_memory
+from hpnb.theory.tensor_block import block_seconds, block_sent, cheapest_modes, shapes_sent
+from hpnb.theory.tensor_layer import Collective, grid_sides, linear_sent, ranks_for
 from hpnb.theory.tensor_memory import (
     activation_bytes,
     activation_terms,
@@ -72,7 +69,6 @@ from hpnb.theory.transformer import Block, Matmul, model_flops, model_parameters
 from hpnb.theory.uneven_shards import (
     SEQUENCE_WAYS,
     activation_parts,
-    attention_share,
     block_imbalance,
     gathered_logits_bytes,
     imbalance,
@@ -99,23 +95,16 @@ __all__ = [
     "STEP_PARTS",
     "ActivationRow",
     "Block",
-    "BlockSeconds",
     "Collective",
-    "CollectiveCost",
     "GatherTimeline",
     "LayerCost",
     "LayoutTask",
     "Link",
     "Matmul",
-    "Messages",
-    "ModelStates",
-    "Moment",
-    "Overlap",
     "StepMemory",
     "activation_bytes",
     "activation_parts",
     "activation_terms",
-    "attention_share",
     "best_microbatches",
     "block_imbalance",
     "block_seconds",
@@ -125,8 +114,6 @@ __all__ = [
     "cheapest",
     "cheapest_modes",
     "cluster",
-    "collective_cost",
-    "communication_seconds",
     "dp_tokens_to_hide",
     "even_buckets",
     "even_split",
@@ -151,7 +138,6 @@ __all__ = [
     "model_states",
     "noise_scale",
     "overlap",
-    "pipeline_parts",
     "pipeline_seconds",
     "planner",
     "prefetch_plan",

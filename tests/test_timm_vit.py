@@ -1,0 +1,186 @@
+"""timm's ViT in every layout: timm's own where it is installed, and a model of the same structure anyway."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hpnb
+from hpnb.models import timm_vit
+
+D = torch.float64
+HIDDEN, HEADS, CLASSES = 16, 4, 5
+
+
+class PatchEmbed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, HIDDEN, 4, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.proj(x).flatten(2).mT
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.attn_dim = HEADS, HIDDEN // HEADS, HIDDEN
+        self.qkv, self.proj = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        b, s, _ = x.shape
+        q, k, v = self.qkv(x).reshape(b, s, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        x = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(x.transpose(1, 2).reshape(b, s, self.attn_dim))
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(HIDDEN, 32), nn.Linear(32, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class DropPath(nn.Module):
+    def __init__(self, drop_prob: float) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        keep = torch.rand(len(x), 1, 1, dtype=x.dtype, device=x.device) >= self.drop_prob
+        return x * keep / (1 - self.drop_prob)
+
+
+class Block(nn.Module):
+    def __init__(self, drop_path: float) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(HIDDEN), Attention()
+        self.norm2, self.mlp = nn.LayerNorm(HIDDEN), Mlp()
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x + self.drop_path(self.attn(self.norm1(x)))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+class Representation(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(HIDDEN, size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.fc(x))
+
+
+class VisionTransformer(nn.Module):
+    """As timm has it, with the representation of its first versions."""
+
+    def __init__(
+        self, distilled: bool = False, representation_size: int | None = None, drop_path_rate: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.patch_embed = PatchEmbed()
+        self.cls_token = nn.Parameter(torch.randn(1, 1, HIDDEN))
+        self.dist_token = nn.Parameter(torch.randn(1, 1, HIDDEN)) if distilled else None
+        self.pos_embed = nn.Parameter(torch.randn(1, 4 + 1 + distilled, HIDDEN))
+        self.blocks = nn.Sequential(*(Block(drop_path_rate * i) for i in range(2)))
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.pre_logits = Representation(representation_size) if representation_size else nn.Identity()
+        self.head = nn.Linear(representation_size or HIDDEN, CLASSES)
+        self.head_dist = nn.Linear(HIDDEN, CLASSES) if distilled else None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.patch_embed(x)
+        tokens = [t.expand(len(x), -1, -1) for t in (self.cls_token, self.dist_token) if t is not None]
+        x = self.norm(self.blocks(torch.cat([*tokens, x], dim=1) + self.pos_embed))
+        if self.head_dist is not None:
+            return (self.head(x[:, 0]) + self.head_dist(x[:, 1])) / 2
+        return self.head(self.pre_logits(x[:, 0]))
+
+
+def build(**options: Any) -> VisionTransformer:
+    torch.manual_seed(1)
+    return VisionTransformer(**options).to(D)
+
+
+def images(samples: int = 4) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(samples, 3, 8, 8, dtype=D, generator=generator)
+    return {"x": x, "labels": torch.arange(samples) % CLASSES}
+
+
+def loss(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(outputs, batch["labels"])
+
+
+def step(options: dict[str, Any], knobs: dict[str, Any]) -> tuple[float | None, dict[str, torch.Tensor]]:
+    """The loss of one step, and the weights after it."""
+    timm_vit.register(VisionTransformer)
+    model = build(**options)
+    booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp64", num_microbatches=2, **knobs))
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    result = booster.execute_pipeline(iter([images()]), boosted, loss, optimizer)["loss"]
+    optimizer.step()
+    gathers = "tp_size" in knobs and "pp_size" not in knobs
+    weights = hpnb.tensor_parallel.full_state_dict(boosted.unwrap()) if gathers else {}
+    return None if result is None else float(result), weights
+
+
+@pytest.mark.parametrize("options", [{"distilled": True}, {"representation_size": 6}], ids=str)
+def test_a_distillation_token_and_a_representation_are_exact(options: dict[str, Any]) -> None:
+    timm_vit.register(VisionTransformer)
+    hpnb.models.check(build(**options), images())
+    alone = build(**options)
+    expected = loss(alone(images()["x"]), images())
+    expected.backward()  # type: ignore[no-untyped-call]
+    torch.optim.SGD(alone.parameters(), lr=0.5).step()
+    with hpnb.Ranks(4, device="cpu", timeout=120) as ranks:
+        for knobs in ({"tp_size": 4, "tp_mode": "2d"}, {"tp_size": 2, "pp_size": 2}, {"tp_size": 4}):
+            for value, weights in ranks.run(step, options, knobs):
+                assert value is None or value == pytest.approx(expected.item(), rel=1e-12)
+                for name, weight in weights.items():
+                    wanted = alone.state_dict()[name]
+                    assert (weight - wanted).norm() < 1e-12 * max(1.0, float(wanted.norm())), name
+
+
+def drop_paths(tp: int) -> float | None:
+    return step({"drop_path_rate": 0.5}, {"tp_size": tp} if tp > 1 else {})[0]
+
+
+def test_paths_are_dropped_alike_on_tensor_parallel_ranks() -> None:
+    (alone,) = hpnb.launch(drop_paths, 1, ranks=1, device="cpu")
+    together = hpnb.launch(drop_paths, 2, ranks=2, device="cpu")
+    assert together == pytest.approx([alone, alone], rel=1e-12)
+    whole = build()
+    assert alone != pytest.approx(loss(whole(images()["x"]), images()).item(), rel=1e-3)
+
+
+def test_an_option_that_the_page_lacks_is_refused() -> None:
+    timm_vit.register(VisionTransformer)
+    model: Any = build()
+    model.global_pool = "avg"
+    with pytest.raises(ValueError, match=r"has global_pool='avg', and hpnb.models.timm_vit takes 'token'"):
+        hpnb.models.anatomy(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("vit_tiny_patch16_224", {"init_values": 0.1}),
+        ("deit_tiny_distilled_patch16_224", {"drop_path_rate": 0.1}),
+    ],
+)
+def test_timm_s_own(name: str, options: dict[str, Any]) -> None:
+    timm = pytest.importorskip("timm")
+    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": HIDDEN, "depth": 2, "num_heads": HEADS}
+    model = timm.create_model(name, num_classes=CLASSES, **sizes, **options).to(D)
+    timm_vit.register(type(model))
+    hpnb.models.check(model, images())

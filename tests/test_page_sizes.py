@@ -34,7 +34,7 @@ MACHINES = {  # GPUs, bytes of one that are free, bf16, FLOP/s of one in 16-bit 
 def share_of(machine: str, ranks: int) -> RankShare:
     gpus, free, bf16, rate = MACHINES[machine]
     on_gpu = -(-ranks // max(1, gpus))
-    return RankShare(ranks, "cuda", free / on_gpu - CONTEXT, on_gpu, bf16, rate / on_gpu)
+    return RankShare(ranks, "cuda", free / on_gpu - CONTEXT, bf16, rate / on_gpu)
 
 
 every_machine = pytest.mark.parametrize("machine", MACHINES)
@@ -80,7 +80,7 @@ def test_pages_train_real_models_on_one_t4(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_one_large_gpu_a_rank_trains_what_the_pages_tell(ranks: int) -> None:
-    share = RankShare(ranks, "cuda", 138e9, 1, True, 700e12)
+    share = RankShare(ranks, "cuda", 138e9, True, 700e12)
     xl, l16 = GPT2_SIZES["1.5b"], SIZES["l16"]
     chosen = {need: choose_sizes(need, share).trial for need in NEEDS}
     wide = ViTSize(hidden=4096, layers=6, heads=32, mlp=16384, patch=16, image=224)
@@ -112,11 +112,11 @@ def test_on_a_cpu_pages_train_what_they_always_have() -> None:
 
 
 def test_memory_time_and_ranks_decide() -> None:
-    roomy = RankShare(4, "cuda", 138e9, 1, True, 700e12)
-    for smaller in (RankShare(4, "cuda", 8e9, 1, True, 700e12), RankShare(4, "cuda", 138e9, 1, True, 20e12)):
+    roomy = RankShare(4, "cuda", 138e9, True, 700e12)
+    for smaller in (RankShare(4, "cuda", 8e9, True, 700e12), RankShare(4, "cuda", 138e9, True, 20e12)):
         for need in ("02", "05", "06", "08"):
             assert choose_sizes(need, smaller).trial != choose_sizes(need, roomy).trial
-    assert choose_sizes("02", RankShare(2, "cuda", 60e9, 1, True, 700e12)).batch < 1024
+    assert choose_sizes("02", RankShare(2, "cuda", 60e9, True, 700e12)).batch < 1024
     lost = choose_sizes("05", RankShare(2, "cuda", 1e6))
     assert lost.trial == NEEDS["05"].laptop
     assert not lost.fits
@@ -189,7 +189,7 @@ def test_ranks_share_what_is_free_on_their_gpu(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("HPNB_GPU_MEMORY_GB", raising=False)
     pool = FakePool(("a", 12e9, True, 9e12), ("a", 12.1e9, True, 8e12), ("b", 7e9, False, 9e12))
     share = rank_share.measure_share(pool)  # type: ignore[arg-type]
-    assert share == RankShare(3, "cuda", 6e9, 2, False, 8e12)
+    assert share == RankShare(3, "cuda", 6e9, False, 8e12)
     assert share.dtype == torch.float16
     monkeypatch.setenv("HPNB_GPU_MEMORY_GB", "5")
     assert rank_share.measure_share(pool).memory == 2.5e9  # type: ignore[arg-type]

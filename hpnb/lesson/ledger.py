@@ -17,6 +17,7 @@ from hpnb.lesson.predictions.outcome import ratio_of, ratio_text
 from hpnb.lesson.tables import number, plain, split_unit, table
 from hpnb.mesh import Layout
 
+FILE = "ledger.jsonl"
 Pair = tuple[float | None, float | None]  # predicted, measured
 
 
@@ -35,58 +36,50 @@ class LedgerEntry:
         return self.notebook, self.layout, self.model, self.machine
 
 
-class Ledger:
-    """The rows in one file of home()."""
+def add(
+    notebook: str,
+    layout: Layout | str,
+    model: str,
+    quantities: Mapping[str, tuple[SupportsFloat | None, SupportsFloat | None]],
+    machine: str = "",
+) -> None:
+    """Write one row; it takes the place of one of the same notebook, layout, model and machine.
 
-    def __init__(self, name: str = "ledger.jsonl") -> None:
-        self.name = name
-
-    def add(
-        self,
-        notebook: str,
-        layout: Layout | str,
-        model: str,
-        quantities: Mapping[str, tuple[SupportsFloat | None, SupportsFloat | None]],
-        machine: str = "",
-    ) -> None:
-        """Write one row; it takes the place of one of the same notebook, layout, model and machine.
-
-        Args:
-            notebook: such as "01".
-            quantities: {"step (s)": (predicted, measured)}; None for what was not predicted or measured.
-            machine: a name of the kind of machine, or a digest of it.
-        """
-        pairs = {name: (_plain(p), _plain(m)) for name, (p, m) in quantities.items()}
-        row = LedgerEntry(notebook, str(layout), model, pairs, machine)
-        with locked():
-            entries = {entry.key: entry for entry in self._read()}
-            entries[row.key] = row
-            lines = (json.dumps(asdict(entry), ensure_ascii=False) for entry in entries.values())
-            save(self.name, "".join(line + "\n" for line in lines))
-
-    def rows(self) -> tuple[LedgerEntry, ...]:
-        """All rows, by notebook, then in the order in which they were first added."""
-        return tuple(sorted(self._read(), key=lambda row: row.notebook))
-
-    def show(self) -> None:
-        """Display a row a layout; a cell holds what was measured, and measured / predicted."""
-        rows = self.rows()
-        names = list(dict.fromkeys(name for row in rows for name in row.quantities))
-        machines = len({row.machine for row in rows}) > 1
-        columns = ["notebook", "layout", "model", *(split_unit(name)[0] for name in names)]
-        lines = []
-        for row in rows:
-            cells = [_cell(row.quantities.get(name), split_unit(name)[1]) for name in names]
-            lines.append([row.notebook, row.layout, row.model, *cells] + [row.machine] * machines)
-        note = "Measured, and in brackets measured / predicted." if rows else "No layout has run yet."
-        table(columns + ["machine"] * machines, lines, "ledger", note)
-
-    def _read(self) -> tuple[LedgerEntry, ...]:
-        return load(self.name, _parse, ())
+    Args:
+        notebook: such as "01".
+        quantities: {"step (s)": (predicted, measured)}; None for what was not predicted or measured.
+        machine: a name of the kind of machine, or a digest of it.
+    """
+    pairs = {name: (_plain(p), _plain(m)) for name, (p, m) in quantities.items()}
+    row = LedgerEntry(notebook, str(layout), model, pairs, machine)
+    with locked():
+        entries = {entry.key: entry for entry in _read()}
+        entries[row.key] = row
+        lines = (json.dumps(asdict(entry), ensure_ascii=False) for entry in entries.values())
+        save(FILE, "".join(line + "\n" for line in lines))
 
 
-series = Ledger()  # the one that the notebooks share
-add, rows, show = series.add, series.rows, series.show
+def rows() -> tuple[LedgerEntry, ...]:
+    """All rows, by notebook, then in the order in which they were first added."""
+    return tuple(sorted(_read(), key=lambda row: row.notebook))
+
+
+def show() -> None:
+    """Display a row a layout; a cell holds what was measured, and measured / predicted."""
+    entries = rows()
+    names = list(dict.fromkeys(name for row in entries for name in row.quantities))
+    machines = len({row.machine for row in entries}) > 1
+    columns = ["notebook", "layout", "model", *(split_unit(name)[0] for name in names)]
+    lines = []
+    for row in entries:
+        cells = [_cell(row.quantities.get(name), split_unit(name)[1]) for name in names]
+        lines.append([row.notebook, row.layout, row.model, *cells] + [row.machine] * machines)
+    note = "Measured, and in brackets measured / predicted." if entries else "No layout has run yet."
+    table(columns + ["machine"] * machines, lines, "ledger", note)
+
+
+def _read() -> tuple[LedgerEntry, ...]:
+    return load(FILE, _parse, ())
 
 
 def _parse(text: str) -> tuple[LedgerEntry, ...]:

@@ -1,7 +1,7 @@
 """What one rank of a page may use: its share of a GPU's free memory, which 16-bit dtype, FLOPs a second.
 
     share = lesson.measure_share(pool)      # measured on every rank; the smallest counts
-    RankShare(4, "cuda", 3.5e9, ranks_per_gpu=4, bf16=False, flop_rate=6e12)      # four ranks on one T4
+    RankShare(4, "cuda", 3.5e9, bf16=False, flop_rate=6e12)      # four ranks on one T4
 
 Ranks that share a GPU get equal parts of what is free once all of them have started, so that their CUDA
 contexts are paid for. `HPNB_GPU_MEMORY_GB` and `HPNB_NO_BF16` (hpnb.ranks.gpu_limits) make a large GPU act
@@ -34,7 +34,6 @@ class RankShare:
         ranks: of the page.
         device: "cpu" or "cuda".
         memory: bytes that a rank may use on its GPU; inf on a CPU, where pages train small models.
-        ranks_per_gpu: on the fullest GPU.
         bf16: whether the GPU computes in bf16.
         flop_rate: FLOP/s of a rank's 16-bit matrix products while all ranks compute.
     """
@@ -42,7 +41,6 @@ class RankShare:
     ranks: int
     device: str
     memory: float = math.inf
-    ranks_per_gpu: int = 1
     bf16: bool = True
     flop_rate: float = math.inf
 
@@ -70,7 +68,6 @@ def measure_share(ranks: hpnb.Ranks | int) -> RankShare:
         choice.ranks,
         choice.device,
         min(min(free, limit) / on_gpu[gpu] for gpu, free, _, _ in answers),
-        max(on_gpu.values()),
         all(bf16 for _, _, bf16, _ in answers),
         min(rate for _, _, _, rate in answers),
     )

@@ -22,12 +22,10 @@ class WrongAnswer(Exception):
     """What a rank returned cannot be the answer. Raised, so that ranks that wait for this one end with it."""
 
 
-def run_on_ranks(
-    run: Callable[..., Any], *args: Any, ranks: int, timeout: float = TIMEOUT
-) -> tuple[Any, str]:
+def run_on_ranks(run: Callable[..., Any], *args: Any, ranks: int) -> tuple[Any, str]:
     """(what all ranks returned, ""), or (None, the words of the rank that raised WrongAnswer)."""
     try:
-        return hpnb.launch(run, *args, ranks=ranks, device="cpu", timeout=timeout), ""
+        return hpnb.launch(run, *args, ranks=ranks, device="cpu", timeout=TIMEOUT), ""
     except hpnb.RankError as error:
         if error.error != WrongAnswer.__name__:
             raise

@@ -89,8 +89,8 @@ def record_step(model: nn.Module, forward: Callable[[], torch.Tensor], repeats: 
     return median_by(timelines, lambda tl: tl.makespan)
 
 
-def close_gaps(tl: Timeline, gap: float = 1 / 300) -> Timeline:
-    """Compute after compute without a gap, where that is shorter than `gap` of the makespan.
+def close_gaps(tl: Timeline) -> Timeline:
+    """Compute after compute without a gap, where that is shorter than 1/300 of the makespan.
 
     Between two spans a rank only reads the clock, and that is no waiting.
     """
@@ -99,7 +99,7 @@ def close_gaps(tl: Timeline, gap: float = 1 / 300) -> Timeline:
         compute = [e for e in on_rank if e.is_compute]
         events += [e for e in on_rank if not e.is_compute]
         for e, after in pairwise(compute):
-            near = 0 <= after.start - e.end < gap * tl.makespan
+            near = 0 <= after.start - e.end < tl.makespan / 300
             events.append(replace(e, end=after.start) if near else e)
         events += compute[-1:]
     return replace(tl, events=tuple(events))
@@ -268,9 +268,7 @@ def train_and_compare(model: nn.Module, size: ViTSize, batch: Batch, axis: Axis,
     return TrainingRun(errors, losses, distances)
 
 
-def worst_gradient_error(
-    size: ViTSize, mode: str, sequence_parallel: bool = False, depth: int = 1
-) -> float:
+def worst_gradient_error(size: ViTSize, mode: str, sequence_parallel: bool = False, depth: int = 1) -> float:
     """The largest error of a loss or a gradient of a ViT sharded over all ranks. Every rank calls it."""
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randn(32, 3, size.image, size.image, generator=generator)

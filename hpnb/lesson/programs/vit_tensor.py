@@ -368,9 +368,9 @@ def _predict_block(block: Block, mode: str, card: MachineCard) -> float:
     return theory.block_seconds(block, grid, card.ranks, card.link, card.matmul, 1, mode != grid).total
 
 
-def calls_of_modes(size: ViTSize, modes: Sequence[str], ranks: int = 4) -> dict[str, int]:
-    """{mode: collectives that a block calls, forward and backward}; their number depends on no size."""
-    grids = {mode: (mode.removesuffix("+sp"), ranks, 1, mode.endswith("+sp")) for mode in modes}
+def calls_of_modes(size: ViTSize, modes: Sequence[str]) -> dict[str, int]:
+    """{mode: collectives that a block calls on 4 ranks, forward and backward}, whatever the sizes."""
+    grids = {mode: (mode.removesuffix("+sp"), 4, 1, mode.endswith("+sp")) for mode in modes}
     return {mode: theory.block_sent(size.block(1), *grid).calls for mode, grid in grids.items()}
 
 

@@ -1156,7 +1156,7 @@ def test_a_gpt2_is_never_whole_on_a_rank(
     results = on(pools, 4).run(load_lazily, str(tmp_path), knobs)
     for sizes, grown, sums in results:
         assert sizes < 0.3 * size
-        assert grown < 0.75 * size, (grown / size, sizes / size)
+        assert grown < 0.9 * size, (grown / size, sizes / size)
         if "tp_size" not in knobs:
             for name, total in sums.items():
                 place = name.replace("lm_head", "transformer.wte")

@@ -253,6 +253,10 @@ def test_a_full_gpu_is_described_by_who_holds_what() -> None:
     assert "(200, 300) float32, parameters" in text
     words = "Tried to allocate 1.00 GiB. Of the allocated memory 2.00 GiB is allocated by PyTorch, and 1 MiB"
     assert "2.15 GB were in use" in out_of_memory.describe(words, 1e9, 3e9, mine)
+    others = [
+        out_of_memory.describe("Tried to allocate 1.00 GiB", 1e9, 4e9, mine, 2, free) for free in (4e8, 2e9)
+    ]
+    assert ["0.40 GB of the GPU are free" in text for text in others] == [True, False]
     assert out_of_memory.reading(ValueError("no")) is None
 
 
@@ -278,6 +282,7 @@ def pretend_to_have_a_gpu() -> None:
     def memory(_: object) -> int:
         return 10**9
 
+    torch.cuda.mem_get_info = lambda *_: (10**10, 10**10)
     torch.cuda.current_device = lambda: 0
     torch.cuda.memory_allocated = memory
     torch.cuda.get_device_properties = lambda _: type("P", (), {"total_memory": 2 * 10**9})

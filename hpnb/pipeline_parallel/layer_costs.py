@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -48,8 +49,10 @@ def _flops(layers: Sequence[Layer], example: Inputs, device: torch.device) -> li
     with _keep_generators(device):
         for layer in layers:
             copied = _copy_layer(layer, device)
-            # Without gradients a layer in evaluation mode may take a fused path, which is not counted.
-            with torch.enable_grad(), FlopCounterMode(display=False) as counter:
+            # Without gradients a layer in evaluation mode may take a fused path, which is not counted; nor is
+            # PyTorch 2.11's fused attention on a CPU.
+            counter = FlopCounterMode(display=False)
+            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), counter:
                 hidden = copied.run(_fresh_input(hidden), inputs)
             flops.append(float(counter.get_total_flops()))
     return flops

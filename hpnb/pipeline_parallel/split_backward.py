@@ -209,7 +209,7 @@ class _Split(torch.autograd.Function):
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         ctx.set_materialize_grads(False)
         y = home.rule.forward(home.module, x, _autocast(weight, dtype), _autocast(bias, dtype))
-        # A view made in here could not be changed in place; before torch 2.15 a Linear of 3-D input makes one.
+        # A view made in here could not be changed in place. With torch 2.11 a Linear of 3-D input makes one.
         return y.data if y._is_view() else y
 
     @staticmethod

@@ -35,11 +35,17 @@ def reading(error: BaseException) -> str | None:
     total = torch.cuda.get_device_properties(device).total_memory
     limited = gpu_memory_limit() or current.shares_gpu
     fraction = torch.cuda.get_per_process_memory_fraction(device) if limited else 1.0
-    return describe(str(error), in_use, fraction * total, live_tensors("cuda"), current.ranks_on_gpu)
+    free, _ = torch.cuda.mem_get_info(device)
+    return describe(str(error), in_use, fraction * total, live_tensors("cuda"), current.ranks_on_gpu, free)
 
 
 def describe(
-    message: str, in_use: float, capacity: float, groups: Counter[Group], ranks_on_gpu: int = 1
+    message: str,
+    in_use: float,
+    capacity: float,
+    groups: Counter[Group],
+    ranks_on_gpu: int = 1,
+    free: float | None = None,
 ) -> str:
     """The reading in lines.
 
@@ -49,6 +55,7 @@ def describe(
         capacity: bytes of the GPU, or of the part that this process may use.
         groups: bytes of the tensors that are alive.
         ranks_on_gpu: how many ranks share the GPU.
+        free: bytes of the GPU that no process holds; named if they are why this rank did not get its part.
     """
     asked = _ASKED.search(message)
     more = f"{float(asked[1]) * _UNITS[asked[2]] / 1e9:.2f} GB more do" if asked else "the next tensor does"
@@ -56,6 +63,10 @@ def describe(
         in_use = max(in_use, float(held[1]) * _UNITS[held[2]])
     shared = f", its part of {ranks_on_gpu} ranks on this GPU" if ranks_on_gpu > 1 else ""
     used = f"{in_use / 1e9:.2f} GB were in use by this rank, of {capacity / 1e9:.2f} GB{shared}"
+    if asked and free is not None:
+        wanted = float(asked[1]) * _UNITS[asked[2]]
+        if in_use + wanted < capacity and free < wanted:
+            used += f"; other processes hold the rest, and {free / 1e9:.2f} GB of the GPU are free"
     lines = [f"{more} not fit: {used}"]
     for (category, shape, dtype), nbytes in groups.most_common(_MOST):
         lines.append(f"    {nbytes / 1e9:6.2f} GB   {_shape(shape)} {dtype}, {category}")

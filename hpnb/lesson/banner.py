@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from collections import Counter
 from dataclasses import dataclass
 
 import torch
 
-from hpnb.doctor.gpus import run_tool
 from hpnb.lesson.page_sizes import PageSizes
 from hpnb.lesson.tables import table
 from hpnb.ranks import choose_device, default_ranks, usable_cores
@@ -138,10 +138,14 @@ def _versions() -> tuple[tuple[str, str], ...]:
 
 def gpu_names(used: int) -> str:
     """ "4 x NVIDIA H200", asked of the driver: torch would have to start CUDA in the notebook's process."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    only = ("-i", visible) if visible else ()
-    lines = run_tool("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", *only)
-    names = [line.strip() for line in lines]
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command += ["-i", visible]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20.0, check=False)
+        names = [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []
+    except (OSError, subprocess.SubprocessError):
+        names = []
     if len(names) < used:
         return _count(used, "GPU")
     return ", ".join(f"{many} x {name}" if many > 1 else name for name, many in Counter(names[:used]).items())

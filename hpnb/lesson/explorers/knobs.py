@@ -22,9 +22,9 @@ class Slider:
     """A number from `low` to `high`; an integer if low, high and value are (and step, where it is not log).
 
     Args:
-        value: where it starts; always a stop, as low and high are. step: between stops, by default 1 for
-        integers and else a hundredth of the way. On a logarithmic slider
-            it is of the exponent of 10, by default 0.1: 1, 1.3, 1.6, 2, 2.5, 3.2, 4, ...
+        value: where it starts; always a stop, as low and high are.
+        step: between stops, by default 1 for integers and else a hundredth of the way. On a logarithmic
+            slider it is of the exponent of 10, by default 0.1: 1, 1.3, 1.6, 2, 2.5, 3.2, 4, ...
         log: stops at equal ratios.
         unit: of the numbers, for `lesson.number`.
     """

@@ -67,8 +67,7 @@ here = lesson.banner(N, model=model_name, data=leaves.describe(), sizes=sizes)
 #
 # A ViT cuts an image into patches, and each patch becomes one *token*, a vector of h numbers. Our images have 32 x 32
 # pixels, so 16 patches of 8 x 8 and one token for the class make 17 tokens. They pass through equal transformer blocks,
-# and the model names one of three states of a bean leaf. A generator draws the leaves if the photographs are not found. We
-# time the ViT `SIZE` of the banner, and quick checks use `SMALL`, 8 blocks of width 64.
+# and the model names one of three states of a bean leaf. We time the ViT `SIZE` of the banner, and quick checks use `SMALL`, 8 blocks of width 64.
 #
 # Two numbers describe the cost:
 #
@@ -107,7 +106,8 @@ lesson.record("01.bucket", BUCKET_MB)
 lesson.record("01.few", {"images": sizes.few, "tokens": sizes.few * SIZE.tokens})
 
 # %% [markdown]
-# The states take <data value="01.cost.model-states.counted">102 MB</data>, as 16 bytes per parameter say. The exact FLOPs include two matmuls of attention that have no
+# The states take {{01.cost.model-states.counted}}, as 16 bytes per parameter say. The work is that of one rank's
+# step with 16 images, or 272 tokens. The exact FLOPs include two matmuls of attention that have no
 # weights.
 #
 # Activations pile up in the forward, up to the peak of <data value="01.memory.peak">115 MB</data>. The backward frees them and leaves gradients behind.
@@ -318,8 +318,7 @@ lesson.show(buckets, title="Buckets give the same gradients")
 lesson.reveal("01.step-bytes", sent[0].bytes["dp"] / 3, "B", expected, source="counted")
 
 # %% [markdown]
-# The gradients are right, and each rank sent <data value="01.step-bytes">3.31 MB</data> per step, the size of the gradient, because 2(d-1)/d is 1 with two
-# ranks.
+# The gradients are right: the table allows 100 times the yardstick. Each rank sent {{01.step-bytes}} per step, the size of the gradient, because 2(d-1)/d is 1 for two ranks.
 #
 # Large buckets pay fewer latencies, and small ones leave earlier. We record a forward and backward of `SIZE` in three
 # versions. A sends every tensor alone after the backward, B sends buckets after it, and C sends buckets during it. Each
@@ -368,14 +367,15 @@ lesson.claim("buckets beat single tensors", (steps[b], "<", steps[a]))
 
 # %% [markdown]
 # The figure has the round of median duration. The thin lane under a rank has its messages. "Compute" is the copying into
-# buckets, which C does inside the backward. *Makespan* is the time from the first start to the last end.
+# buckets, which C does inside the backward. *Makespan* is the time from the first start to the last end, and ranks × makespan is the time of
+# all ranks together.
 #
-# A takes <data value="01.step.a-tensors-after.measured">171 ms</data>, B <data value="01.step.b-buckets-after.measured">66.0 ms</data> and C <data value="01.step.c-buckets-during.measured">61.9 ms</data>. A pays a
-# latency per tensor, and B one per bucket. By α this saves <data value="01.gain.predicted">47.0 ms</data>, and we measured <data value="01.gain.measured">105 ms</data>. We did not measure what
-# the rest is.
+# A takes <data value="01.step.a-tensors-after.measured">171 ms</data>, B <data value="01.step.b-buckets-after.measured">66.0 ms</data> and C <data value="01.step.c-buckets-during.measured">61.9 ms</data>. Every
+# all-reduce pays 2(d-1) α. A has one for each of the 16 tensors of a block, and B one for each bucket. We
+# predicted that B saves {{01.gain.predicted}}, and measured {{01.gain.measured}}, but not what the rest is.
 #
-# By the prediction C takes <data value="01.overlap.predicted:.2f">0.67</data> times as long as B. In the same round it takes <data value="01.overlap:.2f">0.92</data> times as long in the
-# median, and from <data value="01.turns.low:.2f">0.81</data> to <data value="01.turns.high:.2f">1.09</data> times over nine rounds. From B to C the exposed time changes from
+# We divide C by B within each round. The median of these ratios is {{01.overlap:.2f}}, not the ratio of the table's medians.
+# They range from {{01.turns.low:.2f}} to {{01.turns.high:.2f}}, and we predicted {{01.overlap.predicted:.2f}}. From B to C the exposed time changes from
 # <data value="01.step.b-buckets-after.exposed">23.0 ms</data> to <data value="01.step.c-buckets-during.exposed">7.46 ms</data>, and the computing time from <data value="01.step.b-buckets-after.computing">42.1 ms</data> to <data value="01.step.c-buckets-during.computing">51.4 ms</data>. Both
 # matter: the threads that send share the cores with the backward and can slow it down. The prediction leaves this out, as
 # well as the copying and the wait for the slower rank.
@@ -510,12 +510,16 @@ lesson.record("01.measured", {"knee": few, "gap": bound / law_knee, "after-knee"
 lesson.reveal("01.knee", bound, predicted=law_knee)
 
 # %% [markdown]
-# The law promises a free step from <data value="01.law.knee:,.0f">64</data> tokens per rank. We measured <data value="01.measured.knee">1,088</data> tokens, <data value="01.measured.gap:.1f">17.0</data> times
-# as many. The bars are the ranges of the rounds, so noise can move the measured knee to a neighbouring size.
+# The law promises a free step from <data value="01.law.knee:,.0f">64</data> tokens per rank. The measured knee is {{01.measured.knee}} tokens,
+# {{01.measured.gap:.1f}} times as many. We timed only the sizes in the table, so a free step may begin between the size
+# before and this one. The bars are the ranges of the rounds, so noise can move the knee to a neighbouring size.
 #
-# Does overlap make the step free? By the law a step that reduces *after* the backward is free from <data value="01.law.after:,.0f">428</data> tokens on,
-# because it is long. We measured <data value="01.measured.after-knee">1,632</data>. At <data value="01.measured.faster">0</data> of <data value="01.measured.sizes">8</data> sizes the whole bar with overlap lies below the
-# bar without. At the others this run cannot show that overlap pays.
+# At the fewest tokens both measured points lie below the law's curves: such a small step computes more slowly than at
+# the rate R, so communication weighs less.
+#
+# Is it overlap that makes the step free? A long enough step is free even if the all-reduce comes *after* the backward:
+# by the law from {{01.law.after:,.0f}} tokens on, measured from {{01.measured.after-knee}}. The whole bar with overlap lies below the bar without at
+# {{01.measured.faster}} of {{01.measured.sizes}} sizes. Elsewhere this run does not show that overlap pays.
 #
 # Why? The law assumes that the backward keeps its speed while an all-reduce runs, and that filling buckets takes no time.
 # To test the first, we run a backward beside an *unrelated* all-reduce of as many bytes, and stop the clock when the
@@ -563,15 +567,18 @@ lesson.record("01.last-bucket", last, "s")
 
 # %% [markdown]
 # The all-reduce alone takes <data value="01.cause.all-reduce-alone.measured">26.3 ms</data> and fits under the backward, which takes two thirds of the step's
-# <data value="01.cause.step-alone.measured">149 ms</data>. Yet the full step takes <data value="01.cause.full-step.factor:.2f">1.24</data> times as long as the step alone.
+# <data value="01.cause.step-alone.measured">149 ms</data>. Yet the full step takes {{01.cause.full-step.factor:.2f}} times as long as the step alone. The table
+# before has another measurement of this step, at 272 tokens.
 #
 # - *Sharing.* Beside the unrelated all-reduce the factor is <data value="01.cause.beside-an-unrelated-all-reduce.factor:.2f">1.14</data>, in the rounds
 #   <data value="01.cause.beside-an-unrelated-all-reduce.lowest:.2f">1.09</data> to <data value="01.cause.beside-an-unrelated-all-reduce.highest:.2f">1.17</data>.
 # - *Buckets.* With buckets and nothing sent it is <data value="01.cause.with-buckets-nothing-sent.factor:.2f">1.01</data>, in the rounds
 #   <data value="01.cause.with-buckets-nothing-sent.lowest:.2f">0.99</data> to <data value="01.cause.with-buckets-nothing-sent.highest:.2f">1.05</data>.
 # - *The last bucket.* By α and B it exposes at most <data value="01.last-bucket">3.28 ms</data>, with its latency. The other buckets overlap.
+# - *A slower all-reduce.* By the card it takes 2(d-1) (α + S/(dB)) for the gradient's S = {{01.memory.gradients}}. The law omits what
+#   the all-reduce alone takes beyond this.
 #
-# Trust a factor only as far as its rounds agree. What remains, such as waiting for the slower rank, we did not separate.
+# What remains, such as waiting for the slower rank, we did not separate.
 #
 # So there are two answers. From the law's <data value="01.law.knee:,.0f">64</data> tokens on, the all-reduce would fit under a backward at the rate R.
 # This quick check needs only R and B. Plan with the measured <data value="01.measured.knee">1,088</data>.
@@ -652,13 +659,14 @@ lesson.show(counted={"four times (B)": often, "once (B)": once}, key="01.sent")
 #
 # <details><summary>Does accumulation make a step free?</summary>
 #
-# It spreads the cost over a longer step. The full step of 16 images took <data value="01.cause.full-step.factor:.2f">1.24</data> times as long as the step alone.
-# With four microbatches of 16 images we expect 1 plus a quarter of what exceeds 1. We did not measure it.
+# It spreads the cost over a longer step. The full step of 16 images took f = {{01.cause.full-step.factor:.2f}} times as long as the
+# step alone. With four microbatches of 16 images we expect 1 + (f - 1)/4, which is below 1.1 for any f below 1.4. We
+# did not measure it.
 # </details>
 #
 # 16-bit gradients halve the bytes. But in fp16 small gradients vanish, so the loss is multiplied by a *scale*. It doubles
-# after `growth_interval` steps in a row without *overflow*, a gradient above 65504. A step that overflows is skipped, and
-# with `hysteresis=1` it halves the scale.
+# after `growth_interval` steps in a row without *overflow*, a gradient above 65504. A step that overflows is skipped.
+# With `hysteresis=1` already the first overflow halves the scale, with 2 only the second.
 #
 # **In your tools.** `no_sync()` of PyTorch's DDP, and `with accelerator.accumulate(model):` in Accelerate.
 #
@@ -719,20 +727,19 @@ lesson.field_guide.show()
 # %% [markdown]
 # The wrong run looks healthy: its mean loss falls from <data value="01.drift.first:.2f">1.11</data> in the first six steps to
 # <data value="01.drift.last:.2f">0.58</data> in the last six. But <data value="01.drift.overflows">2</data> overflows happened on some ranks only, and the replicas end
-# <data value="01.drift.distance:.0e">2e-02</data> apart. A rank that skipped lacks an update. From then on the ranks multiply their losses by different
-# scales, add the gradients, and each divides this one sum by its own scale. The distance may fall when another rank skips
-# too. But replicas never exchange weights, so nothing makes them equal again.
+# <data value="01.drift.distance:.0e">2e-02</data> apart. A rank that skipped lacks an update, and has halved its scale. While scales differ, the ranks add gradients of different scales, and each divides this one sum by its own. Even when the scales are
+# equal again, weights and Adam's moments differ. Replicas never exchange them, so nothing makes them equal.
 #
-# The instrument is the distance between replicas. In a healthy run it is exactly 0. The cure is to decide on a number that
-# all ranks share, as `hpnb.precision.step(optimizer, [axis], scaler=scaler)` does.
+# The instrument is the distance between replicas. In a healthy run it is exactly 0. The cure is to base the decision on a number that is
+# equal on all ranks, as `hpnb.precision.step(optimizer, [axis], scaler=scaler)` does.
 #
 # **Takeaway.** Every decision that changes weights, such as skip, clip or stop, needs numbers that are equal on all ranks.
 #
 # ### Exercise 3: a sampler behind a healthy curve
 #
 # *Extra, 15 minutes.* `seen[step][rank]` has the numbers of the samples that each rank saw in one epoch. Return a pair.
-# First comes `"sharded"` if no sample was seen twice, `"same order"` if every rank saw the same samples,
-# or `"own order"` if each rank shuffled all samples. Second comes the effective batch size, the number of different
+# First comes `"sharded"` if no sample was seen twice, `"same order"` if in every step all
+# ranks saw the same samples, or `"own order"` if each rank shuffled all samples. Second comes the effective batch size, the number of different
 # samples in a step, averaged over the steps.
 #
 # <details><summary>Hint</summary>
@@ -753,7 +760,8 @@ lesson.check(exercises.sampler, diagnose)
 #
 # The check prints the first and last loss of each sampler: all three fall. With the same order on all ranks, the mean
 # gradient is the gradient of one rank: you pay for d ranks and get the batch of one. If each rank shuffles all samples
-# for itself, one epoch becomes d.
+# for itself, one pass of the loaders goes through
+# the data set d times.
 #
 # ```python
 # def diagnose(seen):
@@ -809,7 +817,7 @@ lesson.record("01.zero", {name: sum(p.values()) for name, p in kept.items()}, "B
 lesson.claim("stage 1 sends no more", (sent["stage 1"], "==", sent["stage 0"]))
 
 # %% [markdown]
-# Plain data parallelism keeps <data value="01.zero.stage-0">6.65 MB</data> of states on each rank, and stage 3 <data value="01.zero.stage-3">3.32 MB</data>.
+# Stage 0, plain data parallelism, keeps {{01.zero.stage-0}} of states on each rank, and stage 3 <data value="01.zero.stage-3">3.32 MB</data>.
 # Stages 1 and 2 send <data value="01.zero-sent.stage-1.counted">831 kB</data>, as many bytes as stage 0, because an all-reduce consists of the same two halves. Stage
 # 3 gathers weights twice, so it sends three halves, <data value="01.zero-sent.stage-3.counted">1.23 MB</data>. This is a little less than 1.5 times as much,
 # because weights outside the blocks are gathered once.

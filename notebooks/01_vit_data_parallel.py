@@ -371,11 +371,11 @@ lesson.claim("buckets beat single tensors", (steps[b], "<", steps[a]))
 # × makespan is the time of all ranks together.
 #
 # Every all-reduce pays 2(d-1) α. A has one for each of the 16 tensors of a block, and B one for each bucket. We
-# predicted that B saves <data value="01.gain.predicted">47.0 ms</data>, and measured <data value="01.gain.measured">105 ms</data>. We do not know where the rest comes from.
+# predicted that B saves <data value="01.gain.predicted">54.5 ms</data>, and measured <data value="01.gain.measured">93.5 ms</data>. We do not know where the rest comes from.
 #
-# We divide C by B within each round. The median of these ratios is <data value="01.overlap:.2f">0.92</data>, their range
-# <data value="01.turns.low:.2f">0.81</data> to <data value="01.turns.high:.2f">1.09</data>, and we predicted <data value="01.overlap.predicted:.2f">0.67</data>. The table's medians have another ratio. From B to C the exposed time changes from
-# <data value="01.step.b-buckets-after.exposed">23.0 ms</data> to <data value="01.step.c-buckets-during.exposed">7.46 ms</data>, and the computing time from <data value="01.step.b-buckets-after.computing">42.1 ms</data> to <data value="01.step.c-buckets-during.computing">51.4 ms</data>. The
+# We divide C by B within each round. The median of these ratios is <data value="01.overlap:.2f">1.01</data>, their range
+# <data value="01.turns.low:.2f">0.80</data> to <data value="01.turns.high:.2f">1.14</data>, and we predicted <data value="01.overlap.predicted:.2f">0.71</data>. The table's medians have another ratio. From B to C the exposed time changes from
+# <data value="01.step.b-buckets-after.exposed">18.3 ms</data> to <data value="01.step.c-buckets-during.exposed">7.31 ms</data>, and the computing time from <data value="01.step.b-buckets-after.computing">42.9 ms</data> to <data value="01.step.c-buckets-during.computing">51.0 ms</data>. The
 # threads that send share the cores with the backward and can slow it down. The prediction leaves this out, as well as
 # copying and the wait for the slower rank.
 #
@@ -512,12 +512,12 @@ lesson.record("01.measured", {"knee": few, "gap": bound / law_knee, "after-knee"
 lesson.reveal("01.knee", bound, predicted=law_knee)
 
 # %% [markdown]
-# The law promises a free step from <data value="01.law.knee:,.0f">64</data> tokens per rank. The measured knee is <data value="01.measured.knee">1,088</data> tokens,
-# <data value="01.measured.gap:.1f">17.0</data> times as many. A free step may begin anywhere above the size before, and noise can move the knee to a neighbouring
+# The law promises a free step from <data value="01.law.knee:,.0f">76</data> tokens per rank. The measured knee is <data value="01.measured.knee">544</data> tokens,
+# <data value="01.measured.gap:.1f">7.2</data> times as many. A free step may begin anywhere above the size before, and noise can move the knee to a neighbouring
 # size: the bars are the ranges of the rounds.
 #
 # Is it overlap that makes the step free? A long enough step is free even if the all-reduce comes *after* the backward:
-# by the law from <data value="01.law.after:,.0f">428</data> tokens on, measured from <data value="01.measured.after-knee">1,632</data>. The whole bar with overlap lies below the bar without at
+# by the law from <data value="01.law.after:,.0f">504</data> tokens on, measured from <data value="01.measured.after-knee">1,088</data>. The whole bar with overlap lies below the bar without at
 # <data value="01.measured.faster">0</data> of <data value="01.measured.sizes">8</data> sizes. Elsewhere this run does not show that overlap pays.
 #
 # Why? The law assumes that the backward keeps its speed while an all-reduce runs, and that filling buckets takes no time.
@@ -565,21 +565,21 @@ last = theory.seconds("all_reduce", BUCKET_MB * 2**20, N, card.link)
 lesson.record("01.last-bucket", last, "s")
 
 # %% [markdown]
-# The all-reduce alone takes <data value="01.cause.all-reduce-alone.measured">26.3 ms</data> and fits under the backward, which takes two thirds of the step's
-# <data value="01.cause.step-alone.measured">149 ms</data>. Yet the full step takes <data value="01.cause.full-step.factor:.2f">1.24</data> times as long as the step alone. The table
+# The all-reduce alone takes <data value="01.cause.all-reduce-alone.measured">30.3 ms</data> and fits under the backward, which takes two thirds of the step's
+# <data value="01.cause.step-alone.measured">141 ms</data>. Yet the full step takes <data value="01.cause.full-step.factor:.2f">1.27</data> times as long as the step alone. The table
 # before has another measurement of it, at 272 tokens.
 #
-# - *Sharing.* Beside the unrelated all-reduce the factor is <data value="01.cause.beside-an-unrelated-all-reduce.factor:.2f">1.14</data>, in the rounds
-#   <data value="01.cause.beside-an-unrelated-all-reduce.lowest:.2f">1.09</data> to <data value="01.cause.beside-an-unrelated-all-reduce.highest:.2f">1.17</data>.
-# - *Buckets.* With buckets and nothing sent it is <data value="01.cause.with-buckets-nothing-sent.factor:.2f">1.01</data>, in the rounds
-#   <data value="01.cause.with-buckets-nothing-sent.lowest:.2f">0.99</data> to <data value="01.cause.with-buckets-nothing-sent.highest:.2f">1.05</data>.
-# - *The last bucket.* By α and B it exposes at most <data value="01.last-bucket">3.28 ms</data>.
+# - *Sharing.* Beside the unrelated all-reduce the factor is <data value="01.cause.beside-an-unrelated-all-reduce.factor:.2f">1.18</data>, in the rounds
+#   <data value="01.cause.beside-an-unrelated-all-reduce.lowest:.2f">1.07</data> to <data value="01.cause.beside-an-unrelated-all-reduce.highest:.2f">1.20</data>.
+# - *Buckets.* With buckets and nothing sent it is <data value="01.cause.with-buckets-nothing-sent.factor:.2f">1.03</data>, in the rounds
+#   <data value="01.cause.with-buckets-nothing-sent.lowest:.2f">1.00</data> to <data value="01.cause.with-buckets-nothing-sent.highest:.2f">1.16</data>.
+# - *The last bucket.* By α and B it exposes at most <data value="01.last-bucket">4.14 ms</data>.
 # - *A slower all-reduce.* For a gradient of S = <data value="01.memory.gradients">25.5 MB</data>, α and B of the card give $2(d-1)(\alpha + \frac{S}{dB})$.
 #   Whatever it takes beyond that, the law leaves out.
 #
 # What remains, such as waiting for the slower rank, we did not separate.
 #
-# The law is a quick check that needs only R and B. Plan with the measured <data value="01.measured.knee">1,088</data>.
+# The law is a quick check that needs only R and B. Plan with the measured <data value="01.measured.knee">544</data>.
 #
 # <details><summary>On a laptop, or with ranks that share a GPU</summary>
 #
@@ -657,7 +657,7 @@ lesson.show(counted={"four times (B)": often, "once (B)": once}, key="01.sent")
 #
 # <details><summary>Does accumulation make a step free?</summary>
 #
-# It spreads the cost over a longer step. The full step of 16 images took f = <data value="01.cause.full-step.factor:.2f">1.24</data> times as long as the step alone. With
+# It spreads the cost over a longer step. The full step of 16 images took f = <data value="01.cause.full-step.factor:.2f">1.27</data> times as long as the step alone. With
 # four microbatches of 16 images we expect 1 + (f - 1)/4, which is below 1.1 for any f below 1.4. We did not measure it.
 # </details>
 #

@@ -147,7 +147,7 @@ lesson.claim("One rank works at a time", (walked.bubble_fraction, ">", 0.95 - 1 
 # of eight microbatches sends <data value="02.sent.step">1.67 MB</data>; data parallelism would all-reduce a gradient of
 # <data value="02.sent.gradient">25.5 MB</data>. Time is the problem: each rank works once forward and once backward. By counting, ranks are
 # idle for 1 - 1/p =
-# <data value="02.walk-idle">75.0 %</data> of the time. In the run it was <data value="02.walk.bubble">76.7 %</data>. We call this idle share the *bubble*: idle time over
+# <data value="02.walk-idle">75.0 %</data> of the time. In the run it was <data value="02.walk.bubble">76.3 %</data>. We call this idle share the *bubble*: idle time over
 # ranks × *makespan*, where the makespan is the time from the first start to the last end.
 #
 # **Takeaway.** A pipeline sends little, and only between neighbours. What it wastes is time: with one microbatch, p ranks
@@ -266,7 +266,7 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")  # Perfe
 
 # %% [markdown]
 # The formula assumes equal stages and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. The simulation knows each stage's time:
-# <data value="02.gpipe.from-one-microbatch.bubble">33.4 %</data>. The replay knows each action's time: <data value="02.bubble">28.9 %</data>.  The rule of thumb
+# <data value="02.gpipe.from-one-microbatch.bubble">29.9 %</data>. The replay knows each action's time: <data value="02.bubble">34.1 %</data>.  The rule of thumb
 # $(p-1)/m$ answers another
 # question: it divides idle time by working time.
 #
@@ -395,9 +395,9 @@ lesson.claim("1F1B takes about as long as GPipe", (change, "<", 0.15))
 # On rank 0 the activations fall from
 # <data value="02.activations.rank-0.gpipe-measured">9.14 MB</data> under GPipe to <data value="02.activations.rank-0.measured">4.67 MB</data>.
 #
-# 1F1B does not save time. In a second run, GPipe's step takes <data value="02.step.gpipe.replayed">95.6 ms</data> with a bubble of
-# <data value="02.step.gpipe.bubble">29.8 %</data>, 1F1B's <data value="02.step.1f1b.replayed">101 ms</data> with
-# <data value="02.step.1f1b.bubble">28.1 %</data>. By the formula both bubbles are
+# 1F1B does not save time. In a second run, GPipe's step takes <data value="02.step.gpipe.replayed">89.6 ms</data> with a bubble of
+# <data value="02.step.gpipe.bubble">29.3 %</data>, 1F1B's <data value="02.step.1f1b.replayed">92.8 ms</data> with
+# <data value="02.step.1f1b.bubble">28.5 %</data>. By the formula both bubbles are
 # equal, because the first and the last microbatch still pass through the stages
 # alone.
 #
@@ -619,14 +619,14 @@ lesson.claim("ZB-V adds work", (work["zb-v"], ">", work["1f1b"]))
 vit_pipeline.add_to_ledger(NAME, predicted, ran)
 
 # %% [markdown]
-# All four idle less than 1F1B. ZB-V's step takes <data value="02.race.zb-v.replayed">84.6 ms</data>, 1F1B's <data value="02.race.1f1b.replayed">100 ms</data>. Two
+# All four idle less than 1F1B. ZB-V's step takes <data value="02.race.zb-v.replayed">77.0 ms</data>, 1F1B's <data value="02.race.1f1b.replayed">96.0 ms</data>. Two
 # steps that differ by less than
-# their spreads are not put in order by this run. Smaller pieces add work: a rank computes for <data value="02.race.1f1b.work">71.2 ms</data>
+# their spreads are not put in order by this run. Smaller pieces add work: a rank computes for <data value="02.race.1f1b.work">68.2 ms</data>
 # under 1F1B and for
-# <data value="02.race.zb-v.work">77.7 ms</data> under ZB-V. A schedule wins if it saves more idle time than it adds work.
+# <data value="02.race.zb-v.work">70.6 ms</data> under ZB-V. A schedule wins if it saves more idle time than it adds work.
 #
 # Our prediction takes I and W as equal. But attention's own matmuls and norms have no W, so I takes
-# <data value="02.race.zb-h1.i-w:.2f">1.58</data> times as long as
+# <data value="02.race.zb-h1.i-w:.2f">1.59</data> times as long as
 # W. The stage before waits for I, so ZB-H1's bubble grows with I - W.
 #
 # <details><summary>How to read the table</summary>
@@ -760,9 +760,9 @@ lesson.claim("A heavy stage delays the step", (delay, ">", 1.02))
 # %% [markdown]
 # The steps are simulated from times of single layers, measured on rank 0 while the other ranks waited. So compare
 # them with each
-# other, not with the race. The uniform partition takes <data value="02.cut-step.uniform.simulated">74.1 ms</data>, the heavy one
-# <data value="02.cut-step.heavy.simulated">88.5 ms</data>. Balancing by time gives
-# <data value="02.cut-step.by-time.simulated">74.1 ms</data>: a ViT's blocks are equal, so "uniform" is already good.
+# other, not with the race. The uniform partition takes <data value="02.cut-step.uniform.simulated">74.2 ms</data>, the heavy one
+# <data value="02.cut-step.heavy.simulated">88.7 ms</data>. Balancing by time gives
+# <data value="02.cut-step.by-time.simulated">74.2 ms</data>: a ViT's blocks are equal, so "uniform" is already good.
 #
 # A timeline tells the causes of a bubble apart:
 #
@@ -863,7 +863,7 @@ lesson.record("02.sweep-step", steps, "s")
 lesson.claim("Microbatches help", (alone, ">", 1.1 * shortest))
 
 # %% [markdown]
-# The step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">4.2</data>. The bubble is
+# The step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">4.3</data>. The bubble is
 # $(p-1)(T/(p\,m) + c)$.
 # Each doubling of m halves the first term; $(p-1)\,c$ stays. Past the best m, launches and small kernels cost more than
 # the bubble
@@ -871,10 +871,10 @@ lesson.claim("Microbatches help", (alone, ">", 1.1 * shortest))
 #
 # <details><summary>Has this pipeline paid?</summary>
 #
-# At m = 1 only one rank works at a time, so that step, <data value="02.sweep-step.alone">149 ms</data>, is what one rank would
-# need alone. The best step takes <data value="02.sweep-step.best">91.3 ms</data>: far from a fourth of that, although each of the four ranks
+# At m = 1 only one rank works at a time, so that step, <data value="02.sweep-step.alone">140 ms</data>, is what one rank would
+# need alone. The best step takes <data value="02.sweep-step.best">86.9 ms</data>: far from a fourth of that, although each of the four ranks
 # is replayed with its own core. At this m they compute for
-# <data value="02.sweep-step.work">207 ms</data> in all, so two real cores would need at least <data value="02.sweep-step.two">103 ms</data>.
+# <data value="02.sweep-step.work">198 ms</data> in all, so two real cores would need at least <data value="02.sweep-step.two">98.8 ms</data>.
 # </details>
 #
 # <details><summary>Which m to choose</summary>

@@ -359,12 +359,12 @@ lesson.record("03.slower", slower | {"latency": sums * card.link.bandwidth / sen
 lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 
 # %% [markdown]
-# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">51.7 ms</data>; <data value="03.exposed.share">21.5 %</data> of that is exposed communication. The weight gradients covered <data value="03.overlapped">55.0 %</data> of the communication; the forward covered none.
+# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">45.4 ms</data>; <data value="03.exposed.share">18.4 %</data> of that is exposed communication. The weight gradients covered <data value="03.overlapped">44.8 %</data> of the communication; the forward covered none.
 #
-# The formula is for 2-byte numbers. Our float32 halves it, and attention's scores add 1 %, so it predicts <data value="03.ratio.predicted">9.07</data>.
-# The run has <data value="03.ratio">1.64</data>. The formula leaves out three factors, and the first raises the ratio: computing took
-# <data value="03.slower.compute">1.44</data> times as long as its matrix products alone, with norms, GELU, residuals and a shared memory bus. The other two lower it. Latency makes the all-reduces <data value="03.slower.latency">1.49</data> times as long as their bytes alone. Waiting makes
-# them <data value="03.slower.sums">5.36</data> times as long again: an all-reduce starts when the last rank arrives, and the others' waiting counts.
+# The formula is for 2-byte numbers. Our float32 halves it, and attention's scores add 1 %, so it predicts <data value="03.ratio.predicted">7.70</data>.
+# The run has <data value="03.ratio">2.40</data>. The formula leaves out three factors, and the first raises the ratio: computing took
+# <data value="03.slower.compute">1.20</data> times as long as its matrix products alone, with norms, GELU, residuals and a shared memory bus. The other two lower it. Latency makes the all-reduces <data value="03.slower.latency">1.43</data> times as long as their bytes alone. Waiting makes
+# them <data value="03.slower.sums">2.68</data> times as long again: an all-reduce starts when the last rank arrives, and the others' waiting counts.
 #
 # <details><summary>On a laptop</summary>
 #
@@ -750,15 +750,15 @@ lesson.claim("1D is faster with few tokens", (small["1d"], "<", small["2d"]))
 vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 
 # %% [markdown]
-# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">26.8 ms</data> and 2D <data value="03.race.2d.measured">62.4 ms</data>: <data value="03.too-low.1d">1.25</data> and <data value="03.too-low.2d">1.24</data> times the prediction. It counts FLOPs, bytes
+# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">27.2 ms</data> and 2D <data value="03.race.2d.measured">60.3 ms</data>: <data value="03.too-low.1d">1.30</data> and <data value="03.too-low.2d">1.21</data> times the prediction. It counts FLOPs, bytes
 # and latency, but no norms, launches or waiting. Four ranks share <data value="03.hardware">2 CPU cores</data>, and each all-reduce waits for the
 # slowest; this run does not separate the causes.
 #
-# Sequence parallelism took <data value="03.race.1d+sp.measured">44.8 ms</data>, and with eight times the tokens <data value="03.race.1d+sp.8-times-the-tokens">85.1 ms</data> instead of 1D's <data value="03.race.1d.8-times-the-tokens">69.5 ms</data>. It
+# Sequence parallelism took <data value="03.race.1d+sp.measured">42.1 ms</data>, and with eight times the tokens <data value="03.race.1d+sp.8-times-the-tokens">91.7 ms</data> instead of 1D's <data value="03.race.1d.8-times-the-tokens">76.1 ms</data>. It
 # makes <data value="03.calls.1d+sp">9</data> calls instead of <data value="03.calls.1d">4</data>. For a block of 220 ms on 16 GPUs, the predictions differ by 0.1 % only.
 #
-# Eight times the tokens took <data value="03.race.2d.growth">1.76</data> times as long in 2D and <data value="03.race.1d.growth">2.59</data> times in 1D. So much of each
-# time does not depend on the tokens. In 1D's prediction, <data value="03.latency">83.9 %</data> of the time with few tokens is latency.
+# Eight times the tokens took <data value="03.race.2d.growth">1.71</data> times as long in 2D and <data value="03.race.1d.growth">2.80</data> times in 1D. So much of each
+# time does not depend on the tokens. In 1D's prediction, <data value="03.latency">85.1 %</data> of the time with few tokens is latency.
 #
 # <details><summary>Which latency, and what would help?</summary>
 #

@@ -412,9 +412,9 @@ lesson.record("05.tokens", {"equal": floor / slope, "page": TOKENS})
 lesson.claim("Computing sets this page's step time", (took[TOKENS], ">", 2 * floor))
 
 # %% [markdown]
-# Points are medians of seven rounds, lines their ranges. We take the lowest median, <data value="05.floor.launch">18.7 ms</data>, as the time that
+# Points are medians of seven rounds, lines their ranges. We take the lowest median, <data value="05.floor.launch">17.6 ms</data>, as the time that
 # launching needs. On a CPU, computing adds to it, and takes as long from about <data value="05.tokens.equal:,.0f">38</data> tokens on. This page trains with
-# <data value="05.tokens.page:,.0f">128</data> tokens a rank, which take <data value="05.floor.step">81.8 ms</data>. Computing dominates.
+# <data value="05.tokens.page:,.0f">128</data> tokens a rank, which take <data value="05.floor.step">76.5 ms</data>. Computing dominates.
 #
 # Now the prediction. Take forward, backward and update of one rank alone. With recomputation, add its forward once
 # more. ZeRO divides the update by N. Communication adds what does not overlap with computing, its *exposed* part:
@@ -457,11 +457,11 @@ lesson.record("05.saved", peaks[ZeroConfig(3)] - peaks[ZeroConfig(3, -1)], "B")
 lesson.record("05.forward", alone[0], "s")
 
 # %% [markdown]
-# As expected, ZeRO-2 communicates after its update, here for <data value="05.after.zero-2">28.4 ms</data>, and ZeRO-3 hardly does. We do not divide
+# As expected, ZeRO-2 communicates after its update, here for <data value="05.after.zero-2">18.8 ms</data>, and ZeRO-3 hardly does. We do not divide
 # what comes before the update, because a rank's exposed part there contains waiting for the others. The medians of
-# whole steps are <data value="05.off.low:.2f">1.11</data> to <data value="05.off.high:.2f">1.40</data> times the prediction. But steps of one configuration differ by up to
-# <data value="05.off.spread:.2f">1.35</data> times, so four of them do not test the price of recomputation by itself. With ZeRO-3 it saved <data value="05.saved">19.6 MB</data>, and
-# its predicted price is one forward, <data value="05.forward">35.3 ms</data>.
+# whole steps are <data value="05.off.low:.2f">1.08</data> to <data value="05.off.high:.2f">1.33</data> times the prediction. But steps of one configuration differ by up to
+# <data value="05.off.spread:.2f">1.23</data> times, so four of them do not test the price of recomputation by itself. With ZeRO-3 it saved <data value="05.saved">19.6 MB</data>, and
+# its predicted price is one forward, <data value="05.forward">31.1 ms</data>.
 #
 # Bytes follow from shapes and are recorded once. Seconds vary: do not rank configurations whose ranges overlap.
 #
@@ -646,7 +646,7 @@ lesson.field_guide.add(
     "outputs are kept for logging, with their logits; keep loss.item()", notebook="05")
 
 # %% [markdown]
-# The loss fell from <data value="05.autopsy.first:.2f">6.64</data> to <data value="05.autopsy.last:.2f">5.16</data> in <data value="05.autopsy.steps">8</data> steps. Among the tensors with a side of V, the shape tokens × V is alive <data value="05.autopsy.copies">9</data> times: once for each
+# The loss fell from <data value="05.autopsy.first:.2f">6.70</data> to <data value="05.autopsy.last:.2f">5.13</data> in <data value="05.autopsy.steps">8</data> steps. Among the tensors with a side of V, the shape tokens × V is alive <data value="05.autopsy.copies">9</data> times: once for each
 # finished step, and once for the step that failed. These are the logits inside `outputs`, which the list keeps. The fix is `log.append(outputs.loss.item())`.
 #
 # **Takeaway.** When memory grows from step to step, look for a shape that is alive as often as there were steps.

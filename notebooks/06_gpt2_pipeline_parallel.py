@@ -159,8 +159,8 @@ lesson.claim("The last rank takes longest", (last, ">", max(others)))
 lesson.record("06.slowest", last * (N - 1) / sum(others))
 
 # %% [markdown]
-# The bubble is <data value="06.bubble">47.1 %</data>, far above the formula. The formula assumes equal stages, and the table shows unequal ones: the
-# last rank works <data value="06.slowest:.1f">2.0</data> times as long as the others on average, and they wait for it. More microbatches don't
+# The bubble is <data value="06.bubble">42.5 %</data>, far above the formula. The formula assumes equal stages, and the table shows unequal ones: the
+# last rank works <data value="06.slowest:.1f">1.7</data> times as long as the others on average, and they wait for it. More microbatches don't
 # help, because each brings the same wait.
 #
 # **Takeaway.** A uniform cut gives the exact result, but slowly: the stage with the head sets the pace.
@@ -198,9 +198,9 @@ lesson.claim("FLOPs miss the head by over a quarter", abs(matmuls / law - 1) > 0
 
 # %% [markdown]
 # FLOPs predict <data value="06.head.head-s-matmuls.predicted">4.91 blocks</data> for the head's matmuls. The matmuls really take
-# <data value="06.head.head-s-matmuls.measured">3.19 blocks</data>, <data value="06.head.ratio:.2f">0.65</data> times as much. With the loss, the head takes
-# <data value="06.head.head-and-loss.measured">3.91 blocks</data>. The step simulated from measured layers takes <data value="06.step.simulated">213 ms</data>, and the one
-# replayed above took <data value="06.step.run">196 ms</data>.
+# <data value="06.head.head-s-matmuls.measured">3.17 blocks</data>, <data value="06.head.ratio:.2f">0.65</data> times as much. With the loss, the head takes
+# <data value="06.head.head-and-loss.measured">3.81 blocks</data>. The step simulated from measured layers takes <data value="06.step.simulated">193 ms</data>, and the one
+# replayed above took <data value="06.step.run">197 ms</data>.
 #
 # A block also spends time on norms, GELU and softmax, which FLOPs leave out, so the head counts fewer blocks. On GPUs, a
 # vocabulary of 50,257 slows the head's own matmuls.
@@ -241,7 +241,7 @@ lesson.claim("Padding does not slow the head beyond the spread",
              (statistics.median(padded), "<=", max(odd)))  # fmt: skip
 
 # %% [markdown]
-# Here the odd size takes <data value="06.padding.gain:.2f">1.21</data> times as long by the median, a difference <data value="06.padding.spread">within the spread of the repeats</data>. On GPUs,
+# Here the odd size takes <data value="06.padding.gain:.2f">1.22</data> times as long by the median, a difference <data value="06.padding.spread">beyond the spread of the repeats</data>. On GPUs,
 # pad before you cut, because padding changes the longest layer.
 #
 # <details><summary>On a laptop</summary>
@@ -353,11 +353,11 @@ lesson.show(figures.skyline(times.costs, shown, times.kinds, times.loss, title=t
 
 # %% [markdown]
 # Bars are layers timed alone, and dashed lines are cuts. Beneath stands each cut's step, timed anew. The cut by time is
-# <data value="06.gain:.2f">1.25</data> times as fast as the uniform one by the median, and faster in every repeat. It still idles <data value="06.idle">34.3 %</data>:
+# <data value="06.gain:.2f">1.26</data> times as fast as the uniform one by the median, and faster in every repeat. It still idles <data value="06.idle">33.8 %</data>:
 # equal stages would idle <data value="06.bubble.rule-of-thumb">27.3 %</data>, and whole layers don't make them quite equal. The cut by parameters
 # stores least on the fullest rank.
 #
-# FLOPs count <data value="06.head.head-and-loss.predicted">4.91 blocks</data> for the head instead of <data value="06.head.head-and-loss.measured">3.91 blocks</data>. The cut by
+# FLOPs count <data value="06.head.head-and-loss.predicted">4.91 blocks</data> for the head instead of <data value="06.head.head-and-loss.measured">3.81 blocks</data>. The cut by
 # FLOPs has <data value="06.beside.by-flops">0</data> blocks beside the head, and the cut by time <data value="06.beside.by-time">1</data>. The step cut by FLOPs
 # takes <data value="06.flops.ratio:.2f">0.99</data> times as long, a difference <data value="06.flops.spread">within the spread of the repeats</data>. How precisely must we cut?
 #
@@ -381,7 +381,7 @@ lesson.claim("Too many blocks on the last stage slow every repeat", (ratio, ">",
 
 # %% [markdown]
 # The median is smallest where the number of blocks beside the head is <data value="06.last.first">0</data>, and <data value="06.last.others">the repeats of the cut with 1 overlap with its own</data>. With
-# <data value="06.last.most">4</data> blocks there, even the fastest repeat takes <data value="06.last.by:.2f">1.37</data> times as long as the slowest one with
+# <data value="06.last.most">4</data> blocks there, even the fastest repeat takes <data value="06.last.by:.2f">1.40</data> times as long as the slowest one with
 # <data value="06.last.first">0</data>. The last stage sets the pace, so each further block there delays every microbatch. A block that it gives
 # up is shared by the other p-1 stages. So if in doubt, put one block too few beside the head. The figure can hardly show
 # this side, because the head is so tall.
@@ -739,14 +739,14 @@ lesson.show(columns=memory, title="Peak of activations, first and last rank")
 lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 
 # %% [markdown]
-# By the median, <data value="06.fastest.first">zb-h1</data> is fastest, and <data value="06.fastest.others">the repeats of zb-v overlap with its own</data>. The bubble of 1F1B is <data value="06.style.1f1b.bubble">34.5 %</data>.
-# ZB-H1 shrinks it to <data value="06.style.zb-h1.bubble">20.1 %</data>, and ZB-V to <data value="06.style.zb-v.bubble">19.8 %</data>.
+# By the median, <data value="06.fastest.first">zb-v</data> is fastest, and <data value="06.fastest.others">the repeats of zb-h1 overlap with its own</data>. The bubble of 1F1B is <data value="06.style.1f1b.bubble">32.3 %</data>.
+# ZB-H1 shrinks it to <data value="06.style.zb-h1.bubble">21.8 %</data>, and ZB-V to <data value="06.style.zb-v.bubble">19.8 %</data>.
 #
-# Is ZB-H1 faster, then? Its step takes <data value="06.h1.run:.2f">0.88</data> times as long as 1F1B's by the median, a difference
+# Is ZB-H1 faster, then? Its step takes <data value="06.h1.run:.2f">0.93</data> times as long as 1F1B's by the median, a difference
 # <data value="06.h1.spread">beyond the spread of the repeats</data>. The simulation says <data value="06.h1.simulated:.2f">0.87</data>, and it misses two things. ZB-H1 computes for
-# <data value="06.style.zb-h1.compute-per-rank">114 ms</data> instead of <data value="06.style.1f1b.compute-per-rank">105 ms</data> on each rank, because it runs 3m actions
+# <data value="06.style.zb-h1.compute-per-rank">110 ms</data> instead of <data value="06.style.1f1b.compute-per-rank">103 ms</data> on each rank, because it runs 3m actions
 # instead of 2m, each with a fixed cost. And the simulation assumes that W takes as long as I. In fact it takes
-# <data value="06.style.zb-h1.w-i:.2f">0.52</data> times as long, because only the weight gradients of matmuls are deferred. So there is less W to
+# <data value="06.style.zb-h1.w-i:.2f">0.53</data> times as long, because only the weight gradients of matmuls are deferred. So there is less W to
 # fill gaps.
 #
 # On the last rank, ZB-H1 keeps <data value="06.last-rank.zb-h1">22.7 MB</data> and 1F1B <data value="06.last-rank.1f1b">10.9 MB</data>. In ZB-H1, each microbatch stays in

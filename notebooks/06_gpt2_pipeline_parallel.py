@@ -70,8 +70,7 @@ schedule_1f1b = lesson.reader_schedule("1f1b", N, M)
 # ## A uniform cut loses
 #
 # We begin with your 1F1B from notebook 02, or else the library's. The cut is *uniform*: every stage has the same number of
-# blocks, up to one. The embedding joins the first stage, the head the last. A microbatch has b sequences of s tokens; V is
-# the vocabulary size, h the hidden size.
+# blocks, up to one. A microbatch has b sequences of s tokens; V is the vocabulary size, h the hidden size.
 #
 # ```text
 #            rank 0              rank 1              rank p-1
@@ -80,7 +79,7 @@ schedule_1f1b = lesson.reader_schedule("1f1b", N, M)
 #                      (b, s, h)       (b, s, h)
 # ```
 #
-# First we check the answer. `train` runs a small GPT-2 in float64, as a pipeline and in one process, and compares losses and
+# First, is it exact? `train` runs a small GPT-2 in float64, as a pipeline and in one process, and compares losses and
 # weights.
 
 
@@ -124,11 +123,10 @@ formula = 100 * theory.bubble(N, M)
 lesson.predict("06.bubble", question, unit="%", rule_of_thumb=formula)
 
 # %% [markdown]
-# Losses and weights are exact up to rounding. Now the time. With equal stages, notebook 02 predicts an idle share of
-# $(p-1)/(m+p-1)$, here <data value="06.bubble.rule-of-thumb">27.3 %</data>. `time_steps` runs real steps. Where ranks share cores, as here, it times
-# each action in CPU time and *replays* the step from these times, in the schedule's order. Its variants **take turns**, A B
-# C A B C, so that a busy second slows all of them. It keeps every repeat, because a difference smaller than their spread is
-# no finding.
+# Now the time. With equal stages, notebook 02 predicts an idle share of $(p-1)/(m+p-1)$, here <data value="06.bubble.rule-of-thumb">27.3 %</data>.
+# `time_steps` runs real steps. Where ranks share cores, as here, it times each action in CPU time and *replays* the step
+# from these times, in the schedule's order. Its variants **take turns**, A B C A B C, so that a busy second slows all of
+# them. It keeps every repeat, because a difference smaller than their spread is no finding.
 
 
 # %%
@@ -159,9 +157,9 @@ lesson.claim("The last rank takes longest", (last, ">", max(others)))
 lesson.record("06.slowest", last * (N - 1) / sum(others))
 
 # %% [markdown]
-# The bubble is <data value="06.bubble">42.5 %</data>, far above the formula. The formula assumes equal stages, and the table shows unequal ones: the
-# last rank works <data value="06.slowest:.1f">1.7</data> times as long as the others on average, and they wait for it. More microbatches don't
-# help, because each brings the same wait.
+# The bubble is <data value="06.bubble">42.5 %</data>, far above the formula. The formula assumes equal stages, but the last rank works
+# <data value="06.slowest:.1f">1.7</data> times as long as the others on average, and they wait for it. More microbatches help little: they
+# dilute warm-up and cool-down, but during each one the other ranks wait for the last rank.
 #
 # **Takeaway.** A uniform cut gives the exact result, but slowly: the stage with the head sets the pace.
 #
@@ -181,8 +179,7 @@ lesson.record("06.slowest", last * (N - 1) / sum(others))
 #
 # The last column is a limit for any cut, because a pipeline doesn't split the head.
 #
-# FLOPs are a proxy, so we also time each layer alone, and the loss apart from the head's matmuls. From these times we
-# simulate the step.
+# We also time each layer alone, and the loss apart from the head's matmuls. From these times we simulate the step.
 
 # %%
 times = pool.run(gpt2_pipeline.time_layers, SIZE, MICROBATCH_SIZE, DTYPE)[0]
@@ -197,20 +194,21 @@ lesson.record("06.head.ratio", matmuls / law)
 lesson.claim("FLOPs miss the head by over a quarter", abs(matmuls / law - 1) > 0.25)
 
 # %% [markdown]
-# FLOPs predict <data value="06.head.head-s-matmuls.predicted">4.91 blocks</data> for the head's matmuls. The matmuls really take
-# <data value="06.head.head-s-matmuls.measured">3.17 blocks</data>, <data value="06.head.ratio:.2f">0.65</data> times as much. With the loss, the head takes
-# <data value="06.head.head-and-loss.measured">3.81 blocks</data>. The step simulated from measured layers takes <data value="06.step.simulated">193 ms</data>, and the one
-# replayed above took <data value="06.step.run">197 ms</data>.
+# FLOPs predict <data value="06.head.head-s-matmuls.predicted">4.91 blocks</data> for the head. Its matmuls really take
+# <data value="06.head.head-s-matmuls.measured">3.17 blocks</data>, <data value="06.head.ratio:.2f">0.65</data> times as much, and the claim is about them. With the loss,
+# which FLOPs leave out, the head takes <data value="06.head.head-and-loss.measured">3.81 blocks</data>, so FLOPs miss the sum by less. The step
+# simulated from measured layers takes <data value="06.step.simulated">193 ms</data>, and the one replayed above took <data value="06.step.run">197 ms</data>.
 #
 # A block also spends time on norms, GELU and softmax, which FLOPs leave out, so the head counts fewer blocks. On GPUs, a
 # vocabulary of 50,257 slows the head's own matmuls.
 #
 # ### Why 50,257 is a bad size
 #
-# Fast tensor-core kernels load their operands in aligned pieces of 16 bytes, or 8 numbers of 16 bits. Each row of the logits
-# has V numbers. If V is odd, the second row starts off such a boundary, and cuBLAS picks slower kernels. The cure is to pad
-# the vocabulary to 50,304, a multiple of 64. The table gets 0.1 % more rows, and an exact loss masks the 47 extra logits. We
-# time the head's three matmuls with both sizes, in turn.
+# Fast tensor-core kernels load their operands in aligned pieces of 16 bytes, or 8 numbers of 16 bits. Each row of the
+# logits has V numbers. If V is odd, the second row starts off such a boundary, and cuBLAS picks slower kernels. A multiple
+# of 8 cures that. We take 50,304, a multiple of 64, to fill the tiles of a matmul and to keep tensor-parallel shards
+# aligned. The table gets 0.1 % more rows, and an exact loss masks the 47 extra logits. We time the head's three matmuls
+# with both sizes, in turn.
 
 
 # %%
@@ -298,8 +296,8 @@ lesson.claim("Bisection by hand is right", abs(by_hand / largest - 1) < 1e-6)
 # - *by FLOPs* needs no clock, but knows only matmuls.
 # - *by time* uses the measured layers, `times.smooth`.
 #
-# The rule of thumb trusts compute most, then equal blocks, and parameters least. In the same turns we run more cuts, for the
-# next subsection. The column *layers* counts embedding and head, too.
+# The rule of thumb puts FLOPs before time, because a count has no noise, then equal blocks, and parameters last. In the
+# same turns we run more cuts, for the next subsection. The column *layers* counts embedding and head, too.
 
 
 # %%
@@ -352,19 +350,18 @@ title = "Cut by time, the head no longer makes its rank the slowest by far"
 lesson.show(figures.skyline(times.costs, shown, times.kinds, times.loss, title=title))
 
 # %% [markdown]
-# Bars are layers timed alone, and dashed lines are cuts. Beneath stands each cut's step, timed anew. The cut by time is
-# <data value="06.gain:.2f">1.26</data> times as fast as the uniform one by the median, and faster in every repeat. It still idles <data value="06.idle">33.8 %</data>:
-# equal stages would idle <data value="06.bubble.rule-of-thumb">27.3 %</data>, and whole layers don't make them quite equal. The cut by parameters
-# stores least on the fullest rank.
+# Bars are layers timed alone. Beneath stands each cut's step, timed anew. The cut by time is <data value="06.gain:.2f">1.26</data> times as fast
+# as the uniform one by the median, and faster in every repeat. It still idles <data value="06.idle">33.8 %</data>: equal stages would idle
+# <data value="06.bubble.rule-of-thumb">27.3 %</data>, and whole layers don't make them quite equal.
 #
-# FLOPs count <data value="06.head.head-and-loss.predicted">4.91 blocks</data> for the head instead of <data value="06.head.head-and-loss.measured">3.81 blocks</data>. The cut by
-# FLOPs has <data value="06.beside.by-flops">0</data> blocks beside the head, and the cut by time <data value="06.beside.by-time">1</data>. The step cut by FLOPs
-# takes <data value="06.flops.ratio:.2f">0.99</data> times as long, a difference <data value="06.flops.spread">within the spread of the repeats</data>. How precisely must we cut?
+# FLOPs overrate the head: their cut has <data value="06.beside.by-flops">0</data> blocks beside it, and the cut by time <data value="06.beside.by-time">1</data>.
+# The step cut by FLOPs takes <data value="06.flops.ratio:.2f">0.99</data> times as long, a difference <data value="06.flops.spread">within the spread of the repeats</data>. The cut by time has the
+# smaller largest stage, but Σ t + (m-1) max t is approximate: where two cuts nearly tie, it also matters where the largest
+# stage lies. How precisely must we cut?
 #
 # ### Slide the last cut
 #
-# The next figure varies the number of blocks on the last stage, and spreads the others evenly, as all our cuts do but the
-# one by parameters.
+# The next figure varies the number of blocks on the last stage, and spreads the others evenly.
 
 
 # %%
@@ -380,11 +377,11 @@ lesson.record("06.last", {"others": close, "first": best[0], "most": most, "by":
 lesson.claim("Too many blocks on the last stage slow every repeat", (ratio, ">", 1))
 
 # %% [markdown]
-# The median is smallest where the number of blocks beside the head is <data value="06.last.first">0</data>, and <data value="06.last.others">the repeats of the cut with 1 overlap with its own</data>. With
-# <data value="06.last.most">4</data> blocks there, even the fastest repeat takes <data value="06.last.by:.2f">1.40</data> times as long as the slowest one with
-# <data value="06.last.first">0</data>. The last stage sets the pace, so each further block there delays every microbatch. A block that it gives
-# up is shared by the other p-1 stages. So if in doubt, put one block too few beside the head. The figure can hardly show
-# this side, because the head is so tall.
+# The median is smallest with <data value="06.last.first">0</data> blocks beside the head, and <data value="06.last.others">the repeats of the cut with 1 overlap with its own</data>. With <data value="06.last.most">4</data> blocks
+# there, even the fastest repeat takes <data value="06.last.by:.2f">1.40</data> times as long as the slowest one with <data value="06.last.first">0</data>. The last
+# stage sets the pace, so each further block there delays every microbatch. A block that it gives up goes to one of the p-1
+# shorter stages, which has room for it. So if in doubt, put one block too few beside the head. The figure can hardly show
+# the cost of too few: the best cuts have almost none.
 #
 # <details><summary>On a laptop</summary>
 # One disturbed action can stretch a whole replayed step, which is why the figure shows all repeats.
@@ -403,7 +400,8 @@ lesson.claim("Too many blocks on the last stage slow every repeat", (ratio, ">",
 # ```
 # </details>
 #
-# **Takeaway.** Cut by what is scarce: by time for speed, by parameters for memory.
+# **Takeaway.** Cut by what is scarce: by time for speed, by parameters for memory. Here the cut by FLOPs is about as
+# fast, but only the clock shows that.
 #
 # ### Exercise 1: an optimal partition
 #
@@ -490,8 +488,8 @@ lesson.claim("Neither gradient alone is", (min(first[0], last[0]), ">", 0.1))
 
 # %% [markdown]
 # Alone, the head's gradient is off by <data value="06.tie.head-s.measured:.2f">0.56</data> of the true gradient's norm, and the embedding's by
-# <data value="06.tie.embedding-s.measured:.2f">0.80</data>. Their sum is exact. The library adds them once per step, between the last backward and
-# the optimizer. The all-reduce moves V x h numbers, whatever the batch size.
+# <data value="06.tie.embedding-s.measured:.2f">0.80</data>. Their sum is exact. The library adds them between the last backward and the
+# optimizer.
 #
 # ### The silent failure
 #
@@ -546,12 +544,12 @@ lesson.field_guide.add(
 lesson.field_guide.show()
 
 # %% [markdown]
-# Nothing in the loss is alarming. Without the sum the model has one more table to train, and ends even lower: evaluated once
-# more after the last step, the last batch's loss is <data value="06.loss.never-summed.loss-as-trained:.2f">5.06</data> against
+# Nothing in the loss is alarming. Without the sum the model has one more table to train, and ends even lower: after the
+# last step, the last batch's loss is <data value="06.loss.never-summed.loss-as-trained:.2f">5.06</data> against
 # <data value="06.loss.summed.loss-as-trained:.2f">5.21</data>. But the distance should be 0 and has grown to <data value="06.distance:.2f">0.93</data> of the table's
 # norm. A GPT-2 checkpoint has one table, so whoever loads it keeps one of the copies. Then the loss is
 # <data value="06.loss.never-summed.loaded-with-wte-s-copy:.2f">5.94</data> or <data value="06.loss.never-summed.loaded-with-lm_head-s-copy:.2f">5.21</data>, worse than
-# the one that was trained. The summed model's loss stays the same.
+# the one that was trained.
 #
 # <details><summary>In your tools: tied weights</summary>
 #
@@ -617,8 +615,7 @@ lesson.check(exercises.tied_weight, tie)
 #
 # The second form, a mean of means, gives a target more weight if its microbatch has few. The first divides once, by the
 # count of the whole batch. Labels, and so this count, are known before the first backward. The cell accumulates the
-# gradients of a ragged batch in three ways. Then we compare the parameters after a pipeline's step with those of one
-# process.
+# gradients of a ragged batch in three ways. The last row compares the parameters after a pipeline's step.
 
 
 # %%
@@ -649,8 +646,8 @@ lesson.claim("The pipeline is exact, too", (list(wrong.values())[-1], "<", 1e-12
 lesson.claim("A mean of means is not", (wrong["mean of means"], ">", 0.1))
 
 # %% [markdown]
-# The microbatches have between <data value="06.targets.fewest">38</data> and <data value="06.targets.most">126</data> targets. Nothing crashes, but the mean of means
-# is off by <data value="06.ragged.mean-of-means.measured:.2f">0.31</data> of the true gradient's norm, and counting padding as targets by
+# The microbatches have between <data value="06.targets.fewest">38</data> and <data value="06.targets.most">126</data> targets. The mean of means is off by
+# <data value="06.ragged.mean-of-means.measured:.2f">0.31</data> of the true gradient's norm, and counting padding as targets by
 # <data value="06.ragged.padding-counted.measured:.2f">3.96</data>.
 #
 # <details><summary>In your tools: the exact mean</summary>
@@ -692,9 +689,9 @@ lesson.check(exercises.token_mean, token_loss)
 # %% [markdown]
 # ## Your schedule at real costs
 #
-# Notebook 02 compared schedules on equal stages, with F = I = W. We run your 1F1B beside three others, each with its own cut
-# by time. Interleaving and ZB-V give each rank two shorter stages. ZB-V puts the first and the last one on rank 0. The rule
-# of thumb is their order on equal stages.
+# Notebook 02 compared schedules on equal stages, with F = I = W. We run your 1F1B beside three others, each with its own
+# cut by time. Interleaving and ZB-V give each rank two shorter stages. In ZB-V (notebook 02), rank r has stages r and
+# 2p-1-r, so rank 0 has the first and the last. The rule of thumb is their order on equal stages.
 #
 # A second table shows what the first and the last rank keep at their peak, besides weights and their gradients, and how many
 # microbatches are in flight. One in flight on one of a rank's two stages counts as half.
@@ -739,19 +736,19 @@ lesson.show(columns=memory, title="Peak of activations, first and last rank")
 lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 
 # %% [markdown]
-# By the median, <data value="06.fastest.first">zb-v</data> is fastest, and <data value="06.fastest.others">the repeats of zb-h1 overlap with its own</data>. The bubble of 1F1B is <data value="06.style.1f1b.bubble">32.3 %</data>.
-# ZB-H1 shrinks it to <data value="06.style.zb-h1.bubble">21.8 %</data>, and ZB-V to <data value="06.style.zb-v.bubble">19.8 %</data>.
+# By the median, <data value="06.fastest.first">zb-v</data> is fastest, and <data value="06.fastest.others">the repeats of zb-h1 overlap with its own</data>. ZB-H1 shrinks the bubble of 1F1B from
+# <data value="06.style.1f1b.bubble">32.3 %</data> to <data value="06.style.zb-h1.bubble">21.8 %</data>, and ZB-V to <data value="06.style.zb-v.bubble">19.8 %</data>.
 #
-# Is ZB-H1 faster, then? Its step takes <data value="06.h1.run:.2f">0.93</data> times as long as 1F1B's by the median, a difference
-# <data value="06.h1.spread">beyond the spread of the repeats</data>. The simulation says <data value="06.h1.simulated:.2f">0.87</data>, and it misses two things. ZB-H1 computes for
-# <data value="06.style.zb-h1.compute-per-rank">110 ms</data> instead of <data value="06.style.1f1b.compute-per-rank">103 ms</data> on each rank, because it runs 3m actions
-# instead of 2m, each with a fixed cost. And the simulation assumes that W takes as long as I. In fact it takes
-# <data value="06.style.zb-h1.w-i:.2f">0.53</data> times as long, because only the weight gradients of matmuls are deferred. So there is less W to
-# fill gaps.
+# ZB-H1's step takes <data value="06.h1.run:.2f">0.93</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">beyond the spread of the repeats</data>. The simulation
+# says <data value="06.h1.simulated:.2f">0.87</data>, and it misses two things. ZB-H1 computes for <data value="06.style.zb-h1.compute-per-rank">110 ms</data> instead of
+# <data value="06.style.1f1b.compute-per-rank">103 ms</data> per rank on average, because splitting each backward costs extra here. And it
+# assumes that W takes as long as I. W takes <data value="06.style.zb-h1.w-i:.2f">0.53</data> times as long, because only the weight gradients of
+# matmuls are deferred, so less W fills gaps.
 #
 # On the last rank, ZB-H1 keeps <data value="06.last-rank.zb-h1">22.7 MB</data> and 1F1B <data value="06.last-rank.1f1b">10.9 MB</data>. In ZB-H1, each microbatch stays in
 # flight until its W, and keeps the inputs of all matmuls and the gradients of their outputs. Here these include the logits'
-# gradient. ZB-V's last rank has the middle stages, without the head.
+# gradient. ZB-V's last rank keeps none, but holds more blocks: it has the middle stages. So its bytes
+# don't compare with ZB-H1's.
 #
 # <details><summary>In your tools: schedules</summary>
 #
@@ -761,16 +758,18 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 #
 # **Takeaway.** Choose a schedule by measured costs and memory, not by its bubble alone.
 #
-# **Challenge.** With a head of 4.5 blocks or more on 24 blocks, 4 ranks and at most 8 microbatches, reach a bubble below 10 %
-# with at most 4.5 microbatches in flight. Then add ranks and watch the speed-up approach its limit. One more schedule is
-# `dualpipe-v`: stages as in ZB-V, one's forward paired with the other's backward, and at least 2p microbatches.
+# **Challenge,** in the explorer below. With a head of 4.5 blocks or more on 24 blocks, 4 ranks and at most 8 microbatches,
+# reach a bubble below 10 % with at most 4.5 microbatches in flight. Then add ranks and watch the speed-up approach its
+# limit. One more schedule is `dualpipe-v`. It places its stages as ZB-V does, alternates forwards of one of a rank's stages
+# with backwards of the other, and needs at least 2p microbatches.
 #
 # <details><summary>Answer</summary>
 #
 # `dualpipe-v`, cut by time, with 8 microbatches and the head at 4.5, idles 9.2 % with 4.5 microbatches in flight. The next
-# best is `zb-v`: with 6 microbatches it idles 11.2 %. The explorer's reading *as fast as so many devices* is 3.6 for
-# `dualpipe-v`: its 4 ranks are as fast as 3.6 that never wait. Now set `zb-h1` and 32 microbatches. The reading is 3.7 on 4
-# ranks, and 6.0 on 8. The limit is all layers over the head, with 0.1 blocks for the embedding: (0.1 + 24 + 4.5)/4.5 = 6.4.
+# best is `zb-v`: it idles 11.2 % with 6 microbatches, its best of 1 to 8. When you run the explorer, it prints *as fast as
+# so many devices*, the ranks times the share of time in which they work: with `dualpipe-v`, 4 ranks are as fast as 3.6 that
+# never wait. Now set `zb-h1` and 32 microbatches. The reading is 3.7 on 4 ranks, and 6.0 on 8. The limit is all layers over
+# the head, with 0.1 blocks for the embedding: (0.1 + 24 + 4.5)/4.5 = 6.4.
 # </details>
 
 # %%
@@ -829,7 +828,6 @@ lesson.check(exercises.beat_1f1b, plan)
 # - The slowest stage sets the pace. With a head of *a* blocks beside L others, no cut is more than (L+a)/a times as fast as
 #   one rank.
 # - Measure layers, then cut. If unsure, put fewer blocks on the head's stage.
-# - Let timed variants take turns.
 # - On GPUs with 16-bit matmuls, pad the vocabulary to a multiple of 64.
 # - A tied weight needs an equal start and summed gradients. Watch the distance between its copies.
 # - Divide a loss once, by the count of all targets.

@@ -72,7 +72,7 @@ RAN = "measured" if here.timings_mean_something else "replayed"
 #
 # If a model does not fit on one GPU, we can partition it between blocks into p *stages*, one for each rank. A rank
 # then stores
-# 1/p of the weights, gradients and optimizer state.
+# 1/p of the weights, gradients and optimizer state. A *microbatch* is a part of the batch.
 #
 # ```text
 #              rank 0               rank 1               rank 2               rank 3
@@ -265,10 +265,9 @@ lesson.claim("Microbatches help", (bubble, "<", 100 * walked.bubble_fraction))
 trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")  # Perfetto
 
 # %% [markdown]
-# The formula assumes equal stages and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. The simulation knows each stage's time:
-# <data value="02.gpipe.from-one-microbatch.bubble">29.9 %</data>. The replay knows each action's time: <data value="02.bubble">34.1 %</data>.  The rule of thumb
-# $(p-1)/m$ answers another
-# question: it divides idle time by working time.
+# The formula assumes equal stages and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. The simulation has each stage's
+# time, but from a single microbatch: <data value="02.gpipe.from-one-microbatch.bubble">29.9 %</data>. The replay has the time of every action: <data value="02.bubble">34.1 %</data>. The
+# rule of thumb $(p-1)/m$ divides idle time by working time.
 #
 # The lower curves show what is *in flight*. A rank keeps a microbatch's activations from its forward until its backward, so
 # GPipe ends up with all <data value="02.gpipe.eight.in-flight">8</data> microbatches in flight.
@@ -450,9 +449,8 @@ lesson.field_guide.show()
 # ## Smaller pieces, smaller bubble
 #
 # More microbatches shrink the bubble. So do smaller pieces of work: thinner stages, as in `interleaved`, or a backward
-# in two parts, as in the zero-bubble schedules. Of these, `zb-h1` keeps at most p microbatches in flight, `zb-h2` up
-# to 2p - 1,
-# and `zb-v` also has two stages a rank. The figure shows `interleaved` and `zb-h1` after GPipe and 1F1B, for p = 2, m
+# in two parts, of which the zero-bubble schedules put one off into idle time. `zb-h1` keeps at most p microbatches in
+# flight; `zb-h2` starts more forwards early, up to 2p - 1; `zb-v` has two stages a rank, as `interleaved`. The figure shows `interleaved` and `zb-h1` after GPipe and 1F1B, for p = 2, m
 # = 4, F = 1
 # and B = 2.
 
@@ -582,7 +580,7 @@ lesson.check(exercises.place_w, place_w)
 # %% [markdown]
 # ### The race
 #
-# Exercise 3's schedule is *ZB-H1*. *ZB-H2* warms up longer, so that W can fill more gaps.
+# Exercise 3's schedule is *ZB-H1*. *ZB-H2* warms up longer, which gains where transfers take time or I takes longer than W.
 # *ZB-V* gives rank
 # r the chunks r and 2p - 1 - r, so that all ranks keep equally many activations.
 #
@@ -619,13 +617,12 @@ lesson.claim("ZB-V adds work", (work["zb-v"], ">", work["1f1b"]))
 vit_pipeline.add_to_ledger(NAME, predicted, ran)
 
 # %% [markdown]
-# All four idle less than 1F1B. ZB-V's step takes <data value="02.race.zb-v.replayed">77.0 ms</data>, 1F1B's <data value="02.race.1f1b.replayed">96.0 ms</data>. Two
-# steps that differ by less than
-# their spreads are not put in order by this run. Smaller pieces add work: a rank computes for <data value="02.race.1f1b.work">68.2 ms</data>
+# All four idle less than 1F1B. ZB-V's step takes <data value="02.race.zb-v.replayed">77.0 ms</data>, 1F1B's <data value="02.race.1f1b.replayed">96.0 ms</data>. This
+# run does not order two steps that differ by less than the larger of their spreads. Smaller pieces can add work: a rank computes for <data value="02.race.1f1b.work">68.2 ms</data>
 # under 1F1B and for
 # <data value="02.race.zb-v.work">70.6 ms</data> under ZB-V. A schedule wins if it saves more idle time than it adds work.
 #
-# Our prediction takes I and W as equal. But attention's own matmuls and norms have no W, so I takes
+# Our prediction takes I and W as equal. But the matmuls inside attention, softmax and GELU have no weights, so I takes
 # <data value="02.race.zb-h1.i-w:.2f">1.59</data> times as long as
 # W. The stage before waits for I, so ZB-H1's bubble grows with I - W.
 #
@@ -637,7 +634,7 @@ vit_pipeline.add_to_ledger(NAME, predicted, ran)
 #
 # <details><summary>Do the additional messages matter?</summary>
 #
-# Interleaving sends <data value="02.race.interleaved.messages">112</data> messages and 1F1B <data value="02.race.1f1b.messages">48</data>. For a microbatch, a middle stage of l/p blocks, of l in the model, computes 72 b s h² l/p FLOPs and sends 4 b s h bytes in 16 bits. The 72 is three times a forward's 24, without attention scores. If a
+# Interleaving sends <data value="02.race.interleaved.messages">112</data> messages and 1F1B <data value="02.race.1f1b.messages">48</data>. A model of l blocks has l/p in each stage. For one microbatch, a middle stage computes 72 b s h² l/p FLOPs and sends two messages of b s h 16-bit numbers, 4 b s h bytes. The 72 is three times a forward's 24, without attention scores. If a
 # device does ρ FLOPs while its link sends a byte, computing over sending is
 #
 # $$ \frac{72\,b s h^2\,(l/p)}{4\,b s h\;\rho} = \frac{18\,h\,(l/p)}{\rho} $$
@@ -702,10 +699,10 @@ lesson.explorers.pipeline_bubble()
 # For ZB-H2 the paper reports <data value="02.paper.zb-h2.published">6.98 %</data>, and the simulation agrees. Of ranks × makespan, the same step is
 # idle for <data value="02.paper.zb-h2.of-ranks-makespan">10.0 %</data>, and its overhead over ideal is
 # <data value="02.paper.zb-h2.overhead-over-ideal">11.2 %</data>. The explorer's first panel
-# shows the difference on 4 ranks: rank 3 starts three forwards and transfers after rank 0 and ends later. Such idle time, before a rank's
+# shows the difference on 4 ranks: rank 3 starts later than rank 0, by three forwards and three transfers, and ends later. Such idle time, before a rank's
 # first action and after its last, counts only in the other two definitions.
 #
-# Most training steps end for all ranks at once: use the share of ranks × makespan.
+# As a rule no rank starts the next step before all have ended this one, so use the share of ranks × makespan.
 #
 # <details><summary>The challenge: why this answer</summary>
 #

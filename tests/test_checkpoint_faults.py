@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -452,3 +454,74 @@ def test_a_folder_whose_removal_is_killed_does_not_look_complete(
             patch.setattr(atomic.shutil, "rmtree", killed_in_the_middle)
             atomic.remove(target)
         assert manifest.complete_in(tmp_path) == []
+
+
+# --- saves in the background, of several Boosters ----------------------------------------------------------
+
+
+def two_boosters(folder: Path) -> tuple[list[str], bool]:
+    """One saves in the background while another one saves and loads: their messages must not meet."""
+    (b, m, o), (c, m2, o2) = boosted(), boosted()
+    for i in range(3):
+        b.save(folder / f"a-{i}", m, o, extra=i, background=True)
+        c.save(folder / f"b-{i}", m2, o2, background=True)
+        b.save_model(m, folder / "model")
+        b.save(folder / f"c-{i}", m, o, background=True)
+        c.save_lr_scheduler(torch.optim.lr_scheduler.ExponentialLR(o2, 0.9), folder / "schedule")
+        b.save(folder / f"d-{i}", m, o, background=True)
+        c.load(folder / f"a-{i}", m2, o2)
+    b.wait()
+    c.wait()
+    return sorted(path.name for path in folder.iterdir()), c.load(folder / "a-1", m2) == 1
+
+
+def test_a_save_in_the_background_does_not_meet_those_of_another_booster(tmp_path: Path) -> None:
+    for names, same in hpnb.launch(two_boosters, tmp_path, ranks=2, device="cpu", timeout=60):
+        assert same
+        assert names == sorted(["model", "schedule", *(f"{kind}-{i}" for kind in "abcd" for i in range(3))])
+
+
+def save_and_leave(folder: Path, fails: bool) -> None:
+    booster, model, optimizer = boosted()
+    if fails:
+        atomic.seal = None  # type: ignore[assignment]
+    booster.save(folder, model, optimizer, extra="all of it", background=True)
+
+
+def test_a_save_that_nobody_waits_for_is_finished_or_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hpnb.launch(save_and_leave, tmp_path / "only-1", False, ranks=2, device="cpu", timeout=60)
+    assert os.listdir(tmp_path) == ["only-1"]
+    assert manifest.is_complete(tmp_path / "only-1")
+    hpnb.launch(save_and_leave, tmp_path / "other-1", True, ranks=2, device="cpu", timeout=60)
+    assert f"the save of {tmp_path / 'other-1'} in the background failed" in "".join(capfd.readouterr())
+
+
+def test_what_an_unfinished_save_has_left_is_named(tmp_path: Path) -> None:
+    atomic.begin(tmp_path / "run" / "step-1")
+    for path in (tmp_path / "run" / "step-1", tmp_path / "run"):
+        with pytest.raises(FileNotFoundError, match=r"step-1\.part is from a save that did not finish"):
+            manifest.find(path)
+
+
+def test_a_folder_without_a_number_is_of_no_series(tmp_path: Path) -> None:
+    for name in ("vit", "vit1", "vit2"):
+        sealed(tmp_path / name, keep=1)
+    assert sorted(os.listdir(tmp_path)) == ["vit", "vit2"]
+    sealed(tmp_path / "vit", keep=1)
+    assert sorted(os.listdir(tmp_path)) == ["vit", "vit2"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"f": lambda: 1}, "extra holds a function, <lambda> at ['f'], which is not safe"),
+        ({"x": [np.zeros((2, 3))]}, "a numpy array (2, 3) at ['x'][0], which"),
+        ({"x": np.float64(2.0)}, "a number of numpy at ['x'], which"),
+        (Path("x"), "extra holds a PosixPath, which"),
+    ],
+)
+def test_what_cannot_be_packed_is_named_with_its_place(extra: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        state_files.pack("extra", extra)

@@ -5,6 +5,7 @@ All ranks call them, between steps, and see the same files.
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ class BoosterFiles:
 
     def __init__(self) -> None:
         self._saving: Saving | None = None
+        self._finish_saving: weakref.finalize[Any, Any] | None = None
         self._copies: HostCopies | None = None
 
     def save_model(
@@ -97,8 +99,9 @@ class BoosterFiles:
             extra: what else `load` is to give back: tensors, numbers, texts, lists and dicts of them, such as
                 {"step": 500}; rank 0's is kept.
             background: copy what the next step would change, and write while training goes on; the copies'
-                memory, on the CPU, is kept for the next save. `wait` before the process group ends; what goes
-                wrong is raised there, or by the next save.
+                memory, on the CPU, is kept for the next save. Other saves and loads of this process wait for
+                it. `wait` before the process group ends; what goes wrong is raised there, or by the next
+                save, or is a warning when the Booster is dropped, which waits too.
             keep: leave so many of the folders beside `path` that differ from it in the number at the end of
                 their names.
             shard, size_per_shard: see `save_model`.
@@ -115,6 +118,8 @@ class BoosterFiles:
         if background:
             how["copies"] = self._copies = HostCopies(this_device(), self._copies)
         self._saving = checkpoint.save(Path(path), *parts, **how)
+        if background:  # when a launched function returns without `wait`, its Booster goes
+            self._finish_saving = weakref.finalize(self, self._saving.finish)
         return self._saving
 
     def load(
@@ -148,6 +153,9 @@ class BoosterFiles:
         Raises:
             Exception: what went wrong with it, once.
         """
+        if self._finish_saving is not None:
+            self._finish_saving.detach()
+            self._finish_saving = None
         if self._saving is not None:
             saving, self._saving = self._saving, None
             saving.wait()

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from hpnb.hybrid.checkpoint.background_save import finish_running
 from hpnb.hybrid.checkpoint.manifest import compare, find, manifest, verify
 from hpnb.hybrid.checkpoint.write_files import WrittenFiles
 from hpnb.ranks.process_group import new_group
@@ -24,7 +25,9 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 
 
 def files_group() -> dist.ProcessGroup:
-    """The group of all ranks for messages about files. All ranks call it at the same point."""
+    """The group of all ranks for messages about files, after a save in the background that has messages in
+    it. All ranks call it at the same point."""
+    finish_running()
     world = dist.group.WORLD
     assert world is not None, "a Booster has made a mesh"
     if world not in _groups:

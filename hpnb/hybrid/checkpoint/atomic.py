@@ -101,6 +101,8 @@ def _keep_newest(path: Path, count: int) -> None:
     """Of the complete folders beside `path` that are named like it, leave so many of the newest, and those of
     other living runs; and nothing of a save that was killed."""
     stem = _stem(path.name)
+    if stem is None:  # a name without a number is no series
+        return
 
     def named_like_it(suffix: str) -> list[Path]:
         folders = [f.with_name(f.name.removesuffix(suffix)) for f in path.parent.glob(f"*{suffix}")]
@@ -118,8 +120,10 @@ def _keep_newest(path: Path, count: int) -> None:
             remove(folder)
 
 
-def _stem(name: str) -> str:
-    return re.sub(r"\d+$", "", name)
+def _stem(name: str) -> str | None:
+    """The name without the number at its end; None if it has none."""
+    match = re.fullmatch(r"(.*?)\d+", name)
+    return None if match is None else match[1]
 
 
 def remove(folder: Path) -> None:

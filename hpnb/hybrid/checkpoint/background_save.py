@@ -3,6 +3,9 @@
     training    step   [copy]  step      step      step
     files                 `-- write, in a thread, with messages among CPUs -- rename
 
+Its messages are those of one group, so whatever else this process saves or loads, also by another Booster,
+waits for it first (`finish_running`).
+
 What the next step would change is copied at once. On a GPU a stream of its own copies, and the optimizer's
 next step waits for the copies on the device, so the host does not wait. A thread writes the rest.
 """
@@ -10,7 +13,9 @@ next step waits for the copies on the device, so the host does not wait. A threa
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,9 +96,11 @@ class Saving:
     Args:
         work: what is to be done.
         background: in a thread. The process joins it when it ends, so a save that was begun is finished.
+        path: what is saved, for a message.
     """
 
-    def __init__(self, work: Callable[[], None], background: bool) -> None:
+    def __init__(self, work: Callable[[], None], background: bool, path: Path) -> None:
+        self.path = path
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         if not background:
@@ -107,6 +114,7 @@ class Saving:
                 self._error = error
 
         self._thread = threading.Thread(target=run, name="hpnb-save")
+        _running.append(self._thread)
         self._thread.start()
 
     @property
@@ -126,3 +134,23 @@ class Saving:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def finish(self) -> None:
+        """Until it is on the disk, when nobody will wait for it any more: what went wrong is a warning."""
+        try:
+            self.wait()
+        except BaseException as error:
+            warnings.warn(
+                f"the save of {self.path} in the background failed, and nobody waited for it: {error}; call "
+                "booster.wait() before the function that saves returns, and before destroy_process_group()",
+                stacklevel=2,
+            )
+
+
+_running: list[threading.Thread] = []  # of this process: one at most
+
+
+def finish_running() -> None:
+    """Until the save in the background is done, whichever Booster began it; there errors are raised."""
+    while _running:
+        _running.pop().join()

@@ -216,7 +216,7 @@ def save(
             files = read_back(part, {**_below(MODEL, of_model), **_below(STATE, of_state)}, group)
             on_first_rank(lambda: atomic.commit(path, files, facts, keep), group)
 
-    return Saving(work, background=copies is not None)
+    return Saving(work, copies is not None, path)
 
 
 def load(

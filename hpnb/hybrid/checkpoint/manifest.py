@@ -222,6 +222,9 @@ def find(path: Path) -> Path:
     if (inside := newest(there)) is not None:
         return inside
     what = f"is no complete checkpoint, because it has no {MANIFEST}" if there.is_dir() else "is not there"
+    unfinished = [part_of(path), *sorted(there.glob("*" + _PART))]
+    if (part := next((folder for folder in unfinished if folder.is_dir()), None)) is not None:
+        what += f", and {part} is from a save that did not finish (booster.wait() waits for one)"
     beside = _newest_readable(path.parent)
     hint = f"{beside} is one" if beside is not None else "give a folder that booster.save has written"
     raise FileNotFoundError(f"{path} {what}; {hint}")

@@ -28,6 +28,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -70,18 +71,47 @@ def pack(what: str, value: Any) -> bytes:
     Raises:
         ValueError: it holds objects of other classes than tensors, numbers, texts and containers of them.
     """
+    try:
+        return _packed(value)
+    except _NOT_PACKED as error:
+        place, unsafe = _find_unsafe(value)
+        instead = ""
+        if isinstance(unsafe, np.ndarray | np.generic):
+            thing = f"a numpy array {unsafe.shape}" if isinstance(unsafe, np.ndarray) else "a number of numpy"
+            instead = ": torch.from_numpy(array) is one, or array.tolist()" if unsafe.shape else ": x.item()"
+        elif callable(unsafe) and not isinstance(unsafe, type):
+            thing = f"a function, {getattr(unsafe, '__name__', type(unsafe).__name__)}"
+        else:
+            thing = f"a {type(unsafe).__name__}"
+        where = f" at {place}" if place else ""
+        raise ValueError(
+            f"{what} holds {thing}{where}, which is not safe to load from a file; put tensors, numbers, "
+            f"texts, and lists and dicts of them there{instead}"
+        ) from error
+
+
+_NOT_PACKED = pickle.UnpicklingError, pickle.PicklingError, AttributeError, TypeError
+
+
+def _packed(value: Any) -> bytes:
     stream = io.BytesIO()
     torch.save(value, stream)
-    try:
-        unpack(stream.getvalue())
-    except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        thing = "an object of a class" if named is None else f"a {named[1].rpartition('.')[2]}"
-        raise ValueError(
-            f"{what} holds {thing}, which is not safe to load from a file; put tensors, numbers, texts, and "
-            "lists and dicts of them there"
-        ) from error
+    unpack(stream.getvalue())
     return stream.getvalue()
+
+
+def _find_unsafe(value: Any, place: str = "") -> tuple[str, Any]:
+    """(where in a container that cannot be packed, what) of the first thing in it that cannot."""
+    if isinstance(value, list | tuple):
+        inside = dict(enumerate(value))
+    else:
+        inside = dict(value) if isinstance(value, Mapping) else {}
+    for key, child in inside.items():
+        try:
+            _packed(child)
+        except _NOT_PACKED:
+            return _find_unsafe(child, f"{place}[{key!r}]")
+    return place, value
 
 
 def unpack(value: bytes) -> Any:

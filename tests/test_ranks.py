@@ -170,6 +170,25 @@ def test_a_rebound_name_is_sent_again_and_another_is_not(
     assert four.run(lambda: scaled_rank()) == [0, 5, 10, 15]  # through a function that calls it
 
 
+def test_what_ranks_have_is_refreshed_where_only_a_function_of_theirs_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "rate", 1.0, raising=False)
+    with hpnb.Ranks(2, device="cpu", timeout=60) as ranks:
+        ranks.run_cell("def show(): return rate\nown = rate")
+        main.rate = 2.0  # type: ignore[attr-defined]
+        monkeypatch.setattr(main, "own", 7.0, raising=False)
+        assert ranks.run_cell("show()") == [2.0, 2.0]
+        ranks.run_cell("rate = 3.0")  # by a rank: it stays until the caller reassigns it
+        assert ranks.run_cell("show()") == [3.0, 3.0]
+        main.rate = threading.Lock()  # type: ignore[attr-defined]
+        with pytest.warns(UserWarning, match="the new value of rate cannot be pickled, so the ranks keep"):
+            assert ranks.run_cell("show()") == [3.0, 3.0]
+        with pytest.raises(hpnb.RankError, match="the global rate"):
+            ranks.run_cell("rate")
+
+
 def test_a_name_that_only_some_ranks_got_reaches_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     main = sys.modules["__main__"]
     monkeypatch.setattr(main, "marker", "sent", raising=False)
@@ -802,6 +821,55 @@ def test_a_helper_module_launches_what_main_defines(tmp_path: Path) -> None:
     """
     out, _ = run_script(body, tmp_path).communicate(timeout=60)
     assert out.splitlines()[-1] == "[0, 3]"
+
+
+def test_every_function_has_the_globals_of_its_own_module(tmp_path: Path) -> None:
+    (tmp_path / "helpers.py").write_text(
+        "import hpnb\nwidth = 1\ncount = 0\n"
+        "def work(make):\n    global count\n    count += 1\n    return make(), width, count\n"
+        "def run(make):\n    return hpnb.launch(work, make, ranks=2, device='cpu')[1]\n"
+        "def call(make):\n    return hpnb.launch(make, ranks=2, device='cpu')[1]\n"
+        "def again(ranks, make):\n    return ranks.run(work, make)[1]\n"
+    )
+    body = """
+        import functools, helpers, torch
+        width = 2
+        def make(): return width
+        class Layer:
+            scale = torch.ones(1)
+            def __init__(self): self.width = width * int(torch.ones(1))
+            def read(self): return self.width, width
+        print(helpers.run(make), helpers.run(lambda: width), helpers.run(functools.partial(make)))
+        print(helpers.run(Layer)[0].width, helpers.run(Layer().read), helpers.call(Layer().read))
+        def note():
+            global noted
+            noted = width
+        def noted_and_width(): return noted, width
+        with hpnb.Ranks(2, device="cpu") as ranks:
+            ranks.run(note)
+            print(helpers.again(ranks, noted_and_width))
+            width = helpers.width = 5
+            print(helpers.again(ranks, noted_and_width), ranks.run(noted_and_width))
+    """
+    out, _ = run_script(body, tmp_path).communicate(timeout=120)
+    assert out.splitlines()[-4:] == [
+        "(2, 1, 1) (2, 1, 1) (2, 1, 1)",
+        "2 ((2, 2), 1, 1) (2, 2)",
+        "((2, 2), 1, 1)",
+        "((2, 5), 5, 2) [(2, 5), (2, 5)]",
+    ]
+
+
+def test_under_torchrun_one_warning_says_how_to_use_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.warns(UserWarning, match=r"program 4 times.*hpnb\.launch_from_torch\(\)") as told:
+        assert hpnb.launch(hpnb.rank, ranks=2, device="cpu") == [0, 1]
+    assert [warning.filename for warning in told] == [__file__]
+    monkeypatch.setenv("RANK", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert hpnb.launch(hpnb.rank, ranks=2, device="cpu") == [0, 1]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")

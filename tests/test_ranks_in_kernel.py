@@ -110,7 +110,11 @@ def test_a_cell_need_not_pickle_its_last_value_nor_get_what_it_binds_itself(kern
 def test_what_the_magic_does_not_know_it_says(kernel: Kernel) -> None:
     assert "rank 0 alone is written '0,'" in kernel.text("%%ranks 0\npass")
     assert "give a count" in kernel.text("%%ranks two\npass")
-    assert "members of 0 to 1" in kernel.text("%%ranks 5,\npass")
+    assert "rank 5 does not exist; the ranks are 0 to 1" in kernel.text("%%ranks 5,\npass")
+    assert "ranks 2, 3 do not exist" in kernel.text("%%ranks 1,2,3\npass")
+    assert "rank 1 is named twice" in kernel.text("%%ranks 1,1\npass")
+    assert sorted(kernel.text("%%ranks 0, 1\nhpnb.rank()").splitlines()) == ["[rank 0] 0", "[rank 1] 1"]
+    assert kernel.text("%%ranks 1, --timeout 30\nhpnb.rank()").splitlines() == ["[rank 1] 1"]
     assert "SyntaxError" in kernel.text("%%ranks 2\nx = = 1")
     assert "'abc' is no number of seconds" in kernel.text("%%ranks 2 --timeout abc\npass")
     assert "--out a.b: give the name of a variable" in kernel.text("%%ranks 2 --out a.b\n1")
@@ -163,6 +167,26 @@ def test_variables_stay_or_a_line_says_that_they_are_gone(kernel: Kernel) -> Non
     shown = kernel.text("%%ranks 1\npass")
     assert "2 ranks" in shown
     assert "weights" in shown
+
+
+def test_a_line_names_what_is_the_notebooks_copy_again(kernel: Kernel) -> None:
+    kernel.cell("weight, unused = torch.zeros(1), 1")
+    kernel.cell("%%ranks 2\nweight += 1")
+    shown = kernel.text("%%ranks 1\nweight")
+    again = next(line for line in shown.splitlines() if "notebook's copy again" in line)
+    assert again.endswith("what ranks have changed in it: weight")
+    assert "[rank 0] tensor([0.])" in shown
+    timer = threading.Timer(1.5, lambda: os.kill(kernel_pid(kernel), 2))
+    timer.start()
+    assert "RankInterrupt: interrupted" in kernel.text("%%ranks\nweight += 1\ntime.sleep(60)")
+    assert "what ranks have changed in it: weight" in kernel.text("%%ranks\nweight")
+
+
+def test_a_function_on_ranks_sees_what_the_notebook_reassigns(kernel: Kernel) -> None:
+    kernel.cell("lr = 1.0")
+    kernel.cell("%%ranks 2\ndef show(): return lr")
+    kernel.cell("lr = 2.0")
+    assert sorted(kernel.text("%%ranks\nshow()").splitlines()) == ["[rank 0] 2.0", "[rank 1] 2.0"]
 
 
 def test_a_stored_bar_keeps_its_last_state_only(kernel: Kernel) -> None:

@@ -2,8 +2,10 @@
 
 The globals that a function reads stand in its bytecode, and in that of the functions it calls. A global is
 sent if the rank does not have it, or if the caller has reassigned it since: `x = 2` is sent again,
-`x.append(2)` is not, and neither is a name that is reassigned to the same object. The same holds for an entry
-that the caller has put into a shared table of a module, such as a model that it has registered.
+`x.append(2)` is not, and neither is a name that is reassigned to the same object. A global that was sent once
+is sent again after that even if the call does not name it, because a function on the rank may read it. The
+same holds for an entry that the caller has put into a shared table of a module, such as a model that it has
+registered.
 """
 
 from __future__ import annotations
@@ -15,18 +17,20 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 _GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "DELETE_GLOBAL", "DELETE_NAME"})
 _ABSENT = object()
 TableEntries = dict[tuple[str, str, Any], Any]  # {(module, name of a dictionary in it, key): value}
+Name = tuple[str, str]  # (module, a global of it)
+Namespaces = Mapping[str, dict[str, Any]]  # {module: its globals}
 _OF_IPYTHON = frozenset({"exit", "quit", "get_ipython"})  # not sent: ranks have their own, which say why not
 TORCH_DYNAMO = "torch._dynamo"
 # Names whose use makes an optimizer of PyTorch.
 _OPTIMIZES = frozenset({"optim", "Adam", "AdamW", "SGD", "HybridAdam", "ZeroOptimizer", "Booster", "Trainer"})
-_MODULE_ATTRIBUTES = frozenset({"__name__", "__doc__", "__package__", "__loader__", "__spec__",
-                                "__builtins__", "__builtin__", "__dict__"})  # fmt: skip
+MODULE_ATTRIBUTES = frozenset({"__name__", "__doc__", "__package__", "__loader__", "__spec__",
+                               "__builtins__", "__builtin__", "__dict__"})  # fmt: skip
 
 
 def global_names(code: types.CodeType) -> set[str]:
@@ -56,7 +60,8 @@ def modules_used(fn: object) -> set[str]:
     namespace = fn.__globals__
     modules: set[str] = set()
     functions = [fn, *_closure_functions(fn)]
-    for name in _reachable(global_names(fn.__code__), namespace):
+    names = {("", name) for name in global_names(fn.__code__)}
+    for _, name in _reachable(names, {"": namespace}):
         functions += _functions_of(namespace[name])
     for code in _codes(f.__code__ for f in functions):
         if _OPTIMIZES & set(code.co_names):
@@ -97,6 +102,12 @@ def caller_namespace(frame_globals: dict[str, Any], fn: object = None) -> dict[s
     return main if file and os.path.abspath(file).startswith(installed) else frame_globals
 
 
+def namespaces_by_value(namespace: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """{module: its globals} of those whose functions are pickled by value: __main__ and the one that calls."""
+    name = namespace.get("__name__") or "__main__"  # code that was given to exec may say that it is __main__
+    return {"__main__": sys.modules["__main__"].__dict__, name: namespace}
+
+
 # (module, name) of dictionaries whose entries are sent to ranks, and the keys that every process has anyway.
 _shared_tables: dict[tuple[str, str], frozenset[Any]] = {}
 
@@ -110,24 +121,43 @@ class KnownGlobals:
     """What one rank has of the caller's globals, so that only what changed is sent."""
 
     def __init__(self) -> None:
-        self._sent: dict[str, Callable[[], object]] = {}  # name -> the object it was bound to
-        self._inside: set[str] = set()  # names read by functions that sit inside other objects
+        self._known: dict[Name, Callable[[], object]] = {}  # -> the object that the caller had bound
+        self.copies: set[Name] = set()  # those that the caller has sent
+        self._inside: set[Name] = set()  # names read by functions that sit inside other objects
         self.objects: set[int] = set()  # numbers of the modules and parameters among them
         self._entries: TableEntries = {}
 
-    def missing(self, names: Iterable[str], namespace: dict[str, Any]) -> dict[str, Any]:
+    def missing(self, names: Iterable[Name], namespaces: Namespaces) -> dict[Name, Any]:
         """Those of `names`, and of the globals that functions among them read, which the rank lacks."""
-        missing: dict[str, Any] = {}
-        for name in _reachable({*names, *self._inside}, namespace):
-            sent = self._sent.get(name)
-            if sent is None or sent() is not namespace[name]:
-                missing[name] = namespace[name]
-        return missing
+        return {
+            (module, name): namespaces[module][name]
+            for module, name in _reachable({*names, *self._inside}, namespaces)
+            if not self._is_known((module, name), namespaces[module][name])
+        }
 
-    def mark_sent(self, names: Iterable[str], namespace: dict[str, Any]) -> None:
-        """From now on the rank has `names` with the values that the caller has now."""
-        for name in names:
-            self._sent[name] = _weak_reference(namespace.get(name, _ABSENT))
+    def reassigned(self, namespaces: Namespaces) -> set[Name]:
+        """Globals that the rank has a copy of, and that the caller has reassigned since."""
+        return {
+            (module, name)
+            for module, name in self.copies
+            if name in namespaces.get(module, ())
+            and not self._is_known((module, name), namespaces[module][name])
+        }
+
+    def _is_known(self, name: Name, value: object) -> bool:
+        known = self._known.get(name)
+        return known is not None and known() is value
+
+    def mark_sent(self, names: Collection[Name], namespaces: Namespaces) -> None:
+        """From now on the rank has copies of `names` with the values that the caller has now."""
+        self.mark_assigned(names, namespaces)
+        self.copies.update(names)
+
+    def mark_assigned(self, names: Iterable[Name], namespaces: Namespaces) -> None:
+        """The rank has assigned `names`: they stay as they are until the caller reassigns them."""
+        for module, name in names:
+            value = namespaces.get(module, {}).get(name, _ABSENT)
+            self._known[module, name] = _weak_reference(value)
 
     def missing_entries(self) -> TableEntries:
         """Entries of shared tables that the rank lacks, or that the caller has replaced since."""
@@ -141,24 +171,26 @@ class KnownGlobals:
     def mark_entries(self, entries: TableEntries) -> None:
         self._entries |= entries
 
-    def mark_inside(self, names: Iterable[str]) -> None:
+    def mark_inside(self, names: Iterable[Name]) -> None:
         self._inside.update(names)
 
 
-def _reachable(names: Iterable[str], namespace: dict[str, Any]) -> Iterator[str]:
-    seen: set[str] = set()
+def _reachable(names: Iterable[Name], namespaces: Namespaces) -> Iterator[Name]:
+    modules = {id(namespace): module for module, namespace in namespaces.items()}
+    seen: set[Name] = set()
     todo = list(names)
     while todo:
-        name = todo.pop()
-        if name in seen or name not in namespace or name in _MODULE_ATTRIBUTES:
+        module, name = todo.pop()
+        namespace = namespaces.get(module, {})
+        if (module, name) in seen or name not in namespace or name in MODULE_ATTRIBUTES:
             continue
-        seen.add(name)
+        seen.add((module, name))
         if name in _OF_IPYTHON and _is_ipythons(namespace[name]):
             continue
-        yield name
+        yield module, name
         for f in _functions_of(namespace[name]):
-            if f.__globals__ is namespace:
-                todo.extend(global_names(f.__code__))
+            if id(f.__globals__) in modules:
+                todo.extend((modules[id(f.__globals__)], read) for read in global_names(f.__code__))
 
 
 def _is_ipythons(value: object) -> bool:

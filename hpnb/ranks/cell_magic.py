@@ -7,7 +7,9 @@ import math
 import re
 import shlex
 import sys
+import types
 from argparse import ArgumentError, ArgumentParser, ArgumentTypeError
+from collections.abc import Iterable
 from typing import Any
 
 from IPython.core.magic import Magics, cell_magic, magics_class
@@ -65,8 +67,9 @@ class RanksMagics(Magics):  # type: ignore[misc]
         whenever the notebook reassigns it. In-place changes, such as list.append, are not sent. A variable
         that the cell assigns stays on that rank; `--out` brings values back. Another number of ranks,
         another device, an interrupt, a hang and a rank that dies or raises while others wait for it end
-        the ranks, and their variables are gone; the next cell says so. If one rank raises and the others
-        finish the cell, all of them keep their variables.
+        the ranks. Their variables are gone then, and so is what they have changed in their copies of the
+        notebook's, such as a model that they have trained; the next cell names both. If one rank raises
+        and the others finish the cell, all of them keep their variables.
 
         Modules. A rank imports a module once. If the notebook reloads it (importlib.reload, %autoreload), the
         ranks do too, before their next cell; if its file was only edited, a line says so.
@@ -76,7 +79,8 @@ class RanksMagics(Magics):  # type: ignore[misc]
         breakpoint() are refused.
         """
         try:
-            options, unknown = _parser.parse_known_args(shlex.split(line))
+            who_in_one_word = re.sub(r"(?<=\d)\s*,\s*(?=\d)", ",", line)
+            options, unknown = _parser.parse_known_args(shlex.split(who_in_one_word))
         except (ArgumentError, ValueError) as error:
             raise ValueError(f"%%ranks {line}: {error}") from None
         if unknown:
@@ -120,13 +124,25 @@ class RanksMagics(Magics):  # type: ignore[misc]
 
 
 def _lost(pool: Ranks | None) -> str:
-    """Which variables end with the ranks before."""
-    if pool is None or not pool.assigned:
+    """Which variables end with the ranks before, and which are the notebook's again."""
+    if pool is None:
         return ""
-    names = [name for name in reversed(pool.assigned) if not name.startswith("_")]
-    some = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-    how = "are stopped" if pool.alive else "have ended"
-    return f"\nthe {pool.size} ranks before them {how}, and their variables are gone: {some}"
+    notebook = vars(sys.modules["__main__"])
+    code = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type  # which cells do not change
+    copies = [name for name in pool.sent if name in notebook and not isinstance(notebook[name], code)]
+    lost = ""
+    if gone := _some(pool.assigned):
+        how = "are stopped" if pool.alive else "have ended"
+        lost += f"\nthe {pool.size} ranks before them {how}, and their variables are gone: {gone}"
+    if again := _some(copies):
+        lost += f"\nthe notebook's copy again, without what ranks have changed in it: {again}"
+    return lost
+
+
+def _some(names: Iterable[str]) -> str:
+    """The latest names, and how many more there are."""
+    shown = [name for name in reversed([*names]) if not name.startswith("_")]
+    return ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
 
 
 def _who(text: str) -> tuple[int | None, tuple[int, ...] | None]:

@@ -12,14 +12,14 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import cloudpickle
 
 from hpnb.ranks import errors, serialize_function
-from hpnb.ranks.caller_globals import KnownGlobals, TableEntries
+from hpnb.ranks.caller_globals import KnownGlobals, Name, Namespaces, TableEntries, namespaces_by_value
 from hpnb.ranks.errors import RankError
 from hpnb.ranks.worker import Call
 
@@ -31,7 +31,7 @@ class SentGlobals:
     """What ranks have in addition once a call has arrived: names, numbers of modules and parameters, and
     entries of shared tables."""
 
-    names: frozenset[str] = frozenset()
+    names: frozenset[Name] = frozenset()
     objects: frozenset[int] = frozenset()
     entries: TableEntries = field(default_factory=dict)
 
@@ -44,7 +44,7 @@ def pack_call(
     Args:
         known: what every rank has of the caller's globals.
         namespace: the caller's.
-        names: globals that the function reads.
+        names: globals that the function reads from it.
         content: {"fn", "args", "kwargs"} or {"cell", "filename"}.
 
     Raises:
@@ -55,8 +55,11 @@ def pack_call(
         cwd = os.getcwd()
     except FileNotFoundError:
         raise ValueError("the current directory has been deleted; os.chdir to one that exists") from None
-    by_value = frozenset({id(namespace), id(sys.modules["__main__"].__dict__)})
-    names = set(names)
+    namespaces = namespaces_by_value(namespace)
+    by_value = {id(sys.modules["__main__"].__dict__): "__main__"}  # which another namespace may stand for
+    by_value |= {id(values): module for module, values in namespaces.items()}
+    caller = by_value[id(namespace)]
+    named = {(caller, name) for name in names}
     shared = frozenset.intersection(*(frozenset(rank.objects) for rank in known))
     missing_entries: TableEntries = {}
     for rank in known:
@@ -66,18 +69,24 @@ def pack_call(
         for rank in known:
             for of_entry, _ in entries:
                 rank.mark_inside(of_entry.names)
-        while True:
-            missing = _missing_globals(known, names, namespace)
-            everything = {"names": missing, "end": serialize_function.EndOfNames(), **content}
-            pickler, body = _dump(everything, by_value, shared)
-            # Pickling shows which globals the functions inside arguments read.
-            if not _missing_globals(known, names | pickler.names, namespace).keys() - missing.keys():
-                break
-            for rank in known:
-                rank.mark_inside(pickler.names - names)
-            names |= pickler.names
+        again: set[Name] = set()
+        for rank in known:
+            again |= rank.reassigned(namespaces)
+        try:
+            missing, pickler, body = _pickle(known, namespaces, named | again, content, by_value, shared)
+        except RankError:
+            if not (lost := _unpicklable(again - named, namespaces, by_value)):
+                raise
+            names_of_lost = ", ".join(sorted(name for _, name in lost))
+            warnings.warn(
+                f"the new value of {names_of_lost} cannot be pickled, so the ranks keep the one before",
+                stacklevel=5,
+            )
+            named |= again - lost
+            missing, pickler, body = _pickle(known, namespaces, named, content, by_value, shared)
         if len(body) > _LARGE:
-            _warn_of_large({**missing, **_closure_values(content.get("fn"))}, by_value, len(known))
+            values = {name: value for (_, name), value in missing.items()}
+            _warn_of_large({**values, **_closure_values(content.get("fn"))}, by_value, len(known))
     sources, modules = dict(pickler.sources), set(pickler.modules)
     for of_entry, _ in entries:
         sources |= of_entry.sources
@@ -90,17 +99,49 @@ def pack_call(
     return call, SentGlobals(frozenset(missing), frozenset(pickler.numbered), missing_entries)
 
 
+def _pickle(
+    known: Sequence[KnownGlobals],
+    namespaces: Namespaces,
+    names: set[Name],
+    content: dict[str, Any],
+    by_value: Mapping[int, str],
+    shared: frozenset[int],
+) -> tuple[dict[Name, Any], serialize_function.Pickler, bytes]:
+    """The call with those of `names`, and of the globals that functions inside it read, that a rank lacks."""
+    names = set(names)
+    while True:
+        missing = _missing_globals(known, names, namespaces)
+        everything = {"names": missing, "end": serialize_function.EndOfNames(), **content}
+        pickler, body = _dump(everything, by_value, shared)
+        # Pickling shows which globals the functions inside arguments read.
+        if not _missing_globals(known, names | pickler.names, namespaces).keys() - missing.keys():
+            return missing, pickler, body
+        for rank in known:
+            rank.mark_inside(pickler.names - names)
+        names |= pickler.names
+
+
 def _missing_globals(
-    known: Sequence[KnownGlobals], names: set[str], namespace: dict[str, Any]
-) -> dict[str, Any]:
-    missing: dict[str, Any] = {}
+    known: Sequence[KnownGlobals], names: set[Name], namespaces: Namespaces
+) -> dict[Name, Any]:
+    missing: dict[Name, Any] = {}
     for rank in known:
-        missing |= rank.missing(names, namespace)
+        missing |= rank.missing(names, namespaces)
     return missing
 
 
+def _unpicklable(names: set[Name], namespaces: Namespaces, by_value: Mapping[int, str]) -> set[Name]:
+    unpicklable = set()
+    for module, name in names:
+        try:
+            serialize_function.dumps(namespaces[module][name], by_value)
+        except Exception:
+            unpicklable.add((module, name))
+    return unpicklable
+
+
 def _dump(
-    content: dict[str, Any], by_value: frozenset[int], shared: frozenset[int]
+    content: dict[str, Any], by_value: Mapping[int, str], shared: frozenset[int]
 ) -> tuple[serialize_function.Pickler, bytes]:
     file = io.BytesIO()
     pickler = serialize_function.Pickler(file, by_value, shared)
@@ -119,7 +160,7 @@ def _dump(
 
 
 def _dump_entries(
-    entries: TableEntries, by_value: frozenset[int]
+    entries: TableEntries, by_value: Mapping[int, str]
 ) -> Iterator[tuple[serialize_function.Pickler, bytes]]:
     """Every entry as a pickle of its own; without those that do not pickle, because a call that does not need
     them must not fail for them."""
@@ -131,12 +172,12 @@ def _dump_entries(
             yield pickler, file.getvalue()
 
 
-def _unpicklable_part(content: dict[str, Any], by_value: frozenset[int]) -> str:
+def _unpicklable_part(content: dict[str, Any], by_value: Mapping[int, str]) -> str:
     """Which part of a call does not pickle, in words."""
     fn = content.get("fn")
     parts: list[tuple[str, Any]] = [(f"argument {i}", a) for i, a in enumerate(content.get("args", ()))]
     parts += [(f"argument {name}", a) for name, a in content.get("kwargs", {}).items()]
-    parts += [(f"the global {name}", value) for name, value in content["names"].items()]
+    parts += [(f"the global {name}", value) for (_, name), value in content["names"].items()]
     parts += [(f"the captured variable {name}", value) for name, value in _closure_values(fn).items()]
     for what, value in parts:
         try:
@@ -158,7 +199,7 @@ def _closure_values(fn: Any) -> dict[str, Any]:
     return values
 
 
-def _warn_of_large(values: dict[str, Any], by_value: frozenset[int], ranks: int) -> None:
+def _warn_of_large(values: dict[str, Any], by_value: Mapping[int, str], ranks: int) -> None:
     for name, value in values.items():
         size = len(serialize_function.dumps(value, by_value))
         if size > _LARGE:

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -25,7 +26,13 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from hpnb.ranks import errors, serialize_function
-from hpnb.ranks.caller_globals import KnownGlobals, caller_namespace, global_names, modules_used
+from hpnb.ranks.caller_globals import (
+    KnownGlobals,
+    caller_namespace,
+    global_names,
+    modules_used,
+    namespaces_by_value,
+)
 from hpnb.ranks.cell_syntax import FLAGS
 from hpnb.ranks.changed_modules import ImportedModules, SourceFile, modules_to_reload, outdated_sentence
 from hpnb.ranks.current_rank import current, inside_rank
@@ -120,6 +127,7 @@ class Ranks:
                 f"rank {current.rank} of {current.world_size} cannot start ranks of its own; "
                 "call hpnb.launch from outside, or make a smaller group with hpnb.Mesh"
             )
+        _warn_under_torchrun(stacklevel=4 if _one_call else 3)
         limit = limit_in_seconds("timeout", timeout)
         self.hang_timeout = limit_in_seconds("hang_timeout", hang_timeout)
         start_limit = limit_in_seconds("start_timeout", start_timeout)
@@ -136,6 +144,7 @@ class Ranks:
         self._ended: str | None = None
         self._one_call = _one_call
         self.assigned: dict[str, None] = {}  # names that calls have assigned on ranks, the latest last
+        self.sent: dict[str, None] = {}  # names of which ranks have got the caller's value, the latest last
         self._died: dict[int, float] = {}  # rank -> time.monotonic()
         try:
             self._collect(self.members, start_limit, math.inf, starts=True)
@@ -229,6 +238,7 @@ class Ranks:
             self._tell_outdated(imported)
             call = replace(call, reloads=modules_to_reload(imported))
             begun = time.monotonic()
+            self.sent |= dict.fromkeys(sorted(name for _, name in sent.names))
             try:
                 self._processes.send(members, call, min(limit, self.hang_timeout))
             except KeyboardInterrupt:
@@ -289,17 +299,20 @@ class Ranks:
     def _learn_names(
         self, replies: dict[int, Done | Failed | None], namespace: dict[str, Any] | None, sent: SentGlobals
     ) -> None:
+        if namespace is None:
+            return
+        namespaces = namespaces_by_value(namespace)
         for rank, reply in replies.items():
-            if reply is None or namespace is None:
+            if reply is None:
                 continue
             if isinstance(reply, Done) or reply.took_names:
-                self._globals[rank].mark_sent(sent.names, namespace)
+                self._globals[rank].mark_sent(sent.names, namespaces)
                 self._globals[rank].objects |= sent.objects
                 self._globals[rank].mark_entries(sent.entries)
             # A name that a rank has assigned stays the rank's until the caller reassigns it.
-            self._globals[rank].mark_sent(reply.new_names, namespace)
+            self._globals[rank].mark_assigned(reply.new_names, namespaces)
             self._imported[rank].note(reply.imported)
-            self.assigned |= dict.fromkeys(sorted(reply.new_names))
+            self.assigned |= dict.fromkeys(sorted(name for _, name in reply.new_names))
 
     def _tell_outdated(self, imported: Sequence[ImportedModules]) -> None:
         """Say once after every edit that ranks go on with the code from before it."""
@@ -367,8 +380,30 @@ class Ranks:
     def _checked(self, members: Sequence[int] | None) -> tuple[int, ...]:
         chosen = self.members if members is None else tuple(members)
         if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(self.members):
-            raise ValueError(f"ranks {list(chosen)} are not distinct members of 0 to {self.size - 1}")
+            raise ValueError(_wrong_members(chosen, self.size))
         return chosen
+
+
+def _wrong_members(chosen: Sequence[int], size: int) -> str:
+    there = f"the ranks are 0 to {size - 1}" if size > 1 else "the only rank is 0"
+    missing = [str(rank) for rank in chosen if rank not in range(size)]
+    if len(missing) == 1:
+        return f"rank {missing[0]} does not exist; {there}"
+    if missing:
+        return f"ranks {', '.join(missing)} do not exist; {there}"
+    twice = next((rank for rank in chosen if list(chosen).count(rank) > 1), None)
+    return f"no rank is named; {there}" if twice is None else f"rank {twice} is named twice; name it once"
+
+
+def _warn_under_torchrun(stacklevel: int) -> None:
+    """Say once for all processes of torchrun that ranks which start here are not those of torchrun."""
+    environ = os.environ
+    if "TORCHELASTIC_RUN_ID" in environ and environ.get("RANK") == "0" and environ.get("WORLD_SIZE") != "1":
+        warnings.warn(
+            f"torchrun has started this program {environ.get('WORLD_SIZE')} times, and each now starts ranks "
+            "of its own; to use torchrun's processes as ranks, call hpnb.launch_from_torch() instead",
+            stacklevel=stacklevel,
+        )
 
 
 def _grace(replies: dict[int, Done | Failed | None]) -> float:

@@ -1,13 +1,15 @@
 """How a function gets from a cell to a rank: functions, lambdas, closures and classes are pickled by value.
 
 `spawn` imports the caller's main module again and cannot see what a cell has defined, so cloudpickle is used.
-A function of the caller arrives with the rank's __main__ as its globals, so what one call assigns there is
-there in the next; `caller_globals.py` decides which of the caller's globals are sent with it. What the
-caller's module has imported is pickled by reference, as usual.
+A function of the caller's __main__ arrives with the rank's __main__ as its globals, so what one call assigns
+there is there in the next. If another module calls, its functions have a namespace of their own on the rank.
+`caller_globals.py` decides which of the caller's globals are sent. What the caller's module has imported is
+pickled by reference, as usual.
 """
 
 from __future__ import annotations
 
+import builtins
 import functools
 import io
 import itertools
@@ -18,45 +20,48 @@ import sys
 import types
 import typing
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import cloudpickle
 import torch
 
-from hpnb.ranks.caller_globals import global_names
+from hpnb.ranks.caller_globals import Name, global_names
 from hpnb.ranks.current_rank import inside_rank
 
 # --- pickling --------------------------------------------------------------------------------
 
+_NO_MODULES: Mapping[int, str] = {}
+
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle, with the caller's functions bound to the receiver's __main__ and tensors on the CPU.
+    """cloudpickle, with the caller's functions bound to the receiver's namespaces and tensors on the CPU.
 
     Args:
-        by_value: ids of the global dictionaries whose functions are pickled by value.
+        by_value: {id of a module's globals: the module} of those whose functions are pickled by value.
 
     After `dump`, `names` are the globals that the pickled functions read, and `sources` is the text of the
     cells that they come from, so that the receiver can print source lines.
     """
 
     def __init__(
-        self, file: io.BytesIO, by_value: frozenset[int] = frozenset(), known: frozenset[int] = frozenset()
+        self, file: io.BytesIO, by_value: Mapping[int, str] = _NO_MODULES, known: frozenset[int] = frozenset()
     ) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.by_value = by_value
         self.known = known  # numbers of the modules and parameters that the receiver has
         self.numbered: set[int] = set()  # and of those that this pickle brings
         self._in_names = True
-        self.names: set[str] = set()
+        self.names: set[Name] = set()
         self.modules: set[str] = set()
         self.sources: dict[str, str] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.FunctionType) and id(obj.__globals__) in self.by_value:
-            self.names |= global_names(obj.__code__)
+            module = self.by_value[id(obj.__globals__)]
+            self.names |= {(module, name) for name in global_names(obj.__code__)}
             self.modules |= _submodules(obj)
-            return _reduce_function(obj)
+            return _reduce_function(obj, module)
         if isinstance(obj, functools._lru_cache_wrapper) and self._is_by_value(obj.__wrapped__):
             return _make_cached, (obj.__wrapped__, obj.cache_parameters())
         if isinstance(obj, typing.NewType):
@@ -100,7 +105,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.sources[filename] = "".join(linecache.getlines(filename))
 
 
-def dumps(obj: object, by_value: frozenset[int] = frozenset()) -> bytes:
+def dumps(obj: object, by_value: Mapping[int, str] = _NO_MODULES) -> bytes:
     """Pickle `obj`; CUDA tensors arrive on the CPU, tensors with an autograd graph arrive without it."""
     file = io.BytesIO()
     Pickler(file, by_value).dump(obj)
@@ -110,14 +115,31 @@ def dumps(obj: object, by_value: frozenset[int] = frozenset()) -> bytes:
 loads = pickle.loads
 
 
-def main_namespace() -> frozenset[int]:
-    """The globals of __main__ alone: what a rank uses to send results back."""
-    return frozenset({id(sys.modules["__main__"].__dict__)})
+_modules: dict[str, types.ModuleType] = {}  # a rank's: of the caller's modules other than __main__
 
 
-def _reduce_function(f: types.FunctionType) -> tuple[Any, ...]:
+def namespace_of(module: str) -> dict[str, Any]:
+    """The globals of a module whose functions are pickled by value.
+
+    On a rank they stand for the caller's: it has not imported the module, which would run its code again.
+    """
+    if module == "__main__" or not inside_rank():
+        return vars(sys.modules.get(module, sys.modules["__main__"]))
+    if module not in _modules:
+        name = f"__main__.{module}"  # the rank may import the module itself as well, for another function
+        _modules[module] = sys.modules[name] = types.ModuleType(name)
+        vars(_modules[module])["__builtins__"] = builtins
+    return vars(_modules[module])
+
+
+def rank_namespaces() -> dict[str, dict[str, Any]]:
+    """{module: its globals on this rank} of all modules whose functions came by value."""
+    return {module: namespace_of(module) for module in ("__main__", *_modules)}
+
+
+def _reduce_function(f: types.FunctionType, module: str) -> tuple[Any, ...]:
     cells = f.__closure__ or ()
-    made = (f.__code__, f.__name__, len(cells))
+    made = (f.__code__, f.__name__, len(cells), module)
     state = {
         "qualname": f.__qualname__,
         "defaults": f.__defaults__,
@@ -164,13 +186,13 @@ def _contents(cell: types.CellType) -> tuple[Any, ...]:
         return ()
 
 
-def _make_function(code: types.CodeType, name: str, cells: int) -> types.FunctionType:
+def _make_function(code: types.CodeType, name: str, cells: int, module: str) -> types.FunctionType:
     closure = tuple(types.CellType() for _ in range(cells))
-    return types.FunctionType(code, sys.modules["__main__"].__dict__, name, None, closure)
+    return types.FunctionType(code, namespace_of(module), name, None, closure)
 
 
 def _fill_function(f: types.FunctionType, state: dict[str, Any]) -> None:
-    f.__module__ = "__main__"
+    f.__module__ = f.__globals__["__name__"]
     f.__qualname__, f.__doc__ = state["qualname"], state["doc"]
     f.__defaults__, f.__kwdefaults__ = state["defaults"], state["kwdefaults"]
     f.__annotations__ = state["annotations"]

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hpnb.ranks import last_seen, out_of_memory, serialize_function
+from hpnb.ranks.caller_globals import MODULE_ATTRIBUTES, Name
 from hpnb.ranks.cell_syntax import FLAGS, run_code
 from hpnb.ranks.changed_modules import SourceFile, note_imports, reload_modules, take_imports
 from hpnb.ranks.current_rank import current
@@ -74,10 +75,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Done:
-    """A call has returned: its pickled result, the names that __main__ has gained, and what was imported."""
+    """A call has returned: its pickled result, the globals that it has assigned, and what was imported."""
 
     result: bytes
-    new_names: frozenset[str] = frozenset()
+    new_names: frozenset[Name] = frozenset()
     imported: dict[str, SourceFile] = field(default_factory=dict)
 
 
@@ -90,8 +91,8 @@ class Failed:
     error: str  # the name of the exception's type
     place: tuple[Any, ...]
     time: float  # time.monotonic(), which processes of one machine share
-    new_names: frozenset[str] = frozenset()
-    took_names: bool = False  # whether the globals that were sent with the call are in __main__
+    new_names: frozenset[Name] = frozenset()
+    took_names: bool = False  # whether the globals that were sent with the call have arrived
     imported: dict[str, SourceFile] = field(default_factory=dict)
 
 
@@ -129,7 +130,7 @@ class _Rank:
         self.main = types.ModuleType("__main__")
         self.main.__dict__["__builtins__"] = builtins
         sys.modules["__main__"] = self.main
-        self.known = frozenset(self.main.__dict__)
+        self.known: frozenset[Name] = frozenset()
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         self.rank_environ = {
             "RANK": str(spec.rank),
@@ -207,7 +208,8 @@ class _Rank:
                 importlib.import_module(name)
         reload_modules(call.reloads)
         content = serialize_function.loads(call.body)
-        self.main.__dict__.update(content["names"])
+        for (module, name), value in content["names"].items():
+            serialize_function.namespace_of(module)[name] = value
         self.known = self.known | frozenset(content["names"])
         for entry in call.entries:
             # An entry that names a module which the rank cannot import is of no use to it.
@@ -231,7 +233,8 @@ class _Rank:
 
     def _done(self, value: object, code: types.CodeType | None) -> Done | Failed:
         try:
-            result = serialize_function.dumps(value, serialize_function.main_namespace())
+            by_value = {id(of): module for module, of in serialize_function.rank_namespaces().items()}
+            result = serialize_function.dumps(value, by_value)
             return Done(result, self._new_names())
         except Exception as error:
             summary = (
@@ -244,8 +247,9 @@ class _Rank:
             place = ("unpicklable", made)
             return Failed(text, summary, "TypeError", place, time.monotonic(), self._new_names(), True)
 
-    def _new_names(self) -> frozenset[str]:
-        names = frozenset(self.main.__dict__)
+    def _new_names(self) -> frozenset[Name]:
+        namespaces = serialize_function.rank_namespaces().items()
+        names = frozenset((of, name) for of, each in namespaces for name in each.keys() - MODULE_ATTRIBUTES)
         new, self.known = names - self.known, self.known | names
         return new
 
@@ -267,7 +271,7 @@ def run_cell(text: str, filename: str, namespace: dict[str, Any]) -> object:
     return value
 
 
-def _failed(error: BaseException, new_names: frozenset[str] = frozenset()) -> Failed:
+def _failed(error: BaseException, new_names: frozenset[Name] = frozenset()) -> Failed:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

@@ -381,6 +381,21 @@ def test_memory_by_category_is_exact_on_the_cpu() -> None:
     assert sum(getattr(profile.at_peak, name) for name in CATEGORIES) == profile.peak
 
 
+def test_a_block_inside_another_records_for_both() -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.ones(32, 64)
+    with hpnb.record.memory(model, optimizer) as outer, hpnb.record.memory(model, optimizer) as inner:
+        model(batch).square().mean().backward()
+        optimizer.step()
+    for name in CATEGORIES:
+        assert outer.profile().peak_of(name) == inner.profile().peak_of(name) > 0, name
+    assert outer.profile().peak == inner.profile().peak
+    with hpnb.record.memory(model) as later:  # and what is over records nothing any more
+        model(batch)
+    assert later.profile().peak_of("activations") > 0
+
+
 def test_nothing_is_kept_alive_by_being_watched() -> None:
     one, _ = profile_a_step(1)
     three, _ = profile_a_step(3)

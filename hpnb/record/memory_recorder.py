@@ -20,10 +20,14 @@ each sample takes the peak that the allocator reached during its operator, and w
 
 A view counts all of its storage. What a non-reentrant checkpoint recomputes in the backward is temporary.
 With a `budget` the block is stopped by an OutOfBudget where it needs more.
+
+Blocks may be nested. PyTorch calls the hooks for saved tensors of the innermost block only, and resetting the
+allocator's peak in one block resets it for all, so a recorder passes both on to those of the other blocks.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -46,6 +50,7 @@ from hpnb.record.memory_profile import CATEGORIES, MemoryProfile, MemorySample
 from hpnb.record.memory_snapshot import write_memory_snapshot
 
 _CUDA_BLOCK = 512  # the allocator's granularity, bytes
+_of_thread = threading.local()  # .recorders: of the blocks that it is in, the outermost first
 # A storage that is several things is the first of these.
 _PRIORITY = {name: place for place, name in enumerate(CATEGORIES)}
 
@@ -67,7 +72,7 @@ def memory(
     Raises:
         OutOfBudget: more than `budget` is in use, at the start or after an operator.
         ValueError: a budget that is not above 0, or a device that is not here.
-        TypeError: no module, or no optimizer.
+        TypeError: no module or pipeline, or no optimizer.
 
     >>> model = torch.nn.Linear(8, 8, bias=False)
     >>> with hpnb.record.memory(model) as recorder:
@@ -98,8 +103,10 @@ def memory(
 
 def _modules_of(model: Any) -> tuple[torch.nn.Module, ...]:
     several = isinstance(model, Iterable) and not isinstance(model, torch.nn.Module | str | Mapping)
-    modules = tuple(model) if several else (model,)
-    if wrong := [m for m in modules if isinstance(m, type) or not hasattr(m, "parameters")]:
+    given = tuple(model) if several else (model,)
+    # An hpnb.Pipeline has its stages as .module.
+    modules = tuple(m if isinstance(m, torch.nn.Module) else getattr(m, "module", m) for m in given)
+    if wrong := [m for m in modules if isinstance(m, type) or not hasattr(m, "buffers")]:
         raise TypeError(
             f"{_name_of(wrong[0])} is no model; record.memory takes a torch.nn.Module, or a list of them, "
             "not parameters or a name"
@@ -144,6 +151,8 @@ class MemoryRecorder(TorchDispatchMode):
         # What happened, in order: (time, number, bytes gained) or (time, -1, the allocator's peak).
         self._log: list[tuple[float, int, int]] = []
         self._watches = False
+        self._nested: list[MemoryRecorder] = []  # the recorders that are at work, this one among them
+        self._peak = 0  # of the allocator since the last look, as another of them has read it
 
     def profile(self) -> MemoryProfile:
         """What was recorded in the block."""
@@ -178,7 +187,12 @@ class MemoryRecorder(TorchDispatchMode):
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
+        if not hasattr(_of_thread, "recorders"):
+            _of_thread.recorders = []
+        self._nested = _of_thread.recorders
         parameters = [p for module in self._modules for p in module.parameters()]
+        for recorder in self._nested:  # the allocator's peak is reset below
+            recorder._sample()
         self._watches = True
         if self._on_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -205,10 +219,12 @@ class MemoryRecorder(TorchDispatchMode):
 
             handles.append(self._optimizer.register_step_pre_hook(before_step))
             handles.append(self._optimizer.register_step_post_hook(lambda opt, *_: self._mark_state(opt)))
+        self._nested.append(self)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._save, _restore), self:
                 yield
         finally:
+            self._nested.remove(self)
             for handle in handles:
                 handle.remove()
             self._mark_gradients(parameters)
@@ -305,7 +321,8 @@ class MemoryRecorder(TorchDispatchMode):
     def _save(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         # Parameters that are not the model's are gathered ones: they are freed, and gathered again.
         if not isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
-            self._mark(tensor, "activations")
+            for recorder in self._nested:
+                recorder._mark(tensor, "activations")
         # A leaf goes through as it is. Another tensor must not be kept by the hook, or a graph would hold
         # itself alive; and autograd then cannot see that it was changed in place, so `_restore` looks.
         return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
@@ -315,10 +332,14 @@ class MemoryRecorder(TorchDispatchMode):
         if not self._on_cuda:
             return
         allocated = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]
-        if not before or allocated["peak"] > self._level:
-            self._write(-1, allocated["peak"])
-            self._level_peak = allocated["peak"]
-        self._level = allocated["current"]
+        peak = max(allocated["peak"], self._peak)
+        if not before or peak > self._level:
+            self._write(-1, peak)
+            self._level_peak = peak
+        self._level, self._peak = allocated["current"], 0
+        for recorder in self._nested:
+            if recorder is not self and recorder._device == self._device:
+                recorder._peak = max(recorder._peak, allocated["peak"])
         torch.cuda.reset_peak_memory_stats(self._device)
 
     _level = _level_peak = 0  # bytes allocated at the last look, and the most before it

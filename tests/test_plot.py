@@ -652,6 +652,15 @@ def test_a_mesh_that_fits_no_page_is_refused() -> None:
         plot.mesh(Layout(8, 16, 8))
     with pytest.raises(ValueError, match="32 of them in a row"):
         plot.mesh(Layout(dp=32))
+    with pytest.raises(TypeError, match=r"draws a layout, not 8, a int; use plot\.mesh\(hpnb\.Layout"):
+        plot.mesh(8)  # type: ignore[arg-type]
+
+
+def test_losses_by_layout_may_be_a_dict_and_a_loss_that_is_none_is_named() -> None:
+    (ax,) = plot.by_layout({"dp": [1.0, 2.0], "pp": [3.0]}).axes
+    assert [list(line.get_ydata()) for line in ax.get_lines()[:2]] == [[1.0, 2.0], [2.0, 3.0]]
+    with pytest.raises(TypeError, match=r"loss 2 of pp is None, a NoneType; plot\.by_layout takes a number"):
+        plot.by_layout([("pp", [1.0, None])])  # type: ignore[list-item]
 
 
 # --- the builders ------------------------------------------------------------------------------

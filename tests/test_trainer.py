@@ -659,6 +659,8 @@ REFUSED = {
     two_of_a_name: "metrics loss, accuracy, accuracy: two have one name",
     no_labels: "the batch has no labels",
     no_best: "there is no 'eval_loss' to be best in; this fit does not evaluate",
+    lambda path: make(hooks.MemoryHook): "hooks has the class MemoryHook; make a hook of it: MemoryHook(...)",
+    lambda path: make("ck"): "hooks has 'ck', a str; use hooks of hpnb or of a subclass of hpnb.Hook",
     lambda path: make(accumulation=0): "accumulation=0 batches make no step",
     lambda path: make().fit(loaders()[0], 0): "epochs=0, evaluate_every=1: both must be 1 or more",
     lambda path: hooks.LRSchedulerHook(None, "batch"): "use 'step' or 'epoch'",  # type: ignore[arg-type]
@@ -676,6 +678,15 @@ def test_what_cannot_work_is_said_in_a_sentence(
     with pytest.raises(hpnb.RankError) as told:
         alone.run(wrong, tmp_path)
     assert said in str(told.value)
+
+
+def test_one_hook_needs_no_list(alone: hpnb.Ranks) -> None:
+    def look() -> list[str]:
+        made = make()
+        how: Any = (made.booster, made.model, made.optimizer)
+        return [type(hook).__name__ for hook in Trainer(*how, hooks=hooks.AccuracyHook()).hooks]
+
+    assert "AccuracyHook" in alone.run(look)[0]
 
 
 # --- the bar ------------------------------------------------------------------------------------------------

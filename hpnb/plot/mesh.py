@@ -70,9 +70,15 @@ def mesh(layout: Layout, hosts_of: int | None = None, title: str | None = None) 
 
     Raises:
         ValueError: hosts_of below 1, or more ranks than a page holds.
+        TypeError: no layout.
 
     >>> hpnb.plot.mesh(hpnb.Layout(dp=2, pp=2, tp=2)).savefig("mesh.png")
     """
+    if not isinstance(layout, Layout):
+        raise TypeError(
+            f"plot.mesh draws a layout, not {layout!r}, a {type(layout).__name__}; use "
+            "plot.mesh(hpnb.Layout(dp=2, pp=2, tp=2))"
+        )
     if hosts_of is not None and hosts_of < 1:
         raise ValueError(f"hosts_of={hosts_of} is not a count of ranks; use 8 for hosts with 8 devices")
     if layout.cp > 1:

@@ -82,7 +82,7 @@ def drift(
 
 
 def by_layout(
-    legs: Sequence[tuple[str, Sequence[float]]],
+    legs: Mapping[str, Sequence[float]] | Sequence[tuple[str, Sequence[float]]],
     alone: Sequence[float] = (),
     title: str | None = None,
     whose: str = "one process",
@@ -93,20 +93,25 @@ def by_layout(
     Where a colour ends a checkpoint was saved, and another layout resumed from it.
 
     Args:
-        legs: (words for the layout, the loss of each of its steps), in order.
+        legs: (words for the layout, the loss of each of its steps), in order; or a dict of them.
         alone: the losses of one process, drawn beneath.
         whose: what `alone` is called, where it is of another run.
         run: what the legend calls the run, where legs are no layouts; "" leaves it out.
 
     Raises:
         ValueError: nothing to draw, or another number of losses for one process.
+        TypeError: a loss is no number.
     """
-    losses = [loss for _, leg in legs for loss in leg]
+    parts = list(legs.items()) if isinstance(legs, Mapping) else legs
+    for name, leg in parts:
+        _check_losses(f"of {name}", leg)
+    _check_losses(f"of {whose}", alone)
+    losses = [loss for _, leg in parts for loss in leg]
     if alone and len(alone) != len(losses):
         raise ValueError(f"one process has {len(alone)} losses, and the legs together {len(losses)}")
-    starts = list(accumulate((len(leg) for _, leg in legs), initial=0))
+    starts = list(accumulate((len(leg) for _, leg in parts), initial=0))
     series = [Series(whose, range(1, len(alone) + 1), alone, Look(ONE.color))] if alone else []
-    for i, (name, leg) in enumerate(legs):
+    for i, (name, leg) in enumerate(parts):
         first = max(0, starts[i] - 1) if leg else starts[i]  # a curve has no gaps: from the last step before
         x = range(first + 1, starts[i + 1] + 1)
         series.append(Series(name, x, losses[first : starts[i + 1]], Look(*SERIES[i % len(SERIES)])))
@@ -119,7 +124,7 @@ def by_layout(
     (ax,) = fig.axes
     if alone:
         ax.get_lines()[0].set(linewidth=6.0, solid_capstyle="round", zorder=2)
-    for i, (name, _) in enumerate(legs):
+    for i, (name, _) in enumerate(parts):
         words = name.replace(": ", ":\n").replace(", ", ",\n")
         ax.text((starts[i] + starts[i + 1]) / 2 + 0.5, 1.03, words, size=SMALL, weight="bold", va="bottom",
                 ha="center", color=SERIES[i % len(SERIES)][0],
@@ -128,6 +133,17 @@ def by_layout(
         rule(ax, border + 0.5, "saved and resumed")
     _step_axis(ax, len(losses))
     return fig
+
+
+def _check_losses(whose: str, losses: Sequence[float]) -> None:
+    for step, loss in enumerate(losses, 1):
+        try:
+            float(loss)
+        except (TypeError, ValueError, RuntimeError):  # what is no number, or several
+            raise TypeError(
+                f"loss {step} {whose} is {loss!r}, a {type(loss).__name__}; plot.by_layout takes a number "
+                "for each step, as the ranks of the last stage return it"
+            ) from None
 
 
 def _step_axis(ax: Axes, steps: int) -> None:

@@ -16,7 +16,7 @@ other ranks may do so in every event but on_outputs and on_loss, which only the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -56,6 +56,24 @@ class Hook:
 
     def on_loss(self, trainer: TrainingState, total: torch.Tensor, count: torch.Tensor) -> None:
         """The sum of the losses of one microbatch, and of how many targets; both (), float64."""
+
+
+def checked_hooks(hooks: Any) -> list[Hook]:
+    """The hooks as a list; one alone stands for itself.
+
+    Raises:
+        TypeError: something among them is no hook.
+    """
+    checked = list(hooks) if isinstance(hooks, Iterable) and not isinstance(hooks, str) else [hooks]
+    for hook in checked:
+        if isinstance(hook, type):
+            raise TypeError(f"hooks has the class {hook.__name__}; make a hook of it: {hook.__name__}(...)")
+        if not hasattr(hook, "priority"):
+            raise TypeError(
+                f"hooks has {hook!r}, a {type(hook).__name__}; use hooks of hpnb or of a subclass of "
+                "hpnb.Hook, as in hooks=[hpnb.AccuracyHook()]"
+            )
+    return checked
 
 
 class Metric(Hook):

@@ -33,7 +33,7 @@ from hpnb.hybrid.training.accumulation import (
     span,
     uses_pipeline,
 )
-from hpnb.hybrid.training.events import Hook, Metric
+from hpnb.hybrid.training.events import Hook, Metric, checked_hooks
 from hpnb.hybrid.training.hooks import CheckpointHook, LRSchedulerHook
 from hpnb.hybrid.training.metrics import LossHook
 from hpnb.hybrid.training.progress import Progress, wanted
@@ -59,6 +59,7 @@ class Trainer(TrainingState):
 
     Raises:
         ValueError: a model that was not boosted, accumulation below 1, or two metrics of one name.
+        TypeError: something among the hooks is none.
 
     >>> def fit():
     ...     plugin = hpnb.TorchDDPPlugin("fp32")
@@ -83,7 +84,7 @@ class Trainer(TrainingState):
         optimizer: Optimizer,
         criterion: Criterion | None = None,
         lr_scheduler: Any = None,
-        hooks: Sequence[Hook] = (),
+        hooks: Hook | Sequence[Hook] = (),
         *,
         accumulation: int = 1,
         causal: bool | None = None,
@@ -93,6 +94,7 @@ class Trainer(TrainingState):
             raise ValueError(f"this {type(model).__name__} is not boosted; pass what booster.boost returned")
         if accumulation < 1:
             raise ValueError(f"accumulation={accumulation} batches make no step; use 1 or more")
+        hooks = checked_hooks(hooks)
         hook_schedulers = [hook.scheduler for hook in hooks if isinstance(hook, LRSchedulerHook)]
         super().__init__(
             booster,

@@ -389,6 +389,18 @@ def test_json_picture_and_run_file_are_of_the_chosen_layout(
     assert load(file).data.batch_size == 8
 
 
+@pytest.mark.parametrize(
+    ("picture", "said"), [("plan.pdf", "is neither .png nor .svg"), ("none/plan.png", "there is no folder")]
+)
+def test_a_picture_that_cannot_be_written_is_refused_before_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], picture: str, said: str
+) -> None:
+    assert main(options("gpt2", "--gpus", "2", "--picture", str(tmp_path / picture))) == 2
+    out = capsys.readouterr()
+    assert out.out == ""
+    assert said in out.err
+
+
 def test_a_run_file_without_a_pipeline_accumulates(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     picture = str(tmp_path / "plan.png")

@@ -99,12 +99,14 @@ def _draw_memory(ax: object, task: PlanTask, plan: Plan, ranks: tuple[int, ...])
     ax.set_xlabel(f"GB; the dashed line is the {usable:.1f} GB that a GPU has to use")
 
 
-def save_picture(path: str, task: PlanTask, plan: Plan) -> None:
-    """Write the picture.
-
-    Raises:
-        ValueError: neither PNG nor SVG.
-    """
+def check_picture(path: str) -> None:
+    """Raise ValueError if no picture can be written there."""
     if Path(path).suffix not in (".png", ".svg"):
         raise ValueError(f"--picture {path} is neither .png nor .svg; use plan.png")
+    if not (folder := Path(path).absolute().parent).is_dir():
+        raise ValueError(f"--picture {path}: there is no folder {folder}")
+
+
+def save_picture(path: str, task: PlanTask, plan: Plan) -> None:
+    """Write the picture, whose path has passed `check_picture`."""
     draw_plan(task, plan).savefig(path)

@@ -108,6 +108,10 @@ def make_task(
 def _plan(options: argparse.Namespace) -> int:
     if options.model is None:
         raise ValueError("plan needs a model, as `hpnb plan gpt2-xl --gpus 8 --gpu h100`")
+    if options.picture:
+        from hpnb.hybrid.plan_command.explain import check_picture
+
+        check_picture(options.picture)
     task, gpu = _task_and_gpu(options)
     chosen: Plan | None = None
     explain = options.explain or ("1" if options.picture else "")

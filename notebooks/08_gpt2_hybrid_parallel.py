@@ -178,15 +178,15 @@ lesson.claim("The hybrid step is exact up to rounding", exact.equal)
 #
 # ## Predict every layout from one rank
 #
-# Eight ranks share <data value="08.hardware">2 CPU cores</data>, so a wall clock would show who got a core. As in 02 and 06, each action is timed by
-# itself, in CPU time, while the other ranks use the cores, too. Then the step is *replayed*: actions take what they took,
+# Eight ranks share <data value="08.hardware">2 CPU cores</data>, so a wall clock would show who got a core. As in 02 and 06, each action gets its own
+# timing, in CPU time, so waiting for a core does not count although all ranks run at once. Then the step is *replayed*: actions take what they took,
 # and messages what a link of our choice needs. Here it is Gigabit Ethernet between eight machines of one core.
 #
 # <details><summary>Why Gigabit Ethernet?</summary>
 #
 # What matters is computing over sending. For a block on two tp ranks that is 36 h² FLOPs a token over four all-reduces
 # of h elements of v bytes, or 9 h/(vρ), where ρ is the FLOPs that a rank computes while it sends a byte. It is <data value="08.balance:.2f">0.36</data> here,
-# with v = 4, and for GPT-2 XL with v = 2, at 400 TFLOP/s on InfiniBand NDR, 4.5 · 1,600 · 50e9/400e12 = 0.9. In both,
+# with v = 4, and for GPT-2 XL with v = 2, at 400 TFLOP/s on InfiniBand NDR, a network of 50 GB/s between nodes, 4.5 · 1,600 · 50e9/400e12 = 0.9. In both,
 # sending takes longer than computing.
 # </details>
 #
@@ -200,11 +200,12 @@ lesson.claim("The hybrid step is exact up to rounding", exact.equal)
 # |---|---|
 # | computing | m (L (c + k r/t) + ends)/p, where the ends are embedding, head and loss |
 # | exposed tp | (4 L + 2) m/p all-reduces of an activation; 2 are of embedded tokens and the head's input gradient |
-# | bubble | Σ tᵢ + (m-1) max tᵢ and sends, less the two above; tᵢ is stage i's time |
+# | bubble | Σ tᵢ + (m-1) max tᵢ and sends, less computing and exposed tp; tᵢ is stage i's time for one microbatch, tp included |
 # | exposed dp | what the last backward does not overlap of the gradients' all-reduce |
 # | optimizer | AdamW on the parameters that the rank updates, a d-th with ZeRO |
 #
-# Nothing is fitted to a layout. All microbatches have `sizes.batch` samples.
+# Nothing is fitted to a layout. With stages, every microbatch has `sizes.batch` samples; without, m = 1 and a replica's
+# whole share is one microbatch.
 #
 # <details><summary>What options change</summary>
 #
@@ -252,7 +253,7 @@ lesson.predict("08.choice", "Which is the fastest that fits the budget?",
 
 # %% [markdown]
 # Commit twice, to the fastest layout and to the fastest within <data value="08.budget">17.7 MB</data> a rank, a tenth more than the third smallest
-# peak in the table. You may trust the table or your own reasons.
+# peak in the table.
 #
 # ## The race
 #
@@ -320,16 +321,15 @@ lesson.claim("dp 4 x tp 2 comes later than predicted", told < came)
 # <data value="08.last">tp 8</data> loses by exposed tp, <data value="08.loser.share.exposed-tp">81.3 %</data>: 4 L + 2 = 34 all-reduces of the whole batch's activation. In each, every rank
 # sends 1.75 times the tensor. Computing, too, takes <data value="08.loser.computing.replayed">62.4 ms</data>, <data value="08.excess:.1f">1.6</data> times the winner's, for as many FLOPs.
 #
-# An order is sure only where gaps exceed errors. `dp 4 x tp 2` changed places: predicted number <data value="08.place.predicted">4</data>, it came in number
+# `dp 4 x tp 2` changed places: predicted number <data value="08.place.predicted">4</data>, it came in number
 # <data value="08.place.replayed">6</data>. The pairs in the output are those of the first three. These lie within <data value="08.cost.third">8.98 %</data>, and predictions for them are
 # off by up to <data value="08.off">25.4 %</data>, so their order proves little.
 #
 # ### The missing terms
 #
-# Each part misses somewhere, as the first table below shows. Computing misses most, under tp: by <data value="08.missing.tp-8.computing">27.7 ms</data> on `tp 8`. With
-# recomputation it misses by <data value="08.missing.dp-8-zero-3-recomputation-full.computing">13.8 ms</data> on `dp 8, ZeRO 3`. The bubble misses by <data value="08.missing.dp-2-x-pp-4-zb-h1.bubble">8.37 ms</data> for zb-h1, whose formula assumes that
-# forward, input gradient and weight gradient take equally long. Exposed dp misses by up to <data value="08.most.exposed-dp">6.77 ms</data>, exposed tp by
-# <data value="08.most.exposed-tp">5.31 ms</data>, the optimizer by <data value="08.most.optimizer">1.14 ms</data>.
+# Each part misses somewhere: see the first table below. Computing misses most, under tp: by up to <data value="08.most.computing">38.3 ms</data>.
+# The bubble misses by up to <data value="08.most.bubble">8.37 ms</data>; the formula of zb-h1, for example, assumes that forward, input gradient and
+# weight gradient take equally long.
 #
 # We follow computing under tp. Norms that every rank computes in full could be the reason, or thin matmuls, or the calls: a
 # collective takes its rank's time to launch, pack and copy, besides its travel. To test the calls, divide the excess of
@@ -366,9 +366,11 @@ lesson.claim("On tp 8 calls do not explain everything",
 # A call costs <data value="08.call">374 µs</data> of the rank's own time. On 2 x 2 x 2 a rank has half the blocks but four microbatches, hence twice as
 # many calls. Computing there took <data value="08.cube-ratio.before:.2f">1.53</data> times as long as predicted, and <data value="08.cube-ratio.after:.2f">0.99</data> times as predicted with calls.
 #
-# For t > 2 a rest remains: with calls, `tp 8` is predicted <data value="08.calls.tp-8.with-calls">47.4 ms</data> and takes <data value="08.calls.tp-8.replayed">62.4 ms</data>; `dp 2 x tp 4` is
-# predicted <data value="08.calls.dp-2-x-tp-4-zero-1-sequence-parallel.with-calls">60.1 ms</data> and takes <data value="08.calls.dp-2-x-tp-4-zero-1-sequence-parallel.replayed">72.9 ms</data>. Larger t means larger tensors to copy here and norms that more ranks compute; this run
-# cannot tell the two apart. On GPUs the cost of a call is its launch.
+# For t > 2 a rest remains: with calls, `tp 8` is predicted <data value="08.calls.tp-8.with-calls">47.4 ms</data> and takes <data value="08.calls.tp-8.replayed">62.4 ms</data>. Sequence parallelism makes two
+# collectives of each all-reduce, so `dp 2 x tp 4` has 68 calls and not 34: it is predicted <data value="08.calls.dp-2-x-tp-4-zero-1-sequence-parallel.with-calls">60.1 ms</data> and takes
+# <data value="08.calls.dp-2-x-tp-4-zero-1-sequence-parallel.replayed">72.9 ms</data>. Here larger t means smaller dp, so a replica's activation is larger to copy, and more ranks repeat its
+# norms. But sequence parallelism splits the norms and keeps a rest: that speaks for the copies.
+# On GPUs the cost of a call is its launch.
 #
 # ### Another interconnect, another winner
 #
@@ -395,7 +397,7 @@ lesson.claim("Eight stages win on the slow one", table["fastest"]["0.1 x"] == "p
 
 # %% [markdown]
 # With ten times the bandwidth <data value="08.links.10-x.fastest">dp 8</data> is fastest, with a tenth <data value="08.links.0.1-x.fastest">pp 8</data>. There, replicas alone cost <data value="08.links.0.1-x.dp-8-costs">380 %</data> more, and
-# the prediction <data value="08.links.0.1-x.prediction-costs">0 %</data>: the gaps are wide.
+# the prediction <data value="08.links.0.1-x.prediction-costs">0 %</data>. It already contains the cost of a call, fitted in the race.
 #
 # ### The fastest that fits
 #
@@ -430,11 +432,11 @@ lesson.explorers.layout_choice()
 
 # %% [markdown]
 # Bytes are off by <data value="08.error.bytes">1.77 %</data> at most, because norms and biases are whole on every rank of tp. The worst peak, of
-# <data value="08.worst">dp 8, ZeRO 3, recomputation full</data>, is off by <data value="08.error.memory">31.6 %</data>, and we did not trace why: try what is nearer to the budget than that. Here the same layouts
-# fit as predicted. The fastest is <data value="08.choice">dp 2 x pp 4, recomputation full</data>. It takes <data value="08.fit.memory">41.3 %</data> longer than the fastest of all, and the prediction's
+# <data value="08.worst">dp 8, ZeRO 3, recomputation full</data>, is off by <data value="08.error.memory">31.6 %</data>, and we did not trace why. Run any layout whose predicted peak is
+# within that of the budget before you trust it. Here the same layouts fit as predicted. The fastest is <data value="08.choice">dp 2 x pp 4, recomputation full</data>. It takes <data value="08.fit.memory">41.3 %</data> longer than the fastest of all, and the prediction's
 # choice costs <data value="08.fit.ours">0 %</data> more.
 #
-# The explorer also varies the number of microbatches. It opens without stages, hence without a bubble.
+# The explorer also varies the number of microbatches.
 #
 # **Takeaway.** Use replicas if they fit and the link is fast. If states do not fit, use ZeRO; if activations do not,
 # recompute. On a slow link use stages. Predict first, then measure what is close.
@@ -540,9 +542,8 @@ lesson.check(exercises.choose_layout, choose)
 # %% [markdown]
 # ## Fine-tune, with the right learning rate
 #
-# A layout changes weights only by rounding, if the learning rate is right for it. On 2 x 2 x 2
+# With the same batch and rate, a layout changes weights only by rounding. On 2 x 2 x 2
 # we train a classifier that says whether two sentences are paraphrases, as in MRPC. Here it is <data value="08.recipe">a small GPT-2, trained from scratch on 720 composed pairs</data>; MRPC has 3,668.
-# With a GPU, MRPC and GPT-2's weights, the same cells fine-tune the real thing.
 #
 # One process was tuned for B samples; d replicas train d B. For SGD the rate grows with d, after Goyal et al.; for Adam
 # with √d, after Malladi et al., as in notebook 05. pp and tp add no samples. A colleague's script takes the root of
@@ -613,11 +614,12 @@ lesson.field_guide.add(
 
 # %% [markdown]
 # Both losses fall. By accuracy both models beat "always yes", which has <data value="08.always.accuracy:.3f">0.684</data>: they reach <data value="08.tuned.of-dp.accuracy:.3f">0.734</data> and <data value="08.tuned.of-world-size.accuracy:.3f">0.760</data>, each
-# uncertain by <data value="08.noise:.3f">0.022</data>. By F1 they reach <data value="08.tuned.of-dp.f1:.3f">0.811</data> and <data value="08.tuned.of-world-size.f1:.3f">0.834</data>, and "always yes" has <data value="08.always.f1:.3f">0.812</data>. Neither can decide here which is
-# better. The second is wrong because pp and tp changed it, though they left the batch as it was.
+# uncertain by <data value="08.noise:.3f">0.022</data>. By F1 they reach <data value="08.tuned.of-dp.f1:.3f">0.811</data> and <data value="08.tuned.of-world-size.f1:.3f">0.834</data>, and "always yes" has <data value="08.always.f1:.3f">0.812</data>. Neither score can
+# decide which is better. The second run is wrong because pp and tp doubled its learning rate, though they left the batch
+# as it was.
 #
 # The instrument needs no second run. Log rate and samples, divide both by what was tuned, and compare. The quotient is
-# <data value="08.tuned.of-dp.quotient:.2f">1.00</data> in the first run and <data value="08.tuned.of-world-size.quotient:.2f">2.00</data>, √(p t), in the second. With p t = 64 it is 8.
+# <data value="08.tuned.of-dp.quotient:.2f">1.00</data> in the first run and <data value="08.tuned.of-world-size.quotient:.2f">2.00</data>, √(p t), in the second.
 #
 # <details><summary>In your tools: learning rates</summary>
 #
@@ -667,12 +669,13 @@ lesson.field_guide.show()
 #
 # ```python
 # import torch.distributed.checkpoint as dcp
-# from torch.distributed.checkpoint.state_dict import get_state_dict
+# from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 #
 # model_state, optimizer_state = get_state_dict(model, optimizer)
 # state = {"model": model_state, "optimizer": optimizer_state, "step": step}
 # dcp.save(state, checkpoint_id="step-10")
 # dcp.load(state, checkpoint_id="step-10")
+# set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 # ```
 #
 # `dcp.load` reads into other shards than were saved. Sampler, scheduler and random states are yours to add.
@@ -811,7 +814,7 @@ lesson.claim("The prediction is nearer than the rule of thumb",
 # We predicted <data value="08.cube.predicted">295 ms</data> a step, and it took <data value="08.cube">320 ms</data>. The rule of thumb said <data value="08.cube.rule-of-thumb">52.3 ms</data>.
 # The loss fell from <data value="08.cube.loss.first:.2f">6.95</data> to <data value="08.cube.loss.last:.2f">6.39</data> in six steps of text.
 #
-# Computing takes <data value="08.cube-parts.computing.replayed">147 ms</data>, (4 L + 2) m/p = 68 collectives included. The bubble takes <data value="08.cube-parts.bubble.replayed">63.2 ms</data>: with p = 2 and m = 4,
+# Computing takes <data value="08.cube-parts.computing.replayed">147 ms</data>, including the rank's own time in (4 L + 2) m/p = 68 calls; their travel is exposed tp. The bubble takes <data value="08.cube-parts.bubble.replayed">63.2 ms</data>: with p = 2 and m = 4,
 # equal stages idle for a fifth of the time. Exposed tp takes <data value="08.cube-parts.exposed-tp.replayed">78.3 ms</data>; the figure draws it inside forwards and
 # backwards. After its end, the makespan, come exposed dp, <data value="08.cube-parts.exposed-dp.replayed">29.9 ms</data> for a quarter of the gradient, and the optimizer,
 # <data value="08.cube-parts.optimizer.replayed">2.24 ms</data>.
@@ -844,11 +847,10 @@ lesson.claim("Predictions hold more often than rules of thumb",
 #
 # ## What to remember
 #
-# - One rank measured alone and two numbers of a link predict a step. Here replayed steps took <data value="08.ledger.lowest:.2f">0.99</data> to <data value="08.ledger.highest:.2f">1.51</data> times as
+# - One rank measured alone, two numbers of a link and, under tp, the cost of a call predict a step. Over the pages that
+#   ran, replayed steps took <data value="08.ledger.lowest:.2f">0.99</data> to <data value="08.ledger.highest:.2f">1.51</data> times as
 #   long as predicted.
 # - An order is sure only where gaps exceed errors.
-# - A collective costs its rank time besides its travel.
-# - What follows the batch follows dp alone.
 # - A resumed run is equal bit for bit on its layout, if everything was saved.
 #
 # **The series on one page**, with the pages' numbers.
@@ -856,10 +858,10 @@ lesson.claim("Predictions hold more often than rules of thumb",
 # | | question | law | from its run | when not |
 # |---|---|---|---|---|
 # | 00 collectives | What does agreement cost? | α + bytes/bandwidth a message | 100 small calls: <data value="00.many-calls:.1f">40.5</data> times as long as one | tensors below the knee |
-# | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | fits from <data value="01.knee.predicted:,.0f">76</data> tokens, free from <data value="01.knee:,.0f">544</data> | the batch cannot grow |
+# | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | free from <data value="01.knee:,.0f">544</data> tokens, by the law from <data value="01.knee.predicted:,.0f">76</data> | the batch cannot grow |
 # | 02 pp | Who is idle? | (p-1)/(m+p-1) | <data value="02.bubble">34.1 %</data> for p = 4, m = 8 | fewer than 4p microbatches |
 # | 03 tp | How do you split a matrix exactly? | 4 all-reduces of b·s·h a block | computing over sending <data value="03.ratio:.1f">2.4</data> | links between nodes |
-# | 04 mesh | Which axis deserves the fast link? | tp talks most often, dp least | one axis, a tenth of its bandwidth: <data value="04.tenth">dp</data> wins | one axis is enough |
+# | 04 mesh | Which axis deserves the fast link? | tp talks most often, dp least | all ranks on one axis, a tenth of the bandwidth: <data value="04.tenth">dp</data> is fastest | one axis is enough |
 # | 05 ZeRO | How far does dp alone go? | 16 bytes a parameter, over d | <data value="05.largest">21 blocks</data> instead of <data value="05.depth.zero-0.measured">8 blocks</data> | the model fits |
 # | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | by time <data value="06.gain:.2f">1.26</data> times as fast | one layer is a stage by itself |
 # | 07 heads | What refuses to divide? | three sums instead of V logits a token | <data value="07.loss.reduced">18 B</data> instead of <data value="07.loss.gathered">151 kB</data> | more ranks than heads |
@@ -878,5 +880,4 @@ lesson.claim("Predictions hold more often than rules of thumb",
 #   adaptive gradient algorithms*, 2205.10287.
 # - Dolan & Brockett 2005, *MRPC*. Chowdhery et al. 2022, *PaLM* (2204.02311), for model FLOP utilisation.
 #
-# **Next.** Everything here was predicted from a rank that we could measure. Notebook 09 predicts a thousand GPUs from
-# datasheets and one published training speed.
+# **Next.** Notebook 09 predicts a thousand GPUs from datasheets and one published training speed.

@@ -39,7 +39,8 @@ from hybrid_cases import (
 )
 from rank_pools import gpu_ranks
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler, TensorDataset
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -1730,3 +1731,82 @@ def test_outputs_of_a_class_of_ones_own_have_the_gradient_of_all_ranks(
 def test_a_tuple_of_ones_own_is_refused(pools: dict[int, hpnb.Ranks]) -> None:
     with pytest.raises(hpnb.RankError, match="returns a PairOfOutputs, which hpnb cannot make anew"):
         on(pools, 2).run(gradient_with_outputs, lambda loss: PairOfOutputs((loss,)))
+
+
+# --- a wrapper of torch, a batch without labels, a loader that accelerate has split ------------------------
+
+
+class Around(torch.nn.Module):
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+def wrapped_by_torch() -> list[str]:
+    booster, found = hpnb.Booster(HybridParallelPlugin(precision="fp64")), []
+    ddp = DistributedDataParallel(torch.nn.Linear(4, 1).double())
+    for model in (ddp, Around(ddp)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found.append(said(ValueError, lambda m=model, o=optimizer: booster.boost(m, o)))
+    net = torch.nn.Linear(4, 1).double()
+    model, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    found.append(said(ValueError, lambda: DistributedDataParallel(model)))
+    around = DistributedDataParallel(Around(model))
+    found.append(said(RuntimeError, lambda: around(torch.ones(2, 4).double())))
+    assert model(torch.ones(2, 4).double()).shape == (2, 1)  # without the wrapper all is as before
+    return found
+
+
+def test_gradients_are_not_reduced_by_torch_too(pools: dict[int, hpnb.Ranks]) -> None:
+    for whole, part, around, outside in on(pools, 2).run(wrapped_by_torch):
+        assert "this model is wrapped in torch's DistributedDataParallel" in whole
+        assert "its module inner is wrapped in torch's DistributedDataParallel" in part
+        assert "reduced by a Booster already" in around
+        assert around == outside
+
+
+def step_without_labels(criterion: Any) -> str:
+    booster, model = hpnb.Booster(HybridParallelPlugin(precision="fp64")), build("vit")
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    given = {"pixel_values": batch("vit", 0, 4)["pixel_values"]}
+    return said(ValueError, lambda: booster.execute_pipeline(iter([given]), boosted, criterion, optimizer))
+
+
+def test_a_batch_without_labels_has_no_loss(pools: dict[int, hpnb.Ranks]) -> None:
+    text = on(pools, 1).run(step_without_labels, None)[0]
+    assert "outputs is None" in text
+    assert "is 'labels' in the batch? it has pixel_values" in text
+    a_float = "a value of class float"
+    for value, words in {2.5: a_float, (1.0, 2): f"({a_float}, a value of class int)"}.items():
+        text = on(pools, 1).run(step_without_labels, lambda outputs, inputs, value=value: value)[0]
+        assert f"the loss function returned {words}" in text
+
+
+class ShardOfBatches(BatchSampler):
+    """Every second batch, as accelerate's BatchSamplerShard gives them."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([list(b) for b in super().__iter__()][hpnb.rank() :: 2])
+
+
+def boost_with_loaders() -> list[int]:
+    data, warned = TensorDataset(torch.zeros(8, 2)), []
+    samplers = (
+        ShardOfBatches(SequentialSampler(data), 2, False),
+        BatchSampler(DistributedSampler(data), 2, False),
+        BatchSampler(SequentialSampler(data), 2, False),
+    )
+    for sampler in samplers:
+        loader: Any = DataLoader(data, batch_sampler=sampler)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            hpnb.Booster(HybridParallelPlugin()).boost(torch.nn.Linear(2, 2), dataloader=loader)
+        warned.append(sum("gives each of the 2 data-parallel ranks" in str(w.message) for w in caught))
+    return warned
+
+
+def test_a_batch_sampler_of_ones_own_is_a_split(pools: dict[int, hpnb.Ranks]) -> None:
+    assert on(pools, 2).run(boost_with_loaders) == [[0, 0, 1]] * 2

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from hpnb import data_parallel
@@ -45,6 +46,10 @@ from hpnb.pipeline_parallel.step_result import PipelineStepResult
 from hpnb.ranks.current_rank import device as this_device
 
 Criterion = Callable[[Any, Any], Any]
+_REDUCED_ALREADY = (
+    "the gradients of this module are reduced by a Booster already, and DistributedDataParallel would "
+    "divide them by the ranks again; use what booster.boost returned as it is, without accelerate.prepare"
+)
 
 
 class Boosted(nn.Module):
@@ -118,7 +123,10 @@ class Boosted(nn.Module):
             return getattr(module, name)
 
     def _refuse_of_full_model(self, name: str) -> None:
-        """Methods of transformers that would write, or run, this rank's part as if it were the model."""
+        """Methods of transformers that would write, or run, this rank's part as if it were the model; and
+        what DistributedDataParallel asks of a module before it wraps it."""
+        if name == "_ddp_params_and_buffers_to_ignore":
+            raise ValueError(_REDUCED_ALREADY)
         plugin, name_of_kind = self.plugin, self.kind.__name__
         sizes = {"tp_size": plugin.tp_size, "pp_size": plugin.pp_size}
         parts = [f"{option}={size}" for option, size in sizes.items() if size > 1]
@@ -166,7 +174,7 @@ class Boosted(nn.Module):
         shifted ones), samples if there are none.
 
         Raises:
-            RuntimeError: the model is cut into stages.
+            RuntimeError: the model is cut into stages, or called by a DistributedDataParallel.
             TypeError: outputs in which hpnb finds no tensors.
         """
         if isinstance(self.module, Stages):
@@ -174,6 +182,9 @@ class Boosted(nn.Module):
                 f"this rank has stages {self.module.numbers} of the model alone; call "
                 "booster.execute_pipeline(data_iter, model, criterion, optimizer)"
             )
+        # One that wraps a model with this one in it has not asked.
+        if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+            raise RuntimeError(_REDUCED_ALREADY)
         args, kwargs = self._prepare_batch(args), self._prepare_batch(kwargs)
         self._broadcast_buffers()
         takes_labels = self._model_loss is not None and kwargs.get("return_dict", True)
@@ -337,13 +348,21 @@ def loss_of_outputs(outputs: Any, inputs: Any) -> Any:
 
     Raises:
         TypeError: the outputs have none.
+        ValueError: it is None.
     """
     if not hasattr(outputs, "loss"):
         raise TypeError(
             f"the model returns a {type(outputs).__name__}, which has no loss; pass a criterion "
             "(outputs, batch) -> loss to execute_pipeline or to the Trainer, also one that was given to boost"
         )
-    return outputs.loss
+    loss = outputs.loss
+    if loss is None:
+        names = f"it has {', '.join(map(str, inputs))}" if isinstance(inputs, Mapping) else "it has no names"
+        raise ValueError(
+            "the loss of the model's outputs is None, which a model gives without labels: is 'labels' in the "
+            f"batch? {names}. Otherwise pass a criterion (outputs, batch) -> loss"
+        )
+    return loss
 
 
 def _forward_inputs(

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from hpnb import comm
 from hpnb.data.batch_agreement import check_lengths
@@ -235,12 +235,20 @@ class Booster(BoosterFiles):
             check_lengths(dataloader)
         if self.plugin.dp_size == 1:
             return
-        if is_stream or isinstance(dataloader.sampler, RandomSampler | SequentialSampler):
+        if is_stream or isinstance(_sampler_of(dataloader), RandomSampler | SequentialSampler):
             warnings.warn(
                 f"this DataLoader gives each of the {self.plugin.dp_size} data-parallel ranks all samples, "
                 "unless its dataset is split; plugin.prepare_dataloader(dataset, batch_size) does it",
                 stacklevel=3,
             )
+
+
+def _sampler_of(dataloader: DataLoader[Any]) -> Any:
+    """What chooses the samples: a batch sampler of one's own, which may split them, or a sampler."""
+    batches = dataloader.batch_sampler
+    if batches is None:
+        return dataloader.sampler
+    return batches.sampler if type(batches) is BatchSampler else batches
 
 
 def _next_batch(data_iter: Any) -> Any:

@@ -50,6 +50,7 @@ from hpnb.ranks.current_rank import device as this_device
 
 Model = nn.Module | Builder
 _boosted_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_OF_TORCH = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
 
 
 def parallelize_model(
@@ -142,6 +143,8 @@ def parallelize_model(
 def _check(plugin: HybridParallelPlugin, model: Model, optimizer: Optimizer | None) -> None:
     if isinstance(model, Boosted | DataParallel):
         raise ValueError(f"this is a {type(model).__name__}; boost the model inside")
+    if isinstance(model, nn.Module):
+        _refuse_torch_data_parallel(model)
     if isinstance(model, nn.Module) and model in _boosted_models:
         raise ValueError(
             f"this {type(model).__name__} has been boosted before, which changes it in place: go on with "
@@ -175,6 +178,17 @@ def _check(plugin: HybridParallelPlugin, model: Model, optimizer: Optimizer | No
                 f"{foreign} of the {len(parameters)} parameters of this {type(optimizer).__name__} are not "
                 "the model's; make it of the parameters of the model that is boosted"
             )
+
+
+def _refuse_torch_data_parallel(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in _OF_TORCH and kind.__module__.startswith("torch."):
+                where = f"its module {name} is" if name else "this model is"
+                raise ValueError(
+                    f"{where} wrapped in torch's {kind.__name__} already, and gradients would be reduced "
+                    "twice; boost the model without it, which is the wrapper's .module"
+                )
 
 
 def _check_builder(plugin: HybridParallelPlugin) -> None:

@@ -86,9 +86,8 @@ class BatchLoss:
         result: Any = call_criterion(self._function, outputs, self._inputs[microbatch])
         value, count = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(value, torch.Tensor) or value.dim() or (result is not value and count is None):
-            what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(
-                f"the loss function returned {type(result).__name__} of {what}; return a scalar tensor, the "
+                f"the loss function returned {_describe(result)}; return a scalar tensor, the "
                 "mean over the microbatch's targets, or (sum, count)"
             )
         self._check_reduction("mean" if count is None else "sum_and_count")
@@ -146,6 +145,15 @@ class BatchLoss:
         if isinstance(count, torch.Tensor):
             return count.detach().to(self._device, torch.float64)
         return torch.full((), count, dtype=torch.float64, device=self._device)  # no copy to wait for
+
+
+def _describe(result: Any) -> str:
+    """What a loss function returned, in words."""
+    if isinstance(result, tuple):
+        return f"({', '.join(map(_describe, result))})"
+    if isinstance(result, torch.Tensor):
+        return f"a tensor of shape {tuple(result.shape)}"
+    return "None" if result is None else f"a value of class {type(result).__name__}"
 
 
 def call_criterion(criterion: LossFunction, outputs: Any, inputs: Any) -> Any:

@@ -23,6 +23,7 @@ from torch import nn
 import hpnb
 from hpnb.models import Part, Role, compare_parts, registry, root_parameters
 from hpnb.models.compare_parts import first_step_check
+from hpnb.models.role import check as check_role
 from hpnb.pipeline_parallel import schedules
 from hpnb.pipeline_parallel.layers import layers
 
@@ -501,6 +502,60 @@ def test_what_a_script_registers_of_a_module_reaches_its_ranks() -> None:
     done = subprocess.run(run, capture_output=True, text=True, timeout=120, cwd=here)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[2, 2]"
+
+
+# --- what is registered in another form than it is needed in ------------------------------------------------
+
+
+def lacks_a_tuple(net: OwnLlama) -> own_models.LlamaParts:
+    blocks = tuple(Part(f"blocks.{i}", block) for i, block in enumerate(net.blocks))
+    return own_models.LlamaParts(Part("tokens", net.tokens), blocks, (Part("norm", net.norm),))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("parts", "roles", "words"),
+    [
+        (lacks_a_tuple, own_models.roles, r"embedding of the LlamaParts .* has Part\('tokens', \.\.\), one"),
+        (lambda net: None, own_models.roles, r"the parts of a OwnLlama returned None; return an object"),
+        (own_models.parts, lambda net: None, r"the roles of a OwnLlama returned None; return a dict"),
+        (own_models.parts, lambda net: [*own_models.roles(net).items()], r"returned a list; .*dict\(pairs\)"),
+        (own_models.parts, lambda net: own_models.roles(net) | {"start": "column"}, r"role of start .*'col"),
+        (own_models.parts, lambda net: {}, r"have no role in a OwnLlama: [^;]*; ask before [a-z ]*$"),
+    ],
+)
+def test_what_is_registered_in_another_form_is_said(parts: Any, roles: Any, words: str) -> None:
+    hpnb.models.register(OwnLlama, parts, roles)
+    with pytest.raises(ValueError, match=words):
+        hpnb.models.check(OwnLlama(), batch(), ranks=1)
+
+
+def test_what_check_cannot_compute_with_is_said() -> None:
+    with pytest.raises(TypeError, match=r"takes a batch by the names .* not a Tensor"):
+        hpnb.models.check(OwnLlama(), torch.zeros(2, 6))  # type: ignore[arg-type]
+    with torch.device("meta"):
+        meta = OwnLlama()
+    with pytest.raises(ValueError, match="is on the meta device"):
+        hpnb.models.check(meta, batch(), ranks=1)
+    frozen = OwnLlama().requires_grad_(False)
+    assert "with gradients" in hpnb.models.check(frozen, batch(), ranks=1)
+    assert not any(p.requires_grad for p in frozen.parameters())
+
+
+def test_a_role_of_a_linear_is_for_a_matrix() -> None:
+    role = Role("column", 0, 1, units=4)
+    with pytest.raises(ValueError, match=r"is 4-D, and the role 'column' is for the 2-D weight"):
+        check_role("blocks.0.mix.weight", role, (8, 8, 3, 3))
+    check_role("blocks.0.mix.weight", role, (8, 8))
+
+
+def test_units_of_keys_that_are_those_of_queries_are_named() -> None:
+    register_llama(k=(wrong := Role("column", 0, 1, units=4)), v=wrong)
+    with pytest.raises(ValueError, match="tensor parallelism on 3 ranks") as error:
+        hpnb.models.check(OwnLlama(), batch())
+    text = str(error.value)
+    assert "q.weight 4 of 4 columns, o.weight 4 of 4 rows, k.weight 4 of 2 columns" in text
+    assert "key-value heads for k and v" in text
+    assert "[on 3 ranks and not 2, so that units are left over]" in text
 
 
 # --- grouped queries and keys without a gradient ----------------------------------------------------------

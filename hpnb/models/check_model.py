@@ -32,7 +32,7 @@ from hpnb.models.compare_parts import (
     tensors_of,
 )
 from hpnb.models.model_anatomy import tied
-from hpnb.models.registry import Registration, anatomy, registration_of, roles
+from hpnb.models.registry import SEE_CHECK, Registration, anatomy, registration_of, roles
 from hpnb.ranks import launch
 from hpnb.ranks.current_rank import inside_rank
 from hpnb.ranks.errors import RankError
@@ -57,10 +57,22 @@ def check(model: nn.Module, batch: Mapping[str, Any], ranks: int = 2, timeout: f
 
     Raises:
         ValueError: all that differs, a line each.
-        TypeError: nothing is registered for this class.
+        TypeError: nothing is registered for this class, or a batch that is no mapping.
     """
     registration = registration_of(model)
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            "check takes a batch by the names of the forward's arguments, such as {'input_ids': ids}, not a "
+            f"{type(batch).__name__}"
+        )
+    if meta := [name for name, p in model.named_parameters() if p.is_meta]:
+        raise ValueError(
+            f"{meta[0]} of this {type(model).__name__} is on the meta device, and check computes with "
+            "weights; make a small model of the class on the CPU"
+        )
     copied = deepcopy(model).cpu().double().train(model.training)
+    if not any(p.requires_grad for p in copied.parameters()):
+        copied.requires_grad_(True)  # gradients are compared, also of a model that is frozen
     draw_weights(copied)
     inputs = {name: _of_float64(value) for name, value in batch.items()}
     problems = list(_check_names(copied))
@@ -74,7 +86,9 @@ def check(model: nn.Module, batch: Mapping[str, Any], ranks: int = 2, timeout: f
         if _can_split_unevenly(copied, ranks + 1):
             runs.append(("tensor parallelism", _on_tensor_parallel, ranks + 1))
         for what, compute, n in runs:
-            problems += _compare_on_ranks(what, compute, registration, copied, inputs, wanted, n, timeout)
+            note = f" [on {n} ranks and not {ranks}, so that units are left over]" if n != ranks else ""
+            lines = _compare_on_ranks(what, compute, registration, copied, inputs, wanted, n, timeout)
+            problems += [line + note for line in lines]
             done.append(f"{what} on {n} ranks")
     if problems:
         raise ValueError(
@@ -91,12 +105,16 @@ def check(model: nn.Module, batch: Mapping[str, Any], ranks: int = 2, timeout: f
 
 def _can_split_unevenly(model: nn.Module, ranks: int) -> bool:
     """Whether every split weight has a piece for each of so many ranks, and some have one piece more."""
-    units = [role.units for role in roles(model).values() if role.kind in ("column", "row")]
+    units = [role.units for role in roles(model).values() if role.cut_dim is not None]
     return bool(units) and min(units) >= ranks and any(n % ranks for n in units)
 
 
 def _check_names(model: nn.Module) -> Iterator[str]:
-    parts = anatomy(model)
+    try:
+        parts = anatomy(model)
+    except ValueError as error:
+        yield str(error)
+        return
     modules = dict(model.named_modules())
     places: dict[str, list[str]] = {}
     for part in parts.parts:
@@ -117,7 +135,7 @@ def _check_names(model: nn.Module) -> Iterator[str]:
     try:
         roles(model)
     except ValueError as error:
-        yield str(error)
+        yield str(error).removesuffix(SEE_CHECK)
 
 
 def _check_parts(model: nn.Module, inputs: dict[str, Any]) -> Iterator[str]:

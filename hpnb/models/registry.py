@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from hpnb.models import gpt2_parts, plan_parts, plan_roles, vit_parts
-from hpnb.models.model_anatomy import Anatomy, Attention, apply_wrappers
+from hpnb.models.model_anatomy import Anatomy, Attention, Part, apply_wrappers
 from hpnb.models.role import Role, check
 from hpnb.ranks.caller_globals import share_table
 
@@ -106,9 +106,11 @@ def anatomy(model: nn.Module) -> Anatomy:
 
     Raises:
         TypeError: a model of another kind, or one that is wrapped.
-        ValueError: a GPT-2 with cross attention.
+        ValueError: a GPT-2 with cross attention; or what is registered gives no Anatomy of tuples of Parts.
     """
-    return apply_wrappers(model, registration_of(model).anatomy(model))
+    parts = registration_of(model).anatomy(model)
+    _check_anatomy(model, parts)
+    return apply_wrappers(model, parts)
 
 
 def roles(model: nn.Module) -> dict[str, Role]:
@@ -120,7 +122,7 @@ def roles(model: nn.Module) -> dict[str, Role]:
     Raises:
         TypeError: a model of another kind, or one that is wrapped.
         ValueError: the model has parameters that its kind does not have, or of shapes that do not fit their
-            roles.
+            roles; or what is registered gives no dict of Roles.
 
     >>> hpnb.models.roles(hpnb.models.vit("laptop", classes=3))["vit.layers.0.mlp.fc1.weight"].kind
     'column'
@@ -160,15 +162,54 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     ]
 
 
+def _check_anatomy(model: nn.Module, parts: Any) -> None:
+    if not isinstance(parts, Anatomy):
+        raise ValueError(
+            f"the function that gives the parts of a {type(model).__name__} returned {_describe(parts)}; "
+            "return an object of your subclass of hpnb.models.Anatomy"
+        )
+    for section in ("embedding", "blocks", "head"):
+        value = getattr(parts, section)
+        wrong = [value]
+        if isinstance(value, tuple | list):
+            wrong = [p for p in value if not (isinstance(p, Part) and isinstance(p.module, nn.Module))]
+        if wrong:
+            raise ValueError(
+                f"{section} of the {type(parts).__name__} of a {type(model).__name__} has "
+                f"{_describe(wrong[0])} where a tuple of Part(name, module) is needed; one part alone is "
+                "(Part(name, module),)"
+            )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Part):
+        what = "one that is in no tuple" if isinstance(value.module, nn.Module) else "whose module is none"
+        return f"Part({value.name!r}, ..), {what}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+SEE_CHECK = "; hpnb.models.check(model, batch) says what else is missing"
+
+
 def _roles(model: nn.Module) -> dict[str, Role]:
     table = registration_of(model).roles(model)
+    if not isinstance(table, Mapping):
+        pairs = "; dict(pairs) makes one of pairs" if isinstance(table, list | tuple) else ""
+        raise ValueError(
+            f"the function that gives the roles of a {type(model).__name__} returned {_describe(table)}; "
+            f"return a dict of {{name of a parameter: Role}}{pairs}"
+        )
     names = [name for name, _ in model.named_parameters()]
+    if wrong := [name for name in names if name in table and not isinstance(table[name], Role)]:
+        raise ValueError(
+            f"the role of {wrong[0]} in a {type(model).__name__} is {table[wrong[0]]!r}, which is no "
+            "hpnb.models.Role; hpnb.models.role.linear(path, 'column', units) gives those of an nn.Linear"
+        )
     if unknown := [name for name in names if name not in table]:
         listed = ", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
         raise ValueError(
             f"{len(unknown)} of {len(names)} parameters have no role in a {type(model).__name__}: {listed}; "
-            "ask before modules are added or exchanged; hpnb.models.check(model, batch) says what else is "
-            "missing"
+            f"ask before modules are added or exchanged{SEE_CHECK}"
         )
     return {name: table[name] for name in names}
 

@@ -130,6 +130,12 @@ def check(name: str, role: Role, shape: Sequence[int]) -> None:
         raise ValueError(
             f"{parameter} is cut by its inputs (row), but its role has no in_dim; say which dim it is"
         )
+    of_linear = role.in_dim is not None and {role.out_dim, role.in_dim} == {0, 1}
+    if role.kind in ("column", "row") and of_linear and len(shape) > 2:
+        raise ValueError(
+            f"{parameter} is {len(shape)}-D, and the role {role.kind!r} is for the 2-D weight of a linear "
+            "layer; Role('head', 0, 1, decay=True) leaves it whole on every tensor-parallel rank"
+        )
     if role.units < 1 or role.fused < 1:
         raise ValueError(f"{parameter} has units={role.units}, fused={role.fused}; use 1 or more of each")
     if role.cut_dim is not None and shape and role.widths:

@@ -36,8 +36,13 @@ def around_forward(module: nn.Module, begin: Callable[[], None], end: Callable[[
     module.register_forward_hook(lambda *_: end(), always_call=True)
 
 
-def explain_fixed_heads(block: Part, ranks: int) -> None:
-    """If the first forward of `block` fails, say that its attention may count the heads of all ranks."""
+def explain_fixed_heads(block: Part, ranks: int, units: str) -> None:
+    """If the first forward of `block` fails, say that its attention may count the heads of all ranks, or its
+    roles other units than heads.
+
+    Args:
+        units: what its roles say, in words.
+    """
 
     def explain(module: nn.Module, args: Any, output: Any) -> None:
         error = sys.exception()
@@ -45,9 +50,11 @@ def explain_fixed_heads(block: Part, ranks: int) -> None:
             hook.remove()
         elif type(error) is RuntimeError:
             error.args = (
-                f"{error}; this is {block.name} on one of {ranks} tensor-parallel ranks, whose attention has "
-                "only some of the heads: fold them by their width, .view(..., -1, head_size), or name the "
-                "modules that count heads, hpnb.models.register(.., attentions=..)",
+                f"{error}; this is {block.name} on one of {ranks} tensor-parallel ranks, which has some of "
+                f"the units that its roles name ({units}): units are heads for q and o, and key-value heads "
+                "for k and v. An attention has only some heads then: fold them by their width, "
+                ".view(..., -1, head_size), or name the modules that count heads, "
+                "hpnb.models.register(.., attentions=..)",
             )
 
     hook = block.module.register_forward_hook(explain, always_call=True)

@@ -111,10 +111,21 @@ def parallelize(
         _check_first_forward(model, check)
     if axis.size > 1 and not to_shard.attentions:
         for block in to_shard.anatomy.blocks:
-            explain_fixed_heads(block, axis.size)
+            explain_fixed_heads(block, axis.size, _units_in(block, to_shard))
     if not any(p.is_meta for p in model.parameters()):
         model.to(this_device())
     return model
+
+
+def _units_in(block: Part, model: ModelToShard) -> str:
+    """What roles say of the weights of `block` that are split: q.weight 4 of 16 columns, ..."""
+    said = []
+    for name, role in model.roles.items():
+        if name.startswith(block.name + ".") and role.cut_dim is not None and not role.bias:
+            size = model.shapes[name][role.cut_dim] // role.units
+            dim = "columns" if role.kind == "column" else "rows"
+            said.append(f"{name.removeprefix(block.name + '.')} {role.units} of {size} {dim}")
+    return ", ".join(said)
 
 
 def make_mode(mode: str, axis: Axis, sequence_parallel: bool = False, depth: int = 1) -> TensorParallelMode:

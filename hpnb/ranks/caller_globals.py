@@ -103,7 +103,7 @@ def caller_namespace(frame_globals: dict[str, Any], fn: object = None) -> dict[s
 
 
 def namespaces_by_value(namespace: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """{module: its globals} of those whose functions are pickled by value: __main__ and the one that calls."""
+    """{module: its globals}, of those whose functions are pickled by value: __main__, and the caller's."""
     name = namespace.get("__name__") or "__main__"  # code that was given to exec may say that it is __main__
     return {"__main__": sys.modules["__main__"].__dict__, name: namespace}
 

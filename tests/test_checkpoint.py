@@ -686,7 +686,7 @@ def not_saved(folder: Path) -> list[str]:
 
 def test_what_cannot_be_saved_is_said_on_all_ranks(pools: Pools, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    words = ["extra holds a Case, which is not safe", "a list as dataloader has no state_dict",
+    words = ["extra holds a Case at ['thing'], which is not safe", "a list as dataloader has no state_dict",
              "keep=0 would keep no checkpoint", "'5 apples' is no size", "is a folder with file in it",
              "file is a file, and a folder is to", "is a file, and a", "is not boosted"]  # fmt: skip
     for said in on(pools, 4).run(not_saved, tmp_path):

@@ -489,6 +489,19 @@ def test_dtensors_are_counted_as_what_they_are_made_of(pool: Pool) -> None:
         assert gradients == 128
 
 
+def test_a_pipeline_is_recorded_as_its_stages(pool: Pool) -> None:
+    def measure() -> tuple[int, int]:
+        net = nn.Sequential(nn.Linear(8, 8, False), nn.Linear(8, 8, False))
+        mesh = hpnb.Mesh(hpnb.Layout(pp=2))
+        pipe = hpnb.Pipeline(net, mesh.pp, "1f1b", lambda outputs, _: outputs.mean())
+        with hpnb.record.memory(pipe) as recorder:  # type: ignore[arg-type]
+            pipe.step((torch.ones(8, 8),))
+        profile = recorder.profile()
+        return profile.peak_of("parameters"), profile.peak_of("gradients")
+
+    assert pool(2).run(measure) == [(256, 256)] * 2
+
+
 def test_likely_mistakes_with_memory_get_a_sentence() -> None:
     model = nn.Linear(4, 4)
     mistakes: list[tuple[tuple[object, ...], dict[str, object], str]] = [

@@ -81,7 +81,7 @@ RAN = "measured" if here.timings_mean_something else "replayed"
 # ```
 #
 # Forward, the hidden states at the cut travel: b images of s tokens of h numbers. Backward, their gradient travels, with the
-# same shape.
+# same shape. In this run b = 2, s = 17 and h = 256, and a number has 4 bytes.
 
 # %%
 question = f"A microbatch walks through {N} stages and back: how many bytes are sent?"
@@ -145,7 +145,7 @@ lesson.claim("One rank works at a time", (walked.bubble_fraction, ">", 0.95 - 1 
 # %% [markdown]
 # Each cut is crossed twice, so $2(p-1)$ messages of b s h numbers are sent, <data value="02.walk-bytes">209 kB</data> in all. A step
 # of eight microbatches sends <data value="02.sent.step">1.67 MB</data>; data parallelism would all-reduce a gradient of
-# <data value="02.sent.gradient">25.5 MB</data>. Time is the problem: each rank works once forward and once backward. By counting, ranks are
+# <data value="02.sent.gradient">25.5 MB</data>. Each rank works once forward and once backward. By counting, ranks are
 # idle for 1 - 1/p =
 # <data value="02.walk-idle">75.0 %</data> of the time. In the run it was <data value="02.walk.bubble">76.3 %</data>. We call this idle share the *bubble*: idle time over
 # ranks × *makespan*, where the makespan is the time from the first start to the last end.
@@ -266,8 +266,9 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")  # Perfe
 
 # %% [markdown]
 # The formula assumes equal stages and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. The simulation has each stage's
-# time, but from a single microbatch: <data value="02.gpipe.from-one-microbatch.bubble">29.9 %</data>. The replay has the time of every action: <data value="02.bubble">34.1 %</data>. The
-# rule of thumb $(p-1)/m$ divides idle time by working time.
+# time, but from a single microbatch, whose actions need not take as long as those of eight: <data value="02.gpipe.from-one-microbatch.bubble">29.9 %</data>.
+# The replay has the time of every action: <data value="02.bubble">34.1 %</data>. CPU times vary: GPipe's second run below has
+# <data value="02.step.gpipe.bubble">29.3 %</data>. So more knowledge need not come nearer.
 #
 # The lower curves show what is *in flight*. A rank keeps a microbatch's activations from its forward until its backward, so
 # GPipe ends up with all <data value="02.gpipe.eight.in-flight">8</data> microbatches in flight.
@@ -394,7 +395,7 @@ lesson.claim("1F1B takes about as long as GPipe", (change, "<", 0.15))
 # On rank 0 the activations fall from
 # <data value="02.activations.rank-0.gpipe-measured">9.14 MB</data> under GPipe to <data value="02.activations.rank-0.measured">4.67 MB</data>.
 #
-# 1F1B does not save time. In a second run, GPipe's step takes <data value="02.step.gpipe.replayed">89.6 ms</data> with a bubble of
+# In a second run, GPipe's step takes <data value="02.step.gpipe.replayed">89.6 ms</data> with a bubble of
 # <data value="02.step.gpipe.bubble">29.3 %</data>, 1F1B's <data value="02.step.1f1b.replayed">92.8 ms</data> with
 # <data value="02.step.1f1b.bubble">28.5 %</data>. By the formula both bubbles are
 # equal, because the first and the last microbatch still pass through the stages
@@ -444,15 +445,15 @@ lesson.field_guide.add(  # the series' table of symptoms
 lesson.field_guide.show()
 
 # %% [markdown]
-# It hangs. The table shows only that all ranks wait in a receive. The lists that `check` printed show why.
+# It hangs. The table shows only that all ranks wait in a receive; the lists that `check` printed show why.
 #
 # ## Smaller pieces, smaller bubble
 #
-# More microbatches shrink the bubble. So do smaller pieces of work: thinner stages, as in `interleaved`, or a backward
-# in two parts, of which the zero-bubble schedules put one off into idle time. `zb-h1` keeps at most p microbatches in
-# flight; `zb-h2` starts more forwards early, up to 2p - 1; `zb-v` has two stages a rank, as `interleaved`. The figure shows `interleaved` and `zb-h1` after GPipe and 1F1B, for p = 2, m
-# = 4, F = 1
-# and B = 2.
+# More microbatches shrink the bubble. So do smaller pieces of work: `interleaved` and `zb-v` give each rank two thin
+# stages; the zero-bubble schedules, `zb-h1`, `zb-h2` and
+# `zb-v`, put part of the backward off into idle time. `zb-h2` starts
+# more forwards early than `zb-h1`: up to 2p - 1 microbatches are in flight instead of p. The figure shows `interleaved` and
+# `zb-h1` after GPipe and 1F1B, for p = 2, m = 4, F = 1 and B = 2.
 
 
 # %%
@@ -580,8 +581,8 @@ lesson.check(exercises.place_w, place_w)
 # %% [markdown]
 # ### The race
 #
-# Exercise 3's schedule is *ZB-H1*. *ZB-H2* warms up longer, which gains where transfers take time or I takes longer than W.
-# *ZB-V* gives rank
+# Exercise 3's schedule is *ZB-H1*. *ZB-H2* warms up longer. At F = I = W without transfers it needs 27 units, too; it gains
+# where transfers take time or I takes longer than W. *ZB-V* gives rank
 # r the chunks r and 2p - 1 - r, so that all ranks keep equally many activations.
 #
 # For the prediction, I and W each take half of a backward in the 1F1B step, and a chunk's action half of a stage's. The
@@ -617,12 +618,16 @@ lesson.claim("ZB-V adds work", (work["zb-v"], ">", work["1f1b"]))
 vit_pipeline.add_to_ledger(NAME, predicted, ran)
 
 # %% [markdown]
-# All four idle less than 1F1B. ZB-V's step takes <data value="02.race.zb-v.replayed">77.0 ms</data>, 1F1B's <data value="02.race.1f1b.replayed">96.0 ms</data>. This
-# run does not order two steps that differ by less than the larger of their spreads. Smaller pieces can add work: a rank computes for <data value="02.race.1f1b.work">68.2 ms</data>
-# under 1F1B and for
-# <data value="02.race.zb-v.work">70.6 ms</data> under ZB-V. A schedule wins if it saves more idle time than it adds work.
+# All four idle less than 1F1B. This run orders two steps only if they differ by more than the larger of their spreads.
+# ZB-V's <data value="02.race.zb-v.replayed">77.0 ms</data> and 1F1B's <data value="02.race.1f1b.replayed">96.0 ms</data>, with spreads of <data value="02.race.zb-v.spread">7.41 ms</data> and
+# <data value="02.race.1f1b.spread">7.18 ms</data>, do. Steps predicted to be close, such as ZB-H1's and interleaving's, usually do not. The pairs
+# "in order" are counted without this test.
 #
-# Our prediction takes I and W as equal. But the matmuls inside attention, softmax and GELU have no weights, so I takes
+# A rank computes for <data value="02.race.1f1b.work">68.2 ms</data> under 1F1B
+# and for <data value="02.race.zb-v.work">70.6 ms</data> under ZB-V, which differ by less than the spreads. The sweep over m below shows better that smaller
+# pieces add work.
+#
+# Our prediction takes I and W as equal. But the matmuls inside attention, softmax and GELU have no weights, hence no W, so I takes
 # <data value="02.race.zb-h1.i-w:.2f">1.59</data> times as long as
 # W. The stage before waits for I, so ZB-H1's bubble grows with I - W.
 #
@@ -642,6 +647,7 @@ vit_pipeline.add_to_ledger(NAME, predicted, ran)
 # The batch cancels, and chunks divide the ratio by v. A wider and deeper stage makes sending cheaper, so pipelines may cross
 # slow links (notebook 04).
 # </details>
+#
 # <details><summary>In your tools: interleaving and zero bubble</summary>
 #
 # ```python
@@ -661,8 +667,6 @@ vit_pipeline.add_to_ledger(NAME, predicted, ran)
 # ZB-H1, on all under ZB-H2.
 #
 # ## Three numbers are called "bubble"
-#
-# They divide different things:
 #
 # - **Overhead over ideal.** Idle time over working time, $(p-1)/m$ for GPipe and 1F1B. Megatron's papers use it.
 # - **Share of ranks × makespan.** This page's bubble, $(p-1)/(m+p-1)$.
@@ -699,10 +703,12 @@ lesson.explorers.pipeline_bubble()
 # For ZB-H2 the paper reports <data value="02.paper.zb-h2.published">6.98 %</data>, and the simulation agrees. Of ranks × makespan, the same step is
 # idle for <data value="02.paper.zb-h2.of-ranks-makespan">10.0 %</data>, and its overhead over ideal is
 # <data value="02.paper.zb-h2.overhead-over-ideal">11.2 %</data>. The explorer's first panel
-# shows the difference on 4 ranks: rank 3 starts later than rank 0, by three forwards and three transfers, and ends later. Such idle time, before a rank's
-# first action and after its last, counts only in the other two definitions.
+# shows the difference on 4 ranks: rank 3 starts later than rank 0, by three forwards and three transfers,
+# and it also ends later. Idle time before a rank's first action and after its last counts only in the other two
+# definitions.
 #
-# As a rule no rank starts the next step before all have ended this one, so use the share of ranks × makespan.
+# As a rule no rank starts the next step before all have ended this one, so this idle time is lost, too: use the share of
+# ranks × makespan.
 #
 # <details><summary>The challenge: why this answer</summary>
 #
@@ -943,14 +949,12 @@ lesson.check(exercises.choose_microbatches, choose)
 #
 # - A pipeline sends little and wastes time: at least $(p-1)/(m+p-1)$ of ranks × makespan under GPipe and 1F1B.
 # - 1F1B keeps p - r microbatches on rank r instead of m, with the same bubble.
-# - Interleaving shortens idle time and multiplies messages. A split backward fills gaps with W. Smaller pieces add work.
+# - Interleaving shortens idle time and multiplies messages. A split backward fills gaps with W.
 # - Check and simulate a schedule's lists before you run them.
 # - The slowest stage sets the pace, and each microbatch has a fixed cost.
 #
 # **When not to use this.** If the model fits on a GPU and the batch is large, replicas have no bubble. Avoid
-# pipelines if the batch is so small that only few microbatches of a useful size come out of it, or if layers cannot
-# be
-# partitioned evenly.
+# pipelines if the batch gives only few microbatches of a useful size, or if layers cannot be partitioned evenly.
 #
 # <details><summary>Where to look</summary>
 #
@@ -961,5 +965,4 @@ lesson.check(exercises.choose_microbatches, choose)
 # **Papers.** Huang et al. 2019, *GPipe*. Narayanan et al. 2021, *Megatron-LM on GPU clusters*: 1F1B, interleaving. Qi et al.
 # 2024, *Zero bubble pipeline parallelism*, arXiv 2401.10241.
 #
-# **Next.** Notebook 03 splits the layers themselves: all ranks work on every layer at the same time, and communicate
-# in each.
+# **Next.** Notebook 03 splits the layers themselves: all ranks work on every layer at once.

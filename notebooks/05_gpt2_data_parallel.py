@@ -36,8 +36,8 @@
 #
 # <details><summary>Answers</summary>
 #
-# Weights, gradients and optimizer state grow with parameters, 16 bytes each. Activations grow with tokens. The knee is
-# at about ρ(N-1)/N tokens, if a gradient has 2 bytes.
+# Weights, gradients and optimizer state grow with parameters, together 16 bytes a parameter. Activations grow with
+# tokens. The knee is at about ρ(N-1)/N tokens, if a gradient has 2 bytes.
 # </details>
 
 # %% tags=["setup"]
@@ -109,8 +109,8 @@ lesson.claim("The backward has already freed the activations",
 # %% [markdown]
 # The run stopped <data value="05.stopped.operator">after aten.zeros_like</data>, with <data value="05.stopped.total">87.1 MB</data> in use of <data value="05.stopped.budget">86.9 MB</data>. DDP keeps several gradients in one flat bucket, which is listed under
 # the shape of its first gradient. The run stopped in the first `optimizer.step()`, where Adam allocates its state. The backward had
-# freed the activations by then, and <data value="05.stopped.activations">512 B</data> are left. So states alone are over the budget, and a smaller batch would
-# not help.
+# freed the activations by then, and <data value="05.stopped.activations">512 B</data> are left. Adam still had state to allocate: complete states
+# take 16 bytes a parameter, more than the budget of 15.4. So a smaller batch would not help.
 #
 # **Takeaway.** Test two full steps before you believe that
 # a model fits: only the second forward stores activations beside the optimizer state.
@@ -266,9 +266,9 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 #
 # Offloading saves bytes even on one GPU, and only a GPU runs it here: optimizer state stays in CPU memory, gradients go
 # there, the CPU updates, and new weights come back. For XL, 4 bytes a parameter over 25 GB/s of PCIe take 0.25 s. AdamW
-# reads 16 and writes 12 bytes a parameter, which takes 0.44 s at 100 GB/s of CPU memory. In the sum, 0.69 s, a GPU with
-# 400 TFLOP/s trains 29,000 tokens. ZeRO divides both by N, but then states are small anyway. So shard first, and offload
-# where there are too few ranks.
+# reads 16 and writes 12 bytes a parameter, which takes 0.44 s at 100 GB/s of CPU memory. Together that is 0.69 s,
+# as long as a GPU with 400 TFLOP/s computes on 29,000 tokens. On N ranks with ZeRO, transfer and update take 1/N of that,
+# but then states are small anyway. So shard first, and offload where there are too few ranks.
 # </details>
 #
 # **Takeaway.** ZeRO splits the all-reduce into its two halves and updates in between.
@@ -331,8 +331,7 @@ lesson.claim("ZeRO-1 on two ranks is enough for XL", (xl[ZeroConfig(1)], "<", 24
 #
 # <data value="05.fitting">2</data> of the four ZeRO stages fit without recomputation, and <data value="05.fits.all">5</data> of all <data value="05.fits.of">8</data>
 # configurations do. ZeRO-0 peaks at <data value="05.peak.zero-0.measured">126 MB</data>, ZeRO-3 at <data value="05.peak.zero-3.measured">74.3 MB</data>, and with
-# recomputation at <data value="05.peak.zero-3-+-recompute.measured">54.8 MB</data>. The formula is right within a tenth each time, so we can
-# plan with it. This small model is always fullest in the backward of some block. On all pages, a prediction *holds* if
+# recomputation at <data value="05.peak.zero-3-+-recompute.measured">54.8 MB</data>. The formula is right within a tenth. This small model is always fullest in the backward of some block. On all pages, a prediction *holds* if
 # the answer is 0.8 to 1.25 times as large.
 #
 # And XL? In bf16 on two ranks, with 1,024 tokens each, it is predicted to peak at <data value="05.xl.zero-0.predicted">31.2 GB</data> with
@@ -414,7 +413,7 @@ lesson.claim("Computing sets this page's step time", (took[TOKENS], ">", 2 * flo
 # %% [markdown]
 # Points are medians of seven rounds, lines their ranges. We take the lowest median, <data value="05.floor.launch">17.6 ms</data>, as the time that
 # launching needs. On a CPU, computing adds to it, and takes as long from about <data value="05.tokens.equal:,.0f">38</data> tokens on. This page trains with
-# <data value="05.tokens.page:,.0f">128</data> tokens a rank, which take <data value="05.floor.step">76.5 ms</data>. Computing dominates.
+# <data value="05.tokens.page:,.0f">128</data> tokens a rank, which take <data value="05.floor.step">76.5 ms</data>.
 #
 # Now the prediction. Take forward, backward and update of one rank alone. With recomputation, add its forward once
 # more. ZeRO divides the update by N. Communication adds what does not overlap with computing, its *exposed* part:
@@ -457,16 +456,16 @@ lesson.record("05.saved", peaks[ZeroConfig(3)] - peaks[ZeroConfig(3, -1)], "B")
 lesson.record("05.forward", alone[0], "s")
 
 # %% [markdown]
-# As expected, ZeRO-2 communicates after its update, here for <data value="05.after.zero-2">18.8 ms</data>, and ZeRO-3 hardly does. We do not divide
-# what comes before the update, because a rank's exposed part there contains waiting for the others. The medians of
+# As expected, ZeRO-2 communicates after its update, here for <data value="05.after.zero-2">18.8 ms</data>, longer than predicted. ZeRO-3 hardly
+# does. The figure does not split the time before the update: a rank that waits for another would count as communicating. The medians of
 # whole steps are <data value="05.off.low:.2f">1.08</data> to <data value="05.off.high:.2f">1.33</data> times the prediction. But steps of one configuration differ by up to
 # <data value="05.off.spread:.2f">1.23</data> times, so four of them do not test the price of recomputation by itself. With ZeRO-3 it saved <data value="05.saved">19.6 MB</data>, and
 # its predicted price is one forward, <data value="05.forward">31.1 ms</data>.
 #
-# Bytes follow from shapes and are recorded once. Seconds vary: do not rank configurations whose ranges overlap.
+# Do not rank configurations whose ranges overlap.
 #
 # The usual rule says "use the lowest ZeRO stage that fits", because ZeRO-3 sends half as much again. On this page's
-# CPU that is right, as nothing overlaps. But only exposed communication costs time. So we simulate XL on 8 GPUs of 400
+# CPU nothing overlaps, so ZeRO-3 is predicted to take longest. But only exposed communication costs time. So we simulate XL on 8 GPUs of 400
 # TFLOP/s, with 8 sequences each, and let communication overlap. On which links does ZeRO-3 expose more?
 
 # %%
@@ -482,15 +481,15 @@ lesson.reveal("05.exposed", {z: s[-1] for z, s in exposed.items()}, source="simu
 lesson.claim("Only on fast links ZeRO-3 exposes less than ZeRO-2", less == sorted(less))
 
 # %% [markdown]
-# The lines cross at <data value="05.crossing">27.4 GB/s</data>. To the right, for example on InfiniBand NDR with 50 GB/s, ZeRO-3 saves more memory than
-# ZeRO-2 *and* exposes less, because its gathers overlap with computing. To the left, as on 100 Gb Ethernet with 12.5 GB/s,
+# The lines cross at <data value="05.crossing">27.4 GB/s</data>, where a gather still takes longer than a block's forward. To the right, as
+# on InfiniBand NDR with 50 GB/s, ZeRO-3 saves more memory than ZeRO-2 *and* exposes less. Most
+# of what remains exposed is the embedding, larger than a block: gathered first, reduce-scattered last. To the left, as on 100 Gb Ethernet with 12.5 GB/s,
 # the link is always busy, and ZeRO-3 pays for its extra messages.
 #
 # **Takeaway.** Where a block's gather is shorter than
 # its forward, ZeRO-3 exposes less than ZeRO-1 and 2. On slow links, use the lowest ZeRO stage that fits.
 #
-# *Offload* optimizer state to CPU memory last, when there are too few ranks to shard; the first fold on tools computes
-# the cost.
+# *Offload* optimizer state to CPU memory last; the first fold on tools computes the cost.
 #
 # ### Exercise 2: which blocks to recompute
 #
@@ -610,8 +609,8 @@ lesson.claim("ZeRO-3 trains a deeper model", (depth[deep], ">", depth[shallow]))
 # %% [markdown]
 # ZeRO-0 stops at <data value="05.depth.zero-0.measured">8 blocks</data>, with <data value="05.millions.zero-0:.1f">3.9</data> million parameters, ZeRO-3 with recomputation at
 # <data value="05.depth.zero-3-+-recompute.measured">21 blocks</data>, with <data value="05.millions.zero-3:.1f">9.6</data> million. With ZeRO-3 and recomputation, a block costs 16/N bytes a parameter, and
-# w T h bytes for its stored input. With more ranks the first term vanishes. Stored inputs remain, one
-# gathered block with its activations, the gathered embedding, and the logits.
+# w T h bytes for its stored input. With more ranks the first term vanishes. What remains is the stored
+# inputs, one gathered block with its activations, the gathered embedding, and the logits.
 #
 # ### An autopsy
 #
@@ -646,7 +645,7 @@ lesson.field_guide.add(
     "outputs are kept for logging, with their logits; keep loss.item()", notebook="05")
 
 # %% [markdown]
-# The loss fell from <data value="05.autopsy.first:.2f">6.70</data> to <data value="05.autopsy.last:.2f">5.13</data> in <data value="05.autopsy.steps">8</data> steps. Among the tensors with a side of V, the shape tokens × V is alive <data value="05.autopsy.copies">9</data> times: once for each
+# The loss fell from <data value="05.autopsy.first:.2f">6.70</data> to <data value="05.autopsy.last:.2f">5.13</data> in <data value="05.autopsy.steps">8</data> steps. The shape tokens × V is alive <data value="05.autopsy.copies">9</data> times: once for each
 # finished step, and once for the step that failed. These are the logits inside `outputs`, which the list keeps. The fix is `log.append(outputs.loss.item())`.
 #
 # **Takeaway.** When memory grows from step to step, look for a shape that is alive as often as there were steps.
@@ -744,10 +743,10 @@ lesson.claim("The scale grows as the loss falls", larges[0] > first[-1])
 # <data value="05.scale.loss-5-batches-of-8.highest:.0f">297</data> samples: the noise drowns the signal. The same samples in one batch of
 # 128 gave <data value="05.scale.loss-5-batches-of-128.lowest:.0f">52</data> to <data value="05.scale.loss-5-batches-of-128.highest:.0f">106</data>.
 #
-# But the scale is not one number. At a loss of 6 it was only <data value="05.scale.loss-6-batches-of-128.measured:.0f">8</data> samples. At a loss of 5 the median estimate
-# is <data value="05.scale.loss-5-batches-of-128.measured:.0f">65</data>, and the measured steps follow the law best with <data value="05.fitted:.0f">17</data>. The theory assumes SGD and equal curvature in
-# all directions; we use AdamW. The batch beyond which more samples hardly save steps is the *critical batch*. Merrill et al.
-# therefore measure it by training.
+# But at a loss of 6 the scale was only <data value="05.scale.loss-6-batches-of-128.measured:.0f">8</data> samples. At a loss of 5 the median estimate
+# is <data value="05.scale.loss-5-batches-of-128.measured:.0f">65</data>, and the measured steps follow the law best with <data value="05.fitted:.0f">17</data>, the dotted line. The batch beyond which more
+# samples hardly save steps is the *critical batch*. The noise scale predicts it only for SGD and equal curvature in all
+# directions, and we use AdamW. So Merrill et al. measure the critical batch by training.
 #
 # **Takeaway.** The noise scale gives an order of magnitude, and it grows during training. Before you buy GPUs, train
 # to a loss with two batch sizes.
@@ -794,7 +793,7 @@ lesson.check(exercises.noise_scale, scale_from_norms)
 # - ZeRO shards states, recomputation shrinks activations. Predict the fullest moment, then choose.
 # - Only exposed communication costs time. Where gathers overlap, ZeRO-3 exposes less than ZeRO-1 and 2; on slow
 #   links, use the lowest ZeRO stage that fits.
-# - With enough ranks, a batch that no longer helps limits data parallelism, not memory.
+# - With enough ranks, memory no longer limits data parallelism. The batch does: a larger one stops helping.
 #
 # **When not to use this.** Do not shard a model that fits. Use tensor parallelism when one block, or one sequence's
 # activations, do not fit: notebook 07. Use other axes when the batch is at its wall: notebooks 06 and 08.

@@ -630,6 +630,14 @@ def two_of_a_name(path: Path) -> None:
     make(hooks.AccuracyHook(), hooks.AccuracyHook())
 
 
+def class_for_a_hook(path: Path) -> None:
+    make(hooks.MemoryHook)  # type: ignore[arg-type]
+
+
+def name_for_a_hook(path: Path) -> None:
+    make("ck")  # type: ignore[arg-type]
+
+
 def no_labels(path: Path) -> None:
     trainer = make()
     blind = Trainer(
@@ -659,8 +667,8 @@ REFUSED = {
     two_of_a_name: "metrics loss, accuracy, accuracy: two have one name",
     no_labels: "the batch has no labels",
     no_best: "there is no 'eval_loss' to be best in; this fit does not evaluate",
-    lambda path: make(hooks.MemoryHook): "hooks has the class MemoryHook; make a hook of it: MemoryHook(...)",
-    lambda path: make("ck"): "hooks has 'ck', a str; use hooks of hpnb or of a subclass of hpnb.Hook",
+    class_for_a_hook: "hooks has the class MemoryHook; make a hook of it: MemoryHook(...)",
+    name_for_a_hook: "hooks has 'ck', a str; use hooks of hpnb or of a subclass of hpnb.Hook",
     lambda path: make(accumulation=0): "accumulation=0 batches make no step",
     lambda path: make().fit(loaders()[0], 0): "epochs=0, evaluate_every=1: both must be 1 or more",
     lambda path: hooks.LRSchedulerHook(None, "batch"): "use 'step' or 'epoch'",  # type: ignore[arg-type]

@@ -65,7 +65,7 @@ here = lesson.banner(N, model=NAME, data=leaves.describe(), sizes=sizes)
 # ## Columns, then rows
 #
 # Some letters change from 02: here m counts tokens, t counts ranks, and A and B are matrices. A linear layer multiplies x, which
-# has m tokens of h numbers, by A of shape (h, n). There are two ways to shard A over t ranks. Here they are for t = 2.
+# has m tokens of h numbers, by A of shape (h, n). There are two ways to shard A over t ranks, here for t = 2.
 #
 # ```text
 # column-parallel                              row-parallel
@@ -88,8 +88,8 @@ here = lesson.banner(N, model=NAME, data=leaves.describe(), sizes=sizes)
 # rank 1   x -- f --> x A_1 --> GELU --> y_1 --> y_1 B_1 --/                 (m, h)
 # ```
 #
-# GELU works because it looks at one number at a time. In the other order, GELU would come after a row-parallel layer.
-# There it needs the finished sum, because GELU of a sum is not the sum of GELUs.
+# GELU works because it looks at one number at a time. In the other order, GELU would come after a row-parallel layer
+# and need the finished sum, because GELU of a sum is not the sum of GELUs.
 #
 # What about the backward? Each rank uses x for its own columns, so its gradient of x is one of t terms that must be added.
 # Megatron-LM calls the two operations *f* and *g*. At f the forward does nothing and the backward
@@ -123,7 +123,7 @@ class SumOverRanks(torch.autograd.Function):  # g
 
 
 # %% [markdown]
-# With them, both orders take a few lines. The second can leave out the sum before GELU. `axis` is a group of ranks
+# The second order can leave out the sum before GELU. `axis` is a group of ranks
 # with this rank's place in it. `comm.split` takes this rank's chunk of a tensor, and `comm.gather` joins the chunks. The library's
 # f and g, which the exercises use, are `comm.replicate(x, axis)` and `comm.all_reduce(x, axis)`.
 
@@ -188,7 +188,7 @@ lesson.claim("Columns first sends fewer bytes", (ratio, ">", 4))
 # %% [markdown]
 # Columns first sends <data value="03.mlp.columns-rows.counted">49.2 kB</data> from each rank,
 # forward and backward together. Rows first sends <data value="03.order-ratio">4.50</data> times as much: it adds terms of width 4h instead of h,
-# it gathers z, and the backward gathers the gradient of x. The third version runs, returns the right shape, and it is off by up to <data value="03.no-sum">76.2 %</data>.
+# it gathers z, and the backward gathers the gradient of x. The third version returns the right shape, but is off by up to <data value="03.no-sum">76.2 %</data>.
 #
 # <details><summary>In your tools</summary>
 #
@@ -262,15 +262,15 @@ lesson.check(exercises.column_row, mlp)
 # ```
 #
 # So a block makes four all-reduces of b·s·h numbers. Is the interconnect fast enough? A rank
-# computes 72 b s h²/t FLOPs of a block: 6 for each weight and token, with 12h² weights. With 2 bytes a number it sends
+# computes 72 b s h²/t FLOPs of a block, without attention's scores: 6 for each weight and token, with 12h² weights. With 2 bytes a number it sends
 # 16 b s h (t-1)/t bytes. Divide the two, and divide by ρ, the FLOPs that a rank computes while one byte is sent:
 #
 # $$ \frac{\text{compute time}}{\text{communication time}} = \frac{4.5\,h}{(t-1)\,\rho} $$
 #
-# Batch size and sequence length cancel. Here **no batch helps**. Only a wider
-# model, fewer ranks or a faster interconnect do. Predict both, the bytes and the ratio.
+# Batch size and sequence length cancel (the scores add a share of s/6h). So **no batch helps**. Only a wider
+# model, fewer ranks or a faster interconnect do. Predict the bytes and the ratio.
 #
-# From here on we use the library. `parallelize(model, mesh.tp, mode="1d")` replaces the linear layers by sharded ones. A table that each model brings, `hpnb.models.roles`, says which weights are
+# From here on we use the library. `parallelize(model, mesh.tp, mode="1d")` replaces the linear layers by sharded ones; what we have so far is called 1D. Each model's table, `hpnb.models.roles`, says which weights are
 # sharded by columns and which by rows. Norms and embeddings stay replicated. The cell trains a sharded ViT and a serial one for three
 # steps on the same batch, in float64.
 
@@ -329,8 +329,8 @@ def compare_with_blocking():
 
 
 # %% [markdown]
-# The overlapped layer gives the gradients of the blocking one. The library overlaps in the same way.
-# We record one of its blocks; tp lanes show communication.
+# The overlapped layer gives the gradients of the blocking one. The library also holds back the row-parallel layer's weight
+# gradient, to overlap more. We record one of its blocks; tp lanes show communication.
 
 # %%
 parity = lesson.Parity({"overlapped": pool.run(compare_with_blocking)[0]})
@@ -359,12 +359,12 @@ lesson.record("03.slower", slower | {"latency": sums * card.link.bandwidth / sen
 lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 
 # %% [markdown]
-# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">45.4 ms</data>; <data value="03.exposed.share">18.4 %</data> of that is exposed communication. The weight gradients covered <data value="03.overlapped">44.8 %</data> of the communication; the forward covered none.
+# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">45.4 ms</data>; <data value="03.exposed.share">18.4 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">44.8 %</data> of the communication, all of it in the backward.
 #
 # The formula is for 2-byte numbers. Our float32 halves it, and attention's scores add 1 %, so it predicts <data value="03.ratio.predicted">7.70</data>.
 # The run has <data value="03.ratio">2.40</data>. The formula leaves out three factors, and the first raises the ratio: computing took
-# <data value="03.slower.compute">1.20</data> times as long as its matrix products alone, with norms, GELU, residuals and a shared memory bus. The other two lower it. Latency makes the all-reduces <data value="03.slower.latency">1.43</data> times as long as their bytes alone. Waiting makes
-# them <data value="03.slower.sums">2.68</data> times as long again: an all-reduce starts when the last rank arrives, and the others' waiting counts.
+# <data value="03.slower.compute">1.20</data> times as long as its matrix products alone, with norms, GELU and residuals. The other two lower it. Latency makes the all-reduces <data value="03.slower.latency">1.43</data> times as long as their bytes alone. The rest makes
+# them <data value="03.slower.sums">2.68</data> times as long again. A part of it is waiting for the later rank, as the figure shows; this run does not explain the remainder.
 #
 # <details><summary>On a laptop</summary>
 #
@@ -384,9 +384,8 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 #
 # ## An autopsy: the all-reduce that nobody missed
 #
-# f does nothing in the forward. So what happens if we forget it? A colleague's MLP lacks this line.
-# We train the ViT three times: right, with f left out in
-# layer 2, and with f left out in all layers.
+# f does nothing in the forward. What if a colleague's MLP lacks it?
+# We train the ViT three times: right, with f left out in layer 2, and in all layers.
 
 
 # %%
@@ -444,7 +443,7 @@ lesson.field_guide.add(symptom, instrument, cause, notebook="03")  # table of sy
 # run ends at <data value="03.right-loss">0.725</data>.
 #
 # The first figure compares two runs' gradients with those of one process, module by module, in the order in which the backward
-# computes them. That is why we use float64: rounding stays far below 1e-9, and everything above is a bug. From the loss towards the input,
+# computes them. Hence float64: rounding stays far below 1e-9, and everything above is a bug. From the loss towards the input,
 # all gradients are right until the backward leaves the faulty MLP. Even fc1 and fc2 of that MLP are right, because their
 # own gradients need no sum. The norm before them is the first that receives only this rank's term. Its error is the largest,
 # <data value="03.worst.left-out-in-layer-2:.2f">0.64</data>, against <data value="03.worst.right:.0e">2e-14</data> at most in the right run. Modules nearer the input also receive the right gradient of the
@@ -509,8 +508,8 @@ verdict
 # a block keeps 32 b s h bytes, without attention's scores. Of these, 24 b s h belong to attention and the MLP and are sharded. The other
 # 8 b s h, inputs and outputs of two norms, are replicated. Can we shard them, too?
 #
-# Recall that an all-reduce is a reduce-scatter and an all-gather. After the reduce-scatter each rank has the finished sum for
-# 1/t of the tokens. Norm, dropout and residual work on one token at a time, so they can run right there. We all-gather only
+# An all-reduce is a reduce-scatter and an all-gather. After the reduce-scatter each rank has the finished sum for
+# 1/t of the tokens. Norm, dropout and residual work on one token at a time, so they can run there. We all-gather only
 # when the next column-parallel layer needs all tokens.
 #
 # ```text
@@ -544,8 +543,8 @@ lesson.claim("SP keeps less", counted["1D+SP keeps (B)"] < counted["1D keeps (B)
 # `--sequence-parallel`.
 # </details>
 #
-# **Takeaway.** Sequence parallelism sends the same bytes and keeps less. Switch it on when activations do not fit. It makes
-# nine calls a block instead of four, which costs time where blocks are short.
+# **Takeaway.** Sequence parallelism sends the same bytes and keeps less. A block makes nine
+# calls instead of four: four reduce-scatters, four all-gathers and the all-reduce of norm gradients.
 #
 # ### Exercise 3: norms on a part of the tokens
 #
@@ -588,7 +587,7 @@ lesson.check(exercises.sequence_parallel, block)
 # %% [markdown]
 # ## Grids: 2D, 2.5D and 3D
 #
-# What we have so far is called 1D. On 64 ranks a rank computes 1/16 of what it computes on 4, but sends 31 % more, because
+# In 1D on 64 ranks, a rank computes 1/16 of what it computes on 4, but sends 31 % more, because
 # every rank needs all of x. A grid of ranks shards x as well. Here A is the input, with one row a token, B the weight and C the output. On 2 x 2 ranks, the
 # rank in row i and column j stores block ij of each:
 #
@@ -679,8 +678,8 @@ lesson.check(exercises.summa, panel)
 # | 2.5D | D q² | 21 (q-1)/(D q²) · b s h | (36 (q-1) + 24 (D-1)/D)/q² · h² |
 # | 3D | l³ | 39 (l-1)/l³ · b s h | 36 (l-1)/l³ · h² |
 #
-# A block's four linear layers have 7h inputs and 9h outputs a token, and 12h² weights. Each makes three products: the output and
-# two gradients. SUMMA moves inputs and weights once for each product, hence 21 = 3 · 7 and 36 = 3 · 12. For the gradients, one of
+# With q, k and v as one, a block's four linear layers have 7h inputs and 9h outputs a token, and 12h² weights. Each makes three products: the output and
+# two gradients. In each product SUMMA moves one tensor of the inputs' size and one of the weights' size, hence 21 = 3 · 7 and 36 = 3 · 12. For the gradients, one of
 # the two broadcasts becomes a *reduce*: an all-reduce whose sum only one rank gets. It sends as many numbers.
 # 3D moves 7 + 9 + 9 + 7 + 7 = 39: it gathers x, adds the terms of y, gathers the gradient of y, adds that of x, and gathers x once
 # more for the weight gradient. 2.5D also all-reduces weight gradients over the depth, hence 24 = 2 · 12. On 2 x 2 ranks, four layers with three products, two
@@ -718,7 +717,7 @@ lesson.reveal("03.modes", counted, predicted=sorted(predicted, key=predicted.get
 #
 # ## When does each mode win?
 #
-# Fewer bytes are not always less time, because every collective also has a cost that does not depend on its size: the CPU
+# Fewer bytes are not always less time, because every collective has a cost that does not depend on its size: the CPU
 # launches it, the ranks meet, and the first byte travels. On 2 x 2 ranks a block makes <data value="03.calls.2d">53</data> such calls in 2D, and
 # <data value="03.calls.1d">4</data> in 1D. We time a block of hidden size <data value="03.tokens.hidden">256</data> on four ranks, then with eight times the tokens.
 
@@ -750,14 +749,14 @@ lesson.claim("1D is faster with few tokens", (small["1d"], "<", small["2d"]))
 vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 
 # %% [markdown]
-# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">27.2 ms</data> and 2D <data value="03.race.2d.measured">60.3 ms</data>: <data value="03.too-low.1d">1.30</data> and <data value="03.too-low.2d">1.21</data> times the prediction. It counts FLOPs, bytes
-# and latency, but no norms, launches or waiting. Four ranks share <data value="03.hardware">2 CPU cores</data>, and each all-reduce waits for the
-# slowest; this run does not separate the causes.
+# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">27.2 ms</data> (<data value="03.too-low.1d">1.30</data> times the prediction), 1D with sequence parallelism <data value="03.race.1d+sp.measured">42.1 ms</data> (<data value="03.too-low.1d+sp">1.65</data> times),
+# and 2D <data value="03.race.2d.measured">60.3 ms</data> (<data value="03.too-low.2d">1.21</data> times). The prediction counts FLOPs, bytes and every call's latency, but no norms, launches or waiting.
+# Four ranks share <data value="03.hardware">2 CPU cores</data>. This run does not tell what takes the rest, nor why the three ratios differ.
 #
-# Sequence parallelism took <data value="03.race.1d+sp.measured">42.1 ms</data>, and with eight times the tokens <data value="03.race.1d+sp.8-times-the-tokens">91.7 ms</data> instead of 1D's <data value="03.race.1d.8-times-the-tokens">76.1 ms</data>. It
-# makes <data value="03.calls.1d+sp">9</data> calls instead of <data value="03.calls.1d">4</data>. For a block of 220 ms on 16 GPUs, the predictions differ by 0.1 % only.
+# The <data value="03.calls.1d+sp">9</data> calls of sequence parallelism raise the prediction only from <data value="03.race.1d.predicted">21.0 ms</data> to <data value="03.race.1d+sp.predicted">25.4 ms</data>. On long blocks they are
+# predicted to cost almost nothing: 0.1 % of the 220 ms that 1D takes on the 16 GPUs of the challenge below.
 #
-# Eight times the tokens took <data value="03.race.2d.growth">1.71</data> times as long in 2D and <data value="03.race.1d.growth">2.80</data> times in 1D. So much of each
+# Eight times the tokens took <data value="03.race.2d.growth">1.71</data> times as long in 2D and <data value="03.race.1d.growth">2.80</data> times in 1D. Therefore a large part of each
 # time does not depend on the tokens. In 1D's prediction, <data value="03.latency">85.1 %</data> of the time with few tokens is latency.
 #
 # <details><summary>Which latency, and what would help?</summary>
@@ -773,7 +772,7 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 #
 # On four ranks 1D wins by bytes, too: 2D sends fewer only above 12 h tokens, here <data value="03.tokens.even">3,072</data>, and we had at most <data value="03.tokens.many">1,088</data>.
 # The map predicts for 64 ranks which mode *communicates* for the shortest time on InfiniBand NDR, with 10 µs of latency and
-# no launch costs. Its axis is the tokens of the batch divided by 64; 2.5D has 4 x 4 x 4 ranks.
+# no launch costs. Its axes are the tokens of the batch divided by 64, and the hidden size; 2.5D has 4 x 4 x 4 ranks.
 
 # %%
 links = theory.LINKS["InfiniBand NDR"], theory.Link(0, 50e9)  # one without latency
@@ -804,9 +803,9 @@ lesson.explorers.tensor_modes()
 #
 # <details><summary>Find a setting</summary>
 #
-# Nothing overlaps in the explorer, and a GPU does 400 TFLOP/s. Use 16 ranks or more on InfiniBand NDR, which has 50 GB/s, and a hidden size of at most
-# 8,192. Find a setting that computes at least 0.4 times as long as it sends, with at most 2 GB of activations and of model states, which
-# take 16 bytes a parameter. Why does no batch help 1D?
+# Nothing overlaps in the explorer, and a GPU does 400 TFLOP/s. Use 16 ranks or more on InfiniBand NDR, which has 50 GB/s, a hidden size of at most
+# 8,192, and sequences of at most 8,192, the explorer's longest. Find a setting that computes at least 0.4 times as long as it sends, where the
+# activations and model states (16 bytes a parameter) of the block together take at most 2 GB on each rank. Why does no batch help 1D?
 # </details>
 #
 # <details><summary>Answer</summary>
@@ -817,7 +816,7 @@ lesson.explorers.tensor_modes()
 # 1D would take 220.0 ms there, and 220.3 ms with sequence parallelism: this block is long.
 # </details>
 #
-# **Takeaway.** Use 1D inside a node. A grid is for matrices that more ranks must share than a node has. On 64 it is predicted to
+# **Takeaway.** Use 1D inside a node. Use a grid when a matrix must be shared by more ranks than a node has. On 64 ranks it is predicted to
 # communicate for a shorter time; none of our runs timed a grid that was faster.
 #
 # ### Exercise 5: how many ranks should share a matrix?
@@ -826,7 +825,7 @@ lesson.explorers.tensor_modes()
 #
 # <details><summary>The job, and what the check wants</summary>
 #
-# `job.devices` GPUs train `job.layers` blocks of hidden size `job.hidden`. Return t, the ranks that
+# `job.devices` GPUs train `job.layers` blocks of hidden size `job.hidden` on `job.tokens` tokens a step, over all replicas together. Return t, the ranks that
 # share each matrix by 1D; the others are d = devices/t replicas. A GPU holds `16 * job.parameters / t` bytes of states, at most
 # `job.cap`. A step is the sum of three times:
 #

@@ -267,7 +267,7 @@ lesson.check(exercises.column_row, mlp)
 #
 # $$ \frac{\text{compute time}}{\text{communication time}} = \frac{4.5\,h}{(t-1)\,\rho} $$
 #
-# Batch size and sequence length cancel (the scores add a share of s/6h). So **no batch helps**. Only a wider
+# Batch size and sequence length cancel, except in the scores' share of s/6h. So **no batch helps**. Only a wider
 # model, fewer ranks or a faster interconnect do. Predict the bytes and the ratio.
 #
 # From here on we use the library. `parallelize(model, mesh.tp, mode="1d")` replaces the linear layers by sharded ones; what we have so far is called 1D. Each model's table, `hpnb.models.roles`, says which weights are
@@ -749,12 +749,12 @@ lesson.claim("1D is faster with few tokens", (small["1d"], "<", small["2d"]))
 vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 
 # %% [markdown]
-# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">27.2 ms</data> (<data value="03.too-low.1d">1.30</data> times the prediction), 1D with sequence parallelism <data value="03.race.1d+sp.measured">42.1 ms</data> (<data value="03.too-low.1d+sp">1.65</data> times),
-# and 2D <data value="03.race.2d.measured">60.3 ms</data> (<data value="03.too-low.2d">1.21</data> times). The prediction counts FLOPs, bytes and every call's latency, but no norms, launches or waiting.
-# Four ranks share <data value="03.hardware">2 CPU cores</data>. This run does not tell what takes the rest, nor why the three ratios differ.
+# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">27.2 ms</data>, <data value="03.too-low.1d">1.30</data> times the prediction; with sequence parallelism it took <data value="03.race.1d+sp.measured">42.1 ms</data> or <data value="03.too-low.1d+sp">1.65</data> times,
+# and 2D <data value="03.race.2d.measured">60.3 ms</data> or <data value="03.too-low.2d">1.21</data> times. The prediction counts FLOPs, bytes and every call's latency, but no norms, launches or waiting.
+# Four ranks share <data value="03.hardware">2 CPU cores</data>. This run does not tell what takes the rest, nor why the ratios differ.
 #
 # The <data value="03.calls.1d+sp">9</data> calls of sequence parallelism raise the prediction only from <data value="03.race.1d.predicted">21.0 ms</data> to <data value="03.race.1d+sp.predicted">25.4 ms</data>. On long blocks they are
-# predicted to cost almost nothing: 0.1 % of the 220 ms that 1D takes on the 16 GPUs of the challenge below.
+# predicted to cost almost nothing: 0.1 % of the 220 ms that 1D takes on the challenge's 16 GPUs below.
 #
 # Eight times the tokens took <data value="03.race.2d.growth">1.71</data> times as long in 2D and <data value="03.race.1d.growth">2.80</data> times in 1D. Therefore a large part of each
 # time does not depend on the tokens. In 1D's prediction, <data value="03.latency">85.1 %</data> of the time with few tokens is latency.

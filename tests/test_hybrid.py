@@ -1376,7 +1376,7 @@ def boost_unknown(options: dict[str, int], t5: bool) -> str:
     return said(TypeError, lambda: hpnb.Booster(HybridParallelPlugin(precision="fp32", **options)).boost(net))
 
 
-@pytest.mark.parametrize("options", [{"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}], ids=str)
+@pytest.mark.parametrize("options", [{"tp_size": 2}, {"pp_size": 2}], ids=str)
 def test_a_model_that_is_not_known_says_what_to_register(
     pools: dict[int, hpnb.Ranks], options: dict[str, int]
 ) -> None:
@@ -1387,6 +1387,15 @@ def test_a_model_that_is_not_known_says_what_to_register(
     t5 = on(pools, 2).run(boost_unknown, options, True)[0]
     assert "is an encoder and a decoder" in t5
     assert "data parallelism and ZeRO" in t5
+
+
+@pytest.mark.parametrize("t5", [False, True])
+def test_context_parallelism_of_an_encoder_names_no_registration(
+    pools: dict[int, hpnb.Ranks], t5: bool
+) -> None:
+    sentence = on(pools, 2).run(boost_unknown, {"cp_size": 2}, t5)[0]
+    assert "use cp_size=1" in sentence
+    assert "register(" not in sentence
 
 
 def test_a_schedule_in_capitals_is_the_same() -> None:

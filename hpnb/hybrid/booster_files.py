@@ -23,7 +23,7 @@ class BoosterFiles:
 
     def __init__(self) -> None:
         self._saving: Saving | None = None
-        self._finish_saving: weakref.finalize[Any, Any] | None = None
+        self._finish_saving: Any = None  # a weakref.finalize, once there is something to finish
         self._copies: HostCopies | None = None
 
     def save_model(

@@ -107,7 +107,7 @@ def markdown(run: BenchmarkRun) -> str:
     if run.losses:
         distances = "; ".join(_losses(run))
         lines += ["", f"How far the losses of {run.losses['steps']} steps are from one GPU's, where 1 is as "
-                  f"far as one GPU's own with samples in another order: {distances}."]  # fmt: skip
+                  f"far as one GPU's with samples in another order: {distances}."]  # fmt: skip
     return "\n".join(lines)
 
 

@@ -14,10 +14,11 @@ from typing import Any
 
 from IPython.core.magic import Magics, cell_magic, magics_class
 
+from hpnb.ranks.call_checks import limit_in_seconds
 from hpnb.ranks.cell_syntax import python_of_cell
 from hpnb.ranks.devices import choose_device, default_ranks
 from hpnb.ranks.forkserver import START_TIMEOUT
-from hpnb.ranks.pool import HANG_TIMEOUT, Ranks, limit_in_seconds
+from hpnb.ranks.pool import HANG_TIMEOUT, Ranks
 
 
 def _limit(text: str) -> float:

@@ -10,14 +10,12 @@ per rank. At the first failure it collects every rank's stack, stops the ranks a
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 import sys
 import threading
 import time
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -26,6 +24,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from hpnb.ranks import errors, serialize_function
+from hpnb.ranks.call_checks import limit_in_seconds, refuse_limits, warn_under_torchrun, wrong_members
 from hpnb.ranks.caller_globals import (
     KnownGlobals,
     caller_namespace,
@@ -127,7 +126,7 @@ class Ranks:
                 f"rank {current.rank} of {current.world_size} cannot start ranks of its own; "
                 "call hpnb.launch from outside, or make a smaller group with hpnb.Mesh"
             )
-        _warn_under_torchrun(stacklevel=4 if _one_call else 3)
+        warn_under_torchrun(stacklevel=4 if _one_call else 3)
         limit = limit_in_seconds("timeout", timeout)
         self.hang_timeout = limit_in_seconds("hang_timeout", hang_timeout)
         start_limit = limit_in_seconds("start_timeout", start_timeout)
@@ -163,7 +162,7 @@ class Ranks:
 
     def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
         """Run `fn(*args, **kwargs)` on every rank; one result a rank. Raises as `launch` does."""
-        _refuse_limits(fn, kwargs)
+        refuse_limits(fn, kwargs)
         namespace = caller_namespace(sys._getframe(1).f_globals, fn)
         return self._run(namespace, self.members, fn, args, kwargs)
 
@@ -380,30 +379,8 @@ class Ranks:
     def _checked(self, members: Sequence[int] | None) -> tuple[int, ...]:
         chosen = self.members if members is None else tuple(members)
         if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(self.members):
-            raise ValueError(_wrong_members(chosen, self.size))
+            raise ValueError(wrong_members(chosen, self.size))
         return chosen
-
-
-def _wrong_members(chosen: Sequence[int], size: int) -> str:
-    there = f"the ranks are 0 to {size - 1}" if size > 1 else "the only rank is 0"
-    missing = [str(rank) for rank in chosen if rank not in range(size)]
-    if len(missing) == 1:
-        return f"rank {missing[0]} does not exist; {there}"
-    if missing:
-        return f"ranks {', '.join(missing)} do not exist; {there}"
-    twice = next((rank for rank in chosen if list(chosen).count(rank) > 1), None)
-    return f"no rank is named; {there}" if twice is None else f"rank {twice} is named twice; name it once"
-
-
-def _warn_under_torchrun(stacklevel: int) -> None:
-    """Say once for all processes of torchrun that ranks which start here are not those of torchrun."""
-    environ = os.environ
-    if "TORCHELASTIC_RUN_ID" in environ and environ.get("RANK") == "0" and environ.get("WORLD_SIZE") != "1":
-        warnings.warn(
-            f"torchrun has started this program {environ.get('WORLD_SIZE')} times, and each now starts ranks "
-            "of its own; to use torchrun's processes as ranks, call hpnb.launch_from_torch() instead",
-            stacklevel=stacklevel,
-        )
 
 
 def _grace(replies: dict[int, Done | Failed | None]) -> float:
@@ -411,29 +388,3 @@ def _grace(replies: dict[int, Done | Failed | None]) -> float:
     failures = [reply for reply in replies.values() if not isinstance(reply, Done)]
     only_lost = all(reply is not None and errors.tells_of_lost_rank(reply.summary) for reply in failures)
     return _GRACE_OF_LOST if only_lost else _GRACE
-
-
-def _refuse_limits(fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-    """Raise TypeError for an argument of `Ranks` that is given to `run`, whose function does not take it."""
-    options = ("timeout", "hang_timeout", "start_timeout", "ranks", "device")
-    names = [name for name in options if name in kwargs]
-    try:
-        parameters = inspect.signature(fn).parameters if names else {}
-    except (TypeError, ValueError):  # it has none, or is no function
-        return
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    for name in names:
-        if not takes_all and name not in parameters:
-            raise TypeError(
-                f"run passes {name}={kwargs[name]!r} on to {getattr(fn, '__name__', fn)}, which does not "
-                f"take it; for the ranks it is set when they start: hpnb.Ranks({name}={kwargs[name]!r})"
-            )
-
-
-def limit_in_seconds(name: str, limit: object) -> float:
-    """A limit as a float; None is none."""
-    if limit is None:
-        return math.inf
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
-        raise ValueError(f"{name}={limit!r}: give seconds, a number above 0, or None for no limit")
-    return float(limit)

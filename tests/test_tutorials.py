@@ -204,9 +204,9 @@ plugin = HybridParallelPlugin(
 hpnb.launch_from_torch(seed=42)
 coordinator = DistCoordinator()
 
-NUM_EPOCHS = 12
+NUM_EPOCHS = 24 // int(sys.argv[1])  # 48 steps, whatever part of the batch a rank has
 BATCH_SIZE = 4
-LEARNING_RATE = 6e-3
+LEARNING_RATE = 6e-3 / (3 - int(sys.argv[1]))  # of which two replicas take twice as much
 WEIGHT_DECAY = 0.01
 WARMUP_FRACTION = 0.1
 

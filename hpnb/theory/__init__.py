@@ -13,14 +13,15 @@
     replay                              a recorded step on another interconnect
     model_shape, datasheets             any transformer and any GPU in numbers
     plan_step, plan_memory              time and memory of their steps, for `python -m hpnb plan`
+    context                             a ring and Ulysses: bytes, and what is exposed of their time
     failures, experts, published_runs   how often to save; mixtures of experts; what others have measured
 
-Names of `cluster`, `planner` and the last three are used with the module's, as in
+Names of `cluster`, `planner` and the last four are used with the module's, as in
 `theory.planner.best_layout`. The name `hpnb.theory.overlap` is the function, although a submodule has the
 same name.
 """
 
-from hpnb.theory import cluster, experts, failures, planner, published_runs
+from hpnb.theory import cluster, context, experts, failures, planner, published_runs
 from hpnb.theory.activation_table import ACTIVATION_ROWS, ActivationRow
 from hpnb.theory.communication import (
     ALGORITHMS,
@@ -114,6 +115,7 @@ __all__ = [
     "cheapest",
     "cheapest_modes",
     "cluster",
+    "context",
     "dp_tokens_to_hide",
     "even_buckets",
     "even_split",

@@ -233,6 +233,7 @@ class Boosted(nn.Module):
         scale: float = 1.0,
         keep: bool = False,
         record: bool = False,
+        causal: bool | None = None,
     ) -> PipelineStepResult:
         """Forward, and backward if it `trains`, of a batch by the plugin's schedule. All ranks call it.
 
@@ -242,13 +243,19 @@ class Boosted(nn.Module):
             scale: gradients are those of the loss times this.
             keep: keep the outputs.
             record: note when what ran, for `.timeline`.
+            causal: of the `Pipeline`; None as the model says.
         """
         batch = self._prepare_batch(to_device(batch, self._device))
         pipe = self._pipe or self._make_single_stage_pipe()
         pipe.split = partial(split_batch, allow_empty=True, multiple=self.plugin.row_multiple)
         microbatches = self._agree_on_microbatches(self.plugin.microbatches(batch_size(batch)))
         pipe.schedule = self.plugin.schedule(microbatches)
-        vars(self)["_criterion"] = criterion or loss_of_outputs  # a module, too, is no part of the model
+        criterion = criterion or loss_of_outputs
+        pipe.causal = pipe.module.causal if causal is None else causal
+        before, now = (getattr(one, "__code__", one) for one in (self._criterion, criterion))
+        if now is not before:
+            pipe.checked_causal = None
+        vars(self)["_criterion"] = criterion  # a module, too, is no part of the model
         if self.loss_reduction is not None:
             pipe.loss_reduction = self.loss_reduction
         if self._resumed_per_target is not None:

@@ -143,6 +143,7 @@ class Booster(BoosterFiles):
         return_outputs: bool = False,
         *,
         record: bool = False,
+        causal: bool | None = None,
     ) -> dict[str, Any]:
         """Forward and backward of the next batch, microbatch by microbatch; also without a pipeline.
 
@@ -152,12 +153,15 @@ class Booster(BoosterFiles):
         Args:
             data_iter: gives batches: mappings, or tuples, of tensors with a row a sample, on any device.
             criterion: (outputs, inputs) of a microbatch -> a scalar, the mean over its targets that are not
-                -100 (a causal model's shifted ones; samples if there are none), or (sum, count). None is
+                -100 (see `causal`; samples if there are none), or (sum, count). None is
                 `outputs.loss`. Targets are the batch's entry "labels", "label", "targets" or "target", or the
                 last of a tuple; with targets under another name, return (sum, count).
             optimizer: None runs forward alone, for evaluation, without gradients.
             return_outputs: return the outputs of the full batch.
             record: record when each action ran, for `model.last_step.timeline`.
+            causal: whether the criterion shifts labels, so that the first of each sequence is no target;
+                False for labels that are shifted already. By default as the model does. A mean over others
+                is refused where microbatches would get wrong weights.
 
         Returns:
             {"loss": (), float64, the mean over the targets of all data-parallel ranks, "outputs": ...}; None
@@ -177,6 +181,7 @@ class Booster(BoosterFiles):
             scale=1.0 if scaler is None else scaler.scale,
             keep=return_outputs,
             record=record,
+            causal=causal,
         )
         if stepped_by is not None:
             stepped_by.end_backward()

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.mesh import Axis
+from hpnb.pipeline_parallel.label_shift import describe_wrong_count, includes_first_label
 from hpnb.pipeline_parallel.microbatches import TARGET_NAMES, count_targets, find_unnamed_targets
 
 LossReduction = Literal["mean", "sum_and_count"]
@@ -43,8 +44,11 @@ class BatchLoss:
         scale: the gradients are those of the loss times this.
         per_target: what a target is expected to count, 1 for a mean. The nearer it is to what a (sum, count)
             counts, the less gradients leave the range of 16 bits before they are corrected.
+        checks_shift: whether `causal` is to be compared with what the function averages (`label_shift.py`);
+            on a GPU only as long as the reduction is not known.
 
     Attributes:
+        shift_checked: whether that was done, and they agree.
         returned: the reduction that the function returned in this step; None before it was called.
         counted_per_target: what a target has counted, known with the correction.
     """
@@ -60,6 +64,7 @@ class BatchLoss:
         replicas: Axis | None,
         scale: float | torch.Tensor,
         per_target: float | torch.Tensor = 1.0,
+        checks_shift: bool = False,
     ) -> None:
         self._function, self._inputs, self._replicas, self._device = function, inputs, replicas, device
         if device.type == "cuda":
@@ -71,7 +76,15 @@ class BatchLoss:
         looks = several and (device.type != "cuda" or reduction is None)
         unnamed = (find_unnamed_targets(one) for one in inputs) if looks else ()
         self._unnamed_targets = next((name for name in unnamed if name is not None), None)
-        self._all_targets = self._sum_over_replicas(self._targets.sum())
+        counts = [self._targets]
+        if looks:  # how they would be counted otherwise
+            counts.append(torch.stack([self._as_count(count_targets(one, not causal)) for one in inputs]))
+        totals = self._sum_over_replicas(torch.stack([count.sum() for count in counts]))
+        self._all_targets, self._causal = totals[0], causal
+        self._shift_counts: tuple[list[list[float]], list[float]] | None = None
+        if looks and checks_shift:
+            self._shift_counts = [count.tolist() for count in counts], totals.tolist()
+        self.shift_checked = False
         # 1/N'. A batch without targets has gradients of 0.
         self._start = scale / (self._all_targets.clamp(min=1) * per_target)  # ()
         # Of all microbatches at once: small kernels are in the way of large ones.
@@ -95,6 +108,7 @@ class BatchLoss:
         if count is not None:
             self._counts[microbatch] = self._as_count(count)
             return value, self._start.to(value.dtype)
+        self._check_shift(microbatch, outputs, value.detach())
         if self._mean_starts.dtype != value.dtype:
             self._mean_starts = self._mean_starts.to(value.dtype)
         return value, self._mean_starts[microbatch]
@@ -129,6 +143,20 @@ class BatchLoss:
                 f"{', '.join(TARGET_NAMES)}; rename it to 'labels', or return (sum, count)"
             )
         self.returned = returned
+
+    def _check_shift(self, microbatch: int, outputs: Any, value: torch.Tensor) -> None:
+        """Refuse a mean over other labels than those that were counted, where its weight would be wrong."""
+        if self._shift_counts is None:
+            return
+        (counts, others), (total, other_total) = self._shift_counts
+        count, other = counts[microbatch], others[microbatch]
+        if count == other or count * other_total == other * total:
+            return
+        includes = includes_first_label(self._function, outputs, self._inputs[microbatch], value)
+        if includes is not None and includes == self._causal:
+            counted, instead = (int(count), int(total)), (int(other), int(other_total))
+            raise ValueError(describe_wrong_count(self._causal, counted, instead))
+        self._shift_counts, self.shift_checked = None, True
 
     def _step_counts(self) -> torch.Tensor:
         """(m,), float64: what each microbatch counts."""

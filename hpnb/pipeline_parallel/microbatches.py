@@ -97,12 +97,24 @@ def count_targets(inputs: Any, causal: bool = False) -> torch.Tensor | int:
     Args:
         causal: the target of a position is the next position's, so the first of each sequence is none.
     """
-    labels = _find_labels(inputs)
+    labels = find_labels(inputs)
     if labels is None:
         return count_samples(inputs)
     if causal and labels.dim() > 1:
         labels = labels[:, 1:]
     return labels.ne(IGNORE_INDEX).sum()
+
+
+def find_labels(inputs: Any) -> torch.Tensor | None:
+    """The targets of a batch, if they are integers with a dim of samples (see `count_targets`)."""
+    labels = None
+    if isinstance(inputs, Mapping):
+        labels = next((inputs[name] for name in TARGET_NAMES if name in inputs), None)
+    elif isinstance(inputs, tuple | list) and len(inputs) > 1:
+        labels = inputs[-1]
+    if isinstance(labels, torch.Tensor) and not labels.is_floating_point() and labels.dtype != torch.bool:
+        return labels if labels.dim() else None
+    return None
 
 
 def find_unnamed_targets(inputs: Any) -> str | None:
@@ -130,17 +142,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
 
     return tree_map(move, batch)
-
-
-def _find_labels(inputs: Any) -> torch.Tensor | None:
-    labels = None
-    if isinstance(inputs, Mapping):
-        labels = next((inputs[name] for name in TARGET_NAMES if name in inputs), None)
-    elif isinstance(inputs, tuple | list) and len(inputs) > 1:
-        labels = inputs[-1]
-    if isinstance(labels, torch.Tensor) and not labels.is_floating_point() and labels.dtype != torch.bool:
-        return labels if labels.dim() else None
-    return None
 
 
 def _has_samples(leaf: Any) -> bool:

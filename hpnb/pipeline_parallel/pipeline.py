@@ -73,7 +73,9 @@ class Pipeline:
         cut: "uniform" over the blocks; balanced by "parameters", "flops" or measured "time"; or by hand, how
             many layers each stage gets.
         example: a batch, from which "flops" and "time" take a microbatch.
-        causal: whether the target of a position is that of the next one. By default as the model says.
+        causal: whether `loss_fn` shifts labels, so that the first of each sequence is no target; False for
+            labels that are shifted already. By default as the model says. A mean over other labels than these
+            is refused where its weight would be wrong, for which `loss_fn` is called twice more, once.
         loss_reduction: what `loss_fn` returns: "mean", or "sum_and_count", which takes means too. By default
             the first training step decides for the later ones; a (sum, count) after a mean is refused then.
 
@@ -133,6 +135,7 @@ class Pipeline:
         self.axis, self.replicas = axis, replicas
         self._loss_fn, self._given_reduction, self.loss_reduction = loss_fn, loss_reduction, loss_reduction
         self.per_target: float | torch.Tensor = 1.0
+        self.checked_causal: bool | None = None  # what was compared with what loss_fn averages
         self.split: SplitFunction = microbatches.split_batch
         self._device = this_device()
         self.stages = schedule.stages_of(axis.rank)
@@ -246,6 +249,8 @@ class Pipeline:
                 self._grad_ready.drop()
             raise
         value = loss.mean() if loss is not None else None
+        if loss is not None and loss.shift_checked:
+            self.checked_causal = self.causal
         if loss is not None and loss.counted_per_target is not None:
             self.per_target = loss.counted_per_target
         return PipelineStepResult(
@@ -286,6 +291,7 @@ class Pipeline:
     def loss_fn(self, other: LossFunction) -> None:
         self._loss_fn = other
         self.loss_reduction, self.per_target = self._given_reduction, 1.0
+        self.checked_causal = None
 
     # --- the module --------------------------------------------------------------------------------------
 
@@ -334,6 +340,7 @@ class Pipeline:
             replicas=self.replicas or (sink.axis if sink is not None else None),
             scale=scale * (sink.axis.size if sink is not None and sink.average else 1),  # the sink divides
             per_target=1.0 if self.loss_reduction == "mean" else self.per_target,
+            checks_shift=self.checked_causal is not self.causal,
         )
 
     def _check_sink(self) -> None:

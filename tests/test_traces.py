@@ -169,3 +169,18 @@ def test_a_storage_that_is_resized_is_freed_and_allocated_again(tmp_path: Path) 
     ]
     assert actions == [("alloc", 1000), ("alloc", 24), ("free_completed", 1000), ("alloc", 500),
                        ("free_completed", 500), ("alloc", 1000)]  # fmt: skip
+
+
+def test_a_full_disk_leaves_the_trace_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A viewer that has the file open, and a run that ends half-way, see the old trace or the new one."""
+
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    simulated = hpnb.pipeline_parallel.simulate(schedules.one_f_one_b(2, 4))
+    path = simulated.to_chrome_trace(tmp_path / "trace.json")
+    before = path.read_text()
+    monkeypatch.setattr("hpnb.files.sync", full)
+    with pytest.raises(OSError, match="No space left"):
+        hpnb.pipeline_parallel.simulate(schedules.gpipe(2, 4)).to_chrome_trace(path)
+    assert path.read_text() == before and [p.name for p in tmp_path.iterdir()] == ["trace.json"]

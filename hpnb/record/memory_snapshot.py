@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hpnb.files import replace_file
+
 _ALIGNMENT = 512  # bytes, as the CUDA allocator's
 
 
@@ -70,7 +72,7 @@ def write_memory_snapshot(
                "blocks": _with_gaps(alive, _ALIGNMENT, end)}  # fmt: skip
     snapshot = {"segments": [segment], "device_traces": [trace], "allocator_settings": {}}
     path = Path(path)
-    path.write_bytes(pickle.dumps(snapshot))
+    replace_file(path, lambda draft: draft.write_bytes(pickle.dumps(snapshot)))
     return path
 
 

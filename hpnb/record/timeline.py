@@ -22,6 +22,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from hpnb.files import write_text
+
 SCHEDULE_OPS = frozenset({"F", "I", "W", "B"})
 COLLECTIVE_OPS = frozenset({"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all",
                             "gather", "scatter", "barrier"})  # fmt: skip
@@ -228,5 +230,5 @@ class Timeline:
                           "pid": e.rank, "tid": lanes.index(lane), "ts": (e.start - zero) * 1e6,
                           "dur": e.duration * 1e6, "args": args})  # fmt: skip
         path = Path(path)
-        path.write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"}), encoding="utf-8")
+        write_text(path, json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"}))
         return path

@@ -177,10 +177,11 @@ def test_a_full_disk_leaves_the_trace_of_before(tmp_path: Path, monkeypatch: pyt
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device", str(path))
 
-    simulated = hpnb.pipeline_parallel.simulate(schedules.one_f_one_b(2, 4))
+    simulated = schedules.make("1f1b", stages=2, microbatches=4).simulate()
     path = simulated.to_chrome_trace(tmp_path / "trace.json")
     before = path.read_text()
     monkeypatch.setattr("hpnb.files.sync", full)
     with pytest.raises(OSError, match="No space left"):
-        hpnb.pipeline_parallel.simulate(schedules.gpipe(2, 4)).to_chrome_trace(path)
-    assert path.read_text() == before and [p.name for p in tmp_path.iterdir()] == ["trace.json"]
+        schedules.make("gpipe", stages=2, microbatches=4).simulate().to_chrome_trace(path)
+    assert path.read_text() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]

@@ -28,11 +28,13 @@ def block_bytes(task: PlanTask, layout: ParallelLayout) -> float:
     model, t, b = task.model, layout.tp, task.microbatch_size(layout)
     tokens = float(b * task.sequence)
     heads = -(-model.kv_heads // t) / model.kv_heads
-    norms = model.norms * model.hidden * ((1 / t if layout.sequence_parallel else 1) + 1)
+    inputs = 1 / t if layout.sequence_parallel else 1.0
+    norms = model.norms * model.hidden * (inputs + (inputs if task.software.shards_norms else 1))
     attention = 2 * (model.heads + model.kv_heads) * model.head_size * heads
     bytes_kept = 2 * tokens * (norms + attention + (3 if model.gated else 2) * model.mlp / t)
-    if not task.fused:  # scores, softmax and its mask; two masks of dropout
-        bytes_kept += tokens * (5 * model.heads * heads * task.sequence + 2 * model.hidden)
+    if not task.software.fused:  # scores, softmax and its mask; two masks of dropout
+        scores = 0 if layout.recomputation == "attention" else 5 * model.heads * heads * task.sequence
+        bytes_kept += tokens * (scores + 2 * model.hidden * (inputs if task.software.shards_norms else 1))
     return bytes_kept
 
 
@@ -67,8 +69,8 @@ def rank_memory(task: PlanTask, layout: ParallelLayout, rank: int) -> dict[str, 
     tokens, kept = b * task.sequence, block_bytes(task, layout)
     entry = 2.0 * tokens * model.hidden / (t if layout.sequence_parallel else 1)
     flying = in_flight(layout, m, rank)
-    activations = flying * blocks * (entry if layout.recomputation else kept)
-    temporary = kept if layout.recomputation else 0.0
+    activations = flying * blocks * (entry if layout.recomputation == "full" else kept)
+    temporary = kept if layout.recomputation == "full" else 0.0
     if last:
         outputs = b * model.output_tokens(task.sequence)
         logits = 4.0 * model.outputs / t * (min(outputs, task.loss_chunk) if task.loss_chunk else outputs)

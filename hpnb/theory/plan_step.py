@@ -14,7 +14,8 @@ the mean rank:
                  communication takes SMs and bandwidth from the computing beside it
     optimizer    28 bytes a parameter, over memory bandwidth
 
-Constants without a source are fitted to this library's benchmarks on H200s (`hpnb plan --check` has ratios).
+What a program overlaps and how it keeps gradients is a `Software`, by default this library. Constants without
+a source are fitted to its benchmarks on H200s (`hpnb plan --check` has ratios, `--published` other programs).
 Narayanan et al. 2021 (arXiv 2104.04473) for the parts, Dao 2023 (arXiv 2307.08691) for fused attention.
 """
 
@@ -35,11 +36,38 @@ from hpnb.theory.pipeline import pipeline_parts
 PLAN_PARTS = ("matmuls", "memory", "launches", "tp", "bubble", "exposed pp", "exposed dp", "optimizer")
 ATTENTION_SHARE = 0.6  # of the matmul rate, by fused attention
 LAUNCH_SECONDS = 0.2e-3  # a block's forward takes no less, and its backward no less than twice that
-ACTION_SECONDS = 1e-3  # a pipeline rank takes between two actions, a forward or backward of one chunk
 SPLIT_BACKWARD = 1.3  # a backward in two halves takes so much longer: 1F1B and ZB-V of the benchmarks
 OVERLAP_COST = 0.5  # of hidden communication prolongs the computing beside it
 _ADAM = 28  # bytes a parameter: float32 weight and moments in and out, 16-bit gradient in and weight out
-_LOSS = 20  # bytes an output, forward and backward: float32 logits, their log-probabilities and gradients
+
+
+@dataclass(frozen=True)
+class Software:
+    """What a training program does with a layout, besides the layout. By default hpnb's.
+
+    Attributes:
+        fused: attention keeps its scores on the chip and skips what a causal mask hides, and dropout is off.
+        overlap: gradients are reduced during the backward, and hops during computing.
+        overlap_weights: ZeRO 1 and 2 gather updated weights during the next forward.
+        tp_overlap: tp's messages travel in tp pieces beside the matmuls of others, so that one is exposed.
+        gradient_bytes: of a gradient that is reduced; of 4, each microbatch reads and writes it.
+        loss_bytes: of an output in memory, forward and backward. 20: float32 logits, log-probabilities and
+            gradients.
+        action_seconds: that a pipeline rank takes between two actions, a forward or backward of one chunk.
+        shards_norms: with sequence parallelism, what a norm gives is kept as a shard and gathered again.
+    """
+
+    fused: bool = True
+    overlap: bool = True
+    overlap_weights: bool = False
+    tp_overlap: bool = False
+    gradient_bytes: int = 2
+    loss_bytes: int = 20
+    action_seconds: float = 1e-3
+    shards_norms: bool = False
+
+
+HPNB = Software()
 
 
 @dataclass(frozen=True)
@@ -50,8 +78,7 @@ class PlanTask:
         batch: samples of a step, over all ranks.
         sequence: tokens of a sample.
         loss_chunk: tokens at a time of the loss; 0 is all.
-        fused: attention keeps its scores on the chip and skips what a causal mask hides, and dropout is off.
-        overlap: gradients are reduced during the backward, and hops during computing.
+        software: what it is trained with.
     """
 
     model: ModelShape
@@ -59,8 +86,7 @@ class PlanTask:
     batch: int
     sequence: int
     loss_chunk: int = 0
-    fused: bool = True
-    overlap: bool = True
+    software: Software = HPNB
 
     @property
     def tokens(self) -> int:
@@ -117,7 +143,7 @@ def refusal(task: PlanTask, layout: ParallelLayout) -> tuple[str, str] | None:
         )
     if layout.schedule == "zb-h1" and layout.recomputation:
         return "zb-h1 with recomputation", f"{layout}: no closed form of zb-h1 with recomputation; use 1f1b"
-    if layout.tp_mode != "1d" or layout.recomputation == "attention":
+    if layout.tp_mode != "1d" or (layout.recomputation == "attention" and task.software.fused):
         return "not predicted", f"{layout}: only tp_mode='1d' and full or no recomputation are predicted"
     return None
 
@@ -145,6 +171,20 @@ def seconds(op: str, nbytes: float, ranks: int, link: Link) -> float:
     return steps * link.latency + ring.serial * nbytes / ranks / link.bandwidth
 
 
+def score_work(task: PlanTask, b: int, t: int) -> tuple[float, tuple[float, float]]:
+    """FLOPs of a block's attention scores, forward, and bytes of them that are written, forward and backward.
+
+    Fused, FLOPs are divided by what of the matmul rate the kernel reaches, and no bytes are written.
+    """
+    model, s = task.model, task.sequence
+    heads = model.heads * -(-model.kv_heads // t) / model.kv_heads  # of the rank with most
+    scores = 4.0 * b * s * s * model.head_size * heads
+    if task.software.fused:
+        return scores * (0.5 if model.causal else 1.0) / ATTENTION_SHARE, (0.0, 0.0)
+    values = b * heads * s * s
+    return scores, (13.0 * values, 19.0 * values)  # with dropout
+
+
 @lru_cache(maxsize=4096)
 def block_seconds(
     task: PlanTask, b: int, t: int, sequence_parallel: bool
@@ -154,18 +194,13 @@ def block_seconds(
     tokens, rate = float(b * s), task.cluster.share * task.cluster.peak
     heads = -(-model.kv_heads // t) / model.kv_heads  # of the rank with most
     weights = model.attention_weights * heads + model.mlp_weights / t
-    scores = 4.0 * tokens * s * model.heads * model.head_size * heads
-    if task.fused:
-        scores *= (0.5 if model.causal else 1.0) / ATTENTION_SHARE
+    scores, dropped = score_work(task, b, t)
     reads = 2 * weights / cluster.memory_bandwidth  # a matmul takes no less than reading its weights
     matmul = max(2 * tokens * weights / rate, reads)
-    again = 2.5 if task.fused else 2.0  # a fused backward computes the scores once more
+    again = 2.5 if task.software.fused else 2.0  # a fused backward computes the scores once more
     between = tokens * model.hidden / (t if sequence_parallel else 1)
     inner = tokens * model.mlp / t
-    residual, mlp = ((16, 20) if task.fused else (22, 34)), ((6, 10) if model.gated else (4, 6))
-    dropped = [0.0, 0.0]
-    if not task.fused:  # bytes of scores that are written, with dropout
-        dropped = [n * b * model.heads * heads * s * s for n in (13.0, 19.0)]
+    residual, mlp = ((16, 20) if task.software.fused else (22, 34)), ((6, 10) if model.gated else (4, 6))
     forward, backward = (
         {"matmuls": n * matmul + k * scores / rate,
          "memory": (between * residual[i] + inner * mlp[i] + dropped[i]) / cluster.memory_bandwidth}
@@ -179,21 +214,27 @@ def block_seconds(
 def stage_seconds(task: PlanTask, layout: ParallelLayout) -> list[dict[str, float]]:
     """{part: seconds} of one microbatch on every stage, forward and backward."""
     model, b, t, p = task.model, task.microbatch_size(layout), layout.tp, layout.pp
-    link, forwards = links(task.cluster, layout), 2 if layout.recomputation else 1
+    link, forwards = links(task.cluster, layout), 2 if layout.recomputation == "full" else 1
     forward, backward = block_seconds(task, b, t, layout.sequence_parallel)
     split = SPLIT_BACKWARD if layout.schedule.startswith("zb") else 1.0
     block = {part: forwards * forward[part] + split * backward[part] for part in forward}
+    if layout.recomputation == "attention":  # the scores alone
+        scores, written = score_work(task, b, t)
+        block["matmuls"] += scores / (task.cluster.share * task.cluster.peak)
+        block["memory"] += written[0] / task.cluster.memory_bandwidth
     activation = 2.0 * b * task.sequence * model.hidden
     reduce = seconds("all_reduce", activation, t, link["tp"]) if t > 1 else 0.0
-    block["tp"] = 2 * (forwards + 1) * reduce
+    block["tp"] = 2 * (forwards + 1) * reduce / (t if task.software.tp_overlap else 1)
+    if task.software.gradient_bytes == 4:  # a matmul adds to a float32 gradient
+        block["memory"] += 8 * model.block_parameters / t / task.cluster.memory_bandwidth
     stages = [{part: n * value for part, value in block.items()} for n in stage_blocks(model.layers, p)]
     if p > 1:
         for times in stages:
-            times["launches"] += 2 * layout.chunks * ACTION_SECONDS
+            times["launches"] += 2 * layout.chunks * task.software.action_seconds
     outputs = b * model.output_tokens(task.sequence) * model.outputs / t
     rate = task.cluster.share * task.cluster.peak
     stages[-1]["matmuls"] += 6 * outputs * model.hidden / rate
-    stages[-1]["memory"] += _LOSS * outputs / task.cluster.memory_bandwidth
+    stages[-1]["memory"] += task.software.loss_bytes * outputs / task.cluster.memory_bandwidth
     stages[0]["tp"] += reduce
     stages[-1]["tp"] += reduce
     return stages
@@ -216,48 +257,58 @@ def plan_parts(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
         hop = seconds("send", activation / t, 2, link["pp"])
         hop += seconds("all_gather", activation, t, link["tp"])
     schedule = "1f1b" if layout.schedule == "interleaved" else layout.schedule
-    parts = pipeline_parts(stages, m, schedule, v, hop if task.overlap else 0.0)
-    parts["exposed pp"] = 0.0 if task.overlap else 2 * m * v * hop
+    parts = pipeline_parts(stages, m, schedule, v, hop if task.software.overlap else 0.0)
+    parts["exposed pp"] = 0.0 if task.software.overlap else 2 * m * v * hop
     parameters = model.parameters / (p * t)
     if p > 1 and model.tied:  # both ends hold the table, and sum its gradient
         table = 2.0 * model.outputs * model.hidden / t
         parts["exposed pp"] += seconds("all_reduce", table, 2, link["pp"])
     stage = sum(sum(times.values()) for times in stages) / p
-    parts["exposed dp"] = _exposed_dp(task, layout, link["dp"], 2 * parameters, stage)
+    parts["exposed dp"] = _exposed_dp(task, layout, link["dp"], parameters, stage)
     updated = parameters / (layout.dp if layout.zero_stage else 1)
     parts["optimizer"] = _ADAM * updated / task.cluster.memory_bandwidth
     return {part: parts[part] for part in PLAN_PARTS}
 
 
-def _exposed_dp(task: PlanTask, layout: ParallelLayout, link: Link, gradient: float, stage: float) -> float:
+def _exposed_dp(task: PlanTask, layout: ParallelLayout, link: Link, parameters: float, stage: float) -> float:
     """Seconds that gradients, and weights under ZeRO, add to a step.
 
     Args:
-        gradient: bytes on a rank.
+        parameters: on a rank.
         stage: seconds of one microbatch on one stage, forward and backward.
     """
-    d, m = layout.dp, task.microbatches(layout)
+    d, m, soft = layout.dp, task.microbatches(layout), task.software
+    weights, gradient = 2 * parameters, soft.gradient_bytes * parameters
     if d == 1:
         return 0.0
-    if not task.overlap:
+    if not soft.overlap:
         return seconds("all_reduce", gradient, d, link)
-    backward, buckets = 2 / 3 * stage, max(1, round(gradient / BUCKET_BYTES))
+    # Interleaved, a chunk's gradients are complete when the last pp microbatches have left it.
+    last = min(layout.pp, m) * (1 - 1 / layout.chunks) if layout.chunks > 1 else 1.0
+    backward, buckets = 2 / 3 * stage * last, max(1, round(gradient / BUCKET_BYTES))
     blocks = max(1, task.model.layers // layout.pp)
     if layout.zero_stage == 3:  # every microbatch gathers the weights twice, the last one sends gradients
-        gather, scatter = (seconds(op, gradient / blocks, d, link) for op in ("all_gather", "reduce_scatter"))
-        times = stage / 3 / blocks, backward / blocks, blocks
+        gather = seconds("all_gather", weights / blocks, d, link)
+        scatter = seconds("reduce_scatter", gradient / blocks, d, link)
+        times = stage / 3 / blocks, 2 / 3 * stage / blocks, blocks
         exposed = zero3_exposed_seconds(gather, scatter, *times)
         exposed += (m - 1) * zero3_exposed_seconds(gather, 0.0, *times)
         total = blocks * (2 * m * gather + scatter)
     elif layout.zero_stage:
         scatter = seconds("reduce_scatter", gradient, d, link)
-        one = _behind(backward, seconds("reduce_scatter", gradient / buckets, d, link), buckets)
-        gather = seconds("all_gather", gradient, d, link)
-        exposed, total = one + gather, scatter + gather
+        exposed = _behind(backward, seconds("reduce_scatter", gradient / buckets, d, link), buckets)
+        gather = seconds("all_gather", weights, d, link)
+        if soft.overlap_weights:
+            exposed += _behind(backward / 2, seconds("all_gather", weights / buckets, d, link), buckets)
+        else:
+            exposed += gather
+        total = scatter + gather
     else:
         exposed = _behind(backward, seconds("all_reduce", gradient / buckets, d, link), buckets)
         total = seconds("all_reduce", gradient, d, link)
-    return exposed + OVERLAP_COST * max(0.0, total - exposed)
+    # Hidden bytes take SMs and memory bandwidth from computing: half of what they would take inside a node.
+    hidden = max(0.0, total - exposed) * link.bandwidth / task.cluster.inside.bandwidth
+    return exposed + OVERLAP_COST * hidden
 
 
 def _behind(backward: float, bucket: float, buckets: int) -> float:

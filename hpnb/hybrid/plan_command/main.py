@@ -53,11 +53,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure", action="store_true", help="measure this machine for --gpu measured")
     parser.add_argument("--check", action="store_true",
                         help="compare predictions with published and with measured runs")  # fmt: skip
+    parser.add_argument("--published", action="store_true",
+                        help="compare predictions with published runs, in Markdown")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
     """Plan what the options of `add_arguments` say. Returns the exit code."""
     try:
+        if options.published:
+            from hpnb.hybrid.plan_command.published import published_table
+
+            print(published_table(), end="")
+            return 0
         if options.check:
             from hpnb.hybrid.plan_command.check import format_check
 

@@ -1,0 +1,288 @@
+"""What others measured and published, beside its prediction: one row of each program is fitted, no other.
+
+    for group in GROUPS:
+        for row in group.compare(): ...      # name, predicted and published seconds, whether it was fitted
+
+A program has one constant that nobody publishes: the share of the peak that its matmuls reach. `GROUPS` has
+it, and the row that it was fitted to; Megatron-Core's is fitted once, for three groups. All other rows are
+held out. Where a source names neither microbatches nor chunks, they are the fastest that fit, as its authors
+would have chosen. `LEFT_OUT` says what cannot be predicted, and why.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hpnb.hybrid.plan_command.layout_code import layout_code
+from hpnb.mesh import ParallelLayout
+from hpnb.theory.cluster import Cluster
+from hpnb.theory.datasheets import find_gpu
+from hpnb.theory.model_shape import ModelShape
+from hpnb.theory.plan_memory import USABLE, plan_memory
+from hpnb.theory.plan_step import PlanTask, Software, plan_parts, refusal
+from hpnb.theory.published_runs import MEGATRON, MEGATRON_CORE
+
+LEFT_OUT = {
+    "Llama 3, sequences of 131,072 (arXiv 2407.21783, table 4)": "context parallelism is not predicted",
+    "MLPerf GPT-3, torchtitan's 70B and 405B": "matmuls in FP8 are not predicted",
+    "torchtitan's 8B in BF16": "its H100s were limited to 500 W and had other memory than the datasheet's",
+    "DeepSeek-V3 (arXiv 2412.19437)": "FP8, and experts, are not predicted",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published step.
+
+    Attributes:
+        layout: sizes; microbatch_size None and chunks 0 where the source does not say.
+        seconds: of a step.
+    """
+
+    name: str
+    model: ModelShape
+    sequence: int
+    batch: int
+    layout: ParallelLayout
+    seconds: float
+    microbatch_size: int | None = None
+    chunks: int | None = None
+
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """A row, and seconds predicted and published."""
+
+    group: str
+    name: str
+    layout: ParallelLayout
+    predicted: float
+    published: float
+    fitted: bool
+
+    @property
+    def error(self) -> float:
+        """|predicted / published - 1|."""
+        return abs(self.predicted / self.published - 1)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of one program on one kind of GPU.
+
+    Attributes:
+        share: of the peak, what matmuls reach.
+        fitted: the row that `share` was fitted to; none if it is another group's.
+    """
+
+    name: str
+    source: str
+    gpu: str
+    software: Software
+    share: float
+    fitted: str | None
+    rows: tuple[Row, ...]
+
+    def cluster(self, gpus: int) -> Cluster:
+        return replace(find_gpu(self.gpu).cluster(gpus), share=self.share)
+
+    def compare(self) -> list[ComparedRow]:
+        return [self._compare(row) for row in self.rows]
+
+    def _compare(self, row: Row) -> ComparedRow:
+        task = PlanTask(row.model, self.cluster(row.layout.world_size), row.batch, row.sequence,
+                        software=self.software)  # fmt: skip
+        step, layout = min(_steps(task, row), key=lambda pair: pair[0])
+        return ComparedRow(self.name, row.name, layout, step, row.seconds, row.name == self.fitted)
+
+
+def _steps(task: PlanTask, row: Row) -> Iterator[tuple[float, ParallelLayout]]:
+    """(seconds, layout) of all microbatches and chunks that the source leaves open, of those that fit."""
+    samples, blocks = row.batch // row.layout.dp, row.model.layers // row.layout.pp
+    sizes = [n for n in range(1, samples + 1) if samples % n == 0]
+    layouts = [
+        replace(row.layout, microbatch_size=b, chunks=v, schedule="interleaved" if v > 1 else "1f1b")
+        for b in ([row.microbatch_size] if row.microbatch_size else sizes)
+        for v in ([row.chunks] if row.chunks else range(1, blocks + 1))
+    ]
+    able = [layout for layout in layouts if refusal(task, layout) is None]
+    limit = USABLE * task.cluster.memory
+    fitting = [layout for layout in able if sum(plan_memory(task, layout).values()) <= limit]
+    for layout in fitting or able:
+        yield sum(plan_parts(task, layout).values()), layout
+
+
+def gpt_shape(
+    name: str, hidden: int, layers: int, heads: int, vocab_size: int, sequence: int, tied: bool = True
+) -> ModelShape:
+    """A GPT whose MLP has four times the hidden size, with learned positions."""
+    return ModelShape(
+        name, hidden, layers, heads, heads, hidden // heads, 4 * hidden, vocab_size,
+        (vocab_size + sequence) * hidden, 0 if tied else vocab_size * hidden, sequence,
+        qkv_bias=True, out_bias=True, mlp_bias=True, norm_bias=True,
+    )  # fmt: skip
+
+
+# --- Megatron-LM on A100s ----------------------------------------------------------------------------
+
+# Scores are written to memory and dropped out, and gradients are sent after the backward.
+MEGATRON_LM = Software(fused=False, overlap=False, loss_bytes=52, action_seconds=0.0, shards_norms=True)
+
+
+def _megatron_rows() -> Iterator[Row]:
+    for known in MEGATRON:
+        gpt, size = known.run, known.plan.microbatch_size
+        yield Row(
+            known.name, gpt_shape(known.name, gpt.hidden, gpt.layers, gpt.heads, 51200, 2048),
+            2048, gpt.batch,
+            ParallelLayout(known.plan.dp, known.pp, known.tp, recomputation="full"),
+            gpt.flops / known.tflops / 1e12 / known.gpus, size, known.plan.chunks,
+        )  # fmt: skip
+
+
+def _korthikanti_rows() -> Iterator[Row]:
+    for name, hidden, layers, heads, pp, dp, batch, size, chunks, full, selective in (
+        ("22B", 6144, 48, 64, 1, 1, 4, 4, 1, 1.42, 1.10),
+        ("175B", 12288, 96, 96, 8, 1, 64, 1, 3, 18.13, 13.75),
+        ("530B", 20480, 105, 128, 35, 1, 280, 1, 3, 49.05, 37.83),
+        ("1T", 25600, 128, 160, 64, 1, 512, 1, 1, 94.42, 71.49),
+        ("530B on 2,240", 20480, 105, 128, 35, 8, 2240, 1, 3, None, 39.15),
+    ):
+        model = gpt_shape(name, hidden, layers, heads, 51200, 2048)
+        one = ParallelLayout(dp, pp, 8, recomputation="full")
+        if full is not None:
+            yield Row(f"{name}, full", model, 2048, batch, one, full, size, chunks)
+        other = replace(one, recomputation="attention", sequence_parallel=True)
+        yield Row(f"{name}, selective", model, 2048, batch, other, selective, size, chunks)
+
+
+# --- H100s ------------------------------------------------------------------------------------------
+
+# Of that release: arguments.py has bf16 accumulate and reduce float32 gradients; cross_entropy.py, counted,
+# moves 52 bytes an output; the README says --overlap-grad-reduce --overlap-param-gather --tp-comm-overlap.
+MEGATRON_CORE_2024 = Software(
+    overlap_weights=True,
+    tp_overlap=True,
+    gradient_bytes=4,
+    loss_bytes=52,
+    action_seconds=0.0,
+    shards_norms=True,
+)
+_STRONG = (  # GPUs, PFLOP/s of all: centres of the dots. The text has 47 % and 42 % of the peak for the ends.
+    (96, 44.5), (144, 66.9), (288, 133.1), (576, 263.4), (1152, 517.8), (2304, 1004.9), (3072, 1310.0),
+    (4608, 1912.5),
+)  # fmt: skip
+
+
+def _core_rows() -> Iterator[Row]:
+    for known in MEGATRON_CORE:
+        gpt = known.run
+        model = gpt_shape(known.name, gpt.hidden, gpt.layers, gpt.heads, 131072, 4096, tied=False)
+        layout = ParallelLayout(48, known.pp, known.tp, zero_stage=1, sequence_parallel=known.tp > 1)
+        yield Row(known.name, model, 4096, gpt.batch, layout, gpt.flops / known.tflops / 1e12 / known.gpus)
+
+
+def _strong_rows() -> Iterator[Row]:
+    gpt = next(known.run for known in MEGATRON_CORE if known.name == "177B")
+    model = gpt_shape("177B", gpt.hidden, gpt.layers, gpt.heads, 131072, 4096, tied=False)
+    for gpus, petaflops in _STRONG:
+        layout = ParallelLayout(gpus // 48, 6, 8, zero_stage=1, sequence_parallel=True)
+        yield Row(f"177B on {gpus:,}", model, 4096, 1152, layout, gpt.flops / petaflops / 1e15)
+
+
+def _llama_rows() -> Iterator[Row]:
+    # 126 blocks on 16 ranks, one less on the first and on the last, which have embedding and head instead. So
+    # the ranks that the others wait for have 8 blocks and nothing else, as if there were 128.
+    model = ModelShape("llama-3-405b", 16384, 126, 128, 8, 128, 53248, 128256, 128256 * 16384, 128256 * 16384,
+                       8192, gated=True)  # fmt: skip
+    paced = replace(model, layers=128, outputs=1)
+    for gpus, dp, tflops in ((8192, 64, 430), (16384, 128, 400)):
+        layout = ParallelLayout(dp, 16, 8, zero_stage=1, sequence_parallel=True)
+        seconds = model.training_flops(2048, 8192) / tflops / 1e12 / gpus
+        yield Row(f"405B on {gpus:,}", paced, 8192, 2048, layout, seconds, 1)
+
+
+_MPT = {  # hidden size, blocks, heads: scripts/train/yamls/pretrain
+    "70b": (8192, 80, 64), "30b": (7168, 48, 56), "13b": (5120, 40, 40), "7b": (4096, 32, 32),
+    "3b": (2560, 32, 20), "1b": (2048, 24, 16), "760m": (1536, 24, 12),
+}  # fmt: skip
+_FOUNDRY = (  # model, GPUs, samples of a microbatch, microbatches, recomputed, tokens/s
+    ("70b", 64, 8, 4, True, 66523), ("70b", 32, 2, 16, True, 28242), ("30b", 32, 14, 3, True, 73860),
+    ("30b", 16, 10, 3, True, 36209), ("30b", 8, 3, 21, True, 16022), ("13b", 64, 2, 1, False, 307209),
+    ("13b", 32, 2, 1, False, 153960), ("13b", 16, 2, 1, False, 76280), ("13b", 8, 2, 1, False, 38336),
+    ("7b", 8, 6, 1, False, 85144), ("3b", 64, 6, 3, False, 1441663), ("3b", 32, 6, 3, False, 736701),
+    ("3b", 16, 10, 3, False, 386285), ("1b", 64, 20, 1, False, 2841754), ("1b", 32, 20, 1, False, 1444183),
+    ("1b", 16, 20, 1, False, 736596), ("1b", 8, 14, 1, False, 363645), ("760m", 32, 24, 1, False, 2175091),
+    ("760m", 16, 24, 1, False, 1096819),
+)  # fmt: skip
+
+
+def _foundry_rows() -> Iterator[Row]:
+    for name, gpus, size, count, recomputed, tokens in _FOUNDRY:
+        hidden, layers, heads = _MPT[name]
+        model = gpt_shape(name, hidden, layers, heads, 50368, 2048)
+        layout = ParallelLayout(gpus, zero_stage=3, recomputation="full" if recomputed else False)
+        yield Row(f"{name} on {gpus}", model, 2048, gpus * size * count, layout,
+                  gpus * size * count * 2048 / tokens, size, 1)  # fmt: skip
+
+
+_CORE_SHARE = 0.508
+GROUPS = (
+    Group(
+        "Megatron-LM 2021", "arXiv 2104.04473, table 1; microbatches of examples/sc21/run_table_1.sh", "a100",
+        MEGATRON_LM, 0.71, "1.7B", tuple(_megatron_rows()),
+    ),
+    Group(
+        "Megatron-LM 2022", "arXiv 2205.05198, tables 3 and 5; its section 6.3 for 2,240 GPUs", "a100",
+        MEGATRON_LM, 0.786, "22B, full", tuple(_korthikanti_rows()),
+    ),
+    Group(
+        "Megatron-Core", "README of NVIDIA/Megatron-LM, July 2024, images/model_table.png", "h100",
+        MEGATRON_CORE_2024, _CORE_SHARE, "1.7B", tuple(_core_rows()),
+    ),
+    Group(
+        "Megatron-Core, one batch", "the same, images/strong_scaling.png, read from the picture", "h100",
+        MEGATRON_CORE_2024, _CORE_SHARE, None, tuple(_strong_rows()),
+    ),
+    Group(
+        "Llama 3", "arXiv 2407.21783, table 4; chunks not named, one sample a microbatch", "h100",
+        MEGATRON_CORE_2024, _CORE_SHARE, None, tuple(_llama_rows()),
+    ),
+    Group(
+        "llm-foundry", "README of mosaicml/llm-foundry/scripts/train/benchmarking, BF16, sequences of 2,048",
+        "h100", Software(loss_bytes=40), 0.52, "7b on 8", tuple(_foundry_rows()),
+    ),
+)  # fmt: skip
+
+
+def summarize(rows: list[ComparedRow]) -> str:
+    """Mean and worst error of the rows that were held out."""
+    errors = [row.error for row in rows if not row.fitted]
+    return f"{len(errors)} held out: mean {statistics.mean(errors):.1%}, worst {max(errors):.1%}"
+
+
+def published_table() -> str:
+    """All rows in Markdown, as `hpnb/bench/results/PUBLISHED.md` has them."""
+    lines = [
+        "# Predicted steps beside published ones", "",
+        "`python -m hpnb plan --published` prints this file, and a test compares them. One row of each",
+        "program is fitted, by the share of the peak that matmuls reach; all others are held out. Layouts",
+        "without a star are the source's; with one, microbatches or chunks are the fastest that fit.", "",
+    ]  # fmt: skip
+    for group in GROUPS:
+        compared = group.compare()
+        share = f"share {group.share:.3f}, " + ("fitted" if group.fitted else "of Megatron-Core")
+        lines += [f"## {group.name}: {summarize(compared)}", "", f"{group.source}. {group.gpu}, {share}.", "",
+                  "| run | layout | predicted (s) | published (s) | error | |",
+                  "|---|---|---:|---:|---:|---|"]  # fmt: skip
+        for source, row in zip(group.rows, compared, strict=True):
+            star = "" if source.microbatch_size and source.chunks else " *"
+            lines.append(
+                f"| {row.name} | {layout_code(row.layout)}{star} | {row.predicted:.3f} | {row.published:.3f} "
+                f"| {row.predicted / row.published - 1:+.1%} | {'fitted' if row.fitted else 'held out'} |"
+            )
+        lines.append("")
+    lines += ["## Left out", "", *(f"- {what}: {why}." for what, why in LEFT_OUT.items())]
+    return "\n".join(lines) + "\n"

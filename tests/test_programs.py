@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from rank_pools import RankPools
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hpnb
+from hpnb.background import Pending
+from hpnb.hybrid.checkpoint import atomic, manifest
+from hpnb.tensor_parallel.async_all_reduce import DeferredWeightGrad
 
 EXACT = 1e-12
 
@@ -135,3 +144,191 @@ def test_a_loss_whose_weights_are_right_or_that_takes_no_labels_is_left_alone(po
     pools[2].run(step_of_gpt2, None, words())
     loss, _ = by_one_process(gpt2().double(), without_shift, words())
     assert pools[2].run(step_of_gpt2, sums, words())[0][0] == pytest.approx(loss, rel=EXACT)
+
+
+# --- a model without values --------------------------------------------------------------------------------
+
+
+def step_from_meta(knobs: dict[str, Any], fill: str, folder: str = "") -> float:
+    """The loss of a step of a model that was made on the meta device."""
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(gpt2().config)
+    model.tie_weights()
+    booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp64", num_microbatches=2, **knobs))
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if fill == "file":
+        booster.load_model(boosted, folder)
+    if fill == "ones":
+        with torch.no_grad():
+            for p in boosted.parameters():
+                p.fill_(0.1)
+    if knobs.get("pp_size", 1) == 1 and fill != "pipeline":
+        loss = boosted(**words()).loss
+        booster.backward(loss, optimizer)
+        return loss.item()
+    booster.execute_pipeline(iter([words()]), boosted, None, optimizer)
+    return boosted.last_step.loss.item()
+
+
+@pytest.mark.parametrize(
+    "knobs", [{"pp_size": 2}, {"tp_size": 2}, {"zero_stage": 3}, {"zero_stage": 1}], ids=str
+)
+def test_a_model_from_the_meta_device_does_not_train_from_zeros(
+    pools: RankPools, knobs: dict[str, Any], tmp_path: Path
+) -> None:
+    if knobs.get("zero_stage") == 1:  # by microbatches, without stages
+        with pytest.raises(hpnb.RankError) as failed:
+            pools[2].run(step_from_meta, knobs, "pipeline")
+        assert "booster.load_model(model, folder)" in message_of(failed)
+    with pytest.raises(hpnb.RankError) as failed:
+        pools[2].run(step_from_meta, knobs, "nothing")
+    assert "were on the meta device, which holds no values, and are all zero: fill the model" in message_of(
+        failed
+    )
+    model = gpt2().double()
+    model.save_pretrained(tmp_path)
+    expected = model(**words()).loss.item()
+    assert pools[2].run(step_from_meta, knobs, "file", str(tmp_path)) == pytest.approx(
+        [expected] * 2, rel=1e-6
+    )
+    assert pools[2].run(step_from_meta, knobs, "ones")[0] > 0
+
+
+def step_of_pipeline_from_meta(fill: bool) -> float:
+    with torch.device("meta"):
+        model = layered()
+    schedule = hpnb.pipeline_parallel.schedules.make("1f1b", 2, 2)
+    pipe = hpnb.Pipeline(model, hpnb.Mesh(hpnb.Layout(pp=2)).pp, schedule, without_shift)
+    if fill:
+        hpnb.placement.load_full_state_dict(pipe.module, layered().state_dict(), strict=False)
+    return pipe.step(words()).loss.item()
+
+
+def test_a_pipeline_of_a_model_from_the_meta_device_is_filled_before(pools: RankPools) -> None:
+    expected = by_one_process(layered(), without_shift, words())[0]
+    assert pools[2].run(step_of_pipeline_from_meta, True)[0] == pytest.approx(expected, rel=EXACT)
+    with pytest.raises(hpnb.RankError) as failed:
+        pools[2].run(step_of_pipeline_from_meta, False)
+    assert "are all zero: fill the model before its first step" in message_of(failed)
+
+
+# --- overlap that was switched off -------------------------------------------------------------------------
+
+
+def order_of_backward(overlap: bool) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Waits for reduce-scatters and computations of weight gradients, in the order of one backward."""
+    plugin = hpnb.HybridParallelPlugin(
+        tp_size=2, precision="fp64", enable_sequence_parallelism=True, enable_sequence_overlap=overlap
+    )
+    booster = hpnb.Booster(plugin=plugin)
+    model = gpt2()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss, order = model(**words()).loss, []
+    wait, compute = Pending.wait, DeferredWeightGrad.compute
+
+    def noted_wait(self: Pending) -> None:
+        if self._join is not None:
+            order.append("wait")
+        wait(self)
+
+    def noted_compute(self: DeferredWeightGrad, *needs: bool) -> Any:
+        order.append("compute")
+        return compute(self, *needs)
+
+    Pending.wait, DeferredWeightGrad.compute = noted_wait, noted_compute  # type: ignore[method-assign]
+    try:
+        booster.backward(loss, optimizer)
+    finally:
+        Pending.wait, DeferredWeightGrad.compute = wait, compute  # type: ignore[method-assign]
+    return order, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_sequence_overlap_can_be_switched_off(pools: RankPools) -> None:
+    (on, gradients), *_ = pools[2].run(order_of_backward, True)
+    (off, same), *_ = pools[2].run(order_of_backward, False)
+    regions = 4  # two in each of two blocks, and each has a column- and a row-parallel layer
+    assert on == ["compute", "compute", "wait"] * regions
+    assert off == ["wait", "compute", "compute"] * regions
+    assert all(torch.equal(same[name], gradient) for name, gradient in gradients.items())
+
+
+# --- a save in the background, of a Booster that is kept ----------------------------------------------------
+
+kept: list[Any] = []
+
+
+def save_slowly_and_return(folder: Path, fails: bool) -> float:
+    commit = atomic.commit
+
+    def slow_commit(*args: Any) -> None:
+        time.sleep(1.0)
+        if fails:
+            raise OSError("the disk is gone")
+        commit(*args)
+
+    atomic.commit = slow_commit  # type: ignore[assignment]
+    booster, model = hpnb.Booster(plugin=hpnb.TorchDDPPlugin(precision="fp32")), gpt2()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster.save(folder, model, optimizer, background=True)
+    kept.append(booster)
+    return time.monotonic()
+
+
+def test_a_save_of_a_booster_that_a_global_keeps_is_finished_or_fails_the_call(tmp_path: Path) -> None:
+    hpnb.launch(save_slowly_and_return, tmp_path / "good-1", False, ranks=2, device="cpu", timeout=60)
+    assert manifest.is_complete(tmp_path / "good-1")
+    with pytest.raises(hpnb.RankError) as failed:
+        hpnb.launch(save_slowly_and_return, tmp_path / "bad-1", True, ranks=2, device="cpu", timeout=60)
+    assert "the disk is gone" in message_of(failed)
+
+
+# --- wrapped by others before ------------------------------------------------------------------------------
+
+
+def boost_wrapped(how: str) -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if how == "FSDP2":
+        model = fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    elif how == "FSDP2 inside":
+        fully_shard(model[1], mesh=init_device_mesh("cpu", (2,)))
+    elif how == "DDP":
+        model = DistributedDataParallel(model)
+    else:
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        assert accelerator.num_processes == dist.get_world_size()
+        if how == "accelerate":
+            model, optimizer = accelerator.prepare(model, optimizer)
+        else:
+            optimizer = accelerator.prepare(optimizer)
+    hpnb.Booster(plugin=hpnb.TorchDDPPlugin(precision="fp32")).boost(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (
+            "FSDP2",
+            "this model is wrapped in torch's FSDPModule already, and gradients would be reduced twice",
+        ),
+        ("FSDP2 inside", "its module 1 is wrapped in torch's FSDPModule already"),
+        ("FSDP2", "boost a new model, because fully_shard changes a model in place"),
+        (
+            "DDP",
+            "DistributedDataParallel already, and gradients would be reduced twice; boost the model without",
+        ),
+        ("accelerate", "this model is wrapped in torch's DistributedDataParallel already"),
+        (
+            "accelerate's optimizer",
+            "boost takes an optimizer of torch.optim, not accelerate's AcceleratedOptimizer",
+        ),
+    ],
+)
+def test_what_reduces_gradients_already_is_refused(pools: RankPools, how: str, said: str) -> None:
+    if how.startswith("accelerate"):
+        pytest.importorskip("accelerate", reason="accelerate is no dependency")
+    with pytest.raises(hpnb.RankError) as failed:
+        pools[2].run(boost_wrapped, how)
+    assert said in message_of(failed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import threading
 import time
@@ -187,6 +188,31 @@ def test_a_function_on_ranks_sees_what_the_notebook_reassigns(kernel: Kernel) ->
     kernel.cell("%%ranks 2\ndef show(): return lr")
     kernel.cell("lr = 2.0")
     assert sorted(kernel.text("%%ranks\nshow()").splitlines()) == ["[rank 0] 2.0", "[rank 1] 2.0"]
+
+
+def pictures(cell: Any) -> list[tuple[int, int]]:
+    """(width, height) of the PNGs among the outputs of a cell."""
+    found = [out.data["image/png"] for out in cell.outputs if "image/png" in out.get("data", {})]
+    headers = [base64.b64decode(png)[16:24] for png in found]
+    return [(int.from_bytes(header[:4]), int.from_bytes(header[4:])) for header in headers]
+
+
+def test_figures_of_a_cell_are_pictures_of_its_first_rank(kernel: Kernel) -> None:
+    draw = "import matplotlib.pyplot as plt\nfig, ax = plt.subplots(figsize=({}, 2))\nax.plot([1, 2])\n"
+    shown = kernel.cell(f"%%ranks 2\n{draw.format(3)}fig")
+    texts = "".join(out.get("text", "") for out in shown.outputs)
+    assert len(pictures(shown)) == 1
+    assert "[rank 0] Figure" not in texts, "a picture and its repr"
+    assert "[rank 1] <Figure" in texts or "[rank 1] Figure" in texts
+    # plt.show() closes, and what is open at the end is shown; sizes tell which is which.
+    both = kernel.cell(f"%%ranks 1,\n{draw.format(6)}plt.show()\n{draw.format(2)}None")
+    (wide, _), (narrow, _) = pictures(both)
+    assert wide > narrow
+    assert pictures(kernel.cell("%%ranks\nplt.get_fignums()")) == []
+    assert pictures(kernel.cell("%%ranks\n_ = ax.figure, 1")) == []
+    free = "from matplotlib.figure import Figure\nfree = Figure()\nfree.subplots()\nfree"
+    assert len(pictures(kernel.cell(f"%%ranks --out figures\n{free}"))) == 1
+    assert kernel.text("[type(figure).__name__ for figure in figures]") == "['Figure', 'Figure']"
 
 
 def test_a_stored_bar_keeps_its_last_state_only(kernel: Kernel) -> None:

@@ -32,6 +32,7 @@ from hpnb.hybrid.model_loss import ModelLoss
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.torch_clipping import refuse_clipping
 from hpnb.mesh import Axis
+from hpnb.meta_device import Unfilled
 from hpnb.pipeline_parallel import Pipeline
 from hpnb.pipeline_parallel.loss import LossReduction, call_criterion
 from hpnb.pipeline_parallel.microbatches import (
@@ -88,6 +89,7 @@ class Boosted(nn.Module):
         context: ContextParallel | None = None,
         kind: type[nn.Module],
         config: Any,
+        unfilled: Unfilled | None = None,
     ) -> None:
         super().__init__()
         self.__dict__.update(module=module, _replica=replica)  # no children, whose names would be in front
@@ -96,7 +98,7 @@ class Boosted(nn.Module):
         self.training = module.training
         self.plugin, self.axes, self.causal = plugin, tuple(axes), causal
         self.context = context
-        self.kind, self.whole_config = kind, config
+        self.kind, self.whole_config, self._unfilled = kind, config, unfilled
         self.last_step: PipelineStepResult | None = None
         self._model_loss, self._weigher, self._device = model_loss, Weigher(plugin.mesh.dp_cp), this_device()
         self._pipe, self._syncs = pipe, True
@@ -185,6 +187,7 @@ class Boosted(nn.Module):
         # One that wraps a model with this one in it has not asked.
         if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
             raise RuntimeError(_REDUCED_ALREADY)
+        self._check_filled()
         args, kwargs = self._prepare_batch(args), self._prepare_batch(kwargs)
         self._broadcast_buffers()
         takes_labels = self._model_loss is not None and kwargs.get("return_dict", True)
@@ -245,6 +248,7 @@ class Boosted(nn.Module):
             record: note when what ran, for `.timeline`.
             causal: of the `Pipeline`; None as the model says.
         """
+        self._check_filled()
         batch = self._prepare_batch(to_device(batch, self._device))
         pipe = self._pipe or self._make_single_stage_pipe()
         pipe.split = partial(split_batch, allow_empty=True, multiple=self.plugin.row_multiple)
@@ -314,6 +318,12 @@ class Boosted(nn.Module):
         most = torch.tensor(microbatches, device=self._device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=axis.group)
         return int(most)
+
+    def _check_filled(self) -> None:
+        """Refuse a model that came on the meta device and was not filled, at its first forward."""
+        if self._unfilled is not None:
+            self._unfilled.check(self.module.parameters())
+            self._unfilled = None
 
     # --- batches -----------------------------------------------------------------------------------------
 

@@ -103,8 +103,9 @@ class Booster(BoosterFiles):
 
         Args:
             model: an nn.Module, the same on all ranks; on the meta device it gets zeros, to be filled by
-                `load_model`. A pipeline needs an nn.Sequential, a model that `hpnb.models` knows, or a
-                `hpnb.pipeline_parallel.Builder`; tensor parallelism one that `hpnb.models` knows.
+                `load_model` or in another way before the first step. A pipeline needs an nn.Sequential, a
+                model that `hpnb.models` knows, or a `hpnb.pipeline_parallel.Builder`; tensor parallelism one
+                that `hpnb.models` knows.
             optimizer: of the model's parameters, for a Builder of `builder.parameters()`. It is changed in
                 place and keeps its class. `.last_step` then says what a step did: whether it stepped, and
                 the norm before clipping.

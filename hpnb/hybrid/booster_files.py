@@ -100,8 +100,9 @@ class BoosterFiles:
                 {"step": 500}; rank 0's is kept.
             background: copy what the next step would change, and write while training goes on; the copies'
                 memory, on the CPU, is kept for the next save. Other saves and loads of this process wait for
-                it. `wait` before the process group ends; what goes wrong is raised there, or by the next
-                save, or is a warning when the Booster is dropped, which waits too.
+                it, and a launched function or a %%ranks cell before it returns. Elsewhere `wait` before the
+                process group ends. What goes wrong is raised there, or by the next save, or is a warning when
+                the Booster is dropped, which waits too.
             keep: leave so many of the folders beside `path` that differ from it in the number at the end of
                 their names.
             shard, size_per_shard: see `save_model`.

@@ -39,6 +39,7 @@ from hpnb.hybrid.model_loss import find_model_loss
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.recompute import enable_recomputation
 from hpnb.mesh import Axis
+from hpnb.meta_device import Unfilled
 from hpnb.models import accept_empty_batch, anatomy, chunk_loss, use_patch_matmul
 from hpnb.models.compare_parts import skip_first_step_check
 from hpnb.models.empty_batch import drop_empty_mask
@@ -66,14 +67,16 @@ def parallelize_model(
     axes = [mesh.dp_cp, mesh.pp]
     state = optimizer.state_dict() if optimizer is not None and optimizer.state else None
     model_loss, causal, context = None, False, None
+    unfilled = Unfilled(model) if isinstance(model, nn.Module) else None
     if isinstance(model, nn.Module):
         _prepare(model, plugin, optimizer)
         if plugin.cp_size > 1:
             skip_first_step_check(model)
         if plugin.tp_size > 1:
             tensor_parallel.parallelize(
-                model, mesh.tp, plugin.tp_mode, plugin.enable_sequence_parallelism, plugin.tp_depth
-            )
+                model, mesh.tp, plugin.tp_mode, plugin.enable_sequence_parallelism, plugin.tp_depth,
+                plugin.enable_sequence_overlap,
+            )  # fmt: skip
             axes += tensor_parallel.axes(model)
         if plugin.loss_chunk:
             _chunk_loss(model, plugin)
@@ -119,7 +122,7 @@ def parallelize_model(
     boosted = Boosted(
         module, plugin, axes, pipe=pipe, replica=replica, model_loss=model_loss, causal=causal,
         context=context,
-        kind=model_class, config=config,
+        kind=model_class, config=config, unfilled=unfilled,
     )  # fmt: skip
     if optimizer is not None:
         assert inner is not None
@@ -158,6 +161,11 @@ def _check(plugin: HybridParallelPlugin, model: Model, optimizer: Optimizer | No
         return
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"boost takes an optimizer of torch.optim, not a {type(optimizer).__name__}")
+    if type(optimizer).__module__.startswith("accelerate."):
+        raise ValueError(
+            f"boost takes an optimizer of torch.optim, not accelerate's {type(optimizer).__name__}; pass the "
+            ".optimizer in it, and leave accelerator.prepare out, because the Booster does its work"
+        )
     taken = is_boosted(optimizer) or isinstance(optimizer, data_parallel.ZeroOptimizer)
     if taken or Masters.attached_to(optimizer):
         raise ValueError(
@@ -185,9 +193,14 @@ def _refuse_torch_data_parallel(model: nn.Module) -> None:
         for kind in type(module).__mro__:
             if kind.__name__ in _OF_TORCH and kind.__module__.startswith("torch."):
                 where = f"its module {name} is" if name else "this model is"
+                instead = (
+                    "boost a new model, because fully_shard changes a model in place"
+                    if kind.__name__ == "FSDPModule"
+                    else "boost the model without it, which is the wrapper's .module"
+                )
                 raise ValueError(
                     f"{where} wrapped in torch's {kind.__name__} already, and gradients would be reduced "
-                    "twice; boost the model without it, which is the wrapper's .module"
+                    f"twice; {instead}"
                 )
 
 

@@ -51,7 +51,7 @@ class PluginOptions:
     cp_size: int = 1
     context_parallel: str = "ring"
     enable_sequence_parallelism: bool = False
-    enable_sequence_overlap: bool = False
+    enable_sequence_overlap: bool = True
     enable_all_optimization: bool = False
     enable_fused_normalization: bool = False
     enable_flash_attention: bool = False

@@ -50,7 +50,8 @@ class HybridParallelPlugin(PluginOptions):
         tp_mode, tp_depth: "1d", "2d", "2.5d" or "3d", and the depth of "2.5d".
         context_parallel: how attention runs over cp: "ring" or "ulysses" (`hpnb.context_parallel`).
         enable_sequence_parallelism: split what lies between the matrices along the tokens (1d).
-        enable_sequence_overlap: accepted, and always on.
+        enable_sequence_overlap: sums of gradients in sequence parallelism overlap the computation of weight
+            gradients; False waits for each.
         enable_all_optimization: the next three, on GPUs, and Adam in one pass over memory: with 16-bit
             weights `hpnb.precision.flat_adam` (on CPUs too), otherwise PyTorch's fused kernel.
         enable_fused_normalization: accepted; PyTorch's LayerNorm is one kernel already.

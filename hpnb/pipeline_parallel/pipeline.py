@@ -22,6 +22,7 @@ from torch import nn
 from hpnb.background import Background
 from hpnb.gradients import GradientSink, reduced_by
 from hpnb.mesh import MICROBATCHES_PER_STAGE, Axis, Mesh, axis_of
+from hpnb.meta_device import Unfilled
 from hpnb.models.compare_parts import first_step_check
 from hpnb.pipeline_parallel import microbatches, schedules
 from hpnb.pipeline_parallel.boundary import KnownBoundaries, StepBoundaries
@@ -142,6 +143,7 @@ class Pipeline:
         # Before the model is partitioned; one rank checks for all, because it takes no messages.
         checks = isinstance(model, nn.Module) and not isinstance(model, Stages) and dist.get_rank() == 0
         self._first_step_check = first_step_check(model) if checks else None  # type: ignore[arg-type]
+        self._unfilled = Unfilled(model) if isinstance(model, nn.Module) else None
         self.module = build_stages(model, axis, schedule, cut, example)
         self.causal = bool(getattr(self.module, "causal", False)) if causal is None else causal
         pairs = sorted(schedule.queues)
@@ -200,6 +202,9 @@ class Pipeline:
         """
         if self._is_copy:
             raise RuntimeError("a copy of a pipeline cannot step; load its weights into another pipeline")
+        if self._unfilled is not None:
+            self._unfilled.check(self.parameters())
+            self._unfilled = None
         trains = not forward_only
         if self._first_step_check is not None:
             self._first_step_check.run(batch)

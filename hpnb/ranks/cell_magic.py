@@ -62,7 +62,8 @@ class RanksMagics(Magics):  # type: ignore[misc]
             --start-timeout 300           seconds that new ranks have to import and to find each other
 
         Inside the cell a process group is up, and hpnb.rank(), hpnb.world_size() and hpnb.device() answer.
-        What a rank prints, and the value of the last line, appear under its number.
+        What a rank prints, and the value of the last line, appear under its number. Figures of matplotlib
+        appear as pictures when the cell ends, those of rank 0, or of the first that runs the cell.
 
         Variables. If the cell uses a variable of the notebook, each rank gets a copy, and a fresh copy
         whenever the notebook reassigns it. In-place changes, such as list.append, are not sent. A variable

@@ -6,6 +6,7 @@ Also: is this process a rank, and is it the kernel of a notebook?
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,11 +27,25 @@ class _CurrentRank:
 
 
 current = _CurrentRank()
+_when_call_returns: list[Callable[[], None]] = []
 
 
 def inside_rank() -> bool:
     """True in a process that hpnb started (and in what such a process forks)."""
     return current.rank is not None
+
+
+def finish_before_return(work: Callable[[], None]) -> None:
+    """Let `work` run on this rank before the call or the cell that it is in has returned; what it raises is
+    raised there. Outside hpnb's ranks, where nothing returns, it does not run."""
+    if inside_rank():
+        _when_call_returns.append(work)
+
+
+def finish_call() -> None:
+    """The function or the cell has returned: run what `finish_before_return` was given."""
+    while _when_call_returns:
+        _when_call_returns.pop(0)()
 
 
 def rank() -> int:

@@ -11,6 +11,7 @@ import codecs
 import re
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from hpnb.ranks.current_rank import in_notebook
@@ -51,6 +52,15 @@ class Output:
         for rows in self._rows.values():
             rows.bars_changed = False
         self._drawn = time.monotonic()
+
+
+def show_figures(rank: int, figures: Sequence[bytes]) -> None:
+    """Show the PNGs that a rank has drawn, below what it has printed."""
+    if figures:
+        from IPython.display import Image, display
+
+        for png in figures:
+            display(Image(data=png, format="png", alt=f"figure of rank {rank}"))
 
 
 class _RankTerminal:

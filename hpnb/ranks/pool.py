@@ -40,7 +40,7 @@ from hpnb.ranks.errors import RankError, RankInterrupt
 from hpnb.ranks.failed_call import FailedCall, TooLong, did_not_start, hung, timed_out
 from hpnb.ranks.forkserver import START_TIMEOUT
 from hpnb.ranks.hang import HangWatch
-from hpnb.ranks.output import Output
+from hpnb.ranks.output import Output, show_figures
 from hpnb.ranks.pack_call import SentGlobals, pack_call
 from hpnb.ranks.processes import RankProcesses
 from hpnb.ranks.worker import Done, Failed
@@ -177,12 +177,14 @@ class Ranks:
         """Execute source text in the __main__ of `members` (default: all).
 
         Returns:
-            The value of its last line, one a rank, if it is `wanted`; it then has to pickle.
+            The value of its last line, one a rank, if it is `wanted`; it then has to pickle. Figures of the
+            first of the members are shown as pictures.
         """
         code = compile(text, filename, "exec", FLAGS, dont_inherit=True)  # a SyntaxError is the caller's
         if timeout is not None:
             limit_in_seconds("timeout", timeout)
         content: dict[str, Any] = {"cell": text, "filename": filename, "wanted": wanted}
+        content["draws"] = min(self._checked(members))
         names = global_names(code)
         namespace = sys.modules["__main__"].__dict__
         return self._send_and_collect(namespace, names, content, self._checked(members), timeout)
@@ -286,7 +288,10 @@ class Ranks:
         finally:
             processes.drain(output)
             output.finish()
-        return [self._loaded(m, reply) for m in members if isinstance(reply := replies[m], Done)]
+        done = {m: reply for m in members if isinstance(reply := replies[m], Done)}
+        for rank, reply in done.items():
+            show_figures(rank, reply.figures)
+        return [self._loaded(rank, reply) for rank, reply in done.items()]
 
     def _loaded(self, rank: int, reply: Done) -> Any:
         try:

@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from hpnb.ranks import last_seen, out_of_memory, serialize_function
+from hpnb.ranks import cell_figures, last_seen, out_of_memory, serialize_function
 from hpnb.ranks.caller_globals import MODULE_ATTRIBUTES, Name
 from hpnb.ranks.cell_syntax import FLAGS, run_code
 from hpnb.ranks.changed_modules import SourceFile, note_imports, reload_modules, take_imports
-from hpnb.ranks.current_rank import current
+from hpnb.ranks.current_rank import current, finish_call
 from hpnb.ranks.devices import SHARED_GPU_BACKEND
 from hpnb.ranks.gpu_limits import limit_gpu_memory
 from hpnb.ranks.keyboard import refuse_keyboard
@@ -61,7 +61,8 @@ class RankSpec:
 
 @dataclass(frozen=True)
 class Call:
-    """One call: `body` pickles {"names", "fn", "args", "kwargs"} or {"names", "cell", "filename"}."""
+    """One call: `body` pickles {"names", "fn", "args", "kwargs"} or {"names", "cell", "filename", "wanted",
+    "draws"}; the last is the rank whose figures are shown."""
 
     body: bytes
     sources: dict[str, str] = field(default_factory=dict)
@@ -75,11 +76,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Done:
-    """A call has returned: its pickled result, the globals that it has assigned, and what was imported."""
+    """A call has returned: its pickled result, the globals that it has assigned, what was imported, and the
+    figures of a cell, as PNG."""
 
     result: bytes
     new_names: frozenset[Name] = frozenset()
     imported: dict[str, SourceFile] = field(default_factory=dict)
+    figures: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -218,10 +221,17 @@ class _Rank:
                 getattr(importlib.import_module(module), name)[key] = value
         self.took_names = True
         if "cell" in content:
-            value = run_cell(content["cell"], content["filename"], self.main.__dict__)
+            cell_figures.begin_cell(content["draws"] == self.spec.rank)
+            try:
+                value = run_cell(content["cell"], content["filename"], self.main.__dict__)
+            finally:
+                cell_figures.keep_open_figures()
+            finish_call()
             return value if content["wanted"] else None, None
         fn: Callable[..., object] = content["fn"]
-        return fn(*content["args"], **content["kwargs"]), getattr(fn, "__code__", None)
+        value = fn(*content["args"], **content["kwargs"])
+        finish_call()
+        return value, getattr(fn, "__code__", None)
 
     def _adopt(self, environ: dict[str, str]) -> None:
         wanted = {**self.rank_environ, **environ, **{k: self.rank_environ[k] for k in _NEVER_FROM_CALLER}}
@@ -235,7 +245,7 @@ class _Rank:
         try:
             by_value = {id(of): module for module, of in serialize_function.rank_namespaces().items()}
             result = serialize_function.dumps(value, by_value)
-            return Done(result, self._new_names())
+            return Done(result, self._new_names(), figures=cell_figures.take_pictures())
         except Exception as error:
             summary = (
                 f"TypeError: rank {self.spec.rank} returned a {type(value).__name__} that cannot be pickled "
@@ -266,7 +276,7 @@ def run_cell(text: str, filename: str, namespace: dict[str, Any]) -> object:
         return None
     expression = ast.Expression(last.value)
     value = run_code(compile(expression, filename, "eval", FLAGS, dont_inherit=True), namespace)
-    if value is not None and not text.rstrip().endswith(";"):
+    if value is not None and not text.rstrip().endswith(";") and not cell_figures.keep_value(value):
         print(repr(value))
     return value
 

@@ -51,6 +51,7 @@ def parallelize(
     mode: str = "1d",
     sequence_parallel: bool = False,
     depth: int = 1,
+    overlap: bool = True,
 ) -> nn.Module:
     """Shard `model` along `axis`, in place, and return it.
 
@@ -68,6 +69,7 @@ def parallelize(
         sequence_parallel: shard what lies between the matrices along the tokens. For "1d"; the grids shard
             everything anyway.
         depth: the d of "2.5d".
+        overlap: let sequence parallelism's reduce-scatters overlap the computation of weight gradients.
 
     Raises:
         TypeError: a model of another kind, or a wrapped one.
@@ -90,7 +92,7 @@ def parallelize(
     if axis.size > 1:
         _check_sections(to_shard.anatomy)
     check = first_step_check(model) if dist.get_rank() == 0 else None  # of the unsharded model
-    how = make_mode(mode, axis, sequence_parallel, depth)
+    how = make_mode(mode, axis, sequence_parallel, depth, overlap)
     how.check(to_shard)
     _shard_weights(to_shard, axis, how)
     for path in to_shard.layers:
@@ -128,7 +130,9 @@ def _units_in(block: Part, model: ModelToShard) -> str:
     return ", ".join(said)
 
 
-def make_mode(mode: str, axis: Axis, sequence_parallel: bool = False, depth: int = 1) -> TensorParallelMode:
+def make_mode(
+    mode: str, axis: Axis, sequence_parallel: bool = False, depth: int = 1, overlap: bool = True
+) -> TensorParallelMode:
     """The mode of that name on `axis`. All ranks call it, because it makes the groups of a grid.
 
     Raises:
@@ -141,7 +145,7 @@ def make_mode(mode: str, axis: Axis, sequence_parallel: bool = False, depth: int
     if depth > 1 and mode != "2.5d":
         raise ValueError(f"mode {mode!r} has no depth; depth={depth} goes with mode='2.5d'")
     if mode == "1d":
-        return TensorParallel1D(axis, sequence_parallel)
+        return TensorParallel1D(axis, sequence_parallel, overlap)
     if sequence_parallel:
         raise ValueError(
             f"mode {mode!r} shards every activation over all ranks already; sequence_parallel goes with "

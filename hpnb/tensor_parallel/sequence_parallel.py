@@ -49,9 +49,11 @@ class SequenceSharding:
     Attributes:
         enabled: whether tokens are sharded there; if not, they are replicated.
         shape: (b, s) of the batch whose forward runs; used only if `enabled`.
+        overlap: whether the reduce-scatter of a gradient overlaps the computation of weight gradients.
     """
 
-    def __init__(self, axis: Axis, enabled: bool, device: torch.device) -> None:
+    def __init__(self, axis: Axis, enabled: bool, device: torch.device, overlap: bool = True) -> None:
+        self.overlap = overlap
         self.axis, self.enabled, self.shape = axis, enabled and axis.size > 1, (0, 0)
         self._background = Background(axis, device)
         self._shapes_by_tokens: dict[int, set[tuple[int, int]]] = defaultdict(set)
@@ -152,6 +154,8 @@ class SequenceSharding:
             flat = torch.cat([F.pad(part, (0, 0, 0, largest - len(part))) for part in flat.split(sizes)])
         result = flat.new_empty((largest, flat.size(1)))
         pending = self._background.reduce_scatter(result, flat)
+        if not self.overlap:
+            pending.wait()
         return result[: sizes[self.axis.rank]].unsqueeze(0), pending, flat
 
     def _all_reduce(self, z: torch.Tensor) -> torch.Tensor:

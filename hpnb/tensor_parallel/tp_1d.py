@@ -46,10 +46,10 @@ class TensorParallel1D(TensorParallelMode):
 
     name = "1d"
 
-    def __init__(self, axis: Axis, sequence_parallel: bool) -> None:
+    def __init__(self, axis: Axis, sequence_parallel: bool, overlap: bool = True) -> None:
         self.axes = (axis,)
         self.axis = axis
-        self.sharding = SequenceSharding(axis, sequence_parallel, this_device())
+        self.sharding = SequenceSharding(axis, sequence_parallel, this_device(), overlap)
         self.dropout_rng = DropoutRng(axis, this_device())
 
     # --- weights -----------------------------------------------------------------------------------------

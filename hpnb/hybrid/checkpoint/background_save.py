@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from hpnb.ranks.current_rank import finish_before_return
+
 _Kind = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, whether it comes from a GPU
 
 
@@ -95,7 +97,8 @@ class Saving:
 
     Args:
         work: what is to be done.
-        background: in a thread. The process joins it when it ends, so a save that was begun is finished.
+        background: in a thread, which a launched function or a cell waits for before it returns, and other
+            processes before they end.
         path: what is saved, for a message.
     """
 
@@ -115,6 +118,9 @@ class Saving:
 
         self._thread = threading.Thread(target=run, name="hpnb-save")
         _running.append(self._thread)
+        if not _unfinished:
+            finish_before_return(_finish_all)
+        _unfinished.append(self)
         self._thread.start()
 
     @property
@@ -131,6 +137,7 @@ class Saving:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+            _unfinished.remove(self)
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -148,6 +155,17 @@ class Saving:
 
 
 _running: list[threading.Thread] = []  # of this process: one at most
+_unfinished: list[Saving] = []  # those in the background that nobody has waited for
+
+
+def _finish_all() -> None:
+    """Wait for all; what went wrong first is raised.
+
+    A Booster that a global or a closure keeps is not dropped when a launched function returns, and its rank
+    would end in the midst of the save.
+    """
+    while _unfinished:
+        _unfinished[0].wait()
 
 
 def finish_running() -> None:

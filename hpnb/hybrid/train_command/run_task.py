@@ -57,7 +57,7 @@ class RunTask:
         splits: for training, to evaluate on meanwhile, and at the end.
         collate, transform: how rows become a batch, for training; `plain` is the transform without chance.
         metrics: beside the loss.
-        tokenizer: of texts, which is saved with the model.
+        tokenizer, image_processor: of texts and of images, which are saved with the model.
     """
 
     model: nn.Module
@@ -67,6 +67,7 @@ class RunTask:
     transform: Any = None
     plain: Any = None
     tokenizer: Any = None
+    image_processor: Any = None
 
     def loader(
         self, plugin: HybridParallelPlugin, table: DataTable, split: int, seed: int = 0
@@ -124,7 +125,8 @@ def _pictures(file: RunFile) -> RunTask:
                         classes=int(model.config.num_labels))  # fmt: skip
     if table.mixup:
         model.loss_function = _cross_entropy
-    return RunTask(model, splits, (AccuracyHook(),), transform=transform, plain=plain)
+    return RunTask(model, splits, (AccuracyHook(),), transform=transform, plain=plain,
+                   image_processor=_image_processor(plain))  # fmt: skip
 
 
 def _augmentation(name: bool | str, side: int) -> Any:
@@ -135,6 +137,14 @@ def _augmentation(name: bool | str, side: int) -> Any:
 
     crop = [v2.RandomCrop(side, padding=side // 8), v2.RandomHorizontalFlip()]
     return v2.Compose(crop if name == "crop" else [*crop, v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)])
+
+
+def _image_processor(plain: data.ImageTransform) -> Any:
+    """What does to an image, in transformers, what `plain` does to a batch of them."""
+    from transformers import ViTImageProcessor
+
+    size = {"height": plain.size, "width": plain.size}
+    return ViTImageProcessor(size=size, image_mean=list(plain.mean), image_std=list(plain.std))
 
 
 def _statistics(source: str | None) -> dict[str, Any]:

@@ -134,8 +134,9 @@ def _train(file: RunFile, folder: Path, flag: Path | None, more: Sequence[hooks.
     figures = "  ".join(f"{name} {value:.4g}" for name, value in final.items() if value is not None)
     say(f"final evaluation on {len(task.splits[2]):,} rows: {figures}")
     booster.save_model(model, folder / "model")
-    if task.tokenizer is not None and trainer.role.shows:
-        task.tokenizer.save_pretrained(folder / "model")
+    for processor in (task.tokenizer, task.image_processor):
+        if processor is not None and trainer.role.shows:
+            processor.save_pretrained(folder / "model")
     say(f"the model is in {folder / 'model'}, which from_pretrained opens")
     return RunResult(trainer.history, final, trainer.step, resumed)
 

@@ -21,6 +21,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import hpnb
 from hpnb.background import Pending
 from hpnb.hybrid.checkpoint import atomic, manifest
+from hpnb.models import Anatomy, Part
+from hpnb.models.role import linear, norm
 from hpnb.tensor_parallel.async_all_reduce import DeferredWeightGrad
 
 EXACT = 1e-12
@@ -332,3 +334,134 @@ def test_what_reduces_gradients_already_is_refused(pools: RankPools, how: str, s
     with pytest.raises(hpnb.RankError) as failed:
         pools[2].run(boost_wrapped, how)
     assert said in message_of(failed)
+
+
+# --- another learning rate on resume -----------------------------------------------------------------------
+
+
+def resume_with_another_rate(folder: str, knobs: dict[str, Any]) -> tuple[list[float], float]:
+    """Rates after a load, and how far a step at a rate of 0, set after it, moves the weights."""
+
+    def boosted(lr: float) -> Any:
+        booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp64", **knobs))
+        model = gpt2()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        scheduler = hpnb.CosineAnnealingWarmupLR(optimizer, 10)
+        model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
+        return booster, model, optimizer, scheduler
+
+    def step(booster: Any, model: Any, optimizer: Any, scheduler: Any) -> None:
+        booster.execute_pipeline(iter([words()]), model, None, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+    first = boosted(0.1)
+    step(*first)
+    first[0].save(folder, *first[1:])
+    booster, model, optimizer, scheduler = second = boosted(0.3)
+    booster.load(folder, model, optimizer, scheduler)
+    rates = [optimizer.param_groups[0]["lr"] / first[2].param_groups[0]["lr"]]
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.param_groups[0]["lr"], scheduler.base_lrs = 0.0, [0.3]
+    step(*second)
+    moved = max(
+        float((a - b).abs().max()) for a, b in zip(before, model.parameters(), strict=True) if a.numel()
+    )
+    rates.append(optimizer.param_groups[0]["lr"] / scheduler.rate(2, 0.3))
+    return rates, moved
+
+
+@pytest.mark.parametrize("knobs", [{"zero_stage": 1}, {"zero_stage": 3}, {"pp_size": 2}], ids=str)
+def test_a_load_restores_rates_and_others_are_set_after_it(
+    pools: RankPools, knobs: dict[str, Any], tmp_path: Path
+) -> None:
+    for rates, moved in pools[2].run(resume_with_another_rate, str(tmp_path / "step-1"), knobs):
+        assert rates == pytest.approx([1.0, 1.0])
+        assert moved == 0.0
+
+
+# --- a convolution beside tensor parallelism ---------------------------------------------------------------
+
+
+class ConvolvedBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.LayerNorm(width), nn.Conv1d(width, width, 3, padding=1)
+        self.up, self.down = nn.Linear(width, 32), nn.Linear(32, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.conv(x.transpose(1, 2)).transpose(1, 2)
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Convolved(nn.Module):
+    """(B, s, 6) -> (B, 5); convolutions look at neighbouring tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.layers = nn.Linear(6, 8), nn.ModuleList(ConvolvedBlock(8) for _ in range(2))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean(1))
+
+
+class ConvolvedParts(Anatomy):
+    def embed(self, inputs: Any) -> Any:
+        return self.embedding[0].module(inputs["x"])
+
+    def run(self, block: Any, hidden: Any, inputs: Any) -> Any:
+        return block.module(hidden)
+
+    def finish(self, hidden: Any, inputs: Any) -> Any:
+        return self.head[0].module(hidden.mean(1))
+
+
+def convolved_parts(net: Convolved) -> Anatomy:
+    blocks = tuple(Part(f"layers.{i}", layer) for i, layer in enumerate(net.layers))
+    return ConvolvedParts((Part("embed", net.embed),), blocks, (Part("head", net.head),))
+
+
+def convolved_roles(net: Convolved) -> dict[str, Any]:
+    page = [*linear("embed", "embedding"), *linear("head", "head")]
+    for i in range(len(net.layers)):
+        page += [*norm(f"layers.{i}.norm"), *norm(f"layers.{i}.conv")]  # both replicated
+        page += [*linear(f"layers.{i}.up", "column", 32), *linear(f"layers.{i}.down", "row", 32)]
+    return dict(page)
+
+
+def loss_of_classes(outputs: Any, inputs: Any) -> torch.Tensor:
+    return F.cross_entropy(outputs, inputs["labels"])
+
+
+def steps_of_convolved(**knobs: Any) -> list[float]:
+    hpnb.models.register(Convolved, convolved_parts, convolved_roles)
+    booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp64", max_norm=0.1, **knobs))
+    model = Convolved()
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    x = torch.randn(4, 6, 6, generator=torch.Generator().manual_seed(1))
+    found = []
+    for _ in range(3):
+        batch = {"x": x, "labels": torch.arange(4)}
+        result = booster.execute_pipeline(iter([batch]), boosted, loss_of_classes, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [float(result["loss"]), float(optimizer.last_step.norm)]
+    return found
+
+
+def test_a_replicated_convolution_is_exact_and_refused_where_tokens_are_split(pools: RankPools) -> None:
+    (alone,) = pools[1].run(steps_of_convolved)
+    assert alone[4] < alone[0]
+    for found in pools[2].run(steps_of_convolved, tp_size=2):
+        assert found == pytest.approx(alone, rel=EXACT)
+    with pytest.raises(hpnb.RankError) as failed:
+        pools[2].run(steps_of_convolved, tp_size=2, enable_sequence_parallelism=True)
+    assert "layers.0.conv is a Conv1d with kernel_size=(3,), and with sequence parallelism" in message_of(
+        failed
+    )

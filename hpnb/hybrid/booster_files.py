@@ -135,8 +135,9 @@ class BoosterFiles:
 
         Args:
             path: what `save` was given, or the folder around such folders: then the newest of them.
-            optimizer, lr_scheduler, dataloader: what is None is left as it is. A loader needs the same global
-                batch.
+            optimizer, lr_scheduler, dataloader: what is None is left as it is. Learning rates become those of
+                the save, as in PyTorch; for others set "lr" in optimizer.param_groups afterwards, and
+                base_lrs of the lr_scheduler. A loader needs the same global batch.
 
         Returns:
             The extra of that save. Random states are set if the layout is the same.

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from hpnb import comm
 from hpnb.mesh import Axis
@@ -60,6 +61,20 @@ class TensorParallel1D(TensorParallelMode):
         for name, role in model.roles.items():
             if role.cut_dim is not None and not role.bias:
                 self._check_units(role.units, "units (pieces that are not split)", name)
+
+        if self.sharding.enabled:
+            self._check_convolutions(model)
+
+    def _check_convolutions(self, model: ModelToShard) -> None:
+        """A convolution between two pairs would see this rank's tokens alone, without their neighbours."""
+        for path, (section, _) in model.layers.items():
+            module = model.module.get_submodule(path)
+            if section == "block" and isinstance(module, _ConvNd) and max(module.kernel_size) > 1:
+                raise ValueError(
+                    f"{path} is a {type(module).__name__} with kernel_size={module.kernel_size}, and with "
+                    "sequence parallelism a rank has some of the tokens that it looks at; use "
+                    "enable_sequence_parallelism=False, which is sequence_parallel=False of parallelize"
+                )
 
     def _check_units(self, units: int, what: str, path: str) -> None:
         if units < self.axis.size:

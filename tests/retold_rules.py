@@ -30,6 +30,7 @@ RETOLD: tuple[str, ...] = (
     "07_gpt2_tensor_parallel",
     "08_gpt2_hybrid_parallel",
     "09_plan_at_scale",
+    "10_long_contexts",
 )
 
 WORDS, LINES, COLUMNS, LAPTOP_SENTENCES = 2500, 25, 88, 3

@@ -194,6 +194,13 @@ CHALLENGES: dict[str, list[dict[str, Any]]] = {
         {"node": 16},
         {"batch": 9216},
     ],
+    "ring_or_ulysses": [
+        {"sequence": 32_768},
+        {"kv_heads": 16},
+        {"kv_heads": 4},
+        {"cp": 16},
+        {"link": "NVLink 4"},
+    ],
 }
 
 
@@ -355,3 +362,14 @@ def test_notebook_09_reads_the_layout_that_meets_its_challenge() -> None:
     assert at["MFU (%)"] == pytest.approx(35.4, abs=0.05)
     assert at["layout"] == "dp 16 x pp 16 x tp 8"
     assert at["memory (B)"] == pytest.approx(66e9, rel=0.01)
+
+
+def test_notebook_10_opens_on_ulysses_and_wants_a_ring_of_few_kv_heads() -> None:
+    shown = lesson.explorers.ring_or_ulysses()
+    assert shown.readings["less exposed"] == "Ulysses"
+    settings = itertools.product((16_384, 32_768, 65_536), (8, 16, 32))
+    assert [at for at in settings if shown.meets(sequence=at[0], kv_heads=at[1])] == [(65_536, 8)]
+    assert shown.read(**shown.answer)["less exposed"] == "ring"
+    assert shown.read(cp=64)["Ulysses (ms)"] == "needs 64 heads"
+    with pytest.raises(ValueError, match="16 heads do not divide into groups of 32"):
+        shown.read(heads=16, kv_heads=32)

@@ -7,6 +7,7 @@ from hpnb.lesson.explorers.layout_choice import layout_choice
 from hpnb.lesson.explorers.layouts_on_nodes import layouts_on_nodes
 from hpnb.lesson.explorers.overlapped_backward import overlapped_backward
 from hpnb.lesson.explorers.pipeline_bubble import pipeline_bubble
+from hpnb.lesson.explorers.ring_or_ulysses import ring_or_ulysses
 from hpnb.lesson.explorers.sharded_step import sharded_step
 from hpnb.lesson.explorers.tensor_modes import tensor_modes
 from hpnb.lesson.explorers.uneven_layers import uneven_layers
@@ -19,6 +20,7 @@ __all__ = [
     "layouts_on_nodes",
     "overlapped_backward",
     "pipeline_bubble",
+    "ring_or_ulysses",
     "sharded_step",
     "tensor_modes",
     "uneven_layers",

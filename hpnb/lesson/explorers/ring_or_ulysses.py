@@ -1,0 +1,88 @@
+"""The explorer of notebook 10: whether a ring or Ulysses exposes less, by sequence, heads, ranks and link."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
+from hpnb.lesson.explorers.knobs import Choice, Knobs, Slider
+from hpnb.lesson.tables import number
+from hpnb.theory import LINKS, context
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RATE = 400e12  # FLOP/s of attention in 16 bits, about what FlashAttention-2 and 3 reach on an H100
+_LENGTHS = tuple(1 << k for k in range(12, 21))
+
+KNOBS: Knobs = {
+    "sequence": Slider(4096, 1 << 20, 32_768, step=0.30103, log=True, unit="tokens"),
+    "heads": Choice((16, 32, 64), 32),
+    "kv_heads": Choice((1, 2, 4, 8, 16, 32), 32),
+    "cp": Choice((2, 4, 8, 16, 32, 64), 8),
+    "link": Choice(tuple(LINKS), "InfiniBand NDR"),
+}
+ANSWER = {"sequence": 65_536, "kv_heads": 8}
+CHALLENGE = Challenge(
+    "32 heads, at least 8 kv heads, cp 8, InfiniBand NDR, at most 65,536 tokens: expose at most 5 % of the "
+    "computing.",
+    lambda at: (
+        (at["heads"] == 32 and at["kv_heads"] >= 8 and at["cp"] == 8 and at["link"] == "InfiniBand NDR")
+        and (at["sequence"] <= 65_536 and at["exposed (%)"] <= 5)
+    ),
+)
+
+
+def ring_or_ulysses() -> Explorer:
+    """Notebook 10: exposed time of a ring and of Ulysses, by sequence length, heads, kv heads, cp and link.
+
+    One sequence, heads of 128 values in bfloat16, and 400 TFLOP/s of attention.
+    """
+    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("sequence", "exposed (%)")).display()
+
+
+def exposed(sequence: int, heads: int, kv_heads: int, cp: int, link: str) -> tuple[dict[str, float], float]:
+    """({way: exposed seconds}, seconds in which a rank computes), of one attention, forward and backward.
+    Ulysses is missing where there are fewer heads than ranks.
+
+    Raises:
+        ValueError: heads that are no multiple of kv_heads.
+    """
+    shape = context.Attention(sequence, heads, kv_heads)
+    step = context.ring_step_seconds(shape, cp, RATE)
+    ways = {"ring": context.ring_exposed(shape, cp, LINKS[link], step).total}
+    if heads >= cp:
+        ways["Ulysses"] = context.ulysses_exposed(shape, cp, LINKS[link]).total
+    return ways, cp * step.total
+
+
+def _readings(sequence: float, heads: int, kv_heads: int, cp: int, link: str) -> tuple[dict[str, Any], Draw]:
+    sequence = round(sequence)
+    ways, computing = exposed(sequence, heads, kv_heads, cp, link)
+    best = min(ways, key=lambda way: ways[way])
+    readings = {
+        "less exposed": best,
+        "exposed (%)": 100 * ways[best] / computing,
+        "computing (ms)": 1e3 * computing,
+        "ring (ms)": 1e3 * ways["ring"],
+        "Ulysses (ms)": 1e3 * ways["Ulysses"] if "Ulysses" in ways else f"needs {cp} heads",
+    }
+
+    def draw(fast: bool) -> tuple[Figure, str]:
+        from hpnb.lesson.figures import long_contexts
+
+        rows = [exposed(length, heads, kv_heads, cp, link) for length in _LENGTHS]
+        figure = long_contexts.exposed_times(
+            _LENGTHS,
+            {way: [values[way] for values, _ in rows] for way in ways},
+            computing=[seconds for _, seconds in rows],
+            marked=sequence,
+            text=not fast,
+            title=f"predicted · {cp} ranks over {link}, {heads} heads, {kv_heads} kv heads",
+        )
+        return figure, (
+            f"Exposed seconds over sequence length for {' and '.join(ways)}; at {sequence:,} tokens {best} "
+            f"exposes {number(ways[best], 's')} beside {number(computing, 's')} of computing."
+        )
+
+    return readings, draw

@@ -1,0 +1,167 @@
+"""Notebook 10: a ring step by step, causal work of each rank, exposed times, and rows that are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator
+
+from hpnb.plot.canvas import SMALL, TEXT, Key, new_figure
+from hpnb.plot.curves import CurvePanel, Look, Series, count, curves, log_ticks, looks, rule
+from hpnb.plot.grammar import CARD, INK, RULE, SERIES, SOFT, STYLE, OpStyle, ink_on, mix
+from hpnb.plot.units import time_unit
+
+RANKS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#BBBBBB", "#882255")
+
+
+def ring_steps(steps: Sequence[Sequence[tuple[int, float]]], title: str = "") -> Figure:
+    """Whose keys each rank has in each step, and which share of the pairs its queries see.
+
+    Args:
+        steps: for each rank, for each step, (the rank that the keys come from, share of visible pairs).
+    """
+    forward, idle = STYLE["F"], STYLE["idle"]
+    keys = [Key(OpStyle(forward.color, "", "all pairs visible")),
+            Key(OpStyle(mix(forward.color, CARD, 0.5), "", "half of them")),
+            Key(OpStyle(idle.color, idle.hatch, "none: all keys come later"))]  # fmt: skip
+    fig, (ax,) = new_figure([0.45 * len(steps)], title=title, legend=keys, left=0.75, bottom=0.45)
+    for rank, row in enumerate(steps):
+        for step, (source, share) in enumerate(row):
+            color = mix(CARD, forward.color, share) if share else idle.color
+            ax.barh(rank, 0.94, 0.8, step + 0.03, color=color, edgecolor=SOFT, linewidth=0.6,
+                    hatch="" if share else idle.hatch)  # fmt: skip
+            card = None if share else {"facecolor": idle.color, "edgecolor": "none", "pad": 1}
+            ax.text(step + 0.5, rank, f"keys of rank {source}: {100 * share:.0f} %", size=SMALL, ha="center",
+                    va="center", color=ink_on(color), bbox=card)  # fmt: skip
+    ax.set(xlim=(0, len(steps[0])), ylim=(len(steps) - 0.5, -0.5))
+    ax.set_yticks(range(len(steps)), [f"rank {rank}" for rank in range(len(steps))])
+    ax.set_xticks([step + 0.5 for step in range(len(steps[0]))], [f"step {k}" for k in range(len(steps[0]))])
+    ax.tick_params(length=0)
+    rows = ("; ".join(f"step {k}, keys of rank {source}, {100 * share:.0f} % visible"
+                      for k, (source, share) in enumerate(row)) for row in steps)  # fmt: skip
+    fig.set_label(" ".join(f"Rank {rank}: {text}." for rank, text in enumerate(rows)))
+    return fig
+
+
+def causal_work(assignments: Mapping[str, Sequence[int]], title: str = "") -> Figure:
+    """Which rank works on which pair of a query and a key, for some ways to assign tokens to ranks.
+
+    Args:
+        assignments: {way: the rank of each token}, of equally many tokens.
+
+    Raises:
+        ValueError: more ranks than colours.
+    """
+    ranks = 1 + max(max(owners) for owners in assignments.values())
+    if ranks > len(RANKS):
+        raise ValueError(f"{ranks} ranks, and there are colours for {len(RANKS)}")
+    keys = [Key(OpStyle(RANKS[rank], "", f"rank {rank}")) for rank in range(ranks)]
+    columns = len(assignments)
+    side = (7.0 - 0.75 - 0.2 - 0.45 * (columns - 1)) / columns
+    fig, axes = new_figure([min(side, 2.4)], title=title, legend=keys, columns=columns, left=0.75, head=0.3,
+                           bottom=0.62, between=0.45)  # fmt: skip
+    said = []
+    for ax, (way, owners) in zip(axes, assignments.items(), strict=True):
+        n = len(owners)
+        visible = np.tril(np.ones((n, n), dtype=bool))
+        cells = np.where(visible, np.asarray(owners)[:, None], -1)
+        colors = ListedColormap(["#F1F3F5", *RANKS[:ranks]])
+        ax.imshow(cells, cmap=colors, vmin=-1, vmax=ranks - 1, interpolation="nearest", aspect="auto")
+        work = work_per_rank(owners)
+        ax.set_title(way, size=TEXT, color=INK, loc="left", pad=4)
+        ax.set_xlabel("key\npairs: " + ", ".join(f"{pairs:,}" for pairs in work), size=SMALL, color=INK)
+        ax.set_ylabel("query" if ax is axes[0] else "", size=SMALL, color=INK)
+        ax.set(xticks=[], yticks=[])
+        said.append(f"{way}: ranks 0 to {ranks - 1} work on {', '.join(map(str, work))} pairs")
+        for spine in ax.spines.values():
+            spine.set(visible=True, color=RULE)
+    fig.set_label("; ".join(said))
+    return fig
+
+
+def work_per_rank(owners: Sequence[int]) -> list[int]:
+    """Pairs of a query and a key that it sees, for each rank; token i sees i + 1 keys."""
+    work = [0] * (1 + max(owners))
+    for place, rank in enumerate(owners):
+        work[rank] += place + 1
+    return work
+
+
+def exposed_times(
+    lengths: Sequence[float],
+    predicted: Mapping[str, Sequence[float]],
+    replayed: Mapping[str, Sequence[float]] | None = None,
+    dots_at: Sequence[float] = (),
+    computing: Sequence[float] = (),
+    marked: float | None = None,
+    title: str = "",
+    text: bool = True,
+) -> Figure:
+    """Exposed seconds of one attention over the sequence length, both axes logarithmic.
+
+    Args:
+        lengths: tokens of a sequence.
+        predicted: {way: seconds for each length}, lines.
+        replayed: {way: seconds for each of `dots_at`}, dots.
+        computing: a rank's seconds of computing for each length, a thin line.
+        marked: a sequence length with an upright rule.
+    """
+    look = looks(predicted)
+    series = [Series(way, lengths, values, look[way]) for way, values in predicted.items()]
+    for way, values in (replayed or {}).items():
+        series.append(Series(way, dots_at, values, look[way], "dots", f"{way}, replayed"))
+    if computing:
+        series.append(Series("computing", lengths, computing, Look(SOFT, "", ":")))
+    keys = [Key(OpStyle(INK, "", "replayed from times of the parts"), "dot")] if replayed else []
+    panel = CurvePanel(series, "seconds of one attention", "xy", xlabel="sequence length")
+    fig = curves([panel], title=title, more_keys=keys, left=0.85)
+    (ax,) = fig.axes
+    if marked is not None:
+        rule(ax, marked, "sequence")
+    ax.xaxis.set_major_locator(_powers(lengths))
+    ax.xaxis.set_major_formatter(lambda value, _: count(value))
+    ax.xaxis.set_minor_formatter(lambda *_: "")
+    values = [value for curve in series for value in curve.y]
+    within_two_decades = max(values) < 100 * min(values)
+    log_ticks(ax.yaxis, _seconds, (1.0, 2.0, 5.0) if within_two_decades else (1.0,))
+    return fig
+
+
+def _powers(lengths: Sequence[float]) -> FixedLocator:
+    low, high = (int(np.log2(length)) for length in (min(lengths), max(lengths)))
+    return FixedLocator([2.0**k for k in range(low, high + 1, 1 + (high - low) // 8)])
+
+
+def _seconds(value: float) -> str:
+    scale, unit = time_unit(value)
+    return f"{value / scale:g} {unit}"
+
+
+def losses_and_rows(
+    losses: Mapping[str, Sequence[float]], norms: Mapping[str, Sequence[float]], title: str = ""
+) -> Figure:
+    """Losses over steps, above the gradient's norm of each row of the table of positions.
+
+    Args:
+        losses: {run: loss of each step}.
+        norms: {run: norm for each position}, 0 where nothing trains a row, which then has no dot.
+    """
+    look = dict(zip(losses, (Look(*SERIES[k]) for k in (0, 1)), strict=True))
+    upper = [
+        Series(run, range(1, len(y) + 1), y, look[run], label=f"loss, {run},") for run, y in losses.items()
+    ]
+    rows = {run: [k for k, norm in enumerate(y) if norm > 0] for run, y in norms.items()}
+    lower = [Series(run, rows[run], [y[k] for k in rows[run]], look[run], "dots",
+                    label=f"gradient's norm, {run},") for run, y in norms.items()]  # fmt: skip
+    panels = [CurvePanel(upper, height=1.3, title="loss", xlabel="step"),
+              CurvePanel(lower, log="y", height=1.3, xlabel="position",
+                         title="norm of the gradient of each row of wpe that has one")]  # fmt: skip
+    fig = curves(panels, title=title, gap=0.75)
+    log_ticks(fig.axes[1].yaxis, lambda value: f"{value:g}")
+    trained = (f"{run}: {sum(norm > 0 for norm in row)} of {len(row)} rows get a gradient"
+               for run, row in norms.items())  # fmt: skip
+    fig.set_label("; ".join(trained))
+    return fig

@@ -1,0 +1,204 @@
+"""What notebook 10 runs on its ranks: shapes, an attention beside one process's, times of steps and messages.
+
+Every rank calls what is here.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+import hpnb
+from hpnb import comm, theory
+from hpnb.context_parallel import ContextParallel, Ring, Visibility, merge_blocks
+from hpnb.context_parallel.blockwise import block_backward, block_forward
+from hpnb.lesson.programs.device_timing import Batch
+from hpnb.lesson.programs.gpt2_pipeline import time_in_turn
+from hpnb.lesson.programs.gpt2_tensor import random_values
+from hpnb.lesson.programs.step_timing import relative_distance, rounds_in_turn
+from hpnb.mesh import Axis
+from hpnb.models import GPT2Size
+from hpnb.ranks import choose_device
+from hpnb.theory.context import Attention, BothWays
+
+Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+_TIMED = {"cpu": (Attention(1, 8, 8, 32, 1, 4), tuple(1 << k for k in range(7, 13))),
+          "cuda": (Attention(1, 16, 16, 64, 1, 2), tuple(1 << k for k in range(10, 15)))}  # fmt: skip
+_KEPT = {"cpu": (GPT2Size(64, 2, 4, 256, 509, 2048), torch.float32),
+         "cuda": (GPT2Size(1024, 2, 16, 4096, 8192, 4096), torch.bfloat16)}  # fmt: skip
+
+
+def context_axis() -> Axis:
+    """All ranks, along the context axis."""
+    return hpnb.Mesh(hpnb.Layout(cp=hpnb.world_size())).cp
+
+
+def timed_shapes(device: str) -> list[Attention]:
+    """The attentions that are timed, one for each sequence length: small on a CPU."""
+    shape, lengths = _TIMED[device]
+    return [replace(shape, sequence=length) for length in lengths]
+
+
+def kept_size(device: str) -> tuple[GPT2Size, torch.dtype]:
+    """The GPT-2 whose activations are measured, of two blocks, and its dtype."""
+    return _KEPT[device]
+
+
+def random_qkv(
+    sequence: int, heads: int = 8, kv_heads: int = 8, head_size: int = 16
+) -> tuple[torch.Tensor, ...]:
+    """q (1, heads, sequence, head_size), k and v with kv_heads, in float64, the same on all ranks."""
+    counts = (heads, kv_heads, kv_heads)
+    return tuple(random_values(1, n, sequence, head_size, seed=i) for i, n in enumerate(counts))
+
+
+# --- beside one process -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compared:
+    """An attention of sharded tokens beside one process's.
+
+    Attributes:
+        distances: {"output" or "gradients of q, k, v": relative distance on the rank where it is largest}.
+        sent: bytes that left this rank, in forward and backward.
+    """
+
+    distances: dict[str, float]
+    sent: BothWays
+
+
+def compare_with_full(
+    layer: Layer, qkv: Sequence[torch.Tensor], places: torch.Tensor, axis: Axis
+) -> Compared:
+    """Run `layer` on this rank's tokens, and one process's attention on all of them.
+
+    Args:
+        layer: (q, k, v) of this rank's tokens, (1, heads, s / cp, d) each, -> output of the same shape as q.
+        qkv: of all tokens, equal on all ranks.
+        places: (s / cp,) where this rank's tokens stand.
+    """
+    full = q, k, v = [part.clone().requires_grad_() for part in qkv]
+    right = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    seed = random_values(*right.shape, seed=99)
+    (right * seed).sum().backward()
+    local = [part[:, :, places].clone().requires_grad_() for part in qkv]
+    with hpnb.record.traffic() as traffic:
+        out = layer(*local)
+        forward = traffic.total
+        (out * seed[:, :, places]).sum().backward()
+        sent = BothWays(forward, traffic.total - forward)
+    grads = [part.grad for part in local if part.grad is not None]
+    wanted = [part.grad[:, :, places] for part in full if part.grad is not None]
+    distances = {"output": relative_distance([out], [right[:, :, places]]),
+                 "gradients of q, k, v": relative_distance(grads, wanted)}  # fmt: skip
+    worst = torch.tensor([list(distances.values())], dtype=torch.float64, device=out.device)
+    of_all = comm.gather(worst, axis, 0).amax(0).tolist()
+    return Compared(dict(zip(distances, of_all, strict=True)), sent)
+
+
+def reloaded_distance(model: torch.nn.Module, context: ContextParallel, batch: Batch, shard: Batch) -> float:
+    """How far logits of this rank's tokens are from those of one process that loads the model's weights.
+
+    Args:
+        model: a GPT-2 of size "laptop" under context parallelism.
+        batch: of all tokens; positions count from 0.
+        shard: this rank's part, as the model was trained on it.
+    """
+    alone = hpnb.models.gpt2("laptop").to(hpnb.device())
+    alone.load_state_dict(model.state_dict())
+    places = context.shard_batch(batch)["position_ids"][0].to(hpnb.device())
+    with torch.no_grad():
+        right = alone(input_ids=batch["input_ids"].to(hpnb.device())).logits[:, places]
+        inputs = {name: x for name, x in shard.items() if name != "labels"}
+        return relative_distance([model(**inputs).logits], [right])
+
+
+# --- times --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Exposed seconds of one attention, forward and backward, put together from what was timed alone.
+
+    Attributes:
+        messages: of the ring, seconds of all its messages, exposed or not.
+    """
+
+    ring: float
+    ulysses: float
+    messages: float
+
+
+def replay_exposed(shapes: Sequence[Attention], dtype: torch.dtype, link: theory.Link) -> list[Replayed]:
+    """For each shape: a ring step's computing and each message are timed alone, and `theory.context` puts
+    them together.
+
+    Ranks that share a GPU can't time messages between GPUs; there, messages take what `link` says.
+    """
+    axis = context_axis()
+    assumed = choose_device("auto", axis.size).shares_gpus
+    calls = {(i, way): call for i, shape in enumerate(shapes)
+             for way, call in _step_calls(shape, axis, dtype).items()}  # fmt: skip
+    computing = time_in_turn(calls, repeats=5)
+    sending = {} if assumed else rounds_in_turn(
+        {f"{i} {way}": call for i, shape in enumerate(shapes)
+         for way, call in _message_calls(shape, axis, dtype).items()}
+    )  # fmt: skip
+    replayed = []
+    for i, shape in enumerate(shapes):
+        step = BothWays(*(statistics.median(computing[i, way]) for way in ("forward", "backward")))
+        over, ulysses = link, theory.context.ulysses_exposed(shape, axis.size, link).total
+        if not assumed:
+            block = theory.context.ring_bytes(shape, axis.size).forward / (axis.size - 1)
+            over = theory.Link(0.0, block / statistics.median(sending[f"{i} ring"]))
+            ulysses = 2 * statistics.median(sending[f"{i} ulysses"])  # the backward sends the same
+        exposed, messages = (theory.context.ring_exposed(shape, axis.size, over, computed).total
+                             for computed in (step, BothWays(0.0, 0.0)))  # fmt: skip
+        replayed.append(Replayed(exposed, ulysses, messages))
+    return replayed
+
+
+def _step_calls(shape: Attention, axis: Axis, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """{"forward" or "backward": a ring step with the keys of the rank before}."""
+    local = shape.sequence // axis.size
+    ring, device = Ring.of(axis, local, zigzag=True), hpnb.device()
+    q, k, v = (torch.randn(1, shape.heads, local, shape.head_size, device=device, dtype=dtype) for _ in "qkv")
+    scale, wide = shape.head_size**-0.5, torch.promote_types(dtype, torch.float32)
+    pairs = list(ring.pairs((axis.rank - 1) % axis.size, Visibility(causal=True), device))
+    out = torch.zeros(1, shape.heads, local, shape.head_size, device=device, dtype=wide)
+    lse = torch.zeros(1, shape.heads, local, device=device, dtype=wide)
+
+    def forward() -> None:
+        for pair in pairs:
+            rows, keys = pair.queries, pair.keys
+            new = block_forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], scale, pair.mask)
+            merge_blocks(out[:, :, rows], lse[:, :, rows], *new)
+
+    def backward() -> None:
+        for pair in pairs:
+            rows, keys = pair.queries, pair.keys
+            block_backward(out[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], lse[:, :, rows],
+                           lse[:, :, rows], scale, pair.mask)  # fmt: skip
+
+    return {"forward": forward, "backward": backward}
+
+
+def _message_calls(shape: Attention, axis: Axis, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """{"ring": one block goes on, "ulysses": the all-to-alls of a forward}."""
+    local = shape.sequence // axis.size
+    ring = Ring.of(axis, local, zigzag=True)
+    q = torch.randn(1, shape.heads, local, shape.head_size, device=hpnb.device(), dtype=dtype)
+    block = torch.stack([q, q])
+
+    def ulysses() -> None:
+        for _ in "qkv":
+            exchanged = comm.all_to_all(q, axis, 1, 2)
+        comm.all_to_all(exchanged, axis, 2, 1)
+
+    return {"ring": lambda: ring.pass_on(block)(), "ulysses": ulysses}

@@ -1,0 +1,708 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # What if one sequence does not fit?
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/hpnb/hpnb/blob/main/notebooks/10_long_contexts.ipynb)
+# [![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/hpnb/hpnb/blob/main/notebooks/10_long_contexts.ipynb)
+#
+# **The question.** Data parallelism gives each rank other sequences, so a single sequence must fit on one GPU. A GPT-2 XL
+# keeps 34·h bytes of activations per token and layer, 2.6 MB in its 48 layers. So 32,768 tokens take 86 GB, more than an
+# H100 has. What if we shard the tokens of one sequence? Most layers work on each token by itself. Only attention needs
+# all tokens, and this page is about attention.
+#
+# **You will be able to** compute a softmax in pieces; write a ring attention; balance causal work; predict what a ring and
+# Ulysses send, and which of the two slows a step down less; find positions that are wrong on every rank.
+#
+# **You should know** attention with a causal mask, notebook 00 for latency, bandwidth and all-to-all, and the last section
+# of notebook 07, which runs Ulysses and a ring once.
+#
+# **Time.** 30 minutes to read, 1 to run, 60 for the exercises.
+#
+# **Two questions to recall.** From 00: how long does a message of n bytes take? From 07: which three numbers per token give
+# a loss from sharded logits?
+#
+# <details><summary>Answers</summary>
+# Latency plus n over the bandwidth. The largest logit, the sum of exponentials, and the target's logit.
+# </details>
+#
+# **Letters.** A sequence of s tokens is sharded over p ranks of the *context axis*, cp. Queries have H heads and keys and
+# values G, of d values each. Causal means that a query sees its own and earlier keys. The page tells one run, on
+# <data value="10.hardware">2 CPU cores</data>.
+
+# %% tags=["setup"]
+import importlib.util
+
+assert importlib.util.find_spec("hpnb"), "run %pip install hpnb, then this cell again"
+import itertools, torch, torch.distributed as dist, torch.nn.functional as F
+import hpnb
+from hpnb import Layout, Mesh, comm, lesson, theory
+from hpnb.context_parallel import Ring, Visibility, parallelize, ring_attention
+from hpnb.lesson.exercises import long_contexts as exercises
+from hpnb.lesson.figures import long_contexts as figures
+from hpnb.lesson.programs import device_timing, long_contexts, step_timing
+from hpnb.theory.context import Attention
+
+N = min(4, hpnb.ranks.default_ranks())
+pool = hpnb.Ranks(N)  # these ranks stay to the end
+text = hpnb.data.text("train", block=64)  # packed into sequences of 64 tokens
+batches = list(itertools.islice(hpnb.data.Loader(text, 8), 40))  # the same on all ranks
+model = "attention alone, then a small GPT-2"
+here = lesson.banner(N, model=model, data=text.describe())
+card = lesson.machine_card(N)  # measured in notebook 00, or now
+shapes = long_contexts.timed_shapes(here.device)  # an attention for each length
+kept_size, DTYPE = long_contexts.kept_size(here.device)
+
+# %% [markdown]
+# ## Attention over blocks
+#
+# A softmax seems to need all scores at once, because its denominator is a sum over all keys. It doesn't. Take two blocks of
+# keys, a and b. Attention to one block alone gives two things per query: an output O, and L, the logarithm of the sum of
+# exponentials of its scores, called *lse* (log-sum-exp).
+#
+# ```text
+#               keys of a                     keys of b
+# query (s, d)  ├─► O_a (s, d)  L_a (s)       ├─► O_b (s, d)  L_b (s)
+#               └──────────────────┬─────────────────────┘
+#                    L = log(exp L_a + exp L_b)
+#                    O = exp(L_a - L) O_a + exp(L_b - L) O_b
+# ```
+#
+# Each output was divided by its own sum. The two weights turn these into shares of the common sum. So blocks may come one by one, in any order, and only one must be in memory.
+
+
+# %%
+def attend_block(q, k, v, mask):  # (1, H, n, d), (1, H, m, d) twice, (n, m)
+    scores = q @ k.mT / q.size(-1) ** 0.5  # (1, H, n, m)
+    scores = scores.masked_fill(~mask, -1e30)  # finite, or rows without a key give NaN
+    lse = scores.logsumexp(-1, keepdim=True)  # (1, H, n, 1)
+    return (scores - lse).exp() @ v, lse
+
+
+def merge(out, lse, block_out, block_lse):
+    total = torch.logaddexp(lse, block_lse)
+    return (lse - total).exp() * out + (block_lse - total).exp() * block_out, total
+
+
+# %%
+q, k, v = long_contexts.random_qkv(64)  # (1, H, 64, d) in float64
+causal = torch.ones(64, 64, dtype=torch.bool).tril()
+right, state = F.scaled_dot_product_attention(q, k, v, is_causal=True), None
+for first in (48, 0, 32, 16):  # in any order
+    keys = slice(first, first + 16)
+    block = attend_block(q, k[:, :, keys], v[:, :, keys], causal[:, keys])
+    state = merge(*state, *block) if state else block
+off = step_timing.relative_distance([state[0]], [right])
+lesson.show(measured={"four blocks, merged": off}, title="Distance to one softmax")
+lesson.claim("Merged blocks are exact", (off, "<", 1e-12))
+
+# %% [markdown]
+# Blocks are exact up to rounding. This *running softmax* is also what FlashAttention does inside a GPU, with blocks that fit
+# into its on-chip memory.
+#
+# **Takeaway.** Attention to some keys is an output and an lse. Two of them merge exactly.
+#
+# ### Exercise 1: a softmax over a stream of blocks
+#
+# *Core. Implement, 20 minutes.* Write `attend(q, blocks)`. `q` has shape H x s x d. `blocks` is an iterator over triples
+# `k, v, mask`. With m keys in a block, `k` and `v` have shape H x m x d, and `mask` has s x m, True where a query sees a
+# key. Divide scores by √d. Return the output, and hold no more than two blocks at once. A block may have no visible key for
+# some query, and scores may be in the ten thousands.
+#
+# Hint: `merge` would do. FlashAttention keeps the largest score m so far, the sum of exp(score - m), and an output that
+# isn't divided yet. What happens to the last two when m grows?
+
+
+# %% tags=["stub-1"]
+def attend(q, blocks): ...
+
+
+# %% tags=["check-1"]
+lesson.check(exercises.online_softmax, attend)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# def attend(q, blocks):
+#     m = q.new_full(q.shape[:-1], -1e30)
+#     total, out = torch.zeros_like(m), torch.zeros_like(q)
+#     for k, v, mask in blocks:
+#         scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(~mask, -torch.inf)
+#         larger = torch.maximum(m, scores.amax(-1))
+#         shrink, weights = (m - larger).exp(), (scores - larger[..., None]).exp()
+#         total = shrink * total + weights.sum(-1)
+#         out = shrink[..., None] * out + weights @ v
+#         m = larger
+#     return out / total[..., None]
+# ```
+#
+# Without `shrink` the result is right only if the first block has the largest score.
+# </details>
+
+# %% [markdown]
+# ## A ring
+#
+# Now each rank has s/p tokens, with their queries, keys and values. Queries stay. Blocks of keys and values move to the next
+# rank after each step, around a ring, until every query has met every key.
+#
+# ```text
+#          rank 0               rank 1               rank 2               rank 3
+# step 0   q0 meets k0, v0      q1 meets k1, v1      q2 meets k2, v2      q3 meets k3, v3
+#              └─ k0, v0 ──►        └─ k1, v1 ──►        └─ k2, v2 ──►        └─ k3, v3 ──► to rank 0
+# step 1   q0 meets k3, v3      q1 meets k0, v0      q2 meets k1, v1      q3 meets k2, v2
+# ...
+# step 3   q0 meets k1, v1      q1 meets k2, v2      q2 meets k3, v3      q3 meets k0, v0
+# ```
+#
+# k0 is (1, G, s/p, d). A rank never holds more than two blocks: one to compute with, and one that arrives meanwhile. A send
+# and a receive are posted together, so that no rank waits for itself.
+
+
+# %%
+def pass_on(block, axis):  # start; call the result to wait for what has arrived
+    received = torch.empty_like(block)
+    after, before = (axis.ranks[(axis.rank + k) % axis.size] for k in (1, -1))
+    ops = [dist.P2POp(dist.isend, block, after, axis.group),
+           dist.P2POp(dist.irecv, received, before, axis.group)]  # fmt: skip
+    works = dist.batch_isend_irecv(ops)
+    return lambda: [work.wait() for work in works] and received
+
+
+def ring(q, k, v, places, axis):  # this rank's q, k, v; places[r]: the tokens of rank r
+    out, lse = torch.zeros_like(q), torch.full_like(q[..., :1], -1e30)
+    block, source, steps = torch.stack([k, v]), axis.rank, []
+    for step in range(axis.size):
+        last = step == axis.size - 1
+        arriving = None if last else pass_on(block, axis)  # travels meanwhile
+        mask = places[axis.rank][:, None] >= places[source]  # (s/p, s/p)
+        steps.append((source, mask.double().mean().item()))
+        out, lse = merge(out, lse, *attend_block(q, *block, mask))
+        if arriving:
+            block, source = arriving(), (source - 1) % axis.size
+    return out, steps
+
+
+# %%
+def run_ring(places):
+    axis = Mesh(Layout(cp=hpnb.world_size())).cp
+    places = [place.to(hpnb.device()) for place in places]
+    qkv = long_contexts.random_qkv(64)
+    right = F.scaled_dot_product_attention(*qkv, is_causal=True)
+    local = [part[:, :, places[axis.rank]].contiguous() for part in qkv]
+    out, steps = ring(*local, places, axis)
+    wanted = right[:, :, places[axis.rank]]
+    return step_timing.relative_distance([out], [wanted]), steps
+
+
+# %%
+contiguous = list(torch.arange(64).chunk(N))  # rank r has the r-th part
+question = "Causal attention, equal parts: what share of its pairs does rank 0 see?"
+lesson.predict("10.rank-0", question, unit="%", rule_of_thumb=50)
+results = pool.run(run_ring, contiguous)
+lesson.claim("The ring is exact", max(off for off, _ in results) < 1e-12)
+steps = [steps for _, steps in results]  # of each rank
+title = "The ring is exact, and in most steps rank 0 has nothing to do"
+lesson.show(figures.ring_steps(steps, title=title))
+seen = sum(share for _, share in steps[0]) / N
+lesson.reveal("10.rank-0", 100 * seen, source="counted")
+
+# %% [markdown]
+# Four ranks give the attention of one process. But the shares of visible pairs differ: rank 0 sees <data value="10.rank-0">13.3 %</data> of its
+# pairs, although causal attention computes half of all pairs. We come back to that below.
+#
+# ### The backward
+#
+# The backward of a block needs its keys and values once more, so they travel around the ring again. The gradients of a block
+# are sums over all queries that met it. They travel too, one rank behind their block. Each rank adds its term, and the last
+# message brings the sum home.
+#
+# ```text
+# forward    k, v of (s/p tokens)        p - 1 messages
+# backward   k, v once more              p - 1 messages
+#            gradients of k and v        p - 1 messages, in float32 even if k and v have 16 bits
+# ```
+#
+# In 16 bits, a running sum over many ranks would lose digits, hence float32. `hpnb.context_parallel` does all this in an
+# autograd function. We check its output and gradients, and count its bytes.
+
+
+# %%
+def check_ring(kv_heads):
+    axis = Mesh(Layout(cp=hpnb.world_size())).cp
+    order = Ring.of(axis, 64 // axis.size, zigzag=False)
+
+    def layer(q, k, v):
+        return ring_attention(q, k, v, order, Visibility(causal=True), 16**-0.5)
+
+    qkv = long_contexts.random_qkv(64, heads=8, kv_heads=kv_heads)
+    places = order.places(hpnb.device())
+    return long_contexts.compare_with_full(layer, qkv, places, axis)
+
+
+# %%
+found = {f"{G} kv heads": pool.run(check_ring, G)[0] for G in (8, 2)}
+exact = lesson.Parity({name: ring.distances for name, ring in found.items()})
+lesson.show(exact, title="The library's ring, forward and backward")
+lesson.claim("Gradients are exact, too", exact.equal)
+jobs = {f"{G} kv heads": Attention(64, 8, G, 16, 1, 8) for G in (8, 2)}
+predicted = {name: theory.context.ring_bytes(job, N) for name, job in jobs.items()}
+forward = {name: ring.sent.forward for name, ring in found.items()}
+lesson.show(predicted={name: sent.total for name, sent in predicted.items()},
+            counted={name: ring.sent.total for name, ring in found.items()},
+            columns={"of it forward (B)": forward}, unit="B", key="10.ring",
+            title="A ring sends keys and values only")  # fmt: skip
+
+# %% [markdown]
+# With 8 kv heads <data value="10.ring.8-kv-heads.counted">295 kB</data> leave a rank, a third of it in the forward. With 2 kv heads, as in models
+# with *grouped queries*, it is a fourth: queries never travel.
+#
+# **Takeaway.** A ring sends p - 1 blocks forward, and twice as many backward.
+#
+# ### Exercise 2: the backward's bytes
+#
+# *Core. Calculate, 15 minutes.* Write `sent(job)`: the bytes that leave a rank in the backward. A job has p ranks, b
+# sequences of s tokens, `job.heads` and `job.kv_heads` heads of `job.d` values, and `job.w` bytes a value of q, k and v. The
+# check counts a real ring.
+#
+# Hint: a block has keys and values of s/p tokens of every sequence. When is w not what travels?
+
+
+# %% tags=["stub-2"]
+def sent(job): ...
+
+
+# %% tags=["check-2"]
+lesson.check(exercises.backward_bytes, sent)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# def sent(job):
+#     values = 2 * job.b * job.s / job.p * job.kv_heads * job.d
+#     return (job.p - 1) * values * (job.w + max(job.w, 4))
+# ```
+# </details>
+
+# %% [markdown]
+# ## A puzzle: equal work
+#
+# Token i, counted from 0, sees i + 1 keys. With contiguous parts the last rank has late tokens only, which see nearly
+# everything, and all ranks wait for it. The puzzle: give each rank equally many tokens and equally many pairs.
+#
+# Two solutions are in use. *Striped* gives rank r the tokens r, r + p, r + 2p and so on. *Zigzag* splits the sequence into
+# 2p chunks and gives rank r chunk r and chunk 2p - 1 - r, an early and a late one:
+#
+# ```text
+# p = 4    chunk   0   1   2   3   4   5   6   7
+#          rank    0   1   2   3   3   2   1   0
+# ```
+
+# %%
+tokens = range(64)
+question = f"Contiguous parts, {N} ranks: the last rank's pairs, over the mean?"
+lesson.predict("10.last", question, rule_of_thumb=1)
+ways = {"contiguous": [i * N // 64 for i in tokens], "striped": [i % N for i in tokens]}
+ways["zigzag"] = [min(c, 2 * N - 1 - c) for c in (i * 2 * N // 64 for i in tokens)]
+title = "Contiguous parts overload the last rank, zigzag is even"
+lesson.show(figures.causal_work(ways, title=title))
+
+# %%
+work = {way: figures.work_per_rank(owners) for way, owners in ways.items()}
+fullest = {way: N * max(pairs) / sum(pairs) for way, pairs in work.items()}
+predicted = 2 - 1 / N  # of whole chunks, for long sequences
+lesson.reveal("10.last", fullest["contiguous"], predicted=predicted, source="counted")
+lesson.record("10.striped", fullest["striped"])
+places = [torch.tensor([i for i in tokens if ways["zigzag"][i] == r]) for r in range(N)]
+results = pool.run(run_ring, places)
+shares = {share for _, steps in results for _, share in steps[1:]}
+lesson.claim("In a zigzag, our ring is exact", max(off for off, _ in results) < 1e-12)
+lesson.claim("Each step after the first has half of its pairs", shares == {0.5})
+
+# %% [markdown]
+# Row i of each picture is a query, coloured by its rank, up to the last key that it sees. The last of the contiguous parts
+# has <data value="10.last:.2f">1.74</data> times the mean; for p ranks it is nearly 2 - 1/p. The striped ones are off by the few pairs of
+# neighbouring tokens, <data value="10.striped:.2f">1.05</data>. A zigzag is even in total, and also in each step: after step 0, exactly half of
+# the pairs of a step are visible, on every rank. That matters, because all ranks wait for each other in each step. Our ring
+# ran in a zigzag without any change, since its mask compares places.
+#
+# Zigzag has a second advantage: its masks are trivial. A chunk of queries sees either all or nothing of another chunk, and
+# only a chunk with itself needs a causal mask. Fast kernels support just that.
+#
+# **Takeaway.** Balance the pairs, not the tokens. Zigzag does it for every step.
+#
+# ### Exercise 3: a balanced assignment
+#
+# *Core. Design, 25 minutes.* A zigzag wants 2 chunks a rank. Suppose that there are 3, or any other number above 1. Chunk i
+# works on i + ½ chunks of pairs. Write `assign(chunks, ranks)`, which returns a list of chunks for each rank, equally many
+# for all. Work may differ by at most 1 between ranks.
+#
+# Hint: take rows of `ranks` chunks. Two rows are a zigzag, so only an odd number of rows is hard, and 3 rows at the end
+# solve it. Order the second row such that the sums of two rows are as evenly spaced as the chunks of the third row. For 3
+# ranks: 0 with 5, 1 with 3 and 2 with 4 give 5, 4 and 6.
+
+
+# %% tags=["stub-3"]
+def assign(chunks, ranks): ...
+
+
+# %% tags=["check-3"]
+lesson.check(exercises.balanced_assignment, assign)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# def assign(chunks, ranks):
+#     rows = [list(range(k, k + ranks)) for k in range(0, chunks, ranks)]
+#     shards = [[] for _ in range(ranks)]
+#     while len(rows) not in (0, 3):  # two rows in a zigzag
+#         for shard, early, late in zip(shards, rows.pop(0), reversed(rows.pop(0))):
+#             shard += [early, late]
+#     if rows:
+#         first, second, third = rows
+#         middle = second[::-2] + second[-2::-2]  # every other one from the end, then the rest
+#         pairs = sorted(zip(first, middle), key=sum)
+#         for (one, two), three in zip(pairs, reversed(third)):
+#             shards[one - first[0]] += [one, two, three]
+#     return shards
+# ```
+#
+# Sums of the first two rows increase from pair to pair by 1, or by 0 once, and the third row decreases by 1. A zigzag in
+# each row would leave the third row's differences.
+# </details>
+
+# %% [markdown]
+# ## Ulysses
+#
+# The second method moves no blocks around. It exchanges the sharded dimension before attention and after it:
+#
+# ```text
+# q, k, v (1, H, s/p, d)   a rank has some tokens of all heads
+#       │ all-to-all
+# q, k, v (1, H/p, s, d)   all tokens of some heads: an ordinary attention, causal mask and all
+#       │ all-to-all
+# output  (1, H, s/p, d)   some tokens of all heads again
+# ```
+#
+# That is two all-to-alls a layer, if q, k and v share one. Every head sees the whole sequence, so any attention kernel
+# works, and work is even without a zigzag. The price: p can't exceed the number of heads.
+
+
+# %%
+def check_ulysses(kv_heads):
+    axis = Mesh(Layout(cp=hpnb.world_size())).cp
+    places = torch.arange(64).chunk(axis.size)[axis.rank]  # contiguous
+
+    def layer(*qkv):
+        if kv_heads % axis.size:  # too few heads to shard: repeat them
+            qkv = [x.repeat_interleave(8 // x.size(1), 1) for x in qkv]
+        q, k, v = (comm.all_to_all(x, axis, 1, 2) for x in qkv)  # (1, H/p, s, d)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return comm.all_to_all(out, axis, 2, 1)  # (1, H, s/p, d)
+
+    qkv = long_contexts.random_qkv(64, heads=8, kv_heads=kv_heads)
+    return long_contexts.compare_with_full(layer, qkv, places, axis)
+
+
+question = f"{N} ranks, 8 heads, 8 kv heads: bytes of a ring, over those of Ulysses?"
+lesson.predict("10.bytes", question, rule_of_thumb=2 / 4)  # k, v over q, k, v, output
+found, rings = ({G: pool.run(check, G)[0] for G in (8, 4, 1)}
+                for check in (check_ulysses, check_ring))  # fmt: skip
+
+# %%
+exact = lesson.Parity({f"{G} kv heads": way.distances for G, way in found.items()})
+lesson.claim("Ulysses by hand is exact", exact.equal)
+predicted, counted = {}, {}
+for G in (8, 4, 1):
+    shape = Attention(64, 8, G, 16, 1, 8)
+    predicted[f"ring, {G} kv heads"] = theory.context.ring_bytes(shape, N).total
+    predicted[f"Ulysses, {G} kv heads"] = theory.context.ulysses_bytes(shape, N).total
+    counted[f"ring, {G} kv heads"] = rings[G].sent.total
+    counted[f"Ulysses, {G} kv heads"] = found[G].sent.total
+title = "Ulysses sends least, unless kv heads are few"
+lesson.show(predicted=predicted, counted=counted, unit="B", key="10.sent", title=title)
+over = [sent["ring, 8 kv heads"] / sent["Ulysses, 8 kv heads"]
+        for sent in (counted, predicted)]  # fmt: skip
+lesson.reveal("10.bytes", over[0], predicted=over[1], source="counted")
+lesson.claim("The formula counts every byte", counted == predicted)
+
+
+# %% [markdown]
+# The rule of thumb compares two tensors with four, but a ring sends its two p - 1 times forward, and more backward. Per
+# token of a rank, forward and backward together, the two send
+#
+# $$ \text{ring: } 6\,(p-1)\,G\,d \qquad\qquad \text{Ulysses: } 4\,\tfrac{p-1}{p}\,(H+G)\,d \quad\text{values.} $$
+#
+# So Ulysses sends
+# fewer the more ranks there are. With 8 kv heads it sends <data value="10.sent.ulysses-8-kv-heads.counted">98.3 kB</data> and the ring
+# <data value="10.sent.ring-8-kv-heads.counted">295 kB</data>. Grouped queries help the ring: with 1 kv head it sends
+# <data value="10.sent.ring-1-kv-heads.counted">36.9 kB</data>. Ulysses can't shard that head, so it repeats it, and saves nothing.
+#
+# Both work inside a model, too. The plugin shards the batch, gives each token its position, and sums the gradients over the
+# ranks of cp. We train a small GPT-2 for three steps, in both ways and in one process.
+
+
+# %%
+def train_boosted(mode):
+    model = hpnb.models.gpt2("laptop", dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"cp_size": hpnb.world_size(), "context_parallel": mode or "ring"}
+    plugin = hpnb.HybridParallelPlugin(precision="fp64", **options)
+    booster, losses = hpnb.Booster(plugin=plugin), []
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    for batch in batches[:3]:
+        batch = {key: value.to(hpnb.device()) for key, value in batch.items()}
+        loss = model(**batch).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return torch.tensor(losses, dtype=torch.float64)
+
+
+# %%
+alone = hpnb.launch(train_boosted, "", ranks=1)[0]
+boosted = {mode: pool.run(train_boosted, mode) for mode in ("ring", "ulysses")}
+off = {mode: step_timing.relative_distance(losses, [alone] * N)
+       for mode, losses in boosted.items()}  # fmt: skip
+exact = lesson.Parity({mode: {"losses of three steps": off[mode]} for mode in boosted})
+lesson.show(exact, title="A GPT-2 with cp_size trains as in one process")
+lesson.claim("The plugin trains exactly, in both modes", exact.equal)
+
+# %% [markdown]
+# <details><summary>In your tools: context parallelism</summary>
+#
+# hpnb: `HybridParallelPlugin(cp_size=4, context_parallel="ring")`, or `"ulysses"`. Megatron-Core:
+# `--context-parallel-size 4` with `--cp-comm-type p2p` for the ring and `a2a` for Ulysses. accelerate:
+# `ParallelismConfig(cp_size=4)`, which needs FSDP2 and uses PyTorch's ring. transformers' `Trainer` takes that configuration
+# too. DeepSpeed has Ulysses in `deepspeed.sequence.layer`. PyTorch:
+#
+# ```python
+# from torch.distributed.tensor.experimental import context_parallel
+#
+# buffers = [tokens, labels, positions]  # (b, s) each; sharded in place, in a zigzag
+# with context_parallel(mesh["cp"], buffers=buffers, buffer_seq_dims=[1, 1, 1]):
+#     loss = loss_of(model(tokens, position_ids=positions), labels)
+#     loss.backward()
+# ```
+# </details>
+#
+# **Takeaway.** Ulysses shards heads for the time of attention. It sends fewer bytes than a ring, if there are enough kv
+# heads.
+#
+# ## Which wins when?
+#
+# Bytes don't decide alone. A ring sends while it computes, and Ulysses' attention can't start before its all-to-alls end.
+# So we compare *exposed* time: what the messages add to the time of computing.
+#
+# In one step of a ring's forward, a rank computes $2Hd\,(s/p)^2$ FLOPs and sends $2\,(s/p)\,Gd$ values of w bytes. Computing
+# grows with the square of s/p, so from some length on it covers the message. With ρ from notebook 00, the FLOP/s of a rank
+# over its bytes/s, that length is
+#
+# $$ \frac{s}{p} = w\,\rho\,\frac{G}{H} \text{ tokens a rank.} $$
+#
+# An H100 with 400 TFLOP/s in attention and a NIC of 50 GB/s has ρ = 8,000. With 2 bytes a value and G = H, it needs 16,000
+# tokens a rank. With G = H/8 it needs 2,000.
+#
+# The backward has 2.5 times the FLOPs and at least twice the bytes. Its last message, which brings gradients home, is always
+# exposed. `theory.context` adds all this up, step by step. Lines are predicted from the machine card. For the dots we time
+# one step's computing and each message alone, and put these times together in the same way.
+
+# %%
+replayed = pool.run(long_contexts.replay_exposed, shapes, DTYPE, card.link)[0]
+predicted = {"ring": [], "Ulysses": []}
+for shape in shapes:
+    step = theory.context.ring_step_seconds(shape, N, card.matmul)
+    ring_times = theory.context.ring_exposed(shape, N, card.link, step)
+    predicted["ring"].append(ring_times.total)
+    predicted["Ulysses"].append(theory.context.ulysses_exposed(shape, N, card.link).total)
+dots = {"ring": [times.ring for times in replayed],
+        "Ulysses": [times.ulysses for times in replayed]}  # fmt: skip
+lengths = [a.sequence for a in shapes]
+title = "The longer the sequence, the more of a ring's messages are overlapped"
+lesson.show(figures.exposed_times(lengths, predicted, dots, lengths, title=title))
+shares = [times.ring / times.messages for times in replayed]  # of message time
+lesson.record("10.share", {"first": 100 * shares[0], "last": 100 * shares[-1]}, "%")
+lesson.record("10.lengths", {"first": lengths[0], "last": lengths[-1]})
+lesson.record("10.at-last", {way: seconds[-1] for way, seconds in dots.items()}, "s")
+tokens = theory.context.tokens_to_overlap(shapes[0], card.matmul, card.link)
+lesson.record("10.overlap", round(tokens))
+lesson.claim("A longer sequence exposes a smaller share of a ring's messages",
+             (shares[-1], "<", shares[0]))  # fmt: skip
+lesson.claim("At the longest sequence, the ring exposes less than Ulysses",
+             (dots["ring"][-1], "<", dots["Ulysses"][-1]))  # fmt: skip
+
+# %%
+lesson.explorers.ring_or_ulysses()
+
+# %% [markdown]
+# At <data value="10.lengths.first">128</data> tokens a ring exposes <data value="10.share.first">72.6 %</data> of its messages' time, and at <data value="10.lengths.last">4,096</data> tokens
+# <data value="10.share.last">11.1 %</data>. The formula puts the overlap of the forward at <data value="10.overlap">412</data> tokens a rank. Dots need not lie on the
+# lines: ranks share cores here, so messages take longer than on the machine card, and attention doesn't reach the rate of a
+# large matmul.
+#
+# On this machine latency decides. With 4 ranks, a ring has 9 messages and may cover most of them. Ulysses has 8 all-to-alls
+# of 3 messages, and waits for all. So it is behind even where it sends fewer bytes: <data value="10.at-last.ulysses">31.3 ms</data> against <data value="10.at-last.ring">3.60 ms</data> at <data value="10.lengths.last">4,096</data> tokens. The
+# explorer has an H100, where bytes decide. Over InfiniBand with 8 ranks, Ulysses exposes less up to 131,072 tokens, and the
+# ring from 262,144 on. That is the rule of 16,000 tokens a rank.
+#
+# **Challenge,** in the explorer, for an H100: on 8 ranks over InfiniBand NDR, with 32 heads, at least 8 kv heads and at most
+# 65,536 tokens, expose at most 5 % of the computing.
+#
+# <details><summary>Answer</summary>
+#
+# 65,536 tokens and 8 kv heads: a ring exposes 3.5 %, Ulysses 17 %. Half the tokens, or twice the kv heads, put the ring at
+# 15 %.
+# </details>
+#
+# ### The longest sequence
+#
+# Did we gain memory? We measure what a rank keeps for the backward of a GPT-2 of two blocks, at the end of its forward.
+
+
+# %%
+def kept_bytes(cp):
+    mesh = Mesh(Layout(dp=hpnb.world_size() // cp, cp=cp))
+    model = hpnb.models.gpt2(kept_size, dtype=DTYPE).to(hpnb.device())
+    context = parallelize(model, mesh.cp, "ring")
+    batch = context.shard_batch(device_timing.random_tokens(kept_size, 1))
+    del batch["labels"]
+    with hpnb.record.memory(model) as recorder:
+        model(**batch).logits.sum().backward()
+    return max(sample.activations for sample in recorder.profile().samples)
+
+
+sizes = [cp for cp in (1, 2, 4) if N % cp == 0]
+kept = {f"cp = {cp}": pool.run(kept_bytes, cp)[0] for cp in sizes}
+predicted = {f"cp = {cp}": kept["cp = 1"] / cp for cp in sizes}
+longest = {row: int(1e9 / nbytes * kept_size.length) for row, nbytes in kept.items()}
+lesson.show(predicted=predicted, measured=kept, unit="B", key="10.kept",
+            columns={"longest sequence in 1 GB (tokens)": longest},
+            title="Activations of one sequence, on a rank")  # fmt: skip
+worst = max(abs(kept[row] / predicted[row] - 1) for row in kept)
+lesson.claim("Activations shrink as 1/cp, within a tenth", (worst, "<", 0.1))
+
+# %% [markdown]
+# Activations shrink in proportion, so p ranks take a sequence p times as long. Weights, gradients and optimizer state don't
+# shrink: each rank of cp has all of them, unless you add ZeRO or tensor parallelism.
+#
+# <details><summary>What this library's ring needs besides</summary>
+#
+# Its block attention is plain PyTorch and writes the scores of one pair of chunks, H (s/2p)² numbers in float32, for the
+# time of that pair. Production code uses a flash kernel for each block, which returns the lse and writes no scores.
+# </details>
+#
+# **Takeaway.** Ulysses for many kv heads and sequences below w·ρ·G/H tokens a rank, a ring above, or with more ranks than
+# heads.
+#
+# ## The silent failure
+#
+# A model looks up positions. If nobody tells it where its tokens stand, transformers counts from 0, on every rank.
+# Megatron-Core and PyTorch leave this to you, too. In our ring the masks stay right, because it knows where tokens stand.
+# Only the table of positions, `wpe`, is read in wrong rows. Does the loss tell? We train a GPT-2 on <data value="10.ranks">4</data> ranks, once
+# with the positions of `shard_batch` and once without.
+
+
+# %%
+def train(keep_positions):
+    axis = Mesh(Layout(cp=hpnb.world_size())).cp
+    model = hpnb.models.gpt2("laptop").to(hpnb.device())
+    context, losses = parallelize(model, axis, "ring"), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for batch in batches:
+        shard = context.shard_batch({k: x.to(hpnb.device()) for k, x in batch.items()})
+        if not keep_positions:
+            del shard["position_ids"]  # now every rank counts from 0
+        targets = batch["labels"][:, 1:].numel()  # of all ranks
+        loss = model(**shard, num_items_in_batch=targets).loss  # this rank's part
+        optimizer.zero_grad()
+        loss.backward()
+        for p in model.parameters():  # each rank has other tokens: sum, don't average
+            dist.all_reduce(p.grad)
+        optimizer.step()
+        losses.append(comm.all_reduce(loss.detach(), axis).item())
+    rows = model.transformer.wpe.weight.grad[:64].norm(dim=1).tolist()
+    return losses, rows, long_contexts.reloaded_distance(model, context, batch, shard)
+
+
+names = {"positions of shard_batch": True, "positions that restart": False}
+runs = {name: pool.run(train, keep)[0] for name, keep in names.items()}
+
+# %%
+losses, rows = ({name: run[i] for name, run in runs.items()} for i in (0, 1))
+title = "Both losses fall alike; rows of wpe without a gradient tell"
+lesson.show(figures.losses_and_rows(losses, rows, title=title))
+final = {name: run[-1] for name, run in losses.items()}
+trained = {name: sum(norm > 0 for norm in run) for name, run in rows.items()}
+off = {name: distance for name, (*_, distance) in runs.items()}
+columns = {"last loss": final, "reloaded logits are off by": off}
+columns["rows of wpe with a gradient, of 64"] = trained
+title = "The checkpoint of the second run is another model"
+lesson.show(columns=columns, key="10.fault", title=title)
+right, wrong = names
+start, end = losses[right][0], losses[right][-1]
+lesson.record("10.ranks", N)
+lesson.claim("The loss doesn't tell", abs(final[wrong] - end) < (start - end) / 5)
+lesson.claim("With right positions, one process agrees", (off[right], "<", 1e-5))
+lesson.claim("With wrong positions, it doesn't", (off[wrong], ">", 100 * off[right]))
+lesson.claim("Only the first rows are trained", trained[wrong] == 64 // N)
+lesson.field_guide.add(
+    "the loss falls, and one process computes other logits from the checkpoint",
+    "rows of the position table with a gradient; position_ids of all ranks, sorted",
+    "each rank of cp counts its tokens' positions from 0", notebook="10")  # fmt: skip
+lesson.field_guide.show()
+
+# %% [markdown]
+# Both losses fall, to <data value="10.fault.positions-of-shard_batch.last-loss:.2f">5.28</data> and
+# <data value="10.fault.positions-that-restart.last-loss:.2f">5.27</data>. Nobody would suspect the second curve: masks still tell the model which
+# token comes before which, and forty steps on a small model need little more. But somebody will load the checkpoint in one
+# process, with positions 0 to 63. From the first run, that process computes the logits of training, up to rounding in
+# float32. From the second, logits are off by <data value="10.fault.positions-that-restart.reloaded-logits-are-off-by:.4f">0.0045</data> of their norm. It is
+# another model than the one that was trained. What a long training would lose, forty steps don't tell.
+#
+# The instrument is the gradient of `wpe`. With right positions, <data value="10.fault.positions-of-shard_batch.rows-of-wpe-with-a-gradient-of-64">63</data>
+# of 64 rows get one: the last token has no target. With positions that restart, only
+# <data value="10.fault.positions-that-restart.rows-of-wpe-with-a-gradient-of-64">16</data> do. A model with rotary positions has no such table, so check
+# the cause itself: gather `position_ids` from all ranks of cp and sort them. They should be 0 to s - 1, each once.
+#
+# Labels have the same trap: the target of a rank's last token is on another rank. Shift labels before you shard them, as
+# `shard_batch` does.
+#
+# **Takeaway.** Shard tokens together with their positions and their shifted labels, and check once that the positions of all
+# ranks are 0 to s - 1.
+#
+# ## What to remember
+#
+# - Attention to blocks of keys merges exactly, by output and lse.
+# - A ring sends keys and values while it computes. It needs w·ρ·G/H tokens a rank to cover its messages.
+# - Ulysses needs two all-to-alls a layer and at least p heads. Its bytes are few, and all exposed.
+# - Zigzag gives all ranks equal work in every step.
+# - Positions and labels belong to tokens. Shard them together.
+#
+# **When not to use this.** If a sequence fits, data parallelism sends less, and FlashAttention or recomputation may be all
+# that you need. If weights don't fit either, add ZeRO or tensor parallelism.
+#
+# **Where to look.** Here: `hpnb/context_parallel/`, and `hpnb/theory/context.py` for bytes and times. Megatron-Core:
+# `get_batch_on_this_cp_rank` in `megatron/core/utils.py` splits in a zigzag. PyTorch:
+# `torch/distributed/tensor/experimental/`.
+#
+# **Papers.** Rabe & Staats 2021, *Self-attention does not need O(n²) memory*, arXiv 2112.05682. Dao et al. 2022,
+# *FlashAttention*, 2205.14135. Liu, Zaharia & Abbeel 2023, *Ring attention*, 2310.01889. Brandon et al. 2023, *Striped
+# attention*, 2311.09431. Jacobs et al. 2023, *DeepSpeed Ulysses*, 2309.14509.
+#
+# **Next.** You can now shard samples, layers, matrices and tokens. One thing was the same in all of them: every weight works
+# on every token. A mixture of experts drops that. A token then visits a few experts only, wherever they are, and the
+# all-to-all of this page carries it there.

@@ -23,10 +23,18 @@ import pytest
 import torch
 from rank_pools import RankPools
 from torchvision.transforms import v2
-from transformers import GPT2LMHeadModel, ViTForImageClassification, ViTImageProcessor
+from torchvision.transforms.functional import pil_to_tensor
+from transformers import (
+    AutoImageProcessor,
+    GPT2LMHeadModel,
+    ViTForImageClassification,
+    ViTImageProcessor,
+    pipeline,
+)
 
 import hpnb
 from hpnb.__main__ import main
+from hpnb.data.images import image_batch
 from hpnb.hybrid.train_command import main as train_main
 from hpnb.hybrid.train_command.run_file import RunFile, load, parse
 from hpnb.hybrid.train_command.run_task import make_task
@@ -233,6 +241,16 @@ def test_a_run_is_the_same_in_every_layout_and_leaves_a_model(
     with torch.no_grad():
         loss = model(batch["pixel_values"].double(), labels=batch["labels"]).loss
     assert float(loss) == pytest.approx(both.final["loss"], rel=1e-6)
+    # The image processor that was saved does what the run did to its images, which were 32 pixels wide.
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "cut" / "model")
+    large = hpnb.data.beans("test", 24, image_size=32, kind="generated")
+    images = torch.stack([pil_to_tensor(large[i]["image"]) for i in range(4)])  # uint8
+    pixels = processor(images, return_tensors="pt")["pixel_values"]
+    assert pixels.shape == (4, 3, 16, 16)
+    assert torch.allclose(pixels, image_batch(images, 16), atol=0.02)  # it rounds to 8 bits
+    picture = rows[0]["image"]
+    (best, *_) = pipeline("image-classification", str(tmp_path / "cut" / "model"))(picture)
+    assert best["label"] == f"LABEL_{int(model(batch['pixel_values'][:1].double()).logits.argmax())}"
     written = json.loads((tmp_path / "cut" / "history.json").read_text())
     assert figures(written) == figures(both.history)
 

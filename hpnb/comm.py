@@ -12,6 +12,7 @@ backward turns the gradient back, so that every rank ends up with the gradient o
     all_gather       sharded -> used by all      reduce-scatter       partial    -> sharded
     reduce_scatter   partial -> sharded          all-gather           sharded    -> partial's
     all_to_all       sharded on i -> on j        all-to-all           sharded on j -> on i
+    exchange_rows    rows to other ranks         rows back            to the rows' own ranks
 
 `replicate` and `all_reduce` are Megatron's f and g (Shoeybi et al. 2019, arXiv 1909.08053, section 3);
 `all_gather` and `reduce_scatter` its g and g-bar of sequence parallelism (Korthikanti et al. 2022,
@@ -98,6 +99,19 @@ def all_to_all(x: torch.Tensor, axis: Axis, split_dim: int, concat_dim: int) -> 
     forward = partial(_exchange_slices, axis=axis, split_dim=split_dim, concat_dim=concat_dim)
     backward = partial(_exchange_slices, axis=axis, split_dim=concat_dim, concat_dim=split_dim)
     return _with_backward(x, axis, forward, backward)
+
+
+def exchange_rows(
+    rows: torch.Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]
+) -> torch.Tensor:
+    """Send `sent[r]` rows to each rank r and receive `received[r]` from it: backward goes the other way.
+
+    Args:
+        rows: (sum(sent), ...), in the order of the ranks.
+    """
+    forward = partial(_exchange_rows, axis=axis, sent=sent, received=received)
+    backward = partial(_exchange_rows, axis=axis, sent=received, received=sent)
+    return _with_backward(rows, axis, forward, backward)
 
 
 def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
@@ -246,6 +260,15 @@ def _exchange_slices(x: torch.Tensor, axis: Axis, split_dim: int, concat_dim: in
     with communication("all_to_all", axis.name, parts.nbytes, axis.ranks):
         dist.all_to_all_single(received, parts, group=axis.group)
     return torch.cat(received.unbind(), concat_dim)
+
+
+def _exchange_rows(
+    rows: torch.Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]
+) -> torch.Tensor:
+    arrived = rows.new_empty((sum(received), *rows.shape[1:]))
+    with communication("all_to_all", axis.name, rows.nbytes, axis.ranks):
+        dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=axis.group)
+    return arrived
 
 
 def _send(x: torch.Tensor, axis: Axis, to: int) -> torch.Tensor:

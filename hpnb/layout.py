@@ -7,7 +7,8 @@ are furthest apart (they talk least):
     rank = ((dp_index * pp + pp_index) * cp + cp_index) * tp + tp_index
 
 The context axis cp is for sequences that no rank can hold. Where its size is 1 it is left out of everything
-that lists axes. `hpnb.mesh` makes the process groups of a layout, inside ranks.
+that lists axes. The expert axis ep takes its ranks from dp x cp. `hpnb.mesh` makes the process groups of a
+layout, inside ranks.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ class Layout:
         dp, pp, tp: ranks along the data, pipeline and tensor axis, each at least 1.
         order: the axes from the outermost to the innermost. Where it does not name cp, cp is just outside tp.
         cp: ranks along the context axis.
+        ep: ranks over which experts are sharded. They are ranks of dp x cp, so ep adds none.
 
     Raises:
-        ValueError: a size below 1, or an order that does not name each axis once.
+        ValueError: a size below 1, an order that does not name each axis once, or an ep that does not divide
+            dp x cp.
 
     >>> layout = hpnb.Layout(dp=2, tp=2)
     >>> layout.world_size, layout.groups("tp")
@@ -45,9 +48,10 @@ class Layout:
     tp: int = 1
     order: tuple[str, ...] = AXES
     cp: int = field(default=1, kw_only=True)
+    ep: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in (*AXES, "cp"):
+        for name in (*AXES, "cp", "ep"):
             if not _is_count(size := getattr(self, name)):
                 raise ValueError(f"Layout {name}={size!r} is not a count; use 1 where an axis is not split")
         order = [name for name in self.order if name != "cp" or self.cp > 1]
@@ -59,6 +63,12 @@ class Layout:
                 "outermost first"
             )
         object.__setattr__(self, "order", tuple(order))
+        if (self.dp * self.cp) % self.ep:
+            fits = [n for n in range(1, self.dp * self.cp + 1) if self.dp * self.cp % n == 0]
+            raise ValueError(
+                f"ep={self.ep} takes its ranks from dp={self.dp} x cp={self.cp}, which it does not divide; "
+                f"use ep={' or '.join(map(str, fits))}"
+            )
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -98,10 +108,16 @@ class Layout:
         """Every group of ranks along `axis`: those that differ in that coordinate alone.
 
         Along "dp_cp" they may differ in both coordinates: these ranks have the same weights and other tokens.
+        Neighbours among them are an "ep" group, which has each expert once; the ranks of an "edp" group have
+        the same experts.
         """
+        if axis == "ep":
+            return [g[i : i + self.ep] for g in self.groups("dp_cp") for i in range(0, len(g), self.ep)]
+        if axis == "edp":
+            return [group[i :: self.ep] for group in self.groups("dp_cp") for i in range(self.ep)]
         along = ("dp", "cp") if axis == "dp_cp" else (axis,)
         if any(name not in (*AXES, "cp") for name in along):
-            raise ValueError(f"no axis {axis!r}; a Layout has dp, pp, tp and cp")
+            raise ValueError(f"no axis {axis!r}; a Layout has dp, pp, tp, cp and ep")
         others = [name for name in self.order if name not in along]
         groups = []
         for indices in product(*(range(getattr(self, name)) for name in others)):
@@ -111,7 +127,8 @@ class Layout:
         return groups
 
     def __str__(self) -> str:
-        return "Layout(" + ", ".join(f"{name}={getattr(self, name)}" for name in self.order) + ")"
+        names = (*self.order, *(("ep",) if self.ep > 1 else ()))
+        return "Layout(" + ", ".join(f"{name}={getattr(self, name)}" for name in names) + ")"
 
 
 @dataclass(frozen=True)
@@ -126,7 +143,7 @@ class ParallelLayout(Layout):
         ParallelLayout(dp=2, pp=4, num_microbatches=8, zero_stage=1, schedule="zb-h1")
 
     Args:
-        dp, pp, tp, cp: ranks along each axis.
+        dp, pp, tp, cp, ep: ranks along each axis.
         num_microbatches: microbatches of a step in each pipeline. It wins over
         microbatch_size: samples of a microbatch; see `count_microbatches` for what happens without either.
         zero_stage: 0 replicates; 1 shards optimizer state over dp, 2 also gradients, 3 also weights.
@@ -179,7 +196,7 @@ class ParallelLayout(Layout):
     @property
     def mesh_layout(self) -> Layout:
         """The sizes and their order alone."""
-        return Layout(self.dp, self.pp, self.tp, self.order, cp=self.cp)
+        return Layout(self.dp, self.pp, self.tp, self.order, cp=self.cp, ep=self.ep)
 
     @property
     def chunks_per_rank(self) -> int:
@@ -207,7 +224,7 @@ class ParallelLayout(Layout):
 
     def __str__(self) -> str:
         """As people say it: "dp 2 x pp 4, zb-h1, ZeRO 1"; axes of size 1 and usual values are left out."""
-        sizes = [f"{axis} {size}" for axis in self.axes if (size := getattr(self, axis)) > 1]
+        sizes = [f"{axis} {size}" for axis in (*self.axes, "ep") if (size := getattr(self, axis)) > 1]
         extras = [
             (self.tp_mode != "1d", f"tensor parallelism {self.tp_mode}"),
             (self.schedule != "1f1b", self.schedule),

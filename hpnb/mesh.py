@@ -30,7 +30,7 @@ class Axis:
     """One direction of a mesh as one rank sees it.
 
     Attributes:
-        name: "dp", "pp", "tp", "cp", "dp_cp", or a part of one ("tp.0", "tp.1") after `split`.
+        name: "dp", "pp", "tp", "cp", "dp_cp", "ep", "edp", or a part of one ("tp.0", "tp.1") after `split`.
         size: ranks in this group.
         rank: this process's rank in it, 0 to size - 1.
         group: a process group, also at size 1.
@@ -94,7 +94,7 @@ class Axis:
 
 
 class Mesh:
-    """The process groups of a Layout: `mesh.dp`, `mesh.pp`, `mesh.tp`, `mesh.cp`, each an `Axis`.
+    """The process groups of a Layout: `mesh.dp`, `mesh.pp`, `mesh.tp`, `mesh.cp`, `mesh.ep`, each an `Axis`.
 
     Every rank of the world makes the same Mesh at the same point of the program, since making a group
     is itself a collective.
@@ -132,6 +132,14 @@ class Mesh:
             lone = next((axis for axis in self.axes.values() if axis.size == 1), None)  # whose group will do
             self.axes["cp"] = replace(lone, name="cp") if lone else _make_axis("cp", (me,))
             self.axes["dp_cp"] = self.axes["dp"]
+        if layout.ep > 1:
+            for name in ("ep", "edp"):
+                self.axes[name] = _make_axis(name, next(g for g in layout.groups(name) if me in g))
+        else:
+            self.axes["ep"] = replace(self.axes["cp"], name="ep")
+            if layout.cp > 1:
+                self.axes["ep"] = _make_axis("ep", (me,))
+            self.axes["edp"] = self.axes["dp_cp"]
 
     @property
     def dp(self) -> Axis:
@@ -154,6 +162,16 @@ class Mesh:
         """dp and cp as one axis, along which gradients are summed: its ranks have the same weights and other
         tokens. Without context parallelism it is `dp`."""
         return self.axes["dp_cp"]
+
+    @property
+    def ep(self) -> Axis:
+        """Ranks of dp x cp that together hold each expert once, and send each other tokens."""
+        return self.axes["ep"]
+
+    @property
+    def edp(self) -> Axis:
+        """Ranks of dp x cp that hold the same experts, along which the gradients of experts are summed."""
+        return self.axes["edp"]
 
     @property
     def coordinates(self) -> dict[str, int]:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hpnb.data_parallel.reducer import Reducer
+from hpnb.data_parallel.split_reducer import SplitReducer, is_expert
 from hpnb.gradients import GradientSink, after_backward, attach, claim, in_backward, reduced_by
 from hpnb.mesh import Axis, Mesh, axis_of
 from hpnb.placement import placement_of
@@ -49,6 +50,8 @@ class DataParallel(nn.Module):
         copy_engines: on GPUs of one node, reduce by their copy engines instead of kernels, which take
             multiprocessors from the matmuls of the backward (`hpnb.symmetric_all_reduce`).
         average: False sums instead, for losses that are divided by the global count already.
+        expert_axis: the ranks that hold the same experts, `mesh.edp`, if experts are sharded
+            (`hpnb.expert_parallel`). Their gradients have the tokens of the other ranks already.
 
     All ranks wrap the same model with the same options, freeze parameters before, and run several wrapped
     models in one order. Register a hook that changes gradients before wrapping, or as `register_hook`. Save
@@ -84,6 +87,7 @@ class DataParallel(nn.Module):
         overlap_communication: bool = True,
         copy_engines: bool = False,
         average: bool = True,
+        expert_axis: Axis | None = None,
     ) -> None:
         super().__init__()
         axis = axis_of(axis, "dp")
@@ -95,12 +99,19 @@ class DataParallel(nn.Module):
         options = {"bucket_mb": bucket_mb, "average": average, "static_graph": static_graph,
                    "copy_engines": copy_engines}  # fmt: skip
         check_replicas(named, axis, {**options, "find_unused_parameters": find_unused_parameters})
-        broadcast(list(named.values()), axis)
+        experts = [tensor for tensor in named.values() if is_expert(tensor)]
+        broadcast([tensor for tensor in named.values() if not is_expert(tensor)], axis)
+        if experts:
+            expert_axis = _check_expert_axis(expert_axis, axis)
+            broadcast(experts, expert_axis)
         self._buffers_to_send = list(module.buffers())  # walking through the module takes time
-        self.sink: GradientSink = self._take_over_sink(average) or Reducer(
+        kind: Any = Reducer
+        if experts:
+            kind = partial(SplitReducer, expert_axis=expert_axis)
+        self.sink: GradientSink = self._take_over_sink(average) or kind(
             dict(module.named_parameters()),
             axis,
-            bucket_mb,
+            bucket_mb=bucket_mb,
             average=average,
             find_unused=find_unused_parameters,
             static=static_graph,
@@ -112,7 +123,12 @@ class DataParallel(nn.Module):
         claim(module.parameters(), self)
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         self._hooks = attach(module.parameters(), self._on_gradient)
-        if not average and isinstance(self.sink, Reducer):
+        if average and experts and expert_axis is not None:
+            share = expert_axis.size / axis.size  # the mean over edp is a sum over the ranks of ep
+            for p in experts:
+                if p.requires_grad:
+                    self._hooks.append(p.register_hook(lambda grad: grad * share))
+        if not average and isinstance(self.sink, Reducer | SplitReducer):
             for p in self.sink.names:
                 self._hooks.append(p.register_hook(partial(self._before_accumulation, p)))
 
@@ -179,7 +195,7 @@ class DataParallel(nn.Module):
         return sink
 
     def _before_accumulation(self, parameter: torch.nn.Parameter, _: torch.Tensor) -> None:
-        if isinstance(self.sink, Reducer):
+        if isinstance(self.sink, Reducer | SplitReducer):
             self.sink.before_accumulation(parameter)
 
     def _on_gradient(self, parameter: torch.nn.Parameter) -> None:
@@ -204,6 +220,15 @@ def _refuse_gradient(_: torch.nn.Parameter) -> NoReturn:
     raise RuntimeError(
         "this is a copy of a DataParallel, and nothing reduces its gradients: wrap its .module to train it"
     )
+
+
+def _check_expert_axis(expert_axis: Axis | None, axis: Axis) -> Axis:
+    if expert_axis is None:
+        raise ValueError(
+            f"the experts of this module are sharded, so the {axis.size} ranks of axis {axis.name} hold "
+            "different ones: pass expert_axis=mesh.edp, the ranks that hold the same"
+        )
+    return expert_axis
 
 
 def _check(module: nn.Module) -> None:

@@ -1,0 +1,158 @@
+"""Keep experts equally busy: by a loss over the tokens of all ranks, or by a bias without a loss.
+
+    f_e   share of the tokens that chose expert e, times k          P_e   mean router probability of expert e
+
+    balancing loss   E sum_e f_e P_e           Fedus et al. 2021 (Switch, arXiv 2101.03961), section 2.2
+    selection bias   b_e += rate sign(mean load - load_e)        Wang et al. 2024 (arXiv 2408.15664)
+
+The loss is a product of two means, so the mean of the ranks' losses is not the loss of all their tokens. Here
+f_e and P_e are means over all ranks, forward and backward, and it is exactly that of one process with the
+whole batch. The bias only changes which experts are chosen, never their weights, so it has no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpnb import comm
+from hpnb.expert_parallel.parallelize import ExpertParallel
+from hpnb.mesh import Axis
+
+
+def balancing_loss(
+    router_logits: Sequence[torch.Tensor],
+    k: int,
+    axis: Axis,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """E sum_e f_e P_e over the tokens and layers of all ranks of `axis`: (), equal on all of them.
+
+    Its gradient is that of a loss to which every rank adds its weight times this one, if the weights of all
+    ranks add up to 1. All ranks call it, and run its backward.
+
+    Args:
+        router_logits: of each layer, (n, E).
+        k: experts of a token.
+        attention_mask: (B, s), 0 for padding, with B s = n; by default all tokens count.
+    """
+    num_experts = router_logits[0].size(-1)
+    counts = probabilities = torch.zeros((), dtype=torch.float32, device=router_logits[0].device)
+    rows = counts
+    for logits in router_logits:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        probability = wide.softmax(-1)  # (n, E)
+        chosen = probability.topk(k, -1).indices
+        is_chosen = torch.zeros_like(probability).scatter(-1, chosen, 1.0).detach()
+        real = torch.ones_like(probability[:, :1])
+        if attention_mask is not None:
+            real = attention_mask.reshape(-1, 1).to(probability)
+        counts = counts + (is_chosen * real).sum(0)
+        probabilities = probabilities + (probability * real).sum(0)
+        rows = rows + real.sum()
+    local = torch.cat([counts, probabilities, rows.reshape(1)])
+    sums = comm.all_reduce(comm.replicate(local, axis), axis)  # a sum in the backward too
+    counts, probabilities = sums[:num_experts], sums[num_experts : 2 * num_experts]
+    return num_experts * (counts.detach() * probabilities).sum() / sums[-1].detach().square().clamp(min=1)
+
+
+def share_balancing_loss(model: nn.Module, axis: Axis) -> bool:
+    """Let a model that adds a balancing loss compute it over all ranks of `axis`.
+
+    Its outputs' `aux_loss` changes, and `loss` where there is one.
+
+    Returns:
+        Whether it adds one (config.output_router_logits, and router_aux_loss_coef above 0).
+    """
+    config = getattr(model, "config", None)
+    adds = getattr(config, "output_router_logits", False) and hasattr(model, "router_aux_loss_coef")
+    if not adds:
+        return False
+
+    def replace_loss(module: Any, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> Any:
+        if getattr(outputs, "aux_loss", None) is None or not outputs.router_logits:
+            return None
+        mask = kwargs.get("attention_mask")
+        own = outputs.aux_loss
+        shared = balancing_loss(outputs.router_logits, module.num_experts_per_tok, axis, mask)
+        if outputs.loss is not None:  # which has the model's own in it
+            outputs.loss = outputs.loss + module.router_aux_loss_coef * (shared.to(outputs.loss) - own)
+        outputs.aux_loss = shared
+        return outputs
+
+    model.register_forward_hook(replace_loss, with_kwargs=True)
+    return True
+
+
+class SelectionBias:
+    """Moves the selection bias of the routers after each step, so that loads become equal without a loss.
+
+    Args:
+        model: whose routers have a buffer e_score_correction_bias (E,), as DeepSeek-V3's have.
+        experts: what counts the tokens of each expert, from `parallelize`.
+        axis: whose ranks have other tokens, `mesh.dp_cp`.
+        rate: how far a bias moves in a step; the paper uses 0.001.
+
+    Raises:
+        TypeError: routers without such a buffer.
+        ValueError: a rate that is not above 0.
+    """
+
+    def __init__(self, model: nn.Module, experts: ExpertParallel, axis: Axis, rate: float = 0.001) -> None:
+        if not rate > 0:
+            raise ValueError(f"rate={rate} moves no selection bias; use a rate above 0, such as 0.001")
+        self.experts, self.axis, self.rate = experts, axis, rate
+        self.biases: dict[str, torch.Tensor] = {}
+        buffers = dict(model.named_buffers())
+        for name in experts.num_experts:
+            parent = name.rpartition(".")[0]
+            inside = [path for path in buffers if path.startswith(f"{parent}.")]
+            found = [path for path in inside if path.endswith("e_score_correction_bias")]
+            if not found:
+                raise TypeError(
+                    f"the router beside {name} of this {type(model).__name__} has no selection bias "
+                    "(e_score_correction_bias); balance it by config.output_router_logits=True and "
+                    "router_aux_loss_coef"
+                )
+            self.biases[name] = buffers[found[0]]
+        self.loads: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self) -> dict[str, torch.Tensor]:
+        """Move every bias by the loads since the last call. All ranks call it.
+
+        Returns:
+            {name of a layer: (E,)}: tokens of each expert on all ranks.
+        """
+        self.loads = sum_loads(self.experts, self.axis)
+        for name, load in self.loads.items():
+            load = load.double()
+            self.biases[name] += self.rate * torch.sign(load.mean() - load).to(self.biases[name])
+        return self.loads
+
+
+@torch.no_grad()
+def sum_loads(experts: ExpertParallel, axis: Axis) -> dict[str, torch.Tensor]:
+    """{name of a layer: (E,)}: tokens of each expert on all ranks of `axis` since the last call.
+
+    All ranks call it.
+    """
+    counted = experts.clear_tokens()
+    return {name: comm.all_reduce(counted[name], axis) for name in experts.num_experts if name in counted}
+
+
+def imbalance(load: torch.Tensor) -> float:
+    """The busiest expert's tokens over the mean, 1 where all are equal: (E,) -> a number.
+
+    Raises:
+        ValueError: no token went anywhere.
+    """
+    total = load.sum().item()
+    if not total:
+        raise ValueError(
+            f"none of the {len(load)} experts got a token; count the loads of a step with tokens"
+        )
+    return float(load.max().item() * len(load) / total)

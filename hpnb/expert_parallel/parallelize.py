@@ -1,0 +1,157 @@
+"""Shard the experts of a transformers model over the ranks of the expert axis.
+
+    parallelize(model, mesh.ep)        # in place; the model's code stays as it is
+    outputs = model(**batch)           # of this rank's own samples
+
+transformers stacks the experts of a layer as tensors (E, ...) and looks up by a name how they compute. Each
+rank keeps E / ep of them, and that name stands for: dispatch the rows, let the model's own implementation
+(grouped products, or its loop over experts) compute them on the rank that has the expert, combine. Everything
+else (router, attention, shared experts) is replicated.
+
+Which ranks share an expert? The expert axis takes its ranks from dp x cp, where every rank has tokens of its
+own. With dp 4 and ep 2:
+
+    dp rank      0     1     2     3
+    experts     0 1   2 3   0 1   2 3         ep groups (0, 1) and (2, 3): together they have all experts
+                                              edp groups (0, 2) and (1, 3): the same experts
+
+An expert's gradient has the tokens of its whole ep group already, so it is reduced over `mesh.edp` alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from hpnb.expert_parallel.dispatch import check_divides, combine_rows, dispatch_rows, plan_dispatch
+from hpnb.gradients import in_backward
+from hpnb.mesh import Axis, Mesh, axis_of
+from hpnb.placement import Cut, placement_of, set_placement
+
+ExpertsForward = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+_numbers = itertools.count()
+
+
+def parallelize(model: nn.Module, axis: Axis | Mesh) -> ExpertParallel:
+    """Keep this rank's experts of `model`, in place, and compute them for the tokens of all ranks of `axis`.
+
+    Args:
+        model: of transformers, with layers of experts (Mixtral, Qwen3-MoE, DeepSeek-V3 and others).
+        axis: the expert axis, `mesh.ep`; of a mesh that one is taken. On an axis of one rank nothing is sent.
+
+    Raises:
+        TypeError: a model without experts, or with experts that are not stacked along their first dim.
+        ValueError: experts that do not divide by the ranks.
+    """
+    axis = axis_of(axis, "ep")
+    layers = dict(expert_modules(model))
+    if not layers:
+        raise TypeError(
+            f"a {type(model).__name__} has no experts that transformers computes as one, which expert "
+            "parallelism shards; use ep_size=1"
+        )
+    for name, module in layers.items():
+        check_divides(module.num_experts, axis.size, f"{name} of this {type(model).__name__}")
+        _check_stacked(name, module)
+    experts = ExpertParallel(axis, layers)
+    registered = f"hpnb_experts_{next(_numbers)}"
+    for name, module in layers.items():
+        _keep_local_experts(name, module, axis)
+    ALL_EXPERTS_FUNCTIONS.register(registered, experts.compute)
+    for module in layers.values():
+        module.config._experts_implementation = registered
+    return experts
+
+
+def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, module) of every layer of experts whose computing transformers looks up by a name."""
+    for name, module in model.named_modules():
+        looked_up = hasattr(type(module).forward, "__wrapped__") and hasattr(module, "is_transposed")
+        if looked_up and isinstance(getattr(module, "num_experts", None), int):
+            yield name, module
+
+
+class ExpertParallel:
+    """The experts of one model over the ranks of `axis`, and how many tokens each of them got.
+
+    Attributes:
+        num_experts: {name of a layer: E}.
+        tokens_per_expert: {name of a layer: (E,)}: rows of this rank's tokens since `clear_tokens`, of
+            forwards in training.
+    """
+
+    def __init__(self, axis: Axis, layers: dict[str, Any]) -> None:
+        self.axis = axis
+        self.num_experts = {name: module.num_experts for name, module in layers.items()}
+        self.tokens_per_expert: dict[str, torch.Tensor] = {}
+        self._before: dict[str, str] = {
+            name: module.config._experts_implementation or "eager" for name, module in layers.items()
+        }
+        self._name_of = {id(module): name for name, module in layers.items()}
+
+    def __deepcopy__(self, _: dict[int, object]) -> ExpertParallel:
+        """Itself: the copy of a model sends its tokens to the same ranks."""
+        return self
+
+    def compute(
+        self, module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, **_: Any
+    ) -> torch.Tensor:
+        """What transformers calls for a layer of experts: (n, h), (n, k), (n, k) -> (n, h)."""
+        num_experts = module.num_experts * self.axis.size
+        plan = plan_dispatch(chosen, num_experts, self.axis)
+        name = self._name_of.get(id(module))
+        if name is not None and module.training and not in_backward():  # where it recomputes
+            before = self.tokens_per_expert.get(name)
+            counts = plan.tokens_per_expert
+            self.tokens_per_expert[name] = counts if before is None else before + counts
+        rows = dispatch_rows(hidden, plan, self.axis)  # (r, h)
+        results = self._compute_local(module, rows, plan.experts)
+        return combine_rows(results, weights, plan, self.axis).to(hidden.dtype)
+
+    def clear_tokens(self) -> dict[str, torch.Tensor]:
+        """{name of a layer: (E,)} of this rank since the last call, which starts the count again."""
+        counted, self.tokens_per_expert = self.tokens_per_expert, {}
+        return counted
+
+    def _compute_local(self, module: Any, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """(r, h) -> (r, h), by the implementation that the model had."""
+        if len(rows):
+            before = next(iter(self._before.values()))
+            name = self._name_of.get(id(module))
+            before = before if name is None else self._before[name]
+            forward: ExpertsForward = ALL_EXPERTS_FUNCTIONS.get_interface(
+                before, type(module).forward.__wrapped__
+            )
+            ones = rows.new_ones((len(rows), 1))
+            return forward(module, rows, experts.unsqueeze(1), ones)
+        # No token came. The backward must still take part in the exchange, and weights get gradients of zero.
+        nothing = [parameter[:0].sum() for parameter in module.parameters()]
+        return rows + torch.stack(nothing).sum()
+
+
+def _check_stacked(name: str, module: Any) -> None:
+    for path, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if tensor.dim() == 0 or tensor.size(0) != module.num_experts:
+            raise TypeError(
+                f"{name}.{path} is {tuple(tensor.shape)}, which is not stacked over its "
+                f"{module.num_experts} experts, so expert parallelism cannot shard it; use ep_size=1"
+            )
+
+
+@torch.no_grad()
+def _keep_local_experts(name: str, module: Any, axis: Axis) -> None:
+    """Cut the stacked weights to this rank's experts; the parameters stay the same objects."""
+    local = module.num_experts // axis.size
+    start, stop = axis.rank * local, (axis.rank + 1) * local
+    for path, p in module.named_parameters():
+        placement = placement_of(p, f"{name}.{path}")
+        if axis.size > 1:
+            placement = placement.cut(Cut("ep", 0, ((start, stop),)))
+            p.data = p.data[start:stop].clone()
+        set_placement(p, placement)
+    module.num_experts = local

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import os
 import select
@@ -121,6 +122,7 @@ class ForkedRanks:
 
         context = torch.multiprocessing.get_context("fork")
         pids = []
+        gc.freeze()  # else each rank's garbage collections walk, and copy, all that was imported here
         for spec in specs:
             send_message(connection, "next")
             _, fds, _, _ = socket.recv_fds(connection, 1, 8)

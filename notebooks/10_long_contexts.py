@@ -18,8 +18,8 @@
 # [![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/hpnb/hpnb/blob/main/notebooks/10_long_contexts.ipynb)
 #
 # **The question.** Data parallelism gives each rank other sequences, so a single sequence must fit on one GPU. A GPT-2 XL
-# keeps 34·h bytes of activations per token and layer, 2.6 MB in its 48 layers. So 32,768 tokens take 86 GB, more than an
-# H100 has. What if we shard the tokens of one sequence? Most layers work on each token by itself. Only attention needs
+# keeps 34·h bytes of activations per token and layer, even without scores. That is 2.6 MB per token in its 48 layers, so
+# 32,768 tokens take 86 GB, more than an H100 has. What if we shard the tokens of one sequence? Most layers work on each token by itself. Only attention needs
 # all tokens, and this page is about attention.
 #
 # **You will be able to** compute a softmax in pieces; write a ring attention; balance causal work; predict what a ring and
@@ -167,7 +167,8 @@ lesson.check(exercises.online_softmax, attend)
 # ```
 #
 # k0 is (1, G, s/p, d). A rank never holds more than two blocks: one to compute with, and one that arrives meanwhile. A send
-# and a receive are posted together, so that no rank waits for itself.
+# and a receive are posted together, so that no rank waits for itself. Below, a *pair* is a query with a key. The query sees
+# the key if it isn't later.
 
 
 # %%
@@ -451,7 +452,7 @@ lesson.claim("The formula counts every byte", counted == predicted)
 # <data value="10.sent.ring-8-kv-heads.counted">295 kB</data>. Grouped queries help the ring: with 1 kv head it sends
 # <data value="10.sent.ring-1-kv-heads.counted">36.9 kB</data>. Ulysses can't shard that head, so it repeats it, and saves nothing.
 #
-# Both work inside a model, too. The plugin shards the batch, gives each token its position, and sums the gradients over the
+# Both work inside a model, too. `HybridParallelPlugin`, known from notebook 04, shards the batch, gives each token its position, and sums the gradients over the
 # ranks of cp. We train a small GPT-2 for three steps, in both ways and in one process.
 
 
@@ -487,8 +488,8 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 #
 # hpnb: `HybridParallelPlugin(cp_size=4, context_parallel="ring")`, or `"ulysses"`. Megatron-Core:
 # `--context-parallel-size 4` with `--cp-comm-type p2p` for the ring and `a2a` for Ulysses. accelerate:
-# `ParallelismConfig(cp_size=4)`, which needs FSDP2 and uses PyTorch's ring. transformers' `Trainer` takes that configuration
-# too. DeepSpeed has Ulysses in `deepspeed.sequence.layer`. PyTorch:
+# `ParallelismConfig(cp_size=4)`, which needs FSDP2 and uses PyTorch's ring. transformers: pass it to
+# `TrainingArguments(parallelism_config=...)`. DeepSpeed has Ulysses in `deepspeed.sequence.layer`. PyTorch:
 #
 # ```python
 # from torch.distributed.tensor.experimental import context_parallel
@@ -528,7 +529,8 @@ for shape in shapes:
     step = theory.context.ring_step_seconds(shape, N, card.matmul)
     ring_times = theory.context.ring_exposed(shape, N, card.link, step)
     predicted["ring"].append(ring_times.total)
-    predicted["Ulysses"].append(theory.context.ulysses_exposed(shape, N, card.link).total)
+    exchanges = theory.context.ulysses_exposed(shape, N, card.link)
+    predicted["Ulysses"].append(exchanges.total)
 dots = {"ring": [times.ring for times in replayed],
         "Ulysses": [times.ulysses for times in replayed]}  # fmt: skip
 lengths = [a.sequence for a in shapes]
@@ -549,13 +551,13 @@ lesson.claim("At the longest sequence, the ring exposes less than Ulysses",
 lesson.explorers.ring_or_ulysses()
 
 # %% [markdown]
-# At <data value="10.lengths.first">128</data> tokens a ring exposes <data value="10.share.first">72.6 %</data> of its messages' time, and at <data value="10.lengths.last">4,096</data> tokens
-# <data value="10.share.last">11.1 %</data>. The formula puts the overlap of the forward at <data value="10.overlap">412</data> tokens a rank. Dots need not lie on the
+# At <data value="10.lengths.first">128</data> tokens a ring exposes <data value="10.share.first">32.4 %</data> of its messages' time, and at <data value="10.lengths.last">4,096</data> tokens
+# <data value="10.share.last">11.1 %</data>. The formula puts the overlap of the forward at <data value="10.overlap">475</data> tokens a rank. Dots need not lie on the
 # lines: ranks share cores here, so messages take longer than on the machine card, and attention doesn't reach the rate of a
 # large matmul.
 #
 # On this machine latency decides. With 4 ranks, a ring has 9 messages and may cover most of them. Ulysses has 8 all-to-alls
-# of 3 messages, and waits for all. So it is behind even where it sends fewer bytes: <data value="10.at-last.ulysses">31.3 ms</data> against <data value="10.at-last.ring">3.60 ms</data> at <data value="10.lengths.last">4,096</data> tokens. The
+# of 3 messages, and waits for all. So it is behind even where it sends fewer bytes: <data value="10.at-last.ulysses">27.6 ms</data> against <data value="10.at-last.ring">2.69 ms</data> at <data value="10.lengths.last">4,096</data> tokens. The
 # explorer has an H100, where bytes decide. Over InfiniBand with 8 ranks, Ulysses exposes less up to 131,072 tokens, and the
 # ring from 262,144 on. That is the rule of 16,000 tokens a rank.
 #
@@ -564,8 +566,8 @@ lesson.explorers.ring_or_ulysses()
 #
 # <details><summary>Answer</summary>
 #
-# 65,536 tokens and 8 kv heads: a ring exposes 3.5 %, Ulysses 17 %. Half the tokens, or twice the kv heads, put the ring at
-# 15 %.
+# 65,536 tokens and 8 kv heads: a ring exposes 3.5 %, Ulysses 17 %. With half the tokens the ring exposes 16 %, and with
+# twice the kv heads 15 %.
 # </details>
 #
 # ### The longest sequence
@@ -605,13 +607,13 @@ lesson.claim("Activations shrink as 1/cp, within a tenth", (worst, "<", 0.1))
 # time of that pair. Production code uses a flash kernel for each block, which returns the lse and writes no scores.
 # </details>
 #
-# **Takeaway.** Ulysses for many kv heads and sequences below w·ρ·G/H tokens a rank, a ring above, or with more ranks than
-# heads.
+# **Takeaway.** Where bandwidth decides, take Ulysses below w·ρ·G/H tokens a rank, and a ring above, or if there are more
+# ranks than heads.
 #
 # ## The silent failure
 #
 # A model looks up positions. If nobody tells it where its tokens stand, transformers counts from 0, on every rank.
-# Megatron-Core and PyTorch leave this to you, too. In our ring the masks stay right, because it knows where tokens stand.
+# PyTorch's `context_parallel` shards just the buffers that you list. In our ring the masks stay right, because it knows where tokens stand.
 # Only the table of positions, `wpe`, is read in wrong rows. Does the loss tell? We train a GPT-2 on <data value="10.ranks">4</data> ranks, once
 # with the positions of `shard_batch` and once without.
 

@@ -1,0 +1,125 @@
+"""Notebook 10: its figures, and what it runs on ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hpnb
+from hpnb import theory
+from hpnb.context_parallel import parallelize
+from hpnb.lesson.exercises.long_contexts import BlockStream
+from hpnb.lesson.figures import long_contexts as figures
+from hpnb.lesson.programs import long_contexts
+from hpnb.theory.context import Attention
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPNB_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture(scope="module")
+def two() -> Any:
+    with hpnb.Ranks(2, device="cpu", timeout=60) as pool:
+        yield pool
+
+
+# --- figures -----------------------------------------------------------------------------------------
+
+
+def test_work_is_counted_in_visible_pairs() -> None:
+    assert figures.work_per_rank([0, 0, 1, 1]) == [3, 7]
+    assert figures.work_per_rank([0, 1, 1, 0]) == [5, 5]
+    figure = figures.causal_work({"contiguous": [0, 0, 1, 1], "zigzag": [0, 1, 1, 0]}, title="t")
+    assert figure.get_label() == (
+        "contiguous: ranks 0 to 1 work on 3, 7 pairs; zigzag: ranks 0 to 1 work on 5, 5 pairs"
+    )
+    with pytest.raises(ValueError, match="9 ranks, and there are colours for 8"):
+        figures.causal_work({"one each": list(range(9))})
+
+
+def test_a_ring_is_told_step_by_step() -> None:
+    figure = figures.ring_steps([[(0, 0.5), (1, 0.0)], [(1, 0.5), (0, 1.0)]])
+    assert "Rank 0: step 0, keys of rank 0, 50 % visible; step 1, keys of rank 1, 0 % visible." in str(
+        figure.get_label()
+    )
+    hatched = [patch for patch in figure.axes[0].patches if getattr(patch, "get_hatch", str)()]
+    assert len(hatched) == 1
+
+
+def test_rows_without_a_gradient_have_no_dot() -> None:
+    figure = figures.losses_and_rows({"a": [2.0, 1.0], "b": [2.0, 1.5]}, {"a": [0.1, 0.2], "b": [0.1, 0.0]})
+    assert figure.get_label() == "a: 2 of 2 rows get a gradient; b: 1 of 2 rows get a gradient"
+    assert [len(line.get_xdata()) for line in figure.axes[1].get_lines()] == [2, 1]  # type: ignore[arg-type]
+
+
+def test_exposed_times_have_lines_dots_and_round_ticks() -> None:
+    lines = {"ring": [1e-3, 2e-4, 1e-3], "Ulysses": [1e-3, 2e-3, 4e-3]}
+    figure = figures.exposed_times([256, 512, 1024], lines, {"ring": [1e-3]}, [512])
+    (ax,) = figure.axes
+    assert [len(line.get_xdata()) for line in ax.get_lines()] == [3, 3, 1]  # type: ignore[arg-type]
+    assert [ax.xaxis.get_major_formatter()(x) for x in ax.get_xticks()] == ["256", "512", "1,024"]
+
+
+# --- on ranks ----------------------------------------------------------------------------------------
+
+
+def compare(alone: bool) -> long_contexts.Compared:
+    axis = long_contexts.context_axis()
+    places = torch.arange(8).chunk(axis.size)[axis.rank]
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if not alone:
+            k, v = (hpnb.comm.all_gather(part, axis, 2) for part in (k, v))
+        mask = places[:, None] >= (places if alone else torch.arange(8))
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+    return long_contexts.compare_with_full(layer, long_contexts.random_qkv(8), places, axis)
+
+
+def test_an_attention_that_sees_its_own_rank_only_is_far_off(two: Any) -> None:
+    right, wrong = two.run(compare, False), two.run(compare, True)
+    assert max(max(found.distances.values()) for found in right) < 1e-12
+    assert {found.sent.forward for found in right} == {2 * 8 * 8 * 16 * 8 / 2}  # k and v, gathered
+    assert all(min(found.distances.values()) > 0.1 for found in wrong)  # on each rank that of the worst
+    assert {found.sent.total for found in wrong} == {0}
+
+
+def test_replayed_times_are_put_together_from_what_was_timed(two: Any) -> None:
+    shapes = [Attention(64, 2, 2, 8, 1, 4), Attention(512, 2, 2, 8, 1, 4)]
+    replayed = two.run(long_contexts.replay_exposed, shapes, torch.float32, theory.Link(1.0, 1.0))[0]
+    for times in replayed:
+        assert 0 < times.ring <= times.messages < 1.0  # measured, so the link was not asked
+        assert 0 < times.ulysses < 1.0
+
+
+def reload(restart: bool) -> float:
+    torch.manual_seed(0)
+    model = hpnb.models.gpt2("laptop")
+    context = parallelize(model, long_contexts.context_axis(), "ring")
+    ids = torch.arange(32).reshape(1, 32)
+    batch = {"input_ids": ids, "labels": ids}
+    shard = context.shard_batch(batch)
+    if restart:
+        del shard["position_ids"]
+    return long_contexts.reloaded_distance(model, context, batch, shard)
+
+
+def test_a_model_with_positions_that_restart_is_another_one_when_it_is_loaded(two: Any) -> None:
+    assert max(two.run(reload, False)) < 1e-5
+    assert max(two.run(reload, True)) > 1e-4
+
+
+def test_a_stream_counts_the_blocks_that_are_held() -> None:
+    k = torch.zeros(1, 6, 2)
+    stream = BlockStream(k, k, torch.ones(3, 6, dtype=torch.bool), (2, 2, 2))
+    for _ in stream.blocks():
+        pass
+    assert stream.most_alive == 2  # the loop's variable still holds the last one
+    held = BlockStream(k, k, stream.mask, (2, 2, 2))
+    assert len(list(held.blocks())) == held.most_alive == 3

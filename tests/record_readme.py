@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "notebooks" / "02_vit_pipeline_parallel.ipynb"
 PICTURE = ROOT / "images" / "notebook_in_jupyterlab.gif"
 GUESS = 20  # percent; a reader's first thought may be far from it
-WIDTH, HEIGHT = 860, 720  # of what the browser shows
+WIDTH, HEIGHT = 960, 720  # of what the browser shows
 COLORS = 96
 PATIENCE = 400.0  # seconds for a cell
 
@@ -155,7 +155,8 @@ def record(browser: Any, address: str) -> Film:
     outputs = f"page.content.widgets[{answer}].node.querySelectorAll('.jp-OutputArea-output')"
     show(browser, f"return {outputs}[0].querySelector('img')", 40)
     film.take(3.5)
-    show(browser, f"return {outputs}[1]", 160)
+    revealed = f"[...{outputs}].find(output => output.textContent.includes('guess'))"
+    show(browser, f"return {revealed}", HEIGHT // 2)
     film.take(3.0)
 
     run(browser, explorer)

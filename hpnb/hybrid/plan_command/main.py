@@ -24,6 +24,7 @@ from hpnb.hybrid.plan_command.search import (
     usable_bytes,
     why_nothing,
 )
+from hpnb.mesh import ParallelLayout
 from hpnb.theory.datasheets import GPU, GPUS, find_gpu
 from hpnb.theory.model_shape import ModelShape
 from hpnb.theory.plan_step import PlanTask, refusal
@@ -35,7 +36,8 @@ LONGEST_BY_DEFAULT = 4096  # tokens of a sample, where a model can take more
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="gpt2, gpt2-xl, vit-l16, ...; or of transformers: "
                         "a config.json, its folder, a name in the local cache")  # fmt: skip
-    parser.add_argument("--gpus", type=_at_least_one, default=8, help="of the cluster; by default 8")
+    parser.add_argument("--gpus", "--of", type=_at_least_one,
+                        help="of the cluster; by default 8, or those of --layout")  # fmt: skip
     parser.add_argument("--gpu", default="h100", help=f"{', '.join(GPUS)}, measured; by default h100")
     parser.add_argument("--per-node", type=int, help="GPUs of a node, by default as usually sold")
     parser.add_argument("--batch", type=int, help="samples of a step, over all GPUs; by default 8 a GPU")
@@ -47,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="draw one layout: its number in the table, or as dp8-tp2-zero1-mb2")  # fmt: skip
     parser.add_argument("--picture", metavar="FILE", help=".png or .svg of --explain, by default plan.png; "
                         "without --explain, of the best layout")  # fmt: skip
+    parser.add_argument("--rank", type=int, help="run this rank of --layout alone, with its real code on "
+                        "tensors without values, and count its memory")  # fmt: skip
+    parser.add_argument("--layout", help="of --rank, as dp16-pp8-tp8-zero1-1f1b-mb1")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--run-file", metavar="FILE", help="write the best layout, or that of --explain, "
                         "as a file for hpnb train")  # fmt: skip
@@ -75,6 +80,8 @@ def run(options: argparse.Namespace) -> int:
 
             print(format_card(measure_gpu()))
             return 0
+        if options.rank is not None or options.layout is not None:
+            return _plan_rank(options)
         return _plan(options)
     except BrokenPipeError:  # as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -159,6 +166,34 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
+def _plan_rank(options: argparse.Namespace) -> int:
+    if options.model is None or options.rank is None or options.layout is None:
+        raise ValueError(
+            "one rank takes a model, its layout and its number, as "
+            "`hpnb plan gpt2-xl --layout dp16-pp8-tp8-zero1-1f1b-mb1 --rank 37`"
+        )
+    from hpnb.hybrid.plan_command.logical_rank import plan_rank
+    from hpnb.hybrid.plan_command.report import as_json_of_rank, format_rank
+    from hpnb.theory.plan_memory import rank_memory
+
+    layout = parse_layout_code(options.layout)
+    options.gpus = layout.world_size if options.gpus is None else options.gpus
+    if not 0 <= options.rank < layout.world_size:
+        raise ValueError(
+            f"--rank {options.rank}: {options.layout} has {layout.world_size} ranks, 0 to "
+            f"{layout.world_size - 1}"
+        )
+    task, gpu = _task_and_gpu(options)
+    _check_layout(task, options.layout, layout)
+    profile = plan_rank(options.model, task, layout, gpu.dtype, options.rank)
+    predicted = rank_memory(task, layout, options.rank // layout.tp % layout.pp)
+    if options.json:
+        print(json.dumps(as_json_of_rank(task, layout, options.rank, profile, predicted), indent=1))
+    else:
+        print(format_rank(task, layout, options.rank, profile, predicted))
+    return 0
+
+
 def _at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is no number of 1 or more")
@@ -173,12 +208,24 @@ def _task_and_gpu(options: argparse.Namespace) -> tuple[PlanTask, GPU]:
     else:
         gpu = find_gpu(options.gpu)
     model = read_model(options.model)
-    return make_task(model, gpu, options.gpus, options.batch, options.sequence, options.per_node), gpu
+    gpus = 8 if options.gpus is None else options.gpus
+    return make_task(model, gpu, gpus, options.batch, options.sequence, options.per_node), gpu
 
 
 def _named_plan(task: PlanTask, code: str) -> Plan:
     """The plan of a layout by its word; what does not fit is refused with what would."""
     layout = parse_layout_code(code)
+    _check_layout(task, code, layout)
+    plan = make_plan(task, layout)
+    if plan.bytes > usable_bytes(task):
+        raise ValueError(
+            f"{layout_code(layout)} takes {plan.bytes / 1e9:.1f} GB of the {usable_bytes(task) / 1e9:.1f} GB "
+            f"that a GPU has to use; {nearest_that_fits(task, layout)}"
+        )
+    return plan
+
+
+def _check_layout(task: PlanTask, code: str, layout: ParallelLayout) -> None:
     if layout.world_size != task.cluster.gpus:
         inner = layout.pp * layout.tp
         near = f"; dp{task.cluster.gpus // inner} would fit them" if task.cluster.gpus % inner == 0 else ""
@@ -188,10 +235,3 @@ def _named_plan(task: PlanTask, code: str) -> Plan:
         )
     if (why := refusal(task, layout)) is not None:
         raise ValueError(f"{code}: {why[1]}")
-    plan = make_plan(task, layout)
-    if plan.bytes > usable_bytes(task):
-        raise ValueError(
-            f"{layout_code(layout)} takes {plan.bytes / 1e9:.1f} GB of the {usable_bytes(task) / 1e9:.1f} GB "
-            f"that a GPU has to use; {nearest_that_fits(task, layout)}"
-        )
-    return plan

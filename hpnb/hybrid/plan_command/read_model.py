@@ -30,7 +30,7 @@ def read_model(name: str) -> ModelShape:
         return shape_of_gpt2(name.lower(), GPT2_SIZES[GPT2_NAMES[name.lower()]])
     if name.lower() in VIT_NAMES:
         return shape_of_vit(name.lower(), SIZES[VIT_NAMES[name.lower()]])
-    return shape_of_config(_read_config(name), Path(name).stem if name.endswith(".json") else name)
+    return shape_of_config(read_config(name), Path(name).stem if name.endswith(".json") else name)
 
 
 def read_size(name: str) -> str | GPT2Size | ViTSize | None:
@@ -42,7 +42,7 @@ def read_size(name: str) -> str | GPT2Size | ViTSize | None:
     """
     if (known := {**GPT2_NAMES, **VIT_NAMES}.get(name.lower())) is not None:
         return known
-    config = _read_config(name)
+    config = read_config(name)
     if config.model_type == "gpt2":
         return GPT2Size.of(config)
     return ViTSize.of(config) if config.model_type == "vit" else None
@@ -99,7 +99,12 @@ def shape_of_config(config: Any, name: str = "") -> ModelShape:
     )  # fmt: skip
 
 
-def _read_config(name: str) -> Any:
+def read_config(name: str) -> Any:
+    """The configuration of transformers that `name` means.
+
+    Raises:
+        ValueError: there is none.
+    """
     from transformers import AutoConfig
 
     path = Path(name).expanduser()

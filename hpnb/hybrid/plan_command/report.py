@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hpnb.hybrid.plan_command.layout_code import layout_code
 from hpnb.hybrid.plan_command.search import Plan, Search, usable_bytes
+from hpnb.mesh import ParallelLayout
+from hpnb.record.memory_profile import MemoryProfile
 from hpnb.theory.datasheets import GPU
+from hpnb.theory.plan_memory import MEMORY_PARTS
 from hpnb.theory.plan_step import PLAN_PARTS, PlanTask
 
 _MEMORY = {
@@ -124,3 +128,39 @@ def plan_json(task: PlanTask, plan: Plan) -> dict[str, Any]:
         "tokens_per_second": plan.tokens_per_second,
         "mfu": plan.mfu,
     }
+
+
+# --- one rank ----------------------------------------------------------------------------------------
+
+
+def format_rank(
+    task: PlanTask, layout: ParallelLayout, rank: int, profile: MemoryProfile, predicted: Mapping[str, float]
+) -> str:
+    """The memory of one rank, counted on its real code and predicted, by category."""
+    peak = profile.at_peak
+    stage = rank // layout.tp % layout.pp
+    lines = [
+        f"{task.model.name} as {layout_code(layout)}, rank {rank} of {layout.world_size}: pipeline rank "
+        f"{stage} of {layout.pp}, with a batch of {task.batch} x {task.sequence} tokens",
+        "", f"{'GB at the peak':16}{'counted':>10}{'predicted':>12}",
+    ]  # fmt: skip
+    for name in MEMORY_PARTS:
+        lines.append(f"{name:16}{getattr(peak, name) / 1e9:10.3f}{predicted[name] / 1e9:12.3f}")
+    lines += [
+        f"{'all':16}{peak.total / 1e9:10.3f}{sum(predicted.values()) / 1e9:12.3f}", "",
+        "Counted: every tensor of the second step, by the rank's own code on tensors without values. Buffers",
+        "of communication are temporary. What a GPU's allocator, kernels and NCCL keep is not counted.",
+        "Predicted: the formulas by which `hpnb plan` chooses, for fused kernels and compiled blocks.",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def as_json_of_rank(
+    task: PlanTask, layout: ParallelLayout, rank: int, profile: MemoryProfile, predicted: Mapping[str, float]
+) -> dict[str, Any]:
+    """The same as data, in bytes."""
+    counted = {name: getattr(profile.at_peak, name) for name in MEMORY_PARTS}
+    return {
+        "model": task.model.name, "layout": layout_code(layout), "rank": rank, "ranks": layout.world_size,
+        "batch": task.batch, "sequence": task.sequence, "counted": counted, "predicted": dict(predicted),
+    }  # fmt: skip

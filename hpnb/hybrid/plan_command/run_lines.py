@@ -10,6 +10,7 @@ from typing import Any
 from hpnb.files import write_text
 from hpnb.hybrid.plan_command.search import Plan
 from hpnb.hybrid.train_command.run_file import load
+from hpnb.mesh import ParallelLayout
 from hpnb.models import GPT2Size, ViTSize
 from hpnb.theory.datasheets import GPU
 from hpnb.theory.plan_step import PlanTask
@@ -34,7 +35,7 @@ def run_file(task: PlanTask, gpu: GPU, plan: Plan, size: str | GPT2Size | ViTSiz
     model += [f"length = {task.sequence}"] * causal
     side = size.image if isinstance(size, ViTSize) else 224
     data = 'name = "text"' if causal else f'name = "beans"\nimage_size = {side}'
-    lines = [f"{name} = {json.dumps(value)}" for name, value in _plugin_options(task, plan).items()]
+    lines = [f"{name} = {json.dumps(value)}" for name, value in plugin_options(task, plan.layout).items()]
     accumulation = m if layout.pp == 1 else 1
     return "\n".join(
         [
@@ -56,9 +57,8 @@ def _size(size: str | GPT2Size | ViTSize) -> str:
     return "{ " + ", ".join(f"{name} = {number}" for name, number in asdict(size).items()) + " }"
 
 
-def _plugin_options(task: PlanTask, plan: Plan) -> dict[str, Any]:
+def plugin_options(task: PlanTask, layout: ParallelLayout) -> dict[str, Any]:
     """Of the HybridParallelPlugin."""
-    layout = plan.layout
     options: dict[str, Any] = {"tp_size": layout.tp, "pp_size": layout.pp, "zero_stage": layout.zero_stage}
     if layout.pp > 1:
         options |= {"pp_style": layout.schedule, "num_model_chunks": layout.chunks}
@@ -75,7 +75,7 @@ def _plugin_options(task: PlanTask, plan: Plan) -> dict[str, Any]:
 
 def no_run_file(task: PlanTask, gpu: GPU, plan: Plan) -> str:
     """What to do where `hpnb train` does not build the model."""
-    options = {**_plugin_options(task, plan), "precision": gpu.dtype}
+    options = {**plugin_options(task, plan.layout), "precision": gpu.dtype}
     listed = ", ".join(f"{name}={value!r}" for name, value in options.items())
     m = 1 if plan.layout.pp > 1 else task.microbatches(plan.layout)
     return (

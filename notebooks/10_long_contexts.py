@@ -19,8 +19,8 @@
 #
 # **The question.** Data parallelism gives each rank other sequences, so a single sequence must fit on one GPU. A GPT-2 XL
 # keeps 34·h bytes of activations per token and layer, even without scores. That is 2.6 MB per token in its 48 layers, so
-# 32,768 tokens take 86 GB, more than an H100 has. What if we shard the tokens of one sequence? Most layers work on each token by itself. Only attention needs
-# all tokens, and this page is about attention.
+# 32,768 tokens take 86 GB, more than an H100 has. What if we shard the tokens of one sequence? Most layers work on each
+# token by itself. Only attention needs all tokens, and this page is about attention.
 #
 # **You will be able to** compute a softmax in pieces; write a ring attention; balance causal work; predict what a ring and
 # Ulysses send, and which of the two slows a step down less; find positions that are wrong on every rank.
@@ -79,7 +79,8 @@ kept_size, DTYPE = long_contexts.kept_size(here.device)
 #                    O = exp(L_a - L) O_a + exp(L_b - L) O_b
 # ```
 #
-# Each output was divided by its own sum. The two weights turn these into shares of the common sum. So blocks may come one by one, in any order, and only one must be in memory.
+# Each output was divided by its own sum. The two weights turn these into shares of the common sum. So blocks may come one
+# by one, in any order, and only one must be in memory.
 
 
 # %%
@@ -108,8 +109,8 @@ lesson.show(measured={"four blocks, merged": off}, title="Distance to one softma
 lesson.claim("Merged blocks are exact", (off, "<", 1e-12))
 
 # %% [markdown]
-# Blocks are exact up to rounding. This *running softmax* is also what FlashAttention does inside a GPU, with blocks that fit
-# into its on-chip memory.
+# Blocks are exact up to rounding. This *running softmax* is also what FlashAttention does inside a GPU, with blocks that
+# fit into its on-chip memory.
 #
 # **Takeaway.** Attention to some keys is an output and an lse. Two of them merge exactly.
 #
@@ -154,8 +155,8 @@ lesson.check(exercises.online_softmax, attend)
 # %% [markdown]
 # ## A ring
 #
-# Now each rank has s/p tokens, with their queries, keys and values. Queries stay. Blocks of keys and values move to the next
-# rank after each step, around a ring, until every query has met every key.
+# Now each rank has s/p tokens, with their queries, keys and values. Queries stay. Blocks of keys and values move to the
+# next rank after each step, around a ring, until every query has met every key.
 #
 # ```text
 #          rank 0               rank 1               rank 2               rank 3
@@ -225,9 +226,9 @@ lesson.reveal("10.rank-0", 100 * seen, source="counted")
 #
 # ### The backward
 #
-# The backward of a block needs its keys and values once more, so they travel around the ring again. The gradients of a block
-# are sums over all queries that met it. They travel too, one rank behind their block. Each rank adds its term, and the last
-# message brings the sum home.
+# The backward of a block needs its keys and values once more, so they travel around the ring again. The gradients of a
+# block are sums over all queries that met it. They travel too, one rank behind their block. Each rank adds its term, and
+# the last message brings the sum home.
 #
 # ```text
 # forward    k, v of (s/p tokens)        p - 1 messages
@@ -274,8 +275,8 @@ lesson.show(predicted={name: sent.total for name, sent in predicted.items()},
 # ### Exercise 2: the backward's bytes
 #
 # *Core. Calculate, 15 minutes.* Write `sent(job)`: the bytes that leave a rank in the backward. A job has p ranks, b
-# sequences of s tokens, `job.heads` and `job.kv_heads` heads of `job.d` values, and `job.w` bytes a value of q, k and v. The
-# check counts a real ring.
+# sequences of s tokens, `job.heads` and `job.kv_heads` heads of `job.d` values, and `job.w` bytes a value of q, k and v.
+# The check counts a real ring.
 #
 # Hint: a block has keys and values of s/p tokens of every sequence. When is w not what travels?
 
@@ -333,11 +334,12 @@ lesson.claim("In a zigzag, our ring is exact", max(off for off, _ in results) < 
 lesson.claim("Each step after the first has half of its pairs", shares == {0.5})
 
 # %% [markdown]
-# Row i of each picture is a query, coloured by its rank, up to the last key that it sees. The last of the contiguous parts
-# has <data value="10.last:.2f">1.74</data> times the mean; for p ranks it is nearly 2 - 1/p. The striped ones are off by the few pairs of
-# neighbouring tokens, <data value="10.striped:.2f">1.05</data>. A zigzag is even in total, and also in each step: after step 0, exactly half of
-# the pairs of a step are visible, on every rank. That matters, because all ranks wait for each other in each step. Our ring
-# ran in a zigzag without any change, since its mask compares places.
+# Row i of each picture is a query, coloured by its rank, up to the last key that it sees. The last of the contiguous
+# parts has <data value="10.last:.2f">1.74</data> times the mean; for p ranks it is nearly 2 - 1/p. The fullest striped part has
+# <data value="10.striped:.2f">1.05</data> times the mean, because each token sees one more key than the one before. A zigzag is even in total,
+# and also in each step: after step 0, exactly half of the pairs of a step are visible, on every rank. That matters,
+# because all ranks wait for each other in each step. Our ring ran in a zigzag without any change, since its mask compares
+# places.
 #
 # Zigzag has a second advantage: its masks are trivial. A chunk of queries sees either all or nothing of another chunk, and
 # only a chunk with itself needs a causal mask. Fast kernels support just that.
@@ -346,9 +348,10 @@ lesson.claim("Each step after the first has half of its pairs", shares == {0.5})
 #
 # ### Exercise 3: a balanced assignment
 #
-# *Core. Design, 25 minutes.* A zigzag wants 2 chunks a rank. Suppose that there are 3, or any other number above 1. Chunk i
-# works on i + ½ chunks of pairs. Write `assign(chunks, ranks)`, which returns a list of chunks for each rank, equally many
-# for all. Work may differ by at most 1 between ranks.
+# *Core. Design, 25 minutes.* A zigzag wants 2 chunks a rank. Suppose that there are 3, or any other number above 1.
+# Call a chunk of queries with an earlier chunk of keys one unit of work. With itself it is half a unit, so chunk i has
+# i + ½ units. Write `assign(chunks, ranks)`, which returns a list of chunks for each rank, equally many
+# for all. Work may differ by at most 1 unit between ranks.
 #
 # Hint: take rows of `ranks` chunks. Two rows are a zigzag, so only an odd number of rows is hard, and 3 rows at the end
 # solve it. Order the second row such that the sums of two rows are as evenly spaced as the chunks of the third row. For 3
@@ -447,13 +450,13 @@ lesson.claim("The formula counts every byte", counted == predicted)
 #
 # $$ \text{ring: } 6\,(p-1)\,G\,d \qquad\qquad \text{Ulysses: } 4\,\tfrac{p-1}{p}\,(H+G)\,d \quad\text{values.} $$
 #
-# So Ulysses sends
-# fewer the more ranks there are. With 8 kv heads it sends <data value="10.sent.ulysses-8-kv-heads.counted">98.3 kB</data> and the ring
-# <data value="10.sent.ring-8-kv-heads.counted">295 kB</data>. Grouped queries help the ring: with 1 kv head it sends
+# So Ulysses sends fewer the more ranks there are. With 8 kv heads it sends <data value="10.sent.ulysses-8-kv-heads.counted">98.3 kB</data> and the
+# ring <data value="10.sent.ring-8-kv-heads.counted">295 kB</data>. Grouped queries help the ring: with 1 kv head it sends
 # <data value="10.sent.ring-1-kv-heads.counted">36.9 kB</data>. Ulysses can't shard that head, so it repeats it, and saves nothing.
 #
-# Both work inside a model, too. `HybridParallelPlugin`, known from notebook 04, shards the batch, gives each token its position, and sums the gradients over the
-# ranks of cp. We train a small GPT-2 for three steps, in both ways and in one process.
+# Both work inside a model, too. `HybridParallelPlugin`, known from notebook 04, shards the batch, gives each token its
+# position, and sums the gradients over the ranks of cp. We train a small GPT-2 for three steps, in both ways and in one
+# process.
 
 
 # %%
@@ -509,18 +512,18 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # Bytes don't decide alone. A ring sends while it computes, and Ulysses' attention can't start before its all-to-alls end.
 # So we compare *exposed* time: what the messages add to the time of computing.
 #
-# In one step of a ring's forward, a rank computes $2Hd\,(s/p)^2$ FLOPs and sends $2\,(s/p)\,Gd$ values of w bytes. Computing
-# grows with the square of s/p, so from some length on it covers the message. With ρ from notebook 00, the FLOP/s of a rank
-# over its bytes/s, that length is
+# In one step of a ring's forward, a rank computes $2Hd\,(s/p)^2$ FLOPs and sends $2\,(s/p)\,Gd$ values of w bytes.
+# Computing grows with the square of s/p, so from some length on it covers the message. With ρ from notebook 00, the
+# FLOP/s of a rank over its bytes/s, that length is
 #
 # $$ \frac{s}{p} = w\,\rho\,\frac{G}{H} \text{ tokens a rank.} $$
 #
 # An H100 with 400 TFLOP/s in attention and a NIC of 50 GB/s has ρ = 8,000. With 2 bytes a value and G = H, it needs 16,000
 # tokens a rank. With G = H/8 it needs 2,000.
 #
-# The backward has 2.5 times the FLOPs and at least twice the bytes. Its last message, which brings gradients home, is always
-# exposed. `theory.context` adds all this up, step by step. Lines are predicted from the machine card. For the dots we time
-# one step's computing and each message alone, and put these times together in the same way.
+# The backward has 2.5 times the FLOPs and at least twice the bytes. Its last message, which brings gradients home, is
+# always exposed. `theory.context` adds all this up, step by step. Lines are predicted from the machine card. For the dots
+# we time one step's computing and each message alone, and put these times together in the same way.
 
 # %%
 replayed = pool.run(long_contexts.replay_exposed, shapes, DTYPE, card.link)[0]
@@ -551,18 +554,18 @@ lesson.claim("At the longest sequence, the ring exposes less than Ulysses",
 lesson.explorers.ring_or_ulysses()
 
 # %% [markdown]
-# At <data value="10.lengths.first">128</data> tokens a ring exposes <data value="10.share.first">32.4 %</data> of its messages' time, and at <data value="10.lengths.last">4,096</data> tokens
-# <data value="10.share.last">11.1 %</data>. The formula puts the overlap of the forward at <data value="10.overlap">475</data> tokens a rank. Dots need not lie on the
-# lines: ranks share cores here, so messages take longer than on the machine card, and attention doesn't reach the rate of a
-# large matmul.
+# At <data value="10.lengths.first">64</data> tokens a ring exposes <data value="10.share.first">53.8 %</data> of its messages' time, and at <data value="10.lengths.last">4,096</data> tokens
+# <data value="10.share.last">11.1 %</data>. The formula puts the overlap of the forward at <data value="10.overlap">64</data> tokens a rank. Dots scatter around the
+# lines, because ranks share cores here, and a step of attention computes for longer than the matmul rate says.
 #
-# On this machine latency decides. With 4 ranks, a ring has 9 messages and may cover most of them. Ulysses has 8 all-to-alls
-# of 3 messages, and waits for all. So it is behind even where it sends fewer bytes: <data value="10.at-last.ulysses">27.6 ms</data> against <data value="10.at-last.ring">2.69 ms</data> at <data value="10.lengths.last">4,096</data> tokens. The
-# explorer has an H100, where bytes decide. Over InfiniBand with 8 ranks, Ulysses exposes less up to 131,072 tokens, and the
-# ring from 262,144 on. That is the rule of 16,000 tokens a rank.
+# On this machine latency decides. With 4 ranks, a ring has 9 messages and may cover most of them. Ulysses has 8
+# all-to-alls of 3 messages, and waits for all. So it is behind even where it sends fewer bytes: <data value="10.at-last.ulysses">39.1 ms</data>
+# against <data value="10.at-last.ring">2.96 ms</data> at <data value="10.lengths.last">4,096</data> tokens. The explorer has an H100, where bytes decide. Over InfiniBand
+# with 8 ranks, Ulysses exposes less up to 131,072 tokens, and the ring from 262,144 on. That is the rule of 16,000 tokens
+# a rank.
 #
-# **Challenge,** in the explorer, for an H100: on 8 ranks over InfiniBand NDR, with 32 heads, at least 8 kv heads and at most
-# 65,536 tokens, expose at most 5 % of the computing.
+# **Challenge,** in the explorer, for an H100: on 8 ranks over InfiniBand NDR, with 32 heads, at least 8 kv heads and at
+# most 65,536 tokens, expose at most 5 % of the computing.
 #
 # <details><summary>Answer</summary>
 #
@@ -572,7 +575,8 @@ lesson.explorers.ring_or_ulysses()
 #
 # ### The longest sequence
 #
-# Did we gain memory? We measure what a rank keeps for the backward of a GPT-2 of two blocks, at the end of its forward.
+# Did we gain memory? We measure the activations that a rank keeps of one sequence, in a GPT-2 of two blocks. Predicted is
+# what one rank keeps alone, over cp.
 
 
 # %%
@@ -613,9 +617,9 @@ lesson.claim("Activations shrink as 1/cp, within a tenth", (worst, "<", 0.1))
 # ## The silent failure
 #
 # A model looks up positions. If nobody tells it where its tokens stand, transformers counts from 0, on every rank.
-# PyTorch's `context_parallel` shards just the buffers that you list. In our ring the masks stay right, because it knows where tokens stand.
-# Only the table of positions, `wpe`, is read in wrong rows. Does the loss tell? We train a GPT-2 on <data value="10.ranks">4</data> ranks, once
-# with the positions of `shard_batch` and once without.
+# PyTorch's `context_parallel` shards just the buffers that you list. In the library's ring the masks stay right, because
+# it knows where tokens stand. Only the table of positions, `wpe`, is read in wrong rows. Does the loss tell? We train a
+# GPT-2 on <data value="10.ranks">4</data> ranks, once with the positions of `shard_batch` and once without.
 
 
 # %%
@@ -669,11 +673,11 @@ lesson.field_guide.show()
 
 # %% [markdown]
 # Both losses fall, to <data value="10.fault.positions-of-shard_batch.last-loss:.2f">5.28</data> and
-# <data value="10.fault.positions-that-restart.last-loss:.2f">5.27</data>. Nobody would suspect the second curve: masks still tell the model which
-# token comes before which, and forty steps on a small model need little more. But somebody will load the checkpoint in one
-# process, with positions 0 to 63. From the first run, that process computes the logits of training, up to rounding in
-# float32. From the second, logits are off by <data value="10.fault.positions-that-restart.reloaded-logits-are-off-by:.4f">0.0045</data> of their norm. It is
-# another model than the one that was trained. What a long training would lose, forty steps don't tell.
+# <data value="10.fault.positions-that-restart.last-loss:.2f">5.27</data>. Nobody would suspect the second curve: masks still tell the model
+# which token comes before which, and forty steps on a small model need little more. But somebody will load the checkpoint
+# in one process, with positions 0 to 63. From the first run, that process computes the logits of training, up to rounding
+# in float32. From the second, logits are off by <data value="10.fault.positions-that-restart.reloaded-logits-are-off-by:.4f">0.0045</data> of
+# their norm. It is another model than the one that was trained. What a long training would lose, forty steps don't tell.
 #
 # The instrument is the gradient of `wpe`. With right positions, <data value="10.fault.positions-of-shard_batch.rows-of-wpe-with-a-gradient-of-64">63</data>
 # of 64 rows get one: the last token has no target. With positions that restart, only
@@ -683,8 +687,8 @@ lesson.field_guide.show()
 # Labels have the same trap: the target of a rank's last token is on another rank. Shift labels before you shard them, as
 # `shard_batch` does.
 #
-# **Takeaway.** Shard tokens together with their positions and their shifted labels, and check once that the positions of all
-# ranks are 0 to s - 1.
+# **Takeaway.** Shard tokens together with their positions and their shifted labels, and check once that the positions of
+# all ranks are 0 to s - 1.
 #
 # ## What to remember
 #
@@ -705,6 +709,6 @@ lesson.field_guide.show()
 # *FlashAttention*, 2205.14135. Liu, Zaharia & Abbeel 2023, *Ring attention*, 2310.01889. Brandon et al. 2023, *Striped
 # attention*, 2311.09431. Jacobs et al. 2023, *DeepSpeed Ulysses*, 2309.14509.
 #
-# **Next.** You can now shard samples, layers, matrices and tokens. One thing was the same in all of them: every weight works
-# on every token. A mixture of experts drops that. A token then visits a few experts only, wherever they are, and the
-# all-to-all of this page carries it there.
+# **Next.** You can now shard samples, layers, matrices and tokens. One thing was the same in all of them: every weight
+# works on every token. A mixture of experts drops that. A token then visits a few experts only, wherever they are, and
+# the all-to-all of this page carries it there.

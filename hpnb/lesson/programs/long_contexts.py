@@ -27,7 +27,7 @@ from hpnb.theory.context import Attention, BothWays
 
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-_TIMED = {"cpu": (Attention(1, 8, 8, 32, 1, 4), tuple(1 << k for k in range(7, 13))),
+_TIMED = {"cpu": (Attention(1, 8, 8, 32, 1, 4), tuple(1 << k for k in range(6, 13))),
           "cuda": (Attention(1, 16, 16, 64, 1, 2), tuple(1 << k for k in range(10, 15)))}  # fmt: skip
 _KEPT = {"cpu": (GPT2Size(64, 2, 4, 256, 509, 2048), torch.float32),
          "cuda": (GPT2Size(1024, 2, 16, 4096, 8192, 4096), torch.bfloat16)}  # fmt: skip

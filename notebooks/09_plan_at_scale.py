@@ -104,11 +104,11 @@ def all_reduce(nbytes, ranks, link):
     return 2 * (ranks - 1) * (link.latency + nbytes / ranks / link.bandwidth)
 
 # %% [markdown]
-# Next, one transformer block and one microbatch of b samples. Matmuls take their FLOPs over the reached rate. What lies
-# between them takes its bytes over memory bandwidth; `hpnb/theory/cluster.py` counts them from the unfused kernels of 2021.
-# Norms, dropouts and residuals move 22 bytes forward and 34 backward per value of an activation (b, s, h), on every rank of
-# tp. GELU moves 16 + 24 per value, attention 13 + 19 per score, and tp shards both. tp adds 4 all-reduces, or 6 if the
-# forward is recomputed.
+# Next, one transformer block and one microbatch of b samples. A matmul takes its FLOPs divided by the reached rate.
+# What lies between matmuls takes its bytes divided by memory bandwidth; `hpnb/theory/cluster.py` counts them from the
+# unfused kernels of 2021. Norms, dropouts and residuals move 22 bytes forward and 34 backward per value of an
+# activation (b, s, h), on every rank of tp. GELU moves 16 + 24 per value, attention 13 + 19 per score, and tp shards
+# both. tp adds 4 all-reduces, or 6 if the forward is recomputed.
 
 
 # %%
@@ -269,7 +269,7 @@ days = steps * step(known.run, replace(a100, gpus=known.gpus), known.plan) / 864
 # than <data value="09.fits.worst">12.9 %</data>. The parts of a step show why large models run faster. Wide layers compute more per byte, so memory traffic
 # falls from <data value="09.parts.1.7b.memory">27.6 %</data> to <data value="09.parts.1008.0b.memory">3.67 %</data> of the step.
 #
-# **Takeaway.** One fitted number predicts the same software on the same GPUs to 10 to 13 %. Two layouts that lie closer
+# **Takeaway.** One fitted number predicts the same software on the same GPUs to 13 %. Two layouts that lie closer
 # together are tied.
 #
 # ### Another era
@@ -352,8 +352,8 @@ lesson.claim("The forty lines promise too much of a small pipeline", few)
 # that they leave out, such as kernel launches of small microbatches, may explain it; no output here separates them.
 # `hpnb plan` predicts <data value="09.own.pp2.hpnb-plan-predicted">402 TFLOP/s</data>, but its constants were fitted to these benchmarks, so this is no test.
 #
-# On the H100 runs `hpnb plan` is even worse, <data value="09.planners.nine-h100-runs.hpnb-plan">66.0 %</data> off. It overlaps only the gradients. tp
-# stays exposed, and its links reach only 0.66 of the datasheet, as our H200s did. More terms don't repair a wrong assumption.
+# On the H100 runs `hpnb plan` is even worse, <data value="09.planners.nine-h100-runs.hpnb-plan">66.0 %</data> off. It overlaps only the gradients, leaves tp exposed, and lets
+# links reach two thirds of the datasheet, as on our H200s. More terms don't repair a wrong assumption.
 #
 # <details><summary>In your tools: planners</summary>
 #
@@ -577,8 +577,7 @@ lesson.claim("Slow links do not", (max(ratio["inside"], ratio["between"]), "<", 
 #
 # - **Slow GPUs** slow every layout. The least affected one loses <data value="09.least.matmuls:.2f">0.87</data> of what the most affected one
 #   loses, more than half.
-# - **Slow links inside nodes** hit tp 8 by <data value="09.half.tp-8.half-inside">9.68 %</data>, and tp 1 hardly. Where replicas share a node,
-#   dp uses these links as well and tp 1 loses something: less than half of the most.
+# - **Slow links inside nodes** hit tp 8 by <data value="09.half.tp-8.half-inside">9.68 %</data>, and tp 1 hardly. Where replicas share a node, dp uses these links as well and tp 1 loses something, less than half of the worst layout's loss.
 # - **A slow network** hits tp 1 most, <data value="09.half.tp-1.half-between">4.83 %</data>, because its gradients are largest.
 #
 # ### Exercise 2: half a link
@@ -689,10 +688,9 @@ lesson.record("09.days", {"trained": days, "all": days / share}, "days")
 # %% [markdown]
 # At best <data value="09.lost">12.4 %</data> of the time is lost in the simulation, and <data value="09.lost.predicted">12.4 %</data> by the exact formula.
 #
-# More GPUs shorten a step, but they also shrink M. With saves of 300 s half of the time is lost at <data value="09.gone.300s:,.0f">82,000</data>
-# GPUs; with saves of 10 s, at <data value="09.gone.10s:,.0f">335,000</data>. D is the checkpoint's size over the write speed: 13.8 TB of 1008.0B take
-# 51 s at the 273 GB/s that 384 nodes reached in 2021. The optimum is
-# flat: saving half as often costs <data value="09.doubled">2.45 %</data> of the time.
+# More GPUs shorten a step, but they also shrink M. With saves of 300 s half of the time is lost at <data value="09.gone.300s:,.0f">82,000</data> GPUs; with
+# saves of 10 s, at <data value="09.gone.10s:,.0f">335,000</data>. D is the checkpoint's size over the write speed: 13.8 TB of the 1008.0B model take 51 s
+# at the 273 GB/s that 384 nodes reached in 2021. The optimum is flat: saving half as often costs <data value="09.doubled">2.45 %</data> of the time.
 #
 # Now we can say **how long a run takes**: steps times seconds of a step, over the share that trains. For 1008.0B on 3,072
 # GPUs and 450 billion tokens we predict <data value="09.days.trained:.0f">93</data> days of training, <data value="09.days.all:.0f">98</data> with saves of 51 s,
@@ -830,7 +828,7 @@ lesson.explorers.cluster_layouts()
 # %% [markdown]
 # ## What to remember
 #
-# - Datasheets and one fitted run predict the same software on more GPUs to 10 to 13 %.
+# - Datasheets and one fitted run predict the same software on more GPUs to 13 %.
 # - On other GPUs, with software that overlaps and shards differently, the same planner is off by up to <data value="09.era">43.6 %</data>.
 # - A ring's bytes leave a node once, and the groups of a node share its NICs.
 # - On a slow network, fill the node with tp and let stages cross its edge. On a fast one, measure: several layouts are tied.

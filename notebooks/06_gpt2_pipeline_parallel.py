@@ -130,7 +130,7 @@ lesson.predict("06.bubble", question, unit="%", rule_of_thumb=formula)
 
 
 # %%
-def time_steps(variants, repeats=5):
+def time_steps(variants, repeats=4):
     """{variant: its steps}, of {variant: (schedule, layers of each stage)}, in turn."""
     axis = Mesh(Layout(pp=hpnb.world_size())).pp
     batch, pipes = device_timing.random_tokens(SIZE, BATCH_SIZE), {}
@@ -151,14 +151,14 @@ step = steps["uniform"].median
 SOURCE = step.source.split()[0]  # "measured", or "replayed" where ranks share cores
 lesson.reveal("06.bubble", 100 * step.bubble_fraction, source=SOURCE)
 busy = {f"rank {rank}": step.work(rank) / M for rank in step.ranks}
-lesson.show(measured=busy, unit="s", title="Forward and backward of one microbatch")
+lesson.show(**{SOURCE: busy}, unit="s", title="Forward and backward of one microbatch")
 *others, last = busy.values()
 lesson.claim("The last rank takes longest", (last, ">", max(others)))
 lesson.record("06.slowest", last * (N - 1) / sum(others))
 
 # %% [markdown]
-# The bubble is <data value="06.bubble">42.5 %</data>, far above the formula. The formula assumes equal stages, but the last rank works
-# <data value="06.slowest:.1f">1.7</data> times as long as the others on average, and they wait for it. More microbatches help little: they
+# The bubble is <data value="06.bubble">48.6 %</data>, far above the formula. The formula assumes equal stages, but the last rank works
+# <data value="06.slowest:.1f">2.1</data> times as long as the others on average, and they wait for it. More microbatches help little: they
 # dilute warm-up and cool-down, but during each one the other ranks wait for the last rank.
 #
 # **Takeaway.** A uniform cut gives the exact result, but slowly: the stage with the head sets the pace.
@@ -195,9 +195,9 @@ lesson.claim("FLOPs miss the head by over a quarter", abs(matmuls / law - 1) > 0
 
 # %% [markdown]
 # FLOPs predict <data value="06.head.head-s-matmuls.predicted">4.91 blocks</data> for the head. Its matmuls really take
-# <data value="06.head.head-s-matmuls.measured">3.17 blocks</data>, <data value="06.head.ratio:.2f">0.65</data> times as much, and the claim is about them. With the loss,
-# which FLOPs leave out, the head takes <data value="06.head.head-and-loss.measured">3.81 blocks</data>, so FLOPs miss the sum by less. The step
-# simulated from measured layers takes <data value="06.step.simulated">193 ms</data>, and the one replayed above took <data value="06.step.run">197 ms</data>.
+# <data value="06.head.head-s-matmuls.measured">3.03 blocks</data>, <data value="06.head.ratio:.2f">0.62</data> times as much, and the claim is about them. With the loss,
+# which FLOPs leave out, the head takes <data value="06.head.head-and-loss.measured">3.75 blocks</data>, so FLOPs miss the sum by less. The step
+# simulated from measured layers takes <data value="06.step.simulated">219 ms</data>, and the one replayed above took <data value="06.step.run">220 ms</data>.
 #
 # A block also spends time on norms, GELU and softmax, which FLOPs leave out, so the head counts fewer blocks. On GPUs, a
 # vocabulary of 50,257 slows the head's own matmuls.
@@ -205,10 +205,10 @@ lesson.claim("FLOPs miss the head by over a quarter", abs(matmuls / law - 1) > 0
 # ### Why 50,257 is a bad size
 #
 # Fast tensor-core kernels load their operands in aligned pieces of 16 bytes, or 8 numbers of 16 bits. Each row of the
-# logits has V numbers. If V is odd, the second row starts off such a boundary, and cuBLAS picks slower kernels. A multiple
-# of 8 cures that. We take 50,304, a multiple of 64, to fill the tiles of a matmul and to keep tensor-parallel shards
-# aligned. The table gets 0.1 % more rows, and an exact loss masks the 47 extra logits. We time the head's three matmuls
-# with both sizes, in turn.
+# logits has V numbers. If V is odd, the second row starts off such a boundary, and cuBLAS picks slower kernels. A
+# multiple of 8 cures that. We take 50,304, a multiple of 64, to fill the tiles of a matmul, and to keep tensor-parallel
+# shards aligned. The table gets 0.1 % more rows, and an exact loss masks the 47 extra logits. We time the head's three
+# matmuls with both sizes, in turn.
 
 
 # %%
@@ -239,7 +239,7 @@ lesson.claim("Padding does not slow the head beyond the spread",
              (statistics.median(padded), "<=", max(odd)))  # fmt: skip
 
 # %% [markdown]
-# Here the odd size takes <data value="06.padding.gain:.2f">1.22</data> times as long by the median, a difference <data value="06.padding.spread">beyond the spread of the repeats</data>. On GPUs,
+# Here the odd size takes <data value="06.padding.gain:.2f">1.24</data> times as long by the median, a difference <data value="06.padding.spread">beyond the spread of the repeats</data>. On GPUs,
 # pad before you cut, because padding changes the longest layer.
 #
 # <details><summary>On a laptop</summary>
@@ -350,12 +350,12 @@ title = "Cut by time, the head no longer makes its rank the slowest by far"
 lesson.show(figures.skyline(times.costs, shown, times.kinds, times.loss, title=title))
 
 # %% [markdown]
-# Bars are layers timed alone. Beneath stands each cut's step, timed anew. The cut by time is <data value="06.gain:.2f">1.26</data> times as fast
-# as the uniform one by the median, and faster in every repeat. It still idles <data value="06.idle">33.8 %</data>: equal stages would idle
+# Bars are layers timed alone. Beneath stands each cut's step, timed anew, so bubbles differ a little. The cut by time is <data value="06.gain:.2f">1.26</data> times as fast
+# as the uniform one by the median, and faster in every repeat. It still idles <data value="06.idle">35.5 %</data>: equal stages would idle
 # <data value="06.bubble.rule-of-thumb">27.3 %</data>, and whole layers don't make them quite equal.
 #
 # FLOPs overrate the head: their cut has <data value="06.beside.by-flops">0</data> blocks beside it, and the cut by time <data value="06.beside.by-time">1</data>.
-# The step cut by FLOPs takes <data value="06.flops.ratio:.2f">0.99</data> times as long, a difference <data value="06.flops.spread">within the spread of the repeats</data>. The cut by time has the
+# The step cut by FLOPs takes <data value="06.flops.ratio:.2f">1.00</data> times as long, a difference <data value="06.flops.spread">within the spread of the repeats</data>. The cut by time has the
 # smaller largest stage, but Σ t + (m-1) max t is approximate: where two cuts nearly tie, it also matters where the largest
 # stage lies. How precisely must we cut?
 #
@@ -377,11 +377,10 @@ lesson.record("06.last", {"others": close, "first": best[0], "most": most, "by":
 lesson.claim("Too many blocks on the last stage slow every repeat", (ratio, ">", 1))
 
 # %% [markdown]
-# The median is smallest with <data value="06.last.first">0</data> blocks beside the head, and <data value="06.last.others">the repeats of the cut with 1 overlap with its own</data>. With <data value="06.last.most">4</data> blocks
-# there, even the fastest repeat takes <data value="06.last.by:.2f">1.40</data> times as long as the slowest one with <data value="06.last.first">0</data>. The last
-# stage sets the pace, so each further block there delays every microbatch. A block that it gives up goes to one of the p-1
-# shorter stages, which has room for it. So if in doubt, put one block too few beside the head. The figure can hardly show
-# the cost of too few: the best cuts have almost none.
+# The median is smallest with <data value="06.last.first">1</data> blocks beside the head, and <data value="06.last.others">the repeats of the cut with 0 overlap with its own</data>. With <data value="06.last.most">4</data>
+# blocks there, even the fastest repeat takes <data value="06.last.by:.2f">1.27</data> times as long as the slowest one with <data value="06.last.first">1</data>. The last stage sets the
+# pace, so each further block there delays every microbatch. A block that it gives up goes to one of the p-1 shorter
+# stages, which has room for it. So if in doubt, put one block too few beside the head.
 #
 # <details><summary>On a laptop</summary>
 # One disturbed action can stretch a whole replayed step, which is why the figure shows all repeats.
@@ -544,7 +543,7 @@ lesson.field_guide.add(
 lesson.field_guide.show()
 
 # %% [markdown]
-# Nothing in the loss is alarming. Without the sum the model has one more table to train, and ends even lower: after the
+# Without the sum the model has one more table to train, and ends even lower: after the
 # last step, the last batch's loss is <data value="06.loss.never-summed.loss-as-trained:.2f">5.06</data> against
 # <data value="06.loss.summed.loss-as-trained:.2f">5.21</data>. But the distance should be 0 and has grown to <data value="06.distance:.2f">0.93</data> of the table's
 # norm. A GPT-2 checkpoint has one table, so whoever loads it keeps one of the copies. Then the loss is
@@ -606,10 +605,10 @@ lesson.check(exercises.tied_weight, tie)
 # %% [markdown]
 # ## Ragged microbatches
 #
-# The third difference is in the data. So far, texts were packed into full sequences of 64 tokens. Now each sequence is one
-# paragraph, padded to the longest, and padding has no target: its label is -100. The batch is *ragged*: its microbatches
-# differ in their number of targets. We want the mean over all targets. If microbatch k has a sum of losses Sₖ over cₖ
-# targets, this is
+# The third difference is in the data. So far, sequences were packed: texts one after another, cut every 64 tokens. Now
+# each sequence is one paragraph, padded to the longest, and padding has no target: its label is -100. The batch is
+# *ragged*: its microbatches differ in their number of targets. We want the mean over all targets. If microbatch k has a
+# sum of losses Sₖ over cₖ targets, this is
 #
 # $$ \ell = \frac{\sum_k S_k}{\sum_k c_k} \qquad\text{and not}\qquad \frac{1}{m}\sum_k \frac{S_k}{c_k}. $$
 #
@@ -737,18 +736,15 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 
 # %% [markdown]
 # By the median, <data value="06.fastest.first">zb-v</data> is fastest, and <data value="06.fastest.others">the repeats of zb-h1 overlap with its own</data>. ZB-H1 shrinks the bubble of 1F1B from
-# <data value="06.style.1f1b.bubble">32.3 %</data> to <data value="06.style.zb-h1.bubble">21.8 %</data>, and ZB-V to <data value="06.style.zb-v.bubble">19.8 %</data>.
+# <data value="06.style.1f1b.bubble">31.6 %</data> to <data value="06.style.zb-h1.bubble">20.7 %</data>, and ZB-V to <data value="06.style.zb-v.bubble">18.6 %</data>. Interleaving has little to gain: the head alone exceeds an equal stage.
 #
-# ZB-H1's step takes <data value="06.h1.run:.2f">0.93</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">beyond the spread of the repeats</data>. The simulation
-# says <data value="06.h1.simulated:.2f">0.87</data>, and it misses two things. ZB-H1 computes for <data value="06.style.zb-h1.compute-per-rank">110 ms</data> instead of
-# <data value="06.style.1f1b.compute-per-rank">103 ms</data> per rank on average, because splitting each backward costs extra here. And it
-# assumes that W takes as long as I. W takes <data value="06.style.zb-h1.w-i:.2f">0.53</data> times as long, because only the weight gradients of
+# ZB-H1's step takes <data value="06.h1.run:.2f">0.96</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">within the spread of the repeats</data>. The simulation says <data value="06.h1.simulated:.2f">0.87</data>. It misses two things. First, ZB-H1 computes for <data value="06.style.zb-h1.compute-per-rank">144 ms</data> instead of
+# <data value="06.style.1f1b.compute-per-rank">129 ms</data> per rank on average, because splitting each backward costs extra here. Second, the simulation assumes that W takes as long as I. W takes <data value="06.style.zb-h1.w-i:.2f">0.47</data> times as long, because only the weight gradients of
 # matmuls are deferred, so less W fills gaps.
 #
-# On the last rank, ZB-H1 keeps <data value="06.last-rank.zb-h1">22.7 MB</data> and 1F1B <data value="06.last-rank.1f1b">10.9 MB</data>. In ZB-H1, each microbatch stays in
-# flight until its W, and keeps the inputs of all matmuls and the gradients of their outputs. Here these include the logits'
-# gradient. ZB-V's last rank keeps none, but holds more blocks: it has the middle stages. So its bytes
-# don't compare with ZB-H1's.
+# On the last rank, ZB-H1 keeps <data value="06.last-rank.zb-h1">22.7 MB</data> and 1F1B <data value="06.last-rank.1f1b">10.9 MB</data>. In ZB-H1, each microbatch stays in flight until its W, and
+# keeps the inputs of all matmuls and the gradients of their outputs. Here these include the logits' gradient. ZB-V's
+# last rank has no head and no logits' gradient, but the two middle stages. So its bytes don't compare with ZB-H1's.
 #
 # <details><summary>In your tools: schedules</summary>
 #
@@ -756,7 +752,7 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 # interleaves with `--num-virtual-stages-per-pipeline-rank`.
 # </details>
 #
-# **Takeaway.** Choose a schedule by measured costs and memory, not by its bubble alone.
+# **Takeaway.** Choose a schedule by its step at measured costs, and by its memory.
 #
 # **Challenge,** in the explorer below. With a head of 4.5 blocks or more on 24 blocks, 4 ranks and at most 8 microbatches,
 # reach a bubble below 10 % with at most 4.5 microbatches in flight. Then add ranks and watch the speed-up approach its
@@ -766,8 +762,7 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 # <details><summary>Answer</summary>
 #
 # `dualpipe-v`, cut by time, with 8 microbatches and the head at 4.5, idles 9.2 % with 4.5 microbatches in flight. The next
-# best is `zb-v`: it idles 11.2 % with 6 microbatches, its best of 1 to 8. When you run the explorer, it prints *as fast as
-# so many devices*, the ranks times the share of time in which they work: with `dualpipe-v`, 4 ranks are as fast as 3.6 that
+# best is `zb-v`: it idles 11.2 % with m = 6, the best m from 1 to 8. When you run the explorer, it prints the ranks times the share of time in which they work: with `dualpipe-v`, 4 ranks are as fast as 3.6 that
 # never wait. Now set `zb-h1` and 32 microbatches. The reading is 3.7 on 4 ranks, and 6.0 on 8. The limit is all layers over
 # the head, with 0.1 blocks for the embedding: (0.1 + 24 + 4.5)/4.5 = 6.4.
 # </details>

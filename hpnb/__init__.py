@@ -28,6 +28,7 @@ One strategy at a time
     DataParallel, ZeroOptimizer, fully_shard             replicas; ZeRO 1, 2; ZeRO 3 (data_parallel has more)
     Pipeline                         stages of a model; pipeline_parallel: schedules.make, Costs, Builder
     context_parallel                 parallelize, shard_batch, ring_attention, ulysses_attention
+    expert_parallel                  parallelize, plan_dispatch, balancing_loss, SelectionBias
     tensor_parallel                  parallelize, full_state_dict, cross_entropy
     precision                        step (clips, skips overflows), Masters, LossScaler
     placement                        which part of a parameter a rank has
@@ -55,6 +56,7 @@ if _typing.TYPE_CHECKING:
         context_parallel,
         data,
         data_parallel,
+        expert_parallel,
         lesson,
         models,
         pipeline_parallel,
@@ -125,6 +127,7 @@ __all__ = [
     "data_parallel",
     "device",
     "disable_existing_loggers",
+    "expert_parallel",
     "fully_shard",
     "get_dist_logger",
     "launch",

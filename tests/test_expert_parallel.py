@@ -10,10 +10,12 @@ import torch
 import transformers
 from plan_models import use_float64
 from rank_pools import RankPools
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import hpnb
 from hpnb import Layout, Mesh, expert_parallel
 from hpnb.placement import full_state_dict
+from hpnb.theory import experts as theory
 
 SIZES: dict[str, Any] = {
     "vocab_size": 29, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 12,
@@ -104,7 +106,7 @@ def on_ranks(kind: str, ep: int, skewed: bool, options: dict[str, Any]) -> Any:
 
 def distances(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, float]:
     assert ours.keys() == wanted.keys()
-    typical = sum(float(w.norm()) for w in wanted.values()) / len(wanted)
+    typical = sum(float(w.detach().norm()) for w in wanted.values()) / len(wanted)
     return {n: float((ours[n] - w).norm()) / max(float(w.norm()), 1e-3 * typical) for n, w in wanted.items()}
 
 
@@ -125,3 +127,144 @@ def test_steps_equal_one_process(pools: RankPools, kind: str, ranks: int, ep: in
         found = distances({n: grads[n] for n in gradients}, gradients)
         assert max(found.values()) < 1e-12, found
     assert abs(losses[-1] - losses[0]) > 1e-3
+
+
+# --- the plugin ------------------------------------------------------------------------------------------
+
+
+def boosted_steps(kind: str, plugin: dict[str, Any], options: dict[str, Any], folder: str | None) -> Any:
+    """(losses, norms, full weights, optimizer state, loads) of three steps, on one process or on ranks."""
+    booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp64", max_norm=0.7, **plugin))
+    model = build(kind, **options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
+    boosted, optimizer, *_ = booster.boost(model, optimizer)
+    dp = booster.plugin.mesh.dp
+    samples = {name: value.chunk(dp.size)[dp.rank] for name, value in batch().items()}
+    losses, norms = [], []
+    for _ in range(3):
+        optimizer.zero_grad()
+        if booster.plugin.pp_size > 1 or plugin.get("num_microbatches"):
+            result = booster.execute_pipeline(iter([samples]), boosted, None, optimizer, return_loss=True)
+            losses.append(None if result["loss"] is None else float(result["loss"]))
+        else:
+            loss = boosted(**samples).loss
+            booster.backward(loss, optimizer)
+            losses.append(loss.item())
+        optimizer.step()
+        norms.append(float(optimizer.last_step.norm))
+    if folder is not None:
+        booster.save_model(boosted, folder)
+    state = optimizer.state_dict()["state"]
+    bias = {n: b for n, b in boosted.module.named_buffers() if n.endswith("correction_bias")}
+    return losses, norms, {k: v["momentum_buffer"] for k, v in state.items()}, bias
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep 2": (2, {"ep_size": 2}),
+    "dp 2 x ep 2": (4, {"ep_size": 2}),
+    "ep 4, ZeRO 1": (4, {"ep_size": 4, "zero_stage": 1}),
+    "dp 2 x ep 2, ZeRO 1": (4, {"ep_size": 2, "zero_stage": 1}),
+    "dp 2 x ep 2, ZeRO 2": (4, {"ep_size": 2, "zero_stage": 2}),
+    "dp 2 x ep 2, recomputation": (4, {"ep_size": 2, "activation_checkpointing": "full"}),
+    "pp 2 x ep 2": (4, {"pp_size": 2, "ep_size": 2, "num_microbatches": 2}),
+    "cp 2 = ep 2": (2, {"cp_size": 2, "ep_size": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", "DeepseekV3"])
+def test_boosted_steps_and_their_checkpoint_equal_one_process(
+    pools: RankPools, kind: str, layout: str, tmp_path: Any
+) -> None:
+    ranks, plugin = LAYOUTS[layout]
+    options = {"experts_implementation": "eager"}
+    results = pools[ranks].run(boosted_steps, kind, plugin, options, str(tmp_path / "saved"))
+    losses, norms, momenta, _ = pools[1].run(boosted_steps, kind, {}, options, str(tmp_path / "one"))[0]
+    for theirs in results:
+        assert None in theirs[0] or theirs[0] == pytest.approx(losses, rel=1e-12)  # of other stages
+        assert theirs[1] == pytest.approx(norms, rel=1e-12)
+        ours = {str(n): t for n, t in theirs[2].items()}
+        assert max(distances(ours, {str(n): t for n, t in momenta.items()}).values()) < 1e-12
+    kind_of = getattr(transformers, f"{kind}ForCausalLM")
+    loaded, info = kind_of.from_pretrained(tmp_path / "saved", output_loading_info=True, dtype=torch.float64)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    wanted = kind_of.from_pretrained(tmp_path / "one", dtype=torch.float64)
+    assert max(distances(dict(loaded.named_parameters()), dict(wanted.named_parameters())).values()) < 1e-12
+
+
+def test_the_balancing_loss_is_that_of_all_tokens(pools: RankPools) -> None:
+    options = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    ((losses, norms, *_),) = pools[1].run(boosted_steps, "Mixtral", {}, options, None)
+    for plugin in ({}, {"ep_size": 2}):
+        for theirs in pools[2].run(boosted_steps, "Mixtral", plugin, options, None):
+            assert theirs[0] == pytest.approx(losses, rel=1e-12)
+            assert theirs[1] == pytest.approx(norms, rel=1e-12)
+    without = pools[1].run(boosted_steps, "Mixtral", {}, {}, None)[0]
+    assert losses[0] > without[0][0] + 0.4
+
+
+def test_a_selection_bias_moves_alike_on_all_ranks(pools: RankPools) -> None:
+    rate = {"selection_bias_rate": 0.01}
+    ((*_, wanted),) = pools[1].run(boosted_steps, "DeepseekV3", rate, {}, None)
+    for *_, bias in pools[4].run(boosted_steps, "DeepseekV3", {**rate, "ep_size": 2}, {}, None):
+        assert bias.keys() == wanted.keys()
+        assert all(torch.equal(bias[n], b) for n, b in wanted.items())
+    assert max(float(b.abs().max()) for b in wanted.values()) > 0.009
+
+
+def balance_of_one() -> tuple[float, float]:
+    """(ours, transformers' own in float32) over the tokens of one process, some of them padding."""
+    torch.manual_seed(2)
+    logits = tuple(torch.randn(24, 4, dtype=torch.float64) for _ in range(2))
+    mask = torch.ones(4, 6).tril(3)
+    ours = expert_parallel.balancing_loss(logits, 2, Mesh(Layout()).dp, mask)
+    return float(ours), float(load_balancing_loss_func(logits, 4, 2, mask))
+
+
+def test_the_balancing_loss_is_that_of_transformers(pools: RankPools) -> None:
+    ((ours, theirs),) = pools[1].run(balance_of_one)
+    assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+# --- bytes and refusals ----------------------------------------------------------------------------------
+
+
+def bytes_of_a_layer() -> tuple[float, float]:
+    """(bytes that left this rank along ep, what the formula says for the rows that it sent and received)."""
+    axis = Mesh(Layout(dp=hpnb.world_size(), ep=hpnb.world_size())).ep
+    torch.manual_seed(axis.rank)
+    chosen = torch.rand(12, 4).pow(3).topk(2).indices
+    plan = expert_parallel.plan_dispatch(chosen, 4, axis)
+    x = torch.randn(12, 8, dtype=torch.float64, requires_grad=True)
+    with hpnb.record.traffic() as seen:
+        rows = expert_parallel.dispatch_rows(x, plan, axis)
+        expert_parallel.combine_rows(2 * rows, torch.rand(12, 2), plan, axis).sum().backward()
+    there, back = (sum(n for r, n in enumerate(s) if r != axis.rank) for s in (plan.sent, plan.received))
+    return seen.bytes["ep"], theory.rows_sent(there, back, 8, 8)
+
+
+def test_bytes_equal_the_formula_at_any_imbalance(pools: RankPools) -> None:
+    for counted, predicted in pools[4].run(bytes_of_a_layer):
+        assert counted == predicted > 0
+    assert theory.rows_sent(12, 12, 8, 8) == theory.experts_sent(12, 8, 2, 2, 8)  # half of 24 rows
+
+
+def refused(kind: str, plugin: dict[str, Any], options: dict[str, Any]) -> str:
+    try:
+        boosted_steps(kind, plugin, options, None)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def test_what_cannot_be_is_refused_in_a_sentence(pools: RankPools) -> None:
+    with pytest.raises(ValueError, match=r"ep=3 takes its ranks from dp=4 x cp=1.* use ep=1 or 2 or 4"):
+        Layout(dp=4, ep=3)
+    for options, match in (({"tp_size": 2}, "tp_size=1"), ({"zero_stage": 3}, "zero_stage=2")):
+        with pytest.raises(ValueError, match=match):
+            hpnb.HybridParallelPlugin(ep_size=2, **options)
+    six = {"num_local_experts": 3}
+    assert "3 experts, which 2 ranks" in pools[2].run(refused, "Mixtral", {"ep_size": 2}, six)[0]
+    assert "ep_size=3" in pools[2].run(refused, "Mixtral", {"ep_size": 3}, {})[0]
+    assert "no selection bias" in pools[1].run(refused, "Mixtral", {"selection_bias_rate": 0.1}, {})[0]

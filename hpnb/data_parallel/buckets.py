@@ -7,7 +7,7 @@ the link (see `hpnb.theory.knee`) a larger bucket hardly saves latency, and star
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,17 @@ def assign_buckets_by_group(groups: Sequence[Mapping[str, Any]], bucket_mb: floa
             count += len(bucket.parameters)
             expected.append((count / len(trained), bucket))
     return [bucket for _, bucket in sorted(expected, key=lambda pair: pair[0])]  # which keeps equals in order
+
+
+def split_groups(
+    groups: Sequence[Mapping[str, Any]], belongs: Callable[[torch.nn.Parameter], bool]
+) -> list[Mapping[str, Any]]:
+    """Each group as two: those of its parameters that do not belong, and those that do."""
+    return [
+        {"params": [p for p in group["params"] if belongs(p) == side]}
+        for group in groups
+        for side in (False, True)
+    ]
 
 
 def fill_bucket(

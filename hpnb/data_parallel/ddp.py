@@ -101,13 +101,12 @@ class DataParallel(nn.Module):
         check_replicas(named, axis, {**options, "find_unused_parameters": find_unused_parameters})
         experts = [tensor for tensor in named.values() if is_expert(tensor)]
         broadcast([tensor for tensor in named.values() if not is_expert(tensor)], axis)
+        kind: Any = Reducer
         if experts:
             expert_axis = _check_expert_axis(expert_axis, axis)
             broadcast(experts, expert_axis)
-        self._buffers_to_send = list(module.buffers())  # walking through the module takes time
-        kind: Any = Reducer
-        if experts:
             kind = partial(SplitReducer, expert_axis=expert_axis)
+        self._buffers_to_send = list(module.buffers())  # walking through the module takes time
         self.sink: GradientSink = self._take_over_sink(average) or kind(
             dict(module.named_parameters()),
             axis,

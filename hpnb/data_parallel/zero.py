@@ -26,8 +26,9 @@ from torch.optim.optimizer import ParamsT
 from torch.utils._pytree import tree_leaves
 
 from hpnb.background import wait_all
-from hpnb.data_parallel.buckets import assign_buckets_by_group
+from hpnb.data_parallel.buckets import assign_buckets_by_group, split_groups
 from hpnb.data_parallel.ddp import broadcast, check_replicas
+from hpnb.data_parallel.split_reducer import is_expert
 from hpnb.data_parallel.zero_bucket import ZeroBucket
 from hpnb.data_parallel.zero_checks import (
     check_class,
@@ -71,6 +72,8 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
             ZeroOptimizers share a model whose ranks run different layers.
         find_unused_parameters: allow parameters that a forward does not use, at the cost of a small
             all-reduce a backward. One that no rank uses keeps its value and state.
+        expert_axis: the ranks that hold the same experts, `mesh.edp`, if experts are sharded; needs
+            average=False.
 
     Attributes:
         shards: {parameter: this rank's elements of it, a Parameter}, for parameters of which it has some.
@@ -115,6 +118,7 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
         communication_dtype: torch.dtype | None = None,
         overlap_communication: bool = True,
         find_unused_parameters: bool = False,
+        expert_axis: Axis | None = None,
         **defaults: Any,
     ) -> None:
         axis = axis_of(axis, "dp")
@@ -131,15 +135,26 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
         leave_reduction = stage == 1 and not cpu_offload and communication_dtype is None
         replica = find_replica(self.names, axis, leave_reduction)
 
-        assigned = assign_buckets_by_group(self._full_groups, bucket_mb)
+        self._axes = [axis]
+        if experts := [name for p, name in self.names.items() if is_expert(p)]:
+            if expert_axis is None or average:
+                raise ValueError(
+                    f"{len(experts)} parameters, {experts[0]} first, are experts that other ranks do not "
+                    "have: pass expert_axis=mesh.edp and average=False"
+                )
+            self._axes.append(expert_axis)
+        assigned = assign_buckets_by_group(split_groups(self._full_groups, is_expert), bucket_mb)
         self._frozen = [p for p in parameters if not p.requires_grad]
         if replica is None:
-            for members in (*(b.parameters for b in assigned), self._frozen):  # one by one: each is copied
-                broadcast(list(members), axis)
+            frozen = [[p for p in self._frozen if is_expert(p) == side] for side in (False, True)]
+            for members in (*(b.parameters for b in assigned), *frozen):  # one by one: each is copied
+                if members:
+                    broadcast(list(members), self._axis_of(members[0]))
         if elementwise is None:
             elementwise = is_elementwise(optimizer_class)
         buckets = [
-            ZeroBucket(b.parameters, [self.names[p] for p in b.parameters], axis, elementwise=elementwise,
+            ZeroBucket(b.parameters, [self.names[p] for p in b.parameters],
+                       self._axis_of(b.parameters[0]), elementwise=elementwise,
                        keep_gradients=stage == 1, communication_dtype=communication_dtype,
                        offload=cpu_offload)
             for b in assigned
@@ -233,7 +248,7 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
             self.masters.note()
 
     def _gather_parameters(self) -> None:
-        pending = [bucket.gather_parameters(self._background[bucket.flat.device]) for bucket in self.buckets]
+        pending = [bucket.gather_parameters(self._background_of(bucket)) for bucket in self.buckets]
         wait_all(pending)
         self._note_versions()
 
@@ -289,7 +304,7 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
         Every rank of the axis calls it and gets all of them.
         """
         grads = {self._numbers[p]: {"grad": s.grad} for p, s in self.shards.items() if s.grad is not None}
-        gathered = gather_states(grads, self._shard_placements(self.names), [self.axis])
+        gathered = gather_states(grads, self._shard_placements(self.names), self._axes)
         return [gathered[n]["grad"].to(p.device) if n in gathered else None for p, n in self._numbers.items()]
 
     @torch.no_grad()
@@ -304,8 +319,12 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
         for group, full, numbers in zip(self.param_groups, self._full_groups, self._numbering, strict=True):
             names = {"param_names": full["param_names"]} if "param_names" in full else {}
             groups.append({**group_options(group), **names, "params": numbers})
-        gathered = gather_states(states, self._shard_placements(self.names), [self.axis])
+        gathered = gather_states(states, self._shard_placements(self.names), self._axes)
         return build_state_dict(gathered, groups, self.masters is not None)
+
+    def _axis_of(self, parameter: nn.Parameter) -> Axis:
+        """The ranks that have a replica of it."""
+        return self._axes[-1] if is_expert(parameter) else self._axes[0]
 
     @property
     def _numbering(self) -> list[list[int]]:

@@ -55,7 +55,8 @@ class ZeroReduceScatter:
         self.average, self.overlap, self.find_unused, self.offload = average, overlap, find_unused, offload
         self.reducing_sink: GradientSink | None = None  # of a DataParallel that goes on to reduce
         self._bucket_of = {id(p): i for i, b in enumerate(self.buckets) for p in b.parameters}
-        self._background = {d: Background(axis, d) for d in {b.flat.device: None for b in self.buckets}}
+        kinds = {(b.flat.device, b.axis.name): b.axis for b in self.buckets}
+        self._background = {kind: Background(along, kind[0]) for kind, along in kinds.items()}
         self._sync = True
         self._replace_gradients = True  # the next gradients replace those of shards
         self._finished = False  # a backward has been reduced since the last step
@@ -188,9 +189,11 @@ class ZeroReduceScatter:
         if self.stage == 2 and self._sent >= MAX_REDUCING:
             self.buckets[self._sent - MAX_REDUCING].wait_for_reduction()
         bucket = self.buckets[self._sent]
-        background = self._background[bucket.flat.device]
-        bucket.start_reduction(background, self.average, replace=self._replace_gradients)
+        bucket.start_reduction(self._background_of(bucket), self.average, replace=self._replace_gradients)
         self._sent += 1
+
+    def _background_of(self, bucket: ZeroBucket) -> Background:
+        return self._background[bucket.flat.device, bucket.axis.name]
 
     def _slice_gradients(self) -> None:
         for bucket in self.buckets:
@@ -199,6 +202,6 @@ class ZeroReduceScatter:
     def _wait_for_copies(self) -> None:
         """Wait until the CPU may read what a GPU has written."""
         if self.offload:
-            for device in self._background:
+            for device, _ in self._background:
                 if device.type == "cuda":
                     torch.cuda.current_stream(device).synchronize()

@@ -31,6 +31,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from hpnb.expert_parallel.dispatch import check_divides, combine_rows, dispatch_rows, plan_dispatch
 from hpnb.gradients import in_backward
 from hpnb.mesh import Axis, Mesh, axis_of
+from hpnb.models.compare_parts import skip_first_step_check
 from hpnb.placement import Cut, placement_of, set_placement
 
 ExpertsForward = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -59,6 +60,8 @@ def parallelize(model: nn.Module, axis: Axis | Mesh) -> ExpertParallel:
         check_divides(module.num_experts, axis.size, f"{name} of this {type(model).__name__}")
         _check_stacked(name, module)
     experts = ExpertParallel(axis, layers)
+    if axis.size > 1:
+        skip_first_step_check(model)  # one rank alone would run the forward, and send tokens to nobody
     registered = f"hpnb_experts_{next(_numbers)}"
     for name, module in layers.items():
         _keep_local_experts(name, module, axis)

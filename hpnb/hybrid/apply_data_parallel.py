@@ -62,6 +62,7 @@ def apply_data_parallel(
             communication_dtype=plugin.communication_dtype,
             overlap_communication=plugin.overlap_communication,
             find_unused_parameters=plugin.find_unused_parameters,
+            expert_axis=plugin.mesh.edp,
         )
     replica: DataParallel | None = None
     if trained and (axis.size > 1 or zero is not None) and (pipe is None or zero is None):
@@ -77,6 +78,7 @@ def apply_data_parallel(
             overlap_communication=plugin.overlap_communication,
             copy_engines=plugin.ddp_copy_engines,
             average=False,
+            expert_axis=plugin.mesh.edp,
         )
     if pipe is not None:
         pipe.gradients = zero if zero is not None else replica  # type: ignore[assignment]

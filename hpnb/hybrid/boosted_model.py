@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map
 from hpnb import data_parallel
 from hpnb.context_parallel import ContextParallel
 from hpnb.data_parallel import DataParallel
+from hpnb.expert_parallel import ExpertParallel, SelectionBias
 from hpnb.hybrid.global_loss import Weigher, with_lazy_loss
 from hpnb.hybrid.model_loss import ModelLoss
 from hpnb.hybrid.plugins import HybridParallelPlugin
@@ -64,6 +65,8 @@ class Boosted(nn.Module):
         model_loss: the loss that the model computes from labels, where it can be computed outside of it.
         causal: whether its targets are its inputs, shifted by one.
         context: what splits a batch along its tokens, with context parallelism.
+        experts: what sends tokens to experts and counts them, with expert parallelism.
+        selection_bias: what moves the routers' bias after each step, if asked for.
         kind, config: class and config of the full model, with which it is saved.
 
     Attributes:
@@ -87,6 +90,8 @@ class Boosted(nn.Module):
         model_loss: ModelLoss | None,
         causal: bool,
         context: ContextParallel | None = None,
+        experts: ExpertParallel | None = None,
+        selection_bias: SelectionBias | None = None,
         kind: type[nn.Module],
         config: Any,
         unfilled: Unfilled | None = None,
@@ -97,7 +102,7 @@ class Boosted(nn.Module):
             setattr(self, table, getattr(module, table))
         self.training = module.training
         self.plugin, self.axes, self.causal = plugin, tuple(axes), causal
-        self.context = context
+        self.context, self.experts, self.selection_bias = context, experts, selection_bias
         self.kind, self.whole_config, self._unfilled = kind, config, unfilled
         self.last_step: PipelineStepResult | None = None
         self._model_loss, self._weigher, self._device = model_loss, Weigher(plugin.mesh.dp_cp), this_device()
@@ -311,9 +316,11 @@ class Boosted(nn.Module):
         return call_criterion(self._criterion, outputs, inputs)
 
     def _agree_on_microbatches(self, microbatches: int) -> int:
-        """The same number on all replicas with ZeRO 3, because every microbatch gathers parameters."""
+        """The same number on all replicas with ZeRO 3, because every microbatch gathers parameters, and with
+        expert parallelism, because it sends tokens."""
         plugin, axis = self.plugin, self.plugin.mesh.dp_cp
-        if plugin.zero_stage < 3 or axis.size == 1 or plugin.num_microbatches is not None:
+        alone = axis.size == 1 or (plugin.zero_stage < 3 and plugin.ep_size == 1)
+        if alone or plugin.num_microbatches is not None:
             return microbatches
         most = torch.tensor(microbatches, device=self._device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=axis.group)

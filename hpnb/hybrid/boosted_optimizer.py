@@ -83,7 +83,10 @@ class BoostedOptimizer:
                 "then step() without a closure"
             )
         self.gradient_versions.check()
-        self.record(precision.step(self.inner, self.axes, scaler=self.scaler, max_norm=self.max_norm))
+        result = precision.step(self.inner, self.axes, scaler=self.scaler, max_norm=self.max_norm)
+        self.record(result)
+        if result.stepped and self.model.selection_bias is not None:
+            self.model.selection_bias.step()
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # so schedulers need not wrap it
 

@@ -44,7 +44,8 @@ def find_model_loss(model: nn.Module, in_stages: bool = False) -> ModelLoss | No
         return partial(classification, model.config)
     if has_plan(model):
         if getattr(model, "loss_type", None) == "ForCausalLM":
-            return causal
+            adds = getattr(model.config, "output_router_logits", False)
+            return partial(causal_with_balance, float(model.config.router_aux_loss_coef)) if adds else causal
         if getattr(model, "loss_type", None) == "ForSequenceClassification":
             return partial(classification, model.config)
     return None
@@ -66,6 +67,15 @@ def causal(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
     """Of logits (B, s, V) and labels (B, s): position i predicts label i + 1."""
     logits = _at_least_float32(outputs.logits)[:, :-1]  # (B, s-1, V)
     return _cross_entropy(logits.reshape(-1, logits.size(-1)), labels[:, 1:].reshape(-1))
+
+
+def causal_with_balance(coefficient: float, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    """The same, plus the balancing loss of a mixture of experts."""
+    loss: torch.Tensor = causal(outputs, labels)
+    if (balance := getattr(outputs, "aux_loss", None)) is None:
+        return loss
+    weighted: torch.Tensor = coefficient * balance.to(loss)
+    return loss + weighted
 
 
 def classification(config: Any, outputs: Any, labels: torch.Tensor) -> torch.Tensor:

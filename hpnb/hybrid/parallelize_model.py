@@ -3,6 +3,7 @@
     the model, on the CPU or on meta
     parallelize           each matrix is sharded over the ranks of tp              hpnb.tensor_parallel
     context parallelism   attention runs over the ranks of cp                      hpnb.context_parallel
+    expert parallelism    experts are sharded over the ranks of ep                 hpnb.expert_parallel
     chunk_loss            the loss is computed so many tokens at a time            hpnb.models
     compile_blocks        whole blocks, or what lies between their linears         compile_blocks.py
     use_patch_matmul      ViT's patches by a matrix product                        hpnb.models
@@ -28,9 +29,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from hpnb import context_parallel, data_parallel, tensor_parallel
+from hpnb import context_parallel, data_parallel, expert_parallel, tensor_parallel
 from hpnb.data_parallel import DataParallel
 from hpnb.data_parallel.zero_checks import is_elementwise
+from hpnb.expert_parallel import ExpertParallel, SelectionBias
 from hpnb.hybrid.apply_data_parallel import apply_data_parallel, flatten_masters, use_fused_adam
 from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.boosted_optimizer import BoostedOptimizer, drop_remote_parameters, is_boosted
@@ -66,7 +68,7 @@ def parallelize_model(
     mesh = plugin.connect()
     axes = [mesh.dp_cp, mesh.pp]
     state = optimizer.state_dict() if optimizer is not None and optimizer.state else None
-    model_loss, causal, context = None, False, None
+    model_loss, causal, context, experts, selection_bias = None, False, None, None, None
     unfilled = Unfilled(model) if isinstance(model, nn.Module) else None
     if isinstance(model, nn.Module):
         _prepare(model, plugin, optimizer)
@@ -78,6 +80,8 @@ def parallelize_model(
                 plugin.enable_sequence_overlap,
             )  # fmt: skip
             axes += tensor_parallel.axes(model)
+        experts, selection_bias = _shard_experts(model, plugin)
+        axes += [mesh.ep, mesh.edp] if plugin.ep_size > 1 else []
         if plugin.loss_chunk:
             _chunk_loss(model, plugin)
         if plugin.cp_size > 1:
@@ -121,7 +125,7 @@ def parallelize_model(
     replica, inner = apply_data_parallel(module, plugin, pipe, optimizer)
     boosted = Boosted(
         module, plugin, axes, pipe=pipe, replica=replica, model_loss=model_loss, causal=causal,
-        context=context,
+        context=context, experts=experts, selection_bias=selection_bias,
         kind=model_class, config=config, unfilled=unfilled,
     )  # fmt: skip
     if optimizer is not None:
@@ -211,6 +215,10 @@ def _check_builder(plugin: HybridParallelPlugin) -> None:
             "know the role of each weight: use tp_size=1 and more stages, or a model on the meta device that "
             "hpnb.models knows"
         )
+    if plugin.ep_size > 1:
+        raise ValueError(
+            f"ep_size={plugin.ep_size} shards the experts of a model of transformers, not of a Builder; use 1"
+        )
     if plugin.cp_size > 1:
         raise ValueError(
             f"cp_size={plugin.cp_size} splits the tokens of a model of transformers, not of a Builder; use 1"
@@ -255,6 +263,27 @@ def _prepare(model: nn.Module, plugin: HybridParallelPlugin, optimizer: Optimize
         use_fused_adam(optimizer)
 
 
+def _shard_experts(
+    model: nn.Module, plugin: HybridParallelPlugin
+) -> tuple[ExpertParallel | None, SelectionBias | None]:
+    """Experts over ep, and what keeps them equally busy on all ranks."""
+    mesh = plugin.mesh
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        if plugin.pp_size > 1 or plugin.tp_size > 1:
+            raise ValueError(
+                "output_router_logits=True adds a loss over the routers of all layers and tokens, which no "
+                f"rank sees with pp_size={plugin.pp_size} and tp_size={plugin.tp_size}: use 1 and 1, or "
+                "config.output_router_logits=False"
+            )
+        expert_parallel.share_balancing_loss(model, mesh.dp_cp)
+    if plugin.ep_size == 1 and not plugin.selection_bias_rate:
+        return None, None
+    experts = expert_parallel.parallelize(model, mesh.ep)
+    if not plugin.selection_bias_rate:
+        return experts, None
+    return experts, SelectionBias(model, experts, mesh.dp_cp, plugin.selection_bias_rate)
+
+
 def _accept_empty_batch(model: nn.Module) -> None:
     """Ragged batches leave some ranks, and some microbatches, without samples."""
     try:
@@ -287,7 +316,7 @@ def _chunk_loss(model: Any, plugin: HybridParallelPlugin) -> None:
 def _compiles(plugin: HybridParallelPlugin) -> bool:
     """Whether blocks are compiled: if asked for; with enable_all_optimization only on GPUs."""
     asked = plugin.enable_jit_fused or (plugin.enable_all_optimization and this_device().type == "cuda")
-    return asked and backend() is not None and plugin.cp_size == 1  # a ring's messages are inside a block
+    return asked and backend() is not None and plugin.cp_size == plugin.ep_size == 1  # messages in a block
 
 
 def _compiles_whole_blocks(plugin: HybridParallelPlugin) -> bool:

@@ -24,7 +24,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "torch.dtype | None": (torch.dtype, type(None)), "Recomputation": (bool, str), "How": (str, list, tuple),
 }  # fmt: skip
 _CHECKED_BY_LAYOUT = (
-    "tp_size", "pp_size", "cp_size", "num_model_chunks", "num_microbatches", "microbatch_size", "tp_depth",
+    "tp_size", "pp_size", "cp_size", "ep_size", "num_model_chunks", "num_microbatches", "microbatch_size",
+    "tp_depth",
 )  # fmt: skip
 _MOST_STAGE_RUNS = 1 << 20  # stages x microbatches; a schedule of more takes minutes to make
 
@@ -50,6 +51,8 @@ class PluginOptions:
     tp_depth: int = 1
     cp_size: int = 1
     context_parallel: str = "ring"
+    ep_size: int = 1
+    selection_bias_rate: float = 0.0
     enable_sequence_parallelism: bool = False
     enable_sequence_overlap: bool = True
     enable_all_optimization: bool = False
@@ -93,7 +96,7 @@ class PluginOptions:
                 f"communication_dtype={self.communication_dtype} holds no fractions; use torch.bfloat16, "
                 "torch.float16 or torch.float32"
             )
-        for name in ("tp_size", "pp_size", "cp_size", "num_model_chunks"):
+        for name in ("tp_size", "pp_size", "cp_size", "ep_size", "num_model_chunks"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r} is not a count; use 1 or more")
@@ -119,6 +122,8 @@ class PluginOptions:
                 f"pp_size={self.pp_size} x num_model_chunks={self.num_model_chunks} x "
                 f"num_microbatches={self.num_microbatches} is more than {_MOST_STAGE_RUNS:,}; use fewer"
             )
+        if self.selection_bias_rate < 0:
+            raise ValueError(f"selection_bias_rate={self.selection_bias_rate} must be above 0, or 0 for none")
         self.max_norm = float(self.max_norm)
         _ = self._layout_of_one_replica(), self.policy, self._make_scaler()  # each refuses what it cannot use
 
@@ -151,7 +156,14 @@ class PluginOptions:
                 f"pp_size={self.pp_size} x {cp}tp_size={self.tp_size} needs a multiple of {replica_size} "
                 f"ranks, and {ranks} are running; start {f'{below} or {above}' if below else above}"
             )
-        return replace(layout, dp=ranks // replica_size)
+        if (ranks // replica_size * self.cp_size) % self.ep_size:
+            replicas = ranks // replica_size * self.cp_size
+            fits = [n for n in range(1, replicas + 1) if replicas % n == 0]
+            raise ValueError(
+                f"ep_size={self.ep_size} takes its ranks from the {replicas} of dp x cp, which it does not "
+                f"divide; use ep_size={' or '.join(map(str, fits))}"
+            )
+        return replace(layout, dp=ranks // replica_size, ep=self.ep_size)
 
     @property
     def replica_size(self) -> int:

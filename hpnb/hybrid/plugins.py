@@ -49,6 +49,10 @@ class HybridParallelPlugin(PluginOptions):
         num_model_chunks: pipeline stages on each rank. "zb-v" and "dualpipe-v" always have two.
         tp_mode, tp_depth: "1d", "2d", "2.5d" or "3d", and the depth of "2.5d".
         context_parallel: how attention runs over cp: "ring" or "ulysses" (`hpnb.context_parallel`).
+        ep_size: ranks over which a mixture's experts are sharded, taken from dp x cp
+            (`hpnb.expert_parallel`).
+        selection_bias_rate: how far a step moves the routers' selection bias towards equal loads; 0 is not,
+            and DeepSeek-V3 used 0.001 (`hpnb.expert_parallel.SelectionBias`).
         enable_sequence_parallelism: split what lies between the matrices along the tokens (1d).
         enable_sequence_overlap: sums of gradients in sequence parallelism overlap the computation of weight
             gradients; False waits for each.
@@ -80,7 +84,7 @@ class HybridParallelPlugin(PluginOptions):
             default the seed that `launch_from_torch` or torch.manual_seed got.
 
     Attributes:
-        mesh: `.dp`, `.pp`, `.cp`, `.tp`, each an `hpnb.Axis`.
+        mesh: `.dp`, `.pp`, `.cp`, `.tp`, `.ep`, each an `hpnb.Axis`.
 
     Raises:
         ValueError: sizes and switches that cannot compose, and what would work; from `connect` and `layout`,

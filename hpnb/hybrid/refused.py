@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from hpnb.hybrid.plugin_options import PluginOptions
 from hpnb.pipeline_parallel import schedules
 
+_MOST_ZERO = 2  # the highest stage of ZeRO that shards experts over the ranks that hold the same
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -93,6 +95,24 @@ def _check_context_parallelism(o: PluginOptions) -> str | None:
     return None
 
 
+def _check_expert_parallelism(o: PluginOptions) -> str | None:
+    if o.ep_size == 1 and not o.selection_bias_rate:
+        return None
+    at = f"with ep_size={o.ep_size}" if o.ep_size > 1 else f"with selection_bias_rate={o.selection_bias_rate}"
+    if o.tp_size > 1:
+        return f"use tp_size=1 {at}, not {o.tp_size}"
+    if o.zero_stage > _MOST_ZERO and o.ep_size > 1:
+        return f"use zero_stage={_MOST_ZERO} {at}, not {o.zero_stage}"
+    if o.enable_jit_fused:
+        return f"leave enable_jit_fused out {at}"
+    if o.pp_size > 1 and (
+        o.selection_bias_rate
+        or schedules.make(o.pp_style, o.pp_size * o.chunks, o.least_microbatches, o.chunks).splits
+    ):
+        return f"use pp_size=1 {at}, or a pp_style without a split backward and no selection_bias_rate"
+    return None
+
+
 REFUSED: tuple[Refusal, ...] = (
     Refusal(
         "a pp_style whose definition does not allow the stages, chunks or microbatches",
@@ -124,6 +144,11 @@ REFUSED: tuple[Refusal, ...] = (
         "context parallelism with a grid, a compiled block, a chunked loss or a recomputed attention",
         "attention sends messages, and the labels are shifted before the loss",
         _check_context_parallelism,
+    ),
+    Refusal(
+        "expert parallelism with tensor parallelism, a compiled block, ZeRO 3 or a split backward",
+        "an expert lives whole on the ranks of its edp group, and its block sends messages",
+        _check_expert_parallelism,
     ),
     Refusal(
         "cpu_offload or communication_dtype without ZeRO",

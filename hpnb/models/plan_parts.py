@@ -105,7 +105,6 @@ def anatomy(model: Any) -> PlanAnatomy:
         Part(name, model.get_submodule(name)) for name in (*(f"{path}{name}" for name in after), *outer)
     )
     _check_parameters(model, (*embedding, *blocks, *head))
-    _check_config(model)
     shell = ModelShell(
         model, [part.name for part in embedding], layers, [part.name for part in head], hidden_size
     )
@@ -153,8 +152,13 @@ def _check_parameters(model: nn.Module, parts: tuple[Part, ...]) -> None:
         )
 
 
-def _check_config(model: Any) -> None:
-    if getattr(model.base_model.config, "output_router_logits", False):
+def refuse_router_loss(model: Any) -> None:
+    """
+    Raises:
+        ValueError: a mixture of experts that adds a loss over its routers, which stages would leave out.
+    """
+    config = getattr(getattr(model, "base_model", model), "config", None)
+    if getattr(config, "output_router_logits", False):
         raise ValueError(
             "output_router_logits=True adds a loss over the routers of all layers, which stages do not see; "
             "set it to False"

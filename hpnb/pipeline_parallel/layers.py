@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from hpnb.models import Anatomy, Part, anatomy
+from hpnb.models.plan_parts import refuse_router_loss
 from hpnb.models.registry import how_to_register
 from hpnb.pipeline_parallel.microbatches import TARGET_NAMES
 
@@ -197,6 +198,7 @@ def shared_parameters(stages: Sequence[Sequence[Layer]]) -> dict[tuple[str, ...]
 
 
 def _anatomy_of(model: nn.Module) -> Anatomy:
+    refuse_router_loss(model)
     try:
         return anatomy(model)
     except TypeError:

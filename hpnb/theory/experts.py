@@ -31,3 +31,16 @@ def experts_sent(tokens: float, hidden: int, ranks: int, chosen: int = 1, bytes_
     if chosen < 1:
         raise ValueError(f"chosen={chosen}: a token goes to 1 expert or more")
     return 4 * bytes_sent("all_to_all", chosen * tokens * hidden * bytes_per_value, ranks)
+
+
+def rows_sent(there: int, back: int, hidden: int, bytes_per_value: int = 2) -> float:
+    """Bytes that leave a rank in forward and backward of one layer of experts, however uneven the routing is.
+
+        2 (there + back) h w        there: dispatch, and the gradient of combine
+                                    back: combine, and the gradient of dispatch
+
+    Args:
+        there: rows that this rank sends to the experts of other ranks.
+        back: rows that it receives for its own experts, whose results it returns.
+    """
+    return float(2 * (there + back) * hidden * bytes_per_value)

@@ -279,6 +279,8 @@ def saved_layout(model: Boosted) -> dict[str, Any]:
     """What must be the same for saved random states to fit."""
     plugin = model.plugin
     sizes = {f"{name}_size": getattr(plugin, f"{name}_size") for name in ("dp", "pp", "tp")}
+    if plugin.ep_size > 1:
+        sizes["ep_size"] = plugin.ep_size
     return {**sizes, "tp_mode": plugin.tp_mode, "tp_depth": plugin.tp_depth, "chunks": plugin.chunks}
 
 

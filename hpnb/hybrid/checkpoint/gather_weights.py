@@ -101,6 +101,9 @@ def weight_shards(
     return shards
 
 
+_MAY_SHARD = ("dp", "dp_cp", "edp", "ep", "pp")  # ZeRO, experts and stages; equal shards are written once
+
+
 def is_writer(placement: Placement, axes: Sequence[Axis]) -> bool:
     """Whether this rank writes its shard, among the tensor-parallel ranks that hold equal ones.
 
@@ -108,7 +111,7 @@ def is_writer(placement: Placement, axes: Sequence[Axis]) -> bool:
     that has both, the cuts along dp fall elsewhere on each of its ranks, and shards of a vector would
     overlap.
     """
-    return all(axis.rank == 0 or axis.name in ("dp", "pp") or axis.name in placement.axes for axis in axes)
+    return all(axis.rank == 0 or axis.name in _MAY_SHARD or axis.name in placement.axes for axis in axes)
 
 
 # --- from all ranks to the first ----------------------------------------------------------------------------

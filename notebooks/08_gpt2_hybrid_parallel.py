@@ -37,7 +37,7 @@
 # takes about Σ t + (m-1) max t.
 # </details>
 #
-# This page tells one run, on <data value="08.hardware">2 CPU cores</data>.
+# All numbers on this page are from one run, on <data value="08.hardware">2 CPU cores</data>.
 
 # %% tags=["setup"]
 # fmt: off
@@ -209,7 +209,7 @@ lesson.claim("The hybrid step is exact up to rounding", exact.equal)
 #
 # <details><summary>What options change</summary>
 #
-# `theory.layout_parts` adds what earlier pages found. ZB-H1 and two chunks shrink the bubble. ZeRO-3 sends almost half as
+# `theory.layout_parts` adds what earlier pages found. ZB-H1 and two chunks, which are two stages per rank, shrink the bubble. ZeRO-3 sends almost half as
 # much again: it gathers the blocks' weights twice, but embeddings once. Recomputation adds a third of a block and two
 # all-reduces. Memory is states by ZeRO stage, activations of the microbatches in flight, and logits on the last stage.
 # </details>
@@ -313,7 +313,7 @@ lesson.claim("dp 4 x tp 2 comes later than predicted", told < came)
 # The prediction put <data value="08.fastest.predicted">dp 2 x pp 4, zb-h1</data> first, and <data value="08.fastest">dp 2 x pp 4, zb-h1</data> won: the prediction's choice costs <data value="08.cost.prediction">0 %</data> more, replicas alone
 # <data value="08.cost.replicas">55.2 %</data>. Why does <data value="08.fastest">dp 2 x pp 4, zb-h1</data> win?
 #
-# 1. **Computing**, <data value="08.winner.share.computing">50.0 %</data> of the step: whole matrices, an eighth of the work on every rank.
+# 1. **Computing**, <data value="08.winner.share.computing">50.0 %</data> of the step: whole matrices, so it takes <data value="08.winner.computing.replayed">39.3 ms</data>.
 # 2. **Bubble**, <data value="08.winner.share.bubble">33.3 %</data>: on four stages with four microbatches it is <data value="08.bubble.1f1b">37.0 ms</data> under 1F1B. zb-h1 fills idle time with
 #    weight gradients, and has <data value="08.bubble.zb-h1">26.2 ms</data>.
 # 3. **Exposed dp**, <data value="08.winner.share.exposed-dp">15.7 %</data>: a rank has a quarter of the gradient, and each of two replicas sends it once.
@@ -366,11 +366,10 @@ lesson.claim("On tp 8 calls do not explain everything",
 # A call costs <data value="08.call">374 µs</data> of the rank's own time. On 2 x 2 x 2 a rank has half the blocks but four microbatches, hence twice as
 # many calls. Computing there took <data value="08.cube-ratio.before:.2f">1.53</data> times as long as predicted, and <data value="08.cube-ratio.after:.2f">0.99</data> times as predicted with calls.
 #
-# For t > 2 a rest remains: with calls, `tp 8` is predicted <data value="08.calls.tp-8.with-calls">47.4 ms</data> and takes <data value="08.calls.tp-8.replayed">62.4 ms</data>. Sequence parallelism makes two
+# For t > 2 part of the excess stays unexplained: with calls, `tp 8` is predicted <data value="08.calls.tp-8.with-calls">47.4 ms</data> and takes <data value="08.calls.tp-8.replayed">62.4 ms</data>. Sequence parallelism makes two
 # collectives of each all-reduce, so `dp 2 x tp 4` has 68 calls and not 34: it is predicted <data value="08.calls.dp-2-x-tp-4-zero-1-sequence-parallel.with-calls">60.1 ms</data> and takes
 # <data value="08.calls.dp-2-x-tp-4-zero-1-sequence-parallel.replayed">72.9 ms</data>. Here larger t means smaller dp, so a replica's activation is larger to copy, and more ranks repeat its
-# norms. But sequence parallelism splits the norms and keeps a rest: that speaks for the copies.
-# On GPUs the cost of a call is its launch.
+# norms. But sequence parallelism computes each norm once, and part of its excess stays as well. So copying is the likelier cause.
 #
 # ### Another interconnect, another winner
 #
@@ -396,8 +395,9 @@ lesson.claim("Replicas win on the fast link", "dp 8" in table["fastest"]["10 x"]
 lesson.claim("Eight stages win on the slow one", table["fastest"]["0.1 x"] == "pp 8")
 
 # %% [markdown]
-# With ten times the bandwidth <data value="08.links.10-x.fastest">dp 8</data> is fastest, with a tenth <data value="08.links.0.1-x.fastest">pp 8</data>. There, replicas alone cost <data value="08.links.0.1-x.dp-8-costs">380 %</data> more, and
-# the prediction <data value="08.links.0.1-x.prediction-costs">0 %</data>. It already contains the cost of a call, fitted in the race.
+# With ten times the bandwidth <data value="08.links.10-x.fastest">dp 8</data> is fastest, with a tenth <data value="08.links.0.1-x.fastest">pp 8</data>. There, replicas alone cost <data value="08.links.0.1-x.dp-8-costs">380 %</data> more, and the layout
+# predicted to be fastest <data value="08.links.0.1-x.prediction-costs">0 %</data>. These predictions include the cost of a call, fitted
+# in the race.
 #
 # ### The fastest that fits
 #
@@ -432,11 +432,8 @@ lesson.explorers.layout_choice()
 
 # %% [markdown]
 # Bytes are off by <data value="08.error.bytes">1.77 %</data> at most, because norms and biases are whole on every rank of tp. The worst peak, of
-# <data value="08.worst">dp 8, ZeRO 3, recomputation full</data>, is off by <data value="08.error.memory">31.6 %</data>, and we did not trace why. Run any layout whose predicted peak is
-# within that of the budget before you trust it. Here the same layouts fit as predicted. The fastest is <data value="08.choice">dp 2 x pp 4, recomputation full</data>. It takes <data value="08.fit.memory">41.3 %</data> longer than the fastest of all, and the prediction's
+# <data value="08.worst">dp 8, ZeRO 3, recomputation full</data>, is off by <data value="08.error.memory">31.6 %</data>, and we did not trace why. If a predicted peak is that close to the budget, run the layout before you trust it. Here the same layouts fit as predicted. The fastest is <data value="08.choice">dp 2 x pp 4, recomputation full</data>. It takes <data value="08.fit.memory">41.3 %</data> longer than the fastest of all, and the prediction's
 # choice costs <data value="08.fit.ours">0 %</data> more.
-#
-# The explorer also varies the number of microbatches.
 #
 # **Takeaway.** Use replicas if they fit and the link is fast. If states do not fit, use ZeRO; if activations do not,
 # recompute. On a slow link use stages. Predict first, then measure what is close.
@@ -498,11 +495,11 @@ lesson.check(exercises.worst_prediction, explain)
 # %% [markdown]
 # ### Exercise 2: choose under three budgets
 #
-# *Core. Design, 20 minutes.* GPT-2 XL is to be trained in three jobs of three budgets each: `job.ranks` GPUs, `job.memory`
-# bytes on each, and `job.deadline` seconds for a step of `job.samples` samples. Return the ParallelLayout, with dp, pp, tp,
-# num_microbatches and zero_stage, that keeps to all three in the fewest GPU seconds, `plan.world_size * job.seconds(plan)`. GPUs may stay unused.
-# `job.peak_bytes(plan)` is the fullest rank's memory, and `job.refusal(plan)` says why a plan cannot run, or is None. The check allows a regret
-# of 5 %.
+# *Core. Design, 20 minutes.* GPT-2 XL is to be trained in three jobs of three budgets each: `job.ranks` GPUs,
+# `job.memory` bytes on each, and `job.deadline` seconds for a step of `job.samples` samples. Return the ParallelLayout,
+# with dp, pp, tp, num_microbatches and zero_stage, that keeps to all three in the fewest GPU seconds,
+# `plan.world_size * job.seconds(plan)`. GPUs may stay unused. `job.peak_bytes(plan)` is the fullest rank's memory, and
+# `job.refusal(plan)` says why a plan cannot run, or is None. The check allows 5 % more.
 #
 # <details><summary>Hint</summary>
 #
@@ -546,7 +543,7 @@ lesson.check(exercises.choose_layout, choose)
 # we train a classifier that says whether two sentences are paraphrases, as in MRPC. Here it is <data value="08.recipe">a small GPT-2, trained from scratch on 720 composed pairs</data>; MRPC has 3,668.
 #
 # One process was tuned for B samples; d replicas train d B. For SGD the rate grows with d, after Goyal et al.; for Adam
-# with √d, after Malladi et al., as in notebook 05. pp and tp add no samples. A colleague's script takes the root of
+# with √d, after Malladi et al. pp and tp add no samples. A colleague's script takes the root of
 # `dist.get_world_size()`. With replicas alone that was the same number.
 
 
@@ -662,7 +659,7 @@ lesson.field_guide.show()
 
 # %% [markdown]
 # <data value="08.twice">4 steps</data> were computed twice. The resumed run goes on to the end of the first epoch. All <data value="08.resumed">15 losses</data> equal bit for bit those of
-# the run that nobody killed, because everything was saved: weights, momenta, the schedule's position, the order of
+# the run that nobody killed, because everything was saved: weights, momenta, the position in the learning-rate schedule, the order of
 # samples, random states.
 #
 # <details><summary>In your tools: checkpoints that fit any layout</summary>
@@ -825,7 +822,7 @@ lesson.claim("The prediction is nearer than the rule of thumb",
 # Published model FLOP utilisation divides by the datasheet's peak, which no matmul reaches.
 # </details>
 #
-# **Takeaway.** One rank, a link and the cost of a collective predicted this step.
+# **Takeaway.** One rank, a link and the cost of a call, fitted to another layout, predicted this step.
 #
 # ### Your regret
 #
@@ -847,7 +844,7 @@ lesson.claim("Predictions hold more often than rules of thumb",
 #
 # ## What to remember
 #
-# - One rank measured alone, two numbers of a link and, under tp, the cost of a call predict a step. Over the pages that
+# - One rank measured alone, two numbers of a link and, under tp, the cost of a call, fitted to one layout's run, predict a step. Over the pages that
 #   ran, replayed steps took <data value="08.ledger.lowest:.2f">0.99</data> to <data value="08.ledger.highest:.2f">1.51</data> times as
 #   long as predicted.
 # - An order is sure only where gaps exceed errors.
@@ -858,7 +855,7 @@ lesson.claim("Predictions hold more often than rules of thumb",
 # | | question | law | from its run | when not |
 # |---|---|---|---|---|
 # | 00 collectives | What does agreement cost? | α + bytes/bandwidth a message | 100 small calls: <data value="00.many-calls:.1f">40.5</data> times as long as one | tensors below the knee |
-# | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | free from <data value="01.knee:,.0f">544</data> tokens, by the law from <data value="01.knee.predicted:,.0f">76</data> | the batch cannot grow |
+# | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | free from <data value="01.knee:,.0f">1,088</data> tokens, by the law from <data value="01.knee.predicted:,.0f">13</data> | the batch cannot grow |
 # | 02 pp | Who is idle? | (p-1)/(m+p-1) | <data value="02.bubble">34.1 %</data> for p = 4, m = 8 | fewer than 4p microbatches |
 # | 03 tp | How do you split a matrix exactly? | 4 all-reduces of b·s·h a block | computing over sending <data value="03.ratio:.1f">2.4</data> | links between nodes |
 # | 04 mesh | Which axis deserves the fast link? | tp talks most often, dp least | all ranks on one axis, a tenth of the bandwidth: <data value="04.tenth">dp</data> is fastest | one axis is enough |

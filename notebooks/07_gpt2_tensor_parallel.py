@@ -40,8 +40,8 @@
 # </details>
 #
 # **Letters.** t ranks share a model with a heads, hidden size h and vocabulary size V. A batch has b sequences of s
-# tokens. This page tells one run, on <data value="07.hardware">2 CPU cores</data>.
-# The banner has the sizes of the GPT-2 that we time; exactness and dropout are tested on one with 5 heads and V = 509.
+# tokens. All numbers on this page are from one run, on <data value="07.hardware">2 CPU cores</data>. The banner has the sizes of the GPT-2 that we time;
+# exactness and dropout are tested on one with 5 heads and V = 509.
 
 # %% tags=["setup"]
 import importlib.util
@@ -178,7 +178,7 @@ lesson.claim("More heads take longer", (fullest, ">", 1))
 
 # %% [markdown]
 # Seven heads take <data value="07.time.7-heads.measured">5.74 ms</data> in the median and six <data value="07.time.6-heads.measured">5.01 ms</data>. So the fullest rank needs <data value="07.attention:.2f">1.11</data> times the mean; the formula
-# says <data value="07.attention.predicted:.2f">1.12</data>. The verdict accepts 0.8 to 1.25, so the rule of thumb passes, though the two times refute it.
+# says <data value="07.attention.predicted:.2f">1.12</data>. The verdict accepts 0.8 to 1.25, so the rule of thumb of 1 passes, though the medians differ.
 #
 # <details><summary>In your tools: uneven heads</summary>
 #
@@ -548,12 +548,12 @@ lesson.field_guide.add(
 lesson.field_guide.show()
 
 # %% [markdown]
-# The loss gives no alarm. Training gained <data value="07.gained:.2f">0.92</data>. Wrong masks change the test loss by <data value="07.faults.a-seed-each.test-loss-minus-rank-states:.4f">-0.0012</data> and <data value="07.faults.one-seed.test-loss-minus-rank-states:.4f">-0.0021</data>
-# on average, with standard errors of <data value="07.faults.a-seed-each.standard-error:.4f">0.0010</data> and <data value="07.faults.one-seed.standard-error:.4f">0.0003</data>: four runs can't tell the first from 0, and without the right run
-# nobody notices the second. Whether a long training ends worse, 20 steps don't tell.
+# The loss gives no alarm. Training gained <data value="07.gained:.2f">0.92</data>. Wrong masks change the test loss by <data value="07.faults.a-seed-each.test-loss-minus-rank-states:.4f">-0.0012</data> and <data value="07.faults.one-seed.test-loss-minus-rank-states:.4f">-0.0021</data> on average,
+# with standard errors of <data value="07.faults.a-seed-each.standard-error:.4f">0.0010</data> and <data value="07.faults.one-seed.standard-error:.4f">0.0003</data>: four runs are few, and without the right run nobody notices such a
+# difference. Whether a long training ends worse, 20 steps don't tell.
 #
-# Three instruments see the fault. With rank states the copies of the residual stream are
-# equal bit for bit, and with a seed each their relative distance is at least <data value="07.faults.a-seed-each.residual-stream-lowest:.2f">0.27</data>.
+# Three instruments see the fault. With rank states the copies of the residual stream are equal bit for bit, and with a
+# seed each their relative distance after the last step is at least <data value="07.faults.a-seed-each.residual-stream-lowest:.2f">0.27</data>.
 #
 # What goes wrong? After the first wrong mask, each rank has its own residual stream, and the all-reduces add terms
 # that were computed from different streams. The backward assumes that there is one. So it does not compute the
@@ -721,8 +721,7 @@ lesson.ledger.add("07", Layout(tp=N), model, quantities, vit_pipeline.hardware(N
 #
 # <details><summary>What is beyond the published formula?</summary>
 #
-# LayerNorm statistics, and masks that take 2 bytes on a CPU. Without parallelism the masks are nearly all of it. Under
-# sequence parallelism also the inputs of the pairs: this library keeps them complete, while Megatron-Core keeps a shard
+# First, the statistics of LayerNorm. Second, masks take 2 bytes on a CPU; without parallelism that is nearly everything beyond the formula. Third, under sequence parallelism, the inputs of the pairs: this library keeps them complete, while Megatron-Core keeps a shard
 # and gathers it again in the backward.
 # </details>
 #
@@ -756,7 +755,7 @@ lesson.ledger.add("07", Layout(tp=N), model, quantities, vit_pipeline.hardware(N
 # PyTorch recomputes half of that. It is the only setting. 2, 4, 8 and 16 don't divide 25 heads, so the first rank
 # computes 3 to 18 % more than the mean. One rank alone keeps 23.9 GB. If nothing is recomputed, scores are 5as/h = 640
 # beside the other 34, and 5 ranks keep 85 GB. With tokens replicated, the 10 of 34 that nobody shards are 6.3 GB by
-# themselves. Recomputed blocks keep 1.8 GB, for 32 % of the FLOPs; the table above says 33.3 % because it leaves out
+# themselves. With full recomputation the blocks keep 1.8 GB, for 32 % of the FLOPs; the table above says 33.3 % because it leaves out
 # the logits. A logit takes 6 bytes, 2 for itself and 4 for its softmax.
 # </details>
 #

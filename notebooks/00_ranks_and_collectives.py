@@ -130,11 +130,11 @@ N * x
 #
 # How do ranks send? In pairs, with a send and a receive; or, more often, by a *collective*: an operation that all
 # ranks of a group call together. A *group* is a list of ranks with message channels of its own; the default
-# group is all ranks. The table is for n ranks and a tensor of S bytes. Its last column counts the fewest bytes that do.
+# group is all ranks. The table is for n ranks and a tensor of S bytes. Its last column has the fewest bytes that suffice.
 #
 # | collective | input of each rank | each rank gets | bytes that leave a rank |
 # |---|---|---|---|
-# | broadcast | S on one rank, nothing on the others | a copy of S | (n-1)/n S on average |
+# | broadcast | S on one rank, nothing on the others | a copy of S | (n-1)/n S, mean over ranks |
 # | reduce-scatter | S | its shard of the sum, S/n | (n-1)/n S |
 # | all-gather | its shard, S/n | all shards, S | (n-1)/n S |
 # | all-reduce | S | the sum, S | 2(n-1)/n S |
@@ -349,7 +349,7 @@ lesson.claim("gloo sends what a ring sends, and under 1 % more", (library, "<", 
 # - PyTorch with NCCL: `NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,TUNING` in the environment prints the algorithm that
 #   NCCL chose. `NCCL_ALGO=Ring` forces a ring, to compare.
 # - On GPUs `nvidia-smi nvlink -gt d` reads how much data each NVLink has carried.
-# - `all_reduce_perf` of nccl-tests reports a *bus bandwidth*: 2(n-1)/n S, the ring's bytes, over the seconds.
+# - `all_reduce_perf` of nccl-tests, NVIDIA's benchmark, reports a *bus bandwidth*: 2(n-1)/n S, the ring's bytes, over the seconds.
 # - DeepSpeed: `"comms_logger": {"enabled": true}` in the configuration, then `deepspeed.comm.log_summary()`.
 # - accelerate: `accelerator.reduce(tensor, reduction="sum")` is an all-reduce, `accelerator.gather(tensor)` an
 #   all-gather.
@@ -521,8 +521,8 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 #
 # *Naive* sends everything to rank 0 and back. A *tree* takes 2 log₂ n messages of S bytes. *Halving-doubling* takes as
 # many messages, with a ring's bytes, for n a power of two: it first swaps halves, then quarters, and collects them
-# likewise. In some steps all partners are in other nodes and share the links between nodes; in a ring each link carries
-# one pair.
+# likewise. In some steps of halving-doubling every
+# rank's partner is in another node, so all pairs share the links between nodes. In a ring only one pair uses each link.
 # </details>
 #
 # **Challenge.** 64 ranks all-reduce 100 kB. The link may not be better than 10 µs and 12.5 GB/s. Which algorithm gets
@@ -695,8 +695,7 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 # - DeepSpeed: `deepspeed.comm.log_summary(show_straggler=True)` separates waiting from moving.
 # </details>
 #
-# **Takeaway.** Split every collective when its last rank arrives. Before it, ranks wait for the slowest; after it, for the
-# link.
+# **Takeaway.** Split every collective when its last rank arrives. Before, ranks wait for the slowest; afterwards, for the link.
 #
 # ### Exercise 4: name the straggler
 #
@@ -738,8 +737,9 @@ lesson.check(exercises.straggler, straggler)
 # ```
 #
 # Here are two groups, both of all ranks. Every rank waits for a call that comes later in another rank's program: a
-# *deadlock*. If both calls used one group it would be worse, because nothing would stop. Let each of 4 gradients be
-# 100 and each metric 1. The first calls then add up to 100 + 3 = 103, the second to 1 + 300 = 301: ranks 1 to 3 take
+# *deadlock*. With one group
+# it would be worse: nothing would hang, and the sums would be wrong. Let each rank's gradient be 100 and its metric 1.
+# The first calls then add up to 100 + 3 = 103, the second to 1 + 300 = 301: ranks 1 to 3 take
 # 301 for the sum of gradients, and rank 0 takes 103. Right would be 400.
 #
 # The next cell makes the deadlock. Its two groups are two meshes over the same ranks: axis `dp` is called `gradients`,

@@ -268,7 +268,8 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")  # Perfe
 # The formula assumes equal stages and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. The simulation has each stage's
 # time, but from a single microbatch, whose actions need not take as long as those of eight: <data value="02.gpipe.from-one-microbatch.bubble">29.9 %</data>.
 # The replay has the time of every action: <data value="02.bubble">34.1 %</data>. CPU times vary: GPipe's second run below has
-# <data value="02.step.gpipe.bubble">29.3 %</data>. So more knowledge need not come nearer.
+# <data value="02.step.gpipe.bubble">29.3 %</data>. So an estimate with more measured detail need not be nearer
+# to another run.
 #
 # The lower curves show what is *in flight*. A rank keeps a microbatch's activations from its forward until its backward, so
 # GPipe ends up with all <data value="02.gpipe.eight.in-flight">8</data> microbatches in flight.
@@ -581,7 +582,7 @@ lesson.check(exercises.place_w, place_w)
 # %% [markdown]
 # ### The race
 #
-# Exercise 3's schedule is *ZB-H1*. *ZB-H2* warms up longer. At F = I = W without transfers it needs 27 units, too; it gains
+# Exercise 3's schedule is *ZB-H1*. *ZB-H2* warms up longer. At F = I = W without transfers both need 27 units; ZB-H2 gains
 # where transfers take time or I takes longer than W. *ZB-V* gives rank
 # r the chunks r and 2p - 1 - r, so that all ranks keep equally many activations.
 #
@@ -618,7 +619,7 @@ lesson.claim("ZB-V adds work", (work["zb-v"], ">", work["1f1b"]))
 vit_pipeline.add_to_ledger(NAME, predicted, ran)
 
 # %% [markdown]
-# All four idle less than 1F1B. This run orders two steps only if they differ by more than the larger of their spreads.
+# All four idle less than 1F1B. We call one schedule faster only if the steps differ by more than the larger spread.
 # ZB-V's <data value="02.race.zb-v.replayed">77.0 ms</data> and 1F1B's <data value="02.race.1f1b.replayed">96.0 ms</data>, with spreads of <data value="02.race.zb-v.spread">7.41 ms</data> and
 # <data value="02.race.1f1b.spread">7.18 ms</data>, do. Steps predicted to be close, such as ZB-H1's and interleaving's, usually do not. The pairs
 # "in order" are counted without this test.
@@ -662,9 +663,8 @@ vit_pipeline.add_to_ledger(NAME, predicted, ran)
 # DeepSpeed's pipeline engine has 1F1B alone.
 # </details>
 #
-# **Takeaway.** Interleaving pays for less idle time with messages and memory, a split backward with memory: on all
-# ranks but the first under
-# ZB-H1, on all under ZB-H2.
+# **Takeaway.** Interleaving pays with messages and memory. A split backward pays with memory: ZB-H1 on all
+# ranks but the first, ZB-H2 on all. ZB-V pays with both.
 #
 # ## Three numbers are called "bubble"
 #

@@ -123,7 +123,7 @@ class SumOverRanks(torch.autograd.Function):  # g
 
 
 # %% [markdown]
-# The second order can leave out the sum before GELU. `axis` is a group of ranks
+# The second order has a switch that leaves out the sum before GELU, to show what that does. `axis` is a group of ranks
 # with this rank's place in it. `comm.split` takes this rank's chunk of a tensor, and `comm.gather` joins the chunks. The library's
 # f and g, which the exercises use, are `comm.replicate(x, axis)` and `comm.all_reduce(x, axis)`.
 
@@ -267,7 +267,8 @@ lesson.check(exercises.column_row, mlp)
 #
 # $$ \frac{\text{compute time}}{\text{communication time}} = \frac{4.5\,h}{(t-1)\,\rho} $$
 #
-# Batch size and sequence length cancel, except in the scores' share of s/6h. So **no batch helps**. Only a wider
+# Batch size and sequence length cancel. Attention's scores, left out here, would add a
+# share of s/6h. So **no batch helps**. Only a wider
 # model, fewer ranks or a faster interconnect do. Predict the bytes and the ratio.
 #
 # From here on we use the library. `parallelize(model, mesh.tp, mode="1d")` replaces the linear layers by sharded ones; what we have so far is called 1D. Each model's table, `hpnb.models.roles`, says which weights are
@@ -663,8 +664,8 @@ lesson.check(exercises.summa, panel)
 # </details>
 
 # %% [markdown]
-# *2D* tensor parallelism makes every linear layer from SUMMA. *2.5D* stacks such grids, as many as its depth: each has its share of the tokens and all
-# weights. *3D* puts l x l x l ranks in a cube, gathers x along one direction and weights along another, and adds along the
+# *2D* tensor parallelism makes every linear layer from SUMMA. *2.5D* stacks D such grids, where D is its depth. Each grid has
+# all weights and 1/D of the tokens. *3D* puts l x l x l ranks in a cube, gathers x along one direction and weights along another, and adds along the
 # third.
 #
 # <details><summary>How many numbers a block sends from each of t ranks</summary>
@@ -753,8 +754,8 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 # and 2D <data value="03.race.2d.measured">60.3 ms</data> or <data value="03.too-low.2d">1.21</data> times. The prediction counts FLOPs, bytes and every call's latency, but no norms, launches or waiting.
 # Four ranks share <data value="03.hardware">2 CPU cores</data>. This run does not tell what takes the rest, nor why the ratios differ.
 #
-# The <data value="03.calls.1d+sp">9</data> calls of sequence parallelism raise the prediction only from <data value="03.race.1d.predicted">21.0 ms</data> to <data value="03.race.1d+sp.predicted">25.4 ms</data>. On long blocks they are
-# predicted to cost almost nothing: 0.1 % of the 220 ms that 1D takes on the challenge's 16 GPUs below.
+# The <data value="03.calls.1d+sp">9</data> calls of sequence parallelism raise the prediction from <data value="03.race.1d.predicted">21.0 ms</data> to <data value="03.race.1d+sp.predicted">25.4 ms</data>. In the challenge's block of 220 ms
+# they cost 0.1 %.
 #
 # Eight times the tokens took <data value="03.race.2d.growth">1.71</data> times as long in 2D and <data value="03.race.1d.growth">2.80</data> times in 1D. Therefore a large part of each
 # time does not depend on the tokens. In 1D's prediction, <data value="03.latency">85.1 %</data> of the time with few tokens is latency.
@@ -772,7 +773,7 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 #
 # On four ranks 1D wins by bytes, too: 2D sends fewer only above 12 h tokens, here <data value="03.tokens.even">3,072</data>, and we had at most <data value="03.tokens.many">1,088</data>.
 # The map predicts for 64 ranks which mode *communicates* for the shortest time on InfiniBand NDR, with 10 µs of latency and
-# no launch costs. Its axes are the tokens of the batch divided by 64, and the hidden size; 2.5D has 4 x 4 x 4 ranks.
+# no launch costs. Its axes are the tokens per rank, a 64th of the batch's, and the hidden size; 2.5D has 4 x 4 x 4 ranks.
 
 # %%
 links = theory.LINKS["InfiniBand NDR"], theory.Link(0, 50e9)  # one without latency

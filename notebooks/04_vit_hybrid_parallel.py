@@ -35,8 +35,7 @@
 #
 # <details><summary>Answers</summary>
 #
-# A pipeline sends at each cut the hidden states of each microbatch forward and their gradient back. It wastes $p-1$ of $m+p-1$
-# turns, in which a rank is idle.
+# A pipeline sends at each cut the hidden states of each microbatch forward and their gradient back. It wastes $p-1$ of $m+p-1$ slots, in which a rank is idle.
 #
 # A larger batch does not change the ratio of tensor parallelism: $4.5\,h/((t-1)\rho)$ contains no
 # batch. Here h is the hidden size, t the ranks of the group, and ρ the FLOPs that a rank does while it sends a byte.
@@ -84,10 +83,10 @@ here = lesson.banner(N, model=name, data=leaves.describe(), sizes=sizes,
 # | pp | which of the l blocks | l/p blocks | hidden states (b, s, h) and their gradient, once a microbatch and cut |
 # | tp | which part of a matrix | 1/t of each matrix | activations (b, s, h), all-reduced four times a block and microbatch |
 #
-# The p x t ranks with one dp coordinate hold a copy of the model, a *replica*.
+# The p x t ranks with the same dp coordinate hold a copy of the model, a *replica*.
 #
 # A rank's number is read like digits, the outermost coordinate first. So the innermost changes fastest. We write dp > pp > tp if dp is the outermost axis.
-# This order matters, because launchers number ranks node by node, so that a node has consecutive ranks.
+# This order matters: launchers number ranks node by node.
 
 # %%
 layout = Layout(dp=2, pp=2, tp=2)  # nested dp > pp > tp by default
@@ -147,7 +146,8 @@ lesson.check(exercises.coordinates, coordinates)
 # once a step      average the gradients of ranks 0 and 4, 1 and 5, 2 and 6, 3 and 7
 # ```
 #
-# Here is the step. It runs all forwards, then all backwards, so blocking sends are safe. The all-reduces of tp happen inside
+# Here is the step. It runs all forwards, then all backwards. Each phase sends in one direction, so
+# blocking sends are safe. The all-reduces of tp happen inside
 # `layer.run` and its backward: they are f and g of notebook 03.
 
 
@@ -278,7 +278,7 @@ lesson.claim("A hybrid step is exact in all three ways", exact.equal)
 # ## What each axis asks of a link
 #
 # Which link does each axis need? Notebooks 01 to 03 derived one number for
-# each: compute over communication. Below 1, sending takes longer than computing. ρ is the FLOPs that a rank does while it
+# each: compute over communication. dp's compute is the backward alone. Below 1, sending takes longer than computing. ρ is the FLOPs that a rank does while it
 # sends a byte, and T the tokens of a rank.
 #
 # | axis | sends | can overlap with | compute over communication |
@@ -309,7 +309,7 @@ lesson.claim("A hybrid step is exact in all three ways", exact.equal)
 #
 # ### The same step on slower links
 #
-# Now we measure. The N ranks train on one batch three times: split by dp, by pp (1F1B, m = 8) and by tp. We measure 1/N of the batch
+# N ranks train on one batch three times: split by dp, by pp (1F1B, m = 8) and by tp. We measure 1/N of the batch
 # on one rank, and predict all three times from it, because each rank does 1/N of the work. Communication that a rank has to wait for is
 # called *exposed*.
 
@@ -372,7 +372,7 @@ lesson.claim("Yet dp's step is shorter", (measured["dp"], "<", measured["pp"]))
 vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 
 # %% [markdown]
-# On a hundredth of the bandwidth, the step takes <data value="04.growth.tp:.1f">9.6</data> times as long along tp, <data value="04.growth.dp:.1f">7.0</data> times along
+# Simulated on a hundredth of the bandwidth, the step takes <data value="04.growth.tp:.1f">9.6</data> times as long along tp, <data value="04.growth.dp:.1f">7.0</data> times along
 # dp, and <data value="04.growth.pp:.2f">1.72</data> times along pp. tp's curve rises from the start, because nothing overlaps with its all-reduces. dp's
 # last bucket is full when the backward ends, so its all-reduce is always exposed, and dp's curve rises a little. Once all of its
 # all-reduces take longer than the backward, every byte counts. pp's curve rises least, because it sends fewest bytes.
@@ -380,7 +380,7 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # Bytes alone do not decide. Measured on this link, a step takes <data value="04.axes.dp.measured">63.4 ms</data> along dp, <data value="04.axes.tp.measured">89.1 ms</data> along tp
 # and <data value="04.axes.pp.measured">69.3 ms</data> along pp, which sends fewest. pp has a bubble of <data value="04.pp.bubble">5.53 ms</data>. It also computes for longer: in one piece, a
 # rank's part of the batch takes <data value="04.pp.share">44.2 ms</data>, but the 8 microbatches of the busiest rank take <data value="04.pp.busy">59.6 ms</data> together.
-# Replayed with the bubble, recorded compute takes <data value="04.pp.replayed">67.3 ms</data>. The rest is waiting between microbatches.
+# Replayed with the bubble, recorded compute takes <data value="04.pp.replayed">67.3 ms</data>. The rest may be waiting between microbatches.
 #
 # <details><summary>How far to trust the curves</summary>
 #
@@ -762,7 +762,7 @@ lesson.check(exercises.global_norm, norm)
 # ```
 #
 # We train the small ViT for four epochs. After the first, the run continues on four ranks with ZeRO 2, which shards optimizer state
-# and gradients over dp and is told in notebook 05. After the second, it continues on two ranks with ZB-H1 of notebook 02.
+# and gradients over dp and which notebook 05 explains. After the second, it continues on two ranks with ZB-H1 of notebook 02.
 
 
 # %%

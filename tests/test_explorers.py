@@ -275,7 +275,7 @@ def test_notebook_03_says_what_theory_says_and_no_batch_helps_1d() -> None:
     shown = lesson.explorers.tensor_modes()
     block, link = theory.Block(8192, 64, 2048, 16), theory.LINKS["NVLink 4"]
     took = theory.block_seconds(block, "2d", 16, link, 400e12)
-    assert shown.readings["computing over sending"] == took.compute / took.communication
+    assert shown.readings["compute / sending"] == took.compute / took.communication
     assert shown.readings["sent (B)"] == theory.block_sent(block, "2d", 16).bytes()
     assert shown.read(mode="2.5d")["sent (B)"] == theory.block_sent(block, "2.5d", 16, 4).bytes()
     kept = 16 * block.parameters / 16 + theory.activation_bytes(block, "1d", 16, 1, True)

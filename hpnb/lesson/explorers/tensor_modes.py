@@ -42,7 +42,7 @@ CHALLENGE = Challenge(
     "long as sending, with at most 2 GB of states and activations of the block on a rank.",
     lambda at: (
         (at["ranks"] >= 16 and at["link"] == "InfiniBand NDR" and at["hidden"] <= 8192)
-        and (at["computing over sending"] >= 0.4 and at["kept and states (B)"] <= 2e9)
+        and (at["compute / sending"] >= 0.4 and at["kept and states (B)"] <= 2e9)
     ),
 )
 
@@ -52,9 +52,7 @@ def tensor_modes() -> Explorer:
 
     Every message waits for the matmul before it: nothing overlaps. 400 TFLOP/s a rank, values of 2 bytes.
     """
-    return Explorer(
-        KNOBS, mode_readings, CHALLENGE, ANSWER, trade=("batch", "computing over sending")
-    ).display()
+    return Explorer(KNOBS, mode_readings, CHALLENGE, ANSWER, trade=("batch", "compute / sending")).display()
 
 
 def mode_readings(
@@ -69,7 +67,7 @@ def mode_readings(
     took = block_seconds(block, grid_mode, ranks, LINKS[link], _RATE, depth, sequence_parallel)
     readings = {
         "block (s)": took.total,
-        "computing over sending": took.compute / took.communication,
+        "compute / sending": took.compute / took.communication,
         "sent (B)": block_sent(block, *shape).bytes(),
         "kept and states (B)": activations + states,
         "ρ (FLOP/B)": f"{_RATE / LINKS[link].bandwidth:,.0f}",

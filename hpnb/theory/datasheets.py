@@ -13,6 +13,7 @@ direction. A datasheet says what hardware cannot exceed. What programs reach is 
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 
 from hpnb.theory.cluster import Cluster
@@ -112,8 +113,10 @@ def find_gpu(name: str) -> GPU:
     key = name.lower().replace(" ", "-").replace("_", "-")
     key = _OTHER_NAMES.get(key, key)
     if key not in GPUS:
+        near = difflib.get_close_matches(key, GPUS, 1)
+        hint = f"use {near[0]}; " if near else ""
         raise ValueError(
-            f"no datasheet of a GPU {name!r}; there are {', '.join(GPUS)}, and `measured` after "
+            f"no datasheet of a GPU {name!r}; {hint}there are {', '.join(GPUS)}, and `measured` after "
             "`python -m hpnb plan --measure`"
         )
     return GPUS[key]

@@ -30,10 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpnb import models
 from hpnb.hybrid.booster import Booster
-from hpnb.hybrid.plan_command.read_model import CLASSES, GPT2_NAMES, VIT_NAMES, read_config, read_size
+from hpnb.hybrid.plan_command.read_model import CLASSES, read_config, read_size
 from hpnb.hybrid.plan_command.run_lines import plugin_options
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.mesh import ParallelLayout
+from hpnb.models import GPT2_SIZES, SIZES, GPT2Size
 from hpnb.pipeline_parallel.transfers import GroupQueue
 from hpnb.ranks.current_rank import current, device
 from hpnb.record import memory
@@ -105,10 +106,11 @@ def _make_model(name: str, task: PlanTask) -> Any:
 
         with torch.device(device()):
             return AutoModelForCausalLM.from_config(read_config(name))
-    if task.model.causal:
-        known = GPT2_NAMES.get(name.lower(), size)
-        return models.gpt2(known, length=task.sequence, device=device())
-    return models.vit(VIT_NAMES.get(name.lower(), size), classes=CLASSES, device=device())
+    if isinstance(size, str):  # a name of this library's
+        size = GPT2_SIZES[size] if task.model.causal else SIZES[size]
+    if isinstance(size, GPT2Size):
+        return models.gpt2(size, length=task.sequence, device=device())
+    return models.vit(size, classes=CLASSES, device=device())
 
 
 def logical_rank(make_step: Callable[[], Step], rank: int, world_size: int, first: int = 0) -> MemoryProfile:
@@ -165,7 +167,7 @@ def _alone(rank: int, world_size: int, sent: list[Any], received: list[Any]) -> 
             patch.object(torch, "is_autocast_enabled", lambda *_: False),
             patch.object(torch, "autocast", lambda *_, **__: contextlib.nullcontext()),
             patch.object(functional, "scaled_dot_product_attention", _fused_attention),
-            _OnesForValues(),
+            _OnesForValues(),  # type: ignore[no-untyped-call]
         ):
             yield
     finally:

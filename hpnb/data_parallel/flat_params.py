@@ -2,6 +2,7 @@
 
     shard (n/p,)        -- all-gather ----->   flat (n,), of which the unsharded parameters are views
     shard.grad (n/p,)   <- reduce-scatter --   flat gradient (n,), after the unit's backward
+                        then an all-reduce of (n/p,) over the ranks that hold the same shard, if any do
 
 Every parameter exists twice. The *sharded* one is the module's own Parameter and holds this rank's elements;
 the optimizer knows only this one. The *unsharded* one has the full shape and takes its place during forward
@@ -40,6 +41,7 @@ class FSDPPolicy:
         communication_dtype: in which gradients are summed; None is the dtype of the computation.
         average: divide sums of gradients by the number of ranks.
         offload: shards and their gradients are in CPU memory.
+        replicas: starts collectives over the ranks that hold the same shard; None if no other rank does.
     """
 
     device: torch.device
@@ -47,6 +49,7 @@ class FSDPPolicy:
     communication_dtype: torch.dtype | None = None
     average: bool = True
     offload: bool = False
+    replicas: Background | None = None
 
     def dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """(dtype of the computation, dtype of the reduction) for parameters of `dtype`."""
@@ -100,8 +103,9 @@ class FlatParam:
         _free(flat)
         self.is_unsharded = self.is_gathered = False
 
-        averages_here = policy.average and not background.averages and axis.size > 1
-        self._scale = 1.0 / axis.size if averages_here else 1.0
+        copies = policy.replicas.axis.size if policy.replicas is not None else 1
+        averages_here = policy.average and not background.averages and axis.size * copies > 1
+        self._scale = 1.0 / (axis.size * copies) if averages_here else 1.0
         self._flat_grad, self._grad_views = torch.empty(0), list[torch.Tensor]()
         self._reducing: tuple[Pending, torch.Tensor] | None = None  # and what becomes this rank's (n/p,)
         self.has_gradients = False
@@ -121,7 +125,11 @@ class FlatParam:
                     view.copy_(p.detach())
             if axis.size > 1:
                 dist.broadcast(full, src=axis.ranks[0], group=axis.group)
-            shard = layout.shard(full, axis.rank).to(home, copy=True)
+            shard = layout.shard(full, axis.rank)
+            if policy.replicas is not None:
+                replicas = policy.replicas.axis
+                dist.broadcast(shard, src=replicas.ranks[0], group=replicas.group)
+            shard = shard.to(home, copy=True)
         if policy.offload and policy.device.type == "cuda":
             shard = shard.pin_memory()
         self._split_sizes = _split_sizes(layout, axis.rank)
@@ -243,6 +251,16 @@ class FlatParam:
         shard = self._flat_grad.new_empty(self._layout.shard_numel)
         average = self._policy.average and self._background.averages
         self._reducing = self._background.reduce_scatter(shard, self._flat_grad, average), shard
+
+    def sum_over_replicas(self) -> None:
+        """Wait for the reduce-scatter, and start to sum this rank's shard over the ranks that hold it too."""
+        assert self._reducing is not None
+        assert self._policy.replicas is not None
+        pending, shard = self._reducing
+        pending.wait()
+        _free(self._flat_grad)
+        average = self._policy.average and self._policy.replicas.averages
+        self._reducing = self._policy.replicas.all_reduce(shard, average), shard
 
     def finish_reduction(self, used: Sequence[bool] | None = None) -> None:
         """Wait for the sums, and put this rank's shard of them into (or add it to) .grad.

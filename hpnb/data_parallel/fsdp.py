@@ -11,6 +11,9 @@ its gradients are summed, and each rank keeps its shard. With p ranks and n byte
     memory    16 n'/p bytes for n' parameters in mixed precision, and `prefetch` + 1 full blocks at a time
     traffic   3 (p-1)/p n: two all-gathers and a reduce-scatter, where replicas all-reduce 2 (p-1)/p n
 
+With `replicas` the ranks are a grid (HSDP): p shard the parameters, usually those of a node, and r nodes hold
+the same. A shard's gradient is then all-reduced over its r ranks, 2 (r-1)/r n/p bytes between nodes.
+
 After Rajbhandari et al. 2020, *ZeRO* (arXiv 1910.02054), sections 5.3 and 7, and Zhao et al. 2023, *PyTorch
 FSDP* (arXiv 2304.11277). The root is what lies in no block. It stays unsharded from its forward to the end of
 the backward.
@@ -18,13 +21,14 @@ the backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 from torch import nn
 
+from hpnb.background import Background
 from hpnb.data_parallel.ddp import broadcast, check_replicas
 from hpnb.data_parallel.flat_params import FSDPPolicy
 from hpnb.data_parallel.fsdp_hooks import FSDPState, fsdp_state_of
@@ -40,6 +44,7 @@ def fully_shard(
     module: M,
     axis: Axis | Mesh,
     *,
+    replicas: Axis | None = None,
     units: Iterable[nn.Module | str] | None = None,
     dtype: torch.dtype | None = None,
     communication_dtype: torch.dtype | None = None,
@@ -69,6 +74,8 @@ def fully_shard(
 
     Args:
         axis: the data axis, `mesh.dp`; of a mesh that one is taken.
+        replicas: ranks that hold the same shard, for shards within a node and replicas over nodes:
+            `replicas, axis = mesh.dp.split(nodes, gpus_per_node)`. Gradients are the mean over both.
         units: what is gathered together, modules or their names. By default the items of every outermost
             nn.ModuleList, or if there is none of every outermost nn.Sequential. The rest is the root's.
         dtype: to compute in; parameters keep theirs. Inputs of the module that are floats are converted.
@@ -83,8 +90,9 @@ def fully_shard(
         cpu_offload: shards, gradients and so the optimizer's step are on the CPU.
 
     Raises:
-        ValueError: nothing to shard, or already sharded or wrapped; a unit that is not there, or has no
-            forward; ranks whose modules differ; a dtype that is no float; prefetch below 0.
+        ValueError: nothing to shard, or already sharded or wrapped; replicas that are ranks of `axis` too; a
+            unit that is not there, or has no forward; ranks whose modules differ; a dtype that is no float;
+            prefetch below 0.
         RuntimeError: in the backward, if parameters got no gradient and find_unused_parameters is off.
 
     >>> def shard():
@@ -94,6 +102,7 @@ def fully_shard(
     [32, 32]
     """
     axis = axis_of(axis, "dp")
+    _check_replica_axis(axis, replicas)
     for what, kind in (("dtype", dtype), ("communication_dtype", communication_dtype)):
         if kind is not None and not kind.is_floating_point:
             raise ValueError(f"{what}={kind} has no gradients; torch.bfloat16 would do")
@@ -103,8 +112,14 @@ def fully_shard(
         raise ValueError(f"{type(module).__name__} is sharded already")
     options = {"dtype": str(dtype), "average": average, "find_unused_parameters": find_unused_parameters}
     check_replicas(dict(module.named_parameters()), axis, options)
-    policy = FSDPPolicy(this_device(), dtype, communication_dtype, average, cpu_offload)
-    _broadcast_buffers(module, axis, policy.device)
+    device = this_device()
+    if replicas is None or replicas.size == 1:
+        copies, axes = None, [axis]
+    else:
+        check_replicas(dict(module.named_parameters()), replicas, options)
+        copies, axes = Background(replicas, device), [replicas, axis]
+    policy = FSDPPolicy(device, dtype, communication_dtype, average, cpu_offload, copies)
+    _broadcast_buffers(module, axes, policy.device)
     FSDPState(
         module,
         axis,
@@ -151,7 +166,15 @@ def no_sync(module: nn.Module) -> Iterator[None]:
             state.sync = sync
 
 
-def _broadcast_buffers(module: nn.Module, axis: Axis, device: torch.device) -> None:
+def _check_replica_axis(axis: Axis, replicas: Axis | None) -> None:
+    if replicas is not None and len(both := set(axis.ranks) & set(replicas.ranks)) > 1:
+        raise ValueError(
+            f"ranks {', '.join(map(str, sorted(both)))} are on both axes, {axis.name} of {axis.size} ranks "
+            f"and {replicas.name} of {replicas.size}; take two parts of one, as of mesh.dp.split(2, 4)"
+        )
+
+
+def _broadcast_buffers(module: nn.Module, axes: Sequence[Axis], device: torch.device) -> None:
     on_meta = {name for name, buffer in module.named_buffers() if buffer.is_meta}
     if on_meta and (lost := on_meta - module.state_dict().keys()):
         raise ValueError(
@@ -164,4 +187,5 @@ def _broadcast_buffers(module: nn.Module, axis: Axis, device: torch.device) -> N
                 owner._buffers[key] = torch.zeros_like(buffer, device=device)
             elif buffer is not None:
                 owner._buffers[key] = buffer.to(device)
-    broadcast(list(module.buffers()), axis)
+    for axis in axes:
+        broadcast(list(module.buffers()), axis)

@@ -59,7 +59,8 @@ class FSDPState:
         self.find_unused, self.reshard_after_forward = find_unused, reshard_after_forward and not find_unused
         self.sync = True
         self._in_forward = self._in_backward = False
-        self._reducing: list[FlatParam] = []
+        self._reducing: list[FlatParam] = []  # a reduce-scatter runs
+        self._summing: list[FlatParam] = []  # an all-reduce over replicas runs
         self._prefetch = PrefetchOrder[FSDPUnit](prefetch)
 
         already = frozenset(m for m in module.modules() if fsdp_state_of(m) is not None)
@@ -209,14 +210,26 @@ class FSDPState:
             unit.reshard()
 
     def _reduce_scatter(self, flat: FlatParam, used: Mapping[FlatParam, list[bool]] | None = None) -> None:
-        self._finish_reductions(used)  # full gradients of one unit at a time exist
+        self._advance_reductions(used)  # full gradients of one unit at a time exist
         flat.reduce_scatter()
         self._reducing.append(flat)
 
-    def _finish_reductions(self, used: Mapping[FlatParam, list[bool]] | None = None) -> None:
-        while self._reducing:
-            flat = self._reducing.pop()
+    def _advance_reductions(self, used: Mapping[FlatParam, list[bool]] | None = None) -> None:
+        """Finish what all ranks have summed. What is scattered goes on to the replicas, if there are any."""
+        scattered, self._reducing = self._reducing, []
+        ready, self._summing = self._summing, []
+        for flat in scattered:
+            if self.policy.replicas is None:
+                ready.append(flat)
+            else:
+                flat.sum_over_replicas()
+                self._summing.append(flat)
+        for flat in ready:
             flat.finish_reduction(None if used is None else used[flat])
+
+    def _finish_reductions(self, used: Mapping[FlatParam, list[bool]] | None = None) -> None:
+        while self._reducing or self._summing:
+            self._advance_reductions(used)
 
     def _end_backward(self) -> None:
         """The backward is over. Autograd calls this once for every unit in it; the first call does it all."""
@@ -258,9 +271,11 @@ class FSDPState:
         trained = [flat for flat in self.flat_params if flat.num_trained]
         flags = [p.grad is not None for flat in trained for p in flat.unsharded_params]
         counts = torch.tensor(flags, dtype=torch.int32).to(self.policy.device)
-        if self.axis.size > 1:
-            with communication("all_reduce", self.axis.name, counts.nbytes, self.axis.ranks):
-                dist.all_reduce(counts, group=self.axis.group)
+        replicas = self.policy.replicas
+        for axis in [self.axis] if replicas is None else [self.axis, replicas.axis]:
+            if axis.size > 1:
+                with communication("all_reduce", axis.name, counts.nbytes, axis.ranks):
+                    dist.all_reduce(counts, group=axis.group)
         anywhere = iter(counts.tolist())
         return {flat: [next(anywhere) > 0 for _ in flat.unsharded_params] for flat in trained}
 
@@ -294,6 +309,7 @@ class FSDPState:
         """The step failed: forget its gradients."""
         self._in_backward = self._in_forward = False
         self._reducing.clear()
+        self._summing.clear()
         for flat in self.flat_params:
             flat.drop_gradients()
         self._reshard_all()

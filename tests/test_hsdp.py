@@ -1,0 +1,118 @@
+"""Sharded replicas (HSDP): parameters sharded over a part of dp, equal on the rest, against one process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from rank_pools import RankPools
+from test_fully_shard import LR, Net, batches, distance, on_cpu, train_rare, whole_gradients
+
+import hpnb
+from hpnb import Layout, Mesh, placement, precision
+from hpnb.data_parallel.fsdp import fully_shard, no_sync
+from hpnb.mesh import Axis
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[RankPools]:
+    shared = RankPools()
+    yield shared
+    shared.close()
+
+
+def replicas_and_shards() -> tuple[Axis, Axis, Axis]:
+    """dp of 4 as 2 replicas of 2 shards."""
+    dp = Mesh(Layout(dp=4)).dp
+    return dp, *dp.split(2, 2)
+
+
+def compare(kind: str, options: dict[str, Any], accumulate: int, clip: float) -> float:
+    """The largest distance of gradients and weights from one process's, after three steps."""
+    dp, replicas, shards = replicas_and_shards()
+    torch.manual_seed(0)
+    serial = Net(kind)
+    torch.manual_seed(dp.rank)  # ranks must not rely on starting equal
+    model = Net(kind)
+    if dp.rank == 0:
+        model.load_state_dict(serial.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
+    fully_shard(model, shards, replicas=replicas, **options)
+    rare = kind == "unused"
+    gradients = {}
+    for step, (x, y) in enumerate(batches(3, 72)):
+        optimizer.zero_grad()
+        for i, (part, target) in enumerate(zip(x.chunk(accumulate), y.chunk(accumulate), strict=True)):
+            mine, wanted = part[dp.rank :: 4], target[dp.rank :: 4]
+            if i < accumulate - 1:
+                with no_sync(model):
+                    ((model(mine, False) - wanted).square().sum() / len(mine) / accumulate).backward()
+            else:
+                out = model(mine, rare and step == 1 and dp.rank == 0)
+                ((out - wanted).square().sum() / len(mine) / accumulate).backward()
+        gradients = whole_gradients(model, shards)
+        precision.step(optimizer, [shards], max_norm=clip)
+    weights = placement.full_state_dict(model, [shards])
+
+    wanted_optimizer = torch.optim.SGD(serial.parameters(), LR, momentum=0.9)
+    if rare:
+        _, wanted_gradients, wanted_weights = train_rare(serial, wanted_optimizer, 4)
+    else:
+        for x, y in batches(3, 72):
+            wanted_optimizer.zero_grad()
+            ((serial(x, False) - y).square().sum() / len(x)).backward()
+            wanted_gradients = whole_gradients(serial, None)
+            precision.step(wanted_optimizer, (), max_norm=clip)
+        wanted_weights = {name: t.detach() for name, t in serial.state_dict().items()}
+    for tensors in (weights, wanted_weights):
+        tensors.pop("offset")  # zero, so that a relative distance means nothing
+    return max(
+        distance(on_cpu(gradients), wanted_gradients),
+        distance(on_cpu(weights), wanted_weights),
+    )
+
+
+def test_equal_to_one_process(pools: RankPools) -> None:
+    cases = [
+        ("plain", {}, 1, 0.0),
+        ("plain", {"prefetch": 0}, 1, 0.1),
+        ("plain", {"reshard_after_forward": False}, 2, 0.0),
+        ("plain", {"cpu_offload": True}, 1, 0.1),
+        ("frozen", {}, 1, 0.0),
+        ("checkpoint", {}, 2, 0.0),
+        ("unused", {"find_unused_parameters": True}, 1, 0.0),
+    ]
+    far = {str(case): max(pools[4].run(compare, *case)) for case in cases}
+    assert max(far.values()) < 1e-12, far
+
+
+def count_bytes() -> tuple[float, float, int]:
+    """Bytes that left this rank along each part of dp in one step, and the bytes of all parameters."""
+    _, replicas, shards = replicas_and_shards()
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32, bias=False) for _ in range(3)))
+    full = sum(p.nbytes for p in model.parameters())
+    fully_shard(model, shards, replicas=replicas)
+    with hpnb.record.traffic() as t:
+        model(torch.ones(1, 32)).sum().backward()
+    return t.bytes[shards.name], t.bytes[replicas.name], full
+
+
+def test_only_a_shard_of_the_gradients_crosses_to_the_replicas(pools: RankPools) -> None:
+    """3 (p-1)/p n along the shards, and 2 (r-1)/r n/p along the replicas: here 3/2 n and n/2."""
+    for along_shards, along_replicas, full in pools[4].run(count_bytes):
+        assert along_shards == 3 * full / 2
+        assert along_replicas == full / 2
+
+
+def shard_over_one_axis_twice() -> None:
+    dp, _, shards = replicas_and_shards()
+    fully_shard(torch.nn.Linear(4, 4), shards, replicas=dp)
+
+
+def test_axes_that_share_ranks_are_refused(pools: RankPools) -> None:
+    with pytest.raises(hpnb.RankError) as caught:
+        pools[4].run(shard_over_one_axis_twice)
+    assert re.search(r"ranks 0, 1 are on both axes.*mesh\.dp\.split\(2, 4\)", caught.value.summary)

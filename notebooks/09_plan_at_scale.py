@@ -843,5 +843,5 @@ lesson.explorers.cluster_layouts()
 # 2407.21783: failures. Lepikhin et al. 2020, *GShard*, 2006.16668. Liu et al. 2023, *Ring attention*, 2310.01889.
 #
 # **Where to go from here.** Can one machine predict a thousand GPUs? Yes, as far as they resemble a run that somebody has
-# measured. Plan your own model with `python -m hpnb plan`, then follow `docs/train.md`. If one
-# of its sequences is too long for a GPU, notebook 10 shards the sequence itself.
+# measured. Plan your own model with `python -m hpnb plan`, then follow `docs/train.md`.
+# Notebook 10 shards a sequence.

@@ -264,7 +264,7 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 # - Megatron-Core: `--use-distributed-optimizer` is ZeRO-1; `--recompute-granularity full --recompute-method uniform` recomputes blocks.
 # - transformers: `model.gradient_checkpointing_enable()`.
 #
-# Offloading saves bytes even on one GPU, and only a GPU runs it here: optimizer state stays in CPU memory, gradients go
+# Offloading saves bytes even on one GPU; this page runs it only where there is one. Optimizer state stays in CPU memory, gradients go
 # there, the CPU updates, and new weights come back. For XL, 4 bytes a parameter over 25 GB/s of PCIe take 0.25 s. AdamW
 # reads 16 and writes 12 bytes a parameter, which takes 0.44 s at 100 GB/s of CPU memory. Together that is 0.69 s,
 # as long as a GPU with 400 TFLOP/s computes on 29,000 tokens. On N ranks with ZeRO, transfer and update take 1/N of that,
@@ -291,6 +291,7 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 lesson.predict("05.fitting", "How many of ZeRO-0 to ZeRO-3 fit the budget?",
                kind="identity", rule_of_thumb=lambda: sum(  # states alone
                    theory.model_states(P, N, s).total <= BUDGET for s in range(4)))
+# ZeRO stage, and how many blocks to recompute: -1 is all
 CONFIGS = [ZeroConfig(stage, recompute) for recompute in (0, -1) for stage in range(4)]
 CONFIGS += [ZeroConfig(3, -1, offload=True)] * (here.device == "cuda")
 setting = SIZE, ROWS, DTYPE
@@ -340,10 +341,14 @@ lesson.claim("ZeRO-1 on two ranks is enough for XL", (xl[ZeroConfig(1)], "<", 24
 #
 # <details><summary>In your tools</summary>
 #
-# On a GPU, PyTorch records every allocation with its stack. Drag the file into pytorch.org/memory_viz to see the same
-# picture, allocation by allocation.
+# Drag a snapshot into pytorch.org/memory_viz to see the same picture, tensor by tensor. hpnb writes one on any device.
+# PyTorch's own needs a GPU, and has the stack of each allocation.
 #
 # ```python
+# with hpnb.record.memory(model, optimizer) as recorder:
+#     train_step()
+# recorder.to_memory_snapshot("rank0.pickle")
+#
 # torch.cuda.memory._record_memory_history(max_entries=100_000)
 # train_step()
 # torch.cuda.memory._dump_snapshot("step.pickle")
@@ -411,9 +416,9 @@ lesson.record("05.tokens", {"equal": floor / slope, "page": TOKENS})
 lesson.claim("Computing sets this page's step time", (took[TOKENS], ">", 2 * floor))
 
 # %% [markdown]
-# Points are medians of seven rounds, lines their ranges. We take the lowest median, <data value="05.floor.launch">17.6 ms</data>, as the time that
-# launching needs. On a CPU, computing adds to it, and takes as long from about <data value="05.tokens.equal:,.0f">38</data> tokens on. This page trains with
-# <data value="05.tokens.page:,.0f">128</data> tokens a rank, which take <data value="05.floor.step">76.5 ms</data>.
+# Points are medians of seven rounds, lines their ranges. We take the lowest median, <data value="05.floor.launch">56.4 ms</data>, as the time that
+# launching needs. On a CPU, computing comes on top of it. At about <data value="05.tokens.equal:,.0f">26</data> tokens both take equally long. This page trains with
+# <data value="05.tokens.page:,.0f">128</data> tokens a rank, which take <data value="05.floor.step">339 ms</data>.
 #
 # Now the prediction. Take forward, backward and update of one rank alone. With recomputation, add its forward once
 # more. ZeRO divides the update by N. Communication adds what does not overlap with computing, its *exposed* part:
@@ -456,11 +461,11 @@ lesson.record("05.saved", peaks[ZeroConfig(3)] - peaks[ZeroConfig(3, -1)], "B")
 lesson.record("05.forward", alone[0], "s")
 
 # %% [markdown]
-# As expected, ZeRO-2 communicates after its update, here for <data value="05.after.zero-2">18.8 ms</data>, longer than predicted. ZeRO-3 hardly
+# As expected, ZeRO-2 communicates after its update, here for <data value="05.after.zero-2">21.6 ms</data>, longer than predicted. ZeRO-3 hardly
 # does. The figure does not split the time before the update: a rank that waits for another would count as communicating. The medians of
-# whole steps are <data value="05.off.low:.2f">1.08</data> to <data value="05.off.high:.2f">1.33</data> times the prediction. But steps of one configuration differ by up to
-# <data value="05.off.spread:.2f">1.23</data> times, so four of them do not test the price of recomputation by itself. With ZeRO-3 it saved <data value="05.saved">19.6 MB</data>, and
-# its predicted price is one forward, <data value="05.forward">31.1 ms</data>.
+# whole steps are <data value="05.off.low:.2f">0.62</data> to <data value="05.off.high:.2f">1.16</data> times the prediction. But steps of one configuration differ by up to
+# <data value="05.off.spread:.2f">2.37</data> times. With ZeRO-3, recomputation saved <data value="05.saved">19.6 MB</data>, and
+# its predicted price is one forward, <data value="05.forward">165 ms</data>.
 #
 # Do not rank configurations whose ranges overlap.
 #
@@ -489,7 +494,7 @@ lesson.claim("Only on fast links ZeRO-3 exposes less than ZeRO-2", less == sorte
 # **Takeaway.** Where a block's gather is shorter than
 # its forward, ZeRO-3 exposes less than ZeRO-1 and 2. On slow links, use the lowest ZeRO stage that fits.
 #
-# *Offload* optimizer state to CPU memory last; the first fold on tools computes the cost.
+# *Offload* optimizer state to CPU memory last; the fold of "Sharding and recomputation by hand" has its cost.
 #
 # ### Exercise 2: which blocks to recompute
 #
@@ -592,7 +597,7 @@ lesson.check(exercises.gather_order, plan_gathers)
 # %% [markdown]
 # ## The largest model
 #
-# Now keep width, tokens and budget, and add blocks. We train two steps at each depth.
+# Now we add blocks. We train two steps at each depth.
 
 # %%
 lesson.predict("05.largest", "How many blocks fit with ZeRO-3 and recomputation?",
@@ -614,8 +619,9 @@ lesson.claim("ZeRO-3 trains a deeper model", (depth[deep], ">", depth[shallow]))
 #
 # ### An autopsy
 #
-# A colleague's run fits with room to spare: we set its budget to the peak of one step plus 8.5 times the logits. Its loss
-# falls. After some steps it is out of memory, although every step starts from the same states. What is new?
+# A colleague's run fits with room to spare: its budget is the peak of one step plus 8.5 copies of the logits. Its loss
+# falls. After some steps it is out of memory, although weights, gradients and optimizer state take the same bytes in
+# every step. What is new?
 
 # %%
 def train_and_log(headroom, steps=20):
@@ -743,10 +749,10 @@ lesson.claim("The scale grows as the loss falls", larges[0] > first[-1])
 # <data value="05.scale.loss-5-batches-of-8.highest:.0f">297</data> samples: the noise drowns the signal. The same samples in one batch of
 # 128 gave <data value="05.scale.loss-5-batches-of-128.lowest:.0f">52</data> to <data value="05.scale.loss-5-batches-of-128.highest:.0f">106</data>.
 #
-# But at a loss of 6 the scale was only <data value="05.scale.loss-6-batches-of-128.measured:.0f">8</data> samples. At a loss of 5 the median estimate
-# is <data value="05.scale.loss-5-batches-of-128.measured:.0f">65</data>, and the measured steps follow the law best with <data value="05.fitted:.0f">17</data>, the dotted line. The batch beyond which more
-# samples hardly save steps is the *critical batch*. The noise scale predicts it only for SGD and equal curvature in all
-# directions, and we use AdamW. So Merrill et al. measure the critical batch by training.
+# But at a loss of 6 the scale was only <data value="05.scale.loss-6-batches-of-128.measured:.0f">8</data> samples. At a loss of 5 the gradients give a median of <data value="05.scale.loss-5-batches-of-128.measured:.0f">65</data>, but the law fits
+# the measured steps best with a noise scale of <data value="05.fitted:.0f">17</data>, the dotted line. The batch beyond which more samples hardly save
+# steps is the *critical batch*. The noise scale predicts it only for SGD and equal curvature in all directions, and we
+# use AdamW. So Merrill et al. measure the critical batch by training.
 #
 # **Takeaway.** The noise scale gives an order of magnitude, and it grows during training. Before you buy GPUs, train
 # to a loss with two batch sizes.
@@ -793,7 +799,7 @@ lesson.check(exercises.noise_scale, scale_from_norms)
 # - ZeRO shards states, recomputation shrinks activations. Predict the fullest moment, then choose.
 # - Only exposed communication costs time. Where gathers overlap, ZeRO-3 exposes less than ZeRO-1 and 2; on slow
 #   links, use the lowest ZeRO stage that fits.
-# - With enough ranks, memory no longer limits data parallelism. The batch does: a larger one stops helping.
+# - With enough ranks, states no longer limit data parallelism. The batch does: a larger one stops helping.
 #
 # **When not to use this.** Do not shard a model that fits. Use tensor parallelism when one block, or one sequence's
 # activations, do not fit: notebook 07. Use other axes when the batch is at its wall: notebooks 06 and 08.

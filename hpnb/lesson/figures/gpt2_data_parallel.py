@@ -336,8 +336,8 @@ def batch_wall(
     for ax in fig.axes:
         for name, (_, noise) in laws.items():
             if low < noise < high:
-                rule(ax, noise, "noise scale", look[name].color)
-                note(ax, f"noise scale {noise:.3g}", noise, 0.9, (5, 0), color=look[name].color)
+                rule(ax, noise, "fitted noise scale", look[name].color)
+                note(ax, f"fitted noise scale {noise:.3g}", noise, 0.9, (5, 0), color=look[name].color)
         ax.set_xlim(low, high)
         set_ticks(ax.xaxis, batches, lambda b: number(b) if b % 1 else f"{b:,.0f}")
         log_ticks(ax.yaxis, count, (1, 2, 5))

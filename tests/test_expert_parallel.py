@@ -14,6 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 import hpnb
 from hpnb import Layout, Mesh, expert_parallel
+from hpnb.expert_parallel import ExpertLoads
 from hpnb.placement import full_state_dict
 from hpnb.theory import experts as theory
 
@@ -132,9 +133,16 @@ def test_steps_equal_one_process(pools: RankPools, kind: str, ranks: int, ep: in
 # --- the plugin ------------------------------------------------------------------------------------------
 
 
+def skips(kind: str, layout: str) -> bool:
+    """Latent attention has keys wider than values, which the ring does not send."""
+    return kind == "DeepseekV3" and "cp" in layout
+
+
 def boosted_steps(kind: str, plugin: dict[str, Any], options: dict[str, Any], folder: str | None) -> Any:
     """(losses, norms, full weights, optimizer state, loads) of three steps, on one process or on ranks."""
-    booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp64", max_norm=0.7, **plugin))
+    booster = hpnb.Booster(
+        plugin=hpnb.HybridParallelPlugin(**{"precision": "fp64", "max_norm": 0.7, **plugin})
+    )
     model = build(kind, **options)
     optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
     boosted, optimizer, *_ = booster.boost(model, optimizer)
@@ -171,8 +179,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", "DeepseekV3"])
+@pytest.mark.parametrize(
+    ("kind", "layout"), [(k, layout) for layout in LAYOUTS for k in KINDS if not skips(k, layout)]
+)
 def test_boosted_steps_and_their_checkpoint_equal_one_process(
     pools: RankPools, kind: str, layout: str, tmp_path: Any
 ) -> None:
@@ -225,6 +234,51 @@ def balance_of_one() -> tuple[float, float]:
 def test_the_balancing_loss_is_that_of_transformers(pools: RankPools) -> None:
     ((ours, theirs),) = pools[1].run(balance_of_one)
     assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def routed_loads(rate: float) -> Any:
+    """(imbalance of each step, tokens of each step and layer) under the Booster with ep 2."""
+    options = {"selection_bias_rate": rate} if rate else {}
+    booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp64", ep_size=2, **options))
+    model = build("DeepseekV3")
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    boosted, optimizer, *_ = booster.boost(model, optimizer)
+    dp = booster.plugin.mesh.dp
+    samples = {name: value.chunk(dp.size)[dp.rank] for name, value in batch().items()}
+    loads = boosted.selection_bias.loads if rate else ExpertLoads(boosted.experts, dp)
+    for _ in range(12):
+        optimizer.zero_grad()
+        booster.backward(boosted(**samples).loss, optimizer)
+        optimizer.step()
+        if not rate:
+            loads.end_step()
+    return loads.imbalances, [{n: t.tolist() for n, t in step.items()} for step in loads.steps]
+
+
+def test_loads_are_recorded_and_a_bias_makes_them_equal(pools: RankPools) -> None:
+    (free, steps), other = pools[2].run(routed_loads, 0.0)
+    assert (free, steps) == other  # all ranks read the same
+    assert len(free) == 12
+    for by_layer in steps:
+        assert [sum(tokens) for tokens in by_layer.values()] == [8 * 6 * 2]  # one layer of experts, k = 2
+    biased, _ = pools[2].run(routed_loads, 0.001)[0]
+    assert biased[0] == free[0]
+    assert max(biased[6:]) < min(free[6:])
+    figure = hpnb.plot.expert_loads({"no bias": free, "selection bias": biased})
+    drawn = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
+    assert drawn["imbalance selection bias"] == biased
+    with pytest.raises(ValueError, match="cannot be"):
+        hpnb.plot.expert_loads({"wrong": [0.5]})
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_local_experts_compute_as_the_model_does(pools: RankPools, implementation: str) -> None:
+    options = {"experts_implementation": implementation}
+    precision = {"precision": "fp32"}  # torch groups no products in float64
+    losses, norms, *_ = pools[1].run(boosted_steps, "Mixtral", precision, options, None)[0]
+    for theirs in pools[2].run(boosted_steps, "Mixtral", {"ep_size": 2, **precision}, options, None):
+        assert theirs[0] == pytest.approx(losses, rel=1e-5)
+        assert theirs[1] == pytest.approx(norms, rel=1e-5)
 
 
 # --- bytes and refusals ----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ load_balance   the balancing loss over all ranks; a selection bias instead of a 
 
 from hpnb.expert_parallel.dispatch import Dispatch, combine_rows, dispatch_rows, plan_dispatch
 from hpnb.expert_parallel.load_balance import (
+    ExpertLoads,
     SelectionBias,
     balancing_loss,
     imbalance,
@@ -20,6 +21,7 @@ from hpnb.expert_parallel.parallelize import ExpertParallel, expert_modules, par
 
 __all__ = [
     "Dispatch",
+    "ExpertLoads",
     "ExpertParallel",
     "SelectionBias",
     "balancing_loss",

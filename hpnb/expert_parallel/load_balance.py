@@ -87,6 +87,45 @@ def share_balancing_loss(model: nn.Module, axis: Axis) -> bool:
     return True
 
 
+class ExpertLoads:
+    """A record of how many tokens each expert got in each step, from all ranks of `axis`.
+
+        loads = ExpertLoads(boosted.experts, plugin.mesh.dp_cp)
+        ...                              # forward, backward
+        optimizer.step(); loads.end_step()
+        loads.imbalances                 # one number a step; hpnb.plot.expert_loads draws it
+
+    A `SelectionBias` has one as `.loads` and ends its steps itself.
+
+    Attributes:
+        steps: of each step {name of a layer: (E,) on the CPU}.
+    """
+
+    def __init__(self, experts: ExpertParallel, axis: Axis) -> None:
+        self.experts, self.axis = experts, axis
+        self.steps: list[dict[str, torch.Tensor]] = []
+        experts.clear_tokens()
+
+    @torch.no_grad()
+    def end_step(self) -> dict[str, torch.Tensor]:
+        """Note the tokens since the last call. All ranks of the axis call it.
+
+        Returns:
+            {name of a layer: (E,) on the CPU}.
+        """
+        counted, by_layer = self.experts.clear_tokens(), {}
+        for name in self.experts.num_experts:
+            if name in counted:  # a stage of a pipeline has some of the layers
+                by_layer[name] = comm.all_reduce(counted[name], self.axis).cpu()
+        self.steps.append(by_layer)
+        return by_layer
+
+    @property
+    def imbalances(self) -> list[float]:
+        """Of each step, the mean over layers of `imbalance`."""
+        return [sum(map(imbalance, by_layer.values())) / len(by_layer) for by_layer in self.steps if by_layer]
+
+
 class SelectionBias:
     """Moves the selection bias of the routers after each step, so that loads become equal without a loss.
 
@@ -104,7 +143,7 @@ class SelectionBias:
     def __init__(self, model: nn.Module, experts: ExpertParallel, axis: Axis, rate: float = 0.001) -> None:
         if not rate > 0:
             raise ValueError(f"rate={rate} moves no selection bias; use a rate above 0, such as 0.001")
-        self.experts, self.axis, self.rate = experts, axis, rate
+        self.rate = rate
         self.biases: dict[str, torch.Tensor] = {}
         buffers = dict(model.named_buffers())
         for name in experts.num_experts:
@@ -118,7 +157,7 @@ class SelectionBias:
                     "router_aux_loss_coef"
                 )
             self.biases[name] = buffers[found[0]]
-        self.loads: dict[str, torch.Tensor] = {}
+        self.loads = ExpertLoads(experts, axis)
 
     @torch.no_grad()
     def step(self) -> dict[str, torch.Tensor]:
@@ -127,21 +166,11 @@ class SelectionBias:
         Returns:
             {name of a layer: (E,)}: tokens of each expert on all ranks.
         """
-        self.loads = sum_loads(self.experts, self.axis)
-        for name, load in self.loads.items():
-            load = load.double()
-            self.biases[name] += self.rate * torch.sign(load.mean() - load).to(self.biases[name])
-        return self.loads
-
-
-@torch.no_grad()
-def sum_loads(experts: ExpertParallel, axis: Axis) -> dict[str, torch.Tensor]:
-    """{name of a layer: (E,)}: tokens of each expert on all ranks of `axis` since the last call.
-
-    All ranks call it.
-    """
-    counted = experts.clear_tokens()
-    return {name: comm.all_reduce(counted[name], axis) for name in experts.num_experts if name in counted}
+        loads = self.loads.end_step()
+        for name, load in loads.items():
+            bias, wide = self.biases[name], load.double().to(self.biases[name].device)
+            bias += self.rate * torch.sign(wide.mean() - wide).to(bias)
+        return loads
 
 
 def imbalance(load: torch.Tensor) -> float:

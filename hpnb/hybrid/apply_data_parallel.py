@@ -36,9 +36,11 @@ def apply_data_parallel(
     """
     axis, stage = plugin.mesh.dp_cp, plugin.zero_stage
     if stage == 3:
+        replicas, shards = plugin.zero_axes
         data_parallel.fully_shard(
             module,
-            axis,
+            shards,
+            replicas=replicas,
             units=None if pipe is None else pipe.module.units,
             communication_dtype=plugin.communication_dtype,
             prefetch=int(plugin.overlap_communication),

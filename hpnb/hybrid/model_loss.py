@@ -44,8 +44,9 @@ def find_model_loss(model: nn.Module, in_stages: bool = False) -> ModelLoss | No
         return partial(classification, model.config)
     if has_plan(model):
         if getattr(model, "loss_type", None) == "ForCausalLM":
-            adds = getattr(model.config, "output_router_logits", False)
-            return partial(causal_with_balance, float(model.config.router_aux_loss_coef)) if adds else causal
+            config: Any = model.config
+            adds = getattr(config, "output_router_logits", False)
+            return partial(causal_with_balance, config.router_aux_loss_coef) if adds else causal
         if getattr(model, "loss_type", None) == "ForSequenceClassification":
             return partial(classification, model.config)
     return None

@@ -66,7 +66,7 @@ def parallelize_model(
     """
     _check(plugin, model, optimizer)
     mesh = plugin.connect()
-    axes = [mesh.dp_cp, mesh.pp]
+    axes = [*(axis for axis in plugin.zero_axes if axis is not None), mesh.pp]
     state = optimizer.state_dict() if optimizer is not None and optimizer.state else None
     model_loss, causal, context, experts, selection_bias = None, False, None, None, None
     unfilled = Unfilled(model) if isinstance(model, nn.Module) else None

@@ -25,7 +25,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 _CHECKED_BY_LAYOUT = (
     "tp_size", "pp_size", "cp_size", "ep_size", "num_model_chunks", "num_microbatches", "microbatch_size",
-    "tp_depth",
+    "tp_depth", "zero_replicas",
 )  # fmt: skip
 _MOST_STAGE_RUNS = 1 << 20  # stages x microbatches; a schedule of more takes minutes to make
 
@@ -81,6 +81,7 @@ class PluginOptions:
     loss_chunk: int = 0
     cut: How = "uniform"
     seed: int | None = None
+    zero_replicas: int = 1
     _schedules: dict[int, Schedule] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -96,7 +97,7 @@ class PluginOptions:
                 f"communication_dtype={self.communication_dtype} holds no fractions; use torch.bfloat16, "
                 "torch.float16 or torch.float32"
             )
-        for name in ("tp_size", "pp_size", "cp_size", "ep_size", "num_model_chunks"):
+        for name in ("tp_size", "pp_size", "cp_size", "ep_size", "num_model_chunks", "zero_replicas"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r} is not a count; use 1 or more")
@@ -162,6 +163,13 @@ class PluginOptions:
             raise ValueError(
                 f"ep_size={self.ep_size} takes its ranks from the {replicas} of dp x cp, which it does not "
                 f"divide; use ep_size={' or '.join(map(str, fits))}"
+            )
+        if (ranks // replica_size * self.cp_size) % self.zero_replicas:
+            replicas = ranks // replica_size * self.cp_size
+            fits = [n for n in range(1, replicas + 1) if replicas % n == 0]
+            raise ValueError(
+                f"zero_replicas={self.zero_replicas} does not divide the {replicas} ranks of dp x cp; use "
+                f"{' or '.join(map(str, fits))}"
             )
         return replace(layout, dp=ranks // replica_size, ep=self.ep_size)
 

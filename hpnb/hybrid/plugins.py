@@ -24,7 +24,7 @@ from hpnb.hybrid.colossal_config import plugin_options
 from hpnb.hybrid.plugin_options import PluginOptions
 from hpnb.hybrid.refused import REFUSED
 from hpnb.hybrid.stage_manager import StageManager
-from hpnb.mesh import Mesh, ParallelLayout
+from hpnb.mesh import Axis, Mesh, ParallelLayout
 from hpnb.ranks.current_rank import device as this_device
 from hpnb.ranks.current_rank import world_size
 
@@ -39,6 +39,8 @@ class HybridParallelPlugin(PluginOptions):
         tp_size, pp_size, cp_size: ranks along the tensor, the pipeline and the context axis. The rest is
             data parallel.
         zero_stage: 0 replicates; 1 shards the optimizer state over dp, 2 also gradients, 3 also parameters.
+        zero_replicas: with zero_stage 3, how many ranks hold each shard (HSDP); the ranks of dp x cp are
+            divided by it. One replica a node keeps all-gathers within nodes.
         precision: "fp16", "bf16", "fp32", "fp64", or "amp-fp16", "amp-bf16" for float32 weights
             (`hpnb.precision.policy`); a dtype such as torch.bfloat16 too. "auto", the default, is fp32 on a
             CPU, and on a GPU bf16, or fp16 if it has no bf16; `plugin.policy.name` says which.
@@ -96,6 +98,7 @@ class HybridParallelPlugin(PluginOptions):
     """
 
     _mesh: Mesh | None = field(default=None, init=False)
+    _zero_axes: tuple[Axis | None, Axis] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,7 +108,11 @@ class HybridParallelPlugin(PluginOptions):
         self._connect_if_ranks_run()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_mesh": None}  # a process that receives it has groups of its own
+        return {
+            **vars(self),
+            "_mesh": None,
+            "_zero_axes": None,
+        }  # a process that receives it has groups of its own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -141,7 +148,10 @@ class HybridParallelPlugin(PluginOptions):
             RuntimeError: no ranks are running.
         """
         if self._mesh is None:
-            self._mesh = Mesh(self.layout.mesh_layout)
+            self._mesh = mesh = Mesh(self.layout.mesh_layout)
+            self._zero_axes = None, mesh.dp_cp
+            if self.zero_replicas > 1:
+                self._zero_axes = mesh.dp_cp.split(self.zero_replicas, mesh.dp_cp.size // self.zero_replicas)
         return self._mesh
 
     def _connect_if_ranks_run(self) -> None:
@@ -157,6 +167,13 @@ class HybridParallelPlugin(PluginOptions):
             "this plugin was made before there were ranks, and its process groups are not made yet: make the "
             "Booster first, or call plugin.connect() on every rank"
         )
+
+    @property
+    def zero_axes(self) -> tuple[Axis | None, Axis]:
+        """(the axis over which shards are replicated, None without zero_replicas; that over which ZeRO shards)."""
+        _ = self.mesh  # or why there are no axes yet
+        assert self._zero_axes is not None
+        return self._zero_axes
 
     @property
     def layout(self) -> ParallelLayout:

@@ -80,6 +80,12 @@ def _check_zero_options(o: PluginOptions) -> str | None:
     return None
 
 
+def _check_zero_replicas(o: PluginOptions) -> str | None:
+    if o.zero_replicas == 1 or o.zero_stage == 3:
+        return None
+    return f"use zero_stage=3 with zero_replicas={o.zero_replicas}, not {o.zero_stage}"
+
+
 def _check_context_parallelism(o: PluginOptions) -> str | None:
     if o.cp_size == 1:
         return None
@@ -149,6 +155,11 @@ REFUSED: tuple[Refusal, ...] = (
         "expert parallelism with tensor parallelism, a compiled block, ZeRO 3 or a split backward",
         "an expert lives whole on the ranks of its edp group, and its block sends messages",
         _check_expert_parallelism,
+    ),
+    Refusal(
+        "zero_replicas with a zero_stage below 3",
+        "parameters are replicated on all ranks of dp already",
+        _check_zero_replicas,
     ),
     Refusal(
         "cpu_offload or communication_dtype without ZeRO",

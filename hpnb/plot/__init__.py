@@ -9,6 +9,7 @@ replaces the submodule that importing it had bound here.
 
 from hpnb.plot.canvas import new_figure
 from hpnb.plot.compare import compare
+from hpnb.plot.experts import expert_loads
 from hpnb.plot.grammar import AXIS, CATEGORY, STYLE, OpStyle
 from hpnb.plot.memory import memory
 from hpnb.plot.mesh import mesh
@@ -25,6 +26,7 @@ __all__ = [
     "by_layout",
     "compare",
     "drift",
+    "expert_loads",
     "memory",
     "mesh",
     "new_figure",

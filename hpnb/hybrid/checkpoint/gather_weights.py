@@ -101,7 +101,8 @@ def weight_shards(
     return shards
 
 
-_MAY_SHARD = ("dp", "dp_cp", "edp", "ep", "pp")  # ZeRO, experts and stages; equal shards are written once
+# ZeRO (the last part of dp, if shards have replicas), experts and stages; equal shards are written once.
+_MAY_SHARD = ("dp", "dp_cp", "dp.1", "dp_cp.1", "edp", "ep", "pp")
 
 
 def is_writer(placement: Placement, axes: Sequence[Axis]) -> bool:

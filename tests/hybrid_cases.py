@@ -107,6 +107,7 @@ class Case:
     tp_depth: int = 1
     sequence: bool = False
     zero: int = 0
+    replicas: int = 1  # of each shard of ZeRO 3
     style: str = "1f1b"
     chunks: int = 1
     microbatches: int | None = None
@@ -133,6 +134,7 @@ class Case:
     def plugin(self, **knobs: Any) -> hpnb.HybridParallelPlugin:
         return hpnb.HybridParallelPlugin(**{
             "tp_size": self.tp, "pp_size": self.pp, "zero_stage": self.zero, "precision": "fp64",
+            "zero_replicas": self.replicas,
             "num_microbatches": self.microbatches, "microbatch_size": self.microbatch_size,
             "pp_style": self.style, "num_model_chunks": self.chunks, "max_norm": self.clip,
             "tp_mode": self.tp_mode, "tp_depth": self.tp_depth, "enable_sequence_parallelism": self.sequence,

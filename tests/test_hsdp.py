@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,3 +117,44 @@ def test_axes_that_share_ranks_are_refused(pools: RankPools) -> None:
     with pytest.raises(hpnb.RankError) as caught:
         pools[4].run(shard_over_one_axis_twice)
     assert re.search(r"ranks 0, 1 are on both axes.*mesh\.dp\.split\(2, 4\)", caught.value.summary)
+
+
+def save_and_load(folder: str, replicas: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Train a step and save (`replicas` above 0) or load; the weights and Adam's averages of all ranks."""
+    knobs = {"zero_replicas": replicas} if replicas else {}
+    plugin = hpnb.HybridParallelPlugin(zero_stage=3, precision="fp64", **knobs)
+    booster = hpnb.Booster(plugin=plugin)
+    torch.manual_seed(replicas)
+    model = hpnb.models.vit("laptop", classes=3).double()
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), 1e-2))
+    if replicas:
+        generator = torch.Generator().manual_seed(plugin.mesh.dp.rank)
+        batch = {
+            "pixel_values": torch.randn(2, 3, 32, 32, generator=generator, dtype=torch.float64),
+            "labels": torch.tensor([0, 1]),
+        }
+        booster.backward(boosted(**batch).loss, optimizer)
+        optimizer.step()
+        booster.save(folder, boosted, optimizer)
+    else:
+        booster.load(folder, boosted, optimizer)
+    state = optimizer.state
+    averages = [state[p]["exp_avg"] for p in boosted.module.parameters() if p in state]
+    axis = plugin.zero_axes[1]
+    sums = torch.stack([average.double().square().sum() for average in averages])
+    torch.distributed.all_reduce(sums, group=axis.group)
+    return placement.full_state_dict(boosted.module, [axis]), list(sums)
+
+
+def test_a_save_of_replicas_loads_in_another_layout(pools: RankPools, tmp_path: Path) -> None:
+    """4 ranks that hold each shard twice, then 2 that hold it once."""
+    saved, averages = pools[4].run(save_and_load, str(tmp_path / "saved"), 2)[0]
+    for loaded, again in pools[2].run(save_and_load, str(tmp_path / "saved"), 0):
+        assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+        assert torch.allclose(torch.stack(again), torch.stack(averages), rtol=1e-12)
+
+
+def test_replicas_that_do_not_divide_dp_are_refused(pools: RankPools) -> None:
+    with pytest.raises(hpnb.RankError) as caught:
+        pools[4].run(lambda: hpnb.HybridParallelPlugin(zero_stage=3, zero_replicas=3).mesh)
+    assert "zero_replicas=3 does not divide the 4 ranks of dp x cp; use 1 or 2 or 4" in caught.value.summary

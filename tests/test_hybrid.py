@@ -101,6 +101,7 @@ CHOSEN = [
     Case("gpt2", dp=2, tp=2, sequence=True, zero=3, direct=True, loss="mean", accumulate=2, again="full"),
     Case("gpt2", pp=2, tp=2, sequence=True, style="interleaved", chunks=2, microbatches=3, loss="pair"),
     Case("gpt2", dp=4, zero=2, direct=True, rows=2, loss="own"),  # two ranks without samples
+    Case("gpt2", dp=4, zero=3, replicas=2, direct=True, loss="mean", accumulate=2, clip=0.5),
     Case("gpt2", tp=4, tp_mode="2d", microbatches=3, loss="mean", again="attention"),
     Case("vit", tp=4, tp_mode="2d", zero=1, direct=True, optimizer="AdamW"),
     Case("gpt2 classifies", pp=4, style="zb-h1", microbatch_size=2, rows=7, clip=0.5, optimizer="AdamW"),
@@ -1266,7 +1267,10 @@ def test_batch_k_is_the_same_samples_in_every_layout(pools: dict[int, hpnb.Ranks
         ({"tp_size": 4, "tp_mode": "2d", "loss_chunk": 64}, "leave loss_chunk out with tp_mode='2d'"),
         ({"cp_size": 2, "loss_chunk": 64}, "leave loss_chunk out with cp_size=2"),
         ({"cp_size": 2, "enable_jit_fused": True}, "leave enable_jit_fused out with cp_size=2"),
+        ({"ep_size": 2, "tp_size": 2}, "use tp_size=1 with ep_size=2, not 2"),
         ({"pp_size": 2, "tp_size": 2, "cut": "time"}, "use cut='parameters' with tp_size=2"),
+        ({"zero_replicas": 2}, "use zero_stage=3 with zero_replicas=2, not 0"),
+        ({"zero_replicas": 0, "zero_stage": 3}, "zero_replicas=0 is not a count"),
         ({"cpu_offload": True}, "cpu_offload go with zero_stage=1, 2 or 3"),
         ({"communication_dtype": torch.bfloat16}, "communication_dtype go with zero_stage"),
         ({"zero_stage": 4}, "zero_stage=4 is no stage of ZeRO; use 0, 1, 2 or 3"),

@@ -66,7 +66,8 @@ def parallelize_model(
     """
     _check(plugin, model, optimizer)
     mesh = plugin.connect()
-    axes = [*(axis for axis in plugin.zero_axes if axis is not None), mesh.pp]
+    replicas_of_shards, data_axis = plugin.zero_axes
+    axes = [data_axis, mesh.pp]
     state = optimizer.state_dict() if optimizer is not None and optimizer.state else None
     model_loss, causal, context, experts, selection_bias = None, False, None, None, None
     unfilled = Unfilled(model) if isinstance(model, nn.Module) else None
@@ -116,6 +117,8 @@ def parallelize_model(
         set_placement(p, placement_of(p, name))  # a placement has the parameter's name
     keep_placements(module)
 
+    if replicas_of_shards is not None:
+        axes.append(replicas_of_shards)
     numbering: list[list[int]] = []
     parameters: dict[int, nn.Parameter] = {}
     if optimizer is not None:

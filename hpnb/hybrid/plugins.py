@@ -151,7 +151,9 @@ class HybridParallelPlugin(PluginOptions):
             self._mesh = mesh = Mesh(self.layout.mesh_layout)
             self._zero_axes = None, mesh.dp_cp
             if self.zero_replicas > 1:
-                self._zero_axes = mesh.dp_cp.split(self.zero_replicas, mesh.dp_cp.size // self.zero_replicas)
+                shards = mesh.dp_cp.size // self.zero_replicas
+                replica_axis, shard_axis = mesh.dp_cp.split(self.zero_replicas, shards)
+                self._zero_axes = replica_axis, shard_axis
         return self._mesh
 
     def _connect_if_ranks_run(self) -> None:
@@ -170,7 +172,7 @@ class HybridParallelPlugin(PluginOptions):
 
     @property
     def zero_axes(self) -> tuple[Axis | None, Axis]:
-        """(the axis over which shards are replicated, None without zero_replicas; that over which ZeRO shards)."""
+        """(the axis over which shards are equal, or None; the axis over which ZeRO shards)."""
         _ = self.mesh  # or why there are no axes yet
         assert self._zero_axes is not None
         return self._zero_axes

@@ -191,10 +191,10 @@ lesson.claim("in fp64 only rounding is left", (by_hand, "<", 100 * in_parts + 1e
 
 # %% [markdown]
 # In float64 the gradients averaged by hand are <data value="01.distance.fp64-by-hand.gradients:.0e">6e-15</data> away, and those of one process in parts <data value="01.distance.fp64-one-process-in-parts.gradients:.0e">6e-15</data>. In bf16 they are
-# <data value="01.distance.bf16-by-hand.gradients:.0e">4e-02</data> and <data value="01.distance.bf16-one-process-in-parts.gradients:.0e">4e-02</data>. Rows can be equal, because there is only one way to add two parts. A distance above a hundred times
+# <data value="01.distance.bf16-by-hand.gradients:.0e">4e-02</data> and <data value="01.distance.bf16-one-process-in-parts.gradients:.0e">4e-02</data>. Equal rows are possible: two parts add in only one way. A distance above a hundred times
 # the yardstick is a bug. Test in float64, because rounding in bf16 can conceal one.
 #
-# When `hpnb.DataParallel(model, axis)` is created, it copies rank 0's weights to all ranks. After that it averages the
+# When `hpnb.DataParallel(model, axis)` is created, it copies rank 0's weights to all ranks. Then it averages the
 # gradients inside each `backward()`.
 #
 # **In your tools.** `accelerator.prepare(model)` of Accelerate uses this wrapper of PyTorch:
@@ -374,7 +374,7 @@ lesson.claim("buckets beat single tensors", (steps[b], "<", steps[a]))
 # Every all-reduce pays 2(d-1) α. A has one for each of the 16 tensors of a block, and B one for each bucket. We
 # predicted that B saves <data value="01.gain.predicted">45.4 ms</data>, and measured <data value="01.gain.measured">120 ms</data>. We do not know where the rest comes from.
 #
-# We divide C by B within each round. The median of these ratios is <data value="01.overlap:.2f">0.90</data>, their range
+# We divide C by B within each round. The median ratio is <data value="01.overlap:.2f">0.90</data>, their range
 # <data value="01.turns.low:.2f">0.58</data> to <data value="01.turns.high:.2f">1.04</data>, and we predicted <data value="01.overlap.predicted:.2f">0.75</data>. The table's medians come from different rounds. From B to C the exposed time changes from
 # <data value="01.step.b-buckets-after.exposed">49.5 ms</data> to <data value="01.step.c-buckets-during.exposed">36.0 ms</data>, and the computing time from <data value="01.step.b-buckets-after.computing">72.0 ms</data> to <data value="01.step.c-buckets-during.computing">65.1 ms</data>. The
 # threads that send share the cores with the backward and can slow it down. The prediction leaves this out, as well as
@@ -520,8 +520,7 @@ lesson.reveal("01.knee", bound, predicted=law_knee)
 # Is it overlap that makes the step free? A long enough step is free even if the all-reduce comes *after* the backward:
 # by the law from <data value="01.law.after:,.0f">343</data> tokens on, measured from <data value="01.measured.after-knee">more than 1088</data>. The whole bar with overlap lies below the bar without at
 # <data value="01.measured.faster">1</data> of <data value="01.measured.sizes">7</data> sizes, and only there does overlap surely pay.
-#
-# Why? The law assumes that the backward keeps its speed while an all-reduce runs, and that filling buckets takes no time.
+# The law assumes that the backward keeps its speed while an all-reduce runs, and that filling buckets takes no time.
 # To test the first, we run a backward beside an *unrelated* all-reduce of as many bytes, and stop the clock when the
 # backward is done. To test the second, we leave each rank alone on its `dp` axis, so that it fills buckets and sends
 # nothing. The law also leaves out latency and the last bucket, whose cost we compute.

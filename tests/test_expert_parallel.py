@@ -133,11 +133,6 @@ def test_steps_equal_one_process(pools: RankPools, kind: str, ranks: int, ep: in
 # --- the plugin ------------------------------------------------------------------------------------------
 
 
-def skips(kind: str, layout: str) -> bool:
-    """Latent attention has keys wider than values, which the ring does not send."""
-    return kind == "DeepseekV3" and "cp" in layout
-
-
 def boosted_steps(kind: str, plugin: dict[str, Any], options: dict[str, Any], folder: str | None) -> Any:
     """(losses, norms, full weights, optimizer state, loads) of three steps, on one process or on ranks."""
     booster = hpnb.Booster(
@@ -179,9 +174,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"), [(k, layout) for layout in LAYOUTS for k in KINDS if not skips(k, layout)]
-)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_boosted_steps_and_their_checkpoint_equal_one_process(
     pools: RankPools, kind: str, layout: str, tmp_path: Any
 ) -> None:

@@ -168,7 +168,7 @@ def test_the_recording_moves_and_is_small() -> None:
     assert path.stat().st_size < 2e6
     picture = Image.open(path)
     assert getattr(picture, "n_frames", 1) >= 10
-    assert 700 <= picture.width <= 900
+    assert 700 <= picture.width <= 1000
 
 
 @pytest.mark.parametrize("page", PAGES)

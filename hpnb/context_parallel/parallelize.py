@@ -125,7 +125,9 @@ class ContextParallel:
             starts = (ring.places(query.device) - position_ids).expand(query.size(0), -1)  # (B, s / cp)
         visible = Visibility(getattr(module, "is_causal", True), sliding_window, starts)
         if self.mode == "ring":
-            out = ring_attention(query, key, value, ring, visible, scale, softcap)
+            width = max(key.size(-1), value.size(-1))  # latent attention's differ, and travel as one tensor
+            q, k, v = (F.pad(t, (0, width - t.size(-1))) for t in (query, key, value))
+            out = ring_attention(q, k, v, ring, visible, scale, softcap)[..., : value.size(-1)]
         else:
             out = ulysses_attention(query, key, value, self.axis, self._of_all(visible), scale, softcap)
         return out.transpose(1, 2), None

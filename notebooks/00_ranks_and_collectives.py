@@ -443,11 +443,11 @@ lesson.predict(
 )
 
 # %% [markdown]
-# On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">743 µs</data>, a bandwidth of <data value="00.card.bandwidth">1.52 GB/s</data> and a
-# knee at <data value="00.card.knee">4.51 MB</data>. The dots lie between <data value="00.fit.least:.1f">0.7</data> and <data value="00.fit.most:.1f">1.4</data> times the curve. The
+# On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">796 µs</data>, a bandwidth of <data value="00.card.bandwidth">720 MB/s</data> and a
+# knee at <data value="00.card.knee">2.29 MB</data>. The dots lie between <data value="00.fit.least:.1f">0.8</data> and <data value="00.fit.most:.1f">1.2</data> times the curve. The
 # shape is right: a latency floor, then a rise with the size.
 #
-# A byte costs <data value="00.card.rho:,.0f">42</data> FLOP here. On an H200 it costs <data value="00.rho.nvlink-4.published">2,200 FLOP/B</data> over NVLink and
+# A byte costs <data value="00.card.rho:,.0f">90</data> FLOP here. On an H200 it costs <data value="00.rho.nvlink-4.published">2,200 FLOP/B</data> over NVLink and
 # <data value="00.rho.ethernet-10-gb.published">791,000 FLOP/B</data> over 10 Gb Ethernet. How long does a training step communicate, compared with its
 # computing? With T tokens on each rank, a transformer's gradients take $2\rho / (3T)$ times as long to all-reduce as a
 # step takes to compute. For
@@ -491,11 +491,11 @@ lesson.reveal("00.many-calls", took_100 / took, predicted=expected_100 / expecte
 lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">", took))
 
 # %% [markdown]
-# One call took <data value="00.calls.1-call-of-8-mb.measured">13.6 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">551 ms</data>:
-# <data value="00.many-calls:.1f">40.5</data> times as long for the same bytes. Single turns gave <data value="00.turns.least:.1f">34.2</data> to
-# <data value="00.turns.most:.1f">52.8</data> times. Each small call lies left of the knee and pays the latency again. That is why notebook 01
+# One call took <data value="00.calls.1-call-of-8-mb.measured">16.4 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">546 ms</data>:
+# <data value="00.many-calls:.1f">33.3</data> times as long for the same bytes. Single turns gave <data value="00.turns.least:.1f">33.2</data> to
+# <data value="00.turns.most:.1f">43.7</data> times. Each small call lies left of the knee and pays the latency again. That is why notebook 01
 # collects gradients in *buckets*, each of many tensors that go in one call. The formula says
-# <data value="00.many-calls.predicted:.1f">36.7</data>.
+# <data value="00.many-calls.predicted:.1f">23.0</data>.
 # Turns differ that much because the ranks share cores. So trust the formula for which of the two is slower, and less
 # for the factor.
 #
@@ -665,16 +665,16 @@ waiting, moving = wait["rank 1 late"], move["rank 1 late"]
 lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", moving))
 
 # %% [markdown]
-# With rank 1 late, the others waited a median of <data value="00.bar.rank-1-late.wait">97.5 ms</data> in an all-reduce, and then the bytes moved in
-# <data value="00.bar.rank-1-late.move">10.6 ms</data>. A faster link shortens only the move. On simulated NVLink it takes
-# <data value="00.replay.nvlink-4.move">44.7 µs</data>. The wait is still <data value="00.replay.nvlink-4.wait">97.5 ms</data>, by construction: the replay copies the
+# With rank 1 late, the others waited a median of <data value="00.bar.rank-1-late.wait">98.6 ms</data> in an all-reduce, and then the bytes moved in
+# <data value="00.bar.rank-1-late.move">13.5 ms</data>. A faster link shortens only the move. On simulated NVLink it takes
+# <data value="00.replay.nvlink-4.move">44.7 µs</data>. The wait is still <data value="00.replay.nvlink-4.wait">98.5 ms</data>, by construction: the replay copies the
 # times at which ranks arrive, and a link does not change them.
 #
 # <details><summary>How long does an 8 MB all-reduce take, then?</summary>
 #
-# We have several readings: <data value="00.bar.at-once.move">11.0 ms</data> as a move at once, <data value="00.bar.after-a-pause.move">10.9 ms</data> after a
-# pause, <data value="00.calls.1-call-of-8-mb.measured">13.6 ms</data> for the one call of the previous section, which includes waiting, and
-# <data value="00.bar.at-once.predicted-move">12.4 ms</data> by the formula. Ranks that share cores disturb each of them, so these few
+# We have several readings: <data value="00.bar.at-once.move">12.2 ms</data> as a move at once, <data value="00.bar.after-a-pause.move">12.5 ms</data> after a
+# pause, <data value="00.calls.1-call-of-8-mb.measured">16.4 ms</data> for the one call of the previous section, which includes waiting, and
+# <data value="00.bar.at-once.predicted-move">21.4 ms</data> by the formula. Ranks that share cores disturb each of them, so these few
 # readings do not show what a pause does.
 #
 # On GPUs there are also *cold starts*. After a pause, the code that launches a call has left the caches, and GPUs and

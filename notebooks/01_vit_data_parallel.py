@@ -372,11 +372,11 @@ lesson.claim("buckets beat single tensors", (steps[b], "<", steps[a]))
 # × makespan is the time of all ranks together.
 #
 # Every all-reduce pays 2(d-1) α. A has one for each of the 16 tensors of a block, and B one for each bucket. We
-# predicted that B saves <data value="01.gain.predicted">45.4 ms</data>, and measured <data value="01.gain.measured">120 ms</data>. We do not know where the rest comes from.
+# predicted that B saves <data value="01.gain.predicted">68.3 ms</data>, and measured <data value="01.gain.measured">105 ms</data>. We do not know where the rest comes from.
 #
-# We divide C by B within each round. The median ratio is <data value="01.overlap:.2f">0.90</data>, their range
-# <data value="01.turns.low:.2f">0.58</data> to <data value="01.turns.high:.2f">1.04</data>, and we predicted <data value="01.overlap.predicted:.2f">0.75</data>. The table's medians come from different rounds. From B to C the exposed time changes from
-# <data value="01.step.b-buckets-after.exposed">49.5 ms</data> to <data value="01.step.c-buckets-during.exposed">36.0 ms</data>, and the computing time from <data value="01.step.b-buckets-after.computing">72.0 ms</data> to <data value="01.step.c-buckets-during.computing">65.1 ms</data>. The
+# We divide C by B within each round. The median ratio is <data value="01.overlap:.2f">1.08</data>, their range
+# <data value="01.turns.low:.2f">0.95</data> to <data value="01.turns.high:.2f">1.32</data>, and we predicted <data value="01.overlap.predicted:.2f">0.67</data>. The table's medians come from different rounds. From B to C the exposed time changes from
+# <data value="01.step.b-buckets-after.exposed">22.5 ms</data> to <data value="01.step.c-buckets-during.exposed">12.4 ms</data>, and the computing time from <data value="01.step.b-buckets-after.computing">42.8 ms</data> to <data value="01.step.c-buckets-during.computing">52.9 ms</data>. The
 # threads that send share the cores with the backward and can slow it down. The prediction leaves this out, as well as
 # copying and the wait for the slower rank.
 #
@@ -513,13 +513,13 @@ lesson.record("01.measured", {"knee": few, "gap": bound / law_knee, "after-knee"
 lesson.reveal("01.knee", bound, predicted=law_knee)
 
 # %% [markdown]
-# The law promises a free step from <data value="01.law.knee:,.0f">51</data> tokens per rank. The measured knee is <data value="01.measured.knee">544</data> tokens,
-# <data value="01.measured.gap:.1f">10.6</data> times as many. We tried no size just below it, so the true
+# The law promises a free step from <data value="01.law.knee:,.0f">59</data> tokens per rank. The measured knee is <data value="01.measured.knee">1,088</data> tokens,
+# <data value="01.measured.gap:.1f">18.4</data> times as many. We tried no size just below it, so the true
 # knee may be smaller. Noise can move it, too: the bars are the ranges of the rounds.
 #
 # Is it overlap that makes the step free? A long enough step is free even if the all-reduce comes *after* the backward:
-# by the law from <data value="01.law.after:,.0f">343</data> tokens on, measured from <data value="01.measured.after-knee">more than 1088</data>. The whole bar with overlap lies below the bar without at
-# <data value="01.measured.faster">1</data> of <data value="01.measured.sizes">7</data> sizes, and only there does overlap surely pay.
+# by the law from <data value="01.law.after:,.0f">395</data> tokens on, measured from <data value="01.measured.after-knee">544</data>. The whole bar with overlap lies below the bar without at
+# <data value="01.measured.faster">0</data> of <data value="01.measured.sizes">7</data> sizes, and only there does overlap surely pay.
 # The law assumes that the backward keeps its speed while an all-reduce runs, and that filling buckets takes no time.
 # To test the first, we run a backward beside an *unrelated* all-reduce of as many bytes, and stop the clock when the
 # backward is done. To test the second, we leave each rank alone on its `dp` axis, so that it fills buckets and sends
@@ -565,21 +565,21 @@ lesson.record("01.last-bucket", ring(BUCKET_MB * 2**20), "s")
 lesson.record("01.ring", ring(DTYPE.itemsize * wide.size.parameters(3)), "s")
 
 # %% [markdown]
-# The all-reduce alone takes <data value="01.cause.all-reduce-alone.measured">22.0 ms</data> and fits under the backward, which takes two thirds of the step's
-# <data value="01.cause.step-alone.measured">207 ms</data>. Yet the full step takes <data value="01.cause.full-step.factor:.2f">1.14</data> times as long as the step alone. The table
+# The all-reduce alone takes <data value="01.cause.all-reduce-alone.measured">24.8 ms</data> and fits under the backward, which takes two thirds of the step's
+# <data value="01.cause.step-alone.measured">144 ms</data>. Yet the full step takes <data value="01.cause.full-step.factor:.2f">1.22</data> times as long as the step alone. The table
 # before has another measurement of it, at 272 tokens.
 #
-# - *Sharing.* Beside the unrelated all-reduce the factor is <data value="01.cause.beside-an-unrelated-all-reduce.factor:.2f">1.18</data>, in the rounds
-#   <data value="01.cause.beside-an-unrelated-all-reduce.lowest:.2f">0.69</data> to <data value="01.cause.beside-an-unrelated-all-reduce.highest:.2f">1.65</data>.
-# - *Buckets.* With buckets and nothing sent it is <data value="01.cause.with-buckets-nothing-sent.factor:.2f">0.88</data>, in the rounds
-#   <data value="01.cause.with-buckets-nothing-sent.lowest:.2f">0.60</data> to <data value="01.cause.with-buckets-nothing-sent.highest:.2f">1.59</data>.
-# - *The last bucket.* By α and B it exposes at most <data value="01.last-bucket">3.92 ms</data>.
-# - *A slower all-reduce.* By α and B of the card the gradient of <data value="01.memory.gradients">25.5 MB</data> takes <data value="01.ring">21.9 ms</data>; alone it took
-#   <data value="01.cause.all-reduce-alone.measured">22.0 ms</data>. The law leaves the difference out.
+# - *Sharing.* Beside the unrelated all-reduce the factor is <data value="01.cause.beside-an-unrelated-all-reduce.factor:.2f">1.15</data>, in the rounds
+#   <data value="01.cause.beside-an-unrelated-all-reduce.lowest:.2f">0.91</data> to <data value="01.cause.beside-an-unrelated-all-reduce.highest:.2f">1.45</data>.
+# - *Buckets.* With buckets and nothing sent it is <data value="01.cause.with-buckets-nothing-sent.factor:.2f">1.04</data>, in the rounds
+#   <data value="01.cause.with-buckets-nothing-sent.lowest:.2f">0.86</data> to <data value="01.cause.with-buckets-nothing-sent.highest:.2f">1.29</data>.
+# - *The last bucket.* By α and B it exposes at most <data value="01.last-bucket">3.15 ms</data>.
+# - *A slower all-reduce.* By α and B of the card the gradient of <data value="01.memory.gradients">25.5 MB</data> takes <data value="01.ring">16.5 ms</data>; alone it took
+#   <data value="01.cause.all-reduce-alone.measured">24.8 ms</data>. The law leaves the difference out.
 #
 # What remains, such as waiting for the slower rank, we did not separate.
 #
-# The law is a quick check that needs only R and B. Plan with the measured <data value="01.measured.knee">544</data>.
+# The law is a quick check that needs only R and B. Plan with the measured <data value="01.measured.knee">1,088</data>.
 #
 # <details><summary>On a laptop, or with ranks that share a GPU</summary>
 #
@@ -657,7 +657,7 @@ lesson.show(counted={"four times (B)": often, "once (B)": once}, key="01.sent")
 #
 # <details><summary>Does accumulation make a step free?</summary>
 #
-# It spreads the cost over a longer step. The full step of 16 images took f = <data value="01.cause.full-step.factor:.2f">1.14</data> times as long as the step alone. With
+# It spreads the cost over a longer step. The full step of 16 images took f = <data value="01.cause.full-step.factor:.2f">1.22</data> times as long as the step alone. With
 # four microbatches of 16 images we expect 1 + (f - 1)/4, which is below 1.1 for any f below 1.4. We did not measure it.
 # </details>
 #

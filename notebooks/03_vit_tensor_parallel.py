@@ -360,12 +360,12 @@ lesson.record("03.slower", slower | {"latency": sums * card.link.bandwidth / sen
 lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 
 # %% [markdown]
-# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">45.4 ms</data>; <data value="03.exposed.share">18.4 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">44.8 %</data> of the communication, all of it in the backward.
+# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">67.7 ms</data>; <data value="03.exposed.share">5.00 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">59.0 %</data> of the communication, all of it in the backward.
 #
-# The formula is for 2-byte numbers. Our float32 halves it, and attention's scores add 1 %, so it predicts <data value="03.ratio.predicted">7.70</data>.
-# The run has <data value="03.ratio">2.40</data>. The formula leaves out three factors, and the first raises the ratio: computing took
-# <data value="03.slower.compute">1.20</data> times as long as its matrix products alone, with norms, GELU and residuals. The other two lower it. Latency makes the all-reduces <data value="03.slower.latency">1.43</data> times as long as their bytes alone. The rest makes
-# them <data value="03.slower.sums">2.68</data> times as long again. A part of it is waiting for the later rank, as the figure shows; this run does not explain the remainder.
+# The formula is for 2-byte numbers. Our float32 halves it, and attention's scores add 1 %, so it predicts <data value="03.ratio.predicted">9.83</data>.
+# The run has <data value="03.ratio">7.56</data>. The formula leaves out three factors, and the first raises the ratio: computing took
+# <data value="03.slower.compute">2.28</data> times as long as its matrix products alone, with norms, GELU and residuals. The other two lower it. Latency makes the all-reduces <data value="03.slower.latency">1.75</data> times as long as their bytes alone. The rest makes
+# them <data value="03.slower.sums">1.69</data> times as long again. A part of it is waiting for the later rank, as the figure shows; this run does not explain the remainder.
 #
 # <details><summary>On a laptop</summary>
 #
@@ -750,15 +750,15 @@ lesson.claim("1D is faster with few tokens", (small["1d"], "<", small["2d"]))
 vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 
 # %% [markdown]
-# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">27.2 ms</data>, <data value="03.too-low.1d">1.30</data> times the prediction; with sequence parallelism it took <data value="03.race.1d+sp.measured">42.1 ms</data> or <data value="03.too-low.1d+sp">1.65</data> times,
-# and 2D <data value="03.race.2d.measured">60.3 ms</data> or <data value="03.too-low.2d">1.21</data> times. The prediction counts FLOPs, bytes and every call's latency, but no norms, launches or waiting.
+# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">35.9 ms</data>, <data value="03.too-low.1d">1.58</data> times the prediction; with sequence parallelism it took <data value="03.race.1d+sp.measured">55.5 ms</data> or <data value="03.too-low.1d+sp">2.01</data> times,
+# and 2D <data value="03.race.2d.measured">82.5 ms</data> or <data value="03.too-low.2d">1.44</data> times. The prediction counts FLOPs, bytes and every call's latency, but no norms, launches or waiting.
 # Four ranks share <data value="03.hardware">2 CPU cores</data>. This run does not tell what takes the rest, nor why the ratios differ.
 #
-# The <data value="03.calls.1d+sp">9</data> calls of sequence parallelism raise the prediction from <data value="03.race.1d.predicted">21.0 ms</data> to <data value="03.race.1d+sp.predicted">25.4 ms</data>. In the challenge's block of 220 ms
+# The <data value="03.calls.1d+sp">9</data> calls of sequence parallelism raise the prediction from <data value="03.race.1d.predicted">22.8 ms</data> to <data value="03.race.1d+sp.predicted">27.6 ms</data>. In the challenge's block of 220 ms
 # they cost 0.1 %.
 #
-# Eight times the tokens took <data value="03.race.2d.growth">1.71</data> times as long in 2D and <data value="03.race.1d.growth">2.80</data> times in 1D. Therefore a large part of each
-# time does not depend on the tokens. In 1D's prediction, <data value="03.latency">85.1 %</data> of the time with few tokens is latency.
+# Eight times the tokens took <data value="03.race.2d.growth">1.72</data> times as long in 2D and <data value="03.race.1d.growth">2.62</data> times in 1D. Therefore a large part of each
+# time does not depend on the tokens. In 1D's prediction, <data value="03.latency">83.9 %</data> of the time with few tokens is latency.
 #
 # <details><summary>Which latency, and what would help?</summary>
 #

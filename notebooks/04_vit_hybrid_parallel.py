@@ -372,25 +372,25 @@ lesson.claim("Yet dp's step is shorter", (measured["dp"], "<", measured["pp"]))
 vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 
 # %% [markdown]
-# Simulated on a hundredth of the bandwidth, the step takes <data value="04.growth.tp:.1f">9.6</data> times as long along tp, <data value="04.growth.dp:.1f">7.0</data> times along
-# dp, and <data value="04.growth.pp:.2f">1.72</data> times along pp. tp's curve rises from the start, because nothing overlaps with its all-reduces. dp's
+# Simulated on a hundredth of the bandwidth, the step takes <data value="04.growth.tp:.1f">7.0</data> times as long along tp, <data value="04.growth.dp:.1f">5.0</data> times along
+# dp, and <data value="04.growth.pp:.2f">1.40</data> times along pp. tp's curve rises from the start, because nothing overlaps with its all-reduces. dp's
 # last bucket is full when the backward ends, so its all-reduce is always exposed, and dp's curve rises a little. Once all of its
 # all-reduces take longer than the backward, every byte counts. pp's curve rises least, because it sends fewest bytes.
 #
-# Bytes alone do not decide. Measured on this link, a step takes <data value="04.axes.dp.measured">63.4 ms</data> along dp, <data value="04.axes.tp.measured">89.1 ms</data> along tp
-# and <data value="04.axes.pp.measured">69.3 ms</data> along pp, which sends fewest. pp has a bubble of <data value="04.pp.bubble">5.53 ms</data>. It also computes for longer: in one piece, a
-# rank's part of the batch takes <data value="04.pp.share">44.2 ms</data>, but the 8 microbatches of the busiest rank take <data value="04.pp.busy">59.6 ms</data> together.
-# Replayed with the bubble, recorded compute takes <data value="04.pp.replayed">67.3 ms</data>. The rest may be waiting between microbatches.
+# Bytes alone do not decide. Measured on this link, a step takes <data value="04.axes.dp.measured">63.1 ms</data> along dp, <data value="04.axes.tp.measured">79.4 ms</data> along tp
+# and <data value="04.axes.pp.measured">82.9 ms</data> along pp, which sends fewest. pp has a bubble of <data value="04.pp.bubble">5.62 ms</data>. It also computes for longer: in one piece, a
+# rank's part of the batch takes <data value="04.pp.share">45.0 ms</data>, but the 8 microbatches of the busiest rank take <data value="04.pp.busy">70.0 ms</data> together.
+# Replayed with the bubble, recorded compute takes <data value="04.pp.replayed">79.6 ms</data>. The rest may be waiting between microbatches.
 #
 # <details><summary>How far to trust the curves</summary>
 #
-# Bytes are predicted exactly, times are not. Measured over predicted is <data value="04.ratio.dp:.2f">1.41</data> for dp, <data value="04.ratio.pp:.2f">1.38</data> for pp and
-# <data value="04.ratio.tp:.2f">1.51</data> for tp. The prediction leaves out that our ranks send with the cores that also compute, and that fixed
+# Bytes are predicted exactly, times are not. Measured over predicted is <data value="04.ratio.dp:.2f">1.38</data> for dp, <data value="04.ratio.pp:.2f">1.62</data> for pp and
+# <data value="04.ratio.tp:.2f">1.35</data> for tp. The prediction leaves out that our ranks send with the cores that also compute, and that fixed
 # costs, such as calling an operation, come with every microbatch.
 #
-# "This link" was measured as in notebook 00. Its latency is <data value="04.link.latency">214 µs</data> and its bandwidth <data value="04.link.bandwidth">1.13 GB/s</data>.
+# "This link" was measured as in notebook 00. Its latency is <data value="04.link.latency">262 µs</data> and its bandwidth <data value="04.link.bandwidth">1.60 GB/s</data>.
 # The simulation misses the measured steps, too, which are the dots at "this link". Simulated over measured
-# is <data value="04.near.dp:.2f">0.71</data> for dp, <data value="04.near.tp:.2f">1.02</data> for tp and <data value="04.near.pp:.2f">0.97</data> for pp. On this link the shortest step
+# is <data value="04.near.dp:.2f">0.72</data> for dp, <data value="04.near.tp:.2f">1.15</data> for tp and <data value="04.near.pp:.2f">0.96</data> for pp. On this link the shortest step
 # measured is along <data value="04.near.fastest">dp</data>; on a tenth of the bandwidth the shortest step simulated is along <data value="04.tenth">dp</data>. So trust how far a
 # curve rises, and not which of two close curves is lower.
 # </details>

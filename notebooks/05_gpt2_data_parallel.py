@@ -416,9 +416,9 @@ lesson.record("05.tokens", {"equal": floor / slope, "page": TOKENS})
 lesson.claim("Computing sets this page's step time", (took[TOKENS], ">", 2 * floor))
 
 # %% [markdown]
-# Points are medians of seven rounds, lines their ranges. We take the lowest median, <data value="05.floor.launch">56.4 ms</data>, as the time that
-# launching needs. On a CPU, computing comes on top of it. At about <data value="05.tokens.equal:,.0f">26</data> tokens both take equally long. This page trains with
-# <data value="05.tokens.page:,.0f">128</data> tokens a rank, which take <data value="05.floor.step">339 ms</data>.
+# Points are medians of seven rounds, lines their ranges. We take the lowest median, <data value="05.floor.launch">18.9 ms</data>, as the time that
+# launching needs. On a CPU, computing comes on top of it. At about <data value="05.tokens.equal:,.0f">39</data> tokens both take equally long. This page trains with
+# <data value="05.tokens.page:,.0f">128</data> tokens a rank, which take <data value="05.floor.step">81.0 ms</data>.
 #
 # Now the prediction. Take forward, backward and update of one rank alone. With recomputation, add its forward once
 # more. ZeRO divides the update by N. Communication adds what does not overlap with computing, its *exposed* part:
@@ -461,11 +461,11 @@ lesson.record("05.saved", peaks[ZeroConfig(3)] - peaks[ZeroConfig(3, -1)], "B")
 lesson.record("05.forward", alone[0], "s")
 
 # %% [markdown]
-# As expected, ZeRO-2 communicates after its update, here for <data value="05.after.zero-2">21.6 ms</data>, longer than predicted. ZeRO-3 hardly
+# As expected, ZeRO-2 communicates after its update, here for <data value="05.after.zero-2">12.9 ms</data>, longer than predicted. ZeRO-3 hardly
 # does. The figure does not split the time before the update: a rank that waits for another would count as communicating. The medians of
-# whole steps are <data value="05.off.low:.2f">0.62</data> to <data value="05.off.high:.2f">1.16</data> times the prediction. But steps of one configuration differ by up to
-# <data value="05.off.spread:.2f">2.37</data> times. With ZeRO-3, recomputation saved <data value="05.saved">19.6 MB</data>, and
-# its predicted price is one forward, <data value="05.forward">165 ms</data>.
+# whole steps are <data value="05.off.low:.2f">1.05</data> to <data value="05.off.high:.2f">1.34</data> times the prediction. But steps of one configuration differ by up to
+# <data value="05.off.spread:.2f">1.29</data> times. With ZeRO-3, recomputation saved <data value="05.saved">19.6 MB</data>, and
+# its predicted price is one forward, <data value="05.forward">32.9 ms</data>.
 #
 # Do not rank configurations whose ranges overlap.
 #

@@ -157,8 +157,8 @@ lesson.claim("The last rank takes longest", (last, ">", max(others)))
 lesson.record("06.slowest", last * (N - 1) / sum(others))
 
 # %% [markdown]
-# The bubble is <data value="06.bubble">48.6 %</data>, far above the formula. The formula assumes equal stages, but the last rank works
-# <data value="06.slowest:.1f">2.1</data> times as long as the others on average, and they wait for it. More microbatches help little: they
+# The bubble is <data value="06.bubble">46.0 %</data>, far above the formula. The formula assumes equal stages, but the last rank works
+# <data value="06.slowest:.1f">1.9</data> times as long as the others on average, and they wait for it. More microbatches help little: they
 # dilute warm-up and cool-down, but during each one the other ranks wait for the last rank.
 #
 # **Takeaway.** A uniform cut gives the exact result, but slowly: the stage with the head sets the pace.
@@ -195,9 +195,9 @@ lesson.claim("FLOPs miss the head by over a quarter", abs(matmuls / law - 1) > 0
 
 # %% [markdown]
 # FLOPs predict <data value="06.head.head-s-matmuls.predicted">4.91 blocks</data> for the head. Its matmuls really take
-# <data value="06.head.head-s-matmuls.measured">3.03 blocks</data>, <data value="06.head.ratio:.2f">0.62</data> times as much, and the claim is about them. With the loss,
-# which FLOPs leave out, the head takes <data value="06.head.head-and-loss.measured">3.75 blocks</data>, so FLOPs miss the sum by less. The step
-# simulated from measured layers takes <data value="06.step.simulated">219 ms</data>, and the one replayed above took <data value="06.step.run">220 ms</data>.
+# <data value="06.head.head-s-matmuls.measured">2.98 blocks</data>, <data value="06.head.ratio:.2f">0.61</data> times as much, and the claim is about them. With the loss,
+# which FLOPs leave out, the head takes <data value="06.head.head-and-loss.measured">3.59 blocks</data>, so FLOPs miss the sum by less. The step
+# simulated from measured layers takes <data value="06.step.simulated">221 ms</data>, and the one replayed above took <data value="06.step.run">216 ms</data>.
 #
 # A block also spends time on norms, GELU and softmax, which FLOPs leave out, so the head counts fewer blocks. On GPUs, a
 # vocabulary of 50,257 slows the head's own matmuls.
@@ -239,7 +239,7 @@ lesson.claim("Padding does not slow the head beyond the spread",
              (statistics.median(padded), "<=", max(odd)))  # fmt: skip
 
 # %% [markdown]
-# Here the odd size takes <data value="06.padding.gain:.2f">1.24</data> times as long by the median, a difference <data value="06.padding.spread">beyond the spread of the repeats</data>. On GPUs,
+# Here the odd size takes <data value="06.padding.gain:.2f">1.20</data> times as long by the median, a difference <data value="06.padding.spread">beyond the spread of the repeats</data>. On GPUs,
 # pad before you cut, because padding changes the longest layer.
 #
 # <details><summary>On a laptop</summary>
@@ -350,12 +350,12 @@ title = "Cut by time, the head no longer makes its rank the slowest by far"
 lesson.show(figures.skyline(times.costs, shown, times.kinds, times.loss, title=title))
 
 # %% [markdown]
-# Bars are layers timed alone. Beneath stands each cut's step, timed anew, so bubbles differ a little. The cut by time is <data value="06.gain:.2f">1.26</data> times as fast
-# as the uniform one by the median, and faster in every repeat. It still idles <data value="06.idle">35.5 %</data>: equal stages would idle
+# Bars are layers timed alone. Beneath stands each cut's step, timed anew, so bubbles differ a little. The cut by time is <data value="06.gain:.2f">1.22</data> times as fast
+# as the uniform one by the median, and faster in every repeat. It still idles <data value="06.idle">35.6 %</data>: equal stages would idle
 # <data value="06.bubble.rule-of-thumb">27.3 %</data>, and whole layers don't make them quite equal.
 #
 # FLOPs overrate the head: their cut has <data value="06.beside.by-flops">0</data> blocks beside it, and the cut by time <data value="06.beside.by-time">1</data>.
-# The step cut by FLOPs takes <data value="06.flops.ratio:.2f">1.00</data> times as long, a difference <data value="06.flops.spread">within the spread of the repeats</data>. The cut by time has the
+# The step cut by FLOPs takes <data value="06.flops.ratio:.2f">0.90</data> times as long, a difference <data value="06.flops.spread">within the spread of the repeats</data>. The cut by time has the
 # smaller largest stage, but Σ t + (m-1) max t is approximate: where two cuts nearly tie, it also matters where the largest
 # stage lies. How precisely must we cut?
 #
@@ -377,8 +377,8 @@ lesson.record("06.last", {"others": close, "first": best[0], "most": most, "by":
 lesson.claim("Too many blocks on the last stage slow every repeat", (ratio, ">", 1))
 
 # %% [markdown]
-# The median is smallest with <data value="06.last.first">1</data> blocks beside the head, and <data value="06.last.others">the repeats of the cut with 0 overlap with its own</data>. With <data value="06.last.most">4</data>
-# blocks there, even the fastest repeat takes <data value="06.last.by:.2f">1.27</data> times as long as the slowest one with <data value="06.last.first">1</data>. The last stage sets the
+# The median is smallest with <data value="06.last.first">0</data> blocks beside the head, and <data value="06.last.others">the repeats of the cut with 1 overlap with its own</data>. With <data value="06.last.most">4</data>
+# blocks there, even the fastest repeat takes <data value="06.last.by:.2f">1.36</data> times as long as the slowest one with <data value="06.last.first">0</data>. The last stage sets the
 # pace, so each further block there delays every microbatch. A block that it gives up goes to one of the p-1 shorter
 # stages, which has room for it. So if in doubt, put one block too few beside the head.
 #
@@ -735,11 +735,11 @@ lesson.show(columns=memory, title="Peak of activations, first and last rank")
 lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 
 # %% [markdown]
-# By the median, <data value="06.fastest.first">zb-v</data> is fastest, and <data value="06.fastest.others">the repeats of zb-h1 overlap with its own</data>. ZB-H1 shrinks the bubble of 1F1B from
-# <data value="06.style.1f1b.bubble">31.6 %</data> to <data value="06.style.zb-h1.bubble">20.7 %</data>, and ZB-V to <data value="06.style.zb-v.bubble">18.6 %</data>. Interleaving has little to gain: the head alone exceeds an equal stage.
+# By the median, <data value="06.fastest.first">zb-v</data> is fastest, and <data value="06.fastest.others">the repeats of 1f1b and zb-h1 and interleaved overlap with its own</data>. ZB-H1 shrinks the bubble of 1F1B from
+# <data value="06.style.1f1b.bubble">32.2 %</data> to <data value="06.style.zb-h1.bubble">22.4 %</data>, and ZB-V to <data value="06.style.zb-v.bubble">15.2 %</data>. Interleaving has little to gain: the head alone exceeds an equal stage.
 #
-# ZB-H1's step takes <data value="06.h1.run:.2f">0.96</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">within the spread of the repeats</data>. The simulation says <data value="06.h1.simulated:.2f">0.87</data>. It misses two things. First, ZB-H1 computes for <data value="06.style.zb-h1.compute-per-rank">144 ms</data> instead of
-# <data value="06.style.1f1b.compute-per-rank">129 ms</data> per rank on average, because splitting each backward costs extra here. Second, the simulation assumes that W takes as long as I. W takes <data value="06.style.zb-h1.w-i:.2f">0.47</data> times as long, because only the weight gradients of
+# ZB-H1's step takes <data value="06.h1.run:.2f">1.02</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">within the spread of the repeats</data>. The simulation says <data value="06.h1.simulated:.2f">0.86</data>. It misses two things. First, ZB-H1 computes for <data value="06.style.zb-h1.compute-per-rank">139 ms</data> instead of
+# <data value="06.style.1f1b.compute-per-rank">119 ms</data> per rank on average, because splitting each backward costs extra here. Second, the simulation assumes that W takes as long as I. W takes <data value="06.style.zb-h1.w-i:.2f">0.48</data> times as long, because only the weight gradients of
 # matmuls are deferred, so less W fills gaps.
 #
 # On the last rank, ZB-H1 keeps <data value="06.last-rank.zb-h1">22.7 MB</data> and 1F1B <data value="06.last-rank.1f1b">10.9 MB</data>. In ZB-H1, each microbatch stays in flight until its W, and

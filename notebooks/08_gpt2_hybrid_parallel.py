@@ -311,24 +311,24 @@ lesson.claim("dp 4 x tp 2 comes later than predicted", told < came)
 
 # %% [markdown]
 # The prediction put <data value="08.fastest.predicted">dp 2 x pp 4, zb-h1</data> first, and <data value="08.fastest">dp 2 x pp 4, zb-h1</data> won: the prediction's choice costs <data value="08.cost.prediction">0 %</data> more, replicas alone
-# <data value="08.cost.replicas">55.2 %</data>. Why does <data value="08.fastest">dp 2 x pp 4, zb-h1</data> win?
+# <data value="08.cost.replicas">48.7 %</data>. Why does <data value="08.fastest">dp 2 x pp 4, zb-h1</data> win?
 #
-# 1. **Computing**, <data value="08.winner.share.computing">50.0 %</data> of the step: whole matrices, so it takes <data value="08.winner.computing.replayed">39.3 ms</data>.
-# 2. **Bubble**, <data value="08.winner.share.bubble">33.3 %</data>: on four stages with four microbatches it is <data value="08.bubble.1f1b">37.0 ms</data> under 1F1B. zb-h1 fills idle time with
-#    weight gradients, and has <data value="08.bubble.zb-h1">26.2 ms</data>.
-# 3. **Exposed dp**, <data value="08.winner.share.exposed-dp">15.7 %</data>: a rank has a quarter of the gradient, and each of two replicas sends it once.
+# 1. **Computing**, <data value="08.winner.share.computing">49.9 %</data> of the step: whole matrices, so it takes <data value="08.winner.computing.replayed">40.9 ms</data>.
+# 2. **Bubble**, <data value="08.winner.share.bubble">33.9 %</data>: on four stages with four microbatches it is <data value="08.bubble.1f1b">37.7 ms</data> under 1F1B. zb-h1 fills idle time with
+#    weight gradients, and has <data value="08.bubble.zb-h1">27.8 ms</data>.
+# 3. **Exposed dp**, <data value="08.winner.share.exposed-dp">15.2 %</data>: a rank has a quarter of the gradient, and each of two replicas sends it once.
 #
-# <data value="08.last">tp 8</data> loses by exposed tp, <data value="08.loser.share.exposed-tp">81.3 %</data>: 4 L + 2 = 34 all-reduces of the whole batch's activation. In each, every rank
-# sends 1.75 times the tensor. Computing, too, takes <data value="08.loser.computing.replayed">62.4 ms</data>, <data value="08.excess:.1f">1.6</data> times the winner's, for as many FLOPs.
+# <data value="08.last">tp 8</data> loses by exposed tp, <data value="08.loser.share.exposed-tp">80.7 %</data>: 4 L + 2 = 34 all-reduces of the whole batch's activation. In each, every rank
+# sends 1.75 times the tensor. Computing, too, takes <data value="08.loser.computing.replayed">64.9 ms</data>, <data value="08.excess:.1f">1.6</data> times the winner's, for as many FLOPs.
 #
 # `dp 4 x tp 2` changed places: predicted number <data value="08.place.predicted">4</data>, it came in number
-# <data value="08.place.replayed">6</data>. The pairs in the output are those of the first three. These lie within <data value="08.cost.third">8.98 %</data>, and predictions for them are
-# off by up to <data value="08.off">25.4 %</data>, so their order proves little.
+# <data value="08.place.replayed">6</data>. The pairs in the output are those of the first three. These lie within <data value="08.cost.third">9.08 %</data>, and predictions for them are
+# off by up to <data value="08.off">37.0 %</data>, so their order proves little.
 #
 # ### The missing terms
 #
-# Each part misses somewhere: see the first table below. Computing misses most, under tp: by up to <data value="08.most.computing">38.3 ms</data>.
-# The bubble misses by up to <data value="08.most.bubble">8.37 ms</data>; the formula of zb-h1, for example, assumes that forward, input gradient and
+# Each part misses somewhere: see the first table below. Computing misses most, under tp: by up to <data value="08.most.computing">40.0 ms</data>.
+# The bubble misses by up to <data value="08.most.bubble">11.5 ms</data>; the formula of zb-h1, for example, assumes that forward, input gradient and
 # weight gradient take equally long.
 #
 # We follow computing under tp. Norms that every rank computes in full could be the reason, or thin matmuls, or the calls: a
@@ -363,11 +363,11 @@ lesson.claim("On tp 8 calls do not explain everything",
              (corrected["tp 8"]["computing"], "<", parts["tp 8"]["computing"]))
 
 # %% [markdown]
-# A call costs <data value="08.call">374 µs</data> of the rank's own time. On 2 x 2 x 2 a rank has half the blocks but four microbatches, hence twice as
-# many calls. Computing there took <data value="08.cube-ratio.before:.2f">1.53</data> times as long as predicted, and <data value="08.cube-ratio.after:.2f">0.99</data> times as predicted with calls.
+# A call costs <data value="08.call">479 µs</data> of the rank's own time. On 2 x 2 x 2 a rank has half the blocks but four microbatches, hence twice as
+# many calls. Computing there took <data value="08.cube-ratio.before:.2f">1.85</data> times as long as predicted, and <data value="08.cube-ratio.after:.2f">1.03</data> times as predicted with calls.
 #
-# For t > 2 part of the excess stays unexplained: with calls, `tp 8` is predicted <data value="08.calls.tp-8.with-calls">47.4 ms</data> and takes <data value="08.calls.tp-8.replayed">62.4 ms</data>. Sequence parallelism makes two
-# collectives of each all-reduce, so `dp 2 x tp 4` has 68 calls and not 34: it is predicted <data value="08.calls.dp-2-x-tp-4-zero-1-sequence-parallel.with-calls">60.1 ms</data> and takes
+# For t > 2 part of the excess stays unexplained: with calls, `tp 8` is predicted <data value="08.calls.tp-8.with-calls">49.2 ms</data> and takes <data value="08.calls.tp-8.replayed">64.9 ms</data>. Sequence parallelism makes two
+# collectives of each all-reduce, so `dp 2 x tp 4` has 68 calls and not 34: it is predicted <data value="08.calls.dp-2-x-tp-4-zero-1-sequence-parallel.with-calls">65.4 ms</data> and takes
 # <data value="08.calls.dp-2-x-tp-4-zero-1-sequence-parallel.replayed">72.9 ms</data>. Here larger t means smaller dp, so a replica's activation is larger to copy, and more ranks repeat its
 # norms. But sequence parallelism computes each norm once, and part of its excess stays as well. So copying is the likelier cause.
 #
@@ -395,7 +395,7 @@ lesson.claim("Replicas win on the fast link", "dp 8" in table["fastest"]["10 x"]
 lesson.claim("Eight stages win on the slow one", table["fastest"]["0.1 x"] == "pp 8")
 
 # %% [markdown]
-# With ten times the bandwidth <data value="08.links.10-x.fastest">dp 8</data> is fastest, with a tenth <data value="08.links.0.1-x.fastest">pp 8</data>. There, replicas alone cost <data value="08.links.0.1-x.dp-8-costs">380 %</data> more, and the layout
+# With ten times the bandwidth <data value="08.links.10-x.fastest">dp 8</data> is fastest, with a tenth <data value="08.links.0.1-x.fastest">pp 8</data>. There, replicas alone cost <data value="08.links.0.1-x.dp-8-costs">367 %</data> more, and the layout
 # predicted to be fastest <data value="08.links.0.1-x.prediction-costs">0 %</data>. These predictions include the cost of a call, fitted
 # in the race.
 #
@@ -432,7 +432,7 @@ lesson.explorers.layout_choice()
 
 # %% [markdown]
 # Bytes are off by <data value="08.error.bytes">1.77 %</data> at most, because norms and biases are whole on every rank of tp. The worst peak, of
-# <data value="08.worst">dp 8, ZeRO 3, recomputation full</data>, is off by <data value="08.error.memory">31.6 %</data>, and we did not trace why. If a predicted peak is that close to the budget, run the layout before you trust it. Here the same layouts fit as predicted. The fastest is <data value="08.choice">dp 2 x pp 4, recomputation full</data>. It takes <data value="08.fit.memory">41.3 %</data> longer than the fastest of all, and the prediction's
+# <data value="08.worst">dp 8, ZeRO 3, recomputation full</data>, is off by <data value="08.error.memory">31.6 %</data>, and we did not trace why. If a predicted peak is that close to the budget, run the layout before you trust it. Here the same layouts fit as predicted. The fastest is <data value="08.choice">dp 2 x pp 4, recomputation full</data>. It takes <data value="08.fit.memory">37.9 %</data> longer than the fastest of all, and the prediction's
 # choice costs <data value="08.fit.ours">0 %</data> more.
 #
 # **Takeaway.** Use replicas if they fit and the link is fast. If states do not fit, use ZeRO; if activations do not,
@@ -808,17 +808,17 @@ lesson.claim("The prediction is nearer than the rule of thumb",
              abs(ran.seconds / sum(called.values()) - 1) < abs(ran.seconds / naive - 1))
 
 # %% [markdown]
-# We predicted <data value="08.cube.predicted">295 ms</data> a step, and it took <data value="08.cube">320 ms</data>. The rule of thumb said <data value="08.cube.rule-of-thumb">52.3 ms</data>.
+# We predicted <data value="08.cube.predicted">311 ms</data> a step, and it took <data value="08.cube">324 ms</data>. The rule of thumb said <data value="08.cube.rule-of-thumb">53.2 ms</data>.
 # The loss fell from <data value="08.cube.loss.first:.2f">6.95</data> to <data value="08.cube.loss.last:.2f">6.39</data> in six steps of text.
 #
-# Computing takes <data value="08.cube-parts.computing.replayed">147 ms</data>, including the rank's own time in (4 L + 2) m/p = 68 calls; their travel is exposed tp. The bubble takes <data value="08.cube-parts.bubble.replayed">63.2 ms</data>: with p = 2 and m = 4,
+# Computing takes <data value="08.cube-parts.computing.replayed">149 ms</data>, including the rank's own time in (4 L + 2) m/p = 68 calls; their travel is exposed tp. The bubble takes <data value="08.cube-parts.bubble.replayed">65.4 ms</data>: with p = 2 and m = 4,
 # equal stages idle for a fifth of the time. Exposed tp takes <data value="08.cube-parts.exposed-tp.replayed">78.3 ms</data>; the figure draws it inside forwards and
-# backwards. After its end, the makespan, come exposed dp, <data value="08.cube-parts.exposed-dp.replayed">29.9 ms</data> for a quarter of the gradient, and the optimizer,
-# <data value="08.cube-parts.optimizer.replayed">2.24 ms</data>.
+# backwards. After its end, the makespan, come exposed dp, <data value="08.cube-parts.exposed-dp.replayed">29.6 ms</data> for a quarter of the gradient, and the optimizer,
+# <data value="08.cube-parts.optimizer.replayed">2.46 ms</data>.
 #
 # <details><summary>Utilisation</summary>
 #
-# A utilisation needs its peak. Of the <data value="08.cube.peak">100 GFLOP/s</data> that a rank reaches in a block's largest matmul, the step uses <data value="08.cube.use">16.3 %</data>.
+# A utilisation needs its peak. Of the <data value="08.cube.peak">98.4 GFLOP/s</data> that a rank reaches in a block's largest matmul, the step uses <data value="08.cube.use">16.4 %</data>.
 # Published model FLOP utilisation divides by the datasheet's peak, which no matmul reaches.
 # </details>
 #
@@ -840,12 +840,12 @@ lesson.claim("Predictions hold more often than rules of thumb",
              > score["rule of thumb"].held / score["rule of thumb"].given)
 
 # %% [markdown]
-# Only pages that ran on this machine count. Of <data value="08.regret.rule-of-thumb.given">31</data> rules of thumb <data value="08.regret.rule-of-thumb.held">7</data> held, and of <data value="08.regret.prediction.given">28</data> predictions <data value="08.regret.prediction.held">22</data>.
+# Only pages that ran on this machine count. Of <data value="08.regret.rule-of-thumb.given">31</data> rules of thumb <data value="08.regret.rule-of-thumb.held">5</data> held, and of <data value="08.regret.prediction.given">28</data> predictions <data value="08.regret.prediction.held">21</data>.
 #
 # ## What to remember
 #
 # - One rank measured alone, two numbers of a link and, under tp, the cost of a call, fitted to one layout's run, predict a step. Over the pages that
-#   ran, replayed steps took <data value="08.ledger.lowest:.2f">0.99</data> to <data value="08.ledger.highest:.2f">1.51</data> times as
+#   ran, replayed steps took <data value="08.ledger.lowest:.2f">0.94</data> to <data value="08.ledger.highest:.2f">1.62</data> times as
 #   long as predicted.
 # - An order is sure only where gaps exceed errors.
 # - A resumed run is equal bit for bit on its layout, if everything was saved.
@@ -854,15 +854,15 @@ lesson.claim("Predictions hold more often than rules of thumb",
 #
 # | | question | law | from its run | when not |
 # |---|---|---|---|---|
-# | 00 collectives | What does agreement cost? | α + bytes/bandwidth a message | 100 small calls: <data value="00.many-calls:.1f">40.5</data> times as long as one | tensors below the knee |
-# | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | free from <data value="01.knee:,.0f">1,088</data> tokens, by the law from <data value="01.knee.predicted:,.0f">13</data> | the batch cannot grow |
-# | 02 pp | Who is idle? | (p-1)/(m+p-1) | <data value="02.bubble">34.1 %</data> for p = 4, m = 8 | fewer than 4p microbatches |
-# | 03 tp | How do you split a matrix exactly? | 4 all-reduces of b·s·h a block | computing over sending <data value="03.ratio:.1f">2.4</data> | links between nodes |
+# | 00 collectives | What does agreement cost? | α + bytes/bandwidth a message | 100 small calls: <data value="00.many-calls:.1f">33.3</data> times as long as one | tensors below the knee |
+# | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | free from <data value="01.knee:,.0f">1,088</data> tokens, by the law from <data value="01.knee.predicted:,.0f">59</data> | the batch cannot grow |
+# | 02 pp | Who is idle? | (p-1)/(m+p-1) | <data value="02.bubble">29.9 %</data> for p = 4, m = 8 | fewer than 4p microbatches |
+# | 03 tp | How do you split a matrix exactly? | 4 all-reduces of b·s·h a block | computing over sending <data value="03.ratio:.1f">7.6</data> | links between nodes |
 # | 04 mesh | Which axis deserves the fast link? | tp talks most often, dp least | all ranks on one axis, a tenth of the bandwidth: <data value="04.tenth">dp</data> is fastest | one axis is enough |
 # | 05 ZeRO | How far does dp alone go? | 16 bytes a parameter, over d | <data value="05.largest">21 blocks</data> instead of <data value="05.depth.zero-0.measured">8 blocks</data> | the model fits |
-# | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | by time <data value="06.gain:.2f">1.26</data> times as fast | one layer is a stage by itself |
+# | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | by time <data value="06.gain:.2f">1.31</data> times as fast | one layer is a stage by itself |
 # | 07 heads | What refuses to divide? | three sums instead of V logits a token | <data value="07.loss.reduced">18 B</data> instead of <data value="07.loss.gathered">151 kB</data> | more ranks than heads |
-# | 08 layouts | Which one, beforehand? | five parts | <data value="08.cube">320 ms</data>, predicted <data value="08.cube.predicted">295 ms</data> | a short run |
+# | 08 layouts | Which one, beforehand? | five parts | <data value="08.cube">324 ms</data>, predicted <data value="08.cube.predicted">311 ms</data> | a short run |
 # | 09 planning | A thousand GPUs from one host? | datasheets, one fitted rate | worst of ten runs <data value="09.worst">9.87 %</data> off | another era of kernels |
 #
 # **When not to use this.** For a short run, any layout that fits will do. If samples differ much in length, or others

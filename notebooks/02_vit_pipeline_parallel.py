@@ -620,7 +620,7 @@ vit_pipeline.add_to_ledger(NAME, predicted, ran)
 # %% [markdown]
 # All four idle less than 1F1B. We call one schedule faster only if the steps differ by more than the larger spread.
 # ZB-V's <data value="02.race.zb-v.replayed">96.2 ms</data> and 1F1B's <data value="02.race.1f1b.replayed">116 ms</data>, with spreads of <data value="02.race.zb-v.spread">27.1 ms</data> and
-# <data value="02.race.1f1b.spread">20.9 ms</data>, do. Steps predicted to be close, such as ZB-H1's and interleaving's, usually do not. The pairs
+# <data value="02.race.1f1b.spread">20.9 ms</data>, do not. Nor do steps predicted to be close, such as ZB-H1's and interleaving's. The pairs
 # "in order" are counted without this test.
 #
 # A rank computes for <data value="02.race.1f1b.work">82.2 ms</data> under 1F1B

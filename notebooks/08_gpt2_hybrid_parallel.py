@@ -860,7 +860,7 @@ lesson.claim("Predictions hold more often than rules of thumb",
 # | 03 tp | How do you split a matrix exactly? | 4 all-reduces of b·s·h a block | computing over sending <data value="03.ratio:.1f">7.6</data> | links between nodes |
 # | 04 mesh | Which axis deserves the fast link? | tp talks most often, dp least | all ranks on one axis, a tenth of the bandwidth: <data value="04.tenth">dp</data> is fastest | one axis is enough |
 # | 05 ZeRO | How far does dp alone go? | 16 bytes a parameter, over d | <data value="05.largest">21 blocks</data> instead of <data value="05.depth.zero-0.measured">8 blocks</data> | the model fits |
-# | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | by time <data value="06.gain:.2f">1.31</data> times as fast | one layer is a stage by itself |
+# | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | by time <data value="06.gain:.2f">1.22</data> times as fast | one layer is a stage by itself |
 # | 07 heads | What refuses to divide? | three sums instead of V logits a token | <data value="07.loss.reduced">18 B</data> instead of <data value="07.loss.gathered">151 kB</data> | more ranks than heads |
 # | 08 layouts | Which one, beforehand? | five parts | <data value="08.cube">324 ms</data>, predicted <data value="08.cube.predicted">311 ms</data> | a short run |
 # | 09 planning | A thousand GPUs from one host? | datasheets, one fitted rate | worst of ten runs <data value="09.worst">9.87 %</data> off | another era of kernels |

@@ -58,9 +58,30 @@ BREAKAGES = (
     Breakage(
         "ZeRO-3 sums gradients over replicas and does not average",
         "data_parallel/flat_params.py",
-        "self._scale = 1.0 / axis.size if averages_here else 1.0",
+        "self._scale = 1.0 / (axis.size * copies) if averages_here else 1.0",
         "self._scale = 1.0",
         ("tests/test_fully_shard.py",),
+    ),
+    Breakage(
+        "nodes that hold the same shard do not sum its gradient",
+        "data_parallel/fsdp_hooks.py",
+        "                flat.sum_over_replicas()\n",
+        "                pass\n",
+        ("tests/test_hsdp.py",),
+    ),
+    Breakage(
+        "experts are summed over ranks that hold others",
+        "data_parallel/split_reducer.py",
+        "(experts, expert_axis))",
+        "(experts, axis))",
+        ("tests/test_expert_parallel.py",),
+    ),
+    Breakage(
+        "the norm of a rank's queries and keys keeps this rank's gradient",
+        "tensor_parallel/tp_1d.py",
+        "self._sum_replicated_grads(name, [p for p in paths if _sums_grads(model.layers[p][1])], model)",
+        "pass",
+        ("tests/test_model_census.py",),
     ),
     Breakage(
         "an overflow on one rank is not agreed on",

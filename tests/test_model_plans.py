@@ -104,6 +104,8 @@ def train(kind: str, layout: Layout, folder: Path | None = None) -> Found:
     )  # fmt: skip
     booster = hpnb.Booster(plugin=plugin)
     model: Any = plan_models.build(kind, layout.head)
+    if folder is not None:
+        model.generation_config.max_new_tokens = 77
     optimizer: Any = optimizer_of(model)
     model, optimizer, *_ = booster.boost(model, optimizer)
     given = batch_for(layout.head)
@@ -155,6 +157,7 @@ def test_what_is_saved_opens_with_from_pretrained(pools: RankPools, kind: str, t
     model, info = made.from_pretrained(tmp_path / "model", dtype=torch.float64, output_loading_info=True)
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert distance(dict(model.state_dict()), serial(kind, "ForCausalLM")["weights"]) < 1e-12
+    assert model.generation_config.max_new_tokens == 77
 
 
 @pytest.mark.sampled(6)

@@ -67,7 +67,7 @@ class Boosted(nn.Module):
         context: what splits a batch along its tokens, with context parallelism.
         experts: what sends tokens to experts and counts them, with expert parallelism.
         selection_bias: what moves the routers' bias after each step, if asked for.
-        kind, config: class and config of the full model, with which it is saved.
+        kind, config, generation_config: of the full model, with which it is saved.
 
     Attributes:
         last_step: the result of the last `execute_pipeline`, with its timeline if it was recorded.
@@ -94,6 +94,7 @@ class Boosted(nn.Module):
         selection_bias: SelectionBias | None = None,
         kind: type[nn.Module],
         config: Any,
+        generation_config: Any = None,
         unfilled: Unfilled | None = None,
     ) -> None:
         super().__init__()
@@ -104,6 +105,8 @@ class Boosted(nn.Module):
         self.plugin, self.axes, self.causal = plugin, tuple(axes), causal
         self.context, self.experts, self.selection_bias = context, experts, selection_bias
         self.kind, self.whole_config, self._unfilled = kind, config, unfilled
+        if generation_config is not None:
+            self.generation_config = generation_config
         self.last_step: PipelineStepResult | None = None
         self._model_loss, self._weigher, self._device = model_loss, Weigher(plugin.mesh.dp_cp), this_device()
         self._pipe, self._syncs = pipe, True

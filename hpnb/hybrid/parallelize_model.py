@@ -99,6 +99,7 @@ def parallelize_model(
         plugin.policy.cast(model)
     model_class: type[Any] = type(model)
     config = getattr(model, "config", None)
+    generation_config = getattr(model, "generation_config", None)
 
     pipe: Pipeline | None = None
     if plugin.pp_size > 1 or isinstance(model, Builder):
@@ -129,7 +130,7 @@ def parallelize_model(
     boosted = Boosted(
         module, plugin, axes, pipe=pipe, replica=replica, model_loss=model_loss, causal=causal,
         context=context, experts=experts, selection_bias=selection_bias,
-        kind=model_class, config=config, unfilled=unfilled,
+        kind=model_class, config=config, generation_config=generation_config, unfilled=unfilled,
     )  # fmt: skip
     if optimizer is not None:
         assert inner is not None

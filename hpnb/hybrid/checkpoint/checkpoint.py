@@ -74,7 +74,7 @@ def save_model(model: Boosted, path: Path, shard: bool = True, size_per_shard: S
     with cleared_up(lambda: atomic.abandon_update(path, MODEL), group):
         draft = atomic.draft_in(path, MODEL)
         shards = weight_shards(model, lambda tensor, _: tensor)
-        written = save_weights.write_weights(shards, draft, model.kind, model.whole_config, limit, group)
+        written = save_weights.write_weights(shards, draft, model, limit, group)
         files = read_back(draft, written, group)
         is_replaced = save_weights.is_weight_file
         on_first_rank(lambda: atomic.commit_update(path, MODEL, files, {}, is_replaced), group)
@@ -209,9 +209,7 @@ def save(
         with cleared_up(lambda: atomic.abandon(path), group):
             part = part_of(path)
             on_first_rank((part / MODEL).mkdir, group)
-            of_model = save_weights.write_weights(
-                shards, part / MODEL, model.kind, model.whole_config, limit, group
-            )
+            of_model = save_weights.write_weights(shards, part / MODEL, model, limit, group)
             of_state = write_state(state, part / STATE, group)
             files = read_back(part, {**_below(MODEL, of_model), **_below(STATE, of_state)}, group)
             on_first_rank(lambda: atomic.commit(path, files, facts, keep), group)

@@ -2,7 +2,7 @@
 
     model.safetensors                       or, where it is larger than a file may be,
     model-00001-of-00003.safetensors ...    and model.safetensors.index.json, which says where each weight is
-    config.json ...                         of a model of transformers, so that from_pretrained opens it
+    config.json, generation_config.json     of a model of transformers, so that from_pretrained opens it
 
 Rank 0 gathers weight after weight (gather_weights.py) and writes a file when it is full, so it has one file
 in memory at a time. The header of each file has the checksums of its weights, which loading compares.
@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers.utils import GENERATION_CONFIG_NAME
 
+from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.checkpoint.agreement import agree
 from hpnb.hybrid.checkpoint.gather_weights import WeightShard, exchange_shards, gather_weight
 from hpnb.hybrid.checkpoint.hf_names import empty_model, hf_format, is_pretrained, silence_transformers
@@ -66,8 +68,7 @@ class _FullWeights:
 def write_weights(
     shards: Mapping[str, WeightShard],
     folder: Path,
-    kind: type[torch.nn.Module],
-    config: Any,
+    model: Boosted,
     limit: int | None,
     group: dist.ProcessGroup,
 ) -> WrittenFiles:
@@ -75,23 +76,24 @@ def write_weights(
 
     Args:
         shards: what `weight_shards` gave on this rank.
-        kind, config: class and config of the full model.
+        model: its class, config and generation config are those of the full model.
         limit: bytes of a file, except that a weight is never split; None writes a single file.
 
     Returns:
         The files that this rank wrote, by their names in `folder`.
     """
-    full = _FullWeights(shards, group)
+    full, kind, config = _FullWeights(shards, group), model.kind, model.whole_config
     if not is_pretrained(kind):
         names = {name: name for name in full.weights if not full.is_tied(name)}
         return _write_files(names, full, folder, limit, group, {})
     floating = (name for name, weight in full.weights.items() if weight.dtype.is_floating_point)
     config_dtype = next((full.dtype(name) for name in floating), torch.float32)
-    on_disk = hf_format(kind, config, config_dtype, group)
+    on_disk, generation_file = hf_format(kind, config, config_dtype, group), _generation_file(model)
     if on_disk.names is None:
-        return _write_by_transformers(full, folder, empty_model(kind, config, config_dtype), limit, group)
+        empty = empty_model(kind, config, config_dtype)
+        return _write_by_transformers(full, folder, empty, limit, group, generation_file)
     names = {name: next(n for n in tied if n in full.weights) for name, tied in on_disk.names.items()}
-    return _write_files(names, full, folder, limit, group, on_disk.files)
+    return _write_files(names, full, folder, limit, group, on_disk.files | generation_file)
 
 
 def _write_files(
@@ -129,6 +131,15 @@ def _write_files(
     return written
 
 
+def _generation_file(model: Boosted) -> dict[str, bytes]:
+    """How the model generates, also where transformers would refuse to save it: no training ends for that."""
+    generation_config = getattr(model, "generation_config", None)
+    if generation_config is None:
+        return {}
+    text: str = generation_config.to_json_string(keys_to_pop=["compile_config"])
+    return {GENERATION_CONFIG_NAME: text.encode()}
+
+
 def _index_file(files: Mapping[str, Sequence[str]], size: int) -> dict[str, bytes]:
     """The file that says where each weight is, if there are several."""
     if len(files) == 1:
@@ -139,7 +150,12 @@ def _index_file(files: Mapping[str, Sequence[str]], size: int) -> dict[str, byte
 
 
 def _write_by_transformers(
-    full: _FullWeights, folder: Path, empty: Any, limit: int | None, group: dist.ProcessGroup
+    full: _FullWeights,
+    folder: Path,
+    empty: Any,
+    limit: int | None,
+    group: dist.ProcessGroup,
+    other_files: Mapping[str, bytes],
 ) -> WrittenFiles:
     """A model whose weights differ on the disk: rank 0 gathers all of it, and transformers converts it."""
     tensors: dict[str, torch.Tensor] = {}
@@ -153,6 +169,8 @@ def _write_by_transformers(
         try:
             with silence_transformers():
                 empty.save_pretrained(folder, state_dict=tensors, max_shard_size=limit or "1000TB")
+            for file, content in other_files.items():
+                write_bytes(folder / file, content)
             written = {file.name: file_sum(file) for file in folder.iterdir()}
         except Exception as raised:
             error = raised

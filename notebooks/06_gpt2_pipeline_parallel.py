@@ -356,8 +356,8 @@ lesson.show(figures.skyline(times.costs, shown, times.kinds, times.loss, title=t
 #
 # FLOPs overrate the head: their cut has <data value="06.beside.by-flops">0</data> blocks beside it, and the cut by time <data value="06.beside.by-time">1</data>.
 # The step cut by FLOPs takes <data value="06.flops.ratio:.2f">0.90</data> times as long, a difference <data value="06.flops.spread">within the spread of the repeats</data>. The cut by time has the
-# smaller largest stage, but Σ t + (m-1) max t is approximate: where two cuts nearly tie, it also matters where the largest
-# stage lies. How precisely must we cut?
+# smaller largest stage, but Σ t + (m-1) max t is approximate: where two cuts tie, the largest stage's place
+# matters. How precisely must we cut?
 #
 # ### Slide the last cut
 #

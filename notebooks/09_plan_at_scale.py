@@ -353,9 +353,8 @@ lesson.claim("hpnb plan spans both eras", (max(plan.values()), "<", 15))
 # that they leave out, such as kernel launches of small microbatches, may explain it; no output here separates them.
 # `hpnb plan` predicts <data value="09.own.pp2.hpnb-plan-predicted">402 TFLOP/s</data>, but its constants were fitted to these benchmarks, so this is no test.
 #
-# On the H100 runs `hpnb plan`, whose share is fitted to 1.7B, is at most <data value="09.planners.nine-h100-runs.hpnb-plan">11.6 %</data> off. It says what the
-# forty lines could only call exposed or free: messages of tp travel in pieces and the last is exposed, dp overlaps the
-# backward, and gradients are summed in float32. All runs are in `hpnb/bench/results/PUBLISHED.md`.
+# On the H100 runs `hpnb plan`, whose share is fitted to 1.7B, is at most <data value="09.planners.nine-h100-runs.hpnb-plan">11.6 %</data> off: tp's messages
+# travel in pieces whose last is exposed, and dp overlaps the backward. All runs are in `hpnb/bench/results/PUBLISHED.md`.
 #
 # <details><summary>In your tools: planners</summary>
 #

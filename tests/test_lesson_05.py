@@ -366,7 +366,8 @@ def test_batch_wall() -> None:
     assert list(measured.get_ydata()) == [200, 280]
     x, y = law.get_data()
     np.testing.assert_allclose(y, 40.0 * (np.asarray(x) + 3.0))
-    assert [line.get_xdata()[0] for line in fig.axes[0].lines if line.get_label() == "noise scale"] == [3.0]
+    noise = [line for line in fig.axes[0].lines if line.get_label() == "fitted noise scale"]
+    assert [line.get_xdata()[0] for line in noise] == [3.0]
 
 
 def test_step_bill() -> None:

@@ -409,6 +409,15 @@ def test_the_parts_one_after_the_other_are_the_model(kind: str, attention: str) 
     assert torch.equal(taken_apart(model, larger)[0], model(**larger)[0])
 
 
+def test_masked_patches_are_masked_in_parts_too() -> None:
+    model = ViTModel(config(), use_mask_token=True).to(D)
+    torch.nn.init.normal_(model.embeddings.mask_token)
+    x = {"pixel_values": images(3, 16), "bool_masked_pos": torch.tensor([[1, 0, 0, 1]] * 3)}
+    found = taken_apart(model, x).last_hidden_state
+    assert torch.equal(found, model(**x).last_hidden_state)
+    assert not torch.equal(found, model(x["pixel_values"]).last_hidden_state)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_parameter_lies_in_one_part(kind: str) -> None:
     model = KINDS[kind]()

@@ -38,6 +38,7 @@ class ViTAnatomy(Anatomy):
         dtype = patches.get_parameter("patch_embeddings.projection.weight").dtype
         hidden: torch.Tensor = patches(
             inputs["pixel_values"].to(dtype),  # as the model does: pictures are float32
+            bool_masked_pos=inputs.get("bool_masked_pos"),
             interpolate_pos_encoding=bool(inputs.get("interpolate_pos_encoding")),
         )
         return hidden

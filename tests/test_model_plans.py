@@ -16,6 +16,8 @@ from rank_pools import RankPools
 
 import hpnb
 from hpnb import HybridParallelPlugin, models, placement
+from hpnb.bench.tiny_models import build, planned
+from hpnb.models.registry import registration_of
 from hpnb.pipeline_parallel import Stages, full_state_dict
 from hpnb.split_sizes import split_sizes
 
@@ -183,6 +185,24 @@ def _parallelize(kind: str, options: dict[str, Any], sequence: bool) -> None:
     model = plan_models.build(kind, num_hidden_layers=1, **options)
     tp = hpnb.Mesh(hpnb.Layout(tp=2)).tp
     hpnb.tensor_parallel.parallelize(model, tp, sequence_parallel=sequence)
+
+
+def test_an_attention_is_resized_from_what_it_was() -> None:
+    """4 heads on 2 key-value heads: each of these keeps its 2 queries, whatever the size before."""
+    model = plan_models.build("Llama", num_hidden_layers=1)
+    attention = models.attentions(model)[0]
+    for kv_heads in (1, 2):
+        attention.resize(kv_heads)
+        sizes = model.get_submodule(attention.path).config
+        assert (sizes.num_attention_heads, sizes.num_key_value_heads) == (2 * kv_heads, kv_heads)
+    assert model.config.num_attention_heads == 4
+
+
+def test_layers_of_which_nothing_can_be_sharded_are_named() -> None:
+    architecture = planned()["MuseSparkTextConfig"]
+    model = build(architecture, "Model")
+    with pytest.raises(ValueError, match=r"layers\.0: .*tp_size=1.*hpnb\.models\.register"):
+        registration_of(model).check_sharding(model, "1d", False)
 
 
 def test_experts_train_in_a_pipeline() -> None:

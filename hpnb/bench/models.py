@@ -52,7 +52,7 @@ class Pools:
 def examine(pools: Pools, architecture: Architecture, layouts: Sequence[str]) -> list[Outcome]:
     """One outcome a layout, and one for a second head."""
     if not architecture.models:
-        reason = "transformers has no model that takes this configuration alone"
+        reason = f"transformers has no model for {architecture.name} alone, so there is nothing to register"
         return [Outcome(architecture.name, "", name, "refused", reason) for name in layouts]
     outcomes = []
     first = next(iter(architecture.models))
@@ -63,7 +63,10 @@ def examine(pools: Pools, architecture: Architecture, layouts: Sequence[str]) ->
             (other,) = pools[1].run(train_serial, architecture, head, True)
         except RankError as error:
             what = str(error).splitlines()[0].partition(" raised ")[2]
-            reason = f"its own forward does not run on tokens alone: {what}"
+            reason = (
+                f"{architecture.models[head].__name__} does not run on input_ids alone ({what}); "
+                "register its parts with hpnb.models.register, which take the batch that it needs"
+            )
             outcomes += [Outcome(architecture.name, head, name, "refused", reason) for name in names]
             continue
         rounding = max(errors_of([other], serial))

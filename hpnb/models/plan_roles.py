@@ -67,10 +67,14 @@ def attentions(model: Any) -> tuple[Attention, ...]:
     sharded = (
         (path, group) for path, group in groups_of(model).items() if group.kind == "attention" and group.units
     )
-    return tuple(
-        Attention(path, group.units, partial(_resize, path, model.get_submodule(path), group.units))
-        for path, group in sharded
-    )
+    return tuple(_attention(path, model.get_submodule(path), group.units) for path, group in sharded)
+
+
+def _attention(path: str, module: Any, kv_heads: int) -> Attention:
+    attributes = ((name, getattr(module, name, None)) for name in HEAD_COUNTS)
+    counts = {name: count for name, count in attributes if isinstance(count, int)}
+    config = getattr(module, "config", None)
+    return Attention(path, kv_heads, partial(_resize, path, module, counts, config, kv_heads))
 
 
 def check_sharding(model: Any, mode: str, sequence_parallel: bool) -> None:
@@ -84,12 +88,13 @@ def check_sharding(model: Any, mode: str, sequence_parallel: bool) -> None:
     groups = groups_of(model)
     reasons = {path: group.reason for path, group in groups.items() if group.reason}
     if not any(group.units for group in groups.values()):
+        first = anatomy(model).blocks[0].name
         path, reason = next(
-            iter(reasons.items()), ("its layers", "the plan names no pair of weights in them")
+            iter(reasons.items()), (first, "the plan names no columns and rows of one module in it")
         )
         raise ValueError(
-            f"hpnb cannot shard {path} of this {kind} ({reason}), nor anything else in its layers; use "
-            "tp_size=1 and more ranks along dp and pp, or register its roles with hpnb.models.register"
+            f"hpnb can shard nothing in the layers of this {kind} (of {path}: {reason}); use tp_size=1 and "
+            "more ranks along dp and pp, or register its roles with hpnb.models.register"
         )
     replicated = list(_replicated(model, groups))
     if sequence_parallel and replicated:
@@ -163,17 +168,17 @@ def _sharded_role(p: nn.Parameter, member: str, group: Group, bias: bool) -> Rol
     return Role("column", 0, 1 if matrix else None, decay=matrix, bias=bias, units=group.units, widths=widths)
 
 
-def _resize(path: str, attention: Any, before: int, kv_heads: int) -> None:
-    """From `before` key-value heads to `kv_heads`, with as many queries each as now."""
+def _resize(
+    path: str, attention: Any, counts: dict[str, int], config: Any, before: int, kv_heads: int
+) -> None:
+    """To `kv_heads` key-value heads, with as many queries each as with the `before` that `counts` are of."""
     check_heads(path, kv_heads)
 
     def scaled(heads: int) -> int:
         return heads * kv_heads // before
 
-    for name in HEAD_COUNTS:
-        if isinstance(getattr(attention, name, None), int):
-            setattr(attention, name, scaled(getattr(attention, name)))
-    config = getattr(attention, "config", None)
+    for name, count in counts.items():
+        setattr(attention, name, scaled(count))
     if config is not None:  # which some attentions ask; the other layers' stays as it is
         attention.config = copy(config)
         attention.config.num_attention_heads = scaled(config.num_attention_heads)

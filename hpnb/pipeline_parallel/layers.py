@@ -144,8 +144,8 @@ def layers(model: nn.Module | Builder) -> tuple[Layer, ...]:
         names = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
         raise ValueError(
             f"{names} lie in none of the layers of this {type(model).__name__}, and would be lost; put them "
-            "into a Part (hpnb.models.root_parameters makes one of what is on the model itself), and keep a "
-            "table that all blocks read out of the state dict (persistent=False); "
+            "into a Part by hpnb.models.register (hpnb.models.root_parameters makes one of what is on the "
+            "model itself), and keep a table that all blocks read out of the state dict (persistent=False); "
             "hpnb.models.check(model, batch) says what else is missing"
         )
     return tuple(model_layers)

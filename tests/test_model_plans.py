@@ -17,6 +17,7 @@ from rank_pools import RankPools
 import hpnb
 from hpnb import HybridParallelPlugin, models, placement
 from hpnb.bench.tiny_models import build, planned
+from hpnb.models.compare_parts import run_parts
 from hpnb.models.registry import registration_of
 from hpnb.pipeline_parallel import Stages, full_state_dict
 from hpnb.split_sizes import split_sizes
@@ -168,6 +169,19 @@ def test_what_is_saved_opens_with_from_pretrained(pools: RankPools, kind: str, t
 def test_parts_are_the_forward(kind: str, head: str) -> None:
     model = plan_models.build(kind, head, num_hidden_layers=2)
     assert type(model).__name__ in models.check(model, plan_models.batch(4), ranks=1)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mistral"])
+def test_packed_texts_do_not_see_each_other(kind: str) -> None:
+    """Two texts in one sequence, which their positions tell apart, give what each gives alone."""
+    model = plan_models.build(kind, num_hidden_layers=2).eval()
+    ids = plan_models.batch(2)["input_ids"].clamp(min=3)
+    packed = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2]] * 2)}
+    assert kind in models.check(model, packed, ranks=1)
+    logits = run_parts(models.anatomy(model), packed).logits
+    for start, stop in ((0, 4), (4, 7)):
+        alone = model(input_ids=ids[:, start:stop], use_cache=False).logits
+        assert torch.allclose(logits[:, start:stop], alone, rtol=1e-12, atol=1e-12)
 
 
 def test_what_tensor_parallelism_does_not_take_is_refused(pools: RankPools) -> None:

@@ -217,13 +217,19 @@ def _naming(what: str, inputs: Mapping[str, Any]) -> Iterator[None]:
 
 
 def arguments_of(model: nn.Module, inputs: Mapping[str, Any], targets: bool = False) -> dict[str, Any]:
-    """The entries of a batch that the forward of `model` takes; with or without targets."""
+    """The entries of a batch that the forward of `model` takes; with or without targets.
+
+    A model that would make a cache of keys is told not to: parts make none, and transformers keeps texts that
+    `position_ids` pack into one sequence apart only without it.
+    """
     parameters = inspect.signature(model.forward).parameters.values()
     names = {p.name for p in parameters}
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
     taken = {name: value for name, value in inputs.items() if name in names}
     taken = taken or (dict(inputs) if any_name else {})
-    return {name: value for name, value in taken.items() if targets or name not in TARGETS}
+    taken = {name: value for name, value in taken.items() if targets or name not in TARGETS}
+    makes_cache = getattr(getattr(model, "config", None), "use_cache", False) and "use_cache" in names
+    return {**taken, "use_cache": False} if makes_cache else taken
 
 
 def tensors_of(outputs: Any, name: str = "") -> dict[str, torch.Tensor]:

@@ -537,7 +537,7 @@ for shape in shapes:
 dots = {"ring": [times.ring for times in replayed],
         "Ulysses": [times.ulysses for times in replayed]}  # fmt: skip
 lengths = [a.sequence for a in shapes]
-title = "The longer the sequence, the more of a ring's messages are overlapped"
+title = "What a ring and Ulysses expose, by sequence length"
 lesson.show(figures.exposed_times(lengths, predicted, dots, lengths, title=title))
 shares = [times.ring / times.messages for times in replayed]  # of message time
 lesson.record("10.share", {"first": 100 * shares[0], "last": 100 * shares[-1]}, "%")
@@ -554,13 +554,13 @@ lesson.claim("At the longest sequence, the ring exposes less than Ulysses",
 lesson.explorers.ring_or_ulysses()
 
 # %% [markdown]
-# At <data value="10.lengths.first">64</data> tokens a ring exposes <data value="10.share.first">33.5 %</data> of its messages' time, and at <data value="10.lengths.last">4,096</data> tokens
-# <data value="10.share.last">11.1 %</data>. The formula puts the overlap of the forward at <data value="10.overlap">358</data> tokens a rank. Dots scatter around the
-# lines, because ranks share cores here, and a step of attention computes for longer than the matmul rate says.
+# At <data value="10.lengths.first">64</data> tokens a ring exposes <data value="10.share.first">45.5 %</data> of its messages' time, and at <data value="10.lengths.last">4,096</data> tokens
+# <data value="10.share.last">11.1 %</data>. The formula puts the overlap of the forward at <data value="10.overlap">342</data> tokens a rank. Most dots lie
+# below the lines, the ring's furthest. A step of attention computes for longer than the matmul rate says, so it covers more.
 #
 # On this machine latency decides. With 4 ranks, a ring has 9 messages and may cover most of them. Ulysses has 8
-# all-to-alls of 3 messages, and waits for all. So it is behind even where it sends fewer bytes: <data value="10.at-last.ulysses">25.2 ms</data>
-# against <data value="10.at-last.ring">3.22 ms</data> at <data value="10.lengths.last">4,096</data> tokens. The explorer has an H100, where bytes decide. Over InfiniBand
+# all-to-alls of 3 messages, and waits for all. So it is behind even where it sends fewer bytes: <data value="10.at-last.ulysses">22.1 ms</data>
+# against <data value="10.at-last.ring">3.15 ms</data> at <data value="10.lengths.last">4,096</data> tokens. The explorer has an H100, where bytes decide. Over InfiniBand
 # with 8 ranks, Ulysses exposes less up to 131,072 tokens, and the ring from 262,144 on. That is the rule of 16,000 tokens
 # a rank.
 #

@@ -116,7 +116,7 @@ def shard_over_one_axis_twice() -> None:
 def test_axes_that_share_ranks_are_refused(pools: RankPools) -> None:
     with pytest.raises(hpnb.RankError) as caught:
         pools[4].run(shard_over_one_axis_twice)
-    assert re.search(r"ranks 0, 1 are on both axes.*mesh\.dp\.split\(2, 4\)", caught.value.summary)
+    assert re.search(r"ranks (0, 1|2, 3) are on both axes.*mesh\.dp\.split\(2, 4\)", caught.value.summary)
 
 
 def save_and_load(folder: str, replicas: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
@@ -157,4 +157,5 @@ def test_a_save_of_replicas_loads_in_another_layout(pools: RankPools, tmp_path: 
 def test_replicas_that_do_not_divide_dp_are_refused(pools: RankPools) -> None:
     with pytest.raises(hpnb.RankError) as caught:
         pools[4].run(lambda: hpnb.HybridParallelPlugin(zero_stage=3, zero_replicas=3).mesh)
-    assert "zero_replicas=3 does not divide the 4 ranks of dp x cp; use 1 or 2 or 4" in caught.value.summary
+    assert "zero_replicas=3 does not divide the 4 ranks of dp x cp" in caught.value.summary
+    assert "use zero_replicas=1 or 2 or 4" in caught.value.summary

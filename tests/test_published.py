@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from hpnb.hybrid.plan_command.published import GROUPS, Group, published_table, summarize
+from hpnb.hybrid.plan_command.published import GROUPS, PublishedProgram, published_table, summarize
 from hpnb.theory.published_runs import MEGATRON_CORE
 
 PAGE = Path(__file__).parents[1] / "hpnb" / "bench" / "results" / "PUBLISHED.md"
 BY_NAME = {group.name: group for group in GROUPS}
 
 
-def errors(group: Group) -> tuple[float, float]:
+def errors(group: PublishedProgram) -> tuple[float, float]:
     """(mean, worst) of the rows held out."""
     held_out = [row.error for row in group.compare() if not row.fitted]
     return sum(held_out) / len(held_out), max(held_out)
@@ -45,7 +45,7 @@ def test_rows_held_out_are_predicted_as_well_as_the_table_says(name: str, mean: 
 
 
 @pytest.mark.parametrize("group", [one for one in GROUPS if one.fitted], ids=lambda one: one.name)
-def test_one_row_is_fitted_by_the_share_alone(group: Group) -> None:
+def test_one_row_is_fitted_by_the_share_alone(group: PublishedProgram) -> None:
     (fitted,) = [row for row in group.compare() if row.fitted]
     assert fitted.error < 0.005
     (other,) = [row for row in replace(group, share=1.1 * group.share).compare() if row.fitted]

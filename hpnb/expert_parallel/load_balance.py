@@ -76,10 +76,10 @@ def share_balancing_loss(model: nn.Module, axis: Axis) -> bool:
         if getattr(outputs, "aux_loss", None) is None or not outputs.router_logits:
             return None
         mask = kwargs.get("attention_mask")
-        own = outputs.aux_loss
+        local = outputs.aux_loss
         shared = balancing_loss(outputs.router_logits, module.num_experts_per_tok, axis, mask)
-        if outputs.loss is not None:  # which has the model's own in it
-            outputs.loss = outputs.loss + module.router_aux_loss_coef * (shared.to(outputs.loss) - own)
+        if outputs.loss is not None:  # which has the local one in it
+            outputs.loss = outputs.loss + module.router_aux_loss_coef * (shared.to(outputs.loss) - local)
         outputs.aux_loss = shared
         return outputs
 
@@ -149,14 +149,14 @@ class SelectionBias:
         for name in experts.num_experts:
             parent = name.rpartition(".")[0]
             inside = [path for path in buffers if path.startswith(f"{parent}.")]
-            found = [path for path in inside if path.endswith("e_score_correction_bias")]
-            if not found:
+            bias_names = [path for path in inside if path.endswith("e_score_correction_bias")]
+            if not bias_names:
                 raise TypeError(
                     f"the router beside {name} of this {type(model).__name__} has no selection bias "
                     "(e_score_correction_bias); balance it by config.output_router_logits=True and "
                     "router_aux_loss_coef"
                 )
-            self.biases[name] = buffers[found[0]]
+            self.biases[name] = buffers[bias_names[0]]
         self.loads = ExpertLoads(experts, axis)
 
     @torch.no_grad()

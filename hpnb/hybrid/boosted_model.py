@@ -29,7 +29,7 @@ from hpnb.context_parallel import ContextParallel
 from hpnb.data_parallel import DataParallel
 from hpnb.expert_parallel import ExpertParallel, SelectionBias
 from hpnb.hybrid.global_loss import Weigher, with_lazy_loss
-from hpnb.hybrid.model_loss import ModelLoss
+from hpnb.hybrid.model_loss import ModelLoss, loss_of_outputs
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.torch_clipping import refuse_clipping
 from hpnb.mesh import Axis
@@ -368,28 +368,6 @@ class Boosted(nn.Module):
         replicas = self.plugin.mesh.dp_cp
         if replicas.size > 1 and self.plugin.broadcast_buffers and self.training and self._syncs:
             data_parallel.broadcast(list(self.module.buffers()), replicas)
-
-
-def loss_of_outputs(outputs: Any, inputs: Any) -> Any:
-    """The criterion where there is none: the model's own loss.
-
-    Raises:
-        TypeError: the outputs have none.
-        ValueError: it is None.
-    """
-    if not hasattr(outputs, "loss"):
-        raise TypeError(
-            f"the model returns a {type(outputs).__name__}, which has no loss; pass a criterion "
-            "(outputs, batch) -> loss to execute_pipeline or to the Trainer, also one that was given to boost"
-        )
-    loss = outputs.loss
-    if loss is None:
-        names = f"it has {', '.join(map(str, inputs))}" if isinstance(inputs, Mapping) else "it has no names"
-        raise ValueError(
-            "the loss of the model's outputs is None, which a model gives without labels: is 'labels' in the "
-            f"batch? {names}. Otherwise pass a criterion (outputs, batch) -> loss"
-        )
-    return loss
 
 
 def _forward_inputs(

@@ -1,4 +1,4 @@
-"""The loss that a transformers model computes from its labels, computed outside of the model.
+"""The loss of a model: its own, or what a transformers model computes from its labels, outside of the model.
 
     ViTForImageClassification, GPT2ForSequenceClassification    cross entropy of the classes
     GPT2LMHeadModel                                             of the next token, so shifted by one
@@ -11,7 +11,7 @@ microbatch of padding alone does no harm.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,28 @@ from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.models.plan_parts import has_plan
 
 ModelLoss = Callable[[Any, torch.Tensor], torch.Tensor]  # (outputs, labels) -> (), the mean over the targets
+
+
+def loss_of_outputs(outputs: Any, inputs: Any) -> Any:
+    """The criterion where there is none: the model's own loss.
+
+    Raises:
+        TypeError: the outputs have none.
+        ValueError: it is None.
+    """
+    if not hasattr(outputs, "loss"):
+        raise TypeError(
+            f"the model returns a {type(outputs).__name__}, which has no loss; pass a criterion "
+            "(outputs, batch) -> loss to execute_pipeline or to the Trainer, also one that was given to boost"
+        )
+    loss = outputs.loss
+    if loss is None:
+        names = f"it has {', '.join(map(str, inputs))}" if isinstance(inputs, Mapping) else "it has no names"
+        raise ValueError(
+            "the loss of the model's outputs is None, which a model gives without labels: is 'labels' in the "
+            f"batch? {names}. Otherwise pass a criterion (outputs, batch) -> loss"
+        )
+    return loss
 
 
 def find_model_loss(model: nn.Module, in_stages: bool = False) -> ModelLoss | None:

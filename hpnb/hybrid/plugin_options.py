@@ -157,20 +157,13 @@ class PluginOptions:
                 f"pp_size={self.pp_size} x {cp}tp_size={self.tp_size} needs a multiple of {replica_size} "
                 f"ranks, and {ranks} are running; start {f'{below} or {above}' if below else above}"
             )
-        if (ranks // replica_size * self.cp_size) % self.ep_size:
-            replicas = ranks // replica_size * self.cp_size
-            fits = [n for n in range(1, replicas + 1) if replicas % n == 0]
-            raise ValueError(
-                f"ep_size={self.ep_size} takes its ranks from the {replicas} of dp x cp, which it does not "
-                f"divide; use ep_size={' or '.join(map(str, fits))}"
-            )
-        if (ranks // replica_size * self.cp_size) % self.zero_replicas:
-            replicas = ranks // replica_size * self.cp_size
-            fits = [n for n in range(1, replicas + 1) if replicas % n == 0]
-            raise ValueError(
-                f"zero_replicas={self.zero_replicas} does not divide the {replicas} ranks of dp x cp; use "
-                f"{' or '.join(map(str, fits))}"
-            )
+        replicas = ranks // replica_size * self.cp_size
+        for name in ("ep_size", "zero_replicas"):
+            if replicas % (size := getattr(self, name)):
+                fits = " or ".join(str(n) for n in range(1, replicas + 1) if replicas % n == 0)
+                raise ValueError(
+                    f"{name}={size} does not divide the {replicas} ranks of dp x cp; use {name}={fits}"
+                )
         return replace(layout, dp=ranks // replica_size, ep=self.ep_size)
 
     @property

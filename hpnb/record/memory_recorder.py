@@ -103,9 +103,9 @@ def memory(
 
 def _modules_of(model: Any) -> tuple[torch.nn.Module, ...]:
     several = isinstance(model, Iterable) and not isinstance(model, torch.nn.Module | str | Mapping)
-    given = tuple(model) if several else (model,)
+    models = tuple(model) if several else (model,)
     # An hpnb.Pipeline has its stages as .module.
-    modules = tuple(m if isinstance(m, torch.nn.Module) else getattr(m, "module", m) for m in given)
+    modules = tuple(m if isinstance(m, torch.nn.Module) else getattr(m, "module", m) for m in models)
     if wrong := [m for m in modules if isinstance(m, type) or not hasattr(m, "buffers")]:
         raise TypeError(
             f"{_name_of(wrong[0])} is no model; record.memory takes a torch.nn.Module, or a list of them, "

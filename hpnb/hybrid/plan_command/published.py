@@ -33,7 +33,7 @@ LEFT_OUT = {
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedStep:
     """One published step.
 
     Attributes:
@@ -69,7 +69,7 @@ class ComparedRow:
 
 
 @dataclass(frozen=True)
-class Group:
+class PublishedProgram:
     """Rows of one program on one kind of GPU.
 
     Attributes:
@@ -83,7 +83,7 @@ class Group:
     software: Software
     share: float
     fitted: str | None
-    rows: tuple[Row, ...]
+    rows: tuple[PublishedStep, ...]
 
     def cluster(self, gpus: int) -> Cluster:
         return replace(find_gpu(self.gpu).cluster(gpus), share=self.share)
@@ -91,14 +91,14 @@ class Group:
     def compare(self) -> list[ComparedRow]:
         return [self._compare(row) for row in self.rows]
 
-    def _compare(self, row: Row) -> ComparedRow:
+    def _compare(self, row: PublishedStep) -> ComparedRow:
         task = PlanTask(row.model, self.cluster(row.layout.world_size), row.batch, row.sequence,
                         software=self.software)  # fmt: skip
         step, layout = min(_steps(task, row), key=lambda pair: pair[0])
         return ComparedRow(self.name, row.name, layout, step, row.seconds, row.name == self.fitted)
 
 
-def _steps(task: PlanTask, row: Row) -> Iterator[tuple[float, ParallelLayout]]:
+def _steps(task: PlanTask, row: PublishedStep) -> Iterator[tuple[float, ParallelLayout]]:
     """(seconds, layout) of all microbatches and chunks that the source leaves open, of those that fit."""
     samples, blocks = row.batch // row.layout.dp, row.model.layers // row.layout.pp
     sizes = [n for n in range(1, samples + 1) if samples % n == 0]
@@ -131,10 +131,10 @@ def gpt_shape(
 MEGATRON_LM = Software(fused=False, overlap=False, loss_bytes=52, action_seconds=0.0, shards_norms=True)
 
 
-def _megatron_rows() -> Iterator[Row]:
+def _megatron_rows() -> Iterator[PublishedStep]:
     for known in MEGATRON:
         gpt, size = known.run, known.plan.microbatch_size
-        yield Row(
+        yield PublishedStep(
             known.name, gpt_shape(known.name, gpt.hidden, gpt.layers, gpt.heads, 51200, 2048),
             2048, gpt.batch,
             ParallelLayout(known.plan.dp, known.pp, known.tp, recomputation="full"),
@@ -142,7 +142,7 @@ def _megatron_rows() -> Iterator[Row]:
         )  # fmt: skip
 
 
-def _korthikanti_rows() -> Iterator[Row]:
+def _korthikanti_rows() -> Iterator[PublishedStep]:
     for name, hidden, layers, heads, pp, dp, batch, size, chunks, full, selective in (
         ("22B", 6144, 48, 64, 1, 1, 4, 4, 1, 1.42, 1.10),
         ("175B", 12288, 96, 96, 8, 1, 64, 1, 3, 18.13, 13.75),
@@ -153,9 +153,9 @@ def _korthikanti_rows() -> Iterator[Row]:
         model = gpt_shape(name, hidden, layers, heads, 51200, 2048)
         one = ParallelLayout(dp, pp, 8, recomputation="full")
         if full is not None:
-            yield Row(f"{name}, full", model, 2048, batch, one, full, size, chunks)
+            yield PublishedStep(f"{name}, full", model, 2048, batch, one, full, size, chunks)
         other = replace(one, recomputation="attention", sequence_parallel=True)
-        yield Row(f"{name}, selective", model, 2048, batch, other, selective, size, chunks)
+        yield PublishedStep(f"{name}, selective", model, 2048, batch, other, selective, size, chunks)
 
 
 # --- H100s ------------------------------------------------------------------------------------------
@@ -176,23 +176,24 @@ _STRONG = (  # GPUs, PFLOP/s of all: centres of the dots. The text has 47 % and 
 )  # fmt: skip
 
 
-def _core_rows() -> Iterator[Row]:
+def _core_rows() -> Iterator[PublishedStep]:
     for known in MEGATRON_CORE:
         gpt = known.run
         model = gpt_shape(known.name, gpt.hidden, gpt.layers, gpt.heads, 131072, 4096, tied=False)
         layout = ParallelLayout(48, known.pp, known.tp, zero_stage=1, sequence_parallel=known.tp > 1)
-        yield Row(known.name, model, 4096, gpt.batch, layout, gpt.flops / known.tflops / 1e12 / known.gpus)
+        seconds = gpt.flops / known.tflops / 1e12 / known.gpus
+        yield PublishedStep(known.name, model, 4096, gpt.batch, layout, seconds)
 
 
-def _strong_rows() -> Iterator[Row]:
+def _strong_rows() -> Iterator[PublishedStep]:
     gpt = next(known.run for known in MEGATRON_CORE if known.name == "177B")
     model = gpt_shape("177B", gpt.hidden, gpt.layers, gpt.heads, 131072, 4096, tied=False)
     for gpus, petaflops in _STRONG:
         layout = ParallelLayout(gpus // 48, 6, 8, zero_stage=1, sequence_parallel=True)
-        yield Row(f"177B on {gpus:,}", model, 4096, 1152, layout, gpt.flops / petaflops / 1e15)
+        yield PublishedStep(f"177B on {gpus:,}", model, 4096, 1152, layout, gpt.flops / petaflops / 1e15)
 
 
-def _llama_rows() -> Iterator[Row]:
+def _llama_rows() -> Iterator[PublishedStep]:
     # 126 blocks on 16 ranks, one less on the first and on the last, which have embedding and head instead. So
     # the ranks that the others wait for have 8 blocks and nothing else, as if there were 128.
     model = ModelShape("llama-3-405b", 16384, 126, 128, 8, 128, 53248, 128256, 128256 * 16384, 128256 * 16384,
@@ -201,7 +202,7 @@ def _llama_rows() -> Iterator[Row]:
     for gpus, dp, tflops in ((8192, 64, 430), (16384, 128, 400)):
         layout = ParallelLayout(dp, 16, 8, zero_stage=1, sequence_parallel=True)
         seconds = model.training_flops(2048, 8192) / tflops / 1e12 / gpus
-        yield Row(f"405B on {gpus:,}", paced, 8192, 2048, layout, seconds, 1)
+        yield PublishedStep(f"405B on {gpus:,}", paced, 8192, 2048, layout, seconds, 1)
 
 
 _MPT = {  # hidden size, blocks, heads: scripts/train/yamls/pretrain
@@ -219,38 +220,38 @@ _FOUNDRY = (  # model, GPUs, samples of a microbatch, microbatches, recomputed, 
 )  # fmt: skip
 
 
-def _foundry_rows() -> Iterator[Row]:
+def _foundry_rows() -> Iterator[PublishedStep]:
     for name, gpus, size, count, recomputed, tokens in _FOUNDRY:
         hidden, layers, heads = _MPT[name]
         model = gpt_shape(name, hidden, layers, heads, 50368, 2048)
         layout = ParallelLayout(gpus, zero_stage=3, recomputation="full" if recomputed else False)
-        yield Row(f"{name} on {gpus}", model, 2048, gpus * size * count, layout,
+        yield PublishedStep(f"{name} on {gpus}", model, 2048, gpus * size * count, layout,
                   gpus * size * count * 2048 / tokens, size, 1)  # fmt: skip
 
 
 _CORE_SHARE = 0.508
 GROUPS = (
-    Group(
+    PublishedProgram(
         "Megatron-LM 2021", "arXiv 2104.04473, table 1; microbatches of examples/sc21/run_table_1.sh", "a100",
         MEGATRON_LM, 0.71, "1.7B", tuple(_megatron_rows()),
     ),
-    Group(
+    PublishedProgram(
         "Megatron-LM 2022", "arXiv 2205.05198, tables 3 and 5; its section 6.3 for 2,240 GPUs", "a100",
         MEGATRON_LM, 0.786, "22B, full", tuple(_korthikanti_rows()),
     ),
-    Group(
+    PublishedProgram(
         "Megatron-Core", "README of NVIDIA/Megatron-LM, July 2024, images/model_table.png", "h100",
         MEGATRON_CORE_2024, _CORE_SHARE, "1.7B", tuple(_core_rows()),
     ),
-    Group(
+    PublishedProgram(
         "Megatron-Core, one batch", "the same, images/strong_scaling.png, read from the picture", "h100",
         MEGATRON_CORE_2024, _CORE_SHARE, None, tuple(_strong_rows()),
     ),
-    Group(
+    PublishedProgram(
         "Llama 3", "arXiv 2407.21783, table 4; chunks not named, one sample a microbatch", "h100",
         MEGATRON_CORE_2024, _CORE_SHARE, None, tuple(_llama_rows()),
     ),
-    Group(
+    PublishedProgram(
         "llm-foundry", "README of mosaicml/llm-foundry/scripts/train/benchmarking, BF16, sequences of 2,048",
         "h100", Software(loss_bytes=40), 0.52, "7b on 8", tuple(_foundry_rows()),
     ),

@@ -22,7 +22,7 @@ from torch import nn
 from hpnb.data import IterableLoader, Loader
 from hpnb.data.batch_agreement import check_lengths, iterate_together
 from hpnb.data.iterable_loader import is_iterable_dataset
-from hpnb.hybrid.boosted_model import loss_of_outputs
+from hpnb.hybrid.model_loss import loss_of_outputs
 from hpnb.hybrid.training.run_state import TrainingState
 from hpnb.models import anatomy
 from hpnb.pipeline_parallel.loss import call_criterion

@@ -116,7 +116,8 @@ def exposed_times(
     if computing:
         series.append(Series("computing", lengths, computing, Look(SOFT, "", ":")))
     keys = [Key(OpStyle(INK, "", "replayed from times of the parts"), "dot")] if replayed else []
-    panel = CurvePanel(series, "seconds of one attention", "xy", xlabel="sequence length")
+    what = "time of one attention" if computing else "exposed time of one attention"
+    panel = CurvePanel(series, what, "xy", xlabel="sequence length")
     fig = curves([panel], title=title, more_keys=keys, left=0.85)
     (ax,) = fig.axes
     if marked is not None:

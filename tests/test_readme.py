@@ -57,7 +57,7 @@ def test_the_pipeline_example_runs_and_is_right(tmp_path: Path) -> None:
 def test_the_pipeline_example_writes_a_trace_of_all_ranks(tmp_path: Path) -> None:
     """With the call of the sentence below the example, on every rank: `timeline` gathers."""
     call, last = 'timeline.to_chrome_trace("step.json")', "    return round(pipe.step(batch).loss.item(), 3)"
-    assert f"On every rank, call the result's `{call}`" in README
+    assert f"On every rank, call `pipe.step(batch).{call}`" in README
     code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[1]
     assert last in code
     traced = f"    result = pipe.step(batch)\n    result.{call}\n    return round(result.loss.item(), 3)"

@@ -739,19 +739,15 @@ def billed() -> tuple[Any, ...]:
     value.backward()
     counted = sum(p.numel() for p in model.parameters()) == size.parameters(classes=3)
     finite = all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
-    times = device_timing.matmul_seconds(size.block(3), torch.float32)
-    return value.dtype, value.item(), counted, finite, times, device_timing.memory_rate(1 << 20)
+    return value.dtype, value.item(), counted, finite
 
 
-def test_a_model_for_timing_is_whole_and_its_matmuls_are_timed() -> None:
-    ((dtype, value, counted, finite, times, rate),) = hpnb.launch(billed, ranks=1, device="cpu", timeout=60)
+def test_a_model_for_timing_has_all_parameters_and_finite_gradients() -> None:
+    ((dtype, value, counted, finite),) = hpnb.launch(billed, ranks=1, device="cpu", timeout=60)
     assert dtype == torch.float64
     assert value == pytest.approx(1.1, abs=0.2)  # three classes, nothing learnt
     assert counted
     assert finite
-    assert list(times) == ["qkv", "scores", "weighted values", "projection", "mlp up", "mlp down"]
-    assert min(times.values()) > 0
-    assert rate > 0
 
 
 def test_no_more_ranks_are_timed_than_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,10 +103,10 @@ class LayoutResult:
         """(median, lower and upper quartile) of how many times as fast as the peer, over the rounds of waves
         that have both; None if there are none."""
         pairs = [
-            theirs / mine
+            peer_seconds / our_seconds
             for wave in self.waves
             if ours in wave and peer in wave
-            for mine, theirs in zip(wave[ours], wave[peer], strict=True)
+            for our_seconds, peer_seconds in zip(wave[ours], wave[peer], strict=True)
         ]
         return quartiles(pairs) if pairs else None
 
@@ -115,7 +115,7 @@ class LayoutResult:
         return self.units / (self.shown(name) or float("nan")) / self.ranks
 
     def tflops(self, name: str) -> float:
-        """TFLOP/s of one rank; what is computed again does not count."""
+        """TFLOP/s of one rank; recomputation does not count."""
         return self.flops / (self.shown(name) or float("nan")) / self.ranks / 1e12
 
     def share(self, name: str) -> float:

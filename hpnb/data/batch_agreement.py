@@ -62,11 +62,12 @@ def gather_reports(batch: Any, ended: bool, replica: int, has_example: bool = Tr
     Raises:
         ValueError: ranks of one replica have different batches.
     """
-    own = BatchReport(replica, -1 if ended else count_rows(batch), 0 if ended else digest(batch), has_example)
+    samples, checksum = (-1, 0) if ended else (count_rows(batch), digest(batch))
+    report_here = BatchReport(replica, samples, checksum, has_example)
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [own]
+        return [report_here]
     gathered = [torch.empty(4, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, torch.tensor([*map(int, own)]))
+    dist.all_gather(gathered, torch.tensor([*map(int, report_here)]))
     reports = [BatchReport(r, n, crc, bool(knows)) for r, n, crc, knows in torch.stack(gathered).tolist()]
     first: dict[int, tuple[int, BatchReport]] = {}
     for rank, report in enumerate(reports):

@@ -18,7 +18,7 @@ texts; its prose tells the run that is committed, and the run writes the numbers
     kept = {name: tl.peak_in_flight(0) for name, tl in ran.items()}
     lesson.reveal("02.flight", kept["1f1b"], predicted=N, source="counted")
     lesson.claim("1F1B keeps fewer microbatches than GPipe", (kept["1f1b"], "<", kept["gpipe"]))
-    lesson.show(predicted=told, measured=seen, unit="s", key="02.steps", title="No schedule is faster")
+    lesson.show(predicted=simulated, measured=ran, unit="s", key="02.steps", title="No schedule is faster")
 
     python -m hpnb.lesson.pages.committed notebooks/02_vit_pipeline_parallel.py         # run, fill, stamp
     python -m hpnb.lesson.pages.committed --pair notebooks/02_vit_pipeline_parallel.py  # prose only: fill
@@ -29,7 +29,7 @@ fill; a test fails where prose and run disagree. `lesson.record(key, value, unit
 mapping of them, a Timeline (.makespan .bubble .in-flight), a MemoryProfile (.peak, .activations, ...) or
 Traffic (.dp, .total). `show(..., key=)` and `reveal` record what they show: 02.steps.gpipe.measured,
 02.flight, 02.flight.predicted, 02.flight.rule-of-thumb. A key is the page's number, a dot and a name in
-small letters, and may be told on any page. NN.hardware is there by itself.
+small letters, and any page may use it. NN.hardware is there by itself.
 
 Claims. A directional statement is a `lesson.claim`: two numbers and a relation, or a truth; `otherwise=` says
 why a reader's machine may differ. It must hold when the page is committed. Elsewhere the output says so.

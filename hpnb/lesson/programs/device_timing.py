@@ -1,4 +1,4 @@
-"""Models and batches for timing, and what one device does in a second: matmuls timed, memory copied.
+"""Models and batches for timing.
 
 Values hardly matter for timing. So weights are drawn on the device, which takes no time even for a large
 model.
@@ -16,10 +16,8 @@ import hpnb
 from hpnb.mesh import AXES, Axis, Layout, Mesh
 from hpnb.models import GPT2Size, ViTSize, roles, vit
 from hpnb.models import gpt2 as build_gpt2
-from hpnb.theory import Block
 
 Batch = Mapping[str, torch.Tensor]
-_REPEATS = 5
 
 
 def timed_ranks() -> int:
@@ -106,36 +104,3 @@ def random_tokens(size: GPT2Size, rows: int) -> Batch:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, size.vocab_size, (rows, size.length), generator=generator).to(hpnb.device())
     return {"input_ids": ids, "labels": ids}
-
-
-# --- rates -------------------------------------------------------------------------------------------
-
-
-def matmul_seconds(block: Block, dtype: torch.dtype) -> dict[str, float]:
-    """{name: seconds} of each matmul of a block's forward on this rank's device."""
-    seconds = {}
-    for matmul in block.matmuls:
-        a = torch.randn(matmul.count, matmul.m, matmul.k, device=hpnb.device()).to(dtype)
-        b = torch.randn(matmul.count, matmul.k, matmul.n, device=hpnb.device()).to(dtype)
-        seconds[matmul.name] = _least_seconds(lambda a=a, b=b: torch.matmul(a, b))  # type: ignore[misc]
-    return seconds
-
-
-def memory_rate(nbytes: int = 0) -> float:
-    """Bytes/s that this rank's device reads and writes in a copy, by default of more than caches hold."""
-    device = hpnb.device()
-    source = torch.ones((nbytes or (1 << 28 if device.type == "cuda" else 1 << 26)) // 4, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / _least_seconds(lambda: target.copy_(source))
-
-
-def _least_seconds(work: Callable[[], object]) -> float:
-    """The least of a few repeats, each of enough calls to be timed."""
-    work()
-    calls = 20 if hpnb.device().type == "cuda" else 1
-    with hpnb.record.timeline() as recorder:
-        for _ in range(_REPEATS):
-            with recorder.span():
-                for _ in range(calls):
-                    work()
-    return min(event.duration for event in recorder.events()) / calls

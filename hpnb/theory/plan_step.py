@@ -1,17 +1,21 @@
 """The step of any `ModelShape` on any layout, from datasheets or a measured machine: time in parts, and MFU.
 
-A layout dp x pp x tp = d x p x t sends a batch through d pipelines in m microbatches of b samples. Parts of
-the mean rank:
+A layout dp x pp x cp x tp = d x p x c x t sends a batch through d pipelines in m microbatches of b samples,
+of whose tokens a rank has a c-th. Parts of the mean rank:
 
-    matmuls      blocks and outputs / (p t), over share x peak; scores at ATTENTION_SHARE of that rate
+    matmuls      blocks and outputs / (p c t), over share x peak; scores at ATTENTION_SHARE of that rate;
+                 experts' on the fullest rank of ep, which has `imbalance` times the mean
     memory       bytes of norms, residuals and activation functions, over memory bandwidth
     launches     what kernels take longer than their work, because the CPU launches no faster, and what a
                  pipeline needs between two actions
     tp           4 all-reduces a block, or pairs of reduce-scatter and all-gather; 6 with recomputation
+    cp           what a ring's sends exceed the attention beside them, or all-to-alls of Ulysses (`context`)
+    ep           4 all-to-alls a block, with nothing to hide behind; 6 with recomputation (`experts`)
     bubble       of the schedule (`pipeline_parts`), and waits for the slowest stage
     exposed pp   hops that nothing hides
-    exposed dp   gradients behind the last backward, weights of ZeRO; and half of what is hidden, because
-                 communication takes SMs and bandwidth from the computing beside it
+    exposed dp   gradients behind the last backward, weights of ZeRO, over dp x cp, and experts' over the
+                 ranks that have the same; and half of what is hidden, because communication takes SMs and
+                 bandwidth from the computing beside it
     optimizer    28 bytes a parameter, over memory bandwidth
 
 What a program overlaps and how it keeps gradients is a `Software`, by default this library. Constants without
@@ -21,23 +25,37 @@ Narayanan et al. 2021 (arXiv 2104.04473) for the parts, Dao 2023 (arXiv 2307.086
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import gcd
 
 from hpnb.mesh import ParallelLayout
 from hpnb.theory.cluster import Cluster
 from hpnb.theory.communication import collective_cost
+from hpnb.theory.context import Attention, ring_exposed, ring_step_seconds, ulysses_exposed
 from hpnb.theory.layout_step import BUCKET_BYTES, stage_blocks
 from hpnb.theory.links import Link
 from hpnb.theory.model_shape import ModelShape
 from hpnb.theory.overlap import zero3_exposed_seconds
-from hpnb.theory.pipeline import pipeline_parts
+from hpnb.theory.pipeline import FILL, pipeline_parts
 
-PLAN_PARTS = ("matmuls", "memory", "launches", "tp", "bubble", "exposed pp", "exposed dp", "optimizer")
+PLAN_PARTS = (
+    "matmuls",
+    "memory",
+    "launches",
+    "tp",
+    "cp",
+    "ep",
+    "bubble",
+    "exposed pp",
+    "exposed dp",
+    "optimizer",
+)
 ATTENTION_SHARE = 0.6  # of the matmul rate, by fused attention
 LAUNCH_SECONDS = 0.2e-3  # a block's forward takes no less, and its backward no less than twice that
 SPLIT_BACKWARD = 1.3  # a backward in two halves takes so much longer: 1F1B and ZB-V of the benchmarks
 OVERLAP_COST = 0.5  # of hidden communication prolongs the computing beside it
+_ROUTED = (14, 20)  # bytes of a routed value, forward and backward: gather, weight and add up, and back
 _ADAM = 28  # bytes a parameter: float32 weight and moments in and out, 16-bit gradient in and weight out
 
 
@@ -79,6 +97,7 @@ class PlanTask:
         sequence: tokens of a sample.
         loss_chunk: tokens at a time of the loss; 0 is all.
         software: what it is trained with.
+        imbalance: tokens of the fullest rank of ep, over the mean.
     """
 
     model: ModelShape
@@ -87,6 +106,7 @@ class PlanTask:
     sequence: int
     loss_chunk: int = 0
     software: Software = HPNB
+    imbalance: float = 1.0
 
     @property
     def tokens(self) -> int:
@@ -108,7 +128,7 @@ class PlanTask:
 def refusal(task: PlanTask, layout: ParallelLayout) -> tuple[str, str] | None:
     """(reason to count, sentence with numbers) why the layout cannot be run; None if it can, memory aside."""
     model, d, p, t, v = task.model, layout.dp, layout.pp, layout.tp, layout.chunks
-    b = task.microbatch_size(layout)
+    b, stages = task.microbatch_size(layout), p * layout.chunks_per_rank
     if layout.world_size != task.cluster.gpus:
         return "other number of GPUs", f"{layout} is for {layout.world_size} GPUs, not {task.cluster.gpus}"
     if task.batch % (d * b):
@@ -121,10 +141,10 @@ def refusal(task: PlanTask, layout: ParallelLayout) -> tuple[str, str] | None:
             "more tp ranks than key-value heads",
             f"tp={t} is more than {model.kv_heads} key-value heads; use tp={model.kv_heads} or less",
         )
-    if p * v > model.layers:
+    if stages > model.layers:
         return (
             "more pipeline stages than blocks",
-            f"{p * v} pipeline stages are more than {model.layers} blocks; use {model.layers} or fewer",
+            f"{stages} pipeline stages are more than {model.layers} blocks; use {model.layers} or fewer",
         )
     if v > 1 and (p == 1 or model.layers % (p * v) or task.microbatches(layout) % p):
         return (
@@ -132,31 +152,106 @@ def refusal(task: PlanTask, layout: ParallelLayout) -> tuple[str, str] | None:
             f"{v} chunks need blocks ({model.layers}) that divide by {p * v} and microbatches "
             f"({task.microbatches(layout)}) that divide by {p}",
         )
-    if layout.zero_stage and d == 1:
+    if layout.zero_stage and d * layout.cp == 1:
         return "ZeRO without replicas", f"ZeRO {layout.zero_stage} shards over dp, and dp=1"
-    if layout.schedule not in ("1f1b", "interleaved", "zb-h1", "gpipe"):
+    if layout.schedule not in (*FILL, "interleaved"):
         return "schedule without a closed form", f"{layout.schedule} has no closed form here; use 1f1b"
-    if layout.schedule == "zb-h1" and task.microbatches(layout) < p:
+    if splits := layout.schedule.startswith("zb"):
+        if task.microbatches(layout) < stages:
+            return (
+                "too few microbatches for a split backward",
+                f"{layout.schedule} fills {p} ranks from {stages} microbatches on, and there are "
+                f"{task.microbatches(layout)}",
+            )
+        if layout.recomputation:
+            return (
+                "split backward with recomputation",
+                f"no closed form of {layout.schedule} with recomputation; use 1f1b",
+            )
+    if layout.cp > 1 and (why := _context_refusal(task, layout)) is not None:
+        return "cp that does not divide", why
+    if layout.ep > 1 and (model.experts % layout.ep or not model.experts):
         return (
-            "too few microbatches for zb-h1",
-            f"zb-h1 fills {p} ranks from {p} microbatches on, and there are {task.microbatches(layout)}",
+            "ep that does not divide",
+            f"ep={layout.ep} does not divide {model.experts} experts"
+            + (f"; use ep={gcd(layout.ep, model.experts)}" if model.experts else ""),
         )
-    if layout.schedule == "zb-h1" and layout.recomputation:
-        return "zb-h1 with recomputation", f"{layout}: no closed form of zb-h1 with recomputation; use 1f1b"
+    if layout.ep > 1 and (t > 1 or layout.zero_stage == 3 or splits):
+        return "ep with tp, ZeRO 3 or a split backward", (
+            f"ep={layout.ep} with tp={t}, ZeRO {layout.zero_stage} and {layout.schedule} is not there; use "
+            "tp=1, ZeRO 2 or less, and 1f1b"
+        )
+    if model.experts and layout.sequence_parallel:
+        return "experts with sequence parallelism", "a router is not sharded along tokens; leave sp out"
     if layout.tp_mode != "1d" or (layout.recomputation == "attention" and task.software.fused):
         return "not predicted", f"{layout}: only tp_mode='1d' and full or no recomputation are predicted"
     return None
 
 
+def _context_refusal(task: PlanTask, layout: ParallelLayout) -> str | None:
+    """Why the tokens of a sample cannot be sharded over cp."""
+    model, c, ring = task.model, layout.cp, layout.context_parallel == "ring"
+    shards = 2 * c if ring else c  # a ring's ranks have two chunks, one from each end
+    if not model.causal:
+        return f"cp={c} shards the tokens of a causal language model, and {model.name} is none; use cp=1"
+    if task.sequence % shards:
+        return f"{task.sequence} tokens do not divide into {shards} for cp={c}; use a multiple of {shards}"
+    if not ring and model.heads // layout.tp < c:
+        return f"Ulysses gives each of {c} ranks a head of {model.heads // layout.tp}; use a ring"
+    return None
+
+
+@lru_cache(maxsize=4096)
 def links(cluster: Cluster, layout: ParallelLayout) -> dict[str, Link]:
-    """{axis: what its ring sees}, with tp innermost and dp outermost."""
-    inner, host = layout.pp * layout.tp, cluster.host
+    """{axis: what its ring sees}, with tp innermost and dp outermost; "dp" is the axis of dp x cp.
+
+    Ranks of an all-to-all do not send to neighbours alone: those of other nodes get all but their own node's
+    share, through one rank's share of the cards.
+    """
+    t, host, ep = min(layout.tp, cluster.host), cluster.host, layout.ep
+    stage, inner = layout.cp * layout.tp, layout.cp * layout.pp * layout.tp
+    near_cp = min(layout.cp, host // t)  # ranks of a group on one node
+    near_dp = near_cp * max(1, host // inner)
+
+    def exchange(span: int, ranks: int, near: int) -> Link:
+        link = cluster.link(span, 1)
+        if ranks == near or link is cluster.inside:
+            return cluster.inside
+        bandwidth = link.bandwidth * (ranks - 1) / (ranks - near)
+        return replace(link, bandwidth=min(cluster.inside.bandwidth, bandwidth))
+
+    near_ep = min(ep, near_dp)
     return {
-        "tp": cluster.link(layout.tp, min(layout.tp, host)),
-        # Only the t ranks of one stage cross a node's border at a time, and no message takes two cards.
-        "pp": cluster.link(inner, max(1, min(host // min(layout.tp, host), host // cluster.cards))),
-        "dp": cluster.link(layout.world_size, max(1, host // inner)),
+        "tp": cluster.link(layout.tp, t),
+        "cp": exchange(stage, layout.cp, near_cp)
+        if layout.context_parallel == "ulysses"
+        else cluster.link(stage, near_cp),
+        "ep": exchange(ep * layout.tp * (layout.pp if ep > layout.cp else 1), ep, near_ep),
+        # Only the ranks of one stage cross a node's border at a time, and no message takes two cards.
+        "pp": cluster.link(inner, max(1, min(host // min(stage, host), host // cluster.cards))),
+        "dp": cluster.link(layout.world_size, near_dp),
+        "edp": cluster.link(layout.world_size, max(1, near_dp // ep)),
     }
+
+
+def rank_blocks(layers: int, layout: ParallelLayout) -> tuple[int, ...]:
+    """Blocks of each rank of a pipeline, all its chunks together."""
+    p, blocks = layout.pp, stage_blocks(layers, layout.pp * layout.chunks_per_rank)
+    if layout.schedule == "zb-v":  # down the ranks and up again
+        return tuple(blocks[rank] + blocks[-1 - rank] for rank in range(p))
+    return tuple(sum(blocks[rank::p]) for rank in range(p))
+
+
+def last_rank(layout: ParallelLayout) -> int:
+    """The pipeline rank with the outputs."""
+    return 0 if layout.schedule == "zb-v" else layout.pp - 1
+
+
+def rank_parameters(task: PlanTask, layout: ParallelLayout) -> tuple[float, float]:
+    """Parameters of the mean rank: what dp x cp replicates, and its experts."""
+    model, inner = task.model, layout.pp * layout.tp
+    experts = model.layers * model.expert_parameters
+    return (model.parameters - experts) / inner, experts / inner / layout.ep
 
 
 @lru_cache(maxsize=65536)
@@ -187,56 +282,85 @@ def score_work(task: PlanTask, b: int, t: int) -> tuple[float, tuple[float, floa
 
 @lru_cache(maxsize=4096)
 def block_seconds(
-    task: PlanTask, b: int, t: int, sequence_parallel: bool
+    task: PlanTask, b: int, t: int, sequence_parallel: bool, cp: int = 1, ep: int = 1
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """{part: seconds} of one block's forward and backward for a microbatch of b samples, tp aside."""
+    """{part: seconds} of one block's forward and backward for a microbatch of b samples, messages aside."""
     model, cluster, s = task.model, task.cluster, task.sequence
-    tokens, rate = float(b * s), task.cluster.share * task.cluster.peak
+    tokens, rate = float(b * s) / cp, task.cluster.share * task.cluster.peak
     heads = -(-model.kv_heads // t) / model.kv_heads  # of the rank with most
-    weights = model.attention_weights * heads + model.mlp_weights / t
     scores, dropped = score_work(task, b, t)
-    reads = 2 * weights / cluster.memory_bandwidth  # a matmul takes no less than reading its weights
-    matmul = max(2 * tokens * weights / rate, reads)
+
+    def matmul_seconds(rows: float, weights: float, read: float) -> float:
+        return max(2 * rows * weights / rate, 2 * read / cluster.memory_bandwidth)  # no less than its weights
+
+    routed = model.chosen * tokens * (task.imbalance if ep > 1 else 1.0) if model.experts else 0.0
+    dense = model.attention_weights * heads + (model.dense_weights - model.attention_weights) / t
+    matmul = matmul_seconds(tokens, dense, dense)
+    matmul += matmul_seconds(routed, model.mlp_weights / t, model.expert_parameters / ep / t)
     again = 2.5 if task.software.fused else 2.0  # a fused backward computes the scores once more
     between = tokens * model.hidden / (t if sequence_parallel else 1)
-    inner = tokens * model.mlp / t
+    inner = (routed or tokens) * model.mlp / t
     residual, mlp = ((16, 20) if task.software.fused else (22, 34)), ((6, 10) if model.gated else (4, 6))
+    moved = [between * residual[i] + inner * mlp[i] + routed * model.hidden * _ROUTED[i] + dropped[i] / cp
+             for i in (0, 1)]  # fmt: skip
     forward, backward = (
-        {"matmuls": n * matmul + k * scores / rate,
-         "memory": (between * residual[i] + inner * mlp[i] + dropped[i]) / cluster.memory_bandwidth}
-        for i, (n, k) in enumerate(((1, 1.0), (2, again)))
-    )  # fmt: skip
+        {"matmuls": n * matmul + k * scores / cp / rate, "memory": nbytes / cluster.memory_bandwidth}
+        for n, k, nbytes in ((1, 1.0, moved[0]), (2, again, moved[1]))
+    )
     for times, least in ((forward, LAUNCH_SECONDS), (backward, 2 * LAUNCH_SECONDS)):
         times["launches"] = max(0.0, least - sum(times.values()))
     return forward, backward
 
 
+def attention_of(task: PlanTask, layout: ParallelLayout) -> Attention:
+    """The attention of a block on one rank of tp, for a microbatch."""
+    model, t = task.model, layout.tp
+    kv_heads = -(-model.kv_heads // t)
+    heads = model.heads // model.kv_heads * kv_heads
+    return Attention(task.sequence, heads, kv_heads, model.head_size, task.microbatch_size(layout))
+
+
+def context_seconds(task: PlanTask, layout: ParallelLayout, link: Link, forwards: int) -> float:
+    """Seconds of a block that the messages of its attention add, forward and backward."""
+    c, attention = layout.cp, attention_of(task, layout)
+    if layout.context_parallel == "ulysses":
+        exposed = ulysses_exposed(attention, c, link)
+        return forwards * exposed.forward + exposed.backward
+    step = ring_step_seconds(attention, c, ATTENTION_SHARE * task.cluster.share * task.cluster.peak)
+    exposed = ring_exposed(attention, c, link, step)
+    return forwards * exposed.forward + exposed.backward
+
+
 def stage_seconds(task: PlanTask, layout: ParallelLayout) -> list[dict[str, float]]:
     """{part: seconds} of one microbatch on every stage, forward and backward."""
-    model, b, t, p = task.model, task.microbatch_size(layout), layout.tp, layout.pp
+    model, b, t, p, c = task.model, task.microbatch_size(layout), layout.tp, layout.pp, layout.cp
     link, forwards = links(task.cluster, layout), 2 if layout.recomputation == "full" else 1
-    forward, backward = block_seconds(task, b, t, layout.sequence_parallel)
+    forward, backward = block_seconds(task, b, t, layout.sequence_parallel, c, layout.ep)
     split = SPLIT_BACKWARD if layout.schedule.startswith("zb") else 1.0
     block = {part: forwards * forward[part] + split * backward[part] for part in forward}
     if layout.recomputation == "attention":  # the scores alone
         scores, written = score_work(task, b, t)
-        block["matmuls"] += scores / (task.cluster.share * task.cluster.peak)
-        block["memory"] += written[0] / task.cluster.memory_bandwidth
-    activation = 2.0 * b * task.sequence * model.hidden
+        block["matmuls"] += scores / c / (task.cluster.share * task.cluster.peak)
+        block["memory"] += written[0] / c / task.cluster.memory_bandwidth
+    activation = 2.0 * b * task.sequence / c * model.hidden
+    block["cp"] = context_seconds(task, layout, link["cp"], forwards) if c > 1 else 0.0
+    routed = model.chosen * task.imbalance * activation
+    block["ep"] = 2 * (forwards + 1) * seconds("all_to_all", routed, layout.ep, link["ep"])
     reduce = seconds("all_reduce", activation, t, link["tp"]) if t > 1 else 0.0
     block["tp"] = 2 * (forwards + 1) * reduce / (t if task.software.tp_overlap else 1)
     if task.software.gradient_bytes == 4:  # a matmul adds to a float32 gradient
-        block["memory"] += 8 * model.block_parameters / t / task.cluster.memory_bandwidth
-    stages = [{part: n * value for part, value in block.items()} for n in stage_blocks(model.layers, p)]
+        held = model.block_parameters - model.expert_parameters * (1 - 1 / layout.ep)
+        block["memory"] += 8 * held / t / task.cluster.memory_bandwidth
+    stages = [{part: n * value for part, value in block.items()} for n in rank_blocks(model.layers, layout)]
     if p > 1:
         for times in stages:
-            times["launches"] += 2 * layout.chunks * task.software.action_seconds
-    outputs = b * model.output_tokens(task.sequence) * model.outputs / t
+            times["launches"] += 2 * layout.chunks_per_rank * task.software.action_seconds
+    outputs, last = b * model.output_tokens(task.sequence) * model.outputs / t / c, last_rank(layout)
     rate = task.cluster.share * task.cluster.peak
-    stages[-1]["matmuls"] += 6 * outputs * model.hidden / rate
-    stages[-1]["memory"] += task.software.loss_bytes * outputs / task.cluster.memory_bandwidth
+    stages[last]["matmuls"] += 6 * outputs * model.hidden / rate
+    stages[last]["memory"] += task.software.loss_bytes * outputs / task.cluster.memory_bandwidth
     stages[0]["tp"] += reduce
-    stages[-1]["tp"] += reduce
+    stages[last]["tp"] += reduce
     return stages
 
 
@@ -248,66 +372,74 @@ def plan_parts(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
     """
     if (why := refusal(task, layout)) is not None:
         raise ValueError(f"{layout}: {why[1]}")
-    model, p, t, v, m = task.model, layout.pp, layout.tp, layout.chunks, task.microbatches(layout)
+    model, p, t, v, m = task.model, layout.pp, layout.tp, layout.chunks_per_rank, task.microbatches(layout)
     link, stages = links(task.cluster, layout), stage_seconds(task, layout)
     # One hop: a t-th of the activation, all-gathered where it arrives.
-    activation = 2.0 * task.microbatch_size(layout) * task.sequence * model.hidden
+    activation = 2.0 * task.microbatch_size(layout) * task.sequence / layout.cp * model.hidden
     hop = 0.0
     if p > 1:
         hop = seconds("send", activation / t, 2, link["pp"])
         hop += seconds("all_gather", activation, t, link["tp"])
     schedule = "1f1b" if layout.schedule == "interleaved" else layout.schedule
-    parts = pipeline_parts(stages, m, schedule, v, hop if task.software.overlap else 0.0)
+    parts = pipeline_parts(stages, m, schedule, layout.chunks, hop if task.software.overlap else 0.0)
     parts["exposed pp"] = 0.0 if task.software.overlap else 2 * m * v * hop
-    parameters = model.parameters / (p * t)
-    if p > 1 and model.tied:  # both ends hold the table, and sum its gradient
+    if last_rank(layout) and model.tied:  # both ends hold the table, and sum its gradient
         table = 2.0 * model.outputs * model.hidden / t
         parts["exposed pp"] += seconds("all_reduce", table, 2, link["pp"])
     stage = sum(sum(times.values()) for times in stages) / p
-    parts["exposed dp"] = _exposed_dp(task, layout, link["dp"], parameters, stage)
-    updated = parameters / (layout.dp if layout.zero_stage else 1)
+    parts["exposed dp"] = _exposed_dp(task, layout, stage)
+    dense, experts = rank_parameters(task, layout)
+    replicas = layout.dp * layout.cp if layout.zero_stage else 1
+    updated = dense / replicas + experts / max(1, replicas // layout.ep)
     parts["optimizer"] = _ADAM * updated / task.cluster.memory_bandwidth
     return {part: parts[part] for part in PLAN_PARTS}
 
 
-def _exposed_dp(task: PlanTask, layout: ParallelLayout, link: Link, parameters: float, stage: float) -> float:
+def _exposed_dp(task: PlanTask, layout: ParallelLayout, stage: float) -> float:
     """Seconds that gradients, and weights under ZeRO, add to a step.
 
     Args:
-        parameters: on a rank.
         stage: seconds of one microbatch on one stage, forward and backward.
     """
-    d, m, soft = layout.dp, task.microbatches(layout), task.software
-    weights, gradient = 2 * parameters, soft.gradient_bytes * parameters
-    if d == 1:
+    m, soft, replicas = task.microbatches(layout), task.software, layout.dp * layout.cp
+    (dense, experts), link = rank_parameters(task, layout), links(task.cluster, layout)
+    if replicas == 1:
         return 0.0
+
+    def over(op: str, nbytes: float, pieces: int = 1) -> float:
+        """Seconds of a collective on so many bytes of each parameter, or on one of equal pieces of them."""
+        shared = seconds(op, nbytes * dense / pieces, replicas, link["dp"])
+        if not experts:
+            return shared
+        return shared + seconds(op, nbytes * experts / pieces, replicas // layout.ep, link["edp"])
+
     if not soft.overlap:
-        return seconds("all_reduce", gradient, d, link)
+        return over("all_reduce", soft.gradient_bytes)
     # Interleaved, a chunk's gradients are complete when the last pp microbatches have left it.
     last = min(layout.pp, m) * (1 - 1 / layout.chunks) if layout.chunks > 1 else 1.0
-    backward, buckets = 2 / 3 * stage * last, max(1, round(gradient / BUCKET_BYTES))
+    backward = 2 / 3 * stage * last
+    buckets = max(1, round(soft.gradient_bytes * (dense + experts) / BUCKET_BYTES))
     blocks = max(1, task.model.layers // layout.pp)
     if layout.zero_stage == 3:  # every microbatch gathers the weights twice, the last one sends gradients
-        gather = seconds("all_gather", weights / blocks, d, link)
-        scatter = seconds("reduce_scatter", gradient / blocks, d, link)
+        gather = over("all_gather", 2, blocks)
+        scatter = over("reduce_scatter", soft.gradient_bytes, blocks)
         times = stage / 3 / blocks, 2 / 3 * stage / blocks, blocks
         exposed = zero3_exposed_seconds(gather, scatter, *times)
         exposed += (m - 1) * zero3_exposed_seconds(gather, 0.0, *times)
         total = blocks * (2 * m * gather + scatter)
     elif layout.zero_stage:
-        scatter = seconds("reduce_scatter", gradient, d, link)
-        exposed = _behind(backward, seconds("reduce_scatter", gradient / buckets, d, link), buckets)
-        gather = seconds("all_gather", weights, d, link)
+        scatter, gather = over("reduce_scatter", soft.gradient_bytes), over("all_gather", 2)
+        exposed = _behind(backward, over("reduce_scatter", soft.gradient_bytes, buckets), buckets)
         if soft.overlap_weights:
-            exposed += _behind(backward / 2, seconds("all_gather", weights / buckets, d, link), buckets)
+            exposed += _behind(backward / 2, over("all_gather", 2, buckets), buckets)
         else:
             exposed += gather
         total = scatter + gather
     else:
-        exposed = _behind(backward, seconds("all_reduce", gradient / buckets, d, link), buckets)
-        total = seconds("all_reduce", gradient, d, link)
+        exposed = _behind(backward, over("all_reduce", soft.gradient_bytes, buckets), buckets)
+        total = over("all_reduce", soft.gradient_bytes)
     # Hidden bytes take SMs and memory bandwidth from computing: half of what they would take inside a node.
-    hidden = max(0.0, total - exposed) * link.bandwidth / task.cluster.inside.bandwidth
+    hidden = max(0.0, total - exposed) * link["dp"].bandwidth / task.cluster.inside.bandwidth
     return exposed + OVERLAP_COST * hidden
 
 

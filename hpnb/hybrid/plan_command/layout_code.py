@@ -1,7 +1,8 @@
 """A layout as one word, which the table prints and `--explain` reads.
 
 dp8-pp4-tp2-zero1-interleaved2-mb2-full-sp: ZeRO 1, 2 chunks a rank, microbatches of 2 samples, blocks
-recomputed, sequence parallel.
+recomputed, sequence parallel. dp4-cp2-ep4-mb1-ulysses: context parallel with Ulysses instead of a ring, and
+experts over 4 of the dp x cp = 8 ranks.
 """
 
 from __future__ import annotations
@@ -11,18 +12,19 @@ from typing import Any
 
 from hpnb.mesh import ParallelLayout
 
-SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved")
-
 
 def layout_code(layout: ParallelLayout) -> str:
     """Sizes above 1, ZeRO stage, schedule with its chunks, samples of a microbatch, recomputation."""
-    words = [f"{axis}{size}" for axis in ("dp", "pp", "tp") if (size := getattr(layout, axis)) > 1] or ["dp1"]
+    words = [
+        f"{axis}{size}" for axis in ("dp", "pp", "cp", "tp", "ep") if (size := getattr(layout, axis)) > 1
+    ] or ["dp1"]
     if layout.zero_stage:
         words.append(f"zero{layout.zero_stage}")
     if layout.pp > 1:
         words.append(f"interleaved{layout.chunks}" if layout.chunks > 1 else layout.schedule)
     words.append(f"mb{layout.microbatch_size}")
     words += ["full"] * (layout.recomputation == "full") + ["sp"] * layout.sequence_parallel
+    words += ["ulysses"] * (layout.cp > 1 and layout.context_parallel == "ulysses")
     return "-".join(words)
 
 
@@ -36,7 +38,8 @@ def parse_layout_code(code: str) -> ParallelLayout:
     rest = code.strip().lower()
     while rest:
         match = re.match(
-            r"(dp|pp|tp|zero|mb|interleaved)(\d+)(?:-|$)|(1f1b|gpipe|zb-h1|full|sp)(?:-|$)", rest
+            r"(dp|pp|cp|tp|ep|zero|mb|interleaved)(\d+)(?:-|$)|(1f1b|gpipe|zb-h1|zb-v|full|sp|ulysses)(?:-|$)",
+            rest,
         )
         if match is None:
             raise ValueError(
@@ -51,6 +54,8 @@ def parse_layout_code(code: str) -> ParallelLayout:
             sizes["recomputation"] = "full"
         elif switch == "sp":
             sizes["sequence_parallel"] = True
+        elif switch == "ulysses":
+            sizes["context_parallel"] = switch
         else:
             sizes["schedule"] = switch
         rest = rest[match.end() :]

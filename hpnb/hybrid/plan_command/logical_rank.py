@@ -53,8 +53,7 @@ def plan_rank(name: str, task: PlanTask, layout: ParallelLayout, dtype: str, ran
     Raises:
         ValueError: no such rank, or a layout that hpnb cannot run for this model.
     """
-    inner = layout.pp * layout.tp
-    first = rank // inner * inner + rank % layout.tp
+    first = layout.rank(**{**layout.coordinates(rank), "pp": 0})
     return logical_rank(lambda: make_step(name, task, layout, dtype), rank, layout.world_size, first)
 
 

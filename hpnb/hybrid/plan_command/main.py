@@ -42,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--per-node", type=int, help="GPUs of a node, by default as usually sold")
     parser.add_argument("--batch", type=int, help="samples of a step, over all GPUs; by default 8 a GPU")
     parser.add_argument("--sequence", type=int, help="tokens of a sample; by default at most 4096")
+    parser.add_argument("--imbalance", type=float, default=1.0,
+                        help="tokens of the fullest rank of ep, over the mean; by default 1")  # fmt: skip
     parser.add_argument("--top", type=_at_least_one, default=10, help="layouts to print")
     parser.add_argument("--variants", action="store_true",
                         help="print all variants of the same sizes and ZeRO stage, too")  # fmt: skip
@@ -98,11 +100,12 @@ def make_task(
     batch: int | None,
     sequence: int | None,
     per_node: int | None = None,
+    imbalance: float = 1.0,
 ) -> PlanTask:
     """The task that the options describe.
 
     Raises:
-        ValueError: a batch or a sequence that cannot be, or GPUs that do not fill nodes.
+        ValueError: a batch, a sequence or an imbalance that cannot be, or GPUs that do not fill nodes.
     """
     batch = 8 * gpus if batch is None else batch
     sequence = min(model.positions, LONGEST_BY_DEFAULT) if sequence is None else sequence
@@ -115,8 +118,13 @@ def make_task(
             f"{model.name} has {model.positions} positions, fewer than the {sequence} tokens of --sequence; "
             f"use {model.positions} or fewer"
         )
+    if not 1 <= imbalance <= max(1, model.experts):
+        raise ValueError(
+            f"--imbalance {imbalance:g}: the fullest rank has 1 to {max(1, model.experts)} times the mean of "
+            f"{model.name}, which has {model.experts or 'no'} experts"
+        )
     chunk = LOSS_CHUNK if model.name.startswith("gpt2") else 0
-    return PlanTask(model, gpu.cluster(gpus, per_node), batch, sequence, chunk)
+    return PlanTask(model, gpu.cluster(gpus, per_node), batch, sequence, chunk, imbalance=imbalance)
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -186,7 +194,7 @@ def _plan_rank(options: argparse.Namespace) -> int:
     task, gpu = _task_and_gpu(options)
     _check_layout(task, options.layout, layout)
     profile = plan_rank(options.model, task, layout, gpu.dtype, options.rank)
-    predicted = rank_memory(task, layout, options.rank // layout.tp % layout.pp)
+    predicted = rank_memory(task, layout, layout.coordinates(options.rank)["pp"])
     if options.json:
         print(json.dumps(as_json_of_rank(task, layout, options.rank, profile, predicted), indent=1))
     else:
@@ -209,7 +217,9 @@ def _task_and_gpu(options: argparse.Namespace) -> tuple[PlanTask, GPU]:
         gpu = find_gpu(options.gpu)
     model = read_model(options.model)
     gpus = 8 if options.gpus is None else options.gpus
-    return make_task(model, gpu, gpus, options.batch, options.sequence, options.per_node), gpu
+    return make_task(
+        model, gpu, gpus, options.batch, options.sequence, options.per_node, options.imbalance
+    ), gpu
 
 
 def _named_plan(task: PlanTask, code: str) -> Plan:
@@ -227,7 +237,7 @@ def _named_plan(task: PlanTask, code: str) -> Plan:
 
 def _check_layout(task: PlanTask, code: str, layout: ParallelLayout) -> None:
     if layout.world_size != task.cluster.gpus:
-        inner = layout.pp * layout.tp
+        inner = layout.world_size // layout.dp
         near = f"; dp{task.cluster.gpus // inner} would fit them" if task.cluster.gpus % inner == 0 else ""
         raise ValueError(
             f"{code} is for {layout.world_size} GPUs, and there are {task.cluster.gpus}{near}; or use "

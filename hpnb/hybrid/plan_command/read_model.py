@@ -16,7 +16,8 @@ from hpnb.theory.model_shape import IMAGE_CHANNELS, ModelShape
 GPT2_NAMES = {"gpt2": "124m", "gpt2-medium": "355m", "gpt2-large": "774m", "gpt2-xl": "1.5b"}
 VIT_NAMES = {"vit-b16": "b16", "vit-l16": "l16"}
 CLASSES = 1000
-_LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
+_EXPERTS = ("mixtral", "qwen3_moe")
+_LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", *_EXPERTS)
 SUPPORTED = (*_LLAMA_LIKE, "gpt2", "vit")
 
 
@@ -86,15 +87,23 @@ def shape_of_config(config: Any, name: str = "") -> ModelShape:
     h, vocab_size = config.hidden_size, config.vocab_size
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     all_biases = bool(getattr(config, "attention_bias", False)) and kind != "qwen2"
+    experts = config.num_local_experts if kind in _EXPERTS else 0
+    if kind == "qwen3_moe" and (config.mlp_only_layers or config.decoder_sparse_step != 1):
+        raise ValueError(
+            f"{name} has experts in some of its blocks alone, and the plan needs equal blocks; use a model "
+            "with mlp_only_layers=[] and decoder_sparse_step=1"
+        )
     return ModelShape(
         name, h, config.num_hidden_layers, config.num_attention_heads, kv_heads,
-        getattr(config, "head_dim", None) or h // config.num_attention_heads, config.intermediate_size,
+        getattr(config, "head_dim", None) or h // config.num_attention_heads,
+        config.moe_intermediate_size if kind == "qwen3_moe" else config.intermediate_size,
         outputs=vocab_size, embedding_parameters=vocab_size * h,
         head_parameters=0 if config.tie_word_embeddings else vocab_size * h,
         positions=config.max_position_embeddings, gated=True,
         qkv_bias=all_biases or kind == "qwen2", out_bias=all_biases,
         norms=4 if kind in ("gemma2", "gemma3_text") else 2,
-        qk_norm=kind in ("qwen3", "gemma3_text"),
+        qk_norm=kind in ("qwen3", "qwen3_moe", "gemma3_text"),
+        experts=experts, chosen=config.num_experts_per_tok if experts else 1,
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
     )  # fmt: skip
 

@@ -25,10 +25,12 @@ _MEMORY = {
 def format_report(task: PlanTask, gpu: GPU, result: Search, plans: Sequence[Plan]) -> str:
     cluster, model = task.cluster, task.model
     nodes = -(-cluster.gpus // cluster.host)
+    active = f" ({model.active_parameters / 1e9:.3f} B of a token)" if model.experts else ""
     return "\n".join(
         [
-            f"{model.name}: {model.parameters / 1e9:.3f} B parameters, batch {task.batch} x {task.sequence} "
-            f"tokens, {gpu.dtype}; {cluster.gpus} x {gpu.name} on {nodes} node{'s' if nodes > 1 else ''}, "
+            f"{model.name}: {model.parameters / 1e9:.3f} B parameters{active}, batch {task.batch} x "
+            f"{task.sequence} tokens, {gpu.dtype}; "
+            f"{cluster.gpus} x {gpu.name} on {nodes} node{'s' if nodes > 1 else ''}, "
             f"{usable_bytes(task) / 1e9:.1f} of {cluster.memory / 1e9:.0f} GB usable",
             "",
             *_time_table(task, plans),
@@ -100,6 +102,7 @@ def as_json(task: PlanTask, gpu: GPU, result: Search, plans: Sequence[Plan]) -> 
         "gpus": task.cluster.gpus,
         "batch": task.batch,
         "sequence": task.sequence,
+        "imbalance": task.imbalance,
         "usable_bytes": usable_bytes(task),
         "seen": result.seen,
         "refused": dict(result.refused),
@@ -113,7 +116,10 @@ def plan_json(task: PlanTask, plan: Plan) -> dict[str, Any]:
         "layout": plan.code,
         "dp": one.dp,
         "pp": one.pp,
+        "cp": one.cp,
+        "context_parallel": one.context_parallel,
         "tp": one.tp,
+        "ep": one.ep,
         "zero_stage": one.zero_stage,
         "schedule": one.schedule,
         "chunks": one.chunks,
@@ -138,7 +144,7 @@ def format_rank(
 ) -> str:
     """The memory of one rank, counted on its real code and predicted, by category."""
     peak = profile.at_peak
-    stage = rank // layout.tp % layout.pp
+    stage = layout.coordinates(rank)["pp"]
     lines = [
         f"{task.model.name} as {layout_code(layout)}, rank {rank} of {layout.world_size}: pipeline rank "
         f"{stage} of {layout.pp}, with a batch of {task.batch} x {task.sequence} tokens",

@@ -60,6 +60,10 @@ def _size(size: str | GPT2Size | ViTSize) -> str:
 def plugin_options(task: PlanTask, layout: ParallelLayout) -> dict[str, Any]:
     """Of the HybridParallelPlugin."""
     options: dict[str, Any] = {"tp_size": layout.tp, "pp_size": layout.pp, "zero_stage": layout.zero_stage}
+    if layout.cp > 1:
+        options |= {"cp_size": layout.cp, "context_parallel": layout.context_parallel}
+    if layout.ep > 1:
+        options["ep_size"] = layout.ep
     if layout.pp > 1:
         options |= {"pp_style": layout.schedule, "num_model_chunks": layout.chunks}
         options["num_microbatches"] = task.microbatches(layout)
@@ -68,7 +72,7 @@ def plugin_options(task: PlanTask, layout: ParallelLayout) -> dict[str, Any]:
     if layout.sequence_parallel:
         options["enable_sequence_parallelism"] = True
     options["enable_all_optimization"] = True
-    if task.loss_chunk:
+    if task.loss_chunk and layout.cp == 1:
         options["loss_chunk"] = task.loss_chunk
     return options
 

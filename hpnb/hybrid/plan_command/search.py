@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
+from math import gcd
 from typing import Any
 
 from tqdm import tqdm
@@ -18,6 +19,7 @@ from hpnb.theory.plan_step import PlanTask, mfu, plan_parts, refusal
 from hpnb.theory.planner import divide_ranks
 
 CHUNKS = (2, 3, 4, 5, 6, 8)
+LEAST_TOKENS = 2048  # of a sample on a rank of cp, in layouts that the search tries
 MOST_GPUS = 1 << 20  # where the search for a number of GPUs that would do ends
 NO_MEMORY = "out of memory"
 
@@ -61,13 +63,20 @@ class Search:
     smallest: tuple[float, ParallelLayout] | None = None
 
     def best(self, count: int, variants: bool = False) -> list[Plan]:
-        """The fastest; of each (dp, pp, tp, ZeRO stage) only the fastest variant, unless `variants`."""
+        """The fastest; unless `variants`, of the same sizes and ZeRO stage only the fastest, and of layouts
+        with the same times and memory (ZeRO 1 and 2 with several microbatches) only the first."""
         chosen: dict[object, Plan] = {}
+        seen: set[tuple[float, ...]] = set()
         for plan in self.plans:
-            one = plan.layout
-            key = plan.code if variants else (one.dp, one.pp, one.tp, one.zero_stage)
-            chosen.setdefault(key, plan)
-        return list(chosen.values())[:count]
+            one, numbers = plan.layout, (*plan.parts.values(), *plan.memory.values())
+            if variants:
+                chosen[plan.code] = plan
+            elif numbers not in seen:
+                chosen.setdefault((one.dp, one.pp, one.cp, one.tp, one.ep, one.zero_stage), plan)
+            seen.add(numbers)
+            if len(chosen) == count:
+                break
+        return list(chosen.values())
 
 
 def usable_bytes(task: PlanTask) -> float:
@@ -86,29 +95,46 @@ def make_plan(task: PlanTask, layout: ParallelLayout) -> Plan:
 
 
 def candidates(task: PlanTask) -> Iterator[ParallelLayout]:
-    """Every dp x pp x tp with every microbatch, schedule, ZeRO stage and recomputation.
+    """Every dp x pp x cp x tp with every ep, microbatch, schedule, ZeRO stage and recomputation.
 
     A batch that dp does not divide gives one candidate, so that its refusal is counted.
     """
-    for sizes in divide_ranks(task.cluster.gpus):
+    for sizes in candidate_sizes(task):
         samples, rest = divmod(task.batch, sizes.dp)
-        microbatches = [1] if rest else [n for n in range(1, samples + 1) if samples % n == 0]
+        microbatches = [1] if rest else divisors(samples)
         schedules = [("1f1b", 1)]
         if sizes.pp > 1:
-            schedules += [("zb-h1", 1), *(("interleaved", v) for v in CHUNKS)]
+            schedules += [("zb-h1", 1), ("zb-v", 1), *(("interleaved", v) for v in CHUNKS)]
         for b in microbatches:
             for schedule, chunks in schedules:
                 shape = replace(sizes, microbatch_size=b, schedule=schedule, chunks=chunks)
                 if refusal(task, shape) is not None:
                     yield shape
                     continue
-                for zero_stage in range(4 if sizes.dp > 1 else 1):
-                    for recomputation in (False, "full"):
-                        for sequence_parallel in (False, True) if sizes.tp > 1 else (False,):
-                            yield replace(
-                                shape, zero_stage=zero_stage, recomputation=recomputation,
-                                sequence_parallel=sequence_parallel,
-                            )  # fmt: skip
+                stages = range(1 if sizes.dp * sizes.cp == 1 else 3 if sizes.ep > 1 else 4)
+                for zero_stage, recomputation in product(stages, (False, "full")):
+                    for sequence_parallel in (False, True)[: 1 + (sizes.tp > 1 and not task.model.experts)]:
+                        yield replace(
+                            shape, zero_stage=zero_stage, recomputation=recomputation,
+                            sequence_parallel=sequence_parallel,
+                        )  # fmt: skip
+
+
+def candidate_sizes(task: PlanTask) -> Iterator[ParallelLayout]:
+    """Every dp x pp x cp x tp with every ep. Of cp only sizes that leave a rank `LEAST_TOKENS`."""
+    for outer in divide_ranks(task.cluster.gpus):
+        for cp in divisors(outer.dp) if task.model.causal else (1,):
+            if cp > 1 and task.sequence < LEAST_TOKENS * cp:
+                continue
+            for ep in divisors(gcd(outer.dp, task.model.experts or 1)) if outer.tp == 1 else (1,):
+                sizes = replace(outer, dp=outer.dp // cp, cp=cp, ep=ep)
+                yield sizes
+                if cp > 1 and task.model.heads // sizes.tp >= cp:
+                    yield replace(sizes, context_parallel="ulysses")
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def search(task: PlanTask, progress: bool = True) -> Search:
@@ -137,13 +163,13 @@ def search(task: PlanTask, progress: bool = True) -> Search:
 def least_memory(task: PlanTask) -> tuple[float, ParallelLayout] | None:
     """(bytes, layout) of the smallest with ZeRO 3, recomputation, and one microbatch or one sample each."""
     sizes = []
-    for one, size in product(divide_ranks(task.cluster.gpus), (1, None)):
+    for one, size in product(candidate_sizes(task), (1, None)):
         layout = replace(
             one,
             microbatch_size=size or max(1, task.batch // one.dp),
-            zero_stage=3 if one.dp > 1 else 0,
+            zero_stage=0 if one.dp * one.cp == 1 else 2 if one.ep > 1 else 3,
             recomputation="full",
-            sequence_parallel=one.tp > 1,
+            sequence_parallel=one.tp > 1 and not task.model.experts,
         )
         if refusal(task, layout) is None:
             sizes.append((sum(plan_memory(task, layout).values()), layout))
@@ -192,13 +218,13 @@ def nearest_that_fits(task: PlanTask, layout: ParallelLayout) -> str:
         (f"{n} sample{'s' * (n > 1)} a microbatch", {"microbatch_size": n, "num_microbatches": None})
         for n in range(task.microbatch_size(layout) - 1, 0, -1)
     ]
-    if layout.dp > 1:
+    if layout.dp * layout.cp > 1:
         changes += [(f"ZeRO {n}", {"zero_stage": n}) for n in range(layout.zero_stage + 1, 4)]
     if not layout.recomputation:
         changes += [("recomputation", {"recomputation": "full"})]
     least: dict[str, Any] = {"microbatch_size": 1, "num_microbatches": None, "recomputation": "full"}
     changes += [("one sample a microbatch with recomputation", least)]
-    if layout.dp > 1:
+    if layout.dp * layout.cp > 1:
         changes += [("ZeRO 3 with recomputation and one sample a microbatch", {**least, "zero_stage": 3})]
     for words, change in changes:
         other = replace(layout, **change)

@@ -10,7 +10,7 @@ import torch
 import transformers
 from plan_models import use_float64
 from rank_pools import RankPools
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter, load_balancing_loss_func
 
 import hpnb
 from hpnb import Layout, Mesh, expert_parallel
@@ -40,10 +40,20 @@ def pools() -> Iterator[RankPools]:
     pools.close()
 
 
+def route_in_float64(
+    self: Any, hidden_states: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mixtral's router without its cast to float32, in which sums over ranks would differ by 1e-8."""
+    logits = torch.nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+    top, indices = logits.softmax(-1).topk(self.top_k, -1)
+    return logits, top / top.sum(-1, keepdim=True), indices
+
+
 def build(kind: str, **options: Any) -> Any:
     """A tiny model in float64, whose routers prefer expert 0 and never choose expert 3 of 4."""
     made = getattr(transformers, f"{kind}ForCausalLM")
     use_float64(made)
+    MixtralTopKRouter.forward = route_in_float64
     options.setdefault("experts_implementation", "eager")
     torch.manual_seed(5)
     model = made(getattr(transformers, f"{kind}Config")(**{**SIZES, **KINDS[kind], **options})).double()
@@ -171,6 +181,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp 2 x ep 2, recomputation": (4, {"ep_size": 2, "activation_checkpointing": "full"}),
     "pp 2 x ep 2": (4, {"pp_size": 2, "ep_size": 2, "num_microbatches": 2}),
     "cp 2 = ep 2": (2, {"cp_size": 2, "ep_size": 2}),
+    "tp 2 x ep 2": (4, {"tp_size": 2, "ep_size": 2}),
+    "tp 2 x ep 2, ZeRO 1": (4, {"tp_size": 2, "ep_size": 2, "zero_stage": 1}),
+    "tp 2 x cp 2 = ep 2, ZeRO 2": (4, {"tp_size": 2, "cp_size": 2, "ep_size": 2, "zero_stage": 2}),
+    "pp 2 x ep 2, zb-h1": (4, {"pp_size": 2, "ep_size": 2, "num_microbatches": 4, "pp_style": "zb-h1"}),
+    "pp 2 x ep 2, zb-v, ZeRO 1": (
+        4,
+        {"pp_size": 2, "ep_size": 2, "num_microbatches": 4, "pp_style": "zb-v", "zero_stage": 1},
+    ),
+    "pp 2 x ep 2, dualpipe-v": (
+        4,
+        {"pp_size": 2, "ep_size": 2, "num_microbatches": 4, "pp_style": "dualpipe-v"},
+    ),
 }
 
 
@@ -180,7 +202,8 @@ def test_boosted_steps_and_their_checkpoint_equal_one_process(
     pools: RankPools, kind: str, layout: str, tmp_path: Any
 ) -> None:
     ranks, plugin = LAYOUTS[layout]
-    options = {"experts_implementation": "eager"}
+    v_shaped = plugin.get("pp_style") in ("zb-v", "dualpipe-v")  # two stages a rank
+    options = {"experts_implementation": "eager", "num_hidden_layers": 4 if v_shaped else 2}
     results = pools[ranks].run(boosted_steps, kind, plugin, options, str(tmp_path / "saved"))
     losses, norms, momenta, _ = pools[1].run(boosted_steps, kind, {}, options, str(tmp_path / "one"))[0]
     for theirs in results:
@@ -196,24 +219,42 @@ def test_boosted_steps_and_their_checkpoint_equal_one_process(
     assert max(distances(dict(loaded.named_parameters()), dict(wanted.named_parameters())).values()) < 1e-12
 
 
-def test_the_balancing_loss_is_that_of_all_tokens(pools: RankPools) -> None:
+@pytest.mark.parametrize("plugin", [{}, {"ep_size": 2}, {"tp_size": 2}], ids=str)
+def test_the_balancing_loss_is_that_of_all_tokens(pools: RankPools, plugin: dict[str, Any]) -> None:
     options = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-    ((losses, norms, *_),) = pools[1].run(boosted_steps, "Mixtral", {}, options, None)
-    for plugin in ({}, {"ep_size": 2}):
-        for theirs in pools[2].run(boosted_steps, "Mixtral", plugin, options, None):
-            assert theirs[0] == pytest.approx(losses, rel=1e-12)
-            assert theirs[1] == pytest.approx(norms, rel=1e-12)
+    ((losses, norms, momenta, _),) = pools[1].run(boosted_steps, "Mixtral", {}, options, None)
+    for theirs in pools[2].run(boosted_steps, "Mixtral", plugin, options, None):
+        assert theirs[0] == pytest.approx(losses, rel=1e-12)
+        assert theirs[1] == pytest.approx(norms, rel=1e-12)
+        ours = {str(n): t for n, t in theirs[2].items()}
+        assert max(distances(ours, {str(n): t for n, t in momenta.items()}).values()) < 1e-12
     without = pools[1].run(boosted_steps, "Mixtral", {}, {}, None)[0]
     assert losses[0] > without[0][0] + 0.4
 
 
-def test_a_selection_bias_moves_alike_on_all_ranks(pools: RankPools) -> None:
-    rate = {"selection_bias_rate": 0.01}
-    ((*_, wanted),) = pools[1].run(boosted_steps, "DeepseekV3", rate, {}, None)
-    for *_, bias in pools[4].run(boosted_steps, "DeepseekV3", {**rate, "ep_size": 2}, {}, None):
-        assert bias.keys() == wanted.keys()
-        assert all(torch.equal(bias[n], b) for n, b in wanted.items())
+@pytest.mark.parametrize(
+    "plugin",
+    [{"ep_size": 2}, {"ep_size": 2, "tp_size": 2}, {"ep_size": 2, "pp_size": 2, "num_microbatches": 2}],
+    ids=str,
+)
+def test_a_selection_bias_moves_alike_on_all_ranks(pools: RankPools, plugin: dict[str, Any]) -> None:
+    rate, layers = {"selection_bias_rate": 0.01}, {"num_hidden_layers": 3}  # two of them with experts
+    ((*_, wanted),) = pools[1].run(boosted_steps, "DeepseekV3", rate, layers, None)
+    names = set()
+    for *_, bias in pools[4].run(boosted_steps, "DeepseekV3", {**rate, **plugin}, layers, None):
+        assert all(torch.equal(bias[n], wanted[n]) for n in bias)
+        names |= set(bias)
+    assert names == wanted.keys()
+    assert len(names) == 2
     assert max(float(b.abs().max()) for b in wanted.values()) > 0.009
+
+
+def test_a_selection_bias_stays_in_float32_where_weights_have_16_bits(pools: RankPools) -> None:
+    plugin = {"selection_bias_rate": 0.001, "precision": "bf16"}
+    ((*_, biases),) = pools[1].run(boosted_steps, "DeepseekV3", plugin, {}, None)
+    for bias in biases.values():
+        assert bias.dtype == torch.float32
+        assert float(bias.abs().max()) == pytest.approx(0.003, rel=1e-6)  # three steps, none of them rounded
 
 
 def balance_of_one() -> tuple[float, float]:

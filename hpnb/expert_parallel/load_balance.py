@@ -144,7 +144,8 @@ class SelectionBias:
         if not rate > 0:
             raise ValueError(f"rate={rate} moves no selection bias; use a rate above 0, such as 0.001")
         self.rate = rate
-        self.biases: dict[str, torch.Tensor] = {}
+        self._owners: dict[str, tuple[nn.Module, str]] = {}
+        self._as_given: dict[str, torch.Tensor] = {}
         buffers = dict(model.named_buffers())
         for name in experts.num_experts:
             parent = name.rpartition(".")[0]
@@ -156,8 +157,23 @@ class SelectionBias:
                     "(e_score_correction_bias); balance it by config.output_router_logits=True and "
                     "router_aux_loss_coef"
                 )
-            self.biases[name] = buffers[bias_names[0]]
+            path, _, attribute = bias_names[0].rpartition(".")
+            self._owners[name] = model.get_submodule(path), attribute
+            self._as_given[name] = buffers[bias_names[0]].clone()
         self.loads = ExpertLoads(experts, axis)
+
+    @property
+    def biases(self) -> dict[str, torch.Tensor]:
+        """{name of a layer: (E,)}: the buffers as they are now. Moving or casting a model makes new ones."""
+        return {name: module.get_buffer(attribute) for name, (module, attribute) in self._owners.items()}
+
+    def widen(self) -> None:
+        """Undo a cast of the biases to 16 bits, where a step of 0.001 is lost once a bias exceeds 0.25."""
+        for name, bias in self.biases.items():
+            (module, attribute), given = self._owners[name], self._as_given[name]
+            if bias.dtype in (torch.float16, torch.bfloat16) and bias.device.type != "meta":
+                module._buffers[attribute] = given.to(bias.device, torch.float32)
+        self._as_given.clear()
 
     @torch.no_grad()
     def step(self) -> dict[str, torch.Tensor]:
@@ -166,9 +182,10 @@ class SelectionBias:
         Returns:
             {name of a layer: (E,)}: tokens of each expert on all ranks.
         """
-        loads = self.loads.end_step()
+        loads, biases = self.loads.end_step(), self.biases
         for name, load in loads.items():
-            bias, wide = self.biases[name], load.double().to(self.biases[name].device)
+            bias = biases[name]
+            wide = load.double().to(bias.device)
             bias += self.rate * torch.sign(wide.mean() - wide).to(bias)
         return loads
 

@@ -97,6 +97,8 @@ def parallelize_model(
                 use_patch_matmul(model)
         enable_recomputation(model, plugin.activation_checkpointing)
         plugin.policy.cast(model)
+        if selection_bias is not None:
+            selection_bias.widen()
     model_class: type[Any] = type(model)
     config = getattr(model, "config", None)
     generation_config = getattr(model, "generation_config", None)
@@ -273,11 +275,10 @@ def _shard_experts(
     """Experts over ep, and what keeps them equally busy on all ranks."""
     mesh = plugin.mesh
     if getattr(getattr(model, "config", None), "output_router_logits", False):
-        if plugin.pp_size > 1 or plugin.tp_size > 1:
+        if plugin.pp_size > 1:
             raise ValueError(
-                "output_router_logits=True adds a loss over the routers of all layers and tokens, which no "
-                f"rank sees with pp_size={plugin.pp_size} and tp_size={plugin.tp_size}: use 1 and 1, or "
-                "config.output_router_logits=False"
+                "output_router_logits=True adds a loss over the routers of all layers, and with "
+                f"pp_size={plugin.pp_size} no rank sees them: use 1, or config.output_router_logits=False"
             )
         expert_parallel.share_balancing_loss(model, mesh.dp_cp)
     if plugin.ep_size == 1 and not plugin.selection_bias_rate:

@@ -105,17 +105,12 @@ def _check_expert_parallelism(o: PluginOptions) -> str | None:
     if o.ep_size == 1 and not o.selection_bias_rate:
         return None
     at = f"with ep_size={o.ep_size}" if o.ep_size > 1 else f"with selection_bias_rate={o.selection_bias_rate}"
-    if o.tp_size > 1:
-        return f"use tp_size=1 {at}, not {o.tp_size}"
+    if o.tp_mode != "1d":
+        return f"use tp_mode='1d' {at}, not {o.tp_mode!r}"
     if o.zero_stage > _MOST_ZERO and o.ep_size > 1:
         return f"use zero_stage={_MOST_ZERO} {at}, not {o.zero_stage}"
     if o.enable_jit_fused:
         return f"leave enable_jit_fused out {at}"
-    if o.pp_size > 1 and (
-        o.selection_bias_rate
-        or schedules.make(o.pp_style, o.pp_size * o.chunks, o.least_microbatches, o.chunks).splits
-    ):
-        return f"use pp_size=1 {at}, or a pp_style without a split backward and no selection_bias_rate"
     return None
 
 
@@ -152,8 +147,8 @@ REFUSED: tuple[Refusal, ...] = (
         _check_context_parallelism,
     ),
     Refusal(
-        "expert parallelism with tensor parallelism, a compiled block, ZeRO 3 or a split backward",
-        "an expert lives whole on the ranks of its edp group, and its block sends messages",
+        "expert parallelism with a grid, a compiled block or ZeRO 3",
+        "a block of experts sends messages, and its weights are replicated over its edp group",
         _check_expert_parallelism,
     ),
     Refusal(

@@ -6,6 +6,7 @@ pytest tests/test_own_models.py
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import grouped_queries
 import own_models
 import pytest
 import torch
-from own_models import NoMask, NoNorm, OwnLlama, batch, register_llama
+from own_models import LlamaParts, NoMask, NoNorm, OwnLlama, batch, parts, register_llama
 from rank_pools import RankPools
 from torch import nn
 
@@ -26,6 +27,8 @@ from hpnb.models.compare_parts import first_step_check
 from hpnb.models.role import check as check_role
 from hpnb.pipeline_parallel import schedules
 from hpnb.pipeline_parallel.layers import layers
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +58,40 @@ def test_a_model_that_is_registered_well_passes_and_stays_as_it_was() -> None:
     report = hpnb.models.check(model, batch())
     assert "pipeline on 2 ranks" in report
     assert "tensor parallelism on 2 ranks" in report
+    assert "no sequence parallelism: LlamaParts does not say how many tokens a batch has" in report
     assert all(torch.equal(p, weights[name]) and p.grad is None for name, p in model.named_parameters())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class PartsWithTokens(LlamaParts):
+    def tokens(self, inputs: Any) -> Any:
+        return inputs["ids"].shape
+
+
+class CenteredLlama(OwnLlama):
+    """After each block the mean over the tokens goes, which a rank with half of the tokens does not know."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.tokens(ids) + self.start
+        for block in self.blocks:
+            x = block(x, self.rotary, mask)
+            x = x - x.mean(1, keepdim=True)
+        return self.logits(self.norm(x))  # type: ignore[no-any-return]
+
+
+class CenteredParts(PartsWithTokens):
+    def run(self, block: Any, hidden: Any, inputs: Any) -> Any:
+        hidden = super().run(block, hidden, inputs)
+        return hidden - hidden.mean(1, keepdim=True)
+
+
+def test_a_block_that_needs_all_tokens_fails_under_sequence_parallelism_alone() -> None:
+    register_llama(PartsWithTokens)
+    assert "sequence parallelism on 2 ranks" in hpnb.models.check(OwnLlama(), batch())
+    hpnb.models.register(CenteredLlama, lambda net: parts(net, CenteredParts), own_models.roles)
+    with pytest.raises(ValueError, match="sequence parallelism on 2 ranks: output") as failed:
+        hpnb.models.check(CenteredLlama(), batch())
+    assert "tensor parallelism on 2 ranks:" not in str(failed.value)
 
 
 @pytest.mark.parametrize(("kind", "part"), [(NoNorm, "norm"), (NoMask, "blocks.0")])
@@ -476,32 +511,25 @@ wanted = model(x).square().mean().item()
 print(max(abs(loss / wanted - 1) for loss in hpnb.launch(step, model, x, ranks=2, device="cpu")) < 1e-12)
 hpnb.models.register(Own, lambda net: sys.stdout, lambda net: {})
 hpnb.models.register(Own, (lambda file: lambda net: file)(open(sys.argv[0])), lambda net: {})
-print(hpnb.launch(hpnb.rank, ranks=2, device="cpu"))
+import own_models
+own_models.register_llama()
+count = lambda: len(hpnb.models.anatomy(own_models.OwnLlama()).blocks)
+print(hpnb.launch(count, ranks=2, device="cpu"))
 """
 
 
 def test_what_a_script_registers_reaches_its_ranks(tmp_path: Path) -> None:
-    """Lambdas and classes of __main__, again when the caller registers again; what does not pickle stays."""
+    """Lambdas and classes of __main__, again when the caller registers again, and functions of a module.
+
+    What does not pickle stays.
+    """
     file = tmp_path / "script.py"
     file.write_text(IN_MAIN)
-    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(Path(__file__).parent)))}
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stderr
     names = [f"layers.{i}" for i in range(4)]
-    assert done.stdout.splitlines() == ["True", str(["layers.1", *names[1:]]), str(names), "True", "[0, 1]"]
-
-
-def test_what_a_script_registers_of_a_module_reaches_its_ranks() -> None:
-    script = (
-        "import hpnb, own_models\n"
-        "own_models.register_llama()\n"
-        "count = lambda: len(hpnb.models.anatomy(own_models.OwnLlama()).blocks)\n"
-        "print(hpnb.launch(count, ranks=2, device='cpu'))\n"
-    )
-    here = Path(__file__).parent
-    run = [sys.executable, "-c", script]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=120, cwd=here)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[2, 2]"
+    assert done.stdout.splitlines() == ["True", str(["layers.1", *names[1:]]), str(names), "True", "[2, 2]"]
 
 
 # --- what is registered in another form than it is needed in ------------------------------------------------

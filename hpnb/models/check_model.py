@@ -7,6 +7,7 @@
     pipeline    on 2 ranks, half of the blocks each: the same outputs and gradients, tied weights included
     roles       on 2 ranks of tensor parallelism: the same again, masks included; and on 3 ranks, where every
                 split has pieces for 3, because heads that are left over show what an even split hides
+    sequence    on 2 ranks that shard the tokens between the matrices; the reason, if that is refused
 
 What differs is listed with the names of parts and parameters.
 """
@@ -38,6 +39,7 @@ from hpnb.ranks.current_rank import inside_rank
 from hpnb.ranks.errors import RankError
 
 TOLERANCE = 1e-9
+_REFUSED = "refused: "
 
 
 def check(model: nn.Module, batch: Mapping[str, Any], ranks: int = 2, timeout: float = 120.0) -> str:
@@ -82,12 +84,19 @@ def check(model: nn.Module, batch: Mapping[str, Any], ranks: int = 2, timeout: f
     if not problems and ranks > 1 and not inside_rank():
         copied.eval()
         wanted = _outputs_and_gradients(lambda: run_parts(anatomy(copied), inputs), copied)
-        runs = [("pipeline", _on_a_pipeline, ranks), ("tensor parallelism", _on_tensor_parallel, ranks)]
+        runs = [
+            ("pipeline", _on_a_pipeline, ranks),
+            ("tensor parallelism", _on_tensor_parallel, ranks),
+            ("sequence parallelism", _on_sequence_parallel, ranks),
+        ]
         if _can_split_unevenly(copied, ranks + 1):
             runs.append(("tensor parallelism", _on_tensor_parallel, ranks + 1))
         for what, compute, n in runs:
             note = f" [on {n} ranks and not {ranks}, so that units are left over]" if n != ranks else ""
-            lines = _compare_on_ranks(what, compute, registration, copied, inputs, wanted, n, timeout)
+            lines = list(_compare_on_ranks(what, compute, registration, copied, inputs, wanted, n, timeout))
+            if lines and lines[0].startswith(_REFUSED):
+                done.append(f"no {what}: {lines[0].removeprefix(_REFUSED)}")
+                continue
             problems += [line + note for line in lines]
             done.append(f"{what} on {n} ranks")
     if problems:
@@ -208,6 +217,9 @@ def _compare_on_ranks(
     except RankError as error:
         yield f"{what} on {ranks} ranks: {str(error).splitlines()[0]}"
         return
+    if isinstance(found[0], str):
+        yield found[0]
+        return
     outputs = next(of_rank[0] for of_rank in found if of_rank[0])
     gradients = {name: g for of_rank in reversed(found) for name, g in of_rank[1].items()}
     yield from _differences(f"{what} on {ranks} ranks", (outputs, gradients), (wanted[0], wanted[1]))
@@ -232,14 +244,38 @@ def _on_a_pipeline(registration: Registration, model: nn.Module, inputs: dict[st
     return {name: value.detach() for name, value in outputs.items()}, gradients
 
 
-def _on_tensor_parallel(registration: Registration, model: nn.Module, inputs: dict[str, Any]) -> Result:
-    hpnb, tensor_parallel = import_module("hpnb"), import_module("hpnb.tensor_parallel")
+def _on_sequence_parallel(
+    registration: Registration, model: nn.Module, inputs: dict[str, Any]
+) -> Result | str:
+    """The result, or why such a model cannot run like this, which is no fault of what is registered."""
     registry.REGISTERED[type(model)] = registration
-    mesh = hpnb.Mesh(hpnb.Layout(tp=hpnb.world_size()))
-    tensor_parallel.parallelize(model, mesh.tp)
+    axis = _tp_axis()
+    try:
+        import_module("hpnb.tensor_parallel").parallelize(model, axis, sequence_parallel=True)
+    except ValueError as error:
+        return f"{_REFUSED}{error}"
+    try:
+        return _result_of_shards(model, inputs)
+    except NotImplementedError as error:  # the parts do not say how many tokens a batch has
+        return f"{_REFUSED}{error}"
+
+
+def _on_tensor_parallel(registration: Registration, model: nn.Module, inputs: dict[str, Any]) -> Result:
+    registry.REGISTERED[type(model)] = registration
+    import_module("hpnb.tensor_parallel").parallelize(model, _tp_axis())
+    return _result_of_shards(model, inputs)
+
+
+def _tp_axis() -> Any:
+    hpnb = import_module("hpnb")
+    return hpnb.Mesh(hpnb.Layout(tp=hpnb.world_size())).tp
+
+
+def _result_of_shards(model: nn.Module, inputs: dict[str, Any]) -> Result:
     outputs = tensors_of(run_parts(anatomy(model), inputs))
     loss_of(outputs.values()).backward()
-    return {name: value.detach() for name, value in outputs.items()}, tensor_parallel.full_gradients(model)
+    gradients = import_module("hpnb.tensor_parallel").full_gradients(model)
+    return {name: value.detach() for name, value in outputs.items()}, gradients
 
 
 def _of_float64(value: Any) -> Any:

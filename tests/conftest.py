@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import sys
 import tempfile
 from collections import defaultdict
 
@@ -18,6 +19,11 @@ _home = tempfile.mkdtemp(prefix="hpnb-tests-")
 os.environ["HPNB_HOME"] = _home
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
+
+# Containers often forbid files of bytecode. A hundred processes import hpnb here, and without such files each
+# of them compiles it, for half a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -117,7 +117,8 @@ def on_ranks(kind: str, ep: int, skewed: bool, options: dict[str, Any]) -> Any:
 
 def distances(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, float]:
     assert ours.keys() == wanted.keys()
-    typical = sum(float(w.detach().norm()) for w in wanted.values()) / len(wanted)
+    wanted = {name: w.detach() for name, w in wanted.items()}
+    typical = sum(float(w.norm()) for w in wanted.values()) / len(wanted)
     return {n: float((ours[n] - w).norm()) / max(float(w.norm()), 1e-3 * typical) for n, w in wanted.items()}
 
 

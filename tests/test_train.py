@@ -591,6 +591,7 @@ def test_a_folder_without_the_data_is_called_as_the_file_calls_it(pools: RankPoo
     assert f"[data] folder = {str(tmp_path)!r} has no Beans" in str(raised.value)
 
 
+@pytest.mark.sampled(1)  # without torchrun both are tested above, and torchrun passes on either
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_under_torchrun_it_is_one_of_the_ranks_and_a_signal_saves(
     tmp_path: Path, number: signal.Signals

@@ -15,6 +15,7 @@ import re
 from collections import Counter
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hpnb.ranks.current_rank import current
 from hpnb.ranks.gpu_limits import gpu_memory_limit
@@ -90,12 +91,13 @@ def live_tensors(device: str) -> Counter[Group]:
     seen: set[int] = set()
     groups: Counter[Group] = Counter()
     for tensor in sorted(tensors, key=lambda t: id(t) not in category):  # a view counts with its parameter
-        if tensor.layout is not torch.strided:
+        # Tracing leaves fake tensors behind: they have no memory, and asking one for its address warns.
+        if tensor.layout is not torch.strided or isinstance(tensor, FakeTensor):
             continue
         storage = tensor.untyped_storage()
         try:
             address = storage.data_ptr()
-        except RuntimeError:  # a fake tensor, as tracing leaves them behind, has no memory
+        except RuntimeError:  # nor has a subclass that wraps others
             continue
         if address and address not in seen:
             seen.add(address)

@@ -29,7 +29,7 @@ from hpnb.lesson.exercises import vit_tensor_parallel as notebook_03
 from hpnb.lesson.exercises import vit_tensor_size
 from hpnb.lesson.exercises.checker import passed
 from hpnb.lesson.home import load, read_json, save, write_json
-from hpnb.lesson.programs import device_timing, step_timing, vit_pipeline, vit_tensor
+from hpnb.lesson.programs import device_timing, step_timing, vit_pipeline, vit_tensor, vit_tensor_predictions
 from hpnb.models import ViTSize
 from hpnb.pipeline_parallel import schedules
 from hpnb.record import Event, Timeline
@@ -1172,7 +1172,7 @@ def test_every_job_tells_a_choice_by_time_from_one_by_memory_or_by_habit() -> No
         return min(able(job), key=step)
 
     (off,) = findings(vit_tensor_size.choose_ranks, behind_computing_alone)
-    assert re.match(r"fits, a slow wire: t=2: a step of .*, 1.13 times the shortest of those that fit", off)
+    assert re.match(r"fits, a slow link: t=2: a step of .*, 1.13 times the shortest of those that fit", off)
     for odd in (3, 0, -4, 4.5, float("nan"), True, "4", None, (4, 16)):
         said = findings(vit_tensor_size.choose_ranks, lambda job, odd=odd: odd)
         wanted = f"t is {odd!r}, and it must be an int that divides 64 devices: 1, 2, 4, 8, 16, 32, 64"
@@ -1258,7 +1258,7 @@ def test_modes_race_on_four_ranks_and_are_written_down() -> None:
             for images in (8, 64)
         }
         card = lesson.MachineCard("a machine", "cpu", 4, 1e-4, 1e9, 1e11, "float32", (1,), (1.0,))
-        told = vit_tensor.predict_modes(raced, card, torch.float32)
+        told = vit_tensor_predictions.predict_modes(raced, card, torch.float32)
         vit_tensor.add_to_ledger(ranks, raced, told, card, torch.float32)
     assert all(set(times) == {"1d", "1d+sp", "2d"} and min(times.values()) > 0 for times in raced.values())
     assert told.keys() == raced.keys()

@@ -1021,7 +1021,7 @@ def test_grid_steps_show_the_root_of_every_panel() -> None:
     told = words(fig)
     assert {"step 0", "step 1", "step 2", "T"} <= set(told)
     assert {"along tp.1: broadcast", "along tp.0: broadcast"} <= set(told)
-    assert told.count("1.20 kB leave a rank") == 3  # 2/3 of 1200 + 600
+    assert told.count("1.20 kB a rank, mean") == 3  # 2/3 of 1200 + 600
 
 
 def reduced(to: int) -> list[list[Message]]:

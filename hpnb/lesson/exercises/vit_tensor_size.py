@@ -59,9 +59,9 @@ class TensorTask:
 TASKS = {
     "fits, and many tokens": TensorTask(64, 24, 2048, 2e6, 400e12, LINKS["NVLink 4"], 80e9),
     "does not fit": TensorTask(64, 40, 5120, 2e6, 400e12, LINKS["NVLink 4"], 80e9),
-    "few tokens, a slow wire": TensorTask(64, 24, 8192, 8192, 400e12, LINKS["InfiniBand NDR"], 400e9),
-    "fits, a slow wire": TensorTask(64, 24, 2048, 65536, 400e12, LINKS["Ethernet 100 Gb"], 80e9),
-    "does not fit, a slow wire": TensorTask(32, 32, 4096, 32768, 400e12, LINKS["Ethernet 100 Gb"], 60e9),
+    "few tokens, a slow link": TensorTask(64, 24, 8192, 8192, 400e12, LINKS["InfiniBand NDR"], 400e9),
+    "fits, a slow link": TensorTask(64, 24, 2048, 65536, 400e12, LINKS["Ethernet 100 Gb"], 80e9),
+    "does not fit, a slow link": TensorTask(32, 32, 4096, 32768, 400e12, LINKS["Ethernet 100 Gb"], 60e9),
 }
 
 

@@ -48,6 +48,8 @@ class Explorer:
         challenge: judged at every setting.
         answer: {knob: value} of a setting that meets the challenge; other knobs as they open.
         trade: (knob, reading) that show what the challenge trades.
+        trade_names: of its two curves: the other knobs as they open, and as the answer has them.
+        goal: of the challenge, for that reading; its axis is logarithmic then.
 
     Attributes:
         readings: what was read at the present setting.
@@ -65,12 +67,15 @@ class Explorer:
         challenge: Challenge | None = None,
         answer: Mapping[str, Any] | None = None,
         trade: tuple[str, str] | None = None,
+        trade_names: tuple[str, str] = ("as it opens", "with the answer's other knobs"),
+        goal: float | None = None,
     ) -> None:
         import ipywidgets
 
         self.readings: dict[str, Any] = {}
         self.solved = False
         self.answer, self._trade = dict(answer or {}), trade
+        self._trade_names, self._goal = trade_names, goal
         self._evaluate, self._knobs, self._challenge = readings, dict(knobs), challenge
         self._quiet, self._later = False, None  # type: bool, asyncio.TimerHandle | None
         self._lock = threading.Lock()  # newer kernels handle widgets in a thread of their own
@@ -112,8 +117,10 @@ class Explorer:
         pictures = [("It opens here", opening), (f"An answer to the challenge: {moved}", answer)]
         if self._trade is not None:
             knob, reading = self._trade
-            places = {"as it opens": start, "with the answer's other knobs": setting}
-            middle = small_multiples.trade_off(self.read, knob, self._knobs[knob], reading, places)
+            places = dict(zip(self._trade_names, (start, setting), strict=True))
+            middle = small_multiples.trade_off(
+                self.read, knob, self._knobs[knob], reading, places, self._goal
+            )
             pictures.insert(1, (f"The trade-off over {knob.replace('_', ' ')}", middle))
         words = f"As it opens: {alt} Answer, {moved}: {answer_alt}"
         return small_multiples.stack(pictures), words

@@ -1,6 +1,6 @@
 """An explorer on a page without widgets: the opening setting, the trade-off over one knob, and the answer.
 
-Three pictures stacked as one figure. The middle one draws a reading over all stops of a knob, once with the
+Three pictures stacked as one figure. The middle one draws a reading over the stops of a knob, once with the
 other knobs as they open and once as the answer has them.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from hpnb.lesson.explorers.knobs import Choice
 
-MOST_STOPS = 24
+MOST_STOPS = 32
 _SCALE, _HEADING = 1.6, 0.3  # device pixels a CSS pixel, as plot.png has it; inches a line
 _COLUMNS = 70  # of a heading
 
@@ -58,9 +58,15 @@ def trade_off(
     control: Slider | Choice,
     reading: str,
     settings: Mapping[str, Mapping[str, Any]],
+    goal: float | None = None,
 ) -> Figure:
-    """`reading` over the stops of a knob, a curve for each of the `settings` of the others."""
-    from hpnb.plot.curves import CurvePanel, Series, curves, looks, write_values
+    """`reading` over the stops of a knob, a curve for each of the `settings` of the others.
+
+    With a `goal`, a line at it on a logarithmic axis.
+    """
+    from hpnb.plot.canvas import Key
+    from hpnb.plot.curves import CurvePanel, Series, curves, looks, set_ticks, write_values
+    from hpnb.plot.grammar import INK, OpStyle
     from hpnb.plot.units import byte_count
 
     slider = isinstance(control, Slider)
@@ -83,9 +89,19 @@ def trade_off(
     label, unit = split_unit(reading)
     words = f"{label} ({unit})" if unit else label
     log = "x" if isinstance(control, Slider) and control.log else ""
+    log += "y" if goal is not None else ""
     of_knob = f" ({control.unit})" if isinstance(control, Slider) and control.unit else ""
     panel = CurvePanel(series, ylabel=words, xlabel=knob.replace("_", " ") + of_knob, log=log, height=1.7)  # type: ignore[arg-type]
-    figure = curves([panel], title=f"{label} over {knob.replace('_', ' ')}")
+    keys = [Key(OpStyle(INK, "", "", ":"), "line", f"goal: {goal:g}")] if goal is not None else []
+    figure = curves([panel], title=f"{label} over {knob.replace('_', ' ')}", more_keys=keys)
+    if goal is not None:
+        figure.axes[0].axhline(goal, color=INK, linestyle=":", linewidth=1.4, label="goal")
+        values = [goal, *(y for curve in series for y in curve.y)]
+        low, high = min(values), max(values)
+        ticks = [step * 10.0**k for k in range(-6, 9) for step in (1, 2, 5)]
+        ticks = [tick for tick in ticks if low / 2 <= tick <= high * 2]
+        set_ticks(figure.axes[0].yaxis, ticks, "{:g}".format)
+        figure.axes[0].set_ylim(low / 1.3, high * 1.3)
     if unit == "B":
         figure.axes[0].set_ylabel("")  # the title says it
         figure.axes[0].yaxis.set_major_formatter(lambda value, _: byte_count(value))

@@ -52,7 +52,9 @@ def tensor_modes() -> Explorer:
 
     Every message waits for the matmul before it: nothing overlaps. 400 TFLOP/s a rank, values of 2 bytes.
     """
-    return Explorer(KNOBS, mode_readings, CHALLENGE, ANSWER, trade=("batch", "compute / sending")).display()
+    names = "predicted, NVLink 4, s = 2,048", "predicted, InfiniBand NDR, s = 8,192"
+    trade = "batch", "compute / sending"
+    return Explorer(KNOBS, mode_readings, CHALLENGE, ANSWER, trade, names, goal=0.4).display()
 
 
 def mode_readings(
@@ -88,7 +90,8 @@ def mode_readings(
             exposed=True,
             text=not fast,
             axis_labels={0: "each rank"},
-            title=f"one block of {hidden:,}, {batch} x {sequence:,} tokens, over {ranks} ranks on {link}",
+            title=f"h = {hidden:,}, {batch} x {sequence:,} tokens, {ranks} ranks on {link}: "
+            f"{number(activations + states, 'B')} a rank",
         )
         return figure, (
             f"A block by {mode} over {ranks} ranks on {link}"

@@ -67,6 +67,8 @@ def grid_steps(
         first = next(m for sent_by_rank in messages for m in sent_by_rank if (m.axis, m.op) == (axis, op))
         look = OpStyle(COLORS[direction], "", "", LINES.get(op, "-"))
         keys.append(Key(look, "line", f"{names(first) if names else axis}: {style_of(op).label}"))
+        if any(call.root >= 0 for calls in steps for call in calls if (call.axis, call.op) == (axis, op)):
+            keys.append(Key(OpStyle(mix(COLORS[direction], CARD, 0.62), "", ""), "flat", "its root"))
     grids = min(MOST, len(steps))
     wide = (WIDTH - 0.5 - BETWEEN * (grids - 1)) / grids
     cell = min(0.62, wide / columns, 3.4 / rows)  # inches
@@ -89,8 +91,8 @@ def grid_steps(
 
 
 def summa_steps(messages: Sequence[Sequence[Message]], shape: tuple[int, int], title: str) -> Figure:
-    """`grid_steps` of C = A B by SUMMA, whose axes come from `Axis.split`: blocks of B go along tp.0."""
-    return grid_steps(messages, shape, lambda m: "B down" if m.axis == "tp.0" else "A across", title)
+    """`grid_steps` of y = x W by SUMMA, whose axes come from `Axis.split`: blocks of W go along tp.0."""
+    return grid_steps(messages, shape, lambda m: "W down" if m.axis == "tp.0" else "x across", title)
 
 
 def _steps(messages: Sequence[Sequence[Message]]) -> tuple[list[list[_Call]], list[str]]:
@@ -119,7 +121,7 @@ def _steps(messages: Sequence[Sequence[Message]]) -> tuple[list[list[_Call]], li
     words = []
     for by_rank in sent:
         amounts = sorted({byte_count(by_rank[rank]) for rank in range(len(messages))})
-        words.append(f"{' to '.join((amounts[0], amounts[-1])[: len(amounts)])} leave a rank")
+        words.append(f"{' to '.join((amounts[0], amounts[-1])[: len(amounts)])} a rank, mean")
     return [list(calls) for calls in members], words
 
 

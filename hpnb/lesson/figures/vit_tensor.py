@@ -60,8 +60,8 @@ def gradient_cliff(errors: Mapping[str, Mapping[str, float]], title: str | None 
     fig = curves([panel], title=heading, left=_LEFT, right=_RIGHT, head=0.3,
                  bottom=0.4 + (longest + 0.06 if longest else 0.0))  # fmt: skip
     (ax,) = fig.axes
-    for line in ax.get_lines():
-        line.set_markersize(5.5)
+    for i, line in enumerate(reversed(ax.get_lines())):
+        line.set_markersize(5 + 4 * i)  # runs that agree would cover each other
     every = [error for run in errors.values() for error in run.values()]
     top = math.ceil(math.log10(max(1.0, *every)) + 0.3)
     ax.set(xlim=(-1, len(modules)), ylim=(FOOT / 2, 10.0**top))
@@ -117,7 +117,7 @@ def _name_modules(ax: Axes, names: Sequence[str], blocks: Sequence[tuple[str, in
     left, right = ax.get_xlim()
     module_inches = (WIDTH - _LEFT - _RIGHT) / (right - left)
     for i, (layer, start, stop) in enumerate(blocks):
-        if i % 2:
+        if layer and i % 2:
             shade = ax.axvspan(start - 0.5, stop - 0.5, color="#EEF1F5", linewidth=0, zorder=0)
             shade.set_label(f"shade {layer}")
         fitting = (w for w in (f"layer {layer}", layer)

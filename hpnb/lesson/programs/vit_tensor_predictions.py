@@ -1,0 +1,67 @@
+"""What theory predicts for notebook 03: seconds of a block in every mode, its calls and its latencies.
+
+    predict_modes(measured, card, torch.float32)    seconds of one block, as `vit_tensor.time_blocks` has them
+    slower_than_predicted(recorded, block, card)    where a recorded block and the card's rates differ
+
+`vit_tensor` runs what is predicted here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hpnb import theory
+from hpnb.lesson.machine_card import MachineCard
+from hpnb.lesson.programs.vit_tensor import ModeSeconds, mean_seconds
+from hpnb.models import ViTSize
+from hpnb.record import Timeline
+from hpnb.theory import Block
+
+
+def predict_modes(measured: ModeSeconds, card: MachineCard, dtype: torch.dtype) -> ModeSeconds:
+    """The same by `theory.block_seconds`: matmuls at the card's rate, messages on its link, no overlap."""
+    return {
+        (size, images): {
+            mode: _predict_block(size.block(images, dtype.itemsize), mode, card) for mode in modes
+        }
+        for (size, images), modes in measured.items()
+    }
+
+
+def _predict_block(block: Block, mode: str, card: MachineCard) -> float:
+    grid = mode.removesuffix("+sp")
+    return theory.block_seconds(block, grid, card.ranks, card.link, card.matmul, 1, mode != grid).total
+
+
+def calls_of_modes(size: ViTSize, modes: Sequence[str]) -> dict[str, int]:
+    """{mode: collectives that a block calls on 4 ranks, forward and backward}, whatever the sizes."""
+    grids = {mode: (mode.removesuffix("+sp"), 4, 1, mode.endswith("+sp")) for mode in modes}
+    return {mode: theory.block_sent(size.block(1), *grid).calls for mode, grid in grids.items()}
+
+
+def latencies_of_modes(ranks: int, depths: Mapping[str, int]) -> dict[str, float]:
+    """{mode: link latencies of a block's collectives, one after the other}, whatever the sizes."""
+    latency_only, block = theory.Link(1.0, math.inf), Block(1024, 8, 1024, 1)
+    return {
+        mode: theory.block_sent(block, mode, ranks, depths.get(mode, 1)).seconds(latency_only)
+        for mode in ("1d", "2d", "2.5d", "3d")
+    }
+
+
+def slower_than_predicted(recorded: Timeline, block: Block, card: MachineCard) -> dict[str, float]:
+    """How many times as long a recorded block in 1D took as the card predicts for it.
+
+    Returns:
+        "compute", over its matmuls at the card's rate; "latency", what latency makes of the all-reduces'
+        bytes alone; "sums", the recorded all-reduces over those with latency.
+    """
+    messages = theory.block_sent(block, "1d", card.ranks)
+    sums = messages.seconds(card.link)
+    return {
+        "compute": mean_seconds(recorded, "FIW") * card.ranks * card.matmul / block.training_flops,
+        "latency": sums * card.link.bandwidth / messages.bytes(),
+        "sums": mean_seconds(recorded) / sums,
+    }

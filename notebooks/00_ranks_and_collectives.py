@@ -52,16 +52,24 @@ from hpnb.lesson.programs.tcp_traffic import tcp_traffic
 # %load_ext hpnb
 N = hpnb.ranks.default_ranks()
 choice = hpnb.ranks.choose_device("auto", N)
-DEVICE = "cpu" if choice.shares_gpus else "auto"
+DEVICE = "cpu" if choice.shares_gpus else "auto"  # two ranks on one GPU: use the CPU
 why = "ranks that share a GPU have no link between them, so this page runs on the CPU"
 here = lesson.banner(N, DEVICE, reading=why if choice.shares_gpus else "")
 lesson.record("00.ran", {"ranks": N, "backend": here.backend})
 
 # %% [markdown]
+# <details><summary>Words of the banner and of the cells</summary>
+#
+# `hpnb` is the library of this series. *Contended*: ranks share cores, so measured times include waiting for a core.
+# *Simulated*: communication times come from a formula, as in this page's one replay. *Replayed from CPU times* stands
+# in titles of later pages. `lesson.record` and `lesson.ledger` save numbers for this text and for later pages. An
+# `identity` is a prediction that must hold exactly.
+# </details>
+#
 # ## Several processes, no shared memory
 #
-# A training job on several GPUs is one program that runs several times. Each copy is an ordinary *process* with its
-# own Python interpreter, its own memory and usually its own GPU. PyTorch numbers the processes from 0 and calls each
+# A training job on several GPUs is one program that runs several times. Each copy is a *process* with its
+# own memory and usually its own GPU. PyTorch numbers the processes from 0 and calls each
 # of them a *rank*. A machine is a *node*; it commonly runs one rank for each of its GPUs.
 #
 # ```text
@@ -74,13 +82,6 @@ lesson.record("00.ran", {"ranks": N, "backend": here.backend})
 # No rank can read another rank's memory, so whatever they share has to be sent. A *backend* carries the bytes: NCCL
 # between GPUs, gloo on CPUs. This page ran <data value="00.ran.ranks">4</data> ranks over <data value="00.ran.backend">gloo</data>.
 #
-# <details><summary>Words of the banner and of the cells</summary>
-#
-# `hpnb` is the library of this series. *Contended*: ranks share cores, so measured times include waiting for a core.
-# *Replayed* and *simulated*: the communication times come from a formula, and the title says so. `lesson.record` and
-# `lesson.ledger` save numbers for this text and for later pages. An `identity` is a prediction that must hold exactly.
-# </details>
-#
 # The cell magic `%%ranks` runs a cell on every rank. The first such cell starts the processes, and they stay for the
 # cells that follow. Here each rank fills a tensor with its own number.
 
@@ -90,7 +91,7 @@ x = torch.full((2,), float(hpnb.rank()), device=hpnb.device())  # (2,)
 x
 
 # %% [markdown]
-# In the next cell `N` belongs to the notebook and `x` to the ranks.
+# In the next cell `N` belongs to the notebook and `x` to the ranks. Results appear as ranks finish.
 
 # %%
 # %%ranks
@@ -101,24 +102,26 @@ N * x
 #
 # If a `%%ranks` cell uses a variable from the notebook, such as `N`, each rank gets a
 # copy, and a fresh copy whenever you reassign it. In-place changes are not sent. A variable created on a rank, such
-# as `x`, stays on that rank, and the notebook does not see it.
+# as `x`, stays on that rank, and the notebook does not see it. A function that you launch gets copies likewise of what
+# it uses from the notebook.
 # </details>
 #
-# `%%ranks` is one way to run code on ranks. The other is `hpnb.launch(function, ranks=N)`. It starts fresh processes,
-# runs the function on each of them, and returns a list with one result from each rank.
+# The other way to run code on ranks is `hpnb.launch(function, ranks=N)`. It starts fresh processes, runs the function
+# on each, and returns the list of their results.
 #
 # <details><summary>In your tools: starting ranks</summary>
 #
 # Outside a notebook a launcher starts one process for each GPU: `torchrun --nproc_per_node=4 train.py` for PyTorch
-# and Megatron-LM, `deepspeed --num_gpus=4 train.py`, or `accelerate launch --num_processes=4 train.py`. Each process
-# then joins the others:
+# and Megatron-LM, `deepspeed --num_gpus=4 train.py`, or `accelerate launch --num_processes=4 train.py`. Megatron-LM,
+# DeepSpeed and accelerate are libraries for training on many GPUs. Each process then joins the others. The launcher
+# has set `RANK`, its number; `LOCAL_RANK`, its number inside the node; and `WORLD_SIZE`, the number of all ranks:
 #
 # ```python
 # import os
 # import torch
 # import torch.distributed as dist
 #
-# torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # torchrun sets it
+# torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # one GPU each
 # dist.init_process_group("nccl")  # reads RANK, WORLD_SIZE and the address to meet at
 # print(dist.get_rank(), "of", dist.get_world_size())
 # ```
@@ -128,13 +131,13 @@ N * x
 #
 # ## Collectives: what each rank holds before and after
 #
-# How do ranks send? In pairs, with a send and a receive; or, more often, by a *collective*: an operation that all
-# ranks of a group call together. A *group* is a list of ranks with message channels of its own; the default
-# group is all ranks. The table is for n ranks and a tensor of S bytes. Its last column has the fewest bytes that suffice.
+# Ranks send in pairs or, more often, by a *collective*: an operation that all ranks of a group call together. A *group* is a list of ranks with message channels of its own; the default
+# group is all ranks. The table is for n ranks and a tensor of S bytes. Its last column is the
+# least that each rank must send; a broadcast's is a mean.
 #
 # | collective | input of each rank | each rank gets | bytes that leave a rank |
 # |---|---|---|---|
-# | broadcast | S on one rank, nothing on the others | a copy of S | (n-1)/n S, mean over ranks |
+# | broadcast | S on one rank, nothing on the others | a copy of S | (n-1)/n S |
 # | reduce-scatter | S | its shard of the sum, S/n | (n-1)/n S |
 # | all-gather | its shard, S/n | all shards, S | (n-1)/n S |
 # | all-reduce | S | the sum, S | 2(n-1)/n S |
@@ -142,7 +145,7 @@ N * x
 # | barrier | nothing | a return, once all have called it | 0 |
 #
 # A *shard* is one of n equal parts of a tensor, and each rank keeps one. The cell runs two of these collectives in
-# plain `torch.distributed`, and draws the numbers that every rank held.
+# plain `torch.distributed`, and draws the numbers that every rank held, with a colour for each value.
 
 
 # %%
@@ -157,7 +160,7 @@ def two_collectives():
 
 stages = zip(*hpnb.launch(two_collectives, ranks=N, device=DEVICE), strict=True)
 names = ("before", "after reduce-scatter", "after all-gather")
-title = "measured · reduce-scatter leaves one sum on each rank, all-gather copies all"
+title = "reduce-scatter leaves one sum on each rank, all-gather copies all"
 lesson.show(figures.tensors(*stages, names=names, title=title))
 VALUES = 1_000_000 // N * N  # float32, four bytes each
 lesson.predict(
@@ -170,12 +173,11 @@ lesson.predict(
 )
 
 # %% [markdown]
-# Reduce-scatter adds up each column and leaves one sum on each rank. All-gather copies every sum to every rank. The two
-# together are an *all-reduce*: each rank starts with its own tensor and ends with the sum of all. Training uses it
-# most, because gradients that were computed on different data must be added.
+# The two together are an *all-reduce*: each rank starts with its own tensor and ends with the sum of all. Training uses
+# it most, because gradients that were computed on different data must be added.
 #
-# The cell ends with a question. Write a number for `guess` before you read on. Until then a rule of thumb stands there:
-# each rank sends its tensor once. In answers, *predicted* is the formula's number.
+# The cell ends with a question. Write a number for `guess` before you read on. Until you do, the page scores a rule of
+# thumb: each rank sends its tensor once. In answers, *predicted* is the formula's number.
 #
 # **Takeaway.** What each rank holds before and after defines a collective. An all-reduce is a reduce-scatter and an
 # all-gather.
@@ -231,8 +233,9 @@ lesson.check(exercises.halves, all_reduce)
 #    collects one part from every rank as it travels, so afterwards each rank holds one finished chunk.
 # 2. *All-gather*, n-1 steps. The finished chunks go round once more, and each rank keeps what it receives.
 #
-# The cell is the complete algorithm, as a generator that yields the chunks after every step. A step
-# posts its send and its receive together: if every rank first waited for its send, all might wait forever.
+# The cell is the complete algorithm, as a generator that yields the chunks after every step. A step starts its send
+# and its receive together. A send may finish only when the other side receives: if every rank first waited for its
+# send, no rank would ever receive.
 
 
 # %%
@@ -240,10 +243,11 @@ def send_right(chunk):
     """Send `chunk` to the next rank, and return what the previous rank sent."""
     rank, n = dist.get_rank(), dist.get_world_size()
     received = torch.empty_like(chunk)
+    # isend and irecv return at once; a P2POp is one such call, to be made below
     sending = dist.P2POp(dist.isend, chunk, (rank + 1) % n)
     receiving = dist.P2POp(dist.irecv, received, (rank - 1) % n)
-    for transfer in dist.batch_isend_irecv([sending, receiving]):
-        transfer.wait()
+    for transfer in dist.batch_isend_irecv([sending, receiving]):  # starts both
+        transfer.wait()  # until it is done
     return received
 
 
@@ -251,6 +255,7 @@ def ring_steps(x):
     rank, n = dist.get_rank(), dist.get_world_size()
     chunks = list(x.clone().chunk(n))  # n of (len(x) / n,)
     yield torch.cat(chunks)
+    # A rank sends the chunk of its number first, then what it has just received.
     for step in range(n - 1):  # reduce-scatter: add what arrives
         chunks[(rank - step - 1) % n] += send_right(chunks[(rank - step) % n])
         yield torch.cat(chunks)
@@ -261,7 +266,7 @@ def ring_steps(x):
 
 # %% [markdown]
 # If the tensor holds only ones, a chunk's value is the number of ranks whose part it contains already.
-# The figure shows the first steps, then skips to the end. On other numbers we compare with the library.
+# The figure skips most of the all-gather. On other numbers we compare with the library.
 
 
 # %%
@@ -284,21 +289,23 @@ results = hpnb.launch(compare_with_library, ranks=N, device=DEVICE)
 histories, equal = zip(*results, strict=True)
 steps = [*range(min(N, 4)), 2 * (N - 1)]  # the first ones, and the end
 stages = [[history[step] for history in histories] for step in steps]
-names = ["before", *(f"step {step}" for step in steps[1:-1]), f"end: step {steps[-1]}"]
-title = "measured · each step adds a contribution to one chunk of each rank"
+names = ["before", *(f"step {step}" for step in steps[1:-1]), f"… step {steps[-1]}"]
+title = f"{N - 1} steps add a part to a chunk of each rank, {N - 1} copy the sums"
 lesson.show(figures.tensors(*stages, names=names, title=title))
 lesson.claim("the ring and dist.all_reduce give every rank the same sum", all(equal))
 
 # %% [markdown]
+# Here rank r finishes chunk r + 1, not r; the all-gather evens that out.
+#
 # Each of the $2(n-1)$ steps moves one chunk of S/n bytes out of every rank. Together that stays below 2 S **however
 # many ranks there are**. No algorithm in which the ranks do the adding sends fewer bytes from its busiest rank
 # (Patarasuk and Yuan 2009).
 #
-# Is that what really leaves a rank?
+# Does that really leave a rank?
 #
 # - *Predicted* is the formula.
-# - *Counted* comes from `hpnb.record.traffic`. It sees each send of our ring, and counts `dist.all_reduce` *as a ring
-#   would send it*, by the formula.
+# - *Counted* adds up our ring's sends, with `hpnb.record.traffic`. For `dist.all_reduce` that counter cannot see the
+#   sends and puts in the formula, which tests nothing, so there the column is empty.
 # - *Measured* is what the operating system counts on TCP connections. gloo sends over TCP, here through *loopback*, the
 #   interface by which a machine talks to itself.
 
@@ -318,28 +325,29 @@ runs |= {"dist.all_reduce, 1 kB": (dist.all_reduce, 256)}
 predicted, counted, measured, headers = {}, {}, {}, {}
 for name, run in runs.items():
     of_ranks = hpnb.launch(count_bytes, *run, ranks=N, device="cpu")
-    counted[name], measured[name] = of_ranks[0]
+    counted[name], measured[name] = map(max, zip(*of_ranks, strict=True))
     predicted[name] = 2 * (N - 1) / N * 4 * run[1]
     headers[name] = 100 * (measured[name] / predicted[name] - 1)
-title = "bytes that leave rank 0: counted as a ring would send them, and sent over TCP"
-sources = {"predicted": predicted, "counted": counted, "measured": measured}
-lesson.show(**sources, unit="B", title=title)
-lesson.record("00.headers", headers, "%")
 ours, library = "our ring, 4 MB", headers["dist.all_reduce, 4 MB"]
+sends = {"counted (B)": {ours: counted[ours]}}
+title = "bytes that leave the busiest rank; measured on its TCP connections"
+shown = {"predicted": predicted, "measured": measured, "columns": sends}
+lesson.show(**shown, unit="B", title=title)
+lesson.record("00.headers", headers, "%")
 lesson.reveal("00.ring-bytes", counted[ours], "B", predicted[ours], source="counted")
-lesson.claim("gloo sends what a ring sends, and under 1 % more", (library, "<", 1))
+lesson.claim("of 4 MB gloo sends under 1 % more than a ring", (library, "<", 1))
 
 # %% [markdown]
-# Our ring's sends are exactly the formula. For `dist.all_reduce` of 4 MB the operating system measures
-# <data value="00.headers.dist.all_reduce-4-mb">0.0288 %</data> more, so gloo sends as many bytes as a ring. The rest is probably the header that gloo
-# puts before each message. For 1 kB headers add <data value="00.headers.dist.all_reduce-1-kb">112 %</data>: a tiny message is mostly
-# protocol.
+# Our ring's sends are exactly the formula. With `dist.all_reduce` of 4 MB the busiest rank sends
+# <data value="00.headers.dist.all_reduce-4-mb">0.0288 %</data> more, so gloo sends as many bytes as a ring. The rest is probably the headers of gloo's
+# messages, which add <data value="00.headers.dist.all_reduce-1-kb">112 %</data> to 1 kB.
 #
-# None of this says anything about GPUs. Wherever a later page counts a collective, read "as a ring would send it".
+# None of this is about GPUs. Where a later page counts a collective, read "as a ring would send it".
 #
 # <details><summary>What NCCL sends</summary>
 #
-# Inside a node NCCL sends over NVLink or PCIe, which this counter does not see. It does not always use a ring. It may
+# Inside a node NCCL sends over NVLink, NVIDIA's link between GPUs, or over the slower PCIe, the bus that every GPU sits
+# on. This counter sees neither. It does not always use a ring. It may
 # use a *tree*, in which ranks pass partial sums up to one rank and the result back down. Or it lets network switches do
 # the adding, so that each rank sends fewer bytes.
 # </details>
@@ -399,7 +407,7 @@ lesson.check(exercises.doubling, doubling_all_reduce)
 # ## Latency and bandwidth
 #
 # A ring sends the same bytes on every machine. The seconds depend on the *link* between the ranks: NVLink or PCIe
-# inside a node, a network between nodes, loopback on a CPU. Two numbers describe it. *Latency* α is the time that even
+# inside a node; a slower network, InfiniBand or Ethernet, between nodes; loopback on a CPU. Two numbers describe it. *Latency* α is the time that even
 # an empty message takes. *Bandwidth* B is how many bytes follow each second. A message of b bytes takes
 #
 # $$ t = \alpha + b / B $$
@@ -408,33 +416,36 @@ lesson.check(exercises.doubling, doubling_all_reduce)
 #
 # $$ t_{ring} = 2(n-1)\,\alpha + \frac{2(n-1)}{n}\,\frac{S}{B} $$
 #
-# A small tensor pays for the first term, a large one for the second. They are equal at S = n α B, the *knee*.
+# A small tensor pays for the first term and is *latency-bound*, a large one for the second and is *bandwidth-bound*.
+# They are equal at S = n α B, the *knee*.
 #
-# What does a byte cost in compute? The ratio of two rates tells:
+# What does a byte cost in compute?
 #
 # $$ \rho = \frac{\text{matmul FLOP/s of a rank}}{\text{bytes/s that a rank sends}} $$
 #
-# A FLOP is one floating-point operation. So ρ is an exchange rate: how many FLOP a rank could have computed while it
-# sent one byte. The cell measures a *machine card*: it times all-reduces of many sizes, fits α and B to them, and
-# times a matrix product. Later pages reuse the card.
+# A FLOP is one floating-point operation. So ρ is how many FLOP a rank could have computed while it sent one byte. The cell measures a *machine card* with all ranks at work: it times all-reduces of many sizes, fits α
+# and B to them, and times a matrix product. Later pages reuse the card.
 
 # %%
 card = lesson.machine_card(N, DEVICE)
 card.show()
 knee = theory.knee(N, card.link)
 off = torch.tensor(card.seconds) / torch.tensor([*map(card.predicted, card.sizes)])
-lesson.record("00.fit", {"least": off.min().item(), "most": off.max().item()})
-title = f"measured · all-reduce over {N} ranks, and the fit of α and B"
+large = card.seconds[card.sizes.index(2**23)]  # of 8.4 MB
+lesson.record("00.fit", {"least": off.min(), "most": off.max(), "large": (large, "s")})
+title = f"measured dots, fitted curve · an all-reduce over {N} ranks"
 lesson.show(figures.costs(card.sizes, card.seconds, card.curve(), knee, title=title))
 fitted = {"latency": (card.latency, "s"), "bandwidth": (card.bandwidth, "B/s")}
 fitted |= {"rho": card.rho, "knee": (knee, "B"), "hardware": card.hardware}
 lesson.record("00.card", fitted)
 rho = {name: 989e12 / link.bandwidth for name, link in theory.LINKS.items()}
 lesson.record("00.share", {name: 2 * r / (3 * 16384) for name, r in rho.items()})
-more = {"α (s)": {name: link.latency for name, link in theory.LINKS.items()}}
-more |= {"B (B/s)": {name: link.bandwidth for name, link in theory.LINKS.items()}}
-title = "by data sheet · ρ of an H200 (989 TFLOP/s in bf16) on six links; α is typical"
-lesson.show(published=rho, unit="FLOP/B", columns=more, key="00.rho", title=title)
+more = {"ρ at published rates (FLOP/B)": rho}
+links = theory.LINKS.items()
+more["published B (B/s)"] = {name: link.bandwidth for name, link in links}
+more["typical α (s)"] = {name: link.latency for name, link in links}
+title = "an H200 (989 TFLOP/s in bf16, published) on six links"
+lesson.show(columns=more, key="00.rho", title=title)
 lesson.predict(
     "00.many-calls",
     "100 all-reduces of 80 kB instead of one of 8 MB: how many times as long?",
@@ -443,15 +454,22 @@ lesson.predict(
 )
 
 # %% [markdown]
-# On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">796 µs</data>, a bandwidth of <data value="00.card.bandwidth">720 MB/s</data> and a
-# knee at <data value="00.card.knee">2.29 MB</data>. The dots lie between <data value="00.fit.least:.1f">0.8</data> and <data value="00.fit.most:.1f">1.2</data> times the curve. The
-# shape is right: a latency floor, then a rise with the size.
+# On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">1.09 ms</data>, a bandwidth of <data value="00.card.bandwidth">259 MB/s</data> and a
+# knee at <data value="00.card.knee">1.13 MB</data>. The dots lie between <data value="00.fit.least:.1f">0.6</data> and <data value="00.fit.most:.1f">2.6</data> times the curve. The
+# fit assumes a ring's $2(n-1)$ messages; of gloo we
+# counted bytes only.
 #
-# A byte costs <data value="00.card.rho:,.0f">90</data> FLOP here. On an H200 it costs <data value="00.rho.nvlink-4.published">2,200 FLOP/B</data> over NVLink and
-# <data value="00.rho.ethernet-10-gb.published">791,000 FLOP/B</data> over 10 Gb Ethernet. How long does a training step communicate, compared with its
-# computing? With T tokens on each rank, a transformer's gradients take $2\rho / (3T)$ times as long to all-reduce as a
-# step takes to compute. For
-# 16,384 tokens that is <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink and <data value="00.share.ethernet-10-gb:.0f">32</data> over 10 Gb Ethernet.
+# A byte costs <data value="00.card.rho:,.0f">51</data> FLOP here. On an H200 it costs <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and
+# <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data> over 10 Gb Ethernet. How long does a training step communicate, compared with its
+# computing? At peak rates, with T tokens on each rank, the all-reduce of a transformer's gradients takes
+# $2\rho / (3T)$ of the computing time. For 16,384 tokens that is <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink and <data value="00.share.ethernet-10-gb:.0f">32</data> over 10 Gb Ethernet.
+#
+# <details><summary>The links of the table</summary>
+#
+# NVLink 4 joins the GPUs of one node. PCIe is the bus of a node: 4 and 5 are generations, x16 is 16 lanes. InfiniBand
+# and Ethernet join nodes; NDR is InfiniBand of 400 Gb/s. *Published* is the peak that the maker's data sheet gives, for
+# one direction. No data sheet has α, so its column is an order of magnitude.
+# </details>
 #
 # <details><summary>Where 2ρ / (3T) comes from</summary>
 #
@@ -461,7 +479,7 @@ lesson.predict(
 # </details>
 #
 # Now we test the formula. A gradient of 8 MB can go in one call, or tensor by tensor in many. The cell alternates
-# between one call and a hundred, so that other programs disturb both alike.
+# between the two, so that other programs disturb both alike.
 
 
 # %%
@@ -483,7 +501,7 @@ seconds = hpnb.launch(time_all_reduces, [1, 100], ranks=N, device=DEVICE)
 turns = torch.tensor(seconds).amax(0).view(-1, 2)  # (5, 2), of the slowest rank
 measured = dict(zip(calls, turns.median(0).values.tolist(), strict=True))
 sources = {"predicted": predicted, "measured": measured}
-lesson.show(**sources, unit="s", key="00.calls", title="8 MB, medians of 5 turns")
+lesson.show(**sources, unit="s", key="00.calls", title="slowest rank, 5 turns")
 low, high = (turns[:, 1] / turns[:, 0]).aminmax()
 lesson.record("00.turns", {"least": low.item(), "most": high.item()})
 (expected, expected_100), (took, took_100) = predicted.values(), measured.values()
@@ -491,13 +509,14 @@ lesson.reveal("00.many-calls", took_100 / took, predicted=expected_100 / expecte
 lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">", took))
 
 # %% [markdown]
-# One call took <data value="00.calls.1-call-of-8-mb.measured">16.4 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">546 ms</data>:
-# <data value="00.many-calls:.1f">33.3</data> times as long for the same bytes. Single turns gave <data value="00.turns.least:.1f">33.2</data> to
-# <data value="00.turns.most:.1f">43.7</data> times. Each small call lies left of the knee and pays the latency again. That is why notebook 01
-# collects gradients in *buckets*, each of many tensors that go in one call. The formula says
-# <data value="00.many-calls.predicted:.1f">23.0</data>.
-# Turns differ that much because the ranks share cores. So trust the formula for which of the two is slower, and less
-# for the factor.
+# One call took <data value="00.calls.1-call-of-8-mb.measured">43.3 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">541 ms</data>:
+# <data value="00.many-calls:.1f">12.5</data> times as long for the same bytes. Each small call lies left of the knee and pays the latency again. That is why notebook 01
+# collects gradients in *buckets*, each of many tensors that go in one call.
+#
+# The formula says <data value="00.many-calls.predicted:.1f">13.2</data>, and the single turns gave
+# <data value="00.turns.least:.1f">12.5</data> to <data value="00.turns.most:.1f">26.5</data>. It says <data value="00.calls.1-call-of-8-mb.predicted">52.8 ms</data> for the one call and
+# <data value="00.calls.100-calls-of-80-kb.predicted">699 ms</data> for the hundred, so both misses enter the factor. α and B are no constants where ranks
+# share cores: in the fit, 8.4 MB took <data value="00.fit.large">63.9 ms</data>. The turns' spread misses that: the fit was made before. Trust the formula for which of the two is slower, and less for the factor.
 #
 # <details><summary>On a laptop</summary>
 #
@@ -515,18 +534,17 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 # </details>
 #
 # A ring is not always best: its $2(n-1)$ latencies hurt when the tensor is small and the ranks are many. The *explorer*
-# below, a figure with sliders, draws the formulas of four algorithms.
+# below, a figure with sliders called *knobs*, draws the formulas of four algorithms.
 #
 # <details><summary>The other algorithms of the explorer</summary>
 #
 # *Naive* sends everything to rank 0 and back. A *tree* takes 2 log₂ n messages of S bytes. *Halving-doubling* takes as
 # many messages, with a ring's bytes, for n a power of two: it first swaps halves, then quarters, and collects them
-# likewise. In some steps of halving-doubling every
-# rank's partner is in another node, so all pairs share the links between nodes. In a ring only one pair uses each link.
+# likewise. Its formula ignores one cost: in some steps all ranks of a node send to another node at once and share that
+# link. In a ring only one rank of a node does, so on several nodes halving-doubling is slower than drawn.
 # </details>
 #
-# **Challenge.** 64 ranks all-reduce 100 kB. The link may not be better than 10 µs and 12.5 GB/s. Which algorithm gets
-# under 200 µs?
+# **Challenge.** 64 ranks all-reduce 100 kB over a link of 10 µs and 12.5 GB/s. Which algorithm gets under 200 µs?
 #
 # <details><summary>Answer</summary>
 #
@@ -582,16 +600,16 @@ lesson.check(exercises.bucket, bucket_bytes)
 #   rank 1   ▇▇▇▇▇▇▇▇▇▇▇▇ compute ▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▒▒ move ▒▒     the straggler
 # ```
 #
-# A profiler shows wait and move as **one** bar, named all-reduce. We split it when the last rank arrives: what a rank
-# spends in the call before that moment is *wait*, the rest is *move*. A rank that keeps the others waiting is a
-# *straggler*. We make one: rank 1 sleeps 100 ms longer than the others, as if it read from a slow disk.
+# A profiler shows wait and move as **one** bar, named all-reduce. We split it when the last rank arrives: before that
+# moment a rank *waits*, afterwards bytes *move*. A rank that keeps the others waiting is a *straggler*. We make one: rank 1 sleeps 100 ms longer than the others, as if it read from a slow disk.
 #
-# A `Layout` arranges ranks as a grid and says how many lie along each axis; here all lie along one, `dp`, which later
-# pages use for data parallelism. A `Mesh` makes a group of each axis, and `comm.all_reduce` is `dist.all_reduce` in
+# A `Layout` arranges ranks as a grid and says how many lie along each axis; here all lie along `dp`, the axis
+# of data parallelism. A `Mesh` makes a group of each axis, and `comm.all_reduce` is `dist.all_reduce` in
 # that group.
 #
-# The cell runs three cases with the same 8 MB: all ranks at once, all ranks after a pause of 30 ms, and rank 1 late.
-# The figure shows the last.
+# The cell runs three cases with 8 MB: all ranks at once, all after a pause of 30 ms, and rank 1 late.
+# It records a *timeline*, the start and end of each event on each rank. The figure shows the last case, without the
+# barriers between steps.
 
 # %%
 lesson.predict(
@@ -608,13 +626,13 @@ def step(pause, late):
     axis = Mesh(Layout(dp=hpnb.world_size())).dp
     gradient = torch.ones(2_000_000, device=hpnb.device())  # 8 MB
     comm.all_reduce(gradient, axis)  # the first call opens the connections
-    with hpnb.record.timeline() as recorder:
+    with hpnb.record.timeline() as recorder:  # notes every collective
         for _ in range(5):
             comm.barrier(axis)
-            with recorder.span("compute"):
+            with recorder.span("compute"):  # notes this block, under a name
                 time.sleep(pause + late * (axis.rank == 1))
             comm.all_reduce(gradient, axis)[0].item()  # wait for the GPU
-    return recorder.gather()
+    return recorder.gather()  # the events of all ranks, on every rank
 
 
 cases = {"at once": (0, 0), "after a pause": (0.03, 0), "rank 1 late": (0.03, 0.1)}
@@ -622,7 +640,7 @@ recorded = {}
 for name, times in cases.items():
     recorded[name] = hpnb.launch(step, *times, ranks=N, device=DEVICE)[0]
 late = recorded["rank 1 late"]
-title = "measured · rank 1 computes longest and waits least, sums over 5 steps"
+title = "measured · compute is a sleep; rank 1 sleeps longest and waits least, 5 steps"
 lesson.show(figures.waits(late, title=title))
 reduces = late.select(["all_reduce"]).by_rank
 costs = {rank: sum(e.duration for e in events) for rank, events in reduces.items()}
@@ -632,11 +650,11 @@ lesson.claim("the late rank has the shortest all-reduce", order[0] == 1)
 
 # %% [markdown]
 # The straggler has the *shortest* all-reduce, wait and move together, because it arrives last and waits for nobody. The
-# rule of thumb says rank 0, and its score, "costs ... more", is how much longer that bar is. Whoever
-# optimizes the longest bar works on the wrong rank.
+# rule of thumb named rank 0, and its score is how much longer that bar is than rank 1's. Whoever optimizes the longest
+# bar works on the wrong rank.
 #
-# Next come the medians of single all-reduces in all three cases. Then we *replay* the last case on other links: compute
-# as recorded, collectives by the formula.
+# Next come the medians over the steps of each case. Then we *replay* the last case on other links: each
+# rank computes as long as recorded, and collectives take what the formula says.
 
 
 # %%
@@ -650,8 +668,9 @@ others = [rank for rank in range(N) if rank != 1]
 wait = {name: median(tl, "wait", others) for name, tl in recorded.items()}
 move = {name: median(tl, "move") for name, tl in recorded.items()}
 card_move = dict.fromkeys(cases, card.predicted(8e6))
-parts = {"wait (s)": wait, "move (s)": move, "predicted move (s)": card_move}
-title = "measured · an all-reduce of 8 MB, medians"
+parts = {"measured wait (s)": wait, "measured move (s)": move}
+parts["predicted move (s)"] = card_move
+title = "medians of an all-reduce of 8 MB; wait without rank 1, move of all"
 lesson.show(columns=parts, key="00.bar", title=title)
 replays = {name: lesson.replay(late, link) for name, link in theory.LINKS.items()}
 waits = {name: median(tl, "wait", others) for name, tl in replays.items()}
@@ -665,16 +684,16 @@ waiting, moving = wait["rank 1 late"], move["rank 1 late"]
 lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", moving))
 
 # %% [markdown]
-# With rank 1 late, the others waited a median of <data value="00.bar.rank-1-late.wait">98.6 ms</data> in an all-reduce, and then the bytes moved in
-# <data value="00.bar.rank-1-late.move">13.5 ms</data>. A faster link shortens only the move. On simulated NVLink it takes
-# <data value="00.replay.nvlink-4.move">44.7 µs</data>. The wait is still <data value="00.replay.nvlink-4.wait">98.5 ms</data>, by construction: the replay copies the
-# times at which ranks arrive, and a link does not change them.
+# With rank 1 late, the others waited <data value="00.bar.rank-1-late.measured-wait">97.2 ms</data> in an all-reduce, and then the bytes moved in
+# <data value="00.bar.rank-1-late.measured-move">25.9 ms</data>. A faster link shortens only the move. On simulated NVLink it takes
+# <data value="00.replay.nvlink-4.move">44.7 µs</data>. The wait is still <data value="00.replay.nvlink-4.wait">96.2 ms</data>, by construction: rank 1 still computes
+# 100 ms longer. The small difference comes from the barrier before, which replayed ranks leave together.
 #
 # <details><summary>How long does an 8 MB all-reduce take, then?</summary>
 #
-# We have several readings: <data value="00.bar.at-once.move">12.2 ms</data> as a move at once, <data value="00.bar.after-a-pause.move">12.5 ms</data> after a
-# pause, <data value="00.calls.1-call-of-8-mb.measured">16.4 ms</data> for the one call of the previous section, which includes waiting, and
-# <data value="00.bar.at-once.predicted-move">21.4 ms</data> by the formula. Ranks that share cores disturb each of them, so these few
+# We have several readings: <data value="00.bar.at-once.measured-move">96.3 ms</data> as a move at once, <data value="00.bar.after-a-pause.measured-move">68.5 ms</data> after a
+# pause, <data value="00.bar.rank-1-late.measured-move">25.9 ms</data> with rank 1 late, <data value="00.calls.1-call-of-8-mb.measured">43.3 ms</data> for the one call of the previous section, which includes waiting,
+# <data value="00.fit.large">63.9 ms</data> for the 8.4 MB of the fit, and <data value="00.bar.at-once.predicted-move">52.8 ms</data> by the formula. Ranks that share cores disturb each of them, so these few
 # readings do not show what a pause does.
 #
 # On GPUs there are also *cold starts*. After a pause, the code that launches a call has left the caches, and GPUs and
@@ -727,8 +746,8 @@ lesson.check(exercises.straggler, straggler)
 # %% [markdown]
 # ## A deadlock, and how to read it
 #
-# A late rank costs time, a rank that never comes costs the job. Collectives carry no names:
-# in each group of ranks, the first call of one rank meets the first call of every other, and so on. Only order counts:
+# A late rank costs time, a rank that never comes costs the job. Collectives carry no names: in each group, the first
+# call of one rank meets the first call of every other, and so on. Only order counts:
 #
 # ```text
 #              rank 0                           ranks 1, 2, 3
@@ -737,33 +756,36 @@ lesson.check(exercises.straggler, straggler)
 # ```
 #
 # Here are two groups, both of all ranks. Every rank waits for a call that comes later in another rank's program: a
-# *deadlock*. With one group
-# it would be worse: nothing would hang, and the sums would be wrong. Let each rank's gradient be 100 and its metric 1.
-# The first calls then add up to 100 + 3 = 103, the second to 1 + 300 = 301: ranks 1 to 3 take
-# 301 for the sum of gradients, and rank 0 takes 103. Right would be 400.
+# *deadlock*. With one group nothing would hang, and the sums would be wrong, which is worse.
 #
-# The next cell makes the deadlock. Its two groups are two meshes over the same ranks: axis `dp` is called `gradients`,
-# and `tp` is called `metrics`. After 3 seconds the launch stops
-# the ranks and raises a `RankError`, on purpose.
+# <details><summary>The wrong sums</summary>
+#
+# Let each rank's gradient be 100 and its metric 1, all in one group. The first calls then add up to 100 + 3 = 103, the
+# second to 1 + 300 = 301. Ranks 1 to 3 take 301 for the sum of gradients, and rank 0 takes 103. Right would be 400.
+# </details>
+#
+# The next cell makes the deadlock. Its two groups lie along different axes: `gradients` along `dp`, `metrics` along `tp`,
+# which notebook 03 uses. After 3 seconds the launch stops the ranks and raises a `RankError`, on purpose.
 
 
 # %% tags=["raises-exception"]
 def mismatched():
     gradients, metrics = Mesh(Layout(dp=N)).dp, Mesh(Layout(tp=N)).tp  # same ranks
-    loss = torch.ones(1, device=hpnb.device())
+    gradient = torch.full((1,), 100.0, device=hpnb.device())
+    metric = torch.ones(1, device=hpnb.device())
     if hpnb.rank() == 0:
-        comm.all_reduce(loss, gradients).item()
-        comm.all_reduce(loss, metrics).item()
+        comm.all_reduce(gradient, gradients).item()
+        comm.all_reduce(metric, metrics).item()
     else:
-        comm.all_reduce(loss, metrics).item()
-        comm.all_reduce(loss, gradients).item()
+        comm.all_reduce(metric, metrics).item()
+        comm.all_reduce(gradient, gradients).item()
 
 
 hpnb.launch(mismatched, ranks=N, device=DEVICE, timeout=3)
 
 # %% [markdown]
-# The first line of the error says that the time was up. No rank crashed; each is waiting for others. On GPUs a
-# monitor would even show 100 % use, because a waiting NCCL kernel spins. Now compare the **lines** in which they wait.
+# The first line of the error says that no rank crashed, and that all wait in calls that do not match. On GPUs a monitor
+# would even show 100 % use, because a waiting NCCL kernel spins. Which calls? Compare the **lines**.
 
 # %%
 error = sys.last_value
@@ -781,9 +803,8 @@ lesson.field_guide.add(
 lesson.field_guide.show()
 
 # %% [markdown]
-# Rank 0 waits in the all-reduce over `gradients`, the others in the one over `metrics`. Each call waits
-# for ranks that wait in the other one. That is the signature of mismatched order. Every notebook adds a row to the
-# *field guide*.
+# Rank 0 waits in the all-reduce over `gradients`, the others in the one over `metrics`: the order does not match. Every notebook adds a
+# row to the *field guide*, where you look up a symptom to find its cause.
 #
 # <details><summary>In your tools: hangs</summary>
 #
@@ -800,12 +821,11 @@ lesson.field_guide.show()
 # ```
 # </details>
 #
-# **Takeaway.** In a deadlock, ask in which line each rank waits, and which rank has not made the call that the others
-# wait in.
+# **Takeaway.** In a deadlock, ask in which line each rank waits, and which rank has not made that call.
 #
 # ### Exercise 5: three hangs
 #
-# *Core, 20 minutes.* Each function hangs. Repair it so that **every** rank returns what the docstring says. The check
+# *Core, 20 minutes.* Each function hangs without its `raise` line. Repair it so that **every** rank returns what the docstring says. The check
 # runs each for 3 seconds on 3 ranks, and shows where each rank stood.
 #
 # <details><summary>Hint</summary>

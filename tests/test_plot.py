@@ -821,7 +821,7 @@ def test_costs_are_logarithmic_with_fit_and_knee() -> None:
     assert (list(points.get_xdata()), list(points.get_ydata())) == (sizes, times)
     assert find(ax, "fit").get_linestyle() == "-"
     assert find(ax, "knee").get_xdata()[0] == 240e3
-    assert {"knee 240 kB", "100 kB", "1 ms", "size (bytes)", "tree"} <= set(words(fig))
+    assert {"knee 240 kB", "100 kB", "1 ms", "size of the tensor", "tree"} <= set(words(fig))
     places = {t.get_text(): t.get_window_extent() for t in ax.texts}
     knee = ax.transData.transform((240e3, 1e-3))[0]
     assert places["latency-bound"].x1 < knee < places["bandwidth-bound"].x0

@@ -56,7 +56,7 @@ def _readings(
             [took],
             more=curves,
             title=f"simulated · all-reduce over {ranks} ranks, {latency:.3g} µs, {bandwidth:.3g} GB/s",
-            label=f"{algorithm}, {number(nbytes, 'B')}",
+            label=f"at the knobs: {algorithm}, {number(nbytes, 'B')}",
             text=not fast,
         )
         return figure, (

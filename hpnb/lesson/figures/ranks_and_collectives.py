@@ -51,12 +51,13 @@ def costs(
         text: False leaves out the minor ticks, for a picture that moves.
     """
     dots = {label: (sizes, seconds)} if len(sizes) else {}
-    look = looks([*dots, *(more or {})])
+    look = looks(more or dots)
+    look |= {label: Look(INK)} if more else {}  # a dot among curves looks like none of them
     series = [Series(name, *curve, look[name], "dots") for name, curve in dots.items()]
     series += [Series(name, *curve, look[name]) for name, curve in (more or {}).items()]
     series += [Series("fit", *fit, Look(INK))] if fit is not None else []
     heading = title if title is not None else f"cost of a message: {', '.join(s.name for s in series)}"
-    panel = CurvePanel(series, "time", "xy", 2.9, xlabel="size (bytes)")
+    panel = CurvePanel(series, "time", "xy", 2.9, xlabel="size of the tensor")
     fig = curves([panel], title=heading)
     (ax,) = fig.axes
     low, high = ax.get_ylim()  # powers of ten alone would leave one tick of a short axis, or none

@@ -350,16 +350,16 @@ lesson.record("03.slower", predictions.slower_than_predicted(recorded, block, ca
 lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 
 # %% [markdown]
-# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">179 ms</data>; <data value="03.exposed.share">28.0 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">49.6 %</data> of the communication, all of it in the backward. In the forward attention's all-reduce comes first, in the backward the MLP's.
+# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">574 ms</data>; <data value="03.exposed.share">28.0 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">32.5 %</data> of the communication, all of it in the backward. In the forward attention's all-reduce comes first, in the backward the MLP's.
 #
-# The formula is for 2-byte numbers. Our float32 halves it, and attention's scores add 1 %, so it predicts <data value="03.ratio.predicted">12.3</data>.
-# The run has <data value="03.ratio">1.28</data>, because it has costs that the formula leaves out.
+# The formula is for 2-byte numbers. Our float32 halves it, and attention's scores add 1 %, so it predicts <data value="03.ratio.predicted">40.3</data>.
+# The run has <data value="03.ratio">1.65</data>, because it has costs that the formula leaves out.
 #
 # <details><summary>Three factors between the formula and the run</summary>
 #
-# - Computing took <data value="03.slower.compute">3.36</data> times as long as its matrix products would at the card's rate. That includes norms, GELU, residuals and slower products; the run does not separate them.
-# - Latency makes the all-reduces <data value="03.slower.latency">1.46</data> times as long as their bytes alone.
-# - The rest makes them <data value="03.slower.sums">22.1</data> times as long again, in part because a rank waits for the later one; the run does not explain the remainder.
+# - Computing took <data value="03.slower.compute">2.67</data> times as long as its matrix products would at the card's rate. That includes norms, GELU, residuals and slower products; the run does not separate them.
+# - Latency makes the all-reduces <data value="03.slower.latency">1.38</data> times as long as their bytes alone.
+# - The rest makes them <data value="03.slower.sums">47.2</data> times as long again, in part because a rank waits for the later one; the run does not explain the remainder.
 # </details>
 #
 # <details><summary>On a laptop</summary>
@@ -375,8 +375,9 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # On InfiniBand NDR with 50 GB/s, ρ is 8,000, and they want h above 12,400.
 # </details>
 #
-# **Takeaway.** Call the ratio r. Without overlap a rank computes r/(1+r) of the time, half of it at r = 1. Overlap raises that to at most 60 %, because weight gradients
-# are a third of the computing. Below r = 1 sums dominate. So we want h above (t-1)ρ/4.5. That takes the fastest links, those inside a node (a machine).
+# Call the ratio r. Without overlap a rank computes r/(1+r) of the time, half of it at r = 1. Overlap raises that to at most 60 %, because weight gradients are a third of the computing. Below r = 1 sums dominate.
+#
+# **Takeaway.** Ask for r ≥ 1: h above (t-1)ρ/4.5. That takes the fastest links, those inside a node, one machine.
 #
 # ## An autopsy: the all-reduce that nobody missed
 #
@@ -736,12 +737,12 @@ lesson.claim("1D is faster with few tokens", (small["1d"], "<", small["2d"]))
 vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 
 # %% [markdown]
-# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">59.9 ms</data>, <data value="03.too-low.1d">2.46</data> times the prediction; with sequence parallelism it took <data value="03.race.1d+sp.measured">79.5 ms</data> or <data value="03.too-low.1d+sp">2.78</data> times,
-# and 2D <data value="03.race.2d.measured">161 ms</data> or <data value="03.too-low.2d">2.76</data> times. The prediction has no norms, launches or waiting. This run does not say why the ratios differ.
+# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">71.5 ms</data>, <data value="03.too-low.1d">1.41</data> times the prediction; with sequence parallelism it took <data value="03.race.1d+sp.measured">95.7 ms</data> or <data value="03.too-low.1d+sp">1.61</data> times,
+# and 2D <data value="03.race.2d.measured">145 ms</data> or <data value="03.too-low.2d">1.28</data> times. The prediction has no norms, launches or waiting. This run does not say why the ratios differ.
 #
-# Sequence parallelism raises the prediction from <data value="03.race.1d.predicted">24.3 ms</data> to <data value="03.race.1d+sp.predicted">28.6 ms</data>. Splitting the all-reduces costs nothing: a ring all-reduce over four ranks has 2 (4 - 1) = 6 steps of one latency α, as many as reduce-scatter and all-gather together. The whole difference is the all-reduce of norm gradients, whose six latencies take <data value="03.norms">4.35 ms</data>.
+# Sequence parallelism raises the prediction from <data value="03.race.1d.predicted">50.7 ms</data> to <data value="03.race.1d+sp.predicted">59.3 ms</data>. Splitting the all-reduces costs nothing: a ring all-reduce over four ranks has 2 (4 - 1) = 6 steps of one latency α, as many as reduce-scatter and all-gather together. The whole difference is the all-reduce of norm gradients, whose six latencies take <data value="03.norms">8.66 ms</data>.
 #
-# Eight times the tokens took <data value="03.race.2d.measured-growth">2.26</data> times as long in 2D and <data value="03.race.1d.measured-growth">2.86</data> times in 1D. So a large part of each time does not depend on tokens. In 1D's prediction, <data value="03.latency">71.6 %</data> of the time with few tokens is latency.
+# Eight times the tokens took <data value="03.race.2d.measured-growth">2.34</data> times as long in 2D and <data value="03.race.1d.measured-growth">2.97</data> times in 1D. So a large part of each time does not depend on tokens. In 1D's prediction, <data value="03.latency">68.4 %</data> of the time with few tokens is latency.
 #
 # <details><summary>Which latency, and what would help?</summary>
 #
@@ -757,21 +758,16 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 # On four ranks 1D wins by bytes, too: 2D sends fewer only above 12 h tokens, here <data value="03.tokens.even">3,072</data>, and we had at most <data value="03.tokens.many">1,088</data>.
 # The map predicts which mode *communicates* for the shortest time on 64 ranks and InfiniBand NDR, with 10 µs of latency and no launch costs. Its axes are the batch's tokens divided by 64, and the hidden size; 2.5D has 4 x 4 x 4 ranks.
 #
-# The fold's table alone does not give the times. A broadcast or reduce of S bytes passes along a chain of q ranks, so it takes S/B and q-1 latencies. But the last rank sends nothing, so only (q-1)/q · S leaves a rank on average, as the table counts. So broadcasts and reduces take q/(q-1) times their bytes over B. 2D and 2.5D use them, 1D and 3D do not.
+# The fold's table alone does not give the times. A broadcast or reduce of S bytes passes along a chain of q ranks, so it takes S/B and q-1 latencies. But the last rank sends nothing, so on average q-1 of q parts of S leave a rank, as the table counts. So broadcasts and reduces take q/(q-1) times their bytes over B. 2D and 2.5D use them, 1D and 3D do not.
 
 # %%
 links = theory.LINKS["InfiniBand NDR"], theory.Link(0, 50e9)  # one without latency
 tokens = [2.0 ** (k / 4) for k in range(16, 64)]
 hidden = [2.0 ** (k / 4) for k in range(22, 57)]
 best, free = (theory.cheapest_modes(tokens, hidden, 64, link, 4) for link in links)
-lesson.record("03.calls", predictions.calls_of_modes(size, modes))
-timed = {"few": few * size.tokens, "many": many * size.tokens}
-lesson.record("03.tokens", timed | {"hidden": size.hidden, "even": 12 * size.hidden})
+predictions.record_counts(seconds, vit_tensor_size.TASKS)  # for the prose
 lesson.record("03.map", figures.mode_shares(best), "%")
 lesson.record("03.map-no-latency", figures.mode_shares(free), "%")
-lesson.record("03.latencies", predictions.latencies_of_modes(64, {"2.5d": 4}))
-job = vit_tensor_size.TASKS["few tokens, a slow link"]  # of exercise 5
-lesson.record("03.job", {f"t{t}": job.step_seconds(t) for t in (1, 16)}, "s")
 title = "Predicted, 64 ranks on InfiniBand NDR: 3D or 2.5D is quickest, 2D nowhere"
 lesson.show(figures.cheapest_mode(tokens, hidden, best, title=title, ranks=64))
 lesson.explorers.tensor_modes()
@@ -846,7 +842,7 @@ lesson.check(exercises.choose_ranks, choose)
 #
 # Replicas that fit are not always best. In the check's third job a GPU has n = 8,192/64 = 128 tokens and ρ is 8,000, so computing covers hardly any of the gradients. The predicted
 # step takes <data value="03.job.t1">1.57 s</data> for t = 1, most of it gradients, and <data value="03.job.t16">190 ms</data> for t = 16, although r is only 0.31 there.
-# Without overlap t = √(3h/n) sends least: a GPU's sums have 16 n h (t-1) bytes a layer, and its gradients about 48 h²/t. Here that is 14.
+# Without overlap t² = 3h/n sends least: a GPU's sums have 16 n h (t-1) bytes a layer, and its gradients about 48 h²/t. Here t = 14.
 #
 # ```python
 # def choose(job):
@@ -871,7 +867,7 @@ lesson.check(exercises.choose_ranks, choose)
 # - Sequence parallelism sends the same bytes and keeps less, for one more small all-reduce.
 # - Grids send fewer bytes in large batches, 3D on 64 ranks above 0.28 h tokens, but make many small calls.
 #
-# **When not to use this.** Use replicas if the model fits and each GPU has ρ tokens or more: then computing can cover the gradients (01). Otherwise share matrices inside a node, with r ≥ 1, so that half of the time is computing. With few tokens a smaller r can still beat replicas (exercise 5), so predict both. Across nodes, try pipelines before a grid.
+# **When not to use this.** Use replicas if the model fits and each GPU has ρ tokens or more: then computing can cover the gradients, as in 01. Otherwise share matrices inside a node, with r ≥ 1, so that half of the time is computing. With few tokens a smaller r can still beat replicas (exercise 5), so predict both. Across nodes, try pipelines before a grid.
 #
 # **Where to look.**
 #

@@ -14,8 +14,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from hpnb import theory
+from hpnb.lesson.exercises.vit_tensor_size import TensorTask
 from hpnb.lesson.machine_card import MachineCard
 from hpnb.lesson.programs.vit_tensor import ModeSeconds, mean_seconds
+from hpnb.lesson.values import record
 from hpnb.models import ViTSize
 from hpnb.record import Timeline
 from hpnb.theory import Block
@@ -65,3 +67,14 @@ def slower_than_predicted(recorded: Timeline, block: Block, card: MachineCard) -
         "latency": sums * card.link.bandwidth / messages.bytes(),
         "sums": mean_seconds(recorded) / sums,
     }
+
+
+def record_counts(measured: ModeSeconds, jobs: Mapping[str, TensorTask]) -> None:
+    """Record what the prose counts: tokens of the timed blocks, calls, latencies, and a job of exercise 5."""
+    (size, few), (_, many) = min(measured, key=lambda key: key[1]), max(measured, key=lambda key: key[1])
+    record("03.tokens", {"few": few * size.tokens, "many": many * size.tokens})
+    record("03.tokens", {"hidden": size.hidden, "even": 12 * size.hidden})  # 2D sends fewer bytes above
+    record("03.calls", calls_of_modes(size, list(measured[size, few])))
+    record("03.latencies", latencies_of_modes(64, {"2.5d": 4}))
+    job = jobs["few tokens, a slow link"]
+    record("03.job", {f"t{t}": job.step_seconds(t) for t in (1, 16)}, "s")

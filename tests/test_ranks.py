@@ -16,6 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -540,12 +541,16 @@ def run_script(body: str, tmp_path: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, text=True)
 
 
-def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
-    script = run_script("print([type(t) is Thing and t.n for t in hpnb.launch(work, 0, ranks=2)])", tmp_path)
+def test_a_script_needs_no_main_guard_and_its_output_is_live(tmp_path: Path) -> None:
+    script = run_script("print([type(t) is Thing and t.n for t in hpnb.launch(work, 2, ranks=2)])", tmp_path)
+    assert script.stdout is not None
+    first = script.stdout.readline()
+    assert script.poll() is None  # printed while the ranks still sleep
     out, _ = script.communicate(timeout=60)
     assert script.returncode == 0
-    assert out.splitlines()[-1] == "[0, 1]"
-    assert sorted(out.splitlines()[:2]) == ["[rank 0] working", "[rank 1] working"]
+    lines = [first.strip(), *out.splitlines()]
+    assert sorted(lines[:2]) == ["[rank 0] working", "[rank 1] working"]
+    assert lines[-1] == "[0, 1]"
 
 
 def wait_until(gone: Callable[[], bool], seconds: float = 10.0) -> bool:
@@ -556,10 +561,26 @@ def wait_until(gone: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
-def test_killing_the_caller_leaves_no_process(tmp_path: Path) -> None:
-    script = run_script("hpnb.launch(work, 600, ranks=3, device='cpu')", tmp_path)
+def test_a_fork_of_the_caller_ends_no_ranks_and_neither_a_rank_nor_a_killed_caller_leaves_a_process(
+    tmp_path: Path,
+) -> None:
+    body = """
+        def leave():
+            return subprocess.Popen(["sleep", "77"], start_new_session=True).pid
+        with hpnb.Ranks(2, device="cpu") as ranks:
+            left = ranks.run(leave)
+            if (child := os.fork()) == 0:
+                sys.exit(0)  # runs the finalizers that it has inherited
+            os.waitpid(child, 0)
+            print(ranks.run(hpnb.rank))
+        print([os.path.exists(f"/proc/{pid}") for pid in left], flush=True)
+        hpnb.launch(work, 600, ranks=3, device="cpu")
+    """
+    script = run_script(body, tmp_path)
     assert script.stdout is not None
-    script.stdout.readline()
+    lines = [script.stdout.readline().strip() for _ in range(3)]
+    assert lines[:2] == ["[0, 1]", "[False, False]"]
+    assert "working" in lines[2]
     children = children_of(script.pid)
     assert len(children) >= 4  # the server and three ranks
     script.kill()
@@ -605,26 +626,8 @@ def test_launches_leak_no_descriptor_process_or_shared_memory(launches: int) -> 
     assert count() == before
 
 
-def test_what_an_optimizer_imports_is_imported_once_in_the_server(tmp_path: Path) -> None:
-    body = """
-        import torch
-        def trains():
-            before = "torch._dynamo" in sys.modules
-            torch.optim.SGD([torch.ones(1, requires_grad=True)])
-            return before
-
-        def communicates():
-            before = "hpnb.comm" in sys.modules
-            hpnb.comm.barrier
-            return before, "torch._dynamo" in sys.modules
-
-        print(hpnb.launch(communicates, ranks=2), hpnb.launch(trains, ranks=2))
-    """
-    out, _ = run_script(body, tmp_path).communicate(timeout=120)
-    assert out.splitlines()[-1] == "[(True, False), (True, False)] [True, True]"
-
-
 def test_many_launches_at_once_from_several_processes(tmp_path: Path) -> None:
+    """From ten threads of a script, and from ten of this process."""
     body = """
         from concurrent.futures import ThreadPoolExecutor
         import torch, torch.distributed as dist
@@ -634,10 +637,18 @@ def test_many_launches_at_once_from_several_processes(tmp_path: Path) -> None:
             jobs = [threads.submit(hpnb.launch, total, ranks=2, device="cpu") for _ in range(10)]
             print([job.result() for job in jobs] == [[2.0, 2.0]] * 10)
     """
-    scripts = [run_script(body, tmp_path) for _ in range(2)]
-    for script in scripts:
-        out, _ = script.communicate(timeout=120)
-        assert out.splitlines()[-1] == "True"
+
+    def total() -> float:
+        t = torch.ones(1)
+        dist.all_reduce(t)
+        return t.item()
+
+    script = run_script(body, tmp_path)
+    with ThreadPoolExecutor(10) as threads:
+        jobs = [threads.submit(hpnb.launch, total, ranks=2, device="cpu") for _ in range(10)]
+        assert [job.result() for job in jobs] == [[2.0, 2.0]] * 10
+    out, _ = script.communicate(timeout=120)
+    assert out.splitlines()[-1] == "True"
 
 
 # --- what users do ---------------------------------------------------------------------------
@@ -808,30 +819,29 @@ def test_cached_functions_and_submodules_travel(four: hpnb.Ranks) -> None:
     assert four.run(parse) == ["a"] * 4
 
 
-def test_a_helper_module_launches_what_main_defines(tmp_path: Path) -> None:
-    (tmp_path / "helpers.py").write_text(
-        "import hpnb\nSCALE = 'of the helpers'\ndef twice(fn):\n    return hpnb.launch(fn, ranks=2)\n"
-    )
-    body = """
+SECTIONS = {
+    "what an optimizer imports": """
+        import torch
+        def trains():
+            before = "torch._dynamo" in sys.modules
+            torch.optim.SGD([torch.ones(1, requires_grad=True)])
+            return before
+
+        def communicates():
+            before = "hpnb.comm" in sys.modules
+            hpnb.comm.barrier
+            return before, "torch._dynamo" in sys.modules
+
+        print(hpnb.launch(communicates, ranks=2), hpnb.launch(trains, ranks=2))
+    """,
+    "a helper": """
         import helpers
         SCALE = 3
         def inner(): return SCALE
         def outer(): return inner() * hpnb.rank()
         print(helpers.twice(outer))
-    """
-    out, _ = run_script(body, tmp_path).communicate(timeout=60)
-    assert out.splitlines()[-1] == "[0, 3]"
-
-
-def test_every_function_has_the_globals_of_its_own_module(tmp_path: Path) -> None:
-    (tmp_path / "helpers.py").write_text(
-        "import hpnb\nwidth = 1\ncount = 0\n"
-        "def work(make):\n    global count\n    count += 1\n    return make(), width, count\n"
-        "def run(make):\n    return hpnb.launch(work, make, ranks=2, device='cpu')[1]\n"
-        "def call(make):\n    return hpnb.launch(make, ranks=2, device='cpu')[1]\n"
-        "def again(ranks, make):\n    return ranks.run(work, make)[1]\n"
-    )
-    body = """
+    """,
+    "globals": """
         import functools, helpers, torch
         width = 2
         def make(): return width
@@ -850,9 +860,50 @@ def test_every_function_has_the_globals_of_its_own_module(tmp_path: Path) -> Non
             print(helpers.again(ranks, noted_and_width))
             width = helpers.width = 5
             print(helpers.again(ranks, noted_and_width), ranks.run(noted_and_width))
-    """
-    out, _ = run_script(body, tmp_path).communicate(timeout=120)
-    assert out.splitlines()[-4:] == [
+    """,
+}
+HELPERS = """
+import hpnb
+SCALE = "of the helpers"
+width = 1
+count = 0
+def twice(fn):
+    return hpnb.launch(fn, ranks=2)
+def work(make):
+    global count
+    count += 1
+    return make(), width, count
+def run(make):
+    return hpnb.launch(work, make, ranks=2, device="cpu")[1]
+def call(make):
+    return hpnb.launch(make, ranks=2, device="cpu")[1]
+def again(ranks, make):
+    return ranks.run(work, make)[1]
+"""
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What one script prints in each of SECTIONS: a Python of its own takes seconds to import everything."""
+    folder = tmp_path_factory.mktemp("sections")
+    (folder / "helpers.py").write_text(HELPERS)
+    body = "".join(f"print('## {name}')\n{textwrap.dedent(text)}" for name, text in SECTIONS.items())
+    out, _ = run_script(body, folder).communicate(timeout=120)
+    found = {part.partition("\n")[0]: part.splitlines()[1:] for part in out.split("## ")[1:]}
+    assert found.keys() == SECTIONS.keys(), out
+    return found
+
+
+def test_what_an_optimizer_imports_is_imported_once_in_the_server(printed: dict[str, list[str]]) -> None:
+    assert printed["what an optimizer imports"] == ["[(True, False), (True, False)] [True, True]"]
+
+
+def test_a_helper_module_launches_what_main_defines(printed: dict[str, list[str]]) -> None:
+    assert printed["a helper"] == ["[0, 3]"]
+
+
+def test_every_function_has_the_globals_of_its_own_module(printed: dict[str, list[str]]) -> None:
+    assert printed["globals"] == [
         "(2, 1, 1) (2, 1, 1) (2, 1, 1)",
         "2 ((2, 2), 1, 1) (2, 2)",
         "((2, 2), 1, 1)",
@@ -870,23 +921,6 @@ def test_under_torchrun_one_warning_says_how_to_use_its_processes(monkeypatch: p
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert hpnb.launch(hpnb.rank, ranks=2, device="cpu") == [0, 1]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
-def test_a_fork_of_the_caller_does_not_end_its_ranks_and_nothing_survives_a_rank(tmp_path: Path) -> None:
-    body = """
-        def leave():
-            return subprocess.Popen(["sleep", "77"], start_new_session=True).pid
-        with hpnb.Ranks(2, device="cpu") as ranks:
-            left = ranks.run(leave)
-            if (child := os.fork()) == 0:
-                sys.exit(0)  # runs the finalizers that it has inherited
-            os.waitpid(child, 0)
-            print(ranks.run(hpnb.rank))
-        print([os.path.exists(f"/proc/{pid}") for pid in left])
-    """
-    out, _ = run_script(body, tmp_path).communicate(timeout=60)
-    assert out.splitlines()[-2:] == ["[0, 1]", "[False, False]"]
 
 
 @pytest.mark.sampled(1)
@@ -966,14 +1000,6 @@ def test_lines_that_end_as_on_windows_are_lines(four: hpnb.Ranks, capfd: pytest.
     four.run(write)
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("[rank 2]")]
     assert lines == ["[rank 2] a,b", "[rank 2] 1,2", "[rank 2] end"]
-
-
-def test_output_is_live(tmp_path: Path) -> None:
-    script = run_script("hpnb.launch(work, 3, ranks=2, device='cpu')", tmp_path)
-    assert script.stdout is not None
-    script.stdout.readline()
-    assert script.poll() is None  # printed while the ranks still sleep
-    script.communicate(timeout=60)
 
 
 # --- messages --------------------------------------------------------------------------------

@@ -61,8 +61,8 @@ lesson.record("00.ran", {"ranks": N, "backend": here.backend})
 # <details><summary>Words of the banner and of the cells</summary>
 #
 # `hpnb` is the library of this series. *Contended*: ranks share cores, so measured times include waiting for a core.
-# *Simulated*: communication times come from a formula, as in this page's one replay. *Replayed from CPU times* stands
-# in titles of later pages. `lesson.record` and `lesson.ledger` save numbers for this text and for later pages. An
+# *Simulated*: communication times come from a formula, as in this page's one replay. Where figures
+# of other pages say *replayed*, recorded compute times go into it. `lesson.record` and `lesson.ledger` save numbers for this text and for later pages. An
 # `identity` is a prediction that must hold exactly.
 # </details>
 #
@@ -347,7 +347,7 @@ lesson.claim("of 4 MB gloo sends under 1 % more than a ring", (library, "<", 1))
 # <details><summary>What NCCL sends</summary>
 #
 # Inside a node NCCL sends over NVLink, NVIDIA's link between GPUs, or over the slower PCIe, the bus that every GPU sits
-# on. This counter sees neither. It does not always use a ring. It may
+# on. This counter sees neither. NCCL does not always use a ring. It may
 # use a *tree*, in which ranks pass partial sums up to one rank and the result back down. Or it lets network switches do
 # the adding, so that each rank sends fewer bytes.
 # </details>
@@ -784,7 +784,7 @@ def mismatched():
 hpnb.launch(mismatched, ranks=N, device=DEVICE, timeout=3)
 
 # %% [markdown]
-# The first line of the error says that no rank crashed, and that all wait in calls that do not match. On GPUs a monitor
+# The first line of the error says that all ranks wait for others, in calls that do not match. On GPUs a monitor
 # would even show 100 % use, because a waiting NCCL kernel spins. Which calls? Compare the **lines**.
 
 # %%

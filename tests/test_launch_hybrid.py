@@ -64,10 +64,21 @@ def run_script(folder: Path, text: str, *how: str, **told: str) -> subprocess.Co
     )  # fmt: skip
 
 
-def test_torchrun_gives_ranks_that_agree(tmp_path: Path) -> None:
-    done = run_script(tmp_path, SCRIPT, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    assert done.returncode == 0, done.stderr
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+@pytest.fixture(scope="module")
+def torchrun(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], list[Any]]:
+    """One run on two ranks that logs, agrees, and fails; and what its ranks wrote until then."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    text = LOGS_BEFORE + SCRIPT + LOGS_AFTER + FAILS
+    done = run_script(folder, text, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    files = [folder / f"{rank}.json" for rank in (0, 1)]
+    assert all(file.exists() for file in files), done.stderr
+    return done, [json.loads(file.read_text()) for file in files]
+
+
+def test_torchrun_gives_ranks_that_agree(
+    torchrun: tuple[subprocess.CompletedProcess[str], list[Any]],
+) -> None:
+    done, found = torchrun
     assert [(f["rank"], f["local"], f["world"], f["device"]) for f in found] == [
         (0, 0, 2, "cpu"),
         (1, 1, 2, "cpu"),
@@ -133,25 +144,39 @@ def test_another_seed_draws_other_numbers() -> None:
     assert all(a != b for a, b in zip(first[0], second[0], strict=True))
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("code", "told", "said"),
-    [
-        ("hpnb.launch_from_torch()", {"RANK": "0", "WORLD_SIZE": "2"},
-         "the environment has RANK, WORLD_SIZE and lacks LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
-        ("hpnb.launch_from_torch(backend='nccl')", {}, "needs 1 GPUs for the 1 ranks of this machine"),
-        ("hpnb.launch_from_torch(); hpnb.launch_from_torch(backend='nccl')", {}, "joined already over"),
-        ("hpnb.launch_from_torch(backend='mpi')", {}, "use 'nccl', 'gloo'"),
-        ("hpnb.launch_from_torch(seed=-1)", {}, "seed=-1 must be from 0 to 4294967295"),
-        ("hpnb.DistCoordinator()", {}, "call hpnb.launch_from_torch() first"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_launched_is_said_in_a_sentence(
-    tmp_path: Path, code: str, told: dict[str, str], said: str
-) -> None:
-    done = run_script(tmp_path, f"import hpnb\n{code}", **told)
-    assert done.returncode == 1
-    assert said in done.stderr.splitlines()[-1]
+REFUSED = """
+import os
+import hpnb
+
+def refuse(call, **told):
+    os.environ.update(told)
+    try:
+        call()
+        print("nothing")
+    except (RuntimeError, ValueError) as error:
+        print(error)
+    for name in told:
+        del os.environ[name]
+
+refuse(hpnb.DistCoordinator)
+refuse(hpnb.launch_from_torch, RANK="0", WORLD_SIZE="2")
+refuse(lambda: hpnb.launch_from_torch(backend="nccl"))
+refuse(lambda: hpnb.launch_from_torch(backend="mpi"))
+refuse(lambda: hpnb.launch_from_torch(seed=-1))
+hpnb.launch_from_torch()
+refuse(lambda: hpnb.launch_from_torch(backend="nccl"))
+"""
+
+
+def test_what_cannot_be_launched_is_said_in_a_sentence(tmp_path: Path) -> None:
+    done = run_script(tmp_path, REFUSED)
+    assert done.returncode == 0, done.stderr
+    words = ["call hpnb.launch_from_torch() first",
+             "the environment has RANK, WORLD_SIZE and lacks LOCAL_RANK, MASTER_ADDR, MASTER_PORT",
+             "needs 1 GPUs for the 1 ranks of this machine", "use 'nccl', 'gloo'",
+             "seed=-1 must be from 0 to 4294967295", "joined already over"]  # fmt: skip
+    for said, word in zip(done.stdout.splitlines(), words, strict=True):
+        assert word in said
 
 
 def test_a_group_that_somebody_else_made_is_used(tmp_path: Path) -> None:
@@ -164,13 +189,18 @@ def test_a_group_that_somebody_else_made_is_used(tmp_path: Path) -> None:
     assert done.stdout.split() == ["0", "1", "cpu"], done.stderr
 
 
-def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
-    """Rank 1 waits in a barrier that rank 0 never enters; torchrun stops it."""
-    text = (
-        "import hpnb\nhpnb.launch_from_torch()\nwho = hpnb.DistCoordinator()\n"
-        "if who.is_master(): raise RuntimeError('on purpose')\nwho.block_all()"
-    )
-    done = run_script(tmp_path, text, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+# Rank 1 waits in a barrier that rank 0 never enters; torchrun stops it.
+FAILS = """
+if who.is_master():
+    raise RuntimeError("on purpose")
+who.block_all()
+"""
+
+
+def test_a_rank_that_fails_ends_the_others(
+    torchrun: tuple[subprocess.CompletedProcess[str], list[Any]],
+) -> None:
+    done, _ = torchrun
     assert done.returncode == 1
     assert "RuntimeError: on purpose" in done.stderr
 
@@ -284,7 +314,7 @@ def test_one_rank_goes_first(tmp_path: Path) -> None:
 
 # --- loggers ---------------------------------------------------------------------------------------------
 
-LOGGING = """
+LOGS_BEFORE = """
 import logging
 import hpnb
 noisy, quiet = logging.getLogger("noisy"), logging.getLogger("hpnb.data")
@@ -294,7 +324,8 @@ hpnb.disable_existing_loggers()
 assert (noisy.level, quiet.level) == (logging.WARNING, logging.INFO)
 logger = hpnb.get_dist_logger()
 logger.info("before there are ranks")
-hpnb.launch_from_torch()
+"""
+LOGS_AFTER = """
 logger = hpnb.get_dist_logger()  # the same one: a line is not written twice
 logger.info("built in %d s", 3, ranks=[0])
 logger.warning("an empty batch", ranks=[1])
@@ -303,9 +334,10 @@ logger.error("on all")
 """
 
 
-def test_a_logger_says_its_rank_and_keeps_the_others_quiet(tmp_path: Path) -> None:
-    done = run_script(tmp_path, LOGGING, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    assert done.returncode == 0, done.stderr
+def test_a_logger_says_its_rank_and_keeps_the_others_quiet(
+    torchrun: tuple[subprocess.CompletedProcess[str], list[Any]],
+) -> None:
+    done, _ = torchrun
     pattern = r"\d\d:\d\d:\d\d (INFO|WARNING|ERROR|DEBUG) (.*)"
     lines = sorted(m.group(1, 2) for m in re.finditer(pattern, done.stderr))
     assert lines == [

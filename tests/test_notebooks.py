@@ -59,7 +59,7 @@ def test_a_retold_page_keeps_stricter_rules(page: str, rule: Callable[[Any], lis
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @real
 def test_exercises_tell_right_from_wrong(path: Path, tmp_path: Path) -> None:
     assert unproven(paired.read(path), path.stem, WRONG, tmp_path) == []

@@ -261,7 +261,7 @@ def test_notebook_01_wants_buckets_of_one_size_only() -> None:
 
 def test_notebook_02_opens_on_the_longest_warm_up_and_wants_a_trade() -> None:
     shown = lesson.explorers.pipeline_bubble()
-    assert shown.readings["bubble (%)"] == pytest.approx(12.1, abs=0.05)
+    assert shown.readings["bubble of ranks × makespan (%)"] == pytest.approx(12.1, abs=0.05)
     assert shown.readings["of the longest span (%)"] == pytest.approx(2.44, abs=0.005)
     counts = {"dualpipe-v": (8, 13)}  # the fewest microbatches that it takes
     settings = [(name, m) for name in schedules.NAMES for m in range(*counts.get(name, (1, 13)))]

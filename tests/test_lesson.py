@@ -291,7 +291,9 @@ def test_an_identity_must_be_exact(said: Callable[[], str]) -> None:
     lesson.predict("00.b", "Bytes?", 10**9, "B", kind="identity")
     lesson.reveal("00.b", 10**9 + 1, predicted=10**9 + 1)
     shown = said()
-    assert "Your guess is off by 1 B, and an identity must hold exactly. The prediction is exact." in shown
+    assert (
+        "Your guess is off by 1 B, and this question has one exact answer. The prediction is exact." in shown
+    )
     lesson.reveal("00.b", 10**9, predicted=10**9 + 1)
     shown = said()
     assert "Your guess is exact. The prediction is off by 1 B" in shown
@@ -969,6 +971,34 @@ def test_costs_of_half_stages_and_half_backwards_are_of_the_record() -> None:
     assert vit_pipeline.peak_in_flight(tl, 2) == 1
     split = schedules.make("zb-h1", 2, 4).simulate(pipeline_parallel.Costs(1.0, [1.0, 2.0], [0.5, 0.25]))
     assert vit_pipeline.input_over_weight(split) == 4.0
+
+
+def test_a_schedule_is_faster_only_beyond_the_larger_spread() -> None:
+    steps, spreads = {"a": 10.0, "b": 7.0, "c": 5.5}, {"a": 4.0, "b": 1.0, "c": 1.4}
+    assert vit_pipeline.faster_pairs(steps, spreads) == ["c is faster than a", "c is faster than b"]
+
+
+def test_a_step_without_waits_starts_each_action_when_it_can() -> None:
+    made = schedules.make("1f1b", 2, 4)
+    costs = pipeline_parallel.Costs([1.0, 2.0], [3.0, 1.5], 0.0)
+    late = made.simulate(replace(costs, transfer=0.5))
+    assert vit_pipeline.seconds_without_waits(late, made) == made.simulate(costs).makespan < late.makespan
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "forward", "ratio"), [(2, 8, 1.0, 1.0), (4, 8, 1.3, 1.6), (8, 24, 1.9, 2.0)]
+)
+def test_page_02_counts_the_idle_time_of_zero_bubble_schedules(
+    p: int, m: int, forward: float, ratio: float
+) -> None:
+    costs = pipeline_parallel.Costs(forward, ratio, 1.0)  # F, I, W
+
+    def idle(name: str) -> float:
+        return schedules.make(name, p, m).simulate(costs).makespan - m * (forward + ratio + 1.0)
+
+    assert idle("1f1b") == pytest.approx((p - 1) * (forward + ratio + 1.0))
+    assert idle("zb-h1") == pytest.approx((p - 1) * (forward + ratio - 1.0))
+    assert idle("zb-h2") == pytest.approx((p - 1) * forward)
 
 
 def test_a_step_is_simulated_from_seconds_of_its_layers() -> None:

@@ -919,14 +919,16 @@ def test_states_are_stacked_predicted_over_measured() -> None:
 
 def test_a_u_curve_stacks_its_parts_and_marks_the_least() -> None:
     parts = {"bubble": [3 * MS, MS, MS], "ideal": [MS, MS, MS], "small kernels": [0.0, MS, 3 * MS]}
-    fig = u_curve([1, 4, 16], parts, [4 * MS, 2 * MS, 6 * MS], title="T")
+    fig = u_curve([1, 4, 16], parts, [4 * MS, 2 * MS, 6 * MS], title="T", source="replayed")
     ax = fig.axes[0]
     ideal, kernels, bubble = (extents(ax, name) for name in ("ideal", "small kernels", "bubble"))
     assert [list(box) for box in ideal[:, 2:]] == [[0.0, 1.0]] * 3  # ms
     assert [list(box) for box in kernels[:, 2:]] == [[1.0, 2.0], [1.0, 4.0]]  # none of 0
     assert [list(box) for box in bubble[:, 2:]] == [[1.0, 4.0], [2.0, 3.0], [4.0, 5.0]]
-    assert list(find(ax, "predicted").get_ydata()) == pytest.approx([4.0, 2.0, 6.0])
-    assert {"4.00", "3.00", "5.00", "step (ms)", "number of microbatches", "1", "4", "16"} <= set(words(fig))
+    formula = find(ax, "formula, T and c from m = 1 and 16")
+    assert list(formula.get_ydata()) == pytest.approx([4.0, 2.0, 6.0])
+    heads = {"replayed step (ms)", "number of microbatches"}
+    assert {"4.00", "3.00", "5.00", "1", "4", "16"} | heads <= set(words(fig))
     bold = [t.get_text() for t in fig.findobj(Text) if t.get_weight() == "bold" and t.get_text() != "T"]
     assert sorted(bold) == ["3.00", "4"]
     parts["host wait"] = [0.0, 0.0, 2 * MS]

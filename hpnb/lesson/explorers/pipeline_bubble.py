@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 _FIXED_CHUNKS = {"zb-v": 2, "dualpipe-v": 2}
 _ANY_CHUNKS = ("interleaved", "breadth-first")
 
+SHARE = "bubble of ranks × makespan (%)"
+
 KNOBS: Knobs = {
     "schedule": Choice(schedules.NAMES, "zb-h2"),  # the first one has the longest warm-up
     "ranks": Slider(2, 8, 4),
@@ -30,7 +32,7 @@ CHALLENGE = Challenge(
     "11 % of ranks × makespan with at most 80 messages and at most 6 microbatches in flight.",
     lambda at: (
         (at["ranks"] == 4 and at["microbatches"] <= 12 and at["transfer"] >= 0.1)
-        and (at["input_grad"] == at["weight_grad"] == 1.0 and at["bubble (%)"] < 11)
+        and (at["input_grad"] == at["weight_grad"] == 1.0 and at[SHARE] < 11)
         and (at["messages"] <= 80 and at["microbatches in flight"] <= 6)
     ),
 )
@@ -42,7 +44,8 @@ def pipeline_bubble() -> Explorer:
     The unit of time is a forward: one microbatch through all of a rank's layers, however many chunks they are
     split into.
     """
-    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("microbatches", "bubble (%)")).display()
+    names = "zb-h2, as it opens", "zb-h1, the answer"
+    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, ("microbatches", SHARE), names).display()
 
 
 def _readings(
@@ -61,7 +64,7 @@ def _readings(
     bubble, rate = 100 * tl.bubble_fraction, 100 * tl.bubble_rate
     readings = {
         "step (forwards)": tl.makespan,
-        "bubble (%)": bubble,
+        SHARE: bubble,
         "of the longest span (%)": rate,
         "microbatches in flight": in_flight,
         "messages": sum(map(len, actions.queues.values())),
@@ -70,12 +73,13 @@ def _readings(
     def draw(fast: bool) -> tuple[Figure, str]:
         from hpnb import plot
 
+        fits = microbatches <= 10  # numbers of two digits do not fit
         pieces = "" if v == 1 else f", {v} chunks a rank"
         figure = plot.timeline(
             tl,
-            in_flight=True,
+            in_flight=fits,
             bubble=None,
-            text=not fast,
+            text=not fast and fits,
             unit="forwards",
             title=f"{schedule}, {ranks} ranks, {microbatches} microbatches{pieces}: bubble {bubble:.1f} % of "
             f"ranks × makespan, {rate:.1f} % of the longest rank's span",

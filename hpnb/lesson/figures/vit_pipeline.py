@@ -25,13 +25,15 @@ def u_curve(
     parts: Mapping[str, Sequence[float]],
     predicted: Sequence[float],
     title: str | None = None,
+    source: str = "measured",
 ) -> Figure:
     """A trade-off: a stacked bar of a step for each choice, and the predicted step as a line.
 
     Args:
         choices: such as 1, 2, 4, 8 microbatches.
         parts: {part of PARTS: seconds, one for each choice}, from the first of PARTS up.
-        predicted: seconds of the step.
+        predicted: seconds of the step by the formula, whose T and c come from the first and the last bar.
+        source: where the bars come from: "measured", or "replayed".
     """
     if strange := [part for part in parts if part not in PARTS]:
         raise ValueError(f"there is no part {strange[0]!r}; there are {', '.join(PARTS)}")
@@ -39,11 +41,12 @@ def u_curve(
     totals = [sum(values) for values in zip(*(parts[part] for part in present), strict=True)]
     scale, unit = time_unit(max(*totals, *predicted))
     places = range(len(choices))
-    line = Series("predicted", places, [p / scale for p in predicted], looks(["predicted"])["predicted"],
+    formula = f"formula, T and c from m = {choices[0]} and {choices[-1]}"
+    line = Series(formula, places, [p / scale for p in predicted], looks([formula])[formula],
                   "line and hollow")  # fmt: skip
     heading = title if title is not None else "a step, and what it is made of"
     keys = [*(Key(PARTS[part]) for part in present), line.key]
-    panel = CurvePanel([line], f"step ({unit})", height=2.7, xlabel="number of microbatches")
+    panel = CurvePanel([line], f"{source} step ({unit})", height=2.7, xlabel="number of microbatches")
     fig = curves([panel], title=heading, keys=keys, left=0.72)
     (ax,) = fig.axes
     floor = [0.0] * len(choices)

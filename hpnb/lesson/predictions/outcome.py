@@ -135,7 +135,7 @@ def _read(outcome: Outcome, value: Answer, who: str) -> str:
         if right:
             return f"{who} is exact"
         gap = number(abs(truth - cast(float, value)), outcome.unit)
-        return f"{who} is off by {gap}, and an identity must hold exactly"
+        return f"{who} is off by {gap}, and this question has one exact answer"
     if right:
         return f"{who} holds (ratio {ratio_text(ratio)})"
     # A guess has no terms. A prediction that is too low lacks one; a cost left out cannot make it too high.

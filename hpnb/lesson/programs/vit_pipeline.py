@@ -24,6 +24,7 @@ from hpnb.lesson import ledger
 from hpnb.lesson.machine_card import hardware_name
 from hpnb.lesson.programs.device_timing import Batch, all_ranks, vit_and_batch, warmup_steps
 from hpnb.lesson.programs.step_timing import compute_seconds, median_by, relative_distance
+from hpnb.lesson.values import record
 from hpnb.models import ViTSize
 from hpnb.pipeline_parallel import Action, Costs, Schedule
 from hpnb.pipeline_parallel.executor import contended
@@ -200,6 +201,30 @@ def spread_of(timelines: Sequence[Timeline]) -> float:
     return max(makespans) - min(makespans)
 
 
+def work_and_bubble(steps: Mapping[str, Timeline]) -> dict[str, dict[str, float]]:
+    """Two columns of a table: the mean time for which a rank computes, and the idle share."""
+    return {
+        "work (s)": {name: compute_seconds(tl) for name, tl in steps.items()},
+        "bubble (%)": {name: 100 * tl.bubble_fraction for name, tl in steps.items()},
+    }
+
+
+def faster_pairs(steps: Mapping[str, float], spreads: Mapping[str, float]) -> list[str]:
+    """["zb-h2 is faster than 1f1b"]: all pairs whose steps differ by more than the larger spread."""
+    return [
+        f"{a} is faster than {b}"
+        for a in steps
+        for b in steps
+        if steps[b] - steps[a] > max(spreads[a], spreads[b])
+    ]
+
+
+def seconds_without_waits(tl: Timeline, schedule: Schedule) -> float:
+    """The recorded step if each action started as soon as its rank and its input are ready."""
+    duration = {event.label: event.duration for event in tl.events}  # {"0F0": seconds}
+    return schedule.replay(lambda action: duration[str(action)]).makespan
+
+
 def simulate_layers(schedule: Schedule, costs: Sequence[float], counts: Sequence[int]) -> Timeline:
     """The step simulated from seconds of each layer's forward and backward, a third of them forward."""
     ends = list(accumulate(counts, initial=0))
@@ -247,6 +272,21 @@ def replay_on_link(tl: Timeline, schedule: Schedule, link: Link, message: float)
     """The recorded step with messages of `message` bytes on `link`; "simulated"."""
     duration = {(e.stage, e.op, e.microbatch): e.duration for e in tl.events}
     return schedule.replay(lambda a: duration[a.stage, a.op, a.microbatch], seconds("send", message, 2, link))
+
+
+def record_race(
+    name: str, predicted: Mapping[str, float], steps: Mapping[str, Timeline], spreads: Mapping[str, float]
+) -> None:
+    """Record which schedules are faster beyond the spread, and which comes first; add all to the ledger."""
+    makespans = {schedule: tl.makespan for schedule, tl in steps.items()}
+    faster = faster_pairs(makespans, spreads)
+    first = {
+        "predicted": min(predicted, key=predicted.__getitem__),
+        "run": min(makespans, key=makespans.__getitem__),
+    }
+    words = ", ".join(faster) or "no schedule is faster than another"
+    record("02.race", {"faster": words, "first": first})
+    add_to_ledger(name, predicted, steps)
 
 
 def add_to_ledger(name: str, predicted: Mapping[str, float], steps: Mapping[str, Timeline]) -> None:

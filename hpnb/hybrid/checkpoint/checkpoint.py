@@ -273,12 +273,14 @@ def load(
     return values["extra"]
 
 
+_OPTIONAL_SIZES = ("cp_size", "ep_size")  # in the manifest only where they are above 1
+
+
 def saved_layout(model: Boosted) -> dict[str, Any]:
     """What must be the same for saved random states to fit."""
     plugin = model.plugin
     sizes = {f"{name}_size": getattr(plugin, f"{name}_size") for name in ("dp", "pp", "tp")}
-    if plugin.ep_size > 1:
-        sizes["ep_size"] = plugin.ep_size
+    sizes.update({name: size for name in _OPTIONAL_SIZES if (size := getattr(plugin, name)) > 1})
     return {**sizes, "tp_mode": plugin.tp_mode, "tp_depth": plugin.tp_depth, "chunks": plugin.chunks}
 
 
@@ -317,13 +319,14 @@ def _check_layout(folder: Path, saved: Any, now: dict[str, Any], stored: StateRe
     """Raise ValueError if the layout in the manifest cannot be that of the ranks that saved."""
     if saved is None:  # which no random states belong to
         return
-    is_layout = isinstance(saved, dict) and {k: type(v) for k, v in saved.items()} == {
-        k: type(v) for k, v in now.items()
-    }
-    if is_layout and saved["tp_mode"] in TP_MODES:
-        ranks = sum(key.startswith("random/") for key in stored.values)
-        if saved["dp_size"] * saved["pp_size"] * saved["tp_size"] == ranks:
-            return
+    optional = dict.fromkeys(_OPTIONAL_SIZES, 1)
+    if isinstance(saved, dict):
+        saved, now = {**optional, **saved}, {**optional, **now}
+        is_layout = {k: type(v) for k, v in saved.items()} == {k: type(v) for k, v in now.items()}
+        if is_layout and saved["tp_mode"] in TP_MODES:
+            ranks = sum(key.startswith("random/") for key in stored.values)
+            if saved["dp_size"] * saved["pp_size"] * saved["tp_size"] * saved["cp_size"] == ranks:
+                return
     raise ValueError(f"the manifest of {folder} has the layout {str(saved)[:200]}; load another checkpoint")
 
 

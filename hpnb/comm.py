@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from hpnb.mesh import Axis
+from hpnb.overlapped_pair import wait_for
 from hpnb.ranks.current_rank import device as this_device
 from hpnb.record.recorder import communication
 from hpnb.split_sizes import split_range as split_range
@@ -108,6 +109,8 @@ def exchange_rows(
 
     Args:
         rows: (sum(sent), ...), in the order of the ranks.
+
+    Inside of `hpnb.overlapped_pair` the other side computes until they have arrived.
     """
     forward = partial(_exchange_rows, axis=axis, sent=sent, received=received)
     backward = partial(_exchange_rows, axis=axis, sent=received, received=sent)
@@ -265,9 +268,13 @@ def _exchange_slices(x: torch.Tensor, axis: Axis, split_dim: int, concat_dim: in
 def _exchange_rows(
     rows: torch.Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]
 ) -> torch.Tensor:
-    arrived = rows.new_empty((sum(received), *rows.shape[1:]))
+    arrived, rows = rows.new_empty((sum(received), *rows.shape[1:])), rows.contiguous()
+    leaving = (len(rows) - sent[axis.rank]) * (rows.nbytes // max(1, len(rows)))
     with communication("all_to_all", axis.name, rows.nbytes, axis.ranks):
-        dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=axis.group)
+        message = dist.all_to_all_single(
+            arrived, rows, list(received), list(sent), group=axis.group, async_op=True
+        )
+        wait_for(message, leaving)
     return arrived
 
 

@@ -220,7 +220,9 @@ def test_boosted_steps_and_their_checkpoint_equal_one_process(
     assert max(distances(dict(loaded.named_parameters()), dict(wanted.named_parameters())).values()) < 1e-12
 
 
-@pytest.mark.parametrize("plugin", [{}, {"ep_size": 2}, {"tp_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "plugin", [{}, {"ep_size": 2}, {"tp_size": 2}, {"cp_size": 2}, {"cp_size": 2, "ep_size": 2}], ids=str
+)
 def test_the_balancing_loss_is_that_of_all_tokens(pools: RankPools, plugin: dict[str, Any]) -> None:
     options = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     ((losses, norms, momenta, _),) = pools[1].run(boosted_steps, "Mixtral", {}, options, None)

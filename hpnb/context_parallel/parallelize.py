@@ -25,8 +25,8 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from hpnb.comm import gather_slices
 from hpnb.context_parallel.ring import Ring, Visibility, ring_attention
-from hpnb.context_parallel.shard_sequence import shard_batch
-from hpnb.context_parallel.ulysses import ulysses_attention
+from hpnb.context_parallel.shard_sequence import shard_batch, token_mask
+from hpnb.context_parallel.ulysses import refuse_heads, ulysses_attention
 from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.mesh import Axis, Mesh, axis_of
 from hpnb.models.compare_parts import skip_first_step_check
@@ -47,7 +47,7 @@ def parallelize(model: nn.Module, axis: Axis | Mesh, mode: str = "ring") -> Cont
 
     Raises:
         TypeError: a model of another kind, or one whose attention transformers cannot exchange.
-        ValueError: an unknown mode, or dropout in the attention.
+        ValueError: an unknown mode, dropout in the attention, or fewer heads than ranks of "ulysses".
     """
     axis = axis_of(axis, "cp")
     if mode not in MODES:
@@ -58,6 +58,9 @@ def parallelize(model: nn.Module, axis: Axis | Mesh, mode: str = "ring") -> Cont
     _check_causal(model)
     assert isinstance(model, PreTrainedModel)
     _check_dropout(model)
+    heads = getattr(model.config, "num_attention_heads", axis.size)
+    if mode == "ulysses" and heads < axis.size:  # fewer on a rank, by tensor parallelism, the forward refuses
+        raise ValueError(refuse_heads(heads, axis.size))
     name = f"hpnb_{mode}_{next(_numbers)}"
     AttentionInterface.register(name, context.attend)
     _exchange_attention(model, name)
@@ -75,10 +78,17 @@ def parallelize(model: nn.Module, axis: Axis | Mesh, mode: str = "ring") -> Cont
 
 
 class ContextParallel:
-    """The attention of one model over the ranks of `axis`, and the shards of its batches."""
+    """The attention of one model over the ranks of `axis`, and the shards of its batches.
+
+    Attributes:
+        in_batch: (s / cp,) of the batch at hand: False for tokens that were added so that it can be split.
+        token_mask: (B, s / cp) of the batch at hand: 0 for padding.
+    """
 
     def __init__(self, axis: Axis, mode: str) -> None:
         self.axis, self.mode, self.zigzag = axis, mode, mode == "ring"
+        self.in_batch: torch.Tensor | None = None
+        self.token_mask: torch.Tensor | None = None
         self._packed = False  # whether the batch at hand has positions of its own
 
     def __deepcopy__(self, _: dict[int, object]) -> ContextParallel:
@@ -91,7 +101,9 @@ class ContextParallel:
         if self.axis.size == 1:
             return dict(batch)
         self._packed = batch.get("position_ids") is not None
-        return shard_batch(batch, self.axis.rank, self.axis.size, self.zigzag)
+        sharded = shard_batch(batch, self.axis.rank, self.axis.size, self.zigzag)
+        self.in_batch, self.token_mask = token_mask(batch, self.axis.rank, self.axis.size, self.zigzag)
+        return sharded
 
     def attend(
         self,

@@ -83,11 +83,16 @@ def shard_batch(batch: Mapping[str, Any], rank: int, ranks: int, zigzag: bool) -
     position_ids say where packed texts begin: each counts from 0.
 
     Raises:
-        ValueError: no input_ids (B, s), or padding on the left.
+        ValueError: no input_ids (B, s), no tokens in them, or padding on the left.
     """
     ids = batch.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         raise ValueError(f"context parallelism splits input_ids (B, s); this batch has {', '.join(batch)}")
+    if ids.size(1) == 0:
+        raise ValueError(
+            f"input_ids of shape {tuple(ids.shape)} have no tokens to split over {ranks} ranks; leave empty "
+            "sequences out of the batch"
+        )
     length, device = ids.size(1), ids.device
     _check_padding(batch.get("attention_mask"))
     missing = padded_length(length, ranks, zigzag) - length
@@ -105,6 +110,18 @@ def shard_batch(batch: Mapping[str, Any], rank: int, ranks: int, zigzag: bool) -
     if "position_ids" not in batch:
         sharded["position_ids"] = places.clamp(max=length - 1).expand(ids.size(0), -1)
     return sharded
+
+
+def token_mask(
+    batch: Mapping[str, Any], rank: int, ranks: int, zigzag: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of this rank's shard, which tokens are in the batch, (s / cp,), and which are no padding, (B, s / cp)."""
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    length = ids.size(1)
+    total = padded_length(length, ranks, zigzag)
+    places = token_places(split_sequence(total, ranks, zigzag)[rank], ids.device)
+    mask = torch.ones_like(ids) if mask is None else mask
+    return places < length, F.pad(mask, (0, total - length))[:, places]
 
 
 def _check_padding(mask: Any) -> None:

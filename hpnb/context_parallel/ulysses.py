@@ -49,7 +49,7 @@ def ulysses_attention(
     """
     heads = q.size(HEADS)
     if heads < axis.size:
-        raise ValueError(f"Ulysses gives each of {axis.size} ranks a head, and there are {heads}; use a ring")
+        raise ValueError(refuse_heads(heads, axis.size))
     if k.size(HEADS) % axis.size or heads % axis.size:
         k, v = (x.repeat_interleave(heads // k.size(HEADS), HEADS) for x in (k, v))
     # Heads that do not divide: as many with zeros as are missing, on the last ranks.
@@ -60,6 +60,14 @@ def ulysses_attention(
     mask = visible.mask(all_tokens, all_tokens, slice(None), q.device)
     out = _attention(q, k, v, mask, scale, softcap)
     return comm.all_to_all(out, axis, split_dim=TOKENS, concat_dim=HEADS)[:, :heads]
+
+
+def refuse_heads(heads: int, ranks: int) -> str:
+    """Why so many heads are too few."""
+    return (
+        f"Ulysses gives each of {ranks} ranks a head, and an attention has {heads} on a rank; use "
+        f"cp_size={heads}{' or less' if heads > 1 else ''}, or context_parallel='ring'"
+    )
 
 
 def _attention(

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from hpnb.comm import exchange_rows
 from hpnb.mesh import Axis
+from hpnb.overlapped_pair import wait_for
 from hpnb.record.recorder import communication
 
 
@@ -63,7 +64,8 @@ def plan_dispatch(chosen: torch.Tensor, num_experts: int, axis: Axis) -> Dispatc
     if axis.size > 1:
         received = torch.empty_like(by_rank)  # from every rank, for each expert of this one
         with communication("all_to_all", axis.name, counts.nbytes, axis.ranks):
-            dist.all_to_all_single(received, by_rank.contiguous(), group=axis.group)
+            message = dist.all_to_all_single(received, by_rank.contiguous(), group=axis.group, async_op=True)
+            wait_for(message, counts.nbytes * (axis.size - 1) // axis.size)
     sizes = torch.stack([by_rank.sum(1), received.sum(1)]).tolist()  # the one time that the CPU waits
     numbers = torch.arange(by_rank.size(1), device=flat.device).repeat(axis.size)
     experts = numbers.repeat_interleave(received.reshape(-1))

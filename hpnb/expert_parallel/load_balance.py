@@ -12,7 +12,7 @@ whole batch. The bias only changes which experts are chosen, never their weights
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,10 +59,16 @@ def balancing_loss(
     return num_experts * (counts.detach() * probabilities).sum() / sums[-1].detach().square().clamp(min=1)
 
 
-def share_balancing_loss(model: nn.Module, axis: Axis) -> bool:
+def share_balancing_loss(
+    model: nn.Module, axis: Axis, token_mask: Callable[[], torch.Tensor | None] = lambda: None
+) -> bool:
     """Let a model that adds a balancing loss compute it over all ranks of `axis`.
 
     Its outputs' `aux_loss` changes, and `loss` where there is one.
+
+    Args:
+        token_mask: gives (B, s), 0 for padding, where the model gets no attention_mask, as with context
+            parallelism.
 
     Returns:
         Whether it adds one (config.output_router_logits, and router_aux_loss_coef above 0).
@@ -76,6 +82,7 @@ def share_balancing_loss(model: nn.Module, axis: Axis) -> bool:
         if getattr(outputs, "aux_loss", None) is None or not outputs.router_logits:
             return None
         mask = kwargs.get("attention_mask")
+        mask = token_mask() if mask is None else mask
         local = outputs.aux_loss
         shared = balancing_loss(outputs.router_logits, module.num_experts_per_tok, axis, mask)
         if outputs.loss is not None:  # which has the local one in it

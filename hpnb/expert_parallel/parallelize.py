@@ -86,12 +86,15 @@ class ExpertParallel:
         num_experts: {name of a layer: E}.
         tokens_per_expert: {name of a layer: (E,)}: rows of this rank's tokens since `clear_tokens`, of
             forwards in training.
+        in_batch: gives (s,), False for tokens of each sequence that do not count, because context parallelism
+            has added them; or None if all count.
     """
 
     def __init__(self, axis: Axis, layers: dict[str, Any]) -> None:
         self.axis = axis
         self.num_experts = {name: module.num_experts for name, module in layers.items()}
         self.tokens_per_expert: dict[str, torch.Tensor] = {}
+        self.in_batch: Callable[[], torch.Tensor | None] = lambda: None
         self._before: dict[str, str] = {
             name: module.config._experts_implementation or "eager" for name, module in layers.items()
         }
@@ -111,6 +114,9 @@ class ExpertParallel:
         if name is not None and module.training and not in_backward():  # where it recomputes
             before = self.tokens_per_expert.get(name)
             counts = plan.tokens_per_expert
+            if (counted := self.in_batch()) is not None and not bool(counted.all()):
+                real = chosen.view(-1, len(counted), chosen.size(1))[:, counted]  # (B, tokens, k)
+                counts = torch.bincount(real.reshape(-1), minlength=num_experts)
             self.tokens_per_expert[name] = counts if before is None else before + counts
         rows = dispatch_rows(hidden, plan, self.axis)  # (r, h)
         results = self._compute_local(module, rows, plan.experts)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ from hpnb.pipeline_parallel.stages import move_module
 from hpnb.placement import keep_placements, placement_of, set_placement
 from hpnb.precision import Masters
 from hpnb.ranks.current_rank import device as this_device
+from hpnb.tensor_parallel.dropout_rng import has_dropout
 
 Model = nn.Module | Builder
 _boosted_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -81,12 +83,18 @@ def parallelize_model(
                 plugin.enable_sequence_overlap,
             )  # fmt: skip
             axes += tensor_parallel.axes(model)
-        experts, selection_bias = _shard_experts(model, plugin)
+        contexts: list[context_parallel.ContextParallel] = []  # has the one of this model, once it is made
+        experts, selection_bias = _shard_experts(
+            model, plugin, lambda: contexts[0].token_mask if contexts else None
+        )
         axes += [mesh.ep, mesh.edp] if plugin.ep_size > 1 else []
         if plugin.loss_chunk:
             _chunk_loss(model, plugin)
         if plugin.cp_size > 1:
             context = context_parallel.parallelize(model, mesh.cp, plugin.context_parallel)
+            contexts.append(context)
+            if experts is not None:
+                experts.in_batch = lambda: contexts[0].in_batch
         # Tensor parallelism and the chunked loss set a loss function for what their output layer gives.
         of_shards = hasattr(vars(model).get("_loss_function"), "vocab_shard")
         in_stages = plugin.pp_size > 1 and not of_shards and not plugin.loss_chunk
@@ -109,6 +117,7 @@ def parallelize_model(
         pipe = Pipeline(
             model, mesh.pp, schedule, _never, replicas=mesh.dp_cp, cut=plugin.cut, example=example
         )
+        pipe.overlaps_pairs = _overlaps_experts(plugin, model)
     elif plugin.zero_stage < 3:  # which moves the model block by block
         move_module(model, this_device())
     module: Any = model if pipe is None else pipe.module
@@ -270,7 +279,7 @@ def _prepare(model: nn.Module, plugin: HybridParallelPlugin, optimizer: Optimize
 
 
 def _shard_experts(
-    model: nn.Module, plugin: HybridParallelPlugin
+    model: nn.Module, plugin: HybridParallelPlugin, token_mask: Callable[[], torch.Tensor | None]
 ) -> tuple[ExpertParallel | None, SelectionBias | None]:
     """Experts over ep, and what keeps them equally busy on all ranks."""
     mesh = plugin.mesh
@@ -280,13 +289,20 @@ def _shard_experts(
                 "output_router_logits=True adds a loss over the routers of all layers, and with "
                 f"pp_size={plugin.pp_size} no rank sees them: use 1, or config.output_router_logits=False"
             )
-        expert_parallel.share_balancing_loss(model, mesh.dp_cp)
+        expert_parallel.share_balancing_loss(model, mesh.dp_cp, token_mask)
     if plugin.ep_size == 1 and not plugin.selection_bias_rate:
         return None, None
     experts = expert_parallel.parallelize(model, mesh.ep)
     if not plugin.selection_bias_rate:
         return experts, None
     return experts, SelectionBias(model, experts, mesh.dp_cp, plugin.selection_bias_rate)
+
+
+def _overlaps_experts(plugin: HybridParallelPlugin, model: Model) -> bool:
+    """Whether tokens travel to experts while another microbatch computes, for which DualPipe is made. What
+    recomputes dropout sets the state of the random numbers that the other microbatch would draw."""
+    draws = plugin.activation_checkpointing and isinstance(model, nn.Module) and has_dropout(model)
+    return plugin.ep_size > 1 and plugin.pp_style == "dualpipe-v" and not draws
 
 
 def _accept_empty_batch(model: nn.Module) -> None:

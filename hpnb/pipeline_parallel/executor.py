@@ -27,6 +27,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map
 
+from hpnb.overlapped_pair import Segments, recording_segments, run_pair
 from hpnb.pipeline_parallel.boundary import Boundary, StepBoundaries, gradient_edges, tensors_in
 from hpnb.pipeline_parallel.grad_ready import GradReady
 from hpnb.pipeline_parallel.loss import BatchLoss
@@ -61,6 +62,7 @@ class StepConfig:
         grad_ready: None runs forwards only.
         recorder: notes when each action ran.
         keep_outputs: keep the outputs of the last stage.
+        pairs: the steps whose forward overlaps the backward after it (`overlapped_pairs.py`).
     """
 
     rank_schedule: RankSchedule
@@ -74,6 +76,7 @@ class StepConfig:
     grad_ready: GradReady | None = None
     recorder: Recorder | None = None
     keep_outputs: bool = True
+    pairs: frozenset[int] = frozenset()
 
 
 class StepExecutor:
@@ -84,6 +87,7 @@ class StepExecutor:
         seconds: {action: its CPU time} where ranks share cores, {action: its GPU time, measured alone} where
             they share a GPU; only of a recorded step.
         communications: {action: what it communicated within its stage}, where ranks share a GPU.
+        segments: {action: its CPU time between the messages of experts}, of a recorded step.
     """
 
     def __init__(self, config: StepConfig) -> None:
@@ -100,6 +104,7 @@ class StepExecutor:
         self.outputs: dict[int, Any] = {}
         self.seconds: dict[Action, float] = {}
         self.communications: dict[Action, list[Event]] = {}
+        self.segments: dict[Action, Segments] = {}
 
     @property
     def by_turns(self) -> bool:
@@ -126,35 +131,73 @@ class StepExecutor:
                 self._grad_ready.finish()
 
     def _run_actions(self) -> None:
-        actions = self._config.rank_schedule.actions
-        for step, action in enumerate(actions):
-            for ahead, coming in enumerate(actions[step : step + 1 + AHEAD]):
-                self._messages.post_receives(coming, urgent=ahead == 0)
-            match action.op:
-                case "F":
-                    self._forward(action)
-                case "W":
-                    self._weight_gradients(action)
-                case "I" | "B":
-                    self._backward(action)
+        actions, step = self._config.rank_schedule.actions, 0
+        while step < len(actions):
+            pair = self._pair_at(step)
+            group = actions[step : step + (2 if pair else 1)]
+            for ahead, coming in enumerate(actions[step : step + len(group) + AHEAD]):
+                self._messages.post_receives(coming, urgent=ahead < len(group))
+            if pair:
+                self._run_pair(*group)
+            else:
+                self._run_action(group[0])
+            step += len(group)
+
+    def _run_action(self, action: Action) -> None:
+        match action.op:
+            case "F":
+                self._give_activations(action, self._forward(action, self._take_activations(action)))
+            case "W":
+                self._weight_gradients(action)
+            case "I" | "B":
+                starts, grads = self._take_gradients(action)
+                self._backward(action, starts, grads)
+                self._give_gradients(action)
+
+    def _pair_at(self, step: int) -> bool:
+        """Whether the action at `step` overlaps the next one. Ranks that share a GPU take turns with it
+        instead, and a backward that carries the loss's correction waits until this is known."""
+        if step not in self._config.pairs or self._turns is not None or self._grad_ready is None:
+            return False
+        return not self._messages.carries_correction(self._config.rank_schedule.actions[step + 1])
+
+    def _run_pair(self, forward: Action, backward: Action) -> None:
+        """A forward and a backward that do not need each other: one computes while the other's messages
+        travel."""
+        value, (starts, grads) = self._take_activations(forward), self._take_gradients(backward)
+        value, _ = run_pair(
+            lambda: self._forward(forward, value), lambda: self._backward(backward, starts, grads)
+        )
+        self._give_activations(forward, value)
+        self._give_gradients(backward)
 
     # --- the actions -----------------------------------------------------------------------------------
 
-    def _forward(self, action: Action) -> None:
+    def _take_activations(self, action: Action) -> Any:
+        """What the stage before has given, if there is one."""
         stage, m = action.stage, action.microbatch
-        value = None
-        if stage > 0:
-            (before,) = self._schedule.needs(action)
-            boundary = self._config.boundaries.get(stage - 1, m)
-            assert boundary is not None, "its receive was posted, for which the shapes had to be known"
-            value = boundary.assemble(self._messages.take(before))
-            if self._grad_ready is not None:
-                self._leaves[stage, m] = boundary.with_gradient(tensors_in(value))
+        if stage == 0:
+            return None
+        (before,) = self._schedule.needs(action)
+        boundary = self._config.boundaries.get(stage - 1, m)
+        assert boundary is not None, "its receive was posted, for which the shapes had to be known"
+        value = boundary.assemble(self._messages.take(before))
+        if self._grad_ready is not None:
+            self._leaves[stage, m] = boundary.with_gradient(tensors_in(value))
+        return value
+
+    def _forward(self, action: Action, value: Any) -> Any:
+        stage, m = action.stage, action.microbatch
         with self._recorded(action):
             value = self._config.run_stage(stage, value, self._config.microbatches[m])
             if stage == self._last_stage:
                 self._finish_forward(m, value)
-                return
+        return value
+
+    def _give_activations(self, action: Action, value: Any) -> None:
+        stage, m = action.stage, action.microbatch
+        if stage == self._last_stage:
+            return
         tensors = tensors_in(value)
         if self._grad_ready is not None:
             self._starts[stage, m] = gradient_edges(tensors), []
@@ -176,33 +219,41 @@ class StepExecutor:
                 )
             self._starts[self._last_stage, m] = edges, [gradient] * len(edges)
 
-    def _backward(self, action: Action) -> None:
-        stage, m = action.stage, action.microbatch
-        grad_ready, split_backward = self._grad_ready, self._config.split_backward
-        assert grad_ready is not None
-        starts, grads = self._starts.pop((stage, m))
+    def _take_gradients(self, action: Action) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+        """Where the backward starts, and with which gradients."""
+        assert self._grad_ready is not None
+        starts, grads = self._starts.pop((action.stage, action.microbatch))
         carries_correction = self._messages.carries_correction(action)
-        if stage < self._last_stage:
+        if action.stage < self._last_stage:
             grads = self._messages.take(self._schedule.needs(action)[-1])
             if carries_correction:
-                grad_ready.correction = grads.pop()
+                self._grad_ready.correction = grads.pop()
         elif carries_correction:
             assert self._config.loss is not None
-            grad_ready.correction = self._config.loss.correction()
+            self._grad_ready.correction = self._config.loss.correction()
+        return starts, grads
+
+    def _backward(self, action: Action, starts: list[GradientEdge], grads: list[torch.Tensor]) -> None:
+        grad_ready, split_backward = self._grad_ready, self._config.split_backward
+        assert grad_ready is not None
         with self._recorded(action):
             if action.op == "I":
-                with split_backward.deferring((stage, m)):
+                with split_backward.deferring((action.stage, action.microbatch)):
                     _run_backward(starts, grads)
             else:
                 with grad_ready.during_backward(action, split_backward):
                     _run_backward(starts, grads)
-        if stage > 0:
-            leaves = self._leaves.pop((stage, m))
-            result = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-            if carries_correction:
-                assert grad_ready.correction is not None
-                result.append(grad_ready.correction)
-            self._messages.give(action, result)
+
+    def _give_gradients(self, action: Action) -> None:
+        if action.stage == 0:
+            return
+        leaves = self._leaves.pop((action.stage, action.microbatch))
+        result = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        if self._messages.carries_correction(action):
+            assert self._grad_ready is not None
+            assert self._grad_ready.correction is not None
+            result.append(self._grad_ready.correction)
+        self._messages.give(action, result)
 
     def _weight_gradients(self, action: Action) -> None:
         assert self._grad_ready is not None
@@ -232,7 +283,7 @@ class StepExecutor:
     @contextmanager
     def _with_cpu_time(self, action: Action, span: AbstractContextManager[None]) -> Iterator[None]:
         began = time.thread_time()
-        with span:
+        with span, recording_segments(action, self.segments):
             yield
         self.seconds[action] = time.thread_time() - began
 

@@ -84,6 +84,9 @@ class Pipeline:
         module: this rank's layers, as an nn.Module, with the whole model's names.
         stages: the numbers of this rank's stages.
         split: how a batch becomes microbatches, (batch, number) -> so many; it may be set.
+        overlaps_pairs: whether a forward runs together with the backward after it, where neither needs the
+            other, so that one computes while the all-to-all of the other travels (`overlapped_pairs.py`);
+            False unless set. All ranks of a pipeline, and of the groups its stages send in, set it alike.
         loss_reduction: what `loss_fn` returns; None before the first training step. It may be set between
             steps, on every rank.
         per_target: what each target counted in the last step where the loss function returns (sum, count), on
@@ -138,6 +141,7 @@ class Pipeline:
         self.per_target: float | torch.Tensor = 1.0
         self.checked_causal: bool | None = None  # what was compared with what loss_fn averages
         self.split: SplitFunction = microbatches.split_batch
+        self.overlaps_pairs = False
         self._device = this_device()
         self.stages = schedule.stages_of(axis.rank)
         # Before the model is partitioned; one rank checks for all, because it takes no messages.
@@ -235,6 +239,7 @@ class Pipeline:
                 grad_ready=self._grad_ready if trains else None,
                 recorder=recorder,
                 keep_outputs=return_outputs,
+                pairs=part.pairs if trains and self.overlaps_pairs else frozenset(),
             )
         )
         if trains:

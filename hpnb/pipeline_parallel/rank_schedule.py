@@ -6,6 +6,9 @@ shapes stay: they depend on which rank has which stage, and not on the number of
 
 from __future__ import annotations
 
+from functools import cached_property
+
+from hpnb.pipeline_parallel.overlapped_pairs import overlapped_pairs
 from hpnb.pipeline_parallel.schedule import Schedule
 
 
@@ -32,6 +35,11 @@ class RankSchedule:
     @property
     def last_stage(self) -> int:
         return self.schedule.stages - 1
+
+    @cached_property
+    def pairs(self) -> frozenset[int]:
+        """The steps whose forward may overlap the backward after it."""
+        return overlapped_pairs(self.schedule)[self.rank]
 
 
 class RankSchedules:

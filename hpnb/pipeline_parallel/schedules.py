@@ -219,9 +219,10 @@ def zb_v(row: PipelineRank) -> Iterator[Action]:
 def dualpipe_v(row: PipelineRank) -> Iterator[Action]:
     """DualPipe (DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1) cut in half: one direction, folded.
 
-    It pairs an F0 with a B1 and an F1 with a B0, so that kernels of one overlap messages of the other. Here a
-    rank does one action after the other, F before B, and a pair takes the time of both. That leaves half of
-    zb-h1's idle time where F, I and W are about equal; the pairs are what it has over zb-v.
+    It pairs an F0 with a B1 and an F1 with a B0, so that kernels of one overlap messages of the other. Where
+    stages send tokens to experts, a pair runs so (`overlapped_pairs.py`). Else a rank does one action after
+    the other, F before B, and a pair takes the time of both. That leaves half of zb-h1's idle time where F, I
+    and W are about equal; the pairs are what it has over zb-v.
     """
     p, r, m = row.num_ranks, row.rank, row.num_microbatches
     last_backwards = [f"{op}{chunk}" for op in "BI" for chunk in (1, 0) * (r + 1)]

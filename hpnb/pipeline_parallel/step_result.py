@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 from hpnb.mesh import Axis
+from hpnb.overlapped_pair import Segments
 from hpnb.pipeline_parallel import microbatches
 from hpnb.pipeline_parallel.executor import StepExecutor
+from hpnb.pipeline_parallel.overlapped_pairs import ExposedTime, exposed_time, overlapped_pairs
 from hpnb.pipeline_parallel.schedule import Action, Schedule
 from hpnb.record import Event, Timeline
 from hpnb.record.recorder import Recorder
@@ -42,6 +44,7 @@ class PipelineStepResult:
         self._axis, self._schedule, self._recorder, self._spans = axis, schedule, recorder, spans
         self._outputs, self._seconds = executor.outputs, executor.seconds
         self._message_bytes, self._communications = executor.largest_message, executor.communications
+        self._segments = executor.segments
         self._wait_for_loss, self._by_turns = wait_for_loss, executor.by_turns
         self._timeline: Timeline | None = None
         self._costs: dict[Action, float] | None = None  # of all ranks
@@ -116,3 +119,30 @@ class PipelineStepResult:
             return self._costs[action] + sum(communication_seconds(event, link) for event in within)
 
         return self._schedule.replay(duration, transfer, source)
+
+    def exposed_time(self, link: Link, overlapped: bool) -> ExposedTime:
+        """How long the step takes, and waits for the messages of experts, replayed with the CPU time between
+        these messages and with `link`. All ranks of the axis must ask.
+
+        Args:
+            overlapped: forwards and backwards in pairs, or one action after the other.
+
+        Raises:
+            ValueError: the step was not recorded, or every rank had a core or a GPU.
+        """
+        by_rank: list[dict[Action, Segments]] = [{} for _ in range(self._axis.size)]
+        dist.all_gather_object(by_rank, self._segments, self._axis.group)
+        segments = {action: found for of_rank in by_rank for action, found in of_rank.items()}
+        if len(segments) < sum(map(len, self._schedule.actions)):
+            raise ValueError(
+                "no CPU time was recorded between the messages of this step: record it, on more ranks than "
+                "there are cores"
+            )
+        schedule = self._schedule
+        none = (frozenset[int](),) * schedule.ranks
+
+        def seconds(nbytes: float) -> float:
+            return link.latency + nbytes / link.bandwidth
+
+        pairs = overlapped_pairs(schedule) if overlapped else none
+        return exposed_time(schedule, pairs, segments, seconds, link.latency)

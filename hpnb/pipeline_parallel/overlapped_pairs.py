@@ -1,0 +1,164 @@
+"""Which forwards and backwards of a schedule may run as a pair, and how much all-to-all that leaves exposed.
+
+    dualpipe-v, steady state    F0 B1 | F1 B0 | F0 B1 | ...        a pair: two actions that overlap
+
+In a list F comes first and B directly after it. The two may overlap if no rank then waits for itself: B must
+not need what F gives, be it by way of other ranks. `overlapped_pairs` proves it by going through all lists
+with each pair as one action.
+
+How long is a pair? One rank computes one thing at a time and its messages travel one after the other, so we
+go through the segments of both sides as `hpnb.overlapped_pair` runs them:
+
+    compute    [ F ][ B ][ F ]. . [ B ]            exposed: the dots, in which this rank waits
+    messages        [~~~~ F ~~~~~][~~~ B ~~~]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hpnb.overlapped_pair import Segments
+from hpnb.pipeline_parallel.action_lists import Action, ActionLists
+from hpnb.pipeline_parallel.simulate import Costs
+
+Pairs = tuple[frozenset[int], ...]
+"""Of each rank, the steps whose F overlaps the backward after it."""
+
+
+def overlapped_pairs(schedule: ActionLists) -> Pairs:
+    """All F with the B or I directly after them that can overlap. `schedule` is one that runs."""
+    pairs = [
+        {
+            step
+            for step, (first, second) in enumerate(pairwise(row))
+            if first.op == "F" and second.op in ("B", "I") and first.stage != second.stage
+        }
+        for row in schedule.actions
+    ]
+    steps, done = [0] * schedule.ranks, set[Action]()
+
+    def runs(actions: Sequence[Action]) -> bool:
+        return all(need in done for action in actions for need in schedule.needs(action))
+
+    def advance(rank: int) -> bool:
+        group = _group(schedule, pairs, rank, steps[rank])
+        if not group or not runs(group):
+            return False
+        done.update(group)
+        steps[rank] += len(group)
+        return True
+
+    while any(steps[rank] < len(schedule.actions[rank]) for rank in range(schedule.ranks)):
+        if any(advance(rank) for rank in range(schedule.ranks)):
+            continue
+        # All ranks wait: one of them for a backward that needs the forward of its pair.
+        rank = next(r for r in range(schedule.ranks) if runs(_group(schedule, pairs, r, steps[r])[:1]))
+        pairs[rank].discard(steps[rank])
+    return tuple(map(frozenset, pairs))
+
+
+@dataclass(frozen=True)
+class ExposedTime:
+    """What a step costs with its messages.
+
+    Attributes:
+        makespan: seconds.
+        compute, exposed, sent: seconds of each rank: computing, waiting for its own messages, and how long
+            these travel. Where nothing overlaps, `exposed` is `sent`.
+    """
+
+    makespan: float
+    compute: tuple[float, ...]
+    exposed: tuple[float, ...]
+    sent: tuple[float, ...]
+
+
+def exposed_time(
+    schedule: ActionLists,
+    pairs: Pairs,
+    segments: Mapping[Action, Segments],
+    seconds: Callable[[float], float],
+    transfer: float = 0.0,
+) -> ExposedTime:
+    """Simulate a step with its messages.
+
+    Args:
+        pairs: of `overlapped_pairs`; empty sets run one action after the other.
+        segments: of every action.
+        seconds: how long a message of so many bytes travels.
+        transfer: from the end of an action to when another rank can use its result.
+    """
+    steps, ends, idle_from = [0] * schedule.ranks, dict[Action, float](), [0.0] * schedule.ranks
+    totals = {name: [0.0] * schedule.ranks for name in ("compute", "exposed", "sent")}
+    while any(steps[rank] < len(schedule.actions[rank]) for rank in range(schedule.ranks)):
+        before = sum(steps)
+        for rank in range(schedule.ranks):
+            group = _group(schedule, pairs, rank, steps[rank])
+            needs = [need for action in group for need in schedule.needs(action)]
+            if not group or any(need not in ends for need in needs):
+                continue
+            start = idle_from[rank]
+            for need in needs:
+                delay = 0.0 if schedule.rank_of[need.stage] == rank else transfer
+                start = max(start, ends[need] + delay)
+            sides = [segments[action] for action in group]
+            duration = pair_seconds(sides, seconds)
+            compute = sum(sum(side.compute) for side in sides)
+            totals["compute"][rank] += compute
+            totals["exposed"][rank] += duration - compute
+            totals["sent"][rank] += sum(seconds(nbytes) for side in sides for nbytes in side.nbytes)
+            idle_from[rank] = start + duration
+            ends.update(dict.fromkeys(group, start + duration))
+            steps[rank] += len(group)
+        if sum(steps) == before:
+            raise ValueError(
+                f"{schedule.name}: with these pairs all ranks wait; use overlapped_pairs(schedule)"
+            )
+    return ExposedTime(max(idle_from), *(tuple(totals[name]) for name in ("compute", "exposed", "sent")))
+
+
+def even_segments(
+    schedule: ActionLists, costs: Costs, layers: int, nbytes: float
+) -> dict[Action, Segments]:
+    """Segments as a model predicts them: a stage has so many `layers` of experts, routing is even, and
+    computing falls evenly between the messages.
+
+    Args:
+        nbytes: bytes that leave a rank with one dispatch, or one combine, of a microbatch: a quarter of
+            `hpnb.theory.experts.experts_sent`.
+    """
+    segments = {}
+    for action in (action for row in schedule.actions for action in row):
+        messages = 0 if action.op == "W" else 2 * layers
+        share = costs.seconds(action) / (messages + 1)
+        segments[action] = Segments((share,) * (messages + 1), (nbytes,) * messages)
+    return segments
+
+
+def pair_seconds(sides: Sequence[Segments], seconds: Callable[[float], float]) -> float:
+    """How long the sides take together, turn by turn as in `hpnb.overlapped_pair`; one side takes the sum of
+    its segments and messages."""
+    position, arrived = [0] * len(sides), [0.0] * len(sides)
+    now = link_free = 0.0
+    side = 0
+    while True:
+        at = position[side]
+        now = max(now, arrived[side]) + sides[side].compute[at]
+        position[side] += 1
+        if at < len(sides[side].nbytes):
+            link_free = max(now, link_free) + seconds(sides[side].nbytes[at])
+            arrived[side] = link_free
+        others = [s for s in range(len(sides)) if s != side and position[s] < len(sides[s].compute)]
+        if others:
+            side = others[0]
+        elif position[side] == len(sides[side].compute):
+            return now
+
+
+def _group(
+    schedule: ActionLists, pairs: Sequence[frozenset[int] | set[int]], rank: int, step: int
+) -> Sequence[Action]:
+    """What the rank does next: an action, or a pair of them."""
+    return schedule.actions[rank][step : step + (2 if step in pairs[rank] else 1)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,17 +98,20 @@ def test_one_large_gpu_a_rank_trains_what_the_pages_tell(ranks: int) -> None:
 def test_on_a_cpu_pages_train_what_they_always_have() -> None:
     share = RankShare(2, "cpu")
     small = ViTSize(hidden=256, layers=8, heads=8, mlp=1024, patch=8, image=32)
-    images = {"01": 16, "01.wide": 96, "02": 16, "03": 64}
+    half = replace(small, layers=4)
+    trials = {
+        "01": Trial(half, 16), "01.wide": Trial(half, 64), "02": Trial(small, 16), "03": Trial(small, 64),
+    }  # fmt: skip
     chosen = {need: choose_sizes(need, share) for need in NEEDS}
     assert chosen["04"].trial == Trial(ViTSize(128, 4, 4, 512, 8, 32), 64)
-    assert {need: chosen[need].trial for need in images} == {n: Trial(small, b) for n, b in images.items()}
+    assert {need: chosen[need].trial for need in trials} == trials
     rows = {
         "05": (GPT2Size(192, 12, 6, 768, 1511, 64), 2), "06": (GPT2Size(128, 13, 4, 512, 8009, 48), 2),
         "07": (GPT2Size(400, 2, 25, 1600, 12_601, 256), 1), "08": (GPT2Size(128, 8, 8, 512, 1009, 64), 2),
     }  # fmt: skip
     assert {need: (chosen[need].size, chosen[need].batch) for need in rows} == rows
     assert {sizes.dtype for sizes in chosen.values()} == {torch.float32}
-    assert (chosen["01"].few, chosen["01"].bucket_mb, chosen["05"].bucket_mb) == (2, 4.0, 2.0)
+    assert (chosen["01"].few, chosen["01"].bucket_mb, chosen["05"].bucket_mb) == (2, 2.0, 2.0)
     assert choose_sizes("05", 2).share.device == hpnb.ranks.choose_device("auto", 2).device
 
 

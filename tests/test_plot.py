@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ import pytest
 import torch
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
+from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -29,9 +29,18 @@ from PIL import Image
 from hpnb import plot, record
 from hpnb.lesson.figures.grid_steps import grid_steps
 from hpnb.lesson.figures.ranks_and_collectives import costs, find_straggler, tensors, time_by_part, waits
-from hpnb.lesson.figures.vit_data_parallel import DURING, states, step_ratios
+from hpnb.lesson.figures.vit_data_parallel import (
+    DURING,
+    FILLING,
+    backward_seconds,
+    spread_columns,
+    states,
+    step_ratios,
+    versions,
+)
 from hpnb.lesson.figures.vit_pipeline import u_curve
 from hpnb.lesson.figures.vit_tensor import FOOT, cheapest_mode, find_cliff, gradient_cliff
+from hpnb.lesson.programs.step_timing import Spread
 from hpnb.mesh import Layout
 from hpnb.plot.bars import Bar, BarPanel, bars
 from hpnb.plot.canvas import boxes, new_figure
@@ -200,6 +209,12 @@ RACE = StandingGroup(
     ),
     ceiling=690.0,
 )
+
+
+def spreads(ratios: Mapping[float, float]) -> dict[float, Spread]:
+    return {tokens: Spread(ratio, 0.9 * ratio, 1.1 * ratio) for tokens, ratio in ratios.items()}
+
+
 FIGURES: dict[str, Callable[[], Figure]] = {
     "timeline": lambda: plot.timeline(
         one_f_one_b(4, 8),
@@ -219,7 +234,10 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "waits": lambda: waits(straggling()),
     "tensors": lambda: tensors([[1, 2, 3], [], [4]], [[10], [1234.5], [7]], title="gather"),
     "step ratios": lambda: step_ratios(
-        {200: 3.0, 800: 1.8, 6400: 1.1}, {200: 2.8, 800: 1.6, 6400: 1.05}, 700.0, 6400.0
+        spreads({200: 3.0, 800: 1.8, 6400: 1.1}),
+        spreads({200: 2.8, 800: 1.6, 6400: 1.05}),
+        700.0,
+        {"law: free from": 600.0, "measured: free from": 6400.0},
     ),
     "gradient cliff": lambda: gradient_cliff(errors(3, "vit.layers.1.mlp.fc1")),
     "long gradient cliff": lambda: gradient_cliff(errors(9, "vit.layers.7.attention.o_proj")),
@@ -866,9 +884,9 @@ def test_a_number_keeps_its_colour_across_a_collective() -> None:
         tensors([[]], [[]])
 
 
-def test_steps_stand_beside_the_law_and_both_knees() -> None:
-    during = {100: 2.0, 1000: 1.3, 4000: 1.05}
-    fig = step_ratios(during, during, 500.0, 4000.0)
+def test_steps_stand_beside_the_law_and_where_both_are_free() -> None:
+    during = spreads({100: 2.0, 1000: 1.3, 4000: 1.05})
+    fig = step_ratios(during, during, 500.0, {"law from": 400.0, "measured from": 4000.0})
     ax = fig.axes[0]
     assert list(find(ax, f"measured {DURING}").get_ydata()) == [2.0, 1.3, 1.05]
     law = dict(zip(*find(ax, f"law {DURING}").get_data(), strict=True))
@@ -876,12 +894,15 @@ def test_steps_stand_beside_the_law_and_both_knees() -> None:
     assert all(
         ratio == pytest.approx(1 + (1 - x / 500) / (1.5 * x / 500)) for x, ratio in law.items() if x < 500
     )
-    assert find(ax, "the law's knee").get_xdata()[0] == 500.0
-    assert find(ax, "measured knee").get_xdata()[0] == 4000.0
-    assert {"tokens per rank", "the law's knee: 500 tokens", "measured knee: 4,000 tokens"} <= set(words(fig))
-    assert "measured knee" not in " ".join(words(step_ratios(during, during, 500.0)))
+    assert find(ax, "law from").get_xdata()[0] == 400.0
+    assert find(ax, "measured from").get_xdata()[0] == 4000.0
+    assert {"free below 1.1", "law from 400 tokens", "measured from 4,000 tokens"} <= set(words(fig))
+    bars = [c for c in ax.collections if isinstance(c, LineCollection)]
+    ends = sorted(segment[end, 1] for bar in bars for segment in bar.get_segments() for end in (0, 1))
+    assert ends == pytest.approx(sorted(2 * [end for r in during.values() for end in (r.low, r.high)]))
+    assert "measured from" not in " ".join(words(step_ratios(during, {}, 500.0, {"measured from": None})))
     with pytest.raises(ValueError, match="ratios above 0"):
-        step_ratios(during, {100: 0.0}, 500.0)
+        step_ratios(during, spreads({100: 0.0}), 500.0, {})
 
 
 @pytest.mark.parametrize(
@@ -893,14 +914,30 @@ def test_steps_stand_beside_the_law_and_both_knees() -> None:
     ],
 )
 def test_tokens_are_marked_at_1_2_5_where_the_labels_fit(tokens: list[float], labels: list[str]) -> None:
-    fig = step_ratios({}, dict(zip(tokens, [1.5, 1.2], strict=True)), math.sqrt(tokens[0] * tokens[1]))
+    during = spreads(dict(zip(tokens, [1.5, 1.2], strict=True)))
+    fig = step_ratios({}, during, math.sqrt(tokens[0] * tokens[1]), {})
     fig.canvas.draw()
     shown = [t for t in fig.axes[0].get_xticklabels() if t.get_text()]
     assert [t.get_text() for t in shown] == labels
     extent = [t.get_window_extent() for t in shown]
     assert all(a.x1 + 5 < b.x0 for a, b in itertools.pairwise(extent))
-    wide = step_ratios({}, {1e-3: 1.5, 1e24: 1.2}, 1e10).axes[0].get_xticklabels()
+    wide = step_ratios({}, spreads({1e-3: 1.5, 1e24: 1.2}), 1e10, {}).axes[0].get_xticklabels()
     assert 2 <= len(wide) <= 6
+
+
+def test_versions_are_titled_by_their_verdict_and_name_the_work_for_messages() -> None:
+    rank_0 = (Event(0, -1, "B", -1, 0.0, 1.0), Event(0, -1, "compute", -1, 1.0, 2.0))
+    rank_1 = (Event(1, -1, "B", -1, 0.0, 1.0), Event(1, -1, "B", -1, 1.5, 2.0))
+    runs = {"B": Timeline(rank_0), "C": Timeline(rank_0 + rank_1)}
+    fig = versions(runs, Spread(0.9, 0.8, 0.95))
+    assert "Buckets save time, and overlap saves more" in words(fig)
+    assert FILLING in words(fig)
+    assert "compute" not in words(fig)
+    assert backward_seconds(runs) == {"b-short": 1.0, "b-long": 1.0, "c-short": 1.0, "c-long": 1.5}
+    assert any("costs time" in w for w in words(versions(runs, Spread(1.2, 1.1, 1.3))))
+    assert any("too little to tell" in w for w in words(versions(runs, Spread(1.2, 0.9, 1.3))))
+    columns = spread_columns({"after": {1088: Spread(1.2, 1.1, 1.3)}})
+    assert columns == {"after": {"1,088 tokens": 1.2}, "after: range": {"1,088 tokens": "1.10 to 1.30"}}
 
 
 def test_states_are_stacked_predicted_over_measured() -> None:

@@ -133,7 +133,7 @@ def _step_of_one_rank(trial: Trial, ranks: int, value: int) -> float:
 
 def _replica(trial: Trial, ranks: int, value: int) -> float:
     """01's sweep and its causes: three models without an optimizer take turns, two of them with buckets, and
-    one message of a model's size travels beside them."""
+    one message of a model's size is reduced in turn with them or beside them."""
     size = _model(trial)
     states = (3 * 2 + 2 + 1) * value * _parameters(size)
     return states + size.layers * _kept(size, trial.batch, value) + _flow(size, trial.batch, value)
@@ -285,13 +285,13 @@ _MANY_TOKENS = [("1.5b", 4, 1024), ("774m", 4, 1024), ("355m", 8, 1024), ("355m"
 
 NEEDS: dict[str, PageNeed] = {
     "01": PageNeed(
-        "images a rank", Trial(SMALL_VIT, 16), _vits(*_ONE_RANK), _step_of_one_rank, _steps(45, False), 40.0,
-        laptop_few=2, laptop_bucket_mb=4.0,
+        "images a rank", Trial(replace(SMALL_VIT, layers=4), 16), _vits(*_ONE_RANK), _step_of_one_rank,
+        _steps(60, False), 40.0, laptop_few=2, laptop_bucket_mb=2.0,
     ),
     "01.wide": PageNeed(
-        "images a rank", Trial(SMALL_VIT, 96),
+        "images a rank", Trial(replace(SMALL_VIT, layers=4), 64),
         _wide(*((h, n) for h in (4096, 2048, 1024, 512) for n in (64, 32, 16))), _replica,
-        _steps(48, False), 60.0,
+        _steps(72, False), 60.0,
     ),
     "02": PageNeed(
         "images", Trial(SMALL_VIT, 16), _vits(*_WHOLE_BATCH), _pipelines, _steps(105, True)

@@ -4,54 +4,101 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
 from matplotlib.figure import Figure
 
+from hpnb.lesson.programs.step_timing import Spread, median_by, subtract_rounds
 from hpnb.plot.bars import Bar, BarPanel, bars
 from hpnb.plot.canvas import SMALL, WIDTH, Key, text_inches
 from hpnb.plot.curves import CurvePanel, Series, count, curves, looks, rule, set_ticks
 from hpnb.plot.grammar import CARD, CATEGORY, INK, SOFT, STYLE, OpStyle
+from hpnb.plot.timeline import timeline
+from hpnb.record import Timeline
 from hpnb.theory import exposed_share
 
+ALONE, ALL_REDUCE = "step alone", "all-reduce alone"
 AFTER, DURING = "reduced after the backward", "reduced during the backward"
 LIMIT = 1.1  # below this ratio communication counts as free
+FILLING = "fill buckets, start messages"
 _LAW_POINTS = 300
 
 
-def medians_and_ranges(
-    ratios: Mapping[int, Mapping[str, Sequence[float]]],
-) -> tuple[dict[str, dict[int, float]], list[dict[int, float]], list[dict[int, float]]]:
-    """(medians and ranges as columns of a table, the lowest, the highest of AFTER and of DURING).
+def median_rounds(rounds: Mapping[str, Sequence[Timeline]]) -> dict[str, Timeline]:
+    """{version: the round of median duration}."""
+    return {name: median_by(tls, lambda tl: tl.makespan) for name, tls in rounds.items()}
 
-    Args:
-        ratios: {tokens: {AFTER or DURING: step / step alone in each round}}.
+
+def versions(timelines: Mapping[str, Timeline], overlap: Spread) -> Figure:
+    """The versions above each other; `overlap` is the ratio of the last two, which decides the title.
+
+    What a rank computes for the messages is filling buckets and starting all-reduces, so it is called that.
     """
-    columns: dict[str, dict[int, float]] = {}
-    lows, highs = ([{t: end(r[name]) for t, r in ratios.items()} for name in (AFTER, DURING)]
-                   for end in (min, max))  # fmt: skip
-    for i, (head, name) in enumerate({"after": AFTER, "during": DURING}.items()):
-        columns[head] = {t: median(r[name]) for t, r in ratios.items()}
-        columns |= {f"{head}, lowest": lows[i], f"{head}, highest": highs[i]}
-    return columns, lows, highs
+    results = {
+        "faster": "Buckets save time, and overlap saves more",
+        "slower": "Buckets save time; overlap costs time here",
+        "cannot tell": "Buckets save time; overlap changes too little to tell",
+    }
+    named = [
+        replace(tl, events=tuple(replace(e, op=FILLING) if e.op == "compute" else e for e in tl.events))
+        for tl in timelines.values()
+    ]
+    return timeline(*named, names=list(timelines), exposed=True, bubble=None, title=results[overlap.verdict])
+
+
+def backward_seconds(timelines: Mapping[str, Timeline]) -> dict[str, float]:
+    """{"b-short": the backward of the faster rank of version B, "b-long": of the slower one, ...}."""
+    seconds: dict[str, float] = {}
+    for name, tl in timelines.items():
+        # a backward is recorded in pieces, with the work for messages between them
+        ranks = [sum(e.end - e.start for e in tl.by_rank[rank] if e.op == "B") for rank in tl.ranks]
+        seconds |= {f"{name[0].lower()}-short": min(ranks), f"{name[0].lower()}-long": max(ranks)}
+    return seconds
+
+
+def free_words(during: int | None, after: int | None, most: int) -> dict[str, str]:
+    """From how many tokens on a step is free, in words; None is more than the `most` that were measured."""
+    return {
+        way: f"more than {most:,}" if tokens is None else f"{tokens:,}"
+        for way, tokens in {"during": during, "after": after}.items()
+    }
+
+
+def count_verdicts(ratios: Mapping[int, Spread]) -> dict[str, int]:
+    """How many of `ratios` are "faster" and how many "slower"."""
+    verdicts = [spread.verdict for spread in ratios.values()]
+    return {verdict: verdicts.count(verdict) for verdict in ("faster", "slower")}
+
+
+def cost_of_overlap(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Seconds that DURING takes longer than ALONE, with the range, and what ALL_REDUCE takes by itself."""
+    extra = subtract_rounds(times[DURING], times[ALONE])
+    return {**extra._asdict(), "all-reduce": median(times[ALL_REDUCE])}
+
+
+def spread_columns(spreads: Mapping[str, Mapping[int, Spread]]) -> dict[str, dict[str, float | str]]:
+    """Columns of a table, a median and a range for each head; a row for each number of tokens."""
+    columns: dict[str, dict[str, float | str]] = {}
+    for head, by_tokens in spreads.items():
+        columns[head] = {f"{t:,} tokens": spread.median for t, spread in by_tokens.items()}
+        columns[f"{head}: range"] = {f"{t:,} tokens": spread.range for t, spread in by_tokens.items()}
+    return columns
 
 
 def step_ratios(
-    after: Mapping[float, float],
-    during: Mapping[float, float],
+    after: Mapping[float, Spread],
+    during: Mapping[float, Spread],
     law_knee: float,
-    measured_knee: float | None = None,
-    lows: Sequence[Mapping[float, float]] = (),
-    highs: Sequence[Mapping[float, float]] = (),
+    free: Mapping[str, float | None],
 ) -> Figure:
     """Tokens per rank against the time of a step over the time of the same step without communication.
 
     Args:
-        after, during: {tokens: ratio} of steps that reduce after and during the backward, dots.
+        after, during: {tokens: ratio} of steps that reduce after and during the backward: dots with bars.
         law_knee: tokens at which the backward takes as long as the all-reduce; it decides the two lines.
-        measured_knee: the fewest tokens from which on `during` is below LIMIT; None if it never is.
-        lows, highs: least and largest ratios of the rounds, for `after` and for `during`: upright bars.
+        free: {what says so: the tokens from which on a step is free}, a rule for each; None is left out.
 
     Markers of the two are drawn a little to the left and right of their tokens, so that none covers another.
 
@@ -59,15 +106,14 @@ def step_ratios(
         ValueError: nothing to draw, or a ratio that is not above 0.
     """
     measured, tokens = {AFTER: after, DURING: during}, sorted({*after, *during})
-    ratios = [ratio for points in measured.values() for ratio in points.values()]
+    ratios = [ratio for points in measured.values() for spread in points.values() for ratio in spread]
     if not ratios or min(ratios) <= 0:
         raise ValueError(f"step_ratios() needs ratios above 0 and has {sorted(ratios)[:1] or 'none'}")
-    knees = {"the law's knee": law_knee}
-    if measured_knee is not None:
-        knees["measured knee"] = measured_knee
-    low, high = min(tokens[0], law_knee / 2) / 1.2, max(tokens[-1], 2.5 * max(knees.values())) * 1.1
+    knees = {words: tokens for words, tokens in free.items() if tokens is not None}
+    low = min(tokens[0], law_knee / 2) / 1.2
+    high = max(tokens[-1], 2.5 * max([law_knee, *knees.values()])) * 1.1
     line = [low * (high / low) ** (i / _LAW_POINTS) for i in range(_LAW_POINTS + 1)]
-    aside = {AFTER: 0.97, DURING: 1.03} if after and during else {AFTER: 1.0, DURING: 1.0}
+    aside = {AFTER: 0.95, DURING: 1.05} if after and during else {AFTER: 1.0, DURING: 1.0}
     look, series = looks(measured), []
     for name, points in measured.items():
         shares = (exposed_share(t / law_knee, name == DURING) for t in line)
@@ -75,26 +121,28 @@ def step_ratios(
             Series(name, line, [1 / (1 - share) for share in shares], look[name], "line", f"law {name}")
         )
         if points:
-            x, y = [t * aside[name] for t in points], list(points.values())
+            x, y = [t * aside[name] for t in points], [spread.median for spread in points.values()]
             series.append(Series(name, x, y, look[name], "dots", f"measured {name}"))
-    words = "lines: the law; markers: measured" + ("; bars: the range of the rounds" if lows else "")
+    words = "lines: the law; markers: measured, beside their tokens; bars: ranges"
     keys = [Key(OpStyle(SOFT, "", words), "words")]
-    panel = CurvePanel(series, "step / step alone", "xy", 2.8, xlabel="tokens per rank")
+    panel = CurvePanel(
+        series, "step / step alone (log scale)", "xy", 2.8, xlabel="tokens per rank (log scale)"
+    )
     fig = curves([panel], title="A free step needs more tokens than the law says", more_keys=keys)
     (ax,) = fig.axes
-    ends = [ratio for points in (*lows, *highs) for ratio in points.values()]
-    bottom = min(0.9, 0.95 * min([*ratios, *ends]))
-    top = 1.15 * max(1.5, *ends, *(y for s in series for y in s.y))
-    for name, low_ends, high_ends in zip(measured, lows, highs, strict=False):
-        places = [t * aside[name] for t in low_ends]
-        ax.vlines(places, list(low_ends.values()), list(high_ends.values()), look[name].color, zorder=2.2)
+    bottom = min(0.9, 0.95 * min(ratios))
+    top = 1.15 * max(1.5, *ratios, *(y for s in series for y in s.y))
+    for name, points in measured.items():
+        ends = [(spread.low, spread.high) for spread in points.values()]
+        for t, (lowest, highest) in zip(points, ends, strict=True):
+            ax.vlines(t * aside[name], lowest, highest, look[name].color, zorder=2.2)
     ax.set_ylim(bottom, top)
     ratios_drawn = [y for y in (1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0) if y < top]
     set_ticks(ax.yaxis, ratios_drawn, "{:g}".format)
     ax.set_xlim(low, high)
     ax.axhline(LIMIT, color=INK, linestyle=":", linewidth=1.2, zorder=1.8, label="limit")
-    ax.text(low * 1.04, LIMIT * 1.01, f"{LIMIT:g}", size=SMALL, color=INK, va="bottom")
-    labels = [f"{words}: {count(knee)} tokens" for words, knee in knees.items()]
+    ax.text(low * 1.04, LIMIT * 1.01, f"free below {LIMIT:g}", size=SMALL, color=INK, va="bottom")
+    labels = [f"{words} {count(knee)} tokens" for words, knee in knees.items()]
     for row, (label, (words, knee)) in enumerate(zip(labels, knees.items(), strict=True)):
         rule(ax, knee, words, line="--")
         at_right = math.log(knee / low) > 0.65 * math.log(high / low)
@@ -132,7 +180,7 @@ def states(predicted: Kept, measured: Kept, title: str | None = None) -> Figure:
         odd = ", ".join(sorted(set(predicted) ^ set(measured)))
         raise ValueError(f"predicted and measured must have the same names; only one has {odd}")
     rows = {name: [Bar(predicted[name], True), Bar(measured[name])] for name in predicted}
-    outline = Key(OpStyle(STYLE["compute"].color, "", "predicted"), "hollow")
+    outline = Key(OpStyle(STYLE["compute"].color, "", "predicted (filled: measured)"), "hollow")
     heading = title if title is not None else "what a rank keeps"
     panel = BarPanel(rows, "B", "bytes on one rank ({unit})", row_inches=0.52)
     return bars([panel], CATEGORY, title=heading, more_keys=[outline], right=0.65)

@@ -9,9 +9,11 @@ Of several repeats the one with the median duration counts. Nothing here imports
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -202,6 +204,49 @@ def rounds_in_turn(steps: Mapping[str, Callable[[], object]], repeats: int = 5) 
             if repeat:
                 rounds[name].append(seconds.item())
     return rounds
+
+
+class Spread(NamedTuple):
+    """The median of several rounds and the range that holds the true one with a confidence of 95 %.
+
+    The range runs between two rounds that are equally far from both ends, as in a sign test: from the second
+    lowest to the second highest of 9, from the fourth to the twelfth of 15. It assumes independent rounds.
+    """
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of_rounds(cls, values: Iterable[float]) -> Spread:
+        """Of at least six values, because fewer cannot give 95 %."""
+        ordered = sorted(values)
+        count = len(ordered)
+        if count < 6:
+            raise ValueError(f"{count} rounds cannot give a range of 95 %; measure at least 6")
+        left_out, outside = 0, 2 * 0.5**count  # the chance that the true median is outside
+        while (wider := outside + 2 * math.comb(count, left_out + 1) * 0.5**count) <= 0.05:
+            left_out, outside = left_out + 1, wider
+        return cls(median(ordered), ordered[left_out], ordered[-1 - left_out])
+
+    @property
+    def range(self) -> str:
+        return f"{self.low:.2f} to {self.high:.2f}"
+
+    @property
+    def verdict(self) -> str:
+        """Of a ratio of two times: "slower", "faster", or "cannot tell" if the range includes 1."""
+        return "slower" if self.low > 1 else "faster" if self.high < 1 else "cannot tell"
+
+
+def divide_rounds(seconds: Sequence[float], others: Sequence[float]) -> Spread:
+    """How many times as long one step takes as another, divided within each round."""
+    return Spread.of_rounds(a / b for a, b in zip(seconds, others, strict=True))
+
+
+def subtract_rounds(seconds: Sequence[float], others: Sequence[float]) -> Spread:
+    """By how many seconds one step takes longer than another, subtracted within each round."""
+    return Spread.of_rounds(a - b for a, b in zip(seconds, others, strict=True))
 
 
 def _wait_for_device(device: torch.device) -> None:

@@ -1,0 +1,39 @@
+"""What page 01 alone uses: ranges of rounds, and its figures' words."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hpnb.lesson.figures import vit_data_parallel as figures
+from hpnb.lesson.programs import step_timing
+
+
+def test_a_range_leaves_out_as_many_rounds_as_95_percent_allow() -> None:
+    rounds = {n: step_timing.Spread.of_rounds(range(n, 0, -1)) for n in (6, 9, 15)}
+    assert rounds == {6: (3.5, 1, 6), 9: (5, 2, 8), 15: (8, 4, 12)}
+    with pytest.raises(ValueError, match="5 rounds"):
+        step_timing.Spread.of_rounds(range(5))
+    generator = random.Random(0)
+    samples = (step_timing.Spread.of_rounds(generator.random() for _ in range(9)) for _ in range(4000))
+    assert 0.95 <= sum(s.low <= 0.5 <= s.high for s in samples) / 4000 <= 0.97
+
+
+def test_two_steps_are_compared_within_each_round() -> None:
+    rounds = [1.0, 2.0, 3.0, 1.0, 2.0, 3.0]  # a busy moment hits both
+    twice = [2 * seconds for seconds in rounds]
+    assert step_timing.divide_rounds(twice, rounds) == (2.0, 2.0, 2.0)
+    assert step_timing.subtract_rounds(twice, rounds) == (2.0, 1.0, 3.0)
+    slower, faster = (step_timing.divide_rounds(*pair) for pair in ((twice, rounds), (rounds, twice)))
+    undecided = step_timing.divide_rounds(rounds, rounds[::-1])
+    assert [s.verdict for s in (slower, faster, undecided)] == ["slower", "faster", "cannot tell"]
+    assert undecided.range == "0.33 to 3.00"
+
+
+def test_page_01_puts_its_results_into_words() -> None:
+    assert figures.free_words(1088, None, 2176) == {"during": "1,088", "after": "more than 2,176"}
+    slower, unclear = step_timing.Spread(1.2, 1.1, 1.3), step_timing.Spread(1.2, 0.9, 1.3)
+    assert figures.count_verdicts({17: slower, 34: slower, 68: unclear}) == {"faster": 0, "slower": 2}
+    times = {figures.ALONE: [1.0] * 6, figures.DURING: [1.5] * 6, figures.ALL_REDUCE: [0.25] * 6}
+    assert figures.cost_of_overlap(times) == {"median": 0.5, "low": 0.5, "high": 0.5, "all-reduce": 0.25}

@@ -39,7 +39,7 @@ from hpnb.bench.results import BenchmarkRun, LayoutResult, ProgramResult
 from hpnb.bench.worker import WARM_UP, ProgramStart
 from hpnb.mesh import ParallelLayout
 
-STEPS = 3
+STEPS = 2
 RATE = 1e-2  # at which so few steps of AdamW are seen in the loss
 
 

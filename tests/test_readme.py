@@ -23,9 +23,13 @@ TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 README, LIBRARY, TRAIN = TEXTS["README.md"], TEXTS["docs/library.md"], TEXTS["docs/train.md"]
 
 
-def run_example(text: str, number: int, folder: Path) -> list[str]:
-    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[number]
+def example(text: str, number: int) -> str:
+    code: str = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[number]
     assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    return code
+
+
+def run(code: str, folder: Path) -> list[str]:
     script = folder / "example.py"
     script.write_text(code)
     command = [sys.executable, script]
@@ -37,16 +41,38 @@ def run_example(text: str, number: int, folder: Path) -> list[str]:
 # --- code ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2, of="examples")
-def test_the_data_example_counts_its_bytes(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("examples")
+
+
+@pytest.fixture(scope="module")
+def printed(folder: Path) -> dict[int, list[str]]:
+    """What the examples of README print that take few ranks; one script runs them, as one kernel would.
+
+    The second writes a trace too, with the call of the sentence below it, on every rank: `timeline` gathers.
+    """
+    examples = {number: example(README, number) for number in (0, 1, 2, 4)}
+    call, last = 'timeline.to_chrome_trace("step.json")', "    return round(pipe.step(batch).loss.item(), 3)"
+    assert f"On every rank, call `pipe.step(batch).{call}`" in README
+    assert last in examples[1]
+    traced = f"    result = pipe.step(batch)\n    result.{call}\n    return round(result.loss.item(), 3)"
+    examples[1] = examples[1].replace(last, traced)
+    shutil.copy(ROOT / "examples" / "own_model.py", folder)
+    lines = run("".join(f"print('## {n}')\n{code}\n" for n, code in examples.items()), folder)
+    starts = [lines.index(f"## {n}") for n in examples]
+    ends = [*starts[1:], len(lines)]
+    return {n: lines[a + 1 : b] for n, a, b in zip(examples, starts, ends, strict=True)}
+
+
+def test_the_data_example_counts_its_bytes(printed: dict[int, list[str]]) -> None:
     # 8 x 3 weights and 3 biases of 4 bytes over 4 ranks: 2 (4-1)/4 x 108
-    assert run_example(README, 0, tmp_path) == [str([162.0] * 4)]
+    assert printed[0] == [str([162.0] * 4)]
     assert "= 162" in README
 
 
-@pytest.mark.sampled(2, of="examples")
-def test_the_pipeline_example_runs_and_is_right(tmp_path: Path) -> None:
-    bubble, losses = run_example(README, 1, tmp_path)
+def test_the_pipeline_example_runs_and_is_right(printed: dict[int, list[str]]) -> None:
+    bubble, losses = printed[1]
     assert bubble == f"{3 / 11:.3f}"
     values = {float(value) for value in losses.strip("[]").split(",")}
     assert len(losses.split(",")) == 4
@@ -54,21 +80,15 @@ def test_the_pipeline_example_runs_and_is_right(tmp_path: Path) -> None:
     assert 0.5 < values.pop() < 2.5  # of three classes, before anything is learned: about ln 3
 
 
-def test_the_pipeline_example_writes_a_trace_of_all_ranks(tmp_path: Path) -> None:
-    """With the call of the sentence below the example, on every rank: `timeline` gathers."""
-    call, last = 'timeline.to_chrome_trace("step.json")', "    return round(pipe.step(batch).loss.item(), 3)"
-    assert f"On every rank, call `pipe.step(batch).{call}`" in README
-    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[1]
-    assert last in code
-    traced = f"    result = pipe.step(batch)\n    result.{call}\n    return round(result.loss.item(), 3)"
-    run_example(f"```python\n{code.replace(last, traced)}```", 0, tmp_path)
-    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+def test_the_pipeline_example_writes_a_trace_of_all_ranks(
+    printed: dict[int, list[str]], folder: Path
+) -> None:
+    events = json.loads((folder / "step.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1, 2, 3}
 
 
-@pytest.mark.sampled(2, of="examples")
-def test_the_tensor_example_runs_and_is_right(tmp_path: Path) -> None:
-    (line,) = run_example(README, 2, tmp_path)
+def test_the_tensor_example_runs_and_is_right(printed: dict[int, list[str]]) -> None:
+    (line,) = printed[2]
     ranks = re.findall(r"\(([\d.]+), torch.Size\(\[(\d+), (\d+)\]\)\)", line)
     assert len(ranks) == 2
     assert len(set(ranks)) == 1, "every rank reads the same loss and puts together the same weight"
@@ -77,9 +97,9 @@ def test_the_tensor_example_runs_and_is_right(tmp_path: Path) -> None:
     assert int(up) == 4 * int(hidden)
 
 
-@pytest.mark.sampled(2, of="examples")
+@pytest.mark.slow
 def test_the_hybrid_example_runs_and_is_right(tmp_path: Path) -> None:
-    *_, line = run_example(README, 3, tmp_path)  # after the bars of epochs
+    *_, line = run(example(README, 3), tmp_path)  # after the bars of epochs
     ranks = re.findall(r"\(([\d.]+), ([\d.]+)\)", line)
     assert len(ranks) == 8
     assert len(set(ranks)) == 1, "every rank reads the same losses"
@@ -88,17 +108,15 @@ def test_the_hybrid_example_runs_and_is_right(tmp_path: Path) -> None:
     assert (tmp_path / "vit" / "model.safetensors").exists()
 
 
-@pytest.mark.sampled(2, of="examples")
-def test_the_example_of_a_model_of_your_own_checks_it(tmp_path: Path) -> None:
+def test_the_example_of_a_model_of_your_own_checks_it(printed: dict[int, list[str]]) -> None:
     """tests/test_train.py trains it in all layouts."""
-    shutil.copy(ROOT / "examples" / "own_model.py", tmp_path)
-    (line,) = run_example(README, 4, tmp_path)
+    (line,) = printed[4]
     assert "Net" in line
     assert "tensor parallelism" in line
 
 
 def test_the_planner_says_what_the_page_says(tmp_path: Path) -> None:
-    (line,) = run_example(TRAIN, 0, tmp_path)
+    (line,) = run(example(TRAIN, 0), tmp_path)
     assert line == "dp 24 x pp 16 x tp 4, interleaved, 5 chunks: 153 TFLOP/s per GPU"
     assert f"# {line}" in TRAIN
 

@@ -89,7 +89,7 @@ def parity(name: str, sequence: bool, accumulate: int, again: bool, reentrant: b
     return apart(ours, serial(case, accumulate=accumulate))
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_one_process(ranks: hpnb.Ranks, name: str, sequence: bool) -> None:

@@ -66,6 +66,13 @@ def _tensor(options: Options) -> None:
     )  # fmt: skip
 
 
+def _context(options: Options) -> None:
+    from hpnb.bench import context
+
+    size = context.Size(options.length, options.heads, options.kv_heads or options.heads, options.head_dim)
+    context.run(options.ranks, options.rounds, options.device, size)
+
+
 def _checkpoint(options: Options) -> None:
     from hpnb.bench import checkpoint
 
@@ -166,6 +173,15 @@ _COMMANDS: dict[str, tuple[str, Callable[[Options], None], dict[str, dict[str, A
         "--heads": _integer(None, "of the GPT-2; 25 is the original's"),
         "--candidate": _some_of("1d", "1d-sp", "2d", "torch", "torch-sp"),
         "--profile": {"metavar": "FOLDER", "help": "traces of a step, and its longest kernels"},
+    }),
+    "context": ("attention over a long sequence: hpnb beside torch's context_parallel", _context, {
+        "--ranks": _integer(2),
+        "--rounds": _integer(7, "steps of each that count, in turns"),
+        "--device": {"default": "auto"},
+        "--length": _integer(8192, "tokens of the sequence"),
+        "--heads": _integer(8),
+        "--kv-heads": _integer(None, "as many as heads by default"),
+        "--head-dim": _integer(64),
     }),
     "checkpoint": ("steps beside which a checkpoint is written", _checkpoint, {
         "--ranks": _integer(2),

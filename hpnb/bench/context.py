@@ -1,0 +1,201 @@
+"""Causal attention over a long sequence: hpnb's ring and Ulysses beside PyTorch's context_parallel.
+
+    python -m hpnb.bench context --ranks 2 --length 8192
+
+A step is the forward and backward of one attention over a sequence that is sharded. The ideal is
+one rank alone with all of it, divided by the ranks: the same FLOPs, and nothing is sent. On a CPU the
+ranks need a core each, or the clock shows who got one. Bytes are counted, those of PyTorch's by its
+collectives.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import hpnb
+from hpnb.bench import torch_context_parallel
+from hpnb.bench.results import quartiles, take_turns
+from hpnb.context_parallel import Ring, Visibility, ring_attention, token_places, ulysses_attention
+from hpnb.context_parallel.shard_sequence import split_sequence
+from hpnb.ranks.devices import usable_cores
+
+Tensors = tuple[torch.Tensor, ...]
+TORCH, TORCH_RING = "torch context_parallel", "torch's ring, CPU kernel"
+
+
+@dataclass(frozen=True)
+class Size:
+    """(batch, heads, length, head_dim) of the queries; keys and values have `kv_heads`."""
+
+    length: int
+    heads: int = 8
+    kv_heads: int = 8
+    head_dim: int = 64
+    batch: int = 1
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What one candidate did.
+
+    Attributes:
+        seconds: of each step, of the slowest rank.
+        sent: bytes that leave a rank in a step.
+        distance: of output and gradients from dense attention, the largest relative norm.
+        failed: why it did not run, in a sentence.
+    """
+
+    name: str
+    seconds: tuple[float, ...] = ()
+    sent: float = 0.0
+    distance: float = 0.0
+    failed: str = ""
+
+
+def run(ranks: int, rounds: int, device: str, size: Size) -> list[Candidate]:
+    """Measure, and print the table."""
+    if size.length % (2 * ranks):
+        raise ValueError(
+            f"length={size.length} cannot be split into {2 * ranks} equal chunks for {ranks} ranks; use "
+            f"{-(-size.length // (2 * ranks)) * 2 * ranks}"
+        )
+    candidates = hpnb.launch(_measure, size, rounds, ranks=ranks, device=device, timeout=1800.0)[0]
+    print(table(candidates, ranks, size))
+    print(note_on_cores(ranks) if not torch.cuda.is_available() else "")
+    return candidates
+
+
+def table(candidates: list[Candidate], ranks: int, size: Size) -> str:
+    """A line a candidate: step, ratio to the ideal with quartiles, bytes."""
+    ideal = next(one for one in candidates if one.name == "ideal")
+    lines = [
+        f"causal attention, {size.length:,} tokens, {size.heads} heads of {size.head_dim} on {size.kv_heads} "
+        f"key-value heads, {ranks} ranks",
+        f"{'':26}{'step':>10}{'of the ideal':>24}{'sent a rank':>14}{'distance':>11}",
+    ]
+    for one in candidates:
+        if one.failed:
+            lines.append(f"{one.name:26}{one.failed}")
+            continue
+        pairs = [a / b for a, b in zip(ideal.seconds, one.seconds, strict=True)]
+        median, low, high = quartiles(pairs)
+        share = f"{median:.2f} ({low:.2f} to {high:.2f})"
+        seconds = statistics.median(one.seconds)
+        lines.append(
+            f"{one.name:26}{seconds * 1e3:8.0f} ms{share:>24}{one.sent / 1e6:11.1f} MB{one.distance:11.1e}"
+        )
+    return "\n".join(lines)
+
+
+# --- on the ranks ----------------------------------------------------------------------------------------
+
+
+def _measure(size: Size, rounds: int) -> list[Candidate]:
+    """All candidates in turns. The ideal runs on the first rank, while the others wait."""
+    axis, device = hpnb.Mesh(hpnb.Layout(cp=hpnb.world_size())).cp, hpnb.device()
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(heads: int) -> torch.Tensor:
+        shape = (size.batch, heads, size.length, size.head_dim)
+        return torch.randn(shape, generator=generator).to(device, _dtype(device))
+
+    full = draw(size.heads), draw(size.kv_heads), draw(size.kv_heads), draw(size.heads)  # q, k, v, dout
+    wanted = _step(full, _dense)
+    scale, causal = size.head_dim**-0.5, Visibility(causal=True)
+    ring = Ring.of(axis, size.length // axis.size, zigzag=True)
+    attends: dict[str, Callable[..., torch.Tensor]] = {
+        "hpnb ring": lambda q, k, v: ring_attention(q, k, v, ring, causal, scale),
+        "hpnb ulysses": lambda q, k, v: ulysses_attention(q, k, v, axis, causal, scale),
+    }
+    steps: dict[str, Callable[[], Tensors]] = {}
+    places: dict[str, torch.Tensor] = dict.fromkeys((TORCH, TORCH_RING), ring.places(device))
+    for name, attend in attends.items():
+        chunks = split_sequence(size.length, axis.size, zigzag=name == "hpnb ring")
+        places[name] = token_places(chunks[axis.rank], device)
+        local = tuple(t[:, :, places[name]].contiguous() for t in full)
+        steps[name] = partial(_step, local, attend)
+    steps[TORCH] = partial(torch_context_parallel.run_context_parallel, full, _step)
+    if device.type == "cpu":
+        local = tuple(t[:, :, places[TORCH]].contiguous() for t in full)
+        steps[TORCH_RING] = partial(_step, local, partial(torch_context_parallel.ring_on_cpu, axis.group))
+    names = [*steps, "ideal"]
+    sent, distances, failed = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0), dict[str, str]()
+    for name, step in steps.items():
+        try:
+            counted = torch_context_parallel.CountFunctionalBytes(axis.size)
+            with hpnb.record.traffic() as traffic, counted if "torch" in name else nullcontext():
+                outcome = step()
+        except (NotImplementedError, RuntimeError, ValueError, TypeError, AssertionError) as error:
+            failed[name] = f"does not run here: {_first_sentence(error)}"
+            continue
+        sent[name] = traffic.bytes.get("cp", 0.0) + counted.nbytes
+        pairs = zip(outcome, wanted, strict=True)
+        here = [(ours, theirs[:, :, places[name]]) for ours, theirs in pairs]
+        distances[name] = max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in here)
+    reasons: list[dict[str, str]] = [{} for _ in range(axis.size)]
+    dist.all_gather_object(reasons, failed)  # what fails on one rank runs on none
+    failed = {name: reason for of_rank in reasons for name, reason in of_rank.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for name in take_turns([name for name in names if name not in failed], rounds + 1):
+        seconds[name].append(_time(steps.get(name), full, axis.size))
+    return [
+        Candidate(name, tuple(seconds[name][1:]), sent[name], distances[name], failed.get(name, ""))
+        for name in names
+    ]
+
+
+def _time(step: Callable[[], Tensors] | None, full: Tensors, ranks: int) -> float:
+    """Seconds of the slowest rank; without a step, those of the first one with everything, over the ranks."""
+    _synchronize()
+    dist.barrier()
+    began = time.perf_counter()
+    if step is not None:
+        step()
+    elif hpnb.rank() == 0:
+        _step(full, _dense)
+    _synchronize()
+    took = torch.tensor((time.perf_counter() - began) / (ranks if step is None else 1))
+    took = took.to(hpnb.device())
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return float(took)
+
+
+def _step(tensors: Tensors, attend: Callable[..., torch.Tensor]) -> Tensors:
+    """(output, dq, dk, dv) of a forward and backward."""
+    q, k, v = (t.detach().requires_grad_() for t in tensors[:3])
+    out = attend(q, k, v)
+    return (out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3]))
+
+
+def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
+
+
+def _first_sentence(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _synchronize() -> None:
+    if hpnb.device().type == "cuda":
+        torch.cuda.synchronize()
+
+
+def note_on_cores(ranks: int) -> str:
+    """What the times mean on this machine."""
+    cores = usable_cores()
+    if cores >= ranks:
+        return f"{ranks} ranks on {cores} cores: wall-clock times"
+    return f"{ranks} ranks share {cores} cores: these times say who got a core; use --ranks {cores}"

@@ -1,0 +1,86 @@
+"""PyTorch's context parallelism of one attention: as its users call it, and its ring with the CPU's kernel.
+
+`context_parallel` is for GPUs: torch 2.15 registers the attention kernels of CUDA alone. Its ring is a
+template that takes any kernel, so on a CPU we give it the CPU's. That is private and may be gone tomorrow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hpnb
+
+Tensors = tuple[torch.Tensor, ...]
+Step = Callable[[Tensors, Callable[..., torch.Tensor]], Tensors]
+
+
+def run_context_parallel(full: Tensors, step: Step) -> Tensors:
+    """`step` on this rank's tokens of q, k, v and dout, which PyTorch shards, balanced as a zigzag."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = init_device_mesh(hpnb.device().type, (hpnb.world_size(),))
+    copies = [t.clone() for t in full]
+    with context_parallel(mesh, buffers=copies, buffer_seq_dims=[2] * 4, no_restore_buffers=set(copies)):
+        return step(tuple(copies), lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+def ring_on_cpu(group: ProcessGroup, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """PyTorch's ring for this rank's zigzag shards; keys and values are repeated for grouped queries."""
+    groups = q.size(1) // k.size(1)
+    k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k, v))
+    out: torch.Tensor = _TorchRing.apply(group, q, k, v)
+    return out
+
+
+class _TorchRing(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, group: ProcessGroup, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        from torch.distributed.tensor.experimental._context_parallel import _attention
+
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        out, lse = _attention._templated_ring_attention(group, 2, op, q, k, v, is_causal=True)[:2]
+        ctx.group = group
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        from torch.distributed.tensor.experimental._context_parallel import _attention
+
+        q, k, v, out, lse = ctx.saved_tensors
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        dq, dk, dv = _attention._templated_ring_attention_backward(
+            ctx.group, 2, op, grads[0].contiguous(), "grad_out", q, k, v, out, lse, is_causal=True,
+            dropout_p=0.0,
+        )[:3]  # fmt: skip
+        return None, dq, dk, dv
+
+
+class CountFunctionalBytes(TorchDispatchMode):
+    """Counts bytes that leave this rank by PyTorch's functional collectives, as a ring would move them."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ranks, self.nbytes = ranks, 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = str(func)
+        if "_c10d_functional" in name and args and isinstance(args[0], torch.Tensor):
+            if "all_gather_into_tensor" in name:
+                self.nbytes += args[0].nbytes * (self.ranks - 1)
+            elif "all_to_all_single" in name:  # a permutation: everything goes to one rank
+                self.nbytes += args[0].nbytes
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,34 @@
+"""`python -m hpnb.bench context`: equal outputs, counted bytes, and what PyTorch's does on this device."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpnb.bench import context
+
+
+def test_a_small_contest_on_cpus(capsys: pytest.CaptureFixture[str]) -> None:
+    size = context.Size(64, heads=4, kv_heads=2, head_dim=8)
+    candidates = {one.name: one for one in context.run(2, 1, "cpu", size)}
+    for name in ("hpnb ring", "hpnb ulysses"):
+        assert not candidates[name].failed
+        assert len(candidates[name].seconds) == 1
+        assert candidates[name].distance < 1e-5
+    block = 2 * 2 * 8 * 32 * 4  # keys and values of 2 heads of 8, 32 tokens a rank, 4 bytes
+    assert candidates["hpnb ring"].sent == 3 * block  # forward 1, backward 2
+    queries = 4 * 8 * 32 * 4
+    assert candidates["hpnb ulysses"].sent == 2 * (2 * queries + block) / 2  # half of q, k, v, out, twice
+    torch_public = candidates[context.TORCH]
+    assert torch_public.failed.startswith("does not run here: ") or torch_public.distance < 1e-5
+    private = candidates[context.TORCH_RING]
+    if not private.failed:  # torch's template, which is private, gives the same outputs and gradients
+        assert private.distance < 1e-5
+        assert private.sent == 4 * 2 * block  # four blocks of repeated keys and values
+    printed = capsys.readouterr().out
+    assert "64 tokens, 4 heads of 8 on 2 key-value heads, 2 ranks" in printed
+    assert "of the ideal" in printed
+
+
+def test_a_length_that_cannot_be_split_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"length=70 cannot be split into 4 equal chunks .*; use 72"):
+        context.run(2, 1, "cpu", context.Size(70))

@@ -18,7 +18,7 @@
 # [![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/hpnb/hpnb/blob/main/notebooks/02_vit_pipeline_parallel.ipynb)
 #
 # **The question.** Pipeline parallelism gives each rank a few consecutive layers of the model. Every sample passes
-# through all ranks, so ranks wait for each other. Who is idle, for how long, and what does it cost to keep them busy?
+# through all ranks, so ranks wait for each other. Who is idle, for how long, and what does less idle time cost?
 #
 # **You will be able to** run a partitioned model by hand; write a schedule and the loop that executes it; say what 1F1B,
 # interleaving and a split backward buy and cost; tell three definitions of "bubble" apart; choose the number of
@@ -37,9 +37,10 @@
 # large as the model, whatever the batch.
 # </details>
 #
-# This page tells one run, on <data value="02.hardware">2 CPU cores</data>. *Simulated* steps use one time for each stage's forward and one for its
-# backward. *Replayed* steps use the CPU time of every action of a real step. Both are
-# computed as if each rank had its own core.
+# All numbers on this page come from one execution of the notebook, on <data value="02.hardware">2 CPU cores</data>. A *simulated* step is
+# computed from one forward time and one backward time per stage. A *replayed* step is computed from the CPU time of
+# each single forward and backward of a step that really ran. Both give each rank its own core. **In both, messages
+# take no time**, unless we name one.
 
 # %% tags=["setup"]
 import importlib.util
@@ -65,6 +66,7 @@ MESSAGE = SHAPE[0] * SHAPE[1] * SHAPE[2] * DTYPE.itemsize  # its bytes
 NAME = f"ViT, {SIZE.layers} blocks of {SIZE.hidden}, {IMAGES} images"
 leaves = hpnb.data.beans("train", size=48, image_size=32)
 here = lesson.banner(N, model=NAME, data=leaves.describe(), sizes=sizes)
+cpus = pool if here.device == "cpu" else hpnb.Ranks(N, device="cpu")
 RAN = "measured" if here.timings_mean_something else "replayed"
 
 # %% [markdown]
@@ -112,7 +114,8 @@ def walk(recorder, stage, batch, axis):
 
 
 # %% [markdown]
-# We keep the quickest of six walks, and count the bytes of another. `cut` partitions the model's list of layers.
+# We keep the quickest of six walks, timed by the wall clock: only one rank works at a time, so two cores are enough.
+# F is a forward, B a backward. `cut` partitions the model's list of layers.
 
 
 # %%
@@ -125,10 +128,10 @@ def record_walks():
         with hpnb.record.timeline() as recorder:
             walk(recorder, stage, batch, axis)
         recorded.append(recorder.gather())
-    if recorded[0].source == "measured by turns":  # several ranks on one GPU
+    if recorded[0].source == "measured by turns":  # ranks that share one GPU
         recorded = [lesson.replay(tl, theory.REPLAY_LINK) for tl in recorded]
     with hpnb.record.traffic() as traffic:
-        walk(recorder, stage, batch, axis)
+        walk(recorder, stage, batch, axis)  # another walk, for its bytes alone
     return min(recorded, key=lambda tl: tl.makespan).select("FB"), traffic.bytes["pp"]
 
 
@@ -145,9 +148,9 @@ lesson.claim("One rank works at a time", (walked.bubble_fraction, ">", 0.95 - 1 
 # %% [markdown]
 # Each cut is crossed twice, so $2(p-1)$ messages of b s h numbers are sent, <data value="02.walk-bytes">209 kB</data> in all. A step
 # of eight microbatches sends <data value="02.sent.step">1.67 MB</data>; data parallelism would all-reduce a gradient of
-# <data value="02.sent.gradient">25.5 MB</data>. Each rank works once forward and once backward. By counting, ranks are
+# <data value="02.sent.gradient">25.5 MB</data>. By counting, ranks are
 # idle for 1 - 1/p =
-# <data value="02.walk-idle">75.0 %</data> of the time. In the run it was <data value="02.walk.bubble">76.5 %</data>. We call this idle share the *bubble*: idle time over
+# <data value="02.walk-idle">75.0 %</data> of the time. In the run it was <data value="02.walk.bubble">81.6 %</data>. We call this idle share the *bubble*: idle time over
 # ranks × *makespan*, where the makespan is the time from the first start to the last end.
 #
 # **Takeaway.** A pipeline sends little, and only between neighbours. What it wastes is time: with one microbatch, p ranks
@@ -214,9 +217,8 @@ def run_schedule(schedule, compute, axis, shape, dtype):
 
 
 # %% [markdown]
-# We train three copies of a small ViT for eight steps, in float64 on the CPU: with this loop, with `hpnb.Pipeline`,
-# and in one
-# process. Losses are divided by m, so that gradients add up to those of the batch.
+# We train three copies of a small ViT (17 tokens of 64 numbers, 16 images) for eight steps, in float64 on the CPU: with
+# this loop, with `hpnb.Pipeline`, and in one process. Each rank compares the weights of its stage. Losses are divided by m, so that gradients add up to those of the batch.
 
 
 # %%
@@ -243,36 +245,31 @@ def train(schedule, steps=8):
     return losses, vit_pipeline.distances_from(alone, loop=by_loop, pipeline=by_library)
 
 
-trained = hpnb.launch(train, gpipe, ranks=N, device="cpu")
+trained = cpus.run(train, gpipe)
 lesson.show(lesson.Parity.worst_of([distances for _, distances in trained]))
 
 # %% [markdown]
-# Loop, library and one process agree up to rounding. So we use the library, which also records times and starts each
-# receive before its data is needed. `simulate` predicts the step of eight microbatches from a step of one. Both steps
-# are recorded in CPU time; the walk
-# above was timed by the wall clock.
+# Loop, library and one process agree up to rounding. So we use the library, which also records times. `simulate` predicts the step of eight microbatches from a step of m = 1.
 
 # %%
 one = pool.run(vit_pipeline.time_schedules, SIZE, IMAGES // M, DTYPE, single)[0]["one"]
 simulated = gpipe.simulate(Costs.measured(one))  # seconds of each stage's F and B
 steps = pool.run(vit_pipeline.time_schedules, SIZE, IMAGES, DTYPE, {"gpipe": gpipe})
 recorded, formula = steps[0]["gpipe"], 100 * theory.bubble(N, M)
-both = {"from one microbatch": simulated, "eight": recorded}
-lesson.show(both, in_flight=True, key="02.gpipe", title=f"GPipe keeps {M} microbatches")
+both = {"from m = 1": simulated, "m = 8": recorded}
+lesson.show(both, in_flight=True, key="02.gpipe", title=f"GPipe keeps {M} in flight")
 bubble = 100 * recorded.bubble_fraction
 lesson.reveal("02.bubble", bubble, predicted=formula, source=RAN)
 lesson.claim("Microbatches help", (bubble, "<", 100 * walked.bubble_fraction))
 trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")  # Perfetto
 
 # %% [markdown]
-# The formula assumes equal stages and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. The simulation has each stage's
-# time, but from a single microbatch, whose actions need not take as long as those of eight: <data value="02.gpipe.from-one-microbatch.bubble">32.7 %</data>.
-# The replay has the time of every action: <data value="02.bubble">29.9 %</data>. CPU times vary: GPipe's second run below has
-# <data value="02.step.gpipe.bubble">29.1 %</data>. So an estimate with more measured detail need not be nearer
-# to another run.
+# The formula assumes equal stages and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. The simulation predicts <data value="02.gpipe.from-m-1.bubble">32.0 %</data>.
+# It knows each stage's time, but from a step of one microbatch, whose actions may take longer than those in a step of
+# eight. The replay gives <data value="02.bubble">29.9 %</data>.
 #
 # The lower curves show what is *in flight*. A rank keeps a microbatch's activations from its forward until its backward, so
-# GPipe ends up with all <data value="02.gpipe.eight.in-flight">8</data> microbatches in flight.
+# GPipe ends up with all <data value="02.gpipe.m-8.in-flight">8</data> microbatches in flight.
 #
 # <details><summary>On a laptop</summary>
 #
@@ -368,7 +365,7 @@ lesson.check(exercises.one_f_one_b, one_f_one_b)
 # %%
 lesson.keep_schedule("1f1b", one_f_one_b)
 my_1f1b = lesson.reader_schedule("1f1b", N, M)
-trained = hpnb.launch(train, my_1f1b, ranks=N, device="cpu")
+trained = cpus.run(train, my_1f1b)
 lesson.show(lesson.Parity.worst_of([distances for _, distances in trained]))
 difference = max(abs(a - b) for a, b in trained[0][0])  # pipeline, one process
 lesson.claim("The loss is that of one process", (difference, "<", 1e-12))
@@ -385,8 +382,8 @@ lesson.show(
     unit="B", key="02.activations", title="Peak activations under 1F1B",
 )  # fmt: skip
 lesson.show(**{RAN: {n: t.makespan for n, t in ran.items()}}, unit="s", key="02.step",
-            columns={"bubble (%)": {n: 100 * ran[n].bubble_fraction for n in ran}},
-            title="1F1B takes about as long as GPipe")  # fmt: skip
+            title="1F1B takes about as long as GPipe", note=f"All columns: {RAN}.",
+            columns=vit_pipeline.work_and_bubble(ran))  # fmt: skip
 saved = peaks["1f1b"]["rank 0"] / peaks["gpipe"]["rank 0"]
 lesson.claim("1F1B needs less memory on rank 0", (saved, "<", 0.8))
 change = abs(ran["1f1b"].makespan / ran["gpipe"].makespan - 1)
@@ -396,11 +393,12 @@ lesson.claim("1F1B takes about as long as GPipe", (change, "<", 0.15))
 # On rank 0 the activations fall from
 # <data value="02.activations.rank-0.gpipe-measured">9.14 MB</data> under GPipe to <data value="02.activations.rank-0.measured">4.67 MB</data>.
 #
-# In a second run, GPipe's step takes <data value="02.step.gpipe.replayed">106 ms</data> with a bubble of
-# <data value="02.step.gpipe.bubble">29.1 %</data>, 1F1B's <data value="02.step.1f1b.replayed">111 ms</data> with
-# <data value="02.step.1f1b.bubble">28.6 %</data>. By the formula both bubbles are
+# In a second run, GPipe's step takes <data value="02.step.gpipe.replayed">154 ms</data> with a bubble of
+# <data value="02.step.gpipe.bubble">30.0 %</data>, 1F1B's <data value="02.step.1f1b.replayed">153 ms</data> with
+# <data value="02.step.1f1b.bubble">28.3 %</data>. By the formula both bubbles are
 # equal, because the first and the last microbatch still pass through the stages
-# alone.
+# alone. Both steps do the same work, <data value="02.step.gpipe.work">108 ms</data> and <data value="02.step.1f1b.work">110 ms</data> here, so steps
+# also differ by noise.
 #
 # **Takeaway.** 1F1B has GPipe's bubble and keeps at most p microbatches instead of m.
 #
@@ -420,7 +418,7 @@ except ScheduleError as problem:
     print(problem)
 
 # %% [markdown]
-# The actions in square brackets wait for each other. Rank 1's `1B0` needs a gradient from rank 2. Rank 2 first needs `1F1`,
+# Here a step is only a place in the list. The actions in square brackets wait for each other. Rank 1's `1B0` needs a gradient from rank 2. Rank 2 first needs `1F1`,
 # which now comes later in rank 1's list. Our loop checks nothing. We run it on these lists, with one number as the
 # hidden state.
 
@@ -446,20 +444,45 @@ lesson.field_guide.add(  # the series' table of symptoms
 lesson.field_guide.show()
 
 # %% [markdown]
-# It hangs. The table shows only that all ranks wait in a receive; the lists that `check` printed show why.
+# It hangs. The table shows only where ranks wait; the lists that `check` printed show why.
 #
 # ## Smaller pieces, smaller bubble
 #
-# More microbatches shrink the bubble. So do smaller pieces of work: `interleaved` and `zb-v` give each rank two thin
-# stages; the zero-bubble schedules, `zb-h1`, `zb-h2` and
-# `zb-v`, put part of the backward off into idle time. `zb-h2` starts
-# more forwards early than `zb-h1`: up to 2p - 1 microbatches are in flight instead of p. The figure shows `interleaved` and
-# `zb-h1` after GPipe and 1F1B, for p = 2, m = 4, F = 1 and B = 2.
+# More microbatches shrink the bubble. So do smaller pieces of work, which we get in two ways.
+#
+# **Chunks.** Under *interleaving*, each rank has v thin stages instead of one thick stage. Each of these v is a *chunk*.
+# With p = 4 and v = 2, these are the stages of each rank:
+#
+# ```text
+#               rank 0   rank 1   rank 2   rank 3
+# interleaved   0, 4     1, 5     2, 6     3, 7      through all ranks, then again
+# zb-v          0, 7     1, 6     2, 5     3, 4      through all ranks and back: a V
+# ```
+#
+# Filling and draining together now take p - 1 times t/v, where t still is for all chunks of a rank:
+#
+# $$ \text{bubble} = \frac{p-1}{v\,m+p-1} $$
+#
+# The price is messages, because vp - 1 cuts are crossed instead of p - 1, and more activations in flight.
+#
+# **A split backward.** A backward computes two gradients. I is the gradient of a stage's *input*, for which the stage before
+# waits. W is the gradient of its *weights*, for which only the optimizer waits. For a linear layer y = x Aᵀ with output
+# gradient g, I is g A and W is gᵀ x: two matmuls of the same size. So a rank can do I at once and postpone W until it
+# would be idle. The microbatch stays in flight until then. Three *zero-bubble* schedules do that:
+#
+# - *ZB-H1* keeps at most 1F1B's p microbatches in flight, but on all ranks.
+# - *ZB-H2* runs more forwards before its first backward and keeps up to 2p - 1.
+# - *ZB-V* has two chunks as well, and all ranks keep equally many activations.
+#
+# With equal stages, each rank idles $(p-1)(F+I+W)$ under 1F1B, $(p-1)(F+I-W)$ under ZB-H1, and
+# $(p-1)F$ under ZB-H2. The last two are equal if I = W.
+#
+# The figure shows p = 2 and m = 4, with F = I = W = 1. Bars too narrow for a number have none.
 
 
 # %%
 def make(name, ranks, microbatches):
-    chunks = 2 if name in ("interleaved", "zb-v") else 1  # stages a rank
+    chunks = 2 if name in ("interleaved", "zb-v") else 1  # of each rank
     return schedules.make(name, ranks * chunks, microbatches, chunks)
 
 
@@ -468,29 +491,20 @@ def simulate(schedule):  # F = 1, and 1 for each part of a backward, I and W
     return schedule.simulate(Costs(1 / chunks, 1 / chunks, 1 / chunks))  # F, I, W
 
 
-four = ("gpipe", "1f1b", "interleaved", "zb-h1")
-lesson.show(
-    {name: simulate(make(name, 2, 4)) for name in four}, unit="forwards",
-    title="Four schedules of the same work: smaller pieces end sooner",
-)  # fmt: skip
 contenders = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
+lesson.show(
+    {name: simulate(make(name, 2, 4)) for name in contenders}, unit="forwards",
+    title="Five schedules of the same work: smaller pieces end sooner",
+)  # fmt: skip
 made = {name: make(name, N, M) for name in contenders}
+# queues: {(sender, receiver): its messages}
 messages = {name: sum(map(len, s.queues.values())) for name, s in made.items()}
 question = f"{N} ranks, {M} microbatches: which schedule has the shortest step?"
-by_formula = sorted(made, key=lambda name: simulate(made[name]).makespan)
+by_unit_costs = sorted(made, key=lambda name: simulate(made[name]).makespan)
 lesson.predict("02.schedules", question, guess=None, kind="ranking",
-               rule_of_thumb=by_formula)  # fmt: skip
+               rule_of_thumb=by_unit_costs)  # fmt: skip
 
 # %% [markdown]
-# **Interleaving** gives each rank v thin chunks instead of one thick stage. In the figure, rank 0 has stages 0 and 2,
-# its later chunk in paler
-# colours,
-# and a microbatch goes round twice. Filling the pipeline takes p - 1 chunks of t/v:
-#
-# $$ \text{bubble} = \frac{p-1}{v\,m+p-1} $$
-#
-# The price is messages, because vp - 1 cuts are crossed instead of p - 1, and more activations in flight.
-#
 # ### Exercise 2: interleave by two
 #
 # *Extra, 25 minutes.* Write `interleave(p, m)` with two chunks a rank, stage s on rank s mod p, and m a multiple of p. With
@@ -531,16 +545,12 @@ lesson.check(exercises.interleave, interleave)
 #     return rows
 # ```
 #
-# A warm-up of p - r - 1 + p forwards is as fast and keeps 8 chunks instead of 11. But with transfers of 0.1 forwards it
-# takes 31.5 units against 29.9, because the longer warm-up also overlaps transfers.
+# A warm-up of p - r - 1 + p forwards is as fast and keeps 8 chunks instead of 11. But with transfers of
+# 0.1 forwards, `simulate(Costs(0.5, 0.5, 0.5, 0.1))`, it takes 31.5 units against 29.9, because the longer warm-up also
+# overlaps transfers.
 # </details>
 
 # %% [markdown]
-# **A split backward.** A backward computes two gradients. I is the gradient of a stage's *input*, for which the stage before
-# waits. W is the gradient of its *weights*, for which only the optimizer waits. For a linear layer y = x Aᵀ with output
-# gradient g, I is g A and W is gᵀ x: two matmuls of the same size. So a rank can do I at once and save W for a moment in
-# which it would be idle. The microbatch stays in flight until then.
-#
 # ### Exercise 3: place the weight gradients
 #
 # *Extra, 20 minutes.* Write `place_w(p, m)` with actions F, I and W, for m ≥ p. With F = I = W = 1, the step for p = 4 and
@@ -582,65 +592,75 @@ lesson.check(exercises.place_w, place_w)
 # %% [markdown]
 # ### The race
 #
-# Exercise 3's schedule is *ZB-H1*. *ZB-H2* warms up longer. At F = I = W without transfers both need 27 units; ZB-H2 gains
-# where transfers take time or I takes longer than W. *ZB-V* gives rank
-# r the chunks r and 2p - 1 - r, so that all ranks keep equally many activations.
+# Exercise 3's schedule is ZB-H1. For the prediction, I and W each take half of a backward in the 1F1B step, and a
+# chunk's action half of the mean stage's.
 #
-# For the prediction, I and W each take half of a backward in the 1F1B step, and a chunk's action half of a stage's. The
-# schedules run in turn, five times. *Spread* is a schedule's longest step minus its shortest, *work* the mean time
-# for which a
-# rank computes.
+# The schedules run in turn, five times. A step in the table is the replay of each action's median. *Spread* is a
+# schedule's longest step minus its shortest, *work* the mean time for which a rank computes. **Messages take no time**,
+# so the steps leave out the price of
+# interleaving and ZB-V; the table counts messages.
 
 # %%
-rounds = pool.run(vit_pipeline.time_rounds, SIZE, IMAGES, DTYPE, made, None, 5)[0]
-ran, predicted, spread, work, bubbles, in_flight = {}, {}, {}, {}, {}, {}
+rounds = pool.run(vit_pipeline.time_rounds, SIZE, IMAGES, DTYPE, made, repeats=5)[0]
+ran = {name: vit_pipeline.median_step(rounds[name], made[name]) for name in made}
+makespans = {name: tl.makespan for name, tl in ran.items()}
+spread = {name: vit_pipeline.spread_of(rounds[name]) for name in made}
+predicted, in_flight = {}, {}
 for name, schedule in made.items():
     chunks = schedule.stages // N
-    ran[name] = tl = vit_pipeline.median_step(rounds[name], schedule)
     costs = vit_pipeline.stage_costs(ran["1f1b"], chunks)  # of the 1F1B step alone
     predicted[name] = schedule.simulate(costs).makespan
-    spread[name] = vit_pipeline.spread_of(rounds[name])
-    work[name] = step_timing.compute_seconds(tl)  # step x (1 - bubble)
-    bubbles[name] = 100 * tl.bubble_fraction
-    in_flight[name] = vit_pipeline.peak_in_flight(tl, chunks)
-makespans = {name: tl.makespan for name, tl in ran.items()}
+    in_flight[name] = vit_pipeline.peak_in_flight(ran[name], chunks)
 split = {n: vit_pipeline.input_over_weight(ran[n]) for n in made if n[:2] == "zb"}
-counts = {"in flight": in_flight, "messages": messages, "I / W": split}
-times = {"spread (s)": spread, "work (s)": work, "bubble (%)": bubbles}
+columns = {"spread (s)": spread, **vit_pipeline.work_and_bubble(ran)}
+columns |= {"I / W": split, "in flight": in_flight, "messages": messages}
+note = f"From spread to I / W: {RAN}. In flight (microbatches) and messages: counted."
+title = "A step under five schedules"
 lesson.show(predicted=predicted, **{RAN: makespans}, unit="s", key="02.race",
-            title="A step under five schedules", columns=times | counts)  # fmt: skip
-shown = {name: ran[name] for name in ("1f1b", "zb-h1", "zb-v")}
-lesson.show(shown, text=False, title="ZB-H1 and ZB-V move W into idle time")
+            title=title, columns=columns, note=note)  # fmt: skip
+shown = {name: ran[name] for name in ("1f1b", "zb-h2")}
+lesson.show(shown, title="ZB-H2 moves W into idle time")
 order = sorted(predicted, key=predicted.get)
 lesson.reveal("02.schedules", makespans, predicted=order, source=RAN)
+bubbles = columns["bubble (%)"]
 most = max(bubble for name, bubble in bubbles.items() if name != "1f1b")
 lesson.claim("All four idle less than 1F1B", (most, "<", bubbles["1f1b"]))
-vit_pipeline.add_to_ledger(NAME, predicted, ran)
+vit_pipeline.record_race(NAME, predicted, ran, spread)
 
 # %% [markdown]
-# All four idle less than 1F1B. We call one schedule faster only if the steps differ by more than the larger spread.
-# ZB-V's <data value="02.race.zb-v.replayed">96.2 ms</data> and 1F1B's <data value="02.race.1f1b.replayed">116 ms</data>, with spreads of <data value="02.race.zb-v.spread">27.1 ms</data> and
-# <data value="02.race.1f1b.spread">20.9 ms</data>, do not. Nor do steps predicted to be close, such as ZB-H1's and interleaving's. The pairs
-# "in order" are counted without this test.
-#
-# A rank computes for <data value="02.race.1f1b.work">82.2 ms</data> under 1F1B
-# and for <data value="02.race.zb-v.work">87.2 ms</data> under ZB-V, which differ by less than the spreads. The sweep over m below shows better that smaller
-# pieces add work.
+# All four idle less than 1F1B. We call one schedule faster than another only if their steps
+# differ by more than the larger of the two spreads. By this test,
+# <data value="02.race.faster">no schedule is faster than another</data>; a pair that is not named here is undecided. The prediction puts
+# <data value="02.race.first.predicted">zb-v</data> first, the run <data value="02.race.first.run">zb-v</data>.
 #
 # Our prediction takes I and W as equal. But the matmuls inside attention, softmax and GELU have no weights, hence no W, so I takes
-# <data value="02.race.zb-h1.i-w:.2f">1.58</data> times as long as
-# W. The stage before waits for I, so ZB-H1's bubble grows with I - W.
+# <data value="02.race.zb-h1.i-w:.2f">1.56</data> times as long as
+# W. By the formulas above, this makes ZB-H1 idle longer and leaves ZB-H2 as it is.
+#
+# <details><summary>Steps that differ by noise</summary>
+#
+# ZB-H1 and ZB-H2 execute the same pieces, and a rank works
+# <data value="02.race.zb-h1.work">115 ms</data> and <data value="02.race.zb-h2.work">115 ms</data>. Where these differ, it is by noise, which enters the steps.
+# The bubble feels this less: if all of a run is
+# slow, its work and its idle time are both longer.
+# </details>
 #
 # <details><summary>How to read the table</summary>
 #
-# *In flight* is the most of any rank, in microbatches; a chunk counts as half. ZB-H1 and ZB-V keep 1F1B's peak, but on
-# every rank. ZB-V sends less than interleaving, because at the turn of the V both chunks lie on one rank.
+# *In flight* is the peak of the rank with the highest peak; a chunk counts as half a microbatch. ZB-H1 and ZB-V keep
+# 1F1B's peak, but on every rank. ZB-V sends less than interleaving: its stages p - 1 and p lie on one rank, so nothing is
+# sent between them.
+#
+# The pairs "in order" are counted without the spreads. The formulas for idle time hold if W ≤ F and W ≤ I ≤ 2W.
+#
+# ZB-H2 is predicted to be no slower than ZB-H1, although I = W there. The stages of the 1F1B step do not take equally long,
+# and a longer warm-up also bridges that.
 # </details>
 #
 # <details><summary>Do the additional messages matter?</summary>
 #
-# Interleaving sends <data value="02.race.interleaved.messages">112</data> messages and 1F1B <data value="02.race.1f1b.messages">48</data>. A model of l blocks has l/p in each stage. For one microbatch, a middle stage computes 72 b s h² l/p FLOPs and sends two messages of b s h 16-bit numbers, 4 b s h bytes. The 72 is three times a forward's 24, without attention scores. If a
-# device does ρ FLOPs while its link sends a byte, computing over sending is
+# Interleaving sends <data value="02.race.interleaved.messages">112</data> messages and 1F1B <data value="02.race.1f1b.messages">48</data>. A model of l blocks has l/p in each stage. For one microbatch, a middle stage computes 72 b s h² l/p FLOPs and sends two messages of b s h 16-bit numbers, 4 b s h bytes. The 72 is three times a forward's 24, without attention scores. Let ρ be the device's FLOP/s
+# divided by the link's byte/s. Compute time divided by send time is
 #
 # $$ \frac{72\,b s h^2\,(l/p)}{4\,b s h\;\rho} = \frac{18\,h\,(l/p)}{\rho} $$
 #
@@ -662,22 +682,22 @@ vit_pipeline.add_to_ledger(NAME, predicted, ran)
 # DeepSpeed's pipeline engine has 1F1B alone.
 # </details>
 #
-# **Takeaway.** Interleaving pays with messages and memory. A split backward pays with memory: ZB-H1 on all
-# ranks but the first, ZB-H2 on all. ZB-V pays with both.
+# **Takeaway.** All four idle less; by our test of steps, <data value="02.race.faster">no schedule is faster than another</data>. Interleaving costs messages and memory. A split backward costs memory: ZB-H1 on all
+# ranks but the first, ZB-H2 on all. ZB-V costs both.
 #
 # ## Three numbers are called "bubble"
 #
 # - **Overhead over ideal.** Idle time over working time, $(p-1)/m$ for GPipe and 1F1B. Megatron's papers use it.
 # - **Share of ranks × makespan.** This page's bubble, $(p-1)/(m+p-1)$.
-# - **Share of a rank's span.** Only gaps between a rank's own first start and last end count, on the rank with the longest
-#   span. The zero-bubble paper reports it.
+# - **Share of a rank's span.** Take the rank with the longest time from its first start to its last end. The bubble is
+#   its idle share of that time. The zero-bubble paper reports it.
 #
-# The cell simulates that paper's 6.2B model, 8 stages and 24 microbatches, from its published times. The explorer
-# below it opens on ZB-H2; its curve is the share of ranks × makespan.
+# The cell simulates that paper's 6.2B model, 8 stages and 24 microbatches, from its published times. The picture
+# below it stands for an interactive explorer, which opens on ZB-H2.
 #
-# **Challenge.** On 4 ranks, with F = I = W and a transfer of at least 0.1 forwards, get this share under 11 % with at
+# **Challenge.** On 4 ranks, with F = I = W and a transfer of at least 0.1 forwards, get the share of ranks × makespan under 11 % with at
 # most 12
-# microbatches, 80 messages and 6 microbatches in flight. The last panel below shows an answer.
+# microbatches, 80 messages and 6 microbatches in flight. The last panel shows an answer.
 
 # %%
 paper = vit_pipeline.PUBLISHED  # F, I, W and transfer of a stage, on A100s
@@ -692,7 +712,7 @@ lesson.show(
     published={name: 100 * rate for name, rate in paper.rates.items()},
     columns={"overhead over ideal (%)": overheads, "of ranks × makespan (%)": shares},
     unit="%", key="02.paper", title="One step, three bubbles",
-    note="Simulated and published: share of a rank's span.",
+    note="Simulated, published: share of a rank's span. Last two columns: simulated.",
 )  # fmt: skip
 published = 100 * paper.rates["zb-h2"]
 lesson.claim("ZB-H2's two shares differ", (shares["zb-h2"], ">", 1.2 * published))
@@ -701,12 +721,10 @@ lesson.explorers.pipeline_bubble()
 # %% [markdown]
 # For ZB-H2 the paper reports <data value="02.paper.zb-h2.published">6.98 %</data>, and the simulation agrees. Of ranks × makespan, the same step is
 # idle for <data value="02.paper.zb-h2.of-ranks-makespan">10.0 %</data>, and its overhead over ideal is
-# <data value="02.paper.zb-h2.overhead-over-ideal">11.2 %</data>. The explorer's first panel
-# shows the difference on 4 ranks: rank 3 starts later than rank 0, by three forwards and three transfers,
-# and it also ends later. Idle time before a rank's first action and after its last counts only in the other two
-# definitions.
+# <data value="02.paper.zb-h2.overhead-over-ideal">11.2 %</data>. In the explorer's first panel, rank 3 starts three forwards and three
+# transfers later than rank 0, and also ends later. Only the other two definitions count this idle time.
 #
-# As a rule no rank starts the next step before all have ended this one, so this idle time is lost, too: use the share of
+# As a rule no rank starts the next step before all have ended this one, so it is lost, too: use the share of
 # ranks × makespan.
 #
 # <details><summary>The challenge: why this answer</summary>
@@ -746,14 +764,14 @@ for name, counts in num_layers.items():  # with the embeddings and the head
     in_stage[name] = [n - (s in (0, N - 1)) for s, n in enumerate(counts)]
     load = [t * n / blocks for t, n in zip(uniform, in_stage[name], strict=True)]
     predicted[name] = theory.pipeline_seconds(load, M)
+source = steps["heavy"].source.split()[0]  # simulated here, measured on GPUs
 lesson.show(
-    predicted=predicted, **{steps["heavy"].source.split()[0]: makespans}, unit="s",
-    key="02.cut-step", title="One heavy stage delays every microbatch",
+    predicted=predicted, **{source: makespans}, unit="s", key="02.cut-step",
+    title="One heavy stage delays every microbatch",
     columns={"blocks of each stage": {name: str(n) for name, n in in_stage.items()}},
     note="Predicted: the formula, with the uniform cut's stage times.",
 )  # fmt: skip
-title = "Stage 1 works most, the others wait for it"
-lesson.show(steps["heavy"], key="02.heavy", title=title)
+lesson.show(steps["heavy"], key="02.heavy", text=False, title="Others wait for stage 1")
 work = [steps["heavy"].work(rank) for rank in range(N)]
 lesson.record("02.heavy-work", work[1] / statistics.median(work))
 delay = makespans["heavy"] / makespans["uniform"]
@@ -762,9 +780,9 @@ lesson.claim("A heavy stage delays the step", (delay, ">", 1.02))
 # %% [markdown]
 # The steps are simulated from times of single layers, measured on rank 0 while the other ranks waited. So compare
 # them with each
-# other, not with the race. The uniform partition takes <data value="02.cut-step.uniform.simulated">86.9 ms</data>, the heavy one
-# <data value="02.cut-step.heavy.simulated">104 ms</data>. Balancing by time gives
-# <data value="02.cut-step.by-time.simulated">86.9 ms</data>: a ViT's blocks are equal, so "uniform" is already good.
+# other, not with the race. The uniform partition takes <data value="02.cut-step.uniform.simulated">1.03 s</data>, the heavy one
+# <data value="02.cut-step.heavy.simulated">1.26 s</data>. Balancing by time gives
+# <data value="02.cut-step.by-time.simulated">1.03 s</data>: a ViT's blocks are equal, so "uniform" is already good.
 #
 # A timeline tells the causes of a bubble apart:
 #
@@ -774,7 +792,7 @@ lesson.claim("A heavy stage delays the step", (delay, ">", 1.02))
 # | slow link | ranks are free and their inputs were computed long ago | such waits above 5 % of ranks × makespan |
 # | few microbatches | ranks wait only while the pipeline fills and drains | neither of these |
 #
-# In the figure, rank 1 works <data value="02.heavy-work:.2f">1.48</data> times as long as the median rank.
+# In the figure, rank 1 works <data value="02.heavy-work:.2f">1.50</data> times as long as the median rank.
 #
 # ### Exercise 4: what is wrong with this step?
 #
@@ -827,36 +845,32 @@ lesson.check(exercises.diagnosis, diagnose)
 # ### Microbatches that are too small
 #
 # At a fixed batch, more microbatches are smaller ones. Let each cost a stage c seconds whatever its size: kernels have to be
-# launched, and small ones do not fill the device. If one device takes T seconds for the batch,
+# launched, and small ones do not fill the device. Let T be the seconds that the batch takes on one
+# device without this cost. Then
 #
 # $$ \text{step} = (m+p-1)\left(\frac{T}{p\,m} + c\right) \qquad\text{least at}\qquad m = \sqrt{\frac{(p-1)\,T}{p\,c}} $$
 #
-# The cell takes T and c from both ends of a sweep and splits each step into parts. *Ideal* is T/p. What actions
-# take beyond
-# it is *launches and small kernels*. For the *bubble* we replay the recorded actions, each as soon as its rank and
-# its input are ready, and subtract the time for which
-# a rank works.
+# The cell takes T and c from both ends of a sweep and splits each step into parts. *Ideal* is T/p. What actions take beyond
+# it is *launches and small kernels*. The *bubble* is the replayed step minus the mean time for which a rank works.
 
 # %%
 SWEEP = [m for m in (1, 2, 4, 8, 16, 32, 64) if m <= max(16, IMAGES // 4)]
 by_m = {m: schedules.make("1f1b", N, m) for m in SWEEP}
-ran = pool.run(vit_pipeline.time_schedules, SIZE, IMAGES, DTYPE, by_m, None, 2)[0]
+ran = pool.run(vit_pipeline.time_schedules, SIZE, IMAGES, DTYPE, by_m, repeats=2)[0]
 busy = {m: step_timing.compute_seconds(tl) for m, tl in ran.items()}  # of a rank
-ready = {}  # the step if every action starts as soon as rank and input are ready
-for m, tl in ran.items():
-    duration = {event.label: event.duration for event in tl.events}  # {"0F0": seconds}
-    ready[m] = by_m[m].replay(lambda a, took=duration: took[str(a)]).makespan
+ready = {m: vit_pipeline.seconds_without_waits(ran[m], by_m[m]) for m in SWEEP}
 c = max(0.0, busy[SWEEP[-1]] - busy[1]) / (SWEEP[-1] - 1)  # busy for T/p + m c
 ideal = min(busy[1] - c, *busy.values())
 parts = {
     "ideal": [ideal] * len(SWEEP),
     "small kernels": [busy[m] - ideal for m in SWEEP],
     "bubble": [ready[m] - busy[m] for m in SWEEP],
-    "host wait": [max(0.0, ran[m].makespan - ready[m]) for m in SWEEP],
+    "host wait": [max(0.0, ran[m].makespan - ready[m]) for m in SWEEP],  # 0 in replays
 }
 predicted = [theory.step_seconds(N * ideal, N, m, c) for m in SWEEP]
 best = min(SWEEP, key=lambda m: ran[m].makespan)
-lesson.show(figures.u_curve(SWEEP, parts, predicted, title=f"Shortest at m = {best}"))
+title = f"The step is shortest at m = {best}"
+lesson.show(figures.u_curve(SWEEP, parts, predicted, title, source=RAN))
 formula = theory.best_microbatches(N * ideal, N, c)
 lesson.record("02.sweep", {"best": best, "formula": formula})
 work, alone, shortest = N * busy[best], ran[1].makespan, ran[best].makespan
@@ -865,18 +879,15 @@ lesson.record("02.sweep-step", steps, "s")
 lesson.claim("Microbatches help", (alone, ">", 1.1 * shortest))
 
 # %% [markdown]
-# The step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">4.4</data>. The bubble is
-# $(p-1)(T/(p\,m) + c)$.
-# Each doubling of m halves the first term; $(p-1)\,c$ stays. Past the best m, launches and small kernels cost more than
-# the bubble
-# still gives.
+# The step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">3.8</data>.  Past the best m, the added launch cost exceeds the bubble
+# time saved.
 #
 # <details><summary>Has this pipeline paid?</summary>
 #
-# At m = 1 only one rank works at a time, so that step, <data value="02.sweep-step.alone">164 ms</data>, is what one rank would
-# need alone. The best step takes <data value="02.sweep-step.best">95.9 ms</data>: far from a fourth of that, although each of the four ranks
+# At m = 1 only one rank works at a time, so that step, <data value="02.sweep-step.alone">195 ms</data>, is what one rank would
+# need alone: T and p times c. The best step takes <data value="02.sweep-step.best">127 ms</data>: far from a fourth of that, although each of the four ranks
 # is replayed with its own core. At this m they compute for
-# <data value="02.sweep-step.work">217 ms</data> in all, so two real cores would need at least <data value="02.sweep-step.two">108 ms</data>.
+# <data value="02.sweep-step.work">290 ms</data> in all, so two real cores would need at least <data value="02.sweep-step.two">145 ms</data>.
 # </details>
 #
 # <details><summary>Which m to choose</summary>
@@ -900,7 +911,8 @@ lesson.claim("Microbatches help", (alone, ">", 1.1 * shortest))
 # ### Exercise 5: microbatches under a memory cap
 #
 # *Core, 15 minutes.* Write `choose(job)`. It returns the m, a divisor of `job.batch`, with the shortest 1F1B step whose
-# activations on rank 0 fit into `job.memory_cap` bytes; up to 1 % over the best passes.
+# activations on rank 0 fit into `job.memory_cap` bytes; a step at most 1 % longer
+# than the best also passes.
 #
 # <details><summary>What a job has</summary>
 #
@@ -949,7 +961,6 @@ lesson.check(exercises.choose_microbatches, choose)
 # - A pipeline sends little and wastes time: at least $(p-1)/(m+p-1)$ of ranks × makespan under GPipe and 1F1B.
 # - 1F1B keeps p - r microbatches on rank r instead of m, with the same bubble.
 # - Interleaving shortens idle time and multiplies messages. A split backward fills gaps with W.
-# - Check and simulate a schedule's lists before you run them.
 # - The slowest stage sets the pace, and each microbatch has a fixed cost.
 #
 # **When not to use this.** If the model fits on a GPU and the batch is large, replicas have no bubble. Avoid

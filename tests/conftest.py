@@ -26,6 +26,13 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Ranks and other tests want the cores, and two threads that share theirs wait for each other."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run full sweeps")
     parser.addoption("--draw", type=int, default=SEED, help="which cases of sweeps are run without --slow")

@@ -505,10 +505,17 @@ def run(path: Path | None, stop: int = -1, epochs: int = 3, every: int | None = 
     return rows, loss.curve, [p.detach() for p in trainer.model.parameters()], state
 
 
+@pytest.fixture(scope="module")
+def whole(alone: hpnb.Ranks) -> Any:
+    """What a run that is never stopped returns."""
+    return alone.run(run, None)[0]
+
+
 @pytest.mark.parametrize(("stop", "every"), [(5, 4), (9, 4), (12, 4), (6, 6), (14, None), (6, None)])
-def test_a_run_goes_on_bit_for_bit(alone: hpnb.Ranks, tmp_path: Path, stop: int, every: int | None) -> None:
+def test_a_run_goes_on_bit_for_bit(
+    alone: hpnb.Ranks, whole: Any, tmp_path: Path, stop: int, every: int | None
+) -> None:
     """Saved at step 4 (in epoch 1), 8, 12 (the last step of epoch 2), or after epochs; with dropout."""
-    (whole,) = alone.run(run, None)
     ((broken, *_),) = alone.run(run, tmp_path, stop, every=every)
     assert len(broken) < 3
     (resumed,) = alone.run(run, tmp_path, every=every)

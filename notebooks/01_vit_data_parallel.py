@@ -330,8 +330,8 @@ lesson.reveal("01.step-bytes", sent[0].bytes["dp"] / 3, "B", expected, source="c
 # buckets after it, and C sends buckets during it. Each rank has <data value="01.few.images">2</data> images, or <data value="01.few.tokens">34</data> tokens, and a bucket at most <data value="01.bucket">2.00</data> MiB.
 
 # %%
-VERSIONS = {"A: tensors, after": (1e-6, False),  # a bucket of 1 byte holds one tensor
-            "B: buckets, after": (BUCKET_MB, False),
+# (MiB of a bucket, reduce during the backward); a bucket of 1 byte holds one tensor
+VERSIONS = {"A: tensors, after": (1e-6, False), "B: buckets, after": (BUCKET_MB, False),
             "C: buckets, during": (BUCKET_MB, True)}  # fmt: skip
 
 
@@ -339,8 +339,8 @@ def record_versions():
     axis, steps, alone = Mesh(Layout(dp=hpnb.world_size())).dp, {}, {}
     for name, (mb, during) in VERSIONS.items():
         model, loss = device_timing.vit_and_loss(SIZE, sizes.few, DTYPE)
-        if mb not in alone:  # without messages; it notes when each bucket is full
-            alone[mb] = step_timing.time_backward(model, partial(loss, model), mb)
+        # without messages; it notes when each bucket is full
+        alone[mb] = step_timing.time_backward(model, partial(loss, model), mb)
         replica = hpnb.DataParallel(model, axis, mb, overlap_communication=during)
         steps[name] = replica, partial(loss, replica)
     return alone, step_timing.record_in_turn(steps, repeats=15)
@@ -560,22 +560,13 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]), "s")
 def time_causes(images):
     build = partial(device_timing.vit_and_loss, wide.size, images, DTYPE)
     (plain, loss), (filled, loss_2) = build(), build()
-    group_of_one = Mesh(Layout(dp=1, tp=N)).dp  # all N ranks are on another axis, tp
-    filled = hpnb.DataParallel(filled, group_of_one, BUCKET_MB)
-    unrelated = torch.zeros(wide.size.parameters(3), dtype=DTYPE, device=hpnb.device())
-
-    def beside_all_reduce():
-        plain.zero_grad()
-        value = loss(plain)
-        work = dist.all_reduce(unrelated, async_op=True)
-        value.backward()
-        return work  # the clock stops here; then we wait for the all-reduce
-
+    # a group of one: all N ranks are on another axis, tp
+    filled = hpnb.DataParallel(filled, Mesh(Layout(dp=1, tp=N)).dp, BUCKET_MB)
     step = step_timing.forward_and_backward
-    steps = {ALONE: partial(step, plain, loss),
-             "beside an unrelated all-reduce": beside_all_reduce,
-             "with buckets, nothing sent": partial(step, filled, loss_2)}  # fmt: skip
-    return step_timing.rounds_in_turn(steps, repeats=15)
+    return step_timing.rounds_in_turn({
+        ALONE: partial(step, plain, loss),
+        "beside an unrelated all-reduce": step_timing.beside_all_reduce(plain, loss),
+        "with buckets, nothing sent": partial(step, filled, loss_2)}, repeats=15)  # fmt: skip
 
 
 causes = pool.run(time_causes, 16)[0]  # 16 images: {step: seconds of each round}
@@ -590,6 +581,7 @@ lesson.show(measured={name: median(s) for name, s in causes.items()}, unit="s",
             note="16 images per rank, 15 rounds.")  # fmt: skip
 ring = partial(theory.seconds, "all_reduce", ranks=N, link=card.link)
 lesson.record("01.last-bucket", ring(BUCKET_MB * 2**20), "s")
+lesson.record("01.accumulated", 1 + (during[middle].median - 1) / 4)
 
 # %% [markdown]
 # - *Sharing.* Beside the unrelated all-reduce the factor is <data value="01.cause.beside-an-unrelated-all-reduce.factor:.2f">1.05</data> (<data value="01.cause.beside-an-unrelated-all-reduce.range">0.97 to 1.19</data>): <data value="01.cause.beside-an-unrelated-all-reduce.verdict">cannot tell</data>.
@@ -663,7 +655,6 @@ def four_microbatches(accumulate):
 
 often, once = (pool.run(four_microbatches, way)[0] for way in (False, True))
 lesson.show(counted={"four times (B)": often, "once (B)": once}, key="01.sent")
-lesson.record("01.accumulated", 1 + (during[middle].median - 1) / 4)
 
 # %% [markdown]
 # Accumulation sends <data value="01.sent.once.counted">1.65 MB</data> instead of <data value="01.sent.four-times.counted">6.62 MB</data>. Only the backward of the *last* microbatch can overlap, but the

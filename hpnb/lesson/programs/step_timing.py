@@ -263,6 +263,27 @@ def forward_and_backward(module: torch.nn.Module, loss: Callable[[torch.nn.Modul
     loss(module).backward()
 
 
+def beside_all_reduce(
+    module: torch.nn.Module, loss: Callable[[torch.nn.Module], torch.Tensor]
+) -> Callable[[], dist.Work | None]:
+    """`forward_and_backward` with an unrelated all-reduce of as many bytes as the gradients have.
+
+    It starts before the backward and is returned: `rounds_in_turn` stops its clock when the backward is done,
+    and waits for the all-reduce afterwards.
+    """
+    first = next(module.parameters())
+    message = torch.zeros(sum(p.numel() for p in module.parameters()), dtype=first.dtype, device=first.device)
+
+    def step() -> dist.Work | None:
+        module.zero_grad()
+        value = loss(module)
+        work = dist.all_reduce(message, async_op=True)
+        value.backward()
+        return work
+
+    return step
+
+
 def step_with(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], gradient: torch.Tensor
 ) -> None:

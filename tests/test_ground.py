@@ -148,16 +148,20 @@ def test_the_wheel_has_the_library_and_nothing_else(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names} == {"hpnb"}
 
 
-def test_every_module_imports_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+def test_every_module_imports_from_the_wheel_and_a_lesson_alone_is_light(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     code = (
         "import sys; sys.path.insert(0, 'site'); import importlib, pkgutil, hpnb\n"
+        "from hpnb import lesson\n"
+        "print([m for m in ('matplotlib', 'ipywidgets', 'IPython', 'hpnb.plot') if m in sys.modules])\n"
         "for module in pkgutil.walk_packages(hpnb.__path__, 'hpnb.'): importlib.import_module(module.name)\n"
         "print(hpnb.__file__, hpnb.__version__)"
     )
     done = run(sys.executable, "-c", code, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    file, version = done.stdout.splitlines()[-1].split()
+    heavy, *_, last = done.stdout.splitlines()
+    assert heavy == "[]"
+    file, version = last.split()
     assert (tmp_path / file).resolve().is_relative_to(tmp_path.resolve())
     assert version == PROJECT["project"]["version"]
 

@@ -69,6 +69,13 @@ def test_each_part_of_a_program_is_needed(name: str, change: dict[str, Any], fac
     assert errors(without)[0] > factor * errors(group)[0]
 
 
+def test_korthikanti_agrees_with_the_utilization_of_its_abstract() -> None:
+    """arXiv 2205.05198: 530B on 2,240 A100s reaches 54.2 %."""
+    row = next(row for row in BY_NAME["Megatron-LM 2022"].rows if row.name.startswith("530B on 2,240"))
+    mfu = row.model.training_flops(row.batch, row.sequence) / row.seconds / 2240 / 312e12
+    assert mfu == pytest.approx(0.542, abs=0.0006)
+
+
 def test_the_picture_and_the_table_agree_where_both_have_a_run() -> None:
     table = next(row for row in BY_NAME["Megatron-Core"].rows if row.name == "177B")
     picture = next(row for row in BY_NAME["Megatron-Core, one batch"].rows if row.name == "177B on 2,304")

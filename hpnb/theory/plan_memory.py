@@ -10,8 +10,9 @@
 Of the w = 2 byte values, one block keeps for each of T tokens: 2 h (norms' inputs) and 2 h (their outputs),
 (H + 2K) d and H d of attention, and 2 n of the MLP (3 n gated), a t-th of the latter two. With sequence
 parallelism a t-th of the norms' inputs, too. Where a token goes to k experts, the MLP's are k times as many,
-with k h of each token's copies for the experts and k h of their results. Without fused attention, see
-Korthikanti et al. 2022 (arXiv 2205.05198, section 4).
+with k h of its copies for the experts and k h of their results. Where a block is not compiled (`is_eager`),
+an RMS norm also keeps its input in float32 and its output before the weight, and a gated MLP n more. Without
+fused attention, see Korthikanti et al. 2022 (arXiv 2205.05198, section 4).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 from hpnb.mesh import ParallelLayout
 from hpnb.theory.layout_step import BUCKET_BYTES
 from hpnb.theory.model_states import model_states
-from hpnb.theory.plan_step import PlanTask, last_rank, rank_blocks
+from hpnb.theory.plan_step import PlanTask, is_eager, last_rank, rank_blocks
 
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary")
 USABLE = 0.92  # of a GPU's memory: the rest is CUDA's context, NCCL's buffers and fragments
@@ -33,7 +34,10 @@ def block_bytes(task: PlanTask, layout: ParallelLayout) -> float:
     inputs = 1 / t if layout.sequence_parallel else 1.0
     norms = model.norms * model.hidden * (inputs + (inputs if task.software.shards_norms else 1))
     attention = 2 * (model.heads + model.kv_heads) * model.head_size * heads
-    mlp = (3 if model.gated else 2) * model.mlp / t
+    if eager := is_eager(task, layout.cp):
+        norms += 3 * model.norms * model.hidden * inputs
+        norms += 3 * model.qk_norm * (model.heads + model.kv_heads) * model.head_size * heads
+    mlp = (2 + model.gated * (2 if eager else 1)) * model.mlp / t
     if model.experts:
         mlp = model.chosen * (task.imbalance if layout.ep > 1 else 1.0) * (mlp + 2 * model.hidden)
     bytes_kept = 2 * tokens * (norms + attention + mlp)
@@ -88,7 +92,7 @@ def rank_memory(task: PlanTask, layout: ParallelLayout, rank: int) -> dict[str, 
         temporary = max(temporary, 3 * logits) + 2 * entry
     one = 2.0 * model.block_parameters / t
     if replicas > 1:
-        temporary += 2 * BUCKET_BYTES if layout.zero_stage < 3 else 3 * one
+        temporary += min(2 * BUCKET_BYTES, 2 * parameters) if layout.zero_stage < 3 else 3 * one
         if layout.zero_stage == 3 and (first or last):
             temporary += 2.0 * max(model.embedding_parameters * first, model.head_parameters * last) / t
     return {

@@ -56,6 +56,8 @@ LAUNCH_SECONDS = 0.2e-3  # a block's forward takes no less, and its backward no 
 SPLIT_BACKWARD = 1.3  # a backward in two halves takes so much longer: 1F1B and ZB-V of the benchmarks
 OVERLAP_COST = 0.5  # of hidden communication prolongs the computing beside it
 _ROUTED = (14, 20)  # bytes of a routed value, forward and backward: gather, weight and add up, and back
+_EAGER_NORM = (32, 72)  # more bytes of a value of an RMS norm, forward and backward, counted by kernel
+_EAGER_ROTATION, _EAGER_GATE = (24, 24), (4, 6)  # of a value of q or k, and of an inner value
 _ADAM = 28  # bytes a parameter: float32 weight and moments in and out, 16-bit gradient in and weight out
 
 
@@ -73,6 +75,10 @@ class Software:
             gradients.
         action_seconds: that a pipeline rank takes between two actions, a forward or backward of one chunk.
         shards_norms: with sequence parallelism, what a norm gives is kept as a shard and gathered again.
+        fuses_messages: blocks with experts, or whose attention sends messages, have fused kernels, too. hpnb
+            does not compile them, so RMS norms, rotations and gated products are many kernels.
+        gathers_context: over cp, keys and values are all-gathered before the attention instead of sent around
+            a ring beside it.
     """
 
     fused: bool = True
@@ -83,6 +89,8 @@ class Software:
     loss_bytes: int = 20
     action_seconds: float = 1e-3
     shards_norms: bool = False
+    fuses_messages: bool = False
+    gathers_context: bool = False
 
 
 HPNB = Software()
@@ -134,7 +142,8 @@ def refusal(task: PlanTask, layout: ParallelLayout) -> tuple[str, str] | None:
     if task.batch % (d * b):
         return (
             "batch does not divide",
-            f"a batch of {task.batch} cannot be split over {d} pipelines into microbatches of {b}",
+            f"a batch of {task.batch} cannot be split over {d} pipelines into microbatches of {b}; "
+            + _sizes_that_divide(task.batch, d),
         )
     if t > model.kv_heads:
         return (
@@ -156,7 +165,7 @@ def refusal(task: PlanTask, layout: ParallelLayout) -> tuple[str, str] | None:
         return "ZeRO without replicas", f"ZeRO {layout.zero_stage} shards over dp, and dp=1"
     if layout.schedule not in (*FILL, "interleaved"):
         return "schedule without a closed form", f"{layout.schedule} has no closed form here; use 1f1b"
-    if splits := layout.schedule.startswith("zb"):
+    if layout.schedule.startswith("zb"):
         if task.microbatches(layout) < stages:
             return (
                 "too few microbatches for a split backward",
@@ -176,16 +185,23 @@ def refusal(task: PlanTask, layout: ParallelLayout) -> tuple[str, str] | None:
             f"ep={layout.ep} does not divide {model.experts} experts"
             + (f"; use ep={gcd(layout.ep, model.experts)}" if model.experts else ""),
         )
-    if layout.ep > 1 and (t > 1 or layout.zero_stage == 3 or splits):
-        return "ep with tp, ZeRO 3 or a split backward", (
-            f"ep={layout.ep} with tp={t}, ZeRO {layout.zero_stage} and {layout.schedule} is not there; use "
-            "tp=1, ZeRO 2 or less, and 1f1b"
-        )
+    if layout.ep > 1 and layout.zero_stage == 3:
+        return "ep with ZeRO 3", f"ZeRO 3 does not shard experts with ep={layout.ep}; use ZeRO 2 or less"
     if model.experts and layout.sequence_parallel:
         return "experts with sequence parallelism", "a router is not sharded along tokens; leave sp out"
     if layout.tp_mode != "1d" or (layout.recomputation == "attention" and task.software.fused):
         return "not predicted", f"{layout}: only tp_mode='1d' and full or no recomputation are predicted"
     return None
+
+
+def _sizes_that_divide(batch: int, pipelines: int) -> str:
+    """What to use where a batch cannot be split."""
+    samples, rest = divmod(batch, pipelines)
+    if rest:
+        near = [n for n in (samples * pipelines, (samples + 1) * pipelines) if n]
+        return f"use a batch of {' or '.join(map(str, near))}"
+    sizes = [f"mb{n}" for n in range(1, samples + 1) if samples % n == 0]
+    return f"use {', '.join(sizes[:-1])} or {sizes[-1]}" if len(sizes) > 1 else "use mb1"
 
 
 def _context_refusal(task: PlanTask, layout: ParallelLayout) -> str | None:
@@ -266,6 +282,12 @@ def seconds(op: str, nbytes: float, ranks: int, link: Link) -> float:
     return steps * link.latency + ring.serial * nbytes / ranks / link.bandwidth
 
 
+def is_eager(task: PlanTask, cp: int) -> bool:
+    """Whether a block's small operations are kernels of their own. A layer norm is one kernel anyway."""
+    soft, model = task.software, task.model
+    return soft.fused and not soft.fuses_messages and (cp > 1 or model.experts > 0) and not model.norm_bias
+
+
 def score_work(task: PlanTask, b: int, t: int) -> tuple[float, tuple[float, float]]:
     """FLOPs of a block's attention scores, forward, and bytes of them that are written, forward and backward.
 
@@ -303,6 +325,12 @@ def block_seconds(
     residual, mlp = ((16, 20) if task.software.fused else (22, 34)), ((6, 10) if model.gated else (4, 6))
     moved = [between * residual[i] + inner * mlp[i] + routed * model.hidden * _ROUTED[i] + dropped[i] / cp
              for i in (0, 1)]  # fmt: skip
+    if is_eager(task, cp):
+        rotated = tokens * (model.heads + model.kv_heads) * model.head_size * heads
+        for i in (0, 1):
+            moved[i] += model.norms * between * _EAGER_NORM[i] + rotated * _EAGER_ROTATION[i]
+            moved[i] += model.qk_norm * rotated * _EAGER_NORM[i]
+            moved[i] += inner * _EAGER_GATE[i]
     forward, backward = (
         {"matmuls": n * matmul + k * scores / cp / rate, "memory": nbytes / cluster.memory_bandwidth}
         for n, k, nbytes in ((1, 1.0, moved[0]), (2, again, moved[1]))
@@ -323,6 +351,9 @@ def attention_of(task: PlanTask, layout: ParallelLayout) -> Attention:
 def context_seconds(task: PlanTask, layout: ParallelLayout, link: Link, forwards: int) -> float:
     """Seconds of a block that the messages of its attention add, forward and backward."""
     c, attention = layout.cp, attention_of(task, layout)
+    if task.software.gathers_context:  # gradients are reduce-scattered
+        nbytes = 4.0 * attention.batch * attention.sequence * attention.kv_heads * attention.head_size
+        return (forwards + 1) * seconds("all_gather", nbytes, c, link)
     if layout.context_parallel == "ulysses":
         exposed = ulysses_exposed(attention, c, link)
         return forwards * exposed.forward + exposed.backward

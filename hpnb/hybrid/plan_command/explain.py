@@ -27,11 +27,12 @@ def plan_timeline(task: PlanTask, plan: Plan) -> Timeline:
 
     Of more than `MOST_MICROBATCHES` only so many are drawn, with chunks in groups of p.
     """
-    layout, p, v = plan.layout, plan.layout.pp, plan.layout.chunks
+    layout, p, v = plan.layout, plan.layout.pp, plan.layout.chunks_per_rank
     drawn = max(p, MOST_MICROBATCHES // p * p)
     m = min(task.microbatches(layout), drawn)
     per_rank = [sum(stage.values()) / v for stage in stage_seconds(task, layout)]
-    stages = [per_rank[stage % p] for stage in range(p * v)]
+    order = [*range(p), *reversed(range(p))] if layout.schedule == "zb-v" else list(range(p)) * v
+    stages = [per_rank[rank] for rank in order]
     forwards = 2 if layout.recomputation else 1  # a backward recomputes the forward first
     unit = [seconds / (forwards + 2) for seconds in stages]
     costs = Costs(unit, [forwards * one for one in unit], unit)
@@ -67,7 +68,9 @@ def draw_plan(task: PlanTask, plan: Plan) -> Figure:
     inch = (WIDTH - _LEFT - _RIGHT) / (timeline.makespan / scale)
     labels = {rank: f"pp {rank}" for rank in ranks}
     shown = "" if drawn == m else f", the first {drawn} of {m} microbatches"
-    panel_title(upper, f"predicted time of one pipeline{shown}")
+    inside = [f"{axis} {1e3 * plan.parts[axis]:,.0f} ms" for axis in ("tp", "cp", "ep") if plan.parts[axis]]
+    messages = f"; of it messages inside blocks: {', '.join(inside)}" if inside else ""
+    panel_title(upper, f"predicted time of one pipeline{shown}{messages}")
     draw(upper, timeline, lanes, labels, scale=scale, inch=inch, text=True, exposed=False, styles=styles)
     upper.set_xlim(0, timeline.makespan / scale)
     upper.set_xlabel(f"time ({unit})")

@@ -71,7 +71,7 @@ def make_step(name: str, task: PlanTask, layout: ParallelLayout, dtype: str) -> 
     def batch() -> Iterator[dict[str, torch.Tensor]]:
         size = samples // accumulated
         if task.model.causal:
-            ids = torch.zeros(size, task.sequence, dtype=torch.long, device=where)
+            ids = torch.randint(task.model.outputs, (size, task.sequence), device=where)
             yield {"input_ids": ids, "labels": ids}
         else:
             side = model.config.image_size

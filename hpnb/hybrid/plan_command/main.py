@@ -123,7 +123,7 @@ def make_task(
             f"--imbalance {imbalance:g}: the fullest rank has 1 to {max(1, model.experts)} times the mean of "
             f"{model.name}, which has {model.experts or 'no'} experts"
         )
-    chunk = LOSS_CHUNK if model.name.startswith("gpt2") else 0
+    chunk = LOSS_CHUNK if model.causal and model.norm_bias else 0  # a GPT-2
     return PlanTask(model, gpu.cluster(gpus, per_node), batch, sequence, chunk, imbalance=imbalance)
 
 

@@ -10,6 +10,7 @@ from hpnb.hybrid.plan_command.search import Plan, Search, usable_bytes
 from hpnb.mesh import ParallelLayout
 from hpnb.record.memory_profile import MemoryProfile
 from hpnb.theory.datasheets import GPU
+from hpnb.theory.plan_bytes import plan_bytes
 from hpnb.theory.plan_memory import MEMORY_PARTS
 from hpnb.theory.plan_step import PLAN_PARTS, PlanTask
 
@@ -37,7 +38,7 @@ def format_report(task: PlanTask, gpu: GPU, result: Search, plans: Sequence[Plan
             "",
             *_memory_table(plans),
             "",
-            refused_sentence(result),
+            refused_sentence(result) if result.seen > 1 else bytes_sentence(task, plans[0].layout),
         ]
     )
 
@@ -94,6 +95,12 @@ def refused_sentence(result: Search) -> str:
     return f"Of {result.seen:,} layouts {len(result.plans):,} fit{refused}."
 
 
+def bytes_sentence(task: PlanTask, layout: ParallelLayout) -> str:
+    """What a rank sends, by axis."""
+    sent = [f"{axis} {nbytes / 1e9:,.2f} GB" for axis, nbytes in plan_bytes(task, layout).items() if nbytes]
+    return f"A rank sends in a step: {', '.join(sent) or 'nothing'}."
+
+
 def as_json(task: PlanTask, gpu: GPU, result: Search, plans: Sequence[Plan]) -> dict[str, Any]:
     return {
         "model": task.model.name,
@@ -131,6 +138,7 @@ def plan_json(task: PlanTask, plan: Plan) -> dict[str, Any]:
         "parts": plan.parts,
         "bytes": plan.bytes,
         "memory": plan.memory,
+        "bytes_sent": plan_bytes(task, one),
         "tokens_per_second": plan.tokens_per_second,
         "mfu": plan.mfu,
     }

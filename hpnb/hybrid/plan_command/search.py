@@ -126,7 +126,7 @@ def candidate_sizes(task: PlanTask) -> Iterator[ParallelLayout]:
         for cp in divisors(outer.dp) if task.model.causal else (1,):
             if cp > 1 and task.sequence < LEAST_TOKENS * cp:
                 continue
-            for ep in divisors(gcd(outer.dp, task.model.experts or 1)) if outer.tp == 1 else (1,):
+            for ep in divisors(gcd(outer.dp, task.model.experts or 1)):
                 sizes = replace(outer, dp=outer.dp // cp, cp=cp, ep=ep)
                 yield sizes
                 if cp > 1 and task.model.heads // sizes.tp >= cp:

@@ -1,0 +1,49 @@
+"""Bytes that leave the mean rank of any `ModelShape` in a step, by axis, as `hpnb.record.traffic` counts.
+
+    tp         4 all-reduces of a block's activation, 6 with recomputation; 2 at the ends, 3 numbers a token
+    cp         keys, values and their gradients around a ring, or Ulysses' all-to-alls (`context`)
+    ep         4 all-to-alls of a block's routed tokens, 6 with recomputation, evenly routed (`experts`)
+    pp         activations and their gradients at every stage's border; a tied table's gradient
+    dp, edp    gradients, and weights under ZeRO, over dp x cp; of experts over the ranks that have the same
+
+Losses, counts and norms of gradients are left out.
+"""
+
+from __future__ import annotations
+
+from hpnb.mesh import ParallelLayout
+from hpnb.theory.communication import bytes_sent
+from hpnb.theory.context import ring_bytes, ulysses_bytes
+from hpnb.theory.experts import experts_sent
+from hpnb.theory.plan_step import PlanTask, attention_of, last_rank, rank_parameters
+
+
+def plan_bytes(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
+    """{axis: bytes} of a step with 2-byte values."""
+    model, p, t, c, m = task.model, layout.pp, layout.tp, layout.cp, task.microbatches(layout)
+    again = 2 if layout.recomputation == "full" else 1  # forwards of a block
+    tokens, blocks = task.batch / layout.dp * task.sequence / c, model.layers / p
+    activation = 2 * tokens * model.hidden  # of all microbatches
+    attention = m * blocks if c > 1 else 0.0
+    sent = (ring_bytes if layout.context_parallel == "ring" else ulysses_bytes)(attention_of(task, layout), c)
+    predicting = task.batch / layout.dp * model.output_tokens(task.sequence) / c
+    v = layout.chunks_per_rank
+    borders = p * v - (2 if layout.schedule == "zb-v" else 1)  # two chunks of zb-v meet on one rank
+    table = 2 * model.outputs * model.hidden / t
+    both_ends = model.tied and last_rank(layout) > 0  # each has the table, and reduces it over dp
+    passes = 2 * m + 1 if layout.zero_stage == 3 else 2  # every microbatch gathers weights twice
+    dense, experts = rank_parameters(task, layout)
+    dense += both_ends * table / 2 / p
+    ends = (model.parameters - model.layers * model.block_parameters) / p / t  # gathered once a microbatch
+    dense_bytes = 2 * passes * dense - (2 * m * ends if layout.zero_stage == 3 else 0)
+    return {
+        "tp": (2 * (again + 1) * blocks + 2 / p) * bytes_sent("all_reduce", activation, t)
+        + 3 / p * bytes_sent("all_reduce", 4.0 * predicting, t),
+        "cp": attention * (again * sent.forward + sent.backward),
+        "ep": (1 + again) / 2 * blocks * experts_sent(tokens, model.hidden, layout.ep, model.chosen)
+        if model.experts
+        else 0.0,
+        "pp": 2 * borders / p * activation + both_ends * 2 / p * bytes_sent("all_reduce", table, 2),
+        "dp": bytes_sent("all_gather", dense_bytes, layout.dp * c),
+        "edp": bytes_sent("all_gather", 2 * passes * experts, max(1, layout.dp * c // layout.ep)),
+    }

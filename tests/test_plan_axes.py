@@ -1,0 +1,234 @@
+"""cp, ep and ZB-V in `hpnb plan`: bytes and memory beside real ranks, and times that move the right way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import hpnb
+from hpnb.hybrid.plan_command.layout_code import parse_layout_code
+from hpnb.hybrid.plan_command.logical_rank import make_step
+from hpnb.hybrid.plan_command.main import make_task
+from hpnb.hybrid.plan_command.read_model import read_model, shape_of_config
+from hpnb.hybrid.plan_command.run_lines import plugin_options
+from hpnb.hybrid.plan_command.search import candidates, make_plan, search
+from hpnb.pipeline_parallel import Costs
+from hpnb.pipeline_parallel.schedules import make
+from hpnb.record import MemoryProfile
+from hpnb.theory.datasheets import find_gpu
+from hpnb.theory.plan_bytes import plan_bytes
+from hpnb.theory.plan_memory import plan_memory, rank_memory
+from hpnb.theory.plan_step import PlanTask, plan_parts, refusal
+
+Config = transformers.AutoConfig.for_model
+_TINY = {"hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "intermediate_size": 384, "vocab_size": 500, "max_position_embeddings": 64,
+         "tie_word_embeddings": False}  # fmt: skip
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SIZES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 128, "n_layer": 8, "n_head": 4, "vocab_size": 500, "n_positions": 64,
+             "bos_token_id": 0, "eos_token_id": 0},
+    "llama": _TINY,
+    "mixtral": {**_TINY, **_EXPERTS},
+    "qwen3_moe": {**_TINY, **_EXPERTS, "moe_intermediate_size": 64, "head_dim": 16},
+}  # fmt: skip
+MIXTRAL = {"model_type": "mixtral", "vocab_size": 32000}
+LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+            "tie_word_embeddings": False, "max_position_embeddings": 131072}  # fmt: skip
+
+
+def task_of(config: dict[str, Any], gpus: int, batch: int, sequence: int, **more: Any) -> PlanTask:
+    model = shape_of_config(Config(**config))
+    return make_task(model, find_gpu("h100"), gpus, batch, sequence, **more)
+
+
+def step_seconds(task: PlanTask, code: str) -> float:
+    return sum(plan_parts(task, parse_layout_code(code)).values())
+
+
+# --- models --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_parameters_of_experts_are_those_of_transformers(kind: str) -> None:
+    config = Config(kind, **SIZES[kind])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    shape = shape_of_config(config)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert shape.layers * shape.expert_parameters == experts
+    assert shape.parameters - shape.active_parameters == experts / 2  # two of four
+
+
+def test_mixtral_has_its_published_sizes() -> None:
+    shape = shape_of_config(Config(**MIXTRAL))
+    assert shape.parameters == 46_702_792_704
+    assert shape.active_parameters == pytest.approx(12.9e9, rel=0.005)  # arXiv 2401.04088
+
+
+# --- beside real ranks -----------------------------------------------------------------------------------
+
+
+def record_step(name: str, task: PlanTask, code: str) -> tuple[dict[str, float], MemoryProfile]:
+    """Bytes by axis of a step, and its memory."""
+    record = make_step(name, task, parse_layout_code(code), "bf16")
+    record()
+    with hpnb.record.traffic() as sent:
+        profile = record()  # two steps
+    return {axis: nbytes / 2 for axis, nbytes in sent.bytes.items()}, profile
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[hpnb.Ranks]:
+    with hpnb.Ranks(4, device="cpu") as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        ("gpt2", "dp2-pp2-zero1-1f1b-mb4"),
+        ("gpt2", "tp4-mb16"),
+        ("gpt2", "pp4-zb-v-mb2"),
+        ("gpt2", "pp2-cp2-1f1b-mb8"),
+        ("llama", "dp4-zero3-mb2"),
+        ("llama", "cp4-zero2-mb16"),
+        ("llama", "dp2-cp2-zero3-mb8-full"),
+        ("llama", "cp2-tp2-mb16-ulysses"),
+        ("mixtral", "dp4-ep4-mb4"),
+        ("mixtral", "dp2-cp2-ep2-zero1-mb4"),
+        ("qwen3_moe", "dp2-pp2-ep2-1f1b-mb4"),
+    ],
+)
+def test_bytes_and_states_are_those_of_real_ranks(
+    four_ranks: hpnb.Ranks, tmp_path: Path, kind: str, code: str
+) -> None:
+    path = tmp_path / f"{kind}.json"
+    path.write_text(json.dumps(Config(kind, **SIZES[kind]).to_dict()))
+    layout = parse_layout_code(code)
+    task = make_task(read_model(str(path)), find_gpu("h100"), 4, 16, None)
+    results = four_ranks.run(record_step, str(path), task, code)
+    counted: dict[str, float] = {}
+    for sent, _ in results:
+        for axis, nbytes in sent.items():
+            name = "dp" if axis == "dp_cp" else axis
+            counted[name] = counted.get(name, 0.0) + nbytes / 4
+    predicted = plan_bytes(task, layout)
+    for axis in predicted.keys() | counted.keys():
+        off = 0.05 if axis == "ep" else 0.005  # routers are not quite even
+        assert predicted.get(axis, 0.0) == pytest.approx(counted.get(axis, 0.0), rel=off, abs=4096), axis
+    for rank, (_, profile) in enumerate(results):
+        memory = rank_memory(task, layout, layout.coordinates(rank)["pp"])
+        for states in ("parameters", "optimizer"):
+            assert memory[states] == pytest.approx(
+                profile.peak_of(states), rel=0.15 if layout.tp > 1 else 0.01
+            )
+        if kind in ("llama", "mixtral") and layout.cp * layout.ep > 1 and not layout.recomputation:
+            assert memory["activations"] == pytest.approx(profile.peak_of("activations"), rel=0.15)
+
+
+# --- times -----------------------------------------------------------------------------------------------
+
+
+def test_experts_on_one_node_are_faster_than_across_nodes() -> None:
+    task = task_of(MIXTRAL, 64, 256, 4096)
+    inside, across = (
+        plan_parts(task, parse_layout_code(code)) for code in ("dp64-ep8-mb1", "dp32-pp2-ep8-1f1b-mb1")
+    )
+    assert across["ep"] > 3 * inside["ep"] > 0
+    assert plan_parts(task, parse_layout_code("dp64-mb1"))["ep"] == 0
+
+
+def test_imbalance_prolongs_experts_and_their_messages() -> None:
+    even, uneven = (
+        plan_parts(task_of(MIXTRAL, 8, 16, 4096, imbalance=imbalance), parse_layout_code("dp8-ep8-mb1"))
+        for imbalance in (1.0, 1.5)
+    )
+    assert 1.3 < uneven["ep"] / even["ep"] < 1.5  # latency aside
+    assert 1.2 < uneven["matmuls"] / even["matmuls"] < 1.5
+    memory = [plan_memory(task_of(MIXTRAL, 8, 16, 4096, imbalance=n), parse_layout_code("dp8-ep8-mb1"))
+              for n in (1.0, 1.5)]  # fmt: skip
+    assert memory[1]["activations"] > 1.2 * memory[0]["activations"]
+    with pytest.raises(ValueError, match="1 to 8 times"):
+        task_of(MIXTRAL, 8, 16, 4096, imbalance=9)
+
+
+def test_a_ring_is_hidden_by_long_sequences_alone() -> None:
+    """The exposed share falls with the tokens of a rank; Ulysses exposes all of its messages."""
+    exposed = []
+    for sequence in (8192, 32768, 131072):
+        task = task_of(LLAMA_8B, 64, 8, sequence)
+        parts = plan_parts(task, parse_layout_code("dp8-cp8-mb1"))
+        exposed.append(parts["cp"] / sum(parts.values()))
+    assert exposed[0] > 3 * exposed[1] > 0
+    assert exposed[2] < 0.01
+    task = task_of(LLAMA_8B, 64, 8, 131072)
+    ulysses, ring = (
+        plan_parts(task, parse_layout_code(f"dp8-cp8-mb1{mode}"))["cp"] for mode in ("-ulysses", "")
+    )
+    assert ulysses > ring
+
+
+def test_long_sequences_are_planned_with_context_parallelism() -> None:
+    """Four samples of 131,072 tokens on 32 GPUs: no rank can hold one."""
+    result = search(task_of(LLAMA_8B, 32, 4, 131072), progress=False)
+    assert result.plans[0].layout.cp > 1
+    assert all(plan.layout.cp * plan.layout.tp > 1 for plan in result.plans)
+    best = search(task_of(MIXTRAL, 64, 256, 4096), progress=False).plans[0].layout
+    assert best.ep > 1
+
+
+def test_no_candidate_is_refused_by_the_plugin() -> None:
+    """What the planner proposes, hpnb runs: options are refused when a plugin is made."""
+    for config, sequence in ((MIXTRAL, 8192), ({**LLAMA_8B, "num_hidden_layers": 8}, 16384)):
+        task = task_of(config, 8, 16, sequence)
+        shapes = {
+            (one.pp, one.cp, one.tp, one.ep, one.zero_stage, one.schedule, one.recomputation,
+             one.sequence_parallel, one.context_parallel): one
+            for one in candidates(task) if refusal(task, one) is None
+        }  # fmt: skip
+        assert len(shapes) > 100
+        for layout in shapes.values():
+            options = {**plugin_options(task, layout), "enable_all_optimization": False}
+            hpnb.HybridParallelPlugin(**options, precision="bf16").layout_on(8)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("dp2-cp4-mb1", "multiple of 8"),
+        ("dp8-ep3-mb1", "use ep=1 or 2 or 4 or 8"),
+        ("dp8-ep8-zero3-mb1", "use ZeRO 2 or less"),
+        ("dp4-tp2-mb1-sp", "leave sp out"),
+        ("dp8-ep8-mb3", "cannot be split"),
+    ],
+)
+def test_what_does_not_compose_is_a_sentence(code: str, said: str) -> None:
+    task = task_of(MIXTRAL, 8, 16, 4100)
+    with pytest.raises(ValueError, match=said):
+        make_plan(task, parse_layout_code(code))
+    llama = task_of({**LLAMA_8B}, 8, 16, 4096)
+    with pytest.raises(ValueError, match="0 experts"):
+        make_plan(llama, parse_layout_code("dp8-ep8-mb1"))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_zb_v_fills_as_the_simulator_says(ranks: int) -> None:
+    """Equal forward, input gradient and weight gradient, and no hops."""
+    m = 4 * ranks
+    timeline = make("zb-v", 2 * ranks, m, 2).simulate(Costs(0.5, 0.5, 0.5, 0.0))
+    from hpnb.theory.pipeline import pipeline_parts
+
+    parts = pipeline_parts([{"work": 3.0}] * ranks, m, "zb-v")
+    assert sum(parts.values()) == pytest.approx(timeline.makespan)
+    with pytest.raises(ValueError, match="from 8 microbatches"):
+        make_plan(replace(task_of(LLAMA_8B, 4, 16, 4096)), parse_layout_code("pp4-zb-v-mb4"))

@@ -73,6 +73,14 @@ def _context(options: Options) -> None:
     context.run(options.ranks, options.rounds, options.device, size)
 
 
+def _experts(options: Options) -> None:
+    from hpnb.bench import experts
+    from hpnb.theory.links import Link
+
+    size = experts.Size(options.hidden, options.layers, microbatches=options.microbatches)
+    experts.run(Link(options.latency * 1e-6, options.bandwidth * 1e9), size)
+
+
 def _checkpoint(options: Options) -> None:
     from hpnb.bench import checkpoint
 
@@ -182,6 +190,13 @@ _COMMANDS: dict[str, tuple[str, Callable[[Options], None], dict[str, dict[str, A
         "--heads": _integer(8),
         "--kv-heads": _integer(None, "as many as heads by default"),
         "--head-dim": _integer(64),
+    }),
+    "experts": ("the exposed all-to-all of a DualPipe-V step, predicted and replayed", _experts, {
+        "--bandwidth": {"type": float, "default": 0.2, "help": "of the link, GB/s"},
+        "--latency": {"type": float, "default": 50.0, "help": "of a message, microseconds"},
+        "--hidden": _integer(128, "width of the model"),
+        "--layers": _integer(8),
+        "--microbatches": _integer(8),
     }),
     "checkpoint": ("steps beside which a checkpoint is written", _checkpoint, {
         "--ranks": _integer(2),

@@ -4,8 +4,7 @@
 
 A step is the forward and backward of one attention over a sequence that is sharded. The ideal is
 one rank alone with all of it, divided by the ranks: the same FLOPs, and nothing is sent. On a CPU the
-ranks need a core each, or the clock shows who got one. Bytes are counted, those of PyTorch's by its
-collectives.
+ranks need a core each, or the clock shows who got one. Bytes are counted (`hpnb.record.traffic`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -131,13 +129,12 @@ def _measure(size: Size, rounds: int) -> list[Candidate]:
     sent, distances, failed = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0), dict[str, str]()
     for name, step in steps.items():
         try:
-            counted = torch_context_parallel.CountFunctionalBytes(axis.size)
-            with hpnb.record.traffic() as traffic, counted if "torch" in name else nullcontext():
+            with hpnb.record.traffic() as traffic:  # PyTorch's own collectives count, too
                 outcome = step()
         except (NotImplementedError, RuntimeError, ValueError, TypeError, AssertionError) as error:
             failed[name] = f"does not run here: {_first_sentence(error)}"
             continue
-        sent[name] = traffic.bytes.get("cp", 0.0) + counted.nbytes
+        sent[name] = float(sum(traffic.bytes.values()))
         pairs = zip(outcome, wanted, strict=True)
         here = [(ours, theirs[:, :, places[name]]) for ours, theirs in pairs]
         distances[name] = max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in here)

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpnb
 
@@ -65,22 +64,3 @@ class _TorchRing(torch.autograd.Function):
             dropout_p=0.0,
         )[:3]  # fmt: skip
         return None, dq, dk, dv
-
-
-class CountFunctionalBytes(TorchDispatchMode):
-    """Counts bytes that leave this rank by PyTorch's functional collectives, as a ring would move them."""
-
-    def __init__(self, ranks: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.ranks, self.nbytes = ranks, 0.0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = str(func)
-        if "_c10d_functional" in name and args and isinstance(args[0], torch.Tensor):
-            if "all_gather_into_tensor" in name:
-                self.nbytes += args[0].nbytes * (self.ranks - 1)
-            elif "all_to_all_single" in name:  # a permutation: everything goes to one rank
-                self.nbytes += args[0].nbytes
-        return func(*args, **(kwargs or {}))

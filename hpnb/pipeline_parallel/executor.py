@@ -268,7 +268,7 @@ class StepExecutor:
         span = self._config.recorder.span(action.op, action.stage, action.microbatch)
         if self._turns is not None:
             return self._with_gpu_time(action, span)
-        return self._with_cpu_time(action, span) if self._contended else span
+        return span if device().type == "cuda" else self._with_cpu_time(action, span)
 
     @contextmanager
     def _with_gpu_time(self, action: Action, span: AbstractContextManager[None]) -> Iterator[None]:
@@ -285,7 +285,8 @@ class StepExecutor:
         began = time.thread_time()
         with span, recording_segments(action, self.segments):
             yield
-        self.seconds[action] = time.thread_time() - began
+        if self._contended:
+            self.seconds[action] = time.thread_time() - began
 
 
 @cache

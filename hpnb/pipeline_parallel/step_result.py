@@ -128,15 +128,15 @@ class PipelineStepResult:
             overlapped: forwards and backwards in pairs, or one action after the other.
 
         Raises:
-            ValueError: the step was not recorded, or every rank had a core or a GPU.
+            ValueError: the step was not recorded, or ran on GPUs.
         """
         by_rank: list[dict[Action, Segments]] = [{} for _ in range(self._axis.size)]
         dist.all_gather_object(by_rank, self._segments, self._axis.group)
         segments = {action: found for of_rank in by_rank for action, found in of_rank.items()}
         if len(segments) < sum(map(len, self._schedule.actions)):
             raise ValueError(
-                "no CPU time was recorded between the messages of this step: record it, on more ranks than "
-                "there are cores"
+                "no CPU time was recorded between the messages of this step: record it, on CPUs; on GPUs "
+                "`timeline` is measured as the step ran"
             )
         schedule = self._schedule
         none = (frozenset[int](),) * schedule.ranks

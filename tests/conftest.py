@@ -62,11 +62,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _not_drawn(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
     """Of each test marked `sampled(n)`, all cases but n that the seed draws; the same in every worker.
 
+    Cases that are marked slow would be skipped, so they are not drawn from.
     Tests of a file that are marked `sampled(n, of="name")` alike are cases of one sweep.
     """
     sweeps: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if marker := item.get_closest_marker("sampled"):
+        if "slow" not in item.keywords and (marker := item.get_closest_marker("sampled")):
             file, _, test = item.nodeid.partition("::")
             sweeps[f"{file}::{marker.kwargs.get('of') or test.partition('[')[0]}"].append(item)
     left_out: set[pytest.Item] = set()

@@ -87,15 +87,15 @@ def test_the_pairs_of_dualpipe_v_do_not_wait_for_themselves(ranks: int) -> None:
 
 
 def test_a_backward_that_needs_its_forward_makes_no_pair() -> None:
-    """Rank 0 would wait for 2F0, which needs 1F0, which needs the 0F1 ... that it runs together with 3B0."""
-    schedule = Schedule(["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"])
+    """0B0 needs 1B0, which rank 1 does after 3F1, and that needs 2F1: the two of step 4 cannot be a pair."""
+    schedule = Schedule(["0F0 2F0 0F1 2B0 2F1 0B0 2B1 0B1", "1F0 3F0 3B0 1F1 3F1 1B0 3B1 1B1"])
     schedule.check()
-    assert overlapped_pairs(schedule) == (frozenset(), frozenset())
-    crossed = Schedule(["0F0 2F0 0F1 2B0 2F1 2B1 0B0 0B1", "1F0 1F1 1B0 1B1"])
-    crossed.check()
-    assert overlapped_pairs(crossed)[0] == {2}
-    late = Schedule(["0F0 2F0 0F1 2B0 2F1 0B0 2B1 0B1", "1F0 1F1 1B0 1B1"])
-    assert overlapped_pairs(late)[0] == {2, 4}
+    assert overlapped_pairs(schedule) == ({2}, {4})
+    segments = {action: Segments((1.0,), ()) for row in schedule.actions for action in row}
+    with pytest.raises(ValueError, match="all ranks wait; use overlapped_pairs"):
+        exposed_time(schedule, (frozenset({2, 4}), frozenset({4})), segments, float)
+    other = Schedule(["0F0 2F0 0F1 2B0 2F1 0B0 2B1 0B1", "1F0 1F1 1B0 1B1"])
+    assert overlapped_pairs(other)[0] == {2, 4}
 
 
 # --- how long --------------------------------------------------------------------------------------------

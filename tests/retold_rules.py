@@ -31,6 +31,7 @@ RETOLD: tuple[str, ...] = (
     "08_gpt2_hybrid_parallel",
     "09_plan_at_scale",
     "10_long_contexts",
+    "11_experts",
 )
 
 WORDS, LINES, COLUMNS, LAPTOP_SENTENCES = 2500, 25, 88, 3

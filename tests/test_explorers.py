@@ -201,6 +201,7 @@ CHALLENGES: dict[str, list[dict[str, Any]]] = {
         {"cp": 16},
         {"link": "NVLink 4"},
     ],
+    "expert_layer": [{"experts": 32}, {"ep": 8}, {"ep": 2}, {"imbalance": 1.3}, {"link": "NVLink 4"}],
 }
 
 
@@ -373,3 +374,15 @@ def test_notebook_10_opens_on_ulysses_and_wants_a_ring_of_few_kv_heads() -> None
     assert shown.read(cp=64)["Ulysses (ms)"] == "needs 64 heads"
     with pytest.raises(ValueError, match="16 heads do not divide into groups of 32"):
         shown.read(heads=16, kv_heads=32)
+
+
+def test_notebook_11_opens_on_narrow_experts_far_away_and_wants_wide_ones_on_few_ranks() -> None:
+    shown = lesson.explorers.expert_layer()
+    assert shown.readings["messages (ms)"] > 3 * shown.readings["layer (ms)"] / 5
+    settings = itertools.product((16, 32, 64), (2, 4, 8), (1, 4))
+    good = {(e, ep) for e, ep, k in settings if shown.meets(experts=e, ep=ep, top_k=k, imbalance=1.2)}
+    assert good == {(16, 4)}
+    one, four = (shown.read(ep=4, top_k=k)["times the ideal"] for k in (1, 4))
+    assert one == pytest.approx(four, rel=0.03)  # k is in computing and in messages
+    with pytest.raises(ValueError, match="8 experts are too few for ep 64"):
+        shown.read(experts=8)

@@ -1,0 +1,434 @@
+"""What notebook 11 runs on its ranks: a small mixture of experts, a layer beside one process's, its times.
+
+    routed_rows, compare_layer      a layer of experts on ranks equals one process, and what it sends
+    timed_layer, rows_seconds       how long unequal ranks compute
+    mixture, loss_within_capacity   a small DeepSeek-V3 that is trained, and what dropping rows costs it
+    probe_experts                   the gradients of experts that got no token
+    deepseek_v3_layer, pipeline_losses  two microbatches at once: what a layer takes, and a step that is run
+
+Every rank calls what is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import hpnb
+from hpnb import comm, theory
+from hpnb.lesson.programs.device_timing import Batch
+from hpnb.lesson.programs.gpt2_pipeline import time_in_turn
+from hpnb.lesson.programs.gpt2_tensor import random_values
+from hpnb.lesson.programs.step_timing import relative_distance
+from hpnb.mesh import Axis
+
+Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (r, h), (r,) expert of this rank -> (r, h)
+ExpertLayer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Compute, Axis], torch.Tensor]
+KeepRows = Callable[[torch.Tensor, int], torch.Tensor]  # (n, k) experts, capacity -> (n, k) bool
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """One layer of experts, each of two matrices.
+
+    Attributes:
+        tokens: of one rank.
+        hidden, width: of a token, and inside an expert.
+    """
+
+    tokens: int
+    hidden: int
+    width: int
+    dtype: torch.dtype
+
+
+_TIMED = {"cpu": LayerSize(512, 192, 384, torch.float32),
+          "cuda": LayerSize(4096, 2048, 4096, torch.bfloat16)}  # fmt: skip
+
+
+def expert_axis() -> Axis:
+    """All ranks, along the expert axis."""
+    ranks = hpnb.world_size()
+    return hpnb.Mesh(hpnb.Layout(dp=ranks, ep=ranks)).ep
+
+
+def routed_rows(tokens: int, num_experts: int, k: int, popular: float = 1.0, seed: int = 0) -> torch.Tensor:
+    """(tokens, k) different experts of each token, drawn at random, on the CPU.
+
+    Args:
+        popular: how much likelier expert 2 is than each of the others.
+    """
+    weights = torch.ones(num_experts)
+    weights[min(2, num_experts - 1)] = popular
+    generator = torch.Generator().manual_seed(seed)
+    return torch.multinomial(weights.expand(tokens, -1), k, generator=generator)
+
+
+# --- one process ------------------------------------------------------------------------------------
+
+
+def transformers_block(
+    num_experts: int, k: int
+) -> tuple[Any, torch.Tensor, list[Callable[..., torch.Tensor]]]:
+    """(a Qwen3-MoE block of transformers, its router (E, h), its experts as functions (r, h) -> (r, h))."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    config = Qwen3MoeConfig(
+        hidden_size=32, moe_intermediate_size=48, num_experts=num_experts, num_experts_per_tok=k,
+        norm_topk_prob=True, experts_implementation="eager",
+    )  # fmt: skip
+    block: Any = Qwen3MoeSparseMoeBlock(config).requires_grad_(False)
+    for seed, weight in enumerate(block.parameters()):
+        generator = torch.Generator().manual_seed(seed)
+        weight.copy_(torch.randn(weight.shape, generator=generator) / weight.size(-1) ** 0.5)
+    up, down = block.experts.gate_up_proj, block.experts.down_proj
+
+    def feed_forward(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        gate, values = (rows @ up[expert].T).chunk(2, -1)
+        result: torch.Tensor = (F.silu(gate) * values) @ down[expert].T
+        return result
+
+    return block, block.gate.weight, [partial(feed_forward, expert) for expert in range(num_experts)]
+
+
+# --- beside one process -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ComparedLayer:
+    """A layer of experts on ranks beside one process's.
+
+    Attributes:
+        distances: {"output", "gradient of tokens" or "gradient of experts": relative distance on the rank
+            where it is largest}.
+        sent: bytes that left this rank, in forward and backward.
+        there, back: rows that this rank sent to other ranks' experts, and received from other ranks.
+    """
+
+    distances: dict[str, float]
+    sent: float
+    there: int
+    back: int
+
+
+def compare_layer(layer: ExpertLayer, num_experts: int, k: int, tokens: int = 16) -> ComparedLayer:
+    """Run `layer` on this rank's tokens, and one process on those of all ranks, in float64.
+
+    Args:
+        layer: (tokens (n, h), chosen (n, k), weights (n, k), compute, axis) -> (n, h), where
+            `compute` is a `LocalExperts`.
+    """
+    axis, hidden, device = expert_axis(), 8, hpnb.device()
+    x = [random_values(tokens, hidden, seed=r).requires_grad_() for r in range(axis.size)]
+    chosen = [routed_rows(tokens, num_experts, k, 4.0, seed=r).to(device) for r in range(axis.size)]
+    weights = [random_values(tokens, k, seed=50 + r).softmax(-1) for r in range(axis.size)]
+    seeds = [random_values(tokens, hidden, seed=90 + r) for r in range(axis.size)]
+    matrices = random_values(num_experts, hidden, hidden, seed=99).requires_grad_()
+    wanted = [(_apply(matrices, x[r].repeat_interleave(k, 0), chosen[r].flatten()).view(tokens, k, hidden)
+               * weights[r].unsqueeze(-1)).sum(1) for r in range(axis.size)]  # fmt: skip
+    torch.stack([(out * seed).sum() for out, seed in zip(wanted, seeds, strict=True)]).sum().backward()
+
+    count = num_experts // axis.size
+    here, local_experts = axis.rank, slice(axis.rank * count, (axis.rank + 1) * count)
+    local = matrices.detach()[local_experts].clone().requires_grad_()
+    tokens_here = x[here].detach().clone().requires_grad_()
+    with hpnb.record.traffic() as traffic:
+        out = layer(tokens_here, chosen[here], weights[here], LocalExperts(local, num_experts), axis)
+        (out * seeds[here]).sum().backward()
+    assert matrices.grad is not None
+    pairs = {
+        "output": (out, wanted[here]),
+        "gradient of tokens": (tokens_here.grad, x[here].grad),
+        "gradient of experts": (local.grad, matrices.grad[local_experts]),
+    }
+    distances = {what: relative_distance([ours], [right]) if ours is not None and right is not None else 1.0
+                 for what, (ours, right) in pairs.items()}  # fmt: skip
+    worst = torch.tensor([list(distances.values())], dtype=torch.float64, device=device)
+    of_all = comm.gather(worst, axis, 0).amax(0).tolist()
+    to_rank = [[int((rows // count == to).sum()) for to in range(axis.size)] for rows in chosen]
+    there = sum(rows for to, rows in enumerate(to_rank[here]) if to != here)
+    back = sum(row[here] for source, row in enumerate(to_rank) if source != here)
+    return ComparedLayer(dict(zip(distances, of_all, strict=True)), float(traffic.total), there, back)
+
+
+@dataclass(frozen=True)
+class LocalExperts:
+    """This rank's experts of one matrix each.
+
+    Attributes:
+        matrices: (E / p, h, h).
+        num_experts: E, on all ranks of the axis together.
+    """
+
+    matrices: torch.Tensor
+    num_experts: int
+
+    def __call__(self, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """(r, h), (r,) which of this rank's experts each row is for -> (r, h)."""
+        return _apply(self.matrices, rows, experts)
+
+
+def _apply(matrices: torch.Tensor, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """(E, h, h), (r, h), (r,) -> (r, h)."""
+    return torch.tanh(torch.einsum("rh,rhf->rf", rows, matrices[experts]))
+
+
+def this_rank(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The one of this rank, on its device."""
+    return tensors[hpnb.rank()].to(hpnb.device())
+
+
+# --- times --------------------------------------------------------------------------------------------
+
+
+def timed_layer(popular: float, num_experts: int, k: int) -> tuple[torch.Tensor, ...]:
+    """(tokens (n, h), chosen (n, k), weights (n, k)) of this rank, in a size at which computing takes time.
+
+    Args:
+        popular: how much likelier expert 2 is than each of the others.
+    """
+    size, rank = _TIMED[hpnb.device().type], hpnb.rank()
+    chosen = routed_rows(size.tokens, num_experts, k, popular, seed=rank).to(hpnb.device())
+    x = random_values(size.tokens, size.hidden, seed=rank).to(size.dtype)
+    return x, chosen, torch.full(chosen.shape, 1 / k, device=hpnb.device(), dtype=size.dtype)
+
+
+def timed_experts(local: int) -> Compute:
+    """`local` experts of two matrices, applied to rows (r, h) with their numbers (r,)."""
+    size, device = _TIMED[hpnb.device().type], hpnb.device()
+    up = torch.randn(local, size.hidden, size.width, device=device, dtype=size.dtype) / size.hidden**0.5
+    down = torch.randn(local, size.width, size.hidden, device=device, dtype=size.dtype) / size.width**0.5
+
+    def compute(rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(rows)
+        for expert in range(local):
+            here = (experts == expert).nonzero().squeeze(1)
+            out[here] = F.gelu(rows[here] @ up[expert]) @ down[expert]
+        return out
+
+    return compute
+
+
+def rows_seconds(
+    rows_of_ranks: Mapping[str, Sequence[float]], local: int, scale: float = 1.0
+) -> dict[str, float]:
+    """{name: seconds of the slowest rank} to compute so many rows, if each rank has a processor to itself.
+
+    Args:
+        rows_of_ranks: {name: rows of each rank}.
+        local: experts of a rank, among which its rows are shared equally.
+        scale: all rows times this.
+    """
+    size, device, axis = _TIMED[hpnb.device().type], hpnb.device(), expert_axis()
+    compute, calls = timed_experts(local), {}
+    for name, rows in rows_of_ranks.items():
+        n = round(rows[axis.rank] * scale)
+        x = torch.randn(n, size.hidden, device=device, dtype=size.dtype)
+        calls[name] = partial(compute, x, torch.arange(n, device=device) % local)
+    with torch.no_grad():
+        took = time_in_turn(calls)
+    medians = torch.tensor([[sorted(took[name])[len(took[name]) // 2] for name in calls]],
+                           dtype=torch.float64, device=device)  # fmt: skip
+    return dict(zip(calls, comm.gather(medians, axis, 0).amax(0).tolist(), strict=True))
+
+
+def sorted_rows(steps: Sequence[Mapping[str, torch.Tensor]], ranks: int) -> list[float]:
+    """Rows of the busiest rank, of the next one, and so on: means over steps and layers.
+
+    Args:
+        steps: {layer: rows of each expert (E,)} of each step, as `ExpertLoads.steps`.
+    """
+    loads = [load.view(ranks, -1).sum(1) for step in steps for load in step.values()]
+    means: list[float] = torch.stack(loads).sort(descending=True).values.double().mean(0).tolist()
+    return means
+
+
+# --- a model that is trained --------------------------------------------------------------------------
+
+
+def mixture(num_experts: int = 8, k: int = 2, layers: int = 2) -> Any:
+    """A DeepSeek-V3 of small blocks for the 509 tokens of `hpnb.data.text`, equal on all ranks."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        vocab_size=509, hidden_size=64, intermediate_size=128, moe_intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=num_experts, num_experts_per_tok=k,
+        n_group=1, topk_group=1, first_k_dense_replace=0, n_shared_experts=1, routed_scaling_factor=1.0,
+        q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
+        max_position_embeddings=64, use_cache=False, experts_implementation="eager",
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return DeepseekV3ForCausalLM(config).to(hpnb.device()).train()
+
+
+def routers(model: Any) -> list[Any]:
+    """Routers of a `mixture`, one a layer; they return logits (n, E), weights (n, k) and chosen (n, k)."""
+    return [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+
+
+def router_logits(model: Any) -> list[torch.Tensor]:
+    """A list that holds the routers' logits of the last forward, one of (n, E) a layer."""
+    layers = routers(model)
+    kept: list[torch.Tensor] = [torch.empty(0)] * len(layers)
+
+    def keep(layer: int, module: Any, args: Any, outputs: Any) -> None:
+        kept[layer] = outputs[0]
+
+    for layer, module in enumerate(layers):
+        module.register_forward_hook(partial(keep, layer))
+    return kept
+
+
+def shard(batch: Batch, axis: Axis) -> Batch:
+    """This rank's samples of a batch, on its device."""
+    return {name: x.chunk(axis.size)[axis.rank].to(hpnb.device()) for name, x in batch.items()}
+
+
+def loss_within_capacity(
+    states: Mapping[str, Batch], keep: KeepRows, factors: Sequence[float], batches: Sequence[Batch],
+    num_experts: int, k: int,
+) -> dict[str, list[tuple[float, float]]]:  # fmt: skip
+    """{model: (share of rows dropped, loss) for each capacity factor}. Ranks share the batches.
+
+    Args:
+        states: {model: weights of a `mixture`}.
+        keep: which rows an expert of limited capacity takes.
+        factors: of capacity over the mean load of a batch; infinity drops nothing.
+    """
+    axis, points = expert_axis(), {}
+    for name, state in states.items():
+        model = mixture(num_experts, k).eval()
+        model.load_state_dict(state)
+        sums = torch.zeros(len(factors), 2, dtype=torch.float64, device=hpnb.device())
+        for i, factor in enumerate(factors):
+            dropped: list[float] = []
+            hooks = [router.register_forward_hook(partial(_drop, keep, factor, num_experts, dropped))
+                     for router in routers(model)]  # fmt: skip
+            for batch in batches[axis.rank :: axis.size]:
+                with torch.no_grad():
+                    loss = model(**{n: x.to(hpnb.device()) for n, x in batch.items()}).loss.item()
+                sums[i] += torch.tensor([sum(dropped[-len(hooks) :]) / len(hooks), loss]).to(sums)
+            for hook in hooks:
+                hook.remove()
+        means = comm.all_reduce(sums, axis) / len(batches)
+        points[name] = [(dropped_share, loss) for dropped_share, loss in means.tolist()]
+    return points
+
+
+def _drop(
+    keep: KeepRows, factor: float, num_experts: int, dropped: list[float], module: Any, args: Any, out: Any
+) -> Any:
+    """A router's outputs with weight 0 for the rows without a place."""
+    logits, weights, chosen = out
+    mean = chosen.numel() / num_experts
+    kept = keep(chosen, int(min(factor * mean, chosen.numel())))
+    dropped.append(1 - kept.double().mean().item())
+    return logits, weights * kept, chosen
+
+
+# --- gradients of experts -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ProbedExperts:
+    """What each expert of the last layer got from a few tokens.
+
+    Attributes:
+        tokens: rows of each expert, (E,) counted on all ranks.
+        norms: of each expert's gradient, after the reduction, (E,).
+        distance: of all experts' gradients from those of one process.
+    """
+
+    tokens: list[int]
+    norms: list[float]
+    distance: float
+
+    @property
+    def unused_with_gradient(self) -> int:
+        """Experts that got no token, and whose gradient is not zero."""
+        return sum(not count and norm > 0 for count, norm in zip(self.tokens, self.norms, strict=True))
+
+
+def probe_experts(
+    model: Any, reduce: Callable[[], None], expert_axis: Axis, ranks: int, ids: torch.Tensor
+) -> ProbedExperts:
+    """Send the same few tokens through `model` on every rank, and look at the experts' gradients.
+
+    Args:
+        model: a `mixture` with sharded experts.
+        reduce: what the training loop does to all gradients after a backward.
+        expert_axis: over which the experts are sharded.
+        ranks: of dp; each has these tokens, so means over them are those of one process.
+        ids: (1, s): tokens.
+    """
+    ids = ids.to(hpnb.device())
+    chosen: list[torch.Tensor] = []
+    hook = routers(model)[-1].register_forward_hook(lambda module, args, out: chosen.append(out[2]))
+    model.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward()
+    hook.remove()
+    reduce()
+    grads = {name: p.grad for name, p in model.named_parameters() if ".experts." in name}
+    full = {name: comm.gather(grad, expert_axis, 0) for name, grad in grads.items() if grad is not None}
+    alone = mixture(len(next(iter(full.values()))), chosen[0].size(-1))
+    alone.load_state_dict(hpnb.placement.full_state_dict(model, [expert_axis]))
+    alone(input_ids=ids, labels=ids).loss.backward()
+    right = {name: p.grad for name, p in alone.named_parameters() if name in full and p.grad is not None}
+    last = f".{len(routers(model)) - 1}.mlp."
+    norms = sum((g.flatten(1).square().sum(1) for name, g in full.items() if last in name), torch.zeros(()))
+    tokens = torch.bincount(chosen[0].flatten(), minlength=len(norms)) * ranks
+    distance = relative_distance([full[name] for name in right], list(right.values()))
+    return ProbedExperts(tokens.tolist(), norms.sqrt().tolist(), distance)
+
+
+# --- two microbatches at once -------------------------------------------------------------------------
+
+
+def deepseek_v3_layer(tokens: int, ranks: int, rate: float, link: theory.Link) -> dict[str, float]:
+    """{"attention", "experts" or "all-to-all": seconds of one forward} of a layer of DeepSeek-V3, predicted.
+
+    8 of 256 experts of width 2,048 and one shared expert, on tokens of 7,168 values in 16 bits. Every token
+    is taken to cross the link 8 times.
+
+    Args:
+        tokens: of a microbatch on one rank, one sequence.
+        ranks: of the expert axis.
+        rate: FLOP/s of a rank.
+    """
+    hidden, width, chosen, heads = 7168, 2048, 8, 128
+    query = hidden * 1536 + 1536 * heads * 192
+    key_value = hidden * 576 + 512 * heads * 256
+    scores = heads * (192 + 128) * tokens / 2  # causal: half of all pairs
+    attention = 2 * tokens * (query + key_value + heads * 128 * hidden + scores)
+    experts = 2 * tokens * 3 * hidden * width * (chosen + 1)
+    message = theory.seconds("all_to_all", chosen * tokens * hidden * 2, ranks, link)
+    return {"attention": attention / rate, "experts": experts / rate, "all-to-all": message}
+
+
+def pipeline_losses(options: Mapping[str, Any], batches: Sequence[Batch], k: int = 2) -> list[float]:
+    """The loss of each step of a `mixture` of four blocks under the plugin with these options.
+
+    A rank that has no loss, because it is not of the last stage, takes it from the others.
+    """
+    booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp32", **options))
+    model = mixture(k=k, layers=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    boosted, optimizer, *_ = booster.boost(model, optimizer)
+    losses = []
+    for batch in batches:
+        samples = shard(batch, booster.plugin.mesh.dp)
+        result = booster.execute_pipeline(iter([samples]), boosted, None, optimizer, return_loss=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(-1.0 if result["loss"] is None else float(result["loss"]))
+    of_ranks = torch.tensor([losses], dtype=torch.float64, device=hpnb.device())
+    largest: list[float] = comm.gather(of_ranks, expert_axis(), 0).amax(0).tolist()
+    return largest

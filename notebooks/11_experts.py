@@ -1,0 +1,768 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # What if only some weights work on a token?
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/hpnb/hpnb/blob/main/notebooks/11_experts.ipynb)
+# [![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/hpnb/hpnb/blob/main/notebooks/11_experts.ipynb)
+#
+# **The question.** In all models so far, every weight works on every token. Twice the weights cost twice the FLOPs. A
+# *mixture of experts* replaces the MLP of a block by E smaller MLPs, the *experts*, and sends each token to k of them.
+# DeepSeek-V3 has 671 billion weights, and 37 billion work on a token. So FLOPs no longer limit the number of weights.
+# Memory does, and we shard the experts over the ranks: *expert parallelism*. What does a token's journey to its experts
+# cost, and who waits?
+#
+# **You will be able to** write a router; dispatch tokens to experts on other ranks and combine the results; see in a
+# timeline which expert slows all ranks down; balance experts by a loss or by a bias; say which ranks reduce which
+# gradient, and find out when the wrong ones do.
+#
+# **You should know** data parallelism from notebook 01, waiting and moving from the last sections of notebook 00, and the
+# all-to-all from notebook 10.
+#
+# **Time.** 30 minutes to read, 1 to run, 65 for the exercises.
+#
+# **Two questions to recall.** From 00: which rank has the shortest collective? From 10: what share of its tensor does a
+# rank send in an all-to-all over p ranks?
+#
+# <details><summary>Answers</summary>
+# The straggler, because it arrives last and waits for nobody. (p - 1)/p of it: one piece stays.
+# </details>
+#
+# **Letters.** A token has h values and chooses k of E experts. A rank has n tokens. The *expert axis* ep has p ranks, and
+# each holds E/p experts. A *row* is a token on its way to one expert, so a rank sends k n rows. The page tells one run, on
+# <data value="11.hardware">2 CPU cores</data>.
+
+# %% tags=["setup"]
+import importlib.util
+
+assert importlib.util.find_spec("hpnb"), "run %pip install hpnb, then this cell again"
+import itertools, statistics, torch, torch.distributed as dist
+import hpnb
+from hpnb import Layout, Mesh, comm, lesson, theory
+from hpnb.expert_parallel import ExpertLoads, SelectionBias, balancing_loss, parallelize
+from hpnb.expert_parallel import combine_rows, dispatch_rows, plan_dispatch
+from hpnb.lesson.exercises import experts as exercises
+from hpnb.lesson.figures import experts as figures, ranks_and_collectives
+from hpnb.lesson.programs import experts as moe, step_timing
+from hpnb.pipeline_parallel import Costs, overlapped_pairs, schedules
+from hpnb.record import Event, Timeline
+
+E, K = 8, 2  # experts, and experts of a token
+N = 4  # ranks; they share GPUs if there are fewer
+pool = hpnb.Ranks(N)  # these ranks stay to the end
+text = hpnb.data.text("train", block=64)  # packed into sequences of 64 tokens
+batches = list(itertools.islice(hpnb.data.Loader(text, 8), 64))
+batches, held_out = batches[:60], batches[60:]
+model = "a small DeepSeek-V3 of two blocks, with 8 experts each"
+here = lesson.banner(N, model=model, data=text.describe())
+
+# %% [markdown]
+# ## A router
+#
+# The router is one small matrix with a row for each expert. It scores all experts for a token, keeps the k best, and
+# weighs their outputs by their scores:
+#
+# ```text
+# x (n, h) ── router (E, h) ──► probability (n, E) ── k largest ──► chosen (n, k), weights (n, k)
+#
+# output of a token = sum over its k experts of   weight * expert(token)
+# ```
+#
+# In one process a loop over experts is enough.
+
+
+# %%
+def route(x, router, k):  # (n, h), (E, h)
+    probability = (x @ router.T).softmax(-1)  # (n, E)
+    weights, chosen = probability.topk(k)  # (n, k) twice
+    return chosen, weights / weights.sum(-1, keepdim=True)
+
+
+def mixture(x, router, experts, k):
+    chosen, weights = route(x, router, k)
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(experts):
+        token, place = torch.where(chosen == number)  # this expert's rows
+        out[token] += weights[token, place, None] * expert(x[token])
+    return out
+
+
+block, router, experts = moe.transformers_block(E, K)  # of Qwen3-MoE
+x = torch.randn(64, router.size(1))
+out = mixture(x, router, experts, K)
+off = step_timing.relative_distance([out], [block(x[None])[0]])
+count = sum(p.numel() for name, p in block.named_parameters() if "experts" in name)
+counted = {"all experts": count, "work on a token": count * K // E}
+lesson.show(counted=counted, key="11.weights", title="A quarter of the weights works")
+lesson.claim("Our mixture gives what transformers' block gives", (off, "<", 1e-5))
+
+# %% [markdown]
+# The block of Qwen3-MoE in transformers gives the same output. It has <data value="11.weights.all-experts.counted">36,864</data>
+# weights in its experts, and <data value="11.weights.work-on-a-token.counted">9,216</data> of them work on a token. The choice itself
+# has no gradient. The router learns through the weights: an expert that helps gets a larger one.
+#
+# **Takeaway.** A router chooses k of E experts for each token. FLOPs follow k, memory follows E.
+#
+# ## Dispatch is a permutation
+#
+# Now each rank holds E/p experts, and each has its own tokens. Tokens must travel to their experts and come back. If we sort a
+# rank's rows by expert, they are sorted by rank as well, because rank 0 has the first experts, rank 1 the next, and so on.
+# Then a single all-to-all moves them. It is *uneven*: each rank sends each other rank as many rows as it happens to have
+# for it.
+#
+# ```text
+# x (n, h)          chosen (n, k)
+#   │ sort by expert
+# rows (k n, h)     [ for rank 0 | for rank 1 | ... ]         counts (E,) travel first, so that all know the sizes
+#   │ dispatch: all-to-all
+# rows (r, h)       [ from rank 0 | from rank 1 | ... ]       r differs from rank to rank
+#   │ this rank's experts
+# results (r, h)
+#   │ combine: all-to-all, sizes exchanged
+# results (k n, h)  ── inverse permutation, times weights, sum over k ──►  output (n, h)
+# ```
+#
+# The next figure draws tokens and experts as a matrix with a mark for each row, and the same marks after the all-to-all.
+
+# %%
+question = f"What share of its rows does a rank send away, of {N} ranks?"
+lesson.predict("11.away", question, unit="%", rule_of_thumb=100)
+chosen = [moe.routed_rows(8, E, K, popular=4, seed=rank) for rank in range(N)]
+title = "The all-to-all sorts rows by expert, and a popular expert loads its rank"
+lesson.show(figures.dispatched_rows([c.tolist() for c in chosen], E, title=title))
+away = [(c // (E // N) != r).double().mean().item() for r, c in enumerate(chosen)]
+predicted, counted = 100 * (N - 1) / N, 100 * sum(away) / N
+lesson.reveal("11.away", counted, predicted=predicted, source="counted")
+
+# %% [markdown]
+# By hand, for one expert a token. `comm.exchange_rows` is the uneven all-to-all. Its backward is the same all-to-all with
+# sizes exchanged, so gradients travel back along the same way.
+
+
+# %%
+def send_to_experts(x, chosen, compute, axis):  # (n, h), (n,): one expert a token
+    order = chosen.argsort(stable=True)  # by expert, and so by rank
+    counts = chosen.bincount(minlength=E)  # (E,)
+    arriving = torch.empty_like(counts)  # from each rank, for each expert of this one
+    dist.all_to_all_single(arriving, counts, group=axis.group)
+    sent, received = (c.view(axis.size, -1).sum(1).tolist() for c in (counts, arriving))
+    rows = comm.exchange_rows(x[order], axis, sent, received)  # (r, h)
+    numbers = torch.arange(E // axis.size, device=x.device).repeat(axis.size)
+    results = compute(rows, numbers.repeat_interleave(arriving))  # rows, their experts
+    return comm.exchange_rows(results, axis, received, sent)[order.argsort()]  # (n, h)
+
+
+# %%
+def by_hand(x, chosen, weights, compute, axis):
+    return weights * send_to_experts(x, chosen[:, 0], compute, axis)
+
+
+def library(x, chosen, weights, compute, axis):
+    plan = plan_dispatch(chosen, E, axis)
+    rows = dispatch_rows(x, plan, axis)
+    return combine_rows(compute(rows, plan.experts), weights, plan, axis)
+
+
+layers = {"by hand, k = 1": (by_hand, 1), "library, k = 1": (library, 1)}
+layers["library, k = 2"] = library, 2
+ran = {name: pool.run(moe.compare_layer, layer, E, k)[0]
+       for name, (layer, k) in layers.items()}  # fmt: skip
+exact = lesson.Parity({name: layer.distances for name, layer in ran.items()})
+lesson.show(exact, title="Experts on four ranks compute what one process computes")
+lesson.claim("Dispatch and combine are exact, forward and backward", exact.equal)
+counts = (N - 1) / N * 8 * E  # bytes of the counts, which are sent first
+predicted = {name: theory.experts.rows_sent(layer.there, layer.back, 8, 8) + counts
+             for name, layer in ran.items()}  # fmt: skip
+counted = {name: layer.sent for name, layer in ran.items()}
+title = "bytes that leave rank 0 in a forward and backward"
+lesson.show(predicted=predicted, counted=counted, unit="B", key="11.sent", title=title)
+lesson.claim("The formula counts every byte", counted == predicted)
+
+# %% [markdown]
+# All three equal one process, and the formula gives every byte. Rank 0 sends the rows that it has for other ranks, and returns
+# the results of the rows that it got. The backward does both once more, for gradients. With w bytes a value that is
+#
+# $$ 2\,(\text{rows sent} + \text{rows received})\,h\,w \quad\text{bytes}, \qquad\text{on average}\qquad
+# 4\,\tfrac{p-1}{p}\,k\,n\,h\,w. $$
+#
+# The average doesn't contain E. More experts cost memory, but no bytes on the link.
+#
+# **Takeaway.** Sort by expert, all-to-all, compute, all-to-all, sort back. No row is dropped or padded.
+#
+# ### Exercise 1: dispatch and combine
+#
+# *Core. Implement, 25 minutes.* Write `layer(x, chosen, weights, compute, axis)` for k experts a token, with the
+# collectives of the cell above and nothing from `hpnb.expert_parallel`. `chosen` and `weights` are n x k. `compute(rows,
+# experts)` applies this rank's experts, which it numbers from 0. The check has other numbers of experts than E,
+# which `compute.num_experts` tells. It compares output and gradients with one process.
+#
+# Hint: row j of the n k rows, in order, belongs to token j // k.
+
+
+# %% tags=["stub-1"]
+def layer(x, chosen, weights, compute, axis): ...
+
+
+# %% tags=["check-1"]
+lesson.check(exercises.dispatch_and_combine, layer)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# def layer(x, chosen, weights, compute, axis):
+#     k, flat = chosen.size(1), chosen.flatten()  # (n k,)
+#     order = flat.argsort(stable=True)
+#     counts = flat.bincount(minlength=compute.num_experts)
+#     arriving = torch.empty_like(counts)
+#     dist.all_to_all_single(arriving, counts, group=axis.group)
+#     sent, received = (c.view(axis.size, -1).sum(1).tolist() for c in (counts, arriving))
+#     rows = comm.exchange_rows(x[order // k], axis, sent, received)
+#     numbers = torch.arange(len(counts) // axis.size, device=x.device).repeat(axis.size)
+#     results = compute(rows, numbers.repeat_interleave(arriving))
+#     back = comm.exchange_rows(results, axis, received, sent)[order.argsort()]  # (n k, h)
+#     return (back.view(*chosen.shape, -1) * weights[..., None]).sum(1)
+# ```
+# </details>
+
+# %% [markdown]
+# ## Imbalance is a straggler
+#
+# Nothing makes routers fair. A rank with a popular expert gets more rows and computes longer, and in the combine all
+# others wait for it. We measure that with the instrument of notebook 00: split each all-to-all where the last rank
+# arrives. Experts are now large enough to take time, and expert 2, which is on rank 1, is drawn 8 times as often as each
+# other one.
+
+
+# %%
+def run_layer(popular):
+    axis = moe.expert_axis()
+    x, chosen, weights = moe.timed_layer(popular, E, K)
+    compute = moe.timed_experts(E // N)
+    with hpnb.record.timeline() as recorder, torch.no_grad():
+        for _ in range(6):
+            comm.barrier(axis)
+            plan = plan_dispatch(chosen, E, axis)
+            rows = dispatch_rows(x, plan, axis)
+            with recorder.span("compute"):
+                results = compute(rows, plan.experts)
+            combine_rows(results, weights, plan, axis)
+    return recorder.gather(), len(rows)
+
+
+question = "One expert of 8 is drawn 8 times as often. How many times as long does "
+question += "a layer compute?"
+lesson.predict("11.slower", question, rule_of_thumb=1)  # no more rows than before
+ran = {popular: pool.run(run_layer, popular) for popular in (1, 8)}
+waits = ran[8][0][0].split_waits("all_to_all")
+title = "measured · the rank with the popular expert computes longest, waits least"
+lesson.show(ranks_and_collectives.waits(waits, title=title))
+spent = ranks_and_collectives.time_by_part(waits)
+least, _ = ranks_and_collectives.find_straggler(spent)
+lesson.claim("The rank of the popular expert waits least", least == 2 // (E // N))
+
+# %% [markdown]
+# Rank 1 computes longest and waits least. A profiler without the split shows the longest all-to-alls on the ranks that
+# have nothing to do.
+#
+# Here ranks share cores, so we also replay the layer: we count each rank's processor time alone, and the slowest rank sets
+# the pace.
+
+# %%
+rows = {"even": [n for _, n in ran[1]], "popular": [n for _, n in ran[8]]}
+replayed = pool.run(moe.rows_seconds, rows, E // N)[0]
+busiest = {name: N * max(counts) / sum(counts) for name, counts in rows.items()}
+slower, ratio = (x["popular"] / x["even"] for x in (replayed, busiest))
+columns = {"busiest rank's rows / mean, counted": busiest}
+title = "experts' computing, with a processor for each rank"
+lesson.show(replayed=replayed, unit="s", columns=columns, key="11.layer", title=title)
+lesson.reveal("11.slower", slower, predicted=ratio, source="replayed")
+lesson.claim("The busiest rank sets the pace", abs(slower / ratio - 1) < 0.25)
+
+# %% [markdown]
+# There are as many rows as before, but the busiest rank has <data value="11.layer.popular.busiest-rank-s-rows-mean-counted:.2f">1.95</data> times
+# the mean. The layer takes <data value="11.slower:.2f">1.96</data> times as long as with even routing. The busiest *rank* counts, not the
+# busiest expert: two popular experts do less harm on two ranks than on one.
+#
+# **Takeaway.** A layer of experts takes as long as its busiest rank. Divide that rank's rows by the mean, and you have the
+# slowdown.
+#
+# ## Balance, or drop
+#
+# Does that happen in training, and what can we do? There are three answers.
+#
+# **A loss.** Let f_e be the share of tokens that chose expert e, and P_e the mean probability that the router gives it. The
+# *balancing loss* is $E \sum_e f_e P_e$, added to the model's loss with a small factor. f is a count and has no gradient.
+# P has one, and it pushes probability away from experts with a large f.
+#
+# **A bias.** Add a bias to the scores, for the choice only, and after each step raise it for experts with less than the mean
+# load and lower it for the others: `bias += rate * sign(mean - load)`. DeepSeek-V3 does this. It has no gradient, so
+# it never competes with the model's loss.
+#
+# **A capacity.** Drop rows that are too many for their expert. We come to that below.
+#
+# First the loss by hand. It is a product of two means, so the mean of the ranks' losses isn't the loss of all tokens.
+
+
+# %%
+def balance(logits, k):  # (n, E)
+    f = logits.topk(k).indices.flatten().bincount(minlength=E) / len(logits)  # (E,)
+    return E * (f * logits.softmax(-1).mean(0)).sum()
+
+
+shards = [torch.randn(4, E) for _ in range(N)]  # router logits of each rank
+shared = pool.run(lambda: balancing_loss([moe.this_rank(shards)], K, moe.expert_axis()))
+right, mean = balance(torch.cat(shards), K), sum(balance(x, K) for x in shards) / N
+losses = {"all tokens": right, "library, on ranks": shared[0], "mean of ranks": mean}
+lesson.show(columns={"loss": losses}, key="11.balance", title="Not a mean over ranks")
+off = abs(right - shared[0])
+lesson.claim("The library's loss is that of all tokens", (off, "<", 1e-5))
+
+# %% [markdown]
+# The loss of all tokens is <data value="11.balance.all-tokens.loss:.2f">2.18</data>, and the library computes it from sums over all
+# ranks. The mean of the ranks' losses is <data value="11.balance.mean-of-ranks.loss:.2f">2.87</data>: few tokens are never
+# balanced, even if all are. With even loads the balancing loss is k.
+#
+# Now we train a small DeepSeek-V3 three times for 60 steps. Its routers take a sigmoid of each score where ours takes a
+# softmax, and have a buffer for the bias. `parallelize` keeps this rank's experts, and `ExpertLoads` records how many rows
+# each expert gets in each step.
+
+
+# %%
+def train(way):
+    mesh = Mesh(Layout(dp=N, ep=N))
+    model = moe.mixture(E, K)
+    experts, logits = parallelize(model, mesh.ep), moe.router_logits(model)
+    replica = hpnb.DataParallel(model, mesh.dp, expert_axis=mesh.edp)
+    bias = SelectionBias(model, experts, mesh.dp, 0.01) if way == "bias" else None
+    loads = bias.loads if bias else ExpertLoads(experts, mesh.dp)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+    for batch in batches:
+        loss = total = replica(**moe.shard(batch, mesh.dp)).loss
+        if way == "loss":
+            total = loss + 0.3 * balancing_loss(logits, K, mesh.dp)
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+        bias.step() if bias else loads.end_step()
+        losses.append(comm.all_reduce(loss.detach(), mesh.dp).item() / N)
+    weights = hpnb.placement.full_state_dict(model, [mesh.ep])
+    return losses, loads.imbalances, loads.steps, weights
+
+
+# %%
+names = {"no balancing": "", "balancing loss": "loss", "selection bias": "bias"}
+runs = {name: pool.run(train, way)[0] for name, way in names.items()}
+title = "Without balancing, the busiest expert gets several times the mean"
+imbalances = {name: run[1] for name, run in runs.items()}
+lesson.show(hpnb.plot.expert_loads(imbalances, title=title))
+late = {name: statistics.mean(run[1][-10:]) for name, run in runs.items()}
+last = {name: statistics.mean(run[0][-10:]) for name, run in runs.items()}
+rows = {name: moe.sorted_rows(run[2][-10:], N) for name, run in runs.items()}
+rows["even"] = [8 * 64 * K / N] * N
+seconds = pool.run(moe.rows_seconds, rows, E // N, 4)[0]
+slower = {name: seconds[name] / seconds["even"] for name in names}
+columns = {"busiest expert / mean, counted": late, "loss, measured": last,
+           "a layer's computing / even loads, replayed": slower}  # fmt: skip
+lesson.show(columns=columns, key="11.run", title="the last ten steps")
+lesson.claim("The balancing loss balances",
+             (late["balancing loss"], "<", late["no balancing"]))  # fmt: skip
+lesson.claim("The selection bias does, too",
+             (late["selection bias"], "<", late["no balancing"]))  # fmt: skip
+lesson.claim("Balancing saves time",
+             (slower["selection bias"], "<", slower["no balancing"]))  # fmt: skip
+gap = max(last.values()) - min(last.values())
+lesson.claim("Balancing costs no loss here", (gap, "<", 0.1))
+
+# %% [markdown]
+# Without balancing, the busiest expert has <data value="11.run.no-balancing.busiest-expert-mean-counted:.2f">2.88</data> times the mean load in the last ten
+# steps, and the experts of a layer compute <data value="11.run.no-balancing.a-layer-s-computing-even-loads-replayed:.2f">1.83</data> times as long as with even
+# loads. The loss brings the load to <data value="11.run.balancing-loss.busiest-expert-mean-counted:.2f">1.65</data>, the bias to
+# <data value="11.run.selection-bias.busiest-expert-mean-counted:.2f">1.28</data>. In sixty steps neither costs any model loss that we could measure. In long
+# trainings a balancing loss with a large factor does, as Wang et al. measured, and so DeepSeek-V3 has the bias.
+#
+# ### Capacity
+#
+# GShard and Switch fixed the shapes: each expert has *capacity* for c times the mean load. If fewer rows come, it pads, and
+# if more come, it drops those that come last. A dropped row contributes nothing, and its token passes the block by the
+# residual connection alone. We give the trained models a capacity afterwards, and read the loss on text that they haven't
+# seen.
+
+
+# %%
+def keep_within(chosen, capacity):  # (n, k) -> (n, k): does the row have a place?
+    flat = chosen.flatten()
+    order, counts = flat.argsort(stable=True), flat.bincount(minlength=E)
+    first = counts.cumsum(0) - counts  # where each expert's rows begin
+    place = torch.empty_like(flat)
+    place[order] = torch.arange(len(flat), device=flat.device) - first[flat[order]]
+    return (place < capacity).view_as(chosen)
+
+
+factors = (0.0, 0.5, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
+models = {name: runs[name][3] for name in ("no balancing", "selection bias")}
+job = (models, keep_within, (*factors, float("inf")), held_out, E, K)
+points = pool.run(moe.loss_within_capacity, *job)[0]
+dropped = {name: [share for share, _ in run[:-1]] for name, run in points.items()}
+rise = {name: [loss - run[-1][1] for _, loss in run[:-1]]
+        for name, run in points.items()}  # fmt: skip
+title = "A balanced model drops few rows at a small capacity"
+lesson.show(figures.capacity(factors, dropped, rise, title=title))
+at = factors.index(1.25)
+lost, few = (100 * dropped[name][at] for name in models)
+lesson.record("11.dropped", {"free": lost, "bias": few}, "%")
+free = rise["no balancing"]
+lesson.record("11.rise", {"free": free[at], "all": free[0]})
+lesson.claim("Balance saves rows from being dropped", (few, "<", lost))
+lesson.claim("Dropped rows cost loss", (free[0], ">", 0))
+
+# %% [markdown]
+# With a capacity of 1.25 times the mean, the unbalanced model drops <data value="11.dropped.free">32.0 %</data> of its rows, the balanced one
+# <data value="11.dropped.bias">0.256 %</data>. The unbalanced model's loss rises by <data value="11.rise.free:.3f">0.009</data>. That is little, but so is what the experts
+# have learned in sixty steps: without any of them, except the shared one, the loss would rise by <data value="11.rise.all:.3f">0.053</data>. So capacity
+# bounds the slowdown by c, and pays with rows that no expert works on. *Dropless*
+# layers, as MegaBlocks introduced them, multiply groups of any size instead. This library drops nothing, and
+# Megatron-Core doesn't by default.
+#
+# **Takeaway.** Balance first. A selection bias does it without a loss, and then there is little left to drop.
+#
+# ### Exercise 2: the balancing loss
+#
+# *Core. Derive, 20 minutes.* Write `balancing(logits, k)`, without autograd. It returns the balancing loss of n x E
+# logits and its gradient with respect to them, n x E.
+#
+# Hint: a softmax has ∂p_j/∂z_i = p_j (δ_ij - p_i). Which logits of a token does P_e depend on?
+
+
+# %% tags=["stub-2"]
+def balancing(logits, k): ...
+
+
+# %% tags=["check-2"]
+lesson.check(exercises.balancing_loss, balancing)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# def balancing(logits, k):
+#     n, num_experts = logits.shape
+#     p = logits.softmax(-1)
+#     f = p.topk(k).indices.flatten().bincount(minlength=num_experts).to(p) / n
+#     loss = num_experts * (f * p.mean(0)).sum()
+#     gradient = num_experts / n * p * (f - (p * f).sum(-1, keepdim=True))
+#     return loss, gradient
+# ```
+#
+# A logit is pushed down if its expert's f is above the mean of f that this token expects.
+# </details>
+
+# %% [markdown]
+# ## Which ranks share an expert?
+#
+# The expert axis has no ranks of its own. It takes them from dp, where every rank has other tokens. With dp = 4 and ep = 2:
+#
+# ```text
+# dp rank     0              1              2              3
+# router      a copy         a copy         a copy         a copy         all four reduce its gradient
+# experts     0 1 2 3        4 5 6 7        0 1 2 3        4 5 6 7
+#             └── ep group ───┘              └── ep group ───┘             together they have every expert
+#             └───────── edp group ──────────┘                             the same experts: they reduce
+# ```
+#
+# After the backward, rank 0 holds the gradient of expert 0 for the tokens of ranks 0 and 1, since these came through the
+# all-to-all. The tokens of ranks 2 and 3 are on rank 2. So an expert's gradient is summed over its *edp group* alone. The
+# loss is a mean over all dp ranks, so the divisor is dp for the router and for experts alike.
+#
+# `HybridParallelPlugin(ep_size=2)` knows this. We train three steps and count what leaves a rank along each axis.
+
+
+# %%
+def train_boosted(ep):
+    plugin = hpnb.HybridParallelPlugin(precision="fp32", ep_size=ep)
+    booster, model, losses = hpnb.Booster(plugin=plugin), moe.mixture(E, K), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    dp, named = plugin.mesh.dp, list(model.named_parameters())
+    held = [sum(p.nbytes for name, p in named if (".experts." in name) == is_expert)
+            for is_expert in (False, True)]  # fmt: skip
+    for batch in batches[:3]:
+        with hpnb.record.traffic() as traffic:
+            loss = model(**moe.shard(batch, dp)).loss
+            booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(comm.all_reduce(loss.detach(), dp).item() / dp.size)
+    return torch.tensor(losses), traffic.bytes, held
+
+
+# %%
+groups = {axis: str(Layout(dp=N, ep=2).groups(axis)) for axis in ("dp", "ep", "edp")}
+alone = hpnb.launch(train_boosted, 1, ranks=1)[0][0]
+losses, sent, (dense, local) = pool.run(train_boosted, 2)[0]
+predicted = {"dp": 2 * (N - 1) / N * dense, "edp": 2 * (N - 2) / N * local}
+counted = {axis: sent[axis] for axis in predicted}
+lesson.show(predicted=predicted, counted=counted, unit="B", columns={"groups": groups},
+            title="Experts' gradients go over edp, all others over dp")  # fmt: skip
+off = step_timing.relative_distance([losses], [alone])
+lesson.claim("The plugin trains as one process", (off, "<", 1e-5))
+lesson.claim("The bytes of experts are exact", counted["edp"] == predicted["edp"])
+
+# %% [markdown]
+# <details><summary>In your tools: experts</summary>
+#
+# hpnb: `HybridParallelPlugin(ep_size=4, selection_bias_rate=0.001)`. Megatron-Core: `--num-experts 8
+# --expert-model-parallel-size 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall`; to balance,
+# `--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01` or `--moe-router-enable-expert-bias`; to drop,
+# `--moe-expert-capacity-factor 1.25`; for two microbatches at once, `--overlap-moe-expert-parallel-comm`. torchtitan: `expert_parallel_degree` in the section `parallelism` of its
+# configuration. DeepSpeed: `deepspeed.moe.layer.MoE(hidden_size, expert, num_experts=8, ep_size=4, k=2,
+# capacity_factor=1.25)`, with `drop_tokens=False` for dropless. transformers: each model's plan `base_model_ep_plan`,
+# switched on so:
+#
+# ```python
+# from transformers import AutoModelForCausalLM
+# from transformers.distributed import DistributedConfig
+#
+# config = DistributedConfig(tp_size=4, ep_size=4)
+# model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B", distributed_config=config)
+# ```
+# </details>
+#
+# ### The silent failure
+#
+# A training loop that doesn't know of experts averages all gradients over dp. Shapes agree, since each rank has equally many
+# experts. So expert 0 gets the gradient of expert 4 mixed in, and nobody complains. Does the loss tell? We write the
+# loop by hand and change only the axis.
+
+
+# %%
+def train_by_hand(axis_of_experts):
+    mesh = Mesh(Layout(dp=N, ep=2))
+    model = moe.mixture(E, K)
+    parallelize(model, mesh.ep)
+    named, losses = list(model.named_parameters()), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    def reduce():
+        for name, p in named:
+            axis = mesh.axes[axis_of_experts] if ".experts." in name else mesh.dp
+            p.grad.copy_(comm.all_reduce(p.grad, axis) / N)
+
+    few = batches[0]["input_ids"][:1, :3]  # 3 tokens can't visit 8 experts
+    probe = moe.probe_experts(model, reduce, mesh.ep, N, few)
+    for batch in batches[:40]:
+        loss = model(**moe.shard(batch, mesh.dp)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        reduce()
+        optimizer.step()
+        losses.append(comm.all_reduce(loss.detach(), mesh.dp).item() / N)
+    return losses, probe
+
+
+# %%
+right, wrong = "reduced over edp", "averaged over dp"
+axes = {right: "edp", wrong: "dp"}
+ran = {name: pool.run(train_by_hand, axis)[0] for name, axis in axes.items()}
+losses, probes = ({name: run[i] for name, run in ran.items()} for i in (0, 1))
+norms = {name: probe.norms for name, probe in probes.items()}
+title = "Both losses fall; gradients of experts without a token tell"
+tokens = probes[right].tokens
+lesson.show(figures.losses_and_experts(losses, norms, tokens, title=title))
+unused = {name: probe.unused_with_gradient for name, probe in probes.items()}
+last = {name: run[-1] for name, run in losses.items()}
+off = {name: probe.distance for name, probe in probes.items()}
+columns = {"last loss, measured": last, "experts' gradients off by, measured": off,
+           "unused experts with a gradient, counted": unused}  # fmt: skip
+lesson.show(columns=columns, key="11.fault", title="An unused expert has no gradient")
+start, end = losses[right][0], losses[right][-1]
+lesson.claim("The loss doesn't tell", abs(losses[wrong][-1] - end) < (start - end) / 5)
+lesson.claim("Reduced over edp, unused experts have no gradient", unused[right] == 0)
+lesson.claim("Averaged over dp, some have one", (unused[wrong], ">", 0))
+lesson.field_guide.add(
+    "the loss falls, and a mixture of experts learns less than it should",
+    "tokens of each expert beside the norm of its gradient, in a step of a few tokens",
+    "experts' gradients are averaged over all of dp", notebook="11")  # fmt: skip
+lesson.field_guide.show()
+
+# %% [markdown]
+# The losses end at <data value="11.fault.reduced-over-edp.last-loss-measured:.2f">4.90</data> and <data value="11.fault.averaged-over-dp.last-loss-measured:.2f">4.94</data>.
+# Nobody who has only the second curve would suspect it: everything but the experts is trained rightly, and experts that mix
+# their gradients still learn something.
+#
+# The instrument is a step of a few tokens. Three tokens choose at most six experts, so at least two of eight have no token,
+# and their gradient must be zero. With the wrong axis, <data value="11.fault.averaged-over-dp.unused-experts-with-a-gradient-counted">3</data> of
+# them have one. Compared with one process, the experts' gradients are off by
+# <data value="11.fault.averaged-over-dp.experts-gradients-off-by-measured:.2f">1.00</data> of their norm.
+#
+# **Takeaway.** Reduce an expert's gradient over the ranks that hold it, and divide by dp. Check once that unused experts
+# have no gradient.
+#
+# ### Exercise 3: which ranks reduce what
+#
+# *Core. Design, 20 minutes.* Write `reduces(rank, dp, pp, ep)`. Ranks are in the order of a layout: rank =
+# dp_index · pp + pp_index. ep groups are neighbours along dp. Return
+# `{"router": (ranks, divisor), "expert": (ranks, divisor)}`: which ranks sum this rank's gradients, and what the sum is
+# divided by. Each rank's loss is the mean over its
+# own tokens, equally many on all.
+#
+# Hint: go through the picture with pp = 1 first. How far apart along dp are the ranks of an edp group?
+
+
+# %% tags=["stub-3"]
+def reduces(rank, dp, pp, ep): ...
+
+
+# %% tags=["check-3"]
+lesson.check(exercises.who_reduces, reduces)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# def reduces(rank, dp, pp, ep):
+#     dp_index, pp_index = divmod(rank, pp)
+#     router = [i * pp + pp_index for i in range(dp)]
+#     expert = [i * pp + pp_index for i in range(dp_index % ep, dp, ep)]
+#     return {"router": (router, dp), "expert": (expert, dp)}
+# ```
+# </details>
+
+# %% [markdown]
+# ## Two microbatches at once
+#
+# Balance removes the waiting. The messages remain, and they can't overlap with anything of their own microbatch: experts
+# wait for the dispatch, and the next layer waits for the combine. But another microbatch doesn't depend on them. While one goes
+# forward, another can go backward, and each computes while the other's rows travel. This is the idea of *DualPipe*,
+# DeepSeek-V3's schedule.
+#
+# ```text
+# compute     attention 1   | experts 0 ←   | experts 1     | attention 0 ←  | ...     → forward of 1, ← backward of 0
+# link        combine 0 ←   | dispatch 1    | dispatch 0 ←  | combine 1      | ...
+# ```
+#
+# We predict it for layers of DeepSeek-V3's shape on H100s at 400 TFLOP/s, ep 64, over InfiniBand NDR, 4,096 tokens a
+# microbatch. The simulator starts whatever can start first. A rank has one lane for computing and one for messages.
+
+
+# %%
+question = "Time of a forward and a backward together, over one after the other?"
+lesson.predict("11.saved", question, unit="%", rule_of_thumb=100)
+
+
+def run_together(*chains):  # each a list of (op, seconds), which run in order
+    free, ready, events = {"compute": 0.0, "link": 0.0}, [0.0] * len(chains), []
+    waiting = [list(chain) for chain in chains]
+    while any(waiting):
+        starts = {}
+        for i, chain in enumerate(waiting):
+            if chain:
+                lane = "link" if chain[0][0] == "all_to_all" else "compute"
+                starts[i] = max(ready[i], free[lane]), lane
+        i = min(starts, key=starts.get)
+        (start, lane), (op, took) = starts[i], waiting[i].pop(0)
+        ready[i] = free[lane] = start + took
+        axis = "ep" if lane == "link" else ""
+        events.append(Event(0, 0, op, i, start, ready[i], axis))
+    return Timeline(tuple(events), "simulated")
+
+
+# %%
+layer = moe.deepseek_v3_layer(4096, 64, 400e12, theory.LINKS["InfiniBand NDR"])
+attention, experts, sending = layer.values()  # seconds, forward
+message = ("all_to_all", sending)
+forward = [("F", attention), message, ("F", experts), message] * 3
+backward = [message, ("B", 2 * experts), message, ("B", 2 * attention)] * 3
+alone, both = run_together(forward + backward), run_together(backward, forward)
+lesson.show({"one after the other": alone, "together": both}, exposed=True, bubble=None,
+            title="Two microbatches overlap each other's messages")  # fmt: skip
+lesson.reveal("11.saved", 100 * both.makespan / alone.makespan, source="simulated")
+
+# %%
+schedule = schedules.make("dualpipe-v", stages=8, microbatches=16, chunks=2)
+chunk = 3 * (attention + experts)  # seconds of three layers
+costs = Costs(chunk, chunk, chunk)  # F, I and W
+segments = overlapped_pairs.even_segments(schedule, costs, layers=3, nbytes=1)
+pairs = overlapped_pairs.overlapped_pairs(schedule)  # of each rank, where they begin
+apart = (frozenset(),) * 4
+ways = {"one after the other": (apart, sending), "in pairs": (pairs, sending),
+        "no messages": (apart, 0)}  # fmt: skip
+steps = {name: overlapped_pairs.exposed_time(schedule, of, segments, lambda _, s=s: s)
+         for name, (of, s) in ways.items()}  # fmt: skip
+simulated = {name: step.makespan for name, step in steps.items()}
+title = "dualpipe-v on 4 ranks, 16 microbatches, 24 layers"
+lesson.show(simulated=simulated, unit="s", key="11.step", title=title)
+lesson.record("11.pairs", 100 * sum(map(len, pairs)) / (8 * 16), "%")
+waits = {"apart": step_timing.exposed_seconds(alone)}
+lesson.record("11.exposed", waits | {"paired": step_timing.exposed_seconds(both)}, "s")
+dualpipe = {"pp_size": 2, "ep_size": 2, "pp_style": "dualpipe-v", "num_microbatches": 4}
+losses = [torch.tensor(pool.run(moe.pipeline_losses, options, batches[:3])[0])
+          for options in (dualpipe, {"num_microbatches": 1})]  # fmt: skip
+off = step_timing.relative_distance(losses[:1], losses[1:])
+lesson.claim("In pairs, the plugin trains as without a pipeline", (off, "<", 1e-5))
+
+# %% [markdown]
+# Together, a forward and a backward take <data value="11.saved">58.5 %</data> of their time one after the other. Of their messages,
+# <data value="11.exposed.paired">18.3 ms</data> are exposed instead of <data value="11.exposed.apart">119 ms</data>. The layer suits this: its computing and its messages take
+# about equally long, so each can cover the other.
+#
+# How often do such pairs occur? `dualpipe-v` of notebook 06 is DualPipe folded in half. In its lists,
+# <data value="11.pairs">70.3 %</data> of the forwards can overlap the backward beside them. The library simulates a step with and without pairs: it
+# takes <data value="11.step.in-pairs.simulated">5.96 s</data> instead of <data value="11.step.one-after-the-other.simulated">8.21 s</data>. Without any messages it would take
+# <data value="11.step.no-messages.simulated">4.06 s</data>. The library also runs the pairs, with `pp_style="dualpipe-v"`, and trains as exactly as
+# without. These times are simulated: cores that ranks share can't show what an overlap gains.
+#
+# ### What a layer costs
+#
+# A rank computes 18 k n h f FLOPs, if experts have three matrices of width f, and sends 4 k n h w bytes. Their ratio has
+# neither k nor E in it, only f. *Narrow experts are expensive to reach.* The explorer keeps the weights of all experts
+# together constant, so more experts are narrower ones.
+
+# %%
+lesson.explorers.expert_layer()
+
+# %% [markdown]
+# **Challenge,** in the explorer: over InfiniBand NDR, at least 16 experts, an imbalance of 1.2 or more, and at most 1 GB of
+# experts on a rank. Make the layer take at most 1.6 times its ideal, which is computing with equal loads.
+#
+# <details><summary>Answer</summary>
+#
+# 16 experts, ep 4, an imbalance of 1.2: 1.6 times the ideal. With 32 experts it takes 2.0 times, because they are half as
+# wide, and with ep 8 it takes 1.7 times. Top-k hardly matters.
+# </details>
+#
+# **Takeaway.** Messages of one microbatch can overlap with another one's computing. Wide experts need fewer bytes per FLOP.
+#
+# ## What to remember
+#
+# - A token visits k of E experts. FLOPs and bytes follow k, memory follows E.
+# - Dispatch sorts rows by expert. One uneven all-to-all moves them, another one brings results back.
+# - A layer takes as long as its busiest rank. Balance by a loss or, without touching the loss, by a selection bias.
+# - Gradients of experts are summed over edp and divided by dp.
+# - In a step of a few tokens, experts without a token must have a gradient of zero.
+#
+# **When not to use this.** If a dense model of the size that you can afford is good enough, it is simpler: no router, no
+# imbalance, no all-to-all. If all experts fit on each rank, replicate them, and nothing travels but gradients.
+#
+# **Where to look.** Here: `hpnb/expert_parallel/`, and `hpnb/theory/experts.py` for bytes. Megatron-Core:
+# `megatron/core/transformer/moe/`, with `token_dispatcher.py` and `router.py`. PyTorch: `torch._grouped_mm` for groups of any
+# size.
+#
+# **Papers.** Lepikhin et al. 2020, *GShard*, arXiv 2006.16668. Fedus, Zoph & Shazeer 2021, *Switch transformers*, 2101.03961.
+# Gale et al. 2022, *MegaBlocks*, 2211.15841. Jiang et al. 2024, *Mixtral of experts*, 2401.04088. Wang et al. 2024,
+# *Auxiliary-loss-free load balancing*, 2408.15664. DeepSeek-AI 2024, *DeepSeek-V3 technical report*, 2412.19437.
+#
+# **Next.** This is the last page. You have sharded samples, layers, matrices, tokens and experts, and each time you counted
+# the bytes first. Take a model of your own, predict its best layout with `python -m hpnb plan`, run it, and explain the
+# difference.

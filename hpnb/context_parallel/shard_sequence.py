@@ -115,7 +115,7 @@ def shard_batch(batch: Mapping[str, Any], rank: int, ranks: int, zigzag: bool) -
 def token_mask(
     batch: Mapping[str, Any], rank: int, ranks: int, zigzag: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of this rank's shard, which tokens are in the batch, (s / cp,), and which are no padding, (B, s / cp)."""
+    """Of this rank's tokens: which are in the batch, (s / cp,), and which are no padding, (B, s / cp)."""
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     length = ids.size(1)
     total = padded_length(length, ranks, zigzag)

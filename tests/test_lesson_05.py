@@ -21,7 +21,7 @@ from hpnb.lesson.exercises.checker import check
 from hpnb.lesson.figures import gpt2_data_parallel as figures
 from hpnb.lesson.programs import gpt2_zero, gpt2_zero_predictions, gradient_noise
 from hpnb.lesson.programs.gpt2_zero import ZeroConfig
-from hpnb.models import GPT2Size
+from hpnb.models import GPT2_SIZES, GPT2Size
 from hpnb.record import Event, MemoryProfile, MemorySample, OutOfBudget, Timeline
 from hpnb.theory import LINKS, Block
 
@@ -345,10 +345,56 @@ def test_launch_floor() -> None:
 
 
 def test_exposed_by_link() -> None:
-    lines = {"ZeRO-2": [4.0, 2.0], "ZeRO-3": [6.0, 1.0]}
-    fig = figures.exposed_by_link([1e9, 1e10], lines)
+    lines = {"ZeRO-0": [4.0, 0.5], "ZeRO-2": [4.0, 2.0], "ZeRO-3": [6.0, 1.0]}
+    fig = figures.exposed_by_link([1e9, 1e10], lines, 38e9)
     at = {line.get_label(): line.get_xdata()[0] for line in fig.axes[0].lines}
-    assert (at["crossing"], at["InfiniBand NDR"]) == (10.0, 50.0)
+    assert (at["crossing"], at["InfiniBand NDR"], at["gather = forward"]) == (10.0, 50.0, 38.0)
+
+
+def test_links_of_the_page() -> None:
+    """Its prose on XL: ZeRO-0 exposes least, ZeRO-1 as much as ZeRO-2, and ZeRO-3 falls until gathers fit."""
+    xl = GPT2_SIZES["1.5b"]
+    zero, one, two, three = (gpt2_zero.exposed_by_bandwidth(xl, 8, stage, 8) for stage in range(4))
+    assert all(a <= 1.001 * min(b, c) for a, b, c in zip(zero, two, three, strict=True))
+    assert one == two
+    fast = gpt2_zero.gather_bandwidth(xl, 8, 8)
+    slope = {
+        b: math.log(y / z) / math.log(c / b)
+        for (b, y), (c, z) in pairwise(zip(gpt2_zero.BANDWIDTHS, three, strict=True))
+    }
+    assert all(steep == pytest.approx(1.0) for b, steep in slope.items() if b > 1.2 * fast)
+    assert max(slope, key=slope.__getitem__) == pytest.approx(fast, rel=0.1)
+
+
+def test_peaks_of_the_page_line_by_line() -> None:
+    """Its fold has these formulas."""
+
+    xl, small = GPT2_SIZES["1.5b"], GPT2Size(192, 12, 6, 768, 1511, 64)
+    for size, rows, dtype, stage, name, more, temporary in (
+        (xl, 1, torch.bfloat16, 1, "turn", 4, 8), (small, 2, torch.float32, 0, "block 11", 0, 0),
+    ):  # fmt: skip
+        moment = gpt2_zero.predict_memory(size, rows, dtype, ZeroConfig(stage), 2, 2.0).fullest
+        w, tokens = dtype.itemsize, rows * size.length
+        h, logits, adam = size.hidden, size.vocab_size * tokens, 12 if w == 2 else 8
+        assert (moment.name, moment.parameters) == (name, w * size.parameters())
+        assert moment.gradients == moment.parameters
+        assert moment.optimizer == adam * size.parameters() / (2 if stage else 1)
+        blocks = 28 * tokens * h * w * size.layers
+        assert moment.activations == pytest.approx(blocks + more * logits, rel=0.01)
+        around = 0 if temporary else 14 * tokens * h * w + size.vocab_size * h * w
+        assert moment.temporary == pytest.approx(around + temporary * logits, rel=0.01)
+
+
+def test_price_of_bytes() -> None:
+    peaks = {ZeroConfig(0): 5e9, ZeroConfig(3): 3e9, ZeroConfig(3, -1): 2e9, ZeroConfig(1): 4e9}
+    times = ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), (5.0, 7.0, 8.0), (3.0, 3.5, 4.0))
+    columns = gpt2_zero.price_of_bytes(peaks, dict(zip(peaks, times, strict=True)))
+    rows = ["ZeRO-0 to ZeRO-1", "ZeRO-0 to ZeRO-3", "ZeRO-3 to ZeRO-3 + recompute"]
+    assert {head: [*column] for head, column in columns.items()} == dict.fromkeys(columns, rows)
+    saved, added, price, overlap = ([*column.values()] for column in columns.values())
+    assert (saved, added) == ([1e9, 2e9, 1e9], [1.5, 3.0, 2.0])
+    assert price == [1.5, 1.5, 2.0]
+    assert overlap == [True, False, True]
 
 
 def test_prefetch_steps() -> None:
@@ -368,6 +414,8 @@ def test_batch_wall() -> None:
     np.testing.assert_allclose(y, 40.0 * (np.asarray(x) + 3.0))
     noise = [line for line in fig.axes[0].lines if line.get_label() == "fitted noise scale"]
     assert [line.get_xdata()[0] for line in noise] == [3.0]
+    fig = figures.batch_wall({2: 100, 4: 70}, {"fit": (40.0, 3.0)}, 5.0, {"gradients": 4.0})
+    assert [line.get_xdata()[0] for line in fig.axes[1].lines if line.get_label() == "gradients"] == [4.0]
 
 
 def test_step_bill() -> None:

@@ -58,6 +58,7 @@ def rivers(
     size, unit = bytes_unit(top)
     categories = [name for name in CATEGORY if any(p.peak_of(name) for p in profiles.values())]
     keys = [Key(CATEGORY[name]) for name in reversed(categories)]
+    keys.append(Key(OpStyle(SOFT, "", "triangle: the peak, in orange above the budget"), "words"))
     if capacity is not None:
         keys.append(Key(CAPACITY, "line", f"budget {byte_count(capacity)}"))
     heading = title if title is not None else "memory over a step, by category"
@@ -202,6 +203,7 @@ def launch_floor(
     scale, unit = time_unit(max(medians))
     x = np.geomspace(min(tokens), max(tokens), 80)
     total = "launching + computing" if adds else "the longer of both"
+    fit = Key(OpStyle(SOFT, "", "lines: from the lowest and the last point"), "words")
     law = floor + slope * x if adds else np.maximum(floor, slope * x)
     look = looks(["measured", "launching", "computing", total])
     series = [
@@ -213,7 +215,8 @@ def launch_floor(
     panel = CurvePanel(
         series, f"forward and backward ({unit})", log="xy", height=2.2, xlabel="tokens of a rank"
     )
-    fig = curves([panel], title="Launching sets the time of small steps, computing that of large ones")
+    title = "Launching sets the time of small steps, computing that of large ones"
+    fig = curves([panel], title=title, more_keys=[fit])
     (ax,) = fig.axes
     rule(ax, chosen, "this page", SOFT)
     note(ax, "this page", chosen, 0.04, (-4, 0), "right", SOFT)
@@ -239,12 +242,15 @@ def prefetch_steps(steps: Mapping[str, GatherTimeline], uses: Sequence[int]) -> 
     )
 
 
-def exposed_by_link(bandwidths: Sequence[float], exposed: Mapping[str, Sequence[float]]) -> Figure:
-    """Exposed communication of a step over the bandwidth of the link, a line for each of two ZeRO stages.
+def exposed_by_link(
+    bandwidths: Sequence[float], exposed: Mapping[str, Sequence[float]], fast: float
+) -> Figure:
+    """Exposed communication of a step over the bandwidth of the link, a line for each ZeRO stage.
 
     Args:
         bandwidths: bytes/s.
-        exposed: {ZeRO stage: seconds at each bandwidth}.
+        exposed: {ZeRO stage: seconds at each bandwidth}; the crossing of the last two is marked.
+        fast: bytes/s at which the gather of a block takes as long as its forward.
     """
     scale, unit = time_unit(float(np.median([s for line in exposed.values() for s in line])))
     look = looks(exposed)
@@ -252,12 +258,16 @@ def exposed_by_link(bandwidths: Sequence[float], exposed: Mapping[str, Sequence[
     series = [
         Series(name, gigabytes, [s / scale for s in line], look[name]) for name, line in exposed.items()
     ]
-    panel = CurvePanel(series, f"exposed ({unit})", log="xy", height=2.3,
+    panel = CurvePanel(series, f"exposed ({unit})", log="xy", height=2.5,
                        xlabel="bandwidth of the link (GB/s)")  # fmt: skip
-    fig = curves([panel], title="XL on 8 GPUs: on fast links ZeRO-3 exposes less than ZeRO-2 · simulated")
+    title = "XL, 8 GPUs: on fast links ZeRO-3 exposes less than ZeRO-2 · simulated"
+    fig = curves([panel], title=title)
     (ax,) = fig.axes
-    rows = zip(bandwidths, *exposed.values(), strict=True)
+    rows = zip(bandwidths, *[*exposed.values()][-2:], strict=True)
     crossing = next(bandwidth for bandwidth, first, second in rows if first > second)
+    rule(ax, fast / 1e9, "gather = forward", SOFT, "--")
+    note(ax, "dashed: a gather takes", fast / 1e9, 0.9, (24, 0), color=SOFT)
+    note(ax, "as long as a block's forward", fast / 1e9, 0.83, (24, 0), color=SOFT)
     for words, bandwidth in {"crossing": crossing, **{n: LINKS[n].bandwidth for n in MARKED_LINKS}}.items():
         rule(ax, bandwidth / 1e9, words, SOFT)
         offset, side = ((4, 0), LEFT) if bandwidth > crossing else ((-4, 0), RIGHT)
@@ -305,6 +315,7 @@ def batch_wall(
     measured: Mapping[int, float],
     laws: Mapping[str, tuple[float, float]],
     target: float,
+    estimates: Mapping[str, float] | None = None,
 ) -> Figure:
     """Steps to a loss over the batch size, and beneath them the samples that they take.
 
@@ -317,6 +328,7 @@ def batch_wall(
         measured: {batch: steps}.
         laws: {name: (fewest steps, noise scale in samples)}, drawn as lines with the scale marked.
         target: the loss.
+        estimates: {name: a noise scale that gradients gave}, marked in the lower panel.
     """
     look = looks(["measured", *laws])
     batches, steps = list(measured), list(measured.values())
@@ -342,6 +354,10 @@ def batch_wall(
         set_ticks(ax.xaxis, batches, lambda b: number(b) if b % 1 else f"{b:,.0f}")
         log_ticks(ax.yaxis, count, (1, 2, 5))
     above, below = fig.axes
+    for name, scale in (estimates or {}).items():
+        rule(below, scale, name, SOFT, "--")
+        offset, side = ((-5, 0), RIGHT) if scale > 4 * low else ((5, 0), LEFT)
+        note(below, f"{name}: {scale:.3g}", scale, 0.05, offset, side, SOFT)
     above.set_ylim(bottom=min(steps) / 1.5)
     for batch, taken in measured.items():  # on the side of the point that the first law leaves free
         under = any(taken < fewest * (1 + noise / batch) for fewest, noise in list(laws.values())[:1])

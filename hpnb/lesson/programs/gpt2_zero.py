@@ -23,13 +23,16 @@ from torch.utils.checkpoint import checkpoint
 
 import hpnb
 from hpnb.lesson.programs.device_timing import Batch, all_ranks, random_gpt2, random_tokens, warmup_steps
+from hpnb.lesson.programs.gpt2_zero_predictions import BANDWIDTHS as BANDWIDTHS
 from hpnb.lesson.programs.gpt2_zero_predictions import (
     ZeroConfig,
     communication_parts,
     predict_memory,
 )
 from hpnb.lesson.programs.gpt2_zero_predictions import exposed_by_bandwidth as exposed_by_bandwidth
+from hpnb.lesson.programs.gpt2_zero_predictions import gather_bandwidth as gather_bandwidth
 from hpnb.lesson.programs.gpt2_zero_predictions import predict_parts as predict_parts
+from hpnb.lesson.programs.gpt2_zero_predictions import price_of_bytes as price_of_bytes
 from hpnb.mesh import Axis
 from hpnb.models import GPT2Size, anatomy
 from hpnb.record import MemoryProfile, MemoryRecorder, Timeline

@@ -21,6 +21,7 @@ from hpnb.record import Event, Timeline
 from hpnb.theory import Link, StepMemory
 
 CPU_MEMORY_RATE = 100e9  # bytes/s, of which Adam moves 28 a parameter
+BANDWIDTHS = [10 ** (9 + k / 48) for k in range(3 * 48 + 1)]  # bytes/s, 48 a decade: 1 GB/s to 1 TB/s
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,33 @@ def predict_parts(
     return parts
 
 
+def price_of_bytes(
+    peaks: Mapping[ZeroConfig, float], spread: Mapping[ZeroConfig, tuple[float, float, float]]
+) -> dict[str, Mapping[str, float]]:
+    """Columns of a table: bytes that a change of configuration saves, and seconds that it adds to a step.
+
+    Args:
+        peaks: bytes of every configuration.
+        spread: seconds of its fastest, its median and its slowest step.
+
+    Returns:
+        {heading: {"ZeRO-0 to ZeRO-3": number}}; seconds are differences of medians, and ranges of two
+        configurations overlap if some step of the one that saves was as fast as one of the other.
+    """
+    sharded = [(ZeroConfig(0), ZeroConfig(stage)) for stage in (1, 2, 3)]
+    recomputed = [(ZeroConfig(stage), ZeroConfig(stage, -1)) for stage in (0, 3)]
+    offloaded = [(ZeroConfig(3, -1), ZeroConfig(3, -1, offload=True))]
+    saved, added, price, overlap = {}, {}, {}, {}
+    for before, after in (*sharded, *recomputed, *offloaded):
+        if after in peaks:
+            name = f"{before} to {after}"
+            saved[name] = peaks[before] - peaks[after]
+            added[name] = spread[after][1] - spread[before][1]
+            price[name] = added[name] / (saved[name] / 1e9)
+            overlap[name] = spread[after][0] <= spread[before][2]
+    return {"saved (B)": saved, "added (s)": added, "added a saved GB (s)": price, "ranges overlap": overlap}
+
+
 def exposed_seconds(
     size: GPT2Size,
     dtype: torch.dtype,
@@ -144,7 +172,12 @@ def exposed_seconds(
 
 
 def exposed_by_bandwidth(
-    size: GPT2Size, rows: int, stage: int, ranks: int, bandwidths: Sequence[float], flops: float = 400e12
+    size: GPT2Size,
+    rows: int,
+    stage: int,
+    ranks: int,
+    bandwidths: Sequence[float] = BANDWIDTHS,
+    flops: float = 400e12,
 ) -> list[float]:
     """`exposed_seconds` in bfloat16 for each bandwidth, on GPUs that compute `flops` a second.
 
@@ -153,6 +186,12 @@ def exposed_by_bandwidth(
     forward = size.layers * size.block(rows).forward_flops / flops
     alone = forward, 2 * forward, 0.0
     return [exposed_seconds(size, torch.bfloat16, stage, alone, ranks, b, 25.0) for b in bandwidths]
+
+
+def gather_bandwidth(size: GPT2Size, rows: int, ranks: int, flops: float = 400e12) -> float:
+    """Bytes/s at which an all-gather of a block's bfloat16 weights takes as long as the block's forward."""
+    block = size.block(rows)
+    return 2 * block.parameters * (ranks - 1) / ranks * flops / block.forward_flops
 
 
 def gather_timeline(gathers: theory.GatherTimeline, uses: Sequence[int], ranks: int) -> Timeline:

@@ -239,13 +239,45 @@ def test_an_atlas_has_a_square_for_each_pair_and_says_what_crosses() -> None:
         figures.atlas({"a": traffic}, 4, {"a": {"wait": 1.0}})
 
 
+def test_orders_are_bars_in_units_of_compute_and_a_long_one_is_cut() -> None:
+    steps = {"a": {"compute": 2.0, "dp": 0.5}, "b": {"compute": 2.0, "tp": 6.0}}
+    fig = figures.orders(steps, 1.3, "t")
+    (ax,) = fig.axes
+    ends = {
+        (c.get_label(), round(path.vertices[:, 1].min())): path.vertices[:, 0].max()
+        for c in ax.collections
+        for path in c.get_paths()
+    }
+    assert ends["dp", 0] == pytest.approx(1.25)
+    assert ends["tp", 1] == pytest.approx(1.6)
+    assert [text.get_text()[:4] for text in ax.texts] == ["1.25", "4.00"]
+    (goal,) = [line for line in ax.get_lines() if line.get_label() == "goal"]
+    assert set(goal.get_xdata()) == {1.3}
+    assert fig.get_label() == "a: 1.25; b: 4.00"
+    for wrong in ({}, {"a": {"dp": 1.0}}):
+        with pytest.raises(ValueError, match="compute"):
+            figures.orders(wrong, 1.3, "t")
+
+
+def test_ratios_of_a_step_compare_what_they_say() -> None:
+    growth, rise, ratio, near = vit_hybrid.record_ratios({"dp": 1.0}, {"dp": 4.0}, {"dp": [2.0, 12.0]})
+    assert (growth, rise, ratio, near) == ({"dp": 6.0}, {"dp": 3.0}, {"dp": 4.0}, {"dp": 0.5})
+
+
+def test_guessing_is_as_good_as_the_most_common_class() -> None:
+    leaves: Any = [{"labels": label} for label in (0, 1, 1, 2)]
+    assert vit_hybrid.guess_accuracy(leaves) == 50
+
+
 def test_lines_of_axes_over_a_slower_link() -> None:
     fig = figures.slower_link(
         [1, 10, 100], {"dp": [0.1, 0.1, 0.9], "tp": [0.1, 0.3, 2.0]}, {"dp": 0.11, "tp": 0.1}
     )
     lines = {line.get_label(): line for line in fig.axes[0].get_lines()}
     assert list(lines["tp"].get_ydata()) == [0.1, 0.3, 2.0]  # s
-    assert "dp measured" in lines
+    dots = {axis: lines[f"{axis} measured"].get_xydata()[0] for axis in ("dp", "tp")}
+    assert dots["dp"][1] == 0.11
+    assert dots["dp"][0] < dots["tp"][0] < 1  # beside each other, left of the curves
     assert {t.get_text() for t in fig.axes[0].texts} == {"dp  9.00x", "tp  20.0x"}
     for wrong in (
         ([1, 2], {"dp": [1.0]}, {"dp": 1.0}),

@@ -26,7 +26,7 @@ PARTS: dict[str, OpStyle] = {
     "dp": OpStyle(AXIS["dp"].color, "xx", "dp, exposed"),
 }
 MOST_WITH_WORDS = 10  # ranks: in smaller squares nothing can be read
-_PALEST = 0.22
+_PALEST = 0.4
 _CONTROL = 1024.0  # bytes: smaller messages count, and are drawn as palest
 
 
@@ -147,6 +147,48 @@ def _step_bar(
     ax.annotate(caption, (0, 0), (0, -4), "axes fraction", "offset points", size=SMALL, color=INK, va="top")
 
 
+def orders(steps: Mapping[str, Mapping[str, float]], goal: float, title: str, *, most: float = 1.6) -> Figure:
+    """A lying bar for each order of the axes: a step, part by part, over its compute, all in one scale.
+
+    Args:
+        steps: {order: seconds of a step, of some of PARTS, with "compute"}.
+        goal: a line, in units of compute.
+        most: where the axis ends; a longer bar is cut there, and its value is written all the same.
+
+    Raises:
+        ValueError: no step, or one that does not compute.
+    """
+    if not steps or not all(parts.get("compute", 0.0) > 0 for parts in steps.values()):
+        raise ValueError('a bar of a step needs its compute; give seconds of each order under "compute"')
+    heights = {name: sum(parts.values()) / parts["compute"] for name, parts in steps.items()}
+    large = [name for name in PARTS
+             if any(parts.get(name, 0.0) > 0.005 * parts["compute"] for parts in steps.values())]  # fmt: skip
+    keys = [Key(PARTS[name]) for name in large]
+    keys.append(Key(OpStyle(INK, "", "", ":"), "line", f"goal: {goal:g}"))
+    fig, (ax,) = new_figure(
+        [0.29 * len(steps)], title=title, legend=keys, left=0.3 + max(map(text_inches, steps)), right=0.75
+    )
+    for row, parts in enumerate(steps.values()):
+        x = 0.0
+        for name in large:
+            took = min(parts.get(name, 0.0) / parts["compute"], most - x)
+            if took > 0:
+                boxes(ax, [(x, row + 0.14, took, 0.72)], PARTS[name], name=name)
+                x += took
+        total = sum(parts.values()) / parts["compute"]
+        words = f"{total:.2f}" if total <= most else f"{total:.2f} \N{RIGHTWARDS ARROW}"
+        ax.annotate(words, (most, row + 0.5), (6, 0), "data", "offset points", size=SMALL + 0.5, color=INK,
+                    va="center", annotation_clip=False)  # fmt: skip
+    ax.axvline(goal, color=INK, linestyle=":", linewidth=1.6, label="goal", zorder=6)
+    ax.set(xlim=(0, most), ylim=(len(steps), 0))
+    ax.set_yticks([row + 0.5 for row in range(len(steps))], list(steps))
+    ax.tick_params(axis="y", length=0)
+    ax.grid(False)
+    ax.set_xlabel("step / compute")
+    fig.set_label("; ".join(f"{name}: {height:.2f}" for name, height in heights.items()))  # for the alt text
+    return fig
+
+
 def slower_link(
     slower: Sequence[float],
     steps: Mapping[str, Sequence[float]],
@@ -155,6 +197,8 @@ def slower_link(
 ) -> Figure:
     """A step of each axis over how many times slower the link is, both logarithmic.
 
+    Measured steps are dots in a strip left of the curves, beside each other.
+
     Args:
         slower: 1 and up, ascending.
         steps: {axis: simulated seconds, one for each of `slower`}.
@@ -162,14 +206,15 @@ def slower_link(
     """
     values = [v for axis in steps.values() for v in axis] + list(measured.values())
     scale, unit = time_unit(max(values, default=1.0))
-    series, keys = [], []
-    for axis, seconds in steps.items():
+    series, keys, strip = [], [], slower[0] / 2 if slower else 0.0
+    for place, (axis, seconds) in enumerate(steps.items()):
         look = Look(axis_style(axis).color, "o", axis_style(axis).line)
         series.append(Series(axis, slower, [s / scale for s in seconds], look))
         keys.append(series[-1].key)
-        dot = [measured[axis] / scale]
-        series.append(Series(axis, slower[:1], dot, look, "dots", f"{axis} measured"))
-    keys.append(Key(OpStyle(SOFT, "", "measured step, in its axis's colour"), "dot"))
+        beside = [strip * 1.2 ** (place - (len(steps) - 1) / 2)]
+        series.append(Series(axis, beside, [measured[axis] / scale], look, "dots", f"{axis} measured"))
+    ratios = "right: times its simulated step on this link"
+    keys.append(Key(OpStyle(SOFT, "", ratios), "words"))
     heading = title if title is not None else "a step on a slower link"
     across = "bandwidth of the link between ranks"
     panel = CurvePanel(series, f"step ({unit}), log scale", "xy", 2.5, xlabel=across)
@@ -177,7 +222,8 @@ def slower_link(
     fig = curves([panel], title=heading, keys=keys, right=right)
     (ax,) = fig.axes
     low, high = min(values) / scale / 1.25, max(values) / scale * 1.25
-    ax.set(xlim=(slower[0], slower[-1]), ylim=(low, high))
+    ax.set(xlim=(0.33 * slower[0], slower[-1]), ylim=(low, high))
+    ax.axvspan(0.33 * slower[0], slower[0], color=BETWEEN.color, linewidth=0, zorder=0)
     inches, last = fig.get_figheight() * ax.get_position().height, -math.inf
     for axis, seconds in sorted(steps.items(), key=lambda item: item[1][-1]):  # words never cover each other
         last = max(math.log(seconds[-1] / scale / low) / math.log(high / low) * inches, last + 0.16)
@@ -185,10 +231,10 @@ def slower_link(
                     "axes fraction", "offset points", size=TEXT, color=axis_style(axis).color, weight="bold",
                     va="center", annotation_clip=False)  # fmt: skip
     powers = [10.0**k for k in range(-12, 13)]
-    set_ticks(ax.xaxis, [p for p in powers if slower[0] <= p <= slower[-1]],
-              lambda x: "this link" if x == 1 else f"1/{x:,.0f}")  # fmt: skip
+    set_ticks(ax.xaxis, [strip, *(p for p in powers if slower[0] <= p <= slower[-1])],
+              lambda x: "measured" if x == strip else "this link" if x == 1 else f"1/{x:,.0f}")  # fmt: skip
     ticks = [p * m for p in powers for m in (1, 1.5, 2, 3, 5, 7) if low <= p * m <= high]
     if len(ticks) > 6:
         ticks = [p * m for p in powers for m in (1, 2, 5) if low <= p * m <= high]
-    set_ticks(ax.yaxis, ticks[:: -(-len(ticks) // 7)], number)
+    set_ticks(ax.yaxis, ticks[:: -(-len(ticks) // 7)], "{:g}".format)
     return fig

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from hpnb.lesson.programs.step_timing import (
     relative_distance,
     time_backward,
 )
+from hpnb.lesson.values import record
 from hpnb.models import ViTSize
 from hpnb.pipeline_parallel import Schedule
 from hpnb.placement import placement_of
@@ -111,6 +113,27 @@ def add_to_ledger(
         ledger.add("04", one_axis(axis, card.ranks), model, quantities, card.hardware)
 
 
+def record_ratios(
+    predicted: Mapping[str, float], measured: Mapping[str, float], simulated: Mapping[str, Sequence[float]]
+) -> tuple[dict[str, float], ...]:
+    """Record and return four ratios of each axis's step, under 04.growth, 04.rise, 04.ratio and 04.near.
+
+    They are simulated on the slowest link over simulated on the first, over measured; measured over
+    predicted; simulated on the first link over measured.
+
+    Args:
+        simulated: {axis: seconds on each link}, the measured one first and the slowest last.
+    """
+    growth = {axis: seconds[-1] / seconds[0] for axis, seconds in simulated.items()}
+    rise = {axis: seconds[-1] / measured[axis] for axis, seconds in simulated.items()}
+    ratio = {axis: measured[axis] / predicted[axis] for axis in simulated}
+    near = {axis: seconds[0] / measured[axis] for axis, seconds in simulated.items()}
+    for name, ratios in (("growth", growth), ("rise", rise), ("ratio", ratio), ("near", near)):
+        record(f"04.{name}", ratios)
+    record("04.near.fastest", min(measured, key=measured.__getitem__))
+    return growth, rise, ratio, near
+
+
 def _data_parallel(
     size: ViTSize, images: int, dtype: torch.dtype, bucket_mb: float
 ) -> tuple[Backward, Timeline]:
@@ -197,6 +220,11 @@ def evaluate(size: ViTSize, weights: Mapping[str, torch.Tensor], leaves: Dataset
         outputs = model.eval()(**batch)
     right = outputs.logits.argmax(-1) == batch["labels"]
     return float(outputs.loss), 100 * float(right.double().mean())
+
+
+def guess_accuracy(leaves: Dataset) -> float:
+    """Accuracy in per cent of always guessing the most common class."""
+    return 100 * max(Counter(int(leaf["labels"]) for leaf in leaves).values()) / len(leaves)
 
 
 class LossLog(hooks.Hook):

@@ -102,6 +102,18 @@ def _compare_result(what: str, name: str, result: dict[str, Any]) -> Iterator[Co
         )  # fmt: skip
 
 
+def regrets(rows: Iterable[Comparison]) -> dict[str, float]:
+    """{race: what the layout that is predicted to be fastest takes longer than the fastest}, as a share."""
+    races: dict[str, list[Comparison]] = {}
+    for row in rows:
+        races.setdefault(row.name, []).append(row)
+    return {
+        name: min(race, key=lambda row: row.predicted).measured / min(row.measured for row in race) - 1
+        for name, race in races.items()
+        if len(race) > 1
+    }
+
+
 def format_check() -> str:
     """Both tables, and where predictions are off."""
     lines = [
@@ -128,6 +140,8 @@ def format_check() -> str:
             )
         name = f"{row.name}  {row.layout}".ljust(wide)
         lines.append(f"{name}  {row.predicted:7.3f} / {row.measured:7.3f} s = {row.ratio:.2f}{memory}")
+    costs = ", ".join(f"{name} {regret:.1%}" for name, regret in regrets(rows).items())
+    lines += ["", f"The layout predicted to be fastest takes longer than the fastest by: {costs}."]
     return "\n".join([*lines, "", *_WHY])
 
 

@@ -6,6 +6,7 @@ a folder with config.json, a JSON file, a name in the local cache of the Hugging
 
 from __future__ import annotations
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,9 @@ def read_config(name: str) -> Any:
     except (OSError, ValueError, KeyError, TypeError) as error:
         if path.exists():
             raise ValueError(f"{name} holds no configuration of transformers: {error}") from error
+        names = (*GPT2_NAMES, *VIT_NAMES)
+        near = difflib.get_close_matches(name.lower(), names, 1)
         raise ValueError(
             f"no model {name!r}: it is no file or folder, and not in the local cache; use "
-            f"{', '.join((*GPT2_NAMES, *VIT_NAMES))}, or a config.json"
+            f"{near[0] + ', or one of ' if near else ''}{', '.join(names)}, or a config.json"
         ) from error

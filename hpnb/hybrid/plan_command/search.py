@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from hpnb.hybrid.plan_command.layout_code import layout_code
-from hpnb.mesh import ParallelLayout
+from hpnb.mesh import ParallelLayout, Recomputation
 from hpnb.theory.plan_memory import USABLE, plan_memory
 from hpnb.theory.plan_step import PlanTask, mfu, plan_parts, refusal
 from hpnb.theory.planner import divide_ranks
@@ -22,6 +22,7 @@ CHUNKS = (2, 3, 4, 5, 6, 8)
 LEAST_TOKENS = 2048  # of a sample on a rank of cp, in layouts that the search tries
 MOST_GPUS = 1 << 20  # where the search for a number of GPUs that would do ends
 NO_MEMORY = "out of memory"
+RECOMPUTATIONS: tuple[Recomputation, ...] = (False, "full")
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def candidates(task: PlanTask) -> Iterator[ParallelLayout]:
                     yield shape
                     continue
                 stages = range(1 if sizes.dp * sizes.cp == 1 else 3 if sizes.ep > 1 else 4)
-                for zero_stage, recomputation in product(stages, (False, "full")):
+                for zero_stage, recomputation in product(stages, RECOMPUTATIONS):
                     for sequence_parallel in (False, True)[: 1 + (sizes.tp > 1 and not task.model.experts)]:
                         yield replace(
                             shape, zero_stage=zero_stage, recomputation=recomputation,

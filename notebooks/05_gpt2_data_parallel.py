@@ -77,8 +77,8 @@ here = lesson.banner(N, model=name, data=english.describe(), sizes=sizes)
 #
 # So every rank here gets a *budget* of 15.4 bytes a parameter, which is 24 GB for XL.
 # `hpnb.record.memory(..., budget=...)` counts the bytes of all tensors after every operator, and raises where a GPU
-# would be out of memory. We run one step of DDP, with a single sequence of {{05.shape.length}}
-# tokens. Later steps have {{05.shape.sequences}} on each rank.
+# would be out of memory. We run one step of DDP, with a single sequence of <data value="05.shape.length">64</data>
+# tokens. Later steps have <data value="05.shape.sequences">2</data> on each rank.
 
 # %%
 lesson.predict("05.states", "How many bytes of parameters, gradients and optimizer "
@@ -331,7 +331,7 @@ lesson.show(columns={"XL, ZeRO-1 (B)": vars(large[ZeroConfig(1)].fullest),
 lesson.claim("ZeRO-2 fits XL with room to spare", (xl[ZeroConfig(2)], "<", 0.8 * 24e9))
 
 # %% [markdown]
-# Recording slows the step, so trust the bytes and not the clocks. Activations grow until the turn and are gone at the
+# Recording slows the step: trust bytes, not clocks. Activations grow until the turn and are gone at the
 # end. *Temporary* is everything else; in ZeRO-3 it contains the gathered weights.
 #
 # <data value="05.fitting">2</data> of the four ZeRO stages fit without recomputation, and <data value="05.fits.all">5</data> of all <data value="05.fits.of">8</data>
@@ -341,7 +341,7 @@ lesson.claim("ZeRO-2 fits XL with room to spare", (xl[ZeroConfig(2)], "<", 0.8 *
 # And XL? In bf16 on two ranks, with 1,024 tokens each, it is predicted to peak at <data value="05.xl.zero-0.predicted">31.2 GB</data> with
 # ZeRO-0, in the step: its float32 copy of all gradients takes 6.2 GB, and recomputation cannot help. ZeRO-1 needs
 # <data value="05.xl.zero-1.predicted">20.6 GB</data>. But a GPU also needs room for the CUDA context, workspaces and fragmentation. Our pages plan
-# with 80 % of a GPU, here 19.2 GB, which fits ZeRO-2 with {{05.xl.zero-2.predicted}}.
+# with 80 % of a GPU, here 19.2 GB, which fits ZeRO-2 with <data value="05.xl.zero-2.predicted">17.5 GB</data>.
 #
 # <details><summary>Both peaks, line by line</summary>
 #
@@ -349,14 +349,14 @@ lesson.claim("ZeRO-2 fits XL with room to spare", (xl[ZeroConfig(2)], "<", 0.8 *
 #
 # | | XL: ZeRO-1 on two ranks, at the turn | | here: ZeRO-0, in the last block | |
 # |---|---|---|---|---|
-# | parameters | 2 P | {{05.worked.parameters.xl-zero-1}} | 4 P | {{05.worked.parameters.here-zero-0}} |
-# | gradients | 2 P | {{05.worked.gradients.xl-zero-1}} | 4 P | {{05.worked.gradients.here-zero-0}} |
-# | optimizer | 12 P / 2 | {{05.worked.optimizer.xl-zero-1}} | 8 P | {{05.worked.optimizer.here-zero-0}} |
-# | activations | 28 T h w × 48 blocks + 4 V T | {{05.worked.activations.xl-zero-1}} | 28 T h w × 12 blocks | {{05.worked.activations.here-zero-0}} |
-# | temporary | 8 V T | {{05.worked.temporary.xl-zero-1}} | 14 T h w + V h w | {{05.worked.temporary.here-zero-0}} |
-# | together | | {{05.xl.zero-1.predicted}} | | {{05.peak.zero-0.predicted}} |
+# | parameters | 2 P | <data value="05.worked.parameters.xl-zero-1">3.12 GB</data> | 4 P | <data value="05.worked.parameters.here-zero-0">22.6 MB</data> |
+# | gradients | 2 P | <data value="05.worked.gradients.xl-zero-1">3.12 GB</data> | 4 P | <data value="05.worked.gradients.here-zero-0">22.6 MB</data> |
+# | optimizer | 12 P / 2 | <data value="05.worked.optimizer.xl-zero-1">9.35 GB</data> | 8 P | <data value="05.worked.optimizer.here-zero-0">45.1 MB</data> |
+# | activations | 28 T h w × 48 blocks + 4 V T | <data value="05.worked.activations.xl-zero-1">4.62 GB</data> | 28 T h w × 12 blocks | <data value="05.worked.activations.here-zero-0">33.1 MB</data> |
+# | temporary | 8 V T | <data value="05.worked.temporary.xl-zero-1">412 MB</data> | 14 T h w + V h w | <data value="05.worked.temporary.here-zero-0">2.54 MB</data> |
+# | together | | <data value="05.xl.zero-1.predicted">20.6 GB</data> | | <data value="05.peak.zero-0.predicted">126 MB</data> |
 #
-# XL has T = 1,024, h = 1,600, V = 50,257, w = 2 and P = 1,557,611,200. Here T is {{05.tokens.page}}, h {{05.shape.hidden}}, V {{05.shape.vocabulary}}, w {{05.shape.bytes}}. Norms'
+# XL has T = 1,024, h = 1,600, V = 50,257, w = 2 and P = 1,557,611,200. Here T is <data value="05.tokens.page">128</data>, h <data value="05.shape.hidden">192</data>, V <data value="05.shape.vocabulary">1,511</data>, w <data value="05.shape.bytes">4</data>. Norms'
 # statistics and the last norm are missing; they are less than a hundredth.
 # </details>
 #
@@ -438,11 +438,11 @@ lesson.record("05.shape", {"length": SIZE.length, "sequences": ROWS, "bytes":
 lesson.claim("Computing sets this page's step time", (took[TOKENS], ">", 2 * floor))
 
 # %% [markdown]
-# We take the lowest median of seven rounds, <data value="05.floor.launch">18.9 ms</data>, as the time that launching needs. On a CPU, computing comes on top of
-# it. At about <data value="05.tokens.equal:,.0f">39</data> tokens both take equally long. This page trains with
-# <data value="05.tokens.page:,.0f">128</data> tokens a rank, which take <data value="05.floor.step">81.0 ms</data>.
+# We take the lowest median of seven rounds, <data value="05.floor.launch">266 ms</data>, as the time that launching needs. On a CPU, computing comes on top of
+# it. At about <data value="05.tokens.equal:,.0f">35</data> tokens both take equally long. This page trains with
+# <data value="05.tokens.page:,.0f">128</data> tokens a rank, which take <data value="05.floor.step">1.23 s</data>.
 #
-# Now the prediction. Take forward, backward and update of one rank alone. Recomputation adds a forward. ZeRO divides
+# To predict, take forward, backward and update of one rank alone. Recomputation adds a forward. ZeRO divides
 # the update by N. Communication adds what does not overlap with computing, its *exposed* part. On GPUs:
 #
 # - **ZeRO-0** overlaps its all-reduce with the backward, except for the last bucket.
@@ -481,14 +481,14 @@ lesson.claim("ZeRO-2 communicates after its update, ZeRO-3 hardly does",
 lesson.record("05.forward", alone[0], "s")
 
 # %% [markdown]
-# The last table has the price of a saved byte. ZeRO-3 instead of ZeRO-0 saved {{05.price.zero-0-to-zero-3.saved}} and added {{05.price.zero-0-to-zero-3.added}}
-# to the median step. Recomputation then saved another {{05.price.zero-3-to-zero-3-+-recompute.saved}} and added {{05.price.zero-3-to-zero-3-+-recompute.added}}; we predicted one
-# forward, <data value="05.forward">32.9 ms</data>. Do not rank configurations whose ranges overlap.
+# The last table has the price of a saved byte. ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">51.6 MB</data> and added <data value="05.price.zero-0-to-zero-3.added">-349 ms</data>
+# to the median step. Recomputation then saved another <data value="05.price.zero-3-to-zero-3-+-recompute.saved">19.6 MB</data> and added <data value="05.price.zero-3-to-zero-3-+-recompute.added">1.08 s</data>; we predicted one
+# forward, <data value="05.forward">507 ms</data>. Do not rank configurations whose ranges overlap.
 #
-# Of the {{05.off.of}} predicted times {{05.off.hold}} hold. The errors are more bias than noise: steps take <data value="05.off.low:.2f">1.05</data> to <data value="05.off.high:.2f">1.34</data> times the
-# prediction, most of them too long. It leaves out copies to and from flat buckets, the threads of gloo, and waiting for
-# the slower rank, which this run cannot separate. Waiting is also in the <data value="05.after.zero-2">12.9 ms</data> of ZeRO-2 after its update, predicted as
-# {{05.after.predicted}}.
+# Of the <data value="05.off.of">8</data> predicted times <data value="05.off.hold">0</data> hold. The errors lean to one side: steps take <data value="05.off.low:.2f">0.27</data> to <data value="05.off.high:.2f">0.75</data> times the
+# prediction, most of them longer than it. It leaves out copies to and from flat buckets, gloo's threads, and waiting for
+# the slower rank, which this run cannot separate. Waiting may also be in the <data value="05.after.zero-2">18.4 ms</data> of ZeRO-2 after its update, predicted as
+# <data value="05.after.predicted">7.88 ms</data>.
 #
 # The usual rule says "use the lowest ZeRO stage that fits", because ZeRO-3 sends 1.5 times as many bytes. But only exposed
 # communication costs time. So we simulate XL on 8 GPUs of 400 TFLOP/s, with 8 sequences each, and let communication
@@ -508,10 +508,9 @@ lesson.reveal("05.exposed", {z: s[-1] for z, s in exposed.items()}, source="simu
 lesson.claim("ZeRO-3 exposes less than ZeRO-2 on fast links only", less == sorted(less))
 
 # %% [markdown]
-# ZeRO-0 exposes least on every link. ZeRO-2 and 3 already cross at {{05.link.crossing}}. From {{05.link.fast}} on, a gather is
+# ZeRO-0 exposes least on every link. ZeRO-2 and 3 already cross at <data value="05.link.crossing">27.4 GB/s</data>. From <data value="05.link.fast">38.6 GB/s</data> on, a gather is
 # shorter than a block's forward, and ZeRO-3 overlaps nearly all of them. There, as on InfiniBand NDR with 50 GB/s, it
-# saves more memory than ZeRO-2 *and* exposes less, mostly the embedding, which is gathered first and reduce-scattered
-# last. On slow links, such as 100 Gb Ethernet with 12.5 GB/s, ZeRO-3 pays for its extra bytes.
+# saves more memory than ZeRO-2 *and* exposes less: mostly the embedding, gathered first and reduce-scattered last. On slow links, such as 100 Gb Ethernet with 12.5 GB/s, ZeRO-3 pays for its extra bytes.
 #
 # **Takeaway**, from simulation. Do not shard a model that fits. Otherwise use ZeRO-3 where a block's gather is shorter
 # than its forward, and on slower links the lowest ZeRO stage that fits.
@@ -581,7 +580,7 @@ lesson.claim("One ahead, only the first gather is exposed", early.stall == 0)
 # *Extra, 25 minutes.* `step.uses` lists blocks in the order in which they compute. Return one list per entry of
 # `step.uses`: the blocks whose gathers start when this use starts. Gathers share one link, in order. A block is freed
 # after its use, unless the next use is of the same block. Block b has `step.sizes[b]` bytes, and gathered blocks may have
-# `step.limit` bytes together, from the start of their gathers. The check simulates three different `step`s: only the first
+# `step.limit` bytes together, from the start of their gathers. The check simulates three `step`s: only the first
 # use may wait, and 2L - 1 gathers are enough for L blocks.
 #
 # Hint: start each gather as early as memory allows, in the order of uses.

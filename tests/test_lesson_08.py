@@ -100,6 +100,28 @@ def test_bytes_and_memory_are_what_is_recorded() -> None:
             assert len(ran.losses) == 3
 
 
+def count_timed_collectives() -> tuple[int, int]:
+    """Of four collectives along two axes, those that are timed along tp; the same after the block."""
+    mesh = hpnb.Mesh(ParallelLayout(dp=2, tp=2))
+    with gpt2_hybrid._timed_collectives(mesh.tp) as spent:
+        for axis in (mesh.dp, mesh.tp, mesh.dp, mesh.tp):
+            hpnb.comm.all_reduce(torch.ones(4), axis)
+    timed = len(spent)
+    hpnb.comm.all_reduce(torch.ones(4), mesh.tp)
+    return timed, len(spent)
+
+
+def test_collectives_of_tp_are_timed_and_what_tp_does_not_divide() -> None:
+    with hpnb.Ranks(4, device="cpu") as pool:
+        assert pool.run(count_timed_collectives) == [(2, 2)] * 4
+        sharded = {"sequence_parallel": True}
+        one, both, sp = (
+            gpt2_hybrid.time_undivided(pool, SMALL, 8, torch.float32, plan)
+            for plan in (ParallelLayout(4), ParallelLayout(2, 1, 2), ParallelLayout(2, 1, 2, **sharded))
+        )
+    assert one["norms"] == sp["norms"] == 0.0 < both["norms"]
+
+
 def test_recomputation_chunks_and_calls_are_priced() -> None:
     full = layout_parts(task(), ParallelLayout(2, recomputation="full"))["computing"]
     assert full == pytest.approx(4 / 3 * layout_parts(task(), ParallelLayout(2))["computing"])
@@ -182,12 +204,25 @@ def test_a_waterfall_ends_where_its_parts_do() -> None:
         figures.waterfall({})
 
 
+def test_a_killed_run_shows_its_save_and_its_kill() -> None:
+    losses = [3.0, 2.0, 1.5, 1.2]
+    fig = figures.resumed([("saved", losses[:2]), ("resumed", losses[2:])], losses[2:3], losses, "resumed")
+    (cross,) = (line for line in fig.axes[0].lines if line.get_label() == "killed")
+    assert (cross.get_xdata()[0], cross.get_ydata()[0]) == (3, 1.5)
+    words = " ".join(text.get_text() for text in fig.axes[0].texts)
+    assert "saved after step 2" in words
+    assert "killed after step 3,\n1 steps lost" in words
+
+
 def test_a_frontier_has_what_nobody_beats() -> None:
     points = {"a": (1.0, 1.0), "b": (2.0, 3.0), "c": (3.0, 2.0), "d": (4.0, 4.0), "e": (2.0, 2.0)}
     assert figures.frontier_of(points) == ["a", "b", "d"]
     fig = figures.choices(points, points, {"b": "yours"}, capacity=3.5)
     (ring,) = (line for line in fig.axes[0].lines if line.get_label() == "chosen: b")
     assert (ring.get_xdata()[0], ring.get_ydata()[0]) == (2.0, 3.0)
+    (stair,) = (line for line in fig.axes[0].lines if line.get_label() == "_frontier")
+    corners = [(1, 1), (2, 1), (2, 3), (4, 3), (4, 4)]
+    assert set(zip(*stair.get_data(), strict=True)) == set(corners)
     with pytest.raises(ValueError, match="f is not among a, b"):
         figures.choices(points, chosen={"f": ""})
     with pytest.raises(ValueError, match="above 0"):

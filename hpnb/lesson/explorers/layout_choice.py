@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SAMPLES, BETWEEN = 128, "Ethernet 100 Gb"
+GOAL = 45  # % of the assumed FLOP/s
 MAX_RANKS, _PAIR = 128, 2  # samples of a microbatch of the layouts that the knobs did not choose
 _SIZES = (1, 2, 4, 8, 16)
 
@@ -29,10 +30,10 @@ KNOBS: Knobs = {
 }
 ANSWER = {"dp": 4, "pp": 2, "tp": 4, "microbatches": 4, "zero": 1, "cap": 16}
 CHALLENGE = Challenge(
-    "32 ranks or more, GPUs of 16 GB: it fits, with a FLOP utilisation of 45 % or more.",
+    f"32 ranks or more, GPUs of 16 GB: it fits, with a FLOP utilisation of {GOAL} % or more.",
     lambda at: (
         (at["dp"] * at["pp"] * at["tp"] >= 32 and at["cap"] <= 16)
-        and (at["memory (B)"] <= at["cap"] * 1e9 and at["FLOP utilisation (%)"] >= 45)
+        and (at["memory (B)"] <= at["cap"] * 1e9 and at["FLOP utilisation (%)"] >= GOAL)
     ),
 )
 
@@ -73,14 +74,16 @@ def _readings(
     def draw(fast: bool) -> tuple[Figure, str]:
         from hpnb.lesson.figures import gpt2_hybrid
 
-        name = f"{plan}, m {task.microbatches(plan)}"
+        m = task.microbatches(plan)
+        name = f"{plan}, {m} microbatch{'es' if m > 1 else ''} of {SAMPLES // dp // m}"
         figure = gpt2_hybrid.choices(
             {**_other_layouts(ranks), name: (memory, task.tokens / step)},
             chosen={name: "chosen" if memory <= cap * 1e9 else "chosen, does not fit"},
             capacity=cap * 1e9,
-            title=f"predicted · GPT-2 XL on {ranks} ranks, nodes of {NODE}, microbatches of {_PAIR} samples",
+            title=f"predicted · GPT-2 XL on {ranks} ranks, nodes of {NODE}",
             text=not fast,
-            labels=("predicted", ""),
+            labels=(f"predicted, microbatches of {_PAIR} unless named", ""),
+            goal=(GOAL / 100 * ranks * RATE * task.tokens / task.flops, f"{GOAL} % FLOP utilisation"),
         )
         return figure, (
             f"Layouts of {ranks} ranks by memory and tokens a second; {name} holds "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import offset_copy
@@ -15,6 +17,7 @@ from hpnb.plot.canvas import SMALL, Key, text_inches
 from hpnb.plot.curves import CurvePanel, Kind, Look, Series, curves, rule
 from hpnb.plot.grammar import ALARM, AXIS, INK, SERIES, SOFT, STYLE, OpStyle
 from hpnb.plot.memory import CAPACITY
+from hpnb.plot.training import by_layout
 from hpnb.plot.units import byte_count, bytes_unit, seconds
 
 STEP: Mapping[str, OpStyle] = {
@@ -36,7 +39,8 @@ def waterfall(
         |==computing==|//bubble//|tp|dp|opt|        bar    measured (or replayed), mean over the ranks
                      ^           ^  ^  ^   ^        ticks  where each of them ends by the prediction
 
-    The last tick, which is thick, is the whole predicted step; it covers that of the optimizer.
+    The last tick, which is thick, is the whole predicted step; it covers that of the optimizer. A part that
+    is predicted to take no time has no tick.
 
     Args:
         measured: {layout: {part of STEP: seconds}}.
@@ -46,19 +50,42 @@ def waterfall(
     rows = {}
     for name, parts in measured.items():
         told = (predicted or {}).get(name)
-        ticks = list(accumulate(told.get(part, 0.0) for part in present)) if told else []
+        ticks = list(accumulate(told[part] for part in present if told.get(part))) if told else []
         rows[name] = [Bar(parts, words=seconds(sum(parts.values())), ticks=ticks)]
-    keys = [
-        Key(OpStyle(INK, "", "predicted end of a part (thin) and of the step (thick)"), "dot", marker="|")
-    ] if predicted else []  # fmt: skip
+    thin = "thin line: predicted end of a part, in the same order; thick line: of the step"
+    keys = [Key(OpStyle(INK, "", thin), "words")] if predicted else []
     heading = title if title is not None else "where each millisecond of a step went"
     panel = BarPanel(rows, "s", "a step ({unit}), mean over the ranks", row_inches=0.3)
     return bars([panel], STEP, title=heading, more_keys=keys, right=0.75)
 
 
+def resumed(
+    legs: Sequence[tuple[str, Sequence[float]]], lost: Sequence[float], whole_run: Sequence[float], title: str
+) -> Figure:
+    """A run that was saved, killed and resumed, over the run that nobody killed.
+
+    Args:
+        legs: (words, losses): up to the save, and from there on by other processes.
+        lost: losses of the steps after the save, up to the kill.
+        whole_run: losses of the run that nobody killed, as many as the legs have.
+    """
+    fig = by_layout(legs, whole_run, title, run="", whose="the run that nobody killed")
+    (ax,) = fig.axes
+    saved = len(legs[0][1])
+    killed = saved + len(lost)
+    ax.plot([killed], [lost[-1]], "X", color=ALARM, markersize=11, zorder=7, label="killed")
+    ax.annotate(f"killed after step {killed},\n{len(lost)} steps lost", (killed, lost[-1]), (-12, 4),
+                textcoords="offset points", ha="right", va="center", size=SMALL, color=INK)  # fmt: skip
+    ax.annotate(f"saved after step {saved}", (saved + 0.5, ax.get_ylim()[0]), (-5, 5),
+                textcoords="offset points", ha="right", va="bottom", size=SMALL, color=INK)  # fmt: skip
+    return fig
+
+
 Points = Mapping[str, tuple[float, float]]  # {layout: (bytes, tokens a second)}
 _MANY = 12  # dots, with more of which not all can have their names
+_FAR = 120  # points that a name may be from its dot
 _LONG = 24  # characters of a name, with more of which it is in two lines
+_GOAL = OpStyle(SERIES[3][0], "", "goal", ":")
 _MEASURED, _PREDICTED = Look(SERIES[0][0], "o"), Look(SERIES[2][0], "s")
 
 
@@ -70,10 +97,12 @@ def choices(
     title: str | None = None,
     text: bool = True,
     labels: tuple[str, str] = ("measured", "predicted"),
+    goal: tuple[float, str] | None = None,
 ) -> Figure:
     """Layouts by memory and speed: the frontier to choose from, and what was chosen.
 
-    A layout is on the frontier if no other one is faster and holds less; the line joins these.
+    A layout is on the frontier if no other one is faster and holds less. The line is a stair between these,
+    because there is no layout between two of them.
 
     Args:
         measured, predicted: {layout: (bytes at its peak, tokens a second)}, filled and hollow dots.
@@ -81,6 +110,7 @@ def choices(
         capacity: bytes of a device, a dashed line.
         text: False names nothing but what was chosen. Where there are many, the frontier alone has names.
         labels: of the two series, for the legend.
+        goal: (tokens a second, its words), a line across.
 
     Raises:
         ValueError: a choice that is not among the layouts, or nothing to draw.
@@ -104,30 +134,37 @@ def choices(
     ) -> Series:
         return Series(name, [x for x, _ in points], [y for _, y in points], look, kind)
 
-    series = [series_of("frontier", [at[name] for name in front], _MEASURED),
+    corners = [at[name] for name in front]
+    stair = [(x, corners[max(0, i - k)][1]) for i, (x, _) in enumerate(corners) for k in (1, 0)]
+    series = [series_of("frontier", stair, _MEASURED),
               series_of(labels[0], at.values(), _MEASURED, "dots")]  # fmt: skip
     series += [series_of(labels[1], hollow.values(), _PREDICTED, "hollow")] if told else []
     keys = [each.key for each in (*series[1:], series[0])]
-    keys += [Key(CAPACITY, "line", f"capacity {byte_count(capacity)}")] if capacity else []
+    keys += [Key(CAPACITY, "line", f"memory budget {byte_count(capacity)}")] if capacity else []
+    keys += [Key(_GOAL, "line", goal[1])] if goal else []
     heading = title if title is not None else "memory and speed of layouts"
-    panel = CurvePanel(series, f"{prefix}tokens a second", height=3.7,
+    panel = CurvePanel(series, f"{prefix}tokens a second", height=4.6 if told else 3.7,
                        xlabel=f"peak memory of the fullest rank ({unit})")  # fmt: skip
     fig = curves([panel], title=heading, keys=keys, left=0.75, right=0.3)
     (ax,) = fig.axes
     right = max(*(held for held, _ in every), capacity or 0.0) / size * 1.12
     ax.set(xlim=(0, right), ylim=(0, most / scale * 1.18))
     for name in told.keys() & measured.keys():
-        ax.plot(*zip(at[name], hollow[name], strict=True), color=_PREDICTED.color, linewidth=1.0, zorder=2)
+        ax.plot(*zip(at[name], hollow[name], strict=True), color=_PREDICTED.color, linewidth=0.8, zorder=2)
+    if told:
+        next(line for line in ax.get_lines() if line.get_marker() == _PREDICTED.marker).set_markersize(5.5)
+    if goal:
+        rule_across(ax, goal[0] / scale)
     for name in picks:
         (ring,) = ax.plot(*at[name], marker="o", markersize=15, linestyle="none", markerfacecolor="none")
         ring.set(markeredgecolor=ALARM, markeredgewidth=2.0, label=f"chosen: {name}")
     few = len(at) <= _MANY
     shown = {n: at[n] for n in at if n in picks or (text and (few or n in front))}
-    line = [at[name] for name in front]
-    marks = [*at.values(), *hollow.values(), *(p for ends in pairwise(line) for p in _along(*ends))]
+    marks = [*at.values(), *hollow.values(), *(p for ends in pairwise(stair) for p in _along(*ends))]
+    marks += [p for name in hollow.keys() & at.keys() for p in _along(at[name], hollow[name])]
     if capacity:
         marks += _along((capacity / size, 0), (capacity / size, most / scale * 1.18))
-    _name_points(ax, shown, marks, picks, 60 if few else 36)
+    _name_points(ax, shown, marks, picks, 130 if few else 36)
     for drawn in ax.get_lines():
         if len(drawn.get_xdata()) > 1:  # type: ignore[arg-type]
             drawn.set_label(f"_{drawn.get_label()}")  # the label of the figure says it
@@ -137,6 +174,11 @@ def choices(
         rule(ax, capacity / size, "capacity", CAPACITY.color, CAPACITY.line)
         ax.axvspan(capacity / size, right, color="#FBEDE6", zorder=0, linewidth=0)
     return fig
+
+
+def rule_across(ax: Axes, y: float) -> None:
+    """A dotted line from left to right, which the legend explains."""
+    ax.axhline(y, color=_GOAL.color, linestyle=_GOAL.line, linewidth=1.8, zorder=1)
 
 
 def _along(start: tuple[float, float], end: tuple[float, float]) -> list[tuple[float, float]]:
@@ -167,7 +209,7 @@ def _name_points(
 ) -> None:
     """Words beside the dots, each where it covers nothing and up to `reach` points away, then with a line.
 
-    What was picked has what it is above its name. A name without room is left out.
+    What was picked has what it is above its name. Where there are many, a name without room is left out.
     """
     (left, right), (low, high), place = ax.get_xlim(), ax.get_ylim(), ax.get_position()
     fig_inches = ax.figure.get_size_inches()  # type: ignore[union-attr]
@@ -177,39 +219,56 @@ def _name_points(
         return (mark[0] - left) / (right - left) * wide, (mark[1] - low) / (high - low) * tall
 
     taken: list[Rect] = [(x - 4, y - 4, x + 4, y + 4) for x, y in map(in_points, marks)]
-    for name in sorted(points, key=lambda n: n not in picks):
+    dots = {name: in_points(point) for name, point in points.items()}
+    crowd = {n: sum(math.dist(at, other) < 60 for other in dots.values()) for n, at in dots.items()}
+    for name in sorted(points, key=lambda n: (n not in picks, -crowd[n])):
         halves = name.split(", ", 1) if name in picks else name.rsplit(", ", 1)
         words = ",\n".join(halves) if len(name) > (14 if name in picks else _LONG) else name
         words = f"{picks[name]}:\n{words}" if picks.get(name) else words
         weight = "bold" if name in picks else "normal"
         length = max(72 * text_inches(part, SMALL, weight) for part in words.split("\n"))
         depth = 11.5 * (1 + words.count("\n"))
-        x, y = in_points(points[name])
-        sides, gaps = (7.0, -7 - length, -length / 2), range(5, int(2 * reach if name in picks else reach), 5)
+        x, y = dots[name]
         spots: list[Any] = []  # what each covers, and then what it is
-        for dx, dy in ((dx, dy) for gap in gaps for dy in (gap, -gap - depth + 2) for dx in sides):
+        for dx, dy in _offsets(length, depth, *((max(reach, _FAR), 12) if name in picks else (reach, 7))):
             box = (x + dx, y + dy, x + dx + length, y + dy + depth)
             if not (box[0] > 0 and box[2] < wide + 10 and box[1] > 0 and box[3] < tall + 4):
                 continue
-            leader = [(x, y), (x + max(dx, min(0.0, dx + length)), y + (dy if dy > 0 else dy + depth))]
-            far = abs(dy if dy > 0 else dy + depth) > 9
-            thread = _along(*leader) if far else []
-            crossed = [(a, b, a, b) for a, b in thread if max(abs(a - x), abs(b - y)) > 6]
-            covered = sum(_overlap(one, other) for one in (box, *crossed) for other in taken)
-            spots.append((covered, len(spots), dx, dy, box, leader if far else [], crossed))
+            nearest = min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3])
+            thread = _along((x, y), nearest) if math.dist((x, y), nearest) > 9 else []
+            crossed = [(a, b, a, b) for a, b in thread if max(abs(a - x), abs(b - y)) > 14]
+            covered = _count_overlaps([box, *crossed], taken)
+            covered += sum(math.dist(p, at) < 5 for n, at in dots.items() if n != name for p in thread)
+            spots.append((covered, len(spots), dx, dy, box, thread, crossed))
             if not covered:
                 break
-        if not spots or (min(spots)[0] and name not in picks):
+        if not spots or (min(spots)[0] and name not in picks and reach < _FAR):
             continue  # no room: the table has it
-        _, _, dx, dy, box, leader, crossed = min(spots)
+        _, _, dx, dy, box, thread, crossed = min(spots)
         taken += [box, *crossed]
         where = offset_copy(ax.transData, ax.figure, dx, dy, units="points")  # type: ignore[arg-type]
         ax.text(*points[name], words, size=SMALL, weight=weight, color=INK if name in picks else SOFT,
                 zorder=6, transform=where, linespacing=1.1, va="bottom")  # fmt: skip
-        if leader:
-            ends = [(left + a / wide * (right - left), low + b / tall * (high - low)) for a, b in leader]
+        if thread:
+            ends = [(left + a / wide * (right - left), low + b / tall * (high - low)) for a, b in thread]
             ax.plot(*zip(*ends, strict=True), color=SOFT, linewidth=0.7, zorder=2)
 
 
-def _overlap(a: Rect, b: Rect) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+def _offsets(length: float, depth: float, reach: float, ring: float) -> list[tuple[float, float]]:
+    """Where the lower left corner of a name of this size may be, in points from its dot, which fills
+    `ring`; the nearest first."""
+    steps = [0.0, 6.0, *range(16, int(reach), 12)]
+
+    def gap(low: float, size: float) -> float:
+        return max(low, -low - size, 0.0)
+
+    across = [-length / 2, *(ring + step for step in steps), *(-ring - length - step for step in steps)]
+    upright = [-depth / 2, *(5 + step for step in steps), *(-3 - depth - step for step in steps)]
+    places = [(dx, dy) for dx in across for dy in upright if gap(dx, length) or gap(dy, depth)]
+    return sorted(places, key=lambda at: math.hypot(gap(at[0], length), gap(at[1], depth)))
+
+
+def _count_overlaps(boxes: Sequence[Rect], taken: Sequence[Rect]) -> int:
+    a, b = np.asarray(boxes)[:, None], np.asarray(taken)[None]
+    apart = (a[..., :2] >= b[..., 2:]) | (b[..., :2] >= a[..., 2:])
+    return int((~apart.any(-1)).sum())

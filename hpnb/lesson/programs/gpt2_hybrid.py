@@ -14,23 +14,27 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
 import hpnb
 from hpnb import theory
 from hpnb.hybrid import HybridParallelPlugin
 from hpnb.hybrid.model_loss import causal
 from hpnb.lesson.programs.device_timing import Batch, random_gpt2, random_tokens, timing_gpt2, warmup_steps
-from hpnb.lesson.programs.gpt2_pipeline import time_layers
+from hpnb.lesson.programs.gpt2_pipeline import time_in_turn, time_layers
 from hpnb.lesson.programs.step_breakdown import RankRecord, replay_step, split_step
 from hpnb.lesson.programs.step_timing import relative_distance
 from hpnb.lesson.programs.vit_tensor import ExclusiveRecorder
-from hpnb.mesh import ParallelLayout
+from hpnb.mesh import Axis, ParallelLayout
 from hpnb.models import GPT2Size
 from hpnb.pipeline_parallel import Action, Schedule, full_state_dict, schedules
 from hpnb.pipeline_parallel.executor import contended
@@ -43,6 +47,8 @@ _PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf
 _LEAST_BYTES = 1024.0  # smaller messages are counts and losses
 _MIN_BUCKETS = 4  # of a gradient: a single bucket could not overlap with anything
 _FREE = Link(0.0, 1e30)
+_MLP_PRODUCTS = 9  # of the MLP's first product: the FLOPs of a block's matmuls, forward and backward
+_COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,12 @@ class LayoutRun:
             return sorted(timelines, key=lambda tl: tl.makespan)[(len(timelines) - 1) // 2]
         return replay_step(self.records, self.layout, self.schedule, self.link)[1]
 
+    @property
+    def collective_seconds(self) -> float:
+        """CPU time that a step's collectives of tp take of their rank, mean over the ranks; 0 where computing
+        is not CPU time."""
+        return statistics.mean(statistics.median(r.collectives or [0.0]) for r in self.records)
+
     def parts_on(self, link: Link) -> dict[str, float]:
         """The parts of the same step with another link: replayed."""
         if self.records[0].timelines:
@@ -146,6 +158,43 @@ def _matmul_rate(size: GPT2Size, samples: int, dtype: torch.dtype) -> float:
     a, b = (torch.randn(*shape, device=hpnb.device()).to(dtype) for shape in ((m, k), (k, n)))
     took = [_time_alone(lambda: a @ b) for _ in range(12)][2:]
     return 2 * m * k * n / min(took)
+
+
+def time_undivided(
+    pool: hpnb.Ranks, size: GPT2Size, samples: int, dtype: torch.dtype, layout: ParallelLayout
+) -> dict[str, float]:
+    """What tp may add to a rank's computing, besides collectives, in seconds of a step of `samples` samples.
+
+    Returns:
+        "norms": the norms and residual additions that each rank of tp computes for all tokens, less its
+        share; "thin matmuls": what products with a t-th of the columns take more than a t-th of the time.
+        Less than 0 if they are faster.
+    """
+    m, t = layout.count_microbatches(samples // layout.dp), layout.tp
+    took = pool.run(_time_undivided, size, samples // layout.dp // m, dtype, t)
+    norm, full, shard = (statistics.median(times) for times in zip(*took, strict=True))
+    blocks = m * size.layers / layout.pp
+    norms = 0.0 if layout.sequence_parallel else 2 * norm * (1 - 1 / t)  # two in a block
+    return {"norms": blocks * norms, "thin matmuls": blocks * _MLP_PRODUCTS * (shard - full / t)}
+
+
+def _time_undivided(
+    size: GPT2Size, samples: int, dtype: torch.dtype, shards: int
+) -> tuple[float, float, float]:
+    """Seconds of a norm and a residual addition, forward and backward, and of the MLP's first product with
+    all of its columns and with those of one shard."""
+    like: Any = {"dtype": dtype, "device": hpnb.device()}
+    x = torch.randn(samples, size.length, size.hidden, **like, requires_grad=True)
+    tokens, scale = x.detach().flatten(0, 1), torch.ones(size.hidden, **like, requires_grad=True)
+    full = torch.randn(size.hidden, size.mlp, **like)
+    shard = full[:, : size.mlp // shards].contiguous()
+    took = time_in_turn({
+        "norm": lambda: (F.layer_norm(x, (size.hidden,), scale, scale) + x).backward(x.detach()),
+        "full": lambda: tokens @ full,
+        "shard": lambda: tokens @ shard,
+    }, repeats=9)  # fmt: skip
+    norm, whole, part = (statistics.median(times) for times in took.values())
+    return norm, whole, part
 
 
 def _time_alone(work: Callable[[], Any]) -> float:
@@ -242,14 +291,37 @@ def _record_rank(
     record.peak = memory.profile().peak
     for _ in range(repeats):
         recorder = ExclusiveRecorder()
-        with recording(recorder):
+        with recording(recorder), _timed_collectives(booster.plugin.mesh.tp) as spent:
             train_step(recorder)
+        if contended():
+            record.collectives.append(sum(spent))
         if alone:
             events = boosted.last_step.replayed(_FREE).events
             record.actions.append({Action(e.stage, e.op, e.microbatch): e.duration for e in events})
         else:
             record.timelines.append(recorder.gather().shifted())
     return record
+
+
+@contextmanager
+def _timed_collectives(axis: Axis) -> Iterator[list[float]]:
+    """CPU time of each collective that this rank starts along `axis`; messages of fewer bytes included."""
+    spent: list[float] = []
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            began = time.thread_time()
+            work = call(*args, **options)
+            if any(value is axis.group for value in (*args, *options.values())):
+                spent.append(time.thread_time() - began)
+            return work
+
+        return run
+
+    with ExitStack() as stack:
+        for name in _COLLECTIVES if axis.size > 1 else ():
+            stack.enter_context(patch.object(dist, name, timed(getattr(dist, name))))
+        yield spent
 
 
 def _seconds_of_turn(work: Callable[[], Any]) -> float:

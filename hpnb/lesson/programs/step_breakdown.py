@@ -24,7 +24,8 @@ class RankRecord:
 
     Attributes:
         actions, optimizer: seconds of each step that this rank computed, where ranks share cores or a GPU.
-        timelines: of each step, where they do not.
+        collectives: CPU seconds of each step's collectives of tp, where ranks share cores.
+        timelines: of each step, where they do not share cores or a GPU.
         messages, peak: of one step; bytes.
         losses: of all steps, on ranks that have them.
     """
@@ -32,6 +33,7 @@ class RankRecord:
     coordinates: dict[str, int]
     actions: list[dict[Action, float]] = field(default_factory=list)
     optimizer: list[float] = field(default_factory=list)
+    collectives: list[float] = field(default_factory=list)
     timelines: list[Timeline] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     peak: float = 0.0

@@ -19,8 +19,8 @@
 #
 # **The question.** Data parallelism gives each rank other sequences, so a single sequence must fit on one GPU. Training
 # GPT-2 XL, of hidden size h = 1,600, keeps 34·h bytes of activations per token and layer, not counting attention scores.
-# That is 2.6 MB per token in its 48 layers, so 32,768 tokens take 86 GB, more than an H100 has. What if we shard the tokens of one sequence? Most layers work on each
-# token by itself. Only attention needs all tokens, and this page is about attention.
+# That is 2.6 MB per token in its 48 layers, so 32,768 tokens take 86 GB, more than an H100 has. What if we shard its tokens? Most layers work on each token by
+# itself; only attention needs all of them.
 #
 # **You will be able to** compute a softmax in pieces; write a ring attention; balance causal work; predict what a ring and
 # Ulysses send, and which of the two slows a step down less; find positions that are wrong on every rank.
@@ -81,7 +81,7 @@ kept_size, DTYPE = long_contexts.kept_size(here.device)
 # ```
 #
 # Each output was divided by its own sum. The two weights turn these into shares of the common sum. So blocks may come one
-# by one, in any order, and only one must be in memory.
+# by one, in any order.
 
 
 # %%
@@ -110,8 +110,7 @@ lesson.show(measured={"four blocks, merged": off}, title="Distance to one softma
 lesson.claim("Merged blocks are exact", (off, "<", 1e-12))
 
 # %% [markdown]
-# Blocks are exact up to rounding. This *running softmax* is also what FlashAttention does inside a GPU, with blocks that
-# fit into its on-chip memory.
+# This *running softmax* is also what FlashAttention does inside a GPU, with blocks that fit into its on-chip memory.
 #
 # **Takeaway.** Attention to some keys is an output and an lse. Two of them merge exactly.
 #
@@ -122,8 +121,11 @@ lesson.claim("Merged blocks are exact", (off, "<", 1e-12))
 # key. Divide scores by √d. Return the output, and hold no more than two blocks at once. A block may have no visible key for
 # some query, and scores may be in the ten thousands.
 #
-# Hint: `merge` would do. FlashAttention keeps the largest score m so far, the sum of exp(score - m), and an output that
+# <details><summary>Hint</summary>
+#
+# `merge` would do. FlashAttention keeps the largest score m so far, the sum of exp(score - m), and an output that
 # isn't divided yet. What happens to the last two when m grows?
+# </details>
 
 
 # %% tags=["stub-1"]
@@ -182,8 +184,7 @@ def pass_on(block, axis):  # start; call the result to wait for what has arrived
     works = dist.batch_isend_irecv(ops)
 
     def wait():
-        for work in works:
-            work.wait()
+        [work.wait() for work in works]
         return received
 
     return wait
@@ -216,7 +217,6 @@ def run_ring(places):
     return step_timing.relative_distance([out], [wanted]), steps
 
 
-# %%
 contiguous = list(torch.arange(64).chunk(N))  # rank r has the r-th part
 question = "Causal attention, equal parts: what share of rank 0's pairs is visible?"
 lesson.predict("10.rank-0", question, unit="%", rule_of_thumb=50)
@@ -231,7 +231,7 @@ lesson.reveal("10.rank-0", 100 * seen, source="counted")
 # %% [markdown]
 # Four ranks give the attention of one process. But the shares of visible pairs differ: on rank 0,
 # <data value="10.rank-0">13.3 %</data> are visible, and on all ranks together about half. Our `attend_block` computes all pairs and then masks, so it
-# works equally long on every rank. Real kernels skip invisible blocks, and there rank 0 would be idle in all steps but one.
+# works equally long everywhere. Real kernels skip invisible blocks, and rank 0 would be idle after step 0.
 #
 # ### The backward
 #
@@ -278,8 +278,8 @@ lesson.show(predicted={name: sent.total for name, sent in predicted.items()},
             title="A ring sends keys, values and their gradients")  # fmt: skip
 
 # %% [markdown]
-# With 8 kv heads <data value="10.ring.8-kv-heads.counted">295 kB</data> leave a rank, a third of it in the forward. With 2 kv heads, as in models
-# with *grouped queries*, the total is a quarter of that: queries never travel.
+# With 8 kv heads <data value="10.ring.8-kv-heads.counted">295 kB</data> leave a rank, a third of it in the forward. With 2 kv heads, as with *grouped
+# queries*, the total is a quarter of that: queries never travel.
 #
 # **Takeaway.** A ring sends p - 1 blocks forward, and twice as many backward.
 #
@@ -289,7 +289,10 @@ lesson.show(predicted={name: sent.total for name, sent in predicted.items()},
 # sequences of s tokens, `job.heads` and `job.kv_heads` heads of `job.d` values, and `job.w` bytes a value of q, k and v.
 # The check counts a real ring.
 #
-# Hint: a block has keys and values of s/p tokens of every sequence. When is w not what travels?
+# <details><summary>Hint</summary>
+#
+# A block has keys and values of s/p tokens of every sequence. When is w not what travels?
+# </details>
 
 
 # %% tags=["stub-2"]
@@ -313,11 +316,11 @@ lesson.check(exercises.backward_bytes, sent)
 # ## A puzzle: equal work
 #
 # Token i, counted from 0, sees i + 1 keys. With contiguous parts the last rank has late tokens only, which see nearly
-# everything. With a kernel that skips what is invisible, all ranks wait for it. The puzzle: give each rank equally many
-# tokens and equally many visible pairs.
+# everything. With a kernel that skips, all ranks wait for it. So give each rank equally many tokens and equally
+# many visible pairs.
 #
-# Two solutions are in use. *Striped* gives rank r the tokens r, r + p, r + 2p and so on. *Zigzag* splits the sequence into
-# 2p chunks and gives rank r chunk r and chunk 2p - 1 - r, an early and a late one:
+# *Striped* gives rank r the tokens r, r + p, r + 2p and so on. *Zigzag* splits the sequence into 2p chunks and gives rank r
+# chunk r and chunk 2p - 1 - r:
 #
 # ```text
 # p = 4    chunk   0   1   2   3   4   5   6   7
@@ -351,11 +354,10 @@ lesson.claim("Each step after the first has half of its pairs", shares == {0.5})
 # The last of the contiguous parts has <data value="10.last:.2f">1.74</data> times the mean; for p ranks it is nearly 2 - 1/p. The fullest striped part has
 # <data value="10.striped:.2f">1.05</data> times the mean, because each token sees one more key than the one before. A zigzag is even in total,
 # and also in each step: after step 0, exactly half of the pairs of a step are visible, on every rank. That matters where
-# invisible pairs are skipped, because ranks wait for each other in each step. Our ring ran in a zigzag without any change, since its mask compares
-# places.
+# invisible pairs are skipped: ranks wait for each other in each step. Our ring ran in a zigzag without any change.
 #
-# Zigzag has a second advantage: its masks are trivial. A chunk of queries sees either all or nothing of another chunk, and
-# only a chunk with itself needs a causal mask. Fast kernels support just that.
+# Its masks are trivial, too: a chunk of queries sees either all or nothing of another chunk, and only a chunk with itself
+# needs a causal mask. Fast kernels have just that.
 #
 # **Takeaway.** Balance the visible pairs, not the tokens. Zigzag does it for every step.
 #
@@ -366,9 +368,12 @@ lesson.claim("Each step after the first has half of its pairs", shares == {0.5})
 # i + ½ units. Write `assign(chunks, ranks)`, which returns a list of chunks for each rank, equally many
 # for all. Work may differ by at most 1 unit between ranks.
 #
-# Hint: take rows of `ranks` chunks. Two rows are a zigzag, so only an odd number of rows is hard, and 3 rows at the end
+# <details><summary>Hint</summary>
+#
+# Take rows of `ranks` chunks. Two rows are a zigzag, so only an odd number of rows is hard, and 3 rows at the end
 # solve it. Order the second row such that the sums of two rows are as evenly spaced as the chunks of the third row. For 3
 # ranks: 0 with 5, 1 with 3 and 2 with 4 give 5, 4 and 6.
+# </details>
 
 
 # %% tags=["stub-3"]
@@ -404,7 +409,7 @@ lesson.check(exercises.balanced_assignment, assign)
 # %% [markdown]
 # ## Ulysses
 #
-# The second method moves no blocks around. It exchanges the sharded dimension before attention and after it:
+# The second method exchanges the sharded dimension before attention and after it:
 #
 # ```text
 # q, k, v (1, H, s/p, d)   a rank has some tokens of all heads
@@ -459,16 +464,15 @@ lesson.claim("The formula counts every byte", counted == predicted)
 
 
 # %% [markdown]
-# The rule of thumb compares two tensors with four, but a ring sends its two p - 1 times forward, and more backward. Per
-# token of a rank, forward and backward together, the two send
+# The rule of thumb compares two tensors with four, but a ring sends its two p - 1 times, and more backward. Per token of a
+# rank, forward and backward together, the two send
 #
 # $$ \text{ring: } 6\,(p-1)\,G\,d \qquad\qquad \text{Ulysses: } 4\,\tfrac{p-1}{p}\,(H+G)\,d \quad\text{values.} $$
 #
 # A rank has s/p tokens. So with more ranks, a rank of Ulysses sends less in total, and a rank of a ring doesn't. With 8 kv
 # heads it sends <data value="10.sent.ulysses-8-kv-heads.counted">98.3 kB</data> and the
 # ring <data value="10.sent.ring-8-kv-heads.counted">295 kB</data>. Grouped queries help the ring: with 1 kv head it sends
-# <data value="10.sent.ring-1-kv-heads.counted">36.9 kB</data>. Our Ulysses repeats that head to 8, and saves nothing. To repeat it to 4, one for
-# each rank, would be enough, and send {{10.sent.ulysses-4-kv-heads.counted}}.
+# <data value="10.sent.ring-1-kv-heads.counted">36.9 kB</data>. Our Ulysses repeats that head to 8, and saves nothing. To repeat it to 4 would be enough, and send <data value="10.sent.ulysses-4-kv-heads.counted">73.7 kB</data>.
 #
 # Both work inside a model, too. `HybridParallelPlugin` shards the batch, gives each token its
 # position, and sums the gradients over the ranks of cp. We train a small GPT-2 for three steps, in both ways and in one
@@ -537,12 +541,12 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # An H100 with 400 TFLOP/s in attention and a network card of 50 GB/s has ρ = 8,000. With 2 bytes a value and G = H, it needs 16,000
 # tokens a rank. With G = H/8 it needs 2,000.
 #
-# That is the forward. The backward has 2.5 times the FLOPs and, in 16 bits, 3 times the bytes, so it needs 1.2 times the
+# The backward has 2.5 times the FLOPs and, in 16 bits, 3 times the bytes, so it needs 1.2 times the
 # length. Its last message, which brings gradients home, is always exposed. `theory.context` adds all this up.
 #
-# In the figure below, lines are *predicted* from the machine card, with ρ = {{10.rho}} FLOP a byte. Dots are *replayed*: we
+# In the figure below, lines are *predicted* from the machine card, with ρ = <data value="10.rho">100</data> FLOP a byte. Dots are *replayed*: we
 # time a step's computing and each message alone, and add them up by the same rule. On CPU cores that ranks share, computing
-# counts its CPU time. H = G = {{10.heads}}, so the forward is covered from {{10.overlap}} tokens a rank on.
+# counts its CPU time. H = G = <data value="10.heads">8</data>, so the forward is covered from <data value="10.overlap">398</data> tokens a rank on.
 
 # %%
 replayed = pool.run(long_contexts.replay_exposed, shapes, DTYPE, card.link)[0]
@@ -577,34 +581,30 @@ lesson.record("10.heads", shapes[0].heads)
 parts = long_contexts.predict_parts(shapes[0], N, card)
 lesson.show(predicted=parts, measured=replayed[0].parts, unit="s", key="10.parts",
             title=f"One part alone, at {lengths[0]} tokens")  # fmt: skip
-lesson.claim("A small step computes for longer than its FLOPs say",
-             replayed[0].parts["computing of a step"] > parts["computing of a step"])
+longer = replayed[0].parts["computing of a step"] > parts["computing of a step"]
+lesson.claim("A small step computes for longer than its FLOPs say", longer)
 lesson.claim("Packed, Ulysses waits less at the shortest sequence",
              (dots["Ulysses, packed"][0], "<", dots["Ulysses"][0]))  # fmt: skip
 lesson.claim("A longer sequence exposes a smaller share of a ring's messages",
              (shares[-1], "<", shares[0]))  # fmt: skip
 lesson.claim("At the longest sequence, the ring exposes less, even than packed",
              (dots["ring"][-1], "<", dots["Ulysses, packed"][-1]))  # fmt: skip
-
-# %%
 lesson.explorers.ring_or_ulysses()
 
 # %% [markdown]
-# *The ring.* At {{10.lengths.first}} tokens it exposes {{10.share.first}} of its messages' time, and at {{10.lengths.last}}
-# tokens {{10.share.last}}: of 9 equal messages, only the last. Its dots are mostly below the line, because a step of
-# {{10.lengths.first}} tokens computes for {{10.parts.computing-of-a-step.measured}} instead of
-# {{10.parts.computing-of-a-step.predicted}}. Many small operations don't reach the matmul rate, and they cover messages too.
+# *The ring.* At <data value="10.lengths.first">64</data> tokens it exposes <data value="10.share.first">39.1 %</data> of its messages' time, and at <data value="10.lengths.last">4,096</data>
+# tokens <data value="10.share.last">11.1 %</data>: of 9 equal messages, only the last. Its dots are mostly below the line, because a step of
+# <data value="10.lengths.first">64</data> tokens computes for <data value="10.parts.computing-of-a-step.measured">753 µs</data> instead of
+# <data value="10.parts.computing-of-a-step.predicted">2.91 µs</data>. Small operations don't reach the matmul rate.
 #
-# *Ulysses.* No computing covers its all-to-alls. The card predicts {{10.parts.all-to-all.predicted}} for a small one, with
-# three latencies in a row, and it takes {{10.parts.all-to-all.measured}}, since its three messages start together. At
-# {{10.lengths.first}} tokens nearly all is latency, {{10.at-first.ulysses}} for eight all-to-alls. Packed into four, they
-# take {{10.at-first.ulysses-packed}}. At {{10.lengths.last}} tokens bytes count too: {{10.at-last.ulysses}}, or
-# {{10.at-last.ulysses-packed}} packed. The ring has more than the {{10.overlap}} tokens a rank there, and exposes
-# {{10.at-last.ring}}.
+# *Ulysses.* No computing covers its all-to-alls. The card predicts <data value="10.parts.all-to-all.predicted">2.88 ms</data> for a small one, with
+# three latencies in a row, and it takes <data value="10.parts.all-to-all.measured">1.07 ms</data>, since its three messages start together. At
+# <data value="10.lengths.first">64</data> tokens nearly all is latency, <data value="10.at-first.ulysses">8.54 ms</data> for eight all-to-alls. Packed into four, they
+# take <data value="10.at-first.ulysses-packed">4.23 ms</data>. At <data value="10.lengths.last">4,096</data> tokens bytes count too. Packing saves none, and copies q, k and v: <data value="10.at-last.ulysses">23.4 ms</data> one by one, <data value="10.at-last.ulysses-packed">31.9 ms</data> packed. The ring exposes <data value="10.at-last.ring">4.61 ms</data> there.
 #
 # The explorer has an H100, where bytes decide. Over InfiniBand with 8 ranks and G = H, the ring exposes less than Ulysses
 # from about 17,300 tokens a rank on, near the 16,000 of the formula. With 8 of 32 kv heads it does so from about 2,900, and
-# the formula says 4,000. So the formula, which only says when a forward is covered, is a rough rule for which one wins.
+# the formula says 4,000. It only says when a forward is covered, so for which one wins it is a rough rule.
 #
 # **Challenge,** in the explorer, for an H100: on 8 ranks over InfiniBand NDR, with 32 heads, at least 8 kv heads and at
 # most 65,536 tokens, keep the exposed time below 5 % of the computing time.
@@ -617,7 +617,7 @@ lesson.explorers.ring_or_ulysses()
 #
 # ### The longest sequence
 #
-# Did we gain memory? We measure the activations that a rank keeps of one sequence of {{10.kept-length}} tokens, in a GPT-2
+# Did we gain memory? We measure the activations that a rank keeps of one sequence of <data value="10.kept-length">2,048</data> tokens, in a GPT-2
 # of two blocks. The prediction is the measurement at cp = 1, divided by cp.
 
 
@@ -646,7 +646,7 @@ lesson.claim("Activations shrink as 1/cp, within a tenth", (worst, "<", 0.1))
 
 # %% [markdown]
 # Kept activations shrink in proportion, so p ranks can keep a sequence p times as long. The last column counts these only,
-# not the scores of the box below. Weights, gradients and optimizer state don't shrink: each rank of cp has all of them,
+# no scores. Weights, gradients and optimizer state don't shrink: each rank of cp has all of them,
 # unless you add ZeRO or tensor parallelism.
 #
 # <details><summary>What this library's ring needs besides</summary>
@@ -663,7 +663,7 @@ lesson.claim("Activations shrink as 1/cp, within a tenth", (worst, "<", 0.1))
 # A model looks up positions. If nobody tells it where its tokens stand, the `transformers` library counts from 0, on every
 # rank.
 # PyTorch's `context_parallel` shards just the buffers that you list. In the library's ring the masks stay right, because
-# it knows where tokens stand. Only the table of positions, `wpe`, is read in wrong rows. Does the loss tell? We train a
+# it knows where tokens stand. Only the table of positions, `wpe`, is read in wrong rows. We train a
 # GPT-2 on <data value="10.ranks">4</data> ranks, once with the positions of `shard_batch`, which returns a rank's tokens, positions and shifted labels, and once without.
 
 
@@ -722,34 +722,34 @@ lesson.field_guide.show()
 
 # %% [markdown]
 # Both losses fall, to <data value="10.fault.positions-of-shard_batch.last-loss:.2f">5.23</data> and
-# <data value="10.fault.positions-that-restart.last-loss:.2f">5.22</data>. They differ by {{10.gap:.2f}} in one step,
+# <data value="10.fault.positions-that-restart.last-loss:.2f">5.22</data>. They differ by <data value="10.gap:.2f">0.20</data> in one step,
 # but you wouldn't have the first curve to compare with. Masks still tell the model which token comes before which, and
 # thirty steps on a small model need little more. But somebody will load the checkpoint
 # in one process, with positions 0 to 63. From the first run, that process computes the logits of training, up to rounding
 # in float32. From the second, logits are off by <data value="10.fault.positions-that-restart.reloaded-logits-are-off-by:.4f">0.0048</data> of
-# their norm. It is another model than the one that was trained. This is one run of each; what a long training would lose, it doesn't tell.
+# their norm. This is one run of each; what a long training would lose, it doesn't tell.
 #
 # The instrument is the gradient of `wpe`. With right positions, <data value="10.fault.positions-of-shard_batch.rows-of-wpe-with-a-gradient-of-64">63</data>
 # of 64 rows get one: the last token has no target. With positions that restart, only
 # <data value="10.fault.positions-that-restart.rows-of-wpe-with-a-gradient-of-64">16</data> do. A model with rotary positions has no such table, so check
 # the cause itself: gather `position_ids` from all ranks of cp and sort them. They should be 0 to s - 1, each once.
 #
-# Labels have the same trap: the target of a rank's last token is on another rank. Shift labels before you shard them, as
-# `shard_batch` does.
+# Labels have the same trap: the target of a rank's last token is on another rank. Shift labels first, as `shard_batch` does.
 #
-# **Takeaway.** Shard tokens together with their positions and their shifted labels, and check once that the positions of
-# all ranks are 0 to s - 1.
+# **Takeaway.** Shard tokens together with their positions and their shifted labels.
 #
 # ## What to remember
 #
-# - Attention to blocks of keys merges exactly, by output and lse.
+# - Attention to blocks merges exactly, by output and lse.
 # - A ring sends keys and values while it computes. Its forward covers them from w·ρ·G/H tokens a rank.
 # - Ulysses exchanges tokens for heads and back, and needs p heads or more. Its bytes are few, and all exposed.
 # - Zigzag gives all ranks equally many visible pairs in every step.
-# - Positions and labels belong to tokens. Shard them together.
+# - Shard positions and labels with their tokens.
 #
 # **When not to use this.** If a sequence fits, data parallelism needs no messages inside a layer. FlashAttention or recomputation
 # may be all that you need. If weights don't fit either, add ZeRO or tensor parallelism.
+#
+# <details><summary>Where to look, and papers</summary>
 #
 # **Where to look.** Here: `hpnb/context_parallel/`, and `hpnb/theory/context.py` for bytes and times. Megatron-Core:
 # `get_batch_on_this_cp_rank` in `megatron/core/utils.py` splits in a zigzag. PyTorch:
@@ -758,6 +758,7 @@ lesson.field_guide.show()
 # **Papers.** Rabe & Staats 2021, *Self-attention does not need O(n²) memory*, arXiv 2112.05682. Dao et al. 2022,
 # *FlashAttention*, 2205.14135. Liu, Zaharia & Abbeel 2023, *Ring attention*, 2310.01889. Brandon et al. 2023, *Striped
 # attention*, 2311.09431. Jacobs et al. 2023, *DeepSpeed Ulysses*, 2309.14509.
+# </details>
 #
 # **Next.** You can now shard samples, layers, matrices and tokens. One thing was the same in all of them: every weight
 # works on every token. [Notebook 11](11_experts.ipynb) drops that with a mixture of experts. A token then visits a few experts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,11 @@ def test_a_ring_is_told_step_by_step() -> None:
     assert len(hatched) == 1
 
 
-def test_rows_without_a_gradient_have_no_dot() -> None:
+def test_rows_without_a_gradient_have_a_cross_and_no_dot() -> None:
     figure = figures.losses_and_rows({"a": [2.0, 1.0], "b": [2.0, 1.5]}, {"a": [0.1, 0.2], "b": [0.1, 0.0]})
     assert figure.get_label() == "a: 2 of 2 rows get a gradient; b: 1 of 2 rows get a gradient"
-    assert [len(line.get_xdata()) for line in figure.axes[1].get_lines()] == [2, 1]  # type: ignore[arg-type]
+    points = [list(line.get_xdata()) for line in figure.axes[1].get_lines()]  # type: ignore[arg-type]
+    assert points == [[0, 1], [0], [], [1]]  # dots, then crosses
 
 
 def test_exposed_times_have_lines_dots_and_round_ticks() -> None:
@@ -64,6 +66,24 @@ def test_exposed_times_have_lines_dots_and_round_ticks() -> None:
     (ax,) = figure.axes
     assert [len(line.get_xdata()) for line in ax.get_lines()] == [3, 3, 1]  # type: ignore[arg-type]
     assert [ax.xaxis.get_major_formatter()(x) for x in ax.get_xticks()] == ["256", "512", "1,024"]
+
+
+def test_the_crossings_that_the_page_tells_are_those_of_its_explorer() -> None:
+    explorer = importlib.import_module("hpnb.lesson.explorers.ring_or_ulysses")
+
+    def less_exposed(tokens: int, kv_heads: int) -> str:
+        ways, _ = explorer.exposed(8 * tokens, 32, kv_heads, 8, "InfiniBand NDR")
+        return str(min(ways, key=lambda way: ways[way]))
+
+    assert [less_exposed(tokens, 32) for tokens in (17_000, 18_000)] == ["Ulysses", "ring"]
+    assert [less_exposed(tokens, 8) for tokens in (2_500, 3_000)] == ["Ulysses", "ring"]
+
+
+def test_packed_all_to_alls_send_the_same_bytes_in_half_the_messages() -> None:
+    shape, latency, bandwidth = Attention(64, 8, 8, 16, 1, 4), theory.Link(1.0, 1e30), theory.Link(0.0, 1.0)
+    one_by_one = theory.context.ulysses_exposed
+    assert long_contexts.packed_exposed(shape, 4, latency) == one_by_one(shape, 4, latency).total / 2
+    assert long_contexts.packed_exposed(shape, 4, bandwidth) == one_by_one(shape, 4, bandwidth).total
 
 
 # --- on ranks ----------------------------------------------------------------------------------------
@@ -96,6 +116,9 @@ def test_replayed_times_are_put_together_from_what_was_timed(two: Any) -> None:
     for times in replayed:
         assert 0 < times.ring <= times.messages < 1.0  # measured, so the link was not asked
         assert 0 < times.ulysses < 1.0
+        assert 0 < times.packed < 1.0
+        assert times.parts["all-to-all"] == pytest.approx(times.ulysses / 8)
+        assert times.parts["message of a ring"] == pytest.approx(times.messages / 3)
 
 
 def reload(restart: bool) -> float:

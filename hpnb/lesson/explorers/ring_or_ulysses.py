@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RATE = 400e12  # FLOP/s of attention in 16 bits, about what FlashAttention-2 and 3 reach on an H100
+SHARE = "less exposed / computing (%)"  # of the way that exposes less
 _LENGTHS = tuple(1 << k for k in range(12, 21))
 
 KNOBS: Knobs = {
@@ -24,11 +25,11 @@ KNOBS: Knobs = {
 }
 ANSWER = {"sequence": 65_536, "kv_heads": 8}
 CHALLENGE = Challenge(
-    "32 heads, at least 8 kv heads, cp 8, InfiniBand NDR, at most 65,536 tokens: expose at most 5 % of the "
-    "computing.",
+    "32 heads, at least 8 kv heads, cp 8, InfiniBand NDR, at most 65,536 tokens: an exposed time of at most "
+    "5 % of the computing time.",
     lambda at: (
         (at["heads"] == 32 and at["kv_heads"] >= 8 and at["cp"] == 8 and at["link"] == "InfiniBand NDR")
-        and (at["sequence"] <= 65_536 and at["exposed (%)"] <= 5)
+        and (at["sequence"] <= 65_536 and at[SHARE] <= 5)
     ),
 )
 
@@ -38,7 +39,7 @@ def ring_or_ulysses() -> Explorer:
 
     One sequence, heads of 128 values in bfloat16, and 400 TFLOP/s of attention.
     """
-    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("sequence", "exposed (%)")).display()
+    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("sequence", SHARE), goal=5).display()
 
 
 def exposed(sequence: int, heads: int, kv_heads: int, cp: int, link: str) -> tuple[dict[str, float], float]:
@@ -62,7 +63,7 @@ def _readings(sequence: float, heads: int, kv_heads: int, cp: int, link: str) ->
     best = min(ways, key=lambda way: ways[way])
     readings = {
         "less exposed": best,
-        "exposed (%)": 100 * ways[best] / computing,
+        SHARE: 100 * ways[best] / computing,
         "computing (ms)": 1e3 * computing,
         "ring (ms)": 1e3 * ways["ring"],
         "Ulysses (ms)": 1e3 * ways["Ulysses"] if "Ulysses" in ways else f"needs {cp} heads",
@@ -77,6 +78,7 @@ def _readings(sequence: float, heads: int, kv_heads: int, cp: int, link: str) ->
             {way: [values[way] for values, _ in rows] for way in ways},
             computing=[seconds for _, seconds in rows],
             marked=sequence,
+            marked_as="the sequence of the knob",
             text=not fast,
             title=f"predicted · {cp} ranks over {link}, {heads} heads, {kv_heads} kv heads",
         )

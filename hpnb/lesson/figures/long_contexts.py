@@ -25,7 +25,7 @@ def ring_steps(steps: Sequence[Sequence[tuple[int, float]]], title: str = "") ->
     """
     forward, idle = STYLE["F"], STYLE["idle"]
     keys = [Key(OpStyle(forward.color, "", "all pairs visible")),
-            Key(OpStyle(mix(forward.color, CARD, 0.5), "", "half of them")),
+            Key(OpStyle(mix(forward.color, CARD, 0.5), "", "about half")),
             Key(OpStyle(idle.color, idle.hatch, "none: all keys come later"))]  # fmt: skip
     fig, (ax,) = new_figure([0.45 * len(steps)], title=title, legend=keys, left=0.75, bottom=0.45)
     for rank, row in enumerate(steps):
@@ -62,7 +62,7 @@ def causal_work(assignments: Mapping[str, Sequence[int]], title: str = "") -> Fi
     columns = len(assignments)
     side = (7.0 - 0.75 - 0.2 - 0.45 * (columns - 1)) / columns
     fig, axes = new_figure([min(side, 2.4)], title=title, legend=keys, columns=columns, left=0.75, head=0.3,
-                           bottom=0.62, between=0.45)  # fmt: skip
+                           bottom=0.82, between=0.45)  # fmt: skip
     said = []
     for ax, (way, owners) in zip(axes, assignments.items(), strict=True):
         n = len(owners)
@@ -72,7 +72,8 @@ def causal_work(assignments: Mapping[str, Sequence[int]], title: str = "") -> Fi
         ax.imshow(cells, cmap=colors, vmin=-1, vmax=ranks - 1, interpolation="nearest", aspect="auto")
         work = work_per_rank(owners)
         ax.set_title(way, size=TEXT, color=INK, loc="left", pad=4)
-        ax.set_xlabel("key\npairs: " + ", ".join(f"{pairs:,}" for pairs in work), size=SMALL, color=INK)
+        pairs = ", ".join(f"{n:,}" for n in work)
+        ax.set_xlabel(f"key\nvisible pairs of each rank:\n{pairs}", size=SMALL, color=INK)
         ax.set_ylabel("query" if ax is axes[0] else "", size=SMALL, color=INK)
         ax.set(xticks=[], yticks=[])
         said.append(f"{way}: ranks 0 to {ranks - 1} work on {', '.join(map(str, work))} pairs")
@@ -97,6 +98,7 @@ def exposed_times(
     dots_at: Sequence[float] = (),
     computing: Sequence[float] = (),
     marked: float | None = None,
+    marked_as: str = "",
     title: str = "",
     text: bool = True,
 ) -> Figure:
@@ -107,17 +109,18 @@ def exposed_times(
         predicted: {way: seconds for each length}, lines.
         replayed: {way: seconds for each of `dots_at`}, dots.
         computing: a rank's seconds of computing for each length, a thin line.
-        marked: a sequence length with an upright rule.
+        marked, marked_as: a sequence length with an upright rule, and what it is, for the legend.
     """
     look = looks(predicted)
-    series = [Series(way, lengths, values, look[way]) for way, values in predicted.items()]
+    kind = "predicted" if replayed else "exposed"
+    series = [Series(f"{way}, {kind}", lengths, values, look[way]) for way, values in predicted.items()]
     for way, values in (replayed or {}).items():
-        series.append(Series(way, dots_at, values, look[way], "dots", f"{way}, replayed"))
+        series.append(Series(f"{way}, replayed", dots_at, values, look[way], "dots"))
     if computing:
-        series.append(Series("computing", lengths, computing, Look(SOFT, "", ":")))
-    keys = [Key(OpStyle(INK, "", "replayed from times of the parts"), "dot")] if replayed else []
+        series.append(Series("computing", lengths, computing, Look(SOFT, "", "-")))
+    keys = [Key(OpStyle(SOFT, "", marked_as, ":"), "line")] if marked is not None and marked_as else []
     what = "time of one attention" if computing else "exposed time of one attention"
-    panel = CurvePanel(series, what, "xy", xlabel="sequence length")
+    panel = CurvePanel(series, what, "xy", xlabel="sequence length, on all ranks (tokens)")
     fig = curves([panel], title=title, more_keys=keys, left=0.85)
     (ax,) = fig.axes
     if marked is not None:
@@ -148,7 +151,8 @@ def losses_and_rows(
 
     Args:
         losses: {run: loss of each step}.
-        norms: {run: norm for each position}, 0 where nothing trains a row, which then has no dot.
+        norms: {run: norm for each position}, 0 where nothing trains a row, which then has a cross at the
+            bottom.
     """
     look = dict(zip(losses, (Look(*SERIES[k]) for k in (0, 1)), strict=True))
     upper = [
@@ -159,9 +163,17 @@ def losses_and_rows(
                     label=f"gradient's norm, {run},") for run, y in norms.items()]  # fmt: skip
     panels = [CurvePanel(upper, height=1.3, title="loss", xlabel="step"),
               CurvePanel(lower, log="y", height=1.3, xlabel="position",
-                         title="norm of the gradient of each row of wpe that has one")]  # fmt: skip
-    fig = curves(panels, title=title, gap=0.75)
-    log_ticks(fig.axes[1].yaxis, lambda value: f"{value:g}")
+                         title="norm of the gradient of each row of wpe")]  # fmt: skip
+    cross = Key(OpStyle(INK, "", "a row without a gradient"), "dot", marker="x")
+    fig = curves(panels, title=title, more_keys=[cross], gap=0.75)
+    ax = fig.axes[1]
+    log_ticks(ax.yaxis, lambda value: f"{value:g}", (1.0, 2.0, 5.0))
+    low, high = ax.get_ylim()
+    ax.set_ylim(low / (high / low) ** 0.2, high)  # space for the crosses
+    for height, (run, y) in zip((0.05, 0.12), norms.items(), strict=True):
+        missing = [k for k, norm in enumerate(y) if norm <= 0]
+        ax.plot(missing, [height] * len(missing), "x", color=look[run].color, markersize=5,
+                transform=ax.get_xaxis_transform(), label=f"_no gradient, {run}")  # fmt: skip
     trained = (f"{run}: {sum(norm > 0 for norm in row)} of {len(row)} rows get a gradient"
                for run, row in norms.items())  # fmt: skip
     fig.set_label("; ".join(trained))

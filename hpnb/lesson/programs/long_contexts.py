@@ -16,6 +16,7 @@ import hpnb
 from hpnb import comm, theory
 from hpnb.context_parallel import ContextParallel, Ring, Visibility, merge_blocks
 from hpnb.context_parallel.blockwise import block_backward, block_forward
+from hpnb.lesson.machine_card import MachineCard
 from hpnb.lesson.programs.device_timing import Batch
 from hpnb.lesson.programs.gpt2_pipeline import time_in_turn
 from hpnb.lesson.programs.gpt2_tensor import random_values
@@ -127,12 +128,34 @@ class Replayed:
     """Exposed seconds of one attention, forward and backward, put together from what was timed alone.
 
     Attributes:
+        packed: of Ulysses, with q, k and v in one all-to-all.
         messages: of the ring, seconds of all its messages, exposed or not.
+        parts: what was timed alone, named as in `predict_parts`.
     """
 
     ring: float
     ulysses: float
+    packed: float
     messages: float
+    parts: dict[str, float]
+
+
+def packed_exposed(shape: Attention, ranks: int, link: theory.Link) -> float:
+    """Predicted exposed seconds of Ulysses, forward and backward, with q, k and v in one all-to-all."""
+    sent = theory.context.ulysses_bytes(shape, ranks).total
+    return 4 * (ranks - 1) * link.latency + sent / link.bandwidth
+
+
+def predict_parts(shape: Attention, ranks: int, card: MachineCard) -> dict[str, float]:
+    """Predicted seconds of a ring step's forward, of one message of a ring, and of the all-to-all of q."""
+    block = theory.context.ring_bytes(shape, ranks).forward / (ranks - 1)
+    exchanges = theory.context.ulysses_exposed(shape, ranks, card.link).total
+    computing = theory.context.ring_step_seconds(shape, ranks, card.matmul).forward
+    return _parts(computing, theory.seconds("send", block, ranks, card.link), exchanges / 8)
+
+
+def _parts(step: float, message: float, exchange: float) -> dict[str, float]:
+    return {"computing of a step": step, "message of a ring": message, "all-to-all": exchange}
 
 
 def replay_exposed(shapes: Sequence[Attention], dtype: torch.dtype, link: theory.Link) -> list[Replayed]:
@@ -153,14 +176,17 @@ def replay_exposed(shapes: Sequence[Attention], dtype: torch.dtype, link: theory
     replayed = []
     for i, shape in enumerate(shapes):
         step = BothWays(*(statistics.median(computing[i, way]) for way in ("forward", "backward")))
+        block = theory.context.ring_bytes(shape, axis.size).forward / (axis.size - 1)
         over, ulysses = link, theory.context.ulysses_exposed(shape, axis.size, link).total
+        packed = packed_exposed(shape, axis.size, link)
         if not assumed:
-            block = theory.context.ring_bytes(shape, axis.size).forward / (axis.size - 1)
             over = theory.Link(0.0, block / statistics.median(sending[f"{i} ring"]))
-            ulysses = 2 * statistics.median(sending[f"{i} ulysses"])  # the backward sends the same
+            ulysses, packed = (2 * statistics.median(sending[f"{i} {way}"])  # the backward sends the same
+                               for way in ("ulysses", "packed"))  # fmt: skip
+        parts = _parts(step.forward, theory.seconds("send", block, axis.size, over), ulysses / 8)
         exposed, messages = (theory.context.ring_exposed(shape, axis.size, over, computed).total
                              for computed in (step, BothWays(0.0, 0.0)))  # fmt: skip
-        replayed.append(Replayed(exposed, ulysses, messages))
+        replayed.append(Replayed(exposed, ulysses, packed, messages, parts))
     return replayed
 
 
@@ -190,7 +216,7 @@ def _step_calls(shape: Attention, axis: Axis, dtype: torch.dtype) -> dict[str, C
 
 
 def _message_calls(shape: Attention, axis: Axis, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-    """{"ring": one block goes on, "ulysses": the all-to-alls of a forward}."""
+    """{"ring": one block goes on, "ulysses": the all-to-alls of a forward, "packed": q, k and v in one}."""
     local = shape.sequence // axis.size
     ring = Ring.of(axis, local, zigzag=True)
     q = torch.randn(1, shape.heads, local, shape.head_size, device=hpnb.device(), dtype=dtype)
@@ -201,4 +227,8 @@ def _message_calls(shape: Attention, axis: Axis, dtype: torch.dtype) -> dict[str
             exchanged = comm.all_to_all(q, axis, 1, 2)
         comm.all_to_all(exchanged, axis, 2, 1)
 
-    return {"ring": lambda: ring.pass_on(block)(), "ulysses": ulysses}
+    def packed() -> None:
+        exchanged = comm.all_to_all(torch.cat([q, q, q]), axis, 1, 2)
+        comm.all_to_all(exchanged[:1], axis, 2, 1)
+
+    return {"ring": lambda: ring.pass_on(block)(), "ulysses": ulysses, "packed": packed}

@@ -327,17 +327,15 @@ card, m, buckets = lesson.machine_card(N), 8, 8
 schedule = schedules.make("1f1b", N, m)
 steps = vit_hybrid.record_axes(pool, SIZE, IMAGES, DTYPE, schedule, buckets)
 share = steps.alone.end  # seconds of a rank's part of the batch, nothing sent
-step = steps.timelines
-busy = {axis: max(map(step[axis].work, range(N))) for axis in sent}  # busiest rank
+busy = {axis: max(map(tl.work, range(N))) for axis, tl in steps.timelines.items()}
 lesson.record("04.busy", busy, "s")
 lesson.record("04.predicted", {"share": share, "bubble": share * (N - 1) / m}, "s")
 lesson.record("04.link.latency", card.latency, "s")
 lesson.record("04.link.bandwidth", card.bandwidth, "B/s")
 
 
-def predict_steps(link):
-    backward = 2 / 3 * share  # the forward is a third
-    exposed = theory.exposed_seconds(backward, gradient, buckets, N, link)
+def predict_steps(link):  # the backward is 2 / 3 of a rank's compute
+    exposed = theory.exposed_seconds(2 / 3 * share, gradient, buckets, N, link)
     send = theory.seconds("send", hidden / m, 2, link)
     all_reduces = 4 * SIZE.layers * theory.seconds("all_reduce", hidden, N, link)
     pipeline = (m + N - 1) / m * share + 2 * (N - 1) * send
@@ -374,13 +372,13 @@ lesson.claim("Yet dp's step is shorter", (measured["dp"], "<", measured["pp"]))
 vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 
 # %% [markdown]
-# Simulated on a hundredth of the bandwidth, the step takes <data value="04.growth.tp:.1f">4.9</data> times as long as on this link along tp, <data value="04.growth.dp:.1f">2.9</data> times along
-# dp, and <data value="04.growth.pp:.2f">1.13</data> times along pp. Over the measured steps it is <data value="04.rise.tp:.1f">5.0</data>, <data value="04.rise.dp:.1f">1.9</data> and <data value="04.rise.pp:.2f">1.00</data> times. So trust the order, not the factors.
+# Simulated on a hundredth of the bandwidth, the step takes <data value="04.growth.tp:.1f">4.9</data> times as long as on this link along tp, <data value="04.growth.dp:.1f">2.9</data> along
+# dp, and <data value="04.growth.pp:.2f">1.13</data> along pp. Over the measured steps it is <data value="04.rise.tp:.1f">5.0</data>, <data value="04.rise.dp:.1f">1.9</data> and <data value="04.rise.pp:.2f">1.00</data> times. So trust the order, not the factors.
 #
 # Bytes alone do not decide. Measured on this link, a step takes <data value="04.axes.dp.measured">293 ms</data> along dp, <data value="04.axes.tp.measured">306 ms</data> along tp
 # and <data value="04.axes.pp.measured">428 ms</data> along pp. For pp we predicted <data value="04.predicted.share">191 ms</data> of compute, measured in one piece, and a bubble of <data value="04.predicted.bubble">23.8 ms</data>.
 # But the 8 microbatches of the busiest rank compute for <data value="04.busy.pp">347 ms</data> together, and their replayed bubble is <data value="04.replayed.bubble">28.7 ms</data>.
-# Both add up to <data value="04.replayed.step">376 ms</data>, <data value="04.near.pp:.2f">0.88</data> times the measured step.
+# Compute and bubble add up to <data value="04.replayed.step">376 ms</data>, <data value="04.near.pp:.2f">0.88</data> times the measured step.
 #
 # <details><summary>Why the curves differ</summary>
 #
@@ -584,15 +582,13 @@ def train(leaves, swapped):
     mesh = Mesh(Layout(dp=2, pp=2, tp=2))
     dp, tp = (mesh.tp, mesh.dp) if swapped else (mesh.dp, mesh.tp)
     pipe, log = assemble(dp, mesh.pp, tp), []
-    copies = [p for p in pipe.parameters()  # sharded along neither dp nor tp
-              if not placement_of(p).axes & {"dp", "tp"}]  # fmt: skip
+    copies = [p for p in pipe.parameters() if not placement_of(p).axes & {"dp", "tp"}]
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
     for batch in vit_hybrid.leaf_batches(leaves, 64, mesh.dp, epochs=4):
         optimizer.zero_grad()
         loss = pipe.step(batch).loss.item()
         optimizer.step()
-        apart = {axis.name: distance(copies, axis) for axis in (mesh.dp, mesh.tp)}
-        log.append((loss, apart))
+        log.append((loss, {a.name: distance(copies, a) for a in (mesh.dp, mesh.tp)}))
     with hpnb.record.traffic() as traffic:
         pipe.step(batch)
     weights = full_state_dict(pipe.module, mesh.pp, [mesh.dp, mesh.tp])
@@ -600,8 +596,7 @@ def train(leaves, swapped):
 
 
 others = vit_hybrid.in_memory(hpnb.data.beans("validation", image_size=32))
-guess = vit_hybrid.guess_accuracy(others)  # always the most common class
-lesson.record("04.guess", guess, "%")
+guess = vit_hybrid.record_guess(others)  # always the most common class
 
 # %%
 losses, distances, panels, first, last, accuracy = {}, {}, {}, {}, {}, {}
@@ -631,7 +626,7 @@ vit_hybrid.add_to_field_guide()
 
 # %% [markdown]
 # The swapped model learns. Its loss falls from <data value="04.run.swapped.loss-first-8-steps:.2f">1.12</data> to <data value="04.run.swapped.loss-last-8:.2f">0.78</data>. Its saved weights combine shards that saw different images, and classify
-# <data value="04.run.swapped.accuracy">57.1 %</data> of the validation images correctly; always guessing the most common class gives <data value="04.guess">33.8 %</data>. Nothing looks wrong until you know that the
+# <data value="04.run.swapped.accuracy">57.1 %</data> of the validation images correctly; guessing the most common class gives <data value="04.guess">33.8 %</data>. Nothing looks wrong until you know that the
 # correct run reaches <data value="04.run.correct.loss-last-8:.2f">0.57</data> and <data value="04.run.correct.accuracy">72.2 %</data>.
 #
 # <details><summary>Why does it learn at all?</summary>
@@ -640,7 +635,7 @@ vit_hybrid.add_to_field_guide()
 # to the other replica's samples, which acts like noise.
 # </details>
 #
-# Two instruments need no correct run. Copies should have distance 0. Along tp they do: it is <data value="04.apart.tp">0</data>, but along dp they end
+# Two instruments need no correct run. Copies should have distance 0. Along tp it is <data value="04.apart.tp">0</data>, but along dp they end
 # <data value="04.apart.dp:.2f">0.37</data> of their norm apart, because these ranks saw different samples and nobody averages their gradients. And the traffic atlas has dark squares of dp between the
 # nodes. A square says dp if the messages went through the dp groups, but these are the all-reduces inside blocks. The pale squares of tp are gradients.
 #
@@ -828,7 +823,7 @@ lesson.ledger.show()
 # %% [markdown]
 # The layout changes twice, and the loss differs from that of one process by at most <data value="04.losses.off:.0e">4e-15</data> of its value. This
 # works because optimizer state, learning rate and the order of samples are in the checkpoint, too. In the end the model classifies <data value="04.accuracy.2-ranks-pp-2-zb-h1">71.4 %</data> of the
-# validation images correctly, and one process's model <data value="04.accuracy.one-process">71.4 %</data>.
+# validation images correctly, one process's <data value="04.accuracy.one-process">71.4 %</data>.
 #
 # The table is the *ledger* of all notebooks. "states" are weights, gradients and optimizer state, and "kept" are activations for
 # the backward.

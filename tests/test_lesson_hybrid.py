@@ -266,7 +266,7 @@ def test_ratios_of_a_step_compare_what_they_say() -> None:
 
 def test_guessing_is_as_good_as_the_most_common_class() -> None:
     leaves: Any = [{"labels": label} for label in (0, 1, 1, 2)]
-    assert vit_hybrid.guess_accuracy(leaves) == 50
+    assert vit_hybrid.record_guess(leaves) == 50
 
 
 def test_lines_of_axes_over_a_slower_link() -> None:

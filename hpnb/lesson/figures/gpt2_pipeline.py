@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -10,6 +9,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hpnb.lesson.programs.step_timing import median_by
 from hpnb.plot.canvas import SMALL, TEXT, Box, Key, boxes, new_figure, panel_title, text_inches
 from hpnb.plot.curves import CurvePanel, Look, Series, curves, note
 from hpnb.plot.grammar import ALARM, AXIS, INK, SERIES, SOFT, STYLE, OpStyle, mix
@@ -23,7 +23,7 @@ KINDS: dict[str, OpStyle] = {
     "embedding": OpStyle(mix(_STONE, "#FFFFFF", 0.55), "..", "embedding"),
     "block": OpStyle(mix(_STONE, "#FFFFFF", 0.2), "", "block"),
     "head": OpStyle(mix(_STONE, "#000000", 0.25), "//", "head"),
-    "loss": OpStyle(mix(_STONE, "#FFFFFF", 0.8), "xx", "loss"),
+    "loss": OpStyle(mix(_STONE, "#000000", 0.55), "", "loss"),  # dark: idle time is pale and hatched
 }
 CUT = OpStyle(AXIS["pp"].color, "", "cut", AXIS["pp"].line)
 _TALL, _WIDE = 0.95, 0.84  # inches of a skyline, and how much of its place a bar fills
@@ -174,7 +174,7 @@ def last_cut(
         raise ValueError(f"{len(positions)} positions need as many predictions, not {len(predicted)}")
     repeats = [(x, seconds) for x, times in runs.items() for seconds in times]
     scale, unit = time_unit(max(*predicted, *(seconds for _, seconds in repeats)))
-    medians = [statistics.median(times) / scale for times in runs.values()]
+    medians = [median_by(times, float) / scale for times in runs.values()]  # as in StepRepeats
     look = Look(*SERIES[1])
     span = positions[-1] - positions[0] + 1
     aside = [x + 0.02 * span + 0.01 * i * span for x, times in runs.items() for i in range(len(times))]

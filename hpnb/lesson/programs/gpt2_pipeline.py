@@ -196,6 +196,14 @@ def w_over_i(steps: Mapping[str, Timeline]) -> dict[str, float]:
     return ratios
 
 
+def seconds_per_rank(steps: Mapping[str, Timeline], op: str) -> dict[str, float]:
+    """{schedule: how long the actions `op` take, mean over the ranks}."""
+    return {
+        name: sum(e.duration for e in step.events if e.op == op) / len(step.ranks)
+        for name, step in steps.items()
+    }
+
+
 def add_to_ledger(model: str, predicted: Mapping[str, float], steps: Mapping[str, Timeline]) -> None:
     """Note the step of each schedule in the reader's ledger, {schedule: seconds} and {schedule: its step}."""
     for name, step in steps.items():

@@ -28,6 +28,11 @@ class Score:
     regrets: tuple[float, ...]
 
     @property
+    def share(self) -> float:
+        """Of the answers, those that held."""
+        return self.held / self.given if self.given else 0.0
+
+    @property
     def median(self) -> float | None:
         """One wild answer does not decide."""
         return statistics.median(self.regrets) if self.regrets else None

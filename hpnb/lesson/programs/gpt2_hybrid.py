@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
@@ -365,6 +365,36 @@ def run_layout(
     v, m = layout.chunks_per_rank, layout.count_microbatches(samples // layout.dp)
     ran = schedule or schedules.make(layout.schedule, layout.pp * v, m, v)
     return LayoutRun(layout, records, ran, link, sent, peak)
+
+
+def replay_on_links(
+    runs: Mapping[str, LayoutRun], task: LayoutTask, factors: Sequence[float], rules: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """The runs with the bandwidth multiplied by each factor: columns of a table with a row a factor.
+
+    Args:
+        task: for predictions, on the link of the runs.
+        rules: {name of a rule of thumb: the layout that it chooses}.
+
+    Returns:
+        The fastest layout, replayed and predicted, and what the choice of the prediction and of each rule
+        costs over the fastest, in %.
+    """
+    first = next(iter(runs.values()))
+    table: dict[str, dict[str, Any]] = {}
+    for factor in factors:
+        row, link = f"{factor} x bandwidth", replace(first.link, bandwidth=factor * first.link.bandwidth)
+        took = {name: sum(run.parts_on(link).values()) for name, run in runs.items()}
+        expected = {
+            name: sum(theory.layout_parts(replace(task, inside=link), run.layout).values())
+            for name, run in runs.items()
+        }
+        best, ours = min(took, key=lambda n: took[n]), min(expected, key=lambda n: expected[n])
+        table.setdefault(f"fastest, {first.source}", {})[row] = best
+        table.setdefault("fastest, predicted", {})[row] = ours
+        for choice, name in {"prediction": ours, **rules}.items():
+            table.setdefault(f"{choice} costs (%)", {})[row] = 100 * (took[name] / took[best] - 1)
+    return table
 
 
 # --- a step by hand, checked ---------------------------------------------------------------------------

@@ -199,7 +199,7 @@ def test_vocabularies_are_drawn_on_two_logarithmic_axes() -> None:
     (ax,) = fig.axes
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
     assert [t.get_text() for t in ax.texts] == ["GPT-2", "Llama 3"]
-    assert ax.get_ylabel() == "bytes a token that leave a rank"
+    assert ax.get_ylabel() == "bytes per token that leave a rank"
     gathered, *_ = ax.get_lines()
     assert gathered.get_xdata()[-1] > 128_256
 

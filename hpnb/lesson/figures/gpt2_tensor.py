@@ -61,7 +61,7 @@ def stacked(
     panel = BarPanel(stacks, "B", reach=min(max(ends), reach or max(ends)), row_inches=0.36)
     keys = [Key(OpStyle(INK, "", "measured"), "line")] if ticks else []
     if limit is not None:
-        keys.append(Key(OpStyle(ALARM, "", "the limit", "--"), "line"))
+        keys.append(Key(OpStyle(ALARM, "", f"limit of {byte_count(limit)}", "--"), "line"))
     left = 0.3 + max(text_inches(line, TEXT, "bold") for row in rows for line in row.split("\n"))
     fig = bars([panel], look, title=title or "", more_keys=keys, left=left, text=text)
     (ax,) = fig.axes
@@ -93,7 +93,7 @@ def loss_bytes(counted: Mapping[int, Sequence[float]], ranks: int, title: str | 
         dots = [row[k] for row in counted.values()]
         series.append(Series(way, [*counted], dots, look[way], "dots", f"{way}, counted"))
     keys = [Key(OpStyle(INK, "", "counted; lines are predicted"), "dot")]
-    panel = CurvePanel(series, "bytes a token that leave a rank", "xy", xlabel="vocabulary size")
+    panel = CurvePanel(series, "bytes per token that leave a rank", "xy", xlabel="vocabulary size")
     fig = curves([panel], title=title or "", more_keys=keys, left=0.85, head=0.3)
     (ax,) = fig.axes
     values = [value for way in predicted.values() for value in way]
@@ -116,7 +116,10 @@ def losses_and_streams(
         losses, distances: {policy: a number for each step}, at most three policies.
     """
     look = dict(zip(losses, (Look(*SERIES[k]) for k in (0, 1, 3)), strict=False))  # dash-dots look solid
-    words = {"loss, first of four runs": losses, "relative distance between residual streams": distances}
+    words = {
+        "training loss, first of four runs": losses,
+        "relative distance between the residual streams of first and last rank": distances,
+    }
     panels = [
         CurvePanel(
             [
@@ -140,7 +143,7 @@ def losses_and_streams(
 
 # --- dropout masks -----------------------------------------------------------------------------------
 
-SHOWN = 40  # elements each way
+SHOWN = 24  # elements each way
 _COLORS = ("#F1F3F5", CARD, INK)  # not computed, kept, dropped
 _APART = ("#F1F3F5", CARD, "#882255")
 

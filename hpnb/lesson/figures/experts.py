@@ -53,7 +53,7 @@ def dispatched_rows(chosen: Sequence[Sequence[Sequence[int]]], num_experts: int,
     left.set_xlabel("expert", size=SMALL, color=INK)
     panel_title(left, "each token marks its experts")
     loads = _draw_received(right, chosen, num_experts)
-    panel_title(right, "after the all-to-all, sorted by expert")
+    panel_title(right, "on the experts' ranks, grouped by expert")
     for ax in (left, right):
         ax.tick_params(length=0)
     busiest = max(range(ranks), key=loads.__getitem__)
@@ -111,7 +111,7 @@ def capacity(
     lower = [Series(run, factors, y, look[run], "line and dots", f"loss, {run},")
              for run, y in losses.items()]  # fmt: skip
     panels = [CurvePanel(upper, "%", height=1.25, title="rows that are dropped"),
-              CurvePanel(lower, "loss", height=1.25, title="how much the loss rises by that",
+              CurvePanel(lower, "rise of loss", height=1.25, title="how much the loss rises by that",
                          xlabel="capacity of an expert / mean load")]  # fmt: skip
     return curves(panels, title=title, gap=0.5)
 
@@ -135,8 +135,8 @@ def losses_and_experts(
     lower = [Series(run, [e + aside[run] for e in range(len(y))], y, look[run], "dots",
                     label=f"gradient's norm, {run},") for run, y in norms.items()]  # fmt: skip
     panels = [CurvePanel(upper, height=1.3, title="loss", xlabel="step"),
-              CurvePanel(lower, height=1.3, xlabel="expert",
-                         title="norm of each expert's gradient, in a step of a few tokens")]  # fmt: skip
+              CurvePanel(lower, "norm", height=1.3, xlabel="expert",
+                         title="each expert's gradient, last block, in a step of a few tokens")]  # fmt: skip
     unused = Key(OpStyle("#FBE3D6", "", "expert without a token"))
     keys = legend_of([*upper, *lower])
     fig = curves(panels, title=title, keys=keys, more_keys=[unused], gap=0.75)
@@ -146,6 +146,7 @@ def losses_and_experts(
             ax.axvspan(expert - 0.4, expert + 0.4, color="#FBE3D6", zorder=0, linewidth=0)
     ax.set_xticks(range(len(tokens)))
     ax.set_xlim(-0.6, len(tokens) - 0.4)
+    ax.set_ylim(top=1.15 * max(norm for of_run in norms.values() for norm in of_run) or 1.0)
     empty = [e for e, count in enumerate(tokens) if not count]
     words = (f"{run}: {sum(norm[e] > 0 for e in empty)} of {len(empty)} experts without a token get one"
             for run, norm in norms.items())  # fmt: skip

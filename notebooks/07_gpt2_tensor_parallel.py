@@ -115,8 +115,7 @@ def shard_attention(heads=25, d=8, s=32):
 
 # %%
 off = pool.run(shard_attention)[0]
-title = "Distance from one process, ‖y - y₀‖ / ‖y₀‖"
-lesson.show(measured=off, key="07.heads", title=title)
+lesson.show(measured=off, key="07.heads", title="‖y - y₀‖ / ‖y₀‖, y₀ of one process")
 lesson.claim("Whole heads are exact", (off["whole heads"], "<", 1e-12))
 lesson.claim("Pieces of heads are wrong", (off["chunk"], ">", 0.1))
 library = pool.run(gpt2_tensor.compare_gpt2, batches[0]["input_ids"])[0]

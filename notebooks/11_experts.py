@@ -745,7 +745,8 @@ lesson.explorers.expert_layer()
 #
 # 16 experts, ep 4, an imbalance of 1.2: 1.6 times the ideal. With 32 experts it takes 2.0 times, because they are half as
 # wide, and with ep 8 it takes 1.7 times. Top-k hardly matters. The layer takes more milliseconds than the one that the
-# explorer opens with, because its wider experts do 4 times the FLOPs, but it wastes fewer of them.
+# explorer opens with, because its wider experts do 4 times the FLOPs, but a larger
+# share of its time is computing.
 # </details>
 #
 # **Takeaway.** Messages of one microbatch can overlap with another one's computing. Wide experts need fewer bytes per FLOP.

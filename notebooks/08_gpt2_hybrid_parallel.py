@@ -368,7 +368,7 @@ lesson.claim("Collectives alone do not explain dp 4 x tp 2",
 
 # %% [markdown]
 # On `dp 4 x tp 2` computing takes {{08.why.dp-4-x-tp-2.excess}} longer than predicted: {{08.why.dp-4-x-tp-2.collectives}} in collectives,
-# {{08.why.dp-4-x-tp-2.norms}} in norms and additions, {{08.why.dp-4-x-tp-2.thin-matmuls}} by thin matmuls, where a number below 0 means that they are faster. The rest is
+# {{08.why.dp-4-x-tp-2.norms}} in norms and additions, {{08.why.dp-4-x-tp-2.thin-matmuls}} by thin matmuls (below 0 they are faster). The rest is
 # {{08.why.dp-4-x-tp-2.rest}}, and {{08.why.dp-8.rest}} on `dp 8`. On `tp 8` it is {{08.why.tp-8.rest}} of {{08.why.tp-8.excess}}. We did not trace it.
 #
 # So we give each call a cost for all of this. We fit it to *one* layout: the excess of `dp 4 x tp 2` over that of `dp 8`,
@@ -457,7 +457,7 @@ lesson.explorers.layout_choice()
 
 # %% [markdown]
 # Bytes are off by <data value="08.error.bytes">1.77 %</data> at most, because norms and biases are whole on every rank of tp. The worst peak, of
-# <data value="08.worst">dp 8, ZeRO 3, recomputation full</data>, is off by <data value="08.error.memory">31.6 %</data>, and we did not trace why. So run a layout close to the budget. Here the same layouts fit as predicted. The fastest is <data value="08.choice">dp 2 x pp 4, recomputation full</data>. It takes <data value="08.fit.memory">37.9 %</data> longer than the fastest of all, and the prediction's
+# <data value="08.worst">dp 8, ZeRO 3, recomputation full</data>, is off by <data value="08.error.memory">31.6 %</data>, and we did not trace why. So run layouts near the budget before you trust them. Here the same layouts fit as predicted. The fastest is <data value="08.choice">dp 2 x pp 4, recomputation full</data>. It takes <data value="08.fit.memory">37.9 %</data> longer than the fastest of all, and the prediction's
 # choice costs <data value="08.fit.ours">0 %</data> more.
 #
 # **Takeaway.** Use replicas if they fit and the link is fast; else ZeRO for states, recomputation for activations. On a
@@ -635,7 +635,7 @@ lesson.field_guide.add(
 
 # %% [markdown]
 # Both losses fall. The second run is wrong because pp and tp doubled its learning rate, though they left the batch as it
-# was. Scores do not show it.
+# was. The scores do not show it.
 #
 # <details><summary>The scores</summary>
 #
@@ -885,7 +885,7 @@ lesson.claim("Predictions hold more often than rules of thumb",
 # | 03 tp | How do you split a matrix exactly? | 4 all-reduces of b·s·h a block | computing takes <data value="03.ratio:.1f">1.7</data> times as long as sending | links between nodes |
 # | 04 mesh | Which axis deserves the fast link? | tp talks most often, dp least | a small ViT on one axis, at a tenth of the bandwidth: <data value="04.tenth">dp</data> is fastest; for this page's GPT-2, {{08.links.0.1-x-bandwidth.fastest-replayed}} | one axis is enough |
 # | 05 ZeRO | How far does dp alone go? | 16 bytes a parameter, over d | <data value="05.largest">21 blocks</data> instead of <data value="05.depth.zero-0.measured">8 blocks</data> | the model fits |
-# | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | by time <data value="06.gain:.2f">1.22</data> times as fast | one layer is a stage by itself |
+# | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | by time <data value="06.gain:.2f">1.37</data> times as fast | one layer is a stage by itself |
 # | 07 heads | What refuses to divide? | three sums instead of V logits a token | <data value="07.loss.reduced">18 B</data> instead of <data value="07.loss.gathered">151 kB</data> | more ranks than heads |
 # | 08 layouts | Which one, beforehand? | five parts | <data value="08.cube">324 ms</data>, predicted <data value="08.cube.predicted">311 ms</data> | a short run |
 # | 09 planning | A thousand GPUs from one host? | datasheets, one fitted rate | worst of ten runs <data value="09.worst">9.87 %</data> off | another era of kernels |

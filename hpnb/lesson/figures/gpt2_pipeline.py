@@ -186,7 +186,7 @@ def last_cut(
     ]  # fmt: skip
     words = "blocks on the last stage, beside the head"
     panel = CurvePanel(series, f"step ({unit})", height=2.5, xlabel=words)
-    fig = curves([panel], title=title or "a step, over where the last cut is", left=0.72)
+    fig = curves([panel], title=title or "Too many blocks beside the head slow every repeat", left=0.72)
     (ax,) = fig.axes
     fastest, slowest = (pick([*(s for _, s in repeats), *predicted]) / scale for pick in (min, max))
     room = slowest - fastest

@@ -87,14 +87,14 @@ def goodput(
     say = "training, % of time"
     panels = [
         CurvePanel(series(above), say, "x", 1.6,
-                   "saving as often as is best, predicted; the faster the saves, the higher", "GPUs"),
+                   "saving every sqrt(2 D M) seconds, predicted; the faster the saves, the higher", "GPUs"),
         CurvePanel(series(below) + series(simulated, "simulated: "), say, "x", 1.6,
                    "saving more and less often, predicted and simulated",
                    "seconds of training between saves; dotted: sqrt(2 D M)"),
     ]  # fmt: skip
     fig = curves(panels, title=title, keys=[*keys, simulation], gap=0.75)
     for ax in fig.axes:
-        ax.set_ylim(0, 100)
+        ax.set_ylim(0, 104)
         log_ticks(ax.xaxis, count)
     for name, seconds in marks.items():
         rule(fig.axes[1], seconds, "best by the formula", look[name].color)
@@ -110,7 +110,12 @@ _ROW = 0.26  # inches
 
 
 def layout_map(
-    cells: Cells, node: int, title: str = "seconds of a step", setting: str = "", text: bool = True
+    cells: Cells,
+    node: int,
+    title: str = "seconds of a step",
+    setting: str = "",
+    text: bool = True,
+    tied: float = 0.0,
 ) -> Figure:
     """A map of layouts: stages upwards, tp to the right, a step's time in each cell.
 
@@ -120,6 +125,7 @@ def layout_map(
     Args:
         node: ranks of a node.
         setting: what holds for all cells, above them.
+        tied: layouts that fit and take at most this share longer than the fastest have a thin frame.
         text: False leaves the numbers out, for a redraw that must be quick.
 
     Raises:
@@ -137,6 +143,8 @@ def layout_map(
         Key(OpStyle(SOFT, "////", "out of memory"), "hatch"),
         Key(OpStyle(ALARM, "", f"a node of {node} ends", "--"), "line"),
     ]
+    if tied:
+        keys.append(Key(OpStyle(INK, "", f"thin frame: within {100 * tied:.0f} %"), "line"))
     fig, (ax,) = new_figure([_ROW * max(4, len(stages))], title=title, legend=keys,
                            head=0.3 if setting else 0.16, left=0.8)  # fmt: skip
     if setting:
@@ -164,6 +172,10 @@ def layout_map(
     ax.set_xlabel(f"tp, ranks that share a layer{blank}")
     ax.set_ylabel("pp, stages")
     beyond = min((seconds for (_, t), seconds in fitting.items() if t > node), default=None)
+    for (p, t), took in fitting.items():
+        if took < (1 + tied) * least and (p, t) != best:
+            ax.add_patch(Rectangle((widths.index(t) + 0.03, stages.index(p) + 0.06), 0.94, 0.88, fill=False,
+                                   edgecolor=INK, linewidth=1.0, zorder=4, label="tied"))  # fmt: skip
     if best:
         p, t = best
         ax.add_patch(Rectangle((widths.index(t), stages.index(p)), 1, 1, fill=False, edgecolor=INK,

@@ -202,17 +202,6 @@ def fit_share(known, nodes, overlapped=()):
     return nodes
 
 
-def worst(ratios):
-    return 100 * max(abs(ratio - 1) for ratio in ratios)
-
-
-# {run: worst error of all runs, if fitted to this one}
-def fit_each(runs, nodes, free=()):
-    fits = {one.name: fit_share(one, nodes, free) for one in runs}
-    return {name: worst(one.tflops / tflops(one, fit, free) for one in runs)
-            for name, fit in fits.items()}  # fmt: skip
-
-
 # %%
 smallest, *others = MEGATRON
 # The rule of thumb predicts the same speed for all ten; this is its worst error.
@@ -254,6 +243,17 @@ lesson.record("09.interleaved", tflops(interleaved, a100), "TFLOP/s")
 
 
 # %%
+def worst(ratios):
+    return 100 * max(abs(ratio - 1) for ratio in ratios)
+
+
+# {run: worst error of all runs, if fitted to this one}
+def fit_each(runs, nodes, free=()):
+    fits = {one.name: fit_share(one, nodes, free) for one in runs}
+    return {name: worst(one.tflops / tflops(one, fit, free) for one in runs)
+            for name, fit in fits.items()}  # fmt: skip
+
+
 fits = {known.name: fit_share(known, DGX_A100) for known in MEGATRON}
 worst_of_fit = fit_each(MEGATRON, DGX_A100)
 shares = {name: 100 * nodes.share for name, nodes in fits.items()}

@@ -418,8 +418,8 @@ for name, (nodes, plans) in kept.items():
         where[row]["step"] = sum(where[row].values())
         layout[row] = f"{plan.dp}, {plan.chunks}"
 parts = "bubble", "tp", "pp", "dp", "step"
-columns = {f"{part} (s)": {row: where[row][part] for row in where} for part in parts}
-lesson.show(columns={"dp, chunks": layout, **columns}, key="09.where", title="Predicted")
+columns = {f"{part} (s)": {row: at[part] for row, at in where.items()} for part in parts}
+lesson.show(columns={"dp, chunks": layout} | columns, key="09.where", title="Predicted")
 
 # %% [markdown]
 # **Memory** is the hatched border: too few ranks share the model.

@@ -418,7 +418,7 @@ for name, (nodes, plans) in kept.items():
         where[row]["step"] = sum(where[row].values())
         layout[row] = f"{plan.dp}, {plan.chunks}"
 parts = "bubble", "tp", "pp", "dp", "step"
-columns = {f"{part} (s)": {row: at[part] for row, at in where.items()} for part in parts}
+columns = {f"{key} (s)": {row: at[key] for row, at in where.items()} for key in parts}
 lesson.show(columns={"dp, chunks": layout} | columns, key="09.where", title="Predicted")
 
 # %% [markdown]

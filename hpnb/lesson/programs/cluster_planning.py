@@ -3,7 +3,6 @@
     fitted_cluster()                   DGX A100s whose matmul rate explains the smallest published run
     cluster(512, network)              so many of these GPUs, with a network of NETWORKS
     benchmarked_runs()                 {layout: predicted twice, and measured} of GPT-2 XL on two H200s
-    worst_published()                  the published run that `hpnb plan` is furthest off, and how far in %
     halve_field(cluster, "inside")     the cluster with half of one number
 """
 
@@ -14,7 +13,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from hpnb.bench import result_files
-from hpnb.hybrid.plan_command.published import GROUPS
 from hpnb.hybrid.plan_command.read_model import shape_of_gpt2
 from hpnb.hybrid.plan_command.run_lines import LOSS_CHUNK
 from hpnb.mesh import ParallelLayout
@@ -113,14 +111,3 @@ def benchmarked_runs() -> dict[str, BenchmarkedRun]:
         for name, layout in layouts.items()
         if name in measured
     }  # fmt: skip
-
-
-def worst_published() -> tuple[str, float]:
-    """The published run with the largest error of `hpnb plan`, and the error of its predicted step in %."""
-    errors = {
-        f"{row.group} {row.name}": 100 * abs(row.predicted / row.published - 1)
-        for group in GROUPS
-        for row in group.compare()
-    }
-    name = max(errors, key=lambda run: errors[run])
-    return name, errors[name]

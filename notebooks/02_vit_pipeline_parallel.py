@@ -150,7 +150,7 @@ lesson.claim("One rank works at a time", (walked.bubble_fraction, ">", 0.95 - 1 
 # of eight microbatches sends <data value="02.sent.step">1.67 MB</data>; data parallelism would all-reduce a gradient of
 # <data value="02.sent.gradient">25.5 MB</data>. By counting, ranks are
 # idle for 1 - 1/p =
-# <data value="02.walk-idle">75.0 %</data> of the time. In the run it was <data value="02.walk.bubble">81.6 %</data>. We call this idle share the *bubble*: idle time over
+# <data value="02.walk-idle">75.0 %</data> of the time. In the run it was <data value="02.walk.bubble">77.4 %</data>. We call this idle share the *bubble*: idle time over
 # ranks × *makespan*, where the makespan is the time from the first start to the last end.
 #
 # **Takeaway.** A pipeline sends little, and only between neighbours. What it wastes is time: with one microbatch, p ranks
@@ -264,9 +264,9 @@ lesson.claim("Microbatches help", (bubble, "<", 100 * walked.bubble_fraction))
 trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")  # Perfetto
 
 # %% [markdown]
-# The formula assumes equal stages and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. The simulation predicts <data value="02.gpipe.from-m-1.bubble">32.0 %</data>.
+# The formula assumes equal stages and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. The simulation predicts <data value="02.gpipe.from-m-1.bubble">29.9 %</data>.
 # It knows each stage's time, but from a step of one microbatch, whose actions may take longer than those in a step of
-# eight. The replay gives <data value="02.bubble">29.9 %</data>.
+# eight. The replay gives <data value="02.bubble">32.6 %</data>.
 #
 # The lower curves show what is *in flight*. A rank keeps a microbatch's activations from its forward until its backward, so
 # GPipe ends up with all <data value="02.gpipe.m-8.in-flight">8</data> microbatches in flight.
@@ -393,11 +393,11 @@ lesson.claim("1F1B takes about as long as GPipe", (change, "<", 0.15))
 # On rank 0 the activations fall from
 # <data value="02.activations.rank-0.gpipe-measured">9.14 MB</data> under GPipe to <data value="02.activations.rank-0.measured">4.67 MB</data>.
 #
-# In a second run, GPipe's step takes <data value="02.step.gpipe.replayed">154 ms</data> with a bubble of
-# <data value="02.step.gpipe.bubble">30.0 %</data>, 1F1B's <data value="02.step.1f1b.replayed">153 ms</data> with
-# <data value="02.step.1f1b.bubble">28.3 %</data>. By the formula both bubbles are
+# In a second run, GPipe's step takes <data value="02.step.gpipe.replayed">115 ms</data> with a bubble of
+# <data value="02.step.gpipe.bubble">29.3 %</data>, 1F1B's <data value="02.step.1f1b.replayed">120 ms</data> with
+# <data value="02.step.1f1b.bubble">28.4 %</data>. By the formula both bubbles are
 # equal, because the first and the last microbatch still pass through the stages
-# alone. Both steps do the same work, <data value="02.step.gpipe.work">108 ms</data> and <data value="02.step.1f1b.work">110 ms</data> here, so steps
+# alone. Both steps do the same work, <data value="02.step.gpipe.work">81.6 ms</data> and <data value="02.step.1f1b.work">86.1 ms</data> here, so steps
 # also differ by noise.
 #
 # **Takeaway.** 1F1B has GPipe's bubble and keeps at most p microbatches instead of m.
@@ -630,17 +630,17 @@ vit_pipeline.record_race(NAME, predicted, ran, spread)
 # %% [markdown]
 # All four idle less than 1F1B. We call one schedule faster than another only if their steps
 # differ by more than the larger of the two spreads. By this test,
-# <data value="02.race.faster">no schedule is faster than another</data>; a pair that is not named here is undecided. The prediction puts
-# <data value="02.race.first.predicted">zb-v</data> first, the run <data value="02.race.first.run">zb-v</data>.
+# <data value="02.race.faster">interleaved is faster than 1f1b, zb-h2 is faster than 1f1b</data>; a pair that is not named here is undecided. The prediction puts
+# <data value="02.race.first.predicted">zb-v</data> first, the run <data value="02.race.first.run">zb-h2</data>.
 #
 # Our prediction takes I and W as equal. But the matmuls inside attention, softmax and GELU have no weights, hence no W, so I takes
-# <data value="02.race.zb-h1.i-w:.2f">1.56</data> times as long as
+# <data value="02.race.zb-h1.i-w:.2f">1.38</data> times as long as
 # W. By the formulas above, this makes ZB-H1 idle longer and leaves ZB-H2 as it is.
 #
 # <details><summary>Steps that differ by noise</summary>
 #
 # ZB-H1 and ZB-H2 execute the same pieces, and a rank works
-# <data value="02.race.zb-h1.work">115 ms</data> and <data value="02.race.zb-h2.work">115 ms</data>. Where these differ, it is by noise, which enters the steps.
+# <data value="02.race.zb-h1.work">93.1 ms</data> and <data value="02.race.zb-h2.work">93.8 ms</data>. Where these differ, it is by noise, which enters the steps.
 # The bubble feels this less: if all of a run is
 # slow, its work and its idle time are both longer.
 # </details>
@@ -682,7 +682,7 @@ vit_pipeline.record_race(NAME, predicted, ran, spread)
 # DeepSpeed's pipeline engine has 1F1B alone.
 # </details>
 #
-# **Takeaway.** All four idle less; by our test of steps, <data value="02.race.faster">no schedule is faster than another</data>. Interleaving costs messages and memory. A split backward costs memory: ZB-H1 on all
+# **Takeaway.** All four idle less; by our test of steps, <data value="02.race.faster">interleaved is faster than 1f1b, zb-h2 is faster than 1f1b</data>. Interleaving costs messages and memory. A split backward costs memory: ZB-H1 on all
 # ranks but the first, ZB-H2 on all. ZB-V costs both.
 #
 # ## Three numbers are called "bubble"
@@ -780,9 +780,9 @@ lesson.claim("A heavy stage delays the step", (delay, ">", 1.02))
 # %% [markdown]
 # The steps are simulated from times of single layers, measured on rank 0 while the other ranks waited. So compare
 # them with each
-# other, not with the race. The uniform partition takes <data value="02.cut-step.uniform.simulated">1.03 s</data>, the heavy one
-# <data value="02.cut-step.heavy.simulated">1.26 s</data>. Balancing by time gives
-# <data value="02.cut-step.by-time.simulated">1.03 s</data>: a ViT's blocks are equal, so "uniform" is already good.
+# other, not with the race. The uniform partition takes <data value="02.cut-step.uniform.simulated">113 ms</data>, the heavy one
+# <data value="02.cut-step.heavy.simulated">136 ms</data>. Balancing by time gives
+# <data value="02.cut-step.by-time.simulated">113 ms</data>: a ViT's blocks are equal, so "uniform" is already good.
 #
 # A timeline tells the causes of a bubble apart:
 #
@@ -792,7 +792,7 @@ lesson.claim("A heavy stage delays the step", (delay, ">", 1.02))
 # | slow link | ranks are free and their inputs were computed long ago | such waits above 5 % of ranks × makespan |
 # | few microbatches | ranks wait only while the pipeline fills and drains | neither of these |
 #
-# In the figure, rank 1 works <data value="02.heavy-work:.2f">1.50</data> times as long as the median rank.
+# In the figure, rank 1 works <data value="02.heavy-work:.2f">1.49</data> times as long as the median rank.
 #
 # ### Exercise 4: what is wrong with this step?
 #
@@ -879,15 +879,15 @@ lesson.record("02.sweep-step", steps, "s")
 lesson.claim("Microbatches help", (alone, ">", 1.1 * shortest))
 
 # %% [markdown]
-# The step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">3.8</data>.  Past the best m, the added launch cost exceeds the bubble
+# The step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">3.7</data>.  Past the best m, the added launch cost exceeds the bubble
 # time saved.
 #
 # <details><summary>Has this pipeline paid?</summary>
 #
-# At m = 1 only one rank works at a time, so that step, <data value="02.sweep-step.alone">195 ms</data>, is what one rank would
-# need alone: T and p times c. The best step takes <data value="02.sweep-step.best">127 ms</data>: far from a fourth of that, although each of the four ranks
+# At m = 1 only one rank works at a time, so that step, <data value="02.sweep-step.alone">156 ms</data>, is what one rank would
+# need alone: T and p times c. The best step takes <data value="02.sweep-step.best">106 ms</data>: far from a fourth of that, although each of the four ranks
 # is replayed with its own core. At this m they compute for
-# <data value="02.sweep-step.work">290 ms</data> in all, so two real cores would need at least <data value="02.sweep-step.two">145 ms</data>.
+# <data value="02.sweep-step.work">242 ms</data> in all, so two real cores would need at least <data value="02.sweep-step.two">121 ms</data>.
 # </details>
 #
 # <details><summary>Which m to choose</summary>

@@ -350,16 +350,16 @@ lesson.record("03.slower", predictions.slower_than_predicted(recorded, block, ca
 lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 
 # %% [markdown]
-# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">574 ms</data>; <data value="03.exposed.share">28.0 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">32.5 %</data> of the communication, all of it in the backward. In the forward attention's all-reduce comes first, in the backward the MLP's.
+# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">57.9 ms</data>; <data value="03.exposed.share">14.0 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">41.0 %</data> of the communication, all of it in the backward. In the forward attention's all-reduce comes first, in the backward the MLP's.
 #
-# The formula is for 2-byte numbers. Our float32 halves it, and attention's scores add 1 %, so it predicts <data value="03.ratio.predicted">40.3</data>.
-# The run has <data value="03.ratio">1.65</data>, because it has costs that the formula leaves out.
+# The formula is for 2-byte numbers. Our float32 halves it, and attention's scores add 1 %, so it predicts <data value="03.ratio.predicted">10.0</data>.
+# The run has <data value="03.ratio">3.58</data>, because it has costs that the formula leaves out.
 #
 # <details><summary>Three factors between the formula and the run</summary>
 #
-# - Computing took <data value="03.slower.compute">2.67</data> times as long as its matrix products would at the card's rate. That includes norms, GELU, residuals and slower products; the run does not separate them.
-# - Latency makes the all-reduces <data value="03.slower.latency">1.38</data> times as long as their bytes alone.
-# - The rest makes them <data value="03.slower.sums">47.2</data> times as long again, in part because a rank waits for the later one; the run does not explain the remainder.
+# - Computing took <data value="03.slower.compute">1.50</data> times as long as its matrix products would at the card's rate. That includes norms, GELU, residuals and slower products; the run does not separate them.
+# - Latency makes the all-reduces <data value="03.slower.latency">1.52</data> times as long as their bytes alone.
+# - The rest makes them <data value="03.slower.sums">2.76</data> times as long again, in part because a rank waits for the later one; the run does not explain the remainder.
 # </details>
 #
 # <details><summary>On a laptop</summary>
@@ -737,12 +737,12 @@ lesson.claim("1D is faster with few tokens", (small["1d"], "<", small["2d"]))
 vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 
 # %% [markdown]
-# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">71.5 ms</data>, <data value="03.too-low.1d">1.41</data> times the prediction; with sequence parallelism it took <data value="03.race.1d+sp.measured">95.7 ms</data> or <data value="03.too-low.1d+sp">1.61</data> times,
-# and 2D <data value="03.race.2d.measured">145 ms</data> or <data value="03.too-low.2d">1.28</data> times. The prediction has no norms, launches or waiting. This run does not say why the ratios differ.
+# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">33.9 ms</data>, <data value="03.too-low.1d">1.55</data> times the prediction; with sequence parallelism it took <data value="03.race.1d+sp.measured">59.3 ms</data> or <data value="03.too-low.1d+sp">2.25</data> times,
+# and 2D <data value="03.race.2d.measured">95.3 ms</data> or <data value="03.too-low.2d">1.82</data> times. The prediction has no norms, launches or waiting. This run does not say why the ratios differ.
 #
-# Sequence parallelism raises the prediction from <data value="03.race.1d.predicted">50.7 ms</data> to <data value="03.race.1d+sp.predicted">59.3 ms</data>. Splitting the all-reduces costs nothing: a ring all-reduce over four ranks has 2 (4 - 1) = 6 steps of one latency α, as many as reduce-scatter and all-gather together. The whole difference is the all-reduce of norm gradients, whose six latencies take <data value="03.norms">8.66 ms</data>.
+# Sequence parallelism raises the prediction from <data value="03.race.1d.predicted">21.9 ms</data> to <data value="03.race.1d+sp.predicted">26.3 ms</data>. Splitting the all-reduces costs nothing: a ring all-reduce over four ranks has 2 (4 - 1) = 6 steps of one latency α, as many as reduce-scatter and all-gather together. The whole difference is the all-reduce of norm gradients, whose six latencies take <data value="03.norms">4.45 ms</data>.
 #
-# Eight times the tokens took <data value="03.race.2d.measured-growth">2.34</data> times as long in 2D and <data value="03.race.1d.measured-growth">2.97</data> times in 1D. So a large part of each time does not depend on tokens. In 1D's prediction, <data value="03.latency">68.4 %</data> of the time with few tokens is latency.
+# Eight times the tokens took <data value="03.race.2d.measured-growth">1.55</data> times as long in 2D and <data value="03.race.1d.measured-growth">3.18</data> times in 1D. So a large part of each time does not depend on tokens. In 1D's prediction, <data value="03.latency">81.4 %</data> of the time with few tokens is latency.
 #
 # <details><summary>Which latency, and what would help?</summary>
 #

@@ -544,9 +544,9 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # The backward has 2.5 times the FLOPs and, in 16 bits, 3 times the bytes, so it needs 1.2 times the
 # length. Its last message, which brings gradients home, is always exposed. `theory.context` adds all this up.
 #
-# In the figure below, lines are *predicted* from the machine card, with ρ = <data value="10.rho">100</data> FLOP a byte. Dots are *replayed*: we
+# In the figure below, lines are *predicted* from the machine card, with ρ = <data value="10.rho">79</data> FLOP a byte. Dots are *replayed*: we
 # time a step's computing and each message alone, and add them up by the same rule. On CPU cores that ranks share, computing
-# counts its CPU time. H = G = <data value="10.heads">8</data>, so the forward is covered from <data value="10.overlap">398</data> tokens a rank on.
+# counts its CPU time. H = G = <data value="10.heads">8</data>, so the forward is covered from <data value="10.overlap">314</data> tokens a rank on.
 
 # %%
 replayed = pool.run(long_contexts.replay_exposed, shapes, DTYPE, card.link)[0]
@@ -592,15 +592,15 @@ lesson.claim("At the longest sequence, the ring exposes less, even than packed",
 lesson.explorers.ring_or_ulysses()
 
 # %% [markdown]
-# *The ring.* At <data value="10.lengths.first">64</data> tokens it exposes <data value="10.share.first">39.1 %</data> of its messages' time, and at <data value="10.lengths.last">4,096</data>
+# *The ring.* At <data value="10.lengths.first">64</data> tokens it exposes <data value="10.share.first">39.6 %</data> of its messages' time, and at <data value="10.lengths.last">4,096</data>
 # tokens <data value="10.share.last">11.1 %</data>: of 9 equal messages, only the last. Its dots are mostly below the line, because a step of
-# <data value="10.lengths.first">64</data> tokens computes for <data value="10.parts.computing-of-a-step.measured">753 µs</data> instead of
-# <data value="10.parts.computing-of-a-step.predicted">2.91 µs</data>. Small operations don't reach the matmul rate.
+# <data value="10.lengths.first">64</data> tokens computes for <data value="10.parts.computing-of-a-step.measured">592 µs</data> instead of
+# <data value="10.parts.computing-of-a-step.predicted">1.55 µs</data>. Small operations don't reach the matmul rate.
 #
-# *Ulysses.* No computing covers its all-to-alls. The card predicts <data value="10.parts.all-to-all.predicted">2.88 ms</data> for a small one, with
-# three latencies in a row, and it takes <data value="10.parts.all-to-all.measured">1.07 ms</data>, since its three messages start together. At
-# <data value="10.lengths.first">64</data> tokens nearly all is latency, <data value="10.at-first.ulysses">8.54 ms</data> for eight all-to-alls. Packed into four, they
-# take <data value="10.at-first.ulysses-packed">4.23 ms</data>. At <data value="10.lengths.last">4,096</data> tokens bytes count too. Packing saves none, and copies q, k and v: <data value="10.at-last.ulysses">23.4 ms</data> one by one, <data value="10.at-last.ulysses-packed">31.9 ms</data> packed. The ring exposes <data value="10.at-last.ring">4.61 ms</data> there.
+# *Ulysses.* No computing covers its all-to-alls. The card predicts <data value="10.parts.all-to-all.predicted">2.41 ms</data> for a small one, with
+# three latencies in a row, and it takes <data value="10.parts.all-to-all.measured">1.30 ms</data>, since its three messages start together. At
+# <data value="10.lengths.first">64</data> tokens nearly all is latency, <data value="10.at-first.ulysses">10.4 ms</data> for eight all-to-alls. Packed into four, they
+# take <data value="10.at-first.ulysses-packed">5.68 ms</data>. At <data value="10.lengths.last">4,096</data> tokens bytes count too. Packing saves none, and copies q, k and v: <data value="10.at-last.ulysses">24.6 ms</data> one by one, <data value="10.at-last.ulysses-packed">34.4 ms</data> packed. The ring exposes <data value="10.at-last.ring">3.80 ms</data> there.
 #
 # The explorer has an H100, where bytes decide. Over InfiniBand with 8 ranks and G = H, the ring exposes less than Ulysses
 # from about 17,300 tokens a rank on, near the 16,000 of the formula. With 8 of 32 kv heads it does so from about 2,900, and

@@ -513,10 +513,10 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 # <data value="00.many-calls:.1f">24.7</data> times as long for the same bytes. Each small call lies left of the knee and pays the latency again. That is why notebook 01
 # collects gradients in *buckets*, each of many tensors that go in one call.
 #
-# The formula says <data value="00.many-calls.predicted:.1f">22.8</data>, and the single turns gave
-# <data value="00.turns.least:.1f">19.5</data> to <data value="00.turns.most:.1f">31.7</data>. It says <data value="00.calls.1-call-of-8-mb.predicted">22.4 ms</data> for the one call and
-# <data value="00.calls.100-calls-of-80-kb.predicted">511 ms</data> for the hundred, so both misses enter the factor. α and B are no constants where ranks
-# share cores: in the fit, 8.4 MB took <data value="00.fit.large">23.6 ms</data>. The turns' spread misses that: the fit was made before. Trust the formula for which of the two is slower, and less for the factor.
+# The formula says <data value="00.many-calls.predicted:.1f">22.8</data>, and the single turns gave <data value="00.turns.least:.1f">19.5</data> to <data value="00.turns.most:.1f">31.7</data>. It predicts
+# <data value="00.calls.1-call-of-8-mb.predicted">22.4 ms</data> for the one call and <data value="00.calls.100-calls-of-80-kb.predicted">511 ms</data> for the hundred, and the factor inherits both errors. On shared cores α
+# and B also drift between the fit and this test: in the fit, 8.4 MB took <data value="00.fit.large">23.6 ms</data>. So trust the formula for which of
+# the two is slower, and less for the factor.
 #
 # <details><summary>On a laptop</summary>
 #

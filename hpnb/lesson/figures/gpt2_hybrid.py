@@ -219,6 +219,7 @@ def _name_points(
         return (mark[0] - left) / (right - left) * wide, (mark[1] - low) / (high - low) * tall
 
     taken: list[Rect] = [(x - 4, y - 4, x + 4, y + 4) for x, y in map(in_points, marks)]
+    labels: list[Rect] = []  # words over words cannot be read: worse than words over a line
     dots = {name: in_points(point) for name, point in points.items()}
     crowd = {n: sum(math.dist(at, other) < 60 for other in dots.values()) for n, at in dots.items()}
     for name in sorted(points, key=lambda n: (n not in picks, -crowd[n])):
@@ -238,6 +239,7 @@ def _name_points(
             thread = _along((x, y), nearest) if math.dist((x, y), nearest) > 9 else []
             crossed = [(a, b, a, b) for a, b in thread if max(abs(a - x), abs(b - y)) > 14]
             covered = _count_overlaps([box, *crossed], taken)
+            covered += 50 * _count_overlaps([box, *crossed], labels) if labels else 0
             covered += sum(math.dist(p, at) < 5 for n, at in dots.items() if n != name for p in thread)
             spots.append((covered, len(spots), dx, dy, box, thread, crossed))
             if not covered:
@@ -245,7 +247,8 @@ def _name_points(
         if not spots or (min(spots)[0] and name not in picks and reach < _FAR):
             continue  # no room: the table has it
         _, _, dx, dy, box, thread, crossed = min(spots)
-        taken += [box, *crossed]
+        taken += crossed
+        labels.append(box)
         where = offset_copy(ax.transData, ax.figure, dx, dy, units="points")  # type: ignore[arg-type]
         ax.text(*points[name], words, size=SMALL, weight=weight, color=INK if name in picks else SOFT,
                 zorder=6, transform=where, linespacing=1.1, va="bottom")  # fmt: skip

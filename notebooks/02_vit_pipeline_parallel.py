@@ -40,7 +40,7 @@
 # All numbers on this page come from one execution of the notebook, on <data value="02.hardware">2 CPU cores</data>. A *simulated* step is
 # computed from one forward time and one backward time per stage. A *replayed* step is computed from the CPU time of
 # each single forward and backward of a step that really ran. Both give each rank its own core. **In both, messages
-# take no time**, unless we name one.
+# take no time**, unless we state a transfer time.
 
 # %% tags=["setup"]
 import importlib.util
@@ -397,8 +397,8 @@ lesson.claim("1F1B takes about as long as GPipe", (change, "<", 0.15))
 # <data value="02.step.gpipe.bubble">29.3 %</data>, 1F1B's <data value="02.step.1f1b.replayed">120 ms</data> with
 # <data value="02.step.1f1b.bubble">28.4 %</data>. By the formula both bubbles are
 # equal, because the first and the last microbatch still pass through the stages
-# alone. Both steps do the same work, <data value="02.step.gpipe.work">81.6 ms</data> and <data value="02.step.1f1b.work">86.1 ms</data> here, so steps
-# also differ by noise.
+# alone. Both schedules compute the same. Yet a rank computes for <data value="02.step.gpipe.work">81.6 ms</data> under GPipe and <data value="02.step.1f1b.work">86.1 ms</data>
+# under 1F1B: that difference is noise, and the steps contain it.
 #
 # **Takeaway.** 1F1B has GPipe's bubble and keeps at most p microbatches instead of m.
 #
@@ -593,9 +593,9 @@ lesson.check(exercises.place_w, place_w)
 # ### The race
 #
 # Exercise 3's schedule is ZB-H1. For the prediction, I and W each take half of a backward in the 1F1B step, and a
-# chunk's action half of the mean stage's.
+# chunk's action takes half as long as that action takes in a stage, averaged over the stages.
 #
-# The schedules run in turn, five times. A step in the table is the replay of each action's median. *Spread* is a
+# The schedules run in turn, five times. In the table's step each action takes its median of the five. *Spread* is a
 # schedule's longest step minus its shortest, *work* the mean time for which a rank computes. **Messages take no time**,
 # so the steps leave out the price of
 # interleaving and ZB-V; the table counts messages.
@@ -653,8 +653,8 @@ vit_pipeline.record_race(NAME, predicted, ran, spread)
 #
 # The pairs "in order" are counted without the spreads. The formulas for idle time hold if W ≤ F and W ≤ I ≤ 2W.
 #
-# ZB-H2 is predicted to be no slower than ZB-H1, although I = W there. The stages of the 1F1B step do not take equally long,
-# and a longer warm-up also bridges that.
+# With I = W, the formulas make ZB-H1 and ZB-H2 equally fast. Predictions can still differ a little, because the stages of the
+# 1F1B step do not take equally long.
 # </details>
 #
 # <details><summary>Do the additional messages matter?</summary>
@@ -683,7 +683,7 @@ vit_pipeline.record_race(NAME, predicted, ran, spread)
 # </details>
 #
 # **Takeaway.** All four idle less; by our test of steps, <data value="02.race.faster">interleaved is faster than 1f1b, zb-h2 is faster than 1f1b</data>. Interleaving costs messages and memory. A split backward costs memory: ZB-H1 on all
-# ranks but the first, ZB-H2 on all. ZB-V costs both.
+# ranks but the first, ZB-H2 on all. ZB-V costs messages, and memory on all ranks but the first.
 #
 # ## Three numbers are called "bubble"
 #
@@ -724,7 +724,7 @@ lesson.explorers.pipeline_bubble()
 # <data value="02.paper.zb-h2.overhead-over-ideal">11.2 %</data>. In the explorer's first panel, rank 3 starts three forwards and three
 # transfers later than rank 0, and also ends later. Only the other two definitions count this idle time.
 #
-# As a rule no rank starts the next step before all have ended this one, so it is lost, too: use the share of
+# As a rule no rank starts the next step before all have ended this one, so its idle time at both ends is lost, too: use the share of
 # ranks × makespan.
 #
 # <details><summary>The challenge: why this answer</summary>

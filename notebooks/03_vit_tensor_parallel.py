@@ -268,7 +268,7 @@ lesson.check(exercises.column_row, mlp)
 #
 # Batch size cancels, and sequence length almost does: attention's scores, left out here, add a share of s/6h. So **no batch helps**: only a wider model, fewer ranks or a faster interconnect. Replace the two `None`s in the next cell by your guesses: the bytes and the ratio.
 #
-# From here on we use the library. `parallelize(model, mesh.tp, mode="1d")` replaces the linear layers by sharded ones; what we have so far is called 1D. The cell measures α, B and the matmul rate; ρ is the rate over B. Then it trains a sharded and a serial ViT for three steps, in float64.
+# From here on we use the library. `parallelize(model, mesh.tp, mode="1d")` replaces the linear layers by sharded ones; what we have so far is called 1D. The cell measures the latency α, the bandwidth B (here no matrix) and the matmul rate; ρ is the rate over the bandwidth. Then it trains a sharded and a serial ViT for three steps, in float64.
 
 # %%
 card = lesson.machine_card(N)
@@ -359,14 +359,14 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 #
 # - Computing took <data value="03.slower.compute">1.50</data> times as long as its matrix products would at the card's rate. That includes norms, GELU, residuals and slower products; the run does not separate them.
 # - Latency makes the all-reduces <data value="03.slower.latency">1.52</data> times as long as their bytes alone.
-# - The rest makes them <data value="03.slower.sums">2.76</data> times as long again, in part because a rank waits for the later one; the run does not explain the remainder.
+# - Waiting and other costs multiply that by <data value="03.slower.sums">2.76</data>. A part is that the rank which comes first waits for the other; the run does not explain the rest.
 # </details>
 #
 # <details><summary>On a laptop</summary>
 #
 # Ranks are processes that share cores and memory bandwidth, so an all-reduce also slows down the computing beside it.
 # Judge the order of events in the figure, not the times. Where several ranks share one GPU, they compute by turns, and the
-# replay cannot show overlap.
+# figure shows no overlap.
 # </details>
 #
 # <details><summary>How wide on GPUs?</summary>
@@ -375,13 +375,13 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # On InfiniBand NDR with 50 GB/s, ρ is 8,000, and they want h above 12,400.
 # </details>
 #
-# Call the ratio r. Without overlap a rank computes r/(1+r) of the time, half of it at r = 1. Overlap raises that to at most 60 %, because weight gradients are a third of the computing. Below r = 1 sums dominate.
+# Call the ratio r. Without overlap a rank computes r/(1+r) of the time, half of it at r = 1. At r = 1, overlap can hide sums as long as the weight gradients, a third of the computing, which raises the half to at most 60 %. Below r = 1 sums dominate.
 #
 # **Takeaway.** Ask for r ≥ 1: h above (t-1)ρ/4.5. That takes the fastest links, those inside a node, one machine.
 #
 # ## An autopsy: the all-reduce that nobody missed
 #
-# f does nothing in the forward. What if an MLP lacks it? We train the ViT right, with f left out in layer 2, and in all layers.
+# f does nothing in the forward. What if an MLP lacks it? We train the ViT three times: correctly, without f in layer 2, and without f in all layers.
 
 
 # %%
@@ -738,7 +738,7 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 
 # %% [markdown]
 # With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">33.9 ms</data>, <data value="03.too-low.1d">1.55</data> times the prediction; with sequence parallelism it took <data value="03.race.1d+sp.measured">59.3 ms</data> or <data value="03.too-low.1d+sp">2.25</data> times,
-# and 2D <data value="03.race.2d.measured">95.3 ms</data> or <data value="03.too-low.2d">1.82</data> times. The prediction has no norms, launches or waiting. This run does not say why the ratios differ.
+# and 2D <data value="03.race.2d.measured">95.3 ms</data> or <data value="03.too-low.2d">1.82</data> times. The prediction leaves out the time of norms, launches and waiting. This run does not say why the ratios differ.
 #
 # Sequence parallelism raises the prediction from <data value="03.race.1d.predicted">21.9 ms</data> to <data value="03.race.1d+sp.predicted">26.3 ms</data>. Splitting the all-reduces costs nothing: a ring all-reduce over four ranks has 2 (4 - 1) = 6 steps of one latency α, as many as reduce-scatter and all-gather together. The whole difference is the all-reduce of norm gradients, whose six latencies take <data value="03.norms">4.45 ms</data>.
 #
@@ -758,7 +758,7 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 # On four ranks 1D wins by bytes, too: 2D sends fewer only above 12 h tokens, here <data value="03.tokens.even">3,072</data>, and we had at most <data value="03.tokens.many">1,088</data>.
 # The map predicts which mode *communicates* for the shortest time on 64 ranks and InfiniBand NDR, with 10 µs of latency and no launch costs. Its axes are the batch's tokens divided by 64, and the hidden size; 2.5D has 4 x 4 x 4 ranks.
 #
-# The fold's table alone does not give the times. A broadcast or reduce of S bytes passes along a chain of q ranks, so it takes S/B and q-1 latencies. But the last rank sends nothing, so on average q-1 of q parts of S leave a rank, as the table counts. So broadcasts and reduces take q/(q-1) times their bytes over B. 2D and 2.5D use them, 1D and 3D do not.
+# The folded table "How many numbers a block sends" counts the mean bytes that leave a rank. Along a chain of q ranks all but the last send S bytes, so the mean is S (q-1)/q. But a broadcast or reduce takes S/B and q-1 latencies: q/(q-1) times the mean bytes over B. 2D and 2.5D use them, 1D and 3D do not.
 
 # %%
 links = theory.LINKS["InfiniBand NDR"], theory.Link(0, 50e9)  # one without latency
@@ -842,7 +842,7 @@ lesson.check(exercises.choose_ranks, choose)
 #
 # Replicas that fit are not always best. In the check's third job a GPU has n = 8,192/64 = 128 tokens and ρ is 8,000, so computing covers hardly any of the gradients. The predicted
 # step takes <data value="03.job.t1">1.57 s</data> for t = 1, most of it gradients, and <data value="03.job.t16">190 ms</data> for t = 16, although r is only 0.31 there.
-# Without overlap t² = 3h/n sends least: a GPU's sums have 16 n h (t-1) bytes a layer, and its gradients about 48 h²/t. Here t = 14.
+# A GPU's sums have 16 n h (t-1) bytes a layer, and its gradients about 48 h²/t. Together they are fewest at t = sqrt(3h/n), here 14, if nothing overlaps.
 #
 # ```python
 # def choose(job):

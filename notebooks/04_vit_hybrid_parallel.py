@@ -18,8 +18,8 @@
 # [![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/hpnb/hpnb/blob/main/notebooks/04_vit_hybrid_parallel.ipynb)
 #
 # **The question.** You know three ways to split a training step: by samples, by layers and by matrices. Large models use all
-# three at once, and each is then called an *axis*: dp, pp and tp. A cluster has fast links inside a *node*, a machine with several GPUs, and slow ones
-# between nodes. Which axis needs the fast links, and how do we combine the three so that the result is that of one process?
+# three at once, and each is then called an *axis*: dp, pp and tp. A *node* is a machine with several GPUs. Links inside a node are fast,
+# and those between nodes are slow. Which axis needs the fast links, and how do we combine the three so that the result is that of one process?
 # We time one axis at a time; of hybrid steps we count bytes.
 #
 # **You will be able to** write a hybrid step by hand and with hpnb's `Booster`; compare what the axes ask of a link; predict and
@@ -298,8 +298,8 @@ lesson.claim("A hybrid step is exact in all three ways", exact.equal)
 # Below 1, sending takes longer than the compute that it can overlap with. dp's ratio stays above 1 over InfiniBand, pp's even over Ethernet. For tp, 1 is no
 # threshold: almost nothing overlaps, so communication adds 1/ratio of the compute, over NVLink 1.35 times it on eight ranks and 0.58 times on four.
 #
-# A pipeline makes it harder for dp. Its m microbatches complete the gradients in the last one's backward, so dp can overlap with 1/m
-# of the backward. With m = 16, dp's 1.8 over InfiniBand becomes 0.11.
+# A pipeline makes it harder for dp. A gradient is complete only in the backward of the last of m microbatches, so dp can overlap with
+# 1/m of the backward. With m = 16, dp's 1.8 over InfiniBand becomes 0.11.
 #
 # <details><summary>Does this hold on a mesh?</summary>
 #
@@ -373,10 +373,10 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 
 # %% [markdown]
 # Simulated on a hundredth of the bandwidth, the step takes <data value="04.growth.tp:.1f">6.9</data> times as long as on this link along tp, <data value="04.growth.dp:.1f">5.0</data> along
-# dp, and <data value="04.growth.pp:.2f">1.39</data> along pp. Over the measured steps it is <data value="04.rise.tp:.1f">7.6</data>, <data value="04.rise.dp:.1f">3.5</data> and <data value="04.rise.pp:.2f">1.33</data> times. So trust the order, not the factors.
+# dp, and <data value="04.growth.pp:.2f">1.39</data> along pp. Divided by the measured steps, the factors are <data value="04.rise.tp:.1f">7.6</data>, <data value="04.rise.dp:.1f">3.5</data> and <data value="04.rise.pp:.2f">1.33</data> times. So trust the order, not the factors.
 #
 # Bytes alone do not decide. Measured on this link, a step takes <data value="04.axes.dp.measured">79.2 ms</data> along dp, <data value="04.axes.tp.measured">102 ms</data> along tp
-# and <data value="04.axes.pp.measured">100 ms</data> along pp. For pp we predicted <data value="04.predicted.share">55.0 ms</data> of compute, measured in one piece, and a bubble of <data value="04.predicted.bubble">6.87 ms</data>.
+# and <data value="04.axes.pp.measured">100 ms</data> along pp. For pp we predicted <data value="04.predicted.share">55.0 ms</data> of compute, timed without microbatches, and a bubble of <data value="04.predicted.bubble">6.87 ms</data>.
 # But the 8 microbatches of the busiest rank compute for <data value="04.busy.pp">87.1 ms</data> together, and their replayed bubble is <data value="04.replayed.bubble">8.98 ms</data>.
 # Compute and bubble add up to <data value="04.replayed.step">96.1 ms</data>, <data value="04.near.pp:.2f">0.96</data> times the measured step.
 #
@@ -394,7 +394,7 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # costs, such as calling an operation, come with every microbatch.
 #
 # Each step is the median of three, recorded in turn. "This link" was measured as in notebook 00. Its latency is <data value="04.link.latency">249 µs</data> and its bandwidth <data value="04.link.bandwidth">1.34 GB/s</data>.
-# There simulated steps differ from predicted ones, because they contain the compute that was recorded along their axis: on the busiest
+# Even on this link a simulated step differs from the predicted one, above all because it contains the compute recorded along its axis: on the busiest
 # rank <data value="04.busy.pp">87.1 ms</data> along pp and <data value="04.busy.tp">80.5 ms</data> along tp, instead of <data value="04.predicted.share">55.0 ms</data>.
 #
 # They miss the measured steps, too, which are the dots in the figure. Simulated over measured
@@ -825,8 +825,7 @@ lesson.ledger.show()
 # works because optimizer state, learning rate and the order of samples are in the checkpoint, too. In the end the model classifies <data value="04.accuracy.2-ranks-pp-2-zb-h1">71.4 %</data> of the
 # validation images correctly, one process's <data value="04.accuracy.one-process">71.4 %</data>.
 #
-# The table is the *ledger* of all notebooks. "states" are weights, gradients and optimizer state, and "kept" are activations for
-# the backward.
+# The table is the *ledger*: all notebooks add their rows to it.
 #
 # <details><summary>In your tools: checkpoints that change layouts</summary>
 #

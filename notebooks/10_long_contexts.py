@@ -170,7 +170,7 @@ lesson.check(exercises.online_softmax, attend)
 # step 3   q0 meets k1, v1      q1 meets k2, v2      q2 meets k3, v3      q3 meets k0, v0
 # ```
 #
-# k0 is (1, G, s/p, d). A rank never holds more than two blocks: one to compute with, and one that arrives meanwhile. Send
+# k0 is (1, G, s/p, d). Besides its own, a rank never holds more than two blocks: one to compute with, and one that arrives meanwhile. Send
 # and receive are started together: if all ranks first waited until they had sent, none would receive. Below, a *pair* is any
 # query with any key. It is *visible* if the key isn't later.
 
@@ -236,7 +236,7 @@ lesson.reveal("10.rank-0", 100 * seen, source="counted")
 # ### The backward
 #
 # The backward of a block needs its keys and values once more, so they travel around the ring again. The gradients of a
-# block are sums over all queries that met it. They travel too, one rank behind their block. The sum of rank r's block
+# block are sums over all queries that met it. They travel too, each sum one step after its block. The sum of rank r's block
 # starts at rank r + 1, and each rank adds its term. The last message brings it to rank r, after p - 1 messages.
 #
 # ```text
@@ -371,7 +371,7 @@ lesson.claim("Each step after the first has half of its pairs", shares == {0.5})
 # <details><summary>Hint</summary>
 #
 # Take rows of `ranks` chunks. Two rows are a zigzag, so only an odd number of rows is hard, and 3 rows at the end
-# solve it. Order the second row such that the sums of two rows are as evenly spaced as the chunks of the third row. For 3
+# solve it. Pair each chunk of the first row with one of the second such that the sums, sorted, rise by about 1, like the third row. For 3
 # ranks: 0 with 5, 1 with 3 and 2 with 4 give 5, 4 and 6.
 # </details>
 
@@ -724,7 +724,7 @@ lesson.field_guide.show()
 # Both losses fall, to <data value="10.fault.positions-of-shard_batch.last-loss:.2f">5.23</data> and
 # <data value="10.fault.positions-that-restart.last-loss:.2f">5.22</data>. They differ by <data value="10.gap:.2f">0.20</data> in one step,
 # but you wouldn't have the first curve to compare with. Masks still tell the model which token comes before which, and
-# thirty steps on a small model need little more. But somebody will load the checkpoint
+# what a small model learns in thirty steps hardly depends on more. But somebody will load the checkpoint
 # in one process, with positions 0 to 63. From the first run, that process computes the logits of training, up to rounding
 # in float32. From the second, logits are off by <data value="10.fault.positions-that-restart.reloaded-logits-are-off-by:.4f">0.0048</data> of
 # their norm. This is one run of each; what a long training would lose, it doesn't tell.
@@ -742,7 +742,7 @@ lesson.field_guide.show()
 #
 # - Attention to blocks merges exactly, by output and lse.
 # - A ring sends keys and values while it computes. Its forward covers them from w·ρ·G/H tokens a rank.
-# - Ulysses exchanges tokens for heads and back, and needs p heads or more. Its bytes are few, and all exposed.
+# - Ulysses exchanges tokens for heads and back, and needs p heads or more. With enough kv heads its bytes are few, and all are exposed.
 # - Zigzag gives all ranks equally many visible pairs in every step.
 # - Shard positions and labels with their tokens.
 #

@@ -28,7 +28,7 @@
 # gradient, and find out when the wrong ones do.
 #
 # **You should know** data parallelism from notebook 01, waiting and moving from the last sections of notebook 00, and the
-# all-to-all from notebook 10. Only the last section needs pipelines, from notebook 06.
+# all-to-all from notebook 10. Exercise 3 and the last section need pipelines, from notebook 06.
 #
 # **Time.** 30 minutes to read, 1 to run, 65 for the exercises.
 #
@@ -110,7 +110,7 @@ lesson.claim("Our mixture gives what transformers' block gives", (off, "<", 1e-5
 # %% [markdown]
 # The block of Qwen3-MoE in transformers gives the same output. It has <data value="11.weights.all-experts.counted">36,864</data>
 # weights in its experts, and <data value="11.weights.work-on-a-token.counted">9,216</data> of them work on a token. The choice itself
-# has no gradient. The router learns through the weights: an expert that helps gets a larger one.
+# has no gradient. The router learns because an expert's output is multiplied by its score: if the expert helps, the gradient raises that score.
 #
 # **Takeaway.** A router chooses k of E experts for each token. FLOPs follow k, memory follows E.
 #
@@ -132,7 +132,7 @@ lesson.claim("Our mixture gives what transformers' block gives", (off, "<", 1e-5
 # results (k n, h)  ── inverse permutation, times weights, sum over k ──►  output (n, h)
 # ```
 #
-# In the figure, a row is a mark in a matrix of tokens and experts, and stands on the right with its expert. Expert 2 is drawn 4 times as often as each other one; that experts 4 and 5 get few rows is chance.
+# On the left of the figure, each line is a token and each mark one of its rows. On the right, the same rows are grouped by expert. Expert 2 has 4 times the chance of each other one; that experts 4 and 5 get few rows is chance.
 
 # %%
 question = f"What share of its rows does a rank send away, of {N} ranks?"
@@ -243,8 +243,8 @@ lesson.check(exercises.dispatch_and_combine, layer)
 #
 # Nothing makes routers fair. A rank with a popular expert gets more rows and computes longer, and in the combine all
 # others wait for it. We measure that with the instrument of notebook 00, which splits each rank's all-to-all in two: until
-# the last rank arrives it waits, after that it moves rows. Experts are now large enough to take time, and expert 2, which is on rank 1, is drawn 8 times as often as each
-# other one.
+# the last rank arrives it waits, after that it moves rows. Experts are now large enough to take time, and expert 2, which is on rank 1, has 8 times the chance of each
+# other one; a token still draws two different experts.
 
 
 # %%
@@ -263,7 +263,7 @@ def run_layer(popular):
     return recorder.gather(), len(rows)
 
 
-question = "One expert of 8 is drawn 8 times as often. How many times as long does "
+question = "One expert of 8 has 8 times the chance. How many times as long does "
 question += "a layer compute?"
 lesson.predict("11.slower", question, rule_of_thumb=1)  # no more rows than before
 ran = {popular: pool.run(run_layer, popular) for popular in (1, 8)}
@@ -316,7 +316,7 @@ lesson.claim("Computing grows as the busiest rank's rows do",
 #
 # **A capacity.** Drop an expert's surplus rows.
 #
-# The loss is a product of two means, so the mean of the ranks' losses isn't the loss of all tokens.
+# The balancing loss multiplies two means, f and P, so it must be computed from f and P of all tokens and not averaged over ranks.
 
 
 # %%
@@ -336,11 +336,11 @@ lesson.claim("The library's loss is that of all tokens", (off, "<", 1e-5))
 # %% [markdown]
 # The loss of all tokens is <data value="11.balance.all-tokens.loss:.2f">2.21</data>, and the library computes it from sums over all
 # ranks. The mean of the ranks' losses is <data value="11.balance.mean-of-ranks.loss:.2f">2.63</data>: a rank's few tokens
-# are never spread evenly, even when all tokens are. With even loads the balancing loss is k.
+# are rarely spread evenly, even when all tokens are. With even loads the balancing loss is k.
 #
 # Now we train a small DeepSeek-V3 three times for 60 steps. Its routers weigh by a sigmoid of each score where ours takes a
-# softmax, and have a buffer for the bias. Each block also has a *shared expert*, which works on every token. So few
-# steps need strong means: a factor of 0.3, and a rate of 0.01 for the bias. `parallelize` keeps this rank's experts, and `ExpertLoads` records how many rows
+# softmax, and have a buffer for the bias. Each block also has a *shared expert*, which works on every token. Sixty
+# steps are few, so we balance harder than usual: with a factor of 0.3 for the loss and a rate of 0.01 for the bias. `parallelize` keeps this rank's experts, and `ExpertLoads` records how many rows
 # each expert gets in each step.
 
 
@@ -427,14 +427,14 @@ lesson.record("11.dropped", {"free": lost, "bias": few}, "%")
 free, balanced = rise.values()
 lesson.record("11.rise", {"free": free[at], "all": free[0], "bias-all": balanced[0]})
 lesson.claim("Balance saves rows from being dropped", (few, "<", lost))
-lesson.claim("Balanced experts learned more", 0 < free[0] < balanced[0])
+lesson.claim("The balanced model depends more on its experts", 0 < free[0] < balanced[0])
 
 # %% [markdown]
 # With a capacity of 1.25 times the mean, the unbalanced model drops <data value="11.dropped.free">32.0 %</data> of its rows, the balanced one
 # <data value="11.dropped.bias">0.256 %</data>. The unbalanced model's loss rises by <data value="11.rise.free:.3f">0.009</data>. That is little, because its experts have learned
 # little: with the shared expert alone, its loss would rise by only <data value="11.rise.all:.3f">0.053</data>. The
-# balanced model's would rise by <data value="11.rise.bias-all:.3f">0.092</data>, because all of its experts had tokens to learn from. With padding, every layer
-# computes c times the mean, balanced or not, and pays with rows that no expert works on. *Dropless*
+# balanced model's would rise by <data value="11.rise.bias-all:.3f">0.092</data>, so it depends more on its experts. With padding, an expert always
+# computes c times the mean load, balanced or not, and surplus rows are still dropped. *Dropless*
 # layers, as in MegaBlocks, in this library and by default in Megatron-Core, multiply groups of any size instead.
 #
 # **Takeaway.** Balance first. A selection bias does it without a loss, and then there is little left to drop.
@@ -643,7 +643,7 @@ lesson.check(exercises.who_reduces, reduces)
 # %% [markdown]
 # ## Two microbatches at once
 #
-# Balance removes the waiting. The messages remain, and they can't overlap with anything of their own microbatch: experts
+# Balance removes the waiting. The messages remain, and little of their own microbatch can overlap with them, only the shared expert: experts
 # wait for the dispatch, and the next layer waits for the combine. But while one
 # microbatch goes forward, another can go backward, and each computes while the other's rows travel. That is DeepSeek-V3's
 # schedule, *DualPipe*.
@@ -719,15 +719,15 @@ lesson.claim("In pairs, the plugin trains as without a pipeline", (off, "<", 1e-
 # messages take about equally long.
 #
 # `dualpipe-v` of notebook 06 is DualPipe on half as many ranks, with two chunks of layers on
-# each. In the order in which its ranks work, <data value="11.pairs">70.3 %</data> of the forwards stand next to a backward of another microbatch.
+# each. In the order in which its ranks work, <data value="11.pairs">70.3 %</data> of the forwards come directly before or after a backward of another microbatch, so the two can run as a pair.
 # With these
 # pairs, a simulated step takes <data value="11.step.in-pairs.simulated">5.96 s</data> instead of <data value="11.step.one-after-the-other.simulated">8.21 s</data>, and <data value="11.step.no-messages.simulated">4.06 s</data> without any messages. The library also runs the pairs, with `pp_style="dualpipe-v"`, and its losses equal those without a
 # pipeline.
 #
 # ### What a layer costs
 #
-# A rank computes 18 k n h f FLOPs, if experts have three matrices of width f, and sends 4 k n h w bytes. Their ratio has
-# neither k nor E in it, only f. *Narrow experts are expensive to reach.* The explorer keeps the weights of all experts
+# With three h x f matrices an expert, a rank computes 3 x 6 k n h f FLOPs forward and backward, and sends up to 4 k n h w bytes.
+# Their ratio, 4.5 f/w, has neither k nor E in it. *Narrow experts are expensive to reach.* The explorer keeps the weights of all experts
 # together constant: twice as many experts are half as wide, so a token costs half the FLOPs and as many bytes. Its imbalance
 # is the busiest rank's rows over the mean, and lengthens computing and messages alike. Its *ideal* is computing with equal loads.
 

@@ -454,12 +454,12 @@ lesson.predict(
 )
 
 # %% [markdown]
-# On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">822 µs</data>, a bandwidth of <data value="00.card.bandwidth">686 MB/s</data> and a
-# knee at <data value="00.card.knee">2.26 MB</data>. The dots lie between <data value="00.fit.least:.1f">0.8</data> and <data value="00.fit.most:.1f">1.3</data> times the curve. The
+# On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">716 µs</data>, a bandwidth of <data value="00.card.bandwidth">1.34 GB/s</data> and a
+# knee at <data value="00.card.knee">3.85 MB</data>. The dots lie between <data value="00.fit.least:.1f">0.7</data> and <data value="00.fit.most:.1f">1.5</data> times the curve. The
 # fit assumes a ring's $2(n-1)$ messages; of gloo we
 # counted bytes only.
 #
-# A byte costs <data value="00.card.rho:,.0f">78</data> FLOP here. On an H200 it costs <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and
+# A byte costs <data value="00.card.rho:,.0f">47</data> FLOP here. On an H200 it costs <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and
 # <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data> over 10 Gb Ethernet. How long does a training step communicate, compared with its
 # computing? At peak rates, with T tokens on each rank, the all-reduce of a transformer's gradients takes
 # $2\rho / (3T)$ of the computing time. For 16,384 tokens that is <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink and <data value="00.share.ethernet-10-gb:.0f">32</data> over 10 Gb Ethernet.
@@ -509,13 +509,13 @@ lesson.reveal("00.many-calls", took_100 / took, predicted=expected_100 / expecte
 lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">", took))
 
 # %% [markdown]
-# One call took <data value="00.calls.1-call-of-8-mb.measured">27.5 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">679 ms</data>:
-# <data value="00.many-calls:.1f">24.7</data> times as long for the same bytes. Each small call lies left of the knee and pays the latency again. That is why notebook 01
+# One call took <data value="00.calls.1-call-of-8-mb.measured">16.1 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">563 ms</data>:
+# <data value="00.many-calls:.1f">34.9</data> times as long for the same bytes. Each small call lies left of the knee and pays the latency again. That is why notebook 01
 # collects gradients in *buckets*, each of many tensors that go in one call.
 #
-# The formula says <data value="00.many-calls.predicted:.1f">22.8</data>, and the single turns gave <data value="00.turns.least:.1f">19.5</data> to <data value="00.turns.most:.1f">31.7</data>. It predicts
-# <data value="00.calls.1-call-of-8-mb.predicted">22.4 ms</data> for the one call and <data value="00.calls.100-calls-of-80-kb.predicted">511 ms</data> for the hundred, and the factor inherits both errors. On shared cores α
-# and B also drift between the fit and this test: in the fit, 8.4 MB took <data value="00.fit.large">23.6 ms</data>. So trust the formula for which of
+# The formula says <data value="00.many-calls.predicted:.1f">33.2</data>, and the single turns gave <data value="00.turns.least:.1f">32.7</data> to <data value="00.turns.most:.1f">41.6</data>. It predicts
+# <data value="00.calls.1-call-of-8-mb.predicted">13.2 ms</data> for the one call and <data value="00.calls.100-calls-of-80-kb.predicted">439 ms</data> for the hundred, and the factor inherits both errors. On shared cores α
+# and B also drift between the fit and this test: in the fit, 8.4 MB took <data value="00.fit.large">15.0 ms</data>. So trust the formula for which of
 # the two is slower, and less for the factor.
 #
 # <details><summary>On a laptop</summary>
@@ -684,16 +684,16 @@ waiting, moving = wait["rank 1 late"], move["rank 1 late"]
 lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", moving))
 
 # %% [markdown]
-# With rank 1 late, the others waited <data value="00.bar.rank-1-late.measured-wait">89.6 ms</data> in an all-reduce, and then the bytes moved in
-# <data value="00.bar.rank-1-late.measured-move">29.2 ms</data>. A faster link shortens only the move. On simulated NVLink it takes
-# <data value="00.replay.nvlink-4.move">44.7 µs</data>. The wait is still <data value="00.replay.nvlink-4.wait">89.8 ms</data>, by construction: rank 1 still computes
+# With rank 1 late, the others waited <data value="00.bar.rank-1-late.measured-wait">99.1 ms</data> in an all-reduce, and then the bytes moved in
+# <data value="00.bar.rank-1-late.measured-move">11.9 ms</data>. A faster link shortens only the move. On simulated NVLink it takes
+# <data value="00.replay.nvlink-4.move">44.7 µs</data>. The wait is still <data value="00.replay.nvlink-4.wait">99.1 ms</data>, by construction: rank 1 still computes
 # 100 ms longer. The small difference comes from the barrier before, which replayed ranks leave together.
 #
 # <details><summary>How long does an 8 MB all-reduce take, then?</summary>
 #
-# We have several readings: <data value="00.bar.at-once.measured-move">21.0 ms</data> as a move at once, <data value="00.bar.after-a-pause.measured-move">26.4 ms</data> after a
-# pause, <data value="00.bar.rank-1-late.measured-move">29.2 ms</data> with rank 1 late, <data value="00.calls.1-call-of-8-mb.measured">27.5 ms</data> for the one call of the previous section, which includes waiting,
-# <data value="00.fit.large">23.6 ms</data> for the 8.4 MB of the fit, and <data value="00.bar.at-once.predicted-move">22.4 ms</data> by the formula. Ranks that share cores disturb each of them, so these few
+# We have several readings: <data value="00.bar.at-once.measured-move">16.9 ms</data> as a move at once, <data value="00.bar.after-a-pause.measured-move">13.3 ms</data> after a
+# pause, <data value="00.bar.rank-1-late.measured-move">11.9 ms</data> with rank 1 late, <data value="00.calls.1-call-of-8-mb.measured">16.1 ms</data> for the one call of the previous section, which includes waiting,
+# <data value="00.fit.large">15.0 ms</data> for the 8.4 MB of the fit, and <data value="00.bar.at-once.predicted-move">13.2 ms</data> by the formula. Ranks that share cores disturb each of them, so these few
 # readings do not show what a pause does.
 #
 # On GPUs there are also *cold starts*. After a pause, the code that launches a call has left the caches, and GPUs and

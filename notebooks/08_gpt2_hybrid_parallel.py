@@ -310,19 +310,19 @@ bubbles = [parts[f"dp 2 x pp 4{style}"]["bubble"] for style in (", zb-h1", "")]
 lesson.claim("zb-h1 has a shorter bubble than 1F1B", bubbles[0] < bubbles[1])
 
 # %% [markdown]
-# **Can we rank layouts from one rank? Mostly.** The prediction put <data value="08.fastest.predicted">dp 2 x pp 4, zb-h1</data> first, and <data value="08.fastest">dp 2 x pp 4, interleaved, 2 chunks</data> won: the
-# prediction's choice costs <data value="08.cost.prediction">6.73 %</data> more, and replicas alone <data value="08.cost.replicas">42.6 %</data>. The last one was
-# predicted, too. The times were not: without tp a step took <data value="08.short.no-tp.least:.2f">1.02</data> to
-# <data value="08.short.no-tp.most:.2f">1.32</data> times as long as predicted, with tp <data value="08.short.with-tp.least:.2f">1.16</data> to <data value="08.short.with-tp.most:.2f">1.65</data> times. So the order of close
-# layouts is luck: the third takes only <data value="08.cost.third">13.9 %</data> longer than the first.
+# **Can we rank layouts from one rank? Mostly.** The prediction put <data value="08.fastest.predicted">dp 2 x pp 4, zb-h1</data> first, and <data value="08.fastest">dp 2 x pp 4, zb-h1</data> won: the
+# prediction's choice costs <data value="08.cost.prediction">0 %</data> more, and replicas alone <data value="08.cost.replicas">49.6 %</data>. The last one was
+# predicted, too. The times were not: without tp a step took <data value="08.short.no-tp.least:.2f">0.91</data> to
+# <data value="08.short.no-tp.most:.2f">1.17</data> times as long as predicted, with tp <data value="08.short.with-tp.least:.2f">1.10</data> to <data value="08.short.with-tp.most:.2f">1.30</data> times. So the order of close
+# layouts is luck: the third takes only <data value="08.cost.third">13.2 %</data> longer than the first.
 #
-# Why does <data value="08.fastest">dp 2 x pp 4, interleaved, 2 chunks</data> win? Not by computing, <data value="08.winner.computing.replayed">45.3 ms</data>: others take less. It has no
+# Why does <data value="08.fastest">dp 2 x pp 4, zb-h1</data> win? Not by computing, <data value="08.winner.computing.replayed">44.1 ms</data>: others take less. It has no
 # exposed tp, and two short parts:
 #
-# 1. **Bubble**, <data value="08.winner.share.bubble">38.6 %</data> of the step. Under 1F1B it is <data value="08.bubble.1f1b">50.3 ms</data>, under zb-h1 <data value="08.bubble.zb-h1">34.2 ms</data>.
-# 2. **Exposed dp**, <data value="08.winner.share.exposed-dp">11.9 %</data>: a rank has a quarter of the gradient, and each of two replicas sends it once.
+# 1. **Bubble**, <data value="08.winner.share.bubble">32.7 %</data> of the step. Under 1F1B it is <data value="08.bubble.1f1b">41.5 ms</data>, under zb-h1 <data value="08.bubble.zb-h1">27.6 ms</data>.
+# 2. **Exposed dp**, <data value="08.winner.share.exposed-dp">13.8 %</data>: a rank has a quarter of the gradient, and each of two replicas sends it once.
 #
-# <data value="08.last">tp 8</data> loses by exposed tp, <data value="08.loser.share.exposed-tp">74.5 %</data>: 34 all-reduces of the whole batch's activation.
+# <data value="08.last">tp 8</data> loses by exposed tp, <data value="08.loser.share.exposed-tp">78.8 %</data>: 34 all-reduces of the whole batch's activation.
 #
 # ### The missing terms
 #
@@ -331,8 +331,8 @@ lesson.claim("zb-h1 has a shorter bubble than 1F1B", bubbles[0] < bubbles[1])
 # <details><summary>Bubble and optimizer</summary>
 #
 # The bubble consists of stages' computing, so it inherits that error. zb-h1's formula also assumes that forward, input gradient
-# and weight gradient take equally long. The optimizer takes up to <data value="08.optimizer:.1f">9.1</data> times as long, at most
-# <data value="08.most.optimizer">1.97 ms</data> longer.
+# and weight gradient take equally long. The optimizer takes up to <data value="08.optimizer:.1f">7.5</data> times as long, at most
+# <data value="08.most.optimizer">1.69 ms</data> longer.
 # </details>
 #
 # There are three suspects under tp. A collective costs its rank CPU time to launch, pack and copy; the prediction
@@ -367,9 +367,9 @@ lesson.claim("Collectives alone do not explain dp 4 x tp 2",
              spent["dp 4 x tp 2"]["collectives"] < excess["dp 4 x tp 2"])
 
 # %% [markdown]
-# On `dp 4 x tp 2` computing takes <data value="08.why.dp-4-x-tp-2.excess">39.7 ms</data> longer than predicted: <data value="08.why.dp-4-x-tp-2.collectives">6.78 ms</data> in collectives,
-# <data value="08.why.dp-4-x-tp-2.norms">3.59 ms</data> in norms and additions, <data value="08.why.dp-4-x-tp-2.thin-matmuls">4.28 ms</data> by thin matmuls (below 0 they are faster). The rest is
-# <data value="08.why.dp-4-x-tp-2.rest">25.0 ms</data>, and <data value="08.why.dp-8.rest">9.55 ms</data> on `dp 8`. On `tp 8` it is <data value="08.why.tp-8.rest">19.4 ms</data> of <data value="08.why.tp-8.excess">48.3 ms</data>. We did not trace it.
+# On `dp 4 x tp 2` computing takes <data value="08.why.dp-4-x-tp-2.excess">18.7 ms</data> longer than predicted: <data value="08.why.dp-4-x-tp-2.collectives">4.75 ms</data> in collectives,
+# <data value="08.why.dp-4-x-tp-2.norms">2.73 ms</data> in norms and additions, <data value="08.why.dp-4-x-tp-2.thin-matmuls">2.53 ms</data> by thin matmuls (below 0 they are faster). The rest is
+# <data value="08.why.dp-4-x-tp-2.rest">8.65 ms</data>, and <data value="08.why.dp-8.rest">1.79 ms</data> on `dp 8`. On `tp 8` it is <data value="08.why.tp-8.rest">6.91 ms</data> of <data value="08.why.tp-8.excess">28.6 ms</data>. We did not trace it.
 #
 # So we give each call a cost for all of this. We fit it to *one* layout: the excess of `dp 4 x tp 2` over that of `dp 8`,
 # divided by its 4 L + 2 calls. Then we predict the others.
@@ -401,10 +401,10 @@ lesson.claim("With calls, computing on 2 x 2 x 2 is nearer",
 lesson.claim("On tp 8 calls do not explain everything", (1.05, "<", after["tp 8"]))
 
 # %% [markdown]
-# A call costs <data value="08.call">829 µs</data> of CPU time. On 2 x 2 x 2 a rank has half the blocks but four microbatches, hence twice as
-# many calls. Computing there took <data value="08.cube-ratio.before:.2f">2.17</data> times as long as predicted, and <data value="08.cube-ratio.after:.2f">1.09</data> times with calls. `tp 8` still
-# takes <data value="08.cube-ratio.tp-8:.2f">1.28</data> times: its tensors are larger, and one cost does not know that. With calls, the steps of
-# all twelve take <data value="08.with-calls.least:.2f">1.02</data> to <data value="08.with-calls.most:.2f">1.32</data> times as long as predicted.
+# A call costs <data value="08.call">527 µs</data> of CPU time. On 2 x 2 x 2 a rank has half the blocks but four microbatches, hence twice as
+# many calls. Computing there took <data value="08.cube-ratio.before:.2f">1.24</data> times as long as predicted, and <data value="08.cube-ratio.after:.2f">0.80</data> times with calls. `tp 8` still
+# takes <data value="08.cube-ratio.tp-8:.2f">1.17</data> times: its tensors are larger, and one cost does not know that. With calls, the steps of
+# all twelve take <data value="08.with-calls.least:.2f">0.86</data> to <data value="08.with-calls.most:.2f">1.17</data> times as long as predicted.
 #
 # ### Another interconnect, another winner
 #
@@ -421,7 +421,7 @@ lesson.claim("Eight stages win on the slow one", winners["0.1 x bandwidth"] == "
 
 # %% [markdown]
 # With ten times the bandwidth <data value="08.links.10-x-bandwidth.fastest-replayed">dp 8</data> is fastest, because its all-reduce is cheap. With a tenth,
-# <data value="08.links.0.1-x-bandwidth.fastest-replayed">pp 8</data> is, because it only sends activations. There, replicas alone cost <data value="08.links.0.1-x-bandwidth.dp-8-costs">339 %</data> more, and the layout
+# <data value="08.links.0.1-x-bandwidth.fastest-replayed">pp 8</data> is, because it only sends activations. There, replicas alone cost <data value="08.links.0.1-x-bandwidth.dp-8-costs">359 %</data> more, and the layout
 # predicted to be fastest <data value="08.links.0.1-x-bandwidth.prediction-costs">0 %</data>. These predictions include the cost of a call.
 #
 # ### The fastest that fits
@@ -457,7 +457,7 @@ lesson.explorers.layout_choice()
 
 # %% [markdown]
 # Bytes are off by <data value="08.error.bytes">1.77 %</data> at most, because norms and biases are whole on every rank of tp. The worst peak, of
-# <data value="08.worst">dp 8, ZeRO 3, recomputation full</data>, is off by <data value="08.error.memory">31.6 %</data>, and we did not trace why. So run layouts near the budget before you trust them. Here the same layouts fit as predicted. The fastest is <data value="08.choice">dp 2 x pp 4, recomputation full</data>. It takes <data value="08.fit.memory">68.5 %</data> longer than the fastest of all, and the prediction's
+# <data value="08.worst">dp 8, ZeRO 3, recomputation full</data>, is off by <data value="08.error.memory">31.6 %</data>, and we did not trace why. So run layouts near the budget before you trust them. Here the same layouts fit as predicted. The fastest is <data value="08.choice">dp 2 x pp 4, recomputation full</data>. It takes <data value="08.fit.memory">49.4 %</data> longer than the fastest of all, and the prediction's
 # choice costs <data value="08.fit.ours">0 %</data> more.
 #
 # **Takeaway.** Use replicas if they fit and the link is fast; else ZeRO for states, recomputation for activations. On a
@@ -828,20 +828,20 @@ lesson.claim("The prediction is nearer than the rule of thumb",
              abs(ran.seconds / sum(called.values()) - 1) < abs(ran.seconds / naive - 1))
 
 # %% [markdown]
-# We predicted <data value="08.cube.predicted">360 ms</data> a step, and it took <data value="08.cube">373 ms</data>, in one run. The rule of thumb said <data value="08.cube.rule-of-thumb">53.6 ms</data>.
+# We predicted <data value="08.cube.predicted">329 ms</data> a step, and it took <data value="08.cube">354 ms</data>, in one run. The rule of thumb said <data value="08.cube.rule-of-thumb">53.8 ms</data>.
 # The figure draws one pipeline. The loss fell from <data value="08.cube.loss.first:.2f">6.97</data> to <data value="08.cube.loss.last:.2f">6.19</data> in six steps of text.
 #
 # <details><summary>Part by part</summary>
 #
-# Computing takes <data value="08.cube-parts.computing.replayed">189 ms</data>, including the rank's own time in (4 L + 2) m/p = 68 calls; their travel is exposed tp. The bubble takes <data value="08.cube-parts.bubble.replayed">77.7 ms</data>: with p = 2 and m = 4,
+# Computing takes <data value="08.cube-parts.computing.replayed">175 ms</data>, including the rank's own time in (4 L + 2) m/p = 68 calls; their travel is exposed tp. The bubble takes <data value="08.cube-parts.bubble.replayed">72.4 ms</data>: with p = 2 and m = 4,
 # equal stages idle for a fifth of the time. The figure draws each action as the median of its ranks. Exposed tp, <data value="08.cube-parts.exposed-tp.replayed">78.3 ms</data>,
-# is inside its boxes. Exposed dp, <data value="08.cube-parts.exposed-dp.replayed">25.4 ms</data> for a quarter of the gradient, and the optimizer,
-# <data value="08.cube-parts.optimizer.replayed">2.77 ms</data>, follow its end and are not drawn.
+# is inside its boxes. Exposed dp, <data value="08.cube-parts.exposed-dp.replayed">26.3 ms</data> for a quarter of the gradient, and the optimizer,
+# <data value="08.cube-parts.optimizer.replayed">2.40 ms</data>, follow its end and are not drawn.
 # </details>
 #
 # <details><summary>Utilisation</summary>
 #
-# A utilisation needs its peak. Of the <data value="08.cube.peak">97.7 GFLOP/s</data> that a rank reaches in a block's largest matmul, the step uses <data value="08.cube.use">14.4 %</data>.
+# A utilisation needs its peak. Of the <data value="08.cube.peak">97.3 GFLOP/s</data> that a rank reaches in a block's largest matmul, the step uses <data value="08.cube.use">15.2 %</data>.
 # Published model FLOP utilisation divides by the datasheet's peak, which no matmul reaches.
 # </details>
 #
@@ -864,14 +864,14 @@ lesson.claim("Predictions hold more often than rules of thumb",
              score["prediction"].share > score["rule of thumb"].share)
 
 # %% [markdown]
-# Of <data value="08.regret.rule-of-thumb.given">4</data> rules of thumb <data value="08.regret.rule-of-thumb.held">0</data> held, and of <data value="08.regret.prediction.given">4</data> predictions <data value="08.regret.prediction.held">3</data>. A
+# Of <data value="08.regret.rule-of-thumb.given">4</data> rules of thumb <data value="08.regret.rule-of-thumb.held">0</data> held, and of <data value="08.regret.prediction.given">4</data> predictions <data value="08.regret.prediction.held">4</data>. A
 # first choice that is not the best has not held, however little it costs.
 #
 # ## What to remember
 #
 # - Can we rank layouts from one rank? The first and the last, yes; close ones, no. Steps of the race took
-#   <data value="08.short.no-tp.least:.2f">1.02</data> to <data value="08.short.no-tp.most:.2f">1.32</data> times as long as predicted without tp, and up to <data value="08.short.with-tp.most:.2f">1.65</data> times with it. tp needs
-#   the cost of a call, from a run of several ranks. Over all pages, steps took <data value="08.all-steps.lowest:.2f">1.02</data> to <data value="08.all-steps.highest:.2f">1.65</data> times as long as predicted.
+#   <data value="08.short.no-tp.least:.2f">0.91</data> to <data value="08.short.no-tp.most:.2f">1.17</data> times as long as predicted without tp, and up to <data value="08.short.with-tp.most:.2f">1.30</data> times with it. tp needs
+#   the cost of a call, from a run of several ranks. Over all pages, steps took <data value="08.all-steps.lowest:.2f">0.91</data> to <data value="08.all-steps.highest:.2f">1.30</data> times as long as predicted.
 # - An order is sure only where gaps exceed errors.
 # - A resumed run is equal bit for bit on its layout, if everything was saved.
 #
@@ -879,15 +879,15 @@ lesson.claim("Predictions hold more often than rules of thumb",
 #
 # | | question | law | from its run | when not |
 # |---|---|---|---|---|
-# | 00 collectives | What does agreement cost? | latency + bytes/bandwidth a message | 100 small calls: <data value="00.many-calls:.1f">24.7</data> times as long as one | messages too small for bandwidth to matter |
-# | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | free from <data value="01.measured.during">more than 1,088</data> tokens, by the law from <data value="01.law.during:,.0f">55</data> | the batch cannot grow |
+# | 00 collectives | What does agreement cost? | latency + bytes/bandwidth a message | 100 small calls: <data value="00.many-calls:.1f">34.9</data> times as long as one | messages too small for bandwidth to matter |
+# | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | free from <data value="01.measured.during">more than 1,088</data> tokens, by the law from <data value="01.law.during:,.0f">57</data> | the batch cannot grow |
 # | 02 pp | Who is idle? | (p-1)/(m+p-1) | <data value="02.bubble">32.6 %</data> for p = 4, m = 8 | fewer than 4p microbatches |
 # | 03 tp | How do you split a matrix exactly? | 4 all-reduces of b·s·h a block | computing takes <data value="03.ratio:.1f">3.6</data> times as long as sending | links between nodes |
 # | 04 mesh | Which axis deserves the fast link? | tp talks most often, dp least | a small ViT on one axis, at a tenth of the bandwidth: <data value="04.tenth">dp</data> is fastest; for this page's GPT-2, <data value="08.links.0.1-x-bandwidth.fastest-replayed">pp 8</data> | one axis is enough |
 # | 05 ZeRO | How far does dp alone go? | 16 bytes a parameter, over d | <data value="05.largest">21 blocks</data> instead of <data value="05.depth.zero-0.measured">8 blocks</data> | the model fits |
-# | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | by time <data value="06.gain:.2f">1.34</data> times as fast | one layer is a stage by itself |
+# | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | by time <data value="06.gain:.2f">1.26</data> times as fast | one layer is a stage by itself |
 # | 07 heads | What refuses to divide? | three sums instead of V logits a token | <data value="07.loss.reduced">18 B</data> instead of <data value="07.loss.gathered">151 kB</data> | more ranks than heads |
-# | 08 layouts | Which one, beforehand? | five parts | <data value="08.cube">373 ms</data>, predicted <data value="08.cube.predicted">360 ms</data> | a short run |
+# | 08 layouts | Which one, beforehand? | five parts | <data value="08.cube">354 ms</data>, predicted <data value="08.cube.predicted">329 ms</data> | a short run |
 # | 09 planning | A thousand GPUs from one host? | datasheets, one fitted rate | worst of ten runs <data value="09.worst">9.87 %</data> off | another era of kernels |
 #
 # **When not to use this.** For a short run, any layout that fits will do. If samples differ in length or others

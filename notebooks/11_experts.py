@@ -296,7 +296,7 @@ lesson.claim("Computing grows as the busiest rank's rows do",
 # %% [markdown]
 # There are as many rows as before. The busiest rank has <data value="11.layer.popular.busiest-rank-s-rows-mean-counted:.2f">1.95</data> times the mean, and
 # with even routing it still had <data value="11.layer.even.busiest-rank-s-rows-mean-counted:.2f">1.03</data>. So we predict the quotient, <data value="11.slower.predicted:.2f">1.89</data>. Replayed,
-# computing takes <data value="11.slower:.2f">1.79</data> times as long. The busiest *rank* counts: two popular
+# computing takes <data value="11.slower:.2f">1.83</data> times as long. The busiest *rank* counts: two popular
 # experts do less harm on two ranks than on one.
 #
 # **Takeaway.** All ranks wait for the busiest one. Its rows over the mean are the slowdown of the experts' computing against
@@ -335,7 +335,7 @@ lesson.claim("The library's loss is that of all tokens", (off, "<", 1e-5))
 
 # %% [markdown]
 # The loss of all tokens is <data value="11.balance.all-tokens.loss:.2f">2.21</data>, and the library computes it from sums over all
-# ranks. The mean of the ranks' losses is <data value="11.balance.mean-of-ranks.loss:.2f">2.63</data>: a rank's few tokens
+# ranks. The mean of the ranks' losses is <data value="11.balance.mean-of-ranks.loss:.2f">2.64</data>: a rank's few tokens
 # are rarely spread evenly, even when all tokens are. With even loads the balancing loss is k.
 #
 # Now we train a small DeepSeek-V3 three times for 60 steps. Its routers weigh by a sigmoid of each score where ours takes a
@@ -390,7 +390,7 @@ lesson.claim("Balancing costs no loss here", (gap, "<", 0.1))
 
 # %% [markdown]
 # Without balancing, the busiest expert has <data value="11.run.no-balancing.busiest-expert-mean-counted:.2f">2.88</data> times the mean load, a mean over
-# both blocks and the last ten steps, and the experts of a layer compute <data value="11.run.no-balancing.a-layer-s-computing-even-loads-replayed:.2f">2.11</data> times as long as with even
+# both blocks and the last ten steps, and the experts of a layer compute <data value="11.run.no-balancing.a-layer-s-computing-even-loads-replayed:.2f">1.83</data> times as long as with even
 # loads. The loss brings the load to <data value="11.run.balancing-loss.busiest-expert-mean-counted:.2f">1.65</data>, the bias to
 # <data value="11.run.selection-bias.busiest-expert-mean-counted:.2f">1.28</data>. In sixty steps neither costs any model loss. In long trainings a balancing loss with a large factor
 # does, as Wang et al. measured, and so DeepSeek-V3 has the bias.

@@ -353,9 +353,8 @@ def refused(kind: str, plugin: dict[str, Any], options: dict[str, Any]) -> str:
 def test_what_cannot_be_is_refused_in_a_sentence(pools: RankPools) -> None:
     with pytest.raises(ValueError, match=r"ep=3 takes its ranks from dp=4 x cp=1.* use ep=1 or 2 or 4"):
         Layout(dp=4, ep=3)
-    for options, match in (({"tp_size": 2}, "tp_size=1"), ({"zero_stage": 3}, "zero_stage=2")):
-        with pytest.raises(ValueError, match=match):
-            hpnb.HybridParallelPlugin(ep_size=2, **options)
+    with pytest.raises(ValueError, match="zero_stage=2"):
+        hpnb.HybridParallelPlugin(ep_size=2, zero_stage=3)
     six = {"num_local_experts": 3}
     assert "3 experts, which 2 ranks" in pools[2].run(refused, "Mixtral", {"ep_size": 2}, six)[0]
     assert "ep_size=3" in pools[2].run(refused, "Mixtral", {"ep_size": 3}, {})[0]

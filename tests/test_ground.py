@@ -44,6 +44,7 @@ HOUSE = (
     ("symmetric_all_reduce",),
     ("symmetric_memory",),
     ("comm",),
+    ("overlapped_pair",),
     ("mesh",),
     ("record",),
     ("ranks",),

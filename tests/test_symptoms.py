@@ -100,7 +100,7 @@ def test_the_repaired_program_does_not_fail_and_nothing_is_found(
     occurs, finds = CHECKS[symptom.number]
     printed = run_program(symptom.preamble + symptom.repaired, pools, tmp_path)
     assert not finds(printed), printed
-    if symptom.number == 15:  # one message still takes longer than none, but much less than 200
-        assert milliseconds(printed)[1] < 5, printed
+    if symptom.number == 15:  # one message still takes longer than none, but there is only one
+        assert " 1 calls" in printed, printed
     else:
         assert not occurs(printed), printed

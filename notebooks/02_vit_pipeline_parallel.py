@@ -40,7 +40,7 @@
 # All numbers on this page come from one execution of the notebook, on <data value="02.hardware">2 CPU cores</data>. A *simulated* step is
 # computed from one forward time and one backward time per stage. A *replayed* step is computed from the CPU time of
 # each single forward and backward of a step that really ran. Both give each rank its own core. **In both, messages
-# take no time**, unless we state a transfer time.
+# take no time**, unless we state a time.
 
 # %% tags=["setup"]
 import importlib.util
@@ -397,8 +397,8 @@ lesson.claim("1F1B takes about as long as GPipe", (change, "<", 0.15))
 # <data value="02.step.gpipe.bubble">29.3 %</data>, 1F1B's <data value="02.step.1f1b.replayed">120 ms</data> with
 # <data value="02.step.1f1b.bubble">28.4 %</data>. By the formula both bubbles are
 # equal, because the first and the last microbatch still pass through the stages
-# alone. Both schedules compute the same. Yet a rank computes for <data value="02.step.gpipe.work">81.6 ms</data> under GPipe and <data value="02.step.1f1b.work">86.1 ms</data>
-# under 1F1B: that difference is noise, and the steps contain it.
+# alone. Yet ranks, which do equal work, compute for <data value="02.step.gpipe.work">81.6 ms</data> under GPipe and <data value="02.step.1f1b.work">86.1 ms</data>
+# under 1F1B: steps contain such noise.
 #
 # **Takeaway.** 1F1B has GPipe's bubble and keeps at most p microbatches instead of m.
 #
@@ -477,7 +477,7 @@ lesson.field_guide.show()
 # With equal stages, each rank idles $(p-1)(F+I+W)$ under 1F1B, $(p-1)(F+I-W)$ under ZB-H1, and
 # $(p-1)F$ under ZB-H2. The last two are equal if I = W.
 #
-# The figure shows p = 2 and m = 4, with F = I = W = 1. Bars too narrow for a number have none.
+# The figure shows p = 2 and m = 4, with F = I = W = 1.
 
 
 # %%
@@ -593,12 +593,11 @@ lesson.check(exercises.place_w, place_w)
 # ### The race
 #
 # Exercise 3's schedule is ZB-H1. For the prediction, I and W each take half of a backward in the 1F1B step, and a
-# chunk's action takes half as long as that action takes in a stage, averaged over the stages.
+# chunk's action half as long as a stage's, averaged over stages.
 #
-# The schedules run in turn, five times. In the table's step each action takes its median of the five. *Spread* is a
+# The schedules run in turn, five times. A table's step takes each action's median. *Spread* is a
 # schedule's longest step minus its shortest, *work* the mean time for which a rank computes. **Messages take no time**,
-# so the steps leave out the price of
-# interleaving and ZB-V; the table counts messages.
+# so steps leave out what interleaving and ZB-V pay; the table counts messages.
 
 # %%
 rounds = pool.run(vit_pipeline.time_rounds, SIZE, IMAGES, DTYPE, made, repeats=5)[0]
@@ -724,7 +723,7 @@ lesson.explorers.pipeline_bubble()
 # <data value="02.paper.zb-h2.overhead-over-ideal">11.2 %</data>. In the explorer's first panel, rank 3 starts three forwards and three
 # transfers later than rank 0, and also ends later. Only the other two definitions count this idle time.
 #
-# As a rule no rank starts the next step before all have ended this one, so its idle time at both ends is lost, too: use the share of
+# As a rule no rank starts the next step before all have ended this one, so idle time at both ends is lost, too: use the share of
 # ranks × makespan.
 #
 # <details><summary>The challenge: why this answer</summary>

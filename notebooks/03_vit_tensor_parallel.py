@@ -375,7 +375,7 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # On InfiniBand NDR with 50 GB/s, ρ is 8,000, and they want h above 12,400.
 # </details>
 #
-# Call the ratio r. Without overlap a rank computes r/(1+r) of the time, half of it at r = 1. At r = 1, overlap can hide sums as long as the weight gradients, a third of the computing, which raises the half to at most 60 %. Below r = 1 sums dominate.
+# Call the ratio r. Without overlap a rank computes r/(1+r) of the time, half of it at r = 1. At r = 1, overlap can hide sums as long as the weight gradients, a third of the computing, which raises the half to at most 60 %.
 #
 # **Takeaway.** Ask for r ≥ 1: h above (t-1)ρ/4.5. That takes the fastest links, those inside a node, one machine.
 #
@@ -758,7 +758,7 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 # On four ranks 1D wins by bytes, too: 2D sends fewer only above 12 h tokens, here <data value="03.tokens.even">3,072</data>, and we had at most <data value="03.tokens.many">1,088</data>.
 # The map predicts which mode *communicates* for the shortest time on 64 ranks and InfiniBand NDR, with 10 µs of latency and no launch costs. Its axes are the batch's tokens divided by 64, and the hidden size; 2.5D has 4 x 4 x 4 ranks.
 #
-# The folded table "How many numbers a block sends" counts the mean bytes that leave a rank. Along a chain of q ranks all but the last send S bytes, so the mean is S (q-1)/q. But a broadcast or reduce takes S/B and q-1 latencies: q/(q-1) times the mean bytes over B. 2D and 2.5D use them, 1D and 3D do not.
+# The folded table counts the mean bytes that leave a rank. Along a chain of q ranks all but the last send S bytes, so the mean is S (1 - 1/q). But a broadcast or reduce takes S/B and q-1 latencies, which is more. 2D and 2.5D use them, 1D and 3D do not.
 
 # %%
 links = theory.LINKS["InfiniBand NDR"], theory.Link(0, 50e9)  # one without latency
@@ -842,7 +842,7 @@ lesson.check(exercises.choose_ranks, choose)
 #
 # Replicas that fit are not always best. In the check's third job a GPU has n = 8,192/64 = 128 tokens and ρ is 8,000, so computing covers hardly any of the gradients. The predicted
 # step takes <data value="03.job.t1">1.57 s</data> for t = 1, most of it gradients, and <data value="03.job.t16">190 ms</data> for t = 16, although r is only 0.31 there.
-# A GPU's sums have 16 n h (t-1) bytes a layer, and its gradients about 48 h²/t. Together they are fewest at t = sqrt(3h/n), here 14, if nothing overlaps.
+# A GPU's sums have 16 n h (t-1) bytes a layer, and its gradients about 48 h²/t. Together they are fewest at t² = 3h/n, here 14² rounded, if nothing overlaps.
 #
 # ```python
 # def choose(job):

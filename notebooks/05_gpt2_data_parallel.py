@@ -283,12 +283,12 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 #   loss, for float32 log-probabilities and two gradients of that size.
 # - **block i**, counted from 0, in its backward: activations of blocks 0 to i; with recomputation only inputs, and all
 #   activations of block i. Its backward needs about 14 T h temporary values, and the V h
-#   gradients of the output layer stay until those of the tied embedding are added. ZeRO-0 to 2 add one or two full buckets,
+#   gradients of the output layer stay until the embedding's are added. ZeRO-0 to 2 add one or two full buckets,
 #   except in the last block, which comes first. ZeRO-3 adds gathered weights: the embedding and about three blocks.
-# - **end** of the backward: no activations, and now also ZeRO-2 and 3 hold all their gradients, which they free after the update.
+# - **end** of the backward: no activations; ZeRO-2 and 3 hold all gradients, and free them after the update.
 # - **step**, the update: before it updates master weights, the optimizer copies 16-bit gradients to float32.
 #
-# `theory.step_memory` evaluates all four, and the largest is the predicted peak. On all pages, a prediction *holds* if
+# `theory.step_memory` predicts the largest of the four. On all pages, a prediction *holds* if
 # the answer is 0.8 to 1.25 times as large; an *identity* must hold exactly.
 
 # %%
@@ -511,7 +511,7 @@ lesson.claim("ZeRO-3 exposes less than ZeRO-2 on fast links only", less == sorte
 # %% [markdown]
 # ZeRO-0 exposes least on every link. ZeRO-2 and 3 already cross at <data value="05.link.crossing">27.4 GB/s</data>. From <data value="05.link.fast">38.6 GB/s</data> on, a gather is
 # shorter than a block's forward, and ZeRO-3 overlaps nearly all of them. There, as on InfiniBand NDR with 50 GB/s, it
-# saves more memory than ZeRO-2 *and* exposes less. What it exposes is mostly the embedding, which is gathered first and reduce-scattered last. On slow links, such as 100 Gb Ethernet with 12.5 GB/s, ZeRO-3 pays for its extra bytes.
+# saves more memory than ZeRO-2 *and* exposes less. It exposes mostly the embedding. On slow links, such as Ethernet with 12.5 GB/s, ZeRO-3 pays for its extra bytes.
 #
 # **Takeaway**, from simulation. Do not shard a model that fits. Otherwise use ZeRO-3 where a block's gather is shorter
 # than its forward, and on slower links the lowest ZeRO stage that fits.
@@ -574,7 +574,7 @@ lesson.claim("One ahead, only the first gather is exposed", early.stall == 0)
 # %% [markdown]
 # On demand the step takes <data value="05.prefetch.late">37.7 ms</data>, one block ahead <data value="05.prefetch.early">26.2 ms</data>; the dp lane has the all-gathers. Twelve uses need eleven of
 # them, because the last block is still there when its backward begins. The
-# simulation leaves out reduce-scatters: a block's backward takes twice its forward, and a gather and a reduce-scatter fit beside it.
+# simulation leaves out reduce-scatters: they fit beside a block's backward, with a gather.
 #
 # ### Exercise 3: all-gathers without a stall
 #
@@ -684,7 +684,7 @@ lesson.field_guide.add(
 # <details><summary>Answer</summary>
 #
 # With ZeRO-2 each rank keeps all 60 GB of weights. Their all-gather after each update takes 1.2 s at 50 GB/s. With 8
-# sequences a rank, the gather adds a third to the computing. The limit allows 15. With 15 it adds less, but activations then fit only if all
+# sequences a rank, the gather adds a third to the computing. With 15, the most allowed, it adds less, but activations then fit only if all
 # blocks are recomputed, and that adds a third. With ZeRO-3
 # and half of the blocks recomputed, 64 ranks need 67 GB for 32.5 billion parameters, and 1.19 times their computing.
 # </details>

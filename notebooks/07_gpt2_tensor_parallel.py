@@ -284,7 +284,7 @@ def compare_losses(V, n=16):
 # %% [markdown]
 # The backward of the loss itself sends nothing: the gradient of a logit is its softmax, minus 1 at the target, and by now each rank
 # knows the sum of exponentials. We count the bytes per token of both ways, for four vocabularies.
-# Then we count one training step, leaving out what the blocks send.
+# Then we count one training step without its blocks.
 
 # %%
 found = {V: pool.run(compare_losses, V)[0] for V in (509, 4001, 50_257, 128_256)}
@@ -299,8 +299,8 @@ lesson.claim("Both ways give the same gradient", (off, "<", 1e-5))
 lesson.claim("Reductions send 1/8,000", (reduced, "<", gathered / 8000))
 
 # %% [markdown]
-# Per token, gathering sends <data value="07.loss.gathered">151 kB</data> from every rank and reducing <data value="07.loss.reduced">18 B</data>. Gathering
-# sends 4V(t - 1)/t bytes and reducing 3 float32 numbers 2(t - 1)/t times each, so the ratio is V/6 = 8,376 for any t and batch. In the step <data value="07.vocab-bytes">1.23 MB</data> leave a rank, as predicted, nearly all for the two all-reduces of
+# Per token, gathering sends <data value="07.loss.gathered">151 kB</data> from every rank and reducing <data value="07.loss.reduced">18 B</data>. Both are
+# proportional to 1 - 1/t, so the ratio is V/6 = 8,376 for any t and batch. In the step <data value="07.vocab-bytes">1.23 MB</data> leave a rank, as predicted, nearly all for the two all-reduces of
 # b·s·h. The rule of thumb is gathered logits alone.
 #
 # <details><summary>In your tools: a loss from sharded logits</summary>
@@ -377,7 +377,7 @@ lesson.check(exercises.vocab_parallel_loss, loss)
 # | of attention probabilities | sharded by heads: different masks | sharded by heads: different masks |
 # | after attention, after the MLP | replicated: same mask | sharded by tokens: different masks |
 #
-# Tokens are sharded only after the embedding's dropout. So the same module needs equal masks in one layout and different ones in another, as the last row shows.
+# Tokens are sharded only after the embedding's dropout. So a module needs equal masks in one layout and different ones in another.
 # We compare three *policies*:
 #
 # - *A seed each*: every rank calls `torch.manual_seed(7 + rank)`.
@@ -562,7 +562,7 @@ lesson.field_guide.show()
 # After the first wrong mask, each rank has its own residual stream, and the all-reduces add terms
 # that were computed from different streams. The backward assumes that all ranks have the same one. So it does not compute the
 # gradient of this loss, and the check gives at most <data value="07.faults.a-seed-each.gradient-check-highest:.2f">0.96</data> with a seed each and <data value="07.faults.one-seed.gradient-check-highest:.2f">0.98</data> with one seed, instead of 1. Of the 30 replicated weights and gradients,
-# <data value="07.faults.a-seed-each.differ-in-run-1-of-30">20</data> differ, so the saved model depends on which rank saves it. Only the norms' biases stay equal: their gradients are sums of what f's backward has all-reduced.
+# <data value="07.faults.a-seed-each.differ-in-run-1-of-30">20</data> differ, so the saved model depends on which rank saves it. Only norms' biases stay equal: their gradients sum what f's backward has all-reduced.
 #
 # **Takeaway.** Compare replicated activations across ranks: they are equal bit for bit, or something is wrong.
 #

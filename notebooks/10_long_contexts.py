@@ -371,7 +371,7 @@ lesson.claim("Each step after the first has half of its pairs", shares == {0.5})
 # <details><summary>Hint</summary>
 #
 # Take rows of `ranks` chunks. Two rows are a zigzag, so only an odd number of rows is hard, and 3 rows at the end
-# solve it. Pair each chunk of the first row with one of the second such that the sums, sorted, rise by about 1, like the third row. For 3
+# solve it. Pair chunks of the first two rows so that sorted sums rise by about 1, like the third row. For 3
 # ranks: 0 with 5, 1 with 3 and 2 with 4 give 5, 4 and 6.
 # </details>
 
@@ -724,10 +724,10 @@ lesson.field_guide.show()
 # Both losses fall, to <data value="10.fault.positions-of-shard_batch.last-loss:.2f">5.23</data> and
 # <data value="10.fault.positions-that-restart.last-loss:.2f">5.22</data>. They differ by <data value="10.gap:.2f">0.20</data> in one step,
 # but you wouldn't have the first curve to compare with. Masks still tell the model which token comes before which, and
-# what a small model learns in thirty steps hardly depends on more. But somebody will load the checkpoint
+# a small model learns little more in thirty steps. But somebody will load the checkpoint
 # in one process, with positions 0 to 63. From the first run, that process computes the logits of training, up to rounding
 # in float32. From the second, logits are off by <data value="10.fault.positions-that-restart.reloaded-logits-are-off-by:.4f">0.0048</data> of
-# their norm. This is one run of each; what a long training would lose, it doesn't tell.
+# their norm. Each ran once.
 #
 # The instrument is the gradient of `wpe`. With right positions, <data value="10.fault.positions-of-shard_batch.rows-of-wpe-with-a-gradient-of-64">63</data>
 # of 64 rows get one: the last token has no target. With positions that restart, only

@@ -132,7 +132,7 @@ lesson.claim("Our mixture gives what transformers' block gives", (off, "<", 1e-5
 # results (k n, h)  ── inverse permutation, times weights, sum over k ──►  output (n, h)
 # ```
 #
-# On the left of the figure, each line is a token and each mark one of its rows. On the right, the same rows are grouped by expert. Expert 2 has 4 times the chance of each other one; that experts 4 and 5 get few rows is chance.
+# In the figure's left half, a line is a token and a mark one of its rows; the right half groups the rows by expert. Expert 2 has 4 times the chance of each other one; that experts 4 and 5 get few rows is chance.
 
 # %%
 question = f"What share of its rows does a rank send away, of {N} ranks?"
@@ -296,7 +296,7 @@ lesson.claim("Computing grows as the busiest rank's rows do",
 # %% [markdown]
 # There are as many rows as before. The busiest rank has <data value="11.layer.popular.busiest-rank-s-rows-mean-counted:.2f">1.95</data> times the mean, and
 # with even routing it still had <data value="11.layer.even.busiest-rank-s-rows-mean-counted:.2f">1.03</data>. So we predict the quotient, <data value="11.slower.predicted:.2f">1.89</data>. Replayed,
-# computing takes <data value="11.slower:.2f">1.83</data> times as long. The busiest *rank* counts: two popular
+# computing takes <data value="11.slower:.2f">1.89</data> times as long. The busiest *rank* counts: two popular
 # experts do less harm on two ranks than on one.
 #
 # **Takeaway.** All ranks wait for the busiest one. Its rows over the mean are the slowdown of the experts' computing against
@@ -334,8 +334,8 @@ off = abs(right - shared[0])
 lesson.claim("The library's loss is that of all tokens", (off, "<", 1e-5))
 
 # %% [markdown]
-# The loss of all tokens is <data value="11.balance.all-tokens.loss:.2f">2.21</data>, and the library computes it from sums over all
-# ranks. The mean of the ranks' losses is <data value="11.balance.mean-of-ranks.loss:.2f">2.64</data>: a rank's few tokens
+# The loss of all tokens is <data value="11.balance.all-tokens.loss:.2f">2.16</data>, and the library computes it from sums over all
+# ranks. The mean of the ranks' losses is <data value="11.balance.mean-of-ranks.loss:.2f">2.66</data>: a rank's few tokens
 # are rarely spread evenly, even when all tokens are. With even loads the balancing loss is k.
 #
 # Now we train a small DeepSeek-V3 three times for 60 steps. Its routers weigh by a sigmoid of each score where ours takes a
@@ -390,7 +390,7 @@ lesson.claim("Balancing costs no loss here", (gap, "<", 0.1))
 
 # %% [markdown]
 # Without balancing, the busiest expert has <data value="11.run.no-balancing.busiest-expert-mean-counted:.2f">2.88</data> times the mean load, a mean over
-# both blocks and the last ten steps, and the experts of a layer compute <data value="11.run.no-balancing.a-layer-s-computing-even-loads-replayed:.2f">1.83</data> times as long as with even
+# both blocks and the last ten steps, and the experts of a layer compute <data value="11.run.no-balancing.a-layer-s-computing-even-loads-replayed:.2f">1.91</data> times as long as with even
 # loads. The loss brings the load to <data value="11.run.balancing-loss.busiest-expert-mean-counted:.2f">1.65</data>, the bias to
 # <data value="11.run.selection-bias.busiest-expert-mean-counted:.2f">1.28</data>. In sixty steps neither costs any model loss. In long trainings a balancing loss with a large factor
 # does, as Wang et al. measured, and so DeepSeek-V3 has the bias.
@@ -427,17 +427,21 @@ lesson.record("11.dropped", {"free": lost, "bias": few}, "%")
 free, balanced = rise.values()
 lesson.record("11.rise", {"free": free[at], "all": free[0], "bias-all": balanced[0]})
 lesson.claim("Balance saves rows from being dropped", (few, "<", lost))
-lesson.claim("The balanced model depends more on its experts", 0 < free[0] < balanced[0])
+lesson.claim("A balanced model depends more on its experts", 0 < free[0] < balanced[0])
 
 # %% [markdown]
 # With a capacity of 1.25 times the mean, the unbalanced model drops <data value="11.dropped.free">32.0 %</data> of its rows, the balanced one
 # <data value="11.dropped.bias">0.256 %</data>. The unbalanced model's loss rises by <data value="11.rise.free:.3f">0.009</data>. That is little, because its experts have learned
 # little: with the shared expert alone, its loss would rise by only <data value="11.rise.all:.3f">0.053</data>. The
-# balanced model's would rise by <data value="11.rise.bias-all:.3f">0.092</data>, so it depends more on its experts. With padding, an expert always
-# computes c times the mean load, balanced or not, and surplus rows are still dropped. *Dropless*
-# layers, as in MegaBlocks, in this library and by default in Megatron-Core, multiply groups of any size instead.
+# balanced model's would rise by <data value="11.rise.bias-all:.3f">0.092</data>, so it depends more on its experts.
 #
-# **Takeaway.** Balance first. A selection bias does it without a loss, and then there is little left to drop.
+# <details><summary>Padding, and layers without it</summary>
+#
+# With padding, an expert always computes c times the mean load, balanced or not, and surplus rows are still dropped. *Dropless*
+# layers, as in MegaBlocks, in this library and by default in Megatron-Core, multiply groups of any size instead.
+# </details>
+#
+# **Takeaway.** Balance first. A selection bias does it without a loss, and then little is left to drop.
 #
 # ### Exercise 2: the balancing loss
 #
@@ -643,7 +647,7 @@ lesson.check(exercises.who_reduces, reduces)
 # %% [markdown]
 # ## Two microbatches at once
 #
-# Balance removes the waiting. The messages remain, and little of their own microbatch can overlap with them, only the shared expert: experts
+# Balance removes the waiting. The messages remain, and of their own microbatch only the shared expert can overlap with them: experts
 # wait for the dispatch, and the next layer waits for the combine. But while one
 # microbatch goes forward, another can go backward, and each computes while the other's rows travel. That is DeepSeek-V3's
 # schedule, *DualPipe*.

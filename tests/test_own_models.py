@@ -284,6 +284,26 @@ def test_parts_without_tokens_are_refused_before_a_step_of_a_pipeline(pools: Ran
         assert pools[2].run(boost_with_sequence_parallelism, **layout) == ["", ""]
 
 
+def refused_twice() -> str:
+    def listed_twice(net: OwnLlama) -> LlamaParts:
+        sound = parts(net)
+        return LlamaParts(sound.embedding, (sound.blocks[0],) * 2, sound.head, sound.tied, causal=True)
+
+    hpnb.models.register(OwnLlama, listed_twice, own_models.roles)
+    try:
+        hpnb.tensor_parallel.parallelize(build(layers=1), hpnb.Mesh(hpnb.Layout(tp=2)).tp)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_block_that_runs_twice_is_refused_under_tensor_parallelism(pools: RankPools) -> None:
+    """It was sharded for one place, and its gradients were wrong without a word."""
+    for refused in pools[2].run(refused_twice):
+        assert "blocks.0 is listed twice" in refused
+        assert "tp_size=1" in refused
+
+
 # --- one weight in two places ----------------------------------------------------------------------------
 
 

@@ -277,11 +277,17 @@ def _describe(model: nn.Module) -> ModelToShard:
 
 
 def _check_sections(parts: Anatomy) -> None:
-    """A module becomes a layer of one section, so it cannot serve two."""
+    """A module becomes a layer of one section, so it cannot serve two; and a block is sharded once."""
     sections = {"the embedding": parts.embedding, "the blocks": parts.blocks, "the head": parts.head}
     place: dict[nn.Module, str] = {}
     for section, of_section in sections.items():
         for part in of_section:
+            if section == "the blocks" and place.get(part.module) == section:
+                raise ValueError(
+                    f"{part.name} is listed twice among the blocks, and tensor parallelism shards a module "
+                    "for one place: use tp_size=1, where a pipeline keeps its copies equal, or give each "
+                    "place a module of its own"
+                )
             if place.setdefault(part.module, section) != section:
                 raise ValueError(
                     f"the module {part.name} is a Part of {place[part.module]} and of {section}, and tensor "

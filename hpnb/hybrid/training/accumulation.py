@@ -43,6 +43,7 @@ class HookedCriterion:
     def __init__(self, criterion: Criterion | None, trainer: TrainingState) -> None:
         self._criterion, self._trainer = criterion or loss_of_outputs, trainer
         self.weight: torch.Tensor | None = None
+        self.unsharded: Any = None  # the batch that the model gets, if it is not a pipeline
 
     def __call__(self, outputs: Any, inputs: Any) -> Any:
         result = call_criterion(self._criterion, outputs, inputs)
@@ -57,7 +58,11 @@ class HookedCriterion:
         return weighted if count is None else (weighted, count)
 
     def _show(self, outputs: Any, inputs: Any, value: torch.Tensor, count: Any) -> None:
-        known = count_targets(inputs, self._trainer.causal) if count is None else count
+        # The model shards this batch and shifts its labels. A pipeline gives its criterion the shard.
+        causal = self._trainer.causal or (
+            getattr(self._trainer.model, "context", None) is not None and inputs is self.unsharded
+        )
+        known = count_targets(inputs, causal) if count is None else count
         n = torch.as_tensor(known, dtype=torch.float64, device=value.device)
         # The mean over no targets is nan, and must not count.
         total = value.double() if count is not None else torch.where(n > 0, value.double() * n, 0.0)

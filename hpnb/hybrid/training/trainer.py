@@ -192,7 +192,9 @@ class Trainer(TrainingState):
                 around.enter_context(hook.around_step(self))
             self.optimizer.zero_grad()
             losses = []
-            shares = batch_weights(batches, self.causal, self.booster.plugin.dp_group)
+            # Context parallelism shifts labels when it shards a batch; these are not sharded yet.
+            causal = self.causal or getattr(self.model, "context", None) is not None
+            shares = batch_weights(batches, causal, self.booster.plugin.dp_group)
             for i, batch in enumerate(batches):
                 later, self._criterion.weight = i + 1 < len(batches), shares[i]
                 with self.booster.no_sync(self.model, self.optimizer) if later else nullcontext():
@@ -211,6 +213,7 @@ class Trainer(TrainingState):
             return self.booster.execute_pipeline(iter([batch]), *how, record=self.records)["loss"]
         batch = to_device(batch, device())
         with span("F", number):
+            self._criterion.unsharded = batch
             loss = self._criterion(self.model(**batch), batch)
         with span("B", number):
             self.booster.backward(loss, self.optimizer)
@@ -248,6 +251,7 @@ class Trainer(TrainingState):
             self.booster.execute_pipeline(iter([batch]), self.model, self._criterion)
         else:
             batch = to_device(batch, device())
+            self._criterion.unsharded = batch
             self._criterion(self.model(**batch), batch)
 
     # --- hooks, and going on -------------------------------------------------------------------------

@@ -355,7 +355,7 @@ lesson.claim("More terms beat any fit", (plan[h100_runs], "<", least))
 # that we fit to; 1.7B is the worst choice. With both exposed, the best fit still has <data value="09.free.exposed">34.2 %</data>.
 #
 # On the H100 runs, fitted to the same 1.7B, the forty lines are up to <data value="09.planners.nine-h100-runs.forty-lines">71.3 %</data> off, or <data value="09.planners.nine-h100-runs.tp-and-dp-free">28.6 %</data> with tp and dp
-# free; `hpnb plan` is up to <data value="09.planners.nine-h100-runs.hpnb-plan">10.4 %</data>. It assumes the fastest microbatches, that tp sends in pieces, of which only the last waits,
+# free; `hpnb plan` is up to <data value="09.planners.nine-h100-runs.hpnb-plan">10.4 %</data>. It assumes the fastest microbatches, that tp sends in pieces and waits only for the last,
 # and that dp overlaps the backward. `hpnb/bench/results/PUBLISHED.md` has more
 # programs, some predicted far worse.
 #

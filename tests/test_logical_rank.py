@@ -19,7 +19,7 @@ from hpnb.hybrid.plan_command.main import make_task
 from hpnb.hybrid.plan_command.read_model import read_model
 from hpnb.record import CATEGORIES, MemoryProfile
 from hpnb.theory.datasheets import find_gpu
-from hpnb.theory.plan_step import PlanTask
+from hpnb.theory.plan_task import PlanTask
 
 SIZES = {
     "gpt2": {"n_embd": 192, "n_layer": 8, "n_head": 6, "vocab_size": 1000, "n_positions": 64},

@@ -25,7 +25,8 @@ from hpnb.record import MemoryProfile
 from hpnb.theory.datasheets import find_gpu
 from hpnb.theory.plan_bytes import plan_bytes
 from hpnb.theory.plan_memory import plan_memory, rank_memory
-from hpnb.theory.plan_step import PlanTask, plan_parts, refusal
+from hpnb.theory.plan_step import plan_parts
+from hpnb.theory.plan_task import PlanTask, refusal
 
 Config = transformers.AutoConfig.for_model
 _TINY = {"hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,

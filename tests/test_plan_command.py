@@ -30,7 +30,8 @@ from hpnb.theory import Block, published_activation_bytes
 from hpnb.theory.datasheets import GPUS, find_gpu
 from hpnb.theory.model_states import model_states
 from hpnb.theory.plan_memory import block_bytes, in_flight, plan_memory, rank_memory
-from hpnb.theory.plan_step import PlanTask, Software, plan_parts, refusal
+from hpnb.theory.plan_step import plan_parts
+from hpnb.theory.plan_task import PlanTask, Software, refusal
 from hpnb.theory.published_runs import MEGATRON, MEGATRON_CORE
 
 Config = transformers.AutoConfig.for_model

@@ -213,15 +213,15 @@ def _compare_on_ranks(
     wanted: Result, ranks: int, timeout: float,
 ) -> Iterator[str]:  # fmt: skip
     try:
-        found = launch(compute, registration, model, inputs, ranks=ranks, device="cpu", timeout=timeout)
+        results = launch(compute, registration, model, inputs, ranks=ranks, device="cpu", timeout=timeout)
     except RankError as error:
         yield f"{what} on {ranks} ranks: {str(error).splitlines()[0]}"
         return
-    if isinstance(found[0], str):
-        yield found[0]
+    if isinstance(results[0], str):
+        yield results[0]
         return
-    outputs = next(of_rank[0] for of_rank in found if of_rank[0])
-    gradients = {name: g for of_rank in reversed(found) for name, g in of_rank[1].items()}
+    outputs = next(of_rank[0] for of_rank in results if of_rank[0])
+    gradients = {name: g for of_rank in reversed(results) for name, g in of_rank[1].items()}
     yield from _differences(f"{what} on {ranks} ranks", (outputs, gradients), (wanted[0], wanted[1]))
 
 

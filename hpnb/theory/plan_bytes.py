@@ -15,7 +15,8 @@ from hpnb.mesh import ParallelLayout
 from hpnb.theory.communication import bytes_sent
 from hpnb.theory.context import ring_bytes, ulysses_bytes
 from hpnb.theory.experts import experts_sent
-from hpnb.theory.plan_step import PlanTask, attention_of, last_rank, rank_parameters
+from hpnb.theory.plan_step import attention_of, last_rank, rank_parameters
+from hpnb.theory.plan_task import PlanTask
 
 
 def plan_bytes(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:

@@ -20,7 +20,8 @@ from __future__ import annotations
 from hpnb.mesh import ParallelLayout
 from hpnb.theory.layout_step import BUCKET_BYTES
 from hpnb.theory.model_states import model_states
-from hpnb.theory.plan_step import PlanTask, is_eager, last_rank, rank_blocks
+from hpnb.theory.plan_step import is_eager, last_rank, rank_blocks
+from hpnb.theory.plan_task import PlanTask
 
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary")
 USABLE = 0.92  # of a GPU's memory: the rest is CUDA's context, NCCL's buffers and fragments

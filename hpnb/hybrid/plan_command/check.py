@@ -23,7 +23,8 @@ from hpnb.mesh import ParallelLayout
 from hpnb.models import GPT2_SIZES, SIZES
 from hpnb.theory.datasheets import find_gpu
 from hpnb.theory.plan_memory import plan_memory
-from hpnb.theory.plan_step import PlanTask, plan_parts
+from hpnb.theory.plan_step import plan_parts
+from hpnb.theory.plan_task import PlanTask
 from hpnb.theory.published_runs import MEGATRON, MEGATRON_CORE, PublishedRun
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"

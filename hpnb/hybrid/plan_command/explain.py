@@ -16,7 +16,8 @@ from hpnb.plot.grammar import styles_of
 from hpnb.plot.lanes import Lanes, draw
 from hpnb.record import Event, Timeline
 from hpnb.theory.plan_memory import MEMORY_PARTS, rank_memory
-from hpnb.theory.plan_step import PlanTask, plan_parts, stage_seconds
+from hpnb.theory.plan_step import plan_parts, stage_seconds
+from hpnb.theory.plan_task import PlanTask
 
 MOST_RANKS, MOST_MICROBATCHES = 16, 32  # that can be read
 _LEFT, _RIGHT = 0.9, 0.6

@@ -40,7 +40,7 @@ from hpnb.ranks.current_rank import current, device
 from hpnb.record import memory
 from hpnb.record.memory_profile import MemoryProfile
 from hpnb.theory.model_shape import IMAGE_CHANNELS
-from hpnb.theory.plan_step import PlanTask
+from hpnb.theory.plan_task import PlanTask
 
 META = torch.device("meta")
 _attention = functional.scaled_dot_product_attention

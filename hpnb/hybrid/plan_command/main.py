@@ -27,7 +27,7 @@ from hpnb.hybrid.plan_command.search import (
 from hpnb.mesh import ParallelLayout
 from hpnb.theory.datasheets import GPU, GPUS, find_gpu
 from hpnb.theory.model_shape import ModelShape
-from hpnb.theory.plan_step import PlanTask, refusal
+from hpnb.theory.plan_task import PlanTask, refusal
 
 REFUSED = 2
 LONGEST_BY_DEFAULT = 4096  # tokens of a sample, where a model can take more

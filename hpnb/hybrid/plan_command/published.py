@@ -21,7 +21,8 @@ from hpnb.theory.cluster import Cluster
 from hpnb.theory.datasheets import find_gpu
 from hpnb.theory.model_shape import ModelShape
 from hpnb.theory.plan_memory import USABLE, plan_memory
-from hpnb.theory.plan_step import PlanTask, Software, plan_parts, refusal
+from hpnb.theory.plan_step import plan_parts
+from hpnb.theory.plan_task import PlanTask, Software, refusal
 from hpnb.theory.published_runs import MEGATRON, MEGATRON_CORE
 
 LEFT_OUT = {

@@ -12,7 +12,8 @@ from hpnb.record.memory_profile import MemoryProfile
 from hpnb.theory.datasheets import GPU
 from hpnb.theory.plan_bytes import plan_bytes
 from hpnb.theory.plan_memory import MEMORY_PARTS
-from hpnb.theory.plan_step import PLAN_PARTS, PlanTask
+from hpnb.theory.plan_step import PLAN_PARTS
+from hpnb.theory.plan_task import PlanTask
 
 _MEMORY = {
     "parameters": "weights",

@@ -13,7 +13,7 @@ from hpnb.hybrid.train_command.run_file import load
 from hpnb.mesh import ParallelLayout
 from hpnb.models import GPT2Size, ViTSize
 from hpnb.theory.datasheets import GPU
-from hpnb.theory.plan_step import PlanTask
+from hpnb.theory.plan_task import PlanTask
 
 LOSS_CHUNK = 4096  # tokens at a time of a GPT-2's loss, as the plan assumes and the run file says
 

@@ -15,7 +15,8 @@ from tqdm import tqdm
 from hpnb.hybrid.plan_command.layout_code import layout_code
 from hpnb.mesh import ParallelLayout, Recomputation
 from hpnb.theory.plan_memory import USABLE, plan_memory
-from hpnb.theory.plan_step import PlanTask, mfu, plan_parts, refusal
+from hpnb.theory.plan_step import mfu, plan_parts
+from hpnb.theory.plan_task import PlanTask, refusal
 from hpnb.theory.planner import divide_ranks
 
 CHUNKS = (2, 3, 4, 5, 6, 8)

@@ -20,7 +20,8 @@ from hpnb.models import GPT2_SIZES
 from hpnb.theory import Link
 from hpnb.theory.cluster import Cluster, GPTRun, calibrated, tflops
 from hpnb.theory.datasheets import find_gpu
-from hpnb.theory.plan_step import PlanTask, plan_parts
+from hpnb.theory.plan_step import plan_parts
+from hpnb.theory.plan_task import PlanTask
 from hpnb.theory.published_runs import DGX_A100, DGX_H100, MEGATRON
 
 HDR, ETHERNET = DGX_A100.between, Link(30e-6, 12.5e9, "Ethernet 100 Gb")

@@ -1,0 +1,167 @@
+"""What `hpnb plan` is asked: a model, a batch, a cluster and a program; and why a layout cannot run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+from hpnb.mesh import ParallelLayout
+from hpnb.theory.cluster import Cluster
+from hpnb.theory.model_shape import ModelShape
+from hpnb.theory.pipeline import FILL
+
+
+@dataclass(frozen=True)
+class Software:
+    """What a training program does with a layout, besides the layout. By default hpnb's.
+
+    Attributes:
+        fused: attention keeps its scores on the chip and skips what a causal mask hides, and dropout is off.
+        overlap: gradients are reduced during the backward, and hops during computing.
+        overlap_weights: ZeRO 1 and 2 gather updated weights during the next forward.
+        tp_overlap: tp's messages travel in tp pieces beside the matmuls of others, so that one is exposed.
+        gradient_bytes: of a gradient that is reduced; of 4, each microbatch reads and writes it.
+        loss_bytes: of an output in memory, forward and backward. 20: float32 logits, log-probabilities and
+            gradients.
+        action_seconds: that a pipeline rank takes between two actions, a forward or backward of one chunk.
+        shards_norms: with sequence parallelism, what a norm gives is kept as a shard and gathered again.
+        fuses_messages: blocks with experts, or whose attention sends messages, have fused kernels, too. hpnb
+            does not compile them, so RMS norms, rotations and gated products are many kernels.
+        gathers_context: over cp, keys and values are all-gathered before the attention instead of sent around
+            a ring beside it.
+    """
+
+    fused: bool = True
+    overlap: bool = True
+    overlap_weights: bool = False
+    tp_overlap: bool = False
+    gradient_bytes: int = 2
+    loss_bytes: int = 20
+    action_seconds: float = 1e-3
+    shards_norms: bool = False
+    fuses_messages: bool = False
+    gathers_context: bool = False
+
+
+HPNB = Software()
+
+
+@dataclass(frozen=True)
+class PlanTask:
+    """What is trained, and on what.
+
+    Attributes:
+        batch: samples of a step, over all ranks.
+        sequence: tokens of a sample.
+        loss_chunk: tokens at a time of the loss; 0 is all.
+        software: what it is trained with.
+        imbalance: tokens of the fullest rank of ep, over the mean.
+    """
+
+    model: ModelShape
+    cluster: Cluster
+    batch: int
+    sequence: int
+    loss_chunk: int = 0
+    software: Software = HPNB
+    imbalance: float = 1.0
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+    @property
+    def flops(self) -> float:
+        """Matmul FLOPs of a step, nothing recomputed."""
+        return self.model.training_flops(self.batch, self.sequence)
+
+    def microbatch_size(self, layout: ParallelLayout) -> int:
+        """Samples of a microbatch. Without a pipeline, microbatches are accumulated."""
+        return layout.microbatch_size or max(1, self.batch // layout.dp // (layout.num_microbatches or 1))
+
+    def microbatches(self, layout: ParallelLayout) -> int:
+        return self.batch // layout.dp // self.microbatch_size(layout)
+
+
+def refusal(task: PlanTask, layout: ParallelLayout) -> tuple[str, str] | None:
+    """(reason to count, sentence with numbers) why the layout cannot be run; None if it can, memory aside."""
+    model, d, p, t, v = task.model, layout.dp, layout.pp, layout.tp, layout.chunks
+    b, stages = task.microbatch_size(layout), p * layout.chunks_per_rank
+    if layout.world_size != task.cluster.gpus:
+        return "other number of GPUs", f"{layout} is for {layout.world_size} GPUs, not {task.cluster.gpus}"
+    if task.batch % (d * b):
+        return (
+            "batch does not divide",
+            f"a batch of {task.batch} cannot be split over {d} pipelines into microbatches of {b}; "
+            + _sizes_that_divide(task.batch, d),
+        )
+    if t > model.kv_heads:
+        return (
+            "more tp ranks than key-value heads",
+            f"tp={t} is more than {model.kv_heads} key-value heads; use tp={model.kv_heads} or less",
+        )
+    if stages > model.layers:
+        return (
+            "more pipeline stages than blocks",
+            f"{stages} pipeline stages are more than {model.layers} blocks; use {model.layers} or fewer",
+        )
+    if v > 1 and (p == 1 or model.layers % (p * v) or task.microbatches(layout) % p):
+        return (
+            "chunks do not divide",
+            f"{v} chunks need blocks ({model.layers}) that divide by {p * v} and microbatches "
+            f"({task.microbatches(layout)}) that divide by {p}",
+        )
+    if layout.zero_stage and d * layout.cp == 1:
+        return "ZeRO without replicas", f"ZeRO {layout.zero_stage} shards over dp, and dp=1"
+    if layout.schedule not in (*FILL, "interleaved"):
+        return "schedule without a closed form", f"{layout.schedule} has no closed form here; use 1f1b"
+    if layout.schedule.startswith("zb"):
+        if task.microbatches(layout) < stages:
+            return (
+                "too few microbatches for a split backward",
+                f"{layout.schedule} fills {p} ranks from {stages} microbatches on, and there are "
+                f"{task.microbatches(layout)}",
+            )
+        if layout.recomputation:
+            return (
+                "split backward with recomputation",
+                f"no closed form of {layout.schedule} with recomputation; use 1f1b",
+            )
+    if layout.cp > 1 and (why := _context_refusal(task, layout)) is not None:
+        return "cp that does not divide", why
+    if layout.ep > 1 and (model.experts % layout.ep or not model.experts):
+        return (
+            "ep that does not divide",
+            f"ep={layout.ep} does not divide {model.experts} experts"
+            + (f"; use ep={gcd(layout.ep, model.experts)}" if model.experts else ""),
+        )
+    if layout.ep > 1 and layout.zero_stage == 3:
+        return "ep with ZeRO 3", f"ZeRO 3 does not shard experts with ep={layout.ep}; use ZeRO 2 or less"
+    if model.experts and layout.sequence_parallel:
+        return "experts with sequence parallelism", "a router is not sharded along tokens; leave sp out"
+    if layout.tp_mode != "1d" or (layout.recomputation == "attention" and task.software.fused):
+        return "not predicted", f"{layout}: only tp_mode='1d' and full or no recomputation are predicted"
+    return None
+
+
+def _sizes_that_divide(batch: int, pipelines: int) -> str:
+    """What to use where a batch cannot be split."""
+    samples, rest = divmod(batch, pipelines)
+    if rest:
+        near = [n for n in (samples * pipelines, (samples + 1) * pipelines) if n]
+        return f"use a batch of {' or '.join(map(str, near))}"
+    sizes = [f"mb{n}" for n in range(1, samples + 1) if samples % n == 0]
+    return f"use {', '.join(sizes[:-1])} or {sizes[-1]}" if len(sizes) > 1 else "use mb1"
+
+
+def _context_refusal(task: PlanTask, layout: ParallelLayout) -> str | None:
+    """Why the tokens of a sample cannot be sharded over cp."""
+    model, c, ring = task.model, layout.cp, layout.context_parallel == "ring"
+    shards = 2 * c if ring else c  # a ring's ranks have two chunks, one from each end
+    if not model.causal:
+        return f"cp={c} shards the tokens of a causal language model, and {model.name} is none; use cp=1"
+    if task.sequence % shards:
+        return f"{task.sequence} tokens do not divide into {shards} for cp={c}; use a multiple of {shards}"
+    if not ring and model.heads // layout.tp < c:
+        return f"Ulysses gives each of {c} ranks a head of {model.heads // layout.tp}; use a ring"
+    return None

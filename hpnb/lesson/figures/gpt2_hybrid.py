@@ -49,8 +49,8 @@ def waterfall(
     present = [part for part in STEP if any(parts.get(part) for parts in measured.values())]
     rows = {}
     for name, parts in measured.items():
-        told = (predicted or {}).get(name)
-        ticks = list(accumulate(told[part] for part in present if told.get(part))) if told else []
+        predicted_parts = (predicted or {}).get(name, {})
+        ticks = list(accumulate(predicted_parts[part] for part in present if predicted_parts.get(part)))
         rows[name] = [Bar(parts, words=seconds(sum(parts.values())), ticks=ticks)]
     thin = "thin line: predicted end of a part, in the same order; thick line: of the step"
     keys = [Key(OpStyle(INK, "", thin), "words")] if predicted else []
@@ -115,10 +115,10 @@ def choices(
     Raises:
         ValueError: a choice that is not among the layouts, or nothing to draw.
     """
-    told, picks = predicted or {}, chosen or {}
+    predicted_points, picks = predicted or {}, chosen or {}
     if strange := [name for name in picks if name not in measured]:
         raise ValueError(f"{', '.join(strange)} is not among {', '.join(measured)}")
-    every = [*measured.values(), *told.values()]
+    every = [*measured.values(), *predicted_points.values()]
     if not measured or min(min(point) for point in every) <= 0:
         raise ValueError("every layout needs bytes and tokens a second above 0")
     size, unit = bytes_unit(max(held for held, _ in every))
@@ -126,7 +126,9 @@ def choices(
     scale, prefix = next(
         (s, p) for s, p in ((1e6, "million "), (1e3, "thousand "), (1.0, "")) if most >= s or s == 1
     )
-    at, hollow = ({n: (h / size, r / scale) for n, (h, r) in side.items()} for side in (measured, told))
+    at, hollow = (
+        {n: (h / size, r / scale) for n, (h, r) in side.items()} for side in (measured, predicted_points)
+    )
     front = frontier_of(measured)
 
     def series_of(
@@ -138,20 +140,20 @@ def choices(
     stair = [(x, corners[max(0, i - k)][1]) for i, (x, _) in enumerate(corners) for k in (1, 0)]
     series = [series_of("frontier", stair, _MEASURED),
               series_of(labels[0], at.values(), _MEASURED, "dots")]  # fmt: skip
-    series += [series_of(labels[1], hollow.values(), _PREDICTED, "hollow")] if told else []
+    series += [series_of(labels[1], hollow.values(), _PREDICTED, "hollow")] if predicted_points else []
     keys = [each.key for each in (*series[1:], series[0])]
     keys += [Key(CAPACITY, "line", f"memory budget {byte_count(capacity)}")] if capacity else []
     keys += [Key(_GOAL, "line", goal[1])] if goal else []
     heading = title if title is not None else "memory and speed of layouts"
-    panel = CurvePanel(series, f"{prefix}tokens a second", height=4.6 if told else 3.7,
+    panel = CurvePanel(series, f"{prefix}tokens a second", height=4.6 if predicted_points else 3.7,
                        xlabel=f"peak memory of the fullest rank ({unit})")  # fmt: skip
     fig = curves([panel], title=heading, keys=keys, left=0.75, right=0.3)
     (ax,) = fig.axes
     right = max(*(held for held, _ in every), capacity or 0.0) / size * 1.12
     ax.set(xlim=(0, right), ylim=(0, most / scale * 1.18))
-    for name in told.keys() & measured.keys():
+    for name in predicted_points.keys() & measured.keys():
         ax.plot(*zip(at[name], hollow[name], strict=True), color=_PREDICTED.color, linewidth=0.8, zorder=2)
-    if told:
+    if predicted_points:
         next(line for line in ax.get_lines() if line.get_marker() == _PREDICTED.marker).set_markersize(5.5)
     if goal:
         rule_across(ax, goal[0] / scale)

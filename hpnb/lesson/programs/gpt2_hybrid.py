@@ -23,14 +23,16 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 import hpnb
 from hpnb import theory
 from hpnb.hybrid import HybridParallelPlugin
 from hpnb.hybrid.model_loss import causal
-from hpnb.lesson.programs.device_timing import Batch, random_gpt2, random_tokens, timing_gpt2, warmup_steps
-from hpnb.lesson.programs.gpt2_pipeline import time_in_turn, time_layers
+from hpnb.lesson.programs.device_timing import Batch, random_gpt2, random_tokens, warmup_steps
+from hpnb.lesson.programs.rank_rates import MIN_BUCKETS
+from hpnb.lesson.programs.rank_rates import layout_task as layout_task
+from hpnb.lesson.programs.rank_rates import measure_rates as measure_rates
+from hpnb.lesson.programs.rank_rates import time_undivided as time_undivided
 from hpnb.lesson.programs.step_breakdown import RankRecord, replay_step, split_step
 from hpnb.lesson.programs.step_timing import relative_distance
 from hpnb.lesson.programs.vit_tensor import ExclusiveRecorder
@@ -41,30 +43,12 @@ from hpnb.pipeline_parallel.executor import contended
 from hpnb.ranks.gpu_turns import gpu_turns
 from hpnb.record import Timeline
 from hpnb.record.recorder import recording
-from hpnb.theory import LayerCost, LayoutTask, Link
+from hpnb.theory import LayoutTask, Link
 
 _PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _LEAST_BYTES = 1024.0  # smaller messages are counts and losses
-_MIN_BUCKETS = 4  # of a gradient: a single bucket could not overlap with anything
 _FREE = Link(0.0, 1e30)
-_MLP_PRODUCTS = 9  # of the MLP's first product: the FLOPs of a block's matmuls, forward and backward
 _COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
-
-
-@dataclass(frozen=True)
-class RankRates:
-    """What one rank alone takes, while the others do the same: see `hpnb.theory.LayoutTask`.
-
-    Attributes:
-        block, ends: forward and backward of a block, and of embedding, head and loss.
-        parameter: seconds of AdamW for one parameter.
-        matmul: FLOP/s of a block's largest product.
-    """
-
-    block: LayerCost
-    ends: LayerCost
-    parameter: float
-    matmul: float
 
 
 @dataclass(frozen=True)
@@ -124,99 +108,6 @@ class LayoutRun:
         return replay_step(self.records, self.layout, self.schedule, link)[0]
 
 
-# --- what one rank alone takes -----------------------------------------------------------------------
-
-
-def measure_rates(size: GPT2Size, few: int, many: int, dtype: torch.dtype) -> RankRates:
-    """Times of layers for `few` samples and for `many`, and a line through the two. Every rank calls it."""
-    small = replace(size, layers=2)
-    times = [time_layers(small, samples, dtype, repeats=5) for samples in (few, many)]
-    block = _line(few, many, [layers.block for layers in times])
-    ends = _line(few, many, [layers.costs[0] + layers.costs[-1] for layers in times])
-    return RankRates(block, ends, _optimizer_seconds(size, dtype), _matmul_rate(size, many, dtype))
-
-
-def _line(few: int, many: int, took: Sequence[float]) -> LayerCost:
-    sample = max((took[1] - took[0]) / (many - few), took[1] / many * 0.5)  # noise must not make it negative
-    return LayerCost(max(0.0, took[0] - sample * few), sample)
-
-
-def _optimizer_seconds(size: GPT2Size, dtype: torch.dtype) -> float:
-    """Seconds of AdamW for each parameter of one block."""
-    block = timing_gpt2(size, dtype).transformer.h[0]
-    for p in block.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer = torch.optim.AdamW(block.parameters(), lr=1e-4, fused=True)
-    if dtype.itemsize == 2:
-        hpnb.precision.Masters(optimizer)
-    took = [_time_alone(optimizer.step) for _ in range(6)][1:]
-    return statistics.median(took) / sum(int(p.numel()) for p in block.parameters())
-
-
-def _matmul_rate(size: GPT2Size, samples: int, dtype: torch.dtype) -> float:
-    m, k, n = samples * size.length, size.hidden, size.mlp
-    a, b = (torch.randn(*shape, device=hpnb.device()).to(dtype) for shape in ((m, k), (k, n)))
-    took = [_time_alone(lambda: a @ b) for _ in range(12)][2:]
-    return 2 * m * k * n / min(took)
-
-
-def time_undivided(
-    pool: hpnb.Ranks, size: GPT2Size, samples: int, dtype: torch.dtype, layout: ParallelLayout
-) -> dict[str, float]:
-    """What tp may add to a rank's computing, besides collectives, in seconds of a step of `samples` samples.
-
-    Returns:
-        "norms": the norms and residual additions that each rank of tp computes for all tokens, less its
-        share; "thin matmuls": what products with a t-th of the columns take more than a t-th of the time.
-        Less than 0 if they are faster.
-    """
-    m, t = layout.count_microbatches(samples // layout.dp), layout.tp
-    took = pool.run(_time_undivided, size, samples // layout.dp // m, dtype, t)
-    norm, full, shard = (statistics.median(times) for times in zip(*took, strict=True))
-    blocks = m * size.layers / layout.pp
-    norms = 0.0 if layout.sequence_parallel else 2 * norm * (1 - 1 / t)  # two in a block
-    return {"norms": blocks * norms, "thin matmuls": blocks * _MLP_PRODUCTS * (shard - full / t)}
-
-
-def _time_undivided(
-    size: GPT2Size, samples: int, dtype: torch.dtype, shards: int
-) -> tuple[float, float, float]:
-    """Seconds of a norm and a residual addition, forward and backward, and of the MLP's first product with
-    all of its columns and with those of one shard."""
-    like: Any = {"dtype": dtype, "device": hpnb.device()}
-    x = torch.randn(samples, size.length, size.hidden, **like, requires_grad=True)
-    tokens, scale = x.detach().flatten(0, 1), torch.ones(size.hidden, **like, requires_grad=True)
-    full = torch.randn(size.hidden, size.mlp, **like)
-    shard = full[:, : size.mlp // shards].contiguous()
-    took = time_in_turn({
-        "norm": lambda: (F.layer_norm(x, (size.hidden,), scale, scale) + x).backward(x.detach()),
-        "full": lambda: tokens @ full,
-        "shard": lambda: tokens @ shard,
-    }, repeats=9)  # fmt: skip
-    norm, whole, part = (statistics.median(times) for times in took.values())
-    return norm, whole, part
-
-
-def _time_alone(work: Callable[[], Any]) -> float:
-    """Seconds on this rank's device; CPU time where ranks share cores."""
-    if contended():
-        began = time.thread_time()
-        work()
-        return time.thread_time() - began
-    with hpnb.record.timeline() as recorder, recorder.span():
-        work()
-    return recorder.events()[0].duration
-
-
-def layout_task(size: GPT2Size, batch: int, dtype: torch.dtype, rates: RankRates, link: Link) -> LayoutTask:
-    """For `hpnb.theory.layout_parts`, `layout_bytes` and `layout_memory`: a batch of so many samples."""
-    block = size.block(1, None, dtype.itemsize)
-    return LayoutTask(
-        block, size.layers, size.vocab_size, batch, rates.block, rates.ends, rates.parameter, link,
-        buckets=_MIN_BUCKETS,
-    )  # fmt: skip
-
-
 # --- a layout, on a rank -------------------------------------------------------------------------------
 
 
@@ -242,7 +133,7 @@ def boost_layout(
         num_model_chunks=layout.chunks, num_microbatches=layout.num_microbatches,
         activation_checkpointing=layout.recomputation, precision=_PRECISIONS[weight.dtype], seed=0,
         enable_sequence_parallelism=layout.sequence_parallel,
-        ddp_bucket_cap_mb=min(25.0, gradient / _MIN_BUCKETS / 2**20),
+        ddp_bucket_cap_mb=min(25.0, gradient / MIN_BUCKETS / 2**20),
     )  # fmt: skip
     plugin.reader_schedule = schedule
     booster = hpnb.Booster(plugin=plugin)

@@ -1,0 +1,136 @@
+"""What one rank alone takes, for the predictions of notebook 08: layers, the optimizer, and what tp adds.
+
+    rates = pool.run(rank_rates.measure_rates, SIZE, 2, 4, torch.float32)[0]
+    task = rank_rates.layout_task(SIZE, 16, torch.float32, rates, link)
+    theory.layout_parts(task, layout)
+
+All ranks measure at the same time, so that each has its share of the machine.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import hpnb
+from hpnb.lesson.programs.device_timing import timing_gpt2
+from hpnb.lesson.programs.gpt2_pipeline import time_in_turn, time_layers
+from hpnb.mesh import ParallelLayout
+from hpnb.models import GPT2Size
+from hpnb.pipeline_parallel.executor import contended
+from hpnb.theory import LayerCost, LayoutTask, Link
+
+MIN_BUCKETS = 4  # of a gradient: a single bucket could not overlap with anything
+_MLP_PRODUCTS = 9  # of the MLP's first product: the FLOPs of a block's matmuls, forward and backward
+
+
+@dataclass(frozen=True)
+class RankRates:
+    """What one rank alone takes, while the others do the same: see `hpnb.theory.LayoutTask`.
+
+    Attributes:
+        block, ends: forward and backward of a block, and of embedding, head and loss.
+        parameter: seconds of AdamW for one parameter.
+        matmul: FLOP/s of a block's largest product.
+    """
+
+    block: LayerCost
+    ends: LayerCost
+    parameter: float
+    matmul: float
+
+
+def measure_rates(size: GPT2Size, few: int, many: int, dtype: torch.dtype) -> RankRates:
+    """Times of layers for `few` samples and for `many`, and a line through the two. Every rank calls it."""
+    small = replace(size, layers=2)
+    times = [time_layers(small, samples, dtype, repeats=5) for samples in (few, many)]
+    block = _line(few, many, [layers.block for layers in times])
+    ends = _line(few, many, [layers.costs[0] + layers.costs[-1] for layers in times])
+    return RankRates(block, ends, _optimizer_seconds(size, dtype), _matmul_rate(size, many, dtype))
+
+
+def _line(few: int, many: int, took: Sequence[float]) -> LayerCost:
+    sample = max((took[1] - took[0]) / (many - few), took[1] / many * 0.5)  # noise must not make it negative
+    return LayerCost(max(0.0, took[0] - sample * few), sample)
+
+
+def _optimizer_seconds(size: GPT2Size, dtype: torch.dtype) -> float:
+    """Seconds of AdamW for each parameter of one block."""
+    block = timing_gpt2(size, dtype).transformer.h[0]
+    for p in block.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer = torch.optim.AdamW(block.parameters(), lr=1e-4, fused=True)
+    if dtype.itemsize == 2:
+        hpnb.precision.Masters(optimizer)
+    took = [_time_alone(optimizer.step) for _ in range(6)][1:]
+    return statistics.median(took) / sum(int(p.numel()) for p in block.parameters())
+
+
+def _matmul_rate(size: GPT2Size, samples: int, dtype: torch.dtype) -> float:
+    m, k, n = samples * size.length, size.hidden, size.mlp
+    a, b = (torch.randn(*shape, device=hpnb.device()).to(dtype) for shape in ((m, k), (k, n)))
+    took = [_time_alone(lambda: a @ b) for _ in range(12)][2:]
+    return 2 * m * k * n / min(took)
+
+
+def time_undivided(
+    pool: hpnb.Ranks, size: GPT2Size, samples: int, dtype: torch.dtype, layout: ParallelLayout
+) -> dict[str, float]:
+    """What tp may add to a rank's computing, besides collectives, in seconds of a step of `samples` samples.
+
+    Returns:
+        "norms": the norms and residual additions that each rank of tp computes for all tokens, less its
+        share; "thin matmuls": what products with a t-th of the columns take more than a t-th of the time.
+        Less than 0 if they are faster.
+    """
+    m, t = layout.count_microbatches(samples // layout.dp), layout.tp
+    took = pool.run(_time_undivided, size, samples // layout.dp // m, dtype, t)
+    norm, full, shard = (statistics.median(times) for times in zip(*took, strict=True))
+    blocks = m * size.layers / layout.pp
+    norms = 0.0 if layout.sequence_parallel else 2 * norm * (1 - 1 / t)  # two in a block
+    return {"norms": blocks * norms, "thin matmuls": blocks * _MLP_PRODUCTS * (shard - full / t)}
+
+
+def _time_undivided(
+    size: GPT2Size, samples: int, dtype: torch.dtype, shards: int
+) -> tuple[float, float, float]:
+    """Seconds of a norm and a residual addition, forward and backward, and of the MLP's first product with
+    all of its columns and with those of one shard."""
+    like: Any = {"dtype": dtype, "device": hpnb.device()}
+    x = torch.randn(samples, size.length, size.hidden, **like, requires_grad=True)
+    tokens, scale = x.detach().flatten(0, 1), torch.ones(size.hidden, **like, requires_grad=True)
+    full = torch.randn(size.hidden, size.mlp, **like)
+    shard = full[:, : size.mlp // shards].contiguous()
+    took = time_in_turn({
+        "norm": lambda: (F.layer_norm(x, (size.hidden,), scale, scale) + x).backward(x.detach()),
+        "full": lambda: tokens @ full,
+        "shard": lambda: tokens @ shard,
+    }, repeats=9)  # fmt: skip
+    norm, whole, part = (statistics.median(times) for times in took.values())
+    return norm, whole, part
+
+
+def _time_alone(work: Callable[[], Any]) -> float:
+    """Seconds on this rank's device; CPU time where ranks share cores."""
+    if contended():
+        began = time.thread_time()
+        work()
+        return time.thread_time() - began
+    with hpnb.record.timeline() as recorder, recorder.span():
+        work()
+    return recorder.events()[0].duration
+
+
+def layout_task(size: GPT2Size, batch: int, dtype: torch.dtype, rates: RankRates, link: Link) -> LayoutTask:
+    """For `hpnb.theory.layout_parts`, `layout_bytes` and `layout_memory`: a batch of so many samples."""
+    block = size.block(1, None, dtype.itemsize)
+    return LayoutTask(
+        block, size.layers, size.vocab_size, batch, rates.block, rates.ends, rates.parameter, link,
+        buckets=MIN_BUCKETS,
+    )  # fmt: skip

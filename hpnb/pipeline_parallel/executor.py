@@ -19,7 +19,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map
 
 from hpnb.overlapped_pair import Segments, recording_segments, run_pair
 from hpnb.pipeline_parallel.boundary import Boundary, StepBoundaries, gradient_edges, tensors_in
+from hpnb.pipeline_parallel.cuda_graphs import StepGraphs
 from hpnb.pipeline_parallel.grad_ready import GradReady
 from hpnb.pipeline_parallel.loss import BatchLoss
 from hpnb.pipeline_parallel.rank_schedule import RankSchedule
@@ -63,6 +64,7 @@ class StepConfig:
         recorder: notes when each action ran.
         keep_outputs: keep the outputs of the last stage.
         pairs: the steps whose forward overlaps the backward after it (`overlapped_pairs.py`).
+        graphs: what is replayed instead of run (`cuda_graphs.py`).
     """
 
     rank_schedule: RankSchedule
@@ -77,6 +79,7 @@ class StepConfig:
     recorder: Recorder | None = None
     keep_outputs: bool = True
     pairs: frozenset[int] = frozenset()
+    graphs: StepGraphs = field(default_factory=StepGraphs)
 
 
 class StepExecutor:
@@ -101,6 +104,7 @@ class StepExecutor:
         # far as they are known; and the leaves whose gradients go back to the stage before.
         self._starts: dict[tuple[int, int], tuple[list[GradientEdge], list[torch.Tensor]]] = {}
         self._leaves: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._input_grads: dict[tuple[int, int], list[torch.Tensor]] = {}  # of replayed backwards
         self.outputs: dict[int, Any] = {}
         self.seconds: dict[Action, float] = {}
         self.communications: dict[Action, list[Event]] = {}
@@ -188,10 +192,17 @@ class StepExecutor:
 
     def _forward(self, action: Action, value: Any) -> Any:
         stage, m = action.stage, action.microbatch
+        graphs, inputs = self._config.graphs, self._config.microbatches[m]
         with self._recorded(action):
-            value = self._config.run_stage(stage, value, self._config.microbatches[m])
-            if stage == self._last_stage:
-                self._finish_forward(m, value)
+            if (graph := graphs.graphs.get((stage, m))) is not None:
+                self._leaves.pop((stage, m), None)
+                value, result = graph.forward(value, inputs)
+                self._finish_replayed_forward(action, value, result)
+                return value
+            with graphs.watch_forward(stage):
+                value = self._config.run_stage(stage, value, inputs)
+                if stage == self._last_stage:
+                    self._finish_forward(m, value)
         return value
 
     def _give_activations(self, action: Action, value: Any) -> None:
@@ -199,9 +210,10 @@ class StepExecutor:
         if stage == self._last_stage:
             return
         tensors = tensors_in(value)
-        if self._grad_ready is not None:
-            self._starts[stage, m] = gradient_edges(tensors), []
-        self._messages.announce(action, Boundary.of(value))
+        if (stage, m) not in self._config.graphs.graphs:
+            if self._grad_ready is not None:
+                self._starts[stage, m] = gradient_edges(tensors), []
+            self._messages.announce(action, Boundary.of(value))
         self._messages.give(action, [tensor.detach() for tensor in tensors])
 
     def _finish_forward(self, m: int, outputs: Any) -> None:
@@ -218,6 +230,17 @@ class StepExecutor:
                     "the loss has no gradient, though the outputs have: compute it from them, attached"
                 )
             self._starts[self._last_stage, m] = edges, [gradient] * len(edges)
+
+    def _finish_replayed_forward(self, action: Action, outputs: Any, result: Any) -> None:
+        """A graph has computed outputs, and on the last stage the loss."""
+        self._starts[action.stage, action.microbatch] = [], []
+        if action.stage < self._last_stage:
+            return
+        if self._config.keep_outputs:
+            self.outputs[action.microbatch] = outputs
+        assert self._config.loss is not None
+        _, gradient = self._config.loss.accept(action.microbatch, outputs, result)
+        self._starts[action.stage, action.microbatch] = [], [gradient]
 
     def _take_gradients(self, action: Action) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """Where the backward starts, and with which gradients."""
@@ -236,9 +259,14 @@ class StepExecutor:
     def _backward(self, action: Action, starts: list[GradientEdge], grads: list[torch.Tensor]) -> None:
         grad_ready, split_backward = self._grad_ready, self._config.split_backward
         assert grad_ready is not None
+        graphs, work = self._config.graphs, (action.stage, action.microbatch)
         with self._recorded(action):
-            if action.op == "I":
-                with split_backward.deferring((action.stage, action.microbatch)):
+            if (graph := graphs.graphs.get(work)) is not None:
+                self._input_grads[work] = graph.backward(grads)
+                if action.op == "B":
+                    grad_ready.complete(action)
+            elif action.op == "I":
+                with split_backward.deferring(work), graphs.watch_backward(action.stage):
                     _run_backward(starts, grads)
             else:
                 with grad_ready.during_backward(action, split_backward):
@@ -247,8 +275,12 @@ class StepExecutor:
     def _give_gradients(self, action: Action) -> None:
         if action.stage == 0:
             return
-        leaves = self._leaves.pop((action.stage, action.microbatch))
-        result = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        work = action.stage, action.microbatch
+        if work in self._input_grads:
+            result = self._input_grads.pop(work)
+        else:
+            leaves = self._leaves.pop(work)
+            result = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         if self._messages.carries_correction(action):
             assert self._grad_ready is not None
             assert self._grad_ready.correction is not None
@@ -257,8 +289,13 @@ class StepExecutor:
 
     def _weight_gradients(self, action: Action) -> None:
         assert self._grad_ready is not None
+        graph = self._config.graphs.graphs.get((action.stage, action.microbatch))
         with self._recorded(action):
-            self._grad_ready.add_weight_gradients(action, self._config.split_backward)
+            if graph is not None:
+                graph.add_weight_gradients()
+                self._grad_ready.complete(action)
+            else:
+                self._grad_ready.add_weight_gradients(action, self._config.split_backward)
 
     # --- what is recorded ----------------------------------------------------------------------------------
 

@@ -136,6 +136,31 @@ class GradReady:
 
         split_backward.add_weight_gradients(key, ready)
 
+    def complete(self, action: Action) -> None:
+        """A replayed W or B is launched: call the sink for the gradients that it completes. No hook sees them
+        one by one."""
+        if self._last_action[action.stage] == action and self._must_complete:
+            for p in self._by_stage[action.stage]:
+                if self._holders[id(p)].grad is not None:
+                    self._close_use(p)
+
+    @torch.no_grad()
+    def use_static_grads(self, static: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Let the gradients of this step grow in `static`, to which graphs add; after `begin`."""
+        zeroed = []
+        for p, grad in static.items():
+            if p.grad is grad:
+                continue
+            if p.grad is not None:  # of an earlier step
+                grad.copy_(p.grad)
+            else:
+                zeroed.append(grad)
+                if self._earlier.get(id(p)) is grad:
+                    self._earlier[id(p)] = grad.clone()
+            p.grad = grad
+        if zeroed:
+            torch._foreach_zero_(zeroed)
+
     def finish(self) -> None:
         """All actions are done: sum the gradients of tied weights over their ranks, and finish the sink."""
         for p, axis in self._tied.items():

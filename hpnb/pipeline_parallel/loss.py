@@ -96,7 +96,13 @@ class BatchLoss:
 
     def __call__(self, microbatch: int, outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """(the tensor from which the backward of this microbatch starts, its gradient)."""
-        result: Any = call_criterion(self._function, outputs, self._inputs[microbatch])
+        return self.accept(
+            microbatch, outputs, call_criterion(self._function, outputs, self._inputs[microbatch])
+        )
+
+    def accept(self, microbatch: int, outputs: Any, result: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, from what the function has returned. A replayed graph may hand on no outputs (None); then
+        labels were compared in an earlier step."""
         value, count = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(value, torch.Tensor) or value.dim() or (result is not value and count is None):
             raise ValueError(
@@ -146,7 +152,7 @@ class BatchLoss:
 
     def _check_shift(self, microbatch: int, outputs: Any, value: torch.Tensor) -> None:
         """Refuse a mean over other labels than those that were counted, where its weight would be wrong."""
-        if self._shift_counts is None:
+        if self._shift_counts is None or outputs is None:
             return
         (counts, others), (total, other_total) = self._shift_counts
         count, other = counts[microbatch], others[microbatch]

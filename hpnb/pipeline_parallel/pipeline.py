@@ -21,17 +21,18 @@ from torch import nn
 
 from hpnb.background import Background
 from hpnb.gradients import GradientSink, reduced_by
-from hpnb.mesh import MICROBATCHES_PER_STAGE, Axis, Mesh, axis_of
+from hpnb.mesh import Axis, Mesh, axis_of
 from hpnb.meta_device import Unfilled
 from hpnb.models.compare_parts import first_step_check
-from hpnb.pipeline_parallel import microbatches, schedules
+from hpnb.pipeline_parallel import microbatches
 from hpnb.pipeline_parallel.boundary import KnownBoundaries, StepBoundaries
+from hpnb.pipeline_parallel.cuda_graphs import StepGraphs, make_stage_graphs, refused_by
 from hpnb.pipeline_parallel.executor import StepConfig, StepExecutor
 from hpnb.pipeline_parallel.grad_ready import Gradients, GradReady, sink_of
 from hpnb.pipeline_parallel.layers import Builder
 from hpnb.pipeline_parallel.loss import BatchLoss, LossFunction, LossReduction
 from hpnb.pipeline_parallel.partition import How
-from hpnb.pipeline_parallel.rank_schedule import RankSchedules
+from hpnb.pipeline_parallel.rank_schedule import RankSchedules, schedule_on
 from hpnb.pipeline_parallel.schedule import Schedule
 from hpnb.pipeline_parallel.split_backward import SplitBackward
 from hpnb.pipeline_parallel.stages import Stages, build_stages
@@ -79,6 +80,9 @@ class Pipeline:
             is refused where its weight would be wrong, for which `loss_fn` is called twice more, once.
         loss_reduction: what `loss_fn` returns: "mean", or "sum_and_count", which takes means too. By default
             the first training step decides for the later ones; a (sum, count) after a mean is refused then.
+        cuda_graphs: capture each stage's forward and backward in the third training step with microbatches
+            of one shape, and replay them from then on, so that small microbatches do not wait for Python.
+            What cannot be captured runs as before, and a warning says why (`cuda_graphs.py`).
 
     Attributes:
         module: this rank's layers, as an nn.Module, with the whole model's names.
@@ -89,6 +93,8 @@ class Pipeline:
             False unless set. All ranks of a pipeline, and of the groups its stages send in, set it alike.
         loss_reduction: what `loss_fn` returns; None before the first training step. It may be set between
             steps, on every rank.
+        loss_key: what `loss_fn` calls inside, if that may be another in every step; it may be set. Where it
+            is another, CUDA graphs are captured anew.
         per_target: what each target counted in the last step where the loss function returns (sum, count), on
             the rank of the last stage; the next step begins with it. It may be set.
 
@@ -120,20 +126,10 @@ class Pipeline:
         example: Any = None,
         causal: bool | None = None,
         loss_reduction: LossReduction | None = None,
+        cuda_graphs: bool = False,
     ) -> None:
         axis = axis_of(axis, "pp")
-        if isinstance(schedule, str):
-            chunks = 2 if schedule in ("interleaved", "breadth-first", "zb-v", "dualpipe-v") else 1
-            count = MICROBATCHES_PER_STAGE * axis.size
-            schedule = schedules.make(schedule, axis.size * chunks, count, chunks)
-        if not isinstance(schedule, Schedule):
-            raise TypeError(f"schedule={schedule!r} is none; use schedules.make, or a name as '1f1b'")
-        schedule.check()
-        if schedule.ranks != axis.size:
-            raise ValueError(
-                f"{schedule.name} with {schedule.stages} stages is for {schedule.ranks} ranks, and axis "
-                f"{axis.name} has {axis.size}; make it with stages={axis.size * schedule.chunks}"
-            )
+        schedule = schedule_on(axis, schedule)
         if loss_reduction not in (None, "mean", "sum_and_count"):
             raise ValueError(f"loss_reduction={loss_reduction!r} is not known; use 'mean' or 'sum_and_count'")
         self.axis, self.replicas = axis, replicas
@@ -142,6 +138,7 @@ class Pipeline:
         self.checked_causal: bool | None = None  # what was compared with what loss_fn averages
         self.split: SplitFunction = microbatches.split_batch
         self.overlaps_pairs = False
+        self.loss_key: object = None
         self._device = this_device()
         self.stages = schedule.stages_of(axis.rank)
         # Before the model is partitioned; one rank checks for all, because it takes no messages.
@@ -157,6 +154,7 @@ class Pipeline:
         self._split_backward = SplitBackward(
             self.module.modules() if fuses else (), 0.0 if schedule.splits else FUSED
         )
+        self._graphs = make_stage_graphs(self.module, self._device, self._split_backward, cuda_graphs)
         self._tied = tie_weights(self.module, self.module.tied, axis, schedule.rank_of)
         self._rank_schedules = RankSchedules(schedule, axis.rank)
         self._grad_ready = self._make_grad_ready()
@@ -226,6 +224,12 @@ class Pipeline:
         shapes_known = self._seen.issuperset(signatures)
         # As long as nobody knows what the loss function returns, a correction is sent: 1, if it is a mean.
         sends_correction = trains and self.loss_reduction != "mean"
+        graphs = StepGraphs()
+        if self._graphs is not None and trains:
+            graphs = self._graphs.begin_step(
+                part, inputs, signatures, self._known_boundaries, (self.loss_fn, self.loss_key),
+                return_outputs, refused_by(self._gradients, self.overlaps_pairs),
+            )  # fmt: skip
         executor = StepExecutor(
             StepConfig(
                 rank_schedule=part,
@@ -240,10 +244,12 @@ class Pipeline:
                 recorder=recorder,
                 keep_outputs=return_outputs,
                 pairs=part.pairs if trains and self.overlaps_pairs else frozenset(),
+                graphs=graphs,
             )
         )
         if trains:
             self._grad_ready.begin(reduce, sends_correction)
+            self._grad_ready.use_static_grads(graphs.static_grads)
         try:
             executor.run()
             until = recorder.num_spans() if recorder is not None else since
@@ -258,6 +264,8 @@ class Pipeline:
             if trains:
                 self._grad_ready.drop()
             raise
+        if self._graphs is not None and trains:
+            self._graphs.end_step(graphs)
         value = loss.mean() if loss is not None else None
         if loss is not None and loss.shift_checked:
             self.checked_causal = self.causal
@@ -274,7 +282,10 @@ class Pipeline:
 
     def forget(self) -> None:
         """Learn anew what is trained and what passes between stages: after parameters were frozen or thawed,
-        on every rank. Whoever reduces gradients is to be made and set anew as well."""
+        on every rank. Whoever reduces gradients is to be made and set anew as well. CUDA graphs are captured
+        anew."""
+        if self._graphs is not None:
+            self._graphs.forget()
         self._known_boundaries.clear()
         self._seen.clear()
         self._grad_ready = self._make_grad_ready()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from hpnb.mesh import MICROBATCHES_PER_STAGE, Axis
+from hpnb.pipeline_parallel import schedules
 from hpnb.pipeline_parallel.overlapped_pairs import overlapped_pairs
 from hpnb.pipeline_parallel.schedule import Schedule
 
@@ -85,6 +87,30 @@ class RankSchedules:
             self._parts[schedule] = parts
         self.schedule = schedule
         self.train, self.forward_only = self._parts[schedule]
+
+
+def schedule_on(axis: Axis, schedule: Schedule | str) -> Schedule:
+    """`schedule`, checked for the ranks of `axis`; of a name the one with `MICROBATCHES_PER_STAGE` a rank,
+    and two stages a rank if it interleaves them.
+
+    Raises:
+        ScheduleError: it cannot be run.
+        ValueError: it is for another number of ranks.
+        TypeError: it is no schedule.
+    """
+    if isinstance(schedule, str):
+        chunks = 2 if schedule in ("interleaved", "breadth-first", "zb-v", "dualpipe-v") else 1
+        count = MICROBATCHES_PER_STAGE * axis.size
+        schedule = schedules.make(schedule, axis.size * chunks, count, chunks)
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule={schedule!r} is none; use schedules.make, or a name as '1f1b'")
+    schedule.check()
+    if schedule.ranks != axis.size:
+        raise ValueError(
+            f"{schedule.name} with {schedule.stages} stages is for {schedule.ranks} ranks, and axis "
+            f"{axis.name} has {axis.size}; make it with stages={axis.size * schedule.chunks}"
+        )
+    return schedule
 
 
 def _only_forwards(schedule: Schedule) -> Schedule:

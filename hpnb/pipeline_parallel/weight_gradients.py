@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 Tensor = torch.Tensor
+_MOST_CONSTANTS = 16  # vectors of ones that are kept
 
 
 class WeightGradientRule(ABC):
@@ -209,10 +211,34 @@ def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
         parameter.grad = gradient + parameter.grad
 
 
-@lru_cache(maxsize=16)
+_ones_cache: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+_kept_constants: list[Tensor] | None = None
+
+
+@contextmanager
+def keeping_constants() -> Iterator[list[Tensor]]:
+    """The cached tensors that are read inside: whoever captures a graph keeps them as long as the graph."""
+    global _kept_constants
+    before, _kept_constants = _kept_constants, []
+    try:
+        yield _kept_constants
+    finally:
+        _kept_constants = before
+
+
 def _ones(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """(n,)"""
-    return torch.ones(n, dtype=dtype, device=device)
+    key = n, dtype, device
+    ones = _ones_cache.get(key)
+    if ones is None:
+        ones = torch.ones(n, dtype=dtype, device=device)
+        if _kept_constants is None:  # inside a capture the ones belong to the graph, and nothing fills them
+            while len(_ones_cache) >= _MOST_CONSTANTS:
+                _ones_cache.pop(next(iter(_ones_cache)), None)
+            _ones_cache[key] = ones
+    elif _kept_constants is not None:
+        _kept_constants.append(ones)
+    return ones
 
 
 def _rows(t: Tensor) -> Tensor:

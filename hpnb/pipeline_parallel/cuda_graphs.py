@@ -1,0 +1,312 @@
+"""CUDA graphs for pipeline stages: small microbatches without Python's launches.
+
+    step 1, 2    eager, and watched: can this stage be captured?                    `capture_watch.py`
+    step 3       first capture what the step needs, then replay it                  `stage_graph.py`
+    later        replay; each microbatch in flight has a slot of memory             `graph_slots.py`
+
+    pipe = hpnb.Pipeline(model, mesh.pp, "1f1b", loss_fn, cuda_graphs=True)
+
+Every stage has a graph for each action (F and B, or F, I and W), each form of a microbatch (its shapes and
+dtypes), and each slot. Each rank decides for itself, because messages are the same with and without graphs. A
+stage that cannot be captured runs as before, and a warning says why. So does a form that is new, and each
+further one after `MAX_FORMS`: pad batches to a few lengths.
+
+A graph repeats what was captured. What Python decides is decided once: by an attribute of a loss module, a
+dropout rate, a layer that is switched off. Call `pipe.forget()` after such a change, on every rank. Weights,
+masks, labels and the loss scale may change freely. Every step compares whether modules train, where weights
+lie in memory, and which loss function is set; where one of them changes, graphs are captured anew.
+
+`.grad` is the same tensor in every step, zeroed where `zero_grad` has set it to None.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from hpnb.pipeline_parallel.boundary import KnownBoundaries
+from hpnb.pipeline_parallel.capture_watch import CaptureWatch
+from hpnb.pipeline_parallel.graph_slots import Work, assign_slots
+from hpnb.pipeline_parallel.loss import LossFunction
+from hpnb.pipeline_parallel.rank_schedule import RankSchedule
+from hpnb.pipeline_parallel.split_backward import SplitBackward
+from hpnb.pipeline_parallel.stage_graph import Capture, CudaCapture, StageGraph, StageWork
+from hpnb.pipeline_parallel.stages import Stages
+
+WARM_UP = 2  # eager steps with a form before it is captured
+MAX_FORMS = 16  # forms of microbatches of a stage; further ones run eagerly
+MAX_RECAPTURES = 8  # how often everything may be captured anew
+
+
+@dataclass
+class StepGraphs:
+    """What one step replays, and what it watches.
+
+    Attributes:
+        graphs: {(stage, microbatch): its graph}; the others run eagerly.
+        static_grads: {parameter: the tensor to which graphs add its gradient}.
+        watch: looks at eager actions, in a step that warms up.
+    """
+
+    graphs: Mapping[Work, StageGraph] = field(default_factory=dict)
+    static_grads: Mapping[nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    watch: CaptureWatch | None = None
+
+    def watch_forward(self, stage: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.watch is None else self.watch.forward(stage)
+
+    def watch_backward(self, stage: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.watch is None else self.watch.backward(stage)
+
+
+@dataclass(frozen=True)
+class GraphKey:
+    """What a graph is for."""
+
+    stage: int
+    form: Hashable
+    slot: int
+    splits: bool
+
+
+class StageGraphs:
+    """The graphs of one rank's stages, over all steps.
+
+    Args:
+        capture: how graphs are made.
+
+    Attributes:
+        reasons: {stage: why it runs eagerly}.
+    """
+
+    def __init__(
+        self,
+        module: Stages,
+        device: torch.device,
+        split_backward: SplitBackward,
+        capture: Capture | None = None,
+    ) -> None:
+        self._module, self._device, self._split_backward = module, device, split_backward
+        self._capture = CudaCapture(device) if capture is None else capture
+        self.reasons: dict[int, str] = {}
+        self._plans: dict[RankSchedule, tuple[dict[Work, int], set[Work]]] = {}
+        self._static_grads: dict[nn.Parameter, torch.Tensor] = {}
+        self._modules = list(module.modules())
+        self._recaptures = 0
+        self._warned_of_forms: set[int] = set()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all graphs, and warm up anew."""
+        self._graphs: dict[GraphKey, StageGraph] = {}
+        self._steps = Counter[tuple[int, Hashable]]()  # eager steps with a form, by stage
+        self._running: set[tuple[int, Hashable]] = set()  # those of the step that runs
+        self._frozen_world: tuple[Hashable, ...] | None = None
+        self._capture.forget()
+
+    def begin_step(
+        self,
+        part: RankSchedule,
+        microbatches: Sequence[Any],
+        signatures: Sequence[Hashable],
+        boundaries: KnownBoundaries,
+        loss: tuple[LossFunction, object],
+        keeps_outputs: bool,
+        refused: str = "",
+    ) -> StepGraphs:
+        """Capture what is missing, and say what the step replays.
+
+        Args:
+            signatures: of each microbatch, as `boundaries` has them.
+            loss: the loss function, and what it calls inside if that may be another one in every step.
+            refused: why all stages of this pipeline run eagerly, if they do.
+        """
+        for stage in self._module.numbers if refused else ():
+            self._run_eagerly(stage, refused)
+        self._check_world(tuple(map(_function_key, loss)))
+        if part not in self._plans:
+            splits = {(a.stage, a.microbatch) for a in part.actions if a.op == "I"}
+            self._plans[part] = assign_slots(part.actions), splits
+        slots, splits = self._plans[part]
+        forms = [
+            (signature, _constants(one)) for signature, one in zip(signatures, microbatches, strict=True)
+        ]
+        keys: dict[Work, GraphKey] = {}
+        missing: dict[GraphKey, int] = {}  # and a microbatch that needs it
+        self._running = set()
+        for (stage, m), slot in slots.items():
+            form = (forms[m], keeps_outputs and stage == part.last_stage)
+            if stage in self.reasons or not self._admit(stage, form):
+                continue
+            self._running.add((stage, form))
+            if self._steps[stage, form] >= WARM_UP:
+                key = keys[stage, m] = GraphKey(stage, form, slot, (stage, m) in splits)
+                if key not in self._graphs:
+                    missing.setdefault(key, m)
+        if missing:
+            with self._capture.session():
+                for key, m in missing.items():
+                    loss_fn = loss[0] if key.stage == part.last_stage else None
+                    boundary = boundaries.get((key.stage - 1, signatures[m]))
+                    self._capture_stage(
+                        key,
+                        StageWork(
+                            stage=key.stage,
+                            run_stage=self._module,
+                            boundary=boundary,
+                            inputs=microbatches[m],
+                            loss=loss_fn,
+                            keeps_outputs=keeps_outputs,
+                            splits=key.splits,
+                            split_backward=self._split_backward,
+                            device=self._device,
+                        ),
+                    )
+        graphs = {work: self._graphs[key] for work, key in keys.items() if key in self._graphs}
+        used = {p: self._static_grads[p] for graph in set(graphs.values()) for p in graph.parameters}
+        warms_up = any(self._steps[one] < WARM_UP for one in self._running)
+        return StepGraphs(graphs, used, CaptureWatch(self._device) if warms_up else None)
+
+    def end_step(self, step: StepGraphs) -> None:
+        """The step is done: count it, and note which stages cannot be captured."""
+        for one in self._running:
+            self._steps[one] += 1
+        for stage, reason in (step.watch.reasons if step.watch is not None else {}).items():
+            self._run_eagerly(stage, reason)
+
+    # --- inside ------------------------------------------------------------------------------------------
+
+    def _capture_stage(self, key: GraphKey, work: StageWork) -> None:
+        if key.stage in self.reasons:
+            return
+        try:
+            self._graphs[key] = StageGraph(work, self._capture, key.slot, self._static_grad)
+        except Exception as error:
+            self._split_backward.drop()
+            self._run_eagerly(key.stage, f"capturing it raised {type(error).__name__}: {_first_line(error)}")
+
+    def _static_grad(self, parameter: nn.Parameter) -> torch.Tensor:
+        if parameter not in self._static_grads:
+            self._static_grads[parameter] = torch.zeros_like(parameter)
+        return self._static_grads[parameter]
+
+    def _run_eagerly(self, stage: int, reason: str) -> None:
+        if stage in self.reasons:
+            return
+        self.reasons[stage] = reason
+        self._graphs = {key: graph for key, graph in self._graphs.items() if key.stage != stage}
+        warnings.warn(f"stage {stage} runs without CUDA graphs, because {reason}", stacklevel=2)
+
+    def _admit(self, stage: int, form: Hashable) -> bool:
+        """Whether this form is captured sooner or later."""
+        if (stage, form) in self._steps:
+            return True
+        if sum(one == stage for one, _ in self._steps) < MAX_FORMS:
+            self._steps[stage, form] = 0
+            return True
+        if stage not in self._warned_of_forms:
+            self._warned_of_forms.add(stage)
+            warnings.warn(
+                f"stage {stage} has met more than {MAX_FORMS} shapes of microbatches, and further ones run "
+                "without CUDA graphs; pad batches to fewer lengths, and drop a last batch that is smaller",
+                stacklevel=2,
+            )
+        return False
+
+    def _check_world(self, loss: tuple[Hashable, ...]) -> None:
+        """Drop the graphs if something has changed that they have captured."""
+        tables = (table for m in self._modules for table in (m._parameters, m._buffers))
+        tensors = [t for table in tables for t in table.values() if t is not None]
+        world = (
+            loss,
+            tuple(t.data_ptr() for t in tensors),
+            tuple(t.requires_grad for t in tensors),
+            tuple(module.training for module in self._modules),
+        )
+        if world == self._frozen_world:
+            return
+        if self._frozen_world is not None and self._graphs:
+            self._recaptures += 1
+            if self._recaptures > MAX_RECAPTURES:
+                parts = "the loss function", "the memory of weights", "what is trained", "train() or eval()"
+                changed = [w for w, a, b in zip(parts, world, self._frozen_world, strict=True) if a != b]
+                for stage in self._module.numbers:
+                    self._run_eagerly(
+                        stage,
+                        f"{' and '.join(changed)} changed for the {self._recaptures}th time, and every "
+                        "change needs a new capture",
+                    )
+        self.forget()
+        self._frozen_world = world
+
+
+def make_stage_graphs(
+    module: Stages, device: torch.device, split_backward: SplitBackward, wanted: bool
+) -> StageGraphs | None:
+    """For `Pipeline(cuda_graphs=wanted)`. None on a CPU, and a warning if they are wanted."""
+    if not wanted or device.type == "cuda":
+        return StageGraphs(module, device, split_backward) if wanted else None
+    warnings.warn(
+        f"cuda_graphs=True needs a GPU; on this {device.type.upper()} all stages run eagerly", stacklevel=3
+    )
+    return None
+
+
+def refused_by(sink: object, overlaps_pairs: bool) -> str:
+    """Why a pipeline with this gradient sink runs eagerly; empty if it need not."""
+    if hasattr(sink, "gradient_holder"):
+        return "its parameters are sharded (ZeRO 3), and lie elsewhere in every step"
+    if overlaps_pairs:
+        return "forwards and backwards overlap in pairs, whose messages lie within the stages"
+    return ""
+
+
+_VALUES = int, float, bool, str, bytes, type(None), torch.dtype, torch.device
+
+
+def _function_key(function: object) -> Hashable:
+    """Equal for functions that do the same: the same code, with equal values from outside. A criterion is
+    often a lambda, which is another object in every step."""
+    if isinstance(function, MethodType):
+        return id(function.__self__), function.__func__
+    if isinstance(function, partial):
+        values = [*function.args, *function.keywords.values()]
+        return _function_key(function.func), tuple(function.keywords), tuple(map(_value_key, values))
+    if isinstance(function, FunctionType):
+        cells = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+        values = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        return function.__code__, tuple(map(_value_key, values))
+    return _value_key(function)
+
+
+def _value_key(value: object) -> Hashable:
+    if isinstance(value, _VALUES):
+        return type(value).__name__, value
+    return _function_key(value) if isinstance(value, FunctionType | MethodType | partial) else id(value)
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # a name that is not assigned yet
+        return False
+
+
+def _constants(microbatch: Any) -> Hashable:
+    """What a microbatch has besides tensors, which a graph cannot change."""
+    others = [leaf for leaf in tree_flatten(microbatch)[0] if not isinstance(leaf, torch.Tensor)]
+    return tuple(map(_value_key, others))
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "no message")[:200]

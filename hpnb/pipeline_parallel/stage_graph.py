@@ -1,0 +1,290 @@
+"""One stage of a pipeline as CUDA graphs: its forward and its backward are launched with one call each.
+
+    eager    F: ~20 launches a block, each from Python        captured    F: copy the inputs in, launch once
+             B: ~40 launches a block                                      B: copy the gradient in, launch once
+
+A launch takes Python about 5 microseconds, and a kernel of a small microbatch takes the GPU less. A graph has
+all launches of an action, with their addresses. So what changes from one microbatch to the next is copied to
+static tensors before, and what is handed on is copied out of them after.
+
+Transfers stay outside. Gradients of parameters are added to static tensors, which are the parameters' .grad.
+Dropout draws the numbers that it draws in an eager step: each replay takes the generator's offset and moves
+it on (`torch.cuda.CUDAGraph.register_generator_state`, which PyTorch does for the default generator).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+from unittest.mock import patch
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.autograd.graph import GradientEdge
+from torch.utils._pytree import tree_map
+
+from hpnb.pipeline_parallel.boundary import Boundary, gradient_edges, tensors_in
+from hpnb.pipeline_parallel.loss import LossFunction, call_criterion
+from hpnb.pipeline_parallel.split_backward import SplitBackward
+from hpnb.pipeline_parallel.weight_gradients import keeping_constants
+
+Replay = Callable[[], None]
+
+
+class Capture(Protocol):
+    """Turns functions into graphs. A test on a CPU has one that calls the functions again."""
+
+    def session(self) -> AbstractContextManager[None]:
+        """Around captures that follow one another."""
+
+    def capture(self, run: Callable[[], None], slot: int) -> Replay:
+        """Record what `run` launches, without running it, and return what launches it.
+
+        Args:
+            run: works on static tensors only.
+            slot: whose memory `run` allocates from. What one graph of a slot frees, the next one reuses.
+        """
+
+    def forget(self) -> None:
+        """The graphs are gone: let go of their memory."""
+
+
+class CudaCapture:
+    """Captures CUDA graphs on a stream of its own, with one memory pool for each slot."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._pools: dict[int, Any] = {}
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        # A live autograd graph of an earlier step would draw its stream into the capture, and cached memory
+        # of eager steps would lie beside the pools.
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        here, collects = torch.cuda.current_stream(self._device), gc.isenabled()
+        self._stream.wait_stream(here)
+        gc.disable()
+        try:
+            with torch.cuda.stream(self._stream):
+                self._allocate_workspaces()
+                yield
+        finally:
+            here.wait_stream(self._stream)
+            if collects:
+                gc.enable()
+
+    def capture(self, run: Callable[[], None], slot: int) -> Replay:
+        if slot not in self._pools:
+            self._pools[slot] = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may copy and wait meanwhile: those of the process group and of checkpoints.
+        graph.capture_begin(self._pools[slot], capture_error_mode="thread_local")
+        try:
+            run()
+        except BaseException:
+            _end_failed_capture(graph)
+            raise
+        graph.capture_end()
+        replay: Replay = graph.replay
+        return replay
+
+    def forget(self) -> None:
+        self._pools.clear()
+
+    def _allocate_workspaces(self) -> None:
+        """cuBLAS keeps a workspace for each stream and thread: allocate them outside of the pools."""
+        x = torch.ones(16, 16, device=self._device, requires_grad=True)
+        (x @ x).sum().backward()
+
+
+def _end_failed_capture(graph: torch.cuda.CUDAGraph) -> None:
+    with suppress(RuntimeError):  # the capture is invalid, which is why it ends here
+        graph.capture_end()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWork:
+    """What a graph of one stage computes.
+
+    Attributes:
+        run_stage: (stage, what the stage before gave, inputs) -> what this stage gives.
+        boundary: the form of what the stage before gives; None for stage 0.
+        inputs: a microbatch; others have the same shapes.
+        loss: the loss function, on the last stage.
+        keeps_outputs: whether the outputs of the last stage are handed on.
+        splits: whether the backward is split into I and W.
+    """
+
+    stage: int
+    run_stage: Callable[[int, Any, Any], Any]
+    boundary: Boundary | None
+    inputs: Any
+    loss: LossFunction | None
+    keeps_outputs: bool
+    splits: bool
+    split_backward: SplitBackward
+    device: torch.device
+
+
+class StageGraph:
+    """The graphs of one stage, for microbatches of one form, in one slot.
+
+    Args:
+        grads: gives the static gradient of a parameter, for which the graphs add.
+
+    Attributes:
+        parameters: those to whose gradients the backward adds.
+
+    Raises:
+        RuntimeError: it cannot be captured, say because Python waits for a value.
+    """
+
+    def __init__(
+        self, work: StageWork, capture: Capture, slot: int, grads: Callable[[nn.Parameter], torch.Tensor]
+    ) -> None:
+        self._work = work
+        self._inputs = tree_map(_static, work.inputs)
+        self._input_tensors = tensors_in(self._inputs)
+        self._hidden: Any = None
+        if work.boundary is not None:
+            empty = [
+                torch.zeros(shape, dtype=dtype, device=work.device) for shape, dtype in work.boundary.shapes
+            ]
+            self._hidden = work.boundary.assemble(empty)
+        self._hidden_tensors = tensors_in(self._hidden)
+        self._leaves = [] if work.boundary is None else work.boundary.with_gradient(self._hidden_tensors)
+        # What the graphs write, at the same place in every replay.
+        self._starts: list[GradientEdge] = []
+        self._started_from: list[torch.Tensor] = []  # what the backward starts from
+        self._outputs: Any = None
+        self._result: Any = None  # of the loss function
+        self._input_grads: list[torch.Tensor] = []
+        with (
+            torch.enable_grad(),
+            _without_autocast_cache(),
+            _without_rng_snapshots(),
+            keeping_constants() as kept,
+        ):
+            self._kept = kept  # what graphs read has to live as long as they do
+            self._replay_forward = capture.capture(self._run_forward, slot)
+            self._start_grads = [torch.zeros_like(t) for t in self._started_from]
+            self.parameters = reached_parameters(self._starts)
+            before = {p: p.grad for p in self.parameters}
+            for p in self.parameters:
+                p.grad = grads(p)
+            try:
+                self._replay_backward = capture.capture(self._run_backward, slot)
+                if work.splits:
+                    self._replay_weights = capture.capture(self._run_weights, slot)
+            finally:
+                for p, grad in before.items():
+                    p.grad = grad
+        self._starts, self._started_from = [], []  # the launches are in the graphs
+
+    # --- what is captured --------------------------------------------------------------------------------
+
+    def _run_forward(self) -> None:
+        work = self._work
+        outputs = work.run_stage(work.stage, self._hidden, self._inputs)
+        started_from = tensors_in(outputs)
+        if work.loss is not None:
+            self._result = call_criterion(work.loss, outputs, self._inputs)
+            started_from = tensors_in(self._result)[:1]
+        self._started_from = [t for t in started_from if t.requires_grad]
+        self._starts = gradient_edges(self._started_from)
+        self._started_from = [t.detach() for t in self._started_from]
+        self._result = tree_map(_detach, self._result)
+        self._outputs = tree_map(_detach, outputs) if work.loss is None or work.keeps_outputs else None
+
+    def _run_backward(self) -> None:
+        work = self._work
+        for leaf in self._leaves:
+            leaf.grad = None
+        split = work.split_backward
+        with split.deferring(self) if work.splits else split.fused():
+            if self._starts:
+                torch.autograd.backward(self._starts, self._start_grads)
+        self._input_grads = [
+            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self._leaves
+        ]
+
+    def _run_weights(self) -> None:
+        self._work.split_backward.add_weight_gradients(self)
+
+    # --- what is replayed --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(self, hidden: Any, inputs: Any) -> tuple[Any, Any]:
+        """F. Returns (what the stage gives, what the loss function returned); None where there is none."""
+        _copy_all(self._hidden_tensors + self._input_tensors, tensors_in(hidden) + tensors_in(inputs))
+        self._replay_forward()
+        # Copies: this slot's next microbatch may come before the last reader is done.
+        return tree_map(_clone, self._outputs), tree_map(_clone, self._result)
+
+    @torch.no_grad()
+    def backward(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """I or B. Returns the gradients of those inputs that are sent one back."""
+        _copy_all(self._start_grads, grads)
+        self._replay_backward()
+        return [grad.clone() for grad in self._input_grads]
+
+    def add_weight_gradients(self) -> None:
+        """W."""
+        self._replay_weights()
+
+
+def reached_parameters(starts: Sequence[GradientEdge]) -> list[nn.Parameter]:
+    """The leaves that a backward from `starts` adds gradients to, each once, without those that are no
+    parameters."""
+    reached: dict[nn.Parameter, None] = {}
+    seen, waiting = set(), [edge.node for edge in starts]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, nn.Parameter):
+            reached[variable] = None
+        waiting += [after for after, _ in node.next_functions if after is not None]
+    return list(reached)
+
+
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """A cast weight from the cache would be one of another step."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+def _without_rng_snapshots() -> AbstractContextManager[Any]:
+    """Checkpoints keep the generator's state for recomputation, which a capture does not allow. Stages that
+    draw random numbers and recompute are not captured (`capture_watch.py`), so there is nothing to keep."""
+    return patch.object(torch.utils.checkpoint, "get_device_states", lambda *_: ([], []))
+
+
+def _copy_all(static: list[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    if static:
+        torch._foreach_copy_(static, list(values))
+
+
+def _static(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _detach(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _clone(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf

@@ -25,6 +25,7 @@ import hpnb
 from hpnb.models import Part, Role, compare_parts, registry, root_parameters
 from hpnb.models.compare_parts import first_step_check
 from hpnb.models.role import check as check_role
+from hpnb.models.role import linear
 from hpnb.pipeline_parallel import schedules
 from hpnb.pipeline_parallel.layers import layers
 
@@ -58,9 +59,33 @@ def test_a_model_that_is_registered_well_passes_and_stays_as_it_was() -> None:
     report = hpnb.models.check(model, batch())
     assert "pipeline on 2 ranks" in report
     assert "tensor parallelism on 2 ranks" in report
-    assert "no sequence parallelism: LlamaParts does not say how many tokens a batch has" in report
+    assert report.count(". It cannot use sequence parallelism: LlamaParts does not say how many tokens") == 1
+    assert report.endswith(".")
     assert all(torch.equal(p, weights[name]) and p.grad is None for name, p in model.named_parameters())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_batch_of_one_sample_is_called_that_and_not_a_wrong_registration() -> None:
+    with pytest.raises(
+        ValueError, match=r"1 sample makes no two microbatches.*pass 2 samples or more"
+    ) as error:
+        hpnb.models.check(OwnLlama(), batch(1))
+    assert "registered" not in str(error.value)
+    assert "parts against the forward" in hpnb.models.check(OwnLlama(), batch(1), ranks=1)
+
+
+def test_the_kind_of_a_wrong_role_is_named() -> None:
+    own_roles = own_models.roles(OwnLlama())
+    wrong = own_roles | {"blocks.0.up.bias": Role("head", 0, bias=True)}
+    hpnb.models.register(OwnLlama, parts, lambda net: wrong)
+    with pytest.raises(
+        ValueError, match=r"blocks\.0\.up\.bias has the role 'head', .* weight the role 'column'"
+    ):
+        hpnb.models.roles(OwnLlama())
+    hpnb.models.register(OwnLlama, parts, lambda net: own_roles | dict(linear("blocks.0.up", "head")))
+    with pytest.raises(ValueError, match="tensor parallelism on 2 ranks") as failure:
+        hpnb.models.check(OwnLlama(), batch())
+    assert "up.weight head; down.weight row, 32 units of 1" in str(failure.value)
 
 
 class PartsWithTokens(LlamaParts):
@@ -282,26 +307,6 @@ def test_parts_without_tokens_are_refused_before_a_step_of_a_pipeline(pools: Ran
         assert "give the class a method tokens(self, inputs)" in refused
     for layout in ({"tp_size": 2}, {"pp_size": 2}):  # nobody asks for them
         assert pools[2].run(boost_with_sequence_parallelism, **layout) == ["", ""]
-
-
-def refused_twice() -> str:
-    def listed_twice(net: OwnLlama) -> LlamaParts:
-        sound = parts(net)
-        return LlamaParts(sound.embedding, (sound.blocks[0],) * 2, sound.head, sound.tied, causal=True)
-
-    hpnb.models.register(OwnLlama, listed_twice, own_models.roles)
-    try:
-        hpnb.tensor_parallel.parallelize(build(layers=1), hpnb.Mesh(hpnb.Layout(tp=2)).tp)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_a_block_that_runs_twice_is_refused_under_tensor_parallelism(pools: RankPools) -> None:
-    """It was sharded for one place, and its gradients were wrong without a word."""
-    for refused in pools[2].run(refused_twice):
-        assert "blocks.0 is listed twice" in refused
-        assert "tp_size=1" in refused
 
 
 # --- one weight in two places ----------------------------------------------------------------------------
@@ -601,7 +606,7 @@ def test_units_of_keys_that_are_those_of_queries_are_named() -> None:
     with pytest.raises(ValueError, match="tensor parallelism on 3 ranks") as error:
         hpnb.models.check(OwnLlama(), batch())
     text = str(error.value)
-    assert "q.weight 4 of 4 columns, o.weight 4 of 4 rows, k.weight 4 of 2 columns" in text
+    assert "q.weight column, 4 units of 4; o.weight row, 4 units of 4; k.weight column, 4 units of 2" in text
     assert "key-value heads for k and v" in text
     assert "[on 3 ranks and not 2, so that units are left over]" in text
 

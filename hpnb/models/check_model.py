@@ -33,7 +33,14 @@ from hpnb.models.compare_parts import (
     tensors_of,
 )
 from hpnb.models.model_anatomy import tied
-from hpnb.models.registry import SEE_CHECK, Registration, anatomy, registration_of, roles
+from hpnb.models.registry import (
+    SEE_CHECK,
+    Registration,
+    anatomy,
+    explain_alias,
+    registration_of,
+    roles,
+)
 from hpnb.ranks import launch
 from hpnb.ranks.current_rank import inside_rank
 from hpnb.ranks.errors import RankError
@@ -72,6 +79,12 @@ def check(model: nn.Module, batch: Mapping[str, Any], ranks: int = 2, timeout: f
             f"{meta[0]} of this {type(model).__name__} is on the meta device, and check computes with "
             "weights; make a small model of the class on the CPU"
         )
+    samples = max((len(t) for t in batch.values() if isinstance(t, torch.Tensor) and t.dim()), default=2)
+    if samples < 2 <= ranks and not inside_rank():
+        raise ValueError(
+            f"a batch of {samples} sample{'s' if samples != 1 else ''} makes no two microbatches, which the "
+            "pipeline of this check needs; pass 2 samples or more, or ranks=1, which leaves ranks out"
+        )
     copied = deepcopy(model).cpu().double().train(model.training)
     if not any(p.requires_grad for p in copied.parameters()):
         copied.requires_grad_(True)  # gradients are compared, also of a model that is frozen
@@ -81,6 +94,7 @@ def check(model: nn.Module, batch: Mapping[str, Any], ranks: int = 2, timeout: f
     if not problems:
         problems += _check_parts(copied, inputs)
     done = ["names and roles of parameters", "parts against the forward, with gradients"]
+    refused: list[str] = []
     if not problems and ranks > 1 and not inside_rank():
         copied.eval()
         wanted = _outputs_and_gradients(lambda: run_parts(anatomy(copied), inputs), copied)
@@ -95,7 +109,8 @@ def check(model: nn.Module, batch: Mapping[str, Any], ranks: int = 2, timeout: f
             note = f" [on {n} ranks and not {ranks}, so that units are left over]" if n != ranks else ""
             lines = list(_compare_on_ranks(what, compute, registration, copied, inputs, wanted, n, timeout))
             if lines and lines[0].startswith(_REFUSED):
-                done.append(f"no {what}: {lines[0].removeprefix(_REFUSED)}")
+                reason = lines[0].removeprefix(_REFUSED).removesuffix(".")
+                refused.append(f" It cannot use {what}: {reason}.")
                 continue
             problems += [line + note for line in lines]
             done.append(f"{what} on {n} ranks")
@@ -105,8 +120,8 @@ def check(model: nn.Module, batch: Mapping[str, Any], ranks: int = 2, timeout: f
         )
     taken = arguments_of(copied, inputs, targets=True)
     unused = ", ".join(name for name in inputs if name not in taken and name not in TARGETS)
-    note = f"; the forward takes no {unused}" if unused else ""
-    return f"{type(model).__name__} is registered well: {'; '.join(done)}{note}"
+    note = f" The forward takes no {unused}." if unused else ""
+    return f"{type(model).__name__} is registered well: {'; '.join(done)}.{''.join(refused)}{note}"
 
 
 # --- on this process ---------------------------------------------------------------------------------------
@@ -124,7 +139,7 @@ def _check_names(model: nn.Module) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))  # a block may stand at several places
     places: dict[str, list[str]] = {}
     for part in parts.parts:
         if part.name and modules.get(part.name) is not part.module:
@@ -132,7 +147,10 @@ def _check_names(model: nn.Module) -> Iterator[str]:
         for name, _ in part.module.named_parameters(remove_duplicate=False):
             places.setdefault(part.full_name(name), []).append(part.name or "the root")
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    if missing := [name for name in names if name not in places]:
+    missing = [name for name in names if name not in places]
+    if missing and (sentence := explain_alias(model, missing[0], places.keys())) is not None:
+        yield sentence
+    elif missing:
         yield (
             f"{', '.join(missing)} lie in no part: put their modules into one; hpnb.models.root_parameters "
             "makes one of what is on the model itself"

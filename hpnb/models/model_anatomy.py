@@ -21,7 +21,7 @@ attention's heads, and tells the attention so:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
@@ -68,8 +68,9 @@ class Anatomy(ABC):
     """The pieces of one model, in the order in which its forward uses them.
 
     Every parameter of the model lies in exactly one part, unless it is tied. One that lies on the model
-    itself (a class token) gets a part by `root_parameters`. A block that the forward runs twice is listed
-    twice, and a pipeline keeps its copies equal as it does with tied weights.
+    itself (a class token) gets a part by `root_parameters`. A block that the forward runs twice, or that
+    stands in two slots of a list, is listed twice. A pipeline keeps its copies equal as it does with tied
+    weights; sequence parallelism and the tensor-parallel grids refuse it.
 
     What all blocks read besides hidden states, such as rotary tables, is an attribute that you set on the
     Anatomy: a module without parameters, a tensor, a configuration. It goes along with every stage, to its
@@ -246,3 +247,20 @@ class Attention:
 def check_heads(path: str, heads: int) -> None:
     if heads < 1:
         raise ValueError(f"{path} cannot compute with {heads} heads; 1 is the least")
+
+
+def check_token_ids(kind: str, inputs: Inputs, refused: Sequence[str]) -> torch.Tensor:
+    """The input_ids (B, s) of a batch for a `kind` of model that is cut.
+
+    Raises:
+        ValueError: the batch has one of the `refused` inputs, or no input_ids of two dims.
+    """
+    if given := [name for name in refused if inputs.get(name) is not None]:
+        raise ValueError(f"a {kind} that is cut takes no {given[0]}; give it input_ids (B, s) alone")
+    ids: torch.Tensor | None = inputs.get("input_ids")
+    if ids is None:
+        names = ", ".join(map(str, inputs)) or "nothing"
+        raise ValueError(f"a {kind} that is cut takes input_ids (B, s), and this batch has {names}")
+    if ids.dim() != 2:
+        raise ValueError(f"input_ids of shape {tuple(ids.shape)} are not (B, s), sequences of tokens")
+    return ids

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -110,7 +110,7 @@ def anatomy(model: nn.Module) -> Anatomy:
     """
     parts = registration_of(model).anatomy(model)
     _check_anatomy(model, parts)
-    return apply_wrappers(model, parts)
+    return apply_wrappers(model, _name_places(model, parts))
 
 
 def roles(model: nn.Module) -> dict[str, Role]:
@@ -130,6 +130,12 @@ def roles(model: nn.Module) -> dict[str, Role]:
     table = _roles(model)
     for name, role in table.items():
         check(name, role, model.get_parameter(name).shape)
+        weight = table.get(f"{name.removesuffix('bias')}weight") if role.bias else None
+        if name.endswith(".bias") and weight is not None and weight.kind != role.kind:
+            raise ValueError(
+                f"{name} has the role {role.kind!r}, and its weight the role {weight.kind!r}; a bias has the "
+                "kind of its weight"
+            )
     return table
 
 
@@ -179,6 +185,43 @@ def _check_anatomy(model: nn.Module, parts: Any) -> None:
                 f"{_describe(wrong[0])} where a tuple of Part(name, module) is needed; one part alone is "
                 "(Part(name, module),)"
             )
+
+
+def _name_places(model: nn.Module, parts: Anatomy) -> Anatomy:
+    """A block that is listed several times under one name gets the other names that it has in the model.
+
+    `named_modules()` gives a block that stands in two slots of a list under its first name alone.
+    """
+    listed = [(block.name, block.module) for block in parts.blocks]
+    if len(set(listed)) == len(listed):
+        return parts
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    blocks = []
+    for i, block in enumerate(parts.blocks):
+        earlier = [other.name for other in blocks if other.module is block.module]
+        free = [name for name in names.get(block.module, []) if name not in earlier]
+        again = (block.name, block.module) in listed[:i]
+        blocks.append(Part(free[0], block.module) if again and free else block)
+    return parts.with_parts(parts.embedding, tuple(blocks), parts.head)
+
+
+def explain_alias(model: nn.Module, name: str, known: Collection[str]) -> str | None:
+    """A sentence, if `name` is in no part because its tensor lies there under another of its names.
+
+    Args:
+        known: names of what lies in parts.
+    """
+    tensors = model.state_dict(keep_vars=True)
+    other = next((other for other in known if tensors.get(other) is tensors[name]), None)
+    if other is None:
+        return None
+    return (
+        f"{name} and {other} are one weight of this {type(model).__name__}, and only {other} lies in a Part: "
+        "put the module of the other name into one, too (a block once for each place at which it runs), or "
+        "leave the model one name for it"
+    )
 
 
 def _describe(value: Any) -> str:

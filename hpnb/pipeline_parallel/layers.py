@@ -25,7 +25,7 @@ from torch import nn
 
 from hpnb.models import Anatomy, Part, anatomy
 from hpnb.models.plan_parts import refuse_router_loss
-from hpnb.models.registry import how_to_register
+from hpnb.models.registry import explain_alias, how_to_register
 from hpnb.pipeline_parallel.microbatches import TARGET_NAMES
 
 Inputs = Any  # one microbatch: a mapping, a tensor, or a tuple or list whose first item is meant
@@ -142,6 +142,8 @@ def layers(model: nn.Module | Builder) -> tuple[Layer, ...]:
     in_layers = {part.full_name(name) for part in parts for name in part.module.state_dict()}
     if lost := [name for name in model.state_dict() if name not in in_layers]:
         names = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+        if (sentence := explain_alias(model, lost[0], in_layers)) is not None:
+            raise ValueError(sentence)
         raise ValueError(
             f"{names} lie in none of the layers of this {type(model).__name__}, and would be lost; put them "
             "into a Part by hpnb.models.register (hpnb.models.root_parameters makes one of what is on the "

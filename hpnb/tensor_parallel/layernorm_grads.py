@@ -51,6 +51,11 @@ class ReplicatedGradSum:
     def end(self) -> None:
         self._summed = {}
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether the forward of its block runs now, with gradients."""
+        return bool(self._summed)
+
     def weight(self, parameter: torch.Tensor | None) -> torch.Tensor | None:
         """`parameter` as a layer is to use it, so that its gradient is summed."""
         if parameter is None or parameter in self._summed:

@@ -36,12 +36,12 @@ def around_forward(module: nn.Module, begin: Callable[[], None], end: Callable[[
     module.register_forward_hook(lambda *_: end(), always_call=True)
 
 
-def explain_fixed_heads(block: Part, ranks: int, units: str) -> None:
+def explain_fixed_heads(block: Part, ranks: int, roles: str) -> None:
     """If the first forward of `block` fails, say that its attention may count the heads of all ranks, or its
-    roles other units than heads.
+    roles name another kind, or other units than heads.
 
     Args:
-        units: what its roles say, in words.
+        roles: what they are, in words.
     """
 
     def explain(module: nn.Module, args: Any, output: Any) -> None:
@@ -50,11 +50,11 @@ def explain_fixed_heads(block: Part, ranks: int, units: str) -> None:
             hook.remove()
         elif type(error) is RuntimeError:
             error.args = (
-                f"{error}; this is {block.name} on one of {ranks} tensor-parallel ranks, which has some of "
-                f"the units that its roles name ({units}): units are heads for q and o, and key-value heads "
-                "for k and v. An attention has only some heads then: fold them by their width, "
-                ".view(..., -1, head_size), or name the modules that count heads, "
-                "hpnb.models.register(.., attentions=..)",
+                f"{error}; this is {block.name} on one of {ranks} tensor-parallel ranks. Its roles are "
+                f"{roles}. A rank has some units of each column, whose outputs only a row takes; what else "
+                "takes them needs all. Units are heads for q and o, and key-value heads for k and v. An "
+                "attention has only some heads then: fold them by their width, .view(..., -1, head_size), or "
+                "name the modules that count heads, hpnb.models.register(.., attentions=..)",
             )
 
     hook = block.module.register_forward_hook(explain, always_call=True)

@@ -29,7 +29,7 @@ from hpnb.mesh import Axis, Mesh, axis_of
 from hpnb.models import Role, anatomy, attentions, roles
 from hpnb.models.compare_parts import FirstStepCheck, first_step_check
 from hpnb.models.model_anatomy import Anatomy, Inputs, Part, WrappedAnatomy, wrap_anatomy
-from hpnb.models.registry import registration_of
+from hpnb.models.registry import explain_alias, registration_of
 from hpnb.placement import Placement
 from hpnb.ranks.current_rank import device as this_device
 from hpnb.tensor_parallel.mode import NAMES, ModelToShard, Section, TensorParallelMode, check_ranks
@@ -89,6 +89,8 @@ def parallelize(
     to_shard = _describe(model)
     if axis.size > 1:
         _check_sections(to_shard.anatomy)
+        if mode != "1d" or sequence_parallel:
+            _check_repeated(model)
     check = first_step_check(model) if dist.get_rank() == 0 else None  # of the unsharded model
     how = make_mode(mode, axis, sequence_parallel, depth, overlap)
     how.check(to_shard)
@@ -111,21 +113,22 @@ def parallelize(
         _check_first_forward(model, check)
     if axis.size > 1 and not to_shard.attentions:
         for block in to_shard.anatomy.blocks:
-            explain_fixed_heads(block, axis.size, _units_in(block, to_shard))
+            explain_fixed_heads(block, axis.size, _roles_in(block, to_shard))
     if not any(p.is_meta for p in model.parameters()):
         model.to(this_device())
     return model
 
 
-def _units_in(block: Part, model: ModelToShard) -> str:
-    """What roles say of the weights of `block` that are split: q.weight 4 of 16 columns, ..."""
+def _roles_in(block: Part, model: ModelToShard) -> str:
+    """The roles of the weights of `block`: q.weight column, 4 units of 16; norm.weight norm; ..."""
     said = []
     for name, role in model.roles.items():
-        if name.startswith(block.name + ".") and role.cut_dim is not None and not role.bias:
-            size = model.shapes[name][role.cut_dim] // role.units
-            dim = "columns" if role.kind == "column" else "rows"
-            said.append(f"{name.removeprefix(block.name + '.')} {role.units} of {size} {dim}")
-    return ", ".join(said)
+        if name.startswith(block.name + ".") and not role.bias:
+            units = ""
+            if role.cut_dim is not None:
+                units = f", {role.units} units of {model.shapes[name][role.cut_dim] // role.units}"
+            said.append(f"{name.removeprefix(block.name + '.')} {role.kind}{units}")
+    return "; ".join(said)
 
 
 def make_mode(
@@ -248,7 +251,13 @@ def _mode_of(model: nn.Module) -> TensorParallelMode | None:
 
 
 def _describe(model: nn.Module) -> ModelToShard:
+    """What to shard. A block that runs at several places is one module, and stands here once."""
     parts, table = anatomy(model), roles(model)
+    places = _places_of_blocks(parts)
+    again = tuple(f"{name}." for names in places.values() for name in names[1:] if name != names[0])
+    parts = parts.with_parts(
+        parts.embedding, tuple(Part(names[0], block) for block, names in places.items()), parts.head
+    )
     sections: dict[str, Section] = {}
     sections |= {part.name: "embedding" for part in parts.embedding}
     sections |= {part.name: "block" for part in parts.blocks}
@@ -257,8 +266,13 @@ def _describe(model: nn.Module) -> ModelToShard:
     role_of = {p: table[name] for name, p in model.named_parameters()}
     for name, p in model.named_parameters(remove_duplicate=False):
         path, _, attribute = name.rpartition(".")
+        if name.startswith(again):
+            continue
         section = next((sections[s] for s in sections if path == s or path.startswith(s + ".")), None)
         if section is None:
+            inside = [n for n in model.state_dict() if n.startswith(tuple(f"{s}." for s in sections if s))]
+            if (sentence := explain_alias(model, name, inside)) is not None:
+                raise ValueError(sentence)
             raise ValueError(
                 f"{name} lies in no part of this {type(model).__name__}, so it is neither embedding, block "
                 "nor head: put its module into a Part (hpnb.models.root_parameters makes one of what is on "
@@ -276,24 +290,38 @@ def _describe(model: nn.Module) -> ModelToShard:
     )
 
 
+def _places_of_blocks(parts: Anatomy) -> dict[nn.Module, list[str]]:
+    """{block: the names under which it is listed}, in order."""
+    places: dict[nn.Module, list[str]] = {}
+    for block in parts.blocks:
+        places.setdefault(block.module, []).append(block.name)
+    return places
+
+
 def _check_sections(parts: Anatomy) -> None:
-    """A module becomes a layer of one section, so it cannot serve two; and a block is sharded once."""
+    """A module becomes a layer of one section, so it cannot serve two."""
     sections = {"the embedding": parts.embedding, "the blocks": parts.blocks, "the head": parts.head}
     place: dict[nn.Module, str] = {}
     for section, of_section in sections.items():
         for part in of_section:
-            if section == "the blocks" and place.get(part.module) == section:
-                raise ValueError(
-                    f"{part.name} is listed twice among the blocks, and tensor parallelism shards a module "
-                    "for one place: use tp_size=1, where a pipeline keeps its copies equal, or give each "
-                    "place a module of its own"
-                )
             if place.setdefault(part.module, section) != section:
                 raise ValueError(
                     f"the module {part.name} is a Part of {place[part.module]} and of {section}, and tensor "
                     "parallelism makes it a layer of one of them: give each a module of its own with the "
                     f"same Parameter, as in net.output.weight = net.{part.name}.weight, and a Part"
                 )
+
+
+def _check_repeated(model: nn.Module) -> None:
+    """What splits activations is a hook on the first block, which must not run at its other places."""
+    for names in _places_of_blocks(anatomy(model)).values():
+        if len(names) > 1:
+            where = " and ".join(dict.fromkeys(names)) + " twice" * (len(set(names)) == 1)
+            raise ValueError(
+                f"the same block stands at {where}, and sequence parallelism, 2D, 2.5D and 3D need another "
+                "module at each place: use mode '1d' without sequence parallelism, which takes it, or a "
+                "pipeline or ZeRO"
+            )
 
 
 def _check_first_forward(model: nn.Module, check: FirstStepCheck) -> None:

@@ -52,6 +52,7 @@ class TensorParallel1D(TensorParallelMode):
         self.axis = axis
         self.sharding = SequenceSharding(axis, sequence_parallel, this_device(), overlap)
         self.dropout_rng = DropoutRng(axis, this_device())
+        self._grad_sums: dict[nn.Module, list[ReplicatedGradSum]] = {}  # a norm may serve several blocks
 
     # --- weights -----------------------------------------------------------------------------------------
 
@@ -220,7 +221,10 @@ class TensorParallel1D(TensorParallelMode):
             names = [name for name, role in model.layers[path][1].items() if not is_sharded(role)]
             if not isinstance(module, ColumnParallelLinear | RowParallelLinear):  # these see all tokens
                 grad_sum.add(module, *names)
-                _use_summed_weights(module, names, grad_sum)
+                grad_sums = self._grad_sums.setdefault(module, [])
+                grad_sums.append(grad_sum)
+                if len(grad_sums) == 1:
+                    _use_summed_weights(module, names, grad_sums)
         around_forward(model.module.get_submodule(part), grad_sum.begin, grad_sum.end)
 
     def _last_norm(self, model: ModelToShard) -> str:
@@ -261,11 +265,14 @@ def _sums_grads(roles: Mapping[str, Role]) -> bool:
     return any(role.sum_grads for role in roles.values())
 
 
-def _use_summed_weights(module: nn.Module, names: Sequence[str], grad_sum: ReplicatedGradSum) -> None:
-    """During a forward of `module`, its weights are those that `grad_sum` makes of them."""
+def _use_summed_weights(
+    module: nn.Module, names: Sequence[str], grad_sums: Sequence[ReplicatedGradSum]
+) -> None:
+    """During a forward of `module`, its weights are those that the sum of the running block makes of them."""
     parameters: dict[str, nn.Parameter] = {}
 
     def replace(*_: Any) -> None:
+        grad_sum = next((one for one in grad_sums if one.is_begun), grad_sums[0])
         for name in names:
             parameter = module._parameters[name]
             assert parameter is not None

@@ -88,6 +88,15 @@ def _checkpoint(options: Options) -> None:
     print(checkpoint.run(options.ranks, options.every, options.rounds, options.device, options.zero, *sizes))
 
 
+def _plan_memory(options: Options) -> None:
+    from hpnb.bench import plan_memory
+
+    plan_memory.run(
+        options.device, options.size, options.models or (), options.layouts or (), options.ranks,
+        eager=options.eager, counted=options.counted, limit=options.limit, out=options.out,
+    )  # fmt: skip
+
+
 def _layouts(options: Options) -> None:
     from hpnb.bench import layouts_command
 
@@ -206,6 +215,17 @@ _COMMANDS: dict[str, tuple[str, Callable[[Options], None], dict[str, dict[str, A
         "--zero": {"type": int, "choices": (0, 1, 2, 3), "default": 0},
         "--hidden": _integer(192, "width of the ViT"),
         "--batch": _integer(16, "images a rank"),
+    }),
+    "plan-memory": ("memory that hpnb plan predicts, beside what real ranks take", _plan_memory, {
+        "--device": {"default": "auto", "help": "auto, cpu or cuda"},
+        "--size": {"choices": ("full", "tiny"), "help": "tiny is for a CPU, and the default there"},
+        "--models": {"type": _split_names, "help": "a part of gpt2,vit,llama"},
+        "--layouts": {"type": _split_names, "help": "cases that contain one of these words"},
+        "--ranks": _integer(None, "cases of so many ranks alone: 2 or 4"),
+        "--eager": {"action": "store_true", "help": "without enable_all_optimization"},
+        "--counted": {"action": "store_true", "help": "ranks alone, on tensors without values"},
+        "--limit": {"type": float, "default": 540.0, "help": "seconds after which no further case begins"},
+        "--out": {"type": Path, "metavar": "FILE", "help": "JSON of all rows"},
     }),
     "gpt2-xl": ("whole programs of a GPT-2 of 1.5B, for each layout", _layouts, {**_LAYOUTS, **_HEADS}),
     "vit-l16": ("whole programs of ViT-L/16, for each layout", _layouts, _LAYOUTS),

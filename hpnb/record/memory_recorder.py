@@ -45,7 +45,7 @@ from torch.utils._pytree import tree_leaves
 
 from hpnb.ranks.current_rank import device as this_device
 from hpnb.ranks.current_rank import rank
-from hpnb.record.memory_budget import OutOfBudget, group_survivors
+from hpnb.record.memory_budget import OutOfBudget, Survivors, group_survivors
 from hpnb.record.memory_profile import CATEGORIES, MemoryProfile, MemorySample
 from hpnb.record.memory_snapshot import write_memory_snapshot
 
@@ -152,6 +152,7 @@ class MemoryRecorder(TorchDispatchMode):
         self._log: list[tuple[float, int, int]] = []
         self._watches = False
         self._nested: list[MemoryRecorder] = []  # the recorders that are at work, this one among them
+        self.peak_operator, self._highest = "", 0  # "after aten.mm.default": where the peak was seen
         self._peak = 0  # of the allocator since the last look, as another of them has read it
 
     def profile(self) -> MemoryProfile:
@@ -166,6 +167,21 @@ class MemoryRecorder(TorchDispatchMode):
                 tracked = sum(usage.values()) - usage["temporary"]
                 samples.append(MemorySample(when, **{**usage, "temporary": change - tracked}))
         return MemoryProfile(tuple(samples), rank(), self._device.type)
+
+    def tensors_at_peak(self) -> tuple[Survivors, ...]:
+        """The tensors that were alive at the peak, in groups of one category, shape and dtype, the largest
+        group first; on CUDA at the first look after it."""
+        levels, in_use = [0], 0  # after every entry of the log
+        for _, number, change in self._log:
+            in_use += change if number >= 0 else 0
+            levels.append(change if number < 0 else 0 if self._on_cuda else in_use)
+        alive = [0] * len(self._bytes)
+        for _, number, change in self._log[: levels.index(max(levels))]:
+            if number >= 0:
+                alive[number] += change
+        names = [str(dtype).removeprefix("torch.") for _, dtype in self._form]
+        kinds = zip(self._category, self._form, names, alive, strict=True)
+        return group_survivors([(c, form[0], name, size) for c, form, name, size in kinds if size])
 
     def to_memory_snapshot(self, path: str | Path) -> Path:
         """Write each tensor's memory as a file that https://pytorch.org/memory_viz shows. Its active memory
@@ -238,14 +254,21 @@ class MemoryRecorder(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass_type(t) for t in types):
             return NotImplemented  # a DTensor's operator comes again, on the tensors that it is made of
         self._sample(before=True)
+        self._note_peak("before ", func)
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor):
                 self._see(value)
         self._sample()
+        self._note_peak("after ", func)
         if self._budget is not None:
             self._keep_to_budget("after ", str(func).rpartition(".")[0] or str(func))
         return result
+
+    def _note_peak(self, when: str, operator: Any) -> None:
+        level = self._level_peak if self._on_cuda else self._in_use
+        if level > self._highest:
+            self._highest, self.peak_operator = level, when + str(operator)
 
     def _keep_to_budget(self, when: str, operator: str) -> None:
         in_use = max(self._in_use, self._level_peak) if self._on_cuda else self._in_use

@@ -7,12 +7,12 @@
     temporary                        logits three times in float32, gradient buckets, one recomputed block,
                                      the blocks that ZeRO 3 has gathered
 
-Of the w = 2 byte values, one block keeps for each of T tokens: 2 h (norms' inputs) and 2 h (their outputs),
-(H + 2K) d and H d of attention, and 2 n of the MLP (3 n gated), a t-th of the latter two. With sequence
-parallelism a t-th of the norms' inputs, too. Where a token goes to k experts, the MLP's are k times as many,
-with k h of its copies for the experts and k h of their results. Where a block is not compiled (`is_eager`),
-an RMS norm also keeps its input in float32 and its output before the weight, and a gated MLP n more. Without
-fused attention, see Korthikanti et al. 2022 (arXiv 2205.05198, section 4).
+Of values of w bytes, 2 or 4, one block keeps for each of T tokens: 2 h (norms' inputs) and 2 h (their
+outputs), (H + 2K) d and H d of attention, and 2 n of the MLP (3 n gated), a t-th of the latter two. With
+sequence parallelism a t-th of the norms' inputs, too. Where a token goes to k experts, the MLP's are k times
+as many, with k h of its copies for the experts and k h of their results. Where a block is not compiled
+(`is_eager`), an RMS norm also keeps its input in float32 and its output before the weight, and a gated MLP n
+more. Without fused attention, see Korthikanti et al. 2022 (arXiv 2205.05198, section 4).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def block_bytes(task: PlanTask, layout: ParallelLayout) -> float:
     mlp = (2 + model.gated * (2 if eager else 1)) * model.mlp / t
     if model.experts:
         mlp = model.chosen * (task.imbalance if layout.ep > 1 else 1.0) * (mlp + 2 * model.hidden)
-    bytes_kept = 2 * tokens * (norms + attention + mlp)
+    bytes_kept = task.value_bytes * tokens * (norms + attention + mlp)
     if not task.software.fused:  # scores, softmax and its mask; two masks of dropout
         scores = 0 if layout.recomputation == "attention" else 5 * model.heads * heads * task.sequence
         bytes_kept += tokens * (scores + 2 * model.hidden * (inputs if task.software.shards_norms else 1))
@@ -64,7 +64,7 @@ def in_flight(layout: ParallelLayout, microbatches: int, rank: int) -> float:
 
 def rank_memory(task: PlanTask, layout: ParallelLayout, rank: int) -> dict[str, float]:
     """{category: bytes} at the peak of a step on one rank of a pipeline."""
-    model, t, m = task.model, layout.tp, task.microbatches(layout)
+    model, t, m, w = task.model, layout.tp, task.microbatches(layout), task.value_bytes
     b, blocks = task.microbatch_size(layout), rank_blocks(task.model.layers, layout)[rank]
     first, last, replicas = rank == 0, rank == last_rank(layout), layout.dp * layout.cp
     experts = blocks * model.expert_parameters / t / layout.ep
@@ -75,13 +75,16 @@ def rank_memory(task: PlanTask, layout: ParallelLayout, rank: int) -> dict[str, 
         table = model.head_parameters or (0 if first else model.outputs * model.hidden)
         parameters += table / t + model.hidden
     states = [
-        model_states(n, max(1, ranks), layout.zero_stage)
+        model_states(
+            n, max(1, ranks), layout.zero_stage,
+            weight_bytes=w, gradient_bytes=w, optimizer_bytes=12 if w == 2 else 8,
+        )
         for n, ranks in ((parameters, replicas), (experts, replicas // layout.ep))
-    ]
+    ]  # fmt: skip
     # Microbatches add to full gradients, which the last backward reduces.
-    gradients = sum(s.gradients for s in states) if m == 1 else 2.0 * (parameters + experts)
+    gradients = sum(s.gradients for s in states) if m == 1 else float(w) * (parameters + experts)
     tokens, kept = b * task.sequence / layout.cp, block_bytes(task, layout)
-    entry = 2.0 * tokens * model.hidden / (t if layout.sequence_parallel else 1)
+    entry = float(w) * tokens * model.hidden / (t if layout.sequence_parallel else 1)
     flying = in_flight(layout, m, rank)
     activations = flying * blocks * (entry if layout.recomputation == "full" else kept)
     temporary = kept if layout.recomputation == "full" else 0.0
@@ -91,11 +94,11 @@ def rank_memory(task: PlanTask, layout: ParallelLayout, rank: int) -> dict[str, 
             outputs = min(outputs, task.loss_chunk)
         logits = 4.0 * model.outputs / t * outputs
         temporary = max(temporary, 3 * logits) + 2 * entry
-    one = 2.0 * model.block_parameters / t
+    one = float(w) * model.block_parameters / t
     if replicas > 1:
-        temporary += min(2 * BUCKET_BYTES, 2 * parameters) if layout.zero_stage < 3 else 3 * one
+        temporary += min(2 * BUCKET_BYTES, w * parameters) if layout.zero_stage < 3 else 3 * one
         if layout.zero_stage == 3 and (first or last):
-            temporary += 2.0 * max(model.embedding_parameters * first, model.head_parameters * last) / t
+            temporary += w * max(model.embedding_parameters * first, model.head_parameters * last) / t
     return {
         "parameters": sum(s.parameters for s in states),
         "gradients": gradients,

@@ -56,6 +56,8 @@ class PlanTask:
         loss_chunk: tokens at a time of the loss; 0 is all.
         software: what it is trained with.
         imbalance: tokens of the fullest rank of ep, over the mean.
+        value_bytes: of a weight, for its memory: 2 are 16-bit weights with float32 master weights, 4 float32
+            weights without. Times are those of 2.
     """
 
     model: ModelShape
@@ -65,6 +67,7 @@ class PlanTask:
     loss_chunk: int = 0
     software: Software = HPNB
     imbalance: float = 1.0
+    value_bytes: int = 2
 
     @property
     def tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 dp8-pp4-tp2-zero1-interleaved2-mb2-full-sp: ZeRO 1, 2 chunks a rank, microbatches of 2 samples, blocks
 recomputed, sequence parallel. dp4-cp2-ep4-mb1-ulysses: context parallel with Ulysses instead of a ring, and
-experts over 4 of the dp x cp = 8 ranks.
+experts over 4 of the dp x cp = 8 ranks. dp8-mb2-selective: the attention alone is recomputed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import re
 from typing import Any
 
 from hpnb.mesh import ParallelLayout
+
+_RECOMPUTED = {"full": "full", "attention": "selective"}
 
 
 def layout_code(layout: ParallelLayout) -> str:
@@ -23,7 +25,8 @@ def layout_code(layout: ParallelLayout) -> str:
     if layout.pp > 1:
         words.append(f"interleaved{layout.chunks}" if layout.chunks > 1 else layout.schedule)
     words.append(f"mb{layout.microbatch_size}")
-    words += ["full"] * (layout.recomputation == "full") + ["sp"] * layout.sequence_parallel
+    words += [_RECOMPUTED[layout.recomputation]] if layout.recomputation else []
+    words += ["sp"] * layout.sequence_parallel
     words += ["ulysses"] * (layout.cp > 1 and layout.context_parallel == "ulysses")
     return "-".join(words)
 
@@ -38,7 +41,7 @@ def parse_layout_code(code: str) -> ParallelLayout:
     rest = code.strip().lower()
     while rest:
         match = re.match(
-            r"(dp|pp|cp|tp|ep|zero|mb|interleaved)(\d+)(?:-|$)|(1f1b|gpipe|zb-h1|zb-v|full|sp|ulysses)(?:-|$)",
+            r"(dp|pp|cp|tp|ep|zero|mb|interleaved)(\d+)(?:-|$)|(1f1b|gpipe|zb-h1|zb-v|full|selective|sp|ulysses)(?:-|$)",
             rest,
         )
         if match is None:
@@ -50,8 +53,8 @@ def parse_layout_code(code: str) -> ParallelLayout:
             sizes |= {"schedule": "interleaved", "chunks": int(number)}
         elif word:
             sizes[{"zero": "zero_stage", "mb": "microbatch_size"}.get(word, word)] = int(number)
-        elif switch == "full":
-            sizes["recomputation"] = "full"
+        elif switch in ("full", "selective"):
+            sizes["recomputation"] = "full" if switch == "full" else "attention"
         elif switch == "sp":
             sizes["sequence_parallel"] = True
         elif switch == "ulysses":

@@ -20,6 +20,8 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -37,7 +39,7 @@ from hpnb.mesh import ParallelLayout
 from hpnb.models import GPT2_SIZES, SIZES, GPT2Size
 from hpnb.pipeline_parallel.transfers import GroupQueue
 from hpnb.ranks.current_rank import current, device
-from hpnb.record import memory
+from hpnb.record import MemoryRecorder, memory
 from hpnb.record.memory_profile import MemoryProfile
 from hpnb.theory.model_shape import IMAGE_CHANNELS
 from hpnb.theory.plan_task import PlanTask
@@ -57,16 +59,47 @@ def plan_rank(name: str, task: PlanTask, layout: ParallelLayout, dtype: str, ran
     return logical_rank(lambda: make_step(name, task, layout, dtype), rank, layout.world_size, first)
 
 
-def make_step(name: str, task: PlanTask, layout: ParallelLayout, dtype: str) -> Step:
-    """Model, AdamW and a batch on this rank's device, boosted; the result records a step. Inside ranks."""
+@dataclass(frozen=True)
+class RankTraining:
+    """A model in training on this rank; `step` is forward, backward and update."""
+
+    step: Callable[[], None]
+    modules: Any
+    optimizer: torch.optim.Optimizer
+
+    def recording(self) -> AbstractContextManager[MemoryRecorder]:
+        """`hpnb.record.memory` of this model and its optimizer."""
+        return memory(self.modules, self.optimizer)
+
+
+def build_training(
+    name: str,
+    task: PlanTask,
+    layout: ParallelLayout,
+    dtype: str,
+    optimized: bool = False,
+    look: Callable[[str], None] = lambda moment: None,
+) -> RankTraining:
+    """Model, AdamW and a batch on this rank's device, boosted. Inside ranks.
+
+    Args:
+        optimized: with `enable_all_optimization`, as the plan assumes. A logical rank has no device whose
+            kernels a fused AdamW and compiled blocks need.
+        look: called at "loss" between a forward and its backward, at "update" and at the "end" of a step.
+    """
     where, m = device(), task.microbatches(layout)
     model, samples = _make_model(name, task), task.batch // layout.dp
     accumulated = m if layout.pp == 1 else 1  # without a pipeline microbatches are batches of their own
-    # What enable_all_optimization adds, a fused AdamW and compiled blocks, needs kernels of a device.
-    options = {**plugin_options(task, layout), "enable_all_optimization": False}
+    options = {**plugin_options(task, layout), "enable_all_optimization": optimized}
     plugin = HybridParallelPlugin(**options, precision=dtype)
-    booster, optimizer = Booster(plugin=plugin), torch.optim.AdamW(model.parameters())
-    boosted, optimizer, criterion, *_ = booster.boost(model, optimizer, lambda outputs, _: outputs.loss)
+    fused = True if where.type == "cuda" else None  # torch's default takes copies of all states on a GPU
+    booster, optimizer = Booster(plugin=plugin), torch.optim.AdamW(model.parameters(), fused=fused)
+
+    def loss_of(outputs: Any, _: Any) -> Any:
+        look("loss")
+        return outputs.loss
+
+    boosted, optimizer, criterion, *_ = booster.boost(model, optimizer, loss_of)
 
     def batch() -> Iterator[dict[str, torch.Tensor]]:
         size = samples // accumulated
@@ -85,13 +118,22 @@ def make_step(name: str, task: PlanTask, layout: ParallelLayout, dtype: str) -> 
         for left in reversed(range(min(2, accumulated))):  # the third adds to the same gradients
             with booster.no_sync(boosted, optimizer) if left else contextlib.nullcontext():
                 booster.execute_pipeline(batch(), boosted, criterion, optimizer)
+        look("update")
         optimizer.step()
         optimizer.zero_grad()
+        look("end")
+
+    return RankTraining(step, boosted.unwrap(), optimizer)
+
+
+def make_step(name: str, task: PlanTask, layout: ParallelLayout, dtype: str) -> Step:
+    """`build_training` whose result records a step, the second. Inside ranks."""
+    training = build_training(name, task, layout, dtype)
 
     def record() -> MemoryProfile:
-        step()  # makes the optimizer's state
-        with memory(boosted.unwrap(), optimizer) as recorder:
-            step()
+        training.step()  # makes the optimizer's state
+        with training.recording() as recorder:
+            training.step()
         return recorder.profile()
 
     return record

@@ -67,8 +67,8 @@ def plugin_options(task: PlanTask, layout: ParallelLayout) -> dict[str, Any]:
     if layout.pp > 1:
         options |= {"pp_style": layout.schedule, "num_model_chunks": layout.chunks}
         options["num_microbatches"] = task.microbatches(layout)
-    if layout.recomputation == "full":
-        options["activation_checkpointing"] = "full"
+    if layout.recomputation:
+        options["activation_checkpointing"] = layout.recomputation
     if layout.sequence_parallel:
         options["enable_sequence_parallelism"] = True
     options["enable_all_optimization"] = True

@@ -1,0 +1,145 @@
+"""The memory benchmark of the plan: what it measures, predicts for float32, and reads of a trace."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hpnb
+from hpnb.bench import plan_memory
+from hpnb.bench.plan_memory import CASES, MODELS, MemoryRow, format_row, format_summary
+from hpnb.bench.rank_memory import MemoryCase, RankMemory, alive_at_peak
+from hpnb.hybrid.plan_command.layout_code import layout_code, parse_layout_code
+from hpnb.hybrid.plan_command.run_lines import plugin_options
+from hpnb.theory.plan_memory import MEMORY_PARTS, block_bytes, rank_memory
+from hpnb.theory.plan_task import refusal
+
+
+def test_the_cases_are_thirty_layouts_that_can_run(tmp_path: Path) -> None:
+    assert len(CASES) >= 30
+    assert len(set(CASES)) == len(CASES)
+    assert {case.model for case in CASES} == set(MODELS)
+    assert {case.dtype for case in CASES} == {"bf16", "fp32"}
+    assert {case.parallel.world_size for case in CASES} == {2, 4}
+    assert {case.parallel.zero_stage for case in CASES} == {0, 1, 2, 3}
+    schedules = {case.parallel.schedule for case in CASES if case.parallel.pp > 1}
+    assert schedules == {"1f1b", "interleaved", "zb-h1"}
+    assert {case.parallel.recomputation for case in CASES} == {False, "full", "attention"}
+    models = plan_memory.ModelFiles(tmp_path, MODELS)
+    for case in CASES:
+        task = case.task(models.name_of(case.model))
+        # What attention recomputes is little, and the plan does not offer it.
+        layout = replace(case.parallel, recomputation=False) if "selective" in case.layout else case.parallel
+        assert refusal(task, layout) is None, case
+        assert task.microbatches(layout) == case.microbatches
+        assert layout_code(case.parallel) == case.layout
+
+
+def test_selective_recomputation_reaches_the_plugin(tmp_path: Path) -> None:
+    layout = parse_layout_code("dp2-mb2-selective")
+    assert layout.recomputation == "attention"
+    task = MemoryCase("gpt2", "dp2-mb2", 1, "bf16").task(
+        plan_memory.ModelFiles(tmp_path, MODELS).name_of("gpt2")
+    )
+    assert plugin_options(task, layout)["activation_checkpointing"] == "attention"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_float32_weights_have_no_masters(tmp_path: Path, stage: int) -> None:
+    """4 + 4 + 8 bytes a parameter, and twice the activations; 2 + 2 + 12 in 16 bits."""
+    name = plan_memory.ModelFiles(tmp_path, MODELS).name_of("gpt2")
+    code = f"dp2-zero{stage}-mb2" if stage else "dp2-mb2"
+    half, full = (MemoryCase("gpt2", code, 1, dtype) for dtype in ("bf16", "fp32"))
+    one, two = (rank_memory(case.task(name), case.parallel, 0) for case in (half, full))
+    count = one["optimizer"] * (2 if stage else 1) / 12
+    assert two["optimizer"] * (2 if stage else 1) == pytest.approx(8 * count)
+    for part in ("parameters", "gradients", "activations"):
+        assert two[part] == pytest.approx(2 * one[part]), part
+    assert block_bytes(full.task(name), full.parallel) == 2 * block_bytes(half.task(name), half.parallel)
+
+
+def test_ranks_are_measured_and_counted_alike(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "folder" / "rows.json"
+    options: dict[str, Any] = {"models": ["llama"], "layouts": ["dp2-zero2-mb2-full"]}
+    (real,) = plan_memory.run("cpu", out=out, eager=True, **options)
+    printed = capsys.readouterr().out
+    assert "llama dp2-zero2-mb2-full x 1 bf16" in printed
+    written = json.loads(out.read_text())
+    assert (written["size"], written["compiled"], written["device"]) == ("tiny", False, "cpu")
+    assert written["rows"][0]["ranks"][0]["peak"] == real.ranks[0].peak
+    (alone,) = plan_memory.run("cpu", size="tiny", counted=True, **options)
+    assert alone.ranks[0].peak == pytest.approx(real.ranks[0].peak, rel=0.03)
+    assert sum(real.ranks[0].parts.values()) == real.ranks[0].peak
+    assert real.ranks[0].parts["parameters"] == pytest.approx(real.predicted[0]["parameters"], rel=0.01)
+
+
+def test_what_is_not_there_is_one_sentence() -> None:
+    with pytest.raises(ValueError, match="no model 'bert'; there are gpt2, vit, llama"):
+        plan_memory.run("cpu", models=["bert"])
+    with pytest.raises(ValueError, match="no such case; there are gpt2 dp2-mb2 x 1 bf16"):
+        plan_memory.run("cpu", layouts=["dp64"])
+
+
+def entry(action: str, addr: int, size: int, *frames: tuple[str, int, str]) -> dict[str, Any]:
+    stack = [{"filename": file, "line": line, "name": name} for file, line, name in frames]
+    return {"action": action, "addr": addr, "size": size, "frames": stack}
+
+
+def test_a_trace_shows_what_was_alive_at_its_peak() -> None:
+    inside, block = ("/lib/torch/nn/functional.py", 9, "linear"), ("/x/hpnb/models/block.py", 7, "forward")
+    trace = [
+        entry("alloc", 1, 100, inside, block),
+        entry("segment_alloc", 1, 10_000),
+        entry("alloc", 2, 300),
+        entry("free_requested", 2, 300),
+        entry("free_completed", 2, 300),
+        entry("alloc", 2, 250, inside),  # the same address again
+        entry("alloc", 3, 100, inside, block),
+        entry("free_completed", 77, 50),  # of a tensor from before the trace
+        entry("free_completed", 2, 250),
+        entry("alloc", 4, 200),
+    ]
+    where, groups = alive_at_peak(trace)
+    assert where == "block.py:7 forward"
+    assert groups == (
+        ("allocated", "1 x 250 B linear in torch", 250),
+        ("allocated", "2 x 100 B block.py:7 forward", 200),
+    )
+    assert alive_at_peak([]) == ("", ())
+
+
+def test_a_row_that_is_off_shows_why() -> None:
+    case = MemoryCase("gpt2", "pp2-1f1b-mb2", 4, "bf16")
+    predicted = tuple({**dict.fromkeys(MEMORY_PARTS, 0.0), "activations": n} for n in (9e9, 8e9))
+    parts = {**dict.fromkeys(MEMORY_PARTS, 0), "activations": 10_000_000_000}
+    first = RankMemory(10_000_000_000, parts, "after aten.mm", (("temporary", "2 x (3) float32", 24),))
+    row = MemoryRow(case, predicted, (replace(first, peak=7_000_000_000), first), 1.0)
+    assert (row.fullest, row.ratio) == (1, 0.9)
+    head, why, largest = format_row(row)
+    assert "activ 8.000/10.000" in head  # both of the fullest rank
+    assert "rank 1: after aten.mm" in why
+    assert "2 x (3) float32" in largest
+    near = replace(row, predicted=(predicted[0], {**predicted[0], "activations": 10.4e9}))
+    assert len(list(format_row(near))) == 1
+    other = replace(near, case=replace(case, microbatches=8))
+    (summary,) = format_summary([row, other])
+    assert summary == f"1 of 2 within 5%; mean error 7.0%, worst 10.0% ({case})"
+
+
+def test_the_tensors_at_the_peak_are_those_of_the_profile() -> None:
+    model = nn.Linear(64, 64, bias=False)
+    x = torch.ones(8, 64)
+    with hpnb.record.memory(model) as recorder:
+        wide = torch.ones(1000, 64)  # dropped before the backward
+        del wide
+        model(x).square().sum().backward()
+    first = recorder.tensors_at_peak()
+    assert sum(group.nbytes for group in first) == recorder.profile().peak
+    assert (first[0].category, first[0].shape, first[0].nbytes) == ("temporary", (1000, 64), 256_000)
+    assert recorder.peak_operator == "after aten.ones.default"

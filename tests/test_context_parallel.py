@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -46,7 +47,11 @@ from hpnb.context_parallel import (
     split_sequence,
     token_places,
     ulysses_attention,
+    visibility,
 )
+from hpnb.context_parallel import fused as fused_module
+from hpnb.context_parallel.blockwise import block_backward
+from hpnb.context_parallel.visibility import Pair, find_pairs
 
 
 @pytest.fixture(scope="module")
@@ -114,24 +119,45 @@ def test_blocks_merge_to_the_attention_over_both() -> None:
 
 # --- attention -------------------------------------------------------------------------------------------
 
-CASES = {
+BOTH_WAYS = ("forward", "backward")
+CASES: dict[str, dict[str, Any]] = {
     "causal": {},
     "not causal": {"causal": False},
-    "window": {"window": 5},
+    "window": {"window": 5, "readable": BOTH_WAYS},
+    "wide window": {"window": 24},
     "grouped": {"kv_heads": 2},
     "one key head": {"kv_heads": 1},
     "packed": {"packed": True},
-    "soft cap": {"softcap": 3.0},
-    "padding": {"causal": False, "length": 21},
+    "packed, grouped": {"packed": True, "kv_heads": 2},
+    "packed with padding": {"ragged": True},
+    "packed, window": {"packed": True, "window": 5, "readable": BOTH_WAYS},
+    "soft cap": {"softcap": 3.0, "readable": BOTH_WAYS},
+    "padding": {"causal": False, "length": 21, "readable": BOTH_WAYS},
+    "by matrix products": {"fused": False, "readable": BOTH_WAYS},
+    "packed, by matrix products": {"packed": True, "fused": False, "readable": BOTH_WAYS},
 }
+
+
+def note_and_call(calls: set[str], name: str, function: Any, *args: Any) -> Any:
+    calls.add(name)
+    return function(*args)
 
 
 def attend(
     mode: str, causal: bool = True, window: int | None = None, kv_heads: int = 4, packed: bool = False,
-    softcap: float | None = None, length: int | None = None,
+    softcap: float | None = None, length: int | None = None, ragged: bool = False, fused: bool = True,
+    readable: tuple[str, ...] = (),
 ) -> dict[str, float]:  # fmt: skip
-    """Distances of output and gradients from dense attention; bytes that were sent."""
+    """Distances of output and gradients from dense attention; bytes that were sent.
+
+    Args:
+        ragged: all samples are packed alike, and each of the last tokens is a text of its own, as padding is.
+        readable: what must compute by matrix products, and nothing else may.
+    """
     torch.manual_seed(0)
+    blockwise_calls: set[str] = set()
+    fused_module.block_forward = partial(note_and_call, blockwise_calls, "forward", block_forward)
+    fused_module.block_backward = partial(note_and_call, blockwise_calls, "backward", block_backward)
     axis = Mesh(Layout(cp=hpnb.world_size())).cp
     s, d = 24, 8
     q, k, v = (
@@ -142,6 +168,8 @@ def attend(
     begins = (
         torch.stack([torch.where(position < 9, 0, 9), torch.where(position < 16, 0, 16)]) if packed else None
     )
+    if ragged:  # positions stay at 11 where padding begins, so `starts` grows from 9 on
+        begins = torch.where(position < 9, 0, (position - 11).clamp(min=9)).expand(2, -1)
     ring = Ring.of(axis, s // axis.size, zigzag=mode == "ring")
     places = ring.places(q.device)
     starts = begins[:, places] if begins is not None and mode == "ring" else begins
@@ -149,11 +177,14 @@ def attend(
     local = [x[:, :, places].detach().requires_grad_() for x in (q, k, v)]
     with hpnb.record.traffic() as sent:
         if mode == "ring":
-            out = ring_attention(*local, ring, visible, d**-0.5, softcap)
+            out = ring_attention(*local, ring, visible, d**-0.5, softcap, fused)
         else:
             out = ulysses_attention(*local, axis, visible, d**-0.5, softcap)
         forward_bytes = sent.bytes["cp"]
         out.backward(dout[:, :, places])
+    fused_module.block_forward, fused_module.block_backward = block_forward, block_backward
+    if mode == "ring":
+        assert blockwise_calls == set(readable)
 
     row, column = position[:, None], position[None]
     mask = torch.ones(2, s, s, dtype=torch.bool)
@@ -189,6 +220,27 @@ def test_attention_over_ranks_is_dense_attention(mode: str, case: str, pools: Ra
         assert max(results[name] for name in ("out", "q", "k", "v")) < 1e-12
         if mode == "ring":
             assert (results["forward"], results["backward"]) == (2, 4)  # (cp - 1) blocks, and twice
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_zigzag_is_a_triangle_and_blocks_that_need_no_mask(rank: int) -> None:
+    chunks = split_sequence(16, 2, zigzag=True)
+    here, there, device = chunks[rank], chunks[1 - rank], torch.device("cpu")
+    everything, first, second = slice(0, 8), slice(0, 4), slice(4, 8)
+    causal = Visibility(causal=True)
+    assert find_pairs(here, here, causal, device, fused=True) == [Pair(everything, everything, None, True)]
+    seen = Pair(second, everything, None) if rank == 0 else Pair(everything, first, None)
+    assert find_pairs(here, there, causal, device, fused=True) == [seen]
+    assert len(find_pairs(here, there, causal, device)) == 2
+
+
+def test_too_many_packed_texts_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = torch.arange(8)
+    monkeypatch.setattr(visibility, "MOST_RUNS", 3)
+    assert Visibility(True, starts=(places - places % 2)[None]).runs is None  # 4 texts of 2 tokens
+    runs = Visibility(True, starts=(places - places % 4).expand(5, -1)).runs
+    assert runs is not None
+    assert [(run.first, run.stop, run.start) for run in runs] == [(0, 4, 0), (4, 8, 4)]
 
 
 def test_ulysses_takes_heads_that_do_not_divide(pools: RankPools) -> None:
@@ -321,8 +373,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2-ulysses-tp2": {"cp_size": 2, "tp_size": 2, "context_parallel": "ulysses"},
     "pp2-cp2-tp2": {"cp_size": 2, "tp_size": 2, "pp_size": 2, "num_microbatches": 2},
     "cp2-recompute": {"cp_size": 2, "activation_checkpointing": "full"},
+    "cp2-ulysses-recompute": {
+        "cp_size": 2, "context_parallel": "ulysses", "activation_checkpointing": "full",
+    },
+    "pp2-cp2-ulysses": {
+        "cp_size": 2, "context_parallel": "ulysses", "pp_size": 2, "num_microbatches": 2,
+    },
 }  # fmt: skip
-RANKS = {"pp2-cp2-tp2": 8, "cp2": 2, "cp2-ulysses": 2, "cp2-recompute": 2}
+RANKS = {"pp2-cp2-tp2": 8} | dict.fromkeys(
+    ("cp2", "cp2-ulysses", "cp2-recompute", "cp2-ulysses-recompute"), 2
+)
 
 
 def check_training(name: str, layout: str, packed: bool, pools: RankPools, folder: Any) -> None:
@@ -358,9 +418,20 @@ def test_other_models(name: str, layout: str, pools: RankPools, tmp_path: Any) -
     check_training(name, layout, False, pools, tmp_path)
 
 
-@pytest.mark.parametrize("layout", ["cp2", "cp2-ulysses", "pp2-cp2"])
-def test_packed_texts_do_not_see_each_other(layout: str, pools: RankPools, tmp_path: Any) -> None:
-    check_training("gpt2" if layout == "pp2-cp2" else "llama", layout, True, pools, tmp_path)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama", "cp2"),
+        ("llama", "cp2-ulysses"),
+        ("gpt2", "pp2-cp2"),
+        ("gpt2", "pp2-cp2-ulysses"),
+        ("llama", "cp2-ulysses-recompute"),
+        ("mistral", "cp2-ulysses"),
+        ("gemma2", "cp2-ulysses"),
+    ],
+)
+def test_packed_texts_do_not_see_each_other(name: str, layout: str, pools: RankPools, tmp_path: Any) -> None:
+    check_training(name, layout, True, pools, tmp_path)
 
 
 # --- what is refused -------------------------------------------------------------------------------------

@@ -4,19 +4,24 @@ context = hpnb.context_parallel.parallelize(model, mesh.cp, "ring")
 outputs = model(**context.shard_batch(batch))
 
 shard_sequence   which tokens a rank has: contiguous, or zigzag for equal causal work
+visibility       which keys a query sees, and which blocks are computed
 blockwise        attention to one block of keys, and how two blocks are merged
+fused            the same by PyTorch's fused kernels
 ring             keys and values travel, queries stay
 ulysses          all-to-all: heads are sharded instead of tokens
 parallelize      a model of transformers, its batches and its loss
 """
 
 from hpnb.context_parallel.blockwise import block_forward, merge_blocks
+from hpnb.context_parallel.fused import BlockAttention
 from hpnb.context_parallel.parallelize import ContextParallel, parallelize
-from hpnb.context_parallel.ring import Ring, Visibility, ring_attention
+from hpnb.context_parallel.ring import Ring, ring_attention
 from hpnb.context_parallel.shard_sequence import Chunk, shard_batch, split_sequence, token_places
 from hpnb.context_parallel.ulysses import ulysses_attention
+from hpnb.context_parallel.visibility import Visibility
 
 __all__ = [
+    "BlockAttention",
     "Chunk",
     "ContextParallel",
     "Ring",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,9 +24,10 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from hpnb.comm import gather_slices
-from hpnb.context_parallel.ring import Ring, Visibility, ring_attention
+from hpnb.context_parallel.ring import Ring, ring_attention
 from hpnb.context_parallel.shard_sequence import shard_batch, token_mask
 from hpnb.context_parallel.ulysses import refuse_heads, ulysses_attention
+from hpnb.context_parallel.visibility import Visibility
 from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.mesh import Axis, Mesh, axis_of
 from hpnb.models.compare_parts import skip_first_step_check
@@ -90,6 +91,7 @@ class ContextParallel:
         self.in_batch: torch.Tensor | None = None
         self.token_mask: torch.Tensor | None = None
         self._packed = False  # whether the batch at hand has positions of its own
+        self._texts: dict[Visibility, tuple[torch.Tensor, Visibility]] = {}  # of the last layer
 
     def __deepcopy__(self, _: dict[int, object]) -> ContextParallel:
         """Itself: the copy of a model attends over the same ranks."""
@@ -100,7 +102,7 @@ class ContextParallel:
         those of this batch."""
         if self.axis.size == 1:
             return dict(batch)
-        self._packed = batch.get("position_ids") is not None
+        self._packed, self._texts = batch.get("position_ids") is not None, {}
         sharded = shard_batch(batch, self.axis.rank, self.axis.size, self.zigzag)
         self.in_batch, self.token_mask = token_mask(batch, self.axis.rank, self.axis.size, self.zigzag)
         return sharded
@@ -127,30 +129,35 @@ class ContextParallel:
             raise ValueError(f"{type(module).__name__} has {what}, which context parallelism does not split")
         scale = query.size(-1) ** -0.5 if scaling is None else scaling
         ring = Ring.of(self.axis, query.size(2), self.zigzag)
-        starts = None
+        visible = Visibility(getattr(module, "is_causal", True), sliding_window)
         if self._packed:
             if position_ids is None:
                 raise ValueError(
                     f"{type(module).__name__} gets no position_ids, by which packed texts are told apart; "
                     "leave them out of the batch, or use cp_size=1"
                 )
-            starts = (ring.places(query.device) - position_ids).expand(query.size(0), -1)  # (B, s / cp)
-        visible = Visibility(getattr(module, "is_causal", True), sliding_window, starts)
+            visible = self._with_texts(visible, position_ids, ring, query.size(0))
         if self.mode == "ring":
             width = max(key.size(-1), value.size(-1))  # latent attention's differ, and travel as one tensor
             q, k, v = (F.pad(t, (0, width - t.size(-1))) for t in (query, key, value))
             out = ring_attention(q, k, v, ring, visible, scale, softcap)[..., : value.size(-1)]
         else:
-            out = ulysses_attention(query, key, value, self.axis, self._of_all(visible), scale, softcap)
+            out = ulysses_attention(query, key, value, self.axis, visible, scale, softcap)
         return out.transpose(1, 2), None
 
-    def _of_all(self, visible: Visibility) -> Visibility:
-        """The same, with the beginnings of the texts of all tokens."""
-        if visible.starts is None:
-            return visible
-        sizes = (visible.starts.size(1),) * self.axis.size
-        starts = gather_slices(visible.starts.contiguous(), self.axis, 1, sizes)
-        return Visibility(visible.causal, visible.window, starts)
+    def _with_texts(
+        self, visible: Visibility, position_ids: torch.Tensor, ring: Ring, samples: int
+    ) -> Visibility:
+        """The same, with the beginnings of packed texts. The layers of a model ask for the same ones."""
+        known = self._texts.get(visible)
+        if known is not None and known[0] is position_ids:
+            return known[1]
+        starts = (ring.places(position_ids.device) - position_ids).expand(samples, -1)  # (B, s / cp)
+        if self.mode == "ulysses":  # of all tokens
+            starts = gather_slices(starts.contiguous(), self.axis, 1, (starts.size(1),) * self.axis.size)
+        packed = replace(visible, starts=starts)
+        self._texts[visible] = position_ids, packed
+        return packed
 
 
 def next_token_loss(

@@ -15,68 +15,34 @@ keys and values together,
               + (cp - 1) n        their gradients, which travel one rank behind and end at home
 
 Grouped queries make n small: keys and values are sent once a group.
+
+Blocks whose queries see all keys, or a triangle of them, are computed by fused kernels (`fused.py`). With a
+zigzag and a causal mask that is every block:
+
+    keys of this rank       both chunks of queries see both chunks of keys, as a triangle
+    of a rank before        both chunks of queries see the first chunk of keys
+    of a rank after         the second chunk of queries sees both chunks of keys
+
+Packed texts are such blocks, too. Windows, soft caps and float64 on a GPU go by matrix products
+(`blockwise.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from hpnb.context_parallel.blockwise import block_backward, block_forward, merge_blocks
+from hpnb.context_parallel.blockwise import merge_blocks
+from hpnb.context_parallel.fused import BlockAttention
 from hpnb.context_parallel.shard_sequence import Chunk, split_sequence, token_places
+from hpnb.context_parallel.visibility import Pair, Visibility, find_pairs
 from hpnb.mesh import Axis
 from hpnb.record.recorder import begin_communication
-
-
-@dataclass(frozen=True)
-class Visibility:
-    """Which keys a query sees.
-
-    Args:
-        causal: only those that do not come after it.
-        window: only so many before it, itself included; None is all.
-        starts: (B, s_q) of this rank's queries: where the text of each begins, if texts are packed.
-        length: tokens of the sequence without padding; keys from there on are seen by no query.
-    """
-
-    causal: bool
-    window: int | None = None
-    starts: torch.Tensor | None = None
-    length: int | None = None
-
-    def sees_nothing(self, queries: Chunk, keys: Chunk) -> bool:
-        after = self.causal and keys.start >= queries.stop
-        before = self.window is not None and queries.start - (keys.stop - 1) >= self.window
-        return after or before or (self.length is not None and keys.start >= self.length)
-
-    def mask(self, queries: Chunk, keys: Chunk, rows: slice, device: torch.device) -> torch.Tensor | None:
-        """True where a query sees a key, (B or 1, 1, 1, s_q, s_k); None if all see all.
-
-        Args:
-            rows: of `starts` that are these queries'.
-        """
-        key = torch.arange(keys.start, keys.stop, device=device)  # (s_k,)
-        query = torch.arange(queries.start, queries.stop, device=device).unsqueeze(1)  # (s_q, 1)
-        conditions = []
-        if self.causal and keys.stop > queries.start + 1:
-            conditions.append(key <= query)
-        if self.window is not None and queries.stop - 1 - keys.start >= self.window:
-            conditions.append(query - key < self.window)
-        if self.length is not None and keys.stop > self.length:
-            conditions.append((key < self.length).expand(queries.size, -1))
-        if self.starts is not None:
-            conditions.append(key >= self.starts[:, rows].unsqueeze(-1))  # (B, s_q, s_k)
-        if not conditions:
-            return None
-        mask = conditions[0]
-        for condition in conditions[1:]:
-            mask = mask & condition
-        return mask[:, None, None] if mask.dim() == 3 else mask[None, None, None]
 
 
 @dataclass(frozen=True)
@@ -99,18 +65,11 @@ class Ring:
         """(s / cp,): where this rank's tokens stand in the sequence."""
         return token_places(self.chunks[self.axis.rank], device)
 
-    def pairs(self, source: int, visible: Visibility, device: torch.device) -> Iterator[Pair]:
-        """This rank's chunks of queries with the chunks of keys of rank `source`, where they see any."""
-        first_query = 0
-        for queries in self.chunks[self.axis.rank]:
-            rows = slice(first_query, first_query + queries.size)
-            first_query += queries.size
-            first_key = 0
-            for keys in self.chunks[source]:
-                columns = slice(first_key, first_key + keys.size)
-                first_key += keys.size
-                if not visible.sees_nothing(queries, keys):
-                    yield Pair(rows, columns, visible.mask(queries, keys, rows, device))
+    def pairs(
+        self, source: int, visible: Visibility, device: torch.device, fused: bool = False
+    ) -> list[Pair]:
+        """This rank's queries with the keys of rank `source`, where they see any; see `find_pairs`."""
+        return find_pairs(self.chunks[self.axis.rank], self.chunks[source], visible, device, fused)
 
     def pass_on(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start to send `tensor` to the next rank; call the result for what the rank before has sent."""
@@ -132,15 +91,6 @@ class Ring:
         return wait
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Queries of this rank and keys of a block: their rows in the shards, and who sees whom."""
-
-    queries: slice
-    keys: slice
-    mask: torch.Tensor | None
-
-
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -149,17 +99,34 @@ def ring_attention(
     visible: Visibility,
     scale: float,
     softcap: float | None = None,
+    fused: bool = True,
 ) -> torch.Tensor:
     """softmax(q k^T scale) v over the keys of all ranks, for this rank's queries.
 
     Args:
         q: (B, H, s / cp, d), this rank's; k, v: (B, H_kv, s / cp, d).
+        fused: use a fused kernel for the blocks that one computes. Otherwise all go by matrix products.
 
     Returns:
         (B, H, s / cp, d).
     """
-    out: torch.Tensor = _RingAttention.apply(q, k, v, ring, visible, scale, softcap)
+    out: torch.Tensor = _RingAttention.apply(
+        q, k, v, ring, visible, BlockAttention(q, k, v, scale, softcap, fused)
+    )
     return out
+
+
+def local_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    axis: Axis,
+    visible: Visibility,
+    scale: float,
+) -> torch.Tensor:
+    """The same where this rank of `axis` has all tokens: (B, H, s, d), (B, H_kv, s, d) -> (B, H, s, d)."""
+    alone = replace(axis, size=1, rank=0, ranks=(axis.ranks[axis.rank],))
+    return ring_attention(q, k, v, Ring(alone, ((Chunk(0, q.size(2)),),)), visible, scale)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -171,52 +138,49 @@ class _RingAttention(torch.autograd.Function):
         v: torch.Tensor,
         ring: Ring,
         visible: Visibility,
-        scale: float,
-        softcap: float | None,
+        attention: BlockAttention,
     ) -> torch.Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros((*q.shape[:3], v.size(-1)), dtype=wide)
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+        fused = attention.kernel is not None
         block, ranks, rank = torch.stack([k, v]), ring.axis.size, ring.axis.rank
         for step in range(ranks):
             arriving = ring.pass_on(block) if step < ranks - 1 else None
-            for pair in ring.pairs((rank - step) % ranks, visible, q.device):
-                keys, values = block[:, :, :, pair.keys]
-                rows = pair.queries
-                block_out, block_lse = block_forward(q[:, :, rows], keys, values, scale, pair.mask, softcap)
-                out[:, :, rows], lse[:, :, rows] = merge_blocks(
-                    out[:, :, rows], lse[:, :, rows], block_out, block_lse
+            for pair in ring.pairs((rank - step) % ranks, visible, q.device, fused):
+                keys, values = block[:, pair.samples, :, pair.keys]
+                here = pair.samples, slice(None), pair.queries
+                out[here], lse[here] = merge_blocks(
+                    out[here], lse[here], *attention.forward(pair, q[here], keys, values)
                 )
             if arriving is not None:
                 block = arriving()
+        out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.ring, ctx.visible, ctx.scale, ctx.softcap = ring, visible, scale, softcap
-        return out.to(q.dtype)
+        ctx.ring, ctx.visible, ctx.attention = ring, visible, attention
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         ring, visible, ranks, rank = ctx.ring, ctx.visible, ctx.ring.axis.size, ctx.ring.axis.rank
-        dout = grads[0].to(out.dtype)
-        delta = (dout * out).sum(-1)  # (B, H, s_q)
-        dq, block = torch.zeros_like(out[..., : q.size(-1)]), torch.stack([k, v])
+        attention, dout = ctx.attention, grads[0]
+        fused = attention.kernel is not None
+        dq, block = torch.zeros_like(q, dtype=lse.dtype), torch.stack([k, v])
         home = dblock = torch.empty(0)
         for step in range(ranks):
             arriving = ring.pass_on(block) if step < ranks - 1 else None
             # The gradients of the block that came in this step left rank r - 1 after the step before.
             coming = ring.pass_on(dblock) if step > 1 else None
-            local = torch.zeros_like(block, dtype=out.dtype)
-            for pair in ring.pairs((rank - step) % ranks, visible, q.device):
-                rows, columns = pair.queries, pair.keys
-                keys, values = block[:, :, :, columns]
-                pieces = block_backward(
-                    dout[:, :, rows], q[:, :, rows], keys, values, lse[:, :, rows], delta[:, :, rows],
-                    ctx.scale, pair.mask, ctx.softcap,
-                )  # fmt: skip
-                dq[:, :, rows] += pieces[0]
-                local[0, :, :, columns] += pieces[1]
-                local[1, :, :, columns] += pieces[2]
+            local = torch.zeros_like(block, dtype=lse.dtype)
+            for pair in ring.pairs((rank - step) % ranks, visible, q.device, fused):
+                there = slice(None), pair.samples, slice(None), pair.keys
+                here = there[1], slice(None), pair.queries
+                pieces = attention.backward(pair, dout[here], q[here], *block[there], out[here], lse[here])
+                dq[here] += pieces[0]
+                for gradient, piece in zip(local[there], pieces[1:], strict=True):
+                    gradient += piece
             if step == 0:
                 home = local  # stays: it is added when the others' sum comes home
             else:
@@ -225,4 +189,4 @@ class _RingAttention(torch.autograd.Function):
                 block = arriving()
         if ranks > 1:
             home = home + ring.pass_on(dblock)()
-        return dq.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), None, None, None, None
+        return dq.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), None, None, None

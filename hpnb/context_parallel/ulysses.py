@@ -19,8 +19,9 @@ import torch.nn.functional as F
 
 from hpnb import comm
 from hpnb.context_parallel.blockwise import block_forward
-from hpnb.context_parallel.ring import Visibility
+from hpnb.context_parallel.ring import local_attention
 from hpnb.context_parallel.shard_sequence import Chunk
+from hpnb.context_parallel.visibility import Visibility
 from hpnb.mesh import Axis
 
 HEADS, TOKENS = 1, 2
@@ -57,8 +58,13 @@ def ulysses_attention(
     q, k, v = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (q, k, v))
     q, k, v = (comm.all_to_all(x, axis, split_dim=HEADS, concat_dim=TOKENS) for x in (q, k, v))
     all_tokens = Chunk(0, q.size(TOKENS))
-    mask = visible.mask(all_tokens, all_tokens, slice(None), q.device)
-    out = _attention(q, k, v, mask, scale, softcap)
+    if softcap is None and visible.runs is not None:  # packed texts: each sees itself alone
+        out = local_attention(q, k, v, axis, visible, scale)
+    elif softcap is None and visible.is_triangle(all_tokens, all_tokens):
+        out = _attention(q, k, v, scale, is_causal=True)
+    else:
+        mask = visible.mask(all_tokens, all_tokens, slice(None), q.device)
+        out = _masked_attention(q, k, v, mask, scale, softcap)
     return comm.all_to_all(out, axis, split_dim=TOKENS, concat_dim=HEADS)[:, :heads]
 
 
@@ -70,7 +76,7 @@ def refuse_heads(heads: int, ranks: int) -> str:
     )
 
 
-def _attention(
+def _masked_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -80,6 +86,16 @@ def _attention(
 ) -> torch.Tensor:
     if softcap is not None:
         return block_forward(q, k, v, scale, mask, softcap)[0].to(q.dtype)
+    return _attention(q, k, v, scale, None if mask is None else mask[:, 0])
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+) -> torch.Tensor:
     grouped = q.size(HEADS) != k.size(HEADS)
-    allowed = None if mask is None else mask[:, 0]
-    return F.scaled_dot_product_attention(q, k, v, allowed, scale=scale, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 
 import hpnb
 from hpnb import comm, theory
-from hpnb.context_parallel import ContextParallel, Ring, Visibility, merge_blocks
-from hpnb.context_parallel.blockwise import block_backward, block_forward
+from hpnb.context_parallel import BlockAttention, ContextParallel, Ring, Visibility, merge_blocks
 from hpnb.lesson.machine_card import MachineCard
 from hpnb.lesson.programs.device_timing import Batch
 from hpnb.lesson.programs.gpt2_pipeline import time_in_turn
@@ -196,21 +195,23 @@ def _step_calls(shape: Attention, axis: Axis, dtype: torch.dtype) -> dict[str, C
     ring, device = Ring.of(axis, local, zigzag=True), hpnb.device()
     q, k, v = (torch.randn(1, shape.heads, local, shape.head_size, device=device, dtype=dtype) for _ in "qkv")
     scale, wide = shape.head_size**-0.5, torch.promote_types(dtype, torch.float32)
-    pairs = list(ring.pairs((axis.rank - 1) % axis.size, Visibility(causal=True), device))
-    out = torch.zeros(1, shape.heads, local, shape.head_size, device=device, dtype=wide)
+    attention, causal = BlockAttention(q, k, v, scale), Visibility(causal=True)
+    pairs = ring.pairs((axis.rank - 1) % axis.size, causal, device, attention.kernel is not None)
+    dout, out = (torch.zeros(1, shape.heads, local, shape.head_size, device=device, dtype=of)
+                 for of in (dtype, wide))  # fmt: skip
     lse = torch.zeros(1, shape.heads, local, device=device, dtype=wide)
 
     def forward() -> None:
         for pair in pairs:
             rows, keys = pair.queries, pair.keys
-            new = block_forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], scale, pair.mask)
+            new = attention.forward(pair, q[:, :, rows], k[:, :, keys], v[:, :, keys])
             merge_blocks(out[:, :, rows], lse[:, :, rows], *new)
 
     def backward() -> None:
         for pair in pairs:
             rows, keys = pair.queries, pair.keys
-            block_backward(out[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], lse[:, :, rows],
-                           lse[:, :, rows], scale, pair.mask)  # fmt: skip
+            attention.backward(pair, dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys],
+                               dout[:, :, rows], lse[:, :, rows])  # fmt: skip
 
     return {"forward": forward, "backward": backward}
 

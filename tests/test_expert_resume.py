@@ -79,7 +79,9 @@ def biases(weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return [value for name, value in weights.items() if name.endswith("correction_bias")]
 
 
-@pytest.mark.parametrize(("adam", "zero"), [(False, 0), (True, 2)], ids=["sgd", "adamw, ZeRO 2"])
+@pytest.mark.parametrize(
+    ("adam", "zero"), [(False, 0), (True, 2), (True, 3)], ids=["sgd", "adamw, ZeRO 2", "adamw, ZeRO 3"]
+)
 def test_on_the_same_layout_bit_for_bit(pools: RankPools, adam: bool, zero: int, tmp_path: Path) -> None:
     plugin, folder = {"ep_size": 2, "zero_stage": zero}, str(tmp_path / "run")
     wanted = pools[4].run(train, plugin, adam, folder, True, False)
@@ -94,6 +96,7 @@ def test_on_the_same_layout_bit_for_bit(pools: RankPools, adam: bool, zero: int,
 OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
     "ep 4, ZeRO 1": (4, {"ep_size": 4, "zero_stage": 1}),
+    "dp 2 x ep 2, ZeRO 3 within nodes": (4, {"ep_size": 2, "zero_stage": 3, "zero_replicas": 2}),
     "tp 2 x ep 2": (4, {"ep_size": 2, "tp_size": 2}),
     "pp 2 x ep 2": (4, {"ep_size": 2, "pp_size": 2, "num_microbatches": 2}),
     "cp 2 = ep 2": (2, {"ep_size": 2, "cp_size": 2}),

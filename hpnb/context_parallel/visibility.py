@@ -147,7 +147,7 @@ def find_pairs(
     if fused and here == there and visible.is_triangle(span, span):  # of all chunks together
         local = slice(0, sum(chunk.size for chunk in here))
         return [Pair(local, local, None, is_triangle=True)]
-    found = []
+    found: list[Pair] = []
     for queries, rows in _with_slices(here):
         for keys, columns in _with_slices(there):
             if visible.sees_nothing(queries, keys):

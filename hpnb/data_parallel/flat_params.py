@@ -176,6 +176,11 @@ class FlatParam:
                 return next(n for n, p in zip(self.names, self.sharded_params, strict=True) if p is sharded)
         return None
 
+    @property
+    def has_replicas(self) -> bool:
+        """Whether other ranks hold the same shard."""
+        return self._policy.replicas is not None
+
     # --- parameters -------------------------------------------------------------------------
 
     def unshard(self) -> None:

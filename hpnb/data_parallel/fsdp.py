@@ -32,6 +32,7 @@ from hpnb.background import Background
 from hpnb.data_parallel.ddp import broadcast, check_replicas
 from hpnb.data_parallel.flat_params import FSDPPolicy
 from hpnb.data_parallel.fsdp_hooks import FSDPState, fsdp_state_of
+from hpnb.data_parallel.split_reducer import is_expert
 from hpnb.gradients import GradientSink
 from hpnb.mesh import Axis, Mesh, axis_of
 from hpnb.placement import load_full_state_dict as load_full_state_dict
@@ -45,6 +46,7 @@ def fully_shard(
     axis: Axis | Mesh,
     *,
     replicas: Axis | None = None,
+    expert_axes: tuple[Axis | None, Axis] | None = None,
     units: Iterable[nn.Module | str] | None = None,
     dtype: torch.dtype | None = None,
     communication_dtype: torch.dtype | None = None,
@@ -76,6 +78,9 @@ def fully_shard(
         axis: the data axis, `mesh.dp`; of a mesh that one is taken.
         replicas: ranks that hold the same shard, for shards within a node and replicas over nodes:
             `replicas, axis = mesh.dp.split(nodes, gpus_per_node)`. Gradients are the mean over both.
+        expert_axes: (replicas, axis) of experts, if they are sharded over `mesh.ep`. Other ranks hold other
+            experts, so they are sharded over `mesh.edp` or a part of it, with replicas over the rest or None;
+            needs average=False.
         units: what is gathered together, modules or their names. By default the items of every outermost
             nn.ModuleList, or if there is none of every outermost nn.Sequential. The rest is the root's.
         dtype: to compute in; parameters keep theirs. Inputs of the module that are floats are converted.
@@ -90,9 +95,9 @@ def fully_shard(
         cpu_offload: shards, gradients and so the optimizer's step are on the CPU.
 
     Raises:
-        ValueError: nothing to shard, or already sharded or wrapped; replicas that are ranks of `axis` too; a
-            unit that is not there, or has no forward; ranks whose modules differ; a dtype that is no float;
-            prefetch below 0.
+        ValueError: nothing to shard, or already sharded or wrapped; experts without expert_axes; replicas
+            that are ranks of `axis` too; a unit that is not there, or has no forward; ranks whose modules
+            differ; a dtype that is no float; prefetch below 0.
         RuntimeError: in the backward, if parameters got no gradient and find_unused_parameters is off.
 
     >>> def shard():
@@ -113,12 +118,22 @@ def fully_shard(
     options = {"dtype": str(dtype), "average": average, "find_unused_parameters": find_unused_parameters}
     check_replicas(dict(module.named_parameters()), axis, options)
     device = this_device()
-    if replicas is None or replicas.size == 1:
-        copies, axes = None, [axis]
-    else:
-        check_replicas(dict(module.named_parameters()), replicas, options)
-        copies, axes = Background(replicas, device), [replicas, axis]
-    policy = FSDPPolicy(device, dtype, communication_dtype, average, cpu_offload, copies)
+    axes = [axis] if replicas is None or replicas.size == 1 else [replicas, axis]
+    if len(axes) > 1:
+        check_replicas(dict(module.named_parameters()), axes[0], options)
+
+    def make_policy(replicas: Axis | None) -> FSDPPolicy:
+        copies = None if replicas is None or replicas.size == 1 else Background(replicas, device)
+        return FSDPPolicy(device, dtype, communication_dtype, average, cpu_offload, copies)
+
+    policy, experts = make_policy(replicas), None
+    if names := [name for name, p in module.named_parameters() if is_expert(p)]:
+        if expert_axes is None or average:
+            raise ValueError(
+                f"{len(names)} parameters, {names[0]} first, are experts that other ranks do not have: pass "
+                "expert_axes=(None, mesh.edp) and average=False"
+            )
+        experts = expert_axes[1], make_policy(expert_axes[0])
     _broadcast_buffers(module, axes, policy.device)
     FSDPState(
         module,
@@ -128,6 +143,7 @@ def fully_shard(
         prefetch=prefetch,
         reshard_after_forward=reshard_after_forward,
         find_unused=find_unused_parameters,
+        experts=experts,
     )
     return module
 

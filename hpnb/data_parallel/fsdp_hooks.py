@@ -28,6 +28,7 @@ from hpnb.data_parallel.flat_params import FlatParam, FSDPPolicy
 from hpnb.data_parallel.fsdp_prefetch import PrefetchOrder
 from hpnb.data_parallel.fsdp_units import FSDPUnit, assign_parameters, find_units
 from hpnb.data_parallel.reducer import unused_message
+from hpnb.data_parallel.split_reducer import is_expert
 from hpnb.gradients import after_backward, claim, in_backward
 from hpnb.mesh import Axis
 from hpnb.placement import keep_placements, placement_of
@@ -54,6 +55,7 @@ class FSDPState:
         prefetch: int,
         reshard_after_forward: bool,
         find_unused: bool,
+        experts: tuple[Axis, FSDPPolicy] | None = None,
     ) -> None:
         self.axis, self.policy = axis, policy
         self.find_unused, self.reshard_after_forward = find_unused, reshard_after_forward and not find_unused
@@ -68,14 +70,19 @@ class FSDPState:
         assigned = assign_parameters(module, module_of, already)
         if not any(assigned.values()):
             raise ValueError(f"{type(module).__name__} has no parameters to shard")
+        expert_axis, expert_policy = (axis, policy) if experts is None else experts
         for name, p in (pair for parameters in assigned.values() for pair in parameters.items()):
-            if axis.name in placement_of(p).axes:  # in a copy of a sharded module
-                raise ValueError(f"{name} of shape {tuple(p.shape)} is sharded along {axis.name} already")
-        background, modules = Background(axis, policy.device), list(module.modules())
+            along = (expert_axis if is_expert(p) else axis).name
+            if along in placement_of(p).axes:  # in a copy of a sharded module
+                raise ValueError(f"{name} of shape {tuple(p.shape)} is sharded along {along} already")
+        modules, background = list(module.modules()), Background(axis, policy.device)
+        of_experts = background if experts is None else Background(expert_axis, policy.device)
 
         def make_flat_param(
             parameters: Mapping[str, nn.Parameter], on_gradients: Callable[[FlatParam], None]
         ) -> FlatParam:
+            if is_expert(next(iter(parameters.values()))):
+                return FlatParam(parameters, expert_axis, of_experts, expert_policy, on_gradients)
             return FlatParam(parameters, axis, background, policy, on_gradients)
 
         self.units = []
@@ -219,11 +226,11 @@ class FSDPState:
         scattered, self._reducing = self._reducing, []
         ready, self._summing = self._summing, []
         for flat in scattered:
-            if self.policy.replicas is None:
-                ready.append(flat)
-            else:
+            if flat.has_replicas:
                 flat.sum_over_replicas()
                 self._summing.append(flat)
+            else:
+                ready.append(flat)
         for flat in ready:
             flat.finish_reduction(None if used is None else used[flat])
 

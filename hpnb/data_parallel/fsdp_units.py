@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from hpnb.data_parallel.flat_params import FlatParam
+from hpnb.data_parallel.split_reducer import is_expert
 from hpnb.gradients import reduced_by
 
 
@@ -30,7 +31,8 @@ class FSDPUnit:
     """What is gathered and freed together, and where its parameters are registered.
 
     Args:
-        parameters: {name: parameter}. One FlatParam is made for each dtype, for trained and frozen apart.
+        parameters: {name: parameter}. One FlatParam is made for each dtype, for trained and frozen apart,
+            and for experts and others.
         modules: all modules that may have one of the parameters registered under some name.
         make_flat_param: called with parameters, and with what to call when they all have gradients.
         on_gradients: called in a backward when all gradients of one FlatParam are complete.
@@ -43,9 +45,9 @@ class FSDPUnit:
         make_flat_param: Callable[[Mapping[str, nn.Parameter], Callable[[FlatParam], None]], FlatParam],
         on_gradients: Callable[[FSDPUnit, FlatParam], None],
     ) -> None:
-        kinds: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
+        kinds: dict[tuple[torch.dtype, bool, bool], dict[str, nn.Parameter]] = {}
         for name, p in parameters.items():
-            kinds.setdefault((p.dtype, p.requires_grad), {})[name] = p
+            kinds.setdefault((p.dtype, p.requires_grad, is_expert(p)), {})[name] = p
         complete = partial(on_gradients, self)
         self.flat_params = tuple(make_flat_param(kind, complete) for kind in kinds.values())
         unsharded_of = {

@@ -41,6 +41,7 @@ def apply_data_parallel(
             module,
             shards,
             replicas=replicas,
+            expert_axes=plugin.expert_zero_axes,
             units=None if pipe is None else pipe.module.units,
             communication_dtype=plugin.communication_dtype,
             prefetch=int(plugin.overlap_communication),

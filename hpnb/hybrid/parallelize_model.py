@@ -87,7 +87,9 @@ def parallelize_model(
         experts, selection_bias = _shard_experts(
             model, plugin, lambda: contexts[0].token_mask if contexts else None
         )
-        axes += [mesh.ep, mesh.edp] if plugin.ep_size > 1 else []
+        if plugin.ep_size > 1:
+            expert_axes = plugin.expert_zero_axes if plugin.zero_stage == 3 else (None, mesh.edp)
+            axes += [mesh.ep, *(axis for axis in expert_axes if axis is not None)]
         if plugin.loss_chunk:
             _chunk_loss(model, plugin)
         if plugin.cp_size > 1:
@@ -300,7 +302,10 @@ def _shard_experts(
 
 def _overlaps_experts(plugin: HybridParallelPlugin, model: Model) -> bool:
     """Whether tokens travel to experts while another microbatch computes, for which DualPipe is made. What
-    recomputes dropout sets the state of the random numbers that the other microbatch would draw."""
+    recomputes dropout sets the state of the random numbers that the other microbatch would draw, and ZeRO 3
+    frees a block's parameters after one of the two."""
+    if plugin.zero_stage == 3:
+        return False
     draws = plugin.activation_checkpointing and isinstance(model, nn.Module) and has_dropout(model)
     return plugin.ep_size > 1 and plugin.pp_style == "dualpipe-v" and not draws
 

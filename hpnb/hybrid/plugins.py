@@ -103,6 +103,7 @@ class HybridParallelPlugin(PluginOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         for refusal in REFUSED:
+    _expert_zero_axes: tuple[Axis | None, Axis] | None = field(default=None, init=False)
             if (problem := refusal.find(self)) is not None:
                 raise ValueError(f"{refusal.what} cannot compose, because {refusal.why}: {problem}")
         self._connect_if_ranks_run()
@@ -116,6 +117,7 @@ class HybridParallelPlugin(PluginOptions):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+            "_expert_zero_axes": None,
         self._connect_if_ranks_run()
 
     @staticmethod
@@ -149,11 +151,10 @@ class HybridParallelPlugin(PluginOptions):
         """
         if self._mesh is None:
             self._mesh = mesh = Mesh(self.layout.mesh_layout)
-            self._zero_axes = None, mesh.dp_cp
-            if self.zero_replicas > 1:
-                shards = mesh.dp_cp.size // self.zero_replicas
-                replica_axis, shard_axis = mesh.dp_cp.split(self.zero_replicas, shards)
-                self._zero_axes = replica_axis, shard_axis
+            self._zero_axes = _replicas_and_shards(mesh.dp_cp, self.zero_replicas)
+            self._expert_zero_axes = self._zero_axes
+            if self.ep_size > 1:
+                self._expert_zero_axes = _replicas_and_shards(mesh.edp, self.zero_replicas)
         return self._mesh
 
     def _connect_if_ranks_run(self) -> None:
@@ -181,6 +182,13 @@ class HybridParallelPlugin(PluginOptions):
     def layout(self) -> ParallelLayout:
         """The sizes of all axes and how a step runs on them, on the ranks that are running."""
         return self.layout_on(world_size())
+    @property
+    def expert_zero_axes(self) -> tuple[Axis | None, Axis]:
+        """The same of experts that are sharded over ep: parts of edp, whose ranks hold the same experts."""
+        _ = self.mesh
+        assert self._expert_zero_axes is not None
+        return self._expert_zero_axes
+
 
     @property
     def dp_size(self) -> int:
@@ -259,3 +267,12 @@ class HybridParallelPlugin(PluginOptions):
         if not is_stream:
             check_same_dataset(loader.dataset)
         return loader
+
+
+def _replicas_and_shards(axis: Axis, replicas: int) -> tuple[Axis | None, Axis]:
+    """`axis` as so many replicas x shards, or as replicas alone where it cannot be split so."""
+    if replicas == 1:
+        return None, axis
+    count = replicas if axis.size % replicas == 0 else axis.size  # of experts, with ep above a node's ranks
+    copies, shards = axis.split(count, axis.size // count)
+    return copies, shards

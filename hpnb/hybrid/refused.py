@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from hpnb.hybrid.plugin_options import PluginOptions
 from hpnb.pipeline_parallel import schedules
 
-_MOST_ZERO = 2  # the highest stage of ZeRO that shards experts over the ranks that hold the same
-
 
 @dataclass(frozen=True)
 class Refusal:
@@ -107,8 +105,6 @@ def _check_expert_parallelism(o: PluginOptions) -> str | None:
     at = f"with ep_size={o.ep_size}" if o.ep_size > 1 else f"with selection_bias_rate={o.selection_bias_rate}"
     if o.tp_mode != "1d":
         return f"use tp_mode='1d' {at}, not {o.tp_mode!r}"
-    if o.zero_stage > _MOST_ZERO and o.ep_size > 1:
-        return f"use zero_stage={_MOST_ZERO} {at}, not {o.zero_stage}"
     if o.enable_jit_fused:
         return f"leave enable_jit_fused out {at}"
     return None
@@ -147,8 +143,8 @@ REFUSED: tuple[Refusal, ...] = (
         _check_context_parallelism,
     ),
     Refusal(
-        "expert parallelism with a grid, a compiled block or ZeRO 3",
-        "a block of experts sends messages, and its weights are replicated over its edp group",
+        "expert parallelism with a grid or a compiled block",
+        "a block of experts sends messages",
         _check_expert_parallelism,
     ),
     Refusal(

@@ -139,7 +139,7 @@ def refusal(task: PlanTask, layout: ParallelLayout) -> tuple[str, str] | None:
             + (f"; use ep={gcd(layout.ep, model.experts)}" if model.experts else ""),
         )
     if layout.ep > 1 and layout.zero_stage == 3:
-        return "ep with ZeRO 3", f"ZeRO 3 does not shard experts with ep={layout.ep}; use ZeRO 2 or less"
+        return "ep with ZeRO 3", f"ZeRO 3 with ep={layout.ep} is not predicted; use ZeRO 2 or less"
     if model.experts and layout.sequence_parallel:
         return "experts with sequence parallelism", "a router is not sharded along tokens; leave sp out"
     if layout.tp_mode != "1d" or (layout.recomputation == "attention" and task.software.fused):

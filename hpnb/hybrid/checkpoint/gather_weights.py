@@ -102,7 +102,7 @@ def weight_shards(
 
 
 # ZeRO (the last part of dp, if shards have replicas), experts and stages; equal shards are written once.
-_MAY_SHARD = ("dp", "dp_cp", "dp.1", "dp_cp.1", "edp", "ep", "pp")
+_MAY_SHARD = ("dp", "dp_cp", "dp.1", "dp_cp.1", "edp", "edp.1", "ep", "pp")
 
 
 def is_writer(placement: Placement, axes: Sequence[Axis]) -> bool:
@@ -112,7 +112,9 @@ def is_writer(placement: Placement, axes: Sequence[Axis]) -> bool:
     that has both, the cuts along dp fall elsewhere on each of its ranks, and shards of a vector would
     overlap.
     """
-    return all(axis.rank == 0 or axis.name in _MAY_SHARD or axis.name in placement.axes for axis in axes)
+    others = ("dp", "dp_cp") if "ep" in placement.axes else ("edp",)  # experts are replicated along edp alone
+    asked = [axis for axis in axes if axis.name.partition(".")[0] not in others]
+    return all(axis.rank == 0 or axis.name in _MAY_SHARD or axis.name in placement.axes for axis in asked)
 
 
 # --- from all ranks to the first ----------------------------------------------------------------------------

@@ -237,7 +237,7 @@ def _foundry_rows() -> Iterator[PublishedStep]:
 
 def _automodel_rows() -> Iterator[PublishedStep]:
     # Layout and recomputation of examples/benchmark/configs/qwen3_moe_30b_te_deepep.yaml. Dense weights are
-    # sharded as in ZeRO 3 there, which hpnb does not combine with experts; between 8 GPUs that costs little.
+    # sharded as in ZeRO 3 there, which is not predicted with experts; between 8 GPUs that costs little.
     qwen = ModelShape("qwen3-30b-a3b", 2048, 48, 32, 4, 128, 768, 151936, 151936 * 2048, 151936 * 2048, 4096,
                       gated=True, qk_norm=True, experts=128, chosen=8)  # fmt: skip
     layout = ParallelLayout(8, ep=8, zero_stage=2, recomputation="full")

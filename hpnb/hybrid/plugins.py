@@ -99,11 +99,11 @@ class HybridParallelPlugin(PluginOptions):
 
     _mesh: Mesh | None = field(default=None, init=False)
     _zero_axes: tuple[Axis | None, Axis] | None = field(default=None, init=False)
+    _expert_zero_axes: tuple[Axis | None, Axis] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for refusal in REFUSED:
-    _expert_zero_axes: tuple[Axis | None, Axis] | None = field(default=None, init=False)
             if (problem := refusal.find(self)) is not None:
                 raise ValueError(f"{refusal.what} cannot compose, because {refusal.why}: {problem}")
         self._connect_if_ranks_run()
@@ -113,11 +113,11 @@ class HybridParallelPlugin(PluginOptions):
             **vars(self),
             "_mesh": None,
             "_zero_axes": None,
+            "_expert_zero_axes": None,
         }  # a process that receives it has groups of its own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-            "_expert_zero_axes": None,
         self._connect_if_ranks_run()
 
     @staticmethod
@@ -179,16 +179,16 @@ class HybridParallelPlugin(PluginOptions):
         return self._zero_axes
 
     @property
-    def layout(self) -> ParallelLayout:
-        """The sizes of all axes and how a step runs on them, on the ranks that are running."""
-        return self.layout_on(world_size())
-    @property
     def expert_zero_axes(self) -> tuple[Axis | None, Axis]:
         """The same of experts that are sharded over ep: parts of edp, whose ranks hold the same experts."""
         _ = self.mesh
         assert self._expert_zero_axes is not None
         return self._expert_zero_axes
 
+    @property
+    def layout(self) -> ParallelLayout:
+        """The sizes of all axes and how a step runs on them, on the ranks that are running."""
+        return self.layout_on(world_size())
 
     @property
     def dp_size(self) -> int:

@@ -24,7 +24,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadMo
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput, SequenceClassifierOutput
 
 from hpnb.models.gpt2_mask import CausalMask
-from hpnb.models.model_anatomy import Anatomy, Attention, Inputs, Part, check_heads, tied
+from hpnb.models.model_anatomy import Anatomy, Attention, Inputs, Part, check_heads, check_token_ids, tied
 from hpnb.models.role import Role, conv1d, linear, norm
 
 AnyGPT2: TypeAlias = GPT2LMHeadModel | GPT2ForSequenceClassification | GPT2Model
@@ -150,14 +150,7 @@ def _resize(path: str, attention: Any, heads: int) -> None:
 
 
 def _check(inputs: Inputs, most: int) -> None:
-    if refused := [name for name in REFUSED if inputs.get(name) is not None]:
-        raise ValueError(f"a GPT-2 that is cut takes no {refused[0]}; give it input_ids (B, s) alone")
-    ids = inputs.get("input_ids")
-    if ids is None:
-        names = ", ".join(map(str, inputs)) or "nothing"
-        raise ValueError(f"a GPT-2 that is cut takes input_ids (B, s), and this batch has {names}")
-    if ids.dim() != 2:
-        raise ValueError(f"input_ids of shape {tuple(ids.shape)} are not (B, s), rows of tokens")
+    ids = check_token_ids("GPT-2", inputs, REFUSED)
     if ids.size(1) > most and inputs.get("position_ids") is None:
         raise ValueError(f"rows of {ids.size(1)} tokens meet {most} positions; shorten them to {most}")
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hpnb.models.model_anatomy import Inputs, Part
+from hpnb.models.model_anatomy import Inputs, Part, check_token_ids
 from hpnb.models.shell_arguments import (
     Arguments,
     PreparedArguments,
@@ -285,14 +285,6 @@ class ModelShell(nn.Module):
             module.training = training
 
     def _arguments(self, inputs: Inputs) -> dict[str, Any]:
-        kind = type(self.model).__name__
-        if refused := [name for name in REFUSED if inputs.get(name) is not None]:
-            raise ValueError(f"a {kind} that is cut takes no {refused[0]}; give it input_ids (B, s)")
-        ids = inputs.get("input_ids")
-        if ids is None:
-            names = ", ".join(map(str, inputs)) or "nothing"
-            raise ValueError(f"a {kind} that is cut takes input_ids (B, s), and this batch has {names}")
-        if ids.dim() != 2:
-            raise ValueError(f"input_ids of shape {tuple(ids.shape)} are not (B, s), sequences of tokens")
+        check_token_ids(type(self.model).__name__, inputs, REFUSED)
         taken = {name: inputs[name] for name in self.names if name in inputs and name not in TARGETS}
         return {**taken, "use_cache": False}

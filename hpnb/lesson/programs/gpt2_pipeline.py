@@ -18,7 +18,7 @@ import torch
 
 import hpnb
 from hpnb.hybrid.model_loss import causal
-from hpnb.lesson import ledger
+from hpnb.lesson.programs import vit_pipeline
 from hpnb.lesson.programs.device_timing import (
     Batch,
     all_ranks,
@@ -27,7 +27,6 @@ from hpnb.lesson.programs.device_timing import (
     warmup_steps,
 )
 from hpnb.lesson.programs.step_timing import median_by
-from hpnb.lesson.programs.vit_pipeline import hardware
 from hpnb.models import GPT2Size
 from hpnb.pipeline_parallel import Costs, Schedule
 from hpnb.pipeline_parallel.executor import contended
@@ -205,14 +204,8 @@ def seconds_per_rank(steps: Mapping[str, Timeline], op: str) -> dict[str, float]
 
 
 def add_to_ledger(model: str, predicted: Mapping[str, float], steps: Mapping[str, Timeline]) -> None:
-    """Note the step of each schedule in the reader's ledger, {schedule: seconds} and {schedule: its step}."""
-    for name, step in steps.items():
-        ranks = len(step.ranks)
-        quantities = {
-            "step (s)": (predicted[name], step.makespan),
-            "bubble (%)": (None, 100 * step.bubble_fraction),
-        }
-        ledger.add("06", hpnb.Layout(pp=ranks), f"{model}, {name}", quantities, hardware(ranks))
+    """Add a row to the ledger for each schedule: its predicted step in seconds, and the step that was run."""
+    vit_pipeline.add_to_ledger(model, predicted, steps, notebook="06")
 
 
 def peaks_by_run(

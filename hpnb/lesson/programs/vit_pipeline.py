@@ -289,7 +289,9 @@ def record_race(
     add_to_ledger(name, predicted, steps)
 
 
-def add_to_ledger(name: str, predicted: Mapping[str, float], steps: Mapping[str, Timeline]) -> None:
+def add_to_ledger(
+    name: str, predicted: Mapping[str, float], steps: Mapping[str, Timeline], notebook: str = "02"
+) -> None:
     """Add a row to the ledger for each schedule: its predicted step in seconds, and the step that was run."""
     for schedule, tl in steps.items():
         ranks = len(tl.ranks)
@@ -297,7 +299,7 @@ def add_to_ledger(name: str, predicted: Mapping[str, float], steps: Mapping[str,
             "step (s)": (predicted[schedule], tl.makespan),
             "bubble (%)": (None, 100 * tl.bubble_fraction),
         }
-        ledger.add("02", hpnb.Layout(pp=ranks), f"{name}, {schedule}", result, hardware(ranks))
+        ledger.add(notebook, hpnb.Layout(pp=ranks), f"{name}, {schedule}", result, hardware(ranks))
 
 
 def hardware(ranks: int) -> str:

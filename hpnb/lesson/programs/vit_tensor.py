@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -31,7 +31,7 @@ from hpnb.lesson.programs.device_timing import Batch, all_ranks, vit_and_batch, 
 from hpnb.lesson.programs.step_timing import median_by, relative_distance
 from hpnb.mesh import Axis, Layout
 from hpnb.models import ViTSize
-from hpnb.record import Timeline
+from hpnb.record import Event, Timeline
 from hpnb.record.recorder import Recorder, recording
 from hpnb.tensor_parallel import full_gradients, full_state_dict, parallelize
 from hpnb.tensor_parallel.async_all_reduce import DeferredWeightGrad
@@ -48,21 +48,8 @@ def tensor_axis() -> Axis:
 class ExclusiveRecorder(Recorder):
     """A recorder in which a span of computing ends where the rank itself carries a communication."""
 
-    @contextmanager
-    def span(
-        self,
-        op: str = "compute",
-        stage: int = -1,
-        microbatch: int = -1,
-        axis: str = "",
-        nbytes: float = 0.0,
-        group: Sequence[int] = (),
-    ) -> Iterator[None]:
-        with ExitStack() as stack:
-            if axis:
-                stack.enter_context(self.paused())
-            stack.enter_context(super().span(op, stage, microbatch, axis, nbytes, group))
-            yield
+    def _turn(self, event: Event) -> AbstractContextManager[object]:
+        return self.paused() if event.axis else super()._turn(event)
 
 
 def record_step(model: nn.Module, forward: Callable[[], torch.Tensor], repeats: int = 5) -> Timeline:

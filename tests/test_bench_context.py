@@ -9,10 +9,12 @@ from hpnb.bench import context
 
 def test_a_small_contest_on_cpus(capsys: pytest.CaptureFixture[str]) -> None:
     size = context.Size(64, heads=4, kv_heads=2, head_dim=8)
-    candidates = {one.name: one for one in context.run(2, 1, "cpu", size)}
+    result = context.run(2, 1, "cpu", size)
+    candidates = {one.name: one for one in result.entries}
     for name in ("hpnb ring", "hpnb ulysses"):
         assert not candidates[name].failed
-        assert len(candidates[name].seconds) == 1
+        assert len(result.waves[0][name]) == 1
+        assert result.ratio(name, context.IDEAL)
         assert candidates[name].distance < 1e-5
     block = 2 * 2 * 8 * 32 * 4  # keys and values of 2 heads of 8, 32 tokens a rank, 4 bytes
     assert candidates["hpnb ring"].sent == 3 * block  # forward 1, backward 2
@@ -24,6 +26,7 @@ def test_a_small_contest_on_cpus(capsys: pytest.CaptureFixture[str]) -> None:
     if not private.failed:  # torch's template, which is private, gives the same outputs and gradients
         assert private.distance < 1e-5
         assert private.sent == 4 * 2 * block  # four blocks of repeated keys and values
+    assert result.flops == 7 * 4 * 64**2 * 8
     printed = capsys.readouterr().out
     assert "64 tokens, 4 heads of 8 on 2 key-value heads, 2 ranks" in printed
     assert "of the ideal" in printed

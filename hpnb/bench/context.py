@@ -9,7 +9,6 @@ ranks need a core each, or the clock shows who got one. Bytes are counted (`hpnb
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,13 +20,13 @@ import torch.nn.functional as F
 
 import hpnb
 from hpnb.bench import torch_context_parallel
-from hpnb.bench.results import quartiles, take_turns
+from hpnb.bench.results import LayoutResult, ProgramResult, take_turns
 from hpnb.context_parallel import Ring, Visibility, ring_attention, token_places, ulysses_attention
 from hpnb.context_parallel.shard_sequence import split_sequence
 from hpnb.ranks.devices import usable_cores
 
 Tensors = tuple[torch.Tensor, ...]
-TORCH, TORCH_RING = "torch context_parallel", "torch's ring, CPU kernel"
+TORCH, TORCH_RING, IDEAL = "torch context_parallel", "torch's ring, CPU kernel", "ideal"
 
 
 @dataclass(frozen=True)
@@ -41,55 +40,36 @@ class Size:
     batch: int = 1
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """What one candidate did.
-
-    Attributes:
-        seconds: of each step, of the slowest rank.
-        sent: bytes that leave a rank in a step.
-        distance: of output and gradients from dense attention, the largest relative norm.
-        failed: why it did not run, in a sentence.
-    """
-
-    name: str
-    seconds: tuple[float, ...] = ()
-    sent: float = 0.0
-    distance: float = 0.0
-    failed: str = ""
-
-
-def run(ranks: int, rounds: int, device: str, size: Size) -> list[Candidate]:
+def run(ranks: int, rounds: int, device: str, size: Size) -> LayoutResult:
     """Measure, and print the table."""
     if size.length % (2 * ranks):
         raise ValueError(
             f"length={size.length} cannot be split into {2 * ranks} equal chunks for {ranks} ranks; use "
             f"{-(-size.length // (2 * ranks)) * 2 * ranks}"
         )
-    candidates = hpnb.launch(_measure, size, rounds, ranks=ranks, device=device, timeout=1800.0)[0]
-    print(table(candidates, ranks, size))
+    result = hpnb.launch(_measure, size, rounds, ranks=ranks, device=device, timeout=1800.0)[0]
+    print(table(result, size))
     print(note_on_cores(ranks) if not torch.cuda.is_available() else "")
-    return candidates
+    return result
 
 
-def table(candidates: list[Candidate], ranks: int, size: Size) -> str:
-    """A line a candidate: step, ratio to the ideal with quartiles, bytes."""
-    ideal = next(one for one in candidates if one.name == "ideal")
+def table(result: LayoutResult, size: Size) -> str:
+    """A line a candidate: step, ratio to the ideal with quartiles, TFLOP/s of a rank, bytes."""
     lines = [
         f"causal attention, {size.length:,} tokens, {size.heads} heads of {size.head_dim} on {size.kv_heads} "
-        f"key-value heads, {ranks} ranks",
-        f"{'':26}{'step':>10}{'of the ideal':>24}{'sent a rank':>14}{'distance':>11}",
+        f"key-value heads, {result.ranks} ranks",
+        f"{'':26}{'step':>10}{'of the ideal':>24}{'TFLOP/s':>10}{'sent a rank':>14}{'distance':>11}",
     ]
-    for one in candidates:
-        if one.failed:
+    for one in result.entries:
+        ratio, seconds = result.ratio(one.name, IDEAL), result.seconds(one.name)
+        if ratio is None or seconds is None:
             lines.append(f"{one.name:26}{one.failed}")
             continue
-        pairs = [a / b for a, b in zip(ideal.seconds, one.seconds, strict=True)]
-        median, low, high = quartiles(pairs)
-        share = f"{median:.2f} ({low:.2f} to {high:.2f})"
-        seconds = statistics.median(one.seconds)
+        share = f"{ratio[0]:.2f} ({ratio[1]:.2f} to {ratio[2]:.2f})"
+        tflops = result.flops / result.ranks / seconds / 1e12
         lines.append(
-            f"{one.name:26}{seconds * 1e3:8.0f} ms{share:>24}{one.sent / 1e6:11.1f} MB{one.distance:11.1e}"
+            f"{one.name:26}{seconds * 1e3:7.1f} ms{share:>24}{tflops:10.2f}"
+            f"{one.sent / 1e6:11.1f} MB{one.distance:11.1e}"
         )
     return "\n".join(lines)
 
@@ -97,14 +77,14 @@ def table(candidates: list[Candidate], ranks: int, size: Size) -> str:
 # --- on the ranks ----------------------------------------------------------------------------------------
 
 
-def _measure(size: Size, rounds: int) -> list[Candidate]:
+def _measure(size: Size, rounds: int) -> LayoutResult:
     """All candidates in turns. The ideal runs on the first rank, while the others wait."""
     axis, device = hpnb.Mesh(hpnb.Layout(cp=hpnb.world_size())).cp, hpnb.device()
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
 
     def draw(heads: int) -> torch.Tensor:
         shape = (size.batch, heads, size.length, size.head_dim)
-        return torch.randn(shape, generator=generator).to(device, _dtype(device))
+        return torch.randn(shape, generator=generator, device=device, dtype=_dtype(device))
 
     full = draw(size.heads), draw(size.kv_heads), draw(size.kv_heads), draw(size.heads)  # q, k, v, dout
     wanted = _step(full, _dense)
@@ -121,11 +101,11 @@ def _measure(size: Size, rounds: int) -> list[Candidate]:
         places[name] = token_places(chunks[axis.rank], device)
         local = tuple(t[:, :, places[name]].contiguous() for t in full)
         steps[name] = partial(_step, local, attend)
-    steps[TORCH] = partial(torch_context_parallel.run_context_parallel, full, _step)
+    local = tuple(t[:, :, places[TORCH]].contiguous() for t in full)
+    steps[TORCH] = partial(torch_context_parallel.run_context_parallel, local, _step)
     if device.type == "cpu":
-        local = tuple(t[:, :, places[TORCH]].contiguous() for t in full)
         steps[TORCH_RING] = partial(_step, local, partial(torch_context_parallel.ring_on_cpu, axis.group))
-    names = [*steps, "ideal"]
+    names = [*steps, IDEAL]
     sent, distances, failed = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0), dict[str, str]()
     for name, step in steps.items():
         try:
@@ -144,10 +124,19 @@ def _measure(size: Size, rounds: int) -> list[Candidate]:
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for name in take_turns([name for name in names if name not in failed], rounds + 1):
         seconds[name].append(_time(steps.get(name), full, axis.size))
-    return [
-        Candidate(name, tuple(seconds[name][1:]), sent[name], distances[name], failed.get(name, ""))
+    entries = tuple(
+        ProgramResult(
+            name, name.startswith("hpnb"), sent=sent[name], distance=distances[name],
+            failed=failed.get(name, ""),
+        )
         for name in names
-    ]
+    )  # fmt: skip
+    # Two products in the forward and five in the backward, of the half of the scores that is seen.
+    flops = 7 * size.batch * size.heads * size.length**2 * size.head_dim
+    waves = {name: seconds[name][1:] for name in names if name not in failed}
+    return LayoutResult(
+        f"cp{axis.size}", axis.size, "tokens", size.batch * size.length, flops, 0.0, entries, (waves,)
+    )
 
 
 def _time(step: Callable[[], Tensors] | None, full: Tensors, ranks: int) -> float:

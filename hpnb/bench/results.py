@@ -39,6 +39,8 @@ class ProgramResult:
         held, peak: bytes of the rank with most, between steps and at most; 0 without a GPU.
         bubble: measured and simulated idle share of a pipeline.
         sent: bytes that leave a rank in a step, of the rank with most; 0 where they were not counted.
+        distance: of what it computed from what one process computes, the largest relative norm; where that
+            was compared.
         failed: why there are no times, in a sentence.
     """
 
@@ -49,6 +51,7 @@ class ProgramResult:
     peak: int = 0
     bubble: tuple[float, float] | None = None
     sent: float = 0.0
+    distance: float = 0.0
     failed: str = ""
 
 

@@ -7,13 +7,14 @@ template that takes any kernel, so on a CPU we give it the CPU's. That is privat
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hpnb
 
@@ -21,14 +22,22 @@ Tensors = tuple[torch.Tensor, ...]
 Step = Callable[[Tensors, Callable[..., torch.Tensor]], Tensors]
 
 
-def run_context_parallel(full: Tensors, step: Step) -> Tensors:
-    """`step` on this rank's tokens of q, k, v and dout, which PyTorch shards, balanced as a zigzag."""
+def run_context_parallel(local: Tensors, step: Step) -> Tensors:
+    """`step` on this rank's tokens of q, k, v and dout, which are balanced as PyTorch does: as a zigzag.
+
+    A model's batch is sharded once for all its attentions, so that is not a part of the step. The context
+    shards at least one tensor, and gets a small one.
+    """
     from torch.distributed.tensor.experimental import context_parallel
 
-    mesh = init_device_mesh(hpnb.device().type, (hpnb.world_size(),))
-    copies = [t.clone() for t in full]
-    with context_parallel(mesh, buffers=copies, buffer_seq_dims=[2] * 4, no_restore_buffers=set(copies)):
-        return step(tuple(copies), lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    places = torch.zeros(1, 2 * hpnb.world_size(), device=local[0].device)
+    with context_parallel(_mesh(), buffers=[places], buffer_seq_dims=[1], no_restore_buffers={places}):
+        return step(local, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+@cache
+def _mesh() -> DeviceMesh:
+    return init_device_mesh(hpnb.device().type, (hpnb.world_size(),))
 
 
 def ring_on_cpu(group: ProcessGroup, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,8 @@ class CallAgain:
     def session(self) -> Iterator[None]:
         yield
 
+    outside = session
+
     def capture(self, run: Callable[[], None], slot: int) -> Callable[[], None]:
         self.captured.append(slot)
         tensors = [p.grad for p in self._module.parameters() if p.grad is not None]

@@ -1,27 +1,34 @@
-"""CUDA graphs of pipeline stages. On a CPU a capture calls the captured function again (`replayed_graphs.py`):
-slots, static tensors, gradients, losses and fall-backs are those of a GPU. On a GPU everything is real."""
+"""CUDA graphs of pipeline stages. On a CPU a capture calls the function again (`replayed_graphs.py`): slots,
+static tensors, gradients, losses and fall-backs are those of a GPU. On a GPU everything is real."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import test_pipeline
 import torch
+import torch.nn.functional as F
 from rank_pools import RankPools
 from replayed_graphs import with_graphs
 from test_pipeline import LOSSES, Case, distance, every_case, model
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hpnb
 from hpnb import Layout, Mesh
-from hpnb.pipeline_parallel import schedules
+from hpnb.pipeline_parallel import cuda_graphs, schedules
 from hpnb.pipeline_parallel.graph_slots import assign_slots, count_slots
 
 STEPS = 5  # two that warm up, three that replay
 EXACT = 1e-12
+ACCUMULATING = [Case("1f1b", 2, 3, True, 1), Case("zb-h1", 1, 3, True, 2, loss="pair")]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +72,7 @@ def test_a_slot_has_one_microbatch_at_a_time_and_there_are_no_more_than_in_fligh
 
 
 def test_a_stage_returns_to_its_slots() -> None:
-    """Each pair of a stage and a slot is captured: in 1F1B one on the last rank, whatever the microbatches."""
+    """Each pair of a stage and a slot is captured: in 1F1B one on the last rank."""
     actions = schedules.make("1f1b", 4, 32).actions
     assert set(assign_slots(actions[3]).values()) == {0}
     assert set(assign_slots(actions[0]).values()) == {0, 1, 2, 3}
@@ -96,6 +103,7 @@ def train(case: Case, graphs: bool, accumulates: bool = False) -> dict[str, Any]
     on_gpu = hpnb.device().type == "cuda"
     pipe = hpnb.Pipeline(model(), mesh.pp, case.schedule(), LOSSES[case.loss], cuda_graphs=graphs and on_gpu)
     stage_graphs = with_graphs(pipe) if graphs and not on_gpu else pipe._graphs
+    pipe._split_backward.least = 0.0  # as in a graph: matmuls add to gradients themselves
     optimizer: torch.optim.Optimizer = torch.optim.SGD(pipe.parameters(), lr=0.3, momentum=0.9)
     if case.dp > 1 and case.sink == "replicas":
         pipe.gradients = hpnb.DataParallel(pipe.module, mesh.dp, bucket_mb=1e-3)
@@ -168,4 +176,367 @@ def test_replayed_steps_are_eager_steps_bit_for_bit_and_one_process(pools: RankP
 
 
 def test_replayed_steps_accumulate(pools: RankPools) -> None:
-    check([Case("1f1b", 2, 3, True, 1), Case("zb-h1", 1, 3, True, 2, loss="pair")], pools, accumulates=True)
+    check(ACCUMULATING, pools, accumulates=True)
+
+
+# --- what is captured anew, and what runs eagerly --------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """A linear layer that does one thing more."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(6, 6), kind
+        self.unused = nn.Parameter(torch.ones(3))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.kind == "communicates":
+            x = hpnb.comm.all_reduce(x, Mesh(Layout(pp=1, tp=hpnb.world_size())).tp) / hpnb.world_size()
+        if self.kind == "random" and random.random() < 0.5:
+            return x
+        if self.kind == "raises" and torch.is_grad_enabled() and CAPTURING:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        y: torch.Tensor = self.linear(x)
+        return y if self.training else 2 * y
+
+
+CAPTURING: list[bool] = []
+Step = tuple[torch.Tensor, torch.Tensor]
+
+
+def draw_batches(lengths: Sequence[int]) -> list[Step]:
+    made = torch.Generator().manual_seed(3)
+    return [
+        (torch.randn(4, length, 6, generator=made), torch.randn(4, length, 6, generator=made))
+        for length in lengths
+    ]
+
+
+def square_error(outputs: torch.Tensor, batch: Step) -> torch.Tensor:
+    return (outputs - batch[1]).square().mean()
+
+
+def train_odd(kind: str, lengths: Sequence[int], between: str = "") -> dict[str, Any]:
+    """Steps with graphs and without, with a change `between` them: losses, gradients, warnings, captures."""
+    results: dict[str, Any] = {}
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        random.seed(0)
+        axis = Mesh(Layout(pp=1, tp=hpnb.world_size())).pp
+        pipe = hpnb.Pipeline(nn.Sequential(Odd(kind), nn.Linear(6, 6)), axis, "gpipe", square_error)
+        made = with_graphs(pipe) if graphs else None
+        if made is not None and kind == "raises":
+            capture = made._capture.capture
+
+            def raising(*args: Any, capture: Any = capture) -> Any:
+                CAPTURING.append(True)
+                try:
+                    return capture(*args)
+                finally:
+                    CAPTURING.clear()
+
+            made._capture.capture = raising
+        losses = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step, batch in enumerate(draw_batches(lengths)):
+                pipe.zero_grad(set_to_none=step % 3 > 0)
+                change(pipe, between, step)
+                losses.append(pipe.step(batch, return_outputs=False).loss.item())
+                for p in pipe.parameters():
+                    if p.grad is not None:
+                        p.data -= 0.1 * p.grad
+        results["graphs" if graphs else "eager"] = losses, {n: p.grad for n, p in pipe.named_parameters()}
+        results["calls"] = pipe.module.get_buffer("0.calls").item()
+        if made is not None:
+            results["reasons"], results["captures"] = made.reasons, len(made._capture.captured)
+            results["live"] = len(made._graphs)
+            results["warned"] = [str(w.message) for w in caught if "without CUDA graphs" in str(w.message)]
+    return results
+
+
+def change(pipe: hpnb.Pipeline, what: str, step: int) -> None:
+    if what == "criterion":  # another lambda in every step, of the same code
+        pipe._loss_fn = lambda outputs, batch: square_error(outputs, batch)
+    elif what == "weight of the loss":
+        pipe._loss_fn = lambda outputs, batch, weight=float(step > 3): weight * square_error(outputs, batch)
+    elif what == "always":
+        pipe._loss_fn = lambda outputs, batch, weight=float(step // 3): weight * square_error(outputs, batch)
+    elif what == "eval" and step == 5:
+        pipe.eval()
+    elif what == "memory" and step == 5:
+        for p in pipe.parameters():
+            p.data = p.data.clone()
+    elif what == "forget" and step == 4:
+        pipe.forget()
+
+
+def check_odd(results: dict[str, Any]) -> None:
+    (losses, grads), (eager_losses, eager_grads) = results["graphs"], results["eager"]
+    assert losses == pytest.approx(eager_losses, rel=1e-6)
+    for name, grad in eager_grads.items():
+        assert (grad is None) == (grads[name] is None), name
+        if grad is not None:
+            assert torch.allclose(grads[name], grad, atol=1e-6), name
+
+
+@pytest.mark.parametrize("between", ["", "criterion", "weight of the loss", "eval", "memory", "forget"])
+def test_what_changes_between_steps_is_captured_anew(pools: RankPools, between: str) -> None:
+    """And only that: a criterion that is another lambda of the same code is the same."""
+    results = pools[1].run(train_odd, "", [3] * 9, between)[0]
+    check_odd(results)
+    assert not results["reasons"], results
+    slots, graphs_of_a_slot = 4, 2  # F and B
+    captures = 2 if between in ("weight of the loss", "eval", "memory", "forget") else 1
+    assert results["captures"] == captures * slots * graphs_of_a_slot, results
+    assert results["live"] == slots
+
+
+def test_an_unused_parameter_has_no_gradient_and_buffers_move_on(pools: RankPools) -> None:
+    results = pools[1].run(train_odd, "", [3] * 6)[0]
+    assert results["graphs"][1]["0.unused"] is None
+    assert results["calls"] == 6 * 4
+
+
+def test_too_many_changes_end_it(pools: RankPools) -> None:
+    results = pools[1].run(train_odd, "", [3] * 3 * (cuda_graphs.MAX_RECAPTURES + 3), "always")[0]
+    check_odd(results)
+    assert results["reasons"].keys() == {0}
+    assert "the loss function changed for the 9th time" in results["reasons"][0]
+    assert results["live"] == 0
+
+
+def test_each_length_is_captured_up_to_a_number_of_them(pools: RankPools) -> None:
+    lengths = [1, 2] * 4 + list(range(3, 3 + cuda_graphs.MAX_FORMS)) + [cuda_graphs.MAX_FORMS + 2] * 3
+    results = pools[1].run(train_odd, "", lengths)[0]
+    check_odd(results)
+    assert not results["reasons"]
+    assert results["live"] == 2 * 4  # lengths that came three times, in each slot
+    (warning,) = results["warned"]
+    assert "more than 16 shapes of microbatches" in warning
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "reason"),
+    [
+        ("communicates", 2, "it communicates within the stage (all_reduce)"),
+        ("random", 1, "it draws random numbers on the CPU"),
+        ("raises", 1, "Python waits there for a value of the GPU"),
+    ],
+)
+def test_what_cannot_be_captured_runs_eagerly_and_says_why(
+    pools: RankPools, kind: str, ranks: int, reason: str
+) -> None:
+    for results in pools[ranks].run(train_odd, kind, [3] * 5):
+        check_odd(results)
+        assert reason in results["reasons"][0]
+        assert len(results["warned"]) == 1
+        assert results["warned"][0].startswith("stage 0 runs without CUDA graphs, because ")
+        assert results["live"] == 0
+
+
+def ask_on_a_cpu() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe = hpnb.Pipeline(model(), Mesh(Layout(pp=1)).pp, "1f1b", LOSSES["mean"], cuda_graphs=True)
+        pipe.step(test_pipeline.batch(8, 0))
+        pipe.step(test_pipeline.batch(8, 0))
+    return [str(w.message) for w in caught if "cuda_graphs" in str(w.message)]
+
+
+def test_on_a_cpu_everything_runs_eagerly_and_says_so_once(pools: RankPools) -> None:
+    (warning,) = pools[1].run(ask_on_a_cpu)[0]
+    assert warning == "cuda_graphs=True needs a GPU; on this CPU all stages run eagerly"
+
+
+def test_functions_of_the_same_code_and_values_are_the_same() -> None:
+    def make(weight: float) -> Any:
+        return lambda outputs, batch: weight * outputs
+
+    key = cuda_graphs._function_key
+    assert key(make(0.5)) == key(make(0.5))
+    assert key(make(0.5)) != key(make(0.25))
+    assert key(partial(make, 1.0)) == key(partial(make, 1.0))
+    assert key(partial(make, 1.0)) != key(partial(make, 2.0))
+    module = nn.MSELoss()
+    assert key(module) == key(module)
+    assert key(module) != key(nn.MSELoss())
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gpu_pools() -> Iterator[Any]:
+    with ExitStack() as stack:
+        made = cache(lambda n: stack.enter_context(hpnb.Ranks(n, device="cuda", timeout=120)))
+        yield type("Pools", (), {"__getitem__": staticmethod(made)})()
+
+
+@pytest.mark.one_gpu
+def test_on_a_gpu_replayed_steps_are_eager_steps_and_one_process(gpu_pools: Any) -> None:
+    """One, two and four ranks, which share a GPU if there is one."""
+    check(some_cases(2, 12, (1, 2, 4)), gpu_pools)
+
+
+@pytest.mark.one_gpu
+def test_on_a_gpu_replayed_steps_accumulate(gpu_pools: Any) -> None:
+    check(ACCUMULATING, gpu_pools, accumulates=True)
+
+
+class Dropping(nn.Module):
+    """A block with dropout; `recomputes` its activations, or waits for a value of the GPU."""
+
+    def __init__(self, p: float, kind: str) -> None:
+        super().__init__()
+        self.up, self.down, self.kind = nn.Linear(64, 256), nn.Linear(256, 64), kind
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "recomputes":
+            recomputed: torch.Tensor = checkpoint(self.run, x, use_reentrant=False)
+            return recomputed
+        if self.kind == "waits" and x.sum().item() > 1e9:
+            return x
+        return self.run(x)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(F.gelu(self.up(x))))
+
+
+def train_dropping(p: float, kind: str, style: str) -> dict[str, Any]:
+    """Losses of graphs and of eager steps, why a stage ran eagerly, and bytes that were reserved."""
+    results: dict[str, Any] = {}
+    for graphs in (True, False):
+        torch.manual_seed(0)
+        mesh = Mesh(Layout(pp=1))
+        stack = nn.Sequential(*(Dropping(p, kind) for _ in range(3)), nn.Linear(64, 8))
+        pipe = hpnb.Pipeline(stack, mesh.pp, style, cross_entropy, cuda_graphs=graphs)
+        pipe._split_backward.least = 0.0
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(1)
+        losses = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(6):
+                optimizer.zero_grad(set_to_none=graphs)
+                for q in pipe.parameters() if not graphs else ():
+                    q.grad = torch.zeros_like(q)
+                x = torch.randn(16, 64, generator=generator)
+                labels = torch.randint(0, 8, (16,), generator=generator)
+                losses.append(pipe.step((x, labels)).loss.item())
+                optimizer.step()
+        stage_graphs = pipe._graphs
+        results["graphs" if graphs else "eager"] = losses
+        if stage_graphs is not None:
+            results["reasons"] = dict(stage_graphs.reasons)
+            results["warned"] = [str(w.message) for w in caught if "without CUDA graphs" in str(w.message)]
+            results["captured"] = len(stage_graphs._graphs)
+    return results
+
+
+def cross_entropy(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(outputs, batch[1])
+
+
+@pytest.mark.one_gpu
+@pytest.mark.parametrize("style", ["1f1b", "gpipe"])
+def test_dropout_draws_what_it_draws_in_an_eager_step(gpu_pools: Any, style: str) -> None:
+    results = gpu_pools[1].run(train_dropping, 0.5, "plain", style)[0]
+    assert not results["reasons"], results
+    assert results["captured"] == (4 if style == "gpipe" else 1)
+    assert results["graphs"] == results["eager"]
+
+
+@pytest.mark.one_gpu
+def test_recomputation_is_captured_unless_it_draws_random_numbers(gpu_pools: Any) -> None:
+    without = gpu_pools[1].run(train_dropping, 0.0, "recomputes", "1f1b")[0]
+    assert without["captured"] == 1
+    assert without["graphs"] == without["eager"]
+    dropping = gpu_pools[1].run(train_dropping, 0.5, "recomputes", "1f1b")[0]
+    assert "recomputes activations and draws random numbers" in dropping["reasons"][0]
+    assert dropping["graphs"] == dropping["eager"]
+
+
+@pytest.mark.one_gpu
+def test_a_stage_that_waits_for_the_gpu_runs_eagerly_and_says_why(gpu_pools: Any) -> None:
+    results = gpu_pools[1].run(train_dropping, 0.0, "waits", "1f1b")[0]
+    assert "waits there for a value of the GPU" in results["reasons"][0]
+    assert len(results["warned"]) == 1
+    assert results["captured"] == 0
+    assert results["graphs"] == results["eager"]
+
+
+def boost(graphs: bool, options: dict[str, Any]) -> tuple[list[float], int, list[str]]:
+    """Losses of a boosted GPT-2, how many graphs a rank has, and why a stage has none."""
+    plugin = hpnb.HybridParallelPlugin(
+        precision="fp32" if hpnb.device().type == "cuda" else "fp64",
+        num_microbatches=4, seed=0, enable_cuda_graphs=graphs, **options,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    on_gpu = hpnb.device().type == "cuda"
+    gpt2 = hpnb.models.gpt2("laptop", dropout=0.1 * on_gpu)
+    optimizer = torch.optim.AdamW(gpt2.parameters(), lr=1e-3)
+    booster = hpnb.Booster(plugin=plugin)
+    boosted, optimizer, *_ = booster.boost(gpt2, optimizer)
+    made = torch.Generator().manual_seed(mesh_rank(plugin))
+    losses = []
+    for _ in range(6):
+        ids = torch.randint(0, 509, (8, 32), generator=made)
+        lengths = torch.randint(8, 33, (8, 1), generator=made)
+        mask = (torch.arange(32) < lengths).long()
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+        result = booster.execute_pipeline(iter([batch]), boosted, lambda outputs, _: outputs.loss, optimizer)
+        losses.append(float(result["loss"]) if result["loss"] is not None else 0.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if graphs and not on_gpu and boosted._pipe._graphs is None:
+            with_graphs(boosted._pipe)
+    stage_graphs = boosted._pipe._graphs
+    if stage_graphs is None:
+        return losses, 0, []
+    return losses, len(stage_graphs._graphs), list(stage_graphs.reasons.values())
+
+
+def mesh_rank(plugin: Any) -> int:
+    rank: int = plugin.mesh.dp.rank
+    return rank
+
+
+PLUGINS: list[dict[str, Any]] = [
+    {"pp_size": 2}, {"pp_size": 1}, {"pp_size": 2, "pp_style": "zb-h1", "zero_stage": 1}, {"zero_stage": 2},
+]  # fmt: skip
+
+
+def check_plugin(pools: Any, options: dict[str, Any], tolerance: float) -> None:
+    ranks = 4 if options.get("pp_size") == 2 and "zero_stage" in options else 2
+    graphs = pools[ranks].run(boost, True, options)
+    eager = pools[ranks].run(boost, False, options)
+    for (losses, captured, reasons), (eager_losses, _, _) in zip(graphs, eager, strict=True):
+        assert captured > 0, reasons
+        assert losses == pytest.approx(eager_losses, rel=tolerance)
+
+
+@pytest.mark.parametrize("options", PLUGINS)
+def test_a_plugin_with_graphs_trains_as_without(pools: RankPools, options: dict[str, Any]) -> None:
+    """Masks and labels of every batch, replicas and ZeRO."""
+    check_plugin(pools, options, 1e-9)
+
+
+@pytest.mark.one_gpu
+@pytest.mark.parametrize("options", PLUGINS)
+def test_on_a_gpu_a_plugin_with_graphs_trains_as_without(gpu_pools: Any, options: dict[str, Any]) -> None:
+    """The same with dropout."""
+    check_plugin(gpu_pools, options, 2e-5)
+
+
+@pytest.mark.one_gpu
+def test_tensor_parallelism_and_zero_3_run_eagerly_and_say_why(gpu_pools: Any) -> None:
+    for options, reason in (({"tp_size": 2}, "it communicates within"), ({"zero_stage": 3}, "ZeRO 3")):
+        for losses, captured, reasons in gpu_pools[2].run(boost, True, options):
+            assert captured == 0
+            assert reason in reasons[0]
+            assert losses[-1] < 10

@@ -81,6 +81,12 @@ def _experts(options: Options) -> None:
     experts.run(Link(options.latency * 1e-6, options.bandwidth * 1e9), size)
 
 
+def _launch_bound(options: Options) -> None:
+    from hpnb.bench import launch_bound
+
+    launch_bound.run(options.rounds, options.device, options.stages or launch_bound.STAGES)
+
+
 def _checkpoint(options: Options) -> None:
     from hpnb.bench import checkpoint
 
@@ -206,6 +212,11 @@ _COMMANDS: dict[str, tuple[str, Callable[[Options], None], dict[str, dict[str, A
         "--hidden": _integer(128, "width of the model"),
         "--layers": _integer(8),
         "--microbatches": _integer(8),
+    }),
+    "launch-bound": ("small microbatches: launched one by one, and as CUDA graphs", _launch_bound, {
+        "--rounds": _integer(7, "steps of each program that count, in turns"),
+        "--device": {"default": "auto"},
+        "--stages": {"type": int, "action": "append", "help": "of a pipeline by turns: 2 and 4"},
     }),
     "checkpoint": ("steps beside which a checkpoint is written", _checkpoint, {
         "--ranks": _integer(2),

@@ -267,7 +267,7 @@ class Boosted(nn.Module):
         before, now = (getattr(one, "__code__", one) for one in (self._criterion, criterion))
         if now is not before:
             pipe.checked_causal = None
-        vars(self)["_criterion"] = criterion  # a module, too, is no part of the model
+        vars(self)["_criterion"] = pipe.loss_key = criterion  # a module, too, is no part of the model
         if self.loss_reduction is not None:
             pipe.loss_reduction = self.loss_reduction
         if self._resumed_per_target is not None:
@@ -307,7 +307,10 @@ class Boosted(nn.Module):
             sink = self._replica.sink
         reducer: Any = None if sink is None else SimpleNamespace(sink=sink)  # its hooks stay attached
         stage = WholeModel(module, _forward_inputs(module, self._model_loss), self.causal)
-        pipe = Pipeline(stage, mesh.pp, self.plugin.schedule(1), self._loss, reducer, replicas=mesh.dp_cp)
+        pipe = Pipeline(
+            stage, mesh.pp, self.plugin.schedule(1), self._loss, reducer, replicas=mesh.dp_cp,
+            cuda_graphs=self.plugin.enable_cuda_graphs,
+        )  # fmt: skip
         self._pipe = pipe
         return pipe
 

@@ -117,8 +117,9 @@ def parallelize_model(
     if plugin.pp_size > 1 or isinstance(model, Builder):
         schedule = plugin.schedule(plugin.num_microbatches or plugin.least_microbatches)
         pipe = Pipeline(
-            model, mesh.pp, schedule, _never, replicas=mesh.dp_cp, cut=plugin.cut, example=example
-        )
+            model, mesh.pp, schedule, _never, replicas=mesh.dp_cp, cut=plugin.cut, example=example,
+            cuda_graphs=plugin.enable_cuda_graphs,
+        )  # fmt: skip
         pipe.overlaps_pairs = _overlaps_experts(plugin, model)
     elif plugin.zero_stage < 3:  # which moves the model block by block
         move_module(model, this_device())

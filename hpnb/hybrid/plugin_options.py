@@ -59,6 +59,7 @@ class PluginOptions:
     enable_fused_normalization: bool = False
     enable_flash_attention: bool = False
     enable_jit_fused: bool = False
+    enable_cuda_graphs: bool = False
     broadcast_buffers: bool = True
     ddp_bucket_cap_mb: float = 25.0
     find_unused_parameters: bool = False

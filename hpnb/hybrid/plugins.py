@@ -64,6 +64,10 @@ class HybridParallelPlugin(PluginOptions):
         enable_flash_attention: PyTorch's scaled_dot_product_attention, which chooses the kernel.
         enable_jit_fused: torch.compile on GPUs: of whole blocks, or between linears if tp_size > 1 or the
             schedule splits backwards (`hpnb.hybrid.compile_blocks`); and Adam as above.
+        enable_cuda_graphs: `execute_pipeline` replays each stage's forward and backward as CUDA graphs, which
+            makes small microbatches faster; of `hpnb.Pipeline` (cuda_graphs). A stage that cannot be captured
+            runs as before, and a warning says why: one with messages inside (tp_size, cp_size or ep_size
+            above 1), and ZeRO 3.
         max_norm: clip the norm of all gradients to it; 0 is off. `optimizer.last_step.norm` is the norm
             before. `torch.nn.utils.clip_grad_norm_` is right with ZeRO 0 and tp_size=pp_size=1 alone, and
             without a loss scaler; it is refused elsewhere (`hpnb.hybrid.torch_clipping`).

@@ -27,6 +27,7 @@ class CausalMask:
 
     def __init__(self) -> None:
         self._cached: tuple[weakref.ref[torch.Tensor], tuple[Any, ...], torch.Tensor | None] | None = None
+        self._needs_none: tuple[Any, ...] | None = None  # for which shapes sdpa takes no mask
 
     def __call__(self, config: Any, hidden: torch.Tensor, inputs: Inputs) -> torch.Tensor | None:
         """The mask of `inputs`, (B, 1, s, s) or None if none is needed, for hidden states like `hidden`.
@@ -42,10 +43,14 @@ class CausalMask:
         arguments = (config, hidden, batch_size, length, padding, positions)
         # Texts packed into one sequence do not see each other: by positions, if no attention_mask is given.
         source = positions if padding is None else inputs.get("attention_mask")
-        if source is None or source.is_inference():  # whose values may change unnoticed
+        form = (batch_size, length, hidden.dtype, hidden.device, config._attn_implementation)
+        if source is None:  # each block asks, and asking transformers takes as long as a few launches
+            mask = None if form == self._needs_none else _make_mask(*arguments)
+            self._needs_none = form if mask is None else None
+            return mask
+        if source.is_inference():  # whose values may change unnoticed
             return _make_mask(*arguments)
-        implementation = config._attn_implementation
-        key = (source._version, batch_size, length, hidden.dtype, hidden.device, implementation)
+        key = (source._version, *form)
         if self._cached is not None and self._cached[0]() is source and self._cached[1] == key:
             return self._cached[2]
         mask = _make_mask(*arguments)

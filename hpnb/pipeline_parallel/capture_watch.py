@@ -1,22 +1,20 @@
-"""What keeps a stage from being captured, seen in an eager step before.
+"""What keeps a stage from being captured although PyTorch would capture it, seen in an eager step before.
 
-A graph repeats the launches of the step in which it was captured. That is wrong, or impossible, where a stage
+A graph repeats the launches of the step in which it was captured. That is wrong where a stage
 
-    waits for a value of the GPU        .item(), or an `if` on a tensor: the next microbatch may differ
-    communicates                        collectives of other ranks must be launched in the same order
+    communicates                        a graph would not wait for the other ranks' threads
     draws random numbers on the CPU     a layer that is skipped at random would be skipped always
-    recomputes with dropout             the recomputation draws the numbers of its forward again
+    recomputes with dropout             the recomputation has to draw the numbers of its forward again
 
-PyTorch finds some of these only while it captures, and a capture that fails leaves a generator and an
-allocator in the midst of it. So the last eager steps are watched.
+What PyTorch refuses itself shows in the capture: above all Python that waits for a value of the GPU, as
+.item() does, and may act on it.
 """
 
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -25,11 +23,9 @@ import torch.utils.checkpoint
 
 from hpnb.record.recorder import Recorder, recording
 
-_SYNCHRONIZES = "called a synchronizing CUDA operation"
-
 
 class CaptureWatch:
-    """Watches eager actions.
+    """Watches eager forwards.
 
     Attributes:
         reasons: {stage: why it cannot be captured}, the first reason of each.
@@ -51,34 +47,13 @@ class CaptureWatch:
 
         original = torch.utils.checkpoint.get_device_states
         with patch.object(torch.utils.checkpoint, "get_device_states", snapshot), recording(recorder):
-            with self.backward(stage):
-                yield
+            yield
         if recorder.communications(0):
             self._note(stage, f"it communicates within the stage ({recorder.communications(0)[0].op})")
         if states != _cpu_states():
             self._note(stage, "it draws random numbers on the CPU, which a graph would repeat")
         if recomputes and offset != self._offset():
             self._note(stage, "it recomputes activations and draws random numbers, as dropout does")
-
-    @contextmanager
-    def backward(self, stage: int) -> Iterator[None]:
-        """Around I or B."""
-        if self._device.type != "cuda":
-            yield
-            return
-        mode = torch.cuda.get_sync_debug_mode()
-        with ExitStack() as stack:
-            caught = stack.enter_context(warnings.catch_warnings(record=True))
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            stack.callback(torch.cuda.set_sync_debug_mode, mode)
-            yield
-        for warning in caught:
-            if _SYNCHRONIZES in str(warning.message):
-                where = f"{warning.filename.rsplit('/', 1)[-1]}, line {warning.lineno}"
-                self._note(stage, f"Python waits for a value of the GPU ({where}), and may act on it")
-            else:
-                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
     def _note(self, stage: int, reason: str) -> None:
         self.reasons.setdefault(stage, reason)

@@ -21,6 +21,7 @@ lie in memory, and which loss function is set; where one of them changes, graphs
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -55,7 +56,7 @@ class StepGraphs:
     Attributes:
         graphs: {(stage, microbatch): its graph}; the others run eagerly.
         static_grads: {parameter: the tensor to which graphs add its gradient}.
-        watch: looks at eager actions, in a step that warms up.
+        watch: looks at eager forwards, in the last step that warms up.
     """
 
     graphs: Mapping[Work, StageGraph] = field(default_factory=dict)
@@ -64,9 +65,6 @@ class StepGraphs:
 
     def watch_forward(self, stage: int) -> AbstractContextManager[None]:
         return nullcontext() if self.watch is None else self.watch.forward(stage)
-
-    def watch_backward(self, stage: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.watch is None else self.watch.backward(stage)
 
 
 @dataclass(frozen=True)
@@ -174,8 +172,8 @@ class StageGraphs:
                     )
         graphs = {work: self._graphs[key] for work, key in keys.items() if key in self._graphs}
         used = {p: self._static_grads[p] for graph in set(graphs.values()) for p in graph.parameters}
-        warms_up = any(self._steps[one] < WARM_UP for one in self._running)
-        return StepGraphs(graphs, used, CaptureWatch(self._device) if warms_up else None)
+        watches = any(self._steps[one] == WARM_UP - 1 for one in self._running)
+        return StepGraphs(graphs, used, CaptureWatch(self._device) if watches else None)
 
     def end_step(self, step: StepGraphs) -> None:
         """The step is done: count it, and note which stages cannot be captured."""
@@ -193,7 +191,7 @@ class StageGraphs:
             self._graphs[key] = StageGraph(work, self._capture, key.slot, self._static_grad)
         except Exception as error:
             self._split_backward.drop()
-            self._run_eagerly(key.stage, f"capturing it raised {type(error).__name__}: {_first_line(error)}")
+            self._run_eagerly(key.stage, _describe(error))
 
     def _static_grad(self, parameter: nn.Parameter) -> torch.Tensor:
         if parameter not in self._static_grads:
@@ -308,5 +306,12 @@ def _constants(microbatch: Any) -> Hashable:
     return tuple(map(_value_key, others))
 
 
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "no message")[:200]
+def _describe(error: BaseException) -> str:
+    """Why a capture failed, and in which line of the model."""
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if "/torch/" not in frame.filename]
+    where = f"{outside[-1].filename.rsplit('/', 1)[-1]}, line {outside[-1].lineno}" if outside else "PyTorch"
+    line = next(iter(str(error).strip().splitlines()), "no message")[:200]
+    if "when stream is capturing" in line:
+        return f"Python waits there for a value of the GPU, and may act on it ({where}); use torch.where"
+    return f"capturing it raised {type(error).__name__} ({where}): {line}"

@@ -266,7 +266,7 @@ class StepExecutor:
                 if action.op == "B":
                     grad_ready.complete(action)
             elif action.op == "I":
-                with split_backward.deferring(work), graphs.watch_backward(action.stage):
+                with split_backward.deferring(work):
                     _run_backward(starts, grads)
             else:
                 with grad_ready.during_backward(action, split_backward):

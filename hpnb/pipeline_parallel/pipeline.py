@@ -224,6 +224,8 @@ class Pipeline:
         shapes_known = self._seen.issuperset(signatures)
         # As long as nobody knows what the loss function returns, a correction is sent: 1, if it is a mean.
         sends_correction = trains and self.loss_reduction != "mean"
+        if trains:
+            self._grad_ready.begin(reduce, sends_correction)
         graphs = StepGraphs()
         if self._graphs is not None and trains:
             graphs = self._graphs.begin_step(
@@ -247,9 +249,7 @@ class Pipeline:
                 graphs=graphs,
             )
         )
-        if trains:
-            self._grad_ready.begin(reduce, sends_correction)
-            self._grad_ready.use_static_grads(graphs.static_grads)
+        self._grad_ready.use_static_grads(graphs.static_grads)
         try:
             executor.run()
             until = recorder.num_spans() if recorder is not None else since

@@ -90,6 +90,15 @@ class SplitBackward:
         return self._adding(None)
 
     @contextmanager
+    def fusing_all(self) -> Iterator[None]:
+        """Forwards inside take modules below `least` too: a graph launches them without Python."""
+        before, self.least = self.least, 0.0
+        try:
+            yield
+        finally:
+            self.least = before
+
+    @contextmanager
     def _adding(self, queue: _Queue | None) -> Iterator[None]:
         before = self._adds, self._queue
         self._adds, self._queue = True, queue
@@ -179,12 +188,15 @@ class _Forward:
         self.module, self.rule, self.split = module, rule, split
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        least = self.split.least
+        if least and len(args) == 1 and not kwargs:  # most calls, where launches are what a step waits for
+            x, weight = args[0], self.module._parameters.get("weight")
+            if _is_small(x, weight, least):
+                return type(self.module).forward(self.module, x)
         weight, bias = _registered(self.module)
         x: Any = args[0] if len(args) == 1 and not kwargs else None
         if not (_plain(x) and _deferrable(weight, bias) and torch.is_grad_enabled()):
             return type(self.module).forward(self.module, *args, **kwargs)
-        if 6.0 * x.numel() * weight.numel() < self.split.least * x.size(-1):
-            return type(self.module).forward(self.module, x)
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return _Split.apply(x, weight, bias, self, dtype)
@@ -255,6 +267,13 @@ def _deferrable(weight: Any, bias: Any) -> bool:
         and weight.is_floating_point()
         and (bias is None or type(bias) is nn.Parameter)
     )
+
+
+def _is_small(x: Any, weight: Any, least: float) -> bool:
+    """Whether a module's forward and backward of `x` are fewer FLOPs than this. It is asked first."""
+    if type(x) is not torch.Tensor or type(weight) is not nn.Parameter:
+        return False
+    return 6.0 * x.numel() * weight.numel() < least * (x.size(-1) if x.dim() else 1)
 
 
 def _plain(x: Any) -> bool:

@@ -41,6 +41,9 @@ class Capture(Protocol):
     def session(self) -> AbstractContextManager[None]:
         """Around captures that follow one another."""
 
+    def outside(self) -> AbstractContextManager[None]:
+        """Inside a session, around the allocation of tensors that belong to no slot."""
+
     def capture(self, run: Callable[[], None], slot: int) -> Replay:
         """Record what `run` launches, without running it, and return what launches it.
 
@@ -59,6 +62,7 @@ class CudaCapture:
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._pools: dict[int, Any] = {}
+        self._callers_stream = torch.cuda.current_stream(device)
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -68,6 +72,7 @@ class CudaCapture:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         here, collects = torch.cuda.current_stream(self._device), gc.isenabled()
+        self._callers_stream = here
         self._stream.wait_stream(here)
         gc.disable()
         try:
@@ -79,6 +84,11 @@ class CudaCapture:
             if collects:
                 gc.enable()
 
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        with torch.cuda.stream(self._callers_stream):  # whose free memory is between the weights
+            yield
+
     def capture(self, run: Callable[[], None], slot: int) -> Replay:
         if slot not in self._pools:
             self._pools[slot] = torch.cuda.graph_pool_handle()
@@ -88,7 +98,7 @@ class CudaCapture:
         try:
             run()
         except BaseException:
-            _end_failed_capture(graph)
+            self._end_failed_capture(graph)
             raise
         graph.capture_end()
         replay: Replay = graph.replay
@@ -97,15 +107,19 @@ class CudaCapture:
     def forget(self) -> None:
         self._pools.clear()
 
+    def _end_failed_capture(self, graph: torch.cuda.CUDAGraph) -> None:
+        with suppress(RuntimeError):  # the capture is invalid, which is why it ends here
+            graph.capture_end()
+        # It leaves the generator capturing, and dropout would raise. The end of another capture mends that.
+        empty = torch.cuda.CUDAGraph()
+        empty.capture_begin(torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+        torch.zeros(1, device=self._device)
+        empty.capture_end()
+
     def _allocate_workspaces(self) -> None:
         """cuBLAS keeps a workspace for each stream and thread: allocate them outside of the pools."""
         x = torch.ones(16, 16, device=self._device, requires_grad=True)
         (x @ x).sum().backward()
-
-
-def _end_failed_capture(graph: torch.cuda.CUDAGraph) -> None:
-    with suppress(RuntimeError):  # the capture is invalid, which is why it ends here
-        graph.capture_end()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,14 +163,14 @@ class StageGraph:
         self, work: StageWork, capture: Capture, slot: int, grads: Callable[[nn.Parameter], torch.Tensor]
     ) -> None:
         self._work = work
-        self._inputs = tree_map(_static, work.inputs)
-        self._input_tensors = tensors_in(self._inputs)
         self._hidden: Any = None
-        if work.boundary is not None:
-            empty = [
-                torch.zeros(shape, dtype=dtype, device=work.device) for shape, dtype in work.boundary.shapes
-            ]
-            self._hidden = work.boundary.assemble(empty)
+        with capture.outside():
+            self._inputs = tree_map(_static, work.inputs)
+            if work.boundary is not None:
+                shapes = work.boundary.shapes
+                empty = [torch.zeros(shape, dtype=dtype, device=work.device) for shape, dtype in shapes]
+                self._hidden = work.boundary.assemble(empty)
+        self._input_tensors = tensors_in(self._inputs)
         self._hidden_tensors = tensors_in(self._hidden)
         self._leaves = [] if work.boundary is None else work.boundary.with_gradient(self._hidden_tensors)
         # What the graphs write, at the same place in every replay.
@@ -167,17 +181,19 @@ class StageGraph:
         self._input_grads: list[torch.Tensor] = []
         with (
             torch.enable_grad(),
+            work.split_backward.fusing_all(),
             _without_autocast_cache(),
             _without_rng_snapshots(),
             keeping_constants() as kept,
         ):
             self._kept = kept  # what graphs read has to live as long as they do
             self._replay_forward = capture.capture(self._run_forward, slot)
-            self._start_grads = [torch.zeros_like(t) for t in self._started_from]
             self.parameters = reached_parameters(self._starts)
             before = {p: p.grad for p in self.parameters}
-            for p in self.parameters:
-                p.grad = grads(p)
+            with capture.outside():
+                self._start_grads = [torch.zeros_like(t) for t in self._started_from]
+                for p in self.parameters:
+                    p.grad = grads(p)
             try:
                 self._replay_backward = capture.capture(self._run_backward, slot)
                 if work.splits:

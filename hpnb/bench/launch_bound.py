@@ -1,0 +1,260 @@
+"""Steps that wait for Python: small microbatches, launched kernel by kernel and as CUDA graphs.
+
+    python -m hpnb.bench launch-bound
+
+    torch, a loop           forward and backward of every microbatch, and nothing else
+    torch, one graph        the same loop as one CUDA graph: what is left when nothing is launched from Python
+    torch DDP               on one rank: its hooks, without messages; so is hpnb DataParallel
+    hpnb Pipeline           one stage, eager and with cuda_graphs=True
+
+A step is the forward and backward of a batch, without an optimizer, which is the same for all. Programs take
+turns on one GPU (harness.py), and ratios are of steps that followed one another. Memory is what PyTorch has
+reserved, since a graph's memory counts as free while it does not run; every program is alone then.
+
+With several stages ranks share the GPU by turns, and the step is replayed from what each action took.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hpnb
+from hpnb import Layout, Mesh
+from hpnb.bench import worker
+from hpnb.bench.harness import LayoutBenchmark, RankPools, rank_pools, say_indented
+from hpnb.bench.program import Candidate, Program
+from hpnb.bench.results import LayoutResult
+from hpnb.bench.tasks import BatchFeed, TrainingTask, cast_inputs
+from hpnb.bench.torch_precision import causal_loss, class_loss
+from hpnb.mesh import ParallelLayout
+from hpnb.models import GPT2_SIZES, SIZES
+from hpnb.pipeline_parallel import schedules
+
+MICROBATCHES = 8
+LOOP, ONE_GRAPH, EAGER, GRAPHS = "torch, a loop", "torch, one graph", "hpnb Pipeline", "hpnb Pipeline, graphs"
+DATA_PARALLEL, DDP = "hpnb DataParallel", "torch DDP"
+STAGES = (2, 4)
+TURN_STEPS = 7  # recorded steps of ranks that share a GPU
+
+
+def tasks(device: str) -> list[TrainingTask]:
+    """Small microbatches of GPT-2 and ViT, and one that is large enough for an eager step."""
+
+    def task(what: str, size: Any, samples: int) -> TrainingTask:
+        bits = 16 if device == "cuda" else 32
+        name = f"{what}, {MICROBATCHES} x {samples}"
+        return TrainingTask(name, size, MICROBATCHES * samples, samples, bits, microbatches=MICROBATCHES)
+
+    if device == "cpu":
+        return [task("laptop GPT-2", replace(GPT2_SIZES["laptop"], length=16), 1)]
+    gpt2 = replace(GPT2_SIZES["124m"], length=512)
+    return [task("GPT-2 124M", gpt2, 1), task("ViT-B/16", SIZES["b16"], 4), task("GPT-2 124M", gpt2, 16)]
+
+
+# --- the programs ----------------------------------------------------------------------------------------
+
+
+def _loss(outputs: Any, batch: Any) -> torch.Tensor:
+    logits = getattr(outputs, "logits", outputs)
+    return (causal_loss if "input_ids" in batch else class_loss)(logits=logits, labels=batch["labels"])
+
+
+def _forward(model: nn.Module, part: dict[str, torch.Tensor]) -> torch.Tensor:
+    inputs = {name: value for name, value in part.items() if name != "labels"}
+    return _loss(model(**inputs), part)
+
+
+class Loop:
+    """The loop over microbatches, of a model or of what wraps it."""
+
+    def __init__(self, task: TrainingTask, wrap: Callable[[nn.Module], Any]) -> None:
+        self.task, self.feed = task, BatchFeed(task)
+        self.model = wrap(task.build().to(task.dtype))
+        self.losses: list[torch.Tensor] = []
+
+    def parts(self) -> list[dict[str, torch.Tensor]]:
+        return [cast_inputs(part, self.task.dtype) for part in self.feed.split(self.task.microbatches)]
+
+    def accumulate(self, parts: Sequence[dict[str, torch.Tensor]]) -> None:
+        quiet = getattr(self.model, "no_sync", nullcontext)
+        self.losses = []
+        for i, part in enumerate(parts):
+            with quiet() if i + 1 < len(parts) else nullcontext():
+                loss = _forward(self.model, part)
+                (loss / len(parts)).backward()  # type: ignore[no-untyped-call]
+            self.losses.append(loss.detach())
+
+    def step(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        self.accumulate(self.parts())
+
+    def loss(self) -> float:
+        return float(torch.stack(self.losses).float().mean())
+
+
+def _loop(wrap: Callable[[nn.Module], Any], task: TrainingTask, layout: ParallelLayout) -> Program:
+    loop = Loop(task, wrap)
+    return Program(loop.step, loop.loss, loop.feed)
+
+
+def _one_graph(task: TrainingTask, layout: ParallelLayout) -> Program:
+    """The whole loop, captured once."""
+    if hpnb.device().type != "cuda":
+        raise ValueError("a CUDA graph needs a GPU")
+    loop = Loop(task, _as_it_is)
+    static = [{name: value.clone() for name, value in part.items()} for part in loop.parts()]
+    tensors = [value for part in static for value in part.values()]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            loop.accumulate(static)
+    torch.cuda.current_stream().wait_stream(side)
+    grads = [p.grad for p in loop.model.parameters() if p.grad is not None]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch._foreach_zero_(grads)
+        loop.accumulate(static)
+
+    def step() -> None:
+        torch._foreach_copy_(tensors, [value for part in loop.parts() for value in part.values()])
+        graph.replay()
+
+    return Program(step, loop.loss, loop.feed)
+
+
+def _pipeline(graphs: bool, task: TrainingTask, layout: ParallelLayout) -> Program:
+    pipe, feed = make_pipeline(task, layout.pp, graphs)
+    results: list[Any] = []
+
+    def step() -> None:
+        pipe.zero_grad()
+        batch = cast_inputs(feed.batch, task.dtype)
+        results[:] = [pipe.step(batch, return_outputs=False, record=False)]
+
+    return Program(step, lambda: float(results[0].loss), feed)
+
+
+def make_pipeline(task: TrainingTask, stages: int, graphs: bool) -> tuple[hpnb.Pipeline, BatchFeed]:
+    """1F1B over so many ranks, and batches for it."""
+    schedule = schedules.make("1f1b", stages, task.microbatches)
+    axis, model = Mesh(Layout(pp=stages)).pp, task.build().to(task.dtype)
+    cut = task.split_layers(stages)
+    return hpnb.Pipeline(model, axis, schedule, _loss, cut=cut, cuda_graphs=graphs), BatchFeed(task)
+
+
+def _as_it_is(model: nn.Module) -> nn.Module:
+    return model
+
+
+def _wrap_data_parallel(model: nn.Module) -> nn.Module:
+    return hpnb.DataParallel(model, Mesh(Layout(dp=1)).dp)
+
+
+def _wrap_ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def candidates() -> list[Candidate]:
+    return [
+        Candidate(GRAPHS, partial(_pipeline, True)),
+        Candidate(EAGER, partial(_pipeline, False)),
+        Candidate(DATA_PARALLEL, partial(_loop, _wrap_data_parallel)),
+        Candidate(DDP, partial(_loop, _wrap_ddp)),
+        Candidate(LOOP, partial(_loop, _as_it_is)),
+        Candidate(ONE_GRAPH, _one_graph),
+    ]
+
+
+# --- what runs on the ranks ------------------------------------------------------------------------------
+
+
+def measure_reserved(task: TrainingTask, name: str) -> int:
+    """Bytes that PyTorch reserves at most in a step of this program alone."""
+    worker.drop()
+    before = torch.cuda.memory_reserved()
+    build = {one.name: one.build for one in candidates()}[name]
+    program = build(task, ParallelLayout())
+    worker.take_steps(program, worker.WARM_UP)
+    with worker.free_memory():
+        pass
+    torch.cuda.reset_peak_memory_stats()
+    program.step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_reserved() - before
+
+
+def measure_by_turns(task: TrainingTask, graphs: bool) -> tuple[float, str]:
+    """(seconds of the median step, where they come from) of as many stages as there are ranks."""
+    pipe, feed = make_pipeline(task, hpnb.world_size(), graphs)
+    seconds, source = [], ""
+    for step in range(4 + TURN_STEPS):
+        pipe.zero_grad()
+        result = pipe.step(cast_inputs(feed.batch, task.dtype), return_outputs=False)
+        timeline = result.timeline
+        if step >= 4:
+            seconds.append(timeline.makespan)
+            source = timeline.source
+    return statistics.median(seconds), source
+
+
+# --- the tables ------------------------------------------------------------------------------------------
+
+
+def run(rounds: int, device: str, stages: Sequence[int] = STAGES) -> list[LayoutResult]:
+    """Measure, and print the tables, each as soon as it is there."""
+    device = hpnb.ranks.choose_device(device, 1).device
+    results = []
+    with rank_pools(device, 600.0) as pools:
+        for task in tasks(device):
+            result = LayoutBenchmark(
+                pools, task, task.what, ParallelLayout(), candidates(), rounds, traces=None, say=say_indented
+            ).run()
+            results.append(result)
+            print(*table(task, result, _reserved(pools, task, result)), sep="\n", end="\n\n", flush=True)
+    for count in stages:
+        print(*_by_turns(tasks(device)[0], device, count), sep="\n", end="\n\n", flush=True)
+    return results
+
+
+def table(task: TrainingTask, result: LayoutResult, reserved: dict[str, int]) -> list[str]:
+    """A row a program: its step, and how long that is beside the loop and beside one graph."""
+    lines = [task.title, f"{'':24}{'step':>12}{'of the loop':>26}{'of one graph':>26}{'reserved':>12}"]
+    for entry in result.entries:
+        seconds = result.seconds(entry.name)
+        if entry.failed or seconds is None:
+            lines.append(f"{entry.name:24}{entry.failed or 'its rounds were lost'}")
+            continue
+        beside = [_times_as_long(result, entry.name, other) for other in (LOOP, ONE_GRAPH)]
+        memory = f"{reserved[entry.name] / 2**30:.2f} GiB" if entry.name in reserved else "-"
+        lines.append(f"{entry.name:24}{seconds * 1e3:9.2f} ms{beside[0]:>26}{beside[1]:>26}{memory:>12}")
+    return lines
+
+
+def _times_as_long(result: LayoutResult, name: str, other: str) -> str:
+    ratio = result.ratio(other, name)  # of speeds, so the other's over this one's
+    return "-" if ratio is None or name == other else f"{ratio[0]:.3f} [{ratio[1]:.3f}, {ratio[2]:.3f}]"
+
+
+def _reserved(pools: RankPools, task: TrainingTask, result: LayoutResult) -> dict[str, int]:
+    if pools.device != "cuda":
+        return {}
+    ran = [entry.name for entry in result.entries if not entry.failed]
+    return {name: pools.get(1).run(measure_reserved, task, name)[0] for name in ran}
+
+
+def _by_turns(task: TrainingTask, device: str, stages: int) -> list[str]:
+    with hpnb.Ranks(stages, device=device, timeout=600.0) as pool:
+        eager, source = pool.run(measure_by_turns, task, False)[0]
+        graphs, _ = pool.run(measure_by_turns, task, True)[0]
+    title = f"{task.what}, {stages} stages, 1f1b, {source}"
+    return [title, f"eager {eager * 1e3:.2f} ms, graphs {graphs * 1e3:.2f} ms, ratio {graphs / eager:.3f}"]

@@ -8,16 +8,18 @@ cost whatever their size; k r is work, and tp shards it t ways. For L blocks the
     computing     m (L (c + k r/t) + ends) / p
     exposed tp    (4 L + 2) m / p all-reduces of r s h values, one after the other
     bubble        sum of stages + (m-1) largest stage + 2 (p-1) hops, less the two above (`pipeline_parts`)
-    exposed dp    gradient buckets, behind the backward of the last microbatch
+    exposed dp    gradient buckets, behind the backward of the last microbatch, on the stage that ends last;
+                  and the sum of the tied table's gradient over the first and last stage
     optimizer     of the parameters that the rank updates
 
 With v chunks a rank the pipeline fills v times as fast. Full recomputation adds a forward, a third of a
 block, and two all-reduces. Sequence parallelism sends as much in a reduce-scatter and an all-gather as an
 all-reduce does.
 
-Memory is that of the fullest rank: weights, gradients and optimizer state by ZeRO stage, the activations of
-the microbatches in flight (1F1B: p - r of them on rank r), and three times the logits in float32 on the last
-stage. Of a recomputed block only its input is kept, and all of it while its backward runs.
+Memory is that of the fullest rank, at one of two moments (`_stage_memory`): while the activations of the most
+microbatches are alive (1F1B: p - r of them on rank r) and the last stage computes its loss, or at the end of
+the backward, when all gradients are there. Of a recomputed block only its input is kept, and all of it while
+its backward runs.
 
 The model leaves three things out, and they show as a ratio: norms and dropout, which every tp rank computes
 in full; what communication takes from the computing beside it; and stages that wait for each other because of
@@ -180,17 +182,31 @@ def layout_parts(task: LayoutTask, layout: ParallelLayout) -> dict[str, float]:
     schedule = "1f1b" if layout.schedule == "interleaved" else layout.schedule
     parts = pipeline_parts(stages, m, schedule, v, hop)
     stage_seconds = sum(sum(stage.values()) for stage in stages) / p
-    parameters = task.parameters / (p * t)
-    parts["exposed dp"] = _exposed_dp(task, layout, value * parameters, stage_seconds)
-    parts["optimizer"] = task.optimizer_cost * parameters / (layout.dp if layout.zero_stage else 1)
+    parameters = [stage_parameters for _, stage_parameters in _stages(task, layout)]
+    parts["exposed dp"] = _exposed_dp(task, layout, value * parameters[0], stage_seconds)
+    if p > 1:
+        table = value * task.vocab_size * task.block.hidden / t
+        parts["exposed dp"] += seconds("all_reduce", table, 2, task.link(layout, "pp"))
+    updated = sum(parameters) / p / (layout.dp if layout.zero_stage else 1)
+    parts["optimizer"] = task.optimizer_cost * updated
     return {part: parts[part] for part in STEP_PARTS}
+
+
+def _stages(task: LayoutTask, layout: ParallelLayout) -> list[tuple[int, float]]:
+    """(blocks, parameters) of each rank of a pipeline; the first and the last one have the tied table."""
+    table, found = task.vocab_size * task.block.hidden / layout.tp, []
+    for stage, blocks in enumerate(_rank_blocks(task, layout)):
+        ends = table if stage in (0, layout.pp - 1) else 0.0
+        positions = task.block.sequence * task.block.hidden if stage == 0 else 0
+        found.append((blocks, blocks * task.block.parameters / layout.tp + ends + positions))
+    return found
 
 
 def _exposed_dp(task: LayoutTask, layout: ParallelLayout, gradient: float, stage_seconds: float) -> float:
     """Exposed seconds of gradients, and of weights under ZeRO.
 
     Args:
-        gradient: bytes on a rank.
+        gradient: bytes on a rank of the first stage, whose backward ends last.
         stage_seconds: of one microbatch on one stage, forward and backward.
     """
     if layout.dp == 1:
@@ -203,7 +219,8 @@ def _exposed_dp(task: LayoutTask, layout: ParallelLayout, gradient: float, stage
         scattered = exposed_seconds(backward, gradient, buckets, d, link, "reduce_scatter")
         return scattered + seconds("all_gather", gradient, d, link)
     gather, scatter = (seconds(op, gradient / (n + 1), d, link) for op in ("all_gather", "reduce_scatter"))
-    return zero3_exposed_seconds(gather, scatter, stage_seconds / 3 / n, backward / n, n)
+    gathers = zero3_exposed_seconds(gather, 0.0, stage_seconds / 3 / n, backward / n, n)
+    return gathers + (n + 1) * scatter  # hpnb's pipeline step reduces units when the backward has ended
 
 
 def layout_bytes(task: LayoutTask, layout: ParallelLayout) -> float:
@@ -230,33 +247,45 @@ def layout_bytes(task: LayoutTask, layout: ParallelLayout) -> float:
 
 def layout_memory(task: LayoutTask, layout: ParallelLayout) -> float:
     """Bytes at the peak of the fullest rank, with AdamW."""
-    p, t, m, width = layout.pp, layout.tp, task.microbatches(layout), task.block.bytes_per_value
-    v = layout.chunks_per_rank
-    microbatch = replace(task.block, batch=max(1, round(task.batch / layout.dp / m)))
+    return max(_stage_memory(task, layout, stage) for stage in range(layout.pp))
+
+
+def _stage_memory(task: LayoutTask, layout: ParallelLayout, stage: int) -> float:
+    """Bytes at the peak of a rank of one stage: the larger of two moments.
+
+        forward     weights, optimizer state, buckets, activations in flight, on the last stage the loss
+        backward    weights, optimizer state, buckets, and all gradients, with the activations of one block
+
+    Gradients exist from the first backward on, so a step that has not begun one holds none at its first
+    moment. The loss holds the logits, as they are and in float32, and then log-softmax; without tp also a
+    copy that is shifted by one token. Under ZeRO 3 hpnb reduces gradients at the end of the backward.
+    """
+    p, t, d, zero = layout.pp, layout.tp, layout.dp, layout.zero_stage
+    m, width, v = task.microbatches(layout), task.block.bytes_per_value, layout.chunks_per_rank
+    last = stage == p - 1
+    microbatch = replace(task.block, batch=max(1, round(task.batch / d / m)))
     tokens = microbatch.batch * microbatch.sequence
     one_block = activation_bytes(
         microbatch, "1d", t, sequence_parallel=layout.sequence_parallel, mlp_copies=5
     )
-    table = task.vocab_size * microbatch.hidden / t
-    logits, inputs = 4.0 * task.vocab_size * tokens / t, width * tokens * microbatch.hidden
+    inputs, logits = width * tokens * microbatch.hidden, task.vocab_size * tokens / t
+    blocks, parameters = _stages(task, layout)[stage]
     kept, running = (inputs, one_block) if layout.recomputation else (one_block, 0.0)
-    peaks = []
-    for stage, blocks in enumerate(_rank_blocks(task, layout)):
-        first, last = stage == 0, stage == p - 1
-        parameters = blocks * task.block.parameters / t + (table if first or last else 0)
-        parameters += microbatch.sequence * microbatch.hidden if first else 0
-        states = model_states(
-            parameters, layout.dp, layout.zero_stage,
-            weight_bytes=width, gradient_bytes=width, optimizer_bytes=8 if width >= 4 else 12,
-        ).total  # fmt: skip
-        flying: float = in_flight(layout.schedule, p, m, stage) if p > 1 and v == 1 else 1
-        if v > 1:  # warm-up of interleaved 1F1B, in chunks
-            flying = min(v * m, 2 * (p - stage - 1) + (v - 1) * p + 1) / v
-        activations = flying * (blocks * kept + inputs) + running
-        turn = 3 * logits + 2 * inputs if last else 0.0
-        gathered = (
-            width * (task.root_parameters + 2 * task.block.parameters) if layout.zero_stage == 3 else 0.0
-        )
-        table_gradient = width * table if first or last else 0.0
-        peaks.append(states + max(activations + turn, table_gradient) + gathered)
-    return max(peaks)
+    flying: float = in_flight(layout.schedule, p, m, stage) if p > 1 and v == 1 else 1
+    if v > 1:  # warm-up of interleaved 1F1B, in chunks
+        flying = min(v * m, 2 * (p - stage - 1) + (v - 1) * p + 1) / v
+    loss = logits * ((12 if t == 1 else 8) + (width if width < 4 else 0)) + 2 * inputs if last else 0.0
+    if last and layout.schedule == "zb-h1":  # weight gradients that wait keep the gradients of logits
+        loss += (flying - 1) * width * logits
+
+    states = model_states(
+        parameters, d, zero,
+        weight_bytes=width, gradient_bytes=0, optimizer_bytes=8 if width >= 4 else 12,
+    ).total  # fmt: skip
+    full = width * parameters
+    buckets = full / (d if zero == 2 else 1) if d > 1 and zero < 3 else 0.0
+    # Buckets are sent during the last backward, and the gradients that they copy are freed one by one.
+    gradients = full if d == 1 or m > 1 or zero == 3 else width * task.vocab_size * microbatch.hidden / t
+    gathered = width * (task.root_parameters + 2 * task.block.parameters) if zero == 3 else 0.0
+    forward = flying * (blocks * kept + inputs) + running + loss + (gradients if m > flying else 0.0)
+    return states + buckets + gathered + max(forward, gradients + one_block)

@@ -12,6 +12,7 @@ a link.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -134,11 +135,22 @@ def boost_layout(
         activation_checkpointing=layout.recomputation, precision=_PRECISIONS[weight.dtype], seed=0,
         enable_sequence_parallelism=layout.sequence_parallel,
         ddp_bucket_cap_mb=min(25.0, gradient / MIN_BUCKETS / 2**20),
+        zero_bucket_size_in_m=min(12.0, gradient / weight.itemsize / MIN_BUCKETS / 1e6),
     )  # fmt: skip
     plugin.reader_schedule = schedule
     booster = hpnb.Booster(plugin=plugin)
     boosted, optimizer, *_ = booster.boost(model, optimizer)
     return booster, boosted, optimizer
+
+
+def _build(
+    size: GPT2Size, dtype: torch.dtype, layout: ParallelLayout, schedule: Schedule | None
+) -> tuple[hpnb.Booster, Any, Any]:
+    """(booster, model, optimizer) of a new GPT-2. A rank keeps nothing of other ranks' stages."""
+    on_cpu = hpnb.device().type == "cpu"
+    model: Any = hpnb.models.gpt2(size, dtype=dtype) if on_cpu else random_gpt2(size, dtype)
+    adam: Any = torch.optim.AdamW(model.parameters(), lr=5e-4, fused=True)
+    return boost_layout(layout, model, adam, schedule)
 
 
 def _record_rank(
@@ -150,14 +162,9 @@ def _record_rank(
     repeats: int,
     batches: Sequence[Batch],
 ) -> RankRecord:
-    on_cpu = hpnb.device().type == "cpu"
-    model: Any = hpnb.models.gpt2(size, dtype=dtype) if on_cpu else random_gpt2(size, dtype)
-    adam: Any = torch.optim.AdamW(model.parameters(), lr=5e-4, fused=True)
-    booster, boosted, optimizer = boost_layout(layout, model, adam, schedule)
-    axis, random = booster.plugin.mesh.dp, random_tokens(size, samples // layout.dp)
-    parts = [{name: x.chunk(axis.size)[axis.rank] for name, x in batch.items()} for batch in batches]
-    data = chain(parts, repeat(random))
-    record = RankRecord(booster.plugin.mesh.layout.coordinates(hpnb.rank()))
+    gc.collect()  # what earlier layouts have left is not this one's memory
+    occupied = torch.cuda.memory_allocated() if hpnb.device().type == "cuda" else 0
+    record = RankRecord({})
     alone = contended() or gpu_turns() is not None  # actions are measured one by one, and then replayed
 
     def train_step(recorder: Any = None) -> None:
@@ -172,17 +179,26 @@ def _record_rank(
             with recorder.span("optimizer"):
                 optimizer.step()
 
-    with hpnb.record.traffic() as traffic:
-        train_step()
-    with hpnb.record.memory(boosted, optimizer) as memory:
+    began = time.perf_counter()
+    # On a CPU only what is allocated inside counts, so gradient buckets have to be made inside, too.
+    with hpnb.record.memory([]) as memory:
+        booster, boosted, optimizer = _build(size, dtype, layout, schedule)
+        gc.collect()  # other ranks' stages
+        mesh, random = booster.plugin.mesh, random_tokens(size, samples // layout.dp)
+        record.coordinates = mesh.layout.coordinates(hpnb.rank())
+        parts = [{name: x.chunk(layout.dp)[mesh.dp.rank] for name, x in batch.items()} for batch in batches]
+        data = chain(parts, repeat(random))
+        with hpnb.record.traffic() as traffic:
+            train_step()
+        built = time.perf_counter() - began
         train_step()
     for _ in range(warmup_steps() - 1):
         train_step()
     record.messages = [m for m in traffic.messages if m.bytes >= _LEAST_BYTES]
-    record.peak = memory.profile().peak
+    record.peak = max(s.total for s in memory.profile().samples if s.time >= built) - occupied
     for _ in range(repeats):
         recorder = ExclusiveRecorder()
-        with recording(recorder), _timed_collectives(booster.plugin.mesh.tp) as spent:
+        with recording(recorder), _timed_collectives(mesh.tp) as spent:
             train_step(recorder)
         if contended():
             record.collectives.append(sum(spent))

@@ -3,7 +3,8 @@
     split_step(timeline)                             {"computing": ..., "bubble": ..., ...}
     replay_step(records, layout, schedule, link)     and a timeline, where ranks share cores or a GPU
 
-Both give seconds by `hpnb.theory.STEP_PARTS`, mean over the ranks, which add up to the step.
+Both give seconds by `hpnb.theory.STEP_PARTS`, mean over the ranks, which add up to the step. "exposed dp" has
+all sums of gradients: over replicas, and of a tied weight over the stages that have it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def split_step(tl: Timeline) -> dict[str, float]:
         packing = [e for e in on_rank if e.op == "compute"]
         busy = _union(working + stepping + packing)
         tp = _without(_union(e for e in on_rank if e.axis.startswith("tp")), busy)
-        dp = _without(_without(_union(e for e in on_rank if e.axis.startswith("dp")), busy), tp)
+        sums = (e for e in on_rank if e.axis.startswith("dp") or (e.axis, e.op) == ("pp", "all_reduce"))
+        dp = _without(_without(_union(sums), busy), tp)
         parts["computing"] += _length(_union(working))
         parts["optimizer"] += _length(_union(stepping))
         parts["exposed tp"] += _length(tp)
@@ -83,7 +85,8 @@ def replay_step(
     for place, group in enumerate(by_place):
         events = tl.by_rank[place]
         backward = sum(e.duration for e in events if e.op in "IWB" and e.microbatch == last)
-        exposed = statistics.mean(_exposed_dp(record, layout, backward, link) for record in group)
+        tied = statistics.mean(_seconds(record, "pp", link) for record in group)  # sums of the tied table
+        exposed = tied + statistics.mean(_exposed_dp(record, layout, backward, link) for record in group)
         ends.append(max(e.end for e in events) + exposed)
     computing, mean_tp = sum(medians.values()) / p, sum(tp) / p
     steps = [statistics.mean(statistics.median(r.optimizer) for r in group) for group in by_place]
@@ -116,8 +119,9 @@ def _exposed_dp(record: RankRecord, layout: ParallelLayout, backward: float, lin
     count = max(1, sum(m.axis == "dp" and m.op in reductions for m in record.messages))
     reduced = _seconds(record, "dp", link, reductions)
     gathered = _seconds(record, "dp", link, ("all_gather",))
-    if layout.zero_stage == 3:  # a gather of each unit overlaps with the unit before, forward and backward
-        return (reduced + gathered) / count + max(0.0, reduced + gathered - 1.5 * backward)
+    if layout.zero_stage == 3:  # a gather of each unit overlaps with the unit before, forward and backward;
+        # units are reduced when the backward has ended
+        return reduced + gathered / count + max(0.0, gathered - 1.5 * backward)
     return max(reduced / count, reduced - (count - 1) * backward / count) + gathered
 
 

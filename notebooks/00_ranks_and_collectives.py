@@ -61,9 +61,8 @@ lesson.record("00.ran", {"ranks": N, "backend": here.backend})
 # <details><summary>Words of the banner and of the cells</summary>
 #
 # `hpnb` is the library of this series. *Contended*: ranks share cores, so measured times include waiting for a core.
-# *Simulated*: communication times come from a formula, as in this page's one replay. Where figures
-# of other pages say *replayed*, recorded compute times go into it. `lesson.record` and `lesson.ledger` save numbers for this text and for later pages. An
-# `identity` is a prediction that must hold exactly.
+# *Simulated*: a formula gives the times of messages. *Replayed*, on later pages: recorded compute times with messages
+# from a formula. `lesson.record` and `lesson.ledger` save numbers for this text and for later pages.
 # </details>
 #
 # ## Several processes, no shared memory
@@ -132,8 +131,8 @@ N * x
 # ## Collectives: what each rank holds before and after
 #
 # Ranks send in pairs or, more often, by a *collective*: an operation that all ranks of a group call together. A *group* is a list of ranks with message channels of its own; the default
-# group is all ranks. The table is for n ranks and a tensor of S bytes. Its last column is the
-# least that each rank must send; a broadcast's is a mean.
+# group is all ranks. The table is for n ranks and a tensor of S bytes. Its last column is the least that a rank must
+# send. For a broadcast it is the mean over the ranks, because n-1 of them must receive S bytes.
 #
 # | collective | input of each rank | each rank gets | bytes that leave a rank |
 # |---|---|---|---|
@@ -176,8 +175,9 @@ lesson.predict(
 # The two together are an *all-reduce*: each rank starts with its own tensor and ends with the sum of all. Training uses
 # it most, because gradients that were computed on different data must be added.
 #
-# The cell ends with a question. Write a number for `guess` before you read on. Until you do, the page scores a rule of
-# thumb: each rank sends its tensor once. In answers, *predicted* is the formula's number.
+# The cell ends with a question, `lesson.predict`. Write a number for `guess` before you read on. Until you do, the page
+# scores a rule of thumb: each rank sends its tensor once. `kind="identity"` says that one answer is exact. Later
+# `lesson.reveal` shows the answer beside the formula's number, *predicted*, and `lesson.claim` marks a true statement ✓.
 #
 # **Takeaway.** What each rank holds before and after defines a collective. An all-reduce is a reduce-scatter and an
 # all-gather.
@@ -230,12 +230,12 @@ lesson.check(exercises.halves, all_reduce)
 # ```
 #
 # 1. *Reduce-scatter*, n-1 steps. Each rank adds the chunk that it receives to its own copy of that chunk. A chunk
-#    collects one part from every rank as it travels, so afterwards each rank holds one finished chunk.
+#    collects one part from every rank as it travels, so afterwards each rank holds one finished chunk. In the cell
+#    below rank r finishes chunk r + 1.
 # 2. *All-gather*, n-1 steps. The finished chunks go round once more, and each rank keeps what it receives.
 #
-# The cell is the complete algorithm, as a generator that yields the chunks after every step. A step starts its send
-# and its receive together. A send may finish only when the other side receives: if every rank first waited for its
-# send, no rank would ever receive.
+# The cell yields the chunks after every step. A step starts its send and its receive together. A send may finish only
+# when the other side receives: if every rank first waited for its send, no rank would ever receive.
 
 
 # %%
@@ -295,8 +295,6 @@ lesson.show(figures.tensors(*stages, names=names, title=title))
 lesson.claim("the ring and dist.all_reduce give every rank the same sum", all(equal))
 
 # %% [markdown]
-# Here rank r finishes chunk r + 1, not r; the all-gather evens that out.
-#
 # Each of the $2(n-1)$ steps moves one chunk of S/n bytes out of every rank. Together that stays below 2 S **however
 # many ranks there are**. No algorithm in which the ranks do the adding sends fewer bytes from its busiest rank
 # (Patarasuk and Yuan 2009).
@@ -304,43 +302,50 @@ lesson.claim("the ring and dist.all_reduce give every rank the same sum", all(eq
 # Does that really leave a rank?
 #
 # - *Predicted* is the formula.
-# - *Counted* adds up our ring's sends, with `hpnb.record.traffic`. For `dist.all_reduce` that counter cannot see the
-#   sends and puts in the formula, which tests nothing, so there the column is empty.
+# - *Counted* adds up our ring's sends, with `hpnb.record.traffic`. It cannot see the sends inside of `dist.all_reduce`,
+#   so there the column is empty.
 # - *Measured* is what the operating system counts on TCP connections. gloo sends over TCP, here through *loopback*, the
 #   interface by which a machine talks to itself.
 
 
 # %%
-def count_bytes(all_reduce, length):
-    x = torch.ones(length)  # float32 on the CPU, so gloo sends it
-    all_reduce(x.clone())  # the first call opens connections
-    with hpnb.record.traffic() as calls, tcp_traffic() as tcp:
-        all_reduce(x)
-    return calls.total, tcp.bytes
+def count_bytes(runs):
+    counted, measured = {}, {}
+    for name, (all_reduce, length) in runs.items():
+        x = torch.ones(length)  # float32 on the CPU, so gloo sends it
+        all_reduce(x.clone())  # the first call opens connections
+        with hpnb.record.traffic() as calls, tcp_traffic() as tcp:
+            all_reduce(x)
+        counted[name], measured[name] = calls.total, tcp.bytes
+    return counted, measured
 
 
-runs = {"our ring, 4 MB": (ring_all_reduce, VALUES)}
-runs |= {"dist.all_reduce, 4 MB": (dist.all_reduce, VALUES)}
-runs |= {"dist.all_reduce, 1 kB": (dist.all_reduce, 256)}
-predicted, counted, measured, headers = {}, {}, {}, {}
-for name, run in runs.items():
-    of_ranks = hpnb.launch(count_bytes, *run, ranks=N, device="cpu")
-    counted[name], measured[name] = map(max, zip(*of_ranks, strict=True))
-    predicted[name] = 2 * (N - 1) / N * 4 * run[1]
-    headers[name] = 100 * (measured[name] / predicted[name] - 1)
-ours, library = "our ring, 4 MB", headers["dist.all_reduce, 4 MB"]
+ours, large, small = "our ring, 4 MB", "dist.all_reduce, 4 MB", "dist.all_reduce, 1 kB"
+runs = {ours: (ring_all_reduce, VALUES)}
+runs |= {large: (dist.all_reduce, VALUES), small: (dist.all_reduce, 256)}
+counted, measured = hpnb.launch(count_bytes, runs, ranks=N, device="cpu")[0]
+predicted = {name: 2 * (N - 1) / N * 4 * length for name, (_, length) in runs.items()}
+title = "bytes that leave rank 0; measured on its TCP connections"
 sends = {"counted (B)": {ours: counted[ours]}}
-title = "bytes that leave the busiest rank; measured on its TCP connections"
 shown = {"predicted": predicted, "measured": measured, "columns": sends}
 lesson.show(**shown, unit="B", title=title)
-lesson.record("00.headers", headers, "%")
+extra = {name: measured[name] - predicted[name] for name in (large, small)}
+lesson.record("00.extra", extra, "B")
 lesson.reveal("00.ring-bytes", counted[ours], "B", predicted[ours], source="counted")
-lesson.claim("of 4 MB gloo sends under 1 % more than a ring", (library, "<", 1))
+more = 100 * extra[large] / predicted[large]
+lesson.claim("of 4 MB gloo sends under 1 % more than a ring", (more, "<", 1))
 
 # %% [markdown]
-# Our ring's sends are exactly the formula. With `dist.all_reduce` of 4 MB the busiest rank sends
-# <data value="00.headers.dist.all_reduce-4-mb">0.0288 %</data> more, so gloo sends as many bytes as a ring. The rest is probably the headers of gloo's
-# messages, which add <data value="00.headers.dist.all_reduce-1-kb">112 %</data> to 1 kB.
+# Our ring's sends are exactly the formula. `dist.all_reduce` sends {{00.extra.dist.all_reduce-4-mb}} more than the formula for 4 MB, and
+# {{00.extra.dist.all_reduce-1-kb}} more for 1 kB. So the extra bytes do not grow with the tensor: they are the headers that gloo
+# puts before its messages.
+#
+# <details><summary>Does gloo really use a ring?</summary>
+#
+# The bytes alone do not prove it, because other algorithms send as many. gloo's source does: a ring is the default in
+# `gloo/allreduce.cc`. It sends each chunk in two halves, so that a rank can add one half while the other travels. For
+# <data value="00.ran.ranks">4</data> ranks the extra bytes fit that too: a header has 48 bytes, and there are three for each half of a chunk.
+# </details>
 #
 # None of this is about GPUs. Where a later page counts a collective, read "as a ring would send it".
 #
@@ -407,8 +412,9 @@ lesson.check(exercises.doubling, doubling_all_reduce)
 # ## Latency and bandwidth
 #
 # A ring sends the same bytes on every machine. The seconds depend on the *link* between the ranks: NVLink or PCIe
-# inside a node; a slower network, InfiniBand or Ethernet, between nodes; loopback on a CPU. Two numbers describe it. *Latency* α is the time that even
-# an empty message takes. *Bandwidth* B is how many bytes follow each second. A message of b bytes takes
+# inside a node; a slower network, InfiniBand or Ethernet, between nodes; loopback on a CPU. Two numbers describe it.
+# *Latency* α is the time that even an empty message takes. *Bandwidth* B is how many bytes follow each second. A message
+# of b bytes takes
 #
 # $$ t = \alpha + b / B $$
 #
@@ -423,59 +429,60 @@ lesson.check(exercises.doubling, doubling_all_reduce)
 #
 # $$ \rho = \frac{\text{matmul FLOP/s of a rank}}{\text{bytes/s that a rank sends}} $$
 #
-# A FLOP is one floating-point operation. So ρ is how many FLOP a rank could have computed while it sent one byte. The cell measures a *machine card* with all ranks at work: it times all-reduces of many sizes, fits α
-# and B to them, and times a matrix product. Later pages reuse the card.
+# A FLOP is one floating-point operation. So ρ is how many FLOP a rank could have computed while it sent one byte.
+#
+# At T tokens on each rank, the all-reduce of a transformer's gradients takes $2\rho / (3T)$ times as long as its
+# computing, if both run at their peak rates.
+#
+# <details><summary>Where 2ρ / (3T) comes from</summary>
+#
+# With P parameters, forward and backward compute about 6 P FLOP for each token, 6 P T together. The bf16 gradients have
+# 2 P bytes, and a ring sends at most 4 P from a rank. They cost as much time as 4 P ρ FLOP. P cancels.
+# </details>
+#
+# The cell measures a *machine card* with all ranks at work: it times all-reduces of many sizes, fits α and B to them,
+# and times a matrix product. Later pages reuse the card.
 
 # %%
 card = lesson.machine_card(N, DEVICE)
 card.show()
 knee = theory.knee(N, card.link)
 off = torch.tensor(card.seconds) / torch.tensor([*map(card.predicted, card.sizes)])
-large = card.seconds[card.sizes.index(2**23)]  # of 8.4 MB
-lesson.record("00.fit", {"least": off.min(), "most": off.max(), "large": (large, "s")})
+left, large = torch.tensor(card.sizes) < knee, card.sizes.index(2**23)  # 8.4 MB
+fit = {"left": off[left].mean(), "right": off[~left].mean()}
+lesson.record("00.fit", fit | {"large": (card.seconds[large], "s")})
 title = f"measured dots, fitted curve · an all-reduce over {N} ranks"
 lesson.show(figures.costs(card.sizes, card.seconds, card.curve(), knee, title=title))
 fitted = {"latency": (card.latency, "s"), "bandwidth": (card.bandwidth, "B/s")}
 fitted |= {"rho": card.rho, "knee": (knee, "B"), "hardware": card.hardware}
 lesson.record("00.card", fitted)
 rho = {name: 989e12 / link.bandwidth for name, link in theory.LINKS.items()}
-lesson.record("00.share", {name: 2 * r / (3 * 16384) for name, r in rho.items()})
+T = 16_384  # tokens on each rank
+lesson.record("00.share", {name: 2 * r / (3 * T) for name, r in rho.items()})
 more = {"ρ at published rates (FLOP/B)": rho}
 links = theory.LINKS.items()
 more["published B (B/s)"] = {name: link.bandwidth for name, link in links}
 more["typical α (s)"] = {name: link.latency for name, link in links}
 title = "an H200 (989 TFLOP/s in bf16, published) on six links"
 lesson.show(columns=more, key="00.rho", title=title)
-lesson.predict(
-    "00.many-calls",
-    "100 all-reduces of 80 kB instead of one of 8 MB: how many times as long?",
-    guess=None,
-    rule_of_thumb=1,
-)
+question = "100 all-reduces of 80 kB instead of one of 8 MB: how many times as long?"
+lesson.predict("00.many-calls", question, guess=None, rule_of_thumb=1)
 
 # %% [markdown]
 # On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">716 µs</data>, a bandwidth of <data value="00.card.bandwidth">1.34 GB/s</data> and a
-# knee at <data value="00.card.knee">3.85 MB</data>. The dots lie between <data value="00.fit.least:.1f">0.7</data> and <data value="00.fit.most:.1f">1.5</data> times the curve. The
-# fit assumes a ring's $2(n-1)$ messages; of gloo we
-# counted bytes only.
+# knee at <data value="00.card.knee">3.85 MB</data>. On average the dots are at {{00.fit.left:.2f}} times the curve left of the knee, and at
+# {{00.fit.right:.2f}} times the curve right of it. Two numbers cannot follow every bend, so read α and B as averages over
+# these sizes.
 #
 # A byte costs <data value="00.card.rho:,.0f">47</data> FLOP here. On an H200 it costs <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and
-# <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data> over 10 Gb Ethernet. How long does a training step communicate, compared with its
-# computing? At peak rates, with T tokens on each rank, the all-reduce of a transformer's gradients takes
-# $2\rho / (3T)$ of the computing time. For 16,384 tokens that is <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink and <data value="00.share.ethernet-10-gb:.0f">32</data> over 10 Gb Ethernet.
+# <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data> over 10 Gb Ethernet. With 16,384 tokens on each rank, $2\rho / (3T)$ is then
+# <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink and <data value="00.share.ethernet-10-gb:.0f">32</data> over Ethernet.
 #
 # <details><summary>The links of the table</summary>
 #
 # NVLink 4 joins the GPUs of one node. PCIe is the bus of a node: 4 and 5 are generations, x16 is 16 lanes. InfiniBand
 # and Ethernet join nodes; NDR is InfiniBand of 400 Gb/s. *Published* is the peak that the maker's data sheet gives, for
 # one direction. No data sheet has α, so its column is an order of magnitude.
-# </details>
-#
-# <details><summary>Where 2ρ / (3T) comes from</summary>
-#
-# With P parameters, forward and backward compute about 6 P FLOP for each token, 6 P T together. The bf16
-# gradients have 2 P bytes, and a ring sends at most 4 P from a rank. They cost 4 P ρ FLOP. P cancels. The rates are
-# peak rates, and nothing overlaps.
 # </details>
 #
 # Now we test the formula. A gradient of 8 MB can go in one call, or tensor by tensor in many. The cell alternates
@@ -502,9 +509,8 @@ turns = torch.tensor(seconds).amax(0).view(-1, 2)  # (5, 2), of the slowest rank
 measured = dict(zip(calls, turns.median(0).values.tolist(), strict=True))
 sources = {"predicted": predicted, "measured": measured}
 lesson.show(**sources, unit="s", key="00.calls", title="slowest rank, 5 turns")
-low, high = (turns[:, 1] / turns[:, 0]).aminmax()
-lesson.record("00.turns", {"least": low.item(), "most": high.item()})
 (expected, expected_100), (took, took_100) = predicted.values(), measured.values()
+lesson.record("00.off", {"one": took / expected, "hundred": took_100 / expected_100})
 lesson.reveal("00.many-calls", took_100 / took, predicted=expected_100 / expected)
 lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">", took))
 
@@ -513,10 +519,9 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 # <data value="00.many-calls:.1f">34.9</data> times as long for the same bytes. Each small call lies left of the knee and pays the latency again. That is why notebook 01
 # collects gradients in *buckets*, each of many tensors that go in one call.
 #
-# The formula says <data value="00.many-calls.predicted:.1f">33.2</data>, and the single turns gave <data value="00.turns.least:.1f">32.7</data> to <data value="00.turns.most:.1f">41.6</data>. It predicts
-# <data value="00.calls.1-call-of-8-mb.predicted">13.2 ms</data> for the one call and <data value="00.calls.100-calls-of-80-kb.predicted">439 ms</data> for the hundred, and the factor inherits both errors. On shared cores α
-# and B also drift between the fit and this test: in the fit, 8.4 MB took <data value="00.fit.large">15.0 ms</data>. So trust the formula for which of
-# the two is slower, and less for the factor.
+# The formula says <data value="00.many-calls.predicted:.1f">33.2</data>. The one call took {{00.off.one:.2f}} times its prediction, and the hundred took {{00.off.hundred:.2f}} times
+# theirs. An error that both share cancels in the factor, such as a busier machine during the fit. An error of α or of B
+# alone does not. So trust the formula for which of the two is slower, and measure where you need the factor.
 #
 # <details><summary>On a laptop</summary>
 #
@@ -555,6 +560,8 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 
 # %%
 lesson.explorers.all_reduce_cost()
+times = {"time (s)": (expected, took)}  # of the one call, for the table in notebook 08
+lesson.ledger.add("00", Layout(dp=N), "all-reduce of 8 MB", times, card.hardware)
 
 # %% [markdown]
 # **Takeaway.** A call costs latency, its bytes cost bandwidth. The knee n α B tells which you pay for.
@@ -601,47 +608,45 @@ lesson.check(exercises.bucket, bucket_bytes)
 # ```
 #
 # A profiler shows wait and move as **one** bar, named all-reduce. We split it when the last rank arrives: before that
-# moment a rank *waits*, afterwards bytes *move*. A rank that keeps the others waiting is a *straggler*. We make one: rank 1 sleeps 100 ms longer than the others, as if it read from a slow disk.
+# moment a rank *waits*, afterwards bytes *move*. A rank that keeps the others waiting is a *straggler*. We make one: rank 1
+# sleeps 100 ms longer than the others, as if it read from a slow disk.
 #
 # A `Layout` arranges ranks as a grid and says how many lie along each axis; here all lie along `dp`, the axis
-# of data parallelism. A `Mesh` makes a group of each axis, and `comm.all_reduce` is `dist.all_reduce` in
-# that group.
+# of data parallelism. `Mesh(layout).dp` is the group along that axis, and its `rank` is this rank's number in it.
 #
-# The cell runs three cases with 8 MB: all ranks at once, all after a pause of 30 ms, and rank 1 late.
-# It records a *timeline*, the start and end of each event on each rank. The figure shows the last case, without the
-# barriers between steps.
+# The cell runs three cases with 8 MB: all ranks at once, all after a pause of 30 ms, and rank 1 late. It records a
+# *timeline*, the start and end of each event on each rank. The figure shows the last case, as means over the steps.
 
 # %%
-lesson.predict(
-    "00.shortest-bar",
-    f"Rank 1 of {N} is slow. Which rank has the SHORTEST all-reduce bar?",
-    guess=None,
-    kind="ranking",
-    rule_of_thumb=[0],
-)
+question = f"Rank 1 of {N} is slow. Which rank has the SHORTEST all-reduce bar?"
+answer = {"guess": None, "kind": "ranking", "rule_of_thumb": [0]}
+lesson.predict("00.shortest-bar", question, **answer)
 
 
-# %%
-def step(pause, late):
-    axis = Mesh(Layout(dp=hpnb.world_size())).dp
+def record_steps(cases, steps=5):
+    axis, recorded = Mesh(Layout(dp=hpnb.world_size())).dp, {}
     gradient = torch.ones(2_000_000, device=hpnb.device())  # 8 MB
-    comm.all_reduce(gradient, axis)  # the first call opens the connections
-    with hpnb.record.timeline() as recorder:  # notes every collective
-        for _ in range(5):
-            comm.barrier(axis)
-            with recorder.span("compute"):  # notes this block, under a name
-                time.sleep(pause + late * (axis.rank == 1))
-            comm.all_reduce(gradient, axis)[0].item()  # wait for the GPU
-    return recorder.gather()  # the events of all ranks, on every rank
+    dist.all_reduce(gradient, group=axis.group)  # the first call opens connections
+    sent = theory.bytes_sent("all_reduce", gradient.nbytes, axis.size)
+    for name, (pause, late) in cases.items():
+        with hpnb.record.timeline() as recorder:
+            for _ in range(steps):
+                comm.barrier(axis)  # dist.barrier, and notes itself in the timeline
+                with recorder.span("compute"):  # notes this block, under a name
+                    time.sleep(pause + late * (axis.rank == 1))
+                with recorder.span("all_reduce", -1, -1, "dp", sent, axis.ranks):
+                    dist.all_reduce(gradient, group=axis.group)
+                gradient[0].item()  # a GPU runs behind its process: wait for it
+        recorded[name] = recorder.gather()  # the events of all ranks, on every rank
+    return recorded
 
 
+# %%
 cases = {"at once": (0, 0), "after a pause": (0.03, 0), "rank 1 late": (0.03, 0.1)}
-recorded = {}
-for name, times in cases.items():
-    recorded[name] = hpnb.launch(step, *times, ranks=N, device=DEVICE)[0]
+recorded = hpnb.launch(record_steps, cases, ranks=N, device=DEVICE)[0]
 late = recorded["rank 1 late"]
-title = "measured · compute is a sleep; rank 1 sleeps longest and waits least, 5 steps"
-lesson.show(figures.waits(late, title=title))
+title = "measured · compute is a sleep; rank 1 sleeps longest and waits least"
+lesson.show(figures.waits(late, title=title, steps=5))
 reduces = late.select(["all_reduce"]).by_rank
 costs = {rank: sum(e.duration for e in events) for rank, events in reduces.items()}
 order = sorted(costs, key=costs.get)
@@ -649,9 +654,8 @@ lesson.reveal("00.shortest-bar", order, predicted=[1], costs=costs)
 lesson.claim("the late rank has the shortest all-reduce", order[0] == 1)
 
 # %% [markdown]
-# The straggler has the *shortest* all-reduce, wait and move together, because it arrives last and waits for nobody. The
-# rule of thumb named rank 0, and its score is how much longer that bar is than rank 1's. Whoever optimizes the longest
-# bar works on the wrong rank.
+# The straggler has the *shortest* all-reduce, wait and move together, because it arrives last and waits for nobody.
+# Whoever optimizes the longest bar works on the wrong rank.
 #
 # Next come the medians over the steps of each case. Then we *replay* the last case on other links: each
 # rank computes as long as recorded, and collectives take what the formula says.
@@ -678,16 +682,20 @@ moves = {name: median(tl, "move") for name, tl in replays.items()}
 parts = {"wait (s)": waits, "move (s)": moves}
 title = "simulated · the steps with the late rank, on other links"
 lesson.show(columns=parts, key="00.replay", title=title)
-times = {"time (s)": (expected, took)}
-lesson.ledger.add("00", Layout(dp=N), "all-reduce of 8 MB", times, card.hardware)
 waiting, moving = wait["rank 1 late"], move["rank 1 late"]
 lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", moving))
 
 # %% [markdown]
-# With rank 1 late, the others waited <data value="00.bar.rank-1-late.measured-wait">99.1 ms</data> in an all-reduce, and then the bytes moved in
-# <data value="00.bar.rank-1-late.measured-move">11.9 ms</data>. A faster link shortens only the move. On simulated NVLink it takes
-# <data value="00.replay.nvlink-4.move">44.7 µs</data>. The wait is still <data value="00.replay.nvlink-4.wait">99.1 ms</data>, by construction: rank 1 still computes
-# 100 ms longer. The small difference comes from the barrier before, which replayed ranks leave together.
+# Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">99.1 ms</data> in an all-reduce. Then the bytes moved in
+# <data value="00.bar.rank-1-late.measured-move">11.9 ms</data>. A faster link shortens only the move: on simulated NVLink it takes <data value="00.replay.nvlink-4.move">44.7 µs</data>. The
+# wait stays at <data value="00.replay.nvlink-4.wait">99.1 ms</data>, because a replay keeps the recorded compute times.
+#
+# <details><summary>A copy that looked like a link</summary>
+#
+# The cell calls `dist.all_reduce`, which sums in place. `comm.all_reduce` first copies its tensor, and with it the wait was
+# not 100 ms, not even in the replay. The copy lies between the two recorded events. The early ranks copy at the same
+# moment and rank 1 copies alone, so their copies take differently long, and a replay keeps what lies between events.
+# </details>
 #
 # <details><summary>How long does an 8 MB all-reduce take, then?</summary>
 #
@@ -764,8 +772,9 @@ lesson.check(exercises.straggler, straggler)
 # second to 1 + 300 = 301. Ranks 1 to 3 take 301 for the sum of gradients, and rank 0 takes 103. Right would be 400.
 # </details>
 #
-# The next cell makes the deadlock. Its two groups lie along different axes: `gradients` along `dp`, `metrics` along `tp`,
-# which notebook 03 uses. After 3 seconds the launch stops the ranks and raises a `RankError`, on purpose.
+# The next cell makes the deadlock. Its two groups lie along different axes: `gradients` along `dp`, and `metrics` along
+# `tp`, the axis of tensor parallelism in notebook 03. `comm.all_reduce` is `dist.all_reduce` in one of these groups, on a
+# copy. After 3 seconds the launch stops the ranks and raises a `RankError`, on purpose.
 
 
 # %% tags=["raises-exception"]
@@ -785,7 +794,7 @@ hpnb.launch(mismatched, ranks=N, device=DEVICE, timeout=3)
 
 # %% [markdown]
 # The first line of the error says that all ranks wait for others, in calls that do not match. On GPUs a monitor
-# would even show 100 % use, because a waiting NCCL kernel spins. Which calls? Compare the **lines**.
+# would even show 100 % use: while NCCL waits, its kernel keeps asking whether the data has come. Compare the **lines**.
 
 # %%
 error = sys.last_value
@@ -803,8 +812,7 @@ lesson.field_guide.add(
 lesson.field_guide.show()
 
 # %% [markdown]
-# Rank 0 waits in the all-reduce over `gradients`, the others in the one over `metrics`: the order does not match. Every notebook adds a
-# row to the *field guide*, where you look up a symptom to find its cause.
+# The order does not match. Every notebook adds a row to the *field guide*, where you look up a symptom to find its cause.
 #
 # <details><summary>In your tools: hangs</summary>
 #

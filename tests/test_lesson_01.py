@@ -8,6 +8,7 @@ import pytest
 
 from hpnb.lesson.figures import vit_data_parallel as figures
 from hpnb.lesson.programs import step_timing
+from hpnb.record import Event, Timeline
 
 
 def test_a_range_leaves_out_as_many_rounds_as_95_percent_allow() -> None:
@@ -31,9 +32,22 @@ def test_two_steps_are_compared_within_each_round() -> None:
     assert undecided.range == "0.33 to 3.00"
 
 
+def test_one_round_is_drawn_the_one_whose_ratio_is_the_median() -> None:
+    def lasting(*seconds: float) -> list[Timeline]:
+        return [Timeline((Event(0, -1, "F", -1, 0.0, end),)) for end in seconds]
+
+    rounds = {"A": lasting(9.0, 8.0, 7.0), "B": lasting(1.0, 4.0, 2.0), "C": lasting(3.0, 4.0, 4.0)}
+    drawn = figures.median_round(rounds, "C", "B")  # ratios 3, 1 and 2
+    assert {name: tl.makespan for name, tl in drawn.items()} == {"A": 7.0, "B": 2.0, "C": 4.0}
+
+
 def test_page_01_puts_its_results_into_words() -> None:
     assert figures.free_words(1088, None, 2176) == {"during": "1,088", "after": "more than 2,176"}
     slower, unclear = step_timing.Spread(1.2, 1.1, 1.3), step_timing.Spread(1.2, 0.9, 1.3)
-    assert figures.count_verdicts({17: slower, 34: slower, 68: unclear}) == {"faster": 0, "slower": 2}
+    assert figures.count_verdicts({17: slower, 34: slower, 68: unclear}) == {
+        "faster": 0,
+        "slower": 2,
+        "undecided": 1,
+    }
     times = {figures.ALONE: [1.0] * 6, figures.DURING: [1.5] * 6, figures.ALL_REDUCE: [0.25] * 6}
     assert figures.cost_of_overlap(times) == {"median": 0.5, "low": 0.5, "high": 0.5, "all-reduce": 0.25}

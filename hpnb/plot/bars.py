@@ -178,7 +178,7 @@ def _write_inside(
 ) -> None:
     """The length of a part in its middle, on a patch of its own colour where it is hatched."""
     inches = ax.get_position().width * ax.figure.get_figwidth()  # type: ignore[union-attr]
-    if wide / (1.04 * panel.longest / panel.scale) * inches > text_inches(words, TEXT, "bold") + 0.1:
+    if wide / (1.04 * panel.longest / panel.scale) * inches > text_inches(words, TEXT, "bold") + 0.06:
         ax.text(x + wide / 2, y, words, size=TEXT, weight="bold", ha="center", va="center", zorder=6,
                 color=ink_on(style.color),
                 bbox={"facecolor": style.color, "edgecolor": "none", "pad": 1.5})  # fmt: skip

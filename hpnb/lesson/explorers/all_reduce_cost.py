@@ -33,7 +33,15 @@ CHALLENGE = Challenge(
 
 def all_reduce_cost() -> Explorer:
     """Notebook 00: how long an all-reduce takes, by ranks, bytes, latency, bandwidth and algorithm."""
-    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("ranks", "time (µs)")).display()
+    return Explorer(
+        KNOBS,
+        _readings,
+        CHALLENGE,
+        ANSWER,
+        trade=("ranks", "time (µs)"),
+        trade_names=("ring", "halving-doubling"),
+        goal=200.0,
+    ).display()
 
 
 def _readings(

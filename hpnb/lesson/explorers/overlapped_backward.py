@@ -41,7 +41,15 @@ def overlapped_backward() -> Explorer:
     is the most that a bucket may hold, in MiB (2^20 bytes), which `DataParallel(bucket_mb=)` means too; the
     gradients are split into as few equal buckets as that allows.
     """
-    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("bucket", "exposed (%)")).display()
+    return Explorer(
+        KNOBS,
+        _readings,
+        CHALLENGE,
+        ANSWER,
+        trade=("bucket", "exposed (%)"),
+        trade_names=("10,000 tokens per rank", "50,000 tokens per rank"),
+        goal=6.5,
+    ).display()
 
 
 def _readings(

@@ -88,7 +88,7 @@ def _short(words: str) -> str:
 # --- who waits for whom ------------------------------------------------------------------------------
 
 
-def waits(tl: Timeline, title: str | None = None) -> Figure:
+def waits(tl: Timeline, title: str | None = None, steps: int = 1) -> Figure:
     """Where each rank's time went: a collective's time is split where the last rank arrives.
 
         wait = arrival of the last rank - this rank's arrival        move = end - arrival of the last rank
@@ -98,6 +98,7 @@ def waits(tl: Timeline, title: str | None = None) -> Figure:
     Args:
         tl: compute events, and either "wait" and "move" or all-reduces, which are then split by
             `Timeline.split_waits`.
+        steps: that the timeline has; bars are the mean of one.
 
     Raises:
         ValueError: the timeline holds neither.
@@ -106,14 +107,18 @@ def waits(tl: Timeline, title: str | None = None) -> Figure:
     if not _is_split(split):
         ops = ", ".join(sorted({e.op for e in tl.events})) or "nothing"
         raise ValueError(f'waits needs "wait" and "move", or "all_reduce" to split; this timeline has {ops}')
-    spent = time_by_part(split)
+    spent = {
+        rank: {part: seconds / steps for part, seconds in parts.items()}
+        for rank, parts in time_by_part(split).items()
+    }
     straggler, verdict = find_straggler(spent)
     rows = {
         f"rank {rank}": [Bar(parts, words="◀ waits least" if rank == straggler else "")]
         for rank, parts in spent.items()
     }
     heading = title if title is not None else f"waiting is not moving: all-reduce · {tl.source}"
-    panel = BarPanel(rows, "s", "time ({unit})", inside="length")
+    of = f" of a step, mean of {steps}" if steps > 1 else ""
+    panel = BarPanel(rows, "s", f"time{of} ({{unit}})", inside="length")
     looks = {part: STYLE[part] for part in PARTS}
     fig = bars([panel], looks, title=heading, caption=verdict, right=1.1)
     fig.set_label(verdict)

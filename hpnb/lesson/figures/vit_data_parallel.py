@@ -26,9 +26,11 @@ FILLING = "fill buckets, start messages"
 _LAW_POINTS = 300
 
 
-def median_rounds(rounds: Mapping[str, Sequence[Timeline]]) -> dict[str, Timeline]:
-    """{version: the round of median duration}."""
-    return {name: median_by(tls, lambda tl: tl.makespan) for name, tls in rounds.items()}
+def median_round(rounds: Mapping[str, Sequence[Timeline]], version: str, other: str) -> dict[str, Timeline]:
+    """{name: its timeline in one round}: the round in which `version` / `other` is the median."""
+    ratios = [a.makespan / b.makespan for a, b in zip(rounds[version], rounds[other], strict=True)]
+    middle = median_by(range(len(ratios)), ratios.__getitem__)
+    return {name: tls[middle] for name, tls in rounds.items()}
 
 
 def versions(timelines: Mapping[str, Timeline], overlap: Spread) -> Figure:
@@ -67,9 +69,10 @@ def free_words(during: int | None, after: int | None, most: int) -> dict[str, st
 
 
 def count_verdicts(ratios: Mapping[int, Spread]) -> dict[str, int]:
-    """How many of `ratios` are "faster" and how many "slower"."""
+    """How many of `ratios` are "faster", how many "slower", and how many neither, "undecided"."""
     verdicts = [spread.verdict for spread in ratios.values()]
-    return {verdict: verdicts.count(verdict) for verdict in ("faster", "slower")}
+    counts = {verdict: verdicts.count(verdict) for verdict in ("faster", "slower")}
+    return counts | {"undecided": verdicts.count("cannot tell")}
 
 
 def cost_of_overlap(times: Mapping[str, Sequence[float]]) -> dict[str, float]:

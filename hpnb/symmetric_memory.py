@@ -16,6 +16,9 @@ import torch.distributed as dist
 from hpnb.mesh import Axis
 
 
+MARGIN = 256 * 2**20  # bytes
+
+
 class SymmetricMemory(Protocol):
     """What all ranks of an axis have opened, as one of them sees it; ranks are places on the axis.
 
@@ -47,20 +50,31 @@ def open_symmetric_memory(axis: Axis, nbytes: int, device: torch.device) -> Symm
     """Open `nbytes` on every rank of `axis`; None on all of them if one rank could not. All of them call it.
 
     The ranks agree after the allocation and before the rendezvous, in which they wait for each other: a rank
-    that could not allocate would leave the others there.
+    that could not allocate would leave the others there. A rank whose GPU is nearly full does not try: there
+    PyTorch's allocation ends the process (torch 2.11, SIGSEGV).
     """
     from torch.distributed import _symmetric_memory as symmetric
 
     memory: SymmetricMemory | None = None
     allocation: torch.Tensor | None = None
     with suppress(RuntimeError):  # an OutOfMemoryError is one
-        allocation = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+        if _has_room(nbytes, device):
+            allocation = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
     if not _all_ranks(allocation is not None, axis):
         return None
     assert allocation is not None
     with suppress(RuntimeError):
         memory = symmetric.rendezvous(allocation, axis.group)
     return memory if _all_ranks(memory is not None, axis) else None
+
+
+def _has_room(nbytes: int, device: torch.device) -> bool:
+    """Whether the GPU has `nbytes` free, and MARGIN for others that allocate at this moment."""
+    if device.type != "cuda":
+        return True
+    if torch.cuda.mem_get_info(device)[0] < nbytes + MARGIN:
+        torch.cuda.empty_cache()  # what the allocator keeps of tensors that are gone
+    return torch.cuda.mem_get_info(device)[0] >= nbytes + MARGIN
 
 
 def _all_ranks(succeeded: bool, axis: Axis) -> bool:

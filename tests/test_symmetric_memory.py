@@ -172,6 +172,18 @@ def test_memory_that_one_rank_cannot_open_is_opened_by_none() -> None:
             assert pool.run(open_with_fault, fault, failing) == [False, False], (fault, failing)
 
 
+def test_a_gpu_that_is_nearly_full_is_not_asked_for_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There torch 2.11 ends the process, with nothing to catch."""
+    gpu, free = torch.device("cuda", 0), [0]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for free[0], room in ((2**30, True), (300 * 2**20, False), (2**20, False)):
+        assert symmetric_memory._has_room(100 * 2**20, gpu) is room, free
+    # What the allocator only keeps is given back first.
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.__setitem__(0, 2**30))
+    assert symmetric_memory._has_room(100 * 2**20, gpu)
+
+
 def test_queues_whose_slots_cannot_grow_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their slots are too small for the messages to come, so one would overwrite the next."""
     memories = [OneRank(Shared(2), 0, 0), None]

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from hpnb.mesh import Axis
 
-
 MARGIN = 256 * 2**20  # bytes
 
 

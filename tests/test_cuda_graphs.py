@@ -228,7 +228,7 @@ def train_odd(kind: str, lengths: Sequence[int], between: str = "") -> dict[str,
         axis = Mesh(Layout(pp=1, tp=hpnb.world_size())).pp
         pipe = hpnb.Pipeline(nn.Sequential(Odd(kind), nn.Linear(6, 6)), axis, "gpipe", square_error)
         made = with_graphs(pipe) if graphs else None
-        if made is not None and kind == "raises":
+        if made is not None:
             capture = made._capture.capture
 
             def raising(*args: Any, capture: Any = capture) -> Any:
@@ -258,8 +258,17 @@ def train_odd(kind: str, lengths: Sequence[int], between: str = "") -> dict[str,
     return results
 
 
+def waiting_loss(outputs: torch.Tensor, batch: Step) -> torch.Tensor:
+    """A loss that a capture refuses."""
+    if CAPTURING:
+        raise RuntimeError("operation not permitted when stream is capturing")
+    return square_error(outputs, batch)
+
+
 def change(pipe: hpnb.Pipeline, what: str, step: int) -> None:
-    if what == "criterion":  # another lambda in every step, of the same code
+    if what == "loss that waits":
+        pipe._loss_fn = waiting_loss
+    elif what == "criterion":  # another lambda in every step, of the same code
         pipe._loss_fn = lambda outputs, batch: square_error(outputs, batch)
     elif what == "weight of the loss":
         pipe._loss_fn = lambda outputs, batch, weight=float(step > 3): weight * square_error(outputs, batch)
@@ -336,6 +345,15 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_why(
         assert len(results["warned"]) == 1
         assert results["warned"][0].startswith("stage 0 runs without CUDA graphs, because ")
         assert results["live"] == 0
+
+
+def test_a_loss_that_cannot_be_captured_runs_eagerly_behind_the_graph(pools: RankPools) -> None:
+    results = pools[1].run(train_odd, "", [3] * 6, "loss that waits")[0]
+    check_odd(results)
+    assert not results["reasons"]
+    assert results["live"] == 4
+    (warning,) = results["warned"]
+    assert warning.startswith("the loss runs without CUDA graphs, because Python waits there for a value")
 
 
 def ask_on_a_cpu() -> list[str]:

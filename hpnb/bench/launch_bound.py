@@ -90,7 +90,7 @@ class Loop:
         for i, part in enumerate(parts):
             with quiet() if i + 1 < len(parts) else nullcontext():
                 loss = _forward(self.model, part)
-                (loss / len(parts)).backward()  # type: ignore[no-untyped-call]
+                (loss / len(parts)).backward()
             self.losses.append(loss.detach())
 
     def step(self) -> None:

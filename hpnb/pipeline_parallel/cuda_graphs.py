@@ -26,7 +26,7 @@ import warnings
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -110,6 +110,7 @@ class StageGraphs:
         self._steps = Counter[tuple[int, Hashable]]()  # eager steps with a form, by stage
         self._running: set[tuple[int, Hashable]] = set()  # those of the step that runs
         self._frozen_world: tuple[Hashable, ...] | None = None
+        self._loss_runs_eagerly = False  # as it cannot be captured
         self._capture.forget()
 
     def begin_step(
@@ -187,11 +188,20 @@ class StageGraphs:
     def _capture_stage(self, key: GraphKey, work: StageWork) -> None:
         if key.stage in self.reasons:
             return
+        if self._loss_runs_eagerly:
+            work = replace(work, loss=None)
         try:
             self._graphs[key] = StageGraph(work, self._capture, key.slot, self._static_grad)
         except Exception as error:
             self._split_backward.drop()
-            self._run_eagerly(key.stage, _describe(error))
+            if work.loss is None:
+                self._run_eagerly(key.stage, _describe(error))
+                return
+            self._loss_runs_eagerly = True
+            self._capture_stage(key, work)
+            if key.stage not in self.reasons:
+                reason = _describe(error)
+                warnings.warn(f"the loss runs without CUDA graphs, because {reason}", stacklevel=2)
 
     def _static_grad(self, parameter: nn.Parameter) -> torch.Tensor:
         if parameter not in self._static_grads:

@@ -35,6 +35,7 @@ from hpnb.pipeline_parallel.loss import BatchLoss
 from hpnb.pipeline_parallel.rank_schedule import RankSchedule
 from hpnb.pipeline_parallel.schedule import Action
 from hpnb.pipeline_parallel.split_backward import SplitBackward
+from hpnb.pipeline_parallel.stage_graph import StageGraph
 from hpnb.pipeline_parallel.step_messages import StepMessages
 from hpnb.pipeline_parallel.transfers import MessageQueue, Pair
 from hpnb.ranks.current_rank import device, world_size
@@ -105,6 +106,7 @@ class StepExecutor:
         self._starts: dict[tuple[int, int], tuple[list[GradientEdge], list[torch.Tensor]]] = {}
         self._leaves: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._input_grads: dict[tuple[int, int], list[torch.Tensor]] = {}  # of replayed backwards
+        self._loss_leaves: dict[int, list[torch.Tensor]] = {}  # what an eager loss of a graph's outputs takes
         self.outputs: dict[int, Any] = {}
         self.seconds: dict[Action, float] = {}
         self.communications: dict[Action, list[Event]] = {}
@@ -197,7 +199,9 @@ class StepExecutor:
             if (graph := graphs.graphs.get((stage, m))) is not None:
                 self._leaves.pop((stage, m), None)
                 value, result = graph.forward(value, inputs)
-                self._finish_replayed_forward(action, value, result)
+                self._starts[stage, m] = [], []
+                if stage == self._last_stage:
+                    self._finish_replayed_forward(m, graph, value, result)
                 return value
             with graphs.watch_forward(stage):
                 value = self._config.run_stage(stage, value, inputs)
@@ -231,16 +235,19 @@ class StepExecutor:
                 )
             self._starts[self._last_stage, m] = edges, [gradient] * len(edges)
 
-    def _finish_replayed_forward(self, action: Action, outputs: Any, result: Any) -> None:
-        """A graph has computed outputs, and on the last stage the loss."""
-        self._starts[action.stage, action.microbatch] = [], []
-        if action.stage < self._last_stage:
+    def _finish_replayed_forward(self, m: int, graph: StageGraph, outputs: Any, result: Any) -> None:
+        """A graph of the last stage has computed its outputs, and the loss if that could be captured."""
+        assert self._config.loss is not None
+        if not graph.has_loss:
+            tensors = tensors_in(outputs)
+            trained = zip(tensors, graph.trained_outputs, strict=True)
+            self._loss_leaves[m] = [t.requires_grad_() for t, takes_gradient in trained if takes_gradient]
+            self._finish_forward(m, outputs)
             return
         if self._config.keep_outputs:
-            self.outputs[action.microbatch] = outputs
-        assert self._config.loss is not None
-        _, gradient = self._config.loss.accept(action.microbatch, outputs, result)
-        self._starts[action.stage, action.microbatch] = [], [gradient]
+            self.outputs[m] = outputs
+        _, gradient = self._config.loss.accept(m, outputs, result)
+        self._starts[self._last_stage, m] = [], [gradient]
 
     def _take_gradients(self, action: Action) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """Where the backward starts, and with which gradients."""
@@ -262,6 +269,10 @@ class StepExecutor:
         graphs, work = self._config.graphs, (action.stage, action.microbatch)
         with self._recorded(action):
             if (graph := graphs.graphs.get(work)) is not None:
+                if starts:  # of a loss that runs eagerly
+                    _run_backward(starts, grads)
+                    leaves = self._loss_leaves.pop(action.microbatch)
+                    grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
                 self._input_grads[work] = graph.backward(grads)
                 if action.op == "B":
                     grad_ready.complete(action)

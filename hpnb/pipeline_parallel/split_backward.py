@@ -188,13 +188,12 @@ class _Forward:
         self.module, self.rule, self.split = module, rule, split
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        least = self.split.least
-        if least and len(args) == 1 and not kwargs:  # most calls, where launches are what a step waits for
-            x, weight = args[0], self.module._parameters.get("weight")
-            if _is_small(x, weight, least):
-                return type(self.module).forward(self.module, x)
+        x: Any
+        least, x = self.split.least, args[0] if len(args) == 1 and not kwargs else None
+        # Most calls end here: small steps wait for Python, so this comes first.
+        if least and _is_small(x, self.module._parameters.get("weight"), least):
+            return type(self.module).forward(self.module, x)
         weight, bias = _registered(self.module)
-        x: Any = args[0] if len(args) == 1 and not kwargs else None
         if not (_plain(x) and _deferrable(weight, bias) and torch.is_grad_enabled()):
             return type(self.module).forward(self.module, *args, **kwargs)
         kind = x.device.type

@@ -130,8 +130,8 @@ class StageWork:
         run_stage: (stage, what the stage before gave, inputs) -> what this stage gives.
         boundary: the form of what the stage before gives; None for stage 0.
         inputs: a microbatch; others have the same shapes.
-        loss: the loss function, on the last stage.
-        keeps_outputs: whether the outputs of the last stage are handed on.
+        loss: the loss function, on the last stage; None where it runs eagerly, of outputs that are handed on.
+        keeps_outputs: whether the outputs of the last stage are handed on although the loss is captured.
         splits: whether the backward is split into I and W.
     """
 
@@ -154,6 +154,8 @@ class StageGraph:
 
     Attributes:
         parameters: those to whose gradients the backward adds.
+        has_loss: whether the loss is in the graph.
+        trained_outputs: which of the stage's outputs take a gradient.
 
     Raises:
         RuntimeError: it cannot be captured, say because Python waits for a value.
@@ -162,7 +164,7 @@ class StageGraph:
     def __init__(
         self, work: StageWork, capture: Capture, slot: int, grads: Callable[[nn.Parameter], torch.Tensor]
     ) -> None:
-        self._work = work
+        self._work, self.has_loss = work, work.loss is not None
         self._hidden: Any = None
         with capture.outside():
             self._inputs = tree_map(_static, work.inputs)
@@ -216,7 +218,9 @@ class StageGraph:
         self._starts = gradient_edges(self._started_from)
         self._started_from = [t.detach() for t in self._started_from]
         self._result = tree_map(_detach, self._result)
-        self._outputs = tree_map(_detach, outputs) if work.loss is None or work.keeps_outputs else None
+        hands_on = work.loss is None or work.keeps_outputs
+        self._outputs = tree_map(_detach, outputs) if hands_on else None
+        self.trained_outputs = [t.requires_grad for t in tensors_in(outputs)]
 
     def _run_backward(self) -> None:
         work = self._work

@@ -14,28 +14,100 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import hpnb
 
 
-def train(**layout: Any) -> tuple[list[float], float, float]:
-    """Losses of two epochs, that of an evaluation, and the sum of |weights|: rows of unequal lengths."""
+class Seen(hpnb.Hook):
+    """Targets that a hook sees beside the outputs."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_outputs(self, trainer: Any, outputs: Any, inputs: Any) -> None:
+        logits, labels = outputs["logits"], inputs["labels"]
+        assert logits.shape[:2] == labels.shape
+        self.count += int(labels[:, 1:].ne(-100).sum() if trainer.causal else labels.ne(-100).sum())
+
+
+def train(**layout: Any) -> tuple[list[float], dict[str, Any], float, int, int]:
+    """Losses of two epochs, an evaluation, the sum of |weights|, targets that a hook saw, and tokens: rows of
+    unequal lengths."""
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=31, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=0,
+    config = GPT2Config(vocab_size=31, n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=0,
                         eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
     model = GPT2LMHeadModel(config).double()
-    booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp64", **layout))
+    plugin = hpnb.HybridParallelPlugin(precision="fp64", **layout)
+    booster = hpnb.Booster(plugin=plugin)
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.3))
     rows = [torch.arange(n) * 7 % 31 for n in (5, 12, 9, 16, 4, 7, 11, 6)]
     collate = hpnb.data.collate_texts(0)
     pairs = [rows[i : i + 2] for i in range(0, len(rows), 2)]
     batches = [collate([{"input_ids": row, "labels": row} for row in pair]) for pair in pairs]
-    trainer = hpnb.Trainer(booster, model, optimizer, accumulation=2, display_progress=False)
+    speed, seen = hpnb.ThroughputHook("tokens", warmup=0), Seen()
+    hooks = [hpnb.AccuracyHook(), *(hpnb.F1Hook(n, f"f1 of {n}") for n in range(31)), speed, seen]
+    trainer = hpnb.Trainer(booster, model, optimizer, hooks=hooks, accumulation=2, display_progress=False)
     losses = [epoch["loss"] for epoch in trainer.fit(batches, epochs=2)]
+    tokens = int(trainer.role.add_up(speed.sums())[0])  # of the last epoch
+    seen.count = 0
+    evaluated = trainer.evaluate(batches)
+    both = [torch.zeros(()) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(both, torch.tensor(float(seen.count)))
+    last = plugin.stage_manager.is_last_stage()
     weights = float(sum(p.detach().abs().sum() for p in model.parameters()))
-    return losses, trainer.evaluate(batches)["loss"], weights
+    return losses, evaluated, weights, int(sum(both)), tokens if last else -1
 
 
-def test_batches_weigh_as_on_one_process() -> None:
-    ((losses, evaluated, weights),) = hpnb.launch(train, ranks=1, device="cpu")
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    return hpnb.launch(train, ranks=1, device="cpu")[0]
+
+
+def test_batches_weigh_as_on_one_process(alone: Any) -> None:
+    losses, evaluated, weights, *_ = alone
     assert losses[1] < losses[0]
     for found in hpnb.launch(train, ranks=2, device="cpu", cp_size=2):
         assert found[0] == pytest.approx(losses, rel=1e-12)
-        assert found[1] == pytest.approx(evaluated, rel=1e-12)
+        assert found[1]["loss"] == pytest.approx(evaluated["loss"], rel=1e-12)
         assert found[2] == pytest.approx(weights, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"context_parallel": "ulysses"}, {"pp_size": 2, "num_microbatches": 2}], ids=str
+)
+def test_accuracy_and_f1_are_those_of_one_process(alone: Any, layout: dict[str, Any]) -> None:
+    """Outputs are those of a rank's tokens, and hooks saw the batch of all of them beside these."""
+    losses, evaluated, _, targets, tokens = alone
+    assert 0 < evaluated["accuracy"] < 1
+    assert any(evaluated[f"f1 of {n}"] for n in range(31))
+    for found in hpnb.launch(train, ranks=2 * layout.get("pp_size", 1), device="cpu", cp_size=2, **layout):
+        assert found[0] == pytest.approx(losses, rel=1e-12)
+        assert {name: value for name, value in found[1].items() if value is not None} == pytest.approx(
+            {name: value for name, value in evaluated.items() if value is not None}, rel=1e-12
+        )
+        assert found[3] == targets
+        assert found[4] in (tokens, -1)
+
+
+def tag(**layout: Any) -> list[tuple[float, float]]:
+    """Loss and accuracy of two epochs of a tagger, whose first tokens have targets, too."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(31, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 5)
+    ).double()
+    booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp64", **layout))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.3))
+    ids = torch.arange(36).reshape(4, 9) * 7 % 31
+    lengths = torch.tensor([[3], [9], [5], [4]])
+    batch = {"input": ids, "labels": (ids % 5).masked_fill(torch.arange(9) >= lengths, -100)}
+
+    def loss(outputs: torch.Tensor, inputs: Any) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(outputs.flatten(0, 1), inputs["labels"].flatten())
+
+    hooks = [hpnb.AccuracyHook()]
+    trainer = hpnb.Trainer(booster, model, optimizer, loss, hooks=hooks, display_progress=False)
+    return [(epoch["loss"], epoch["accuracy"]) for epoch in trainer.fit([batch], epochs=2)]
+
+
+def test_what_a_pipeline_asks_of_its_loss_function_is_no_microbatch() -> None:
+    """Its first step calls the function with other labels, which loss and accuracy of that epoch counted."""
+    (alone,) = hpnb.launch(tag, ranks=1, device="cpu")
+    for found in hpnb.launch(tag, ranks=2, device="cpu", pp_size=2, num_microbatches=2):
+        assert found[0] == pytest.approx(alone[0], rel=1e-12)
+        assert found[1] == pytest.approx(alone[1], rel=1e-12)

@@ -74,8 +74,16 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
+class ChangedMapping(dict[str, Any]):
+    """Inputs with other labels, by which a function is asked: no microbatch, so nobody may count them."""
+
+
+class ChangedTuple(tuple[Any, ...]):
+    """The same of a batch without names."""
+
+
 def _with_labels(inputs: Any, labels: torch.Tensor) -> Any:
     if isinstance(inputs, Mapping):
         name = next(name for name in TARGET_NAMES if name in inputs)
-        return {**inputs, name: labels}
-    return (*inputs[:-1], labels)
+        return ChangedMapping({**inputs, name: labels})
+    return ChangedTuple((*inputs[:-1], labels))

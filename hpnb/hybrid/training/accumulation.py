@@ -19,12 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hpnb.context_parallel import shard_batch
 from hpnb.data import IterableLoader, Loader
 from hpnb.data.batch_agreement import check_lengths, iterate_together
 from hpnb.data.iterable_loader import is_iterable_dataset
 from hpnb.hybrid.model_loss import loss_of_outputs
 from hpnb.hybrid.training.run_state import TrainingState
 from hpnb.models import anatomy
+from hpnb.pipeline_parallel.label_shift import ChangedMapping, ChangedTuple
 from hpnb.pipeline_parallel.loss import call_criterion
 from hpnb.pipeline_parallel.microbatches import count_targets
 from hpnb.ranks.current_rank import device
@@ -50,8 +52,9 @@ class HookedCriterion:
         value, count = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(value, torch.Tensor) or value.dim():
             return result  # not a loss, which the backward will say
-        with torch.no_grad():
-            self._show(outputs, inputs, value.detach(), count)
+        if not isinstance(inputs, ChangedMapping | ChangedTuple):
+            with torch.no_grad():
+                self._show(outputs, inputs, value.detach(), count)
         if self.weight is None:
             return result
         weighted = value * self.weight.to(value.dtype)
@@ -66,9 +69,17 @@ class HookedCriterion:
         n = torch.as_tensor(known, dtype=torch.float64, device=value.device)
         # The mean over no targets is nan, and must not count.
         total = value.double() if count is not None else torch.where(n > 0, value.double() * n, 0.0)
+        inputs = self._of_outputs(inputs)
         for hook in self._trainer.hooks:
             hook.on_outputs(self._trainer, outputs, inputs)
             hook.on_loss(self._trainer, total, n)
+
+    def _of_outputs(self, inputs: Any) -> Any:
+        """What the outputs are of: under context parallelism this rank's tokens, with labels shifted."""
+        context = getattr(self._trainer.model, "context", None)
+        if context is None or inputs is not self.unsharded:
+            return inputs
+        return shard_batch(inputs, context.axis.rank, context.axis.size, context.zigzag)
 
 
 def is_causal(model: Any) -> bool:

@@ -52,7 +52,8 @@ class Hook:
         yield
 
     def on_outputs(self, trainer: TrainingState, outputs: Any, inputs: Any) -> None:
-        """Of one microbatch, in training and evaluation; without gradients."""
+        """Of one microbatch, in training and evaluation; without gradients. With context parallelism both are
+        of this rank's tokens, and labels are shifted already."""
 
     def on_loss(self, trainer: TrainingState, total: torch.Tensor, count: torch.Tensor) -> None:
         """The sum of the losses of one microbatch, and of how many targets; both (), float64."""

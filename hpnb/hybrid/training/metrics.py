@@ -135,17 +135,18 @@ class ThroughputHook(Metric):
         self.unit, self.warmup = unit, warmup
         self._left = warmup
         self._began: float | None = None
-        self._amount = 0
+        self._amount = 0.0
 
     def before_fit(self, trainer: TrainingState) -> None:
         self._left = self.warmup
 
     def before_epoch(self, trainer: TrainingState) -> None:
-        self._amount, self._began = 0, None if self._left else _now()
+        self._amount, self._began = 0.0, None if self._left else _now()
 
     def after_step(self, trainer: TrainingState) -> None:
         if self._began is not None:
-            self._amount += sum(map(self._in, trainer.batches))
+            # The ranks of one context-parallel group have the same batch, and all of them report it.
+            self._amount += sum(map(self._in, trainer.batches)) / trainer.booster.plugin.cp_size
             return
         self._left -= 1
         if self._left == 0:

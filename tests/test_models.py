@@ -92,7 +92,7 @@ def test_sizes_are_those_that_were_published(name: str, millions: float) -> None
 
 @pytest.mark.parametrize(
     ("size", "batch", "classes"),
-    [(SIZES["laptop"], 3, 5), (TINY, 2, 3), (ViTSize(24, 1, 3, 72, 4, 12), 4, 7)],
+    [(SIZES["laptop"], 3, 5), (TINY, 2, 3), (ViTSize(24, 1, 3, 70, 4, 12), 4, 7)],
 )
 def test_flops_are_those_that_torch_counts(size: ViTSize, batch: int, classes: int) -> None:
     model = vit(size, classes=classes)
@@ -229,8 +229,6 @@ def test_vit_refuses(arguments: dict[str, Any], words: str) -> None:
 
 
 def test_a_size_refuses_what_does_not_divide() -> None:
-    with pytest.raises(ValueError, match="mlp=100 is no multiple of 64"):
-        ViTSize(64, 2, 4, 100, 8, 32)
     with pytest.raises(ValueError, match="hidden 64 does not divide into 5 heads; 2 or 4 would work"):
         ViTSize(64, 2, 5, 256, 8, 32)
     with pytest.raises(ValueError, match="ViTSize layers=0 is not a size"):

@@ -378,7 +378,14 @@ def test_the_command_prints_a_table_and_launch_lines(capsys: pytest.CaptureFixtu
     assert main(options("gpt2", "--gpus", "16", "--batch", "32", "--top", "3")) == 0
     out = capsys.readouterr()
     assert out.err == ""
-    for word in ("MFU", "exposed dp", "optim", "torchrun --nnodes 2 --nproc-per-node 8", "srun --nodes 2"):
+    for word in (
+        "MFU",
+        "memory traffic",
+        "exposed dp",
+        "optim",
+        "torchrun --nnodes 2 --nproc-per-node 8",
+        "srun --nodes 2",
+    ):
         assert word in out.out
 
 
@@ -477,9 +484,42 @@ def test_a_model_that_train_does_not_build_gets_its_plugin(
     assert (plugin.pp_size, plugin.num_microbatches) == (2, 4)
     assert main(options(*words, "--run-file", str(file))) == 2
     refused = capsys.readouterr()
-    assert refused.out == ""
+    assert out.splitlines()[:8] == refused.out.splitlines()[:8]  # the plan
+    assert f"{file} is not written: hpnb train builds GPT-2 and ViT" in refused.err
     assert call in refused.err
     assert not file.exists()
+
+
+def test_a_small_model_has_its_parameters_and_megabytes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    Config(
+        "gpt2", n_embd=48, n_layer=2, n_head=4, n_inner=100, n_positions=32, vocab_size=100
+    ).save_pretrained(tmp_path)
+    words = (str(tmp_path), "--gpus", "2", "--batch", "2", "--top", "1")
+    assert main(options(*words)) == 0
+    out = capsys.readouterr().out
+    count = GPT2Size(48, 2, 4, 100, 100, 32).parameters()
+    assert f": {count:,} parameters" in out
+    assert "MB of the fullest rank" in out
+    assert "0.000 B" not in out
+
+
+def test_a_layout_by_its_name_stands_beside_the_best_ones(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture = ("--picture", str(tmp_path / "plan.svg"))
+    words = ("gpt2", "--gpus", "8", "--batch", "32", "--explain", "dp1-pp8-gpipe-mb1", *picture)
+    assert main(options(*words)) == 0
+    alone = capsys.readouterr().out
+    assert main(options(*words, "--top", "2")) == 0
+    beside = capsys.readouterr().out
+    rows = [line.split() for line in beside.splitlines() if line[:2] in ("1 ", "2 ", "3 ", "4 ")]
+    assert [row[0] for row in rows] == ["1", "2", "3"] * 2
+    assert rows[2][1] == "pp8-gpipe-mb1"
+    assert "pp8-gpipe-mb1" in alone
+    assert "behind the best" in beside
+    assert rows[2][-2:] != []
 
 
 def test_a_measured_machine_takes_the_place_of_a_datasheet(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ class GPT2Size:
 
     Attributes:
         hidden, layers, heads: of the transformer; a head is hidden / heads wide.
-        mlp: neurons of an MLP, a multiple of hidden.
+        mlp: neurons of an MLP.
         vocab_size: how many tokens the vocabulary has.
         length: positions, the longest sequence.
 
@@ -45,16 +45,12 @@ class GPT2Size:
         for name, size in vars(self).items():
             if size < 1:
                 raise ValueError(f"GPT2Size {name}={size} is not a size; use 1 or more")
-        if self.mlp % self.hidden:
-            below, above = (self.mlp // self.hidden + i for i in (0, 1))
-            near = " or ".join(str(n * self.hidden) for n in (below, above) if n)
-            raise ValueError(f"mlp={self.mlp} is no multiple of hidden={self.hidden}; {near} would work")
         self.block()  # refuses heads that do not divide hidden
 
     def block(self, batch: int = 1, length: int | None = None, bytes_per_value: int = 2) -> Block:
         """One of the blocks, for `batch` sequences of `length` tokens, as hpnb.theory counts it."""
         length = self.length if length is None else length
-        return Block(self.hidden, self.heads, length, batch, self.mlp // self.hidden, bytes_per_value)
+        return Block(self.hidden, self.heads, length, batch, self.mlp / self.hidden, bytes_per_value)
 
     def parameters(self, classes: int | None = None) -> int:
         """V h for tokens, s h for positions, the blocks, and 2 h for the last norm.

@@ -25,7 +25,7 @@ class ViTSize:
 
     Attributes:
         hidden, layers, heads: of the transformer; a head is hidden / heads wide.
-        mlp: neurons of an MLP, a multiple of hidden.
+        mlp: neurons of an MLP.
         patch, image: sides of both, in pixels.
 
     Raises:
@@ -43,16 +43,12 @@ class ViTSize:
         for name, size in vars(self).items():
             if size < 1:
                 raise ValueError(f"ViTSize {name}={size} is not a size; use 1 or more")
-        for name, size, divisor_name, divisor in (
-            ("image", self.image, "patches", self.patch),
-            ("mlp", self.mlp, "times hidden", self.hidden),
-        ):
-            if size % divisor:
-                below, above = size // divisor * divisor, (size // divisor + 1) * divisor
-                near = f"{below} or {above}" if below else f"{above}"
-                raise ValueError(
-                    f"{name}={size} is no multiple of {divisor} ({divisor_name}); {near} would work"
-                )
+        if self.image % self.patch:
+            below, above = (self.image // self.patch * self.patch + i for i in (0, self.patch))
+            near = f"{below} or {above}" if below else f"{above}"
+            raise ValueError(
+                f"image={self.image} is no multiple of {self.patch} (patches); {near} would work"
+            )
         self.block()  # refuses heads that do not divide hidden
 
     @property
@@ -62,7 +58,7 @@ class ViTSize:
 
     def block(self, batch: int = 1, bytes_per_value: int = 2) -> Block:
         """One of the blocks, for `batch` images, as hpnb.theory counts it."""
-        return Block(self.hidden, self.heads, self.tokens, batch, self.mlp // self.hidden, bytes_per_value)
+        return Block(self.hidden, self.heads, self.tokens, batch, self.mlp / self.hidden, bytes_per_value)
 
     def parameters(self, classes: int) -> int:
         """3 p^2 h + h for patches, h for the class token, s h for positions, the blocks, 2 h for the last

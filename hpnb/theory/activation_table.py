@@ -70,7 +70,7 @@ class ActivationRow:
         t = self._ranks(ranks)
         if self.recompute == "full":
             return {}
-        tokens, h, mlp = block.sequence * block.batch, block.hidden, block.mlp_ratio * block.hidden
+        tokens, h, mlp = block.sequence * block.batch, block.hidden, block.mlp
         between = tokens / t if self.sequence else tokens
         scores = block.heads * block.sequence * tokens / t  # a s^2 b, of this rank's heads
         extra = {"statistics of two norms": 4.0 * between * (2 if device == "cpu" else 4)}

@@ -116,7 +116,7 @@ def step_memory(
     head = 2 * w * tokens * h + 8 * tokens  # the last norm's input, its output, and its statistics
     logits = 4.0 * vocab_size * tokens
     waits = w * vocab_size * h
-    flow = w * tokens * (3 * block.mlp_ratio + 2) * h  # of an MLP's inner values three, and what goes around
+    flow = w * tokens * (3 * block.mlp + 2 * h)  # of an MLP's inner values three, and what goes around
     gathered = w * root if stage == 3 else 0.0
 
     def before(i: int) -> float:

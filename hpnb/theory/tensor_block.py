@@ -52,7 +52,7 @@ def block_sent(
     Raises:
         ValueError: ranks that the mode cannot use.
     """
-    rows, mlp = block.batch * block.sequence, block.mlp_ratio * block.hidden
+    rows, mlp = block.batch * block.sequence, block.mlp
     if sequence_parallel:
         rows = ranks * -(-rows // ranks)  # padded to what divides
     size = block.bytes_per_value

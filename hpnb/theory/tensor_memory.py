@@ -47,7 +47,7 @@ def activation_terms(
     """
     sides = grid_sides(mode, ranks, depth, sequence_parallel)
     size, numbers = block.bytes_per_value, max(block.bytes_per_value, 4)  # statistics: float32 at least
-    mlp, head = block.mlp_ratio * block.hidden, block.hidden // block.heads
+    mlp, head = block.mlp, block.hidden // block.heads
     tokens, between, heads, width = float(block.batch * block.sequence), 0.0, float(block.heads), 1
     if mode == "1d":
         # tokens of a rank between two pairs of matrices

@@ -49,6 +49,9 @@ class Matmul:
 class Block:
     """A pre-norm transformer block: attention and MLP with biases, and two layer norms.
 
+    Attributes:
+        mlp_ratio: r, of the MLP's width to hidden; no whole number where the width is no multiple.
+
     Raises:
         ValueError: a size below 1, or heads that do not divide hidden.
     """
@@ -57,12 +60,12 @@ class Block:
     heads: int
     sequence: int
     batch: int = 1
-    mlp_ratio: int = 4
+    mlp_ratio: float = 4
     bytes_per_value: int = 2
 
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
-            if size < 1:
+            if size < 1 and (name != "mlp_ratio" or size <= 0):
                 raise ValueError(f"Block {name}={size} is not a size; use 1 or more")
         if self.hidden % self.heads:
             able = [n for n in range(1, self.hidden + 1) if self.hidden % n == 0]
@@ -73,23 +76,28 @@ class Block:
             )
 
     @property
+    def mlp(self) -> int:
+        """Inner values of the MLP, r h."""
+        return round(self.mlp_ratio * self.hidden)
+
+    @property
     def parameters(self) -> int:
         """12 h^2 + 13 h at mlp_ratio 4: (4 + 2 r) h^2 weights, (5 + r) h biases, 4 h in two norms."""
-        r, h = self.mlp_ratio, self.hidden
-        return (4 + 2 * r) * h**2 + (5 + r) * h + 4 * h
+        h = self.hidden
+        return 4 * h**2 + 2 * h * self.mlp + 5 * h + self.mlp + 4 * h
 
     @property
     def matmuls(self) -> tuple[Matmul, ...]:
         """The forward's matmuls in order. Scores are written and read back, as without a fused kernel."""
-        b, s, h, a, r = self.batch, self.sequence, self.hidden, self.heads, self.mlp_ratio
+        b, s, h, a, f = self.batch, self.sequence, self.hidden, self.heads, self.mlp
         d, size = h // a, self.bytes_per_value
         return (
             Matmul("qkv", b * s, h, 3 * h, 1, size),
             Matmul("scores", s, d, s, b * a, size),
             Matmul("weighted values", s, s, d, b * a, size),
             Matmul("projection", b * s, h, h, 1, size),
-            Matmul("mlp up", b * s, h, r * h, 1, size),
-            Matmul("mlp down", b * s, r * h, h, 1, size),
+            Matmul("mlp up", b * s, h, f, 1, size),
+            Matmul("mlp down", b * s, f, h, 1, size),
         )
 
     @property

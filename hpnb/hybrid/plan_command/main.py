@@ -1,7 +1,8 @@
 """`python -m hpnb plan`: will it fit, how fast, which layout, and why.
 
 0      planned
-2      what was asked for cannot be planned, or nothing fits; one sentence says what would work
+2      what was asked for cannot be planned, nothing fits, or the plan cannot be written as a run file; one
+       sentence says what would work
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence", type=int, help="tokens of a sample; by default at most 4096")
     parser.add_argument("--imbalance", type=float, default=1.0,
                         help="tokens of the fullest rank of ep, over the mean; by default 1")  # fmt: skip
-    parser.add_argument("--top", type=_at_least_one, default=10, help="layouts to print")
+    parser.add_argument("--top", type=_at_least_one, help="layouts to print, by default 10")
     parser.add_argument("--variants", action="store_true",
                         help="print all variants of the same sizes and ZeRO stage, too")  # fmt: skip
     parser.add_argument("--explain", metavar="LAYOUT",
@@ -138,21 +139,24 @@ def _plan(options: argparse.Namespace) -> int:
     chosen: Plan | None = None
     explain = options.explain or ("1" if options.picture else "")
     by_number = explain.isdigit()
+    top = options.top or 10
     if explain and not by_number:
         chosen = _named_plan(task, explain)
         plans, result = [chosen], Search([chosen], seen=1)
+        if options.top is not None:  # beside the best
+            result = search(task)
+            plans = [plan for plan in result.best(top, options.variants) if plan.code != chosen.code]
+            plans = sorted([*plans[:top], chosen], key=lambda plan: plan.step)
     else:
         result = search(task)
         if not result.plans:
             raise ValueError(why_nothing(task, result))
-        plans = result.best(options.top, options.variants)
+        plans = result.best(top, options.variants)
         if by_number:
             if not 1 <= int(explain) <= len(plans):
                 raise ValueError(f"--explain {explain}: the table has layouts 1 to {len(plans)}")
             chosen = plans[int(explain) - 1]
     best, size = chosen or plans[0], read_size(options.model)
-    if options.run_file and size is None:
-        raise ValueError(no_run_file(task, gpu, best))
     if options.json:
         print(json.dumps(as_json(task, gpu, result, plans), indent=1))
     else:
@@ -163,6 +167,8 @@ def _plan(options: argparse.Namespace) -> int:
         save_picture(picture := options.picture or "plan.png", task, chosen)
         if not options.json:
             print(f"\nTimeline and memory of {chosen.code}: {picture}")
+    if options.run_file and size is None:
+        raise ValueError(f"{options.run_file} is not written: {no_run_file(task, gpu, best)}")
     if options.run_file:
         write_run_file(options.run_file, task, gpu, best, size)
     if not options.json and size is None:

@@ -22,15 +22,16 @@ _MEMORY = {
     "activations": "activ",
     "temporary": "temp",
 }
+_TIMES = {"memory": "memory traffic"}  # what parts of a step are called here, if not by their names
 
 
 def format_report(task: PlanTask, gpu: GPU, result: Search, plans: Sequence[Plan]) -> str:
     cluster, model = task.cluster, task.model
     nodes = -(-cluster.gpus // cluster.host)
-    active = f" ({model.active_parameters / 1e9:.3f} B of a token)" if model.experts else ""
+    active = f" ({_count(model.active_parameters)} of a token)" if model.experts else ""
     return "\n".join(
         [
-            f"{model.name}: {model.parameters / 1e9:.3f} B parameters{active}, batch {task.batch} x "
+            f"{model.name}: {_count(model.parameters)} parameters{active}, batch {task.batch} x "
             f"{task.sequence} tokens, {gpu.dtype}; "
             f"{cluster.gpus} x {gpu.name} on {nodes} node{'s' if nodes > 1 else ''}, "
             f"{usable_bytes(task) / 1e9:.1f} of {cluster.memory / 1e9:.0f} GB usable",
@@ -44,10 +45,26 @@ def format_report(task: PlanTask, gpu: GPU, result: Search, plans: Sequence[Plan
     )
 
 
+def _count(parameters: float) -> str:
+    for size, unit in ((1e9, "B"), (1e6, "M")):
+        if parameters >= size:
+            return f"{parameters / size:.3f} {unit}"
+    return f"{parameters:,.0f}"
+
+
 def _time_table(task: PlanTask, plans: Sequence[Plan]) -> list[str]:
     shown = [part for part in PLAN_PARTS if any(plan.parts[part] >= 5e-5 for plan in plans)]
     unit = "tokens/s" if task.model.causal else "images/s"
-    head = ["", "layout", "m", "step ms", *shown, unit, "MFU", "behind the best"]
+    head = [
+        "",
+        "layout",
+        "m",
+        "step ms",
+        *(_TIMES.get(part, part) for part in shown),
+        unit,
+        "MFU",
+        "behind the best",
+    ]
     rows = [head]
     for i, plan in enumerate(plans, 1):
         speed = plan.tokens_per_second / (1 if task.model.causal else task.sequence)
@@ -66,14 +83,15 @@ def lag(best: Plan, plan: Plan) -> str:
         return ""
     part = max(plan.parts, key=lambda name: plan.parts[name] - best.parts[name])
     more = plan.parts[part] - best.parts[part]
-    return f"+{100 * behind / best.step:.1f} %: {part} +{1e3 * more:,.1f} ms"
+    return f"+{100 * behind / best.step:.1f} %: {_TIMES.get(part, part)} +{1e3 * more:,.1f} ms"
 
 
 def _memory_table(plans: Sequence[Plan]) -> list[str]:
-    rows = [["", "layout", "GB of the fullest rank", *_MEMORY.values()]]
+    size, unit = (1e9, "GB") if max(plan.bytes for plan in plans) >= 1e9 else (1e6, "MB")
+    rows = [["", "layout", f"{unit} of the fullest rank", *_MEMORY.values()]]
     for i, plan in enumerate(plans, 1):
-        parts = [f"{plan.memory[name] / 1e9:.1f}" for name in _MEMORY]
-        rows.append([str(i), plan.code, f"{plan.bytes / 1e9:.1f}", *parts])
+        parts = [f"{plan.memory[name] / size:.1f}" for name in _MEMORY]
+        rows.append([str(i), plan.code, f"{plan.bytes / size:.1f}", *parts])
     return _align(rows, left=(1,))
 
 

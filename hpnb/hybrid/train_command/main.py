@@ -23,6 +23,7 @@ import torch
 
 from hpnb.hybrid.torchrun.launch_from_torch import RANK_VARIABLES
 from hpnb.hybrid.train_command.run_file import RunFile, load
+from hpnb.hybrid.training.resuming import saved
 from hpnb.ranks import RankError, RankInterrupt, launch
 
 _LONGEST = 20 * 86400.0  # seconds that a run may take
@@ -49,6 +50,8 @@ def run(path: str, ranks: int | None = None, overrides: Sequence[str] = ()) -> i
             if ranks < 1:
                 raise ValueError(f"--ranks {ranks} trains nothing; use 1 or more")
             file.check_ranks(ranks)
+            if not saved(Path(file.checkpoint.dir or "run").expanduser()):
+                file.check_length(ranks)
     except (ValueError, OSError) as error:
         return _print_error(error, REFUSED)
     if under_torchrun:

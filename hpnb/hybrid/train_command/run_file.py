@@ -12,6 +12,7 @@ and `toml_errors.py` makes a sentence of what it finds.
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,11 +21,16 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from hpnb.data.beans_cifar10_mrpc import BEANS_COUNTS, CIFAR10_COUNTS, MRPC_COUNTS
+from hpnb.data.image_folder import image_folder
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.train_command.toml_errors import STRICT, describe, read_dataclass, read_fields
 from hpnb.models import GPT2_SIZES, SIZES, GPT2Size, ViTSize
 
-TASKS = {"beans": "vit", "cifar10": "vit", "mrpc": "gpt2", "text": "gpt2"}  # data set -> family of models
+# data set -> family of models
+TASKS = {"beans": "vit", "cifar10": "vit", "images": "vit", "mrpc": "gpt2", "text": "gpt2"}
+TRAIN_SAMPLES = {"beans": sum(BEANS_COUNTS["train"]), "cifar10": sum(CIFAR10_COUNTS["train"]),
+                 "mrpc": sum(MRPC_COUNTS["train"])}  # fmt: skip
 _IN_TRAINING = ("precision", "max_norm", "seed")  # options of the plugin that are keys of [training]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -81,6 +87,9 @@ class DataTable(Table):
     """[data]
 
     Attributes:
+        name: a data set by its name; "images" are your own, in `folder`, with a folder a class:
+            pets/train/cat/1.jpg, and pets/validation and pets/test to evaluate on. Without these three,
+            pets/cat/1.jpg, one image in ten is held out (`hpnb.data.image_folder`).
         batch_size: samples a data-parallel rank takes at a time.
         image_size: side of the pictures in pixels; by default what the model is made for.
         augment: true crops and mirrors at random, and resizes. "crop" keeps the scale: it pads by an eighth
@@ -89,12 +98,13 @@ class DataTable(Table):
         mixup: alpha of mixup, by which pairs of samples and their labels are blended; 0 is off.
         rows: keep so many of each split; by default all.
         kind: "auto" looks for the real rows and generates where there are none.
-        folder: where the real rows lie, by default what the environment has as DATA; a folder or file to read
-            for "text", by default the documentation of Python.
+        folder: where the real rows lie, by default what the environment has as DATA. They must be there:
+            other rows, or generated ones, do not take their place. For "images" the folder above the classes,
+            or above the splits; for "text" a folder or file to read, by default the documentation of Python.
         workers: processes that load ahead, a rank.
     """
 
-    name: Literal["beans", "cifar10", "mrpc", "text"]
+    name: Literal["beans", "cifar10", "images", "mrpc", "text"]
     batch_size: Count
     image_size: Count | None = None
     augment: Literal[False, True, "crop", "autoaugment"] = False
@@ -141,7 +151,23 @@ class TrainingTable(Table):
             raise ValueError(f"[training] has {problem}; give one of the two")
         if self.warmup_steps and self.warmup_epochs:
             raise ValueError("[training] has both warmup_steps and warmup_epochs; give one of the two")
+        if self.steps is not None:
+            self.check_warmup(self.warmup_steps, self.steps)
+        elif self.epochs is not None and self.warmup_epochs > self.epochs:
+            raise ValueError(
+                f"[training] warmup_epochs = {self.warmup_epochs:g} of {self.epochs} epochs in all; use fewer"
+            )
         return self
+
+    def check_warmup(self, steps: int, total: int) -> None:
+        """Raise ValueError unless a warm-up of so many steps fits the run."""
+        if steps > total:
+            key = (
+                f"warmup_epochs = {self.warmup_epochs:g}, which are"
+                if self.warmup_epochs
+                else "warmup_steps ="
+            )
+            raise ValueError(f"[training] {key} {steps} of {total} steps in all; use fewer")
 
 
 class CheckpointTable(Table):
@@ -185,6 +211,12 @@ class RunFile(Table):
                 f"[data] name = {self.data.name!r} is for a {TASKS[self.data.name]}, and [model] family is "
                 f"{self.model.family!r}, which reads {' or '.join(fits)}"
             )
+        if self.data.name == "images" and (self.data.folder is None or self.data.kind == "generated"):
+            what = "no folder" if self.data.folder is None else "kind = 'generated'"
+            raise ValueError(
+                f"[data] name = 'images' with {what}: images of your own lie in [data] folder, as "
+                "folder/train/CLASS/IMAGE.jpg; 'beans' and 'cifar10' can be generated"
+            )
         if self.data.name == "text" and self.model.classes is not None:
             raise ValueError(
                 "[model] classes is of a classifier, and [data] name = 'text' trains a language model"
@@ -218,17 +250,36 @@ class RunFile(Table):
                 f"{inner} ranks, and there are {ranks}; use {' or '.join(map(str, near))}"
             )
 
+    def check_length(self, ranks: int) -> None:
+        """Raise ValueError if the warm-up is longer than the run, where the samples are known before a rank
+        starts: those of the data sets as they were published. A run that goes on may be longer."""
+        how, published = self.training, TRAIN_SAMPLES.get(self.data.name)
+        if how.epochs is None or not how.warmup_steps or published is None or self.data.folder is not None:
+            return
+        samples = min(published, self.data.rows or published)
+        a_step = self.data.batch_size * (ranks // self.plugin().replica_size)
+        an_epoch = math.ceil(math.ceil(samples / a_step) / how.accumulation)
+        how.check_warmup(how.warmup_steps, how.epochs * an_epoch)
+
     def check_folder(self) -> None:
-        """Raise FileNotFoundError unless [data] folder, if the file has one, is there."""
+        """Raise FileNotFoundError unless [data] folder, if the file has one, is there, and ValueError unless
+        it has the images of name = 'images'."""
         if self.data.folder is None or self.data.kind == "generated":
             return
         folder = Path(self.data.folder).expanduser()
         if not (folder.is_dir() or (self.data.name == "text" and folder.is_file())):
             default = "the documentation of Python" if self.data.name == "text" else "$DATA"
+            instead = "" if self.data.name == "images" else f", or leave it out to read {default}"
             raise FileNotFoundError(
-                f"[data] folder = {self.data.folder!r}: there is no folder {folder.absolute()}; correct it, "
-                f"or leave it out to read {default}"
+                f"[data] folder = {self.data.folder!r}: there is no folder {folder.absolute()}; correct "
+                f"it{instead}"
             )
+        if self.data.name == "images":
+            try:
+                for split in ("train", "validation", "test"):
+                    image_folder(folder, split)
+            except ValueError as error:
+                raise ValueError(f"[data] folder: {error}") from error
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:

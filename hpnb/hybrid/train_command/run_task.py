@@ -3,6 +3,7 @@
     [data] name    model                             during training    at the end    beside the loss
     beans          ViTForImageClassification         validation         test          accuracy
     cifar10        ViTForImageClassification         test               test          accuracy
+    images         ViTForImageClassification         validation         test          accuracy
     mrpc           GPT2ForSequenceClassification     validation         test          accuracy, F1
     text           GPT2LMHeadModel                   test               test
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ Splits = tuple[Dataset, Dataset, Dataset]
 
 _WITH_VALIDATION = ("train", "validation", "test")
 _SPLITS = {"beans": _WITH_VALIDATION, "cifar10": ("train", "test", "test"), "mrpc": _WITH_VALIDATION,
-           "text": ("train", "test", "test")}  # fmt: skip
+           "images": _WITH_VALIDATION, "text": ("train", "test", "test")}  # fmt: skip
 _CLASSES = {"beans": 3, "cifar10": 10, "mrpc": 2}
 
 
@@ -94,11 +96,14 @@ def make_task(file: RunFile) -> RunTask:
         OSError: a [data] folder that is not there, pretrained weights or real data that are not to be had.
     """
     file.check_folder()
-    if file.data.folder is not None and file.data.name != "text":
+    if file.data.folder is not None and file.data.name not in ("text", "images"):
         os.environ["DATA"] = str(Path(file.data.folder).expanduser())
     make = {"mrpc": _pairs, "text": _text}.get(file.data.name, _pictures)
     try:
-        return make(file)
+        task = make(file)
+        if file.data.folder is not None and file.data.kind != "generated":
+            _check_is_in_folder(file.data, task.splits[0])
+        return task
     except (ValueError, FileNotFoundError) as error:
         if file.data.folder is None or "$DATA" not in str(error):
             raise
@@ -108,18 +113,25 @@ def make_task(file: RunFile) -> RunTask:
 
 def _pictures(file: RunFile) -> RunTask:
     wanted, table = file.model, file.data
+    load: Callable[..., Dataset] = data.beans if table.name == "beans" else data.cifar10
+    classes = _CLASSES.get(table.name, 0)
+    if table.name == "images":
+        names = data.image_folder(_folder(table)).classes
+        load, classes = partial(_own_images, _folder(table)), len(names)
     model = models.vit(
         wanted.shape,
-        classes=wanted.classes or _CLASSES[table.name],
+        classes=wanted.classes or classes,
         image_size=table.image_size,
         pretrained=wanted.pretrained,
         dropout=wanted.dropout,
         seed=file.training.seed,
     )
     side = int(model.config.image_size)
-    load: Callable[..., Dataset] = data.beans if table.name == "beans" else data.cifar10
     splits = _splits(table, lambda split, size: load(split, size, image_size=side, kind=table.kind))
     _check_classes(wanted.classes, splits[0])
+    if table.name == "images" and model.config.num_labels == classes:
+        model.config.id2label = dict(enumerate(splits[0].classes))
+        model.config.label2id = {name: label for label, name in enumerate(splits[0].classes)}
     plain = data.ImageTransform(side, **_statistics(wanted.pretrained))
     transform = replace(plain, augment=_augmentation(table.augment, side), mixup=table.mixup,
                         classes=int(model.config.num_labels))  # fmt: skip
@@ -127,6 +139,10 @@ def _pictures(file: RunFile) -> RunTask:
         model.loss_function = _cross_entropy
     return RunTask(model, splits, (AccuracyHook(),), transform=transform, plain=plain,
                    image_processor=_image_processor(plain))  # fmt: skip
+
+
+def _own_images(folder: Path, split: str, size: int | None, image_size: int, kind: str) -> Dataset:
+    return data.image_folder(folder, split, size, image_size)
 
 
 def _augmentation(name: bool | str, side: int) -> Any:
@@ -259,6 +275,24 @@ def _splits(table: DataTable, load: Callable[[str, int | None], Dataset]) -> Spl
             f"{other!r}; set [data] kind to 'real' or 'generated'"
         )
     return first, second, third
+
+
+def _folder(table: DataTable) -> Path:
+    assert table.folder is not None  # the run file has been checked
+    return Path(table.folder).expanduser()
+
+
+def _check_is_in_folder(table: DataTable, rows: Dataset) -> None:
+    """Raise FileNotFoundError unless the rows come from [data] folder: others would train another model."""
+    of_folder = table.name in ("text", "images") or "$DATA" in rows.source.where
+    if rows.source.kind == "real" and of_folder:
+        return
+    raise FileNotFoundError(
+        f"[data] folder = {table.folder!r} has no {rows.source.name} in a format that is known, and would be "
+        f"replaced by {rows.source.kind} {rows.noun}. For images of your own set [data] name = 'images', and "
+        f"put them into {table.folder}/train/CLASS/IMAGE.jpg and {table.folder}/test/CLASS/IMAGE.jpg; or "
+        "leave folder out, or set kind = 'generated'"
+    )
 
 
 def _check_classes(asked: int | None, rows: Dataset) -> None:

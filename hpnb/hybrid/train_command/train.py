@@ -187,9 +187,7 @@ def _warmup_steps(loader: LimitedLoader, how: TrainingTable) -> int:
 
 
 def _schedule(optimizer: Any, how: TrainingTable, lr: float, total: int, warmup_steps: int) -> Any:
-    if warmup_steps > total:
-        key = f"warmup_epochs = {how.warmup_epochs:g}, which are" if how.warmup_epochs else "warmup_steps ="
-        raise ValueError(f"[training] {key} {warmup_steps} of {total} steps in all; use fewer")
+    how.check_warmup(warmup_steps, total)
     if how.schedule == "linear":
         return LinearWarmupLR(optimizer, total, warmup_steps)
     return CosineAnnealingWarmupLR(

@@ -1,0 +1,121 @@
+"""Images of your own: a folder a class.
+
+    pets/train/cat/01.jpg  pets/train/dog/04.png ...          trained on
+    pets/validation/cat/77.jpg ...                            evaluated on meanwhile; also val or valid
+    pets/test/dog/81.jpg ...                                  evaluated on at the end
+
+    pets/cat/01.jpg  pets/dog/04.png ...                      every tenth image of a class is held out
+
+Names and numbers of classes are those of torchvision's ImageFolder: sorted, and images may lie deeper below a
+class.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpnb.data.dataset import Dataset, Item, Source
+
+SPLITS = ("train", "validation", "test")
+_NAMES = {"train": ("train",), "validation": ("validation", "val", "valid"), "test": ("test",)}
+_ONE_IN = 10  # images of a class, of which one is held out where nobody has split them
+
+
+def image_folder(
+    folder: str | os.PathLike[str],
+    split: str = "train",
+    size: int | None = None,
+    image_size: int | None = None,
+) -> Dataset:
+    """Images in one folder a class. Samples {image_file_path, image, labels}, as those of `beans`.
+
+    A folder without folders of splits has every tenth image of each class held out, and a folder without
+    "validation" or "test" has the other one for both.
+
+    Args:
+        folder: with train/CLASS/IMAGE below it, or CLASS/IMAGE.
+        split: "train", "validation" or "test".
+        size: how many samples; None returns all.
+        image_size: side of the images in pixels; None leaves them as they are.
+
+    Raises:
+        ValueError: no such split, no images in folders of classes, or a split with classes of its own.
+        FileNotFoundError: there is no such folder.
+
+    >>> import pathlib, tempfile
+    >>> from PIL import Image
+    >>> pets = pathlib.Path(tempfile.mkdtemp())
+    >>> for name in ("cat", "dog"):
+    ...     (pets / "train" / name).mkdir(parents=True)
+    ...     Image.new("RGB", (8, 8)).save(pets / "train" / name / "1.png")
+    >>> hpnb.data.image_folder(pets).classes
+    ('cat', 'dog')
+    """
+    if split not in SPLITS:
+        raise ValueError(f"an image folder has no split {split!r}; it has {', '.join(SPLITS)}")
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}")
+    source = Source("Images", "real", str(folder))
+    at = {name: _find(path, name) for name in SPLITS}
+    classes, rows = _read(at["train"] or path, folder)
+    if at["train"] is None:
+        held_out = {row for label in range(len(classes)) for row in _held_out(rows, label)}
+        rows = [row for row in rows if (row in held_out) == (split != "train")]
+    elif split != "train":
+        other = at[split] or at["test" if split == "validation" else "validation"]
+        if other is None:
+            raise ValueError(
+                f"{folder} has train and neither validation nor test; add {path / 'test'} with the same "
+                f"classes, or put the classes into {folder} itself, where one image in ten is held out"
+            )
+        names, rows = _read(other, folder)
+        if unknown := [name for name in names if name not in classes]:
+            raise ValueError(
+                f"{other} has the class {unknown[0]}, which {at['train']} does not have; its classes are "
+                f"{', '.join(classes)}"
+            )
+        rows = [(file, classes.index(names[label])) for file, label in rows]
+    return Dataset(_Images(rows), source, classes, "images", size, image_size)
+
+
+class _Images:
+    def __init__(self, rows: Sequence[tuple[str, int]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Item:
+        from PIL import Image
+
+        file, label = self.rows[index]
+        return {"image_file_path": file, "image": Image.open(file), "labels": label}
+
+
+def _find(folder: Path, split: str) -> Path | None:
+    return next((folder / name for name in _NAMES[split] if (folder / name).is_dir()), None)
+
+
+def _read(place: Path, folder: Any) -> tuple[tuple[str, ...], list[tuple[str, int]]]:
+    """Classes, and (file, label) of every image."""
+    from torchvision.datasets import ImageFolder
+
+    try:
+        found = ImageFolder(str(place))
+    except FileNotFoundError as error:  # no class, or one without an image
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"{folder} is no folder of images: {reason}. It needs a folder a class: {Path(folder) / 'train'}"
+            f"/CLASS/IMAGE.jpg, and test/CLASS/IMAGE.jpg to evaluate on, or {Path(folder)}/CLASS/IMAGE.jpg"
+        ) from error
+    return tuple(found.classes), [(str(file), int(label)) for file, label in found.samples]
+
+
+def _held_out(rows: Sequence[tuple[str, int]], label: int) -> list[tuple[str, int]]:
+    """One image in ten of a class, and one at least of two or more."""
+    of_class = [row for row in rows if row[1] == label]
+    return of_class[_ONE_IN - 1 :: _ONE_IN] or of_class[1:][-1:]

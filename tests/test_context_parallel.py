@@ -234,6 +234,17 @@ def test_a_zigzag_is_a_triangle_and_blocks_that_need_no_mask(rank: int) -> None:
     assert len(find_pairs(here, there, causal, device)) == 2
 
 
+@pytest.mark.parametrize(("kernel", "dtype"), [("flash", torch.bfloat16), ("efficient", torch.float32)])
+def test_kernels_of_gpus_take_these_arguments(kernel: fused_module.Kernel, dtype: torch.dtype) -> None:
+    """Shapes alone, of grouped queries whose heads are padded: values need a GPU."""
+    q = torch.empty(2, 4, 50, 20, dtype=dtype, device="meta")
+    k = torch.empty(2, 2, 70, 20, dtype=dtype, device="meta")
+    out, lse, state = fused_module.fused_forward(kernel, q, k, k, 0.3, causal=False)
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
+    grads = fused_module.fused_backward(kernel, q, q, k, k, out, lse, state, 0.3, causal=False)
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, k.shape]
+
+
 def test_too_many_packed_texts_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     places = torch.arange(8)
     monkeypatch.setattr(visibility, "MOST_RUNS", 3)

@@ -200,6 +200,8 @@ class StageGraph:
                 self._replay_backward = capture.capture(self._run_backward, slot)
                 if work.splits:
                     self._replay_weights = capture.capture(self._run_weights, slot)
+                if any(p.grad is not grads(p) for p in self.parameters):
+                    raise RuntimeError("a hook exchanges .grad of a parameter, to which a graph has to add")
             finally:
                 for p, grad in before.items():
                     p.grad = grad

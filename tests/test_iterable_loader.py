@@ -460,3 +460,33 @@ def test_a_dataloader_is_no_dataset() -> None:
     sampler = torch.utils.data.DistributedSampler(rows, num_replicas=2, rank=0)
     with pytest.raises(ValueError, match=r"pass its dataset, loader\.dataset, which its DistributedSampler"):
         hpnb.data.Loader(DataLoader(rows, 2, sampler=sampler), 2)  # type: ignore[arg-type]
+
+
+def fit_without_samples(kind: str) -> str:
+    plugin = hpnb.HybridParallelPlugin(precision="fp32")
+    booster, model = hpnb.Booster(plugin=plugin), torch.nn.Linear(4, 3)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader: Any = plugin.prepare_dataloader(Stream(0), 2)
+    if kind == "generator":
+        loader = (batch for batch in [])
+    try:
+        if kind == "loop":
+            booster.execute_pipeline(iter(loader), model, lambda outputs, _: outputs.mean(), optimizer)
+        hpnb.Trainer(booster, model, optimizer, display_progress=False).fit(loader, 1)
+    except (ValueError, StopIteration) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("stream", "its Stream gave no sample"),
+        ("generator", "a generator can be read once"),
+        ("loop", "if it never gave one, its dataset has no samples"),
+    ],
+)
+def test_a_stream_without_samples_is_called_that(pools: RankPools, kind: str, words: str) -> None:
+    """The Trainer said that it must be read again, as of a generator."""
+    for said in pools[2].run(fit_without_samples, kind):
+        assert words in said

@@ -267,8 +267,9 @@ def _next_batch(data_iter: Any) -> Any:
         return next(data_iter)
     except StopIteration:
         raise StopIteration(
-            f"the {type(data_iter).__name__} has no batch left in this epoch, as after a booster.load of the "
-            "end of an epoch; call loader.set_epoch(epoch + 1), and pass a new iter(loader)"
+            f"the {type(data_iter).__name__} has no batch left in this epoch: call "
+            "loader.set_epoch(epoch + 1) and pass a new iter(loader), as after a booster.load of the end of an "
+            "epoch; if it never gave one, its dataset has no samples"
         ) from None
 
 

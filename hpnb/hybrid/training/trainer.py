@@ -157,10 +157,8 @@ class Trainer(TrainingState):
             began, first, resumed = time.perf_counter(), self.step, self.done > 0
             row = self._train_epoch()
             if self.step == first and not resumed:
-                raise ValueError(
-                    f"the loader gave no batch in epoch {self.epoch + 1} of {epochs}; pass one that can be "
-                    "read again every epoch, such as a list or a DataLoader, and not a generator"
-                )
+                why = _why_empty(self.loader)
+                raise ValueError(f"the loader gave no batch in epoch {self.epoch + 1} of {epochs}; {why}")
             if evaluate is not None and ((self.epoch + 1) % evaluate_every == 0 or self.epoch + 1 == epochs):
                 row.update({f"eval_{name}": value for name, value in self.evaluate(evaluate).items()})
             self.history.append({**row, "seconds": time.perf_counter() - began})
@@ -280,3 +278,19 @@ class Trainer(TrainingState):
         if checkpoint is not None:
             resuming.load(self, checkpoint)
         return checkpoint is not None
+
+
+def _why_empty(loader: Any) -> str:
+    """What may be wrong with a loader that gives no batch."""
+    if hasattr(loader, "__next__"):
+        kind = type(loader).__name__
+        return (
+            f"a {kind} can be read once: pass a loader that can be read again every epoch, such as a list or "
+            "a DataLoader"
+        )
+    if (dataset := getattr(loader, "dataset", None)) is None:
+        return "it must give batches whenever it is read anew, in every epoch, as a list or a DataLoader does"
+    return (
+        f"its {type(dataset).__name__} gave no sample: look at its files and filters, and whether it can be "
+        "read anew in every epoch"
+    )

@@ -64,6 +64,7 @@ def _not_drawn(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
 
     Cases that are marked slow would be skipped, so they are not drawn from.
     Tests of a file that are marked `sampled(n, of="name")` alike are cases of one sweep.
+    With `sampled(n, cover=True)` every value of every parameter is drawn, so there may be more than n cases.
     """
     sweeps: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -74,9 +75,28 @@ def _not_drawn(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
     for name, cases in sweeps.items():
         marker = cases[0].get_closest_marker("sampled")
         assert marker is not None
-        drawn = random.Random(f"{name} {seed}").sample(cases, min(marker.args[0], len(cases)))
+        (count,), draw = marker.args, random.Random(f"{name} {seed}")
+        if marker.kwargs.get("cover"):
+            drawn = _covering(draw.sample(cases, len(cases)), count)
+        else:
+            drawn = draw.sample(cases, min(count, len(cases)))
         left_out |= set(cases) - set(drawn)
     return left_out
+
+
+def _covering(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """The first `count` cases, and instead of some of them, or beside them, the cases that it takes for every
+    value of every parameter to stand in one."""
+    values = {
+        case: {(name, repr(value)) for name, value in case.callspec.params.items()}  # type: ignore[attr-defined]
+        for case in cases
+    }
+    missing, drawn = set[tuple[str, str]]().union(*values.values()), list[pytest.Item]()
+    while missing:
+        drawn.append(max(cases, key=lambda case: len(values[case] & missing)))
+        missing -= values[drawn[-1]]
+    others = [case for case in cases if case not in drawn]
+    return drawn + others[: max(0, count - len(drawn))]
 
 
 def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:

@@ -102,7 +102,7 @@ def uneven(sequence: bool) -> tuple[float, tuple[int, int]]:
     return apart(ours, serial(found, steps=1)), (attention.heads, len(words))  # type: ignore[arg-type]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("ranks", "sequence", "shares"),
     [

@@ -118,7 +118,7 @@ def name(case: Case) -> str:
 
 @pytest.mark.parametrize(
     "case",
-    [*CHOSEN, *(pytest.param(case, marks=pytest.mark.sampled(10)) for case in SAMPLE if case not in CHOSEN)],
+    [*CHOSEN, *(pytest.param(case, marks=pytest.mark.sampled(6)) for case in SAMPLE if case not in CHOSEN)],
     ids=name,
 )
 def test_is_one_process(pools: dict[int, hpnb.Ranks], case: Case) -> None:
@@ -905,7 +905,7 @@ def its_state(knobs: dict[str, Any]) -> dict[str, Any]:
     return {**found, "end": weights(model)}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("ranks", "knobs"),
     [
@@ -995,7 +995,7 @@ def apart(a: dict[Any, torch.Tensor], b: dict[Any, torch.Tensor]) -> float:
     return math.sqrt(square / sum(float(b[n].double().norm()) ** 2 for n in b))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "amp-bf16"])
 @pytest.mark.parametrize("kind", ["vit", "gpt2"])
 def test_16_bits_stay_within_three_times_the_serial_spread(
@@ -1145,6 +1145,7 @@ def load_lazily(folder: str, knobs: dict[str, Any]) -> tuple[int, int, dict[str,
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from Linux's /proc")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("knobs", [{"pp_size": 4}, {"pp_size": 2, "tp_size": 2}], ids=str)
 def test_a_gpt2_is_never_whole_on_a_rank(
     pools: dict[int, hpnb.Ranks], knobs: dict[str, Any], tmp_path: Path
@@ -1449,6 +1450,7 @@ IN_PARTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("options", "why"), IN_PARTS, ids=str)
 def test_clipping_by_torch_is_refused_where_it_would_clip_wrongly(
     pools: dict[int, hpnb.Ranks], options: dict[str, Any], why: str
@@ -1465,6 +1467,7 @@ def test_clipping_by_torch_is_refused_where_it_would_clip_wrongly(
     assert "the plugin's max_norm=0.5 clips in optimizer.step()" in refused
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("options", "why"), IN_PARTS, ids=str)
 def test_clipping_of_a_list_of_parameters_is_noticed_in_the_step(
     pools: dict[int, hpnb.Ranks], options: dict[str, Any], why: str

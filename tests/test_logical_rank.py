@@ -28,6 +28,8 @@ SIZES = {
               "tie_word_embeddings": False},
 }  # fmt: skip
 
+ONE_AXIS, PIPELINES = (pytest.mark.sampled(2, of=name) for name in ("replicas", "pipelines"))
+
 
 def write_config(folder: Path, kind: str) -> str:
     path = folder / f"{kind}.json"
@@ -53,15 +55,15 @@ def four_ranks() -> Iterator[hpnb.Ranks]:
 @pytest.mark.parametrize(
     ("kind", "code", "rank"),
     [
-        ("gpt2", "dp4-mb2", 1),
-        ("gpt2", "dp4-zero1-mb4", 3),
-        ("gpt2", "dp4-zero2-mb2", 2),
-        ("gpt2", "dp4-zero3-mb4-full", 1),
+        pytest.param("gpt2", "dp4-mb2", 1, marks=ONE_AXIS),
+        pytest.param("gpt2", "dp4-zero1-mb4", 3, marks=ONE_AXIS),
+        pytest.param("gpt2", "dp4-zero2-mb2", 2, marks=ONE_AXIS),
+        pytest.param("gpt2", "dp4-zero3-mb4-full", 1, marks=ONE_AXIS),
         ("gpt2", "dp2-tp2-zero1-mb8-sp", 2),
-        ("gpt2", "dp2-pp2-zero3-1f1b-mb1", 3),
-        ("gpt2", "pp2-tp2-1f1b-mb2-full", 2),
-        ("gpt2", "dp2-pp2-zero2-interleaved2-mb2", 2),
-        ("gpt2", "pp4-zb-h1-mb2", 2),
+        pytest.param("gpt2", "dp2-pp2-zero3-1f1b-mb1", 3, marks=PIPELINES),
+        pytest.param("gpt2", "pp2-tp2-1f1b-mb2-full", 2, marks=PIPELINES),
+        pytest.param("gpt2", "dp2-pp2-zero2-interleaved2-mb2", 2, marks=PIPELINES),
+        pytest.param("gpt2", "pp4-zb-h1-mb2", 2, marks=PIPELINES),
         # Eight busy ranks on two cores: what one has received ahead, and so its peak, follows their pace.
         pytest.param("llama", "dp2-pp2-tp2-zero1-1f1b-mb2", 7, marks=pytest.mark.slow),
     ],

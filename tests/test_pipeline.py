@@ -247,12 +247,21 @@ def every_case() -> list[Case]:
     return found
 
 
-def a_sample(seed: int, count: int) -> list[Case]:
-    """Every schedule on every number of ranks, and the rest as the seed has it."""
+def a_sample(seed: int) -> list[Case]:
+    """Every schedule on 2 ranks of a pipeline and on more, and every other kind, as the seed has it."""
     every = every_case()
     random.Random(seed).shuffle(every)
-    first = {(case.name, case.pp): case for case in every}
-    return list(dict.fromkeys([*first.values(), *every]))[:count]
+    kinds: tuple[Callable[[Case], Any], ...] = (
+        lambda case: case.pp > 1 and (case.name, case.pp > 2),
+        lambda case: (case.sink, case.pp > 1),
+        lambda case: case.pp,
+        lambda case: (case.ragged, case.loss),
+    )
+    drawn: list[Case] = []
+    for kind in kinds:
+        seen = set(map(kind, drawn))
+        drawn += {kind(case): case for case in every if kind(case) not in seen}.values()
+    return drawn
 
 
 def check_cases(cases: list[Case], pools: Pools) -> None:
@@ -266,7 +275,7 @@ def check_cases(cases: list[Case], pools: Pools) -> None:
 
 
 def test_every_schedule_is_one_process(pools: Pools) -> None:
-    check_cases(a_sample(seed=4, count=32), pools)
+    check_cases(a_sample(seed=4), pools)
 
 
 @pytest.mark.slow
@@ -400,7 +409,8 @@ def train_vit(
     )
 
 
-def test_a_transformers_vit_under_every_schedule_with_and_without_checkpoints(pools: Pools) -> None:
+@cache
+def serial_vit() -> tuple[float, dict[str, Any]]:
     alone = _vit(False)
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
     for step in range(2):
@@ -409,18 +419,24 @@ def test_a_transformers_vit_under_every_schedule_with_and_without_checkpoints(po
         loss = _vit_loss(alone(pixel_values=given["pixel_values"]), given)
         loss.backward()
         optimizer.step()
-    wanted = alone.state_dict()
-    cuts: Any = itertools.cycle(["uniform", "parameters", "flops", "time"])
-    pool = pools(2)
-    for (name, chunks), cut in zip(CHUNKS.items(), cuts, strict=False):
-        for checkpoints in (False, True):
-            found = pool.run(train_vit, name, chunks, cut, checkpoints)
-            for value, weights, told in found:
-                assert abs(value - loss.item()) < EXACT, name
-                assert distance(weights, wanted) < EXACT, (name, checkpoints)
-                last = 2 * chunks - 1 in told["stages"]
-                assert told["outputs"] == ((9, 3) if last else None)
-    _vit(False).load_state_dict(found[0][1])  # strict
+    return loss.item(), alone.state_dict()
+
+
+@pytest.mark.sampled(8, cover=True)
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "cut"), list(zip(CHUNKS, itertools.cycle(["uniform", "parameters", "flops", "time"])))
+)
+def test_a_transformers_vit_under_every_schedule_with_and_without_checkpoints(
+    pools: Pools, schedule: str, cut: Any, checkpoints: bool
+) -> None:
+    loss, wanted = serial_vit()
+    chunks = CHUNKS[schedule]
+    for value, weights, told in pools(2).run(train_vit, schedule, chunks, cut, checkpoints):
+        assert abs(value - loss) < EXACT
+        assert distance(weights, wanted) < EXACT
+        assert told["outputs"] == ((9, 3) if 2 * chunks - 1 in told["stages"] else None)
+        _vit(False).load_state_dict(weights)  # strict
 
 
 def more(what: str) -> Any:
@@ -766,14 +782,23 @@ def by_one_process(pair: bool, plan: tuple[bool, ...], tied: bool) -> dict[str, 
     return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in alone.named_parameters()}
 
 
-def test_accumulated_corrected_and_tied_gradients_under_every_sink(pools: Pools) -> None:
-    cases = [(kind, pair, plan, False) for kind in ("average", "sum", "zero 3") for pair in (False, True)
-             for plan in ACCUMULATED]  # fmt: skip
-    tied = [(kind, True, plan, True) for kind in ("average", "zero 3") for plan in ACCUMULATED]
-    draw, pool = random.Random(0), pools(4)
-    for case in (*draw.sample(cases, len(cases) // 2), *draw.sample(tied, len(tied) // 2)):
-        found, wanted = pool.run(reduced_by_hand, *case)[0], by_one_process(*case[1:])
-        assert distance(found, wanted) < EXACT, case
+@pytest.mark.sampled(4, cover=True)
+@pytest.mark.parametrize("plan", ACCUMULATED, ids=str)
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("kind", ["average", "sum", "zero 3"])
+def test_accumulated_and_corrected_gradients_under_every_sink(
+    pools: Pools, kind: str, pair: bool, plan: tuple[bool, ...]
+) -> None:
+    found = pools(4).run(reduced_by_hand, kind, pair, plan, False)[0]
+    assert distance(found, by_one_process(pair, plan, False)) < EXACT
+
+
+@pytest.mark.sampled(2, cover=True)
+@pytest.mark.parametrize("plan", ACCUMULATED, ids=str)
+@pytest.mark.parametrize("kind", ["average", "zero 3"])
+def test_accumulated_tied_gradients(pools: Pools, kind: str, plan: tuple[bool, ...]) -> None:
+    found = pools(4).run(reduced_by_hand, kind, True, plan, True)[0]
+    assert distance(found, by_one_process(True, plan, True)) < EXACT
 
 
 def trap(what: str) -> Any:

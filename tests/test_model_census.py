@@ -12,7 +12,7 @@ import pytest
 
 from hpnb.bench import models
 from hpnb.bench.model_parity import LAYOUTS, Outcome, compare, train_serial
-from hpnb.bench.tiny_models import planned
+from hpnb.bench.tiny_models import planned_architecture
 
 # One a kind of plan: plain, packed, gathered, experts, latent attention, sinks, indexed attention, modules
 # beside the plan, an embedding with a norm, experts whose weights are transposed.
@@ -44,14 +44,14 @@ def test_other_layouts_train_as_one_process(pools: models.Pools, name: str, layo
 
 
 def check_exact(pools: models.Pools, name: str, layout: str) -> None:
-    for outcome in models.examine(pools, planned()[name], [layout]):
+    for outcome in models.examine(pools, planned_architecture(name), [layout]):
         assert outcome.status == "exact", models.describe(outcome)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["Gemma3nTextConfig", "GlmMoeDsaConfig"])
 def test_a_layer_that_takes_more_than_a_stage_passes_is_refused(pools: models.Pools, name: str) -> None:
-    architecture, head = planned()[name], "ForCausalLM"
+    architecture, head = planned_architecture(name), "ForCausalLM"
     (serial,) = pools[1].run(train_serial, architecture, head)
     outcome = compare(pools, architecture, head, LAYOUTS["pp2"], serial)
     assert outcome.status == "refused"

@@ -16,7 +16,7 @@ from rank_pools import RankPools
 
 import hpnb
 from hpnb import HybridParallelPlugin, models, placement
-from hpnb.bench.tiny_models import build, planned
+from hpnb.bench.tiny_models import build, planned_architecture
 from hpnb.models.compare_parts import run_parts
 from hpnb.models.registry import registration_of
 from hpnb.pipeline_parallel import Stages, full_state_dict
@@ -213,7 +213,7 @@ def test_an_attention_is_resized_from_what_it_was() -> None:
 
 
 def test_layers_of_which_nothing_can_be_sharded_are_named() -> None:
-    architecture = planned()["MuseSparkTextConfig"]
+    architecture = planned_architecture("MuseSparkTextConfig")
     model = build(architecture, "Model")
     with pytest.raises(ValueError, match=r"layers\.0: .*tp_size=1.*hpnb\.models\.register"):
         registration_of(model).check_sharding(model, "1d", False)

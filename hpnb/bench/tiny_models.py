@@ -138,12 +138,26 @@ class Architecture:
 
 @cache
 def planned() -> dict[str, Architecture]:
-    """Those of the installed transformers, by name."""
-    found = {}
+    """Those of the installed transformers, by name. It imports all their models, which takes many seconds."""
+    configs = _planned_configs()
+    return {name: Architecture(name, configs[name], _models(configs[name])) for name in sorted(configs)}
+
+
+@cache
+def planned_architecture(name: str) -> Architecture:
+    """`planned()[name]`, without importing the others."""
+    config = _planned_configs(f"class {name}(")[name]
+    return Architecture(name, config, _models(config))
+
+
+def _planned_configs(text: str = "") -> dict[str, type[PreTrainedConfig]]:
+    """{name: configuration with both plans}, of the files that contain `text`."""
+    configs = {}
     for module in pkgutil.iter_modules(transformers.models.__path__):
         name = f"transformers.models.{module.name}.configuration_{module.name}"
         file = Path(transformers.models.__path__[0], module.name, f"configuration_{module.name}.py")
-        if not file.exists() or "base_model_pp_plan" not in file.read_text():  # importing all takes long
+        source = file.read_text() if file.exists() else ""
+        if "base_model_pp_plan" not in source or text not in source:  # importing all takes long
             continue
         for kind in vars(importlib.import_module(name)).values():
             if (
@@ -153,8 +167,8 @@ def planned() -> dict[str, Architecture]:
                 and getattr(kind, "base_model_pp_plan", None)
                 and getattr(kind, "base_model_tp_plan", None)
             ):
-                found[kind.__name__] = kind
-    return {name: Architecture(name, found[name], _models(found[name])) for name in sorted(found)}
+                configs[kind.__name__] = kind
+    return configs
 
 
 def _models(config: type[PreTrainedConfig]) -> dict[str, type[PreTrainedModel]]:

@@ -159,6 +159,26 @@ def on_host(name: str, spaces: dict[str, str], folder: Path, *command: str) -> s
     )  # fmt: skip
 
 
+def torchrun_on_hosts(
+    spaces: dict[str, str], folder: Path, ranks: int, port: int, *program: str, seconds: float = 240
+) -> str:
+    """Run the program on both hosts, with so many ranks on each, to its end; what they said."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
+                "--nproc-per-node", str(ranks), "--max-restarts", "1",
+                "--rdzv-backend", "c10d", "--rdzv-endpoint", f"first:{port}", *program)  # fmt: skip
+    running = [on_host(name, spaces, folder, *torchrun) for name in HOSTS]
+    deadline = time.monotonic() + seconds
+    try:
+        codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in running]
+    finally:
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    said = "\n".join(f"--- {name}\n" + (folder / f"out-{name}").read_text() for name in HOSTS)
+    assert codes == [0, 0], said
+    return said
+
+
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
 def ran(
     request: pytest.FixtureRequest, spaces: dict[str, str], tmp_path_factory: pytest.TempPathFactory
@@ -171,20 +191,8 @@ def ran(
         RUN % {"tp": ranks, "steps": STEPS, "every": SAVED, "folder": folder / "run"}
     )
     (folder / "program.py").write_text(PROGRAM)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
-                "--nproc-per-node", str(ranks),
-                "--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "first:29500",
-                "program.py", "run.toml", str(folder), *map(str, (FIRST, LAST, KILLED)))  # fmt: skip
-    running = [on_host(name, spaces, folder, *torchrun) for name in HOSTS]
-    deadline = time.monotonic() + 240
-    try:
-        codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in running]
-    finally:
-        for process in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    said = "\n".join(f"--- {name}\n" + (folder / f"out-{name}").read_text() for name in HOSTS)
-    assert codes == [0, 0], said
+    measured = map(str, (FIRST, LAST, KILLED))
+    said = torchrun_on_hosts(spaces, folder, ranks, 29500, "program.py", "run.toml", str(folder), *measured)
     return folder, said, ranks
 
 

@@ -7,12 +7,8 @@ second 10.77.0.2   rank 1
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_expert_parallel import batch, build
-from test_hosts import HOSTS, on_host, spaces  # noqa: F401, a fixture
+from test_hosts import HOSTS, spaces, torchrun_on_hosts  # noqa: F401, a fixture
 
 import hpnb
 
@@ -86,18 +82,8 @@ def test_steps_over_two_nodes_are_one_process(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
-                "--rdzv-backend", "c10d", "--rdzv-endpoint", "first:29511", "program.py",
-                str(Path(__file__).parent), str(tmp_path), json.dumps(OPTIONS[axis]))  # fmt: skip
-    running = [on_host(name, spaces, tmp_path, *torchrun) for name in HOSTS]
-    deadline = time.monotonic() + 600
-    try:
-        codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in running]
-    finally:
-        for process in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    assert codes == [0, 0], "\n".join((tmp_path / f"out-{name}").read_text() for name in HOSTS)
+    program = ("program.py", str(Path(__file__).parent), str(tmp_path), json.dumps(OPTIONS[axis]))
+    torchrun_on_hosts(spaces, tmp_path, 1, 29511, *program, seconds=600)
     ranks = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(2)]
     assert [rank["node"] for rank in ranks] == list(HOSTS)
 

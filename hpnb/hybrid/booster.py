@@ -268,8 +268,8 @@ def _next_batch(data_iter: Any) -> Any:
     except StopIteration:
         raise StopIteration(
             f"the {type(data_iter).__name__} has no batch left in this epoch: call "
-            "loader.set_epoch(epoch + 1) and pass a new iter(loader), as after a booster.load of the end of an "
-            "epoch; if it never gave one, its dataset has no samples"
+            "loader.set_epoch(epoch + 1) and pass a new iter(loader), as after a booster.load of the end of "
+            "an epoch; if it never gave one, its dataset has no samples"
         ) from None
 
 

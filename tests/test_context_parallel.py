@@ -234,7 +234,9 @@ def test_a_zigzag_is_a_triangle_and_blocks_that_need_no_mask(rank: int) -> None:
     assert len(find_pairs(here, there, causal, device)) == 2
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), [("flash", torch.bfloat16), ("efficient", torch.float32)])
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [("cudnn", torch.bfloat16), ("flash", torch.bfloat16), ("efficient", torch.float32)]
+)
 def test_kernels_of_gpus_take_these_arguments(kernel: fused_module.Kernel, dtype: torch.dtype) -> None:
     """Shapes alone, of grouped queries whose heads are padded: values need a GPU."""
     q = torch.empty(2, 4, 50, 20, dtype=dtype, device="meta")

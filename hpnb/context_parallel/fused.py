@@ -4,10 +4,11 @@
 them in fast memory, piece by piece. It knows two kinds of blocks: all queries see all keys, or query i sees
 the keys up to i ("causal", s_q = s_k).
 
-    kernel       device, dtype                        limits
+    kernel       device, dtype                            used
     cpu          CPU, 16 bits to float64
-    flash        GPU from compute capability 8, 16 bits   heads of up to 192 values
-    efficient    GPU, 16 bits and float32
+    cudnn        GPU, 16 bits                             where PyTorch's attention prefers it, as on an H100
+    flash        GPU from compute capability 8, 16 bits   for heads of up to 192 values
+    efficient    GPU, 16 bits and float32                 otherwise
 
 The backward of a block is exact with the log-sum-exp and the output of all blocks: the kernels compute
 P = exp(S - lse) and sum(dout * out) from what they are given (Dao 2023, "FlashAttention-2", arXiv 2307.08691,
@@ -20,13 +21,15 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
 
 from hpnb.context_parallel.blockwise import block_backward, block_forward
 from hpnb.context_parallel.visibility import Pair
 
-Kernel = Literal["cpu", "flash", "efficient"]
+Kernel = Literal["cpu", "cudnn", "flash", "efficient"]
 Tensors = tuple[torch.Tensor, ...]
 _HALF = (torch.float16, torch.bfloat16)
+_CUDNN = int(SDPBackend.CUDNN_ATTENTION.value)
 _FLASH_HEAD_DIM = 192  # the backward of longer heads is not built for every GPU
 _ROW_PADDING = 32  # the efficient kernel stores log-sum-exp in rows of a multiple of this
 
@@ -80,6 +83,8 @@ def choose_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel |
         return "cpu" if q.dtype in (*_HALF, torch.float32, torch.float64) else None
     if q.device.type != "cuda" or torch.version.hip is not None:
         return None
+    if q.dtype in _HALF and torch._fused_sdp_choice(q, k, v, enable_gqa=q.size(1) != k.size(1)) == _CUDNN:
+        return "cudnn"
     is_recent = torch.cuda.get_device_capability(q.device) >= (8, 0)
     if q.dtype in _HALF and is_recent and q.size(-1) <= _FLASH_HEAD_DIM:
         return "flash"
@@ -107,6 +112,11 @@ def fused_forward(
             q, k, v, 0.0, causal, scale=scale
         )
         return out, lse, ()
+    if kernel == "cudnn":
+        out, lse, *rest = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, False, scale=scale
+        )
+        return out[..., :d], lse.squeeze(-1), (rest[4], rest[5])
     if kernel == "flash":
         out, lse, *rest = torch.ops.aten._scaled_dot_product_flash_attention(
             q, k, v, 0.0, causal, False, scale=scale
@@ -146,6 +156,11 @@ def fused_backward(
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, causal, scale=scale
         )
+    elif kernel == "cudnn":
+        lengths = None, None, None, q.size(2), k.size(2)  # no bias, no packed sequences
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse.unsqueeze(-1), *state, *lengths, 0.0, causal, scale=scale
+        )
     elif kernel == "flash":
         grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             dout, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, causal, *state, scale=scale
@@ -164,7 +179,7 @@ def fused_backward(
 def _prepare(kernel: Kernel, *tensors: torch.Tensor) -> Tensors:
     """q, k and v as the kernel wants them: heads of k and v repeated, heads padded to 16 bytes."""
     q, k, v = tensors
-    if kernel != "flash" and q.size(1) != k.size(1):  # flash attention groups queries itself
+    if kernel not in ("cudnn", "flash") and q.size(1) != k.size(1):  # these two group queries themselves
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     if kernel == "cpu":
         return q, k, v

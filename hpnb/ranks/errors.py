@@ -17,7 +17,8 @@ import torch.distributed as dist
 from hpnb.ranks.last_seen import Frame, Note
 
 OUT_OF_MEMORY = "OutOfMemoryError"  # of torch, on a GPU
-_RANK_INTERNALS = re.compile(r"[/\\]hpnb[/\\]ranks[/\\](worker|last_seen|forkserver_process)\.py$")
+_STARTS_A_RANK = "worker|cell_syntax|last_seen|forkserver_process"
+_RANK_INTERNALS = re.compile(rf"[/\\]hpnb[/\\]ranks[/\\]({_STARTS_A_RANK})\.py$")
 _PLUMBING = re.compile(r"[/\\](multiprocessing[/\\]\w+|threading)\.py$|^<string>$")
 _WANTS_RESULT = re.compile(r"\.(item|tolist|cpu|numpy|wait)\(|synchronize\(")
 _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
@@ -70,7 +71,9 @@ class RankError(RuntimeError):
                 alike.setdefault(folded(stack), []).append(rank)
         for stack, ranks in alike.items():
             who = "Rank" if len(ranks) == 1 else "Ranks"
-            parts.append(f"{who} {', '.join(map(str, ranks))}:\n{stack.rstrip()}")
+            same = self.traceback and stack == folded(self.traceback)
+            where = " the same" if same else f"\n{stack.rstrip()}"
+            parts.append(f"{who} {', '.join(map(str, ranks))}:{where}")
         return "\n\n".join(parts)
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -8,6 +8,7 @@ terminal the latest bar stays on the last line; elsewhere only a bar's last stat
 from __future__ import annotations
 
 import codecs
+import math
 import re
 import sys
 import time
@@ -15,15 +16,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpnb.ranks.current_rank import in_notebook
+from hpnb.ranks.repeated_warnings import HOLD, RepeatedWarnings
 
 _TOKENS = re.compile(r"(\r?\n|\r|\x1b\[A)")
 _REDRAW_EVERY = 0.1  # seconds; as tqdm does
 
 
 class Output:
-    """Shows the output of the ranks of one call, in the cell that made the call."""
+    """Shows the output of the ranks of one call, in the cell that made the call.
 
-    def __init__(self) -> None:
+    Args:
+        first: the lowest rank of the call, which shows the warnings that several give.
+    """
+
+    def __init__(self, first: int | None = None) -> None:
+        self._warnings = RepeatedWarnings(first)
         self._rows: dict[int, _RankTerminal] = {}
         self._screen = _choose_screen()
         self._drawn = 0.0
@@ -31,19 +38,34 @@ class Output:
     def feed(self, rank: int, data: bytes) -> None:
         """Take bytes that `rank` has written and show what is complete."""
         rows = self._rows.setdefault(rank, _RankTerminal())
-        if lines := rows.feed(data):
-            self._screen.lines([f"[rank {rank}] {line}" for line in lines])
+        if lines := self._warnings.filter(rank, rows.feed(data)):
+            self._show(lines)
         if rows.bars_changed and time.monotonic() - self._drawn > _REDRAW_EVERY:
             self._draw()
+
+    @property
+    def soonest(self) -> float:
+        """Seconds after which there is something to show, if no rank writes before."""
+        return HOLD if self._warnings.holds else math.inf
+
+    def show_held_warnings(self) -> None:
+        """Show what the first rank has not warned of for a while."""
+        if late := self._warnings.late():
+            self._show(late)
 
     def finish(self) -> None:
         """The call is over: show unfinished lines and the last state of every bar."""
         for rank, rows in sorted(self._rows.items()):
             if rest := rows.rest():
-                self._screen.lines([f"[rank {rank}] {rest}"])
+                self._show(self._warnings.filter(rank, [rest]))
+        if left := self._warnings.finish():
+            self._show(left)
         self._draw()
         self._screen.end()
         self._rows.clear()
+
+    def _show(self, lines: Sequence[tuple[int, str]]) -> None:
+        self._screen.lines([f"[rank {rank}] {line}" for rank, line in lines])
 
     def _draw(self) -> None:
         bars = [f"[rank {rank}] {bar}" for rank, rows in sorted(self._rows.items()) for bar in rows.bars]

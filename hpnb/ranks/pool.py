@@ -103,7 +103,9 @@ class Ranks:
             every call.
 
     Globals that a call assigns are there in the next call, also if some ranks have raised and the others have
-    finished. Ranks are stopped if one dies or hangs, or if some raise while others wait for them.
+    finished. Ranks are stopped if one dies or hangs, or if some raise while others wait for them. Ctrl-C, or
+    a notebook's interrupt, ends the call with a RankInterrupt that says where each rank was, and the ranks
+    with their state: save what must stay, and start new ones.
 
     >>> with hpnb.Ranks(2, device="cpu") as ranks:
     ...     ranks.run(lambda: hpnb.rank())
@@ -258,7 +260,7 @@ class Ranks:
         starts: bool = False,
     ) -> list[Any]:
         """Show output and wait until every member has answered; raise if one did not answer well."""
-        processes, output = self._processes, Output()
+        processes, output = self._processes, Output(min(members, default=None))
         deadline = (time.monotonic() if begun is None else begun) + limit
         watch, hangs = HangWatch(processes, hang_limit), False
         # None: died. A rank that is not called counts too, because the process group dies with it.

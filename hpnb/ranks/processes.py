@@ -114,7 +114,8 @@ class RankProcesses:
     def poll(self, seconds: float, output: Output) -> list[tuple[int, Done | Failed | None]]:
         """Wait at most `seconds` for something to happen; replies that came, None for a rank that is gone."""
         replies: list[tuple[int, Done | Failed | None]] = []
-        for key, _ in self.selector.select(min(max(0.0, seconds), _LONGEST_WAIT)):
+        output.show_held_warnings()
+        for key, _ in self.selector.select(min(max(0.0, seconds), output.soonest, _LONGEST_WAIT)):
             kind, rank = key.data
             if kind == "output":
                 self._show(rank, output, _CHUNK)  # a rank that floods must not starve the others

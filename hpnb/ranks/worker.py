@@ -7,6 +7,7 @@ output and error, C-level writes included, are one pipe to the caller.
 from __future__ import annotations
 
 import ast
+import asyncio
 import builtins
 import contextlib
 import ctypes
@@ -281,9 +282,14 @@ def run_cell(text: str, filename: str, namespace: dict[str, Any]) -> object:
     return value
 
 
+# What a traceback begins with before the caller's first line.
+_frames_around_a_cell = (__file__, run_code.__code__.co_filename, os.path.dirname(asyncio.__file__) + os.sep)
+
+
 def _failed(error: BaseException, new_names: frozenset[Name] = frozenset()) -> Failed:
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+    own = _frames_around_a_cell
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(own):
         trace = trace.tb_next
     lines = traceback.format_exception(type(error), error, trace)
     try:

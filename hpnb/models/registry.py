@@ -198,7 +198,7 @@ def _name_places(model: nn.Module, parts: Anatomy) -> Anatomy:
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
-    blocks = []
+    blocks: list[Part] = []
     for i, block in enumerate(parts.blocks):
         earlier = [other.name for other in blocks if other.module is block.module]
         free = [name for name in names.get(block.module, []) if name not in earlier]

@@ -118,3 +118,37 @@ def test_a_boosted_model_is_freed(two: hpnb.Ranks, how: str) -> None:
     for alive, count in two.run(left, boosted, how):
         assert alive == 0
         assert count > 20
+
+
+class OwnTrainer:
+    """Has model and optimizer, and a criterion that leads back to both."""
+
+    def __init__(self, how: str) -> None:
+        knobs, microbatches = BOOSTED[how]
+        plugin = hpnb.HybridParallelPlugin(precision="bf16", num_microbatches=microbatches, **knobs)
+        self.booster, made = hpnb.Booster(plugin=plugin), hpnb.models.gpt2(SIZE)
+        optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)
+        self.model, self.optimizer, *_ = self.booster.boost(made, optimizer)
+
+    def loss(self, outputs: Any, _: Any) -> Any:
+        return outputs.loss
+
+    def step(self) -> None:
+        ids = torch.zeros(8, SIZE.length, dtype=torch.long)
+        batch = {"input_ids": ids, "labels": ids}
+        self.booster.execute_pipeline(iter([batch]), self.model, self.loss, self.optimizer)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def trained_by_its_own(how: str) -> list[weakref.ref[Any]]:
+    trainer = OwnTrainer(how)
+    trainer.step()
+    return [weakref.ref(trainer), *(weakref.ref(p) for p in trainer.model.parameters())]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("how", BOOSTED)
+def test_a_criterion_may_lead_back_to_the_optimizer(two: hpnb.Ranks, how: str) -> None:
+    for alive, count in two.run(left, trained_by_its_own, how):
+        assert alive == 0, f"{alive} of {count} are still there"

@@ -36,7 +36,9 @@ from hpnb.placement import Placement, placement_of
 from hpnb.precision import LossScaler, OptimizerStepResult
 from hpnb.precision.masters import parameters_of
 
-_boosted: WeakKeyDictionary[Optimizer, BoostedOptimizer] = WeakKeyDictionary()
+# The user's optimizer has methods of what stands behind it. A strong value here would keep both for ever as soon
+# as it leads back to the key, as through a criterion that refers to the trainer with the optimizer.
+_boosted: WeakKeyDictionary[Optimizer, ref[BoostedOptimizer]] = WeakKeyDictionary()
 _METHODS = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group", "held")
 
 
@@ -72,7 +74,7 @@ class BoostedOptimizer:
         self.gradient_versions = GradientVersions(model.plugin)
         self._optimizer_ref = ref(optimizer)  # which holds this object
         vars(optimizer).update({name: getattr(self, name) for name in _METHODS}, last_step=None)
-        _boosted[optimizer] = self
+        _boosted[optimizer] = ref(self)
         self.share_groups()
 
     def step(self, closure: Any = None) -> None:
@@ -161,9 +163,10 @@ def boosted_optimizer(optimizer: Any) -> BoostedOptimizer:
     Raises:
         ValueError: it was not boosted.
     """
-    if not is_boosted(optimizer):
+    behind = _boosted[optimizer]() if is_boosted(optimizer) else None
+    if behind is None:
         raise ValueError(f"this {type(optimizer).__name__} is not boosted; pass what booster.boost returned")
-    return _boosted[optimizer]
+    return behind
 
 
 # --- the optimizer that steps ----------------------------------------------------------------------------

@@ -73,6 +73,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._reduce_shared(obj)
         if isinstance(obj, types.CodeType):
             self._add_source(obj.co_filename)
+            return _make_code, (obj.co_filename, *self.dispatch_table[types.CodeType](obj))
         elif type(obj) in (torch.Tensor, torch.nn.Parameter) and _is_plain(obj):
             return _reduce_tensor(obj)
         elif isinstance(obj, type):
@@ -135,6 +136,11 @@ def namespace_of(module: str) -> dict[str, Any]:
 def rank_namespaces() -> dict[str, dict[str, Any]]:
     """{module: its globals on this rank} of all modules whose functions came by value."""
     return {module: namespace_of(module) for module in ("__main__", *_modules)}
+
+
+def _make_code(filename: str, build: Callable[..., types.CodeType], made: tuple[Any, ...]) -> types.CodeType:
+    """Code with the name of its file or cell: cloudpickle 3.1.3 leaves that out, and tracebacks need it."""
+    return build(*made).replace(co_filename=filename)
 
 
 def _reduce_function(f: types.FunctionType, module: str) -> tuple[Any, ...]:

@@ -36,8 +36,8 @@ from hpnb.placement import Placement, placement_of
 from hpnb.precision import LossScaler, OptimizerStepResult
 from hpnb.precision.masters import parameters_of
 
-# The user's optimizer has methods of what stands behind it. A strong value here would keep both for ever as soon
-# as it leads back to the key, as through a criterion that refers to the trainer with the optimizer.
+# The user's optimizer has methods of what stands behind it. A strong value here would keep both for ever as
+# soon as it leads back to the key, as through a criterion that refers to the trainer with the optimizer.
 _boosted: WeakKeyDictionary[Optimizer, ref[BoostedOptimizer]] = WeakKeyDictionary()
 _METHODS = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group", "held")
 

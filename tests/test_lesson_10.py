@@ -58,6 +58,10 @@ def test_rows_without_a_gradient_have_a_cross_and_no_dot() -> None:
     assert figure.get_label() == "a: 2 of 2 rows get a gradient; b: 1 of 2 rows get a gradient"
     points = [list(line.get_xdata()) for line in figure.axes[1].get_lines()]  # type: ignore[arg-type]
     assert points == [[0, 1], [0], [], [1]]  # dots, then crosses
+    ax = figure.axes[1]
+    place = ax.transData.transform((0, min(ax.get_yticks())))
+    crosses = max(float(y) for line in ax.get_lines()[2:] for y in line.get_ydata())  # type: ignore[arg-type]
+    assert ax.transAxes.inverted().transform(place)[1] > crosses  # they stand below the smallest tick
 
 
 def test_exposed_times_have_lines_dots_and_round_ticks() -> None:
@@ -77,6 +81,10 @@ def test_the_crossings_that_the_page_tells_are_those_of_its_explorer() -> None:
 
     assert [less_exposed(tokens, 32) for tokens in (17_000, 18_000)] == ["Ulysses", "ring"]
     assert [less_exposed(tokens, 8) for tokens in (2_500, 3_000)] == ["Ulysses", "ring"]
+    for kv_heads in (32, 8):
+        first = explorer.ring_exposes_less_from(32, kv_heads, 8, "InfiniBand NDR")
+        assert [less_exposed(tokens, kv_heads) for tokens in (first - 1, first)] == ["Ulysses", "ring"]
+    assert explorer.ring_exposes_less_from(2, 2, 8, "InfiniBand NDR") == 1  # Ulysses needs 8 heads
 
 
 def test_packed_all_to_alls_send_the_same_bytes_in_half_the_messages() -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RATE = 400e12  # FLOP/s of attention in 16 bits, about what FlashAttention-2 and 3 reach on an H100
-SHARE = "less exposed / computing (%)"  # of the way that exposes less
+SHARE = "exposed / computing (%)"  # of the way that exposes less
 _LENGTHS = tuple(1 << k for k in range(12, 21))
 
 KNOBS: Knobs = {
@@ -40,6 +40,22 @@ def ring_or_ulysses() -> Explorer:
     One sequence, heads of 128 values in bfloat16, and 400 TFLOP/s of attention.
     """
     return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("sequence", SHARE), goal=5).display()
+
+
+def ring_exposes_less_from(heads: int, kv_heads: int, cp: int, link: str) -> int:
+    """Tokens a rank from which on, up to a million, a ring exposes less than Ulysses; see `exposed`."""
+
+    def ring_is_best(tokens: int) -> bool:
+        ways, _ = exposed(cp * tokens, heads, kv_heads, cp, link)
+        return min(ways, key=lambda way: ways[way]) == "ring"
+
+    high = 1 << 20
+    low = next((high >> k for k in range(1, 21) if not ring_is_best(high >> k)), 0)
+    high = 2 * low or 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if ring_is_best(middle) else (middle, high)
+    return high
 
 
 def exposed(sequence: int, heads: int, kv_heads: int, cp: int, link: str) -> tuple[dict[str, float], float]:

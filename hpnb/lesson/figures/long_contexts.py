@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator
 
 from hpnb.plot.canvas import SMALL, TEXT, Key, new_figure
@@ -15,6 +16,8 @@ from hpnb.plot.grammar import CARD, INK, RULE, SERIES, SOFT, STYLE, OpStyle, ink
 from hpnb.plot.units import time_unit
 
 RANKS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#BBBBBB", "#882255")
+_STRIP = 0.2  # of a panel's height, for crosses
+_HIDDEN = "#F1F3F5"  # pairs that a causal mask hides
 
 
 def ring_steps(steps: Sequence[Sequence[tuple[int, float]]], title: str = "") -> Figure:
@@ -58,7 +61,8 @@ def causal_work(assignments: Mapping[str, Sequence[int]], title: str = "") -> Fi
     ranks = 1 + max(max(owners) for owners in assignments.values())
     if ranks > len(RANKS):
         raise ValueError(f"{ranks} ranks, and there are colours for {len(RANKS)}")
-    keys = [Key(OpStyle(RANKS[rank], "", f"rank {rank}")) for rank in range(ranks)]
+    keys = [Key(OpStyle(RANKS[rank], "", f"query of rank {rank}")) for rank in range(ranks)]
+    keys.append(Key(OpStyle(_HIDDEN, "", "not visible")))
     columns = len(assignments)
     side = (7.0 - 0.75 - 0.2 - 0.45 * (columns - 1)) / columns
     fig, axes = new_figure([min(side, 2.4)], title=title, legend=keys, columns=columns, left=0.75, head=0.3,
@@ -68,14 +72,16 @@ def causal_work(assignments: Mapping[str, Sequence[int]], title: str = "") -> Fi
         n = len(owners)
         visible = np.tril(np.ones((n, n), dtype=bool))
         cells = np.where(visible, np.asarray(owners)[:, None], -1)
-        colors = ListedColormap(["#F1F3F5", *RANKS[:ranks]])
+        colors = ListedColormap([_HIDDEN, *RANKS[:ranks]])
         ax.imshow(cells, cmap=colors, vmin=-1, vmax=ranks - 1, interpolation="nearest", aspect="auto")
         work = work_per_rank(owners)
         ax.set_title(way, size=TEXT, color=INK, loc="left", pad=4)
         pairs = ", ".join(f"{n:,}" for n in work)
         ax.set_xlabel(f"key\nvisible pairs of each rank:\n{pairs}", size=SMALL, color=INK)
         ax.set_ylabel("query" if ax is axes[0] else "", size=SMALL, color=INK)
-        ax.set(xticks=[], yticks=[])
+        ax.set_xticks([0, n - 1])
+        ax.set_yticks([0, n - 1] if ax is axes[0] else [])
+        ax.tick_params(length=0)
         said.append(f"{way}: ranks 0 to {ranks - 1} work on {', '.join(map(str, work))} pairs")
         for spine in ax.spines.values():
             spine.set(visible=True, color=RULE)
@@ -151,8 +157,8 @@ def losses_and_rows(
 
     Args:
         losses: {run: loss of each step}.
-        norms: {run: norm for each position}, 0 where nothing trains a row, which then has a cross at the
-            bottom.
+        norms: {run: norm for each position}, 0 where nothing trains a row, which then has a cross in a strip
+            below the axis.
     """
     look = dict(zip(losses, (Look(*SERIES[k]) for k in (0, 1)), strict=True))
     upper = [
@@ -164,13 +170,16 @@ def losses_and_rows(
     panels = [CurvePanel(upper, height=1.3, title="loss", xlabel="step"),
               CurvePanel(lower, log="y", height=1.3, xlabel="position",
                          title="norm of the gradient of each row of wpe")]  # fmt: skip
-    cross = Key(OpStyle(INK, "", "a row without a gradient"), "dot", marker="x")
+    cross = Key(OpStyle(INK, "", "a row without a gradient, in the colour of its run"), "dot", marker="x")
     fig = curves(panels, title=title, more_keys=[cross], gap=0.75)
     ax = fig.axes[1]
     log_ticks(ax.yaxis, lambda value: f"{value:g}", (1.0, 2.0, 5.0))
     low, high = ax.get_ylim()
-    ax.set_ylim(low / (high / low) ** 0.2, high)  # space for the crosses
-    for height, (run, y) in zip((0.05, 0.12), norms.items(), strict=True):
+    ax.set_ylim(low / (high / low) ** 0.3, high)  # space for the crosses
+    ax.add_patch(Rectangle((0, 0), 1, _STRIP, color=_HIDDEN, linewidth=0, transform=ax.transAxes))
+    ax.set_yticks([tick for tick in ax.get_yticks() if tick >= low])
+    ax.set_yticks([], minor=True)
+    for height, (run, y) in zip((_STRIP / 3, 2 * _STRIP / 3), norms.items(), strict=True):
         missing = [k for k, norm in enumerate(y) if norm <= 0]
         ax.plot(missing, [height] * len(missing), "x", color=look[run].color, markersize=5,
                 transform=ax.get_xaxis_transform(), label=f"_no gradient, {run}")  # fmt: skip

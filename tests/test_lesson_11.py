@@ -136,8 +136,14 @@ def test_a_layer_that_computes_the_wrong_expert_is_far_off(two: Any) -> None:
 
 
 def test_twice_the_rows_take_about_twice_as_long(two: Any) -> None:
-    seconds = two.run(moe.rows_seconds, {"few": [500, 500], "busy": [100, 2000]}, 2)[0]
-    assert 1.5 < seconds["busy"] / seconds["few"] < 10
+    seconds = two.run(moe.seconds_of_ranks, {"even": [50, 50], "busy": [10, 90]}, 2)[0]
+    assert 1.3 < seconds["busy"][1] / max(seconds["even"]) < 3
+    assert seconds["busy"][0] < seconds["even"][0]
+
+
+def test_ranks_wait_until_the_slowest_has_finished() -> None:
+    waits = {e.rank: (e.start, e.end) for e in moe.wait_for_slowest([1.0, 4.0, 2.0]).events if e.op == "wait"}
+    assert waits == {0: (1.0, 4.0), 1: (4.0, 4.0), 2: (2.0, 4.0)}
 
 
 def keep_all(chosen: torch.Tensor, capacity: int) -> torch.Tensor:

@@ -42,6 +42,8 @@ def dispatched_rows(chosen: Sequence[Sequence[Sequence[int]]], num_experts: int,
     colors = ListedColormap(["#F1F3F5", *RANKS[:ranks]])
     left.imshow(cells, cmap=colors, vmin=-1, vmax=ranks - 1, interpolation="nearest", aspect="auto")
     local = num_experts // ranks
+    for expert in range(1, num_experts):  # so that neighbouring marks are two
+        left.axvline(expert - 0.5, color=CARD, linewidth=1.2)
     for line in range(ranks * tokens):
         left.axhline(line - 0.5, color=CARD, linewidth=0.4)
     for rank in range(1, ranks):
@@ -134,9 +136,9 @@ def losses_and_experts(
     aside = dict(zip(norms, (-0.13, 0.13), strict=True))  # so that equal norms stand side by side
     lower = [Series(run, [e + aside[run] for e in range(len(y))], y, look[run], "dots",
                     label=f"gradient's norm, {run},") for run, y in norms.items()]  # fmt: skip
+    heading = "each expert's gradient in a step of a few tokens, both runs side by side"
     panels = [CurvePanel(upper, height=1.3, title="loss", xlabel="step"),
-              CurvePanel(lower, "norm", height=1.3, xlabel="expert",
-                         title="each expert's gradient, last block, in a step of a few tokens")]  # fmt: skip
+              CurvePanel(lower, "norm", height=1.3, xlabel="expert", title=heading)]  # fmt: skip
     unused = Key(OpStyle("#FBE3D6", "", "expert without a token"))
     keys = legend_of([*upper, *lower])
     fig = curves(panels, title=title, keys=keys, more_keys=[unused], gap=0.75)

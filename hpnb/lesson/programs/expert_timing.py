@@ -1,10 +1,11 @@
 """How long a layer of experts computes on unequal ranks, for notebook 11: sizes, rows, and times of them.
 
     routed_rows                     which experts each token is for
-    timed_layer, timed_experts      a layer in a size at which computing takes time
-    rows_seconds, sorted_rows       how long unequal ranks compute, and how unequal they are
+    timed_experts                   experts in a size at which computing takes time
+    seconds_of_ranks, sorted_rows   how long unequal ranks compute, and how unequal they are
+    wait_for_slowest                what they wait for each other
 
-Every rank calls what is here, except `sorted_rows`.
+Every rank calls what is here, except `sorted_rows` and `wait_for_slowest`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import torch.nn.functional as F
 import hpnb
 from hpnb import comm
 from hpnb.lesson.programs.gpt2_pipeline import time_in_turn
-from hpnb.lesson.programs.gpt2_tensor import random_values
 from hpnb.mesh import Axis
+from hpnb.record import Event, Timeline
 
 Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (r, h), (r,) expert of this rank -> (r, h)
 
@@ -30,18 +31,19 @@ class LayerSize:
     """One layer of experts, each of two matrices.
 
     Attributes:
-        tokens: of one rank.
+        rows: of one rank, if loads are even.
         hidden, width: of a token, and inside an expert.
     """
 
-    tokens: int
+    rows: int
     hidden: int
     width: int
     dtype: torch.dtype
 
 
-_TIMED = {"cpu": LayerSize(512, 192, 384, torch.float32),
-          "cuda": LayerSize(4096, 2048, 4096, torch.bfloat16)}  # fmt: skip
+# On a GPU, large enough that launches and the search for each expert's rows take a small part of the time.
+_TIMED = {"cpu": LayerSize(1024, 192, 384, torch.float32),
+          "cuda": LayerSize(8192, 4096, 14336, torch.bfloat16)}  # fmt: skip
 
 
 def expert_axis() -> Axis:
@@ -62,18 +64,6 @@ def routed_rows(tokens: int, num_experts: int, k: int, popular: float = 1.0, see
     return torch.multinomial(weights.expand(tokens, -1), k, generator=generator)
 
 
-def timed_layer(popular: float, num_experts: int, k: int) -> tuple[torch.Tensor, ...]:
-    """(tokens (n, h), chosen (n, k), weights (n, k)) of this rank, in a size at which computing takes time.
-
-    Args:
-        popular: how much likelier expert 2 is than each of the others.
-    """
-    size, rank = _TIMED[hpnb.device().type], hpnb.rank()
-    chosen = routed_rows(size.tokens, num_experts, k, popular, seed=rank).to(hpnb.device())
-    x = random_values(size.tokens, size.hidden, seed=rank).to(size.dtype)
-    return x, chosen, torch.full(chosen.shape, 1 / k, device=hpnb.device(), dtype=size.dtype)
-
-
 def timed_experts(local: int) -> Compute:
     """`local` experts of two matrices, applied to rows (r, h) with their numbers (r,)."""
     size, device = _TIMED[hpnb.device().type], hpnb.device()
@@ -90,28 +80,36 @@ def timed_experts(local: int) -> Compute:
     return compute
 
 
-def rows_seconds(
-    rows_of_ranks: Mapping[str, Sequence[float]], local: int, scale: float = 1.0
-) -> dict[str, float]:
-    """{name: seconds of the slowest rank} to compute so many rows, if each rank has a processor to itself.
+def seconds_of_ranks(rows_of_ranks: Mapping[str, Sequence[float]], local: int) -> dict[str, list[float]]:
+    """{name: seconds of each rank} to compute so many rows, if each rank has a processor to itself.
 
-    A rank's time is the least of fifteen turns: on shared cores other work only adds to it.
+    All rows are scaled by one factor, which makes their mean the timed size's. A rank's time is the least of
+    fifteen turns: on shared cores other work only adds to it.
 
     Args:
-        rows_of_ranks: {name: rows of each rank}.
+        rows_of_ranks: {name: rows of each rank}, with the same mean for all names.
         local: experts of a rank, among which its rows are shared equally.
-        scale: all rows times this.
     """
     size, device, axis = _TIMED[hpnb.device().type], hpnb.device(), expert_axis()
     compute, calls = timed_experts(local), {}
     for name, rows in rows_of_ranks.items():
-        n = round(rows[axis.rank] * scale)
+        n = round(rows[axis.rank] * size.rows * axis.size / sum(rows))
         x = torch.randn(n, size.hidden, device=device, dtype=size.dtype)
         calls[name] = partial(compute, x, torch.arange(n, device=device) % local)
     with torch.no_grad():
         took = time_in_turn(calls, repeats=15)
     least = torch.tensor([[min(took[name]) for name in calls]], dtype=torch.float64, device=device)
-    return dict(zip(calls, comm.gather(least, axis, 0).amax(0).tolist(), strict=True))
+    of_ranks = comm.gather(least, axis, 0).T.tolist()  # (names, ranks)
+    return dict(zip(calls, of_ranks, strict=True))
+
+
+def wait_for_slowest(seconds: Sequence[float]) -> Timeline:
+    """Ranks that begin together, compute for so many seconds, and then wait until the last is ready."""
+    last, events = max(seconds), []
+    for rank, took in enumerate(seconds):
+        events.append(Event(rank, 0, "compute", 0, 0.0, took))
+        events.append(Event(rank, 0, "wait", 0, took, last))
+    return Timeline(tuple(events), "replayed")
 
 
 def sorted_rows(steps: Sequence[Mapping[str, torch.Tensor]], ranks: int) -> list[float]:

@@ -24,10 +24,9 @@ from hpnb.lesson.programs.device_timing import Batch
 from hpnb.lesson.programs.expert_timing import Compute
 from hpnb.lesson.programs.expert_timing import expert_axis as expert_axis
 from hpnb.lesson.programs.expert_timing import routed_rows as routed_rows
-from hpnb.lesson.programs.expert_timing import rows_seconds as rows_seconds
+from hpnb.lesson.programs.expert_timing import seconds_of_ranks as seconds_of_ranks
 from hpnb.lesson.programs.expert_timing import sorted_rows as sorted_rows
-from hpnb.lesson.programs.expert_timing import timed_experts as timed_experts
-from hpnb.lesson.programs.expert_timing import timed_layer as timed_layer
+from hpnb.lesson.programs.expert_timing import wait_for_slowest as wait_for_slowest
 from hpnb.lesson.programs.gpt2_tensor import random_values
 from hpnb.lesson.programs.step_timing import relative_distance
 from hpnb.mesh import Axis

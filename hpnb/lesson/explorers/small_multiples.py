@@ -92,7 +92,8 @@ def trade_off(
     log += "y" if goal is not None else ""
     of_knob = f" ({control.unit})" if isinstance(control, Slider) and control.unit else ""
     panel = CurvePanel(series, ylabel=words, xlabel=knob.replace("_", " ") + of_knob, log=log, height=1.7)  # type: ignore[arg-type]
-    keys = [Key(OpStyle(INK, "", "", ":"), "line", f"goal: {goal:g}")] if goal is not None else []
+    wanted = f"goal: {goal:g} {unit}".rstrip()
+    keys = [Key(OpStyle(INK, "", "", ":"), "line", wanted)] if goal is not None else []
     figure = curves([panel], title=f"{label} over {knob.replace('_', ' ')}", more_keys=keys)
     if goal is not None:
         figure.axes[0].axhline(goal, color=INK, linestyle=":", linewidth=1.4, label="goal")

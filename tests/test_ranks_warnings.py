@@ -65,6 +65,17 @@ def test_a_rank_that_repeats_itself_is_shown_and_so_are_other_lines() -> None:
     assert filtered.filter(1, ["12:30: no Warning here"]) == [(1, "12:30: no Warning here")]
 
 
+def test_a_message_of_several_lines_is_one_warning() -> None:
+    long = ["a.py:5: UserWarning: first line", "second line", "  the_source()"]
+    filtered = RepeatedWarnings(first=0)
+    assert filtered.filter(1, long) == []
+    assert filtered.filter(0, [*long, "and then"]) == [(0, line) for line in (*long, "and then")]
+    assert filtered.filter(2, [*long, "  more"]) == [(2, "  more")]
+    assert filtered.filter(3, [long[0], "another line", long[2]]) == [
+        (3, line) for line in (long[0], "another line", long[2])
+    ]
+
+
 def test_all_of_a_pool_warn_once(pools: RankPools, capfd: pytest.CaptureFixture[str]) -> None:
     cell = "import warnings\nwarnings.warn('all of us')\nwarnings.warn(f'number {hpnb.rank()}')"
     pools[2].run_cell("import hpnb\n" + cell, "cell-7")

@@ -13,6 +13,7 @@ from transformers import (
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
     GPT2Model,
+    PreTrainedModel,
     ViTForImageClassification,
     ViTModel,
 )
@@ -265,9 +266,12 @@ def registration_of(model: nn.Module) -> Registration:
     if plan_parts.has_plan(model):
         return _PLAN
     *names, last = (kind.__name__ for kind in REGISTERED)
+    plans = ""
+    if isinstance(model, PreTrainedModel):
+        plans = ", and of models to which transformers gives a tensor and a pipeline plan, such as Llama"
     raise TypeError(
         f"hpnb does not know the parts of a {type(model).__name__}; it knows those of {', '.join(names)} and "
-        f"{last}. {how_to_register(model)}"
+        f"{last}{plans}. {how_to_register(model)}"
     )
 
 

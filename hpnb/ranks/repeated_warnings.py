@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 
 _WARNING = re.compile(r"(?P<place>.+:\d+): \w*Warning: ")
+_LONGEST = 8  # lines of a message and its source, below the first
 HOLD = 2.0  # seconds for which a warning waits for the first rank to give it, too
 Line = tuple[int, str]  # rank, text
 
@@ -46,9 +47,9 @@ class RepeatedWarnings:
                 shown += [*self._release(rank), (rank, lead)]
             elif lead in self._shown:
                 who, known = self._shown[lead]
-                if rank != who:
+                if rank != who and below == known:
                     self._others.setdefault(lead, set()).add(rank)
-                if rank == who or below[: len(known)] != known:
+                else:
                     shown += [(rank, line) for line in (lead, *below)]
             elif rank == self._first or self._first is None:
                 self._show(rank, lead, below)
@@ -79,7 +80,8 @@ class RepeatedWarnings:
     def _show(self, rank: int, lead: str, below: list[str]) -> None:
         self._shown[lead] = rank, below
         for other, held in self._held.items():
-            if held.pop(lead, None) is not None:
+            if held.get(lead) == below:
+                del held[lead]
                 self._others.setdefault(lead, set()).add(other)
 
     def _release(self, rank: int) -> Iterator[Line]:
@@ -91,10 +93,13 @@ class RepeatedWarnings:
 
 
 def _blocks(lines: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each warning with the line of source below it; any other line by itself."""
-    rest = iter(range(len(lines)))
-    for i in rest:
+    """Each warning with the rest of its message and the line of source below it; any other line by itself."""
+    i = 0
+    while i < len(lines):
         below: list[str] = []
-        if _WARNING.match(lines[i]) and i + 1 < len(lines) and lines[i + 1].startswith("  "):
-            below = [lines[next(rest)]]
+        if _WARNING.match(lines[i]):
+            near = lines[i + 1 : i + 1 + _LONGEST]
+            source = next((j for j, line in enumerate(near) if line.startswith("  ")), None)
+            below = [] if source is None else near[: source + 1]
         yield lines[i], below
+        i += 1 + len(below)

@@ -180,7 +180,7 @@ def name(case: Case) -> str:
     return "-".join([case.kind, f"{case.dp}x{case.pp}x{case.tp}", *filter(None, ways)])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", SAVED, ids=map(name, SAVED))
 def test_a_saved_model_is_an_ordinary_one(pools: Pools, case: Case, tmp_path: Path) -> None:
     whole = on(pools, case.ranks).run(save_whole, case, tmp_path / "model")[0]
@@ -291,7 +291,7 @@ ON_THE_SAME = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("case", "knobs"), ON_THE_SAME, ids=[name(case) for case, _ in ON_THE_SAME])
 def test_on_the_same_layout_it_goes_on_bit_for_bit(
     pools: Pools, case: Case, knobs: dict[str, Any], tmp_path: Path
@@ -334,7 +334,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
 def test_on_other_layouts_it_goes_on_too(pools: Pools, chain: list[Case], tmp_path: Path) -> None:
     """What is loaded is what was saved, to the bit; and two steps later all is as on one process."""

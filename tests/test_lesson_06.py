@@ -212,6 +212,8 @@ def test_a_skyline_draws_its_layers_its_cuts_and_its_loss() -> None:
     assert "4.00" in texts
     heavy = next(t for t in above.texts if t.get_text() == "4.00")
     assert heavy.get_weight() == "bold"
+    bold = {t.get_text() for ax in fig.axes[::2] for t in ax.texts if t.get_weight() == "bold"}
+    assert bold == {"4.00", "3.20"}  # each cut's largest
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,12 @@ def test_a_sharded_gpt2_trains_like_one_process(three: hpnb.Ranks) -> None:
         assert max(distances.values()) < 1e-12
 
 
+def test_ranks_of_the_cpu_are_those_at_hand_if_as_many(three: hpnb.Ranks) -> None:
+    assert gpt2_tensor.cpu_ranks(three, 3) is three
+    with gpt2_tensor.cpu_ranks(three, 2) as two:
+        assert (two.size, two.choice.device) == (2, "cpu")
+
+
 def test_a_ring_sends_keys_and_values_twice_and_gradients_once() -> None:
     sent = {way: gpt2_tensor.attention_bytes(way, 64, 192, 4, 8) for way in ("megatron", "ulysses", "ring")}
     unit = 3 / 4 * 64 * 192 * 8

@@ -62,7 +62,7 @@ def trade_off(
 ) -> Figure:
     """`reading` over the stops of a knob, a curve for each of the `settings` of the others.
 
-    With a `goal`, a line at it on a logarithmic axis.
+    With a `goal`, a line at it, on a logarithmic axis where values are far apart.
     """
     from hpnb.plot.canvas import Key
     from hpnb.plot.curves import CurvePanel, Series, curves, looks, set_ticks, write_values
@@ -89,7 +89,9 @@ def trade_off(
     label, unit = split_unit(reading)
     words = f"{label} ({unit})" if unit else label
     log = "x" if isinstance(control, Slider) and control.log else ""
-    log += "y" if goal is not None else ""
+    values = [] if goal is None else [goal, *(y for curve in series for y in curve.y)]
+    apart = bool(values) and min(values) > 0 and max(values) > 1.5 * min(values)
+    log += "y" if apart else ""
     of_knob = f" ({control.unit})" if isinstance(control, Slider) and control.unit else ""
     panel = CurvePanel(series, ylabel=words, xlabel=knob.replace("_", " ") + of_knob, log=log, height=1.7)  # type: ignore[arg-type]
     wanted = f"goal: {goal:g} {unit}".rstrip()
@@ -97,7 +99,7 @@ def trade_off(
     figure = curves([panel], title=f"{label} over {knob.replace('_', ' ')}", more_keys=keys)
     if goal is not None:
         figure.axes[0].axhline(goal, color=INK, linestyle=":", linewidth=1.4, label="goal")
-        values = [goal, *(y for curve in series for y in curve.y)]
+    if apart:
         low, high = min(values), max(values)
         ticks = [step * 10.0**k for k in range(-6, 9) for step in (1, 2, 5)]
         ticks = [tick for tick in ticks if low / 2 <= tick <= high * 2]

@@ -41,7 +41,8 @@ def uneven_layers() -> Explorer:
 
     Times are in blocks: forward and backward of a block and a microbatch take 1, F, I and W a third each.
     """
-    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("microbatches", "bubble (%)")).display()
+    trade = ("microbatches", "bubble (%)")
+    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade, goal=10).display()
 
 
 def _readings(

@@ -128,8 +128,12 @@ def _draw_layers(
 
 
 def _draw_stages(ax: Axes, costs: Sequence[float], cut: PipelineCut, tall: float, largest: float) -> None:
-    """Cut lines, whose stage each is, and what it takes; the largest of all in the colour of alarm."""
+    """Cut lines, whose stage each is, and what it takes.
+
+    The cut's largest stage is bold, and in the colour of alarm if no cut has a larger one.
+    """
     ends = _ends(cut.counts)
+    tallest = max(sum(costs[start:end]) for start, end in pairwise(ends)) * (1 - 1e-9)
     room = (ax.figure.get_figwidth() - _LEFT - _RIGHT) / len(costs)  # type: ignore[union-attr]
     rank_of = {e.stage: e.rank for e in cut.step.events}
     ax.vlines(ends[1:-1], 0, 1.06 * max(costs) / tall, colors=CUT.color, linestyles=CUT.line, linewidth=1.8)
@@ -140,7 +144,7 @@ def _draw_stages(ax: Axes, costs: Sequence[float], cut: PipelineCut, tall: float
         words = number(load / tall)
         size = TEXT if text_inches(words, TEXT, "bold") < wide else SMALL - 1.0
         ax.annotate(words, ((start + end) / 2, 1.32 * max(costs) / tall), ha="center", va="top", size=size,
-                    color=ALARM if alarm else INK, weight="bold" if alarm else "normal",
+                    color=ALARM if alarm else INK, weight="bold" if load >= tallest else "normal",
                     annotation_clip=False)  # fmt: skip
         rank = f"rank {rank_of.get(stage, stage)}"
         labels.append(rank if text_inches(rank) + 0.08 < wide else rank.replace("rank ", "r"))

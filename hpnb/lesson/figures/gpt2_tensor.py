@@ -117,7 +117,7 @@ def losses_and_streams(
     """
     look = dict(zip(losses, (Look(*SERIES[k]) for k in (0, 1, 3)), strict=False))  # dash-dots look solid
     words = {
-        "training loss, first of four runs": losses,
+        "training loss, first of three runs": losses,
         "relative distance between the residual streams of first and last rank": distances,
     }
     panels = [

@@ -8,6 +8,10 @@ A policy is what the ranks' random generators do:
     "a seed each"    every rank has a seed of its own: different everywhere
     "one seed"       all have the same seed and nothing else is done: equal as long as all draw as many
 
+"As many" depends on the device. A CPU's generator advances with every number. A GPU's (Philox) advances by
+the rounds that all its threads need for a tensor, so tensors of one round leave equal states whatever their
+size.
+
 `record_masks` looks at two places of the first block: the attention's probabilities, sharded by heads in
 every layout, and the MLP's output, which is replicated, or sharded along tokens with sequence parallelism.
 """

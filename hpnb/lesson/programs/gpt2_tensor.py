@@ -27,6 +27,12 @@ from hpnb.tensor_parallel import parallelize
 Layer = Callable[..., torch.Tensor]
 
 
+def cpu_ranks(pool: hpnb.Ranks, ranks: int = 4) -> hpnb.Ranks:
+    """So many ranks on the CPU: `pool` if it is that, and new ones otherwise."""
+    right = pool.choice.device == "cpu" and pool.size == ranks
+    return pool if right else hpnb.Ranks(ranks, device="cpu")
+
+
 def random_values(*shape: int, seed: int = 0) -> torch.Tensor:
     """Float64 values that are the same on all ranks, on this rank's device."""
     generator = torch.Generator().manual_seed(seed)

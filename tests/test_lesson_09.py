@@ -131,7 +131,7 @@ def test_curves_of_what_failures_leave() -> None:
     above, below = {"a": ([1, 10], [1.0, 0.5])}, {"b": ([5, 50], [0.2, 0.4])}
     figure = figures.goodput(above, below, {"b": ([7], [0.3])}, {"b": 20})
     drawn = [[np.asarray(line.get_xydata()).tolist() for line in ax.lines] for ax in figure.axes]
-    assert drawn[0] == [[[1, 100], [10, 50]]]
+    assert drawn[0] == [[[1, 100], [10, 50]], [[0, 50], [1, 50]]]  # and where half of the time is lost
     assert drawn[1][:2] == [[[5, 20], [50, 40]], [[7, 30]]]
     assert [x for x, _ in drawn[1][2]] == [20, 20]
     with pytest.raises(ValueError, match="a has 2 x and 1 y"):

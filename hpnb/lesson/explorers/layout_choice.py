@@ -40,7 +40,9 @@ CHALLENGE = Challenge(
 
 def layout_choice() -> Explorer:
     """Notebook 08: choose a layout of GPT-2 XL by dp, pp, tp, microbatches, ZeRO and a GPU's memory."""
-    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("microbatches", "bubble (%)")).display()
+    return Explorer(
+        KNOBS, _readings, CHALLENGE, ANSWER, trade=("dp", "FLOP utilisation (%)"), goal=GOAL
+    ).display()
 
 
 @lru_cache(maxsize=64)

@@ -52,7 +52,7 @@ def waterfall(
         predicted_parts = (predicted or {}).get(name, {})
         ticks = list(accumulate(predicted_parts[part] for part in present if predicted_parts.get(part)))
         rows[name] = [Bar(parts, words=seconds(sum(parts.values())), ticks=ticks)]
-    thin = "thin line: predicted end of a part, in the same order; thick line: of the step"
+    thin = "thin line: predicted end of a part, in the same order; thick line: of the step; number: the bar"
     keys = [Key(OpStyle(INK, "", thin), "words")] if predicted else []
     heading = title if title is not None else "where each millisecond of a step went"
     panel = BarPanel(rows, "s", "a step ({unit}), mean over the ranks", row_inches=0.3)
@@ -73,8 +73,10 @@ def resumed(
     (ax,) = fig.axes
     saved = len(legs[0][1])
     killed = saved + len(lost)
+    (rings,) = ax.plot(range(saved + 1, killed + 1), lost, "o", markersize=9, label="steps that were lost")
+    rings.set(markerfacecolor="none", zorder=6, markeredgecolor=INK, markeredgewidth=1.4)
     ax.plot([killed], [lost[-1]], "X", color=ALARM, markersize=11, zorder=7, label="killed")
-    ax.annotate(f"killed after step {killed},\n{len(lost)} steps lost", (killed, lost[-1]), (-12, 4),
+    ax.annotate(f"killed after step {killed},\n{len(lost)} steps lost (rings)", (killed, lost[-1]), (-12, 4),
                 textcoords="offset points", ha="right", va="center", size=SMALL, color=INK)  # fmt: skip
     ax.annotate(f"saved after step {saved}", (saved + 0.5, ax.get_ylim()[0]), (-5, 5),
                 textcoords="offset points", ha="right", va="bottom", size=SMALL, color=INK)  # fmt: skip
@@ -84,6 +86,7 @@ def resumed(
 Points = Mapping[str, tuple[float, float]]  # {layout: (bytes, tokens a second)}
 _MANY = 12  # dots, with more of which not all can have their names
 _FAR = 120  # points that a name may be from its dot
+_APART = 14.0  # points between two names on a line, or they read as one
 _LONG = 24  # characters of a name, with more of which it is in two lines
 _GOAL = OpStyle(SERIES[3][0], "", "goal", ":")
 _MEASURED, _PREDICTED = Look(SERIES[0][0], "o"), Look(SERIES[2][0], "s")
@@ -241,7 +244,8 @@ def _name_points(
             thread = _along((x, y), nearest) if math.dist((x, y), nearest) > 9 else []
             crossed = [(a, b, a, b) for a, b in thread if max(abs(a - x), abs(b - y)) > 14]
             covered = _count_overlaps([box, *crossed], taken)
-            covered += 50 * _count_overlaps([box, *crossed], labels) if labels else 0
+            wide_box = (box[0] - _APART, box[1], box[2] + _APART, box[3])
+            covered += 50 * _count_overlaps([wide_box, *crossed], labels) if labels else 0
             covered += sum(math.dist(p, at) < 5 for n, at in dots.items() if n != name for p in thread)
             spots.append((covered, len(spots), dx, dy, box, thread, crossed))
             if not covered:

@@ -82,12 +82,13 @@ def goodput(
             for name, (x, y) in shares.items()
         ]
 
-    simulation = Key(OpStyle(SOFT, "", "simulated failure by failure"), "dot", marker="o")
+    simulated_color = next((look[name].color for name in simulated), SOFT)
+    simulation = Key(OpStyle(simulated_color, "", "simulated failure by failure"), "dot", marker="o")
     keys = [Key(OpStyle(look[name].color, "", name), "line") for name in look]
     say = "training, % of time"
     panels = [
         CurvePanel(series(above), say, "x", 1.6,
-                   "saving every sqrt(2 D M) seconds, predicted; the faster the saves, the higher", "GPUs"),
+                   "saving every sqrt(2 D M) seconds, predicted; dashed: half of the time is lost", "GPUs"),
         CurvePanel(series(below) + series(simulated, "simulated: "), say, "x", 1.6,
                    "saving more and less often, predicted and simulated",
                    "seconds of training between saves; dotted: sqrt(2 D M)"),
@@ -96,6 +97,7 @@ def goodput(
     for ax in fig.axes:
         ax.set_ylim(0, 104)
         log_ticks(ax.xaxis, count)
+    fig.axes[0].axhline(50, color=INK, linestyle="--", linewidth=1.0, zorder=1, label="half")
     for name, seconds in marks.items():
         rule(fig.axes[1], seconds, "best by the formula", look[name].color)
     return fig
@@ -144,7 +146,9 @@ def layout_map(
         Key(OpStyle(ALARM, "", f"a node of {node} ends", "--"), "line"),
     ]
     if tied:
-        keys.append(Key(OpStyle(INK, "", f"thin frame: within {100 * tied:.0f} %"), "line"))
+        keys[0] = Key(OpStyle(_FAST, "", "the fastest, in a thick frame"), "flat")
+        thin = f"thin frame: within {100 * tied:.0f} % of it"
+        keys.append(Key(OpStyle(INK, "", thin), "words"))
     fig, (ax,) = new_figure([_ROW * max(4, len(stages))], title=title, legend=keys,
                            head=0.3 if setting else 0.16, left=0.8)  # fmt: skip
     if setting:

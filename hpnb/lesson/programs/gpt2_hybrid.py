@@ -102,6 +102,12 @@ class LayoutRun:
         is not CPU time."""
         return statistics.mean(statistics.median(r.collectives or [0.0]) for r in self.records)
 
+    @property
+    def forward_share(self) -> float:
+        """Of a step's computing, messages of tp included, what forwards take; 0 to 1."""
+        took = {op: sum(e.duration for e in self.timeline.events if e.op == op) for op in "FIWB"}
+        return took["F"] / sum(took.values())
+
     def parts_on(self, link: Link) -> dict[str, float]:
         """The parts of the same step with another link: replayed."""
         if self.records[0].timelines:

@@ -91,7 +91,7 @@ here = lesson.banner(N, model=NAME, data=leaves.describe(), sizes=sizes)
 #
 # GELU works because it looks at one number at a time. In the other order it would need the finished sum first, because GELU of a sum is not the sum of GELUs.
 #
-# In the backward, each rank uses x for its own columns, so its gradient of x is one of t terms that must be added.
+# Each rank multiplies x by its own columns of A only. So in the backward it computes one of the t terms of x's gradient, and the terms must be added.
 # Megatron-LM calls the two operations *f* and *g*. At f the forward does nothing and the backward
 # all-reduces. At g the forward all-reduces and the backward does nothing.
 
@@ -123,7 +123,7 @@ class SumOverRanks(torch.autograd.Function):  # g
 
 
 # %% [markdown]
-# The second order has a switch that leaves out the sum before GELU. `axis` is a group of ranks
+# `row_column_mlp` has a switch, `add_before_gelu`: without it we see what a missing sum does. `axis` is a group of ranks
 # with this rank's place in it. `comm.split` takes this rank's chunk of a tensor, and `comm.gather` joins the chunks. The library's
 # f and g, which the exercises use, are `comm.replicate(x, axis)` and `comm.all_reduce(x, axis)`.
 
@@ -317,14 +317,15 @@ class OverlappedColumnLinear(torch.autograd.Function):
 
 def compare_with_blocking():
     group = vit_tensor.tensor_axis().group
-    x, w = torch.randn(2, 48, 48, dtype=torch.float64).requires_grad_()  # w: my columns
+    x = torch.ones(48, 48, dtype=torch.float64, requires_grad=True)  # all ranks' x
+    w = torch.randn(48, 48, dtype=torch.float64, requires_grad=True)  # my columns
     ys = OverlappedColumnLinear.apply(x, w, group), CopyToRanks.apply(x, group) @ w
     grads = [torch.autograd.grad(y.square().sum(), (x, w)) for y in ys]
     return {"gradients": relative_distance(*grads)}
 
 
 # %% [markdown]
-# The library also postpones fc2's weight gradient until fc1's all-reduce has started, so both weight gradients run beside it. We record one block; the lanes marked tp show communication.
+# The library also postpones fc2's weight gradient until fc1's all-reduce has started, so both weight gradients run beside it. We record one block; the lanes marked tp show communication. It is *exposed* while the rank computes nothing.
 
 # %%
 parity = lesson.Parity({"overlapped": pool.run(compare_with_blocking)[0]})
@@ -333,7 +334,7 @@ sent, _ = pool.run(vit_tensor.measure_block, SIZE, IMAGES, DTYPE)[0]
 predicted = 4 * theory.bytes_sent("all_reduce", ACTIVATION, N)
 lesson.reveal("03.block-bytes", sent, predicted=predicted, source="counted")
 recorded = pool.run(vit_tensor.record_block, SIZE, IMAGES, DTYPE)[0]
-title = "The forward waits for its sums, the backward has W to do"
+title = "The forward waits, the backward has weight gradients to compute"
 lesson.show(recorded, exposed=True, bubble=None, key="03.block", title=title)
 communicating = vit_tensor.mean_seconds(recorded)
 computing = vit_tensor.mean_seconds(recorded, ops=("F", "I", "W"))
@@ -346,20 +347,29 @@ exposed = step_timing.exposed_seconds(recorded)
 lesson.record("03.exposed", {"share": (100 * exposed / recorded.makespan, "%")})
 lesson.record("03.overlapped", 100 * (1 - exposed / communicating), "%")
 block = SIZE.block(IMAGES, DTYPE.itemsize)
-lesson.record("03.slower", predictions.slower_than_predicted(recorded, block, card))
+slower = predictions.slower_than_predicted(recorded, block, card)
+columns = {"recorded / predicted": slower}
+lesson.show(columns=columns, key="03.slower", title="What the formula leaves out")
 lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 
 # %% [markdown]
-# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">57.9 ms</data>; <data value="03.exposed.share">14.0 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">41.0 %</data> of the communication, all of it in the backward. In the forward attention's all-reduce comes first, in the backward the MLP's.
+# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">57.9 ms</data>; <data value="03.exposed.share">14.0 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">41.0 %</data> of the communication, all of it in the backward.
+#
+# <details><summary>How to read the figure</summary>
+#
+# The first all-reduce of the forward is attention's, the first of the backward the MLP's.
+# A bar begins when the rank calls the all-reduce. So the bar of the rank that comes first also contains its wait for the other rank.
+# The thin slices of forward after the last all-reduce are a bias and the residual. The last slices of input gradient are attention's norm.
+# </details>
 #
 # The formula is for 2-byte numbers. Our float32 halves it, and attention's scores add 1 %, so it predicts <data value="03.ratio.predicted">10.0</data>.
 # The run has <data value="03.ratio">3.58</data>, because it has costs that the formula leaves out.
 #
 # <details><summary>Three factors between the formula and the run</summary>
 #
-# - Computing took <data value="03.slower.compute">1.50</data> times as long as its matrix products would at the card's rate. That includes norms, GELU, residuals and slower products; the run does not separate them.
-# - Latency makes the all-reduces <data value="03.slower.latency">1.52</data> times as long as their bytes alone.
-# - Waiting and other costs multiply that by <data value="03.slower.sums">2.76</data>. A part is that the rank which comes first waits for the other; the run does not explain the rest.
+# - Computing took <data value="03.slower.compute.recorded-predicted">1.50</data> times as long as its matrix products would at the card's rate. That includes norms, GELU, residuals and slower products; the run does not separate them.
+# - Latency makes the all-reduces <data value="03.slower.latency.recorded-predicted">1.52</data> times as long as their bytes alone.
+# - Waiting and other costs multiply that by <data value="03.slower.sums.recorded-predicted">2.76</data>. A part is that the rank which comes first waits for the other; the run does not explain the rest.
 # </details>
 #
 # <details><summary>On a laptop</summary>
@@ -375,9 +385,9 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # On InfiniBand NDR with 50 GB/s, ρ is 8,000, and they want h above 12,400.
 # </details>
 #
-# Call the ratio r. Without overlap a rank computes r/(1+r) of the time, half of it at r = 1. At r = 1, overlap can hide sums as long as the weight gradients, a third of the computing, which raises the half to at most 60 %.
+# Call the ratio r. Without overlap a rank computes r/(1+r) of the time, half of it at r = 1. The weight gradients are a third of the computing, and overlap can cover as much communication. At r = 1 a rank then computes at most 60 % of the time.
 #
-# **Takeaway.** Ask for r ≥ 1: h above (t-1)ρ/4.5. That takes the fastest links, those inside a node, one machine.
+# **Takeaway.** Ask for r ≥ 1: h above (t-1)ρ/4.5. Only the fastest links give that. They connect the GPUs of one *node*, which is one machine.
 #
 # ## An autopsy: the all-reduce that nobody missed
 #
@@ -525,8 +535,13 @@ lesson.claim("SP keeps less", counted["1D+SP keeps (B)"] < counted["1D keeps (B)
 
 # %% [markdown]
 # With sequence parallelism a rank keeps <data value="03.sp.1d+sp-keeps.counted">9.90 MB</data> instead of <data value="03.sp.1d-keeps.counted">11.0 MB</data>. It sends <data value="03.sp.1d+sp-sends.counted">4.40 MB</data> instead
-# of <data value="03.sp.1d-sends.counted">4.39 MB</data>, because of padding and a small all-reduce of norm gradients. The library shards the norms' inputs, 4 of the 8 b s h bytes.
+# of <data value="03.sp.1d-sends.counted">4.39 MB</data>, because of padding and a small all-reduce of norm gradients.
+#
+# <details><summary>Which bytes are sharded?</summary>
+#
+# The library shards the norms' inputs, 4 of the 8 b s h bytes.
 # It keeps the norms' gathered outputs, because the weight gradients of q, k, v and fc1 need all tokens.
+# </details>
 #
 # <details><summary>In your tools</summary>
 #
@@ -578,7 +593,7 @@ lesson.check(exercises.sequence_parallel, block)
 # ## Grids: 2D, 2.5D and 3D
 #
 # In 1D on 64 ranks, a rank computes 1/16 of what it computes on 4, but sends 31 % more, because
-# every rank needs all of x. A grid of ranks shards x as well. On 2 x 2 ranks, the
+# every rank needs all of x. A grid of ranks shards x as well. Here W is a weight matrix, and q x q ranks make a grid. On 2 x 2 ranks, the
 # rank in row i and column j stores block ij of x, W and y = x W:
 #
 # ```text
@@ -591,6 +606,12 @@ lesson.check(exercises.sequence_parallel, block)
 # That rank needs the blocks of x in its row and of W in its column, one pair at a time. In step k, column k broadcasts its
 # blocks of x along the rows, and row k broadcasts its blocks of W down the columns. Every rank multiplies what it received and
 # adds it to y. This algorithm is SUMMA. The cell runs it on 3 x 3 ranks.
+#
+# <details><summary>Bytes and time of a broadcast</summary>
+#
+# A broadcast passes a block of S bytes along the q ranks of a row or column. All but the last send it on, so on average a rank sends S (1 - 1/q).
+# Its time is S/B and q - 1 latencies, longer than the mean bytes suggest.
+# </details>
 
 
 # %%
@@ -654,8 +675,8 @@ lesson.check(exercises.summa, panel)
 
 # %% [markdown]
 # *2D* tensor parallelism makes every linear layer from SUMMA. *2.5D* stacks D such grids, where D is its depth. Each grid has
-# all weights and 1/D of the tokens. *3D* puts l x l x l ranks in a cube, gathers x along one direction and weights along another, and adds along the
-# third.
+# all weights and 1/D of the tokens. *3D* puts t = l x l x l ranks in a cube. Each stores 1/t of x, W and y. It gathers x along one direction and W along
+# another, multiplies, and reduce-scatters y along the third.
 #
 # <details><summary>How many numbers a block sends from each of t ranks, predicted</summary>
 #
@@ -684,14 +705,14 @@ question = f"8 ranks, 32 x {TINY.tokens} tokens, h = {TINY.hidden}: fewest bytes
 rule = ("1d+sp", "2.5d", "3d")
 lesson.predict("03.modes", question, None, kind="ranking", rule_of_thumb=rule)
 predicted, counted, off, kept = {}, {}, {}, {}
+block = TINY.block(32, bytes_per_value=4)
 with hpnb.Ranks(8, device="cpu") as eight:
     for mode, depth in {"1d+sp": 1, "2.5d": 2, "3d": 1}.items():
-        how = mode.removesuffix("+sp"), mode.endswith("+sp"), depth
-        off[mode] = max(eight.run(vit_tensor.worst_gradient_error, TINY, *how))
-        task = TINY, 32, torch.float32, *how
+        grid, sp = mode.removesuffix("+sp"), mode.endswith("+sp")  # sequence parallel
+        layout = grid, sp, depth
+        off[mode] = max(eight.run(vit_tensor.worst_gradient_error, TINY, *layout))
+        task = TINY, 32, torch.float32, *layout
         counted[mode], kept[mode] = eight.run(vit_tensor.measure_block, *task)[0]
-        grid, sp, depth = how
-        block = TINY.block(32, bytes_per_value=4)
         predicted[mode] = theory.block_sent(block, grid, 8, depth, sp).bytes()
 columns = {"keeps, counted (B)": kept}
 title = "On 8 ranks, grids keep less and send less than 1D with SP here"
@@ -707,8 +728,8 @@ lesson.reveal("03.modes", counted, predicted=ranking, source="counted")
 #
 # ## When does each mode win?
 #
-# Fewer bytes are not always less time, because every collective also has a cost whatever its size: launch, waiting, latency. On 2 x 2 ranks a block makes <data value="03.calls.2d">53</data> such calls in 2D, and
-# <data value="03.calls.1d">4</data> in 1D. We time the forward and backward of a block of hidden size <data value="03.tokens.hidden">256</data> on four ranks, then with eight times the tokens; modes take turns, and we show medians of five.
+# Fewer bytes are not always less time, because every collective also has a cost whatever its size: launch, waiting, latency. On 2 x 2 ranks a block makes <data value="03.race.2d.calls">53</data> such calls in 2D, and
+# <data value="03.race.1d.calls">4</data> in 1D. We time the forward and backward of a block of hidden size <data value="03.tokens.hidden">256</data> on four ranks, then with eight times the tokens; modes take turns, and we show medians of five.
 
 # %%
 four, wide = vit_tensor.four_ranks(pool)  # four ranks, and a width that fits
@@ -725,13 +746,14 @@ growth = {mode: large[mode] / small[mode] for mode in modes}
 expected = {mode: predicted[size, many][mode] / first[mode] for mode in modes}
 columns = {"measured, 8 times the tokens (s)": large, "measured growth": growth}
 columns |= {"predicted growth": expected}
+columns |= {"calls": predictions.calls_of_modes(size, modes)}
 title = "8 times the tokens take far less than 8 times as long"
 options = {"predicted": first, "measured": small, "columns": columns}
 lesson.show(**options, unit="s", key="03.race", title=title)
-lesson.record("03.too-low", {mode: small[mode] / first[mode] for mode in modes})
-latency = card4.predicted(0)  # of an all-reduce, whatever its size: 6 steps
-lesson.record("03.latency", 100 * 4 * latency / first["1d"], "%")
-lesson.record("03.norms", latency, "s")
+predictions.record_race(small, first, card, card4)
+halves = four.run(vit_tensor.time_halves, size, few, wide.dtype)[0]
+title = "Two halves beside one all-reduce, alone"
+lesson.show(measured=halves, unit="s", key="03.halves", title=title)
 lesson.claim("8 times the tokens: less than 8 times", (max(growth.values()), "<", 8))
 lesson.claim("1D is faster with few tokens", (small["1d"], "<", small["2d"]))
 vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
@@ -740,9 +762,18 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 # With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">33.9 ms</data>, <data value="03.too-low.1d">1.55</data> times the prediction; with sequence parallelism it took <data value="03.race.1d+sp.measured">59.3 ms</data> or <data value="03.too-low.1d+sp">2.25</data> times,
 # and 2D <data value="03.race.2d.measured">95.3 ms</data> or <data value="03.too-low.2d">1.82</data> times. The prediction leaves out the time of norms, launches and waiting. This run does not say why the ratios differ.
 #
-# Sequence parallelism raises the prediction from <data value="03.race.1d.predicted">21.9 ms</data> to <data value="03.race.1d+sp.predicted">26.3 ms</data>. Splitting the all-reduces costs nothing: a ring all-reduce over four ranks has 2 (4 - 1) = 6 steps of one latency α, as many as reduce-scatter and all-gather together. The whole difference is the all-reduce of norm gradients, whose six latencies take <data value="03.norms">4.45 ms</data>.
+# Here four ranks share the cores of <data value="03.hardware">2 CPU cores</data>, so they also wait for a core: α is {{03.alpha.four}} on the new card and {{03.alpha.first}} on this page's first. Compare modes with each other; four devices would take other times.
 #
-# Eight times the tokens took <data value="03.race.2d.measured-growth">1.55</data> times as long in 2D and <data value="03.race.1d.measured-growth">3.18</data> times in 1D. So a large part of each time does not depend on tokens. In 1D's prediction, <data value="03.latency">81.4 %</data> of the time with few tokens is latency.
+# Sequence parallelism took {{03.sp-longer}} longer than 1D, and latency alone predicts <data value="03.norms">4.45 ms</data>.
+#
+# <details><summary>Why is sequence parallelism slower here?</summary>
+#
+# By theory the two halves of an all-reduce take as long as the whole: in a ring of four, 2 (4 - 1) = 6 steps of one latency α. So the prediction adds only the latencies of the all-reduce of norm gradients.
+#
+# Timed alone, an all-reduce took {{03.halves.all-reduce.measured}}, its two halves {{03.halves.reduce-scatter-all-gather.measured}}. A block has four of them. What this does not explain of the difference, the run does not explain.
+# </details>
+#
+# Eight times the tokens took <data value="03.race.2d.measured-growth">1.55</data> times as long in 2D and <data value="03.race.1d.measured-growth">3.18</data> times in 1D. So a large part of each time does not depend on tokens. In 1D's prediction, <data value="03.latency">81.4 %</data> of the time with few tokens is latency, much of it the wait for a core.
 #
 # <details><summary>Which latency, and what would help?</summary>
 #
@@ -750,35 +781,31 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 # would help here. Where launching kernels takes longest it would not: such a block is *launch-bound*. This run cannot tell what launches take.
 # </details>
 #
-# <details><summary>On a laptop</summary>
-#
-# Where four ranks share fewer cores, compare the modes with each other, and look at their growth.
-# </details>
-#
 # On four ranks 1D wins by bytes, too: 2D sends fewer only above 12 h tokens, here <data value="03.tokens.even">3,072</data>, and we had at most <data value="03.tokens.many">1,088</data>.
-# The map predicts which mode *communicates* for the shortest time on 64 ranks and InfiniBand NDR, with 10 µs of latency and no launch costs. Its axes are the batch's tokens divided by 64, and the hidden size; 2.5D has 4 x 4 x 4 ranks.
 #
-# The folded table counts the mean bytes that leave a rank. Along a chain of q ranks all but the last send S bytes, so the mean is S (1 - 1/q). But a broadcast or reduce takes S/B and q-1 latencies, which is more. 2D and 2.5D use them, 1D and 3D do not.
+# The next cell draws a map. It predicts which mode *communicates* for the shortest time on 64 ranks and InfiniBand NDR, with 10 µs of latency and no launch costs. Its axes are tokens of the batch for each of the 64 ranks, and the hidden size; 2.5D has 4 x 4 x 4 ranks.
 
 # %%
 links = theory.LINKS["InfiniBand NDR"], theory.Link(0, 50e9)  # one without latency
 tokens = [2.0 ** (k / 4) for k in range(16, 64)]
 hidden = [2.0 ** (k / 4) for k in range(22, 57)]
 best, free = (theory.cheapest_modes(tokens, hidden, 64, link, 4) for link in links)
-predictions.record_counts(seconds, vit_tensor_size.TASKS)  # for the prose
-lesson.record("03.map", figures.mode_shares(best), "%")
-lesson.record("03.map-no-latency", figures.mode_shares(free), "%")
-title = "Predicted, 64 ranks on InfiniBand NDR: 3D or 2.5D is quickest, 2D nowhere"
+columns = {"of the map (%)": figures.mode_shares(best)}
+columns |= {"without latency (%)": figures.mode_shares(free)}
+columns |= {"latencies a block": predictions.latencies_of_modes(64, {"2.5d": 4})}
+lesson.show(columns=columns, key="03.map", title="Where each mode wins, predicted")
+predictions.record_sizes(seconds, vit_tensor_size.TASKS)  # for the prose
+title = "Predicted for 64 ranks: 3D or 2.5D communicates for the shortest time"
 lesson.show(figures.cheapest_mode(tokens, hidden, best, title=title, ranks=64))
 lesson.explorers.tensor_modes()
 
 # %% [markdown]
-# In this range 3D takes <data value="03.map.3d">66.2 %</data> of the map, 2.5D <data value="03.map.2.5d">32.6 %</data> and 1D <data value="03.map.1d">1.13 %</data>. 1D sends no weights, so it wins where tokens are few: by bytes, 3D beats it above 0.28 h tokens in the batch. 2.5D sends more weights than 3D and fewer activations, so it wins with many tokens. 2D never wins: 3D sends fewer of both, with a tenth of the latencies.
+# In this range 3D takes <data value="03.map.3d.of-the-map">66.2 %</data> of the map, 2.5D <data value="03.map.2.5d.of-the-map">32.6 %</data> and 1D <data value="03.map.1d.of-the-map">1.13 %</data>, a corner. 1D sends no weights, so it wins where tokens are few: by bytes, 3D beats it above 0.28 h tokens in the batch. 2.5D sends more weights than 3D and fewer activations, so it wins with many tokens. 2D never wins: 3D sends fewer of both, with a tenth of the latencies.
 #
 # <details><summary>Why latency favours 3D</summary>
 #
-# Latency shrinks the areas of 1D and 2.5D: without it they would take <data value="03.map-no-latency.1d">2.68 %</data> and <data value="03.map-no-latency.2.5d">66.6 %</data>.
-# A block takes <data value="03.latencies.1d">504</data> latencies in 1D, whose rings have 64 ranks, <data value="03.latencies.2d">1,410</data> in 2D, <data value="03.latencies.2.5d">348</data> in 2.5D and <data value="03.latencies.3d">144</data> in 3D. They count most where h is small,
+# Latency shrinks the areas of 1D and 2.5D: without it they would take <data value="03.map.1d.without-latency">2.68 %</data> and <data value="03.map.2.5d.without-latency">66.6 %</data>.
+# A block takes <data value="03.map.1d.latencies-a-block">504</data> latencies in 1D, whose rings have 64 ranks, <data value="03.map.2d.latencies-a-block">1,410</data> in 2D, <data value="03.map.2.5d.latencies-a-block">348</data> in 2.5D and <data value="03.map.3d.latencies-a-block">144</data> in 3D. They count most where h is small,
 # so 2.5D's border bends.
 # </details>
 #
@@ -842,7 +869,7 @@ lesson.check(exercises.choose_ranks, choose)
 #
 # Replicas that fit are not always best. In the check's third job a GPU has n = 8,192/64 = 128 tokens and ρ is 8,000, so computing covers hardly any of the gradients. The predicted
 # step takes <data value="03.job.t1">1.57 s</data> for t = 1, most of it gradients, and <data value="03.job.t16">190 ms</data> for t = 16, although r is only 0.31 there.
-# A GPU's sums have 16 n h (t-1) bytes a layer, and its gradients about 48 h²/t. Together they are fewest at t² = 3h/n, here 14² rounded, if nothing overlaps.
+# For one layer, the all-reduces of activations send 16 n h (t-1) bytes from a GPU, and those of gradients about 48 h²/t. The sum is least where t² = 3h/n. Here that is t = 14, and 16 is the divisor next to it. This leaves out overlap.
 #
 # ```python
 # def choose(job):
@@ -862,12 +889,12 @@ lesson.check(exercises.choose_ranks, choose)
 #
 # - Columns first, then rows: the pair needs one all-reduce forward and one backward. A block needs four.
 # - Compute over communication is r = $4.5\,h/((t-1)\rho)$. No batch changes it.
-# - Overlap the input gradient's all-reduce with weight gradients. The forward's sums stay exposed.
+# - Overlap the input gradient's all-reduce with weight gradients. The forward's all-reduces stay exposed.
 # - A missing backward all-reduce leaves the loss healthy. Compare gradients with one process, from the loss down.
 # - Sequence parallelism sends the same bytes and keeps less, for one more small all-reduce.
 # - Grids send fewer bytes in large batches, 3D on 64 ranks above 0.28 h tokens, but make many small calls.
 #
-# **When not to use this.** Use replicas if the model fits and each GPU has ρ tokens or more: then computing can cover the gradients, as in 01. Otherwise share matrices inside a node, with r ≥ 1, so that half of the time is computing. With few tokens a smaller r can still beat replicas (exercise 5), so predict both. Across nodes, try pipelines before a grid.
+# **When not to use this.** Use replicas if the model fits and each GPU has many times ρ tokens. From ρ tokens on, computing lasts as long as the gradients' bytes travel, but in 01's run a free step took far more. Otherwise share matrices inside a node, with r ≥ 1, so that half of the time is computing. With few tokens a smaller r can still beat replicas (exercise 5), so predict both. Across nodes, try pipelines before a grid.
 #
 # **Where to look.**
 #

@@ -52,7 +52,7 @@ def tensor_modes() -> Explorer:
 
     Every message waits for the matmul before it: nothing overlaps. 400 TFLOP/s a rank, values of 2 bytes.
     """
-    names = "predicted, NVLink 4, s = 2,048", "predicted, InfiniBand NDR, s = 8,192"
+    names = "2d on NVLink 4, s = 2,048", "2d on InfiniBand NDR, s = 8,192"
     trade = "batch", "compute / sending"
     return Explorer(KNOBS, mode_readings, CHALLENGE, ANSWER, trade, names, goal=0.4).display()
 

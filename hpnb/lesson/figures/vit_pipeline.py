@@ -32,7 +32,8 @@ def u_curve(
     Args:
         choices: such as 1, 2, 4, 8 microbatches.
         parts: {part of PARTS: seconds, one for each choice}, from the first of PARTS up.
-        predicted: seconds of the step by the formula, whose T and c come from the first and the last bar.
+        predicted: seconds of the step by the formula, whose T and c come from the work in the first
+            and in the last bar.
         source: where the bars come from: "measured", or "replayed".
     """
     if strange := [part for part in parts if part not in PARTS]:
@@ -41,7 +42,7 @@ def u_curve(
     totals = [sum(values) for values in zip(*(parts[part] for part in present), strict=True)]
     scale, unit = time_unit(max(*totals, *predicted))
     places = range(len(choices))
-    formula = f"formula, T and c from m = {choices[0]} and {choices[-1]}"
+    formula = f"formula; T and c from the work at m = {choices[0]} and {choices[-1]}"
     line = Series(formula, places, [p / scale for p in predicted], looks([formula])[formula],
                   "line and hollow")  # fmt: skip
     heading = title if title is not None else "a step, and what it is made of"

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import hpnb
-from hpnb import theory
+from hpnb import comm, theory
 from hpnb.lesson import ledger
 from hpnb.lesson.machine_card import MachineCard
 from hpnb.lesson.page_sizes import PageSizes, choose_sizes
@@ -327,6 +327,29 @@ def time_blocks(
             took[mode].append(replay_turns(recorder.gather()).makespan / size.layers)
             model.zero_grad(set_to_none=True)
     return {mode: statistics.median(times) for mode, times in took.items()}
+
+
+def time_halves(size: ViTSize, images: int, dtype: torch.dtype, repeats: int = 15) -> dict[str, float]:
+    """{"all-reduce" | "reduce-scatter, all-gather": seconds} of hidden states, medians; the two take turns.
+
+    Every rank calls it. Where ranks share a GPU, both are replayed over `REPLAY_LINK`.
+    """
+    axis = tensor_axis()
+    tokens = images * size.tokens // axis.size * axis.size
+    x = torch.randn(tokens, size.hidden, device=hpnb.device(), dtype=dtype)
+    calls: dict[str, Callable[[], object]] = {
+        "all-reduce": lambda: comm.all_reduce(x, axis),
+        "reduce-scatter, all-gather": lambda: comm.all_gather(comm.reduce_scatter(x, axis, 0), axis, 0),
+    }
+    for call in [*calls.values()] * warmup_steps():
+        call()
+    took: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            with hpnb.record.timeline() as recorder, recorder.span():
+                call()
+            took[name].append(replay_turns(recorder.gather()).makespan)
+    return {name: statistics.median(times) for name, times in took.items()}
 
 
 # --- modes side by side on four ranks ---------------------------------------------------------------

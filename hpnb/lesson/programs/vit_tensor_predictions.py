@@ -69,12 +69,26 @@ def slower_than_predicted(recorded: Timeline, block: Block, card: MachineCard) -
     }
 
 
-def record_counts(measured: ModeSeconds, jobs: Mapping[str, TensorTask]) -> None:
-    """Record what the prose counts: tokens of the timed blocks, calls, latencies, and a job of exercise 5."""
+def record_race(
+    measured: Mapping[str, float], predicted: Mapping[str, float], card: MachineCard, four: MachineCard
+) -> None:
+    """Record how the modes' seconds on four ranks differ from their prediction, and what latency explains.
+
+    Args:
+        card, four: of the page's first ranks, and of the four.
+    """
+    record("03.too-low", {mode: measured[mode] / predicted[mode] for mode in measured})
+    all_reduce = four.predicted(0)  # of no bytes: 6 steps of a ring
+    record("03.latency", 100 * 4 * all_reduce / predicted["1d"], "%")
+    record("03.norms", all_reduce, "s")
+    record("03.sp-longer", measured["1d+sp"] - measured["1d"], "s")
+    record("03.alpha", {"first": card.link.latency, "four": four.link.latency}, "s")
+
+
+def record_sizes(measured: ModeSeconds, jobs: Mapping[str, TensorTask]) -> None:
+    """Record the tokens of the timed blocks, and seconds of a job of exercise 5."""
     (size, few), (_, many) = min(measured, key=lambda key: key[1]), max(measured, key=lambda key: key[1])
     record("03.tokens", {"few": few * size.tokens, "many": many * size.tokens})
     record("03.tokens", {"hidden": size.hidden, "even": 12 * size.hidden})  # 2D sends fewer bytes above
-    record("03.calls", calls_of_modes(size, list(measured[size, few])))
-    record("03.latencies", latencies_of_modes(64, {"2.5d": 4}))
     job = jobs["few tokens, a slow link"]
     record("03.job", {f"t{t}": job.step_seconds(t) for t in (1, 16)}, "s")

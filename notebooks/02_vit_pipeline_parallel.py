@@ -793,7 +793,7 @@ lesson.show(
     columns={"blocks of each stage": {name: str(n) for name, n in in_stage.items()}},
     note="Predicted: the formula, with the uniform cut's stage times.",
 )  # fmt: skip
-lesson.show(steps["heavy"], key="02.heavy", title="Others wait for stage 1")
+lesson.show(steps["heavy"], key="02.heavy", text=False, title="Others wait for stage 1")
 work = [steps["heavy"].work(rank) for rank in range(N)]
 lesson.record("02.heavy-work", work[1] / statistics.median(work))
 delay = makespans["heavy"] / makespans["uniform"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import types
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -645,6 +647,26 @@ def test_masters_of_shares_weigh_16_bytes(two: hpnb.Ranks) -> None:
         assert profile.peak_of("parameters") == said.parameters
         assert profile.peak_of("optimizer") == said.optimizer + 4 * tensors
         assert profile.samples[-1].gradients == said.gradients
+
+
+def drop_in_a_cycle() -> int:
+    """Shards that are alive after a module in a cycle was dropped and collected once."""
+    axis, model = dp(), Tower(2, 64)
+    fully_shard(model, axis)
+    shards = [weakref.ref(p) for p in model.parameters()]
+    model.itself = [model]  # as a model has it whose forward is a partial of its own
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        gc.collect()
+        return sum(shard() is not None for shard in shards)
+    finally:
+        gc.enable()
+
+
+def test_one_collection_frees_a_dropped_module_with_its_shards(two: hpnb.Ranks) -> None:
+    assert two.run(drop_in_a_cycle) == [0, 0]
 
 
 # --- dtypes ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -34,12 +34,15 @@ from hpnb.mesh import Axis
 from hpnb.placement import keep_placements, placement_of
 from hpnb.record.recorder import communication
 
-_states: WeakKeyDictionary[nn.Module, FSDPState] = WeakKeyDictionary()
+# A module's hooks hold its state. A second strong reference from here would keep weights and gradients of a
+# dropped module that lies in a cycle until the collection after the one that finds the module.
+_states: WeakKeyDictionary[nn.Module, ReferenceType[FSDPState]] = WeakKeyDictionary()
 
 
 def fsdp_state_of(module: nn.Module) -> FSDPState | None:
     """What shards `module`, if `fully_shard` was called for it. A copy of the module has none."""
-    return _states.get(module)
+    state = _states.get(module)
+    return None if state is None else state()
 
 
 class FSDPState:
@@ -100,7 +103,7 @@ class FSDPState:
         }
         module.register_state_dict_pre_hook(_Hook(lambda *_: self._recover(), in_a_copy=_do_nothing))
         keep_placements(module)
-        _states[module] = self
+        _states[module] = ref(self)
 
     def _register_hooks(self, module: nn.Module, unit: FSDPUnit) -> None:
         before = _Hook(partial(self._before_forward, unit), in_a_copy=_refuse_forward)

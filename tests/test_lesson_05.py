@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpnb
 from hpnb import theory
 from hpnb.lesson.exercises import gpt2_data_parallel as exercises
 from hpnb.lesson.exercises.checker import check
 from hpnb.lesson.figures import gpt2_data_parallel as figures
-from hpnb.lesson.programs import gpt2_zero, gpt2_zero_predictions, gradient_noise
+from hpnb.lesson.programs import device_timing, gpt2_zero, gpt2_zero_predictions, gradient_noise
 from hpnb.lesson.programs.gpt2_zero import ZeroConfig
 from hpnb.models import GPT2_SIZES, GPT2Size
 from hpnb.record import Event, MemoryProfile, MemorySample, OutOfBudget, Timeline
@@ -62,6 +63,58 @@ def test_survivors_are_grouped_by_shape_and_category() -> None:
     assert {each.category for each in rest} == {"parameters"}
     again = pickle.loads(pickle.dumps(found.value))
     assert (str(again), again.survivors) == (str(found.value), found.value.survivors)
+
+
+class FullDevice(TorchDispatchMode):
+    """A device with room for `limit` bytes of tensors that operators allocate; nothing is freed."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.left = limit
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and isinstance(result, torch.Tensor):
+            self.left -= result.nbytes
+            if self.left < 0:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 400 bytes.")
+        return result
+
+
+def test_a_device_that_is_full_before_the_budget_is_the_same_reading() -> None:
+    with FullDevice(1200), pytest.raises(OutOfBudget, match=r"no room for more, although .* 10,000") as found:
+        _grow(10_000)
+    stopped = found.value
+    assert (stopped.device_full, stopped.operator) == (True, "before aten.ones")
+    assert (stopped.usage.temporary, str(stopped.survivors[0])) == (800, "2 x (100) float32")
+    assert stopped.__context__ is None  # whose frames would keep the tensors
+    again = pickle.loads(pickle.dumps(stopped))
+    assert (str(again), again.device_full) == (str(stopped), True)
+    with FullDevice(1200), pytest.raises(torch.OutOfMemoryError):
+        _grow(None)
+
+
+def _full_in_training(limit: int) -> tuple[int, OutOfBudget]:
+    program, log = gpt2_zero.serial_program(SIZE, 1, torch.float32), list[Any]()
+    program.step()
+    try:
+        with FullDevice(limit), program.recording(budget=1e9):
+            while True:
+                log.append(program.step_with_outputs())
+    except OutOfBudget as error:
+        return len(log), error.with_traceback(None)
+
+
+def test_a_full_device_ends_no_page(two: hpnb.Ranks) -> None:
+    """The autopsy's cell: the pool gives the reading, whatever operator it was, and goes on."""
+    operators = set()
+    for limit in (2_000, 200_000, 1_000_000, 4_000_000, 7_000_000):
+        steps, stopped = two.run(_full_in_training, limit)[0]
+        logits = [one for one in stopped.survivors if one.shape[-1:] == (SIZE.vocab_size,)]
+        assert stopped.device_full
+        assert sum(one.count for one in logits) >= steps
+        operators.add(stopped.operator)
+    assert len(operators) > 2
 
 
 def test_states_alone_can_be_too_much() -> None:
@@ -125,6 +178,15 @@ def test_each_measure_moves_its_own_term() -> None:
     assert steps[0].temporary == 4 * steps[1].temporary  # masters' gradients are sharded too
     with pytest.raises(ValueError, match="recompute=7 of 6 blocks"):
         peak(recompute=7)
+
+
+def test_a_workspace_is_there_at_every_moment(two: hpnb.Ranks) -> None:
+    arguments = SIZE, 2, torch.bfloat16, ZeroConfig(1), 2, 25.0
+    plain, more = (gpt2_zero.predict_memory(*arguments, workspace) for workspace in (0.0, 67e6))
+    assert [b.total - a.total for a, b in zip(plain.moments, more.moments, strict=True)] == [67e6] * len(
+        plain.moments
+    )
+    assert two.run(device_timing.matmul_workspace) == [0, 0]  # on a CPU
 
 
 def test_the_largest_model_is_the_last_that_fits(two: hpnb.Ranks) -> None:

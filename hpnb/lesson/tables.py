@@ -77,7 +77,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], title: str = "
 
 
 def survivors_table(stopped: OutOfBudget, side: int | None = None) -> None:
-    """Display what was alive when a budget was exceeded, the largest first.
+    """Display what was alive when a budget was exceeded or the device was full, the largest first.
 
     Args:
         side: only tensors that have a dimension of this size.
@@ -85,7 +85,8 @@ def survivors_table(stopped: OutOfBudget, side: int | None = None) -> None:
     chosen = [one for one in stopped.survivors if side is None or side in one.shape]
     rows = [(str(one), one.category, number(one.nbytes, "B")) for one in chosen[:8]]
     columns = ("largest tensors alive", "category", "bytes")
-    table(columns, rows, f"out of budget {stopped.operator}", f"{stopped}.")
+    what = "memory" if stopped.device_full else "budget"
+    table(columns, rows, f"out of {what} {stopped.operator}", f"{stopped}.")
 
 
 def present(html: str, text: str, payload: Mapping[str, Any] | None = None) -> None:

@@ -19,7 +19,7 @@ each sample takes the peak that the allocator reached during its operator, and w
 (rounding of large blocks, kernels' workspaces) is temporary; so the parts add up to the allocator's peak.
 
 A view counts all of its storage. What a non-reentrant checkpoint recomputes in the backward is temporary.
-With a `budget` the block is stopped by an OutOfBudget where it needs more.
+With a `budget` the block is stopped by an OutOfBudget where it needs more than that, or than the device has.
 
 Blocks may be nested. PyTorch calls the hooks for saved tensors of the innermost block only, and resetting the
 allocator's peak in one block resets it for all, so a recorder passes both on to those of the other blocks.
@@ -70,7 +70,8 @@ def memory(
         budget: bytes that may be in use.
 
     Raises:
-        OutOfBudget: more than `budget` is in use, at the start or after an operator.
+        OutOfBudget: more than `budget` is in use, at the start or after an operator; or the device is full
+            before that. Without a budget that stays a torch.OutOfMemoryError.
         ValueError: a budget that is not above 0, or a device that is not here.
         TypeError: no module or pipeline, or no optimizer.
 
@@ -255,14 +256,24 @@ class MemoryRecorder(TorchDispatchMode):
             return NotImplemented  # a DTensor's operator comes again, on the tensors that it is made of
         self._sample(before=True)
         self._note_peak("before ", func)
-        result = func(*args, **(kwargs or {}))
+        operator, full = str(func).rpartition(".")[0] or str(func), False
+        try:
+            result = func(*args, **(kwargs or {}))
+        except torch.OutOfMemoryError:
+            if self._budget is None:
+                raise
+            full = True  # raised below: as the cause of another error its frames would keep tensors alive
+        if full:
+            self._sample()
+            in_use = self._level if self._on_cuda else self._in_use
+            raise self._out_of_budget(in_use, "before " + operator, device_full=True)
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor):
                 self._see(value)
         self._sample()
         self._note_peak("after ", func)
         if self._budget is not None:
-            self._keep_to_budget("after ", str(func).rpartition(".")[0] or str(func))
+            self._keep_to_budget("after ", operator)
         return result
 
     def _note_peak(self, when: str, operator: Any) -> None:
@@ -272,8 +283,11 @@ class MemoryRecorder(TorchDispatchMode):
 
     def _keep_to_budget(self, when: str, operator: str) -> None:
         in_use = max(self._in_use, self._level_peak) if self._on_cuda else self._in_use
-        if self._budget is None or in_use <= self._budget:
-            return
+        if self._budget is not None and in_use > self._budget:
+            raise self._out_of_budget(in_use, when + operator)
+
+    def _out_of_budget(self, in_use: int, where: str, device_full: bool = False) -> OutOfBudget:
+        assert self._budget is not None
         budget, self._budget = self._budget, None  # once: what runs on the way out is not stopped
         self._mark_state(self._optimizer)
         alive = [
@@ -286,7 +300,7 @@ class MemoryRecorder(TorchDispatchMode):
             by_category[category] += size
         by_category["temporary"] += in_use - sum(by_category.values())
         sample = MemorySample(time.perf_counter() - self._begin, **by_category)
-        raise OutOfBudget(budget, sample, when + operator, group_survivors(alive))
+        return OutOfBudget(budget, sample, where, group_survivors(alive), device_full)
 
     def _see(self, tensor: torch.Tensor) -> list[int]:
         """The numbers of the tensor's storages, assigned on first sight; none if it is not on the device."""

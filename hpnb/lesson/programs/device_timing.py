@@ -44,6 +44,24 @@ def one_axis(axis: str, ranks: int) -> Layout:
     return Layout(dp, pp, tp)
 
 
+def matmul_workspace() -> int:
+    """Bytes that PyTorch keeps on this rank's GPU for cuBLAS beside all tensors; 0 on a CPU.
+
+    Each thread that multiplies has a workspace: the one of the forward and autograd's. On an H100 under
+    torch 2.11 they have 32 MiB each, on most other GPUs 8 MiB; torch 2.15 gives them back after each product.
+    So they are dropped here, made anew and measured.
+    """
+    device = hpnb.device()
+    if device.type != "cuda":
+        return 0
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated(device)
+    x = torch.ones(128, 128, device=device, requires_grad=True)
+    gradient = torch.autograd.grad(torch.addmm(x[0], x, x).sum(), x)
+    del x, gradient
+    return torch.cuda.memory_allocated(device) - before
+
+
 # --- models ------------------------------------------------------------------------------------------
 
 

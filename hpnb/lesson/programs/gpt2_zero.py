@@ -22,7 +22,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hpnb
-from hpnb.lesson.programs.device_timing import Batch, all_ranks, random_gpt2, random_tokens, warmup_steps
+from hpnb.lesson.programs.device_timing import (
+    Batch,
+    all_ranks,
+    matmul_workspace,
+    random_gpt2,
+    random_tokens,
+    warmup_steps,
+)
 from hpnb.lesson.programs.gpt2_zero_predictions import BANDWIDTHS as BANDWIDTHS
 from hpnb.lesson.programs.gpt2_zero_predictions import (
     ZeroConfig,
@@ -320,11 +327,12 @@ def deepest_models(
     Depths are tried from the predicted one upwards or downwards.
     """
     predicted, measured = {}, {}
+    ranks, workspace = pool.choice.ranks, max(pool.run(matmul_workspace))
     for config in configs:
 
         def peak(layers: int, config: ZeroConfig = config) -> float:
             shape = replace(size, layers=layers)
-            return predict_memory(shape, rows, dtype, config, pool.choice.ranks, bucket_mb).peak
+            return predict_memory(shape, rows, dtype, config, ranks, bucket_mb, workspace).peak
 
         def fits(layers: int, config: ZeroConfig = config) -> bool:
             shape = replace(size, layers=layers)

@@ -9,7 +9,7 @@ gpt2_zero.py measures the same.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,14 +49,25 @@ class ZeroConfig:
 
 
 def predict_memory(
-    size: GPT2Size, rows: int, dtype: torch.dtype, config: ZeroConfig, ranks: int, bucket_mb: float = 25.0
+    size: GPT2Size,
+    rows: int,
+    dtype: torch.dtype,
+    config: ZeroConfig,
+    ranks: int,
+    bucket_mb: float = 25.0,
+    workspace: float = 0.0,
 ) -> StepMemory:
-    """What a step holds at its fullest on each of `ranks` ranks, by `theory.step_memory`."""
+    """What a step holds at its fullest on each of `ranks` ranks, by `theory.step_memory`.
+
+    Args:
+        workspace: bytes that a GPU holds at every moment beside tensors (`device_timing.matmul_workspace`).
+    """
     block = size.block(rows, None, dtype.itemsize)
-    return theory.step_memory(
+    step = theory.step_memory(
         block, size.layers, size.vocab_size, size.length, ranks, config.stage,
         recompute=config.recomputed_blocks(size), offload=config.offload, bucket_bytes=bucket_mb * 2**20,
     )  # fmt: skip
+    return StepMemory(tuple(replace(m, temporary=m.temporary + workspace) for m in step.moments))
 
 
 def _step_seconds(

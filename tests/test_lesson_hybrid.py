@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -18,10 +20,11 @@ from hpnb.lesson import Exercise, check
 from hpnb.lesson.exercises import vit_hybrid_parallel as notebook_04
 from hpnb.lesson.figures import vit_hybrid as figures
 from hpnb.lesson.programs import rank_traffic, vit_hybrid
+from hpnb.lesson.programs.step_timing import Backward, time_backward
 from hpnb.models import ViTSize
 from hpnb.pipeline_parallel import schedules
-from hpnb.record import Message
-from hpnb.theory import LINKS
+from hpnb.record import Event, Message, Timeline
+from hpnb.theory import LINKS, REPLAY_LINK
 
 AXES = ("dp", "pp", "tp")
 
@@ -183,6 +186,54 @@ def test_a_step_along_each_axis_sends_what_is_predicted() -> None:
     rows = lesson.ledger.rows()
     assert [row.layout for row in rows] == [str(Layout(**{axis: 2})) for axis in AXES]
     assert all(row.quantities["sent (B)"][0] == row.quantities["sent (B)"][1] for row in rows)
+
+
+def test_steps_of_ranks_that_share_a_gpu_are_replayed_without_the_turns_of_others() -> None:
+    """A clock would say 9 s: three turns of each rank, one after the other."""
+    events = []
+    for rank, turns in enumerate(((0, 5), (3, 8))):
+        first, second = turns
+        events += [
+            Event(rank, -1, "F", -1, first, first + 0.5),
+            Event(rank, -1, "all_reduce", -1, first + 0.5, 9 - 1, "tp", 1e6, (0, 1)),
+            Event(rank, -1, "I", -1, second + 0.2, second + 1.0),
+        ]
+    tp = Timeline(tuple(events), "measured by turns")
+    alone = Backward(0.5, 1.3, (1.3,), (1e6,))
+    steps = vit_hybrid.AxisSteps(
+        {"dp": alone.on(REPLAY_LINK, 2), "pp": tp, "tp": tp}, alone, {}, schedules.make("1f1b", 2, 4), 1.0
+    )
+    reduce = theory.seconds("all_reduce", 1e6, 2, REPLAY_LINK)
+    assert steps.source == "replayed"
+    assert tp.makespan == pytest.approx(9.0)
+    assert steps.seconds["tp"] == pytest.approx(0.5 + reduce + 0.8)
+    assert steps.seconds["dp"] == pytest.approx(1.3 + reduce)
+
+
+class CountedTurns:
+    """How many turns are taken on a GPU, turns inside them not counted."""
+
+    def __init__(self) -> None:
+        self.depth = self.count = 0
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        self.count += not self.depth
+        self.depth += 1
+        yield
+        self.depth -= 1
+
+    taking = released = contextlib.nullcontext
+
+
+def test_a_backward_alone_is_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two turns other ranks compute, and the time until the end would contain theirs."""
+    turns = CountedTurns()
+    monkeypatch.setattr("hpnb.record.recorder.gpu_turns", lambda: turns)
+    model = torch.nn.Linear(4, 4)
+    alone = time_backward(model, lambda: model(torch.ones(2, 4)).sum(), repeats=2)
+    assert turns.count == 3  # the warm-up and two repeats
+    assert 0 < alone.forward < alone.end
 
 
 def distances_along_the_axes() -> tuple[float, float]:

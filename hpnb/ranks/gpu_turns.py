@@ -30,11 +30,12 @@ class Turn:
 
     Attributes:
         seconds: GPU time of all parts together; right once the turn is over.
+        waiting: threads that have interrupted it, and wait for another rank.
     """
 
     def __init__(self) -> None:
         self._parts: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self.seconds = 0.0
+        self.seconds, self.waiting = 0.0, 0
 
     def begin(self) -> None:
         self._parts.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
@@ -62,7 +63,6 @@ class GpuTurns:
         self._in_process = threading.Lock()  # the threads that copy for communications take turns as well
         self._state = threading.Lock()
         self._turn: Turn | None = None
-        self._waiting = 0  # threads inside `released`
         self.active = 0
 
     @contextmanager
@@ -76,9 +76,11 @@ class GpuTurns:
 
     @contextmanager
     def turn(self) -> Iterator[Turn]:
-        """Compute alone on the GPU. A turn inside a turn is a part of it."""
-        if self._turn is not None:
-            yield self._turn
+        """Compute alone on the GPU. A turn inside a turn is a part of it; inside a turn that is interrupted,
+        where other ranks may compute, it is one of its own."""
+        outer = self._turn
+        if outer is not None and not outer.waiting:
+            yield outer
             return
         torch.cuda.synchronize(self._device)
         self._acquire()
@@ -87,7 +89,7 @@ class GpuTurns:
         try:
             yield turn
         finally:
-            self._turn = None
+            self._turn = outer
             try:
                 turn.end()
             finally:
@@ -101,16 +103,16 @@ class GpuTurns:
             yield
             return
         with self._state:
-            self._waiting += 1
-            if self._waiting == 1:
+            turn.waiting += 1
+            if turn.waiting == 1:
                 turn.end()
                 self._release()
         try:
             yield
         finally:
             with self._state:
-                self._waiting -= 1
-                if self._waiting == 0:
+                turn.waiting -= 1
+                if turn.waiting == 0:
                     self._acquire()
                     turn.begin()
 

@@ -194,6 +194,7 @@ def slower_link(
     steps: Mapping[str, Sequence[float]],
     measured: Mapping[str, float],
     title: str | None = None,
+    source: str = "measured",
 ) -> Figure:
     """A step of each axis over how many times slower the link is, both logarithmic.
 
@@ -203,6 +204,7 @@ def slower_link(
         slower: 1 and up, ascending.
         steps: {axis: simulated seconds, one for each of `slower`}.
         measured: {axis: seconds} of the steps as they ran, at 1.
+        source: what they are, "measured" or "replayed".
     """
     values = [v for axis in steps.values() for v in axis] + list(measured.values())
     scale, unit = time_unit(max(values, default=1.0))
@@ -212,7 +214,7 @@ def slower_link(
         series.append(Series(axis, slower, [s / scale for s in seconds], look))
         keys.append(series[-1].key)
         beside = [strip * 1.2 ** (place - (len(steps) - 1) / 2)]
-        series.append(Series(axis, beside, [measured[axis] / scale], look, "dots", f"{axis} measured"))
+        series.append(Series(axis, beside, [measured[axis] / scale], look, "dots", f"{axis} {source}"))
     ratios = "right: times its simulated step on this link"
     keys.append(Key(OpStyle(SOFT, "", ratios), "words"))
     heading = title if title is not None else "a step on a slower link"
@@ -232,7 +234,7 @@ def slower_link(
                     va="center", annotation_clip=False)  # fmt: skip
     powers = [10.0**k for k in range(-12, 13)]
     set_ticks(ax.xaxis, [strip, *(p for p in powers if slower[0] <= p <= slower[-1])],
-              lambda x: "measured" if x == strip else "this link" if x == 1 else f"1/{x:,.0f}")  # fmt: skip
+              lambda x: source if x == strip else "this link" if x == 1 else f"1/{x:,.0f}")  # fmt: skip
     ticks = [p * m for p in powers for m in (1, 1.5, 2, 3, 5, 7) if low <= p * m <= high]
     if len(ticks) > 6:
         ticks = [p * m for p in powers for m in (1, 2, 5) if low <= p * m <= high]

@@ -30,7 +30,7 @@ from hpnb.pipeline_parallel import Schedule
 from hpnb.placement import placement_of
 from hpnb.record import Timeline
 from hpnb.tensor_parallel import parallelize
-from hpnb.theory import Link, replay
+from hpnb.theory import REPLAY_LINK, Link, replay
 
 SMALL = ViTSize(hidden=48, layers=2, heads=4, mlp=192, patch=8, image=32)  # trained by 8 ranks of a CPU
 _ROUNDS = 3
@@ -44,7 +44,8 @@ class AxisSteps:
     """Training steps of the same batch, with all ranks along dp, pp and tp in turn.
 
     Attributes:
-        timelines: {axis: the step with the median makespan}.
+        timelines: {axis: the median step}. Where ranks share a GPU, dp's and pp's are replayed over
+            `theory.REPLAY_LINK`, and tp's is "measured by turns".
         alone: forward and backward of one rank's share of the batch, in which nothing is sent.
         sent: {axis: bytes that leave a rank in a step, mean over the ranks}.
         schedule: of the pipeline.
@@ -58,13 +59,18 @@ class AxisSteps:
     message: float
 
     @property
+    def source(self) -> str:
+        """Of `seconds`: "measured"; or "replayed" where ranks share a GPU."""
+        return "replayed" if self.timelines["tp"].source == "measured by turns" else "measured"
+
+    @property
     def seconds(self) -> dict[str, float]:
         """{axis: seconds of the step}."""
-        return {axis: tl.makespan for axis, tl in self.timelines.items()}
+        return {axis: _makespan(tl) for axis, tl in self.timelines.items()}
 
     def simulate(self, link: Link) -> dict[str, float]:
         """{axis: seconds of the step on `link`}, with the compute that was recorded."""
-        ranks = len(self.timelines["dp"].ranks)
+        ranks = len(self.timelines["tp"].ranks)
         pipeline = vit_pipeline.replay_on_link(self.timelines["pp"], self.schedule, link, self.message)
         return {
             "dp": self.alone.end + self.alone.exposed(link, ranks),
@@ -90,18 +96,24 @@ def record_axes(
     for _ in range(_ROUNDS):
         backward, timeline = pool.run(_data_parallel, size, images // n, dtype, bucket_mb)[0]
         alone.append(backward)
-        timelines["dp"].append(timeline)
+        # By turns, buckets are not sent beside the backward. So the step alone is taken, and their overlap.
+        by_turns = timeline.source != "measured"
+        timelines["dp"].append(backward.on(REPLAY_LINK, n) if by_turns else timeline)
         steps = pool.run(vit_pipeline.time_schedules, size, images, dtype, {"pp": schedule}, None, 1)
         timelines["pp"].append(steps[0]["pp"])
         timelines["tp"].append(pool.run(_tensor_parallel, size, images, dtype)[0])
     sent = pool.run(_count_bytes, size, images, dtype, schedule)
     return AxisSteps(
-        {axis: median_by(recorded, lambda tl: tl.makespan) for axis, recorded in timelines.items()},
+        {axis: median_by(recorded, _makespan) for axis, recorded in timelines.items()},
         median_by(alone, lambda step: step.end),
         {axis: sum(on_rank[axis] for on_rank in sent) / n for axis in timelines},
         schedule,
         images / schedule.microbatches * size.tokens * size.hidden * dtype.itemsize,
     )
+
+
+def _makespan(tl: Timeline) -> float:
+    return vit_tensor.replay_turns(tl).makespan
 
 
 def add_to_ledger(

@@ -129,6 +129,20 @@ def test_memory_time_and_ranks_decide() -> None:
     assert "not fit" in str(lost)
 
 
+def test_05_prefers_wide_blocks_because_narrow_ones_are_launched_for_longer_than_they_compute() -> None:
+    """FLOPs of an operator decide: an H100 launched 24 blocks of 1024 for 29 ms and computed for 51."""
+
+    def flops_of_a_block(ranks: int, memory: float, bf16: bool) -> float:
+        sizes = choose_sizes("05", RankShare(ranks, "cuda", memory, bf16, 150e12))
+        return float(sizes.size.block(sizes.batch).forward_flops)
+
+    def of(size: GPT2Size, rows: int) -> float:
+        return size.block(rows).forward_flops
+
+    assert flops_of_a_block(4, 20.5e9, True) > 2 * of(GPT2_SIZES["355m"], 4)
+    assert flops_of_a_block(4, 3.75e9, False) > 2 * of(replace(GPT2_SIZES["124m"], length=512), 1)
+
+
 def test_an_unknown_need_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'10'.*one of 01, 01.wide"):
         choose_sizes("10", RankShare(2, "cpu"))
@@ -137,7 +151,7 @@ def test_an_unknown_need_is_refused() -> None:
 def test_the_line_for_the_banner_has_the_numbers() -> None:
     sizes = choose_sizes("05", share_of("1 x 80 GB", 4))
     line = str(sizes)
-    assert re.search(r"GPT-2 medium \(355 M", line)
+    assert "GPT-2 of 12 blocks of 1600 (451 M" in line
     assert f"{sizes.batch} x 1,024 tokens" in line
     assert "bfloat16" in line
     assert f"{sizes.peak / 1e9:.1f} of {sizes.share.memory / 1e9:.1f} GB" in line

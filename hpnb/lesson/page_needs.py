@@ -246,6 +246,8 @@ def _gpt2s(*choices: tuple[str, int, int]) -> tuple[Trial, ...]:
     """(name, rows, tokens of a row)."""
     sizes = {
         **GPT2_SIZES,
+        "451m": GPT2Size(1600, 12, 25, 6400, 50257, 1024),
+        "81m": GPT2Size(768, 6, 12, 3072, 50257, 1024),
         "64m": GPT2Size(512, 12, 8, 2048, 50257, 1024),
         "45m": GPT2Size(512, 6, 8, 2048, 50257, 1024),
         "41m": GPT2Size(384, 12, 8, 1536, 50257, 1024),
@@ -278,10 +280,13 @@ _AT_MOST_TWO = [choice for choice in _ROWS if choice[1] <= 2]
 _DEEP = [*(choice for choice in _AT_MOST_TWO if choice[0] != "45m"),
          ("64m", 2, 1024), ("64m", 1, 1024), ("64m", 1, 512), ("64m", 1, 256), ("41m", 1, 512),
          ("41m", 1, 256), ("41m", 1, 128)]  # fmt: skip
-# Enough tokens a rank that a GPU computes for longer than its CPU needs to launch the operators.
-_MANY_TOKENS = [("1.5b", 4, 1024), ("774m", 4, 1024), ("355m", 8, 1024), ("355m", 4, 1024),
-                ("355m", 2, 1024), ("124m", 8, 1024), ("124m", 4, 1024),
-                *(choice for choice in _AT_MOST_TWO if choice[0] in ("124m", "45m"))]  # fmt: skip
+# Enough tokens a rank, and blocks wide enough, that a GPU computes for longer than its CPU needs to launch
+# the operators: a few wide blocks of many tokens before many narrow ones.
+_MANY_TOKENS = [("1.5b", 4, 1024), ("774m", 4, 1024), ("451m", 4, 1024), ("451m", 3, 1024),
+                ("355m", 8, 1024), ("355m", 4, 1024), ("355m", 2, 1024), ("124m", 8, 1024),
+                ("124m", 4, 1024), ("124m", 2, 1024), ("124m", 1, 1024), ("81m", 1, 1024),
+                ("124m", 1, 512), ("124m", 1, 256),
+                *(choice for choice in _AT_MOST_TWO if choice[0] == "45m")]  # fmt: skip
 
 NEEDS: dict[str, PageNeed] = {
     "01": PageNeed(

@@ -348,14 +348,16 @@ def predict_steps(link):  # the backward is 2 / 3 of a rank's compute
 
 # %%
 predicted, measured = predict_steps(card.link), steps.seconds
+source = steps.source  # "replayed" where ranks share a GPU
 columns = {"predicted, sent by a rank (B)": sent, "counted (B)": steps.sent}
-lesson.show(predicted=predicted, measured=measured, unit="s", columns=columns,
-            key="04.axes", title=f"{IMAGES} images along one axis")  # fmt: skip
+lesson.show(predicted=predicted, **{source: measured}, unit="s", columns=columns,
+            title=f"{IMAGES} images along one axis")  # fmt: skip
+lesson.record("04.axes", {axis: {"measured": s} for axis, s in measured.items()}, "s")
 slower = [10 ** (k / 8) for k in range(17)]  # 1 to 100 times
 links = [theory.Link(card.latency, card.bandwidth / times) for times in slower]
 simulated = {axis: [steps.simulate(link)[axis] for link in links] for axis in sent}
 title = "Simulated: on slower links, tp slows down first and most"
-lesson.show(figures.slower_link(slower, simulated, measured, title=title))
+lesson.show(figures.slower_link(slower, simulated, measured, title, source))
 tenth = {axis: seconds[8] for axis, seconds in simulated.items()}
 ranking = sorted(sent, key=predict_steps(links[8]).get)
 lesson.reveal("04.tenth", tenth, predicted=ranking, source="simulated")

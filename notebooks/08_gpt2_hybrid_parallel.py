@@ -43,9 +43,9 @@
 # fmt: off
 import importlib.util
 assert importlib.util.find_spec("hpnb"), "run %pip install hpnb, then this cell again"
-import tempfile
+import math, tempfile
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 import torch, torch.distributed as dist
 import hpnb
@@ -250,9 +250,8 @@ steps = {name: sum(each.values()) for name, each in predicted.items()}
 memory = {name: theory.layout_memory(task, one) for name, one in LAYOUTS.items()}
 
 # %%
-by_size = sorted(memory.values())  # three to five should fit: the widest gap decides
-k = max((3, 4, 5), key=lambda k: by_size[k] / by_size[k - 1])
-BUDGET = (by_size[k - 1] * by_size[k]) ** 0.5
+gaps = pairwise(sorted(memory.values())[2:6])  # three to five layouts should fit:
+BUDGET = math.prod(max(gaps, key=lambda g: g[1] / g[0])) ** 0.5  # amid the widest gap
 lesson.show(predicted=steps, unit="s", columns={"peak, predicted (B)": memory,
             "fits, predicted": {name: memory[name] <= BUDGET for name in LAYOUTS}},
             title="Twelve layouts, before any of them has run")

@@ -86,8 +86,7 @@ here = lesson.banner(N, model=model, data=english.describe(), sizes=sizes)
 # ```
 #
 # A score is a sum over all d = h/a columns of a head, and the softmax needs the finished score, so a piece of a head is
-# useless. Yet the row "chunk of Q, K, V" can run without an error: a quarter of the columns passes for 25 heads of
-# width d/4.
+# useless. Yet the row "chunk of Q, K, V" runs, as 25 heads of width d/4.
 
 
 # %%
@@ -146,43 +145,41 @@ lesson.predict("07.attention", question, rule_of_thumb=1)
 # | 5 | 5, 5, 5, 5, 5 | 1.00 | 1.000 |
 # | 8 | 4, 3, 3, 3, 3, 3, 3, 3 | 1.28 | 1.111 |
 #
-# We measure attention alone, where the effect is largest, with 6 and with 7 heads in turn. Ranks share
-# cores in this run, so these are CPU times, which contention hardly changes.
+# We measure attention alone, with 6 and with 7 heads in turn. Ranks
+# share cores here, so these are CPU times.
 
 
 # %%
-def time_attention(head_counts, repeats=15):
+def time_attention(head_counts):
     h, d = SIZE.hidden, SIZE.hidden // SIZE.heads
     like = {"device": hpnb.device(), "dtype": DTYPE, "requires_grad": True}
     x = torch.randn(BATCH_SIZE, SIZE.length, h, **like)  # (b, s, h)
 
-    def forward_backward(heads):
-        qkv = torch.randn(h, 3 * heads * d, **like)
-        out = torch.randn(heads * d, h, **like)
-        return lambda: (attention(x @ qkv, heads) @ out).sum().backward()
+    def forward_backward(w):  # w columns, of w/d heads
+        qkv, out = torch.randn(h, 3 * w, **like), torch.randn(w, h, **like)
+        return lambda: (attention(x @ qkv, w // d) @ out).sum().backward()
 
-    calls = {heads: forward_backward(heads) for heads in head_counts}
-    return gpt2_pipeline.time_in_turn(calls, repeats)  # {heads: [seconds]}
+    calls = {heads: forward_backward(heads * d) for heads in head_counts}
+    return gpt2_pipeline.time_in_turn(calls, repeats=15)  # {heads: [seconds]}
 
 
 split = comm.split_sizes(SIZE.heads, N)  # heads of each rank
 seconds = pool.run(time_attention, sorted(set(split)))[0]
-rows = {f"{heads} heads": times for heads, times in seconds.items()}
+rows = {f"{heads} heads": times for heads, times in seconds.items()}  # ascending
 lesson.show(measured={row: statistics.median(times) for row, times in rows.items()},
-            columns={"fastest (s)": {row: min(times) for row, times in rows.items()},
-                     "slowest (s)": {row: max(times) for row, times in rows.items()}},
+            columns={"fastest (s)": {row: times[0] for row, times in rows.items()},
+                     "slowest (s)": {row: times[-1] for row, times in rows.items()}},
             unit="s", key="07.time", title="Attention, median of 15 calls")  # fmt: skip
 medians = [statistics.median(seconds[heads]) for heads in split]
-fullest, ratio = N * max(medians) / sum(medians), theory.imbalance(SIZE.heads, N)
+fullest, ratio = max(medians) * N / sum(medians), theory.imbalance(SIZE.heads, N)
 lesson.reveal("07.attention", fullest, predicted=ratio)
-spread = gpt2_pipeline.spread_words(seconds[max(split)], seconds[min(split)])
-lesson.record("07.spread", spread)
+lesson.record("07.spread", gpt2_pipeline.spread_words(*seconds.values()))
 lesson.claim("By the median, more heads take longer", (fullest, ">", 1))
 
 # %% [markdown]
 # Seven heads take <data value="07.time.7-heads.measured">6.63 ms</data> by the median and six <data value="07.time.6-heads.measured">5.87 ms</data>, a difference <data value="07.spread">within the spread of the repeats</data>.
 # From the medians, the fullest rank needs <data value="07.attention:.2f">1.09</data> times the mean; the formula
-# says <data value="07.attention.predicted:.2f">1.12</data>. The output says that the rule of thumb of 1 holds, too, because it accepts ratios from 0.8 to 1.25.
+# says <data value="07.attention.predicted:.2f">1.12</data>. The output calls the rule of thumb of 1 right, too, because it accepts ratios of 0.8 to 1.25.
 #
 # <details><summary>In your tools: uneven heads</summary>
 #
@@ -422,7 +419,7 @@ lesson.predict("07.one-seed", question, unit="%", rule_of_thumb=100)
 
 # %% [markdown]
 # The figure has the masks of the first and the last rank. Their XOR is empty if they are equal, and half full if they
-# are independent. The MLP's output is replicated in the figure's first three rows, and sharded by tokens in the last two.
+# are independent. The MLP's output is replicated in three rows, and sharded by tokens in the last two.
 
 # %%
 cases = {"a seed each": False, "one seed": False, "rank states": False,
@@ -435,6 +432,7 @@ for case, tokens_sharded in cases.items():
     drawn[case] = {p: figures.MaskPair(first[p], last[p], alike[p]) for p in alike}
     pairs[case] = list(drawn[case].values())
 places = ("embedding: replicated", "attention: sharded", "MLP")
+four = gpt2_tensor.cpu_ranks(pool)  # ranks on the CPU, also where pool has GPUs
 title = "Only rank states give the masks that the layout wants"
 lesson.show(figures.dropped(pairs, places, ("rank 0", f"rank {N - 1}"), title=title))
 agree = 1 - drawn["one seed"]["MLP"].differ
@@ -533,34 +531,31 @@ def check_gradient(policy, seed, step=1e-4):
 
 
 POLICIES, SEEDS = dropout_masks.POLICIES, (100, 200, 300)
-four = gpt2_tensor.cpu_ranks(pool)  # the last rank compares its stream with rank 0's
 runs = {p: [four.run(train, p, seed)[-1] for seed in SEEDS] for p in POLICIES}
 slopes = {p: [four.run(check_gradient, p, seed)[0] for seed in SEEDS] for p in POLICIES}
 tests = {p: [run[2] for run in by_seed] for p, by_seed in runs.items()}
 
 # %%
-curves = [{p: first[i] for p, (first, *_) in runs.items()} for i in (0, 1)]
+losses, distances, _, names = ({p: runs[p][0][i] for p in runs} for i in range(4))
 title = "All losses fall alike; the residual stream gives the fault away"
-lesson.show(figures.losses_and_streams(*curves, title=title))
+lesson.show(figures.losses_and_streams(losses, distances, title=title))
 changes = {p: list(map(operator.sub, tests[p], tests["rank states"])) for p in POLICIES}
-mean = {p: statistics.mean(changes[p]) for p in POLICIES}
+mean = {p: statistics.mean(by_run) for p, by_run in changes.items()}
 error = {p: statistics.stdev(changes[p]) / len(SEEDS) ** 0.5 for p in POLICIES}
 streams = {p: min(run[1][-1] for run in runs[p]) for p in POLICIES}
 columns = {"test loss, minus rank states": mean, "standard error": error,
            "gradient check, lowest": {p: min(slopes[p]) for p in POLICIES},
            "gradient check, highest": {p: max(slopes[p]) for p in POLICIES},
            "last residual stream, lowest": streams,
-           "differ in run 1, of 30": {p: len(runs[p][0][3]) for p in POLICIES}}  # fmt: skip
+           "differ in run 1, of 30": {p: len(names[p]) for p in POLICIES}}  # fmt: skip
 lesson.show(columns=columns, key="07.faults", title="Measured in three runs")
-first, *_, last = curves[0]["rank states"]
-lesson.record("07.gained", gained := first - last)
-lesson.claim("Rank states: residuals are equal", max(curves[1]["rank states"]) == 0)
+lesson.record("07.gained", gained := losses[POLICIES[0]][0] - losses[POLICIES[0]][-1])
+lesson.claim("Rank states: residuals are equal", max(distances["rank states"]) == 0)
 for p in POLICIES[1:]:
     lesson.claim(f"{p}: residuals differ", (streams[p], ">", 0.1))
     lesson.claim(f"{p}: fails every gradient check", (max(slopes[p]), "<", 0.99))
     lesson.claim(f"{p}: the loss hardly changes", (abs(mean[p]), "<", gained / 20))
-    equal = not any("ln_" in name and "bias" in name for name in runs[p][0][3])
-    lesson.claim(f"{p}: norms' biases stay equal", equal)
+    lesson.claim(f"{p}: norms' biases stay equal", "ln_1.bias" not in str(names[p]))
 lesson.field_guide.add(
     "the loss falls as it should, and replicated weights differ from rank to rank",
     "compare a replicated activation across ranks: bit for bit equal, or masks differ",
@@ -569,8 +564,8 @@ lesson.field_guide.show()
 
 # %% [markdown]
 # The loss gives no alarm. Training lowers it by <data value="07.gained:.2f">0.92</data>. Wrong masks change the test loss by <data value="07.faults.a-seed-each.test-loss-minus-rank-states:.4f">-0.0012</data> and <data value="07.faults.one-seed.test-loss-minus-rank-states:.4f">-0.0021</data> on average,
-# with standard errors of <data value="07.faults.a-seed-each.standard-error:.4f">0.0010</data> and <data value="07.faults.one-seed.standard-error:.4f">0.0003</data>. 20 steps
-# don't tell how a long training ends, but so small a change alarms nobody.
+# with standard errors of <data value="07.faults.a-seed-each.standard-error:.4f">0.0010</data> and <data value="07.faults.one-seed.standard-error:.4f">0.0003</data>. So small
+# a change alarms nobody.
 #
 # Three instruments see the fault. With rank states the copies of the residual stream are equal bit for bit, and with a
 # seed each their relative distance after the last step is at least <data value="07.faults.a-seed-each.last-residual-stream-lowest:.2f">0.27</data>.
@@ -716,12 +711,10 @@ lesson.predict("07.kept", question, unit="%", rule_of_thumb=100 / N)
 
 # %% [markdown]
 # We predict and measure six combinations, on the rank with most heads. *Full recomputation* is without
-# parallelism. In the table of FLOPs, blocks have the size that a laptop uses. Last comes an explorer of the published
-# formula; its knob `between` says how tokens lie between the pairs.
+# parallelism. The table of FLOPs is for a laptop's size. Last comes an explorer of the published formula.
 #
-# **Challenge,** for the explorer. Take 25 heads, a vocabulary of 50,257 and 8,192 tokens. Each rank may keep at most
-# 5 GB for 48 blocks and the logits, recompute at most 20 % of the FLOPs, and compute at most 1.02 times as much as
-# the mean rank.
+# **Challenge,** for the explorer. With 25 heads, a vocabulary of 50,257 and 8,192 tokens, let no rank keep over
+# 5 GB for 48 blocks and the logits, recompute over 20 % of the FLOPs, or compute over 1.02 times the mean.
 
 # %%
 measured, parts = {}, {}
@@ -751,8 +744,7 @@ lesson.ledger.add("07", Layout(tp=N), model, quantities, vit_pipeline.hardware(N
 
 # %% [markdown]
 # In the first figure, a tensor-parallel rank keeps <data value="07.kept">34.2 %</data> of the layer, not <data value="07.kept.rule-of-thumb">25.0 %</data>: 10 of the 34 + 80 don't depend on t, and
-# the first rank has most heads. The published formula misses the measured ticks. We add three things, drawn in red as
-# *beyond the formula*, and then all six predictions hold.
+# rank 0 has most heads. All six predictions hold, if we add three things to the published formula, drawn in red.
 #
 # <details><summary>What is beyond the published formula?</summary>
 #
@@ -830,7 +822,7 @@ lesson.check(exercises.activation_bytes, kept)
 # %% [markdown]
 # ## Three things are called sequence parallelism
 #
-# Besides Megatron's method, Ulysses and ring attention are called sequence parallelism, or *context parallelism*. All three
+# Ulysses and ring attention are called sequence parallelism, too, or *context parallelism*. All three
 # methods shard tokens outside of attention. Inside it, each token must meet all tokens before it:
 #
 # ```text
@@ -905,8 +897,8 @@ lesson.claim("All are exact", (max(off for off, _ in compared.values()), "<", 1e
 # divide the tokens.
 #
 # Under Ulysses and ring every rank also has all weights and all-reduces their gradients, which the table leaves out:
-# 8h²·(t-1)/t numbers for an attention's matrices, however many tokens there are. So take tensor parallelism while weights are the
-# problem. For long sequences take Ulysses; on more ranks than heads only the ring is left, although it sends most.
+# 8h²·(t-1)/t numbers an attention, for any n. So take tensor parallelism while weights are the
+# problem. For long sequences take Ulysses; on more ranks than heads only the ring is left.
 #
 # <details><summary>In your tools: long sequences</summary>
 #

@@ -90,11 +90,11 @@ def trade_off(
     words = f"{label} ({unit})" if unit else label
     log = "x" if isinstance(control, Slider) and control.log else ""
     values = [] if goal is None else [goal, *(y for curve in series for y in curve.y)]
-    apart = bool(values) and min(values) > 0 and max(values) > 1.5 * min(values)
+    apart = bool(values) and min(values) > 0 and max(values) > 1.25 * min(values)
     log += "y" if apart else ""
     of_knob = f" ({control.unit})" if isinstance(control, Slider) and control.unit else ""
     panel = CurvePanel(series, ylabel=words, xlabel=knob.replace("_", " ") + of_knob, log=log, height=1.7)  # type: ignore[arg-type]
-    wanted = f"goal: {goal:g} {unit}".rstrip()
+    wanted = "" if goal is None else f"goal: {goal:g} {unit}".rstrip()
     keys = [Key(OpStyle(INK, "", "", ":"), "line", wanted)] if goal is not None else []
     figure = curves([panel], title=f"{label} over {knob.replace('_', ' ')}", more_keys=keys)
     if goal is not None:

@@ -53,7 +53,7 @@ from hpnb import Layout, Mesh, comm, lesson, theory
 from hpnb.expert_parallel import ExpertLoads, SelectionBias, balancing_loss, parallelize
 from hpnb.expert_parallel import combine_rows, dispatch_rows, plan_dispatch
 from hpnb.lesson.exercises import experts as exercises
-from hpnb.lesson.figures import experts as figures, ranks_and_collectives
+from hpnb.lesson.figures import experts as figures
 from hpnb.lesson.programs import experts as moe, step_timing
 from hpnb.pipeline_parallel import Costs, overlapped_pairs, schedules
 from hpnb.record import Event, Timeline
@@ -257,14 +257,12 @@ def rows_of_ranks(popular):
     return counts.view(N, -1).sum(1).tolist()  # a rank has E / N of them
 
 
-question = "One expert is ten times as likely. How many times as long does a layer's "
-question += "slowest rank compute, over even routing?"
+question = "A layer with one popular expert computes how many times as long?"
 lesson.predict("11.slower", question, rule_of_thumb=1)  # no more rows than before
 rows = {"even": rows_of_ranks(1), "popular": rows_of_ranks(10)}
 seconds = pool.run(moe.seconds_of_ranks, rows, E // N)[0]
 title = "replayed · all ranks wait for the one with the popular expert"
-waits = moe.wait_for_slowest(seconds["popular"])
-lesson.show(ranks_and_collectives.waits(waits, title=title))
+lesson.show(figures.computing_and_waiting(seconds["popular"], title=title))
 
 # %%
 slowest = {name: max(took) for name, took in seconds.items()}

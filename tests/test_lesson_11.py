@@ -16,6 +16,7 @@ from hpnb.expert_parallel import combine_rows, dispatch_rows, plan_dispatch
 from hpnb.lesson.exercises.experts import balance_of
 from hpnb.lesson.figures import experts as figures
 from hpnb.lesson.programs import experts as moe
+from hpnb.lesson.programs.expert_timing import wait_for_slowest
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +143,7 @@ def test_twice_the_rows_take_about_twice_as_long(two: Any) -> None:
 
 
 def test_ranks_wait_until_the_slowest_has_finished() -> None:
-    waits = {e.rank: (e.start, e.end) for e in moe.wait_for_slowest([1.0, 4.0, 2.0]).events if e.op == "wait"}
+    waits = {e.rank: (e.start, e.end) for e in wait_for_slowest([1.0, 4.0, 2.0]).events if e.op == "wait"}
     assert waits == {0: (1.0, 4.0), 1: (4.0, 4.0), 2: (2.0, 4.0)}
 
 

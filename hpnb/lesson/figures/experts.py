@@ -10,7 +10,9 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from hpnb.lesson.figures import ranks_and_collectives
 from hpnb.lesson.figures.long_contexts import RANKS
+from hpnb.lesson.programs.expert_timing import wait_for_slowest
 from hpnb.plot.canvas import SMALL, Key, new_figure, panel_title
 from hpnb.plot.curves import CurvePanel, Look, Series, curves, legend_of, looks
 from hpnb.plot.grammar import CARD, INK, SERIES, OpStyle
@@ -94,6 +96,15 @@ def _draw_received(ax: Axes, chosen: Sequence[Sequence[Sequence[int]]], num_expe
                   [f"rank {rank}:\n{loads[rank]} rows" for rank in range(ranks)])  # fmt: skip
     ax.set_xlabel("rows of each expert", size=SMALL, color=INK)
     return loads
+
+
+def computing_and_waiting(seconds: Sequence[float], title: str | None = None) -> Figure:
+    """How long each rank computes, and then waits until the slowest has finished.
+
+    Args:
+        seconds: of each rank's computing.
+    """
+    return ranks_and_collectives.waits(wait_for_slowest(seconds), title)
 
 
 def capacity(

@@ -26,7 +26,6 @@ from hpnb.lesson.programs.expert_timing import expert_axis as expert_axis
 from hpnb.lesson.programs.expert_timing import routed_rows as routed_rows
 from hpnb.lesson.programs.expert_timing import seconds_of_ranks as seconds_of_ranks
 from hpnb.lesson.programs.expert_timing import sorted_rows as sorted_rows
-from hpnb.lesson.programs.expert_timing import wait_for_slowest as wait_for_slowest
 from hpnb.lesson.programs.gpt2_tensor import random_values
 from hpnb.lesson.programs.step_timing import relative_distance
 from hpnb.mesh import Axis

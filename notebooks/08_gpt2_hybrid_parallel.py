@@ -336,7 +336,7 @@ lesson.claim("zb-h1 has a shorter bubble than 1F1B", bubbles[0] < bubbles[1])
 #
 # ### The missing terms
 #
-# The prediction of computing misses most under tp, as the first table below shows.
+# Computing is predicted worst with tp or recomputation, as the first table shows.
 #
 # <details><summary>Bubble, recomputation, optimizer</summary>
 #

@@ -147,6 +147,33 @@ def trained_by_its_own(how: str) -> list[weakref.ref[Any]]:
     return [weakref.ref(trainer), *(weakref.ref(p) for p in trainer.model.parameters())]
 
 
+def of_other_stages(how: str) -> list[weakref.ref[Any]]:
+    """The parameters of a model that this rank has no part of, while it trains."""
+    plugin = hpnb.HybridParallelPlugin(precision="bf16", num_microbatches=2, **STAGES[how])
+    booster, made = hpnb.Booster(plugin=plugin), hpnb.models.gpt2(SIZE)
+    every = [weakref.ref(p) for p in made.parameters()]
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)
+    KEPT.append(booster.boost(made, optimizer)[0])
+    mine = {id(p) for p in KEPT[-1].parameters()}
+    return [one for one in every if id(one()) not in mine]
+
+
+KEPT: list[Any] = []
+STAGES: dict[str, dict[str, Any]] = {
+    "pp": {"pp_size": 2},
+    "pp, loss in chunks": {"pp_size": 2, "loss_chunk": 8},
+    "pp, ZeRO 3": {"pp_size": 2, "zero_stage": 3},
+    "pp, V": {"pp_size": 2, "pp_style": "zb-v", "num_model_chunks": 2, "loss_chunk": 8},
+}
+
+
+@pytest.mark.parametrize("how", STAGES)
+def test_a_rank_keeps_its_own_stages_alone(two: hpnb.Ranks, how: str) -> None:
+    for alive, count in two.run(left, of_other_stages, how):
+        assert count > 20
+        assert alive == 0, f"{alive} of {count} parameters of other stages are still there"
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", BOOSTED)
 def test_a_criterion_may_lead_back_to_the_optimizer(two: hpnb.Ranks, how: str) -> None:

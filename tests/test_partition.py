@@ -7,7 +7,7 @@ import gc
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from torch import nn
 import hpnb
 from hpnb import Axis, Layout, Mesh, placement
 from hpnb.grad_norm import total_norm
-from hpnb.models import Anatomy, Part, ViTSize, tied, vit
+from hpnb.models import Anatomy, GPT2Size, Part, ViTSize, chunk_loss, gpt2, tied, vit
 from hpnb.models.registry import REGISTERED, Registration
 from hpnb.pipeline_parallel.layer_costs import flops_of, parameters_of, seconds_of
 from hpnb.pipeline_parallel.layers import Builder, Layer, first_input, layers
@@ -502,7 +502,13 @@ def test_a_copy_computes_with_its_own_weights() -> None:
 
 
 def test_the_rest_of_the_model_goes() -> None:
-    for build, rank in itertools.product((lambda: vit(TINY, classes=3), lambda: tower()[:5]), range(3)):
+    wrapped = lambda: chunk_loss(gpt2(GPT2Size(16, 3, 2, 32, 19, 8)), 4)  # noqa: E731
+    builds: tuple[Callable[[], nn.Module], ...] = (
+        lambda: vit(TINY, classes=3),
+        lambda: tower()[:5],
+        wrapped,
+    )
+    for build, rank in itertools.product(builds, range(3)):
         model = build()
         held = [weakref.ref(p) for p in model.parameters()]
         mine = Stages(cut(layers(model), 3), (rank,), "cpu", fake(3, rank))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from transformers.utils import ModelOutput
 from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.models.in_place_cross_entropy import VocabShard
 from hpnb.models.linear_cross_entropy import LossSum, chunked_cross_entropy, cross_entropy_sum
-from hpnb.models.model_anatomy import Inputs, WrappedAnatomy, wrap_anatomy
+from hpnb.models.model_anatomy import Inputs, Part, WrappedAnatomy, wrap_anatomy
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -198,9 +198,19 @@ class _ChunkedLossHooks:
 class ChunkedAnatomy(WrappedAnatomy):
     """The parts of such a model, whose head gets the labels from the batch."""
 
-    hooks: _ChunkedLossHooks = field(kw_only=True, repr=False, compare=False)
+    hooks: _ChunkedLossHooks | None = field(kw_only=True, repr=False, compare=False)
+
+    def with_parts(
+        self, embedding: tuple[Part, ...] = (), blocks: tuple[Part, ...] = (), head: tuple[Part, ...] = ()
+    ) -> Self:
+        """The hooks refer to the output layer, which a stage without a head does not keep."""
+        other = super().with_parts(embedding, blocks, head)
+        if not head:
+            object.__setattr__(other, "hooks", None)
+        return other
 
     def finish(self, hidden: torch.Tensor, inputs: Inputs) -> Any:
+        assert self.hooks is not None, "stages with a head have them"
         head, labels = self.hooks.head, inputs.get("labels")
         head.set_labels(labels)
         try:

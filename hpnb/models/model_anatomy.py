@@ -168,13 +168,13 @@ class WrappedAnatomy(Anatomy):
     inner: Anatomy = field(kw_only=True)
 
     def embed(self, inputs: Inputs) -> torch.Tensor:
-        return self._inner.embed(inputs)
+        return self.inner.embed(inputs)
 
     def run(self, block: Part, hidden: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-        return self._inner.run(block, hidden, inputs)
+        return self.inner.run(block, hidden, inputs)
 
     def finish(self, hidden: torch.Tensor, inputs: Inputs) -> Any:
-        return self._inner.finish(hidden, inputs)
+        return self.inner.finish(hidden, inputs)
 
     def tokens(self, inputs: Inputs) -> tuple[int, int]:
         return self.inner.tokens(inputs)
@@ -182,10 +182,13 @@ class WrappedAnatomy(Anatomy):
     def check_stages(self, needs_tokens: bool = False) -> None:
         self.inner.check_stages(needs_tokens)
 
-    @property
-    def _inner(self) -> Anatomy:
-        """The inner one, with the parts that this one has: a pipeline stage has only some of the model's."""
-        return self.inner.with_parts(self.embedding, self.blocks, self.head)
+    def with_parts(
+        self, embedding: tuple[Part, ...] = (), blocks: tuple[Part, ...] = (), head: tuple[Part, ...] = ()
+    ) -> Self:
+        """The inner one has these alone as well, or a stage would keep the weights of all the others."""
+        other = super().with_parts(embedding, blocks, head)
+        object.__setattr__(other, "inner", self.inner.with_parts(embedding, blocks, head))
+        return other
 
     def shared(self) -> dict[str, nn.Module | torch.Tensor]:
         return self.inner.shared()

@@ -99,7 +99,9 @@ def build_training(
         look("loss")
         return outputs.loss
 
+    side = 0 if task.model.causal else model.config.image_size
     boosted, optimizer, criterion, *_ = booster.boost(model, optimizer, loss_of)
+    del model  # which has the blocks of other stages, too
 
     def batch() -> Iterator[dict[str, torch.Tensor]]:
         size = samples // accumulated
@@ -107,7 +109,6 @@ def build_training(
             ids = torch.randint(task.model.outputs, (size, task.sequence), device=where)
             yield {"input_ids": ids, "labels": ids}
         else:
-            side = model.config.image_size
             labels = torch.zeros(size, dtype=torch.long, device=where)
             yield {
                 "pixel_values": torch.zeros(size, IMAGE_CHANNELS, side, side, device=where),

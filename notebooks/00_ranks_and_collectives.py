@@ -336,8 +336,8 @@ more = 100 * extra[large] / predicted[large]
 lesson.claim("of 4 MB gloo sends under 1 % more than a ring", (more, "<", 1))
 
 # %% [markdown]
-# Our ring's sends are exactly the formula. `dist.all_reduce` sends {{00.extra.dist.all_reduce-4-mb}} more than the formula for 4 MB, and
-# {{00.extra.dist.all_reduce-1-kb}} more for 1 kB. So the extra bytes do not grow with the tensor: they are the headers that gloo
+# Our ring's sends are exactly the formula. `dist.all_reduce` sends <data value="00.extra.dist.all_reduce-4-mb">1.73 kB</data> more than the formula for 4 MB, and
+# <data value="00.extra.dist.all_reduce-1-kb">1.73 kB</data> more for 1 kB. So the extra bytes do not grow with the tensor: they are the headers that gloo
 # puts before its messages.
 #
 # <details><summary>Does gloo really use a ring?</summary>
@@ -469,12 +469,12 @@ question = "100 all-reduces of 80 kB instead of one of 8 MB: how many times as l
 lesson.predict("00.many-calls", question, guess=None, rule_of_thumb=1)
 
 # %% [markdown]
-# On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">716 µs</data>, a bandwidth of <data value="00.card.bandwidth">1.34 GB/s</data> and a
-# knee at <data value="00.card.knee">3.85 MB</data>. On average the dots are at {{00.fit.left:.2f}} times the curve left of the knee, and at
-# {{00.fit.right:.2f}} times the curve right of it. Two numbers cannot follow every bend, so read α and B as averages over
+# On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">810 µs</data>, a bandwidth of <data value="00.card.bandwidth">1.05 GB/s</data> and a
+# knee at <data value="00.card.knee">3.42 MB</data>. On average the dots are at <data value="00.fit.left:.2f">1.02</data> times the curve left of the knee, and at
+# <data value="00.fit.right:.2f">1.04</data> times the curve right of it. Two numbers cannot follow every bend, so read α and B as averages over
 # these sizes.
 #
-# A byte costs <data value="00.card.rho:,.0f">47</data> FLOP here. On an H200 it costs <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and
+# A byte costs <data value="00.card.rho:,.0f">75</data> FLOP here. On an H200 it costs <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and
 # <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data> over 10 Gb Ethernet. With 16,384 tokens on each rank, $2\rho / (3T)$ is then
 # <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink and <data value="00.share.ethernet-10-gb:.0f">32</data> over Ethernet.
 #
@@ -515,11 +515,11 @@ lesson.reveal("00.many-calls", took_100 / took, predicted=expected_100 / expecte
 lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">", took))
 
 # %% [markdown]
-# One call took <data value="00.calls.1-call-of-8-mb.measured">16.1 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">563 ms</data>:
-# <data value="00.many-calls:.1f">34.9</data> times as long for the same bytes. Each small call lies left of the knee and pays the latency again. That is why notebook 01
+# One call took <data value="00.calls.1-call-of-8-mb.measured">16.4 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">539 ms</data>:
+# <data value="00.many-calls:.1f">32.9</data> times as long for the same bytes. Each small call lies left of the knee and pays the latency again. That is why notebook 01
 # collects gradients in *buckets*, each of many tensors that go in one call.
 #
-# The formula says <data value="00.many-calls.predicted:.1f">33.2</data>. The one call took {{00.off.one:.2f}} times its prediction, and the hundred took {{00.off.hundred:.2f}} times
+# The formula says <data value="00.many-calls.predicted:.1f">30.6</data>. The one call took <data value="00.off.one:.2f">1.01</data> times its prediction, and the hundred took <data value="00.off.hundred:.2f">1.08</data> times
 # theirs. An error that both share cancels in the factor, such as a busier machine during the fit. An error of α or of B
 # alone does not. So trust the formula for which of the two is slower, and measure where you need the factor.
 #
@@ -686,9 +686,9 @@ waiting, moving = wait["rank 1 late"], move["rank 1 late"]
 lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", moving))
 
 # %% [markdown]
-# Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">99.1 ms</data> in an all-reduce. Then the bytes moved in
-# <data value="00.bar.rank-1-late.measured-move">11.9 ms</data>. A faster link shortens only the move: on simulated NVLink it takes <data value="00.replay.nvlink-4.move">44.7 µs</data>. The
-# wait stays at <data value="00.replay.nvlink-4.wait">99.1 ms</data>, because a replay keeps the recorded compute times.
+# Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">100 ms</data> in an all-reduce. Then the bytes moved in
+# <data value="00.bar.rank-1-late.measured-move">10.7 ms</data>. A faster link shortens only the move: on simulated NVLink it takes <data value="00.replay.nvlink-4.move">44.7 µs</data>. The
+# wait stays at <data value="00.replay.nvlink-4.wait">100 ms</data>, because a replay keeps the recorded compute times.
 #
 # <details><summary>A copy that looked like a link</summary>
 #
@@ -699,9 +699,9 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 #
 # <details><summary>How long does an 8 MB all-reduce take, then?</summary>
 #
-# We have several readings: <data value="00.bar.at-once.measured-move">16.9 ms</data> as a move at once, <data value="00.bar.after-a-pause.measured-move">13.3 ms</data> after a
-# pause, <data value="00.bar.rank-1-late.measured-move">11.9 ms</data> with rank 1 late, <data value="00.calls.1-call-of-8-mb.measured">16.1 ms</data> for the one call of the previous section, which includes waiting,
-# <data value="00.fit.large">15.0 ms</data> for the 8.4 MB of the fit, and <data value="00.bar.at-once.predicted-move">13.2 ms</data> by the formula. Ranks that share cores disturb each of them, so these few
+# We have several readings: <data value="00.bar.at-once.measured-move">13.0 ms</data> as a move at once, <data value="00.bar.after-a-pause.measured-move">12.4 ms</data> after a
+# pause, <data value="00.bar.rank-1-late.measured-move">10.7 ms</data> with rank 1 late, <data value="00.calls.1-call-of-8-mb.measured">16.4 ms</data> for the one call of the previous section, which includes waiting,
+# <data value="00.fit.large">16.2 ms</data> for the 8.4 MB of the fit, and <data value="00.bar.at-once.predicted-move">16.2 ms</data> by the formula. Ranks that share cores disturb each of them, so these few
 # readings do not show what a pause does.
 #
 # On GPUs there are also *cold starts*. After a pause, the code that launches a call has left the caches, and GPUs and

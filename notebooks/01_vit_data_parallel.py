@@ -80,7 +80,7 @@ lesson.record("01.ranks", N)
 #   8 for two moments. With 16-bit weights they are 2 + 2, and 12 for the moments and the *master
 #   weight*, a float32 copy.
 #
-# The machine card of notebook 00 depends on the number of ranks, so we measure it for {{01.ranks}}. Then we record the memory
+# The machine card of notebook 00 depends on the number of ranks, so we measure it for <data value="01.ranks">2</data>. Then we record the memory
 # of one step.
 
 # %%
@@ -389,11 +389,11 @@ lesson.record("01.backward", figures.backward_seconds(timelines), "s")
 # rank starts later, it woke up later from the barrier before the step.
 # </details>
 #
-# **Buckets.** Every all-reduce pays 2(d-1) α. A sends <data value="01.messages.a">72</data> messages and B <data value="01.messages.b">10</data>. B takes <data value="01.b-over-a.median:.2f">0.52</data> times as long as A, with the range
-# <data value="01.b-over-a.low:.2f">0.43</data> to <data value="01.b-over-a.high:.2f">0.60</data>.
+# **Buckets.** Every all-reduce pays 2(d-1) α. A sends <data value="01.messages.a">72</data> messages and B <data value="01.messages.b">10</data>. B takes <data value="01.b-over-a.median:.2f">0.50</data> times as long as A, with the range
+# <data value="01.b-over-a.low:.2f">0.29</data> to <data value="01.b-over-a.high:.2f">0.65</data>.
 #
-# **Overlap.** C takes <data value="01.overlap:.2f">0.96</data> times as long as B (<data value="01.c-over-b.low:.2f">0.90</data> to <data value="01.c-over-b.high:.2f">1.14</data>). We predicted <data value="01.overlap.predicted:.2f">0.70</data>. In the drawn rounds, B has <data value="01.step.b-buckets-after.measured-exposed">29.6 ms</data>
-# exposed and C <data value="01.step.c-buckets-during.measured-exposed">27.2 ms</data>. The backward of the slower rank takes <data value="01.backward.b-long">13.9 ms</data> in B and <data value="01.backward.c-long">45.1 ms</data> in C, where it includes
+# **Overlap.** C takes <data value="01.overlap:.2f">1.07</data> times as long as B (<data value="01.c-over-b.low:.2f">0.79</data> to <data value="01.c-over-b.high:.2f">1.23</data>). We predicted <data value="01.overlap.predicted:.2f">0.69</data>. In the drawn rounds, B has <data value="01.step.b-buckets-after.measured-exposed">10.1 ms</data>
+# exposed and C <data value="01.step.c-buckets-during.measured-exposed">8.53 ms</data>. The backward of the slower rank takes <data value="01.backward.b-long">12.1 ms</data> in B and <data value="01.backward.c-long">25.4 ms</data> in C, where it includes
 # the copying into buckets, and messages travel while it runs. The prediction leaves out both costs, and the wait for a
 # slower rank. The next section measures the first two.
 #
@@ -545,13 +545,13 @@ lesson.record("01.middle", {"tokens": middle, **during[middle]._asdict()})
 lesson.record("01.extra", figures.cost_of_overlap(times[middle]), "s")
 
 # %% [markdown]
-# **When is it free here?** With the all-reduce during the backward, a free step takes <data value="01.measured.during">more than 1,088</data> tokens per rank. With the
-# all-reduce after it, a free step takes <data value="01.measured.after">more than 1,088</data>. The law says <data value="01.law.during:,.0f">40</data> and <data value="01.law.after:,.0f">305</data>. We timed <data value="01.verdicts.sizes">7</data> sizes only,
+# **When is it free here?** With the all-reduce during the backward, a free step takes <data value="01.measured.during">2,176</data> tokens per rank. With the
+# all-reduce after it, a free step takes <data value="01.measured.after">more than 2,176</data>. The law says <data value="01.law.during:,.0f">48</data> and <data value="01.law.after:,.0f">371</data>. We timed <data value="01.verdicts.sizes">5</data> sizes only,
 # so the true limits may lie a little lower.
 #
-# Overlap is faster than reducing after the backward at <data value="01.verdicts.faster">0</data> of these sizes, slower at <data value="01.verdicts.slower">0</data>, and undecided at {{01.verdicts.undecided}}.
-# With <data value="01.middle.tokens">272</data> tokens the law says that overlap costs nothing. Measured, the step with overlap takes <data value="01.extra.median">53.0 ms</data> longer than the
-# step alone, with the range <data value="01.extra.low">719 µs</data> to <data value="01.extra.high">64.3 ms</data>. The all-reduce by itself takes <data value="01.extra.all-reduce">19.2 ms</data>. Perhaps no core is
+# Overlap is faster than reducing after the backward at <data value="01.verdicts.faster">0</data> of these sizes, slower at <data value="01.verdicts.slower">0</data>, and undecided at <data value="01.verdicts.undecided">5</data>.
+# With <data value="01.middle.tokens">272</data> tokens the law says that overlap costs nothing. Measured, the step with overlap takes <data value="01.extra.median">11.3 ms</data> longer than the
+# step alone, with the range <data value="01.extra.low">10.1 ms</data> to <data value="01.extra.high">13.5 ms</data>. The all-reduce by itself takes <data value="01.extra.all-reduce">7.46 ms</data>. Perhaps no core is
 # idle that could send. We test this next.
 #
 # The law assumes that the backward keeps its speed while an all-reduce runs, and that filling buckets takes no time. To
@@ -588,16 +588,16 @@ lesson.record("01.last-bucket", ring(BUCKET_MB * 2**20), "s")
 lesson.record("01.accumulated", 1 + (during[middle].median - 1) / 4)
 
 # %% [markdown]
-# - *Sharing*: factor <data value="01.cause.beside-an-unrelated-all-reduce.factor:.2f">1.15</data>, verdict *<data value="01.cause.beside-an-unrelated-all-reduce.verdict">slower</data>*.
-# - *Filling buckets*: factor <data value="01.cause.with-buckets-nothing-sent.factor:.2f">1.05</data>, verdict *<data value="01.cause.with-buckets-nothing-sent.verdict">cannot tell</data>*.
-# - *The last bucket*, by α and B: at most <data value="01.last-bucket">2.71 ms</data> exposed.
+# - *Sharing*: factor <data value="01.cause.beside-an-unrelated-all-reduce.factor:.2f">1.19</data>, verdict *<data value="01.cause.beside-an-unrelated-all-reduce.verdict">slower</data>*.
+# - *Filling buckets*: factor <data value="01.cause.with-buckets-nothing-sent.factor:.2f">1.04</data>, verdict *<data value="01.cause.with-buckets-nothing-sent.verdict">slower</data>*.
+# - *The last bucket*, by α and B: at most <data value="01.last-bucket">1.81 ms</data> exposed.
 #
-# In the sweep above, the step with overlap took <data value="01.middle.median:.2f">1.39</data> times as long as the step alone, with the range <data value="01.middle.low:.2f">1.01</data> to <data value="01.middle.high:.2f">1.50</data>. We did not
+# In the sweep above, the step with overlap took <data value="01.middle.median:.2f">1.28</data> times as long as the step alone, with the range <data value="01.middle.low:.2f">1.26</data> to <data value="01.middle.high:.2f">1.34</data>. We did not
 # separate what else it contains.
 #
 # <details><summary>The same step, two times</summary>
 #
-# A step alone took <data value="01.cause.step-alone.measured">91.4 ms</data> here and {{01.alone}} in the sweep. The machine's speed changes between cells. So compare
+# A step alone took <data value="01.cause.step-alone.measured">37.6 ms</data> here and <data value="01.alone">39.7 ms</data> in the sweep. The machine's speed changes between cells. So compare
 # ratios within rounds, not seconds of two cells. The memory figure's time does not compare with them
 # either: its recorder looks at every operation.
 # </details>
@@ -675,7 +675,7 @@ lesson.show(counted={"four times (B)": often, "once (B)": once}, key="01.sent")
 # <details><summary>Does accumulation make a step free?</summary>
 #
 # If one microbatch and its all-reduce take f times as long as the microbatch alone, four microbatches take 1 + (f - 1)/4
-# times as long. For f = <data value="01.middle.median:.2f">1.39</data>, measured with <data value="01.middle.tokens">272</data> tokens, that is <data value="01.accumulated:.2f">1.10</data>. We did not measure it.
+# times as long. For f = <data value="01.middle.median:.2f">1.28</data>, measured with <data value="01.middle.tokens">272</data> tokens, that is <data value="01.accumulated:.2f">1.07</data>. We did not measure it.
 # </details>
 #
 # 16-bit gradients halve the bytes. But in fp16 small gradients vanish, so the loss is multiplied by a *scale*. It

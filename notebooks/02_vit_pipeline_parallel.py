@@ -149,7 +149,7 @@ lesson.claim("One rank works at a time", (walked.bubble_fraction, ">", 0.95 - 1 
 # Each cut is crossed twice, so $2(p-1)$ messages of b s h numbers are sent, <data value="02.walk-bytes">209 kB</data> in all. A step
 # of eight microbatches sends <data value="02.sent.step">1.67 MB</data>, all ranks together. A gradient, which data parallelism all-reduces, has <data value="02.sent.gradient">25.5 MB</data>. By counting, ranks are
 # idle for 1 - 1/p =
-# <data value="02.walk-idle">75.0 %</data> of the time. The run had <data value="02.walk.bubble">77.4 %</data>. We call this idle share the *bubble*: idle time over
+# <data value="02.walk-idle">75.0 %</data> of the time. The run had <data value="02.walk.bubble">76.5 %</data>. We call this idle share the *bubble*: idle time over
 # ranks × *makespan*, where the makespan is the time from the first start to the last end.
 #
 # **Takeaway.** A pipeline sends little, and only between neighbours. What it wastes is time: with one microbatch, p ranks
@@ -262,7 +262,7 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")  # Perfe
 
 # %% [markdown]
 # The formula assumes that all stages are equal and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. The simulation knows
-# each stage's median times and gives {{02.gpipe.medians.bubble}}: so much comes from unequal stages. The replay gives <data value="02.bubble">32.6 %</data>. It
+# each stage's median times and gives <data value="02.gpipe.medians.bubble">29.0 %</data>: so much comes from unequal stages. The replay gives <data value="02.bubble">29.6 %</data>. It
 # differs because a stage's microbatches do not all take equally long, and ranks wait for the slow ones.
 #
 # <details><summary>Why the rule of thumb may come nearer</summary>
@@ -396,16 +396,16 @@ lesson.claim("1F1B takes about as long as GPipe", (change, "<", 0.15))
 # On rank 0 the activations fall from
 # <data value="02.activations.rank-0.gpipe-measured">9.14 MB</data> under GPipe to <data value="02.activations.rank-0.measured">4.67 MB</data>.
 #
-# In a second run, GPipe's step takes <data value="02.step.gpipe.replayed">115 ms</data> with a bubble of
-# <data value="02.step.gpipe.bubble">29.3 %</data>, 1F1B's <data value="02.step.1f1b.replayed">120 ms</data> with
-# <data value="02.step.1f1b.bubble">28.4 %</data>. By the formula both bubbles are
+# In a second run, GPipe's step takes <data value="02.step.gpipe.replayed">108 ms</data> with a bubble of
+# <data value="02.step.gpipe.bubble">28.9 %</data>, 1F1B's <data value="02.step.1f1b.replayed">108 ms</data> with
+# <data value="02.step.1f1b.bubble">29.0 %</data>. By the formula both bubbles are
 # equal, because the first and the last microbatch still pass through the stages
 # alone.
 #
 # <details><summary>Noise in these steps</summary>
 #
 # A rank does the same work under both schedules, and computed
-# for <data value="02.step.gpipe.work">81.6 ms</data> under GPipe and <data value="02.step.1f1b.work">86.1 ms</data> under 1F1B. So the steps contain about this much noise.
+# for <data value="02.step.gpipe.work">76.7 ms</data> under GPipe and <data value="02.step.1f1b.work">76.7 ms</data> under 1F1B. So the steps contain about this much noise.
 # </details>
 #
 # **Takeaway.** 1F1B has GPipe's bubble and keeps at most p microbatches instead of m.
@@ -640,23 +640,23 @@ vit_pipeline.record_race(NAME, predicted, ran, spread)
 # %% [markdown]
 # All four idle less than 1F1B. We call one schedule faster than another only if their steps
 # differ by more than the larger of the two spreads. By this test,
-# <data value="02.race.faster">interleaved is faster than 1f1b, zb-h2 is faster than 1f1b</data>; a pair that is not named here is undecided. The prediction puts
-# <data value="02.race.first.predicted">zb-v</data> first, the run <data value="02.race.first.run">zb-h2</data>.
+# <data value="02.race.faster">interleaved is faster than 1f1b, zb-v is faster than 1f1b, zb-v is faster than zb-h1</data>; a pair that is not named here is undecided. The prediction puts
+# <data value="02.race.first.predicted">zb-v</data> first, the run <data value="02.race.first.run">zb-v</data>.
 #
-# Smaller pieces also take more computing, which the prediction leaves out. ZB-V runs <data value="02.race.zb-v.actions">192</data> actions instead of <data value="02.race.1f1b.actions">64</data>, and each has a fixed cost. A rank computes <data value="02.race.zb-v.work">103 ms</data> under
-# ZB-V and <data value="02.race.1f1b.work">88.1 ms</data> under 1F1B. So the smallest bubble need not give the shortest step.
+# Smaller pieces also take more computing, which the prediction leaves out. ZB-V runs <data value="02.race.zb-v.actions">192</data> actions instead of <data value="02.race.1f1b.actions">64</data>, and each has a fixed cost. A rank computes <data value="02.race.zb-v.work">90.8 ms</data> under
+# ZB-V and <data value="02.race.1f1b.work">82.2 ms</data> under 1F1B. So the smallest bubble need not give the shortest step.
 #
 # <details><summary>I and W are not equal</summary>
 #
 # Our prediction takes I and W as equal. But the matmuls inside attention, softmax and GELU have no weights, hence no W, so I takes
-# <data value="02.race.zb-h1.i-w:.2f">1.38</data> times as long as
+# <data value="02.race.zb-h1.i-w:.2f">1.51</data> times as long as
 # W. By the formulas above, this makes ZB-H1 idle longer and leaves ZB-H2 as it is.
 # </details>
 #
 # <details><summary>Steps that differ by noise</summary>
 #
 # ZB-H1 and ZB-H2 execute the same pieces, and a rank works
-# <data value="02.race.zb-h1.work">93.1 ms</data> and <data value="02.race.zb-h2.work">93.8 ms</data>. Where these differ, it is by noise, which enters the steps.
+# <data value="02.race.zb-h1.work">86.9 ms</data> and <data value="02.race.zb-h2.work">86.9 ms</data>. Where these differ, it is by noise, which enters the steps.
 # The bubble feels this less: if all of a run is
 # slow, its work and its idle time are both longer.
 # </details>
@@ -698,7 +698,7 @@ vit_pipeline.record_race(NAME, predicted, ran, spread)
 # DeepSpeed's pipeline engine has 1F1B alone.
 # </details>
 #
-# **Takeaway.** All four idle less; by our test, <data value="02.race.faster">interleaved is faster than 1f1b, zb-h2 is faster than 1f1b</data>. Interleaving costs messages and memory. A split backward costs memory and some computing. ZB-H1 and ZB-V keep more on all
+# **Takeaway.** All four idle less; by our test, <data value="02.race.faster">interleaved is faster than 1f1b, zb-v is faster than 1f1b, zb-v is faster than zb-h1</data>. Interleaving costs messages and memory. A split backward costs memory and some computing. ZB-H1 and ZB-V keep more on all
 # ranks but the first, ZB-H2 on all. ZB-V also costs messages.
 #
 # ## Three numbers are called "bubble"
@@ -802,9 +802,9 @@ lesson.claim("A heavy stage delays the step", (delay, ">", 1.02))
 # %% [markdown]
 # The steps are simulated from times of single layers, measured on rank 0 while the other ranks waited. So compare
 # them with each
-# other, not with the race. The uniform partition takes <data value="02.cut-step.uniform.simulated">113 ms</data>, the heavy one
-# <data value="02.cut-step.heavy.simulated">136 ms</data>. Balancing by time gives
-# <data value="02.cut-step.by-time.simulated">113 ms</data>: a ViT's blocks are equal, so "uniform" is already good.
+# other, not with the race. The uniform partition takes <data value="02.cut-step.uniform.simulated">83.5 ms</data>, the heavy one
+# <data value="02.cut-step.heavy.simulated">99.8 ms</data>. Balancing by time gives
+# <data value="02.cut-step.by-time.simulated">83.5 ms</data>: a ViT's blocks are equal, so "uniform" is already good.
 #
 # A timeline tells the causes of a bubble apart:
 #
@@ -814,7 +814,7 @@ lesson.claim("A heavy stage delays the step", (delay, ">", 1.02))
 # | slow link | ranks are free and their inputs were computed long ago | such waits above 5 % of ranks × makespan |
 # | few microbatches | ranks wait only while the pipeline fills and drains | neither of these |
 #
-# In the figure, rank 1 works <data value="02.heavy-work:.2f">1.49</data> times as long as the median rank.
+# In the figure, rank 1 works <data value="02.heavy-work:.2f">1.48</data> times as long as the median rank.
 #
 # ### Exercise 4: what is wrong with this step?
 #
@@ -902,7 +902,7 @@ lesson.record("02.sweep-step", steps, "s")
 lesson.claim("Microbatches help", (alone, ">", 1.1 * shortest))
 
 # %% [markdown]
-# The step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">3.7</data>.  Past the best m, the added launch cost exceeds the bubble
+# The step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">3.9</data>.  Past the best m, the added launch cost exceeds the bubble
 # time saved.
 #
 # <details><summary>Why the line need not meet the bars</summary>
@@ -912,10 +912,10 @@ lesson.claim("Microbatches help", (alone, ">", 1.1 * shortest))
 #
 # <details><summary>Has this pipeline paid?</summary>
 #
-# At m = 1 only one rank works at a time, so that step, <data value="02.sweep-step.alone">156 ms</data>, is what one rank would
-# need alone: T and p times c. The best step takes <data value="02.sweep-step.best">106 ms</data>: far from a fourth of that, although each of the four ranks
+# At m = 1 only one rank works at a time, so that step, <data value="02.sweep-step.alone">155 ms</data>, is what one rank would
+# need alone: T and p times c. The best step takes <data value="02.sweep-step.best">98.4 ms</data>: far from a fourth of that, although each of the four ranks
 # is replayed with its own core. At this m they compute for
-# <data value="02.sweep-step.work">242 ms</data> in all, so two real cores would need at least <data value="02.sweep-step.two">121 ms</data>.
+# <data value="02.sweep-step.work">223 ms</data> in all, so two real cores would need at least <data value="02.sweep-step.two">111 ms</data>.
 # </details>
 #
 # <details><summary>Which m to choose</summary>

@@ -374,13 +374,13 @@ lesson.claim("Yet dp's step is shorter", (measured["dp"], "<", measured["pp"]))
 vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 
 # %% [markdown]
-# Simulated on a hundredth of the bandwidth, the step takes <data value="04.growth.tp:.1f">6.9</data> times as long as on this link along tp, <data value="04.growth.dp:.1f">5.0</data> along
-# dp, and <data value="04.growth.pp:.2f">1.39</data> along pp. Divided by the measured steps, the factors are <data value="04.rise.tp:.1f">7.6</data>, <data value="04.rise.dp:.1f">3.5</data> and <data value="04.rise.pp:.2f">1.33</data> times. So trust the order, not the factors.
+# Simulated on a hundredth of the bandwidth, the step takes <data value="04.growth.tp:.1f">6.3</data> times as long as on this link along tp, <data value="04.growth.dp:.1f">4.6</data> along
+# dp, and <data value="04.growth.pp:.2f">1.39</data> along pp. Divided by the measured steps, the factors are <data value="04.rise.tp:.1f">6.8</data>, <data value="04.rise.dp:.1f">3.5</data> and <data value="04.rise.pp:.2f">1.30</data> times. So trust the order, not the factors.
 #
-# Bytes alone do not decide. Measured on this link, a step takes <data value="04.axes.dp.measured">79.2 ms</data> along dp, <data value="04.axes.tp.measured">102 ms</data> along tp
-# and <data value="04.axes.pp.measured">100 ms</data> along pp. For pp we predicted <data value="04.predicted.share">55.0 ms</data> of compute, timed without microbatches, and a bubble of <data value="04.predicted.bubble">6.87 ms</data>.
-# But the 8 microbatches of the busiest rank compute for <data value="04.busy.pp">87.1 ms</data> together, and their replayed bubble is <data value="04.replayed.bubble">8.98 ms</data>.
-# Compute and bubble add up to <data value="04.replayed.step">96.1 ms</data>, <data value="04.near.pp:.2f">0.96</data> times the measured step.
+# Bytes alone do not decide. Measured on this link, a step takes <data value="04.axes.dp.measured">72.3 ms</data> along dp, <data value="04.axes.tp.measured">104 ms</data> along tp
+# and <data value="04.axes.pp.measured">96.2 ms</data> along pp. For pp we predicted <data value="04.predicted.share">54.0 ms</data> of compute, timed without microbatches, and a bubble of <data value="04.predicted.bubble">6.76 ms</data>.
+# But the 8 microbatches of the busiest rank compute for <data value="04.busy.pp">77.6 ms</data> together, and their replayed bubble is <data value="04.replayed.bubble">12.4 ms</data>.
+# Compute and bubble add up to <data value="04.replayed.step">90.0 ms</data>, <data value="04.near.pp:.2f">0.94</data> times the measured step.
 #
 # <details><summary>Why the curves differ</summary>
 #
@@ -391,16 +391,16 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 #
 # <details><summary>How far to trust the curves</summary>
 #
-# Bytes are predicted exactly, times are not. Measured over predicted is <data value="04.ratio.dp:.2f">1.42</data> for dp, <data value="04.ratio.pp:.2f">1.61</data> for pp and
-# <data value="04.ratio.tp:.2f">1.46</data> for tp. The prediction leaves out that our ranks send with the cores that also compute, and that fixed
+# Bytes are predicted exactly, times are not. Measured over predicted is <data value="04.ratio.dp:.2f">1.32</data> for dp, <data value="04.ratio.pp:.2f">1.57</data> for pp and
+# <data value="04.ratio.tp:.2f">1.56</data> for tp. The prediction leaves out that our ranks send with the cores that also compute, and that fixed
 # costs, such as calling an operation, come with every microbatch.
 #
-# Each step is the median of three, recorded in turn. "This link" was measured as in notebook 00. Its latency is <data value="04.link.latency">249 µs</data> and its bandwidth <data value="04.link.bandwidth">1.34 GB/s</data>.
+# Each step is the median of three, recorded in turn. "This link" was measured as in notebook 00. Its latency is <data value="04.link.latency">204 µs</data> and its bandwidth <data value="04.link.bandwidth">1.50 GB/s</data>.
 # Even on this link a simulated step differs from the predicted one, above all because it contains the compute recorded along its axis: on the busiest
-# rank <data value="04.busy.pp">87.1 ms</data> along pp and <data value="04.busy.tp">80.5 ms</data> along tp, instead of <data value="04.predicted.share">55.0 ms</data>.
+# rank <data value="04.busy.pp">77.6 ms</data> along pp and <data value="04.busy.tp">83.5 ms</data> along tp, instead of <data value="04.predicted.share">54.0 ms</data>.
 #
 # They miss the measured steps, too, which are the dots in the figure. Simulated over measured
-# is <data value="04.near.dp:.2f">0.70</data> for dp, <data value="04.near.tp:.2f">1.11</data> for tp and <data value="04.near.pp:.2f">0.96</data> for pp. On this link the shortest step
+# is <data value="04.near.dp:.2f">0.75</data> for dp, <data value="04.near.tp:.2f">1.07</data> for tp and <data value="04.near.pp:.2f">0.94</data> for pp. On this link the shortest step
 # measured is along <data value="04.near.fastest">dp</data>; on a tenth of the bandwidth the shortest step simulated is along <data value="04.tenth">dp</data>.
 # Do not ask the figure which of two close curves is lower.
 # </details>

@@ -158,8 +158,8 @@ lesson.claim("The last rank takes longest", (last, ">", max(others)))
 lesson.record("06.slowest", last * (N - 1) / sum(others))
 
 # %% [markdown]
-# The bubble is <data value="06.bubble">46.8 %</data>, far above the formula. The formula assumes equal stages, but the last rank works
-# <data value="06.slowest:.1f">1.9</data> times as long as the others on average, and they wait for it. More microbatches help little: they
+# The bubble is <data value="06.bubble">47.7 %</data>, far above the formula. The formula assumes equal stages, but the last rank works
+# <data value="06.slowest:.1f">2.0</data> times as long as the others on average, and they wait for it. More microbatches help little: they
 # dilute warm-up and cool-down, but the other ranks wait for the last rank during every microbatch.
 #
 # **Takeaway.** A uniform cut gives the exact result, but slowly: the stage with the head sets the pace.
@@ -194,8 +194,8 @@ lesson.claim("FLOPs miss the head by over a quarter", abs(matmuls / law - 1) > 0
 
 # %% [markdown]
 # FLOPs predict <data value="06.head.head-s-matmuls.predicted">4.91 blocks</data> for the head. Its matmuls really take
-# <data value="06.head.head-s-matmuls.measured">2.95 blocks</data>, <data value="06.head.ratio:.2f">0.60</data> times as much, which the ✓ line checks. With the loss,
-# which FLOPs leave out, the head takes <data value="06.head.head-and-loss.measured">3.59 blocks</data>.
+# <data value="06.head.head-s-matmuls.measured">2.79 blocks</data>, <data value="06.head.ratio:.2f">0.57</data> times as much, which the ✓ line checks. With the loss,
+# which FLOPs leave out, the head takes <data value="06.head.head-and-loss.measured">3.48 blocks</data>.
 #
 # A block also spends time on norms, GELU and softmax, which FLOPs leave out, so the head,
 # measured in blocks, is smaller. On GPUs, an odd vocabulary can slow the head's matmuls, too.
@@ -237,7 +237,7 @@ lesson.claim("Padding does not slow the head beyond the spread",
              (statistics.median(padded), "<=", max(odd)))  # fmt: skip
 
 # %% [markdown]
-# Here the odd size takes <data value="06.padding.gain:.2f">1.23</data> times as long by the median, a difference <data value="06.padding.spread">within the spread of the repeats</data>. On GPUs,
+# Here the odd size takes <data value="06.padding.gain:.2f">1.19</data> times as long by the median, a difference <data value="06.padding.spread">within the spread of the repeats</data>. On GPUs,
 # pad before you cut, because padding changes the longest layer. Our model stays unpadded, like GPT-2 as published.
 #
 # <details><summary>On a laptop</summary>
@@ -358,17 +358,17 @@ lesson.show(figures.skyline(times.costs, shown, times.kinds, times.loss, title=t
 
 # %% [markdown]
 # Bars are layers timed alone, forward and backward of one microbatch; each cut's largest stage is in bold. Beneath stands
-# its step. The cut by time is <data value="06.faster.gain:.2f">1.26</data> times as fast as the uniform one by the median, and <data value="06.faster.sure">5</data>
-# of its 5 repeats are faster than all of the uniform cut's. Its bubble is still <data value="06.idle.run">34.6 %</data>. Equal stages
-# have <data value="06.bubble.rule-of-thumb">27.3 %</data>. Only whole layers move, so the simulated bubble is <data value="06.idle.simulated">30.7 %</data>. In the run, actions don't
+# its step. The cut by time is <data value="06.faster.gain:.2f">1.25</data> times as fast as the uniform one by the median, and <data value="06.faster.sure">5</data>
+# of its 5 repeats are faster than all of the uniform cut's. Its bubble is still <data value="06.idle.run">34.0 %</data>. Equal stages
+# have <data value="06.bubble.rule-of-thumb">27.3 %</data>. Only whole layers move, so the simulated bubble is <data value="06.idle.simulated">29.8 %</data>. In the run, actions don't
 # take exactly what layers take alone.
 #
-# The uniform cut's bubble is <data value="06.idle.uniform">44.7 %</data> here, and was <data value="06.bubble">46.8 %</data> in the first section. A machine's speed changes, so compare only steps
+# The uniform cut's bubble is <data value="06.idle.uniform">47.7 %</data> here, and was <data value="06.bubble">47.7 %</data> in the first section. A machine's speed changes, so compare only steps
 # that took turns in one cell.
 #
 # FLOPs overrate the head: their cut has <data value="06.beside.by-flops">0</data> blocks beside it, and the cut by time
-# <data value="06.beside.by-time">1</data>. Simulated, the cut by time takes <data value="06.cut.by-time.simulated">176 ms</data> and the cut by FLOPs
-# <data value="06.cut.by-flops.simulated">182 ms</data>. In the run, the step cut by FLOPs takes <data value="06.flops.run:.2f">1.05</data> times as long as the one
+# <data value="06.beside.by-time">1</data>. Simulated, the cut by time takes <data value="06.cut.by-time.simulated">162 ms</data> and the cut by FLOPs
+# <data value="06.cut.by-flops.simulated">168 ms</data>. In the run, the step cut by FLOPs takes <data value="06.flops.run:.2f">0.96</data> times as long as the one
 # cut by time, a difference <data value="06.flops.spread">within the spread of the repeats</data>. Both
 # beat the uniform cut. How precisely must we cut?
 #
@@ -389,10 +389,10 @@ lesson.claim("Too many blocks on the last stage slow every repeat", (ratio, ">",
 lesson.claim("Simulated, one block too few costs less", (few, "<", many))
 
 # %% [markdown]
-# The number of blocks beside the head with the smallest median is <data value="06.last.first">1</data>. Its repeats overlap with those of <data value="06.last.others">the repeats of the cut with 0 and the cut with 2 overlap with its own</data>. With <data value="06.last.most">4</data>
-# blocks there, even the fastest repeat takes <data value="06.last.by:.2f">1.16</data> times as long as the slowest one with
-# <data value="06.last.first">1</data>. In the simulation, the cut by time takes <data value="06.err.cut">176 ms</data>, with a block fewer there <data value="06.err.few">182 ms</data>,
-# and with one more <data value="06.err.many">201 ms</data>. In the cut by time, the last stage is the longest, so one more block makes it
+# The number of blocks beside the head with the smallest median is <data value="06.last.first">0</data>. Its repeats overlap with those of <data value="06.last.others">1</data>. With <data value="06.last.most">4</data>
+# blocks there, even the fastest repeat takes <data value="06.last.by:.2f">1.22</data> times as long as the slowest one with
+# <data value="06.last.first">0</data>. In the simulation, the cut by time takes <data value="06.err.cut">162 ms</data>, with a block fewer there <data value="06.err.few">168 ms</data>,
+# and with one more <data value="06.err.many">185 ms</data>. In the cut by time, the last stage is the longest, so one more block makes it
 # longer still. A block that it gives away goes to a shorter stage. So if in doubt, put one block too few beside the head.
 #
 # <details><summary>On a laptop</summary>
@@ -661,9 +661,9 @@ lesson.claim("The pipeline is exact, too", (list(wrong.values())[-1], "<", 1e-12
 lesson.claim("A mean of means is not", (wrong["mean of means"], ">", 0.1))
 
 # %% [markdown]
-# The microbatches have between <data value="06.targets.fewest">38</data> and <data value="06.targets.most">126</data> targets. The mean of means is off by
-# <data value="06.ragged.mean-of-means.measured:.3f">0.315</data> of the true gradient's norm, and counting padding as targets by
-# <data value="06.ragged.padding-counted.measured:.2f">3.96</data>.
+# The microbatches have between <data value="06.targets.fewest">27</data> and <data value="06.targets.most">63</data> targets. The mean of means is off by
+# <data value="06.ragged.mean-of-means.measured:.3f">0.274</data> of the true gradient's norm, and counting padding as targets by
+# <data value="06.ragged.padding-counted.measured:.2f">2.67</data>.
 #
 # <details><summary>In your tools: the exact mean</summary>
 #
@@ -755,17 +755,17 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 
 # %% [markdown]
 # By the median, <data value="06.fastest.first">zb-v</data> is fastest, and <data value="06.fastest.others">the repeats of zb-h1 overlap with its own</data>. ZB-H1 shrinks the bubble of 1F1B from
-# <data value="06.style.1f1b.bubble">34.4 %</data> to <data value="06.style.zb-h1.bubble">22.6 %</data>, and ZB-V to <data value="06.style.zb-v.bubble">17.1 %</data>. Interleaving has little to gain: with two stages per
+# <data value="06.style.1f1b.bubble">34.6 %</data> to <data value="06.style.zb-h1.bubble">22.8 %</data>, and ZB-V to <data value="06.style.zb-v.bubble">18.0 %</data>. Interleaving has little to gain: with two stages per
 # rank, the head alone exceeds an equal stage.
 #
-# ZB-H1's step takes <data value="06.h1.run:.2f">0.90</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">beyond the spread of the repeats</data>. The
-# simulation says <data value="06.h1.simulated:.2f">0.87</data>. The simulation assumes that all schedules compute equally long, and that W takes as long
+# ZB-H1's step takes <data value="06.h1.run:.2f">0.93</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">within the spread of the repeats</data>. The
+# simulation says <data value="06.h1.simulated:.2f">0.86</data>. The simulation assumes that all schedules compute equally long, and that W takes as long
 # as I.
 #
 # <details><summary>How the run differs from these assumptions</summary>
-# The figure draws 1F1B and ZB-H1, because they have the same stages. ZB-H1 computes for <data value="06.style.zb-h1.compute-per-rank">137 ms</data> per rank on average, 1F1B for
-# <data value="06.style.1f1b.compute-per-rank">129 ms</data>. Splitting backwards may cost extra, but forwards, which aren't split, take
-# <data value="06.style.zb-h1.forward-per-rank">58.6 ms</data> and <data value="06.style.1f1b.forward-per-rank">55.2 ms</data> of that: if they differ, it is noise. W takes <data value="06.style.zb-h1.w-i:.2f">0.51</data>
+# The figure draws 1F1B and ZB-H1, because they have the same stages. ZB-H1 computes for <data value="06.style.zb-h1.compute-per-rank">134 ms</data> per rank on average, 1F1B for
+# <data value="06.style.1f1b.compute-per-rank">122 ms</data>. Splitting backwards may cost extra, but forwards, which aren't split, take
+# <data value="06.style.zb-h1.forward-per-rank">57.2 ms</data> and <data value="06.style.1f1b.forward-per-rank">51.8 ms</data> of that: if they differ, it is noise. W takes <data value="06.style.zb-h1.w-i:.2f">0.48</data>
 # times as long, because only the weight gradients of matmuls are deferred, so less W fills gaps.
 # </details>
 #

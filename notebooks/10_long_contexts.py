@@ -568,10 +568,10 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # </details>
 #
 # In the figure below, lines are *predicted* from the machine card of notebook 00: latency, bandwidth and matmul rate.
-# It gives ρ = <data value="10.card.rho">79</data> FLOP a byte: less than above, because CPU cores compute slowly. Dots are
+# It gives ρ = <data value="10.card.rho">75</data> FLOP a byte: less than above, because CPU cores compute slowly. Dots are
 # *replayed*: we time a step's computing and each message alone, and add them up by the same rule. On shared CPU
 # cores, computing counts its CPU time. H = G = <data value="10.card.heads">8</data>, so computing covers the forward from
-# <data value="10.card.overlap">314</data> tokens a rank on.
+# <data value="10.card.overlap">302</data> tokens a rank on.
 
 # %%
 replayed = pool.run(long_contexts.replay_exposed, shapes, DTYPE, card.link)[0]
@@ -618,24 +618,24 @@ lesson.claim("At the longest sequence, the ring exposes less, even than packed",
              (dots["ring"][-1], "<", dots["Ulysses, packed"][-1]))  # fmt: skip
 
 # %% [markdown]
-# At <data value="10.lengths.first">64</data> tokens the ring exposes <data value="10.share.first">39.6 %</data> of its messages' time, and at
+# At <data value="10.lengths.first">64</data> tokens the ring exposes <data value="10.share.first">76.4 %</data> of its messages' time, and at
 # <data value="10.lengths.last">4,096</data> tokens <data value="10.share.last">11.1 %</data>. A ring on four ranks has nine messages, and of
 # nine equal ones the last is a ninth. No computing covers Ulysses' all-to-alls. At
-# <data value="10.lengths.first">64</data> tokens nearly all of their time is latency: eight take <data value="10.at-first.ulysses">10.4 ms</data>, and packed into four
-# <data value="10.at-first.ulysses-packed">5.68 ms</data>. Packing saves latency, no bytes. At <data value="10.lengths.last">4,096</data> tokens the all-to-alls take
-# <data value="10.at-last.ulysses-packed">34.4 ms</data> packed and <data value="10.at-last.ulysses">24.6 ms</data> one by one. The ring exposes <data value="10.at-last.ring">3.80 ms</data>.
+# <data value="10.lengths.first">64</data> tokens nearly all of their time is latency: eight take <data value="10.at-first.ulysses">14.4 ms</data>, and packed into four
+# <data value="10.at-first.ulysses-packed">5.97 ms</data>. Packing saves latency, no bytes. At <data value="10.lengths.last">4,096</data> tokens the all-to-alls take
+# <data value="10.at-last.ulysses-packed">41.5 ms</data> packed and <data value="10.at-last.ulysses">26.6 ms</data> one by one. The ring exposes <data value="10.at-last.ring">3.46 ms</data>.
 #
 # <details><summary>Why lines and dots differ</summary>
 #
-# For the ring, by a factor of up to <data value="10.off.ring:.1f">4.7</data>. At the short end we know why. A step of
-# <data value="10.lengths.first">64</data> tokens computes for <data value="10.parts.computing-of-a-step.measured">592 µs</data>, and its FLOPs say
-# <data value="10.parts.computing-of-a-step.predicted">1.55 µs</data>, because small operations don't reach the matmul rate. This slow computing
-# covers a part of each message. And a message takes <data value="10.parts.message-of-a-ring.measured">702 µs</data> where the card says
-# <data value="10.parts.message-of-a-ring.predicted">830 µs</data>.
+# For the ring, by a factor of up to <data value="10.off.ring:.1f">2.0</data>. At the short end we know why. A step of
+# <data value="10.lengths.first">64</data> tokens computes for <data value="10.parts.computing-of-a-step.measured">299 µs</data>, and its FLOPs say
+# <data value="10.parts.computing-of-a-step.predicted">1.67 µs</data>, because small operations don't reach the matmul rate. This slow computing
+# covers a part of each message. And a message takes <data value="10.parts.message-of-a-ring.measured">887 µs</data> where the card says
+# <data value="10.parts.message-of-a-ring.predicted">841 µs</data>.
 #
-# For Ulysses, by up to <data value="10.off.ulysses:.1f">2.1</data>. The card adds up the latencies of the three messages of an all-to-all, though they start together. It
-# predicts <data value="10.parts.all-to-all.predicted">2.41 ms</data> at <data value="10.lengths.first">64</data> tokens, and
-# <data value="10.parts.all-to-all.measured">1.30 ms</data> is measured. Packing copies q, k and v into one tensor, and its messages are three
+# For Ulysses, by up to <data value="10.off.ulysses:.1f">1.7</data>. The card adds up the latencies of the three messages of an all-to-all, though they start together. It
+# predicts <data value="10.parts.all-to-all.predicted">2.44 ms</data> at <data value="10.lengths.first">64</data> tokens, and
+# <data value="10.parts.all-to-all.measured">1.80 ms</data> is measured. Packing copies q, k and v into one tensor, and its messages are three
 # times as large; we haven't timed the two apart.
 # </details>
 #
@@ -646,7 +646,7 @@ lesson.claim("At the longest sequence, the ring exposes less, even than packed",
 #
 # An H100's network has a latency of 10 µs, so bytes count at lengths where computing can't cover them yet. There Ulysses wins,
 # because it sends less. By the same formulas, with 8 ranks over InfiniBand and G = H, the ring exposes less only from
-# <data value="10.wins.32-kv-heads">17,207</data> tokens a rank on. With 8 of 32 kv heads it does so from <data value="10.wins.8-kv-heads">2,836</data> on.
+# <data value="10.wins.32-kv-heads">17,178</data> tokens a rank on. With 8 of 32 kv heads it does so from <data value="10.wins.8-kv-heads">2,848</data> on.
 # w·ρ·G/H says 16,000 and 4,000. It only says where a ring's forward is covered, so it is a rough rule for which one wins.
 #
 # The *explorer* is this figure with knobs, for an H100. **Challenge:** on 8 ranks over InfiniBand NDR, with 32 heads, at least

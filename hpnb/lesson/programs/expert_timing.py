@@ -1,7 +1,7 @@
 """How long a layer of experts computes on unequal ranks, for notebook 11: sizes, rows, and times of them.
 
     routed_rows                     which experts each token is for
-    timed_experts                   experts in a size at which computing takes time
+    experts_call                    experts in a size at which computing takes time
     seconds_of_ranks, sorted_rows   how long unequal ranks compute, and how unequal they are
     wait_for_slowest                what they wait for each other
 
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 import hpnb
 from hpnb import comm
@@ -41,7 +40,7 @@ class LayerSize:
     dtype: torch.dtype
 
 
-# On a GPU, large enough that launches and the search for each expert's rows take a small part of the time.
+# On a GPU, large enough that launches take a small part of the time.
 _TIMED = {"cpu": LayerSize(1024, 192, 384, torch.float32),
           "cuda": LayerSize(8192, 4096, 14336, torch.bfloat16)}  # fmt: skip
 
@@ -64,18 +63,24 @@ def routed_rows(tokens: int, num_experts: int, k: int, popular: float = 1.0, see
     return torch.multinomial(weights.expand(tokens, -1), k, generator=generator)
 
 
-def timed_experts(local: int) -> Compute:
-    """`local` experts of two matrices, applied to rows (r, h) with their numbers (r,)."""
-    size, device = _TIMED[hpnb.device().type], hpnb.device()
-    up = torch.randn(local, size.hidden, size.width, device=device, dtype=size.dtype) / size.hidden**0.5
-    down = torch.randn(local, size.width, size.hidden, device=device, dtype=size.dtype) / size.width**0.5
+def experts_call(rows: int, local: int) -> Callable[[], None]:
+    """What computes `local` experts of two matrices on so many rows, sorted by expert, equally many each.
 
-    def compute(rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(rows)
-        for expert in range(local):
-            here = (experts == expert).nonzero().squeeze(1)
-            out[here] = F.gelu(rows[here] @ up[expert]) @ down[expert]
-        return out
+    All memory is reserved before: with fresh memory, the time of the rank with most rows differed by half from
+    run to run.
+    """
+    size, device = _TIMED[hpnb.device().type], hpnb.device()
+    like = partial(torch.randn, device=device, dtype=size.dtype)
+    up, down = like(local, size.hidden, size.width), like(local, size.width, size.hidden)
+    of_experts = like(rows, size.hidden).tensor_split(local)
+    inside = like(max(map(len, of_experts)), size.width)
+    results = [torch.empty_like(x) for x in of_experts]
+
+    def compute() -> None:
+        for expert, (x, result) in enumerate(zip(of_experts, results, strict=True)):
+            wide = inside[: len(x)]
+            torch.mm(x, up[expert], out=wide)
+            torch.mm(wide.relu_(), down[expert], out=result)
 
     return compute
 
@@ -91,11 +96,8 @@ def seconds_of_ranks(rows_of_ranks: Mapping[str, Sequence[float]], local: int) -
         local: experts of a rank, among which its rows are shared equally.
     """
     size, device, axis = _TIMED[hpnb.device().type], hpnb.device(), expert_axis()
-    compute, calls = timed_experts(local), {}
-    for name, rows in rows_of_ranks.items():
-        n = round(rows[axis.rank] * size.rows * axis.size / sum(rows))
-        x = torch.randn(n, size.hidden, device=device, dtype=size.dtype)
-        calls[name] = partial(compute, x, torch.arange(n, device=device) % local)
+    calls = {name: experts_call(round(rows[axis.rank] * size.rows * axis.size / sum(rows)), local)
+             for name, rows in rows_of_ranks.items()}  # fmt: skip
     with torch.no_grad():
         took = time_in_turn(calls, repeats=15)
     least = torch.tensor([[min(took[name]) for name in calls]], dtype=torch.float64, device=device)

@@ -66,8 +66,8 @@ def routed_rows(tokens: int, num_experts: int, k: int, popular: float = 1.0, see
 def experts_call(rows: int, local: int) -> Callable[[], None]:
     """What computes `local` experts of two matrices on so many rows, sorted by expert, equally many each.
 
-    All memory is reserved before: with fresh memory, the time of the rank with most rows differed by half from
-    run to run.
+    All memory is reserved before: with fresh memory, the time of the rank with most rows differed by half
+    between runs.
     """
     size, device = _TIMED[hpnb.device().type], hpnb.device()
     like = partial(torch.randn, device=device, dtype=size.dtype)

@@ -31,6 +31,8 @@ def copy_module(module: nn.Module, path: str, parts: frozenset[str], in_part: bo
         and (not in_part or isinstance(value, _PLAIN))
     }
     vars(copied).update(fresh | attributes)
+    if "gradient_checkpointing" in attributes:  # its function is not copied, and a shell keeps no activations
+        vars(copied)["gradient_checkpointing"] = False
     for name in module._parameters:
         copied._parameters[name] = None
     for name, buffer in module._buffers.items():

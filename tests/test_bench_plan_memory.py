@@ -12,12 +12,22 @@ import torch
 from torch import nn
 
 import hpnb
-from hpnb.bench import plan_memory
-from hpnb.bench.plan_memory import CASES, MODELS, MemoryRow, format_row, format_summary
+from hpnb import RankError
+from hpnb.bench import plan_memory, result_files
+from hpnb.bench import rank_memory as rank_memory_module
+from hpnb.bench.plan_memory import (
+    CASES,
+    MODELS,
+    STACK_LINES,
+    MemoryRow,
+    format_failure,
+    format_row,
+    format_summary,
+)
 from hpnb.bench.rank_memory import MemoryCase, RankMemory, alive_at_peak
 from hpnb.hybrid.plan_command.layout_code import layout_code, parse_layout_code
 from hpnb.hybrid.plan_command.run_lines import plugin_options
-from hpnb.theory.plan_memory import MEMORY_PARTS, block_bytes, rank_memory
+from hpnb.theory.plan_memory import MEMORY_PARTS, block_bytes, rank_memory, rank_moments
 from hpnb.theory.plan_task import refusal
 
 
@@ -52,16 +62,43 @@ def test_selective_recomputation_reaches_the_plugin(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_float32_weights_have_no_masters(tmp_path: Path, stage: int) -> None:
-    """4 + 4 + 8 bytes a parameter, and twice the activations; 2 + 2 + 12 in 16 bits."""
+    """4 + 4 + 8 bytes a parameter, and twice the activations of a block; 2 + 2 + 12 in 16 bits."""
     name = plan_memory.ModelFiles(tmp_path, MODELS).name_of("gpt2")
     code = f"dp2-zero{stage}-mb2" if stage else "dp2-mb2"
     half, full = (MemoryCase("gpt2", code, 1, dtype) for dtype in ("bf16", "fp32"))
     one, two = (rank_memory(case.task(name), case.parallel, 0) for case in (half, full))
     count = one["optimizer"] * (2 if stage else 1) / 12
     assert two["optimizer"] * (2 if stage else 1) == pytest.approx(8 * count)
-    for part in ("parameters", "gradients", "activations"):
+    for part in ("parameters", "gradients"):
         assert two[part] == pytest.approx(2 * one[part]), part
     assert block_bytes(full.task(name), full.parallel) == 2 * block_bytes(half.task(name), half.parallel)
+
+
+def measured_rows() -> list[Any]:
+    """(file, row) of what GPUs have measured."""
+    files = sorted((result_files.RESULTS / "plan_memory").glob("*.json"))
+    return [
+        pytest.param(read, row, id=f"{file.stem} {MemoryCase(**row['case'])}")
+        for file in files
+        for read in [json.loads(file.read_text())]
+        for row in read["rows"]
+    ]
+
+
+@pytest.mark.parametrize(("about", "row"), measured_rows())
+def test_what_gpus_have_measured_is_predicted(
+    tmp_path: Path, about: dict[str, Any], row: dict[str, Any]
+) -> None:
+    assert about["device"].startswith("NVIDIA")
+    case = MemoryCase(**row["case"])
+    task = case.task(plan_memory.ModelFiles(tmp_path, MODELS).name_of(case.model))
+    predicted, measured = (0.0, 0.0)
+    for rank, one in enumerate(row["ranks"]):
+        stage = case.parallel.coordinates(rank)["pp"]
+        predicted = max(predicted, rank_moments(task, case.parallel, stage, about["compiled"]).peak)
+        measured = max(measured, one["peak"])
+        assert sum(one["parts"].values()) == one["peak"]
+    assert predicted == pytest.approx(measured, rel=0.05)
 
 
 def test_ranks_are_measured_and_counted_alike(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -143,3 +180,32 @@ def test_the_tensors_at_the_peak_are_those_of_the_profile() -> None:
     assert sum(group.nbytes for group in first) == recorder.profile().peak
     assert (first[0].category, first[0].shape, first[0].nbytes) == ("temporary", (1000, 64), 256_000)
     assert recorder.peak_operator == "after aten.ones.default"
+
+
+def test_a_case_that_fails_says_where_its_ranks_are() -> None:
+    stacks = {1: "line of rank 1\n", 0: "\n".join(f"line {i}" for i in range(40))}
+    error = RankError("no answer within 1 s", rank=0, stacks=stacks)
+    first, *lines = format_failure(MemoryCase("gpt2", "dp2-zero3-mb2", 1, "bf16"), error)
+    assert first == "gpt2 dp2-zero3-mb2 x 1 bf16: no answer within 1 s"
+    assert [line.strip() for line in lines[:2]] == ["rank 0:", f"line {40 - STACK_LINES}"]
+    assert lines[-1].strip() == "line of rank 1"
+
+
+def test_an_exception_of_one_rank_is_not_covered_by_a_barrier(tmp_path: Path) -> None:
+    """The others wait in another call, so a barrier of that rank would wait for ever."""
+    name = plan_memory.ModelFiles(tmp_path, plan_memory.TINY).name_of("gpt2")
+    case = MemoryCase("gpt2", "dp2-mb2", 1, "bf16")
+    with hpnb.Ranks(2, device="cpu", timeout=60) as two:
+        with pytest.raises(RankError, match="ZeroDivisionError"):
+            two.run(fail_on_one_rank, name, case)
+
+
+def fail_on_one_rank(name: str, case: MemoryCase) -> None:
+    def build(*_: Any) -> Any:
+        if hpnb.rank() == 0:
+            raise ZeroDivisionError
+        torch.distributed.all_reduce(torch.zeros(1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_memory_module, "build_training", build)
+        rank_memory_module.measure_rank(name, case, False)

@@ -99,7 +99,8 @@ def _plan_memory(options: Options) -> None:
 
     plan_memory.run(
         options.device, options.size, options.models or (), options.layouts or (), options.ranks,
-        eager=options.eager, counted=options.counted, limit=options.limit, out=options.out,
+        eager=options.eager, counted=options.counted, trace=options.trace, limit=options.limit,
+        out=options.out,
     )  # fmt: skip
 
 
@@ -235,6 +236,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Options], None], dict[str, dict[str, A
         "--ranks": _integer(None, "cases of so many ranks alone: 2 or 4"),
         "--eager": {"action": "store_true", "help": "without enable_all_optimization"},
         "--counted": {"action": "store_true", "help": "ranks alone, on tensors without values"},
+        "--trace": {"action": "store_true", "help": "list what was allocated at the peaks of compiled steps"},
         "--limit": {"type": float, "default": 540.0, "help": "seconds after which no further case begins"},
         "--out": {"type": Path, "metavar": "FILE", "help": "JSON of all rows"},
     }),

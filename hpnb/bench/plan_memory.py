@@ -4,6 +4,7 @@ Ranks may share one GPU: an allocator counts the bytes of its own process. Every
 steps and is dropped (`rank_memory.py`).
 
     python -m hpnb.bench plan-memory --out memory.json     # ranks that share a GPU
+    python -m hpnb.bench plan-memory --ranks 2 --trace     # what was allocated at the peaks of compiled steps
     python -m hpnb.bench plan-memory --counted             # one rank after another, on tensors without values
 
 Without a GPU the models are tiny, and `hpnb.record.memory` counts.
@@ -86,6 +87,7 @@ vit   dp2-tp2-zero3-mb16                 1 bf16
 
 
 OFF = 0.05  # rows that are further off get the largest tensors at the peak
+STACK_LINES = 16  # of each rank of a case that failed
 
 
 CASES = tuple(
@@ -140,8 +142,9 @@ def run(
     *,
     eager: bool = False,
     counted: bool = False,
+    trace: bool = False,
     limit: float = 540.0,
-    timeout: float = 180.0,
+    timeout: float = 120.0,
     out: Path | None = None,
 ) -> list[MemoryRow]:
     """Print a row for each case, write all to `out`, and return them.
@@ -152,6 +155,8 @@ def run(
         world_size: cases of so many ranks alone.
         eager: without `enable_all_optimization`, so that nothing is compiled.
         counted: run ranks alone on tensors without values, as `hpnb plan --rank` does. Nothing is compiled.
+        trace: list what the allocator had given out at the peak of compiled steps. Its history makes them
+            slower, and was on when a compiled step failed.
         limit: seconds after which no further case begins.
         timeout: seconds for one case.
 
@@ -191,16 +196,17 @@ def run(
             name, layout, start = names.name_of(case.model), case.parallel, time.monotonic()
             task = case.task(name)
             predicted = tuple(
-                rank_memory(task, layout, layout.coordinates(rank)["pp"]) for rank in range(layout.world_size)
+                rank_memory(task, layout, layout.coordinates(rank)["pp"], about["compiled"])
+                for rank in range(layout.world_size)
             )
             try:
                 if counted:
                     ranks = _count_ranks(name, case, task)
                 else:
                     pool = pools.get(layout.world_size)
-                    ranks = tuple(pool.run(measure_rank, name, case, not eager))
+                    ranks = tuple(pool.run(measure_rank, name, case, not eager, trace))
             except RankError as error:
-                print(f"{case}: {error.summary}", flush=True)
+                print("\n".join(format_failure(case, error)), flush=True)
                 continue
             row = MemoryRow(case, predicted, ranks, time.monotonic() - start)
             rows.append(row)
@@ -241,7 +247,8 @@ def format_row(row: MemoryRow) -> Iterator[str]:
     parts = "  ".join(
         f"{short} {beside[name] / 1e9:.3f}/{fullest.parts[name] / 1e9:.3f}" for name, short in _SHORT.items()
     )
-    notes = f"  leftover {fullest.leftover / 1e9:.3f}" if fullest.leftover > 1e7 else ""
+    notes = f"  workspaces {fullest.workspaces / 1e9:.3f}" if fullest.workspaces else ""
+    notes += f"  leftover {fullest.leftover / 1e9:.3f}" if fullest.leftover > 1e7 else ""
     yield (
         f"{row.case!s:44}{sum(largest.values()) / 1e9:10.3f}{fullest.peak / 1e9:10.3f}{row.ratio:7.3f}  "
         f"{parts}{notes}  {row.seconds:.0f} s"
@@ -258,6 +265,14 @@ def format_row(row: MemoryRow) -> Iterator[str]:
         yield f"      to {phase.until:6} peak {phase.peak / 1e9:.3f}, begun with {held}"
     for category, what, nbytes in fullest.tensors:
         yield f"      {nbytes / 1e9:8.3f} GB  {category:12} {what}"
+
+
+def format_failure(case: MemoryCase, error: RankError) -> Iterator[str]:
+    """Why a case has no row, and the innermost calls of each rank."""
+    yield f"{case}: {error.summary}"
+    for rank, stack in sorted(error.stacks.items()):
+        yield f"      rank {rank}:"
+        yield from (f"        {line}" for line in stack.rstrip().splitlines()[-STACK_LINES:])
 
 
 def format_summary(rows: Iterable[MemoryRow]) -> Iterator[str]:

@@ -2,10 +2,11 @@
 
     first step     makes the optimizer's state, and compiles blocks
     second step    torch.cuda.max_memory_allocated, phase by phase: to each loss, to the update, to the end
-    third step     what was alive at the peak: by hpnb.record.memory, or where blocks are compiled by the
-                   allocator's history, because record.memory would run them uncompiled
+    third step     what was alive at the peak: by hpnb.record.memory where nothing is compiled, since it would
+                   run compiled blocks uncompiled; else, if asked for, by the allocator's history
 
-Without a GPU the third step alone counts.
+Without a GPU the third step alone counts. On a GPU matmuls have workspaces, which the peaks include; they are
+measured by a matmul of their own, forward and backward.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class RankMemory:
         phases: of the step, on a GPU.
         leftover: bytes that earlier cases have left, which peaks do not include.
         reserved: bytes that the allocator took from the GPU.
+        workspaces: bytes of matmuls, which stay once they are allocated.
     """
 
     peak: int
@@ -98,25 +100,31 @@ class RankMemory:
     phases: tuple[Phase, ...] = ()
     leftover: int = 0
     reserved: int = 0
+    workspaces: int = 0
 
 
-def measure_rank(name: str, case: MemoryCase, optimized: bool) -> RankMemory:
+def measure_rank(name: str, case: MemoryCase, optimized: bool, trace: bool = False) -> RankMemory:
     """Build a case, take its three steps, and drop it. Every rank calls it.
 
     Args:
         name: of the model, as `hpnb plan` takes it.
         optimized: with `enable_all_optimization`, as the plan assumes.
+        trace: record the allocator's history where blocks are compiled.
     """
     _release()
+    dist.barrier()
     try:
-        return _measure(name, case, optimized)
+        measured = _measure(name, case, optimized, trace)
     finally:
         _release()
+    dist.barrier()  # not after an exception, when others may be in another call
+    return measured
 
 
-def _measure(name: str, case: MemoryCase, optimized: bool) -> RankMemory:
+def _measure(name: str, case: MemoryCase, optimized: bool, trace: bool) -> RankMemory:
     on_gpu = device().type == "cuda"
     leftover = torch.cuda.memory_allocated() if on_gpu else 0
+    workspaces = _measure_workspaces()
     phases: list[Phase] = []
     watched: list[dict[str, int]] = []  # what is held since the last moment, in the step that is measured
 
@@ -135,8 +143,10 @@ def _measure(name: str, case: MemoryCase, optimized: bool) -> RankMemory:
         training.step()
         watched.clear()
         reserved = torch.cuda.memory_reserved()
+    operator, groups = "", tuple[tuple[str, str, int], ...]()
     if on_gpu and optimized:
-        operator, groups = _trace(training)
+        if trace:
+            operator, groups = _trace(training)
         fullest = max(phases, key=lambda phase: phase.peak)
         parts = {**fullest.held, "temporary": fullest.peak - sum(fullest.held.values())}
     else:
@@ -146,7 +156,18 @@ def _measure(name: str, case: MemoryCase, optimized: bool) -> RankMemory:
         operator = recorder.peak_operator
         groups = tuple((one.category, str(one), one.nbytes) for one in recorder.tensors_at_peak()[:LARGEST])
     peak = max((phase.peak for phase in phases), default=sum(parts.values()))
-    return RankMemory(peak, parts, operator, groups, tuple(phases), leftover, reserved)
+    return RankMemory(peak, parts, operator, groups, tuple(phases), leftover, reserved, workspaces)
+
+
+def _measure_workspaces() -> int:
+    """Bytes that a matmul and its backward leave allocated."""
+    if device().type != "cuda":
+        return 0
+    before = torch.cuda.memory_allocated()
+    x = torch.ones(64, 64, dtype=torch.bfloat16, device=device(), requires_grad=True)
+    (x @ x).sum().backward()
+    del x
+    return torch.cuda.memory_allocated() - before
 
 
 def _held(training: RankTraining, leftover: int) -> dict[str, int]:
@@ -219,12 +240,12 @@ def _place(entry: dict[str, Any]) -> str:
 
 
 def _release() -> None:
-    """Return what an earlier case held, compiled code included."""
+    """Return what an earlier case held, compiled code and the workspaces of matmuls included."""
     torch.compiler.reset()
     for _ in range(2):  # what a finalizer drops is collected in the second round
         gc.collect()
     if device().type == "cuda":
         torch.cuda.synchronize()
+        if (clear := getattr(torch._C, "_cuda_clearCublasWorkspaces", None)) is not None:
+            clear()
         torch.cuda.empty_cache()
-    if dist.is_initialized():
-        dist.barrier()

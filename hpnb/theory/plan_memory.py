@@ -1,18 +1,26 @@
 """The memory of any `ModelShape` on any layout: bytes of the fullest rank, by category.
 
-    weights, gradients, optimizer    2 + 2 + 12 bytes a parameter by ZeRO stage (`model_states`), sharded over
-                                     dp x cp, and experts' over the ranks that have the same; but several
-                                     microbatches add to full gradients, in ZeRO 2 and 3 as well
-    activations                      of the microbatches in flight; a recomputed block keeps its input alone
-    temporary                        logits three times in float32, gradient buckets, one recomputed block,
-                                     the blocks that ZeRO 3 has gathered
+The peak is the largest of a few moments, since gradients are not there yet when activations are most:
+
+    turn      activations of all microbatches in flight, and the loss; gradients of earlier microbatches
+    blocks    the backward of the last block, and of the first, by when the others' activations have gone
+    end       all gradients, and no activations
+    update    the same, and what Adam copies for one pass over memory
+
+States are 2 + 2 + 12 bytes a parameter by ZeRO stage (`model_states`), sharded over dp x cp, and experts'
+over the ranks that have the same. Gradients, with w bytes in each of P parameters of a rank:
+
+    from step to step      w P in DataParallel's buckets, and in ZeRO 1's flat gradients
+    of microbatches        w P that all of them add to, whatever the stage, until the last backward reduces it
+    of a last backward     w P in replicas; a share of it, and two buckets or one block, where it is sharded
 
 Of values of w bytes, 2 or 4, one block keeps for each of T tokens: 2 h (norms' inputs) and 2 h (their
 outputs), (H + 2K) d and H d of attention, and 2 n of the MLP (3 n gated), a t-th of the latter two. With
 sequence parallelism a t-th of the norms' inputs, too. Where a token goes to k experts, the MLP's are k times
 as many, with k h of its copies for the experts and k h of their results. Where a block is not compiled
-(`is_eager`), an RMS norm also keeps its input in float32 and its output before the weight, and a gated MLP n
-more. Without fused attention, see Korthikanti et al. 2022 (arXiv 2205.05198, section 4).
+(`is_eager`), an RMS norm also keeps its input in float32 and its output before the weight, a gated MLP n
+more, and GPT-2's gelu, which transformers writes out, 3 n. Without fused attention, see Korthikanti et al.
+2022 (arXiv 2205.05198, section 4).
 """
 
 from __future__ import annotations
@@ -22,23 +30,36 @@ from hpnb.theory.layout_step import BUCKET_BYTES
 from hpnb.theory.model_states import model_states
 from hpnb.theory.plan_step import is_eager, last_rank, rank_blocks
 from hpnb.theory.plan_task import PlanTask
+from hpnb.theory.step_memory import Moment, StepMemory
 
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary")
 USABLE = 0.92  # of a GPU's memory: the rest is CUDA's context, NCCL's buffers and fragments
+# cuBLAS has a workspace for each handle and stream, 32 MiB on Hopper, and each thread has a handle: that of
+# the forward and autograd's (PyTorch, "CUDA semantics", cuBLAS workspaces).
+MATMUL_WORKSPACES = 2 * 32 * 2**20
+ADAM_PASS = 2**25  # elements that `hpnb.precision.flat_adam` steps at once, whose gradients it copies
+_PADDED = 64  # rows to which a loss in chunks pads the table on a GPU
 
 
-def block_bytes(task: PlanTask, layout: ParallelLayout) -> float:
-    """Bytes that one block keeps of a microbatch for its backward, on a rank."""
+def block_bytes(task: PlanTask, layout: ParallelLayout, compiled: bool = True) -> float:
+    """Bytes that one block keeps of a microbatch for its backward, on a rank.
+
+    Args:
+        compiled: as on a GPU; False is what a CPU runs.
+    """
     model, t, b = task.model, layout.tp, task.microbatch_size(layout)
     tokens = float(b * task.sequence) / layout.cp
     heads = -(-model.kv_heads // t) / model.kv_heads
     inputs = 1 / t if layout.sequence_parallel else 1.0
     norms = model.norms * model.hidden * (inputs + (inputs if task.software.shards_norms else 1))
     attention = 2 * (model.heads + model.kv_heads) * model.head_size * heads
-    if eager := is_eager(task, layout.cp):
-        norms += 3 * model.norms * model.hidden * inputs
-        norms += 3 * model.qk_norm * (model.heads + model.kv_heads) * model.head_size * heads
-    mlp = (2 + model.gated * (2 if eager else 1)) * model.mlp / t
+    eager = is_eager(task, layout.cp) or not (compiled or model.norm_bias)
+    if eager:
+        more = 3 if task.value_bytes == 2 else 1  # a copy in float32, and the output before the weight
+        norms += more * model.norms * model.hidden * inputs
+        norms += more * model.qk_norm * (model.heads + model.kv_heads) * model.head_size * heads
+    written_out = model.causal and model.norm_bias and not (model.gated or compiled)
+    mlp = (2 + model.gated * (2 if eager else 1) + 3 * written_out) * model.mlp / t
     if model.experts:
         mlp = model.chosen * (task.imbalance if layout.ep > 1 else 1.0) * (mlp + 2 * model.hidden)
     bytes_kept = task.value_bytes * tokens * (norms + attention + mlp)
@@ -62,50 +83,115 @@ def in_flight(layout: ParallelLayout, microbatches: int, rank: int) -> float:
     return float(min(p - rank, microbatches))
 
 
-def rank_memory(task: PlanTask, layout: ParallelLayout, rank: int) -> dict[str, float]:
-    """{category: bytes} at the peak of a step on one rank of a pipeline."""
+def rank_moments(task: PlanTask, layout: ParallelLayout, rank: int, compiled: bool = True) -> StepMemory:
+    """The moments of a step at which one rank of a pipeline may reach its peak.
+
+    Args:
+        compiled: on a GPU, with `enable_all_optimization`. False is what a CPU runs: no kernel is compiled,
+            and no matmul has a workspace.
+    """
     model, t, m, w = task.model, layout.tp, task.microbatches(layout), task.value_bytes
     b, blocks = task.microbatch_size(layout), rank_blocks(task.model.layers, layout)[rank]
-    first, last, replicas = rank == 0, rank == last_rank(layout), layout.dp * layout.cp
-    experts = blocks * model.expert_parameters / t / layout.ep
-    parameters = blocks * (model.block_parameters - model.expert_parameters) / t
-    if first:
-        parameters += model.embedding_parameters / t
-    if last:
-        table = model.head_parameters or (0 if first else model.outputs * model.hidden)
-        parameters += table / t + model.hidden
+    last, replicas, stage = rank == last_rank(layout), layout.dp * layout.cp, layout.zero_stage
+    dense, experts, root = _rank_parameters(task, layout, rank, blocks)
     states = [
         model_states(
-            n, max(1, ranks), layout.zero_stage,
-            weight_bytes=w, gradient_bytes=w, optimizer_bytes=12 if w == 2 else 8,
+            n, max(1, ranks), stage, weight_bytes=w, gradient_bytes=w, optimizer_bytes=12 if w == 2 else 8
         )
-        for n, ranks in ((parameters, replicas), (experts, replicas // layout.ep))
-    ]  # fmt: skip
-    # Microbatches add to full gradients, which the last backward reduces.
-    gradients = sum(s.gradients for s in states) if m == 1 else float(w) * (parameters + experts)
-    tokens, kept = b * task.sequence / layout.cp, block_bytes(task, layout)
-    entry = float(w) * tokens * model.hidden / (t if layout.sequence_parallel else 1)
-    flying = in_flight(layout, m, rank)
-    activations = flying * blocks * (entry if layout.recomputation == "full" else kept)
-    temporary = kept if layout.recomputation == "full" else 0.0
+        for n, ranks in ((dense, replicas), (experts, replicas // layout.ep))
+    ]
+    weights, reduced, optimizer = (
+        sum(getattr(s, name) for s in states) for name in ("parameters", "gradients", "optimizer")
+    )
+    full, one = w * (dense + experts), w * model.block_parameters / t
+    kept_between = full if stage == 1 or (stage == 0 and replicas > 1) else 0.0
+    added_up = full if m > 1 else 0.0
+
+    tokens = b * task.sequence / layout.cp
+    kept, entry = block_bytes(task, layout, compiled), w * tokens * model.hidden
+    passed = entry / (t if layout.sequence_parallel else 1)  # what one block gives the next
+    recomputed = layout.recomputation == "full"
+    stored, inside = (passed, kept) if recomputed else (kept, 0.0)
+    earlier = (in_flight(layout, m, rank) - 1) * blocks * stored  # of other microbatches
+    routed = model.chosen * task.imbalance if model.experts else 1.0
+    flow = inside + w * tokens * (3 * routed * model.mlp / t + 2 * model.hidden)
+    gathered = w * root if stage == 3 else 0.0
+    head_kept, head_passing = _head_bytes(task, layout, compiled) if last else (0.0, 0.0)
+    head_kept *= in_flight(layout, m, rank) if last else 0.0
+    waits = w * model.outputs * model.hidden / t if last and m == 1 else 0.0
+    bucket = min(BUCKET_BYTES, full)
+    sending = 2 * bucket if stage == 2 else one if stage == 3 and replicas > 1 else 0.0
+    workspaces = float(MATMUL_WORKSPACES) if compiled else 0.0
+
+    def at(name: str, gradients: float, activations: float, temporary: float) -> Moment:
+        return Moment(name, weights, kept_between + gradients, optimizer, activations, workspaces + temporary)
+
+    def block(left: int) -> Moment:
+        """The backward of a block that `left` others, before it, have yet to follow."""
+        done = 1 - (left + 1) / blocks
+        mine = added_up or (full if stage == 0 else reduced if stage > 1 else 0.0) * done
+        around = gathered + ((1 + min(1, left)) * one if stage == 3 else 0.0) + (sending if done else 0.0)
+        return at(f"block {left}", mine, earlier + (left + 1) * stored, flow + waits + around)
+
+    ahead = one if stage == 3 else 0.0
+    turn = earlier + blocks * stored + head_kept
+    complete = full if stage == 0 else reduced if stage > 1 else 0.0
+    masters = optimizer / 12 if w == 2 else 0.0  # float32 weights that this rank updates
+    # Two passes of Adam may hold copies of gradients, and of weights where these stay as they are; eager, all
+    # masters have gradients in float32.
+    passes = 2 * min(ADAM_PASS, masters) * w * (1 if stage == 0 else 2)
+    updating = passes if compiled else 4 * masters
+    return StepMemory(
+        (
+            at("turn", added_up, turn, head_passing + gathered + ahead),
+            block(blocks - 1),
+            block(0),
+            at("end", max(complete, added_up), 0.0, waits + gathered + sending),
+            at("update", complete, 0.0, updating),
+        )
+    )
+
+
+def _rank_parameters(
+    task: PlanTask, layout: ParallelLayout, rank: int, blocks: int
+) -> tuple[float, float, float]:
+    """Parameters of a rank: all but experts, experts, and those of the first that are in no block."""
+    model, t = task.model, layout.tp
+    first, last = rank == 0, rank == last_rank(layout)
+    root = model.embedding_parameters / t if first else 0.0
     if last:
-        outputs = b * model.output_tokens(task.sequence) / layout.cp
-        if task.loss_chunk and layout.cp == 1:  # a shifted label may lie on another rank of cp
-            outputs = min(outputs, task.loss_chunk)
-        logits = 4.0 * model.outputs / t * outputs
-        temporary = max(temporary, 3 * logits) + 2 * entry
-    one = float(w) * model.block_parameters / t
-    if replicas > 1:
-        temporary += min(2 * BUCKET_BYTES, w * parameters) if layout.zero_stage < 3 else 3 * one
-        if layout.zero_stage == 3 and (first or last):
-            temporary += w * max(model.embedding_parameters * first, model.head_parameters * last) / t
-    return {
-        "parameters": sum(s.parameters for s in states),
-        "gradients": gradients,
-        "optimizer": sum(s.optimizer for s in states),
-        "activations": activations,
-        "temporary": temporary,
-    }
+        table = model.head_parameters or (0 if first else model.outputs * model.hidden)
+        root += table / t + model.hidden
+    experts = blocks * model.expert_parameters / t / layout.ep
+    return blocks * (model.block_parameters - model.expert_parameters) / t + root, experts, root
+
+
+def _head_bytes(task: PlanTask, layout: ParallelLayout, compiled: bool) -> tuple[float, float]:
+    """Bytes of a microbatch's outputs and loss: kept for the backward, and while it is computed."""
+    model, t, w = task.model, layout.tp, task.value_bytes
+    tokens = task.microbatch_size(layout) * model.output_tokens(task.sequence) / layout.cp
+    vocabulary, h = model.outputs / t, model.hidden
+    ends = 3.0 * w * tokens * h  # the last norm's input, its output, and its gradient
+    wide = 4.0 if w < 4 else 0.0  # a copy in float32
+    if not task.loss_chunk or layout.cp > 1:  # a shifted label may lie on another rank of cp
+        # Logits, their copies in float32 and shifted by a token, and log-probabilities. Where the vocabulary
+        # is sharded, labels are shifted instead.
+        copies = wide + 4 * (model.causal and t == 1) + 4
+        return ends + w * vocabulary * tokens, copies * vocabulary * tokens
+    rows = min(tokens, task.loss_chunk)
+    padded = w * vocabulary * h if compiled and model.outputs % (_PADDED * t) else 0.0
+    logits = (w if compiled else w + wide + 4) * vocabulary * rows  # one kernel; or copy, and logarithms
+    gradient = 4.0 * vocabulary * h  # of the table, in float32, computed in the forward
+    recomputes = layout.pp > 1 and layout.schedule not in ("1f1b", "interleaved")
+    if recomputes:  # in the backward
+        return ends, padded + logits + gradient
+    return ends + gradient, padded + logits
+
+
+def rank_memory(task: PlanTask, layout: ParallelLayout, rank: int, compiled: bool = True) -> dict[str, float]:
+    """{category: bytes} at the peak of a step on one rank of a pipeline; see `rank_moments`."""
+    fullest = rank_moments(task, layout, rank, compiled).fullest
+    return {part: float(getattr(fullest, part)) for part in MEMORY_PARTS}
 
 
 def plan_memory(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:

@@ -200,7 +200,8 @@ def _plan_rank(options: argparse.Namespace) -> int:
     task, gpu = _task_and_gpu(options)
     _check_layout(task, options.layout, layout)
     profile = plan_rank(options.model, task, layout, gpu.dtype, options.rank)
-    predicted = rank_memory(task, layout, layout.coordinates(options.rank)["pp"])
+    # A rank alone runs a CPU's kernels.
+    predicted = rank_memory(task, layout, layout.coordinates(options.rank)["pp"], compiled=False)
     if options.json:
         print(json.dumps(as_json_of_rank(task, layout, options.rank, profile, predicted), indent=1))
     else:

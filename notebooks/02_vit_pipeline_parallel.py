@@ -452,11 +452,11 @@ lesson.field_guide.add(  # the series' table of symptoms
 lesson.field_guide.show()
 
 # %% [markdown]
-# It hangs. The table shows only where ranks wait; the lists that `check` printed show why.
+# It hangs. The table shows where ranks wait; the lists that `check` printed show why.
 #
 # ## Smaller pieces, smaller bubble
 #
-# More microbatches shrink the bubble. So do smaller pieces of work, which we get in two ways.
+# More microbatches shrink the bubble. So do smaller pieces of work, in two ways.
 #
 # **Chunks.** Under *interleaving*, each rank has v thin stages instead of one thick stage. Each of these v is a *chunk*.
 # With p = 4 and v = 2, these are the stages of each rank:
@@ -568,7 +568,7 @@ lesson.check(exercises.interleave, interleave)
 #
 # <details><summary>Hint</summary>
 #
-# Under 1F1B, rank r keeps r microbatches fewer than rank 0. Use this memory: let W lag r microbatches behind I.
+# Under 1F1B, rank r keeps r microbatches fewer than rank 0. Let W lag r microbatches behind I.
 # </details>
 
 
@@ -806,7 +806,7 @@ lesson.claim("A heavy stage delays the step", (delay, ">", 1.02))
 # <data value="02.cut-step.heavy.simulated">99.8 ms</data>. Balancing by time gives
 # <data value="02.cut-step.by-time.simulated">83.5 ms</data>: a ViT's blocks are equal, so "uniform" is already good.
 #
-# A timeline tells the causes of a bubble apart:
+# A timeline tells a bubble's causes apart:
 #
 # | cause | the timeline shows | threshold |
 # |---|---|---|

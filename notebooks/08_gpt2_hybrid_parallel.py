@@ -896,7 +896,7 @@ lesson.claim("Predictions hold more often than rules of thumb",
 # | 03 tp | How do you split a matrix exactly? | 4 all-reduces of b·s·h a block | computing takes <data value="03.ratio:.1f">3.6</data> times as long as sending | links between nodes |
 # | 04 mesh | Which axis deserves the fast link? | tp talks most often, dp least | a small ViT on one axis, at a tenth of the bandwidth: <data value="04.tenth">dp</data> is fastest; for this page's GPT-2, <data value="08.links.0.1-x-bandwidth.fastest-replayed">pp 8</data> | one axis is enough |
 # | 05 ZeRO | How far does dp alone go? | 16 bytes a parameter, over d | <data value="05.largest">21 blocks</data> instead of <data value="05.depth.zero-0.measured">8 blocks</data> | the model fits |
-# | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | cut by time instead of by count, <data value="06.gain:.2f">1.26</data> times as fast | one layer is a stage by itself |
+# | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | cut by time instead of by count, <data value="06.faster.gain:.2f">1.25</data> times as fast | one layer is a stage by itself |
 # | 07 heads | What refuses to divide? | three sums a token instead of logits for the whole vocabulary | <data value="07.loss.reduced">18 B</data> instead of <data value="07.loss.gathered">151 kB</data> | more ranks than heads |
 # | 08 layouts | Which one, beforehand? | five parts | <data value="08.cube">344 ms</data>, predicted <data value="08.cube.predicted">359 ms</data> | a short run |
 # | 09 planning | A thousand GPUs from one host? | datasheets, one fitted rate | worst of ten runs <data value="09.worst">9.87 %</data> off | another era of kernels |

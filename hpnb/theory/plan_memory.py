@@ -106,6 +106,9 @@ def rank_moments(task: PlanTask, layout: ParallelLayout, rank: int, compiled: bo
     full, one = w * (dense + experts), w * model.block_parameters / t
     kept_between = full if stage == 1 or (stage == 0 and replicas > 1) else 0.0
     added_up = full if m > 1 else 0.0
+    complete = full if stage == 0 else reduced if stage > 1 else 0.0
+    if task.software.gradient_bytes > w and stage < 2:  # matmuls add to one float32 gradient, and to no other
+        kept_between, added_up, complete = task.software.gradient_bytes * (dense + experts), 0.0, 0.0
 
     tokens = b * task.sequence / layout.cp
     kept, entry = block_bytes(task, layout, compiled), w * tokens * model.hidden
@@ -129,13 +132,12 @@ def rank_moments(task: PlanTask, layout: ParallelLayout, rank: int, compiled: bo
     def block(left: int) -> Moment:
         """The backward of a block that `left` others, before it, have yet to follow."""
         done = 1 - (left + 1) / blocks
-        mine = added_up or (full if stage == 0 else reduced if stage > 1 else 0.0) * done
+        mine = added_up or complete * done
         around = gathered + ((1 + min(1, left)) * one if stage == 3 else 0.0) + (sending if done else 0.0)
         return at(f"block {left}", mine, earlier + (left + 1) * stored, flow + waits + around)
 
     ahead = one if stage == 3 else 0.0
     turn = earlier + blocks * stored + head_kept
-    complete = full if stage == 0 else reduced if stage > 1 else 0.0
     masters = optimizer / 12 if w == 2 else 0.0  # float32 weights that this rank updates
     # Two passes of Adam may hold copies of gradients, and of weights where these stay as they are; eager, all
     # masters have gradients in float32.

@@ -155,6 +155,7 @@ _WHY = (
     "Small pipelines are under-predicted most: of a ViT-L/16 on 2 H200s, in microbatches of 32 images, the",
     "prediction was 0.72 to 0.75 of the measured step. Such a step is limited by what the CPU launches and",
     "by stages that wait for each other, of which the model knows 1 ms an action.",
-    "Memory of pipelines is under-predicted by up to 10 %: the benchmarks give the first stage one block",
-    "more than the uniform split, and the last stage less.",
+    "Memory of pipelines is under-predicted by up to 9 %: the benchmarks give the first stage one block",
+    "more than the uniform split, and the last stage less, and a GPT-2's ranks still kept the weights of",
+    "other stages' blocks, which they no longer do.",
 )

@@ -353,7 +353,7 @@ lesson.show(columns=columns, key="03.slower", title="What the formula leaves out
 lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 
 # %% [markdown]
-# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">50.4 ms</data>; <data value="03.exposed.share">7.51 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">69.4 %</data> of the communication, all of it in the backward.
+# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">53.0 ms</data>; <data value="03.exposed.share">8.72 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">72.9 %</data> of the communication, all of it in the backward.
 #
 # <details><summary>How to read the figure</summary>
 #
@@ -362,14 +362,14 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # The thin slices of forward after the last all-reduce are a bias and the residual. The last slices of input gradient are attention's norm.
 # </details>
 #
-# The formula is for 2-byte numbers. Our float32 halves it, and attention's scores add 1 %, so it predicts <data value="03.ratio.predicted">10.5</data>.
-# The run has <data value="03.ratio">3.55</data>, because it has costs that the formula leaves out.
+# The formula is for 2-byte numbers. Our float32 halves it, and attention's scores add 1 %, so it predicts <data value="03.ratio.predicted">9.31</data>.
+# The run has <data value="03.ratio">2.82</data>, because it has costs that the formula leaves out.
 #
 # <details><summary>Three factors between the formula and the run</summary>
 #
-# - Computing took <data value="03.slower.compute.recorded-predicted">1.41</data> times as long as its matrix products would at the card's rate. That includes norms, GELU, residuals and slower products; the run does not separate them.
-# - Latency makes the all-reduces <data value="03.slower.latency.recorded-predicted">1.55</data> times as long as their bytes alone.
-# - Waiting and other costs multiply that by <data value="03.slower.sums.recorded-predicted">2.68</data>. A part is that the rank which comes first waits for the other; the run does not explain the rest.
+# - Computing took <data value="03.slower.compute.recorded-predicted">1.54</data> times as long as its matrix products would at the card's rate. That includes norms, GELU, residuals and slower products; the run does not separate them.
+# - Latency makes the all-reduces <data value="03.slower.latency.recorded-predicted">1.52</data> times as long as their bytes alone.
+# - Waiting and other costs multiply that by <data value="03.slower.sums.recorded-predicted">3.34</data>. A part is that the rank which comes first waits for the other; the run does not explain the rest.
 # </details>
 #
 # <details><summary>On a laptop</summary>
@@ -750,7 +750,7 @@ columns |= {"calls": predictions.calls_of_modes(size, modes)}
 title = "8 times the tokens take far less than 8 times as long"
 options = {"predicted": first, "measured": small, "columns": columns}
 lesson.show(**options, unit="s", key="03.race", title=title)
-predictions.record_race(small, first, card, card4)
+predictions.record_race(seconds, predicted, vit_tensor_size.TASKS, card, card4)
 halves = four.run(vit_tensor.time_halves, size, few, wide.dtype)[0]
 title = "Two halves beside one all-reduce, alone"
 lesson.show(measured=halves, unit="s", key="03.halves", title=title)
@@ -759,21 +759,21 @@ lesson.claim("1D is faster with few tokens", (small["1d"], "<", small["2d"]))
 vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 
 # %% [markdown]
-# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">30.5 ms</data>, <data value="03.too-low.1d">1.37</data> times the prediction; with sequence parallelism it took <data value="03.race.1d+sp.measured">44.4 ms</data> or <data value="03.too-low.1d+sp">1.64</data> times,
-# and 2D <data value="03.race.2d.measured">71.9 ms</data> or <data value="03.too-low.2d">1.31</data> times. The prediction leaves out the time of norms, launches and waiting. This run does not say why the ratios differ.
+# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">46.4 ms</data>, <data value="03.too-low.1d">1.94</data> times the prediction; with sequence parallelism it took <data value="03.race.1d+sp.measured">74.6 ms</data> or <data value="03.too-low.1d+sp">2.55</data> times,
+# and 2D <data value="03.race.2d.measured">99.5 ms</data> or <data value="03.too-low.2d">1.64</data> times. The prediction leaves out the time of norms, launches and waiting. This run does not say why the ratios differ.
 #
-# Here four ranks share the cores of <data value="03.hardware">2 CPU cores</data>, so they also wait for a core: α is <data value="03.alpha.four">810 µs</data> on the new card and <data value="03.alpha.first">204 µs</data> on this page's first. Compare modes with each other; four devices would take other times.
+# Here four ranks share the cores of <data value="03.hardware">2 CPU cores</data>, so they also wait for a core: α is <data value="03.alpha.four">876 µs</data> on the new card and <data value="03.alpha.first">218 µs</data> on this page's first. Compare modes with each other; four devices would take other times.
 #
-# Sequence parallelism took <data value="03.sp-longer">13.9 ms</data> longer than 1D, and latency alone predicts <data value="03.norms">4.86 ms</data>.
+# Sequence parallelism took <data value="03.sp-longer">28.1 ms</data> longer than 1D, and latency alone predicts <data value="03.norms">5.26 ms</data>.
 #
 # <details><summary>Why is sequence parallelism slower here?</summary>
 #
 # By theory the two halves of an all-reduce take as long as the whole: in a ring of four, 2 (4 - 1) = 6 steps of one latency α. So the prediction adds only the latencies of the all-reduce of norm gradients.
 #
-# Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">4.91 ms</data>, its two halves <data value="03.halves.reduce-scatter-all-gather.measured">7.08 ms</data>. A block has four of them. What this does not explain of the difference, the run does not explain.
+# Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">8.69 ms</data>, its two halves <data value="03.halves.reduce-scatter-all-gather.measured">12.5 ms</data>. A block has four of them. What this does not explain of the difference, the run does not explain.
 # </details>
 #
-# Eight times the tokens took <data value="03.race.2d.measured-growth">1.47</data> times as long in 2D and <data value="03.race.1d.measured-growth">2.49</data> times in 1D. So a large part of each time does not depend on tokens. In 1D's prediction, <data value="03.latency">87.3 %</data> of the time with few tokens is latency, much of it the wait for a core.
+# Eight times the tokens took <data value="03.race.2d.measured-growth">1.55</data> times as long in 2D and <data value="03.race.1d.measured-growth">2.45</data> times in 1D. So a large part of each time does not depend on tokens. In 1D's prediction, <data value="03.latency">87.8 %</data> of the time with few tokens is latency, much of it the wait for a core.
 #
 # <details><summary>Which latency, and what would help?</summary>
 #
@@ -787,14 +787,12 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 
 # %%
 links = theory.LINKS["InfiniBand NDR"], theory.Link(0, 50e9)  # one without latency
-tokens = [2.0 ** (k / 4) for k in range(16, 64)]
-hidden = [2.0 ** (k / 4) for k in range(22, 57)]
+tokens, hidden = figures.map_axes()  # powers of 2 and three sizes between them
 best, free = (theory.cheapest_modes(tokens, hidden, 64, link, 4) for link in links)
 columns = {"of the map (%)": figures.mode_shares(best)}
 columns |= {"without latency (%)": figures.mode_shares(free)}
 columns |= {"latencies a block": predictions.latencies_of_modes(64, {"2.5d": 4})}
 lesson.show(columns=columns, key="03.map", title="Where each mode wins, predicted")
-predictions.record_sizes(seconds, vit_tensor_size.TASKS)  # for the prose
 title = "Predicted for 64 ranks: 3D or 2.5D communicates for the shortest time"
 lesson.show(figures.cheapest_mode(tokens, hidden, best, title=title, ranks=64))
 lesson.explorers.tensor_modes()

@@ -305,10 +305,9 @@ setting = SIZE, ROWS, DTYPE
 runs = gpt2_zero.measure_in_turn(pool, *setting, CONFIGS, BUCKET)  # two rounds
 spread = {c: run.seconds for c, run in runs.items()}  # fastest, median, slowest
 workspace = max(pool.run(device_timing.matmul_workspace))  # bytes; 0 on a CPU
-memory = {c: gpt2_zero.predict_memory(*setting, c, N, BUCKET, workspace)
-          for c in CONFIGS}
 
 # %%
+memory = gpt2_zero.predict_memories(*setting, CONFIGS, N, BUCKET, workspace)
 large = {c: gpt2_zero.predict_memory(XL, 1, torch.bfloat16, c, 2) for c in CONFIGS}
 peaks = {config: run.profile.peak for config, run in runs.items()}
 expected, xl = ({c: step.peak for c, step in s.items()} for s in (memory, large))
@@ -442,9 +441,9 @@ lesson.claim("Computing sets this page's step time", (took[TOKENS], ">", 2 * flo
              "So few tokens compute for hardly longer than their launches take.")
 
 # %% [markdown]
-# We take the lowest median of seven rounds, <data value="05.floor.launch">26.9 ms</data>, as the time that launching needs. On a CPU, computing comes on top of
-# it. At about <data value="05.tokens.equal:,.0f">35</data> tokens both take equally long. This page trains with
-# <data value="05.tokens.page:,.0f">128</data> tokens a rank, which take <data value="05.floor.step">126 ms</data>.
+# We take the lowest median of seven rounds, <data value="05.floor.launch">20.3 ms</data>, as the time that launching needs. On a CPU, computing comes on top of
+# it. At about <data value="05.tokens.equal:,.0f">38</data> tokens both take equally long. This page trains with
+# <data value="05.tokens.page:,.0f">128</data> tokens a rank, which take <data value="05.floor.step">88.5 ms</data>.
 #
 # To predict, take forward, backward and update of one rank alone. Recomputation adds a forward. ZeRO divides
 # the update by N. Communication adds what does not overlap with computing, its *exposed* part. On GPUs:
@@ -474,9 +473,10 @@ lesson.show(predicted=totals, **{source: seconds}, unit="s", columns={
 lesson.show(columns=gpt2_zero.price_of_bytes(peaks, spread), key="05.price",
             title=f"What a saved byte costs on this page, {source}")
 ratios = [seconds[c] / totals[c] for c in CONFIGS]
+hold = sum(0.8 <= ratio <= 1.25 for ratio in ratios)
 lesson.record("05.off", {"low": min(ratios), "high": max(ratios), "of": len(ratios),
-                         "hold": sum(0.8 <= ratio <= 1.25 for ratio in ratios)})
-lesson.claim("Most steps take longer than predicted", (median(ratios), ">", 1))
+                         "hold": hold})
+lesson.claim("Half of the predicted times or more hold", (hold, ">=", len(ratios) / 2))
 after = {c: runs[c].parts["exposed after the update"] for c in CONFIGS}
 lesson.record("05.after", {
     **after, "predicted": parts[ZeroConfig(2)]["exposed after the update"]}, "s")
@@ -485,14 +485,14 @@ lesson.claim("ZeRO-2 communicates after its update, ZeRO-3 hardly does",
 lesson.record("05.forward", alone[0], "s")
 
 # %% [markdown]
-# The last table has the price of a saved byte. ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">51.6 MB</data> and added <data value="05.price.zero-0-to-zero-3.added">110 ms</data>
-# to the median step. Recomputation then saved another <data value="05.price.zero-3-to-zero-3-+-recompute.saved">19.6 MB</data> and added <data value="05.price.zero-3-to-zero-3-+-recompute.added">52.8 ms</data>; we predicted one
-# forward, <data value="05.forward">74.7 ms</data>. Do not rank overlapping ranges.
+# The last table has the price of a saved byte. ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">51.6 MB</data> and added <data value="05.price.zero-0-to-zero-3.added">52.8 ms</data>
+# to the median step. Recomputation then saved another <data value="05.price.zero-3-to-zero-3-+-recompute.saved">19.6 MB</data> and added <data value="05.price.zero-3-to-zero-3-+-recompute.added">45.9 ms</data>; we predicted one
+# forward, <data value="05.forward">43.8 ms</data>. Do not rank overlapping ranges.
 #
-# Of the <data value="05.off.of">8</data> predicted times <data value="05.off.hold">2</data> hold. The errors lean to one side: steps take <data value="05.off.low:.2f">0.96</data> to <data value="05.off.high:.2f">1.99</data> times the
+# Of the <data value="05.off.of">8</data> predicted times <data value="05.off.hold">5</data> hold. Steps take <data value="05.off.low:.2f">0.97</data> to <data value="05.off.high:.2f">1.33</data> times the
 # prediction, which leaves out copies to and from flat buckets, gloo's threads, and waiting for
-# the slower rank, which this run cannot separate. Waiting may also be in the <data value="05.after.zero-2">47.1 ms</data> of ZeRO-2 after its update, predicted as
-# <data value="05.after.predicted">7.74 ms</data>.
+# the slower rank, which this run cannot separate. Waiting may also be in the <data value="05.after.zero-2">21.4 ms</data> of ZeRO-2 after its update, predicted as
+# <data value="05.after.predicted">9.86 ms</data>.
 #
 # The usual rule says "use the lowest ZeRO stage that fits", because ZeRO-3 sends 1.5 times as many bytes. But only exposed
 # communication costs time. So we simulate XL on 8 GPUs of 400 TFLOP/s, with 8 sequences each, and let communication

@@ -893,7 +893,7 @@ lesson.claim("Predictions hold more often than rules of thumb",
 # | 00 collectives | What does agreement cost? | latency + bytes/bandwidth a message | 100 small calls: <data value="00.many-calls:.1f">32.9</data> times as long as one | messages too small for bandwidth to matter |
 # | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | free from <data value="01.measured.during">2,176</data> tokens, by the law from <data value="01.law.during:,.0f">48</data>; 01 says why | the batch cannot grow |
 # | 02 pp | Who is idle? | (p-1)/(m+p-1) | <data value="02.bubble">29.6 %</data> for p = 4, m = 8 | fewer than 4p microbatches |
-# | 03 tp | How do you split a matrix exactly? | 4 all-reduces of b·s·h a block | computing takes <data value="03.ratio:.1f">3.6</data> times as long as sending | links between nodes |
+# | 03 tp | How do you split a matrix exactly? | 4 all-reduces of b·s·h a block | computing takes <data value="03.ratio:.1f">2.8</data> times as long as sending | links between nodes |
 # | 04 mesh | Which axis deserves the fast link? | tp talks most often, dp least | a small ViT on one axis, at a tenth of the bandwidth: <data value="04.tenth">dp</data> is fastest; for this page's GPT-2, <data value="08.links.0.1-x-bandwidth.fastest-replayed">pp 8</data> | one axis is enough |
 # | 05 ZeRO | How far does dp alone go? | 16 bytes a parameter, over d | <data value="05.largest">21 blocks</data> instead of <data value="05.depth.zero-0.measured">8 blocks</data> | the model fits |
 # | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | cut by time instead of by count, <data value="06.faster.gain:.2f">1.25</data> times as fast | one layer is a stage by itself |

@@ -136,6 +136,12 @@ _NAMED = 0.01  # of the cells: a smaller region has no room for its name
 _TALL, _WIDE = 2.9, WIDTH - 1.1  # inches
 
 
+def map_axes() -> tuple[list[float], list[float]]:
+    """(tokens, hidden sizes) of the map: powers of 2, and three sizes between each two."""
+    tokens, hidden = ([2.0 ** (k / 4) for k in range(*ends)] for ends in ((16, 64), (22, 57)))
+    return tokens, hidden
+
+
 def cheapest_mode(
     tokens: Sequence[float],
     hidden: Sequence[float],

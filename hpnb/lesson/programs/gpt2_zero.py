@@ -38,6 +38,7 @@ from hpnb.lesson.programs.gpt2_zero_predictions import (
 )
 from hpnb.lesson.programs.gpt2_zero_predictions import exposed_by_bandwidth as exposed_by_bandwidth
 from hpnb.lesson.programs.gpt2_zero_predictions import gather_bandwidth as gather_bandwidth
+from hpnb.lesson.programs.gpt2_zero_predictions import predict_memories as predict_memories
 from hpnb.lesson.programs.gpt2_zero_predictions import predict_parts as predict_parts
 from hpnb.lesson.programs.gpt2_zero_predictions import price_of_bytes as price_of_bytes
 from hpnb.mesh import Axis

@@ -8,7 +8,7 @@ gpt2_zero.py measures the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,6 +68,19 @@ def predict_memory(
         recompute=config.recomputed_blocks(size), offload=config.offload, bucket_bytes=bucket_mb * 2**20,
     )  # fmt: skip
     return StepMemory(tuple(replace(m, temporary=m.temporary + workspace) for m in step.moments))
+
+
+def predict_memories(
+    size: GPT2Size,
+    rows: int,
+    dtype: torch.dtype,
+    configs: Iterable[ZeroConfig],
+    ranks: int,
+    bucket_mb: float = 25.0,
+    workspace: float = 0.0,
+) -> dict[ZeroConfig, StepMemory]:
+    """{configuration: what `predict_memory` says of it}."""
+    return {c: predict_memory(size, rows, dtype, c, ranks, bucket_mb, workspace) for c in configs}
 
 
 def _step_seconds(

@@ -70,24 +70,27 @@ def slower_than_predicted(recorded: Timeline, block: Block, card: MachineCard) -
 
 
 def record_race(
-    measured: Mapping[str, float], predicted: Mapping[str, float], card: MachineCard, four: MachineCard
+    seconds: ModeSeconds,
+    predicted: ModeSeconds,
+    jobs: Mapping[str, TensorTask],
+    card: MachineCard,
+    four: MachineCard,
 ) -> None:
     """Record how the modes' seconds on four ranks differ from their prediction, and what latency explains.
+
+    Also the tokens of the timed blocks, and seconds of a job of exercise 5.
 
     Args:
         card, four: of the page's first ranks, and of the four.
     """
-    record("03.too-low", {mode: measured[mode] / predicted[mode] for mode in measured})
+    (size, few), (_, many) = min(seconds, key=lambda key: key[1]), max(seconds, key=lambda key: key[1])
+    measured, expected = seconds[size, few], predicted[size, few]
+    record("03.too-low", {mode: measured[mode] / expected[mode] for mode in measured})
     all_reduce = four.predicted(0)  # of no bytes: 6 steps of a ring
-    record("03.latency", 100 * 4 * all_reduce / predicted["1d"], "%")
+    record("03.latency", 100 * 4 * all_reduce / expected["1d"], "%")
     record("03.norms", all_reduce, "s")
     record("03.sp-longer", measured["1d+sp"] - measured["1d"], "s")
     record("03.alpha", {"first": card.link.latency, "four": four.link.latency}, "s")
-
-
-def record_sizes(measured: ModeSeconds, jobs: Mapping[str, TensorTask]) -> None:
-    """Record the tokens of the timed blocks, and seconds of a job of exercise 5."""
-    (size, few), (_, many) = min(measured, key=lambda key: key[1]), max(measured, key=lambda key: key[1])
     record("03.tokens", {"few": few * size.tokens, "many": many * size.tokens})
     record("03.tokens", {"hidden": size.hidden, "even": 12 * size.hidden})  # 2D sends fewer bytes above
     job = jobs["few tokens, a slow link"]

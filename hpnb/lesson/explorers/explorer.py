@@ -49,7 +49,7 @@ class Explorer:
         answer: {knob: value} of a setting that meets the challenge; other knobs as they open.
         trade: (knob, reading) that show what the challenge trades.
         trade_names: of its two curves: the other knobs as they open, and as the answer has them.
-        goal: of the challenge, for that reading; its axis is logarithmic then.
+        goal: of the challenge, for that reading; its axis is logarithmic if values are far apart.
 
     Attributes:
         readings: what was read at the present setting.
@@ -121,7 +121,7 @@ class Explorer:
             middle = small_multiples.trade_off(
                 self.read, knob, self._knobs[knob], reading, places, self._goal
             )
-            pictures.insert(1, (f"The trade-off over {knob.replace('_', ' ')}", middle))
+            pictures.insert(1, (f"What changes with {knob.replace('_', ' ')}", middle))
         words = f"As it opens: {alt} Answer, {moved}: {answer_alt}"
         return small_multiples.stack(pictures), words
 

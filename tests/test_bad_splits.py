@@ -113,7 +113,6 @@ def test_a_model_that_cannot_be_split(pools: RankPools, case: str) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"ep_size": 2, "zero_stage": 3}, "use zero_stage=2 with ep_size=2, not 3"),
         ({"ep_size": 2, "tp_size": 4, "tp_mode": "2d"}, "use tp_mode='1d' with ep_size=2, not '2d'"),
         ({"ep_size": 2, "enable_jit_fused": True}, "leave enable_jit_fused out with ep_size=2"),
         ({"ep_size": 0}, "ep_size=0 is not a count; use 1 or more"),

@@ -962,7 +962,7 @@ def test_a_u_curve_stacks_its_parts_and_marks_the_least() -> None:
     assert [list(box) for box in ideal[:, 2:]] == [[0.0, 1.0]] * 3  # ms
     assert [list(box) for box in kernels[:, 2:]] == [[1.0, 2.0], [1.0, 4.0]]  # none of 0
     assert [list(box) for box in bubble[:, 2:]] == [[1.0, 4.0], [2.0, 3.0], [4.0, 5.0]]
-    formula = find(ax, "formula, T and c from m = 1 and 16")
+    formula = find(ax, "formula; T and c from the work at m = 1 and 16")
     assert list(formula.get_ydata()) == pytest.approx([4.0, 2.0, 6.0])
     heads = {"replayed step (ms)", "number of microbatches"}
     assert {"4.00", "3.00", "5.00", "1", "4", "16"} | heads <= set(words(fig))

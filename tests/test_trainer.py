@@ -808,7 +808,7 @@ def test_a_generator_does_not_pass_for_three_epochs() -> None:
         trainer = Trainer(booster, boosted, optimizer, display_progress=False)
         trainer.fit((batch for batch in hpnb.data.Loader(Points(6), 2)), epochs=3)
 
-    with pytest.raises(hpnb.RankError, match="no batch in epoch 2 of 3; pass one that can be"):
+    with pytest.raises(hpnb.RankError, match="no batch in epoch 2 of 3; a generator can be"):
         hpnb.launch(fit, ranks=2, device="cpu")
 
 

@@ -137,7 +137,7 @@ class Anatomy(ABC):
 
     def tokens(self, inputs: Inputs) -> tuple[int, int]:
         """(B, s) of the hidden states that `embed` makes of this batch; sequence parallelism under a pipeline
-        needs it."""
+        needs it. Stages without the embedding are asked, too: take it from `inputs`, or from a field."""
         raise NotImplementedError(
             f"{type(self).__name__} does not say how many tokens a batch has, which sequence parallelism "
             "under a pipeline needs to know: give the class a method tokens(self, inputs) that returns "

@@ -44,9 +44,11 @@ class TimmViTAnatomy(Anatomy):
 
     Attributes:
         both_heads: give the logits of both heads while training, as timm's `distilled_training`.
+        length: s, the tokens of an image with those in front.
     """
 
     both_heads: bool = False
+    length: int = 0
 
     def embed(self, inputs: Inputs) -> torch.Tensor:
         pieces = {part.name: part.module for part in self.embedding}
@@ -63,8 +65,7 @@ class TimmViTAnatomy(Anatomy):
         return out
 
     def tokens(self, inputs: Inputs) -> tuple[int, int]:
-        root: Any = next(part.module for part in self.embedding if not part.name)
-        return len(inputs["x"]), root.pos_embed.size(1)
+        return len(inputs["x"]), self.length
 
     def finish(self, hidden: torch.Tensor, inputs: Inputs) -> Any:
         pieces = {part.name: part.module for part in self.head}
@@ -96,7 +97,9 @@ def anatomy(model: Any) -> TimmViTAnatomy:
     first = (root_parameters(model, *tokens), *_parts(model, _EMBEDDING))
     blocks = (Part(f"blocks.{i}", block) for i, block in enumerate(model.blocks))
     both_heads = bool(getattr(model, "distilled_training", False))
-    return TimmViTAnatomy(first, tuple(blocks), _parts(model, _HEAD), tied(model), both_heads=both_heads)
+    length = model.pos_embed.size(1)
+    head = _parts(model, _HEAD)
+    return TimmViTAnatomy(first, tuple(blocks), head, tied(model), both_heads=both_heads, length=length)
 
 
 def roles(model: Any) -> dict[str, Role]:

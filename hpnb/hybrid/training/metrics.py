@@ -146,7 +146,8 @@ class ThroughputHook(Metric):
     def after_step(self, trainer: TrainingState) -> None:
         if self._began is not None:
             # The ranks of one context-parallel group have the same batch, and all of them report it.
-            self._amount += sum(map(self._in, trainer.batches)) / trainer.booster.plugin.cp_size
+            ranks = getattr(trainer.booster.plugin, "cp_size", 1)  # a plugin of one's own has none
+            self._amount += sum(map(self._in, trainer.batches)) / ranks
             return
         self._left -= 1
         if self._left == 0:

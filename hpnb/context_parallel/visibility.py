@@ -147,18 +147,18 @@ def find_pairs(
     if fused and here == there and visible.is_triangle(span, span):  # of all chunks together
         local = slice(0, sum(chunk.size for chunk in here))
         return [Pair(local, local, None, is_triangle=True)]
-    found: list[Pair] = []
+    pairs: list[Pair] = []
     for queries, rows in _with_slices(here):
         for keys, columns in _with_slices(there):
             if visible.sees_nothing(queries, keys):
                 continue
             if fused and visible.runs is not None:
-                found += _pairs_of_texts(visible.runs, queries, rows, keys, columns)
+                pairs += _pairs_of_texts(visible.runs, queries, rows, keys, columns)
                 continue
             is_triangle = fused and visible.is_triangle(queries, keys)
             mask = None if is_triangle else visible.mask(queries, keys, rows, device)
-            found.append(Pair(rows, columns, mask, is_triangle))
-    return _join(_join(found, "keys"), "queries") if fused else found
+            pairs.append(Pair(rows, columns, mask, is_triangle))
+    return _join(_join(pairs, "keys"), "queries") if fused else pairs
 
 
 def _pairs_of_texts(

@@ -99,6 +99,7 @@ class CudaCapture:
             run()
         except BaseException:
             self._end_failed_capture(graph)
+            del self._pools[slot]  # torch 2.11 leaves it recording, and no other capture may use it then
             raise
         graph.capture_end()
         replay: Replay = graph.replay

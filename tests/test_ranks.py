@@ -546,9 +546,8 @@ def test_a_script_needs_no_main_guard_and_its_output_is_live(tmp_path: Path) -> 
     assert script.stdout is not None
     first = script.stdout.readline()
     assert script.poll() is None  # printed while the ranks still sleep
-    out, _ = script.communicate(timeout=60)
-    assert script.returncode == 0
-    lines = [first.strip(), *out.splitlines()]
+    lines = [first.strip(), *script.stdout.read().splitlines()]  # `communicate` would miss what is buffered
+    assert script.wait(60) == 0
     assert sorted(lines[:2]) == ["[rank 0] working", "[rank 1] working"]
     assert lines[-1] == "[0, 1]"
 

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GPT2LMHeadModel
 
 from hpnb.bench.tasks import TrainingTask
 
@@ -79,7 +78,7 @@ def reverse_units(model: nn.Module) -> nn.Module:
     """Reverse heads and units of a GPT2LMHeadModel or a ViTForImageClassification, in place; returns it."""
     transformer: Any = model
     heads = transformer.config.num_attention_heads
-    if isinstance(model, GPT2LMHeadModel):  # weights are (in, out)
+    if transformer.config.model_type == "gpt2":  # weights are (in, out)
         for block in transformer.transformer.h:
             _reverse(block.attn.c_attn, 1, heads, fused=3)
             _reverse(block.attn.c_proj, 0, heads)

@@ -15,18 +15,25 @@ The strategies read these and nothing else of a model: they never look for a wei
 `hpnb.models.register` adds a model of your own, and `hpnb.models.check(model, batch)` checks it.
 """
 
-from hpnb.models.check_model import check
-from hpnb.models.empty_batch import accept_empty_batch
-from hpnb.models.gpt2_chunked_loss import chunk_loss
-from hpnb.models.gpt2_model import gpt2
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
 from hpnb.models.gpt2_size import GPT2_SIZES, GPT2Size
-from hpnb.models.linear_cross_entropy import chunked_cross_entropy
-from hpnb.models.model_anatomy import Anatomy, Attention, Part, root_parameters, tied
-from hpnb.models.patch_matmul import use_patch_matmul
-from hpnb.models.registry import anatomy, attentions, decay_groups, register, roles
 from hpnb.models.role import Role
-from hpnb.models.vit_model import vit
 from hpnb.models.vit_size import SIZES, ViTSize
+
+if TYPE_CHECKING:
+    from hpnb.models.check_model import check
+    from hpnb.models.empty_batch import accept_empty_batch
+    from hpnb.models.gpt2_chunked_loss import chunk_loss
+    from hpnb.models.gpt2_model import gpt2
+    from hpnb.models.linear_cross_entropy import chunked_cross_entropy
+    from hpnb.models.model_anatomy import Anatomy, Attention, Part, root_parameters, tied
+    from hpnb.models.patch_matmul import use_patch_matmul
+    from hpnb.models.registry import anatomy, attentions, decay_groups, register, roles
+    from hpnb.models.vit_model import vit
 
 __all__ = [
     "GPT2_SIZES",
@@ -52,3 +59,24 @@ __all__ = [
     "use_patch_matmul",
     "vit",
 ]
+
+# Read when first used, because they import transformers: sizes and roles are known without.
+_FROM = {
+    "check": "check_model",
+    "accept_empty_batch": "empty_batch",
+    "chunk_loss": "gpt2_chunked_loss",
+    "gpt2": "gpt2_model",
+    "chunked_cross_entropy": "linear_cross_entropy",
+    "use_patch_matmul": "patch_matmul",
+    "vit": "vit_model",
+}
+_FROM |= dict.fromkeys(("Anatomy", "Attention", "Part", "root_parameters", "tied"), "model_anatomy")
+_FROM |= dict.fromkeys(("anatomy", "attentions", "decay_groups", "register", "roles"), "registry")
+
+
+def __getattr__(name: str) -> object:
+    if name in _FROM:
+        value = getattr(importlib.import_module(f"{__name__}.{_FROM[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

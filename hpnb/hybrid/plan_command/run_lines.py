@@ -9,7 +9,6 @@ from typing import Any
 
 from hpnb.files import write_text
 from hpnb.hybrid.plan_command.search import Plan
-from hpnb.hybrid.train_command.run_file import load
 from hpnb.mesh import ParallelLayout
 from hpnb.models import GPT2Size, ViTSize
 from hpnb.theory.datasheets import GPU
@@ -97,6 +96,8 @@ def write_run_file(
     Raises:
         ValueError, OSError: it cannot be written, or `hpnb train` would refuse it.
     """
+    from hpnb.hybrid.train_command.run_file import load  # imports transformers, which planning needs not
+
     write_text(Path(path), run_file(task, gpu, plan, size))
     load(path).check_ranks(task.cluster.gpus)
 

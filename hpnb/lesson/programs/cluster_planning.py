@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from hpnb.bench import result_files
 from hpnb.hybrid.plan_command.read_model import shape_of_gpt2
 from hpnb.hybrid.plan_command.run_lines import LOSS_CHUNK
 from hpnb.mesh import ParallelLayout
@@ -79,6 +78,8 @@ def benchmarked_runs() -> dict[str, BenchmarkedRun]:
     Raises:
         ValueError: no results of one GPU are kept.
     """
+    from hpnb.bench import result_files  # imports transformers, which planning needs not
+
     newest = result_files.newest(result_files.read())
     results = next((r for r in newest if (r.what, r.ranks) == ("gpt2-xl", 2)), None)
     if results is None or "one" not in results.layouts:

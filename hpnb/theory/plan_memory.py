@@ -105,7 +105,7 @@ def rank_moments(task: PlanTask, layout: ParallelLayout, rank: int, compiled: bo
     )
     full, one = w * (dense + experts), w * model.block_parameters / t
     kept_between = full if stage == 1 or (stage == 0 and replicas > 1) else 0.0
-    added_up = full if m > 1 else 0.0
+    added_up = full if m > 1 and not (stage == 3 and task.software.reduces_every_microbatch) else 0.0
     complete = full if stage == 0 else reduced if stage > 1 else 0.0
     if task.software.gradient_bytes > w and stage < 2:  # matmuls add to one float32 gradient, and to no other
         kept_between, added_up, complete = task.software.gradient_bytes * (dense + experts), 0.0, 0.0

@@ -3,7 +3,7 @@
 A layout dp x pp x cp x tp = d x p x c x t sends a batch through d pipelines in m microbatches of b samples,
 of whose tokens a rank has a c-th. Parts of the mean rank:
 
-    matmuls      blocks and outputs / (p c t), over share x peak; scores at ATTENTION_SHARE of that rate;
+    matmuls      blocks and outputs / (p c t), over share x peak; scores at `attention_share` of that rate;
                  experts' on the fullest rank of ep, which has `imbalance` times the mean
     memory       bytes of norms, residuals and activation functions, over memory bandwidth
     launches     what kernels take longer than their work, because the CPU launches no faster, and what a
@@ -36,7 +36,7 @@ from hpnb.theory.layout_step import BUCKET_BYTES, stage_blocks
 from hpnb.theory.links import Link
 from hpnb.theory.overlap import zero3_exposed_seconds
 from hpnb.theory.pipeline import pipeline_parts
-from hpnb.theory.plan_task import PlanTask, refusal
+from hpnb.theory.plan_task import PlanTask, Software, refusal
 
 PLAN_PARTS = (
     "matmuls",
@@ -50,11 +50,11 @@ PLAN_PARTS = (
     "exposed dp",
     "optimizer",
 )
-ATTENTION_SHARE = 0.6  # of the matmul rate, by fused attention
 LAUNCH_SECONDS = 0.2e-3  # a block's forward takes no less, and its backward no less than twice that
 SPLIT_BACKWARD = 1.3  # a backward in two halves takes so much longer: 1F1B and ZB-V of the benchmarks
 OVERLAP_COST = 0.5  # of hidden communication prolongs the computing beside it
 _ROUTED = (14, 20)  # bytes of a routed value, forward and backward: gather, weight and add up, and back
+_PERMUTED = 4  # where permutations are fused: it is written once and read once, and so is each copy
 _EAGER_NORM = (32, 72)  # more bytes of a value of an RMS norm, forward and backward, counted by kernel
 _EAGER_ROTATION, _EAGER_GATE = (24, 24), (4, 6)  # of a value of q or k, and of an inner value
 _ADAM = 28  # bytes a parameter: float32 weight and moments in and out, 16-bit gradient in and weight out
@@ -125,6 +125,17 @@ def seconds(op: str, nbytes: float, ranks: int, link: Link) -> float:
     return steps * link.latency + ring.serial * nbytes / ranks / link.bandwidth
 
 
+def routed_bytes(software: Software, chosen: int) -> tuple[float, float]:
+    """Bytes of a routed value that sorting and adding up move, forward and backward.
+
+    Fused, each of the copies that arrive is read once for all its experts.
+    """
+    if not software.fuses_permutations:
+        return _ROUTED
+    moved = _PERMUTED * (1 + (software.token_copies or chosen) / chosen)
+    return moved, moved
+
+
 def is_eager(task: PlanTask, cp: int) -> bool:
     """Whether a block's small operations are kernels of their own. A layer norm is one kernel anyway."""
     soft, model = task.software, task.model
@@ -140,7 +151,7 @@ def score_work(task: PlanTask, b: int, t: int) -> tuple[float, tuple[float, floa
     heads = model.heads * -(-model.kv_heads // t) / model.kv_heads  # of the rank with most
     scores = 4.0 * b * s * s * model.head_size * heads
     if task.software.fused:
-        return scores * (0.5 if model.causal else 1.0) / ATTENTION_SHARE, (0.0, 0.0)
+        return scores * (0.5 if model.causal else 1.0) / task.software.attention_share, (0.0, 0.0)
     values = b * heads * s * s
     return scores, (13.0 * values, 19.0 * values)  # with dropout
 
@@ -166,7 +177,8 @@ def block_seconds(
     between = tokens * model.hidden / (t if sequence_parallel else 1)
     inner = (routed or tokens) * model.mlp / t
     residual, mlp = ((16, 20) if task.software.fused else (22, 34)), ((6, 10) if model.gated else (4, 6))
-    moved = [between * residual[i] + inner * mlp[i] + routed * model.hidden * _ROUTED[i] + dropped[i] / cp
+    sorting = routed_bytes(task.software, model.chosen)
+    moved = [between * residual[i] + inner * mlp[i] + routed * model.hidden * sorting[i] + dropped[i] / cp
              for i in (0, 1)]  # fmt: skip
     if is_eager(task, cp):
         rotated = tokens * (model.heads + model.kv_heads) * model.head_size * heads
@@ -200,7 +212,8 @@ def context_seconds(task: PlanTask, layout: ParallelLayout, link: Link, forwards
     if layout.context_parallel == "ulysses":
         exposed = ulysses_exposed(attention, c, link)
         return forwards * exposed.forward + exposed.backward
-    step = ring_step_seconds(attention, c, ATTENTION_SHARE * task.cluster.share * task.cluster.peak)
+    rate = task.software.attention_share * task.cluster.share * task.cluster.peak
+    step = ring_step_seconds(attention, c, rate)
     exposed = ring_exposed(attention, c, link, step)
     return forwards * exposed.forward + exposed.backward
 
@@ -216,9 +229,12 @@ def stage_seconds(task: PlanTask, layout: ParallelLayout) -> list[dict[str, floa
         scores, written = score_work(task, b, t)
         block["matmuls"] += scores / c / (task.cluster.share * task.cluster.peak)
         block["memory"] += written[0] / c / task.cluster.memory_bandwidth
+    if layout.recomputation == "full" and task.software.stops_early and not model.experts:
+        last = model.mlp_weights / (2 + model.gated) / t
+        block["matmuls"] -= 2 * b * task.sequence / c * last / (task.cluster.share * task.cluster.peak)
     activation = 2.0 * b * task.sequence / c * model.hidden
     block["cp"] = context_seconds(task, layout, link["cp"], forwards) if c > 1 else 0.0
-    routed = model.chosen * task.imbalance * activation
+    routed = (task.software.token_copies or model.chosen) * task.imbalance * activation
     block["ep"] = 2 * (forwards + 1) * seconds("all_to_all", routed, layout.ep, link["ep"])
     reduce = seconds("all_reduce", activation, t, link["tp"]) if t > 1 else 0.0
     block["tp"] = 2 * (forwards + 1) * reduce / (t if task.software.tp_overlap else 1)
@@ -294,13 +310,14 @@ def _exposed_dp(task: PlanTask, layout: ParallelLayout, stage: float) -> float:
     backward = 2 / 3 * stage * last
     buckets = max(1, round(soft.gradient_bytes * (dense + experts) / BUCKET_BYTES))
     blocks = max(1, task.model.layers // layout.pp)
-    if layout.zero_stage == 3:  # every microbatch gathers the weights twice, the last one sends gradients
+    if layout.zero_stage == 3:  # every microbatch gathers the weights twice, and the last sends gradients
         gather = over("all_gather", 2, blocks)
         scatter = over("reduce_scatter", soft.gradient_bytes, blocks)
         times = stage / 3 / blocks, 2 / 3 * stage / blocks, blocks
         exposed = zero3_exposed_seconds(gather, scatter, *times)
-        exposed += (m - 1) * zero3_exposed_seconds(gather, 0.0, *times)
-        total = blocks * (2 * m * gather + scatter)
+        earlier = scatter if soft.reduces_every_microbatch else 0.0
+        exposed += (m - 1) * zero3_exposed_seconds(gather, earlier, *times)
+        total = blocks * (2 * m * gather + scatter + (m - 1) * earlier)
     elif layout.zero_stage:
         scatter, gather = over("reduce_scatter", soft.gradient_bytes), over("all_gather", 2)
         exposed = _behind(backward, over("reduce_scatter", soft.gradient_bytes, buckets), buckets)

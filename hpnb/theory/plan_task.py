@@ -10,6 +10,8 @@ from hpnb.theory.cluster import Cluster
 from hpnb.theory.model_shape import ModelShape
 from hpnb.theory.pipeline import FILL
 
+ATTENTION_SHARE = 0.6  # of the matmul rate, by fused attention
+
 
 @dataclass(frozen=True)
 class Software:
@@ -29,6 +31,16 @@ class Software:
             does not compile them, so RMS norms, rotations and gated products are many kernels.
         gathers_context: over cp, keys and values are all-gathered before the attention instead of sent around
             a ring beside it.
+        attention_share: of the matmul rate, what its fused attention reaches.
+        stops_early: recomputation of a block ends with the last tensor that a backward reads, so that the
+            MLP's last matmul is not repeated: `torch.utils.checkpoint` without reentrance, since PyTorch
+            2.1, of blocks that are not compiled.
+        reduces_every_microbatch: gradients of ZeRO 3 are reduce-scattered for each microbatch, and no rank
+            keeps all of them.
+        token_copies: of a token, how many are sent to the ranks of its experts. 0 is one for each expert;
+            a dispatcher that sends to ranks, as DeepEP does, sends one for each rank that has some.
+        fuses_permutations: sorting tokens by expert, and adding up what experts give, are one kernel each,
+            and routing weights multiply inner values.
     """
 
     fused: bool = True
@@ -41,6 +53,11 @@ class Software:
     shards_norms: bool = False
     fuses_messages: bool = False
     gathers_context: bool = False
+    attention_share: float = ATTENTION_SHARE
+    stops_early: bool = False
+    reduces_every_microbatch: bool = False
+    token_copies: float = 0.0
+    fuses_permutations: bool = False
 
 
 HPNB = Software()

@@ -1,12 +1,13 @@
-"""What others measured and published, beside its prediction: one row of each program is fitted, no other.
+"""What others measured and published, beside its prediction: one row is fitted for each constant, no other.
 
     for group in GROUPS:
         for row in group.compare(): ...      # name, predicted and published seconds, whether it was fitted
 
 A program has one constant that nobody publishes: the share of the peak that its matmuls reach. `GROUPS` has
-it, and the row that it was fitted to; Megatron-Core's is fitted once, for three groups. All other rows are
-held out. Where a source names neither microbatches nor chunks, they are the fastest that fit, as its authors
-would have chosen. `LEFT_OUT` says what cannot be predicted, and why.
+it, and the row that it was fitted to; Megatron-Core's is fitted once, for four groups. llm-foundry has a
+second one, the rate of its attention, fitted to its longest sequences. All other rows are held out. Where a
+source names neither microbatches nor chunks, they are the fastest that fit, as its authors would have
+chosen. `LEFT_OUT` says what cannot be predicted, and why.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ LEFT_OUT = {
     "torchtitan's 8B in BF16": "its H100s were limited to 500 W and had other memory than the datasheet's",
     "DeepSeek-V3 (arXiv 2412.19437)": "FP8 and latent attention are not predicted",
     "Mixtral in Megatron-LM's README for experts": "its layouts are published without times",
+    "GPT-OSS in NeMo AutoModel": "FlexAttention over windows, and biases added expert by expert, are not "
+    "predicted",
 }
 
 
@@ -75,7 +78,9 @@ class PublishedProgram:
 
     Attributes:
         share: of the peak, what matmuls reach.
-        fitted: the row that `share` was fitted to; none if it is another group's.
+        fitted: the row that a constant was fitted to; none if all are another group's.
+        constant: what was fitted, "share" or "attention_share".
+        share_of: the group whose share it is, if it is another's.
     """
 
     name: str
@@ -85,6 +90,16 @@ class PublishedProgram:
     share: float
     fitted: str | None
     rows: tuple[PublishedStep, ...]
+    constant: str = "share"
+    share_of: str = ""
+
+    @property
+    def constants(self) -> str:
+        """Its constants in words, and where they are from."""
+        share = f"share {self.share:.3f}, {f'of {self.share_of}' if self.share_of else 'fitted'}"
+        if self.constant == "share":
+            return share
+        return f"{share}; attention at {self.software.attention_share:.3f} of that, fitted"
 
     def cluster(self, gpus: int) -> Cluster:
         return replace(find_gpu(self.gpu).cluster(gpus), share=self.share)
@@ -144,6 +159,7 @@ def _megatron_rows() -> Iterator[PublishedStep]:
 
 
 def _korthikanti_rows() -> Iterator[PublishedStep]:
+    # Seconds of table 5; calculon-ai/calculon (calculon/llm/validation.py, seqsel_tab5) has the same eight.
     for name, hidden, layers, heads, pp, dp, batch, size, chunks, full, selective in (
         ("22B", 6144, 48, 64, 1, 1, 4, 4, 1, 1.42, 1.10),
         ("175B", 12288, 96, 96, 8, 1, 64, 1, 3, 18.13, 13.75),
@@ -215,6 +231,10 @@ _MPT = {  # hidden size, blocks, heads: scripts/train/yamls/pretrain
     "70b": (8192, 80, 64), "30b": (7168, 48, 56), "13b": (5120, 40, 40), "7b": (4096, 32, 32),
     "3b": (2560, 32, 20), "1b": (2048, 24, 16), "760m": (1536, 24, 12),
 }  # fmt: skip
+# Of scripts/train/benchmarking in llm-foundry's pull request 543: attention is Triton's of 2023, which
+# reaches less of the peak than later kernels, and PyTorch 2.1 recomputes without reentrance. FSDP reduces
+# every microbatch: ddp_sync_context of Composer 0.16 does nothing for it.
+LLM_FOUNDRY = Software(loss_bytes=40, attention_share=0.344, stops_early=True, reduces_every_microbatch=True)
 _FOUNDRY = (  # model, GPUs, samples of a microbatch, microbatches, recomputed, tokens/s
     ("70b", 64, 8, 4, True, 66523), ("70b", 32, 2, 16, True, 28242), ("30b", 32, 14, 3, True, 73860),
     ("30b", 16, 10, 3, True, 36209), ("30b", 8, 3, 21, True, 16022), ("13b", 64, 2, 1, False, 307209),
@@ -222,29 +242,60 @@ _FOUNDRY = (  # model, GPUs, samples of a microbatch, microbatches, recomputed, 
     ("7b", 8, 6, 1, False, 85144), ("3b", 64, 6, 3, False, 1441663), ("3b", 32, 6, 3, False, 736701),
     ("3b", 16, 10, 3, False, 386285), ("1b", 64, 20, 1, False, 2841754), ("1b", 32, 20, 1, False, 1444183),
     ("1b", 16, 20, 1, False, 736596), ("1b", 8, 14, 1, False, 363645), ("760m", 32, 24, 1, False, 2175091),
-    ("760m", 16, 24, 1, False, 1096819),
+    ("760m", 16, 24, 1, False, 1096819), ("760m", 8, 24, 2, False, 505177),
+)  # fmt: skip
+_FOUNDRY_LENGTHS = (  # model, tokens of a sample, samples of a microbatch, microbatches, recomputed, tokens/s
+    ("30b", 8192, 1, 21, True, 11072), ("30b", 4096, 1, 21, True, 14419), ("30b", 1024, 6, 21, True, 16672),
+    ("13b", 32768, 1, 3, True, 15812), ("13b", 16384, 3, 3, True, 23881), ("13b", 4096, 10, 3, True, 37740),
+    ("13b", 1024, 40, 3, True, 44019), ("7b", 65536, 1, 2, True, 15654), ("7b", 32768, 2, 2, True, 26550),
+    ("7b", 8192, 8, 2, True, 55481), ("7b", 4096, 16, 2, True, 68893), ("7b", 1024, 64, 2, True, 81628),
+    ("3b", 65536, 1, 2, True, 26099), ("3b", 32768, 3, 6, True, 46984), ("3b", 16384, 1, 6, False, 89223),
+    ("3b", 8192, 3, 6, False, 132626), ("3b", 4096, 5, 6, False, 167712), ("3b", 1024, 20, 6, False, 216369),
+    ("3b", 512, 40, 6, False, 223721), ("1b", 65536, 1, 2, True, 44050), ("1b", 32768, 1, 4, False, 96203),
+    ("1b", 16384, 2, 4, False, 157194), ("1b", 8192, 3, 4, False, 233256), ("1b", 4096, 7, 4, False, 308282),
+    ("1b", 1024, 18, 4, False, 391287), ("1b", 512, 56, 4, False, 418201),
+    ("760m", 32768, 1, 2, False, 130333), ("760m", 16384, 3, 2, False, 222521),
+    ("760m", 8192, 6, 2, False, 334602), ("760m", 4096, 12, 2, False, 443674),
+    ("760m", 1024, 48, 2, False, 628648), ("760m", 512, 96, 2, False, 669998),
 )  # fmt: skip
 
 
 def _foundry_rows() -> Iterator[PublishedStep]:
     for name, gpus, size, count, recomputed, tokens in _FOUNDRY:
-        hidden, layers, heads = _MPT[name]
-        model = gpt_shape(name, hidden, layers, heads, 50368, 2048)
-        layout = ParallelLayout(gpus, zero_stage=3, recomputation="full" if recomputed else False)
-        yield PublishedStep(f"{name} on {gpus}", model, 2048, gpus * size * count, layout,
-                  gpus * size * count * 2048 / tokens, size, 1)  # fmt: skip
+        yield _foundry_row(f"{name} on {gpus}", name, gpus, 2048, size, count, recomputed, tokens)
+
+
+def _foundry_length_rows() -> Iterator[PublishedStep]:
+    for name, sequence, size, count, recomputed, tokens in _FOUNDRY_LENGTHS:
+        yield _foundry_row(f"{name}, {sequence:,} tokens", name, 8, sequence, size, count, recomputed, tokens)
+
+
+def _foundry_row(
+    row: str, name: str, gpus: int, sequence: int, size: int, count: int, recomputed: bool, tokens: int
+) -> PublishedStep:
+    hidden, layers, heads = _MPT[name]
+    model = gpt_shape(name, hidden, layers, heads, 50368, sequence)
+    layout = ParallelLayout(gpus, zero_stage=3, recomputation="full" if recomputed else False)
+    batch = gpus * size * count
+    return PublishedStep(row, model, sequence, batch, layout, batch * sequence / tokens, size, 1)
+
+
+# Of examples/benchmark/configs/qwen3_moe_30b_te_deepep.yaml: fake_balanced_gate and enable_deepep. That gate
+# sends token i to experts 8 i to 8 i + 7 (components/moe/layers.py), which all lie on one of the 8 ranks, and
+# DeepEP sends a token once to a rank. Permutations are fused, and routing weights multiply inner values.
+AUTOMODEL = Software(loss_bytes=40, fuses_messages=True, token_copies=1.0, fuses_permutations=True)
 
 
 def _automodel_rows() -> Iterator[PublishedStep]:
-    # Layout and recomputation of examples/benchmark/configs/qwen3_moe_30b_te_deepep.yaml. Dense weights are
-    # sharded as in ZeRO 3 there, which is not predicted with experts; between 8 GPUs that costs little.
+    # Layout and recomputation are the file's. Dense weights are sharded as in ZeRO 3 there, which is not
+    # predicted with experts; between 8 GPUs that costs little.
     qwen = ModelShape("qwen3-30b-a3b", 2048, 48, 32, 4, 128, 768, 151936, 151936 * 2048, 151936 * 2048, 4096,
                       gated=True, qk_norm=True, experts=128, chosen=8)  # fmt: skip
     layout = ParallelLayout(8, ep=8, zero_stage=2, recomputation="full")
     yield PublishedStep("Qwen3 30B on 8", qwen, 4096, 512, layout, 21.773, 4, 1)
 
 
-_CORE_SHARE = 0.508
+_CORE_SHARE, _FOUNDRY_SHARE = 0.508, 0.549
 GROUPS = (
     PublishedProgram(
         "Megatron-LM 2021", "arXiv 2104.04473, table 1; microbatches of examples/sc21/run_table_1.sh", "a100",
@@ -260,22 +311,27 @@ GROUPS = (
     ),
     PublishedProgram(
         "Megatron-Core, one batch", "the same, images/strong_scaling.png, read from the picture", "h100",
-        MEGATRON_CORE_2024, _CORE_SHARE, None, tuple(_strong_rows()),
+        MEGATRON_CORE_2024, _CORE_SHARE, None, tuple(_strong_rows()), share_of="Megatron-Core",
     ),
     PublishedProgram(
         "Llama 3", "arXiv 2407.21783, table 4; chunks not named, one sample a microbatch; attention's FLOPs "
         "counted without a mask", "h100",
         replace(MEGATRON_CORE_2024, gathers_context=True), _CORE_SHARE, None, tuple(_llama_rows()),
+        share_of="Megatron-Core",
     ),
     PublishedProgram(
         "llm-foundry", "README of mosaicml/llm-foundry/scripts/train/benchmarking, BF16, sequences of 2,048",
-        "h100", Software(loss_bytes=40), 0.52, "7b on 8", tuple(_foundry_rows()),
+        "h100", LLM_FOUNDRY, _FOUNDRY_SHARE, "7b on 8", tuple(_foundry_rows()),
     ),
     PublishedProgram(
-        "NeMo AutoModel",
-        "docs/performance-summary.md of NVIDIA-NeMo/Automodel, October 2025, BF16. It is predicted too slow, "
-        "and why is not traced", "h100",
-        Software(loss_bytes=40, fuses_messages=True), _CORE_SHARE, None, tuple(_automodel_rows()),
+        "llm-foundry, other lengths",
+        "the same, 8 GPUs. 30b at 8,192 tokens, and 760m on 8 GPUs above, are slow beside their neighbours "
+        "in the source", "h100", LLM_FOUNDRY, _FOUNDRY_SHARE, "7b, 65,536 tokens",
+        tuple(_foundry_length_rows()), "attention_share", "llm-foundry",
+    ),
+    PublishedProgram(
+        "NeMo AutoModel", "docs/performance-summary.md of NVIDIA-NeMo/Automodel, October 2025, BF16", "h100",
+        AUTOMODEL, _CORE_SHARE, None, tuple(_automodel_rows()), share_of="Megatron-Core",
     ),
 )  # fmt: skip
 
@@ -291,13 +347,14 @@ def published_table() -> str:
     lines = [
         "# Predicted steps beside published ones", "",
         "`python -m hpnb plan --published` prints this file, and a test compares them. One row of each",
-        "program is fitted, by the share of the peak that matmuls reach; all others are held out. Layouts",
-        "without a star are the source's; with one, microbatches or chunks are the fastest that fit.", "",
+        "program is fitted, by the share of the peak that matmuls reach, and one of llm-foundry by what its",
+        "attention reaches of that; all others are held out. Layouts without a star are the source's; with",
+        "one, microbatches or chunks are the fastest that fit.", "",
     ]  # fmt: skip
     for group in GROUPS:
         compared = group.compare()
-        share = f"share {group.share:.3f}, " + ("fitted" if group.fitted else "of Megatron-Core")
-        lines += [f"## {group.name}: {summarize(compared)}", "", f"{group.source}. {group.gpu}, {share}.", "",
+        lines += [f"## {group.name}: {summarize(compared)}", "",
+                  f"{group.source}. {group.gpu}, {group.constants}.", "",
                   "| run | layout | predicted (s) | published (s) | error | |",
                   "|---|---|---:|---:|---:|---|"]  # fmt: skip
         for source, row in zip(group.rows, compared, strict=True):

@@ -207,7 +207,8 @@ def _swatch(fig: Figure, key: Key, x: float, y: float) -> None:
     style = key.style
     if key.kind in ("line", "dot") or key.marker:
         line = Line2D([x / width, (x + wide / 2) / width, (x + wide) / width], [y / height] * 3)
-        line.set(color=style.color, linestyle=style.line if key.kind == "line" else "none", linewidth=2.2)
+        line.set(color=style.color, linestyle=style.line if key.kind == "line" else "none")
+        line.set_linewidth(1.4 if style.line == "-." else 2.2)  # a dash and a dot have to fit
         line.set(marker=key.marker or ("o" if key.kind == "dot" else ""), markevery=[1], markersize=6.5)
         line.set(markerfacecolor="none" if key.kind == "hollow" else style.color)
         fig.add_artist(line)

@@ -42,7 +42,9 @@ def test_one_round_is_drawn_the_one_whose_ratio_is_the_median() -> None:
 
 
 def test_page_01_puts_its_results_into_words() -> None:
-    assert figures.free_words(1088, None, 2176) == {"during": "1,088", "after": "more than 2,176"}
+    sizes = (17, 1088, 2176)
+    limits = [figures.limit_words(first_free, sizes) for first_free in (17, 2176, None)]
+    assert limits == ["at most 17", "between 1,088 and 2,176", "more than 2,176"]
     slower, unclear = step_timing.Spread(1.2, 1.1, 1.3), step_timing.Spread(1.2, 0.9, 1.3)
     assert figures.count_verdicts({17: slower, 34: slower, 68: unclear}) == {
         "faster": 0,

@@ -12,6 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ from hpnb.lesson.figures.grid_steps import grid_steps
 from hpnb.lesson.figures.ranks_and_collectives import costs, find_straggler, tensors, time_by_part, waits
 from hpnb.lesson.figures.vit_data_parallel import (
     DURING,
-    FILLING,
+    FOR_MESSAGES,
     backward_seconds,
     spread_columns,
     states,
@@ -512,7 +513,9 @@ def test_a_later_chunk_is_paler() -> None:
     assert to_hex(first).upper() == STYLE["F"].color
     assert (second[:3] > first[:3]).all()
     assert to_hex(find(fig.axes[0], "compute").get_facecolor()[0]).upper() == STYLE["compute"].color
-    assert "paler: a later chunk or block" in words(fig)
+    assert "paler: a later chunk" in words(fig)
+    blocks = [replace(e, microbatch=-1) for e in events]  # of a sharded model, which has no microbatches
+    assert "paler: a later block" in words(plot.timeline(Timeline(tuple(blocks), "simulated")))
 
 
 def test_spans_with_names_of_their_own_are_in_the_compute_lane() -> None:
@@ -852,6 +855,9 @@ def test_waits_split_a_collective_where_the_last_rank_arrives() -> None:
     assert spent[2] == pytest.approx({"compute": 28 * MS, "wait": 0.0, "move": 5 * MS})
     twice = Timeline((*straggling().events, *straggling().shifted(1.0).events))  # the k-th meets the k-th
     assert time_by_part(twice.split_waits("all_reduce"))[0]["wait"] == pytest.approx(16 * MS)
+    assert time_by_part(twice.split_waits("all_reduce"), 2)[0]["wait"] == pytest.approx(8 * MS)
+    with pytest.raises(ValueError, match="a rank has 4 events of one part in 2 steps"):
+        time_by_part(Timeline((*twice.events, *twice.shifted(2.0).events)).split_waits("all_reduce"), 2)
 
 
 def test_waits_name_the_rank_that_waits_least() -> None:
@@ -931,8 +937,11 @@ def test_versions_are_titled_by_their_verdict_and_name_the_work_for_messages() -
     runs = {"B": Timeline(rank_0), "C": Timeline(rank_0 + rank_1)}
     fig = versions(runs, Spread(0.9, 0.8, 0.95))
     assert "Buckets save time, and overlap saves more" in words(fig)
-    assert FILLING in words(fig)
+    assert FOR_MESSAGES in words(fig)
     assert "compute" not in words(fig)
+    last = (Event(0, -1, "all_reduce", -1, 1.0, 2.0, "dp"), Event(0, -1, "B", -1, 2.0, 2.1))  # unpacks
+    fig = versions({"B": Timeline((*rank_0[:1], *last))}, Spread(0.9, 0.8, 0.95))
+    assert len(find(fig.axes[0], "B").get_paths()) == len(find(fig.axes[0], FOR_MESSAGES).get_paths()) == 1
     assert backward_seconds(runs) == {"b-short": 1.0, "b-long": 1.0, "c-short": 1.0, "c-long": 1.5}
     assert any("costs time" in w for w in words(versions(runs, Spread(1.2, 1.1, 1.3))))
     assert any("too little to tell" in w for w in words(versions(runs, Spread(1.2, 0.9, 1.3))))

@@ -294,7 +294,7 @@ NEEDS: dict[str, PageNeed] = {
         _steps(60, False), 40.0, laptop_few=2, laptop_bucket_mb=2.0,
     ),
     "01.wide": PageNeed(
-        "images a rank", Trial(replace(SMALL_VIT, layers=2), 128),
+        "images a rank", Trial(replace(SMALL_VIT, layers=1), 128),
         _wide(*((h, n) for h in (4096, 2048, 1024, 512) for n in (64, 32, 16))), _replica,
         _steps(72, False), 60.0,
     ),

@@ -154,7 +154,7 @@ def boxes(
 def panel_title(ax: Axes, text: str, right: str = "") -> None:
     """Words just above the axes: `text` from the left, shrunk if it must, and `right` at the other end."""
     inches = ax.get_position().width * ax.figure.get_figwidth()  # type: ignore[union-attr]
-    room = inches - (text_inches(right, TEXT) + 0.15 if right else 0.0)
+    room = inches - (text_inches(right, TEXT) + 0.3 if right else 0.0)
     size = max(7.0, min(TEXT, TEXT * room / max(text_inches(text, TEXT), 1e-9)))
     ax.annotate(text, (0, 1), (0, 4), "axes fraction", "offset points", size=size, color=INK)
     if right:

@@ -140,6 +140,7 @@ def _legend(
     kind: Literal["box", "flat"] = "box" if hatch else "flat"
     keys = [Key(style, kind) for style in styles.values()] + [Key(STYLE["idle"], kind)]
     if any(len(chunks(p.by_rank[rank])) > 1 for p in pictures for rank in p.ranks):
-        keys.append(Key(STYLE["F"], "words", "paler: a later chunk or block"))
+        microbatches = any(e.microbatch >= 0 for p in pictures for e in p.events)  # else blocks in one pass
+        keys.append(Key(STYLE["F"], "words", f"paler: a later {'chunk' if microbatches else 'block'}"))
     keys += [Key(axis_style(axis), "line", f"{axis} lane") for axis in _axes(pictures) if axis]
     return [*keys, Key(EXPOSED, "hatch")] if exposed else keys

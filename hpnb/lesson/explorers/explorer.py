@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,8 @@ class Explorer:
         trade: (knob, reading) that show what the challenge trades.
         trade_names: of its two curves: the other knobs as they open, and as the answer has them.
         goal: of the challenge, for that reading; its axis is logarithmic if values are far apart.
+        trade_title: of that picture, where "reading over knob" is not enough.
+        trade_looks: names of all curves of the main picture, so that the same name looks the same in both.
 
     Attributes:
         readings: what was read at the present setting.
@@ -69,6 +71,8 @@ class Explorer:
         trade: tuple[str, str] | None = None,
         trade_names: tuple[str, str] = ("as it opens", "with the answer's other knobs"),
         goal: float | None = None,
+        trade_title: str = "",
+        trade_looks: Sequence[str] = (),
     ) -> None:
         import ipywidgets
 
@@ -76,6 +80,7 @@ class Explorer:
         self.solved = False
         self.answer, self._trade = dict(answer or {}), trade
         self._trade_names, self._goal = trade_names, goal
+        self._trade_title, self._trade_looks = trade_title, tuple(trade_looks)
         self._evaluate, self._knobs, self._challenge = readings, dict(knobs), challenge
         self._quiet, self._later = False, None  # type: bool, asyncio.TimerHandle | None
         self._lock = threading.Lock()  # newer kernels handle widgets in a thread of their own
@@ -119,8 +124,9 @@ class Explorer:
             knob, reading = self._trade
             places = dict(zip(self._trade_names, (start, setting), strict=True))
             middle = small_multiples.trade_off(
-                self.read, knob, self._knobs[knob], reading, places, self._goal
-            )
+                self.read, knob, self._knobs[knob], reading, places, self._goal,
+                self._trade_title, self._trade_looks,
+            )  # fmt: skip
             pictures.insert(1, (f"What changes with {knob.replace('_', ' ')}", middle))
         words = f"As it opens: {alt} Answer, {moved}: {answer_alt}"
         return small_multiples.stack(pictures), words

@@ -49,6 +49,7 @@ def overlapped_backward() -> Explorer:
         trade=("bucket", "exposed (%)"),
         trade_names=("10,000 tokens per rank", "50,000 tokens per rank"),
         goal=6.5,
+        trade_title="simulated · exposed share of the step, by bucket limit",
     ).display()
 
 

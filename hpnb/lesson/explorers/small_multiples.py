@@ -59,10 +59,13 @@ def trade_off(
     reading: str,
     settings: Mapping[str, Mapping[str, Any]],
     goal: float | None = None,
+    title: str = "",
+    names_of_looks: Sequence[str] = (),
 ) -> Figure:
     """`reading` over the stops of a knob, a curve for each of the `settings` of the others.
 
-    With a `goal`, a line at it, on a logarithmic axis where values are far apart.
+    With a `goal`, a line at it, on a logarithmic axis where values are far apart. A curve looks as it does in
+    a picture with the curves `names_of_looks`.
     """
     from hpnb.plot.canvas import Key
     from hpnb.plot.curves import CurvePanel, Series, curves, looks, set_ticks, write_values
@@ -73,7 +76,7 @@ def trade_off(
     stops = list(control.stops if isinstance(control, Slider) else control.options)
     shown = [*stops[:: -(-len(stops) // MOST_STOPS)], *(setting[knob] for setting in settings.values())]
     stops = [stop for stop in stops if stop in shown]  # the settings themselves are points of the curve
-    look, series = looks(settings), []
+    look, series = looks([*names_of_looks, *settings]), []
     names = any(isinstance(stop, str) for stop in stops)  # no order among them, so no line
     for i, (name, setting) in enumerate(settings.items()):
         beside = 0.2 * (i - (len(settings) - 1) / 2) if names else 0.0  # equal values would cover each other
@@ -96,7 +99,7 @@ def trade_off(
     panel = CurvePanel(series, ylabel=words, xlabel=knob.replace("_", " ") + of_knob, log=log, height=1.7)  # type: ignore[arg-type]
     wanted = "" if goal is None else f"goal: {goal:g} {unit}".rstrip()
     keys = [Key(OpStyle(INK, "", "", ":"), "line", wanted)] if goal is not None else []
-    figure = curves([panel], title=f"{label} over {knob.replace('_', ' ')}", more_keys=keys)
+    figure = curves([panel], title=title or f"{label} over {knob.replace('_', ' ')}", more_keys=keys)
     if goal is not None:
         figure.axes[0].axhline(goal, color=INK, linestyle=":", linewidth=1.4, label="goal")
     if apart:

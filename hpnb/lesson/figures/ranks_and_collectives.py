@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 import numpy as np
 from matplotlib import colormaps
@@ -58,7 +59,7 @@ def costs(
     series += [Series("fit", *fit, Look(INK))] if fit is not None else []
     heading = title if title is not None else f"cost of a message: {', '.join(s.name for s in series)}"
     panel = CurvePanel(series, "time", "xy", 2.9, xlabel="size of the tensor")
-    fig = curves([panel], title=heading)
+    fig = curves([panel], title=heading, right=0.5)  # half of the last tick is outside
     (ax,) = fig.axes
     low, high = ax.get_ylim()  # powers of ten alone would leave one tick of a short axis, or none
     log_ticks(ax.xaxis, lambda value: _short(units.byte_count(value)))
@@ -98,7 +99,7 @@ def waits(tl: Timeline, title: str | None = None, steps: int = 1) -> Figure:
     Args:
         tl: compute events, and either "wait" and "move" or all-reduces, which are then split by
             `Timeline.split_waits`.
-        steps: that the timeline has; bars are the mean of one.
+        steps: that the timeline has; bars are the medians of their parts.
 
     Raises:
         ValueError: the timeline holds neither.
@@ -107,17 +108,14 @@ def waits(tl: Timeline, title: str | None = None, steps: int = 1) -> Figure:
     if not _is_split(split):
         ops = ", ".join(sorted({e.op for e in tl.events})) or "nothing"
         raise ValueError(f'waits needs "wait" and "move", or "all_reduce" to split; this timeline has {ops}')
-    spent = {
-        rank: {part: seconds / steps for part, seconds in parts.items()}
-        for rank, parts in time_by_part(split).items()
-    }
+    spent = time_by_part(split, steps)
     straggler, verdict = find_straggler(spent)
     rows = {
         f"rank {rank}": [Bar(parts, words="◀ waits least" if rank == straggler else "")]
         for rank, parts in spent.items()
     }
     heading = title if title is not None else f"waiting is not moving: all-reduce · {tl.source}"
-    of = f" of a step, mean of {steps}" if steps > 1 else ""
+    of = f" of a step, medians of {steps}" if steps > 1 else ""
     panel = BarPanel(rows, "s", f"time{of} ({{unit}})", inside="length")
     looks = {part: STYLE[part] for part in PARTS}
     fig = bars([panel], looks, title=heading, caption=verdict, right=1.1)
@@ -129,14 +127,25 @@ def _is_split(tl: Timeline) -> bool:
     return any(e.op in ("wait", "move") for e in tl.events)
 
 
-def time_by_part(tl: Timeline) -> dict[int, dict[str, float]]:
-    """{rank: seconds of "compute", "wait" and "move"}."""
-    spent = {rank: dict.fromkeys(PARTS, 0.0) for rank in tl.ranks}
+def time_by_part(tl: Timeline, steps: int = 1) -> dict[int, dict[str, float]]:
+    """{rank: seconds of "compute", "wait" and "move"}; of several equal steps, the median of each part.
+
+    Raises:
+        ValueError: a part has more events than there are steps, so they cannot be told apart.
+    """
+    times: dict[int, dict[str, list[float]]] = {rank: {part: [] for part in PARTS} for rank in tl.ranks}
     for e in tl.events:
         part = "compute" if e.is_compute else e.op
         if part in PARTS:
-            spent[e.rank][part] += e.duration
-    return spent
+            times[e.rank][part].append(e.duration)
+    if steps == 1:
+        return {rank: {part: sum(t) for part, t in parts.items()} for rank, parts in times.items()}
+    if (most := max(len(t) for parts in times.values() for t in parts.values())) > steps:
+        raise ValueError(f"a rank has {most} events of one part in {steps} steps; record one of each a step")
+    return {
+        rank: {part: median([*t, *[0.0] * (steps - len(t))]) for part, t in parts.items()}
+        for rank, parts in times.items()
+    }
 
 
 def find_straggler(spent: dict[int, dict[str, float]]) -> tuple[int | None, str]:

@@ -10,19 +10,19 @@ from statistics import median
 
 from matplotlib.figure import Figure
 
-from hpnb.lesson.programs.step_timing import Spread, median_by, subtract_rounds
+from hpnb.lesson.programs.step_timing import Spread, divide_rounds, median_by, subtract_rounds
 from hpnb.plot.bars import Bar, BarPanel, bars
 from hpnb.plot.canvas import SMALL, WIDTH, Key, text_inches
 from hpnb.plot.curves import CurvePanel, Series, count, curves, looks, rule, set_ticks
 from hpnb.plot.grammar import CARD, CATEGORY, INK, SOFT, STYLE, OpStyle
 from hpnb.plot.timeline import timeline
-from hpnb.record import Timeline
+from hpnb.record import Event, Timeline
 from hpnb.theory import exposed_share
 
 ALONE, ALL_REDUCE = "step alone", "all-reduce alone"
 AFTER, DURING = "reduced after the backward", "reduced during the backward"
 LIMIT = 1.1  # below this ratio communication counts as free
-FILLING = "fill buckets, start messages"
+FOR_MESSAGES = "work for messages"
 _LAW_POINTS = 300
 
 
@@ -36,18 +36,38 @@ def median_round(rounds: Mapping[str, Sequence[Timeline]], version: str, other: 
 def versions(timelines: Mapping[str, Timeline], overlap: Spread) -> Figure:
     """The versions above each other; `overlap` is the ratio of the last two, which decides the title.
 
-    What a rank computes for the messages is filling buckets and starting all-reduces, so it is called that.
+    Filling buckets, starting all-reduces and what is left to do after the last of them is one kind of work.
     """
     results = {
         "faster": "Buckets save time, and overlap saves more",
         "slower": "Buckets save time; overlap costs time here",
         "cannot tell": "Buckets save time; overlap changes too little to tell",
     }
-    named = [
-        replace(tl, events=tuple(replace(e, op=FILLING) if e.op == "compute" else e for e in tl.events))
-        for tl in timelines.values()
-    ]
+    named = map(_name_work, timelines.values())
     return timeline(*named, names=list(timelines), exposed=True, bubble=None, title=results[overlap.verdict])
+
+
+def _name_work(tl: Timeline) -> Timeline:
+    """The timeline with FOR_MESSAGES in place of "compute" and of what a backward does after its messages."""
+    ends = {rank: [e.end for e in tl.by_rank[rank] if not e.is_compute] for rank in tl.ranks}
+
+    def name(e: Event) -> Event:
+        last = max(ends[e.rank], default=math.inf)
+        return replace(e, op=FOR_MESSAGES) if e.op == "compute" or (e.op == "B" and e.start >= last) else e
+
+    return replace(tl, events=tuple(map(name, tl.events)))
+
+
+def divide_makespans(steps: Sequence[Timeline], others: Sequence[Timeline]) -> Spread:
+    """How many times as long one version's step takes as another's, divided within each round."""
+    return divide_rounds([tl.makespan for tl in steps], [tl.makespan for tl in others])
+
+
+def count_messages(timelines: Mapping[str, Timeline]) -> dict[str, int]:
+    """{"a": all-reduces of a rank in a step of version A, ...}."""
+    return {
+        name[0].lower(): len(tl.select(["all_reduce"]).by_rank[tl.ranks[0]]) for name, tl in timelines.items()
+    }
 
 
 def backward_seconds(timelines: Mapping[str, Timeline]) -> dict[str, float]:
@@ -60,12 +80,12 @@ def backward_seconds(timelines: Mapping[str, Timeline]) -> dict[str, float]:
     return seconds
 
 
-def free_words(during: int | None, after: int | None, most: int) -> dict[str, str]:
-    """From how many tokens on a step is free, in words; None is more than the `most` that were measured."""
-    return {
-        way: f"more than {most:,}" if tokens is None else f"{tokens:,}"
-        for way, tokens in {"during": during, "after": after}.items()
-    }
+def limit_words(first_free: int | None, measured: Sequence[int]) -> str:
+    """Between which of the `measured` tokens a step becomes free, in words; None is above all of them."""
+    if first_free is None:
+        return f"more than {max(measured):,}"
+    below = [tokens for tokens in measured if tokens < first_free]
+    return f"between {max(below):,} and {first_free:,}" if below else f"at most {first_free:,}"
 
 
 def count_verdicts(ratios: Mapping[int, Spread]) -> dict[str, int]:

@@ -171,11 +171,9 @@ def measure_activations(
     model, batch = vit_and_batch(size, images, dtype)
     pipe = hpnb.Pipeline(model, all_ranks("pp"), schedule, microbatch_loss)
     pipe.step(batch, record=False)
-    with hpnb.record.traffic() as t:
+    with hpnb.record.traffic() as t, hpnb.record.memory(pipe.module) as recorder:
         pipe.step(batch, record=False)
     sends = [message for message in t.messages if message.op == "send"]
-    with hpnb.record.memory(pipe.module) as recorder:
-        pipe.step(batch, record=False)
     peak = recorder.profile().peak_of("activations")
     return float(peak), sum(message.bytes for message in sends), len(sends)
 
@@ -277,7 +275,8 @@ def replay_on_link(tl: Timeline, schedule: Schedule, link: Link, message: float)
 def record_race(
     name: str, predicted: Mapping[str, float], steps: Mapping[str, Timeline], spreads: Mapping[str, float]
 ) -> None:
-    """Record which schedules are faster beyond the spread, and which comes first; add all to the ledger."""
+    """Record which schedules are faster beyond the spread, which comes first, and the step of each if a rank
+    worked as long as under 1F1B; add all to the ledger."""
     makespans = {schedule: tl.makespan for schedule, tl in steps.items()}
     faster = faster_pairs(makespans, spreads)
     first = {
@@ -285,7 +284,12 @@ def record_race(
         "run": min(makespans, key=makespans.__getitem__),
     }
     words = ", ".join(faster) or "no schedule is faster than another"
-    record("02.race", {"faster": words, "first": first})
+    work = compute_seconds(steps["1f1b"])
+    if_equal = {
+        f"{schedule}-with-work-of-1f1b": (work / (1 - tl.bubble_fraction), "s")
+        for schedule, tl in steps.items()
+    }
+    record("02.race", {"faster": words, "first": first, **if_equal})
     add_to_ledger(name, predicted, steps)
 
 

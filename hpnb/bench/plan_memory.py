@@ -112,7 +112,7 @@ class MemoryRow:
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured, each of its fullest rank."""
+        """Predicted over measured, both of their fullest rank."""
         return max(sum(parts.values()) for parts in self.predicted) / self.ranks[self.fullest].peak
 
 
@@ -261,8 +261,8 @@ def format_row(row: MemoryRow) -> Iterator[str]:
     )
     yield f"      rank {row.fullest}: {fullest.operator or 'counted'}; predicted / measured by rank: {peaks}"
     for phase in fullest.phases:
-        held = " ".join(f"{_SHORT[name]} {nbytes / 1e9:.3f}" for name, nbytes in phase.held.items() if nbytes)
-        yield f"      to {phase.until:6} peak {phase.peak / 1e9:.3f}, begun with {held}"
+        started = " ".join(f"{_SHORT[name]} {n / 1e9:.3f}" for name, n in phase.at_start.items() if n)
+        yield f"      to {phase.until:6} peak {phase.peak / 1e9:.3f}, started with {started}"
     for category, what, nbytes in fullest.tensors:
         yield f"      {nbytes / 1e9:8.3f} GB  {category:12} {what}"
 

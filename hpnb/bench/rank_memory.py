@@ -69,11 +69,11 @@ class MemoryCase:
 class Phase:
     """Until a moment of a step: bytes in use at its start by category, and at most.
 
-    `held` counts what is neither a weight nor a gradient nor optimizer state as activations.
+    `at_start` counts what is neither a weight nor a gradient nor optimizer state as activations.
     """
 
     until: str
-    held: dict[str, int]
+    at_start: dict[str, int]
     peak: int
 
 
@@ -126,12 +126,12 @@ def _measure(name: str, case: MemoryCase, optimized: bool, trace: bool) -> RankM
     leftover = torch.cuda.memory_allocated() if on_gpu else 0
     workspaces = _measure_workspaces()
     phases: list[Phase] = []
-    watched: list[dict[str, int]] = []  # what is held since the last moment, in the step that is measured
+    watched: list[dict[str, int]] = []  # bytes in use at the last moment, in the step that is measured
 
     def look(moment: str) -> None:
         if watched:
             phases.append(Phase(moment, watched[-1], torch.cuda.max_memory_allocated() - leftover))
-            watched.append(_held(training, leftover))  # resets the peak
+            watched.append(_bytes_in_use(training, leftover))  # resets the peak
 
     training = build_training(name, case.task(name), case.parallel, case.dtype, optimized, look)
     training.step()
@@ -139,7 +139,7 @@ def _measure(name: str, case: MemoryCase, optimized: bool, trace: bool) -> RankM
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        watched.append(_held(training, leftover))
+        watched.append(_bytes_in_use(training, leftover))
         training.step()
         watched.clear()
         reserved = torch.cuda.memory_reserved()
@@ -148,7 +148,7 @@ def _measure(name: str, case: MemoryCase, optimized: bool, trace: bool) -> RankM
         if trace:
             operator, groups = _trace(training)
         fullest = max(phases, key=lambda phase: phase.peak)
-        parts = {**fullest.held, "temporary": fullest.peak - sum(fullest.held.values())}
+        parts = {**fullest.at_start, "temporary": fullest.peak - sum(fullest.at_start.values())}
     else:
         with training.recording() as recorder:
             training.step()
@@ -170,7 +170,7 @@ def _measure_workspaces() -> int:
     return torch.cuda.memory_allocated() - before
 
 
-def _held(training: RankTraining, leftover: int) -> dict[str, int]:
+def _bytes_in_use(training: RankTraining, leftover: int) -> dict[str, int]:
     """Bytes in use now."""
     with training.recording() as recorder:
         pass
@@ -240,7 +240,7 @@ def _place(entry: dict[str, Any]) -> str:
 
 
 def _release() -> None:
-    """Return what an earlier case held, compiled code and the workspaces of matmuls included."""
+    """Return what an earlier case allocated, compiled code and the workspaces of matmuls included."""
     torch.compiler.reset()
     for _ in range(2):  # what a finalizer drops is collected in the second round
         gc.collect()

@@ -1,11 +1,9 @@
 """The memory of any `ModelShape` on any layout: bytes of the fullest rank, by category.
 
-The peak is the largest of a few moments, since gradients are not there yet when activations are most:
-
-    turn      activations of all microbatches in flight, and the loss; gradients of earlier microbatches
-    blocks    the backward of the last block, and of the first, by when the others' activations have gone
-    end       all gradients, and no activations
-    update    the same, and what Adam copies for one pass over memory
+The peak is the largest of the moments of `step_memory`, since gradients are not there yet when activations
+are most. This module has what hpnb's programs take at them. Of the blocks, the last and the first are looked
+at, since the bytes between them change evenly. At the turn there are the activations of all microbatches in
+flight, and the gradients of earlier ones; in the step there is what Adam copies for one pass over memory.
 
 States are 2 + 2 + 12 bytes a parameter by ZeRO stage (`model_states`), sharded over dp x cp, and experts'
 over the ranks that have the same. Gradients, with w bytes in each of P parameters of a rank:
@@ -30,7 +28,7 @@ from hpnb.theory.layout_step import BUCKET_BYTES
 from hpnb.theory.model_states import model_states
 from hpnb.theory.plan_step import is_eager, last_rank, rank_blocks
 from hpnb.theory.plan_task import PlanTask
-from hpnb.theory.step_memory import Moment, StepMemory
+from hpnb.theory.step_memory import StepMemory, StepTerms, step_moments
 
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary")
 USABLE = 0.92  # of a GPU's memory: the rest is CUDA's context, NCCL's buffers and fragments
@@ -111,47 +109,42 @@ def rank_moments(task: PlanTask, layout: ParallelLayout, rank: int, compiled: bo
         kept_between, added_up, complete = task.software.gradient_bytes * (dense + experts), 0.0, 0.0
 
     tokens = b * task.sequence / layout.cp
-    kept, entry = block_bytes(task, layout, compiled), w * tokens * model.hidden
+    block_kept, entry = block_bytes(task, layout, compiled), w * tokens * model.hidden
     passed = entry / (t if layout.sequence_parallel else 1)  # what one block gives the next
     recomputed = layout.recomputation == "full"
-    stored, inside = (passed, kept) if recomputed else (kept, 0.0)
-    earlier = (in_flight(layout, m, rank) - 1) * blocks * stored  # of other microbatches
+    stored, inside = (passed, block_kept) if recomputed else (block_kept, 0.0)
     routed = model.chosen * task.imbalance if model.experts else 1.0
     flow = inside + w * tokens * (3 * routed * model.mlp / t + 2 * model.hidden)
-    gathered = w * root if stage == 3 else 0.0
     head_kept, head_passing = _head_bytes(task, layout, compiled) if last else (0.0, 0.0)
     head_kept *= in_flight(layout, m, rank) if last else 0.0
-    waits = w * model.outputs * model.hidden / t if last and m == 1 else 0.0
     bucket = min(BUCKET_BYTES, full)
     sending = 2 * bucket if stage == 2 else one if stage == 3 and replicas > 1 else 0.0
-    workspaces = float(MATMUL_WORKSPACES) if compiled else 0.0
 
-    def at(name: str, gradients: float, activations: float, temporary: float) -> Moment:
-        return Moment(name, weights, kept_between + gradients, optimizer, activations, workspaces + temporary)
+    def passing(i: int) -> float:
+        gathering = (1 + min(1, i)) * one if stage == 3 else 0.0
+        return flow + gathering + (sending if i < blocks - 1 else 0.0)
 
-    def block(left: int) -> Moment:
-        """The backward of a block that `left` others, before it, have yet to follow."""
-        done = 1 - (left + 1) / blocks
-        mine = added_up or complete * done
-        around = gathered + ((1 + min(1, left)) * one if stage == 3 else 0.0) + (sending if done else 0.0)
-        return at(f"block {left}", mine, earlier + (left + 1) * stored, flow + waits + around)
-
-    ahead = one if stage == 3 else 0.0
-    turn = earlier + blocks * stored + head_kept
     masters = optimizer / 12 if w == 2 else 0.0  # float32 weights that this rank updates
     # Two passes of Adam may hold copies of gradients, and of weights where these stay as they are; eager, all
     # masters have gradients in float32.
     passes = 2 * min(ADAM_PASS, masters) * w * (1 if stage == 0 else 2)
-    updating = passes if compiled else 4 * masters
-    return StepMemory(
-        (
-            at("turn", added_up, turn, head_passing + gathered + ahead),
-            block(blocks - 1),
-            block(0),
-            at("end", max(complete, added_up), 0.0, waits + gathered + sending),
-            at("update", complete, 0.0, updating),
-        )
+    terms = StepTerms(
+        weights,
+        optimizer,
+        kept_gradients=kept_between,
+        added_gradients=added_up,
+        complete_gradients=complete,
+        other_microbatches=(in_flight(layout, m, rank) - 1) * blocks * stored,
+        head_kept=head_kept,
+        head_passing=head_passing,
+        table_gradient=w * model.outputs * model.hidden / t if last and m == 1 else 0.0,
+        gathered=w * root if stage == 3 else 0.0,
+        gathered_ahead=one if stage == 3 else 0.0,
+        sending=sending,
+        copies=passes if compiled else 4 * masters,
+        workspaces=float(MATMUL_WORKSPACES) if compiled else 0.0,
     )
+    return step_moments(terms, blocks, lambda n: n * stored, passing, (blocks - 1, 0))
 
 
 def _rank_parameters(

@@ -239,8 +239,8 @@ def stage_seconds(task: PlanTask, layout: ParallelLayout) -> list[dict[str, floa
     reduce = seconds("all_reduce", activation, t, link["tp"]) if t > 1 else 0.0
     block["tp"] = 2 * (forwards + 1) * reduce / (t if task.software.tp_overlap else 1)
     if task.software.gradient_bytes == 4:  # a matmul adds to a float32 gradient
-        held = model.block_parameters - model.expert_parameters * (1 - 1 / layout.ep)
-        block["memory"] += 8 * held / t / task.cluster.memory_bandwidth
+        parameters = model.block_parameters - model.expert_parameters * (1 - 1 / layout.ep)
+        block["memory"] += 8 * parameters / t / task.cluster.memory_bandwidth
     stages = [{part: n * value for part, value in block.items()} for n in rank_blocks(model.layers, layout)]
     if p > 1:
         for times in stages:

@@ -1,16 +1,21 @@
-"""What a training step of a language model takes at its peak: states, activations, temporary buffers.
+"""What a training step takes at its peak: states, activations, temporary buffers, at a few moments.
 
     start --- forward ---> turn --- backward of block L-1 ... 0 ---> end --- step --->
               activations  |  logits                             gradients    16-bit weights: float32
               grow         |  three times                        complete     gradients of master weights
 
-For the T = b s tokens of one rank, values of w bytes, and P parameters on N ranks, the peak is the largest of
+The peak is the largest of these moments (`step_moments`), whatever the model and the program:
 
-    turn      the activations of all blocks, L x `tensor_memory.activation_terms`, and
-              12 V T: float32 log-probabilities, and two gradients of that size
+    turn      the activations of all blocks, and of the outputs and the loss
     block i   the activations of the blocks up to i, and the gradients that flow around block i
     end       all gradients, and no activations
-    step      4 bytes more for every parameter of this rank, if master weights step 16-bit weights
+    step      the same, and what the optimizer copies
+
+Two programs fill them with terms. `step_memory` has those of an eager GPT-2 on the T = b s tokens of one
+rank, with values of w bytes: its blocks keep L x `tensor_memory.activation_terms`, its loss 12 V T (float32
+log-probabilities, and two gradients of that size), and master weights take 4 bytes more for every parameter
+of a rank while they step 16-bit weights. `plan_memory` has those of any transformer in any layout, as hpnb
+trains it: compiled blocks, a loss in chunks, pipelines, experts and an optimizer in passes.
 
 A recomputed block keeps only its input, w T h, and all its activations during its backward. The gradient of
 tied embeddings, w V h, starts with the head and waits for the embedding's half until the end. In stage 3 the
@@ -24,11 +29,46 @@ to its reduction, and 1/N of it until the next step starts. Rajbhandari et al. 2
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 
 from hpnb.theory.model_states import model_states
 from hpnb.theory.tensor_memory import activation_terms
 from hpnb.theory.transformer import Block
+
+
+@dataclass(frozen=True)
+class StepTerms:
+    """What the moments of a step are made of, in bytes on one rank.
+
+    Attributes:
+        weights, optimizer, workspaces: at every moment.
+        kept_gradients: from step to step.
+        added_gradients: that all microbatches add to, until the last backward reduces them.
+        complete_gradients: at the end of the backward, besides those that are kept.
+        other_microbatches: activations of those in flight.
+        head_kept, head_passing: of outputs and loss, for the backward, and while they are computed.
+        table_gradient: of tied embeddings, from the head's backward to the embedding's.
+        gathered: weights outside of blocks, where weights are sharded.
+        gathered_ahead: blocks that are gathered when the backward begins.
+        sending: gradients that are sent at the end.
+        copies: of the optimizer.
+    """
+
+    weights: float
+    optimizer: float
+    kept_gradients: float = 0.0
+    added_gradients: float = 0.0
+    complete_gradients: float = 0.0
+    other_microbatches: float = 0.0
+    head_kept: float = 0.0
+    head_passing: float = 0.0
+    table_gradient: float = 0.0
+    gathered: float = 0.0
+    gathered_ahead: float = 0.0
+    sending: float = 0.0
+    copies: float = 0.0
+    workspaces: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +101,41 @@ class StepMemory:
     def peak(self) -> float:
         """Bytes."""
         return self.fullest.total
+
+
+def step_moments(
+    terms: StepTerms,
+    layers: int,
+    kept: Callable[[int], float],
+    passing: Callable[[int], float],
+    blocks: Iterable[int],
+) -> StepMemory:
+    """The moments of a step through some blocks, in order of time.
+
+    Args:
+        kept: bytes that the first n of its blocks keep of a microbatch, by n.
+        passing: bytes that the backward of block i needs and gives back, by i.
+        blocks: whose backward is looked at, of 0 to layers - 1, the last first.
+    """
+
+    def at(name: str, gradients: float, activations: float, temporary: float) -> Moment:
+        return Moment(
+            name, terms.weights, terms.kept_gradients + gradients, terms.optimizer, activations,
+            terms.workspaces + temporary,
+        )  # fmt: skip
+
+    added, complete, around = terms.added_gradients, terms.complete_gradients, terms.gathered
+    moments = [
+        at("turn", added, terms.other_microbatches + kept(layers) + terms.head_kept,
+           terms.head_passing + around + terms.gathered_ahead)
+    ]  # fmt: skip
+    around += terms.table_gradient
+    for i in blocks:
+        share = added or (layers - 1 - i) / layers * complete
+        moments.append(at(f"block {i}", share, terms.other_microbatches + kept(i + 1), around + passing(i)))
+    moments.append(at("end", max(added, complete), 0.0, around + terms.sending))
+    moments.append(at("step", complete, 0.0, terms.copies))
+    return StepMemory(tuple(moments))
 
 
 def step_memory(
@@ -115,33 +190,34 @@ def step_memory(
     kept = sum(activation_terms(block, mlp_copies=mlp_copies).values())
     head = 2 * w * tokens * h + 8 * tokens  # the last norm's input, its output, and its statistics
     logits = 4.0 * vocab_size * tokens
-    waits = w * vocab_size * h
     flow = w * tokens * (3 * block.mlp + 2 * h)  # of an MLP's inner values three, and what goes around
-    gathered = w * root if stage == 3 else 0.0
 
     def before(i: int) -> float:
         """What the first i blocks keep."""
         again = min(i, recompute)
         return again * w * tokens * h + (i - again) * kept
 
-    def at(name: str, done: float, activations: float, temporary: float) -> Moment:
-        share = gradients if stage < 2 else done * gradients
-        return Moment(name, weights, share, optimizer, activations, temporary)
-
-    ahead = one * min(prefetch, layers) if stage == 3 else 0.0
-    moments = [at("turn", 0.0, before(layers) + head + logits, 2 * logits + gathered + ahead)]
-    for i in reversed(range(layers)):
+    def passing(i: int) -> float:
         stored = before(i + 1) - before(i)
         inside = kept - stored if i < recompute else 0.0
-        passing = waits + gathered + flow + inside
         if stage == 3:
-            passing += one * (1 + min(prefetch, i)) + (4 / 3 * one if i < layers - 1 else 0.0)
+            gathering = one * (1 + min(prefetch, i)) + (4 / 3 * one if i < layers - 1 else 0.0)
         else:
-            passing += bucket * min(2 if stage == 2 else 1, layers - 1 - i)
-        moments.append(at(f"block {i}", (layers - 1 - i) / layers, before(i + 1), passing))
-    sending = 2 * bucket if stage == 2 else 2 * one if stage == 3 else 0.0
-    moments.append(at("end", 1.0, 0.0, waits + gathered + sending))
-    # Masters of 16-bit weights get float32 gradients; offloaded ones get them elsewhere.
-    wide = 4.0 * parameters / (ranks if stage else 1) if w < 4 and not offload else 0.0
-    moments.append(at("step", 1.0, 0.0, wide))
-    return StepMemory(tuple(moments))
+            gathering = bucket * min(2 if stage == 2 else 1, layers - 1 - i)
+        return flow + inside + gathering
+
+    terms = StepTerms(
+        weights,
+        optimizer,
+        kept_gradients=gradients if stage < 2 else 0.0,
+        complete_gradients=gradients if stage >= 2 else 0.0,
+        head_kept=head + logits,
+        head_passing=2 * logits,
+        table_gradient=w * vocab_size * h,
+        gathered=w * root if stage == 3 else 0.0,
+        gathered_ahead=one * min(prefetch, layers) if stage == 3 else 0.0,
+        sending=2 * bucket if stage == 2 else 2 * one if stage == 3 else 0.0,
+        # Masters of 16-bit weights get float32 gradients; offloaded ones get them elsewhere.
+        copies=4.0 * parameters / (ranks if stage else 1) if w < 4 and not offload else 0.0,
+    )
+    return step_moments(terms, layers, before, passing, reversed(range(layers)))

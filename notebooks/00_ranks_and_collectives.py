@@ -18,7 +18,7 @@
 # [![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/hpnb/hpnb/blob/main/notebooks/00_ranks_and_collectives.ipynb)
 #
 # **The question.** When several GPUs train one model, each computes on its own data, and then all of them must agree
-# on one result. To agree they send each other bytes. How many bytes, how many seconds, and who waits for whom?
+# on one result. How many bytes, how many seconds, and who waits for whom?
 #
 # **You will be able to** run code on several processes from a notebook cell; say what a collective leaves on each
 # rank and how many bytes it sends; write a ring all-reduce; predict its time from latency and bandwidth; find the
@@ -90,13 +90,20 @@ x = torch.full((2,), float(hpnb.rank()), device=hpnb.device())  # (2,)
 x
 
 # %% [markdown]
-# In the next cell `N` belongs to the notebook and `x` to the ranks. Results appear as ranks finish.
+# In the next cell rank 0 *sends* its tensor to rank 1, which *receives* it into `x`. Each
+# call returns when its tensor may be used again.
 
 # %%
 # %%ranks
-N * x
+if hpnb.rank() == 0:
+    dist.send(x + N, dst=1)  # x belongs to the rank, N to the notebook
+elif hpnb.rank() == 1:
+    dist.recv(x, src=0)
+x
 
 # %% [markdown]
+# Only rank 1's `x` has changed.
+#
 # <details><summary>Where a variable lives</summary>
 #
 # If a `%%ranks` cell uses a variable from the notebook, such as `N`, each rank gets a
@@ -131,8 +138,9 @@ N * x
 # ## Collectives: what each rank holds before and after
 #
 # Ranks send in pairs or, more often, by a *collective*: an operation that all ranks of a group call together. A *group* is a list of ranks with message channels of its own; the default
-# group is all ranks. The table is for n ranks and a tensor of S bytes. Its last column is the least that a rank must
-# send. For a broadcast it is the mean over the ranks, because n-1 of them must receive S bytes.
+# group is all ranks. The table is for n ranks and a tensor of S bytes. Its last column is the least that every rank must
+# send. Only in a broadcast need ranks not send equally. There n-1 ranks receive S bytes each, so (n-1) S bytes are sent in
+# all, and the column has the mean, (n-1)/n S.
 #
 # | collective | input of each rank | each rank gets | bytes that leave a rank |
 # |---|---|---|---|
@@ -167,7 +175,7 @@ lesson.predict(
     f"All-reduce a tensor of 4 MB over {N} ranks: how many bytes leave each rank?",
     guess=None,
     unit="B",
-    kind="identity",
+    kind="identity",  # one answer is exact
     rule_of_thumb=4 * VALUES,
 )
 
@@ -176,7 +184,7 @@ lesson.predict(
 # it most, because gradients that were computed on different data must be added.
 #
 # The cell ends with a question, `lesson.predict`. Write a number for `guess` before you read on. Until you do, the page
-# scores a rule of thumb: each rank sends its tensor once. `kind="identity"` says that one answer is exact. Later
+# scores a rule of thumb: each rank sends its tensor once. Later
 # `lesson.reveal` shows the answer beside the formula's number, *predicted*, and `lesson.claim` marks a true statement ✓.
 #
 # **Takeaway.** What each rank holds before and after defines a collective. An all-reduce is a reduce-scatter and an
@@ -230,8 +238,7 @@ lesson.check(exercises.halves, all_reduce)
 # ```
 #
 # 1. *Reduce-scatter*, n-1 steps. Each rank adds the chunk that it receives to its own copy of that chunk. A chunk
-#    collects one part from every rank as it travels, so afterwards each rank holds one finished chunk. In the cell
-#    below rank r finishes chunk r + 1.
+#    collects one part from every rank as it travels, so afterwards each rank holds one finished chunk.
 # 2. *All-gather*, n-1 steps. The finished chunks go round once more, and each rank keeps what it receives.
 #
 # The cell yields the chunks after every step. A step starts its send and its receive together. A send may finish only
@@ -247,7 +254,7 @@ def send_right(chunk):
     sending = dist.P2POp(dist.isend, chunk, (rank + 1) % n)
     receiving = dist.P2POp(dist.irecv, received, (rank - 1) % n)
     for transfer in dist.batch_isend_irecv([sending, receiving]):  # starts both
-        transfer.wait()  # until it is done
+        transfer.wait()  # before it returns, touch neither tensor
     return received
 
 
@@ -266,7 +273,7 @@ def ring_steps(x):
 
 # %% [markdown]
 # If the tensor holds only ones, a chunk's value is the number of ranks whose part it contains already.
-# The figure skips most of the all-gather. On other numbers we compare with the library.
+# On other numbers we compare with the library.
 
 
 # %%
@@ -343,11 +350,12 @@ lesson.claim("of 4 MB gloo sends under 1 % more than a ring", (more, "<", 1))
 # <details><summary>Does gloo really use a ring?</summary>
 #
 # The bytes alone do not prove it, because other algorithms send as many. gloo's source does: a ring is the default in
-# `gloo/allreduce.cc`. It sends each chunk in two halves, so that a rank can add one half while the other travels. For
-# <data value="00.ran.ranks">4</data> ranks the extra bytes fit that too: a header has 48 bytes, and there are three for each half of a chunk.
+# `gloo/allreduce.cc`. It sends each chunk in two halves, so that a rank can add one half while the other travels. The
+# extra bytes fit that too. In a ring of 4 ranks a rank sends 6 chunks, or 12 halves. Each half comes with three headers
+# of 48 bytes, and 12 · 3 · 48 = 1,728 bytes.
 # </details>
 #
-# None of this is about GPUs. Where a later page counts a collective, read "as a ring would send it".
+# Where a later page counts a collective, it counts what a ring would send.
 #
 # <details><summary>What NCCL sends</summary>
 #
@@ -411,8 +419,8 @@ lesson.check(exercises.doubling, doubling_all_reduce)
 # %% [markdown]
 # ## Latency and bandwidth
 #
-# A ring sends the same bytes on every machine. The seconds depend on the *link* between the ranks: NVLink or PCIe
-# inside a node; a slower network, InfiniBand or Ethernet, between nodes; loopback on a CPU. Two numbers describe it.
+# A ring sends the same bytes on every machine. The seconds depend on the *link* between the ranks, such as NVLink
+# between the GPUs of a node or Ethernet between nodes. Two numbers describe it.
 # *Latency* α is the time that even an empty message takes. *Bandwidth* B is how many bytes follow each second. A message
 # of b bytes takes
 #
@@ -431,17 +439,18 @@ lesson.check(exercises.doubling, doubling_all_reduce)
 #
 # A FLOP is one floating-point operation. So ρ is how many FLOP a rank could have computed while it sent one byte.
 #
-# At T tokens on each rank, the all-reduce of a transformer's gradients takes $2\rho / (3T)$ times as long as its
-# computing, if both run at their peak rates.
+# A transformer computes on *tokens*, such as pieces of words or patches of images. With T tokens on each rank, the
+# all-reduce of its gradients takes $2\rho / (3T)$ times as long as its computing, if both run at their peak rates.
 #
 # <details><summary>Where 2ρ / (3T) comes from</summary>
 #
-# With P parameters, forward and backward compute about 6 P FLOP for each token, 6 P T together. The bf16 gradients have
-# 2 P bytes, and a ring sends at most 4 P from a rank. They cost as much time as 4 P ρ FLOP. P cancels.
+# The forward multiplies and adds once for each of P parameters and each token, which is 2 P FLOP. The backward does twice
+# as much. Together that is 6 P FLOP a token, or 6 P T. The bf16 gradients have 2 P bytes, so a ring sends at most 4 P
+# bytes from a rank. That takes as long as 4 P ρ FLOP. The ratio is 4 P ρ / (6 P T), and P cancels.
 # </details>
 #
 # The cell measures a *machine card* with all ranks at work: it times all-reduces of many sizes, fits α and B to them,
-# and times a matrix product. Later pages reuse the card.
+# and times a matrix product.
 
 # %%
 card = lesson.machine_card(N, DEVICE)
@@ -469,12 +478,11 @@ question = "100 all-reduces of 80 kB instead of one of 8 MB: how many times as l
 lesson.predict("00.many-calls", question, guess=None, rule_of_thumb=1)
 
 # %% [markdown]
-# On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">810 µs</data>, a bandwidth of <data value="00.card.bandwidth">1.05 GB/s</data> and a
-# knee at <data value="00.card.knee">3.42 MB</data>. On average the dots are at <data value="00.fit.left:.2f">1.02</data> times the curve left of the knee, and at
-# <data value="00.fit.right:.2f">1.04</data> times the curve right of it. Two numbers cannot follow every bend, so read α and B as averages over
-# these sizes.
+# On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">1.93 ms</data>, a bandwidth of <data value="00.card.bandwidth">219 MB/s</data> and a
+# knee at <data value="00.card.knee">1.69 MB</data>. On average the dots are at <data value="00.fit.left:.2f">1.11</data> times the curve left of the knee, and at
+# <data value="00.fit.right:.2f">1.00</data> times the curve right of it.
 #
-# A byte costs <data value="00.card.rho:,.0f">75</data> FLOP here. On an H200 it costs <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and
+# A byte costs <data value="00.card.rho:,.0f">71</data> FLOP here. On an H200 it costs <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and
 # <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data> over 10 Gb Ethernet. With 16,384 tokens on each rank, $2\rho / (3T)$ is then
 # <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink and <data value="00.share.ethernet-10-gb:.0f">32</data> over Ethernet.
 #
@@ -515,13 +523,14 @@ lesson.reveal("00.many-calls", took_100 / took, predicted=expected_100 / expecte
 lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">", took))
 
 # %% [markdown]
-# One call took <data value="00.calls.1-call-of-8-mb.measured">16.4 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">539 ms</data>:
-# <data value="00.many-calls:.1f">32.9</data> times as long for the same bytes. Each small call lies left of the knee and pays the latency again. That is why notebook 01
+# One call took <data value="00.calls.1-call-of-8-mb.measured">27.9 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">786 ms</data>:
+# <data value="00.many-calls:.1f">28.2</data> times as long for the same bytes. Each small call lies left of the knee and pays the latency again. That is why notebook 01
 # collects gradients in *buckets*, each of many tensors that go in one call.
 #
-# The formula says <data value="00.many-calls.predicted:.1f">30.6</data>. The one call took <data value="00.off.one:.2f">1.01</data> times its prediction, and the hundred took <data value="00.off.hundred:.2f">1.08</data> times
-# theirs. An error that both share cancels in the factor, such as a busier machine during the fit. An error of α or of B
-# alone does not. So trust the formula for which of the two is slower, and measure where you need the factor.
+# The formula says <data value="00.many-calls.predicted:.1f">18.3</data>. The one call took <data value="00.off.one:.2f">0.42</data> times its prediction, and the hundred took <data value="00.off.hundred:.2f">0.65</data> times
+# theirs. If the machine was busier during the fit, both predictions are too long by the same factor, and their ratio is
+# still right. If only α or only B is wrong, the ratio is wrong too. So trust the formula for which of the two is slower,
+# and measure how much slower it is.
 #
 # <details><summary>On a laptop</summary>
 #
@@ -560,8 +569,6 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 
 # %%
 lesson.explorers.all_reduce_cost()
-times = {"time (s)": (expected, took)}  # of the one call, for the table in notebook 08
-lesson.ledger.add("00", Layout(dp=N), "all-reduce of 8 MB", times, card.hardware)
 
 # %% [markdown]
 # **Takeaway.** A call costs latency, its bytes cost bandwidth. The knee n α B tells which you pay for.
@@ -609,17 +616,18 @@ lesson.check(exercises.bucket, bucket_bytes)
 #
 # A profiler shows wait and move as **one** bar, named all-reduce. We split it when the last rank arrives: before that
 # moment a rank *waits*, afterwards bytes *move*. A rank that keeps the others waiting is a *straggler*. We make one: rank 1
-# sleeps 100 ms longer than the others, as if it read from a slow disk.
+# sleeps 100 ms longer than the others.
 #
-# A `Layout` arranges ranks as a grid and says how many lie along each axis; here all lie along `dp`, the axis
-# of data parallelism. `Mesh(layout).dp` is the group along that axis, and its `rank` is this rank's number in it.
+# A `Layout` arranges ranks as a grid and says how many lie along each axis. Here all lie along `dp`: in *data
+# parallelism* (notebook 01) each rank trains a copy of the model on its own data. `Mesh(layout).dp` is the group along
+# that axis, and its `rank` is this rank's number in it.
 #
 # The cell runs three cases with 8 MB: all ranks at once, all after a pause of 30 ms, and rank 1 late. It records a
-# *timeline*, the start and end of each event on each rank. The figure shows the last case, as means over the steps.
+# *timeline*, the start and end of each event on each rank. The figure shows the last case, as medians over the steps.
 
 # %%
 question = f"Rank 1 of {N} is slow. Which rank has the SHORTEST all-reduce bar?"
-answer = {"guess": None, "kind": "ranking", "rule_of_thumb": [0]}
+answer = {"guess": None, "kind": "ranking", "rule_of_thumb": ["rank 0"]}
 lesson.predict("00.shortest-bar", question, **answer)
 
 
@@ -634,6 +642,7 @@ def record_steps(cases, steps=5):
                 comm.barrier(axis)  # dist.barrier, and notes itself in the timeline
                 with recorder.span("compute"):  # notes this block, under a name
                     time.sleep(pause + late * (axis.rank == 1))
+                # -1: it belongs to no pipeline stage and no microbatch (notebook 02)
                 with recorder.span("all_reduce", -1, -1, "dp", sent, axis.ranks):
                     dist.all_reduce(gradient, group=axis.group)
                 gradient[0].item()  # a GPU runs behind its process: wait for it
@@ -648,10 +657,12 @@ late = recorded["rank 1 late"]
 title = "measured · compute is a sleep; rank 1 sleeps longest and waits least"
 lesson.show(figures.waits(late, title=title, steps=5))
 reduces = late.select(["all_reduce"]).by_rank
-costs = {rank: sum(e.duration for e in events) for rank, events in reduces.items()}
+costs = {f"rank {r}": sum(e.duration for e in events) for r, events in reduces.items()}
 order = sorted(costs, key=costs.get)
-lesson.reveal("00.shortest-bar", order, predicted=[1], costs=costs)
-lesson.claim("the late rank has the shortest all-reduce", order[0] == 1)
+lesson.reveal("00.shortest-bar", order, predicted=["rank 1"], costs=costs)
+lesson.claim("the late rank has the shortest all-reduce", order[0] == "rank 1")
+times = {"time (s)": (expected, took)}  # of the one 8 MB call, for notebook 08's table
+lesson.ledger.add("00", Layout(dp=N), "all-reduce of 8 MB", times, card.hardware)
 
 # %% [markdown]
 # The straggler has the *shortest* all-reduce, wait and move together, because it arrives last and waits for nobody.
@@ -686,23 +697,26 @@ waiting, moving = wait["rank 1 late"], move["rank 1 late"]
 lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", moving))
 
 # %% [markdown]
-# Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">100 ms</data> in an all-reduce. Then the bytes moved in
-# <data value="00.bar.rank-1-late.measured-move">10.7 ms</data>. A faster link shortens only the move: on simulated NVLink it takes <data value="00.replay.nvlink-4.move">44.7 µs</data>. The
-# wait stays at <data value="00.replay.nvlink-4.wait">100 ms</data>, because a replay keeps the recorded compute times.
+# Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">99.8 ms</data> in an all-reduce. Then the bytes moved in
+# <data value="00.bar.rank-1-late.measured-move">27.6 ms</data>. A faster link shortens only the move: on simulated NVLink it takes <data value="00.replay.nvlink-4.move">44.7 µs</data>. The
+# wait stays at <data value="00.replay.nvlink-4.wait">99.7 ms</data>, because a replay keeps the recorded compute times.
+#
+# For the move the formula says <data value="00.bar.at-once.predicted-move">66.5 ms</data>. It counts until the slowest rank is done, and the table has medians over all ranks.
 #
 # <details><summary>A copy that looked like a link</summary>
 #
 # The cell calls `dist.all_reduce`, which sums in place. `comm.all_reduce` first copies its tensor, and with it the wait was
-# not 100 ms, not even in the replay. The copy lies between the two recorded events. The early ranks copy at the same
-# moment and rank 1 copies alone, so their copies take differently long, and a replay keeps what lies between events.
+# not 100 ms, not even in the replay. The copy runs between the end of compute and the start of the all-reduce. The early
+# ranks copy at the same moment, and each of them is slower than rank 1, which copies alone. So the late rank catches up
+# a little, and a replay keeps the recorded time of the copies.
 # </details>
 #
 # <details><summary>How long does an 8 MB all-reduce take, then?</summary>
 #
-# We have several readings: <data value="00.bar.at-once.measured-move">13.0 ms</data> as a move at once, <data value="00.bar.after-a-pause.measured-move">12.4 ms</data> after a
-# pause, <data value="00.bar.rank-1-late.measured-move">10.7 ms</data> with rank 1 late, <data value="00.calls.1-call-of-8-mb.measured">16.4 ms</data> for the one call of the previous section, which includes waiting,
-# <data value="00.fit.large">16.2 ms</data> for the 8.4 MB of the fit, and <data value="00.bar.at-once.predicted-move">16.2 ms</data> by the formula. Ranks that share cores disturb each of them, so these few
-# readings do not show what a pause does.
+# Until the slowest rank is done, the one call of the previous section took <data value="00.calls.1-call-of-8-mb.measured">27.9 ms</data>, and the 8.4 MB of the fit took
+# <data value="00.fit.large">65.9 ms</data>. Over all ranks, the median move took <data value="00.bar.at-once.measured-move">32.3 ms</data> at once, <data value="00.bar.after-a-pause.measured-move">24.8 ms</data> after a pause and
+# <data value="00.bar.rank-1-late.measured-move">27.6 ms</data> with rank 1 late. Ranks that share cores add noise to each of these times, so the times do not show what a
+# pause does.
 #
 # On GPUs there are also *cold starts*. After a pause, the code that launches a call has left the caches, and GPUs and
 # links may be saving power. Before you blame a link, time the call with and without a pause before it.
@@ -923,4 +937,4 @@ lesson.check(exercises.hangs, (pass_on, log_mean, uneven_sum))
 # </details>
 #
 # **Next.** [Notebook 01](01_vit_data_parallel.ipynb) puts the model on every rank and all-reduces its gradients. It
-# asks when that costs no time at all, because the backward pass runs meanwhile.
+# asks when that costs no time at all.

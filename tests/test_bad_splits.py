@@ -19,6 +19,11 @@ SIZES: dict[str, Any] = {
     "vocab_size": 17, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32,
 }  # fmt: skip
+DEEPSEEK = {
+    "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "q_lora_rank": 8,
+    "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4,
+    "moe_intermediate_size": 8,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +98,9 @@ MODELS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], str]] = {
         "Ulysses gives each of 4 ranks a head, and an attention has 2 on a rank; use cp_size=2 or less, or "
         "context_parallel='ring'",
     ),
-    "experts in several stages with a balancing loss": (
-        2, "Mixtral", {"num_local_experts": 2, "output_router_logits": True}, {"pp_size": 2},
-        "with pp_size=2 no rank sees them: use 1, or config.output_router_logits=False",
+    "a balancing loss that the model does not have": (
+        2, "DeepseekV3", {**DEEPSEEK, "output_router_logits": True}, {"pp_size": 2},
+        "set it to False for a DeepseekV3ForCausalLM that has no such loss",
     ),
 }  # fmt: skip
 
@@ -115,6 +120,8 @@ def test_a_model_that_cannot_be_split(pools: RankPools, case: str) -> None:
     [
         ({"ep_size": 2, "tp_size": 4, "tp_mode": "2d"}, "use tp_mode='1d' with ep_size=2, not '2d'"),
         ({"ep_size": 2, "enable_jit_fused": True}, "leave enable_jit_fused out with ep_size=2"),
+        ({"ep_size": 2, "pp_size": 2, "cut": "time"}, "use cut='parameters' with ep_size=2, or say how many"),
+        ({"cp_size": 2, "pp_size": 2, "cut": "flops"}, "use cut='parameters' with cp_size=2, or say how"),
         ({"ep_size": 0}, "ep_size=0 is not a count; use 1 or more"),
         ({"ep_size": 2.0}, "ep_size=2.0 is not a count"),
         ({"selection_bias_rate": -0.1}, "selection_bias_rate=-0.1 must be above 0, or 0 for none"),

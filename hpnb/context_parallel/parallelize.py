@@ -84,7 +84,11 @@ class ContextParallel:
     Attributes:
         in_batch: (s / cp,) of the batch at hand: False for tokens that were added so that it can be split.
         token_mask: (B, s / cp) of the batch at hand: 0 for padding.
+        keeps_mask: whether a batch that is sharded has this as its attention_mask, for a loss that leaves
+            padding out. No attention reads it.
     """
+
+    keeps_mask = False
 
     def __init__(self, axis: Axis, mode: str) -> None:
         self.axis, self.mode, self.zigzag = axis, mode, mode == "ring"
@@ -105,7 +109,7 @@ class ContextParallel:
         self._packed, self._texts = batch.get("position_ids") is not None, {}
         sharded = shard_batch(batch, self.axis.rank, self.axis.size, self.zigzag)
         self.in_batch, self.token_mask = token_mask(batch, self.axis.rank, self.axis.size, self.zigzag)
-        return sharded
+        return {**sharded, "attention_mask": self.token_mask} if self.keeps_mask else sharded
 
     def attend(
         self,

@@ -13,6 +13,7 @@ whole batch. The bias only changes which experts are chosen, never their weights
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,17 @@ from torch import nn
 
 from hpnb import comm
 from hpnb.expert_parallel.parallelize import ExpertParallel
+from hpnb.expert_parallel.router_sums import (
+    find_recorders,
+    loss_of_sums,
+    real_tokens,
+    router_sums,
+    with_router_sums,
+)
 from hpnb.mesh import Axis
+from hpnb.models.compare_parts import skip_first_step_check
+from hpnb.models.empty_batch import drop_empty_mask
+from hpnb.models.model_anatomy import wrap_anatomy
 
 
 def balancing_loss(
@@ -39,24 +50,8 @@ def balancing_loss(
         k: experts of a token.
         attention_mask: (B, s), 0 for padding, with B s = n; by default all tokens count.
     """
-    num_experts = router_logits[0].size(-1)
-    counts = probabilities = torch.zeros((), dtype=torch.float32, device=router_logits[0].device)
-    rows = counts
-    for logits in router_logits:
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        probability = wide.softmax(-1)  # (n, E)
-        chosen = probability.topk(k, -1).indices
-        is_chosen = torch.zeros_like(probability).scatter(-1, chosen, 1.0).detach()
-        real = torch.ones_like(probability[:, :1])
-        if attention_mask is not None:
-            real = attention_mask.reshape(-1, 1).to(probability)
-        counts = counts + (is_chosen * real).sum(0)
-        probabilities = probabilities + (probability * real).sum(0)
-        rows = rows + real.sum()
-    local = torch.cat([counts, probabilities, rows.reshape(1)])
-    sums = comm.all_reduce(comm.replicate(local, axis), axis)  # a sum in the backward too
-    counts, probabilities = sums[:num_experts], sums[num_experts : 2 * num_experts]
-    return num_experts * (counts.detach() * probabilities).sum() / sums[-1].detach().square().clamp(min=1)
+    sums = [router_sums(logits, k, attention_mask) for logits in router_logits]
+    return loss_of_sums(torch.stack(sums).sum(0), axis)
 
 
 def share_balancing_loss(
@@ -64,7 +59,8 @@ def share_balancing_loss(
 ) -> bool:
     """Let a model that adds a balancing loss compute it over all ranks of `axis`.
 
-    Its outputs' `aux_loss` changes, and `loss` where there is one.
+    Its outputs' `aux_loss` changes, and `loss` where there is one. A `Pipeline` of it gives outputs with this
+    `aux_loss` too, on its last stage (`router_sums.py`), and leaves it to the loss function to add it.
 
     Args:
         token_mask: gives (B, s), 0 for padding, where the model gets no attention_mask, as with context
@@ -83,6 +79,7 @@ def share_balancing_loss(
             return None
         mask = kwargs.get("attention_mask")
         mask = token_mask() if mask is None else mask
+        mask = real_tokens(outputs.router_logits[0], kwargs.get("input_ids"), mask)
         local = outputs.aux_loss
         shared = balancing_loss(outputs.router_logits, module.num_experts_per_tok, axis, mask)
         if outputs.loss is not None:  # which has the local one in it
@@ -90,6 +87,15 @@ def share_balancing_loss(
         outputs.aux_loss = shared
         return outputs
 
+    known: Any = model
+    wrapper = partial(
+        with_router_sums, recorders=find_recorders(model), k=known.num_experts_per_tok,
+        coefficient=known.router_aux_loss_coef, axis=axis,
+    )  # fmt: skip
+    wrap_anatomy(model, wrapper)
+    if axis.size > 1:
+        skip_first_step_check(model)  # one rank alone would run it, and wait for the sums of the others
+    model.register_forward_pre_hook(drop_empty_mask, with_kwargs=True)
     model.register_forward_hook(replace_loss, with_kwargs=True)
     return True
 

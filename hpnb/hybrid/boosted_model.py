@@ -322,10 +322,11 @@ class Boosted(nn.Module):
         return call_criterion(self._criterion, outputs, inputs)
 
     def _agree_on_microbatches(self, microbatches: int) -> int:
-        """The same number on all replicas with ZeRO 3, because every microbatch gathers parameters, and with
-        expert parallelism, because it sends tokens."""
+        """The same number on all replicas with ZeRO 3, because every microbatch gathers parameters; with
+        expert parallelism, because it sends tokens; and with a loss over the routers of all ranks."""
         plugin, axis = self.plugin, self.plugin.mesh.dp_cp
-        alone = axis.size == 1 or (plugin.zero_stage < 3 and plugin.ep_size == 1)
+        sums_routers = getattr(self.whole_config, "output_router_logits", False)
+        alone = axis.size == 1 or (plugin.zero_stage < 3 and plugin.ep_size == 1 and not sums_routers)
         if alone or plugin.num_microbatches is not None:
             return microbatches
         most = torch.tensor(microbatches, device=self._device)

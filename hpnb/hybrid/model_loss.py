@@ -59,16 +59,14 @@ def find_model_loss(model: nn.Module, in_stages: bool = False) -> ModelLoss | No
         return partial(classification, model.config)
     replaced = getattr(model, "_loss_function", None)  # where transformers keeps what was assigned
     if replaced is not None:
-        return partial(_call_loss_function, model, replaced) if in_stages else None
+        return _with_balance(model, partial(_call_loss_function, model, replaced)) if in_stages else None
     if type(model) is GPT2LMHeadModel:
         return causal
     if type(model) is ViTForImageClassification:
         return partial(classification, model.config)
     if has_plan(model):
         if getattr(model, "loss_type", None) == "ForCausalLM":
-            config: Any = model.config
-            adds = getattr(config, "output_router_logits", False)
-            return partial(causal_with_balance, config.router_aux_loss_coef) if adds else causal
+            return _with_balance(model, causal)
         if getattr(model, "loss_type", None) == "ForSequenceClassification":
             return partial(classification, model.config)
     return None
@@ -92,13 +90,19 @@ def causal(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
     return _cross_entropy(logits.reshape(-1, logits.size(-1)), labels[:, 1:].reshape(-1))
 
 
-def causal_with_balance(coefficient: float, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-    """The same, plus the balancing loss of a mixture of experts."""
-    loss: torch.Tensor = causal(outputs, labels)
-    if (balance := getattr(outputs, "aux_loss", None)) is None:
+def _with_balance(model: Any, loss: ModelLoss) -> ModelLoss:
+    """`loss`, plus the balancing loss of a mixture of experts that adds one."""
+    if not getattr(model.config, "output_router_logits", False):
         return loss
-    weighted: torch.Tensor = coefficient * balance.to(loss)
-    return loss + weighted
+    return partial(_add_balance, loss, getattr(model.config, "router_aux_loss_coef", 0.0))
+
+
+def _add_balance(loss: ModelLoss, coefficient: float, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    value = loss(outputs, labels)
+    if (balance := getattr(outputs, "aux_loss", None)) is None:
+        return value
+    weighted: torch.Tensor = coefficient * balance.to(value)
+    return value + weighted
 
 
 def classification(config: Any, outputs: Any, labels: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,9 +83,11 @@ def parallelize_model(
             )  # fmt: skip
             axes += tensor_parallel.axes(model)
         contexts: list[context_parallel.ContextParallel] = []  # has the one of this model, once it is made
-        experts, selection_bias = _shard_experts(
-            model, plugin, lambda: contexts[0].token_mask if contexts else None
-        )
+        adds_balance = _adds_router_loss(model)
+        if adds_balance:
+            _check_router_loss(plugin)
+            expert_parallel.share_balancing_loss(model, mesh.dp_cp)
+        experts, selection_bias = _shard_experts(model, plugin)
         if plugin.ep_size > 1:
             expert_axes = plugin.expert_zero_axes if plugin.zero_stage == 3 else (None, mesh.edp)
             axes += [mesh.ep, *(axis for axis in expert_axes if axis is not None)]
@@ -94,6 +95,7 @@ def parallelize_model(
             _chunk_loss(model, plugin)
         if plugin.cp_size > 1:
             context = context_parallel.parallelize(model, mesh.cp, plugin.context_parallel)
+            context.keeps_mask = adds_balance  # by which the loss of routers knows padding
             contexts.append(context)
             if experts is not None:
                 experts.in_batch = lambda: contexts[0].in_batch
@@ -101,7 +103,7 @@ def parallelize_model(
         of_shards = hasattr(vars(model).get("_loss_function"), "vocab_shard")
         in_stages = plugin.pp_size > 1 and not of_shards and not plugin.loss_chunk
         model_loss, causal = find_model_loss(model, in_stages), _is_causal(model)
-        if _compiles(plugin):
+        if _compiles(plugin) and not (adds_balance and plugin.pp_size > 1):  # stages look into their blocks
             compile_blocks(model, whole=_compiles_whole_blocks(plugin))
             if _compiles_whole_blocks(plugin):  # a split backward defers the weight gradients of a Conv2d
                 use_patch_matmul(model)
@@ -281,18 +283,24 @@ def _prepare(model: nn.Module, plugin: HybridParallelPlugin, optimizer: Optimize
         use_fused_adam(optimizer)
 
 
+def _adds_router_loss(model: Any) -> bool:
+    return bool(getattr(getattr(model, "config", None), "output_router_logits", False))
+
+
+def _check_router_loss(plugin: HybridParallelPlugin) -> None:
+    if plugin.pp_size > 1 and plugin.cut in ("flops", "time") and plugin.mesh.dp_cp.size > 1:
+        raise ValueError(
+            f"cut={plugin.cut!r} lets one rank measure for all, and with output_router_logits=True the head "
+            f"sums over {plugin.mesh.dp_cp.size} ranks: use cut='parameters', or say how many layers each "
+            "stage gets"
+        )
+
+
 def _shard_experts(
-    model: nn.Module, plugin: HybridParallelPlugin, token_mask: Callable[[], torch.Tensor | None]
+    model: nn.Module, plugin: HybridParallelPlugin
 ) -> tuple[ExpertParallel | None, SelectionBias | None]:
     """Experts over ep, and what keeps them equally busy on all ranks."""
     mesh = plugin.mesh
-    if getattr(getattr(model, "config", None), "output_router_logits", False):
-        if plugin.pp_size > 1:
-            raise ValueError(
-                "output_router_logits=True adds a loss over the routers of all layers, and with "
-                f"pp_size={plugin.pp_size} no rank sees them: use 1, or config.output_router_logits=False"
-            )
-        expert_parallel.share_balancing_loss(model, mesh.dp_cp, token_mask)
     if plugin.ep_size == 1 and not plugin.selection_bias_rate:
         return None, None
     experts = expert_parallel.parallelize(model, mesh.ep)

@@ -64,9 +64,11 @@ def _check_loss_chunk(o: PluginOptions) -> str | None:
 
 
 def _check_measured_cut(o: PluginOptions) -> str | None:
-    if o.cut not in ("flops", "time") or o.tp_size == 1 or o.pp_size == 1:
+    sizes = {"tp_size": o.tp_size, "cp_size": o.cp_size, "ep_size": o.ep_size}
+    over = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    if o.cut not in ("flops", "time") or not over or o.pp_size == 1:
         return None
-    return f"use cut='parameters' with tp_size={o.tp_size}, or say how many layers each stage gets"
+    return f"use cut='parameters' with {over[0]}, or say how many layers each stage gets"
 
 
 def _check_zero_options(o: PluginOptions) -> str | None:
@@ -133,7 +135,7 @@ REFUSED: tuple[Refusal, ...] = (
         _check_loss_chunk,
     ),
     Refusal(
-        "cut='flops' or 'time' with tensor parallelism",
+        "cut='flops' or 'time' with tensor, context or expert parallelism",
         "one rank measures for all, and the layers of one rank alone do not run",
         _check_measured_cut,
     ),

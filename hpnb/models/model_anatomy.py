@@ -100,6 +100,11 @@ class Anatomy(ABC):
     def parts(self) -> tuple[Part, ...]:
         return (*self.embedding, *self.blocks, *self.head)
 
+    @property
+    def has_router_loss(self) -> bool:
+        """Whether the outputs that `finish` gives have the balancing loss of the routers of all blocks."""
+        return False
+
     def with_parts(
         self, embedding: tuple[Part, ...] = (), blocks: tuple[Part, ...] = (), head: tuple[Part, ...] = ()
     ) -> Self:
@@ -181,6 +186,10 @@ class WrappedAnatomy(Anatomy):
 
     def check_stages(self, needs_tokens: bool = False) -> None:
         self.inner.check_stages(needs_tokens)
+
+    @property
+    def has_router_loss(self) -> bool:
+        return self.inner.has_router_loss
 
     def with_parts(
         self, embedding: tuple[Part, ...] = (), blocks: tuple[Part, ...] = (), head: tuple[Part, ...] = ()

@@ -35,6 +35,7 @@ from hpnb.models.shell_copy import argument_names, copy_module, place_of
 
 REFUSED = ("inputs_embeds", "past_key_values")
 TARGETS = ("labels", "label", "targets", "target")
+RECORDED = ("output_router_logits",)
 HANDS_ON = (
     "{} of a {} hands more to the next layer than hidden states ({}), and stages pass these alone; use "
     "pp_size=1, or register its parts with hpnb.models.register"
@@ -287,4 +288,5 @@ class ModelShell(nn.Module):
     def _arguments(self, inputs: Inputs) -> dict[str, Any]:
         check_token_ids(type(self.model).__name__, inputs, REFUSED)
         taken = {name: inputs[name] for name in self.names if name in inputs and name not in TARGETS}
-        return {**taken, "use_cache": False}
+        # No routers run in a shell; their loss comes from the parts (`hpnb.expert_parallel.router_sums`).
+        return {**taken, "use_cache": False, **{name: False for name in RECORDED if name in self.names}}

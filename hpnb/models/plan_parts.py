@@ -152,14 +152,18 @@ def _check_parameters(model: nn.Module, parts: tuple[Part, ...]) -> None:
         )
 
 
-def refuse_router_loss(model: Any) -> None:
+def refuse_router_loss(model: Any, parts: Anatomy) -> None:
     """
+    Args:
+        parts: its anatomy.
+
     Raises:
         ValueError: a mixture of experts that adds a loss over its routers, which stages would leave out.
     """
     config = getattr(getattr(model, "base_model", model), "config", None)
-    if getattr(config, "output_router_logits", False):
+    if getattr(config, "output_router_logits", False) and not parts.has_router_loss:
         raise ValueError(
             "output_router_logits=True adds a loss over the routers of all layers, which stages do not see; "
-            "set it to False"
+            f"call hpnb.expert_parallel.share_balancing_loss(model, mesh.dp_cp) first, as a Booster does, or "
+            f"set it to False for a {type(model).__name__} that has no such loss"
         )

@@ -200,9 +200,8 @@ def shared_parameters(stages: Sequence[Sequence[Layer]]) -> dict[tuple[str, ...]
 
 
 def _anatomy_of(model: nn.Module) -> Anatomy:
-    refuse_router_loss(model)
     try:
-        return anatomy(model)
+        parts = anatomy(model)
     except TypeError:
         kind = type(model).__name__
         if isinstance(model, nn.Sequential):
@@ -211,6 +210,8 @@ def _anatomy_of(model: nn.Module) -> Anatomy:
             f"hpnb cannot cut a {kind}: pass an nn.Sequential, a model whose parts hpnb.models.anatomy "
             f"knows, or a hpnb.pipeline_parallel.Builder. {how_to_register(model)}"
         ) from None
+    refuse_router_loss(model, parts)
+    return parts
 
 
 # --- one layer: functions and no lambdas, so that a layer can be copied, modules and all ---------------

@@ -58,6 +58,11 @@ class LazyLogits(ModelOutput):  # type: ignore[misc]
         if loss is not None:
             dict.__setitem__(self, "loss", loss)
 
+    def add_to_loss(self, term: torch.Tensor) -> None:
+        """Add `term` to the loss that will be computed, if labels give one."""
+        if (compute_loss := self._compute_loss) is not None:
+            self.__dict__["_compute_loss"] = lambda logits: compute_loss(logits) + term
+
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
             if key not in self:

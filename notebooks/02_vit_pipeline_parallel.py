@@ -140,7 +140,7 @@ walked = walks[0][0]
 lesson.show(walked, key="02.walk", title="One microbatch: one rank works at a time")
 sent = sum(nbytes for _, nbytes in walks)
 lesson.reveal("02.walk-bytes", sent, predicted=2 * (N - 1) * MESSAGE, source="counted")
-lesson.record("02.walk-idle", 100 * (1 - 1 / N), "%")  # claimed: 5 % less
+lesson.record("02.walk-idle", 100 * (1 - 1 / N), "%")  # the claim allows 5 points less
 gradient = SIZE.parameters(classes=3) * DTYPE.itemsize
 lesson.record("02.sent", {"step": M * sent, "gradient": gradient}, "B")
 lesson.claim("One rank works at a time", (walked.bubble_fraction, ">", 0.95 - 1 / N))
@@ -149,10 +149,10 @@ lesson.claim("One rank works at a time", (walked.bubble_fraction, ">", 0.95 - 1 
 # Each cut is crossed twice, so $2(p-1)$ messages of b s h numbers are sent, <data value="02.walk-bytes">209 kB</data> in all. A step
 # of eight microbatches sends <data value="02.sent.step">1.67 MB</data>, all ranks together. A gradient, which data parallelism all-reduces, has <data value="02.sent.gradient">25.5 MB</data>. By counting, ranks are
 # idle for 1 - 1/p =
-# <data value="02.walk-idle">75.0 %</data> of the time. The run had <data value="02.walk.bubble">76.5 %</data>. We call this idle share the *bubble*: idle time over
+# <data value="02.walk-idle">75.0 %</data> of the time. The run had <data value="02.walk.bubble">76.8 %</data>. We call this idle share the *bubble*: idle time over
 # ranks × *makespan*, where the makespan is the time from the first start to the last end.
 #
-# **Takeaway.** A pipeline sends little, and only between neighbours. What it wastes is time: with one microbatch, p ranks
+# **Takeaway.** A pipeline sends little, and only between neighbours. With one microbatch, p ranks
 # are no faster than one.
 #
 # ## Microbatches fill the pipeline
@@ -215,12 +215,12 @@ def run_schedule(schedule, compute, axis, shape, dtype):
 
 
 # %% [markdown]
-# We train three copies of a small ViT (17 tokens of 64 numbers, 16 images) for eight steps, in float64 on the CPU: with
-# this loop, with `hpnb.Pipeline`, and in one process. Each rank compares the weights of its stage. Losses are divided by m, so that gradients add up to those of the batch.
+# We train three copies of a small ViT for four steps, in float64 on the CPU: with
+# this loop, with `hpnb.Pipeline`, and in one process. Losses are divided by m, so that gradients add up to those of the batch.
 
 
 # %%
-def train(schedule, steps=8):
+def train(schedule, steps=4):
     axis, m = Mesh(Layout(pp=hpnb.world_size())).pp, schedule.microbatches
     by_loop, by_library, alone, batch = vit_pipeline.small_models_and_batch(leaves)
     microbatches, shape, losses = split_batch(batch, m), (16 // m, 17, 64), []
@@ -247,7 +247,8 @@ trained = cpus.run(train, gpipe)
 lesson.show(lesson.Parity.worst_of([distances for _, distances in trained]))
 
 # %% [markdown]
-# All three agree up to rounding. So we use the library, which also records times. We draw the step twice: simulated with the median times of each stage's forwards and backwards, and replayed with the time of each action.
+# All three agree up to rounding. We now use the library, which records times. We draw the step twice: simulated with
+# each stage's median times, and replayed with the time of each action.
 
 # %%
 steps = pool.run(vit_pipeline.time_schedules, SIZE, IMAGES, DTYPE, {"gpipe": gpipe})
@@ -258,12 +259,13 @@ lesson.show(both, in_flight=True, key="02.gpipe", title=f"GPipe keeps {M} in fli
 bubble = 100 * recorded.bubble_fraction
 lesson.reveal("02.bubble", bubble, predicted=formula, source=RAN)
 lesson.claim("Microbatches help", (bubble, "<", 100 * walked.bubble_fraction))
-trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")  # Perfetto
+# a file that Perfetto, a viewer of timelines, can open
+trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 
 # %% [markdown]
 # The formula assumes that all stages are equal and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. The simulation knows
-# each stage's median times and gives <data value="02.gpipe.medians.bubble">29.0 %</data>: so much comes from unequal stages. The replay gives <data value="02.bubble">29.6 %</data>. It
-# differs because a stage's microbatches do not all take equally long, and ranks wait for the slow ones.
+# each stage's median times and gives <data value="02.gpipe.medians.bubble">29.5 %</data>: so much comes from unequal stages. The replay gives <data value="02.bubble">30.9 %</data>. It
+# differs because a stage's microbatches do not take equally long.
 #
 # <details><summary>Why the rule of thumb may come nearer</summary>
 #
@@ -362,8 +364,7 @@ lesson.check(exercises.one_f_one_b, one_f_one_b)
 # </details>
 
 # %% [markdown]
-# Your lists now train the ViT, or the library's until you have written them. If all microbatches are alike,
-# rank r should need $(p - r)/m$ of GPipe's activations.
+# Your lists now train the ViT, or the library's until you have written them. Rank r should need $(p - r)/m$ of GPipe's activations.
 
 # %%
 lesson.keep_schedule("1f1b", one_f_one_b)
@@ -395,18 +396,13 @@ lesson.claim("1F1B takes about as long as GPipe", (change, "<", 0.15))
 # %% [markdown]
 # On rank 0 the activations fall from
 # <data value="02.activations.rank-0.gpipe-measured">9.14 MB</data> under GPipe to <data value="02.activations.rank-0.measured">4.67 MB</data>.
+# But they do not shrink with the number of ranks: p microbatches in a p-th of the layers are as much as one microbatch in all
+# layers. Stages save weights, gradients and optimizer state.
 #
-# In a second run, GPipe's step takes <data value="02.step.gpipe.replayed">108 ms</data> with a bubble of
-# <data value="02.step.gpipe.bubble">28.9 %</data>, 1F1B's <data value="02.step.1f1b.replayed">108 ms</data> with
-# <data value="02.step.1f1b.bubble">29.0 %</data>. By the formula both bubbles are
-# equal, because the first and the last microbatch still pass through the stages
-# alone.
-#
-# <details><summary>Noise in these steps</summary>
-#
-# A rank does the same work under both schedules, and computed
-# for <data value="02.step.gpipe.work">76.7 ms</data> under GPipe and <data value="02.step.1f1b.work">76.7 ms</data> under 1F1B. So the steps contain about this much noise.
-# </details>
+# GPipe's step takes <data value="02.step.gpipe.replayed">131 ms</data> with a bubble of
+# <data value="02.step.gpipe.bubble">31.1 %</data>, and 1F1B's step <data value="02.step.1f1b.replayed">135 ms</data> with
+# <data value="02.step.1f1b.bubble">29.4 %</data>. The formula gives both the same bubble: under 1F1B, too, the last rank starts p - 1 forwards late, and p - 1
+# backwards remain after its last one. In the previous figure GPipe took <data value="02.gpipe.each-action.makespan">145 ms</data>: runs differ.
 #
 # **Takeaway.** 1F1B has GPipe's bubble and keeps at most p microbatches instead of m.
 #
@@ -603,12 +599,12 @@ lesson.check(exercises.place_w, place_w)
 # ### The race
 #
 # Exercise 3's schedule is ZB-H1. The prediction uses times of the 1F1B step alone. I and W each get half of a stage's
-# backward. An action of a chunk gets half of a stage's time, and for that we take the mean over all stages.
+# backward. With two chunks a rank, each action of a chunk gets half of the mean time over all stages.
 #
 # The schedules run in turn, three times. From the three times of each action we take the median, and replay the step
 # with these medians. *Spread* is a
 # schedule's longest step minus its shortest, *work* the mean time for which a rank computes. **Messages take no time**
-# here. Interleaving and ZB-V send more of them, and no step in the table contains this cost. The table counts messages.
+# here. Interleaving and ZB-V send more of them, and no step in the table contains this cost.
 
 # %%
 rounds = pool.run(vit_pipeline.time_rounds, SIZE, IMAGES, DTYPE, made, repeats=3)[0]
@@ -640,24 +636,25 @@ vit_pipeline.record_race(NAME, predicted, ran, spread)
 # %% [markdown]
 # All four idle less than 1F1B. We call one schedule faster than another only if their steps
 # differ by more than the larger of the two spreads. By this test,
-# <data value="02.race.faster">interleaved is faster than 1f1b, zb-v is faster than 1f1b, zb-v is faster than zb-h1</data>; a pair that is not named here is undecided. The prediction puts
-# <data value="02.race.first.predicted">zb-v</data> first, the run <data value="02.race.first.run">zb-v</data>.
+# <data value="02.race.faster">no schedule is faster than another</data>; a pair that is not named here is undecided. The prediction puts
+# <data value="02.race.first.predicted">zb-v</data> first, the run <data value="02.race.first.run">interleaved</data>.
 #
-# Smaller pieces also take more computing, which the prediction leaves out. ZB-V runs <data value="02.race.zb-v.actions">192</data> actions instead of <data value="02.race.1f1b.actions">64</data>, and each has a fixed cost. A rank computes <data value="02.race.zb-v.work">90.8 ms</data> under
-# ZB-V and <data value="02.race.1f1b.work">82.2 ms</data> under 1F1B. So the smallest bubble need not give the shortest step.
+# A split backward also takes more computing, which the prediction leaves out. A rank computes <data value="02.race.1f1b.work">102 ms</data> under 1F1B, <data value="02.race.interleaved.work">105 ms</data>
+# under interleaving, <data value="02.race.zb-h1.work">110 ms</data> under ZB-H1 and <data value="02.race.zb-v.work">125 ms</data> under ZB-V. A step takes its mean work divided by 1 - bubble. With
+# 1F1B's work and ZB-V's bubble it would take <data value="02.race.zb-v-with-work-of-1f1b">119 ms</data>, and with ZB-V's own work it takes <data value="02.race.zb-v.replayed">145 ms</data>.
 #
 # <details><summary>I and W are not equal</summary>
 #
 # Our prediction takes I and W as equal. But the matmuls inside attention, softmax and GELU have no weights, hence no W, so I takes
-# <data value="02.race.zb-h1.i-w:.2f">1.51</data> times as long as
+# <data value="02.race.zb-h1.i-w:.2f">1.58</data> times as long as
 # W. By the formulas above, this makes ZB-H1 idle longer and leaves ZB-H2 as it is.
 # </details>
 #
 # <details><summary>Steps that differ by noise</summary>
 #
-# ZB-H1 and ZB-H2 execute the same pieces, and a rank works
-# <data value="02.race.zb-h1.work">86.9 ms</data> and <data value="02.race.zb-h2.work">86.9 ms</data>. Where these differ, it is by noise, which enters the steps.
-# The bubble feels this less: if all of a run is
+# ZB-H1 and ZB-H2 execute the same pieces, so a rank should work equally long under both. It works
+# <data value="02.race.zb-h1.work">110 ms</data> and <data value="02.race.zb-h2.work">119 ms</data>. A difference would be noise, and noise enters the steps.
+# The bubble feels it less: if all of a run is
 # slow, its work and its idle time are both longer.
 # </details>
 #
@@ -698,8 +695,8 @@ vit_pipeline.record_race(NAME, predicted, ran, spread)
 # DeepSpeed's pipeline engine has 1F1B alone.
 # </details>
 #
-# **Takeaway.** All four idle less; by our test, <data value="02.race.faster">interleaved is faster than 1f1b, zb-v is faster than 1f1b, zb-v is faster than zb-h1</data>. Interleaving costs messages and memory. A split backward costs memory and some computing. ZB-H1 and ZB-V keep more on all
-# ranks but the first, ZB-H2 on all. ZB-V also costs messages.
+# **Takeaway.** All four idle less than 1F1B, and each pays for it. Interleaving and ZB-V cost messages, a split backward costs computing, and
+# all four keep more activations, on some ranks or on all.
 #
 # ## Three numbers are called "bubble"
 #
@@ -708,8 +705,8 @@ vit_pipeline.record_race(NAME, predicted, ran, spread)
 # - **Share of a rank's span.** Take the rank with the longest time from its first start to its last end. The bubble is
 #   its idle share of that time. The zero-bubble paper reports it.
 #
-# The cell simulates that paper's 6.2B model, 8 stages and 24 microbatches, from its published times. The explorer
-# opens on ZB-H2.
+# The cell simulates that paper's 6.2B model, 8 stages and 24 microbatches, from its published times. The
+# explorer, a figure with knobs, opens on ZB-H2.
 #
 # **Challenge.**
 #
@@ -782,7 +779,7 @@ steps, num_layers = timed[0]
 uniform = vit_pipeline.stage_seconds(steps["uniform"])  # of one microbatch, F + B
 makespans = {name: tl.makespan for name, tl in steps.items()}
 in_stage, predicted = {}, {}  # {cut: blocks of each stage}, {cut: seconds}
-for name, counts in num_layers.items():  # layers of each stage
+for name, counts in num_layers.items():  # layers: an embedding, the blocks, a head
     in_stage[name] = [counts[0] - 1, *counts[1:-1], counts[-1] - 1]
     load = [t * n / blocks for t, n in zip(uniform, in_stage[name], strict=True)]
     predicted[name] = theory.pipeline_seconds(load, M)
@@ -802,9 +799,9 @@ lesson.claim("A heavy stage delays the step", (delay, ">", 1.02))
 # %% [markdown]
 # The steps are simulated from times of single layers, measured on rank 0 while the other ranks waited. So compare
 # them with each
-# other, not with the race. The uniform partition takes <data value="02.cut-step.uniform.simulated">83.5 ms</data>, the heavy one
-# <data value="02.cut-step.heavy.simulated">99.8 ms</data>. Balancing by time gives
-# <data value="02.cut-step.by-time.simulated">83.5 ms</data>: a ViT's blocks are equal, so "uniform" is already good.
+# other, not with the race. The uniform partition takes <data value="02.cut-step.uniform.simulated">661 ms</data>, the heavy one
+# <data value="02.cut-step.heavy.simulated">808 ms</data>. Balancing by time gives
+# <data value="02.cut-step.by-time.simulated">661 ms</data>: a ViT's blocks are equal, so "uniform" is already good.
 #
 # A timeline tells a bubble's causes apart:
 #
@@ -814,7 +811,7 @@ lesson.claim("A heavy stage delays the step", (delay, ">", 1.02))
 # | slow link | ranks are free and their inputs were computed long ago | such waits above 5 % of ranks × makespan |
 # | few microbatches | ranks wait only while the pipeline fills and drains | neither of these |
 #
-# In the figure, rank 1 works <data value="02.heavy-work:.2f">1.48</data> times as long as the median rank.
+# In the figure, rank 1 works <data value="02.heavy-work:.2f">1.50</data> times as long as the median rank.
 #
 # ### Exercise 4: what is wrong with this step?
 #
@@ -912,10 +909,10 @@ lesson.claim("Microbatches help", (alone, ">", 1.1 * shortest))
 #
 # <details><summary>Has this pipeline paid?</summary>
 #
-# At m = 1 only one rank works at a time, so that step, <data value="02.sweep-step.alone">155 ms</data>, is what one rank would
-# need alone: T and p times c. The best step takes <data value="02.sweep-step.best">98.4 ms</data>: far from a fourth of that, although each of the four ranks
+# At m = 1 only one rank works at a time. So that step, <data value="02.sweep-step.alone">200 ms</data>, is what one rank would
+# need for all stages, one after the other: T + p c. The best step takes <data value="02.sweep-step.best">135 ms</data>: far from a fourth of that, although each of the four ranks
 # is replayed with its own core. At this m they compute for
-# <data value="02.sweep-step.work">223 ms</data> in all, so two real cores would need at least <data value="02.sweep-step.two">111 ms</data>.
+# <data value="02.sweep-step.work">303 ms</data> in all, so two real cores would need at least <data value="02.sweep-step.two">151 ms</data>.
 # </details>
 #
 # <details><summary>Which m to choose</summary>
@@ -992,7 +989,7 @@ lesson.check(exercises.choose_microbatches, choose)
 # - The slowest stage sets the pace, and each microbatch has a fixed cost.
 #
 # **When not to use this.** If the model fits on a GPU and the batch is large, replicas have no bubble. Avoid
-# pipelines if the batch gives only few microbatches of a useful size, or if layers cannot be partitioned evenly.
+# pipelines if the batch gives few microbatches of a useful size, or if layers cannot be partitioned evenly.
 #
 # <details><summary>Where to look</summary>
 #

@@ -39,7 +39,11 @@ def ring_or_ulysses() -> Explorer:
 
     One sequence, heads of 128 values in bfloat16, and 400 TFLOP/s of attention.
     """
-    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade=("sequence", SHARE), goal=5).display()
+    title = "exposed / computing, of the way that exposes less, over sequence"
+    shown = Explorer(
+        KNOBS, _readings, CHALLENGE, ANSWER, trade=("sequence", SHARE), trade_title=title, goal=5
+    )
+    return shown.display()
 
 
 def ring_exposes_less_from(heads: int, kv_heads: int, cp: int, link: str) -> int:

@@ -129,6 +129,9 @@ def exposed_times(
     panel = CurvePanel(series, what, "xy", xlabel="sequence length, on all ranks (tokens)")
     fig = curves([panel], title=title, more_keys=keys, left=0.85)
     (ax,) = fig.axes
+    dots = [line for line in ax.lines if str(line.get_label()).endswith(", replayed")]
+    for size, line in zip((10, 8, 6), dots, strict=False):  # so that no dot hides one beneath it
+        line.set(markersize=size)
     if marked is not None:
         rule(ax, marked, "sequence")
     ax.xaxis.set_major_locator(_powers(lengths))

@@ -32,20 +32,17 @@ def calibration(
         raise ValueError(f"{fitted!r} is no point; there are {', '.join(points)}")
     x = np.arange(len(points))
     published, predicted = (np.array([pair[i] for pair in points.values()]) for i in (0, 1))
-    others = [pair for name, pair in points.items() if name != fitted]
-    within = sum(abs(value / expected - 1) <= _BAND for value, expected in others)
     dots, hollow = (Look(SERIES[i][0], SERIES[i][1]) for i in (0, 1))
     series = [Series("predicted", list(x), list(predicted), hollow, "hollow"),
               Series("published", list(x), list(published), dots, "dots")]  # fmt: skip
-    words = f"{within} of {len(others)} that were not fitted are within {100 * _BAND:.0f} % of the prediction"
     below = f"parameters of the model; {fitted} is the one that was fitted"
-    panel = CurvePanel(series, _UNIT, height=2.6, title=words, xlabel=below)
+    panel = CurvePanel(series, _UNIT, height=2.6, xlabel=below)
     band = Key(OpStyle(RULE, "", f"within {100 * _BAND:.0f} % of predicted"), "flat")
     fig = curves([panel], title=title, more_keys=[band])
     (ax,) = fig.axes
     low, high = predicted * (1 - _BAND), predicted * (1 + _BAND)
     ax.bar(x, high - low, 0.6, low, color=RULE, zorder=1, label="band")
-    ax.set_xticks(x, list(points), size=TEXT)
+    ax.set_xticks(x, list(points), size=SMALL)
     ax.set_ylim(0.97 * min(*low, *published), 1.02 * max(*high, *published))
     ax.grid(False, axis="x")
     return fig
@@ -59,6 +56,7 @@ def goodput(
     below: Mapping[str, Curve],
     simulated: Mapping[str, Curve],
     marks: Mapping[str, float],
+    gpus: str = "",
     title: str = "what failures leave of the time",
 ) -> Figure:
     """How much of a run's time trains it: over the number of GPUs, and over the seconds between saves.
@@ -68,6 +66,7 @@ def goodput(
         below: {name: (seconds between saves, share that trains)}.
         simulated: the same as `below`, simulated failure by failure; names as there.
         marks: {name: seconds}, the formula's choice for each of `below`.
+        gpus: how many the lower panel is for, in words.
 
     Raises:
         ValueError: a name that is not in `below`.
@@ -90,7 +89,7 @@ def goodput(
         CurvePanel(series(above), say, "x", 1.6,
                    "saving every sqrt(2 D M) seconds, predicted; dashed: half of the time is lost", "GPUs"),
         CurvePanel(series(below) + series(simulated, "simulated: "), say, "x", 1.6,
-                   "saving more and less often, predicted and simulated",
+                   f"{gpus + ': ' if gpus else ''}saving more and less often, predicted and simulated",
                    "seconds of training between saves; dotted: sqrt(2 D M)"),
     ]  # fmt: skip
     fig = curves(panels, title=title, keys=[*keys, simulation], gap=0.75)

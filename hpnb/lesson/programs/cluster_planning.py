@@ -4,12 +4,15 @@
     cluster(512, network)              so many of these GPUs, with a network of NETWORKS
     benchmarked_runs()                 {layout: predicted twice, and measured} of GPT-2 XL on two H200s
     halve_field(cluster, "inside")     the cluster with half of one number
+    best_layouts(models)               the best layout of each model on clusters of each size
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
 from hpnb.hybrid.plan_command.read_model import shape_of_gpt2
@@ -17,10 +20,11 @@ from hpnb.hybrid.plan_command.run_lines import LOSS_CHUNK
 from hpnb.mesh import ParallelLayout
 from hpnb.models import GPT2_SIZES
 from hpnb.theory import Link
-from hpnb.theory.cluster import Cluster, GPTRun, calibrated, tflops
+from hpnb.theory.cluster import Cluster, GPTRun, calibrated, cluster_memory, cluster_parts, tflops
 from hpnb.theory.datasheets import find_gpu
 from hpnb.theory.plan_step import plan_parts
 from hpnb.theory.plan_task import PlanTask
+from hpnb.theory.planner import cluster_layouts, fastest
 from hpnb.theory.published_runs import DGX_A100, DGX_H100, MEGATRON
 
 HDR, ETHERNET = DGX_A100.between, Link(30e-6, 12.5e9, "Ethernet 100 Gb")
@@ -58,6 +62,26 @@ def halve_field(nodes: Cluster, field: str) -> Cluster:
     value: Any = getattr(nodes, field)
     half: Any = replace(value, bandwidth=value.bandwidth / 2) if isinstance(value, Link) else value / 2
     return replace(nodes, **{field: half})
+
+
+def best_layouts(
+    models: Sequence[str], sizes: Sequence[int] = (32, 128, 512, 2048)
+) -> dict[str, dict[str, str]]:
+    """{"32 GPUs": {model: "dp x pp x tp: MFU", or "too large"}}, with the batch of the published run.
+
+    MFU is the share of the peak that a step's model FLOPs reach, recomputed ones left out.
+    """
+    table: dict[str, dict[str, str]] = {}
+    for gpus, model in product(sizes, models):
+        nodes, run = cluster(gpus), MODELS[model]
+        layouts = cluster_layouts(run, nodes)
+        plan = fastest(run, nodes, layouts)
+        seconds = sum(cluster_parts(run, nodes, plan).values())
+        used = replace(run, recompute=False).flops / seconds / gpus / nodes.peak
+        fits = cluster_memory(run, plan) <= nodes.memory
+        words = f"{plan.dp} x {plan.pp} x {plan.tp}: {100 * used:.0f} %" if fits else "too large"
+        table.setdefault(f"{gpus:,} GPUs", {})[model] = words
+    return table
 
 
 # --- this library's benchmarked runs ------------------------------------------------------------------

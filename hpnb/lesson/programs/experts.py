@@ -30,8 +30,15 @@ from hpnb.lesson.programs.gpt2_tensor import random_values
 from hpnb.lesson.programs.step_timing import relative_distance
 from hpnb.mesh import Axis
 
+_STEPS = {"cpu": (50, 20), "cuda": (60, 30)}
 ExpertLayer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Compute, Axis], torch.Tensor]
 KeepRows = Callable[[torch.Tensor, int], torch.Tensor]  # (n, k) experts, capacity -> (n, k) bool
+
+
+def training_steps(device: str) -> tuple[int, int]:
+    """Steps of the training with three ways to balance, and of that with right and wrong reductions: fewer
+    on a CPU."""
+    return _STEPS[device]
 
 
 # --- one process ------------------------------------------------------------------------------------
@@ -296,7 +303,7 @@ def deepseek_v3_layer(tokens: int, ranks: int, rate: float, link: theory.Link) -
     """{"attention", "experts" or "all-to-all": seconds of one forward} of a layer of DeepSeek-V3, predicted.
 
     8 of 256 experts of width 2,048 and one shared expert, on tokens of 7,168 values in 16 bits. Every token
-    is taken to cross the link 8 times.
+    is taken to cross the link 8 times; DeepSeek-V3 limits that to 4 nodes.
 
     Args:
         tokens: of a microbatch on one rank, one sequence.

@@ -31,6 +31,7 @@ _TIMED = {"cpu": (Attention(1, 8, 8, 32, 1, 4), tuple(1 << k for k in range(6, 1
           "cuda": (Attention(1, 16, 16, 64, 1, 2), tuple(1 << k for k in range(10, 15)))}  # fmt: skip
 _KEPT = {"cpu": (GPT2Size(64, 2, 4, 256, 509, 2048), torch.float32),
          "cuda": (GPT2Size(1024, 2, 16, 4096, 8192, 4096), torch.bfloat16)}  # fmt: skip
+_STEPS = {"cpu": 20, "cuda": 30}
 
 
 def context_axis() -> Axis:
@@ -47,6 +48,11 @@ def timed_shapes(device: str) -> list[Attention]:
 def kept_size(device: str) -> tuple[GPT2Size, torch.dtype]:
     """The GPT-2 whose activations are measured, of two blocks, and its dtype."""
     return _KEPT[device]
+
+
+def training_steps(device: str) -> int:
+    """Steps of the training with right and wrong positions: fewer on a CPU."""
+    return _STEPS[device]
 
 
 def random_qkv(

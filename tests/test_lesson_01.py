@@ -9,6 +9,7 @@ import pytest
 from hpnb.lesson.figures import vit_data_parallel as figures
 from hpnb.lesson.programs import step_timing
 from hpnb.record import Event, Timeline
+from hpnb.theory import Link
 
 
 def test_a_range_leaves_out_as_many_rounds_as_95_percent_allow() -> None:
@@ -46,6 +47,11 @@ def test_page_01_puts_its_results_into_words() -> None:
     limits = [figures.limit_words(first_free, sizes) for first_free in (17, 2176, None)]
     assert limits == ["at most 17", "between 1,088 and 2,176", "more than 2,176"]
     slower, unclear = step_timing.Spread(1.2, 1.1, 1.3), step_timing.Spread(1.2, 0.9, 1.3)
+    assert figures.multiply({"sharing": slower, "filling": unclear}) == pytest.approx(1.44)
+    alone = step_timing.Backward(1.0, 3.0, (2.0, 3.0), (10.0, 10.0))
+    equal = step_timing.Backward(2.0, 8.0, (4.0, 6.0, 8.0), (1.0, 1.0, 1.0)).as_long_as(alone)
+    assert equal == step_timing.Backward(1.0, 3.0, (1.5, 2.25, 3.0), (1.0, 1.0, 1.0))
+    assert figures.count_messages({"B: buckets": alone.on(Link(0.0, 10.0), 2)}) == {"b": 2}
     assert figures.count_verdicts({17: slower, 34: slower, 68: unclear}) == {
         "faster": 0,
         "slower": 2,

@@ -63,6 +63,11 @@ def divide_makespans(steps: Sequence[Timeline], others: Sequence[Timeline]) -> S
     return divide_rounds([tl.makespan for tl in steps], [tl.makespan for tl in others])
 
 
+def multiply(factors: Mapping[str, Spread]) -> float:
+    """What several causes do together, if each multiplies the time by its median factor."""
+    return math.prod(spread.median for spread in factors.values())
+
+
 def count_messages(timelines: Mapping[str, Timeline]) -> dict[str, int]:
     """{"a": all-reduces of a rank in a step of version A, ...}."""
     return {

@@ -58,6 +58,11 @@ class Backward:
         exposed = self.exposed(link, ranks, during)
         return exposed / (self.end + exposed)
 
+    def as_long_as(self, other: Backward) -> Backward:
+        """This step's buckets in a step that computes as long as `other`, so that only messages differ."""
+        longer = other.end / self.end
+        return Backward(other.forward, other.end, tuple(at * longer for at in self.ready), self.nbytes)
+
     def on(self, link: Link, ranks: int, during: bool = True) -> Timeline:
         """The step on `link`, as any one of `ranks` equal ranks would have it; "simulated".
 

@@ -68,9 +68,9 @@ lesson.record("01.ranks", N)
 # %% [markdown]
 # ## What one step costs on one device
 #
-# A ViT cuts an image into patches, and each patch becomes one *token*, a vector of h numbers. Our images have 32 x 32
-# pixels, so 16 patches of 8 x 8 and one token for the class make 17 tokens. The model names one of three states of a
-# bean leaf. We time the ViT `SIZE` of the banner, and quick checks use `SMALL`, 8 blocks of width 64.
+# A ViT (vision transformer) cuts an image into patches. Each patch becomes one *token*, a vector of h numbers, which
+# passes through *blocks* of attention and an MLP. Our images have 32 x 32
+# pixels, so 16 patches of 8 x 8 and one token for the class make 17 tokens. We time the ViT `SIZE` of the banner, and quick checks use `SMALL`, 8 blocks of width 64.
 #
 # Two numbers describe the cost:
 #
@@ -80,8 +80,7 @@ lesson.record("01.ranks", N)
 #   8 for two moments. With 16-bit weights they are 2 + 2, and 12 for the moments and the *master
 #   weight*, a float32 copy.
 #
-# The machine card of notebook 00 depends on the number of ranks, so we measure it for <data value="01.ranks">2</data>. Then we record the memory
-# of one step.
+# We measure the machine card of notebook 00 for <data value="01.ranks">2</data> ranks, and record the memory of one step.
 
 # %%
 def record_one_step():
@@ -164,7 +163,7 @@ def train(policy, batch, parts, wrap=lambda model: model, reduce=lambda model: N
 
 # %% [markdown]
 # Sums depend on their order. So we need a yardstick: one process trains on the
-# full batch, and again on the batch in d parts. The distance between these two runs is what rounding alone explains. The
+# full batch, and again on the batch in d parts. Rounding alone explains the distance between these two. The
 # table has distances to the run on the full batch, $\lVert a - b \rVert / \lVert b \rVert$ over all tensors.
 
 
@@ -194,8 +193,8 @@ by_hand, in_parts = (parity.distances[f"fp64, {way}"]["gradients"]
 lesson.claim("in fp64 only rounding is left", (by_hand, "<", 100 * in_parts + 1e-15))
 
 # %% [markdown]
-# In float64 the gradients averaged by hand are <data value="01.distance.fp64-by-hand.gradients:.0e">6e-15</data> away, and those of one process in parts <data value="01.distance.fp64-one-process-in-parts.gradients:.0e">6e-15</data>. In bf16 they are
-# <data value="01.distance.bf16-by-hand.gradients:.0e">4e-02</data> and <data value="01.distance.bf16-one-process-in-parts.gradients:.0e">4e-02</data>. With two ranks the table's rows are equal, because
+# In float64 the gradients averaged by hand are <data value="01.distance.fp64-by-hand.gradients:.0e">6e-15</data> away, in bf16
+# <data value="01.distance.bf16-by-hand.gradients:.0e">4e-02</data>. With two ranks the table's rows are equal, because
 # a + b and b + a round alike. A distance above a hundred times the yardstick is a bug. Test in float64, because
 # rounding in bf16 can conceal one.
 #
@@ -327,7 +326,8 @@ lesson.reveal("01.step-bytes", sent[0].bytes["dp"] / 3, "B", expected, source="c
 # gradient, because 2(d-1)/d is 1 for two ranks.
 #
 # We record a forward and backward of `SIZE` in three versions. A sends every tensor alone after the backward, B sends
-# buckets after it, and C sends buckets during it. Each rank has <data value="01.few.images">2</data> images, or <data value="01.few.tokens">34</data> tokens, and a bucket at most <data value="01.bucket">2.00</data> MiB.
+# buckets after it, and C sends buckets during it. To predict them, we time a step without messages, note when each bucket
+# is full, and add all-reduces that take what α and B say. Each rank has <data value="01.few.images">2</data> images, or <data value="01.few.tokens">34</data> tokens, and a bucket at most <data value="01.bucket">2.00</data> MiB.
 
 # %%
 # (MiB of a bucket, reduce during the backward); a bucket of 1 byte holds one tensor
@@ -339,7 +339,7 @@ def record_versions():
     axis, steps, alone = Mesh(Layout(dp=hpnb.world_size())).dp, {}, {}
     for name, (mb, during) in VERSIONS.items():
         model, loss = device_timing.vit_and_loss(SIZE, sizes.few, DTYPE)
-        # without messages; it notes when each bucket is full
+        # the median of 3 steps without messages; it notes when each bucket is full
         alone[mb] = step_timing.time_backward(model, partial(loss, model), mb, 3)
         replica = hpnb.DataParallel(model, axis, mb, overlap_communication=during)
         steps[name] = replica, partial(loss, replica)
@@ -351,23 +351,24 @@ def record_versions():
 # We give the median of nine rounds and a *range*, from the second lowest to the second highest. For independent
 # rounds the true median lies in it with 95 % confidence. A ratio is *slower* if its range lies above 1, *faster* if below, and otherwise we *cannot tell*.
 #
-# The figure shows one round, the one whose C / B is the median. Its titles give exposed communication as a share of
-# *ranks × makespan*: the time from the first start to the last end, on all ranks together.
+# The first figure is the prediction, the second the round whose C / B is the median. The *makespan* is the
+# time from the first start to the last end. The titles give the ranks' exposed time as a share of ranks × makespan.
 
 # %%
 alone, rounds = pool.run(record_versions)[0]
-# a step without messages, and by how much its all-reduces, by α and B, end later
-predicted = {v: alone[mb].end + alone[mb].exposed(card.link, N, during)
-             for v, (mb, during) in VERSIONS.items()}  # fmt: skip
+ideal = {v: alone[mb].as_long_as(alone[BUCKET_MB]).on(card.link, N, during)
+         for v, (mb, during) in VERSIONS.items()}  # fmt: skip
+predicted = {v: timeline.makespan for v, timeline in ideal.items()}
 a, b, c = VERSIONS
 lesson.predict("01.overlap", "How many times as long as B does C take?",
                rule_of_thumb=alone[BUCKET_MB].end / predicted[b])  # nothing is exposed
+lesson.show(ideal, exposed=True, bubble=None, axis_labels={0: "each rank"},
+            title="By α and B, buckets and overlap save time")  # fmt: skip
 timelines = figures.median_round(rounds, c, b)
 steps = {v: timeline.makespan for v, timeline in timelines.items()}
 exposed = {v: step_timing.exposed_seconds(tl) for v, tl in timelines.items()}
-seconds = {v: [timeline.makespan for timeline in tls] for v, tls in rounds.items()}
-b_over_a = divide_rounds(seconds[b], seconds[a])
-c_over_b = divide_rounds(seconds[c], seconds[b])
+b_over_a = figures.divide_makespans(rounds[b], rounds[a])
+c_over_b = figures.divide_makespans(rounds[c], rounds[b])
 lesson.show(figures.versions(timelines, c_over_b))
 lesson.show(predicted=predicted, measured=steps, unit="s", key="01.step",
             columns={"measured, exposed (s)": exposed},
@@ -377,25 +378,23 @@ lesson.reveal("01.overlap", c_over_b.median, predicted=predicted[c] / predicted[
 lesson.claim("buckets beat single tensors", b_over_a.verdict == "faster")
 lesson.record("01.c-over-b", c_over_b._asdict())
 lesson.record("01.b-over-a", b_over_a._asdict())
-lesson.record("01.messages", {"a": len(alone[VERSIONS[a][0]].ready),
-                              "b": len(alone[BUCKET_MB].ready)})  # fmt: skip
+lesson.record("01.messages", figures.count_messages(timelines))
 lesson.record("01.backward", figures.backward_seconds(timelines), "s")
 
 # %% [markdown]
-# <details><summary>How to read the figure</summary>
+# <details><summary>How to read the figures</summary>
 #
-# The thin lane `dp` under a rank has its messages. Dark grey is the work for them, above all copying gradients into buckets.
-# A copies as well, tensor by tensor, and C copies inside the backward. The sliver at the end is bookkeeping. Where one
-# rank starts later, it woke up later from the barrier before the step.
+# The thin lane `dp` under a rank has its messages. Dark grey is the work for them: copying gradients into buckets (C does
+# that inside the backward), and unpacking at the end.
 # </details>
 #
-# **Buckets.** Every all-reduce pays 2(d-1) α. A sends <data value="01.messages.a">72</data> messages and B <data value="01.messages.b">10</data>. B takes <data value="01.b-over-a.median:.2f">0.50</data> times as long as A, with the range
-# <data value="01.b-over-a.low:.2f">0.29</data> to <data value="01.b-over-a.high:.2f">0.65</data>.
+# **Buckets.** Every all-reduce pays 2(d-1) α. A sends <data value="01.messages.a">72</data> messages and B <data value="01.messages.b">10</data>. B takes <data value="01.b-over-a.median:.2f">0.57</data> times as long as A, with the range
+# <data value="01.b-over-a.low:.2f">0.49</data> to <data value="01.b-over-a.high:.2f">0.76</data>.
 #
-# **Overlap.** C takes <data value="01.overlap:.2f">1.07</data> times as long as B (<data value="01.c-over-b.low:.2f">0.79</data> to <data value="01.c-over-b.high:.2f">1.23</data>). We predicted <data value="01.overlap.predicted:.2f">0.69</data>. In the drawn rounds, B has <data value="01.step.b-buckets-after.measured-exposed">10.1 ms</data>
-# exposed and C <data value="01.step.c-buckets-during.measured-exposed">8.53 ms</data>. The backward of the slower rank takes <data value="01.backward.b-long">12.1 ms</data> in B and <data value="01.backward.c-long">25.4 ms</data> in C, where it includes
-# the copying into buckets, and messages travel while it runs. The prediction leaves out both costs, and the wait for a
-# slower rank. The next section measures the first two.
+# **Overlap.** C takes <data value="01.overlap:.2f">1.01</data> times as long as B (<data value="01.c-over-b.low:.2f">0.96</data> to <data value="01.c-over-b.high:.2f">1.07</data>). We predicted <data value="01.overlap.predicted:.2f">0.87</data>. In the drawn round, B has <data value="01.step.b-buckets-after.measured-exposed">16.8 ms</data>
+# exposed and C <data value="01.step.c-buckets-during.measured-exposed">19.1 ms</data>. The backward of the slower rank takes <data value="01.backward.b-long">30.7 ms</data> in B and <data value="01.backward.c-long">49.8 ms</data> in C. In
+# C it fills the buckets, and the messages that travel meanwhile may slow it. The prediction leaves out these two
+# costs and the wait for a slower rank. The next section measures the two.
 #
 # **In your tools.** DDP always overlaps.
 #
@@ -466,9 +465,9 @@ lesson.check(exercises.reducer, reducer)
 # %% [markdown]
 # ## When is it free?
 #
-# Overlap can hide the all-reduce only if the backward lasts long enough. For one weight, a backward over T tokens does
+# The backward has to last long enough. For one weight, a backward over T tokens does
 # 4T FLOPs at R FLOP/s. Its gradient has g bytes, and an all-reduce over d ranks sends 2(d-1)/d g of them at B bytes/s.
-# The backward takes longer when
+# The backward takes longer than the all-reduce when
 #
 # $$ \frac{4T}{R} \ge \frac{2(d-1)}{d}\,\frac{g}{B} \qquad\text{so}\qquad T \ge \rho\,\frac{d-1}{d}\,\frac{g}{2}
 # \qquad\text{with}\quad \rho = R/B $$
@@ -476,22 +475,22 @@ lesson.check(exercises.reducer, reducer)
 # We call this inequality *the law*, and the smallest such T the *law's knee*. It does not contain the size of the model,
 # because a larger model sends more and computes longer in proportion.
 #
-# A step is *free* if communication makes it less than 1.1 times as long. This allows a little exposed communication. So
-# by the law, a step that reduces during the backward is free from 20/23 of the knee on, and one that reduces *after* it
-# from 20/3 of the knee on. The fold derives both. When we measure, the upper end of the range must be below 1.1, at this
+# A step is *free* if communication makes it less than 1.1 times as long as the step alone. By the law that happens from
+# 0.87 of the knee on if the step reduces during the backward, and from 6.7 times the knee on if it reduces *after* it. The
+# block below derives both. When we measure, the upper end of the range of step / step alone must be below 1.1, at this
 # size and at all larger ones.
 #
 # <details><summary>The law's two curves, which the next figure has as lines</summary>
 #
 # A forward takes half as long as a backward. With T equal to x times the knee, a step that reduces after the backward
 # takes $1 + \frac{2}{3x}$ times as long as without communication. One that reduces during it takes
-# $1 + \frac{2(1-x)}{3x}$ times as long up to the knee, and just as long from there on. These are 1.1 at x = 20/3 and 20/23.
+# $1 + \frac{2(1-x)}{3x}$ times as long up to the knee, and just as long from there on. These are 1.1 at x = 20/3 = 6.7 and at x = 20/23 = 0.87.
 #
 # A very small step computes more slowly than at the rate R. Then the same communication is a smaller part of the step,
 # and the ratio lies below the line.
 # </details>
 #
-# At each batch size we run nine rounds with the model `wide`. On a CPU it has half of the blocks of `SIZE`, which does
+# At each batch size we run nine rounds with the model `wide`. On a CPU it has a quarter of the blocks of `SIZE`, which does
 # not change the law. A round times a step alone, one that reduces after the backward, one that reduces
 # during it, and an all-reduce by itself.
 
@@ -537,7 +536,8 @@ bound = free_during or max(times)  # a free step takes at least so many
 lesson.claim("the law promises a free step too early", (law["during"], "<", bound))
 if free_during:  # else no size that we timed is free, and no answer can be scored
     lesson.reveal("01.free", free_during, predicted=law["during"])
-lesson.record("01.measured", figures.free_words(free_during, free_after, max(times)))
+words = partial(figures.limit_words, measured=[*times])
+lesson.record("01.measured", {"during": words(free_during), "after": words(free_after)})
 lesson.record("01.verdicts", figures.count_verdicts(overlap) | {"sizes": len(times)})
 middle = wide.size.tokens * 16
 lesson.record("01.alone", median(times[middle][ALONE]), "s")
@@ -545,19 +545,18 @@ lesson.record("01.middle", {"tokens": middle, **during[middle]._asdict()})
 lesson.record("01.extra", figures.cost_of_overlap(times[middle]), "s")
 
 # %% [markdown]
-# **When is it free here?** With the all-reduce during the backward, a free step takes <data value="01.measured.during">2,176</data> tokens per rank. With the
-# all-reduce after it, a free step takes <data value="01.measured.after">more than 2,176</data>. The law says <data value="01.law.during:,.0f">48</data> and <data value="01.law.after:,.0f">371</data>. We timed <data value="01.verdicts.sizes">5</data> sizes only,
-# so the true limits may lie a little lower.
+# **When is it free here?** With the all-reduce during the backward, the limit is <data value="01.measured.during">more than 2,176</data> tokens per rank; the
+# law says <data value="01.law.during:,.0f">50</data>. With the all-reduce after it, the limit is <data value="01.measured.after">more than 2,176</data> tokens, and the law says <data value="01.law.after:,.0f">385</data>.
 #
-# Overlap is faster than reducing after the backward at <data value="01.verdicts.faster">0</data> of these sizes, slower at <data value="01.verdicts.slower">0</data>, and undecided at <data value="01.verdicts.undecided">5</data>.
-# With <data value="01.middle.tokens">272</data> tokens the law says that overlap costs nothing. Measured, the step with overlap takes <data value="01.extra.median">11.3 ms</data> longer than the
-# step alone, with the range <data value="01.extra.low">10.1 ms</data> to <data value="01.extra.high">13.5 ms</data>. The all-reduce by itself takes <data value="01.extra.all-reduce">7.46 ms</data>. Perhaps no core is
+# Overlap is faster than reducing after the backward at <data value="01.verdicts.faster">0</data> of the <data value="01.verdicts.sizes">5</data> sizes, slower at <data value="01.verdicts.slower">0</data>, and undecided at <data value="01.verdicts.undecided">5</data>.
+# With <data value="01.middle.tokens">272</data> tokens the law says that overlap costs nothing. Measured, the step with overlap takes <data value="01.extra.median">62.3 ms</data> longer than the
+# step alone, with the range <data value="01.extra.low">34.9 ms</data> to <data value="01.extra.high">75.0 ms</data>. The all-reduce by itself takes <data value="01.extra.all-reduce">4.25 ms</data>. Perhaps no core is
 # idle that could send. We test this next.
 #
 # The law assumes that the backward keeps its speed while an all-reduce runs, and that filling buckets takes no time. To
 # test the first, we run a backward beside an *unrelated* all-reduce of as many bytes, and stop the clock when the backward
 # is done. To test the second, we make each rank a data-parallel group of one: it fills buckets and has nobody to send to.
-# Only the verdict *slower* shows that a factor costs time.
+# One of the two costs time only if its verdict is *slower*.
 
 
 # %%
@@ -581,23 +580,23 @@ lesson.show(measured={name: median(s) for name, s in causes.items()}, unit="s",
             columns={"factor": {way: f.median for way, f in factors.items()},
                      "range": {way: f.range for way, f in factors.items()},
                      "verdict": {way: f.verdict for way, f in factors.items()}},
-            title="Two things that the law leaves out", key="01.cause",
-            note="16 images per rank, 9 rounds.")  # fmt: skip
-ring = partial(theory.seconds, "all_reduce", ranks=N, link=card.link)
-lesson.record("01.last-bucket", ring(BUCKET_MB * 2**20), "s")
-lesson.record("01.accumulated", 1 + (during[middle].median - 1) / 4)
+            title="Two things that the law leaves out, at 16 images a rank",
+            key="01.cause")  # fmt: skip
+last = theory.seconds("all_reduce", BUCKET_MB * 2**20, N, card.link)
+lesson.record("01.last-bucket", last, "s")
+lesson.record("01.together", figures.multiply(factors) + last / median(causes[ALONE]))
 
 # %% [markdown]
-# - *Sharing*: factor <data value="01.cause.beside-an-unrelated-all-reduce.factor:.2f">1.19</data>, verdict *<data value="01.cause.beside-an-unrelated-all-reduce.verdict">slower</data>*.
-# - *Filling buckets*: factor <data value="01.cause.with-buckets-nothing-sent.factor:.2f">1.04</data>, verdict *<data value="01.cause.with-buckets-nothing-sent.verdict">slower</data>*.
-# - *The last bucket*, by α and B: at most <data value="01.last-bucket">1.81 ms</data> exposed.
+# - *Sharing*: factor <data value="01.cause.beside-an-unrelated-all-reduce.factor:.2f">0.98</data>, verdict *<data value="01.cause.beside-an-unrelated-all-reduce.verdict">cannot tell</data>*.
+# - *Filling buckets*: factor <data value="01.cause.with-buckets-nothing-sent.factor:.2f">1.11</data>, verdict *<data value="01.cause.with-buckets-nothing-sent.verdict">cannot tell</data>*.
+# - *The last bucket*, by α and B: at most <data value="01.last-bucket">4.98 ms</data> exposed.
 #
-# In the sweep above, the step with overlap took <data value="01.middle.median:.2f">1.28</data> times as long as the step alone, with the range <data value="01.middle.low:.2f">1.26</data> to <data value="01.middle.high:.2f">1.34</data>. We did not
-# separate what else it contains.
+# The two factors multiplied, plus the last bucket's share of the step alone, give <data value="01.together:.2f">1.11</data>. In the sweep, the step with
+# overlap took <data value="01.middle.median:.2f">1.67</data> times as long as the step alone, with the range <data value="01.middle.low:.2f">1.35</data> to <data value="01.middle.high:.2f">1.74</data>.
 #
 # <details><summary>The same step, two times</summary>
 #
-# A step alone took <data value="01.cause.step-alone.measured">37.6 ms</data> here and <data value="01.alone">39.7 ms</data> in the sweep. The machine's speed changes between cells. So compare
+# A step alone took <data value="01.cause.step-alone.measured">194 ms</data> here and <data value="01.alone">98.4 ms</data> in the sweep. The machine's speed changes between cells. So compare
 # ratios within rounds, not seconds of two cells. The memory figure's time does not compare with them
 # either: its recorder looks at every operation.
 # </details>
@@ -672,11 +671,7 @@ lesson.show(counted={"four times (B)": often, "once (B)": once}, key="01.sent")
 # Accumulation sends <data value="01.sent.once.counted">1.65 MB</data> instead of <data value="01.sent.four-times.counted">6.62 MB</data>. Only the backward of the *last* microbatch can overlap, but the
 # cost is spread over a longer step.
 #
-# <details><summary>Does accumulation make a step free?</summary>
-#
-# If one microbatch and its all-reduce take f times as long as the microbatch alone, four microbatches take 1 + (f - 1)/4
-# times as long. For f = <data value="01.middle.median:.2f">1.28</data>, measured with <data value="01.middle.tokens">272</data> tokens, that is <data value="01.accumulated:.2f">1.07</data>. We did not measure it.
-# </details>
+# The optimizer's batch is microbatch size × microbatches × d. So 64 images are 8 × 4 × 2, or 8 × 1 × 8.
 #
 # 16-bit gradients halve the bytes. But in fp16 small gradients vanish, so the loss is multiplied by a *scale*. It
 # doubles after `growth_interval` steps in a row without *overflow*, a gradient above 65504. A step that overflows is
@@ -744,10 +739,10 @@ lesson.field_guide.show()
 #
 # <details><summary>Why the distance falls at the second overflow</summary>
 #
-# After the first overflow the scales differ: one rank has halved its own. The other rank keeps the large scale, and on
-# two ranks it is this rank that overflows next. Now both have skipped one step and have equal scales again. But they
-# skipped different steps, so the replicas are closer and not equal. While scales differ, the all-reduce adds gradients
-# with different scales, and each rank divides the sum by its own.
+# After the first overflow one rank has halved its scale. The other has now taken `growth_interval` steps without overflow, so
+# its scale doubles, and it overflows in the next step. Then each of two ranks has skipped one step, but not the same one.
+# So the replicas are closer and not equal. Their scales still differ by a factor of two. From then on the all-reduce adds
+# gradients with different scales, and each rank divides the sum by its scale.
 # </details>
 #
 # The instrument is the distance between replicas. In a healthy run it is exactly 0. The cure is to base the decision on
@@ -817,7 +812,7 @@ def one_zero_step(stage):
         optimizer = hpnb.ZeroOptimizer(model.parameters(), adam, axis, stage=stage)
     else:
         replica = (hpnb.fully_shard if stage == 3 else hpnb.DataParallel)(model, axis)
-        hpnb.precision.Masters(optimizer := adam(model.parameters()))
+        hpnb.precision.Masters(optimizer := adam(model.parameters()))  # stage 3: shards
     batch = {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.arange(2)}
     for _ in range(2):  # Adam creates its moments in the first step
         with hpnb.record.traffic() as t, hpnb.record.memory(model, optimizer) as memory:
@@ -826,8 +821,8 @@ def one_zero_step(stage):
     return step_timing.state_bytes(memory.profile(), optimizer), t.bytes["dp"]
 
 
-with hpnb.Ranks(D := 4 if here.cores >= 4 else 2, device="cpu") as cpus:
-    runs = {f"stage {s}": cpus.run(one_zero_step, s)[0] for s in range(4)}
+cpus, D = (pool, N) if here.device == "cpu" else (hpnb.Ranks(4, device="cpu"), 4)
+runs = {f"stage {s}": cpus.run(one_zero_step, s)[0] for s in range(4)}
 kept, sent = ({name: run[k] for name, run in runs.items()} for k in (0, 1))
 predicted = {f"stage {s}": vars(theory.model_states(SMALL.parameters(32), D, s))
              for s in range(4)}  # fmt: skip
@@ -904,7 +899,7 @@ lesson.check(exercises.zero1, Zero1)
 # ## What to remember
 #
 # - A step costs 6 FLOPs per parameter and token, and 16 bytes per parameter.
-# - Send gradients in buckets. Overlap pays if something is idle that can send.
+# - Send gradients in buckets. Overlap pays if idle hardware can do the sending.
 # - By the law the all-reduce fits under the backward from ρ(d-1)/d g/2 tokens per rank on. A free step needs more.
 # - Measure the distance between replicas.
 #
